@@ -1,0 +1,3 @@
+"""Fine-tune transformer models on Hugging Face Accelerate: the same loss under every strategy."""
+
+__version__ = "0.1.0"

@@ -1,0 +1,1 @@
+"""Answers about a run: is it the same under every strategy?"""

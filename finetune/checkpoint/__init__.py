@@ -1,0 +1,1 @@
+"""Checkpoints: staged, verified, renamed; tensors keyed by parameter name."""

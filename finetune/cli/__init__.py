@@ -1,0 +1,1 @@
+"""Typed words become one call."""

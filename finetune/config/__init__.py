@@ -1,0 +1,1 @@
+"""The job YAML: read, checked, explained. Imports no torch."""

@@ -1,0 +1,1 @@
+"""One file per top-level key of the job YAML."""

@@ -1,0 +1,70 @@
+"""`train:` - how the model learns: batch, budget, optimizer, schedule, precision and when to stop."""
+
+from typing import Literal
+
+from finetune.config.section import Count, Floats, Fraction, Positive, Section, key
+
+
+class OptimizerSection(Section):
+    """The update rule."""
+
+    name: Literal["adamw", "sgd", "adafactor", "adamw_8bit"] = key(
+        "`adamw` (Loshchilov & Hutter, 2017), `sgd`, `adafactor` (Shazeer & Stern, 2018) or `adamw_8bit` (bitsandbytes, needs CUDA).", "adamw"
+    )
+    weight_decay: float = key("Decoupled weight decay on matrices; biases, norms and other vectors get none.", 0.0, ge=0.0)
+    betas: Floats = key("Decay rates of AdamW's two moments.", (0.9, 0.999), min_length=2, max_length=2)
+    eps: float = key("Term that keeps AdamW's denominator away from zero.", 1e-8, gt=0.0)
+    momentum: float = key("Momentum of SGD.", 0.0, ge=0.0, lt=1.0)
+    fused: bool | None = key("One kernel for the whole AdamW update; unset, used wherever it exists.", None)
+
+
+class ScheduleSection(Section):
+    """The learning rate as a function of the step."""
+
+    name: Literal["constant", "linear", "cosine", "warmup_stable_decay"] = key("Shape after the warmup.", "cosine")
+    warmup_steps: Count | None = key("Steps over which the rate climbs from 0.", None)
+    warmup_fraction: Fraction | None = key("The same, as a fraction of all steps. At most one of the two.", None)
+    decay_fraction: Fraction = key("`warmup_stable_decay`: fraction of all steps in which the rate falls.", 0.2)
+    final_fraction: Fraction = key("Rate at the end, as a fraction of the peak.", 0.0)
+
+
+class ScalingSection(Section):
+    """Scale the learning rate with the global batch."""
+
+    rule: Literal["linear", "square_root"] = key("`linear` (Goyal et al., 2017, arXiv:1706.02677) or `square_root`.")
+    base_global_batch_size: Positive = key("Global batch size for which `train.learning_rate` was chosen.")
+
+
+class EarlyStoppingSection(Section):
+    """Stop when an evaluation metric no longer gets better."""
+
+    metric: str = key("Metric of the evaluation, such as `loss` or `exact_match`.", "loss")
+    goal: Literal["minimize", "maximize"] = key("Which way is better.", "minimize")
+    patience: Positive = key("Evaluations without improvement before the run stops.", 3)
+    min_delta: float = key("Smallest change that counts as an improvement.", 0.0, ge=0.0)
+
+
+class NonFiniteSection(Section):
+    """What to do with a step whose loss or gradient is NaN or infinite; no rank ever updates on one."""
+
+    action: Literal["stop", "skip"] = key("Stop the run, or leave the step out and go on.", "stop")
+    max_skips: Positive = key("With `skip`: stop after this many skipped steps.", 3)
+
+
+class TrainSection(Section):
+    """How the model learns: batch, budget, optimizer, schedule, precision and when to stop."""
+
+    global_batch_size: Positive = key("Samples per optimizer step over all processes. Accumulation is derived from it.")
+    microbatch_size: Positive = key("Samples per forward pass and process.")
+    steps: Positive | None = key("Budget in optimizer steps. Exactly one of `steps`, `epochs`, `tokens`.", None)
+    epochs: float | None = key("Budget in passes over the training rows.", None, gt=0.0)
+    tokens: Positive | None = key("Budget in tokens, padding not counted.", None)
+    learning_rate: float = key("Peak learning rate.", gt=0.0)
+    learning_rate_scaling: ScalingSection | None = key("Scale the rate with the global batch.", None)
+    optimizer: OptimizerSection = key("The update rule.", OptimizerSection())
+    schedule: ScheduleSection = key("The learning rate as a function of the step.", ScheduleSection())
+    max_gradient_norm: float | None = key("Clip the gradient to this global norm; `null` does not clip.", 1.0, gt=0.0)
+    precision: Literal["fp32", "bf16", "fp16"] = key("Arithmetic of forward and backward passes. fp16 scales the loss and needs a GPU.", "fp32")
+    nonfinite: NonFiniteSection = key("What to do with a NaN or infinite loss or gradient.", NonFiniteSection())
+    early_stopping: EarlyStoppingSection | None = key("Stop when an evaluation metric no longer gets better.", None)
+    time_limit_minutes: float | None = key("Stop, with a checkpoint, after this long.", None, gt=0.0)

@@ -1,0 +1,31 @@
+"""Batch: one microbatch, what a forward pass and its loss need."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+IGNORED = -100
+"""The label of a position that does not count in the loss."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One microbatch on one rank. Counts are plain integers, so that nobody waits for a device to learn them."""
+
+    inputs: Mapping[str, Tensor]  # what the model's forward is given; input_ids: [batch, length]
+    labels: Tensor  # [batch, length]: the token to be predicted at each position, or IGNORED
+    num_targets: int  # positions that count in the loss
+    num_tokens: int  # positions that are not padding
+    sample_ids: tuple[int, ...]  # rows of the prepared set; empty for a filler batch
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> "Batch":
+        """Return the batch on `device`; Accelerate's dataloader calls this."""
+        inputs = {name: tensor.to(device, non_blocking=non_blocking) for name, tensor in self.inputs.items()}
+        return replace(self, inputs=inputs, labels=self.labels.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> "Batch":
+        """Return the batch in page-locked memory; torch's dataloader calls this."""
+        inputs = {name: tensor.pin_memory() for name, tensor in self.inputs.items()}
+        return replace(self, inputs=inputs, labels=self.labels.pin_memory())

@@ -1,0 +1,23 @@
+"""Features: one sample as numbers, before it is padded and stacked."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Features:
+    """One encoded sample: named 1-D arrays of any length, and the index of its row in the prepared set.
+
+    A language-model sample holds `input_ids` (uint32) and `is_target` (bool), of one length: `is_target[t]` says that
+    token t counts in the loss, predicted from the tokens before it.
+    """
+
+    arrays: Mapping[str, np.ndarray]
+    sample_id: int = -1  # -1: not in a prepared set yet
+
+    @property
+    def length(self) -> int:
+        """Return the number of tokens (positions) of the sample."""
+        return len(next(iter(self.arrays.values())))

@@ -1,0 +1,92 @@
+"""The exceptions that a user can meet, as one tree.
+
+FinetuneError
+├── UserError              the user can mend it: exit code 2, no traceback
+│   ├── ConfigError        the job YAML, an override or the combination of keys; carries every problem at once
+│   ├── DataError          a row, a file or a whole dataset cannot be trained on
+│   ├── ModelError         the model, tokenizer or adapter asked for cannot be had
+│   ├── StrategyError      what Accelerate built is not what its YAML asked for
+│   ├── CheckpointError    a checkpoint cannot be written, trusted or resumed
+│   └── MissingPackage     an optional package is needed; names the extra that brings it
+└── TrainingError          the run itself went wrong: exit code 1
+    └── NonFiniteError     a loss or gradient is NaN or infinite; names the step and the sample ids
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+class FinetuneError(Exception):
+    """The root: everything that this package raises on purpose."""
+
+    exit_code = 1
+
+
+class UserError(FinetuneError):
+    """Something that the user can mend; shown as one message without a traceback."""
+
+    exit_code = 2
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing that is wrong with a config: where it stands, what it is and what to write instead.
+
+    `key` is dotted (`train.learning_rate`); `line` counts from 1 and is None when the key is not in the file.
+    """
+
+    key: str
+    message: str
+    line: int | None = None
+    source: str | None = None  # the file, or the override, in which it was written
+
+    def __str__(self) -> str:
+        place = f"line {self.line}, " if self.line is not None else ""
+        return f"{place}{self.key}: {self.message}"
+
+
+class ConfigError(UserError):
+    """A config has problems; all of them are listed at once.
+
+    >>> print(ConfigError([Problem("task.nam", "there is no such key.", line=3)], "job.yaml"))
+    job.yaml has 1 problem
+      line 3, task.nam: there is no such key.
+    """
+
+    def __init__(self, problems: Sequence[Problem], source: str) -> None:
+        self.problems = tuple(problems)
+        self.source = source
+        super().__init__(source)
+
+    def __str__(self) -> str:
+        count = len(self.problems)
+        head = f"{self.source} has {count} problem{'' if count == 1 else 's'}"
+        return "\n".join([head, *(f"  {problem}" for problem in self.problems)])
+
+
+class DataError(UserError):
+    """Rows, files or datasets that cannot be trained on."""
+
+
+class ModelError(UserError):
+    """A model, tokenizer or adapter that cannot be had as asked."""
+
+
+class StrategyError(UserError):
+    """What was launched or built differs from what was asked for."""
+
+
+class CheckpointError(UserError):
+    """A checkpoint that cannot be written, trusted or resumed."""
+
+
+class MissingPackage(UserError):
+    """An optional package is needed here and is not installed."""
+
+
+class TrainingError(FinetuneError):
+    """The run itself went wrong."""
+
+
+class NonFiniteError(TrainingError):
+    """A loss or gradient is NaN or infinite."""

@@ -1,0 +1,1 @@
+"""The model that a run leaves behind, loadable without this package."""

@@ -1,0 +1,1 @@
+"""Complete, commented job files and the data generator of the quickstart."""

@@ -1,0 +1,99 @@
+"""What happens in a run, as frozen facts; reporters are told, nobody is asked."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that happened at a step."""
+
+    step: int
+
+
+@dataclass(frozen=True)
+class RunStarted(Event):
+    """Training begins: the numbers that a reader wants to check first.
+
+    `arithmetic` holds lines such as `256 per step = 4 processes x 8 per microbatch x 8 accumulated`.
+    """
+
+    num_steps: int
+    strategy: str
+    arithmetic: tuple[str, ...]
+    config: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class StepTaken(Event):
+    """One optimizer step: losses in nats per target, times in seconds, tokens over all ranks (padding not counted)."""
+
+    loss: float
+    gradient_norm: float
+    learning_rate: float
+    num_targets: int
+    num_tokens: int
+    epoch: float
+    seconds: float
+    data_seconds: float  # waited for batches
+    memory_bytes: int  # peak of this rank: device memory, or resident memory on CPU
+
+
+@dataclass(frozen=True)
+class StepSkipped(Event):
+    """A step without an update: `reason` is `loss scale` (fp16) or `non-finite`."""
+
+    reason: str
+    sample_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Evaluated(Event):
+    """An evaluation and its metrics."""
+
+    metrics: Mapping[str, float]
+    num_rows: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Answered(Event):
+    """One prompt, the model's answer and the reference, as text."""
+
+    prompt: str
+    answer: str
+    reference: str
+
+
+@dataclass(frozen=True)
+class CheckpointSaved(Event):
+    """A checkpoint is whole on disk."""
+
+    path: str
+    size_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Noted(Event):
+    """A sentence for the reader: a derived number, a choice that was made."""
+
+    message: str
+
+
+@dataclass(frozen=True)
+class Warned(Event):
+    """Something that was asked for and done otherwise, or that will surprise."""
+
+    message: str
+
+
+@dataclass(frozen=True)
+class RunEnded(Event):
+    """The run is over. `reason` is `finished`, `time limit`, `early stopping`, `signal SIGTERM`, ..."""
+
+    reason: str
+    seconds: float
+    metrics: Mapping[str, float]  # of the last evaluation; empty without one
+    final_folder: str | None  # where the exported model is

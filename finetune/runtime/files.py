@@ -1,0 +1,73 @@
+"""Files that appear whole or not at all, and folders that one process makes while the others wait."""
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write the file so that a reader sees all of it or what was there before; survives a power cut."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        Path(name).chmod(0o644)
+        Path(name).replace(path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write `value` as indented JSON, whole or not at all."""
+    write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in the folder survive a power cut."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def make_once(folder: Path, build: Callable[[Path], None], *, say: Callable[[str], None]) -> bool:
+    """Make `folder` by calling `build(staging)` in exactly one process; return whether this one built it.
+
+    Others on the same file system wait on a lock file and say so; a builder that dies leaves nothing behind but its
+    staging folder, and the next one starts anew. No collective: safe before process groups exist.
+    """
+    if folder.exists():
+        return False
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(folder.with_name(f".{folder.name}.lock"))
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        say(f"waiting for another process that makes {folder}")
+        lock.acquire()
+    try:
+        if folder.exists():
+            return False
+        staging = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
+        try:
+            build(staging)
+            staging.chmod(0o755)
+            staging.replace(folder)
+        finally:
+            shutil.rmtree(staging, ignore_errors=True)
+        sync_folder(folder.parent)
+        return True
+    finally:
+        lock.release()

@@ -1,0 +1,74 @@
+"""Which process this is, and how processes speak to one another. Works in a single process too."""
+
+import os
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+T = TypeVar("T")
+
+
+def rank() -> int:
+    """Return this process's number among all, from 0; read from the launcher's environment before torch is set up."""
+    return dist.get_rank() if is_distributed() else int(os.environ.get("RANK", "0"))
+
+
+def world() -> int:
+    """Return the number of processes."""
+    return dist.get_world_size() if is_distributed() else int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def local_rank() -> int:
+    """Return this process's number on its machine."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def is_main() -> bool:
+    """Tell whether this is the process that writes files and speaks to the user."""
+    return rank() == 0
+
+
+def is_distributed() -> bool:
+    """Tell whether a process group exists."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def barrier() -> None:
+    """Wait until every rank is here. Collective."""
+    if is_distributed():
+        dist.barrier()
+
+
+def sum_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the sum over all ranks, leaving the argument as it is. Collective."""
+    total = tensor.clone()
+    if is_distributed():
+        dist.all_reduce(total, op=dist.ReduceOp.SUM)
+    return total
+
+
+def max_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the element-wise maximum over all ranks, leaving the argument as it is. Collective."""
+    largest = tensor.clone()
+    if is_distributed():
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    return largest
+
+
+def gather_objects(value: T) -> list[T]:
+    """Return every rank's value, in rank order, on every rank. Collective."""
+    if not is_distributed():
+        return [value]
+    values: list[T | None] = [None] * world()
+    dist.all_gather_object(values, value)
+    return values  # type: ignore[return-value]  # every place has been filled
+
+
+def broadcast_object(value: T) -> T:
+    """Return rank 0's value on every rank. Collective."""
+    if not is_distributed():
+        return value
+    box = [value]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]

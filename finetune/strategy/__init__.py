@@ -1,0 +1,1 @@
+"""How a run is spread: what the launcher set, what Accelerate is given, and what must come out."""

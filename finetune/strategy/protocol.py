@@ -1,0 +1,51 @@
+"""The seam of how a run is spread over processes."""
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, Protocol
+
+from finetune.runtime.construction import Construction
+
+
+class Sharded(Enum):
+    """What a strategy splits over the processes instead of copying it."""
+
+    PARAMETERS = "parameters"
+    GRADIENTS = "gradients"
+    OPTIMIZER = "optimizer state"
+
+
+@dataclass(frozen=True)
+class PluginSettings:
+    """What `Accelerator()` is given besides the precision."""
+
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What must be found after construction; anything else is refused by name."""
+
+    distributed_types: tuple[str, ...]  # names of accelerate.DistributedType
+    num_processes: int
+    model_classes: tuple[str, ...]  # class names of which the prepared model must have one among its bases; () for any
+    zero_stage: int | None = None
+    fsdp_version: int | None = None
+
+
+class Strategy(Protocol):
+    """How a run is spread. Built from what the launcher set; the loop never asks which one it is."""
+
+    name: str
+
+    def plugin(self) -> PluginSettings:
+        """Return what `Accelerator()` is given."""
+
+    def sharded(self) -> frozenset[Sharded]:
+        """Return what is split over the processes."""
+
+    def expected(self) -> Expected:
+        """Return what must be found after construction: Accelerate can silently build plain DDP instead."""
+
+    def construction(self) -> Construction:
+        """Return how the model is brought into memory on this rank."""

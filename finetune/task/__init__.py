@@ -1,0 +1,1 @@
+"""What is learnt: tasks, their losses and their metrics."""

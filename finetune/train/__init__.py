@@ -1,0 +1,1 @@
+"""The loop, the step, and what they are handed."""
