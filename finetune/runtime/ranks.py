@@ -1,6 +1,7 @@
 """Which process this is, and how processes speak to one another. Works in a single process too."""
 
 import os
+from collections.abc import Sequence
 from typing import TypeVar
 
 import torch
@@ -72,3 +73,21 @@ def broadcast_object(value: T) -> T:
     box = [value]
     dist.broadcast_object_list(box, src=0)
     return box[0]
+
+
+def open_control_group() -> None:
+    """Prepare the group on which `sum_counts` speaks: gloo, so that nobody waits for a GPU to count. Collective."""
+    global _control_group
+    if is_distributed() and dist.get_backend() != "gloo":
+        _control_group = dist.new_group(backend="gloo")
+
+
+def sum_counts(counts: Sequence[int]) -> list[int]:
+    """Return the element-wise sum of every rank's counts, exactly, without touching a device. Collective."""
+    totals = torch.tensor(list(counts), dtype=torch.int64)
+    if is_distributed():
+        dist.all_reduce(totals, op=dist.ReduceOp.SUM, group=_control_group)
+    return [int(total) for total in totals]
+
+
+_control_group: dist.ProcessGroup | None = None  # None: the default group

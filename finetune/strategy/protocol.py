@@ -1,5 +1,6 @@
 """The seam of how a run is spread over processes."""
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Protocol
@@ -28,7 +29,7 @@ class Expected:
 
     distributed_types: tuple[str, ...]  # names of accelerate.DistributedType
     num_processes: int
-    model_classes: tuple[str, ...]  # class names of which the prepared model must have one among its bases; () for any
+    model_class: str | None = None  # a class that the prepared model must be an instance of
     zero_stage: int | None = None
     fsdp_version: int | None = None
 
@@ -37,6 +38,9 @@ class Strategy(Protocol):
     """How a run is spread. Built from what the launcher set; the loop never asks which one it is."""
 
     name: str
+
+    def setting(self) -> AbstractContextManager[None]:
+        """Return what is entered while the Accelerator is built."""
 
     def plugin(self) -> PluginSettings:
         """Return what `Accelerator()` is given."""

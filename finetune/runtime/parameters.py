@@ -1,0 +1,24 @@
+"""Facts about a parameter that hold whether it is whole here or split over ranks."""
+
+import math
+import re
+
+import torch
+from torch import nn
+
+_WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:module|_fsdp_wrapped_module|_orig_mod|_checkpoint_wrapped_module)\.")
+
+
+def full_shape(parameter: nn.Parameter) -> torch.Size:
+    """Return the shape of the whole parameter; DeepSpeed's ZeRO-3 leaves an empty one and keeps the shape beside it."""
+    return torch.Size(getattr(parameter, "ds_shape", parameter.shape))
+
+
+def full_numel(parameter: nn.Parameter) -> int:
+    """Return the number of elements of the whole parameter."""
+    return math.prod(full_shape(parameter))
+
+
+def canonical_name(name: str) -> str:
+    """Return the parameter's name in the plain model, without what wrappers put in front of it or into it."""
+    return _WRAPPERS.sub("", name)

@@ -1,0 +1,32 @@
+"""How far a run has come: the few numbers that grow, in one object of plain types."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+VERSION = 1
+
+
+@dataclass
+class Progress:
+    """What a run has done so far, counted over all ranks. The data position is `step` times the global batch."""
+
+    step: int = 0  # optimizer steps behind us, skipped ones included
+    num_tokens: int = 0  # padding not counted
+    num_targets: int = 0
+    num_scale_skips: int = 0  # fp16: steps left out because the loss scale was too high
+    num_nonfinite_skips: int = 0
+    seconds: float = 0.0  # of training, over all starts
+    best_metric: float | None = None  # of early stopping
+    evaluations_since_best: int = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything as plain types."""
+        return {"version": VERSION, **asdict(self)}
+
+    @classmethod
+    def from_state_dict(cls, state: Mapping[str, Any]) -> "Progress":
+        """Return the progress that `state_dict` described; raises ValueError for another version."""
+        if state.get("version") != VERSION:
+            raise ValueError(f"progress has version {state.get('version')}; this program reads version {VERSION}")
+        return cls(**{name: value for name, value in state.items() if name != "version"})

@@ -1,0 +1,41 @@
+"""One process, and DDP: every process holds the whole model and sums its gradients with the others."""
+
+from contextlib import AbstractContextManager, nullcontext
+
+from accelerate.utils import DistributedDataParallelKwargs
+
+from finetune.runtime.construction import Construction
+from finetune.strategy.environment import LaunchEnvironment
+from finetune.strategy.protocol import Expected, PluginSettings, Sharded
+
+
+class DataParallel:
+    """A copy of everything on each process; with one process, nothing is spread at all."""
+
+    def __init__(self, environment: LaunchEnvironment) -> None:
+        self._environment = environment
+        self.name = "ddp" if environment.world > 1 else "single"
+
+    def setting(self) -> AbstractContextManager[None]:
+        """Return nothing special."""
+        return nullcontext()
+
+    def plugin(self) -> PluginSettings:
+        """Return DDP's settings: gradients are views of its buckets, which saves a copy of them."""
+        handler = DistributedDataParallelKwargs(gradient_as_bucket_view=True)
+        return PluginSettings({"cpu": not self._environment.has_device, "kwargs_handlers": [handler]})
+
+    def sharded(self) -> frozenset[Sharded]:
+        """Return the empty set."""
+        return frozenset()
+
+    def expected(self) -> Expected:
+        """Return DDP over all processes, or no distribution with one."""
+        if self._environment.world == 1:
+            return Expected(("NO",), num_processes=1)
+        kind = "MULTI_GPU" if self._environment.has_device else "MULTI_CPU"
+        return Expected((kind, "MULTI_XPU", "MULTI_NPU"), self._environment.world, "DistributedDataParallel")
+
+    def construction(self) -> Construction:
+        """Return plain construction: DDP needs the whole model everywhere."""
+        return Construction()

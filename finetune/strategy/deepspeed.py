@@ -1,0 +1,63 @@
+"""DeepSpeed ZeRO (Rajbhandari et al., 2019, arXiv:1910.02054), stages 1 to 3, with or without offload."""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from accelerate.utils import DeepSpeedPlugin
+from torch import nn
+
+from finetune.runtime.construction import Construction
+from finetune.runtime.optional import require
+from finetune.strategy.cpu import gloo_bridge
+from finetune.strategy.environment import LaunchEnvironment
+from finetune.strategy.protocol import Expected, PluginSettings, Sharded
+from finetune.strategy.reconcile import JobFacts, filled_deepspeed_config
+
+_SPLIT = {
+    1: {Sharded.OPTIMIZER},
+    2: {Sharded.OPTIMIZER, Sharded.GRADIENTS},
+    3: {Sharded.OPTIMIZER, Sharded.GRADIENTS, Sharded.PARAMETERS},
+}
+
+
+class ZeroRedundancy:
+    """ZeRO: stage 1 splits optimizer state, stage 2 gradients too, stage 3 parameters too."""
+
+    def __init__(self, environment: LaunchEnvironment, job: JobFacts) -> None:
+        self._environment = environment
+        self._job = job
+        self._stage = environment.zero_stage or 2
+        self.name = f"zero{self._stage}"
+
+    def setting(self) -> AbstractContextManager[None]:
+        """Return the gloo bridge where there is no accelerator."""
+        return nullcontext() if self._environment.has_device else gloo_bridge()
+
+    def plugin(self) -> PluginSettings:
+        """Return Accelerate's plugin, its DeepSpeed config completed by what the job decides."""
+        with self.setting():  # DeepSpeed settles on its device when it is first imported
+            require("deepspeed", extra="deepspeed", purpose="DeepSpeed ZeRO")
+        plugin = DeepSpeedPlugin()
+        filled = filled_deepspeed_config(plugin.deepspeed_config, world=self._environment.world, job=self._job)
+        plugin.deepspeed_config.update(filled)
+        return PluginSettings({"deepspeed_plugin": plugin})
+
+    def sharded(self) -> frozenset[Sharded]:
+        """Return what this stage splits."""
+        return frozenset(_SPLIT[self._stage])
+
+    def expected(self) -> Expected:
+        """Return DeepSpeed's engine at this stage, over all processes."""
+        return Expected(("DEEPSPEED",), self._environment.world, "DeepSpeedEngine", zero_stage=self._stage)
+
+    def construction(self) -> Construction:
+        """Return construction in which stage 3 partitions each parameter at birth (transformers enters zero.Init)."""
+        return Construction(gather=_gather) if self._stage == 3 else Construction()
+
+
+def _gather(parameters: Sequence[nn.Parameter]) -> AbstractContextManager[Any]:
+    zero = require("deepspeed", extra="deepspeed", purpose="DeepSpeed ZeRO").zero
+    partitioned = [parameter for parameter in parameters if hasattr(parameter, "ds_id")]
+    context: AbstractContextManager[Any] = zero.GatheredParameters(partitioned, modifier_rank=0)
+    return context

@@ -1,0 +1,88 @@
+"""What the launcher set for this process, read from environment variables into one frozen record."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from finetune.errors import StrategyError
+
+
+@dataclass(frozen=True)
+class LaunchEnvironment:
+    """What `accelerate launch` (or torchrun, or nobody) set for this process."""
+
+    world: int = 1
+    rank: int = 0
+    has_device: bool = False  # an accelerator that torch can use
+    fsdp_version: int | None = None  # None: FSDP was not asked for
+    zero_stage: int | None = None  # None: DeepSpeed was not asked for
+    replicate_size: int = 1  # HSDP: copies of the sharded model
+    precision: str = "no"  # what the accelerate config says; `no` leaves it to the job
+    fsdp_activation_checkpointing: bool = False
+    cpu_ram_efficient_loading: bool = False
+    unsupported: tuple[str, ...] = ()  # parallelism asked for that this package does not have
+    deepspeed: Mapping[str, Any] = field(default_factory=dict)  # the DeepSpeed config file, as written
+
+
+def read_environment(variables: Mapping[str, str], *, has_device: bool) -> LaunchEnvironment:
+    """Return what the launcher set; raises StrategyError for a DeepSpeed config file that cannot be read."""
+    deepspeed = _deepspeed_file(variables)
+    return LaunchEnvironment(
+        world=int(variables.get("WORLD_SIZE", "1")),
+        rank=int(variables.get("RANK", "0")),
+        has_device=has_device,
+        fsdp_version=int(variables.get("FSDP_VERSION", "1")) if _is_true(variables, "ACCELERATE_USE_FSDP") else None,
+        zero_stage=_zero_stage(variables, deepspeed),
+        replicate_size=int(variables.get("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", "1")),
+        precision=variables.get("ACCELERATE_MIXED_PRECISION", "no"),
+        fsdp_activation_checkpointing=_is_true(variables, "FSDP_ACTIVATION_CHECKPOINTING"),
+        cpu_ram_efficient_loading=_is_true(variables, "FSDP_CPU_RAM_EFFICIENT_LOADING"),
+        unsupported=_unsupported(variables),
+        deepspeed=deepspeed,
+    )
+
+
+def _is_true(variables: Mapping[str, str], name: str) -> bool:
+    return variables.get(name, "false").lower() in ("true", "1", "yes")
+
+
+def _deepspeed_file(variables: Mapping[str, str]) -> Mapping[str, Any]:
+    name = variables.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
+    if not _is_true(variables, "ACCELERATE_USE_DEEPSPEED") or name == "none":
+        return {}
+    try:
+        content = json.loads(Path(name).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise StrategyError(
+            f"the DeepSpeed config {name} cannot be read ({error}). `deepspeed_config_file` in the accelerate config "
+            f"is relative to the folder in which you launch, here {Path.cwd()}."
+        ) from error
+    if not isinstance(content, dict):
+        raise StrategyError(f"the DeepSpeed config {name} is not a JSON object.")
+    return content
+
+
+def _zero_stage(variables: Mapping[str, str], deepspeed: Mapping[str, Any]) -> int | None:
+    if not _is_true(variables, "ACCELERATE_USE_DEEPSPEED"):
+        return None
+    in_file = deepspeed.get("zero_optimization", {}).get("stage")
+    return int(in_file if in_file is not None else variables.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2"))
+
+
+def _unsupported(variables: Mapping[str, str]) -> tuple[str, ...]:
+    found = [
+        kind
+        for kind, name in (
+            ("tensor parallelism", "PARALLELISM_CONFIG_TP_SIZE"),
+            ("context parallelism", "PARALLELISM_CONFIG_CP_SIZE"),
+            ("sequence parallelism", "PARALLELISM_CONFIG_SP_SIZE"),
+        )
+        if int(variables.get(name, "1")) > 1
+    ]
+    if _is_true(variables, "ACCELERATE_USE_MEGATRON_LM"):
+        found.append("Megatron-LM")
+    if variables.get("ACCELERATE_DYNAMO_BACKEND", "no").lower() != "no":
+        found.append("dynamo_backend (torch.compile)")
+    return tuple(found)

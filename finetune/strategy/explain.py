@@ -1,0 +1,23 @@
+"""A strategy in words."""
+
+from finetune.strategy.protocol import Sharded, Strategy
+
+
+def explain(strategy: Strategy) -> str:
+    """Return one sentence: what is split over how many processes, and what is copied.
+
+    >>> explain(zero2_on_4)  # doctest: +SKIP
+    'zero2 on 4 processes: gradients and optimizer state are split, parameters are copied'
+    """
+    world = strategy.expected().num_processes
+    processes = "1 process" if world == 1 else f"{world} processes"
+    split = [kind.value for kind in Sharded if kind in strategy.sharded()]
+    copied = [kind.value for kind in Sharded if kind not in strategy.sharded()]
+    if world == 1:
+        return f"{strategy.name} on 1 process"
+    parts = [f"{_and(kinds)} are {verb}" for kinds, verb in ((split, "split"), (copied, "copied")) if kinds]
+    return f"{strategy.name} on {processes}: {', '.join(parts)}"
+
+
+def _and(words: list[str]) -> str:
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"

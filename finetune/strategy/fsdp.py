@@ -1,0 +1,64 @@
+"""FSDP1, FSDP2 and HSDP: parameters, gradients and optimizer state are split over the processes.
+
+FSDP2: Zhao et al., 2023 (arXiv:2304.11277) describe FSDP1; FSDP2 is torch's `fully_shard`.
+"""
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from accelerate import init_empty_weights
+from accelerate.utils import FullyShardedDataParallelPlugin
+from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
+
+from finetune.runtime.construction import Construction
+from finetune.strategy.cpu import gloo_bridge
+from finetune.strategy.environment import LaunchEnvironment
+from finetune.strategy.protocol import Expected, PluginSettings, Sharded
+from finetune.strategy.reconcile import JobFacts
+
+_COMPUTE = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class FullySharded:
+    """FSDP of either version; with a replicate size above 1 it is HSDP, copies of a sharded model."""
+
+    def __init__(self, environment: LaunchEnvironment, job: JobFacts) -> None:
+        self._environment = environment
+        self._precision = job.precision
+        self.name = "hsdp" if environment.replicate_size > 1 else f"fsdp{environment.fsdp_version}"
+
+    def setting(self) -> AbstractContextManager[None]:
+        """Return the gloo bridge where there is no accelerator."""
+        return nullcontext() if self._environment.has_device else gloo_bridge()
+
+    def plugin(self) -> PluginSettings:
+        """Return Accelerate's own plugin with gradients reduced in fp32, so that precision does not depend on the world."""
+        plugin = FullyShardedDataParallelPlugin()
+        compute = _COMPUTE.get(self._precision)
+        if compute is not None:
+            plugin.mixed_precision_policy = (
+                MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
+                if self._environment.fsdp_version == 2
+                else MixedPrecision(param_dtype=compute, reduce_dtype=torch.float32)
+            )
+        return PluginSettings({"fsdp_plugin": plugin})
+
+    def sharded(self) -> frozenset[Sharded]:
+        """Return all three."""
+        return frozenset(Sharded)
+
+    def expected(self) -> Expected:
+        """Return the FSDP version that was asked for, over all processes."""
+        return Expected(
+            ("FSDP",),
+            self._environment.world,
+            "FSDPModule" if self._environment.fsdp_version == 2 else "FullyShardedDataParallel",
+            fsdp_version=self._environment.fsdp_version,
+        )
+
+    def construction(self) -> Construction:
+        """Return hollow modules on every rank but the first, where rank 0's weights will be broadcast."""
+        is_broadcast = self._environment.fsdp_version == 2 and self._environment.cpu_ram_efficient_loading
+        if not is_broadcast or self._environment.rank == 0:
+            return Construction()
+        return Construction(context=lambda: init_empty_weights(include_buffers=False), is_hollow=True)

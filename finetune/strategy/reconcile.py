@@ -1,0 +1,112 @@
+"""Where the job and the accelerate config speak of the same thing: they agree, one leaves it open, or the run is refused."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from finetune.errors import StrategyError
+from finetune.strategy.environment import LaunchEnvironment
+
+ACCELERATE_PRECISION = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}
+"""From `train.precision` to what Accelerate calls mixed precision."""
+
+
+@dataclass(frozen=True)
+class JobFacts:
+    """What the job says that a strategy must know."""
+
+    strategy: str | None  # run.strategy: the only one that is accepted
+    precision: str  # fp32, bf16, fp16
+    microbatch_size: int
+    max_gradient_norm: float | None
+    optimizer: str = "adamw"
+
+
+def disagreements(environment: LaunchEnvironment, job: JobFacts) -> list[str]:
+    """Return a sentence for each thing on which the accelerate config and the job cannot both be right."""
+    found = []
+    wanted = ACCELERATE_PRECISION[job.precision]
+    if environment.precision not in ("no", wanted):
+        found.append(
+            f"the accelerate config says mixed_precision: {environment.precision}, the job says train.precision: "
+            f"{job.precision}. Write `mixed_precision: 'no'` in the accelerate config: the job decides."
+        )
+    if job.precision == "fp16" and not environment.has_device:
+        found.append("train.precision: fp16 needs a GPU and none was found. Write fp32 or bf16.")
+    if environment.fsdp_activation_checkpointing:
+        found.append(
+            "fsdp_activation_checkpointing: true gives wrong gradients with any dropout (seen with Accelerate 1.15). "
+            "Write false, and model.gradient_checkpointing: true in the job."
+        )
+    found += [f"{kind} is asked for in the accelerate config and is not supported." for kind in environment.unsupported]
+    return found + _deepspeed_disagreements(environment, job)
+
+
+def _deepspeed_disagreements(environment: LaunchEnvironment, job: JobFacts) -> list[str]:
+    if environment.zero_stage is None:
+        return []
+    found = []
+    if environment.zero_stage == 0:
+        found.append("ZeRO stage 0 shards nothing. Use ddp.yaml.")
+    for key, value in _decided_by_the_job(environment.world, job).items():
+        written = environment.deepspeed.get(key, "auto")
+        if written != "auto" and written != value:
+            found.append(f"the DeepSpeed config says {key}: {written}, the job makes it {value}. Write `auto` there.")
+    found += [
+        f"the DeepSpeed config has a section `{section}`; it is the job that decides. Remove it there."
+        for section in ("optimizer", "scheduler")
+        if section in environment.deepspeed
+    ]
+    found += [
+        f"the DeepSpeed config says {kind}.enabled: true, the job says train.precision: {job.precision}. Write `auto`."
+        for kind in ("bf16", "fp16")
+        if environment.deepspeed.get(kind, {}).get("enabled") is True and job.precision != kind
+    ]
+    if _offloads_optimizer(environment.deepspeed) and job.optimizer != "adamw":
+        found.append(f"an offloaded optimizer must be adamw (DeepSpeedCPUAdam); the job says {job.optimizer}.")
+    return found
+
+
+def filled_deepspeed_config(config: Mapping[str, Any], *, world: int, job: JobFacts) -> dict[str, Any]:
+    """Return DeepSpeed's config with what the job decides written into it.
+
+    Accumulation is 1: the step sets the boundary itself. Clipping is written even when it is off, since Accelerate
+    would otherwise clip at 1.0. Under bf16, gradients are reduced in fp32 and checked before an update.
+    """
+    filled = {**config, **_decided_by_the_job(world, job), "zero_allow_untested_optimizer": True}
+    filled["bf16"] = {**config.get("bf16", {}), "enabled": job.precision == "bf16"}
+    filled["fp16"] = {**config.get("fp16", {}), "enabled": job.precision == "fp16"}
+    if job.precision == "bf16":
+        filled["bf16"]["check_grad_overflow"] = True
+        filled["communication_data_type"] = "fp32"
+        filled["data_types"] = {"grad_accum_dtype": "fp32"}
+    return filled
+
+
+def refuse(strategy: str, environment: LaunchEnvironment, job: JobFacts) -> None:
+    """Raise StrategyError with every disagreement; do nothing when there is none."""
+    found = disagreements(environment, job)
+    if job.strategy not in (None, strategy):
+        found.insert(
+            0,
+            f"the job asks for run.strategy: {job.strategy}, but {strategy} was launched. "
+            f"Launch with --config_file accelerate_configs/{job.strategy}.yaml, or change run.strategy.",
+        )
+    if found:
+        count = len(found)
+        lines = "\n".join(f"  {line}" for line in found)
+        raise StrategyError(f"the job and the accelerate config disagree on {count} point{'s' * (count > 1)}\n{lines}")
+
+
+def _decided_by_the_job(world: int, job: JobFacts) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": job.microbatch_size,
+        "gradient_accumulation_steps": 1,
+        "train_batch_size": job.microbatch_size * world,
+        "gradient_clipping": job.max_gradient_norm or 0.0,
+    }
+
+
+def _offloads_optimizer(config: Mapping[str, Any]) -> bool:
+    offload = config.get("zero_optimization", {}).get("offload_optimizer", {})
+    return str(offload.get("device", "none")) != "none"

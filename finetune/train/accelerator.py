@@ -1,0 +1,74 @@
+"""Build the Accelerator that a strategy asks for, and check that it is what came out."""
+
+from typing import Any
+
+from accelerate import Accelerator, DataLoaderConfiguration
+from torch import nn
+
+from finetune.errors import StrategyError
+from finetune.runtime import ranks
+from finetune.strategy.protocol import Expected, Strategy
+from finetune.strategy.reconcile import ACCELERATE_PRECISION
+
+
+def build_accelerator(strategy: Strategy, *, precision: str, log_with: tuple[str, ...], folder: str) -> Accelerator:
+    """Return an Accelerator as the strategy wants it; raises StrategyError when something else came out. Collective.
+
+    Accumulation stays at 1 in Accelerate: the step sets the boundary itself and knows the number of targets.
+    """
+    with strategy.setting():
+        accelerator = Accelerator(
+            mixed_precision=ACCELERATE_PRECISION[precision],
+            gradient_accumulation_steps=1,
+            step_scheduler_with_optimizer=False,
+            dataloader_config=DataLoaderConfiguration(
+                even_batches=False, split_batches=False, dispatch_batches=False, non_blocking=True
+            ),
+            log_with=list(log_with) or None,
+            project_dir=folder,
+            **strategy.plugin().arguments,
+        )
+    ranks.open_control_group()
+    check_accelerator(accelerator, strategy.expected(), precision=precision, strategy=strategy.name)
+    return accelerator
+
+
+def check_accelerator(accelerator: Accelerator, expected: Expected, *, precision: str, strategy: str) -> None:
+    """Raise StrategyError naming every point on which the Accelerator differs from what was asked for."""
+    state = accelerator.state
+    found = [
+        _difference("distributed type", expected.distributed_types, accelerator.distributed_type.name),
+        _difference("number of processes", (expected.num_processes,), accelerator.num_processes),
+        _difference("processes in the process group", (expected.num_processes,), ranks.world()),
+        _difference("mixed precision", (ACCELERATE_PRECISION[precision],), accelerator.mixed_precision),
+    ]
+    if expected.fsdp_version is not None and state.fsdp_plugin is not None:
+        found.append(_difference("FSDP version", (expected.fsdp_version,), state.fsdp_plugin.fsdp_version))
+    if expected.zero_stage is not None and state.deepspeed_plugin is not None:
+        found.append(_difference("ZeRO stage", (expected.zero_stage,), int(state.deepspeed_plugin.zero_stage)))
+    _refuse(found, strategy)
+
+
+def check_prepared(model: nn.Module, expected: Expected, *, strategy: str) -> None:
+    """Raise StrategyError when the prepared model is not of the strategy's kind."""
+    names = {cls.__name__ for cls in type(model).__mro__}
+    found = []
+    if expected.model_class is not None and expected.model_class not in names:
+        found.append(f"model: asked for {expected.model_class}, got {type(model).__name__}")
+    if expected.zero_stage is not None and hasattr(model, "zero_optimization_stage"):
+        found.append(_difference("engine's ZeRO stage", (expected.zero_stage,), int(model.zero_optimization_stage())))
+    _refuse(found, strategy)
+
+
+def _difference(name: str, wanted: tuple[Any, ...], got: object) -> str | None:
+    return None if got in wanted else f"{name}: asked for {wanted[0]}, got {got}"
+
+
+def _refuse(found: list[str | None], strategy: str) -> None:
+    lines = [line for line in found if line is not None]
+    if lines:
+        listed = "\n".join(f"  {line}" for line in lines)
+        raise StrategyError(
+            f"{strategy} was launched, but Accelerate built something else\n{listed}\n"
+            "Compare the accelerate config with the one of that name in accelerate_configs/."
+        )

@@ -1,0 +1,61 @@
+"""Evaluation: exact sums over the validation rows, each counted once whatever the number of ranks."""
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from finetune.data.batch import Batch
+from finetune.report.events import Answered, Evaluated
+from finetune.report.reporter import Reporter
+from finetune.runtime import ranks
+from finetune.task.protocol import Task
+from finetune.train.answer import Answers
+from finetune.train.meters import numbers
+
+
+class NoEvaluation:
+    """There are no validation rows; it is never due and measures nothing."""
+
+    def __call__(self, step: int) -> dict[str, float]:
+        """Return no metrics."""
+        return {}
+
+
+@dataclass(frozen=True)
+class Evaluator:
+    """Measures the model on every validation row, and on its answers where they are asked for."""
+
+    task: Task
+    model: nn.Module  # as Accelerate prepared it
+    loader: Iterable[Batch]  # prepared; ranks without a row left get filler batches
+    num_rows: int
+    reporter: Reporter
+    answers: Answers | None
+
+    def __call__(self, step: int) -> dict[str, float]:
+        """Return the metrics, equal on every rank, and report them. Collective."""
+        started = time.perf_counter()
+        was_training = self.model.training
+        self.model.eval()
+        with torch.no_grad():
+            metrics = dict(self.task.metrics(numbers(self._sums())))
+            if self.answers is not None:
+                answered = self.answers.collect(self.model)
+                metrics |= ranks.broadcast_object(self.answers.score(answered) if ranks.is_main() else {})
+                for answer in answered[: self.answers.section.show]:
+                    self.reporter(Answered(step, answer.prompt, answer.answer, answer.reference))
+        self.model.train(was_training)
+        self.reporter(Evaluated(step, metrics, self.num_rows, time.perf_counter() - started))
+        return metrics
+
+    def _sums(self) -> dict[str, Tensor]:
+        """Return this rank's sums; every rank runs the same number of forward passes."""
+        totals: dict[str, Tensor] = {}
+        for batch in self.loader:
+            for name, value in self.task.metric_sums(self.model, batch).items():
+                wide = value.detach().to(torch.float32 if value.device.type == "mps" else torch.float64)
+                totals[name] = totals[name] + wide if name in totals else wide
+        return totals

@@ -1,0 +1,87 @@
+"""Sums kept on the device until somebody wants to read them: the one place that waits for it."""
+
+import math
+import resource
+import sys
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from finetune.report.events import StepTaken
+from finetune.runtime import ranks
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """What one step leaves behind; tensors are scalars on the device."""
+
+    loss_sum: Tensor  # of this rank
+    gradient_norm: Tensor
+    learning_rate: float
+    num_targets: int  # of all ranks, as num_tokens
+    num_tokens: int
+    epoch: float
+    seconds: float
+    data_seconds: float
+
+
+class Meters:
+    """Collects steps and turns them into events when they are due."""
+
+    def __init__(self) -> None:
+        self._records: list[tuple[int, StepRecord]] = []
+
+    def add(self, step: int, record: StepRecord) -> None:
+        """Take in the step that made it `step` steps, without waiting for the device."""
+        self._records.append((step, record))
+
+    def flush(self) -> list[StepTaken]:
+        """Return the collected steps as events, losses added up over the ranks, and forget them. Collective."""
+        records, self._records = self._records, []
+        if not records:
+            return []
+        losses = ranks.sum_tensor(torch.stack([record.loss_sum for _, record in records])).tolist()
+        norms = torch.stack([record.gradient_norm for _, record in records]).tolist()
+        memory = peak_memory_bytes()
+        return [
+            _event(step, record, loss_sum=loss, gradient_norm=norm, memory=memory)
+            for (step, record), loss, norm in zip(records, losses, norms, strict=True)
+        ]
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Tell whether every element is finite; waits for the device."""
+    return bool(torch.isfinite(tensor).all().item())
+
+
+def numbers(sums: dict[str, Tensor]) -> dict[str, float]:
+    """Return named scalars added up over the ranks, in float64 where the device has it. Collective."""
+    if not sums:
+        return {}
+    stacked = torch.stack([value.detach().float() for value in sums.values()])
+    dtype = torch.float32 if stacked.device.type == "mps" else torch.float64
+    return dict(zip(sums, ranks.sum_tensor(stacked.to(dtype)).tolist(), strict=True))
+
+
+def peak_memory_bytes() -> int:
+    """Return this rank's peak: allocated device memory, or resident memory where there is no device."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    unit_bytes = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit_bytes
+
+
+def _event(step: int, record: StepRecord, *, loss_sum: float, gradient_norm: float, memory: int) -> StepTaken:
+    return StepTaken(
+        step=step,
+        loss=loss_sum / record.num_targets if record.num_targets else math.nan,
+        gradient_norm=gradient_norm,
+        learning_rate=record.learning_rate,
+        num_targets=record.num_targets,
+        num_tokens=record.num_tokens,
+        epoch=record.epoch,
+        seconds=record.seconds,
+        data_seconds=record.data_seconds,
+        memory_bytes=memory,
+    )

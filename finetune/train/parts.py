@@ -1,0 +1,51 @@
+"""The parts of a run, handed to the loop as one frozen record; nothing here is built."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+
+from finetune.config.sections.train import NonFiniteSection
+from finetune.data.batch import Batch
+from finetune.report.reporter import Reporter
+from finetune.runtime.progress import Progress
+from finetune.task.protocol import Task
+from finetune.train.cadence import Cadence, Never
+from finetune.train.meters import Meters
+from finetune.train.plan import Plan
+from finetune.train.stopping import EarlyStopping, NeverStop, Wishes
+
+
+class Evaluation(Protocol):
+    """Measures the model on the validation rows."""
+
+    def __call__(self, step: int) -> dict[str, float]:
+        """Return the metrics, equal on every rank; reports them. Collective."""
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Everything that the loop works with."""
+
+    accelerator: Accelerator
+    model: nn.Module  # as Accelerate prepared it
+    optimizer: torch.optim.Optimizer  # likewise
+    task: Task
+    groups: Callable[[], Iterator[tuple[Batch, ...]]]  # this rank's microbatches, step after step, from where we are
+    plan: Plan
+    seed: int
+    max_gradient_norm: float | None
+    nonfinite: NonFiniteSection
+    scales_loss: bool  # fp16: a gradient overflow is part of the game
+    meters: Meters
+    reporter: Reporter
+    evaluate: Evaluation
+    save: Callable[[Progress], Any]
+    log_due: Cadence
+    evaluate_due: Cadence | Never
+    save_due: Cadence
+    wishes: Wishes
+    early_stopping: EarlyStopping | NeverStop

@@ -1,0 +1,129 @@
+"""One optimizer step.
+
+The world's number of targets is known before the first backward pass, so no gradient is ever rescaled afterwards, and
+the result does not depend on how the global batch is cut into ranks and microbatches.
+"""
+
+import time
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from finetune.data.batch import Batch
+from finetune.errors import NonFiniteError
+from finetune.runtime import ranks, seeds
+from finetune.runtime.progress import Progress
+from finetune.train.meters import StepRecord, is_finite
+from finetune.train.optimizer import set_learning_rate
+from finetune.train.parts import Parts
+from finetune.train.stopping import agreed_reason
+
+LOSS_SCALE, NON_FINITE = "loss scale", "non-finite"
+
+
+@dataclass(frozen=True)
+class Taken:
+    """A step that was taken, or left out: `skipped` says why and `sample_ids` what was in it."""
+
+    record: StepRecord
+    stop_reason: str | None  # agreed by all ranks
+    skipped: str | None = None
+    sample_ids: tuple[int, ...] = ()
+
+
+def take_step(parts: Parts, group: tuple[Batch, ...], *, progress: Progress, data_seconds: float) -> Taken:
+    """Take the step that follows `progress.step` steps; raises NonFiniteError as configured. Collective."""
+    started = time.perf_counter()
+    seeds.seed_everything(parts.seed, "step", progress.step, ranks.rank())
+    learning_rate = parts.plan.schedule.learning_rate(progress.step)
+    set_learning_rate(parts.optimizer, learning_rate)
+    num_targets, num_tokens, *wishes = ranks.sum_counts(
+        [
+            sum(parts.task.count_targets(batch) for batch in group),
+            sum(batch.num_tokens for batch in group),
+            *parts.wishes.counts(),
+        ]
+    )
+    losses = _backward(parts, group, num_targets=num_targets)
+    gradient_norm = _clip(parts)
+    skipped = _update(parts, losses=losses, gradient_norm=gradient_norm)
+    record = StepRecord(
+        loss_sum=torch.stack(losses).sum(),
+        gradient_norm=gradient_norm,
+        learning_rate=learning_rate,
+        num_targets=num_targets,
+        num_tokens=num_tokens,
+        epoch=parts.plan.epoch(progress.step),
+        seconds=time.perf_counter() - started + data_seconds,
+        data_seconds=data_seconds,
+    )
+    if skipped is None:
+        return Taken(record, agreed_reason(wishes))
+    sample_ids = _sample_ids(group, losses=losses)
+    if skipped == NON_FINITE:
+        _stop_unless_skipping(parts, progress, sample_ids)
+    return Taken(record, agreed_reason(wishes), skipped, sample_ids)
+
+
+def _backward(parts: Parts, group: tuple[Batch, ...], *, num_targets: int) -> list[Tensor]:
+    """Add up the gradient of the mean loss over the world's targets; return each microbatch's summed loss."""
+    accelerator, losses = parts.accelerator, []
+    scale = accelerator.num_processes / max(1, num_targets)  # every backend averages over ranks
+    for number, batch in enumerate(group):
+        is_last = number == len(group) - 1
+        accelerator.sync_gradients = is_last
+        with nullcontext() if is_last else accelerator.no_sync(parts.model):
+            loss_sum = parts.task.loss_sum(parts.model, batch)
+            accelerator.backward(loss_sum * scale)
+        losses.append(loss_sum.detach())
+    return losses
+
+
+def _clip(parts: Parts) -> Tensor:
+    """Clip to the global norm and return the norm before clipping, a scalar that is equal on every rank."""
+    limit = parts.max_gradient_norm if parts.max_gradient_norm is not None else float("inf")
+    norm = parts.accelerator.clip_grad_norm_(parts.model.parameters(), limit)
+    if not isinstance(norm, Tensor):  # DeepSpeed has clipped and stepped already, and answers with a float
+        return torch.tensor(float(norm), device=parts.accelerator.device)
+    full = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+    return full.detach().float()
+
+
+def _update(parts: Parts, *, losses: list[Tensor], gradient_norm: Tensor) -> str | None:
+    """Update the weights, or return why they were left alone; every rank comes to the same answer.
+
+    The norm is of the whole gradient, so one rank's NaN is everybody's. DeepSpeed leaves the step out by itself.
+    """
+    is_update = is_finite(gradient_norm)
+    if is_update or parts.accelerator.scaler is not None:  # the scaler must see an overflow to lower its scale
+        parts.optimizer.step()
+    parts.optimizer.zero_grad()
+    if is_update:
+        return None
+    is_loss_finite = ranks.sum_counts([int(not is_finite(torch.stack(losses)))]) == [0]
+    return LOSS_SCALE if parts.scales_loss and is_loss_finite else NON_FINITE
+
+
+def _sample_ids(group: tuple[Batch, ...], *, losses: list[Tensor]) -> tuple[int, ...]:
+    """Return the ids in the microbatches whose loss is not finite, or all of the step's when every loss is. Collective."""
+    guilty = [i for batch, loss in zip(group, losses, strict=True) if not is_finite(loss) for i in batch.sample_ids]
+    everyone = [i for batch in group for i in batch.sample_ids]
+    gathered = ranks.gather_objects((guilty, everyone))
+    named = [i for ids, _ in gathered for i in ids] or [i for _, ids in gathered for i in ids]
+    return tuple(sorted(named))
+
+
+def _stop_unless_skipping(parts: Parts, progress: Progress, sample_ids: tuple[int, ...]) -> None:
+    number = progress.step + 1  # steps are named from 1
+    where = (
+        f"the loss or gradient of step {number} is not finite. Training samples concerned: "
+        f"{', '.join(map(str, sample_ids))}. The weights have not been changed by this step."
+    )
+    if parts.nonfinite.action == "stop":
+        raise NonFiniteError(
+            f"{where} Look at these samples, lower train.learning_rate, or set train.nonfinite.action: skip."
+        )
+    if progress.num_nonfinite_skips >= parts.nonfinite.max_skips:
+        raise NonFiniteError(f"{where} {parts.nonfinite.max_skips} steps have been skipped before (max_skips).")
