@@ -21,3 +21,9 @@ class Features:
     def length(self) -> int:
         """Return the number of tokens (positions) of the sample."""
         return len(next(iter(self.arrays.values())))
+
+    @property
+    def num_targets(self) -> int:
+        """Return the number of positions that count in the loss; a sample without `is_target` is one target itself."""
+        is_target = self.arrays.get("is_target")
+        return 1 if is_target is None else int(is_target.sum())

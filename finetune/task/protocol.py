@@ -1,4 +1,4 @@
-"""The seam of what is learnt: a task turns rows into features, features into batches, and batches into a summed loss."""
+"""The seam of what is learnt: rows become features, features batches, batches a summed loss."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -51,4 +51,4 @@ class Task(Protocol):
         """Return the metrics that the added-up sums amount to; `loss` is always among them."""
 
     def prompt(self, features: Features) -> Prompt | None:
-        """Return what to ask the model for this sample and what it should answer; None where the task has no such thing."""
+        """Return what to ask the model for this sample and what it should answer; None where nothing is asked."""

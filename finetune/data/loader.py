@@ -1,0 +1,140 @@
+"""Loaders of a prepared set: the world's microbatches in order, of which Accelerate hands rank r every world-th."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Sampler
+
+from finetune.config.sections.data import DataSection
+from finetune.data.batch import Batch
+from finetune.data.features import Features
+from finetune.data.order import Order
+from finetune.data.store import PreparedSet
+
+Collate = Callable[[Sequence[Features]], Batch]
+
+
+class TrainSampler(Sampler[list[int]]):
+    """The sample ids of every microbatch of steps [first_step, num_steps), over the whole world, in order.
+
+    Step s holds positions [s * global_batch_size, (s + 1) * global_batch_size), cut into microbatches: the samples of a
+    step are the same at any world size, and starting at a later step is going on, not skipping.
+    """
+
+    batch_size = None  # to Accelerate: every batch is handed on as it is, none is completed with repeated samples
+    drop_last = False
+
+    def __init__(
+        self, order: Order, *, global_batch_size: int, microbatch_size: int, first_step: int, num_steps: int
+    ) -> None:
+        if global_batch_size % microbatch_size:
+            raise ValueError(
+                f"a global batch of {global_batch_size} cannot be cut into microbatches of {microbatch_size}"
+            )
+        self._order = order
+        self._global_batch_size = global_batch_size
+        self._microbatch_size = microbatch_size
+        self._steps = range(first_step, num_steps)
+
+    def __len__(self) -> int:
+        return len(self._steps) * (self._global_batch_size // self._microbatch_size)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for step in self._steps:
+            start = step * self._global_batch_size
+            samples = self._order.samples(start, start + self._global_batch_size).tolist()
+            yield from _cut(samples, self._microbatch_size)
+
+
+class EvaluationSampler(Sampler[list[int]]):
+    """Every sample once, in order; empty microbatches at the end make their number a multiple of the world size."""
+
+    batch_size = None
+    drop_last = False
+
+    def __init__(self, num_samples: int, *, microbatch_size: int, world: int) -> None:
+        self._num_samples = num_samples
+        self._microbatch_size = microbatch_size
+        self._world = world
+
+    def __len__(self) -> int:
+        num_filled = -(-self._num_samples // self._microbatch_size)
+        return -(-num_filled // self._world) * self._world
+
+    def __iter__(self) -> Iterator[list[int]]:
+        filled = list(_cut(range(self._num_samples), self._microbatch_size))
+        yield from filled
+        yield from ([] for _ in range(len(self) - len(filled)))
+
+
+def train_loader(
+    prepared: PreparedSet,
+    collate: Collate,
+    *,
+    order: Order,
+    global_batch_size: int,
+    microbatch_size: int,
+    first_step: int,
+    num_steps: int,
+    section: DataSection,
+) -> DataLoader[Any]:
+    """Return a loader of the world's microbatches from `first_step` to the end of the run, for Accelerate to prepare."""
+    sampler = TrainSampler(
+        order,
+        global_batch_size=global_batch_size,
+        microbatch_size=microbatch_size,
+        first_step=first_step,
+        num_steps=num_steps,
+    )
+    return _loader(prepared, sampler, collate, section=section)
+
+
+def evaluation_loader(
+    prepared: PreparedSet,
+    collate: Collate,
+    *,
+    filler: Callable[[Features], Batch],
+    microbatch_size: int,
+    world: int,
+    section: DataSection,
+) -> DataLoader[Any]:
+    """Return a loader of every sample once; every rank gets equally many microbatches, by fillers without targets."""
+    sampler = EvaluationSampler(len(prepared), microbatch_size=microbatch_size, world=world)
+    return _loader(prepared, sampler, _CollateOrFill(prepared, collate, filler), section=section)
+
+
+def groups(loader: Iterable[Batch], num_batches: int) -> Iterator[tuple[Batch, ...]]:
+    """Yield the loader's batches in groups of so many, one per step; raises ValueError when the last is not full."""
+    one = iter(loader)
+    yield from zip(*[one] * num_batches, strict=True)
+
+
+@dataclass(frozen=True)
+class _CollateOrFill:
+    prepared: PreparedSet
+    collate: Collate
+    filler: Callable[[Features], Batch]
+
+    def __call__(self, features: Sequence[Features]) -> Batch:
+        return self.collate(features) if features else self.filler(self.prepared[0])
+
+
+def _loader(
+    prepared: PreparedSet, sampler: Sampler[list[int]], collate: Collate, *, section: DataSection
+) -> DataLoader[Any]:
+    return DataLoader(
+        prepared,
+        batch_sampler=sampler,
+        collate_fn=collate,
+        num_workers=section.num_workers,
+        pin_memory=section.pin_memory,
+        persistent_workers=section.persistent_workers,
+        prefetch_factor=section.prefetch_factor,
+        generator=torch.Generator().manual_seed(0),  # its workers' seeds would else be drawn from the global generator
+    )
+
+
+def _cut(samples: Sequence[int], size: int) -> Iterator[list[int]]:
+    return (list(samples[start : start + size]) for start in range(0, len(samples), size))

@@ -1,0 +1,67 @@
+"""The order of samples as a pure function of (seed, epoch, position); a position counts over the whole world."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from finetune.runtime.seeds import derive
+
+_POSITIONS_AT_ONCE = 1 << 20
+
+
+@dataclass(frozen=True)
+class Order:
+    """An endless sequence of sample ids, epoch after epoch, each of which holds every sample once."""
+
+    seed: int
+    num_samples: int
+    shuffle: bool = True
+
+    def samples(self, start: int, stop: int) -> np.ndarray:
+        """Return the sample ids at positions [start, stop), which may lie in several epochs."""
+        return np.concatenate([np.zeros(0, np.int64), *self._pieces(start, stop)])
+
+    def epoch_of(self, position: int) -> int:
+        """Return the epoch, from 0, in which the position lies."""
+        return position // self.num_samples
+
+    def _pieces(self, start: int, stop: int) -> Iterator[np.ndarray]:
+        while start < stop:
+            epoch, first = divmod(start, self.num_samples)
+            last = min(self.num_samples, first + stop - start)
+            yield self._epoch(epoch)[first:last]
+            start += last - first
+
+    def _epoch(self, epoch: int) -> np.ndarray:
+        return _permutation(self.seed, self.num_samples, epoch) if self.shuffle else _sequence(self.num_samples)
+
+
+def steps_for_tokens(lengths: np.ndarray, order: Order, *, global_batch_size: int, tokens: int) -> int:
+    """Return the fewest optimizer steps, from the first, whose samples have at least so many tokens together."""
+    steps_at_once = max(1, _POSITIONS_AT_ONCE // global_batch_size)
+    step, seen = 0, 0
+    while True:
+        samples = order.samples(step * global_batch_size, (step + steps_at_once) * global_batch_size)
+        so_far = seen + np.cumsum(lengths[samples].reshape(steps_at_once, global_batch_size).sum(axis=1))
+        if so_far[-1] >= tokens:
+            return step + int(np.searchsorted(so_far, tokens)) + 1
+        step, seen = step + steps_at_once, int(so_far[-1])
+
+
+@lru_cache(maxsize=2)
+def _permutation(seed: int, num_samples: int, epoch: int) -> np.ndarray:
+    """Return a permutation made of the raw bits of PCG64, which no version of NumPy may change (NEP 19)."""
+    bits = np.random.PCG64(derive(seed, "order", epoch)).random_raw(num_samples)
+    return _frozen(np.argsort(bits, kind="stable").astype(np.int64))
+
+
+@lru_cache(maxsize=2)
+def _sequence(num_samples: int) -> np.ndarray:
+    return _frozen(np.arange(num_samples, dtype=np.int64))
+
+
+def _frozen(array: np.ndarray) -> np.ndarray:
+    array.setflags(write=False)
+    return array

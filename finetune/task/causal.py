@@ -1,0 +1,91 @@
+"""What all causal language-model tasks share: collation, the summed loss over targets and token metrics."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
+
+from finetune.config.sections.data import DataSection
+from finetune.data.batch import IGNORED, Batch
+from finetune.data.features import Features
+from finetune.errors import DataError
+from finetune.task.losses import cross_entropy_sum
+from finetune.task.metrics import token_metrics, token_sums
+from finetune.task.protocol import ModelHead, Prompt, Row
+
+
+class CausalTask(ABC):
+    """Predict each target token from the tokens before it."""
+
+    head: ModelHead = "causal_lm"
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, data: DataSection) -> None:
+        self.tokenizer = tokenizer
+        self.data = data
+        self.pad_id = pad_id(tokenizer)
+
+    @abstractmethod
+    def encode(self, row: Row) -> Features | None:
+        """Return the row as `input_ids` and `is_target`, or None where there is nothing to learn from."""
+
+    def collate(self, features: Sequence[Features]) -> Batch:
+        """Return the samples padded on the right; labels[b, t] is the token at t + 1 where that one is a target."""
+        longest = max(each.length for each in features)
+        input_ids = np.full((len(features), longest), self.pad_id, dtype=np.int64)
+        attention_mask = np.zeros((len(features), longest), dtype=np.int64)
+        labels = np.full((len(features), longest), IGNORED, dtype=np.int64)
+        for place, each in enumerate(features):
+            ids, is_target = each.arrays["input_ids"], each.arrays["is_target"]
+            input_ids[place, : len(ids)] = ids
+            attention_mask[place, : len(ids)] = 1
+            labels[place, : len(ids) - 1] = np.where(is_target[1:], ids[1:].astype(np.int64), IGNORED)
+        inputs = {"input_ids": torch.from_numpy(input_ids), "attention_mask": torch.from_numpy(attention_mask)}
+        return Batch(
+            inputs=inputs,
+            labels=torch.from_numpy(labels),
+            num_targets=int((labels != IGNORED).sum()),
+            num_tokens=int(attention_mask.sum()),
+            sample_ids=tuple(each.sample_id for each in features),
+        )
+
+    def filler(self, features: Features) -> Batch:
+        """Return the sample as a batch in which nothing counts."""
+        batch = self.collate([features])
+        return replace(batch, labels=torch.full_like(batch.labels, IGNORED), num_targets=0, num_tokens=0, sample_ids=())
+
+    def count_targets(self, batch: Batch) -> int:
+        """Return the number of targets, known since collation."""
+        return batch.num_targets
+
+    def loss_sum(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Return the cross-entropy in nats summed over the targets, a float32 scalar."""
+        return cross_entropy_sum(_logits(model, batch), batch.labels)
+
+    def metric_sums(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
+        """Return `loss_sum`, `num_targets` and `num_correct`."""
+        return token_sums(_logits(model, batch), batch.labels)
+
+    def metrics(self, sums: Mapping[str, float]) -> Mapping[str, float]:
+        """Return `loss`, `perplexity` and `token_accuracy`."""
+        return token_metrics(sums)
+
+    def prompt(self, features: Features) -> Prompt | None:
+        """Return None: plain text asks nothing."""
+        return None
+
+
+def pad_id(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Return the token that fills up short samples: padding, else end-of-sequence. There it never counts."""
+    for token in (tokenizer.pad_token_id, tokenizer.eos_token_id):
+        if token is not None:
+            return int(token)
+    raise DataError("the tokenizer has neither a padding nor an end-of-sequence token. Give it one of them.")
+
+
+def _logits(model: nn.Module, batch: Batch) -> Tensor:
+    logits: Tensor = model(**batch.inputs, use_cache=False).logits  # [batch, length, vocabulary]
+    return logits
