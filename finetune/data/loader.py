@@ -80,7 +80,7 @@ def train_loader(
     num_steps: int,
     section: DataSection,
 ) -> DataLoader[Any]:
-    """Return a loader of the world's microbatches from `first_step` to the end of the run, for Accelerate to prepare."""
+    """Return a loader of the world's microbatches from `first_step` to the run's end, for Accelerate to prepare."""
     sampler = TrainSampler(
         order,
         global_batch_size=global_batch_size,

@@ -8,8 +8,6 @@ import numpy as np
 
 from finetune.runtime.seeds import derive
 
-_POSITIONS_AT_ONCE = 1 << 20
-
 
 @dataclass(frozen=True)
 class Order:
@@ -39,15 +37,12 @@ class Order:
 
 
 def steps_for_tokens(lengths: np.ndarray, order: Order, *, global_batch_size: int, tokens: int) -> int:
-    """Return the fewest optimizer steps, from the first, whose samples have at least so many tokens together."""
-    steps_at_once = max(1, _POSITIONS_AT_ONCE // global_batch_size)
-    step, seen = 0, 0
-    while True:
-        samples = order.samples(step * global_batch_size, (step + steps_at_once) * global_batch_size)
-        so_far = seen + np.cumsum(lengths[samples].reshape(steps_at_once, global_batch_size).sum(axis=1))
-        if so_far[-1] >= tokens:
-            return step + int(np.searchsorted(so_far, tokens)) + 1
-        step, seen = step + steps_at_once, int(so_far[-1])
+    """Return the fewest optimizer steps, from the first, whose samples have at least so many tokens (>= 1) together."""
+    whole_epochs, rest = divmod(tokens - 1, int(lengths.sum()))
+    start = whole_epochs * order.num_samples
+    seen = np.cumsum(lengths[order.samples(start, start + order.num_samples)])
+    position = start + int(np.searchsorted(seen, rest + 1))  # of the sample with which the budget is met
+    return position // global_batch_size + 1
 
 
 @lru_cache(maxsize=2)

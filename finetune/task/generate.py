@@ -88,8 +88,9 @@ def _arguments(model: nn.Module) -> frozenset[str]:
     """Return the names of the arguments that the model inside all wrappers (DDP, an engine, peft) can be given."""
     while True:
         inner: Any = getattr(model, "module", None) or getattr(model, "_orig_mod", None)
-        if inner is None and hasattr(model, "get_base_model"):
-            inner = model.get_base_model()
+        unwrap = getattr(model, "get_base_model", None)
+        if inner is None and callable(unwrap):
+            inner = unwrap()
         if not isinstance(inner, nn.Module):
             return frozenset(inspect.signature(model.forward).parameters)
         model = inner

@@ -1,0 +1,70 @@
+"""A small byte-level BPE tokenizer, sections and sources for the tests of the data wing."""
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from finetune.config.sections.data import DataSection, SourceSection
+from finetune.data.chat import set_chat_template
+
+SAID = [
+    "What is two and two?",
+    "Two and two is four.",
+    "Hello there!\nHow are you?",
+    "I am fine, thank you.",
+    "Be brief.",
+]
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+
+
+@pytest.fixture(scope="session")
+def make_tokenizer() -> Callable[..., PreTrainedTokenizerFast]:
+    """Return a function that trains a tokenizer on a few sentences."""
+
+    def make(special: Sequence[str] = SPECIAL, **named: Any) -> PreTrainedTokenizerFast:
+        backend = Tokenizer(models.BPE())
+        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        backend.decoder = decoders.ByteLevel()
+        alphabet = pre_tokenizers.ByteLevel.alphabet()
+        trainer = trainers.BpeTrainer(
+            vocab_size=400, special_tokens=list(special), initial_alphabet=alphabet, show_progress=False
+        )
+        backend.train_from_iterator(SAID * 4, trainer)
+        return PreTrainedTokenizerFast(tokenizer_object=backend, **{"eos_token": "<|endoftext|>", **named})
+
+    return make
+
+
+@pytest.fixture
+def tokenizer(make_tokenizer: Callable[..., PreTrainedTokenizerFast]) -> PreTrainedTokenizerFast:
+    """Return a tokenizer with the chatml template."""
+    made = make_tokenizer()
+    set_chat_template(made, "chatml")
+    return made
+
+
+@pytest.fixture
+def write_rows(tmp_path: Path) -> Callable[..., SourceSection]:
+    """Return a function that writes rows as JSON lines and returns them as a source."""
+
+    def write(rows: Sequence[Any], name: str = "rows.jsonl", **keys: Any) -> SourceSection:
+        path = tmp_path / name
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        return SourceSection(path=str(path), **keys)
+
+    return write
+
+
+@pytest.fixture
+def make_section(tmp_path: Path) -> Callable[..., DataSection]:
+    """Return a function that makes a data section with a cache of its own."""
+
+    def make(source: SourceSection, **keys: Any) -> DataSection:
+        return DataSection(**{"train": source, "max_length": 64, "cache_folder": str(tmp_path / "cache"), **keys})
+
+    return make

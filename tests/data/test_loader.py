@@ -1,0 +1,138 @@
+"""The loaders give each rank its share of one world-wide sequence of microbatches."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from accelerate.data_loader import BatchSamplerShard
+
+from finetune.data.batch import Batch
+from finetune.data.cache import prepare_set
+from finetune.data.features import Features
+from finetune.data.loader import EvaluationSampler, TrainSampler, evaluation_loader, groups, train_loader
+from finetune.data.order import Order
+
+
+def encode(row):
+    ids = np.frombuffer(row["text"].encode(), dtype=np.uint8).astype(np.uint32)
+    return Features({"input_ids": ids, "is_target": np.ones(len(ids), bool)})
+
+
+@dataclass(frozen=True)
+class Collate:
+    num_targets: int = 1
+
+    def __call__(self, features):
+        ids = tuple(each.sample_id for each in features)
+        first = torch.tensor([int(each.arrays["input_ids"][0]) for each in features])
+        return Batch({"input_ids": first[:, None]}, first[:, None], self.num_targets * len(ids), len(ids), ids)
+
+
+def fill(features):
+    assert features.sample_id == 0
+    return Batch({"input_ids": torch.zeros(1, 1)}, torch.full((1, 1), -100), 0, 0, ())
+
+
+@pytest.fixture
+def prepared_and_section(write_rows, make_section):
+    source = write_rows([{"text": chr(97 + n)} for n in range(10)])
+    section = make_section(source)
+    return prepare_set(source, encode, section=section, identity={}, say=lambda _: None), section
+
+
+def per_step(sampler, *, world, num_batches):
+    """Return the samples of each step, as Accelerate would share the microbatches among the ranks."""
+    ranks = [
+        list(BatchSamplerShard(sampler, num_processes=world, process_index=rank, even_batches=False))
+        if world > 1
+        else list(sampler)
+        for rank in range(world)
+    ]
+    assert len({len(batches) for batches in ranks}) == 1
+    steps = range(0, len(ranks[0]), num_batches)
+    return [sorted(i for batches in ranks for b in batches[step : step + num_batches] for i in b) for step in steps]
+
+
+def make_sampler(first_step=0, microbatch_size=2):
+    return TrainSampler(
+        Order(seed=7, num_samples=30),
+        global_batch_size=8,
+        microbatch_size=microbatch_size,
+        first_step=first_step,
+        num_steps=9,
+    )
+
+
+@pytest.mark.parametrize(("world", "microbatch_size"), [(1, 8), (1, 2), (2, 2), (2, 4), (4, 2), (4, 1), (8, 1)])
+def test_a_step_has_the_same_samples_at_any_world_size(world, microbatch_size):
+    expected = [sorted(Order(seed=7, num_samples=30).samples(s * 8, s * 8 + 8).tolist()) for s in range(9)]
+    sampler = make_sampler(microbatch_size=microbatch_size)
+    assert len(sampler) == 9 * 8 // microbatch_size
+    assert per_step(sampler, world=world, num_batches=8 // microbatch_size // world) == expected
+
+
+def test_resume_continues_with_the_very_next_sample():
+    assert list(make_sampler(first_step=5)) == list(make_sampler())[5 * 4 :]
+
+
+def test_a_group_that_cannot_be_cut_is_refused():
+    with pytest.raises(ValueError, match="a global batch of 8 cannot be cut into microbatches of 3"):
+        make_sampler(microbatch_size=3)
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("num_samples", [1, 3, 7, 8, 9])
+def test_evaluation_sees_each_row_once_and_every_rank_equally_many_batches(num_samples, world):
+    sampler = EvaluationSampler(num_samples, microbatch_size=2, world=world)
+    batches = list(sampler)
+    assert len(batches) == len(sampler)
+    assert len(batches) % world == 0
+    assert [i for batch in batches for i in batch] == list(range(num_samples))
+    per_rank = len(batches) // world
+    assert per_step(sampler, world=world, num_batches=per_rank) == [list(range(num_samples))]
+
+
+@pytest.mark.parametrize("keys", [{}, {"num_workers": 2, "persistent_workers": True, "prefetch_factor": 3}])
+def test_the_train_loader_gives_the_order(prepared_and_section, keys):
+    prepared, section = prepared_and_section
+    order = Order(seed=7, num_samples=len(prepared))
+    loader = train_loader(
+        prepared,
+        Collate(),
+        order=order,
+        global_batch_size=4,
+        microbatch_size=2,
+        first_step=1,
+        num_steps=6,
+        section=section.model_copy(update=keys),
+    )
+    assert loader.prefetch_factor == keys.get("prefetch_factor")
+    assert loader.num_workers == keys.get("num_workers", 0)
+    steps = list(groups(loader, 2))
+    assert len(steps) == 5
+    seen = [i for step in steps for batch in step for i in batch.sample_ids]
+    assert seen == order.samples(4, 24).tolist()
+    assert steps[0][0].inputs["input_ids"][:, 0].tolist() == [97 + i for i in seen[:2]]
+
+
+def test_evaluation_fills_up_with_batches_in_which_nothing_counts(prepared_and_section):
+    prepared, section = prepared_and_section
+    loader = evaluation_loader(prepared, Collate(), filler=fill, microbatch_size=4, world=4, section=section)
+    batches = list(loader)
+    assert [batch.sample_ids for batch in batches] == [(0, 1, 2, 3), (4, 5, 6, 7), (8, 9), ()]
+    assert [batch.num_targets for batch in batches] == [4, 4, 2, 0]
+
+
+def test_loading_draws_nothing_from_the_global_generator(prepared_and_section):
+    prepared, section = prepared_and_section
+    loader = evaluation_loader(prepared, Collate(), filler=fill, microbatch_size=4, world=1, section=section)
+    before = torch.get_rng_state()
+    assert len(list(loader)) == 3
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_last_group_that_is_not_full_is_an_error():
+    assert list(groups(iter("abcd"), 2)) == [("a", "b"), ("c", "d")]
+    with pytest.raises(ValueError):
+        list(groups(iter("abc"), 2))
