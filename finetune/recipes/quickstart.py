@@ -1,0 +1,63 @@
+"""The quickstart's data: instructions about short lists of words, made from a seed, no list ever used twice."""
+
+import json
+import random
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from finetune.runtime.files import write_text
+
+NUM_TRAIN_ROWS = 4000
+NUM_HELD_OUT_ROWS = 200
+SEED = 1
+
+WORDS = (
+    "apple bread chair cloud door eagle field glass green house island juice kettle lemon light mango moon night "
+    "ocean paper piano plant queen river rose salt ship snow star stone sugar table tiger train tree violin water "
+    "wheel wind yellow"
+)
+NUM_WORDS = (3, 4)  # in a row
+
+Skill = Callable[[Sequence[str]], Sequence[str]]
+
+SKILLS: Mapping[str, Skill] = {
+    "Repeat these words": lambda words: words,
+    "Reverse these words": lambda words: words[::-1],
+    "Shout these words": lambda words: [word.upper() for word in words],
+    "Give the first word": lambda words: words[:1],
+    "Give the last word": lambda words: words[-1:],
+    "Leave out the first word": lambda words: words[1:],
+    "Leave out the last word": lambda words: words[:-1],
+}
+
+Row = dict[str, list[dict[str, str]]]
+
+
+def write_quickstart(folder: Path, *, seed: int = SEED) -> list[Path]:
+    """Write `train.jsonl` and `held_out.jsonl` into the folder and return their paths; a seed decides every byte."""
+    rows = instruction_rows(NUM_TRAIN_ROWS + NUM_HELD_OUT_ROWS, seed=seed)
+    parts = {"train.jsonl": rows[:NUM_TRAIN_ROWS], "held_out.jsonl": rows[NUM_TRAIN_ROWS:]}
+    for name, part in parts.items():
+        write_text(folder / name, "".join(json.dumps(row) + "\n" for row in part))
+    return [folder / name for name in parts]
+
+
+def instruction_rows(num_rows: int, *, seed: int) -> list[Row]:
+    """Return rows in `messages` format, each about a list of words that no other row has."""
+    source = random.Random(seed)
+    asked, words_known = list(SKILLS), WORDS.split()
+    rows: list[Row] = []
+    seen: set[tuple[str, ...]] = set()
+    while len(rows) < num_rows:
+        words = tuple(source.sample(words_known, source.choice(NUM_WORDS)))
+        if words in seen:
+            continue
+        seen.add(words)
+        rows.append(_row(source.choice(asked), words))
+    return rows
+
+
+def _row(instruction: str, words: Sequence[str]) -> Row:
+    question = f"{instruction}: {' '.join(words)}"
+    answer = " ".join(SKILLS[instruction](words))
+    return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}

@@ -1,0 +1,82 @@
+"""events.jsonl: everything that happened in a run, one JSON object per line."""
+
+import dataclasses
+import json
+import math
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from finetune.report.events import Event
+from finetune.runtime.redact import redacted_config
+
+
+class JsonlReporter:
+    """Writes every event as one line with its `event` name, unix `time` and all its fields.
+
+    The file is opened at the first event and appended to, so a resumed run goes on in it (a step that is taken again
+    then stands in it twice; the later line counts). Each line is flushed. NaN and infinities, which JSON lacks, are
+    written as the strings `nan`, `inf` and `-inf`.
+    """
+
+    def __init__(self, path: Path, *, clock: Callable[[], float] = time.time) -> None:
+        self._path = path
+        self._clock = clock
+        self._file: Any = None
+
+    def __call__(self, event: Event) -> None:
+        """Write the event's line."""
+        if self._file is None:
+            self._file = _open_at_line_start(self._path)
+        self._file.write(
+            json.dumps(event_fields(event, time=self._clock()), ensure_ascii=False, allow_nan=False) + "\n"
+        )
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+def event_fields(event: Event, *, time: float) -> dict[str, Any]:
+    """Return the event as plain JSON values, its name and time first; values that look secret are left out."""
+    fields = {field.name: _plain(getattr(event, field.name)) for field in dataclasses.fields(event)}
+    return {"event": type(event).__name__, "time": round(time, 3), **redacted_config(fields)}
+
+
+def read_events(path: Path) -> list[dict[str, Any]]:
+    """Return the file's events in the order written; a line torn by a killed run is left out."""
+    events = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            event = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        if isinstance(event, dict) and "event" in event:
+            events.append(event)
+    return events
+
+
+def _open_at_line_start(path: Path) -> Any:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a+b") as file:  # a run killed in the middle of a line must not swallow the next one's first
+        if file.tell() > 0:
+            file.seek(-1, 2)
+            if file.read(1) != b"\n":
+                file.write(b"\n")
+    return path.open("a", encoding="utf-8")
+
+
+def _plain(value: Any) -> Any:
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if isinstance(value, Mapping):
+        return {str(name): _plain(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [_plain(item) for item in value]
+    return str(value)

@@ -1,0 +1,127 @@
+"""TensorBoard, Weights & Biases, MLflow, trackio and others, through Accelerate's trackers."""
+
+import difflib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
+from accelerate.utils import LoggerType
+
+from finetune.errors import MissingPackage, UserError
+from finetune.report.events import Evaluated, Event, RunEnded, RunStarted, StepTaken
+from finetune.report.logged import is_logged
+from finetune.report.throughput import ThroughputMeter
+from finetune.runtime.redact import redacted_config
+
+
+def check_trackers(names: Sequence[str]) -> None:
+    """Raise UserError for a tracker that Accelerate does not know, MissingPackage for one that is not installed."""
+    available = {str(tracker) for tracker in get_available_trackers()}
+    known = sorted(LOGGER_TYPE_TO_CLASS)
+    builtin = {str(tracker) for tracker in LoggerType}
+    for name in names:
+        if name not in LOGGER_TYPE_TO_CLASS:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"Did you mean `{near[0]}`?" if near else f"Accelerate knows {', '.join(known)}."
+            raise UserError(f"report.trackers: there is no tracker `{name}`. {hint}")
+        if name in builtin and name not in available:
+            raise MissingPackage(
+                f"report.trackers: the package of `{name}` is not installed. Install it with: "
+                f"pip install 'finetune[tracking]' (tensorboard, wandb, mlflow, trackio) or pip install {name}, "
+                "or leave it out of `report.trackers`."
+            )
+
+
+class TrackersReporter:
+    """Sends steps and evaluations to the trackers; they are started with the run's config when it starts.
+
+    Only the main rank may have one. Secrets are left out of the config.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        names: Sequence[str],
+        *,
+        project: str,
+        run_folder: Path,
+        log_every_steps: int = 1,
+    ) -> None:
+        check_trackers(names)
+        self._accelerator = accelerator
+        self._names = tuple(dict.fromkeys(names))
+        self._project = project
+        self._run_folder = run_folder
+        self._log_every_steps = log_every_steps
+        self._meter = ThroughputMeter(0)
+        self._num_steps = 0
+
+    def __call__(self, event: Event) -> None:
+        """Send the event's numbers, if it has any."""
+        match event:
+            case RunStarted():
+                self._num_steps = event.num_steps
+                self._meter = ThroughputMeter(event.num_steps)
+                self._start(event.config)
+            case StepTaken():
+                self._meter.add(event)
+                if is_logged(event.step, every_steps=self._log_every_steps, num_steps=self._num_steps):
+                    self._accelerator.log(step_values(event, meter=self._meter), step=event.step)
+            case Evaluated():
+                self._accelerator.log(
+                    {f"evaluation/{name}": value for name, value in event.metrics.items()}, step=event.step
+                )
+            case RunEnded():
+                self._accelerator.log({"run/seconds": event.seconds}, step=event.step)
+
+    def close(self) -> None:
+        """End the trackers' runs. `Accelerator.end_training` would also destroy this rank's process group."""
+        for tracker in self._accelerator.trackers:
+            tracker.finish()
+        self._accelerator.trackers = []
+
+    def _start(self, config: Mapping[str, Any]) -> None:
+        folder = self._run_folder / "trackers"
+        folder.mkdir(parents=True, exist_ok=True)
+        self._accelerator.project_configuration.logging_dir = str(folder)
+        self._accelerator.log_with = [LoggerType(name) if name in set(LoggerType) else name for name in self._names]
+        arguments = {name: _naming(name, self._run_folder) for name in self._names}
+        self._accelerator.init_trackers(self._project, config=flat(redacted_config(config)), init_kwargs=arguments)
+
+
+def step_values(event: StepTaken, *, meter: ThroughputMeter) -> dict[str, float]:
+    """Return what a tracker draws for a step."""
+    return {
+        "train/loss": event.loss,
+        "train/learning_rate": event.learning_rate,
+        "train/gradient_norm": event.gradient_norm,
+        "train/epoch": event.epoch,
+        "train/num_targets": event.num_targets,
+        "train/num_tokens": event.num_tokens,
+        "train/tokens_per_second": meter.tokens_per_second,
+        "train/seconds": event.seconds,
+        "train/data_seconds": event.data_seconds,
+        "train/memory_bytes": event.memory_bytes,
+    }
+
+
+def flat(config: Mapping[str, Any], *, prefix: str = "") -> dict[str, int | float | str | bool]:
+    """Return nested values under dotted keys, as trackers want them; lists and None as text."""
+    values: dict[str, int | float | str | bool] = {}
+    for name, value in config.items():
+        if isinstance(value, Mapping):
+            values |= flat(value, prefix=f"{prefix}{name}.")
+        else:
+            values[f"{prefix}{name}"] = value if isinstance(value, (bool, int, float, str)) else str(value)
+    return values
+
+
+def _naming(tracker: str, run_folder: Path) -> dict[str, Any]:
+    names: dict[str, dict[str, Any]] = {
+        "wandb": {"name": run_folder.name, "dir": str(run_folder)},
+        "mlflow": {"run_name": run_folder.name},
+        "trackio": {"name": run_folder.name},
+    }
+    return names.get(tracker, {})

@@ -1,0 +1,145 @@
+"""environment.json: what a run was run with, so that it can be understood and repeated."""
+
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from finetune.runtime.redact import redacted_command, redacted_text, redacted_variables
+
+PACKAGES = (
+    "finetune",
+    "torch",
+    "accelerate",
+    "transformers",
+    "peft",
+    "deepspeed",
+    "datasets",
+    "tokenizers",
+    "safetensors",
+    "numpy",
+)
+LAUNCHER_PREFIXES = (
+    "ACCELERATE_",
+    "CUDA_",
+    "DEEPSPEED_",
+    "DS_",
+    "FSDP_",
+    "GLOO_",
+    "HF_",
+    "MASTER_",
+    "NCCL_",
+    "PARALLELISM_CONFIG_",
+    "PYTORCH_",
+    "SLURM_",
+    "TOKENIZERS_",
+    "TORCH",
+)
+LAUNCHER_NAMES = re.compile(r"RANK|WORLD_SIZE|(LOCAL|GROUP|ROLE|NODE)_RANK|LOCAL_WORLD_SIZE|(OMP|MKL)_NUM_THREADS")
+
+
+def environment_facts() -> dict[str, Any]:
+    """Return versions, devices, code state, command line and launcher settings as plain values, without secrets.
+
+    Never raises for what a machine lacks: no git, no GPU, no NCCL read as None.
+    """
+    return {
+        "python": platform.python_version(),
+        "packages": {name: _version(name) for name in PACKAGES},
+        "platform": platform.platform(),
+        "hostname": platform.node(),
+        "num_cpus": os.cpu_count(),
+        "memory_bytes": psutil.virtual_memory().total,
+        "devices": _devices(),
+        "cuda": torch.version.cuda,
+        "cuda_driver": _cuda_driver(),
+        "nccl": _nccl(),
+        "git": git_state(Path.cwd()),
+        "command": redacted_command(sys.argv),
+        "launcher": launcher_variables(os.environ),
+        "accelerate_default_config": default_config(os.environ),
+    }
+
+
+def launcher_variables(variables: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables by which a launcher or library steers a run, sorted, with secret values left out."""
+    chosen = {
+        name: value
+        for name, value in sorted(variables.items())
+        if LAUNCHER_NAMES.fullmatch(name) or name.startswith(LAUNCHER_PREFIXES)
+    }
+    return redacted_variables(chosen)
+
+
+def default_config(variables: Mapping[str, str]) -> dict[str, Any]:
+    """Tell where `accelerate launch` looks for settings when it gets no `--config_file`, and whether they exist.
+
+    Such a file steers a run without being named by it.
+    """
+    cache = Path(variables.get("XDG_CACHE_HOME", "~/.cache")) / "huggingface"
+    folder = Path(variables.get("HF_HOME", str(cache))).expanduser() / "accelerate"
+    files = [folder / "default_config.yaml", folder / "default_config.json"]
+    found = [file for file in files if file.is_file()]
+    return {"path": str(found[0] if found else files[0]), "exists": bool(found)}
+
+
+def git_state(folder: Path) -> dict[str, Any] | None:
+    """Return the commit of the folder's repository and whether files differ from it; None outside a repository."""
+    commit = _answer(["git", "-C", str(folder), "rev-parse", "HEAD"])
+    if commit is None:
+        return None
+    changes = _answer(["git", "--no-optional-locks", "-C", str(folder), "status", "--porcelain"])
+    remote = _answer(["git", "-C", str(folder), "remote", "get-url", "origin"])
+    return {
+        "commit": commit,
+        "is_dirty": None if changes is None else bool(changes),
+        "remote": None if remote is None else redacted_text(remote),
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _devices() -> list[dict[str, Any]]:
+    if not torch.cuda.is_available():
+        name = platform.processor() or platform.machine()
+        return [{"type": "cpu", "name": name, "num_threads": torch.get_num_threads()}]
+    devices = []
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        devices.append({"type": "cuda", "name": properties.name, "memory_bytes": properties.total_memory})
+    return devices
+
+
+def _cuda_driver() -> str | None:
+    if shutil.which("nvidia-smi") is None:
+        return None
+    drivers = _answer(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"])
+    return drivers.splitlines()[0] if drivers else None
+
+
+def _nccl() -> str | None:
+    if not torch.cuda.is_available() or not torch.distributed.is_nccl_available():
+        return None
+    return ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+
+
+def _answer(command: Sequence[str]) -> str | None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()

@@ -1,0 +1,37 @@
+import pytest
+
+from finetune.report.throughput import ThroughputMeter
+
+
+def test_nothing_is_known_before_the_first_step():
+    meter = ThroughputMeter(100)
+    assert meter.tokens_per_second == 0.0
+    assert meter.seconds_left is None
+
+
+def test_one_slow_step_does_not_sway_the_pace(take_step):
+    meter = ThroughputMeter(100)
+    for step in range(1, 10):
+        meter.add(take_step(step, num_tokens=1000, seconds=2.0))
+    meter.add(take_step(10, num_tokens=1000, seconds=300.0))
+    assert meter.tokens_per_second == pytest.approx(500.0)
+    assert meter.seconds_left == pytest.approx(90 * 2.0)
+
+
+def test_only_the_window_counts(take_step):
+    meter = ThroughputMeter(100, window=3)
+    for step, seconds in enumerate([9.0, 9.0, 9.0, 1.0, 1.0, 1.0], start=1):
+        meter.add(take_step(step, num_tokens=10, seconds=seconds))
+    assert meter.tokens_per_second == pytest.approx(10.0)
+
+
+def test_a_resumed_run_counts_only_the_steps_that_are_left(take_step):
+    meter = ThroughputMeter(100)
+    meter.add(take_step(91, seconds=2.0))
+    assert meter.seconds_left == pytest.approx(9 * 2.0)
+
+
+def test_a_finished_run_has_no_time_left(take_step):
+    meter = ThroughputMeter(20)
+    meter.add(take_step(20))
+    assert meter.seconds_left == 0.0

@@ -1,0 +1,135 @@
+import pytest
+from accelerate import Accelerator
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker, get_available_trackers
+
+from finetune.config.sections.report import ReportSection
+from finetune.errors import MissingPackage, UserError
+from finetune.report.build import build_reporter
+from finetune.report.events import Evaluated, RunEnded
+from finetune.report.jsonl import read_events
+from finetune.report.reporter import FanOut, NullReporter
+from finetune.report.trackers import TrackersReporter, check_trackers, flat
+
+
+class Notebook(GeneralTracker):
+    """A tracker that remembers what it was told."""
+
+    name = "notebook"
+    requires_logging_directory = True
+    opened: "list[Notebook]" = []  # noqa: RUF012  # shared on purpose: Accelerate makes the instances
+
+    def __init__(self, run_name, logging_dir, **arguments):
+        super().__init__()
+        self.run_name, self.logging_dir, self.arguments = run_name, logging_dir, arguments
+        self.config, self.logged, self.is_finished = None, [], False
+
+    @property
+    def tracker(self):
+        return self
+
+    def start(self):
+        Notebook.opened.append(self)
+
+    def store_init_configuration(self, values):
+        self.config = values
+
+    def log(self, values, step=None, **_):
+        self.logged.append((step, values))
+
+    def finish(self):
+        self.is_finished = True
+
+
+@pytest.fixture
+def notebook(monkeypatch):
+    monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, "notebook", Notebook)
+    monkeypatch.setattr(Notebook, "opened", [])
+    return Notebook
+
+
+@pytest.fixture
+def accelerator():
+    return Accelerator(cpu=True)
+
+
+def test_a_tracker_gets_config_steps_and_evaluations(notebook, accelerator, tmp_path, started, take_step):
+    reporter = TrackersReporter(
+        accelerator, ["notebook"], project="stories", run_folder=tmp_path / "run", log_every_steps=2
+    )
+    assert notebook.opened == []  # nothing is started before the run is
+    reporter(started)
+    for step in (1, 2, 3):
+        reporter(take_step(step))
+    reporter(Evaluated(3, metrics={"loss": 0.5}, num_rows=4, seconds=0.1))
+    reporter(RunEnded(3, reason="finished", seconds=9.0, metrics={}, final_folder=None))
+    reporter.close()
+    (opened,) = notebook.opened
+    assert opened.run_name == "stories" and opened.logging_dir == str(tmp_path / "run" / "trackers")
+    assert [step for step, _ in opened.logged] == [2, 3, 3]
+    assert opened.logged[0][1]["train/loss"] == pytest.approx(2.31071)
+    assert opened.logged[0][1]["train/tokens_per_second"] == pytest.approx(1234.0)
+    assert opened.logged[1][1] == {"evaluation/loss": 0.5}
+    assert opened.is_finished
+
+
+def test_secrets_never_reach_a_tracker(notebook, accelerator, tmp_path, started):
+    reporter = TrackersReporter(accelerator, ["notebook"], project="stories", run_folder=tmp_path)
+    reporter(started)
+    assert "canary-secret" not in str(notebook.opened[0].config)
+    assert notebook.opened[0].config["train.learning_rate"] == 1e-3
+
+
+def test_a_tracker_that_breaks_does_not_end_the_run(
+    notebook, accelerator, tmp_path, monkeypatch, started, take_step, diary
+):
+    monkeypatch.setattr(Notebook, "log", lambda *_, **__: 1 / 0)
+    others = diary()
+    tracked = TrackersReporter(accelerator, ["notebook"], project="stories", run_folder=tmp_path)
+    reporter = FanOut([others, tracked])
+    for event in (started, take_step(1), take_step(2)):
+        reporter(event)
+    assert [type(event).__name__ for event in others.events] == ["RunStarted", "StepTaken", "Warned", "StepTaken"]
+    assert notebook.opened[0].is_finished
+
+
+def test_an_unknown_tracker_is_named_with_a_suggestion():
+    with pytest.raises(UserError, match=r"report\.trackers: there is no tracker `wandbb`\. Did you mean `wandb`\?"):
+        check_trackers(["wandbb"])
+
+
+def test_a_tracker_whose_package_is_missing_names_the_extra():
+    available = {str(tracker) for tracker in get_available_trackers()}
+    missing = [name for name in ("tensorboard", "wandb", "mlflow", "trackio", "aim") if name not in available]
+    if not missing:
+        pytest.skip("every tracker is installed here")
+    with pytest.raises(MissingPackage, match=r"finetune\[tracking\]"):
+        check_trackers(missing[:1])
+
+
+def test_nested_config_is_flattened_under_dotted_keys():
+    assert flat({"train": {"steps": 3, "schedule": {"name": "cosine"}}, "a": [1, 2], "b": None}) == {
+        "train.steps": 3,
+        "train.schedule.name": "cosine",
+        "a": "[1, 2]",
+        "b": "None",
+    }
+
+
+def test_the_main_rank_writes_events_and_console(accelerator, tmp_path, capsys, started, take_step):
+    section = ReportSection(console="plain", log_every_steps=10)
+    reporter = build_reporter(section, run_folder=tmp_path / "run", accelerator=accelerator, is_main=True)
+    assert not (tmp_path / "run").exists()
+    for event in (started, take_step(9), take_step(10)):
+        reporter(event)
+    reporter.close()
+    assert [event["step"] for event in read_events(tmp_path / "run" / "events.jsonl")] == [0, 9, 10]
+    assert [line.split()[1] for line in capsys.readouterr().out.splitlines()[2:]] == ["10/120"]
+
+
+def test_other_ranks_tell_nobody_but_refuse_the_same_trackers(accelerator, tmp_path):
+    reporter = build_reporter(ReportSection(), run_folder=tmp_path, accelerator=accelerator, is_main=False)
+    assert isinstance(reporter, NullReporter)
+    with pytest.raises(UserError, match="no tracker"):
+        build_reporter(
+            ReportSection(trackers=("papyrus",)), run_folder=tmp_path, accelerator=accelerator, is_main=False
+        )

@@ -1,0 +1,83 @@
+import json
+import subprocess
+
+import torch
+
+from finetune import __version__
+from finetune.runtime.environment import default_config, environment_facts, git_state, launcher_variables
+
+CANARY = "canary-3f9c"
+
+
+def git(folder, *words):
+    identity = ["-c", "user.name=Test", "-c", "user.email=test@example.org"]
+    subprocess.run(["git", "-C", str(folder), *identity, *words], check=True, capture_output=True)
+
+
+def test_the_facts_are_plain_json_and_name_the_versions():
+    facts = json.loads(json.dumps(environment_facts()))
+    assert facts["packages"]["torch"].split("+")[0] == torch.__version__.split("+")[0]
+    assert facts["packages"]["finetune"] == __version__
+    assert facts["num_cpus"] >= 1 and facts["memory_bytes"] > 10**8
+    assert facts["devices"][0]["type"] in ("cpu", "cuda")
+
+
+def test_no_secret_of_the_environment_or_command_line_is_in_the_facts(monkeypatch):
+    for name in (
+        "HF_TOKEN",
+        "ACCELERATE_API_KEY",
+        "SLURM_PASSWORD",
+        "MY_OWN_SECRET",
+        "FSDP_CREDENTIALS",
+        "HF_HUB_TOKEN",
+    ):
+        monkeypatch.setenv(name, CANARY)
+    monkeypatch.setenv("HF_ENDPOINT", f"https://me:{CANARY}@hub.example.org")
+    monkeypatch.setattr("sys.argv", ["finetune", "--hub-token", CANARY, f"--set=model.password={CANARY}"])
+    facts = environment_facts()
+    assert CANARY not in json.dumps(facts)
+    assert facts["launcher"]["HF_TOKEN"] == "[redacted]"
+    assert "MY_OWN_SECRET" not in facts["launcher"]
+
+
+def test_launcher_variables_are_chosen_by_name():
+    variables = {
+        "WORLD_SIZE": "2",
+        "FSDP_VERSION": "2",
+        "ACCELERATE_USE_FSDP": "true",
+        "PATH": "/bin",
+        "LS_COLORS": "x",
+    }
+    assert list(launcher_variables(variables)) == ["ACCELERATE_USE_FSDP", "FSDP_VERSION", "WORLD_SIZE"]
+
+
+def test_accelerates_hidden_default_config_is_found(tmp_path):
+    (tmp_path / "accelerate").mkdir()
+    path = tmp_path / "accelerate" / "default_config.yaml"
+    assert default_config({"HF_HOME": str(tmp_path)}) == {"path": str(path), "exists": False}
+    path.write_text("distributed_type: NO\n")
+    assert default_config({"HF_HOME": str(tmp_path)}) == {"path": str(path), "exists": True}
+
+
+def test_git_state_tells_commit_and_changes(tmp_path):
+    git(tmp_path, "init")
+    (tmp_path / "a.txt").write_text("one\n")
+    git(tmp_path, "add", "a.txt")
+    git(tmp_path, "commit", "-m", "one")
+    clean = git_state(tmp_path)
+    assert len(clean["commit"]) == 40 and clean["is_dirty"] is False and clean["remote"] is None
+    (tmp_path / "a.txt").write_text("two\n")
+    git(tmp_path, "remote", "add", "origin", f"https://me:{CANARY}@host/repo.git")
+    changed = git_state(tmp_path)
+    assert changed["is_dirty"] is True and changed["commit"] == clean["commit"]
+    assert CANARY not in changed["remote"]
+
+
+def test_outside_a_repository_there_is_no_git_state(tmp_path, monkeypatch):
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    assert git_state(tmp_path) is None
+
+
+def test_without_git_installed_there_is_no_git_state(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert git_state(tmp_path) is None
