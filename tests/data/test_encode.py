@@ -62,7 +62,10 @@ def test_without_an_assistant_there_is_nothing_to_learn(tokenizer):
 
 
 def test_a_template_without_end_of_turn_gets_end_of_sequence_as_a_target(tokenizer):
-    tokenizer.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.role }}: {{ m.content + '\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}assistant:{% endif %}"
+    )
     features = encode_turns([ASKED, ANSWERED], tokenizer)
     assert targets(features, tokenizer) == [" Two and two is four.\n<|endoftext|>"]
 

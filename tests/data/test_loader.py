@@ -5,7 +5,9 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
-from accelerate.data_loader import BatchSamplerShard
+from accelerate import PartialState
+from accelerate.data_loader import BatchSamplerShard, prepare_data_loader
+from accelerate.state import GradientState
 
 from finetune.data.batch import Batch
 from finetune.data.cache import prepare_set
@@ -136,3 +138,27 @@ def test_a_last_group_that_is_not_full_is_an_error():
     assert list(groups(iter("abcd"), 2)) == [("a", "b"), ("c", "d")]
     with pytest.raises(ValueError):
         list(groups(iter("abc"), 2))
+
+
+@pytest.fixture
+def fresh_accelerate():
+    """Leave no state of Accelerate behind for other tests."""
+    yield
+    PartialState._reset_state()
+    GradientState._reset_state()
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_what_accelerate_prepares_holds_the_step_between_the_ranks(prepared_and_section, fresh_accelerate, world):
+    prepared, section = prepared_and_section
+    order = Order(seed=7, num_samples=len(prepared))
+    sizes = {"global_batch_size": 4, "microbatch_size": 1, "first_step": 2, "num_steps": 5}
+    device = torch.device("cpu")
+    shares = []
+    for rank in range(world):
+        loader = train_loader(prepared, Collate(), order=order, section=section, **sizes)
+        share = {"num_processes": world, "process_index": rank, "even_batches": False}
+        ready = prepare_data_loader(loader, device, put_on_device=True, **share)
+        shares.append([[i for b in group for i in b.sample_ids] for group in groups(ready, 4 // world)])
+    steps = [sorted(i for share in step for i in share) for step in zip(*shares, strict=True)]
+    assert steps == [sorted(order.samples(4 * s, 4 * s + 4).tolist()) for s in (2, 3, 4)]
