@@ -72,16 +72,16 @@ def test_the_loss_is_that_of_transformers(sft, model):
     batch = sft.collate([features(ids, set(range(8, 20)))])
     labels = torch.tensor([[IGNORED] * 8 + ids[8:]])
     theirs = model(input_ids=torch.tensor([ids]), labels=labels).loss
-    assert float(sft.loss_sum(model, batch)) / 12 == pytest.approx(float(theirs), rel=1e-5)
+    assert sft.loss_sum(model, batch).item() / 12 == pytest.approx(theirs.item(), rel=1e-5)
 
 
 def test_metric_sums_add_up_to_the_metrics_of_the_whole(sft, model):
     samples = [features(range(10, 10 + n), set(range(1, n))) for n in (3, 9, 5)]
     whole = sft.metric_sums(model, sft.collate(samples))
     parts = [sft.metric_sums(model, sft.collate([each])) for each in samples]
-    added = {name: sum(float(part[name]) for part in parts) for name in whole}
+    added = {name: sum(part[name].item() for part in parts) for name in whole}
     assert added["num_targets"] == 14
-    assert sft.metrics(added) == pytest.approx(sft.metrics({k: float(v) for k, v in whole.items()}), rel=1e-5)
+    assert sft.metrics(added) == pytest.approx(sft.metrics({k: v.item() for k, v in whole.items()}), rel=1e-5)
 
 
 def test_a_prompt_is_everything_before_the_last_answer(sft, tokenizer):

@@ -30,7 +30,7 @@ def formula(logits, labels):
 
 def test_the_sum_equals_the_formula():
     logits, labels = random_batch()
-    assert float(cross_entropy_sum(logits, labels)) == pytest.approx(formula(logits, labels), rel=1e-6)
+    assert cross_entropy_sum(logits, labels).item() == pytest.approx(formula(logits, labels), rel=1e-6)
 
 
 def test_half_precision_logits_are_summed_in_float32():
@@ -47,7 +47,7 @@ def test_cutting_the_batch_does_not_change_loss_or_gradient(size):
     cross_entropy_sum(whole, labels).backward()
     pieces = [cross_entropy_sum(a, b) for a, b in zip(cut.split(size), labels.split(size), strict=True)]
     sum(pieces).backward()
-    assert float(sum(pieces)) == pytest.approx(float(cross_entropy_sum(whole, labels)), rel=1e-6)
+    assert sum(pieces).item() == pytest.approx(cross_entropy_sum(whole, labels).item(), rel=1e-6)
     torch.testing.assert_close(cut.grad, whole.grad, rtol=1e-6, atol=1e-9)
 
 
@@ -56,7 +56,7 @@ def test_a_batch_without_targets_has_loss_and_gradient_zero():
     logits.requires_grad_()
     loss = cross_entropy_sum(logits, torch.full_like(labels, IGNORED))
     loss.backward()
-    assert float(loss) == 0.0
+    assert loss.item() == 0.0
     assert float(logits.grad.abs().max()) == 0.0
 
 
