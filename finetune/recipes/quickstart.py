@@ -3,9 +3,6 @@
 import json
 import random
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-
-from finetune.runtime.files import write_text
 
 NUM_TRAIN_ROWS = 4000
 NUM_HELD_OUT_ROWS = 200
@@ -33,13 +30,11 @@ SKILLS: Mapping[str, Skill] = {
 Row = dict[str, list[dict[str, str]]]
 
 
-def write_quickstart(folder: Path, *, seed: int = SEED) -> list[Path]:
-    """Write `train.jsonl` and `held_out.jsonl` into the folder and return their paths; a seed decides every byte."""
+def quickstart_files(*, seed: int = SEED) -> dict[str, str]:
+    """Return `train.jsonl` and `held_out.jsonl` as texts; the seed decides every byte."""
     rows = instruction_rows(NUM_TRAIN_ROWS + NUM_HELD_OUT_ROWS, seed=seed)
     parts = {"train.jsonl": rows[:NUM_TRAIN_ROWS], "held_out.jsonl": rows[NUM_TRAIN_ROWS:]}
-    for name, part in parts.items():
-        write_text(folder / name, "".join(json.dumps(row) + "\n" for row in part))
-    return [folder / name for name in parts]
+    return {name: "".join(json.dumps(row) + "\n" for row in part) for name, part in parts.items()}
 
 
 def instruction_rows(num_rows: int, *, seed: int) -> list[Row]:

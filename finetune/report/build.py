@@ -1,5 +1,6 @@
 """The `report:` section becomes one reporter."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from accelerate import Accelerator
@@ -13,17 +14,24 @@ from finetune.report.trackers import TrackersReporter, check_trackers
 EVENTS_FILE = "events.jsonl"
 
 
-def build_reporter(section: ReportSection, *, run_folder: Path, accelerator: Accelerator, is_main: bool) -> Reporter:
+def build_reporter(
+    section: ReportSection,
+    *,
+    run_folder: Path,
+    accelerator: Accelerator,
+    is_main: bool,
+    notes: Sequence[str] = (),
+) -> Reporter:
     """Return the run's reporter: events.jsonl, console and trackers on the main rank, nothing on the others.
 
-    Nothing is written before the first event. Raises UserError or MissingPackage, on every rank alike, for a tracker
+    `notes` were said on the screen already; they go to events.jsonl. Nothing is written before the first event. Raises UserError or MissingPackage, on every rank alike, for a tracker
     that cannot be had.
     """
     check_trackers(section.trackers)
     if not is_main:
         return NullReporter()
     reporters: list[Reporter] = [
-        JsonlReporter(run_folder / EVENTS_FILE),
+        JsonlReporter(run_folder / EVENTS_FILE, notes=notes),
         ConsoleReporter(choose_screen(section.console), log_every_steps=section.log_every_steps),
     ]
     if section.trackers:

@@ -4,11 +4,11 @@ import dataclasses
 import json
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from finetune.report.events import Event
+from finetune.report.events import Event, Noted, Warned
 from finetune.runtime.redact import redacted_config
 
 
@@ -17,11 +17,13 @@ class JsonlReporter:
 
     The file is opened at the first event and appended to, so a resumed run goes on in it (a step that is taken again
     then stands in it twice; the later line counts). Each line is flushed. NaN and infinities, which JSON lacks, are
-    written as the strings `nan`, `inf` and `-inf`.
+    written as the strings `nan`, `inf` and `-inf`. `notes` were said before there was a reporter; they are written
+    before the first event.
     """
 
-    def __init__(self, path: Path, *, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, path: Path, *, notes: Sequence[str] = (), clock: Callable[[], float] = time.time) -> None:
         self._path = path
+        self._notes = notes
         self._clock = clock
         self._file: Any = None
 
@@ -29,16 +31,20 @@ class JsonlReporter:
         """Write the event's line."""
         if self._file is None:
             self._file = _open_at_line_start(self._path)
-        self._file.write(
-            json.dumps(event_fields(event, time=self._clock()), ensure_ascii=False, allow_nan=False) + "\n"
-        )
-        self._file.flush()
+            for note in self._notes:
+                self._write(_noted(note, step=event.step))
+        self._write(event)
 
     def close(self) -> None:
         """Close the file."""
         if self._file is not None:
             self._file.close()
             self._file = None
+
+    def _write(self, event: Event) -> None:
+        fields = event_fields(event, time=self._clock())
+        self._file.write(json.dumps(fields, ensure_ascii=False, allow_nan=False) + "\n")
+        self._file.flush()
 
 
 def event_fields(event: Event, *, time: float) -> dict[str, Any]:
@@ -58,6 +64,12 @@ def read_events(path: Path) -> list[dict[str, Any]]:
         if isinstance(event, dict) and "event" in event:
             events.append(event)
     return events
+
+
+def _noted(note: str, *, step: int) -> Event:
+    if note.startswith("warning: "):
+        return Warned(step, note.removeprefix("warning: "))
+    return Noted(step, note)
 
 
 def _open_at_line_start(path: Path) -> Any:

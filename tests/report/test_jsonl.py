@@ -80,3 +80,15 @@ def test_sample_ids_of_a_skipped_step_are_kept():
 
 def test_an_event_name_is_the_class_name(take_step):
     assert event_fields(take_step(1), time=0.0)["event"] == StepTaken.__name__
+
+
+def test_what_was_said_before_there_was_a_reporter_comes_first(tmp_path, started):
+    reporter = JsonlReporter(tmp_path / "events.jsonl", notes=["4,000 rows", "warning: bf16 weights"])
+    reporter(started)
+    reporter.close()
+    told = read_events(tmp_path / "events.jsonl")
+    assert [(event["event"], event.get("message")) for event in told] == [
+        ("Noted", "4,000 rows"),
+        ("Warned", "bf16 weights"),
+        ("RunStarted", None),
+    ]
