@@ -1,0 +1,65 @@
+"""A byte-level BPE tokenizer trained on the run's own texts (Radford et al., 2019), made once for the same texts."""
+
+import hashlib
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from finetune.errors import ModelError
+from finetune.runtime.files import make_once
+
+END_OF_TEXT = "<|endoftext|>"
+TURN_START = "<|im_start|>"
+TURN_END = "<|im_end|>"
+PADDING = "<|pad|>"
+SPECIAL_TOKENS = (END_OF_TEXT, TURN_START, TURN_END, PADDING)
+RECIPE = "1"
+"""Part of the cache key: raise it whenever the same texts would give another tokenizer."""
+
+
+def trained_tokenizer(
+    texts: Callable[[], Iterable[str]], *, vocabulary_size: int, cache_folder: Path, say: Callable[[str], None]
+) -> PreTrainedTokenizerBase:
+    """Return the tokenizer of these texts, from the cache where it is there; it has ChatML's tokens and no template."""
+    digest, num_texts = _digest(texts(), vocabulary_size=vocabulary_size)
+    if num_texts == 0:
+        raise ModelError("model.tokenizer.train: there is not a single text to train the tokenizer on.")
+    folder = cache_folder / "tokenizers" / digest
+    made = make_once(folder, lambda staging: _train(texts(), vocabulary_size, staging), say=say)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(str(folder), local_files_only=True)
+    verb = "trained" if made else "found"
+    say(f"{verb} a tokenizer of {len(tokenizer)} tokens for {num_texts} texts in {folder}")
+    return tokenizer
+
+
+def _digest(texts: Iterable[str], *, vocabulary_size: int) -> tuple[str, int]:
+    digest = hashlib.blake2b(f"{RECIPE}/{vocabulary_size}".encode(), digest_size=16)
+    num_texts = 0
+    for num_texts, text in enumerate(texts, start=1):  # noqa: B007  # the last number is the count
+        encoded = text.encode("utf-8", errors="replace")
+        digest.update(len(encoded).to_bytes(8, "little"))
+        digest.update(encoded)
+    return digest.hexdigest(), num_texts
+
+
+def _train(texts: Iterable[str], vocabulary_size: int, folder: Path) -> None:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary_size,
+        special_tokens=list(SPECIAL_TOKENS),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    wrapped = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token=END_OF_TEXT,
+        pad_token=PADDING,
+        additional_special_tokens=[TURN_START, TURN_END],
+        clean_up_tokenization_spaces=False,
+    )
+    wrapped.save_pretrained(folder)

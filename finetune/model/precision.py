@@ -1,0 +1,24 @@
+"""What is lost when weights are held in fewer bits than the updates need."""
+
+from collections.abc import Sequence
+
+SIGNIFICANT_BITS = {"bfloat16": 8, "float16": 11}
+
+
+def precision_warnings(*, dtype: str, is_lora: bool, modules_to_save: Sequence[str] = ()) -> tuple[str, ...]:
+    """Return a sentence for each loss that the choice of `model.dtype` brings; none where nothing is lost.
+
+    A weight of b significant bits is unchanged by an update below half a unit in its last place, which is 2^-b of it or
+    (for weights just below a power of two) half of that: most updates of AdamW at usual learning rates. Adapters are float32 whatever the base is.
+    """
+    bits = SIGNIFICANT_BITS.get(dtype)
+    if bits is None or (is_lora and not modules_to_save):
+        return ()
+    learning = (
+        f"the modules in `model.lora.modules_to_save` ({', '.join(modules_to_save)})" if is_lora else "all weights"
+    )
+    return (
+        f"model.dtype is {dtype}, so {learning} learn in {dtype} without a float32 master copy: an update smaller than "
+        f"about 2^-{bits} (1/{2**bits}) of a weight is rounded away, and the optimizer's moments are {dtype} too. "
+        "Write `model.dtype: float32` to keep master weights; `train.precision` sets the type of the arithmetic.",
+    )

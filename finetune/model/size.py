@@ -1,0 +1,54 @@
+"""How large a model is and how much of it learns, in numbers that can be printed."""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import nn
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """Counts over the whole model, whatever part of it this rank holds; a tied parameter counts once."""
+
+    num_parameters: int
+    num_trained: int
+    num_adapted_modules: int
+    bytes_by_dtype: Mapping[str, int]
+    trained_bytes_by_dtype: Mapping[str, int]
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """Return the sentences for the reader."""
+        share = 100 * self.num_trained / max(self.num_parameters, 1)
+        place = f", in LoRA adapters on {self.num_adapted_modules} modules" if self.num_adapted_modules else ""
+        held = ", ".join(f"{size / 1e6:,.1f} MB in {dtype}" for dtype, size in self.bytes_by_dtype.items())
+        return (
+            f"trained: {self.num_trained:,} of {self.num_parameters:,} parameters ({share:.2f}%){place}",
+            f"weights: {held}",
+        )
+
+
+def describe(model: nn.Module) -> ModelSize:
+    """Return the model's size; parameters that ZeRO-3 has partitioned count in full."""
+    bytes_by_dtype: Counter[str] = Counter()
+    trained_bytes: Counter[str] = Counter()
+    num_parameters = num_trained = 0
+    for parameter in model.parameters():
+        count = num_elements(parameter)
+        dtype = str(parameter.dtype).removeprefix("torch.")
+        num_parameters += count
+        bytes_by_dtype[dtype] += count * parameter.element_size()
+        if parameter.requires_grad:
+            num_trained += count
+            trained_bytes[dtype] += count * parameter.element_size()
+    return ModelSize(num_parameters, num_trained, _num_adapted(model), dict(bytes_by_dtype), dict(trained_bytes))
+
+
+def num_elements(parameter: nn.Parameter) -> int:
+    """Return the number of elements of the whole parameter, also where this rank holds a part or none of it."""
+    return int(getattr(parameter, "ds_numel", parameter.numel()))
+
+
+def _num_adapted(model: nn.Module) -> int:
+    return len({name.split(".lora_")[0] for name, _ in model.named_parameters() if ".lora_" in name})

@@ -1,0 +1,94 @@
+"""The tokenizer: the model's own, another one by name, or one trained on the run's own texts."""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from finetune.config.sections.model import ModelSection
+from finetune.errors import ModelError
+from finetune.model.byte_pairs import trained_tokenizer
+from finetune.model.hub import is_folder, is_offline, located, told
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "vocab.json",
+    "vocab.txt",
+    "spiece.model",
+)
+
+
+def load_tokenizer(
+    model: ModelSection,
+    *,
+    texts: Callable[[], Iterable[str]],
+    cache_folder: Path,
+    say: Callable[[str], None],
+) -> PreTrainedTokenizerBase:
+    """Return the tokenizer with a padding token.
+
+    `texts` is called only when the tokenizer is to be trained; the result is kept under `cache_folder`, made once for
+    the same texts. Raises ModelError.
+    """
+    asked = model.tokenizer
+    if asked is not None and asked.train is not None:
+        vocabulary_size = asked.train.vocabulary_size
+        tokenizer = trained_tokenizer(texts, vocabulary_size=vocabulary_size, cache_folder=cache_folder, say=say)
+    elif asked is not None and asked.name is not None:
+        tokenizer = _pretrained(asked.name, key="model.tokenizer.name", model=model, revision=None)
+    elif model.name is not None:
+        tokenizer = _pretrained(model.name, key="model.name", model=model, revision=model.revision)
+    else:
+        raise ModelError("model.tokenizer: a model built `from_config` brings no tokenizer. Write `train` or `name`.")
+    _ensure_padding(tokenizer, say=say)
+    return tokenizer
+
+
+def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return a digest of all that decides which tokens a text becomes: vocabulary, merges, special tokens, template."""
+    content: dict[str, Any] = {
+        "class": type(tokenizer).__name__,
+        "special_tokens": {name: str(token) for name, token in tokenizer.special_tokens_map.items()},
+        "chat_template": tokenizer.chat_template,
+    }
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None:
+        pipeline = json.loads(backend.to_str())
+        content["pipeline"] = {name: part for name, part in pipeline.items() if name not in {"padding", "truncation"}}
+    else:
+        content["vocabulary"] = tokenizer.get_vocab()
+    return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
+def _pretrained(name: str, *, key: str, model: ModelSection, revision: str | None) -> PreTrainedTokenizerBase:
+    place = located(name, key=key)
+    if is_folder(name) and not any((Path(place) / file).exists() for file in TOKENIZER_FILES):
+        raise ModelError(
+            f"{key}: the folder {place} holds no tokenizer (none of {', '.join(TOKENIZER_FILES)}). "
+            "Write `model.tokenizer.name` (a hub name or a folder with one) or `model.tokenizer.train`."
+        )
+    with told(name, key=key):
+        return AutoTokenizer.from_pretrained(
+            place,
+            revision=revision,
+            cache_dir=model.cache_folder,
+            trust_remote_code=model.trust_remote_code,
+            local_files_only=is_folder(name) or is_offline(),
+        )
+
+
+def _ensure_padding(tokenizer: PreTrainedTokenizerBase, *, say: Callable[[str], None]) -> None:
+    if tokenizer.pad_token is not None:
+        return
+    if tokenizer.eos_token is None:
+        raise ModelError(
+            "model.tokenizer: the tokenizer has neither a padding nor an end-of-text token. Save one that has: "
+            "`tokenizer.add_special_tokens({'eos_token': ...})`, then `save_pretrained`, then name its folder."
+        )
+    tokenizer.pad_token = tokenizer.eos_token
+    say(f"the tokenizer has no padding token: {tokenizer.eos_token} pads too; padding never counts in the loss")
