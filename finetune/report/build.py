@@ -1,12 +1,14 @@
 """The `report:` section becomes one reporter."""
 
 from collections.abc import Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from accelerate import Accelerator
 
 from finetune.config.sections.report import ReportSection
 from finetune.report.console import ConsoleReporter, choose_screen
+from finetune.report.events import Noted
 from finetune.report.jsonl import JsonlReporter
 from finetune.report.reporter import FanOut, NullReporter, Reporter
 from finetune.report.trackers import TrackersReporter, check_trackers
@@ -24,8 +26,8 @@ def build_reporter(
 ) -> Reporter:
     """Return the run's reporter: events.jsonl, console and trackers on the main rank, nothing on the others.
 
-    `notes` were said on the screen already; they go to events.jsonl. Nothing is written before the first event. Raises UserError or MissingPackage, on every rank alike, for a tracker
-    that cannot be had.
+    `notes` were said on the screen already; they go to events.jsonl. Nothing is written before the first event.
+    Raises UserError or MissingPackage, on every rank alike, for a tracker that cannot be had.
     """
     check_trackers(section.trackers)
     if not is_main:

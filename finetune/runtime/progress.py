@@ -1,7 +1,7 @@
 """How far a run has come: the few numbers that grow, in one object of plain types."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 VERSION = 1
@@ -19,6 +19,7 @@ class Progress:
     seconds: float = 0.0  # of training, over all starts
     best_metric: float | None = None  # of early stopping
     evaluations_since_best: int = 0
+    last_metrics: dict[str, float] = field(default_factory=dict)  # of the last evaluation
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything as plain types."""

@@ -11,7 +11,7 @@ from finetune.strategy.protocol import Expected, Strategy
 from finetune.strategy.reconcile import ACCELERATE_PRECISION
 
 
-def build_accelerator(strategy: Strategy, *, precision: str, log_with: tuple[str, ...], folder: str) -> Accelerator:
+def build_accelerator(strategy: Strategy, *, precision: str) -> Accelerator:
     """Return an Accelerator as the strategy wants it; raises StrategyError when something else came out. Collective.
 
     Accumulation stays at 1 in Accelerate: the step sets the boundary itself and knows the number of targets.
@@ -24,8 +24,6 @@ def build_accelerator(strategy: Strategy, *, precision: str, log_with: tuple[str
             dataloader_config=DataLoaderConfiguration(
                 even_batches=False, split_batches=False, dispatch_batches=False, non_blocking=True
             ),
-            log_with=list(log_with) or None,
-            project_dir=folder,
             **strategy.plugin().arguments,
         )
     ranks.open_control_group()

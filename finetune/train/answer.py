@@ -11,6 +11,7 @@ from torch import nn
 from finetune.config.sections.evaluate import GenerateSection
 from finetune.errors import UserError
 from finetune.runtime import ranks
+from finetune.task.causal import pad_id
 from finetune.task.generate import generate
 from finetune.task.protocol import Prompt
 
@@ -33,6 +34,7 @@ class Answers:
     section: GenerateSection
     prompts: Sequence[Prompt]
     tokenizer: Any
+    stop_ids: frozenset[int]
     device: torch.device
     metrics: dict[str, Metric]
 
@@ -45,7 +47,8 @@ class Answers:
             batch = own[start : start + self.section.batch_size]
             answered += map(tuple, self._generate(model, batch))
         gathered = ranks.gather_objects(answered)
-        return [self._as_text(prompt, gathered[i % ranks.world()][i // ranks.world()]) for i, prompt in enumerate(self.prompts)]
+        world = ranks.world()
+        return [self._as_text(prompt, gathered[i % world][i // world]) for i, prompt in enumerate(self.prompts)]
 
     def score(self, answers: Sequence[Answer]) -> dict[str, float]:
         """Return each metric over (answers, references)."""
@@ -57,8 +60,8 @@ class Answers:
         return generate(
             model,
             [prompt.input_ids for prompt in batch],
-            pad_id=self.tokenizer.pad_token_id,
-            stop_ids=stop_ids(self.tokenizer),
+            pad_id=pad_id(self.tokenizer),
+            stop_ids=self.stop_ids,
             max_new_tokens=self.section.max_new_tokens,
             device=self.device,
             all_finished=_all_ranks_finished,
@@ -70,14 +73,6 @@ class Answers:
 
         asked = str(self.tokenizer.decode(list(prompt.input_ids), skip_special_tokens=False))
         return Answer(asked, decode(answer), decode(prompt.reference_ids))
-
-
-def stop_ids(tokenizer: Any) -> frozenset[int]:
-    """Return the tokens that end an answer: end of sequence, and the usual end-of-turn tokens that it has."""
-    known = set(tokenizer.all_special_tokens) | set(tokenizer.get_added_vocab())
-    turns = {"<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|end|>", "<|eot|>"} & known
-    ids = {tokenizer.eos_token_id, *tokenizer.convert_tokens_to_ids(sorted(turns))}
-    return frozenset(token for token in ids if token is not None)
 
 
 def load_metrics(names: Sequence[str]) -> dict[str, Metric]:

@@ -12,7 +12,7 @@ FINISHED = "finished"
 
 def train(parts: Parts, progress: Progress) -> str:
     """Train from `progress` to the end of the plan and return why it ended. Collective."""
-    groups = parts.groups()
+    groups = parts.groups(first_step=progress.step)
     while progress.step < parts.plan.num_steps:
         waited = time.perf_counter()
         group = next(groups)
@@ -21,13 +21,13 @@ def train(parts: Parts, progress: Progress) -> str:
         parts.meters.add(progress.step, taken.record)
         if taken.skipped is not None:
             parts.reporter(StepSkipped(progress.step, taken.skipped, taken.sample_ids))
-        reason = taken.stop_reason
+        reason = taken.stop_reason or ("stop_after_steps" if progress.step == parts.stop_after_steps else None)
         if parts.log_due.due(progress.step) or reason:
             for event in parts.meters.flush():
                 parts.reporter(event)
         if parts.evaluate_due.due(progress.step):
-            metrics = parts.evaluate(progress.step)
-            if parts.early_stopping.wants_stop(metrics, progress):
+            progress.last_metrics = parts.evaluate(progress.step)
+            if parts.early_stopping.wants_stop(progress.last_metrics, progress):
                 reason = reason or "early stopping"
         if parts.save_due.due(progress.step) or reason:
             parts.save(progress)

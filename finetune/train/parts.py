@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from accelerate import Accelerator
@@ -26,6 +26,13 @@ class Evaluation(Protocol):
         """Return the metrics, equal on every rank; reports them. Collective."""
 
 
+class Saving(Protocol):
+    """Keeps the state of the run."""
+
+    def __call__(self, progress: Progress) -> None:
+        """Write a checkpoint of this progress; reports it. Collective."""
+
+
 @dataclass(frozen=True)
 class Parts:
     """Everything that the loop works with."""
@@ -34,7 +41,7 @@ class Parts:
     model: nn.Module  # as Accelerate prepared it
     optimizer: torch.optim.Optimizer  # likewise
     task: Task
-    groups: Callable[[], Iterator[tuple[Batch, ...]]]  # this rank's microbatches, step after step, from where we are
+    groups: Callable[..., Iterator[tuple[Batch, ...]]]  # this rank's microbatches, a group a step, from `first_step`
     plan: Plan
     seed: int
     max_gradient_norm: float | None
@@ -43,9 +50,10 @@ class Parts:
     meters: Meters
     reporter: Reporter
     evaluate: Evaluation
-    save: Callable[[Progress], Any]
+    save: Saving
     log_due: Cadence
     evaluate_due: Cadence | Never
     save_due: Cadence
     wishes: Wishes
+    stop_after_steps: int | None
     early_stopping: EarlyStopping | NeverStop

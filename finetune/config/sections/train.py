@@ -68,3 +68,6 @@ class TrainSection(Section):
     nonfinite: NonFiniteSection = key("What to do with a NaN or infinite loss or gradient.", NonFiniteSection())
     early_stopping: EarlyStoppingSection | None = key("Stop when an evaluation metric no longer gets better.", None)
     time_limit_minutes: float | None = key("Stop, with a checkpoint, after this long.", None, gt=0.0)
+    stop_after_steps: Positive | None = key(
+        "Stop, with a checkpoint, once this many steps are done; budget and schedule stay as they are.", None
+    )

@@ -1,0 +1,116 @@
+"""The record that the loop works with, from config, lessons and machine."""
+
+import time
+from collections.abc import Iterator
+from functools import partial
+from itertools import islice
+
+from finetune.config.run_config import RunConfig
+from finetune.config.sections.evaluate import GenerateSection
+from finetune.data.batch import Batch
+from finetune.data.chat import stop_ids
+from finetune.data.loader import evaluation_loader, groups, train_loader
+from finetune.data.store import PreparedSet
+from finetune.report.reporter import Reporter
+from finetune.run.lessons import Lessons
+from finetune.run.machine import Machine
+from finetune.runtime import ranks
+from finetune.runtime.signals import SignalNote
+from finetune.train.answer import Answers
+from finetune.train.cadence import Cadence, Never
+from finetune.train.evaluate import Evaluator, NoEvaluation
+from finetune.train.meters import Meters
+from finetune.train.parts import Evaluation, Parts, Saving
+from finetune.train.plan import Plan
+from finetune.train.stopping import EarlyStopping, NeverStop, Wishes
+
+
+def make_parts(
+    config: RunConfig,
+    lessons: Lessons,
+    *,
+    machine: Machine,
+    plan: Plan,
+    reporter: Reporter,
+    save: Saving,
+    note: SignalNote,
+) -> Parts:
+    """Return the record that the loop works with."""
+    limit = config.train.time_limit_minutes
+    stopping = config.train.early_stopping
+    return Parts(
+        accelerator=machine.accelerator,
+        model=machine.model,
+        optimizer=machine.optimizer,
+        task=lessons.task,
+        groups=partial(_groups, config, lessons, machine=machine, plan=plan),
+        plan=plan,
+        seed=config.run.seed,
+        max_gradient_norm=config.train.max_gradient_norm,
+        nonfinite=config.train.nonfinite,
+        scales_loss=config.train.precision == "fp16",
+        meters=Meters(),
+        reporter=reporter,
+        evaluate=_evaluation(config, lessons, machine=machine, reporter=reporter),
+        save=save,
+        log_due=Cadence(config.report.log_every_steps, plan.num_steps),
+        evaluate_due=Cadence(config.evaluate.every_steps, plan.num_steps) if config.evaluate else Never(),
+        save_due=Cadence(config.checkpoint.every_steps, plan.num_steps),
+        wishes=Wishes(note, limit * 60 if limit else None, started=time.monotonic()),
+        stop_after_steps=config.train.stop_after_steps,
+        early_stopping=EarlyStopping(stopping) if stopping else NeverStop(),
+    )
+
+
+def _groups(
+    config: RunConfig, lessons: Lessons, *, machine: Machine, plan: Plan, first_step: int
+) -> Iterator[tuple[Batch, ...]]:
+    loader = train_loader(
+        lessons.train_set,
+        lessons.task.collate,
+        order=lessons.order,
+        global_batch_size=plan.global_batch_size,
+        microbatch_size=plan.microbatch_size,
+        first_step=first_step,
+        num_steps=plan.num_steps,
+        section=config.data,
+    )
+    return groups(machine.accelerator.prepare_data_loader(loader), plan.num_batches)
+
+
+def _evaluation(config: RunConfig, lessons: Lessons, *, machine: Machine, reporter: Reporter) -> Evaluation:
+    section, rows = config.evaluate, lessons.validation_set
+    if section is None or rows is None:
+        return NoEvaluation()
+    loader = evaluation_loader(
+        rows,
+        lessons.task.collate,
+        filler=lessons.task.filler,
+        microbatch_size=section.microbatch_size or config.train.microbatch_size,
+        world=ranks.world(),
+        section=config.data,
+    )
+    return Evaluator(
+        task=lessons.task,
+        model=machine.model,
+        loader=machine.accelerator.prepare_data_loader(loader),
+        num_rows=len(rows),
+        reporter=reporter,
+        answers=_answers(section.generate, lessons, rows=rows, machine=machine),
+    )
+
+
+def _answers(
+    section: GenerateSection | None, lessons: Lessons, *, rows: PreparedSet, machine: Machine
+) -> Answers | None:
+    if section is None:
+        return None
+    prompts = (lessons.task.prompt(rows[i]) for i in range(len(rows)))
+    return Answers(
+        section=section,
+        prompts=list(islice((prompt for prompt in prompts if prompt is not None), section.num_samples)),
+        tokenizer=lessons.tokenizer,
+        stop_ids=stop_ids(lessons.tokenizer),
+        device=machine.accelerator.device,
+        metrics=lessons.answer_metrics,
+    )

@@ -1,0 +1,87 @@
+"""The strategy that was launched is chosen, or refused with the reason."""
+
+import pytest
+
+from finetune.errors import StrategyError
+from finetune.strategy.choose import choose_strategy
+from finetune.strategy.environment import LaunchEnvironment
+from finetune.strategy.explain import explain
+from finetune.strategy.protocol import Sharded
+from finetune.strategy.reconcile import JobFacts, filled_deepspeed_config
+
+JOB = JobFacts(strategy=None, precision="fp32", microbatch_size=4, max_gradient_norm=1.0)
+
+
+def launched(**changes):
+    return LaunchEnvironment(**{"world": 2, **changes})
+
+
+@pytest.mark.parametrize(
+    ("environment", "name", "sharded"),
+    [
+        (launched(world=1), "single", set()),
+        (launched(), "ddp", set()),
+        (launched(fsdp_version=1), "fsdp1", set(Sharded)),
+        (launched(fsdp_version=2), "fsdp2", set(Sharded)),
+        (launched(world=4, fsdp_version=2, replicate_size=2), "hsdp", set(Sharded)),
+        (launched(zero_stage=1), "zero1", {Sharded.OPTIMIZER}),
+        (launched(zero_stage=2), "zero2", {Sharded.OPTIMIZER, Sharded.GRADIENTS}),
+        (launched(zero_stage=3), "zero3", set(Sharded)),
+    ],
+)
+def test_each_launch_has_its_strategy(environment, name, sharded):
+    strategy = choose_strategy(environment, JOB)
+    assert strategy.name == name
+    assert strategy.sharded() == sharded
+    assert strategy.expected().num_processes == environment.world
+
+
+def test_a_strategy_explains_itself():
+    assert explain(choose_strategy(launched(zero_stage=2), JOB)) == (
+        "zero2 on 2 processes splits gradients and optimizer state, copies parameters"
+    )
+
+
+def test_fsdp_asked_and_ddp_launched_is_refused_with_the_command_that_mends_it():
+    job = JobFacts(strategy="fsdp2", precision="fp32", microbatch_size=4, max_gradient_norm=1.0)
+    with pytest.raises(StrategyError, match=r"run.strategy: fsdp2, but ddp was launched.*fsdp2.yaml"):
+        choose_strategy(launched(), job)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"precision": "bf16"}, "mixed_precision: bf16"),
+        ({"fsdp_version": 2, "fsdp_activation_checkpointing": True}, "wrong gradients"),
+        ({"unsupported": ("tensor parallelism",)}, "tensor parallelism"),
+        ({"zero_stage": 0}, "shards nothing"),
+        ({"zero_stage": 2, "deepspeed": {"gradient_clipping": 0.5}}, "gradient_clipping: 0.5, the job makes it 1.0"),
+        ({"zero_stage": 2, "deepspeed": {"train_micro_batch_size_per_gpu": 8}}, "the job makes it 4"),
+        ({"zero_stage": 2, "deepspeed": {"optimizer": {"type": "Adam"}}}, "section `optimizer`"),
+        ({"zero_stage": 2, "deepspeed": {"bf16": {"enabled": True}}}, "bf16.enabled"),
+    ],
+)
+def test_what_job_and_accelerate_config_disagree_on_is_named(changes, message):
+    with pytest.raises(StrategyError, match=message):
+        choose_strategy(launched(**changes), JOB)
+
+
+def test_all_disagreements_are_told_at_once():
+    with pytest.raises(StrategyError, match="disagree on 2 points"):
+        choose_strategy(launched(precision="bf16", fsdp_version=2, fsdp_activation_checkpointing=True), JOB)
+
+
+def test_an_offloaded_optimizer_must_be_adamw():
+    offload = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
+    job = JobFacts(strategy=None, precision="fp32", microbatch_size=4, max_gradient_norm=1.0, optimizer="sgd")
+    with pytest.raises(StrategyError, match="DeepSpeedCPUAdam"):
+        choose_strategy(launched(zero_stage=2, deepspeed=offload), job)
+
+
+def test_deepspeed_is_told_not_to_clip_when_nothing_clips():
+    job = JobFacts(strategy=None, precision="bf16", microbatch_size=4, max_gradient_norm=None)
+    filled = filled_deepspeed_config({"gradient_clipping": "auto", "bf16": {"enabled": "auto"}}, world=2, job=job)
+    assert filled["gradient_clipping"] == 0.0
+    assert filled["train_batch_size"] == 8
+    assert filled["gradient_accumulation_steps"] == 1
+    assert filled["bf16"] == {"enabled": True, "check_grad_overflow": True}

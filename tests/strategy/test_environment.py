@@ -1,0 +1,55 @@
+"""What the launcher set is read into one record."""
+
+import json
+
+import pytest
+
+from finetune.errors import StrategyError
+from finetune.strategy.environment import read_environment
+
+
+def test_nothing_set_is_one_process():
+    environment = read_environment({}, has_device=False)
+    assert (environment.world, environment.fsdp_version, environment.zero_stage) == (1, None, None)
+
+
+def test_fsdp_version_and_hsdp_sizes_are_read():
+    environment = read_environment(
+        {
+            "WORLD_SIZE": "4",
+            "RANK": "3",
+            "ACCELERATE_USE_FSDP": "true",
+            "FSDP_VERSION": "2",
+            "FSDP_CPU_RAM_EFFICIENT_LOADING": "true",
+            "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "2",
+        },
+        has_device=True,
+    )
+    assert (environment.world, environment.rank, environment.fsdp_version, environment.replicate_size) == (4, 3, 2, 2)
+    assert environment.cpu_ram_efficient_loading
+
+
+def test_the_zero_stage_comes_from_the_deepspeed_config_file(tmp_path):
+    file = tmp_path / "zero3.json"
+    file.write_text(json.dumps({"zero_optimization": {"stage": 3}}))
+    variables = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(file)}
+    assert read_environment(variables, has_device=False).zero_stage == 3
+
+
+def test_a_missing_deepspeed_config_says_relative_to_what(tmp_path):
+    variables = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(tmp_path / "no.json")}
+    with pytest.raises(StrategyError, match="relative to the folder in which you launch"):
+        read_environment(variables, has_device=False)
+
+
+@pytest.mark.parametrize(
+    ("variables", "kind"),
+    [
+        ({"PARALLELISM_CONFIG_TP_SIZE": "2"}, "tensor parallelism"),
+        ({"PARALLELISM_CONFIG_CP_SIZE": "2"}, "context parallelism"),
+        ({"ACCELERATE_USE_MEGATRON_LM": "true"}, "Megatron-LM"),
+        ({"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}, "dynamo_backend (torch.compile)"),
+    ],
+)
+def test_parallelism_that_is_not_supported_is_noted(variables, kind):
+    assert read_environment(variables, has_device=True).unsupported == (kind,)

@@ -1,0 +1,43 @@
+"""The plan prints its arithmetic."""
+
+import pytest
+
+from finetune.config.sections.train import ScalingSection, TrainSection
+from finetune.train.plan import make_plan
+
+
+def plan(world=4, num_samples=1000, **changes):
+    section = TrainSection(**{"global_batch_size": 64, "microbatch_size": 4, "learning_rate": 1e-3, **changes})
+    return make_plan(section, num_samples=num_samples, world=world, steps_for_tokens=lambda tokens: tokens // 10_000)
+
+
+def test_accumulation_is_derived_from_batch_and_world():
+    made = plan(steps=10)
+    assert made.num_batches == 4
+    assert made.arithmetic[0] == "batch: 64 = 4 processes x 4 per microbatch x 4 accumulated"
+
+
+def test_the_world_changes_accumulation_and_nothing_else():
+    assert [plan(world=world, epochs=2.0).num_steps for world in (1, 2, 4, 16)] == [32] * 4
+    assert [plan(world=world, epochs=2.0).num_batches for world in (1, 2, 4, 16)] == [16, 8, 4, 1]
+
+
+def test_epochs_become_whole_steps_and_the_rest_is_told():
+    made = plan(epochs=3.0)
+    assert made.num_steps == 47
+    assert made.arithmetic[1] == (
+        "budget: 3 epochs x 1,000 samples / 64 = 46.88 -> 47 steps; the last one takes 8 samples from the next epoch"
+    )
+    assert made.epoch(47) == pytest.approx(3.008)
+
+
+def test_tokens_are_turned_into_steps_by_the_data():
+    made = plan(tokens=120_000)
+    assert made.num_steps == 12
+    assert "120,000 tokens are reached in 12 steps" in made.arithmetic[1]
+
+
+def test_a_scaled_rate_shows_how_it_came_about():
+    made = plan(steps=10, learning_rate_scaling=ScalingSection(rule="linear", base_global_batch_size=32))
+    assert made.schedule.peak == pytest.approx(2e-3)
+    assert "0.002 = 0.001 x (64 / 32)" in made.arithmetic[2]
