@@ -35,7 +35,7 @@ def test_a_changed_job_is_never_overwritten(tmp_path):
 
 
 def test_an_unknown_recipe_is_answered_with_the_list(tmp_path):
-    with pytest.raises(UserError, match="There is no recipe `quikstart`. There are: .*quickstart"):
+    with pytest.raises(UserError, match=r"There is no recipe `quikstart`\. There are: .*quickstart"):
         make_recipe("quikstart", tmp_path)
     assert list(tmp_path.iterdir()) == []
 
