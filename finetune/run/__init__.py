@@ -42,8 +42,7 @@ def train_from_config(loaded: LoadedConfig) -> int:
             config, parts, progress=progress, lessons=lessons, machine=machine, checkpointer=checkpointer
         )
         reporter.close()
-    ranks.close()
-    return code
+    return ranks.leave(code)
 
 
 def launched_strategy(loaded: LoadedConfig) -> Strategy:

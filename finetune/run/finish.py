@@ -3,13 +3,10 @@
 import time
 from pathlib import Path
 
-from finetune.checkpoint.weights import gather_weights
 from finetune.config.run_config import RunConfig
-from finetune.export.save import export_model
-from finetune.report.events import Noted, RunEnded
+from finetune.report.events import RunEnded
 from finetune.run.lessons import Lessons
 from finetune.run.machine import Machine
-from finetune.runtime import ranks
 from finetune.runtime.progress import Progress
 from finetune.train.loop import FINISHED, train
 from finetune.train.parts import Parts
@@ -21,9 +18,7 @@ EXIT_CODES = {"signal SIGTERM": 143, "signal SIGINT": 130}
 """As a shell counts them; every other end is a success."""
 
 
-def train_to_the_end(
-    config: RunConfig, parts: Parts, *, progress: Progress, lessons: Lessons, machine: Machine
-) -> int:
+def train_to_the_end(config: RunConfig, parts: Parts, *, progress: Progress, lessons: Lessons, machine: Machine) -> int:
     """Train, export the model where the run is over, report the end and return the exit code. Collective."""
     started = time.monotonic()
     if config.evaluate is not None and config.evaluate.at_start and progress.step == 0:

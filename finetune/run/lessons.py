@@ -45,9 +45,7 @@ def make_lessons(config: RunConfig, say: Announcer) -> Lessons:
     )
     set_chat_template(tokenizer, data.chat_template)
     task = build_task(config.task, tokenizer=tokenizer, data=data)
-    prepare = partial(
-        prepare_set, encode=task.encode, section=data, identity=tokenizer_identity(tokenizer), say=say
-    )
+    prepare = partial(prepare_set, encode=task.encode, section=data, identity=tokenizer_identity(tokenizer), say=say)
     train_set = prepare(data.train)
     validation_set = prepare(data.validation) if data.validation else None
     order = Order(seed=config.run.seed, num_samples=len(train_set), shuffle=data.shuffle)

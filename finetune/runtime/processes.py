@@ -1,5 +1,6 @@
 """Commands of several processes, started as one group and ended as one."""
 
+import contextlib
 import os
 import signal
 import socket
@@ -40,8 +41,6 @@ def free_port() -> int:
 
 
 def _kill_group(process: "subprocess.Popen[bytes]") -> None:
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
     process.wait()

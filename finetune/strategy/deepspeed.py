@@ -7,6 +7,7 @@ from typing import Any
 from accelerate.utils import DeepSpeedPlugin
 from torch import nn
 
+from finetune.errors import StrategyError
 from finetune.runtime.construction import Construction
 from finetune.runtime.optional import require
 from finetune.strategy.cpu import gloo_bridge
@@ -38,7 +39,10 @@ class ZeroRedundancy:
         """Return Accelerate's plugin, its DeepSpeed config completed by what the job decides."""
         with self.setting():  # DeepSpeed settles on its device when it is first imported
             require("deepspeed", extra="deepspeed", purpose="DeepSpeed ZeRO")
-        plugin = DeepSpeedPlugin()
+        try:
+            plugin = DeepSpeedPlugin()
+        except ValueError as error:
+            raise StrategyError(f"Accelerate refuses the DeepSpeed part of the accelerate config: {error}") from error
         filled = filled_deepspeed_config(plugin.deepspeed_config, world=self._environment.world, job=self._job)
         plugin.deepspeed_config.update(filled)
         return PluginSettings({"deepspeed_plugin": plugin})

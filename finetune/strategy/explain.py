@@ -7,7 +7,7 @@ def explain(strategy: Strategy) -> str:
     """Return one sentence: what is split over how many processes, and what is copied.
 
     >>> explain(zero2_on_4)  # doctest: +SKIP
-    'zero2 on 4 processes: gradients and optimizer state are split, parameters are copied'
+    'zero2 on 4 processes splits gradients and optimizer state, copies parameters'
     """
     world = strategy.expected().num_processes
     processes = "1 process" if world == 1 else f"{world} processes"
@@ -15,8 +15,8 @@ def explain(strategy: Strategy) -> str:
     copied = [kind.value for kind in Sharded if kind not in strategy.sharded()]
     if world == 1:
         return f"{strategy.name} on 1 process"
-    parts = [f"{_and(kinds)} are {verb}" for kinds, verb in ((split, "split"), (copied, "copied")) if kinds]
-    return f"{strategy.name} on {processes}: {', '.join(parts)}"
+    parts = [f"{verb} {_and(kinds)}" for kinds, verb in ((split, "splits"), (copied, "copies")) if kinds]
+    return f"{strategy.name} on {processes} {', '.join(parts)}"
 
 
 def _and(words: list[str]) -> str:

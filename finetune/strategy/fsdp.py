@@ -32,7 +32,7 @@ class FullySharded:
         return nullcontext() if self._environment.has_device else gloo_bridge()
 
     def plugin(self) -> PluginSettings:
-        """Return Accelerate's own plugin with gradients reduced in fp32, so that precision does not depend on the world."""
+        """Return Accelerate's own plugin, gradients reduced in fp32 so that precision does not depend on the world."""
         plugin = FullyShardedDataParallelPlugin()
         compute = _COMPUTE.get(self._precision)
         if compute is not None:

@@ -1,4 +1,4 @@
-"""Where the job and the accelerate config speak of the same thing: they agree, one leaves it open, or the run is refused."""
+"""Where the job and the accelerate config speak of the same thing: they agree, or the run is refused."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

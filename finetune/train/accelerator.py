@@ -50,11 +50,12 @@ def check_accelerator(accelerator: Accelerator, expected: Expected, *, precision
 def check_prepared(model: nn.Module, expected: Expected, *, strategy: str) -> None:
     """Raise StrategyError when the prepared model is not of the strategy's kind."""
     names = {cls.__name__ for cls in type(model).__mro__}
-    found = []
+    found: list[str | None] = []
     if expected.model_class is not None and expected.model_class not in names:
         found.append(f"model: asked for {expected.model_class}, got {type(model).__name__}")
-    if expected.zero_stage is not None and hasattr(model, "zero_optimization_stage"):
-        found.append(_difference("engine's ZeRO stage", (expected.zero_stage,), int(model.zero_optimization_stage())))
+    stage: Any = getattr(model, "zero_optimization_stage", None)
+    if expected.zero_stage is not None and stage is not None:
+        found.append(_difference("engine's ZeRO stage", (expected.zero_stage,), int(stage())))
     _refuse(found, strategy)
 
 

@@ -30,9 +30,7 @@ class Plan:
         return step * self.global_batch_size / self.num_samples
 
 
-def make_plan(
-    section: TrainSection, *, num_samples: int, world: int, steps_for_tokens: Callable[[int], int]
-) -> Plan:
+def make_plan(section: TrainSection, *, num_samples: int, world: int, steps_for_tokens: Callable[[int], int]) -> Plan:
     """Return the plan; `steps_for_tokens` answers how many steps it takes to see that many tokens."""
     num_steps, budget = _budget(section, num_samples, steps_for_tokens)
     peak = scaled_learning_rate(

@@ -107,7 +107,7 @@ def _update(parts: Parts, *, losses: list[Tensor], gradient_norm: Tensor) -> str
 
 
 def _sample_ids(group: tuple[Batch, ...], *, losses: list[Tensor]) -> tuple[int, ...]:
-    """Return the ids in the microbatches whose loss is not finite, or all of the step's when every loss is. Collective."""
+    """Return the ids in microbatches whose loss is not finite, or all of the step's when every loss is. Collective."""
     guilty = [i for batch, loss in zip(group, losses, strict=True) if not is_finite(loss) for i in batch.sample_ids]
     everyone = [i for batch in group for i in batch.sample_ids]
     gathered = ranks.gather_objects((guilty, everyone))
