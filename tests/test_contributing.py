@@ -1,0 +1,80 @@
+"""The steps of CONTRIBUTING.md are taken: its code runs, its files are there."""
+
+import re
+from pathlib import Path
+from textwrap import dedent
+from typing import get_args
+
+import pytest
+from accelerate import Accelerator
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS
+
+from finetune.config.sections.data import DataSection, SourceSection
+from finetune.config.sections.task import TaskSection
+from finetune.data import local
+from finetune.model.byte_pairs import trained_tokenizer
+from finetune.report.events import Evaluated, RunStarted
+from finetune.report.trackers import TrackersReporter
+from finetune.task import registry
+
+ROOT = Path(__file__).parents[1]
+GUIDE = (ROOT / ".github" / "CONTRIBUTING.md").read_text(encoding="utf-8")
+
+
+def python_of(title: str) -> dict:
+    """Return the names that the code block of a chapter defines."""
+    chapter = GUIDE.split(f"\n## {title}\n")[1].split("\n## ")[0]
+    (block,) = re.findall(r"^ *```python\n(.*?)```", chapter, re.DOTALL | re.MULTILINE)
+    names = {"__name__": "contributed"}
+    exec(compile(dedent(block), title, "exec"), names)
+    return names
+
+
+def test_every_file_and_folder_that_is_named_is_there():
+    named = set(re.findall(r"`((?:finetune|tests|docs|\.ci)/[\w./-]+)`", GUIDE)) | {"pyproject.toml"}
+    assert len(named) >= 15
+    assert [name for name in sorted(named) if not (ROOT / name).exists()] == []
+
+
+def test_the_task_that_is_added_learns_only_the_last_sentence(tmp_path, monkeypatch):
+    task_class = python_of("Add a task")["LastSentenceTask"]
+    monkeypatch.setitem(registry.TASKS, "last_sentence", task_class)
+    tokenizer = trained_tokenizer(lambda: ["a. b."], vocabulary_size=300, cache_folder=tmp_path, say=lambda _: None)
+    data = DataSection(train=SourceSection(path="/nowhere.jsonl"), max_length=64)
+    task = registry.build_task(TaskSection.model_construct(name="last_sentence"), tokenizer=tokenizer, data=data)
+    features = task.encode({"text": "A star. The moon."})
+    ids, is_target = (features.arrays[name] for name in ("input_ids", "is_target"))
+    assert tokenizer.decode(ids[is_target].tolist(), skip_special_tokens=True).strip(" .") == "The moon"
+    assert task.count_targets(task.collate([features])) == is_target.sum()
+    assert task.encode({"text": ""}) is None
+
+
+def test_the_registry_and_the_schema_name_the_same_tasks():
+    assert set(get_args(TaskSection.model_fields["name"].annotation)) == set(registry.TASKS)
+
+
+def test_the_source_that_is_added_gives_rows_that_know_their_place(tmp_path, monkeypatch):
+    monkeypatch.setitem(local._READERS, ".txt", python_of("Add a source")["text_lines"])
+    (tmp_path / "songs.txt").write_text("a star\n\nthe moon\n")
+    rows = list(local.find_files(str(tmp_path / "*.txt")).rows())
+    assert [(row.number, row.parse()) for row in rows] == [(1, {"text": "a star"}), (3, {"text": "the moon"})]
+    assert rows[1].place.endswith("songs.txt, row 3")
+
+
+@pytest.fixture
+def registered(monkeypatch):
+    """Forget after the test what it registers with Accelerate."""
+    before = dict(LOGGER_TYPE_TO_CLASS)
+    yield
+    LOGGER_TYPE_TO_CLASS.clear()
+    LOGGER_TYPE_TO_CLASS.update(before)
+
+
+@pytest.mark.usefixtures("registered")
+def test_the_tracker_that_is_added_is_told(tmp_path):
+    python_of("Add a tracker")
+    reporter = TrackersReporter(Accelerator(cpu=True), ["lines"], project="stories", run_folder=tmp_path)
+    reporter(RunStarted(0, num_steps=2, strategy="single", arithmetic=(), config={}))
+    reporter(Evaluated(2, metrics={"loss": 0.5}, num_rows=4, seconds=0.1))
+    reporter.close()
+    assert (tmp_path / "trackers" / "stories.txt").read_text() == "2 {'evaluation/loss': 0.5}\n"
