@@ -1,14 +1,12 @@
 """The `report:` section becomes one reporter."""
 
 from collections.abc import Sequence
-from collections.abc import Sequence
 from pathlib import Path
 
 from accelerate import Accelerator
 
 from finetune.config.sections.report import ReportSection
 from finetune.report.console import ConsoleReporter, choose_screen
-from finetune.report.events import Noted
 from finetune.report.jsonl import JsonlReporter
 from finetune.report.reporter import FanOut, NullReporter, Reporter
 from finetune.report.trackers import TrackersReporter, check_trackers

@@ -54,7 +54,7 @@ def environment_facts() -> dict[str, Any]:
     """
     return {
         "python": platform.python_version(),
-        "packages": {name: _version(name) for name in PACKAGES},
+        "packages": package_versions(),
         "platform": platform.platform(),
         "hostname": platform.node(),
         "num_cpus": os.cpu_count(),
@@ -68,6 +68,12 @@ def environment_facts() -> dict[str, Any]:
         "launcher": launcher_variables(os.environ),
         "accelerate_default_config": default_config(os.environ),
     }
+
+
+def package_versions() -> dict[str, str]:
+    """Return the versions of this package and of those that decide what a run computes; absent ones are left out."""
+    found = {name: _version(name) for name in PACKAGES}
+    return {name: number for name, number in found.items() if number is not None}
 
 
 def launcher_variables(variables: Mapping[str, str]) -> dict[str, str]:
