@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from huggingface_hub import constants
 from huggingface_hub.errors import StrictDataclassError
 
 from finetune.errors import ModelError
@@ -49,6 +50,21 @@ def is_offline() -> bool:
     except OSError:
         return True
     return False
+
+
+@contextmanager
+def without_vain_retries(name: str) -> Iterator[None]:
+    """Meanwhile ask the hub nothing when `name` is a folder or the hub is out of reach.
+
+    `local_files_only` is not enough: transformers 5.23 does not hand it on when it looks for an adapter, and
+    huggingface_hub 2.4 fetches a list of agents before its first download. What HF_HUB_OFFLINE=1 sets stops both.
+    """
+    before = constants.HF_HUB_OFFLINE
+    constants.HF_HUB_OFFLINE = before or is_folder(name) or is_offline()
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE = before
 
 
 @contextmanager

@@ -1,5 +1,6 @@
 """The model: by hub name, from a folder, or from its config with random weights."""
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from finetune.errors import ModelError
 from finetune.model.architecture import SpecialIds, architecture
 from finetune.model.attention import attention_implementation
 from finetune.model.hollow import give_places
-from finetune.model.hub import is_folder, is_offline, located, told
+from finetune.model.hub import is_folder, is_offline, located, told, without_vain_retries
 from finetune.model.initialize import draw_weights
 from finetune.runtime.construction import Construction
 
@@ -66,8 +67,14 @@ def _built(
 
 def _origin(section: ModelSection) -> dict[str, Any]:
     name = section.name or ""
+    place = located(name, key="model.name")
+    if is_folder(name) and (Path(place) / "adapter_config.json").exists():
+        raise ModelError(
+            f"model.name: {place} holds an adapter, not a model. Name the base it was trained on "
+            "(`base_model_name_or_path` in its adapter_config.json)."
+        )
     return {
-        "pretrained_model_name_or_path": located(name, key="model.name"),
+        "pretrained_model_name_or_path": place,
         "revision": section.revision,
         "cache_dir": section.cache_folder,
         "trust_remote_code": section.trust_remote_code,
@@ -76,16 +83,16 @@ def _origin(section: ModelSection) -> dict[str, Any]:
 
 
 def _pretrained_config(section: ModelSection) -> PreTrainedConfig:
-    origin = _origin(section)
-    with told(str(section.name), key="model.name"):
+    name, origin = str(section.name), _origin(section)
+    with told(name, key="model.name"), without_vain_retries(name):
         return AutoConfig.from_pretrained(**origin)
 
 
 def _pretrained(
     section: ModelSection, *, head: str, construction: Construction, attention: str | None
 ) -> PreTrainedModel:
-    origin = _origin(section)
-    with told(str(section.name), key="model.name"), construction.context():
+    name, origin = str(section.name), _origin(section)
+    with told(name, key="model.name"), without_vain_retries(name), construction.context():
         model, loading = HEADS[head].from_pretrained(
             **origin,
             dtype=getattr(torch, section.dtype),

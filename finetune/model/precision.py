@@ -8,8 +8,8 @@ SIGNIFICANT_BITS = {"bfloat16": 8, "float16": 11}
 def precision_warnings(*, dtype: str, is_lora: bool, modules_to_save: Sequence[str] = ()) -> tuple[str, ...]:
     """Return a sentence for each loss that the choice of `model.dtype` brings; none where nothing is lost.
 
-    A weight of b significant bits is unchanged by an update below half a unit in its last place, which is 2^-b of it or
-    (for weights just below a power of two) half of that: most updates of AdamW at usual learning rates. Adapters are float32 whatever the base is.
+    A weight of b significant bits is unchanged by an update below half a unit in its last place: 2^-b of the weight, or
+    half of that just below a power of two. Most updates of AdamW are that small. Adapters are always float32.
     """
     bits = SIGNIFICANT_BITS.get(dtype)
     if bits is None or (is_lora and not modules_to_save):

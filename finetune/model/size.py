@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from finetune.runtime.parameters import full_numel
+
 
 @dataclass(frozen=True)
 class ModelSize:
@@ -35,7 +37,7 @@ def describe(model: nn.Module) -> ModelSize:
     trained_bytes: Counter[str] = Counter()
     num_parameters = num_trained = 0
     for parameter in model.parameters():
-        count = num_elements(parameter)
+        count = full_numel(parameter)
         dtype = str(parameter.dtype).removeprefix("torch.")
         num_parameters += count
         bytes_by_dtype[dtype] += count * parameter.element_size()
@@ -43,11 +45,6 @@ def describe(model: nn.Module) -> ModelSize:
             num_trained += count
             trained_bytes[dtype] += count * parameter.element_size()
     return ModelSize(num_parameters, num_trained, _num_adapted(model), dict(bytes_by_dtype), dict(trained_bytes))
-
-
-def num_elements(parameter: nn.Parameter) -> int:
-    """Return the number of elements of the whole parameter, also where this rank holds a part or none of it."""
-    return int(getattr(parameter, "ds_numel", parameter.numel()))
 
 
 def _num_adapted(model: nn.Module) -> int:

@@ -1,0 +1,43 @@
+import pytest
+
+from finetune.config.sections.model import FromConfigSection
+from finetune.errors import ModelError
+from finetune.model.architecture import SpecialIds, architecture
+
+
+def config_of(model_type="llama", **values):
+    section = FromConfigSection(model_type=model_type, values=values)
+    return architecture(section, vocabulary_size=300, special_ids=SpecialIds(eos=0, pad=3))
+
+
+def test_the_vocabulary_and_special_tokens_are_the_tokenizer_s():
+    config = config_of(hidden_size=64)
+    assert (config.vocab_size, config.bos_token_id, config.eos_token_id, config.pad_token_id) == (300, None, 0, 3)
+    assert config.hidden_size == 64
+
+
+def test_a_padded_vocabulary_is_welcome_and_a_smaller_one_is_not():
+    assert config_of(vocab_size=320).vocab_size == 320
+    with pytest.raises(ModelError, match=r"values\.vocab_size: 299 is smaller than the tokenizer's 300 tokens"):
+        config_of(vocab_size=299)
+
+
+def test_values_have_the_names_that_the_model_type_or_transformers_gives_them():
+    assert config_of("gpt2", n_embd=64).hidden_size == 64
+    assert config_of("gpt2", hidden_size=64).n_embd == 64
+    assert config_of(rope_theta=5e4).rope_parameters["rope_theta"] == 5e4
+
+
+@pytest.mark.parametrize(
+    ("model_type", "values", "message"),
+    [
+        ("lama", {}, r"model_type: transformers knows no `lama`\. Did you mean `llama`\?"),
+        ("llama", {"hiden_size": 64}, r"values\.hiden_size: .* no such value\. Did you mean `hidden_size`\?"),
+        ("llama", {"dtype": "bfloat16"}, r"values\.dtype: write `model\.dtype` instead"),
+        ("llama", {"hidden_size": "64"}, r"expected int, got str"),
+        ("llama", {"hidden_size": 65, "num_attention_heads": 4}, r"not a multiple of the number of attention heads"),
+    ],
+)
+def test_what_transformers_would_swallow_or_trace_back_is_one_sentence(model_type, values, message):
+    with pytest.raises(ModelError, match=message):
+        config_of(model_type, **values)

@@ -1,0 +1,103 @@
+import pytest
+import torch
+
+from finetune.config.sections.model import LoraSection
+from finetune.errors import ModelError
+from finetune.model.freeze import freeze
+from finetune.model.lora import add_lora, is_adapted
+from finetune.model.size import describe
+
+BATCH = torch.arange(24).reshape(2, 12)
+
+
+def trained_names(model) -> set[str]:
+    return {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+@pytest.mark.parametrize("keys", [{}, {"rslora": True}, {"dora": True}, {"modules_to_save": ("lm_head",)}])
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
+def test_new_adapters_change_nothing_and_every_one_learns(architecture_name, from_config, build, keys):
+    model = build(from_config(architecture_name)).eval()
+    with torch.no_grad():
+        expected = model(input_ids=BATCH).logits
+    adapted = add_lora(model, LoraSection(rank=2, **keys), seed=1)
+    output = adapted(input_ids=BATCH, labels=BATCH)
+    assert torch.allclose(output.logits, expected, atol=1e-5)
+    output.loss.backward()
+    assert is_adapted(adapted)
+    assert all(p.grad is not None for p in adapted.parameters() if p.requires_grad)
+    others = {name for name in trained_names(adapted) if ".lora_" not in name}
+    assert others == (
+        {"base_model.model.lm_head.modules_to_save.default.weight"} if "modules_to_save" in keys else set()
+    )
+
+
+def test_all_linear_is_every_linear_layer_but_the_head(from_config, build):
+    adapted = add_lora(build(from_config()), LoraSection(rank=2), seed=1)
+    modules = {name.split(".")[-4] for name in trained_names(adapted)}
+    assert modules == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+    size = describe(adapted)
+    assert size.num_adapted_modules == 14
+    assert size.num_trained == sum(p.numel() for p in adapted.parameters() if p.requires_grad)
+
+
+def test_adapters_depend_on_the_seed_and_their_name_alone(from_config, build):
+    torch.manual_seed(1)
+    all_modules = add_lora(build(from_config()), LoraSection(rank=2), seed=1)
+    torch.manual_seed(2)
+    few = add_lora(build(from_config()), LoraSection(rank=2, target_modules=("v_proj",)), seed=1)
+    other = add_lora(build(from_config()), LoraSection(rank=2), seed=2)
+    names = [name for name in trained_names(few) if "lora_A" in name]
+    assert len(names) == 2
+    for name in names:
+        assert torch.equal(few.get_parameter(name), all_modules.get_parameter(name))
+        assert not torch.equal(few.get_parameter(name), other.get_parameter(name))
+
+
+def test_adapters_on_a_bfloat16_base_are_float32_with_the_same_values(from_config, build):
+    exact = add_lora(build(from_config()), LoraSection(rank=2), seed=1)
+    mixed = add_lora(build(from_config(dtype="bfloat16")), LoraSection(rank=2), seed=1)
+    for name in trained_names(mixed):
+        assert mixed.get_parameter(name).dtype == torch.float32
+        assert torch.equal(mixed.get_parameter(name), exact.get_parameter(name))
+    assert mixed.get_input_embeddings().weight.dtype == torch.bfloat16
+
+
+def test_the_gradient_reaches_the_first_adapter_through_recomputed_layers(from_config, build):
+    adapted = add_lora(build(from_config(gradient_checkpointing=True)), LoraSection(rank=2), seed=1)
+    adapted(input_ids=BATCH, labels=BATCH).loss.backward()
+    assert adapted.get_parameter("base_model.model.model.layers.0.self_attn.q_proj.lora_B.default.weight").grad.any()
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        (
+            {"target_modules": ("q_proj", "v_prj")},
+            r"target_modules: no module is called `v_prj`\. Did you mean `v_proj`",
+        ),
+        ({"modules_to_save": ("head",)}, r"modules_to_save: no module is called `head`"),
+        ({"target_modules": ("mlp",)}, r"Modules that can be named: down_proj, embed_tokens, gate_proj"),
+    ],
+)
+def test_a_name_that_the_model_does_not_have_is_refused_even_beside_one_that_it_has(from_config, build, keys, message):
+    with pytest.raises(ModelError, match=message):
+        add_lora(build(from_config()), LoraSection(**keys), seed=1)
+
+
+def test_freeze_takes_patterns_and_counts_a_tied_weight_once(from_config, build):
+    model = build(from_config("llama tied"))
+    frozen = freeze(model, ["model.layers.0.*", "lm_head.*"])
+    assert "model.layers.0.mlp.up_proj.weight" in frozen
+    assert not model.model.embed_tokens.weight.requires_grad
+    size = describe(model)
+    assert size.num_parameters == model.num_parameters()
+    assert 0 < size.num_trained < size.num_parameters
+    assert size.lines[0].startswith(f"trained: {size.num_trained:,} of {size.num_parameters:,} parameters (")
+
+
+def test_freeze_refuses_a_pattern_without_a_match_and_a_model_without_a_learner(from_config, build):
+    with pytest.raises(ModelError, match=r"no parameter is called `model\.layer\.0\.\*`\..* `model\.layers\.0"):
+        freeze(build(from_config()), ["model.layer.0.*"])
+    with pytest.raises(ModelError, match="freeze every parameter"):
+        freeze(build(from_config()), ["*"])

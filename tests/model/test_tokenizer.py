@@ -1,0 +1,112 @@
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from finetune.config.sections.model import ModelSection, TokenizerSection, TrainTokenizerSection
+from finetune.errors import ModelError
+from finetune.model.tokenizer import load_tokenizer, tokenizer_digest
+
+TEXTS = ["the cat sat on the mat while another dog slept", "the dog ate the cat's hat", "naïve café\n\n\t漢字 🙂"]
+
+
+@pytest.fixture
+def said() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def trained(tmp_path, said):
+    def train(texts=TEXTS, vocabulary_size=300, cache="cache"):
+        section = TokenizerSection(train=TrainTokenizerSection(vocabulary_size=vocabulary_size))
+        model = ModelSection(tokenizer=section)
+        return load_tokenizer(model, texts=lambda: iter(texts), cache_folder=tmp_path / cache, say=said.append)
+
+    return train
+
+
+@pytest.fixture
+def load(tmp_path, said):
+    def load(**keys):
+        return load_tokenizer(ModelSection(**keys), texts=pytest.fail, cache_folder=tmp_path / "cache", say=said.append)
+
+    return load
+
+
+def word_tokenizer(**special):
+    backend = Tokenizer(models.WordLevel({"a": 0, "b": 1, "<end>": 2}, unk_token="a"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, **special)
+
+
+def test_a_trained_tokenizer_gives_every_text_back(trained):
+    tokenizer = trained()
+    for text in [*TEXTS, "never seen: ßøπ <|not special|>"]:
+        assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+    assert len(tokenizer) == 300
+
+
+def test_its_special_tokens_are_single_tokens_and_padding_is_not_the_end(trained):
+    tokenizer = trained()
+    assert (tokenizer.eos_token, tokenizer.pad_token) == ("<|endoftext|>", "<|pad|>")
+    assert tokenizer("<|im_start|>the<|im_end|>")["input_ids"][::2] == [1, 2]
+    assert tokenizer.eos_token_id != tokenizer.pad_token_id
+
+
+def test_it_is_made_once_for_the_same_texts(trained, said, tmp_path):
+    first, second = trained(), trained()
+    assert [sentence.split()[0] for sentence in said] == ["trained", "found"]
+    assert len(list((tmp_path / "cache" / "tokenizers").glob("[!.]*"))) == 1
+    assert tokenizer_digest(first) == tokenizer_digest(second)
+
+
+def test_training_it_twice_gives_the_same_tokenizer_and_other_texts_another(trained):
+    digest = tokenizer_digest(trained())
+    assert tokenizer_digest(trained(cache="elsewhere")) == digest
+    assert tokenizer_digest(trained(["other words entirely"] * 3)) != digest
+    assert tokenizer_digest(trained(vocabulary_size=301)) != digest
+
+
+def test_the_digest_sees_the_chat_template_and_the_special_tokens_and_not_padding_settings(trained):
+    tokenizer = trained()
+    digest = tokenizer_digest(tokenizer)
+    tokenizer(["a", "a b c"], padding=True, truncation=True, max_length=2)
+    assert tokenizer_digest(tokenizer) == digest
+    tokenizer.chat_template = "{{ messages }}"
+    with_template = tokenizer_digest(tokenizer)
+    tokenizer.pad_token = tokenizer.eos_token
+    assert len({digest, with_template, tokenizer_digest(tokenizer)}) == 3
+
+
+def test_there_must_be_a_text(trained):
+    with pytest.raises(ModelError, match="not a single text"):
+        trained([])
+
+
+def test_the_model_s_folder_brings_its_tokenizer_and_the_end_of_text_pads(load, said, tmp_path):
+    word_tokenizer(eos_token="<end>", unk_token="a").save_pretrained(tmp_path / "model")
+    tokenizer = load(name=str(tmp_path / "model"))
+    assert tokenizer.pad_token_id == tokenizer.eos_token_id == 2
+    assert said == ["the tokenizer has no padding token: <end> pads too; padding never counts in the loss"]
+
+
+def test_another_folder_can_be_named(load, said, tmp_path):
+    word_tokenizer(eos_token="<end>", pad_token="b").save_pretrained(tmp_path / "other")
+    tokenizer = load(name="org/model", tokenizer=TokenizerSection(name=str(tmp_path / "other")))
+    assert tokenizer.pad_token == "b"
+    assert said == []
+
+
+def test_a_tokenizer_that_can_neither_pad_nor_end_is_refused(load, tmp_path):
+    word_tokenizer(unk_token="a").save_pretrained(tmp_path / "model")
+    with pytest.raises(ModelError, match="neither a padding nor an end-of-text token"):
+        load(name=str(tmp_path / "model"))
+
+
+def test_a_folder_without_a_tokenizer_says_what_to_write(load, tmp_path):
+    with pytest.raises(ModelError, match=r"holds no tokenizer .* Write `model\.tokenizer\.name`"):
+        load(name=str(tmp_path))
+
+
+def test_a_model_from_its_config_needs_a_tokenizer(load):
+    with pytest.raises(ModelError, match="brings no tokenizer"):
+        load()
