@@ -1,0 +1,47 @@
+"""The plain model without values: what must be written, whatever has become of the trained one's parameters."""
+
+import copy
+from typing import Any
+
+import torch
+from peft import PeftModel, get_peft_model
+from transformers import PreTrainedModel
+
+ADAPTER = "default"
+
+
+def base_skeleton(model: PreTrainedModel, *, dtype: torch.dtype) -> PreTrainedModel:
+    """Return a model of the same class and config whose parameters have shapes and no memory.
+
+    Wrapping leaves the trained model with empty, flattened or renamed parameters (ZeRO-3, FSDP1) or another class
+    (FSDP2); the skeleton's names, shapes and ties are those that `from_pretrained` will look for.
+    """
+    config = copy.deepcopy(model.config)
+    config.use_cache = True  # off only while training
+    with torch.device("meta"):
+        skeleton = _plain_class(model)(config)
+    skeleton.to(dtype)
+    skeleton.generation_config = copy.deepcopy(model.generation_config)
+    if hasattr(model, "_weight_conversions"):  # how the checkpoint's names differ from the model's; undone on saving
+        skeleton._weight_conversions = model._weight_conversions
+    return skeleton
+
+
+def adapted_skeleton(model: PeftModel, *, dtype: torch.dtype) -> PeftModel:
+    """Return the same for a model with adapters."""
+    config = copy.deepcopy(model.peft_config[ADAPTER])
+    config.base_model_name_or_path = None
+    base = base_skeleton(plain_base(model), dtype=dtype)
+    with torch.device("meta"):
+        return get_peft_model(base, config, low_cpu_mem_usage=True)
+
+
+def plain_base(model: PreTrainedModel | PeftModel) -> PreTrainedModel:
+    """Return the transformers model itself, from under its adapters where it has some."""
+    return model.get_base_model() if isinstance(model, PeftModel) else model
+
+
+def _plain_class(model: PreTrainedModel) -> Any:
+    """Return the class as transformers defines it: FSDP2 puts one of its own before it."""
+    classes = [kind for kind in type(model).__mro__ if issubclass(kind, PreTrainedModel)]
+    return next(kind for kind in classes if not any("fsdp" in base.__module__ for base in kind.__mro__))

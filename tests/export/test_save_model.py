@@ -1,0 +1,154 @@
+import json
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+from finetune.errors import TrainingError
+
+
+def logits_of(model, batch):
+    with torch.no_grad():
+        return model.eval()(input_ids=batch).logits
+
+
+def values_of(model):
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def test_what_transformers_alone_loads_gives_the_same_logits(architecture_name, build, export, batch, tmp_path):
+    model = build(architecture_name)
+    report = export(model)
+    loaded, loading = AutoModelForCausalLM.from_pretrained(report.folder, output_loading_info=True)
+    assert not loading["missing_keys"]
+    assert not loading["unexpected_keys"]
+    assert torch.equal(logits_of(loaded, batch), logits_of(model, batch))
+    assert (loaded.lm_head.weight is loaded.get_input_embeddings().weight) == architecture_name.endswith(" tied")
+    assert report.num_tensors == len(list(model.parameters()))
+    assert report.size_bytes > 4 * model.num_parameters()
+
+
+def test_tokenizer_template_and_stops_come_along(build, export, tokenizer):
+    report = export(build())
+    loaded = AutoTokenizer.from_pretrained(report.folder)
+    assert loaded("hello <|im_end|>")["input_ids"] == tokenizer("hello <|im_end|>")["input_ids"]
+    assert loaded.chat_template == tokenizer.chat_template
+    generation = GenerationConfig.from_pretrained(report.folder)
+    assert tokenizer.convert_ids_to_tokens(generation.eos_token_id) == ["<|endoftext|>", "<|im_end|>"]
+    assert generation.pad_token_id == tokenizer.pad_token_id
+    assert {"README.md", "config.json", "model.safetensors", "tokenizer.json"} <= set(report.files)
+
+
+def test_the_values_written_are_those_gathered_and_not_those_left_in_the_model(build, export, batch):
+    """After ZeRO-3 or FSDP the model's own parameters are empty, or parts."""
+    model = build("qwen3 tied")
+    expected, weights = logits_of(model, batch), values_of(model)
+    for parameter in model.parameters():
+        parameter.data = torch.empty(0)
+    loaded = AutoModelForCausalLM.from_pretrained(export(model, weights).folder)
+    assert torch.equal(logits_of(loaded, batch), expected)
+
+
+def test_a_class_that_fsdp2_put_in_front_does_not_show(build, export):
+    model = build()
+    wrapper = type("FSDPModule", (), {"__module__": "torch.distributed.fsdp._fully_shard._fully_shard"})
+    model.__class__ = type("FSDPLlamaForCausalLM", (wrapper, type(model)), {})
+    config = json.loads((export(model).folder / "config.json").read_text())
+    assert config["architectures"] == ["LlamaForCausalLM"]
+
+
+@pytest.mark.parametrize("name", ["lm_head.weight", "model.embed_tokens.weight"])
+def test_a_tied_weight_may_be_given_under_either_name_or_both(build, export, batch, name):
+    model = build("qwen3 tied")
+    weights = values_of(model)
+    shared = weights.pop("model.embed_tokens.weight")
+    for given in ({name: shared}, {name: shared, "lm_head.weight": shared.clone()}):
+        loaded = AutoModelForCausalLM.from_pretrained(export(model, {**weights, **given}).folder)
+        assert torch.equal(logits_of(loaded, batch), logits_of(model, batch))
+
+
+def test_the_type_in_the_config_is_that_of_the_weights(build, export):
+    model = build()
+    for dtype, keys in (("float32", {}), ("bfloat16", {"dtype": "bfloat16"})):
+        folder = export(model, **keys).folder
+        assert json.loads((folder / "config.json").read_text())["dtype"] == dtype
+        with safe_open(folder / "model.safetensors", framework="pt") as file:
+            assert {str(file.get_tensor(name).dtype) for name in file.keys()} == {f"torch.{dtype}"}  # noqa: SIM118
+    assert json.loads((export(build(dtype="bfloat16")).folder / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_the_cache_is_on_again_and_the_trained_model_s_config_is_left_alone(build, export):
+    model = build()
+    assert json.loads((export(model).folder / "config.json").read_text())["use_cache"] is True
+    assert model.config.use_cache is False
+
+
+def test_large_models_are_cut_into_files(build, tokenizer, export, batch):
+    model = build("gpt2 tied")
+    model.resize_token_embeddings(20_000)
+    report = export(model, max_shard_size="1MB")
+    assert len([name for name in report.files if name.endswith(".safetensors")]) > 1
+    assert "model.safetensors.index.json" in report.files
+    assert torch.equal(logits_of(AutoModelForCausalLM.from_pretrained(report.folder), batch), logits_of(model, batch))
+
+
+def test_a_model_exported_again_replaces_the_older_one_whole(build, export, tmp_path, batch):
+    export(build(dtype="bfloat16"))
+    (tmp_path / "final" / "leftover").write_text("old")
+    model = build()
+    export(model)
+    assert torch.equal(
+        logits_of(AutoModelForCausalLM.from_pretrained(tmp_path / "final"), batch), logits_of(model, batch)
+    )
+    assert [path.name for path in tmp_path.iterdir()] == ["final"]
+    assert not (tmp_path / "final" / "leftover").exists()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda weights: weights.pop("model.norm.weight"), r"1 of 21 weights are missing, the first is `model\.norm"),
+        (lambda weights: weights.clear(), "21 of 21 weights are missing"),
+        (lambda weights: weights.update({"model.norm.weight": torch.empty(0)}), r"shape \(0,\) instead of \(32,\)"),
+        (lambda weights: weights.update({"model.norm.weight": torch.ones(16)}), r"shape \(16,\) instead of \(32,\)"),
+    ],
+)
+def test_a_missing_or_ungathered_weight_is_an_error_and_the_older_export_stays(build, export, tmp_path, spoil, message):
+    model = build()
+    before = export(model).files
+    weights = values_of(model)
+    spoil(weights)
+    with pytest.raises(TrainingError, match=message):
+        export(model, weights)
+    assert [path.name for path in tmp_path.iterdir()] == ["final"]
+    assert {str(path.relative_to(tmp_path / "final")) for path in (tmp_path / "final").rglob("*.*")} == set(before)
+
+
+def test_tied_weights_that_have_parted_are_an_error(build, export):
+    model = build("qwen3 tied")
+    weights = values_of(model)
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"] + 1
+    with pytest.raises(TrainingError, match="have parted in training"):
+        export(model, weights)
+
+
+def test_a_file_that_came_out_short_is_found(build, export, monkeypatch, tmp_path):
+    def write_short(skeleton, folder, *, state_dict, **_):
+        save_file(dict(list(state_dict.items())[1:]), folder / "model.safetensors")
+
+    model = build()
+    monkeypatch.setattr(type(model), "save_pretrained", write_short)
+    with pytest.raises(TrainingError, match="elements instead of"):
+        export(model)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_generation_settings_that_contradict_one_another_do_not_stop_the_export(build, export):
+    model = build()
+    model.generation_config.temperature = 0.3
+    model.generation_config.do_sample = False
+    with pytest.raises(ValueError, match="temperature"):
+        model.generation_config.validate(strict=True)
+    assert GenerationConfig.from_pretrained(export(model).folder).eos_token_id == [0, 2]

@@ -1,0 +1,81 @@
+"""Run by two processes under ZeRO-3: are the weights those of one process, though each rank draws in parts?"""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import deepspeed
+import torch
+from transformers import PreTrainedModel
+from transformers.integrations import HfDeepSpeedConfig
+
+from finetune.config.sections.model import FromConfigSection, LoraSection, ModelSection
+from finetune.model.architecture import SpecialIds
+from finetune.model.load import load_model
+from finetune.model.lora import add_lora
+from finetune.model.size import describe
+from finetune.runtime import ranks
+from finetune.runtime.construction import Construction
+
+SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+GATED = {**SIZES, "intermediate_size": 64, "num_key_value_heads": 2}
+MODELS = (("llama", GATED), ("gpt2", SIZES), ("qwen3", {**GATED, "head_dim": 8, "tie_word_embeddings": True}))
+SETTINGS = {
+    "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},  # partition the smallest too
+    "train_micro_batch_size_per_gpu": 1,
+}
+PARTITIONED = Construction(gather=lambda parameters: deepspeed.zero.GatheredParameters(parameters, modifier_rank=0))
+
+
+def build(section: ModelSection, construction: Construction) -> PreTrainedModel:
+    return load_model(
+        section,
+        head="causal_lm",
+        construction=construction,
+        seed=7,
+        vocabulary_size=300,
+        special_ids=SpecialIds(eos=0, pad=3),
+    )
+
+
+def adapted(section: ModelSection, construction: Construction) -> torch.nn.Module:
+    return add_lora(build(section, construction), LoraSection(rank=2, dora=True, modules_to_save=("lm_head",)), seed=1)
+
+
+def compare(partitioned: torch.nn.Module, whole: torch.nn.Module) -> int:
+    """Return how many parameters were partitioned at birth; all values must be those of the whole model."""
+    num_partitioned = 0
+    for (name, part), (_, expected) in zip(partitioned.named_parameters(), whole.named_parameters(), strict=True):
+        if hasattr(part, "ds_id"):
+            num_partitioned += part.numel() == 0
+            with deepspeed.zero.GatheredParameters([part]):
+                assert torch.allclose(part, expected, atol=1e-6), name
+        else:
+            assert torch.allclose(part, expected, atol=1e-6), name
+    for (name, buffer), (_, expected) in zip(partitioned.named_buffers(), whole.named_buffers(), strict=True):
+        assert torch.equal(buffer, expected), name
+    assert describe(partitioned) == describe(whole)
+    return num_partitioned
+
+
+def main(folder: Path) -> None:
+    deepspeed.init_distributed("gloo")
+    sections = [ModelSection(from_config=FromConfigSection(model_type=kind, values=values)) for kind, values in MODELS]
+    whole = [build(section, Construction()) for section in sections]
+    whole_adapted = adapted(sections[0], Construction())
+    if ranks.is_main():
+        whole[0].save_pretrained(folder)
+    ranks.barrier()
+    settings = HfDeepSpeedConfig(SETTINGS)  # transformers partitions for as long as this lives
+    torch.manual_seed(100 + ranks.rank())
+    counts = [compare(build(section, PARTITIONED), one) for section, one in zip(sections, whole, strict=True)]
+    counts.append(compare(adapted(sections[0], PARTITIONED), whole_adapted))
+    counts.append(compare(build(ModelSection(name=str(folder)), PARTITIONED), whole[0]))
+    del settings
+    ranks.barrier()
+    torch.distributed.destroy_process_group()
+    folder.with_name(f"rank{os.environ['RANK']}.json").write_text(json.dumps(counts))
+
+
+main(Path(sys.argv[1]))
