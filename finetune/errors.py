@@ -32,17 +32,19 @@ class UserError(FinetuneError):
 class Problem:
     """One thing that is wrong with a config: where it stands, what it is and what to write instead.
 
-    `key` is dotted (`train.learning_rate`); `line` counts from 1 and is None when the key is not in the file.
+    `key` is dotted (`train.learning_rate`), empty for the whole file; `line` counts from 1 and is None when the key is
+    not in the file.
     """
 
     key: str
     message: str
     line: int | None = None
-    source: str | None = None  # the file, or the override, in which it was written
+    source: str | None = None  # the override in which it was written
 
     def __str__(self) -> str:
-        place = f"line {self.line}, " if self.line is not None else ""
-        return f"{place}{self.key}: {self.message}"
+        place = f"line {self.line}" if self.line is not None else self.source
+        where = ", ".join(part for part in (place, self.key) if part)
+        return f"{where}: {self.message}" if where else self.message
 
 
 class ConfigError(UserError):

@@ -8,5 +8,7 @@ from finetune.config.section import Section, key
 class ExportSection(Section):
     """The model that the run leaves in `final/`, loadable with `from_pretrained` (or `PeftModel`)."""
 
-    dtype: Literal["float32", "bfloat16", "float16"] | None = key("Type of the exported weights; unset, as they were trained.", None)
-    max_shard_size: str = key("Largest file of weights.", "5GB", pattern=r"^[0-9]+(MB|GB)$")
+    dtype: Literal["float32", "bfloat16", "float16"] | None = key(
+        "Type of the exported weights; unset, as they were trained.", None
+    )
+    max_shard_size: str = key("Largest file of weights.", "5GB", pattern=r"^[0-9]+(MB|GB)$", examples=["5GB"])

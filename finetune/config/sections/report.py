@@ -9,6 +9,10 @@ class ReportSection(Section):
     """Who is told about the run."""
 
     log_every_steps: Positive = key("Steps between two log lines; every step is in `events.jsonl` all the same.", 1)
-    console: Literal["auto", "rich", "plain"] = key("Progress bar or plain lines; `auto` asks whether there is a terminal.", "auto")
-    trackers: Strings = key("Trackers that Accelerate knows: `tensorboard`, `wandb`, `mlflow`, `trackio`, ... (extra `tracking`).", ())
+    console: Literal["auto", "rich", "plain"] = key(
+        "Progress bar or plain lines; `auto` asks whether there is a terminal.", "auto"
+    )
+    trackers: Strings = key(
+        "Trackers that Accelerate knows: `tensorboard`, `wandb`, `mlflow`, `trackio`, ... (extra `tracking`).", ()
+    )
     project: str | None = key("Project name at the trackers; unset, the name of the run folder's parent.", None)

@@ -1,18 +1,27 @@
 """`train:` - how the model learns: batch, budget, optimizer, schedule, precision and when to stop."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from finetune.config.section import Count, Floats, Fraction, Positive, Section, key
+from pydantic import Field
+
+from finetune.config.section import Count, Fraction, Positive, Section, key
+
+DecayRate = Annotated[float, Field(ge=0.0, lt=1.0)]
+DecayRates = Annotated[tuple[DecayRate, ...], Field(strict=False)]
 
 
 class OptimizerSection(Section):
     """The update rule."""
 
     name: Literal["adamw", "sgd", "adafactor", "adamw_8bit"] = key(
-        "`adamw` (Loshchilov & Hutter, 2017), `sgd`, `adafactor` (Shazeer & Stern, 2018) or `adamw_8bit` (bitsandbytes, needs CUDA).", "adamw"
+        "`adamw` (Loshchilov & Hutter, 2017), `sgd`, `adafactor` (Shazeer & Stern, 2018) or `adamw_8bit` "
+        "(bitsandbytes, needs CUDA).",
+        "adamw",
     )
-    weight_decay: float = key("Decoupled weight decay on matrices; biases, norms and other vectors get none.", 0.0, ge=0.0)
-    betas: Floats = key("Decay rates of AdamW's two moments.", (0.9, 0.999), min_length=2, max_length=2)
+    weight_decay: float = key(
+        "Decoupled weight decay on matrices; biases, norms and other vectors get none.", 0.0, ge=0.0
+    )
+    betas: DecayRates = key("Decay rates of AdamW's two moments.", (0.9, 0.999), min_length=2, max_length=2)
     eps: float = key("Term that keeps AdamW's denominator away from zero.", 1e-8, gt=0.0)
     momentum: float = key("Momentum of SGD.", 0.0, ge=0.0, lt=1.0)
     fused: bool | None = key("One kernel for the whole AdamW update; unset, used wherever it exists.", None)
@@ -64,7 +73,9 @@ class TrainSection(Section):
     optimizer: OptimizerSection = key("The update rule.", OptimizerSection())
     schedule: ScheduleSection = key("The learning rate as a function of the step.", ScheduleSection())
     max_gradient_norm: float | None = key("Clip the gradient to this global norm; `null` does not clip.", 1.0, gt=0.0)
-    precision: Literal["fp32", "bf16", "fp16"] = key("Arithmetic of forward and backward passes. fp16 scales the loss and needs a GPU.", "fp32")
+    precision: Literal["fp32", "bf16", "fp16"] = key(
+        "Arithmetic of forward and backward passes. fp16 scales the loss and needs a GPU.", "fp32"
+    )
     nonfinite: NonFiniteSection = key("What to do with a NaN or infinite loss or gradient.", NonFiniteSection())
     early_stopping: EarlyStoppingSection | None = key("Stop when an evaluation metric no longer gets better.", None)
     time_limit_minutes: float | None = key("Stop, with a checkpoint, after this long.", None, gt=0.0)

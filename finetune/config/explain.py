@@ -1,0 +1,50 @@
+"""A config as it was run: every value, and where it came from."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from finetune.config.load import LoadedConfig
+from finetune.config.rules.effects import idle_keys
+from finetune.config.section import Section
+from finetune.config.source import Sources, joined
+
+COLUMN = 56
+"""Where the sources begin, if the value leaves room."""
+
+
+def resolved_yaml(loaded: LoadedConfig) -> str:
+    """Return the whole config as YAML, every value with its source behind it: file and line, override, or default.
+
+    Read as a job, it gives the same config: keys that do nothing in this combination stand in comments.
+    """
+    head = f"# {loaded.path.name} as it was run, with the source of every value. Paths are absolute."
+    lines = _lines(loaded.config, loaded.sources, prefix="", idle=idle_keys(loaded.config))
+    return "\n".join([head, *lines]) + "\n"
+
+
+def _lines(section: Section, sources: Sources, *, prefix: str, idle: frozenset[str]) -> Iterator[str]:
+    indent = "  " * (prefix.count(".") + 1 if prefix else 0)
+    for name in type(section).model_fields:
+        value, key = getattr(section, name), joined(prefix, name)
+        if isinstance(value, Section):
+            inner = list(_lines(value, sources, prefix=key, idle=idle))
+            is_all_comment = all(line.lstrip().startswith("#") for line in inner)
+            yield f"{indent}{name}:{' {}' if is_all_comment else ''}"
+            yield from inner
+        elif key in idle:
+            yield f"{indent}# {name}: {_written(value)}  (no effect here)"
+        else:
+            yield f"{f'{indent}{name}: {_written(value)}':<{COLUMN}}  # {_source(key, sources)}"
+
+
+def _source(key: str, sources: Sources) -> str:
+    source = sources.get(key)
+    if source is None:
+        return "default"
+    return str(source) if source.line is not None else "--set"
+
+
+def _written(value: Any) -> str:
+    """Return the value as YAML 1.2 on one line: JSON is a part of it."""
+    return json.dumps(value, ensure_ascii=False)

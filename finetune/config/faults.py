@@ -1,0 +1,157 @@
+"""Turns what pydantic found wrong into problems: the dotted key, what was written and what to write instead."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+from pydantic import ValidationError
+
+from finetune.config.elsewhere import ELSEWHERE, REASONS
+from finetune.config.schema import Node, all_keys, branches, describe, keys_of, node_at
+from finetune.config.source import joined
+from finetune.config.wording import did_you_mean, kind, listed, nearest, shown
+from finetune.errors import Problem
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One key with which pydantic is not content; `meant` is the key that was probably meant by an unknown one."""
+
+    key: str
+    type: str
+    value: Any
+    meant: str | None = None
+
+    def problem(self) -> Problem:
+        """Return the fault as a sentence for the user."""
+        match self.type:
+            case "missing":
+                return Problem(self.key, _missing(self.key))
+            case "extra_forbidden":
+                return Problem(self.key, _unknown(self.key))
+        return Problem(self.key, _wrong(self.value, node_at(self.key) or {}))
+
+
+def read_faults(error: ValidationError, values: Any) -> list[Fault]:
+    """Return one fault for every key that is wrong, whatever number of complaints pydantic has about it."""
+    located = [(_key(each["loc"], values, is_missing=each["type"] == "missing"), each) for each in error.errors()]
+    located.sort(key=lambda pair: pair[0])
+    faults = []
+    for key, complaints in groupby(located, key=lambda pair: pair[0]):
+        first = next(complaints)[1]
+        meant = _meant_here(key) if first["type"] == "extra_forbidden" else None
+        faults.append(Fault(key, first["type"], first["input"], meant))
+    outer = {fault.key for fault in faults}
+    return [fault for fault in faults if not any(fault.key.startswith(f"{key}.") for key in outer)]
+
+
+def _key(location: Sequence[int | str], values: Any, *, is_missing: bool) -> str:
+    """Return the dotted key of pydantic's location: the tags of unions, which stand for no key, are dropped."""
+    parts: list[int | str] = []
+    for index, part in enumerate(location):
+        is_last = index == len(location) - 1
+        if isinstance(values, dict) and (part in values or (is_missing and is_last)):
+            parts.append(part)
+            values = values.get(part)
+        elif isinstance(values, list) and isinstance(part, int):
+            parts.append(part)
+            values = values[part]
+    return joined(*parts)
+
+
+def _missing(key: str) -> str:
+    node = node_at(key) or {}
+    what = str(node.get("description", "")).rstrip(".")
+    required = [f"{key}.{name}" for each in branches(node) for name in each.get("required", ())]
+    if keys_of(node):
+        keys = f" It needs {listed(required)}." if required else ""
+        return f"the section is missing: {_decapitalised(what)}.{keys}"
+    return f"the key is missing: {_decapitalised(what)}. Write {describe(node)}."
+
+
+def _unknown(key: str) -> str:
+    here, _, name = key.rpartition(".")
+    meant = _meant_here(key)
+    if meant is not None and name not in REASONS:
+        return f"there is no such key. Did you mean `{meant.rpartition('.')[2]}`?"
+    if name in REASONS:
+        return f"there is no such key; {REASONS[name]}."
+    elsewhere = list(_elsewhere(name))
+    if elsewhere:
+        return f"there is no such key. There is {listed(elsewhere, last='and')}."
+    where = f"`{here}`" if here else "the file"
+    return f"there is no such key. {where} has {listed(keys_of(node_at(here) or {}))}."
+
+
+def _meant_here(key: str) -> str | None:
+    """Return the key of the same section that looks most like this one, if any does."""
+    here, _, name = key.rpartition(".")
+    if name in ELSEWHERE and ELSEWHERE[name].rpartition(".")[0] != here:
+        return None
+    near = nearest(name, keys_of(node_at(here) or {}))
+    return joined(here, near) if near else None
+
+
+def _elsewhere(name: str) -> Iterator[str]:
+    if name in ELSEWHERE:
+        yield ELSEWHERE[name]
+        return
+    by_name: dict[str, list[str]] = {}
+    for key, _ in all_keys():
+        by_name.setdefault(key.rpartition(".")[2], []).append(key)
+    near = name if name in by_name else nearest(name, by_name)
+    yield from by_name.get(near or "", [])[:3]
+
+
+def _wrong(value: Any, node: Node) -> str:
+    """Return what was written, what may be written, and the hint that most likely mends it."""
+    fits = f"Write {describe(node)}."
+    hint = _hint(value, node)
+    is_right_kind = any(kind(value) in {_KINDS.get(str(each.get("type"))), "null"} for each in branches(node))
+    said = f"{shown(value)} is not allowed" if is_right_kind else f"{shown(value)} is {kind(value)}"
+    return " ".join(part for part in (f"{said}.", hint, fits) if part)
+
+
+_KINDS = {
+    "integer": "a whole number",
+    "number": "a number",
+    "string": "text",
+    "array": "a list",
+    "object": "a section",
+    "boolean": "true or false",
+}
+
+
+def _hint(value: Any, node: Node) -> str:
+    kinds = branches(node)
+    types = {each.get("type") for each in kinds}
+    choices = [choice for each in kinds for choice in each.get("enum", [each["const"]] if "const" in each else [])]
+    if isinstance(value, str):
+        if choices:
+            return did_you_mean(value, choices)
+        if "boolean" in types and value.lower() in {"yes", "no", "on", "off"}:
+            return "In YAML 1.2 that is text."
+        if types & {"integer", "number"} and _is_number(value):
+            return "Remove the quotes."
+        if "array" in types:
+            return f"Put it in brackets: `[{value}]`."
+    elif "array" in types and isinstance(value, int | float):
+        return f"Put it in brackets: `[{value}]`."
+    elif isinstance(value, float) and value.is_integer() and "integer" in types:
+        return f"Write it as `{int(value)}`."
+    elif "string" in types and isinstance(value, int | float) and not choices:
+        return f"Put it in quotes: `'{value}'`."
+    return ""
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _decapitalised(sentence: str) -> str:
+    return sentence[:1].lower() + sentence[1:] if sentence[1:2].islower() else sentence

@@ -1,0 +1,97 @@
+"""`--set train.learning_rate=1e-4`: values from the command line, laid over the file's."""
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from finetune.config.source import Source
+from finetune.config.yaml import read_yaml
+from finetune.errors import Problem
+
+
+@dataclass
+class Overridden:
+    """The values after all overrides, the source of every key that an override wrote, and what could not be done."""
+
+    values: dict[str, Any]
+    sources: dict[str, Source] = field(default_factory=dict)
+    problems: list[Problem] = field(default_factory=list)
+    replaced: list[str] = field(default_factory=list)  # keys whose old value, and all below it, is gone
+
+
+def override(values: dict[str, Any], overrides: Sequence[str]) -> Overridden:
+    """Return the values with each `key=value` written over them, in order; missing sections are made.
+
+    The value is read as YAML 1.2, so `null`, `[1, 2]` and `{a: 1}` work. The argument is left as it is.
+    """
+    result = Overridden(copy.deepcopy(values))
+    for text in overrides:
+        key, equals, written = text.partition("=")
+        source = Source(f"--set {text}")
+        fault = _syntax_fault(key, equals=equals, written=written)
+        if fault is not None:
+            result.problems.append(Problem("", fault, source=source.where))
+            continue
+        document = read_yaml(written)
+        if document.problems:
+            result.problems += [
+                replace(problem, key=key, line=None, source=source.where) for problem in document.problems
+            ]
+            continue
+        _write(result, key, value=document.values, source=source)
+    return result
+
+
+def _syntax_fault(key: str, *, equals: str, written: str) -> str | None:
+    if not equals:
+        return "there is no `=`. Write it as `--set train.steps=100`."
+    if not all(part and part == part.strip() for part in key.split(".")):
+        return "the key is not a dotted name. Write it as `--set train.steps=100`."
+    if not written.strip():
+        return f"nothing is written after `=`. Write a value, or `{key}=null` for none."
+    return None
+
+
+def _write(result: Overridden, key: str, *, value: Any, source: Source) -> None:
+    """Put the value at the dotted key, making the sections on the way."""
+    *sections, name = key.split(".")
+    place: Any = result.values
+    path: list[str] = []
+    for part in sections:
+        path.append(part)
+        inner = _child(place, part)
+        if inner is None and isinstance(place, dict):
+            inner = place[part] = {}
+            result.sources[".".join(path)] = source
+        if not isinstance(inner, dict | list):
+            message = f"`{'.'.join(path)}` is a single value and has no keys."
+            result.problems.append(Problem(key, message, source=source.where))
+            return
+        place = inner
+    if isinstance(place, dict):
+        place[name] = value
+    elif _child(place, name) is not None:
+        place[int(name)] = value
+    else:
+        message = f"`{'.'.join(path)}` is a list with items 0 to {len(place) - 1}."
+        result.problems.append(Problem(key, message, source=source.where))
+        return
+    result.replaced.append(key)
+    for stale in [other for other in result.sources if other.startswith(f"{key}.")]:
+        del result.sources[stale]
+    _note(result.sources, key, value=value, source=source)
+
+
+def _child(place: Any, part: str) -> Any:
+    if isinstance(place, dict):
+        return place.get(part)
+    return place[int(part)] if part.isdecimal() and int(part) < len(place) else None
+
+
+def _note(sources: dict[str, Source], key: str, *, value: Any, source: Source) -> None:
+    """Note the source of the key and of every key in its value."""
+    sources[key] = source
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for name, inner in items:
+        _note(sources, f"{key}.{name}", value=inner, source=source)

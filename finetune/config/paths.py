@@ -1,0 +1,64 @@
+"""Makes the paths of a config absolute, so that it means the same wherever the run is launched."""
+
+import os
+import pathlib
+from collections.abc import Iterator
+from typing import Any, Literal, TypeVar, get_args, get_origin
+
+from pydantic.fields import FieldInfo
+
+from finetune.config.section import RelativeToConfig, Section
+
+S = TypeVar("S", bound=Section)
+
+
+def with_absolute_paths(section: S, folder: pathlib.Path) -> S:
+    """Return the section with every path in it, and in the sections inside it, resolved against the folder.
+
+    Which keys are marked as written stays the same. Works on a draft, too.
+    """
+    changed: dict[str, Any] = {}
+    for name, value in section.__dict__.items():
+        if isinstance(value, Section):
+            inner: Any = with_absolute_paths(value, folder)
+        else:
+            inner = _resolved(value, type(section).model_fields[name], folder=folder)
+        if inner is not value:
+            changed[name] = inner
+    written = set(section.model_fields_set)
+    copy = section.model_copy(update=changed)
+    copy.__pydantic_fields_set__.intersection_update(written)
+    return copy
+
+
+def is_path(name: str) -> bool:
+    """Tell whether a text that may be a name or a path is a path: it begins with `.`, `/` or `~`."""
+    return name.startswith((".", "/", "~"))
+
+
+def absolute(path: str, folder: pathlib.Path) -> str:
+    """Return the path resolved against the folder; `~` is the home folder, `..` is taken out."""
+    return os.path.normpath(folder / pathlib.Path(path).expanduser())
+
+
+def _resolved(value: Any, field: FieldInfo, *, folder: pathlib.Path) -> Any:
+    mark = next(_parts(field, RelativeToConfig), None)
+    if mark is None or not isinstance(value, str) or value in _choices(field):
+        return value
+    if mark.only_marked and not is_path(value):
+        return value
+    return absolute(value, folder)
+
+
+def _choices(field: FieldInfo) -> set[str]:
+    return {choice for part in get_args(field.annotation) if get_origin(part) is Literal for choice in get_args(part)}
+
+
+def _parts(field: FieldInfo, kind: type[RelativeToConfig]) -> Iterator[RelativeToConfig]:
+    """Yield the marks of the field, and of the members of its union."""
+    pending: list[Any] = [*field.metadata, field.annotation]
+    while pending:
+        part = pending.pop()
+        if isinstance(part, kind):
+            yield part
+        pending += [*get_args(part)] if get_origin(part) is not Literal else []

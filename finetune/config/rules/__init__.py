@@ -1,0 +1,30 @@
+"""Rules across keys and sections: each looks at a config that fits the schema and yields what is wrong with it.
+
+A rule may be given a draft (`config/draft.py`): where it reads a key that is broken, it has nothing to say.
+"""
+
+from collections.abc import Callable, Iterator
+
+from finetune.config.rules.batch import BATCH_RULES
+from finetune.config.rules.data import DATA_RULES
+from finetune.config.rules.effects import without_effect
+from finetune.config.rules.evaluation import EVALUATION_RULES
+from finetune.config.rules.model import MODEL_RULES
+from finetune.config.run_config import RunConfig
+from finetune.errors import Problem
+
+Rule = Callable[[RunConfig], Iterator[Problem]]
+
+RULES: tuple[Rule, ...] = (*BATCH_RULES, *MODEL_RULES, *DATA_RULES, *EVALUATION_RULES, without_effect)
+
+
+def broken_rules(config: RunConfig, *, is_draft: bool) -> list[Problem]:
+    """Return what all rules find."""
+    problems: list[Problem] = []
+    for rule in RULES:
+        try:
+            problems.extend(rule(config))
+        except AttributeError:
+            if not is_draft:
+                raise
+    return problems

@@ -1,0 +1,115 @@
+"""Keys that do nothing in this combination: writing one of them is an error."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+from finetune.config.paths import is_path
+from finetune.config.rules.written import exists, is_written
+from finetune.config.run_config import RunConfig
+from finetune.errors import Problem
+
+
+@dataclass(frozen=True)
+class Effect:
+    """A key, when it does something, and what to write so that it does."""
+
+    key: str
+    has_effect: Callable[[RunConfig], bool]
+    needs: str
+
+
+def without_effect(config: RunConfig) -> Iterator[Problem]:
+    """A key that was written does something."""
+    for effect in EFFECTS:
+        try:
+            is_idle = is_written(config, effect.key) and not effect.has_effect(config)
+        except AttributeError:  # a draft: one of the keys that decide is broken
+            continue
+        if is_idle:
+            yield Problem(effect.key, f"it has no effect here: {effect.needs}. Remove it.")
+
+
+def idle_keys(config: RunConfig) -> frozenset[str]:
+    """Return the keys that do nothing in this config, whether they were written or not."""
+    return frozenset(effect.key for effect in EFFECTS if exists(config, effect.key) and not effect.has_effect(config))
+
+
+def _optimizer(config: RunConfig, *, names: tuple[str, ...]) -> bool:
+    return config.train.optimizer.name in names
+
+
+def _schedule_is_not(config: RunConfig, *, name: str) -> bool:
+    return config.train.schedule.name != name
+
+
+def _decays_late(config: RunConfig) -> bool:
+    return config.train.schedule.name == "warmup_stable_decay"
+
+
+def _skips(config: RunConfig) -> bool:
+    return config.train.nonfinite.action == "skip"
+
+
+def _has_workers(config: RunConfig) -> bool:
+    return config.data.num_workers > 0
+
+
+def _is_hub_source(config: RunConfig, *, name: str) -> bool:
+    source = config.data.validation if name == "validation" else config.data.train
+    return source is None or source.path is None
+
+
+def _has_turns(config: RunConfig) -> bool:
+    return config.task.name != "pretrain"
+
+
+def _is_from_hub(config: RunConfig) -> bool:
+    return config.model.name is not None and not is_path(config.model.name)
+
+
+def _runs_model_code(config: RunConfig) -> bool:
+    return config.model.from_config is None
+
+
+def _downloads(config: RunConfig) -> bool:
+    tokenizer = config.model.tokenizer
+    has_hub_tokenizer = tokenizer is not None and tokenizer.name is not None and not is_path(tokenizer.name)
+    return _is_from_hub(config) or has_hub_tokenizer
+
+
+def _trains_own_weights(config: RunConfig) -> bool:
+    return config.model.lora is None
+
+
+def _has_trackers(config: RunConfig) -> bool:
+    return bool(config.report.trackers)
+
+
+_ADAM = ("adamw", "adamw_8bit")
+_HUB_KEYS = ("config", "revision", "split")
+
+EFFECTS: tuple[Effect, ...] = (
+    Effect("train.optimizer.momentum", partial(_optimizer, names=("sgd",)), "only `name: sgd` has momentum"),
+    Effect("train.optimizer.betas", partial(_optimizer, names=_ADAM), "only `adamw` and `adamw_8bit` have betas"),
+    Effect("train.optimizer.eps", partial(_optimizer, names=_ADAM), "only `adamw` and `adamw_8bit` have eps"),
+    Effect("train.optimizer.fused", partial(_optimizer, names=("adamw",)), "only `adamw` has a fused kernel"),
+    Effect("train.schedule.decay_fraction", _decays_late, "only `name: warmup_stable_decay` decays late"),
+    Effect("train.schedule.final_fraction", partial(_schedule_is_not, name="constant"), "a constant rate never falls"),
+    Effect("train.nonfinite.max_skips", _skips, "only `action: skip` skips steps"),
+    Effect("data.persistent_workers", _has_workers, "it needs `data.num_workers` above 0"),
+    Effect("data.prefetch_factor", _has_workers, "it needs `data.num_workers` above 0"),
+    *(
+        Effect(f"data.{source}.{name}", partial(_is_hub_source, name=source), f"a local file has no {name}")
+        for source in ("train", "validation")
+        for name in _HUB_KEYS
+    ),
+    Effect("data.chat_template", _has_turns, "`task.name: pretrain` reads text without turns"),
+    Effect("data.system_prompt", _has_turns, "`task.name: pretrain` reads text without turns"),
+    Effect("evaluate.generate", _has_turns, "`task.name: pretrain` has no prompts to answer"),
+    Effect("model.revision", _is_from_hub, "only a model from the hub has revisions"),
+    Effect("model.trust_remote_code", _runs_model_code, "a model made from its config runs no code of others"),
+    Effect("model.cache_folder", _downloads, "nothing is downloaded from the model hub"),
+    Effect("model.freeze", _trains_own_weights, "under `model.lora` all of the model's own weights are frozen"),
+    Effect("report.project", _has_trackers, "it needs `report.trackers`"),
+)

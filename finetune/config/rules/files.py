@@ -1,0 +1,116 @@
+"""Files and folders that a config names: they are there, and the run can write where it must."""
+
+import glob
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from finetune.config.paths import is_path
+from finetune.config.rules.data import sources
+from finetune.config.run_config import RunConfig
+from finetune.errors import Problem
+
+
+def file_problems(config: RunConfig, *, folder: Path, is_draft: bool = False) -> list[Problem]:
+    """Return what is wrong with the files that the config names; `folder` is the config file's.
+
+    The paths in the config are absolute. On a draft, broken keys are passed over.
+    """
+    problems: list[Problem] = []
+    checks: tuple[Callable[[], Iterator[Problem]], ...] = (
+        lambda: _rows(config),
+        lambda: _model(config, folder),
+        lambda: _template(config),
+        lambda: _checkpoint(config),
+        lambda: _run_folder(Path(config.run.folder)),
+    )
+    for check in checks:
+        try:
+            problems.extend(check())
+        except AttributeError:
+            if not is_draft:
+                raise
+    return problems
+
+
+def _rows(config: RunConfig) -> Iterator[Problem]:
+    for key, source in sources(config):
+        if source.path is None:
+            continue
+        path = Path(source.path)
+        if path.is_dir():
+            message = f"{path} is a folder. Name a file, or a glob such as {path}/*.jsonl."
+            yield Problem(f"{key}.path", message)
+        elif path.exists():
+            yield from _readable(f"{key}.path", path)
+        elif glob.has_magic(source.path):
+            found = sorted(Path(path.anchor).glob(str(path.relative_to(path.anchor))))
+            if not found:
+                yield Problem(f"{key}.path", f"no file matches {path}. {RELATIVE}")
+            for each in found:
+                yield from _readable(f"{key}.path", each)
+        else:
+            yield Problem(f"{key}.path", f"there is no file {path}. {RELATIVE}")
+
+
+def _model(config: RunConfig, folder: Path) -> Iterator[Problem]:
+    tokenizer = config.model.tokenizer
+    named = {"model.name": config.model.name, "model.tokenizer.name": tokenizer.name if tokenizer else None}
+    for key, name in named.items():
+        if name is None:
+            continue
+        if not is_path(name):
+            if (folder / name).is_dir():
+                yield Problem(key, f"`{name}` means the hub, but there is a folder of that name. Write `./{name}`.")
+        elif not Path(name).exists():
+            yield Problem(key, f"there is no folder {name}. {RELATIVE}")
+        elif not Path(name).is_dir():
+            yield Problem(key, f"{name} is a file. Write the folder that holds the model and its config.json.")
+        elif not os.access(name, os.R_OK | os.X_OK):
+            yield Problem(key, f"{name} cannot be read. Check its permissions.")
+
+
+def _template(config: RunConfig) -> Iterator[Problem]:
+    template = config.data.chat_template
+    if template is not None and is_path(template):
+        if not Path(template).is_file():
+            yield Problem("data.chat_template", f"there is no file {template}. {RELATIVE}")
+        else:
+            yield from _readable("data.chat_template", Path(template))
+
+
+def _checkpoint(config: RunConfig) -> Iterator[Problem]:
+    resume = config.checkpoint.resume
+    if resume not in ("auto", "never") and not Path(resume).is_dir():
+        message = f"there is no checkpoint {resume}. Write `auto`, `never` or the folder of a checkpoint. {RELATIVE}"
+        yield Problem("checkpoint.resume", message)
+
+
+def _run_folder(folder: Path) -> Iterator[Problem]:
+    place = next(each for each in (folder, *folder.parents) if each.exists() or each.is_symlink())
+    if not place.exists():
+        yield Problem("run.folder", f"{place} is a link to nothing. Remove it, or choose another folder.")
+    elif not place.is_dir():
+        yield Problem("run.folder", f"{place} is a file. Choose another folder.")
+    elif not _is_writable(place):
+        yield Problem("run.folder", f"{place} cannot be written to. Choose another folder, or change its permissions.")
+
+
+def _is_writable(folder: Path) -> bool:
+    """Tell by writing an unnamed file: to the superuser, permissions say nothing of /proc or a read-only disk."""
+    if not os.access(folder, os.W_OK | os.X_OK):
+        return False
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            return True
+    except OSError:
+        return False
+
+
+def _readable(key: str, path: Path) -> Iterator[Problem]:
+    if not os.access(path, os.R_OK):
+        yield Problem(key, f"{path} cannot be read. Check its permissions.")
+
+
+RELATIVE = "A relative path is resolved against the config file's folder."

@@ -1,0 +1,47 @@
+"""Rules of `model:` and `report:` - where weights and tokenizer come from, and names that must be known."""
+
+from collections.abc import Iterator
+
+from finetune.config.run_config import RunConfig
+from finetune.config.wording import did_you_mean, listed
+from finetune.errors import Problem
+
+TRACKERS = ("aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab", "tensorboard", "trackio", "wandb")
+
+
+def model_is_one(config: RunConfig) -> Iterator[Problem]:
+    """The model comes from exactly one place."""
+    has_name, has_config = config.model.name is not None, config.model.from_config is not None
+    if has_name and has_config:
+        yield Problem("model.from_config", "the model is in `model.name` already. Write only one of them.")
+    if not has_name and not has_config:
+        yield Problem(
+            "model", "there is no model. Write `name` (hub name or folder) or `from_config` (random weights)."
+        )
+
+
+def tokenizer_is_one(config: RunConfig) -> Iterator[Problem]:
+    """A tokenizer comes from exactly one place, and a model made from a config brings none."""
+    tokenizer = config.model.tokenizer
+    if tokenizer is None:
+        if config.model.from_config is not None:
+            message = (
+                "a model made from its config brings no tokenizer. Write `model.tokenizer` with `name` or `train`."
+            )
+            yield Problem("model.from_config", message)
+    elif tokenizer.name is not None and tokenizer.train is not None:
+        message = "the tokenizer is in `model.tokenizer.name` already. Write only one of them."
+        yield Problem("model.tokenizer.train", message)
+    elif tokenizer.name is None and tokenizer.train is None:
+        yield Problem("model.tokenizer", "there is no tokenizer. Write `name` or `train`.")
+
+
+def trackers_are_known(config: RunConfig) -> Iterator[Problem]:
+    """Trackers are among those that Accelerate knows."""
+    for index, name in enumerate(config.report.trackers):
+        if name not in TRACKERS:
+            hint = did_you_mean(name, TRACKERS) or f"There are {listed(TRACKERS)}."
+            yield Problem(f"report.trackers.{index}", f"there is no tracker `{name}`. {hint}")
+
+
+MODEL_RULES = (model_is_one, tokenizer_is_one, trackers_are_known)

@@ -1,0 +1,44 @@
+"""RunConfig: the whole job YAML, and how its batch is shared by the processes that were launched."""
+
+from finetune.config.section import Section, key
+from finetune.config.sections.checkpoint import CheckpointSection
+from finetune.config.sections.data import DataSection
+from finetune.config.sections.evaluate import EvaluateSection
+from finetune.config.sections.export import ExportSection
+from finetune.config.sections.model import ModelSection
+from finetune.config.sections.report import ReportSection
+from finetune.config.sections.run import RunSection
+from finetune.config.sections.task import TaskSection
+from finetune.config.sections.train import TrainSection
+from finetune.config.source import Sources, placed
+from finetune.config.wording import nearest_multiples
+from finetune.errors import Problem
+
+
+class RunConfig(Section):
+    """A job: what is learnt, from what, how, and what is left behind."""
+
+    run: RunSection = key("What the run is called, where it writes, and what makes it repeatable.")
+    model: ModelSection = key("Which weights to start from, how they are held in memory, and which of them learn.")
+    data: DataSection = key("Which rows are learnt from, how they become tokens, and how they are loaded.")
+    task: TaskSection = key("What is learnt from a row.")
+    train: TrainSection = key("How the model learns: batch, budget, optimizer, schedule, precision and when to stop.")
+    checkpoint: CheckpointSection = key(
+        "When the run saves itself, what it keeps, and where it continues.", CheckpointSection()
+    )
+    evaluate: EvaluateSection | None = key("What is measured on the validation rows, and when.", None)
+    report: ReportSection = key("Who is told about the run.", ReportSection())
+    export: ExportSection = key("The model that the run leaves in `final/`.", ExportSection())
+
+
+def world_problems(config: RunConfig, *, num_processes: int, sources: Sources) -> list[Problem]:
+    """Return what keeps the config from being run by so many processes."""
+    batch, microbatch = config.train.global_batch_size, config.train.microbatch_size
+    share = num_processes * microbatch
+    if batch % share == 0:
+        return []
+    message = (
+        f"{batch} cannot be shared by {num_processes} process{'es' if num_processes > 1 else ''} x {microbatch} per "
+        f"microbatch. Nearest that can: {nearest_multiples(batch, share)}."
+    )
+    return [placed(Problem("train.global_batch_size", message), sources)]

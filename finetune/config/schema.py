@@ -1,0 +1,116 @@
+"""Every key of the job YAML as JSON schema, and its values in plain words."""
+
+from collections.abc import Iterator, Mapping
+from functools import cache
+from typing import Any
+
+from finetune.config.run_config import RunConfig
+from finetune.config.wording import listed
+
+Node = Mapping[str, Any]
+"""A part of the JSON schema: what one key may hold."""
+
+
+@cache
+def run_schema() -> dict[str, Any]:
+    """Return the JSON schema of the whole job YAML."""
+    return RunConfig.model_json_schema()
+
+
+def node_at(key: str) -> Node | None:
+    """Return the schema of a dotted key, None where there is no such key; the empty key is the whole file."""
+    nodes: list[Node] = [run_schema()]
+    for part in key.split(".") if key else []:
+        nodes = [inner for node in nodes for branch in branches(node) if (inner := _inside(branch, part)) is not None]
+        if not nodes:
+            return None
+    return nodes[0]
+
+
+def branches(node: Node) -> list[Node]:
+    """Return the kinds of value that a key may hold, references followed."""
+    if "$ref" in node:
+        target: Node = run_schema()["$defs"][node["$ref"].rsplit("/", 1)[1]]
+        return branches(target)
+    if "anyOf" in node or "oneOf" in node:
+        return [branch for each in node.get("anyOf", node.get("oneOf", ())) for branch in branches(each)]
+    return [node]
+
+
+def keys_of(node: Node) -> dict[str, Node]:
+    """Return the keys that a section has, by name; empty for a single value."""
+    return {name: inner for branch in branches(node) for name, inner in branch.get("properties", {}).items()}
+
+
+def all_keys(node: Node | None = None, *, prefix: str = "") -> Iterator[tuple[str, Node]]:
+    """Yield every dotted key with its schema, a section before what is in it."""
+    for name, inner in keys_of(run_schema() if node is None else node).items():
+        yield prefix + name, inner
+        yield from all_keys(inner, prefix=f"{prefix}{name}.")
+
+
+def describe(node: Node) -> str:
+    """Return what may be written, as `a whole number of at least 1, or null`."""
+    kinds = branches(node)
+    texts = list(dict.fromkeys(_describe_one(each) for each in kinds if each.get("type") != "null"))
+    optional = any(each.get("type") == "null" for each in kinds)
+    return " or ".join(texts) + (", or `null`" if optional else "")
+
+
+def _inside(node: Node, part: str) -> Node | None:
+    if part in node.get("properties", {}):
+        inner: Node = node["properties"][part]
+        return inner
+    further = node.get("items") if part.isdecimal() else node.get("additionalProperties")
+    if further is True:
+        return {}
+    return further if isinstance(further, dict) else None
+
+
+def _describe_one(node: Node) -> str:
+    if "enum" in node or "const" in node:
+        return listed(node.get("enum", [node.get("const")]), last="or")
+    match node.get("type"):
+        case "object" if "properties" in node:
+            return "a section"
+        case "object":
+            return "a mapping" + (" of texts" if node.get("additionalProperties", True) is not True else "")
+        case "array":
+            return _describe_list(node)
+        case "string":
+            return {"path": "a path", "name or path": "a name or a path"}.get(node.get("format", ""), _text(node))
+        case "integer":
+            return "a whole number" + _bounds(node)
+        case "number":
+            return "a number" + _bounds(node)
+        case "boolean":
+            return "`true` or `false`"
+    return "any value"
+
+
+def _describe_list(node: Node) -> str:
+    items: Node = node.get("items", {})
+    plural = {"string": "texts", "number": "numbers", "integer": "whole numbers"}.get(items.get("type", ""), "values")
+    count = f"{node['minItems']} " if "minItems" in node else ""
+    return f"a list of {count}{plural}{_bounds(items)}"
+
+
+def _text(node: Node) -> str:
+    return f"text such as `{node['examples'][0]}`" if node.get("examples") else "text"
+
+
+def _bounds(node: Node) -> str:
+    low, high = node.get("minimum"), node.get("maximum")
+    if low is not None and high is not None:
+        return f" from {low:g} to {high:g}"
+    parts = [
+        f"{word} {node[name]:g}"
+        for name, word in (
+            ("minimum", "of at least"),
+            ("exclusiveMinimum", "above"),
+            ("maximum", "of at most"),
+            ("exclusiveMaximum", "below"),
+        )
+        if name in node
+    ]
+    return f" {' and '.join(parts)}" if parts else ""
