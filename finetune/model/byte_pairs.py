@@ -27,7 +27,7 @@ def trained_tokenizer(
     if num_texts == 0:
         raise ModelError("model.tokenizer.train: there is not a single text to train the tokenizer on.")
     folder = cache_folder / "tokenizers" / digest
-    made = make_once(folder, lambda staging: _train(texts(), vocabulary_size, staging), say=say)
+    made = make_once(folder, lambda staging: _train(texts(), staging, vocabulary_size=vocabulary_size), say=say)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(str(folder), local_files_only=True)
     verb = "trained" if made else "found"
     say(f"{verb} a tokenizer of {len(tokenizer)} tokens for {num_texts} texts in {folder}")
@@ -44,7 +44,7 @@ def _digest(texts: Iterable[str], *, vocabulary_size: int) -> tuple[str, int]:
     return digest.hexdigest(), num_texts
 
 
-def _train(texts: Iterable[str], vocabulary_size: int, folder: Path) -> None:
+def _train(texts: Iterable[str], folder: Path, *, vocabulary_size: int) -> None:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -37,11 +37,6 @@ def add_lora(
     return adapted
 
 
-def is_adapted(model: nn.Module) -> bool:
-    """Tell whether the model carries adapters, and so is exported as an adapter beside its base."""
-    return isinstance(model, PeftModel)
-
-
 def _peft_config(model: nn.Module, lora: LoraSection, *, head: str) -> LoraConfig:
     targets = lora.target_modules
     return LoraConfig(

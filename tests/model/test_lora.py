@@ -4,7 +4,7 @@ import torch
 from finetune.config.sections.model import LoraSection
 from finetune.errors import ModelError
 from finetune.model.freeze import freeze
-from finetune.model.lora import add_lora, is_adapted
+from finetune.model.lora import add_lora
 from finetune.model.size import describe
 
 BATCH = torch.arange(24).reshape(2, 12)
@@ -24,7 +24,6 @@ def test_new_adapters_change_nothing_and_every_one_learns(architecture_name, fro
     output = adapted(input_ids=BATCH, labels=BATCH)
     assert torch.allclose(output.logits, expected, atol=1e-5)
     output.loss.backward()
-    assert is_adapted(adapted)
     assert all(p.grad is not None for p in adapted.parameters() if p.requires_grad)
     others = {name for name in trained_names(adapted) if ".lora_" not in name}
     assert others == (
