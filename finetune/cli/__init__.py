@@ -1,1 +1,1 @@
-"""Typed words become one call."""
+"""The command line: typed words become one call."""

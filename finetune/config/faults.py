@@ -1,6 +1,6 @@
 """Turns what pydantic found wrong into problems: the dotted key, what was written and what to write instead."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from finetune.config.elsewhere import ELSEWHERE, REASONS
-from finetune.config.schema import Node, all_keys, branches, describe, keys_of, node_at
+from finetune.config.schema import Node, all_keys, branches, describe, keys_of, meaning, node_at
 from finetune.config.source import joined
 from finetune.config.wording import did_you_mean, kind, listed, nearest, shown
 from finetune.errors import Problem
@@ -16,7 +16,7 @@ from finetune.errors import Problem
 
 @dataclass(frozen=True)
 class Fault:
-    """One key with which pydantic is not content; `meant` is the key that was probably meant by an unknown one."""
+    """One key that does not fit the schema; `meant` is the key that an unknown one probably stands for."""
 
     key: str
     type: str
@@ -40,10 +40,10 @@ def read_faults(error: ValidationError, values: Any) -> list[Fault]:
     faults = []
     for key, complaints in groupby(located, key=lambda pair: pair[0]):
         first = next(complaints)[1]
-        meant = _meant_here(key) if first["type"] == "extra_forbidden" else None
+        meant = _meant(key) if first["type"] == "extra_forbidden" else None
         faults.append(Fault(key, first["type"], first["input"], meant))
-    outer = {fault.key for fault in faults}
-    return [fault for fault in faults if not any(fault.key.startswith(f"{key}.") for key in outer)]
+    meant_keys = {fault.meant for fault in faults}
+    return [fault for fault in faults if not (fault.type == "missing" and fault.key in meant_keys)]
 
 
 def _key(location: Sequence[int | str], values: Any, *, is_missing: bool) -> str:
@@ -62,7 +62,7 @@ def _key(location: Sequence[int | str], values: Any, *, is_missing: bool) -> str
 
 def _missing(key: str) -> str:
     node = node_at(key) or {}
-    what = str(node.get("description", "")).rstrip(".")
+    what = meaning(node).rstrip(".")
     required = [f"{key}.{name}" for each in branches(node) for name in each.get("required", ())]
     if keys_of(node):
         keys = f" It needs {listed(required)}." if required else ""
@@ -82,6 +82,11 @@ def _unknown(key: str) -> str:
         return f"there is no such key. There is {listed(elsewhere, last='and')}."
     where = f"`{here}`" if here else "the file"
     return f"there is no such key. {where} has {listed(keys_of(node_at(here) or {}))}."
+
+
+def _meant(key: str) -> str | None:
+    """Return the key that an unknown one probably stands for: one of this section, or another tool's word."""
+    return _meant_here(key) or ELSEWHERE.get(key.rpartition(".")[2])
 
 
 def _meant_here(key: str) -> str | None:
@@ -108,19 +113,20 @@ def _wrong(value: Any, node: Node) -> str:
     """Return what was written, what may be written, and the hint that most likely mends it."""
     fits = f"Write {describe(node)}."
     hint = _hint(value, node)
-    is_right_kind = any(kind(value) in {_KINDS.get(str(each.get("type"))), "null"} for each in branches(node))
+    is_right_kind = any(kind(value) in _KINDS.get(str(each.get("type")), ()) for each in branches(node))
     said = f"{shown(value)} is not allowed" if is_right_kind else f"{shown(value)} is {kind(value)}"
     return " ".join(part for part in (f"{said}.", hint, fits) if part)
 
 
-_KINDS = {
-    "integer": "a whole number",
-    "number": "a number",
-    "string": "text",
-    "array": "a list",
-    "object": "a section",
-    "boolean": "true or false",
+_KINDS: Mapping[str, tuple[str, ...]] = {
+    "integer": ("a whole number",),
+    "number": ("a number", "a whole number"),
+    "string": ("text",),
+    "array": ("a list",),
+    "object": ("a section",),
+    "boolean": ("a truth value",),
 }
+"""From JSON schema's types to the sorts of value that are written for them."""
 
 
 def _hint(value: Any, node: Node) -> str:
@@ -131,11 +137,13 @@ def _hint(value: Any, node: Node) -> str:
         if choices:
             return did_you_mean(value, choices)
         if "boolean" in types and value.lower() in {"yes", "no", "on", "off"}:
-            return "In YAML 1.2 that is text."
+            return "YAML 1.2 reads it so."
         if types & {"integer", "number"} and _is_number(value):
             return "Remove the quotes."
         if "array" in types:
             return f"Put it in brackets: `[{value}]`."
+    elif keys_of(node) and not isinstance(value, dict):
+        return f"Its keys are {listed(keys_of(node))}."
     elif "array" in types and isinstance(value, int | float):
         return f"Put it in brackets: `[{value}]`."
     elif isinstance(value, float) and value.is_integer() and "integer" in types:

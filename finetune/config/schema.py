@@ -49,6 +49,11 @@ def all_keys(node: Node | None = None, *, prefix: str = "") -> Iterator[tuple[st
         yield from all_keys(inner, prefix=f"{prefix}{name}.")
 
 
+def meaning(node: Node) -> str:
+    """Return the sentence that explains the key, or else the section that it holds."""
+    return str(node.get("description") or next((each.get("description", "") for each in branches(node)), ""))
+
+
 def describe(node: Node) -> str:
     """Return what may be written, as `a whole number of at least 1, or null`."""
     kinds = branches(node)

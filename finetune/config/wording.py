@@ -22,7 +22,7 @@ def shown(value: Any) -> str:
 def kind(value: Any) -> str:
     """Return what sort of value it is, in the words of the reference page."""
     names: Sequence[tuple[type, str]] = (
-        (bool, "true or false"),
+        (bool, "a truth value"),
         (int, "a whole number"),
         (float, "a number"),
         (str, "text"),

@@ -1,0 +1,109 @@
+"""The commands. Each is typed words and one call."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from finetune import __version__
+from finetune.cli import lazy, verify
+from finetune.cli.options import Config, Overrides
+from finetune.cli.outcome import reported
+from finetune.config.load import load_config
+from finetune.config.reference import json_schema, reference_markdown
+from finetune.config.run_config import world_problems
+from finetune.config.summary import summary
+from finetune.errors import ConfigError
+
+app = typer.Typer(
+    name="finetune",
+    help="Fine-tune transformer models on Hugging Face Accelerate: one job YAML, any strategy, the same loss.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,  # rich help costs start-up time and adds nothing
+    pretty_exceptions_enable=False,  # a fault of ours keeps Python's own traceback, with no locals in it
+)
+app.add_typer(verify.app, name="verify")
+
+
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        print(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show it.")
+    ] = False,
+) -> None:
+    """Fine-tune transformer models on Hugging Face Accelerate: one job YAML, any strategy, the same loss."""
+
+
+@app.command()
+@reported
+def train(config: Config, override: Overrides = None) -> int:
+    """Train as the job file says.
+
+    Under several processes: accelerate launch --config_file ACCELERATE.yaml -m finetune --config JOB.yaml
+    """
+    return int(lazy.call("finetune.run:train_from_config", load_config(config, override or [])))
+
+
+@app.command()
+@reported
+def check(
+    job: Annotated[Path, typer.Argument(metavar="JOB.yaml", help="The job file.")],
+    override: Overrides = None,
+    processes: Annotated[int | None, typer.Option(min=1, help="Also check that so many can share the batch.")] = None,
+) -> None:
+    """Name every problem of a job file at once.
+
+    Where there is none, say what the job will do. Loads no model and no data.
+    """
+    loaded = load_config(job, override or [])
+    if processes is not None:
+        problems = world_problems(loaded.config, num_processes=processes, sources=loaded.sources)
+        if problems:
+            raise ConfigError(problems, job.name)
+    print(f"{job.name} is ready.")
+    for line in summary(loaded.config, num_processes=processes):
+        print(f"  {line}")
+
+
+@app.command()
+@reported
+def reference() -> None:
+    """Print the page of all keys."""
+    print(reference_markdown(), end="")
+
+
+@app.command()
+@reported
+def schema() -> None:
+    """Print the JSON schema of a job file, for editors."""
+    print(json_schema(), end="")
+
+
+@app.command()
+@reported
+def init(
+    name: Annotated[str, typer.Argument(help="The recipe, such as `quickstart`.")],
+    into: Annotated[Path, typer.Option(metavar="FOLDER", help="Folder to write into.")],
+) -> None:
+    """Write a commented job file into a folder.
+
+    The quickstart brings its data along.
+    """
+    for path in lazy.call("finetune.recipes.make:make_recipe", name, into):
+        print(f"wrote {path}")
+
+
+@app.command()
+@reported
+def chat(
+    folder: Annotated[Path, typer.Argument(help="A run's folder, or its `final/`.")],
+) -> None:
+    """Talk to a model that a run left behind."""
+    lazy.call("finetune.advise.chat:chat", folder)

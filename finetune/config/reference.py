@@ -1,0 +1,55 @@
+"""The page of all keys and the schema for editors, made from the sections themselves."""
+
+import json
+from collections.abc import Iterator
+
+from finetune.config.schema import Node, all_keys, branches, describe, keys_of, meaning, run_schema
+
+INTRODUCTION = """# Every key of a job file
+
+Made by `finetune reference` from the schema; do not edit.
+
+- YAML 1.2: `2e-5` is a number, `yes` is text, a key written twice is an error, environment variables are not expanded.
+- Unknown keys are errors, and so are keys that do nothing in the combination in which they are written.
+- A relative path is resolved against the folder of the job file, in `--set` too; `~` is the home folder.
+- `--set train.learning_rate=1e-4` writes one key over the file; the value is read as YAML, `null` unsets.
+- `finetune check job.yaml` names every problem of a file at once.
+- For completion and checks in an editor, begin the file with
+  `# yaml-language-server: $schema=PATH/TO/docs/finetune.schema.json` (`finetune schema` prints it).
+"""
+
+
+def reference_markdown() -> str:
+    """Return the reference page: every key with what it may hold, its default and what it means."""
+    return "\n".join([INTRODUCTION, *_sections()])
+
+
+def json_schema() -> str:
+    """Return the JSON schema of the job YAML as indented text."""
+    head = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "finetune job"}
+    return json.dumps({**run_schema(), **head}, indent=2, ensure_ascii=False) + "\n"
+
+
+def _sections() -> Iterator[str]:
+    for key, node in all_keys():
+        keys = keys_of(node)
+        if not keys:
+            continue
+        required = {name for branch in branches(node) for name in branch.get("required", ())}
+        yield f"{'#' * (key.count('.') + 2)} `{key}`\n\n{meaning(node)}\n"
+        yield "| key | value | default | meaning |\n|---|---|---|---|"
+        for name, inner in keys.items():
+            yield _row(f"{key}.{name}", inner, is_required=name in required)
+        yield ""
+
+
+def _row(key: str, node: Node, *, is_required: bool) -> str:
+    default = node.get("default")
+    if is_required:
+        shown_default = "**required**"
+    elif keys_of(node):
+        shown_default = "none" if default is None else "its own defaults"
+    else:
+        shown_default = f"`{json.dumps(default, ensure_ascii=False)}`"
+    cells = (f"`{key}`", describe(node).removesuffix(", or `null`"), shown_default, meaning(node))
+    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"

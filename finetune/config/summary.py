@@ -1,0 +1,49 @@
+"""What a config will do, in a few lines: what is trained on what, the arithmetic of the batch, the budget."""
+
+from finetune.config.run_config import RunConfig
+
+
+def summary(config: RunConfig, *, num_processes: int | None) -> tuple[str, ...]:
+    """Return the lines that `finetune check` prints; the batch must be one that the processes can share."""
+    return (
+        f"task     {config.task.name}, from {_rows(config)}",
+        f"model    {_model(config)}",
+        f"batch    {_batch(config, num_processes)}",
+        f"budget   {_budget(config)}, learning rate {config.train.learning_rate:g}, {config.train.schedule.name}",
+        f"writes   {config.run.folder}",
+    )
+
+
+def _rows(config: RunConfig) -> str:
+    train, validation = config.data.train, config.data.validation
+    evaluated = f", evaluated on {validation.path or validation.name}" if validation else ""
+    return f"{train.path or train.name}{evaluated}"
+
+
+def _model(config: RunConfig) -> str:
+    section = config.model
+    source = section.name or f"a new {section.from_config.model_type if section.from_config else 'model'}"
+    if section.lora is not None:
+        how = f"LoRA of rank {section.lora.rank} on {section.dtype} weights"
+    else:
+        how = f"all weights but {len(section.freeze)} frozen patterns" if section.freeze else "all weights"
+        how += f" in {section.dtype}"
+    return f"{source}: {how}, computed in {config.train.precision}"
+
+
+def _batch(config: RunConfig, num_processes: int | None) -> str:
+    batch, microbatch = config.train.global_batch_size, config.train.microbatch_size
+    if num_processes is not None:
+        accumulated = batch // (num_processes * microbatch)
+        processes = "1 process" if num_processes == 1 else f"{num_processes} processes"
+        return f"{batch} per step = {processes} x {microbatch} per microbatch x {accumulated} accumulated"
+    share = batch // microbatch
+    fitting = ", ".join(str(number) for number in range(1, share + 1) if share % number == 0)
+    return f"{batch} per step = {microbatch} per microbatch x {share}; fits on {fitting} processes"
+
+
+def _budget(config: RunConfig) -> str:
+    train = config.train
+    if train.steps is not None:
+        return f"{train.steps} steps = {train.steps * train.global_batch_size} samples"
+    return f"{train.epochs:g} epochs" if train.epochs is not None else f"{train.tokens} tokens"
