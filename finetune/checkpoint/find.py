@@ -1,0 +1,106 @@
+"""Which checkpoint a run continues from; rank 0 chooses, all ranks verify, and nobody disagrees."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from finetune.checkpoint import layout
+from finetune.checkpoint.manifest import Manifest, first_problem, read_manifest
+from finetune.checkpoint.together import all_do, main_does
+from finetune.errors import CheckpointError
+from finetune.runtime import ranks
+
+
+@dataclass(frozen=True)
+class Found:
+    """A checkpoint that has been verified."""
+
+    path: Path
+    manifest: Manifest
+
+    @property
+    def step(self) -> int:
+        """Return the step after which it was taken."""
+        return self.manifest.step
+
+
+def find_newest(folder: Path, *, say: Callable[[str], None]) -> Found | None:
+    """Return the newest checkpoint that verifies, or None in a folder without any. Collective.
+
+    Bad ones on the way are renamed to `.bad-...` and named with what is wrong with them; when there are only bad ones,
+    that is an error and not a fresh start.
+    """
+    passed_over: list[str] = []
+    while path := main_does(lambda: _newest(folder)):
+        try:
+            return verify(path)
+        except CheckpointError as error:
+            # All ranks come here or none: `verify` raises the same on all, and rank 0 renames when all have read.
+            aside = main_does(lambda bad=path: layout.set_aside(bad, "bad"))
+            passed_over.append(str(error))
+            if ranks.is_main():
+                say(f"passed over {path.name}, now {aside.name}: {error}")
+    if passed_over:
+        raise CheckpointError(
+            f"{folder}: none of its checkpoints can be trusted, they are now called .bad-...\n"
+            + "\n".join(f"  {each}" for each in passed_over)
+            + "\nStart the same command again to begin anew, or name a checkpoint of another run in checkpoint.resume."
+        )
+    return None
+
+
+def find_at(path: Path, *, folder: Path) -> Found:
+    """Return the checkpoint at this very path; raises CheckpointError when it does not verify. Collective.
+
+    Checkpoints of `folder` that are newer would be in the way of what is trained from here: they are put aside when the
+    path is one of them, and refused when it is another run's.
+    """
+    inner = main_does(lambda: [each.name for each in layout.steps(path).values()])
+    if inner and not (path / layout.MANIFEST).exists():
+        raise CheckpointError(f"checkpoint.resume: {path} holds checkpoints; write one of them: {', '.join(inner)}")
+    try:
+        found = verify(path)
+    except CheckpointError as error:
+        raise CheckpointError(f"checkpoint.resume: {error}") from error
+    main_does(lambda: _clear_the_way(found, folder=folder))
+    return found
+
+
+def refuse_any(folder: Path) -> None:
+    """Raise CheckpointError when the folder has checkpoints. Collective."""
+    newest = main_does(lambda: _newest(folder))
+    if newest is not None:
+        raise CheckpointError(
+            f"checkpoint.resume: never, but there is {newest}. "
+            "Write `auto` to continue from it, or another run.folder to start anew."
+        )
+
+
+def verify(path: Path) -> Found:
+    """Return the checkpoint when every file has the size and digest it was written with; raises CheckpointError.
+
+    Ranks share out the files among them. Collective.
+    """
+    manifest = main_does(lambda: read_manifest(path))
+    mine = sorted(manifest.files)[ranks.rank() :: ranks.world()]
+    for problem in all_do(lambda: first_problem(path, manifest.files, mine)):
+        if problem is not None:
+            raise CheckpointError(f"{path}: {problem}")
+    return Found(path, manifest)
+
+
+def _newest(folder: Path) -> Path | None:
+    return next(reversed(layout.steps(folder).values()), None)
+
+
+def _clear_the_way(found: Found, *, folder: Path) -> None:
+    own = layout.steps(folder)
+    is_own = any(path.resolve() == found.path.resolve() for path in own.values())
+    if own and not is_own:
+        raise CheckpointError(
+            f"checkpoint.resume: {found.path} is another run's, and {folder} has checkpoints of its own, such as "
+            f"{_newest(folder)}. Write `auto` to continue from that one, or another run.folder."
+        )
+    for step, path in own.items():
+        if step > found.step:
+            layout.set_aside(path, "superseded")

@@ -1,0 +1,45 @@
+"""The state that an optimizer makes at its first update, made without an update: what loading writes into."""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def make_first_state(optimizer: torch.optim.Optimizer) -> None:
+    """Have the optimizer make its state for all its parameters by a step with zero gradients and no learning rate.
+
+    Only the optimizer knows its state's names, types and devices. Some rules move parameters in such a step all the
+    same: it is for a caller that overwrites parameters and state afterwards.
+    """
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    with zero_gradients(parameters), no_learning_rate(optimizer):
+        optimizer.step()
+
+
+@contextmanager
+def zero_gradients(parameters: Iterable[Tensor]) -> Iterator[None]:
+    """Give the parameters gradients of zeros, and back what they had (ZeRO-Offload keeps its buffers there)."""
+    before = {parameter: parameter.grad for parameter in parameters}
+    for parameter in before:
+        parameter.grad = torch.zeros_like(parameter)
+    try:
+        yield
+    finally:
+        for parameter, gradient in before.items():
+            parameter.grad = gradient
+
+
+@contextmanager
+def no_learning_rate(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Set every group's learning rate to 0, and to what it was afterwards."""
+    before: list[Any] = [group.get("lr") for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
+    try:
+        yield
+    finally:
+        for group, rate in zip(optimizer.param_groups, before, strict=True):
+            group["lr"] = rate

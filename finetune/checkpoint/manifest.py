@@ -1,0 +1,108 @@
+"""The manifest: the last file of a checkpoint to be written, and what makes it trustworthy."""
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from finetune.checkpoint.layout import MANIFEST
+from finetune.errors import CheckpointError
+from finetune.runtime import files
+
+FORMAT_VERSION = 1
+
+_BLOCK_BYTES = 8 << 20
+
+
+@dataclass(frozen=True)
+class FileFacts:
+    """Size and SHA-256 of one file, as `sha256sum` prints it."""
+
+    size_bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint is of, and every other file in it."""
+
+    step: int
+    identity: Mapping[str, str]  # what the run must share with the checkpoint to continue it
+    versions: Mapping[str, str]
+    files: Mapping[str, FileFacts]  # by relative path, with forward slashes
+    format_version: int = FORMAT_VERSION
+
+    @property
+    def size_bytes(self) -> int:
+        """Return the size of all files, the manifest itself left out."""
+        return sum(facts.size_bytes for facts in self.files.values())
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Write the manifest, whole or not at all."""
+    files.write_json(folder / MANIFEST, asdict(manifest))
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Return the checkpoint's manifest; raises CheckpointError saying what is wrong with it."""
+    path = folder / MANIFEST
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder}: there is no such folder")
+    if not path.is_file():
+        raise CheckpointError(f"{folder}: there is no {MANIFEST}, so the checkpoint was never finished")
+    try:
+        manifest = _parse(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path}: cannot be read: {error!r}") from error
+    if manifest.format_version != FORMAT_VERSION:
+        raise CheckpointError(
+            f"{path}: has format version {manifest.format_version}; this finetune reads version {FORMAT_VERSION}. "
+            "Use the version of finetune that wrote it: " + ", ".join(f"{k} {v}" for k, v in manifest.versions.items())
+        )
+    for name in manifest.files:
+        _refuse_escape(path, name)
+    return manifest
+
+
+def file_facts(path: Path) -> FileFacts:
+    """Return size and digest of the file, read from the disk in blocks."""
+    digest = hashlib.sha256()
+    size = 0
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK_BYTES):
+            digest.update(block)
+            size += len(block)
+    return FileFacts(size, digest.hexdigest())
+
+
+def first_problem(folder: Path, expected: Mapping[str, FileFacts], names: Iterable[str]) -> str | None:
+    """Return what is wrong with the first bad one of the named files, or None when all are as the manifest says."""
+    for name in names:
+        path = folder / name
+        if path.is_symlink() or not path.is_file():
+            return f"{name} is missing"
+        size = path.stat().st_size
+        if size != expected[name].size_bytes:
+            return f"{name} has {size} bytes instead of {expected[name].size_bytes}"
+        if file_facts(path) != expected[name]:
+            return f"{name} does not have the digest it was written with"
+    return None
+
+
+def _parse(value: Mapping[str, Any]) -> Manifest:
+    return Manifest(
+        step=int(value["step"]),
+        identity={str(name): str(text) for name, text in value["identity"].items()},
+        versions={str(name): str(text) for name, text in value["versions"].items()},
+        files={name: FileFacts(int(facts["size_bytes"]), facts["sha256"]) for name, facts in value["files"].items()},
+        format_version=int(value["format_version"]),
+    )
+
+
+def _refuse_escape(path: Path, name: str) -> None:
+    """Refuse a member outside the folder: a manifest may come from a stranger."""
+    parts = PurePosixPath(name).parts
+    if not parts or name.startswith("/") or "\\" in name or ".." in parts or name == MANIFEST:
+        raise CheckpointError(f"{path}: names the file {name!r}, which is not a plain relative name. Do not trust it.")

@@ -1,0 +1,62 @@
+"""The training state by name, one tensor at a time, whatever the strategy."""
+
+from collections.abc import Iterable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from finetune.checkpoint.loss_scale import LossScale
+from finetune.checkpoint.record import TensorRecord
+
+Scalars = dict[str, dict[str, float]]
+"""Plain numbers of the optimizer (`step`) by parameter name and their own name."""
+
+
+class StateAccess(Protocol):
+    """Reads and writes what training changes. A rank holds elements [start, stop) of each flattened tensor."""
+
+    @property
+    def contributes(self) -> bool:
+        """Tell whether what this rank holds counts when a tensor is put together from all ranks."""
+
+    @property
+    def device(self) -> torch.device:
+        """Return where tensors can be sent to other ranks from."""
+
+    def records(self) -> list[TensorRecord]:
+        """Return the tensors that this rank knows of, shapes whole; others may know more optimizer state."""
+
+    def is_whole(self, record: TensorRecord) -> bool:
+        """Tell whether every rank holds all of the tensor."""
+
+    def span(self, record: TensorRecord) -> tuple[int, int]:
+        """Return [start, stop)."""
+
+    def read(self, record: TensorRecord) -> Tensor:
+        """Return this rank's elements, flat, wherever they lie; not to be written to."""
+
+    def write(self, record: TensorRecord, values: Tensor) -> None:
+        """Write this rank's elements, given flat."""
+
+    def read_scalars(self) -> Scalars:
+        """Return the numbers that this rank knows of."""
+
+    def write_scalars(self, scalars: Scalars) -> None:
+        """Write the optimizer's numbers; raises CheckpointError where this strategy cannot tell parameters apart."""
+
+    def forget(self, names: Iterable[str]) -> None:
+        """Take back the optimizer state of parameters that have not been updated yet."""
+
+    def begin_reading(self) -> None:
+        """Put everything where it can be read."""
+
+    def begin_writing(self) -> None:
+        """Make optimizer state to be written into; parameters may change and must all be written afterwards."""
+
+    def finish_writing(self) -> None:
+        """Hand what was written on to the copies that training uses. Collective."""
+
+    @property
+    def loss_scale(self) -> LossScale:
+        """Return the loss scale of fp16."""

@@ -1,0 +1,42 @@
+"""Work that every rank does its part of, and whose failure on one of them is everybody's."""
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from finetune.errors import CheckpointError
+from finetune.runtime import ranks
+
+T = TypeVar("T")
+
+
+def all_do(act: Callable[[], T]) -> list[T]:
+    """Call `act` on every rank and return all ranks' values; when one fails, raise its error on all. Collective.
+
+    `act` must not talk to other ranks: the others would wait for a rank that has failed. Nobody leaves before all are done.
+    """
+    value, failure = _attempt(act)
+    outcomes = ranks.gather_objects((value, str(failure) if failure is not None else None))
+    for rank, (_, error) in enumerate(outcomes):
+        if error is not None:
+            where = f" (on rank {rank})" if ranks.world() > 1 else ""
+            raise CheckpointError(error + where) from failure
+    return [value for value, _ in outcomes]  # type: ignore[misc]  # no failure, so there is a value
+
+
+def main_does(act: Callable[[], T]) -> T:
+    """Call `act` on rank 0 alone and return its value everywhere; when it fails, raise its error on all. Collective.
+
+    Nobody leaves before rank 0 is done.
+    """
+    value, failure = _attempt(act) if ranks.is_main() else (None, None)
+    value, error = ranks.broadcast_object((value, str(failure) if failure is not None else None))
+    if error is not None:
+        raise CheckpointError(error) from failure
+    return value  # type: ignore[return-value]  # no failure, so there is a value
+
+
+def _attempt(act: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    try:
+        return act(), None
+    except Exception as error:  # whatever it is, the other ranks must hear of it
+        return None, error
