@@ -1,13 +1,21 @@
 """How the exported model generates: it stops where an answer ends, and pads with its own padding token."""
 
 import copy
+from collections.abc import Collection
+from dataclasses import dataclass
 
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
-from finetune.data.chat import stop_ids
+
+@dataclass(frozen=True)
+class Language:
+    """How text becomes tokens, and the tokens that end an answer."""
+
+    tokenizer: PreTrainedTokenizerBase
+    stop_ids: Collection[int]
 
 
-def generation_config(original: GenerationConfig, tokenizer: PreTrainedTokenizerBase) -> GenerationConfig:
+def generation_config(original: GenerationConfig, language: Language) -> GenerationConfig:
     """Return the model's own settings with the tokenizer's ids: every token that ends an answer ends the generation.
 
     Settings that contradict one another, which transformers refuses to save, are left out.
@@ -17,8 +25,8 @@ def generation_config(original: GenerationConfig, tokenizer: PreTrainedTokenizer
         config.validate(strict=True)
     except ValueError:
         config = GenerationConfig()
-    stops = sorted(stop_ids(tokenizer))
-    config.bos_token_id = tokenizer.bos_token_id
+    stops = sorted(language.stop_ids)
+    config.bos_token_id = language.tokenizer.bos_token_id
     config.eos_token_id = stops[0] if len(stops) == 1 else stops or None
-    config.pad_token_id = tokenizer.pad_token_id
+    config.pad_token_id = language.tokenizer.pad_token_id
     return config

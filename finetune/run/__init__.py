@@ -14,7 +14,7 @@ from finetune.run.folder import open_run
 from finetune.run.lessons import make_lessons, make_run_plan
 from finetune.run.machine import make_machine
 from finetune.run.parts import make_parts
-from finetune.run.saving import continue_run
+from finetune.run.saving import ReportedSaving, continue_run
 from finetune.runtime import ranks
 from finetune.runtime.log import quieten
 from finetune.runtime.signals import noted_signals
@@ -36,11 +36,10 @@ def train_from_config(loaded: LoadedConfig) -> int:
         machine = make_machine(config, strategy, lessons=lessons, learning_rate=plan.schedule.peak, say=say)
         checkpointer, progress = continue_run(config, machine, lessons=lessons, say=say)
         reporter = open_run(loaded, machine, say=say)
-        parts = make_parts(config, lessons, machine=machine, plan=plan, reporter=reporter, note=note)
+        save = ReportedSaving(checkpointer, reporter)
+        parts = make_parts(config, lessons, machine=machine, plan=plan, reporter=reporter, save=save, note=note)
         reporter(RunStarted(progress.step, plan.num_steps, explain(strategy), plan.arithmetic, config.model_dump()))
-        code = train_to_the_end(
-            config, parts, progress=progress, lessons=lessons, machine=machine, checkpointer=checkpointer
-        )
+        code = train_to_the_end(loaded, parts, progress=progress, lessons=lessons, machine=machine)
         reporter.close()
     return ranks.leave(code)
 

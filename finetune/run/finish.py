@@ -3,10 +3,18 @@
 import time
 from pathlib import Path
 
-from finetune.config.run_config import RunConfig
-from finetune.report.events import RunEnded
+from finetune.checkpoint.gather import gather_weights
+from finetune.config.explain import resolved_yaml
+from finetune.config.load import LoadedConfig
+from finetune.data.chat import stop_ids
+from finetune.export.card import CardFacts
+from finetune.export.generation import Language
+from finetune.export.save import export_model
+from finetune.report.events import Noted, RunEnded
 from finetune.run.lessons import Lessons
 from finetune.run.machine import Machine
+from finetune.runtime import ranks
+from finetune.runtime.environment import package_versions
 from finetune.runtime.progress import Progress
 from finetune.train.loop import FINISHED, train
 from finetune.train.parts import Parts
@@ -18,22 +26,53 @@ EXIT_CODES = {"signal SIGTERM": 143, "signal SIGINT": 130}
 """As a shell counts them; every other end is a success."""
 
 
-def train_to_the_end(config: RunConfig, parts: Parts, *, progress: Progress, lessons: Lessons, machine: Machine) -> int:
+def train_to_the_end(
+    loaded: LoadedConfig, parts: Parts, *, progress: Progress, lessons: Lessons, machine: Machine
+) -> int:
     """Train, export the model where the run is over, report the end and return the exit code. Collective."""
     started = time.monotonic()
-    if config.evaluate is not None and config.evaluate.at_start and progress.step == 0:
+    section, folder = loaded.config.evaluate, Path(loaded.config.run.folder) / "final"
+    if section is not None and section.at_start and progress.step == 0:
         parts.evaluate(progress.step)
     reason = train(parts, progress)
-    final = Path(config.run.folder) / "final"
-    if reason in EXPORTED_AFTER:
-        _export(config, parts, progress=progress, lessons=lessons, machine=machine, folder=final)
+    is_final = reason in EXPORTED_AFTER
+    if is_final:
+        _export(loaded, parts, progress=progress, lessons=lessons, machine=machine, folder=folder)
     parts.reporter(
         RunEnded(
             step=progress.step,
             reason=reason,
             seconds=time.monotonic() - started,
             metrics=progress.last_metrics,
-            final_folder=str(final) if reason in EXPORTED_AFTER else None,
+            final_folder=str(folder) if is_final else None,
         )
     )
     return EXIT_CODES.get(reason, 0)
+
+
+def _export(
+    loaded: LoadedConfig, parts: Parts, *, progress: Progress, lessons: Lessons, machine: Machine, folder: Path
+) -> None:
+    """Gather the weights and write them on the main rank; an adapter's base only where it exists nowhere else."""
+    section = loaded.config.model
+    is_base_elsewhere = section.lora is not None and section.name is not None
+    weights = gather_weights(machine.accelerator, machine.model, trained_only=is_base_elsewhere)
+    if ranks.is_main():
+        report = export_model(
+            folder,
+            model=machine.plain_model,
+            weights=weights,
+            language=Language(lessons.tokenizer, stop_ids(lessons.tokenizer)),
+            section=loaded.config.export,
+            facts=CardFacts(
+                title=Path(loaded.config.run.folder).name,
+                task=loaded.config.task.name,
+                num_steps=progress.step,
+                metrics=progress.last_metrics,
+                config_text=resolved_yaml(loaded),
+                software=package_versions(),
+            ),
+        )
+        tensors = f"{report.num_tensors} tensors, {report.size_bytes / 1e6:.1f} MB"
+        parts.reporter(Noted(progress.step, f"exported {tensors}, to {folder}"))
+    ranks.barrier()  # nobody leaves while the main rank is still writing

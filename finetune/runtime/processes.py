@@ -10,9 +10,14 @@ from pathlib import Path
 
 
 def run_group(
-    command: Sequence[str], *, log: Path, timeout_seconds: float, environment: Mapping[str, str] | None = None
+    command: Sequence[str],
+    *,
+    log: Path,
+    timeout_seconds: float,
+    environment: Mapping[str, str] | None = None,
+    folder: Path | None = None,
 ) -> int:
-    """Run the command with its output in `log` and return its exit code, 124 when it took too long.
+    """Run the command in `folder`, its output in `log`; return its exit code, or 124 when it took too long.
 
     Whatever happens, no process of the group is left behind.
     """
@@ -23,6 +28,7 @@ def run_group(
             stdout=output,
             stderr=subprocess.STDOUT,
             env={**os.environ, **(environment or {})},
+            cwd=folder,
             start_new_session=True,
         )
         try:

@@ -13,6 +13,8 @@ from finetune.config.sections.export import ExportSection
 from finetune.config.sections.model import FromConfigSection, ModelSection
 from finetune.data.chat import set_chat_template
 from finetune.export.card import CardFacts
+from finetune.data.chat import stop_ids
+from finetune.export.generation import Language
 from finetune.export.save import ExportReport, export_model
 from finetune.model.architecture import SpecialIds
 from finetune.model.load import load_model
@@ -82,7 +84,7 @@ def export(tmp_path, tokenizer: PreTrainedTokenizerFast) -> Callable[..., Export
             tmp_path / "final",
             model=model,
             weights=values_of(model) if weights is None else weights,
-            tokenizer=tokenizer,
+            language=Language(tokenizer, stop_ids(tokenizer)),
             section=ExportSection(**keys),
             facts=FACTS,
         )

@@ -1,0 +1,112 @@
+"""A tiny job on generated rows, and a way to launch it for real under any strategy."""
+
+import json
+import random
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from finetune.report.jsonl import read_events
+from finetune.runtime.processes import free_port, run_group
+
+ROOT = Path(__file__).parents[2]
+TIMEOUT_SECONDS = 240
+WORDS = "red green blue amber violet white black grey pink brown".split()
+
+JOB = """
+run: {folder: runs/job, seed: 7}
+model:
+  from_config:
+    model_type: llama
+    values: {hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2, num_attention_heads: 4, num_key_value_heads: 2,
+             tie_word_embeddings: true}
+  tokenizer: {train: {vocabulary_size: 320}}
+data:
+  train: {path: train.jsonl}
+  validation: {path: held_out.jsonl}
+  max_length: 128
+  chat_template: chatml
+  cache_folder: cache
+task: {name: sft}
+train:
+  global_batch_size: 8
+  microbatch_size: 4
+  steps: 8
+  learning_rate: 1e-2
+  schedule: {name: cosine, warmup_steps: 2}
+checkpoint: {every_steps: 4}
+evaluate: {every_steps: 4}
+report: {console: plain}
+"""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A launch that is over."""
+
+    code: int
+    output: str
+    folder: Path
+
+    def events(self, name: str) -> list[dict]:
+        return [event for event in read_events(self.folder / "events.jsonl") if event["event"] == name]
+
+    def losses(self) -> list[float]:
+        return [float(event["loss"]) for event in self.events("StepTaken")]
+
+    def norms(self) -> list[float]:
+        return [float(event["gradient_norm"]) for event in self.events("StepTaken")]
+
+    def last_metrics(self) -> dict[str, float]:
+        return self.events("Evaluated")[-1]["metrics"]
+
+
+Launch = Callable[..., Ended]
+
+
+@pytest.fixture(scope="session")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A job file beside its rows: answers of one to eight words, so that every batch has another number of targets."""
+    folder = tmp_path_factory.mktemp("job")
+    chance = random.Random(1)
+    for name, count in (("train.jsonl", 50), ("held_out.jsonl", 7)):
+        rows = [_row(chance) for _ in range(count)]
+        (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "job.yaml").write_text(JOB)
+    return folder / "job.yaml"
+
+
+def _row(chance: random.Random) -> dict:
+    words = chance.choices(WORDS, k=chance.randint(1, 8))
+    return {
+        "messages": [
+            {"role": "user", "content": f"reverse: {' '.join(words)}"},
+            {"role": "assistant", "content": " ".join(reversed(words))},
+        ]
+    }
+
+
+@pytest.fixture(scope="session")
+def launch(job: Path) -> Launch:
+    """Start the job under a strategy (None: one process without a launcher) and wait for its end."""
+
+    def start(strategy: str | None, *, name: str, processes: int = 2, overrides: Sequence[str] = ()) -> Ended:
+        folder = job.parent / "runs" / name
+        command = [sys.executable]
+        if strategy is not None:
+            command += ["-m", "accelerate.commands.launch", "--num_processes", str(processes)]
+            command += ["--main_process_port", str(free_port())]
+            command += ["--config_file", str(ROOT / "accelerate_configs" / f"{strategy}.yaml")]
+        command += ["-m", "finetune", "--config", str(job)]
+        for override in [f"run.folder={folder}", *overrides]:
+            command += ["--set", override]
+        log = job.parent / "logs" / f"{name}.log"
+        code = run_group(
+            command, log=log, timeout_seconds=TIMEOUT_SECONDS, environment={"OMP_NUM_THREADS": "1"}, folder=ROOT
+        )
+        return Ended(code, log.read_text(errors="replace"), folder)
+
+    return start

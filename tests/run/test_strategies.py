@@ -1,0 +1,103 @@
+"""The same job gives the same losses under every strategy, and each leaves a model that loads without this package."""
+
+import math
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from finetune.config.load import load_config
+from finetune.run.lessons import make_lessons
+from finetune.report.announcer import Announcer
+
+LORA = "model.lora={rank: 4, alpha: 8}"
+STRATEGIES = [
+    ("ddp", 2),
+    ("fsdp1", 2),
+    ("fsdp2", 2),
+    ("hsdp", 4),
+    ("zero1", 2),
+    ("zero2", 2),
+    ("zero3", 2),
+    ("zero2_offload", 2),
+    ("zero3_offload", 2),
+]
+KINDS = {"full": [], "lora": [LORA]}
+
+
+@pytest.fixture(scope="module")
+def straight(launch):
+    """The one-process run of each kind, in one microbatch per step."""
+    runs = {
+        kind: launch(None, name=f"single-{kind}", overrides=[*overrides, "train.microbatch_size=8"])
+        for kind, overrides in KINDS.items()
+    }
+    for run in runs.values():
+        assert run.code == 0, run.output
+    return runs
+
+
+def loaded_model(folder):
+    """Load `final/` with transformers and peft alone."""
+    if not (folder / "adapter_config.json").exists():
+        return AutoModelForCausalLM.from_pretrained(folder)
+    return PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder / "base"), folder)
+
+
+def loss_of_the_exported_model(folder, job):
+    """Recompute the evaluation loss row by row from `final/`."""
+    lessons = make_lessons(load_config(job).config, Announcer(is_main=False))
+    assert AutoTokenizer.from_pretrained(folder).chat_template == lessons.tokenizer.chat_template
+    model, loss_sum, num_targets = loaded_model(folder).eval(), 0.0, 0
+    for number in range(len(lessons.validation_set)):
+        arrays = lessons.validation_set[number].arrays
+        ids = torch.from_numpy(arrays["input_ids"].astype("int64"))
+        is_target = torch.from_numpy(arrays["is_target"].copy())[1:]
+        with torch.no_grad():
+            logits = model(input_ids=ids[None]).logits[0, :-1]
+        loss_sum += torch.nn.functional.cross_entropy(logits[is_target], ids[1:][is_target], reduction="sum").item()
+        num_targets += int(is_target.sum())
+    return loss_sum / num_targets
+
+
+def test_one_process_learns_and_reports_each_step(straight):
+    run = straight["full"]
+    assert len(run.losses()) == 8
+    assert run.losses()[-1] < run.losses()[0] - 0.5
+    assert len({event["num_targets"] for event in run.events("StepTaken")}) > 4  # the batches really are uneven
+    assert [event["step"] for event in run.events("Evaluated")] == [4, 8]
+    assert sorted(path.name for path in (run.folder / "checkpoints").glob("step-*")) == ["step-000004", "step-000008"]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("strategy", "processes"), STRATEGIES)
+def test_losses_norms_and_export_equal_one_process(launch, straight, job, strategy, processes, kind):
+    accumulated = "train.microbatch_size=1" if kind == "full" else f"train.microbatch_size={8 // processes}"
+    run = launch(
+        strategy, name=f"{strategy}-{kind}", processes=processes, overrides=[*KINDS[kind], accumulated]
+    )
+    assert run.code == 0, run.output
+    wanted = straight[kind]
+    assert run.losses() == pytest.approx(wanted.losses(), rel=1e-4)
+    assert run.norms() == pytest.approx(wanted.norms(), rel=1e-4)
+    metrics = run.last_metrics()
+    assert metrics["loss"] == pytest.approx(wanted.last_metrics()["loss"], rel=1e-4)
+    assert metrics["perplexity"] == pytest.approx(math.exp(metrics["loss"]), rel=1e-6)
+    assert loss_of_the_exported_model(run.folder / "final", job) == pytest.approx(metrics["loss"], rel=1e-4)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "zero3"])
+def test_a_stopped_run_goes_on_as_if_it_had_not_been_stopped(launch, strategy):
+    dropout = [LORA.replace("}", ", dropout: 0.1}")]
+    whole = launch(strategy, name=f"{strategy}-whole", overrides=dropout)
+    first = launch(strategy, name=f"{strategy}-parts", overrides=[*dropout, "train.stop_after_steps=3"])
+    assert whole.code == first.code == 0, whole.output + first.output
+    assert len(first.losses()) == 3
+    assert not (first.folder / "final").exists()
+    second = launch(strategy, name=f"{strategy}-parts", overrides=dropout)
+    assert second.code == 0, second.output
+    assert second.losses() == whole.losses()
+    assert second.last_metrics() == whole.last_metrics()
