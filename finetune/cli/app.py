@@ -89,14 +89,17 @@ def schema() -> None:
 @app.command()
 @reported
 def init(
-    name: Annotated[str, typer.Argument(help="The recipe, such as `quickstart`.")],
-    into: Annotated[Path, typer.Option(metavar="FOLDER", help="Folder to write into.")],
+    name: Annotated[str | None, typer.Argument(help="The recipe, such as `quickstart`.")] = None,
+    into: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Folder to write into; unset, one of the recipe's name.")
+    ] = None,
 ) -> None:
-    """Write a commented job file into a folder.
-
-    The quickstart brings its data along.
-    """
-    for path in lazy.call("finetune.recipes.make:make_recipe", name, into):
+    """Write a recipe - a commented job file, and data for the quickstart - into a folder. Without a name, list them."""
+    if name is None:
+        for recipe, sentence in lazy.call("finetune.recipes.make:recipes").items():
+            print(f"{recipe:<12}{sentence}")
+        return
+    for path in lazy.call("finetune.recipes.make:make_recipe", name, into or Path(name)):
         print(f"wrote {path}")
 
 
