@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 from finetune.data.chat import render, stop_ids, tokenize
 from finetune.errors import UserError
 from finetune.model.hub import told
+from finetune.runtime.log import quieten
 
 MODEL_FILES = ("config.json", "adapter_config.json")
 ROOM_FOR_ANSWER = 16
@@ -26,6 +27,7 @@ def chat(folder: Path, *, max_new_tokens: int = 256) -> None:
     At a terminal the conversation goes on from line to line, and `clear` begins a new one; piped lines are questions of
     their own. Greedy; the answer appears as it is made. Raises UserError where there is no model to talk to.
     """
+    quieten(is_main=True)
     speaker = load_speaker(folder, max_new_tokens=max_new_tokens)
     is_terminal = sys.stdin.isatty()
     if is_terminal:

@@ -38,7 +38,7 @@ def quickstart_files(*, seed: int = SEED) -> dict[str, str]:
 
 
 def instruction_rows(num_rows: int, *, seed: int) -> list[Row]:
-    """Return rows in `messages` format, each about a list of words that no other row has."""
+    """Return rows in `messages` format, each about a list of words that no other row has; the skills take turns."""
     source = random.Random(seed)
     asked, words_known = list(SKILLS), WORDS.split()
     rows: list[Row] = []
@@ -48,7 +48,7 @@ def instruction_rows(num_rows: int, *, seed: int) -> list[Row]:
         if words in seen:
             continue
         seen.add(words)
-        rows.append(_row(source.choice(asked), words))
+        rows.append(_row(asked[len(rows) % len(asked)], words))
     return rows
 
 

@@ -16,28 +16,30 @@ CHATTY_LIBRARIES = (
     "transformers",
 )
 
-_VARIABLES_FOR_OTHERS = {  # read by the libraries when they are imported
-    "TRANSFORMERS_VERBOSITY": "error",
-    "DATASETS_VERBOSITY": "error",
-    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-    "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
-}
+HARMLESS = ("Setting accelerator to CPU",)
+"""Beginnings of warnings that tell a user nothing: every run without a GPU would show them."""
 
 
 def quieten(*, is_main: bool) -> None:
-    """Keep the libraries' warnings on the main rank; on the others keep only errors, without progress bars.
+    """Keep the libraries' warnings on the main rank and only errors on the others; progress bars only at a terminal.
 
     Serves libraries that are imported already and those that will be. Nothing is hidden that this package says itself.
     """
     level = logging.WARNING if is_main else logging.ERROR
     for library in CHATTY_LIBRARIES:
         logging.getLogger(library).setLevel(level)
-    if is_main:
-        return
-    warnings.simplefilter("ignore")
-    for name, value in _VARIABLES_FOR_OTHERS.items():
-        os.environ.setdefault(name, value)
-    _stop_progress_bars()
+    # DeepSpeed sets its level anew when it is imported; a filter stays
+    logging.getLogger("DeepSpeed").addFilter(
+        lambda record: record.levelno >= level and not record.getMessage().startswith(HARMLESS)
+    )
+    if not is_main:
+        warnings.simplefilter("ignore")
+        for name in ("TRANSFORMERS_VERBOSITY", "DATASETS_VERBOSITY"):  # read when they are imported
+            os.environ.setdefault(name, "error")
+    if not is_main or not sys.stderr.isatty():
+        for name in ("HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS"):
+            os.environ.setdefault(name, "1")
+        _stop_progress_bars()
 
 
 def _stop_progress_bars() -> None:
