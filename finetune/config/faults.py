@@ -34,7 +34,10 @@ class Fault:
 
 
 def read_faults(error: ValidationError, values: Any) -> list[Fault]:
-    """Return one fault for every key that is wrong, whatever number of complaints pydantic has about it."""
+    """Return one fault for every key that is wrong, however many complaints pydantic has about it.
+
+    Where a list and one of its items are complained about, the item is named.
+    """
     located = [(_key(each["loc"], values, is_missing=each["type"] == "missing"), each) for each in error.errors()]
     located.sort(key=lambda pair: pair[0])
     faults = []
@@ -43,7 +46,12 @@ def read_faults(error: ValidationError, values: Any) -> list[Fault]:
         meant = _meant(key) if first["type"] == "extra_forbidden" else None
         faults.append(Fault(key, first["type"], first["input"], meant))
     meant_keys = {fault.meant for fault in faults}
-    return [fault for fault in faults if not (fault.type == "missing" and fault.key in meant_keys)]
+    return [
+        fault
+        for fault in faults
+        if not any(other.key.startswith(f"{fault.key}.") for other in faults)
+        and not (fault.type == "missing" and fault.key in meant_keys)
+    ]
 
 
 def _key(location: Sequence[int | str], values: Any, *, is_missing: bool) -> str:

@@ -46,18 +46,11 @@ def load_config(path: pathlib.Path, overrides: Sequence[str] = ()) -> LoadedConf
     overridden = override(document.values, overrides)
     sources = _sources(document, overridden.replaced, name=path.name) | overridden.sources
     problems = _still_there(document.problems, overridden.replaced) + overridden.problems
-    config, faults = _validate(overridden.values)
-    known = {problem.key for problem in problems}
-    problems += [fault.problem() for fault in faults if fault.key not in known]
     folder = path.absolute().parent.resolve()
-    is_draft = config is None
-    if config is None:
-        broken = known | {key for fault in faults for key in (fault.key, fault.meant) if key}
-        config = draft(RunConfig, overridden.values, broken=broken)
-    config = with_absolute_paths(config, folder)
-    problems += broken_rules(config, is_draft=is_draft) + file_problems(config, folder=folder, is_draft=is_draft)
+    config, found = _checked(overridden.values, folder=folder, broken={problem.key for problem in problems})
+    problems += found
     if problems:
-        raise ConfigError(_in_order(problems, sources), path.name)
+        raise ConfigError(_in_order(problems, sources, overrides=overrides), path.name)
     return LoadedConfig(config, path, text, sources)
 
 
@@ -84,11 +77,21 @@ def _not_a_job(document: Document) -> Problem:
     return Problem("", f"{what}. A job has the sections {sections}; `finetune init quickstart --into .` writes one.")
 
 
-def _validate(values: dict[str, Any]) -> tuple[RunConfig | None, list[Fault]]:
+def _checked(values: dict[str, Any], *, folder: pathlib.Path, broken: set[str]) -> tuple[RunConfig, list[Problem]]:
+    """Return the config and everything that is wrong with it; the keys that are broken already are passed over."""
+    faults: list[Fault] = []
     try:
-        return RunConfig.model_validate(values), []
+        config = RunConfig.model_validate(values)
     except ValidationError as error:
-        return None, read_faults(error, values)
+        faults = read_faults(error, values)
+    problems = [fault.problem() for fault in faults if fault.key not in broken]
+    is_draft = bool(faults or broken)
+    if is_draft:
+        all_broken = broken | {key for fault in faults for key in (fault.key, fault.meant) if key}
+        config = draft(RunConfig, values, broken=all_broken)
+    config = with_absolute_paths(config, folder)
+    problems += broken_rules(config, is_draft=is_draft) + file_problems(config, folder=folder, is_draft=is_draft)
+    return config, problems
 
 
 def _sources(document: Document, replaced: Iterable[str], *, name: str) -> dict[str, Source]:
@@ -104,7 +107,13 @@ def _is_inside(key: str, outer: Iterable[str]) -> bool:
     return any(key == each or key.startswith(f"{each}.") for each in outer)
 
 
-def _in_order(problems: Iterable[Problem], sources: Sources) -> list[Problem]:
-    """Return the problems with their places, in the order of the lines; the same thing is not said twice."""
-    placed_problems = list(dict.fromkeys(placed(problem, sources) for problem in problems))
-    return sorted(placed_problems, key=lambda problem: (problem.line is None, problem.line or 0))
+def _in_order(problems: Iterable[Problem], sources: Sources, *, overrides: Sequence[str]) -> list[Problem]:
+    """Return the problems with their places: by line, then by override, then what is missing; none twice."""
+    order = [f"--set {text}" for text in overrides]
+
+    def position(problem: Problem) -> tuple[int, int]:
+        if problem.line is not None:
+            return 0, problem.line
+        return (1, order.index(problem.source)) if problem.source in order else (2, 0)
+
+    return sorted(dict.fromkeys(placed(problem, sources) for problem in problems), key=position)

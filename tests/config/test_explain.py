@@ -1,0 +1,31 @@
+from finetune.config.explain import resolved_yaml
+from finetune.config.load import load_config
+
+
+def test_every_value_stands_with_its_source(load, tmp_path):
+    lines = resolved_yaml(load("train.steps=20")).splitlines()
+    by_key = {line.partition(":")[0].strip(): line for line in lines}
+    assert by_key["folder"].split() == ["folder:", f'"{tmp_path}/runs/first"', "#", "job.yaml", "line", "2"]
+    assert by_key["learning_rate"].split() == ["learning_rate:", "0.0001", "#", "job.yaml", "line", "15"]
+    assert by_key["steps"].split() == ["steps:", "20", "#", "--set"]
+    assert by_key["precision"].split() == ["precision:", '"fp32"', "#", "default"]
+    assert by_key["evaluate"].split() == ["evaluate:", "null", "#", "default"]
+
+
+def test_a_key_that_does_nothing_stands_in_a_comment(load):
+    assert "    # momentum: 0.0  (no effect here)" in resolved_yaml(load()).splitlines()
+    assert "    # momentum" not in resolved_yaml(load("train.optimizer.name=sgd"))
+
+
+def test_the_resolved_file_is_a_job_that_gives_the_same_config(load, tmp_path):
+    loaded = load(
+        "evaluate={generate: {show: 0}}",
+        "data.validation.path=rows.jsonl",
+        "data.system_prompt='a: #b\n\"c\" é'",
+        "model.lora={target_modules: [q_proj]}",
+        "train.optimizer.eps=1e-12",
+    )
+    again = tmp_path / "elsewhere" / "resolved.yaml"
+    again.parent.mkdir()
+    again.write_text(resolved_yaml(loaded))
+    assert load_config(again).config == loaded.config

@@ -1,0 +1,114 @@
+import pytest
+
+from finetune.config.load import load_config
+from finetune.errors import ConfigError
+
+
+def test_a_job_is_loaded_with_the_source_of_every_written_key(load):
+    loaded = load("train.steps=20", "report.trackers=[wandb]")
+    assert loaded.config.train.steps == 20
+    assert loaded.config.train.learning_rate == 1e-4
+    assert str(loaded.sources["train.learning_rate"]) == "job.yaml line 15"
+    assert str(loaded.sources["train.steps"]) == "--set train.steps=20"
+    assert str(loaded.sources["report.trackers.0"]) == "--set report.trackers=[wandb]"
+    assert "checkpoint" not in loaded.sources
+    assert loaded.text == loaded.path.read_text()
+
+
+def test_relative_paths_count_from_the_folder_of_the_file(load, job, tmp_path, monkeypatch):
+    monkeypatch.chdir("/")
+    config = load("checkpoint.resume=never", "data.cache_folder=./cache").config
+    assert config.run.folder == str(tmp_path / "runs/first")
+    assert config.data.train.path == str(tmp_path / "rows.jsonl")
+    assert config.data.cache_folder == str(tmp_path / "cache")
+    assert config.checkpoint.resume == "never"
+    assert config.model.name == "gpt2"
+
+
+def test_all_problems_are_told_at_once_in_the_order_of_the_file(job):
+    job.write_text(job.read_text().replace("name: sft", "name: sft\n  max_lenght: 3").replace("size: 8", "size: 9"))
+    with pytest.raises(ConfigError) as caught:
+        load_config(job, ["train.steps=ten", "optimizer=sgd"])
+    assert str(caught.value).splitlines() == [
+        "job.yaml has 4 problems",
+        "  line 11, task.max_lenght: there is no such key. There is `data.max_length`.",
+        "  line 13, train.global_batch_size: 9 is not a multiple of `train.microbatch_size` (4). "
+        "Nearest that are: 8, 12.",
+        '  --set train.steps=ten, train.steps: `"ten"` is text. Write a whole number of at least 1, or `null`.',
+        "  --set optimizer=sgd, optimizer: there is no such key. There is `train.optimizer`.",
+    ]
+
+
+def test_a_broken_key_does_not_hide_what_is_wrong_elsewhere(complaints):
+    said = complaints("model.dtype=half", "train.optimizer.nme=sgd", "train.schedule.decay_fraction=0.1", "evaluate={}")
+    assert [line.partition(": ")[0].rpartition(" ")[2] for line in said] == [
+        "model.dtype",
+        "train.optimizer.nme",
+        "train.schedule.decay_fraction",
+        "evaluate",
+    ]
+
+
+def test_a_rule_says_nothing_of_keys_that_are_broken(complaints):
+    assert len(complaints("train.steps=ten")) == 1  # not: "there is no budget"
+    assert len(complaints("train.steps=null", "train.stepz=10")) == 1  # `steps` was meant
+    assert len(complaints("train.microbatch_size=four")) == 1
+
+
+def test_an_unknown_key_that_means_a_missing_one_is_one_problem(job, complaints):
+    text = job.read_text().replace("learning_rate:", "lr:").replace("max_length:", "max_lenght:")
+    assert complaints(text=text) == [
+        "line 8, data.max_lenght: there is no such key. Did you mean `max_length`?",
+        "line 15, train.lr: there is no such key. There is `train.learning_rate`.",
+    ]
+
+
+def test_an_override_takes_away_what_was_wrong_in_the_file(job, complaints):
+    text = job.read_text().replace("folder: runs/first", "folder: ${HOME}/runs").replace("steps: 10", "steps:")
+    assert len(complaints(text=text)) == 2
+    assert complaints("run.folder=runs", "train.steps=5", text=text) == []
+
+
+def test_a_key_written_twice_is_an_error_with_both_lines(job, complaints):
+    text = job.read_text() + "  steps: 20\n"
+    assert complaints(text=text) == ["line 16, train.steps: the key is on line 14 already. Remove one of them."]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "the file is empty"),
+        ("- a\n", "the file does not hold sections"),
+        ("just text\n", "the file does not hold sections"),
+    ],
+)
+def test_a_file_that_is_no_job_says_what_a_job_is(complaints, text, message):
+    (said,) = complaints(text=text)
+    assert said.startswith(message)
+    assert "`run`, `model`, `data`, `task` and `train`" in said
+
+
+def test_a_file_that_is_not_there_names_the_one_that_is(job):
+    with pytest.raises(ConfigError, match=r"there is no such file. Did you mean `.*job.yaml`"):
+        load_config(job.with_name("jobs.yaml"))
+
+
+def test_a_folder_and_bytes_are_not_a_job(job):
+    with pytest.raises(ConfigError, match="this is a folder"):
+        load_config(job.parent)
+    job.write_bytes(b"run:\n  folder: \xff\n")
+    with pytest.raises(ConfigError, match="not UTF-8"):
+        load_config(job)
+
+
+def test_missing_sections_are_told_with_the_keys_that_they_need(complaints):
+    said = complaints(text="run:\n  folder: runs\n")
+    assert [line.partition(":")[0] for line in said] == ["data", "model", "task", "train"]
+    assert "It needs `data.train` and `data.max_length`." in said[0]
+
+
+def test_evaluation_is_off_unless_it_is_written(load):
+    assert load().config.evaluate is None
+    evaluated = load("data.validation.path=rows.jsonl", "evaluate={}").config.evaluate
+    assert evaluated is not None
+    assert evaluated.every_steps is None

@@ -1,0 +1,165 @@
+"""Each rule as a table: what is written over the small job, the key that is blamed, and a part of the sentence."""
+
+import pytest
+
+from finetune.config.rules.effects import EFFECTS
+
+VALIDATION = "data.validation.path=rows.jsonl"
+EVALUATION = (VALIDATION, "evaluate.every_steps=5")
+
+BATCH = [
+    (["train.global_batch_size=30"], "train.global_batch_size", "Nearest that are: 28, 32."),
+    (["train.global_batch_size=3"], "train.global_batch_size", "Nearest that are: 4."),
+    (["train.steps=null"], "train", "Write one of `steps`, `epochs` or `tokens`."),
+    (["train.epochs=1.5"], "train.epochs", "the budget is in `train.steps` already"),
+    (["train.tokens=100"], "train.tokens", "the budget is in `train.steps` already"),
+    (["train.schedule={warmup_steps: 10}"], "train.schedule.warmup_steps", "10 steps of warmup leave nothing"),
+    (
+        ["train.schedule={warmup_steps: 2, warmup_fraction: 0.1}"],
+        "train.schedule.warmup_fraction",
+        "the warmup is in `train.schedule.warmup_steps` already",
+    ),
+    (["train.schedule.warmup_fraction=1.0"], "train.schedule.warmup_fraction", "Write a smaller fraction."),
+    (
+        ["train.schedule={name: warmup_stable_decay, warmup_fraction: 0.5, decay_fraction: 0.6}"],
+        "train.schedule.decay_fraction",
+        "at most 0.5 is left",
+    ),
+    (["model.dtype=bfloat16"], "train.precision", "Write `precision: bf16`, or `model.dtype: float32`."),
+    (["model.dtype=float16", "train.precision=fp16"], "model.dtype", "loses small updates"),
+    (["model.dtype=bfloat16", "model.lora={}", "train.precision=fp16"], "train.precision", "Write `bf16`"),
+]
+
+MODEL = [
+    (["model.name=null"], "model", "there is no model. Write `name`"),
+    (["model.from_config={model_type: llama}", "model.tokenizer.name=gpt2"], "model.from_config", "Write only one"),
+    (["model.name=null", "model.from_config={model_type: llama}"], "model.from_config", "brings no tokenizer"),
+    (["model.tokenizer={}"], "model.tokenizer", "Write `name` or `train`."),
+    (["model.tokenizer={name: gpt2, train: {}}"], "model.tokenizer.train", "Write only one"),
+    (["report.trackers=[wandb, tensorbord]"], "report.trackers.1", "Did you mean `tensorboard`?"),
+]
+
+DATA = [
+    (["data.train.path=null"], "data.train", "Write `path` (a local file) or `name` (a hub dataset)."),
+    (["data.train.name=squad"], "data.train.name", "the rows are in `data.train.path` already"),
+    (["data.train.format=text"], "data.train.format", "`text` has no turns for `task.name: sft`"),
+    (["data.train.format=messages", "task.name=pretrain"], "data.train.format", "Write `text`, or `task.name: sft`."),
+    (["data.train.columns={completed: answer}"], "data.train.columns.completed", "Did you mean `completion`?"),
+    (
+        ["data.train={path: rows.jsonl, format: messages, columns: {prompt: q}}"],
+        "data.train.columns.prompt",
+        "there is no column `prompt` in format `messages`. It has `messages`.",
+    ),
+    (
+        ["data.train.columns={question: prompt}"],
+        "data.train.columns.question",
+        "The format's name comes first: `prompt: question`.",
+    ),
+    (["data.chat_template=chatlm"], "data.chat_template", "Did you mean `chatml`?"),
+    (["data.chat_template=mine.jinja"], "data.chat_template", "A file begins with `.`, `/` or `~`: `./mine.jinja`."),
+]
+
+EVALUATE = [
+    (["evaluate={}"], "evaluate", "there are no rows to evaluate on"),
+    ([VALIDATION], "data.validation", "nothing evaluates these rows"),
+    (["train.early_stopping={}"], "train.early_stopping", "nothing is evaluated during training"),
+    ([VALIDATION, "evaluate={}", "train.early_stopping={}"], "train.early_stopping", "Write `evaluate.every_steps`"),
+    ([*EVALUATION, "train.early_stopping.metric=los"], "train.early_stopping.metric", "Did you mean `loss`?"),
+    (
+        [*EVALUATION, "train.early_stopping={metric: exact_match, goal: maximize}"],
+        "train.early_stopping.metric",
+        "Write `evaluate.generate` so that the model answers.",
+    ),
+    (
+        [*EVALUATION, "evaluate.generate={}", "train.early_stopping.metric=exact_match"],
+        "train.early_stopping.goal",
+        "`minimize` stops when `exact_match` gets better. Write `goal: maximize`.",
+    ),
+    (
+        [*EVALUATION, "evaluate.generate.metrics=[exact_match, bleu]"],
+        "evaluate.generate.metrics.1",
+        "there is no metric `bleu`. Write `exact_match` or `package.module:function`.",
+    ),
+]
+
+IDLE = [
+    (["train.optimizer.momentum=0.9"], "train.optimizer.momentum", "only `name: sgd` has momentum"),
+    (["train.optimizer={name: sgd, betas: [0.9, 0.999]}"], "train.optimizer.betas", "have betas"),
+    (["train.optimizer={name: adafactor, eps: 1e-6}"], "train.optimizer.eps", "have eps"),
+    (["train.optimizer={name: adamw_8bit, fused: true}"], "train.optimizer.fused", "only `adamw` has a fused kernel"),
+    (["train.schedule.decay_fraction=0.2"], "train.schedule.decay_fraction", "only `name: warmup_stable_decay`"),
+    (
+        ["train.schedule={name: constant, final_fraction: 0.1}"],
+        "train.schedule.final_fraction",
+        "a constant rate never falls",
+    ),
+    (["train.nonfinite.max_skips=3"], "train.nonfinite.max_skips", "only `action: skip` skips steps"),
+    (["data.persistent_workers=true"], "data.persistent_workers", "it needs `data.num_workers` above 0"),
+    (["data.prefetch_factor=2"], "data.prefetch_factor", "it needs `data.num_workers` above 0"),
+    (["data.train.split=train"], "data.train.split", "a local file has no split"),
+    (["data.train.revision=main"], "data.train.revision", "a local file has no revision"),
+    (["evaluate={}", VALIDATION, "data.validation.config=en"], "data.validation.config", "a local file has no config"),
+    (["task.name=pretrain", "data.chat_template=chatml"], "data.chat_template", "reads text without turns"),
+    (["task.name=pretrain", "data.system_prompt=Hi."], "data.system_prompt", "reads text without turns"),
+    (["task.name=pretrain", *EVALUATION, "evaluate.generate={}"], "evaluate.generate", "has no prompts to answer"),
+    (["model.name=.", "model.revision=main"], "model.revision", "only a model from the hub has revisions"),
+    (["model.name=.", "model.cache_folder=hub"], "model.cache_folder", "nothing is downloaded"),
+    (
+        ["model={from_config: {model_type: llama}, tokenizer: {train: {}}, trust_remote_code: true}"],
+        "model.trust_remote_code",
+        "runs no code of others",
+    ),
+    (["model.lora={}", "model.freeze=[wte.*]"], "model.freeze", "under `model.lora`"),
+    (["report.project=mine"], "report.project", "it needs `report.trackers`"),
+]
+
+TABLE = [*BATCH, *MODEL, *DATA, *EVALUATE, *IDLE]
+
+RIGHT = [
+    ["train.steps=null", "train.epochs=0.5"],
+    ["train.schedule={name: constant, warmup_steps: 3}"],
+    ["train.schedule={name: warmup_stable_decay, warmup_fraction: 0.5, decay_fraction: 0.5}"],
+    ["train.optimizer={name: sgd, momentum: 0.9, fused: null}"],
+    ["train.optimizer={name: adamw, fused: true, betas: [0.9, 0.95]}"],
+    ["data.num_workers=1", "data.persistent_workers=true", "data.prefetch_factor=2"],
+    ["data.persistent_workers=false"],
+    ["data.train={name: squad, split: dev, config: en, revision: main}"],
+    ["data.train.columns={prompt: question, completion: answer}"],
+    ["model.dtype=bfloat16", "train.precision=bf16"],
+    ["model.dtype=bfloat16", "model.lora={}"],
+    ["model.dtype=float16", "model.lora={}", "train.precision=fp16"],
+    ["model={from_config: {model_type: llama}, tokenizer: {train: {vocabulary_size: 300}}}"],
+    ["model={from_config: {model_type: llama}, tokenizer: {name: gpt2}, cache_folder: hub}"],
+    ["model.name=.", "model.trust_remote_code=true"],
+    ["report.trackers=[tensorboard]", "report.project=mine"],
+    ["train.nonfinite={action: skip, max_skips: 5}"],
+    ["task.name=pretrain", "data.train.format=text"],
+    [*EVALUATION, "train.early_stopping.metric=perplexity"],
+    [
+        *EVALUATION,
+        "evaluate.generate.metrics=[exact_match, 'mine.scores:bleu']",
+        "train.early_stopping={metric: bleu, goal: maximize}",
+    ],
+]
+
+
+@pytest.mark.parametrize(("written", "key", "message"), TABLE, ids=[" ".join(row[0]) for row in TABLE])
+def test_a_combination_that_cannot_be_meant_is_one_problem(problems, written, key, message):
+    (problem,) = problems(*written)
+    assert problem.key == key
+    assert message in problem.message
+
+
+@pytest.mark.parametrize("written", RIGHT, ids=" ".join)
+def test_a_combination_that_can_be_meant_is_let_through(complaints, written):
+    assert complaints(*written) == []
+
+
+def test_every_key_that_can_be_idle_has_a_row_in_the_table():
+    from_rules = {effect.key for effect in EFFECTS}
+    told = {key for _, key, _ in IDLE} | {
+        "data.train.config",
+        "data.validation.revision",
+        "data.validation.split",
+    }  # told once for the other source
+    assert from_rules == told

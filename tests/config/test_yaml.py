@@ -1,0 +1,75 @@
+import pytest
+
+from finetune.config.yaml import read_yaml
+
+
+@pytest.mark.parametrize(
+    ("written", "value"),
+    [
+        ("2e-5", 2e-5),
+        ("1e4", 10000.0),
+        ("010", 10),
+        ("0x1F", 31),
+        ("yes", "yes"),
+        ("off", "off"),
+        ("true", True),
+        ("True", True),
+        ("null", None),
+        ("~", None),
+        ("12:30", "12:30"),
+        ("2024-01-01", "2024-01-01"),
+        ("'4'", "4"),
+        ("[1, two, 3.0]", [1, "two", 3.0]),
+        ("{a: {b: 1}}", {"a": {"b": 1}}),
+    ],
+)
+def test_values_are_read_as_yaml_1_2_says(written, value):
+    document = read_yaml(f"key: {written}\n")
+    assert document.problems == []
+    assert document.values == {"key": value}
+    assert type(document.values["key"]) is type(value)
+
+
+def test_every_key_knows_its_line():
+    document = read_yaml("a:\n  b: 1\n  c:\n    - 5\n    - {d: 6}\n\ne: 7\n")
+    assert document.lines == {"a": 1, "a.b": 2, "a.c": 3, "a.c.0": 4, "a.c.1": 5, "a.c.1.d": 5, "e": 7}
+
+
+def test_values_written_once_and_used_twice_are_read_twice():
+    document = read_yaml("a: &here\n  x: 1\nb: *here\n")
+    assert document.values == {"a": {"x": 1}, "b": {"x": 1}}
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "key", "message"),
+    [
+        ("a:\n  b: 1\n  c: 2\n  b: 3\n", 4, "a.b", "the key is on line 2 already"),
+        ("a: 1\nb: 2\na: 3\n", 3, "a", "the key is on line 1 already"),
+        ("a: 1\nb: ${HOME}/x\n", 2, "b", "environment variables are not expanded"),
+        ("a:\nb: 1\n", 1, "a", "nothing is written after the colon"),
+        ("a: b: c\n", 1, "", "Put text that holds a colon in quotes"),
+        ("a:\n\tb: 1\n", 2, "", "Indent with spaces"),
+        ("a: [1\nb: 2\n", 2, "", "this is not YAML"),
+        ("a: 1\n---\nb: 2\n", 2, "", "one document per file"),
+        ("a: *nowhere\n", 1, "", "undefined alias"),
+        ("a: &a {b: *a}\n", 1, "a.b", "this alias contains itself"),
+        ("1: a\n", 1, "1", "a key is text"),
+        ("a: !!python/name:os.system x\n", 1, "a", "the tag `!!python/name:os.system` is not allowed"),
+        ("%YAML 1.1\n---\na: yes\n", 1, "", "read as YAML 1.2"),
+        ("a: 1\nb: \x07\n", 2, "", "a character that YAML does not allow"),
+    ],
+)
+def test_a_fault_is_told_with_its_line(text, line, key, message):
+    (problem,) = read_yaml(text).problems
+    assert (problem.line, problem.key) == (line, key)
+    assert message in problem.message
+
+
+def test_two_faults_are_told_at_once():
+    document = read_yaml("a: 1\na: 2\nb: ${X}\n")
+    assert [problem.line for problem in document.problems] == [2, 3]
+    assert document.values == {"a": 1, "b": "${X}"}
+
+
+def test_an_empty_text_has_no_values():
+    assert read_yaml("# nothing here\n").values is None
