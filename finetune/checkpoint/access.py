@@ -17,8 +17,8 @@ from finetune.checkpoint.zero import place_zero3, place_zero12
 from finetune.errors import CheckpointError
 
 _ELEMENT_BY_ELEMENT = frozenset(
-    "Adam AdamW SGD Adagrad RMSprop NAdam RAdam Adadelta Lion "
-    "DeepSpeedCPUAdam DeepSpeedCPUAdagrad DeepSpeedCPULion FusedAdam FusedLion".split()
+    {"Adam", "AdamW", "SGD", "Adagrad", "RMSprop", "NAdam", "RAdam", "Adadelta", "Lion"}
+    | {"DeepSpeedCPUAdam", "DeepSpeedCPUAdagrad", "DeepSpeedCPULion", "FusedAdam", "FusedLion"}
 )
 """Optimizers whose state has a number for each number of the parameter: the only ones that may be cut anywhere."""
 

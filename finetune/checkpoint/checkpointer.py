@@ -71,7 +71,7 @@ class Checkpointer:
     def load(self, found: Found) -> Mapping[str, Any]:
         """Put the checkpoint's state into what is trained and return its progress. Collective."""
         refuse_other_identity(found.path, found.manifest.identity, wanted=self._identity)
-        return read_checkpoint(found.path, access=self._access)
+        return read_checkpoint(found, access=self._access)
 
     def _already_saved(self, step: int) -> Manifest | None:
         path = layout.step_folder(self._folder, step)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from finetune.checkpoint import layout
@@ -30,21 +31,19 @@ def find_newest(folder: Path, *, say: Callable[[str], None]) -> Found | None:
     Bad ones on the way are renamed to `.bad-...` and named with what is wrong with them; when there are only bad ones,
     that is an error and not a fresh start.
     """
-    passed_over: list[str] = []
     while path := main_does(lambda: _newest(folder)):
         try:
             return verify(path)
         except CheckpointError as error:
             # All ranks come here or none: `verify` raises the same on all, and rank 0 renames when all have read.
-            aside = main_does(lambda bad=path: layout.set_aside(bad, "bad"))
-            passed_over.append(str(error))
+            aside = main_does(partial(layout.set_aside, path, "bad"))
             if ranks.is_main():
                 say(f"passed over {path.name}, now {aside.name}: {error}")
-    if passed_over:
+    bad = main_does(lambda: layout.bad_ones(folder))
+    if bad:
         raise CheckpointError(
-            f"{folder}: none of its checkpoints can be trusted, they are now called .bad-...\n"
-            + "\n".join(f"  {each}" for each in passed_over)
-            + "\nStart the same command again to begin anew, or name a checkpoint of another run in checkpoint.resume."
+            f"{folder}: has no good checkpoint, only bad ones: {', '.join(path.name for path in bad)}. "
+            "Delete them to begin anew, or name a checkpoint of another run in checkpoint.resume."
         )
     return None
 

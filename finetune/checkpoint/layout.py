@@ -39,6 +39,11 @@ def steps(folder: Path) -> dict[int, Path]:
     return dict(sorted((int(match[1]), path) for path, match in named.items() if match))
 
 
+def bad_ones(folder: Path) -> list[Path]:
+    """Return the checkpoints that were put aside because they did not verify."""
+    return sorted(folder.glob(".bad-step-*"))
+
+
 def remove_staging(folder: Path) -> None:
     """Remove what saves that were killed have left; nobody else may be saving into this folder."""
     for path in folder.glob(f"{_STAGING}*"):

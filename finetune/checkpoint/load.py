@@ -9,6 +9,7 @@ from typing import Any
 from safetensors import safe_open
 
 from finetune.checkpoint import layout
+from finetune.checkpoint.find import Found
 from finetune.checkpoint.gather import agree_on_records
 from finetune.checkpoint.record import PARAMETER, WHOLE, TensorRecord
 from finetune.checkpoint.state import StateAccess
@@ -46,11 +47,16 @@ def refuse_other_identity(path: Path, saved: Mapping[str, str], *, wanted: Mappi
 
 
 def _read_texts(path: Path) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    index, scalars, progress = (
-        json.loads((path / name).read_text(encoding="utf-8"))
-        for name in (layout.INDEX, layout.SCALARS, layout.PROGRESS)
-    )
+    names = (layout.INDEX, layout.SCALARS, layout.PROGRESS)
+    index, scalars, progress = (json.loads((path / name).read_text(encoding="utf-8")) for name in names)
     return index, scalars, progress
+
+
+def _member(found: Found, name: str) -> Path:
+    """Return a file of the checkpoint; one that the manifest does not vouch for is never opened."""
+    if name not in found.manifest.files:
+        raise CheckpointError(f"{found.path / layout.INDEX}: names the file {name!r}, which is not in the manifest.")
+    return found.path / name
 
 
 def _record(entry: Mapping[str, Any]) -> TensorRecord:

@@ -1,7 +1,7 @@
-"""A checkpoint is staged, brought to the disk, verified, given its manifest and renamed: a reader sees all of it or none."""
+"""A checkpoint is staged, verified, given its manifest and renamed: a reader sees all of it or none."""
 
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -78,7 +78,7 @@ def _write_tensors(staging: Path, planned: Sequence[PlannedFile], *, access: Sta
 
 
 class _Writing:
-    """This rank's files; a failure is kept until the end, as the other ranks still need this one to gather tensors."""
+    """The files of one rank; a failure is kept until the end, as other ranks still need this one to gather tensors."""
 
     def __init__(self, staging: Path) -> None:
         self._staging = staging

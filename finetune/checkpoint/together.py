@@ -12,7 +12,7 @@ T = TypeVar("T")
 def all_do(act: Callable[[], T]) -> list[T]:
     """Call `act` on every rank and return all ranks' values; when one fails, raise its error on all. Collective.
 
-    `act` must not talk to other ranks: the others would wait for a rank that has failed. Nobody leaves before all are done.
+    `act` must not talk to other ranks: they would wait for a rank that has failed. Nobody leaves before all are done.
     """
     value, failure = _attempt(act)
     outcomes = ranks.gather_objects((value, str(failure) if failure is not None else None))

@@ -1,0 +1,56 @@
+"""A run small enough for one process and a few milliseconds."""
+
+import torch
+from torch import nn
+
+from finetune.checkpoint.checkpointer import Checkpointer
+from finetune.checkpoint.loss_scale import LossScale
+from finetune.checkpoint.named_state import NamedState
+from finetune.checkpoint.names import named_buffers, named_parameters
+from finetune.checkpoint.placement import Placement, whole
+from finetune.config.sections.checkpoint import CheckpointSection
+
+
+class Run:
+    """A small model that trains on one process, and the checkpoints of its folder."""
+
+    def __init__(self, folder, *, width=4, identity=None, **section):
+        torch.manual_seed(0)
+        self.said = []
+        self.model = nn.Sequential(nn.Linear(3, width), nn.BatchNorm1d(width), nn.Linear(width, 1))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
+        held = {name: whole(parameter) for name, parameter in named_parameters(self.model).items()}
+        self.access = NamedState(
+            Placement(held=held, buffers=named_buffers(self.model)),
+            self.optimizer,
+            device=torch.device("cpu"),
+            loss_scale=LossScale(scaler=None, deepspeed=None),
+        )
+        self.checkpointer = Checkpointer(
+            folder,
+            section=CheckpointSection(**section),
+            access=self.access,
+            identity=identity or {"model": "small", "data": "abc"},
+            say=self.said.append,
+        )
+
+    def train(self, steps, *, save=True):
+        for step in steps:
+            rows = torch.randn(5, 3, generator=torch.Generator().manual_seed(step))
+            self.model(rows).square().mean().backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            if save:
+                self.checkpointer.save(step + 1, progress={"step": step + 1, "tokens": 10 * step})
+        return self
+
+    def resume(self):
+        return self.checkpointer.load(self.checkpointer.find())
+
+    def everything(self):
+        states = {
+            f"{index}/{key}": value
+            for index, state in self.optimizer.state_dict()["state"].items()
+            for key, value in state.items()
+        }
+        return {**self.model.state_dict(), **states}

@@ -1,0 +1,120 @@
+"""What one strategy has saved, itself and every other one continue: tiny Llamas on two processes without a GPU."""
+
+import pytest
+import torch
+from launching import start
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
+
+STRATEGIES = ("ddp", "fsdp1", "fsdp2", "zero1", "zero2", "zero3", "zero2_offload")
+ENGINES = {"ddp": "DistributedDataParallel", "fsdp1": "FullyShardedDataParallel", "fsdp2": "FSDPModule"}
+SAVED = [
+    *((strategy, "full") for strategy in STRATEGIES),
+    *(
+        (strategy, variant)
+        for strategy in ("ddp", "fsdp1", "fsdp2", "zero2", "zero3")
+        for variant in ("lora", "frozen")
+    ),
+    ("fsdp2", "sgd"),
+    ("ddp", "adafactor"),
+]
+CROSSED = [
+    ("ddp", "zero3", "full"),
+    ("zero3", "fsdp2", "full"),
+    ("fsdp2", "zero2_offload", "full"),
+    ("zero2_offload", "ddp", "full"),
+    ("fsdp1", "zero1", "full"),
+    ("zero1", "fsdp1", "full"),
+    ("zero2", "ddp", "lora"),
+    ("ddp", "fsdp2", "lora"),
+    ("fsdp1", "zero3", "lora"),
+    ("zero3", "fsdp1", "frozen"),
+    ("fsdp2", "ddp", "frozen"),
+    ("fsdp2", "ddp", "sgd"),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("checkpoints")
+
+
+@pytest.fixture(scope="module")
+def straight(folder):
+    """Five steps without a stop, a checkpoint after the third; one save fails on rank 1 first."""
+    specs = [
+        {
+            "name": f"{strategy}-{variant}",
+            "strategy": strategy,
+            "variant": variant,
+            "folder": str(folder / f"{strategy}-{variant}"),
+            "until": [3, 5],
+            "save": [3],
+            "evaluate": variant == "frozen",  # leaves FSDP's outermost module gathered when it is saved
+        }
+        for strategy, variant in SAVED
+    ]
+    specs[2]["disk_is_full_on"] = 1
+    specs.append({**specs[2], "name": "refused", "variant": "adafactor", "folder": str(folder / "refused")})
+    return start(folder, specs)
+
+
+@pytest.fixture(scope="module")
+def continued(folder, straight):
+    """The last two steps again, in new processes, from models whose trained weights are wrong."""
+    base = {"is_spoilt": True, "until": [5]}
+    same = [
+        {**base, "name": f"{strategy}-{variant}-again", "strategy": strategy, "variant": variant}
+        | {"folder": str(folder / f"{strategy}-{variant}")}
+        for strategy, variant in SAVED
+    ]
+    crossed = [
+        {**base, "name": f"{source}-{target}-{variant}", "strategy": target, "variant": variant}
+        | {"folder": str(folder / "empty"), "resume": str(folder / f"{source}-{variant}" / "step-000003")}
+        for source, target, variant in CROSSED
+    ]
+    return start(folder, [*same, *crossed])
+
+
+@pytest.mark.parametrize(("strategy", "variant"), SAVED)
+def test_the_same_strategy_continues_to_the_very_same_bits(straight, continued, strategy, variant):
+    before, after = straight[f"{strategy}-{variant}"], continued[f"{strategy}-{variant}-again"]
+    assert ENGINES.get(strategy, "DeepSpeedEngine") in after["engine"]
+    assert list(after["losses"]) == ["3", "4"]
+    assert after["losses"] == {step: before["losses"][step] for step in ("3", "4")}
+    assert after["digest"] == before["digest"]
+
+
+@pytest.mark.parametrize(("source", "target", "variant"), CROSSED)
+def test_another_strategy_continues_with_the_same_losses_and_weights(
+    folder, straight, continued, source, target, variant
+):
+    before, after = straight[f"{source}-{variant}"], continued[f"{source}-{target}-{variant}"]
+    assert list(after["losses"]) == ["3", "4"]
+    assert [after["losses"][step] for step in ("3", "4")] == pytest.approx(
+        [before["losses"][step] for step in ("3", "4")], rel=1e-5
+    )
+    weights = [
+        torch.load(folder / f"{name}.json.pt") for name in (f"{source}-{variant}", f"{source}-{target}-{variant}")
+    ]
+    assert set(weights[0]) == set(weights[1])
+    torch.testing.assert_close(weights[1], weights[0], rtol=1e-4, atol=1e-5)
+
+
+def test_all_strategies_learn_the_same_under_the_same_names(straight):
+    losses = [straight[f"{strategy}-full"]["losses"]["4"] for strategy in STRATEGIES]
+    assert losses == pytest.approx([losses[0]] * len(STRATEGIES), rel=1e-5)
+    names = [straight[f"{strategy}-lora"]["trained"] for strategy in ("ddp", "fsdp1", "fsdp2", "zero2", "zero3")]
+    assert len(names[0]) == 28 and all("lora_" in name for name in names[0])
+    assert all(each == names[0] for each in names)
+
+
+def test_a_full_disk_on_one_rank_is_an_error_on_all_and_the_next_save_succeeds(folder, straight):
+    (told,) = straight["fsdp2-full"]["said"]
+    assert "No space left on device" in told and "on rank 1" in told
+    assert [path.name for path in (folder / "fsdp2-full").iterdir()] == ["step-000003"]
+
+
+def test_an_optimizer_that_cannot_be_cut_is_refused_before_the_first_step(folder, straight):
+    assert "Adafactor cannot be saved free of the strategy" in straight["refused"]["error"]
+    assert not (folder / "refused").exists()

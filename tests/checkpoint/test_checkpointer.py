@@ -1,0 +1,248 @@
+import json
+from unittest.mock import patch
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from small_run import Run
+
+from finetune.checkpoint.manifest import read_manifest
+from finetune.checkpoint.tensor_file import TensorFile
+from finetune.errors import CheckpointError
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def a_tensor_file(checkpoint):
+    return checkpoint / "optimizer" / "00000.safetensors"
+
+
+def test_a_resumed_run_ends_in_the_same_bits_as_one_that_never_stopped(folder):
+    straight = Run(folder).train(range(3)).train(range(3, 6), save=False)
+    resumed = Run(folder)
+    assert resumed.resume() == {"step": 3, "tokens": 20}
+    resumed.train(range(3, 6), save=False)
+    assert len(straight.everything()) == 9 + 6 * 3  # 6 parameters, 3 buffers, AdamW's 3 words each
+    assert resumed.everything().keys() == straight.everything().keys()
+    for name, value in straight.everything().items():
+        assert torch.equal(resumed.everything()[name], value), name
+
+
+def test_a_checkpoint_is_plain_safetensors_and_json(folder):
+    run = Run(folder).train(range(1))
+    weights = load_file(folder / "step-000001" / "model" / "00000.safetensors")
+    assert weights.keys() == run.model.state_dict().keys()
+    moments = load_file(a_tensor_file(folder / "step-000001"))
+    assert torch.equal(moments["0.weight/exp_avg"], run.optimizer.state[run.model[0].weight]["exp_avg"])
+    scalars = json.loads((folder / "step-000001" / "scalars.json").read_text())
+    assert scalars["optimizer"]["2.bias"] == {"step": 1.0}
+    manifest = read_manifest(folder / "step-000001")
+    on_disk = {str(path.relative_to(folder / "step-000001")) for path in folder.rglob("*") if path.is_file()}
+    assert on_disk == {*manifest.files, "manifest.json"}
+
+
+def test_before_the_first_step_there_is_no_optimizer_state_and_none_comes_back(folder):
+    Run(folder).checkpointer.save(0, progress={"step": 0})
+    run, straight = Run(folder), Run(folder)
+    run.resume()
+    assert not run.optimizer.state
+    for each in (run, straight):
+        each.train(range(2), save=False)
+    assert torch.equal(run.model[0].weight, straight.model[0].weight)
+
+
+def test_the_newest_are_kept(folder):
+    Run(folder, keep_last=2).train(range(5))
+    assert names(folder) == ["step-000004", "step-000005"]
+
+
+def test_saving_a_step_again_leaves_a_good_checkpoint_as_it_is(folder):
+    run = Run(folder).train(range(1))
+    written = (folder / "step-000001" / "manifest.json").stat().st_mtime_ns
+    assert run.checkpointer.save(1, progress={}).path == folder / "step-000001"
+    assert (folder / "step-000001" / "manifest.json").stat().st_mtime_ns == written
+
+
+def test_saving_a_step_again_replaces_a_bad_checkpoint_and_keeps_it_aside(folder):
+    run = Run(folder).train(range(1))
+    (folder / "step-000001" / "progress.json").unlink()
+    run.checkpointer.save(1, progress={"step": 1})
+    assert names(folder) == [".bad-step-000001", "step-000001"]
+    assert "progress.json is missing" in run.said[0]
+
+
+def truncate(checkpoint):
+    path = a_tensor_file(checkpoint)
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def flip(checkpoint):
+    path = a_tensor_file(checkpoint)
+    values = bytearray(path.read_bytes())
+    values[-5] ^= 1
+    path.write_bytes(values)
+
+
+def empty(checkpoint):
+    for path in sorted(checkpoint.rglob("*"), reverse=True):
+        path.rmdir() if path.is_dir() else path.unlink()
+
+
+DAMAGES = {
+    "bytes instead of": truncate,
+    "does not have the digest": flip,
+    "00000.safetensors is missing": lambda checkpoint: a_tensor_file(checkpoint).unlink(),
+    "was never finished": lambda checkpoint: (checkpoint / "manifest.json").unlink(),
+    "cannot be read": lambda checkpoint: (checkpoint / "manifest.json").write_text('{"step": 3, '),
+    "there is no manifest.json": empty,
+}
+
+
+@pytest.mark.parametrize("reason", DAMAGES)
+def test_a_damaged_checkpoint_is_passed_over_by_name_and_set_aside(folder, reason):
+    Run(folder, keep_last=3).train(range(3))
+    DAMAGES[reason](folder / "step-000003")
+    run = Run(folder)
+    assert run.resume()["step"] == 2
+    assert len(run.said) == 1 and "step-000003" in run.said[0] and reason in run.said[0]
+    assert names(folder) == [".bad-step-000003", "step-000001", "step-000002"]
+
+
+def test_with_only_bad_checkpoints_a_run_never_starts_anew_in_silence(folder):
+    Run(folder).train(range(1))
+    truncate(folder / "step-000001")
+    for _ in range(2):  # also the second time, when a scheduler has started it again
+        with pytest.raises(CheckpointError, match=r"no good checkpoint.*\.bad-step-000001.*Delete them"):
+            Run(folder).checkpointer.find()
+
+
+def test_an_empty_run_folder_means_a_fresh_start(folder):
+    assert Run(folder).checkpointer.find() is None
+
+
+def test_what_a_killed_save_left_is_removed_by_the_next_and_never_loaded(folder):
+    (folder / ".staging-step-000007" / "model").mkdir(parents=True)
+    assert Run(folder).checkpointer.find() is None
+    Run(folder).train(range(1))
+    assert names(folder) == ["step-000001"]
+
+
+def test_a_save_that_fails_leaves_the_old_checkpoints_and_nothing_else(folder):
+    run = Run(folder).train(range(2))
+    with (
+        patch.object(TensorFile, "close", side_effect=OSError(28, "No space left on device")),
+        pytest.raises(CheckpointError, match="No space left"),
+    ):
+        run.train(range(2, 3))
+    assert names(folder) == ["step-000001", "step-000002"]
+    assert run.train(range(3, 4)).checkpointer.find().step == 4
+
+
+def test_a_checkpoint_that_cannot_fit_is_refused_before_anything_is_written(folder):
+    with patch("shutil.disk_usage") as usage, pytest.raises(CheckpointError, match="Make room"):
+        usage.return_value.free = 1000
+        Run(folder).train(range(1))
+    assert names(folder) == []
+
+
+def test_never_refuses_a_folder_with_checkpoints(folder):
+    assert Run(folder, resume="never").checkpointer.find() is None
+    Run(folder).train(range(1))
+    with pytest.raises(CheckpointError, match="Write `auto` to continue"):
+        Run(folder, resume="never").checkpointer.find()
+
+
+def test_a_path_continues_from_there_and_puts_what_came_later_aside(folder):
+    Run(folder, keep_last=3).train(range(3))
+    run = Run(folder, resume=str(folder / "step-000002"))
+    assert run.resume()["step"] == 2
+    assert names(folder) == [".superseded-step-000003", "step-000001", "step-000002"]
+
+
+def test_a_path_of_another_run_is_refused_where_this_one_has_checkpoints(folder, tmp_path):
+    Run(tmp_path / "other").train(range(1))
+    path = str(tmp_path / "other" / "step-000001")
+    assert Run(folder, resume=path).resume()["step"] == 1
+    Run(folder).train(range(1))
+    with pytest.raises(CheckpointError, match="another run's"):
+        Run(folder, resume=path).checkpointer.find()
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [("checkpoints", "write one of them: step-000001"), ("nowhere", "there is no such folder")],
+)
+def test_a_path_that_is_no_checkpoint_is_an_error_that_says_so(folder, tmp_path, path, message):
+    Run(folder).train(range(1))
+    with pytest.raises(CheckpointError, match=message):
+        Run(folder, resume=str(tmp_path / path)).checkpointer.find()
+
+
+def test_a_damaged_checkpoint_asked_for_by_path_is_an_error_and_stays_where_it_is(folder):
+    Run(folder).train(range(2))
+    flip(folder / "step-000002")
+    with pytest.raises(CheckpointError, match=r"checkpoint.resume: .*digest"):
+        Run(folder, resume=str(folder / "step-000002")).checkpointer.find()
+    assert names(folder) == ["step-000001", "step-000002"]
+
+
+def test_another_runs_identity_is_refused_by_name(folder):
+    Run(folder).train(range(1))
+    with pytest.raises(CheckpointError, match=r"data: abc there, xyz here\n  extra: nothing there, 1 here"):
+        Run(folder, identity={"model": "small", "data": "xyz", "extra": "1"}).resume()
+
+
+def test_another_shape_is_refused_by_name(folder):
+    Run(folder).train(range(1))
+    with pytest.raises(CheckpointError, match=r"of another shape: 0.weight \(\[4, 3\] there, \[5, 3\] here\)"):
+        Run(folder, width=5).resume()
+
+
+def test_another_optimizer_is_refused_by_what_is_missing(folder):
+    Run(folder).train(range(1))
+    run = Run(folder)
+    run.access._optimizer = torch.optim.SGD(run.model.parameters(), lr=0.1, momentum=0.9)
+    with pytest.raises(CheckpointError, match=r"not in the checkpoint: 0.weight/momentum_buffer.*\n.*0.weight/exp_avg"):
+        run.resume()
+
+
+def test_a_parameter_that_was_never_updated_comes_back_without_state(folder):
+    run = Run(folder)
+    run.model[2].bias.requires_grad_(True)
+    run.model[2](torch.randn(2, 4)).sum().backward()
+    run.optimizer.step()  # the first layer has had no gradient
+    run.checkpointer.save(1, progress={})
+    resumed = Run(folder)
+    resumed.resume()
+    assert len(resumed.optimizer.state) == 2
+    assert resumed.optimizer.state[resumed.model[2].bias]["step"] == 1
+
+
+@pytest.mark.parametrize("name", ["../secret", "/etc/passwd", "model/../../x", "a\\..\\b", "", "manifest.json"])
+def test_a_manifest_that_points_elsewhere_is_not_trusted(folder, name):
+    Run(folder).train(range(1))
+    path = folder / "step-000001" / "manifest.json"
+    manifest = json.loads(path.read_text())
+    manifest["files"][name] = {"size_bytes": 1, "sha256": ""}
+    path.write_text(json.dumps(manifest))
+    with pytest.raises(CheckpointError, match="Do not trust it"):
+        read_manifest(folder / "step-000001")
+
+
+def test_a_link_in_place_of_a_file_is_not_followed(folder, tmp_path):
+    Run(folder).train(range(1))
+    path = a_tensor_file(folder / "step-000001")
+    path.rename(tmp_path / "elsewhere")
+    path.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(CheckpointError, match="no good checkpoint"):
+        Run(folder).checkpointer.find()
+
+
+def test_a_newer_format_is_refused_with_the_versions_that_wrote_it(folder):
+    Run(folder).train(range(1))
+    path = folder / "step-000001" / "manifest.json"
+    path.write_text(path.read_text().replace('"format_version": 1', '"format_version": 2'))
+    with pytest.raises(CheckpointError, match=r"format version 2.*finetune"):
+        read_manifest(folder / "step-000001")

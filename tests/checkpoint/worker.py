@@ -1,0 +1,206 @@
+"""Trains a tiny Llama under one strategy after another, saving or resuming: `torchrun worker.py SPEC.json`.
+
+A spec is a list of runs. Each says strategy, variant, the checkpoints' folder, where to write its results, the steps to
+train before and after the save (or the checkpoint to continue from). Runs share processes, as starting them costs most.
+"""
+
+import gc
+import hashlib
+import json
+import os
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+from unittest.mock import patch
+
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.utils import DeepSpeedPlugin, FullyShardedDataParallelPlugin
+from peft import LoraConfig, get_peft_model
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.optimization import Adafactor
+
+from finetune.checkpoint.access import build_access
+from finetune.checkpoint.checkpointer import Checkpointer
+from finetune.checkpoint.gather import gather_weights
+from finetune.checkpoint.tensor_file import TensorFile
+from finetune.config.sections.checkpoint import CheckpointSection
+from finetune.errors import CheckpointError
+from finetune.runtime import ranks
+from finetune.strategy.cpu import gloo_bridge
+
+ROWS, LENGTH, VOCABULARY = 8, 12, 67  # 67: rows that no number of ranks divides
+
+
+def main(spec_path: str) -> None:
+    for spec in json.loads(Path(spec_path).read_text()):
+        run(spec)
+    ranks.barrier()
+
+
+def run(spec: dict) -> None:
+    accelerator = build_accelerator(spec["strategy"])
+    model, optimizer = accelerator.prepare(*build(spec["variant"], is_spoilt=spec["is_spoilt"]))
+    try:
+        results = train(accelerator, model, optimizer, spec)
+    except CheckpointError as error:
+        results = {"error": str(error)}
+    results["engine"] = [kind.__name__ for kind in type(model).__mro__]
+    if ranks.is_main():
+        (Path(spec["results"])).write_text(json.dumps(results))
+    if hasattr(model, "destroy"):
+        model.destroy()
+    del model, optimizer
+    accelerator.free_memory()
+    forget_accelerator()
+
+
+def train(accelerator, model, optimizer, spec: dict) -> dict:
+    said: list[str] = []
+    checkpointer = Checkpointer(
+        Path(spec["folder"]),
+        section=CheckpointSection(resume=spec.get("resume", "auto")),
+        access=build_access(accelerator, model, optimizer),
+        identity={"model": "tiny", "variant": spec["variant"]},
+        say=said.append,
+    )
+    found = checkpointer.find()
+    step = int(checkpointer.load(found)["step"]) if found is not None else 0
+    losses = {}
+    for target in spec["until"]:
+        while step < target:
+            losses[step] = take_step(accelerator, model, optimizer, step)
+            step += 1
+        if spec.get("evaluate"):
+            with torch.no_grad():  # leaves FSDP's outermost module gathered
+                model(**batch(step, accelerator))
+        if target in spec["save"]:
+            if "disk_is_full_on" in spec:
+                said.append(save_on_full_disk(checkpointer, step, rank=spec["disk_is_full_on"]))
+            checkpointer.save(step, progress={"step": step})
+    weights = gather_weights(accelerator, model, trained_only=False)
+    trained = gather_weights(accelerator, model, trained_only=True)
+    if ranks.is_main():
+        torch.save(weights, spec["results"] + ".pt")
+    return {"losses": losses, "digest": digest(weights), "trained": sorted(trained), "said": said}
+
+
+def save_on_full_disk(checkpointer: Checkpointer, step: int, *, rank: int) -> str:
+    """Save while one rank cannot write; return the error that this rank is told."""
+
+    def write(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with patch.object(TensorFile, "add", write) if ranks.rank() == rank else nullcontext():
+        try:
+            checkpointer.save(step, progress={})
+        except CheckpointError as error:
+            return str(error)
+    return "it was saved"
+
+
+def take_step(accelerator, model, optimizer, step: int) -> float:
+    loss = model(**batch(step, accelerator)).loss
+    accelerator.backward(loss)
+    optimizer.step()
+    optimizer.zero_grad()
+    return float(ranks.sum_tensor(loss.detach().double())) / ranks.world()
+
+
+def batch(step: int, accelerator) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1000 + step)
+    rows = torch.randint(0, VOCABULARY, (ROWS, LENGTH), generator=generator)
+    mine = rows[ranks.rank() :: ranks.world()].to(accelerator.device)
+    return {"input_ids": mine, "labels": mine}
+
+
+def build(variant: str, *, is_spoilt: bool):
+    """Return model and optimizer; a spoilt model's trained weights are wrong, so that a checkpoint has to mend them."""
+    torch.manual_seed(1)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=24,
+        intermediate_size=40,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        tie_word_embeddings=variant == "frozen",
+    )
+    model = LlamaForCausalLM(config)
+    model.register_buffer("mark", torch.arange(3.0))  # as a BatchNorm keeps its statistics
+    if variant == "lora":
+        model = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.0))
+    if variant == "frozen":
+        model.model.layers[0].requires_grad_(False)
+    trained = [each for each in model.parameters() if each.requires_grad]
+    if is_spoilt:
+        for each in [*trained, model.get_buffer("mark" if variant != "lora" else "base_model.model.mark")]:
+            each.data.add_(0.1)
+    return model, build_optimizer(variant, trained)
+
+
+def build_optimizer(variant: str, trained: list) -> torch.optim.Optimizer:
+    if variant == "adafactor":
+        return Adafactor(trained, lr=1e-2, scale_parameter=False, relative_step=False)
+    matrices = [each for each in trained if each.dim() > 1]
+    vectors = [each for each in trained if each.dim() < 2]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    groups = [group for group in groups if group["params"]]
+    if variant == "sgd":
+        return torch.optim.SGD(groups, lr=1e-2, momentum=0.9)
+    return torch.optim.AdamW(groups, lr=1e-2)
+
+
+def build_accelerator(strategy: str) -> Accelerator:
+    for name in ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED", "FSDP_VERSION", "ACCELERATE_TORCH_DEVICE"):
+        os.environ.pop(name, None)
+    if strategy == "ddp":
+        return Accelerator(cpu=True)
+    with gloo_bridge() if not torch.cuda.is_available() else nullcontext():
+        if strategy.startswith("fsdp"):
+            return Accelerator(fsdp_plugin=fsdp_plugin(int(strategy[-1])))
+        return Accelerator(deepspeed_plugin=deepspeed_plugin(strategy))
+
+
+def fsdp_plugin(version: int) -> FullyShardedDataParallelPlugin:
+    return FullyShardedDataParallelPlugin(
+        fsdp_version=version,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
+        use_orig_params=True if version == 1 else None,
+        reshard_after_forward=True if version == 2 else "FULL_SHARD",
+        cpu_ram_efficient_loading=False,
+    )
+
+
+def deepspeed_plugin(strategy: str) -> DeepSpeedPlugin:
+    zero: dict = {"stage": int(strategy[4]), "stage3_param_persistence_threshold": 0, "reduce_bucket_size": 10_000}
+    if strategy.endswith("offload"):
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": False}
+    config = {
+        "zero_optimization": zero,
+        "train_micro_batch_size_per_gpu": ROWS // ranks.world(),
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": 0.0,
+    }
+    return DeepSpeedPlugin(hf_ds_config=config)
+
+
+def digest(weights: dict[str, torch.Tensor]) -> str:
+    total = hashlib.sha256()
+    for name, weight in weights.items():
+        total.update(name.encode() + weight.float().numpy().tobytes())
+    return total.hexdigest()
+
+
+def forget_accelerator() -> None:
+    GradientState._reset_state()
+    AcceleratorState._reset_state(reset_partial_state=False)
+    PartialState._reset_state()
+    gc.collect()
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main(sys.argv[1])
