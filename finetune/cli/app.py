@@ -9,11 +9,6 @@ from finetune import __version__
 from finetune.cli import lazy, verify
 from finetune.cli.options import Config, Overrides
 from finetune.cli.outcome import reported
-from finetune.config.load import load_config
-from finetune.config.reference import json_schema, reference_markdown
-from finetune.config.run_config import world_problems
-from finetune.config.summary import summary
-from finetune.errors import ConfigError
 
 app = typer.Typer(
     name="finetune",
@@ -48,7 +43,7 @@ def train(config: Config, override: Overrides = None) -> int:
 
     Under several processes: accelerate launch --config_file ACCELERATE.yaml -m finetune --config JOB.yaml
     """
-    return int(lazy.call("finetune.run:train_from_config", load_config(config, override or [])))
+    return int(lazy.call("finetune.cli.job:train_job", config, override or []))
 
 
 @app.command()
@@ -62,28 +57,21 @@ def check(
 
     Where there is none, say what the job will do. Loads no model and no data.
     """
-    loaded = load_config(job, override or [])
-    if processes is not None:
-        problems = world_problems(loaded.config, num_processes=processes, sources=loaded.sources)
-        if problems:
-            raise ConfigError(problems, job.name)
-    print(f"{job.name} is ready.")
-    for line in summary(loaded.config, num_processes=processes):
-        print(f"  {line}")
+    lazy.call("finetune.cli.job:check_job", job, override or [], num_processes=processes)
 
 
 @app.command()
 @reported
 def reference() -> None:
     """Print the page of all keys."""
-    print(reference_markdown(), end="")
+    print(lazy.call("finetune.config.reference:reference_markdown"), end="")
 
 
 @app.command()
 @reported
 def schema() -> None:
     """Print the JSON schema of a job file, for editors."""
-    print(json_schema(), end="")
+    print(lazy.call("finetune.config.reference:json_schema"), end="")
 
 
 @app.command()
@@ -94,7 +82,10 @@ def init(
         Path | None, typer.Option(metavar="FOLDER", help="Folder to write into; unset, one of the recipe's name.")
     ] = None,
 ) -> None:
-    """Write a recipe - a commented job file, and data for the quickstart - into a folder. Without a name, list them."""
+    """Write a commented job file into a folder.
+
+    The quickstart brings its data along. Without a name, the recipes are listed.
+    """
     if name is None:
         for recipe, sentence in lazy.call("finetune.recipes.make:recipes").items():
             print(f"{recipe:<12}{sentence}")

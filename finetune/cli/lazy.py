@@ -1,7 +1,8 @@
 """The one place of the command line that imports inside a function.
 
-Whatever trains, talks to a model or starts processes imports torch, which takes seconds; `--help` and `check` must
-answer at once. So a command names such a function by its place, and it is imported when it is called.
+Whatever trains, talks to a model or starts processes imports torch, which takes seconds, and reading a job file
+imports pydantic; `--help` and `check` must answer at once. So a command names a function by its place, and what the
+function needs is imported when it is called.
 """
 
 import importlib

@@ -1,0 +1,27 @@
+"""What the commands about a job file do. Imported when one of them is typed: pydantic is not needed for `--help`."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from finetune.cli import lazy
+from finetune.config.load import load_config
+from finetune.config.run_config import world_problems
+from finetune.config.summary import summary
+from finetune.errors import ConfigError
+
+
+def train_job(path: Path, overrides: Sequence[str]) -> int:
+    """Train as the job file says and return the exit code; nothing slow is imported before the file is right."""
+    return int(lazy.call("finetune.run:train_from_config", load_config(path, overrides)))
+
+
+def check_job(path: Path, overrides: Sequence[str], *, num_processes: int | None) -> None:
+    """Print what the job will do; raises ConfigError with everything that is wrong."""
+    loaded = load_config(path, overrides)
+    if num_processes is not None:
+        problems = world_problems(loaded.config, num_processes=num_processes, sources=loaded.sources)
+        if problems:
+            raise ConfigError(problems, path.name)
+    print(f"{path.name} is ready.")
+    for line in summary(loaded.config, num_processes=num_processes):
+        print(f"  {line}")

@@ -1,0 +1,61 @@
+"""A job file, and the command line as a user meets it: words in, exit code and text out."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from finetune.__main__ import main
+
+JOB = """\
+run:
+  folder: runs/first
+model:
+  name: gpt2
+data:
+  train:
+    path: rows.jsonl
+  max_length: 64
+task:
+  name: sft
+train:
+  global_batch_size: 8
+  microbatch_size: 4
+  steps: 10
+  learning_rate: 1e-4
+"""
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Path:
+    """Return the path of a small job; its rows lie beside it."""
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "2 + 2", "completion": "4"}\n')
+    path = tmp_path / "job.yaml"
+    path.write_text(JOB)
+    return path
+
+
+@pytest.fixture
+def typed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """Return a function that runs `finetune WORDS` in this process: (exit code, standard output, standard error)."""
+
+    def run(*words: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["finetune", *map(str, words)])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        said = capsys.readouterr()
+        return int(ended.value.code or 0), said.out, said.err
+
+    return run
+
+
+@pytest.fixture
+def python() -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Return a function that runs `python WORDS` in a fresh process."""
+
+    def run(*words: object) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([sys.executable, *map(str, words)], capture_output=True, text=True, timeout=60)
+
+    return run

@@ -1,0 +1,135 @@
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from finetune import __version__
+from finetune.cli import lazy
+
+COMMANDS = ("train", "check", "reference", "schema", "init", "chat", "verify")
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Stand in for what needs torch: note what would have been called, and answer with what is in `answer`."""
+    stand_in, really = SimpleNamespace(made=[], answer=0), lazy.call
+
+    def call(place, *arguments, **named):
+        if place.startswith(("finetune.cli.", "finetune.config.", "finetune.recipes.")):
+            return really(place, *arguments, **named)
+        stand_in.made.append((place, arguments, named))
+        return stand_in.answer
+
+    monkeypatch.setattr(lazy, "call", call)
+    return stand_in
+
+
+def test_help_names_every_command(typed):
+    code, said, _ = typed("--help")
+    assert code == 0
+    assert [name for name in COMMANDS if f"\n  {name} " not in said] == []
+
+
+@pytest.mark.parametrize("command", [*[(name,) for name in COMMANDS], ("verify", "parity")])
+def test_every_command_explains_itself(typed, command):
+    code, said, _ = typed(*command, "--help")
+    assert code == 0
+    assert "Usage:" in said
+
+
+def test_the_version_is_told(typed):
+    assert typed("--version") == (0, f"{__version__}\n", "")
+
+
+def test_a_good_job_is_checked_with_the_arithmetic_of_its_batch(typed, job):
+    code, said, complaint = typed("check", job, "--processes", 2)
+    assert (code, complaint) == (0, "")
+    assert said.startswith("job.yaml is ready.\n")
+    assert "8 per step = 2 processes x 4 per microbatch x 1 accumulated" in said
+
+
+def test_a_bad_job_is_one_message_and_exit_code_2(typed, job):
+    job.write_text(job.read_text().replace("max_length", "max_lenght"))
+    code, said, complaint = typed("check", job)
+    assert (code, said) == (2, "")
+    assert complaint == (
+        "error: job.yaml has 1 problem\n  line 8, data.max_lenght: there is no such key. Did you mean `max_length`?\n"
+    )
+
+
+def test_a_batch_that_cannot_be_shared_is_found_by_check(typed, job):
+    code, _, complaint = typed("check", job, "--processes", 3)
+    assert code == 2
+    assert "8 cannot be shared by 3 processes x 4 per microbatch. Nearest that can: 12." in complaint
+
+
+def test_overrides_are_laid_over_the_file(typed, job):
+    code, said, _ = typed("check", job, "--set", "train.steps=7", "--set", "train.learning_rate=5e-5")
+    assert code == 0
+    assert "7 steps = 56 samples, learning rate 5e-05" in said
+
+
+@pytest.mark.parametrize("words", [("train", "--config"), ("--config",)])
+def test_options_alone_mean_train(typed, job, calls, words):
+    code, _, _ = typed(*words, job, "--set", "train.steps=7")
+    ((place, (loaded,), _),) = calls.made
+    assert code == 0
+    assert place == "finetune.run:train_from_config"
+    assert loaded.config.train.steps == 7
+
+
+def test_the_exit_code_of_the_run_is_the_exit_code(typed, job, calls):
+    calls.answer = 143
+    assert typed("--config", job)[0] == 143
+
+
+def test_nothing_is_trained_with_a_bad_job(typed, job, calls):
+    assert typed("--config", job, "--set", "train.steps=none")[0] == 2
+    assert calls.made == []
+
+
+@pytest.mark.parametrize(("agree", "code"), [(True, 0), (False, 1)])
+def test_parity_asks_for_the_strategies_and_exits_1_when_they_differ(typed, job, calls, agree, code):
+    calls.answer = agree
+    words = ("verify", "parity", "--config", job, "--strategies", "ddp, zero3", "--steps", 5, "--set", "run.seed=1")
+    assert typed(*words)[0] == code
+    ((place, arguments, named),) = calls.made
+    assert (place, arguments) == ("finetune.advise.parity:run_parity", (job,))
+    assert named == {
+        "overrides": ["run.seed=1"],
+        "strategies": ["ddp", "zero3"],
+        "processes": 2,
+        "steps": 5,
+        "tolerance": 1e-4,
+    }
+
+
+def test_chat_is_given_the_folder(typed, calls):
+    assert typed("chat", "runs/first/final")[0] == 0
+    assert calls.made == [("finetune.advise.chat:chat", (Path("runs/first/final"),), {})]
+
+
+def test_init_writes_a_job_that_check_finds_ready(typed, tmp_path):
+    code, said, _ = typed("init", "quickstart", "--into", tmp_path / "quick")
+    assert code == 0
+    assert f"wrote {tmp_path}/quick/job.yaml" in said.splitlines()
+    assert typed("check", tmp_path / "quick" / "job.yaml")[0] == 0
+
+
+def test_init_names_the_recipes_that_there_are(typed, tmp_path):
+    code, _, complaint = typed("init", "quickstrat", "--into", tmp_path)
+    assert code == 2
+    assert "quickstart" in complaint
+
+
+def test_reference_and_schema_are_printed(typed):
+    assert "| `train.learning_rate` |" in typed("reference")[1]
+    assert json.loads(typed("schema")[1])["title"] == "finetune job"
+
+
+@pytest.mark.parametrize("words", [("check",), ("nonsense",), ("train",), ("check", "x", "--processes", "0")])
+def test_words_that_are_no_command_are_exit_code_2(typed, words):
+    code, _, complaint = typed(*words)
+    assert code == 2
+    assert "Error: " in complaint
