@@ -58,10 +58,7 @@ def _read(path: pathlib.Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        there = sorted(each.name for each in path.parent.glob("*.y*ml")) if path.parent.is_dir() else []
-        near = nearest(path.name, there)
-        hint = f"Did you mean `{path.with_name(near)}`?" if near else f"In {path.absolute().parent}: {listed(there)}."
-        fault = f"there is no such file. {hint}"
+        fault = f"there is no such file. {_nearby(path)}"
     except IsADirectoryError:
         fault = "this is a folder. Name the job file in it."
     except UnicodeDecodeError as error:
@@ -69,6 +66,15 @@ def _read(path: pathlib.Path) -> str:
     except OSError as error:
         fault = f"it cannot be read: {error.strerror}."
     raise ConfigError([Problem("", fault)], str(path))
+
+
+def _nearby(path: pathlib.Path) -> str:
+    folder = path.absolute().parent
+    if not folder.is_dir():
+        return f"There is no folder {folder} either."
+    there = sorted(each.name for each in folder.glob("*.y*ml"))
+    near = nearest(path.name, there)
+    return f"Did you mean `{path.with_name(near)}`?" if near else f"YAML files in {folder}: {listed(there)}."
 
 
 def _not_a_job(document: Document) -> Problem:
