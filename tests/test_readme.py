@@ -56,6 +56,14 @@ def test_the_table_of_strategies_is_the_folder():
     assert told == there
 
 
+def test_every_quoted_symptom_is_said_somewhere():
+    table = README.split("\n## When it fails\n")[1].split("\n## ")[0]
+    symptoms = [re.sub(r" N .*", "", quoted) for quoted in re.findall(r"^\| `([^`]+)`", table, re.MULTILINE)]
+    source = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "finetune").rglob("*.py"))
+    assert len(symptoms) >= 6
+    assert [symptom for symptom in symptoms if symptom not in source] == []
+
+
 def test_every_command_of_the_readme_exists():
     there = command_paths(get_command(app))
     typed = finetune_commands()

@@ -34,7 +34,7 @@ class ConsoleReporter:
         self._log_every_steps = log_every_steps
         self._num_steps = 0
         self._meter = ThroughputMeter(0)
-        self._first_metrics: Mapping[str, float] | None = None
+        self._evaluations: list[Mapping[str, float]] = []
 
     def __call__(self, event: Event) -> None:
         """Show the event."""
@@ -44,12 +44,13 @@ class ConsoleReporter:
                 self._meter = ThroughputMeter(event.num_steps)
             case StepTaken():
                 self._show_step(event)
-            case Evaluated() if self._first_metrics is None:
-                self._first_metrics = event.metrics
+            case Evaluated():
+                self._evaluations.append(event.metrics)
             case RunEnded():
                 self._screen.close()
                 if event.metrics:
-                    self._screen.say(wording.change_line(self._first_metrics or {}, event.metrics))
+                    before = self._evaluations[0] if len(self._evaluations) > 1 else {}
+                    self._screen.say(wording.change_line(before, event.metrics))
         for line in wording.lines(event):
             self._screen.say(line)
 

@@ -86,6 +86,14 @@ def test_the_end_shows_how_far_the_metrics_have_come():
     ]
 
 
+def test_a_single_evaluation_is_no_change():
+    lines = plain(
+        Evaluated(80, metrics={"loss": 0.5}, num_rows=8, seconds=0.1),
+        RunEnded(80, reason="finished", seconds=1.0, metrics={"loss": 0.5}, final_folder=None),
+    )
+    assert lines[1] == "loss 0.5000"
+
+
 def test_the_end_of_a_run_without_evaluation_or_export():
     assert plain(RunEnded(8, reason="signal SIGTERM", seconds=2.0, metrics={}, final_folder=None)) == [
         "signal SIGTERM at step 8 after 0:00:02"
