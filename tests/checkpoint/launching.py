@@ -23,7 +23,7 @@ def start(folder: Path, specs: list[dict[str, Any]], *, world: int = 2) -> dict[
     command = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={world}", f"--master_port={number}"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "DS_ACCELERATOR": "cpu"}
     done = subprocess.run(
-        [*command, str(_WORKER), str(path)], env=environment, capture_output=True, text=True, timeout=500, check=False
+        [*command, str(_WORKER), str(path)], env=environment, capture_output=True, text=True, timeout=900, check=False
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-8000:]
     return {spec["name"]: json.loads(Path(spec["results"]).read_text()) for spec in written}

@@ -14,10 +14,11 @@ from pathlib import Path
 from unittest.mock import patch
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, ParallelismConfig
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DeepSpeedPlugin, FullyShardedDataParallelPlugin
 from peft import LoraConfig, get_peft_model
+from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.optimization import Adafactor
 
@@ -40,7 +41,7 @@ def main(spec_path: str) -> None:
 
 
 def run(spec: dict) -> None:
-    accelerator = build_accelerator(spec["strategy"])
+    accelerator = build_accelerator(spec["strategy"], precision="bf16" if spec["variant"] == "bf16" else "no")
     model, optimizer = accelerator.prepare(*build(spec["variant"], is_spoilt=spec["is_spoilt"]))
     try:
         results = train(accelerator, model, optimizer, spec)
@@ -58,6 +59,7 @@ def run(spec: dict) -> None:
 
 def train(accelerator, model, optimizer, spec: dict) -> dict:
     said: list[str] = []
+    settle_buckets(accelerator, model)
     checkpointer = Checkpointer(
         Path(spec["folder"]),
         section=CheckpointSection(resume=spec.get("resume", "auto")),
@@ -84,6 +86,19 @@ def train(accelerator, model, optimizer, spec: dict) -> dict:
     if ranks.is_main():
         torch.save(weights, spec["results"] + ".pt")
     return {"losses": losses, "digest": digest(weights), "trained": sorted(trained), "said": said}
+
+
+def settle_buckets(accelerator, model) -> None:
+    """Have DDP regroup its gradient buckets, which it does once, after its first backward pass.
+
+    Above two ranks the sum over ranks is rounded by a number's place in its bucket, so a resumed run whose first step
+    has other buckets than the straight run's fourth would differ in the last bit.
+    """
+    if isinstance(model, DistributedDataParallel):
+        for _ in range(2):  # the second forward pass regroups
+            accelerator.backward(model(**batch(0, accelerator)).loss)
+        for parameter in model.parameters():
+            parameter.grad = None
 
 
 def save_on_full_disk(checkpointer: Checkpointer, step: int, *, rank: int) -> str:
@@ -152,15 +167,18 @@ def build_optimizer(variant: str, trained: list) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=1e-2)
 
 
-def build_accelerator(strategy: str) -> Accelerator:
-    for name in ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED", "FSDP_VERSION", "ACCELERATE_TORCH_DEVICE"):
+def build_accelerator(strategy: str, *, precision: str) -> Accelerator:
+    for name in ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED", "FSDP_VERSION", "ACCELERATE_MIXED_PRECISION"):
         os.environ.pop(name, None)
     if strategy == "ddp":
-        return Accelerator(cpu=True)
+        return Accelerator(cpu=True, mixed_precision=precision)
     with gloo_bridge() if not torch.cuda.is_available() else nullcontext():
         if strategy.startswith("fsdp"):
-            return Accelerator(fsdp_plugin=fsdp_plugin(int(strategy[-1])))
-        return Accelerator(deepspeed_plugin=deepspeed_plugin(strategy))
+            return Accelerator(fsdp_plugin=fsdp_plugin(int(strategy[-1])), mixed_precision=precision)
+        if strategy == "hsdp":
+            mesh = ParallelismConfig(dp_replicate_size=2, dp_shard_size=ranks.world() // 2)
+            return Accelerator(fsdp_plugin=fsdp_plugin(2), parallelism_config=mesh)
+        return Accelerator(deepspeed_plugin=deepspeed_plugin(strategy), mixed_precision=precision)
 
 
 def fsdp_plugin(version: int) -> FullyShardedDataParallelPlugin:
