@@ -1,5 +1,6 @@
 """Does this job give the same losses under every strategy? Asked by running it, a few steps each."""
 
+import shutil
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -31,6 +32,17 @@ class Contestant:
     def label(self) -> str:
         """Return a name that is unique among contestants and fit for a folder."""
         return f"{self.name}-{self.processes}-accumulation-{self.accumulation}"
+
+
+@dataclass(frozen=True)
+class Question:
+    """The job that is asked about, and how many of its steps; runs and logs go into `scratch`."""
+
+    config: Path
+    overrides: tuple[str, ...]
+    job: RunConfig
+    steps: int
+    scratch: Path
 
 
 @dataclass(frozen=True)
@@ -73,20 +85,24 @@ def run_parity(
     Raises UserError when a run fails.
     """
     job = load_config(config, overrides).config
-    contestants = _contestants(job, strategies, processes, accumulations=accumulations, folder=configs_folder)
+    contestants = [
+        _contestant(written, job, processes=processes, accumulation=accumulation, folder=configs_folder)
+        for written in strategies
+        for accumulation in accumulations
+    ]
+    reference = Contestant("single", None, 1, job.train.global_batch_size // job.train.microbatch_size)
     with tempfile.TemporaryDirectory(prefix="finetune-parity-") as scratch:
-        reference = Contestant("single", None, 1, job.train.global_batch_size // job.train.microbatch_size)
-        wanted = _trace(reference, job, config, overrides, steps=steps, scratch=Path(scratch))
+        question = Question(config, tuple(overrides), job, steps, Path(scratch))
+        wanted = _trace(reference, question)
         compared = []
         for contestant in contestants:
-            got = _trace(contestant, job, config, overrides, steps=steps, scratch=Path(scratch))
-            compared.append(compare(contestant, wanted, got, tolerance=tolerance))
-            print(_line(compared[-1]), file=sys.stderr, flush=True)
+            compared.append(compare(contestant, wanted=wanted, got=_trace(contestant, question), tolerance=tolerance))
+            print(f"{contestant.label}: {_verdict(compared[-1])}", file=sys.stderr, flush=True)
     _print_table(compared, steps=len(wanted.losses), tolerance=tolerance)
     return all(comparison.is_equal for comparison in compared)
 
 
-def compare(contestant: Contestant, wanted: Trace, got: Trace, *, tolerance: float) -> Comparison:
+def compare(contestant: Contestant, *, wanted: Trace, got: Trace, tolerance: float) -> Comparison:
     """Return the largest relative differences; traces of unequal length differ at the first missing step."""
     losses = _relative(wanted.losses, got.losses)
     norms = _relative(wanted.norms, got.norms)
@@ -100,40 +116,34 @@ def _relative(wanted: Sequence[float], got: Sequence[float]) -> list[float]:
     return [abs(ours - theirs) / max(abs(ours), 1e-12) for ours, theirs in zip(wanted, got, strict=False)]
 
 
-def _contestants(
-    job: RunConfig, strategies: Sequence[str], processes: int, *, accumulations: Sequence[int], folder: Path
-) -> list[Contestant]:
-    found = []
-    for written in strategies:
-        name, _, count = written.partition(":")
-        path = Path(name) if name.endswith((".yaml", ".yml")) else folder / f"{name}.yaml"
-        if not path.exists():
-            known = ", ".join(sorted(each.stem for each in folder.glob("*.yaml"))) or "none"
-            raise UserError(f"--strategies {name}: there is no {path}. In {folder} there are: {known}.")
-        world = int(count) if count else processes
-        for accumulation in accumulations:
-            if job.train.global_batch_size % (world * accumulation):
-                raise UserError(
-                    f"a global batch of {job.train.global_batch_size} cannot be shared by {world} processes x "
-                    f"{accumulation} accumulated. Choose another --processes, --accumulations or batch."
-                )
-            found.append(Contestant(path.stem, path, world, accumulation))
-    return found
+def _contestant(written: str, job: RunConfig, *, processes: int, accumulation: int, folder: Path) -> Contestant:
+    """Return what `--strategies` means by one of its words; raises UserError for an unknown name or batch."""
+    name, _, count = written.partition(":")
+    path = Path(name) if name.endswith((".yaml", ".yml")) else folder / f"{name}.yaml"
+    if not path.exists():
+        known = ", ".join(sorted(each.stem for each in folder.glob("*.yaml"))) or "none"
+        raise UserError(f"--strategies {name}: there is no {path}. In {folder} there are: {known}.")
+    world = int(count) if count.isdigit() else processes
+    if job.train.global_batch_size % (world * accumulation):
+        raise UserError(
+            f"a global batch of {job.train.global_batch_size} cannot be shared by {world} processes x "
+            f"{accumulation} accumulated. Choose another --processes, --accumulations or batch."
+        )
+    return Contestant(path.stem, path, world, accumulation)
 
 
-def _trace(
-    contestant: Contestant, job: RunConfig, config: Path, overrides: Sequence[str], *, steps: int, scratch: Path
-) -> Trace:
-    folder = scratch / contestant.label
-    log = scratch / f"{contestant.label}.log"
-    command = [*_launcher(contestant), "-m", "finetune", "--config", str(config)]
-    for override in [*overrides, *_overrides(contestant, job, folder=folder, steps=steps)]:
+def _trace(contestant: Contestant, question: Question) -> Trace:
+    folder = question.scratch / contestant.label
+    log = question.scratch / f"{contestant.label}.log"
+    command = [*_launcher(contestant), "-m", "finetune", "--config", str(question.config)]
+    for override in [*question.overrides, *_overrides(contestant, question, folder=folder)]:
         command += ["--set", override]
     code = run_group(command, log=log, timeout_seconds=TIMEOUT_SECONDS, environment={"OMP_NUM_THREADS": "1"})
     if code != 0:
         tail = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-40:])
         raise UserError(f"the run under {contestant.label} ended with exit code {code}. Its last lines:\n{tail}")
     taken = [event for event in read_events(folder / "events.jsonl") if event["event"] == "StepTaken"]
+    shutil.rmtree(folder)  # its checkpoint may be large
     return Trace(
         tuple(float(event["loss"]) for event in taken), tuple(float(event["gradient_norm"]) for event in taken)
     )
@@ -150,18 +160,20 @@ def _launcher(contestant: Contestant) -> list[str]:
     ]
 
 
-def _overrides(contestant: Contestant, job: RunConfig, *, folder: Path, steps: int) -> list[str]:
+def _overrides(contestant: Contestant, question: Question, *, folder: Path) -> list[str]:
     """Return what makes the job comparable: its first steps only, no dropout, nothing else going on."""
+    job = question.job
     size = job.train.global_batch_size // (contestant.processes * contestant.accumulation)
     changes = {
         "run.folder": str(folder),
         "run.strategy": "null",
         "train.microbatch_size": str(size),
-        "train.stop_after_steps": str(steps),
+        "train.stop_after_steps": str(question.steps),
         "train.early_stopping": "null",
         "evaluate": "null",
         "data.validation": "null",
         "report.trackers": "[]",
+        "report.project": "null",
         "report.console": "plain",
     }
     if job.model.lora is not None:
@@ -169,9 +181,8 @@ def _overrides(contestant: Contestant, job: RunConfig, *, folder: Path, steps: i
     return [f"{key}={value}" for key, value in changes.items()]
 
 
-def _line(comparison: Comparison) -> str:
-    verdict = "equal" if comparison.is_equal else f"differs from step {comparison.first_bad_step}"
-    return f"{comparison.contestant.label}: {verdict}"
+def _verdict(comparison: Comparison) -> str:
+    return "equal" if comparison.is_equal else f"differs from step {comparison.first_bad_step}"
 
 
 def _print_table(compared: Sequence[Comparison], *, steps: int, tolerance: float) -> None:
@@ -187,6 +198,6 @@ def _print_table(compared: Sequence[Comparison], *, steps: int, tolerance: float
             str(each.contestant.accumulation),
             f"{each.loss_difference:.1e}",
             f"{each.norm_difference:.1e}",
-            "equal" if each.is_equal else f"differs from step {each.first_bad_step}",
+            _verdict(each),
         )
     Console().print(table)

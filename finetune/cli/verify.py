@@ -1,5 +1,6 @@
 """`finetune verify`: promises of the house, asked of the user's own job."""
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -7,6 +8,7 @@ import typer
 from finetune.cli import lazy
 from finetune.cli.options import Config, Overrides
 from finetune.cli.outcome import reported
+from finetune.errors import UserError
 
 app = typer.Typer(help="Ask of your own job what the house promises.", no_args_is_help=True, rich_markup_mode=None)
 
@@ -21,11 +23,17 @@ def verify() -> None:
 def parity(
     config: Config,
     strategies: Annotated[
-        str, typer.Option(metavar="A,B", help="Names in accelerate_configs/, or paths, separated by commas.")
+        str, typer.Option(metavar="A,B:4", help="Names in accelerate_configs/, or paths; `:4` sets the processes.")
     ] = "ddp,fsdp2,zero2,zero3",
     processes: Annotated[int, typer.Option(min=1, help="Processes of each strategy.")] = 2,
     steps: Annotated[int, typer.Option(min=1, help="Steps that are compared.")] = 20,
     tolerance: Annotated[float, typer.Option(min=0.0, help="Largest relative difference allowed.")] = 1e-4,
+    accumulations: Annotated[
+        str, typer.Option(metavar="N,M", help="Microbatches per step and process, each tried.")
+    ] = "1",
+    configs_folder: Annotated[Path, typer.Option(metavar="FOLDER", help="Where the accelerate configs lie.")] = Path(
+        "accelerate_configs"
+    ),
     override: Overrides = None,
 ) -> int:
     """Compare the losses of all strategies.
@@ -37,9 +45,21 @@ def parity(
         "finetune.advise.parity:run_parity",
         config,
         overrides=override or [],
-        strategies=[name.strip() for name in strategies.split(",") if name.strip()],
+        strategies=_words(strategies),
         processes=processes,
         steps=steps,
         tolerance=tolerance,
+        accumulations=[_number(word) for word in _words(accumulations)],
+        configs_folder=configs_folder,
     )
     return 0 if agree else 1
+
+
+def _words(written: str) -> list[str]:
+    return [word.strip() for word in written.split(",") if word.strip()]
+
+
+def _number(word: str) -> int:
+    if not word.isdigit() or int(word) == 0:
+        raise UserError(f"--accumulations {word}: write whole numbers from 1 on, separated by commas, such as 1,2,4.")
+    return int(word)

@@ -2,8 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-
-from accelerate import Accelerator
+from typing import Any
 
 from finetune.config.sections.report import ReportSection
 from finetune.report.console import ConsoleReporter, choose_screen
@@ -18,7 +17,7 @@ def build_reporter(
     section: ReportSection,
     *,
     run_folder: Path,
-    accelerator: Accelerator,
+    accelerator: Any,
     is_main: bool,
     notes: Sequence[str] = (),
 ) -> Reporter:
