@@ -1,0 +1,173 @@
+"""Every mistake of a user is one clear message: exit code 2, no traceback, and what to do next. Real processes."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+TIMEOUT_SECONDS = 120
+ROW = {"messages": [{"role": "user", "content": "one two"}, {"role": "assistant", "content": "two one"}]}
+JOB = """\
+run: {folder: runs/job}
+model:
+  from_config: {model_type: llama, values: {hidden_size: 16, intermediate_size: 16, num_hidden_layers: 1, num_attention_heads: 2}}
+  tokenizer: {train: {vocabulary_size: 300}}
+data:
+  train: {path: train.jsonl}
+  max_length: 64
+  chat_template: chatml
+  cache_folder: cache
+task: {name: sft}
+train: {global_batch_size: 4, microbatch_size: 2, steps: 2, learning_rate: 1e-3}
+"""
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """What the user got wrong, and words that the message must hold."""
+
+    name: str
+    make: Callable[[Path], None]
+    words: tuple[str, ...]
+    variables: tuple[tuple[str, str], ...] = ()
+
+
+def job(*changes: tuple[str, str]) -> Callable[[Path], None]:
+    """Write the job with texts replaced."""
+
+    def make(folder: Path) -> None:
+        text = JOB
+        for before, after in changes:
+            assert before in text
+            text = text.replace(before, after)
+        (folder / "job.yaml").write_text(text)
+
+    return make
+
+
+def rows(*lines: str) -> Callable[[Path], None]:
+    """Write other rows than the good ones."""
+    return lambda folder: (folder / "train.jsonl").write_text("".join(line + "\n" for line in lines))
+
+
+def occupied(folder: Path) -> None:
+    (folder / "runs").write_text("a file where the run's folder should be")
+
+
+GOOD = json.dumps(ROW)
+NO_ANSWER = json.dumps({"messages": ROW["messages"][:1]})
+CONFIG = (
+    Mistake("wrong key", job(("max_length", "max_lenght")), ("line 7", "data.max_lenght", "`max_length`")),
+    Mistake("wrong type", job(("max_length: 64", "max_length: long")), ("line 7", "data.max_length", "long")),
+    Mistake("number as text", job(("1e-3", "'1e-3'")), ("line 11", "train.learning_rate", "1e-3")),
+    Mistake("key twice", job(("  max_length: 64", "  max_length: 64\n  max_length: 65")), ("max_length", "line 7")),
+    Mistake("missing key", job(("  max_length: 64\n", "")), ("data.max_length",)),
+    Mistake("broken YAML", job(("task: {name: sft}", "task: {name: sft")), ("line",)),
+    Mistake("unknown choice", job(("name: sft", "name: stf")), ("task.name", "`sft`")),
+    Mistake(
+        "indivisible batch",
+        job(("microbatch_size: 2", "microbatch_size: 3")),
+        ("train.global_batch_size", "(3)", "Nearest"),
+    ),
+    Mistake("two budgets", job(("steps: 2", "steps: 2, epochs: 1")), ("train.epochs", "steps")),
+    Mistake("missing file", job(("path: train.jsonl", "path: trian.jsonl")), ("data.train.path", "trian.jsonl")),
+    Mistake("no config", lambda folder: None, ("job.yaml",)),
+    Mistake(
+        "environment variable", job(("folder: runs/job", "folder: '${HOME}/runs'")), ("run.folder", "not expanded")
+    ),
+    Mistake("unwritable output", occupied, ("run.folder",)),
+    Mistake(
+        "key without effect",
+        job(("steps: 2", "steps: 2, optimizer: {momentum: 0.9}")),
+        ("train.optimizer.momentum", "no effect"),
+    ),
+    Mistake(
+        "evaluation without data", job(("task:", "evaluate: {every_steps: 1}\ntask:")), ("evaluate", "data.validation")
+    ),
+)
+DATA = (
+    Mistake("empty dataset", rows(), ("train.jsonl", "no rows")),
+    Mistake("malformed JSON", rows(GOOD, "{'messages': []}"), ("train.jsonl", "line 2")),
+    Mistake("missing column in row 17", rows(*[GOOD] * 16, json.dumps({"text": "x"}), GOOD), ("row 17", "messages")),
+    Mistake("row with no target", rows(GOOD, NO_ANSWER), ("target", "no_target: drop")),
+    Mistake("row too long", job(("max_length: 64", "max_length: 8")), ("longer", "max_length", "over_length")),
+    Mistake("no chat template", job(("  chat_template: chatml\n", "")), ("chat template", "chatml")),
+)
+LAUNCH = (
+    Mistake("batch and processes", job(), ("global_batch_size", "3 processes"), (("WORLD_SIZE", "3"), ("RANK", "0"))),
+    Mistake(
+        "FSDP asked, something else launched",
+        job(("folder: runs/job", "folder: runs/job, strategy: fsdp2")),
+        ("fsdp2", "single"),
+    ),
+    Mistake("precisions disagree", job(), ("mixed_precision: bf16", "fp32"), (("ACCELERATE_MIXED_PRECISION", "bf16"),)),
+    Mistake(
+        "unknown value of the architecture",
+        job(("hidden_size: 16,", "hidden_sise: 16,")),
+        ("hidden_sise", "hidden_size"),
+    ),
+    Mistake(
+        "pattern that matches nothing",
+        job(("model:\n", "model:\n  freeze: ['model.embedding.*']\n")),
+        ("model.embedding.*",),
+    ),
+    Mistake(
+        "LoRA target that is not there",
+        job(("model:\n", "model:\n  lora: {target_modules: [qproj]}\n")),
+        ("qproj", "q_proj"),
+    ),
+    Mistake(
+        "8-bit AdamW without CUDA", job(("steps: 2", "steps: 2, optimizer: {name: adamw_8bit}")), ("adamw_8bit", "CUDA")
+    ),
+)
+
+
+def ended(folder: Path, mistake: Mistake) -> subprocess.CompletedProcess[str]:
+    """Write a good job, spoil it, and run it."""
+    (folder / "train.jsonl").write_text((GOOD + "\n") * 8)
+    if mistake.name != "no config":
+        job()(folder)
+    mistake.make(folder)
+    return subprocess.run(
+        [sys.executable, "-m", "finetune", "--config", str(folder / "job.yaml")],
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_SECONDS,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **dict(mistake.variables)},
+        check=False,
+    )
+
+
+def assert_told(run: subprocess.CompletedProcess[str], folder: Path, mistake: Mistake) -> None:
+    assert run.returncode == 2, run.stdout + run.stderr
+    assert "Traceback" not in run.stderr
+    assert run.stderr.count("error: ") == 1
+    for word in mistake.words:
+        assert word in run.stderr
+    assert not (folder / "runs" / "job").exists()  # nothing is written before everything has been checked
+
+
+@pytest.mark.parametrize("mistake", CONFIG, ids=lambda mistake: mistake.name)
+def test_a_mistake_in_the_config_is_told(tmp_path, mistake):
+    assert_told(ended(tmp_path, mistake), tmp_path, mistake)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.environ.get("CUDA_VISIBLE_DEVICES") is not None, reason="written for a machine without a GPU")
+@pytest.mark.parametrize("mistake", DATA + LAUNCH, ids=lambda mistake: mistake.name)
+def test_a_mistake_in_data_or_launch_is_told(tmp_path, mistake):
+    assert_told(ended(tmp_path, mistake), tmp_path, mistake)
+
+
+def test_all_problems_of_a_config_are_told_at_once(tmp_path):
+    mistake = Mistake(
+        "three at once",
+        job(("max_length: 64", "max_lenght: 64"), ("1e-3", "fast"), ("name: sft", "name: stf")),
+        ("max_lenght", "train.learning_rate", "task.name"),
+    )
+    assert_told(ended(tmp_path, mistake), tmp_path, mistake)
