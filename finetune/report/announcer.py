@@ -11,7 +11,7 @@ class Announcer:
         self.said: list[str] = []
 
     def __call__(self, message: str) -> None:
-        """Print the sentence now."""
-        if self._is_main:
+        """Print the sentence now; the same one is said once."""
+        if self._is_main and message not in self.said:
             self.said.append(message)
             print(message, file=sys.stdout, flush=True)

@@ -31,7 +31,7 @@ class ReportedSaving:
 def continue_run(
     config: RunConfig, machine: Machine, *, lessons: Lessons, say: Announcer
 ) -> tuple[Checkpointer, Progress]:
-    """Return the run's checkpoints and how far it has come, with the state of then in model and optimizer. Collective."""
+    """Return the checkpoints and how far the run has come, its state back in model and optimizer. Collective."""
     checkpointer = Checkpointer(
         Path(config.run.folder) / "checkpoints",
         section=config.checkpoint,

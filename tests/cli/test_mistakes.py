@@ -15,7 +15,9 @@ ROW = {"messages": [{"role": "user", "content": "one two"}, {"role": "assistant"
 JOB = """\
 run: {folder: runs/job}
 model:
-  from_config: {model_type: llama, values: {hidden_size: 16, intermediate_size: 16, num_hidden_layers: 1, num_attention_heads: 2}}
+  from_config:
+    model_type: llama
+    values: {hidden_size: 16, intermediate_size: 16, num_hidden_layers: 1, num_attention_heads: 2}
   tokenizer: {train: {vocabulary_size: 300}}
 data:
   train: {path: train.jsonl}
@@ -62,10 +64,10 @@ def occupied(folder: Path) -> None:
 GOOD = json.dumps(ROW)
 NO_ANSWER = json.dumps({"messages": ROW["messages"][:1]})
 CONFIG = (
-    Mistake("wrong key", job(("max_length", "max_lenght")), ("line 7", "data.max_lenght", "`max_length`")),
-    Mistake("wrong type", job(("max_length: 64", "max_length: long")), ("line 7", "data.max_length", "long")),
-    Mistake("number as text", job(("1e-3", "'1e-3'")), ("line 11", "train.learning_rate", "1e-3")),
-    Mistake("key twice", job(("  max_length: 64", "  max_length: 64\n  max_length: 65")), ("max_length", "line 7")),
+    Mistake("wrong key", job(("max_length", "max_lenght")), ("line 9", "data.max_lenght", "`max_length`")),
+    Mistake("wrong type", job(("max_length: 64", "max_length: long")), ("line 9", "data.max_length", "long")),
+    Mistake("number as text", job(("1e-3", "'1e-3'")), ("line 13", "train.learning_rate", "1e-3")),
+    Mistake("key twice", job(("  max_length: 64", "  max_length: 64\n  max_length: 65")), ("max_length", "line 9")),
     Mistake("missing key", job(("  max_length: 64\n", "")), ("data.max_length",)),
     Mistake("broken YAML", job(("task: {name: sft}", "task: {name: sft")), ("line",)),
     Mistake("unknown choice", job(("name: sft", "name: stf")), ("task.name", "`sft`")),

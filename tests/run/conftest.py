@@ -13,16 +13,17 @@ from finetune.report.jsonl import read_events
 from finetune.runtime.processes import free_port, run_group
 
 ROOT = Path(__file__).parents[2]
-TIMEOUT_SECONDS = 240
-WORDS = "red green blue amber violet white black grey pink brown".split()
+TIMEOUT_SECONDS = 540  # the first DeepSpeed run on a machine compiles for minutes
+WORDS = ["red", "green", "blue", "amber", "violet", "white", "black", "grey", "pink", "brown"]
 
 JOB = """
 run: {folder: runs/job, seed: 7}
 model:
   from_config:
     model_type: llama
-    values: {hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2, num_attention_heads: 4, num_key_value_heads: 2,
-             tie_word_embeddings: true}
+    values:
+      {hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2, num_attention_heads: 4, num_key_value_heads: 2,
+       tie_word_embeddings: true}
   tokenizer: {train: {vocabulary_size: 320}}
 data:
   train: {path: train.jsonl}

@@ -8,8 +8,8 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from finetune.config.load import load_config
-from finetune.run.lessons import make_lessons
 from finetune.report.announcer import Announcer
+from finetune.run.lessons import make_lessons
 
 LORA = "model.lora={rank: 4, alpha: 8}"
 STRATEGIES = [
@@ -75,9 +75,7 @@ def test_one_process_learns_and_reports_each_step(straight):
 @pytest.mark.parametrize(("strategy", "processes"), STRATEGIES)
 def test_losses_norms_and_export_equal_one_process(launch, straight, job, strategy, processes, kind):
     accumulated = "train.microbatch_size=1" if kind == "full" else f"train.microbatch_size={8 // processes}"
-    run = launch(
-        strategy, name=f"{strategy}-{kind}", processes=processes, overrides=[*KINDS[kind], accumulated]
-    )
+    run = launch(strategy, name=f"{strategy}-{kind}", processes=processes, overrides=[*KINDS[kind], accumulated])
     assert run.code == 0, run.output
     wanted = straight[kind]
     assert run.losses() == pytest.approx(wanted.losses(), rel=1e-4)

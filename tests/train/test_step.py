@@ -1,0 +1,144 @@
+"""One step: its result does not depend on how the batch is cut, and a NaN changes no weight."""
+
+import pytest
+import torch
+from accelerate import Accelerator
+from torch import nn
+
+from finetune.config.sections.train import NonFiniteSection, OptimizerSection, ScheduleSection, TrainSection
+from finetune.data.batch import Batch
+from finetune.errors import NonFiniteError
+from finetune.report.events import StepSkipped, StepTaken
+from finetune.runtime.progress import Progress
+from finetune.runtime.signals import SignalNote
+from finetune.train.cadence import Cadence, Never
+from finetune.train.evaluate import NoEvaluation
+from finetune.train.loop import train
+from finetune.train.meters import Meters
+from finetune.train.optimizer import build_optimizer
+from finetune.train.parts import Parts
+from finetune.train.plan import make_plan
+from finetune.train.stopping import NeverStop, Wishes
+
+NUM_SAMPLES, LENGTH = 8, 6
+
+
+class RegressionTask:
+    """The squared error at each target; sample 5 can be made to give NaN."""
+
+    def __init__(self, poisoned: int | None = None) -> None:
+        self.poisoned = poisoned
+
+    def count_targets(self, batch: Batch) -> int:
+        return batch.num_targets
+
+    def loss_sum(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        errors = (model(batch.inputs["x"]).squeeze(-1) - batch.inputs["y"]) ** 2  # [batch, length]
+        loss = (errors * (batch.labels >= 0)).sum()
+        return loss * float("nan") if self.poisoned in batch.sample_ids else loss
+
+
+def batch_of(samples: range) -> Batch:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(NUM_SAMPLES, LENGTH, 4, generator=generator)
+    y = torch.randn(NUM_SAMPLES, LENGTH, generator=generator)
+    labels = torch.where(torch.rand(NUM_SAMPLES, LENGTH, generator=generator) < 0.5, 1, -100)
+    labels[0] = -100  # a sample without a single target
+    chosen = list(samples)
+    own = labels[chosen]
+    return Batch({"x": x[chosen], "y": y[chosen]}, own, int((own >= 0).sum()), own.numel(), tuple(chosen))
+
+
+def parts_of(microbatch: int, *, task=None, nonfinite=None, num_steps=3, events=None) -> Parts:
+    torch.manual_seed(0)
+    accelerator = Accelerator(cpu=True)
+    model = nn.Linear(4, 1)
+    optimizer = build_optimizer(model.named_parameters(), OptimizerSection(), learning_rate=0.1)
+    section = TrainSection(
+        global_batch_size=NUM_SAMPLES,
+        microbatch_size=microbatch,
+        steps=num_steps,
+        learning_rate=0.1,
+        schedule=ScheduleSection(name="constant"),
+    )
+    starts = range(0, NUM_SAMPLES, microbatch)
+    group = tuple(batch_of(range(start, min(start + microbatch, NUM_SAMPLES))) for start in starts)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    events = [] if events is None else events
+    return Parts(
+        accelerator=accelerator,
+        model=model,
+        optimizer=optimizer,
+        task=task or RegressionTask(),
+        groups=lambda first_step: iter([group] * (num_steps - first_step)),
+        plan=make_plan(section, num_samples=NUM_SAMPLES, world=1, steps_for_tokens=lambda tokens: 0),
+        seed=1,
+        max_gradient_norm=1.0,
+        nonfinite=nonfinite or NonFiniteSection(),
+        scales_loss=False,
+        meters=Meters(),
+        reporter=events.append,
+        evaluate=NoEvaluation(),
+        save=lambda progress: None,
+        log_due=Cadence(1, num_steps),
+        evaluate_due=Never(),
+        save_due=Cadence(None, num_steps),
+        wishes=Wishes(SignalNote(), None),
+        stop_after_steps=None,
+        early_stopping=NeverStop(),
+    )
+
+
+def trained(microbatch: int) -> tuple[list[float], list[float], torch.Tensor]:
+    events: list = []
+    parts = parts_of(microbatch, events=events)
+    assert train(parts, Progress()) == "finished"
+    taken = [event for event in events if isinstance(event, StepTaken)]
+    return [each.loss for each in taken], [each.gradient_norm for each in taken], parts.model.weight.detach()
+
+
+@pytest.mark.parametrize("microbatch", [1, 2, 3, 4, 5, 7])
+def test_seven_ways_to_cut_a_batch_give_the_same_steps(microbatch):
+    losses, norms, weight = trained(microbatch)
+    whole_losses, whole_norms, whole_weight = trained(NUM_SAMPLES)
+    assert losses == pytest.approx(whole_losses, rel=1e-6)
+    assert norms == pytest.approx(whole_norms, rel=1e-6)
+    torch.testing.assert_close(weight, whole_weight, rtol=1e-6, atol=1e-7)
+
+
+def test_the_loss_is_the_mean_over_all_targets_of_the_step():
+    batch = batch_of(range(NUM_SAMPLES))
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1)
+    errors = (model(batch.inputs["x"]).squeeze(-1) - batch.inputs["y"]) ** 2
+    assert trained(2)[0][0] == pytest.approx(errors[batch.labels >= 0].mean().item(), rel=1e-6)
+
+
+def test_a_nan_stops_the_run_names_its_samples_and_changes_no_weight():
+    parts = parts_of(2, task=RegressionTask(poisoned=5))
+    before = parts.model.weight.detach().clone()
+    with pytest.raises(NonFiniteError, match=r"step 1 is not finite.*concerned: 4, 5\."):
+        train(parts, Progress())
+    assert torch.equal(parts.model.weight.detach(), before)
+
+
+def test_skipping_leaves_the_step_out_and_counts_it():
+    events: list = []
+    parts = parts_of(
+        2, task=RegressionTask(poisoned=5), nonfinite=NonFiniteSection(action="skip", max_skips=2), events=events
+    )
+    progress = Progress()
+    with pytest.raises(NonFiniteError, match="2 steps have been skipped before"):
+        train(parts, progress)
+    assert progress.num_nonfinite_skips == 2
+    assert [(event.step, event.sample_ids) for event in events if isinstance(event, StepSkipped)] == [
+        (1, (4, 5)),
+        (2, (4, 5)),
+    ]
+
+
+def test_progress_counts_what_was_seen_and_starts_where_it_stopped():
+    progress = Progress(step=2)
+    train(parts_of(4), progress)
+    assert progress.step == 3
+    assert progress.num_tokens == NUM_SAMPLES * LENGTH
