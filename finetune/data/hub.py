@@ -7,6 +7,7 @@ from typing import Any
 from finetune.config.sections.data import SourceSection
 from finetune.data.rows import RawRow
 from finetune.errors import DataError
+from finetune.runtime.hub import is_offline, without_vain_retries
 from finetune.runtime.optional import require
 
 
@@ -30,11 +31,13 @@ class HubDataset:
 def load_hub_dataset(source: SourceSection) -> HubDataset:
     """Return the split, downloading it where it is not at hand; raises DataError when it cannot be had."""
     assert source.name is not None
-    datasets = require("datasets", extra="dev", purpose="Reading a hub dataset")
     try:
-        dataset = datasets.load_dataset(
-            source.name, source.config, split=source.split, revision=source.revision, streaming=False
-        )
+        with without_vain_retries(is_local=False):
+            datasets = require("datasets", extra="dev", purpose="Reading a hub dataset")
+            datasets.config.HF_HUB_OFFLINE = is_offline()  # its own copy, taken when it was imported
+            dataset = datasets.load_dataset(
+                source.name, source.config, split=source.split, revision=source.revision, streaming=False
+            )
     except Exception as error:  # `datasets` raises many kinds: none is a fault of ours, all are about this name
         raise DataError(f"hub dataset {_title(source)} cannot be had: {_reason(error)}") from error
     return HubDataset(_title(source), dataset)

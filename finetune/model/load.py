@@ -11,9 +11,10 @@ from finetune.errors import ModelError
 from finetune.model.architecture import SpecialIds, architecture
 from finetune.model.attention import attention_implementation
 from finetune.model.hollow import give_places
-from finetune.model.hub import is_folder, is_offline, located, told, without_vain_retries
+from finetune.model.hub import is_folder, located, told
 from finetune.model.initialize import draw_weights
 from finetune.runtime.construction import Construction
+from finetune.runtime.hub import is_offline, without_vain_retries
 
 HEADS: dict[str, Any] = {"causal_lm": AutoModelForCausalLM}
 
@@ -84,7 +85,7 @@ def _origin(section: ModelSection) -> dict[str, Any]:
 
 def _pretrained_config(section: ModelSection) -> PreTrainedConfig:
     name, origin = str(section.name), _origin(section)
-    with told(name, key="model.name"), without_vain_retries(name):
+    with told(name, key="model.name"), without_vain_retries(is_local=is_folder(name)):
         return AutoConfig.from_pretrained(**origin)
 
 
@@ -92,7 +93,7 @@ def _pretrained(
     section: ModelSection, *, head: str, construction: Construction, attention: str | None
 ) -> PreTrainedModel:
     name, origin = str(section.name), _origin(section)
-    with told(name, key="model.name"), without_vain_retries(name), construction.context():
+    with told(name, key="model.name"), without_vain_retries(is_local=is_folder(name)), construction.context():
         model, loading = HEADS[head].from_pretrained(
             **origin,
             dtype=getattr(torch, section.dtype),

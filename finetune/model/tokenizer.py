@@ -11,7 +11,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from finetune.config.sections.model import ModelSection
 from finetune.errors import ModelError
 from finetune.model.byte_pairs import trained_tokenizer
-from finetune.model.hub import is_folder, is_offline, located, told, without_vain_retries
+from finetune.model.hub import is_folder, located, told
+from finetune.runtime.hub import is_offline, without_vain_retries
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -72,7 +73,7 @@ def _pretrained(name: str, *, key: str, model: ModelSection, revision: str | Non
             f"{key}: the folder {place} holds no tokenizer (none of {', '.join(TOKENIZER_FILES)}). "
             "Write `model.tokenizer.name` (a hub name or a folder with one) or `model.tokenizer.train`."
         )
-    with told(name, key=key), without_vain_retries(name):
+    with told(name, key=key), without_vain_retries(is_local=is_folder(name)):
         return AutoTokenizer.from_pretrained(
             place,
             revision=revision,

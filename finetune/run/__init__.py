@@ -28,14 +28,14 @@ from finetune.strategy.reconcile import JobFacts
 def train_from_config(loaded: LoadedConfig) -> int:
     """Train as the config says and return the exit code. Collective over all launched processes."""
     config, say = loaded.config, Announcer(is_main=ranks.is_main())
-    with noted_signals() as note:
-        quieten(is_main=ranks.is_main())
-        strategy = launched_strategy(loaded)
-        lessons = make_lessons(config, say)
-        plan = make_run_plan(config, lessons)
-        machine = make_machine(config, strategy, lessons=lessons, learning_rate=plan.schedule.peak, say=say)
-        checkpointer, progress = continue_run(config, machine, lessons=lessons, say=say)
-        reporter = open_run(loaded, machine, say=say)
+    quieten(is_main=ranks.is_main())
+    strategy = launched_strategy(loaded)
+    lessons = make_lessons(config, say)
+    plan = make_run_plan(config, lessons)
+    machine = make_machine(config, strategy, lessons=lessons, learning_rate=plan.schedule.peak, say=say)
+    checkpointer, progress = continue_run(config, machine, lessons=lessons, say=say)
+    reporter = open_run(loaded, machine, say=say)
+    with noted_signals() as note:  # from here on there is something to save
         save = ReportedSaving(checkpointer, reporter)
         parts = make_parts(config, lessons, machine=machine, plan=plan, reporter=reporter, save=save, note=note)
         reporter(RunStarted(progress.step, plan.num_steps, explain(strategy), plan.arithmetic, config.model_dump()))
@@ -57,5 +57,6 @@ def launched_strategy(loaded: LoadedConfig) -> Strategy:
         microbatch_size=config.train.microbatch_size,
         max_gradient_norm=config.train.max_gradient_norm,
         optimizer=config.train.optimizer.name,
+        has_two_dtypes=config.model.lora is not None and config.model.dtype != "float32",
     )
     return choose_strategy(environment, job)

@@ -11,14 +11,18 @@ from finetune.model.architecture import SpecialIds
 from finetune.model.freeze import freeze
 from finetune.model.load import load_model
 from finetune.model.lora import add_lora
+from finetune.model.memory import MemoryEstimate, estimate
 from finetune.model.precision import precision_warnings
-from finetune.model.size import describe
+from finetune.model.size import ModelSize, describe
 from finetune.report.announcer import Announcer
 from finetune.run.lessons import Lessons
 from finetune.runtime import seeds
-from finetune.strategy.protocol import Strategy
+from finetune.strategy.protocol import Sharded, Strategy
 from finetune.train.accelerator import build_accelerator, check_prepared
 from finetune.train.optimizer import build_optimizer
+
+OPTIMIZER_BYTES = {"adamw": 8, "sgd": 4, "adafactor": 0, "adamw_8bit": 2}
+"""Bytes of optimizer state per trained parameter; Adafactor's, a row and a column per matrix, are next to none."""
 
 
 @dataclass(frozen=True)
@@ -35,11 +39,12 @@ def make_machine(
     config: RunConfig, strategy: Strategy, *, lessons: Lessons, learning_rate: float, say: Announcer
 ) -> Machine:
     """Return the prepared model and optimizer, checked to be what was launched. Collective."""
-    accelerator = build_accelerator(strategy, precision=config.train.precision)
     if config.run.deterministic:
         seeds.use_deterministic_kernels()
+    accelerator = build_accelerator(strategy, precision=config.train.precision)
     plain = _model(config, strategy, lessons=lessons)
-    for line in describe(plain).lines:
+    size = describe(plain)
+    for line in (*size.lines, *_memory(config, strategy, size=size).lines[-1:]):
         say(line)
     _warn(config, say)
     optimizer = build_optimizer(plain.named_parameters(), config.train.optimizer, learning_rate=learning_rate)
@@ -66,6 +71,20 @@ def _model(config: RunConfig, strategy: Strategy, *, lessons: Lessons) -> Any:
 
 def _special_ids(tokenizer: PreTrainedTokenizerBase) -> SpecialIds:
     return SpecialIds(bos=tokenizer.bos_token_id, eos=tokenizer.eos_token_id, pad=tokenizer.pad_token_id)
+
+
+def _memory(config: RunConfig, strategy: Strategy, *, size: ModelSize) -> MemoryEstimate:
+    sharded = strategy.sharded()
+    return estimate(
+        weights_bytes=sum(size.bytes_by_dtype.values()),
+        trained_bytes=sum(size.trained_bytes_by_dtype.values()),
+        num_trained=size.num_trained,
+        optimizer_bytes_per_parameter=OPTIMIZER_BYTES[config.train.optimizer.name],
+        shards=strategy.expected().num_shards,
+        shards_weights=Sharded.PARAMETERS in sharded,
+        shards_gradients=Sharded.GRADIENTS in sharded,
+        shards_optimizer=Sharded.OPTIMIZER in sharded,
+    )
 
 
 def _warn(config: RunConfig, say: Announcer) -> None:

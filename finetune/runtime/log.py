@@ -28,6 +28,8 @@ def quieten(*, is_main: bool) -> None:
     level = logging.WARNING if is_main else logging.ERROR
     for library in CHATTY_LIBRARIES:
         logging.getLogger(library).setLevel(level)
+    # peft 0.21 asks for a property that transformers 5.23 has renamed; nothing that a user could do about it
+    warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated", category=FutureWarning)
     # DeepSpeed sets its level anew when it is imported; a filter stays
     logging.getLogger("DeepSpeed").addFilter(
         lambda record: record.levelno >= level and not record.getMessage().startswith(HARMLESS)

@@ -1,6 +1,7 @@
 """Randomness that depends only on numbers one can write down: (seed, step, rank, purpose)."""
 
 import hashlib
+import os
 import random
 
 import numpy as np
@@ -22,6 +23,7 @@ def seed_everything(*parts: int | str) -> None:
 
 
 def use_deterministic_kernels() -> None:
-    """Make torch refuse kernels that are not repeatable; CUDA needs its workspace setting before the first kernel."""
+    """Make torch refuse kernels that are not repeatable; call it before the first kernel runs."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False

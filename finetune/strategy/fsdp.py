@@ -54,6 +54,7 @@ class FullySharded:
             self._environment.world,
             "FSDPModule" if self._environment.fsdp_version == 2 else "FullyShardedDataParallel",
             fsdp_version=self._environment.fsdp_version,
+            num_copies=self._environment.replicate_size,
         )
 
     def construction(self) -> Construction:

@@ -32,6 +32,12 @@ class Expected:
     model_class: str | None = None  # a class that the prepared model must be an instance of
     zero_stage: int | None = None
     fsdp_version: int | None = None
+    num_copies: int = 1  # of what is sharded: HSDP keeps several
+
+    @property
+    def num_shards(self) -> int:
+        """Return the number of processes that share one copy."""
+        return self.num_processes // self.num_copies
 
 
 class Strategy(Protocol):

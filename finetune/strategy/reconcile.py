@@ -20,6 +20,7 @@ class JobFacts:
     microbatch_size: int
     max_gradient_norm: float | None
     optimizer: str = "adamw"
+    has_two_dtypes: bool = False  # frozen weights in 16 bits beside float32 adapters
 
 
 def disagreements(environment: LaunchEnvironment, job: JobFacts) -> list[str]:
@@ -37,6 +38,11 @@ def disagreements(environment: LaunchEnvironment, job: JobFacts) -> list[str]:
         found.append(
             "fsdp_activation_checkpointing: true gives wrong gradients with any dropout (seen with Accelerate 1.15). "
             "Write false, and model.gradient_checkpointing: true in the job."
+        )
+    if environment.fsdp_version == 1 and job.has_two_dtypes:
+        found.append(
+            "FSDP1 flattens frozen 16-bit weights and float32 adapters into one buffer, which cannot be. "
+            "Launch with accelerate_configs/fsdp2.yaml, or write model.dtype: float32."
         )
     found += [f"{kind} is asked for in the accelerate config and is not supported." for kind in environment.unsupported]
     return found + _deepspeed_disagreements(environment, job)

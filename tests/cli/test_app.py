@@ -93,6 +93,7 @@ def test_nothing_is_trained_with_a_bad_job(typed, job, calls):
 def test_parity_asks_for_the_strategies_and_exits_1_when_they_differ(typed, job, calls, agree, code):
     calls.answer = agree
     words = ("verify", "parity", "--config", job, "--strategies", "ddp, zero3", "--steps", 5, "--set", "run.seed=1")
+    words += ("--accumulations", "1,4", "--configs-folder", "elsewhere")
     assert typed(*words)[0] == code
     ((place, arguments, named),) = calls.made
     assert (place, arguments) == ("finetune.advise.parity:run_parity", (job,))
@@ -102,7 +103,14 @@ def test_parity_asks_for_the_strategies_and_exits_1_when_they_differ(typed, job,
         "processes": 2,
         "steps": 5,
         "tolerance": 1e-4,
+        "accumulations": [1, 4],
+        "configs_folder": Path("elsewhere"),
     }
+
+
+def test_accumulations_are_whole_numbers(typed, job, calls):
+    assert typed("verify", "parity", "--config", job, "--accumulations", "1,two")[0] == 2
+    assert calls.made == []
 
 
 def test_chat_is_given_the_folder(typed, calls):

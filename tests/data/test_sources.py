@@ -2,6 +2,7 @@
 
 import gzip
 import json
+from types import SimpleNamespace
 
 import pyarrow
 import pyarrow.parquet
@@ -188,6 +189,7 @@ def test_a_mapping_the_wrong_way_round_is_refused(write_rows):
 class FakeHub:
     def __init__(self, result):
         self.result = result
+        self.config = SimpleNamespace(HF_HUB_OFFLINE=False)
 
     def load_dataset(self, *_, **__):
         if isinstance(self.result, Exception):

@@ -9,8 +9,9 @@ from transformers import AutoModel
 
 from finetune.config.sections.model import ModelSection
 from finetune.errors import ModelError
-from finetune.model import hub
 from finetune.model.attention import attention_implementation
+from finetune.model.hub import is_folder
+from finetune.runtime import hub
 from finetune.runtime.construction import Construction
 
 HOLLOW = Construction(context=lambda: init_empty_weights(include_buffers=False), is_hollow=True)
@@ -122,7 +123,7 @@ def test_a_hub_that_does_not_answer_counts_as_offline(monkeypatch, unused_tcp_po
 
 
 def test_names_and_folders_are_told_apart():
-    assert [hub.is_folder(name) for name in ("org/name", "./here", "/there", "~/home")] == [False, True, True, True]
+    assert [is_folder(name) for name in ("org/name", "./here", "/there", "~/home")] == [False, True, True, True]
     assert hub.located("org/name", key="model.name") == "org/name"
     assert Path(hub.located("/", key="model.name")) == Path("/")
 

@@ -1,10 +1,10 @@
 from torch import nn
 
-from finetune.model.memory import GIB, estimate
+from finetune.model.memory import estimate
 from finetune.model.precision import precision_warnings
 from finetune.model.size import describe
 
-BILLION = 2**30
+BILLION = 10**9
 
 
 def adamw(shards: int, **sharded: bool):
@@ -20,22 +20,22 @@ def adamw(shards: int, **sharded: bool):
     )
 
 
-def test_a_billion_float32_weights_with_adamw_take_16_gib():
-    assert adamw(1).total_bytes == 16 * GIB
+def test_a_billion_float32_weights_with_adamw_take_16_gb():
+    assert adamw(1).total_bytes == 16 * BILLION
 
 
 def test_each_part_is_divided_only_where_it_is_sharded():
-    assert adamw(4).total_bytes == 16 * GIB
-    assert adamw(4, optimizer=True).total_bytes == (4 + 4 + 2) * GIB
-    assert adamw(4, optimizer=True, gradients=True, weights=True).total_bytes == 4 * GIB
+    assert adamw(4).total_bytes == 16 * BILLION
+    assert adamw(4, optimizer=True).total_bytes == (4 + 4 + 2) * BILLION
+    assert adamw(4, optimizer=True, gradients=True, weights=True).total_bytes == 4 * BILLION
 
 
 def test_the_arithmetic_is_printed():
     assert adamw(4, optimizer=True).lines == (
-        "weights: 4.00 GiB on every rank",
-        "gradients: 4.00 GiB on every rank",
-        "optimizer state: 2.00 GiB per rank = 8.00 GiB / 4 ranks",
-        "10.00 GiB per rank = 4.00 + 4.00 + 2.00, before activations",
+        "weights: 4.00 GB on every rank",
+        "gradients: 4.00 GB on every rank",
+        "optimizer state: 2.00 GB per rank = 8.00 GB / 4 ranks",
+        "memory: 10.00 GB per rank = weights 4.00 GB + gradients 4.00 GB + optimizer state 2.00 GB, before activations",
     )
 
 

@@ -85,3 +85,10 @@ def test_deepspeed_is_told_not_to_clip_when_nothing_clips():
     assert filled["train_batch_size"] == 8
     assert filled["gradient_accumulation_steps"] == 1
     assert filled["bf16"] == {"enabled": True, "check_grad_overflow": True}
+
+
+def test_fsdp1_cannot_hold_two_dtypes_and_names_the_strategy_that_can():
+    job = JobFacts(strategy=None, precision="bf16", microbatch_size=4, max_gradient_norm=1.0, has_two_dtypes=True)
+    with pytest.raises(StrategyError, match=r"fsdp2\.yaml"):
+        choose_strategy(launched(fsdp_version=1), job)
+    assert choose_strategy(launched(fsdp_version=2), job).name == "fsdp2"

@@ -1,0 +1,46 @@
+"""Whether the Hugging Face hub can be reached, found out once and quickly."""
+
+import functools
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from urllib.parse import urlsplit
+
+from huggingface_hub import constants
+
+PROXIES = ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")
+
+
+@functools.cache
+def is_offline() -> bool:
+    """Tell whether the hub is out of reach: asked to be (HF_HUB_OFFLINE), or no connection opens within 3 seconds.
+
+    Asked once per process, because huggingface_hub retries for most of a minute before it gives up.
+    """
+    if os.environ.get("HF_HUB_OFFLINE", "").upper() in {"1", "TRUE", "YES", "ON"}:
+        return True
+    if any(os.environ.get(name) for name in PROXIES):
+        return False
+    endpoint = urlsplit(os.environ.get("HF_ENDPOINT") or "https://huggingface.co")
+    port = endpoint.port or (80 if endpoint.scheme == "http" else 443)
+    try:
+        socket.create_connection((endpoint.hostname or "huggingface.co", port), timeout=3).close()
+    except OSError:
+        return True
+    return False
+
+
+@contextmanager
+def without_vain_retries(*, is_local: bool) -> Iterator[None]:
+    """Meanwhile ask the hub nothing when what is wanted is local or the hub is out of reach.
+
+    `local_files_only` is not enough: transformers 5.23 does not hand it on when it looks for an adapter, and
+    huggingface_hub 2.4 fetches a list of agents before its first download. What HF_HUB_OFFLINE=1 sets stops both.
+    """
+    before = constants.HF_HUB_OFFLINE
+    constants.HF_HUB_OFFLINE = before or is_local or is_offline()
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE = before
