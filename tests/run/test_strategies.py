@@ -99,3 +99,13 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been_stopped(launch, strategy):
     assert second.code == 0, second.output
     assert second.losses() == whole.losses()
     assert second.last_metrics() == whole.last_metrics()
+
+
+@pytest.mark.distributed
+def test_fewer_rows_than_ranks_are_each_counted_once(launch):
+    """One row for two ranks: one of them evaluates a filler without targets; the metrics are those of one process."""
+    one_row = ["data.validation.take=1", "train.stop_after_steps=1", "evaluate.at_start=true"]
+    alone = launch(None, name="one-row-alone", overrides=one_row)
+    shared = launch("fsdp2", name="one-row-shared", overrides=one_row)
+    assert alone.code == shared.code == 0, alone.output + shared.output
+    assert shared.last_metrics() == pytest.approx(alone.last_metrics(), rel=1e-6)
