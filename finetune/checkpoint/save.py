@@ -17,6 +17,7 @@ from finetune.checkpoint.tensor_file import TensorFile
 from finetune.checkpoint.together import all_do, main_does
 from finetune.errors import CheckpointError
 from finetune.runtime import files, ranks
+from finetune.runtime.amounts import size_text
 
 _SLACK_BYTES = 16 << 20
 
@@ -60,7 +61,7 @@ def _stage(staging: Path, *, num_bytes: int) -> None:
     free = shutil.disk_usage(staging.parent).free
     if free < num_bytes + _SLACK_BYTES:
         raise CheckpointError(
-            f"{staging.parent}: a checkpoint needs {num_bytes / 1e9:.2f} GB and {free / 1e9:.2f} GB are free. "
+            f"{staging.parent}: a checkpoint needs {size_text(num_bytes + _SLACK_BYTES)}, free are {size_text(free)}. "
             "Make room, lower checkpoint.keep_last, or let run.folder be on another disk."
         )
     staging.mkdir()

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from finetune.runtime.amounts import size_text
+
 
 @dataclass(frozen=True)
 class MemoryEstimate:
@@ -44,21 +46,12 @@ def estimate(
     lines = [
         _line(name, size=size, among=among, held=part) for (name, size, among), part in zip(parts, held, strict=True)
     ]
-    summands = " + ".join(f"{name} {amount(part)}" for (name, _, _), part in zip(parts, held, strict=True))
-    total = f"memory: {amount(sum(held))} per rank = {summands}, before activations"
+    summands = " + ".join(f"{name} {size_text(part)}" for (name, _, _), part in zip(parts, held, strict=True))
+    total = f"memory: {size_text(sum(held))} per rank = {summands}, before activations"
     return MemoryEstimate(held[0], held[1], held[2], (*lines, total))
-
-
-def amount(num_bytes: int) -> str:
-    """Return the bytes in the unit that fits: MB below a billion, else GB (powers of ten).
-
-    >>> amount(16_000_000_000), amount(120_000)
-    ('16.00 GB', '0.12 MB')
-    """
-    return f"{num_bytes / 1e9:,.2f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:,.2f} MB"
 
 
 def _line(name: str, *, size: int, among: int, held: int) -> str:
     if among == 1:
-        return f"{name}: {amount(held)} on every rank"
-    return f"{name}: {amount(held)} per rank = {amount(size)} / {among} ranks"
+        return f"{name}: {size_text(held)} on every rank"
+    return f"{name}: {size_text(held)} per rank = {size_text(size)} / {among} ranks"

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from finetune.runtime.amounts import size_text
 from finetune.runtime.parameters import full_numel
 
 
@@ -24,7 +25,7 @@ class ModelSize:
         """Return the sentences for the reader."""
         share = 100 * self.num_trained / max(self.num_parameters, 1)
         place = f", in LoRA adapters on {self.num_adapted_modules} modules" if self.num_adapted_modules else ""
-        held = ", ".join(f"{size / 1e6:,.1f} MB in {dtype}" for dtype, size in self.bytes_by_dtype.items())
+        held = ", ".join(f"{size_text(size)} in {dtype}" for dtype, size in self.bytes_by_dtype.items())
         return (
             f"trained: {self.num_trained:,} of {self.num_parameters:,} parameters ({share:.2f}%){place}",
             f"weights: {held}",

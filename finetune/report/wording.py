@@ -16,6 +16,7 @@ from finetune.report.events import (
     Warned,
 )
 from finetune.report.throughput import ThroughputMeter
+from finetune.runtime.amounts import size_text
 
 SLOW_DATA = 0.1
 """Fraction of a step spent waiting for batches from which on it is shown."""
@@ -51,7 +52,7 @@ def _(event: Answered) -> tuple[str, ...]:
 
 @lines.register
 def _(event: CheckpointSaved) -> tuple[str, ...]:
-    return (f"checkpoint {event.path}  ({size(event.size_bytes)}, {event.seconds:.1f} s)",)
+    return (f"checkpoint {event.path}  ({size_text(event.size_bytes)}, {event.seconds:.1f} s)",)
 
 
 @lines.register
@@ -86,7 +87,7 @@ def step_facts(event: StepTaken, *, meter: ThroughputMeter) -> str:
         f"grad {event.gradient_norm:.2f}",
         f"{meter.tokens_per_second:>7,.0f} tokens/s",
         f"eta {duration(meter.seconds_left)}",
-        f"mem {size(event.memory_bytes)}",
+        f"mem {size_text(event.memory_bytes)}",
     ]
     if waiting >= SLOW_DATA:
         facts.append(f"waiting for data {waiting:.0%}")
@@ -112,13 +113,3 @@ def duration(seconds: float | None) -> str:
         return "-:--:--"
     minutes, rest = divmod(max(round(seconds), 0), 60)
     return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
-
-
-def size(num_bytes: int) -> str:
-    """Return a size in decimal units: `1.2 GB`."""
-    amount = float(num_bytes)
-    for unit in ("B", "kB", "MB", "GB"):
-        if amount < 1000:
-            return f"{amount:.0f} B" if unit == "B" else f"{amount:.1f} {unit}"
-        amount /= 1000
-    return f"{amount:.1f} TB"

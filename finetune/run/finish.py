@@ -14,6 +14,7 @@ from finetune.report.events import Noted, RunEnded
 from finetune.run.lessons import Lessons
 from finetune.run.machine import Machine
 from finetune.runtime import ranks
+from finetune.runtime.amounts import size_text
 from finetune.runtime.environment import package_versions
 from finetune.runtime.progress import Progress
 from finetune.train.loop import FINISHED, train
@@ -73,6 +74,6 @@ def _export(
                 software=package_versions(),
             ),
         )
-        tensors = f"{report.num_tensors} tensors, {report.size_bytes / 1e6:.1f} MB"
+        tensors = f"{report.num_tensors} tensors, {size_text(report.size_bytes)}"
         parts.reporter(Noted(progress.step, f"exported {tensors}, to {folder}"))
     ranks.barrier()  # nobody leaves while the main rank is still writing

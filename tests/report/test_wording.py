@@ -1,6 +1,7 @@
 import pytest
 
-from finetune.report.wording import change_line, duration, size
+from finetune.report.wording import change_line, duration
+from finetune.runtime.amounts import size_text
 
 
 @pytest.mark.parametrize(
@@ -16,7 +17,7 @@ def test_durations_are_hours_minutes_seconds(seconds, text):
     [(0, "0 B"), (999, "999 B"), (1500, "1.5 kB"), (1_200_000_000, "1.2 GB"), (3 * 10**12, "3.0 TB")],
 )
 def test_sizes_are_decimal(num_bytes, text):
-    assert size(num_bytes) == text
+    assert size_text(num_bytes) == text
 
 
 def test_a_metric_without_a_value_before_stands_alone():
