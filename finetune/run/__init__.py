@@ -1,6 +1,7 @@
 """One RunConfig becomes parts, the parts are trained, the model is exported: the one place where all wings meet."""
 
 import os
+from contextlib import closing
 
 import torch
 
@@ -35,12 +36,11 @@ def train_from_config(loaded: LoadedConfig) -> int:
     machine = make_machine(config, strategy, lessons=lessons, learning_rate=plan.schedule.peak, say=say)
     checkpointer, progress = continue_run(config, machine, lessons=lessons, say=say)
     reporter = open_run(loaded, machine, say=say)
-    with noted_signals() as note:  # from here on there is something to save
+    with closing(reporter), noted_signals() as note:  # from here on there is something to save
         save = ReportedSaving(checkpointer, reporter)
         parts = make_parts(config, lessons, machine=machine, plan=plan, reporter=reporter, save=save, note=note)
         reporter(RunStarted(progress.step, plan.num_steps, explain(strategy), plan.arithmetic, config.model_dump()))
         code = train_to_the_end(loaded, parts, progress=progress, lessons=lessons, machine=machine)
-        reporter.close()
     return ranks.leave(code)
 
 

@@ -7,6 +7,7 @@ from finetune.checkpoint.gather import gather_weights
 from finetune.config.explain import resolved_yaml
 from finetune.config.load import LoadedConfig
 from finetune.data.chat import stop_ids
+from finetune.errors import NonFiniteError
 from finetune.export.card import CardFacts
 from finetune.export.generation import Language
 from finetune.export.save import export_model
@@ -17,10 +18,10 @@ from finetune.runtime import ranks
 from finetune.runtime.amounts import size_text
 from finetune.runtime.environment import package_versions
 from finetune.runtime.progress import Progress
-from finetune.train.loop import FINISHED, train
+from finetune.train.loop import EARLY, FINISHED, train
 from finetune.train.parts import Parts
 
-EXPORTED_AFTER = (FINISHED, "early stopping")
+EXPORTED_AFTER = (FINISHED, EARLY)
 """Why a run may end so that its model is final; after a signal or a limit it is to be continued."""
 
 EXIT_CODES = {"signal SIGTERM": 143, "signal SIGINT": 130}
@@ -35,7 +36,11 @@ def train_to_the_end(
     section, folder = loaded.config.evaluate, Path(loaded.config.run.folder) / "final"
     if section is not None and section.at_start and progress.step == 0:
         parts.evaluate(progress.step)
-    reason = train(parts, progress)
+    try:
+        reason = train(parts, progress)
+    except NonFiniteError:  # raised on every rank alike
+        parts.report_steps()
+        raise
     is_final = reason in EXPORTED_AFTER
     if is_final:
         _export(loaded, parts, progress=progress, lessons=lessons, machine=machine, folder=folder)

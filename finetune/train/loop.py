@@ -7,11 +7,13 @@ from finetune.runtime.progress import Progress
 from finetune.train.parts import Parts
 from finetune.train.step import LOSS_SCALE, Taken, take_step
 
-FINISHED = "finished"
+FINISHED, EARLY = "finished", "early stopping"
 
 
 def train(parts: Parts, progress: Progress) -> str:
     """Train from `progress` to the end of the plan and return why it ended. Collective."""
+    if parts.early_stopping.is_over(progress):
+        return EARLY
     groups = parts.groups(first_step=progress.step)
     while progress.step < parts.plan.num_steps:
         waited = time.perf_counter()
@@ -22,13 +24,13 @@ def train(parts: Parts, progress: Progress) -> str:
         if taken.skipped is not None:
             parts.reporter(StepSkipped(progress.step, taken.skipped, taken.sample_ids))
         reason = taken.stop_reason or ("stop_after_steps" if progress.step == parts.stop_after_steps else None)
-        if parts.log_due.due(progress.step) or reason:
-            for event in parts.meters.flush():
-                parts.reporter(event)
-        if parts.evaluate_due.due(progress.step):
+        is_evaluated = parts.evaluate_due.due(progress.step)
+        if parts.log_due.due(progress.step) or is_evaluated or reason:
+            parts.report_steps()
+        if is_evaluated:
             progress.last_metrics = parts.evaluate(progress.step)
-            if parts.early_stopping.wants_stop(progress.last_metrics, progress):
-                reason = reason or "early stopping"
+            parts.early_stopping.note(progress.last_metrics, progress)
+            reason = reason or (EARLY if parts.early_stopping.is_over(progress) else None)
         if parts.save_due.due(progress.step) or reason:
             parts.save(progress)
         if reason and progress.step < parts.plan.num_steps:

@@ -57,3 +57,8 @@ class Parts:
     wishes: Wishes
     stop_after_steps: int | None
     early_stopping: EarlyStopping | NeverStop
+
+    def report_steps(self) -> None:
+        """Report the steps taken since the last time. Collective."""
+        for event in self.meters.flush():
+            self.reporter(event)

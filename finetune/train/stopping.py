@@ -36,7 +36,10 @@ def agreed_reason(counts: list[int]) -> str | None:
 class NeverStop:
     """No early stopping."""
 
-    def wants_stop(self, metrics: dict[str, float], progress: Progress) -> bool:
+    def note(self, metrics: dict[str, float], progress: Progress) -> None:
+        """Do nothing."""
+
+    def is_over(self, progress: Progress) -> bool:
         """Return False."""
         return False
 
@@ -47,14 +50,17 @@ class EarlyStopping:
     def __init__(self, section: EarlyStoppingSection) -> None:
         self._section = section
 
-    def wants_stop(self, metrics: dict[str, float], progress: Progress) -> bool:
-        """Take note of an evaluation in `progress` and tell whether patience is over."""
+    def note(self, metrics: dict[str, float], progress: Progress) -> None:
+        """Take note of an evaluation in `progress`."""
         value = metrics[self._section.metric]
         if self._is_better(value, progress.best_metric):
             progress.best_metric = value
             progress.evaluations_since_best = 0
         else:
             progress.evaluations_since_best += 1
+
+    def is_over(self, progress: Progress) -> bool:
+        """Tell whether patience is over; it still is when a stopped run is started again."""
         return progress.evaluations_since_best >= self._section.patience
 
     def _is_better(self, value: float, best: float | None) -> bool:

@@ -11,6 +11,8 @@ SIGNAL_AT_STEP_2 = [
     "train.steps=20",
 ]
 
+NO_EVALUATION = ["evaluate=null", "data.validation=null"]
+
 
 @pytest.mark.distributed
 def test_sigterm_on_one_rank_saves_on_all_and_another_strategy_goes_on(launch):
@@ -54,3 +56,27 @@ def test_what_the_run_is_stands_in_its_folder(launch):
     assert (run.folder / "config.yaml").read_text().startswith("\nrun:")
     facts = json.loads((run.folder / "environment.json").read_text())
     assert facts["packages"]["torch"]
+
+
+@pytest.mark.distributed
+def test_early_stopping_exports_and_does_not_start_again(launch):
+    hopeless = [
+        "evaluate.every_steps=1",
+        "train.early_stopping={metric: loss, patience: 2, min_delta: 100.0}",  # no evaluation is ever better
+        "report.log_every_steps=50",
+    ]
+    first = launch(None, name="early", overrides=hopeless)
+    again = launch(None, name="early", overrides=hopeless)
+    assert first.code == again.code == 0, first.output + again.output
+    assert len(first.losses()) == len(again.losses()) == 3  # the first evaluation is the best, two are not better
+    assert "early stopping at step 3" in again.output
+    assert (first.folder / "final" / "model.safetensors").exists()
+
+
+@pytest.mark.distributed
+def test_every_step_before_a_nan_is_in_the_event_log(launch):
+    run = launch(None, name="nan", overrides=["train.learning_rate=1e30", "report.log_every_steps=50", *NO_EVALUATION])
+    assert run.code == 1
+    assert "is not finite" in run.output
+    assert "Traceback" not in run.output
+    assert len(run.losses()) >= 1

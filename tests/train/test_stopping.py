@@ -35,9 +35,11 @@ def test_signals_leave_a_note_and_handlers_come_back():
 
 
 def test_early_stopping_waits_for_its_patience():
-    stopping, progress = EarlyStopping(EarlyStoppingSection(metric="loss", patience=2)), Progress()
-    answers = [stopping.wants_stop({"loss": loss}, progress) for loss in (1.0, 0.9, 0.95, 0.91)]
-    assert answers == [False, False, False, True]
+    stopping, progress, over = EarlyStopping(EarlyStoppingSection(metric="loss", patience=2)), Progress(), []
+    for loss in (1.0, 0.9, 0.95, 0.91):
+        stopping.note({"loss": loss}, progress)
+        over.append(stopping.is_over(progress))
+    assert over == [False, False, False, True]
     assert progress.best_metric == 0.9
 
 
@@ -45,9 +47,10 @@ def test_early_stopping_goes_on_counting_after_a_resume():
     section = EarlyStoppingSection(metric="exact_match", goal="maximize", patience=2)
     progress = Progress()
     for value in (0.5, 0.4):
-        EarlyStopping(section).wants_stop({"exact_match": value}, progress)
+        EarlyStopping(section).note({"exact_match": value}, progress)
     resumed = Progress.from_state_dict(progress.state_dict())
-    assert EarlyStopping(section).wants_stop({"exact_match": 0.45}, resumed)
+    EarlyStopping(section).note({"exact_match": 0.45}, resumed)
+    assert EarlyStopping(section).is_over(resumed)
 
 
 def test_cadence_is_due_on_its_beat_and_at_the_last_step():
