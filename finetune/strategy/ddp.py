@@ -14,7 +14,8 @@ class DataParallel:
 
     def __init__(self, environment: LaunchEnvironment) -> None:
         self._environment = environment
-        self.name = "ddp" if environment.world > 1 else "single"
+        self._is_distributed = environment.world > 1 or environment.has_group
+        self.name = "ddp" if self._is_distributed else "single"
 
     def setting(self) -> AbstractContextManager[None]:
         """Return nothing special."""
@@ -30,8 +31,8 @@ class DataParallel:
         return frozenset()
 
     def expected(self) -> Expected:
-        """Return DDP over all processes, or no distribution with one."""
-        if self._environment.world == 1:
+        """Return DDP over all processes, or no distribution for one that was started alone."""
+        if not self._is_distributed:
             return Expected(("NO",), num_processes=1)
         kind = "MULTI_GPU" if self._environment.has_device else "MULTI_CPU"
         return Expected((kind, "MULTI_XPU", "MULTI_NPU"), self._environment.world, "DistributedDataParallel")
