@@ -1,5 +1,7 @@
 """One step: its result does not depend on how the batch is cut, and a NaN changes no weight."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from accelerate import Accelerator
@@ -142,3 +144,20 @@ def test_progress_counts_what_was_seen_and_starts_where_it_stopped():
     train(parts_of(4), progress)
     assert progress.step == 3
     assert progress.num_tokens == NUM_SAMPLES * LENGTH
+
+
+class OverflowingTask(RegressionTask):
+    """A finite loss with an infinite gradient, as a loss scale that is too high gives it."""
+
+    def loss_sum(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        return super().loss_sum(model, batch) + (model.weight * 0.0).sum().sqrt()
+
+
+def test_an_overflow_under_a_loss_scale_is_counted_apart_and_does_not_stop_the_run():
+    events: list = []
+    parts = replace(parts_of(4, task=OverflowingTask(), events=events), scales_loss=True)
+    before, progress = parts.model.weight.detach().clone(), Progress()
+    assert train(parts, progress) == "finished"
+    assert (progress.num_scale_skips, progress.num_nonfinite_skips) == (3, 0)
+    assert {event.reason for event in events if isinstance(event, StepSkipped)} == {"loss scale"}
+    assert torch.equal(parts.model.weight.detach(), before)
