@@ -21,6 +21,7 @@ class JobFacts:
     max_gradient_norm: float | None
     optimizer: str = "adamw"
     has_two_dtypes: bool = False  # frozen weights in 16 bits beside float32 adapters
+    pins_memory: bool = False
 
 
 def disagreements(environment: LaunchEnvironment, job: JobFacts) -> list[str]:
@@ -34,6 +35,8 @@ def disagreements(environment: LaunchEnvironment, job: JobFacts) -> list[str]:
         )
     if job.precision == "fp16" and not environment.has_device:
         found.append("train.precision: fp16 needs a GPU and none was found. Write fp32 or bf16.")
+    if job.pins_memory and not environment.has_device:
+        found.append("data.pin_memory: true has no effect without a GPU and none was found. Remove it.")
     if environment.fsdp_activation_checkpointing:
         found.append(
             "fsdp_activation_checkpointing: true gives wrong gradients with any dropout (seen with Accelerate 1.15). "

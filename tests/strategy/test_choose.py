@@ -93,3 +93,10 @@ def test_fsdp1_cannot_hold_two_dtypes_and_names_the_strategy_that_can():
     with pytest.raises(StrategyError, match=r"fsdp2\.yaml"):
         choose_strategy(launched(fsdp_version=1), job)
     assert choose_strategy(launched(fsdp_version=2), job).name == "fsdp2"
+
+
+def test_pinned_memory_without_a_gpu_is_a_key_without_effect():
+    job = JobFacts(strategy=None, precision="fp32", microbatch_size=4, max_gradient_norm=1.0, pins_memory=True)
+    with pytest.raises(StrategyError, match=r"data\.pin_memory: true has no effect"):
+        choose_strategy(launched(), job)
+    assert choose_strategy(launched(has_device=True), job).name == "ddp"

@@ -54,10 +54,7 @@ class DataSection(Section):
     cache_folder: Path | None = key("Where tokenised rows are kept; unset, `~/.cache/finetune`.", None)
     prepare_workers: Count = key("Processes that tokenise; 0 tokenises in the main process.", 0)
     num_workers: Count = key("Processes per rank that load batches; 0 loads in the training process.", 0)
-    pin_memory: bool = key(
-        "Page-locked host memory: faster copies to a GPU. Without effect (an error) only when written on a CPU run.",
-        False,
-    )
+    pin_memory: bool = key("Page-locked host memory: faster copies to a GPU. An error where there is none.", False)
     persistent_workers: bool = key("Keep loader processes between passes. Needs `num_workers`.", False)
     prefetch_factor: Annotated[int, Field(ge=1)] | None = key(
         "Batches each worker keeps ready. Needs `num_workers`.", None
