@@ -21,10 +21,6 @@ class Order:
         """Return the sample ids at positions [start, stop), which may lie in several epochs."""
         return np.concatenate([np.zeros(0, np.int64), *self._pieces(start, stop)])
 
-    def epoch_of(self, position: int) -> int:
-        """Return the epoch, from 0, in which the position lies."""
-        return position // self.num_samples
-
     def _pieces(self, start: int, stop: int) -> Iterator[np.ndarray]:
         while start < stop:
             epoch, first = divmod(start, self.num_samples)

@@ -1,10 +1,7 @@
 """The tokenizer: the model's own, another one by name, or one trained on the run's own texts."""
 
-import hashlib
-import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
@@ -48,22 +45,6 @@ def load_tokenizer(
         raise ModelError("model.tokenizer: a model built `from_config` brings no tokenizer. Write `train` or `name`.")
     _ensure_padding(tokenizer, say=say)
     return tokenizer
-
-
-def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return a digest of all that decides which tokens a text becomes: vocabulary, merges, special tokens, template."""
-    content: dict[str, Any] = {
-        "class": type(tokenizer).__name__,
-        "special_tokens": {name: str(token) for name, token in tokenizer.special_tokens_map.items()},
-        "chat_template": tokenizer.chat_template,
-    }
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is not None:
-        pipeline = json.loads(backend.to_str())
-        content["pipeline"] = {name: part for name, part in pipeline.items() if name not in {"padding", "truncation"}}
-    else:
-        content["vocabulary"] = tokenizer.get_vocab()
-    return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
 def _pretrained(name: str, *, key: str, model: ModelSection, revision: str | None) -> PreTrainedTokenizerBase:

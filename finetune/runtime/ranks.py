@@ -22,11 +22,6 @@ def world() -> int:
     return dist.get_world_size() if is_distributed() else int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def local_rank() -> int:
-    """Return this process's number on its machine."""
-    return int(os.environ.get("LOCAL_RANK", "0"))
-
-
 def is_main() -> bool:
     """Tell whether this is the process that writes files and speaks to the user."""
     return rank() == 0
@@ -49,14 +44,6 @@ def sum_tensor(tensor: torch.Tensor) -> torch.Tensor:
     if is_distributed():
         dist.all_reduce(total, op=dist.ReduceOp.SUM)
     return total
-
-
-def max_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the element-wise maximum over all ranks, leaving the argument as it is. Collective."""
-    largest = tensor.clone()
-    if is_distributed():
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-    return largest
 
 
 def gather_objects(value: T) -> list[T]:

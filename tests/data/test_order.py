@@ -35,11 +35,6 @@ def test_without_shuffling_rows_follow_one_another():
     assert Order(seed=3, num_samples=3, shuffle=False).samples(1, 8).tolist() == [1, 2, 0, 1, 2, 0, 1]
 
 
-def test_the_epoch_of_a_position():
-    order = Order(seed=3, num_samples=10)
-    assert [order.epoch_of(position) for position in (0, 9, 10, 25)] == [0, 0, 1, 2]
-
-
 def test_the_order_is_the_same_on_every_machine_and_version():
     assert Order(seed=42, num_samples=10).samples(0, 10).tolist() == PINNED
 

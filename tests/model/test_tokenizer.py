@@ -3,10 +3,15 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from finetune.config.sections.model import ModelSection, TokenizerSection, TrainTokenizerSection
+from finetune.data.encode import tokenizer_identity
 from finetune.errors import ModelError
-from finetune.model.tokenizer import load_tokenizer, tokenizer_digest
+from finetune.model.tokenizer import load_tokenizer
 
 TEXTS = ["the cat sat on the mat while another dog slept", "the dog ate the cat's hat", "naïve café\n\n\t漢字 🙂"]
+
+
+def digest_of(tokenizer) -> tuple[tuple[str, str], ...]:
+    return tuple(sorted(tokenizer_identity(tokenizer).items()))
 
 
 @pytest.fixture
@@ -56,25 +61,25 @@ def test_it_is_made_once_for_the_same_texts(trained, said, tmp_path):
     first, second = trained(), trained()
     assert [sentence.split()[0] for sentence in said] == ["trained", "found"]
     assert len(list((tmp_path / "cache" / "tokenizers").glob("[!.]*"))) == 1
-    assert tokenizer_digest(first) == tokenizer_digest(second)
+    assert digest_of(first) == digest_of(second)
 
 
 def test_training_it_twice_gives_the_same_tokenizer_and_other_texts_another(trained):
-    digest = tokenizer_digest(trained())
-    assert tokenizer_digest(trained(cache="elsewhere")) == digest
-    assert tokenizer_digest(trained(["other words entirely"] * 3)) != digest
-    assert tokenizer_digest(trained(vocabulary_size=301)) != digest
+    digest = digest_of(trained())
+    assert digest_of(trained(cache="elsewhere")) == digest
+    assert digest_of(trained(["other words entirely"] * 3)) != digest
+    assert digest_of(trained(vocabulary_size=301)) != digest
 
 
 def test_the_digest_sees_the_chat_template_and_the_special_tokens_and_not_padding_settings(trained):
     tokenizer = trained()
-    digest = tokenizer_digest(tokenizer)
+    digest = digest_of(tokenizer)
     tokenizer(["a", "a b c"], padding=True, truncation=True, max_length=2)
-    assert tokenizer_digest(tokenizer) == digest
+    assert digest_of(tokenizer) == digest
     tokenizer.chat_template = "{{ messages }}"
-    with_template = tokenizer_digest(tokenizer)
+    with_template = digest_of(tokenizer)
     tokenizer.pad_token = tokenizer.eos_token
-    assert len({digest, with_template, tokenizer_digest(tokenizer)}) == 3
+    assert len({digest, with_template, digest_of(tokenizer)}) == 3
 
 
 def test_there_must_be_a_text(trained):
