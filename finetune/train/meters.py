@@ -56,12 +56,10 @@ def is_finite(tensor: Tensor) -> bool:
 
 
 def numbers(sums: dict[str, Tensor]) -> dict[str, float]:
-    """Return named scalars added up over the ranks, in float64 where the device has it. Collective."""
+    """Return named scalars of one type added up over the ranks, in that type. Collective."""
     if not sums:
         return {}
-    stacked = torch.stack([value.detach().float() for value in sums.values()])
-    dtype = torch.float32 if stacked.device.type == "mps" else torch.float64
-    return dict(zip(sums, ranks.sum_tensor(stacked.to(dtype)).tolist(), strict=True))
+    return dict(zip(sums, ranks.sum_tensor(torch.stack(list(sums.values()))).tolist(), strict=True))
 
 
 def peak_memory_bytes() -> int:
