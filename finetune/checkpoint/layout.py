@@ -58,5 +58,5 @@ def set_aside(path: Path, word: str) -> Path:
         count += 1
         aside = path.with_name(f".{word}-{path.name}-{count}")
     path.rename(aside)
-    files.sync_folder(path.parent)
+    files.sync(path.parent)
     return aside

@@ -116,10 +116,10 @@ def _finish(staging: Path, final: Path, *, texts: Mapping[str, Any], manifest: M
     small = {name: file_facts(staging / name) for name in texts}
     manifest = Manifest(manifest.step, manifest.identity, manifest.versions, {**small, **manifest.files})
     for folder in {(staging / name).parent for name in manifest.files}:
-        files.sync_folder(folder)
+        files.sync(folder)
     write_manifest(staging, manifest)
     staging.rename(final)
-    files.sync_folder(final.parent)
+    files.sync(final.parent)
     return manifest
 
 

@@ -4,10 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from finetune.cli import lazy
-from finetune.config.load import load_config
-from finetune.config.run_config import world_problems
+from finetune.config.load import load_config, require_shareable
 from finetune.config.summary import summary
-from finetune.errors import ConfigError
 
 
 def train_job(path: Path, overrides: Sequence[str]) -> int:
@@ -19,9 +17,7 @@ def check_job(path: Path, overrides: Sequence[str], *, num_processes: int | None
     """Print what the job will do; raises ConfigError with everything that is wrong."""
     loaded = load_config(path, overrides)
     if num_processes is not None:
-        problems = world_problems(loaded.config, num_processes=num_processes, sources=loaded.sources)
-        if problems:
-            raise ConfigError(problems, path.name)
+        require_shareable(loaded, num_processes=num_processes)
     print(f"{path.name} is ready.")
     for line in summary(loaded.config, num_processes=num_processes):
         print(f"  {line}")

@@ -13,7 +13,7 @@ from finetune.config.overrides import override
 from finetune.config.paths import with_absolute_paths
 from finetune.config.rules import broken_rules
 from finetune.config.rules.files import file_problems
-from finetune.config.run_config import RunConfig
+from finetune.config.run_config import RunConfig, world_problems
 from finetune.config.source import Source, Sources, placed
 from finetune.config.wording import listed, nearest
 from finetune.config.yaml import Document, read_yaml
@@ -52,6 +52,13 @@ def load_config(path: pathlib.Path, overrides: Sequence[str] = ()) -> LoadedConf
     if problems:
         raise ConfigError(_in_order(problems, sources, overrides=overrides), path.name)
     return LoadedConfig(config, path, text, sources)
+
+
+def require_shareable(loaded: LoadedConfig, *, num_processes: int) -> None:
+    """Raise ConfigError when so many processes cannot share the global batch."""
+    problems = world_problems(loaded.config, num_processes=num_processes, sources=loaded.sources)
+    if problems:
+        raise ConfigError(problems, loaded.path.name)
 
 
 def _read(path: pathlib.Path) -> str:

@@ -1,13 +1,12 @@
 """A folder that takes the place of an older one at once."""
 
-import os
 import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from finetune.runtime.files import sync_folder
+from finetune.runtime.files import sync
 
 
 @contextmanager
@@ -19,11 +18,11 @@ def replaced(folder: Path) -> Iterator[Path]:
     try:
         yield staging
         staging.chmod(0o755)
-        _sync(staging)
+        _sync_all(staging)
         if folder.exists():
             folder.replace(older)
         staging.replace(folder)
-        sync_folder(folder.parent)
+        sync(folder.parent)
     except BaseException:
         if older.exists() and not folder.exists():
             older.replace(folder)
@@ -34,11 +33,7 @@ def replaced(folder: Path) -> Iterator[Path]:
             shutil.rmtree(older, ignore_errors=True)
 
 
-def _sync(folder: Path) -> None:
-    for path in [path for path in folder.rglob("*") if path.is_file()]:
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-    sync_folder(folder)
+def _sync_all(folder: Path) -> None:
+    for path in folder.rglob("*"):
+        sync(path)
+    sync(folder)

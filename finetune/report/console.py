@@ -9,8 +9,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 from finetune.report import wording
 from finetune.report.events import Evaluated, Event, RunEnded, RunStarted, StepTaken
-from finetune.report.logged import is_logged
 from finetune.report.throughput import ThroughputMeter
+from finetune.runtime.cadence import Cadence
 
 
 class Screen(Protocol):
@@ -60,7 +60,7 @@ class ConsoleReporter:
 
     def _show_step(self, event: StepTaken) -> None:
         self._meter.add(event)
-        logged = is_logged(event.step, every_steps=self._log_every_steps, num_steps=self._num_steps)
+        logged = Cadence(self._log_every_steps, self._num_steps).due(event.step)
         self._screen.show_step(event, num_steps=self._num_steps, meter=self._meter, is_logged=logged)
 
 

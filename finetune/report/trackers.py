@@ -11,8 +11,8 @@ from accelerate.utils import LoggerType
 
 from finetune.errors import MissingPackage, UserError
 from finetune.report.events import Evaluated, Event, RunEnded, RunStarted, StepTaken
-from finetune.report.logged import is_logged
 from finetune.report.throughput import ThroughputMeter
+from finetune.runtime.cadence import Cadence
 from finetune.runtime.redact import redacted_config
 
 
@@ -67,7 +67,7 @@ class TrackersReporter:
                 self._start(event.config)
             case StepTaken():
                 self._meter.add(event)
-                if is_logged(event.step, every_steps=self._log_every_steps, num_steps=self._num_steps):
+                if Cadence(self._log_every_steps, self._num_steps).due(event.step):
                     self._accelerator.log(step_values(event, meter=self._meter), step=event.step)
             case Evaluated():
                 self._accelerator.log(

@@ -5,9 +5,7 @@ from contextlib import closing
 
 import torch
 
-from finetune.config.load import LoadedConfig
-from finetune.config.run_config import world_problems
-from finetune.errors import ConfigError
+from finetune.config.load import LoadedConfig, require_shareable
 from finetune.report.announcer import Announcer
 from finetune.report.events import RunStarted
 from finetune.run.finish import train_to_the_end
@@ -48,9 +46,7 @@ def launched_strategy(loaded: LoadedConfig) -> Strategy:
     """Return the strategy that was launched; raises ConfigError or StrategyError where it does not fit the job."""
     config = loaded.config
     environment = read_environment(os.environ, has_device=torch.accelerator.is_available())
-    problems = world_problems(config, num_processes=environment.world, sources=loaded.sources)
-    if problems:
-        raise ConfigError(problems, loaded.path.name)
+    require_shareable(loaded, num_processes=environment.world)
     job = JobFacts(
         strategy=config.run.strategy,
         precision=config.train.precision,

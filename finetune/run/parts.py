@@ -15,9 +15,9 @@ from finetune.report.reporter import Reporter
 from finetune.run.lessons import Lessons
 from finetune.run.machine import Machine
 from finetune.runtime import ranks
+from finetune.runtime.cadence import Cadence, Never
 from finetune.runtime.signals import SignalNote
 from finetune.train.answer import Answers
-from finetune.train.cadence import Cadence, Never
 from finetune.train.evaluate import Evaluator, NoEvaluation
 from finetune.train.meters import Meters
 from finetune.train.parts import Evaluation, Parts, Saving

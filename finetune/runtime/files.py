@@ -25,7 +25,7 @@ def write_text(path: Path, text: str) -> None:
     except BaseException:
         Path(name).unlink(missing_ok=True)
         raise
-    sync_folder(path.parent)
+    sync(path.parent)
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -33,9 +33,9 @@ def write_json(path: Path, value: Any) -> None:
     write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
 
-def sync_folder(folder: Path) -> None:
-    """Make the names in the folder survive a power cut."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def sync(path: Path) -> None:
+    """Make a file's content, or the names in a folder, survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
@@ -67,7 +67,7 @@ def make_once(folder: Path, build: Callable[[Path], None], *, say: Callable[[str
             staging.replace(folder)
         finally:
             shutil.rmtree(staging, ignore_errors=True)
-        sync_folder(folder.parent)
+        sync(folder.parent)
         return True
     finally:
         lock.release()

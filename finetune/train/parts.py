@@ -11,9 +11,9 @@ from torch import nn
 from finetune.config.sections.train import NonFiniteSection
 from finetune.data.batch import Batch
 from finetune.report.reporter import Reporter
+from finetune.runtime.cadence import Cadence, Never
 from finetune.runtime.progress import Progress
 from finetune.task.protocol import Task
-from finetune.train.cadence import Cadence, Never
 from finetune.train.meters import Meters
 from finetune.train.plan import Plan
 from finetune.train.stopping import EarlyStopping, NeverStop, Wishes

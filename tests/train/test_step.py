@@ -11,9 +11,9 @@ from finetune.config.sections.train import NonFiniteSection, OptimizerSection, S
 from finetune.data.batch import Batch
 from finetune.errors import NonFiniteError
 from finetune.report.events import StepSkipped, StepTaken
+from finetune.runtime.cadence import Cadence, Never
 from finetune.runtime.progress import Progress
 from finetune.runtime.signals import SignalNote
-from finetune.train.cadence import Cadence, Never
 from finetune.train.evaluate import NoEvaluation
 from finetune.train.loop import train
 from finetune.train.meters import Meters

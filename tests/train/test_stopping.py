@@ -3,9 +3,9 @@
 import signal
 
 from finetune.config.sections.train import EarlyStoppingSection
+from finetune.runtime.cadence import Cadence, Never
 from finetune.runtime.progress import Progress
 from finetune.runtime.signals import SignalNote, noted_signals
-from finetune.train.cadence import Cadence, Never
 from finetune.train.stopping import REASONS, EarlyStopping, Wishes, agreed_reason
 
 
