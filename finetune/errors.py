@@ -9,7 +9,9 @@ FinetuneError
 │   ├── CheckpointError    a checkpoint cannot be written, trusted or resumed
 │   └── MissingPackage     an optional package is needed; names the extra that brings it
 └── TrainingError          the run itself went wrong: exit code 1
-    └── NonFiniteError     a loss or gradient is NaN or infinite; names the step and the sample ids
+    ├── NonFiniteError     a loss or gradient is NaN or infinite; names the step and the sample ids
+    ├── LostContact        another process of the run is gone; names it where that can be known
+    └── Hang               nothing has moved for too long; names the process that the others wait for
 """
 
 from collections.abc import Sequence
@@ -92,3 +94,11 @@ class TrainingError(FinetuneError):
 
 class NonFiniteError(TrainingError):
     """A loss or gradient is NaN or infinite."""
+
+
+class LostContact(TrainingError):
+    """Another process of the run has gone without a word."""
+
+
+class Hang(TrainingError):
+    """Nothing has moved for too long."""

@@ -1,5 +1,8 @@
 """What tests of several folders share: a small job file that keeps every rule."""
 
+import logging
+import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -30,3 +33,26 @@ def job(tmp_path: Path) -> Path:
     path = tmp_path / "job.yaml"
     path.write_text(JOB)
     return path
+
+
+@pytest.fixture(scope="session")
+def bucket() -> Iterator[str]:
+    """The URL of a bucket on a real S3 server of this machine; processes that are started find it, too."""
+    server = pytest.importorskip("moto.server").ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    server.start()
+    host, port = server.get_host_and_port()
+    settings = {
+        "AWS_ACCESS_KEY_ID": "test",
+        "AWS_SECRET_ACCESS_KEY": "test",
+        "AWS_DEFAULT_REGION": "us-east-1",
+        "AWS_ENDPOINT_URL": f"http://{host}:{port}",
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in settings.items():
+            patch.setenv(name, value)
+        request = urllib.request.Request(f"http://{host}:{port}/bucket", method="PUT")
+        with urllib.request.urlopen(request, timeout=10) as answer:
+            assert answer.status == 200
+        yield "s3://bucket"
+    server.stop()

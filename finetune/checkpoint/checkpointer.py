@@ -1,32 +1,18 @@
 """Saves a run, finds what it continues from, and loads it."""
 
-import shutil
-import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from finetune.checkpoint import layout
-from finetune.checkpoint.find import Found, find_at, find_newest, refuse_any, verify
-from finetune.checkpoint.load import read_checkpoint, refuse_other_identity
-from finetune.checkpoint.manifest import Manifest
-from finetune.checkpoint.retention import removable_steps
-from finetune.checkpoint.save import write_checkpoint
+from finetune.checkpoint.changes import told_changes
+from finetune.checkpoint.facts import RunFacts
+from finetune.checkpoint.find import Found, find_at, find_newest, refuse_any
+from finetune.checkpoint.load import read_checkpoint
+from finetune.checkpoint.rehearsal import rehearse
+from finetune.checkpoint.saver import SavedCheckpoint, Saver
 from finetune.checkpoint.state import StateAccess
 from finetune.checkpoint.together import main_does
 from finetune.config.sections.checkpoint import CheckpointSection
-from finetune.errors import CheckpointError
-from finetune.runtime import ranks
-
-
-@dataclass(frozen=True)
-class SavedCheckpoint:
-    """A checkpoint that is whole on disk."""
-
-    path: Path
-    size_bytes: int
-    seconds: float
 
 
 class Checkpointer:
@@ -38,26 +24,33 @@ class Checkpointer:
         *,
         section: CheckpointSection,
         access: StateAccess,
-        identity: Mapping[str, str],
+        run: RunFacts,
         say: Callable[[str], None],
     ) -> None:
         self._folder = folder
         self._section = section
         self._access = access
-        self._identity = dict(identity)
+        self._run = run
         self._say = say
+        self.saver = Saver(folder, section=section, access=access, run=run)
+        self.stops_on_failure = section.on_failure == "stop"
+
+    def rehearse(self, *, num_saves: int) -> None:
+        """Try what the saves that are still to come need, where `checkpoint.rehearse` says so. Collective."""
+        if self._section.rehearse:
+            contents = self.saver.contents
+            rehearse(self._folder, section=self._section, access=self._access, contents=contents, num_saves=num_saves)
 
     def save(self, step: int, *, progress: Mapping[str, Any]) -> SavedCheckpoint:
         """Write the checkpoint of this step, then let go of old ones; one that is there and good stays. Collective."""
-        started = time.monotonic()
-        manifest = self._already_saved(step) or write_checkpoint(
-            self._folder, step, access=self._access, identity=self._identity, progress=progress
-        )
-        # Other ranks may go on meanwhile: nobody reads what is deleted here, and the new one has been verified.
-        if ranks.is_main():
-            self._prune(newest_valid=step)
-        path = layout.step_folder(self._folder, step)
-        return SavedCheckpoint(path, manifest.size_bytes, seconds=time.monotonic() - started)
+        self.saver.begin(step, progress=progress)
+        try:
+            saved = self.saver.settle()
+        finally:
+            for _, note in self.saver.notes():
+                self._say(note)
+        assert saved is not None, "it has been begun"
+        return saved
 
     def find(self) -> Found | None:
         """Return the checkpoint that `checkpoint.resume` asks for, verified; None to start anew. Collective."""
@@ -69,27 +62,11 @@ class Checkpointer:
         return find_at(Path(self._section.resume), folder=self._folder)
 
     def load(self, found: Found) -> Mapping[str, Any]:
-        """Put the checkpoint's state into what is trained and return its progress. Collective."""
-        refuse_other_identity(found.path, found.manifest.identity, wanted=self._identity)
+        """Put the checkpoint's state into what is trained and return its progress. Collective.
+
+        Says what has changed since; raises CheckpointError where `allow_changes` does not cover it.
+        """
+        saved, allowed = found.manifest.run, self._section.allow_changes
+        for sentence in main_does(lambda: told_changes(found.path, saved, wanted=self._run, allowed=allowed)):
+            self._say(sentence)
         return read_checkpoint(found, access=self._access)
-
-    def _already_saved(self, step: int) -> Manifest | None:
-        path = layout.step_folder(self._folder, step)
-        if not main_does(path.exists):
-            return None
-        try:
-            return verify(path).manifest
-        except CheckpointError as error:
-            aside = main_does(lambda: layout.set_aside(path, "bad"))
-            if ranks.is_main():
-                self._say(f"wrote {path.name} anew; the one before is now {aside.name}: {error}")
-            return None
-
-    def _prune(self, *, newest_valid: int) -> None:
-        kept = layout.steps(self._folder)
-        for step in removable_steps(kept, keep_last=self._section.keep_last, newest_valid=newest_valid):
-            try:
-                # Renamed first: a folder that is half deleted must not look like a checkpoint.
-                shutil.rmtree(layout.set_aside(kept[step], "deleted"))
-            except OSError as error:
-                self._say(f"could not delete {kept[step]}: {error}")

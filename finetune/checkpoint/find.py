@@ -10,6 +10,8 @@ from finetune.checkpoint.manifest import Manifest, first_problem, read_manifest
 from finetune.checkpoint.together import all_do, main_does
 from finetune.errors import CheckpointError
 from finetune.runtime import ranks
+from finetune.runtime.ranks import Group
+from finetune.runtime.waypoints import reach
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,8 @@ def find_at(path: Path, *, folder: Path) -> Found:
     try:
         found = verify(path)
     except CheckpointError as error:
-        raise CheckpointError(f"checkpoint.resume: {error}") from error
+        advice = "Name another one (`finetune checkpoint ls RUN` lists them), or write `auto` for the newest good one."
+        raise CheckpointError(f"checkpoint.resume: {str(error).rstrip('.')}. {advice}") from error
     main_does(lambda: _clear_the_way(found, folder=folder))
     return found
 
@@ -75,17 +78,26 @@ def refuse_any(folder: Path) -> None:
         )
 
 
-def verify(path: Path) -> Found:
+def verify(path: Path, *, group: Group = Group.MAIN) -> Found:
     """Return the checkpoint when every file has the size and digest it was written with; raises CheckpointError.
 
     Ranks share out the files among them. Collective.
     """
-    manifest = main_does(lambda: read_manifest(path))
+    manifest = main_does(lambda: read_manifest(path), group=group)
     mine = sorted(manifest.files)[ranks.rank() :: ranks.world()]
-    for problem in all_do(lambda: first_problem(path, manifest.files, mine)):
+    for problem in all_do(lambda: _first_problem(path, manifest, mine), group=group):
         if problem is not None:
             raise CheckpointError(f"{path}: {problem}")
     return Found(path, manifest)
+
+
+def _first_problem(path: Path, manifest: Manifest, names: list[str]) -> str | None:
+    for name in names:
+        reach("load.verify", step=manifest.step, path=path / name)  # a large file takes its time: no hang
+        problem = first_problem(path, manifest.files, [name])
+        if problem is not None:
+            return problem
+    return None
 
 
 def _newest(folder: Path) -> Path | None:

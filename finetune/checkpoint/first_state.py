@@ -7,6 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+_EXPECTED = {
+    **dict.fromkeys(("Adam", "AdamW", "NAdam", "RAdam", "DeepSpeedCPUAdam", "FusedAdam"), _MOMENTS),
+    **dict.fromkeys(("Lion", "DeepSpeedCPULion", "FusedLion"), ("exp_avg",)),
+    **dict.fromkeys(("Adagrad", "DeepSpeedCPUAdagrad"), ("sum",)),
+    **{"RMSprop": ("square_avg",), "Adadelta": ("acc_delta", "square_avg")},
+}
+
 
 def make_first_state(optimizer: torch.optim.Optimizer) -> None:
     """Have the optimizer make its state for all its parameters by a step with zero gradients and no learning rate.
@@ -17,6 +25,19 @@ def make_first_state(optimizer: torch.optim.Optimizer) -> None:
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     with zero_gradients(parameters), no_learning_rate(optimizer):
         optimizer.step()
+
+
+def expected_state(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
+    """Return the words of what the optimizer will keep for each number of a parameter.
+
+    Nothing for optimizers that keep a fraction of a number each (Adafactor, 8-bit AdamW) or are not known.
+    """
+    settings, name = optimizer.defaults, type(optimizer).__name__
+    if name in ("SGD", "RMSprop") and settings.get("momentum"):
+        return ("momentum_buffer", *_EXPECTED.get(name, ()))
+    if settings.get("amsgrad"):
+        return (*_EXPECTED.get(name, ()), "max_exp_avg_sq")
+    return _EXPECTED.get(name, ())
 
 
 @contextmanager

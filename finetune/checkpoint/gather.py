@@ -1,24 +1,32 @@
 """Tensors put together from the ranks that hold their parts."""
 
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
 import torch
-import torch.distributed as dist
 from accelerate import Accelerator
 from torch import Tensor, nn
 
 from finetune.checkpoint.access import place
-from finetune.checkpoint.placement import Held
-from finetune.checkpoint.record import BUFFER, DTYPES, TensorRecord
-from finetune.checkpoint.state import StateAccess
+from finetune.checkpoint.exchange import Parcel, exchange
+from finetune.checkpoint.record import TensorRecord
+from finetune.checkpoint.sharing import PlannedFile, gathering_rounds
+from finetune.checkpoint.state import Scalars, StateAccess
 from finetune.runtime import ranks
 
-_CHUNK_ELEMENTS = 1 << 24
-"""Elements sent at once (64 MiB), which is what a rank that does not keep the tensor needs of memory."""
+Spans = Mapping[str, Sequence[tuple[int, int]]]
+"""By parameter, what each rank sends of it: elements [start, stop)."""
+
+Shelf = Callable[[PlannedFile, TensorRecord], Tensor]
+"""Returns where a tensor of this rank's is to be put together, flat, in host memory."""
+
+Gathered = tuple[PlannedFile, TensorRecord, Tensor]
 
 
 def agree_on_records(access: StateAccess) -> list[TensorRecord]:
     """Return all tensors of the state, in one order on every rank; one may know what another has not. Collective."""
     own = access.records()
-    if all(access.is_whole(record) for record in own):
+    if all(access.is_whole(record) for record in own) or not _differs(own):
         return own
     merged: dict[str, dict[str, TensorRecord]] = {}
     for records in ranks.gather_objects(own):
@@ -28,14 +36,49 @@ def agree_on_records(access: StateAccess) -> list[TensorRecord]:
     return [merged[name][key] for name in names for key in merged[name]]
 
 
-def gather_tensor(access: StateAccess, record: TensorRecord, *, owner: int) -> Tensor | None:
-    """Return the whole tensor, flat and on the CPU, on the owner; None elsewhere. Collective."""
-    is_owner = ranks.rank() == owner
-    if access.is_whole(record):
-        return access.read(record).cpu() if is_owner else None
-    own = access.read(record) if access.contributes else torch.empty(0)
-    start, _ = access.span(record)
-    return _assemble(own, record, start=start, owner=owner, device=access.device)
+def agree_on_scalars(access: StateAccess) -> Scalars:
+    """Return all numbers of the optimizer on every rank. Collective."""
+    own = access.read_scalars()
+    if not _differs(own):
+        return own
+    merged: Scalars = {}
+    for scalars in ranks.gather_objects(own):
+        merged.update(scalars)
+    return merged
+
+
+class Gatherer:
+    """Brings tensors of the state to their owners; who holds what is asked once, as it never changes."""
+
+    def __init__(self, access: StateAccess) -> None:
+        self._access = access
+        self._spans: dict[str, list[tuple[int, int]]] = {}
+
+    def gather(self, planned: Sequence[PlannedFile], *, shelf: Shelf) -> Iterator[Gathered]:
+        """Yield this rank's tensors as they become whole; every rank has to take all that there are. Collective."""
+        self._ask([record for file in planned for record in file.records])
+        for batch in gathering_rounds(planned):
+            mine = {record: shelf(file, record) for file, record in batch if file.owner == ranks.rank()}
+            exchange(
+                [self._parcel(file, record, mine.get(record)) for file, record in batch], device=self._access.device
+            )  # no name for the parcels: they would keep this round's tensors while the next one's are gathered
+            for file, record in batch:
+                if record in mine:
+                    yield file, record, mine.pop(record)
+
+    def _ask(self, records: Sequence[TensorRecord]) -> None:
+        """Learn what each rank holds of the parameters that are new. Collective."""
+        new = {record.name: record for record in records if not self._access.is_whole(record)}
+        if new.keys() <= self._spans.keys():
+            return
+        own = [self._access.span(record) if self._access.contributes else (0, 0) for record in new.values()]
+        self._spans.update(_by_name(list(new), ranks.gather_objects(own)))
+
+    def _parcel(self, file: PlannedFile, record: TensorRecord, into: Tensor | None) -> Parcel:
+        is_whole = self._access.is_whole(record)
+        spans = _only(file.owner, record.num_elements) if is_whole else self._spans[record.name]
+        start, stop = spans[ranks.rank()]
+        return Parcel(file.owner, spans, self._access.read(record) if start < stop else torch.empty(0), into)
 
 
 def gather_weights(accelerator: Accelerator, model: nn.Module, *, trained_only: bool) -> dict[str, Tensor]:
@@ -46,39 +89,34 @@ def gather_weights(accelerator: Accelerator, model: nn.Module, *, trained_only: 
     """
     placement = place(model)
     is_main = ranks.is_main()
+    wanted = {name: held for name, held in placement.held.items() if held.is_trained or not trained_only}
+    parted = [name for name, held in wanted.items() if not held.is_whole]
+    own = [(wanted[name].start, wanted[name].stop) if placement.contributes else (0, 0) for name in parted]
+    spans = _by_name(parted, ranks.gather_objects(own))
     weights: dict[str, Tensor] = {}
-    for name, held in placement.held.items():
-        if trained_only and not held.is_trained:
-            continue
-        value = _weight(held, contributes=placement.contributes, device=accelerator.device)
-        if value is not None:
-            weights[name] = value
+    for name, held in wanted.items():
+        into = torch.empty(held.shape, dtype=held.owner.dtype) if is_main else None
+        flat = into.view(-1) if into is not None else None
+        sent = spans[name] if name in spans else _only(0, held.stop)
+        start, stop = sent[ranks.rank()]
+        part = held.part(held.owner) if start < stop else torch.empty(0)
+        exchange([Parcel(0, sent, part, flat)], device=accelerator.device)
+        if into is not None:
+            weights[name] = into
     if is_main and not trained_only:
         weights.update({name: buffer.detach().cpu().clone() for name, buffer in placement.buffers.items()})
     return weights
 
 
-def _weight(held: Held, *, contributes: bool, device: torch.device) -> Tensor | None:
-    if held.is_whole:
-        return held.owner.detach().cpu().clone() if ranks.is_main() else None
-    own = held.part(held.owner) if contributes else torch.empty(0)
-    code = {dtype: code for code, dtype in DTYPES.items()}[held.owner.dtype]
-    record = TensorRecord(name="", key=BUFFER, shape=held.shape, dtype=code)
-    value = _assemble(own, record, start=held.start, owner=0, device=device)
-    return value.view(held.shape) if value is not None else None
+def _differs(value: object) -> bool:
+    """Tell whether ranks have different values, which costs less than to send them. Collective."""
+    digest = hashlib.sha256(repr(value).encode()).hexdigest()
+    return len(set(ranks.gather_objects(digest))) > 1
 
 
-def _assemble(own: Tensor, record: TensorRecord, *, start: int, owner: int, device: torch.device) -> Tensor | None:
-    """Add up, as bits, what each rank has: elsewhere it has zeros, so that every number arrives as it is (-0.0 too)."""
-    kept = torch.empty(record.num_elements, dtype=DTYPES[record.dtype]) if ranks.rank() == owner else None
-    for first in range(0, record.num_elements, _CHUNK_ELEMENTS):
-        last = min(first + _CHUNK_ELEMENTS, record.num_elements)
-        chunk = torch.zeros(last - first, dtype=torch.float32, device=device)
-        low, high = max(first, start), min(last, start + own.numel())
-        if low < high:
-            chunk[low - first : high - first] = own[low - start : high - start]
-        if ranks.is_distributed():
-            dist.reduce(chunk.view(torch.int32), dst=owner)
-        if kept is not None:
-            kept[first:last] = chunk.to("cpu", kept.dtype)
-    return kept
+def _by_name(names: Sequence[str], gathered: Sequence[Sequence[tuple[int, int]]]) -> dict[str, list[tuple[int, int]]]:
+    return {name: [spans[index] for spans in gathered] for index, name in enumerate(names)}
+
+
+def _only(owner: int, count: int) -> list[tuple[int, int]]:
+    return [(0, count) if rank == owner else (0, 0) for rank in range(ranks.world())]

@@ -31,17 +31,34 @@ def staging_folder(folder: Path, step: int) -> Path:
     return folder / f"{_STAGING}step-{step:06d}"
 
 
+def trial_folder(folder: Path, token: str) -> Path:
+    """Return where a save is rehearsed; what is left of it is cleared away like what is left of a save."""
+    return folder / f"{_STAGING}rehearsal-{token}"
+
+
+def step_of(folder: Path) -> int | None:
+    """Return the step in the folder's name; None where the name is no checkpoint's."""
+    match = _STEP.fullmatch(folder.name)
+    return int(match[1]) if match else None
+
+
 def steps(folder: Path) -> dict[int, Path]:
     """Return the folders that bear a checkpoint's name, by step, oldest first; whether they are whole is not asked."""
     if not folder.is_dir():
         return {}
-    named = {path: _STEP.fullmatch(path.name) for path in folder.iterdir() if path.is_dir()}
-    return dict(sorted((int(match[1]), path) for path, match in named.items() if match))
+    named = {path: step_of(path) for path in folder.iterdir() if path.is_dir()}
+    return dict(sorted((step, path) for path, step in named.items() if step is not None))
 
 
 def bad_ones(folder: Path) -> list[Path]:
     """Return the checkpoints that were put aside because they did not verify."""
     return sorted(folder.glob(".bad-step-*"))
+
+
+def deleted_ones(folder: Path) -> dict[Path, int]:
+    """Return the checkpoints that are being deleted, or whose deletion was cut short, with their steps."""
+    found = {path: _STEP.search(path.name) for path in sorted(folder.glob(".deleted-step-*"))}
+    return {path: int(match[1]) for path, match in found.items() if match is not None}
 
 
 def remove_staging(folder: Path) -> None:

@@ -7,11 +7,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from finetune.checkpoint.facts import RunFacts
 from finetune.checkpoint.layout import MANIFEST
 from finetune.errors import CheckpointError
 from finetune.runtime import files
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 _BLOCK_BYTES = 8 << 20
 
@@ -29,7 +30,10 @@ class Manifest:
     """What a checkpoint is of, and every other file in it."""
 
     step: int
-    identity: Mapping[str, str]  # what the run must share with the checkpoint to continue it
+    run: RunFacts
+    metrics: Mapping[str, float]  # of an evaluation at this very step; empty without one
+    state_sha256: str  # of parameters, optimizer state, step and samples, however they are laid out in files
+    created: float  # unix seconds
     versions: Mapping[str, str]
     files: Mapping[str, FileFacts]  # by relative path, with forward slashes
     format_version: int = FORMAT_VERSION
@@ -53,14 +57,11 @@ def read_manifest(folder: Path) -> Manifest:
     if not path.is_file():
         raise CheckpointError(f"{folder}: there is no {MANIFEST}, so the checkpoint was never finished")
     try:
-        manifest = _parse(json.loads(path.read_text(encoding="utf-8")))
+        value = json.loads(path.read_text(encoding="utf-8"))
+        _refuse_other_version(path, value)
+        manifest = _parse(value)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path}: cannot be read: {error!r}") from error
-    if manifest.format_version != FORMAT_VERSION:
-        raise CheckpointError(
-            f"{path}: has format version {manifest.format_version}; this finetune reads version {FORMAT_VERSION}. "
-            "Use the version of finetune that wrote it: " + ", ".join(f"{k} {v}" for k, v in manifest.versions.items())
-        )
     for name in manifest.files:
         _refuse_escape(path, name)
     return manifest
@@ -91,14 +92,29 @@ def first_problem(folder: Path, expected: Mapping[str, FileFacts], names: Iterab
     return None
 
 
+def _refuse_other_version(path: Path, value: Mapping[str, Any]) -> None:
+    if value["format_version"] != FORMAT_VERSION:
+        raise CheckpointError(
+            f"{path}: has format version {value['format_version']}; this finetune reads version {FORMAT_VERSION}. "
+            f"Use the version of finetune that wrote it: {', '.join(f'{k} {v}' for k, v in value['versions'].items())}"
+        )
+
+
 def _parse(value: Mapping[str, Any]) -> Manifest:
     return Manifest(
         step=int(value["step"]),
-        identity={str(name): str(text) for name, text in value["identity"].items()},
-        versions={str(name): str(text) for name, text in value["versions"].items()},
+        run=RunFacts(**{name: _texts(value["run"][name]) for name in ("identity", "settings", "origin")}),
+        metrics={str(name): float(number) for name, number in value["metrics"].items()},
+        state_sha256=str(value["state_sha256"]),
+        created=float(value["created"]),
+        versions=_texts(value["versions"]),
         files={name: FileFacts(int(facts["size_bytes"]), facts["sha256"]) for name, facts in value["files"].items()},
         format_version=int(value["format_version"]),
     )
+
+
+def _texts(value: Mapping[str, Any]) -> dict[str, str]:
+    return {str(name): str(text) for name, text in value.items()}
 
 
 def _refuse_escape(path: Path, name: str) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from finetune.checkpoint.first_state import make_first_state
+from finetune.checkpoint.first_state import expected_state, make_first_state
 from finetune.checkpoint.loss_scale import LossScale
 from finetune.checkpoint.placement import Held, Placement
 from finetune.checkpoint.record import BUFFER, PARAMETER, TensorRecord, dtype_code
@@ -39,6 +39,10 @@ class NamedState:
                 found.append(_record(name, key, _whole_shape(name, key, tensor=tensor, held=held), tensor))
         found.extend(_record(name, BUFFER, tuple(each.shape), each) for name, each in self._placement.buffers.items())
         return found
+
+    def expected_state(self) -> tuple[str, ...]:
+        """Return the words of what the optimizer will keep for each number of a parameter; none where it keeps less."""
+        return expected_state(self._optimizer)
 
     def is_whole(self, record: TensorRecord) -> bool:
         """Tell whether every rank holds all of the tensor."""

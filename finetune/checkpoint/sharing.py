@@ -1,13 +1,17 @@
 """How the tensors of a checkpoint are shared out over ranks and files: pure, so that every rank knows all of it."""
 
 import heapq
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import count, zip_longest
+from itertools import count
 
 from finetune.checkpoint.record import BUFFER, DTYPES, TensorRecord
 
 MAX_FILE_BYTES = 4 << 30
+
+ROUND_BYTES = 32 << 20
+"""Small tensors up to this size are gathered together, as each message takes its time."""
 
 
 @dataclass(frozen=True)
@@ -50,12 +54,23 @@ def assign(records: Sequence[TensorRecord], *, world: int) -> list[list[TensorRe
     return shares
 
 
-def collective_order(planned: Sequence[PlannedFile]) -> list[tuple[PlannedFile, TensorRecord]]:
-    """Return all tensors in the order in which they are gathered: owners take turns, so that they write in parallel."""
-    turns: dict[int, list[tuple[PlannedFile, TensorRecord]]] = {}
+def gathering_rounds(planned: Sequence[PlannedFile]) -> Iterator[list[tuple[PlannedFile, TensorRecord]]]:
+    """Yield the tensors that are gathered at one time: of every owner the next few, or one large one.
+
+    So owners receive and write in parallel, and none has to have room for more than the larger of both.
+    """
+    queues: dict[int, deque[tuple[PlannedFile, TensorRecord]]] = {}
     for file in planned:
-        turns.setdefault(file.owner, []).extend((file, record) for record in file.records)
-    return [item for round_ in zip_longest(*turns.values()) for item in round_ if item is not None]
+        queues.setdefault(file.owner, deque()).extend((file, record) for record in file.records)
+    while any(queues.values()):
+        yield [item for queue in queues.values() for item in _taken(queue)]
+
+
+def _taken(queue: deque[tuple[PlannedFile, TensorRecord]]) -> Iterator[tuple[PlannedFile, TensorRecord]]:
+    size = 0
+    while queue and (size == 0 or size + queue[0][1].size_bytes <= ROUND_BYTES):
+        size += max(queue[0][1].size_bytes, 1)
+        yield queue.popleft()
 
 
 def _packs(records: Sequence[TensorRecord], max_file_bytes: int) -> list[tuple[TensorRecord, ...]]:

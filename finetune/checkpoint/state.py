@@ -27,6 +27,9 @@ class StateAccess(Protocol):
     def records(self) -> list[TensorRecord]:
         """Return the tensors that this rank knows of, shapes whole; others may know more optimizer state."""
 
+    def expected_state(self) -> tuple[str, ...]:
+        """Return the words of what the optimizer will keep for each number of a parameter; none where it keeps less."""
+
     def is_whole(self, record: TensorRecord) -> bool:
         """Tell whether every rank holds all of the tensor."""
 

@@ -31,12 +31,14 @@ class TensorFile:
         self._file = path.open("xb")
         self._write(_header(records))
 
-    def add(self, tensor: Tensor) -> None:
-        """Write the next record's value."""
+    def add(self, tensor: Tensor) -> str:
+        """Write the next record's value and return its own SHA-256."""
         record = self._waiting.pop()
         flat = tensor.detach().cpu().to(DTYPES[record.dtype]).contiguous().reshape(-1)
         assert flat.numel() == record.num_elements, f"{record} got {flat.numel()} elements"
-        self._write(flat.view(torch.uint8).numpy().data if flat.numel() else b"")
+        values = flat.view(torch.uint8).numpy().data if flat.numel() else b""
+        self._write(values)
+        return hashlib.sha256(values).hexdigest()
 
     def close(self) -> FileFacts:
         """Bring the file to the disk and return its size and the digest of what was meant to be written."""

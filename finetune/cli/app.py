@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from finetune import __version__
-from finetune.cli import lazy, verify
+from finetune.cli import checkpoint, lazy, verify
 from finetune.cli.options import Config, Overrides
 from finetune.cli.outcome import reported
 
@@ -19,6 +19,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,  # a fault of ours keeps Python's own traceback, with no locals in it
 )
 app.add_typer(verify.app, name="verify")
+app.add_typer(checkpoint.app, name="checkpoint")
 
 
 def _print_version(is_asked: bool) -> None:

@@ -3,6 +3,7 @@
 import functools
 import os
 import sys
+import time
 from collections.abc import Callable
 from typing import Any, ParamSpec
 
@@ -11,6 +12,8 @@ import typer
 from finetune.errors import ConfigError, FinetuneError
 
 P = ParamSpec("P")
+
+_FIRST_RANK_SECONDS = 10.0
 
 
 def reported(command: Callable[P, Any]) -> Callable[P, None]:
@@ -36,17 +39,16 @@ def reported(command: Callable[P, Any]) -> Callable[P, None]:
     return run
 
 
-def message(error: FinetuneError, *, rank: int) -> str | None:
-    """Return what this rank prints; None where the first rank says the same: a config is wrong for all alike."""
-    if rank == 0:
-        return f"error: {error}"
-    return None if isinstance(error, ConfigError) else f"[rank {rank}] error: {error}"
+def message(error: FinetuneError, *, rank: int) -> str:
+    """Return what this rank prints."""
+    return f"error: {error}" if rank == 0 else f"[rank {rank}] error: {error}"
 
 
 def _tell(error: FinetuneError) -> None:
-    said = message(error, rank=_rank())
-    if said is not None:
-        print(said, file=sys.stderr, flush=True)
+    if isinstance(error, ConfigError) and _rank() > 0:
+        # A config is wrong for all alike, and the launcher ends everybody with the first that goes: rank 0 is to speak.
+        time.sleep(_FIRST_RANK_SECONDS)
+    print(message(error, rank=_rank()), file=sys.stderr, flush=True)
 
 
 def _rank() -> int:

@@ -55,6 +55,46 @@ def parity(
     return 0 if agree else 1
 
 
+@app.command()
+@reported
+def resume(
+    config: Config,
+    stop_at: Annotated[int, typer.Option(min=1, metavar="K", help="The step after which the second run is stopped.")],
+    source: Annotated[
+        str, typer.Option("--from", metavar="A:N", help="Strategy that is stopped: a name or a path; `:4` processes.")
+    ] = "ddp:2",
+    target: Annotated[str, typer.Option("--to", metavar="B:N", help="Strategy that goes on.")] = "ddp:2",
+    steps: Annotated[
+        int | None, typer.Option(min=2, help="The last step that is compared; unset, five after the stop.")
+    ] = None,
+    tolerance: Annotated[
+        float, typer.Option(min=0.0, help="Largest relative difference allowed where --from and --to differ.")
+    ] = 1e-4,
+    configs_folder: Annotated[Path, typer.Option(metavar="FOLDER", help="Where the accelerate configs lie.")] = Path(
+        "accelerate_configs"
+    ),
+    override: Overrides = None,
+) -> int:
+    """Compare a run that is stopped and resumed with one that is not.
+
+    Runs the job straight, and again with a stop and another start, maybe under another strategy and on another number
+    of processes. Exit code 1 unless every step has the same samples and losses within the tolerance. Where --from and
+    --to are the same, losses and the final state must be equal bit by bit, dropout included; else dropout is off.
+    """
+    agree = lazy.call(
+        "finetune.advise.resume:run_resume",
+        config,
+        overrides=override or [],
+        stop_at=stop_at,
+        steps=steps,
+        source=source,
+        target=target,
+        tolerance=tolerance,
+        configs_folder=configs_folder,
+    )
+    return 0 if agree else 1
+
+
 def _words(written: str) -> list[str]:
     return [word.strip() for word in written.split(",") if word.strip()]
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from finetune.config.load import LoadedConfig
 from finetune.config.rules.effects import idle_keys
+from finetune.config.run_config import with_run_folder
 from finetune.config.section import Section
 from finetune.config.source import Sources, joined
 
@@ -19,7 +20,8 @@ def resolved_yaml(loaded: LoadedConfig) -> str:
     Read as a job, it gives the same config: keys that do nothing in this combination stand in comments.
     """
     head = f"# {loaded.path.name} as it was run, with the source of every value. Paths are absolute."
-    lines = _lines(loaded.config, loaded.sources, prefix="", idle=idle_keys(loaded.config))
+    config = loaded.config if loaded.remote is None else with_run_folder(loaded.config, loaded.remote)
+    lines = _lines(config, loaded.sources, prefix="", idle=idle_keys(config))
     return "\n".join([head, *lines]) + "\n"
 
 

@@ -24,13 +24,15 @@ from finetune.errors import ConfigError, Problem
 class LoadedConfig:
     """A config that keeps every rule, with the file's text as it was written and the source of every written key.
 
-    All paths in `config` are absolute.
+    All paths in `config` are absolute. Once a run at a URL is staged, `run.folder` in `config` is the stage, and
+    `remote` is the URL.
     """
 
     config: RunConfig
     path: pathlib.Path
     text: str
     sources: Sources
+    remote: str | None = None
 
 
 def load_config(path: pathlib.Path, overrides: Sequence[str] = ()) -> LoadedConfig:

@@ -1,7 +1,9 @@
 """Makes the paths of a config absolute, so that it means the same wherever the run is launched."""
 
+import hashlib
 import os
 import pathlib
+import re
 from collections.abc import Iterator
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
@@ -36,6 +38,25 @@ def is_path(name: str) -> bool:
     return name.startswith((".", "/", "~"))
 
 
+def is_url(text: str) -> bool:
+    """Tell whether a text names a place in object storage, such as `s3://bucket/runs/first`, and so is no path."""
+    return re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", text) is not None
+
+
+def stage_of(folder: str, local_folder: str | None) -> pathlib.Path:
+    """Return where a run is written on this machine: its folder, or where it is staged when that is a URL.
+
+    The default stage of a URL bears its last part and a digest of all of it, so the same job finds it again.
+    """
+    if not is_url(folder):
+        return pathlib.Path(folder)
+    if local_folder is not None:
+        return pathlib.Path(local_folder)
+    address = folder.rstrip("/")
+    digest = hashlib.sha256(address.encode()).hexdigest()[:12]
+    return pathlib.Path("~/.cache/finetune/runs").expanduser() / f"{address.rpartition('/')[2]}-{digest}"
+
+
 def absolute(path: str, folder: pathlib.Path) -> str:
     """Return the path resolved against the folder; `~` is the home folder, `..` is taken out."""
     return os.path.normpath(folder / pathlib.Path(path).expanduser())
@@ -43,7 +64,7 @@ def absolute(path: str, folder: pathlib.Path) -> str:
 
 def _resolved(value: Any, field: FieldInfo, *, folder: pathlib.Path) -> Any:
     mark = next(_parts(field, RelativeToConfig), None)
-    if mark is None or not isinstance(value, str) or value in _choices(field):
+    if mark is None or not isinstance(value, str) or is_url(value) or value in _choices(field):
         return value
     if mark.only_marked and not is_path(value):
         return value

@@ -31,6 +31,11 @@ class RunConfig(Section):
     export: ExportSection = key("The model that the run leaves in `final/`.", ExportSection())
 
 
+def with_run_folder(config: RunConfig, folder: str) -> RunConfig:
+    """Return the config with another `run.folder`."""
+    return config.model_copy(update={"run": config.run.model_copy(update={"folder": folder})})
+
+
 def world_problems(config: RunConfig, *, num_processes: int, sources: Sources) -> list[Problem]:
     """Return what keeps the config from being run by so many processes."""
     batch, microbatch = config.train.global_batch_size, config.train.microbatch_size

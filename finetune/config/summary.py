@@ -1,5 +1,6 @@
 """What a config will do, in a few lines: what is trained on what, the arithmetic of the batch, the budget."""
 
+from finetune.config.paths import is_url, stage_of
 from finetune.config.run_config import RunConfig
 
 
@@ -10,8 +11,13 @@ def summary(config: RunConfig, *, num_processes: int | None) -> tuple[str, ...]:
         f"model    {_model(config)}",
         f"batch    {_batch(config, num_processes)}",
         f"budget   {_budget(config)}, learning rate {config.train.learning_rate:g}, {config.train.schedule.name}",
-        f"writes   {config.run.folder}",
+        f"writes   {_place(config)}",
     )
+
+
+def _place(config: RunConfig) -> str:
+    folder = config.run.folder
+    return f"{folder}, staged in {stage_of(folder, config.run.local_folder)}" if is_url(folder) else folder
 
 
 def _rows(config: RunConfig) -> str:

@@ -12,6 +12,7 @@ from finetune.data.batch import Batch
 from finetune.data.features import Features
 from finetune.data.order import Order
 from finetune.data.store import PreparedSet
+from finetune.runtime.signals import leave_signals_to_parent
 
 Collate = Callable[[Sequence[Features]], Batch]
 
@@ -132,6 +133,7 @@ def _loader(
         pin_memory=section.pin_memory,
         persistent_workers=section.persistent_workers,
         prefetch_factor=section.prefetch_factor,
+        worker_init_fn=leave_signals_to_parent,
         generator=torch.Generator().manual_seed(0),  # its workers' seeds would else be drawn from the global generator
     )
 

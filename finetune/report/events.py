@@ -27,13 +27,17 @@ class RunStarted(Event):
 
 @dataclass(frozen=True)
 class StepTaken(Event):
-    """One optimizer step: losses in nats per target, times in seconds, tokens over all ranks (padding not counted)."""
+    """One optimizer step: losses in nats per target, times in seconds, tokens over all ranks (padding not counted).
+
+    `samples_sha256` is the rolled digest of all samples consumed so far, this step's included.
+    """
 
     loss: float
     gradient_norm: float
     learning_rate: float
     num_targets: int
     num_tokens: int
+    samples_sha256: str
     epoch: float
     seconds: float
     data_seconds: float  # waited for batches
@@ -68,11 +72,12 @@ class Answered(Event):
 
 @dataclass(frozen=True)
 class CheckpointSaved(Event):
-    """A checkpoint is whole on disk."""
+    """A checkpoint is whole on disk; `stall_seconds` of the time it took, training waited."""
 
     path: str
     size_bytes: int
     seconds: float
+    stall_seconds: float
 
 
 @dataclass(frozen=True)

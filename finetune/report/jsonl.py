@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.report.events import Event, Noted, Warned
+from finetune.runtime import files
 from finetune.runtime.redact import redacted_config
 
 
@@ -55,15 +56,7 @@ def event_fields(event: Event, *, time: float) -> dict[str, Any]:
 
 def read_events(path: Path) -> list[dict[str, Any]]:
     """Return the file's events in the order written; a line torn by a killed run is left out."""
-    events = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            event = json.loads(line)
-        except json.JSONDecodeError:
-            continue
-        if isinstance(event, dict) and "event" in event:
-            events.append(event)
-    return events
+    return [event for event in files.read_json_lines(path) if isinstance(event, dict) and "event" in event]
 
 
 def _noted(note: str, *, step: int) -> Event:

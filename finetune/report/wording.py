@@ -52,7 +52,8 @@ def _(event: Answered) -> tuple[str, ...]:
 
 @lines.register
 def _(event: CheckpointSaved) -> tuple[str, ...]:
-    return (f"checkpoint {event.path}  ({size_text(event.size_bytes)}, {event.seconds:.1f} s)",)
+    times = f"{event.seconds:.1f} s, training waited {event.stall_seconds:.1f} s"
+    return (f"checkpoint {event.path}  ({size_text(event.size_bytes)}, {times})",)
 
 
 @lines.register

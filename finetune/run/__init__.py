@@ -1,22 +1,29 @@
 """One RunConfig becomes parts, the parts are trained, the model is exported: the one place where all wings meet."""
 
 import os
+import time
 from contextlib import closing
+from pathlib import Path
 
 import torch
 
 from finetune.config.load import LoadedConfig, require_shareable
 from finetune.report.announcer import Announcer
 from finetune.report.events import RunStarted
-from finetune.run.finish import train_to_the_end
+from finetune.run.continuing import continue_run
+from finetune.run.fetch import fetch_run, staged
+from finetune.run.finish import end_at_once, train_to_the_end
+from finetune.run.finished import find_finished
 from finetune.run.folder import open_run
 from finetune.run.lessons import make_lessons, make_run_plan
-from finetune.run.machine import make_machine
+from finetune.run.machine import make_accelerator, make_machine
+from finetune.run.mirror import Mirror, make_mirror
 from finetune.run.parts import make_parts
-from finetune.run.saving import ReportedSaving, continue_run
+from finetune.run.saving import ReportedSaving
+from finetune.run.watch import Watch, watched_run
+from finetune.run.wishes import make_wishes
 from finetune.runtime import ranks
 from finetune.runtime.log import quieten
-from finetune.runtime.signals import noted_signals
 from finetune.strategy.choose import choose_strategy
 from finetune.strategy.environment import read_environment
 from finetune.strategy.explain import explain
@@ -26,20 +33,40 @@ from finetune.strategy.reconcile import JobFacts
 
 def train_from_config(loaded: LoadedConfig) -> int:
     """Train as the config says and return the exit code. Collective over all launched processes."""
-    config, say = loaded.config, Announcer(is_main=ranks.is_main())
+    loaded, started, say = staged(loaded), time.monotonic(), Announcer(is_main=ranks.is_main())
     quieten(is_main=ranks.is_main())
     strategy = launched_strategy(loaded)
+    mirror = make_mirror(loaded)
+    with watched_run(Path(loaded.config.run.folder), say=say) as watch:
+        fetch_run(loaded, say=print)
+        code = _train(loaded, strategy, watch=watch, mirror=mirror, started=started, say=say)
+    return ranks.leave(code, afterwards=mirror.finish)
+
+
+def _train(
+    loaded: LoadedConfig, strategy: Strategy, *, watch: Watch, mirror: Mirror, started: float, say: Announcer
+) -> int:
+    config = loaded.config
     lessons = make_lessons(config, say)
     plan = make_run_plan(config, lessons)
-    machine = make_machine(config, strategy, lessons=lessons, learning_rate=plan.schedule.peak, say=say)
-    checkpointer, progress = continue_run(config, machine, lessons=lessons, say=say)
-    reporter = open_run(loaded, machine, say=say)
-    with closing(reporter), noted_signals() as note:  # from here on there is something to save
-        save = ReportedSaving(checkpointer, reporter)
-        parts = make_parts(config, lessons, machine=machine, plan=plan, reporter=reporter, save=save, note=note)
+    accelerator = make_accelerator(config, strategy)
+    watch.meet()
+    finished = find_finished(config, lessons, num_steps=plan.num_steps, strategy=strategy.name, say=say)
+    if finished is not None:
+        return end_at_once(finished, watch=watch, num_steps=plan.num_steps)
+    machine = make_machine(
+        config, strategy, accelerator=accelerator, lessons=lessons, learning_rate=plan.schedule.peak, say=say
+    )
+    watch.watchdog.watch_hangs(config.run.hang_after_seconds)
+    checkpointer, progress = continue_run(config, machine, strategy=strategy.name, lessons=lessons, say=say)
+    reporter = mirror.told_by(open_run(loaded, machine, tokenizer=lessons.tokenizer, say=say))
+    with closing(reporter), mirror, watch.first_error():
+        checkpointer.rehearse(num_saves=plan.num_due(config.checkpoint.every_steps, after=progress.step))
+        save = ReportedSaving(checkpointer, reporter, watch.status.checkpoint)
+        wishes = make_wishes(config, note=watch.note, save=save, started=started, say=say)
+        parts = make_parts(config, lessons, machine=machine, plan=plan, reporter=reporter, save=save, wishes=wishes)
         reporter(RunStarted(progress.step, plan.num_steps, explain(strategy), plan.arithmetic, config.model_dump()))
-        code = train_to_the_end(loaded, parts, progress=progress, lessons=lessons, machine=machine)
-    return ranks.leave(code)
+        return train_to_the_end(loaded, parts, progress=progress, lessons=lessons, machine=machine, watch=watch)
 
 
 def launched_strategy(loaded: LoadedConfig) -> Strategy:

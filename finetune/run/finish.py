@@ -1,84 +1,74 @@
 """From the first step to what the run leaves behind."""
 
 import time
+from contextlib import suppress
 from pathlib import Path
 
-from finetune.checkpoint.gather import gather_weights
-from finetune.config.explain import resolved_yaml
 from finetune.config.load import LoadedConfig
-from finetune.data.chat import stop_ids
-from finetune.errors import NonFiniteError
-from finetune.export.card import CardFacts
-from finetune.export.generation import Language
-from finetune.export.save import export_model
-from finetune.report.events import Noted, RunEnded
+from finetune.errors import CheckpointError, NonFiniteError
+from finetune.report.events import RunEnded
+from finetune.run.final import export_final
+from finetune.run.finished import FinishedRun
 from finetune.run.lessons import Lessons
 from finetune.run.machine import Machine
-from finetune.runtime import ranks
-from finetune.runtime.amounts import size_text
-from finetune.runtime.environment import package_versions
+from finetune.run.watch import Watch
+from finetune.run.wishes import stop_file
+from finetune.runtime import ranks, signals, status
 from finetune.runtime.progress import Progress
 from finetune.train.loop import EARLY, FINISHED, train
 from finetune.train.parts import Parts
+from finetune.train.stopping import FAILED_SAVE, SPOT_NOTICE, STOP_FILE
 
 EXPORTED_AFTER = (FINISHED, EARLY)
 """Why a run may end so that its model is final; after a signal or a limit it is to be continued."""
 
-EXIT_CODES = {"signal SIGTERM": 143, "signal SIGINT": 130}
-"""As a shell counts them; every other end is a success."""
+EXIT_CODES = {**signals.EXIT_CODES, SPOT_NOTICE: 143, FAILED_SAVE: 1}
+"""Every other end is a success; a machine that is taken away is to be replaced, as after SIGTERM."""
 
 
 def train_to_the_end(
-    loaded: LoadedConfig, parts: Parts, *, progress: Progress, lessons: Lessons, machine: Machine
+    loaded: LoadedConfig, parts: Parts, *, progress: Progress, lessons: Lessons, machine: Machine, watch: Watch
 ) -> int:
     """Train, export the model where the run is over, report the end and return the exit code. Collective."""
-    started = time.monotonic()
-    section, folder = loaded.config.evaluate, Path(loaded.config.run.folder) / "final"
+    started, folder = time.monotonic(), Path(loaded.config.run.folder)
+    watch.status.run(progress, num_steps=parts.plan.num_steps)
+    section = loaded.config.evaluate
     if section is not None and section.at_start and progress.step == 0:
         parts.evaluate(progress.step)
-    try:
-        reason = train(parts, progress)
-    except NonFiniteError:  # raised on every rank alike
-        parts.report_steps()
-        raise
+    reason = _train(parts, progress, watch=watch)
     is_final = reason in EXPORTED_AFTER
     if is_final:
-        _export(loaded, parts, progress=progress, lessons=lessons, machine=machine, folder=folder)
+        export_final(loaded, parts.reporter, progress=progress, lessons=lessons, machine=machine, reason=reason)
+    code = EXIT_CODES.get(reason, 0)
+    if reason == STOP_FILE and ranks.is_main():
+        stop_file(folder).unlink(missing_ok=True)  # it has been obeyed: the same command continues
+    watch.status.end(status.FINISHED if is_final else status.STOPPED, reason=reason, exit_code=code)
     parts.reporter(
         RunEnded(
             step=progress.step,
             reason=reason,
             seconds=time.monotonic() - started,
             metrics=progress.last_metrics,
-            final_folder=str(folder) if is_final else None,
+            final_folder=str(folder / "final") if is_final else None,
         )
     )
-    return EXIT_CODES.get(reason, 0)
+    return code
 
 
-def _export(
-    loaded: LoadedConfig, parts: Parts, *, progress: Progress, lessons: Lessons, machine: Machine, folder: Path
-) -> None:
-    """Gather the weights and write them on the main rank; an adapter's base only where it exists nowhere else."""
-    section = loaded.config.model
-    is_base_elsewhere = section.lora is not None and section.name is not None
-    weights = gather_weights(machine.accelerator, machine.model, trained_only=is_base_elsewhere)
-    if ranks.is_main():
-        report = export_model(
-            folder,
-            model=machine.plain_model,
-            weights=weights,
-            language=Language(lessons.tokenizer, stop_ids(lessons.tokenizer)),
-            section=loaded.config.export,
-            facts=CardFacts(
-                title=Path(loaded.config.run.folder).name,
-                task=loaded.config.task.name,
-                num_steps=progress.step,
-                metrics=progress.last_metrics,
-                config_text=resolved_yaml(loaded),
-                software=package_versions(),
-            ),
-        )
-        tensors = f"{report.num_tensors} tensors, {size_text(report.size_bytes)}"
-        parts.reporter(Noted(progress.step, f"exported {tensors}, to {folder}"))
-    ranks.barrier()  # nobody leaves while the main rank is still writing
+def end_at_once(finished: FinishedRun, *, watch: Watch, num_steps: int) -> int:
+    """Report that there is nothing left to do, and return the exit code of a success."""
+    watch.status.checkpoint(str(finished.checkpoint))
+    watch.status.run(finished.progress, num_steps=num_steps)
+    watch.status.end(status.FINISHED, reason=finished.reason, exit_code=0)
+    return 0
+
+
+def _train(parts: Parts, progress: Progress, *, watch: Watch) -> str:
+    watch.watchdog.begin_training()
+    try:
+        return train(parts, progress)
+    except NonFiniteError:  # raised on every rank alike, so they can still speak
+        parts.report_steps()
+        with suppress(CheckpointError):  # what is being written was taken before
+            parts.save.settle()
+        raise

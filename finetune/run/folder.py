@@ -2,23 +2,27 @@
 
 from pathlib import Path
 
+from transformers import PreTrainedTokenizerBase
+
 from finetune.config.explain import resolved_yaml
 from finetune.config.load import LoadedConfig
 from finetune.report.announcer import Announcer
 from finetune.report.build import build_reporter
 from finetune.report.reporter import Reporter
+from finetune.run.kept_tokenizer import keep_tokenizer
 from finetune.run.machine import Machine
 from finetune.runtime import files, ranks
 from finetune.runtime.environment import environment_facts
 
 
-def open_run(loaded: LoadedConfig, machine: Machine, *, say: Announcer) -> Reporter:
+def open_run(loaded: LoadedConfig, machine: Machine, *, tokenizer: PreTrainedTokenizerBase, say: Announcer) -> Reporter:
     """Write down what the run is, once everything has been checked, and return whoever is told about it."""
     folder = Path(loaded.config.run.folder)
     if ranks.is_main():
         files.write_text(folder / "config.yaml", loaded.text)
         files.write_text(folder / "resolved.yaml", resolved_yaml(loaded))
         files.write_json(folder / "environment.json", environment_facts())
+        keep_tokenizer(folder, tokenizer)
     return build_reporter(
         loaded.config.report,
         run_folder=folder,

@@ -4,18 +4,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from accelerate import Accelerator
-from transformers import PreTrainedTokenizerBase
 
 from finetune.config.run_config import RunConfig
-from finetune.model.architecture import SpecialIds
-from finetune.model.freeze import freeze
-from finetune.model.load import load_model
-from finetune.model.lora import add_lora
 from finetune.model.memory import MemoryEstimate, estimate
 from finetune.model.precision import precision_warnings
 from finetune.model.size import ModelSize, describe
 from finetune.report.announcer import Announcer
 from finetune.run.lessons import Lessons
+from finetune.run.model import build_model
 from finetune.runtime import seeds
 from finetune.strategy.protocol import Sharded, Strategy
 from finetune.train.accelerator import build_accelerator, check_prepared
@@ -35,14 +31,26 @@ class Machine:
     optimizer: Any
 
 
-def make_machine(
-    config: RunConfig, strategy: Strategy, *, lessons: Lessons, learning_rate: float, say: Announcer
-) -> Machine:
-    """Return the prepared model and optimizer, checked to be what was launched. Collective."""
+def make_accelerator(config: RunConfig, strategy: Strategy) -> Accelerator:
+    """Return the Accelerator of the strategy that was launched; from here on the ranks can speak. Collective."""
     if config.run.deterministic:
         seeds.use_deterministic_kernels()
-    accelerator = build_accelerator(strategy, precision=config.train.precision)
-    plain = _model(config, strategy, lessons=lessons)
+    return build_accelerator(strategy, precision=config.train.precision)
+
+
+def make_machine(
+    config: RunConfig,
+    strategy: Strategy,
+    *,
+    accelerator: Accelerator,
+    lessons: Lessons,
+    learning_rate: float,
+    say: Announcer,
+) -> Machine:
+    """Return the prepared model and optimizer, checked to be what was launched. Collective."""
+    plain = build_model(
+        config, head=lessons.task.head, tokenizer=lessons.tokenizer, construction=strategy.construction()
+    )
     size = describe(plain)
     for line in (*size.lines, *_memory(config, strategy, size=size).lines[-1:]):
         say(line)
@@ -51,26 +59,6 @@ def make_machine(
     model, prepared = accelerator.prepare(plain, optimizer)
     check_prepared(model, strategy.expected(), strategy=strategy.name)
     return Machine(accelerator, plain, model, prepared)
-
-
-def _model(config: RunConfig, strategy: Strategy, *, lessons: Lessons) -> Any:
-    section, seed = config.model, config.run.seed
-    model: Any = load_model(
-        section,
-        head=lessons.task.head,
-        construction=strategy.construction(),
-        seed=seed,
-        vocabulary_size=len(lessons.tokenizer),
-        special_ids=_special_ids(lessons.tokenizer),
-    )
-    if section.lora:
-        return add_lora(model, section.lora, seed=seed, revision=section.revision, head=lessons.task.head)
-    freeze(model, section.freeze)
-    return model
-
-
-def _special_ids(tokenizer: PreTrainedTokenizerBase) -> SpecialIds:
-    return SpecialIds(bos=tokenizer.bos_token_id, eos=tokenizer.eos_token_id, pad=tokenizer.pad_token_id)
 
 
 def _memory(config: RunConfig, strategy: Strategy, *, size: ModelSize) -> MemoryEstimate:

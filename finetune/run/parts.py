@@ -1,22 +1,23 @@
 """The record that the loop works with, from config, lessons and machine."""
 
-import time
 from collections.abc import Iterator
 from functools import partial
 from itertools import islice
+from pathlib import Path
 
 from finetune.config.run_config import RunConfig
 from finetune.config.sections.evaluate import GenerateSection
 from finetune.data.batch import Batch
 from finetune.data.chat import stop_ids
+from finetune.data.consumed import step_mark
 from finetune.data.loader import evaluation_loader, groups, train_loader
 from finetune.data.store import PreparedSet
 from finetune.report.reporter import Reporter
 from finetune.run.lessons import Lessons
 from finetune.run.machine import Machine
+from finetune.run.samples import recorded
 from finetune.runtime import ranks
 from finetune.runtime.cadence import Cadence, Never
-from finetune.runtime.signals import SignalNote
 from finetune.train.answer import Answers
 from finetune.train.evaluate import Evaluator, NoEvaluation
 from finetune.train.meters import Meters
@@ -33,10 +34,9 @@ def make_parts(
     plan: Plan,
     reporter: Reporter,
     save: Saving,
-    note: SignalNote,
+    wishes: Wishes,
 ) -> Parts:
     """Return the record that the loop works with."""
-    limit = config.train.time_limit_minutes
     stopping = config.train.early_stopping
     return Parts(
         accelerator=machine.accelerator,
@@ -45,6 +45,7 @@ def make_parts(
         task=lessons.task,
         groups=partial(_groups, config, lessons, machine=machine, plan=plan),
         plan=plan,
+        step_mark=partial(step_mark, lessons.order, global_batch_size=plan.global_batch_size),
         seed=config.run.seed,
         max_gradient_norm=config.train.max_gradient_norm,
         nonfinite=config.train.nonfinite,
@@ -56,7 +57,7 @@ def make_parts(
         log_due=Cadence(config.report.log_every_steps, plan.num_steps),
         evaluate_due=Cadence(config.evaluate.every_steps, plan.num_steps) if config.evaluate else Never(),
         save_due=Cadence(config.checkpoint.every_steps, plan.num_steps),
-        wishes=Wishes(note, limit * 60 if limit else None, started=time.monotonic()),
+        wishes=wishes,
         stop_after_steps=config.train.stop_after_steps,
         early_stopping=EarlyStopping(stopping) if stopping else NeverStop(),
     )
@@ -75,7 +76,10 @@ def _groups(
         num_steps=plan.num_steps,
         section=config.data,
     )
-    return groups(machine.accelerator.prepare_data_loader(loader), plan.num_batches)
+    handed = groups(machine.accelerator.prepare_data_loader(loader), plan.num_batches)
+    if not config.report.sample_ids:
+        return handed
+    return recorded(handed, run_folder=Path(config.run.folder), first_step=first_step)
 
 
 def _evaluation(config: RunConfig, lessons: Lessons, *, machine: Machine, reporter: Reporter) -> Evaluation:

@@ -1,65 +1,78 @@
-"""Where a run continues from, and how it saves itself."""
+"""How a run saves itself, and tells of it."""
 
-import json
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable
 
-from finetune.checkpoint.access import build_access
 from finetune.checkpoint.checkpointer import Checkpointer
-from finetune.config.run_config import RunConfig
-from finetune.report.announcer import Announcer
-from finetune.report.events import CheckpointSaved
+from finetune.checkpoint.saver import SavedCheckpoint
+from finetune.errors import CheckpointError
+from finetune.report.events import CheckpointSaved, Warned
 from finetune.report.reporter import Reporter
-from finetune.run.lessons import Lessons
-from finetune.run.machine import Machine
 from finetune.runtime.progress import Progress
 
 
-@dataclass(frozen=True)
 class ReportedSaving:
-    """Writes checkpoints and reports each."""
+    """Takes checkpoints and reports what has become of them."""
 
-    checkpointer: Checkpointer
-    reporter: Reporter
+    def __init__(self, checkpointer: Checkpointer, reporter: Reporter, on_saved: Callable[[str], None]) -> None:
+        """`on_saved` is told the path of what has been written: for the status file."""
+        self._saver = checkpointer.saver
+        self._stops = checkpointer.stops_on_failure
+        self._reporter = reporter
+        self._on_saved = on_saved
+        self._step = 0  # of the last that was begun
+        self._told: object = None
 
     def __call__(self, progress: Progress) -> None:
-        """Write a checkpoint of this progress. Collective."""
-        saved = self.checkpointer.save(progress.step, progress=progress.state_dict())
-        self.reporter(CheckpointSaved(progress.step, str(saved.path), saved.size_bytes, saved.seconds))
+        """Take a checkpoint of this progress, which may be written behind; waits for the one before. Collective.
 
+        Raises CheckpointError where that or this has failed and the run is to stop then; NonFiniteError likewise,
+        whatever is asked for.
+        """
+        self.settle()
+        self._step = progress.step
+        try:
+            self._saver.begin(progress.step, progress=progress.state_dict())
+        except CheckpointError as error:
+            if self._stops:
+                raise
+            self._warn(error)
+        if self._saver.outcome() is not None:  # it has been written already, in the foreground
+            self.settle()
 
-def continue_run(
-    config: RunConfig, machine: Machine, *, lessons: Lessons, say: Announcer
-) -> tuple[Checkpointer, Progress]:
-    """Return the checkpoints and how far the run has come, its state back in model and optimizer. Collective."""
-    checkpointer = Checkpointer(
-        Path(config.run.folder) / "checkpoints",
-        section=config.checkpoint,
-        access=build_access(machine.accelerator, machine.model, machine.optimizer),
-        identity=identity(config, lessons),
-        say=say,
-    )
-    found = checkpointer.find()
-    if found is None:
-        return checkpointer, Progress()
-    progress = Progress.from_state_dict(checkpointer.load(found))
-    say(f"continues from {found.path} after step {progress.step}")
-    return checkpointer, progress
+    @property
+    def has_failed(self) -> bool:
+        """Tell whether writing has been given up and the run is to stop because of it."""
+        outcome = self._saver.outcome()
+        goes_on = isinstance(outcome, CheckpointError) and not self._stops
+        return isinstance(outcome, BaseException) and not goes_on
 
+    def tell(self) -> None:
+        """Report what has been written behind since the last time."""
+        for step, note in self._saver.notes():
+            self._reporter(Warned(step, note))
+        outcome = self._saver.outcome()
+        if outcome is None or outcome is self._told:
+            return
+        self._told = outcome
+        if isinstance(outcome, SavedCheckpoint):
+            path = str(outcome.path)
+            times = {"seconds": outcome.seconds, "stall_seconds": outcome.stall_seconds}
+            self._reporter(CheckpointSaved(outcome.step, path, outcome.size_bytes, **times))
+            self._on_saved(path)
+        if isinstance(outcome, CheckpointError) and not self._stops:
+            self._warn(outcome)
 
-def identity(config: RunConfig, lessons: Lessons) -> dict[str, str]:
-    """Return what a checkpoint must share with the run that continues it, in words fit for an error message."""
-    model = config.model
-    base = {"name": model.name, "revision": model.revision}
-    if model.from_config is not None:
-        base = model.from_config.model_dump()
-    return {
-        "model": json.dumps(base, sort_keys=True),
-        "model.lora": json.dumps(model.lora.model_dump() if model.lora else None, sort_keys=True),
-        "model.freeze": json.dumps(model.freeze),
-        "training data": lessons.train_set.fingerprint,
-        "data.shuffle": str(config.data.shuffle),
-        "run.seed": str(config.run.seed),
-        "train.global_batch_size": str(config.train.global_batch_size),
-        "train.optimizer": config.train.optimizer.name,
-    }
+    def settle(self) -> None:
+        """Wait for what is being written; raises CheckpointError where it failed and the run stops then. Collective."""
+        self._saver.wait()
+        self.tell()
+        try:
+            self._saver.settle()
+        except CheckpointError as error:
+            if self._stops:
+                raise
+            if not isinstance(self._told, CheckpointError):  # it has failed on another rank alone
+                self._warn(error)
+
+    def _warn(self, error: CheckpointError) -> None:
+        self._reporter(Warned(self._step, f"{error} Training goes on, and the next save that is due tries again."))

@@ -19,6 +19,12 @@ CHATTY_LIBRARIES = (
 HARMLESS = ("Setting accelerator to CPU",)
 """Beginnings of warnings that tell a user nothing: every run without a GPU would show them."""
 
+OLD_NAMES = (
+    r"`is_gradient_checkpointing` is deprecated",  # peft 0.21 of transformers 5.23
+    r"`torch\.distributed\.\w+` is deprecated",  # DeepSpeed 0.19 of torch 2.13, in every step
+)
+"""Patterns of warnings that libraries cause with one another; a user can do nothing about them."""
+
 
 def quieten(*, is_main: bool) -> None:
     """Keep the libraries' warnings on the main rank and only errors on the others; progress bars only at a terminal.
@@ -28,8 +34,8 @@ def quieten(*, is_main: bool) -> None:
     level = logging.WARNING if is_main else logging.ERROR
     for library in CHATTY_LIBRARIES:
         logging.getLogger(library).setLevel(level)
-    # peft 0.21 asks for a property that transformers 5.23 has renamed; nothing that a user could do about it
-    warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated", category=FutureWarning)
+    for message in OLD_NAMES:
+        warnings.filterwarnings("ignore", message=message, category=FutureWarning)
     # DeepSpeed sets its level anew when it is imported; a filter stays
     logging.getLogger("DeepSpeed").addFilter(
         lambda record: record.levelno >= level and not record.getMessage().startswith(HARMLESS)

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-VERSION = 1
+VERSION = 2
 
 
 @dataclass
@@ -20,6 +20,8 @@ class Progress:
     best_metric: float | None = None  # of early stopping
     evaluations_since_best: int = 0
     last_metrics: dict[str, float] = field(default_factory=dict)  # of the last evaluation
+    metrics_step: int = 0  # when that was
+    samples_sha256: str = ""  # rolled over the samples of every step
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything as plain types."""

@@ -3,13 +3,26 @@
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from enum import Enum
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
 T = TypeVar("T")
+
+
+class Group(Enum):
+    """A line on which all ranks speak: what is said on one never waits for, or mixes with, what is said on another."""
+
+    MAIN = "main"  # the one that torch was set up with, on which training speaks
+    BEHIND = "behind"  # of what goes on behind the training: gloo, with a time limit of its own
+
+
+_BEHIND_TIMEOUT = timedelta(hours=1)
+"""How long a rank waits for another one's writing: the slowest disk's share of the state, and not that of a GPU."""
 
 
 def rank() -> int:
@@ -32,10 +45,10 @@ def is_distributed() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
-def barrier() -> None:
+def barrier(group: Group = Group.MAIN) -> None:
     """Wait until every rank is here. Collective."""
     if is_distributed():
-        dist.barrier()
+        dist.barrier(group=_handles.get(group))
 
 
 def sum_tensor(tensor: torch.Tensor) -> torch.Tensor:
@@ -46,22 +59,38 @@ def sum_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return total
 
 
-def gather_objects(value: T) -> list[T]:
+def gather_objects(value: T, *, group: Group = Group.MAIN) -> list[T]:
     """Return every rank's value, in rank order, on every rank. Collective."""
     if not is_distributed():
         return [value]
     values: list[T | None] = [None] * world()
-    dist.all_gather_object(values, value)
+    dist.all_gather_object(values, value, group=_handles.get(group))
     return values  # type: ignore[return-value]  # every place has been filled
 
 
-def broadcast_object(value: T) -> T:
+def broadcast_object(value: T, *, group: Group = Group.MAIN) -> T:
     """Return rank 0's value on every rank. Collective."""
     if not is_distributed():
         return value
     box = [value]
-    dist.broadcast_object_list(box, src=0)
+    dist.broadcast_object_list(box, src=0, group=_handles.get(group))
     return box[0]
+
+
+def open_line_behind() -> None:
+    """Open the line behind, where it is not open. Collective."""
+    if is_distributed() and Group.BEHIND not in _handles:
+        _handles[Group.BEHIND] = dist.new_group(backend="gloo", timeout=_BEHIND_TIMEOUT)
+
+
+def close_line_behind() -> None:
+    """Hang up, so that whoever waits on the line is told at once; it can be opened again when all have hung up.
+
+    Connections close with the last reference to the group, hence only this module has one.
+    """
+    handle = _handles.pop(Group.BEHIND, None)
+    if handle is not None:
+        dist.destroy_process_group(handle)
 
 
 def open_control_group() -> None:
@@ -71,17 +100,21 @@ def open_control_group() -> None:
         _control_group = dist.new_group(backend="gloo")
 
 
-def leave(code: int) -> int:
+def leave(code: int, *, afterwards: Callable[[int], int] = int) -> int:
     """Take leave of the others in order and return `code`; one process of several ends right here. Collective.
+
+    `afterwards` is what this rank still does when nobody waits for it any more, however long it takes; it is given the
+    code and returns it or another.
 
     A rank that ends while another still speaks to it takes it down, hence the barrier. Then the interpreter's teardown
     is left out: now and then it aborts in a library's thread ("terminate called without an active exception", seen with
     DeepSpeed 0.19 under gloo), which would make a failure of a run that has succeeded.
     """
     if not is_distributed() or world() == 1:
-        return code
+        return afterwards(code)
     dist.barrier()
     dist.destroy_process_group()
+    code = afterwards(code)
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -97,3 +130,4 @@ def sum_counts(counts: Sequence[int]) -> list[int]:
 
 
 _control_group: dist.ProcessGroup | None = None  # None: the default group
+_handles: dict[Group, dist.ProcessGroup] = {}  # of the main line there is none: it is torch's default

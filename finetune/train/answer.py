@@ -11,6 +11,7 @@ from torch import nn
 from finetune.config.sections.evaluate import GenerateSection
 from finetune.errors import UserError
 from finetune.runtime import ranks
+from finetune.runtime.waypoints import reach
 from finetune.task.causal import pad_id
 from finetune.task.generate import generate
 from finetune.task.protocol import Prompt
@@ -38,12 +39,13 @@ class Answers:
     device: torch.device
     metrics: dict[str, Metric]
 
-    def collect(self, model: nn.Module) -> list[Answer]:
+    def collect(self, model: nn.Module, *, step: int) -> list[Answer]:
         """Return the answers in the order of the prompts, on every rank. Collective."""
         own = list(self.prompts[ranks.rank() :: ranks.world()])
         most = -(-len(self.prompts) // ranks.world())
         answered: list[tuple[int, ...]] = []
         for start in range(0, most, self.section.batch_size):
+            reach("evaluate", step=step)
             batch = own[start : start + self.section.batch_size]
             answered += map(tuple, self._generate(model, batch))
         gathered = ranks.gather_objects(answered)

@@ -11,6 +11,7 @@ from finetune.data.batch import Batch
 from finetune.report.events import Answered, Evaluated
 from finetune.report.reporter import Reporter
 from finetune.runtime import ranks
+from finetune.runtime.waypoints import reach
 from finetune.task.protocol import Task
 from finetune.train.answer import Answers
 from finetune.train.meters import numbers
@@ -41,9 +42,9 @@ class Evaluator:
         was_training = self.model.training
         self.model.eval()
         with torch.no_grad():
-            metrics = dict(self.task.metrics(numbers(self._sums())))
+            metrics = dict(self.task.metrics(numbers(self._sums(step))))
             if self.answers is not None:
-                answered = self.answers.collect(self.model)
+                answered = self.answers.collect(self.model, step=step)
                 metrics |= ranks.broadcast_object(self.answers.score(answered) if ranks.is_main() else {})
                 for answer in answered[: self.answers.section.show]:
                     self.reporter(Answered(step, answer.prompt, answer.answer, answer.reference))
@@ -51,10 +52,11 @@ class Evaluator:
         self.reporter(Evaluated(step, metrics, self.num_rows, time.perf_counter() - started))
         return metrics
 
-    def _sums(self) -> dict[str, Tensor]:
+    def _sums(self, step: int) -> dict[str, Tensor]:
         """Return this rank's sums; every rank runs the same number of forward passes."""
         totals: dict[str, Tensor] = {}
         for batch in self.loader:
+            reach("evaluate", step=step)
             for name, value in self.task.metric_sums(self.model, batch).items():
                 wide = value.detach().to(torch.float32 if value.device.type == "mps" else torch.float64)
                 totals[name] = totals[name] + wide if name in totals else wide

@@ -21,6 +21,7 @@ class StepRecord:
     learning_rate: float
     num_targets: int  # of all ranks, as num_tokens
     num_tokens: int
+    samples_sha256: str  # of all samples so far
     epoch: float
     seconds: float
     data_seconds: float
@@ -78,6 +79,7 @@ def _event(step: int, record: StepRecord, *, loss_sum: float, gradient_norm: flo
         learning_rate=record.learning_rate,
         num_targets=record.num_targets,
         num_tokens=record.num_tokens,
+        samples_sha256=record.samples_sha256,
         epoch=record.epoch,
         seconds=record.seconds,
         data_seconds=record.data_seconds,

@@ -29,8 +29,18 @@ class Evaluation(Protocol):
 class Saving(Protocol):
     """Keeps the state of the run."""
 
+    @property
+    def has_failed(self) -> bool:
+        """Tell whether writing has been given up and the run is to stop because of it."""
+
     def __call__(self, progress: Progress) -> None:
-        """Write a checkpoint of this progress; reports it. Collective."""
+        """Take a checkpoint of this progress, which may be written behind; waits for the one before. Collective."""
+
+    def tell(self) -> None:
+        """Report what has been written behind since the last time."""
+
+    def settle(self) -> None:
+        """Wait for what is being written; raises CheckpointError where it failed and the run stops then. Collective."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +53,7 @@ class Parts:
     task: Task
     groups: Callable[..., Iterator[tuple[Batch, ...]]]  # this rank's microbatches, a group a step, from `first_step`
     plan: Plan
+    step_mark: Callable[[int], int]  # of the samples that a step must consist of (`data/consumed.py`)
     seed: int
     max_gradient_norm: float | None
     nonfinite: NonFiniteSection

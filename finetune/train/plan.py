@@ -29,6 +29,12 @@ class Plan:
         """Return how many passes over the training set `step` steps are."""
         return step * self.global_batch_size / self.num_samples
 
+    def num_due(self, every_steps: int | None, *, after: int) -> int:
+        """Return how often something is due after so many steps, when it is every so many and at the end."""
+        if every_steps is None or after >= self.num_steps:
+            return int(after < self.num_steps)
+        return -(-self.num_steps // every_steps) - after // every_steps
+
 
 def make_plan(section: TrainSection, *, num_samples: int, world: int, steps_for_tokens: Callable[[int], int]) -> Plan:
     """Return the plan; `steps_for_tokens` answers how many steps it takes to see that many tokens."""

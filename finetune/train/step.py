@@ -12,13 +12,15 @@ import torch
 from torch import Tensor
 
 from finetune.data.batch import Batch
-from finetune.errors import NonFiniteError
+from finetune.data.consumed import mark, roll
+from finetune.errors import NonFiniteError, TrainingError
 from finetune.runtime import ranks, seeds
 from finetune.runtime.progress import Progress
+from finetune.runtime.waypoints import reach
 from finetune.train.meters import StepRecord, is_finite
 from finetune.train.optimizer import set_learning_rate
 from finetune.train.parts import Parts
-from finetune.train.stopping import agreed_reason
+from finetune.train.stopping import Wish, agreed
 
 LOSS_SCALE, NON_FINITE = "loss scale", "non-finite"
 
@@ -28,46 +30,76 @@ class Taken:
     """A step that was taken, or left out: `skipped` says why and `sample_ids` what was in it."""
 
     record: StepRecord
-    stop_reason: str | None  # agreed by all ranks
     skipped: str | None = None
     sample_ids: tuple[int, ...] = ()
 
 
-def take_step(parts: Parts, group: tuple[Batch, ...], *, progress: Progress, data_seconds: float) -> Taken:
-    """Take the step that follows `progress.step` steps; raises NonFiniteError as configured. Collective."""
-    started = time.perf_counter()
+@dataclass(frozen=True)
+class Counts:
+    """What a step's group holds over all ranks, and what they agree on."""
+
+    num_targets: int
+    num_tokens: int
+    samples: int  # the mark of the samples (`data/consumed.py`)
+    wish: Wish
+
+
+def take_step(
+    parts: Parts, group: tuple[Batch, ...], counts: Counts, *, progress: Progress, started: float, data_seconds: float
+) -> Taken:
+    """Take the step that follows `progress.step` steps; raises NonFiniteError as configured. Collective.
+
+    `started` is when its batches were asked for, by `time.perf_counter`, and `data_seconds` how long they took.
+    """
     seeds.seed_everything(parts.seed, "step", progress.step, ranks.rank())
     learning_rate = parts.plan.schedule.learning_rate(progress.step)
     set_learning_rate(parts.optimizer, learning_rate)
-    num_targets, num_tokens, *wishes = ranks.sum_counts(
-        [
-            sum(parts.task.count_targets(batch) for batch in group),
-            sum(batch.num_tokens for batch in group),
-            *parts.wishes.counts(),
-        ]
-    )
-    losses = _backward(parts, group, num_targets=num_targets)
+    losses = _backward(parts, group, num_targets=counts.num_targets, step=progress.step)
     gradient_norm = _clip(parts)
+    reach("update.before", step=progress.step)
     skipped = _update(parts, losses=losses, gradient_norm=gradient_norm)
+    reach("update.after", step=progress.step)
     record = StepRecord(
         loss_sum=torch.stack(losses).sum(),
         gradient_norm=gradient_norm,
         learning_rate=learning_rate,
-        num_targets=num_targets,
-        num_tokens=num_tokens,
+        num_targets=counts.num_targets,
+        num_tokens=counts.num_tokens,
+        samples_sha256=roll(progress.samples_sha256, counts.samples),
         epoch=parts.plan.epoch(progress.step),
-        seconds=time.perf_counter() - started + data_seconds,
+        seconds=time.perf_counter() - started,
         data_seconds=data_seconds,
     )
     if skipped is None:
-        return Taken(record, agreed_reason(wishes))
+        return Taken(record)
     sample_ids = _sample_ids(group, losses=losses)
     if skipped == NON_FINITE:
         _stop_unless_skipping(parts, progress, sample_ids)
-    return Taken(record, agreed_reason(wishes), skipped, sample_ids)
+    return Taken(record, skipped, sample_ids)
 
 
-def _backward(parts: Parts, group: tuple[Batch, ...], *, num_targets: int) -> list[Tensor]:
+def count(parts: Parts, group: tuple[Batch, ...], *, step: int) -> Counts:
+    """Return what the group holds over all ranks, and what they wish, in one reduction.
+
+    Raises TrainingError for samples that are not this step's. Collective.
+    """
+    num_targets, num_tokens, samples, *wishes = ranks.sum_counts(
+        [
+            sum(parts.task.count_targets(batch) for batch in group),
+            sum(batch.num_tokens for batch in group),
+            mark([i for batch in group for i in batch.sample_ids]),
+            *parts.wishes.counts(),
+        ]
+    )
+    if samples != parts.step_mark(step):
+        raise TrainingError(
+            f"the samples of step {step + 1} are not those that the order gives it: a fault of ours or of a data "
+            "loader. Nothing was learnt from them. Please report it."
+        )
+    return Counts(num_targets, num_tokens, samples, agreed(wishes))
+
+
+def _backward(parts: Parts, group: tuple[Batch, ...], *, num_targets: int, step: int) -> list[Tensor]:
     """Add up the gradient of the mean loss over the world's targets; return each microbatch's summed loss."""
     accelerator, losses = parts.accelerator, []
     scale = accelerator.num_processes / max(1, num_targets)  # every backend averages over ranks
@@ -76,7 +108,10 @@ def _backward(parts: Parts, group: tuple[Batch, ...], *, num_targets: int) -> li
         accelerator.sync_gradients = is_last
         with nullcontext() if is_last else accelerator.no_sync(parts.model):
             loss_sum = parts.task.loss_sum(parts.model, batch)
+            if reach("forward", step=step):
+                loss_sum = loss_sum * torch.nan
             accelerator.backward(loss_sum * scale)
+            reach("backward", step=step)
         losses.append(loss_sum.detach())
     return losses
 

@@ -4,6 +4,7 @@ import torch
 from torch import nn
 
 from finetune.checkpoint.checkpointer import Checkpointer
+from finetune.checkpoint.facts import RunFacts
 from finetune.checkpoint.loss_scale import LossScale
 from finetune.checkpoint.named_state import NamedState
 from finetune.checkpoint.names import named_buffers, named_parameters
@@ -16,6 +17,7 @@ class Run:
 
     def __init__(self, folder, *, width=4, identity=None, **section):
         torch.manual_seed(0)
+        self.folder = folder
         self.said = []
         self.model = nn.Sequential(nn.Linear(3, width), nn.BatchNorm1d(width), nn.Linear(width, 1))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
@@ -30,7 +32,7 @@ class Run:
             folder,
             section=CheckpointSection(**section),
             access=self.access,
-            identity=identity or {"model": "small", "data": "abc"},
+            run=RunFacts(identity or {"model": "small", "data": "abc"}, settings={}, origin={}),
             say=self.said.append,
         )
 

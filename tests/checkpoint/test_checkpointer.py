@@ -243,6 +243,6 @@ def test_a_link_in_place_of_a_file_is_not_followed(folder, tmp_path):
 def test_a_newer_format_is_refused_with_the_versions_that_wrote_it(folder):
     Run(folder).train(range(1))
     path = folder / "step-000001" / "manifest.json"
-    path.write_text(path.read_text().replace('"format_version": 1', '"format_version": 2'))
-    with pytest.raises(CheckpointError, match=r"format version 2.*finetune"):
+    path.write_text(path.read_text().replace('"format_version": 2', '"format_version": 3'))
+    with pytest.raises(CheckpointError, match=r"format version 3.*finetune"):
         read_manifest(folder / "step-000001")

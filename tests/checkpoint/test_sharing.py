@@ -1,5 +1,5 @@
 from finetune.checkpoint.record import BUFFER, PARAMETER, TensorRecord
-from finetune.checkpoint.sharing import assign, collective_order, plan_files
+from finetune.checkpoint.sharing import ROUND_BYTES, assign, gathering_rounds, plan_files
 
 LAYERS = [TensorRecord(f"layer{i}", key, (i + 1, 7), "F32") for i in range(20) for key in (PARAMETER, "exp_avg")]
 STATISTICS = TensorRecord("mean", BUFFER, (7,), "F64")
@@ -27,7 +27,13 @@ def test_files_are_cut_at_their_largest_size_and_wide_types_come_first():
         assert widths == sorted(widths, reverse=True)
 
 
-def test_owners_take_turns():
-    order = collective_order(plan_files(LAYERS, world=2))
-    assert [file.owner for file, _ in order][:6] in ([0, 1] * 3, [1, 0] * 3)
-    assert len(order) == len(LAYERS)
+def test_owners_receive_at_the_same_time_small_tensors_together_and_large_ones_alone():
+    large = [TensorRecord(f"large{i}", PARAMETER, (ROUND_BYTES // 4,), "F32") for i in range(4)]
+    rounds = list(gathering_rounds(plan_files([*large, *LAYERS], world=2)))
+    assert sum(len(each) for each in rounds) == len(large) + len(LAYERS)
+    for each in rounds:
+        assert {file.owner for file, _ in each} == {0, 1}
+        for owner in (0, 1):
+            sizes = [record.size_bytes for file, record in each if file.owner == owner]
+            assert len(sizes) == 1 or sum(sizes) <= ROUND_BYTES
+    assert len(rounds) < 6

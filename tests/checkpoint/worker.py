@@ -18,16 +18,18 @@ from accelerate import Accelerator, ParallelismConfig
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DeepSpeedPlugin, FullyShardedDataParallelPlugin
 from peft import LoraConfig, get_peft_model
-from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.optimization import Adafactor
 
+from finetune.checkpoint import saver
 from finetune.checkpoint.access import build_access
 from finetune.checkpoint.checkpointer import Checkpointer
+from finetune.checkpoint.facts import RunFacts
 from finetune.checkpoint.gather import gather_weights
 from finetune.checkpoint.tensor_file import TensorFile
 from finetune.config.sections.checkpoint import CheckpointSection
 from finetune.errors import CheckpointError
+from finetune.run.settling import settle_buckets
 from finetune.runtime import ranks
 from finetune.strategy.cpu import gloo_bridge
 
@@ -59,15 +61,16 @@ def run(spec: dict) -> None:
 
 def train(accelerator, model, optimizer, spec: dict) -> dict:
     said: list[str] = []
-    settle_buckets(accelerator, model)
     checkpointer = Checkpointer(
         Path(spec["folder"]),
         section=CheckpointSection(resume=spec.get("resume", "auto")),
         access=build_access(accelerator, model, optimizer),
-        identity={"model": "tiny", "variant": spec["variant"]},
+        run=RunFacts({"model": "tiny", "variant": spec["variant"]}, settings={}, origin={}),
         say=said.append,
     )
     found = checkpointer.find()
+    if found is not None and found.step > 0:
+        settle_buckets(accelerator, model, loss=lambda: model(**batch(0, accelerator)).loss)
     step = int(checkpointer.load(found)["step"]) if found is not None else 0
     losses = {}
     for target in spec["until"]:
@@ -88,26 +91,14 @@ def train(accelerator, model, optimizer, spec: dict) -> dict:
     return {"losses": losses, "digest": digest(weights), "trained": sorted(trained), "said": said}
 
 
-def settle_buckets(accelerator, model) -> None:
-    """Have DDP regroup its gradient buckets, which it does once, after its first backward pass.
-
-    Above two ranks the sum over ranks is rounded by a number's place in its bucket, so a resumed run whose first step
-    has other buckets than the straight run's fourth would differ in the last bit.
-    """
-    if isinstance(model, DistributedDataParallel):
-        for _ in range(2):  # the second forward pass regroups
-            accelerator.backward(model(**batch(0, accelerator)).loss)
-        for parameter in model.parameters():
-            parameter.grad = None
-
-
 def save_on_full_disk(checkpointer: Checkpointer, step: int, *, rank: int) -> str:
     """Save while one rank cannot write; return the error that this rank is told."""
 
     def write(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    with patch.object(TensorFile, "add", write) if ranks.rank() == rank else nullcontext():
+    fails = patch.object(TensorFile, "add", write) if ranks.rank() == rank else nullcontext()
+    with fails, patch.object(saver, "PAUSES_SECONDS", (0.0, 0.0)):
         try:
             checkpointer.save(step, progress={})
         except CheckpointError as error:

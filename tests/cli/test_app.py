@@ -7,7 +7,7 @@ import pytest
 from finetune import __version__
 from finetune.cli import lazy
 
-COMMANDS = ("train", "check", "reference", "schema", "init", "chat", "verify")
+COMMANDS = ("train", "check", "reference", "schema", "init", "chat", "verify", "checkpoint")
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def test_help_names_every_command(typed):
     assert [name for name in COMMANDS if f"\n  {name} " not in said] == []
 
 
-@pytest.mark.parametrize("command", [*[(name,) for name in COMMANDS], ("verify", "parity")])
+@pytest.mark.parametrize("command", [*[(name,) for name in COMMANDS], ("verify", "parity"), ("verify", "resume")])
 def test_every_command_explains_itself(typed, command):
     code, said, _ = typed(*command, "--help")
     assert code == 0
@@ -105,6 +105,24 @@ def test_parity_asks_for_the_strategies_and_exits_1_when_they_differ(typed, job,
         "tolerance": 1e-4,
         "accumulations": [1, 4],
         "configs_folder": Path("elsewhere"),
+    }
+
+
+@pytest.mark.parametrize(("agree", "code"), [(True, 0), (False, 1)])
+def test_resume_asks_for_the_stop_and_exits_1_when_the_runs_differ(typed, job, calls, agree, code):
+    calls.answer = agree
+    words = ("verify", "resume", "--config", job, "--stop-at", 4, "--from", "ddp:2", "--to", "zero3:4")
+    assert typed(*words, "--set", "run.seed=1")[0] == code
+    ((place, arguments, named),) = calls.made
+    assert (place, arguments) == ("finetune.advise.resume:run_resume", (job,))
+    assert named == {
+        "overrides": ["run.seed=1"],
+        "stop_at": 4,
+        "steps": None,
+        "source": "ddp:2",
+        "target": "zero3:4",
+        "tolerance": 1e-4,
+        "configs_folder": Path("accelerate_configs"),
     }
 
 

@@ -1,7 +1,9 @@
+import time
+
 import pytest
 import typer
 
-from finetune.cli.outcome import message, reported
+from finetune.cli.outcome import reported
 from finetune.errors import CheckpointError, ConfigError, NonFiniteError, Problem
 
 
@@ -48,10 +50,17 @@ def test_a_fault_of_ours_keeps_its_traceback():
         command()
 
 
-def test_a_bad_config_is_told_by_the_first_rank_only():
+def test_a_bad_config_is_told_by_the_first_rank_while_the_others_wait_for_it(monkeypatch, capsys):
+    waited: list[float] = []
+    monkeypatch.setattr(time, "sleep", waited.append)
     error = ConfigError([Problem("train.steps", "is wrong.", line=3)], "job.yaml")
-    assert message(error, rank=0) == "error: job.yaml has 1 problem\n  line 3, train.steps: is wrong."
-    assert message(error, rank=3) is None
+    assert ended(error) == 2
+    assert waited == []
+    monkeypatch.setenv("RANK", "3")
+    assert ended(error) == 2
+    assert len(waited) == 1
+    told = "error: job.yaml has 1 problem\n  line 3, train.steps: is wrong.\n"
+    assert capsys.readouterr().err == f"{told}[rank 3] {told}"
 
 
 def test_any_other_error_is_told_by_every_rank_that_meets_it(monkeypatch, capsys):

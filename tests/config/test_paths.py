@@ -2,10 +2,11 @@ from pathlib import Path
 
 import pytest
 
-from finetune.config.paths import absolute, with_absolute_paths
+from finetune.config.paths import absolute, is_url, stage_of, with_absolute_paths
 from finetune.config.sections.checkpoint import CheckpointSection
 from finetune.config.sections.data import DataSection, SourceSection
 from finetune.config.sections.model import ModelSection, TokenizerSection
+from finetune.config.sections.run import RunSection
 
 FOLDER = Path("/jobs/mine")
 
@@ -43,3 +44,18 @@ def test_paths_are_found_in_sections_within_sections():
 @pytest.mark.parametrize(("written", "meant"), [("auto", "auto"), ("never", "never"), ("a", "/jobs/mine/a")])
 def test_words_that_are_no_paths_stay(written, meant):
     assert with_absolute_paths(CheckpointSection(resume=written), FOLDER).resume == meant
+
+
+def test_a_url_is_no_path():
+    assert with_absolute_paths(RunSection(folder="s3://bucket/runs/a"), FOLDER).folder == "s3://bucket/runs/a"
+    assert is_url("memory://a/b") and not is_url("/a://b") and not is_url("C:/a")
+
+
+def test_a_run_at_a_url_is_staged_in_a_folder_of_its_own_or_in_the_one_that_was_written():
+    first, second = (stage_of(f"s3://bucket/{team}/first", None) for team in ("red", "blue"))
+    assert first != second
+    assert first.parent == Path.home() / ".cache/finetune/runs"
+    assert first.name.startswith("first-")
+    assert stage_of("s3://bucket/red/first/", None) == first
+    assert stage_of("s3://bucket/red/first", "/fast/stage") == Path("/fast/stage")
+    assert stage_of("/runs/first", None) == Path("/runs/first")

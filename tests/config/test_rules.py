@@ -82,7 +82,63 @@ EVALUATE = [
     ),
 ]
 
+SAVED = "checkpoint.every_steps=10"
+
+CHECKPOINT = [
+    ([SAVED, "checkpoint.keep_every_steps=25"], "checkpoint.keep_every_steps", "Nearest that are: 20, 30."),
+    (["checkpoint.keep_every_steps=20"], "checkpoint.keep_every_steps", "Write `checkpoint.every_steps`"),
+    ([SAVED, "checkpoint.keep_best={}"], "checkpoint.keep_best", "Write `evaluate.every_steps`, or remove `keep_best`"),
+    ([*EVALUATION, "checkpoint.keep_best={}"], "checkpoint.keep_best", "Write `checkpoint.every_steps`"),
+    (
+        [*EVALUATION, "checkpoint={every_steps: 7, keep_best: {}}"],
+        "checkpoint.keep_best",
+        "an evaluation every 5 steps judges few of the checkpoints of every 7 steps",
+    ),
+    (
+        [SAVED, *EVALUATION, "checkpoint.keep_best.metric=perplexty"],
+        "checkpoint.keep_best.metric",
+        "Did you mean `perplexity`?",
+    ),
+    (
+        [SAVED, *EVALUATION, "checkpoint.keep_best={metric: token_accuracy}"],
+        "checkpoint.keep_best.goal",
+        "`minimize` keeps the worst when `token_accuracy` gets better. Write `goal: maximize`.",
+    ),
+    (
+        ["checkpoint.allow_changes=[train.learning_rat]"],
+        "checkpoint.allow_changes.0",
+        "there is no key `train.learning_rat`. Did you mean `train.learning_rate`?",
+    ),
+    (
+        ["checkpoint.allow_changes=[train.steps, report.log_every_steps]"],
+        "checkpoint.allow_changes.1",
+        "It may change anyway. Remove it.",
+    ),
+    (
+        ["checkpoint.allow_changes=[train.schedule]"],
+        "checkpoint.allow_changes.0",
+        "Name its keys one by one",
+    ),
+    (
+        ["checkpoint.allow_changes=[train.global_batch_size]"],
+        "checkpoint.allow_changes.0",
+        "cannot be allowed: the position in the data would mean other rows",
+    ),
+    (["checkpoint.allow_changes=[training data]"], "checkpoint.allow_changes.0", "would mean other rows"),
+    (["run.folder=s4://bucket/runs/a"], "run.folder", "there is no storage `s4://`. There are `s3`, `gs`"),
+    (["run.folder=file:///runs/a"], "run.folder", "written without `file://`: `/runs/a`"),
+    (["run.folder=s3://bucket"], "run.folder", "Write a folder in it: `s3://BUCKET/NAME`."),
+    (["run.folder=s3://me:secret@bucket/runs/a"], "run.folder", "secrets do not belong in a job file"),
+    (["checkpoint.resume=s3://bucket/runs/a"], "checkpoint.resume", "Copy it to a folder"),
+]
+
 IDLE = [
+    (["run.local_folder=runs/stage"], "run.local_folder", "only a run at a URL is staged"),
+    (
+        ["checkpoint={resume: never, allow_changes: [train.steps]}"],
+        "checkpoint.allow_changes",
+        "with `resume: never` nothing is continued",
+    ),
     (["train.optimizer.momentum=0.9"], "train.optimizer.momentum", "only `name: sgd` has momentum"),
     (["train.optimizer={name: sgd, betas: [0.9, 0.999]}"], "train.optimizer.betas", "have betas"),
     (["train.optimizer={name: adafactor, eps: 1e-6}"], "train.optimizer.eps", "have eps"),
@@ -113,7 +169,7 @@ IDLE = [
     (["report.project=mine"], "report.project", "it needs `report.trackers`"),
 ]
 
-TABLE = [*BATCH, *MODEL, *DATA, *EVALUATE, *IDLE]
+TABLE = [*BATCH, *MODEL, *DATA, *EVALUATE, *CHECKPOINT, *IDLE]
 
 RIGHT = [
     ["train.steps=null", "train.epochs=0.5"],
@@ -135,6 +191,10 @@ RIGHT = [
     ["train.nonfinite={action: skip, max_skips: 5}"],
     ["task.name=pretrain", "data.train.format=text"],
     [*EVALUATION, "train.early_stopping.metric=perplexity"],
+    [SAVED, *EVALUATION, "checkpoint.keep_best={metric: token_accuracy, goal: maximize, count: 3}"],
+    [SAVED, "checkpoint.keep_every_steps=50"],
+    ["checkpoint.allow_changes=[train.learning_rate, model.lora.alpha, train.steps]"],
+    ["run.folder=s3://bucket/runs/a", "run.local_folder=runs/stage"],
     [
         *EVALUATION,
         "evaluate.generate.metrics=[exact_match, 'mine.scores:bleu']",

@@ -12,6 +12,7 @@ STEP = StepTaken(
     learning_rate=9.8e-4,
     num_targets=300,
     num_tokens=1234,
+    samples_sha256="ab" * 32,
     epoch=0.5,
     seconds=1.0,
     data_seconds=0.01,

@@ -57,7 +57,7 @@ def test_what_happens_besides_steps_is_told():
         StepSkipped(3, "non-finite", (17, 4)),
         Evaluated(40, metrics={"loss": 0.5, "exact_match": 0.25}, num_rows=1200, seconds=3.21),
         Answered(40, prompt="Say [hi]", answer="hi\n", reference="hi"),
-        CheckpointSaved(40, path="runs/a/checkpoints/step-000040", size_bytes=1_500_000, seconds=0.5),
+        CheckpointSaved(40, "runs/a/checkpoints/step-000040", size_bytes=1_500_000, seconds=2.5, stall_seconds=0.1),
         Warned(41, "bf16 asked for, fp32 used"),
     )
     assert lines == [
@@ -67,7 +67,7 @@ def test_what_happens_besides_steps_is_told():
         "  prompt    'Say [hi]'",
         "  answer    'hi\\n'",
         "  reference 'hi'",
-        "checkpoint runs/a/checkpoints/step-000040  (1.5 MB, 0.5 s)",
+        "checkpoint runs/a/checkpoints/step-000040  (1.5 MB, 2.5 s, training waited 0.1 s)",
         "warning: bf16 asked for, fp32 used",
     ]
 

@@ -3,16 +3,21 @@
 import json
 import random
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from finetune.report.jsonl import read_events
+from finetune.runtime.faults import VARIABLE
 from finetune.runtime.processes import free_port, run_group
 
+sys.path.append(str(Path(__file__).parent))  # for running, which is no test
+from running import Running
+
 ROOT = Path(__file__).parents[2]
+SETTINGS = {"OMP_NUM_THREADS": "1"}
 TIMEOUT_SECONDS = 540  # the first DeepSpeed run on a machine compiles for minutes
 WORDS = ["red", "green", "blue", "amber", "violet", "white", "black", "grey", "pink", "brown"]
 
@@ -64,8 +69,15 @@ class Ended:
     def last_metrics(self) -> dict[str, float]:
         return self.events("Evaluated")[-1]["metrics"]
 
+    def status(self) -> dict:
+        return json.loads((self.folder / "status.json").read_text())
+
+    def checkpoints(self) -> list[str]:
+        return sorted(path.name for path in (self.folder / "checkpoints").glob("step-*"))
+
 
 Launch = Callable[..., Ended]
+Begin = Callable[..., Running]
 
 
 @pytest.fixture(scope="session")
@@ -94,20 +106,43 @@ def _row(chance: random.Random) -> dict:
 def launch(job: Path) -> Launch:
     """Start the job under a strategy (None: one process without a launcher) and wait for its end."""
 
-    def start(strategy: str | None, *, name: str, processes: int = 2, overrides: Sequence[str] = ()) -> Ended:
-        folder = job.parent / "runs" / name
-        command = [sys.executable]
-        if strategy is not None:
-            command += ["-m", "accelerate.commands.launch", "--num_processes", str(processes)]
-            command += ["--main_process_port", str(free_port())]
-            command += ["--config_file", str(ROOT / "accelerate_configs" / f"{strategy}.yaml")]
-        command += ["-m", "finetune", "--config", str(job)]
-        for override in [f"run.folder={folder}", *overrides]:
-            command += ["--set", override]
-        log = job.parent / "logs" / f"{name}.log"
-        code = run_group(
-            command, log=log, timeout_seconds=TIMEOUT_SECONDS, environment={"OMP_NUM_THREADS": "1"}, folder=ROOT
-        )
+    def start(
+        strategy: str | None, *, name: str, processes: int = 2, overrides: Sequence[str] = (), faults: str = ""
+    ) -> Ended:
+        folder, log = job.parent / "runs" / name, job.parent / "logs" / f"{name}.log"
+        command = command_of(job, strategy, folder=folder, processes=processes, overrides=overrides)
+        settings = {**SETTINGS, VARIABLE: faults}
+        code = run_group(command, log=log, timeout_seconds=TIMEOUT_SECONDS, environment=settings, folder=ROOT)
         return Ended(code, log.read_text(errors="replace"), folder)
 
     return start
+
+
+@pytest.fixture
+def begin(job: Path) -> Iterator[Begin]:
+    """Start the job under a strategy and return at once; what still runs at the end of the test is killed."""
+    begun: list[Running] = []
+
+    def start(
+        strategy: str | None, *, name: str, processes: int = 2, overrides: Sequence[str] = (), faults: str = ""
+    ) -> Running:
+        folder, log = job.parent / "runs" / name, job.parent / "logs" / f"{name}.log"
+        command = command_of(job, strategy, folder=folder, processes=processes, overrides=overrides)
+        begun.append(Running(command, folder=folder, log=log, environment={**SETTINGS, VARIABLE: faults}, cwd=ROOT))
+        return begun[-1]
+
+    yield start
+    for running in begun:
+        running.kill_all()
+
+
+def command_of(job: Path, strategy: str | None, *, folder: Path, processes: int, overrides: Sequence[str]) -> list[str]:
+    command = [sys.executable]
+    if strategy is not None:
+        command += ["-m", "accelerate.commands.launch", "--num_processes", str(processes)]
+        command += ["--main_process_port", str(free_port())]
+        command += ["--config_file", str(ROOT / "accelerate_configs" / f"{strategy}.yaml")]
+    command += ["-m", "finetune", "--config", str(job)]
+    for override in [f"run.folder={folder}", *overrides]:
+        command += ["--set", override]
+    return command

@@ -1,7 +1,9 @@
 """A run that is told to stop on one rank stops on all, saved, and goes on elsewhere."""
 
 import json
+import os
 import re
+import signal
 
 import pytest
 
@@ -12,6 +14,7 @@ SIGNAL_AT_STEP_2 = [
 ]
 
 NO_EVALUATION = ["evaluate=null", "data.validation=null"]
+LONG = [*NO_EVALUATION, "train.steps=50000", "checkpoint.every_steps=40000", "report.log_every_steps=1000"]
 
 
 @pytest.mark.distributed
@@ -19,8 +22,8 @@ def test_sigterm_on_one_rank_saves_on_all_and_another_strategy_goes_on(launch):
     stopped = launch("ddp", name="signalled", overrides=SIGNAL_AT_STEP_2)
     assert stopped.code != 0  # the launcher says 1 for 143
     assert "signal SIGTERM" in stopped.output
-    assert len(stopped.losses()) == 3  # the step after the signal is finished, then all stop
-    assert [path.name for path in (stopped.folder / "checkpoints").glob("step-*")] == ["step-000003"]
+    assert len(stopped.losses()) == 2  # the signal came after the second step: no third is begun
+    assert [path.name for path in (stopped.folder / "checkpoints").glob("step-*")] == ["step-000002"]
     assert not (stopped.folder / "final").exists()
     calm = [*SIGNAL_AT_STEP_2[:1], SIGNAL_AT_STEP_2[2]]
     straight = launch(None, name="not-signalled", overrides=calm)
@@ -31,11 +34,91 @@ def test_sigterm_on_one_rank_saves_on_all_and_another_strategy_goes_on(launch):
 
 
 @pytest.mark.distributed
-def test_a_finished_run_is_not_trained_again(launch):
+def test_sigterm_to_the_launcher_saves_on_all_ranks_and_the_same_command_continues(begin, launch):
+    """Before it, SIGUSR1 to one rank saves and goes on; processes that load data do not fall to the signal."""
+    loaded = [*LONG, "data.num_workers=1", "data.prefetch_factor=2"]
+    run = begin("ddp", name="launcher-told", overrides=loaded)
+    run.until(lambda: run.status().get("step", 0) > 0)
+    pids = run.pids()
+    os.kill(pids[1], signal.SIGUSR1)
+    run.until(lambda: run.checkpoints())
+    saved, gone_on = run.checkpoints(), run.status()["step"]
+    run.until(lambda: run.status()["step"] > gone_on)
+    run.process.send_signal(signal.SIGTERM)
+    assert run.until_ended() != 0
+    run.until_gone(pids)
+    status = run.status()
+    assert (status["state"], status["reason"], status["exit_code"]) == ("stopped", "signal SIGTERM", 143)
+    assert len(saved) == 1
+    assert run.checkpoints() == [*saved, f"step-{status['step']:06d}"]
+    assert status["checkpoint"] == str(run.folder / "checkpoints" / run.checkpoints()[1])
+    assert status["error"] is None
+    assert " ends because " not in run.output
+    (
+        run.folder / "STOP"
+    ).touch()  # found at once by the next launch: it ends before its first step, and obeys only once
+    ended = launch("ddp", name="launcher-told", overrides=LONG)
+    assert ended.code == 0, ended.output
+    assert (ended.status()["state"], ended.status()["reason"]) == ("stopped", "STOP file")
+    assert ended.status()["step"] == status["step"]
+    assert not (run.folder / "STOP").exists()
+
+
+@pytest.mark.distributed
+def test_workers_whose_launcher_is_killed_save_and_end(begin):
+    run = begin("zero3", name="launcher-killed", overrides=LONG)
+    run.until(lambda: run.status().get("step", 0) > 0)
+    pids = run.pids()
+    run.process.kill()
+    run.until_gone(pids)
+    status = run.status()
+    assert (status["state"], status["reason"]) == ("stopped", "signal SIGTERM")
+    assert run.checkpoints() == [f"step-{status['step']:06d}"]
+
+
+@pytest.mark.distributed
+def test_sigterm_during_a_save_lets_it_end_and_a_nan_on_one_rank_is_left_out_on_all(launch):
+    overrides = [*NO_EVALUATION, "train.steps=20", "checkpoint.every_steps=4", "train.nonfinite.action=skip"]
+    faults = "save.written step=4 rank=1 do=terminate; forward step=2 rank=1 do=nan"
+    run = launch("ddp", name="saving", overrides=overrides, faults=faults)
+    status = run.status()
+    assert (status["state"], status["reason"]) == ("stopped", "signal SIGTERM")
+    assert run.checkpoints()[0] == "step-000004"
+    assert run.checkpoints()[-1] == f"step-{status['step']:06d}"
+    (skipped,) = run.events("StepSkipped")
+    assert (skipped["step"], skipped["reason"]) == (3, "non-finite")
+    assert len(skipped["sample_ids"]) == 4  # those of the one rank
+
+
+@pytest.mark.distributed
+def test_a_stop_that_is_asked_for_during_the_start_ends_the_run_at_once(begin):
+    early = begin(None, name="early-stop", overrides=NO_EVALUATION)
+    early.until(lambda: early.status().get("state") == "starting")
+    early.process.send_signal(signal.SIGTERM)
+    assert early.until_ended() == 143
+    assert (early.status()["state"], early.status()["reason"]) == ("stopped", "signal SIGTERM")
+    assert early.checkpoints() == []
+
+
+@pytest.mark.distributed
+def test_a_finished_run_is_left_as_it_is_and_is_still_this_jobs(launch):
     first = launch(None, name="finished")
-    again = launch(None, name="finished")
+    weights = first.folder / "final" / "model.safetensors"
+    written = weights.stat().st_mtime_ns
+    again = launch("ddp", name="finished")
     assert first.code == again.code == 0, again.output
     assert again.losses() == first.losses()
+    assert "nothing to do: finished at step 8" in again.output
+    assert (again.status()["state"], again.status()["step"]) == ("finished", 8)
+    assert weights.stat().st_mtime_ns == written
+    weights.write_bytes(weights.read_bytes()[:-1])  # no longer whole: it is exported again, from the checkpoint
+    mended = launch(None, name="finished")
+    assert mended.code == 0, mended.output
+    assert mended.losses() == first.losses()
+    assert weights.stat().st_mtime_ns > written
+    other = launch(None, name="finished", overrides=["train.learning_rate=2e-2"])
+    assert other.code == 2
+    assert "train.learning_rate" in other.output
 
 
 @pytest.mark.distributed

@@ -87,21 +87,6 @@ def test_losses_norms_and_export_equal_one_process(launch, straight, job, strate
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "zero3"])
-def test_a_stopped_run_goes_on_as_if_it_had_not_been_stopped(launch, strategy):
-    dropout = [LORA.replace("}", ", dropout: 0.1}")]
-    whole = launch(strategy, name=f"{strategy}-whole", overrides=dropout)
-    first = launch(strategy, name=f"{strategy}-parts", overrides=[*dropout, "train.stop_after_steps=3"])
-    assert whole.code == first.code == 0, whole.output + first.output
-    assert len(first.losses()) == 3
-    assert not (first.folder / "final").exists()
-    second = launch(strategy, name=f"{strategy}-parts", overrides=dropout)
-    assert second.code == 0, second.output
-    assert second.losses() == whole.losses()
-    assert second.last_metrics() == whole.last_metrics()
-
-
-@pytest.mark.distributed
 def test_fewer_rows_than_ranks_are_each_counted_once(launch):
     """One row for two ranks: one of them evaluates a filler without targets; the metrics are those of one process."""
     one_row = ["data.validation.take=1", "train.stop_after_steps=1", "evaluate.at_start=true"]

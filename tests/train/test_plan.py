@@ -41,3 +41,11 @@ def test_a_scaled_rate_shows_how_it_came_about():
     made = plan(steps=10, learning_rate_scaling=ScalingSection(rule="linear", base_global_batch_size=32))
     assert made.schedule.peak == pytest.approx(2e-3)
     assert "0.002 = 0.001 x (64 / 32)" in made.arithmetic[2]
+
+
+@pytest.mark.parametrize(
+    ("every_steps", "after", "times"),
+    [(4, 0, 3), (4, 4, 2), (4, 8, 1), (4, 10, 0), (5, 0, 2), (None, 9, 1), (None, 10, 0)],
+)
+def test_something_is_due_every_so_many_steps_and_at_the_end(every_steps, after, times):
+    assert plan(steps=10).num_due(every_steps, after=after) == times

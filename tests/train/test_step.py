@@ -1,5 +1,6 @@
 """One step: its result does not depend on how the batch is cut, and a NaN changes no weight."""
 
+import signal
 from dataclasses import replace
 
 import pytest
@@ -9,6 +10,7 @@ from torch import nn
 
 from finetune.config.sections.train import NonFiniteSection, OptimizerSection, ScheduleSection, TrainSection
 from finetune.data.batch import Batch
+from finetune.data.consumed import mark
 from finetune.errors import NonFiniteError
 from finetune.report.events import StepSkipped, StepTaken
 from finetune.runtime.cadence import Cadence, Never
@@ -23,6 +25,25 @@ from finetune.train.plan import make_plan
 from finetune.train.stopping import NeverStop, Wishes
 
 NUM_SAMPLES, LENGTH = 8, 6
+
+
+class Kept:
+    """Remembers the steps of the checkpoints that it was asked for."""
+
+    has_failed = False
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+        self.is_settled = False
+
+    def __call__(self, progress: Progress) -> None:
+        self.steps.append(progress.step)
+
+    def tell(self) -> None:
+        pass
+
+    def settle(self) -> None:
+        self.is_settled = True
 
 
 class RegressionTask:
@@ -74,6 +95,7 @@ def parts_of(microbatch: int, *, task=None, nonfinite=None, num_steps=3, events=
         task=task or RegressionTask(),
         groups=lambda first_step: iter([group] * (num_steps - first_step)),
         plan=make_plan(section, num_samples=NUM_SAMPLES, world=1, steps_for_tokens=lambda tokens: 0),
+        step_mark=lambda step: mark(range(NUM_SAMPLES)),
         seed=1,
         max_gradient_norm=1.0,
         nonfinite=nonfinite or NonFiniteSection(),
@@ -81,11 +103,11 @@ def parts_of(microbatch: int, *, task=None, nonfinite=None, num_steps=3, events=
         meters=Meters(),
         reporter=events.append,
         evaluate=NoEvaluation(),
-        save=lambda progress: None,
+        save=Kept(),
         log_due=Cadence(1, num_steps),
         evaluate_due=Never(),
         save_due=Cadence(None, num_steps),
-        wishes=Wishes(SignalNote(), None),
+        wishes=Wishes(SignalNote()),
         stop_after_steps=None,
         early_stopping=NeverStop(),
     )
@@ -161,3 +183,39 @@ def test_an_overflow_under_a_loss_scale_is_counted_apart_and_does_not_stop_the_r
     assert (progress.num_scale_skips, progress.num_nonfinite_skips) == (3, 0)
     assert {event.reason for event in events if isinstance(event, StepSkipped)} == {"loss scale"}
     assert torch.equal(parts.model.weight.detach(), before)
+
+
+def test_a_stop_that_was_asked_for_before_the_first_step_takes_none_and_saves_nothing():
+    parts = parts_of(4)
+    parts.wishes.note.note(signal.SIGTERM, None)
+    progress = Progress()
+    assert train(parts, progress) == "signal SIGTERM"
+    assert (progress.step, parts.save.steps, parts.save.is_settled) == (0, [], True)
+
+
+class SignallingTask(RegressionTask):
+    """A signal arrives in the middle of the second step."""
+
+    def __init__(self, note: SignalNote, number: signal.Signals) -> None:
+        super().__init__()
+        self.note, self.number, self.num_calls = note, number, 0
+
+    def loss_sum(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        self.num_calls += 1
+        if self.num_calls == 2:
+            self.note.note(self.number, None)
+        return super().loss_sum(model, batch)
+
+
+@pytest.mark.parametrize(
+    ("number", "reason", "saved"),
+    [(signal.SIGTERM, "signal SIGTERM", [2]), (signal.SIGUSR1, "finished", [2, 3])],
+)
+def test_a_signal_lets_its_step_finish_and_then_saves(number, reason, saved):
+    note, events = SignalNote(), []
+    task = SignallingTask(note, number)
+    parts = replace(parts_of(NUM_SAMPLES, task=task, events=events), wishes=Wishes(note), log_due=Cadence(50, 3))
+    progress = Progress()
+    assert train(parts, progress) == reason
+    assert parts.save.steps == saved
+    assert len([event for event in events if isinstance(event, StepTaken)]) == progress.step == saved[-1]

@@ -5,33 +5,64 @@ import signal
 from finetune.config.sections.train import EarlyStoppingSection
 from finetune.runtime.cadence import Cadence, Never
 from finetune.runtime.progress import Progress
-from finetune.runtime.signals import SignalNote, noted_signals
-from finetune.train.stopping import REASONS, EarlyStopping, Wishes, agreed_reason
+from finetune.runtime.signals import SignalNote
+from finetune.train.stopping import (
+    FAILED_SAVE,
+    STOP_FILE,
+    TIME_LIMIT,
+    EarlyStopping,
+    StopFile,
+    TimeLimit,
+    Wish,
+    Wishes,
+    agreed,
+)
 
 
 def test_a_signal_on_one_rank_is_everybodys_reason():
     calm, told = SignalNote(), SignalNote()
     told.note(signal.SIGTERM, None)
-    counts = [Wishes(note, None).counts() for note in (calm, told)]
-    added = [sum(column) for column in zip(*counts, strict=True)]
-    assert agreed_reason(added) == "signal SIGTERM"
-    assert agreed_reason([0] * len(REASONS)) is None
+    added = [sum(column) for column in zip(Wishes(calm).counts(), Wishes(told).counts(), strict=True)]
+    assert agreed(added) == Wish("signal SIGTERM", saves=True)
+    assert agreed(Wishes(calm).counts()) == Wish(None, saves=False)
+
+
+def test_a_wish_to_save_and_go_on_counts_once():
+    note = SignalNote()
+    note.note(signal.SIGUSR1, None)
+    wishes = Wishes(note)
+    assert [agreed(wishes.counts()) for _ in range(2)] == [Wish(None, saves=True), Wish(None, saves=False)]
+
+
+def test_where_saving_has_failed_the_run_stops_without_another_try():
+    assert agreed(Wishes(SignalNote(), {FAILED_SAVE: lambda: True}).counts()) == Wish(FAILED_SAVE, saves=False)
+
+
+def test_a_signal_comes_before_what_else_asks_to_stop():
+    note = SignalNote()
+    wishes = Wishes(note, dict.fromkeys((STOP_FILE, TIME_LIMIT), lambda: True))
+    assert agreed(wishes.counts()).stop_reason == STOP_FILE
+    note.note(signal.SIGHUP, None)
+    assert agreed(wishes.counts()).stop_reason == "signal SIGHUP"
 
 
 def test_the_time_limit_is_read_from_the_clock():
     now = [0.0]
-    wishes = Wishes(SignalNote(), 60.0, clock=lambda: now[0], started=0.0)
-    assert agreed_reason(wishes.counts()) is None
+    limit = TimeLimit(60.0, started=0.0, clock=lambda: now[0])
+    assert not limit()
     now[0] = 60.0
-    assert agreed_reason(wishes.counts()) == "time limit"
+    assert limit()
 
 
-def test_signals_leave_a_note_and_handlers_come_back():
-    before = signal.getsignal(signal.SIGTERM)
-    with noted_signals() as note:
-        signal.raise_signal(signal.SIGTERM)
-        assert note.received is signal.SIGTERM
-    assert signal.getsignal(signal.SIGTERM) is before
+def test_the_stop_file_is_looked_for_once_a_second(tmp_path):
+    now = [0.0]
+    stop = StopFile(tmp_path / "STOP", clock=lambda: now[0])
+    assert not stop()
+    (tmp_path / "STOP").touch()
+    now[0] = 0.9
+    assert not stop()
+    now[0] = 1.0
+    assert stop()
 
 
 def test_early_stopping_waits_for_its_patience():

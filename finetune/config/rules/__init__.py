@@ -6,6 +6,7 @@ A rule may be given a draft (`config/draft.py`): where it reads a key that is br
 from collections.abc import Callable, Iterator
 
 from finetune.config.rules.batch import BATCH_RULES
+from finetune.config.rules.checkpoint import CHECKPOINT_RULES
 from finetune.config.rules.data import DATA_RULES
 from finetune.config.rules.effects import without_effect
 from finetune.config.rules.evaluation import EVALUATION_RULES
@@ -15,7 +16,14 @@ from finetune.errors import Problem
 
 Rule = Callable[[RunConfig], Iterator[Problem]]
 
-RULES: tuple[Rule, ...] = (*BATCH_RULES, *MODEL_RULES, *DATA_RULES, *EVALUATION_RULES, without_effect)
+RULES: tuple[Rule, ...] = (
+    *BATCH_RULES,
+    *MODEL_RULES,
+    *DATA_RULES,
+    *EVALUATION_RULES,
+    *CHECKPOINT_RULES,
+    without_effect,
+)
 
 
 def broken_rules(config: RunConfig, *, is_draft: bool) -> list[Problem]:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
-from finetune.config.paths import is_path
+from finetune.config.paths import is_path, is_url
 from finetune.config.rules.written import exists, is_written
 from finetune.config.run_config import RunConfig
 from finetune.errors import Problem
@@ -86,6 +86,14 @@ def _has_trackers(config: RunConfig) -> bool:
     return bool(config.report.trackers)
 
 
+def _is_remote(config: RunConfig) -> bool:
+    return is_url(config.run.folder)
+
+
+def _continues(config: RunConfig) -> bool:
+    return config.checkpoint.resume != "never"
+
+
 _ADAM = ("adamw", "adamw_8bit")
 _HUB_KEYS = ("config", "revision", "split")
 
@@ -111,5 +119,7 @@ EFFECTS: tuple[Effect, ...] = (
     Effect("model.trust_remote_code", _runs_model_code, "a model made from its config runs no code of others"),
     Effect("model.cache_folder", _downloads, "nothing is downloaded from the model hub"),
     Effect("model.freeze", _trains_own_weights, "under `model.lora` all of the model's own weights are frozen"),
+    Effect("run.local_folder", _is_remote, "only a run at a URL is staged, and `run.folder` is a path"),
+    Effect("checkpoint.allow_changes", _continues, "with `resume: never` nothing is continued"),
     Effect("report.project", _has_trackers, "it needs `report.trackers`"),
 )

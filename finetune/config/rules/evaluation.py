@@ -38,32 +38,34 @@ def metrics_can_be_found(config: RunConfig) -> Iterator[Problem]:
 
 
 def early_stopping_is_fed(config: RunConfig) -> Iterator[Problem]:
-    """Early stopping has evaluations during training, and its metric is among what they measure."""
+    """Early stopping has evaluations during training, its metric is among what they measure, its goal is the best."""
     stopping = config.train.early_stopping
-    if stopping is None:
-        return
+    if stopping is not None:
+        key = "train.early_stopping"
+        yield from metric_faults(config, stopping.metric, goal=stopping.goal, key=key, does="stops")
+
+
+def metric_faults(config: RunConfig, metric: str, *, goal: str, key: str, does: str) -> Iterator[Problem]:
+    """Yield what keeps the section `key` from following this metric during training; `does` is what a wrong goal does.
+
+    It needs evaluations during training that measure the metric, and the goal that is better for one of the house.
+    """
     if config.evaluate is None or config.evaluate.every_steps is None:
-        message = "nothing is evaluated during training. Write `evaluate.every_steps`, or remove `early_stopping`."
-        yield Problem("train.early_stopping", message)
+        name = key.rpartition(".")[2]
+        yield Problem(key, f"nothing is evaluated during training. Write `evaluate.every_steps`, or remove `{name}`.")
         return
     generate = config.evaluate.generate
     answered = [name.rpartition(":")[2] for name in generate.metrics] if generate else []
     known = [*ALWAYS_MEASURED, *answered]
-    if stopping.metric not in known:
-        hint = did_you_mean(stopping.metric, known) or f"It measures {listed(known)}."
-        if stopping.metric == "exact_match":
+    if metric not in known:
+        hint = did_you_mean(metric, known) or f"It measures {listed(known)}."
+        if metric == "exact_match":
             hint = "Write `evaluate.generate` so that the model answers."
-        message = f"the evaluation does not measure `{stopping.metric}`. {hint}"
-        yield Problem("train.early_stopping.metric", message)
+        yield Problem(f"{key}.metric", f"the evaluation does not measure `{metric}`. {hint}")
+    better = GOALS.get(metric)
+    if better is not None and goal != better:
+        message = f"`{goal}` {does} when `{metric}` gets better. Write `goal: {better}`."
+        yield Problem(f"{key}.goal", message)
 
 
-def goal_is_the_better_way(config: RunConfig) -> Iterator[Problem]:
-    """A metric of the house is not stopped at its best."""
-    stopping = config.train.early_stopping
-    better = GOALS.get(stopping.metric) if stopping else None
-    if stopping and better is not None and stopping.goal != better:
-        message = f"`{stopping.goal}` stops when `{stopping.metric}` gets better. Write `goal: {better}`."
-        yield Problem("train.early_stopping.goal", message)
-
-
-EVALUATION_RULES = (evaluation_has_rows, metrics_can_be_found, early_stopping_is_fed, goal_is_the_better_way)
+EVALUATION_RULES = (evaluation_has_rows, metrics_can_be_found, early_stopping_is_fed)

@@ -6,7 +6,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from finetune.config.paths import is_path
+from finetune.config.paths import is_path, is_url, stage_of
 from finetune.config.rules.data import sources
 from finetune.config.run_config import RunConfig
 from finetune.errors import Problem
@@ -23,7 +23,7 @@ def file_problems(config: RunConfig, *, folder: Path, is_draft: bool = False) ->
         lambda: _model(config, folder),
         lambda: _template(config),
         lambda: _checkpoint(config),
-        lambda: _run_folder(Path(config.run.folder)),
+        lambda: _run_folder(config),
     )
     for check in checks:
         try:
@@ -82,19 +82,22 @@ def _template(config: RunConfig) -> Iterator[Problem]:
 
 def _checkpoint(config: RunConfig) -> Iterator[Problem]:
     resume = config.checkpoint.resume
-    if resume not in ("auto", "never") and not Path(resume).is_dir():
+    if resume not in ("auto", "never") and not is_url(resume) and not Path(resume).is_dir():
         message = f"there is no checkpoint {resume}. Write `auto`, `never` or the folder of a checkpoint. {RELATIVE}"
         yield Problem("checkpoint.resume", message)
 
 
-def _run_folder(folder: Path) -> Iterator[Problem]:
+def _run_folder(config: RunConfig) -> Iterator[Problem]:
+    """Yield what keeps the run from being written on this machine; what is at a URL is seen when it starts."""
+    folder = stage_of(config.run.folder, config.run.local_folder)
+    key = "run.local_folder" if is_url(config.run.folder) else "run.folder"
     place = next(each for each in (folder, *folder.parents) if each.exists() or each.is_symlink())
     if not place.exists():
-        yield Problem("run.folder", f"{place} is a link to nothing. Remove it, or choose another folder.")
+        yield Problem(key, f"{place} is a link to nothing. Remove it, or choose another folder.")
     elif not place.is_dir():
-        yield Problem("run.folder", f"{place} is a file. Choose another folder.")
+        yield Problem(key, f"{place} is a file. Choose another folder.")
     elif not _is_writable(place):
-        yield Problem("run.folder", f"{place} cannot be written to. Choose another folder, or change its permissions.")
+        yield Problem(key, f"{place} cannot be written to. Choose another folder, or change its permissions.")
 
 
 def _is_writable(folder: Path) -> bool:

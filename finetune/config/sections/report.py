@@ -15,4 +15,7 @@ class ReportSection(Section):
     trackers: Strings = key(
         "Trackers that Accelerate knows: `tensorboard`, `wandb`, `mlflow`, `trackio`, ... (extra `tracking`).", ()
     )
+    sample_ids: bool = key(
+        "Write the ids of the samples that each process was really handed into `samples/`, step by step.", False
+    )
     project: str | None = key("Project name at the trackers; unset, the name of the run folder's parent.", None)

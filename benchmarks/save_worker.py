@@ -1,0 +1,125 @@
+"""One rank of benchmarks/save.py: builds what a job trains, makes the optimizer's state, and saves it in turn."""
+
+import ctypes
+import gc
+import json
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from finetune.checkpoint.access import build_access
+from finetune.checkpoint.checkpointer import Checkpointer
+from finetune.checkpoint.facts import RunFacts
+from finetune.checkpoint.gather import agree_on_records
+from finetune.checkpoint.sharing import ROUND_BYTES, assign
+from finetune.checkpoint.state import StateAccess
+from finetune.config.load import load_config
+from finetune.config.sections.checkpoint import CheckpointSection
+from finetune.report.announcer import Announcer
+from finetune.run import launched_strategy
+from finetune.run.lessons import make_lessons, make_run_plan
+from finetune.run.machine import Machine, make_accelerator, make_machine
+from finetune.runtime import ranks
+from finetune.runtime.log import quieten
+
+WAYS = ("sync", "async", "accelerate")
+
+
+def main(config: Path, folder: Path, rounds: int) -> None:
+    quieten(is_main=False)
+    machine = build(config)
+    train_one_step(machine)
+    access = build_access(machine.accelerator, machine.model, machine.optimizer)
+    facts = measure_memory(access, folder)
+    savers = {way: saver(access, folder / way, way == "async") for way in WAYS[:2]}
+    for each in savers.values():
+        each.rehearse(num_saves=rounds)  # memory for the copies is there before the clock runs, as in a run
+    times: dict[str, list[tuple[float, float]]] = {way: [] for way in WAYS}
+    for number in range(1, rounds + 1):
+        for turn in range(len(WAYS)):
+            way = WAYS[(turn + number) % len(WAYS)]  # nobody is always the first
+            ranks.barrier()  # all begin at the same time
+            if way == "accelerate":
+                times[way].append(save_by_accelerate(machine, folder / way))
+            else:
+                saved = savers[way].save(number, progress={"step": number})
+                times[way].append((saved.stall_seconds, saved.seconds))
+    (folder / f"rank-{ranks.rank()}.json").write_text(json.dumps({**facts, "times": times}))
+    ranks.leave(0)
+
+
+def build(path: Path) -> Machine:
+    loaded, say = load_config(path), Announcer(is_main=False)
+    strategy = launched_strategy(loaded)
+    lessons = make_lessons(loaded.config, say)
+    plan = make_run_plan(loaded.config, lessons)
+    accelerator = make_accelerator(loaded.config, strategy)
+    return make_machine(
+        loaded.config, strategy, accelerator=accelerator, lessons=lessons, learning_rate=plan.schedule.peak, say=say
+    )
+
+
+def train_one_step(machine: Machine) -> None:
+    """Take a step, so that there is optimizer state."""
+    tokens = torch.randint(0, 100, (1, 16), device=machine.accelerator.device)
+    machine.accelerator.backward(machine.model(input_ids=tokens, labels=tokens).loss)
+    machine.optimizer.step()
+    machine.optimizer.zero_grad()
+
+
+def saver(access: StateAccess, folder: Path, asynchronous: bool) -> Checkpointer:
+    section = CheckpointSection(asynchronous=asynchronous)
+    return Checkpointer(folder, section=section, access=access, run=RunFacts({}, {}, {}), say=print)
+
+
+def measure_memory(access: StateAccess, folder: Path) -> dict[str, Any]:
+    """Return what a rank takes beyond what it had, for the first save of each kind, and what it may take."""
+    records = agree_on_records(access)
+    share = sum(record.size_bytes for record in assign(records, world=ranks.world())[ranks.rank()])
+    largest = max(record.size_bytes for record in records)
+    facts: dict[str, Any] = {"state": sum(record.size_bytes for record in records), "share": share, "largest": largest}
+    facts["bound"] = {"round": max(ROUND_BYTES, largest), "share and largest": share + largest}
+    warm_up = saver(access, folder / "warm-up", False)
+    warm_up.save(1, progress={})  # imports, connections and arenas of the allocator are not the save's
+    facts["extra"] = {}
+    for way in WAYS[:2]:
+        each = saver(access, folder / f"memory-{way}", way == "async")
+        facts["extra"][way] = extra_bytes(lambda each=each: each.save(1, progress={}))
+        shutil.rmtree(folder / f"memory-{way}", ignore_errors=True)
+        ranks.barrier()  # the next begins when rank 0 has cleared up
+    return facts
+
+
+def extra_bytes(act: Callable[[], object]) -> int:
+    gc.collect()
+    ctypes.CDLL("libc.so.6").malloc_trim(0)  # or what was freed before would serve this save, uncounted
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    before = status("VmRSS")
+    act()
+    return status("VmHWM") - before
+
+
+def status(name: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * int(next(line for line in lines if line.startswith(name)).split()[1])
+
+
+def save_by_accelerate(machine: Machine, folder: Path) -> tuple[float, float]:
+    if ranks.is_main():
+        shutil.rmtree(folder, ignore_errors=True)
+    ranks.barrier()  # nobody writes into what is being deleted
+    started = time.monotonic()
+    machine.accelerator.save_state(str(folder))
+    ranks.barrier()  # `save_state` ends without one
+    seconds = time.monotonic() - started
+    return seconds, seconds
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]))

@@ -1,0 +1,204 @@
+"""What lies in a run's checkpoints folder, and what is wrong with it; needs neither torch nor other processes."""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from finetune.checkpoint import layout
+from finetune.checkpoint.damage import damaged_tensors
+from finetune.checkpoint.manifest import Manifest, first_problem, read_manifest
+from finetune.errors import CheckpointError, UserError
+
+LEFTOVERS = {
+    ".bad-": "did not verify and was put aside",
+    ".superseded-": "was newer than a checkpoint that a run went back to",
+    ".deleted-": "was being deleted when something got in between",
+    ".staging-": "is being written, or its writer was killed",
+    ".fetched-": "is being fetched from the run's URL, or its reader was killed",
+}
+"""What a hidden folder beside the checkpoints is, by how its name begins."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """What a user means by naming a run: its folder, the folder of its checkpoints, and one of them where it is one."""
+
+    run: Path
+    checkpoints: Path
+    chosen: Path | None
+
+
+@dataclass(frozen=True)
+class BadFile:
+    """One file of a checkpoint that is not as its manifest says, and which tensors in it are not as they were saved."""
+
+    name: str  # relative to the checkpoint
+    problem: str  # a sentence that names the file
+    tensors: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One checkpoint as it lies on the disk: what its manifest says, or why there is none to believe."""
+
+    path: Path
+    manifest: Manifest | None
+    problem: str | None  # what is wrong with the manifest
+
+    @property
+    def step(self) -> int:
+        """Return the step in the folder's name, else the manifest's; -1 where neither tells."""
+        named = layout.step_of(self.path)
+        return named if named is not None else self.manifest.step if self.manifest else -1
+
+    @cached_property
+    def index(self) -> Mapping[str, Mapping[str, Any]]:
+        """Return what the checkpoint says of each tensor in it; empty where that cannot be read."""
+        return _json(self.path / layout.INDEX)
+
+    @cached_property
+    def progress(self) -> Mapping[str, Any]:
+        """Return how far the run had come; empty where that cannot be read."""
+        return _json(self.path / layout.PROGRESS)
+
+    def bad_files(self, *, reads: bool) -> tuple[BadFile, ...]:
+        """Return the files that are missing or have another size, and, where all are to be read, another digest."""
+        if self.manifest is None:
+            return ()
+        found = {name: self._problem(name, reads=reads) for name in sorted(self.manifest.files)}
+        return tuple(BadFile(name, problem, self._damaged_in(name)) for name, problem in found.items() if problem)
+
+    def _problem(self, name: str, *, reads: bool) -> str | None:
+        assert self.manifest is not None
+        facts = self.manifest.files
+        path = self.path / name
+        is_as_long = path.is_file() and not path.is_symlink() and path.stat().st_size == facts[name].size_bytes
+        try:
+            return first_problem(self.path, facts, [name]) if reads or not is_as_long else None
+        except OSError as error:
+            return f"{name} cannot be read: {error.strerror}"
+
+    def _damaged_in(self, name: str) -> tuple[str, ...]:
+        inside = {stored: entry for stored, entry in self.index.items() if entry.get("file") == name}
+        return tuple(damaged_tensors(self.path / name, inside))
+
+
+@dataclass(frozen=True)
+class Leftover:
+    """A hidden folder beside the checkpoints that no run continues from."""
+
+    path: Path
+    size_bytes: int
+    meaning: str
+
+
+@dataclass(frozen=True)
+class TensorCount:
+    """How many tensors of one kind a checkpoint holds, and how many numbers are in them."""
+
+    kind: str  # `parameter`, `buffer` or the optimizer's word
+    num_tensors: int
+    num_elements: int
+    dtypes: tuple[str, ...]
+
+
+def locate(written: Path) -> Place:
+    """Return what is meant by a run's folder, its `checkpoints/` or one checkpoint; else raises UserError."""
+    path = written.expanduser().absolute()
+    if not path.is_dir():
+        raise UserError(f"{written}: there is no such folder. Name a run's folder, such as runs/first.")
+    if (path / layout.MANIFEST).is_file() or layout.step_of(path) is not None:
+        return Place(path.parent.parent, path.parent, path)
+    if (path / "checkpoints").is_dir():
+        return Place(path, path / "checkpoints", None)
+    if path.name == "checkpoints" or layout.steps(path):
+        return Place(path.parent, path, None)
+    raise UserError(
+        f"{written}: this is no run that has saved itself: it holds neither `checkpoints/` nor step folders. "
+        "Name a run's folder (`run.folder` in its job)."
+    )
+
+
+def choose(place: Place, *, step: int | None) -> Path:
+    """Return the one checkpoint that is meant: the folder that was named, that of the step, or the newest."""
+    if place.chosen is not None:
+        if step is not None and layout.step_of(place.chosen) != step:
+            raise UserError(f"{place.chosen} is one checkpoint already; leave out --step {step}, or name the run.")
+        return place.chosen
+    found = layout.steps(place.checkpoints)
+    if not found:
+        raise CheckpointError(f"{place.checkpoints}: there is no checkpoint in it.")
+    if step is not None and step not in found:
+        raise CheckpointError(
+            f"{place.checkpoints}: there is no checkpoint of step {step}. There are: {', '.join(map(str, found))}."
+        )
+    return found[step if step is not None else max(found)]
+
+
+def read_entry(path: Path) -> Entry:
+    """Return the checkpoint in the folder, whatever state it is in."""
+    try:
+        manifest = read_manifest(path)
+    except CheckpointError as error:
+        return Entry(path, None, str(error).removeprefix(f"{path}: ").removeprefix(f"{path}/"))
+    named = layout.step_of(path)
+    if named is not None and named != manifest.step:
+        return Entry(path, manifest, f"the folder is called step {named} and its manifest says step {manifest.step}")
+    return Entry(path, manifest, None)
+
+
+def read_entries(checkpoints: Path) -> list[Entry]:
+    """Return all folders that bear a checkpoint's name, oldest first."""
+    return [read_entry(path) for path in layout.steps(checkpoints).values()]
+
+
+def leftovers(checkpoints: Path) -> list[Leftover]:
+    """Return the hidden folders that saving, resuming and pruning have left, by name."""
+    return [
+        Leftover(path, _size_bytes(path), meaning)
+        for path in sorted(checkpoints.iterdir())
+        for prefix, meaning in LEFTOVERS.items()
+        if path.name.startswith(prefix) and path.is_dir()
+    ]
+
+
+def count_tensors(entry: Entry) -> list[TensorCount]:
+    """Return the checkpoint's tensors counted by kind, in the order in which they first appear."""
+    kinds: dict[str, list[Mapping[str, Any]]] = {}
+    for each in entry.index.values():
+        kinds.setdefault(str(each["key"]), []).append(each)
+    return [
+        TensorCount(
+            kind,
+            num_tensors=len(found),
+            num_elements=sum(prod(each["shape"]) for each in found),
+            dtypes=tuple(sorted({str(each["dtype"]) for each in found})),
+        )
+        for kind, found in kinds.items()
+    ]
+
+
+def _json(path: Path) -> Mapping[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _size_bytes(folder: Path) -> int:
+    """Return the size of all files; what vanishes meanwhile, because a save is going on, is not counted."""
+    return sum(_file_bytes(folder))
+
+
+def _file_bytes(folder: Path) -> Iterator[int]:
+    for path in folder.rglob("*"):
+        try:
+            if path.is_file():
+                yield path.stat().st_size
+        except OSError:
+            continue

@@ -1,0 +1,95 @@
+"""What it means that a key differs between a checkpoint and the run that continues it.
+
+Every key is in one table. One that is in none, such as a new one, counts as maths.
+
+- MATHS: it alters what is learnt, or when; refused unless `checkpoint.allow_changes` names it.
+- COMPARED_BY_CONTENT: what it leads to is compared by digest (the training data, the tokenizer), so the key itself may
+  differ: rows that have moved are still the same rows.
+- FREE: it alters no step, at most the last digits of its sums; listed when it differs.
+- OF_THIS_START: says where and how this very start writes and continues; not remembered at all.
+"""
+
+import json
+from collections.abc import Iterator
+
+from finetune.config.run_config import RunConfig
+from finetune.config.section import Section
+from finetune.config.source import joined
+
+MATHS = (
+    "run.seed",
+    *("model.name", "model.revision", "model.trust_remote_code", "model.dtype", "model.freeze"),
+    "model.attention",  # the same function, but attention dropout draws otherwise
+    *("model.from_config", "model.from_config.model_type", "model.from_config.values"),
+    *("model.lora", "model.lora.rank", "model.lora.alpha", "model.lora.dropout", "model.lora.target_modules"),
+    *("model.lora.modules_to_save", "model.lora.rslora", "model.lora.dora"),
+    *("data.shuffle", "task.name"),
+    *("train.global_batch_size", "train.precision", "train.max_gradient_norm"),
+    *("train.steps", "train.epochs", "train.tokens"),  # the budget stretches the schedule
+    *("train.learning_rate", "train.learning_rate_scaling"),
+    *("train.learning_rate_scaling.rule", "train.learning_rate_scaling.base_global_batch_size"),
+    *("train.optimizer.name", "train.optimizer.weight_decay", "train.optimizer.betas", "train.optimizer.eps"),
+    "train.optimizer.momentum",
+    *("train.schedule.name", "train.schedule.warmup_steps", "train.schedule.warmup_fraction"),
+    *("train.schedule.decay_fraction", "train.schedule.final_fraction"),
+)
+
+COMPARED_BY_CONTENT = (
+    *("data.train.path", "data.train.name", "data.train.config", "data.train.revision", "data.train.split"),
+    *("data.train.format", "data.train.columns", "data.train.skip", "data.train.take"),
+    *("data.max_length", "data.over_length", "data.no_target", "data.chat_template", "data.system_prompt"),
+    *("model.tokenizer", "model.tokenizer.name", "model.tokenizer.train", "model.tokenizer.train.vocabulary_size"),
+)
+
+FREE = (
+    "run.deterministic",  # other kernels for the same sums
+    *("run.hang_after_seconds", "run.spot_notice", "run.strategy"),
+    "model.gradient_checkpointing",  # computes the same values twice
+    "model.cache_folder",
+    *("data.cache_folder", "data.prepare_workers", "data.num_workers", "data.pin_memory"),
+    *("data.persistent_workers", "data.prefetch_factor"),
+    "train.microbatch_size",  # cuts the same batch into other pieces
+    "train.optimizer.fused",  # one kernel for the same update
+    *("train.nonfinite.action", "train.nonfinite.max_skips"),  # about steps from which nothing can be learnt
+    # They decide when a run ends, not what a step learns.
+    *("train.time_limit_minutes", "train.stop_after_steps", "train.early_stopping", "train.early_stopping.metric"),
+    *("train.early_stopping.goal", "train.early_stopping.patience", "train.early_stopping.min_delta"),
+    # Evaluation draws from seeds of its own and leaves the model as it was.
+    *("evaluate", "evaluate.every_steps", "evaluate.at_start", "evaluate.microbatch_size", "evaluate.generate"),
+    *("evaluate.generate.num_samples", "evaluate.generate.max_new_tokens", "evaluate.generate.show"),
+    *("evaluate.generate.metrics", "evaluate.generate.batch_size"),
+    *("data.validation", "data.validation.path", "data.validation.name", "data.validation.config"),
+    *("data.validation.revision", "data.validation.split", "data.validation.format", "data.validation.columns"),
+    *("data.validation.skip", "data.validation.take"),
+    *("checkpoint.every_steps", "checkpoint.keep_last", "checkpoint.keep_every_steps", "checkpoint.keep_best"),
+    *("checkpoint.keep_best.metric", "checkpoint.keep_best.goal", "checkpoint.keep_best.count"),
+    *("checkpoint.asynchronous", "checkpoint.on_failure", "checkpoint.rehearse"),
+    *("report.log_every_steps", "report.console", "report.trackers", "report.sample_ids", "report.project"),
+    *("export.dtype", "export.max_shard_size"),
+)
+
+OF_THIS_START = ("run.folder", "run.local_folder", "checkpoint.resume", "checkpoint.allow_changes")
+
+
+def maths_of(config: RunConfig) -> dict[str, str]:
+    """Return the keys whose change alters what is learnt, dotted, with their values as JSON."""
+    others = {*COMPARED_BY_CONTENT, *FREE, *OF_THIS_START}
+    return {key: text for key, text in _flat(config) if key not in others}
+
+
+def settings_of(config: RunConfig) -> dict[str, str]:
+    """Return the keys that may differ from start to start, likewise."""
+    told = {*COMPARED_BY_CONTENT, *FREE}
+    return {key: text for key, text in _flat(config) if key in told}
+
+
+def _flat(section: Section, *, prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Yield every key with its value; a section that may be left out is `null` or `written`, then what is in it."""
+    for name, field in type(section).model_fields.items():
+        key, value = joined(prefix, name), getattr(section, name)
+        if not isinstance(value, Section):
+            yield key, json.dumps(value, sort_keys=True, ensure_ascii=False)
+            continue
+        if field.annotation is not type(value):
+            yield key, "written"
+        yield from _flat(value, prefix=key)

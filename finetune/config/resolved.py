@@ -1,0 +1,40 @@
+"""A run's config read back from its folder, long after its start and perhaps on another machine."""
+
+import pathlib
+
+from pydantic import ValidationError
+
+from finetune.config.load import LoadedConfig
+from finetune.config.paths import is_url
+from finetune.config.run_config import RunConfig, with_run_folder
+from finetune.config.yaml import read_yaml
+from finetune.errors import UserError
+
+RESOLVED = "resolved.yaml"
+
+
+def load_resolved(run: pathlib.Path) -> LoadedConfig:
+    """Return the config that the run in this folder was started with, its folder being this one.
+
+    Nothing that it names is looked for: data and model may be gone. Raises UserError where there is no such file, or
+    where another version of finetune wrote it.
+    """
+    path = run / RESOLVED
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise UserError(
+            f"{path}: cannot be read ({error.strerror}). Name the folder of a run: what it was is written there."
+        ) from error
+    document = read_yaml(text)
+    try:
+        config = RunConfig.model_validate(document.values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"]))
+        raise UserError(
+            f"{path}: was written by another version of finetune: {place}: {first['msg']}. Use that version "
+            "(environment.json names it), or start the run once more with this one, which writes the file anew."
+        ) from error
+    remote = config.run.folder if is_url(config.run.folder) else None
+    return LoadedConfig(with_run_folder(config, str(run.absolute())), path, text, {}, remote)

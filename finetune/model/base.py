@@ -1,0 +1,78 @@
+"""The digest of frozen weights: what was learnt on top of them means nothing on top of others."""
+
+import hashlib
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import try_to_load_from_cache
+
+from finetune.config.sections.model import ModelSection
+from finetune.errors import ModelError
+from finetune.model.hub import is_folder, located
+from finetune.runtime.amounts import size_text
+
+WEIGHTS = ("*.safetensors", "*.bin")
+"""The files of weights, the kind that is preferred first; the other kind is not read when both are there."""
+
+_THREADS = 8
+_WORTH_TELLING_SECONDS = 2.0
+
+
+def base_digest(section: ModelSection, *, model: Any, say: Callable[[str], None]) -> str | None:
+    """Return what identifies the frozen weights, or None where nothing is frozen or they are drawn from the seed.
+
+    For a folder that is a SHA-256 over its weights and config.json, wherever it lies; for a hub model the commit that
+    was loaded, found without a network. Reads every byte of a folder's weights: call it on one rank.
+    """
+    if section.name is None or (section.lora is None and not section.freeze):
+        return None
+    if is_folder(section.name):
+        return _of_folder(Path(located(section.name, key="model.name")), say=say)
+    commit = getattr(getattr(model, "config", None), "_commit_hash", None) or _cached_commit(section)
+    if commit is None:
+        say(f"model.name: the commit of `{section.name}` is not known, so a change of it would not be seen on a resume")
+    return f"commit {commit or 'unknown'}"
+
+
+def _of_folder(folder: Path, *, say: Callable[[str], None]) -> str:
+    """Return a digest over the digests of the files by name, as `sha256sum` would list them; raises ModelError."""
+    started = time.monotonic()
+    files = sorted(_files(folder))
+    try:
+        with ThreadPoolExecutor(_THREADS) as threads:  # hashing releases the lock
+            digests = list(threads.map(_sha256, files))
+        size = sum(path.stat().st_size for path in files)
+    except OSError as error:
+        raise ModelError(f"model.name: {error.filename or folder} cannot be read: {error.strerror}.") from error
+    listed = "".join(f"{digest}  {path.name}\n" for path, digest in zip(files, digests, strict=True))
+    whole = hashlib.sha256(listed.encode()).hexdigest()
+    seconds = time.monotonic() - started
+    if seconds > _WORTH_TELLING_SECONDS:
+        say(f"base weights {whole[:12]}: read {size_text(size)} of {folder} in {seconds:.0f} s to tell them by")
+    return f"sha256 {whole}"
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    yield from folder.glob("config.json")
+    for pattern in WEIGHTS:
+        weights = list(folder.glob(pattern))
+        if weights:
+            yield from weights
+            yield from folder.glob(f"{pattern}.index.json")
+            return
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _cached_commit(section: ModelSection) -> str | None:
+    """Return the commit whose config.json lies in the local cache; its folder is named after it."""
+    path = try_to_load_from_cache(
+        str(section.name), "config.json", cache_dir=section.cache_folder, revision=section.revision
+    )
+    return Path(path).parent.name if isinstance(path, str) else None

@@ -1,0 +1,208 @@
+"""Checkpoints to and from the folder that Accelerate writes for the launched strategy: DeepSpeed's own under DeepSpeed.
+
+The portable form is the run's; the other one is for tools that know only Accelerate or DeepSpeed. It belongs to one
+strategy and one number of processes, and is read back by the same.
+"""
+
+import json
+import shutil
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from finetune.checkpoint import layout
+from finetune.checkpoint.access import build_access
+from finetune.checkpoint.facts import RunFacts
+from finetune.checkpoint.find import verify
+from finetune.checkpoint.inventory import choose, locate
+from finetune.checkpoint.load import read_checkpoint
+from finetune.checkpoint.save import write_checkpoint
+from finetune.checkpoint.state import StateAccess
+from finetune.checkpoint.together import main_does
+from finetune.config.load import LoadedConfig
+from finetune.config.resolved import load_resolved
+from finetune.data.consumed import digest_of
+from finetune.errors import CheckpointError, UserError
+from finetune.report.announcer import Announcer
+from finetune.run import launched_strategy
+from finetune.run.accelerate_folder import require_folder
+from finetune.run.identity import run_facts
+from finetune.run.lessons import Lessons, make_lessons, make_run_plan
+from finetune.run.machine import Machine, make_accelerator, make_machine
+from finetune.runtime import ranks
+from finetune.runtime.claim import claimed
+from finetune.runtime.log import quieten
+from finetune.runtime.progress import Progress
+from finetune.strategy.protocol import Strategy
+
+NOT_HELD = (
+    "such a folder does not hold the data position, the samples' digest, the last evaluation or the run's identity"
+)
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """One job built under one strategy, and where its checkpoints lie."""
+
+    loaded: LoadedConfig
+    checkpoints: Path
+    strategy: Strategy
+    lessons: Lessons
+    machine: Machine
+    say: Announcer
+
+    def access(self) -> StateAccess:
+        """Return access to the state as it lies now; DeepSpeed puts other tensors in place when it loads."""
+        return build_access(self.machine.accelerator, self.machine.model, self.machine.optimizer)
+
+
+def convert(run: Path, *, to: Path | None, source: Path | None, step: int | None) -> int:
+    """Write a checkpoint as Accelerate's own folder, or read `source`, which is one; return the exit code. Collective.
+
+    Exactly one of `to` and `source` is given, and with `source` the step.
+    """
+    quieten(is_main=ranks.is_main())
+    if to is not None:
+        convert_to(run, to, step=step)
+    else:
+        assert source is not None and step is not None, "the command line has asked for both"
+        convert_from(run, source, step=step)
+    return ranks.leave(0)
+
+
+def convert_to(run: Path, folder: Path, *, step: int | None) -> None:
+    """Write a checkpoint of the run as Accelerate's own folder. Collective over all launched processes.
+
+    Raises UserError where the folder is there already.
+    """
+    place, folder = locate(run), folder.expanduser().absolute()
+    chosen = choose(place, step=step)
+    if folder.exists():
+        raise UserError(f"--to {folder}: is there already. Name a folder that is not.")
+    loaded, strategy = _launched(place.run)
+    conversion = _build(loaded, strategy, checkpoints=place.checkpoints)
+    progress = read_checkpoint(verify(chosen), access=conversion.access())
+    _write_folder(folder, conversion, progress=progress)
+    conversion.say(f"wrote {chosen.name} as {_kind(conversion)} folder {folder}")
+    conversion.say(f"{NOT_HELD}; {layout.PROGRESS} was added for the way back")
+    conversion.say(f"it can be read only under {_origin_text(conversion)}")
+
+
+def convert_from(run: Path, folder: Path, *, step: int) -> None:
+    """Write Accelerate's own folder, taken after `step` steps of this run, as a checkpoint of it.
+
+    The folder must have been written under the launched strategy and number of processes. Reading it unpickles:
+    Accelerate's own files without running code, DeepSpeed's and torch.distributed's not, so they must be trusted.
+    Raises UserError or CheckpointError where it cannot be. Collective over all launched processes.
+    """
+    place, folder = locate(run), folder.expanduser().absolute()
+    if step in layout.steps(place.checkpoints):
+        raise UserError(f"--step {step}: {layout.step_folder(place.checkpoints, step)} is there already.")
+    loaded, strategy = _launched(place.run)
+    require_folder(folder, strategy=strategy, world=ranks.world())
+    with claimed(place.run, say=print) if ranks.is_main() else nullcontext():
+        _read_folder(folder, _build(loaded, strategy, checkpoints=place.checkpoints), step=step)
+
+
+def _read_folder(folder: Path, conversion: Conversion, *, step: int) -> None:
+    """Load the folder into the machine and write what is there then as a checkpoint. Collective."""
+    if conversion.strategy.expected().fsdp_version == 1:
+        conversion.access().begin_writing()  # torch reads FSDP1's optimizer state only over some that is there
+    conversion.machine.accelerator.load_state(str(folder))
+    ranks.barrier()  # nobody asks others for tensors while they are still loading
+    access = conversion.access()
+    counts_updates = conversion.loaded.config.train.optimizer.name != "sgd"
+    _refuse_other_step(access, counts_updates=counts_updates, step=step, folder=folder)
+    progress = _progress(folder, conversion, step=step)
+    manifest = write_checkpoint(
+        conversion.checkpoints, step, access=access, run=_facts(conversion), progress=progress.state_dict()
+    )
+    conversion.say(f"wrote {layout.step_folder(conversion.checkpoints, manifest.step)}")
+
+
+def _launched(run: Path) -> tuple[LoadedConfig, Strategy]:
+    """Return the run's job and the strategy that was launched."""
+    loaded = load_resolved(run)
+    return loaded, launched_strategy(_one_by_one(loaded))
+
+
+def _build(loaded: LoadedConfig, strategy: Strategy, *, checkpoints: Path) -> Conversion:
+    small, say = _one_by_one(loaded), Announcer(is_main=ranks.is_main())
+    lessons = make_lessons(small.config, say)
+    machine = make_machine(
+        small.config,
+        strategy,
+        accelerator=make_accelerator(small.config, strategy),
+        lessons=lessons,
+        learning_rate=make_run_plan(small.config, lessons).schedule.peak,
+        say=say,
+    )
+    return Conversion(loaded, checkpoints, strategy, lessons, machine, say)
+
+
+def _one_by_one(loaded: LoadedConfig) -> LoadedConfig:
+    """Return the job in its smallest microbatches: nothing is trained, so more processes can share its batch."""
+    train = loaded.config.train.model_copy(update={"microbatch_size": 1})
+    return replace(loaded, config=loaded.config.model_copy(update={"train": train}))
+
+
+def _write_folder(folder: Path, conversion: Conversion, *, progress: Any) -> None:
+    """Stage, write and rename: whoever looks sees all of the folder or none. Collective."""
+    staging = folder.with_name(f".{folder.name}.staging")
+    main_does(lambda: _stage(staging))
+    if hasattr(conversion.machine.model, "global_steps"):  # DeepSpeed's own count, which a new engine begins at 0
+        conversion.machine.model.global_steps = int(progress["step"])
+    conversion.machine.accelerator.save_state(str(staging))
+    ranks.barrier()  # `save_state` ends without one: nothing is renamed while others still write
+    main_does(lambda: _finish(staging, folder, progress=progress))
+
+
+def _stage(staging: Path) -> None:
+    shutil.rmtree(staging, ignore_errors=True)
+    staging.mkdir(parents=True)
+
+
+def _finish(staging: Path, folder: Path, *, progress: Any) -> None:
+    (staging / layout.PROGRESS).write_text(json.dumps(progress), encoding="utf-8")
+    staging.rename(folder)
+
+
+def _refuse_other_step(access: StateAccess, *, counts_updates: bool, step: int, folder: Path) -> None:
+    """Refuse a state without updates or with more than there were steps: nothing, or something else, was loaded."""
+    held = ranks.gather_objects(access.read_scalars())
+    most = max((numbers.get("step", 0.0) for each in held for numbers in each.values()), default=0.0)
+    if most > step or (most == 0 and counts_updates):
+        raise CheckpointError(f"{folder}: its optimizer has made {most:.0f} updates, so it is not after step {step}.")
+
+
+def _progress(folder: Path, conversion: Conversion, *, step: int) -> Progress:
+    """Return the progress that lies in the folder, where it is this step's and data's; else what can be worked out."""
+    config, lessons = conversion.loaded.config, conversion.lessons
+    digest = digest_of(lessons.order, step, global_batch_size=config.train.global_batch_size)
+    found = main_does(lambda: _beside(folder))
+    if found is not None and (found["step"], found["samples_sha256"]) == (step, digest):
+        return Progress.from_state_dict(found)
+    conversion.say(
+        f"{NOT_HELD}. Position and digest are worked out from --step {step} and the data's order; counts of tokens, "
+        "targets, skips and seconds begin at 0 and early stopping begins anew"
+    )
+    return Progress(step=step, samples_sha256=digest)
+
+
+def _beside(folder: Path) -> dict[str, Any] | None:
+    path = folder / layout.PROGRESS
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+
+
+def _facts(conversion: Conversion) -> RunFacts:
+    model, strategy = conversion.machine.plain_model, conversion.strategy.name
+    return run_facts(conversion.loaded.config, conversion.lessons, model=model, strategy=strategy, say=conversion.say)
+
+
+def _kind(conversion: Conversion) -> str:
+    return "DeepSpeed's own" if hasattr(conversion.machine.model, "zero_optimization_stage") else "Accelerate's own"
+
+
+def _origin_text(conversion: Conversion) -> str:
+    return f"{conversion.strategy.name} with {ranks.world()} process{'' if ranks.world() == 1 else 'es'}"

@@ -1,0 +1,87 @@
+"""`final/`: the model that a run leaves behind, and the record of which step it is from."""
+
+import json
+from pathlib import Path
+
+from finetune.checkpoint.gather import gather_weights
+from finetune.config.explain import resolved_yaml
+from finetune.config.load import LoadedConfig
+from finetune.config.sections.export import ExportSection
+from finetune.data.chat import stop_ids
+from finetune.export.card import CardFacts
+from finetune.export.generation import Language
+from finetune.export.save import ExportReport, export_model
+from finetune.report.events import Noted
+from finetune.report.reporter import Reporter
+from finetune.run.lessons import Lessons
+from finetune.run.machine import Machine
+from finetune.runtime import files, ranks
+from finetune.runtime.amounts import size_text
+from finetune.runtime.environment import package_versions
+from finetune.runtime.progress import Progress
+from finetune.runtime.waypoints import reach
+
+FOLDER = "final"
+RECORD = "final.json"
+"""Which step `final/` is from, why the run was over then, what `export:` said, and the sizes of its files."""
+
+
+def export_final(
+    loaded: LoadedConfig, reporter: Reporter, *, progress: Progress, lessons: Lessons, machine: Machine, reason: str
+) -> None:
+    """Gather the weights and write them on the main rank, unless they are there already. Collective.
+
+    An adapter's base is written only where it exists nowhere else.
+    """
+    run_folder = Path(loaded.config.run.folder)
+    is_there = ranks.is_main() and is_exported(run_folder, step=progress.step, section=loaded.config.export)
+    if ranks.broadcast_object(is_there):
+        reporter(Noted(progress.step, f"{run_folder / FOLDER} is there already, from this very step"))
+        return
+    reach("export.begin", step=progress.step)
+    section = loaded.config.model
+    is_base_elsewhere = section.lora is not None and section.name is not None
+    weights = gather_weights(machine.accelerator, machine.model, trained_only=is_base_elsewhere)
+    reach("export.write", step=progress.step)
+    if ranks.is_main():
+        (run_folder / RECORD).unlink(missing_ok=True)
+        report = export_model(
+            run_folder / FOLDER,
+            model=machine.plain_model,
+            weights=weights,
+            language=Language(lessons.tokenizer, stop_ids(lessons.tokenizer)),
+            section=loaded.config.export,
+            facts=_card(loaded, progress),
+        )
+        _record(loaded, report, step=progress.step, reason=reason)
+        tensors = f"{report.num_tensors} tensors, {size_text(report.size_bytes)}"
+        reporter(Noted(progress.step, f"exported {tensors}, to {run_folder / FOLDER}"))
+    reach("export.done", step=progress.step)
+    ranks.barrier()  # nobody leaves while the main rank is still writing
+
+
+def is_exported(run_folder: Path, *, step: int, section: ExportSection) -> bool:
+    """Tell whether `final/` was exported so after this step, and each of its files still has the size it had then."""
+    try:
+        record = json.loads((run_folder / RECORD).read_text(encoding="utf-8"))
+        sizes = {name: (run_folder / FOLDER / name).stat().st_size for name in record["files"]}
+        return bool(record["step"] == step and record["export"] == section.model_dump() and record["files"] == sizes)
+    except (OSError, ValueError, KeyError):
+        return False
+
+
+def _card(loaded: LoadedConfig, progress: Progress) -> CardFacts:
+    return CardFacts(
+        title=Path(loaded.config.run.folder).name,
+        task=loaded.config.task.name,
+        num_steps=progress.step,
+        metrics=progress.last_metrics,
+        config_text=resolved_yaml(loaded),
+        software=package_versions(),
+    )
+
+
+def _record(loaded: LoadedConfig, report: ExportReport, *, step: int, reason: str) -> None:
+    sizes = {name: (report.folder / name).stat().st_size for name in report.files}
+    facts = {"step": step, "reason": reason, "export": loaded.config.export.model_dump(), "files": sizes}
+    files.write_json(Path(loaded.config.run.folder) / RECORD, facts)

@@ -1,0 +1,40 @@
+"""What a run is, as its checkpoints remember it."""
+
+from typing import Any
+
+from finetune.checkpoint.facts import RunFacts
+from finetune.checkpoint.together import main_does
+from finetune.config.changes import maths_of, settings_of
+from finetune.config.run_config import RunConfig
+from finetune.data.encode import tokenizer_identity
+from finetune.model.base import base_digest
+from finetune.report.announcer import Announcer
+from finetune.run.lessons import Lessons
+from finetune.runtime import ranks
+
+
+def run_facts(config: RunConfig, lessons: Lessons, *, model: Any, strategy: str, say: Announcer) -> RunFacts:
+    """Return what checkpoints remember of this run; rank 0 reads the frozen weights and tells all. Collective.
+
+    `model` is the model as it was built; its config knows the commit that a hub model came from.
+    """
+    ranks.open_line_behind()  # its time limit allows for hundreds of gigabytes; that of a GPU's line does not
+    base = main_does(lambda: base_digest(config.model, model=model, say=say), group=ranks.Group.BEHIND)
+    return facts_with(base, config, lessons, strategy=strategy)
+
+
+def facts_with(base: str | None, config: RunConfig, lessons: Lessons, *, strategy: str) -> RunFacts:
+    """Return the same with this digest of the frozen weights, None where there are none."""
+    digests = {"training data": lessons.train_set.fingerprint, "tokenizer": _tokenizer(lessons)}
+    if base is not None:
+        digests["base weights"] = base
+    return RunFacts(
+        identity={**maths_of(config), **digests},
+        settings=settings_of(config),
+        origin={"strategy": strategy, "processes": str(ranks.world())},
+    )
+
+
+def _tokenizer(lessons: Lessons) -> str:
+    """Return the digests of vocabulary and chat template; the template matters to whoever talks to the model, too."""
+    return ", ".join(f"{name} {digest}" for name, digest in tokenizer_identity(lessons.tokenizer).items())

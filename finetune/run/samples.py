@@ -1,0 +1,61 @@
+"""The samples that a run has consumed: the record in its folder, and the proof that a checkpoint's are the order's."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from finetune.data.batch import Batch
+from finetune.data.consumed import digest_of
+from finetune.data.order import Order
+from finetune.errors import CheckpointError
+from finetune.runtime import files, ranks
+from finetune.runtime.progress import Progress
+
+FOLDER = "samples"
+
+
+def recorded(groups: Iterator[tuple[Batch, ...]], *, run_folder: Path, first_step: int) -> Iterator[tuple[Batch, ...]]:
+    """Yield the groups, the sample ids of each written to this rank's file in `samples/` when it is handed out.
+
+    A line is `{"step": 1, "microbatches": [[7, 2], [5, 0]]}`, steps named from 1. A run that continues takes out the
+    lines of steps that are taken again, so every step stands once in each file of the ranks that took it.
+    """
+    folder = run_folder / FOLDER
+    _take_out(folder, after_step=first_step)
+    folder.mkdir(parents=True, exist_ok=True)
+    with _file(folder, ranks.rank()).open("a", encoding="utf-8") as file:
+        for step, group in enumerate(groups, first_step + 1):
+            file.write(json.dumps({"step": step, "microbatches": [batch.sample_ids for batch in group]}) + "\n")
+            file.flush()
+            yield group
+
+
+def read_samples(run_folder: Path) -> dict[int, list[list[list[int]]]]:
+    """Return the record by step: each rank's microbatches, each of which lists its sample ids."""
+    found: dict[int, list[list[list[int]]]] = {}
+    for path in sorted((run_folder / FOLDER).glob("rank-*.jsonl")):
+        for line in files.read_json_lines(path):
+            found.setdefault(line["step"], []).append(line["microbatches"])
+    return found
+
+
+def refuse_other_samples(path: Path, progress: Progress, *, order: Order, global_batch_size: int) -> None:
+    """Raise CheckpointError unless the samples behind the checkpoint are those that the order gives to its steps."""
+    if digest_of(order, progress.step, global_batch_size=global_batch_size) != progress.samples_sha256:
+        raise CheckpointError(
+            f"{path} has consumed other samples in its {progress.step} steps than this job's order gives to them, so "
+            "rows would be repeated or left out. Restore data, run.seed, data.shuffle and train.global_batch_size as "
+            "they were, or write another run.folder to start anew."
+        )
+
+
+def _take_out(folder: Path, *, after_step: int) -> None:
+    """Take out of the record what is handed out again; each file is one rank's to mend, so nobody has to wait."""
+    for path in folder.glob("rank-*.jsonl"):
+        if int(path.stem.removeprefix("rank-")) % ranks.world() == ranks.rank():
+            kept = [json.dumps(line) + "\n" for line in files.read_json_lines(path) if line["step"] <= after_step]
+            files.write_text(path, "".join(kept))
+
+
+def _file(folder: Path, rank: int) -> Path:
+    return folder / f"rank-{rank:05d}.jsonl"

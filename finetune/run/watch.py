@@ -1,0 +1,82 @@
+"""A run is watched from its first moment: one writer, one status, one first error, no process left behind."""
+
+import os
+import platform
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from finetune.report.announcer import Announcer
+from finetune.runtime import hang, ranks
+from finetune.runtime.claim import claimed
+from finetune.runtime.ending import Ending, end_children, is_broken_collective
+from finetune.runtime.launcher import end_with_launcher, launch_name
+from finetune.runtime.peers import Peer, meet
+from finetune.runtime.signals import SignalNote, noted_signals
+from finetune.runtime.status import Status, ended_by
+from finetune.runtime.watchdog import Watchdog, watched
+
+
+@dataclass(frozen=True)
+class Watch:
+    """What keeps an eye on one process of a run."""
+
+    note: SignalNote
+    status: Status
+    ending: Ending
+    watchdog: Watchdog
+
+    def meet(self) -> None:
+        """Learn who belongs to the run, so that one that vanishes can be named. Collective."""
+        self.ending.peers = meet()
+        self.status.met(self.ending.peers)
+
+    @contextmanager
+    def first_error(self) -> Iterator[None]:
+        """Have an error that leaves the context in the status file before anything is cleared up."""
+        try:
+            yield
+        except BaseException as error:
+            if not is_broken_collective(error):  # that is for another rank to explain
+                self.status.claim_end(self.watchdog.early_stop() or ended_by(error, rank=ranks.rank()))
+            raise
+
+
+@contextmanager
+def watched_run(folder: Path, *, say: Announcer) -> Iterator[Watch]:
+    """Watch this process while the context lasts; rank 0 claims the folder for the run.
+
+    One of several processes that meets an error ends here, with every other, and shows the first error of them all;
+    a process alone lets its error pass. Raises UserError where another run writes into the folder.
+    """
+    rank = ranks.rank()
+    with noted_signals() as note, claimed(folder, say=say) if rank == 0 else nullcontext():
+        end_with_launcher()
+        if rank == 0:
+            hang.set_aside(folder)
+        status = _status(folder, rank=rank)
+        status.start()
+        ending = Ending(status, rank=rank)
+        watchdog = Watchdog(folder, status=status, ending=ending, note=note, rank=rank, world=ranks.world())
+        watch = Watch(note, status, ending, watchdog)
+        try:
+            with watched(watchdog), watch.first_error():
+                yield watch
+        except BaseException as error:
+            if stop := watchdog.early_stop():  # whatever a signal broke on its way
+                ending.after(stop)
+            if ranks.world() > 1:
+                ending.after_error(error)
+            raise
+        finally:
+            end_children()
+
+
+def _status(folder: Path, *, rank: int) -> Status:
+    me = Peer(rank, platform.node(), os.getpid())
+    process = psutil.Process()
+    launch = launch_name(os.environ, host=me.host, pid=me.pid, parent=os.getppid())
+    return Status(folder, rank=rank, me=me, launch=launch, since=process.create_time() - 2)

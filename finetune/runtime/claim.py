@@ -1,0 +1,56 @@
+"""One writer per run folder."""
+
+import fcntl
+import json
+import os
+import platform
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from finetune.errors import UserError
+
+LOCK = ".writer.lock"
+
+
+@contextmanager
+def claimed(folder: Path, *, say: Callable[[str], None]) -> Iterator[None]:
+    """Hold the folder, which is made, while the context lasts; raises UserError that names who holds it.
+
+    The lock is the kernel's: it goes with the process that holds it, however that ends, and is not inherited by the
+    processes it starts (hence `lockf`; `flock` is). Where the file system has no locks, that is said.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        _lock(descriptor, folder, say=say)
+        yield
+    finally:
+        os.close(descriptor)  # lets go of the lock
+
+
+def _lock(descriptor: int, folder: Path, *, say: Callable[[str], None]) -> None:
+    try:
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        raise UserError(_refusal(descriptor, folder)) from None
+    except OSError as error:
+        say(f"warning: {folder} cannot be locked against a second run ({error}); make sure that there is none.")
+        return
+    me = {"host": platform.node(), "pid": os.getpid(), "since": datetime.now(UTC).isoformat(timespec="seconds")}
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, json.dumps(me).encode(), 0)
+
+
+def _refusal(descriptor: int, folder: Path) -> str:
+    try:
+        holder: dict[str, Any] = json.loads(os.pread(descriptor, 1000, 0))
+        who = f"process {holder['pid']} on {holder['host']}, since {holder['since']}"
+    except (ValueError, KeyError, TypeError):  # it has not written its name yet
+        who = "another process"
+    return (
+        f"run.folder: {folder} is being written by {who}. Wait until that run ends, end it with `touch {folder}/STOP`, "
+        "or write another run.folder."
+    )

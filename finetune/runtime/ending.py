@@ -1,0 +1,122 @@
+"""How a process of a run ends when not all of them end together: the first error is shown, and shown once."""
+
+import logging
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+
+import torch.distributed as dist
+
+from finetune.errors import FinetuneError, LostContact
+from finetune.runtime.peers import Peer, gone
+from finetune.runtime.status import STOPPED, Ended, Status, ended_by
+
+_BROKEN = ("gloo/", "Connection closed by peer", "Connection reset by peer", "Broken pipe", "NCCL", "ncclRemoteError")
+"""What torch says when a collective breaks because another process is gone."""
+
+_PATIENCE_SECONDS = 3.0
+
+
+class Ending:
+    """The one end of this process: whether its main thread or its watchdog comes first, the reason is told once."""
+
+    def __init__(self, status: Status, *, rank: int, leave: Callable[[int], None] | None = None) -> None:
+        self._status = status
+        self._rank = rank
+        self._leave = leave or leave_now
+        self._is_ending = threading.Lock()
+        self.peers: Sequence[Peer] = ()
+
+    def after_error(self, error: BaseException) -> None:
+        """Tell the error, or the one of another rank that came first, and leave."""
+        if is_broken_collective(error):
+            error = self._lost_contact(error)
+        own = ended_by(error, rank=self._rank)
+        first = self._status.claim_end(own)
+        if first == own and own.state != STOPPED:
+            self._go(own, said=shown(error, rank=self._rank))
+        self._go(first, said=None)
+
+    def after(self, ended: Ended) -> None:
+        """End the run on this rank's own account, unless another has done so; tell which, and leave."""
+        self._go(self._status.claim_end(ended), said=None)
+
+    def _go(self, first: Ended, *, said: str | None) -> None:
+        if not self._is_ending.acquire(blocking=False):
+            time.sleep(60)  # the other thread is about to end the process
+        text = said or told(first, rank=self._rank)
+        if text:
+            print(text, file=sys.stderr, flush=True)
+        self._leave(first.exit_code if first.rank == self._rank or first.state == STOPPED else 1)
+
+    def _lost_contact(self, error: BaseException) -> BaseException:
+        """Return what is to be said of a broken collective; whoever broke it is given a moment to say so first."""
+        deadline = time.monotonic() + _PATIENCE_SECONDS
+        while time.monotonic() < deadline and self._status.first() is None:
+            if lost := gone(self.peers):
+                return LostContact(lost_text(lost))
+            time.sleep(0.1)
+        return LostContact(f"lost contact with another rank: {str(error).splitlines()[0]}")
+
+
+def is_broken_collective(error: BaseException) -> bool:
+    """Tell whether the error, or what caused it, is that another process no longer answers."""
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen, dist.DistError):
+            return True
+        if isinstance(seen, RuntimeError) and any(words in str(seen) for words in _BROKEN):
+            return True
+        seen = seen.__cause__ or seen.__context__
+    return False
+
+
+def lost_text(lost: Sequence[Peer]) -> str:
+    """Return the message for processes that are gone without a word."""
+    names = " and ".join(map(str, lost))
+    return (
+        f"lost contact with {names}: killed, or out of memory (the kernel's log may say so). "
+        "The same command continues from the newest checkpoint."
+    )
+
+
+def told(first: Ended, *, rank: int) -> str:
+    """Return the one line that a rank prints which ends because of a rank, itself or another."""
+    if first.rank != rank:
+        return f"rank {rank} ends because {first}"
+    return f"{first}; it ends now." if first.state == STOPPED else f"{_place(rank)}error: {first.message}"
+
+
+def shown(error: BaseException, *, rank: int) -> str:
+    """Return what is printed of the first error: a message, or a traceback where the fault is ours."""
+    if isinstance(error, FinetuneError):
+        return f"{_place(rank)}error: {error}"
+    return _place(rank) + "".join(traceback.format_exception(error)).rstrip()
+
+
+def end_children() -> None:
+    """Kill the processes that load data: they leave every signal to this one, and would outlive it by seconds."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises where a data loader's process dies
+    for child in multiprocessing.active_children():
+        child.kill()
+
+
+def leave_now(code: int) -> None:
+    """End this process and what it has started, without waiting for anybody."""
+    try:
+        end_children()
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        os._exit(code)
+
+
+def _place(rank: int) -> str:
+    return f"[rank {rank}] " if rank else ""

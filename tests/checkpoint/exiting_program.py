@@ -1,0 +1,15 @@
+"""Saves step after step on one process, while faults strike: `exiting_program.py FOLDER`."""
+
+import sys
+from pathlib import Path
+
+from small_run import Run
+
+folder = Path(sys.argv[1])
+run = Run(folder).train(range(2))
+run.checkpointer.saver.begin(3, progress={"step": 3})
+print("training goes on")
+if "--waits" in sys.argv:
+    run.checkpointer.saver.settle()
+while not list(folder.glob(".staging-*")):
+    pass  # the write has not begun

@@ -1,0 +1,152 @@
+"""Saves a state of parts on several ranks, one scene after another: `torchrun saving_program.py FOLDER`."""
+
+import json
+import os
+import sys
+import time
+from contextlib import nullcontext
+from pathlib import Path
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from parted_run import Parted
+from safetensors.torch import load_file
+
+from finetune.checkpoint import exchange, rehearsal, saver, sharing
+from finetune.checkpoint.checkpointer import Checkpointer
+from finetune.checkpoint.facts import RunFacts
+from finetune.checkpoint.find import verify
+from finetune.checkpoint.writing import Written
+from finetune.config.sections.checkpoint import CheckpointSection
+from finetune.errors import CheckpointError, NonFiniteError
+from finetune.runtime import ranks, waypoints
+from finetune.runtime.faults import VARIABLE
+
+RESULTS: dict[str, object] = {}
+
+
+def main(folder: Path) -> None:
+    scenes = [*(every_bit_arrives, while_training_speaks, tried_again_on_one_rank, given_up_on_one_rank)]
+    scenes += [*(not_finite_on_one_rank, unforeseen_on_one_rank, not_shared, flipped_after_the_fact)]
+    for scene in scenes:
+        os.environ[VARIABLE] = ""
+        RESULTS[scene.__name__] = scene(folder / scene.__name__)
+    (folder / f"rank-{ranks.rank()}.json").write_text(json.dumps(RESULTS))
+    ranks.barrier()  # nobody ends while another still speaks to it
+
+
+def checkpointer(folder: Path, parted: Parted | None = None, **section: object) -> Checkpointer:
+    access = (parted or Parted(step=1)).access
+    run = RunFacts({"model": "parts"}, settings={}, origin={})
+    return Checkpointer(folder, section=CheckpointSection(**section), access=access, run=run, say=lambda message: None)
+
+
+def faults(*written: str) -> None:
+    os.environ[VARIABLE] = "; ".join(written)
+    waypoints._faults.cache_clear()
+
+
+def every_bit_arrives(folder: Path) -> object:
+    """In pieces smaller than the tensors, small ones together; rehearsed, copied and streamed; with copies on ranks."""
+    results = {}
+    for copies in (False, True):
+        for asynchronous in (True, False):
+            parted = Parted(step=1, copies=copies)
+            path = folder / f"{copies}-{asynchronous}"
+            with patch.object(exchange, "CHUNK_ELEMENTS", 50), patch.object(sharing, "ROUND_BYTES", 900):
+                keeper = checkpointer(path, parted, asynchronous=asynchronous)
+                keeper.rehearse(num_saves=5)
+                saved = keeper.save(1, progress={"step": 1})
+            found = {}
+            for file in saved.path.glob("*/*.safetensors"):
+                found |= load_file(file)
+            same = [
+                name for name, value in found.items() if torch.equal(value.reshape(-1), parted.whole[name].reshape(-1))
+            ]
+            results[path.name] = [len(same), len(parted.whole), verify(saved.path).manifest.state_sha256]
+    return results
+
+
+def while_training_speaks(folder: Path) -> object:
+    """One rank is slow to write; meanwhile all add up numbers on the main line."""
+    faults("save.write rank=1 do=sleep seconds=1.5")
+    keeper = checkpointer(folder)
+    keeper.saver.begin(1, progress={})
+    went_on = keeper.saver.outcome() is None
+    sums = [float(ranks.sum_tensor(torch.tensor(1.0))) for _ in range(50)]
+    still = keeper.saver.outcome() is None
+    saved = keeper.saver.settle()
+    return [went_on, still, sums == [float(ranks.world())] * 50, saved.stall_seconds < 1.5 < saved.seconds]
+
+
+def tried_again_on_one_rank(folder: Path) -> object:
+    faults("save.write step=1 rank=1 do=no_space")
+    keeper = checkpointer(folder)
+    keeper.saver.begin(1, progress={})
+    saved = keeper.saver.settle()
+    return [saved.path.name, [note for _, note in keeper.saver.notes()]]
+
+
+def given_up_on_one_rank(folder: Path) -> object:
+    """Then the next is written as if nothing had been."""
+    faults(*["save.write step=2 rank=1 do=no_space"] * 3)
+    keeper = checkpointer(folder)
+    keeper.save(1, progress={})
+    return [error_of(keeper, 2), names(folder), keeper.save(3, progress={}).path.name]
+
+
+def not_finite_on_one_rank(folder: Path) -> object:
+    parted = Parted(step=1)
+    keeper = checkpointer(folder, parted)
+    if ranks.rank() == 1:
+        with torch.no_grad():
+            parted.held["table"].owner[7] = float("nan")
+    return [error_of(keeper, 1), names(folder)]
+
+
+def unforeseen_on_one_rank(folder: Path) -> object:
+    """A thread dies on one rank where no care has been taken: others hear of it at once, and saving still works."""
+    keeper, started = checkpointer(folder), time.monotonic()
+    with patch.object(Written, "of_all", side_effect=KeyError("a bug")) if ranks.rank() == 1 else nullcontext():
+        error = error_of(keeper, 1)
+    return [error, time.monotonic() - started < 60, keeper.save(2, progress={}).path.name, names(folder)]
+
+
+def not_shared(folder: Path) -> object:
+    """Every rank has a folder of its own, as on machines that share none."""
+    with patch.object(rehearsal, "_LOOKS", 1):
+        try:
+            checkpointer(folder / f"machine-{ranks.rank()}").rehearse(num_saves=5)
+        except CheckpointError as error:
+            return str(error)
+    return "it was rehearsed"
+
+
+def flipped_after_the_fact(folder: Path) -> object:
+    faults("save.done step=2 rank=1 do=flip")
+    keeper = checkpointer(folder)
+    for step in (1, 2):
+        keeper.save(step, progress={})
+    found = keeper.find()
+    return [found.step if found else None, names(folder)]
+
+
+def error_of(keeper: Checkpointer, step: int) -> str:
+    try:
+        keeper.save(step, progress={})
+    except (CheckpointError, NonFiniteError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "it was saved"
+
+
+def names(folder: Path) -> list[str]:
+    ranks.barrier()  # rank 0 may still be clearing up
+    return sorted(path.name for path in folder.iterdir()) if folder.exists() else []
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    saver.PAUSES_SECONDS = (0.0, 0.0)
+    dist.init_process_group("gloo")
+    main(Path(sys.argv[1]))

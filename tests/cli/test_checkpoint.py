@@ -1,0 +1,109 @@
+"""`finetune checkpoint`: words in, one call out; what is wrong with the words is said without torch."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from finetune.cli import lazy
+
+COMMANDS = ("ls", "show", "verify", "prune", "convert", "export")
+RUN = Path("runs/first")
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Stand in for what is called: note it, and answer with what is in `answer`."""
+    stand_in = SimpleNamespace(made=[], answer=0)
+
+    def call(place, *arguments, **named):
+        stand_in.made.append((place, arguments, named))
+        return stand_in.answer
+
+    monkeypatch.setattr(lazy, "call", call)
+    return stand_in
+
+
+def test_help_names_every_command(typed):
+    code, said, _ = typed("checkpoint", "--help")
+    assert code == 0
+    assert [name for name in COMMANDS if f"\n  {name} " not in said] == []
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_explains_itself(typed, command):
+    code, said, _ = typed("checkpoint", command, "--help")
+    assert code == 0
+    assert "Usage:" in said
+    assert "RUN" in said
+
+
+@pytest.mark.parametrize(
+    ("words", "place", "named"),
+    [
+        (("ls",), "advise.checkpoints:list_checkpoints", {"verifies": False, "as_json": False}),
+        (("ls", "--verify", "--json"), "advise.checkpoints:list_checkpoints", {"verifies": True, "as_json": True}),
+        (("show", "--step", 4), "advise.checkpoints:show_checkpoint", {"step": 4, "as_json": False}),
+        (
+            ("export", "--dtype", "bfloat16", "--to", "out"),
+            "run.export_checkpoint:export_checkpoint",
+            {"step": None, "to": Path("out"), "dtype": "bfloat16"},
+        ),
+        (("convert", "--to", "out"), "run.convert:convert", {"to": Path("out"), "source": None, "step": None}),
+        (
+            ("convert", "--from", "out", "--step", 4),
+            "run.convert:convert",
+            {"to": None, "source": Path("out"), "step": 4},
+        ),
+    ],
+)
+def test_words_become_one_call(typed, calls, words, place, named):
+    assert typed("checkpoint", words[0], RUN, *words[1:])[0] == 0
+    assert calls.made == [(f"finetune.{place}", (RUN,), named)]
+
+
+def test_a_run_at_a_url_is_looked_at_where_it_is_staged(typed):
+    code, _, complaint = typed("checkpoint", "ls", "s3://bucket/runs/first")
+    assert code == 2
+    assert "/.cache/finetune/runs/first-" in complaint
+
+
+@pytest.mark.parametrize(("are_good", "code"), [(True, 0), (False, 1)])
+def test_verify_exits_1_when_one_is_bad(typed, calls, are_good, code):
+    calls.answer = are_good
+    assert typed("checkpoint", "verify", RUN)[0] == code
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (("convert", RUN), "exactly one of --to FOLDER and --from FOLDER"),
+        (("convert", RUN, "--to", "a", "--from", "b"), "exactly one of --to FOLDER and --from FOLDER"),
+        (("convert", RUN, "--from", "b"), "write --step N too"),
+        (("export", RUN, "--dtype", "float8"), "float8"),
+        (("show", RUN, "--step", "last"), "--step"),
+        (("ls",), "RUN"),
+    ],
+)
+def test_wrong_words_are_exit_code_2_and_call_nothing(typed, calls, words, complaint):
+    code, _, said = typed("checkpoint", *words)
+    assert code == 2
+    assert complaint in said
+    assert calls.made == []
+
+
+@pytest.mark.parametrize("command", ["ls", "show", "verify"])
+def test_a_folder_that_is_not_there_is_one_message(typed, tmp_path, command):
+    code, said, complaint = typed("checkpoint", command, tmp_path / "nowhere")
+    assert (code, said) == (2, "")
+    assert complaint.startswith(f"error: {tmp_path}/nowhere: there is no such folder.")
+
+
+def test_listing_needs_no_torch(python, tmp_path):
+    (tmp_path / "checkpoints").mkdir()
+    done = python("-X", "importtime", "-m", "finetune", "checkpoint", "ls", tmp_path)
+    assert done.returncode == 0, done.stderr
+    modules = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert "finetune.advise.checkpoint_tables" in modules  # it looked at something
+    assert [name for name in ("torch", "numpy", "transformers") if name in modules] == []
+    assert "there is no checkpoint in it" in done.stdout

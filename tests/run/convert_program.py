@@ -1,0 +1,35 @@
+"""Converts checkpoints to Accelerate's folder and back, several in one launch: RUN FOLDER BACK, as often as given."""
+
+import gc
+import sys
+from pathlib import Path
+
+import torch
+from accelerate.state import AcceleratorState, GradientState, PartialState
+
+from finetune.run.convert import convert_from, convert_to
+from finetune.runtime import ranks
+from finetune.runtime.log import quieten
+
+
+def main(words: list[str]) -> None:
+    quieten(is_main=ranks.is_main())
+    paths = [Path(word) for word in words]
+    for run, folder, back in zip(paths[::3], paths[1::3], paths[2::3], strict=True):
+        convert_to(run, folder, step=None)
+        forget_accelerator()
+        convert_from(back, folder, step=4)
+        forget_accelerator()
+    ranks.leave(0)
+
+
+def forget_accelerator() -> None:
+    GradientState._reset_state()
+    AcceleratorState._reset_state(reset_partial_state=False)
+    PartialState._reset_state()
+    gc.collect()
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main(sys.argv[1:])

@@ -1,0 +1,139 @@
+"""Portable to Accelerate's own folder and back: the same state, bit by bit, under every strategy."""
+
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+from torch import equal
+
+from finetune.checkpoint.reading import open_checkpoint
+from finetune.errors import CheckpointError, UserError
+from finetune.run.accelerate_folder import require_folder
+from finetune.run.convert import convert_from, convert_to
+from finetune.runtime.processes import free_port, run_group
+from finetune.strategy.protocol import Expected
+
+ROOT = Path(__file__).parents[2]
+PROGRAM = "tests.run.convert_program"
+QUICK = ["evaluate=null", "data.validation=null", "train.steps=4", "checkpoint.every_steps=4"]
+KINDS = {"full": QUICK, "lora": [*QUICK, "model.lora={rank: 4, alpha: 8}"]}
+LAUNCHES = [
+    ("fsdp2", 2, "optimizer_0/.metadata"),
+    ("zero2", 2, "pytorch_model/zero_pp_rank_1_mp_rank_00_optim_states.pt"),
+    ("zero3", 2, "pytorch_model/zero_pp_rank_1_mp_rank_00_model_states.pt"),
+    pytest.param("ddp", 2, "optimizer.bin", marks=pytest.mark.slow),
+    pytest.param("fsdp1", 2, "optimizer_0/.metadata", marks=pytest.mark.slow),
+    pytest.param("hsdp", 4, "optimizer_0/.metadata", marks=pytest.mark.slow),
+]
+
+
+@pytest.fixture(scope="module")
+def runs(launch):
+    """Finished runs by kind, each with one checkpoint, that of step 4."""
+    ended = {kind: launch(None, name=f"convert-{kind}", overrides=overrides) for kind, overrides in KINDS.items()}
+    for run in ended.values():
+        assert run.code == 0, run.output
+    return {kind: run.folder for kind, run in ended.items()}
+
+
+def emptied(run, folder):
+    """Copy the run without its checkpoints."""
+    return shutil.copytree(run, folder, ignore=shutil.ignore_patterns("step-*"))
+
+
+def started(command, log):
+    code = run_group(command, log=log, timeout_seconds=540, environment={"OMP_NUM_THREADS": "1"}, folder=ROOT)
+    return code, log.read_text(errors="replace")
+
+
+def converted(log, *words):
+    """Type `finetune checkpoint convert WORDS` on one process."""
+    return started([sys.executable, "-m", "finetune", "checkpoint", "convert", *map(str, words)], log)
+
+
+def state(run):
+    opened = open_checkpoint(run / "checkpoints" / "step-000004")
+    return opened, {name: opened.read(name) for name in opened.records}
+
+
+def assert_same_state(run, other):
+    (there, tensors), (here, again) = state(run), state(other)
+    assert len(tensors) > 10
+    assert here.records == there.records
+    assert here.scalars == there.scalars
+    assert [name for name in tensors if not equal(tensors[name], again[name])] == []
+    assert here.found.manifest.state_sha256 == there.found.manifest.state_sha256
+    return there.progress, here.progress
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("strategy", "processes", "own_file"), LAUNCHES)
+def test_there_and_back_is_the_same_state(runs, tmp_path, strategy, processes, own_file):
+    words = [(run, tmp_path / kind, emptied(run, tmp_path / f"{kind}-back")) for kind, run in runs.items()]
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", str(processes)]
+    command += ["--main_process_port", str(free_port())]
+    command += ["--config_file", str(ROOT / "accelerate_configs" / f"{strategy}.yaml"), "-m", PROGRAM]
+    code, output = started([*command, *(str(word) for triple in words for word in triple)], tmp_path / "log")
+    assert code == 0, output
+    for run, folder, back in words:
+        assert (folder / own_file).is_file()
+        before, after = assert_same_state(run, back)
+        assert after == before
+        origin = open_checkpoint(back / "checkpoints" / "step-000004").found.manifest.run.origin
+        assert origin == {"strategy": strategy, "processes": str(processes)}
+
+
+@pytest.mark.distributed
+def test_a_strange_folder_gets_its_position_from_the_step_that_is_told(runs, tmp_path):
+    folder, back = tmp_path / "folder", emptied(runs["full"], tmp_path / "back")
+    code, output = converted(tmp_path / "to.log", runs["full"], "--to", folder)
+    assert code == 0, output
+    assert "does not hold the data position" in output
+    (folder / "progress.json").unlink()  # as Accelerate itself would have left it
+    code, output = converted(tmp_path / "wrong.log", back, "--from", folder, "--step", 3)
+    assert code == 2
+    assert "its optimizer has made 4 updates, so it is not after step 3" in output
+    assert "Traceback" not in output
+    code, output = converted(tmp_path / "from.log", back, "--from", folder, "--step", 4)
+    assert code == 0, output
+    before, after = assert_same_state(runs["full"], back)
+    assert (after["step"], after["samples_sha256"]) == (4, before["samples_sha256"])
+    assert before["num_tokens"] > after["num_tokens"] == 0
+
+
+@pytest.mark.distributed
+def test_nothing_that_is_there_is_written_over(runs, tmp_path):
+    with pytest.raises(UserError, match="is there already"):
+        convert_to(runs["full"], tmp_path, step=None)
+    with pytest.raises(UserError, match="step-000004 is there already"):
+        convert_from(runs["full"], tmp_path, step=4)
+
+
+class Launched:
+    """A strategy that expects something."""
+
+    def __init__(self, name, **expected):
+        self.name = name
+        self._expected = Expected(distributed_types=(), num_processes=2, **expected)
+
+    def expected(self):
+        return self._expected
+
+
+@pytest.mark.parametrize(
+    ("strategy", "missing"),
+    [
+        (Launched("ddp"), "has no model.safetensors"),
+        (Launched("fsdp2", fsdp_version=2), "has neither pytorch_model_fsdp_0/ and optimizer_0/ nor"),
+        (Launched("zero2", zero_stage=2), "has the optimizer state of 1 ZeRO processes"),
+    ],
+    ids=lambda each: getattr(each, "name", None),
+)
+def test_a_folder_of_another_strategy_or_world_is_refused_by_what_it_lacks(tmp_path, strategy, missing):
+    (tmp_path / "pytorch_model").mkdir()
+    (tmp_path / "pytorch_model" / "zero_pp_rank_0_mp_rank_00_optim_states.pt").touch()
+    (tmp_path / "optimizer.bin").touch()
+    with pytest.raises(CheckpointError, match=missing) as refusal:
+        require_folder(tmp_path, strategy=strategy, world=2)
+    assert f"not written under {strategy.name} with 2 processes" in str(refusal.value)

@@ -1,0 +1,48 @@
+"""The record of consumed samples, and the proof that a checkpoint's samples are the order's."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from finetune.data.batch import Batch
+from finetune.data.consumed import digest_of
+from finetune.data.order import Order
+from finetune.errors import CheckpointError
+from finetune.run.samples import read_samples, recorded, refuse_other_samples
+from finetune.runtime.progress import Progress
+
+
+def groups(*steps):
+    return iter([tuple(Batch({}, torch.zeros(0), 0, 0, sample_ids) for sample_ids in step) for step in steps])
+
+
+def test_every_group_that_is_handed_out_is_on_disk_before_it_is_used(tmp_path):
+    handed = recorded(groups([(7, 2), (5, 0)], [(1,), (3,)]), run_folder=tmp_path, first_step=0)
+    next(handed)
+    assert read_samples(tmp_path) == {1: [[[7, 2], [5, 0]]]}
+    next(handed)
+    assert (tmp_path / "samples" / "rank-00000.jsonl").read_text().splitlines()[1] == (
+        '{"step": 2, "microbatches": [[1], [3]]}'
+    )
+
+
+def test_a_step_that_is_handed_out_again_stands_once_in_the_record(tmp_path):
+    list(recorded(groups([(0,)], [(1,)], [(2,)]), run_folder=tmp_path, first_step=0))
+    other = tmp_path / "samples" / "rank-00001.jsonl"  # of a second process, which is no longer there
+    other.write_text('{"step": 1, "microbatches": [[8]]}\n{"step": 2, "microbatches": [[9]]}\n{"step": 3, "mic')
+    list(recorded(groups([(1,)]), run_folder=tmp_path, first_step=1))
+    assert read_samples(tmp_path) == {1: [[[0]], [[8]]], 2: [[[1]]]}
+
+
+def test_a_checkpoint_that_has_seen_other_rows_is_refused():
+    order = Order(seed=1, num_samples=10)
+    progress = Progress(step=4, samples_sha256=digest_of(order, 4, global_batch_size=4))
+    path = Path("runs/a/checkpoints/step-000004")
+    refuse_other_samples(path, progress, order=order, global_batch_size=4)
+    with pytest.raises(CheckpointError, match=r"step-000004 has consumed other samples in its 4 steps"):
+        refuse_other_samples(path, progress, order=Order(seed=2, num_samples=10), global_batch_size=4)
+
+
+def test_before_the_first_step_there_is_nothing_to_compare():
+    refuse_other_samples(Path("a"), Progress(), order=Order(seed=1, num_samples=10), global_batch_size=4)
