@@ -1,5 +1,6 @@
 """A run that is killed or stopped and goes on is, bit by bit, the run that was never stopped."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -121,4 +122,4 @@ def test_kills_at_random_moments_leave_no_trace(tmp_path):
         [*command, "--folder", str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=1100
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert ended.stdout.count("1 of 1") == 3, ended.stdout
+    assert len(re.findall(r" (\d+) of \1 ", ended.stdout)) == 3, ended.stdout  # a run may finish before its last kill
