@@ -9,7 +9,7 @@ import pytest
 from accelerate import Accelerator
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
-from finetune.config.sections.data import DataSection, SourceSection
+from finetune.config.sections.data import DataSection, TrainingSourceSection
 from finetune.config.sections.task import TaskSection
 from finetune.data import local
 from finetune.model.byte_pairs import trained_tokenizer
@@ -40,13 +40,13 @@ def test_the_task_that_is_added_learns_only_the_last_sentence(tmp_path, monkeypa
     task_class = python_of("Add a task")["LastSentenceTask"]
     monkeypatch.setitem(registry.TASKS, "last_sentence", task_class)
     tokenizer = trained_tokenizer(lambda: ["a. b."], vocabulary_size=300, cache_folder=tmp_path, say=lambda _: None)
-    data = DataSection(train=SourceSection(path="/nowhere.jsonl"), max_length=64)
+    data = DataSection(train=TrainingSourceSection(path="/nowhere.jsonl"), max_length=64)
     task = registry.build_task(TaskSection.model_construct(name="last_sentence"), tokenizer=tokenizer, data=data)
-    features = task.encode({"text": "A star. The moon."})
+    features = task.encode_row({"text": "A star. The moon."})
     ids, is_target = (features.arrays[name] for name in ("input_ids", "is_target"))
     assert tokenizer.decode(ids[is_target].tolist(), skip_special_tokens=True).strip(" .") == "The moon"
     assert task.count_targets(task.collate([features])) == is_target.sum()
-    assert task.encode({"text": ""}) is None
+    assert task.encode_row({"text": ""}) is None
 
 
 def test_the_registry_and_the_schema_name_the_same_tasks():

@@ -11,6 +11,7 @@ Every key is in one table. One that is in none, such as a new one, counts as mat
 
 import json
 from collections.abc import Iterator
+from typing import Any
 
 from finetune.config.run_config import RunConfig
 from finetune.config.section import Section
@@ -36,7 +37,11 @@ MATHS = (
 
 COMPARED_BY_CONTENT = (
     *("data.train.path", "data.train.name", "data.train.config", "data.train.revision", "data.train.split"),
-    *("data.train.format", "data.train.columns", "data.train.skip", "data.train.take"),
+    *("data.train.format", "data.train.columns", "data.train.template", "data.train.skip", "data.train.take"),
+    *("data.train.mix", "data.train.until", "data.train.stream", "data.train.stream.window_rows"),
+    *("data.validation.fraction", "data.validation.hash_fraction", "data.validation.exclude_from_train"),
+    *("data.truncate_side", "data.train_on"),
+    *("data.batching.by", "data.batching.tokens", "data.batching.length_window_steps"),
     *("data.max_length", "data.over_length", "data.no_target", "data.chat_template", "data.system_prompt"),
     *("model.tokenizer", "model.tokenizer.name", "model.tokenizer.train", "model.tokenizer.train.vocabulary_size"),
 )
@@ -47,7 +52,11 @@ FREE = (
     "model.gradient_checkpointing",  # computes the same values twice
     "model.cache_folder",
     *("data.cache_folder", "data.prepare_workers", "data.num_workers", "data.pin_memory"),
-    *("data.persistent_workers", "data.prefetch_factor"),
+    *("data.persistent_workers", "data.prefetch_factor", "data.train.stream.num_ahead"),
+    *("data.train.follow_links", "data.validation.follow_links", "data.validation.template"),
+    "data.batching.padding_free",  # the same samples, laid out otherwise
+    *("data.audit.max_truncated_rows", "data.audit.max_dropped_rows", "data.audit.max_lost_targets"),
+    *("data.audit.max_duplicate_samples", "data.audit.max_unknown_tokens"),
     "train.microbatch_size",  # cuts the same batch into other pieces
     "train.optimizer.fused",  # one kernel for the same update
     *("train.nonfinite.action", "train.nonfinite.max_skips"),  # about steps from which nothing can be learnt
@@ -88,8 +97,13 @@ def _flat(section: Section, *, prefix: str = "") -> Iterator[tuple[str, str]]:
     for name, field in type(section).model_fields.items():
         key, value = joined(prefix, name), getattr(section, name)
         if not isinstance(value, Section):
-            yield key, json.dumps(value, sort_keys=True, ensure_ascii=False)
+            yield key, json.dumps(value, sort_keys=True, ensure_ascii=False, default=_plain)
             continue
         if field.annotation is not type(value):
             yield key, "written"
         yield from _flat(value, prefix=key)
+
+
+def _plain(section: Section) -> dict[str, Any]:
+    """Return a section of a list as what JSON can hold."""
+    return section.model_dump()

@@ -26,6 +26,11 @@ def draft(kind: type[S], values: Mapping[str, Any], *, broken: Collection[str], 
         inner = next(_sections(field.annotation), None)
         if isinstance(value, dict) and inner is not None:
             made[name] = draft(inner, value, broken=broken, prefix=key)
+        elif isinstance(value, list) and inner is not None and all(isinstance(each, dict) for each in value):
+            places = [joined(key, number) for number in range(len(value))]
+            made[name] = tuple(
+                draft(inner, each, broken=broken, prefix=place) for each, place in zip(value, places, strict=True)
+            )
         elif not any(other.startswith(f"{key}.") for other in broken):
             made[name] = tuple(value) if isinstance(value, list) else value
     section = cast(S, kind.model_construct(_fields_set=set(values) & set(made), **made))

@@ -23,6 +23,8 @@ def with_absolute_paths(section: S, folder: pathlib.Path) -> S:
     for name, value in section.__dict__.items():
         if isinstance(value, Section):
             inner: Any = with_absolute_paths(value, folder)
+        elif isinstance(value, tuple) and any(isinstance(each, Section) for each in value):
+            inner = tuple(with_absolute_paths(each, folder) for each in value)
         else:
             inner = _resolved(value, type(section).model_fields[name], folder=folder)
         if inner is not value:

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterator
 
-from finetune.config.schema import Node, all_keys, branches, describe, keys_of, meaning, run_schema
+from finetune.config.schema import Node, all_keys, branches, describe, items_of, keys_of, meaning, run_schema
 
 INTRODUCTION = """# Every key of a job file
 
@@ -32,14 +32,16 @@ def json_schema() -> str:
 
 def _sections() -> Iterator[str]:
     for key, node in all_keys():
-        keys = keys_of(node)
+        keys, title = keys_of(node), key
+        if not keys:
+            keys, title = items_of(node), f"{key}.N"
         if not keys:
             continue
         required = {name for branch in branches(node) for name in branch.get("required", ())}
-        yield f"{'#' * (key.count('.') + 2)} `{key}`\n\n{meaning(node)}\n"
+        yield f"{'#' * (key.count('.') + 2)} `{title}`\n\n{meaning(node)}\n"
         yield "| key | value | default | meaning |\n|---|---|---|---|"
         for name, inner in keys.items():
-            yield _row(f"{key}.{name}", inner, is_required=name in required)
+            yield _row(f"{title}.{name}", inner, is_required=name in required)
         yield ""
 
 

@@ -42,6 +42,11 @@ def keys_of(node: Node) -> dict[str, Node]:
     return {name: inner for branch in branches(node) for name, inner in branch.get("properties", {}).items()}
 
 
+def items_of(node: Node) -> dict[str, Node]:
+    """Return the keys of the sections that a list holds, by name; empty where it holds none."""
+    return {name: inner for each in branches(node) if "items" in each for name, inner in keys_of(each["items"]).items()}
+
+
 def all_keys(node: Node | None = None, *, prefix: str = "") -> Iterator[tuple[str, Node]]:
     """Yield every dotted key with its schema, a section before what is in it."""
     for name, inner in keys_of(run_schema() if node is None else node).items():
@@ -94,7 +99,9 @@ def _describe_one(node: Node) -> str:
 
 
 def _describe_list(node: Node) -> str:
-    items: Node = node.get("items", {})
+    items: Node = next(iter(branches(node["items"]))) if "items" in node else {}
+    if "properties" in items:
+        return "a list of sections"
     plural = {"string": "texts", "number": "numbers", "integer": "whole numbers"}.get(items.get("type", ""), "values")
     count = f"{node['minItems']} " if "minItems" in node else ""
     return f"a list of {count}{plural}{_bounds(items)}"

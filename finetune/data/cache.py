@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from finetune.config.sections.data import DataSection, SourceSection
-from finetune.data.chunks import Chunk, Recipe, encode_chunks
+from finetune.data.chunks import Chunk, Encode, Recipe, encode_chunks
 from finetune.data.counts import refuse
-from finetune.data.features import Features
-from finetune.data.rows import Row
 from finetune.data.sources import Source
 from finetune.data.store import FORMAT_VERSION, Identity, PreparedSet, write_set
+from finetune.data.workers import num_prepare_workers
 from finetune.errors import DataError
 from finetune.runtime.files import make_once
 
@@ -24,7 +23,7 @@ _ROWS_BETWEEN_WORDS = 100_000
 
 def prepare_set(
     source: SourceSection,
-    encode: Callable[[Row], Features | None],
+    encode: Encode,
     *,
     section: DataSection,
     identity: Mapping[str, str],
@@ -43,7 +42,7 @@ def prepare_set(
     recipe = Recipe(opened.format, encode, section.max_length, section.over_length)
 
     def build(staging: Path) -> None:
-        chunks = encode_chunks(opened.rows(), recipe, num_workers=section.prepare_workers)
+        chunks = encode_chunks(opened.rows(), recipe, num_workers=num_prepare_workers(section))
         refuse(write_set(staging, _narrated(chunks, key=key, say=say), made_of), section, key=key)
 
     try:
@@ -68,9 +67,7 @@ def cache_folder(section: DataSection) -> Path:
     return Path(section.cache_folder or "~/.cache/finetune").expanduser()
 
 
-def _identify(
-    source: Source, encode: Callable[[Row], Features | None], *, section: DataSection, identity: Mapping[str, str]
-) -> Identity:
+def _identify(source: Source, encode: Encode, *, section: DataSection, identity: Mapping[str, str]) -> Identity:
     parts: dict[str, Any] = {
         "code_version": [CODE_VERSION, FORMAT_VERSION],
         "content": source.digest(),

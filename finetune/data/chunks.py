@@ -12,7 +12,7 @@ from typing import Literal
 import numpy as np
 
 from finetune.data.counts import Counts, total
-from finetune.data.features import Features
+from finetune.data.features import Features, Outcome
 from finetune.data.formats import RowFormat
 from finetune.data.rows import RawRow, Row
 from finetune.errors import DataError
@@ -20,14 +20,18 @@ from finetune.errors import DataError
 ROWS_PER_CHUNK = 512
 
 
+Encode = Callable[[Sequence[Row]], Sequence[Outcome]]
+"""From rows to what becomes of each, in their order."""
+
+
 @dataclass(frozen=True)
 class Recipe:
     """How a raw row becomes a sample."""
 
     format: RowFormat
-    encode: Callable[[Row], Features | None]
+    encode: Encode
     max_length: int
-    over_length: Literal["refuse", "drop", "truncate"]
+    over_length: Literal["refuse", "drop", "truncate", "split"]
 
 
 @dataclass(frozen=True)
@@ -64,7 +68,8 @@ def encode_chunks(rows: Iterator[RawRow], recipe: Recipe, *, num_workers: int) -
 
 def encode_chunk(recipe: Recipe, raws: Sequence[RawRow]) -> Chunk:
     """Return the samples of the rows; raises DataError naming the row that cannot be encoded."""
-    outcomes = [_encode_row(recipe, raw) for raw in raws]
+    encoded = recipe.encode([recipe.format.read(raw) for raw in raws])
+    outcomes = [_cut_to_length(recipe, raw, outcome) for raw, outcome in zip(raws, encoded, strict=True)]
     samples = [features for features, _ in outcomes if features is not None]
     names = samples[0].arrays.keys() if samples else ()
     return Chunk(
@@ -75,12 +80,9 @@ def encode_chunk(recipe: Recipe, raws: Sequence[RawRow]) -> Chunk:
     )
 
 
-def _encode_row(recipe: Recipe, raw: RawRow) -> tuple[Features | None, Counts]:
-    row = recipe.format.read(raw)
-    try:
-        features = recipe.encode(row)
-    except DataError as error:
-        raise DataError(f"{raw.place}: {error}") from error
+def _cut_to_length(recipe: Recipe, raw: RawRow, features: Outcome) -> tuple[Features | None, Counts]:
+    if isinstance(features, DataError):
+        raise DataError(f"{raw.place}: {features}") from features
     if features is None:
         return None, Counts(rows=1, rows_without_target=1, first_without_target=raw.place)
     length = Counts(rows=1, longest=features.length, longest_place=raw.place)

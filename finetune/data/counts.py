@@ -20,6 +20,11 @@ class Counts:
     truncated_targets: int = 0  # of those
     long_rows: int = 0  # longer than max_length, neither kept nor cut
     rows_without_target: int = 0
+    dropped_tokens: int = 0  # of long rows
+    dropped_targets: int = 0  # of those
+    split_rows: int = 0  # made into several windows
+    empty_rows: int = 0  # among those without a target: no token at all
+    unknown_tokens: int = 0  # that stand for text unknown to the tokenizer
     longest: int = 0  # tokens of the longest row, before any cut
     longest_place: str = ""
     first_without_target: str = ""

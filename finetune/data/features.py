@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from finetune.errors import DataError
+
 
 @dataclass(frozen=True)
 class Features:
@@ -27,3 +29,7 @@ class Features:
         """Return the number of positions that count in the loss; a sample without `is_target` is one target itself."""
         is_target = self.arrays.get("is_target")
         return 1 if is_target is None else int(is_target.sum())
+
+
+Outcome = Features | DataError | None
+"""What becomes of a row: features, the reason why it cannot be encoded, or None where nothing is to be learnt."""

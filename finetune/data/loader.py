@@ -12,6 +12,7 @@ from finetune.data.batch import Batch
 from finetune.data.features import Features
 from finetune.data.order import Order
 from finetune.data.store import PreparedSet
+from finetune.data.workers import loader_settings
 from finetune.runtime.signals import leave_signals_to_parent
 
 Collate = Callable[[Sequence[Features]], Batch]
@@ -45,8 +46,8 @@ class TrainSampler(Sampler[list[int]]):
     def __iter__(self) -> Iterator[list[int]]:
         for step in self._steps:
             start = step * self._global_batch_size
-            samples = self._order.samples(start, start + self._global_batch_size).tolist()
-            yield from _cut(samples, self._microbatch_size)
+            for samples in self._order.cut(start, start + self._global_batch_size, self._microbatch_size):
+                yield samples.tolist()
 
 
 class EvaluationSampler(Sampler[list[int]]):
@@ -125,14 +126,15 @@ class _CollateOrFill:
 def _loader(
     prepared: PreparedSet, sampler: Sampler[list[int]], collate: Collate, *, section: DataSection
 ) -> DataLoader[Any]:
+    settings = loader_settings(section)
     return DataLoader(
         prepared,
         batch_sampler=sampler,
         collate_fn=collate,
-        num_workers=section.num_workers,
-        pin_memory=section.pin_memory,
-        persistent_workers=section.persistent_workers,
-        prefetch_factor=section.prefetch_factor,
+        num_workers=settings.num_workers,
+        pin_memory=settings.pin_memory,
+        persistent_workers=settings.persistent_workers,
+        prefetch_factor=settings.prefetch_factor,
         worker_init_fn=leave_signals_to_parent,
         generator=torch.Generator().manual_seed(0),  # its workers' seeds would else be drawn from the global generator
     )

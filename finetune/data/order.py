@@ -3,19 +3,44 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Protocol
 
 import numpy as np
 
 from finetune.runtime.seeds import derive
 
 
+class Order(Protocol):
+    """An endless sequence of positions, each of which holds one or more samples; a pure function of the position."""
+
+    @property
+    def num_positions(self) -> int | None:
+        """Return the positions of one epoch; None where nobody knows, as in a stream."""
+
+    def samples(self, start: int, stop: int) -> np.ndarray:
+        """Return the ids (int64) of all samples at positions [start, stop), position after position."""
+
+    def cut(self, start: int, stop: int, size: int) -> Iterator[np.ndarray]:
+        """Yield the same in pieces of `size` positions each: what the microbatches hold."""
+
+
 @dataclass(frozen=True)
-class Order:
+class SetOrder:
     """An endless sequence of sample ids, epoch after epoch, each of which holds every sample once."""
 
     seed: int
     num_samples: int
     shuffle: bool = True
+
+    @property
+    def num_positions(self) -> int:
+        """Return the number of samples: each is one position."""
+        return self.num_samples
+
+    def cut(self, start: int, stop: int, size: int) -> Iterator[np.ndarray]:
+        """Yield the samples at positions [start, stop), `size` at a time."""
+        samples = self.samples(start, stop)
+        return (samples[first : first + size] for first in range(0, len(samples), size))
 
     def samples(self, start: int, stop: int) -> np.ndarray:
         """Return the sample ids at positions [start, stop), which may lie in several epochs."""
@@ -32,7 +57,7 @@ class Order:
         return _permutation(self.seed, self.num_samples, epoch) if self.shuffle else _sequence(self.num_samples)
 
 
-def steps_for_tokens(lengths: np.ndarray, order: Order, *, global_batch_size: int, tokens: int) -> int:
+def steps_for_tokens(lengths: np.ndarray, order: SetOrder, *, global_batch_size: int, tokens: int) -> int:
     """Return the fewest optimizer steps, from the first, whose samples have at least so many tokens (>= 1) together."""
     whole_epochs, rest = divmod(tokens - 1, int(lengths.sum()))
     start = whole_epochs * order.num_samples

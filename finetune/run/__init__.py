@@ -80,7 +80,7 @@ def launched_strategy(loaded: LoadedConfig) -> Strategy:
         microbatch_size=config.train.microbatch_size,
         max_gradient_norm=config.train.max_gradient_norm,
         optimizer=config.train.optimizer.name,
-        pins_memory=config.data.pin_memory,
+        pins_memory=config.data.pin_memory is True,
         has_two_dtypes=config.model.lora is not None and config.model.dtype != "float32",
     )
     return choose_strategy(environment, job)

@@ -8,7 +8,7 @@ from finetune.config.run_config import RunConfig
 from finetune.data.cache import cache_folder, prepare_set
 from finetune.data.chat import set_chat_template
 from finetune.data.encode import tokenizer_identity
-from finetune.data.order import Order, steps_for_tokens
+from finetune.data.order import SetOrder, steps_for_tokens
 from finetune.data.sources import texts
 from finetune.data.store import PreparedSet
 from finetune.model.tokenizer import load_tokenizer
@@ -28,7 +28,7 @@ class Lessons:
     task: Task
     train_set: PreparedSet
     validation_set: PreparedSet | None
-    order: Order
+    order: SetOrder
     answer_metrics: dict[str, Metric]
 
 
@@ -48,7 +48,7 @@ def make_lessons(config: RunConfig, say: Announcer) -> Lessons:
     prepare = partial(prepare_set, encode=task.encode, section=data, identity=tokenizer_identity(tokenizer), say=say)
     train_set = prepare(data.train)
     validation_set = prepare(data.validation) if data.validation else None
-    order = Order(seed=config.run.seed, num_samples=len(train_set), shuffle=data.shuffle)
+    order = SetOrder(seed=config.run.seed, num_samples=len(train_set), shuffle=data.shuffle)
     return Lessons(tokenizer, task, train_set, validation_set, order, answer_metrics)
 
 

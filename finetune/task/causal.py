@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from finetune.config.sections.data import DataSection
 from finetune.data.batch import IGNORED, Batch
-from finetune.data.features import Features
+from finetune.data.features import Features, Outcome
 from finetune.errors import DataError
 from finetune.task.losses import cross_entropy_sum
 from finetune.task.metrics import token_metrics, token_sums
@@ -28,8 +28,18 @@ class CausalTask(ABC):
         self.data = data
         self.pad_id = pad_id(tokenizer)
 
+    def encode(self, rows: Sequence[Row]) -> Sequence[Outcome]:
+        """Return each row as `input_ids` and `is_target`, None where nothing is to be learnt, or what is wrong."""
+        return [self._outcome(row) for row in rows]
+
+    def _outcome(self, row: Row) -> Outcome:
+        try:
+            return self.encode_row(row)
+        except DataError as error:
+            return error
+
     @abstractmethod
-    def encode(self, row: Row) -> Features | None:
+    def encode_row(self, row: Row) -> Features | None:
         """Return the row as `input_ids` and `is_target`, or None where there is nothing to learn from."""
 
     def collate(self, features: Sequence[Features]) -> Batch:

@@ -10,7 +10,7 @@ from finetune.task.protocol import Row
 class PretrainTask(CausalTask):
     """Predict every token of the text but the first, end-of-sequence included."""
 
-    def encode(self, row: Row) -> Features | None:
+    def encode_row(self, row: Row) -> Features | None:
         """Return the text's tokens, or None when it is empty."""
         if "text" not in row:
             raise DataError(

@@ -7,7 +7,7 @@ from typing import Any, Literal, Protocol
 from torch import Tensor, nn
 
 from finetune.data.batch import Batch
-from finetune.data.features import Features
+from finetune.data.features import Features, Outcome
 
 ModelHead = Literal["causal_lm"]
 """Which head the model gets; the model wing maps it to an Auto class of transformers."""
@@ -29,8 +29,11 @@ class Task(Protocol):
 
     head: ModelHead
 
-    def encode(self, row: Row) -> Features | None:
-        """Return the row as features, or None where there is nothing to learn from (counted, never silent)."""
+    def encode(self, rows: Sequence[Row]) -> Sequence[Outcome]:
+        """Return what becomes of each row: features, None where there is nothing to learn from, or what is wrong.
+
+        Never raises for a row: whoever calls knows where it stands, and tells.
+        """
 
     def collate(self, features: Sequence[Features]) -> Batch:
         """Return the samples padded and stacked as one microbatch."""

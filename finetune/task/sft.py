@@ -19,7 +19,7 @@ class SftTask(CausalTask):
         require_chat_template(tokenizer)
         super().__init__(tokenizer, data)
 
-    def encode(self, row: Row) -> Features | None:
+    def encode_row(self, row: Row) -> Features | None:
         """Return the rendered conversation, or None when the assistant has no turn in it."""
         if "messages" not in row:
             raise DataError(

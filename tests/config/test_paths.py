@@ -4,7 +4,7 @@ import pytest
 
 from finetune.config.paths import absolute, is_url, stage_of, with_absolute_paths
 from finetune.config.sections.checkpoint import CheckpointSection
-from finetune.config.sections.data import DataSection, SourceSection
+from finetune.config.sections.data import DataSection, TrainingSourceSection
 from finetune.config.sections.model import ModelSection, TokenizerSection
 from finetune.config.sections.run import RunSection
 
@@ -33,7 +33,7 @@ def test_a_name_stays_a_name_and_a_marked_path_becomes_absolute():
 
 
 def test_paths_are_found_in_sections_within_sections():
-    data = DataSection(train=SourceSection(path="a.jsonl"), max_length=8, chat_template="chatml")
+    data = DataSection(train=TrainingSourceSection(path="a.jsonl"), max_length=8, chat_template="chatml")
     resolved = with_absolute_paths(data, FOLDER)
     assert resolved.train.path == "/jobs/mine/a.jsonl"
     assert resolved.chat_template == "chatml"

@@ -9,7 +9,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from finetune.config.sections.data import DataSection, SourceSection
+from finetune.config.sections.data import DataSection, TrainingSourceSection
 from finetune.data.chat import set_chat_template
 
 SAID = [
@@ -49,13 +49,13 @@ def tokenizer(make_tokenizer: Callable[..., PreTrainedTokenizerFast]) -> PreTrai
 
 
 @pytest.fixture
-def write_rows(tmp_path: Path) -> Callable[..., SourceSection]:
+def write_rows(tmp_path: Path) -> Callable[..., TrainingSourceSection]:
     """Return a function that writes rows as JSON lines and returns them as a source."""
 
-    def write(rows: Sequence[Any], name: str = "rows.jsonl", **keys: Any) -> SourceSection:
+    def write(rows: Sequence[Any], name: str = "rows.jsonl", **keys: Any) -> TrainingSourceSection:
         path = tmp_path / name
         path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-        return SourceSection(path=str(path), **keys)
+        return TrainingSourceSection(path=str(path), **keys)
 
     return write
 
@@ -64,7 +64,7 @@ def write_rows(tmp_path: Path) -> Callable[..., SourceSection]:
 def make_section(tmp_path: Path) -> Callable[..., DataSection]:
     """Return a function that makes a data section with a cache of its own."""
 
-    def make(source: SourceSection, **keys: Any) -> DataSection:
+    def make(source: TrainingSourceSection, **keys: Any) -> DataSection:
         return DataSection(**{"train": source, "max_length": 64, "cache_folder": str(tmp_path / "cache"), **keys})
 
     return make

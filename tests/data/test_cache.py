@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from finetune.config.sections.data import DataSection, SourceSection
+from finetune.config.sections.data import DataSection, TrainingSourceSection, ValidationSourceSection
 from finetune.data import chunks
 from finetune.data.cache import prepare_set
 from finetune.errors import DataError
@@ -35,9 +35,9 @@ class Prepare:
         section = self.make_section(written, **keys)
         return prepare_set(written, self.encode, section=section, identity=identity, say=self.said.append)
 
-    def encode(self, row):
-        self.encoded += 1
-        return encode_bytes(row)
+    def encode(self, rows):
+        self.encoded += len(rows)
+        return encode_bytes(rows)
 
 
 @pytest.fixture
@@ -155,7 +155,8 @@ def test_a_row_that_cannot_be_encoded_is_named(prepare):
 
 def test_the_validation_source_is_named_as_such(write_rows, make_section):
     train, validation = write_rows([{"text": "a>b"}]), write_rows([], name="none.jsonl")
-    section = make_section(train, validation=validation)
+    section = make_section(train, validation=ValidationSourceSection(path=validation.path))
+    validation = section.validation
     with pytest.raises(DataError, match=r"data\.validation: .*none\.jsonl has no rows"):
         prepare_set(validation, encode_bytes, section=section, identity=IDENTITY, say=lambda _: None)
 
@@ -217,12 +218,12 @@ def test_a_folder_that_cannot_be_written_is_named(prepare, tmp_path):
 
 
 def _prepare_in_a_process(path, cache, log, barrier, done):
-    def encode(row):
+    def encode(rows):
         with Path(log).open("a") as file:
-            file.write("encoded\n")
-        return encode_bytes(row)
+            file.write("encoded\n" * len(rows))
+        return encode_bytes(rows)
 
-    source = SourceSection(path=path)
+    source = TrainingSourceSection(path=path)
     section = DataSection(train=source, max_length=64, cache_folder=cache)
     barrier.wait()
     prepared = prepare_set(source, encode, section=section, identity=IDENTITY, say=lambda _: None)

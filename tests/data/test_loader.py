@@ -13,10 +13,14 @@ from finetune.data.batch import Batch
 from finetune.data.cache import prepare_set
 from finetune.data.features import Features
 from finetune.data.loader import EvaluationSampler, TrainSampler, evaluation_loader, groups, train_loader
-from finetune.data.order import Order
+from finetune.data.order import SetOrder
 
 
-def encode(row):
+def encode(rows):
+    return [encode_row(row) for row in rows]
+
+
+def encode_row(row):
     ids = np.frombuffer(row["text"].encode(), dtype=np.uint8).astype(np.uint32)
     return Features({"input_ids": ids, "is_target": np.ones(len(ids), bool)})
 
@@ -58,7 +62,7 @@ def per_step(sampler, *, world, num_batches):
 
 def make_sampler(first_step=0, microbatch_size=2):
     return TrainSampler(
-        Order(seed=7, num_samples=30),
+        SetOrder(seed=7, num_samples=30),
         global_batch_size=8,
         microbatch_size=microbatch_size,
         first_step=first_step,
@@ -68,7 +72,7 @@ def make_sampler(first_step=0, microbatch_size=2):
 
 @pytest.mark.parametrize(("world", "microbatch_size"), [(1, 8), (1, 2), (2, 2), (2, 4), (4, 2), (4, 1), (8, 1)])
 def test_a_step_has_the_same_samples_at_any_world_size(world, microbatch_size):
-    expected = [sorted(Order(seed=7, num_samples=30).samples(s * 8, s * 8 + 8).tolist()) for s in range(9)]
+    expected = [sorted(SetOrder(seed=7, num_samples=30).samples(s * 8, s * 8 + 8).tolist()) for s in range(9)]
     sampler = make_sampler(microbatch_size=microbatch_size)
     assert len(sampler) == 9 * 8 // microbatch_size
     assert per_step(sampler, world=world, num_batches=8 // microbatch_size // world) == expected
@@ -98,7 +102,7 @@ def test_evaluation_sees_each_row_once_and_every_rank_equally_many_batches(num_s
 @pytest.mark.parametrize("keys", [{}, {"num_workers": 2, "persistent_workers": True, "prefetch_factor": 3}])
 def test_the_train_loader_gives_the_order(prepared_and_section, keys):
     prepared, section = prepared_and_section
-    order = Order(seed=7, num_samples=len(prepared))
+    order = SetOrder(seed=7, num_samples=len(prepared))
     loader = train_loader(
         prepared,
         Collate(),
@@ -151,7 +155,7 @@ def fresh_accelerate():
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_what_accelerate_prepares_holds_the_step_between_the_ranks(prepared_and_section, fresh_accelerate, world):
     prepared, section = prepared_and_section
-    order = Order(seed=7, num_samples=len(prepared))
+    order = SetOrder(seed=7, num_samples=len(prepared))
     sizes = {"global_batch_size": 4, "microbatch_size": 1, "first_step": 2, "num_steps": 5}
     device = torch.device("cpu")
     shares = []

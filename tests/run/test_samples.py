@@ -7,7 +7,7 @@ import torch
 
 from finetune.data.batch import Batch
 from finetune.data.consumed import digest_of
-from finetune.data.order import Order
+from finetune.data.order import SetOrder
 from finetune.errors import CheckpointError
 from finetune.run.samples import read_samples, recorded, refuse_other_samples
 from finetune.runtime.progress import Progress
@@ -36,13 +36,13 @@ def test_a_step_that_is_handed_out_again_stands_once_in_the_record(tmp_path):
 
 
 def test_a_checkpoint_that_has_seen_other_rows_is_refused():
-    order = Order(seed=1, num_samples=10)
+    order = SetOrder(seed=1, num_samples=10)
     progress = Progress(step=4, samples_sha256=digest_of(order, 4, global_batch_size=4))
     path = Path("runs/a/checkpoints/step-000004")
     refuse_other_samples(path, progress, order=order, global_batch_size=4)
     with pytest.raises(CheckpointError, match=r"step-000004 has consumed other samples in its 4 steps"):
-        refuse_other_samples(path, progress, order=Order(seed=2, num_samples=10), global_batch_size=4)
+        refuse_other_samples(path, progress, order=SetOrder(seed=2, num_samples=10), global_batch_size=4)
 
 
 def test_before_the_first_step_there_is_nothing_to_compare():
-    refuse_other_samples(Path("a"), Progress(), order=Order(seed=1, num_samples=10), global_batch_size=4)
+    refuse_other_samples(Path("a"), Progress(), order=SetOrder(seed=1, num_samples=10), global_batch_size=4)

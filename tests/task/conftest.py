@@ -5,7 +5,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from finetune.config.sections.data import DataSection, SourceSection
+from finetune.config.sections.data import DataSection, TrainingSourceSection
 from finetune.data.chat import set_chat_template
 
 VOCABULARY_SIZE = 320
@@ -55,4 +55,4 @@ def model(request):
 
 @pytest.fixture(scope="session")
 def data():
-    return DataSection(train=SourceSection(path="/nowhere/rows.jsonl"), max_length=64)
+    return DataSection(train=TrainingSourceSection(path="/nowhere/rows.jsonl"), max_length=64)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from finetune.config.sections.data import DataSection, SourceSection
+from finetune.config.sections.data import DataSection, TrainingSourceSection
 from finetune.config.sections.task import TaskSection
 from finetune.data.batch import IGNORED
 from finetune.data.cache import prepare_set
@@ -85,7 +85,7 @@ def test_metric_sums_add_up_to_the_metrics_of_the_whole(sft, model):
 
 
 def test_a_prompt_is_everything_before_the_last_answer(sft, tokenizer):
-    encoded = sft.encode(conversation("What is two?", "Two.", "And four?", "Two and two is four."))
+    encoded = sft.encode_row(conversation("What is two?", "Two.", "And four?", "Two and two is four."))
     prompt = sft.prompt(encoded)
     asked = tokenizer.decode(prompt.input_ids)
     assert asked.endswith("Two.<|im_end|>\n<|im_start|>user\nAnd four?<|im_end|>\n<|im_start|>assistant\n")
@@ -94,21 +94,21 @@ def test_a_prompt_is_everything_before_the_last_answer(sft, tokenizer):
 
 def test_the_system_prompt_leads_the_conversation(tokenizer, data):
     task = SftTask(tokenizer, data.model_copy(update={"system_prompt": "Be brief."}))
-    ids = task.encode(conversation("What?", "Two."))
+    ids = task.encode_row(conversation("What?", "Two."))
     assert tokenizer.decode(ids.arrays["input_ids"].tolist()).startswith("<|im_start|>system\nBe brief.<|im_end|>")
 
 
 def test_a_text_is_learnt_and_asks_nothing(pretrain):
-    encoded = pretrain.encode({"text": "Two and two is four."})
+    encoded = pretrain.encode_row({"text": "Two and two is four."})
     assert encoded.num_targets == encoded.length - 1
     assert pretrain.prompt(encoded) is None
 
 
 def test_each_task_refuses_the_others_rows_with_a_remedy(sft, pretrain):
     with pytest.raises(DataError, match="Use task `pretrain`"):
-        sft.encode({"text": "Two"})
+        sft.encode_row({"text": "Two"})
     with pytest.raises(DataError, match="Use task `sft`"):
-        pretrain.encode(conversation("What?", "Two."))
+        pretrain.encode_row(conversation("What?", "Two."))
 
 
 def test_sft_without_a_chat_template_is_refused_at_once(tokenizer, data, monkeypatch):
@@ -126,7 +126,7 @@ def test_padding_falls_back_to_end_of_sequence(tokenizer):
 def test_gsm8k_is_learnt_from_its_answers(tokenizer, tmp_path):
     if not GSM8K.is_file():
         pytest.skip(f"{GSM8K} is not here")
-    source = SourceSection(path=str(GSM8K), columns={"prompt": "question", "completion": "answer"}, take=40)
+    source = TrainingSourceSection(path=str(GSM8K), columns={"prompt": "question", "completion": "answer"}, take=40)
     section = DataSection(train=source, max_length=2048, cache_folder=str(tmp_path))
     task = SftTask(tokenizer, section)
     said = []

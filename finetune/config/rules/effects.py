@@ -52,7 +52,7 @@ def _skips(config: RunConfig) -> bool:
 
 
 def _has_workers(config: RunConfig) -> bool:
-    return config.data.num_workers > 0
+    return config.data.num_workers != 0
 
 
 def _is_hub_source(config: RunConfig, *, name: str) -> bool:

@@ -1,61 +1,161 @@
 """`data:` - which rows are learnt from, how they become tokens, and how they are loaded."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from finetune.config.section import Count, NameOrPath, Path, Positive, Section, key
+from finetune.config.section import Count, Fraction, NameOrPath, Path, Positive, Section, key
 
-Format = Literal["messages", "prompt_completion", "instruction", "text"]
+Format = Literal["messages", "conversations", "prompt_completion", "instruction", "preference", "labelled", "text"]
+
+MixedSources = Annotated[tuple["MixedSourceSection", ...], Field(strict=False)]
+Auto = Literal["auto"]
 
 
 class SourceSection(Section):
-    """One source of rows: a local file or a hub dataset."""
+    """One source of rows: local files, files in object storage, or a hub dataset."""
 
     path: Path | None = key(
-        "Local `.jsonl`, `.json`, `.csv` or `.parquet` file (or a glob of them). Exactly one of `path` and `name`.",
+        "Rows in a file, a folder, a glob or a URL (`s3://`, `gs://`, `hf://`): `.jsonl`, `.json`, `.csv`, `.tsv`, "
+        "`.parquet`, `.arrow` or `.txt`, the texts also with `.gz` or `.zst`. Exactly one of `path` and `name`.",
         None,
     )
     name: str | None = key("Hub dataset name.", None)
     config: str | None = key("Configuration of the hub dataset.", None)
     revision: str | None = key("Branch, tag or commit of the hub dataset.", None)
-    split: str = key("Split of the hub dataset.", "train")
+    split: str = key("Split of the hub dataset, or a slice of it: `train[:10%]`.", "train")
     format: Format | None = key(
-        "`messages` (role/content turns), `prompt_completion`, `instruction` (instruction/input/output) or `text`. "
+        "`messages` (role/content turns), `conversations` (from/value turns), `prompt_completion`, `instruction` "
+        "(instruction/input/output), `preference` (prompt/chosen/rejected), `labelled` (text/label) or `text`. "
         "Unset, the columns decide, and the choice is printed.",
         None,
     )
     columns: dict[str, str] = key(
         "From the format's column name to yours: `{prompt: question, completion: answer}`.", {}
     )
+    template: dict[str, Any] = key(
+        "From the format's column name to a Jinja text over your columns: `{prompt: 'Q: {{ question }}'}`. "
+        "A column of turns takes a list of `{role, content}` of such texts, or one text that gives JSON.",
+        {},
+    )
+    follow_links: bool = key("Also read files of a folder or glob that are links to somewhere outside of it.", False)
     skip: Count = key("Leave out this many rows at the start.", 0)
     take: Positive | None = key("Use at most this many rows after `skip`.", None)
+
+
+class StreamSection(Section):
+    """Rows are prepared window after window while the model trains, for data that the disk cannot hold."""
+
+    window_rows: Positive = key(
+        "Rows that are prepared, shuffled and packed together: the only shuffle beside that of the files' order.",
+        10_000,
+    )
+    num_ahead: Positive = key("Windows that are prepared ahead of the one in use.", 2)
+
+
+class TrainedSourceSection(SourceSection):
+    """A source of rows to learn from, prepared as a whole or as a stream."""
+
+    stream: StreamSection | None = key("Prepare the rows window after window instead of all before training.", None)
+
+
+class MixedSourceSection(TrainedSourceSection):
+    """One source of a mix. Exactly one of `weight`, `rows`, `epochs`, the same one in all sources of the mix."""
+
+    weight: float | None = key("Share of this source in the mix, relative to the other weights.", None, gt=0.0)
+    rows: Positive | None = key("Samples of this source in each pass over the mix.", None)
+    epochs: float | None = key("Passes over this source in each pass over the mix.", None, gt=0.0)
+
+
+class TrainingSourceSection(TrainedSourceSection):
+    """The rows to learn from: one source, or a mix of several."""
+
+    mix: MixedSources = key("Several sources in one order, in place of `path` and `name`.", ())
+    until: Literal["first", "all"] = key(
+        "With weights, what a pass over the mix is: until the first source is used up, or until all are.", "first"
+    )
+
+
+class ValidationSourceSection(SourceSection):
+    """The rows to evaluate on: a source of their own, or a part of the training rows."""
+
+    fraction: float | None = key("Take this share of the training rows, drawn from `run.seed`.", None, gt=0.0, lt=1.0)
+    hash_fraction: float | None = key(
+        "Take this share of the training rows by a hash of their content: a row stays where it is whatever is added.",
+        None,
+        gt=0.0,
+        lt=1.0,
+    )
+    exclude_from_train: bool = key("Leave out training rows that are among these, too.", False)
+
+
+class BatchingSection(Section):
+    """What stands at one position of the order, and how samples share a forward pass."""
+
+    by: Literal["samples", "packs", "tokens"] = key(
+        "`samples`: one sample is one position. `packs`: samples are packed to at most `tokens`, best fit first. "
+        "`tokens`: samples of similar length whose padded batch has at most `tokens`. `train.global_batch_size` and "
+        "`train.microbatch_size` count positions.",
+        "samples",
+    )
+    tokens: Positive | None = key("Budget of a pack or a batch by tokens; unset, `data.max_length`.", None)
+    padding_free: bool = key(
+        "Lay the samples of a forward pass end to end instead of padding them; no sample sees another. "
+        "Packs always are.",
+        False,
+    )
+    length_window_steps: Count = key(
+        "Sort by length within this many steps: less padding. 1 alters no step; more makes steps of similar lengths.", 0
+    )
+
+
+class AuditSection(Section):
+    """Shares above which a run stops before it trains."""
+
+    max_truncated_rows: Fraction | None = key("Of the rows, those that were cut or split.", None)
+    max_dropped_rows: Fraction | None = key("Of the rows, those that were left out for whatever reason.", None)
+    max_lost_targets: Fraction | None = key("Of the targets, those that were cut off or left out.", None)
+    max_duplicate_samples: Fraction | None = key("Of the samples, those that equal an earlier one.", None)
+    max_unknown_tokens: Fraction | None = key("Of the tokens, those for text that the tokenizer does not know.", None)
 
 
 class DataSection(Section):
     """Which rows are learnt from, how they become tokens, and how they are loaded."""
 
-    train: SourceSection = key("The rows to learn from.")
-    validation: SourceSection | None = key("The rows to evaluate on.", None)
+    train: TrainingSourceSection = key("The rows to learn from.")
+    validation: ValidationSourceSection | None = key("The rows to evaluate on.", None)
     max_length: int = key(
         "Longest sample in tokens. There is no default: what happens to longer rows is `over_length`.", ge=2
     )
-    over_length: Literal["refuse", "drop", "truncate"] = key(
-        "What happens to a row longer than `max_length`: stop before training, leave it out, or cut its end. "
-        "Always counted and printed.",
+    over_length: Literal["refuse", "drop", "truncate", "split"] = key(
+        "What happens to a row longer than `max_length`: stop before training, leave it out, cut it, or split it into "
+        "windows. Always counted and printed.",
         "refuse",
     )
+    truncate_side: Literal["end", "start"] = key("Where `over_length: truncate` cuts.", "end")
     no_target: Literal["refuse", "drop"] = key("What happens to a row without a single target.", "refuse")
+    train_on: Literal["assistant", "last_assistant", "all", "per_message"] = key(
+        "Which turns are targets: the assistant's, only its last, every turn, or those whose `weight` in the row is 1.",
+        "assistant",
+    )
     chat_template: NameOrPath | None = key(
         "`chatml`, or a Jinja file when it begins with `.`, `/` or `~`. Unset, the tokenizer's own template.", None
     )
     system_prompt: str | None = key("System message for rows that have none.", None)
     shuffle: bool = key("Shuffle anew in every epoch, from `run.seed`.", True)
+    batching: BatchingSection = key("What a step is made of.", BatchingSection())
+    audit: AuditSection = key("Shares above which a run stops before it trains.", AuditSection())
     cache_folder: Path | None = key("Where tokenised rows are kept; unset, `~/.cache/finetune`.", None)
-    prepare_workers: Count = key("Processes that tokenise; 0 tokenises in the main process.", 0)
-    num_workers: Count = key("Processes per rank that load batches; 0 loads in the training process.", 0)
-    pin_memory: bool = key("Page-locked host memory: faster copies to a GPU. An error where there is none.", False)
-    persistent_workers: bool = key("Keep loader processes between passes. Needs `num_workers`.", False)
-    prefetch_factor: Annotated[int, Field(ge=1)] | None = key(
+    prepare_workers: Count | Auto = key(
+        "Processes that tokenise; 0 tokenises in the main process, `auto` uses the machine's cores.", 0
+    )
+    num_workers: Count | Auto = key(
+        "Processes per rank that load batches; 0 loads in the training process, `auto` decides by the machine.", 0
+    )
+    pin_memory: bool | Auto = key(
+        "Page-locked host memory: faster copies to a GPU. `true` is an error where there is none.", False
+    )
+    persistent_workers: bool | Auto = key("Keep loader processes between passes. Needs `num_workers`.", False)
+    prefetch_factor: Annotated[int, Field(ge=1)] | Auto | None = key(
         "Batches each worker keeps ready. Needs `num_workers`.", None
     )
