@@ -1,0 +1,26 @@
+"""What is learnt from: samples and the order in which they are taken. A mix of pools is a pool."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from finetune.data.features import Features
+from finetune.data.order import Order
+
+
+class Samples(Protocol):
+    """Encoded samples by id; small to send to a loader process, since it opens its files anew."""
+
+    def __getitem__(self, sample_id: int) -> Features:
+        """Return the sample of that id."""
+
+    def place(self, sample_id: int) -> str:
+        """Return where its row stands, for a message: `train.jsonl, row 17`."""
+
+
+@dataclass(frozen=True)
+class Pool:
+    """The samples of one source or of several, and their order."""
+
+    samples: Samples
+    order: Order
+    fingerprint: str  # of all that decides what the samples are and at which positions they stand
