@@ -11,7 +11,11 @@ NOTHING = "nothing"
 _LONGEST = 80
 
 CAUSES: Mapping[str, tuple[str, ...]] = {
-    "training data": ("data.train.", "data.max_length", "data.over_length", "data.no_target", "data.system_prompt"),
+    "training data": (
+        *("data.train.", "data.max_length", "data.over_length", "data.truncate_side", "data.no_target"),
+        *("data.system_prompt", "data.train_on", "data.batching."),
+        *("data.validation.fraction", "data.validation.hash_fraction", "data.validation.exclude_from_train"),
+    ),
     "tokenizer": ("model.tokenizer", "data.chat_template"),
 }
 """Settings that may be why a digest differs, by the beginnings of their names."""
