@@ -1,8 +1,43 @@
 """How many processes prepare and load: what `auto` comes to on this machine."""
 
+import json
+import os
 from dataclasses import dataclass
+from typing import Literal
+
+import torch
 
 from finetune.config.sections.data import DataSection
+from finetune.runtime.cores import usable_cores
+
+Cost = Literal["light", "heavy"]
+"""What a sample costs the loader: `light` is a memory-mapped row of tokens, `heavy` decodes, as images do."""
+
+LIGHT_WORKERS, HEAVY_WORKERS = 2, 8
+"""The most loader processes per rank that `auto` starts."""
+
+_ROOMY = 8
+"""Cores per rank from which on a second process for light rows cannot be in anybody's way."""
+
+
+@dataclass(frozen=True)
+class Room:
+    """What this machine gives to the processes of a run."""
+
+    num_cores: int  # that may be used, by all ranks on this machine together
+    local_world: int  # ranks on this machine
+    has_device: bool
+
+    @property
+    def cores_per_rank(self) -> int:
+        """Return the whole cores that each rank may count on; at least 1."""
+        return max(1, self.num_cores // self.local_world)
+
+
+def this_room() -> Room:
+    """Return what there is, by the launcher's environment."""
+    local_world = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return Room(usable_cores(), local_world, has_device=torch.accelerator.is_available())
 
 
 @dataclass(frozen=True)
@@ -15,17 +50,70 @@ class LoaderSettings:
     prefetch_factor: int | None  # None without workers
 
 
-def loader_settings(section: DataSection) -> LoaderSettings:
-    """Return the settings of one rank's loader on this machine."""
-    num_workers = 0 if section.num_workers == "auto" else section.num_workers
+def loader_settings(section: DataSection, *, room: Room | None = None, cost: Cost = "light") -> LoaderSettings:
+    """Return the settings of one rank's loader on this machine; what is written is kept as it is written.
+
+    Only a `num_workers: auto` that comes to 0 takes the effect from what needs workers.
+    """
+    room = room or this_room()
+    num_workers = _num_workers(room, cost) if section.num_workers == "auto" else section.num_workers
+    pins, persists = section.pin_memory, section.persistent_workers
+    prefetched = _prefetched(cost) if section.prefetch_factor == "auto" else section.prefetch_factor
     return LoaderSettings(
         num_workers=num_workers,
-        pin_memory=section.pin_memory is True,
-        persistent_workers=section.persistent_workers is True,
-        prefetch_factor=None if section.prefetch_factor == "auto" else section.prefetch_factor,
+        pin_memory=room.has_device if pins == "auto" else pins,
+        persistent_workers=num_workers > 0 and persists is not False,
+        prefetch_factor=prefetched if num_workers else None,
     )
 
 
-def num_prepare_workers(section: DataSection) -> int:
-    """Return how many processes tokenise."""
-    return 0 if section.prepare_workers == "auto" else section.prepare_workers
+def num_prepare_workers(section: DataSection, *, room: Room | None = None) -> int:
+    """Return how many processes tokenise; one rank of all does it, so `auto` takes every core but one."""
+    if section.prepare_workers != "auto":
+        return section.prepare_workers
+    num_cores = (room or this_room()).num_cores
+    return num_cores - 1 if num_cores > 2 else 0
+
+
+def told(section: DataSection, settings: LoaderSettings, *, room: Room) -> str | None:
+    """Return in a sentence what every `auto` of the loader has come to; None where nothing is `auto`."""
+    written = [name for name in _NAMES if getattr(section, name) == "auto"]
+    if not written:
+        return None
+    device = "a GPU" if room.has_device else "no GPU"
+    here = f"{_count(room.num_cores, 'core')} for {_count(room.local_world, 'rank')}, {device}"
+    values = ", ".join(f"{name}: {json.dumps(getattr(settings, name))}" for name in written)
+    return f"loading: {values} ({here}){_idle(section, settings)}"
+
+
+_NAMES = ("num_workers", "pin_memory", "persistent_workers", "prefetch_factor")
+
+
+def _num_workers(room: Room, cost: Cost) -> int:
+    """Rows of tokens cost less than handing them over, so a process for them pays only beside a busy GPU."""
+    spare = room.cores_per_rank - 1
+    if cost == "heavy":
+        return min(HEAVY_WORKERS, spare)
+    if not room.has_device:
+        return 0
+    return min(spare, LIGHT_WORKERS if room.cores_per_rank >= _ROOMY else 1)
+
+
+def _prefetched(cost: Cost) -> int:
+    return 4 if cost == "heavy" else 2
+
+
+def _idle(section: DataSection, settings: LoaderSettings) -> str:
+    """Return what the user wrote that does nothing because `num_workers: auto` came to 0."""
+    wished = {
+        "persistent_workers": section.persistent_workers is True,
+        "prefetch_factor": isinstance(section.prefetch_factor, int),
+    }
+    idle = [f"`{name}`" for name, is_wished in wished.items() if is_wished]
+    if settings.num_workers or not idle:
+        return ""
+    return f"; without workers {' and '.join(idle)} will do nothing"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"

@@ -41,6 +41,7 @@ class StepTaken(Event):
     epoch: float
     seconds: float
     data_seconds: float  # waited for batches
+    data_share: float  # the same as a share of `seconds`
     memory_bytes: int  # peak of this rank: device memory, or resident memory on CPU
 
 

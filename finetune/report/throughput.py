@@ -15,10 +15,22 @@ class ThroughputMeter:
     def __init__(self, num_steps: int, *, window: int = 50) -> None:
         self._num_steps = num_steps
         self._recent: deque[StepTaken] = deque(maxlen=window)
+        self._waited = self._seconds = 0.0  # since the last log point
 
     def add(self, event: StepTaken) -> None:
         """Take note of a step."""
         self._recent.append(event)
+        self._waited += event.data_seconds
+        self._seconds += event.seconds
+
+    @property
+    def data_share(self) -> float:
+        """Return the share of the time since the last log point that was spent waiting for batches."""
+        return self._waited / self._seconds if self._seconds > 0 else 0.0
+
+    def pass_log_point(self) -> None:
+        """Begin to add up the waiting anew: the share has been logged."""
+        self._waited = self._seconds = 0.0
 
     @property
     def tokens_per_second(self) -> float:

@@ -69,6 +69,7 @@ class TrackersReporter:
                 self._meter.add(event)
                 if Cadence(self._log_every_steps, self._num_steps).due(event.step):
                     self._accelerator.log(step_values(event, meter=self._meter), step=event.step)
+                    self._meter.pass_log_point()
             case Evaluated():
                 self._accelerator.log(
                     {f"evaluation/{name}": value for name, value in event.metrics.items()}, step=event.step
@@ -103,6 +104,7 @@ def step_values(event: StepTaken, *, meter: ThroughputMeter) -> dict[str, float]
         "train/tokens_per_second": meter.tokens_per_second,
         "train/seconds": event.seconds,
         "train/data_seconds": event.data_seconds,
+        "train/data_share": meter.data_share,  # of the time since the last log point
         "train/memory_bytes": event.memory_bytes,
     }
 

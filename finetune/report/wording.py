@@ -19,7 +19,7 @@ from finetune.report.throughput import ThroughputMeter
 from finetune.runtime.amounts import size_text
 
 SLOW_DATA = 0.1
-"""Fraction of a step spent waiting for batches from which on it is shown."""
+"""Share of the time spent waiting for batches from which on it is shown."""
 
 
 @singledispatch
@@ -80,8 +80,7 @@ def step_line(event: StepTaken, *, num_steps: int, meter: ThroughputMeter) -> st
 
 
 def step_facts(event: StepTaken, *, meter: ThroughputMeter) -> str:
-    """Return the numbers of a step; the share of waiting for data only where it is worth a look."""
-    waiting = event.data_seconds / event.seconds if event.seconds > 0 else 0.0
+    """Return the numbers of a step; the share of waiting since the last log point where it is worth a look."""
     facts = [
         f"loss {event.loss:.4f}",
         f"lr {event.learning_rate:.1e}",
@@ -90,8 +89,8 @@ def step_facts(event: StepTaken, *, meter: ThroughputMeter) -> str:
         f"eta {duration(meter.seconds_left)}",
         f"mem {size_text(event.memory_bytes)}",
     ]
-    if waiting >= SLOW_DATA:
-        facts.append(f"waiting for data {waiting:.0%}")
+    if meter.data_share >= SLOW_DATA:
+        facts.append(f"waiting for data {meter.data_share:.0%}")
     return "  ".join(facts)
 
 

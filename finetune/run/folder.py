@@ -1,11 +1,13 @@
 """The run folder: what the run is, written down before its first step."""
 
+from dataclasses import asdict
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
 from finetune.config.explain import resolved_yaml
 from finetune.config.load import LoadedConfig
+from finetune.data.workers import loader_settings, this_room, told
 from finetune.report.announcer import Announcer
 from finetune.report.build import build_reporter
 from finetune.report.reporter import Reporter
@@ -17,11 +19,14 @@ from finetune.runtime.environment import environment_facts
 
 def open_run(loaded: LoadedConfig, machine: Machine, *, tokenizer: PreTrainedTokenizerBase, say: Announcer) -> Reporter:
     """Write down what the run is, once everything has been checked, and return whoever is told about it."""
-    folder = Path(loaded.config.run.folder)
+    folder, room = Path(loaded.config.run.folder), this_room()
+    loading = loader_settings(loaded.config.data, room=room)
+    if sentence := told(loaded.config.data, loading, room=room):
+        say(sentence)
     if ranks.is_main():
         files.write_text(folder / "config.yaml", loaded.text)
         files.write_text(folder / "resolved.yaml", resolved_yaml(loaded))
-        files.write_json(folder / "environment.json", environment_facts())
+        files.write_json(folder / "environment.json", environment_facts() | {"loading": asdict(loading)})
         keep_tokenizer(folder, tokenizer)
     return build_reporter(
         loaded.config.report,

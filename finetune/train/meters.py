@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from finetune.report.events import StepTaken
+from finetune.report.events import Event, StepTaken, Warned
 from finetune.runtime import ranks
+from finetune.train.waiting import DataWait
 
 
 @dataclass(frozen=True)
@@ -32,23 +33,30 @@ class Meters:
 
     def __init__(self) -> None:
         self._records: list[tuple[int, StepRecord]] = []
+        self._wait = DataWait()
 
     def add(self, step: int, record: StepRecord) -> None:
         """Take in the step that made it `step` steps, without waiting for the device."""
         self._records.append((step, record))
+        self._wait.add(record.data_seconds, of_seconds=record.seconds)
 
-    def flush(self) -> list[StepTaken]:
-        """Return the collected steps as events, losses added up over the ranks, and forget them. Collective."""
+    def flush(self) -> list[Event]:
+        """Return the collected steps as events, losses added up over the ranks, and forget them. Collective.
+
+        Behind them, once in a run, a warning where too much of the time was spent waiting for batches.
+        """
         records, self._records = self._records, []
         if not records:
             return []
         losses = ranks.sum_tensor(torch.stack([record.loss_sum for _, record in records])).tolist()
         norms = torch.stack([record.gradient_norm for _, record in records]).tolist()
         memory = peak_memory_bytes()
-        return [
+        steps = [
             _event(step, record, loss_sum=loss, gradient_norm=norm, memory=memory)
             for (step, record), loss, norm in zip(records, losses, norms, strict=True)
         ]
+        warning = self._wait.warning()
+        return [*steps, Warned(records[-1][0], warning)] if warning else [*steps]
 
 
 def is_finite(tensor: Tensor) -> bool:
@@ -83,5 +91,6 @@ def _event(step: int, record: StepRecord, *, loss_sum: float, gradient_norm: flo
         epoch=record.epoch,
         seconds=record.seconds,
         data_seconds=record.data_seconds,
+        data_share=record.data_seconds / record.seconds if record.seconds > 0 else 0.0,
         memory_bytes=memory,
     )

@@ -16,6 +16,7 @@ STEP = StepTaken(
     epoch=0.5,
     seconds=1.0,
     data_seconds=0.01,
+    data_share=0.01,
     memory_bytes=1_200_000_000,
 )
 

@@ -46,6 +46,13 @@ def test_waiting_for_data_is_shown_only_where_it_is_worth_a_look(started, take_s
     assert "waiting" not in plain(started, take_step(1, data_seconds=0.05))[-1]
 
 
+def test_the_share_of_waiting_is_of_all_steps_since_the_last_line(started, take_step):
+    told = [take_step(1, data_seconds=0.0), take_step(2, data_seconds=0.5), take_step(3), take_step(4)]
+    first, second = plain(started, *told, log_every_steps=2)[-2:]
+    assert first.endswith("waiting for data 25%")  # half a second of two
+    assert "waiting" not in second
+
+
 def test_log_every_steps_thins_the_lines_and_keeps_the_last(started, take_step):
     lines = plain(started, *[take_step(step) for step in range(1, 121)], log_every_steps=50)
     assert [line.split()[1] for line in lines if line.startswith("step")] == ["50/120", "100/120", "120/120"]

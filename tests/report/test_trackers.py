@@ -68,6 +68,7 @@ def test_a_tracker_gets_config_steps_and_evaluations(notebook, accelerator, tmp_
     assert [step for step, _ in opened.logged] == [2, 3, 3]
     assert opened.logged[0][1]["train/loss"] == pytest.approx(2.31071)
     assert opened.logged[0][1]["train/tokens_per_second"] == pytest.approx(1234.0)
+    assert opened.logged[0][1]["train/data_share"] == pytest.approx(0.01)
     assert opened.logged[1][1] == {"evaluation/loss": 0.5}
     assert opened.is_finished
 
