@@ -2,15 +2,16 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader, Dataset, Sampler
 
 from finetune.config.sections.data import DataSection
 from finetune.data.batch import Batch
 from finetune.data.features import Features
 from finetune.data.order import Order
+from finetune.data.pool import Pool, Samples
 from finetune.data.store import PreparedSet
 from finetune.data.workers import loader_settings
 from finetune.runtime.signals import leave_signals_to_parent
@@ -72,10 +73,9 @@ class EvaluationSampler(Sampler[list[int]]):
 
 
 def train_loader(
-    prepared: PreparedSet,
+    pool: Pool,
     collate: Collate,
     *,
-    order: Order,
     global_batch_size: int,
     microbatch_size: int,
     first_step: int,
@@ -84,13 +84,13 @@ def train_loader(
 ) -> DataLoader[Any]:
     """Return a loader of the world's microbatches from `first_step` to the run's end, for Accelerate to prepare."""
     sampler = TrainSampler(
-        order,
+        pool.order,
         global_batch_size=global_batch_size,
         microbatch_size=microbatch_size,
         first_step=first_step,
         num_steps=num_steps,
     )
-    return _loader(prepared, sampler, collate, section=section)
+    return _loader(pool.samples, sampler, collate, section=section)
 
 
 def evaluation_loader(
@@ -124,11 +124,11 @@ class _CollateOrFill:
 
 
 def _loader(
-    prepared: PreparedSet, sampler: Sampler[list[int]], collate: Collate, *, section: DataSection
+    samples: Samples, sampler: Sampler[list[int]], collate: Collate, *, section: DataSection
 ) -> DataLoader[Any]:
     settings = loader_settings(section)
     return DataLoader(
-        prepared,
+        cast(Dataset[Features], samples),  # it is only ever asked for the samples of an id
         batch_sampler=sampler,
         collate_fn=collate,
         num_workers=settings.num_workers,

@@ -1,6 +1,6 @@
 """The order of samples as a pure function of (seed, epoch, position); a position counts over the whole world."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Protocol
@@ -8,6 +8,9 @@ from typing import Protocol
 import numpy as np
 
 from finetune.runtime.seeds import derive
+
+LengthsOf = Callable[[np.ndarray], np.ndarray]
+"""From sample ids to the tokens of each."""
 
 
 class Order(Protocol):
@@ -44,7 +47,7 @@ class SetOrder:
 
     def samples(self, start: int, stop: int) -> np.ndarray:
         """Return the sample ids at positions [start, stop), which may lie in several epochs."""
-        return np.concatenate([np.zeros(0, np.int64), *self._pieces(start, stop)])
+        return joined(self._pieces(start, stop))
 
     def _pieces(self, start: int, stop: int) -> Iterator[np.ndarray]:
         while start < stop:
@@ -57,20 +60,47 @@ class SetOrder:
         return _permutation(self.seed, self.num_samples, epoch) if self.shuffle else _sequence(self.num_samples)
 
 
-def steps_for_tokens(lengths: np.ndarray, order: SetOrder, *, global_batch_size: int, tokens: int) -> int:
-    """Return the fewest optimizer steps, from the first, whose samples have at least so many tokens (>= 1) together."""
-    whole_epochs, rest = divmod(tokens - 1, int(lengths.sum()))
-    start = whole_epochs * order.num_samples
-    seen = np.cumsum(lengths[order.samples(start, start + order.num_samples)])
-    position = start + int(np.searchsorted(seen, rest + 1))  # of the sample with which the budget is met
-    return position // global_batch_size + 1
+def cut_by_position(order: Order, start: int, stop: int, size: int) -> Iterator[np.ndarray]:
+    """Yield the samples of `size` positions at a time, where a position may hold several."""
+    return (order.samples(first, min(first + size, stop)) for first in range(start, stop, size))
+
+
+def steps_for_tokens(
+    order: Order, lengths_of: LengthsOf, *, epoch_tokens: int | None, global_batch_size: int, tokens: int
+) -> int:
+    """Return the fewest optimizer steps, from the first, whose samples have at least so many tokens (>= 1) together.
+
+    `epoch_tokens` spares counting whole epochs, where each holds the same samples; None where they may differ.
+    """
+    start, missing = 0, tokens
+    if epoch_tokens is not None and order.num_positions is not None:
+        whole_epochs, rest = divmod(tokens - 1, epoch_tokens)
+        start = whole_epochs * order.num_positions // global_batch_size * global_batch_size
+        seen_already = order.samples(start, whole_epochs * order.num_positions)
+        missing = rest + 1 + int(lengths_of(seen_already).sum())
+    while missing > 0:
+        missing -= int(lengths_of(order.samples(start, start + global_batch_size)).sum())
+        start += global_batch_size
+    return start // global_batch_size
+
+
+def permutation(size: int, *parts: int | str) -> np.ndarray:
+    """Return a permutation that follows from the parts.
+
+    It is made of the raw bits of PCG64, which no version of NumPy may change (NEP 19).
+    """
+    bits = np.random.PCG64(derive(*parts)).random_raw(size)
+    return np.argsort(bits, kind="stable").astype(np.int64)
+
+
+def joined(pieces: Iterator[np.ndarray]) -> np.ndarray:
+    """Return the ids of all pieces in one array of one's own; there may be none."""
+    return np.concatenate([np.zeros(0, np.int64), *pieces])
 
 
 @lru_cache(maxsize=2)
 def _permutation(seed: int, num_samples: int, epoch: int) -> np.ndarray:
-    """Return a permutation made of the raw bits of PCG64, which no version of NumPy may change (NEP 19)."""
-    bits = np.random.PCG64(derive(seed, "order", epoch)).random_raw(num_samples)
-    return _frozen(np.argsort(bits, kind="stable").astype(np.int64))
+    return _frozen(permutation(num_samples, seed, "order", epoch))
 
 
 @lru_cache(maxsize=2)

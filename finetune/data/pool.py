@@ -1,7 +1,10 @@
 """What is learnt from: samples and the order in which they are taken. A mix of pools is a pool."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
+
+import numpy as np
 
 from finetune.data.features import Features
 from finetune.data.order import Order
@@ -16,6 +19,14 @@ class Samples(Protocol):
     def place(self, sample_id: int) -> str:
         """Return where its row stands, for a message: `train.jsonl, row 17`."""
 
+    def lengths_of(self, sample_ids: np.ndarray) -> np.ndarray:
+        """Return the tokens of each sample."""
+
+
+def nothing_to_tell(num_positions: int) -> tuple[str, ...]:
+    """Return no line."""
+    return ()
+
 
 @dataclass(frozen=True)
 class Pool:
@@ -24,3 +35,5 @@ class Pool:
     samples: Samples
     order: Order
     fingerprint: str  # of all that decides what the samples are and at which positions they stand
+    epoch_tokens: int | None = None  # of every epoch; None where they differ, or where nobody knows
+    lines: Callable[[int], tuple[str, ...]] = nothing_to_tell  # about the first so many positions, for the user

@@ -52,6 +52,14 @@ class PreparedSet(Dataset[Features]):
         }
         return Features(arrays, sample_id=int(index))
 
+    def lengths_of(self, sample_ids: np.ndarray) -> np.ndarray:
+        """Return the tokens of each sample."""
+        return np.asarray(self.lengths[sample_ids])
+
+    def place(self, sample_id: int) -> str:
+        """Return which sample it is, for a message."""
+        return f"sample {sample_id}"
+
     def __reduce__(self) -> tuple[type["PreparedSet"], tuple[Path]]:
         return PreparedSet, (self.folder,)  # another process maps the files anew instead of being sent their content
 

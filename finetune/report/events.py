@@ -38,7 +38,7 @@ class StepTaken(Event):
     num_targets: int
     num_tokens: int
     samples_sha256: str
-    epoch: float
+    epoch: float | None  # passes over the training data; None for a stream
     seconds: float
     data_seconds: float  # waited for batches
     data_share: float  # the same as a share of `seconds`

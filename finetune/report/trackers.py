@@ -96,9 +96,9 @@ def step_values(event: StepTaken, *, meter: ThroughputMeter) -> dict[str, float]
     """Return what a tracker draws for a step."""
     return {
         "train/loss": event.loss,
+        **({} if event.epoch is None else {"train/epoch": event.epoch}),
         "train/learning_rate": event.learning_rate,
         "train/gradient_norm": event.gradient_norm,
-        "train/epoch": event.epoch,
         "train/num_targets": event.num_targets,
         "train/num_tokens": event.num_tokens,
         "train/tokens_per_second": meter.tokens_per_second,

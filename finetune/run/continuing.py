@@ -38,15 +38,16 @@ def continue_run(
             say("checkpoint.allow_changes: nothing is continued, so there is nothing to allow")
         return checkpointer, Progress()
     if found.step > 0:
-        batch = lessons.task.collate([lessons.train_set[0]]).to(machine.accelerator.device)
+        batch = lessons.task.collate([lessons.first_sample()]).to(machine.accelerator.device)
         loss = partial(lessons.task.loss_sum, machine.model, batch)
         settle_buckets(machine.accelerator, machine.model, loss=loss)
     progress = _progress(found, checkpointer.load(found))
-    refuse_other_samples(found.path, progress, order=lessons.order, global_batch_size=config.train.global_batch_size)
+    batch_size = config.train.global_batch_size
+    refuse_other_samples(found.path, progress, order=lessons.training.order, global_batch_size=batch_size)
     saved = found.manifest.run
     forget_other_best(progress, saved, here=facts)
     say(f"continues from {found.path} after step {progress.step}")
-    position = progress.step * config.train.global_batch_size
+    position = progress.step * batch_size
     scales = bool(access.loss_scale.read()), saved.identity.get("train.precision") == facts.identity["train.precision"]
     for sentence in (*what_is_back(position, scales=scales), *what_differs(saved, here=facts)):
         say(sentence)

@@ -179,7 +179,7 @@ def _refuse_other_step(access: StateAccess, *, counts_updates: bool, step: int, 
 def _progress(folder: Path, conversion: Conversion, *, step: int) -> Progress:
     """Return the progress that lies in the folder, where it is this step's and data's; else what can be worked out."""
     config, lessons = conversion.loaded.config, conversion.lessons
-    digest = digest_of(lessons.order, step, global_batch_size=config.train.global_batch_size)
+    digest = digest_of(lessons.training.order, step, global_batch_size=config.train.global_batch_size)
     found = main_does(lambda: _beside(folder))
     if found is not None and (found["step"], found["samples_sha256"]) == (step, digest):
         return Progress.from_state_dict(found)

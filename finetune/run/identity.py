@@ -25,7 +25,7 @@ def run_facts(config: RunConfig, lessons: Lessons, *, model: Any, strategy: str,
 
 def facts_with(base: str | None, config: RunConfig, lessons: Lessons, *, strategy: str) -> RunFacts:
     """Return the same with this digest of the frozen weights, None where there are none."""
-    digests = {"training data": lessons.train_set.fingerprint, "tokenizer": _tokenizer(lessons)}
+    digests = {"training data": lessons.training.fingerprint, "tokenizer": _tokenizer(lessons)}
     if base is not None:
         digests["base weights"] = base
     return RunFacts(

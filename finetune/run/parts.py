@@ -45,7 +45,7 @@ def make_parts(
         task=lessons.task,
         groups=partial(_groups, config, lessons, machine=machine, plan=plan),
         plan=plan,
-        step_mark=partial(step_mark, lessons.order, global_batch_size=plan.global_batch_size),
+        step_mark=partial(step_mark, lessons.training.order, global_batch_size=plan.global_batch_size),
         seed=config.run.seed,
         max_gradient_norm=config.train.max_gradient_norm,
         nonfinite=config.train.nonfinite,
@@ -67,9 +67,8 @@ def _groups(
     config: RunConfig, lessons: Lessons, *, machine: Machine, plan: Plan, first_step: int
 ) -> Iterator[tuple[Batch, ...]]:
     loader = train_loader(
-        lessons.train_set,
+        lessons.training,
         lessons.task.collate,
-        order=lessons.order,
         global_batch_size=plan.global_batch_size,
         microbatch_size=plan.microbatch_size,
         first_step=first_step,

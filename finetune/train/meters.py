@@ -23,7 +23,7 @@ class StepRecord:
     num_targets: int  # of all ranks, as num_tokens
     num_tokens: int
     samples_sha256: str  # of all samples so far
-    epoch: float
+    epoch: float | None
     seconds: float
     data_seconds: float
 

@@ -13,7 +13,7 @@ class Plan:
     """How many steps, and what each is made of."""
 
     num_steps: int
-    num_samples: int  # in the training set
+    num_positions: int | None  # of one pass over the training data; None where nobody knows
     global_batch_size: int
     microbatch_size: int
     world: int
@@ -25,9 +25,9 @@ class Plan:
         """Return the microbatches of one step on one rank: the accumulation."""
         return self.global_batch_size // (self.microbatch_size * self.world)
 
-    def epoch(self, step: int) -> float:
-        """Return how many passes over the training set `step` steps are."""
-        return step * self.global_batch_size / self.num_samples
+    def epoch(self, step: int) -> float | None:
+        """Return how many passes over the training data `step` steps are; None where nobody knows."""
+        return step * self.global_batch_size / self.num_positions if self.num_positions else None
 
     def num_due(self, every_steps: int | None, *, after: int) -> int:
         """Return how often something is due after so many steps, when it is every so many and at the end."""
@@ -36,9 +36,19 @@ class Plan:
         return -(-self.num_steps // every_steps) - after // every_steps
 
 
-def make_plan(section: TrainSection, *, num_samples: int, world: int, steps_for_tokens: Callable[[int], int]) -> Plan:
-    """Return the plan; `steps_for_tokens` answers how many steps it takes to see that many tokens."""
-    num_steps, budget = _budget(section, num_samples, steps_for_tokens)
+def make_plan(
+    section: TrainSection,
+    *,
+    num_positions: int | None,
+    unit: str = "samples",
+    world: int,
+    steps_for_tokens: Callable[[int], int],
+) -> Plan:
+    """Return the plan; `steps_for_tokens` answers how many steps it takes to see that many tokens.
+
+    `unit` is what stands at a position. With `num_positions` None the budget must be in steps.
+    """
+    num_steps, budget = _budget(section, num_positions, unit, steps_for_tokens)
     peak = scaled_learning_rate(
         section.learning_rate, section.learning_rate_scaling, global_batch_size=section.global_batch_size
     )
@@ -52,7 +62,7 @@ def make_plan(section: TrainSection, *, num_samples: int, world: int, steps_for_
     ]
     return Plan(
         num_steps=num_steps,
-        num_samples=num_samples,
+        num_positions=num_positions,
         global_batch_size=section.global_batch_size,
         microbatch_size=section.microbatch_size,
         world=world,
@@ -61,24 +71,29 @@ def make_plan(section: TrainSection, *, num_samples: int, world: int, steps_for_
     )
 
 
-def _budget(section: TrainSection, num_samples: int, steps_for_tokens: Callable[[int], int]) -> tuple[int, str]:
+def _budget(
+    section: TrainSection, num_positions: int | None, unit: str, steps_for_tokens: Callable[[int], int]
+) -> tuple[int, str]:
     batch = section.global_batch_size
     if section.steps is not None:
-        epochs = section.steps * batch / num_samples
-        return section.steps, f"{section.steps} steps x {batch} / {num_samples:,} samples = {epochs:.2f} epochs"
+        if num_positions is None:
+            return section.steps, f"{section.steps} steps x {batch} {unit} of a stream"
+        epochs = section.steps * batch / num_positions
+        return section.steps, f"{section.steps} steps x {batch} / {num_positions:,} {unit} = {epochs:.2f} epochs"
+    assert num_positions is not None  # the config's rules: a stream has a budget in steps
     if section.epochs is not None:
-        return _epochs(section.epochs, num_samples=num_samples, batch=batch)
+        return _epochs(section.epochs, num_positions=num_positions, unit=unit, batch=batch)
     assert section.tokens is not None  # the config's rules: exactly one budget
     num_steps = steps_for_tokens(section.tokens)
-    return num_steps, f"{section.tokens:,} tokens are reached in {num_steps} steps of {batch} samples"
+    return num_steps, f"{section.tokens:,} tokens are reached in {num_steps} steps of {batch} {unit}"
 
 
-def _epochs(epochs: float, *, num_samples: int, batch: int) -> tuple[int, str]:
-    samples = round(epochs * num_samples)
-    num_steps = math.ceil(samples / batch)
-    extra = num_steps * batch - samples
-    line = f"{epochs:g} epochs x {num_samples:,} samples / {batch} = {samples / batch:.2f} -> {num_steps} steps"
-    return num_steps, line + (f"; the last one takes {extra} samples from the next epoch" if extra else "")
+def _epochs(epochs: float, *, num_positions: int, unit: str, batch: int) -> tuple[int, str]:
+    positions = round(epochs * num_positions)
+    num_steps = math.ceil(positions / batch)
+    extra = num_steps * batch - positions
+    line = f"{epochs:g} epochs x {num_positions:,} {unit} / {batch} = {positions / batch:.2f} -> {num_steps} steps"
+    return num_steps, line + (f"; the last one takes {extra} {unit} from the next epoch" if extra else "")
 
 
 def _rate(section: TrainSection, peak: float) -> str:

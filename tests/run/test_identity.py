@@ -12,7 +12,7 @@ from finetune.run.identity import run_facts
 def lessons(*, words=("a", "b"), rows="f1"):
     inner = Tokenizer(WordLevel({word: index for index, word in enumerate(words)}, unk_token=words[0]))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner)
-    return SimpleNamespace(tokenizer=tokenizer, train_set=SimpleNamespace(fingerprint=rows))
+    return SimpleNamespace(tokenizer=tokenizer, training=SimpleNamespace(fingerprint=rows))
 
 
 @pytest.fixture

@@ -6,9 +6,11 @@ from finetune.config.sections.train import ScalingSection, TrainSection
 from finetune.train.plan import make_plan
 
 
-def plan(world=4, num_samples=1000, **changes):
+def plan(world=4, num_positions=1000, **changes):
     section = TrainSection(**{"global_batch_size": 64, "microbatch_size": 4, "learning_rate": 1e-3, **changes})
-    return make_plan(section, num_samples=num_samples, world=world, steps_for_tokens=lambda tokens: tokens // 10_000)
+    return make_plan(
+        section, num_positions=num_positions, world=world, steps_for_tokens=lambda tokens: tokens // 10_000
+    )
 
 
 def test_accumulation_is_derived_from_batch_and_world():

@@ -94,7 +94,7 @@ def parts_of(microbatch: int, *, task=None, nonfinite=None, num_steps=3, events=
         optimizer=optimizer,
         task=task or RegressionTask(),
         groups=lambda first_step: iter([group] * (num_steps - first_step)),
-        plan=make_plan(section, num_samples=NUM_SAMPLES, world=1, steps_for_tokens=lambda tokens: 0),
+        plan=make_plan(section, num_positions=NUM_SAMPLES, world=1, steps_for_tokens=lambda tokens: 0),
         step_mark=lambda step: mark(range(NUM_SAMPLES)),
         seed=1,
         max_gradient_norm=1.0,
