@@ -2,64 +2,77 @@
 
 import hashlib
 import json
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from finetune.config.sections.data import DataSection, SourceSection
-from finetune.data.chunks import Chunk, Encode, Recipe, encode_chunks
-from finetune.data.counts import refuse
+from finetune.config.sections.data import DataSection
+from finetune.data.build import Advance, build_set
+from finetune.data.chunks import Encode, Recipe, make_recipe
+from finetune.data.journal import rows_noted
+from finetune.data.limits import refuse, refuse_shares
+from finetune.data.parallel import WorkersLost
 from finetune.data.sources import Source
-from finetune.data.store import FORMAT_VERSION, Identity, PreparedSet, write_set
+from finetune.data.store import FORMAT_VERSION, Identity, PreparedSet
 from finetune.data.workers import num_prepare_workers
 from finetune.errors import DataError
 from finetune.runtime.files import make_once
+from finetune.runtime.waypoints import reach
 
-CODE_VERSION = 1
+CODE_VERSION = 3
 """Raised whenever the same rows would be encoded otherwise than before: no older set is used then."""
+
+WITHOUT_EFFECT = frozenset(
+    {"train", "validation", "chat_template", "shuffle", "batching", "audit", "cache_folder", "prepare_workers"}
+    | {"num_workers", "pin_memory", "persistent_workers", "prefetch_factor"}
+)
+"""Keys of `data` that no sample depends on, or that count by their content: the sources, the template."""
 
 _ROWS_BETWEEN_WORDS = 100_000
 
+Watch = Callable[[str, int], None]
+"""Told a source's key and how many of its rows are behind."""
+
 
 def prepare_set(
-    source: SourceSection,
+    source: Source,
     encode: Encode,
     *,
     section: DataSection,
     identity: Mapping[str, str],
     say: Callable[[str], None],
+    unknown_ids: Iterable[int] = (),
+    watch: Watch | None = None,
 ) -> PreparedSet:
     """Return the source's samples, tokenised now or found in the cache of earlier runs.
 
     `identity` names all that `encode` depends on (digests of tokenizer and template, the task). Call it outside any
-    collective: ranks that come while one of them tokenises wait on a lock file. What is cut or left out is counted in
-    the set's `counts`; what the section refuses raises DataError with the counts, after all rows have been seen.
+    collective: ranks that come while one of them tokenises wait on a lock file, and one of them goes on where it stopped
+    should it die. What is cut or left out is counted in the set's `counts`; what the section refuses raises DataError
+    with the counts, after all rows have been seen.
     """
-    key = source_key(source, section)
-    opened = Source(source, key=key, say=say)
-    made_of = _identify(opened, encode, section=section, identity=identity)
-    folder = cache_folder(section) / "prepared" / made_of.fingerprint
-    recipe = Recipe(opened.format, encode, section.max_length, section.over_length)
-
-    def build(staging: Path) -> None:
-        chunks = encode_chunks(opened.rows(), recipe, num_workers=num_prepare_workers(section))
-        refuse(write_set(staging, _narrated(chunks, key=key, say=say), made_of), section, key=key)
-
-    try:
-        make_once(folder, build, say=say)
-    except OSError as error:
-        raise DataError(f"data.cache_folder: {folder.parent} cannot be written: {error}. Set another one.") from error
-    prepared = PreparedSet(folder)
+    advance = partial(watch or _Narrator(say), source.key)
+    made_of = identify(source, encode, section=section, identity=identity)
+    folder = set_folder(section, made_of)
+    recipe = make_recipe(source.format, encode, section=section, unknown_ids=unknown_ids)
+    build = partial(_build, source=source, recipe=recipe, made_of=made_of, section=section, advance=advance)
+    with _told_of_disk(folder):
+        make_once(folder, build, say=say, goes_on=True, while_waiting=lambda staging: advance(rows_noted(staging)))
+    prepared = PreparedSet(folder, shards=made_of.shards)
     if prepared.fingerprint != made_of.fingerprint:
         raise DataError(f"the prepared set {folder} was made of something else. Delete that folder; it is made anew.")
     for line in prepared.counts.lines():
-        say(f"{key}: {line}")
+        say(f"{source.key}: {line}")
+    refuse_shares(prepared, section.audit, key=source.key)
     return prepared
 
 
-def source_key(source: SourceSection, section: DataSection) -> str:
-    """Return the source's place in the job YAML."""
-    return "data.validation" if source is section.validation else "data.train"
+def set_folder(section: DataSection, made_of: Identity) -> Path:
+    """Return where the set of that identity lies, or will lie."""
+    return cache_folder(section) / "prepared" / made_of.fingerprint
 
 
 def cache_folder(section: DataSection) -> Path:
@@ -67,25 +80,55 @@ def cache_folder(section: DataSection) -> Path:
     return Path(section.cache_folder or "~/.cache/finetune").expanduser()
 
 
-def _identify(source: Source, encode: Encode, *, section: DataSection, identity: Mapping[str, str]) -> Identity:
+def identify(source: Source, encode: Encode, *, section: DataSection, identity: Mapping[str, str]) -> Identity:
+    """Return what the source's set is made of; reads the source's files once for their digest."""
     parts: dict[str, Any] = {
         "code_version": [CODE_VERSION, FORMAT_VERSION],
-        "content": source.digest(),
-        "rows": [source.section.skip, source.section.take],
-        "format": [source.format.name, dict(sorted(source.format.columns.items()))],
-        "length": [section.max_length, section.over_length],
-        "no_target": section.no_target,
-        "system_prompt": section.system_prompt,
+        "source": source.identity(),
+        "options": section.model_dump(mode="json", exclude=set(WITHOUT_EFFECT), exclude_defaults=True),
         "encode": f"{getattr(encode, '__module__', '')}.{getattr(encode, '__qualname__', '')}",
-        "identity": dict(sorted(identity.items())),
+        "identity": dict(identity),
     }
-    return Identity(hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest(), parts)
+    written = json.dumps(parts, sort_keys=True).encode()
+    shards = tuple(shard.name for shard in source.shards())
+    return Identity(hashlib.blake2b(written, digest_size=16).hexdigest(), parts, shards)
 
 
-def _narrated(chunks: Iterable[Chunk], *, key: str, say: Callable[[str], None]) -> Iterator[Chunk]:
-    rows = 0
-    for chunk in chunks:
-        yield chunk
-        before, rows = rows, rows + chunk.counts.rows
-        if before // _ROWS_BETWEEN_WORDS != rows // _ROWS_BETWEEN_WORDS:
-            say(f"{key}: {rows:,} rows tokenised")
+def _build(
+    staging: Path, *, source: Source, recipe: Recipe, made_of: Identity, section: DataSection, advance: Advance
+) -> None:
+    """Make the set; what cannot become one is removed, what was only cut off is kept to go on from."""
+    num_workers = num_prepare_workers(section)
+    try:
+        counts = build_set(staging, source.rows(), recipe, made_of, num_workers=num_workers, advance=advance)
+        refuse(counts, section, key=source.key)
+    except WorkersLost:
+        raise
+    except DataError:
+        shutil.rmtree(staging, ignore_errors=True)
+        raise
+    reach("prepare.done", step=counts.rows)
+
+
+@contextmanager
+def _told_of_disk(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise DataError(
+            f"data.cache_folder: {folder.parent} cannot be written: {error}. Make room or set another one; "
+            "what is done is kept there, and the next start goes on from it."
+        ) from error
+
+
+class _Narrator:
+    """Says now and then how many rows are behind."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
+        self._said = 0
+
+    def __call__(self, key: str, rows: int) -> None:
+        if rows - self._said >= _ROWS_BETWEEN_WORDS:
+            self._said = rows
+            self._say(f"{key}: {rows:,} rows tokenised")

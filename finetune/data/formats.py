@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from finetune.config.sections.data import Format, SourceSection
 from finetune.data.rows import RawRow, Row, describe
@@ -26,8 +26,33 @@ _UNREAD = ("tool_calls", "tool_call_id", "function_call", "reasoning_content", "
 """Parts of a turn that change what is learnt and are not supported: refused, never dropped."""
 
 
+class RowFormat(Protocol):
+    """Tells what the columns of a row mean."""
+
+    def read(self, raw: RawRow) -> Row:
+        """Return what the row says; raises DataError naming the row and the column."""
+
+    def identity(self) -> Any:
+        """Return, as JSON can hold it, what decides how rows are read."""
+
+
+class AsRead:
+    """The format of rows that have been read by another one."""
+
+    def read(self, raw: RawRow) -> Row:
+        """Return the row as it is."""
+        return raw.parse()
+
+    def identity(self) -> Any:
+        """Return None: there is nothing to decide."""
+        return None
+
+
+AS_READ = AsRead()
+
+
 @dataclass(frozen=True)
-class RowFormat:
+class ColumnFormat:
     """A format with the names that the user's columns have."""
 
     name: Format
@@ -42,8 +67,12 @@ class RowFormat:
         except DataError as error:
             raise DataError(f"{raw.place}: {error}") from error
 
+    def identity(self) -> Any:
+        """Return the name of the format and those of the columns."""
+        return [self.name, dict(sorted(self.columns.items()))]
 
-def choose_format(section: SourceSection, first: RawRow, *, key: str, say: Callable[[str], None]) -> RowFormat:
+
+def choose_format(section: SourceSection, first: RawRow, *, key: str, say: Callable[[str], None]) -> ColumnFormat:
     """Return the format that is set, or the one that the columns of the first row decide, and say which.
 
     Raises DataError when no format fits or when `columns` maps a column that the format does not have.
@@ -60,7 +89,7 @@ def choose_format(section: SourceSection, first: RawRow, *, key: str, say: Calla
                 f"{key}.columns: format `{name}` has no column `{column}`; it has {_listed(known)}. "
                 "Write the format's name first, then yours: {completion: answer}."
             )
-    return RowFormat(name, dict(section.columns), key)
+    return ColumnFormat(name, dict(section.columns), key)
 
 
 def _detect(columns: Mapping[str, str], first: RawRow, *, key: str) -> Format:
@@ -78,7 +107,7 @@ def _detect(columns: Mapping[str, str], first: RawRow, *, key: str) -> Format:
 class _Columns:
     """A row seen through a format's column names."""
 
-    def __init__(self, form: RowFormat, row: Row) -> None:
+    def __init__(self, form: ColumnFormat, row: Row) -> None:
         self._form = form
         self._row = row
 

@@ -1,6 +1,6 @@
 """Rows of a dataset on the Hugging Face hub; data files only, never a dataset's own code."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,10 +22,23 @@ class HubDataset:
         """Return the fingerprint that `datasets` gives to the content."""
         return str(self.dataset._fingerprint)
 
-    def rows(self) -> Iterator[RawRow]:
-        """Yield the rows in the dataset's order."""
-        for number, row in enumerate(self.dataset, start=1):
+    def listing(self) -> Any:
+        """Return the fingerprint: it needs no reading."""
+        return self.digest()
+
+    def shards(self) -> Sequence["HubDataset"]:
+        """Return itself: what has been downloaded is read from any row on."""
+        return (self,)
+
+    def rows(self, start: int = 0) -> Iterator[RawRow]:
+        """Yield the rows in the dataset's order, without the first `start`."""
+        kept = range(min(start, len(self.dataset)), len(self.dataset))
+        for number, row in enumerate(self.dataset.select(kept) if start else self.dataset, start=start + 1):
             yield RawRow(self.name, number, row)
+
+    def num_rows(self, at_most: int) -> int:
+        """Return how many rows there are, or `at_most`."""
+        return min(at_most, len(self.dataset))
 
 
 def load_hub_dataset(source: SourceSection) -> HubDataset:

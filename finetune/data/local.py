@@ -7,10 +7,12 @@ import io
 import json
 import sys
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from finetune.data.rows import RawRow
 from finetune.errors import DataError
@@ -38,11 +40,34 @@ class LocalFiles:
                         digest.update(block)
         return digest.hexdigest()
 
-    def rows(self) -> Iterator[RawRow]:
-        """Yield the rows of all files; raises DataError naming the file that cannot be read."""
-        for file in self.files:
-            with _readable(str(file)):
-                yield from _READERS[_kind(file)](file)
+    def listing(self) -> Any:
+        """Return the name, size and time of every file."""
+        return [[str(file), file.stat().st_size, file.stat().st_mtime_ns] for file in self.files]
+
+    def shards(self) -> Sequence["LocalFile"]:
+        """Return the files."""
+        return tuple(LocalFile(file) for file in self.files)
+
+
+@dataclass(frozen=True)
+class LocalFile:
+    """One file of rows."""
+
+    file: Path
+
+    @property
+    def name(self) -> str:
+        """Return its path."""
+        return str(self.file)
+
+    def rows(self, start: int = 0) -> Iterator[RawRow]:
+        """Yield the rows without the first `start`; raises DataError naming the file that cannot be read."""
+        with _readable(self.name):
+            yield from islice(_READERS[_kind(self.file)](self.file), start, None)
+
+    def num_rows(self, at_most: int) -> int:
+        """Return how many rows it has, or `at_most`."""
+        return sum(1 for _ in islice(self.rows(), at_most))
 
 
 def find_files(pattern: str) -> LocalFiles:

@@ -1,67 +1,140 @@
-"""A source of the job YAML as a stream of rows."""
+"""The sources of a job: what is learnt from, what is evaluated on, and what is kept apart."""
 
-from collections.abc import Callable, Iterator
-from itertools import islice
-from typing import Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain
+from typing import Any
 
-from finetune.config.sections.data import SourceSection
-from finetune.data.formats import RowFormat, choose_format
+from finetune.config.sections.data import DataSection, SourceSection, ValidationSourceSection
+from finetune.data.formats import AS_READ, RowFormat, choose_format
 from finetune.data.hub import load_hub_dataset
 from finetune.data.local import find_files
-from finetune.data.rows import RawRow
+from finetune.data.origin import Origin
+from finetune.data.portions import Portion, Shard
+from finetune.data.rows import RawRow, Row
+from finetune.data.splits import ByContent, ByPlace, Exclusion, Split
 from finetune.errors import DataError
 
-
-class Origin(Protocol):
-    """Where rows come from: files or a hub dataset, whole."""
-
-    @property
-    def name(self) -> str:
-        """Return what it is called in messages."""
-
-    def digest(self) -> str:
-        """Return a digest of the content."""
-
-    def rows(self) -> Iterator[RawRow]:
-        """Yield every row in its order."""
+Say = Callable[[str], None]
 
 
 class Source:
-    """The rows of one origin between `skip` and `take`, and the format that they have.
+    """The rows of one place in the job YAML, and the format that reads them.
 
-    `key` is the source's place in the job YAML (`data.train`), for messages. The constructor reads the first row:
-    it raises DataError when there is none, when nothing can be read, or when the format cannot be told.
+    `key` is that place (`data.train`, `data.train.mix.0`, `data.validation`), `section` what is written there.
     """
 
-    def __init__(self, section: SourceSection, *, key: str, say: Callable[[str], None]) -> None:
-        self.section = section
+    def __init__(
+        self, section: SourceSection, portions: Sequence[Portion], *, key: str, form: RowFormat, say: Say
+    ) -> None:
         self.key = key
-        self._origin: Origin = find_files(section.path) if section.path is not None else load_hub_dataset(section)
-        self.format: RowFormat = choose_format(section, self._first(), key=key, say=say)
-
-    def digest(self) -> str:
-        """Return a digest of the content of the whole origin, `skip` and `take` aside."""
-        return self._origin.digest()
+        self.section = section
+        self.format = form
+        self._portions = tuple(portions)
+        self._say = say
 
     def rows(self) -> Iterator[RawRow]:
-        """Yield the rows between `skip` and `take`."""
-        stop = None if self.section.take is None else self.section.skip + self.section.take
-        return islice(self._origin.rows(), self.section.skip, stop)
+        """Yield the rows in their order; says at the end how many were left out because they are evaluated on."""
+        exclusions = {id(each.exclusion): each.exclusion for each in self._portions if each.exclusion is not None}
+        before = sum(each.num_left_out for each in exclusions.values())
+        yield from chain.from_iterable(shard.rows() for shard in self.shards())
+        if exclusions:
+            left_out = sum(each.num_left_out for each in exclusions.values()) - before
+            self._say(f"{self.key}: {left_out:,} rows left out: they are among the rows of data.validation, too")
 
-    def _first(self) -> RawRow:
-        first = next(self.rows(), None)
-        if first is not None:
-            return first
-        after = f" after skip: {self.section.skip}" if self.section.skip else ""
-        raise DataError(f"{self.key}: {self._origin.name} has no rows{after}.")
+    def shards(self) -> tuple[Shard, ...]:
+        """Return the parts that can be read without the others, in the order in which `rows` goes through them."""
+        return tuple(chain.from_iterable(portion.shards for portion in self._portions))
+
+    def identity(self) -> Mapping[str, Any]:
+        """Return what decides the rows and how they are read, as JSON can hold it; reads all local files once."""
+        return _joined([portion.identity() for portion in self._portions])
+
+    def listing_identity(self) -> Mapping[str, Any]:
+        """Return the same without reading any content: names, sizes and times or tags instead."""
+        return _joined([portion.listing_identity() for portion in self._portions])
 
 
-def texts(section: SourceSection, *, key: str, say: Callable[[str], None]) -> Iterator[str]:
-    """Yield every text of the source's rows through its format: what a tokenizer is trained on."""
-    source = Source(section, key=key, say=say)
-    for raw in source.rows():
-        row = source.format.read(raw)
-        if "text" in row:
-            yield row["text"]
-        else:
-            yield from (turn["content"] for turn in row["messages"])
+@dataclass(frozen=True)
+class OpenedSources:
+    """The sources of a job."""
+
+    train: tuple[Source, ...]
+    validation: Source | None
+
+
+def open_sources(section: DataSection, *, seed: int, say: Say) -> OpenedSources:
+    """Return the sources of the job; the first row of each is read, and what was chosen for it is said.
+
+    Raises DataError when there are no rows, when they cannot be had, or when their format cannot be told.
+    """
+    written: dict[str, SourceSection] = {f"data.train.mix.{n}": each for n, each in enumerate(section.train.mix)}
+    written = written or {"data.train": section.train}
+    portions = {key: _open(each, key=key, say=say) for key, each in written.items()}
+    validation = None
+    if section.validation is not None:
+        split = _split(section.validation, seed=seed)
+        portions = {key: replace(portion, split=split) for key, portion in portions.items()}
+        validation = _validation(section.validation, list(portions.values()), say=say)
+        if section.validation.exclude_from_train:
+            exclusion = _exclusion_of(validation)
+            portions = {key: replace(portion, exclusion=exclusion) for key, portion in portions.items()}
+    train = (Source(written[key], [each], key=key, form=each.format, say=say) for key, each in portions.items())
+    return OpenedSources(tuple(train), validation)
+
+
+def open_source(section: SourceSection, *, key: str, say: Say) -> Source:
+    """Return one source that shares no rows with another."""
+    portion = _open(section, key=key, say=say)
+    return Source(section, [portion], key=key, form=portion.format, say=say)
+
+
+def texts(sources: Sequence[Source]) -> Iterator[str]:
+    """Yield every text of the sources' rows as their formats read them: what a tokenizer is trained on."""
+    for source in sources:
+        for raw in source.rows():
+            yield from _texts(source.format.read(raw))
+
+
+def _open(section: SourceSection, *, key: str, say: Say) -> Portion:
+    origin: Origin = find_files(section.path) if section.path is not None else load_hub_dataset(section)
+    unread = Portion(section, origin, AS_READ)
+    first = next(chain.from_iterable(shard.rows() for shard in unread.shards), None)
+    if first is None:
+        after = f" after skip: {section.skip}" if section.skip else ""
+        raise DataError(f"{key}: {origin.name} has no rows{after}.")
+    return replace(unread, format=choose_format(section, first, key=key, say=say))
+
+
+def _split(validation: ValidationSourceSection, *, seed: int) -> Split | None:
+    if validation.fraction is not None:
+        return ByPlace(validation.fraction, seed)
+    return None if validation.hash_fraction is None else ByContent(validation.hash_fraction)
+
+
+def _validation(section: ValidationSourceSection, train: Sequence[Portion], *, say: Say) -> Source:
+    key = "data.validation"
+    if train[0].split is None:
+        return open_source(section, key=key, say=say)
+    held_out = [replace(portion, is_held_out=True) for portion in train]
+    return Source(section, held_out, key=key, form=AS_READ, say=say)
+
+
+def _exclusion_of(validation: Source) -> Exclusion:
+    return Exclusion(partial(_contents, validation.shards(), validation.format), validation.identity())
+
+
+def _contents(shards: Sequence[Shard], form: RowFormat) -> Iterator[Row]:
+    return (form.read(raw) for shard in shards for raw in shard.rows())
+
+
+def _joined(parts: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    return parts[0] if len(parts) == 1 else {"parts": parts}
+
+
+def _texts(row: Row) -> Iterator[str]:
+    if "text" in row:
+        yield row["text"]
+    else:
+        yield from (turn["content"] for turn in row["messages"])

@@ -10,14 +10,19 @@ import numpy as np
 import pytest
 
 from finetune.config.sections.data import DataSection, TrainingSourceSection, ValidationSourceSection
-from finetune.data import chunks
+from finetune.data import parallel
 from finetune.data.cache import prepare_set
+from finetune.data.sources import open_source
 from finetune.errors import DataError
 
 sys.path.append(str(Path(__file__).parent))  # handed on to spawned processes
 from byte_encoding import encode_bytes
 
 IDENTITY = {"tokenizer": "t1", "chat_template": "c1"}
+
+
+def opened(section, say=lambda _: None, *, key="data.train"):
+    return open_source(section, key=key, say=say)
 
 
 class Prepare:
@@ -33,7 +38,8 @@ class Prepare:
         self.encoded = 0
         written = self.write_rows([{"text": text} for text in texts], **(source or {}))
         section = self.make_section(written, **keys)
-        return prepare_set(written, self.encode, section=section, identity=identity, say=self.said.append)
+        source = opened(written, self.said.append)
+        return prepare_set(source, self.encode, section=section, identity=identity, say=self.said.append)
 
     def encode(self, rows):
         self.encoded += len(rows)
@@ -158,19 +164,19 @@ def test_the_validation_source_is_named_as_such(write_rows, make_section):
     section = make_section(train, validation=ValidationSourceSection(path=validation.path))
     validation = section.validation
     with pytest.raises(DataError, match=r"data\.validation: .*none\.jsonl has no rows"):
-        prepare_set(validation, encode_bytes, section=section, identity=IDENTITY, say=lambda _: None)
+        opened(validation, key="data.validation")
 
 
 def test_several_processes_write_the_same_bytes(write_rows, make_section, tmp_path, monkeypatch):
-    monkeypatch.setattr(chunks, "ROWS_PER_CHUNK", 7)
+    monkeypatch.setattr(parallel, "ROWS_PER_CHUNK", 7)
     source = write_rows([{"text": "x" * (n % 13) + ">" + str(n)} for n in range(100)])
     sets = []
     for workers in (0, 2):
         section = make_section(source, prepare_workers=workers, cache_folder=str(tmp_path / f"cache{workers}"))
-        sets.append(prepare_set(source, encode_bytes, section=section, identity=IDENTITY, say=lambda _: None))
+        sets.append(prepare_set(opened(source), encode_bytes, section=section, identity=IDENTITY, say=lambda _: None))
     files = [sorted(path.name for path in each.folder.iterdir()) for each in sets]
     assert files[0] == files[1]
-    assert len(files[0]) == 6
+    assert len(files[0]) == 9
     for name in files[0]:
         assert (sets[0].folder / name).read_bytes() == (sets[1].folder / name).read_bytes()
 
@@ -179,7 +185,7 @@ def test_a_row_that_a_worker_cannot_encode_is_named(write_rows, make_section):
     source = write_rows([{"text": "a>b"}, {"text": "poison"}])
     section = make_section(source, prepare_workers=1)
     with pytest.raises(DataError, match=r"rows\.jsonl, row 2: cannot be encoded"):
-        prepare_set(source, encode_bytes, section=section, identity=IDENTITY, say=lambda _: None)
+        prepare_set(opened(source), encode_bytes, section=section, identity=IDENTITY, say=lambda _: None)
 
 
 def test_a_prepared_set_travels_to_another_process_by_its_path(prepare):
@@ -190,7 +196,7 @@ def test_a_prepared_set_travels_to_another_process_by_its_path(prepare):
 
 
 def test_a_chunk_in_which_nothing_is_kept_does_no_harm(prepare, monkeypatch):
-    monkeypatch.setattr(chunks, "ROWS_PER_CHUNK", 1)
+    monkeypatch.setattr(parallel, "ROWS_PER_CHUNK", 1)
     assert texts_of(prepare(["", "a>b", "", "c>d", ""], no_target="drop")) == ["a>b", "c>d"]
 
 
@@ -226,7 +232,7 @@ def _prepare_in_a_process(path, cache, log, barrier, done):
     source = TrainingSourceSection(path=path)
     section = DataSection(train=source, max_length=64, cache_folder=cache)
     barrier.wait()
-    prepared = prepare_set(source, encode, section=section, identity=IDENTITY, say=lambda _: None)
+    prepared = prepare_set(opened(source), encode, section=section, identity=IDENTITY, say=lambda _: None)
     done.put((prepared.fingerprint, texts_of(prepared)))
 
 

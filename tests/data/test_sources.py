@@ -4,6 +4,7 @@ import gzip
 import json
 from types import SimpleNamespace
 
+import datasets
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -13,7 +14,7 @@ from finetune.data import hub
 from finetune.data.formats import choose_format
 from finetune.data.local import find_files
 from finetune.data.rows import RawRow
-from finetune.data.sources import Source, texts
+from finetune.data.sources import open_source, texts
 from finetune.errors import DataError
 
 ROWS = [{"prompt": f"question {n}", "completion": f"answer {n}"} for n in range(1, 6)]
@@ -21,7 +22,7 @@ KEY = "data.train"
 
 
 def read(section, said=None):
-    source = Source(section, key=KEY, say=(said if said is not None else []).append)
+    source = open_source(section, key=KEY, say=(said if said is not None else []).append)
     return [source.format.read(raw) for raw in source.rows()]
 
 
@@ -74,7 +75,7 @@ def test_the_digest_is_of_content_and_not_of_names(tmp_path, write_rows):
 
 def test_texts_are_all_that_the_format_reads(write_rows):
     section = write_rows([{"instruction": "Add.", "input": "1 2", "output": "3", "id": "not read"}])
-    assert list(texts(section, key=KEY, say=lambda _: None)) == ["Add.\n\n1 2", "3"]
+    assert list(texts([open_source(section, key=KEY, say=lambda _: None)])) == ["Add.\n\n1 2", "3"]
 
 
 def test_the_columns_decide_the_format_and_it_is_said(write_rows):
@@ -212,10 +213,8 @@ def test_a_hub_dataset_that_cannot_be_had_says_why(monkeypatch, error, message):
 
 
 def test_a_hub_dataset_gives_its_rows(monkeypatch):
-    class Rows(list):
-        _fingerprint = "f00"
-
-    monkeypatch.setattr(hub, "require", lambda *_, **__: FakeHub(Rows(ROWS)))
+    dataset = datasets.Dataset.from_list(ROWS)
+    monkeypatch.setattr(hub, "require", lambda *_, **__: FakeHub(dataset))
     section = SourceSection(name="me/mine", skip=3)
     assert asked(read(section)) == ["question 4", "question 5"]
-    assert Source(section, key=KEY, say=lambda _: None).digest() == "f00"
+    assert open_source(section, key=KEY, say=lambda _: None).identity()["content"] == dataset._fingerprint

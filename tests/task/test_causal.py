@@ -13,6 +13,7 @@ from finetune.data.batch import IGNORED
 from finetune.data.cache import prepare_set
 from finetune.data.encode import tokenizer_identity
 from finetune.data.features import Features
+from finetune.data.sources import open_source
 from finetune.errors import DataError
 from finetune.task.causal import pad_id
 from finetune.task.pretrain import PretrainTask
@@ -131,7 +132,8 @@ def test_gsm8k_is_learnt_from_its_answers(tokenizer, tmp_path):
     task = SftTask(tokenizer, section)
     said = []
     identity = tokenizer_identity(tokenizer)
-    prepared = prepare_set(source, task.encode, section=section, identity=identity, say=said.append)
+    opened = open_source(source, key="data.train", say=said.append)
+    prepared = prepare_set(opened, task.encode, section=section, identity=identity, say=said.append)
     rows = [json.loads(line) for line in GSM8K.read_text().splitlines()[:40]]
     assert len(prepared) == 40
     for row, sample in zip(rows, prepared, strict=True):
