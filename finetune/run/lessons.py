@@ -1,6 +1,6 @@
 """What there is to learn: tokenizer, task and tokenised rows, made without any process group."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -8,7 +8,10 @@ from finetune.config.run_config import RunConfig
 from finetune.data.cache import cache_folder, prepare_set
 from finetune.data.chat import set_chat_template
 from finetune.data.encode import tokenizer_identity
-from finetune.data.order import SetOrder, steps_for_tokens
+from finetune.data.features import Features
+from finetune.data.order import steps_for_tokens
+from finetune.data.pool import Pool
+from finetune.data.set_pool import UNITS, by_length, set_pool
 from finetune.data.sources import open_sources, texts
 from finetune.data.store import PreparedSet
 from finetune.model.tokenizer import load_tokenizer
@@ -26,10 +29,13 @@ class Lessons:
 
     tokenizer: Any
     task: Task
-    train_set: PreparedSet
+    training: Pool
     validation_set: PreparedSet | None
-    order: SetOrder
     answer_metrics: dict[str, Metric]
+
+    def first_sample(self) -> Features:
+        """Return the sample that is learnt from first."""
+        return self.training.samples[int(self.training.order.samples(0, 1)[0])]
 
 
 def make_lessons(config: RunConfig, say: Announcer) -> Lessons:
@@ -47,19 +53,32 @@ def make_lessons(config: RunConfig, say: Announcer) -> Lessons:
     set_chat_template(tokenizer, data.chat_template)
     task = build_task(config.task, tokenizer=tokenizer, data=data)
     prepare = partial(prepare_set, encode=task.encode, section=data, identity=tokenizer_identity(tokenizer), say=say)
-    train_set = prepare(sources.train[0])
+    training = set_pool(prepare(sources.train[0]), data, seed=config.run.seed, key="data.train")
     validation_set = prepare(sources.validation) if sources.validation else None
-    order = SetOrder(seed=config.run.seed, num_samples=len(train_set), shuffle=data.shuffle)
-    return Lessons(tokenizer, task, train_set, validation_set, order, answer_metrics)
+    training = by_length(
+        training, data.batching, seed=config.run.seed, global_batch_size=config.train.global_batch_size
+    )
+    return Lessons(tokenizer, task, training, validation_set, answer_metrics)
 
 
 def make_run_plan(config: RunConfig, lessons: Lessons) -> Plan:
-    """Return the number of steps and the shape of each."""
+    """Return the number of steps and the shape of each, and what there is to say of the data that they see."""
+    training, batch = lessons.training, config.train.global_batch_size
+    plan = make_plan(
+        config.train,
+        num_positions=training.order.num_positions,
+        unit=UNITS[config.data.batching.by],
+        world=ranks.world(),
+        steps_for_tokens=partial(_steps_for_tokens, training, batch),
+    )
+    return replace(plan, arithmetic=(*plan.arithmetic, *training.lines(plan.num_steps * batch)))
 
-    def count_steps(tokens: int) -> int:
-        batch = config.train.global_batch_size
-        return steps_for_tokens(lessons.train_set.lengths, lessons.order, global_batch_size=batch, tokens=tokens)
 
-    return make_plan(
-        config.train, num_samples=len(lessons.train_set), world=ranks.world(), steps_for_tokens=count_steps
+def _steps_for_tokens(training: Pool, global_batch_size: int, tokens: int) -> int:
+    return steps_for_tokens(
+        training.order,
+        training.samples.lengths_of,
+        epoch_tokens=training.epoch_tokens,
+        global_batch_size=global_batch_size,
+        tokens=tokens,
     )

@@ -14,6 +14,7 @@ from finetune.data.cache import prepare_set
 from finetune.data.features import Features
 from finetune.data.loader import EvaluationSampler, TrainSampler, evaluation_loader, groups, train_loader
 from finetune.data.order import SetOrder
+from finetune.data.pool import Pool
 from finetune.data.sources import open_source
 
 
@@ -106,9 +107,8 @@ def test_the_train_loader_gives_the_order(prepared_and_section, keys):
     prepared, section = prepared_and_section
     order = SetOrder(seed=7, num_samples=len(prepared))
     loader = train_loader(
-        prepared,
+        Pool(prepared, order, ""),
         Collate(),
-        order=order,
         global_batch_size=4,
         microbatch_size=2,
         first_step=1,
@@ -162,7 +162,7 @@ def test_what_accelerate_prepares_holds_the_step_between_the_ranks(prepared_and_
     device = torch.device("cpu")
     shares = []
     for rank in range(world):
-        loader = train_loader(prepared, Collate(), order=order, section=section, **sizes)
+        loader = train_loader(Pool(prepared, order, ""), Collate(), section=section, **sizes)
         share = {"num_processes": world, "process_index": rank, "even_batches": False}
         ready = prepare_data_loader(loader, device, put_on_device=True, **share)
         shares.append([[i for b in group for i in b.sample_ids] for group in groups(ready, 4 // world)])
