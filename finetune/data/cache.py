@@ -50,9 +50,9 @@ def prepare_set(
     """Return the source's samples, tokenised now or found in the cache of earlier runs.
 
     `identity` names all that `encode` depends on (digests of tokenizer and template, the task). Call it outside any
-    collective: ranks that come while one of them tokenises wait on a lock file, and one of them goes on where it stopped
-    should it die. What is cut or left out is counted in the set's `counts`; what the section refuses raises DataError
-    with the counts, after all rows have been seen.
+    collective: ranks that come while one of them tokenises wait on a lock file, and should it die, another goes on
+    where it stopped. What is cut or left out is counted in the set's `counts`; what the section refuses raises
+    DataError with the counts, after all rows have been seen.
     """
     advance = partial(watch or _Narrator(say), source.key)
     made_of = identify(source, encode, section=section, identity=identity)

@@ -3,9 +3,6 @@
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
 
-from finetune.config.sections.data import DataSection
-from finetune.errors import DataError
-
 
 @dataclass(frozen=True)
 class Counts:
@@ -20,7 +17,7 @@ class Counts:
     truncated_targets: int = 0  # of those
     long_rows: int = 0  # longer than max_length, neither kept nor cut
     rows_without_target: int = 0
-    dropped_tokens: int = 0  # of long rows
+    dropped_tokens: int = 0  # of long rows, or of their windows without a target
     dropped_targets: int = 0  # of those
     split_rows: int = 0  # made into several windows
     empty_rows: int = 0  # among those without a target: no token at all
@@ -46,14 +43,20 @@ class Counts:
     def lines(self) -> tuple[str, ...]:
         """Return the counts as lines for the user; what did not happen has no line."""
         share = self.targets / self.tokens if self.tokens else 0.0
-        cut = f"{self.truncated_tokens:,} tokens cut off, {self.truncated_targets:,} of them targets"
+        dropped = f"{self.dropped_tokens:,} tokens left out"
         said = {
             f"{self.rows:,} rows -> {self.samples:,} samples": True,
             f"{self.tokens:,} tokens, of which {self.targets:,} targets ({share:.1%})": True,
             f"longest row: {self.longest:,} tokens ({self.longest_place})": True,
-            f"truncated: {self.truncated_rows:,} rows, {cut}": self.truncated_rows,
-            f"dropped as too long: {self.long_rows:,} rows": self.long_rows,
+            f"truncated: {self.truncated_rows:,} rows, {self.truncated_tokens:,} tokens cut off, "
+            f"{self.truncated_targets:,} of them targets": self.truncated_rows,
+            f"split into windows: {self.split_rows:,} rows, {dropped} in windows without a target": self.split_rows,
+            f"dropped as too long: {self.long_rows:,} rows, {dropped}, {self.dropped_targets:,} of them targets": (
+                self.long_rows
+            ),
             f"dropped without a target: {self.rows_without_target:,} rows": self.rows_without_target,
+            f"empty: {self.empty_rows:,} of these": self.empty_rows,
+            f"unknown to the tokenizer: the text of {self.unknown_tokens:,} tokens": self.unknown_tokens,
         }
         return tuple(line for line, happened in said.items() if happened)
 
@@ -64,23 +67,3 @@ def total(counts: Iterable[Counts]) -> Counts:
     for each in counts:
         result = result.plus(each)
     return result
-
-
-def refuse(counts: Counts, section: DataSection, *, key: str) -> None:
-    """Raise DataError with all that must be mended: rows that the section refuses, or no sample left."""
-    problems = []
-    if counts.long_rows and section.over_length == "refuse":
-        problems.append(
-            f"{counts.long_rows:,} of {counts.rows:,} rows are longer than data.max_length: {section.max_length} "
-            f"(the longest has {counts.longest:,} tokens: {counts.longest_place}). "
-            f"Set data.over_length: truncate or drop, or data.max_length: {counts.longest}."
-        )
-    if counts.rows_without_target and section.no_target == "refuse":
-        problems.append(
-            f"{counts.rows_without_target:,} of {counts.rows:,} rows have no target to learn from "
-            f"(the first: {counts.first_without_target}). Mend them, or set data.no_target: drop."
-        )
-    if not problems and counts.samples == 0:
-        problems.append(f"no sample is left: {'; '.join(counts.lines())}.")
-    if problems:
-        raise DataError(f"{key}: " + f"\n{key}: ".join(problems))

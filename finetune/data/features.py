@@ -28,7 +28,7 @@ class Features:
     def num_targets(self) -> int:
         """Return the number of positions that count in the loss; a sample without `is_target` is one target itself."""
         is_target = self.arrays.get("is_target")
-        return 1 if is_target is None else int(is_target.sum())
+        return 1 if is_target is None else int(np.count_nonzero(is_target))
 
 
 Outcome = Features | DataError | None

@@ -25,7 +25,7 @@ class RawRow:
     @property
     def place(self) -> str:
         """Return where the row stands, for an error message."""
-        return f"{self.origin}, row {self.number}"
+        return place(self.origin, self.number)
 
     def parse(self) -> Row:
         """Return the row; raises DataError naming the line that is not one JSON object."""
@@ -45,6 +45,11 @@ class RawRow:
                 f"{self.origin}, line {self.number}: a row must be a JSON object with columns, not {describe(row)}."
             )
         return row
+
+
+def place(origin: str, number: int) -> str:
+    """Return where a row stands, for a message."""
+    return f"{origin}, row {number}"
 
 
 def describe(value: object) -> str:

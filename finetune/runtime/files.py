@@ -5,6 +5,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -51,32 +52,57 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def make_once(folder: Path, build: Callable[[Path], None], *, say: Callable[[str], None]) -> bool:
+def say_nothing(staging: Path) -> None:
+    """Say nothing."""
+
+
+def make_once(
+    folder: Path,
+    build: Callable[[Path], None],
+    *,
+    say: Callable[[str], None],
+    goes_on: bool = False,
+    while_waiting: Callable[[Path], None] = say_nothing,
+) -> bool:
     """Make `folder` by calling `build(staging)` in exactly one process; return whether this one built it.
 
-    Others on the same file system wait on a lock file and say so; a builder that dies leaves nothing behind but its
-    staging folder, and the next one starts anew. No collective: safe before process groups exist.
+    Others on the same file system wait on a lock file and say so; `while_waiting(staging)` is called every second. When
+    the builder dies, one of them takes over. What an unfinished build leaves in its staging folder is removed, unless
+    the build `goes_on` from it. No collective: safe before process groups exist.
     """
     if folder.exists():
         return False
     folder.parent.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(folder.with_name(f".{folder.name}.lock"))
+    staging = folder.with_name(f".{folder.name}.making")
+    with _held(folder.with_name(f".{folder.name}.lock"), say=say, what=folder, wait=lambda: while_waiting(staging)):
+        if folder.exists():
+            return False
+        try:
+            if not goes_on:
+                shutil.rmtree(staging, ignore_errors=True)
+            staging.mkdir(exist_ok=True)
+            build(staging)
+            staging.replace(folder)
+        finally:
+            if not goes_on:
+                shutil.rmtree(staging, ignore_errors=True)
+        sync(folder.parent)
+        return True
+
+
+@contextmanager
+def _held(path: Path, *, say: Callable[[str], None], what: Path, wait: Callable[[], None]) -> Iterator[None]:
+    """Hold the lock, which the kernel takes from a process that dies; call `wait` every second until it is free."""
+    lock = FileLock(path)
     try:
         lock.acquire(timeout=0)
     except Timeout:
-        say(f"waiting for another process that makes {folder}")
-        lock.acquire()
+        say(f"waiting for another process that makes {what}")
+        while not lock.is_locked:
+            wait()
+            with suppress(Timeout):
+                lock.acquire(timeout=1.0)
     try:
-        if folder.exists():
-            return False
-        staging = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
-        try:
-            build(staging)
-            staging.chmod(0o755)
-            staging.replace(folder)
-        finally:
-            shutil.rmtree(staging, ignore_errors=True)
-        sync(folder.parent)
-        return True
+        yield
     finally:
         lock.release()

@@ -139,7 +139,7 @@ def test_long_rows_are_cut_and_what_is_lost_is_counted(prepare):
 def test_long_rows_are_dropped_and_counted(prepare):
     prepared = prepare(["a>b", "ab>cdef"], max_length=5, over_length="drop")
     assert texts_of(prepared) == ["a>b"]
-    assert "data.train: dropped as too long: 1 rows" in prepare.said
+    assert "data.train: dropped as too long: 1 rows, 7 tokens left out, 5 of them targets" in prepare.said
     assert prepared.counts.longest == 7
 
 

@@ -1,0 +1,90 @@
+"""Chunks encoded in this process or in several: the same samples in the same order either way."""
+
+import os
+import threading
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing import connection, get_context, parent_process
+
+from finetune.data.chunks import Chunk, Recipe, encode_chunk
+from finetune.data.rows import RawRow
+from finetune.errors import DataError
+from finetune.runtime.signals import leave_signals_to_parent
+
+ROWS_PER_CHUNK = 1024
+BYTES_PER_CHUNK = 4 << 20
+"""A chunk is full when it has so many rows, or when its rows that are not parsed yet have so many bytes."""
+
+
+class WorkersLost(DataError):
+    """A process that encodes is gone; what has been written stays good."""
+
+
+def encode_chunks(rows: Iterator[RawRow], recipe: Recipe, *, num_workers: int) -> Iterator[Chunk]:
+    """Yield the chunks in the order of the rows, holding only a few chunks of rows in memory.
+
+    Raises DataError naming the row that cannot be encoded.
+    """
+    if num_workers == 0:
+        for raws in cut(rows):
+            yield encode_chunk(recipe, raws)
+        return
+    # spawn: a forked child would inherit locks that threads of torch or the tokenizer may hold
+    pool = ProcessPoolExecutor(num_workers, get_context("spawn"), initializer=_begin, initargs=(recipe,))
+    with pool:
+        try:
+            yield from _in_order(pool, cut(rows), num_ahead=2 * num_workers)
+        except BrokenProcessPool as error:
+            raise WorkersLost(
+                "a process that tokenises ended abruptly, perhaps for want of memory. Set fewer data.prepare_workers."
+            ) from error
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def cut(rows: Iterator[RawRow]) -> Iterator[list[RawRow]]:
+    """Yield the rows chunk by chunk."""
+    chunk: list[RawRow] = []
+    num_bytes = 0
+    for row in rows:
+        chunk.append(row)
+        num_bytes += len(row.content) if isinstance(row.content, bytes) else 0
+        if len(chunk) >= ROWS_PER_CHUNK or num_bytes >= BYTES_PER_CHUNK:
+            yield chunk
+            chunk, num_bytes = [], 0
+    if chunk:
+        yield chunk
+
+
+def _in_order(pool: ProcessPoolExecutor, chunks: Iterator[list[RawRow]], *, num_ahead: int) -> Iterator[Chunk]:
+    waiting: deque[Future[Chunk]] = deque()
+    for raws in chunks:
+        waiting.append(pool.submit(_encode_with_kept, raws))
+        if len(waiting) > num_ahead:
+            yield waiting.popleft().result()
+    while waiting:
+        yield waiting.popleft().result()
+
+
+_recipes: list[Recipe] = []
+"""The recipe of a worker process, sent once."""
+
+
+def _begin(recipe: Recipe) -> None:
+    leave_signals_to_parent()
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    _recipes[:] = [recipe]
+
+
+def _end_with_parent() -> None:
+    """End this process when its parent does, however that ends: a worker would else wait for work forever."""
+    parent = parent_process()
+    if parent is not None:
+        connection.wait([parent.sentinel])
+        os._exit(1)
+
+
+def _encode_with_kept(raws: Sequence[RawRow]) -> Chunk:
+    return encode_chunk(_recipes[0], raws)
