@@ -85,11 +85,13 @@ def steps_for_tokens(
 
 
 def permutation(size: int, *parts: int | str) -> np.ndarray:
-    """Return a permutation that follows from the parts.
+    """Return a permutation that follows from the parts, of the raw bits of PCG64 (NEP 19: no NumPy changes them)."""
+    return np.concatenate(shuffled_rows(1, size, *parts))
 
-    It is made of the raw bits of PCG64, which no version of NumPy may change (NEP 19).
-    """
-    bits = np.random.PCG64(derive(*parts)).random_raw(size)
+
+def shuffled_rows(num_rows: int, size: int, *parts: int | str) -> np.ndarray:
+    """Return so many permutations, one a row, that follow from the parts together."""
+    bits = np.random.PCG64(derive(*parts)).random_raw(num_rows * size).reshape(num_rows, size)
     return np.argsort(bits, kind="stable").astype(np.int64)
 
 

@@ -1,5 +1,7 @@
 """What is learnt from: samples and the order in which they are taken. A mix of pools is a pool."""
 
+import hashlib
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -37,3 +39,8 @@ class Pool:
     fingerprint: str  # of all that decides what the samples are and at which positions they stand
     epoch_tokens: int | None = None  # of every epoch; None where they differ, or where nobody knows
     lines: Callable[[int], tuple[str, ...]] = nothing_to_tell  # about the first so many positions, for the user
+
+
+def fingerprint_of(*parts: object) -> str:
+    """Return a digest of what JSON can hold."""
+    return hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()

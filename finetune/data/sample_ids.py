@@ -5,6 +5,8 @@ A job with one source that is no stream has the ids 0, 1, 2, ..., the places in 
 
 from typing import NamedTuple
 
+import numpy as np
+
 INDEX_BITS, WINDOW_BITS = 24, 24
 """A window of a stream has up to 16 million samples, a stream up to 16 million windows."""
 
@@ -34,3 +36,8 @@ def place_of(sample_id: int) -> Place:
     """
     source = sample_id >> (INDEX_BITS + WINDOW_BITS)
     return Place(source, sample_id - of_source(source))
+
+
+def sources_of(sample_ids: np.ndarray) -> np.ndarray:
+    """Return the source of each id."""
+    return sample_ids >> (INDEX_BITS + WINDOW_BITS)

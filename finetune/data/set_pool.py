@@ -1,13 +1,11 @@
 """A prepared set as something to learn from."""
 
-import hashlib
-import json
 from functools import partial
 
 from finetune.config.sections.data import BatchingSection, DataSection
 from finetune.data.by_length import ByLength
 from finetune.data.order import Order
-from finetune.data.pool import Pool
+from finetune.data.pool import Pool, fingerprint_of
 from finetune.data.set_order import set_order, tokens_per_position
 from finetune.data.store import PreparedSet
 
@@ -24,7 +22,7 @@ def set_pool(prepared: PreparedSet, section: DataSection, *, seed: int, key: str
         return Pool(prepared, order, prepared.fingerprint, epoch_tokens)
     budget = tokens_per_position(batching, max_length=max_length)
     lines = partial(_told, order, key=key, unit=UNITS[batching.by], budget=budget, epoch_tokens=epoch_tokens)
-    fingerprint = digest_of_parts(prepared.fingerprint, batching.by, budget)
+    fingerprint = fingerprint_of(prepared.fingerprint, batching.by, budget)
     return Pool(prepared, order, fingerprint, epoch_tokens, lines)
 
 
@@ -36,13 +34,8 @@ def by_length(pool: Pool, batching: BatchingSection, *, seed: int, global_batch_
     order = ByLength(
         pool.order, pool.samples.lengths_of, seed=seed, global_batch_size=global_batch_size, window_steps=steps
     )
-    fingerprint = pool.fingerprint if steps == 1 else digest_of_parts(pool.fingerprint, "by length", steps)
+    fingerprint = pool.fingerprint if steps == 1 else fingerprint_of(pool.fingerprint, "by length", steps)
     return Pool(pool.samples, order, fingerprint, pool.epoch_tokens, pool.lines)
-
-
-def digest_of_parts(*parts: object) -> str:
-    """Return a digest of what JSON can hold."""
-    return hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
 
 
 def _told(order: Order, num_positions: int, *, key: str, unit: str, budget: int, epoch_tokens: int) -> tuple[str, ...]:
