@@ -1,176 +1,99 @@
-"""Rows of local files: JSON lines (also gzipped), JSON, CSV and Parquet."""
+"""Files of rows on this machine: a file, a folder or a glob, with links followed only knowingly."""
 
-import csv
-import gzip
+import glob
 import hashlib
-import io
-import json
-import sys
-import zlib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-from finetune.data.rows import RawRow
+from finetune.config.sections.data import SourceSection
+from finetune.data.files import Files, of_one_kind, require_readable
 from finetune.errors import DataError
-from finetune.runtime.optional import require
 
 _HASHED_BYTES = 1 << 20
-_PARQUET_ROWS = 1024
 
 
 @dataclass(frozen=True)
-class LocalFiles:
-    """Files of rows, read one after the other in the order of their names."""
+class LocalPlace:
+    """A file of this machine."""
 
-    name: str
-    files: tuple[Path, ...]
-
-    def digest(self) -> str:
-        """Return a digest of the files' contents and kinds; their names and folders do not matter."""
-        digest = hashlib.blake2b(digest_size=16)
-        with _readable(self.name):
-            for file in self.files:
-                digest.update(f"{_kind(file)} {file.stat().st_size}\n".encode())
-                with file.open("rb") as stream:
-                    while block := stream.read(_HASHED_BYTES):
-                        digest.update(block)
-        return digest.hexdigest()
-
-    def listing(self) -> Any:
-        """Return the name, size and time of every file."""
-        return [[str(file), file.stat().st_size, file.stat().st_mtime_ns] for file in self.files]
-
-    def shards(self) -> Sequence["LocalFile"]:
-        """Return the files."""
-        return tuple(LocalFile(file) for file in self.files)
-
-
-@dataclass(frozen=True)
-class LocalFile:
-    """One file of rows."""
-
-    file: Path
+    path: Path
+    faults = (OSError, EOFError, UnicodeDecodeError)
 
     @property
     def name(self) -> str:
         """Return its path."""
-        return str(self.file)
+        return str(self.path)
 
-    def rows(self, start: int = 0) -> Iterator[RawRow]:
-        """Yield the rows without the first `start`; raises DataError naming the file that cannot be read."""
-        with _readable(self.name):
-            yield from islice(_READERS[_kind(self.file)](self.file), start, None)
+    def open(self) -> BinaryIO:
+        """Open it for reading."""
+        return self.path.open("rb")
 
-    def num_rows(self, at_most: int) -> int:
-        """Return how many rows it has, or `at_most`."""
-        return sum(1 for _ in islice(self.rows(), at_most))
+    def digest(self) -> str:
+        """Return a digest of its content."""
+        digest = hashlib.blake2b(digest_size=16)
+        with self.path.open("rb") as stream:
+            while block := stream.read(_HASHED_BYTES):
+                digest.update(block)
+        return digest.hexdigest()
+
+    def listing(self) -> Any:
+        """Return name, size and time of its last change."""
+        state = self.path.stat()
+        return [self.name, state.st_size, state.st_mtime_ns]
 
 
-def find_files(pattern: str) -> LocalFiles:
-    """Return the file, or the files of a glob sorted by name; raises DataError when there is none that can be read."""
-    path = Path(pattern)
+def find_local(section: SourceSection, *, key: str, say: Callable[[str], None]) -> Files:
+    """Return the file, the files of one kind of a folder, or those that a glob matches, in the order of their names.
+
+    Raises DataError when there are none, when a kind is unknown, or when a folder or glob leads outside of its base
+    through a link and `follow_links` is not set. What is in a folder and not read is said.
+    """
+    assert section.path is not None
+    path = Path(section.path)
     if path.is_dir():
-        raise DataError(f"{pattern} is a folder. Name a file, or a glob such as {pattern.rstrip('/')}/*.jsonl.")
-    files = [path] if path.exists() else sorted(Path(path.anchor).glob(str(path.relative_to(path.anchor))))
-    files = [file for file in files if file.is_file()]
-    if not files:
-        raise DataError(
-            f"{pattern}: there is no such file. A relative path is resolved against the config file's folder."
-        )
+        found, base = _of_folder(path, key=key, say=say), path
+    elif path.exists():
+        if path.is_symlink():
+            say(f"{key}.path: {path} is a link to {path.resolve()}")
+        found, base = [path], None
+    else:
+        base = _base(path)
+        found = sorted(each for each in base.glob(str(path.relative_to(base))) if each.is_file())
+    if not found:
+        raise DataError(f"{path}: there is no such file. A relative path is resolved against the config file's folder.")
+    for file in found:
+        require_readable(str(file))
+    if base is not None and not section.follow_links:
+        _refuse_links_out(found, base, key=key)
+    return Files(section.path, tuple(map(LocalPlace, found)))
+
+
+def _of_folder(folder: Path, *, key: str, say: Callable[[str], None]) -> list[Path]:
+    entries = sorted(folder.iterdir())
+    held, others = of_one_kind([str(each) for each in entries if each.is_file()], folder=str(folder))
+    folders = [f"{each.name}/" for each in entries if each.is_dir() and not each.name.startswith(".")]
+    unread = [*(Path(other).name for other in others), *folders]
+    if unread:
+        say(f"{key}.path: {folder} also has {', '.join(unread)}, which {'is' if len(unread) == 1 else 'are'} not read")
+    return [Path(each) for each in held]
+
+
+def _base(pattern: Path) -> Path:
+    """Return the folder of a glob in which it looks: all parts before the first that stands for several names."""
+    for number, part in enumerate(pattern.parts):
+        if glob.has_magic(part):
+            return Path(*pattern.parts[:number])
+    return pattern.parent
+
+
+def _refuse_links_out(files: list[Path], base: Path, *, key: str) -> None:
+    allowed = base.resolve()
     for file in files:
-        if _kind(file) not in _READERS:
-            raise DataError(f"{file}: cannot tell how to read it. Known endings: {', '.join(_READERS)}.")
-    return LocalFiles(pattern, tuple(files))
-
-
-def _kind(file: Path) -> str:
-    suffixes = [suffix.lower() for suffix in file.suffixes]
-    return "".join(suffixes[-2:]) if suffixes[-1:] == [".gz"] else "".join(suffixes[-1:])
-
-
-@contextmanager
-def _readable(name: str) -> Iterator[None]:
-    try:
-        yield
-    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
-        raise DataError(f"{name}: cannot be read: {error}") from error
-
-
-def _json_lines(file: Path) -> Iterator[RawRow]:
-    with file.open("rb") as stream:
-        yield from _lines(stream, origin=str(file))
-
-
-def _gzipped_json_lines(file: Path) -> Iterator[RawRow]:
-    with gzip.open(file, "rb") as stream:
-        yield from _lines(stream, origin=str(file))
-
-
-def _lines(stream: io.BufferedIOBase, *, origin: str) -> Iterator[RawRow]:
-    """Yield the lines that are not blank."""
-    for number, line in enumerate(stream, start=1):
-        content = line.removeprefix(b"\xef\xbb\xbf").strip() if number == 1 else line.strip()
-        if content:
-            yield RawRow(origin, number, content)
-
-
-def _json(file: Path) -> Iterator[RawRow]:
-    """Yield the objects of one JSON array; a file that does not begin with `[` is read as JSON lines."""
-    with file.open("rb") as stream:
-        is_array = stream.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"[")
-    if not is_array:
-        yield from _json_lines(file)
-        return
-    try:
-        values = json.loads(file.read_bytes().removeprefix(b"\xef\xbb\xbf"))
-    except json.JSONDecodeError as error:
-        raise DataError(f"{file}, line {error.lineno}: not valid JSON: {error.msg} at column {error.colno}.") from error
-    for number, value in enumerate(values, start=1):
-        if not isinstance(value, dict):
-            raise DataError(f"{file}, row {number}: each element of the array must be an object with columns.")
-        yield RawRow(str(file), number, value)
-
-
-def _csv(file: Path) -> Iterator[RawRow]:
-    """Yield the rows below the header line; every value is text."""
-    csv.field_size_limit(sys.maxsize)  # the default refuses texts over 128 KiB
-    with file.open(encoding="utf-8-sig", newline="") as stream:
-        reader = csv.DictReader(stream, strict=True)
-        try:
-            for number, row in enumerate(reader, start=1):
-                if None in row or None in row.values():
-                    width = len(reader.fieldnames or ())
-                    raise DataError(
-                        f"{file}, row {number} (line {reader.line_num}): has not the {width} fields of the header. "
-                        "A comma inside a text needs quotes around the text."
-                    )
-                yield RawRow(str(file), number, row)
-        except csv.Error as error:
-            raise DataError(f"{file}, line {reader.line_num}: not valid CSV: {error}.") from error
-
-
-def _parquet(file: Path) -> Iterator[RawRow]:
-    arrow = require("pyarrow", extra="dev", purpose="Reading Parquet")
-    parquet = require("pyarrow.parquet", extra="dev", purpose="Reading Parquet")
-    number = 0
-    try:
-        with parquet.ParquetFile(file) as table:
-            for batch in table.iter_batches(batch_size=_PARQUET_ROWS):
-                for row in batch.to_pylist():
-                    number += 1
-                    yield RawRow(str(file), number, row)
-    except arrow.ArrowException as error:
-        raise DataError(f"{file}: not a Parquet file that can be read: {error}") from error
-
-
-_READERS: dict[str, Callable[[Path], Iterator[RawRow]]] = {
-    ".jsonl": _json_lines,
-    ".jsonl.gz": _gzipped_json_lines,
-    ".json": _json,
-    ".csv": _csv,
-    ".parquet": _parquet,
-}
+        target = file.resolve()
+        if not target.is_relative_to(allowed):
+            raise DataError(
+                f"{key}.path: {file} is a link to {target}, outside of {base}. If its rows are meant, too, "
+                f"set {key}.follow_links: true."
+            )

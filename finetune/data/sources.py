@@ -9,9 +9,10 @@ from typing import Any
 from finetune.config.sections.data import DataSection, SourceSection, ValidationSourceSection
 from finetune.data.formats import AS_READ, RowFormat, choose_format
 from finetune.data.hub import load_hub_dataset
-from finetune.data.local import find_files
+from finetune.data.local import find_local
 from finetune.data.origin import Origin
 from finetune.data.portions import Portion, Shard
+from finetune.data.remote import find_remote
 from finetune.data.rows import RawRow, Row
 from finetune.data.splits import ByContent, ByPlace, Exclusion, Split
 from finetune.errors import DataError
@@ -98,13 +99,19 @@ def texts(sources: Sequence[Source]) -> Iterator[str]:
 
 
 def _open(section: SourceSection, *, key: str, say: Say) -> Portion:
-    origin: Origin = find_files(section.path) if section.path is not None else load_hub_dataset(section)
+    origin = _find(section, key=key, say=say)
     unread = Portion(section, origin, AS_READ)
     first = next(chain.from_iterable(shard.rows() for shard in unread.shards), None)
     if first is None:
         after = f" after skip: {section.skip}" if section.skip else ""
         raise DataError(f"{key}: {origin.name} has no rows{after}.")
     return replace(unread, format=choose_format(section, first, key=key, say=say))
+
+
+def _find(section: SourceSection, *, key: str, say: Say) -> Origin:
+    if section.path is None:
+        return load_hub_dataset(section)
+    return (find_remote if "://" in section.path else find_local)(section, key=key, say=say)
 
 
 def _split(validation: ValidationSourceSection, *, seed: int) -> Split | None:

@@ -12,7 +12,6 @@ import pytest
 from finetune.config.sections.data import SourceSection
 from finetune.data import hub
 from finetune.data.formats import choose_format
-from finetune.data.local import find_files
 from finetune.data.rows import RawRow
 from finetune.data.sources import open_source, texts
 from finetune.errors import DataError
@@ -21,8 +20,12 @@ ROWS = [{"prompt": f"question {n}", "completion": f"answer {n}"} for n in range(
 KEY = "data.train"
 
 
+def opened(section, say=lambda _: None):
+    return open_source(section, key=KEY, say=say)
+
+
 def read(section, said=None):
-    source = open_source(section, key=KEY, say=(said if said is not None else []).append)
+    source = opened(section, (said if said is not None else []).append)
     return [source.format.read(raw) for raw in source.rows()]
 
 
@@ -68,14 +71,14 @@ def test_skip_and_take_cut_a_window(write_rows):
 
 
 def test_the_digest_is_of_content_and_not_of_names(tmp_path, write_rows):
-    first = find_files(write_rows(ROWS, name="a.jsonl").path).digest()
-    assert find_files(write_rows(ROWS, name="b.jsonl").path).digest() == first
-    assert find_files(write_rows(ROWS[:4], name="b.jsonl").path).digest() != first
+    first = opened(write_rows(ROWS, name="a.jsonl")).identity()
+    assert opened(write_rows(ROWS, name="b.jsonl")).identity() == first
+    assert opened(write_rows(ROWS[:4], name="b.jsonl")).identity() != first
 
 
 def test_texts_are_all_that_the_format_reads(write_rows):
     section = write_rows([{"instruction": "Add.", "input": "1 2", "output": "3", "id": "not read"}])
-    assert list(texts([open_source(section, key=KEY, say=lambda _: None)])) == ["Add.\n\n1 2", "3"]
+    assert list(texts([opened(section)])) == ["Add.\n\n1 2", "3"]
 
 
 def test_the_columns_decide_the_format_and_it_is_said(write_rows):
@@ -113,9 +116,9 @@ BAD_FILES = {
     "latin.jsonl": (b'{"text": "caf\xe9"}\n', "line 1: not UTF-8"),
     "broken.json": (b'[{"text": "a"},\n{"text"]', "broken.json, line 2: not valid JSON"),
     "wide.csv": (b"text\na,b\n", r"row 1 \(line 2\): has not the 1 fields of the header"),
-    "broken.parquet": (b"not parquet", "not a Parquet file"),
+    "broken.parquet": (b"not parquet", "not Parquet that can be read"),
     "broken.jsonl.gz": (b"not gzip", "cannot be read"),
-    "rows.xlsx": (b"", r"cannot tell how to read it. Known endings: .jsonl, .jsonl.gz, .json, .csv, .parquet"),
+    "rows.xlsx": (b"", r"cannot tell how to read it. Known endings: .jsonl, .json, .csv, .tsv, .txt, .parquet, .arrow"),
     "odd.jsonl": (b'{"a": 1}\n', r"row 1: cannot tell the format from its columns `a`. Set data.train.format"),
 }
 
@@ -128,10 +131,10 @@ def test_a_bad_file_is_named_with_the_place(tmp_path, name):
         read(SourceSection(path=str(tmp_path / name)))
 
 
-def test_a_missing_file_and_a_folder_are_named(tmp_path):
+def test_a_missing_file_and_an_empty_folder_are_named(tmp_path):
     with pytest.raises(DataError, match=r"nothing\.jsonl: there is no such file"):
         read(SourceSection(path=str(tmp_path / "nothing.jsonl")))
-    with pytest.raises(DataError, match=r"is a folder.*/\*\.jsonl"):
+    with pytest.raises(DataError, match=r"holds no rows: it has no files.*/\*\*/\*\.jsonl"):
         read(SourceSection(path=str(tmp_path)))
 
 
@@ -217,4 +220,4 @@ def test_a_hub_dataset_gives_its_rows(monkeypatch):
     monkeypatch.setattr(hub, "require", lambda *_, **__: FakeHub(dataset))
     section = SourceSection(name="me/mine", skip=3)
     assert asked(read(section)) == ["question 4", "question 5"]
-    assert open_source(section, key=KEY, say=lambda _: None).identity()["content"] == dataset._fingerprint
+    assert opened(section).identity()["content"] == dataset._fingerprint

@@ -36,13 +36,10 @@ def file_problems(config: RunConfig, *, folder: Path, is_draft: bool = False) ->
 
 def _rows(config: RunConfig) -> Iterator[Problem]:
     for key, source in sources(config):
-        if source.path is None:
+        if source.path is None or is_url(source.path):
             continue
         path = Path(source.path)
-        if path.is_dir():
-            message = f"{path} is a folder. Name a file, or a glob such as {path}/*.jsonl."
-            yield Problem(f"{key}.path", message)
-        elif path.exists():
+        if path.exists():
             yield from _readable(f"{key}.path", path)
         elif glob.has_magic(source.path):
             found = sorted(Path(path.anchor).glob(str(path.relative_to(path.anchor))))

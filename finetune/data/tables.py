@@ -1,0 +1,88 @@
+"""Rows of Parquet and Arrow files, from any row on, a batch at a time."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any, BinaryIO
+
+from finetune.data.rows import RawRow, Row
+from finetune.errors import DataError
+from finetune.runtime.optional import require
+
+_BATCH_ROWS = 1024
+_ARROW_MAGIC = b"ARROW1"
+
+
+def parquet_rows(stream: BinaryIO, origin: str, start: int) -> Iterator[RawRow]:
+    """Yield the rows without the first `start`; groups of rows before them are not read.
+
+    Raises DataError when it is no Parquet.
+    """
+    with _readable(origin, "Parquet"), _parquet().ParquetFile(stream) as table:
+        first, groups = start, list(range(table.num_row_groups))
+        while groups and table.metadata.row_group(groups[0]).num_rows <= first:
+            first -= table.metadata.row_group(groups.pop(0)).num_rows
+        batches = table.iter_batches(batch_size=_BATCH_ROWS, row_groups=groups)
+        yield from _numbered(batches, origin, passed=start - first, skipped=first)
+
+
+def num_parquet_rows(stream: BinaryIO) -> int:
+    """Return the number of rows that the file says it has."""
+    with _parquet().ParquetFile(stream) as table:
+        return int(table.metadata.num_rows)
+
+
+def arrow_rows(stream: BinaryIO, origin: str, start: int) -> Iterator[RawRow]:
+    """Yield the rows of Arrow's file format or of its stream without the first `start`; DataError when it is neither.
+
+    Source: https://arrow.apache.org/docs/format/Columnar.html#ipc-file-format
+    """
+    ipc = require("pyarrow.ipc", extra="dev", purpose="Reading Arrow")
+    with _readable(origin, "Arrow"):
+        is_file = stream.read(len(_ARROW_MAGIC)) == _ARROW_MAGIC
+        stream.seek(0)
+        if is_file:
+            table = ipc.open_file(stream)
+            batches = (table.get_batch(number) for number in range(table.num_record_batches))
+        else:
+            batches = iter(ipc.open_stream(stream))
+        yield from _numbered(batches, origin, passed=0, skipped=start)
+
+
+def _numbered(batches: Iterator[Any], origin: str, *, passed: int, skipped: int) -> Iterator[RawRow]:
+    """Yield the batches' rows without the first `skipped`; `passed` rows of the file stand before the first batch."""
+    for batch in batches:
+        nested = [name for name, kind in zip(batch.schema.names, batch.schema.types, strict=True) if kind.num_fields]
+        for begin in range(min(skipped, batch.num_rows), batch.num_rows, _BATCH_ROWS):
+            for number, row in enumerate(batch.slice(begin, _BATCH_ROWS).to_pylist(), start=passed + begin + 1):
+                yield RawRow(origin, number, without_fillers(row, nested) if nested else row)
+        passed += batch.num_rows
+        skipped = max(0, skipped - batch.num_rows)
+
+
+def without_fillers(row: Row, nested: list[str]) -> Row:
+    """Return the row without the nulls inside of its nested columns.
+
+    A table gives all objects of a column the same keys and writes null where a row had none: what stands there cannot
+    be told from a key that was never written, and that is what it nearly always is.
+    """
+    return {name: _unfilled(value) if name in nested else value for name, value in row.items()}
+
+
+def _unfilled(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _unfilled(inner) for name, inner in value.items() if inner is not None}
+    return [_unfilled(inner) for inner in value] if isinstance(value, list) else value
+
+
+def _parquet() -> ModuleType:
+    return require("pyarrow.parquet", extra="dev", purpose="Reading Parquet")
+
+
+@contextmanager
+def _readable(origin: str, kind: str) -> Iterator[None]:
+    arrow = require("pyarrow", extra="dev", purpose=f"Reading {kind}")
+    try:
+        yield
+    except arrow.ArrowException as error:
+        raise DataError(f"{origin}: not {kind} that can be read: {error}") from error
