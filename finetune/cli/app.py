@@ -63,6 +63,26 @@ def check(
 
 @app.command()
 @reported
+def preview(
+    config: Config,
+    override: Overrides = None,
+    rows: Annotated[int, typer.Option("--rows", min=1, metavar="N", help="Samples to show.")] = 8,
+    html: Annotated[
+        Path | None, typer.Option("--html", metavar="FILE", help="Write them and the audit as one HTML page, too.")
+    ] = None,
+    start: Annotated[
+        int, typer.Option("--from", min=0, metavar="POSITION", help="Position of the order to begin at, from 0.")
+    ] = 0,
+) -> None:
+    """Show the rows as the model sees them: tokens, what is learnt, packs and microbatches.
+
+    Prepares the data as training would, and ends with the audit. Needs no model weights and no launcher.
+    """
+    lazy.call("finetune.advise.preview:preview", config, override or [], num_rows=rows, html=html, start=start)
+
+
+@app.command()
+@reported
 def reference() -> None:
     """Print the page of all keys."""
     print(lazy.call("finetune.config.reference:reference_markdown"), end="")

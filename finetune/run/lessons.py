@@ -1,10 +1,12 @@
 """What there is to learn: tokenizer, task and tokenised rows, made without any process group."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from finetune.config.run_config import RunConfig
+from finetune.data.audit import Prepared, Streamed
 from finetune.data.cache import cache_folder, prepare_set
 from finetune.data.chat import set_chat_template
 from finetune.data.encode import tokenizer_identity
@@ -30,6 +32,7 @@ class Lessons:
     tokenizer: Any
     task: Task
     training: Pool
+    sources: Mapping[str, Prepared | Streamed]  # what the pool is made of, by place in the job YAML: for the audit
     validation_set: PreparedSet | None
     answer_metrics: dict[str, Metric]
 
@@ -53,12 +56,13 @@ def make_lessons(config: RunConfig, say: Announcer) -> Lessons:
     set_chat_template(tokenizer, data.chat_template)
     task = build_task(config.task, tokenizer=tokenizer, data=data)
     prepare = partial(prepare_set, encode=task.encode, section=data, identity=tokenizer_identity(tokenizer), say=say)
-    training = set_pool(prepare(sources.train[0]), data, seed=config.run.seed, key="data.train")
+    train_sets = {source.key: prepare(source) for source in sources.train}
+    training = set_pool(train_sets["data.train"], data, seed=config.run.seed, key="data.train")
     validation_set = prepare(sources.validation) if sources.validation else None
     training = by_length(
         training, data.batching, seed=config.run.seed, global_batch_size=config.train.global_batch_size
     )
-    return Lessons(tokenizer, task, training, validation_set, answer_metrics)
+    return Lessons(tokenizer, task, training, train_sets, validation_set, answer_metrics)
 
 
 def make_run_plan(config: RunConfig, lessons: Lessons) -> Plan:

@@ -1,0 +1,88 @@
+"""`finetune preview`: the rows as the model sees them, without a model and without a process group."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from finetune.advise.audit_tables import print_audit
+from finetune.advise.preview_page import preview_page
+from finetune.advise.preview_rows import Walk
+from finetune.advise.preview_terminal import print_batches
+from finetune.config.load import load_config
+from finetune.config.run_config import RunConfig
+from finetune.config.sections.data import AuditSection
+from finetune.data.audit import Audit, audit_of
+from finetune.data.padding import measure_padding
+from finetune.data.set_order import tokens_per_position
+from finetune.report.announcer import Announcer
+from finetune.run.lessons import Lessons, make_lessons
+from finetune.runtime import files
+from finetune.runtime.log import quieten
+
+UNITS = {"samples": "sample", "packs": "pack", "tokens": "batch"}
+"""What stands at a position, by `data.batching.by`."""
+
+
+def preview(path: Path, overrides: Sequence[str], *, num_rows: int, html: Path | None, start: int) -> None:
+    """Print the samples that the job trains on from a position on, and the audit; with `html`, as a page too.
+
+    Tokenises first, as training would, and stops at nothing that `data.audit` forbids: here it is to be seen. Raises
+    ConfigError and DataError as training does.
+    """
+    quieten(is_main=True)
+    config = load_config(path, overrides).config
+    lessons = make_lessons(_without_limits(config), Announcer(is_main=True))
+    unit = UNITS[config.data.batching.by]
+    walk = Walk(
+        lessons.training,
+        lessons.task,
+        lessons.tokenizer,
+        global_batch_size=config.train.global_batch_size,
+        microbatch_size=config.train.microbatch_size,
+    )
+    batches = list(walk.batches(start=start, num_samples=num_rows))
+    audit = make_audit(config, lessons)
+    print_batches(batches, unit=unit)
+    print()
+    print_audit(audit)
+    if html is not None:
+        page = preview_page(batches, audit, title=f"Preview of {path.name}", facts=_facts(config), unit=unit)
+        files.write_text(html, page)
+        print(f"wrote {html}")
+
+
+def make_audit(config: RunConfig, lessons: Lessons) -> Audit:
+    """Return the audit of what the job trains on."""
+    batching = config.data.batching
+    has_budget = batching.by != "samples"
+    is_stream = lessons.training.order.num_positions is None
+    return audit_of(
+        lessons.sources,
+        validation=lessons.validation_set,
+        limits=config.data.audit,
+        padding=None
+        if is_stream
+        else measure_padding(
+            lessons.training,
+            lessons.task.collate,
+            global_batch_size=config.train.global_batch_size,
+            microbatch_size=config.train.microbatch_size,
+            budget=tokens_per_position(batching, max_length=config.data.max_length) if has_budget else None,
+        ),
+    )
+
+
+def _without_limits(config: RunConfig) -> RunConfig:
+    data = config.data.model_copy(update={"audit": AuditSection()})
+    return config.model_copy(update={"data": data})
+
+
+def _facts(config: RunConfig) -> list[str]:
+    """Return what the page is of, in a few words."""
+    data, train = config.data, config.train
+    return [
+        f"task {config.task.name}",
+        f"max_length {data.max_length:,}, longer rows: {data.over_length}",
+        f"batching by {data.batching.by}",
+        f"{train.global_batch_size:,} per step, {train.microbatch_size:,} per microbatch",
+        f"seed {config.run.seed}" if data.shuffle else "not shuffled",
+    ]

@@ -1,0 +1,127 @@
+"""The first rows that the model will see from a position on, in the microbatches in which the order hands them out."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from finetune.advise.preview_tokens import Piece, pieces_of
+from finetune.data.batch import Batch
+from finetune.data.pool import Pool
+from finetune.task.protocol import Task
+
+
+@dataclass(frozen=True)
+class SeenSample:
+    """One sample, where its row stands, and its tokens as text."""
+
+    sample_id: int
+    place: str
+    pieces: tuple[Piece, ...]
+    num_tokens: int
+    num_targets: int
+
+
+@dataclass(frozen=True)
+class SeenPosition:
+    """What stands at one position of the order: a sample, a pack, or a batch by tokens."""
+
+    number: int
+    samples: tuple[SeenSample, ...]
+    num_left_out: int = 0  # samples of it that are not shown
+
+    @property
+    def num_tokens(self) -> int:
+        """Return the tokens of the samples that are shown."""
+        return sum(sample.num_tokens for sample in self.samples)
+
+
+@dataclass(frozen=True)
+class SeenBatch:
+    """One microbatch; its numbers are of all of it, however much is shown."""
+
+    step: int  # from 1, as everywhere
+    number: int  # in its step, from 1
+    of: int  # microbatches of the step, over the whole world
+    first_position: int
+    last_position: int
+    positions: tuple[SeenPosition, ...]
+    num_samples: int
+    num_tokens: int
+    num_targets: int
+    num_lanes: int  # rows of the forward pass: one for each sample, or one in which all lie end to end
+    num_computed: int  # positions of all of them, padding included
+
+    @property
+    def padding_share(self) -> float:
+        """Return the share of padding in what is computed."""
+        return 1 - self.num_tokens / self.num_computed if self.num_computed else 0.0
+
+    @property
+    def is_padded(self) -> bool:
+        """Tell whether each sample has a lane of its own, filled up to the length of the longest."""
+        return self.num_lanes == self.num_samples
+
+    @property
+    def num_shown(self) -> int:
+        """Return how many of its samples are shown."""
+        return sum(len(position.samples) for position in self.positions)
+
+
+@dataclass(frozen=True)
+class Walk:
+    """An order, the samples at its positions, and how a step is cut."""
+
+    pool: Pool
+    task: Task
+    tokenizer: Any
+    global_batch_size: int
+    microbatch_size: int
+
+    def batches(self, *, start: int, num_samples: int) -> Iterator[SeenBatch]:
+        """Yield microbatches from the one that holds position `start`, until so many samples have been shown."""
+        first = start
+        while num_samples > 0:
+            batch = self._batch(first, most=num_samples)
+            yield batch
+            num_samples -= sum(len(position.samples) for position in batch.positions)
+            first = first // self.microbatch_size * self.microbatch_size + self.microbatch_size
+
+    def _batch(self, first: int, *, most: int) -> SeenBatch:
+        begin = first // self.microbatch_size * self.microbatch_size
+        end = begin + self.microbatch_size
+        batch = self._collated(begin, end)
+        step, offset = divmod(begin, self.global_batch_size)
+        return SeenBatch(
+            step=step + 1,
+            number=offset // self.microbatch_size + 1,
+            of=self.global_batch_size // self.microbatch_size,
+            first_position=begin,
+            last_position=end - 1,
+            positions=tuple(self._positions(first, end, most=most)),
+            num_samples=len(batch.sample_ids),
+            num_tokens=batch.num_tokens,
+            num_targets=batch.num_targets,
+            num_lanes=batch.labels.shape[0],
+            num_computed=batch.labels.numel(),
+        )
+
+    def _collated(self, begin: int, end: int) -> Batch:
+        """Return the batch as a rank is handed it."""
+        (ids,) = self.pool.order.cut(begin, end, self.microbatch_size)
+        return self.task.collate([self.pool.samples[sample_id] for sample_id in ids.tolist()])
+
+    def _positions(self, start: int, stop: int, *, most: int) -> Iterator[SeenPosition]:
+        for number in range(start, stop):
+            if most <= 0:
+                return
+            ids = self.pool.order.samples(number, number + 1).tolist()
+            yield SeenPosition(number, self._samples(ids[:most]), num_left_out=max(0, len(ids) - most))
+            most -= len(ids)
+
+    def _samples(self, ids: Sequence[int]) -> tuple[SeenSample, ...]:
+        return tuple(self._sample(sample_id) for sample_id in ids)
+
+    def _sample(self, sample_id: int) -> SeenSample:
+        features = self.pool.samples[sample_id]
+        pieces = tuple(pieces_of(features, self.tokenizer))
+        return SeenSample(sample_id, self.pool.samples.place(sample_id), pieces, features.length, features.num_targets)
