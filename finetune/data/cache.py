@@ -5,7 +5,7 @@ import json
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +33,8 @@ WITHOUT_EFFECT = frozenset(
 
 _ROWS_BETWEEN_WORDS = 100_000
 
-Watch = Callable[[str, int], None]
-"""Told a source's key and how many of its rows are behind."""
+Watch = Callable[[str, int, int | None], None]
+"""Told a source's key, how many of its rows are behind, and how many there are where that is known."""
 
 
 def prepare_set(
@@ -54,18 +54,19 @@ def prepare_set(
     where it stopped. What is cut or left out is counted in the set's `counts`; what the section refuses raises
     DataError with the counts, after all rows have been seen.
     """
-    advance = partial(watch or _Narrator(say), source.key)
     made_of = identify(source, encode, section=section, identity=identity)
     folder = set_folder(section, made_of)
     recipe = make_recipe(source.format, encode, section=section, unknown_ids=unknown_ids)
-    build = partial(_build, source=source, recipe=recipe, made_of=made_of, section=section, advance=advance)
+    shown = _Shown(source, watch) if watch else _Said(source.key, say)
+    build = partial(_build, source=source, recipe=recipe, made_of=made_of, section=section, advance=shown)
     with _told_of_disk(folder):
-        make_once(folder, build, say=say, goes_on=True, while_waiting=lambda staging: advance(rows_noted(staging)))
+        is_new = make_once(folder, build, say=say, goes_on=True, while_waiting=lambda made: shown(rows_noted(made)))
     prepared = PreparedSet(folder, shards=made_of.shards)
     if prepared.fingerprint != made_of.fingerprint:
         raise DataError(f"the prepared set {folder} was made of something else. Delete that folder; it is made anew.")
     for line in prepared.counts.lines():
         say(f"{source.key}: {line}")
+    say(f"{source.key}: {'prepared in' if is_new else 'found prepared in'} {folder}")
     refuse_shares(prepared, section.audit, key=source.key)
     return prepared
 
@@ -80,11 +81,21 @@ def cache_folder(section: DataSection) -> Path:
     return Path(section.cache_folder or "~/.cache/finetune").expanduser()
 
 
-def identify(source: Source, encode: Encode, *, section: DataSection, identity: Mapping[str, str]) -> Identity:
-    """Return what the source's set is made of; reads the source's files once for their digest."""
+def identify(
+    source: Source,
+    encode: Encode,
+    *,
+    section: DataSection,
+    identity: Mapping[str, str],
+    stream: Mapping[str, Any] | None = None,
+) -> Identity:
+    """Return what the source's set is made of; reads the source's files once for their digest.
+
+    `stream` is what decides the windows of a stream, whose files are not read for it.
+    """
     parts: dict[str, Any] = {
         "code_version": [CODE_VERSION, FORMAT_VERSION],
-        "source": source.identity(),
+        "source": source.identity() if stream is None else stream,
         "options": section.model_dump(mode="json", exclude=set(WITHOUT_EFFECT), exclude_defaults=True),
         "encode": f"{getattr(encode, '__module__', '')}.{getattr(encode, '__qualname__', '')}",
         "identity": dict(identity),
@@ -121,14 +132,30 @@ def _told_of_disk(folder: Path) -> Iterator[None]:
         ) from error
 
 
-class _Narrator:
+class _Said:
     """Says now and then how many rows are behind."""
 
-    def __init__(self, say: Callable[[str], None]) -> None:
+    def __init__(self, key: str, say: Callable[[str], None]) -> None:
+        self._key = key
         self._say = say
         self._said = 0
 
-    def __call__(self, key: str, rows: int) -> None:
+    def __call__(self, rows: int) -> None:
         if rows - self._said >= _ROWS_BETWEEN_WORDS:
             self._said = rows
-            self._say(f"{key}: {rows:,} rows tokenised")
+            self._say(f"{self._key}: {rows:,} rows tokenised")
+
+
+class _Shown:
+    """Tells the watch how many rows are behind, and of how many."""
+
+    def __init__(self, source: Source, watch: Watch) -> None:
+        self._source = source
+        self._watch = watch
+
+    @cached_property
+    def _num_rows(self) -> int | None:
+        return self._source.num_rows()
+
+    def __call__(self, rows: int) -> None:
+        self._watch(self._source.key, rows, self._num_rows)

@@ -73,8 +73,7 @@ def rows_noted(folder: Path) -> int:
 def _lines(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
     """Yield every whole line and the bytes up to its end."""
     end = 0
-    content = path.read_bytes() if path.exists() else b""
-    for line in content.splitlines(keepends=True):
+    for line in _content(path).splitlines(keepends=True):
         end += len(line)
         try:
             value = json.loads(line)
@@ -82,3 +81,10 @@ def _lines(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
             return
         if line.endswith(b"\n"):
             yield value, end
+
+
+def _content(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:  # nothing was noted yet, or somebody else's set is whole by now
+        return b""

@@ -1,5 +1,6 @@
 """What a source takes of an origin: the rows between `skip` and `take`, and of them one side of a split."""
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -27,6 +28,12 @@ class Shard:
     def name(self) -> str:
         """Return what the file or shard is called in messages."""
         return self.whole.name
+
+    def num_rows(self) -> int | None:
+        """Return how many rows it has, as far as that is known without parsing them."""
+        if not self.portion.keeps_all:
+            return None
+        return max(0, self.whole.num_rows(sys.maxsize if self.stop is None else self.stop) - self.first)
 
     def rows(self, start: int = 0) -> Iterator[RawRow]:
         """Yield the rows but for the first `start` of them, which are passed over as cheaply as the file allows."""

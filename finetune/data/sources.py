@@ -44,6 +44,12 @@ class Source:
             left_out = sum(each.num_left_out for each in exclusions.values()) - before
             self._say(f"{self.key}: {left_out:,} rows left out: they are among the rows of data.validation, too")
 
+    def num_rows(self) -> int | None:
+        """Return how many rows there are, None where only parsing them would tell; reads all files once."""
+        each = [shard.num_rows() for shard in self.shards()]
+        known = [number for number in each if number is not None]
+        return sum(known) if len(known) == len(each) else None
+
     def shards(self) -> tuple[Shard, ...]:
         """Return the parts that can be read without the others, in the order in which `rows` goes through them."""
         return tuple(chain.from_iterable(portion.shards for portion in self._portions))

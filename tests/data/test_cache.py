@@ -167,7 +167,14 @@ def test_the_validation_source_is_named_as_such(write_rows, make_section):
         opened(validation, key="data.validation")
 
 
-def test_several_processes_write_the_same_bytes(write_rows, make_section, tmp_path, monkeypatch):
+@pytest.fixture
+def only_workers(monkeypatch):
+    """Have nothing encoded in the main process, neither first nor while workers start."""
+    monkeypatch.setattr(parallel, "CHUNKS_BEFORE_WORKERS", 0)
+    monkeypatch.setattr(parallel, "_meanwhile", lambda chunks, recipe, starting: iter(()))
+
+
+def test_several_processes_write_the_same_bytes(write_rows, make_section, tmp_path, monkeypatch, only_workers):
     monkeypatch.setattr(parallel, "ROWS_PER_CHUNK", 7)
     source = write_rows([{"text": "x" * (n % 13) + ">" + str(n)} for n in range(100)])
     sets = []
@@ -181,7 +188,7 @@ def test_several_processes_write_the_same_bytes(write_rows, make_section, tmp_pa
         assert (sets[0].folder / name).read_bytes() == (sets[1].folder / name).read_bytes()
 
 
-def test_a_row_that_a_worker_cannot_encode_is_named(write_rows, make_section):
+def test_a_row_that_a_worker_cannot_encode_is_named(write_rows, make_section, only_workers):
     source = write_rows([{"text": "a>b"}, {"text": "poison"}])
     section = make_section(source, prepare_workers=1)
     with pytest.raises(DataError, match=r"rows\.jsonl, row 2: cannot be encoded"):
