@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, TextStreamer
 
-from finetune.data.chat import render, stop_ids, tokenize
+from finetune.data.chat import stop_ids, tokenize
+from finetune.data.rendering import render
 from finetune.errors import UserError
 from finetune.model.hub import told
 from finetune.runtime.log import quieten
@@ -72,7 +73,7 @@ class Speaker:
 
     def _prompt(self, turns: list[Turn]) -> list[int]:
         if self.tokenizer.chat_template:
-            return tokenize(self.tokenizer, render(self.tokenizer, turns, with_answer_cue=True))
+            return tokenize(self.tokenizer, render(self.tokenizer, turns, with_answer_cue=True).text)
         return list(self.tokenizer(turns[-1]["content"])["input_ids"])  # no template: the text is simply continued
 
     def _limit(self) -> int | None:

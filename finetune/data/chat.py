@@ -1,26 +1,39 @@
-"""Chat templates: setting one on a tokenizer, rendering turns, and what ends a turn."""
+"""Chat templates: setting one on a tokenizer, and what ends a turn."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
-from jinja2 import TemplateError, TemplateSyntaxError
+from jinja2 import TemplateSyntaxError
 from transformers import PreTrainedTokenizerBase
 
 from finetune.data.formats import Turn
+from finetune.data.rendering import render
 from finetune.errors import DataError
 
-BUILT_IN = {"chatml": Path(__file__).parent / "templates" / "chatml.jinja"}
+BUILT_IN = {path.stem: path for path in sorted((Path(__file__).parent / "templates").glob("*.jinja"))}
 """Templates that are chosen by name."""
+
+NEEDED: Mapping[str, tuple[str, ...]] = {
+    "chatml": (),  # its marks may be several tokens: end-of-sequence then ends the answer
+    "gemma": ("<start_of_turn>", "<end_of_turn>"),
+    "llama3": ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
+    "mistral": ("[INST]", "[/INST]"),
+    "qwen": ("<|im_start|>", "<|im_end|>"),
+    "zephyr": (),  # end-of-sequence ends its turns; its roles are plain text also in its own tokenizer
+}
+"""The marks of each that must be single tokens, or the model would be trained on other tokens than it was made with."""
 
 
 def set_chat_template(tokenizer: PreTrainedTokenizerBase, chat_template: str | None) -> None:
     """Give the tokenizer the built-in template or the Jinja file; None leaves it its own.
 
-    Raises DataError when the file cannot be read or is not Jinja.
+    Raises DataError when the file cannot be read or is not Jinja, and when the tokenizer lacks tokens of the template.
     """
     if chat_template is None:
         return
     path = BUILT_IN.get(chat_template, Path(chat_template).expanduser())
+    _check_tokens(tokenizer, chat_template)
     try:
         tokenizer.chat_template = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -40,28 +53,59 @@ def require_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
         )
 
 
-def render(tokenizer: PreTrainedTokenizerBase, turns: Sequence[Turn], *, with_answer_cue: bool = False) -> str:
-    """Return the turns as text; with the cue, as a prompt that the assistant is to continue.
+@dataclass(frozen=True)
+class EndOfTurn:
+    """What a template writes behind an answer."""
 
-    Raises DataError with the template's own words when it refuses the turns.
-    """
-    try:
-        text = tokenizer.apply_chat_template(list(turns), tokenize=False, add_generation_prompt=with_answer_cue)
-    except TemplateError as error:
-        roles = ", ".join(turn["role"] for turn in turns)
-        raise DataError(f"the chat template refuses the conversation ({roles}): {error}") from error
-    return str(text)
+    text: str  # empty where it writes nothing
+    tokens: tuple[int, ...]
+    end_of_sequence: str | None
+    special: tuple[str, ...]  # the texts of all special tokens
+
+    def end_in(self, text: str, *, start: int, end: int) -> int:
+        """Return where the answer between two places of the text ends: behind its end-of-turn, before whitespace."""
+        body = text[start:end].rstrip()
+        if body.endswith(self.special):
+            return start + len(body)
+        behind = text[end : end + len(self.text) + 8]
+        written = behind.lstrip()
+        if self.text and written.startswith(self.text):
+            return end + len(behind) - len(written) + len(self.text)
+        return end
+
+    def without_rest(self, text: str, *, start: int, end: int) -> int:
+        """Return where the answer ends when the whitespace, and an end of the whole behind its end-of-turn, are not."""
+        body = text[start:end].rstrip()
+        without_final = self.without_final(body)
+        return start + len(body if without_final is None else without_final.rstrip())
+
+    def without_final(self, text: str) -> str | None:
+        """Return the text without the end-of-sequence that a template writes behind the last end-of-turn, or None."""
+        final = self.end_of_sequence
+        if not final or not self.text or final == self.text or not text.rstrip().endswith(final):
+            return None
+        shorter = text.rstrip().removesuffix(final)
+        return shorter if shorter.rstrip().endswith(self.text) else None
+
+
+def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> EndOfTurn:
+    """Return what the tokenizer's chat template writes behind an answer, found by rendering one."""
+    tokens: tuple[int, ...] = ()
+    text = _behind_an_answer(tokenizer)
+    if text:
+        tokens = tuple(tokenize(tokenizer, text))
+        if is_special(tokenizer, tokens[0]):  # what follows ends the whole, not the turn
+            tokens = tokens[:1]
+            text = str(tokenizer.added_tokens_decoder[tokens[0]].content)
+    special = {str(each.content) for each in tokenizer.added_tokens_decoder.values() if each.special}
+    return EndOfTurn(text, tokens, tokenizer.eos_token, tuple(sorted(special | set(tokenizer.all_special_tokens))))
 
 
 def stop_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     """Return the tokens that end an answer: end-of-sequence, and the template's end-of-turn where it is one token."""
     ids = set() if tokenizer.eos_token_id is None else {int(tokenizer.eos_token_id)}
     if tokenizer.chat_template:
-        asked: list[Turn] = [{"role": "user", "content": "a"}]
-        cue = render(tokenizer, asked, with_answer_cue=True)
-        rendered = render(tokenizer, [*asked, {"role": "assistant", "content": "b"}])
-        written = after_content(rendered[len(cue) :], content="b")
-        tokens = tokenize(tokenizer, written)
+        tokens = end_of_turn(tokenizer).tokens
         if tokens and is_special(tokenizer, tokens[0]):
             ids.add(tokens[0])
     return frozenset(ids)
@@ -86,6 +130,32 @@ def is_special(tokenizer: PreTrainedTokenizerBase, token: int) -> bool:
     """Tell whether the token is one that ordinary text cannot be made of."""
     added = tokenizer.added_tokens_decoder.get(token)
     return token in tokenizer.all_special_ids or (added is not None and bool(added.special))
+
+
+_ANSWER = "Xyzzy"
+
+
+def _behind_an_answer(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return the text; empty where the template refuses a question and an answer, as words and as a list of parts."""
+    for content in (_ANSWER, [{"type": "text", "text": _ANSWER}]):
+        turns: list[Turn] = [{"role": "user", "content": "a"}, {"role": "assistant", "content": content}]
+        try:
+            rendered = render(tokenizer, turns).text
+        except DataError:
+            continue
+        if _ANSWER in rendered:
+            return after_content(rendered, content=_ANSWER)
+    return ""
+
+
+def _check_tokens(tokenizer: PreTrainedTokenizerBase, chat_template: str) -> None:
+    missing = [mark for mark in NEEDED.get(chat_template, ()) if len(tokenize(tokenizer, mark)) != 1]
+    if missing:
+        raise DataError(
+            f"data.chat_template: {chat_template} needs {', '.join(missing)} to be one token each, and this tokenizer "
+            "does not know them. Leave the key out for the tokenizer's own template, or write `chatml`, which works "
+            "with any tokenizer."
+        )
 
 
 def _check_syntax(tokenizer: PreTrainedTokenizerBase, chat_template: str) -> None:

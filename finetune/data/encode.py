@@ -1,59 +1,129 @@
-"""Turns or text become token ids and the targets among them, exactly: what cannot be told apart is refused."""
+"""Turns or text become token ids and the targets among them, many rows at a time."""
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from typing import Any, TypeVar
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from finetune.data.chat import after_content, is_special, render, tokenize
-from finetune.data.features import Features
+from finetune.data.chat import end_of_turn
+from finetune.data.drops import DropCheck
+from finetune.data.features import Features, Outcome
 from finetune.data.formats import Turn
+from finetune.data.masks import REMEDY, Lesson, Masking, TrainOn
+from finetune.data.rows import Row
+from finetune.data.tokens import Encoded, Tokens
 from finetune.errors import DataError
 
 
+class TextEncoder:
+    """Encodes texts as the tokenizer begins them, ended by end-of-sequence; all tokens but the first are targets."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+        self._tokens = Tokens(tokenizer)
+
+    def __call__(self, texts: Sequence[str]) -> list[Outcome]:
+        """Return the features of each text; None when nothing is left to predict, or what is wrong with it."""
+        return [attempted(self._features, ids) for ids in self._tokens.begun(texts)]
+
+    def _features(self, ids: list[int]) -> Features | None:
+        tokenizer = self._tokenizer
+        if not ids or ids == [tokenizer.bos_token_id]:
+            return None
+        if _begins_twice(ids, tokenizer):
+            raise DataError(
+                f"begins with {tokenizer.bos_token}, which the tokenizer writes itself: it would stand there twice."
+            )
+        if ids[-1] != _end_of_sequence(tokenizer):
+            ids = [*ids, _end_of_sequence(tokenizer)]
+        is_target = np.ones(len(ids), dtype=bool)
+        is_target[0] = False
+        return _features(ids, is_target)
+
+
 def encode_text(text: str, tokenizer: PreTrainedTokenizerBase) -> Features | None:
-    """Return the text, as the tokenizer begins it, ended by end-of-sequence; all tokens but the first are targets.
+    """Return the features of one text, or None when nothing is left to predict; raises DataError."""
+    (outcome,) = _text_encoder(tokenizer)([text])
+    if isinstance(outcome, DataError):
+        raise outcome
+    return outcome
 
-    None when nothing is left to predict. Raises DataError when the tokenizer has no end-of-sequence token.
+
+_text_encoder = lru_cache(maxsize=4)(TextEncoder)
+
+
+class ConversationEncoder:
+    """Encodes conversations as the chat template renders them; `train_on` says which turns are targets.
+
+    Each learnt turn is learnt with the token that ends it. A last turn that the template does not end with a special
+    token is ended with end-of-sequence, a target too.
     """
-    ids = list(tokenizer(text, verbose=False)["input_ids"]) if text else []
-    if not ids or ids == [tokenizer.bos_token_id]:
-        return None
-    if tokenizer.bos_token_id is not None and ids[:2] == [tokenizer.bos_token_id] * 2:
-        raise DataError(
-            f"begins with {tokenizer.bos_token}, which the tokenizer writes itself: it would stand there twice."
-        )
-    if ids[-1] != _end_of_sequence(tokenizer):
-        ids.append(_end_of_sequence(tokenizer))
-    is_target = np.ones(len(ids), dtype=bool)
-    is_target[0] = False
-    return _features(ids, is_target)
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        train_on: TrainOn = "assistant",
+        system_prompt: str | None = None,
+        template: str | None = None,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._tokens = Tokens(tokenizer)
+        self._system_prompt = system_prompt
+        name = f"`{template}`" if template else "the tokenizer's own"
+        self._masking = Masking(tokenizer, end_of_turn(tokenizer), train_on, name)
+
+    def __call__(self, rows: Sequence[Row]) -> list[Outcome]:
+        """Return the features of each row's `messages` (with its `tools`, where it has some).
+
+        None where nothing is learnt; the DataError where the template refuses a row, would drop some of it in silence,
+        or where its rendering of a beginning is not the beginning of its rendering of the whole, in text or in tokens.
+        """
+        drops = DropCheck(self._masking)
+        lessons = [attempted(self._lesson, row, drops) for row in rows]
+        encoded = iter(self._tokens.encode([each.text for each in lessons if isinstance(each, Lesson)]))
+        return [
+            attempted(self._features, each, next(encoded)) if isinstance(each, Lesson) else each for each in lessons
+        ]
+
+    def _lesson(self, row: Row, drops: DropCheck) -> Lesson | None:
+        turns, tools = with_system_prompt(row["messages"], self._system_prompt), row.get("tools") or None
+        lesson = self._masking.lesson(turns, tools)
+        if lesson is not None:
+            drops.check(turns, tools)
+        return lesson
+
+    def _features(self, lesson: Lesson, encoded: Encoded) -> Features:
+        ids, end = encoded.ids, 0
+        if _begins_twice(ids[:2].tolist(), self._tokenizer):
+            raise DataError(
+                f"the chat template writes {self._tokenizer.bos_token} twice at the beginning: the model knows one. "
+                "Remove one from the template, or from the row where it stands there."
+            )
+        is_target = np.zeros(len(ids), dtype=bool)
+        for stretch in lesson.stretches:
+            start, end = (_edge(encoded, place, what=stretch.what) for place in (stretch.start, stretch.end))
+            is_target[start:end] = True
+        is_target[:1] = False  # nothing stands before it that it could be predicted from
+        is_ended = end > 0 and is_target[end - 1] and int(ids[end - 1]) in self._tokens.special
+        if is_ended or not lesson.may_be_open:
+            return _features(ids, is_target)
+        return _features([*ids[:end].tolist(), _end_of_sequence(self._tokenizer)], np.append(is_target[:end], True))
 
 
-def encode_turns(turns: Sequence[Turn], tokenizer: PreTrainedTokenizerBase) -> Features | None:
-    """Return the rendered conversation; its targets are the assistant's turns with the token that ends each of them.
+Made = TypeVar("Made")
 
-    A last turn that the template does not end with a special token is ended with end-of-sequence, a target too.
-    None when the assistant says nothing. Raises DataError when the template's rendering of the beginning of a
-    conversation is not the beginning of its rendering of the whole, in text and in tokens.
-    """
-    answers = [place for place, turn in enumerate(turns) if turn["role"] == "assistant"]
-    if not answers:
-        return None
-    if answers[0] == 0:
-        raise DataError("the conversation begins with the assistant: there is nothing that it answers.")
-    whole = _Rendering(render(tokenizer, turns), tokenizer)
-    is_target = np.zeros(len(whole.ids), dtype=bool)
-    start = end = 0
-    for place in answers:
-        start, end = _answer(turns[: place + 1], whole, tokenizer)
-        is_target[start:end] = True
-    ends_open = answers[-1] == len(turns) - 1 and not (end > start and is_special(tokenizer, whole.ids[end - 1]))
-    if not ends_open:
-        return _features(whole.ids, is_target)
-    return _features([*whole.ids[:end], _end_of_sequence(tokenizer)], np.append(is_target[:end], True))
+
+def attempted(make: Callable[..., Made], *arguments: Any) -> Made | DataError:
+    """Return what is made, or the DataError that says why it is not."""
+    try:
+        return make(*arguments)
+    except DataError as error:
+        return error
 
 
 def with_system_prompt(turns: Sequence[Turn], system_prompt: str | None) -> Sequence[Turn]:
@@ -61,6 +131,16 @@ def with_system_prompt(turns: Sequence[Turn], system_prompt: str | None) -> Sequ
     if system_prompt is None or any(turn["role"] == "system" for turn in turns):
         return turns
     return [{"role": "system", "content": system_prompt}, *turns]
+
+
+def unknown_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """Return the tokens that stand for text which the tokenizer cannot represent; empty for byte-level ones."""
+    unknown = {tokenizer.unk_token_id} - {
+        None,
+        tokenizer.bos_token_id,
+        tokenizer.eos_token_id,
+    }  # GPT-2 names one for all
+    return frozenset(map(int, unknown))
 
 
 def tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> Mapping[str, str]:
@@ -78,47 +158,20 @@ def tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> Mapping[str, str]:
     }
 
 
-class _Rendering:
-    """A whole conversation as text and tokens, in which beginnings are looked up."""
-
-    def __init__(self, text: str, tokenizer: PreTrainedTokenizerBase) -> None:
-        self.text = text
-        self.ids = tokenize(tokenizer, text)
-        self._tokenizer = tokenizer
-
-    def num_tokens_of(self, beginning: str, *, what: str) -> int:
-        """Return how many of the whole's tokens the beginning makes; raises DataError when it is no beginning."""
-        if not self.text.startswith(beginning):
-            raise DataError(
-                f"the chat template renders {what} in one way when the conversation stops there and in another when it "
-                f"goes on, so the assistant's tokens cannot be told apart. {_REMEDY}"
-            )
-        if len(beginning) == len(self.text):
-            return len(self.ids)
-        tokens = tokenize(self._tokenizer, beginning)
-        if self.ids[: len(tokens)] != tokens:
-            edge = f"{beginning[-12:]!r} before {self.text[len(beginning) :][:12]!r}"
-            raise DataError(
-                f"a token reaches across the end of {what} ({edge}): the model would be trained on other tokens than "
-                f"it is asked with. {_REMEDY}"
-            )
-        return len(tokens)
+def _edge(encoded: Encoded, place: int, *, what: str) -> int:
+    """Return the number of tokens before a character; raises DataError where a token reaches across it."""
+    num_tokens = encoded.num_tokens_of(place)
+    if num_tokens is None:
+        edge = f"{encoded.text[max(0, place - 12) : place]!r} before {encoded.text[place : place + 12]!r}"
+        raise DataError(
+            f"a token reaches across an edge of {what} ({edge}): the model would be trained on other tokens than it is "
+            f"asked with. {REMEDY}"
+        )
+    return num_tokens
 
 
-def _answer(turns: Sequence[Turn], whole: _Rendering, tokenizer: PreTrainedTokenizerBase) -> tuple[int, int]:
-    """Return where the tokens of the last of `turns` begin and end; whitespace behind its end-of-turn is left out."""
-    number = len(turns)
-    cue = render(tokenizer, turns[:-1], with_answer_cue=True)
-    start = whole.num_tokens_of(cue, what=f"the prompt of turn {number}")
-    through = render(tokenizer, turns)
-    is_ended = after_content(through[len(cue) :], content=turns[-1]["content"]) != ""
-    end = whole.num_tokens_of(through.rstrip() if is_ended else through, what=f"turn {number}")
-    return start, max(start, end)
-
-
-_REMEDY = (
-    "Set data.chat_template to `chatml` or to a Jinja file in which what follows never changes what stands before."
-)
+def _begins_twice(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> bool:
+    return tokenizer.bos_token_id is not None and ids[:2] == [tokenizer.bos_token_id] * 2
 
 
 def _end_of_sequence(tokenizer: PreTrainedTokenizerBase) -> int:
@@ -127,7 +180,7 @@ def _end_of_sequence(tokenizer: PreTrainedTokenizerBase) -> int:
     return int(tokenizer.eos_token_id)
 
 
-def _features(ids: list[int], is_target: np.ndarray) -> Features:
+def _features(ids: Sequence[int] | np.ndarray, is_target: np.ndarray) -> Features:
     return Features({"input_ids": np.asarray(ids, dtype=np.uint32), "is_target": is_target})
 
 

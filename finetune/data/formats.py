@@ -8,8 +8,8 @@ from finetune.config.sections.data import Format, SourceSection
 from finetune.data.rows import RawRow, Row, describe
 from finetune.errors import DataError
 
-Turn = Mapping[str, str]
-"""One turn of a conversation: `role` and `content`."""
+Turn = Mapping[str, Any]
+"""One turn of a conversation: `role`, `content`, and whatever else the chat template reads."""
 
 REQUIRED: Mapping[Format, tuple[str, ...]] = {
     "messages": ("messages",),

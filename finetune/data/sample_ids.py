@@ -41,3 +41,12 @@ def place_of(sample_id: int) -> Place:
 def sources_of(sample_ids: np.ndarray) -> np.ndarray:
     """Return the source of each id."""
     return sample_ids >> (INDEX_BITS + WINDOW_BITS)
+
+
+def in_window(within: int) -> tuple[int, int]:
+    """Return the window of a stream's sample, and its index in that window.
+
+    >>> in_window(of_window(2) + 7)
+    (2, 7)
+    """
+    return within >> INDEX_BITS, within & ((1 << INDEX_BITS) - 1)

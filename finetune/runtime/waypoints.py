@@ -37,6 +37,12 @@ def reach(point: str, *, step: int, path: Path | None = None) -> bool:
     return any(wants_nan)
 
 
+def note_life() -> None:
+    """Note that this process lives, though it passes no point: it waits for work that goes on in another one."""
+    global _moved_at
+    _moved_at = time.monotonic()
+
+
 def last() -> Waypoint:
     """Return the point that the main thread passed last."""
     return _last

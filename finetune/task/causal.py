@@ -1,6 +1,5 @@
 """What all causal language-model tasks share: collation, the summed loss over targets and token metrics."""
 
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -11,6 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from finetune.config.sections.data import DataSection
 from finetune.data.batch import IGNORED, Batch
+from finetune.data.encode import attempted
 from finetune.data.features import Features, Outcome
 from finetune.errors import DataError
 from finetune.task.losses import cross_entropy_sum
@@ -18,7 +18,7 @@ from finetune.task.metrics import token_metrics, token_sums
 from finetune.task.protocol import ModelHead, Prompt, Row
 
 
-class CausalTask(ABC):
+class CausalTask:
     """Predict each target token from the tokens before it."""
 
     head: ModelHead = "causal_lm"
@@ -30,17 +30,14 @@ class CausalTask(ABC):
 
     def encode(self, rows: Sequence[Row]) -> Sequence[Outcome]:
         """Return each row as `input_ids` and `is_target`, None where nothing is to be learnt, or what is wrong."""
-        return [self._outcome(row) for row in rows]
+        return [attempted(self.encode_row, row) for row in rows]
 
-    def _outcome(self, row: Row) -> Outcome:
-        try:
-            return self.encode_row(row)
-        except DataError as error:
-            return error
-
-    @abstractmethod
     def encode_row(self, row: Row) -> Features | None:
-        """Return the row as `input_ids` and `is_target`, or None where there is nothing to learn from."""
+        """Return what becomes of one row; raises its DataError. A task defines this or `encode`, which is faster."""
+        (outcome,) = self.encode([row])
+        if isinstance(outcome, DataError):
+            raise outcome
+        return outcome
 
     def collate(self, features: Sequence[Features]) -> Batch:
         """Return the samples padded on the right; labels[b, t] is the token at t + 1 where that one is a target."""

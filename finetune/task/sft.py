@@ -1,12 +1,14 @@
 """Supervised fine-tuning: learn the assistant's turns of a conversation, the end of each turn included."""
 
+from collections.abc import Sequence
+
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from finetune.config.sections.data import DataSection
 from finetune.data.chat import require_chat_template
-from finetune.data.encode import encode_turns, with_system_prompt
-from finetune.data.features import Features
+from finetune.data.encode import ConversationEncoder
+from finetune.data.features import Features, Outcome
 from finetune.errors import DataError
 from finetune.task.causal import CausalTask
 from finetune.task.protocol import Prompt, Row
@@ -18,14 +20,16 @@ class SftTask(CausalTask):
     def __init__(self, tokenizer: PreTrainedTokenizerBase, data: DataSection) -> None:
         require_chat_template(tokenizer)
         super().__init__(tokenizer, data)
+        self._encode = ConversationEncoder(
+            tokenizer, train_on=data.train_on, system_prompt=data.system_prompt, template=data.chat_template
+        )
 
-    def encode_row(self, row: Row) -> Features | None:
-        """Return the rendered conversation, or None when the assistant has no turn in it."""
-        if "messages" not in row:
-            raise DataError(
-                "task `sft` learns from turns, but the row is plain text. Use task `pretrain`, or another format."
-            )
-        return encode_turns(with_system_prompt(row["messages"], self.data.system_prompt), self.tokenizer)
+    def encode(self, rows: Sequence[Row]) -> Sequence[Outcome]:
+        """Return the rendered conversations; None for one in which no turn is learnt."""
+        if any("messages" not in row for row in rows):  # all rows of a source have one format
+            wrong = "task `sft` learns from turns, but the row is plain text. Use task `pretrain`, or another format."
+            return [DataError(wrong)] * len(rows)
+        return self._encode(rows)
 
     def prompt(self, features: Features) -> Prompt | None:
         """Return all tokens before the last answer, and that answer as learnt: with its end-of-turn token."""

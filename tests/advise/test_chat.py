@@ -6,7 +6,8 @@ from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from finetune.advise.chat import chat, load_speaker
-from finetune.data.chat import render, set_chat_template, stop_ids, tokenize
+from finetune.data.chat import set_chat_template, stop_ids, tokenize
+from finetune.data.rendering import render
 from finetune.errors import UserError
 from finetune.model.byte_pairs import trained_tokenizer
 
@@ -41,8 +42,8 @@ def final(tmp_path_factory, tokenizer):
     for _ in range(60):
         for word in ("moon", "star"):
             turns = [{"role": "user", "content": f"say {word}"}, {"role": "assistant", "content": word}]
-            prompt = tokenize(tokenizer, render(tokenizer, turns[:1], with_answer_cue=True))
-            tokens = torch.tensor([tokenize(tokenizer, render(tokenizer, turns))])
+            prompt = tokenize(tokenizer, render(tokenizer, turns[:1], with_answer_cue=True).text)
+            tokens = torch.tensor([tokenize(tokenizer, render(tokenizer, turns).text)])
             labels = tokens.clone()
             labels[:, : len(prompt)] = -100
             model(input_ids=tokens, labels=labels).loss.backward()

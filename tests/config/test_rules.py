@@ -156,6 +156,7 @@ IDLE = [
     (["data.train.revision=main"], "data.train.revision", "a local file has no revision"),
     (["evaluate={}", VALIDATION, "data.validation.config=en"], "data.validation.config", "a local file has no config"),
     (["task.name=pretrain", "data.chat_template=chatml"], "data.chat_template", "reads text without turns"),
+    (["task.name=pretrain", "data.train_on=all"], "data.train_on", "learns every token of a text"),
     (["task.name=pretrain", "data.system_prompt=Hi."], "data.system_prompt", "reads text without turns"),
     (["task.name=pretrain", *EVALUATION, "evaluate.generate={}"], "evaluate.generate", "has no prompts to answer"),
     (["model.name=.", "model.revision=main"], "model.revision", "only a model from the hub has revisions"),

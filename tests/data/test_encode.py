@@ -4,12 +4,20 @@ import numpy as np
 import pytest
 
 from finetune.data.chat import set_chat_template, stop_ids, tokenize
-from finetune.data.encode import encode_text, encode_turns, tokenizer_identity, with_system_prompt
+from finetune.data.encode import ConversationEncoder, encode_text, tokenizer_identity, unknown_ids, with_system_prompt
 from finetune.errors import DataError
 
 
-def turn(role, content):
-    return {"role": role, "content": content}
+def turn(role, content, **more):
+    return {"role": role, "content": content, **more}
+
+
+def encode_turns(turns, tokenizer, tools=None, **keys):
+    """Return what is made of one conversation, or raise what is wrong with it."""
+    (outcome,) = ConversationEncoder(tokenizer, **keys)([{"messages": turns, "tools": tools}])
+    if isinstance(outcome, DataError):
+        raise outcome
+    return outcome
 
 
 ASKED = turn("user", "What is two and two?")
@@ -97,7 +105,7 @@ def test_the_template_writes_the_only_beginning_of_sequence(make_tokenizer):
 
 def test_a_template_that_changes_what_it_has_said_is_refused(tokenizer):
     tokenizer.chat_template = "{% for m in messages %}{{ loop.length }}{{ m.content }}<|im_end|>{% endfor %}"
-    with pytest.raises(DataError, match=r"the prompt of turn 2 in one way .* Set data\.chat_template to `chatml`"):
+    with pytest.raises(DataError, match=r"prompt of turn 2 in one way .*\('1What.* another .*\('2What.* Set data\."):
         encode_turns([ASKED, ANSWERED], tokenizer)
 
 
@@ -106,7 +114,7 @@ def test_a_token_across_the_edge_of_the_prompt_is_refused(tokenizer):
         "{% for m in messages %}{{ m.content }}<|im_end|>{% if m.role == 'user' %}T{% endif %}{% endfor %}"
     )
     assert len(tokenize(tokenizer, "Two")) < len(tokenize(tokenizer, "T")) + len(tokenize(tokenizer, "wo"))
-    with pytest.raises(DataError, match=r"a token reaches across the end of the prompt of turn 2 .*'wo and two i'"):
+    with pytest.raises(DataError, match=r"a token reaches across an edge of turn 2 .*'wo and two i'"):
         encode_turns([ASKED, turn("assistant", "wo and two is four.")], tokenizer)
 
 
@@ -138,6 +146,13 @@ def test_every_token_of_a_text_but_the_first_is_learnt(tokenizer):
 def test_a_text_that_ends_with_end_of_sequence_gets_no_second_one(tokenizer):
     ids = encode_text("Two<|endoftext|>", tokenizer).arrays["input_ids"].tolist()
     assert ids.count(tokenizer.eos_token_id) == 1
+
+
+def test_a_byte_level_tokenizer_knows_every_text(tokenizer, make_tokenizer):
+    assert unknown_ids(tokenizer) == frozenset()
+    assert unknown_ids(make_tokenizer(unk_token="<|endoftext|>")) == frozenset()
+    other = make_tokenizer(special=["<|endoftext|>", "<unk>"], unk_token="<unk>")
+    assert unknown_ids(other) == {other.convert_tokens_to_ids("<unk>")}
 
 
 def test_without_end_of_sequence_a_text_cannot_be_learnt(make_tokenizer):

@@ -16,7 +16,7 @@ COLUMNS: Mapping[Format, tuple[str, ...]] = {
 }
 """The columns that each format can be told the user's names of."""
 
-TEMPLATES = ("chatml",)
+TEMPLATES = ("chatml", "gemma", "llama3", "mistral", "qwen", "zephyr")
 """Chat templates that come with the package."""
 
 

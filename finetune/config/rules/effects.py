@@ -114,6 +114,7 @@ EFFECTS: tuple[Effect, ...] = (
     ),
     Effect("data.chat_template", _has_turns, "`task.name: pretrain` reads text without turns"),
     Effect("data.system_prompt", _has_turns, "`task.name: pretrain` reads text without turns"),
+    Effect("data.train_on", _has_turns, "`task.name: pretrain` learns every token of a text"),
     Effect("evaluate.generate", _has_turns, "`task.name: pretrain` has no prompts to answer"),
     Effect("model.revision", _is_from_hub, "only a model from the hub has revisions"),
     Effect("model.trust_remote_code", _runs_model_code, "a model made from its config runs no code of others"),

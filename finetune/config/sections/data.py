@@ -108,6 +108,11 @@ class BatchingSection(Section):
         "Sort by length within this many steps: less padding. 1 alters no step; more makes steps of similar lengths.", 0
     )
 
+    @property
+    def lays_end_to_end(self) -> bool:
+        """Tell whether the samples of a forward pass stand in one row."""
+        return self.padding_free or self.by == "packs"
+
 
 class AuditSection(Section):
     """Shares above which a run stops before it trains."""
@@ -139,7 +144,9 @@ class DataSection(Section):
         "assistant",
     )
     chat_template: NameOrPath | None = key(
-        "`chatml`, or a Jinja file when it begins with `.`, `/` or `~`. Unset, the tokenizer's own template.", None
+        "`chatml`, `gemma`, `llama3`, `mistral`, `qwen`, `zephyr`, or a Jinja file that begins with `.`, `/`, `~`. "
+        "Unset, the tokenizer's own template.",
+        None,
     )
     system_prompt: str | None = key("System message for rows that have none.", None)
     shuffle: bool = key("Shuffle anew in every epoch, from `run.seed`.", True)

@@ -1,0 +1,121 @@
+"""A stream: rows that are prepared window after window while the model trains, for data that the disk cannot hold."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+
+from finetune.config.sections.data import DataSection, StreamSection
+from finetune.data.cache import cache_folder, identify
+from finetune.data.chunks import Encode, make_recipe
+from finetune.data.counts import Counts
+from finetune.data.order import Order
+from finetune.data.pool import Pool, fingerprint_of
+from finetune.data.set_order import set_order, tokens_per_position
+from finetune.data.set_pool import UNITS
+from finetune.data.sources import Source
+from finetune.data.stream_folder import StreamFolder, WindowRecord
+from finetune.data.stream_maker import StreamJob
+from finetune.data.stream_order import StreamOrder
+from finetune.data.stream_plan import StreamPlan
+from finetune.data.stream_samples import StreamSamples
+from finetune.data.stream_windows import Windows
+from finetune.errors import DataError
+from finetune.runtime.seeds import derive
+
+Say = Callable[[str], None]
+
+
+def stream_pool(
+    source: Source,
+    encode: Encode,
+    *,
+    stream: StreamSection,
+    section: DataSection,
+    identity: Mapping[str, str],
+    seed: int,
+    say: Say,
+    unknown_ids: Iterable[int] = (),
+) -> Pool:
+    """Return the source's rows as an endless pool; a process of its own begins to prepare its windows.
+
+    `identity` is as for `prepare_set`. Raises DataError where the cache folder cannot be written; rows that are refused
+    raise it when their window is reached, in every process that waits for it.
+    """
+    plan = StreamPlan(source.shards(), stream.window_rows, seed=seed, shuffle=section.shuffle)
+    windows_of = {
+        "listing": source.listing_identity(),
+        "window_rows": stream.window_rows,
+        "seed": seed if section.shuffle else None,
+    }
+    made_of = identify(source, encode, section=section, identity=identity, stream=windows_of)
+    job = StreamJob(
+        folder=StreamFolder(cache_folder(section) / "streams" / made_of.fingerprint),
+        key=source.key,
+        plan=plan,
+        recipe=make_recipe(source.format, encode, section=section, unknown_ids=unknown_ids),
+        section=section,
+        num_ahead=stream.num_ahead,
+        fingerprint=made_of.fingerprint,
+        parts=made_of.parts,
+    )
+    windows = Windows(job, say=say)
+    num_before = windows.open()
+    for line in _about(job, num_before=num_before):
+        say(line)
+    order = StreamOrder(Arranging(windows, num_told=num_before, say=say))
+    batching, budget = section.batching, tokens_per_position(section.batching, max_length=section.max_length)
+    fingerprint = fingerprint_of(made_of.fingerprint, section.shuffle, batching.by, budget)
+    return Pool(StreamSamples(windows), order, fingerprint)
+
+
+class Arranging:
+    """Gives every window the order of an ordinary set, and tells of each that is new what became of its rows."""
+
+    def __init__(self, windows: Windows, *, num_told: int, say: Say) -> None:
+        self._windows = windows
+        self._num_told = num_told
+        self._say = say
+        self._num_counted = 0
+        self.counts = Counts()  # of all windows that have been arranged
+
+    def __call__(self, window: int) -> Order | None:
+        """Return the order of the window, None where no sample is in it; waits until it has been prepared."""
+        plan, section = self._windows.job.plan, self._windows.job.section
+        record = self._windows.record(window)
+        order = None
+        if len(record.lengths):
+            order = set_order(
+                record.lengths,
+                seed=derive(plan.seed, "window", window),
+                shuffle=section.shuffle,
+                batching=section.batching,
+                max_length=section.max_length,
+            )
+        if window == self._num_counted:
+            self._count(record, order)
+        return order
+
+    def _count(self, record: WindowRecord, order: Order | None) -> None:
+        """Add the window up; raises DataError when a whole pass has come to nothing."""
+        self.counts = self.counts.plus(record.counts)
+        self._num_counted += 1
+        job = self._windows.job
+        if self.counts.samples == 0 and record.next.pass_number > 0:
+            raise DataError(f"{job.key}: no sample is left of a whole pass: {'; '.join(self.counts.lines())}.")
+        if record.window >= self._num_told:
+            by = job.section.batching.by
+            grouped = () if order is None or by == "samples" else (f"{order.num_positions:,} {UNITS[by]}",)
+            self._say(f"{job.key}: window {record.window}: {'; '.join((*record.counts.lines(), *grouped))}")
+            if record.window:
+                self._say(f"{job.key}: {self._num_counted:,} windows so far: {'; '.join(self.counts.lines())}")
+
+
+def _about(job: StreamJob, *, num_before: int) -> Iterator[str]:
+    """Yield what is to be known of a stream's order, and what is there of it."""
+    plan = job.plan
+    turn = "in an order drawn for every pass" if plan.shuffle else "in their order"
+    mixed = ", shuffled within a window only" if plan.shuffle else ""
+    yield (
+        f"{job.key}: a stream of {len(plan.shards):,} files or shards {turn}, in windows of {plan.window_rows:,} rows"
+        f"{mixed}; {job.num_ahead} windows are prepared ahead"
+    )
+    if num_before:
+        yield f"{job.key}: {num_before:,} windows were prepared before; those that are needed again are prepared anew"
