@@ -10,11 +10,9 @@ from finetune.advise.preview_terminal import print_batches
 from finetune.config.load import load_config
 from finetune.config.run_config import RunConfig
 from finetune.config.sections.data import AuditSection
-from finetune.data.audit import Audit, audit_of
-from finetune.data.padding import measure_padding
-from finetune.data.set_order import tokens_per_position
 from finetune.report.announcer import Announcer
-from finetune.run.lessons import Lessons, make_lessons
+from finetune.run.audit import audit_lessons
+from finetune.run.lessons import make_lessons
 from finetune.runtime import files
 from finetune.runtime.log import quieten
 
@@ -40,7 +38,7 @@ def preview(path: Path, overrides: Sequence[str], *, num_rows: int, html: Path |
         microbatch_size=config.train.microbatch_size,
     )
     batches = list(walk.batches(start=start, num_samples=num_rows))
-    audit = make_audit(config, lessons)
+    audit = audit_lessons(config, lessons)
     print_batches(batches, unit=unit)
     print()
     print_audit(audit)
@@ -48,27 +46,6 @@ def preview(path: Path, overrides: Sequence[str], *, num_rows: int, html: Path |
         page = preview_page(batches, audit, title=f"Preview of {path.name}", facts=_facts(config), unit=unit)
         files.write_text(html, page)
         print(f"wrote {html}")
-
-
-def make_audit(config: RunConfig, lessons: Lessons) -> Audit:
-    """Return the audit of what the job trains on."""
-    batching = config.data.batching
-    has_budget = batching.by != "samples"
-    is_stream = lessons.training.order.num_positions is None
-    return audit_of(
-        lessons.sources,
-        validation=lessons.validation_set,
-        limits=config.data.audit,
-        padding=None
-        if is_stream
-        else measure_padding(
-            lessons.training,
-            lessons.task.collate,
-            global_batch_size=config.train.global_batch_size,
-            microbatch_size=config.train.microbatch_size,
-            budget=tokens_per_position(batching, max_length=config.data.max_length) if has_budget else None,
-        ),
-    )
 
 
 def _without_limits(config: RunConfig) -> RunConfig:

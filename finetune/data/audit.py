@@ -134,21 +134,21 @@ def num_duplicates(digests: Sequence[np.ndarray]) -> list[int]:
 def exceeded(audit: SourceAudit, limits: AuditSection) -> Iterator[Exceeded]:
     """Yield every limit that the shares are above."""
     for name, share in shares(audit).items():
-        limit = getattr(limits, name)
+        limit = getattr(limits, f"max_{name}")
         if limit is not None and share > limit:
-            yield Exceeded(f"data.audit.{name}", share, limit)
+            yield Exceeded(f"data.audit.max_{name}", share, limit)
 
 
 def shares(audit: SourceAudit) -> dict[str, float]:
-    """Return the share that each limit of `data.audit` is about, by its name."""
+    """Return the share that each limit of `data.audit` is about, by its name without `max_`."""
     counts = audit.counts
     lost = counts.truncated_targets + counts.dropped_targets
     return {
-        "max_truncated_rows": _share(counts.truncated_rows + counts.split_rows, counts.rows),
-        "max_dropped_rows": _share(counts.long_rows + counts.rows_without_target, counts.rows),
-        "max_lost_targets": _share(lost, counts.targets + lost),
-        "max_duplicate_samples": _share(audit.duplicates or 0, counts.samples),
-        "max_unknown_tokens": _share(counts.unknown_tokens, counts.tokens),
+        "truncated_rows": _share(counts.truncated_rows + counts.split_rows, counts.rows),
+        "dropped_rows": _share(counts.long_rows + counts.rows_without_target, counts.rows),
+        "lost_targets": _share(lost, counts.targets + lost),
+        "duplicate_samples": _share(audit.duplicates or 0, counts.samples),
+        "unknown_tokens": _share(counts.unknown_tokens, counts.tokens),
     }
 
 
@@ -203,8 +203,5 @@ def _plain(audit: SourceAudit) -> dict[str, Any]:
     plain = {field.name: getattr(audit, field.name) for field in fields(audit)}
     histograms = {name: asdict(plain[name]) for name in ("lengths", "target_shares") if plain[name]}
     counts = asdict(audit.counts) | {"masked_tokens": audit.masked_tokens}
-    return (
-        plain
-        | histograms
-        | {"counts": counts, "shares": shares(audit), "length_quantiles": dict(audit.length_quantiles)}
-    )
+    found = {"counts": counts, "shares": shares(audit), "length_quantiles": dict(audit.length_quantiles)}
+    return plain | histograms | found

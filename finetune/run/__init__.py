@@ -59,7 +59,7 @@ def _train(
     )
     watch.watchdog.watch_hangs(config.run.hang_after_seconds)
     checkpointer, progress = continue_run(config, machine, strategy=strategy.name, lessons=lessons, say=say)
-    reporter = mirror.told_by(open_run(loaded, machine, tokenizer=lessons.tokenizer, say=say))
+    reporter = mirror.told_by(open_run(loaded, machine, lessons=lessons, say=say))
     with closing(reporter), mirror, watch.first_error():
         checkpointer.rehearse(num_saves=plan.num_due(config.checkpoint.every_steps, after=progress.step))
         save = ReportedSaving(checkpointer, reporter, watch.status.checkpoint)

@@ -3,21 +3,21 @@
 from dataclasses import asdict
 from pathlib import Path
 
-from transformers import PreTrainedTokenizerBase
-
 from finetune.config.explain import resolved_yaml
 from finetune.config.load import LoadedConfig
 from finetune.data.workers import loader_settings, this_room, told
 from finetune.report.announcer import Announcer
 from finetune.report.build import build_reporter
 from finetune.report.reporter import Reporter
+from finetune.run.audit import keep_audit
 from finetune.run.kept_tokenizer import keep_tokenizer
+from finetune.run.lessons import Lessons
 from finetune.run.machine import Machine
 from finetune.runtime import files, ranks
 from finetune.runtime.environment import environment_facts
 
 
-def open_run(loaded: LoadedConfig, machine: Machine, *, tokenizer: PreTrainedTokenizerBase, say: Announcer) -> Reporter:
+def open_run(loaded: LoadedConfig, machine: Machine, *, lessons: Lessons, say: Announcer) -> Reporter:
     """Write down what the run is, once everything has been checked, and return whoever is told about it."""
     folder, room = Path(loaded.config.run.folder), this_room()
     loading = loader_settings(loaded.config.data, room=room)
@@ -27,7 +27,8 @@ def open_run(loaded: LoadedConfig, machine: Machine, *, tokenizer: PreTrainedTok
         files.write_text(folder / "config.yaml", loaded.text)
         files.write_text(folder / "resolved.yaml", resolved_yaml(loaded))
         files.write_json(folder / "environment.json", environment_facts() | {"loading": asdict(loading)})
-        keep_tokenizer(folder, tokenizer)
+        keep_tokenizer(folder, lessons.tokenizer)
+        keep_audit(folder, loaded.config, lessons, say=say)
     return build_reporter(
         loaded.config.report,
         run_folder=folder,

@@ -1,0 +1,57 @@
+"""The audit of what a run is trained on, and its place in the run folder."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from finetune.config.run_config import RunConfig
+from finetune.data.audit import Audit, audit_of
+from finetune.data.padding import Padding, measure_padding
+from finetune.data.set_order import tokens_per_position
+from finetune.report.announcer import Announcer
+from finetune.run.lessons import Lessons
+from finetune.runtime import files
+
+FILE = "audit.json"
+
+
+def audit_lessons(config: RunConfig, lessons: Lessons) -> Audit:
+    """Return the audit of what the job is trained on; of a stream, of what is prepared by now."""
+    return audit_of(
+        lessons.sources,
+        validation=lessons.validation_set,
+        limits=config.data.audit,
+        padding=_padding(config, lessons),
+    )
+
+
+def keep_audit(folder: Path, config: RunConfig, lessons: Lessons, *, say: Announcer) -> None:
+    """Write the audit into the run folder and say what no count of a single source tells."""
+    audit = audit_lessons(config, lessons)
+    files.write_json(folder / FILE, audit.as_json())
+    for line in _surprises(audit):
+        say(line)
+
+
+def _padding(config: RunConfig, lessons: Lessons) -> Padding | None:
+    if lessons.training.order.num_positions is None:
+        return None  # a stream: its samples are not there yet
+    batching, train = config.data.batching, config.train
+    budget = tokens_per_position(batching, max_length=config.data.max_length)
+    return measure_padding(
+        lessons.training,
+        lessons.task.collate,
+        global_batch_size=train.global_batch_size,
+        microbatch_size=train.microbatch_size,
+        budget=None if batching.by == "samples" else budget,
+    )
+
+
+def _surprises(audit: Audit) -> Iterator[str]:
+    if audit.total.duplicates:
+        yield f"{audit.total.duplicates:,} of {audit.total.counts.samples:,} training samples equal an earlier one"
+    for source in audit.sources:
+        if source.in_validation:
+            yield (
+                f"warning: {source.key}: {source.in_validation:,} samples are among the validation samples, too. "
+                "`data.validation.exclude_from_train: true` leaves such rows out."
+            )
