@@ -1,6 +1,7 @@
 """A stream: rows that are prepared window after window while the model trains, for data that the disk cannot hold."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
 
 from finetune.config.sections.data import DataSection, StreamSection
 from finetune.data.cache import cache_folder, identify
@@ -40,12 +41,7 @@ def stream_pool(
     raise it when their window is reached, in every process that waits for it.
     """
     plan = StreamPlan(source.shards(), stream.window_rows, seed=seed, shuffle=section.shuffle)
-    windows_of = {
-        "listing": source.listing_identity(),
-        "window_rows": stream.window_rows,
-        "seed": seed if section.shuffle else None,
-    }
-    made_of = identify(source, encode, section=section, identity=identity, stream=windows_of)
+    made_of = identify(source, encode, section=section, identity=identity, stream=_windows_of(source, plan))
     job = StreamJob(
         folder=StreamFolder(cache_folder(section) / "streams" / made_of.fingerprint),
         key=source.key,
@@ -53,8 +49,7 @@ def stream_pool(
         recipe=make_recipe(source.format, encode, section=section, unknown_ids=unknown_ids),
         section=section,
         num_ahead=stream.num_ahead,
-        fingerprint=made_of.fingerprint,
-        parts=made_of.parts,
+        made_of=made_of,
     )
     windows = Windows(job, say=say)
     num_before = windows.open()
@@ -62,8 +57,9 @@ def stream_pool(
         say(line)
     order = StreamOrder(Arranging(windows, num_told=num_before, say=say))
     batching, budget = section.batching, tokens_per_position(section.batching, max_length=section.max_length)
-    fingerprint = fingerprint_of(made_of.fingerprint, section.shuffle, batching.by, budget)
-    return Pool(StreamSamples(windows), order, fingerprint)
+    return Pool(
+        StreamSamples(windows), order, fingerprint_of(made_of.fingerprint, section.shuffle, batching.by, budget)
+    )
 
 
 class Arranging:
@@ -106,6 +102,12 @@ class Arranging:
             self._say(f"{job.key}: window {record.window}: {'; '.join((*record.counts.lines(), *grouped))}")
             if record.window:
                 self._say(f"{job.key}: {self._num_counted:,} windows so far: {'; '.join(self.counts.lines())}")
+
+
+def _windows_of(source: Source, plan: StreamPlan) -> Mapping[str, Any]:
+    """Return what decides which rows are in which window."""
+    seed = plan.seed if plan.shuffle else None
+    return {"listing": source.listing_identity(), "window_rows": plan.window_rows, "seed": seed}
 
 
 def _about(job: StreamJob, *, num_before: int) -> Iterator[str]:

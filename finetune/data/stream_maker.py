@@ -7,9 +7,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from finetune.config.sections.data import DataSection
 from finetune.data.build import build_set
@@ -43,8 +42,7 @@ class StreamJob:
     recipe: Recipe
     section: DataSection
     num_ahead: int
-    fingerprint: str
-    parts: Mapping[str, Any]  # what the fingerprint is a digest of
+    made_of: Identity
 
 
 def main() -> None:
@@ -128,7 +126,7 @@ def make_window(job: StreamJob, window: int) -> None:
     folder = job.folder
     start = folder.read_record(window - 1).next if window else START
     rows, staging = job.plan.window(start), folder.staging(window)
-    made_of = Identity(f"{job.fingerprint}/{window}", job.parts)
+    made_of = replace(job.made_of, fingerprint=f"{job.made_of.fingerprint}/{window}")
     try:
         num_workers = num_prepare_workers(job.section)
         counts = build_set(staging, _with_signs(rows, folder), job.recipe, made_of, num_workers=num_workers)

@@ -42,6 +42,10 @@ class Reader:
         os.pwrite(self._file, f"{window:{_DIGITS}d}".encode(), 0)
         os.fsync(self._file)  # so that another machine on the same file system sees it
 
+    def close(self) -> None:
+        """Be no reader any more."""
+        os.close(self._file)
+
     def raise_error(self) -> None:
         """Raise DataError when the window that is wanted cannot be had."""
         path = self._path.with_name(self._path.name + _ERROR)

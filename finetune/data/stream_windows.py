@@ -53,9 +53,7 @@ class Windows:
 
     def record(self, window: int) -> WindowRecord:
         """Return what is remembered of the window; waits until it has been prepared, raises DataError if it cannot."""
-        folder = self.job.folder
-        self._own().wait(window, lambda: folder.has_record(window) or None)
-        return folder.read_record(window)
+        return self._own().record(window)
 
     def prepared(self, window: int) -> PreparedSet:
         """Return the window's samples; waits likewise."""
@@ -64,6 +62,12 @@ class Windows:
     def at_hand(self, window: int) -> PreparedSet | None:
         """Return the window's samples if they are at hand; does not wait, and asks for nothing."""
         return _find(self.job, window)
+
+    def close(self) -> None:
+        """Ask for nothing any more, and end the process that this one has started."""
+        if self._desk is not None and self._desk.pid == os.getpid():
+            self._desk.close()
+        self._desk = None
 
     def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_desk": None, "_say": _say_nothing}
@@ -81,6 +85,7 @@ class _Desk:
     def __init__(self, job: StreamJob, *, say: Callable[[str], None]) -> None:
         self.pid = os.getpid()
         self.opened = lru_cache(maxsize=_OPEN_WINDOWS)(self._open)
+        self.record = lru_cache(maxsize=_OPEN_WINDOWS)(self._read)
         self._job = job
         self._say = say
         self._reader = Reader(job.folder.readers)
@@ -101,6 +106,12 @@ class _Desk:
         self._num_in_vain = 0
         return found
 
+    def close(self) -> None:
+        """Leave the readers, and end the makers that were started here."""
+        self._reader.close()
+        for maker in self._started:
+            maker.end()
+
     def _wait(self, window: int, find: Callable[[], T | None]) -> T:
         begun, is_quiet, sign = time.monotonic(), True, 0
         while (found := find()) is None:
@@ -113,6 +124,11 @@ class _Desk:
                 note_life()
             time.sleep(_PAUSE_SECONDS)
         return found
+
+    def _read(self, window: int) -> WindowRecord:
+        folder = self._job.folder
+        self.wait(window, lambda: folder.has_record(window) or None)
+        return folder.read_record(window)
 
     def _open(self, window: int) -> PreparedSet:
         self.ask(window)  # also where it is at hand: those after it are to be prepared
@@ -159,6 +175,11 @@ class Maker:
     def pid(self) -> int:
         """Return its number."""
         return self._process.pid
+
+    def end(self) -> None:
+        """End it and wait until it has."""
+        os.close(self._keeps_alive)
+        self._process.wait()
 
     @property
     def code(self) -> int | None:

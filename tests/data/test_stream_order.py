@@ -44,7 +44,11 @@ def test_it_can_be_taken_up_anywhere():
     order = StreamOrder(Arranged())
     pieces = [order.samples(start, min(start + 4, 60)) for start in range(0, 60, 4)]
     assert np.concatenate(pieces).tolist() == whole.tolist()
-    assert [piece.tolist() for piece in order.cut(3, 20, 8)] == [whole[3:11].tolist(), whole[11:19].tolist(), [whole[19]]]
+    assert [piece.tolist() for piece in order.cut(3, 20, 8)] == [
+        whole[3:11].tolist(),
+        whole[11:19].tolist(),
+        [whole[19]],
+    ]
 
 
 def test_no_window_is_asked_for_before_its_turn():
