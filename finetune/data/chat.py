@@ -1,14 +1,14 @@
 """Chat templates: setting one on a tokenizer, and what ends a turn."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from jinja2 import TemplateSyntaxError
 from transformers import PreTrainedTokenizerBase
 
-from finetune.data.formats import Turn
 from finetune.data.rendering import render
+from finetune.data.turns import Turn
 from finetune.errors import DataError
 
 BUILT_IN = {path.stem: path for path in sorted((Path(__file__).parent / "templates").glob("*.jinja"))}
@@ -59,7 +59,7 @@ class EndOfTurn:
 
     text: str  # empty where it writes nothing
     tokens: tuple[int, ...]
-    end_of_sequence: str | None
+    final: str  # an end-of-sequence that it writes behind the last answer only, after the end-of-turn; mostly empty
     special: tuple[str, ...]  # the texts of all special tokens
 
     def end_in(self, text: str, *, start: int, end: int) -> int:
@@ -77,28 +77,26 @@ class EndOfTurn:
         """Return where the answer ends when the whitespace, and an end of the whole behind its end-of-turn, are not."""
         body = text[start:end].rstrip()
         without_final = self.without_final(body)
-        return start + len(body if without_final is None else without_final.rstrip())
+        return start + len(body if without_final is None else without_final)
 
     def without_final(self, text: str) -> str | None:
-        """Return the text without the end-of-sequence that a template writes behind the last end-of-turn, or None."""
-        final = self.end_of_sequence
-        if not final or not self.text or final == self.text or not text.rstrip().endswith(final):
-            return None
-        shorter = text.rstrip().removesuffix(final)
-        return shorter if shorter.rstrip().endswith(self.text) else None
+        """Return the text without the end-of-sequence behind the last end-of-turn; None where there is none."""
+        shorter = text.rstrip().removesuffix(self.final).rstrip()
+        return shorter if self.final and shorter.endswith(self.text) and shorter != text.rstrip() else None
 
 
 def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> EndOfTurn:
     """Return what the tokenizer's chat template writes behind an answer, found by rendering one."""
     tokens: tuple[int, ...] = ()
-    text = _behind_an_answer(tokenizer)
+    text, final = _behind_an_answer(tokenizer)
     if text:
         tokens = tuple(tokenize(tokenizer, text))
         if is_special(tokenizer, tokens[0]):  # what follows ends the whole, not the turn
             tokens = tokens[:1]
             text = str(tokenizer.added_tokens_decoder[tokens[0]].content)
     special = {str(each.content) for each in tokenizer.added_tokens_decoder.values() if each.special}
-    return EndOfTurn(text, tokens, tokenizer.eos_token, tuple(sorted(special | set(tokenizer.all_special_tokens))))
+    special |= set(tokenizer.all_special_tokens)
+    return EndOfTurn(text, tokens, final if final != text else "", tuple(sorted(special)))
 
 
 def stop_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
@@ -135,17 +133,27 @@ def is_special(tokenizer: PreTrainedTokenizerBase, token: int) -> bool:
 _ANSWER = "Xyzzy"
 
 
-def _behind_an_answer(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return the text; empty where the template refuses a question and an answer, as words and as a list of parts."""
+def _behind_an_answer(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
+    """Return what is written behind an answer, and of it an end-of-sequence that a further turn makes disappear.
+
+    Both are empty where the template refuses a question and an answer, as words and as a list of parts.
+    """
     for content in (_ANSWER, [{"type": "text", "text": _ANSWER}]):
-        turns: list[Turn] = [{"role": "user", "content": "a"}, {"role": "assistant", "content": content}]
-        try:
-            rendered = render(tokenizer, turns).text
-        except DataError:
-            continue
+        asked: Turn = {"role": "user", "content": "a"}
+        turns: list[Turn] = [asked, {"role": "assistant", "content": content}]
+        rendered, longer = (_rendered(tokenizer, these).rstrip() for these in (turns, [*turns, asked]))
         if _ANSWER in rendered:
-            return after_content(rendered, content=_ANSWER)
-    return ""
+            final = tokenizer.eos_token or ""
+            is_final = not longer.startswith(rendered) and longer.startswith(rendered.removesuffix(final))
+            return after_content(rendered, content=_ANSWER), final if is_final else ""
+    return "", ""
+
+
+def _rendered(tokenizer: PreTrainedTokenizerBase, turns: Sequence[Turn]) -> str:
+    try:
+        return render(tokenizer, turns).text
+    except DataError:
+        return ""
 
 
 def _check_tokens(tokenizer: PreTrainedTokenizerBase, chat_template: str) -> None:

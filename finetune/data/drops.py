@@ -4,9 +4,9 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from finetune.data.formats import Turn
 from finetune.data.masks import Masking
 from finetune.data.rendering import Tools, render
+from finetune.data.turns import Turn
 from finetune.errors import DataError
 
 REASONING = ("reasoning_content", "thinking", "reasoning")

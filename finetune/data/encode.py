@@ -12,10 +12,10 @@ from transformers import PreTrainedTokenizerBase
 from finetune.data.chat import end_of_turn
 from finetune.data.drops import DropCheck
 from finetune.data.features import Features, Outcome
-from finetune.data.formats import Turn
 from finetune.data.masks import REMEDY, Lesson, Masking, TrainOn
 from finetune.data.rows import Row
 from finetune.data.tokens import Encoded, Tokens
+from finetune.data.turns import Turn
 from finetune.errors import DataError
 
 

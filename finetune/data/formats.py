@@ -1,29 +1,16 @@
-"""Formats: what the columns of a row mean. Every format delivers `messages` (turns) or `text`."""
+"""Formats: what the columns of a row mean. They deliver `messages`, `text`, a preference pair or a labelled text."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any, Protocol
 
-from finetune.config.sections.data import Format, SourceSection
+from finetune.config.sections.data import OPTIONAL_COLUMNS, REQUIRED_COLUMNS, Format, SourceSection
+from finetune.data.columns import Columns, Names, listed
+from finetune.data.row_template import WHOLE_ROW, check_template, columns_read
 from finetune.data.rows import RawRow, Row, describe
+from finetune.data.turns import Turn, read_sharegpt_turns, read_tools, read_turns
 from finetune.errors import DataError
-
-Turn = Mapping[str, Any]
-"""One turn of a conversation: `role`, `content`, and whatever else the chat template reads."""
-
-REQUIRED: Mapping[Format, tuple[str, ...]] = {
-    "messages": ("messages",),
-    "prompt_completion": ("prompt", "completion"),
-    "instruction": ("instruction", "output"),
-    "text": ("text",),
-}
-"""The columns that a row of the format must have; where the format is unset, the first that fits is taken."""
-
-OPTIONAL: Mapping[Format, tuple[str, ...]] = {"instruction": ("input",)}
-"""The columns that a row of the format may have."""
-
-_UNREAD = ("tool_calls", "tool_call_id", "function_call", "reasoning_content", "thinking", "weight")
-"""Parts of a turn that change what is learnt and are not supported: refused, never dropped."""
 
 
 class RowFormat(Protocol):
@@ -53,139 +40,168 @@ AS_READ = AsRead()
 
 @dataclass(frozen=True)
 class ColumnFormat:
-    """A format with the names that the user's columns have."""
+    """A format with the names and templates that lead to the user's columns."""
 
-    name: Format
-    columns: Mapping[str, str]  # from the format's name to the user's
-    key: str  # place of the source in the job YAML
+    names: Names
+
+    @property
+    def name(self) -> Format:
+        """Return the name of the format."""
+        return self.names.format
 
     def read(self, raw: RawRow) -> Row:
-        """Return `{"messages": turns}` or `{"text": text}`; raises DataError naming the row and the column."""
+        """Return `messages` (with `tools` where there are any), `text`, `text` and `label`, or a preference pair.
+
+        Raises DataError naming the row and the column.
+        """
         row = raw.parse()
         try:
-            return _READERS[self.name](_Columns(self, row))
+            return _READERS[self.name](Columns(self.names, row))
         except DataError as error:
             raise DataError(f"{raw.place}: {error}") from error
 
     def identity(self) -> Any:
-        """Return the name of the format and those of the columns."""
-        return [self.name, dict(sorted(self.columns.items()))]
+        """Return the name of the format, those of the columns, and the templates."""
+        return [self.name, dict(sorted(self.names.columns.items())), dict(sorted(self.names.template.items()))]
 
 
 def choose_format(section: SourceSection, first: RawRow, *, key: str, say: Callable[[str], None]) -> ColumnFormat:
-    """Return the format that is set, or the one that the columns of the first row decide, and say which.
+    """Return the format that is set, or the one that the columns of the first row decide; say which and what is unread.
 
-    Raises DataError when no format fits or when `columns` maps a column that the format does not have.
+    Raises DataError when no format fits, when `columns` or `template` has a column that the format does not have, or
+    when a template is not Jinja.
     """
-    if section.format is None:
-        name = _detect(section.columns, first, key=key)
-        say(f"{key}.format is not set: the columns {_listed(first.parse())} are read as `{name}`")
-    else:
-        name = section.format
-    known = REQUIRED[name] + OPTIONAL.get(name, ())
-    for column in section.columns:
-        if column not in known:
-            raise DataError(
-                f"{key}.columns: format `{name}` has no column `{column}`; it has {_listed(known)}. "
-                "Write the format's name first, then yours: {completion: answer}."
-            )
-    return ColumnFormat(name, dict(section.columns), key)
-
-
-def _detect(columns: Mapping[str, str], first: RawRow, *, key: str) -> Format:
+    for column, written in section.template.items():
+        check_template(written, key=f"{key}.template.{column}")
     row = first.parse()
-    for name, required in REQUIRED.items():
-        if all(columns.get(column, column) in row for column in required):
+    name = section.format or _detect(section, first, key=key)
+    if section.format is None:
+        say(f"{key}.format is not set: the columns {listed(_available(section, row))} are read as `{name}`")
+    known = REQUIRED_COLUMNS[name] + OPTIONAL_COLUMNS.get(name, ())
+    for where, columns in (("columns", section.columns), ("template", section.template)):
+        for column in columns:
+            if column not in known:
+                raise DataError(
+                    f"{key}.{where}: format `{name}` has no column `{column}`; it has {listed(known)}. "
+                    "Write the format's name first, then yours: {completion: answer}."
+                )
+    unread = _unread(section, row, known)
+    if unread:
+        say(f"{key}: columns that are not read: {listed(unread)}")
+    return ColumnFormat(Names(name, dict(section.columns), dict(section.template), key))
+
+
+def _detect(section: SourceSection, first: RawRow, *, key: str) -> Format:
+    available = _available(section, first.parse())
+    for name, required in REQUIRED_COLUMNS.items():
+        known = required + OPTIONAL_COLUMNS.get(name, ())
+        is_there = all(section.columns.get(column, column) in available for column in required)
+        if is_there and all(column in known for column in section.template):
             return name
-    choices = "; ".join(f"{name}: {_listed(required)}" for name, required in REQUIRED.items())
+    choices = "; ".join(f"{name}: {listed(required)}" for name, required in REQUIRED_COLUMNS.items())
     raise DataError(
-        f"{first.place}: cannot tell the format from its columns {_listed(row)}. Set {key}.format and map its columns "
-        f"with {key}.columns (for example {{prompt: question, completion: answer}}). Formats are {choices}."
+        f"{first.place}: cannot tell the format from its columns {listed(available)}. Set {key}.format and map its "
+        f"columns with {key}.columns (for example {{prompt: question, completion: answer}}), or write a "
+        f"{key}.template. Formats are {choices}."
     )
 
 
-class _Columns:
-    """A row seen through a format's column names."""
-
-    def __init__(self, form: ColumnFormat, row: Row) -> None:
-        self._form = form
-        self._row = row
-
-    def value(self, column: str) -> Any:
-        name = self._form.columns.get(column, column)
-        if name not in self._row:
-            raise DataError(
-                f"has no column `{name}`; its columns are {_listed(self._row)}. "
-                f"Map it with {self._form.key}.columns: {{{column}: NAME OF YOUR COLUMN}}."
-            )
-        return self._row[name]
-
-    def text(self, column: str) -> str:
-        value = self.value(column)
-        if not isinstance(value, str):
-            name = self._form.columns.get(column, column)
-            raise DataError(f"column `{name}` must be text for format `{self._form.name}`, but is {describe(value)}.")
-        return value
-
-    def has(self, column: str) -> bool:
-        return self._row.get(column) is not None
-
-    def optional_text(self, column: str) -> str:
-        name = self._form.columns.get(column, column)
-        is_absent = self._row.get(name) is None and column not in self._form.columns
-        return "" if is_absent else self.text(column)
+def _available(section: SourceSection, row: Row) -> tuple[str, ...]:
+    """Return the columns that a format may find: those that templates make, then the row's."""
+    return tuple(dict.fromkeys((*section.template, *row)))
 
 
-def _read_messages(columns: _Columns) -> Row:
-    turns = columns.value("messages")
-    if columns.has("tools"):
-        raise DataError("has a column `tools`, which is not read: the turns would be rendered without them.")
-    if not isinstance(turns, list) or not turns:
-        said = "an empty list" if turns == [] else describe(turns)
-        raise DataError(f"`messages` must be a list of turns with `role` and `content`, but is {said}.")
-    return {"messages": [_read_turn(number, turn) for number, turn in enumerate(turns, start=1)]}
+def _unread(section: SourceSection, row: Row, known: tuple[str, ...]) -> list[str]:
+    by_template = {name for written in section.template.values() for name in columns_read(written)}
+    if WHOLE_ROW in by_template:
+        return []
+    by_name = {section.columns.get(column, column) for column in known if column not in section.template}
+    return [name for name in row if name not in by_template | by_name]
 
 
-def _read_turn(number: int, turn: object) -> Turn:
-    if not isinstance(turn, dict):
-        raise DataError(
-            f"turn {number} of `messages` must be an object with `role` and `content`, but is {describe(turn)}."
-        )
-    for name in ("role", "content"):
-        if not isinstance(turn.get(name), str):
-            said = f"is {describe(turn[name])}" if name in turn else "is missing"
-            raise DataError(f"`{name}` of turn {number} must be text, but {said}.")
-    unread = [name for name in _UNREAD if turn.get(name) is not None]
-    if unread:
-        raise DataError(f"turn {number} has {_listed(unread)}, which is not read: only `role` and `content` are.")
-    return {"role": turn["role"], "content": turn["content"]}
+def _read_messages(columns: Columns) -> Row:
+    turns = read_turns(columns.json_value("messages"), title=columns.title("messages"))
+    return _with_tools({"messages": turns}, columns)
 
 
-def _read_prompt_completion(columns: _Columns) -> Row:
-    return _exchange(columns.text("prompt"), columns.text("completion"))
+def _read_conversations(columns: Columns) -> Row:
+    turns = read_sharegpt_turns(columns.json_value("conversations"), title=columns.title("conversations"))
+    return _with_tools({"messages": [*_system(columns), *turns]}, columns)
 
 
-def _read_instruction(columns: _Columns) -> Row:
+def _read_prompt_completion(columns: Columns) -> Row:
+    """Join both sides; what the assistant says in a prompt of several turns is context and not learnt."""
+    asked, answered = _said(columns, "prompt", by="user"), _said(columns, "completion", by="assistant")
+    row: dict[str, Any] = {"messages": [*asked, *answered]}
+    if any(turn["role"] == "assistant" for turn in asked):
+        row["num_context_turns"] = len(asked)
+    return _with_tools(row, columns)
+
+
+def _read_instruction(columns: Columns) -> Row:
     """Join the input to the instruction below an empty line, as Alpaca's rows mean it."""
     asked = "\n\n".join(part for part in (columns.text("instruction"), columns.optional_text("input")) if part)
-    return _exchange(asked, columns.text("output"))
+    return {"messages": [*_system(columns), _turn("user", asked), _turn("assistant", columns.text("output"))]}
 
 
-def _read_text(columns: _Columns) -> Row:
+def _read_preference(columns: Columns) -> Row:
+    """Return prompt and both answers as turns; without a prompt it is what both conversations begin with."""
+    sides = {name: _said(columns, name, by="assistant") for name in ("chosen", "rejected")}
+    if columns.optional("prompt") is not None:
+        prompt = _said(columns, "prompt", by="user")
+    else:
+        if isinstance(columns.value("chosen"), str) or isinstance(columns.value("rejected"), str):
+            raise DataError(
+                f"has no `prompt`, and {columns.title('chosen')} is text: it is not known what it answers. "
+                "Map the prompt with `columns`, or make turns of the transcript with a `template`."
+            )
+        pairs = zip(sides["chosen"][:-1], sides["rejected"][:-1], strict=False)
+        prompt = [one for one, _ in takewhile(lambda pair: pair[0] == pair[1], pairs)]
+        sides = {name: turns[len(prompt) :] for name, turns in sides.items()}
+    return _with_tools({"prompt": prompt, **sides}, columns)
+
+
+def _read_labelled(columns: Columns) -> Row:
+    label = columns.value("label")
+    if not isinstance(label, str | int):
+        raise DataError(f"{columns.title('label')} must be text or a whole number, but is {describe(label)}.")
+    return {"text": columns.text("text"), "label": label}
+
+
+def _read_text(columns: Columns) -> Row:
     return {"text": columns.text("text")}
 
 
-def _exchange(asked: str, answered: str) -> Row:
-    return {"messages": [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]}
+def _said(columns: Columns, column: str, *, by: str) -> list[Turn]:
+    """Return the turns of a column, which is the text of one turn or a list of turns."""
+    value = columns.value(column)
+    if isinstance(value, list):
+        return read_turns(value, title=columns.title(column))
+    return [_turn(by, columns.text(column))]
 
 
-def _listed(names: Any) -> str:
-    return ", ".join(f"`{name}`" for name in names)
+def _system(columns: Columns) -> list[Turn]:
+    said = columns.optional_text("system")
+    return [_turn("system", said)] if said else []
 
 
-_READERS: Mapping[Format, Callable[[_Columns], Row]] = {
+def _with_tools(row: Mapping[str, Any], columns: Columns) -> Row:
+    if not columns.optional("tools"):
+        return row
+    tools = read_tools(columns.json_value("tools"), title=columns.title("tools"))
+    return {**row, "tools": tools} if tools else row
+
+
+def _turn(role: str, content: str) -> Turn:
+    return {"role": role, "content": content}
+
+
+_READERS: Mapping[Format, Callable[[Columns], Row]] = {
     "messages": _read_messages,
+    "conversations": _read_conversations,
     "prompt_completion": _read_prompt_completion,
     "instruction": _read_instruction,
+    "preference": _read_preference,
+    "labelled": _read_labelled,
     "text": _read_text,
 }

@@ -8,8 +8,8 @@ from typing import Any, Literal
 from transformers import PreTrainedTokenizerBase
 
 from finetune.data.chat import EndOfTurn, after_content
-from finetune.data.formats import Turn
 from finetune.data.rendering import Rendering, Tools, render
+from finetune.data.turns import Turn
 from finetune.errors import DataError
 
 TrainOn = Literal["assistant", "last_assistant", "all", "per_message"]
@@ -167,7 +167,8 @@ class _Conversation:
         alone, within = first_difference(beginning, self.whole.text)
         raise DataError(
             f"the chat template ({self.masking.template}) renders {what} in one way when the conversation stops there "
-            f"({alone}) and in another when it goes on ({within}), so what is learnt cannot be told apart. {REMEDY}"
+            f"({alone}) and in another when it goes on ({within}), so what is learnt cannot be told apart. "
+            + (REMEDY_OF_CUE if cue and num_turns == len(self.turns) - 1 else REMEDY)
         )
 
     def _render(self, num_turns: int, *, cue: bool = False) -> Rendering:
@@ -177,6 +178,13 @@ class _Conversation:
 REMEDY = (
     "Set data.train_on: last_assistant, which learns the last answer alone; or data.chat_template to `chatml` or to a "
     "Jinja file that marks the answers with {% generation %} (the `_training` variants that TRL ships do)."
+)
+
+
+REMEDY_OF_CUE = (
+    "The model would be asked in another way than it is trained. Give the turn what the prompt begins (such as its "
+    "reasoning_content); or set data.chat_template to `chatml` or to a Jinja file that marks the answers with "
+    "{% generation %} (the `_training` variants that TRL ships do)."
 )
 
 

@@ -10,7 +10,7 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from finetune.data.formats import Turn
+from finetune.data.turns import Turn
 from finetune.errors import DataError
 
 Tools = Sequence[Mapping[str, Any]]

@@ -48,7 +48,7 @@ DATA = [
     (
         ["data.train={path: rows.jsonl, format: messages, columns: {prompt: q}}"],
         "data.train.columns.prompt",
-        "there is no column `prompt` in format `messages`. It has `messages`.",
+        "there is no column `prompt` in format `messages`. It has `messages` and `tools`.",
     ),
     (
         ["data.train.columns={question: prompt}"],

@@ -11,8 +11,6 @@ import pytest
 
 from finetune.config.sections.data import SourceSection
 from finetune.data import hub
-from finetune.data.formats import choose_format
-from finetune.data.rows import RawRow
 from finetune.data.sources import open_source, texts
 from finetune.errors import DataError
 
@@ -81,29 +79,6 @@ def test_texts_are_all_that_the_format_reads(write_rows):
     assert list(texts([opened(section)])) == ["Add.\n\n1 2", "3"]
 
 
-def test_the_columns_decide_the_format_and_it_is_said(write_rows):
-    said = []
-    row = read(
-        write_rows([{"question": "a", "answer": "b"}], columns={"prompt": "question", "completion": "answer"}), said
-    )
-    assert asked(row) == ["a"]
-    assert said == ["data.train.format is not set: the columns `question`, `answer` are read as `prompt_completion`"]
-
-
-@pytest.mark.parametrize(
-    ("row", "name"),
-    [
-        ({"messages": [], "text": "x"}, "messages"),
-        ({"text": "x", "prompt": "a", "completion": "b"}, "prompt_completion"),
-        ({"instruction": "a", "output": "b"}, "instruction"),
-        ({"text": "x"}, "text"),
-    ],
-)
-def test_the_first_format_that_fits_is_taken(row, name):
-    chosen = choose_format(SourceSection(path="x"), RawRow("f", 1, row), key=KEY, say=lambda _: None)
-    assert chosen.name == name
-
-
 BAD_FILES = {
     "empty.jsonl": (b"", "data.train: .*empty.jsonl has no rows"),
     "blank.jsonl": (b"\n\n", "has no rows"),
@@ -141,53 +116,6 @@ def test_a_missing_file_and_an_empty_folder_are_named(tmp_path):
 def test_skipping_everything_is_said(write_rows):
     with pytest.raises(DataError, match="has no rows after skip: 5"):
         read(write_rows(ROWS, skip=5))
-
-
-def test_the_row_without_the_column_is_named_with_the_remedy(write_rows):
-    section = write_rows([*[{"prompt": "a", "completion": "b"}] * 16, {"prompt": "a", "answer": "b"}])
-    with pytest.raises(
-        DataError,
-        match=r"row 17: has no column `completion`; its columns are `prompt`, `answer`. "
-        r"Map it with data.train.columns: \{completion: NAME OF YOUR COLUMN\}",
-    ):
-        read(section)
-
-
-BAD_ROWS = [
-    (
-        {"prompt": ["a"], "completion": "b"},
-        "column `prompt` must be text for format `prompt_comp.*but is a list",
-    ),
-    ({"prompt": "a", "completion": 42}, r"column `completion` must be text .* but is a number \(42\)"),
-    ({"prompt": "a", "completion": None}, "column `completion` .* but is null"),
-    ({"messages": "hello"}, "`messages` must be a list of turns .* but is a text"),
-    ({"messages": []}, ".* but is an empty list"),
-    ({"messages": ["hello"]}, "turn 1 of `messages` must be an object"),
-    ({"messages": [{"role": "user"}]}, "`content` of turn 1 must be text, but is missing"),
-    (
-        {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
-        "`content` of turn 1 must be text, but is a list",
-    ),
-    (
-        {"messages": [{"role": "assistant", "content": "", "tool_calls": [1]}]},
-        "turn 1 has `tool_calls`, which is not read",
-    ),
-    ({"messages": [{"role": "user", "content": "a"}], "tools": [1]}, "has a column `tools`, which is not read"),
-]
-
-
-@pytest.mark.parametrize(("row", "message"), BAD_ROWS)
-def test_a_value_of_the_wrong_type_is_named(write_rows, row, message):
-    with pytest.raises(DataError, match=f"rows.jsonl, row 1: {message}"):
-        read(write_rows([row]))
-
-
-def test_a_mapping_the_wrong_way_round_is_refused(write_rows):
-    section = write_rows(ROWS, format="prompt_completion", columns={"question": "prompt"})
-    with pytest.raises(
-        DataError, match="format `prompt_completion` has no column `question`; it has `prompt`, `completion`"
-    ):
-        read(section)
 
 
 class FakeHub:

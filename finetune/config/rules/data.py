@@ -4,15 +4,12 @@ from collections.abc import Iterator, Mapping
 
 from finetune.config.paths import is_path
 from finetune.config.run_config import RunConfig
-from finetune.config.sections.data import Format, SourceSection
+from finetune.config.sections.data import OPTIONAL_COLUMNS, REQUIRED_COLUMNS, Format, SourceSection
 from finetune.config.wording import did_you_mean, listed
 from finetune.errors import Problem
 
 COLUMNS: Mapping[Format, tuple[str, ...]] = {
-    "messages": ("messages",),
-    "prompt_completion": ("prompt", "completion"),
-    "instruction": ("instruction", "input", "output"),
-    "text": ("text",),
+    form: columns + OPTIONAL_COLUMNS.get(form, ()) for form, columns in REQUIRED_COLUMNS.items()
 }
 """The columns that each format can be told the user's names of."""
 

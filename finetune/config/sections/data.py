@@ -1,5 +1,6 @@
 """`data:` - which rows are learnt from, how they become tokens, and how they are loaded."""
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -7,6 +8,26 @@ from pydantic import Field
 from finetune.config.section import Count, Fraction, NameOrPath, Path, Positive, Section, key
 
 Format = Literal["messages", "conversations", "prompt_completion", "instruction", "preference", "labelled", "text"]
+
+REQUIRED_COLUMNS: Mapping[Format, tuple[str, ...]] = {
+    "messages": ("messages",),
+    "conversations": ("conversations",),
+    "preference": ("chosen", "rejected"),
+    "prompt_completion": ("prompt", "completion"),
+    "instruction": ("instruction", "output"),
+    "labelled": ("text", "label"),
+    "text": ("text",),
+}
+"""The columns that a row of the format must have; where the format is unset, the first that fits is taken."""
+
+OPTIONAL_COLUMNS: Mapping[Format, tuple[str, ...]] = {
+    "messages": ("tools",),
+    "conversations": ("system", "tools"),
+    "preference": ("prompt", "tools"),
+    "prompt_completion": ("tools",),
+    "instruction": ("input", "system"),
+}
+"""The columns that a row of the format may have."""
 
 MixedSources = Annotated[tuple["MixedSourceSection", ...], Field(strict=False)]
 Auto = Literal["auto"]

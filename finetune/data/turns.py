@@ -1,0 +1,137 @@
+"""Turns of a conversation as rows write them: `role` and `content`, or ShareGPT's `from` and `value`, with tools."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from finetune.data.rows import describe
+from finetune.errors import DataError
+
+Turn = Mapping[str, Any]
+"""One turn: `role`, `content` (null only beside a tool call), and whatever else the chat template reads."""
+
+_PLAIN = {"role", "content"}
+_CALLS = ("tool_calls", "function_call")
+_OTHER_WEIGHTS = ("loss", "train", "training", "train_detail", "mask", "masked", "loss_weight")
+"""What other tools call a turn's `weight`: passed on, they would change nothing."""
+
+_ROLES: Mapping[str, str] = {
+    **dict.fromkeys(("system", "user", "assistant", "tool"), ""),
+    "developer": "",
+    "human": "user",
+    **dict.fromkeys(("gpt", "chatgpt", "model", "bot", "function_call"), "assistant"),
+    **dict.fromkeys(("function", "function_response", "observation", "ipython"), "tool"),
+}
+"""From the words of ShareGPT's rows to those of chat templates; empty where they are the same."""
+
+
+def read_turns(value: Any, *, title: str) -> list[Turn]:
+    """Return the turns; parts that only a chat template can read are passed on as they are.
+
+    Nulls are left out, tool calls' arguments that are JSON texts are read, since templates expect objects.
+    Raises DataError naming the turn.
+    """
+    return [_read_turn(number, turn) for number, turn in enumerate(_listed(value, title=title), start=1)]
+
+
+def read_sharegpt_turns(value: Any, *, title: str) -> list[Turn]:
+    """Return the turns of a `conversations` column, whose speakers have other names; `role`/`content` is read, too."""
+    return [_read_sharegpt_turn(number, turn) for number, turn in enumerate(_listed(value, title=title), start=1)]
+
+
+def read_tools(value: Any, *, title: str) -> list[Mapping[str, Any]]:
+    """Return the tools' JSON schemas; raises DataError unless it is a list of objects."""
+    if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
+        raise DataError(f"{title} must be a list of tools as JSON schemas, or that list as JSON text.")
+    return value
+
+
+def _listed(value: Any, *, title: str) -> Sequence[Any]:
+    if not isinstance(value, list) or not value:
+        said = "an empty list" if value == [] else describe(value)
+        raise DataError(f"{title} must be a list of turns with `role` and `content`, but is {said}.")
+    return value
+
+
+def _read_turn(number: int, turn: Any) -> Turn:
+    if not isinstance(turn, dict):
+        raise DataError(f"turn {number} must be an object with `role` and `content`, but is {describe(turn)}.")
+    if turn.keys() == _PLAIN and isinstance(turn["role"], str) and isinstance(turn["content"], str):
+        return turn
+    if not isinstance(turn.get("role"), str):
+        raise DataError(f"`role` of turn {number} must be text, but {_said(turn, 'role')}.")
+    for name in _OTHER_WEIGHTS:
+        if turn.get(name) is not None:
+            raise DataError(
+                f"turn {number} has `{name}`, which nothing reads. Which turns are learnt is `data.train_on`; "
+                "for single turns write `weight: 0` or `weight: 1` and `data.train_on: per_message`."
+            )
+    kept = {name: value for name, value in turn.items() if value is not None}
+    if kept.get("tool_calls") is not None:
+        kept["tool_calls"] = [_read_call(number, call) for call in _calls(number, kept["tool_calls"])]
+    return {**kept, "content": _content(number, turn)}
+
+
+def _content(number: int, turn: Mapping[str, Any]) -> str | None:
+    content = turn.get("content")
+    if isinstance(content, str):
+        return content
+    if content is None and any(turn.get(name) for name in _CALLS):
+        return None
+    if isinstance(content, list) and len(content) == 1 and isinstance(content[0], dict):
+        part = content[0]
+        if part.get("type") == "text" and isinstance(part.get("text"), str):
+            return str(part["text"])
+    hint = " Several parts, and parts that are no text, are not read." if isinstance(content, list) else ""
+    raise DataError(f"`content` of turn {number} must be text, but {_said(turn, 'content')}.{hint}")
+
+
+def _said(turn: Mapping[str, Any], name: str) -> str:
+    return f"is {describe(turn[name])}" if name in turn else "is missing"
+
+
+def _calls(number: int, calls: Any) -> list[Any]:
+    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+        raise DataError(f"`tool_calls` of turn {number} must be a list of objects, but is {describe(calls)}.")
+    return calls
+
+
+def _read_call(number: int, call: Mapping[str, Any]) -> Mapping[str, Any]:
+    if isinstance(call.get("function"), dict):
+        return {**call, "function": _with_read_arguments(number, call["function"])}
+    return _with_read_arguments(number, call)
+
+
+def _with_read_arguments(number: int, function: Mapping[str, Any]) -> Mapping[str, Any]:
+    if not isinstance(function.get("arguments"), str):
+        return function
+    try:
+        return {**function, "arguments": json.loads(function["arguments"] or "{}")}
+    except json.JSONDecodeError as error:
+        raise DataError(f"the arguments of a tool call in turn {number} are not JSON: {error.msg}.") from error
+
+
+def _read_sharegpt_turn(number: int, turn: Any) -> Turn:
+    if not isinstance(turn, dict):
+        raise DataError(f"turn {number} must be an object with `from` and `value`, but is {describe(turn)}.")
+    speaker = turn.get("from", turn.get("role"))
+    if not isinstance(speaker, str) or speaker not in _ROLES:
+        known = ", ".join(f"`{role}`" for role in _ROLES)
+        raise DataError(f"turn {number} is from {speaker!r}. Known are {known}.")
+    renamed = {name: value for name, value in turn.items() if name not in ("from", "value")}
+    renamed |= {"role": _ROLES[speaker] or speaker, "content": turn.get("value", turn.get("content"))}
+    if speaker == "function_call":
+        renamed |= {"content": None, "tool_calls": _calls_in(number, renamed["content"])}
+    return _read_turn(number, renamed)
+
+
+def _calls_in(number: int, value: Any) -> list[Mapping[str, Any]]:
+    """Return the calls that a `function_call` turn writes as JSON, in the form that chat templates expect."""
+    try:
+        calls = json.loads(value) if isinstance(value, str) else value
+    except json.JSONDecodeError as error:
+        raise DataError(f"turn {number} is a function call that is not JSON: {error.msg}.") from error
+    calls = calls if isinstance(calls, list) else [calls]
+    if not all(isinstance(call, dict) and "name" in call for call in calls):
+        raise DataError(f"turn {number} is a function call, which must be JSON with `name` and `arguments`.")
+    return [{"type": "function", "function": call} for call in calls]
