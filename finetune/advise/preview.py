@@ -28,7 +28,7 @@ def preview(path: Path, overrides: Sequence[str], *, num_rows: int, html: Path |
     """
     quieten(is_main=True)
     config = load_config(path, overrides).config
-    lessons = make_lessons(_without_limits(config), Announcer(is_main=True))
+    lessons = make_lessons(without_limits(config), Announcer(is_main=True))
     unit = UNITS[config.data.batching.by]
     walk = Walk(
         lessons.training,
@@ -48,7 +48,8 @@ def preview(path: Path, overrides: Sequence[str], *, num_rows: int, html: Path |
         print(f"wrote {html}")
 
 
-def _without_limits(config: RunConfig) -> RunConfig:
+def without_limits(config: RunConfig) -> RunConfig:
+    """Return the config with nothing forbidden by `data.audit`: whoever looks wants to see what there is."""
     data = config.data.model_copy(update={"audit": AuditSection()})
     return config.model_copy(update={"data": data})
 

@@ -9,6 +9,7 @@ from finetune import __version__
 from finetune.cli import checkpoint, lazy, verify
 from finetune.cli.options import Config, Overrides
 from finetune.cli.outcome import reported
+from finetune.errors import UserError
 
 app = typer.Typer(
     name="finetune",
@@ -63,6 +64,16 @@ def check(
 
 @app.command()
 @reported
+def prepare(config: Config, override: Overrides = None) -> None:
+    """Tokenise the data now, on the CPU, so that training finds it.
+
+    Needs no model weights and no launcher. Goes on where it was stopped, and ends with the audit.
+    """
+    lazy.call("finetune.advise.prepare:prepare", config, override or [])
+
+
+@app.command()
+@reported
 def preview(
     config: Config,
     override: Overrides = None,
@@ -79,6 +90,29 @@ def preview(
     Prepares the data as training would, and ends with the audit. Needs no model weights and no launcher.
     """
     lazy.call("finetune.advise.preview:preview", config, override or [], num_rows=rows, html=html, start=start)
+
+
+@app.command()
+@reported
+def doctor(
+    config: Annotated[
+        Path | None, typer.Option("--config", metavar="JOB.yaml", help="The job whose folders or data are meant.")
+    ] = None,
+    override: Overrides = None,
+    data: Annotated[bool, typer.Option("--data", help="Measure the job's loader and say what to set.")] = False,
+    rounds: Annotated[int, typer.Option(min=1, help="With --data: rounds, of which medians are taken.")] = 5,
+    seconds: Annotated[float, typer.Option(min=0.01, help="With --data: how long each measurement takes.")] = 0.5,
+) -> int:
+    """Say what this machine has and what must be mended; exit code 1 if anything must.
+
+    With --data: samples per second of the job's loader against the number of its workers.
+    """
+    if not data:
+        return 0 if lazy.call("finetune.advise.doctor:examine", config, override or []) else 1
+    if config is None:
+        raise UserError("--data: write --config JOB.yaml too: it is that job's loader that is measured.")
+    lazy.call("finetune.advise.doctor_data:examine_loading", config, override or [], num_rounds=rounds, seconds=seconds)
+    return 0
 
 
 @app.command()

@@ -22,6 +22,8 @@ from finetune.errors import DataError
 from finetune.runtime.files import make_once
 from finetune.runtime.waypoints import reach
 
+DEFAULT_FOLDER = "~/.cache/finetune"
+
 CODE_VERSION = 3
 """Raised whenever the same rows would be encoded otherwise than before: no older set is used then."""
 
@@ -33,6 +35,7 @@ WITHOUT_EFFECT = frozenset(
 
 _ROWS_BETWEEN_WORDS = 100_000
 
+Say = Callable[[str], None]
 Watch = Callable[[str, int, int | None], None]
 """Told a source's key, how many of its rows are behind, and how many there are where that is known."""
 
@@ -43,7 +46,7 @@ def prepare_set(
     *,
     section: DataSection,
     identity: Mapping[str, str],
-    say: Callable[[str], None],
+    say: Say,
     unknown_ids: Iterable[int] = (),
     watch: Watch | None = None,
 ) -> PreparedSet:
@@ -58,7 +61,7 @@ def prepare_set(
     folder = set_folder(section, made_of)
     recipe = make_recipe(source.format, encode, section=section, unknown_ids=unknown_ids)
     shown = _Shown(source, watch) if watch else _Said(source.key, say)
-    build = partial(_build, source=source, recipe=recipe, made_of=made_of, section=section, advance=shown)
+    build = partial(_build, source=source, recipe=recipe, made_of=made_of, section=section, advance=shown, say=say)
     with _told_of_disk(folder):
         is_new = make_once(folder, build, say=say, goes_on=True, while_waiting=lambda made: shown(rows_noted(made)))
     prepared = PreparedSet(folder, shards=made_of.shards)
@@ -78,7 +81,7 @@ def set_folder(section: DataSection, made_of: Identity) -> Path:
 
 def cache_folder(section: DataSection) -> Path:
     """Return where tokenised rows are kept."""
-    return Path(section.cache_folder or "~/.cache/finetune").expanduser()
+    return Path(section.cache_folder or DEFAULT_FOLDER).expanduser()
 
 
 def identify(
@@ -106,10 +109,19 @@ def identify(
 
 
 def _build(
-    staging: Path, *, source: Source, recipe: Recipe, made_of: Identity, section: DataSection, advance: Advance
+    staging: Path,
+    *,
+    source: Source,
+    recipe: Recipe,
+    made_of: Identity,
+    section: DataSection,
+    advance: Advance,
+    say: Say,
 ) -> None:
     """Make the set; what cannot become one is removed, what was only cut off is kept to go on from."""
-    num_workers = num_prepare_workers(section)
+    num_workers, done = num_prepare_workers(section), rows_noted(staging)
+    if done:
+        say(f"{source.key}: {done:,} rows are tokenised already; it goes on from there")
     try:
         counts = build_set(staging, source.rows(), recipe, made_of, num_workers=num_workers, advance=advance)
         refuse(counts, section, key=source.key)
@@ -135,7 +147,7 @@ def _told_of_disk(folder: Path) -> Iterator[None]:
 class _Said:
     """Says now and then how many rows are behind."""
 
-    def __init__(self, key: str, say: Callable[[str], None]) -> None:
+    def __init__(self, key: str, say: Say) -> None:
         self._key = key
         self._say = say
         self._said = 0

@@ -1,8 +1,8 @@
 """What stops a run before it trains: rows that the section refuses, and shares above those that it allows."""
 
 from finetune.config.sections.data import AuditSection, DataSection
-from finetune.data.audit import audit_of
 from finetune.data.counts import Counts
+from finetune.data.shares import REMEDY, above, num_duplicates
 from finetune.data.store import PreparedSet
 from finetune.errors import DataError
 
@@ -27,13 +27,9 @@ def refuse(counts: Counts, section: DataSection, *, key: str, needs_samples: boo
         raise DataError(f"{key}: " + f"\n{key}: ".join(problems))
 
 
-def refuse_shares(prepared: PreparedSet, limits: AuditSection, *, key: str) -> None:
+def refuse_shares(prepared: PreparedSet, section: AuditSection, *, key: str) -> None:
     """Raise DataError with every share of this source that is above what `data.audit` allows."""
-    if limits == AuditSection():
-        return
-    exceeded = audit_of({key: prepared}, limits=limits).exceeded
-    if exceeded:
-        raise DataError(
-            "\n".join(f"{key}: {each}" for each in exceeded)
-            + "\nMend the rows, choose otherwise under `data`, or raise the limit. `finetune preview` shows the rows."
-        )
+    twice = 0 if section.max_duplicate_samples is None else sum(num_duplicates([prepared.digests]))
+    problems = [f"{share} {REMEDY}" for share in above(prepared.counts, twice, section)]
+    if problems:
+        raise DataError("\n".join(f"{key}: {problem}" for problem in problems))

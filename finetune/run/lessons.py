@@ -6,10 +6,10 @@ from functools import partial
 from typing import Any
 
 from finetune.config.run_config import RunConfig
-from finetune.data.audit import Prepared, Streamed
-from finetune.data.cache import cache_folder, prepare_set
+from finetune.data.audit import Prepared, Streamed, refuse_exceeded
+from finetune.data.cache import Watch, cache_folder, prepare_set
 from finetune.data.chat import set_chat_template
-from finetune.data.encode import tokenizer_identity
+from finetune.data.encode import tokenizer_identity, unknown_ids
 from finetune.data.features import Features
 from finetune.data.order import steps_for_tokens
 from finetune.data.pool import Pool
@@ -41,7 +41,7 @@ class Lessons:
         return self.training.samples[int(self.training.order.samples(0, 1)[0])]
 
 
-def make_lessons(config: RunConfig, say: Announcer) -> Lessons:
+def make_lessons(config: RunConfig, say: Announcer, *, watch: Watch | None = None) -> Lessons:
     """Return what there is to learn; one process tokenises, the others wait on a file and in no collective."""
     data = config.data
     generate = config.evaluate.generate if config.evaluate else None
@@ -55,8 +55,17 @@ def make_lessons(config: RunConfig, say: Announcer) -> Lessons:
     )
     set_chat_template(tokenizer, data.chat_template)
     task = build_task(config.task, tokenizer=tokenizer, data=data)
-    prepare = partial(prepare_set, encode=task.encode, section=data, identity=tokenizer_identity(tokenizer), say=say)
+    prepare = partial(
+        prepare_set,
+        encode=task.encode,
+        section=data,
+        identity=tokenizer_identity(tokenizer),
+        unknown_ids=unknown_ids(tokenizer),
+        say=say,
+        watch=watch,
+    )
     train_sets = {source.key: prepare(source) for source in sources.train}
+    refuse_exceeded(train_sets, data.audit)
     training = set_pool(train_sets["data.train"], data, seed=config.run.seed, key="data.train")
     validation_set = prepare(sources.validation) if sources.validation else None
     training = by_length(

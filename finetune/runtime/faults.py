@@ -34,7 +34,7 @@ POINTS = (
     ),
     *("export.begin", "export.write", "export.done"),
 )
-"""Where a fault can strike, in the order in which the preparing of data, a step, a save, a load and an export pass them."""
+"""Where a fault can strike, in the order in which preparing, a step, a save, a load and an export pass them."""
 
 ACTIONS = ("kill", "terminate", "interrupt", "raise", "no_space", "sleep", "nan", "flip", "truncate")
 """What can go wrong; `sleep` takes `seconds=`, `flip` (of a byte) and `truncate` need a point that hands on a file."""
