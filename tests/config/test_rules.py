@@ -39,6 +39,24 @@ MODEL = [
     (["report.trackers=[wandb, tensorbord]"], "report.trackers.1", "Did you mean `tensorboard`?"),
 ]
 
+STREAM = ["data.train={path: rows.jsonl, stream: {window_rows: 8}}"]
+HUB_STREAM = ["data.train={name: squad, split: 'train[:10%]', stream: {window_rows: 8}}"]
+STREAMS = [
+    ([*STREAM, "train.steps=null", "train.epochs=2"], "train.epochs", "Write `train.steps`."),
+    (
+        [*STREAM, "data.validation={hash_fraction: 0.1}", "evaluate.every_steps=5"],
+        "data.validation.hash_fraction",
+        "all of the stream `data.train` would be read before the first step",
+    ),
+    ([*STREAM, "train.global_batch_size=12"], "data.train.stream.window_rows", "a step of 12 take. Write at least 12."),
+    (
+        [*STREAM, "data.batching.length_window_steps=2"],
+        "data.train.stream.window_rows",
+        "2 steps of 8, sorted by length together, take. Write at least 16.",
+    ),
+    (HUB_STREAM, "data.train.split", "a slice cannot be streamed. Write `train`"),
+]
+
 DATA = [
     (["data.train.path=null"], "data.train", "Write `path` (a local file) or `name` (a hub dataset)."),
     (["data.train.name=squad"], "data.train.name", "the rows are in `data.train.path` already"),
@@ -170,7 +188,7 @@ IDLE = [
     (["report.project=mine"], "report.project", "it needs `report.trackers`"),
 ]
 
-TABLE = [*BATCH, *MODEL, *DATA, *EVALUATE, *CHECKPOINT, *IDLE]
+TABLE = [*BATCH, *MODEL, *DATA, *STREAMS, *EVALUATE, *CHECKPOINT, *IDLE]
 
 RIGHT = [
     ["train.steps=null", "train.epochs=0.5"],

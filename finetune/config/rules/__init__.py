@@ -11,6 +11,7 @@ from finetune.config.rules.data import DATA_RULES
 from finetune.config.rules.effects import without_effect
 from finetune.config.rules.evaluation import EVALUATION_RULES
 from finetune.config.rules.model import MODEL_RULES
+from finetune.config.rules.streams import STREAM_RULES
 from finetune.config.run_config import RunConfig
 from finetune.errors import Problem
 
@@ -20,6 +21,7 @@ RULES: tuple[Rule, ...] = (
     *BATCH_RULES,
     *MODEL_RULES,
     *DATA_RULES,
+    *STREAM_RULES,
     *EVALUATION_RULES,
     *CHECKPOINT_RULES,
     without_effect,
