@@ -1,4 +1,4 @@
-"""What a chat template leaves out of a row without a word: found by rendering the row without it."""
+"""What a chat template leaves out of a row without a word: found by rendering the row without it or with something else."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -63,10 +63,11 @@ def parts_of(turns: Sequence[Turn], tools: Tools | None) -> Iterator[Part]:
 
 
 def without(part: Part, turns: Sequence[Turn]) -> list[Turn]:
-    """Return the turns of the part's role without the part."""
+    """Return the turns of the part's role without the part; with another content, as some templates need one."""
     if part.kind == "tools":
         return list(turns)
-    absent: Turn = {"content": ""} if part.kind == "content" else dict.fromkeys(_FIELDS[part.kind])
+    other = _ANOTHER if part.detail == "str" else [{"type": "text", "text": _ANOTHER}]
+    absent: Turn = {"content": other} if part.kind == "content" else dict.fromkeys(_FIELDS[part.kind])
     return [{**turn, **absent} if turn["role"] == part.role else turn for turn in turns]
 
 
@@ -94,12 +95,13 @@ def _arguments_as_text(turn: Turn) -> Iterator[str]:
             yield arguments
 
 
+_ANOTHER = "Xyzzy"
 _FIELDS = {"tool_calls": ("tool_calls",), "reasoning": REASONING}
 _OTHER = "Set data.chat_template to one that writes it, or leave it out of the rows."
 _NAMES = {
     "tools": lambda part: f"the `tools` of the row: the model would not see them. {_OTHER}",
     "content": lambda part: (
-        f"the content of `{part.role}` turns: the conversation is rendered in the same way without it. "
+        f"the content of `{part.role}` turns: the conversation is rendered in the same way whatever it is. "
         + ("It may want a list of parts: " if part.detail == "str" else "It may want text, not a list of parts: ")
         + ('[{"type": "text", "text": ...}].' if part.detail == "str" else '"content": "...".')
     ),

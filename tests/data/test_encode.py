@@ -105,7 +105,7 @@ def test_the_template_writes_the_only_beginning_of_sequence(make_tokenizer):
 
 def test_a_template_that_changes_what_it_has_said_is_refused(tokenizer):
     tokenizer.chat_template = "{% for m in messages %}{{ loop.length }}{{ m.content }}<|im_end|>{% endfor %}"
-    with pytest.raises(DataError, match=r"prompt of turn 2 in one way .*\('1What.* another .*\('2What.* Set data\."):
+    with pytest.raises(DataError, match=r"prompt of turn 2 in one way .*\('1What.* in another .*\('2What.*`chatml`"):
         encode_turns([ASKED, ANSWERED], tokenizer)
 
 

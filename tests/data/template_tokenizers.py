@@ -1,0 +1,40 @@
+"""Tokenizers for chat templates: byte-level, knowing the marks that a template writes as single tokens."""
+
+import importlib.util
+import re
+from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+MARK = re.compile(r"<\|?[\w./ -]+\|?>|<｜[^｜]+｜>|\[/?[A-Z_]+\]")
+"""What models write as one token: `<|im_end|>`, `<end_of_turn>`, `<｜User｜>`, `[INST]`."""
+
+BEGIN, END = "<s>", "</s>"
+
+
+def shipped_templates():
+    """Return the chat templates that TRL ships, by name, found without importing it; empty where it is not there."""
+    found = importlib.util.find_spec("trl")
+    if found is None:
+        return {}
+    folder = Path(found.submodule_search_locations[0]) / "chat_templates"
+    return {path.stem: path.read_text(encoding="utf-8") for path in sorted(folder.glob("*.jinja"))}
+
+
+def tokenizer_for(template, **named):
+    """Return a tokenizer with this template and single tokens for its marks, `<s>` and `</s>`."""
+    marks = sorted(set(MARK.findall(template)) - {BEGIN, END})
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=258 + len(marks),
+        special_tokens=[BEGIN, END, *marks],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator([], trainer)
+    made = PreTrainedTokenizerFast(tokenizer_object=backend, **{"bos_token": BEGIN, "eos_token": END, **named})
+    made.chat_template = template
+    return made
