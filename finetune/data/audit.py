@@ -1,6 +1,6 @@
 """What will really be trained on: rows, tokens and what became of them, by source and in all."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Protocol
 
@@ -10,6 +10,8 @@ from finetune.config.sections.data import AuditSection
 from finetune.data.counts import Counts, total
 from finetune.data.histogram import Histogram, histogram, length_histogram, quantiles
 from finetune.data.padding import Padding
+from finetune.data.shares import REMEDY, Share, above, num_duplicates, shares
+from finetune.errors import DataError
 
 VERSION = 1
 """Of the form of `audit.json`."""
@@ -63,14 +65,13 @@ class SourceAudit:
 
 @dataclass(frozen=True)
 class Exceeded:
-    """A limit of `data.audit` that is crossed."""
+    """A share of a source that is above what `data.audit` allows."""
 
-    key: str
-    share: float
-    limit: float
+    key: str  # of the source
+    share: Share
 
     def __str__(self) -> str:
-        return f"{self.key}: {self.share:.2%} is above the limit of {self.limit:.2%}"
+        return f"{self.key}: {self.share}"
 
 
 @dataclass(frozen=True)
@@ -117,39 +118,23 @@ def audit_of(
         validation=_of_validation(validation) if validation is not None else None,
         padding=padding,
         template=tuple(template),
-        exceeded=tuple(exceeded(whole, limits)) if limits is not None else (),
+        exceeded=tuple(exceeded(audits, limits)) if limits is not None else (),
     )
 
 
-def num_duplicates(digests: Sequence[np.ndarray]) -> list[int]:
-    """Return for each array how many of its values stand earlier, in it or in an array before it."""
-    if not digests:
-        return []
-    _, first = np.unique(np.concatenate(digests), return_index=True)
-    starts = np.cumsum([0, *map(len, digests)])
-    num_new = np.bincount(np.searchsorted(starts, first, side="right") - 1, minlength=len(digests))
-    return [len(each) - int(new) for each, new in zip(digests, num_new, strict=True)]
+def refuse_exceeded(sources: Mapping[str, Prepared | Streamed], limits: AuditSection) -> None:
+    """Raise DataError where more samples equal one of another source, too, than `data.audit` allows."""
+    if len(sources) > 1 and limits.max_duplicate_samples is not None:
+        found = audit_of(sources, limits=limits).exceeded
+        if found:
+            raise DataError("\n".join(f"{each} {REMEDY}" for each in found))
 
 
-def exceeded(audit: SourceAudit, limits: AuditSection) -> Iterator[Exceeded]:
-    """Yield every limit that the shares are above."""
-    for name, share in shares(audit).items():
-        limit = getattr(limits, f"max_{name}")
-        if limit is not None and share > limit:
-            yield Exceeded(f"data.audit.max_{name}", share, limit)
-
-
-def shares(audit: SourceAudit) -> dict[str, float]:
-    """Return the share that each limit of `data.audit` is about, by its name without `max_`."""
-    counts = audit.counts
-    lost = counts.truncated_targets + counts.dropped_targets
-    return {
-        "truncated_rows": _share(counts.truncated_rows + counts.split_rows, counts.rows),
-        "dropped_rows": _share(counts.long_rows + counts.rows_without_target, counts.rows),
-        "lost_targets": _share(lost, counts.targets + lost),
-        "duplicate_samples": _share(audit.duplicates or 0, counts.samples),
-        "unknown_tokens": _share(counts.unknown_tokens, counts.tokens),
-    }
+def exceeded(audits: Iterable[SourceAudit], limits: AuditSection) -> Iterator[Exceeded]:
+    """Yield every limit that a source is above."""
+    for audit in audits:
+        for share in above(audit.counts, audit.duplicates or 0, limits):
+            yield Exceeded(audit.key, share)
 
 
 def _audit(key: str, prepared: Prepared, duplicates: int, validation: Prepared | None) -> SourceAudit:
@@ -195,13 +180,13 @@ def _sum(numbers: Sequence[int | None]) -> int | None:
     return sum(known) if known else None
 
 
-def _share(part: int, whole: int) -> float:
-    return part / whole if whole else 0.0
+def _shares(audit: SourceAudit) -> dict[str, float]:
+    return {share.name: share.value for share in shares(audit.counts, audit.duplicates or 0)}
 
 
 def _plain(audit: SourceAudit) -> dict[str, Any]:
     plain = {field.name: getattr(audit, field.name) for field in fields(audit)}
     histograms = {name: asdict(plain[name]) for name in ("lengths", "target_shares") if plain[name]}
     counts = asdict(audit.counts) | {"masked_tokens": audit.masked_tokens}
-    found = {"counts": counts, "shares": shares(audit), "length_quantiles": dict(audit.length_quantiles)}
+    found = {"counts": counts, "shares": _shares(audit), "length_quantiles": dict(audit.length_quantiles)}
     return plain | histograms | found
