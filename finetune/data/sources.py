@@ -6,7 +6,13 @@ from functools import partial
 from itertools import chain
 from typing import Any
 
-from finetune.config.sections.data import DataSection, SourceSection, ValidationSourceSection
+from finetune.config.sections.data import (
+    DataSection,
+    SourceSection,
+    StreamSection,
+    TrainedSourceSection,
+    ValidationSourceSection,
+)
 from finetune.data.formats import AS_READ, RowFormat, choose_format
 from finetune.data.hub import load_hub_dataset
 from finetune.data.local import find_local
@@ -15,9 +21,13 @@ from finetune.data.portions import Portion, Shard
 from finetune.data.remote import find_remote
 from finetune.data.rows import RawRow, Row
 from finetune.data.splits import ByContent, ByPlace, Exclusion, Split
+from finetune.data.stream_plan import excerpt
 from finetune.errors import DataError
 
 Say = Callable[[str], None]
+
+EXCERPT_ROWS, EXCERPT_SHARDS = 50_000, 16
+"""What a tokenizer is trained on, of a stream."""
 
 
 class Source:
@@ -53,6 +63,17 @@ class Source:
     def shards(self) -> tuple[Shard, ...]:
         """Return the parts that can be read without the others, in the order in which `rows` goes through them."""
         return tuple(chain.from_iterable(portion.shards for portion in self._portions))
+
+    def excerpt(self) -> Iterator[RawRow]:
+        """Yield all rows, or of a stream a few, which is said: what a tokenizer is trained on."""
+        if stream_of(self.section) is None:
+            yield from self.rows()
+            return
+        self._say(
+            f"{self.key}: as it is a stream, the tokenizer is trained on at most {EXCERPT_ROWS:,} rows, from the "
+            f"beginnings of at most {EXCERPT_SHARDS} of its files"
+        )
+        yield from excerpt(self.shards(), num_rows=EXCERPT_ROWS, num_shards=EXCERPT_SHARDS)
 
     def identity(self) -> Mapping[str, Any]:
         """Return what decides the rows and how they are read, as JSON can hold it; reads all local files once."""
@@ -97,10 +118,15 @@ def open_source(section: SourceSection, *, key: str, say: Say) -> Source:
     return Source(section, [portion], key=key, form=portion.format, say=say)
 
 
+def stream_of(section: SourceSection) -> StreamSection | None:
+    """Return how the source is streamed; None where it is prepared as a whole."""
+    return section.stream if isinstance(section, TrainedSourceSection) else None
+
+
 def texts(sources: Sequence[Source]) -> Iterator[str]:
     """Yield every text of the sources' rows as their formats read them: what a tokenizer is trained on."""
     for source in sources:
-        for raw in source.rows():
+        for raw in source.excerpt():
             yield from _texts(source.format.read(raw))
 
 
@@ -149,5 +175,6 @@ def _joined(parts: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
 def _texts(row: Row) -> Iterator[str]:
     if "text" in row:
         yield row["text"]
-    else:
-        yield from (turn["content"] for turn in row["messages"])
+    turns = chain.from_iterable(row.get(part, ()) for part in ("messages", "prompt", "chosen", "rejected"))
+    for turn in turns:
+        yield from (turn[said] for said in ("reasoning_content", "thinking", "content") if turn.get(said))

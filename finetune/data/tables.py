@@ -52,21 +52,20 @@ def arrow_rows(stream: BinaryIO, origin: str, start: int) -> Iterator[RawRow]:
 def _numbered(batches: Iterator[Any], origin: str, *, passed: int, skipped: int) -> Iterator[RawRow]:
     """Yield the batches' rows without the first `skipped`; `passed` rows of the file stand before the first batch."""
     for batch in batches:
-        nested = [name for name, kind in zip(batch.schema.names, batch.schema.types, strict=True) if kind.num_fields]
         for begin in range(min(skipped, batch.num_rows), batch.num_rows, _BATCH_ROWS):
             for number, row in enumerate(batch.slice(begin, _BATCH_ROWS).to_pylist(), start=passed + begin + 1):
-                yield RawRow(origin, number, without_fillers(row, nested) if nested else row)
+                yield RawRow(origin, number, without_fillers(row))
         passed += batch.num_rows
         skipped = max(0, skipped - batch.num_rows)
 
 
-def without_fillers(row: Row, nested: list[str]) -> Row:
-    """Return the row without the nulls inside of its nested columns.
+def without_fillers(row: Row) -> Row:
+    """Return the row without the nulls inside of its lists and objects.
 
     A table gives all objects of a column the same keys and writes null where a row had none: what stands there cannot
     be told from a key that was never written, and that is what it nearly always is.
     """
-    return {name: _unfilled(value) if name in nested else value for name, value in row.items()}
+    return {name: _unfilled(value) if isinstance(value, list | dict) else value for name, value in row.items()}
 
 
 def _unfilled(value: Any) -> Any:

@@ -1,17 +1,18 @@
-"""Rows of files and of the hub, and what is said when there are none."""
+"""The sources of a job: what is read of each file, mixes, splits, and what is kept apart."""
 
-import gzip
 import json
-from types import SimpleNamespace
+import pickle
 
-import datasets
-import pyarrow
-import pyarrow.parquet
 import pytest
 
-from finetune.config.sections.data import SourceSection
-from finetune.data import hub
-from finetune.data.sources import open_source, texts
+from finetune.config.sections.data import (
+    DataSection,
+    MixedSourceSection,
+    SourceSection,
+    TrainingSourceSection,
+    ValidationSourceSection,
+)
+from finetune.data.sources import open_source, open_sources, texts
 from finetune.errors import DataError
 
 ROWS = [{"prompt": f"question {n}", "completion": f"answer {n}"} for n in range(1, 6)]
@@ -31,39 +32,6 @@ def asked(rows):
     return [row["messages"][0]["content"] for row in rows]
 
 
-def written(tmp_path, kind):
-    path = tmp_path / f"rows{kind}"
-    lines = "\n".join(json.dumps(row) for row in ROWS) + "\n"
-    if kind == ".jsonl.gz":
-        path.write_bytes(gzip.compress(lines.encode()))
-    elif kind == ".csv":
-        path.write_text("prompt,completion\n" + "".join(f"{r['prompt']},{r['completion']}\n" for r in ROWS))
-    elif kind == ".parquet":
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), path)
-    else:
-        path.write_text(json.dumps(ROWS, indent=1) if kind == ".json" else lines)
-    return str(path)
-
-
-@pytest.mark.parametrize("kind", [".jsonl", ".jsonl.gz", ".json", ".csv", ".parquet"])
-def test_every_kind_of_file_gives_the_same_rows(tmp_path, kind):
-    rows = read(SourceSection(path=written(tmp_path, kind), format="prompt_completion"))
-    assert asked(rows) == [f"question {n}" for n in range(1, 6)]
-    assert rows[0]["messages"][1] == {"role": "assistant", "content": "answer 1"}
-
-
-def test_a_json_file_may_hold_json_lines(tmp_path):
-    path = tmp_path / "rows.json"
-    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    assert len(read(SourceSection(path=str(path)))) == 5
-
-
-def test_a_glob_reads_its_files_by_name(tmp_path, write_rows):
-    write_rows(ROWS[3:], name="b.jsonl")
-    write_rows(ROWS[:3], name="a.jsonl")
-    assert asked(read(SourceSection(path=str(tmp_path / "*.jsonl")))) == [f"question {n}" for n in range(1, 6)]
-
-
 def test_skip_and_take_cut_a_window(write_rows):
     assert asked(read(write_rows(ROWS, skip=1, take=2))) == ["question 2", "question 3"]
 
@@ -79,73 +47,138 @@ def test_texts_are_all_that_the_format_reads(write_rows):
     assert list(texts([opened(section)])) == ["Add.\n\n1 2", "3"]
 
 
-BAD_FILES = {
-    "empty.jsonl": (b"", "data.train: .*empty.jsonl has no rows"),
-    "blank.jsonl": (b"\n\n", "has no rows"),
-    "header.csv": (b"prompt,completion\n", "has no rows"),
-    "broken.jsonl": (
-        b'{"text": "a"}\n{"text": \n',
-        r"line 2: not valid JSON: Expecting value at column \d+",
-    ),
-    "list.jsonl": (b"[1, 2]\n", "line 1: a row must be a JSON object with columns, not a list"),
-    "latin.jsonl": (b'{"text": "caf\xe9"}\n', "line 1: not UTF-8"),
-    "broken.json": (b'[{"text": "a"},\n{"text"]', "broken.json, line 2: not valid JSON"),
-    "wide.csv": (b"text\na,b\n", r"row 1 \(line 2\): has not the 1 fields of the header"),
-    "broken.parquet": (b"not parquet", "not Parquet that can be read"),
-    "broken.jsonl.gz": (b"not gzip", "cannot be read"),
-    "rows.xlsx": (b"", r"cannot tell how to read it. Known endings: .jsonl, .json, .csv, .tsv, .txt, .parquet, .arrow"),
-    "odd.jsonl": (b'{"a": 1}\n', r"row 1: cannot tell the format from its columns `a`. Set data.train.format"),
-}
-
-
-@pytest.mark.parametrize("name", BAD_FILES)
-def test_a_bad_file_is_named_with_the_place(tmp_path, name):
-    content, message = BAD_FILES[name]
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(DataError, match=message):
-        read(SourceSection(path=str(tmp_path / name)))
-
-
-def test_a_missing_file_and_an_empty_folder_are_named(tmp_path):
-    with pytest.raises(DataError, match=r"nothing\.jsonl: there is no such file"):
-        read(SourceSection(path=str(tmp_path / "nothing.jsonl")))
-    with pytest.raises(DataError, match=r"holds no rows: it has no files.*/\*\*/\*\.jsonl"):
-        read(SourceSection(path=str(tmp_path)))
-
-
 def test_skipping_everything_is_said(write_rows):
     with pytest.raises(DataError, match="has no rows after skip: 5"):
         read(write_rows(ROWS, skip=5))
 
 
-class FakeHub:
-    def __init__(self, result):
-        self.result = result
-        self.config = SimpleNamespace(HF_HUB_OFFLINE=False)
-
-    def load_dataset(self, *_, **__):
-        if isinstance(self.result, Exception):
-            raise self.result
-        return self.result
-
-
-HUB_ERRORS = [
-    (ConnectionError("Couldn't reach the Hub"), "the hub cannot be reached.*or give a local file with `path`"),
-    (FileNotFoundError("Dataset 'me/mine' doesn't exist."), "Dataset 'me/mine' doesn't exist. Check `name`"),
-    (RuntimeError("Dataset scripts are no longer supported, but found mine.py"), "Python code, which is never run"),
-]
+def test_skip_and_take_go_through_files_and_shards_from_any_row_on(tmp_path, write_rows):
+    for name, rows in (("a", ROWS[:2]), ("b", ROWS[2:3]), ("c", ROWS[3:])):
+        write_rows(rows, name=f"{name}.jsonl")
+    for skip in range(5):
+        for take in (1, 2, 5, None):
+            source = opened(SourceSection(path=str(tmp_path / "*.jsonl"), skip=skip, take=take))
+            meant = ROWS[skip:][:take]
+            assert [raw.parse() for raw in source.rows()] == meant
+            assert [raw.parse() for shard in source.shards() for raw in shard.rows()] == meant
+            last = source.shards()[-1]
+            assert [raw.parse() for raw in last.rows(1)] == [raw.parse() for raw in last.rows()][1:]
 
 
-@pytest.mark.parametrize(("error", "message"), HUB_ERRORS)
-def test_a_hub_dataset_that_cannot_be_had_says_why(monkeypatch, error, message):
-    monkeypatch.setattr(hub, "require", lambda *_, **__: FakeHub(error))
-    with pytest.raises(DataError, match=f"hub dataset `me/mine`, config main, split test cannot be had: .*{message}"):
-        read(SourceSection(name="me/mine", config="main", split="test"))
+def test_texts_are_all_that_is_said(write_rows):
+    call = {"role": "assistant", "content": None, "reasoning_content": "Hm.", "tool_calls": [{"name": "f"}]}
+    mixed = [{"role": "user", "content": "Hi."}, call, {"role": "assistant", "content": "Ho."}]
+    pair = {"prompt": "Why?", "chosen": "So.", "rejected": "No."}
+    sources = [opened(write_rows([row], name=f"{n}.jsonl")) for n, row in enumerate([{"messages": mixed}, pair])]
+    assert list(texts(sources)) == ["Hi.", "Hm.", "Ho.", "Why?", "So.", "No."]
 
 
-def test_a_hub_dataset_gives_its_rows(monkeypatch):
-    dataset = datasets.Dataset.from_list(ROWS)
-    monkeypatch.setattr(hub, "require", lambda *_, **__: FakeHub(dataset))
-    section = SourceSection(name="me/mine", skip=3)
-    assert asked(read(section)) == ["question 4", "question 5"]
-    assert opened(section).identity()["content"] == dataset._fingerprint
+def stories(numbers):
+    return [{"text": f"story {n}"} for n in numbers]
+
+
+def told(source):
+    return [source.format.read(raw)["text"] for raw in source.rows()]
+
+
+def open_job(train, said=None, *, seed=7, **validation):
+    section = DataSection(train=train, validation=ValidationSourceSection(**validation), max_length=8)
+    return open_sources(section, seed=seed, say=(said if said is not None else []).append)
+
+
+@pytest.fixture
+def mixed(write_rows):
+    """Return two sources in different formats."""
+    a = write_rows(stories(range(100)), name="a.jsonl")
+    turns = [[{"from": "human", "value": f"question {n}"}, {"from": "gpt", "value": "42"}] for n in range(50)]
+    b = write_rows([{"conversations": each} for each in turns], name="b.jsonl")
+    parts = (MixedSourceSection(path=a.path, weight=1.0), MixedSourceSection(path=b.path, weight=2.0, skip=10))
+    return TrainingSourceSection(mix=parts)
+
+
+def test_a_mix_is_a_source_for_every_part(mixed):
+    said = []
+    job = open_sources(DataSection(train=mixed, max_length=8), seed=1, say=said.append)
+    assert [source.key for source in job.train] == ["data.train.mix.0", "data.train.mix.1"]
+    assert [len(list(source.rows())) for source in job.train] == [100, 40]
+    assert job.train[1].section.weight == 2.0
+    assert job.validation is None
+    assert said[1].startswith("data.train.mix.1.format is not set: the columns `conversations`")
+
+
+@pytest.mark.parametrize("keys", [{"fraction": 0.2}, {"hash_fraction": 0.2}])
+def test_a_split_takes_its_share_of_every_part_and_leaves_the_rest(mixed, keys):
+    job = open_job(mixed, **keys)
+    kept = [json.dumps(source.format.read(raw)) for source in job.train for raw in source.rows()]
+    held_out = [json.dumps(job.validation.format.read(raw)) for raw in job.validation.rows()]
+    assert len(kept) + len(held_out) == 140
+    assert not set(kept) & set(held_out)
+    assert 14 <= len(held_out) <= 42  # 28 are meant; three standard deviations are 14
+    assert {"text", "messages"} == {name for row in held_out for name in json.loads(row)}
+    assert job.validation.key == "data.validation"
+
+
+def test_a_fraction_is_drawn_from_the_seed_alone(write_rows):
+    train = write_rows(stories(range(200)))
+    once, again, other = (told(open_job(train, seed=seed, fraction=0.1).validation) for seed in (1, 1, 2))
+    assert once == again != other
+    first_half = train.model_copy(update={"take": 100})
+    assert told(open_job(first_half, seed=1, fraction=0.1).validation) == [row for row in once if int(row[6:]) < 100]
+
+
+def test_a_hash_fraction_keeps_equal_rows_together_and_rows_where_they_are(write_rows):
+    before = set(told(open_job(write_rows(stories(range(100))), hash_fraction=0.3).validation))
+    job = open_job(write_rows(stories([*range(50, 150), *range(150)])), hash_fraction=0.3)
+    after = set(told(job.validation))
+    assert before == {row for row in after if int(row[6:]) < 100}
+    assert not after & set(told(job.train[0]))
+
+
+def test_training_rows_that_are_evaluated_on_are_left_out_and_counted(write_rows):
+    train = write_rows([{**row, "id": n} for n, row in enumerate(stories([*range(10), *range(10)]))])
+    validation = write_rows(stories([3, 4, 99]), name="dev.jsonl")
+    said = []
+    job = open_job(train, said, path=validation.path, exclude_from_train=True)
+    assert told(job.train[0]) == [row["text"] for row in stories([*range(3), *range(5, 10)])] * 2
+    assert said[-1] == "data.train: 4 rows left out: they are among the rows of data.validation, too"
+    told(job.train[0])
+    assert said[-1] == said[-2]  # each pass counts for itself
+
+
+def test_a_fraction_can_be_kept_apart_by_content_too(write_rows):
+    job = open_job(write_rows(stories([*range(100)] * 2)), fraction=0.1, exclude_from_train=True)
+    evaluated = set(told(job.validation))
+    assert len(evaluated) > 5
+    assert not evaluated & set(told(job.train[0]))
+
+
+def identity(train, **validation):
+    return json.dumps(open_job(train, **validation).train[0].identity())
+
+
+def test_whatever_decides_the_rows_is_in_the_identity(write_rows):
+    train, dev = write_rows(stories(range(20))), write_rows(stories([3]), name="dev.jsonl")
+    other_dev = write_rows(stories([4]), name="other.jsonl")
+    found = [
+        identity(train, path=dev.path),
+        identity(train, path=dev.path, exclude_from_train=True),
+        identity(train, path=other_dev.path, exclude_from_train=True),
+        identity(train, fraction=0.2),
+        identity(train, fraction=0.3),
+        identity(train, fraction=0.2, seed=8),
+        identity(train, hash_fraction=0.2),
+        identity(train.model_copy(update={"skip": 1}), path=dev.path),
+        identity(train.model_copy(update={"take": 19}), path=dev.path),
+        identity(train.model_copy(update={"template": {"text": "{{ text }}!"}}), path=dev.path),
+    ]
+    assert len(set(found)) == len(found)
+    assert identity(train, path=other_dev.path) == found[0]  # without exclusion, what is evaluated on decides nothing
+    job = open_job(train, fraction=0.2)
+    assert job.validation.identity() != job.train[0].identity()
+
+
+def test_shards_of_a_split_can_be_sent_to_another_process(write_rows):
+    job = open_job(write_rows(stories(range(30))), hash_fraction=0.2, exclude_from_train=False)
+    (shard,) = job.train[0].shards()
+    sent = pickle.loads(pickle.dumps(shard))
+    assert [raw.number for raw in sent.rows(3)] == [raw.number for raw in job.train[0].rows()][3:]
