@@ -9,9 +9,6 @@ from finetune.data.pool import Pool, fingerprint_of
 from finetune.data.set_order import set_order, tokens_per_position
 from finetune.data.store import PreparedSet
 
-UNITS = {"samples": "samples", "packs": "packs", "tokens": "batches"}
-"""What stands at a position, by `data.batching.by`."""
-
 
 def set_pool(prepared: PreparedSet, section: DataSection, *, seed: int, key: str) -> Pool:
     """Return the set's samples in an order drawn from the seed; `key` is the source's place in the job YAML."""
@@ -21,7 +18,7 @@ def set_pool(prepared: PreparedSet, section: DataSection, *, seed: int, key: str
     if batching.by == "samples":
         return Pool(prepared, order, prepared.fingerprint, epoch_tokens)
     budget = tokens_per_position(batching, max_length=max_length)
-    lines = partial(_told, order, key=key, unit=UNITS[batching.by], budget=budget, epoch_tokens=epoch_tokens)
+    lines = partial(_told, order, key=key, unit=batching.unit, budget=budget, epoch_tokens=epoch_tokens)
     fingerprint = fingerprint_of(prepared.fingerprint, batching.by, budget)
     return Pool(prepared, order, fingerprint, epoch_tokens, lines)
 

@@ -3,15 +3,15 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from finetune.config.sections.data import DataSection, StreamSection
+from finetune.config.sections.data import DataSection
+from finetune.data.audit import Streamed
 from finetune.data.cache import cache_folder, identify
 from finetune.data.chunks import Encode, make_recipe
-from finetune.data.counts import Counts
+from finetune.data.counts import Counts, total
 from finetune.data.order import Order
 from finetune.data.pool import Pool, fingerprint_of
 from finetune.data.set_order import set_order, tokens_per_position
-from finetune.data.set_pool import UNITS
-from finetune.data.sources import Source
+from finetune.data.sources import Source, stream_of
 from finetune.data.stream_folder import StreamFolder, WindowRecord
 from finetune.data.stream_maker import StreamJob
 from finetune.data.stream_order import StreamOrder
@@ -28,18 +28,19 @@ def stream_pool(
     source: Source,
     encode: Encode,
     *,
-    stream: StreamSection,
     section: DataSection,
     identity: Mapping[str, str],
     seed: int,
     say: Say,
     unknown_ids: Iterable[int] = (),
-) -> Pool:
-    """Return the source's rows as an endless pool; a process of its own begins to prepare its windows.
+) -> tuple[Pool, Streamed]:
+    """Return the source's rows as an endless pool, and what is known of them; a process begins to prepare its windows.
 
     `identity` is as for `prepare_set`. Raises DataError where the cache folder cannot be written; rows that are refused
     raise it when their window is reached, in every process that waits for it.
     """
+    stream = stream_of(source.section)
+    assert stream is not None
     plan = StreamPlan(source.shards(), stream.window_rows, seed=seed, shuffle=section.shuffle)
     made_of = identify(source, encode, section=section, identity=identity, stream=_windows_of(source, plan))
     job = StreamJob(
@@ -56,10 +57,10 @@ def stream_pool(
     for line in _about(job, num_before=num_before):
         say(line)
     order = StreamOrder(Arranging(windows, num_told=num_before, say=say))
-    batching, budget = section.batching, tokens_per_position(section.batching, max_length=section.max_length)
-    return Pool(
-        StreamSamples(windows), order, fingerprint_of(made_of.fingerprint, section.shuffle, batching.by, budget)
-    )
+    budget = tokens_per_position(section.batching, max_length=section.max_length)
+    fingerprint = fingerprint_of(made_of.fingerprint, section.shuffle, section.batching.by, budget)
+    known = Streamed(total(windows.record(window).counts for window in range(num_before)))
+    return Pool(StreamSamples(windows), order, fingerprint), known
 
 
 class Arranging:
@@ -97,8 +98,8 @@ class Arranging:
         if self.counts.samples == 0 and record.next.pass_number > 0:
             raise DataError(f"{job.key}: no sample is left of a whole pass: {'; '.join(self.counts.lines())}.")
         if record.window >= self._num_told:
-            by = job.section.batching.by
-            grouped = () if order is None or by == "samples" else (f"{order.num_positions:,} {UNITS[by]}",)
+            batching = job.section.batching
+            grouped = () if order is None or batching.by == "samples" else (f"{order.num_positions:,} {batching.unit}",)
             self._say(f"{job.key}: window {record.window}: {'; '.join((*record.counts.lines(), *grouped))}")
             if record.window:
                 self._say(f"{job.key}: {self._num_counted:,} windows so far: {'; '.join(self.counts.lines())}")

@@ -21,8 +21,8 @@ from finetune.data.stream_plan import START, StreamPlan, WindowRows
 from finetune.data.stream_readers import NOTHING, wishes
 from finetune.data.workers import num_prepare_workers
 from finetune.errors import DataError
+from finetune.runtime.children import leave_signals_to_parent
 from finetune.runtime.log import quieten
-from finetune.runtime.signals import leave_signals_to_parent
 
 NUM_BEHIND = 2
 """Windows that are kept behind the one in use: a step, or samples sorted by length, may reach back into them."""

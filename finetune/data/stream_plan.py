@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import NamedTuple, Protocol
 
 from finetune.data.order import permutation
@@ -29,6 +30,13 @@ class Cursor(NamedTuple):
 
 
 START = Cursor(0)
+
+
+def excerpt(shards: Sequence[RowShard], *, num_rows: int, num_shards: int) -> Iterator[RawRow]:
+    """Yield at most so many rows in all, equally many from the beginning of each of a few shards evenly spread."""
+    num_chosen = min(num_shards, len(shards))
+    for place in range(num_chosen):
+        yield from islice(shards[place * len(shards) // num_chosen].rows(), num_rows // num_chosen)
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,8 @@ def continue_run(
             say("checkpoint.allow_changes: nothing is continued, so there is nothing to allow")
         return checkpointer, Progress()
     if found.step > 0:
-        batch = lessons.task.collate([lessons.first_sample()]).to(machine.accelerator.device)
+        sample = lessons.sample_at(found.step * config.train.global_batch_size)
+        batch = lessons.task.collate([sample]).to(machine.accelerator.device)
         loss = partial(lessons.task.loss_sum, machine.model, batch)
         settle_buckets(machine.accelerator, machine.model, loss=loss)
     progress = _progress(found, checkpointer.load(found))

@@ -1,6 +1,6 @@
 """What there is to learn: tokenizer, task and tokenised rows, made without any process group."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -11,11 +11,13 @@ from finetune.data.cache import Watch, cache_folder, prepare_set
 from finetune.data.chat import set_chat_template
 from finetune.data.encode import tokenizer_identity, unknown_ids
 from finetune.data.features import Features
+from finetune.data.mixing import mixed
 from finetune.data.order import steps_for_tokens
 from finetune.data.pool import Pool
-from finetune.data.set_pool import UNITS, by_length, set_pool
-from finetune.data.sources import open_sources, texts
+from finetune.data.set_pool import by_length, set_pool
+from finetune.data.sources import Source, open_sources, stream_of, texts
 from finetune.data.store import PreparedSet
+from finetune.data.stream import stream_pool
 from finetune.model.tokenizer import load_tokenizer
 from finetune.report.announcer import Announcer
 from finetune.runtime import ranks
@@ -36,9 +38,9 @@ class Lessons:
     validation_set: PreparedSet | None
     answer_metrics: dict[str, Metric]
 
-    def first_sample(self) -> Features:
-        """Return the sample that is learnt from first."""
-        return self.training.samples[int(self.training.order.samples(0, 1)[0])]
+    def sample_at(self, position: int) -> Features:
+        """Return the first sample at the position: of a stream, one that is needed soon."""
+        return self.training.samples[int(self.training.order.samples(position, position + 1)[0])]
 
 
 def make_lessons(config: RunConfig, say: Announcer, *, watch: Watch | None = None) -> Lessons:
@@ -47,31 +49,46 @@ def make_lessons(config: RunConfig, say: Announcer, *, watch: Watch | None = Non
     generate = config.evaluate.generate if config.evaluate else None
     answer_metrics = load_metrics(generate.metrics if generate else ())
     sources = open_sources(data, seed=config.run.seed, say=say)
-    tokenizer = load_tokenizer(
-        config.model,
-        texts=partial(texts, sources.train),
-        cache_folder=cache_folder(data),
-        say=say,
-    )
+    told = partial(texts, sources.train)
+    tokenizer = load_tokenizer(config.model, texts=told, cache_folder=cache_folder(data), say=say)
     set_chat_template(tokenizer, data.chat_template)
     task = build_task(config.task, tokenizer=tokenizer, data=data)
+    encode, identity, unknown = task.encode, tokenizer_identity(tokenizer), unknown_ids(tokenizer)
+    seed = config.run.seed
     prepare = partial(
-        prepare_set,
-        encode=task.encode,
-        section=data,
-        identity=tokenizer_identity(tokenizer),
-        unknown_ids=unknown_ids(tokenizer),
-        say=say,
-        watch=watch,
+        prepare_set, encode=encode, section=data, identity=identity, unknown_ids=unknown, say=say, watch=watch
     )
-    train_sets = {source.key: prepare(source) for source in sources.train}
-    refuse_exceeded(train_sets, data.audit)
-    training = set_pool(train_sets["data.train"], data, seed=config.run.seed, key="data.train")
+    stream = partial(
+        stream_pool, encode=encode, section=data, identity=identity, unknown_ids=unknown, say=say, seed=seed
+    )
+    known: dict[str, Prepared | Streamed] = {}
+    pools = [_pool_of(source, config, prepare=prepare, stream=stream, known=known) for source in sources.train]
+    refuse_exceeded(known, data.audit)
     validation_set = prepare(sources.validation) if sources.validation else None
-    training = by_length(
-        training, data.batching, seed=config.run.seed, global_batch_size=config.train.global_batch_size
-    )
-    return Lessons(tokenizer, task, training, train_sets, validation_set, answer_metrics)
+    return Lessons(tokenizer, task, _as_one(pools, config), known, validation_set, answer_metrics)
+
+
+def _pool_of(
+    source: Source,
+    config: RunConfig,
+    *,
+    prepare: Callable[[Source], PreparedSet],
+    stream: Callable[[Source], tuple[Pool, Streamed]],
+    known: dict[str, Prepared | Streamed],
+) -> Pool:
+    """Return the source as a pool, and put into `known` what an audit can tell of it."""
+    if stream_of(source.section) is not None:
+        pool, known[source.key] = stream(source)
+        return pool
+    known[source.key] = prepared = prepare(source)
+    return set_pool(prepared, config.data, seed=config.run.seed, key=source.key)
+
+
+def _as_one(pools: Sequence[Pool], config: RunConfig) -> Pool:
+    """Return the pools mixed as the job says, sorted by length where it says so."""
+    data, seed = config.data, config.run.seed
+    pool = mixed(pools, data.train, seed=seed, unit=data.batching.unit) if data.train.mix else pools[0]
+    return by_length(pool, data.batching, seed=seed, global_batch_size=config.train.global_batch_size)
 
 
 def make_run_plan(config: RunConfig, lessons: Lessons) -> Plan:
@@ -80,7 +97,7 @@ def make_run_plan(config: RunConfig, lessons: Lessons) -> Plan:
     plan = make_plan(
         config.train,
         num_positions=training.order.num_positions,
-        unit=UNITS[config.data.batching.by],
+        unit=config.data.batching.unit,
         world=ranks.world(),
         steps_for_tokens=partial(_steps_for_tokens, training, batch),
     )

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from finetune.config.sections.data import StreamSection
+from finetune.config.sections.data import StreamSection, TrainingSourceSection
 from finetune.data import stream_maker
 from finetune.data.sample_ids import in_window, of_window
 from finetune.data.sources import open_source
@@ -44,21 +44,12 @@ class Streams:
 
     def open(self, *, window_rows=3, cache="cache", num_ahead=1, **keys):
         stream = StreamSection(window_rows=window_rows, num_ahead=num_ahead)
-        source = self.write_rows([], name="none.jsonl").model_copy(update={"path": str(self.folder / "part-*.jsonl")})
+        source = TrainingSourceSection(path=str(self.folder / "part-*.jsonl"), stream=stream)
         section = self.make_section(source, cache_folder=str(self.folder / cache), **keys)
         opened = open_source(source, key="data.train", say=self.said.append)
-        self.opened.append(
-            stream_pool(
-                opened,
-                encode_bytes,
-                stream=stream,
-                section=section,
-                identity=IDENTITY,
-                seed=5,
-                say=self.said.append,
-            )
-        )
-        return self.opened[-1]
+        pool, _ = stream_pool(opened, encode_bytes, section=section, identity=IDENTITY, seed=5, say=self.said.append)
+        self.opened.append(pool)
+        return pool
 
 
 @pytest.fixture

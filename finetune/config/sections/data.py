@@ -130,6 +130,11 @@ class BatchingSection(Section):
     )
 
     @property
+    def unit(self) -> str:
+        """Return what a position holds, in the plural."""
+        return {"samples": "samples", "packs": "packs", "tokens": "batches"}[self.by]
+
+    @property
     def lays_end_to_end(self) -> bool:
         """Tell whether the samples of a forward pass stand in one row."""
         return self.padding_free or self.by == "packs"
