@@ -50,7 +50,7 @@ def audit_lines(audit: Audit, *, draws: bool = True) -> tuple[str, ...]:
         *(line for each in _shown(audit) if each.key != "total" for line in _source_lines(each)),
         *(_spread_lines(audit.total) if draws else ()),
         *(() if audit.padding is None else padding_lines(audit.padding)),
-        *(f"template: {line}" for line in audit.template),
+        *(() if audit.template is None else audit.template.lines()),
         *(f"LIMIT {each}" for each in audit.exceeded),
     )
 

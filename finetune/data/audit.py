@@ -11,6 +11,7 @@ from finetune.data.counts import Counts, total
 from finetune.data.histogram import Histogram, histogram, length_histogram, quantiles
 from finetune.data.padding import Padding
 from finetune.data.shares import REMEDY, Share, above, num_duplicates, shares
+from finetune.data.template_check import TemplateCheck
 from finetune.errors import DataError
 
 VERSION = 1
@@ -82,7 +83,7 @@ class Audit:
     total: SourceAudit
     validation: SourceAudit | None
     padding: Padding | None  # None where batches cannot be looked at without waiting for a stream
-    template: tuple[str, ...]  # what was found by rendering conversations through the chat template
+    template: TemplateCheck | None  # None where nothing is rendered
     exceeded: tuple[Exceeded, ...]
 
     def as_json(self) -> dict[str, Any]:
@@ -102,7 +103,7 @@ def audit_of(
     validation: Prepared | None = None,
     limits: AuditSection | None = None,
     padding: Padding | None = None,
-    template: Sequence[str] = (),
+    template: TemplateCheck | None = None,
 ) -> Audit:
     """Return the audit of the training sources, by their places in the job YAML and in their order."""
     prepared = {key: each for key, each in sources.items() if not isinstance(each, Streamed)}
@@ -117,7 +118,7 @@ def audit_of(
         total=whole,
         validation=_of_validation(validation) if validation is not None else None,
         padding=padding,
-        template=tuple(template),
+        template=template,
         exceeded=tuple(exceeded(audits, limits)) if limits is not None else (),
     )
 

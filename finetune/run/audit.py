@@ -7,6 +7,7 @@ from finetune.config.run_config import RunConfig
 from finetune.data.audit import Audit, audit_of
 from finetune.data.padding import Padding, measure_padding
 from finetune.data.set_order import tokens_per_position
+from finetune.data.template_check import TemplateCheck, check_template
 from finetune.report.announcer import Announcer
 from finetune.run.lessons import Lessons
 from finetune.runtime import files
@@ -21,6 +22,7 @@ def audit_lessons(config: RunConfig, lessons: Lessons) -> Audit:
         validation=lessons.validation_set,
         limits=config.data.audit,
         padding=_padding(config, lessons),
+        template=check_template(lessons.tokenizer, config.data) if config.task.name == "sft" else None,
     )
 
 
@@ -55,3 +57,15 @@ def _surprises(audit: Audit) -> Iterator[str]:
                 f"warning: {source.key}: {source.in_validation:,} samples are among the validation samples, too. "
                 "`data.validation.exclude_from_train: true` leaves such rows out."
             )
+    if audit.template is not None:
+        yield from _template_surprises(audit.template)
+
+
+def _template_surprises(check: TemplateCheck) -> Iterator[str]:
+    if check.learnt and not check.is_end_learnt:
+        yield "warning: chat template: what ends an answer is not learnt, so the model will not learn to stop"
+    for each in check.differences[:1]:  # the others differ likewise
+        yield (
+            f"warning: chat template: {each.case}: the model will be asked with {each.prompt} and is trained on "
+            f"{each.trained}"
+        )
