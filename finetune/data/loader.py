@@ -14,7 +14,7 @@ from finetune.data.order import Order
 from finetune.data.pool import Pool, Samples
 from finetune.data.store import PreparedSet
 from finetune.data.workers import loader_settings
-from finetune.runtime.signals import leave_signals_to_parent
+from finetune.runtime.children import leave_signals_to_parent
 
 Collate = Callable[[Sequence[Features]], Batch]
 

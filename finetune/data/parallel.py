@@ -1,18 +1,16 @@
 """Chunks encoded in this process or in several: the same samples in the same order either way."""
 
-import os
-import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from itertools import chain, islice
-from multiprocessing import active_children, connection, get_context, parent_process
+from multiprocessing import active_children, get_context
 
 from finetune.data.chunks import Chunk, Recipe, encode_chunk
 from finetune.data.rows import RawRow
 from finetune.errors import DataError
-from finetune.runtime.signals import leave_signals_to_parent
+from finetune.runtime.children import end_with_parent, leave_signals_to_parent
 
 ROWS_PER_CHUNK = 1024
 BYTES_PER_CHUNK = 4 << 20
@@ -97,16 +95,8 @@ _recipes: list[Recipe] = []
 
 def _begin(recipe: Recipe) -> None:
     leave_signals_to_parent()
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    end_with_parent()
     _recipes[:] = [recipe]
-
-
-def _end_with_parent() -> None:
-    """End this process when its parent does, however that ends: a worker would else wait for work forever."""
-    parent = parent_process()
-    if parent is not None:
-        connection.wait([parent.sentinel])
-        os._exit(1)
 
 
 def _is_started() -> bool:

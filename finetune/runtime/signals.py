@@ -8,9 +8,7 @@ from types import FrameType
 
 from finetune.errors import FinetuneError
 from finetune.runtime import ranks
-
-STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-"""Signals after which the run saves itself and ends; SIGUSR1 saves and goes on."""
+from finetune.runtime.children import STOPPING
 
 EXIT_CODES = {"signal SIGTERM": 143, "signal SIGINT": 130, "signal SIGHUP": 129}
 """As a shell counts them."""
@@ -90,12 +88,3 @@ def noted_signals() -> Iterator[SignalNote]:
             signal.signal(number, handler)
         for end in (reading, writing):
             os.close(end)
-
-
-def leave_signals_to_parent(worker: int = 0) -> None:
-    """Have a process that loads data ignore what is meant for the run; it ends with the process that it serves.
-
-    Launchers and Slurm signal whole groups of processes, and a run whose data loader has died cannot save itself.
-    """
-    for number in (*STOPPING, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN)
