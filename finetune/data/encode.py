@@ -92,7 +92,8 @@ class ConversationEncoder:
 
     def _lesson(self, row: Row, drops: DropCheck) -> Lesson | None:
         turns, tools = with_system_prompt(row["messages"], self._system_prompt), row.get("tools") or None
-        lesson = self._masking.lesson(turns, tools)
+        context = row.get("num_context_turns", 0) + len(turns) - len(row["messages"])
+        lesson = self._masking.lesson(turns, tools, num_context_turns=context)
         if lesson is not None:
             drops.check(turns, tools)
         return lesson

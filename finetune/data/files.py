@@ -4,6 +4,7 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, BinaryIO, Protocol
 
 from finetune.data.readers import TABLE_KINDS, TEXT_KINDS, count_rows, rows_of
@@ -73,6 +74,10 @@ class Files:
 
     def digest(self) -> str:
         """Return a digest of the files' contents and kinds; their names and folders do not matter."""
+        return self._digest
+
+    @cached_property
+    def _digest(self) -> str:
         digest = hashlib.blake2b(digest_size=16)
         for place in self.places:
             with _readable(place):

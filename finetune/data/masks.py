@@ -42,13 +42,14 @@ class Masking:
     train_on: TrainOn = "assistant"
     template: str = "the tokenizer's own"
 
-    def lesson(self, turns: Sequence[Turn], tools: Tools | None = None) -> Lesson | None:
+    def lesson(self, turns: Sequence[Turn], tools: Tools | None = None, *, num_context_turns: int = 0) -> Lesson | None:
         """Return the conversation as text with the stretches that are learnt; None where nothing is.
 
-        Raises DataError where the template refuses the turns, and where the template's rendering of the beginning of a
+        What the assistant says in the first `num_context_turns` is a part of the prompt and is not learnt. Raises
+        DataError where the template refuses the turns, and where the template's rendering of the beginning of a
         conversation is not the beginning of its rendering of the whole.
         """
-        learnt = learnt_turns(turns, self.train_on)
+        learnt = learnt_turns(turns, self.train_on, num_context_turns=num_context_turns)
         if not learnt:
             return None
         if self.train_on == "all":
@@ -60,7 +61,7 @@ class Masking:
         return Lesson(found.text, found.stretches, may_be_open=learnt[-1] == len(turns) - 1)
 
 
-def learnt_turns(turns: Sequence[Turn], train_on: TrainOn) -> list[int]:
+def learnt_turns(turns: Sequence[Turn], train_on: TrainOn, *, num_context_turns: int = 0) -> list[int]:
     """Return the places of the turns that are learnt, counted from 0.
 
     Raises DataError for a `weight` that would be ignored or is neither 0 nor 1, and for an answer to nothing.
@@ -72,7 +73,8 @@ def learnt_turns(turns: Sequence[Turn], train_on: TrainOn) -> list[int]:
     if train_on == "per_message":
         learnt = [place for place, turn in enumerate(turns) if _weight(turn)]
     else:
-        learnt = [place for place, turn in enumerate(turns) if turn["role"] == "assistant"]
+        answers = (place for place, turn in enumerate(turns) if turn["role"] == "assistant")
+        learnt = [place for place in answers if place >= num_context_turns]
         learnt = learnt[-1:] if train_on == "last_assistant" else learnt
     if learnt and learnt[0] == 0 and turns[0]["role"] == "assistant":
         raise DataError("the conversation begins with the assistant: there is nothing that it answers.")

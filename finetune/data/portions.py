@@ -7,7 +7,7 @@ from functools import cached_property
 from itertools import islice
 from typing import Any
 
-from finetune.config.sections.data import SourceSection
+from finetune.config.sections.data import SourceSection, TrainedSourceSection
 from finetune.data.formats import RowFormat
 from finetune.data.origin import Origin, OriginShard
 from finetune.data.rows import RawRow
@@ -79,7 +79,9 @@ class Portion:
         return tuple(self._cut(self.origin.shards()))
 
     def identity(self) -> Mapping[str, Any]:
-        """Return what decides the rows and how they are read, their content as a digest."""
+        """Return what decides the rows and how they are read, their content as a digest; a stream's is not read."""
+        if isinstance(self.section, TrainedSourceSection) and self.section.stream is not None:
+            return self.listing_identity()
         return {"content": self.origin.digest(), **self._choice()}
 
     def listing_identity(self) -> Mapping[str, Any]:

@@ -21,7 +21,8 @@ class PretrainTask(CausalTask):
 
     def encode(self, rows: Sequence[Row]) -> Sequence[Outcome]:
         """Return the texts' tokens; None for an empty one."""
-        if any("text" not in row for row in rows):  # all rows of a source have one format
-            wrong = "task `pretrain` learns from plain text, but the row has turns. Use task `sft`, or format `text`."
+        if any(row.keys() != {"text"} for row in rows):  # all rows of a source have one format
+            what = "a label" if "label" in rows[0] else "turns"
+            wrong = f"task `pretrain` learns from plain text, but the row has {what}. Use task `sft`, or format `text`."
             return [DataError(wrong)] * len(rows)
         return self._encode([row["text"] for row in rows])

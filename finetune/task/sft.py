@@ -27,8 +27,7 @@ class SftTask(CausalTask):
     def encode(self, rows: Sequence[Row]) -> Sequence[Outcome]:
         """Return the rendered conversations; None for one in which no turn is learnt."""
         if any("messages" not in row for row in rows):  # all rows of a source have one format
-            wrong = "task `sft` learns from turns, but the row is plain text. Use task `pretrain`, or another format."
-            return [DataError(wrong)] * len(rows)
+            return [DataError(_unfit(rows[0]))] * len(rows)
         return self._encode(rows)
 
     def prompt(self, features: Features) -> Prompt | None:
@@ -39,3 +38,17 @@ class SftTask(CausalTask):
         start = int(before[-1]) + 1
         ids = features.arrays["input_ids"].tolist()
         return Prompt(input_ids=tuple(ids[:start]), reference_ids=tuple(ids[start:end]))
+
+
+def _unfit(row: Row) -> str:
+    if "chosen" in row:
+        return (
+            "task `sft` learns from turns, but the row is a preference pair. To learn from the answer that was chosen, "
+            "set `format: prompt_completion` with `columns: {completion: chosen}`, or write a `template`."
+        )
+    if "label" in row:
+        return (
+            "task `sft` learns from turns, but the row is a labelled text. To learn to write the label, set `format: "
+            "prompt_completion` with `template: {prompt: '{{ text }}', completion: '{{ label }}'}`."
+        )
+    return "task `sft` learns from turns, but the row is plain text. Use task `pretrain`, or another format."

@@ -55,6 +55,13 @@ def test_every_turn_of_the_assistant_is_learnt(tokenizer):
     ]
 
 
+def test_what_the_assistant_says_in_a_prompt_is_context(tokenizer):
+    row = {"messages": [ASKED, ANSWERED, ASKED, turn("assistant", "Four.")], "num_context_turns": 3}
+    for system_prompt in (None, "Be brief."):
+        (features,) = ConversationEncoder(tokenizer, system_prompt=system_prompt)([row])
+        assert targets(features, tokenizer) == ["Four.<|im_end|>"]
+
+
 def test_a_last_user_turn_is_seen_and_not_learnt(tokenizer):
     features = encode_turns([ASKED, ANSWERED, turn("user", "Hello")], tokenizer)
     assert targets(features, tokenizer) == ["Two and two is four.<|im_end|>"]

@@ -124,6 +124,23 @@ def test_padding_falls_back_to_end_of_sequence(tokenizer):
     assert pad_id(tokenizer) == tokenizer.eos_token_id
 
 
+UNFIT = [
+    (SftTask, {"text": "a"}, "the row is plain text. Use task `pretrain`"),
+    (SftTask, {"text": "a", "label": 1}, "a labelled text. To learn to write the label, set `format: prompt_co"),
+    (SftTask, {"prompt": [], "chosen": [], "rejected": []}, "a preference pair. To learn from the answer that was cho"),
+    (PretrainTask, {"messages": []}, "the row has turns. Use task `sft`, or format `text`"),
+    (PretrainTask, {"text": "a", "label": 1}, "the row has a label. Use task `sft`, or format `text`"),
+]
+
+
+@pytest.mark.parametrize(("task", "row", "message"), UNFIT)
+def test_a_row_that_does_not_fit_the_task_says_what_to_write(tokenizer, task, row, message):
+    section = DataSection(train=TrainingSourceSection(path="rows.jsonl"), max_length=64)
+    (outcome,) = task(tokenizer, section).encode([row])
+    assert isinstance(outcome, DataError)
+    assert message in str(outcome)
+
+
 def test_gsm8k_is_learnt_from_its_answers(tokenizer, tmp_path):
     if not GSM8K.is_file():
         pytest.skip(f"{GSM8K} is not here")
