@@ -51,5 +51,5 @@ def _batch(config: RunConfig, num_processes: int | None) -> str:
 def _budget(config: RunConfig) -> str:
     train = config.train
     if train.steps is not None:
-        return f"{train.steps} steps = {train.steps * train.global_batch_size} samples"
+        return f"{train.steps} steps = {train.steps * train.global_batch_size} {config.data.batching.unit}"
     return f"{train.epochs:g} epochs" if train.epochs is not None else f"{train.tokens} tokens"

@@ -1,6 +1,6 @@
 """Batch: one microbatch, what a forward pass and its loss need."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -18,14 +18,22 @@ class Batch:
     labels: Tensor  # [batch, length]: the token to be predicted at each position, or IGNORED
     num_targets: int  # positions that count in the loss
     num_tokens: int  # positions that are not padding
-    sample_ids: tuple[int, ...]  # rows of the prepared set; empty for a filler batch
+    sample_ids: tuple[int, ...]  # of all samples in it; empty for a filler batch
+    cumulative_lengths: Tensor | None = None  # int32, where each sample of a row without padding begins, and the end
+    longest: int = 0  # tokens of the longest of those
 
     def to(self, device: torch.device, non_blocking: bool = False) -> "Batch":
         """Return the batch on `device`; Accelerate's dataloader calls this."""
-        inputs = {name: tensor.to(device, non_blocking=non_blocking) for name, tensor in self.inputs.items()}
-        return replace(self, inputs=inputs, labels=self.labels.to(device, non_blocking=non_blocking))
+        return self._each(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> "Batch":
         """Return the batch in page-locked memory; torch's dataloader calls this."""
-        inputs = {name: tensor.pin_memory() for name, tensor in self.inputs.items()}
-        return replace(self, inputs=inputs, labels=self.labels.pin_memory())
+        return self._each(Tensor.pin_memory)
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> "Batch":
+        return replace(
+            self,
+            inputs={name: change(tensor) for name, tensor in self.inputs.items()},
+            labels=change(self.labels),
+            cumulative_lengths=None if self.cumulative_lengths is None else change(self.cumulative_lengths),
+        )

@@ -12,6 +12,7 @@ from finetune.data.batch import Batch
 from finetune.data.features import Features
 from finetune.data.order import Order
 from finetune.data.pool import Pool, Samples
+from finetune.data.set_order import set_order
 from finetune.data.store import PreparedSet
 from finetune.data.workers import loader_settings
 from finetune.runtime.children import leave_signals_to_parent
@@ -52,24 +53,28 @@ class TrainSampler(Sampler[list[int]]):
 
 
 class EvaluationSampler(Sampler[list[int]]):
-    """Every sample once, in order; empty microbatches at the end make their number a multiple of the world size."""
+    """One epoch of the order; empty microbatches at the end make their number a multiple of the world size."""
 
     batch_size = None
     drop_last = False
 
-    def __init__(self, num_samples: int, *, microbatch_size: int, world: int) -> None:
-        self._num_samples = num_samples
+    def __init__(self, order: Order, *, microbatch_size: int, world: int) -> None:
+        self._order = order
+        self._num_positions = order.num_positions or 0
         self._microbatch_size = microbatch_size
         self._world = world
 
     def __len__(self) -> int:
-        num_filled = -(-self._num_samples // self._microbatch_size)
-        return -(-num_filled // self._world) * self._world
+        return -(-self._num_filled // self._world) * self._world
 
     def __iter__(self) -> Iterator[list[int]]:
-        filled = list(_cut(range(self._num_samples), self._microbatch_size))
-        yield from filled
-        yield from ([] for _ in range(len(self) - len(filled)))
+        for samples in self._order.cut(0, self._num_positions, self._microbatch_size):
+            yield samples.tolist()
+        yield from ([] for _ in range(len(self) - self._num_filled))
+
+    @property
+    def _num_filled(self) -> int:
+        return -(-self._num_positions // self._microbatch_size)
 
 
 def train_loader(
@@ -102,8 +107,12 @@ def evaluation_loader(
     world: int,
     section: DataSection,
 ) -> DataLoader[Any]:
-    """Return a loader of every sample once; every rank gets equally many microbatches, by fillers without targets."""
-    sampler = EvaluationSampler(len(prepared), microbatch_size=microbatch_size, world=world)
+    """Return a loader of every sample once; every rank gets equally many microbatches, by fillers without targets.
+
+    The samples are packed, or batched by tokens, as those that are learnt from.
+    """
+    order = set_order(prepared.lengths, seed=0, shuffle=False, batching=section.batching, max_length=section.max_length)
+    sampler = EvaluationSampler(order, microbatch_size=microbatch_size, world=world)
     return _loader(prepared, sampler, _CollateOrFill(prepared, collate, filler), section=section)
 
 
@@ -138,7 +147,3 @@ def _loader(
         worker_init_fn=leave_signals_to_parent,
         generator=torch.Generator().manual_seed(0),  # its workers' seeds would else be drawn from the global generator
     )
-
-
-def _cut(samples: Sequence[int], size: int) -> Iterator[list[int]]:
-    return (list(samples[start : start + size]) for start in range(0, len(samples), size))

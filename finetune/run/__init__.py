@@ -15,6 +15,7 @@ from finetune.run.fetch import fetch_run, staged
 from finetune.run.finish import end_at_once, train_to_the_end
 from finetune.run.finished import find_finished
 from finetune.run.folder import open_run
+from finetune.run.isolation import require_isolation
 from finetune.run.lessons import make_lessons, make_run_plan
 from finetune.run.machine import make_accelerator, make_machine
 from finetune.run.mirror import Mirror, make_mirror
@@ -57,6 +58,7 @@ def _train(
     machine = make_machine(
         config, strategy, accelerator=accelerator, lessons=lessons, learning_rate=plan.schedule.peak, say=say
     )
+    require_isolation(config, lessons, machine)
     watch.watchdog.watch_hangs(config.run.hang_after_seconds)
     checkpointer, progress = continue_run(config, machine, strategy=strategy.name, lessons=lessons, say=say)
     reporter = mirror.told_by(open_run(loaded, machine, lessons=lessons, say=say))

@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
@@ -13,6 +12,8 @@ from finetune.data.batch import IGNORED, Batch
 from finetune.data.encode import attempted
 from finetune.data.features import Features, Outcome
 from finetune.errors import DataError
+from finetune.task.collate import end_to_end, is_end_to_end, padded
+from finetune.task.forward import logits_of
 from finetune.task.losses import cross_entropy_sum
 from finetune.task.metrics import token_metrics, token_sums
 from finetune.task.protocol import ModelHead, Prompt, Row
@@ -40,24 +41,9 @@ class CausalTask:
         return outcome
 
     def collate(self, features: Sequence[Features]) -> Batch:
-        """Return the samples padded on the right; labels[b, t] is the token at t + 1 where that one is a target."""
-        longest = max(each.length for each in features)
-        input_ids = np.full((len(features), longest), self.pad_id, dtype=np.int64)
-        attention_mask = np.zeros((len(features), longest), dtype=np.int64)
-        labels = np.full((len(features), longest), IGNORED, dtype=np.int64)
-        for place, each in enumerate(features):
-            ids, is_target = each.arrays["input_ids"], each.arrays["is_target"]
-            input_ids[place, : len(ids)] = ids
-            attention_mask[place, : len(ids)] = 1
-            labels[place, : len(ids) - 1] = np.where(is_target[1:], ids[1:].astype(np.int64), IGNORED)
-        inputs = {"input_ids": torch.from_numpy(input_ids), "attention_mask": torch.from_numpy(attention_mask)}
-        return Batch(
-            inputs=inputs,
-            labels=torch.from_numpy(labels),
-            num_targets=int((labels != IGNORED).sum()),
-            num_tokens=int(attention_mask.sum()),
-            sample_ids=tuple(each.sample_id for each in features),
-        )
+        """Return the samples padded, or end to end where `data.batching` says so."""
+        is_row = is_end_to_end(self.data.batching)
+        return end_to_end(features) if is_row else padded(features, pad_id=self.pad_id)
 
     def filler(self, features: Features) -> Batch:
         """Return the sample as a batch in which nothing counts."""
@@ -70,11 +56,11 @@ class CausalTask:
 
     def loss_sum(self, model: nn.Module, batch: Batch) -> Tensor:
         """Return the cross-entropy in nats summed over the targets, a float32 scalar."""
-        return cross_entropy_sum(_logits(model, batch), batch.labels)
+        return cross_entropy_sum(logits_of(model, batch), batch.labels)
 
     def metric_sums(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
         """Return `loss_sum`, `num_targets` and `num_correct`."""
-        return token_sums(_logits(model, batch), batch.labels)
+        return token_sums(logits_of(model, batch), batch.labels)
 
     def metrics(self, sums: Mapping[str, float]) -> Mapping[str, float]:
         """Return `loss`, `perplexity` and `token_accuracy`."""
@@ -91,8 +77,3 @@ def pad_id(tokenizer: PreTrainedTokenizerBase) -> int:
         if token is not None:
             return int(token)
     raise DataError("the tokenizer has neither a padding nor an end-of-sequence token. Give it one of them.")
-
-
-def _logits(model: nn.Module, batch: Batch) -> Tensor:
-    logits: Tensor = model(**batch.inputs, use_cache=False).logits  # [batch, length, vocabulary]
-    return logits

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from finetune.task.forward import innermost
+
 
 @torch.no_grad()
 def generate(
@@ -85,15 +87,8 @@ def _advance(model: nn.Module, state: _State, arguments: frozenset[str]) -> tupl
 
 
 def _arguments(model: nn.Module) -> frozenset[str]:
-    """Return the names of the arguments that the model inside all wrappers (DDP, an engine, peft) can be given."""
-    while True:
-        inner: Any = getattr(model, "module", None) or getattr(model, "_orig_mod", None)
-        unwrap = getattr(model, "get_base_model", None)
-        if inner is None and callable(unwrap):
-            inner = unwrap()
-        if not isinstance(inner, nn.Module):
-            return frozenset(inspect.signature(model.forward).parameters)
-        model = inner
+    """Return the names of the arguments that the model inside all wrappers can be given."""
+    return frozenset(inspect.signature(innermost(model).forward).parameters)
 
 
 def _until_stop(row: list[int], stop_ids: frozenset[int]) -> list[int]:

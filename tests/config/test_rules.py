@@ -57,6 +57,29 @@ STREAMS = [
     (HUB_STREAM, "data.train.split", "a slice cannot be streamed. Write `train`"),
 ]
 
+WEIGHTED = "data.train={mix: [{path: rows.jsonl, weight: 1}, {path: rows.jsonl, weight: 2}]}"
+BATCHING = [
+    (["data.batching={by: packs, tokens: 63}"], "data.batching.tokens", "does not fit into 63. Write at least 64."),
+    (["data.batching.by=tokens"], "train.microbatch_size", "one position is a whole batch. Write 1."),
+    (
+        [*EVALUATION, "data.batching.by=tokens", "train.microbatch_size=1", "evaluate.microbatch_size=2"],
+        "evaluate.microbatch_size",
+        "Write 1.",
+    ),
+    (["data.train={path: rows.jsonl, mix: [{path: rows.jsonl, weight: 1}]}"], "data.train.path", "Write only one"),
+    (["data.train={mix: [{path: rows.jsonl}]}"], "data.train.mix.0", "Write one of `weight`, `rows` or `epochs`."),
+    (
+        ["data.train={mix: [{path: rows.jsonl, weight: 1}, {path: rows.jsonl, epochs: 2}]}"],
+        "data.train.mix.1.epochs",
+        "measured by `weight` already",
+    ),
+    (
+        ["data.train={mix: [{path: rows.jsonl, rows: 8}]}", "data.batching.by=packs"],
+        "data.train.mix.0.rows",
+        "Write `epochs` or `weight`.",
+    ),
+]
+
 DATA = [
     (["data.train.path=null"], "data.train", "Write `path` (a local file) or `name` (a hub dataset)."),
     (["data.train.name=squad"], "data.train.name", "the rows are in `data.train.path` already"),
@@ -151,6 +174,10 @@ CHECKPOINT = [
 ]
 
 IDLE = [
+    (["data.batching.tokens=64"], "data.batching.tokens", "have a budget"),
+    (["data.batching={by: packs, padding_free: true}"], "data.batching.padding_free", "packs are never padded"),
+    (["data.batching={by: packs, length_window_steps: 2}"], "data.batching.length_window_steps", "only `by: samples`"),
+    (["data.train.until=all"], "data.train.until", "only `data.train.mix` with weights"),
     (["run.local_folder=runs/stage"], "run.local_folder", "only a run at a URL is staged"),
     (
         ["checkpoint={resume: never, allow_changes: [train.steps]}"],
@@ -188,9 +215,13 @@ IDLE = [
     (["report.project=mine"], "report.project", "it needs `report.trackers`"),
 ]
 
-TABLE = [*BATCH, *MODEL, *DATA, *STREAMS, *EVALUATE, *CHECKPOINT, *IDLE]
+TABLE = [*BATCH, *MODEL, *DATA, *BATCHING, *STREAMS, *EVALUATE, *CHECKPOINT, *IDLE]
 
 RIGHT = [
+    ["data.batching={by: packs, tokens: 64}"],
+    ["data.batching={by: tokens, padding_free: true}", "train.microbatch_size=1"],
+    ["data.batching={length_window_steps: 4, padding_free: true}"],
+    [WEIGHTED.replace("]}", "], until: all}")],
     ["train.steps=null", "train.epochs=0.5"],
     ["train.schedule={name: constant, warmup_steps: 3}"],
     ["train.schedule={name: warmup_stable_decay, warmup_fraction: 0.5, decay_fraction: 0.5}"],

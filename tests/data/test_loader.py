@@ -9,6 +9,7 @@ from accelerate import PartialState
 from accelerate.data_loader import BatchSamplerShard, prepare_data_loader
 from accelerate.state import GradientState
 
+from finetune.config.sections.data import BatchingSection
 from finetune.data.batch import Batch
 from finetune.data.cache import prepare_set
 from finetune.data.features import Features
@@ -93,7 +94,8 @@ def test_a_group_that_cannot_be_cut_is_refused():
 @pytest.mark.parametrize("world", [1, 2, 4])
 @pytest.mark.parametrize("num_samples", [1, 3, 7, 8, 9])
 def test_evaluation_sees_each_row_once_and_every_rank_equally_many_batches(num_samples, world):
-    sampler = EvaluationSampler(num_samples, microbatch_size=2, world=world)
+    order = SetOrder(seed=0, num_samples=num_samples, shuffle=False)
+    sampler = EvaluationSampler(order, microbatch_size=2, world=world)
     batches = list(sampler)
     assert len(batches) == len(sampler)
     assert len(batches) % world == 0
@@ -130,6 +132,14 @@ def test_evaluation_fills_up_with_batches_in_which_nothing_counts(prepared_and_s
     batches = list(loader)
     assert [batch.sample_ids for batch in batches] == [(0, 1, 2, 3), (4, 5, 6, 7), (8, 9), ()]
     assert [batch.num_targets for batch in batches] == [4, 4, 2, 0]
+
+
+def test_evaluation_packs_its_rows_like_those_that_are_learnt_from(prepared_and_section):
+    prepared, section = prepared_and_section
+    packed = section.model_copy(update={"batching": BatchingSection(by="packs", tokens=4)})
+    loader = evaluation_loader(prepared, Collate(), filler=fill, microbatch_size=2, world=2, section=packed)
+    batches = [batch.sample_ids for batch in loader]
+    assert batches == [(0, 1, 2, 3, 4, 5, 6, 7), (8, 9)]  # ten rows of one token
 
 
 def test_loading_draws_nothing_from_the_global_generator(prepared_and_section):

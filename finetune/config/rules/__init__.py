@@ -6,6 +6,7 @@ A rule may be given a draft (`config/draft.py`): where it reads a key that is br
 from collections.abc import Callable, Iterator
 
 from finetune.config.rules.batch import BATCH_RULES
+from finetune.config.rules.batching import BATCHING_RULES
 from finetune.config.rules.checkpoint import CHECKPOINT_RULES
 from finetune.config.rules.data import DATA_RULES
 from finetune.config.rules.effects import without_effect
@@ -21,6 +22,7 @@ RULES: tuple[Rule, ...] = (
     *BATCH_RULES,
     *MODEL_RULES,
     *DATA_RULES,
+    *BATCHING_RULES,
     *STREAM_RULES,
     *EVALUATION_RULES,
     *CHECKPOINT_RULES,

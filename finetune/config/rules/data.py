@@ -19,7 +19,10 @@ TEMPLATES = ("chatml", "gemma", "llama3", "mistral", "qwen", "zephyr")
 
 def sources(config: RunConfig) -> Iterator[tuple[str, SourceSection]]:
     """Yield each source with its dotted key."""
-    yield "data.train", config.data.train
+    mix = config.data.train.mix
+    yield from ((f"data.train.mix.{number}", source) for number, source in enumerate(mix))
+    if not mix:
+        yield "data.train", config.data.train
     if config.data.validation is not None:
         yield "data.validation", config.data.validation
 

@@ -94,6 +94,14 @@ def _continues(config: RunConfig) -> bool:
     return config.checkpoint.resume != "never"
 
 
+def _batches_by(config: RunConfig, *, names: tuple[str, ...]) -> bool:
+    return config.data.batching.by in names
+
+
+def _is_weighted(config: RunConfig) -> bool:
+    return any(source.weight is not None for source in config.data.train.mix)
+
+
 _ADAM = ("adamw", "adamw_8bit")
 _HUB_KEYS = ("config", "revision", "split")
 
@@ -112,6 +120,22 @@ EFFECTS: tuple[Effect, ...] = (
         for source in ("train", "validation")
         for name in _HUB_KEYS
     ),
+    Effect(
+        "data.batching.tokens",
+        partial(_batches_by, names=("packs", "tokens")),
+        "only `by: packs` and `by: tokens` have a budget",
+    ),
+    Effect(
+        "data.batching.padding_free",
+        partial(_batches_by, names=("samples", "tokens")),
+        "packs are never padded",
+    ),
+    Effect(
+        "data.batching.length_window_steps",
+        partial(_batches_by, names=("samples",)),
+        "only `by: samples` leaves lengths to be sorted",
+    ),
+    Effect("data.train.until", _is_weighted, "only `data.train.mix` with weights has no length of its own"),
     Effect("data.chat_template", _has_turns, "`task.name: pretrain` reads text without turns"),
     Effect("data.system_prompt", _has_turns, "`task.name: pretrain` reads text without turns"),
     Effect("data.train_on", _has_turns, "`task.name: pretrain` learns every token of a text"),

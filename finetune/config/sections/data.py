@@ -134,11 +134,6 @@ class BatchingSection(Section):
         """Return what a position holds, in the plural."""
         return {"samples": "samples", "packs": "packs", "tokens": "batches"}[self.by]
 
-    @property
-    def lays_end_to_end(self) -> bool:
-        """Tell whether the samples of a forward pass stand in one row."""
-        return self.padding_free or self.by == "packs"
-
 
 class AuditSection(Section):
     """Shares above which a run stops before it trains."""

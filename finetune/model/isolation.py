@@ -1,0 +1,69 @@
+"""Samples in one row must not see each other: proved on the model in hand, or the run is refused."""
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from finetune.errors import ModelError
+
+Row = Sequence[Sequence[int]]
+"""The token ids of samples that are laid end to end."""
+
+_LENGTHS = (6, 9, 5)
+_TOLERANCE = {"full": (1e-5, 1e-4), "half": (1e-2, 0.1)}
+"""Of a sample when another changes, and of a sample beside others against itself alone; by kind of arithmetic."""
+
+
+@torch.no_grad()
+def prove_isolation(logits_of: Callable[[Row], Tensor], *, config: Any, vocabulary_size: int, is_half: bool) -> None:
+    """Raise ModelError unless each sample of a row has the logits that it has alone, whatever stands beside it.
+
+    `logits_of` returns [tokens of the row, vocabulary] in evaluation mode. Four tiny forward passes. Collective where
+    `logits_of` is.
+    """
+    first, middle, last = (_tokens(length, vocabulary_size, salt) for salt, length in enumerate(_LENGTHS))
+    other_first, other_last = (_tokens(length, vocabulary_size, salt=7) for length in (_LENGTHS[0], _LENGTHS[2]))
+    row = _parts(logits_of([first, middle, last]))
+    changed_before = _parts(logits_of([other_first, middle, last]))
+    changed_behind = _parts(logits_of([first, middle, other_last]))
+    alone = logits_of([middle])
+    seen, misplaced = _TOLERANCE["half" if is_half else "full"]
+    pairs = [(row[1], changed_before[1]), (row[2], changed_before[2]), (row[0], changed_behind[0])]
+    if any(_difference(*pair) > seen for pair in [*pairs, (row[1], changed_behind[1])]):
+        raise _refusal(config, "a sample changes when another in its row does")
+    if _difference(alone, row[1]) > misplaced:
+        raise _refusal(config, "a sample behind another is not what it is alone: its positions do not begin anew")
+
+
+def require_positions(arguments: frozenset[str], *, config: Any) -> None:
+    """Raise ModelError for a model that cannot be told where samples begin; `arguments` are its forward's."""
+    if "position_ids" not in arguments:
+        raise _refusal(config, "it takes no `position_ids`, by which samples are told apart")
+
+
+def _tokens(length: int, vocabulary_size: int, salt: int) -> list[int]:
+    return [(17 + 31 * salt + 13 * place * (salt + 1)) % vocabulary_size for place in range(length)]
+
+
+def _parts(logits: Tensor) -> tuple[Tensor, ...]:
+    edges = accumulate(_LENGTHS, initial=0)
+    return tuple(logits[start:stop] for start, stop in pairwise(edges))
+
+
+def _difference(one: Tensor, other: Tensor) -> float:
+    """Return the largest difference as a share of the largest logit; infinite where a number is not finite."""
+    difference = (one.float() - other.float()).abs().max() / one.float().abs().max().clamp(min=1e-6)
+    return float(torch.nan_to_num(difference, nan=torch.inf))
+
+
+def _refusal(config: Any, reason: str) -> ModelError:
+    kinds = sorted({str(kind) for kind in getattr(config, "layer_types", None) or ()})
+    layers = f" (layers: {', '.join(kinds)})" if kinds else ""
+    return ModelError(
+        f"data.batching: `{config.model_type}`{layers} cannot keep samples in one row apart: {reason}. "
+        "Pad them instead: write `by: tokens`, or `by: samples` with `length_window_steps: 1`, "
+        "and no `padding_free`. Another model.attention may do, too."
+    )

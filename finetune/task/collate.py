@@ -1,0 +1,62 @@
+"""Samples of a language model become a batch: padded to a rectangle, or laid end to end in one row."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from finetune.config.sections.data import BatchingSection
+from finetune.data.batch import IGNORED, Batch
+from finetune.data.features import Features
+
+
+def is_end_to_end(batching: BatchingSection) -> bool:
+    """Tell whether the samples of a forward pass stand in one row."""
+    return batching.padding_free or batching.by == "packs"
+
+
+def padded(features: Sequence[Features], *, pad_id: int) -> Batch:
+    """Return the samples padded on the right; labels[b, t] is the token at t + 1 where that one is a target."""
+    longest = max(each.length for each in features)
+    input_ids = np.full((len(features), longest), pad_id, dtype=np.int64)
+    attention_mask = np.zeros((len(features), longest), dtype=np.int64)
+    labels = np.full((len(features), longest), IGNORED, dtype=np.int64)
+    for place, each in enumerate(features):
+        input_ids[place, : each.length] = each.arrays["input_ids"]
+        attention_mask[place, : each.length] = 1
+        labels[place, : each.length] = _labels(each)
+    inputs = {"input_ids": torch.from_numpy(input_ids), "attention_mask": torch.from_numpy(attention_mask)}
+    return Batch(
+        inputs=inputs,
+        labels=torch.from_numpy(labels),
+        num_targets=int((labels != IGNORED).sum()),
+        num_tokens=int(attention_mask.sum()),
+        sample_ids=tuple(each.sample_id for each in features),
+    )
+
+
+def end_to_end(features: Sequence[Features]) -> Batch:
+    """Return the samples in one row without padding and without an attention mask.
+
+    Positions begin at 0 in every sample: by that a model knows them apart. No label is a token of the next sample.
+    """
+    lengths = [each.length for each in features]
+    input_ids = np.concatenate([each.arrays["input_ids"] for each in features]).astype(np.int64)
+    position_ids = np.concatenate([np.arange(length) for length in lengths])
+    labels = np.concatenate([_labels(each) for each in features])
+    ends = np.cumsum([0, *lengths]).astype(np.int32)
+    return Batch(
+        inputs={"input_ids": torch.from_numpy(input_ids)[None], "position_ids": torch.from_numpy(position_ids)[None]},
+        labels=torch.from_numpy(labels)[None],
+        num_targets=int((labels != IGNORED).sum()),
+        num_tokens=len(input_ids),
+        sample_ids=tuple(each.sample_id for each in features),
+        cumulative_lengths=torch.from_numpy(ends),
+        longest=max(lengths),
+    )
+
+
+def _labels(features: Features) -> np.ndarray:
+    """Return the token after each position where it is a target; behind the last there is none."""
+    ids, is_target = features.arrays["input_ids"], features.arrays["is_target"]
+    return np.append(np.where(is_target[1:], ids[1:].astype(np.int64), IGNORED), IGNORED)

@@ -1,0 +1,44 @@
+"""A model's logits for a batch, whatever the model is wrapped in."""
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from finetune.data.batch import Batch
+
+FLASH = ("flash_attention_2", "flash_attention_3")
+"""Attention that is told where samples begin; others work it out from the positions."""
+
+
+def logits_of(model: nn.Module, batch: Batch) -> Tensor:
+    """Return the logits, [batch, length, vocabulary]."""
+    logits: Tensor = model(**batch.inputs, **_boundaries(model, batch), use_cache=False).logits
+    return logits
+
+
+def innermost(model: nn.Module) -> nn.Module:
+    """Return the model inside all wrappers: DDP, an engine, a compiled module, peft."""
+    while True:
+        inner: Any = getattr(model, "module", None) or getattr(model, "_orig_mod", None)
+        unwrap = getattr(model, "get_base_model", None)
+        if inner is None and callable(unwrap):
+            inner = unwrap()
+        if not isinstance(inner, nn.Module):
+            return model
+        model = inner
+
+
+def _boundaries(model: nn.Module, batch: Batch) -> dict[str, Any]:
+    """Return where the samples of the row begin, in transformers' words; nothing for attention that needs no telling.
+
+    Without them flash attention works them out in every layer, and waits for the device each time.
+    """
+    ends = batch.cumulative_lengths
+    if ends is None or _attention(model) not in FLASH:
+        return {}
+    longest = batch.longest
+    return {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
+
+
+def _attention(model: nn.Module) -> str | None:
+    return getattr(getattr(innermost(model), "config", None), "_attn_implementation", None)
