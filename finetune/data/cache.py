@@ -100,7 +100,7 @@ def identify(
         "code_version": [CODE_VERSION, FORMAT_VERSION],
         "source": source.identity() if stream is None else stream,
         "options": section.model_dump(mode="json", exclude=set(WITHOUT_EFFECT), exclude_defaults=True),
-        "encode": f"{getattr(encode, '__module__', '')}.{getattr(encode, '__qualname__', '')}",
+        "encode": f"{encode.__module__}.{getattr(encode, '__qualname__', type(encode).__qualname__)}",
         "identity": dict(identity),
     }
     written = json.dumps(parts, sort_keys=True).encode()

@@ -26,9 +26,9 @@ class TextEncoder:
         self._tokenizer = tokenizer
         self._tokens = Tokens(tokenizer)
 
-    def __call__(self, texts: Sequence[str]) -> list[Outcome]:
-        """Return the features of each text; None when nothing is left to predict, or what is wrong with it."""
-        return [attempted(self._features, ids) for ids in self._tokens.begun(texts)]
+    def __call__(self, rows: Sequence[Row]) -> list[Outcome]:
+        """Return the features of each row's `text`; None when nothing is left to predict, or what is wrong with it."""
+        return [attempted(self._features, ids) for ids in self._tokens.begun([row["text"] for row in rows])]
 
     def _features(self, ids: list[int]) -> Features | None:
         tokenizer = self._tokenizer
@@ -47,7 +47,7 @@ class TextEncoder:
 
 def encode_text(text: str, tokenizer: PreTrainedTokenizerBase) -> Features | None:
     """Return the features of one text, or None when nothing is left to predict; raises DataError."""
-    (outcome,) = _text_encoder(tokenizer)([text])
+    (outcome,) = _text_encoder(tokenizer)([{"text": text}])
     if isinstance(outcome, DataError):
         raise outcome
     return outcome

@@ -53,7 +53,7 @@ def make_lessons(config: RunConfig, say: Announcer, *, watch: Watch | None = Non
     tokenizer = load_tokenizer(config.model, texts=told, cache_folder=cache_folder(data), say=say)
     set_chat_template(tokenizer, data.chat_template)
     task = build_task(config.task, tokenizer=tokenizer, data=data)
-    encode, identity, unknown = task.encode, tokenizer_identity(tokenizer), unknown_ids(tokenizer)
+    encode, identity, unknown = task.encoder, tokenizer_identity(tokenizer), unknown_ids(tokenizer)
     seed = config.run.seed
     prepare = partial(
         prepare_set, encode=encode, section=data, identity=identity, unknown_ids=unknown, say=say, watch=watch

@@ -9,6 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from finetune.config.sections.data import DataSection
 from finetune.data.batch import IGNORED, Batch
+from finetune.data.chunks import Encode
 from finetune.data.encode import attempted
 from finetune.data.features import Features, Outcome
 from finetune.errors import DataError
@@ -28,6 +29,11 @@ class CausalTask:
         self.tokenizer = tokenizer
         self.data = data
         self.pad_id = pad_id(tokenizer)
+
+    @property
+    def encoder(self) -> Encode:
+        """Return what `encode` does as something that other processes can be sent; by default the task itself."""
+        return self.encode
 
     def encode(self, rows: Sequence[Row]) -> Sequence[Outcome]:
         """Return each row as `input_ids` and `is_target`, None where nothing is to be learnt, or what is wrong."""

@@ -7,6 +7,7 @@ from typing import Any, Literal, Protocol
 from torch import Tensor, nn
 
 from finetune.data.batch import Batch
+from finetune.data.chunks import Encode
 from finetune.data.features import Features, Outcome
 
 ModelHead = Literal["causal_lm"]
@@ -28,6 +29,10 @@ class Task(Protocol):
     """What is learnt. The loop calls these and knows nothing else of the task."""
 
     head: ModelHead
+
+    @property
+    def encoder(self) -> Encode:
+        """Return what `encode` does as something to send to other processes: the lighter, the sooner they start."""
 
     def encode(self, rows: Sequence[Row]) -> Sequence[Outcome]:
         """Return what becomes of each row: features, None where there is nothing to learn from, or what is wrong.

@@ -7,10 +7,11 @@ from transformers import PreTrainedTokenizerBase
 
 from finetune.config.sections.data import DataSection
 from finetune.data.chat import require_chat_template
+from finetune.data.chunks import Encode
 from finetune.data.encode import ConversationEncoder
 from finetune.data.features import Features, Outcome
-from finetune.errors import DataError
 from finetune.task.causal import CausalTask
+from finetune.task.expecting import OnlyTurns
 from finetune.task.protocol import Prompt, Row
 
 
@@ -20,15 +21,19 @@ class SftTask(CausalTask):
     def __init__(self, tokenizer: PreTrainedTokenizerBase, data: DataSection) -> None:
         require_chat_template(tokenizer)
         super().__init__(tokenizer, data)
-        self._encode = ConversationEncoder(
+        encode = ConversationEncoder(
             tokenizer, train_on=data.train_on, system_prompt=data.system_prompt, template=data.chat_template
         )
+        self._encoder = OnlyTurns(encode)
+
+    @property
+    def encoder(self) -> Encode:
+        """Return what encodes conversations."""
+        return self._encoder
 
     def encode(self, rows: Sequence[Row]) -> Sequence[Outcome]:
         """Return the rendered conversations; None for one in which no turn is learnt."""
-        if any("messages" not in row for row in rows):  # all rows of a source have one format
-            return [DataError(_unfit(rows[0]))] * len(rows)
-        return self._encode(rows)
+        return self._encoder(rows)
 
     def prompt(self, features: Features) -> Prompt | None:
         """Return all tokens before the last answer, and that answer as learnt: with its end-of-turn token."""
@@ -38,17 +43,3 @@ class SftTask(CausalTask):
         start = int(before[-1]) + 1
         ids = features.arrays["input_ids"].tolist()
         return Prompt(input_ids=tuple(ids[:start]), reference_ids=tuple(ids[start:end]))
-
-
-def _unfit(row: Row) -> str:
-    if "chosen" in row:
-        return (
-            "task `sft` learns from turns, but the row is a preference pair. To learn from the answer that was chosen, "
-            "set `format: prompt_completion` with `columns: {completion: chosen}`, or write a `template`."
-        )
-    if "label" in row:
-        return (
-            "task `sft` learns from turns, but the row is a labelled text. To learn to write the label, set `format: "
-            "prompt_completion` with `template: {prompt: '{{ text }}', completion: '{{ label }}'}`."
-        )
-    return "task `sft` learns from turns, but the row is plain text. Use task `pretrain`, or another format."

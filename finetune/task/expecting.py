@@ -1,0 +1,50 @@
+"""Encoding of the rows that a task expects, light enough for other processes: nothing here imports torch."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from finetune.data.features import Outcome
+from finetune.data.rows import Row
+from finetune.errors import DataError
+
+
+@dataclass(frozen=True)
+class OnlyTurns:
+    """Encodes rows of turns; others are told what to write so that they become such."""
+
+    encode: Callable[[Sequence[Row]], Sequence[Outcome]]
+
+    def __call__(self, rows: Sequence[Row]) -> Sequence[Outcome]:
+        """Return what becomes of each row."""
+        if any("messages" not in row for row in rows):  # all rows of a source have one format
+            return [DataError(_without_turns(rows[0]))] * len(rows)
+        return self.encode(rows)
+
+
+@dataclass(frozen=True)
+class OnlyText:
+    """Encodes rows that are a text and nothing else; others are told what to write so that they become such."""
+
+    encode: Callable[[Sequence[Row]], Sequence[Outcome]]
+
+    def __call__(self, rows: Sequence[Row]) -> Sequence[Outcome]:
+        """Return what becomes of each row."""
+        if any(row.keys() != {"text"} for row in rows):  # all rows of a source have one format
+            what = "a label" if "label" in rows[0] else "turns"
+            wrong = f"task `pretrain` learns from plain text, but the row has {what}. Use task `sft`, or format `text`."
+            return [DataError(wrong)] * len(rows)
+        return self.encode(rows)
+
+
+def _without_turns(row: Row) -> str:
+    if "chosen" in row:
+        return (
+            "task `sft` learns from turns, but the row is a preference pair. To learn from the answer that was chosen, "
+            "set `format: prompt_completion` with `columns: {completion: chosen}`, or write a `template`."
+        )
+    if "label" in row:
+        return (
+            "task `sft` learns from turns, but the row is a labelled text. To learn to write the label, set `format: "
+            "prompt_completion` with `template: {prompt: '{{ text }}', completion: '{{ label }}'}`."
+        )
+    return "task `sft` learns from turns, but the row is plain text. Use task `pretrain`, or another format."
