@@ -101,7 +101,7 @@ class Arranging:
             batching = job.section.batching
             grouped = () if order is None or batching.by == "samples" else (f"{order.num_positions:,} {batching.unit}",)
             self._say(f"{job.key}: window {record.window}: {'; '.join((*record.counts.lines(), *grouped))}")
-            if record.window:
+            if self._num_counted & (self._num_counted - 1) == 0 and record.window:  # 2, 4, 8, ...: ever more rarely
                 self._say(f"{job.key}: {self._num_counted:,} windows so far: {'; '.join(self.counts.lines())}")
 
 

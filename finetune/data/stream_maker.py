@@ -27,7 +27,7 @@ from finetune.runtime.log import quieten
 NUM_BEHIND = 2
 """Windows that are kept behind the one in use: a step, or samples sorted by length, may reach back into them."""
 
-_PAUSE_SECONDS = 0.1
+_PAUSE_SECONDS = 0.05
 _PAUSES_BEFORE_RETRIES = (1.0, 5.0, 25.0)
 _ROWS_BETWEEN_SIGNS = 256
 
