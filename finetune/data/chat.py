@@ -91,9 +91,9 @@ def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> EndOfTurn:
     text, final = _behind_an_answer(tokenizer)
     if text:
         tokens = tuple(tokenize(tokenizer, text))
-        if is_special(tokenizer, tokens[0]):  # what follows ends the whole, not the turn
-            tokens = tokens[:1]
-            text = str(tokenizer.added_tokens_decoder[tokens[0]].content)
+        ends = next((token for token in tokens if is_special(tokenizer, token)), None)
+        if ends is not None:  # what follows ends the whole, not the turn
+            tokens, text = (ends,), str(tokenizer.convert_ids_to_tokens(ends))
     special = {str(each.content) for each in tokenizer.added_tokens_decoder.values() if each.special}
     special |= set(tokenizer.all_special_tokens)
     return EndOfTurn(text, tokens, final if final != text else "", tuple(sorted(special)))

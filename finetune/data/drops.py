@@ -1,4 +1,4 @@
-"""What a chat template leaves out of a row without a word: found by rendering the row without it or with something else."""
+"""What a chat template leaves out of a row without a word: found by rendering the row without it."""
 
 import json
 from collections.abc import Iterator, Sequence

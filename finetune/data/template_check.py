@@ -82,7 +82,7 @@ class TemplateCheck:
 
     def _end(self) -> str:
         if not self.end_of_turn:
-            return "none of its own, so end-of-sequence"
+            return "none of its own, so end-of-sequence behind the last answer"
         num_tokens = len(self.end_of_turn_tokens)
         return f"{self.end_of_turn!r}, " + ("one token" if num_tokens == 1 else f"{num_tokens} tokens of plain text")
 

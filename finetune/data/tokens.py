@@ -28,8 +28,10 @@ class Tokens:
         self._remembered: dict[str, list[int]] = {}
         added = tokenizer.added_tokens_decoder
         self.special = frozenset(map(int, tokenizer.all_special_ids)) | {i for i, each in added.items() if each.special}
-        # a normalized one is looked for only after the text around it was changed: no place to cut at
+        # a normalized one is looked for only after the text around it was changed; the unknown one stands for any text
+        unknown = tokenizer.unk_token_id
         self._seams = {token: str(each.content) for token, each in added.items() if not each.normalized}
+        self._seams = {token: content for token, content in self._seams.items() if token != unknown}
         self._is_seam = np.zeros(max(self._seams, default=-1) + 1, dtype=bool)
         self._is_seam[list(self._seams)] = True
 
@@ -93,7 +95,8 @@ class Tokens:
         if not self.is_backend_alone or not self._seams:
             return False
         seams = [*islice(self._seams.values(), 2), *islice(reversed(self._seams.values()), 2)]
-        texts = [f"{a}{seam}{b}{seams[0]}{a}" for seam in seams for a in _PROBES for b in _PROBES]
+        pairs = [(a, b) for shift in (1, 4) for a, b in zip(_PROBES, _PROBES[shift:] + _PROBES[:shift], strict=True)]
+        texts = [f"{a}{seam}{b}{seams[0]}{a}" for seam in seams for a, b in pairs]
         encodings = _backend(self._tokenizer).encode_batch(texts, add_special_tokens=False)
         is_so = all(self._cuts(text, encoding) for text, encoding in zip(texts, encodings, strict=True))
         self._remembered.clear()

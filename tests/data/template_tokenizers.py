@@ -7,8 +7,8 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-MARK = re.compile(r"<\|?[\w./ -]+\|?>|<｜[^｜]+｜>|\[/?[A-Z_]+\]")
-"""What models write as one token: `<|im_end|>`, `<end_of_turn>`, `<｜User｜>`, `[INST]`."""
+MARK = re.compile(r"<[|\uff5c]?[^\s<>{}'\"=|\uff5c]+[|\uff5c]?>|\[/?[A-Z_]+\]")
+"""What models write as one token, `<|im_end|>`, `<end_of_turn>`, `[INST]`; DeepSeek with a wide bar, U+FF5C."""
 
 BEGIN, END = "<s>", "</s>"
 

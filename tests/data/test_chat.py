@@ -2,7 +2,8 @@
 
 import pytest
 
-from finetune.data.chat import require_chat_template, set_chat_template
+from finetune.config.rules.data import TEMPLATES
+from finetune.data.chat import BUILT_IN, NEEDED, end_of_turn, require_chat_template, set_chat_template, stop_ids
 from finetune.errors import DataError
 
 
@@ -35,3 +36,26 @@ def test_a_file_that_is_not_jinja_is_named_with_its_line(tokenizer, tmp_path):
     file.write_text("\n{% for %}", encoding="utf-8")
     with pytest.raises(DataError, match=r"own\.jinja, line 2: not valid Jinja"):
         set_chat_template(tokenizer, str(file))
+
+
+def test_every_name_of_the_config_is_a_template_and_each_says_what_it_needs():
+    assert sorted(BUILT_IN) == sorted(TEMPLATES) == sorted(NEEDED)
+
+
+def test_a_named_template_whose_tokens_the_tokenizer_does_not_know_is_refused_with_the_list(make_tokenizer):
+    tokenizer = make_tokenizer(special=["<|endoftext|>", "<|eot_id|>"])
+    said = r"llama3 needs <\|start_header_id\|>, <\|end_header_id\|> to be one token each.*`chatml`"
+    with pytest.raises(DataError, match=said):
+        set_chat_template(tokenizer, "llama3")
+    assert tokenizer.chat_template is None
+    for name in ("chatml", "zephyr"):  # plain text will do
+        set_chat_template(tokenizer, name)
+
+
+def test_what_ends_a_turn_is_found_by_rendering_one(tokenizer):
+    assert end_of_turn(tokenizer).text == "<|im_end|>"
+    tokenizer.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}"
+    assert (end_of_turn(tokenizer).text, end_of_turn(tokenizer).tokens) == ("", ())
+    assert stop_ids(tokenizer) == {tokenizer.eos_token_id}
+    tokenizer.chat_template = "{{ raise_exception('never') }}"
+    assert stop_ids(tokenizer) == {tokenizer.eos_token_id}

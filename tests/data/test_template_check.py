@@ -83,7 +83,7 @@ def test_a_template_that_reads_the_clock_is_told():
 def test_a_template_without_end_of_turn_ends_with_end_of_sequence():
     form = "{% for m in messages %}{{ m.role }}: {{ m.content + '\n' }}{% endfor %}"
     check, lines = checked(form + "{% if add_generation_prompt %}assistant:{% endif %}")
-    assert "end of turn: none of its own, so end-of-sequence, learnt" in lines
+    assert "end of turn: none of its own, so end-of-sequence behind the last answer, learnt" in lines
     assert check.learnt[:2] == ("one answer", "several answers")
 
 
