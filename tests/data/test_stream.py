@@ -113,7 +113,7 @@ def test_a_bucket_is_streamed(streams, bucket):
         storage.pipe(f"bucket/stream/part-{number}.jsonl", (streams.folder / f"part-{number}.jsonl").read_bytes())
     pool = streams.open(path=f"{bucket}/stream/*.jsonl")
     assert sorted(texts_of(pool, 0, 11)) == sorted([f"a>{n}" for n in range(4)] + [f"b>{n}" for n in range(7)])
-    assert pool.samples.place(int(pool.order.samples(0, 1)[0])).startswith("s3://bucket/stream/part-")
+    assert "s3://bucket/stream/part-" in pool.samples.place(int(pool.order.samples(0, 1)[0]))
 
 
 def test_a_refused_row_is_told_when_its_window_is_reached(streams):
