@@ -49,4 +49,9 @@ def _source(key: str, sources: Sources) -> str:
 
 def _written(value: Any) -> str:
     """Return the value as YAML 1.2 on one line: JSON is a part of it."""
-    return json.dumps(value, ensure_ascii=False)
+    return json.dumps(value, ensure_ascii=False, default=_as_written)
+
+
+def _as_written(section: Section) -> dict[str, Any]:
+    """Return the keys of a section in a list: its defaults are not told."""
+    return section.model_dump(exclude_unset=True)

@@ -2,6 +2,7 @@
 
 from finetune.config.paths import is_url, stage_of
 from finetune.config.run_config import RunConfig
+from finetune.config.sections.data import MixedSourceSection, SourceSection, TrainedSourceSection
 
 
 def summary(config: RunConfig, *, num_processes: int | None) -> tuple[str, ...]:
@@ -22,8 +23,26 @@ def _place(config: RunConfig) -> str:
 
 def _rows(config: RunConfig) -> str:
     train, validation = config.data.train, config.data.validation
-    evaluated = f", evaluated on {validation.path or validation.name}" if validation else ""
-    return f"{train.path or train.name}{evaluated}"
+    mix = ", ".join(f"{_source(each)} ({_amount(each)})" for each in train.mix)
+    learnt = f"a mix of {mix}" if mix else _source(train)
+    if validation is None:
+        return learnt
+    excluded = ", whose rows are left out of training" if validation.exclude_from_train else ""
+    if validation.fraction is not None:
+        return f"{learnt}, evaluated on {validation.fraction:.3g} of its rows{excluded}"
+    if validation.hash_fraction is not None:
+        return f"{learnt}, evaluated on {validation.hash_fraction:.3g} of its rows, drawn by content"
+    return f"{learnt}, evaluated on {_source(validation)}{excluded}"
+
+
+def _source(source: SourceSection) -> str:
+    streamed = " as a stream" if isinstance(source, TrainedSourceSection) and source.stream is not None else ""
+    return f"{source.path or source.name}{streamed}"
+
+
+def _amount(source: MixedSourceSection) -> str:
+    amounts = {"weight": source.weight, "rows": source.rows, "epochs": source.epochs}
+    return ", ".join(f"{name} {value:g}" for name, value in amounts.items() if value is not None)
 
 
 def _model(config: RunConfig) -> str:

@@ -98,10 +98,6 @@ def load_hub_dataset(source: SourceSection) -> Origin:
     """
     assert source.name is not None
     is_streamed = isinstance(source, TrainedSourceSection) and source.stream is not None
-    if is_streamed and "[" in source.split:
-        raise DataError(
-            f"hub dataset {_title(source)}: a slice cannot be streamed. Write the whole split, with `skip` and `take`."
-        )
     try:
         with without_vain_retries(is_local=False):
             datasets = require("datasets", extra="dev", purpose="Reading a hub dataset")

@@ -81,21 +81,6 @@ BATCHING = [
 ]
 
 DATA = [
-    (["data.train.path=null"], "data.train", "Write `path` (a local file) or `name` (a hub dataset)."),
-    (["data.train.name=squad"], "data.train.name", "the rows are in `data.train.path` already"),
-    (["data.train.format=text"], "data.train.format", "`text` has no turns for `task.name: sft`"),
-    (["data.train.format=messages", "task.name=pretrain"], "data.train.format", "Write `text`, or `task.name: sft`."),
-    (["data.train.columns={completed: answer}"], "data.train.columns.completed", "Did you mean `completion`?"),
-    (
-        ["data.train={path: rows.jsonl, format: messages, columns: {prompt: q}}"],
-        "data.train.columns.prompt",
-        "there is no column `prompt` in format `messages`. It has `messages` and `tools`.",
-    ),
-    (
-        ["data.train.columns={question: prompt}"],
-        "data.train.columns.question",
-        "The format's name comes first: `prompt: question`.",
-    ),
     (["data.chat_template=chatlm"], "data.chat_template", "Did you mean `chatml`?"),
     (["data.chat_template=mine.jinja"], "data.chat_template", "A file begins with `.`, `/` or `~`: `./mine.jinja`."),
 ]
@@ -197,9 +182,6 @@ IDLE = [
     (["train.nonfinite.max_skips=3"], "train.nonfinite.max_skips", "only `action: skip` skips steps"),
     (["data.persistent_workers=true"], "data.persistent_workers", "it needs `data.num_workers` above 0"),
     (["data.prefetch_factor=2"], "data.prefetch_factor", "it needs `data.num_workers` above 0"),
-    (["data.train.split=train"], "data.train.split", "a local file has no split"),
-    (["data.train.revision=main"], "data.train.revision", "a local file has no revision"),
-    (["evaluate={}", VALIDATION, "data.validation.config=en"], "data.validation.config", "a local file has no config"),
     (["task.name=pretrain", "data.chat_template=chatml"], "data.chat_template", "reads text without turns"),
     (["task.name=pretrain", "data.train_on=all"], "data.train_on", "learns every token of a text"),
     (["task.name=pretrain", "data.system_prompt=Hi."], "data.system_prompt", "reads text without turns"),
@@ -229,8 +211,6 @@ RIGHT = [
     ["train.optimizer={name: adamw, fused: true, betas: [0.9, 0.95]}"],
     ["data.num_workers=1", "data.persistent_workers=true", "data.prefetch_factor=2"],
     ["data.persistent_workers=false"],
-    ["data.train={name: squad, split: dev, config: en, revision: main}"],
-    ["data.train.columns={prompt: question, completion: answer}"],
     ["model.dtype=bfloat16", "train.precision=bf16"],
     ["model.dtype=bfloat16", "model.lora={}"],
     ["model.dtype=float16", "model.lora={}", "train.precision=fp16"],
@@ -239,7 +219,6 @@ RIGHT = [
     ["model.name=.", "model.trust_remote_code=true"],
     ["report.trackers=[tensorboard]", "report.project=mine"],
     ["train.nonfinite={action: skip, max_skips: 5}"],
-    ["task.name=pretrain", "data.train.format=text"],
     [*EVALUATION, "train.early_stopping.metric=perplexity"],
     [SAVED, *EVALUATION, "checkpoint.keep_best={metric: token_accuracy, goal: maximize, count: 3}"],
     [SAVED, "checkpoint.keep_every_steps=50"],
@@ -267,9 +246,4 @@ def test_a_combination_that_can_be_meant_is_let_through(complaints, written):
 
 def test_every_key_that_can_be_idle_has_a_row_in_the_table():
     from_rules = {effect.key for effect in EFFECTS}
-    told = {key for _, key, _ in IDLE} | {
-        "data.train.config",
-        "data.validation.revision",
-        "data.validation.split",
-    }  # told once for the other source
-    assert from_rules == told
+    assert from_rules == {key for _, key, _ in IDLE}

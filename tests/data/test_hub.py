@@ -53,12 +53,6 @@ def test_a_stream_has_a_shard_for_every_file(dataset):
     assert stream.listing() == load_hub_dataset(section).listing()
 
 
-def test_a_slice_cannot_be_streamed(dataset):
-    section = TrainedSourceSection(name=dataset, split="train[:10%]", stream=StreamSection())
-    with pytest.raises(DataError, match=r"a slice cannot be streamed. Write the whole split, with `skip` and `take`"):
-        load_hub_dataset(section)
-
-
 def test_a_split_that_is_not_there_is_named(dataset):
     with pytest.raises(DataError, match=r"split dev cannot be had: .*train.*\. Check `name`"):
         load_hub_dataset(SourceSection(name=dataset, split="dev"))

@@ -11,7 +11,9 @@ from finetune.config.rules.checkpoint import CHECKPOINT_RULES
 from finetune.config.rules.data import DATA_RULES
 from finetune.config.rules.effects import without_effect
 from finetune.config.rules.evaluation import EVALUATION_RULES
+from finetune.config.rules.formats import FORMAT_RULES
 from finetune.config.rules.model import MODEL_RULES
+from finetune.config.rules.sources import SOURCE_RULES
 from finetune.config.rules.streams import STREAM_RULES
 from finetune.config.run_config import RunConfig
 from finetune.errors import Problem
@@ -21,6 +23,8 @@ Rule = Callable[[RunConfig], Iterator[Problem]]
 RULES: tuple[Rule, ...] = (
     *BATCH_RULES,
     *MODEL_RULES,
+    *SOURCE_RULES,
+    *FORMAT_RULES,
     *DATA_RULES,
     *BATCHING_RULES,
     *STREAM_RULES,

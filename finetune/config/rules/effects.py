@@ -1,27 +1,18 @@
 """Keys that do nothing in this combination: writing one of them is an error."""
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from functools import partial
 
 from finetune.config.paths import is_path, is_url
+from finetune.config.rules.source_effects import Effect, source_effects
 from finetune.config.rules.written import exists, is_written
 from finetune.config.run_config import RunConfig
 from finetune.errors import Problem
 
 
-@dataclass(frozen=True)
-class Effect:
-    """A key, when it does something, and what to write so that it does."""
-
-    key: str
-    has_effect: Callable[[RunConfig], bool]
-    needs: str
-
-
 def without_effect(config: RunConfig) -> Iterator[Problem]:
     """A key that was written does something."""
-    for effect in EFFECTS:
+    for effect in _effects(config):
         try:
             is_idle = is_written(config, effect.key) and not effect.has_effect(config)
         except AttributeError:  # a draft: one of the keys that decide is broken
@@ -32,7 +23,14 @@ def without_effect(config: RunConfig) -> Iterator[Problem]:
 
 def idle_keys(config: RunConfig) -> frozenset[str]:
     """Return the keys that do nothing in this config, whether they were written or not."""
-    return frozenset(effect.key for effect in EFFECTS if exists(config, effect.key) and not effect.has_effect(config))
+    return frozenset(
+        effect.key for effect in _effects(config) if exists(config, effect.key) and not effect.has_effect(config)
+    )
+
+
+def _effects(config: RunConfig) -> Iterator[Effect]:
+    yield from EFFECTS
+    yield from source_effects(config)
 
 
 def _optimizer(config: RunConfig, *, names: tuple[str, ...]) -> bool:
@@ -53,11 +51,6 @@ def _skips(config: RunConfig) -> bool:
 
 def _has_workers(config: RunConfig) -> bool:
     return config.data.num_workers != 0
-
-
-def _is_hub_source(config: RunConfig, *, name: str) -> bool:
-    source = config.data.validation if name == "validation" else config.data.train
-    return source is None or source.path is None
 
 
 def _has_turns(config: RunConfig) -> bool:
@@ -103,7 +96,6 @@ def _is_weighted(config: RunConfig) -> bool:
 
 
 _ADAM = ("adamw", "adamw_8bit")
-_HUB_KEYS = ("config", "revision", "split")
 
 EFFECTS: tuple[Effect, ...] = (
     Effect("train.optimizer.momentum", partial(_optimizer, names=("sgd",)), "only `name: sgd` has momentum"),
@@ -115,11 +107,6 @@ EFFECTS: tuple[Effect, ...] = (
     Effect("train.nonfinite.max_skips", _skips, "only `action: skip` skips steps"),
     Effect("data.persistent_workers", _has_workers, "it needs `data.num_workers` above 0"),
     Effect("data.prefetch_factor", _has_workers, "it needs `data.num_workers` above 0"),
-    *(
-        Effect(f"data.{source}.{name}", partial(_is_hub_source, name=source), f"a local file has no {name}")
-        for source in ("train", "validation")
-        for name in _HUB_KEYS
-    ),
     Effect(
         "data.batching.tokens",
         partial(_batches_by, names=("packs", "tokens")),

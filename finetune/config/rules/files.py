@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from finetune.config.paths import is_path, is_url, stage_of
-from finetune.config.rules.data import sources
+from finetune.config.rules.sources import sources
 from finetune.config.run_config import RunConfig
 from finetune.errors import Problem
 

@@ -23,7 +23,7 @@ def _inside(config: Section, key: str) -> tuple[Section | None, str]:
     *sections, name = key.split(".")
     place: Any = config
     for part in sections:
-        place = getattr(place, part)
+        place = place[int(part)] if isinstance(place, tuple) else getattr(place, part)
         if place is None:
             return None, name
     return place, name

@@ -1,0 +1,165 @@
+"""Rules of sources as a table: what is written over the small job, the key that is blamed, a part of the sentence."""
+
+import pytest
+
+from finetune.config.explain import resolved_yaml
+
+MIX = "data.train={mix: [{path: rows.jsonl, weight: 1.0}, {path: rows.jsonl, weight: 2.0%s}]%s}"
+EVALUATED = "evaluate={}"
+
+
+def mixed(in_second="", beside=""):
+    return MIX % (in_second, beside)
+
+
+def validated(keys):
+    return [EVALUATED, f"data.validation={{{keys}}}"]
+
+
+SOURCES = [
+    (["data.train.path=null"], "data.train", "Write `path` (files) or `name` (a hub dataset), or `mix`"),
+    (["data.train.name=squad"], "data.train.name", "the rows are in `data.train.path` already"),
+    ([mixed(", name: squad")], "data.train.mix.1.name", "the rows are in `data.train.mix.1.path` already"),
+    (["data.train={mix: [{weight: 1.0}]}"], "data.train.mix.0", "there are no rows. Write `path` (files) or `name`"),
+    (
+        validated("exclude_from_train: true"),
+        "data.validation",
+        "or a share of the training rows (`fraction` or",
+    ),
+    (validated("path: rows.jsonl, fraction: 0.1"), "data.validation.fraction", "are in `data.validation.path` already"),
+    (
+        validated("fraction: 0.1, hash_fraction: 0.1"),
+        "data.validation.hash_fraction",
+        "validation.fraction` already",
+    ),
+    (
+        ["data.train.path=s4://bucket/rows.jsonl"],
+        "data.train.path",
+        "there is no storage `s4://`. There are `s3`",
+    ),
+    (["data.train.path=s3://me:secret@bucket/a.jsonl"], "data.train.path", "secrets do not belong in a job file"),
+    ([mixed().replace("path: rows", "path: nowhere", 1)], "data.train.mix.0.path", "there is no file"),
+]
+
+FORMATS = [
+    (
+        ["data.train.format=text"],
+        "data.train.format",
+        "`text` has no turns for `task.name: sft`. Write `mess",
+    ),
+    (["data.train.format=messages", "task.name=pretrain"], "data.train.format", "Write `text`, or `task.name: sft`."),
+    (
+        ["data.train.format=preference"],
+        "data.train.format",
+        "To learn from the answer that was chosen: `prompt_",
+    ),
+    (["data.train.format=labelled"], "data.train.format", "To learn to write the label: `prompt_completion`"),
+    (
+        ["data.train.format=labelled", "task.name=pretrain"],
+        "data.train.format",
+        "does not fit `task.name: pretrain`.",
+    ),
+    (["data.train.columns={completed: answer}"], "data.train.columns.completed", "Did you mean `completion`?"),
+    (
+        ["data.train={path: rows.jsonl, format: messages, columns: {prompt: q}}"],
+        "data.train.columns.prompt",
+        "there is no column `prompt` in format `messages`. It has `messages` and `tools`.",
+    ),
+    (["data.train.columns={question: prompt}"], "data.train.columns.question", "name comes first: `prompt: question`."),
+    ([mixed(", columns: {promt: q}")], "data.train.mix.1.columns.promt", "Did you mean `prompt`?"),
+    (["data.train.template={promt: q}"], "data.train.template.promt", "Did you mean `prompt`?"),
+    (
+        ["data.train={path: rows.jsonl, template: {prompt: q}, columns: {prompt: q}}"],
+        "data.train.template.prompt",
+        "the column is in `data.train.columns.prompt` already",
+    ),
+    (
+        ["data.train.template={prompt: '{% if %}'}"],
+        "data.train.template.prompt",
+        "not valid Jinja in line 1",
+    ),
+    (
+        ["data.train.template={messages: [{role: user, content: '{{'}]}"],
+        "data.train.template.messages.0.content",
+        "not valid Jinja",
+    ),
+    (
+        ["data.train.template={instruction: [a]}"],
+        "data.train.template.instruction",
+        "of this column is one text",
+    ),
+    (
+        ["data.train.template={messages: [a]}"],
+        "data.train.template.messages",
+        "is a list of `{role: ..., ",
+    ),
+]
+
+IDLE = [
+    (["data.train.split=train"], "data.train.split", "rows at a `path` have no split"),
+    (["data.train.revision=main"], "data.train.revision", "rows at a `path` have no revision"),
+    (validated("path: rows.jsonl, config: en"), "data.validation.config", "rows at a `path` have no config"),
+    ([mixed(", split: dev")], "data.train.mix.1.split", "rows at a `path` have no split"),
+    ([mixed(beside=", skip: 3")], "data.train.skip", "every source of `data.train.mix` has its own"),
+    ([mixed(beside=", format: messages")], "data.train.format", "every source of `data.train.mix` has its own"),
+    (["data.train.follow_links=true"], "data.train.follow_links", "only a folder or a glob on this machine"),
+    (validated("fraction: 0.1, take: 5"), "data.validation.take", "the rows are those of `data.train`"),
+    (validated("hash_fraction: 0.1, format: text"), "data.validation.format", "the rows are those of `data.train`"),
+    (
+        validated("hash_fraction: 0.1, exclude_from_train: true"),
+        "data.validation.exclude_from_train",
+        "equal rows are never on both sides",
+    ),
+]
+
+RIGHT = [
+    ["data.train={name: squad, split: dev, config: en, revision: main}"],
+    ["data.train.columns={prompt: question, completion: answer}"],
+    ["data.train.template={prompt: 'Q: {{ question }}'}", "data.train.columns={completion: answer}"],
+    ["task.name=pretrain", "data.train.format=text"],
+    ["data.train={path: ., follow_links: true}"],
+    ["data.train.path=hf://datasets/me/mine@main/train.jsonl"],
+    [mixed(", skip: 1, format: messages, stream: {}"), "data.train.until=all", "train.epochs=null"],
+    validated("fraction: 0.1, exclude_from_train: true"),
+    validated("hash_fraction: 0.1"),
+    validated("path: rows.jsonl, exclude_from_train: true"),
+]
+
+TABLE = [*SOURCES, *FORMATS, *IDLE]
+
+
+@pytest.mark.parametrize(("written", "key", "message"), TABLE, ids=[" ".join(row[0]) for row in TABLE])
+def test_a_combination_that_cannot_be_meant_is_one_problem(problems, written, key, message):
+    (problem,) = problems(*written)
+    assert problem.key == key
+    assert message in problem.message
+
+
+@pytest.mark.parametrize("written", RIGHT, ids=" ".join)
+def test_a_combination_that_can_be_meant_is_let_through(complaints, written):
+    assert complaints(*written) == []
+
+
+def test_a_mistake_in_a_mix_has_its_line_and_its_hint(complaints, job):
+    text = job.read_text().replace(
+        "    path: rows.jsonl\n",
+        "    mix:\n"
+        "      - path: rows.jsonl\n"
+        "        wieght: 1.0\n"
+        "      - path: gone.jsonl\n"
+        "        weight: heavy\n"
+        "      - {path: rows.jsonl, weight: 1.0, split: dev}\n",
+    )
+    said = complaints(text=text)
+    assert said[0] == "line 9, data.train.mix.0.wieght: there is no such key. Did you mean `weight`?"
+    assert said[1].startswith("line 10, data.train.mix.1.path: there is no file")
+    assert said[2].startswith('line 11, data.train.mix.1.weight: `"heavy"` is text. Write a number above 0')
+    assert said[3].startswith("line 12, data.train.mix.2.split: it has no effect here")
+    assert len(said) == 4
+
+
+def test_a_mix_is_resolved_as_it_was_written(load, tmp_path):
+    loaded = load(mixed(", skip: 1"))
+    again = load(text=resolved_yaml(loaded))
+    assert again.config == loaded.config
+    assert again.config.data.train.mix[1].path == str(tmp_path / "rows.jsonl")
