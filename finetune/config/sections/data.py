@@ -37,8 +37,9 @@ class SourceSection(Section):
     """One source of rows: local files, files in object storage, or a hub dataset."""
 
     path: Path | None = key(
-        "Rows in a file, a folder, a glob or a URL (`s3://`, `gs://`, `hf://`): `.jsonl`, `.json`, `.csv`, `.tsv`, "
-        "`.parquet`, `.arrow` or `.txt`, the texts also with `.gz` or `.zst`. Exactly one of `path` and `name`.",
+        "Rows in a file, a folder (all files in it, of one kind), a glob or a URL (`s3://`, `gs://`, `hf://`): "
+        "`.jsonl`, `.json`, `.csv`, `.tsv`, `.parquet`, `.arrow` or `.txt` (each line that is not blank is a row with "
+        "the column `text`), all but `.parquet` and `.arrow` also with `.gz` or `.zst`. Exactly one of `path` and `name`.",
         None,
     )
     name: str | None = key("Hub dataset name.", None)
@@ -46,9 +47,10 @@ class SourceSection(Section):
     revision: str | None = key("Branch, tag or commit of the hub dataset.", None)
     split: str = key("Split of the hub dataset, or a slice of it: `train[:10%]`.", "train")
     format: Format | None = key(
-        "`messages` (role/content turns), `conversations` (from/value turns), `prompt_completion`, `instruction` "
-        "(instruction/input/output), `preference` (prompt/chosen/rejected), `labelled` (text/label) or `text`. "
-        "Unset, the columns decide, and the choice is printed.",
+        "`messages` (role/content turns, `tools`), `conversations` (from/value turns, `system`, `tools`), "
+        "`prompt_completion` (texts or turns), `instruction` (instruction/input/output, `system`), `preference` "
+        "(prompt/chosen/rejected), `labelled` (text/label) or `text`. Unset, the first row's columns decide, and the "
+        "choice is printed.",
         None,
     )
     columns: dict[str, str] = key(
@@ -56,12 +58,13 @@ class SourceSection(Section):
     )
     template: dict[str, Any] = key(
         "From the format's column name to a Jinja text over your columns: `{prompt: 'Q: {{ question }}'}`. "
-        "A column of turns takes a list of `{role, content}` of such texts, or one text that gives JSON.",
+        "A column of turns takes a list of `{role, content}` of such texts, or one text that gives JSON. `row` holds "
+        "all columns; there are the filters `tojson` and `fromjson`.",
         {},
     )
     follow_links: bool = key("Also read files of a folder or glob that are links to somewhere outside of it.", False)
-    skip: Count = key("Leave out this many rows at the start.", 0)
-    take: Positive | None = key("Use at most this many rows after `skip`.", None)
+    skip: Count = key("Leave out this many rows at the start, before a share of them is held out to evaluate on.", 0)
+    take: Positive | None = key("Use at most this many rows after `skip`, what is held out of them included.", None)
 
 
 class StreamSection(Section):
@@ -100,14 +103,20 @@ class TrainingSourceSection(TrainedSourceSection):
 class ValidationSourceSection(SourceSection):
     """The rows to evaluate on: a source of their own, or a part of the training rows."""
 
-    fraction: float | None = key("Take this share of the training rows, drawn from `run.seed`.", None, gt=0.0, lt=1.0)
-    hash_fraction: float | None = key(
-        "Take this share of the training rows by a hash of their content: a row stays where it is whatever is added.",
+    fraction: float | None = key(
+        "Take about this share of the training rows (of every source of a mix), drawn by `run.seed` and a row's place.",
         None,
         gt=0.0,
         lt=1.0,
     )
-    exclude_from_train: bool = key("Leave out training rows that are among these, too.", False)
+    hash_fraction: float | None = key(
+        "Take about this share of the training rows by a hash of what their format reads: equal rows are on one side, "
+        "and a row stays where it is whatever is added.",
+        None,
+        gt=0.0,
+        lt=1.0,
+    )
+    exclude_from_train: bool = key("Leave out training rows that say what one of these says, and count them.", False)
 
 
 class BatchingSection(Section):
