@@ -39,7 +39,7 @@ class SourceSection(Section):
     path: Path | None = key(
         "Rows in a file, a folder (all files in it, of one kind), a glob or a URL (`s3://`, `gs://`, `hf://`): "
         "`.jsonl`, `.json`, `.csv`, `.tsv`, `.parquet`, `.arrow` or `.txt` (each line that is not blank is a row with "
-        "the column `text`), all but `.parquet` and `.arrow` also with `.gz` or `.zst`. Exactly one of `path` and `name`.",
+        "the column `text`), all but `.parquet` and `.arrow` also with `.gz` or `.zst`. One of `path` and `name`.",
         None,
     )
     name: str | None = key("Hub dataset name.", None)
