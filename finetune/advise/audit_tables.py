@@ -22,7 +22,7 @@ _STEPS = "▁▂▃▄▅▆▇█"
 def print_audit(audit: Audit) -> None:
     """Print the audit as a table and a few lines."""
     print_table(audit_table(audit))
-    for line in audit_lines(audit):
+    for line in (*audit_lines(audit), *(audit.template.lines() if audit.template else ())):
         print(line)
 
 
@@ -50,7 +50,6 @@ def audit_lines(audit: Audit, *, draws: bool = True) -> tuple[str, ...]:
         *(line for each in _shown(audit) if each.key != "total" for line in _source_lines(each)),
         *(_spread_lines(audit.total) if draws else ()),
         *(() if audit.padding is None else padding_lines(audit.padding)),
-        *(() if audit.template is None else audit.template.lines()),
         *(f"LIMIT {each}" for each in audit.exceeded),
     )
 
@@ -123,8 +122,9 @@ def _source_lines(audit: SourceAudit) -> Iterator[str]:
         lost = f"{counts.truncated_tokens:,} tokens cut off, {counts.truncated_targets:,} of them to be learnt"
         yield f"{audit.key}: truncated {counts.truncated_rows:,} rows: {lost}"
     if counts.split_rows:
-        yield f"{audit.key}: split {counts.split_rows:,} rows into windows"
-    if counts.dropped_tokens:
+        left_out = f"; {counts.dropped_tokens:,} tokens were in windows without a target" * bool(counts.dropped_tokens)
+        yield f"{audit.key}: split {counts.split_rows:,} rows into windows{left_out}"
+    if counts.long_rows:
         lost = f"{counts.dropped_tokens:,} tokens, {counts.dropped_targets:,} of them to be learnt"
         yield f"{audit.key}: dropped {counts.long_rows:,} rows as too long: {lost}"
     if counts.rows_without_target:

@@ -7,7 +7,7 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from finetune.advise.audit_tables import audit_lines, audit_rows, numbers_of
-from finetune.advise.preview_rows import SeenBatch, SeenSample
+from finetune.advise.preview_rows import SeenBatch, SeenPosition, SeenSample
 from finetune.advise.preview_tokens import stretches
 from finetune.data.audit import Audit
 from finetune.data.histogram import Histogram
@@ -45,7 +45,7 @@ class Chart:
 
 @dataclass(frozen=True)
 class Part:
-    """A piece of a lane: tokens that are read or learnt, `first` at the edge of a sample, or padding."""
+    """A piece of a lane: tokens that are read or learnt, `first` at the edge of a sample, padding, or hidden."""
 
     kind: str
     percent: float
@@ -74,6 +74,7 @@ def preview_page(batches: Sequence[SeenBatch], audit: Audit, *, title: str, fact
         charts=list(_charts(audit)),
         table={"head": head, "rows": rows},
         notes=[{"text": line, "is_bad": line.startswith("LIMIT")} for line in audit_lines(audit, draws=False)],
+        template=list(audit.template.lines()) if audit.template else [],
         batches=list(batches),
     )
 
@@ -84,13 +85,14 @@ def lanes(batch: SeenBatch) -> list[Lane]:
         width = batch.num_computed // batch.num_lanes
         return [_padded(sample, width) for position in batch.positions for sample in position.samples]
     longest = max(position.num_tokens for position in batch.positions)
-    return [
-        Lane(
-            f"position {position.number}: {position.num_tokens:,} tokens",
-            tuple(part for sample in position.samples for part in _parts(sample, of=longest)),
-        )
-        for position in batch.positions
-    ]
+    return [_joined(position, longest) for position in batch.positions]
+
+
+def _joined(position: SeenPosition, longest: int) -> Lane:
+    shown = sum(sample.num_tokens for sample in position.samples)
+    parts = [part for sample in position.samples for part in _parts(sample, of=longest)]
+    hidden = Part("hidden", _percent(position.num_tokens - shown, longest))
+    return Lane(f"position {position.number}: {position.num_tokens:,} tokens", (*parts, hidden))
 
 
 def _padded(sample: SeenSample, width: int) -> Lane:

@@ -1,6 +1,6 @@
 """The first rows that the model will see from a position on, in the microbatches in which the order hands them out."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,13 +26,9 @@ class SeenPosition:
     """What stands at one position of the order: a sample, a pack, or a batch by tokens."""
 
     number: int
-    samples: tuple[SeenSample, ...]
-    num_left_out: int = 0  # samples of it that are not shown
-
-    @property
-    def num_tokens(self) -> int:
-        """Return the tokens of the samples that are shown."""
-        return sum(sample.num_tokens for sample in self.samples)
+    samples: tuple[SeenSample, ...]  # that are shown
+    num_samples: int  # of all of it, as num_tokens
+    num_tokens: int
 
 
 @dataclass(frozen=True)
@@ -114,12 +110,10 @@ class Walk:
         for number in range(start, stop):
             if most <= 0:
                 return
-            ids = self.pool.order.samples(number, number + 1).tolist()
-            yield SeenPosition(number, self._samples(ids[:most]), num_left_out=max(0, len(ids) - most))
+            ids = self.pool.order.samples(number, number + 1)
+            shown = tuple(self._sample(sample_id) for sample_id in ids[:most].tolist())
+            yield SeenPosition(number, shown, len(ids), int(self.pool.samples.lengths_of(ids).sum()))
             most -= len(ids)
-
-    def _samples(self, ids: Sequence[int]) -> tuple[SeenSample, ...]:
-        return tuple(self._sample(sample_id) for sample_id in ids)
 
     def _sample(self, sample_id: int) -> SeenSample:
         features = self.pool.samples[sample_id]

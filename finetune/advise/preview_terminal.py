@@ -42,11 +42,9 @@ def batch_line(batch: SeenBatch) -> str:
 
 def pack_line(position: SeenPosition, *, unit: str) -> str:
     """Return what stands at a position that can hold several samples."""
-    left_out = f" and {position.num_left_out} more" if position.num_left_out else ""
-    return (
-        f"┏━ {unit} at position {position.number}: {len(position.samples)} samples{left_out}, "
-        f"{position.num_tokens:,} tokens"
-    )
+    num_shown, number = len(position.samples), position.num_samples
+    shown = f" ({num_shown} shown)" if num_shown < number else ""
+    return f"┏━ {unit} at position {position.number}: {number} samples{shown}, {position.num_tokens:,} tokens"
 
 
 def sample_line(sample: SeenSample) -> str:
@@ -97,7 +95,7 @@ def _style(piece: Piece, number: int) -> str:
 def _legend(has_colours: bool) -> Text:
     if not has_colours:
         return Text(f"{OPEN}learnt{CLOSE}, the rest is only read; {BETWEEN} between tokens, · a blank, ↵ a line end")
-    legend = Text(" read ", style=READ[0])
+    legend = Text().append(" read ", style=READ[0])
     legend.append(" learnt ", style=LEARNT[0])
     legend.append(" shades change from token to token; · is a blank, ↵ a line end, bold a special token", style="dim")
     return legend

@@ -174,11 +174,11 @@ def test_a_page_has_charts_tiles_and_the_audit(shown, tmp_path):
 
 def test_lanes_are_in_proportion():
     pieces = (Piece((1, 2), "a", False, False), Piece((3,), "b", True, False))
-    position = SeenPosition(0, (SeenSample(0, "row 1", pieces, 3, 1),))
+    position = SeenPosition(0, (SeenSample(0, "row 1", pieces, 3, 1),), num_samples=2, num_tokens=7)
     numbers = {"step": 1, "number": 1, "of": 1, "first_position": 0, "last_position": 1, "positions": (position,)}
     padded = SeenBatch(**numbers, num_samples=2, num_tokens=7, num_targets=1, num_lanes=2, num_computed=8)
     assert lanes(padded) == [
         Lane("row 1: 3 tokens", (Part("read first", 50.0), Part("learnt", 25.0), Part("padding", 25.0)))
     ]
     packed = SeenBatch(**numbers, num_samples=2, num_tokens=7, num_targets=1, num_lanes=1, num_computed=7)
-    assert [part.kind for part in lanes(packed)[0].parts] == ["read first", "learnt"]
+    assert [part.kind for part in lanes(packed)[0].parts] == ["read first", "learnt", "hidden"]
