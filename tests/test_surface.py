@@ -3,7 +3,7 @@
 import ast
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 from finetune.config.run_config import RunConfig
 from finetune.config.section import Section
@@ -24,8 +24,9 @@ def keys_of(section: type[Section], *above: str) -> Iterator[tuple[str, ...]]:
     """Yield every key that holds a value, with the keys above it."""
     for name, field in section.model_fields.items():
         inner = list(sections_in(field.annotation))
+        number = ("N",) if get_origin(field.annotation) is tuple else ()  # a list of sections
         for each in inner:
-            yield from keys_of(each, *above, name)
+            yield from keys_of(each, *above, name, *number)
         if not inner:
             yield (*above, name)
 

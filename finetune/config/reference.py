@@ -1,9 +1,9 @@
 """The page of all keys and the schema for editors, made from the sections themselves."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
-from finetune.config.schema import Node, all_keys, branches, describe, items_of, keys_of, meaning, run_schema
+from finetune.config.schema import Node, branches, describe, items_of, keys_of, meaning, run_schema
 
 INTRODUCTION = """# Every key of a job file
 
@@ -21,7 +21,7 @@ Made by `finetune reference` from the schema; do not edit.
 
 def reference_markdown() -> str:
     """Return the reference page: every key with what it may hold, its default and what it means."""
-    return "\n".join([INTRODUCTION, *_sections()])
+    return "\n".join([INTRODUCTION, *_sections(keys_of(run_schema()))])
 
 
 def json_schema() -> str:
@@ -30,19 +30,21 @@ def json_schema() -> str:
     return json.dumps({**run_schema(), **head}, indent=2, ensure_ascii=False) + "\n"
 
 
-def _sections() -> Iterator[str]:
-    for key, node in all_keys():
-        keys, title = keys_of(node), key
+def _sections(nodes: Mapping[str, Node], *, prefix: str = "") -> Iterator[str]:
+    """Yield a table for each section among the keys, then those of the sections in it."""
+    for name, node in nodes.items():
+        keys, title = keys_of(node), prefix + name
         if not keys:
-            keys, title = items_of(node), f"{key}.N"
+            keys, title = items_of(node), f"{title}.N"
         if not keys:
             continue
         required = {name for branch in branches(node) for name in branch.get("required", ())}
-        yield f"{'#' * (key.count('.') + 2)} `{title}`\n\n{meaning(node)}\n"
+        yield f"{'#' * (title.removesuffix('.N').count('.') + 2)} `{title}`\n\n{meaning(node)}\n"
         yield "| key | value | default | meaning |\n|---|---|---|---|"
-        for name, inner in keys.items():
-            yield _row(f"{title}.{name}", inner, is_required=name in required)
+        for inner_name, inner in keys.items():
+            yield _row(f"{title}.{inner_name}", inner, is_required=inner_name in required)
         yield ""
+        yield from _sections(keys, prefix=f"{title}.")
 
 
 def _row(key: str, node: Node, *, is_required: bool) -> str:
