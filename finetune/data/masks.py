@@ -128,14 +128,14 @@ class _Conversation:
 
     def _marked(self, learnt: Sequence[int]) -> list[Stretch] | None:
         """Return the marked stretches that belong to the turns, each through its end-of-turn; None where unclear."""
-        if not self.whole.marked:
-            return None
+        final = self.masking.end_of_turn.final  # a model that has ended its turn is not asked for it
+        marked = [(start, end) for start, end in self.whole.marked if not final or self.whole.text[start:end] != final]
         answers = [place for place, turn in enumerate(self.turns) if turn["role"] == "assistant"]
-        if len(self.whole.marked) == len(answers):
-            chosen = dict(zip(answers, self.whole.marked, strict=True))
+        if len(marked) == len(answers):
+            chosen = dict(zip(answers, marked, strict=True))
             return [self._through_end(*chosen[place]) if place in chosen else self._answer(place) for place in learnt]
-        if answers == list(learnt):
-            return [self._through_end(start, end) for start, end in self.whole.marked]
+        if marked and answers == list(learnt):
+            return [self._through_end(start, end) for start, end in marked]
         return None
 
     def _through_end(self, start: int, end: int) -> Stretch:

@@ -185,7 +185,8 @@ IDLE = [
     (["task.name=pretrain", "data.chat_template=chatml"], "data.chat_template", "reads text without turns"),
     (["task.name=pretrain", "data.train_on=all"], "data.train_on", "learns every token of a text"),
     (["task.name=pretrain", "data.system_prompt=Hi."], "data.system_prompt", "reads text without turns"),
-    (["task.name=pretrain", *EVALUATION, "evaluate.generate={}"], "evaluate.generate", "has no prompts to answer"),
+    (["task.name=pretrain", *EVALUATION, "evaluate.generate={}"], "evaluate.generate", "have no prompts to answer"),
+    (["data.train_on=all", *EVALUATION, "evaluate.generate={}"], "evaluate.generate", "have no prompts to answer"),
     (["model.name=.", "model.revision=main"], "model.revision", "only a model from the hub has revisions"),
     (["model.name=.", "model.cache_folder=hub"], "model.cache_folder", "nothing is downloaded"),
     (

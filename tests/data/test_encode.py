@@ -1,11 +1,20 @@
 """What is learnt from a conversation or a text, token by token."""
 
+import gzip
+import json
+import re
+from itertools import islice
+from pathlib import Path
+
 import numpy as np
 import pytest
 
-from finetune.data.chat import set_chat_template, stop_ids, tokenize
+from finetune.data.chat import BUILT_IN, NEEDED, set_chat_template, stop_ids, tokenize
 from finetune.data.encode import ConversationEncoder, encode_text, tokenizer_identity, unknown_ids, with_system_prompt
+from finetune.data.tokens import Tokens
 from finetune.errors import DataError
+
+DATA = Path(__file__).parents[3] / "shared" / "data"
 
 
 def turn(role, content, **more):
@@ -134,6 +143,34 @@ def test_a_template_that_refuses_says_why(tokenizer):
 def test_a_conversation_cannot_begin_with_its_answer(tokenizer):
     with pytest.raises(DataError, match="begins with the assistant"):
         encode_turns([ANSWERED], tokenizer)
+
+
+def real_conversations(num):
+    """Return gsm8k's first rows and hh-rlhf's, as turns."""
+    with (DATA / "gsm8k" / "train.jsonl").open() as lines:
+        rows = [json.loads(line) for line in islice(lines, num)]
+    solved = [[turn("user", row["question"]), turn("assistant", row["answer"])] for row in rows]
+    with gzip.open(DATA / "hh-rlhf" / "harmless-base-test.jsonl.gz", "rt") as lines:
+        talks = [re.split(r"\n\n(Human|Assistant): ?", json.loads(line)["chosen"])[1:] for line in islice(lines, num)]
+    roles = {"Human": "user", "Assistant": "assistant"}
+    return solved + [[turn(roles[who], said) for who, said in zip(t[::2], t[1::2], strict=True)] for t in talks]
+
+
+@pytest.mark.skipif(not DATA.is_dir(), reason=f"{DATA} is not here")
+@pytest.mark.parametrize("template", sorted(BUILT_IN))
+def test_real_rows_are_encoded_the_same_whether_tails_are_remembered_or_not(template, make_tokenizer, monkeypatch):
+    tokenizer = make_tokenizer(special=["<|endoftext|>", "<s>", *NEEDED[template]], bos_token="<s>")
+    set_chat_template(tokenizer, template)
+    rows = [{"messages": turns} for turns in real_conversations(25)]
+    monkeypatch.setattr(Tokens, "cuts_at_seams", False)
+    slow = ConversationEncoder(tokenizer)(rows)
+    monkeypatch.setattr(Tokens, "cuts_at_seams", True)
+    fast = ConversationEncoder(tokenizer)(rows)
+    assert len(fast) == 50
+    for one, other in zip(fast, slow, strict=True):
+        assert {name: array.tolist() for name, array in one.arrays.items()} == {
+            name: array.tolist() for name, array in other.arrays.items()
+        }
 
 
 def test_the_system_prompt_is_for_those_that_have_none():

@@ -130,9 +130,7 @@ EXPECTED = {
         *says("<think></think>", "<|im_end|>", NO_TOOLS)[:2],
         [f"<think></think>\n{XML_CALL}\n<|im_end|>", "<think></think>Four.<|im_end|>"],
     ),
-    "phi3 phi3_5": says("", "<|end|>", NO_TOOLS),
-    # the markers enclose the end-of-sequence, too
-    "phi3_training phi3_5_training": (["Four.<|end|>", "Six.<|end|>", END], ["Four.<|end|>", END], NO_TOOLS),
+    "phi3 phi3_5 phi3_training phi3_5_training": says("", "<|end|>", NO_TOOLS),  # not the </s> behind the whole
     "qwen2_5 qwen3_instruct_2507 qwen3_instruct_2507_training qwen3_vl qwen3_vl_training": says(
         "", "<|im_end|>", QWEN_CALL
     ),

@@ -57,6 +57,10 @@ def _has_turns(config: RunConfig) -> bool:
     return config.task.name != "pretrain"
 
 
+def _asks(config: RunConfig) -> bool:
+    return _has_turns(config) and config.data.train_on != "all"
+
+
 def _is_from_hub(config: RunConfig) -> bool:
     return config.model.name is not None and not is_path(config.model.name)
 
@@ -126,7 +130,7 @@ EFFECTS: tuple[Effect, ...] = (
     Effect("data.chat_template", _has_turns, "`task.name: pretrain` reads text without turns"),
     Effect("data.system_prompt", _has_turns, "`task.name: pretrain` reads text without turns"),
     Effect("data.train_on", _has_turns, "`task.name: pretrain` learns every token of a text"),
-    Effect("evaluate.generate", _has_turns, "`task.name: pretrain` has no prompts to answer"),
+    Effect("evaluate.generate", _asks, "`task.name: pretrain` and `data.train_on: all` have no prompts to answer"),
     Effect("model.revision", _is_from_hub, "only a model from the hub has revisions"),
     Effect("model.trust_remote_code", _runs_model_code, "a model made from its config runs no code of others"),
     Effect("model.cache_folder", _downloads, "nothing is downloaded from the model hub"),
