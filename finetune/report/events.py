@@ -51,6 +51,7 @@ class StepSkipped(Event):
 
     reason: str
     sample_ids: tuple[int, ...]
+    rows: str = ""  # where the first of them stand
 
 
 @dataclass(frozen=True)

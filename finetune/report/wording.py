@@ -35,7 +35,7 @@ def _(event: RunStarted) -> tuple[str, ...]:
 
 @lines.register
 def _(event: StepSkipped) -> tuple[str, ...]:
-    samples = f"; samples {', '.join(map(str, event.sample_ids))}" if event.sample_ids else ""
+    samples = f"; samples {', '.join(map(str, event.sample_ids))} ({event.rows})" if event.sample_ids else ""
     return (f"step {event.step} skipped: {event.reason}{samples}",)
 
 

@@ -21,6 +21,7 @@ from finetune.data.stream import stream_pool
 from finetune.model.tokenizer import load_tokenizer
 from finetune.report.announcer import Announcer
 from finetune.runtime import ranks
+from finetune.runtime.seeds import derive
 from finetune.task.protocol import Task
 from finetune.task.registry import build_task
 from finetune.train.answer import Metric, load_metrics
@@ -54,13 +55,10 @@ def make_lessons(config: RunConfig, say: Announcer, *, watch: Watch | None = Non
     set_chat_template(tokenizer, data.chat_template)
     task = build_task(config.task, tokenizer=tokenizer, data=data)
     encode, identity, unknown = task.encoder, tokenizer_identity(tokenizer), unknown_ids(tokenizer)
-    seed = config.run.seed
     prepare = partial(
         prepare_set, encode=encode, section=data, identity=identity, unknown_ids=unknown, say=say, watch=watch
     )
-    stream = partial(
-        stream_pool, encode=encode, section=data, identity=identity, unknown_ids=unknown, say=say, seed=seed
-    )
+    stream = partial(stream_pool, encode=encode, section=data, identity=identity, unknown_ids=unknown, say=say)
     known: dict[str, Prepared | Streamed] = {}
     pools = [_pool_of(source, config, prepare=prepare, stream=stream, known=known) for source in sources.train]
     refuse_exceeded(known, data.audit)
@@ -73,15 +71,16 @@ def _pool_of(
     config: RunConfig,
     *,
     prepare: Callable[[Source], PreparedSet],
-    stream: Callable[[Source], tuple[Pool, Streamed]],
+    stream: Callable[..., tuple[Pool, Streamed]],
     known: dict[str, Prepared | Streamed],
 ) -> Pool:
     """Return the source as a pool, and put into `known` what an audit can tell of it."""
+    seed = derive(config.run.seed, source.key) if config.data.train.mix else config.run.seed
     if stream_of(source.section) is not None:
-        pool, known[source.key] = stream(source)
+        pool, known[source.key] = stream(source, seed=seed)
         return pool
     known[source.key] = prepared = prepare(source)
-    return set_pool(prepared, config.data, seed=config.run.seed, key=source.key)
+    return set_pool(prepared, config.data, seed=seed, key=source.key)
 
 
 def _as_one(pools: Sequence[Pool], config: RunConfig) -> Pool:

@@ -46,6 +46,7 @@ def make_parts(
         groups=partial(_groups, config, lessons, machine=machine, plan=plan),
         plan=plan,
         step_mark=partial(step_mark, lessons.training.order, global_batch_size=plan.global_batch_size),
+        place=lessons.training.samples.place,
         seed=config.run.seed,
         max_gradient_norm=config.train.max_gradient_norm,
         nonfinite=config.train.nonfinite,

@@ -64,7 +64,7 @@ def _follow(parts: Parts, progress: Progress, taken: Taken) -> str | None:
     """Report the step and evaluate where it is due; return why the run is to end here, if it is. Collective."""
     parts.meters.add(progress.step, taken.record)
     if taken.skipped is not None:
-        parts.reporter(StepSkipped(progress.step, taken.skipped, taken.sample_ids))
+        parts.reporter(StepSkipped(progress.step, taken.skipped, taken.sample_ids, taken.rows))
     reason = "stop_after_steps" if progress.step == parts.stop_after_steps else None
     is_evaluated = parts.evaluate_due.due(progress.step)
     if parts.log_due.due(progress.step) or is_evaluated or reason:

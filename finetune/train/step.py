@@ -5,6 +5,7 @@ the result does not depend on how the global batch is cut into ranks and microba
 """
 
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -23,15 +24,18 @@ from finetune.train.parts import Parts
 from finetune.train.stopping import Wish, agreed
 
 LOSS_SCALE, NON_FINITE = "loss scale", "non-finite"
+MOST_NAMED = 16
+"""Rows that a message names of those in which a loss is not finite."""
 
 
 @dataclass(frozen=True)
 class Taken:
-    """A step that was taken, or left out: `skipped` says why and `sample_ids` what was in it."""
+    """A step that was taken, or left out: `skipped` says why, `sample_ids` what was in it and `rows` where that is."""
 
     record: StepRecord
     skipped: str | None = None
     sample_ids: tuple[int, ...] = ()
+    rows: str = ""
 
 
 @dataclass(frozen=True)
@@ -73,9 +77,10 @@ def take_step(
     if skipped is None:
         return Taken(record)
     sample_ids = _sample_ids(group, losses=losses)
+    rows = _rows(sample_ids, parts.place)
     if skipped == NON_FINITE:
-        _stop_unless_skipping(parts, progress, sample_ids)
-    return Taken(record, skipped, sample_ids)
+        _stop_unless_skipping(parts, progress, rows)
+    return Taken(record, skipped, sample_ids, rows)
 
 
 def count(parts: Parts, group: tuple[Batch, ...], *, step: int) -> Counts:
@@ -150,15 +155,22 @@ def _sample_ids(group: tuple[Batch, ...], *, losses: list[Tensor]) -> tuple[int,
     return tuple(sorted(named))
 
 
-def _stop_unless_skipping(parts: Parts, progress: Progress, sample_ids: tuple[int, ...]) -> None:
+def _rows(sample_ids: tuple[int, ...], place: Callable[[int], str]) -> str:
+    """Return where the first samples stand, and how many there are beside them."""
+    told = [place(sample_id) for sample_id in sample_ids[:MOST_NAMED]]
+    more = len(sample_ids) - len(told)
+    return "; ".join([*told, f"and {more} more"] if more else told)
+
+
+def _stop_unless_skipping(parts: Parts, progress: Progress, rows: str) -> None:
     number = progress.step + 1  # steps are named from 1
     where = (
-        f"the loss or gradient of step {number} is not finite. Training samples concerned: "
-        f"{', '.join(map(str, sample_ids))}. The weights have not been changed by this step."
+        f"the loss or gradient of step {number} is not finite. Training rows concerned: "
+        f"{rows}. The weights have not been changed by this step."
     )
     if parts.nonfinite.action == "stop":
         raise NonFiniteError(
-            f"{where} Look at these samples, lower train.learning_rate, or set train.nonfinite.action: skip."
+            f"{where} Look at these rows, lower train.learning_rate, or set train.nonfinite.action: skip."
         )
     if progress.num_nonfinite_skips >= parts.nonfinite.max_skips:
         raise NonFiniteError(f"{where} {parts.nonfinite.max_skips} steps have been skipped before (max_skips).")

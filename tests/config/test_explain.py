@@ -1,3 +1,5 @@
+import pytest
+
 from finetune.config.explain import resolved_yaml
 from finetune.config.load import load_config
 
@@ -17,8 +19,13 @@ def test_a_key_that_does_nothing_stands_in_a_comment(load):
     assert "    # momentum" not in resolved_yaml(load("train.optimizer.name=sgd"))
 
 
-def test_the_resolved_file_is_a_job_that_gives_the_same_config(load, tmp_path):
+MIX = "data.train={mix: [{path: rows.jsonl, weight: 1}, {path: rows.jsonl, take: 5, weight: 2.5}], until: all}"
+
+
+@pytest.mark.parametrize("train", ["data.train.skip=1", MIX])
+def test_the_resolved_file_is_a_job_that_gives_the_same_config(load, tmp_path, train):
     loaded = load(
+        train,
         "evaluate={generate: {show: 0}}",
         "data.validation.path=rows.jsonl",
         "data.system_prompt='a: #b\n\"c\" é'",

@@ -61,7 +61,7 @@ def test_log_every_steps_thins_the_lines_and_keeps_the_last(started, take_step):
 def test_what_happens_besides_steps_is_told():
     lines = plain(
         Noted(0, "tokenizer: 512 entries"),
-        StepSkipped(3, "non-finite", (17, 4)),
+        StepSkipped(3, "non-finite", (17, 4), "a.jsonl, row 18; a.jsonl, row 5"),
         Evaluated(40, metrics={"loss": 0.5, "exact_match": 0.25}, num_rows=1200, seconds=3.21),
         Answered(40, prompt="Say [hi]", answer="hi\n", reference="hi"),
         CheckpointSaved(40, "runs/a/checkpoints/step-000040", size_bytes=1_500_000, seconds=2.5, stall_seconds=0.1),
@@ -69,7 +69,7 @@ def test_what_happens_besides_steps_is_told():
     )
     assert lines == [
         "tokenizer: 512 entries",
-        "step 3 skipped: non-finite; samples 17, 4",
+        "step 3 skipped: non-finite; samples 17, 4 (a.jsonl, row 18; a.jsonl, row 5)",
         "evaluated at step 40  exact_match 0.2500  loss 0.5000  (1,200 rows, 3.2 s)",
         "  prompt    'Say [hi]'",
         "  answer    'hi\\n'",

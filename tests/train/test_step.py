@@ -96,6 +96,7 @@ def parts_of(microbatch: int, *, task=None, nonfinite=None, num_steps=3, events=
         groups=lambda first_step: iter([group] * (num_steps - first_step)),
         plan=make_plan(section, num_positions=NUM_SAMPLES, world=1, steps_for_tokens=lambda tokens: 0),
         step_mark=lambda step: mark(range(NUM_SAMPLES)),
+        place=lambda sample_id: f"rows.jsonl, row {sample_id + 1}",
         seed=1,
         max_gradient_norm=1.0,
         nonfinite=nonfinite or NonFiniteSection(),
@@ -141,7 +142,7 @@ def test_the_loss_is_the_mean_over_all_targets_of_the_step():
 def test_a_nan_stops_the_run_names_its_samples_and_changes_no_weight():
     parts = parts_of(2, task=RegressionTask(poisoned=5))
     before = parts.model.weight.detach().clone()
-    with pytest.raises(NonFiniteError, match=r"step 1 is not finite.*concerned: 4, 5\."):
+    with pytest.raises(NonFiniteError, match=r"step 1 is not finite.*concerned: rows.jsonl, row 5; rows.jsonl, row 6\."):
         train(parts, Progress())
     assert torch.equal(parts.model.weight.detach(), before)
 
