@@ -1,6 +1,6 @@
 """What will really be trained on: rows, tokens and what became of them, by source and in all."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Protocol
 
@@ -42,7 +42,12 @@ class Prepared(Protocol):
 class Streamed:
     """A source of which only the windows prepared so far are known, by their counts."""
 
-    counts: Counts
+    count: Callable[[], Counts]
+
+    @property
+    def counts(self) -> Counts:
+        """Return what became of the rows of all windows that have been prepared by now."""
+        return self.count()
 
 
 @dataclass(frozen=True)

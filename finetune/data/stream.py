@@ -1,6 +1,7 @@
 """A stream: rows that are prepared window after window while the model trains, for data that the disk cannot hold."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 from finetune.config.sections.data import DataSection
@@ -59,8 +60,7 @@ def stream_pool(
     order = StreamOrder(Arranging(windows, num_told=num_before, say=say))
     budget = tokens_per_position(section.batching, max_length=section.max_length)
     fingerprint = fingerprint_of(made_of.fingerprint, section.shuffle, section.batching.by, budget)
-    known = Streamed(total(windows.record(window).counts for window in range(num_before)))
-    return Pool(StreamSamples(windows), order, fingerprint), known
+    return Pool(StreamSamples(windows), order, fingerprint), Streamed(partial(_count_so_far, windows))
 
 
 class Arranging:
@@ -103,6 +103,10 @@ class Arranging:
             self._say(f"{job.key}: window {record.window}: {'; '.join((*record.counts.lines(), *grouped))}")
             if self._num_counted & (self._num_counted - 1) == 0 and record.window:  # 2, 4, 8, ...: ever more rarely
                 self._say(f"{job.key}: {self._num_counted:,} windows so far: {'; '.join(self.counts.lines())}")
+
+
+def _count_so_far(windows: Windows) -> Counts:
+    return total(windows.record(window).counts for window in range(windows.job.folder.num_records()))
 
 
 def _windows_of(source: Source, plan: StreamPlan) -> Mapping[str, Any]:

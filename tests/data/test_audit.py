@@ -64,7 +64,7 @@ def test_training_samples_that_are_evaluated_on_are_counted():
 
 
 def test_a_stream_has_counts_and_no_more():
-    stream = Streamed(Counts(rows=7, samples=6, tokens=60))
+    stream = Streamed(lambda: Counts(rows=7, samples=6, tokens=60))
     audit = audit_of({"data.train.mix.0": stream, "data.train.mix.1": counted("aa")})
     assert audit.sources[0].is_streamed and audit.sources[0].duplicates is None
     assert audit.total.counts.rows == 9 and audit.total.duplicates == 1
