@@ -65,9 +65,9 @@ def _with_workers(chunks: Iterator[list[RawRow]], recipe: Recipe, *, num_workers
             "a process that tokenises ended abruptly, perhaps for want of memory. Set fewer data.prepare_workers."
         ) from error
     finally:
-        pool.shutdown(wait=False, cancel_futures=True)
         for worker in set(active_children()) - others:
             worker.kill()  # it may be starting still, and has nothing to tidy up
+        pool.shutdown(cancel_futures=True)
 
 
 def _meanwhile(chunks: Iterator[list[RawRow]], recipe: Recipe, starting: Sequence[Future[bool]]) -> Iterator[Chunk]:

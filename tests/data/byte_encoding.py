@@ -1,5 +1,10 @@
 """An encoding that a spawned process can import without waiting for torch."""
 
+import os
+from dataclasses import dataclass
+from multiprocessing import parent_process
+from threading import Event
+
 import numpy as np
 
 from finetune.data.features import Features
@@ -18,3 +23,30 @@ def _encode(row):
     if row["text"] == "poison":
         return DataError("cannot be encoded.")
     return Features({"input_ids": data, "is_target": np.cumsum(data == ord(">")) > 0})
+
+
+def encode_in_the_main_process_only(rows):
+    """End the process at once, unless it is the main one."""
+    if parent_process() is not None:
+        os._exit(9)
+    return encode_bytes(rows)
+
+
+@dataclass(frozen=True)
+class EncodeForever:
+    """Never comes to an end, and holds a pipe open, so that the other side sees when this process is gone."""
+
+    pipe: str
+
+    def __call__(self, rows):
+        with open(self.pipe, "w") as held:  # noqa: PTH123  # a FIFO
+            held.write("begun\n")
+            held.flush()
+            Event().wait()
+
+
+class AsWritten:
+    """A format that reads rows as they are."""
+
+    def read(self, raw):
+        return raw.parse()

@@ -2,6 +2,7 @@
 
 import json
 import multiprocessing
+import os
 import pickle
 import sys
 from pathlib import Path
@@ -9,11 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from finetune.config.sections.data import DataSection, TrainingSourceSection, ValidationSourceSection
-from finetune.data import parallel
+from finetune.config.sections.data import DataSection, ValidationSourceSection
+from finetune.data import build, cache, parallel
 from finetune.data.cache import prepare_set
 from finetune.data.sources import open_source
 from finetune.errors import DataError
+from finetune.runtime.faults import VARIABLE
 
 sys.path.append(str(Path(__file__).parent))  # handed on to spawned processes
 from byte_encoding import encode_bytes
@@ -84,6 +86,8 @@ CHANGES = {
     "over_length": {"over_length": "drop"},
     "no_target": {"no_target": "drop"},
     "system_prompt": {"system_prompt": "Be brief."},
+    "train_on": {"train_on": "all"},
+    "truncate_side": {"truncate_side": "start"},
     "skip": {"source": {"skip": 1}},
     "take": {"source": {"take": 1}},
 }
@@ -198,7 +202,7 @@ def test_a_row_that_a_worker_cannot_encode_is_named(write_rows, make_section, on
 def test_a_prepared_set_travels_to_another_process_by_its_path(prepare):
     prepared = prepare(["a>b" * 20])
     sent = pickle.dumps(prepared)
-    assert len(sent) < 500
+    assert len(sent) < 600
     assert texts_of(pickle.loads(sent)) == ["a>b" * 20]
 
 
@@ -230,30 +234,143 @@ def test_a_folder_that_cannot_be_written_is_named(prepare, tmp_path):
         prepare(["a>b"], cache_folder=str(tmp_path / "file"))
 
 
-def _prepare_in_a_process(path, cache, log, barrier, done):
-    def encode(rows):
-        with Path(log).open("a") as file:
-            file.write("encoded\n" * len(rows))
-        return encode_bytes(rows)
+def test_a_full_disk_is_one_message_and_the_next_start_goes_on(prepare, monkeypatch, tmp_path):
+    monkeypatch.setattr(parallel, "ROWS_PER_CHUNK", 1)
+    monkeypatch.setattr(build, "CHUNKS_BETWEEN_NOTES", 2)
+    monkeypatch.setenv(VARIABLE, "prepare.write step=4 do=no_space")
+    texts = ["a>b", "c>d", "e>f", "g>h"]
+    with pytest.raises(DataError, match=r"cannot be written: .*No space left.* the next start goes on from it"):
+        prepare(texts)
+    monkeypatch.delenv(VARIABLE)
+    assert texts_of(prepare(texts)) == texts
+    assert prepare.encoded == 2
+    assert "data.train: 2 rows are tokenised already; it goes on from there" in prepare.said
 
-    source = TrainingSourceSection(path=path)
-    section = DataSection(train=source, max_length=64, cache_folder=cache)
-    barrier.wait()
-    prepared = prepare_set(opened(source), encode, section=section, identity=IDENTITY, say=lambda _: None)
-    done.put((prepared.fingerprint, texts_of(prepared)))
+
+def test_what_is_refused_leaves_nothing_behind(prepare, tmp_path):
+    with pytest.raises(DataError):
+        prepare(["a>b", "abcdefgh>i"], max_length=5)
+    with pytest.raises(DataError):
+        prepare(["a>b", "poison"])
+    assert [path for path in (tmp_path / "cache" / "prepared").iterdir() if path.is_dir()] == []
 
 
-def test_two_processes_at_once_do_it_once(write_rows, tmp_path):
-    fork = multiprocessing.get_context("fork")
-    source = write_rows([{"text": f"{n}>x"} for n in range(50)])
-    barrier, done = fork.Barrier(2), fork.Queue()
-    arguments = (source.path, str(tmp_path / "cache"), str(tmp_path / "log"), barrier, done)
-    processes = [fork.Process(target=_prepare_in_a_process, args=arguments) for _ in range(2)]
-    for process in processes:
+def test_it_is_said_whether_a_set_was_made_or_found(prepare):
+    folder = prepare(["a>b"]).folder
+    assert prepare.said[-1] == f"data.train: prepared in {folder}"
+    prepare(["a>b"])
+    assert prepare.said[-1] == f"data.train: found prepared in {folder}"
+
+
+def test_other_code_makes_a_new_set_and_leaves_the_old_one_in_peace(prepare, monkeypatch):
+    first = prepare(["a>b"])
+    monkeypatch.setattr(cache, "CODE_VERSION", cache.CODE_VERSION + 1)
+    assert prepare(["a>b"]).fingerprint != first.fingerprint
+    assert texts_of(first) == ["a>b"]
+
+
+def test_places_name_the_file_as_it_is_now(prepare, tmp_path):
+    assert prepare(["a>b", "c>dd"]).place(1) == f"{tmp_path}/rows.jsonl, row 2"
+    moved = prepare(["a>b", "c>dd"], source={"name": "moved.jsonl"})
+    assert prepare.encoded == 0
+    assert moved.place(1) == f"{tmp_path}/moved.jsonl, row 2"
+    assert f"data.train: longest row: 4 tokens ({tmp_path}/moved.jsonl, row 2)" in prepare.said
+
+
+def test_the_keys_that_make_no_new_set_exist():
+    assert set(DataSection.model_fields) >= cache.WITHOUT_EFFECT
+
+
+def test_a_share_above_its_limit_stops_before_training_and_keeps_the_set(prepare):
+    texts = ["a>b", "a>bcdefgh", "c>d", "e>f"]
+    keys = {"max_length": 5, "over_length": "truncate"}
+    with pytest.raises(DataError, match=r"data\.train: 1 of 4 rows were cut or split .*max_truncated_rows allows 20"):
+        prepare(texts, audit={"max_truncated_rows": 0.2}, **keys)
+    prepare(texts, audit={"max_truncated_rows": 0.25}, **keys)
+    assert prepare.encoded == 0
+
+
+def test_whoever_watches_is_told_of_how_many(prepare, write_rows, make_section, monkeypatch):
+    monkeypatch.setattr(parallel, "ROWS_PER_CHUNK", 2)
+    source = write_rows([{"text": "a>b"}] * 5, format="text")
+    told = []
+    prepare_set(
+        opened(source),
+        encode_bytes,
+        section=make_section(source),
+        identity=IDENTITY,
+        say=lambda _: None,
+        watch=lambda *seen: told.append(seen),
+    )
+    assert told == [("data.train", rows, 5) for rows in (0, 2, 4, 5)]
+
+
+class Processes:
+    """Forked processes that prepare the same 50 rows in chunks of 5."""
+
+    def __init__(self, source, tmp_path):
+        self.source, self.tmp_path = source, tmp_path
+        self.fork = multiprocessing.get_context("fork")
+        self.barrier, self.done = self.fork.Barrier(2), self.fork.Queue()
+
+    def start(self, name, *, fault="", begins=None, waits=None):
+        process = self.fork.Process(target=self._prepare, args=(name, fault, begins, waits))
         process.start()
-    results = [done.get(timeout=30) for _ in processes]
-    for process in processes:
+        return process
+
+    def encoded(self):
+        return (self.tmp_path / "log").read_text().split()
+
+    def _prepare(self, name, fault, begins, waits):
+        os.environ[VARIABLE] = fault
+
+        def encode(rows):
+            if begins is not None:
+                begins.set()
+            with (self.tmp_path / "log").open("a") as file:
+                file.write(f"{name}\n" * len(rows))
+            return encode_bytes(rows)
+
+        def say(line):
+            if waits is not None and line.startswith("waiting"):
+                waits.set()
+
+        section = DataSection(train=self.source, max_length=64, cache_folder=str(self.tmp_path / "cache"))
+        prepared = prepare_set(opened(self.source), encode, section=section, identity=IDENTITY, say=say)
+        self.done.put((name, prepared.fingerprint, texts_of(prepared)))
+
+
+@pytest.fixture
+def processes(write_rows, tmp_path, monkeypatch):
+    monkeypatch.setattr(parallel, "ROWS_PER_CHUNK", 5)
+    monkeypatch.setattr(build, "CHUNKS_BETWEEN_NOTES", 2)
+    return Processes(write_rows([{"text": f"{n}>x"} for n in range(50)], format="text"), tmp_path)
+
+
+def test_two_processes_at_once_do_it_once(processes):
+    started = [processes.start(name) for name in ("one", "other")]
+    results = [processes.done.get(timeout=30) for _ in started]
+    for process in started:
         process.join(timeout=30)
-    assert results[0] == results[1]
-    assert results[0][1] == [f"{n}>x" for n in range(50)]
-    assert len((tmp_path / "log").read_text().splitlines()) == 50
+    assert results[0][1:] == results[1][1:]
+    assert results[0][2] == [f"{n}>x" for n in range(50)]
+    assert len(processes.encoded()) == 50
+    assert len(set(processes.encoded())) == 1
+
+
+def test_when_the_one_that_makes_the_set_is_killed_the_one_that_waits_takes_over(processes):
+    """The maker stands still at its seventh chunk until the other waits, and dies there: 30 rows are noted by then."""
+    begins, waits = processes.fork.Event(), processes.fork.Event()
+    maker = processes.start("maker", fault="prepare.write step=7 do=sleep", begins=begins)
+    assert begins.wait(timeout=30)
+    heir = processes.start("heir", waits=waits)
+    assert waits.wait(timeout=30)
+    while processes.encoded().count("maker") < 35:
+        assert maker.is_alive()
+    maker.kill()
+    name, _, texts = processes.done.get(timeout=30)
+    maker.join(timeout=30)
+    heir.join(timeout=30)
+    assert name == "heir"
+    assert texts == [f"{n}>x" for n in range(50)]
+    assert processes.encoded() == ["maker"] * 35 + ["heir"] * 20
