@@ -142,8 +142,14 @@ def _open(section: SourceSection, *, key: str, say: Say) -> Portion:
 
 def _find(section: SourceSection, *, key: str, say: Say) -> Origin:
     if section.path is None:
-        return load_hub_dataset(section)
-    return (find_remote if "://" in section.path else find_local)(section, key=key, say=say)
+        place, find = f"{key}.name", load_hub_dataset
+    else:
+        finder = find_remote if "://" in section.path else find_local
+        place, find = f"{key}.path", partial(finder, key=key, say=say)
+    try:
+        return find(section)
+    except DataError as error:
+        raise DataError(f"{place}: {error}") from error
 
 
 def _split(validation: ValidationSourceSection, *, seed: int) -> Split | None:

@@ -61,6 +61,21 @@ def occupied(folder: Path) -> None:
     (folder / "runs").write_text("a file where the run's folder should be")
 
 
+def several_kinds(folder: Path) -> None:
+    """Learn from a folder that holds two kinds of files."""
+    job(("path: train.jsonl", "path: rows"))(folder)
+    (folder / "rows").mkdir()
+    for name in ("a.jsonl", "b.csv"):
+        (folder / "rows" / name).write_text(GOOD + "\n")
+
+
+def linked(folder: Path) -> None:
+    """Learn from a folder in which a link leads out of it."""
+    job(("path: train.jsonl", "path: rows"))(folder)
+    (folder / "rows").mkdir()
+    (folder / "rows" / "away.jsonl").symlink_to(folder / "train.jsonl")
+
+
 GOOD = json.dumps(ROW)
 NO_ANSWER = json.dumps({"messages": ROW["messages"][:1]})
 CONFIG = (
@@ -89,6 +104,21 @@ CONFIG = (
         ("train.optimizer.momentum", "no effect"),
     ),
     Mistake(
+        "wrong key in a mix",
+        job(("{path: train.jsonl}", "{mix: [{path: train.jsonl, weight: 1}, {path: train.jsonl, wieght: 1}]}")),
+        ("line 8", "data.train.mix.1.wieght", "`weight`"),
+    ),
+    Mistake(
+        "two validation sets",
+        job(("  max_length: 64", "  validation: {fraction: 0.1, hash_fraction: 0.1}\n  max_length: 64")),
+        ("line 9", "data.validation.hash_fraction", "data.validation.fraction"),
+    ),
+    Mistake(
+        "row template that is not Jinja",
+        job(("{path: train.jsonl}", "{path: train.jsonl, template: {messages: '{% for %}'}}")),
+        ("line 8", "data.train.template.messages", "not valid Jinja"),
+    ),
+    Mistake(
         "evaluation without data", job(("task:", "evaluate: {every_steps: 1}\ntask:")), ("evaluate", "data.validation")
     ),
 )
@@ -98,6 +128,23 @@ DATA = (
     Mistake("missing column in row 17", rows(*[GOOD] * 16, json.dumps({"text": "x"}), GOOD), ("row 17", "messages")),
     Mistake("row with no target", rows(GOOD, NO_ANSWER), ("target", "no_target: drop")),
     Mistake("row too long", job(("max_length: 64", "max_length: 8")), ("longer", "max_length", "over_length")),
+    Mistake("folder of several kinds", several_kinds, ("data.train", "1 .csv, 1 .jsonl", "rows/*.csv")),
+    Mistake("link out of a folder", linked, ("data.train.path", "away.jsonl", "follow_links: true")),
+    Mistake(
+        "column that the template does not have",
+        job(("{path: train.jsonl}", "{path: train.jsonl, template: {prompt: '{{ question }}', completion: a}}")),
+        ("train.jsonl, row 1", "template of `prompt`, line 1", "'question' is undefined", "`messages`"),
+    ),
+    Mistake(
+        "preference pairs for sft",
+        rows(json.dumps({"prompt": "a", "chosen": "b", "rejected": "c"})),
+        ("train.jsonl, row 1", "preference pair", "columns: {completion: chosen}"),
+    ),
+    Mistake(
+        "storage that is not there",
+        job(("{path: train.jsonl}", "{path: 'memory://nowhere/train.jsonl'}")),
+        ("memory://nowhere/train.jsonl", "there is no such file, folder or bucket"),
+    ),
     Mistake("no chat template", job(("  chat_template: chatml\n", "")), ("chat template", "chatml")),
 )
 LAUNCH = (

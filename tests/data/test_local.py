@@ -76,7 +76,7 @@ def test_a_link_out_of_a_folder_is_followed_only_knowingly(folder, tmp_path, pat
     (tmp_path / "secret.jsonl").touch()
     (folder / "link.jsonl").symlink_to(tmp_path / "secret.jsonl")
     path = f"{folder}/{pattern}".rstrip("/")
-    with pytest.raises(DataError, match=r"data.train.path: .*link.jsonl is a link to .*secret.jsonl, outside of"):
+    with pytest.raises(DataError, match=r"link.jsonl is a link to .*secret.jsonl, outside of"):
         found(path)
     assert "link.jsonl" in found(path, follow_links=True)
 
@@ -85,7 +85,9 @@ def test_a_link_to_a_folder_is_no_way_around_it(folder, tmp_path):
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "secret.jsonl").touch()
     (folder / "away").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(DataError, match=r"outside of .*rows\. If its rows are meant"):
+    with pytest.raises(
+        DataError, match=r"outside of .*rows\. .* set data.train.follow_links: true"
+    ):
         found(folder / "*" / "*.jsonl")
 
 

@@ -47,6 +47,12 @@ def test_texts_are_all_that_the_format_reads(write_rows):
     assert list(texts([opened(section)])) == ["Add.\n\n1 2", "3"]
 
 
+def test_a_place_that_cannot_be_read_is_named_with_its_key(tmp_path):
+    for path in (f"{tmp_path}/nothing.jsonl", f"memory://{tmp_path.name}/nothing.jsonl"):
+        with pytest.raises(DataError, match=r"^data\.train\.path: .*nothing\.jsonl: there is no such file"):
+            opened(SourceSection(path=path))
+
+
 def test_skipping_everything_is_said(write_rows):
     with pytest.raises(DataError, match="has no rows after skip: 5"):
         read(write_rows(ROWS, skip=5))
