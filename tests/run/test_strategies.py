@@ -1,5 +1,6 @@
 """The same job gives the same losses under every strategy, and each leaves a model that loads without this package."""
 
+import json
 import math
 
 import pytest
@@ -68,6 +69,20 @@ def test_one_process_learns_and_reports_each_step(straight):
     assert len({event["num_targets"] for event in run.events("StepTaken")}) > 4  # the batches really are uneven
     assert [event["step"] for event in run.events("Evaluated")] == [4, 8]
     assert sorted(path.name for path in (run.folder / "checkpoints").glob("step-*")) == ["step-000004", "step-000008"]
+
+
+def test_a_run_keeps_the_audit_of_its_data_and_how_it_was_loaded(straight):
+    folder = straight["full"].folder
+    audit = json.loads((folder / "audit.json").read_text())
+    rows = [audit[name]["counts"]["rows"] for name in ("total", "validation")]
+    assert rows == [50, 7]
+    assert audit["padding"]["num_samples"] == 48  # six whole steps of eight
+    assert json.loads((folder / "environment.json").read_text())["loading"]["num_workers"] == 0
+
+
+def test_the_share_of_waiting_is_in_every_step_of_the_log(straight):
+    for event in straight["full"].events("StepTaken"):
+        assert event["data_share"] == pytest.approx(event["data_seconds"] / event["seconds"])
 
 
 @pytest.mark.distributed
