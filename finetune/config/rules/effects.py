@@ -109,8 +109,8 @@ EFFECTS: tuple[Effect, ...] = (
     Effect("train.schedule.decay_fraction", _decays_late, "only `name: warmup_stable_decay` decays late"),
     Effect("train.schedule.final_fraction", partial(_schedule_is_not, name="constant"), "a constant rate never falls"),
     Effect("train.nonfinite.max_skips", _skips, "only `action: skip` skips steps"),
-    Effect("data.persistent_workers", _has_workers, "it needs `data.num_workers` above 0"),
-    Effect("data.prefetch_factor", _has_workers, "it needs `data.num_workers` above 0"),
+    Effect("data.persistent_workers", _has_workers, "it needs `data.num_workers` above 0, or `auto`"),
+    Effect("data.prefetch_factor", _has_workers, "it needs `data.num_workers` above 0, or `auto`"),
     Effect(
         "data.batching.tokens",
         partial(_batches_by, names=("packs", "tokens")),
