@@ -1,6 +1,7 @@
 """A stream is prepared window after window by a process of its own: always the same, on a disk that stays small."""
 
 import os
+import re
 import shutil
 import signal
 import sys
@@ -93,7 +94,7 @@ def test_every_pass_has_every_row_and_the_disk_holds_a_few_windows(streams):
     passes = [texts[first : first + 13] for first in (0, 13, 26, 39)]
     assert all(sorted(each) == rows for each in passes)
     assert len({tuple(each) for each in passes}) == 4
-    assert most <= NUM_BEHIND + 1 + 1 + 1  # behind, in use, ahead, and one that was just begun
+    assert most <= NUM_BEHIND + 1 + 1  # behind, in use, ahead
     assert len(pool.samples.windows._own()._started) == 2
     said = "\n".join(streams.said)
     assert "in windows of 3 rows, shuffled within a window only; 1 windows are prepared ahead" in said
@@ -102,7 +103,7 @@ def test_every_pass_has_every_row_and_the_disk_holds_a_few_windows(streams):
 
     pool.samples.windows.close()
     again = streams.open()  # prepares a window of the past once more
-    assert "data.train: 20 windows were prepared before; those that are needed again are prepared anew" in streams.said
+    assert re.search(r"data\.train: 2[01] windows were prepared before; those that are needed again", streams.said[-1])
     assert texts_of(again, 26, 30) == texts[26:30]
     assert again.fingerprint == pool.fingerprint
 
