@@ -178,3 +178,14 @@ def test_what_accelerate_prepares_holds_the_step_between_the_ranks(prepared_and_
         shares.append([[i for b in group for i in b.sample_ids] for group in groups(ready, 4 // world)])
     steps = [sorted(i for share in step for i in share) for step in zip(*shares, strict=True)]
     assert steps == [sorted(order.samples(4 * s, 4 * s + 4).tolist()) for s in (2, 3, 4)]
+
+
+def test_what_the_section_says_of_workers_outlives_being_prepared(prepared_and_section, fresh_accelerate):
+    prepared, section = prepared_and_section
+    pool = Pool(prepared, SetOrder(seed=0, num_samples=len(prepared)), "")
+    section = section.model_copy(update={"num_workers": 1, "persistent_workers": True, "prefetch_factor": 3})
+    sizes = {"global_batch_size": 4, "microbatch_size": 2, "first_step": 0, "num_steps": 2}
+    loader = train_loader(pool, Collate(), section=section, **sizes)
+    ready = prepare_data_loader(loader, torch.device("cpu"), num_processes=2, process_index=0, even_batches=False)
+    for each in (loader, ready):
+        assert (each.num_workers, each.persistent_workers, each.prefetch_factor) == (1, True, 3)
