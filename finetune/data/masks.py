@@ -57,8 +57,7 @@ class Masking:
             return Lesson(text, (Stretch(0, len(text.rstrip()), "the conversation"),), may_be_open=True)
         if self.train_on == "last_assistant":
             turns = turns[: learnt[-1] + 1]  # what follows teaches nothing and may change how the answer is rendered
-        found = _Conversation(self, turns, tools).stretches(learnt)
-        return Lesson(found.text, found.stretches, may_be_open=learnt[-1] == len(turns) - 1)
+        return _Conversation(self, turns, tools).lesson(learnt)
 
 
 def learnt_turns(turns: Sequence[Turn], train_on: TrainOn, *, num_context_turns: int = 0) -> list[int]:
@@ -102,12 +101,6 @@ def _weight(turn: Turn) -> bool:
 
 
 @dataclass(frozen=True)
-class _Found:
-    text: str
-    stretches: tuple[Stretch, ...]
-
-
-@dataclass(frozen=True)
 class _Conversation:
     """One conversation, of which beginnings are rendered and compared with the whole."""
 
@@ -115,12 +108,11 @@ class _Conversation:
     turns: Sequence[Turn]
     tools: Tools | None
 
-    def stretches(self, learnt: Sequence[int]) -> _Found:
-        """Return what the template marks of these turns, and of those that it does not mark the turns themselves."""
+    def lesson(self, learnt: Sequence[int]) -> Lesson:
+        """Return what the template marks of these turns; the turns as they are rendered where it marks none."""
         marked = self._marked(learnt)
-        if marked is None:
-            marked = [self._answer(place) for place in learnt]
-        return _Found(self.whole.text, tuple(marked))
+        stretches = [self._answer(place) for place in learnt] if marked is None else marked
+        return Lesson(self.whole.text, tuple(stretches), may_be_open=learnt[-1] == len(self.turns) - 1)
 
     @cached_property
     def whole(self) -> Rendering:
@@ -181,8 +173,6 @@ REMEDY = (
     "Set data.train_on: last_assistant, which learns the last answer alone; or data.chat_template to `chatml` or to a "
     "Jinja file that marks the answers with {% generation %} (the `_training` variants that TRL ships do)."
 )
-
-
 REMEDY_OF_CUE = (
     "The model would be asked in another way than it is trained. Give the turn what the prompt begins (such as its "
     "reasoning_content); or set data.chat_template to `chatml` or to a Jinja file that marks the answers with "

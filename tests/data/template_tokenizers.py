@@ -1,9 +1,10 @@
-"""Tokenizers for chat templates: byte-level, knowing the marks that a template writes as single tokens."""
+"""Tokenizers for chat templates: byte-level, knowing the marks that a template writes; and what is learnt, as text."""
 
 import importlib.util
 import re
 from pathlib import Path
 
+import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -38,3 +39,10 @@ def tokenizer_for(template, **named):
     made = PreTrainedTokenizerFast(tokenizer_object=backend, **{"bos_token": BEGIN, "eos_token": END, **named})
     made.chat_template = template
     return made
+
+
+def targets(features, tokenizer):
+    """Return the learnt stretches as text."""
+    ids, is_target = features.arrays["input_ids"].astype(int), features.arrays["is_target"]
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], is_target, [False]]).astype(int)))
+    return [tokenizer.decode(ids[a:b].tolist()) for a, b in zip(edges[::2], edges[1::2], strict=True)]

@@ -3,6 +3,7 @@
 import gzip
 import json
 import re
+import sys
 from itertools import islice
 from pathlib import Path
 
@@ -13,6 +14,9 @@ from finetune.data.chat import BUILT_IN, NEEDED, set_chat_template, stop_ids, to
 from finetune.data.encode import ConversationEncoder, encode_text, tokenizer_identity, unknown_ids, with_system_prompt
 from finetune.data.tokens import Tokens
 from finetune.errors import DataError
+
+sys.path.append(str(Path(__file__).parent))
+from template_tokenizers import targets
 
 DATA = Path(__file__).parents[3] / "shared" / "data"
 
@@ -31,13 +35,6 @@ def encode_turns(turns, tokenizer, tools=None, **keys):
 
 ASKED = turn("user", "What is two and two?")
 ANSWERED = turn("assistant", "Two and two is four.")
-
-
-def targets(features, tokenizer):
-    """Return the learnt stretches as text."""
-    ids, is_target = features.arrays["input_ids"].astype(int), features.arrays["is_target"]
-    edges = np.flatnonzero(np.diff(np.concatenate([[False], is_target, [False]]).astype(int)))
-    return [tokenizer.decode(ids[a:b].tolist()) for a, b in zip(edges[::2], edges[1::2], strict=True)]
 
 
 def test_only_the_answer_and_its_end_of_turn_are_learnt(tokenizer):

@@ -3,7 +3,6 @@
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from finetune.data.chat import BUILT_IN
@@ -11,7 +10,7 @@ from finetune.data.encode import ConversationEncoder
 from finetune.errors import DataError
 
 sys.path.append(str(Path(__file__).parent))
-from template_tokenizers import shipped_templates, tokenizer_for
+from template_tokenizers import shipped_templates, targets, tokenizer_for
 
 CHATML = BUILT_IN["chatml"].read_text(encoding="utf-8")
 QWEN = BUILT_IN["qwen"].read_text(encoding="utf-8")
@@ -42,9 +41,7 @@ def learnt(turns, template=CHATML, **keys):
     tokenizer = tokenizer_for(template)
     found = outcome(turns, tokenizer=tokenizer, **keys)
     assert not isinstance(found, DataError), found
-    ids, is_target = found.arrays["input_ids"].astype(int), found.arrays["is_target"]
-    edges = np.flatnonzero(np.diff(np.concatenate([[False], is_target, [False]]).astype(int)))
-    return [tokenizer.decode(ids[a:b].tolist()) for a, b in zip(edges[::2], edges[1::2], strict=True)]
+    return targets(found, tokenizer)
 
 
 def refused(turns, template=CHATML, **keys):

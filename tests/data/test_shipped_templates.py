@@ -7,7 +7,6 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from finetune.data.encode import ConversationEncoder
@@ -16,7 +15,7 @@ from finetune.data.tokens import Tokens
 from finetune.errors import DataError
 
 sys.path.append(str(Path(__file__).parent))
-from template_tokenizers import END, shipped_templates, tokenizer_for
+from template_tokenizers import END, shipped_templates, targets, tokenizer_for
 
 TEMPLATES = shipped_templates()
 
@@ -161,13 +160,6 @@ def rows_for(name):
 
 def in_parts(turn):
     return {**turn, "content": [{"type": "text", "text": turn["content"]}]}
-
-
-def targets(features, tokenizer):
-    """Return the learnt stretches as text."""
-    ids, is_target = features.arrays["input_ids"].astype(int), features.arrays["is_target"]
-    edges = np.flatnonzero(np.diff(np.concatenate([[False], is_target, [False]]).astype(int)))
-    return [tokenizer.decode(ids[a:b].tolist()) for a, b in zip(edges[::2], edges[1::2], strict=True)]
 
 
 def test_every_template_that_is_shipped_has_an_expectation():
