@@ -133,6 +133,8 @@ def _source_lines(audit: SourceAudit) -> Iterator[str]:
             f"{audit.key}: {counts.rows_without_target:,} rows have nothing to learn{empty}; "
             f"the first: {counts.first_without_target}"
         )
+    if counts.excluded_rows:
+        yield f"{audit.key}: left out {counts.excluded_rows:,} rows because data.validation has them, too"
     if counts.unknown_tokens:
         yield f"{audit.key}: {counts.unknown_tokens:,} tokens stand for text that the tokenizer does not know"
     if audit.in_validation:

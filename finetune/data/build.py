@@ -32,8 +32,11 @@ def build_set(
     *,
     num_workers: int,
     advance: Advance = nobody,
+    num_left_out: Callable[[], int] = int,
 ) -> Counts:
     """Make a prepared set of the rows in the folder and return its counts.
+
+    `num_left_out` tells after the last row how many the source has left out because they are evaluated on.
 
     Where a build of the same identity was cut off in this folder, it goes on after the rows that its journal names, and
     the result is the same to the bit. Raises DataError for a row that cannot be encoded, OSError for a full disk.
@@ -44,6 +47,7 @@ def build_set(
     try:
         _append_rows(writer, _after(rows, writer.counts.rows), recipe, num_workers=num_workers, advance=advance)
         reach("prepare.finish", step=writer.counts.rows)
+        writer.count(Counts(excluded_rows=num_left_out()))
         return writer.finish()
     finally:
         writer.close()

@@ -123,7 +123,15 @@ def _build(
     if done:
         say(f"{source.key}: {done:,} rows are tokenised already; it goes on from there")
     try:
-        counts = build_set(staging, source.rows(), recipe, made_of, num_workers=num_workers, advance=advance)
+        counts = build_set(
+            staging,
+            source.rows(),
+            recipe,
+            made_of,
+            num_workers=num_workers,
+            advance=advance,
+            num_left_out=lambda: source.num_left_out,
+        )
         refuse(counts, section, key=source.key)
     except WorkersLost:
         raise

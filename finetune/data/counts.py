@@ -20,6 +20,7 @@ class Counts:
     dropped_tokens: int = 0  # of long rows, or of their windows without a target
     dropped_targets: int = 0  # of those
     split_rows: int = 0  # made into several windows
+    excluded_rows: int = 0  # left out because they are evaluated on, and not among `rows`
     empty_rows: int = 0  # among those without a target: no token at all
     unknown_tokens: int = 0  # that stand for text unknown to the tokenizer
     longest: int = 0  # tokens of the longest row, before any cut
@@ -55,6 +56,7 @@ class Counts:
                 self.long_rows
             ),
             f"dropped without a target: {self.rows_without_target:,} rows": self.rows_without_target,
+            f"left out because data.validation has them, too: {self.excluded_rows:,} rows": self.excluded_rows,
             f"empty: {self.empty_rows:,} of these": self.empty_rows,
             f"unknown to the tokenizer: the text of {self.unknown_tokens:,} tokens": self.unknown_tokens,
         }

@@ -93,7 +93,7 @@ class Portion:
             "rows": [self.section.skip, self.section.take],
             "format": self.format.identity(),
             "split": self.split and [self.split.identity(), "held out" if self.is_held_out else "kept"],
-            "excluded": self.exclusion and self.exclusion.identity(),
+            "excluded": self.exclusion and self.exclusion.contents.identity,
         }
 
     def _cut(self, wholes: Sequence[OriginShard]) -> Iterator[Shard]:

@@ -20,7 +20,7 @@ from finetune.data.origin import Origin
 from finetune.data.portions import Portion, Shard
 from finetune.data.remote import find_remote
 from finetune.data.rows import RawRow, Row
-from finetune.data.splits import ByContent, ByPlace, Exclusion, Split
+from finetune.data.splits import ByContent, ByPlace, Contents, Exclusion, Split
 from finetune.data.stream_plan import excerpt
 from finetune.errors import DataError
 
@@ -44,15 +44,13 @@ class Source:
         self.format = form
         self._portions = tuple(portions)
         self._say = say
+        self.num_left_out = 0  # rows, because they are evaluated on, in the last whole pass of `rows`
 
     def rows(self) -> Iterator[RawRow]:
-        """Yield the rows in their order; says at the end how many were left out because they are evaluated on."""
-        exclusions = {id(each.exclusion): each.exclusion for each in self._portions if each.exclusion is not None}
-        before = sum(each.num_left_out for each in exclusions.values())
+        """Yield the rows in their order."""
+        before = self._num_left_out()
         yield from chain.from_iterable(shard.rows() for shard in self.shards())
-        if exclusions:
-            left_out = sum(each.num_left_out for each in exclusions.values()) - before
-            self._say(f"{self.key}: {left_out:,} rows left out: they are among the rows of data.validation, too")
+        self.num_left_out = self._num_left_out() - before
 
     def num_rows(self) -> int | None:
         """Return how many rows there are, None where only parsing them would tell; reads all files once."""
@@ -83,6 +81,9 @@ class Source:
         """Return the same without reading any content: names, sizes and times or tags instead."""
         return _joined([portion.listing_identity() for portion in self._portions])
 
+    def _num_left_out(self) -> int:
+        return sum(each.exclusion.num_left_out for each in self._portions if each.exclusion is not None)
+
 
 @dataclass(frozen=True)
 class OpenedSources:
@@ -106,8 +107,8 @@ def open_sources(section: DataSection, *, seed: int, say: Say) -> OpenedSources:
         portions = {key: replace(portion, split=split) for key, portion in portions.items()}
         validation = _validation(section.validation, list(portions.values()), say=say)
         if section.validation.exclude_from_train:
-            exclusion = _exclusion_of(validation)
-            portions = {key: replace(portion, exclusion=exclusion) for key, portion in portions.items()}
+            contents = Contents(partial(_contents, validation.shards(), validation.format), validation.identity())
+            portions = {key: replace(portion, exclusion=Exclusion(contents)) for key, portion in portions.items()}
     train = (Source(written[key], [each], key=key, form=each.format, say=say) for key, each in portions.items())
     return OpenedSources(tuple(train), validation)
 
@@ -164,10 +165,6 @@ def _validation(section: ValidationSourceSection, train: Sequence[Portion], *, s
         return open_source(section, key=key, say=say)
     held_out = [replace(portion, is_held_out=True) for portion in train]
     return Source(section, held_out, key=key, form=AS_READ, say=say)
-
-
-def _exclusion_of(validation: Source) -> Exclusion:
-    return Exclusion(partial(_contents, validation.shards(), validation.format), validation.identity())
 
 
 def _contents(shards: Sequence[Shard], form: RowFormat) -> Iterator[Row]:

@@ -3,6 +3,7 @@
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
@@ -76,27 +77,31 @@ class ByContent(NamedTuple):
         return ["content", self.share]
 
 
-class Exclusion:
-    """Leaves out training rows that say what a validation row says, and counts them."""
+@dataclass(frozen=True)
+class Contents:
+    """What the validation rows say, read when it is first asked for."""
 
-    def __init__(self, rows: Callable[[], Iterator[Row]], identity: Mapping[str, Any]) -> None:
-        self._rows = rows
-        self._identity = identity
+    rows: Callable[[], Iterator[Row]]
+    identity: Mapping[str, Any]  # what decides which rows these are
+
+    @cached_property
+    def digests(self) -> frozenset[bytes]:
+        """Return the digests of all of them."""
+        return frozenset(content_digest(row) for row in self.rows())
+
+
+class Exclusion:
+    """Leaves the rows of one source out that say what a validation row says, and counts them."""
+
+    def __init__(self, contents: Contents) -> None:
+        self.contents = contents
         self.num_left_out = 0
 
     def leaves_out(self, content: ContentOf) -> bool:
         """Tell whether the row is among the validation rows."""
-        is_among = content.digest in self._digests
+        is_among = content.digest in self.contents.digests
         self.num_left_out += is_among
         return is_among
-
-    def identity(self) -> Mapping[str, Any]:
-        """Return what decides the validation rows."""
-        return self._identity
-
-    @cached_property
-    def _digests(self) -> frozenset[bytes]:
-        return frozenset(content_digest(row) for row in self._rows())
 
 
 def content_digest(row: Row) -> bytes:

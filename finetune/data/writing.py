@@ -52,6 +52,10 @@ class SetWriter:
         self._journal.note(noted, num_origins_noted=self._num_origins_noted)
         self._num_origins_noted = len(self._origins)
 
+    def count(self, counts: Counts) -> None:
+        """Add what no chunk tells."""
+        self._counts = self._counts.plus(counts)
+
     def finish(self) -> Counts:
         """Write what makes the folder a prepared set, and return its counts."""
         self._arrays.finish()

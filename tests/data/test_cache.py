@@ -13,7 +13,7 @@ import pytest
 from finetune.config.sections.data import DataSection, ValidationSourceSection
 from finetune.data import build, cache, parallel
 from finetune.data.cache import prepare_set
-from finetune.data.sources import open_source
+from finetune.data.sources import open_source, open_sources
 from finetune.errors import DataError
 from finetune.runtime.faults import VARIABLE
 
@@ -374,3 +374,16 @@ def test_when_the_one_that_makes_the_set_is_killed_the_one_that_waits_takes_over
     assert name == "heir"
     assert texts == [f"{n}>x" for n in range(50)]
     assert processes.encoded() == ["maker"] * 35 + ["heir"] * 20
+
+
+def test_rows_left_out_for_being_evaluated_on_are_counted_in_the_set(write_rows, make_section):
+    dev = write_rows([{"text": "a>b"}], name="dev.jsonl")
+    train = write_rows([{"text": text} for text in ("a>b", "c>d", "a>b")])
+    section = make_section(train, validation=ValidationSourceSection(path=dev.path, exclude_from_train=True))
+    for is_new in (True, False):
+        said = []
+        source = open_sources(section, seed=1, say=said.append).train[0]
+        prepared = prepare_set(source, encode_bytes, section=section, identity=IDENTITY, say=said.append)
+        assert (prepared.counts.rows, prepared.counts.excluded_rows) == (1, 2)
+        assert "data.train: left out because data.validation has them, too: 2 rows" in said
+        assert any("found prepared" in line for line in said) is not is_new
