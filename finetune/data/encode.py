@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from finetune.data.chat import end_of_turn
 from finetune.data.drops import DropCheck
 from finetune.data.features import Features, Outcome
-from finetune.data.masks import REMEDY, Lesson, Masking, TrainOn
+from finetune.data.masks import Lesson, Masking, TrainOn
 from finetune.data.rows import Row
 from finetune.data.tokens import Encoded, Tokens
 from finetune.data.turns import Turn
@@ -166,7 +166,8 @@ def _edge(encoded: Encoded, place: int, *, what: str) -> int:
         edge = f"{encoded.text[max(0, place - 12) : place]!r} before {encoded.text[place : place + 12]!r}"
         raise DataError(
             f"a token reaches across an edge of {what} ({edge}): the model would be trained on other tokens than it is "
-            f"asked with. {REMEDY}"
+            "asked with. Remove blanks at the beginning of the content, or set data.chat_template to one that writes a "
+            "mark of one token there."
         )
     return num_tokens
 

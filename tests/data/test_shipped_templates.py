@@ -5,6 +5,7 @@
 
 import sys
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -151,6 +152,11 @@ ASKED = ("several answers", "system message", "tools")
 pytestmark = pytest.mark.skipif(not TEMPLATES, reason="trl, whose chat templates are the test data, is not installed")
 
 
+@cache
+def tokenizer_of(name):
+    return tokenizer_for(TEMPLATES[name])
+
+
 def rows_for(name):
     rows = [CASES[case] for case in ASKED]
     if not name.startswith(WANT_PARTS):
@@ -169,7 +175,7 @@ def test_every_template_that_is_shipped_has_an_expectation():
 
 @pytest.mark.parametrize("name", sorted(set(LISTED) & set(TEMPLATES)))
 def test_the_answers_and_what_ends_them_are_learnt_and_nothing_else(name):
-    tokenizer = tokenizer_for(TEMPLATES[name])
+    tokenizer = tokenizer_of(name)
     rows = rows_for(name)
     for case, row, outcome, expected in zip(
         ASKED, rows, ConversationEncoder(tokenizer)(rows), LISTED[name], strict=True
@@ -197,7 +203,7 @@ def test_remembered_tails_and_whole_beginnings_give_the_same(monkeypatch):
             return str(outcome)
         return [outcome.arrays[name].tolist() for name in ("input_ids", "is_target")]
 
-    tokenizers = {name: tokenizer_for(template) for name, template in TEMPLATES.items()}
+    tokenizers = {name: tokenizer_of(name) for name in TEMPLATES}
     assert all(Tokens(tokenizer).cuts_at_seams for tokenizer in tokenizers.values())
     fast = encoded(True)
     assert sum(isinstance(each, list) for found in fast.values() for each in found) > 100
