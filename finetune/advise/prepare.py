@@ -8,6 +8,8 @@ from finetune.advise.audit_tables import print_audit
 from finetune.advise.prepare_progress import progress_shown
 from finetune.advise.preview import without_limits
 from finetune.config.load import load_config
+from finetune.data.audit import Streamed
+from finetune.data.shares import REMEDY
 from finetune.errors import DataError
 from finetune.report.announcer import Announcer
 from finetune.run.audit import audit_lessons
@@ -33,5 +35,9 @@ def prepare(path: Path, overrides: Sequence[str]) -> None:
     print()
     print_audit(audit)
     if audit.exceeded:
-        raise DataError("training with this job stops here: " + "; ".join(map(str, audit.exceeded)))
-    print("training with this job finds all of this and tokenises nothing")
+        raise DataError(f"training with this job stops here: {'; '.join(map(str, audit.exceeded))} {REMEDY}")
+    streams = [key for key, source in lessons.sources.items() if isinstance(source, Streamed)]
+    for key in streams:
+        print(f"{key} is a stream: it is tokenised while the model trains")
+    if len(streams) < len(lessons.sources) or lessons.validation_set is not None:
+        print("training with this job finds what is tokenised and does not do it again")

@@ -17,8 +17,9 @@ def refuse(counts: Counts, section: DataSection, *, key: str, needs_samples: boo
             f"Set data.over_length: truncate or drop, or data.max_length: {counts.longest}."
         )
     if counts.rows_without_target and section.no_target == "refuse":
+        cut = ", some of them since they were cut" if counts.truncated_targets else ""
         problems.append(
-            f"{counts.rows_without_target:,} of {counts.rows:,} rows have no target to learn from "
+            f"{counts.rows_without_target:,} of {counts.rows:,} rows have no target to learn from{cut} "
             f"(the first: {counts.first_without_target}). Mend them, or set data.no_target: drop."
         )
     if needs_samples and not problems and counts.samples == 0:
