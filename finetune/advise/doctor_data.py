@@ -43,7 +43,8 @@ def examine_loading(path: Path, overrides: Sequence[str], *, num_rounds: int, se
     restart = _restarts(make_loader, best.settings)
     print(_reason(best, consumed, run_folder=config.run.folder))
     if restart is not None:
-        print(f"a further pass starts after {restart[1]:.2f} s with persistent workers, {restart[0]:.2f} s without")
+        anew, kept = restart
+        print(f"a further pass (an evaluation) starts after {kept:.2f} s with persistent workers, {anew:.2f} s without")
     print(f"\nWrite in {path.name}:\n\ndata:\n{yaml_lines(best.settings)}")
 
 
@@ -77,7 +78,9 @@ def yaml_lines(settings: LoaderSettings) -> str:
     return "\n".join(f"  {name}: {json.dumps(value)}" for name, value in keys.items())
 
 
-def _loader(config: RunConfig, lessons: Lessons, settings: LoaderSettings, *, first_step: int) -> Any:
+def _loader(
+    config: RunConfig, lessons: Lessons, settings: LoaderSettings, *, first_step: int, num_steps: int = _ENDLESS
+) -> Any:
     keys = {
         "num_workers": settings.num_workers,
         "pin_memory": settings.pin_memory,
@@ -90,7 +93,7 @@ def _loader(config: RunConfig, lessons: Lessons, settings: LoaderSettings, *, fi
         global_batch_size=config.train.global_batch_size,
         microbatch_size=config.train.microbatch_size,
         first_step=first_step,
-        num_steps=_ENDLESS,
+        num_steps=num_steps,
         section=config.data.model_copy(update=keys),
     )
 

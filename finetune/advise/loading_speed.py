@@ -15,7 +15,7 @@ from finetune.data.workers import LoaderSettings, Room
 FEWEST_BATCHES = 4
 
 MakeLoader = Callable[..., "DataLoader[Batch]"]
-"""From settings and `first_step` to a loader of one rank's batches."""
+"""From settings and `first_step` to a loader of one rank's batches, endless unless `num_steps` is given."""
 
 
 @dataclass(frozen=True)
@@ -85,14 +85,13 @@ def measure(
 
 
 def seconds_between_passes(make_loader: MakeLoader, settings: LoaderSettings) -> float:
-    """Return the time to the first batch of a second pass over the same loader."""
-    loader = make_loader(settings, first_step=0)
-    for _ in range(2):
-        started = time.perf_counter()
-        batches = iter(loader)
-        next(batches)
-        taken = time.perf_counter() - started
-    return taken
+    """Return the time to the first batch of a second pass over the same loader, as in a repeated evaluation."""
+    loader = make_loader(settings, first_step=0, num_steps=1)
+    for _ in loader:
+        pass
+    started = time.perf_counter()
+    next(iter(loader))
+    return time.perf_counter() - started
 
 
 def _measure_once(loader: "DataLoader[Batch]", *, seconds: float) -> Pass:
