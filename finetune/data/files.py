@@ -134,6 +134,11 @@ def of_one_kind(names: Sequence[str], *, folder: str) -> tuple[list[str], list[s
     return sorted(held), others
 
 
+def not_read(names: Sequence[str]) -> str:
+    """Return what is said of files that stand beside the rows: `also has README.md, which is not read`."""
+    return f"also has {', '.join(names)}, which {'is' if len(names) == 1 else 'are'} not read"
+
+
 def _ending(name: str) -> str:
     return f".{name.rpartition('.')[2]}" if "." in name else ""
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from finetune.config.sections.data import SourceSection
-from finetune.data.files import Files, of_one_kind, require_readable
+from finetune.data.files import Files, not_read, of_one_kind, require_readable
 from finetune.errors import DataError
 
 _HASHED_BYTES = 1 << 20
@@ -39,9 +39,9 @@ class LocalPlace:
         return digest.hexdigest()
 
     def listing(self) -> Any:
-        """Return name, size and time of its last change."""
+        """Return name, size and time of its last change; the folder does not matter."""
         state = self.path.stat()
-        return [self.name, state.st_size, state.st_mtime_ns]
+        return [self.path.name, state.st_size, state.st_mtime_ns]
 
 
 def find_local(section: SourceSection, *, key: str, say: Callable[[str], None]) -> Files:
@@ -76,7 +76,7 @@ def _of_folder(folder: Path, *, key: str, say: Callable[[str], None]) -> list[Pa
     folders = [f"{each.name}/" for each in entries if each.is_dir() and not each.name.startswith(".")]
     unread = [*(Path(other).name for other in others), *folders]
     if unread:
-        say(f"{key}.path: {folder} also has {', '.join(unread)}, which {'is' if len(unread) == 1 else 'are'} not read")
+        say(f"{key}.path: {folder} {not_read(unread)}")
     return [Path(each) for each in held]
 
 

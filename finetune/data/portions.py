@@ -7,7 +7,7 @@ from functools import cached_property
 from itertools import islice
 from typing import Any
 
-from finetune.config.sections.data import SourceSection, TrainedSourceSection
+from finetune.config.sections.data import SourceSection
 from finetune.data.formats import RowFormat
 from finetune.data.origin import Origin, OriginShard
 from finetune.data.rows import RawRow
@@ -34,6 +34,11 @@ class Shard:
         if not self.portion.keeps_all:
             return None
         return max(0, self.whole.num_rows(sys.maxsize if self.stop is None else self.stop) - self.first)
+
+    @property
+    def num_left_out(self) -> int:
+        """Return how many rows of the source have been passed over by now because they are evaluated on."""
+        return self.portion.exclusion.num_left_out if self.portion.exclusion else 0
 
     def rows(self, start: int = 0) -> Iterator[RawRow]:
         """Yield the rows but for the first `start` of them, which are passed over as cheaply as the file allows."""
@@ -79,9 +84,7 @@ class Portion:
         return tuple(self._cut(self.origin.shards()))
 
     def identity(self) -> Mapping[str, Any]:
-        """Return what decides the rows and how they are read, their content as a digest; a stream's is not read."""
-        if isinstance(self.section, TrainedSourceSection) and self.section.stream is not None:
-            return self.listing_identity()
+        """Return what decides the rows and how they are read, their content as a digest."""
         return {"content": self.origin.digest(), **self._choice()}
 
     def listing_identity(self) -> Mapping[str, Any]:

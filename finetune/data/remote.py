@@ -8,7 +8,7 @@ from typing import Any, BinaryIO
 import fsspec
 
 from finetune.config.sections.data import SourceSection
-from finetune.data.files import Files, of_one_kind, require_readable
+from finetune.data.files import Files, not_read, of_one_kind, require_readable
 from finetune.errors import DataError, FinetuneError
 from finetune.runtime.optional import require
 from finetune.runtime.remote import PACKAGES
@@ -38,9 +38,9 @@ class RemotePlace:
         return f"{self.facts.get('size')} {tag}" if tag else " ".join(map(str, self.listing()))
 
     def listing(self) -> Any:
-        """Return name, size, and checksum or time."""
+        """Return name, size, and checksum or time; the folder does not matter."""
         known = next((str(self.facts[name]) for name in (*_TAGS, *_TIMES) if self.facts.get(name)), None)
-        return [self.name, self.facts.get("size"), known]
+        return [self.name.rpartition("/")[2], self.facts.get("size"), known]
 
 
 def find_remote(section: SourceSection, *, key: str, say: Callable[[str], None]) -> Files:
@@ -60,7 +60,7 @@ def find_remote(section: SourceSection, *, key: str, say: Callable[[str], None])
     if not facts and not _has_magic(path):
         facts, others = _folder(storage, path, url)
         if others:
-            say(f"{key}.path: {url} also has {', '.join(others)}, which {'is' if len(others) == 1 else 'are'} not read")
+            say(f"{key}.path: {url} {not_read(others)}")
     if not facts:
         raise DataError(f"{url}: there is no such file.")
     named = {str(storage.unstrip_protocol(name)): each for name, each in sorted(facts.items())}
@@ -98,7 +98,7 @@ def _reachable(url: str) -> Iterator[None]:
     except FileNotFoundError as error:
         raise DataError(f"{url}: there is no such file, folder or bucket.") from error
     except Exception as error:  # each storage has exceptions of its own
-        said = str(error) or type(error).__name__
+        said = str(error).rstrip(".") or type(error).__name__
         raise DataError(
             f"{url} cannot be had: {said}. Check the address, and the credentials in the environment."
         ) from error

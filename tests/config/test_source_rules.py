@@ -20,6 +20,11 @@ SOURCES = [
     (["data.train.path=null"], "data.train", "Write `path` (files) or `name` (a hub dataset), or `mix`"),
     (["data.train.name=squad"], "data.train.name", "the rows are in `data.train.path` already"),
     ([mixed(", name: squad")], "data.train.mix.1.name", "the rows are in `data.train.mix.1.path` already"),
+    (
+        ["data.train={name: ./rows}"],
+        "data.train.name",
+        "`./rows` is a path, not a dataset of the hub",
+    ),
     (["data.train={mix: [{weight: 1.0}]}"], "data.train.mix.0", "there are no rows. Write `path` (files) or `name`"),
     (
         validated("exclude_from_train: true"),

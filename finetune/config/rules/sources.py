@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from finetune.config.paths import is_url
+from finetune.config.paths import is_path, is_url
 from finetune.config.run_config import RunConfig
 from finetune.config.sections.data import SourceSection, ValidationSourceSection
 from finetune.config.wording import did_you_mean, listed
@@ -53,6 +53,13 @@ def source_is_one(config: RunConfig) -> Iterator[Problem]:
             yield Problem(f"{key}.{name}", f"the rows are in `{key}.{written[0]}` already. Write only one of them.")
 
 
+def name_is_of_the_hub(config: RunConfig) -> Iterator[Problem]:
+    """A dataset of the hub has no path."""
+    for key, source in sources(config):
+        if source.name is not None and is_path(source.name):
+            yield Problem(f"{key}.name", f"`{source.name}` is a path, not a dataset of the hub. Write it as `path`.")
+
+
 def address_is_known(config: RunConfig) -> Iterator[Problem]:
     """Rows at a URL are in a kind of storage that is known, and no secret is written with it."""
     for key, source in sources(config):
@@ -68,4 +75,4 @@ def address_is_known(config: RunConfig) -> Iterator[Problem]:
             )
 
 
-SOURCE_RULES = (source_is_one, address_is_known)
+SOURCE_RULES = (source_is_one, name_is_of_the_hub, address_is_known)
