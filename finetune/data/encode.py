@@ -14,7 +14,7 @@ from finetune.data.drops import DropCheck
 from finetune.data.features import Features, Outcome
 from finetune.data.masks import Lesson, Masking, TrainOn
 from finetune.data.rows import Row
-from finetune.data.tokens import Encoded, Tokens
+from finetune.data.tokens import Encoded, Tokens, well_formed
 from finetune.data.turns import Turn
 from finetune.errors import DataError
 
@@ -28,7 +28,9 @@ class TextEncoder:
 
     def __call__(self, rows: Sequence[Row]) -> list[Outcome]:
         """Return the features of each row's `text`; None when nothing is left to predict, or what is wrong with it."""
-        return [attempted(self._features, ids) for ids in self._tokens.begun([row["text"] for row in rows])]
+        texts = [attempted(well_formed, row["text"]) for row in rows]
+        begun = iter(self._tokens.begun([text for text in texts if isinstance(text, str)]))
+        return [attempted(self._features, next(begun)) if isinstance(text, str) else text for text in texts]
 
     def _features(self, ids: list[int]) -> Features | None:
         tokenizer = self._tokenizer
@@ -95,6 +97,7 @@ class ConversationEncoder:
         context = row.get("num_context_turns", 0) + len(turns) - len(row["messages"])
         lesson = self._masking.lesson(turns, tools, num_context_turns=context)
         if lesson is not None:
+            well_formed(lesson.text)
             drops.check(turns, tools)
         return lesson
 

@@ -11,7 +11,14 @@ import numpy as np
 import pytest
 
 from finetune.data.chat import BUILT_IN, NEEDED, set_chat_template, stop_ids, tokenize
-from finetune.data.encode import ConversationEncoder, encode_text, tokenizer_identity, unknown_ids, with_system_prompt
+from finetune.data.encode import (
+    ConversationEncoder,
+    TextEncoder,
+    encode_text,
+    tokenizer_identity,
+    unknown_ids,
+    with_system_prompt,
+)
 from finetune.data.tokens import Tokens
 from finetune.errors import DataError
 
@@ -187,6 +194,15 @@ def test_every_token_of_a_text_but_the_first_is_learnt(tokenizer):
 def test_a_text_that_ends_with_end_of_sequence_gets_no_second_one(tokenizer):
     ids = encode_text("Two<|endoftext|>", tokenizer).arrays["input_ids"].tolist()
     assert ids.count(tokenizer.eos_token_id) == 1
+
+
+def test_half_a_character_is_named_and_spoils_no_other_row(tokenizer):
+    half = json.loads('"Two \\ud800 and"')
+    wrong, well = TextEncoder(tokenizer)([{"text": half}, {"text": "Two"}])
+    assert str(wrong) == "holds half a character (\\ud800) behind 'Two ': this is no text. Remove it."
+    assert well.num_targets == well.length - 1
+    with pytest.raises(DataError, match="holds half a character"):
+        encode_turns([ASKED, turn("assistant", half)], tokenizer)
 
 
 def test_a_byte_level_tokenizer_knows_every_text(tokenizer, make_tokenizer):
