@@ -129,7 +129,14 @@ def make_window(job: StreamJob, window: int) -> None:
     made_of = replace(job.made_of, fingerprint=f"{job.made_of.fingerprint}/{window}")
     try:
         num_workers = num_prepare_workers(job.section)
-        counts = build_set(staging, _with_signs(rows, folder), job.recipe, made_of, num_workers=num_workers)
+        counts = build_set(
+            staging,
+            _with_signs(rows, folder),
+            job.recipe,
+            made_of,
+            num_workers=num_workers,
+            num_left_out=lambda: rows.num_left_out,
+        )
         key = f"{job.key}: window {window}"
         refuse(counts, job.section, key=key, needs_samples=False)
         prepared = PreparedSet(staging)

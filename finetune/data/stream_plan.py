@@ -17,6 +17,10 @@ class RowShard(Protocol):
     def name(self) -> str:
         """Return what it is called in messages."""
 
+    @property
+    def num_left_out(self) -> int:
+        """Return how many rows of the source its reading has passed over by now, because they are evaluated on."""
+
     def rows(self, start: int = 0) -> Iterator[RawRow]:
         """Yield its rows in their order, without the first `start`."""
 
@@ -69,12 +73,14 @@ class StreamPlan:
 class WindowRows:
     """The rows of one window, to be taken once; a window never spans two passes, so a pass's last one may be short.
 
-    When all have been taken, `next` is where the following window begins. Raises DataError when a whole pass has none.
+    When all have been taken, `next` is where the following window begins, and `num_left_out` how many rows have been
+    passed over before those of the window, because they are evaluated on. Raises DataError when a whole pass has none.
     """
 
     def __init__(self, plan: StreamPlan, start: Cursor) -> None:
         self._plan = plan
         self.next = start
+        self.num_left_out = 0
 
     def __iter__(self) -> Iterator[RawRow]:
         num_rows = 0
@@ -95,7 +101,7 @@ class WindowRows:
         shards = self._plan.shards_of(pass_number)
         for place in range(first, len(shards)):
             self.next = Cursor(pass_number, place, row)
-            for raw in shards[place].rows(row):
+            for raw in self._counted(shards[place], row):
                 row, left = row + 1, left - 1
                 self.next = Cursor(pass_number, place, row)
                 yield raw
@@ -103,3 +109,15 @@ class WindowRows:
                     return
             row = 0
         self.next = Cursor(pass_number + 1)
+
+    def _counted(self, shard: RowShard, start: int) -> Iterator[RawRow]:
+        """Yield the rows from `start` on; what is left out between two rows counts with the second of them."""
+        rows = shard.rows(max(0, start - 1))
+        if start:
+            next(rows, None)  # whoever begins here counts what follows the row before, and no more
+        before = shard.num_left_out
+        for raw in rows:
+            self.num_left_out += shard.num_left_out - before
+            before = shard.num_left_out
+            yield raw
+        self.num_left_out += shard.num_left_out - before

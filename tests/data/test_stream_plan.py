@@ -1,6 +1,7 @@
 """Which rows are in which window follows from the shards, the seed and the window's size alone."""
 
 from dataclasses import dataclass
+from itertools import islice
 
 import pytest
 
@@ -9,15 +10,22 @@ from finetune.data.stream_plan import START, Cursor, StreamPlan
 from finetune.errors import DataError
 
 
-@dataclass(frozen=True)
+@dataclass
 class Letters:
-    """A shard whose rows are the letters of its name."""
+    """A shard whose rows are the letters of its name; a dot is left out."""
 
     name: str
+    num_left_out: int = 0
 
     def rows(self, start=0):
-        for number, letter in enumerate(self.name[start:], start=start + 1):
-            yield RawRow(self.name, number, {"text": letter})
+        return islice(self._rows(), start, None)
+
+    def _rows(self):
+        for number, letter in enumerate(self.name, start=1):
+            if letter == ".":
+                self.num_left_out += 1
+            else:
+                yield RawRow(self.name, number, {"text": letter})
 
 
 def windows_of(plan, count, start=START):
@@ -66,6 +74,17 @@ def test_reading_can_begin_at_any_window():
 def test_empty_shards_are_passed_over():
     letters, _ = windows_of(plan_of("", "ab", "", window_rows=2, shuffle=False), 3)
     assert letters == ["ab", "ab", "ab"]
+
+
+def test_what_is_left_out_is_counted_once_wherever_reading_begins():
+    plan = plan_of(".a..b.", "..", "c.d.e..", window_rows=2, shuffle=False)
+    cursor, counted = START, []
+    for _ in range(4):
+        window = plan.window(cursor)
+        letters = "".join(row.content["text"] for row in window)
+        counted.append((letters, window.num_left_out))
+        cursor = window.next
+    assert counted == [("ab", 3), ("cd", 4), ("e", 3), ("ab", 3)]
 
 
 def test_a_stream_without_a_row_is_an_error():
