@@ -36,9 +36,7 @@ def main() -> int:
     """Measure and print three tables."""
     options = _options()
     packages = ", ".join(f"{name} {version(name)}" for name in ("datasets", "trl", "transformers", "tokenizers"))
-    print(
-        f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, Python {sys.version.split()[0]}, {packages}"
-    )
+    print(f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, {packages}")
     with tempfile.TemporaryDirectory(prefix="finetune-prepare-", dir=options.folder) as scratch:
         bench = Bench(Path(scratch))
         for workers in map(int, options.workers.split(",")):
@@ -150,9 +148,8 @@ def _print_contest(results: dict[str, list[dict[str, Any]]], *, workers: int) ->
 
 
 def _print_scale(results: dict[int, dict[str, Any]]) -> None:
-    print(
-        "\nours, one process\n\n| rows | tokens | CPU s | CPU microseconds per row | peak memory |\n|---|---|---|---|---|"
-    )
+    print("\nours, one process\n\n| rows | tokens | CPU s | CPU microseconds per row | peak memory |")
+    print("|---|---|---|---|---|")
     for rows, told in results.items():
         each = told["cpu"] / rows * 1e6
         print(f"| {rows:,} | {told['tokens']:,} | {told['cpu']:.1f} | {each:.0f} | {size_text(told['peak_bytes'])} |")
