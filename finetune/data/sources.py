@@ -164,7 +164,15 @@ def _validation(section: ValidationSourceSection, train: Sequence[Portion], *, s
     if train[0].split is None:
         return open_source(section, key=key, say=say)
     held_out = [replace(portion, is_held_out=True) for portion in train]
+    if not _has_rows(held_out):
+        raise DataError(f"{key}: none of the training rows falls into this share. Take a larger one.")
+    if not _has_rows(train):
+        raise DataError(f"{key}: all of the training rows fall into this share. Take a smaller one.")
     return Source(section, held_out, key=key, form=AS_READ, say=say)
+
+
+def _has_rows(portions: Sequence[Portion]) -> bool:
+    return any(True for portion in portions for shard in portion.shards for _ in shard.rows())
 
 
 def _contents(shards: Sequence[Shard], form: RowFormat) -> Iterator[Row]:

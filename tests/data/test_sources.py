@@ -132,6 +132,15 @@ def test_a_fraction_is_drawn_from_the_seed_alone(write_rows):
     assert told(open_job(first_half, seed=1, fraction=0.1).validation) == [row for row in once if int(row[6:]) < 100]
 
 
+@pytest.mark.parametrize(
+    ("share", "message"), [(0.001, "none of the .* Take a larger"), (0.999, "all of the .* smaller")]
+)
+def test_a_share_of_few_rows_may_be_none_or_all_of_them(write_rows, share, message):
+    for keys in ({"fraction": share}, {"hash_fraction": share}):
+        with pytest.raises(DataError, match=f"data.validation: {message}"):
+            open_job(write_rows(stories(range(5))), **keys)
+
+
 def test_a_hash_fraction_keeps_equal_rows_together_and_rows_where_they_are(write_rows):
     before = set(told(open_job(write_rows(stories(range(100))), hash_fraction=0.3).validation))
     job = open_job(write_rows(stories([*range(50, 150), *range(150)])), hash_fraction=0.3)
