@@ -4,7 +4,7 @@ import csv
 import io
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, BinaryIO, NoReturn
 
@@ -110,6 +110,7 @@ def _csv(stream: io.BufferedReader, origin: str, *, delimiter: str = ",") -> Ite
         io.TextIOWrapper(stream, encoding="utf-8-sig", newline=""), delimiter=delimiter, strict=True
     )
     try:
+        _refuse_equal_names(reader.fieldnames or (), origin)
         for number, row in enumerate(reader, start=1):
             if None in row or None in row.values():
                 width = len(reader.fieldnames or ())
@@ -121,6 +122,12 @@ def _csv(stream: io.BufferedReader, origin: str, *, delimiter: str = ",") -> Ite
             yield RawRow(origin, number, row)
     except csv.Error as error:
         raise DataError(f"{origin}, line {reader.line_num}: not valid CSV: {error}.") from error
+
+
+def _refuse_equal_names(names: Sequence[str], origin: str) -> None:
+    twice = next((name for place, name in enumerate(names) if name in names[:place]), None)
+    if twice is not None:
+        raise DataError(f"{origin}: the header has the column `{twice}` twice, and only one of them could be read.")
 
 
 def _tsv(stream: io.BufferedReader, origin: str) -> Iterator[RawRow]:

@@ -92,6 +92,7 @@ BAD = {
     "nested.json": (b'{\n"version": 1,\n"data": [{"text": "a"}]\n}', r"is one object.*`data`.*jq -c '\.data\[\]'"),
     "wide.csv": (b"text\na,b\n", r"row 1 \(line 2\): has not the 1 fields of the header. A comma"),
     "narrow.tsv": (b"text\tlabel\na\n", "has not the 2 fields of the header. A tab"),
+    "twice.csv": (b"text,text\na,b\n", "the header has the column `text` twice"),
     "quote.csv": (b'text\n"a', "line 1: not valid CSV"),
     "broken.parquet": (b"not parquet", "not Parquet that can be read"),
     "broken.arrow": (b"not arrow", "not Arrow that can be read"),
