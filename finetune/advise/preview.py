@@ -10,6 +10,7 @@ from finetune.advise.preview_terminal import print_batches
 from finetune.config.load import load_config
 from finetune.config.run_config import RunConfig
 from finetune.config.sections.data import AuditSection
+from finetune.errors import UserError
 from finetune.report.announcer import Announcer
 from finetune.run.audit import audit_lessons
 from finetune.run.lessons import make_lessons
@@ -28,6 +29,8 @@ def preview(path: Path, overrides: Sequence[str], *, num_rows: int, html: Path |
     """
     quieten(is_main=True)
     config = load_config(path, overrides).config
+    if html is not None and html.is_dir():
+        raise UserError(f"--html: {html} is a folder. Name a file: {html / 'preview.html'}.")
     lessons = make_lessons(without_limits(config), Announcer(is_main=True))
     unit = UNITS[config.data.batching.by]
     walk = Walk(
@@ -44,8 +47,15 @@ def preview(path: Path, overrides: Sequence[str], *, num_rows: int, html: Path |
     print_audit(audit)
     if html is not None:
         page = preview_page(batches, audit, title=f"Preview of {path.name}", facts=_facts(config), unit=unit)
+        _write(html, page)
+
+
+def _write(html: Path, page: str) -> None:
+    try:
         files.write_text(html, page)
-        print(f"wrote {html}")
+    except OSError as error:
+        raise UserError(f"--html: {html} cannot be written: {error.strerror}. Name another file.") from error
+    print(f"wrote {html}")
 
 
 def without_limits(config: RunConfig) -> RunConfig:

@@ -13,6 +13,7 @@ from finetune.advise.preview_rows import SeenBatch, SeenPosition, SeenSample
 from finetune.advise.preview_terminal import plain_text
 from finetune.advise.preview_tokens import Piece, pieces_of, visible
 from finetune.data.features import Features
+from finetune.errors import UserError
 from finetune.model.byte_pairs import trained_tokenizer
 
 JOB = """
@@ -170,6 +171,14 @@ def test_a_page_has_charts_tiles_and_the_audit(shown, tmp_path):
     text = (tmp_path / "page.html").read_text()
     for part in ("Length of samples", "Share of a sample that is learnt", "Pack at position 0", "filled", "duplicates"):
         assert part in text
+
+
+def test_a_page_needs_a_file_to_be_written_to(job, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="is a folder. Name a file: .*preview.html"):
+        preview(job, [], num_rows=1, html=tmp_path, start=0)
+    with pytest.raises(UserError, match="cannot be written"):
+        preview(job, [], num_rows=1, html=tmp_path / "file" / "page.html", start=0)
 
 
 def test_lanes_are_in_proportion():
