@@ -6,10 +6,10 @@ from itertools import pairwise
 
 import numpy as np
 
-from finetune.data.order import LengthsOf, Order, cut_by_position, joined, permutation
+from finetune.data.order import LengthsOf, Order, OrderOfPieces, joined, permutation
 
 
-class ByLength:
+class ByLength(OrderOfPieces):
     """An order whose samples are sorted by length within every window of so many steps.
 
     In a window of one step each step keeps its samples, so its loss is the same. In a larger one the steps get samples
@@ -31,15 +31,8 @@ class ByLength:
         """Return those of the order that is sorted."""
         return self._order.num_positions
 
-    def samples(self, start: int, stop: int) -> np.ndarray:
-        """Return the samples at positions [start, stop)."""
-        return joined(self._pieces(start, stop))
-
-    def cut(self, start: int, stop: int, size: int) -> Iterator[np.ndarray]:
-        """Yield the samples at positions [start, stop), `size` at a time."""
-        return cut_by_position(self, start, stop, size)
-
-    def _pieces(self, start: int, stop: int) -> Iterator[np.ndarray]:
+    def pieces(self, start: int, stop: int) -> Iterator[np.ndarray]:
+        """Yield the samples at positions [start, stop)."""
         while start < stop:
             window, first = divmod(start, self._window_size)
             last = min(self._window_size, first + stop - start)

@@ -5,13 +5,13 @@ from functools import lru_cache
 
 import numpy as np
 
-from finetune.data.order import Order, cut_by_position, joined, shuffled_rows
+from finetune.data.order import Order, OrderOfPieces, shuffled_rows
 from finetune.data.sample_ids import of_source
 
 _POSITIONS_DRAWN_AT_ONCE = 1024
 
 
-class MixedOrder:
+class MixedOrder(OrderOfPieces):
     """An endless order of windows, in each of which every source has its count of positions, shuffled.
 
     What stands there is the next position of the source's own order, so each source is gone through in that order.
@@ -32,22 +32,19 @@ class MixedOrder:
         """Return the positions until the first source, or the last, is used up; without weights, those of a window."""
         return self._num_positions
 
-    def samples(self, start: int, stop: int) -> np.ndarray:
-        """Return the ids of the samples at positions [start, stop)."""
+    def pieces(self, start: int, stop: int) -> Iterator[np.ndarray]:
+        """Yield the ids at positions [start, stop): at once where each holds one sample, else position by position."""
         sources, draws = self._draws(start, stop)
         taken = {int(source): _span(draws[sources == source]) for source in np.unique(sources)}
         ids = {source: self._orders[source].samples(*span) + of_source(source) for source, span in taken.items()}
-        if sum(map(len, ids.values())) == len(sources):  # one sample at each position: no need to go through them
+        if sum(map(len, ids.values())) == len(sources):
             mixed = np.empty(len(sources), np.int64)
             for source, of_its in ids.items():
                 mixed[sources == source] = of_its
-            return mixed
+            yield mixed
+            return
         each = {source: self._orders[source].cut(*span, 1) for source, span in taken.items()}
-        return joined(next(each[source]) + of_source(source) for source in sources.tolist())
-
-    def cut(self, start: int, stop: int, size: int) -> Iterator[np.ndarray]:
-        """Yield the samples of `size` positions at a time."""
-        return cut_by_position(self, start, stop, size)
+        yield from (next(each[source]) + of_source(source) for source in sources.tolist())
 
     def num_draws(self, num_positions: int) -> list[int]:
         """Return how many of the first so many positions each source has."""

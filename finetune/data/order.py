@@ -1,5 +1,6 @@
 """The order of samples as a pure function of (seed, epoch, position); a position counts over the whole world."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -27,8 +28,24 @@ class Order(Protocol):
         """Yield the same in pieces of `size` positions each: what the microbatches hold."""
 
 
+class OrderOfPieces(ABC):
+    """What orders share that come piece by piece: window after window, epoch after epoch."""
+
+    def samples(self, start: int, stop: int) -> np.ndarray:
+        """Return the ids of all samples at positions [start, stop), position after position."""
+        return joined(self.pieces(start, stop))
+
+    def cut(self, start: int, stop: int, size: int) -> Iterator[np.ndarray]:
+        """Yield the samples of `size` positions at a time, where a position may hold several."""
+        return (self.samples(first, min(first + size, stop)) for first in range(start, stop, size))
+
+    @abstractmethod
+    def pieces(self, start: int, stop: int) -> Iterator[np.ndarray]:
+        """Yield the ids at positions [start, stop), as they come."""
+
+
 @dataclass(frozen=True)
-class SetOrder:
+class SetOrder(OrderOfPieces):
     """An endless sequence of sample ids, epoch after epoch, each of which holds every sample once."""
 
     seed: int
@@ -40,16 +57,8 @@ class SetOrder:
         """Return the number of samples: each is one position."""
         return self.num_samples
 
-    def cut(self, start: int, stop: int, size: int) -> Iterator[np.ndarray]:
-        """Yield the samples at positions [start, stop), `size` at a time."""
-        samples = self.samples(start, stop)
-        return (samples[first : first + size] for first in range(0, len(samples), size))
-
-    def samples(self, start: int, stop: int) -> np.ndarray:
-        """Return the sample ids at positions [start, stop), which may lie in several epochs."""
-        return joined(self._pieces(start, stop))
-
-    def _pieces(self, start: int, stop: int) -> Iterator[np.ndarray]:
+    def pieces(self, start: int, stop: int) -> Iterator[np.ndarray]:
+        """Yield the sample ids at positions [start, stop), epoch after epoch."""
         while start < stop:
             epoch, first = divmod(start, self.num_samples)
             last = min(self.num_samples, first + stop - start)
@@ -58,11 +67,6 @@ class SetOrder:
 
     def _epoch(self, epoch: int) -> np.ndarray:
         return _permutation(self.seed, self.num_samples, epoch) if self.shuffle else _sequence(self.num_samples)
-
-
-def cut_by_position(order: Order, start: int, stop: int, size: int) -> Iterator[np.ndarray]:
-    """Yield the samples of `size` positions at a time, where a position may hold several."""
-    return (order.samples(first, min(first + size, stop)) for first in range(start, stop, size))
 
 
 def steps_for_tokens(

@@ -6,7 +6,7 @@ from functools import lru_cache, partial
 import numpy as np
 
 from finetune.config.sections.data import BatchingSection
-from finetune.data.order import Order, SetOrder, cut_by_position, joined, permutation
+from finetune.data.order import Order, OrderOfPieces, SetOrder, permutation
 from finetune.data.packing import Grouping, Groups, batches_by_tokens, best_fit_decreasing
 
 WINDOW_SAMPLES = 1 << 20
@@ -30,7 +30,7 @@ def tokens_per_position(batching: BatchingSection, *, max_length: int) -> int:
     return batching.tokens if batching.tokens is not None else max_length
 
 
-class GroupedOrder:
+class GroupedOrder(OrderOfPieces):
     """An endless sequence of groups of samples, epoch after epoch, each of which holds every sample once.
 
     Which samples are in which window is settled for all epochs, so every epoch has equally many groups. In each epoch
@@ -61,15 +61,8 @@ class GroupedOrder:
         """Return the number of groups."""
         return int(self._ends[-1]) if len(self._ends) else 0
 
-    def samples(self, start: int, stop: int) -> np.ndarray:
-        """Return the samples of the groups at positions [start, stop), group after group."""
-        return joined(self._pieces(start, stop))
-
-    def cut(self, start: int, stop: int, size: int) -> Iterator[np.ndarray]:
-        """Yield the samples of `size` groups at a time."""
-        return cut_by_position(self, start, stop, size)
-
-    def _pieces(self, start: int, stop: int) -> Iterator[np.ndarray]:
+    def pieces(self, start: int, stop: int) -> Iterator[np.ndarray]:
+        """Yield the samples at positions [start, stop)."""
         while start < stop:
             epoch, position = divmod(start, self.num_positions)
             window = int(np.searchsorted(self._ends, position, side="right"))

@@ -6,13 +6,13 @@ from functools import lru_cache
 
 import numpy as np
 
-from finetune.data.order import Order, cut_by_position, joined
+from finetune.data.order import Order, OrderOfPieces
 from finetune.data.sample_ids import of_window
 
 _KEPT_ORDERS = 4
 
 
-class StreamOrder:
+class StreamOrder(OrderOfPieces):
     """An endless sequence of positions that follows from the lengths of the samples in each window alone.
 
     `arrange(window)` gives the order of a window, of which one epoch is taken; None where no sample is in it. It may
@@ -25,14 +25,6 @@ class StreamOrder:
         self._arranged = lru_cache(maxsize=_KEPT_ORDERS)(arrange)
         self._ends: list[int] = []  # of each window's positions, as far as they are known
 
-    def samples(self, start: int, stop: int) -> np.ndarray:
-        """Return the ids of the samples at positions [start, stop), which may lie in several windows."""
-        return joined(self._pieces(start, stop))
-
-    def cut(self, start: int, stop: int, size: int) -> Iterator[np.ndarray]:
-        """Yield the samples of `size` positions at a time."""
-        return cut_by_position(self, start, stop, size)
-
     def window_at(self, position: int) -> int:
         """Return the window that holds the position."""
         while not self._ends or self._ends[-1] <= position:
@@ -41,7 +33,8 @@ class StreamOrder:
             self._ends.append((self._ends[-1] if self._ends else 0) + num_positions)
         return bisect_right(self._ends, position)
 
-    def _pieces(self, start: int, stop: int) -> Iterator[np.ndarray]:
+    def pieces(self, start: int, stop: int) -> Iterator[np.ndarray]:
+        """Yield the ids at positions [start, stop), window after window."""
         while start < stop:
             window = self.window_at(start)
             order, begins = self._arranged(window), self._ends[window - 1] if window else 0

@@ -6,10 +6,10 @@ from finetune.config.sections.train import ScalingSection, TrainSection
 from finetune.train.plan import make_plan
 
 
-def plan(world=4, num_positions=1000, **changes):
+def plan(world=4, num_positions=1000, unit="samples", **changes):
     section = TrainSection(**{"global_batch_size": 64, "microbatch_size": 4, "learning_rate": 1e-3, **changes})
     return make_plan(
-        section, num_positions=num_positions, world=world, steps_for_tokens=lambda tokens: tokens // 10_000
+        section, num_positions=num_positions, unit=unit, world=world, steps_for_tokens=lambda tokens: tokens // 10_000
     )
 
 
@@ -37,6 +37,17 @@ def test_tokens_are_turned_into_steps_by_the_data():
     made = plan(tokens=120_000)
     assert made.num_steps == 12
     assert "120,000 tokens are reached in 12 steps" in made.arithmetic[1]
+
+
+def test_packs_are_counted_as_packs():
+    made = plan(epochs=1.0, num_positions=128, unit="packs")
+    assert made.arithmetic[1] == "budget: 1 epochs x 128 packs / 64 = 2.00 -> 2 steps"
+
+
+def test_a_stream_has_steps_and_no_epoch():
+    made = plan(steps=10, num_positions=None)
+    assert made.arithmetic[1] == "budget: 10 steps x 64 samples of a stream"
+    assert made.epoch(5) is None
 
 
 def test_a_scaled_rate_shows_how_it_came_about():

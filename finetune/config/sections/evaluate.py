@@ -22,6 +22,6 @@ class EvaluateSection(Section):
     every_steps: Positive | None = key("Evaluate every so many steps; unset, only at the end.", None)
     at_start: bool = key("Also evaluate before the first step.", False)
     microbatch_size: Positive | None = key(
-        "Samples per forward pass and process; unset, `train.microbatch_size`.", None
+        "Samples, packs or batches per forward pass and process; unset, `train.microbatch_size`.", None
     )
     generate: GenerateSection | None = key("Let the model answer validation prompts and score the answers.", None)
