@@ -16,6 +16,7 @@ WHOLE_ROW = "row"
 """The name under which a template finds all columns, for those whose name is no word: `row['my column']`."""
 
 _FILE = "<row template>"
+_FAULTS = (TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError)
 
 
 def rendered(written: Any, row: Row, *, column: str) -> Any:
@@ -58,7 +59,7 @@ def _texts(written: Any) -> Iterator[str]:
 def _text(written: str, row: Row, *, column: str) -> str:
     try:
         return _compiled(written).render({WHOLE_ROW: row, **row})
-    except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
+    except _FAULTS as error:
         place = f"template of `{column}`, line {_line(error)}"
         columns = ", ".join(f"`{name}`" for name in row)
         raise DataError(f"{place}: {error}. The row's columns are {columns}.") from error

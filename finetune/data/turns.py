@@ -16,13 +16,12 @@ _OTHER_WEIGHTS = ("loss", "train", "training", "train_detail", "mask", "masked",
 """What other tools call a turn's `weight`: passed on, they would change nothing."""
 
 _ROLES: Mapping[str, str] = {
-    **dict.fromkeys(("system", "user", "assistant", "tool"), ""),
-    "developer": "",
+    **{role: role for role in ("system", "developer", "user", "assistant", "tool")},
     "human": "user",
     **dict.fromkeys(("gpt", "chatgpt", "model", "bot", "function_call"), "assistant"),
     **dict.fromkeys(("function", "function_response", "observation", "ipython"), "tool"),
 }
-"""From the words of ShareGPT's rows to those of chat templates; empty where they are the same."""
+"""From the words of ShareGPT's rows to those of chat templates."""
 
 
 def read_turns(value: Any, *, title: str) -> list[Turn]:
@@ -119,7 +118,7 @@ def _read_sharegpt_turn(number: int, turn: Any) -> Turn:
         known = ", ".join(f"`{role}`" for role in _ROLES)
         raise DataError(f"turn {number} is from {speaker!r}. Known are {known}.")
     renamed = {name: value for name, value in turn.items() if name not in ("from", "value")}
-    renamed |= {"role": _ROLES[speaker] or speaker, "content": turn.get("value", turn.get("content"))}
+    renamed |= {"role": _ROLES[speaker], "content": turn.get("value", turn.get("content"))}
     if speaker == "function_call":
         renamed |= {"content": None, "tool_calls": _calls_in(number, renamed["content"])}
     return _read_turn(number, renamed)

@@ -77,6 +77,7 @@ BAD = [
     ({"text": "{{ tags.append('c') }}"}, "line 1: .*unsafe"),
     ({"text": "{{ ''.__class__.__mro__ }}"}, "line 1: access to attribute '__class__' of 'str' object is unsafe"),
     ({"text": "{% for x in range(10**9) %}{{ x }}{% endfor %}"}, "line 1: Range too big"),
+    ({"text": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}"}, "line 1: maximum recursion depth"),
     ({"text": "{{ tags | random }}"}, "text, line 1: not valid Jinja: No filter named 'random'"),
     ({"text": "\n{% if %}"}, r"data.train.template.text, line 2: not valid Jinja"),
     (
