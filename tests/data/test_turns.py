@@ -77,7 +77,7 @@ def test_a_turn_that_is_none_is_named(turns, message):
 
 
 BAD_SHAREGPT = [
-    ([{"from": "alice", "value": "a"}], "turn 1 is from 'alice'. Known are `system`, `user`"),
+    ([{"from": "alice", "value": "a"}], "turn 1 is from 'alice'. Known are `system`, `developer`"),
     ([{"value": "a"}], "turn 1 is from None"),
     ([{"from": "human"}], "`content` of turn 1 must be text, but is null"),
     ([{"from": "function_call", "value": "weather()"}], "turn 1 is a function call that is not JSON"),
