@@ -1,10 +1,10 @@
 """An audit as a person reads it: a row for each source, then what deserves a sentence."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from rich.table import Table
 
-from finetune.advise.printing import print_table
+from finetune.advise.printing import print_facts, print_table, width
 from finetune.data.audit import Audit, SourceAudit
 from finetune.data.histogram import Histogram
 from finetune.data.padding import Padding
@@ -16,29 +16,27 @@ HEAD = (
 RARE = ("cut", "too long", "no target", "duplicates")
 """Columns that are left out where every source has 0."""
 
+_GAP = 2
 _STEPS = "▁▂▃▄▅▆▇█"
 
 
 def print_audit(audit: Audit) -> None:
-    """Print the audit as a table and a few lines."""
-    print_table(audit_table(audit))
+    """Print the audit as a table, or as lines where the terminal is too narrow for it, and what else is to be said."""
+    head, *rows = audit_rows(audit)
+    if sum(max(map(len, column)) + _GAP for column in zip(head, *rows, strict=True)) <= width() + _GAP:
+        print_table(_table(head, rows))
+    else:
+        facts = ((row[0], ", ".join(map(" ".join, zip(head[1:], row[1:], strict=True)))) for row in rows)
+        print_facts(facts, indent=max(len(row[0]) for row in rows) + _GAP)
     for line in (*audit_lines(audit), *(audit.template.lines() if audit.template else ())):
         print(line)
 
 
-def audit_table(audit: Audit) -> Table:
-    """Return a row for each source, the total of several, and the validation rows."""
-    head, *rows = audit_rows(audit)
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for number, name in enumerate(head):
-        table.add_column(name, justify="right" if number else "left", no_wrap=True)
-    for row in rows:
-        table.add_row(*row)
-    return table
-
-
 def audit_rows(audit: Audit) -> list[tuple[str, ...]]:
-    """Return the same as text, names first; what happened nowhere has no column."""
+    """Return a row for each source, the total of several, and the validation rows, as text below a row of names.
+
+    What happened nowhere has no column.
+    """
     rows = [HEAD, *(_row(each) for each in _shown(audit))]
     told = [place for place, name in enumerate(HEAD) if name not in RARE or any(row[place] != "0" for row in rows[1:])]
     return [tuple(row[place] for place in told) for row in rows]
@@ -88,6 +86,15 @@ def sparkline(found: Histogram) -> str:
     """
     highest = max(found.bars, default=0) or 1
     return "".join(" " if bar == 0 else _STEPS[-(-bar * len(_STEPS) // highest) - 1] for bar in found.bars)
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, _GAP, 0, 0))
+    for number, name in enumerate(head):
+        table.add_column(name, justify="right" if number else "left", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
+    return table
 
 
 def _shown(audit: Audit) -> Iterator[SourceAudit]:
