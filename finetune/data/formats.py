@@ -96,7 +96,7 @@ def _detect(section: SourceSection, first: RawRow, *, key: str) -> Format:
     for name, required in REQUIRED_COLUMNS.items():
         known = required + OPTIONAL_COLUMNS.get(name, ())
         is_there = all(section.columns.get(column, column) in available for column in required)
-        if is_there and all(column in known for column in section.template):
+        if is_there and all(column in known for column in (*section.columns, *section.template)):
             return name
     choices = "; ".join(f"{name}: {listed(required)}" for name, required in REQUIRED_COLUMNS.items())
     raise DataError(

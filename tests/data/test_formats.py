@@ -87,6 +87,12 @@ def test_the_first_format_that_fits_is_taken():
     assert [line.rpartition(" ")[2] for line in said[::2]] == ["`messages`", "`prompt_completion`", "`labelled`"]
 
 
+def test_what_is_mapped_decides_too():
+    row = {"chosen": "Once.", "rejected": "Never."}
+    assert read(row, columns={"text": "chosen"}) == {"text": "Once."}
+    assert read(row, template={"text": "{{ chosen }}"}) == {"text": "Once."}
+
+
 @pytest.mark.parametrize("absent", [None, "", [], "[]"])
 def test_no_tools_are_no_tools(absent):
     assert read({"messages": [USER], "tools": absent}) == {"messages": [USER]}
