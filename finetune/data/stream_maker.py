@@ -160,18 +160,29 @@ def _keep(job: StreamJob, record: WindowRecord) -> None:
         )
 
 
+class Unreadable(DataError):
+    """Rows that could not be had: told again from a shard's own error, with its cause."""
+
+
 def _with_signs(rows: WindowRows, folder: StreamFolder) -> Iterator[RawRow]:
-    """Yield the rows, with a sign now and then that it goes on."""
-    for number, row in enumerate(rows):
-        if number % _ROWS_BETWEEN_SIGNS == 0:
-            folder.sign_of_life.touch()
-        yield row
+    """Yield the rows, with a sign now and then that it goes on; raises Unreadable where a shard raises DataError."""
+    try:
+        for number, row in enumerate(rows):
+            if number % _ROWS_BETWEEN_SIGNS == 0:
+                folder.sign_of_life.touch()
+            yield row
+    except DataError as error:
+        raise Unreadable(str(error)) from error.__cause__
 
 
 def _may_pass(error: DataError) -> bool:
-    """Tell whether the cause is one that may pass: storage that does not answer, not a file that is not there."""
+    """Tell whether the cause is one that may pass: storage that does not answer, not what is wrong with a file.
+
+    Each storage has exceptions of its own; what is wrong with content is a DataError, ValueError or EOFError.
+    """
     cause = error.__cause__
-    return isinstance(cause, OSError) and not isinstance(cause, FileNotFoundError | PermissionError)
+    lasting = (FileNotFoundError, PermissionError, DataError, ValueError, EOFError)
+    return isinstance(error, Unreadable) and cause is not None and not isinstance(cause, lasting)
 
 
 def _end_with_starter(pipe: int) -> None:

@@ -210,16 +210,19 @@ def test_a_full_disk_is_told_and_what_was_begun_is_removed(streams, no_process, 
     assert list((job_of(pool).folder.path / "windows").iterdir()) == []
 
 
-def test_storage_that_does_not_answer_is_asked_again(streams, no_process, monkeypatch):
-    pool, pauses = streams.open(), []
-    monkeypatch.setattr(stream_maker.time, "sleep", pauses.append)
+@pytest.mark.parametrize(("cause", "pauses"), [(ConnectionError("gone"), [1.0, 5.0, 25.0]), (ValueError("bad"), [])])
+def test_storage_that_does_not_answer_is_asked_again(streams, no_process, monkeypatch, cause, pauses):
+    waited = []
+    monkeypatch.setattr(stream_maker.time, "sleep", waited.append)
 
     def away(*_):
-        raise DataError("part-0.jsonl: cannot be read") from ConnectionError("no answer")
+        raise DataError("part-0.jsonl: cannot be read") from cause
+        yield
 
-    monkeypatch.setattr(stream_maker, "make_window", away)
-    assert stream_maker._made(job_of(pool), 0) == "part-0.jsonl: cannot be read"
-    assert pauses == [1.0, 5.0, 25.0]
+    job = job_of(streams.open())
+    monkeypatch.setattr("finetune.data.portions.Shard.rows", away)
+    assert stream_maker._made(job, 0) == "part-0.jsonl: cannot be read"
+    assert waited == pauses
 
 
 def test_the_process_ends_when_nobody_reads(streams, no_process):
