@@ -4,9 +4,8 @@ from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
 
-from finetune.data.chunks import Recipe
 from finetune.data.counts import Counts
-from finetune.data.parallel import encode_chunks
+from finetune.data.parallel import Encoders
 from finetune.data.rows import RawRow
 from finetune.data.store import MANIFEST, Identity, PreparedSet
 from finetune.data.writing import SetWriter
@@ -27,25 +26,23 @@ def nobody(rows: int) -> None:
 def build_set(
     folder: Path,
     rows: Iterator[RawRow],
-    recipe: Recipe,
+    encoders: Encoders,
     made_of: Identity,
     *,
-    num_workers: int,
     advance: Advance = nobody,
     num_left_out: Callable[[], int] = int,
 ) -> Counts:
     """Make a prepared set of the rows in the folder and return its counts.
 
-    `num_left_out` tells after the last row how many the source has left out because they are evaluated on.
-
-    Where a build of the same identity was cut off in this folder, it goes on after the rows that its journal names, and
-    the result is the same to the bit. Raises DataError for a row that cannot be encoded, OSError for a full disk.
+    `num_left_out` tells after the last row how many the source has left out because they are evaluated on. Where a
+    build of the same identity was cut off in this folder, it goes on after the rows that its journal names, and the
+    result is the same to the bit. Raises DataError for a row that cannot be encoded, OSError for a full disk.
     """
     if (folder / MANIFEST).exists():
         return PreparedSet(folder).counts
     writer = SetWriter(folder, made_of)
     try:
-        _append_rows(writer, _after(rows, writer.counts.rows), recipe, num_workers=num_workers, advance=advance)
+        _append_rows(writer, _after(rows, writer.counts.rows), encoders, advance=advance)
         reach("prepare.finish", step=writer.counts.rows)
         writer.count(Counts(excluded_rows=num_left_out()))
         return writer.finish()
@@ -53,11 +50,9 @@ def build_set(
         writer.close()
 
 
-def _append_rows(
-    writer: SetWriter, rows: Iterator[RawRow], recipe: Recipe, *, num_workers: int, advance: Advance
-) -> None:
+def _append_rows(writer: SetWriter, rows: Iterator[RawRow], encoders: Encoders, *, advance: Advance) -> None:
     advance(writer.counts.rows)
-    for number, chunk in enumerate(encode_chunks(rows, recipe, num_workers=num_workers), start=1):
+    for number, chunk in enumerate(encoders.encode(rows), start=1):
         reach("prepare.write", step=number)
         writer.append(chunk)
         if number % CHUNKS_BETWEEN_NOTES == 0:

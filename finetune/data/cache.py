@@ -14,7 +14,7 @@ from finetune.data.build import Advance, build_set
 from finetune.data.chunks import Encode, Recipe, make_recipe
 from finetune.data.journal import rows_noted
 from finetune.data.limits import refuse, refuse_shares
-from finetune.data.parallel import WorkersLost
+from finetune.data.parallel import Encoders, WorkersLost
 from finetune.data.sources import Source
 from finetune.data.store import FORMAT_VERSION, Identity, PreparedSet
 from finetune.data.workers import num_prepare_workers
@@ -119,19 +119,13 @@ def _build(
     say: Say,
 ) -> None:
     """Make the set; what cannot become one is removed, what was only cut off is kept to go on from."""
-    num_workers, done = num_prepare_workers(section), rows_noted(staging)
+    done = rows_noted(staging)
     if done:
         say(f"{source.key}: {done:,} rows are tokenised already; it goes on from there")
     try:
-        counts = build_set(
-            staging,
-            source.rows(),
-            recipe,
-            made_of,
-            num_workers=num_workers,
-            advance=advance,
-            num_left_out=lambda: source.num_left_out,
-        )
+        with Encoders(recipe, num_workers=num_prepare_workers(section)) as encoders:
+            rows, left_out = source.rows(), lambda: source.num_left_out
+            counts = build_set(staging, rows, encoders, made_of, advance=advance, num_left_out=left_out)
         refuse(counts, section, key=source.key)
     except WorkersLost:
         raise

@@ -1,11 +1,11 @@
 """Chunks encoded in this process or in several: the same samples in the same order either way."""
 
+import sys
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from itertools import chain, islice
-from multiprocessing import active_children, get_context
+from multiprocessing import get_context
 
 from finetune.data.chunks import Chunk, Recipe, encode_chunk
 from finetune.data.rows import RawRow
@@ -24,18 +24,70 @@ class WorkersLost(DataError):
     """A process that encodes is gone; what has been written stays good."""
 
 
-def encode_chunks(rows: Iterator[RawRow], recipe: Recipe, *, num_workers: int) -> Iterator[Chunk]:
-    """Yield the chunks in the order of the rows, holding only a few chunks of rows in memory.
+class Encoders:
+    """Encode rows by one recipe, in this process or in workers that are kept from call to call, until `close`.
 
-    Workers take seconds to start: the first chunks are encoded here, and a small set needs no others. Raises DataError
-    naming the row that cannot be encoded.
+    Workers take a moment to start: the first chunks are encoded here, and a small set needs no others.
     """
-    chunks = cut(rows)
-    alone = CHUNKS_BEFORE_WORKERS if num_workers else None
-    yield from (encode_chunk(recipe, raws) for raws in islice(chunks, alone))
-    following = next(chunks, None)
-    if following is not None:
-        yield from _with_workers(chain([following], chunks), recipe, num_workers=num_workers)
+
+    def __init__(self, recipe: Recipe, *, num_workers: int) -> None:
+        self._recipe = recipe
+        self._num_workers = num_workers
+        self._num_alone = CHUNKS_BEFORE_WORKERS if num_workers else sys.maxsize  # still to be encoded before they start
+        self._pool: ProcessPoolExecutor | None = None
+        self._starting: list[Future[bool]] = []
+
+    def __enter__(self) -> "Encoders":
+        return self
+
+    def __exit__(self, *ended: object) -> None:
+        self.close()
+
+    def encode(self, rows: Iterator[RawRow]) -> Iterator[Chunk]:
+        """Yield the chunks in the order of the rows, holding only a few chunks of rows in memory.
+
+        Raises DataError naming the row that cannot be encoded, and WorkersLost.
+        """
+        waiting: deque[Future[Chunk]] = deque()
+        try:
+            for raws in cut(rows):
+                if self._is_alone():
+                    yield encode_chunk(self._recipe, raws)
+                    continue
+                assert self._pool is not None
+                waiting.append(self._pool.submit(_encode_with_kept, raws))
+                if len(waiting) > 2 * self._num_workers:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+        except BrokenProcessPool as error:
+            raise WorkersLost(
+                "a process that tokenises ended abruptly, perhaps for want of memory. Set fewer data.prepare_workers."
+            ) from error
+
+    def close(self) -> None:
+        """End the workers as soon as they are done with what they have begun."""
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
+
+    def _is_alone(self) -> bool:
+        """Tell whether the next chunk is encoded here: until it pays to start workers, and one is ready."""
+        if self._num_alone > 0:
+            self._num_alone -= 1
+            return True
+        if self._pool is None:
+            self._start()
+        return not self._is_ready()
+
+    def _is_ready(self) -> bool:
+        return any(each.done() for each in self._starting)
+
+    def _start(self) -> None:
+        # spawn: a forked child would inherit locks that threads of torch or the tokenizer may hold
+        self._pool = ProcessPoolExecutor(
+            self._num_workers, get_context("spawn"), initializer=_begin, initargs=(self._recipe,)
+        )
+        self._starting = [self._pool.submit(_is_started) for _ in range(self._num_workers)]
 
 
 def cut(rows: Iterator[RawRow]) -> Iterator[list[RawRow]]:
@@ -50,43 +102,6 @@ def cut(rows: Iterator[RawRow]) -> Iterator[list[RawRow]]:
             chunk, num_bytes = [], 0
     if chunk:
         yield chunk
-
-
-def _with_workers(chunks: Iterator[list[RawRow]], recipe: Recipe, *, num_workers: int) -> Iterator[Chunk]:
-    others = set(active_children())
-    # spawn: a forked child would inherit locks that threads of torch or the tokenizer may hold
-    pool = ProcessPoolExecutor(num_workers, get_context("spawn"), initializer=_begin, initargs=(recipe,))
-    try:
-        starting = [pool.submit(_is_started) for _ in range(num_workers)]
-        yield from _meanwhile(chunks, recipe, starting)
-        yield from _in_order(pool, chunks, num_ahead=2 * num_workers)
-    except BrokenProcessPool as error:
-        raise WorkersLost(
-            "a process that tokenises ended abruptly, perhaps for want of memory. Set fewer data.prepare_workers."
-        ) from error
-    finally:
-        for worker in set(active_children()) - others:
-            worker.kill()  # it may be starting still, and has nothing to tidy up
-        pool.shutdown(cancel_futures=True)
-
-
-def _meanwhile(chunks: Iterator[list[RawRow]], recipe: Recipe, starting: Sequence[Future[bool]]) -> Iterator[Chunk]:
-    """Encode here until the first worker is ready."""
-    while not any(each.done() for each in starting):
-        raws = next(chunks, None)
-        if raws is None:
-            return
-        yield encode_chunk(recipe, raws)
-
-
-def _in_order(pool: ProcessPoolExecutor, chunks: Iterator[list[RawRow]], *, num_ahead: int) -> Iterator[Chunk]:
-    waiting: deque[Future[Chunk]] = deque()
-    for raws in chunks:
-        waiting.append(pool.submit(_encode_with_kept, raws))
-        if len(waiting) > num_ahead:
-            yield waiting.popleft().result()
-    while waiting:
-        yield waiting.popleft().result()
 
 
 _recipes: list[Recipe] = []

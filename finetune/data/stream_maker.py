@@ -9,11 +9,13 @@ import time
 import traceback
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from finetune.config.sections.data import DataSection
 from finetune.data.build import build_set
 from finetune.data.chunks import Recipe
 from finetune.data.limits import refuse, refuse_shares
+from finetune.data.parallel import Encoders
 from finetune.data.rows import RawRow
 from finetune.data.store import Identity, PreparedSet
 from finetune.data.stream_folder import StreamFolder, WindowRecord
@@ -43,6 +45,11 @@ class StreamJob:
     section: DataSection
     num_ahead: int
     made_of: Identity
+
+    @cached_property
+    def encoders(self) -> Encoders:
+        """Return what encodes the rows; its workers are kept from window to window."""
+        return Encoders(self.recipe, num_workers=num_prepare_workers(self.section))
 
 
 def main() -> None:
@@ -128,14 +135,8 @@ def make_window(job: StreamJob, window: int) -> None:
     rows, staging = job.plan.window(start), folder.staging(window)
     made_of = replace(job.made_of, fingerprint=f"{job.made_of.fingerprint}/{window}")
     try:
-        num_workers = num_prepare_workers(job.section)
         counts = build_set(
-            staging,
-            _with_signs(rows, folder),
-            job.recipe,
-            made_of,
-            num_workers=num_workers,
-            num_left_out=lambda: rows.num_left_out,
+            staging, _with_signs(rows, folder), job.encoders, made_of, num_left_out=lambda: rows.num_left_out
         )
         key = f"{job.key}: window {window}"
         refuse(counts, job.section, key=key, needs_samples=False)

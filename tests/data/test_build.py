@@ -14,6 +14,7 @@ from finetune.data import build, parallel
 from finetune.data.build import build_set
 from finetune.data.chunks import make_recipe
 from finetune.data.journal import NAME, rows_noted
+from finetune.data.parallel import Encoders
 from finetune.data.sources import open_source
 from finetune.data.store import Identity, PreparedSet
 from finetune.errors import DataError
@@ -38,7 +39,7 @@ class Build:
         folder.mkdir(exist_ok=True)
         recipe = make_recipe(self.source.format, self.encode, section=self.section)
         rows = self.source.rows()
-        return build_set(folder, rows, recipe, made_of, num_workers=0, advance=self.told.append)
+        return build_set(folder, rows, Encoders(recipe, num_workers=0), made_of, advance=self.told.append)
 
     def encode(self, rows):
         self.encoded += len(rows)
@@ -177,9 +178,7 @@ def test_a_sample_knows_where_its_row_stands(build_here, tmp_path):
     file = build_here.source.section.path
     assert prepared.place(0) == f"{file}, row 1"
     assert prepared.place(len(prepared) - 1) == f"{file}, row {NUM_ROWS}"
-    assert (
-        len(prepared) < NUM_ROWS
-    )  # some rows have lost all of their targets
+    assert len(prepared) < NUM_ROWS  # some rows have lost all of their targets
 
 
 def test_a_set_without_a_sample_can_be_opened(write_rows, make_section, tmp_path):

@@ -13,6 +13,7 @@ import pytest
 from finetune.config.sections.data import DataSection, ValidationSourceSection
 from finetune.data import build, cache, parallel
 from finetune.data.cache import prepare_set
+from finetune.data.parallel import Encoders
 from finetune.data.sources import open_source, open_sources
 from finetune.errors import DataError
 from finetune.runtime.faults import VARIABLE
@@ -175,7 +176,7 @@ def test_the_validation_source_is_named_as_such(write_rows, make_section):
 def only_workers(monkeypatch):
     """Have nothing encoded in the main process, neither first nor while workers start."""
     monkeypatch.setattr(parallel, "CHUNKS_BEFORE_WORKERS", 0)
-    monkeypatch.setattr(parallel, "_meanwhile", lambda chunks, recipe, starting: iter(()))
+    monkeypatch.setattr(Encoders, "_is_ready", lambda encoders: True)
 
 
 def test_several_processes_write_the_same_bytes(write_rows, make_section, tmp_path, monkeypatch, only_workers):
