@@ -122,7 +122,7 @@ def _about(job: StreamJob, *, num_before: int) -> Iterator[str]:
     mixed = ", shuffled within a window only" if plan.shuffle else ""
     yield (
         f"{job.key}: a stream of {len(plan.shards):,} files or shards {turn}, in windows of {plan.window_rows:,} rows"
-        f"{mixed}; {job.num_ahead} windows are prepared ahead"
+        f"{mixed}; windows prepared ahead: {job.num_ahead}"
     )
     if num_before:
         yield f"{job.key}: {num_before:,} windows were prepared before; those that are needed again are prepared anew"
