@@ -75,7 +75,7 @@ def padding_lines(padding: Padding) -> Iterator[str]:
     saved = f", {padding.saved:.1%} of the work saved" if padding.saved > 0 else ""
     yield f"padding: {padding.share:.1%} of what is computed ({plain}{saved}; {looked})"
     if padding.filled is not None:
-        yield f"packing: {padding.filled:.1%} of {padding.budget:,} tokens filled, in the mean"
+        yield f"filled: {padding.filled:.1%} of {padding.budget:,} tokens at a position, in the mean"
 
 
 def sparkline(found: Histogram) -> str:

@@ -47,8 +47,15 @@ def shares(counts: Counts, duplicates: int) -> tuple[Share, ...]:
 
 def above(counts: Counts, duplicates: int, section: AuditSection) -> Iterator[Share]:
     """Yield the shares that are above what the section allows, with that limit."""
+    limits = {
+        "truncated_rows": section.max_truncated_rows,
+        "dropped_rows": section.max_dropped_rows,
+        "lost_targets": section.max_lost_targets,
+        "duplicate_samples": section.max_duplicate_samples,
+        "unknown_tokens": section.max_unknown_tokens,
+    }
     for share in shares(counts, duplicates):
-        limit = getattr(section, f"max_{share.name}")
+        limit = limits[share.name]
         if limit is not None and share.value > limit:
             yield replace(share, limit=limit)
 

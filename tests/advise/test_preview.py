@@ -143,7 +143,7 @@ def test_it_begins_where_it_is_asked_to(shown):
 def test_packs_are_shown_as_packs(shown):
     said = shown("data.batching.by=packs", "data.batching.tokens=256", num_rows=4)
     assert re.search(r"┏━ pack at position 0: \d samples", said)
-    assert re.search(r"packing: [\d.]+% of 256 tokens filled", said)
+    assert re.search(r"filled: [\d.]+% of 256 tokens", said)
 
 
 def test_the_audit_follows(shown):
