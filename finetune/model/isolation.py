@@ -33,7 +33,8 @@ def prove_isolation(logits_of: Callable[[Row], Tensor], *, config: Any, vocabula
     seen, misplaced = _TOLERANCE["half" if is_half else "full"]
     pairs = [(row[1], changed_before[1]), (row[2], changed_before[2]), (row[0], changed_behind[0])]
     if any(_difference(*pair) > seen for pair in [*pairs, (row[1], changed_behind[1])]):
-        raise _refusal(config, "a sample changes when another in its row does")
+        attention = getattr(config, "_attn_implementation", None)
+        raise _refusal(config, f"a sample changes when another in its row does (model.attention is `{attention}`)")
     if _difference(alone, row[1]) > misplaced:
         raise _refusal(config, "a sample behind another is not what it is alone: its positions do not begin anew")
 
@@ -65,5 +66,5 @@ def _refusal(config: Any, reason: str) -> ModelError:
     return ModelError(
         f"data.batching: `{config.model_type}`{layers} cannot keep samples in one row apart: {reason}. "
         "Pad them instead: write `by: tokens`, or `by: samples` with `length_window_steps: 1`, "
-        "and no `padding_free`. Another model.attention may do, too."
+        "and no `padding_free`."
     )

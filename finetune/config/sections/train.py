@@ -69,7 +69,7 @@ class TrainSection(Section):
     )
     microbatch_size: Positive = key("The same per forward pass and process.")
     steps: Positive | None = key("Budget in optimizer steps. Exactly one of `steps`, `epochs`, `tokens`.", None)
-    epochs: float | None = key("Budget in passes over the training data; with `data.train.mix`, over the mix.", None, gt=0.0)
+    epochs: float | None = key("Budget in passes over the training data, or over `data.train.mix`.", None, gt=0.0)
     tokens: Positive | None = key("Budget in tokens, padding not counted.", None)
     learning_rate: float = key("Peak learning rate.", gt=0.0)
     learning_rate_scaling: ScalingSection | None = key("Scale the rate with the global batch.", None)
