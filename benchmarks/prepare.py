@@ -29,6 +29,8 @@ from finetune.model.byte_pairs import trained_tokenizer
 from finetune.runtime.amounts import size_text
 
 WORKER = Path(__file__).with_name("prepare_worker.py")
+ROWS_WITH_WORKERS = 6
+"""So many times the rows where there are processes to start: a small set starts none."""
 CONTESTANTS = ("ours", "map", "trl")
 
 
@@ -40,7 +42,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="finetune-prepare-", dir=options.folder) as scratch:
         bench = Bench(Path(scratch))
         for workers in map(int, options.workers.split(",")):
-            _print_contest(bench.contest(options.rows, workers=workers, rounds=options.rounds), workers=workers)
+            rows = options.rows * (1 if workers == 1 else ROWS_WITH_WORKERS)
+            _print_contest(bench.contest(rows, workers=workers, rounds=options.rounds), workers=workers)
         _print_scale({rows: bench.run("ours", rows, workers=1) for rows in map(int, options.scale.split(","))})
         _print_opening(bench)
     return 0

@@ -17,19 +17,20 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
-from transformers import PreTrainedTokenizerFast
+if __name__ == "__main__":  # processes that tokenise import this file, too; `python -m finetune` asks no more of them
+    import numpy as np
+    from transformers import PreTrainedTokenizerFast
 
-from finetune.config.sections.data import DataSection, TrainingSourceSection
-from finetune.config.sections.task import TaskSection
-from finetune.data.cache import prepare_set
-from finetune.data.chunks import Chunk
-from finetune.data.counts import Counts
-from finetune.data.encode import tokenizer_identity
-from finetune.data.sources import open_source
-from finetune.data.store import Identity, PreparedSet
-from finetune.data.writing import SetWriter
-from finetune.task.registry import build_task
+    from finetune.config.sections.data import DataSection, TrainingSourceSection
+    from finetune.config.sections.task import TaskSection
+    from finetune.data.cache import prepare_set
+    from finetune.data.chunks import Chunk
+    from finetune.data.counts import Counts
+    from finetune.data.encode import tokenizer_identity
+    from finetune.data.sources import open_source
+    from finetune.data.store import Identity, PreparedSet
+    from finetune.data.writing import SetWriter
+    from finetune.task.registry import build_task
 
 NUM_TOKENS, TOKENS_PER_SAMPLE, SAMPLES_PER_CHUNK = 10**8, 200, 10_000
 NUM_LOOKED_UP = 20_000
@@ -107,7 +108,7 @@ def _write(scratch: Path) -> dict[str, Any]:
     return clock.read()
 
 
-def _generated(first: int) -> Chunk:
+def _generated(first: int) -> "Chunk":
     num = SAMPLES_PER_CHUNK * TOKENS_PER_SAMPLE
     tokens = np.random.default_rng(first).integers(0, 32_000, num, dtype=np.uint32)
     lengths = np.full(SAMPLES_PER_CHUNK, TOKENS_PER_SAMPLE)

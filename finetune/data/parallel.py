@@ -16,7 +16,7 @@ ROWS_PER_CHUNK = 1024
 BYTES_PER_CHUNK = 4 << 20
 """A chunk is full when it has so many rows, or when its rows that are not parsed yet have so many bytes."""
 
-CHUNKS_BEFORE_WORKERS = 8
+CHUNKS_BEFORE_WORKERS = 16
 """So many are encoded here before processes are started."""
 
 
