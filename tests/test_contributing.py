@@ -11,7 +11,7 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
 from finetune.config.sections.data import DataSection, TrainingSourceSection
 from finetune.config.sections.task import TaskSection
-from finetune.data import local
+from finetune.data import readers
 from finetune.model.byte_pairs import trained_tokenizer
 from finetune.report.events import Evaluated, RunStarted
 from finetune.report.trackers import TrackersReporter
@@ -54,11 +54,12 @@ def test_the_registry_and_the_schema_name_the_same_tasks():
 
 
 def test_the_source_that_is_added_gives_rows_that_know_their_place(tmp_path, monkeypatch):
-    monkeypatch.setitem(local._READERS, ".txt", python_of("Add a source")["text_lines"])
-    (tmp_path / "songs.txt").write_text("a star\n\nthe moon\n")
-    rows = list(local.find_files(str(tmp_path / "*.txt")).rows())
-    assert [(row.number, row.parse()) for row in rows] == [(1, {"text": "a star"}), (3, {"text": "the moon"})]
-    assert rows[1].place.endswith("songs.txt, row 3")
+    monkeypatch.setitem(readers._TEXTS, ".fortune", python_of("Add a source")["sections"])
+    (tmp_path / "sayings.fortune").write_text("a star\n%\nthe moon\nand more\n")
+    with (tmp_path / "sayings.fortune").open("rb") as stream:
+        rows = list(readers.rows_of(stream, ".fortune", origin="sayings.fortune"))
+    assert [(row.number, row.parse()) for row in rows] == [(1, {"text": "a star"}), (3, {"text": "the moon\nand more"})]
+    assert rows[1].place.endswith("sayings.fortune, row 3")
 
 
 @pytest.fixture

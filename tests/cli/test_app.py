@@ -7,7 +7,19 @@ import pytest
 from finetune import __version__
 from finetune.cli import lazy
 
-COMMANDS = ("train", "check", "prepare", "preview", "doctor", "reference", "schema", "init", "chat", "verify", "checkpoint")
+COMMANDS = (
+    "train",
+    "check",
+    "prepare",
+    "preview",
+    "doctor",
+    "reference",
+    "schema",
+    "init",
+    "chat",
+    "verify",
+    "checkpoint",
+)
 
 
 @pytest.fixture

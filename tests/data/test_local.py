@@ -85,9 +85,7 @@ def test_a_link_to_a_folder_is_no_way_around_it(folder, tmp_path):
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "secret.jsonl").touch()
     (folder / "away").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(
-        DataError, match=r"outside of .*rows\. .* set data.train.follow_links: true"
-    ):
+    with pytest.raises(DataError, match=r"outside of .*rows\. .* set data.train.follow_links: true"):
         found(folder / "*" / "*.jsonl")
 
 
