@@ -147,6 +147,15 @@ def unknown_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     return frozenset(map(int, unknown))
 
 
+def forgets_unknown_text(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Tell whether text that the tokenizer does not know leaves no token at all, so that nobody can count it."""
+    rare = ("\U00012000", "\U0001d11e", "\ua66e", "\u2603")  # cuneiform, a clef, an eye, a snowman
+    known, *others = (
+        tokenizer(f"a {sign}", add_special_tokens=False, verbose=False)["input_ids"] for sign in ("", *rare)
+    )
+    return any(ids == known for ids in others)
+
+
 def tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> Mapping[str, str]:
     """Return digests of everything about the tokenizer that the encoding depends on: part of a cache's key."""
     backend = getattr(tokenizer, "backend_tokenizer", None)

@@ -1,7 +1,6 @@
 """Files of rows on this machine: a file, a folder or a glob, with links followed only knowingly."""
 
 import glob
-import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,8 +9,7 @@ from typing import Any, BinaryIO
 from finetune.config.sections.data import SourceSection
 from finetune.data.files import Files, not_read, of_one_kind, require_readable
 from finetune.errors import DataError
-
-_HASHED_BYTES = 1 << 20
+from finetune.runtime.digests import file_digest
 
 
 @dataclass(frozen=True)
@@ -32,11 +30,7 @@ class LocalPlace:
 
     def digest(self) -> str:
         """Return a digest of its content."""
-        digest = hashlib.blake2b(digest_size=16)
-        with self.path.open("rb") as stream:
-            while block := stream.read(_HASHED_BYTES):
-                digest.update(block)
-        return digest.hexdigest()
+        return file_digest(self.path)
 
     def listing(self) -> Any:
         """Return name, size and time of its last change; the folder does not matter."""

@@ -9,7 +9,7 @@ from finetune.config.run_config import RunConfig
 from finetune.data.audit import Prepared, Streamed, refuse_exceeded
 from finetune.data.cache import Watch, cache_folder, prepare_set
 from finetune.data.chat import set_chat_template
-from finetune.data.encode import tokenizer_identity, unknown_ids
+from finetune.data.encode import forgets_unknown_text, tokenizer_identity, unknown_ids
 from finetune.data.features import Features
 from finetune.data.mixing import mixed
 from finetune.data.order import steps_for_tokens
@@ -26,6 +26,11 @@ from finetune.task.protocol import Task
 from finetune.task.registry import build_task
 from finetune.train.answer import Metric, load_metrics
 from finetune.train.plan import Plan, make_plan
+
+_FORGETFUL = (
+    "warning: the tokenizer has neither an unknown token nor bytes: characters that it does not know vanish "
+    "uncounted. Look at `finetune preview`, or choose another tokenizer."
+)
 
 
 @dataclass(frozen=True)
@@ -53,6 +58,8 @@ def make_lessons(config: RunConfig, say: Announcer, *, watch: Watch | None = Non
     told = partial(texts, sources.train)
     tokenizer = load_tokenizer(config.model, texts=told, cache_folder=cache_folder(data), say=say)
     set_chat_template(tokenizer, data.chat_template)
+    if forgets_unknown_text(tokenizer):
+        say(_FORGETFUL)
     task = build_task(config.task, tokenizer=tokenizer, data=data)
     encode, identity, unknown = task.encoder, tokenizer_identity(tokenizer), unknown_ids(tokenizer)
     prepare = partial(

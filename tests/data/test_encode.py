@@ -9,12 +9,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
 
 from finetune.data.chat import BUILT_IN, NEEDED, set_chat_template, stop_ids, tokenize
 from finetune.data.encode import (
     ConversationEncoder,
     TextEncoder,
     encode_text,
+    forgets_unknown_text,
     tokenizer_identity,
     unknown_ids,
     with_system_prompt,
@@ -231,3 +234,17 @@ def test_the_identity_changes_with_template_and_vocabulary_and_not_with_use(toke
     assert tokenizer_identity(other)["chat_template"] == before["chat_template"]
     tokenizer.chat_template += " "
     assert tokenizer_identity(tokenizer)["chat_template"] != before["chat_template"]
+
+
+def test_a_tokenizer_that_forgets_what_it_does_not_know_is_noticed(make_tokenizer):
+    def words(**keys):
+        backend = Tokenizer(models.BPE(**keys))
+        backend.pre_tokenizer = pre_tokenizers.Whitespace()
+        trainer = trainers.BpeTrainer(special_tokens=["<end>", "<unk>"], show_progress=False)
+        backend.train_from_iterator(["a b c"], trainer)
+        return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>", **keys)
+
+    assert words()("a ☃")["input_ids"] == words()("a")["input_ids"]
+    assert forgets_unknown_text(words())
+    assert not forgets_unknown_text(words(unk_token="<unk>"))
+    assert not forgets_unknown_text(make_tokenizer())

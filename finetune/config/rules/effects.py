@@ -95,6 +95,10 @@ def _batches_by(config: RunConfig, *, names: tuple[str, ...]) -> bool:
     return config.data.batching.by in names
 
 
+def _truncates(config: RunConfig) -> bool:
+    return config.data.over_length == "truncate"
+
+
 def _is_weighted(config: RunConfig) -> bool:
     return any(source.weight is not None for source in config.data.train.mix)
 
@@ -109,6 +113,7 @@ EFFECTS: tuple[Effect, ...] = (
     Effect("train.schedule.decay_fraction", _decays_late, "only `name: warmup_stable_decay` decays late"),
     Effect("train.schedule.final_fraction", partial(_schedule_is_not, name="constant"), "a constant rate never falls"),
     Effect("train.nonfinite.max_skips", _skips, "only `action: skip` skips steps"),
+    Effect("data.truncate_side", _truncates, "only `over_length: truncate` cuts"),
     Effect("data.persistent_workers", _has_workers, "it needs `data.num_workers` above 0, or `auto`"),
     Effect("data.prefetch_factor", _has_workers, "it needs `data.num_workers` above 0, or `auto`"),
     Effect(
