@@ -163,6 +163,7 @@ IDLE = [
     (["data.batching={by: packs, padding_free: true}"], "data.batching.padding_free", "packs are never padded"),
     (["data.batching={by: packs, length_window_steps: 2}"], "data.batching.length_window_steps", "only `by: samples`"),
     (["data.train.until=all"], "data.train.until", "only `data.train.mix` with weights"),
+    (["data.truncate_side=start"], "data.truncate_side", "only `over_length: truncate` cuts"),
     (["run.local_folder=runs/stage"], "run.local_folder", "only a run at a URL is staged"),
     (
         ["checkpoint={resume: never, allow_changes: [train.steps]}"],
