@@ -21,10 +21,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from finetune.config.sections.data import BatchingSection
 from finetune.data.batch import Batch
-from finetune.data.by_length import ByLength
 from finetune.data.features import Features
-from finetune.data.order import Order
-from finetune.data.set_order import set_order
+from finetune.data.order.by_length import ByLength
+from finetune.data.order.order import Order
+from finetune.data.order.set_order import set_order
 from finetune.task.collate import end_to_end, is_end_to_end, padded
 from finetune.task.forward import logits_of
 from finetune.task.losses import cross_entropy_sum

@@ -24,7 +24,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from finetune.data.chat import BUILT_IN
+from finetune.data.encoding.chat import BUILT_IN
 from finetune.model.byte_pairs import trained_tokenizer
 from finetune.runtime.amounts import size_text
 

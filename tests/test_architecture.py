@@ -159,6 +159,24 @@ def test_no_module_imports_itself_in_a_circle():
         pytest.fail(f"{circle}: move what both need into a module below both")
 
 
+def test_the_folders_of_a_wing_do_not_import_each_other_in_a_circle():
+    graph: dict[str, set[str]] = {}
+    for name, module in MODULES.items():
+        folder = inner_folder(name)
+        others = {inner_folder(module_of(each)) for _, each in module.own_imports}
+        graph.setdefault(folder, set()).update(other for other in others if other.count(".") and other != folder)
+    assert {"data.order", "data.prepared", "data.sources"} <= graph.keys()
+    try:
+        list(TopologicalSorter({folder: others for folder, others in graph.items() if "." in folder}).static_order())
+    except CycleError as error:
+        pytest.fail(f"{' -> '.join(reversed(error.args[1]))}: put what both need into a folder below both")
+
+
+def inner_folder(name: str) -> str:
+    """Return the folder of a module: `data.order` for `data.order.packing`, `data` for `data.rows`."""
+    return name if (PACKAGE / name.replace(".", "/")).is_dir() else name.rpartition(".")[0]
+
+
 @each_module
 def test_some_packages_are_met_in_some_places_only(module):
     for line, name in module.imports:

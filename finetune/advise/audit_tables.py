@@ -5,9 +5,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from rich.table import Table
 
 from finetune.advise.printing import print_facts, print_table, width
-from finetune.data.audit import Audit, SourceAudit
-from finetune.data.histogram import Histogram
-from finetune.data.padding import Padding
+from finetune.data.audit.audit import Audit, SourceAudit
+from finetune.data.audit.histogram import Histogram
+from finetune.data.audit.padding import Padding
 
 HEAD = (
     *("source", "rows", "samples", "tokens", "learnt", "masked", "cut", "too long", "no target", "duplicates"),

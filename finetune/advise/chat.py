@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, TextStreamer
 
-from finetune.data.chat import stop_ids, tokenize
-from finetune.data.rendering import render
+from finetune.data.encoding.chat import stop_ids, tokenize
+from finetune.data.encoding.rendering import render
 from finetune.errors import UserError
 from finetune.model.hub import told
 from finetune.runtime.log import quieten

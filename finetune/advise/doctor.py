@@ -12,7 +12,7 @@ import torch
 
 from finetune.advise.printing import print_facts
 from finetune.config.load import load_config
-from finetune.data.cache import DEFAULT_FOLDER, cache_folder
+from finetune.data.prepared.cache import DEFAULT_FOLDER, cache_folder
 from finetune.runtime.amounts import size_text
 from finetune.runtime.cores import usable_cores
 from finetune.runtime.environment import environment_facts

@@ -8,8 +8,8 @@ from finetune.advise.audit_tables import print_audit
 from finetune.advise.prepare_progress import progress_shown
 from finetune.advise.preview import without_limits
 from finetune.config.load import load_config
-from finetune.data.audit import Streamed
-from finetune.data.shares import REMEDY
+from finetune.data.audit.audit import Streamed
+from finetune.data.prepared.shares import REMEDY
 from finetune.errors import DataError
 from finetune.report.announcer import Announcer
 from finetune.run.audit import audit_lessons

@@ -9,8 +9,8 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from finetune.advise.audit_tables import audit_lines, audit_rows, numbers_of
 from finetune.advise.preview_rows import SeenBatch, SeenPosition, SeenSample
 from finetune.advise.preview_tokens import stretches
-from finetune.data.audit import Audit
-from finetune.data.histogram import Histogram
+from finetune.data.audit.audit import Audit
+from finetune.data.audit.histogram import Histogram
 
 TEMPLATES = Path(__file__).parent / "templates"
 

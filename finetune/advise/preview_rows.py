@@ -6,7 +6,7 @@ from typing import Any
 
 from finetune.advise.preview_tokens import Piece, pieces_of
 from finetune.data.batch import Batch
-from finetune.data.pool import Pool
+from finetune.data.order.pool import Pool
 from finetune.task.protocol import Task
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-from finetune.data.chat import is_special
+from finetune.data.encoding.chat import is_special
 from finetune.data.features import Features
 
 UNFINISHED = "\ufffd"

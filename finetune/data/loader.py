@@ -10,10 +10,10 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from finetune.config.sections.data import DataSection
 from finetune.data.batch import Batch
 from finetune.data.features import Features
-from finetune.data.order import Order
-from finetune.data.pool import Pool, Samples
-from finetune.data.set_order import set_order
-from finetune.data.store import PreparedSet
+from finetune.data.order.order import Order
+from finetune.data.order.pool import Pool, Samples
+from finetune.data.order.set_order import set_order
+from finetune.data.prepared.store import PreparedSet
 from finetune.data.workers import loader_settings
 from finetune.runtime.children import leave_signals_to_parent
 

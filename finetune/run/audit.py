@@ -4,10 +4,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from finetune.config.run_config import RunConfig
-from finetune.data.audit import Audit, audit_of
-from finetune.data.padding import Padding, measure_padding
-from finetune.data.set_order import tokens_per_position
-from finetune.data.template_check import TemplateCheck, check_template
+from finetune.data.audit.audit import Audit, audit_of
+from finetune.data.audit.padding import Padding, measure_padding
+from finetune.data.encoding.template_check import TemplateCheck, check_template
+from finetune.data.order.set_order import tokens_per_position
 from finetune.report.announcer import Announcer
 from finetune.run.lessons import Lessons
 from finetune.runtime import files

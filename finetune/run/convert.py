@@ -22,7 +22,7 @@ from finetune.checkpoint.state import StateAccess
 from finetune.checkpoint.together import main_does
 from finetune.config.load import LoadedConfig
 from finetune.config.resolved import load_resolved
-from finetune.data.consumed import digest_of
+from finetune.data.order.consumed import digest_of
 from finetune.errors import CheckpointError, UserError
 from finetune.report.announcer import Announcer
 from finetune.run import launched_strategy

@@ -14,7 +14,7 @@ from finetune.checkpoint.record import BUFFER, PARAMETER
 from finetune.config.load import LoadedConfig
 from finetune.config.resolved import load_resolved
 from finetune.config.run_config import RunConfig
-from finetune.data.chat import stop_ids
+from finetune.data.encoding.chat import stop_ids
 from finetune.errors import CheckpointError, UserError
 from finetune.export.card import CardFacts
 from finetune.export.generation import Language

@@ -7,7 +7,7 @@ from finetune.checkpoint.gather import gather_weights
 from finetune.config.explain import resolved_yaml
 from finetune.config.load import LoadedConfig
 from finetune.config.sections.export import ExportSection
-from finetune.data.chat import stop_ids
+from finetune.data.encoding.chat import stop_ids
 from finetune.export.card import CardFacts
 from finetune.export.generation import Language
 from finetune.export.save import ExportReport, export_model

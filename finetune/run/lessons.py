@@ -6,18 +6,18 @@ from functools import partial
 from typing import Any
 
 from finetune.config.run_config import RunConfig
-from finetune.data.audit import Prepared, Streamed, refuse_exceeded
-from finetune.data.cache import Watch, cache_folder, prepare_set
-from finetune.data.chat import set_chat_template
-from finetune.data.encode import forgets_unknown_text, tokenizer_identity, unknown_ids
+from finetune.data.audit.audit import Prepared, Streamed, refuse_exceeded
+from finetune.data.encoding.chat import set_chat_template
+from finetune.data.encoding.encode import forgets_unknown_text, tokenizer_identity, unknown_ids
 from finetune.data.features import Features
-from finetune.data.mixing import mixed
-from finetune.data.order import steps_for_tokens
-from finetune.data.pool import Pool
-from finetune.data.set_pool import by_length, set_pool
-from finetune.data.sources import Source, open_sources, stream_of, texts
-from finetune.data.store import PreparedSet
-from finetune.data.stream import stream_pool
+from finetune.data.order.mixing import mixed
+from finetune.data.order.order import steps_for_tokens
+from finetune.data.order.pool import Pool
+from finetune.data.prepared.cache import Watch, cache_folder, prepare_set
+from finetune.data.prepared.set_pool import by_length, set_pool
+from finetune.data.prepared.store import PreparedSet
+from finetune.data.sources.source import Source, open_sources, stream_of, texts
+from finetune.data.streams.stream import stream_pool
 from finetune.model.tokenizer import load_tokenizer
 from finetune.report.announcer import Announcer
 from finetune.runtime import ranks

@@ -8,10 +8,10 @@ from pathlib import Path
 from finetune.config.run_config import RunConfig
 from finetune.config.sections.evaluate import GenerateSection
 from finetune.data.batch import Batch
-from finetune.data.chat import stop_ids
-from finetune.data.consumed import step_mark
+from finetune.data.encoding.chat import stop_ids
 from finetune.data.loader import evaluation_loader, groups, train_loader
-from finetune.data.store import PreparedSet
+from finetune.data.order.consumed import step_mark
+from finetune.data.prepared.store import PreparedSet
 from finetune.report.reporter import Reporter
 from finetune.run.lessons import Lessons
 from finetune.run.machine import Machine

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from finetune.data.batch import Batch
-from finetune.data.consumed import digest_of
-from finetune.data.order import Order
+from finetune.data.order.consumed import digest_of
+from finetune.data.order.order import Order
 from finetune.errors import CheckpointError
 from finetune.runtime import files, ranks
 from finetune.runtime.progress import Progress

@@ -9,9 +9,9 @@ from transformers import PreTrainedTokenizerBase
 
 from finetune.config.sections.data import DataSection
 from finetune.data.batch import IGNORED, Batch
-from finetune.data.chunks import Encode
-from finetune.data.encode import attempted
+from finetune.data.encoding.encode import attempted
 from finetune.data.features import Features, Outcome
+from finetune.data.prepared.chunks import Encode
 from finetune.errors import DataError
 from finetune.task.collate import end_to_end, is_end_to_end, padded
 from finetune.task.forward import logits_of

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from transformers import PreTrainedTokenizerBase
 
 from finetune.config.sections.data import DataSection
-from finetune.data.chunks import Encode
-from finetune.data.encode import TextEncoder
+from finetune.data.encoding.encode import TextEncoder
 from finetune.data.features import Outcome
+from finetune.data.prepared.chunks import Encode
 from finetune.task.causal import CausalTask
 from finetune.task.expecting import OnlyText
 from finetune.task.protocol import Row

@@ -7,8 +7,8 @@ from typing import Any, Literal, Protocol
 from torch import Tensor, nn
 
 from finetune.data.batch import Batch
-from finetune.data.chunks import Encode
 from finetune.data.features import Features, Outcome
+from finetune.data.prepared.chunks import Encode
 
 ModelHead = Literal["causal_lm"]
 """Which head the model gets; the model wing maps it to an Auto class of transformers."""

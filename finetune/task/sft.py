@@ -6,10 +6,10 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from finetune.config.sections.data import DataSection
-from finetune.data.chat import require_chat_template
-from finetune.data.chunks import Encode
-from finetune.data.encode import ConversationEncoder
+from finetune.data.encoding.chat import require_chat_template
+from finetune.data.encoding.encode import ConversationEncoder
 from finetune.data.features import Features, Outcome
+from finetune.data.prepared.chunks import Encode
 from finetune.task.causal import CausalTask
 from finetune.task.expecting import OnlyTurns
 from finetune.task.protocol import Prompt, Row

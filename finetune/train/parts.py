@@ -53,7 +53,7 @@ class Parts:
     task: Task
     groups: Callable[..., Iterator[tuple[Batch, ...]]]  # this rank's microbatches, a group a step, from `first_step`
     plan: Plan
-    step_mark: Callable[[int], int]  # of the samples that a step must consist of (`data/consumed.py`)
+    step_mark: Callable[[int], int]  # of the samples that a step must consist of (`data/order/consumed.py`)
     place: Callable[[int], str]  # where the row of a sample stands, for a message
     seed: int
     max_gradient_norm: float | None

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from finetune.data.batch import Batch
-from finetune.data.consumed import mark, roll
+from finetune.data.order.consumed import mark, roll
 from finetune.errors import NonFiniteError, TrainingError
 from finetune.runtime import ranks, seeds
 from finetune.runtime.progress import Progress
@@ -44,7 +44,7 @@ class Counts:
 
     num_targets: int
     num_tokens: int
-    samples: int  # the mark of the samples (`data/consumed.py`)
+    samples: int  # the mark of the samples (`data/order/consumed.py`)
     wish: Wish
 
 

@@ -3,9 +3,9 @@
 import pytest
 
 from finetune.advise.audit_tables import audit_rows, print_audit, sparkline
-from finetune.data.audit import Streamed, audit_of
-from finetune.data.counts import Counts
-from finetune.data.histogram import Histogram
+from finetune.data.audit.audit import Streamed, audit_of
+from finetune.data.audit.histogram import Histogram
+from finetune.data.prepared.counts import Counts
 
 COUNTS = Counts(rows=7473, samples=7469, tokens=1_358_002, targets=741_293, rows_without_target=4, longest=577)
 

@@ -6,8 +6,8 @@ from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from finetune.advise.chat import chat, load_speaker
-from finetune.data.chat import set_chat_template, stop_ids, tokenize
-from finetune.data.rendering import render
+from finetune.data.encoding.chat import set_chat_template, stop_ids, tokenize
+from finetune.data.encoding.rendering import render
 from finetune.errors import UserError
 from finetune.model.byte_pairs import trained_tokenizer
 

@@ -6,7 +6,7 @@ import pytest
 
 from finetune.advise.prepare import prepare
 from finetune.advise.prepare_progress import SECONDS_BETWEEN_LINES, Bars, Lines, Pace
-from finetune.data import build, parallel
+from finetune.data.prepared import build, parallel
 from finetune.errors import DataError
 from finetune.runtime.faults import VARIABLE
 

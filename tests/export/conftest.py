@@ -11,7 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from finetune.config.sections.export import ExportSection
 from finetune.config.sections.model import FromConfigSection, ModelSection
-from finetune.data.chat import set_chat_template, stop_ids
+from finetune.data.encoding.chat import set_chat_template, stop_ids
 from finetune.export.card import CardFacts
 from finetune.export.generation import Language
 from finetune.export.save import ExportReport, export_model

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from finetune.data.batch import Batch
-from finetune.data.consumed import digest_of
-from finetune.data.order import SetOrder
+from finetune.data.order.consumed import digest_of
+from finetune.data.order.order import SetOrder
 from finetune.errors import CheckpointError
 from finetune.run.samples import read_samples, recorded, refuse_other_samples
 from finetune.runtime.progress import Progress

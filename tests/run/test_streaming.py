@@ -7,7 +7,7 @@ import re
 import pytest
 from test_exactness import NOTHING_ELSE, in_order
 
-from finetune.data.sample_ids import in_window, place_of
+from finetune.data.order.sample_ids import in_window, place_of
 from finetune.run.samples import read_samples
 
 NUM_STEPS = 9

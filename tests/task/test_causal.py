@@ -10,10 +10,10 @@ import torch
 from finetune.config.sections.data import DataSection, TrainingSourceSection
 from finetune.config.sections.task import TaskSection
 from finetune.data.batch import IGNORED
-from finetune.data.cache import prepare_set
-from finetune.data.encode import tokenizer_identity
+from finetune.data.encoding.encode import tokenizer_identity
 from finetune.data.features import Features
-from finetune.data.sources import open_source
+from finetune.data.prepared.cache import prepare_set
+from finetune.data.sources.source import open_source
 from finetune.errors import DataError
 from finetune.task.causal import pad_id
 from finetune.task.pretrain import PretrainTask

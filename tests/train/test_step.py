@@ -10,7 +10,7 @@ from torch import nn
 
 from finetune.config.sections.train import NonFiniteSection, OptimizerSection, ScheduleSection, TrainSection
 from finetune.data.batch import Batch
-from finetune.data.consumed import mark
+from finetune.data.order.consumed import mark
 from finetune.errors import NonFiniteError
 from finetune.report.events import StepSkipped, StepTaken
 from finetune.runtime.cadence import Cadence, Never

@@ -1,0 +1,198 @@
+"""What will really be trained on: rows, tokens and what became of them, by source and in all."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Protocol
+
+import numpy as np
+
+from finetune.config.sections.data import AuditSection
+from finetune.data.audit.histogram import Histogram, histogram, length_histogram, quantiles
+from finetune.data.audit.padding import Padding
+from finetune.data.encoding.template_check import TemplateCheck
+from finetune.data.prepared.counts import Counts, total
+from finetune.data.prepared.shares import REMEDY, Share, above, num_duplicates, shares
+from finetune.errors import DataError
+
+VERSION = 1
+"""Of the form of `audit.json`."""
+
+
+class Prepared(Protocol):
+    """What an audit needs of a prepared set."""
+
+    @property
+    def counts(self) -> Counts:
+        """Return what became of its rows."""
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Return the tokens of each sample."""
+
+    @property
+    def num_targets_each(self) -> np.ndarray:
+        """Return the targets of each sample."""
+
+    @property
+    def digests(self) -> np.ndarray:
+        """Return a digest (uint64) of the tokens of each sample."""
+
+
+@dataclass(frozen=True)
+class Streamed:
+    """A source of which only the windows prepared so far are known, by their counts."""
+
+    count: Callable[[], Counts]
+
+    @property
+    def counts(self) -> Counts:
+        """Return what became of the rows of all windows that have been prepared by now."""
+        return self.count()
+
+
+@dataclass(frozen=True)
+class SourceAudit:
+    """One source, or all of them."""
+
+    key: str  # its place in the job YAML, or `total`
+    counts: Counts
+    is_streamed: bool
+    duplicates: int | None  # samples equal to an earlier one, be it of another source; None in a stream
+    in_validation: int | None  # training samples that are among the validation samples; None without any
+    length_quantiles: Mapping[str, int]  # in tokens
+    lengths: Histogram | None
+    target_shares: Histogram | None  # targets per token, of each sample
+
+    @property
+    def masked_tokens(self) -> int:
+        """Return the tokens that are read and not learnt."""
+        return self.counts.tokens - self.counts.targets
+
+
+@dataclass(frozen=True)
+class Exceeded:
+    """A share of a source that is above what `data.audit` allows."""
+
+    key: str  # of the source
+    share: Share
+
+    def __str__(self) -> str:
+        return f"{self.key}: {self.share}"
+
+
+@dataclass(frozen=True)
+class Audit:
+    """What a run will be trained on."""
+
+    sources: tuple[SourceAudit, ...]
+    total: SourceAudit
+    validation: SourceAudit | None
+    padding: Padding | None  # None where batches cannot be looked at without waiting for a stream
+    template: TemplateCheck | None  # None where nothing is rendered
+    exceeded: tuple[Exceeded, ...]
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the audit as plain values, what follows from others (masked tokens, shares) included."""
+        plain = {"version": VERSION, **asdict(self)}
+        plain["sources"] = [_plain(source) for source in self.sources]
+        plain["total"] = _plain(self.total)
+        plain["validation"] = _plain(self.validation) if self.validation else None
+        if self.padding:
+            plain["padding"] |= {"share": self.padding.share, "plain_share": self.padding.plain_share}
+        return plain
+
+
+def audit_of(
+    sources: Mapping[str, Prepared | Streamed],
+    *,
+    validation: Prepared | None = None,
+    limits: AuditSection | None = None,
+    padding: Padding | None = None,
+    template: TemplateCheck | None = None,
+) -> Audit:
+    """Return the audit of the training sources, by their places in the job YAML and in their order."""
+    prepared = {key: each for key, each in sources.items() if not isinstance(each, Streamed)}
+    duplicates = dict(zip(prepared, num_duplicates([each.digests for each in prepared.values()]), strict=True))
+    audits = tuple(
+        _streamed(key, each) if isinstance(each, Streamed) else _audit(key, each, duplicates[key], validation)
+        for key, each in sources.items()
+    )
+    whole = _total(audits, list(prepared.values()))
+    return Audit(
+        sources=audits,
+        total=whole,
+        validation=_of_validation(validation) if validation is not None else None,
+        padding=padding,
+        template=template,
+        exceeded=tuple(exceeded(audits, limits)) if limits is not None else (),
+    )
+
+
+def refuse_exceeded(sources: Mapping[str, Prepared | Streamed], limits: AuditSection) -> None:
+    """Raise DataError where more samples equal one of another source, too, than `data.audit` allows."""
+    if len(sources) > 1 and limits.max_duplicate_samples is not None:
+        found = audit_of(sources, limits=limits).exceeded
+        if found:
+            raise DataError("\n".join(f"{each} {REMEDY}" for each in found))
+
+
+def exceeded(audits: Iterable[SourceAudit], limits: AuditSection) -> Iterator[Exceeded]:
+    """Yield every limit that a source is above."""
+    for audit in audits:
+        for share in above(audit.counts, audit.duplicates or 0, limits):
+            yield Exceeded(audit.key, share)
+
+
+def _audit(key: str, prepared: Prepared, duplicates: int, validation: Prepared | None) -> SourceAudit:
+    held_out = None if validation is None else int(np.isin(prepared.digests, validation.digests).sum())
+    return SourceAudit(key, prepared.counts, False, duplicates, held_out, **_spread([prepared]))
+
+
+def _of_validation(prepared: Prepared) -> SourceAudit:
+    (duplicates,) = num_duplicates([prepared.digests])
+    return _audit("data.validation", prepared, duplicates, None)
+
+
+def _streamed(key: str, stream: Streamed) -> SourceAudit:
+    return SourceAudit(key, stream.counts, True, None, None, {}, None, None)
+
+
+def _total(audits: Sequence[SourceAudit], prepared: Sequence[Prepared]) -> SourceAudit:
+    return SourceAudit(
+        "total",
+        total(each.counts for each in audits),
+        any(each.is_streamed for each in audits),
+        _sum([each.duplicates for each in audits]),
+        _sum([each.in_validation for each in audits]),
+        **_spread(prepared),
+    )
+
+
+def _spread(prepared: Sequence[Prepared]) -> dict[str, Any]:
+    """Return how lengths and shares of targets are spread over the samples."""
+    if not prepared:
+        return {"length_quantiles": {}, "lengths": None, "target_shares": None}
+    lengths = np.concatenate([each.lengths for each in prepared])
+    targets = np.concatenate([each.num_targets_each for each in prepared])
+    return {
+        "length_quantiles": quantiles(lengths),
+        "lengths": length_histogram(lengths),
+        "target_shares": histogram(targets / np.maximum(lengths, 1), upper=1.0, num_bars=20),
+    }
+
+
+def _sum(numbers: Sequence[int | None]) -> int | None:
+    known = [number for number in numbers if number is not None]
+    return sum(known) if known else None
+
+
+def _shares(audit: SourceAudit) -> dict[str, float]:
+    return {share.name: share.value for share in shares(audit.counts, audit.duplicates or 0)}
+
+
+def _plain(audit: SourceAudit) -> dict[str, Any]:
+    plain = {field.name: getattr(audit, field.name) for field in fields(audit)}
+    histograms = {name: asdict(plain[name]) for name in ("lengths", "target_shares") if plain[name]}
+    counts = asdict(audit.counts) | {"masked_tokens": audit.masked_tokens}
+    found = {"counts": counts, "shares": _shares(audit), "length_quantiles": dict(audit.length_quantiles)}
+    return plain | histograms | found

@@ -1,0 +1,85 @@
+"""How much of what a forward pass computes is padding: measured on the first batches of the order."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from finetune.data.batch import Batch
+from finetune.data.features import Features
+from finetune.data.order.order import permutation
+from finetune.data.order.pool import Pool
+
+LOOKED_AT_SAMPLES = 4096
+"""Samples after which the share is known well enough."""
+
+
+@dataclass(frozen=True)
+class Padding:
+    """The batches that were looked at, and plain padded batches of the same samples."""
+
+    num_batches: int
+    num_samples: int
+    tokens: int
+    computed: int  # positions of these batches, padding included
+    plain_computed: int  # positions of plain batches, `train.microbatch_size` samples each, in random order
+    num_positions: int  # of the order
+    budget: int | None  # tokens that a position may hold; None where it holds one sample
+
+    @property
+    def filled(self) -> float | None:
+        """Return how full the packs or batches by tokens are in the mean; None where there are none."""
+        return self.tokens / (self.num_positions * self.budget) if self.budget and self.num_positions else None
+
+    @property
+    def share(self) -> float:
+        """Return the share of padding in what is computed."""
+        return 1 - self.tokens / self.computed if self.computed else 0.0
+
+    @property
+    def plain_share(self) -> float:
+        """Return the share that plain padded batches would have."""
+        return 1 - self.tokens / self.plain_computed if self.plain_computed else 0.0
+
+    @property
+    def saved(self) -> float:
+        """Return which share of what plain batches would compute is saved."""
+        return 1 - self.computed / self.plain_computed if self.plain_computed else 0.0
+
+
+def measure_padding(
+    pool: Pool,
+    collate: Callable[[Sequence[Features]], Batch],
+    *,
+    global_batch_size: int,
+    microbatch_size: int,
+    budget: int | None = None,
+) -> Padding:
+    """Return the padding of the order's first steps, an epoch at most; of one step at least."""
+    num_batches = num_positions = computed = tokens = 0
+    lengths: list[int] = []
+    for ids in _first_batches(pool, global_batch_size=global_batch_size, microbatch_size=microbatch_size):
+        batch = collate([pool.samples[sample_id] for sample_id in ids.tolist()])
+        num_batches, num_positions = num_batches + 1, num_positions + microbatch_size
+        computed, tokens = computed + batch.labels.numel(), tokens + batch.num_tokens
+        lengths.extend(pool.samples.lengths_of(ids).tolist())
+    plain = plain_computed(np.array(lengths, np.int64), microbatch_size=microbatch_size)
+    return Padding(num_batches, len(lengths), tokens, computed, plain, num_positions, budget)
+
+
+def plain_computed(lengths: np.ndarray, *, microbatch_size: int) -> int:
+    """Return the positions of padded batches of these samples in random order."""
+    shuffled = lengths[permutation(len(lengths), "plain")]
+    starts = np.arange(0, len(lengths), microbatch_size)
+    sizes = np.minimum(microbatch_size, len(lengths) - starts)
+    return int((np.maximum.reduceat(shuffled, starts) * sizes).sum())
+
+
+def _first_batches(pool: Pool, *, global_batch_size: int, microbatch_size: int) -> Iterator[np.ndarray]:
+    start = seen = 0
+    last = pool.order.num_positions or 0
+    while start == 0 or (seen < LOOKED_AT_SAMPLES and start + global_batch_size <= last):
+        for ids in pool.order.cut(start, start + global_batch_size, microbatch_size):
+            seen += len(ids)
+            yield ids
+        start += global_batch_size

@@ -1,0 +1,1 @@
+"""Rows become tokens and the targets among them."""

@@ -1,0 +1,1 @@
+"""Which samples stand at which position: pure functions of the position."""

@@ -1,0 +1,1 @@
+"""Samples on disk: made once, found by content, read as they are asked for."""

@@ -1,0 +1,175 @@
+"""Rows are tokenised once and found again by content: one process makes the set, others wait on a lock file."""
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+from finetune.config.sections.data import DataSection
+from finetune.data.prepared.build import Advance, build_set
+from finetune.data.prepared.chunks import Encode, Recipe, make_recipe
+from finetune.data.prepared.journal import rows_noted
+from finetune.data.prepared.limits import refuse, refuse_shares
+from finetune.data.prepared.parallel import Encoders, WorkersLost
+from finetune.data.prepared.store import FORMAT_VERSION, Identity, PreparedSet
+from finetune.data.sources.source import Source
+from finetune.data.workers import num_prepare_workers
+from finetune.errors import DataError
+from finetune.runtime.files import make_once
+from finetune.runtime.waypoints import reach
+
+DEFAULT_FOLDER = "~/.cache/finetune"
+
+CODE_VERSION = 3
+"""Raised whenever the same rows would be encoded otherwise than before: no older set is used then."""
+
+WITHOUT_EFFECT = frozenset(
+    {"train", "validation", "chat_template", "shuffle", "batching", "audit", "cache_folder", "prepare_workers"}
+    | {"num_workers", "pin_memory", "persistent_workers", "prefetch_factor"}
+)
+"""Keys of `data` that no sample depends on, or that count by their content: the sources, the template."""
+
+_ROWS_BETWEEN_WORDS = 100_000
+
+Say = Callable[[str], None]
+Watch = Callable[[str, int, int | None], None]
+"""Told a source's key, how many of its rows are behind, and how many there are where that is known."""
+
+
+def prepare_set(
+    source: Source,
+    encode: Encode,
+    *,
+    section: DataSection,
+    identity: Mapping[str, str],
+    say: Say,
+    unknown_ids: Iterable[int] = (),
+    watch: Watch | None = None,
+) -> PreparedSet:
+    """Return the source's samples, tokenised now or found in the cache of earlier runs.
+
+    `identity` names all that `encode` depends on (digests of tokenizer and template, the task). Call it outside any
+    collective: ranks that come while one of them tokenises wait on a lock file, and should it die, another goes on
+    where it stopped. What is cut or left out is counted in the set's `counts`; what the section refuses raises
+    DataError with the counts, after all rows have been seen.
+    """
+    made_of = identify(source, encode, section=section, identity=identity)
+    folder = set_folder(section, made_of)
+    recipe = make_recipe(source.format, encode, section=section, unknown_ids=unknown_ids)
+    shown = _Shown(source, watch) if watch else _Said(source.key, say)
+    build = partial(_build, source=source, recipe=recipe, made_of=made_of, section=section, advance=shown, say=say)
+    with _told_of_disk(folder):
+        is_new = make_once(folder, build, say=say, goes_on=True, while_waiting=lambda made: shown(rows_noted(made)))
+    prepared = PreparedSet(folder, shards=made_of.shards)
+    if prepared.fingerprint != made_of.fingerprint:
+        raise DataError(f"the prepared set {folder} was made of something else. Delete that folder; it is made anew.")
+    for line in prepared.counts.lines():
+        say(f"{source.key}: {line}")
+    say(f"{source.key}: {'prepared in' if is_new else 'found prepared in'} {folder}")
+    refuse_shares(prepared, section.audit, key=source.key)
+    return prepared
+
+
+def set_folder(section: DataSection, made_of: Identity) -> Path:
+    """Return where the set of that identity lies, or will lie."""
+    return cache_folder(section) / "prepared" / made_of.fingerprint
+
+
+def cache_folder(section: DataSection) -> Path:
+    """Return where tokenised rows are kept."""
+    return Path(section.cache_folder or DEFAULT_FOLDER).expanduser()
+
+
+def identify(
+    source: Source,
+    encode: Encode,
+    *,
+    section: DataSection,
+    identity: Mapping[str, str],
+    stream: Mapping[str, Any] | None = None,
+) -> Identity:
+    """Return what the source's set is made of; reads the source's files once for their digest.
+
+    `stream` is what decides the windows of a stream, whose files are not read for it.
+    """
+    parts: dict[str, Any] = {
+        "code_version": [CODE_VERSION, FORMAT_VERSION],
+        "source": source.identity() if stream is None else stream,
+        "options": section.model_dump(mode="json", exclude=set(WITHOUT_EFFECT), exclude_defaults=True),
+        "encode": f"{encode.__module__}.{getattr(encode, '__qualname__', type(encode).__qualname__)}",
+        "identity": dict(identity),
+    }
+    written = json.dumps(parts, sort_keys=True).encode()
+    shards = tuple(shard.name for shard in source.shards())
+    return Identity(hashlib.blake2b(written, digest_size=16).hexdigest(), parts, shards)
+
+
+def _build(
+    staging: Path,
+    *,
+    source: Source,
+    recipe: Recipe,
+    made_of: Identity,
+    section: DataSection,
+    advance: Advance,
+    say: Say,
+) -> None:
+    """Make the set; what cannot become one is removed, what was only cut off is kept to go on from."""
+    done = rows_noted(staging)
+    if done:
+        say(f"{source.key}: {done:,} rows are tokenised already; it goes on from there")
+    try:
+        with Encoders(recipe, num_workers=num_prepare_workers(section)) as encoders:
+            rows, left_out = source.rows(), lambda: source.num_left_out
+            counts = build_set(staging, rows, encoders, made_of, advance=advance, num_left_out=left_out)
+        refuse(counts, section, key=source.key)
+    except WorkersLost:
+        raise
+    except DataError:
+        shutil.rmtree(staging, ignore_errors=True)
+        raise
+    reach("prepare.done", step=counts.rows)
+
+
+@contextmanager
+def _told_of_disk(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise DataError(
+            f"data.cache_folder: {folder.parent} cannot be written: {error}. Make room or set another one; "
+            "what is done is kept there, and the next start goes on from it."
+        ) from error
+
+
+class _Said:
+    """Says now and then how many rows are behind."""
+
+    def __init__(self, key: str, say: Say) -> None:
+        self._key = key
+        self._say = say
+        self._said = 0
+
+    def __call__(self, rows: int) -> None:
+        if rows - self._said >= _ROWS_BETWEEN_WORDS:
+            self._said = rows
+            self._say(f"{self._key}: {rows:,} rows tokenised")
+
+
+class _Shown:
+    """Tells the watch how many rows are behind, and of how many."""
+
+    def __init__(self, source: Source, watch: Watch) -> None:
+        self._source = source
+        self._watch = watch
+
+    @cached_property
+    def _num_rows(self) -> int | None:
+        return self._source.num_rows()
+
+    def __call__(self, rows: int) -> None:
+        self._watch(self._source.key, rows, self._num_rows)

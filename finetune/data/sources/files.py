@@ -1,0 +1,161 @@
+"""Files of rows, wherever they lie: which kind each is, how it is opened, and what its content is known by."""
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, BinaryIO, Protocol
+
+from finetune.data.rows import RawRow
+from finetune.data.sources.readers import TABLE_KINDS, TEXT_KINDS, count_rows, rows_of
+from finetune.errors import DataError, FinetuneError
+from finetune.runtime.optional import require
+
+COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
+"""From the endings of compressed texts to pyarrow's names."""
+
+
+class Place(Protocol):
+    """A file on this machine or in object storage."""
+
+    @property
+    def faults(self) -> tuple[type[Exception], ...]:
+        """Return what reading it raises when it cannot be had."""
+
+    @property
+    def name(self) -> str:
+        """Return its path or URL, for messages."""
+
+    def open(self) -> BinaryIO:
+        """Open it for reading."""
+
+    def digest(self) -> str:
+        """Return what changes when the content does."""
+
+    def listing(self) -> Any:
+        """Return name, size and time or tag, as JSON can hold them."""
+
+
+@dataclass(frozen=True)
+class DataFile:
+    """One file of rows."""
+
+    place: Place
+
+    @property
+    def name(self) -> str:
+        """Return its path or URL."""
+        return self.place.name
+
+    def rows(self, start: int = 0) -> Iterator[RawRow]:
+        """Yield its rows without the first `start`; raises DataError where it cannot be read."""
+        kind, compression = kind_of(self.name)
+        with _readable(self.place), self.place.open() as stream:
+            yield from rows_of(_decompressed(stream, compression), kind, origin=self.name, start=start)
+
+    def num_rows(self, at_most: int) -> int:
+        """Return how many rows it has, or `at_most`."""
+        kind, compression = kind_of(self.name)
+        with _readable(self.place), self.place.open() as stream:
+            return count_rows(_decompressed(stream, compression), kind, at_most=at_most)
+
+
+@dataclass(frozen=True)
+class Files:
+    """Files of rows, read one after the other in the order of their names."""
+
+    name: str
+    places: tuple[Place, ...]
+
+    def shards(self) -> Sequence[DataFile]:
+        """Return the files."""
+        return tuple(map(DataFile, self.places))
+
+    def digest(self) -> str:
+        """Return a digest of the files' contents and kinds; their names and folders do not matter."""
+        return self._digest
+
+    @cached_property
+    def _digest(self) -> str:
+        digest = hashlib.blake2b(digest_size=16)
+        for place in self.places:
+            with _readable(place):
+                digest.update(f"{kind_of(place.name)} {place.digest()}\n".encode())
+        return digest.hexdigest()
+
+    def listing(self) -> Any:
+        """Return name, size and time or tag of every file."""
+        return [place.listing() for place in self.places]
+
+
+def kind_of(name: str) -> tuple[str, str | None]:
+    """Return the ending that tells the kind, and pyarrow's name of the compression.
+
+    >>> kind_of("rows.jsonl.gz"), kind_of("rows.v2.PARQUET"), kind_of("README")
+    (('.jsonl', 'gzip'), ('.parquet', None), ('', None))
+    """
+    base = name.replace("\\", "/").rpartition("/")[2].lower()
+    for ending, compression in COMPRESSIONS.items():
+        if base.endswith(ending):
+            return _ending(base.removesuffix(ending)), compression
+    return _ending(base), None
+
+
+def is_readable(name: str) -> bool:
+    """Tell whether a file of that name has a kind that can be read."""
+    kind, compression = kind_of(name)
+    return kind in TEXT_KINDS or (kind in TABLE_KINDS and compression is None)
+
+
+def require_readable(name: str) -> None:
+    """Raise DataError with the kinds that can be read unless the file has one of them."""
+    if not is_readable(name):
+        raise DataError(
+            f"{name}: cannot tell how to read it. Known endings: {', '.join((*TEXT_KINDS, *TABLE_KINDS))}, "
+            f"the texts also with {' or '.join(COMPRESSIONS)}."
+        )
+
+
+def of_one_kind(names: Sequence[str], *, folder: str) -> tuple[list[str], list[str]]:
+    """Return the files of a folder that hold rows and those that do not; raises DataError unless they are of one kind.
+
+    Files whose names begin with `.` or `_` are markers that other tools leave behind, and are in neither list.
+    """
+    visible = [name for name in names if not name.rpartition("/")[2].startswith((".", "_"))]
+    held, others = [n for n in visible if is_readable(n)], [n for n in visible if not is_readable(n)]
+    kinds = sorted({kind_of(name)[0] for name in held})
+    if len(kinds) > 1:
+        of_each = ", ".join(f"{sum(kind_of(name)[0] == kind for name in held)} {kind}" for kind in kinds)
+        raise DataError(f"{folder} holds files of several kinds ({of_each}). Name one kind: {folder}/*{kinds[0]}.")
+    if not held:
+        found = f"only {', '.join(others[:5])}" if others else "no files"
+        raise DataError(f"{folder} holds no rows: it has {found}. For folders in it, write {folder}/**/*.jsonl.")
+    return sorted(held), others
+
+
+def not_read(names: Sequence[str]) -> str:
+    """Return what is said of files that stand beside the rows: `also has README.md, which is not read`."""
+    return f"also has {', '.join(names)}, which {'is' if len(names) == 1 else 'are'} not read"
+
+
+def _ending(name: str) -> str:
+    return f".{name.rpartition('.')[2]}" if "." in name else ""
+
+
+def _decompressed(stream: BinaryIO, compression: str | None) -> BinaryIO:
+    if compression is None:
+        return stream
+    arrow = require("pyarrow", extra="dev", purpose="Reading compressed files")
+    opened: BinaryIO = arrow.CompressedInputStream(stream, compression)
+    return opened
+
+
+@contextmanager
+def _readable(place: Place) -> Iterator[None]:
+    try:
+        yield
+    except FinetuneError:
+        raise
+    except place.faults as error:
+        raise DataError(f"{place.name}: cannot be read: {error}") from error

@@ -1,0 +1,134 @@
+"""Rows of a dataset on the Hugging Face hub; data files only, never a dataset's own code."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from finetune.config.sections.data import SourceSection, TrainedSourceSection
+from finetune.data.rows import RawRow
+from finetune.data.sources.origin import Origin
+from finetune.data.sources.tables import without_fillers
+from finetune.errors import DataError
+from finetune.runtime.hub import is_offline, without_vain_retries
+from finetune.runtime.optional import require
+
+
+@dataclass(frozen=True)
+class HubDataset:
+    """A downloaded split of a hub dataset: its own only shard."""
+
+    name: str
+    dataset: Any  # datasets.Dataset
+
+    def digest(self) -> str:
+        """Return the fingerprint that `datasets` gives to the content."""
+        return str(self.dataset._fingerprint)
+
+    def listing(self) -> Any:
+        """Return the fingerprint: it needs no reading."""
+        return self.digest()
+
+    def shards(self) -> Sequence["HubDataset"]:
+        """Return itself: what has been downloaded is read from any row on."""
+        return (self,)
+
+    def rows(self, start: int = 0) -> Iterator[RawRow]:
+        """Yield the rows in the dataset's order, without the first `start`."""
+        kept = range(min(start, len(self.dataset)), len(self.dataset))
+        for number, row in enumerate(self.dataset.select(kept), start=start + 1):
+            yield RawRow(self.name, number, without_fillers(row))
+
+    def num_rows(self, at_most: int) -> int:
+        """Return how many rows there are, or `at_most`."""
+        return min(at_most, len(self.dataset))
+
+
+@dataclass(frozen=True)
+class HubStream:
+    """A split of a hub dataset that is read over the network, shard by shard."""
+
+    name: str
+    dataset: Any  # datasets.IterableDataset
+    version: str  # of the files on the hub
+
+    def digest(self) -> str:
+        """Return the version of the files: their content has not been seen."""
+        return self.version
+
+    def listing(self) -> Any:
+        """Return name and version."""
+        return [self.name, self.version]
+
+    def shards(self) -> Sequence["HubShard"]:
+        """Return the shards that `datasets` makes of the split's files."""
+        return tuple(HubShard(self, number) for number in range(self.dataset.num_shards))
+
+
+@dataclass(frozen=True)
+class HubShard:
+    """One shard of a stream."""
+
+    stream: HubStream
+    number: int
+
+    @property
+    def name(self) -> str:
+        """Return the dataset and the number of the shard."""
+        return f"{self.stream.name}, shard {self.number}"
+
+    def rows(self, start: int = 0) -> Iterator[RawRow]:
+        """Yield the shard's rows without the first `start`."""
+        dataset = self.stream.dataset
+        shard = dataset.shard(num_shards=dataset.num_shards, index=self.number)
+        try:
+            for number, row in enumerate(shard.skip(start) if start else shard, start=start + 1):
+                yield RawRow(self.name, number, without_fillers(row))
+        except Exception as error:  # of the network, and of the files' formats
+            raise DataError(f"{self.name} cannot be read: {_reason(error)}") from error
+
+    def num_rows(self, at_most: int) -> int:
+        """Return how many rows the shard has, or `at_most`."""
+        return sum(1 for _, _ in zip(range(at_most), self.rows(), strict=False))
+
+
+def load_hub_dataset(source: SourceSection) -> Origin:
+    """Return the split, downloading it where it is not at hand, or as a stream where the section has one.
+
+    Raises DataError when it cannot be had.
+    """
+    assert source.name is not None
+    is_streamed = isinstance(source, TrainedSourceSection) and source.stream is not None
+    try:
+        with without_vain_retries(is_local=False):
+            datasets = require("datasets", extra="dev", purpose="Reading a hub dataset")
+            datasets.config.HF_HUB_OFFLINE = is_offline()  # its own copy, taken when it was imported
+            return (_streamed if is_streamed else _downloaded)(datasets, source)
+    except Exception as error:  # `datasets` raises many kinds: none is a fault of ours, all are about this name
+        raise DataError(f"hub dataset {_title(source)} cannot be had: {_reason(error)}") from error
+
+
+def _downloaded(datasets: Any, source: SourceSection) -> HubDataset:
+    loaded = datasets.load_dataset(
+        source.name, source.config, split=source.split, revision=source.revision, streaming=False
+    )
+    return HubDataset(_title(source), loaded)
+
+
+def _streamed(datasets: Any, source: SourceSection) -> HubStream:
+    builder = datasets.load_dataset_builder(source.name, source.config, revision=source.revision)
+    return HubStream(_title(source), builder.as_streaming_dataset(split=source.split), str(builder.hash))
+
+
+def _title(source: SourceSection) -> str:
+    config = f", config {source.config}" if source.config else ""
+    revision = f", revision {source.revision}" if source.revision else ""
+    return f"`{source.name}`{config}, split {source.split}{revision}"
+
+
+def _reason(error: Exception) -> str:
+    said = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    if isinstance(error, ConnectionError):
+        return f"the hub cannot be reached ({said}). Go online once, or give a local file with `path`."
+    if "scripts are no longer supported" in said:
+        return "it comes as Python code, which is never run. Convert it to Parquet and give that with `path`."
+    return f"{said.rstrip('.')}. Check `name`, `config`, `split` and `revision`; a private one needs `hf auth login`."

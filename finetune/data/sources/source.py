@@ -1,0 +1,191 @@
+"""The sources of a job: what is learnt from, what is evaluated on, and what is kept apart."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain
+from typing import Any
+
+from finetune.config.sections.data import (
+    DataSection,
+    SourceSection,
+    StreamSection,
+    TrainedSourceSection,
+    ValidationSourceSection,
+)
+from finetune.data.formats.row_format import AS_READ, RowFormat, choose_format
+from finetune.data.order.stream_plan import excerpt
+from finetune.data.rows import RawRow, Row
+from finetune.data.sources.hub import load_hub_dataset
+from finetune.data.sources.local import find_local
+from finetune.data.sources.origin import Origin
+from finetune.data.sources.portions import Portion, Shard
+from finetune.data.sources.remote import find_remote
+from finetune.data.sources.splits import ByContent, ByPlace, Contents, Exclusion, Split
+from finetune.errors import DataError
+
+Say = Callable[[str], None]
+
+EXCERPT_ROWS, EXCERPT_SHARDS = 50_000, 16
+"""What a tokenizer is trained on, of a stream."""
+
+
+class Source:
+    """The rows of one place in the job YAML, and the format that reads them.
+
+    `key` is that place (`data.train`, `data.train.mix.0`, `data.validation`), `section` what is written there.
+    """
+
+    def __init__(
+        self, section: SourceSection, portions: Sequence[Portion], *, key: str, form: RowFormat, say: Say
+    ) -> None:
+        self.key = key
+        self.section = section
+        self.format = form
+        self._portions = tuple(portions)
+        self._say = say
+        self.num_left_out = 0  # rows, because they are evaluated on, in the last whole pass of `rows`
+
+    def rows(self) -> Iterator[RawRow]:
+        """Yield the rows in their order."""
+        before = self._num_left_out()
+        yield from chain.from_iterable(shard.rows() for shard in self.shards())
+        self.num_left_out = self._num_left_out() - before
+
+    def num_rows(self) -> int | None:
+        """Return how many rows there are, None where only parsing them would tell; reads all files once."""
+        each = [shard.num_rows() for shard in self.shards()]
+        known = [number for number in each if number is not None]
+        return sum(known) if len(known) == len(each) else None
+
+    def shards(self) -> tuple[Shard, ...]:
+        """Return the parts that can be read without the others, in the order in which `rows` goes through them."""
+        return tuple(chain.from_iterable(portion.shards for portion in self._portions))
+
+    def excerpt(self) -> Iterator[RawRow]:
+        """Yield all rows, or of a stream a few, which is said: what a tokenizer is trained on."""
+        if stream_of(self.section) is None:
+            yield from self.rows()
+            return
+        self._say(
+            f"{self.key}: as it is a stream, the tokenizer is trained on at most {EXCERPT_ROWS:,} rows, from the "
+            f"beginnings of at most {EXCERPT_SHARDS} of its files"
+        )
+        yield from excerpt(self.shards(), num_rows=EXCERPT_ROWS, num_shards=EXCERPT_SHARDS)
+
+    def identity(self) -> Mapping[str, Any]:
+        """Return what decides the rows and how they are read, as JSON can hold it; reads all local files once."""
+        return _joined([portion.identity() for portion in self._portions])
+
+    def listing_identity(self) -> Mapping[str, Any]:
+        """Return the same without reading any content: names, sizes and times or tags instead."""
+        return _joined([portion.listing_identity() for portion in self._portions])
+
+    def _num_left_out(self) -> int:
+        return sum(each.exclusion.num_left_out for each in self._portions if each.exclusion is not None)
+
+
+@dataclass(frozen=True)
+class OpenedSources:
+    """The sources of a job."""
+
+    train: tuple[Source, ...]
+    validation: Source | None
+
+
+def open_sources(section: DataSection, *, seed: int, say: Say) -> OpenedSources:
+    """Return the sources of the job; the first row of each is read, and what was chosen for it is said.
+
+    Raises DataError when there are no rows, when they cannot be had, or when their format cannot be told.
+    """
+    written: dict[str, SourceSection] = {f"data.train.mix.{n}": each for n, each in enumerate(section.train.mix)}
+    written = written or {"data.train": section.train}
+    portions = {key: _open(each, key=key, say=say) for key, each in written.items()}
+    validation = None
+    if section.validation is not None:
+        split = _split(section.validation, seed=seed)
+        portions = {key: replace(portion, split=split) for key, portion in portions.items()}
+        validation = _validation(section.validation, list(portions.values()), say=say)
+        if section.validation.exclude_from_train:
+            contents = Contents(partial(_contents, validation.shards(), validation.format), validation.identity())
+            portions = {key: replace(portion, exclusion=Exclusion(contents)) for key, portion in portions.items()}
+    train = (Source(written[key], [each], key=key, form=each.format, say=say) for key, each in portions.items())
+    return OpenedSources(tuple(train), validation)
+
+
+def open_source(section: SourceSection, *, key: str, say: Say) -> Source:
+    """Return one source that shares no rows with another."""
+    portion = _open(section, key=key, say=say)
+    return Source(section, [portion], key=key, form=portion.format, say=say)
+
+
+def stream_of(section: SourceSection) -> StreamSection | None:
+    """Return how the source is streamed; None where it is prepared as a whole."""
+    return section.stream if isinstance(section, TrainedSourceSection) else None
+
+
+def texts(sources: Sequence[Source]) -> Iterator[str]:
+    """Yield every text of the sources' rows as their formats read them: what a tokenizer is trained on."""
+    for source in sources:
+        for raw in source.excerpt():
+            yield from _texts(source.format.read(raw))
+
+
+def _open(section: SourceSection, *, key: str, say: Say) -> Portion:
+    origin = _find(section, key=key, say=say)
+    unread = Portion(section, origin, AS_READ)
+    first = next(chain.from_iterable(shard.rows() for shard in unread.shards), None)
+    if first is None:
+        after = f" after skip: {section.skip}" if section.skip else ""
+        raise DataError(f"{key}: {origin.name} has no rows{after}.")
+    return replace(unread, format=choose_format(section, first, key=key, say=say))
+
+
+def _find(section: SourceSection, *, key: str, say: Say) -> Origin:
+    if section.path is None:
+        place, find = f"{key}.name", load_hub_dataset
+    else:
+        finder = find_remote if "://" in section.path else find_local
+        place, find = f"{key}.path", partial(finder, key=key, say=say)
+    try:
+        return find(section)
+    except DataError as error:
+        raise DataError(f"{place}: {error}") from error
+
+
+def _split(validation: ValidationSourceSection, *, seed: int) -> Split | None:
+    if validation.fraction is not None:
+        return ByPlace(validation.fraction, seed)
+    return None if validation.hash_fraction is None else ByContent(validation.hash_fraction)
+
+
+def _validation(section: ValidationSourceSection, train: Sequence[Portion], *, say: Say) -> Source:
+    key = "data.validation"
+    if train[0].split is None:
+        return open_source(section, key=key, say=say)
+    held_out = [replace(portion, is_held_out=True) for portion in train]
+    if not _has_rows(held_out):
+        raise DataError(f"{key}: none of the training rows falls into this share. Take a larger one.")
+    if not _has_rows(train):
+        raise DataError(f"{key}: all of the training rows fall into this share. Take a smaller one.")
+    return Source(section, held_out, key=key, form=AS_READ, say=say)
+
+
+def _has_rows(portions: Sequence[Portion]) -> bool:
+    return any(True for portion in portions for shard in portion.shards for _ in shard.rows())
+
+
+def _contents(shards: Sequence[Shard], form: RowFormat) -> Iterator[Row]:
+    return (form.read(raw) for shard in shards for raw in shard.rows())
+
+
+def _joined(parts: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    return parts[0] if len(parts) == 1 else {"parts": parts}
+
+
+def _texts(row: Row) -> Iterator[str]:
+    if "text" in row:
+        yield row["text"]
+    turns = chain.from_iterable(row.get(part, ()) for part in ("messages", "prompt", "chosen", "rejected"))
+    for turn in turns:
+        yield from (turn[said] for said in ("reasoning_content", "thinking", "content") if turn.get(said))

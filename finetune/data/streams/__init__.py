@@ -1,0 +1,1 @@
+"""Rows that are prepared window after window while the model trains."""

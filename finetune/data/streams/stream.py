@@ -1,0 +1,128 @@
+"""A stream: rows that are prepared window after window while the model trains, for data that the disk cannot hold."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+from finetune.config.sections.data import DataSection
+from finetune.data.audit.audit import Streamed
+from finetune.data.order.order import Order
+from finetune.data.order.pool import Pool, fingerprint_of
+from finetune.data.order.set_order import set_order, tokens_per_position
+from finetune.data.order.stream_plan import StreamPlan
+from finetune.data.prepared.cache import cache_folder, identify
+from finetune.data.prepared.chunks import Encode, make_recipe
+from finetune.data.prepared.counts import Counts, total
+from finetune.data.sources.source import Source, stream_of
+from finetune.data.streams.folder import StreamFolder, WindowRecord
+from finetune.data.streams.maker import StreamJob
+from finetune.data.streams.order import StreamOrder
+from finetune.data.streams.samples import StreamSamples
+from finetune.data.streams.windows import Windows
+from finetune.errors import DataError
+from finetune.runtime.seeds import derive
+
+Say = Callable[[str], None]
+
+
+def stream_pool(
+    source: Source,
+    encode: Encode,
+    *,
+    section: DataSection,
+    identity: Mapping[str, str],
+    seed: int,
+    say: Say,
+    unknown_ids: Iterable[int] = (),
+) -> tuple[Pool, Streamed]:
+    """Return the source's rows as an endless pool, and what is known of them; a process begins to prepare its windows.
+
+    `identity` is as for `prepare_set`. Raises DataError where the cache folder cannot be written; rows that are refused
+    raise it when their window is reached, in every process that waits for it.
+    """
+    stream = stream_of(source.section)
+    assert stream is not None
+    plan = StreamPlan(source.shards(), stream.window_rows, seed=seed, shuffle=section.shuffle)
+    made_of = identify(source, encode, section=section, identity=identity, stream=_windows_of(source, plan))
+    job = StreamJob(
+        folder=StreamFolder(cache_folder(section) / "streams" / made_of.fingerprint),
+        key=source.key,
+        plan=plan,
+        recipe=make_recipe(source.format, encode, section=section, unknown_ids=unknown_ids),
+        section=section,
+        num_ahead=stream.num_ahead,
+        made_of=made_of,
+    )
+    windows = Windows(job, say=say)
+    num_before = windows.open()
+    for line in _about(job, num_before=num_before):
+        say(line)
+    order = StreamOrder(Arranging(windows, num_told=num_before, say=say))
+    budget = tokens_per_position(section.batching, max_length=section.max_length)
+    fingerprint = fingerprint_of(made_of.fingerprint, section.shuffle, section.batching.by, budget)
+    return Pool(StreamSamples(windows), order, fingerprint), Streamed(partial(_count_so_far, windows))
+
+
+class Arranging:
+    """Gives every window the order of an ordinary set, and tells of each that is new what became of its rows."""
+
+    def __init__(self, windows: Windows, *, num_told: int, say: Say) -> None:
+        self._windows = windows
+        self._num_told = num_told
+        self._say = say
+        self._num_counted = 0
+        self.counts = Counts()  # of all windows that have been arranged
+
+    def __call__(self, window: int) -> Order | None:
+        """Return the order of the window, None where no sample is in it; waits until it has been prepared."""
+        plan, section = self._windows.job.plan, self._windows.job.section
+        record = self._windows.record(window)
+        order = None
+        if len(record.lengths):
+            order = set_order(
+                record.lengths,
+                seed=derive(plan.seed, "window", window),
+                shuffle=section.shuffle,
+                batching=section.batching,
+                max_length=section.max_length,
+            )
+        if window == self._num_counted:
+            self._count(record, order)
+        return order
+
+    def _count(self, record: WindowRecord, order: Order | None) -> None:
+        """Add the window up; raises DataError when a whole pass has come to nothing."""
+        self.counts = self.counts.plus(record.counts)
+        self._num_counted += 1
+        job = self._windows.job
+        if self.counts.samples == 0 and record.next.pass_number > 0:
+            raise DataError(f"{job.key}: no sample is left of a whole pass: {'; '.join(self.counts.lines())}.")
+        if record.window >= self._num_told:
+            batching = job.section.batching
+            grouped = () if order is None or batching.by == "samples" else (f"{order.num_positions:,} {batching.unit}",)
+            self._say(f"{job.key}: window {record.window}: {'; '.join((*record.counts.lines(), *grouped))}")
+            if self._num_counted & (self._num_counted - 1) == 0 and record.window:  # 2, 4, 8, ...: ever more rarely
+                self._say(f"{job.key}: {self._num_counted:,} windows so far: {'; '.join(self.counts.lines())}")
+
+
+def _count_so_far(windows: Windows) -> Counts:
+    return total(windows.record(window).counts for window in range(windows.job.folder.num_records()))
+
+
+def _windows_of(source: Source, plan: StreamPlan) -> Mapping[str, Any]:
+    """Return what decides which rows are in which window."""
+    seed = plan.seed if plan.shuffle else None
+    return {"listing": source.listing_identity(), "window_rows": plan.window_rows, "seed": seed}
+
+
+def _about(job: StreamJob, *, num_before: int) -> Iterator[str]:
+    """Yield what is to be known of a stream's order, and what is there of it."""
+    plan = job.plan
+    turn = "in an order drawn for every pass" if plan.shuffle else "in their order"
+    mixed = ", shuffled within a window only" if plan.shuffle else ""
+    yield (
+        f"{job.key}: a stream of {len(plan.shards):,} files or shards {turn}, in windows of {plan.window_rows:,} rows"
+        f"{mixed}; windows prepared ahead: {job.num_ahead}"
+    )
+    if num_before:
+        yield f"{job.key}: {num_before:,} windows were prepared before; those that are needed again are prepared anew"

@@ -1,0 +1,112 @@
+"""An audit says of the sources what can be counted by hand."""
+
+import json
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+
+from finetune.config.sections.data import AuditSection
+from finetune.data.audit.audit import Streamed, audit_of, refuse_exceeded
+from finetune.data.prepared.counts import Counts
+from finetune.data.prepared.shares import num_duplicates, shares
+from finetune.errors import DataError
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A prepared set of samples that are named by letters: equal letters are equal samples."""
+
+    samples: str
+    targets: int = 2
+    counts: Counts = field(default_factory=Counts)
+
+    @property
+    def lengths(self):
+        return np.array([4 + ord(letter) - ord("a") for letter in self.samples])
+
+    @property
+    def num_targets_each(self):
+        return np.full(len(self.samples), self.targets)
+
+    @property
+    def digests(self):
+        return np.array([ord(letter) for letter in self.samples], np.uint64)
+
+
+def counted(samples, **counts):
+    return Prepared(samples, counts=Counts(rows=len(samples), samples=len(samples), **counts))
+
+
+def test_a_sample_that_stands_earlier_in_any_source_is_a_duplicate():
+    assert num_duplicates([p.digests for p in (Prepared("abca"), Prepared("bd"), Prepared("dd"))]) == [1, 1, 2]
+    assert num_duplicates([Prepared("").digests, Prepared("aa").digests, Prepared("").digests]) == [0, 1, 0]
+    assert num_duplicates([]) == []
+
+
+def test_the_total_is_that_of_the_sources():
+    first, second = counted("aab", tokens=13, targets=6), counted("bc", tokens=11, targets=4)
+    audit = audit_of({"data.train.mix.0": first, "data.train.mix.1": second})
+    assert [source.duplicates for source in audit.sources] == [1, 1]
+    assert (audit.total.counts.rows, audit.total.counts.tokens, audit.total.duplicates) == (5, 24, 2)
+    assert audit.total.masked_tokens == 14
+    assert audit.total.length_quantiles == {
+        **{"p0": 4, "p10": 4, "p25": 4, "p50": 5, "p75": 5, "p90": 6, "p99": 6, "p100": 6}
+    }
+    assert sum(audit.total.lengths.bars) == 5
+
+
+def test_training_samples_that_are_evaluated_on_are_counted():
+    audit = audit_of({"data.train": counted("aabc")}, validation=counted("abx"))
+    assert audit.sources[0].in_validation == 3
+    assert audit.validation.key == "data.validation"
+    assert audit_of({"data.train": counted("a")}).sources[0].in_validation is None
+
+
+def test_a_stream_has_counts_and_no_more():
+    stream = Streamed(lambda: Counts(rows=7, samples=6, tokens=60))
+    audit = audit_of({"data.train.mix.0": stream, "data.train.mix.1": counted("aa")})
+    assert audit.sources[0].is_streamed and audit.sources[0].duplicates is None
+    assert audit.total.counts.rows == 9 and audit.total.duplicates == 1
+    assert audit_of({"data.train": stream}).total.lengths is None
+
+
+def test_shares_are_of_what_was_there_before_it_was_lost():
+    counts = Counts(
+        **{"rows": 10, "samples": 8, "tokens": 100, "targets": 30, "truncated_rows": 1, "split_rows": 1},
+        **{"truncated_targets": 6, "dropped_targets": 4, "long_rows": 1, "rows_without_target": 1, "unknown_tokens": 5},
+    )
+    assert {share.name: share.value for share in shares(counts, duplicates=2)} == {
+        **{"truncated_rows": 0.2, "dropped_rows": 0.2, "lost_targets": 0.25, "duplicate_samples": 0.25},
+        "unknown_tokens": 0.05,
+    }
+
+
+def test_a_limit_that_is_crossed_is_named_with_by_how_much():
+    limits = AuditSection(max_duplicate_samples=0.25, max_unknown_tokens=0.5)
+    audit = audit_of({"data.train": counted("aab")}, limits=limits)
+    assert [str(each) for each in audit.exceeded] == [
+        "data.train: 1 of 3 samples equal an earlier one (33.33%): data.audit.max_duplicate_samples allows 25.00%."
+    ]
+    assert audit_of({"data.train": counted("aabcd")}, limits=limits).exceeded == ()
+
+
+def test_samples_that_stand_in_two_sources_stop_a_run_too():
+    sources = {"data.train.mix.0": counted("ab"), "data.train.mix.1": counted("bc")}
+    with pytest.raises(DataError, match=r"data\.train\.mix\.1: 1 of 2 samples equal an earlier one"):
+        refuse_exceeded(sources, AuditSection(max_duplicate_samples=0.0))
+    refuse_exceeded(sources, AuditSection())
+
+
+def test_an_audit_is_plain_json():
+    audit = audit_of({"data.train": counted("aab", tokens=13, targets=6)}, validation=counted("x"))
+    plain = json.loads(json.dumps(audit.as_json(), allow_nan=False))
+    assert plain["version"] == 1
+    assert plain["sources"][0]["counts"]["masked_tokens"] == 7
+    assert plain["sources"][0]["shares"]["duplicate_samples"] == pytest.approx(1 / 3)
+    assert plain["validation"]["counts"]["rows"] == 1
+
+
+def test_nothing_is_audited_without_a_fault():
+    audit = audit_of({"data.train": counted("")})
+    assert audit.total.length_quantiles == {} and audit.as_json()["total"]["shares"]["truncated_rows"] == 0.0

@@ -1,0 +1,140 @@
+"""What the columns of a row mean, in every format, and what is said when they do not mean it."""
+
+import pickle
+
+import pytest
+
+from finetune.config.sections.data import SourceSection
+from finetune.data.formats.row_format import choose_format
+from finetune.data.rows import RawRow
+from finetune.errors import DataError
+
+KEY = "data.train"
+USER, ASSISTANT = {"role": "user", "content": "Hi."}, {"role": "assistant", "content": "Hello."}
+WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+
+
+def read(row, said=None, **keys):
+    """Read one row as the section's format does."""
+    say = (said if said is not None else []).append
+    raw = RawRow("rows.jsonl", 1, row)
+    form = choose_format(SourceSection(path="rows.jsonl", **keys), raw, key=KEY, say=say)
+    return pickle.loads(pickle.dumps(form)).read(raw)
+
+
+ROWS = {
+    "messages": ({"messages": [USER, ASSISTANT]}, {"messages": [USER, ASSISTANT]}),
+    "messages as JSON text": (
+        {"messages": '[{"role": "user", "content": "Hi."}]', "tools": '[{"name": "f"}]'},
+        {"messages": [USER], "tools": [{"name": "f"}]},
+    ),
+    "conversations": (
+        {
+            "conversations": [{"from": "human", "value": "Hi."}, {"from": "gpt", "value": "Hello."}],
+            "system": "Be kind.",
+        },
+        {"messages": [{"role": "system", "content": "Be kind."}, USER, ASSISTANT]},
+    ),
+    "prompt_completion": ({"prompt": "Hi.", "completion": "Hello."}, {"messages": [USER, ASSISTANT]}),
+    "prompt_completion of turns": (
+        {"prompt": [USER, ASSISTANT, USER], "completion": [ASSISTANT]},
+        {"messages": [USER, ASSISTANT, USER, ASSISTANT], "num_context_turns": 3},
+    ),
+    "instruction": (
+        {"instruction": "Add.", "input": "1 2", "output": "3", "system": "Be brief."},
+        {
+            "messages": [
+                {"role": "system", "content": "Be brief."},
+                {"role": "user", "content": "Add.\n\n1 2"},
+                {"role": "assistant", "content": "3"},
+            ]
+        },
+    ),
+    "preference": (
+        {"prompt": "Hi.", "chosen": "Hello.", "rejected": "Go away."},
+        {"prompt": [USER], "chosen": [ASSISTANT], "rejected": [{"role": "assistant", "content": "Go away."}]},
+    ),
+    "preference whose prompt is what both begin with": (
+        {"chosen": [USER, ASSISTANT], "rejected": [USER, {"role": "assistant", "content": "No."}]},
+        {"prompt": [USER], "chosen": [ASSISTANT], "rejected": [{"role": "assistant", "content": "No."}]},
+    ),
+    "labelled": ({"text": "Good!", "label": 1}, {"text": "Good!", "label": 1}),
+    "text": ({"text": "Once."}, {"text": "Once."}),
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_the_columns_of_the_first_row_decide_and_it_is_said(name):
+    row, meant = ROWS[name]
+    said = []
+    assert read(row, said) == meant
+    listed = ", ".join(f"`{column}`" for column in row)
+    assert said == [f"{KEY}.format is not set: the columns {listed} are read as `{name.split(' ')[0]}`"]
+
+
+def test_the_users_columns_are_mapped_and_the_unread_are_named():
+    said = []
+    row = {"question": "Hi.", "answer": "Hello.", "id": 7}
+    assert read(row, said, columns={"prompt": "question", "completion": "answer"}) == {"messages": [USER, ASSISTANT]}
+    assert said[1:] == [f"{KEY}: columns that are not read: `id`"]
+
+
+def test_the_first_format_that_fits_is_taken():
+    said = []
+    read({"text": "x", "prompt": "a", "completion": "b", "messages": [USER]}, said)
+    read({"text": "x", "prompt": "a", "completion": "b"}, said)
+    read({"text": "x", "label": 1, "prompt": "a"}, said)
+    assert [line.rpartition(" ")[2] for line in said[::2]] == ["`messages`", "`prompt_completion`", "`labelled`"]
+
+
+def test_what_is_mapped_decides_too():
+    row = {"chosen": "Once.", "rejected": "Never."}
+    assert read(row, columns={"text": "chosen"}) == {"text": "Once."}
+    assert read(row, template={"text": "{{ chosen }}"}) == {"text": "Once."}
+
+
+@pytest.mark.parametrize("absent", [None, "", [], "[]"])
+def test_no_tools_are_no_tools(absent):
+    assert read({"messages": [USER], "tools": absent}) == {"messages": [USER]}
+
+
+def test_tools_are_handed_on():
+    assert read({"messages": [USER], "tools": [WEATHER]})["tools"] == [WEATHER]
+
+
+BAD_ROWS = [
+    ({"prompt": {"a": 1}, "completion": "b"}, "column `prompt` must be text for format `prompt_comp.*but is an object"),
+    ({"prompt": "a", "completion": 42}, r"column `completion` must be text .* but is a number \(42\)"),
+    ({"prompt": "a", "completion": None}, "column `completion` .* but is null"),
+    ({"messages": "hello"}, "column `messages` is text that is not JSON: .* at line 1 column 1 \\('hello'\\)"),
+    ({"messages": []}, "column `messages` must be a list of turns .* but is an empty list"),
+    ({"messages": [USER], "tools": [1]}, "column `tools` must be a list of tools as JSON schemas"),
+    ({"chosen": "a", "rejected": "b"}, "has no `prompt`, and column `chosen` is text: it is not known what it answers"),
+    ({"text": "a", "label": 0.5}, "column `label` must be text or a whole number, but is a number"),
+    ({"a": 1}, "cannot tell the format from its columns `a`. Set data.train.format"),
+]
+
+
+@pytest.mark.parametrize(("row", "message"), BAD_ROWS)
+def test_a_value_of_the_wrong_type_is_named(row, message):
+    with pytest.raises(DataError, match=f"rows.jsonl, row 1: {message}"):
+        read(row)
+
+
+def test_the_row_without_the_column_is_named_with_the_remedy():
+    form = choose_format(
+        SourceSection(path="x"), RawRow("f", 1, {"prompt": "a", "completion": "b"}), key=KEY, say=lambda _: None
+    )
+    with pytest.raises(
+        DataError,
+        match=r"rows.jsonl, row 17: has no column `completion`; its columns are `prompt`, `answer`. "
+        r"Map it with data.train.columns: \{completion: NAME OF YOUR COLUMN\}",
+    ):
+        form.read(RawRow("rows.jsonl", 17, {"prompt": "a", "answer": "b"}))
+
+
+def test_a_mapping_the_wrong_way_round_is_refused():
+    with pytest.raises(
+        DataError, match="format `prompt_completion` has no column `question`; it has `prompt`, `completion`"
+    ):
+        read({"prompt": "a", "completion": "b"}, format="prompt_completion", columns={"question": "prompt"})

@@ -1,0 +1,98 @@
+"""Which rows are in which window follows from the shards, the seed and the window's size alone."""
+
+from dataclasses import dataclass
+from itertools import islice
+
+import pytest
+
+from finetune.data.order.stream_plan import START, Cursor, StreamPlan
+from finetune.data.rows import RawRow
+from finetune.errors import DataError
+
+
+@dataclass
+class Letters:
+    """A shard whose rows are the letters of its name; a dot is left out."""
+
+    name: str
+    num_left_out: int = 0
+
+    def rows(self, start=0):
+        return islice(self._rows(), start, None)
+
+    def _rows(self):
+        for number, letter in enumerate(self.name, start=1):
+            if letter == ".":
+                self.num_left_out += 1
+            else:
+                yield RawRow(self.name, number, {"text": letter})
+
+
+def windows_of(plan, count, start=START):
+    """Return the letters of so many windows, and where each begins."""
+    letters, cursors = [], []
+    for _ in range(count):
+        cursors.append(start)
+        window = plan.window(start)
+        letters.append("".join(row.content["text"] for row in window))
+        start = window.next
+    return letters, cursors
+
+
+def plan_of(*names, window_rows, **keys):
+    return StreamPlan([Letters(name) for name in names], window_rows, seed=3, **keys)
+
+
+def test_windows_go_through_the_shards_in_their_order_where_nothing_is_shuffled():
+    letters, cursors = windows_of(plan_of("abc", "de", "f", window_rows=2, shuffle=False), 4)
+    assert letters == ["ab", "cd", "ef", "ab"]
+    assert cursors == [Cursor(0, 0, 0), Cursor(0, 0, 2), Cursor(0, 1, 1), Cursor(0, 2, 1)]
+
+
+def test_a_window_never_spans_two_passes():
+    letters, _ = windows_of(plan_of("abc", "de", window_rows=4, shuffle=False), 4)
+    assert letters == ["abcd", "e", "abcd", "e"]
+
+
+def test_every_pass_holds_every_row_once_with_the_shards_in_another_order():
+    names = ["ab", "cde", "f", "ghij", "kl", "mn"]
+    letters, _ = windows_of(plan_of(*names, window_rows=5), 9)
+    passes = ["".join(letters[first : first + 3]) for first in (0, 3, 6)]
+    assert all(sorted(each) == list("abcdefghijklmn") for each in passes)
+    assert all(name in each for name in names for each in passes)  # the rows of a shard stay in their order
+    assert len(set(passes)) == 3
+    assert windows_of(plan_of(*names, window_rows=5), 9)[0] == letters
+
+
+def test_reading_can_begin_at_any_window():
+    plan = plan_of("ab", "cde", "f", "ghij", window_rows=3)
+    letters, cursors = windows_of(plan, 8)
+    for window, cursor in enumerate(cursors):
+        assert windows_of(plan, 8 - window, cursor)[0] == letters[window:]
+
+
+def test_empty_shards_are_passed_over():
+    letters, _ = windows_of(plan_of("", "ab", "", window_rows=2, shuffle=False), 3)
+    assert letters == ["ab", "ab", "ab"]
+
+
+def test_what_is_left_out_is_counted_once_wherever_reading_begins():
+    plan = plan_of(".a..b.", "..", "c.d.e..", window_rows=2, shuffle=False)
+    cursor, counted = START, []
+    for _ in range(4):
+        window = plan.window(cursor)
+        letters = "".join(row.content["text"] for row in window)
+        counted.append((letters, window.num_left_out))
+        cursor = window.next
+    assert counted == [("ab", 3), ("cd", 4), ("e", 3), ("ab", 3)]
+
+
+def test_a_stream_without_a_row_is_an_error():
+    with pytest.raises(DataError, match="not a single row"):
+        windows_of(plan_of("", "", window_rows=2), 1)
+
+
+def test_a_cursor_can_be_told():
+    plan = plan_of("abc", "de", window_rows=2, shuffle=False)
+    assert plan.place(Cursor(0, 1, 1)) == "de after 1 of its rows"
+    assert plan.place(Cursor(4, 2, 0)) == "the end of pass 5"

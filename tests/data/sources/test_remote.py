@@ -1,0 +1,100 @@
+"""Rows in object storage: a real S3 server on this machine, and fsspec's storage in memory."""
+
+import gzip
+import io
+import json
+
+import fsspec
+import pyarrow
+import pyarrow.parquet
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+
+from finetune.config.sections.data import SourceSection
+from finetune.data.sources.source import open_source
+from finetune.errors import DataError
+
+ROWS = [{"text": f"story {n}"} for n in range(6)]
+LINES = [json.dumps(row).encode() + b"\n" for row in ROWS]
+
+
+def opened(url, said=None, **keys):
+    say = (said if said is not None else []).append
+    return open_source(SourceSection(path=url, **keys), key="data.train", say=say)
+
+
+def texts(source):
+    return [source.format.read(raw)["text"] for raw in source.rows()]
+
+
+def put(url, content):
+    with fsspec.open(url, "wb") as file:
+        file.write(content)
+
+
+@pytest.fixture(params=["s3", "memory", "file"])
+def folder(request, tmp_path):
+    """Return the URL of a folder with three files of two rows each, two kinds and a README."""
+    root = {"memory": f"memory://{tmp_path.name}", "file": f"file://{tmp_path}"}.get(request.param)
+    root = root or f"{request.getfixturevalue('bucket')}/{tmp_path.name}"
+    sink = io.BytesIO()
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS[4:]), sink)
+    put(f"{root}/rows/a.jsonl", b"".join(LINES[:2]))
+    put(f"{root}/rows/b.jsonl.gz", gzip.compress(b"".join(LINES[2:4])))
+    put(f"{root}/rows/README.md", b"Rows.")
+    put(f"{root}/table.parquet", sink.getvalue())
+    return root
+
+
+def test_a_file_a_folder_and_a_glob_are_read(folder):
+    said = []
+    assert texts(opened(f"{folder}/table.parquet")) == ["story 4", "story 5"]
+    assert texts(opened(f"{folder}/rows", said)) == ["story 0", "story 1", "story 2", "story 3"]
+    assert said[0].endswith("/rows also has README.md, which is not read")
+    assert texts(opened(f"{folder}/rows/*.gz")) == ["story 2", "story 3"]
+    assert texts(opened(f"{folder}/rows/*.jsonl*", skip=1, take=2)) == ["story 1", "story 2"]
+
+
+def test_the_identity_changes_with_the_content(folder):
+    before = opened(f"{folder}/rows/a.jsonl")
+    identities = [before.identity(), before.listing_identity()]
+    again = opened(f"{folder}/rows/a.jsonl")
+    assert [again.identity(), again.listing_identity()] == identities
+    put(f"{folder}/rows/a.jsonl", b"".join(LINES[1:3]))
+    after = opened(f"{folder}/rows/a.jsonl")
+    assert after.identity() != identities[0]
+    assert after.listing_identity() != identities[1]
+
+
+def test_what_is_not_there_is_named(folder):
+    for url in (f"{folder}/nothing.jsonl", f"{folder}/rows/*.csv"):
+        with pytest.raises(DataError, match=r"(nothing\.jsonl|\*\.csv): there is no such file"):
+            opened(url)
+    put(f"{folder}/rows/c.csv", b"text\nd\n")
+    with pytest.raises(DataError, match=r"/rows holds files of several kinds \(1 .csv, 2 .jsonl\)"):
+        opened(f"{folder}/rows")
+
+
+def test_a_bucket_that_is_not_there_is_named(bucket):
+    with pytest.raises(DataError, match=r"s3://no-such-bucket/a.jsonl: there is no such file, folder or bucket"):
+        opened("s3://no-such-bucket/a.jsonl")
+
+
+def test_a_storage_that_cannot_be_entered_says_so(monkeypatch):
+    def refuse(*_, **__):
+        raise RuntimeError("Unable to locate credentials")
+
+    monkeypatch.setattr(MemoryFileSystem, "info", refuse)
+    with pytest.raises(DataError, match=r"a.jsonl cannot be had: Unable to locate credentials. Check the address, and"):
+        opened("memory://private/a.jsonl")
+
+
+def test_a_storage_that_nobody_knows_is_named():
+    with pytest.raises(DataError, match=r"s9://bucket/a.jsonl cannot be had: Protocol not known: s9"):
+        opened("s9://bucket/a.jsonl")
+
+
+def test_a_bad_file_is_named_with_its_url(folder):
+    put(f"{folder}/bad.jsonl.gz", b"not gzip")
+    with pytest.raises(DataError, match=r"://.*bad\.jsonl\.gz: cannot be read"):
+        opened(f"{folder}/bad.jsonl.gz")

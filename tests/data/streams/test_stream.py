@@ -1,0 +1,240 @@
+"""A stream is prepared window after window by a process of its own: always the same, on a disk that stays small."""
+
+import os
+import re
+import shutil
+import signal
+import sys
+from pathlib import Path
+
+import fsspec
+import numpy as np
+import pytest
+
+from finetune.config.sections.data import StreamSection, TrainingSourceSection
+from finetune.data.order.sample_ids import in_window, of_window
+from finetune.data.sources.source import open_source
+from finetune.data.streams import maker as stream_maker
+from finetune.data.streams.maker import NUM_BEHIND, make_window, serve
+from finetune.data.streams.stream import stream_pool
+from finetune.errors import DataError
+
+sys.path.append(str(Path(__file__).parents[1]))  # handed on to the process that prepares
+from byte_encoding import encode_bytes
+
+IDENTITY = {"tokenizer": "t1"}
+
+
+class Nobody:
+    """A process that does not exist."""
+
+    def end(self):
+        pass
+
+
+class Streams:
+    """Stream the letters of a few files, one row each."""
+
+    def __init__(self, write_rows, make_section, tmp_path):
+        self.write_rows, self.make_section, self.folder = write_rows, make_section, tmp_path
+        self.said = []
+        self.opened = []
+
+    def write(self, *files):
+        for number, texts in enumerate(files):
+            self.write_rows([{"text": text} for text in texts], name=f"part-{number}.jsonl")
+
+    def open(self, *, path=None, window_rows=3, cache="cache", num_ahead=1, **keys):
+        stream = StreamSection(window_rows=window_rows, num_ahead=num_ahead)
+        source = TrainingSourceSection(path=path or str(self.folder / "part-*.jsonl"), stream=stream)
+        section = self.make_section(source, cache_folder=str(self.folder / cache), **keys)
+        opened = open_source(source, key="data.train", say=self.said.append)
+        pool, _ = stream_pool(opened, encode_bytes, section=section, identity=IDENTITY, seed=5, say=self.said.append)
+        self.opened.append(pool)
+        return pool
+
+
+@pytest.fixture
+def streams(write_rows, make_section, tmp_path):
+    made = Streams(write_rows, make_section, tmp_path)
+    made.write([f"a>{n}" for n in range(4)], [f"b>{n}" for n in range(7)], [f"c>{n}" for n in range(2)])
+    yield made
+    for pool in made.opened:
+        pool.samples.windows.close()
+
+
+@pytest.fixture
+def no_process(monkeypatch):
+    """Have nothing prepared but what the test prepares itself."""
+    monkeypatch.setattr("finetune.data.streams.windows.Maker", lambda job, *, lock: Nobody())
+
+
+def texts_of(pool, start, stop):
+    ids = pool.order.samples(start, stop).tolist()
+    return [bytes(pool.samples[each].arrays["input_ids"].astype(np.uint8)).decode() for each in ids]
+
+
+def job_of(pool):
+    return pool.samples.windows.job
+
+
+def maker_of(pool):
+    return pool.samples.windows._own()._started[-1]
+
+
+def test_every_pass_has_every_row_and_the_disk_holds_a_few_windows(streams):
+    pool = streams.open()
+    most, texts = 0, []
+    for start in range(0, 52, 4):
+        texts += texts_of(pool, start, start + 4)
+        most = max(most, len(job_of(pool).folder.windows()))
+        if start == 24:
+            os.kill(maker_of(pool).pid, signal.SIGKILL)  # another one takes its place
+    rows = sorted([f"a>{n}" for n in range(4)] + [f"b>{n}" for n in range(7)] + [f"c>{n}" for n in range(2)])
+    passes = [texts[first : first + 13] for first in (0, 13, 26, 39)]
+    assert all(sorted(each) == rows for each in passes)
+    assert len({tuple(each) for each in passes}) == 4
+    assert most <= NUM_BEHIND + 1 + 1  # behind, in use, ahead
+    assert len(pool.samples.windows._own()._started) == 2
+    said = "\n".join(streams.said)
+    assert "in windows of 3 rows, shuffled within a window only; windows prepared ahead: 1" in said
+    assert "data.train: window 4: 1 rows -> 1 samples" in said  # the last of a pass
+    assert "data.train: 8 windows so far: 22 rows -> 22 samples" in said
+
+    pool.samples.windows.close()
+    again = streams.open()  # prepares a window of the past once more
+    assert re.search(r"data\.train: 2[01] windows were prepared before; those that are needed again", streams.said[-1])
+    assert texts_of(again, 26, 30) == texts[26:30]
+    assert again.fingerprint == pool.fingerprint
+
+
+def test_a_bucket_is_streamed(streams, bucket):
+    storage = fsspec.filesystem("s3")
+    for number in range(2):
+        storage.pipe(f"bucket/stream/part-{number}.jsonl", (streams.folder / f"part-{number}.jsonl").read_bytes())
+    pool = streams.open(path=f"{bucket}/stream/*.jsonl")
+    assert sorted(texts_of(pool, 0, 11)) == sorted([f"a>{n}" for n in range(4)] + [f"b>{n}" for n in range(7)])
+    assert "s3://bucket/stream/part-" in pool.samples.place(int(pool.order.samples(0, 1)[0]))
+
+
+def test_a_refused_row_is_told_when_its_window_is_reached(streams):
+    streams.write(["a>1", "b>2", "c>3", "d>4", "poison", "e>5"])
+    for name in ("part-1.jsonl", "part-2.jsonl"):
+        (streams.folder / name).unlink()
+    pool = streams.open(num_ahead=2)
+    assert sorted(texts_of(pool, 0, 3)) == ["a>1", "b>2", "c>3"]
+    with pytest.raises(DataError, match=r"part-0\.jsonl, row 5: cannot be encoded"):
+        pool.order.samples(3, 4)
+
+
+def prepared(pool, *windows):
+    for window in windows:
+        make_window(job_of(pool), window)
+    return pool
+
+
+def test_another_machine_makes_the_same_windows(streams, no_process):
+    here, there = (prepared(streams.open(cache=cache), 0, 1, 2) for cache in ("here", "there"))
+    assert texts_of(here, 0, 9) == texts_of(there, 0, 9)
+    for window in range(3):
+        files = [sorted(job_of(pool).folder.window(window).iterdir()) for pool in (here, there)]
+        assert len(files[0]) > 5
+        assert [path.read_bytes() for path in files[0]] == [path.read_bytes() for path in files[1]]
+
+
+def test_lengths_outlive_the_tokens(streams, no_process):
+    streams.write(["a>", "b>22", "c>333"])
+    pool = prepared(streams.open(shuffle=False), 0, 1)
+    job_of(pool).folder.delete_window(0)
+    ids = np.array([of_window(0) + 2, of_window(1), of_window(0)])
+    assert pool.samples.lengths_of(ids).tolist() == [5, 3, 2]
+    assert pool.samples.windows.at_hand(0) is None
+    first, second = pool.samples.place(of_window(0) + 2), pool.samples.place(of_window(1))
+    assert first == f"sample 2 of window 0 (from {streams.folder}/part-0.jsonl after 0 of its rows on)"
+    assert second == f"{streams.folder}/part-1.jsonl, row 1"
+
+
+def test_what_decides_the_order_is_in_the_fingerprint(streams, no_process):
+    first = streams.open()
+    changes = ({"window_rows": 4}, {"shuffle": False}, {"max_length": 9}, {"batching": {"by": "packs", "tokens": 64}})
+    others = [streams.open(**change) for change in changes]
+    assert len({pool.fingerprint for pool in (first, *others)}) == 5
+    same = streams.open(num_ahead=7, cache="elsewhere", batching={"padding_free": True})
+    assert same.fingerprint == first.fingerprint
+
+
+def test_a_window_of_which_nothing_is_left_is_passed_over(streams, no_process):
+    streams.write(["a>1", "b>2", "c>3", "", "", "", "d>4"])
+    for name in ("part-1.jsonl", "part-2.jsonl"):
+        (streams.folder / name).unlink()
+    pool = prepared(streams.open(no_target="drop"), 0, 1, 2)
+    assert sorted(texts_of(pool, 0, 3)) + texts_of(pool, 3, 4) == ["a>1", "b>2", "c>3", "d>4"]
+    assert in_window(int(pool.order.samples(3, 4)[0])) == (2, 0)
+    (total,) = [line for line in streams.said if "2 windows so far: 6 rows -> 3 samples" in line]
+    assert "dropped without a target: 3 rows" in total
+
+
+def test_a_pass_of_which_nothing_is_left_is_an_error(streams, no_process):
+    streams.write(["a", "b"], ["c"], ["d"])
+    pool = prepared(streams.open(no_target="drop"), 0, 1)
+    with pytest.raises(DataError, match=r"data\.train: no sample is left of a whole pass: 4 rows -> 0 samples"):
+        pool.order.samples(0, 1)
+
+
+def test_rows_that_the_section_refuses_are_named_with_their_window(streams, no_process):
+    pool = streams.open(max_length=4, shuffle=False)
+    streams.write(["a>1", "b>2", "c>3", "d>4"], ["a>1", "b>long"])
+    make_window(job_of(pool), 0)
+    with pytest.raises(DataError, match=r"^data\.train: window 1: 1 of 3 rows are longer than data\.max_length: 4"):
+        make_window(job_of(pool), 1)
+
+
+def test_files_that_change_under_a_stream_are_noticed(streams, no_process):
+    pool = prepared(streams.open(shuffle=False), 0, 1)
+    job_of(pool).folder.delete_window(1)
+    streams.write(["a>0", "a>1", "a>2", "other>3"])
+    with pytest.raises(DataError, match="has other rows than when it was prepared before"):
+        make_window(job_of(pool), 1)
+
+
+def test_a_full_disk_is_told_and_what_was_begun_is_removed(streams, no_process, monkeypatch):
+    pool = streams.open()
+
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(stream_maker, "build_set", full)
+    error = stream_maker._made(job_of(pool), 0)
+    assert "data.cache_folder: window 0 of data.train cannot be written" in error
+    assert "No space left on device" in error
+    assert list((job_of(pool).folder.path / "windows").iterdir()) == []
+
+
+@pytest.mark.parametrize(("cause", "pauses"), [(ConnectionError("gone"), [1.0, 5.0, 25.0]), (ValueError("bad"), [])])
+def test_storage_that_does_not_answer_is_asked_again(streams, no_process, monkeypatch, cause, pauses):
+    waited = []
+    monkeypatch.setattr(stream_maker.time, "sleep", waited.append)
+
+    def away(*_):
+        raise DataError("part-0.jsonl: cannot be read") from cause
+        yield
+
+    job = job_of(streams.open())
+    monkeypatch.setattr("finetune.data.sources.portions.Shard.rows", away)
+    assert stream_maker._made(job, 0) == "part-0.jsonl: cannot be read"
+    assert waited == pauses
+
+
+def test_the_process_ends_when_nobody_reads(streams, no_process):
+    job = job_of(streams.open())
+    shutil.rmtree(job.folder.readers)
+    job.folder.make()
+    serve(job)
+    assert job.folder.windows() == set()
+
+
+def test_a_process_that_ends_again_and_again_is_given_up(streams, monkeypatch):
+    monkeypatch.setattr("finetune.data.streams.windows._COMMAND", "raise SystemExit(3)")
+    pool = streams.open()
+    with pytest.raises(DataError, match=r"data\.train: the process that prepares windows has ended 3 times.*code 3"):
+        pool.order.samples(0, 1)
