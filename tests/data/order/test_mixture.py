@@ -2,11 +2,11 @@
 
 import numpy as np
 import pytest
-from tests.data.order.test_set_order import made as packs
 
 from finetune.data.order.mixture import MixedOrder
 from finetune.data.order.order import SetOrder
 from finetune.data.order.sample_ids import place_of, sources_of
+from tests.data.order.test_set_order import made as packs
 
 
 def orders(*sizes):
