@@ -4,13 +4,13 @@ import hashlib
 import json
 import time
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from finetune.runtime.files import write_json
 
 FOLDER = "~/.cache/finetune/digests"
 LARGE_BYTES = 64 << 20
-_READ_BYTES = 1 << 20
 _SETTLED_SECONDS = 2.0  # a file written so lately might be written again within one tick of the file system's clock
 
 
@@ -52,8 +52,5 @@ def _note(path: Path) -> Path:
 
 
 def _read(path: Path) -> str:
-    digest = hashlib.blake2b(digest_size=16)
     with path.open("rb") as stream:
-        while block := stream.read(_READ_BYTES):
-            digest.update(block)
-    return digest.hexdigest()
+        return hashlib.file_digest(stream, partial(hashlib.blake2b, digest_size=16)).hexdigest()
