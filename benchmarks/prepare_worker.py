@@ -30,6 +30,7 @@ if __name__ == "__main__":  # processes that tokenise import this file, too; `py
     from finetune.data.prepared.store import Identity, PreparedSet
     from finetune.data.prepared.writing import SetWriter
     from finetune.data.sources.source import open_source
+    from finetune.task.materials import Materials
     from finetune.task.registry import build_task
 
 NUM_TOKENS, TOKENS_PER_SAMPLE, SAMPLES_PER_CHUNK = 10**8, 200, 10_000
@@ -53,7 +54,7 @@ def _ours(rows: Path, tokenizer: Path, workers: int, scratch: Path) -> dict[str,
         train=source, max_length=512, cache_folder=str(scratch), prepare_workers=0 if workers == 1 else workers
     )
     loaded = PreTrainedTokenizerFast.from_pretrained(tokenizer)
-    task = build_task(TaskSection(name="sft"), tokenizer=loaded, data=section)
+    task = build_task(Materials(TaskSection(name="sft"), section, loaded))
     clock = _Clock()
     opened = open_source(source, key="data.train", say=_nothing)
     identity = tokenizer_identity(loaded)

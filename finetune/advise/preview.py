@@ -69,7 +69,7 @@ def _facts(config: RunConfig) -> list[str]:
     data, train = config.data, config.train
     return [
         f"task {config.task.name}",
-        f"max_length {data.max_length:,}, longer rows: {data.over_length}",
+        *([f"max_length {data.max_length:,}, longer rows: {data.over_length}"] if data.max_length else []),
         f"batching by {data.batching.by}",
         f"{train.global_batch_size:,} per step, {train.microbatch_size:,} per microbatch",
         f"seed {config.run.seed}" if data.shuffle else "not shuffled",

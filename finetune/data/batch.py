@@ -1,7 +1,7 @@
 """Batch: one microbatch, what a forward pass and its loss need."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -21,6 +21,8 @@ class Batch:
     sample_ids: tuple[int, ...]  # of all samples in it; empty for a filler batch
     cumulative_lengths: Tensor | None = None  # int32, where each sample of a row without padding begins, and the end
     longest: int = 0  # tokens of the longest of those
+    extras: Mapping[str, Tensor] = field(default_factory=dict)  # what only the task's loss reads
+    seed: int = 0  # of the step that it is learnt in; 0 where nothing is to be random
 
     def to(self, device: torch.device, non_blocking: bool = False) -> "Batch":
         """Return the batch on `device`; Accelerate's dataloader calls this."""
@@ -35,5 +37,6 @@ class Batch:
             self,
             inputs={name: change(tensor) for name, tensor in self.inputs.items()},
             labels=change(self.labels),
+            extras={name: change(tensor) for name, tensor in self.extras.items()},
             cumulative_lengths=None if self.cumulative_lengths is None else change(self.cumulative_lengths),
         )

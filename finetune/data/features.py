@@ -18,6 +18,7 @@ class Features:
 
     arrays: Mapping[str, np.ndarray]
     sample_id: int = -1  # -1: not in a prepared set yet
+    seed: int = 0  # of the step that it is learnt in; 0 where nothing is to be random
 
     @property
     def length(self) -> int:

@@ -1,7 +1,7 @@
 """Loaders of a prepared set: the world's microbatches in order, of which Accelerate hands rank r every world-th."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -16,6 +16,7 @@ from finetune.data.order.set_order import set_order
 from finetune.data.prepared.store import PreparedSet
 from finetune.data.workers import loader_settings
 from finetune.runtime.children import leave_signals_to_parent
+from finetune.runtime.seeds import derive
 
 Collate = Callable[[Sequence[Features]], Batch]
 
@@ -45,11 +46,44 @@ class TrainSampler(Sampler[list[int]]):
     def __len__(self) -> int:
         return len(self._steps) * (self._global_batch_size // self._microbatch_size)
 
+    def step_of(self, number: int) -> int:
+        """Return the step of the sampler's microbatch with this number, from 0."""
+        return self._steps[number // (self._global_batch_size // self._microbatch_size)]
+
     def __iter__(self) -> Iterator[list[int]]:
         for step in self._steps:
             start = step * self._global_batch_size
             for samples in self._order.cut(start, start + self._global_batch_size, self._microbatch_size):
                 yield samples.tolist()
+
+
+class SeededSampler(Sampler[list[tuple[int, int]]]):
+    """The same microbatches, each sample beside the seed of its step."""
+
+    batch_size = None
+    drop_last = False
+
+    def __init__(self, sampler: TrainSampler, *, seed: int) -> None:
+        self._sampler = sampler
+        self._seed = seed
+
+    def __len__(self) -> int:
+        return len(self._sampler)
+
+    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
+        for number, samples in enumerate(self._sampler):
+            step_seed = derive(self._seed, "samples", self._sampler.step_of(number))
+            yield [(sample, step_seed) for sample in samples]
+
+
+@dataclass(frozen=True)
+class Seeded:
+    """Samples that know the seed of the step in which they are learnt."""
+
+    samples: Samples
+
+    def __getitem__(self, drawn: tuple[int, int]) -> Features:
+        return replace(self.samples[drawn[0]], seed=drawn[1])
 
 
 class EvaluationSampler(Sampler[list[int]]):
@@ -86,6 +120,7 @@ def train_loader(
     first_step: int,
     num_steps: int,
     section: DataSection,
+    seed: int = 0,
 ) -> DataLoader[Any]:
     """Return a loader of the world's microbatches from `first_step` to the run's end, for Accelerate to prepare."""
     sampler = TrainSampler(
@@ -95,7 +130,7 @@ def train_loader(
         first_step=first_step,
         num_steps=num_steps,
     )
-    return _loader(pool.samples, sampler, collate, section=section)
+    return _loader(Seeded(pool.samples), SeededSampler(sampler, seed=seed), collate, section=section)
 
 
 def evaluation_loader(
@@ -111,7 +146,7 @@ def evaluation_loader(
 
     The samples are packed, or batched by tokens, as those that are learnt from.
     """
-    order = set_order(prepared.lengths, seed=0, shuffle=False, batching=section.batching, max_length=section.max_length)
+    order = set_order(prepared.lengths, seed=0, shuffle=False, batching=section.batching, max_length=section.longest)
     sampler = EvaluationSampler(order, microbatch_size=microbatch_size, world=world)
     return _loader(prepared, sampler, _CollateOrFill(prepared, collate, filler), section=section)
 
@@ -133,7 +168,7 @@ class _CollateOrFill:
 
 
 def _loader(
-    samples: Samples, sampler: Sampler[list[int]], collate: Collate, *, section: DataSection
+    samples: Samples | Seeded, sampler: Sampler[Any], collate: Collate, *, section: DataSection
 ) -> DataLoader[Any]:
     settings = loader_settings(section)
     return DataLoader(

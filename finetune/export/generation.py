@@ -3,6 +3,8 @@
 import copy
 from collections.abc import Collection
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
@@ -13,6 +15,20 @@ class Language:
 
     tokenizer: PreTrainedTokenizerBase
     stop_ids: Collection[int]
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What the model's inputs are made with; images alone have no language, text alone has no processor."""
+
+    language: Language | None
+    processor: Any = None
+
+    def save(self, folder: Path) -> None:
+        """Write tokenizer and processor into the folder, so that transformers loads them from there."""
+        for part in (self.language.tokenizer if self.language else None, self.processor):
+            if part is not None:
+                part.save_pretrained(folder)
 
 
 def generation_config(original: GenerationConfig, language: Language) -> GenerationConfig:

@@ -15,7 +15,7 @@ from finetune.config.sections.export import ExportSection
 from finetune.export.card import CardBase, CardFacts, write_card
 from finetune.export.completeness import check_files, check_shapes, complete_weights
 from finetune.export.folder import replaced
-from finetune.export.generation import Language, generation_config
+from finetune.export.generation import Inputs, generation_config
 from finetune.export.skeleton import ADAPTER, adapted_skeleton, base_skeleton, plain_base
 
 ADAPTER_FILE = "adapter_model.safetensors"
@@ -38,7 +38,7 @@ def export_model(
     *,
     model: PreTrainedModel | PeftModel,
     weights: Mapping[str, Tensor],
-    language: Language,
+    inputs: Inputs,
     section: ExportSection,
     facts: CardFacts,
 ) -> ExportReport:
@@ -53,12 +53,12 @@ def export_model(
     weights = _cast(weights, section.dtype)
     with replaced(folder) as staging:
         if isinstance(model, PeftModel):
-            counts = _write_adapter(staging, folder, model=model, weights=weights, language=language, section=section)
+            counts = _write_adapter(staging, folder, model=model, weights=weights, inputs=inputs, section=section)
             base = CardBase(plain_base(model).name_or_path or None)
         else:
-            counts = _write_model(staging, model=model, weights=weights, language=language, section=section)
+            counts = _write_model(staging, model=model, weights=weights, inputs=inputs, section=section)
             base = None
-        language.tokenizer.save_pretrained(staging)
+        inputs.save(staging)
         (staging / "README.md").write_text(write_card(facts, base=base), encoding="utf-8")
     files = tuple(sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()))
     return ExportReport(folder, files, num_tensors=counts[0], size_bytes=counts[1])
@@ -69,14 +69,20 @@ def _write_model(
     *,
     model: PreTrainedModel,
     weights: Mapping[str, Tensor],
-    language: Language,
+    inputs: Inputs,
     section: ExportSection,
 ) -> tuple[int, int]:
     skeleton = base_skeleton(model, dtype=_dtype(weights))
     complete = complete_weights(skeleton, weights)
-    skeleton.generation_config = generation_config(model.generation_config, language)
+    if _generates(model) and inputs.language is not None:
+        skeleton.generation_config = generation_config(model.generation_config, inputs.language)
     skeleton.save_pretrained(folder, state_dict=dict(complete), max_shard_size=section.max_shard_size)
     return check_files(folder, complete)
+
+
+def _generates(model: PreTrainedModel) -> bool:
+    """Tell whether the model answers: one with a head of classes has no generation config."""
+    return getattr(model, "generation_config", None) is not None and bool(model.can_generate())
 
 
 def _write_adapter(
@@ -85,7 +91,7 @@ def _write_adapter(
     *,
     model: PeftModel,
     weights: Mapping[str, Tensor],
-    language: Language,
+    inputs: Inputs,
     section: ExportSection,
 ) -> tuple[int, int]:
     adapter = _adapter_weights(model, weights)
@@ -95,13 +101,14 @@ def _write_adapter(
     config.base_model_name_or_path = base.name_or_path or str(folder.absolute() / BASE_FOLDER)
     save_file(adapter, staging / ADAPTER_FILE, metadata={"format": "pt"})
     config.save_pretrained(staging)
-    generation_config(base.generation_config, language).save_pretrained(staging)
+    if _generates(base) and inputs.language is not None:
+        generation_config(base.generation_config, inputs.language).save_pretrained(staging)
     num_tensors, size_bytes = check_files(staging, adapter)
     if base.name_or_path:
         return num_tensors, size_bytes
     beneath = staging / BASE_FOLDER
-    counts = _write_model(beneath, model=base, weights=_base_weights(weights), language=language, section=section)
-    language.tokenizer.save_pretrained(beneath)
+    counts = _write_model(beneath, model=base, weights=_base_weights(weights), inputs=inputs, section=section)
+    inputs.save(beneath)
     return num_tensors + counts[0], size_bytes + counts[1]
 
 

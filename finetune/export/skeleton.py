@@ -21,7 +21,7 @@ def base_skeleton(model: PreTrainedModel, *, dtype: torch.dtype) -> PreTrainedMo
     with torch.device("meta"):
         skeleton = _plain_class(model)(config)
     skeleton.to(dtype)
-    skeleton.generation_config = copy.deepcopy(model.generation_config)
+    skeleton.generation_config = copy.deepcopy(getattr(model, "generation_config", None))
     if hasattr(model, "_weight_conversions"):  # how the checkpoint's names differ from the model's; undone on saving
         skeleton._weight_conversions = model._weight_conversions
     return skeleton

@@ -32,7 +32,9 @@ class SpecialIds:
     pad: int | None = None
 
 
-def architecture(section: FromConfigSection, *, vocabulary_size: int, special_ids: SpecialIds) -> PreTrainedConfig:
+def architecture(
+    section: FromConfigSection, *, vocabulary_size: int | None, special_ids: SpecialIds
+) -> PreTrainedConfig:
     """Return the config of the model type with the values written; raises ModelError on any that it does not know.
 
     `vocab_size` is the tokenizer's unless written, and never smaller; special token ids are the tokenizer's.
@@ -41,9 +43,10 @@ def architecture(section: FromConfigSection, *, vocabulary_size: int, special_id
         near = _near(section.model_type, list(CONFIG_MAPPING.keys()))
         raise ModelError(f"{KEY}.model_type: transformers knows no `{section.model_type}`.{near}")
     _check_values(section)
-    values = {"vocab_size": vocabulary_size, **_token_values(special_ids), **section.values}
-    size = values["vocab_size"]
-    if size < vocabulary_size:
+    values = dict(section.values)
+    if vocabulary_size is not None:
+        values = {"vocab_size": vocabulary_size, **_token_values(special_ids), **values}
+    if vocabulary_size is not None and (size := values["vocab_size"]) < vocabulary_size:
         raise ModelError(
             f"{KEY}.values.vocab_size: {size} is smaller than the tokenizer's {vocabulary_size} tokens. "
             "Leave it out, or write at least that many."

@@ -13,19 +13,22 @@ from finetune.runtime.seeds import derive
 Gather = Callable[[Sequence[nn.Parameter]], AbstractContextManager[Any]]
 
 
-def draw_weights(model: PreTrainedModel, *, seed: int, gather: Gather) -> None:
+def draw_weights(model: PreTrainedModel, *, seed: int, gather: Gather, only: frozenset[str] | None = None) -> None:
     """Draw every weight anew by the model's own rules, each module from its own seed, in float32 on the CPU.
 
-    Leaves torch's random state as it was. `gather` makes partitioned parameters whole while they are written.
-    Collective where `gather` is.
+    With `only`, the weights of these names alone. Leaves torch's random state as it was. `gather` makes partitioned
+    parameters whole while they are written. Collective where `gather` is.
     """
     tied = frozenset(getattr(model, "all_tied_weights_keys", ()))
     with torch.no_grad(), torch.random.fork_rng(devices=()):
         for name, module, owner in _children_first(model, name="", owner=model):
             parameters = _written_by(module)
+            kept = _kept(module, name=name, only=only)
+            if only is not None and len(kept) == len(list(module.parameters(recurse=False))):
+                continue
             with gather(parameters) if parameters else nullcontext(), on_cpu_in_float32(parameters):
                 torch.default_generator.manual_seed(derive(seed, "weights", name))
-                with _untouched(_tied_here(module, name=name, tied=tied)):
+                with _untouched([*_tied_here(module, name=name, tied=tied), *kept]):
                     owner._init_weights(module)
 
 
@@ -68,6 +71,14 @@ def _tied_here(module: nn.Module, *, name: str, tied: frozenset[str]) -> list[nn
     """Return the module's parameters that belong to another module, which has drawn them already."""
     prefix = f"{name}." if name else ""
     return [parameter for own, parameter in module.named_parameters(recurse=False) if prefix + own in tied]
+
+
+def _kept(module: nn.Module, *, name: str, only: frozenset[str] | None) -> list[nn.Parameter]:
+    """Return the module's own parameters that are not to be drawn."""
+    if only is None:
+        return []
+    prefix = f"{name}." if name else ""
+    return [parameter for own, parameter in module.named_parameters(recurse=False) if prefix + own not in only]
 
 
 @contextmanager

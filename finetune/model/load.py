@@ -1,22 +1,23 @@
 """The model: by hub name, from a folder, or from its config with random weights."""
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from finetune.config.sections.model import ModelSection
 from finetune.errors import ModelError
 from finetune.model.architecture import SpecialIds, architecture
 from finetune.model.attention import attention_implementation
+from finetune.model.heads import HEADS, NEW_HEADS, is_of_head, set_values
 from finetune.model.hollow import give_places
 from finetune.model.hub import is_folder, located, told
 from finetune.model.initialize import draw_weights
 from finetune.runtime.construction import Construction
 from finetune.runtime.hub import is_offline, without_vain_retries
-
-HEADS: dict[str, Any] = {"causal_lm": AutoModelForCausalLM}
 
 
 def load_model(
@@ -25,28 +26,37 @@ def load_model(
     head: str,
     construction: Construction,
     seed: int,
-    vocabulary_size: int,
+    vocabulary_size: int | None,
     special_ids: SpecialIds | None = None,
+    head_values: Mapping[str, Any] | None = None,
 ) -> PreTrainedModel:
     """Return the model in training mode with the head, dtype and attention asked for; raises ModelError.
 
+    `head_values` are values of its config that the task decides, `vocabulary_size` is None where there is no tokenizer.
     Random weights depend on `seed` and module names alone. A hollow rank gets places without values and downloads no
     weights. Collective under ZeRO-3.
     """
+    values = dict(head_values or {})
     attention = attention_implementation(section.attention)
     if section.from_config is not None:
         config = architecture(
             section.from_config, vocabulary_size=vocabulary_size, special_ids=special_ids or SpecialIds()
         )
+        set_values(config, values)
         model = _built(config, section=section, head=head, construction=construction, attention=attention)
         if not construction.is_hollow:
             draw_weights(model, seed=seed, gather=construction.gather)
     elif construction.is_hollow:
         config = _pretrained_config(section)
+        set_values(config, values)
         model = _built(config, section=section, head=head, construction=construction, attention=attention)
     else:
-        model = _pretrained(section, head=head, construction=construction, attention=attention)
-    _check_vocabulary(model, vocabulary_size=vocabulary_size)
+        loaded = _pretrained(section, head=head, values=values, construction=construction, attention=attention)
+        model = loaded.model
+        if loaded.new:
+            draw_weights(model, seed=seed, gather=construction.gather, only=loaded.new)
+    if vocabulary_size is not None:
+        _check_vocabulary(model, vocabulary_size=vocabulary_size)
     return _ready_to_train(model, section=section)
 
 
@@ -89,24 +99,42 @@ def _pretrained_config(section: ModelSection) -> PreTrainedConfig:
         return AutoConfig.from_pretrained(**origin)
 
 
+@dataclass(frozen=True)
+class _Loaded:
+    model: PreTrainedModel
+    new: frozenset[str]  # parameters of a head that the weights on disk do not have
+
+
 def _pretrained(
-    section: ModelSection, *, head: str, construction: Construction, attention: str | None
-) -> PreTrainedModel:
+    section: ModelSection,
+    *,
+    head: str,
+    values: Mapping[str, Any],
+    construction: Construction,
+    attention: str | None,
+) -> _Loaded:
     name, origin = str(section.name), _origin(section)
+    may_be_new = head in NEW_HEADS
+    config = _pretrained_config(section)
+    set_values(config, values)
     with told(name, key="model.name"), without_vain_retries(is_local=is_folder(name)), construction.context():
         model, loading = HEADS[head].from_pretrained(
             **origin,
+            config=config,
             dtype=getattr(torch, section.dtype),
             attn_implementation=attention,
+            ignore_mismatched_sizes=may_be_new,
             output_loading_info=True,
         )
-    missing = sorted(loading["missing_keys"])
+    absent = {*loading["missing_keys"], *(each[0] for each in loading.get("mismatched_keys", ()))}
+    new = frozenset(name for name in absent if may_be_new and is_of_head(name, model))
+    missing = sorted(absent - new)
     if missing:
         raise ModelError(
             f"model.name: the weights of `{section.name}` lack {len(missing)} of the model's parameters "
             f"({', '.join(missing[:3])}, ...), which would be random. Name a model that was saved with this head."
         )
-    return model
+    return _Loaded(model, new)
 
 
 def _check_vocabulary(model: PreTrainedModel, *, vocabulary_size: int) -> None:

@@ -12,12 +12,20 @@ from transformers.pytorch_utils import Conv1D
 
 from finetune.config.sections.model import LoraSection
 from finetune.errors import ModelError
+from finetune.model.heads import head_modules
 from finetune.model.hub import summary
 from finetune.model.initialize import on_cpu_in_float32
 from finetune.runtime.seeds import derive
 
 ADAPTER = "default"
-TASK_TYPES = {"causal_lm": "CAUSAL_LM"}
+TASK_TYPES = {
+    "causal_lm": "CAUSAL_LM",
+    "image_text_to_text": "CAUSAL_LM",
+    "seq2seq_lm": "SEQ_2_SEQ_LM",
+    "sequence_classification": "SEQ_CLS",
+    "token_classification": "TOKEN_CLS",
+}
+"""What peft calls the heads; others it has no name for."""
 
 
 def add_lora(
@@ -37,19 +45,19 @@ def add_lora(
     return adapted
 
 
-def _peft_config(model: nn.Module, lora: LoraSection, *, head: str) -> LoraConfig:
+def _peft_config(model: PreTrainedModel, lora: LoraSection, *, head: str) -> LoraConfig:
     targets = lora.target_modules
     return LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,
         lora_dropout=lora.dropout,
         target_modules=targets if isinstance(targets, str) else list(targets),
-        modules_to_save=list(lora.modules_to_save) or None,
+        modules_to_save=[*lora.modules_to_save, *head_modules(model, head=head)] or None,
         use_rslora=lora.rslora,
         use_dora=lora.dora,
         bias="none",
         fan_in_fan_out=any(map(_is_transposed, model.modules())),
-        task_type=TASK_TYPES[head],
+        task_type=TASK_TYPES.get(head),
     )
 
 

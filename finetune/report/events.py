@@ -1,7 +1,7 @@
 """What happens in a run, as frozen facts; reporters are told, nobody is asked."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 
@@ -43,6 +43,7 @@ class StepTaken(Event):
     data_seconds: float  # waited for batches
     data_share: float  # the same as a share of `seconds`
     memory_bytes: int  # peak of this rank: device memory, or resident memory on CPU
+    metrics: Mapping[str, float] = field(default_factory=dict)  # what the task shows beside the loss
 
 
 @dataclass(frozen=True)

@@ -106,6 +106,7 @@ def step_values(event: StepTaken, *, meter: ThroughputMeter) -> dict[str, float]
         "train/data_seconds": event.data_seconds,
         "train/data_share": meter.data_share,  # of the time since the last log point
         "train/memory_bytes": event.memory_bytes,
+        **{f"train/{name}": value for name, value in event.metrics.items()},
     }
 
 

@@ -83,6 +83,7 @@ def step_facts(event: StepTaken, *, meter: ThroughputMeter) -> str:
     """Return the numbers of a step; the share of waiting since the last log point where it is worth a look."""
     facts = [
         f"loss {event.loss:.4f}",
+        *([metric_line(event.metrics)] if event.metrics else []),
         f"lr {event.learning_rate:.1e}",
         f"grad {event.gradient_norm:.2f}",
         f"{meter.tokens_per_second:>7,.0f} tokens/s",

@@ -38,7 +38,7 @@ def _padding(config: RunConfig, lessons: Lessons) -> Padding | None:
     if lessons.training.order.num_positions is None:
         return None  # a stream: its samples are not there yet
     batching, train = config.data.batching, config.train
-    budget = tokens_per_position(batching, max_length=config.data.max_length)
+    budget = tokens_per_position(batching, max_length=config.data.longest)
     return measure_padding(
         lessons.training,
         lessons.task.collate,

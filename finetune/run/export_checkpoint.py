@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
 from finetune.checkpoint.inventory import choose, locate
 from finetune.checkpoint.names import named_buffers, named_parameters
@@ -13,19 +12,18 @@ from finetune.checkpoint.reading import OpenCheckpoint, open_checkpoint
 from finetune.checkpoint.record import BUFFER, PARAMETER
 from finetune.config.load import LoadedConfig
 from finetune.config.resolved import load_resolved
+from finetune.config.rules.model import adapter_of
 from finetune.config.run_config import RunConfig
-from finetune.data.encoding.chat import stop_ids
 from finetune.errors import CheckpointError, UserError
 from finetune.export.card import CardFacts
-from finetune.export.generation import Language
 from finetune.export.save import ExportReport, export_model
-from finetune.run.kept_tokenizer import load_kept_tokenizer
+from finetune.run.final import inputs_of
+from finetune.run.kept import Kept, load_kept
 from finetune.run.model import build_model
 from finetune.runtime.amounts import size_text
 from finetune.runtime.construction import Construction
 from finetune.runtime.log import quieten
 from finetune.runtime.progress import Progress
-from finetune.task.registry import build_task
 
 _LISTED = 5
 
@@ -50,7 +48,7 @@ def export_checkpoint(run: Path, *, step: int | None, to: Path | None, dtype: st
     wanted = _wanted(run, step=step, to=to, dtype=dtype)
     loaded = load_resolved(wanted.run)
     checkpoint = open_checkpoint(wanted.checkpoint)
-    report = _export(wanted, loaded, checkpoint=checkpoint, tokenizer=load_kept_tokenizer(wanted.run))
+    report = _export(wanted, loaded, checkpoint=checkpoint, kept=load_kept(wanted.run, loaded.config))
     print(f"exported {wanted.checkpoint.name}: {report.num_tensors} tensors, {size_text(report.size_bytes)}")
     print(f"model in {report.folder}")
 
@@ -83,18 +81,15 @@ def _wanted(run: Path, *, step: int | None, to: Path | None, dtype: str | None) 
     return Export(checkpoint, place.run, folder, dtype)
 
 
-def _export(
-    wanted: Export, loaded: LoadedConfig, *, checkpoint: OpenCheckpoint, tokenizer: PreTrainedTokenizerBase
-) -> ExportReport:
-    config = loaded.config
-    task = build_task(config.task, tokenizer=tokenizer, data=config.data)
-    model = build_model(config, head=task.head, tokenizer=tokenizer, construction=Construction())
-    is_base_elsewhere = config.model.lora is not None and config.model.name is not None
+def _export(wanted: Export, loaded: LoadedConfig, *, checkpoint: OpenCheckpoint, kept: Kept) -> ExportReport:
+    config, tokenizer = loaded.config, kept.processing.tokenizer
+    model = build_model(config, task=kept.task(config), tokenizer=tokenizer, construction=Construction())
+    is_base_elsewhere = adapter_of(config) is not None and config.model.name is not None
     return export_model(
         wanted.folder,
         model=model,
         weights=exported_weights(model, checkpoint, trained_only=is_base_elsewhere),
-        language=Language(tokenizer, stop_ids(tokenizer)),
+        inputs=inputs_of(kept.processing),
         section=config.export if wanted.dtype is None else config.export.model_copy(update={"dtype": wanted.dtype}),
         facts=_card(wanted, config, loaded=loaded, checkpoint=checkpoint),
     )

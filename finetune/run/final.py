@@ -6,11 +6,13 @@ from pathlib import Path
 from finetune.checkpoint.gather import gather_weights
 from finetune.config.explain import resolved_yaml
 from finetune.config.load import LoadedConfig
+from finetune.config.rules.model import adapter_of
 from finetune.config.sections.export import ExportSection
 from finetune.data.encoding.chat import stop_ids
 from finetune.export.card import CardFacts
-from finetune.export.generation import Language
+from finetune.export.generation import Inputs, Language
 from finetune.export.save import ExportReport, export_model
+from finetune.model.processing import Processing
 from finetune.report.events import Noted
 from finetune.report.reporter import Reporter
 from finetune.run.lessons import Lessons
@@ -39,8 +41,7 @@ def export_final(
         reporter(Noted(progress.step, f"{run_folder / FOLDER} is there already, from this very step"))
         return
     reach("export.begin", step=progress.step)
-    section = loaded.config.model
-    is_base_elsewhere = section.lora is not None and section.name is not None
+    is_base_elsewhere = adapter_of(loaded.config) is not None and loaded.config.model.name is not None
     weights = gather_weights(machine.accelerator, machine.model, trained_only=is_base_elsewhere)
     reach("export.write", step=progress.step)
     if ranks.is_main():
@@ -49,7 +50,7 @@ def export_final(
             run_folder / FOLDER,
             model=machine.plain_model,
             weights=weights,
-            language=Language(lessons.tokenizer, stop_ids(lessons.tokenizer)),
+            inputs=inputs_of(lessons.processing),
             section=loaded.config.export,
             facts=_card(loaded, progress),
         )
@@ -68,6 +69,13 @@ def is_exported(run_folder: Path, *, step: int, section: ExportSection) -> bool:
         return bool(record["step"] == step and record["export"] == section.model_dump() and record["files"] == sizes)
     except (OSError, ValueError, KeyError):
         return False
+
+
+def inputs_of(processing: Processing) -> Inputs:
+    """Return what is exported beside the weights."""
+    tokenizer = processing.tokenizer
+    language = None if tokenizer is None else Language(tokenizer, stop_ids(tokenizer))
+    return Inputs(language, processing.processor)
 
 
 def _card(loaded: LoadedConfig, progress: Progress) -> CardFacts:

@@ -10,7 +10,7 @@ from finetune.report.announcer import Announcer
 from finetune.report.build import build_reporter
 from finetune.report.reporter import Reporter
 from finetune.run.audit import keep_audit
-from finetune.run.kept_tokenizer import keep_tokenizer
+from finetune.run.kept import keep
 from finetune.run.lessons import Lessons
 from finetune.run.machine import Machine
 from finetune.runtime import files, ranks
@@ -27,7 +27,7 @@ def open_run(loaded: LoadedConfig, machine: Machine, *, lessons: Lessons, say: A
         files.write_text(folder / "config.yaml", loaded.text)
         files.write_text(folder / "resolved.yaml", resolved_yaml(loaded))
         files.write_json(folder / "environment.json", environment_facts() | {"loading": asdict(loading)})
-        keep_tokenizer(folder, lessons.tokenizer)
+        keep(folder, lessons.processing, lessons.task.facts)
         keep_audit(folder, loaded.config, lessons, say=say)
     return build_reporter(
         loaded.config.report,

@@ -6,10 +6,9 @@ from finetune.checkpoint.facts import RunFacts
 from finetune.checkpoint.together import main_does
 from finetune.config.changes import maths_of, settings_of
 from finetune.config.run_config import RunConfig
-from finetune.data.encoding.encode import tokenizer_identity
 from finetune.model.base import base_digest
 from finetune.report.announcer import Announcer
-from finetune.run.lessons import Lessons
+from finetune.run.lessons import Lessons, input_identity
 from finetune.runtime import ranks
 
 
@@ -25,7 +24,7 @@ def run_facts(config: RunConfig, lessons: Lessons, *, model: Any, strategy: str,
 
 def facts_with(base: str | None, config: RunConfig, lessons: Lessons, *, strategy: str) -> RunFacts:
     """Return the same with this digest of the frozen weights, None where there are none."""
-    digests = {"training data": lessons.training.fingerprint, "tokenizer": _tokenizer(lessons)}
+    digests = {"training data": lessons.training.fingerprint, "tokenizer": _inputs(lessons)}
     if base is not None:
         digests["base weights"] = base
     return RunFacts(
@@ -35,6 +34,6 @@ def facts_with(base: str | None, config: RunConfig, lessons: Lessons, *, strateg
     )
 
 
-def _tokenizer(lessons: Lessons) -> str:
-    """Return the digests of vocabulary and chat template; the template matters to whoever talks to the model, too."""
-    return ", ".join(f"{name} {digest}" for name, digest in tokenizer_identity(lessons.tokenizer).items())
+def _inputs(lessons: Lessons) -> str:
+    """Return what turns rows into inputs; the chat template matters to whoever talks to the model, too."""
+    return ", ".join(f"{name} {digest}" for name, digest in input_identity(lessons.processing, lessons.task).items())

@@ -1,5 +1,7 @@
 """What there is to learn: tokenizer, task and tokenised rows, made without any process group."""
 
+import hashlib
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,14 +18,15 @@ from finetune.data.order.pool import Pool
 from finetune.data.prepared.cache import Watch, cache_folder, prepare_set
 from finetune.data.prepared.set_pool import by_length, set_pool
 from finetune.data.prepared.store import PreparedSet
-from finetune.data.sources.source import Source, open_sources, stream_of, texts
+from finetune.data.sources.source import Source, open_sources, rows_read, stream_of, texts
 from finetune.data.streams.stream import stream_pool
-from finetune.model.tokenizer import load_tokenizer
+from finetune.model.processing import Processing, load_processing
 from finetune.report.announcer import Announcer
 from finetune.runtime import ranks
 from finetune.runtime.seeds import derive
+from finetune.task.materials import Materials
 from finetune.task.protocol import Task
-from finetune.task.registry import build_task
+from finetune.task.registry import build_task, reads
 from finetune.train.answer import Metric, load_metrics
 from finetune.train.plan import Plan, make_plan
 
@@ -37,12 +40,17 @@ _FORGETFUL = (
 class Lessons:
     """What there is to learn, the same on every rank."""
 
-    tokenizer: Any
+    processing: Processing
     task: Task
     training: Pool
     sources: Mapping[str, Prepared | Streamed]  # what the pool is made of, by place in the job YAML: for the audit
     validation_set: PreparedSet | None
     answer_metrics: dict[str, Metric]
+
+    @property
+    def tokenizer(self) -> Any:
+        """Return the tokenizer; None where there are only images."""
+        return self.processing.tokenizer
 
     def sample_at(self, position: int) -> Features:
         """Return the first sample at the position: of a stream, one that is needed soon."""
@@ -56,12 +64,19 @@ def make_lessons(config: RunConfig, say: Announcer, *, watch: Watch | None = Non
     answer_metrics = load_metrics(generate.metrics if generate else ())
     sources = open_sources(data, seed=config.run.seed, say=say)
     told = partial(texts, sources.train)
-    tokenizer = load_tokenizer(config.model, texts=told, cache_folder=cache_folder(data), say=say)
-    set_chat_template(tokenizer, data.chat_template)
-    if forgets_unknown_text(tokenizer):
-        say(_FORGETFUL)
-    task = build_task(config.task, tokenizer=tokenizer, data=data)
-    encode, identity, unknown = task.encoder, tokenizer_identity(tokenizer), unknown_ids(tokenizer)
+    processing = load_processing(
+        config.model, reads=reads(config.task.name), texts=told, cache_folder=cache_folder(data), say=say
+    )
+    tokenizer = processing.tokenizer
+    if tokenizer is not None:
+        set_chat_template(tokenizer, data.chat_template)
+        if forgets_unknown_text(tokenizer):
+            say(_FORGETFUL)
+    task = build_task(
+        Materials(config.task, data, tokenizer, processing.processor, rows=partial(rows_read, sources.train))
+    )
+    encode, identity = task.encoder, input_identity(processing, task)
+    unknown = unknown_ids(tokenizer) if tokenizer is not None else frozenset()
     prepare = partial(
         prepare_set, encode=encode, section=data, identity=identity, unknown_ids=unknown, say=say, watch=watch
     )
@@ -70,7 +85,18 @@ def make_lessons(config: RunConfig, say: Announcer, *, watch: Watch | None = Non
     pools = [_pool_of(source, config, prepare=prepare, stream=stream, known=known) for source in sources.train]
     refuse_exceeded(known, data.audit)
     validation_set = prepare(sources.validation) if sources.validation else None
-    return Lessons(tokenizer, task, _as_one(pools, config), known, validation_set, answer_metrics)
+    return Lessons(processing, task, _as_one(pools, config), known, validation_set, answer_metrics)
+
+
+def input_identity(processing: Processing, task: Task) -> dict[str, str]:
+    """Return all that decides what becomes of a row beside `data:`, by name: part of a prepared set's key."""
+    identity = dict(processing.identity)
+    if processing.tokenizer is not None:
+        identity |= tokenizer_identity(processing.tokenizer)
+    if task.encoding:
+        described = json.dumps(task.encoding, sort_keys=True)
+        identity["task"] = hashlib.blake2b(described.encode(), digest_size=16).hexdigest()
+    return identity
 
 
 def _pool_of(

@@ -48,9 +48,7 @@ def make_machine(
     say: Announcer,
 ) -> Machine:
     """Return the prepared model and optimizer, checked to be what was launched. Collective."""
-    plain = build_model(
-        config, head=lessons.task.head, tokenizer=lessons.tokenizer, construction=strategy.construction()
-    )
+    plain = build_model(config, task=lessons.task, tokenizer=lessons.tokenizer, construction=strategy.construction())
     size = describe(plain)
     for line in (*size.lines, *_memory(config, strategy, size=size).lines[-1:]):
         say(line)

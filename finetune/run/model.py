@@ -10,24 +10,25 @@ from finetune.model.freeze import freeze
 from finetune.model.load import load_model
 from finetune.model.lora import add_lora
 from finetune.runtime.construction import Construction
-from finetune.task.protocol import ModelHead
+from finetune.task.protocol import Task
 
 
 def build_model(
-    config: RunConfig, *, head: ModelHead, tokenizer: PreTrainedTokenizerBase, construction: Construction
+    config: RunConfig, *, task: Task, tokenizer: PreTrainedTokenizerBase | None, construction: Construction
 ) -> Any:
     """Return the model as it is before its first step. Collective under ZeRO-3."""
     section, seed = config.model, config.run.seed
     model: Any = load_model(
         section,
-        head=head,
+        head=task.head,
         construction=construction,
         seed=seed,
-        vocabulary_size=len(tokenizer),
-        special_ids=_special_ids(tokenizer),
+        vocabulary_size=None if tokenizer is None else len(tokenizer),
+        special_ids=None if tokenizer is None else _special_ids(tokenizer),
+        head_values=task.head_values,
     )
     if section.lora:
-        return add_lora(model, section.lora, seed=seed, revision=section.revision, head=head)
+        return add_lora(model, section.lora, seed=seed, revision=section.revision, head=task.head)
     freeze(model, section.freeze)
     return model
 

@@ -51,7 +51,7 @@ def make_parts(
         max_gradient_norm=config.train.max_gradient_norm,
         nonfinite=config.train.nonfinite,
         scales_loss=config.train.precision == "fp16",
-        meters=Meters(),
+        meters=Meters(lessons.task.step_metrics),
         reporter=reporter,
         evaluate=_evaluation(config, lessons, machine=machine, reporter=reporter),
         save=save,
@@ -75,6 +75,7 @@ def _groups(
         first_step=first_step,
         num_steps=plan.num_steps,
         section=config.data,
+        seed=config.run.seed,
     )
     handed = groups(machine.accelerator.prepare_data_loader(loader), plan.num_batches)
     if not config.report.sample_ids:

@@ -2,23 +2,21 @@
 
 from collections.abc import Sequence
 
-from transformers import PreTrainedTokenizerBase
-
-from finetune.config.sections.data import DataSection
 from finetune.data.encoding.encode import TextEncoder
 from finetune.data.features import Outcome
 from finetune.data.prepared.chunks import Encode
 from finetune.task.causal import CausalTask
 from finetune.task.expecting import OnlyText
+from finetune.task.materials import Materials
 from finetune.task.protocol import Row
 
 
 class PretrainTask(CausalTask):
     """Predict every token of the text but the first, end-of-sequence included."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, data: DataSection) -> None:
-        super().__init__(tokenizer, data)
-        self._encoder = OnlyText(TextEncoder(tokenizer))
+    def __init__(self, materials: Materials) -> None:
+        super().__init__(materials)
+        self._encoder = OnlyText(TextEncoder(self.tokenizer))
 
     @property
     def encoder(self) -> Encode:

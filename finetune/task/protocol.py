@@ -1,7 +1,7 @@
 """The seam of what is learnt: rows become features, features batches, batches a summed loss."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from torch import Tensor, nn
@@ -9,12 +9,20 @@ from torch import Tensor, nn
 from finetune.data.batch import Batch
 from finetune.data.features import Features, Outcome
 from finetune.data.prepared.chunks import Encode
+from finetune.data.rows import Row
 
-ModelHead = Literal["causal_lm"]
+ModelHead = Literal[
+    "causal_lm",
+    "seq2seq_lm",
+    "masked_lm",
+    "sequence_classification",
+    "token_classification",
+    "image_classification",
+    "image_text_to_text",
+]
 """Which head the model gets; the model wing maps it to an Auto class of transformers."""
 
-Row = Mapping[str, Any]
-"""A row of the data as its format delivers it."""
+__all__ = ["Measured", "ModelHead", "Prompt", "Row", "Task"]
 
 
 @dataclass(frozen=True)
@@ -23,12 +31,33 @@ class Prompt:
 
     input_ids: tuple[int, ...]
     reference_ids: tuple[int, ...]
+    inputs: Mapping[str, Tensor] = field(default_factory=dict)  # what else the model is given, such as pixels
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What an evaluation takes from a batch."""
+
+    sums: Mapping[str, Tensor]  # scalars that may be added up over batches and ranks
+    records: Tensor | None = None  # [records, k]: what metrics that are no sums need; column 0 is the sample's id
 
 
 class Task(Protocol):
     """What is learnt. The loop calls these and knows nothing else of the task."""
 
     head: ModelHead
+
+    @property
+    def head_values(self) -> Mapping[str, Any]:
+        """Return values of the model's config that the task decides, such as `num_labels`."""
+
+    @property
+    def facts(self) -> Mapping[str, Any]:
+        """Return what was read from the training rows, as JSON: with it the task is built again without them."""
+
+    @property
+    def encoding(self) -> Mapping[str, Any]:
+        """Return, as JSON, what of the task's own settings and facts decides what `encode` makes of a row."""
 
     @property
     def encoder(self) -> Encode:
@@ -41,7 +70,10 @@ class Task(Protocol):
         """
 
     def collate(self, features: Sequence[Features]) -> Batch:
-        """Return the samples padded and stacked as one microbatch."""
+        """Return the samples padded and stacked as one microbatch.
+
+        What is random here is drawn from `(features.seed, features.sample_id)`: it then depends on no world size.
+        """
 
     def filler(self, features: Features) -> Batch:
         """Return a batch in the shape of one sample with no targets, for a rank that has no row left to evaluate."""
@@ -52,11 +84,23 @@ class Task(Protocol):
     def loss_sum(self, model: nn.Module, batch: Batch) -> Tensor:
         """Return the loss summed over the targets, a float32 scalar."""
 
-    def metric_sums(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
-        """Return named sums (scalars) over the batch that may be added up over batches and ranks."""
+    def loss_sums(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
+        """Return `loss_sum` and, detached, whatever else the log of a step is made of: scalars that may be added up.
 
-    def metrics(self, sums: Mapping[str, float]) -> Mapping[str, float]:
-        """Return the metrics that the added-up sums amount to; `loss` is always among them."""
+        The names are the same for every batch.
+        """
+
+    def step_metrics(self, sums: Mapping[str, float], *, num_targets: int) -> Mapping[str, float]:
+        """Return what the log of a step shows of those sums beside the loss."""
+
+    def measure(self, model: nn.Module, batch: Batch) -> Measured:
+        """Return what an evaluation takes from the batch."""
+
+    def metrics(self, sums: Mapping[str, float], records: Tensor | None = None) -> Mapping[str, float]:
+        """Return the metrics that the added-up sums and the records of all ranks amount to; `loss` is among them.
+
+        The records are float64 on the CPU, [records, k], in the order of the sample ids, each sample's once.
+        """
 
     def prompt(self, features: Features) -> Prompt | None:
         """Return what to ask the model for this sample and what it should answer; None where nothing is asked."""

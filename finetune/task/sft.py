@@ -3,26 +3,26 @@
 from collections.abc import Sequence
 
 import numpy as np
-from transformers import PreTrainedTokenizerBase
 
-from finetune.config.sections.data import DataSection
 from finetune.data.encoding.chat import require_chat_template
 from finetune.data.encoding.encode import ConversationEncoder
 from finetune.data.features import Features, Outcome
 from finetune.data.prepared.chunks import Encode
 from finetune.task.causal import CausalTask
 from finetune.task.expecting import OnlyTurns
+from finetune.task.materials import Materials
 from finetune.task.protocol import Prompt, Row
 
 
 class SftTask(CausalTask):
     """Predict the assistant's turns, end-of-turn included; raises DataError for a tokenizer without chat template."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, data: DataSection) -> None:
-        require_chat_template(tokenizer)
-        super().__init__(tokenizer, data)
+    def __init__(self, materials: Materials) -> None:
+        require_chat_template(materials.tokenizer)
+        super().__init__(materials)
+        data = self.data
         encode = ConversationEncoder(
-            tokenizer, train_on=data.train_on, system_prompt=data.system_prompt, template=data.chat_template
+            self.tokenizer, train_on=data.train_on, system_prompt=data.system_prompt, template=data.chat_template
         )
         self._encoder = OnlyTurns(encode)
 

@@ -1,9 +1,10 @@
 """Evaluation: exact sums over the validation rows, each counted once whatever the number of ranks."""
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -42,7 +43,8 @@ class Evaluator:
         was_training = self.model.training
         self.model.eval()
         with torch.no_grad():
-            metrics = dict(self.task.metrics(numbers(self._sums(step))))
+            sums, records = self._measure(step)
+            metrics = dict(self.task.metrics(numbers(sums), _gathered(records)))
             if self.answers is not None:
                 answered = self.answers.collect(self.model, step=step)
                 metrics |= ranks.broadcast_object(self.answers.score(answered) if ranks.is_main() else {})
@@ -52,12 +54,26 @@ class Evaluator:
         self.reporter(Evaluated(step, metrics, self.num_rows, time.perf_counter() - started))
         return metrics
 
-    def _sums(self, step: int) -> dict[str, Tensor]:
-        """Return this rank's sums; every rank runs the same number of forward passes."""
+    def _measure(self, step: int) -> tuple[dict[str, Tensor], list[Tensor]]:
+        """Return this rank's sums and records; every rank runs the same number of forward passes."""
         totals: dict[str, Tensor] = {}
+        records: list[Tensor] = []
         for batch in self.loader:
             reach("evaluate", step=step)
-            for name, value in self.task.metric_sums(self.model, batch).items():
+            measured = self.task.measure(self.model, batch)
+            for name, value in measured.sums.items():
                 wide = value.detach().to(torch.float32 if value.device.type == "mps" else torch.float64)
                 totals[name] = totals[name] + wide if name in totals else wide
-        return totals
+            if measured.records is not None:
+                records.append(measured.records.detach())
+        return totals, records
+
+
+def _gathered(records: Sequence[Tensor]) -> Tensor | None:
+    """Return the records of all ranks by sample, float64 on the CPU; None where the task keeps none. Collective."""
+    own = torch.cat(list(records)).to("cpu", torch.float64).numpy() if records else None
+    everyone = [each for each in ranks.gather_objects(own) if each is not None]
+    if not everyone:
+        return None
+    together = np.concatenate(everyone)
+    return torch.from_numpy(together[np.argsort(together[:, 0], kind="stable")])

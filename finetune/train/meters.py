@@ -3,7 +3,8 @@
 import math
 import resource
 import sys
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -26,12 +27,23 @@ class StepRecord:
     epoch: float | None
     seconds: float
     data_seconds: float
+    sums: Mapping[str, Tensor] = field(default_factory=dict)  # of this rank, what the task sums beside the loss
+
+
+StepMetrics = Callable[..., Mapping[str, float]]
+"""The task's `step_metrics`."""
+
+
+def no_metrics(sums: Mapping[str, float], *, num_targets: int) -> Mapping[str, float]:
+    """Return nothing."""
+    return {}
 
 
 class Meters:
     """Collects steps and turns them into events when they are due."""
 
-    def __init__(self) -> None:
+    def __init__(self, step_metrics: StepMetrics = no_metrics) -> None:
+        self._step_metrics = step_metrics
         self._records: list[tuple[int, StepRecord]] = []
         self._wait = DataWait()
 
@@ -51,12 +63,24 @@ class Meters:
         losses = ranks.sum_tensor(torch.stack([record.loss_sum for _, record in records])).tolist()
         norms = torch.stack([record.gradient_norm for _, record in records]).tolist()
         memory = peak_memory_bytes()
+        metrics = self._metrics([record for _, record in records])
         steps = [
-            _event(step, record, loss_sum=loss, gradient_norm=norm, memory=memory)
-            for (step, record), loss, norm in zip(records, losses, norms, strict=True)
+            _event(step, record, loss_sum=loss, gradient_norm=norm, metrics=each, memory=memory)
+            for (step, record), loss, norm, each in zip(records, losses, norms, metrics, strict=True)
         ]
         warning = self._wait.warning()
         return [*steps, Warned(records[-1][0], warning)] if warning else [*steps]
+
+    def _metrics(self, records: Sequence[StepRecord]) -> list[Mapping[str, float]]:
+        """Return what the task shows of each step, its sums added up over the ranks. Collective where there are any."""
+        names = list(records[0].sums)
+        if not names:
+            return [{} for _ in records]
+        added = ranks.sum_tensor(torch.stack([torch.stack([each.sums[name] for name in names]) for each in records]))
+        return [
+            dict(self._step_metrics(dict(zip(names, sums, strict=True)), num_targets=record.num_targets))
+            for record, sums in zip(records, added.tolist(), strict=True)
+        ]
 
 
 def is_finite(tensor: Tensor) -> bool:
@@ -79,7 +103,15 @@ def peak_memory_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit_bytes
 
 
-def _event(step: int, record: StepRecord, *, loss_sum: float, gradient_norm: float, memory: int) -> StepTaken:
+def _event(
+    step: int,
+    record: StepRecord,
+    *,
+    loss_sum: float,
+    gradient_norm: float,
+    metrics: Mapping[str, float],
+    memory: int,
+) -> StepTaken:
     return StepTaken(
         step=step,
         loss=loss_sum / record.num_targets if record.num_targets else math.nan,
@@ -93,4 +125,5 @@ def _event(step: int, record: StepRecord, *, loss_sum: float, gradient_norm: flo
         data_seconds=record.data_seconds,
         data_share=record.data_seconds / record.seconds if record.seconds > 0 else 0.0,
         memory_bytes=memory,
+        metrics=metrics,
     )

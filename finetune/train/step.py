@@ -58,7 +58,7 @@ def take_step(
     seeds.seed_everything(parts.seed, "step", progress.step, ranks.rank())
     learning_rate = parts.plan.schedule.learning_rate(progress.step)
     set_learning_rate(parts.optimizer, learning_rate)
-    losses = _backward(parts, group, num_targets=counts.num_targets, step=progress.step)
+    losses, others = _backward(parts, group, num_targets=counts.num_targets, step=progress.step)
     gradient_norm = _clip(parts)
     reach("update.before", step=progress.step)
     skipped = _update(parts, losses=losses, gradient_norm=gradient_norm)
@@ -73,6 +73,7 @@ def take_step(
         epoch=parts.plan.epoch(progress.step),
         seconds=time.perf_counter() - started,
         data_seconds=data_seconds,
+        sums=others,
     )
     if skipped is None:
         return Taken(record)
@@ -104,21 +105,29 @@ def count(parts: Parts, group: tuple[Batch, ...], *, step: int) -> Counts:
     return Counts(num_targets, num_tokens, samples, agreed(wishes))
 
 
-def _backward(parts: Parts, group: tuple[Batch, ...], *, num_targets: int, step: int) -> list[Tensor]:
-    """Add up the gradient of the mean loss over the world's targets; return each microbatch's summed loss."""
+def _backward(
+    parts: Parts, group: tuple[Batch, ...], *, num_targets: int, step: int
+) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """Add up the gradient of the mean loss over the world's targets.
+
+    Returns each microbatch's summed loss, and what else the task has summed, added up over the microbatches.
+    """
     accelerator, losses = parts.accelerator, []
+    others: dict[str, Tensor] = {}
     scale = accelerator.num_processes / max(1, num_targets)  # every backend averages over ranks
     for number, batch in enumerate(group):
         is_last = number == len(group) - 1
         accelerator.sync_gradients = is_last
         with nullcontext() if is_last else accelerator.no_sync(parts.model):
-            loss_sum = parts.task.loss_sum(parts.model, batch)
+            sums = dict(parts.task.loss_sums(parts.model, batch))
+            loss_sum = sums.pop("loss_sum")
             if reach("forward", step=step):
                 loss_sum = loss_sum * torch.nan
             accelerator.backward(loss_sum * scale)
             reach("backward", step=step)
         losses.append(loss_sum.detach())
-    return losses
+        others = {name: others.get(name, 0.0) + value.detach() for name, value in sums.items()}
+    return losses, others
 
 
 def _clip(parts: Parts) -> Tensor:

@@ -13,7 +13,7 @@ from finetune.config.sections.export import ExportSection
 from finetune.config.sections.model import FromConfigSection, ModelSection
 from finetune.data.encoding.chat import set_chat_template, stop_ids
 from finetune.export.card import CardFacts
-from finetune.export.generation import Language
+from finetune.export.generation import Inputs, Language
 from finetune.export.save import ExportReport, export_model
 from finetune.model.architecture import SpecialIds
 from finetune.model.load import load_model
@@ -83,7 +83,7 @@ def export(tmp_path, tokenizer: PreTrainedTokenizerFast) -> Callable[..., Export
             tmp_path / "final",
             model=model,
             weights=values_of(model) if weights is None else weights,
-            language=Language(tokenizer, stop_ids(tokenizer)),
+            inputs=Inputs(Language(tokenizer, stop_ids(tokenizer))),
             section=ExportSection(**keys),
             facts=FACTS,
         )

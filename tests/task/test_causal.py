@@ -16,6 +16,7 @@ from finetune.data.prepared.cache import prepare_set
 from finetune.data.sources.source import open_source
 from finetune.errors import DataError
 from finetune.task.causal import pad_id
+from finetune.task.materials import Materials
 from finetune.task.pretrain import PretrainTask
 from finetune.task.registry import build_task
 from finetune.task.sft import SftTask
@@ -35,12 +36,12 @@ def conversation(*contents):
 
 @pytest.fixture
 def sft(tokenizer, data):
-    return build_task(TaskSection(name="sft"), tokenizer=tokenizer, data=data)
+    return build_task(Materials(TaskSection(name="sft"), data, tokenizer))
 
 
 @pytest.fixture
 def pretrain(tokenizer, data):
-    return build_task(TaskSection(name="pretrain"), tokenizer=tokenizer, data=data)
+    return build_task(Materials(TaskSection(name="pretrain"), data, tokenizer))
 
 
 def test_samples_are_padded_on_the_right_and_labels_stand_one_place_earlier(sft):
@@ -94,7 +95,8 @@ def test_a_prompt_is_everything_before_the_last_answer(sft, tokenizer):
 
 
 def test_the_system_prompt_leads_the_conversation(tokenizer, data):
-    task = SftTask(tokenizer, data.model_copy(update={"system_prompt": "Be brief."}))
+    section = data.model_copy(update={"system_prompt": "Be brief."})
+    task = SftTask(Materials(TaskSection(name="sft"), section, tokenizer))
     ids = task.encode_row(conversation("What?", "Two."))
     assert tokenizer.decode(ids.arrays["input_ids"].tolist()).startswith("<|im_start|>system\nBe brief.<|im_end|>")
 
@@ -115,8 +117,8 @@ def test_each_task_refuses_the_others_rows_with_a_remedy(sft, pretrain):
 def test_sft_without_a_chat_template_is_refused_at_once(tokenizer, data, monkeypatch):
     monkeypatch.setattr(tokenizer, "chat_template", None)
     with pytest.raises(DataError, match="has no chat template"):
-        build_task(TaskSection(name="sft"), tokenizer=tokenizer, data=data)
-    assert isinstance(build_task(TaskSection(name="pretrain"), tokenizer=tokenizer, data=data), PretrainTask)
+        build_task(Materials(TaskSection(name="sft"), data, tokenizer))
+    assert isinstance(build_task(Materials(TaskSection(name="pretrain"), data, tokenizer)), PretrainTask)
 
 
 def test_padding_falls_back_to_end_of_sequence(tokenizer):
@@ -136,7 +138,7 @@ UNFIT = [
 @pytest.mark.parametrize(("task", "row", "message"), UNFIT)
 def test_a_row_that_does_not_fit_the_task_says_what_to_write(tokenizer, task, row, message):
     section = DataSection(train=TrainingSourceSection(path="rows.jsonl"), max_length=64)
-    (outcome,) = task(tokenizer, section).encode([row])
+    (outcome,) = task(Materials(TaskSection(name="sft"), section, tokenizer)).encode([row])
     assert isinstance(outcome, DataError)
     assert message in str(outcome)
 
@@ -146,7 +148,7 @@ def test_gsm8k_is_learnt_from_its_answers(tokenizer, tmp_path):
         pytest.skip(f"{GSM8K} is not here")
     source = TrainingSourceSection(path=str(GSM8K), columns={"prompt": "question", "completion": "answer"}, take=40)
     section = DataSection(train=source, max_length=2048, cache_folder=str(tmp_path))
-    task = SftTask(tokenizer, section)
+    task = SftTask(Materials(TaskSection(name="sft"), section, tokenizer))
     said = []
     identity = tokenizer_identity(tokenizer)
     opened = open_source(source, key="data.train", say=said.append)

@@ -10,6 +10,7 @@ from finetune.data.batch import IGNORED
 from finetune.data.features import Features
 from finetune.task.collate import end_to_end, padded
 from finetune.task.forward import logits_of
+from finetune.task.materials import Materials
 from finetune.task.registry import build_task
 
 
@@ -44,7 +45,7 @@ def test_the_section_says_how_samples_are_laid_out_and_the_loss_is_the_same(toke
     section = DataSection(
         train=TrainingSourceSection(path="/nowhere"), max_length=64, batching=BatchingSection(**batching)
     )
-    task = build_task(TaskSection(name="pretrain"), tokenizer=tokenizer, data=section)
+    task = build_task(Materials(TaskSection(name="pretrain"), section, tokenizer))
     batch = task.collate(SAMPLES)
     assert len(batch.labels) == rows
     alone = sum(task.loss_sum(model, padded([each], pad_id=0)).item() for each in SAMPLES[:2])

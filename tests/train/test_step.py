@@ -16,6 +16,7 @@ from finetune.report.events import StepSkipped, StepTaken
 from finetune.runtime.cadence import Cadence, Never
 from finetune.runtime.progress import Progress
 from finetune.runtime.signals import SignalNote
+from finetune.task.base import BaseTask
 from finetune.train.evaluate import NoEvaluation
 from finetune.train.loop import train
 from finetune.train.meters import Meters
@@ -46,7 +47,7 @@ class Kept:
         self.is_settled = True
 
 
-class RegressionTask:
+class RegressionTask(BaseTask):
     """The squared error at each target; sample 5 can be made to give NaN."""
 
     def __init__(self, poisoned: int | None = None) -> None:

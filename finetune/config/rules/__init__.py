@@ -15,6 +15,7 @@ from finetune.config.rules.formats import FORMAT_RULES
 from finetune.config.rules.model import MODEL_RULES
 from finetune.config.rules.sources import SOURCE_RULES
 from finetune.config.rules.streams import STREAM_RULES
+from finetune.config.rules.tasks import TASK_RULES
 from finetune.config.run_config import RunConfig
 from finetune.errors import Problem
 
@@ -30,6 +31,7 @@ RULES: tuple[Rule, ...] = (
     *STREAM_RULES,
     *EVALUATION_RULES,
     *CHECKPOINT_RULES,
+    *TASK_RULES,
     without_effect,
 )
 

@@ -13,7 +13,7 @@ AMOUNTS = ("weight", "rows", "epochs")
 def every_sample_fits(config: RunConfig) -> Iterator[Problem]:
     """No sample is longer than a pack or a batch."""
     tokens, longest = config.data.batching.tokens, config.data.max_length
-    if tokens is not None and tokens < longest:
+    if tokens is not None and longest is not None and tokens < longest:
         yield Problem(
             "data.batching.tokens",
             f"a sample of `data.max_length` ({longest}) tokens does not fit into {tokens}. Write at least {longest}.",

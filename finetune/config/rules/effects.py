@@ -4,7 +4,9 @@ from collections.abc import Iterator
 from functools import partial
 
 from finetune.config.paths import is_path, is_url
+from finetune.config.rules.model import MERGEABLE, adapter_of
 from finetune.config.rules.source_effects import Effect, source_effects
+from finetune.config.rules.task_effects import task_effects
 from finetune.config.rules.written import exists, is_written
 from finetune.config.run_config import RunConfig
 from finetune.errors import Problem
@@ -30,6 +32,7 @@ def idle_keys(config: RunConfig) -> frozenset[str]:
 
 def _effects(config: RunConfig) -> Iterator[Effect]:
     yield from EFFECTS
+    yield from task_effects()
     yield from source_effects(config)
 
 
@@ -53,14 +56,6 @@ def _has_workers(config: RunConfig) -> bool:
     return config.data.num_workers != 0
 
 
-def _has_turns(config: RunConfig) -> bool:
-    return config.task.name != "pretrain"
-
-
-def _asks(config: RunConfig) -> bool:
-    return _has_turns(config) and config.data.train_on != "all"
-
-
 def _is_from_hub(config: RunConfig) -> bool:
     return config.model.name is not None and not is_path(config.model.name)
 
@@ -76,7 +71,24 @@ def _downloads(config: RunConfig) -> bool:
 
 
 def _trains_own_weights(config: RunConfig) -> bool:
-    return config.model.lora is None
+    return adapter_of(config) is None
+
+
+def _has_lora(config: RunConfig) -> bool:
+    return config.model.lora is not None
+
+
+def _can_merge(config: RunConfig) -> bool:
+    return adapter_of(config) in MERGEABLE
+
+
+def _is_pushed(config: RunConfig) -> bool:
+    return config.export.push_to_hub is not None
+
+
+def _is_4_bit(config: RunConfig) -> bool:
+    section = config.model.quantization
+    return section is not None and (section.method, section.bits) == ("bitsandbytes", 4)
 
 
 def _has_trackers(config: RunConfig) -> bool:
@@ -132,14 +144,15 @@ EFFECTS: tuple[Effect, ...] = (
         "only `by: samples` leaves lengths to be sorted",
     ),
     Effect("data.train.until", _is_weighted, "only `data.train.mix` with weights has no length of its own"),
-    Effect("data.chat_template", _has_turns, "`task.name: pretrain` reads text without turns"),
-    Effect("data.system_prompt", _has_turns, "`task.name: pretrain` reads text without turns"),
-    Effect("data.train_on", _has_turns, "`task.name: pretrain` learns every token of a text"),
-    Effect("evaluate.generate", _asks, "`task.name: pretrain` and `data.train_on: all` have no prompts to answer"),
     Effect("model.revision", _is_from_hub, "only a model from the hub has revisions"),
     Effect("model.trust_remote_code", _runs_model_code, "a model made from its config runs no code of others"),
     Effect("model.cache_folder", _downloads, "nothing is downloaded from the model hub"),
-    Effect("model.freeze", _trains_own_weights, "under `model.lora` all of the model's own weights are frozen"),
+    Effect("model.freeze", _trains_own_weights, "under adapters all of the model's own weights are frozen"),
+    Effect("train.optimizer.lora_plus_ratio", _has_lora, "only `model.lora` has A and B"),
+    Effect("model.quantization.kind", _is_4_bit, "only bitsandbytes with 4 bits has kinds"),
+    Effect("model.quantization.double", _is_4_bit, "only bitsandbytes with 4 bits quantises its scales"),
+    Effect("export.merge", _can_merge, "there are no adapters that can be folded into the base"),
+    Effect("export.private", _is_pushed, "it needs `export.push_to_hub`"),
     Effect("run.local_folder", _is_remote, "only a run at a URL is staged, and `run.folder` is a path"),
     Effect("checkpoint.allow_changes", _continues, "with `resume: never` nothing is continued"),
     Effect("report.project", _has_trackers, "it needs `report.trackers`"),

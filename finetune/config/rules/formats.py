@@ -6,6 +6,7 @@ from typing import Any
 from jinja2 import Environment, TemplateSyntaxError
 
 from finetune.config.rules.sources import sources
+from finetune.config.rules.tasks import FITTING
 from finetune.config.run_config import RunConfig
 from finetune.config.sections.data import OPTIONAL_COLUMNS, REQUIRED_COLUMNS, Format
 from finetune.config.wording import did_you_mean, listed
@@ -15,12 +16,6 @@ COLUMNS: Mapping[Format, tuple[str, ...]] = {
     form: columns + OPTIONAL_COLUMNS.get(form, ()) for form, columns in REQUIRED_COLUMNS.items()
 }
 """The columns that each format can be told the user's names of."""
-
-FITTING: Mapping[str, tuple[Format, ...]] = {
-    "sft": ("messages", "conversations", "prompt_completion", "instruction"),
-    "pretrain": ("text",),
-}
-"""The formats that each task learns from."""
 
 _OF_TURNS = ("messages", "conversations", "prompt", "completion", "chosen", "rejected")
 """The columns of which a template may write turn for turn."""
@@ -33,7 +28,7 @@ _INSTEAD: Mapping[Format, str] = {
 
 
 def format_fits_task(config: RunConfig) -> Iterator[Problem]:
-    """`pretrain` reads text, `sft` reads conversations."""
+    """Each task reads the formats that it can learn from."""
     task = config.task.name
     fitting = FITTING[task]
     for key, source in sources(config):

@@ -2,11 +2,38 @@
 
 from collections.abc import Iterator
 
+from finetune.config.rules.tasks import WITHOUT_TOKENS
 from finetune.config.run_config import RunConfig
 from finetune.config.wording import did_you_mean, listed
 from finetune.errors import Problem
 
 TRACKERS = ("aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab", "tensorboard", "trackio", "wandb")
+
+
+ADAPTERS = ("lora", "adalora", "ia3", "oft", "prompt_tuning", "prefix_tuning", "adapter")
+"""Keys of `model` that train something beside the model's own weights."""
+
+MERGEABLE = ("lora", "adalora", "ia3", "oft", "adapter")
+"""Of these, which can be folded into the weights."""
+
+
+def adapter_of(config: RunConfig) -> str | None:
+    """Return which kind of adapters is written; None where the model's own weights learn."""
+    return next((name for name in ADAPTERS if getattr(config.model, name) is not None), None)
+
+
+def adapters_are_one_kind(config: RunConfig) -> Iterator[Problem]:
+    """At most one kind of adapters is trained."""
+    written = [name for name in ADAPTERS if getattr(config.model, name) is not None]
+    for name in written[1:]:
+        yield Problem(f"model.{name}", f"there are adapters in `model.{written[0]}` already. Write only one of them.")
+
+
+def quantized_weights_are_frozen(config: RunConfig) -> Iterator[Problem]:
+    """Weights in few bits cannot learn."""
+    if config.model.quantization is not None and adapter_of(config) is None:
+        message = "weights in few bits cannot learn. Write `model.lora` too, or remove it."
+        yield Problem("model.quantization", message)
 
 
 def model_is_one(config: RunConfig) -> Iterator[Problem]:
@@ -24,7 +51,7 @@ def tokenizer_is_one(config: RunConfig) -> Iterator[Problem]:
     """A tokenizer comes from exactly one place, and a model made from a config brings none."""
     tokenizer = config.model.tokenizer
     if tokenizer is None:
-        if config.model.from_config is not None:
+        if config.model.from_config is not None and config.task.name not in WITHOUT_TOKENS:
             message = (
                 "a model made from its config brings no tokenizer. Write `model.tokenizer` with `name` or `train`."
             )
@@ -44,4 +71,10 @@ def trackers_are_known(config: RunConfig) -> Iterator[Problem]:
             yield Problem(f"report.trackers.{index}", f"there is no tracker `{name}`. {hint}")
 
 
-MODEL_RULES = (model_is_one, tokenizer_is_one, trackers_are_known)
+MODEL_RULES = (
+    model_is_one,
+    tokenizer_is_one,
+    adapters_are_one_kind,
+    quantized_weights_are_frozen,
+    trackers_are_known,
+)

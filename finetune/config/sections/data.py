@@ -7,7 +7,18 @@ from pydantic import Field
 
 from finetune.config.section import Count, Fraction, NameOrPath, Path, Positive, Section, key
 
-Format = Literal["messages", "conversations", "prompt_completion", "instruction", "preference", "labelled", "text"]
+Format = Literal[
+    "messages",
+    "conversations",
+    "prompt_completion",
+    "instruction",
+    "preference",
+    "judged",
+    "labelled",
+    "tagged",
+    "image_label",
+    "text",
+]
 
 REQUIRED_COLUMNS: Mapping[Format, tuple[str, ...]] = {
     "messages": ("messages",),
@@ -15,15 +26,20 @@ REQUIRED_COLUMNS: Mapping[Format, tuple[str, ...]] = {
     "preference": ("chosen", "rejected"),
     "prompt_completion": ("prompt", "completion"),
     "instruction": ("instruction", "output"),
+    "judged": ("prompt", "completion", "label"),
+    "image_label": ("image", "label"),
     "labelled": ("text", "label"),
+    "tagged": ("tokens", "tags"),
     "text": ("text",),
 }
 """The columns that a row of the format must have; where the format is unset, the first that fits is taken."""
 
 OPTIONAL_COLUMNS: Mapping[Format, tuple[str, ...]] = {
-    "messages": ("tools",),
-    "conversations": ("system", "tools"),
-    "preference": ("prompt", "tools"),
+    "messages": ("tools", "images"),
+    "conversations": ("system", "tools", "images"),
+    "preference": ("prompt", "tools", "margin"),
+    "judged": ("tools",),
+    "labelled": ("text_pair",),
     "prompt_completion": ("tools",),
     "instruction": ("input", "system"),
 }
@@ -49,8 +65,9 @@ class SourceSection(Section):
     format: Format | None = key(
         "`messages` (role/content turns, `tools`), `conversations` (from/value turns, `system`, `tools`), "
         "`prompt_completion` (texts or turns), `instruction` (instruction/input/output, `system`), `preference` "
-        "(prompt/chosen/rejected), `labelled` (text/label) or `text`. Unset, the first row's columns decide, and the "
-        "choice is printed.",
+        "(prompt/chosen/rejected), `judged` (prompt/completion and whether it is good), `labelled` (text/label), "
+        "`tagged` (words and tags), `image_label` (image/label) or `text`. Unset, the first row's columns decide, "
+        "and the choice is printed.",
         None,
     )
     columns: dict[str, str] = key(
@@ -154,13 +171,41 @@ class AuditSection(Section):
     max_unknown_tokens: Fraction | None = key("Of the tokens, those for text that the tokenizer does not know.", None)
 
 
+Scale = Annotated[float, Field(gt=0.0, le=1.0)]
+Scales = Annotated[tuple[Scale, ...], Field(strict=False)]
+
+
+class ImagesSection(Section):
+    """How images become tensors; what is random is drawn anew for every sample and step, the same on any machine."""
+
+    size: Positive | None = key("Height and width in pixels; unset, those of the model's image processor.", None)
+    crop_scale: Scales | None = key(
+        "Train on a random part of the image with this share of its area, from and to: `[0.08, 1.0]` (Szegedy et al., "
+        "2014, arXiv:1409.4842). Unset, the whole image is scaled and its centre taken.",
+        None,
+        min_length=2,
+        max_length=2,
+    )
+    crop_padding: Count = key("Pad by so many pixels and take a random part of the size, as is usual on CIFAR-10.", 0)
+    flip: bool = key("Mirror every second image, left to right.", False)
+    mixup: float = key("Alpha of mixup (Zhang et al., 2017, arXiv:1710.09412): blend two images and labels.", 0.0, ge=0)
+    cutmix: float = key("Alpha of CutMix (Yun et al., 2019, arXiv:1905.04899): paste a part of another.", 0.0, ge=0)
+
+
+NO_LIMIT = 2**40
+"""The longest sample of a task whose samples have no tokens."""
+
+
 class DataSection(Section):
     """Which rows are learnt from, how they become tokens, and how they are loaded."""
 
     train: TrainingSourceSection = key("The rows to learn from.")
     validation: ValidationSourceSection | None = key("The rows to evaluate on.", None)
-    max_length: int = key(
-        "Longest sample in tokens. There is no default: what happens to longer rows is `over_length`.", ge=2
+    max_length: int | None = key(
+        "Longest sample in tokens. There is no default: what happens to longer rows is `over_length`. Only images "
+        "alone have none.",
+        None,
+        ge=2,
     )
     over_length: Literal["refuse", "drop", "truncate", "split"] = key(
         "What happens to a row longer than `max_length`: stop before training, leave it out, cut it, or split it into "
@@ -181,6 +226,7 @@ class DataSection(Section):
     system_prompt: str | None = key("System message for rows that have none.", None)
     shuffle: bool = key("Shuffle anew in every epoch, from `run.seed`.", True)
     batching: BatchingSection = key("What a step is made of.", BatchingSection())
+    images: ImagesSection = key("How images become tensors.", ImagesSection())
     audit: AuditSection = key("Shares above which a run stops before it trains.", AuditSection())
     cache_folder: Path | None = key("Where tokenised rows are kept; unset, `~/.cache/finetune`.", None)
     prepare_workers: Count | Auto = key(
@@ -196,3 +242,8 @@ class DataSection(Section):
     prefetch_factor: Annotated[int, Field(ge=1)] | Auto | None = key(
         "Batches each worker keeps ready. Needs `num_workers`.", None
     )
+
+    @property
+    def longest(self) -> int:
+        """Return the longest sample in tokens; where nothing is written, more than any sample has."""
+        return NO_LIMIT if self.max_length is None else self.max_length

@@ -1,10 +1,14 @@
 """`model:` - which weights to start from, how they are held in memory, and which of them learn."""
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from finetune.config.section import NameOrPath, Path, Positive, Section, Strings, key
+from pydantic import Field
+
+from finetune.config.section import Count, NameOrPath, Path, Positive, Section, Strings, key
 
 DType = Literal["float32", "bfloat16", "float16"]
+Counts = Annotated[tuple[Count, ...], Field(strict=False)]
+Floats = Annotated[tuple[float, ...], Field(strict=False)]
 
 
 class FromConfigSection(Section):
@@ -43,6 +47,88 @@ class LoraSection(Section):
     modules_to_save: Strings = key("Modules that are trained in full and saved beside the adapter.", ())
     rslora: bool = key("Rank-stabilised scaling (Kalajdzievski, 2023, arXiv:2312.03732).", False)
     dora: bool = key("Weight-decomposed adapters (Liu et al., 2024, arXiv:2402.09353).", False)
+    init: Literal["default", "gaussian", "pissa", "olora", "loftq"] = key(
+        "First values: `default` and `gaussian` change nothing at first; `pissa` (Meng et al., 2024, arXiv:2404.02948) "
+        "and `olora` (Büyükakyüz, 2024, arXiv:2406.01775) take principal parts out of the weights; `loftq` (Li et al., "
+        "2023, arXiv:2310.08659) makes up for what quantisation loses.",
+        "default",
+    )
+    layers: Counts = key("Numbers of the layers that get adapters, from 0; unset, all.", ())
+    rank_pattern: dict[str, Positive] = key("Another rank for modules whose name ends so: `{q_proj: 32}`.", {})
+    alpha_pattern: dict[str, float] = key("Another alpha for modules whose name ends so.", {})
+
+
+class AdaLoraSection(Section):
+    """Adapters whose rank is shared out by importance while they learn (Zhang et al., 2023, arXiv:2303.10512)."""
+
+    target_rank: Positive = key("Average rank at the end.", 8)
+    first_rank: Positive = key("Rank at the beginning.", 12)
+    alpha: float = key("Scale numerator.", 32.0, gt=0)
+    dropout: float = key("Dropout on the adapters' input.", 0.0, ge=0.0, lt=1.0)
+    target_modules: Strings | Literal["all-linear"] = key("As those of `model.lora`.", "all-linear")
+    first_steps: Count = key("Steps before ranks begin to shrink.", 0)
+    last_steps: Count = key("Steps at the end in which ranks stay.", 0)
+    every_steps: Positive = key("Steps between two changes of the ranks.", 1)
+
+
+class Ia3Section(Section):
+    """Learnt scales on activations (Liu et al., 2022, arXiv:2205.05638)."""
+
+    target_modules: Strings = key("Names of the modules whose activations are scaled; unset, peft's for the model.", ())
+    feedforward_modules: Strings = key("Those of them that scale their input instead of their output.", ())
+
+
+class OftSection(Section):
+    """Orthogonal fine-tuning (Qiu et al., 2023, arXiv:2306.07280)."""
+
+    block_size: Positive = key("Size of the orthogonal blocks.", 32)
+    dropout: float = key("Share of the blocks that are left out.", 0.0, ge=0.0, lt=1.0)
+    target_modules: Strings | Literal["all-linear"] = key("As those of `model.lora`.", "all-linear")
+
+
+class PromptTuningSection(Section):
+    """Learnt tokens before the text (Lester et al., 2021, arXiv:2104.08691)."""
+
+    num_tokens: Positive = key("How many.", 16)
+    init_text: str | None = key("Text whose embeddings they begin as; unset, random ones.", None)
+
+
+class PrefixTuningSection(Section):
+    """Learnt keys and values before the text, in every layer (Li & Liang, 2021, arXiv:2101.00190)."""
+
+    num_tokens: Positive = key("How many.", 16)
+
+
+class QuantizationSection(Section):
+    """The frozen base in few bits (QLoRA: Dettmers et al., 2023, arXiv:2305.14314)."""
+
+    method: Literal["bitsandbytes", "torchao"] = key("The library (extra `quantization`).", "bitsandbytes")
+    bits: Literal[4, 8] = key("Bits of a weight.", 4)
+    kind: Literal["nf4", "fp4"] = key("bitsandbytes, 4 bits: normal floats or floats.", "nf4")
+    double: bool = key("bitsandbytes, 4 bits: quantise the scales, too.", True)
+    compute_dtype: DType = key("Type in which the weights are multiplied.", "bfloat16")
+
+
+class NewTokensSection(Section):
+    """Tokens that the tokenizer and the model are given before training."""
+
+    tokens: Strings = key("Ordinary ones.", ())
+    special: Strings = key("Special ones, such as `<|tool|>`.", ())
+    init: Literal["mean", "pieces", "random"] = key(
+        "Their first embeddings: the mean of all, the mean of those of the pieces that the text was before, or random.",
+        "mean",
+    )
+
+
+class ImageProcessorSection(Section):
+    """How images are scaled for a model that is built `from_config`, which brings no image processor."""
+
+    name: NameOrPath | None = key("Hub name or folder of one, in place of the values.", None)
+    size: Positive = key("Height and width in pixels.", 224)
+    mean: Floats = key("Mean of each channel, which is subtracted.", (0.5, 0.5, 0.5), min_length=1, max_length=4)
+    std: Floats = key(
+        "Standard deviation of each channel, by which is divided.", (0.5, 0.5, 0.5), min_length=1, max_length=4
+    )
 
 
 class ModelSection(Section):
@@ -71,5 +157,18 @@ class ModelSection(Section):
         "Recompute activations in the backward pass: less memory, about a third more time.", False
     )
     freeze: Strings = key("Patterns (`fnmatch`, such as `model.embed_tokens.*`) of parameters that do not learn.", ())
-    lora: LoraSection | None = key("Train adapters instead of the model's own weights.", None)
+    lora: LoraSection | None = key(
+        "Train adapters instead of the model's own weights. At most one kind of adapters.", None
+    )
+    adalora: AdaLoraSection | None = key("Adapters whose rank is shared out by importance.", None)
+    ia3: Ia3Section | None = key("Learnt scales on activations.", None)
+    oft: OftSection | None = key("Orthogonal adapters.", None)
+    prompt_tuning: PromptTuningSection | None = key("Learnt tokens before the text.", None)
+    prefix_tuning: PrefixTuningSection | None = key("Learnt keys and values before the text.", None)
+    adapter: Path | None = key("Continue from the adapter in this folder, which also says what kind it is.", None)
+    quantization: QuantizationSection | None = key("Hold the frozen base in few bits.", None)
+    new_tokens: NewTokensSection | None = key("Tokens to add to tokenizer and model.", None)
+    image_processor: ImageProcessorSection | None = key(
+        "How images are scaled; unset, as the model's own processor does.", None
+    )
     cache_folder: Path | None = key("Where hub downloads are kept; unset, the hub's own default.", None)

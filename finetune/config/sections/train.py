@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from finetune.config.section import Count, Fraction, Positive, Section, key
+from finetune.config.section import Count, Fraction, Positive, Section, Strings, key
 
 DecayRate = Annotated[float, Field(ge=0.0, lt=1.0)]
 DecayRates = Annotated[tuple[DecayRate, ...], Field(strict=False)]
@@ -13,9 +13,10 @@ DecayRates = Annotated[tuple[DecayRate, ...], Field(strict=False)]
 class OptimizerSection(Section):
     """The update rule."""
 
-    name: Literal["adamw", "sgd", "adafactor", "adamw_8bit"] = key(
-        "`adamw` (Loshchilov & Hutter, 2017), `sgd`, `adafactor` (Shazeer & Stern, 2018) or `adamw_8bit` "
-        "(bitsandbytes, needs CUDA).",
+    name: Literal["adamw", "sgd", "adafactor", "adamw_8bit", "muon", "schedule_free_adamw"] = key(
+        "`adamw` (Loshchilov & Hutter, 2017), `sgd`, `adafactor` (Shazeer & Stern, 2018), `adamw_8bit` "
+        "(bitsandbytes, needs CUDA), `muon` (Jordan et al., 2024; AdamW for all that is no hidden matrix) or "
+        "`schedule_free_adamw` (Defazio et al., 2024, arXiv:2405.15682; extra `optimizers`).",
         "adamw",
     )
     weight_decay: float = key(
@@ -25,6 +26,20 @@ class OptimizerSection(Section):
     eps: float = key("Term that keeps AdamW's denominator away from zero.", 1e-8, gt=0.0)
     momentum: float = key("Momentum of SGD.", 0.0, ge=0.0, lt=1.0)
     fused: bool | None = key("One kernel for the whole AdamW update; unset, used wherever it exists.", None)
+    lora_plus_ratio: float = key(
+        "LoRA+ (Hayou et al., 2024, arXiv:2402.12354): the adapters' B learns so many times as fast as A.", 1.0, gt=0.0
+    )
+    layer_decay: float = key(
+        "Each layer learns at this share of the rate of the layer above it, the embeddings slowest (Howard & Ruder, "
+        "2018, arXiv:1801.06146).",
+        1.0,
+        gt=0.0,
+        le=1.0,
+    )
+    rates: dict[str, float] = key(
+        "Factors on the learning rate of parameters by pattern (`fnmatch`): `{'*embed*': 0.1}`; the first that fits.",
+        {},
+    )
 
 
 class ScheduleSection(Section):
@@ -60,6 +75,23 @@ class NonFiniteSection(Section):
     max_skips: Positive = key("With `skip`: stop after this many skipped steps.", 3)
 
 
+class UnfreezeSection(Section):
+    """Parameters that begin to learn later."""
+
+    patterns: Strings = key("Patterns (`fnmatch`) of their names.", min_length=1)
+    after_steps: Positive = key("Steps in which they stay as they are.")
+
+
+class AverageSection(Section):
+    """A moving average of the weights beside them, which is what is evaluated and exported."""
+
+    decay: float = key("Share of the average that each step keeps.", 0.999, gt=0.0, lt=1.0)
+    after_steps: Count = key("Steps before the average begins.", 0)
+
+
+Unfreezes = Annotated[tuple[UnfreezeSection, ...], Field(strict=False)]
+
+
 class TrainSection(Section):
     """How the model learns: batch, budget, optimizer, schedule, precision and when to stop."""
 
@@ -75,6 +107,13 @@ class TrainSection(Section):
     learning_rate_scaling: ScalingSection | None = key("Scale the rate with the global batch.", None)
     optimizer: OptimizerSection = key("The update rule.", OptimizerSection())
     schedule: ScheduleSection = key("The learning rate as a function of the step.", ScheduleSection())
+    unfreeze: Unfreezes = key("Parameters that begin to learn later, such as a pre-trained body under a new head.", ())
+    average: AverageSection | None = key("Evaluate and export a moving average of the weights.", None)
+    embedding_noise: float = key(
+        "NEFTune's alpha (Jain et al., 2023, arXiv:2310.05914): uniform noise on the embeddings while training.",
+        0.0,
+        ge=0,
+    )
     max_gradient_norm: float | None = key("Clip the gradient to this global norm; `null` does not clip.", 1.0, gt=0.0)
     precision: Literal["fp32", "bf16", "fp16"] = key(
         "Arithmetic of forward and backward passes. fp16 scales the loss and needs a GPU.", "fp32"

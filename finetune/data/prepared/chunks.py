@@ -31,7 +31,7 @@ class Recipe:
 
 def make_recipe(form: RowFormat, encode: Encode, *, section: DataSection, unknown_ids: Iterable[int] = ()) -> Recipe:
     """Return the recipe of rows of this format under the section's policy for long ones."""
-    length = LengthPolicy(section.max_length, section.over_length, section.truncate_side)
+    length = LengthPolicy(section.longest, section.over_length, section.truncate_side)
     return Recipe(form, encode, length, frozenset(unknown_ids))
 
 

@@ -12,7 +12,7 @@ from finetune.data.prepared.store import PreparedSet
 
 def set_pool(prepared: PreparedSet, section: DataSection, *, seed: int, key: str) -> Pool:
     """Return the set's samples in an order drawn from the seed; `key` is the source's place in the job YAML."""
-    batching, max_length = section.batching, section.max_length
+    batching, max_length = section.batching, section.longest
     order = set_order(prepared.lengths, seed=seed, shuffle=section.shuffle, batching=batching, max_length=max_length)
     epoch_tokens = int(prepared.lengths.sum())
     if batching.by == "samples":

@@ -131,6 +131,13 @@ def texts(sources: Sequence[Source]) -> Iterator[str]:
             yield from _texts(source.format.read(raw))
 
 
+def rows_read(sources: Sequence[Source]) -> Iterator[Row]:
+    """Yield every row of the sources as their formats read them; of a stream a few, which is said."""
+    for source in sources:
+        for raw in source.excerpt():
+            yield source.format.read(raw)
+
+
 def _open(section: SourceSection, *, key: str, say: Say) -> Portion:
     origin = _find(section, key=key, say=say)
     unread = Portion(section, origin, AS_READ)

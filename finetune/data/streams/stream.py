@@ -58,7 +58,7 @@ def stream_pool(
     for line in _about(job, num_before=num_before):
         say(line)
     order = StreamOrder(Arranging(windows, num_told=num_before, say=say))
-    budget = tokens_per_position(section.batching, max_length=section.max_length)
+    budget = tokens_per_position(section.batching, max_length=section.longest)
     fingerprint = fingerprint_of(made_of.fingerprint, section.shuffle, section.batching.by, budget)
     return Pool(StreamSamples(windows), order, fingerprint), Streamed(partial(_count_so_far, windows))
 
@@ -84,7 +84,7 @@ class Arranging:
                 seed=derive(plan.seed, "window", window),
                 shuffle=section.shuffle,
                 batching=section.batching,
-                max_length=section.max_length,
+                max_length=section.longest,
             )
         if window == self._num_counted:
             self._count(record, order)

@@ -1,0 +1,103 @@
+"""Keys that only some tasks read."""
+
+from collections.abc import Iterator
+from functools import partial
+
+from finetune.config.rules.source_effects import Effect
+from finetune.config.rules.tasks import ANSWERING, CLASSIFYING, CONVERSING, WITHOUT_TOKENS
+from finetune.config.run_config import RunConfig
+from finetune.config.sections.data import ImagesSection
+from finetune.config.sections.task import (
+    ClassificationSection,
+    MaskedLmSection,
+    PreferenceSection,
+    RewardSection,
+    Seq2SeqSection,
+)
+
+_OF_TOKENS = ("max_length", "over_length", "truncate_side", "chat_template", "system_prompt", "train_on")
+_DPO = ("sigmoid", "robust", "cpo")
+_SMOOTHED = ("sft", "pretrain", "seq2seq", "masked_lm", "vision_language_sft", *CLASSIFYING)
+_NORMALISED = ("sft", "pretrain", "seq2seq", "masked_lm", "vision_language_sft")
+
+
+def task_effects() -> Iterator[Effect]:
+    """Yield the keys that some tasks do not read."""
+    sections = (
+        ("classification", ClassificationSection, CLASSIFYING),
+        ("preference", PreferenceSection, ("preference",)),
+        ("reward", RewardSection, ("reward",)),
+        ("seq2seq", Seq2SeqSection, ("seq2seq",)),
+        ("masked_lm", MaskedLmSection, ("masked_lm",)),
+    )
+    for name, section, tasks in sections:
+        for key in section.model_fields:
+            yield Effect(f"task.{name}.{key}", partial(_is, names=tasks), _only(tasks))
+    yield Effect("task.distillation", partial(_is, names=("distillation",)), _only(("distillation",)))
+    yield Effect("task.classification.kind", _is_of_text, "words and images have exactly one class")
+    yield Effect("task.classification.class_weights", _has_classes, "a number is no class")
+    yield Effect("task.label_smoothing", _is_smoothed, "only a cross-entropy over classes or tokens is smoothed")
+    yield Effect("task.z_loss", partial(_is, names=_NORMALISED), "only a cross-entropy over tokens has it")
+    for key, losses in _OF_LOSSES.items():
+        needs = f"only {' and '.join(f'`loss: {loss}`' for loss in losses)} read it"
+        yield Effect(f"task.preference.{key}", partial(_prefers, losses=losses), needs)
+    for key in ImagesSection.model_fields:
+        yield Effect(f"data.images.{key}", partial(_is, names=WITHOUT_TOKENS), _only(WITHOUT_TOKENS))
+    for key in _OF_TOKENS:
+        yield Effect(f"data.{key}", _has_tokens, "images alone have no tokens")
+    yield Effect("model.tokenizer", _has_tokens, "images alone have no tokens")
+    yield Effect("model.new_tokens", _has_tokens, "images alone have no tokens")
+    yield Effect("train.embedding_noise", _has_tokens, "images alone have no embeddings")
+    yield Effect("model.image_processor", partial(_is, names=WITHOUT_TOKENS), _only(WITHOUT_TOKENS))
+    for key in ("chat_template", "system_prompt"):
+        yield Effect(f"data.{key}", _has_turns, "this task reads text without turns")
+    yield Effect("data.train_on", _chooses_turns, "which turns are learnt is decided by the task")
+    yield Effect("evaluate.generate", _asks, "this task, and `data.train_on: all`, have no prompts to answer")
+
+
+_OF_LOSSES = {
+    "label_smoothing": _DPO,
+    "target_margin": ("simpo",),
+    "desirable_weight": ("kto",),
+    "undesirable_weight": ("kto",),
+}
+
+
+def _only(tasks: tuple[str, ...]) -> str:
+    return f"only {' and '.join(f'`task.name: {name}`' for name in tasks)} read{'s' if len(tasks) == 1 else ''} it"
+
+
+def _is(config: RunConfig, *, names: tuple[str, ...]) -> bool:
+    return config.task.name in names
+
+
+def _is_of_text(config: RunConfig) -> bool:
+    return config.task.name not in ("token_classification", "image_classification")
+
+
+def _has_classes(config: RunConfig) -> bool:
+    return config.task.classification.kind != "regression"
+
+
+def _is_smoothed(config: RunConfig) -> bool:
+    return config.task.name in _SMOOTHED and config.task.classification.kind == "single_label"
+
+
+def _prefers(config: RunConfig, *, losses: tuple[str, ...]) -> bool:
+    return config.task.preference.loss in losses
+
+
+def _has_tokens(config: RunConfig) -> bool:
+    return config.task.name not in WITHOUT_TOKENS
+
+
+def _has_turns(config: RunConfig) -> bool:
+    return config.task.name in CONVERSING
+
+
+def _chooses_turns(config: RunConfig) -> bool:
+    return config.task.name in ("sft", "distillation", "vision_language_sft")
+
+
+def _asks(config: RunConfig) -> bool:
+    return config.task.name in ANSWERING and config.data.train_on != "all"

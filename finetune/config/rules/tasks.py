@@ -1,0 +1,86 @@
+"""Rules of `task:` - which data each task learns from, and what it cannot do without."""
+
+from collections.abc import Iterator, Mapping
+
+from finetune.config.run_config import RunConfig
+from finetune.config.sections.data import Format
+from finetune.config.sections.task import TaskName
+from finetune.errors import Problem
+
+_OF_TURNS: tuple[Format, ...] = ("messages", "conversations", "prompt_completion", "instruction")
+
+FITTING: Mapping[TaskName, tuple[Format, ...]] = {
+    "sft": _OF_TURNS,
+    "pretrain": ("text",),
+    "seq2seq": ("prompt_completion", "instruction"),
+    "masked_lm": ("text",),
+    "preference": ("preference", "judged"),
+    "reward": ("preference",),
+    "distillation": _OF_TURNS,
+    "text_classification": ("labelled",),
+    "token_classification": ("tagged",),
+    "image_classification": ("image_label",),
+    "vision_language_sft": _OF_TURNS,
+}
+"""The formats that each task learns from."""
+
+CONVERSING: tuple[TaskName, ...] = ("sft", "preference", "reward", "distillation", "vision_language_sft")
+"""Tasks whose rows are rendered by a chat template."""
+
+ANSWERING: tuple[TaskName, ...] = ("sft", "distillation", "vision_language_sft", "seq2seq")
+"""Tasks that can be asked for an answer."""
+
+CLASSIFYING: tuple[TaskName, ...] = ("text_classification", "token_classification", "image_classification")
+
+PADDED: tuple[TaskName, ...] = tuple(name for name in FITTING if name not in ("sft", "pretrain"))
+"""Tasks whose samples do not share rows."""
+
+WITHOUT_TOKENS: tuple[TaskName, ...] = ("image_classification",)
+
+
+def length_is_written(config: RunConfig) -> Iterator[Problem]:
+    """What has tokens has a longest sample, on purpose."""
+    if config.data.max_length is None and config.task.name not in WITHOUT_TOKENS:
+        message = "it is missing. Longest sample in tokens; what happens to longer rows is `data.over_length`."
+        yield Problem("data.max_length", message)
+
+
+def teacher_is_there(config: RunConfig) -> Iterator[Problem]:
+    """Distillation has a teacher; what is kept of its answers is small."""
+    section = config.task.distillation
+    if config.task.name == "distillation" and section is None:
+        yield Problem("task.distillation", "there is no teacher. Write `distillation: {teacher: NAME OR FOLDER}`.")
+    if section is not None and section.cache and section.top_k is None:
+        message = "a whole vocabulary for every target fills any disk. Write `task.distillation.top_k: 64`."
+        yield Problem("task.distillation.cache", message)
+
+
+def weights_fit_labels(config: RunConfig) -> Iterator[Problem]:
+    """Each class has one name and one weight."""
+    section = config.task.classification
+    if len(set(section.labels)) < len(section.labels):
+        yield Problem("task.classification.labels", "a name stands there twice. Write each class once.")
+    weights = section.class_weights
+    if weights is None or weights == "balanced":
+        return
+    if not section.labels:
+        message = "it is not known which weight is whose. Write `task.classification.labels` in the same order."
+        yield Problem("task.classification.class_weights", message)
+    elif len(weights) != len(section.labels):
+        message = f"there are {len(weights)} weights for {len(section.labels)} labels. Write one for each."
+        yield Problem("task.classification.class_weights", message)
+
+
+def samples_stand_alone(config: RunConfig) -> Iterator[Problem]:
+    """Only causal language models learn from samples that share a row."""
+    batching, task = config.data.batching, config.task.name
+    if task not in PADDED:
+        return
+    message = f"`task.name: {task}` pads its samples."
+    if batching.padding_free:
+        yield Problem("data.batching.padding_free", f"{message} Write `length_window_steps: 1` for less padding.")
+    if batching.by == "packs" or (batching.by == "tokens" and task in WITHOUT_TOKENS):
+        yield Problem("data.batching.by", f"{message} Write `by: samples`.")
+
+
+TASK_RULES = (length_is_written, teacher_is_there, weights_fit_labels, samples_stand_alone)

@@ -1,0 +1,98 @@
+"""What turns text and images into tensors: a tokenizer, an image processor, or a processor of both."""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from transformers import AutoImageProcessor, AutoProcessor, AutoTokenizer
+
+from finetune.config.sections.model import ModelSection
+from finetune.errors import ModelError
+from finetune.model.hub import is_folder, located, told
+from finetune.model.image_processor import built_image_processor
+from finetune.model.tokenizer import load_tokenizer
+from finetune.runtime.hub import is_offline, without_vain_retries
+
+
+@dataclass(frozen=True)
+class Processing:
+    """What the model's inputs are made with; images alone have no tokenizer, text alone has no processor."""
+
+    tokenizer: Any = None
+    processor: Any = None
+
+    def save(self, folder: Path) -> None:
+        """Write it into the folder, so that transformers loads it from there."""
+        for part in (self.tokenizer, self.processor):
+            if part is not None:
+                part.save_pretrained(folder)
+
+    @property
+    def identity(self) -> dict[str, str]:
+        """Return what decides how images become tensors; empty for text alone."""
+        if self.processor is None:
+            return {}
+        described = type(self.processor).__name__ + json.dumps(self.processor.to_dict(), sort_keys=True, default=str)
+        return {"processor": hashlib.blake2b(described.encode(), digest_size=16).hexdigest()}
+
+
+def load_processing(
+    model: ModelSection,
+    *,
+    reads: Literal["text", "images", "both"],
+    texts: Callable[[], Iterable[str]],
+    cache_folder: Path,
+    say: Callable[[str], None],
+) -> Processing:
+    """Return what rows of this kind need, as the model wants it; raises ModelError."""
+    if reads == "text":
+        return Processing(load_tokenizer(model, texts=texts, cache_folder=cache_folder, say=say))
+    if reads == "images":
+        return Processing(processor=_image_processor(model))
+    processor = _pretrained(model, AutoProcessor, key="model.name")
+    if getattr(processor, "tokenizer", None) is None:
+        raise ModelError("model.name: its processor has no tokenizer. Name a model of images and text.")
+    return Processing(processor.tokenizer, processor)
+
+
+def load_kept_processing(folder: Path, *, reads: Literal["text", "images", "both"]) -> Processing:
+    """Return what `save` has written; raises OSError or ValueError where it cannot be read."""
+    if reads == "text":
+        return Processing(AutoTokenizer.from_pretrained(folder, local_files_only=True))
+    if reads == "images":
+        return Processing(processor=AutoImageProcessor.from_pretrained(folder, local_files_only=True))
+    processor = AutoProcessor.from_pretrained(folder, local_files_only=True)
+    return Processing(processor.tokenizer, processor)
+
+
+def _image_processor(model: ModelSection) -> Any:
+    section = model.image_processor
+    if section is not None and section.name is None:
+        return built_image_processor(section)
+    if section is not None:
+        named = model.model_copy(update={"name": section.name, "revision": None})
+        return _pretrained(named, AutoImageProcessor, key="model.image_processor.name")
+    if model.name is None:
+        raise ModelError(
+            "model.image_processor: a model built `from_config` brings no image processor. Write `size`, or `name`."
+        )
+    return _pretrained(model, AutoImageProcessor, key="model.name")
+
+
+def _pretrained(model: ModelSection, kind: Any, *, key: str) -> Any:
+    """Return the processor of the model, or of what is named as its tokenizer."""
+    asked = model.tokenizer
+    name = asked.name if asked is not None and asked.name is not None else model.name
+    if name is None:
+        raise ModelError("model.tokenizer: a model built `from_config` brings no processor. Write `name`.")
+    with told(name, key=key), without_vain_retries(is_local=is_folder(name)):
+        return kind.from_pretrained(
+            located(name, key=key),
+            revision=model.revision if name == model.name else None,
+            cache_dir=model.cache_folder,
+            trust_remote_code=model.trust_remote_code,
+            local_files_only=is_folder(name) or is_offline(),
+        )

@@ -1,0 +1,54 @@
+"""What a run keeps in its folder of how rows become inputs, so that a checkpoint is exported without its data."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from finetune.config.run_config import RunConfig
+from finetune.errors import UserError
+from finetune.export.folder import replaced
+from finetune.model.processing import Processing, load_kept_processing
+from finetune.task.materials import Materials
+from finetune.task.protocol import Task
+from finetune.task.registry import build_task, reads
+
+FOLDER = "inputs"
+FACTS = "task_facts.json"
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What was kept: enough to build the task again."""
+
+    processing: Processing
+    facts: Mapping[str, Any]
+
+    def task(self, config: RunConfig) -> Task:
+        """Return the run's task, without any of its rows."""
+        tokenizer, processor = self.processing.tokenizer, self.processing.processor
+        return build_task(Materials(config.task, config.data, tokenizer, processor, facts=self.facts))
+
+
+def keep(run: Path, processing: Processing, facts: Mapping[str, Any]) -> None:
+    """Write tokenizer (its chat template included), processor and facts into the run's folder. On one process."""
+    with replaced(run / FOLDER) as staging:
+        processing.save(staging)
+        (staging / FACTS).write_text(json.dumps(facts, ensure_ascii=False, indent=1), encoding="utf-8")
+
+
+def load_kept(run: Path, config: RunConfig) -> Kept:
+    """Return what the run has kept; raises UserError where there is nothing."""
+    folder = run / FOLDER
+    if not folder.is_dir():
+        raise UserError(
+            f"{folder}: is not there. A run writes its tokenizer down when it starts; start the job once more (with "
+            "`checkpoint.resume: auto` it goes on from where it is), or copy the tokenizer's files there."
+        )
+    try:
+        processing = load_kept_processing(folder, reads=reads(config.task.name))
+        path = folder / FACTS
+        return Kept(processing, json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {})
+    except (OSError, ValueError) as error:
+        raise UserError(f"{folder}: holds no tokenizer or processor that can be loaded: {error}") from error

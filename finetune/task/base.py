@@ -1,0 +1,96 @@
+"""What every task may inherit."""
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from finetune.data.batch import IGNORED, Batch
+from finetune.data.encoding.encode import attempted
+from finetune.data.features import Features, Outcome
+from finetune.data.prepared.chunks import Encode
+from finetune.data.rows import Row
+from finetune.errors import DataError
+from finetune.task.protocol import Measured, ModelHead, Prompt
+
+
+class BaseTask:
+    """Defaults of the seam. A task defines `collate`, `loss_sum`, `metric_sums`, `metrics`, and how to encode."""
+
+    head: ModelHead = "causal_lm"
+
+    @property
+    def head_values(self) -> Mapping[str, Any]:
+        """Return nothing: the model's config stays as it is."""
+        return {}
+
+    @property
+    def facts(self) -> Mapping[str, Any]:
+        """Return nothing: the rows decide nothing."""
+        return {}
+
+    @property
+    def encoding(self) -> Mapping[str, Any]:
+        """Return nothing: tokenizer and `data:` decide alone."""
+        return {}
+
+    @property
+    def encoder(self) -> Encode:
+        """Return what `encode` does as something that other processes can be sent; by default the task itself."""
+        return self.encode
+
+    def encode(self, rows: Sequence[Row]) -> Sequence[Outcome]:
+        """Return each row's features, None where nothing is to be learnt, or what is wrong."""
+        return [attempted(self.encode_row, row) for row in rows]
+
+    def encode_row(self, row: Row) -> Features | None:
+        """Return what becomes of one row; raises its DataError. A task defines this or `encode`, which is faster."""
+        (outcome,) = self.encode([row])
+        if isinstance(outcome, DataError):
+            raise outcome
+        return outcome
+
+    @abstractmethod
+    def collate(self, features: Sequence[Features]) -> Batch:
+        """Return the samples as one microbatch."""
+
+    def filler(self, features: Features) -> Batch:
+        """Return the sample as a batch in which nothing counts."""
+        batch = self.collate([features])
+        return replace(batch, labels=torch.full_like(batch.labels, IGNORED), num_targets=0, num_tokens=0, sample_ids=())
+
+    def count_targets(self, batch: Batch) -> int:
+        """Return the number of targets, known since collation."""
+        return batch.num_targets
+
+    @abstractmethod
+    def loss_sum(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Return the loss summed over the targets, a float32 scalar."""
+
+    def loss_sums(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
+        """Return the loss alone."""
+        return {"loss_sum": self.loss_sum(model, batch)}
+
+    def step_metrics(self, sums: Mapping[str, float], *, num_targets: int) -> Mapping[str, float]:
+        """Return the mean over the targets of all that was summed beside the loss."""
+        others = {name: value for name, value in sums.items() if name != "loss_sum"}
+        return {name: value / num_targets for name, value in others.items()} if num_targets else {}
+
+    @abstractmethod
+    def metric_sums(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
+        """Return named sums (scalars) over the batch that may be added up over batches and ranks."""
+
+    def measure(self, model: nn.Module, batch: Batch) -> Measured:
+        """Return the sums alone."""
+        return Measured(self.metric_sums(model, batch))
+
+    @abstractmethod
+    def metrics(self, sums: Mapping[str, float], records: Tensor | None = None) -> Mapping[str, float]:
+        """Return the metrics; `loss` is among them."""
+
+    def prompt(self, features: Features) -> Prompt | None:
+        """Return None: nothing is asked."""
+        return None
