@@ -22,7 +22,7 @@ WRONG = [
     ("checkpoint.keep_last=1", "Write a whole number of at least 2."),
     ("checkpoint.resume=3", "Write `auto` or `never` or a path."),
     ("export.max_shard_size=5 GB", "Write text such as `5GB`."),
-    ("data.max_length=null", "`null` is null. Write a whole number of at least 2."),
+    ("data.max_length=null", "it is missing. Longest sample in tokens"),
     ("data.train.columns={prompt: 3}", "Put it in quotes: `'3'`. Write text."),
     ("evaluate=true", "`true` is a truth value. Its keys are `every_steps`"),
 ]
@@ -36,7 +36,7 @@ UNKNOWN = [
     ("train.gradient_accumulation_steps=1", "accumulation is derived"),
     ("train.bf16=true", "write `train.precision: bf16`"),
     ("report.wandb_api_key=x", "secrets do not belong in a job file"),
-    ("task.zzzz=1", "`task` has `name`."),
+    ("task.zzzz=1", "`task` has `name`,"),
     ("deepspeed=x.json", "the strategy is chosen by the accelerate config"),
 ]
 

@@ -104,7 +104,7 @@ def test_a_folder_and_bytes_are_not_a_job(job):
 def test_missing_sections_are_told_with_the_keys_that_they_need(complaints):
     said = complaints(text="run:\n  folder: runs\n")
     assert [line.partition(":")[0] for line in said] == ["data", "model", "task", "train"]
-    assert "It needs `data.train` and `data.max_length`." in said[0]
+    assert "It needs `data.train`." in said[0]
 
 
 def test_evaluation_is_off_unless_it_is_written(load):

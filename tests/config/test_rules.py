@@ -158,6 +158,8 @@ CHECKPOINT = [
     (["checkpoint.resume=s3://bucket/runs/a"], "checkpoint.resume", "Copy it to a folder"),
 ]
 
+EIGHT_BIT = ("model.quantization={bits: 8}",)
+
 IDLE = [
     (["data.batching.tokens=64"], "data.batching.tokens", "have a budget"),
     (["data.batching={by: packs, padding_free: true}"], "data.batching.padding_free", "packs are never padded"),
@@ -183,11 +185,15 @@ IDLE = [
     (["train.nonfinite.max_skips=3"], "train.nonfinite.max_skips", "only `action: skip` skips steps"),
     (["data.persistent_workers=true"], "data.persistent_workers", "it needs `data.num_workers` above 0"),
     (["data.prefetch_factor=2"], "data.prefetch_factor", "it needs `data.num_workers` above 0"),
-    (["task.name=pretrain", "data.chat_template=chatml"], "data.chat_template", "reads text without turns"),
-    (["task.name=pretrain", "data.train_on=all"], "data.train_on", "learns every token of a text"),
-    (["task.name=pretrain", "data.system_prompt=Hi."], "data.system_prompt", "reads text without turns"),
-    (["task.name=pretrain", *EVALUATION, "evaluate.generate={}"], "evaluate.generate", "have no prompts to answer"),
-    (["data.train_on=all", *EVALUATION, "evaluate.generate={}"], "evaluate.generate", "have no prompts to answer"),
+    (["train.optimizer.lora_plus_ratio=4.0"], "train.optimizer.lora_plus_ratio", "only `model.lora` has A and B"),
+    (["model.lora={}", *EIGHT_BIT, "model.quantization.kind=nf4"], "model.quantization.kind", "with 4 bits has kinds"),
+    (
+        ["model.lora={}", *EIGHT_BIT, "model.quantization.double=true"],
+        "model.quantization.double",
+        "quantises its scales",
+    ),
+    (["export.merge=true"], "export.merge", "no adapters that can be folded"),
+    (["export.private=true"], "export.private", "it needs `export.push_to_hub`"),
     (["model.name=.", "model.revision=main"], "model.revision", "only a model from the hub has revisions"),
     (["model.name=.", "model.cache_folder=hub"], "model.cache_folder", "nothing is downloaded"),
     (
@@ -195,7 +201,7 @@ IDLE = [
         "model.trust_remote_code",
         "runs no code of others",
     ),
-    (["model.lora={}", "model.freeze=[wte.*]"], "model.freeze", "under `model.lora`"),
+    (["model.lora={}", "model.freeze=[wte.*]"], "model.freeze", "under adapters"),
     (["report.project=mine"], "report.project", "it needs `report.trackers`"),
 ]
 

@@ -52,7 +52,7 @@ FORMATS = [
         "data.train.format",
         "`text` has no turns for `task.name: sft`. Write `mess",
     ),
-    (["data.train.format=messages", "task.name=pretrain"], "data.train.format", "Write `text`, or `task.name: sft`."),
+    (["data.train.format=messages", "task.name=pretrain"], "data.train.format", "Write `text`, or `task.name: sft`"),
     (
         ["data.train.format=preference"],
         "data.train.format",
@@ -68,7 +68,7 @@ FORMATS = [
     (
         ["data.train={path: rows.jsonl, format: messages, columns: {prompt: q}}"],
         "data.train.columns.prompt",
-        "there is no column `prompt` in format `messages`. It has `messages` and `tools`.",
+        "there is no column `prompt` in format `messages`. It has `messages`, `tools` and `images`.",
     ),
     (["data.train.columns={question: prompt}"], "data.train.columns.question", "name comes first: `prompt: question`."),
     ([mixed(", columns: {promt: q}")], "data.train.mix.1.columns.promt", "Did you mean `prompt`?"),

@@ -1,0 +1,103 @@
+"""What each task needs, and keys that only some tasks read."""
+
+import pytest
+
+from finetune.config.rules.task_effects import task_effects
+
+EVALUATION = ("data.validation={path: rows.jsonl}",)
+IMAGES = ("task.name=image_classification", "data.max_length=null", "model.tokenizer=null")
+
+IDLE = [
+    (["task.classification.kind=multi_label"], "task.classification.kind", "`task.name: text_classification`"),
+    (
+        ["task.name=token_classification", "task.classification.kind=regression"],
+        "task.classification.kind",
+        "one class",
+    ),
+    (["task.classification.labels=[a, b]"], "task.classification.labels", "`task.name: image_classification` read it"),
+    (["task.classification.class_weights=balanced"], "task.classification.class_weights", "read it"),
+    (["task.preference.loss=ipo"], "task.preference.loss", "only `task.name: preference` reads it"),
+    (["task.preference.beta=0.2"], "task.preference.beta", "only `task.name: preference` reads it"),
+    (["task.preference.sft_weight=0.2"], "task.preference.sft_weight", "only `task.name: preference` reads it"),
+    (["task.name=preference", "task.preference.target_margin=1.0"], "task.preference.target_margin", "`loss: simpo`"),
+    (["task.name=preference", "task.preference.desirable_weight=2.0"], "task.preference.desirable_weight", "kto"),
+    (["task.name=preference", "task.preference.undesirable_weight=2.0"], "task.preference.undesirable_weight", "kto"),
+    (
+        ["task.name=preference", "task.preference={loss: ipo, label_smoothing: 0.1}"],
+        "task.preference.label_smoothing",
+        "only `loss: sigmoid` and `loss: robust` and `loss: cpo` read it",
+    ),
+    (["task.reward.use_margin=true"], "task.reward.use_margin", "only `task.name: reward` reads it"),
+    (["task.reward.centering=0.1"], "task.reward.centering", "only `task.name: reward` reads it"),
+    (["task.distillation={teacher: ./teacher}"], "task.distillation", "only `task.name: distillation` reads it"),
+    (["task.seq2seq.source_prefix=x"], "task.seq2seq.source_prefix", "only `task.name: seq2seq` reads it"),
+    (["task.seq2seq.max_target_length=9"], "task.seq2seq.max_target_length", "only `task.name: seq2seq` reads it"),
+    (["task.masked_lm.fraction=0.3"], "task.masked_lm.fraction", "only `task.name: masked_lm` reads it"),
+    (["task.masked_lm.random_fraction=0.3"], "task.masked_lm.random_fraction", "only `task.name: masked_lm` reads it"),
+    (["task.masked_lm.kept_fraction=0.3"], "task.masked_lm.kept_fraction", "only `task.name: masked_lm` reads it"),
+    (["task.masked_lm.whole_words=true"], "task.masked_lm.whole_words", "only `task.name: masked_lm` reads it"),
+    (["task.name=reward", "task.label_smoothing=0.1"], "task.label_smoothing", "only a cross-entropy"),
+    (["task.name=reward", "task.z_loss=0.1"], "task.z_loss", "only a cross-entropy over tokens"),
+    (["data.images.size=32"], "data.images.size", "only `task.name: image_classification` reads it"),
+    (["data.images.crop_scale=[0.1, 1.0]"], "data.images.crop_scale", "reads it"),
+    (["data.images.crop_padding=4"], "data.images.crop_padding", "reads it"),
+    (["data.images.flip=true"], "data.images.flip", "reads it"),
+    (["data.images.mixup=0.2"], "data.images.mixup", "reads it"),
+    (["data.images.cutmix=0.2"], "data.images.cutmix", "reads it"),
+    (["model.image_processor={size: 8}"], "model.image_processor", "only `task.name: image_classification` reads it"),
+    ([*IMAGES, "data.max_length=4"], "data.max_length", "images alone have no tokens"),
+    ([*IMAGES, "data.over_length=drop"], "data.over_length", "images alone have no tokens"),
+    ([*IMAGES, "model.tokenizer={name: x}"], "model.tokenizer", "images alone have no tokens"),
+    ([*IMAGES, "model.new_tokens={tokens: [x]}"], "model.new_tokens", "images alone have no tokens"),
+    ([*IMAGES, "train.embedding_noise=5.0"], "train.embedding_noise", "images alone have no embeddings"),
+    (["task.name=pretrain", "data.chat_template=chatml"], "data.chat_template", "reads text without turns"),
+    (["task.name=pretrain", "data.system_prompt=Hi."], "data.system_prompt", "reads text without turns"),
+    (["task.name=pretrain", "data.train_on=all"], "data.train_on", "decided by the task"),
+    (["task.name=pretrain", *EVALUATION, "evaluate.generate={}"], "evaluate.generate", "have no prompts to answer"),
+    (["data.train_on=all", *EVALUATION, "evaluate.generate={}"], "evaluate.generate", "have no prompts to answer"),
+]
+
+
+@pytest.mark.parametrize(("written", "key", "message"), IDLE, ids=[" ".join(row[0]) for row in IDLE])
+def test_a_key_that_this_task_does_not_read_is_refused(problems, written, key, message):
+    assert any(problem.key == key and message in problem.message for problem in problems(*written))
+
+
+def test_every_key_that_can_be_idle_has_a_row_in_the_table():
+    by_length = {"data.truncate_side"}  # its row is in test_rules.py
+    assert {effect.key for effect in task_effects()} - by_length == {key for _, key, _ in IDLE}
+
+
+WRONG = [
+    (["data.max_length=null"], "data.max_length", "it is missing. Longest sample in tokens"),
+    (["task.name=distillation"], "task.distillation", "there is no teacher"),
+    (
+        ["task.name=distillation", "task.distillation={teacher: ./teacher, cache: true}"],
+        "task.distillation.cache",
+        "Write `task.distillation.top_k: 64`",
+    ),
+    (["task.name=text_classification", "task.classification.labels=[a, a]"], "task.classification.labels", "twice"),
+    (
+        ["task.name=text_classification", "task.classification={labels: [a, b], class_weights: [1.0]}"],
+        "task.classification.class_weights",
+        "there are 1 weights for 2 labels",
+    ),
+    (
+        ["task.name=text_classification", "task.classification={class_weights: [1.0]}"],
+        "task.classification.class_weights",
+        "Write `task.classification.labels`",
+    ),
+    (
+        ["task.name=preference", "data.batching={by: packs}"],
+        "data.batching.by",
+        "pads its samples. Write `by: samples`",
+    ),
+    (["task.name=reward", "data.batching={padding_free: true}"], "data.batching.padding_free", "pads its samples"),
+    (["model.lora={}", "model.ia3={}"], "model.ia3", "there are adapters in `model.lora` already"),
+    (["model.quantization={}"], "model.quantization", "weights in few bits cannot learn"),
+]
+
+
+@pytest.mark.parametrize(("written", "key", "message"), WRONG, ids=[" ".join(row[0]) for row in WRONG])
+def test_what_a_task_or_adapter_needs_is_asked_for(problems, written, key, message):
+    assert any(problem.key == key and message in problem.message for problem in problems(*written))
