@@ -105,3 +105,4 @@ class RunEnded(Event):
     seconds: float
     metrics: Mapping[str, float]  # of the last evaluation; empty without one
     final_folder: str | None  # where the exported model is
+    talks: bool = True  # whether that model writes text

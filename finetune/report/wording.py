@@ -70,7 +70,9 @@ def _(event: Warned) -> tuple[str, ...]:
 def _(event: RunEnded) -> tuple[str, ...]:
     told = [f"{event.reason} at step {event.step} after {duration(event.seconds)}"]
     if event.final_folder is not None:
-        told += [f"model in {event.final_folder}", f"talk to it: finetune chat {event.final_folder}"]
+        told.append(f"model in {event.final_folder}")
+        if event.talks:
+            told.append(f"talk to it: finetune chat {event.final_folder}")
     return tuple(told)
 
 

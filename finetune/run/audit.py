@@ -14,6 +14,9 @@ from finetune.runtime import files
 
 FILE = "audit.json"
 
+RENDERED = ("sft", "distillation")
+"""Tasks that train on conversations as the chat template renders them."""
+
 
 def audit_lessons(config: RunConfig, lessons: Lessons) -> Audit:
     """Return the audit of what the job is trained on; of a stream, of what is prepared by now."""
@@ -22,7 +25,7 @@ def audit_lessons(config: RunConfig, lessons: Lessons) -> Audit:
         validation=lessons.validation_set,
         limits=config.data.audit,
         padding=_padding(config, lessons),
-        template=check_template(lessons.tokenizer, config.data) if config.task.name == "sft" else None,
+        template=check_template(lessons.tokenizer, config.data) if config.task.name in RENDERED else None,
     )
 
 

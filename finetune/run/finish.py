@@ -22,6 +22,9 @@ from finetune.train.stopping import FAILED_SAVE, SPOT_NOTICE, STOP_FILE
 EXPORTED_AFTER = (FINISHED, EARLY)
 """Why a run may end so that its model is final; after a signal or a limit it is to be continued."""
 
+TALKING = ("causal_lm", "image_text_to_text")
+"""Heads of models that `finetune chat` can talk to."""
+
 EXIT_CODES = {**signals.EXIT_CODES, SPOT_NOTICE: 143, FAILED_SAVE: 1}
 """Every other end is a success; a machine that is taken away is to be replaced, as after SIGTERM."""
 
@@ -50,6 +53,7 @@ def train_to_the_end(
             seconds=time.monotonic() - started,
             metrics=progress.last_metrics,
             final_folder=str(folder / "final") if is_final else None,
+            talks=parts.task.head in TALKING,
         )
     )
     return code
