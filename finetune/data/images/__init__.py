@@ -1,0 +1,1 @@
+"""Images: what a row's column may hold, and how encoded bytes become pixels."""

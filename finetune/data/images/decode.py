@@ -1,0 +1,104 @@
+"""Encoded bytes become pixels: upright, without alpha, in the channels asked for, never more than memory bears."""
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from io import BytesIO
+from typing import Literal
+
+import numpy as np
+from PIL import Image, ImageOps, UnidentifiedImageError
+
+from finetune.errors import DataError
+
+Mode = Literal["RGB", "L"]
+
+MOST_PIXELS = 89_478_485
+"""Pixels of the largest image that is decoded (Pillow's own limit): a small file may claim any size."""
+
+_BACKGROUND = (255, 255, 255, 255)
+_WHITE_16 = 65_535
+_FAULTS = (
+    OSError,
+    ValueError,
+    SyntaxError,
+    EOFError,
+    OverflowError,
+    ZeroDivisionError,
+    IndexError,
+    KeyError,
+    TypeError,
+)
+"""What Pillow's readers raise for files that are broken in one way or another."""
+
+
+@dataclass(frozen=True)
+class ImageFacts:
+    """What the head of an encoded image says; width and height in pixels, as it is to be seen."""
+
+    width: int
+    height: int
+    kind: str  # `PNG`, `JPEG`, ...
+
+
+def decode_image(encoded: bytes, *, mode: Mode = "RGB") -> Image.Image:
+    """Return the image (of several frames the first) upright by its EXIF orientation, over white where it has alpha.
+
+    16 bits a channel become 8. Raises DataError in plain words for what is no image, is cut off, or has more than
+    MOST_PIXELS.
+    """
+    with _opened(encoded) as image:
+        upright = ImageOps.exif_transpose(image)
+        return _flat(upright, mode)
+
+
+def image_facts(encoded: bytes) -> ImageFacts:
+    """Return size and kind without decoding the pixels; raises DataError likewise."""
+    with _opened(encoded) as image:
+        width, height = image.size
+        if image.getexif().get(_ORIENTATION, 1) in _LYING:
+            width, height = height, width
+        return ImageFacts(width, height, image.format or "image")
+
+
+_ORIENTATION = 0x0112
+_LYING = (5, 6, 7, 8)
+"""Values of EXIF's orientation by which width and height change places."""
+
+
+@contextmanager
+def _opened(encoded: bytes) -> Iterator[Image.Image]:
+    if not encoded:
+        raise DataError("it is empty")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of odd metadata; a size beyond the limit is an error
+            warnings.simplefilter("error", Image.DecompressionBombWarning)
+            with Image.open(BytesIO(encoded)) as image:
+                yield image
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+        raise DataError(f"it has more than {MOST_PIXELS:,} pixels. Scale it down") from error
+    except UnidentifiedImageError as error:
+        raise DataError(f"it is no image of a known kind: it begins with {encoded[:8]!r}") from error
+    except _FAULTS as error:
+        raise DataError(f"it cannot be decoded: {error}") from error
+
+
+def _flat(image: Image.Image, mode: Mode) -> Image.Image:
+    if image.mode.startswith("I"):
+        image = _of_8_bits(image)
+    if image.mode == "F":
+        raise DataError("it has floats for pixels. Save it with 8 bits a channel")
+    if image.has_transparency_data:
+        coloured = image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", coloured.size, _BACKGROUND), coloured)
+    flat = image.convert(mode)
+    flat.load()
+    return flat
+
+
+def _of_8_bits(image: Image.Image) -> Image.Image:
+    """Return the greys scaled from 16 bits: Pillow itself would cut off what is above 255."""
+    greys = np.clip(np.asarray(image).astype(np.int64), 0, _WHITE_16)
+    return Image.fromarray(np.round(greys / 257).astype(np.uint8))

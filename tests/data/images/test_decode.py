@@ -1,0 +1,75 @@
+"""Whatever an image file is, it becomes upright pixels without alpha, or a sentence that says why not."""
+
+import io
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from finetune.data.images import decode
+from finetune.data.images.decode import decode_image, image_facts
+from finetune.errors import DataError
+
+
+def encoded(image: Image.Image, kind: str = "PNG", **settings) -> bytes:
+    stream = io.BytesIO()
+    image.save(stream, kind, **settings)
+    return stream.getvalue()
+
+
+def two_pixels(*colours, mode: str = "RGB") -> Image.Image:
+    image = Image.new(mode, (2, 1))
+    image.putpixel((0, 0), colours[0])
+    image.putpixel((1, 0), colours[1])
+    return image
+
+
+def test_a_png_keeps_its_pixels():
+    image = decode_image(encoded(two_pixels((255, 0, 0), (0, 0, 255))))
+    assert np.asarray(image).tolist() == [[[255, 0, 0], [0, 0, 255]]]
+
+
+def test_an_image_is_turned_upright_as_its_camera_says():
+    exif = Image.Exif()
+    exif[0x0112] = 6  # the camera was turned: the first column is the top row, seen from the right
+    content = encoded(two_pixels((250, 0, 0), (0, 0, 250)), "PNG", exif=exif)
+    assert decode_image(content).size == (1, 2)
+    assert (image_facts(content).width, image_facts(content).height) == (1, 2)
+
+
+def test_alpha_lies_over_white():
+    content = encoded(two_pixels((255, 0, 0, 0), (0, 0, 0, 255), mode="RGBA"))
+    assert np.asarray(decode_image(content)).tolist() == [[[255, 255, 255], [0, 0, 0]]]
+    assert np.asarray(decode_image(content, mode="L")).tolist() == [[255, 0]]
+
+
+def test_sixteen_bits_are_scaled_and_not_cut_off():
+    content = encoded(Image.fromarray(np.array([[0, 257, 65535]], np.uint16)))
+    assert np.asarray(decode_image(content, mode="L")).tolist() == [[0, 1, 255]]
+
+
+def test_facts_need_no_decoding():
+    content = encoded(Image.effect_noise((50, 30), 50), "JPEG")
+    assert image_facts(content) == decode.ImageFacts(50, 30, "JPEG")
+    assert image_facts(content[:-300]).width == 50
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"", "it is empty"),
+        (b"<html>not an image</html>", "no image of a known kind"),
+        (encoded(Image.effect_noise((64, 64), 50))[:-2000], "cannot be decoded"),
+    ],
+)
+def test_what_is_no_image_is_told(content, reason):
+    with pytest.raises(DataError, match=reason):
+        decode_image(content)
+
+
+def test_a_small_file_of_many_pixels_is_refused(monkeypatch):
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
+    with pytest.raises(DataError, match="more than"):
+        decode_image(encoded(Image.new("L", (11, 11))))
+    monkeypatch.undo()
+    assert Image.MAX_IMAGE_PIXELS == decode.MOST_PIXELS
