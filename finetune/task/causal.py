@@ -11,7 +11,7 @@ from finetune.errors import DataError
 from finetune.task.base import BaseTask
 from finetune.task.collate import end_to_end, is_end_to_end, padded
 from finetune.task.forward import logits_of
-from finetune.task.losses import cross_entropy_sum
+from finetune.task.losses import TokenLoss
 from finetune.task.materials import Materials
 from finetune.task.metrics import token_metrics, token_sums
 from finetune.task.protocol import ModelHead
@@ -29,6 +29,7 @@ class CausalTask(BaseTask):
         self.tokenizer: PreTrainedTokenizerBase = materials.tokenizer
         self.data = materials.data
         self.pad_id = pad_id(self.tokenizer)
+        self.loss = TokenLoss(materials.section.label_smoothing, materials.section.z_loss)
 
     def collate(self, features: Sequence[Features]) -> Batch:
         """Return the samples padded, or end to end where `data.batching` says so."""
@@ -36,11 +37,15 @@ class CausalTask(BaseTask):
         return end_to_end(features) if is_row else padded(features, pad_id=self.pad_id)
 
     def loss_sum(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Return the cross-entropy in nats summed over the targets, a float32 scalar."""
-        return cross_entropy_sum(logits_of(model, batch), batch.labels)
+        """Return the loss that is trained, in nats, summed over the targets: a float32 scalar."""
+        return self.loss_sums(model, batch)["loss_sum"]
+
+    def loss_sums(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
+        """Return `loss_sum` and, where that is smoothed or has a z-loss, the plain `cross_entropy` beside it."""
+        return self.loss.sums(logits_of(model, batch), batch.labels)
 
     def metric_sums(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
-        """Return `loss_sum`, `num_targets` and `num_correct`."""
+        """Return `loss_sum` (the plain cross-entropy), `num_targets` and `num_correct`."""
         return token_sums(logits_of(model, batch), batch.labels)
 
     def metrics(self, sums: Mapping[str, float], records: Tensor | None = None) -> Mapping[str, float]:

@@ -1,5 +1,7 @@
 """Losses as sums over targets, never means: a mean is taken once, over the whole world."""
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -15,3 +17,34 @@ def cross_entropy_sum(logits: Tensor, labels: Tensor) -> Tensor:
     # logits  # [batch, length, vocabulary]
     flat = logits.reshape(-1, logits.shape[-1]).to(torch.float32)
     return functional.cross_entropy(flat, labels.reshape(-1), ignore_index=IGNORED, reduction="sum")
+
+
+@dataclass(frozen=True)
+class TokenLoss:
+    """The loss of predicted tokens that is trained: cross-entropy, smoothed and with a z-loss where they are asked for.
+
+    At one target with logits z over V tokens, of which y is right, and log p = z - log sum exp z, it is
+    `-(1 - label_smoothing) log p[y] - label_smoothing / V sum log p + z_loss (log sum exp z)^2`
+    (Szegedy et al., 2015, arXiv:1512.00567; Chowdhery et al., 2022, arXiv:2204.02311).
+    """
+
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+
+    @property
+    def is_plain(self) -> bool:
+        """Tell whether it is the cross-entropy itself."""
+        return self.label_smoothing == self.z_loss == 0.0
+
+    def sums(self, logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        """Return `loss_sum` over the targets and, unless it is that, the detached sum of the plain `cross_entropy`."""
+        plain = cross_entropy_sum(logits, labels)
+        if self.is_plain:
+            return {"loss_sum": plain}
+        loss = plain
+        flat = logits.reshape(-1, logits.shape[-1])[labels.reshape(-1) != IGNORED].to(torch.float32)
+        denominators = flat.logsumexp(dim=-1)  # [targets]
+        if self.label_smoothing:
+            evenly = (denominators - flat.mean(dim=-1)).sum()
+            loss = (1 - self.label_smoothing) * plain + self.label_smoothing * evenly
+        return {"loss_sum": loss + self.z_loss * denominators.square().sum(), "cross_entropy": plain.detach()}

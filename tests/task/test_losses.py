@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from finetune.data.batch import IGNORED
-from finetune.task.losses import cross_entropy_sum
+from finetune.task.losses import TokenLoss, cross_entropy_sum
 from finetune.task.metrics import perplexity, token_metrics, token_sums
 
 
@@ -73,3 +73,41 @@ def test_metrics_are_means_over_all_targets():
     assert metrics == {"loss": 2.0, "perplexity": math.exp(2.0), "token_accuracy": 2 / 3}
     assert perplexity(1e6) == math.inf
     assert math.isnan(token_metrics({"loss_sum": 0.0, "num_targets": 0.0, "num_correct": 0.0})["loss"])
+
+
+def whole_formula(logits, labels, *, label_smoothing, z_loss):
+    """Return the smoothed loss with its z-loss, one target after the other, in float64."""
+    total = 0.0
+    for scores, label in zip(logits.double().flatten(0, 1), labels.flatten().tolist(), strict=True):
+        if label != IGNORED:
+            log_z = float(torch.log(torch.exp(scores).sum()))
+            wanted = torch.full((len(scores),), label_smoothing / len(scores), dtype=torch.float64)
+            wanted[label] += 1 - label_smoothing
+            total += float((wanted * (log_z - scores)).sum()) + z_loss * log_z**2
+    return total
+
+
+@pytest.mark.parametrize(("label_smoothing", "z_loss"), [(0.1, 0.0), (0.0, 1e-2), (0.2, 1e-3)])
+def test_smoothing_and_z_loss_equal_the_formula(label_smoothing, z_loss):
+    logits, labels = random_batch()
+    sums = TokenLoss(label_smoothing, z_loss).sums(logits, labels)
+    expected = whole_formula(logits, labels, label_smoothing=label_smoothing, z_loss=z_loss)
+    assert sums["loss_sum"].item() == pytest.approx(expected, rel=1e-6)
+    assert sums["cross_entropy"].item() == pytest.approx(formula(logits, labels), rel=1e-6)
+
+
+def test_smoothing_is_what_torch_calls_so():
+    logits, labels = random_batch()
+    theirs = torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum", label_smoothing=0.3
+    )
+    assert TokenLoss(0.3).sums(logits, labels)["loss_sum"].item() == pytest.approx(theirs.item(), rel=1e-6)
+
+
+def test_a_plain_loss_is_logged_once_and_no_targets_cost_nothing():
+    logits, labels = random_batch()
+    assert TokenLoss().sums(logits, labels).keys() == {"loss_sum"}
+    logits.requires_grad_()
+    sums = TokenLoss(0.1, 0.1).sums(logits, torch.full_like(labels, IGNORED))
+    sums["loss_sum"].backward()
+    assert sums["loss_sum"].item() == sums["cross_entropy"].item() == float(logits.grad.abs().max()) == 0.0
