@@ -1,0 +1,95 @@
+"""Classes: their names, and which of the model's outputs is whose."""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import cached_property
+from typing import Any
+
+from finetune.data.formats.columns import listed
+from finetune.data.rows import describe
+from finetune.errors import DataError
+
+_MOST_LISTED = 20
+
+
+@dataclass(frozen=True)
+class Classes:
+    """The names of the classes in the order of the model's outputs."""
+
+    names: tuple[str, ...]
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def index(self, label: Any) -> int:
+        """Return the output of the class that a row names; raises DataError naming it and the known ones."""
+        name = label_name(label)
+        index = self._indices.get(name)
+        if index is None:
+            more = len(self.names) - _MOST_LISTED
+            known = listed(self.names[:_MOST_LISTED]) + (f" and {more} more" if more > 0 else "")
+            near = get_close_matches(name, self.names, n=1)
+            hint = f"Did you mean `{near[0]}`? " if near else ""
+            raise DataError(
+                f"there is no class `{name}`; there are {known}. {hint}Mend the label, or add the class to "
+                "`task.classification.labels`."
+            )
+        return index
+
+    @cached_property
+    def _indices(self) -> dict[str, int]:
+        return {name: index for index, name in enumerate(self.names)}
+
+
+def label_name(label: Any) -> str:
+    """Return the name of the class that a label is: the text itself, a whole number or truth value as JSON writes it.
+
+    >>> label_name("spam"), label_name(3), label_name(3.0), label_name(True)
+    ('spam', '3', '3', 'true')
+
+    Raises DataError for anything else, and for the text of nothing.
+    """
+    if isinstance(label, str) and label.strip():
+        return label
+    if isinstance(label, bool):
+        return "true" if label else "false"
+    if isinstance(label, int) or (isinstance(label, float) and label.is_integer()):
+        return str(int(label))
+    if isinstance(label, str):
+        raise DataError("the label is empty. Name the class.")
+    raise DataError(f"a label must be a text or a whole number, but is {describe(label)}.")
+
+
+def counted(labels: Iterable[Any]) -> dict[str, int]:
+    """Return how often each class is named, the classes sorted: whole numbers by size, all others as text.
+
+    Raises DataError for what is no label.
+    """
+    counts = Counter(label_name(label) for label in labels)
+    are_numbers = all(name.removeprefix("-").isdecimal() for name in counts)
+    return {name: counts[name] for name in sorted(counts, key=int if are_numbers else str)}
+
+
+def balanced(counts: Sequence[int]) -> tuple[float, ...]:
+    """Return a weight for each class, inverse to how often it occurs; the mean over all that was counted is 1.
+
+    A class that does not occur has weight 1.
+
+    >>> balanced([3, 1])
+    (0.6666666666666666, 2.0)
+    """
+    num_present = sum(count > 0 for count in counts)
+    return tuple(sum(counts) / (num_present * count) if count else 1.0 for count in counts)
+
+
+def balanced_presence(counts: Sequence[int], num_rows: int) -> tuple[float, ...]:
+    """Return for each class how many rows do not have it, for each that does: torch's advice for `pos_weight`.
+
+    A class that no row has, or every row, has weight 1.
+
+    >>> balanced_presence([2, 5, 10, 0], 10)
+    (4.0, 1.0, 1.0, 1.0)
+    """
+    return tuple((num_rows - count) / count if 0 < count < num_rows else 1.0 for count in counts)

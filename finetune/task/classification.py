@@ -1,0 +1,148 @@
+"""What all tasks of classification share: which classes there are, what each weighs, and the losses as sums."""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from finetune.data.batch import IGNORED
+from finetune.data.classes import Classes, balanced, balanced_presence, counted
+from finetune.data.rows import Row
+from finetune.errors import DataError
+from finetune.task.materials import Materials
+
+LabelsOf = Callable[[Row], Iterable[Any]]
+"""From a row to the labels in it."""
+
+_MOST_CLASSES = 10_000
+
+
+@dataclass(frozen=True)
+class Classification:
+    """The classes, and the weight of each in the loss; without weights, each weighs 1.
+
+    'balanced' weights of rows with one class each average 1 over the training rows. The step divides the sum of the weighted losses by the number
+    of targets, never by the sum of their weights: how the batch is cut into microbatches and ranks changes nothing.
+    """
+
+    classes: Classes
+    weights: tuple[float, ...] | None = None
+
+    @property
+    def facts(self) -> Mapping[str, Any]:
+        """Return it as JSON: what `classification_of` reads where there are no rows."""
+        return {"labels": list(self.classes.names), "class_weights": self.weights and list(self.weights)}
+
+    @property
+    def head_values(self) -> Mapping[str, Any]:
+        """Return what the model's config says of the classes; `num_labels` first, as setting it forgets the names."""
+        names = self.classes.names
+        return {
+            "num_labels": len(names),
+            "id2label": dict(enumerate(names)),
+            "label2id": {name: index for index, name in enumerate(names)},
+        }
+
+    def weight_tensor(self, device: torch.device) -> Tensor | None:
+        """Return the weights, [classes], on the device."""
+        return None if self.weights is None else torch.tensor(self.weights, dtype=torch.float32, device=device)
+
+
+def classification_of(materials: Materials, labels_of: LabelsOf) -> Classification:
+    """Return the classes and weights that the job names, those of an earlier start, or those found in the rows.
+
+    The rows are read once, and only where something of them is needed. Raises DataError where the rows name fewer than
+    two classes: one, where a row may have several or none.
+    """
+    section, facts = materials.section.classification, materials.facts
+    if facts and "labels" in facts:
+        weights = facts.get("class_weights")
+        return Classification(Classes(tuple(facts["labels"])), tuple(weights) if weights else None)
+    is_balanced = section.class_weights == "balanced"
+    weights = None if section.class_weights in (None, "balanced") else section.class_weights
+    if section.labels and not is_balanced:
+        return Classification(Classes(section.labels), weights)
+    num_rows, counts = _counted(materials.rows(), labels_of)
+    is_multi = section.kind == "multi_label"
+    names = section.labels or _names(counts, least=1 if is_multi else 2)
+    if is_balanced:
+        each = [counts.get(name, 0) for name in names]
+        weights = balanced_presence(each, num_rows) if is_multi else balanced(each)
+    return Classification(Classes(names), weights)
+
+
+def class_loss_sum(
+    logits: Tensor, labels: Tensor, *, weights: Tensor | None = None, label_smoothing: float = 0.0
+) -> Tensor:
+    """Return the cross-entropy in nats of one class of many, summed over the targets, a float32 scalar.
+
+    `labels` are indices, [...] or IGNORED, or the probabilities of all classes, [..., classes], each row one target.
+    A target's loss is multiplied by the weight of its class; smoothing is torch's (Szegedy et al., 2015,
+    arXiv:1512.00567). Nothing is divided by the sum of the weights.
+    """
+    # logits  # [..., classes]
+    flat = logits.reshape(-1, logits.shape[-1]).to(torch.float32)
+    wanted = labels.reshape(-1, flat.shape[-1]).to(torch.float32) if labels.is_floating_point() else labels.reshape(-1)
+    return functional.cross_entropy(
+        flat, wanted, weight=weights, ignore_index=IGNORED, reduction="sum", label_smoothing=label_smoothing
+    )
+
+
+def multi_label_loss_sum(logits: Tensor, labels: Tensor, *, weights: Tensor | None = None) -> Tensor:
+    """Return the binary cross-entropy in nats, averaged over the classes, summed over the rows, a float32 scalar.
+
+    `labels` are 0 or 1, [rows, classes]; a row of NaN does not count. `weights` multiply the loss of a class where it
+    applies, not where it does not (torch's `pos_weight`).
+    """
+    # logits  # [rows, classes]
+    counts, wanted = _counting(labels)
+    each = functional.binary_cross_entropy_with_logits(
+        logits.to(torch.float32), wanted, pos_weight=weights, reduction="none"
+    )
+    return (each.mean(dim=-1) * counts).sum()
+
+
+def regression_loss_sum(predictions: Tensor, labels: Tensor) -> Tensor:
+    """Return the squared error, averaged over a row's numbers, summed over the rows, a float32 scalar.
+
+    Both are [rows, numbers]; a row of NaN does not count.
+    """
+    counts, wanted = _counting(labels)
+    return ((predictions.to(torch.float32) - wanted).square().mean(dim=-1) * counts).sum()
+
+
+def _counting(labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Return which rows count, [rows], and the labels without NaN, both float32."""
+    return (~labels.isnan().any(dim=-1)).to(torch.float32), labels.nan_to_num().to(torch.float32)
+
+
+def _counted(rows: Iterable[Row], labels_of: LabelsOf) -> tuple[int, dict[str, int]]:
+    num_rows = 0
+
+    def labels() -> Iterable[Any]:
+        nonlocal num_rows
+        for row in rows:
+            num_rows += 1
+            yield from labels_of(row)
+
+    return num_rows, counted(labels())
+
+
+def _names(counts: Mapping[str, int], *, least: int) -> tuple[str, ...]:
+    if len(counts) < least:
+        raise DataError(
+            f"the training rows name {len(counts)} class{'es' if not counts else ''}"
+            f"{f' (`{next(iter(counts))}`)' if counts else ''}: there is nothing to tell apart. "
+            "Write `task.classification.labels` if there are others."
+        )
+    if len(counts) > _MOST_CLASSES:
+        some = ", ".join(f"`{name}`" for name in islice(counts, 3))
+        raise DataError(
+            f"the training rows name {len(counts):,} classes ({some}, ...): is the column a class? "
+            "Map another one with `columns: {label: ...}`, or write `task.classification.labels`."
+        )
+    return tuple(counts)
