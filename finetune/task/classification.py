@@ -25,8 +25,9 @@ _MOST_CLASSES = 10_000
 class Classification:
     """The classes, and the weight of each in the loss; without weights, each weighs 1.
 
-    'balanced' weights of rows with one class each average 1 over the training rows. The step divides the sum of the weighted losses by the number
-    of targets, never by the sum of their weights: how the batch is cut into microbatches and ranks changes nothing.
+    'balanced' weights of rows with one class each average 1 over the training rows. The step divides the sum of the
+    weighted losses by the number of targets, never by the sum of their weights: how the batch is cut into microbatches
+    and ranks changes nothing.
     """
 
     classes: Classes
@@ -60,10 +61,10 @@ def classification_of(materials: Materials, labels_of: LabelsOf) -> Classificati
     """
     section, facts = materials.section.classification, materials.facts
     if facts and "labels" in facts:
-        weights = facts.get("class_weights")
-        return Classification(Classes(tuple(facts["labels"])), tuple(weights) if weights else None)
+        kept = facts.get("class_weights")
+        return Classification(Classes(tuple(facts["labels"])), tuple(kept) if kept else None)
     is_balanced = section.class_weights == "balanced"
-    weights = None if section.class_weights in (None, "balanced") else section.class_weights
+    weights = None if isinstance(section.class_weights, str) else section.class_weights
     if section.labels and not is_balanced:
         return Classification(Classes(section.labels), weights)
     num_rows, counts = _counted(materials.rows(), labels_of)

@@ -8,14 +8,33 @@ from finetune.config.wording import did_you_mean, listed
 from finetune.errors import Problem
 
 GOALS: Mapping[str, str] = {
-    "loss": "minimize",
-    "perplexity": "minimize",
-    "token_accuracy": "maximize",
-    "exact_match": "maximize",
+    **dict.fromkeys(("loss", "perplexity", "mse"), "minimize"),
+    **dict.fromkeys(("token_accuracy", "exact_match", "accuracy", "subset_accuracy"), "maximize"),
+    **dict.fromkeys(("macro_f1", "micro_f1", "mcc", "pearson", "spearman"), "maximize"),
+    **dict.fromkeys(("entity_f1", "entity_precision", "entity_recall"), "maximize"),
 }
 """Which way is better for the metrics of the house."""
 
-ALWAYS_MEASURED = ("loss", "perplexity", "token_accuracy")
+OF_TOKENS = ("loss", "perplexity", "token_accuracy")
+
+MEASURED: Mapping[str, tuple[str, ...]] = {
+    "token_classification": ("loss", "accuracy", "macro_f1", "entity_f1", "entity_precision", "entity_recall"),
+}
+"""What an evaluation of the task measures beside the model's answers; of tasks that are not here, OF_TOKENS."""
+
+OF_KINDS: Mapping[str, tuple[str, ...]] = {
+    "single_label": ("loss", "accuracy", "macro_f1", "micro_f1", "mcc"),
+    "multi_label": ("loss", "subset_accuracy", "macro_f1", "micro_f1"),
+    "regression": ("loss", "mse", "pearson", "spearman"),
+}
+"""What `text_classification` measures, by `task.classification.kind`."""
+
+
+def measured(config: RunConfig) -> tuple[str, ...]:
+    """Return the metrics of every evaluation of this job, beside those of the model's answers."""
+    if config.task.name == "text_classification":
+        return OF_KINDS[config.task.classification.kind]
+    return MEASURED.get(config.task.name, OF_TOKENS)
 
 
 def evaluation_has_rows(config: RunConfig) -> Iterator[Problem]:
@@ -56,7 +75,7 @@ def metric_faults(config: RunConfig, metric: str, *, goal: str, key: str, does: 
         return
     generate = config.evaluate.generate
     answered = [name.rpartition(":")[2] for name in generate.metrics] if generate else []
-    known = [*ALWAYS_MEASURED, *answered]
+    known = [*measured(config), *answered]
     if metric not in known:
         hint = did_you_mean(metric, known) or f"It measures {listed(known)}."
         if metric == "exact_match":
