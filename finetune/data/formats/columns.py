@@ -1,8 +1,8 @@
 """A row seen through a format's column names: what the user's columns are called, or what a template makes of them."""
 
 import json
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from finetune.config.sections.data import Format
@@ -19,15 +19,22 @@ class Names:
     columns: Mapping[str, str]  # from the format's name to the user's
     template: Mapping[str, Any]  # from the format's name to a Jinja text, or to turns of such texts
     key: str  # place of the source in the job YAML
+    classes: Mapping[str, Sequence[str]] = field(default_factory=dict)  # from a format's name to names of 0, 1, 2, ...
 
 
 class Columns:
     """One row. Every method raises DataError naming the user's column."""
 
-    def __init__(self, names: Names, row: Row) -> None:
+    def __init__(self, names: Names, row: Row, *, origin: str = "") -> None:
         self._names = names
         self._row = row
+        self._origin = origin
         self._made: dict[str, Any] = {}  # what templates made, each once
+
+    @property
+    def folder(self) -> Path | None:
+        """Return the folder from which relative paths in the row count; None where the row is in none."""
+        return folder_of(self._origin)
 
     def value(self, column: str) -> Any:
         """Return the value of a column that must be there."""
@@ -60,6 +67,22 @@ class Columns:
     def optional_text(self, column: str) -> str:
         """Return the text, empty where the row has none."""
         return "" if self.optional(column) is None else self.text(column)
+
+    def labels(self, column: str) -> Any:
+        """Return the value, a label or a list of them: whole numbers that the dataset has names for are those names."""
+        value, names = self.value(column), self._names.classes.get(column)
+        if names is None:
+            return value
+        return [self._named(each, column) for each in value] if isinstance(value, list) else self._named(value, column)
+
+    def _named(self, label: Any, column: str) -> Any:
+        names = self._names.classes[column]
+        if not isinstance(label, int) or isinstance(label, bool):
+            return label
+        if not 0 <= label < len(names):
+            unknown = "which stands for no label" if label == -1 else f"and there are {len(names)} classes"
+            raise DataError(f"{self.title(column)} is {label}, {unknown}. Leave the row out, or mend it.")
+        return names[label]
 
     def json_value(self, column: str) -> Any:
         """Return the value, parsed where it is a text."""

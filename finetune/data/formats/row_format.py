@@ -56,7 +56,7 @@ class ColumnFormat:
         """
         row = raw.parse()
         try:
-            return _READERS[self.name](Columns(self.names, row))
+            return _READERS[self.name](Columns(self.names, row, origin=raw.origin))
         except DataError as error:
             raise DataError(f"{raw.place}: {error}") from error
 
