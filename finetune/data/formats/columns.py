@@ -3,10 +3,12 @@
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from finetune.config.sections.data import Format
 from finetune.data.formats.row_template import rendered
+from finetune.data.images.read import folder_of
 from finetune.data.rows import Row, describe
 from finetune.errors import DataError
 
