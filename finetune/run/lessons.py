@@ -78,9 +78,24 @@ def make_lessons(config: RunConfig, say: Announcer, *, watch: Watch | None = Non
     encode, identity = task.encoder, input_identity(processing, task)
     unknown = unknown_ids(tokenizer) if tokenizer is not None else frozenset()
     prepare = partial(
-        prepare_set, encode=encode, section=data, identity=identity, unknown_ids=unknown, say=say, watch=watch
+        prepare_set,
+        encode=encode,
+        section=data,
+        identity=identity,
+        unknown_ids=unknown,
+        length=task.lengths,
+        say=say,
+        watch=watch,
     )
-    stream = partial(stream_pool, encode=encode, section=data, identity=identity, unknown_ids=unknown, say=say)
+    stream = partial(
+        stream_pool,
+        encode=encode,
+        section=data,
+        identity=identity,
+        unknown_ids=unknown,
+        length=task.lengths,
+        say=say,
+    )
     known: dict[str, Prepared | Streamed] = {}
     pools = [_pool_of(source, config, prepare=prepare, stream=stream, known=known) for source in sources.train]
     refuse_exceeded(known, data.audit)

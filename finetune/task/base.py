@@ -12,9 +12,10 @@ from finetune.data.batch import IGNORED, Batch
 from finetune.data.encoding.encode import attempted
 from finetune.data.features import Features, Outcome
 from finetune.data.prepared.chunks import Encode
+from finetune.data.prepared.lengths import Lengths
 from finetune.data.rows import Row
 from finetune.errors import DataError
-from finetune.task.protocol import Measured, ModelHead, Prompt
+from finetune.task.protocol import Measured, ModelHead, Prior, Prompt
 
 
 class BaseTask:
@@ -38,9 +39,19 @@ class BaseTask:
         return {}
 
     @property
+    def lengths(self) -> Lengths | None:
+        """Return None: `data.max_length` holds for the whole sample."""
+        return None
+
+    @property
     def encoder(self) -> Encode:
         """Return what `encode` does as something that other processes can be sent; by default the task itself."""
         return self.encode
+
+    @property
+    def prior(self) -> Prior | None:
+        """Return None: a sample is known from its row alone."""
+        return None
 
     def encode(self, rows: Sequence[Row]) -> Sequence[Outcome]:
         """Return each row's features, None where nothing is to be learnt, or what is wrong."""

@@ -1,14 +1,16 @@
 """The seam of what is learnt: rows become features, features batches, batches a summed loss."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
+import numpy as np
 from torch import Tensor, nn
 
 from finetune.data.batch import Batch
 from finetune.data.features import Features, Outcome
 from finetune.data.prepared.chunks import Encode
+from finetune.data.prepared.lengths import Lengths
 from finetune.data.rows import Row
 
 ModelHead = Literal[
@@ -22,7 +24,7 @@ ModelHead = Literal[
 ]
 """Which head the model gets; the model wing maps it to an Auto class of transformers."""
 
-__all__ = ["Measured", "ModelHead", "Prompt", "Row", "Task"]
+__all__ = ["Measured", "ModelHead", "Prior", "Prompt", "Row", "Task"]
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,21 @@ class Measured:
 
     sums: Mapping[str, Tensor]  # scalars that may be added up over batches and ranks
     records: Tensor | None = None  # [records, k]: what metrics that are no sums need; column 0 is the sample's id
+
+
+@dataclass(frozen=True)
+class Prior:
+    """What must be known of each sample beforehand: worked out once, by a model that does not learn, kept as data."""
+
+    title: str  # what it is, for messages: `reference log-probabilities`
+    knower: Literal["reference", "teacher"]  # the model that the run starts from, or another one
+    identity: Mapping[str, Any]  # JSON: what of the task decides the arrays, beside the samples and the model
+    work_out: Callable[[nn.Module, Batch], Sequence[Mapping[str, np.ndarray]]]
+    """From a model that evaluates and a batch to the arrays (1-D, by name) of each of its samples, in their order.
+
+    The samples deliver these arrays in `Features.arrays` from then on, behind their own. One forward pass or more, for
+    a batch without samples likewise: collective where the model is.
+    """
 
 
 class Task(Protocol):
@@ -60,8 +77,16 @@ class Task(Protocol):
         """Return, as JSON, what of the task's own settings and facts decides what `encode` makes of a row."""
 
     @property
+    def lengths(self) -> Lengths | None:
+        """Return how long a sample may be and what becomes of a longer one; None: as `data.max_length` says."""
+
+    @property
     def encoder(self) -> Encode:
         """Return what `encode` does as something to send to other processes: the lighter, the sooner they start."""
+
+    @property
+    def prior(self) -> Prior | None:
+        """Return what must be known of each sample beforehand; None where that is nothing."""
 
     def encode(self, rows: Sequence[Row]) -> Sequence[Outcome]:
         """Return what becomes of each row: features, None where there is nothing to learn from, or what is wrong.

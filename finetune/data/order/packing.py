@@ -41,12 +41,15 @@ def best_fit_decreasing(lengths: np.ndarray, *, budget: int) -> Groups:
 
 
 def batches_by_tokens(lengths: np.ndarray, *, budget: int) -> Groups:
-    """Return batches of samples of similar length, each of which has at most `budget` tokens when it is padded."""
+    """Return batches of samples of similar length, each of which has at most `budget` tokens when it is padded.
+
+    A sample that is longer is a batch of its own.
+    """
     order = np.argsort(-lengths, kind="stable")
     longest_first = lengths[order].tolist()
     starts = [0]
     while starts[-1] < len(longest_first):
-        starts.append(starts[-1] + budget // longest_first[starts[-1]])
+        starts.append(starts[-1] + max(1, budget // longest_first[starts[-1]]))
     starts[-1] = len(longest_first)
     return Groups(order, np.array(starts, np.int64))
 

@@ -13,6 +13,7 @@ from finetune.config.sections.data import DataSection
 from finetune.data.prepared.build import Advance, build_set
 from finetune.data.prepared.chunks import Encode, Recipe, make_recipe
 from finetune.data.prepared.journal import rows_noted
+from finetune.data.prepared.lengths import Lengths
 from finetune.data.prepared.limits import refuse, refuse_shares
 from finetune.data.prepared.parallel import Encoders, WorkersLost
 from finetune.data.prepared.store import FORMAT_VERSION, Identity, PreparedSet
@@ -48,18 +49,19 @@ def prepare_set(
     identity: Mapping[str, str],
     say: Say,
     unknown_ids: Iterable[int] = (),
+    length: Lengths | None = None,
     watch: Watch | None = None,
 ) -> PreparedSet:
     """Return the source's samples, tokenised now or found in the cache of earlier runs.
 
-    `identity` names all that `encode` depends on (digests of tokenizer and template, the task). Call it outside any
-    collective: ranks that come while one of them tokenises wait on a lock file, and should it die, another goes on
-    where it stopped. What is cut or left out is counted in the set's `counts`; what the section refuses raises
+    `identity` names all that `encode` and `length` depend on (digests of tokenizer and template, the task). Call it
+    outside any collective: ranks that come while one of them tokenises wait on a lock file, and should it die, another
+    goes on where it stopped. What is cut or left out is counted in the set's `counts`; what the section refuses raises
     DataError with the counts, after all rows have been seen.
     """
     made_of = identify(source, encode, section=section, identity=identity)
     folder = set_folder(section, made_of)
-    recipe = make_recipe(source.format, encode, section=section, unknown_ids=unknown_ids)
+    recipe = make_recipe(source.format, encode, section=section, unknown_ids=unknown_ids, length=length)
     shown = _Shown(source, watch) if watch else _Said(source.key, say)
     build = partial(_build, source=source, recipe=recipe, made_of=made_of, section=section, advance=shown, say=say)
     with _told_of_disk(folder):
@@ -126,7 +128,7 @@ def _build(
         with Encoders(recipe, num_workers=num_prepare_workers(section)) as encoders:
             rows, left_out = source.rows(), lambda: source.num_left_out
             counts = build_set(staging, rows, encoders, made_of, advance=advance, num_left_out=left_out)
-        refuse(counts, section, key=source.key)
+        refuse(counts, section, key=source.key, length=recipe.length)
     except WorkersLost:
         raise
     except DataError:

@@ -11,7 +11,7 @@ from finetune.config.sections.data import DataSection
 from finetune.data.features import Features, Outcome
 from finetune.data.formats.row_format import RowFormat
 from finetune.data.prepared.counts import Counts
-from finetune.data.prepared.lengths import LengthPolicy
+from finetune.data.prepared.lengths import LengthPolicy, Lengths
 from finetune.data.rows import RawRow, Row
 from finetune.errors import DataError
 
@@ -25,14 +25,21 @@ class Recipe:
 
     format: RowFormat
     encode: Encode
-    length: LengthPolicy
+    length: Lengths
     unknown_ids: frozenset[int] = frozenset()  # tokens that stand for text unknown to the tokenizer
 
 
-def make_recipe(form: RowFormat, encode: Encode, *, section: DataSection, unknown_ids: Iterable[int] = ()) -> Recipe:
-    """Return the recipe of rows of this format under the section's policy for long ones."""
-    length = LengthPolicy(section.longest, section.over_length, section.truncate_side)
-    return Recipe(form, encode, length, frozenset(unknown_ids))
+def make_recipe(
+    form: RowFormat,
+    encode: Encode,
+    *,
+    section: DataSection,
+    unknown_ids: Iterable[int] = (),
+    length: Lengths | None = None,
+) -> Recipe:
+    """Return the recipe of rows of this format; `length` takes the place of the section's policy for long ones."""
+    policy = length or LengthPolicy(section.longest, section.over_length, section.truncate_side)
+    return Recipe(form, encode, policy, frozenset(unknown_ids))
 
 
 @dataclass(frozen=True)
@@ -56,13 +63,13 @@ def encode_chunk(recipe: Recipe, raws: Sequence[RawRow]) -> Chunk:
     kept = [(place, sample) for place, sample in cut if sample.num_targets > 0]
     with_sample = {place for place, _ in kept}
     without = [place for place in range(len(raws)) if place not in with_sample and place not in is_long]
-    longest = max(encoded, key=lambda each: each[1].length, default=None)
+    longest = max(encoded, key=lambda each: _whole_length(each[1]), default=None)
     seen = Counts(
         rows=len(raws),
         rows_without_target=len(without),
         first_without_target=raws[without[0]].place if without else "",
         empty_rows=sum(_is_empty(rows[place]) for place in without),
-        longest=longest[1].length if longest else 0,
+        longest=_whole_length(longest[1]) if longest else 0,
         longest_place=raws[longest[0]].place if longest else "",
     )
     return _assembled(recipe, [(raws[place], sample) for place, sample in kept], seen.plus(lost))
@@ -78,12 +85,15 @@ def _encoded(raws: Sequence[RawRow], outcomes: Sequence[Outcome]) -> Iterator[tu
 
 
 def _shortened(
-    encoded: Sequence[tuple[int, Features]], policy: LengthPolicy
+    encoded: Sequence[tuple[int, Features]], policy: Lengths
 ) -> tuple[list[tuple[int, Features]], set[int], Counts]:
     """Return the samples within the length, the places of rows left out for theirs, and what is lost."""
     within, left_out, lost = [], set(), Counts()
     for place, sample in encoded:
-        if sample.length <= policy.max_length:
+        if sample.cut_tokens:
+            cut = Counts(truncated_rows=1, truncated_tokens=sample.cut_tokens, truncated_targets=sample.cut_targets)
+            lost = lost.plus(cut)
+        if policy.fits(sample):
             within.append((place, sample))
             continue
         parts, counts = policy.shorten(sample)
@@ -92,6 +102,11 @@ def _shortened(
         if counts.long_rows:
             left_out.add(place)
     return within, left_out, lost
+
+
+def _whole_length(sample: Features) -> int:
+    """Return the tokens of the sample before anything was cut off."""
+    return sample.length + sample.cut_tokens
 
 
 def _assembled(recipe: Recipe, kept: Sequence[tuple[RawRow, Features]], seen: Counts) -> Chunk:

@@ -2,19 +2,20 @@
 
 from finetune.config.sections.data import AuditSection, DataSection
 from finetune.data.prepared.counts import Counts
+from finetune.data.prepared.lengths import Lengths
 from finetune.data.prepared.shares import REMEDY, above, num_duplicates
 from finetune.data.prepared.store import PreparedSet
 from finetune.errors import DataError
 
 
-def refuse(counts: Counts, section: DataSection, *, key: str, needs_samples: bool = True) -> None:
+def refuse(counts: Counts, section: DataSection, *, key: str, length: Lengths, needs_samples: bool = True) -> None:
     """Raise DataError with all that must be mended: rows that the section refuses, or no sample left."""
     problems = []
     if counts.long_rows and section.over_length == "refuse":
         problems.append(
-            f"{counts.long_rows:,} of {counts.rows:,} rows are longer than data.max_length: {section.max_length} "
+            f"{counts.long_rows:,} of {counts.rows:,} rows are longer than {length.limits} "
             f"(the longest has {counts.longest:,} tokens: {counts.longest_place}). "
-            f"Set data.over_length: truncate or drop, or data.max_length: {counts.longest}."
+            f"Set data.over_length: truncate or drop, or {length.advice(counts.longest)}."
         )
     if counts.rows_without_target and section.no_target == "refuse":
         cut = ", some of them since they were cut" if counts.truncated_targets else ""

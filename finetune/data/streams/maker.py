@@ -139,7 +139,7 @@ def make_window(job: StreamJob, window: int) -> None:
             staging, _with_signs(rows, folder), job.encoders, made_of, num_left_out=lambda: rows.num_left_out
         )
         key = f"{job.key}: window {window}"
-        refuse(counts, job.section, key=key, needs_samples=False)
+        refuse(counts, job.section, key=key, length=job.recipe.length, needs_samples=False)
         prepared = PreparedSet(staging)
         refuse_shares(prepared, job.section.audit, key=key)
         record = WindowRecord(window, start, rows.next, counts, prepared.lengths)

@@ -13,6 +13,7 @@ from finetune.data.order.stream_plan import StreamPlan
 from finetune.data.prepared.cache import cache_folder, identify
 from finetune.data.prepared.chunks import Encode, make_recipe
 from finetune.data.prepared.counts import Counts, total
+from finetune.data.prepared.lengths import Lengths
 from finetune.data.sources.source import Source, stream_of
 from finetune.data.streams.folder import StreamFolder, WindowRecord
 from finetune.data.streams.maker import StreamJob
@@ -34,6 +35,7 @@ def stream_pool(
     seed: int,
     say: Say,
     unknown_ids: Iterable[int] = (),
+    length: Lengths | None = None,
 ) -> tuple[Pool, Streamed]:
     """Return the source's rows as an endless pool, and what is known of them; a process begins to prepare its windows.
 
@@ -48,7 +50,7 @@ def stream_pool(
         folder=StreamFolder(cache_folder(section) / "streams" / made_of.fingerprint),
         key=source.key,
         plan=plan,
-        recipe=make_recipe(source.format, encode, section=section, unknown_ids=unknown_ids),
+        recipe=make_recipe(source.format, encode, section=section, unknown_ids=unknown_ids, length=length),
         section=section,
         num_ahead=stream.num_ahead,
         made_of=made_of,
