@@ -24,21 +24,32 @@ _WORTH_TELLING_SECONDS = 2.0
 def base_digest(section: ModelSection, *, model: Any, say: Callable[[str], None]) -> str | None:
     """Return what identifies the frozen weights, or None where nothing is frozen or they are drawn from the seed.
 
-    For a folder that is a SHA-256 over its weights and config.json, wherever it lies; for a hub model the commit that
-    was loaded, found without a network. Reads every byte of a folder's weights: call it on one rank.
+    As `weights_digest`: call it on one rank.
     """
     if section.name is None or (section.lora is None and not section.freeze):
         return None
-    if is_folder(section.name):
-        return _of_folder(Path(located(section.name, key="model.name")), say=say)
+    return weights_digest(section, model=model, say=say)
+
+
+def weights_digest(section: ModelSection, *, model: Any, say: Callable[[str], None]) -> str:
+    """Return what identifies the weights of `model.name`.
+
+    For a folder that is a SHA-256 over its weights and config.json, wherever it lies; for a hub model the commit that
+    was loaded, found without a network. Reads every byte of a folder's weights: call it on one rank.
+    """
+    if is_folder(str(section.name)):
+        return folder_digest(Path(located(str(section.name), key="model.name")), say=say)
     commit = getattr(getattr(model, "config", None), "_commit_hash", None) or _cached_commit(section)
     if commit is None:
         say(f"model.name: the commit of `{section.name}` is not known, so a change of it would not be seen on a resume")
     return f"commit {commit or 'unknown'}"
 
 
-def _of_folder(folder: Path, *, say: Callable[[str], None]) -> str:
-    """Return a digest over the digests of the files by name, as `sha256sum` would list them; raises ModelError."""
+def folder_digest(folder: Path, *, say: Callable[[str], None]) -> str:
+    """Return a digest over the digests of the files of weights and configs by name; raises ModelError.
+
+    They are listed as `sha256sum` would. Reads every byte: call it on one rank.
+    """
     started = time.monotonic()
     files = sorted(_files(folder))
     try:
@@ -57,6 +68,7 @@ def _of_folder(folder: Path, *, say: Callable[[str], None]) -> str:
 
 def _files(folder: Path) -> Iterator[Path]:
     yield from folder.glob("config.json")
+    yield from folder.glob("adapter_config.json")
     for pattern in WEIGHTS:
         weights = list(folder.glob(pattern))
         if weights:

@@ -20,6 +20,7 @@ from finetune.run.lessons import make_lessons, make_run_plan
 from finetune.run.machine import make_accelerator, make_machine
 from finetune.run.mirror import Mirror, make_mirror
 from finetune.run.parts import make_parts
+from finetune.run.priors import with_priors
 from finetune.run.saving import ReportedSaving
 from finetune.run.watch import Watch, watched_run
 from finetune.run.wishes import make_wishes
@@ -60,6 +61,7 @@ def _train(
     )
     require_isolation(config, lessons, machine)
     watch.watchdog.watch_hangs(config.run.hang_after_seconds)
+    lessons = with_priors(config, lessons, machine, say=say)  # from the model as it starts: before weights are loaded
     checkpointer, progress = continue_run(config, machine, strategy=strategy.name, lessons=lessons, say=say)
     reporter = mirror.told_by(open_run(loaded, machine, lessons=lessons, say=say))
     with closing(reporter), mirror, watch.first_error():

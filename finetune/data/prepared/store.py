@@ -46,7 +46,7 @@ class PreparedSet(Dataset[Features]):
         manifest = _read_manifest(folder)
         self.folder = folder
         self.fingerprint: str = manifest["fingerprint"]
-        self._shards = tuple(shards)
+        self.shards = tuple(shards)
         self._now = dict(zip(manifest["shards"], shards, strict=False))  # from the name then to the name now
         self.counts = self._counts(manifest["counts"])
         self._values = {name: _open(folder / f"{name}.values.npy") for name in manifest["names"]}
@@ -81,7 +81,7 @@ class PreparedSet(Dataset[Features]):
         return place(self._now.get(origin, origin), int(self._row_numbers[index]))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _opened, (self.folder, self._shards)  # another process maps the files anew: their content is not sent
+        return _opened, (self.folder, self.shards)  # another process maps the files anew: their content is not sent
 
     def _counts(self, values: dict[str, Any]) -> Counts:
         try:
