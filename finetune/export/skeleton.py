@@ -10,14 +10,20 @@ from transformers import PreTrainedModel
 ADAPTER = "default"
 
 
-def base_skeleton(model: PreTrainedModel, *, dtype: torch.dtype) -> PreTrainedModel:
+def base_skeleton(model: PreTrainedModel, *, dtype: torch.dtype, is_untied: bool = False) -> PreTrainedModel:
     """Return a model of the same class and config whose parameters have shapes and no memory.
 
     Wrapping leaves the trained model with empty, flattened or renamed parameters (ZeRO-3, FSDP1) or another class
-    (FSDP2); the skeleton's names, shapes and ties are those that `from_pretrained` will look for.
+    (FSDP2); the skeleton's names, shapes and ties are those that `from_pretrained` will look for. With `is_untied` its
+    output embeddings are weights of their own, and its config says so.
     """
     config = copy.deepcopy(model.config)
     config.use_cache = True  # off only while training
+    if is_untied:
+        for each in (config, config.get_text_config(decoder=True)):
+            each.tie_word_embeddings = False
+    if hasattr(config, "quantization_config"):  # it is about a base in few bits, and what is written has all of them
+        del config.quantization_config
     with torch.device("meta"):
         skeleton = _plain_class(model)(config)
     skeleton.to(dtype)
