@@ -1,16 +1,24 @@
 """Formats: what the columns of a row mean. They deliver `messages`, `text`, a preference pair or a labelled text."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any, Protocol
 
 from finetune.config.sections.data import OPTIONAL_COLUMNS, REQUIRED_COLUMNS, Format, SourceSection
 from finetune.data.formats.columns import Columns, Names, listed
+from finetune.data.formats.labelled import read_labelled, read_tagged
+from finetune.data.formats.pictured import with_images
 from finetune.data.formats.row_template import WHOLE_ROW, check_template, columns_read
+from finetune.data.images.read import stored_image
 from finetune.data.formats.turns import Turn, read_sharegpt_turns, read_tools, read_turns
-from finetune.data.rows import RawRow, Row, describe
+from finetune.data.rows import RawRow, Row
 from finetune.errors import DataError
+
+_LABELS: Mapping[Format, str] = {"labelled": "label", "tagged": "tags", "image_label": "label"}
+"""The columns that hold classes."""
+
+_MOST_NAMES = 8
 
 
 class RowFormat(Protocol):
@@ -62,12 +70,22 @@ class ColumnFormat:
 
     def identity(self) -> Any:
         """Return the name of the format, those of the columns, and the templates."""
-        return [self.name, dict(sorted(self.names.columns.items())), dict(sorted(self.names.template.items()))]
+        names = self.names
+        parts: list[Any] = [self.name, dict(sorted(names.columns.items())), dict(sorted(names.template.items()))]
+        return [*parts, {column: list(each) for column, each in names.classes.items()}] if names.classes else parts
 
 
-def choose_format(section: SourceSection, first: RawRow, *, key: str, say: Callable[[str], None]) -> ColumnFormat:
+def choose_format(
+    section: SourceSection,
+    first: RawRow,
+    *,
+    key: str,
+    say: Callable[[str], None],
+    class_names: Callable[[], Mapping[str, Sequence[str]]] = dict,
+) -> ColumnFormat:
     """Return the format that is set, or the one that the columns of the first row decide; say which and what is unread.
 
+    `class_names` looks up the names that the dataset gives to whole numbers; labels become these names, which is said.
     Raises DataError when no format fits, when `columns` or `template` has a column that the format does not have, or
     when a template is not Jinja.
     """
@@ -88,7 +106,23 @@ def choose_format(section: SourceSection, first: RawRow, *, key: str, say: Calla
     unread = _unread(section, row, known)
     if unread:
         say(f"{key}: columns that are not read: {listed(unread)}")
-    return ColumnFormat(Names(name, dict(section.columns), dict(section.template), key))
+    classes = _classes(section, name, class_names=class_names)
+    for column, names in classes.items():
+        yours = section.columns.get(column, column)
+        shown = listed(names[:_MOST_NAMES]) + (", ..." if len(names) > _MOST_NAMES else "")
+        say(f"{key}: the dataset names the numbers of `{yours}` {shown}: these are the classes")
+    return ColumnFormat(Names(name, dict(section.columns), dict(section.template), key, classes))
+
+
+def _classes(
+    section: SourceSection, name: Format, *, class_names: Callable[[], Mapping[str, Sequence[str]]]
+) -> dict[str, Sequence[str]]:
+    """Return the names of whole numbers by the format's column, where its labels are read from the user's columns."""
+    column = _LABELS.get(name)
+    if column is None or column in section.template:
+        return {}
+    names = class_names().get(section.columns.get(column, column))
+    return {column: names} if names else {}
 
 
 def _detect(section: SourceSection, first: RawRow, *, key: str) -> Format:
@@ -120,28 +154,31 @@ def _unread(section: SourceSection, row: Row, known: tuple[str, ...]) -> list[st
 
 
 def _read_messages(columns: Columns) -> Row:
-    turns = read_turns(columns.json_value("messages"), title=columns.title("messages"))
-    return _with_tools({"messages": turns}, columns)
+    turns = read_turns(columns.json_value("messages"), title=columns.title("messages"), with_images=True)
+    return _with_tools(with_images({"messages": turns}, columns), columns)
 
 
 def _read_conversations(columns: Columns) -> Row:
-    turns = read_sharegpt_turns(columns.json_value("conversations"), title=columns.title("conversations"))
-    return _with_tools({"messages": [*_system(columns), *turns]}, columns)
+    said, title = columns.json_value("conversations"), columns.title("conversations")
+    turns = [*_system(columns), *read_sharegpt_turns(said, title=title, with_images=True)]
+    return _with_tools(with_images({"messages": turns}, columns), columns)
 
 
 def _read_prompt_completion(columns: Columns) -> Row:
     """Join both sides; what the assistant says in a prompt of several turns is context and not learnt."""
-    asked, answered = _said(columns, "prompt", by="user"), _said(columns, "completion", by="assistant")
+    asked = _said(columns, "prompt", by="user", with_images=True)
+    answered = _said(columns, "completion", by="assistant", with_images=True)
     row: dict[str, Any] = {"messages": [*asked, *answered]}
     if any(turn["role"] == "assistant" for turn in asked):
         row["num_context_turns"] = len(asked)
-    return _with_tools(row, columns)
+    return _with_tools(with_images(row, columns), columns)
 
 
 def _read_instruction(columns: Columns) -> Row:
     """Join the input to the instruction below an empty line, as Alpaca's rows mean it."""
     asked = "\n\n".join(part for part in (columns.text("instruction"), columns.optional_text("input")) if part)
-    return {"messages": [*_system(columns), _turn("user", asked), _turn("assistant", columns.text("output"))]}
+    turns = [*_system(columns), _turn("user", asked), _turn("assistant", columns.text("output"))]
+    return with_images({"messages": turns}, columns)
 
 
 def _read_preference(columns: Columns) -> Row:
@@ -161,22 +198,24 @@ def _read_preference(columns: Columns) -> Row:
     return _with_tools({"prompt": prompt, **sides}, columns)
 
 
-def _read_labelled(columns: Columns) -> Row:
-    label = columns.value("label")
+def _read_image_label(columns: Columns) -> Row:
+    """Return the image, which is not read yet, and its label."""
+    image = stored_image(columns.value("image"), folder=columns.folder, title=columns.title("image"))
+    label = columns.labels("label")
     if not isinstance(label, str | int):
         raise DataError(f"{columns.title('label')} must be text or a whole number, but is {describe(label)}.")
-    return {"text": columns.text("text"), "label": label}
+    return {"image": image, "label": label}
 
 
 def _read_text(columns: Columns) -> Row:
     return {"text": columns.text("text")}
 
 
-def _said(columns: Columns, column: str, *, by: str) -> list[Turn]:
+def _said(columns: Columns, column: str, *, by: str, with_images: bool = False) -> list[Turn]:
     """Return the turns of a column, which is the text of one turn or a list of turns."""
     value = columns.value(column)
     if isinstance(value, list):
-        return read_turns(value, title=columns.title(column))
+        return read_turns(value, title=columns.title(column), with_images=with_images)
     return [_turn(by, columns.text(column))]
 
 
@@ -202,6 +241,8 @@ _READERS: Mapping[Format, Callable[[Columns], Row]] = {
     "prompt_completion": _read_prompt_completion,
     "instruction": _read_instruction,
     "preference": _read_preference,
-    "labelled": _read_labelled,
+    "labelled": read_labelled,
+    "tagged": read_tagged,
+    "image_label": _read_image_label,
     "text": _read_text,
 }

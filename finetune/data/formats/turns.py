@@ -4,6 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from finetune.data.formats.parts import Part, has_images, read_parts
 from finetune.data.rows import describe
 from finetune.errors import DataError
 
@@ -24,18 +25,20 @@ _ROLES: Mapping[str, str] = {
 """From the words of ShareGPT's rows to those of chat templates."""
 
 
-def read_turns(value: Any, *, title: str) -> list[Turn]:
+def read_turns(value: Any, *, title: str, with_images: bool = False) -> list[Turn]:
     """Return the turns; parts that only a chat template can read are passed on as they are.
 
-    Nulls are left out, tool calls' arguments that are JSON texts are read, since templates expect objects.
-    Raises DataError naming the turn.
+    Nulls are left out, tool calls' arguments that are JSON texts are read, since templates expect objects. A content of
+    several parts is read where some of them are images and these are asked for. Raises DataError naming the turn.
     """
-    return [_read_turn(number, turn) for number, turn in enumerate(_listed(value, title=title), start=1)]
+    turns = enumerate(_listed(value, title=title), start=1)
+    return [_read_turn(number, turn, with_images=with_images) for number, turn in turns]
 
 
-def read_sharegpt_turns(value: Any, *, title: str) -> list[Turn]:
+def read_sharegpt_turns(value: Any, *, title: str, with_images: bool = False) -> list[Turn]:
     """Return the turns of a `conversations` column, whose speakers have other names; `role`/`content` is read, too."""
-    return [_read_sharegpt_turn(number, turn) for number, turn in enumerate(_listed(value, title=title), start=1)]
+    turns = enumerate(_listed(value, title=title), start=1)
+    return [_read_sharegpt_turn(number, turn, with_images=with_images) for number, turn in turns]
 
 
 def read_tools(value: Any, *, title: str) -> list[Mapping[str, Any]]:
@@ -52,7 +55,7 @@ def _listed(value: Any, *, title: str) -> Sequence[Any]:
     return value
 
 
-def _read_turn(number: int, turn: Any) -> Turn:
+def _read_turn(number: int, turn: Any, *, with_images: bool) -> Turn:
     if not isinstance(turn, dict):
         raise DataError(f"turn {number} must be an object with `role` and `content`, but is {describe(turn)}.")
     if turn.keys() == _PLAIN and isinstance(turn["role"], str) and isinstance(turn["content"], str):
@@ -68,13 +71,15 @@ def _read_turn(number: int, turn: Any) -> Turn:
     kept = {name: value for name, value in turn.items() if value is not None}
     if kept.get("tool_calls") is not None:
         kept["tool_calls"] = [_read_call(number, call) for call in _calls(number, kept["tool_calls"])]
-    return {**kept, "content": _content(number, turn)}
+    return {**kept, "content": _content(number, turn, with_images=with_images)}
 
 
-def _content(number: int, turn: Mapping[str, Any]) -> str | None:
+def _content(number: int, turn: Mapping[str, Any], *, with_images: bool) -> str | list[Part] | None:
     content = turn.get("content")
     if isinstance(content, str):
         return content
+    if with_images and has_images(content):
+        return read_parts(content, number=number)
     if content is None and any(turn.get(name) for name in _CALLS):
         return None
     if isinstance(content, list) and len(content) == 1 and isinstance(content[0], dict):
@@ -110,7 +115,7 @@ def _with_read_arguments(number: int, function: Mapping[str, Any]) -> Mapping[st
         raise DataError(f"the arguments of a tool call in turn {number} are not JSON: {error.msg}.") from error
 
 
-def _read_sharegpt_turn(number: int, turn: Any) -> Turn:
+def _read_sharegpt_turn(number: int, turn: Any, *, with_images: bool) -> Turn:
     if not isinstance(turn, dict):
         raise DataError(f"turn {number} must be an object with `from` and `value`, but is {describe(turn)}.")
     speaker = turn.get("from", turn.get("role"))
@@ -121,7 +126,7 @@ def _read_sharegpt_turn(number: int, turn: Any) -> Turn:
     renamed |= {"role": _ROLES[speaker], "content": turn.get("value", turn.get("content"))}
     if speaker == "function_call":
         renamed |= {"content": None, "tool_calls": _calls_in(number, renamed["content"])}
-    return _read_turn(number, renamed)
+    return _read_turn(number, renamed, with_images=with_images)
 
 
 def _calls_in(number: int, value: Any) -> list[Mapping[str, Any]]:

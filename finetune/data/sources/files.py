@@ -8,7 +8,9 @@ from functools import cached_property
 from typing import Any, BinaryIO, Protocol
 
 from finetune.data.rows import RawRow
+from finetune.data.sources.class_names import ClassNames
 from finetune.data.sources.readers import TABLE_KINDS, TEXT_KINDS, count_rows, rows_of
+from finetune.data.sources.tables import table_class_names
 from finetune.errors import DataError, FinetuneError
 from finetune.runtime.optional import require
 
@@ -87,6 +89,14 @@ class Files:
     def listing(self) -> Any:
         """Return name, size and time or tag of every file."""
         return [place.listing() for place in self.places]
+
+    def class_names(self) -> ClassNames:
+        """Return the names that the first file gives to whole numbers, where it is a table."""
+        kind, _ = kind_of(self.places[0].name)
+        if kind not in TABLE_KINDS:
+            return {}
+        with _readable(self.places[0]), self.places[0].open() as stream:
+            return table_class_names(stream, kind)
 
 
 def kind_of(name: str) -> tuple[str, str | None]:

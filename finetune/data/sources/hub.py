@@ -6,6 +6,7 @@ from typing import Any
 
 from finetune.config.sections.data import SourceSection, TrainedSourceSection
 from finetune.data.rows import RawRow
+from finetune.data.sources.class_names import ClassNames, class_names
 from finetune.data.sources.origin import Origin
 from finetune.data.sources.tables import without_fillers
 from finetune.errors import DataError
@@ -27,6 +28,10 @@ class HubDataset:
     def listing(self) -> Any:
         """Return the fingerprint: it needs no reading."""
         return self.digest()
+
+    def class_names(self) -> ClassNames:
+        """Return the names of its `ClassLabel` columns."""
+        return _class_names(self.dataset)
 
     def shards(self) -> Sequence["HubDataset"]:
         """Return itself: what has been downloaded is read from any row on."""
@@ -58,6 +63,10 @@ class HubStream:
     def listing(self) -> Any:
         """Return name and version."""
         return [self.name, self.version]
+
+    def class_names(self) -> ClassNames:
+        """Return the names of its `ClassLabel` columns, as far as the dataset tells its columns."""
+        return _class_names(self.dataset)
 
     def shards(self) -> Sequence["HubShard"]:
         """Return the shards that `datasets` makes of the split's files."""
@@ -117,6 +126,11 @@ def _downloaded(datasets: Any, source: SourceSection) -> HubDataset:
 def _streamed(datasets: Any, source: SourceSection) -> HubStream:
     builder = datasets.load_dataset_builder(source.name, source.config, revision=source.revision)
     return HubStream(_title(source), builder.as_streaming_dataset(split=source.split), str(builder.hash))
+
+
+def _class_names(dataset: Any) -> ClassNames:
+    features = getattr(dataset, "features", None)  # unknown of some streams
+    return class_names(features.to_dict()) if features else {}
 
 
 def _title(source: SourceSection) -> str:

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 from finetune.data.rows import RawRow
+from finetune.data.sources.class_names import ClassNames
 
 
 class OriginShard(Protocol):
@@ -35,3 +36,6 @@ class Origin(Protocol):
 
     def listing(self) -> Any:
         """Return, as JSON can hold it, what tells that the content may have changed, without reading the content."""
+
+    def class_names(self) -> ClassNames:
+        """Return the names that it gives to whole numbers, by column."""

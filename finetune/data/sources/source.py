@@ -145,7 +145,8 @@ def _open(section: SourceSection, *, key: str, say: Say) -> Portion:
     if first is None:
         after = f" after skip: {section.skip}" if section.skip else ""
         raise DataError(f"{key}: {origin.name} has no rows{after}.")
-    return replace(unread, format=choose_format(section, first, key=key, say=say))
+    form = choose_format(section, first, key=key, say=say, class_names=origin.class_names)
+    return replace(unread, format=form)
 
 
 def _find(section: SourceSection, *, key: str, say: Say) -> Origin:
@@ -191,8 +192,9 @@ def _joined(parts: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
 
 
 def _texts(row: Row) -> Iterator[str]:
-    if "text" in row:
-        yield row["text"]
+    yield from (row[name] for name in ("text", "text_pair") if name in row)
+    if "tokens" in row:
+        yield " ".join(row["tokens"])
     turns = chain.from_iterable(row.get(part, ()) for part in ("messages", "prompt", "chosen", "rejected"))
     for turn in turns:
         yield from (turn[said] for said in ("reasoning_content", "thinking", "content") if turn.get(said))

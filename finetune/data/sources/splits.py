@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
 from finetune.data.formats.row_format import RowFormat
+from finetune.data.images.read import StoredImage
 from finetune.data.rows import RawRow, Row
 
 _DIGEST_BYTES = 16
@@ -106,8 +107,13 @@ class Exclusion:
 
 def content_digest(row: Row) -> bytes:
     """Return a digest of a row as its format reads it; the order of an object's keys does not matter."""
-    text = json.dumps(row, sort_keys=True, ensure_ascii=False, default=str)
+    text = json.dumps(row, sort_keys=True, ensure_ascii=False, default=_content)
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=_DIGEST_BYTES).digest()
+
+
+def _content(value: Any) -> str:
+    """Return what JSON cannot hold as text: of an image its digest, wherever it lies."""
+    return value.digest() if isinstance(value, StoredImage) else str(value)
 
 
 def _lot(drawn_by: bytes) -> float:

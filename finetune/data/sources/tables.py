@@ -6,6 +6,7 @@ from types import ModuleType
 from typing import Any, BinaryIO
 
 from finetune.data.rows import RawRow, Row
+from finetune.data.sources.class_names import ClassNames, class_names_in
 from finetune.errors import DataError
 from finetune.runtime.optional import require
 
@@ -30,6 +31,20 @@ def num_parquet_rows(stream: BinaryIO) -> int:
     """Return the number of rows that the file says it has."""
     with _parquet().ParquetFile(stream) as table:
         return int(table.metadata.num_rows)
+
+
+def table_class_names(stream: BinaryIO, kind: str) -> ClassNames:
+    """Return the names that the file's schema gives to whole numbers; none where it gives none or cannot be read."""
+    arrow = require("pyarrow", extra="dev", purpose="Reading tables")
+    try:
+        if kind == ".parquet":
+            return class_names_in(_parquet().read_schema(stream).metadata)
+        ipc = require("pyarrow.ipc", extra="dev", purpose="Reading Arrow")
+        is_file = stream.read(len(_ARROW_MAGIC)) == _ARROW_MAGIC
+        stream.seek(0)
+        return class_names_in((ipc.open_file if is_file else ipc.open_stream)(stream).schema.metadata)
+    except arrow.ArrowException:  # told where its rows are read
+        return {}
 
 
 def arrow_rows(stream: BinaryIO, origin: str, start: int) -> Iterator[RawRow]:

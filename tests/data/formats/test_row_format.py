@@ -59,6 +59,13 @@ ROWS = {
         {"prompt": [USER], "chosen": [ASSISTANT], "rejected": [{"role": "assistant", "content": "No."}]},
     ),
     "labelled": ({"text": "Good!", "label": 1}, {"text": "Good!", "label": 1}),
+    "labelled with several labels": ({"text": "a", "label": ["x", "y"]}, {"text": "a", "label": ["x", "y"]}),
+    "labelled with a number": ({"text": "a", "label": 0.5}, {"text": "a", "label": 0.5}),
+    "labelled pairs": (
+        {"text": "a", "text_pair": "b", "label": True},
+        {"text": "a", "label": True, "text_pair": "b"},
+    ),
+    "tagged": ({"tokens": ["Rio", "!"], "tags": ["B-LOC", "O"]}, {"tokens": ["Rio", "!"], "tags": ["B-LOC", "O"]}),
     "text": ({"text": "Once."}, {"text": "Once."}),
 }
 
@@ -110,7 +117,11 @@ BAD_ROWS = [
     ({"messages": []}, "column `messages` must be a list of turns .* but is an empty list"),
     ({"messages": [USER], "tools": [1]}, "column `tools` must be a list of tools as JSON schemas"),
     ({"chosen": "a", "rejected": "b"}, "has no `prompt`, and column `chosen` is text: it is not known what it answers"),
-    ({"text": "a", "label": 0.5}, "column `label` must be text or a whole number, but is a number"),
+    ({"text": "a", "label": None}, "column `label` must be text, a number or a truth value, .* but is null"),
+    ({"text": "a", "label": ["b", {}]}, "column `label` must be .* or a list of texts or of numbers, but is a list"),
+    ({"tokens": "a b", "tags": ["O", "O"]}, "column `tokens` must be a list of texts, but is a text"),
+    ({"tokens": ["a"], "tags": [0.5]}, "column `tags` must be a list of texts or numbers, but is a list"),
+    ({"tokens": ["a", "b"], "tags": ["O"]}, "column `tokens` has 2 words and column `tags` 1 tags"),
     ({"a": 1}, "cannot tell the format from its columns `a`. Set data.train.format"),
 ]
 
@@ -138,3 +149,34 @@ def test_a_mapping_the_wrong_way_round_is_refused():
         DataError, match="format `prompt_completion` has no column `question`; it has `prompt`, `completion`"
     ):
         read({"prompt": "a", "completion": "b"}, format="prompt_completion", columns={"question": "prompt"})
+
+
+def with_class_names(row, names, said=None, **keys):
+    """Read one row of a dataset that names the numbers of some columns."""
+    raw = RawRow("rows.parquet", 1, row)
+    say = (said if said is not None else []).append
+    section = SourceSection(path="rows.parquet", **keys)
+    return choose_format(section, raw, key=KEY, say=say, class_names=lambda: names).read(raw)
+
+
+def test_numbers_that_the_dataset_has_names_for_become_these_names_and_it_is_said():
+    said = []
+    names = {"sentiment": ("bad", "good"), "ner_tags": ("O", "B-PER")}
+    row = with_class_names({"text": "a", "sentiment": 1}, names, said, columns={"label": "sentiment"})
+    assert row == {"text": "a", "label": "good"}
+    assert f"{KEY}: the dataset names the numbers of `sentiment` `bad`, `good`: these are the classes" in said
+    tagged = with_class_names({"tokens": ["Ann", "is"], "ner_tags": [1, 0]}, names, columns={"tags": "ner_tags"})
+    assert tagged["tags"] == ["B-PER", "O"]
+
+
+def test_minus_one_is_no_label():
+    with pytest.raises(DataError, match="row 1: column `label` is -1, which stands for no label"):
+        with_class_names({"text": "a", "label": -1}, {"label": ("bad", "good")})
+
+
+def test_class_names_are_part_of_what_a_row_is_read_as():
+    section, raw = SourceSection(path="rows.parquet"), RawRow("rows.parquet", 1, {"text": "a", "label": 0})
+    forms = [
+        choose_format(section, raw, key=KEY, say=print, class_names=lambda n=n: n) for n in ({}, {"label": ("x",)})
+    ]
+    assert forms[0].identity() != forms[1].identity()
