@@ -7,6 +7,9 @@ import numpy as np
 
 from finetune.errors import DataError
 
+LENGTHS_OF_SEQUENCES = "sequence_lengths"
+"""The array of a sample of several sequences, which stand end to end in the others: how long each is."""
+
 
 @dataclass(frozen=True)
 class Features:
@@ -26,6 +29,12 @@ class Features:
     def length(self) -> int:
         """Return the number of tokens (positions) of the sample."""
         return len(next(iter(self.arrays.values())))
+
+    @property
+    def longest(self) -> int:
+        """Return the number of tokens of the longest sequence; most samples are one."""
+        lengths = self.arrays.get(LENGTHS_OF_SEQUENCES)
+        return self.length if lengths is None else int(lengths.max())
 
     @property
     def num_targets(self) -> int:

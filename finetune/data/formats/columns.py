@@ -1,6 +1,7 @@
 """A row seen through a format's column names: what the user's columns are called, or what a template makes of them."""
 
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -60,6 +61,29 @@ class Columns:
                 f"{self.title(column)} must be text for format `{self._names.format}`, but is {describe(value)}."
             )
         return value
+
+    def number(self, column: str) -> float:
+        """Return the number in a column that must be there; a template's text is read as one."""
+        value = self.value(column)
+        try:
+            number = float(value) if isinstance(value, int | float | str) and not isinstance(value, bool) else math.nan
+        except ValueError:
+            number = math.nan
+        if not math.isfinite(number):
+            raise DataError(f"{self.title(column)} must be a number, but is {describe(value)}.")
+        return number
+
+    def truth(self, column: str) -> bool:
+        """Return the truth value in a column that must be there: true or false, 1 or 0, or that as a text."""
+        value = self.value(column)
+        known = {"true": True, "1": True, "false": False, "0": False}
+        truth = known.get(str(value).strip().lower())
+        if truth is None:
+            raise DataError(
+                f"{self.title(column)} must be true or false, but is {describe(value)}. Other words become such by a "
+                "`template`: `label: '{{ label == \"good\" }}'`."
+            )
+        return truth
 
     def optional(self, column: str) -> Any:
         """Return the value, None where the row has none; a column that the user has named must be there."""

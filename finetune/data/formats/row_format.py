@@ -7,10 +7,10 @@ from typing import Any, Protocol
 
 from finetune.config.sections.data import OPTIONAL_COLUMNS, REQUIRED_COLUMNS, Format, SourceSection
 from finetune.data.formats.columns import Columns, Names, listed
+from finetune.data.formats.image_label import read_image_label
 from finetune.data.formats.labelled import read_labelled, read_tagged
 from finetune.data.formats.pictured import with_images
 from finetune.data.formats.row_template import WHOLE_ROW, check_template, columns_read
-from finetune.data.images.read import stored_image
 from finetune.data.formats.turns import Turn, read_sharegpt_turns, read_tools, read_turns
 from finetune.data.rows import RawRow, Row
 from finetune.errors import DataError
@@ -195,16 +195,16 @@ def _read_preference(columns: Columns) -> Row:
         pairs = zip(sides["chosen"][:-1], sides["rejected"][:-1], strict=False)
         prompt = [one for one, _ in takewhile(lambda pair: pair[0] == pair[1], pairs)]
         sides = {name: turns[len(prompt) :] for name, turns in sides.items()}
-    return _with_tools({"prompt": prompt, **sides}, columns)
+    row: dict[str, Any] = {"prompt": prompt, **sides}
+    if columns.optional("margin") is not None:
+        row["margin"] = columns.number("margin")
+    return _with_tools(row, columns)
 
 
-def _read_image_label(columns: Columns) -> Row:
-    """Return the image, which is not read yet, and its label."""
-    image = stored_image(columns.value("image"), folder=columns.folder, title=columns.title("image"))
-    label = columns.labels("label")
-    if not isinstance(label, str | int):
-        raise DataError(f"{columns.title('label')} must be text or a whole number, but is {describe(label)}.")
-    return {"image": image, "label": label}
+def _read_judged(columns: Columns) -> Row:
+    """Return prompt and answer as turns, and whether the answer is good."""
+    asked, answered = _said(columns, "prompt", by="user"), _said(columns, "completion", by="assistant")
+    return _with_tools({"prompt": asked, "completion": answered, "is_good": columns.truth("label")}, columns)
 
 
 def _read_text(columns: Columns) -> Row:
@@ -241,8 +241,9 @@ _READERS: Mapping[Format, Callable[[Columns], Row]] = {
     "prompt_completion": _read_prompt_completion,
     "instruction": _read_instruction,
     "preference": _read_preference,
+    "judged": _read_judged,
     "labelled": read_labelled,
     "tagged": read_tagged,
-    "image_label": _read_image_label,
+    "image_label": read_image_label,
     "text": _read_text,
 }

@@ -105,8 +105,8 @@ def _shortened(
 
 
 def _whole_length(sample: Features) -> int:
-    """Return the tokens of the sample before anything was cut off."""
-    return sample.length + sample.cut_tokens
+    """Return the tokens of the sample, or of its longest sequence, before anything was cut off."""
+    return sample.longest + sample.cut_tokens
 
 
 def _assembled(recipe: Recipe, kept: Sequence[tuple[RawRow, Features]], seen: Counts) -> Chunk:
