@@ -18,6 +18,21 @@ class OnlyTurns:
         """Return what becomes of each row."""
         if any("messages" not in row for row in rows):  # all rows of a source have one format
             return [DataError(_without_turns(rows[0]))] * len(rows)
+        if any(row.get("images") for row in rows):
+            return [DataError(_WITH_IMAGES)] * len(rows)
+        return self.encode(rows)
+
+
+@dataclass(frozen=True)
+class PicturedTurns:
+    """Encodes rows of turns, some of which may show images."""
+
+    encode: Callable[[Sequence[Row]], Sequence[Outcome]]
+
+    def __call__(self, rows: Sequence[Row]) -> Sequence[Outcome]:
+        """Return what becomes of each row."""
+        if any("messages" not in row for row in rows):
+            return [DataError("the row has no turns. Write `messages`, or another format of turns.")] * len(rows)
         return self.encode(rows)
 
 
@@ -34,6 +49,12 @@ class OnlyText:
             wrong = f"task `pretrain` learns from plain text, but the row has {what}. Use task `sft`, or format `text`."
             return [DataError(wrong)] * len(rows)
         return self.encode(rows)
+
+
+_WITH_IMAGES = (
+    "the row shows images, and this task reads text alone. Write `task.name: vision_language_sft` with a model that "
+    "reads images."
+)
 
 
 def _without_turns(row: Row) -> str:

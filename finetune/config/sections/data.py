@@ -40,8 +40,8 @@ OPTIONAL_COLUMNS: Mapping[Format, tuple[str, ...]] = {
     "preference": ("prompt", "tools", "margin"),
     "judged": ("tools",),
     "labelled": ("text_pair",),
-    "prompt_completion": ("tools",),
-    "instruction": ("input", "system"),
+    "prompt_completion": ("tools", "images"),
+    "instruction": ("input", "system", "images"),
 }
 """The columns that a row of the format may have."""
 

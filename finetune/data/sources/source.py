@@ -197,4 +197,5 @@ def _texts(row: Row) -> Iterator[str]:
         yield " ".join(row["tokens"])
     turns = chain.from_iterable(row.get(part, ()) for part in ("messages", "prompt", "chosen", "rejected"))
     for turn in turns:
-        yield from (turn[said] for said in ("reasoning_content", "thinking", "content") if turn.get(said))
+        for said in (turn[name] for name in ("reasoning_content", "thinking", "content") if turn.get(name)):
+            yield from [said] if isinstance(said, str) else (part["text"] for part in said if "text" in part)
