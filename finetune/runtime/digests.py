@@ -3,6 +3,7 @@
 import hashlib
 import json
 import time
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -20,19 +21,38 @@ def file_digest(path: Path) -> str:
     What is remembered counts only for the same inode, size and times, the time of the last change of its state
     (ctime) among them, which no program can set back.
     """
-    state = _state(path)
-    if state["size"] < LARGE_BYTES:
-        return _read(path)
-    note = _note(path)
+    return _remembered([path], partial(_read, path), name=str(path.resolve()))
+
+
+def files_digest(paths: Sequence[Path]) -> str:
+    """Return a digest of the files' contents in this order; what is large together is remembered likewise.
+
+    Raises OSError for a file that cannot be read.
+    """
+    return _remembered(paths, partial(_of_all, paths), name="\n".join(map(str, paths)))
+
+
+def _remembered(paths: Sequence[Path], read: Callable[[], str], *, name: str) -> str:
+    states = [_state(path) for path in paths]
+    if sum(each["size"] for each in states) < LARGE_BYTES:
+        return read()
+    note = _note(name)
+    state = hashlib.blake2b(json.dumps(states).encode(), digest_size=16).hexdigest()
     with suppress(OSError, ValueError, KeyError):
         known = json.loads(note.read_text(encoding="utf-8"))
         if known["state"] == state:
             return str(known["digest"])
-    digest = _read(path)
-    if _state(path) == state and time.time() - state["changed"] / 1e9 > _SETTLED_SECONDS:
+    digest = read()
+    is_settled = time.time() - max(each["changed"] for each in states) / 1e9 > _SETTLED_SECONDS
+    if is_settled and [_state(path) for path in paths] == states:
         with suppress(OSError):  # remembering is a convenience
-            write_json(note, {"path": str(path), "state": state, "digest": digest})
+            write_json(note, {"path": str(paths[0]), "state": state, "digest": digest})
     return digest
+
+
+def _of_all(paths: Sequence[Path]) -> str:
+    digests = "\n".join(map(_read, paths))
+    return hashlib.blake2b(digests.encode(), digest_size=16).hexdigest()
 
 
 def _state(path: Path) -> dict[str, int]:
@@ -46,9 +66,9 @@ def _state(path: Path) -> dict[str, int]:
     }
 
 
-def _note(path: Path) -> Path:
-    name = hashlib.blake2b(str(path.resolve()).encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()
-    return Path(FOLDER).expanduser() / f"{name}.json"
+def _note(name: str) -> Path:
+    digest = hashlib.blake2b(name.encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()
+    return Path(FOLDER).expanduser() / f"{digest}.json"
 
 
 def _read(path: Path) -> str:

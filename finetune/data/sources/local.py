@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from finetune.config.sections.data import SourceSection
-from finetune.data.sources.files import Files, not_read, of_one_kind, require_readable
+from finetune.data.sources.files import Files, is_readable, not_read, of_one_kind, require_readable
+from finetune.data.sources.image_folder import find_image_folder
+from finetune.data.sources.origin import Origin
 from finetune.errors import DataError
 from finetune.runtime.digests import file_digest
 
@@ -38,15 +40,21 @@ class LocalPlace:
         return [self.path.name, state.st_size, state.st_mtime_ns]
 
 
-def find_local(section: SourceSection, *, key: str, say: Callable[[str], None]) -> Files:
+def find_local(section: SourceSection, *, key: str, say: Callable[[str], None]) -> Origin:
     """Return the file, the files of one kind of a folder, or those that a glob matches, in the order of their names.
 
+    Of a folder whose sub-folders hold images and that has no rows, these images, the sub-folders being their classes.
     Raises DataError when there are none, when a kind is unknown, or when a folder or glob leads outside of its base
     through a link and `follow_links` is not set. What is in a folder and not read is said.
     """
     assert section.path is not None
     path = Path(section.path)
     if path.is_dir():
+        images = None if _has_rows(path) else find_image_folder(path)
+        if images is not None:
+            if not section.follow_links:
+                _refuse_links_out([path / each for each in images.files], path, key=key)
+            return images
         found, base = _of_folder(path, key=key, say=say), path
     elif path.exists():
         if path.is_symlink():
@@ -62,6 +70,10 @@ def find_local(section: SourceSection, *, key: str, say: Callable[[str], None]) 
     if base is not None and not section.follow_links:
         _refuse_links_out(found, base, key=key)
     return Files(section.path, tuple(map(LocalPlace, found)))
+
+
+def _has_rows(folder: Path) -> bool:
+    return any(is_readable(each.name) and each.is_file() for each in folder.iterdir())
 
 
 def _of_folder(folder: Path, *, key: str, say: Callable[[str], None]) -> list[Path]:

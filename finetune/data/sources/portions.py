@@ -11,6 +11,7 @@ from finetune.config.sections.data import SourceSection
 from finetune.data.formats.row_format import RowFormat
 from finetune.data.rows import RawRow
 from finetune.data.sources.origin import Origin, OriginShard
+from finetune.data.sources.referenced import referenced_digest
 from finetune.data.sources.splits import ContentOf, Exclusion, Split, Spot
 
 
@@ -85,7 +86,9 @@ class Portion:
 
     def identity(self) -> Mapping[str, Any]:
         """Return what decides the rows and how they are read, their content as a digest."""
-        return {"content": self.origin.digest(), **self._choice()}
+        referenced = referenced_digest(self.origin, self.format)
+        files = {} if referenced is None else {"referenced": referenced}
+        return {"content": self.origin.digest(), **files, **self._choice()}
 
     def listing_identity(self) -> Mapping[str, Any]:
         """Return the same without reading the content: names, sizes and times or tags of the files instead."""
