@@ -120,12 +120,23 @@ def _downloaded(datasets: Any, source: SourceSection) -> HubDataset:
     loaded = datasets.load_dataset(
         source.name, source.config, split=source.split, revision=source.revision, streaming=False
     )
-    return HubDataset(_title(source), loaded)
+    return HubDataset(_title(source), _undecoded(datasets, loaded))
 
 
 def _streamed(datasets: Any, source: SourceSection) -> HubStream:
     builder = datasets.load_dataset_builder(source.name, source.config, revision=source.revision)
-    return HubStream(_title(source), builder.as_streaming_dataset(split=source.split), str(builder.hash))
+    dataset = _undecoded(datasets, builder.as_streaming_dataset(split=source.split))
+    return HubStream(_title(source), dataset, str(builder.hash))
+
+
+def _undecoded(datasets: Any, dataset: Any) -> Any:
+    """Return the dataset with its images as encoded bytes: they are decoded where batches are made."""
+    for column, feature in (getattr(dataset, "features", None) or {}).items():
+        if isinstance(feature, datasets.Image):
+            dataset = dataset.cast_column(column, datasets.Image(decode=False))
+        elif isinstance(getattr(feature, "feature", None), datasets.Image):
+            dataset = dataset.cast_column(column, type(feature)(datasets.Image(decode=False)))
+    return dataset
 
 
 def _class_names(dataset: Any) -> ClassNames:
