@@ -21,6 +21,9 @@ OWN_KEYS = {
 }
 ROPE_VALUES = frozenset({"rope_theta", "rope_scaling", "partial_rotary_factor"})
 """Values that transformers folds into `rope_parameters`."""
+TEXT = "text_config"
+DECODER_START = "decoder_start_token_id"
+"""The token that a decoder begins with; not every config of an encoder-decoder declares it."""
 
 
 @dataclass(frozen=True)
@@ -37,32 +40,69 @@ def architecture(
 ) -> PreTrainedConfig:
     """Return the config of the model type with the values written; raises ModelError on any that it does not know.
 
-    `vocab_size` is the tokenizer's unless written, and never smaller; special token ids are the tokenizer's.
+    `vocab_size` is the tokenizer's unless written, and never smaller; special token ids are the tokenizer's. Where the
+    config has a part about text (`text_config`), these stand there.
     """
     if section.model_type not in CONFIG_MAPPING:
         near = _near(section.model_type, list(CONFIG_MAPPING.keys()))
         raise ModelError(f"{KEY}.model_type: transformers knows no `{section.model_type}`.{near}")
-    _check_values(section)
+    config_class = CONFIG_MAPPING[section.model_type]
+    _check_values(config_class, section.values, kind=section.model_type, key=f"{KEY}.values")
     values = dict(section.values)
-    if vocabulary_size is not None:
-        values = {"vocab_size": vocabulary_size, **_token_values(special_ids), **values}
-    if vocabulary_size is not None and (size := values["vocab_size"]) < vocabulary_size:
+    if vocabulary_size is not None and TEXT in _parts(config_class):
+        text = values.get(TEXT) or {}
+        key = f"{KEY}.values.{TEXT}"
+        values[TEXT] = _of_vocabulary(text, vocabulary_size=vocabulary_size, special_ids=special_ids, key=key)
+    elif vocabulary_size is not None:
+        key = f"{KEY}.values"
+        values = _of_vocabulary(values, vocabulary_size=vocabulary_size, special_ids=special_ids, key=key)
+    with told(section.model_type, key=KEY):
+        config = AutoConfig.for_model(section.model_type, **values)
+        if vocabulary_size is not None and config.is_encoder_decoder and DECODER_START not in values:
+            setattr(config, DECODER_START, _decoder_start(config, special_ids))
+        return config
+
+
+def _of_vocabulary(
+    values: Mapping[str, Any], *, vocabulary_size: int, special_ids: SpecialIds, key: str
+) -> dict[str, Any]:
+    """Return the values with the tokenizer's where none are written; raises ModelError for too small a vocabulary."""
+    values = {"vocab_size": vocabulary_size, **_token_values(special_ids), **values}
+    if (size := values["vocab_size"]) < vocabulary_size:
         raise ModelError(
-            f"{KEY}.values.vocab_size: {size} is smaller than the tokenizer's {vocabulary_size} tokens. "
+            f"{key}.vocab_size: {size} is smaller than the tokenizer's {vocabulary_size} tokens. "
             "Leave it out, or write at least that many."
         )
-    with told(section.model_type, key=KEY):
-        return AutoConfig.for_model(section.model_type, **values)
+    return values
 
 
-def _check_values(section: FromConfigSection) -> None:
-    known = _known_values(CONFIG_MAPPING[section.model_type])
-    for name in section.values:
+def _check_values(config_class: Any, values: Mapping[str, Any], *, kind: str, key: str) -> None:
+    known, parts = _known_values(config_class), _parts(config_class)
+    for name, value in values.items():
         if name in OWN_KEYS:
-            raise ModelError(f"{KEY}.values.{name}: write `{OWN_KEYS[name]}` instead.")
+            raise ModelError(f"{key}.{name}: write `{OWN_KEYS[name]}` instead.")
         if name not in known:
             near = _near(name, sorted(known))
-            raise ModelError(f"{KEY}.values.{name}: the config of `{section.model_type}` has no such value.{near}")
+            raise ModelError(f"{key}.{name}: the config of `{kind}` has no such value.{near}")
+        if name in parts and isinstance(value, Mapping):
+            part = _part_class(config_class, name, value)
+            others = {own: each for own, each in value.items() if own != "model_type"}
+            if part is not None:
+                _check_values(part, others, kind=part.model_type, key=f"{key}.{name}")
+
+
+def _parts(config_class: Any) -> Mapping[str, Any]:
+    """Return the configs within the config by name, such as `text_config` and `vision_config`."""
+    return getattr(config_class, "sub_configs", None) or {}
+
+
+def _part_class(config_class: Any, name: str, written: Mapping[str, Any]) -> Any:
+    """Return the class of a config within the config; None where transformers alone knows it."""
+    if _parts(config_class)[name] is not AutoConfig:
+        return _parts(config_class)[name]
+    defaults = getattr(config_class, "sub_configs_defaults", {})
+    kind = written.get("model_type") or getattr(defaults.get(name), "model_type", None)
+    return CONFIG_MAPPING[kind] if kind in CONFIG_MAPPING else None
 
 
 def _known_values(config_class: type[Any]) -> frozenset[str]:
@@ -70,7 +110,18 @@ def _known_values(config_class: type[Any]) -> frozenset[str]:
     for owner in (config_class, PreTrainedConfig):
         parameters: Mapping[str, inspect.Parameter] = inspect.signature(owner.__init__).parameters
         names.update(name for name, parameter in parameters.items() if parameter.kind != parameter.VAR_KEYWORD)
-    return frozenset((names | ROPE_VALUES if "rope_parameters" in names else names) - {"self"})
+    names |= ROPE_VALUES if "rope_parameters" in names else frozenset()
+    names |= {DECODER_START} if getattr(config_class, "is_encoder_decoder", False) is True else frozenset()
+    return frozenset(names - {"self"})
+
+
+def _decoder_start(config: PreTrainedConfig, special_ids: SpecialIds) -> int | None:
+    """Return the token that a decoder begins with: the kind of token that it is in this architecture, else padding."""
+    usual = type(config)()
+    start = getattr(usual, DECODER_START, None)
+    kinds = {"eos_token_id": special_ids.eos, "bos_token_id": special_ids.bos}
+    same = [own for kind, own in kinds.items() if start is not None and start == getattr(usual, kind, None)]
+    return next((own for own in same if own is not None), special_ids.pad)
 
 
 def _token_values(special_ids: SpecialIds) -> dict[str, int | None]:
