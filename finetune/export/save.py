@@ -6,21 +6,23 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from peft import PeftModel, get_peft_model_state_dict
+from peft import PeftModel
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from finetune.config.sections.export import ExportSection
+from finetune.export.adapter import adapter_to_write, base_beneath
 from finetune.export.card import CardBase, CardFacts, write_card
 from finetune.export.completeness import check_files, check_shapes, complete_weights
 from finetune.export.folder import replaced
 from finetune.export.generation import Inputs, generation_config
+from finetune.export.merge import merge
 from finetune.export.skeleton import ADAPTER, adapted_skeleton, base_skeleton, plain_base
+from finetune.model.heads import NEW_HEADS
 
 ADAPTER_FILE = "adapter_model.safetensors"
 BASE_FOLDER = "base"
-BASE_PREFIX = "base_model.model."
 
 
 @dataclass(frozen=True)
@@ -47,21 +49,47 @@ def export_model(
     `model` tells class and config and is not asked for values: those are `weights`, full CPU tensors by canonical name.
     An adapter on a base that was built from its config brings the base along in `base/`; `adapter_config.json` then
     holds that folder's absolute path, so after moving `folder` load the base from there first, as the card shows.
-    Raises TrainingError when a weight is missing or empty, before or after writing. No collective: call it on the main
-    process alone.
+    With `export.merge` the adapter becomes part of the base, for which `weights` must hold the base's, too; the result
+    is a whole model. Raises TrainingError when a weight is missing or empty, before or after writing. No collective:
+    call it on the main process alone.
     """
-    weights = _cast(weights, section.dtype)
     with replaced(folder) as staging:
-        if isinstance(model, PeftModel):
+        if isinstance(model, PeftModel) and section.merge:
+            counts = _write_merged(staging, model=model, weights=weights, inputs=inputs, section=section)
+        elif isinstance(model, PeftModel):
+            weights = _cast(weights, section.dtype)
             counts = _write_adapter(staging, folder, model=model, weights=weights, inputs=inputs, section=section)
-            base = CardBase(plain_base(model).name_or_path or None)
+            if facts.head in NEW_HEADS:  # the base knows nothing of these classes
+                plain_base(model).config.save_pretrained(staging)
         else:
+            weights = _cast(weights, section.dtype)
             counts = _write_model(staging, model=model, weights=weights, inputs=inputs, section=section)
-            base = None
         inputs.save(staging)
+        base = card_base(model, is_merged=section.merge, head=facts.head)
         (staging / "README.md").write_text(write_card(facts, base=base), encoding="utf-8")
     files = tuple(sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()))
     return ExportReport(folder, files, num_tensors=counts[0], size_bytes=counts[1])
+
+
+def card_base(model: PreTrainedModel | PeftModel, *, is_merged: bool, head: str) -> CardBase | None:
+    """Return what the card says of the model's origin; None where it began with random weights."""
+    base = plain_base(model)
+    name = base.name_or_path or None
+    if isinstance(model, PeftModel) and not is_merged:
+        size = base.config.get_text_config().vocab_size if _brings_embeddings(model) else None
+        return CardBase(name, has_own_config=head in NEW_HEADS, num_embeddings=size)
+    was_merged = isinstance(model, PeftModel)
+    return CardBase(name, "finetune", was_merged=was_merged) if name is not None or was_merged else None
+
+
+def _brings_embeddings(model: PeftModel) -> bool:
+    """Tell whether the adapter holds rows of the embeddings, which may be more than the base has."""
+    config = model.peft_config[ADAPTER]
+    names = {name for name, module in plain_base(model).named_modules() if isinstance(module, nn.Embedding)}
+    saved = getattr(config, "modules_to_save", None) or ()
+    return bool(getattr(config, "trainable_token_indices", None)) or any(
+        name == each or name.endswith(f".{each}") for name in names for each in saved
+    )
 
 
 def _write_model(
@@ -71,13 +99,33 @@ def _write_model(
     weights: Mapping[str, Tensor],
     inputs: Inputs,
     section: ExportSection,
+    is_untied: bool = False,
 ) -> tuple[int, int]:
-    skeleton = base_skeleton(model, dtype=_dtype(weights))
+    skeleton = base_skeleton(model, dtype=_dtype(weights), is_untied=is_untied)
     complete = complete_weights(skeleton, weights)
     if _generates(model) and inputs.language is not None:
         skeleton.generation_config = generation_config(model.generation_config, inputs.language)
     skeleton.save_pretrained(folder, state_dict=dict(complete), max_shard_size=section.max_shard_size)
     return check_files(folder, complete)
+
+
+def _write_merged(
+    folder: Path,
+    *,
+    model: PeftModel,
+    weights: Mapping[str, Tensor],
+    inputs: Inputs,
+    section: ExportSection,
+) -> tuple[int, int]:
+    merged = merge(model, weights, dtype=getattr(torch, section.dtype) if section.dtype else None)
+    return _write_model(
+        folder,
+        model=plain_base(model),
+        weights=merged.weights,
+        inputs=inputs,
+        section=section,
+        is_untied=merged.has_parted_ties,
+    )
 
 
 def _generates(model: PreTrainedModel) -> bool:
@@ -94,10 +142,8 @@ def _write_adapter(
     inputs: Inputs,
     section: ExportSection,
 ) -> tuple[int, int]:
-    adapter = _adapter_weights(model, weights)
+    adapter, config = adapter_to_write(model, weights, dtype=_dtype(weights))
     base = plain_base(model)
-    config = copy.deepcopy(model.peft_config[ADAPTER])
-    config.inference_mode = True
     config.base_model_name_or_path = base.name_or_path or str(folder.absolute() / BASE_FOLDER)
     save_file(adapter, staging / ADAPTER_FILE, metadata={"format": "pt"})
     config.save_pretrained(staging)
@@ -107,33 +153,9 @@ def _write_adapter(
     if base.name_or_path:
         return num_tensors, size_bytes
     beneath = staging / BASE_FOLDER
-    counts = _write_model(beneath, model=base, weights=_base_weights(weights), inputs=inputs, section=section)
+    counts = _write_model(beneath, model=base, weights=base_beneath(model, weights), inputs=inputs, section=section)
     inputs.save(beneath)
     return num_tensors + counts[0], size_bytes + counts[1]
-
-
-def _adapter_weights(model: PeftModel, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the adapter's weights under the names that peft reads, all of them checked."""
-    skeleton = adapted_skeleton(model, dtype=_dtype(weights))
-    check_shapes(weights, {name: place.shape for name, place in skeleton.named_parameters() if _is_adapter(name)})
-    expected = get_peft_model_state_dict(skeleton, save_embedding_layers=False)
-    given = get_peft_model_state_dict(skeleton, state_dict=dict(weights), save_embedding_layers=False)
-    check_shapes(given, {name: place.shape for name, place in expected.items()})
-    return {name: given[name].contiguous() for name in expected}
-
-
-def _is_adapter(name: str) -> bool:
-    return ".lora_" in name or f".modules_to_save.{ADAPTER}." in name
-
-
-def _base_weights(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the base's weights under the names they had before peft wrapped their modules."""
-    base = {}
-    for name, tensor in weights.items():
-        if not _is_adapter(name):
-            plain = name.removeprefix(BASE_PREFIX).replace(".base_layer.", ".").replace(".original_module.", ".")
-            base[plain] = tensor
-    return base
 
 
 def _cast(weights: Mapping[str, Tensor], dtype: str | None) -> Mapping[str, Tensor]:

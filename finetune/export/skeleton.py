@@ -4,7 +4,7 @@ import copy
 from typing import Any
 
 import torch
-from peft import PeftModel, get_peft_model
+from peft import PeftConfig, PeftModel, get_peft_model
 from transformers import PreTrainedModel
 
 ADAPTER = "default"
@@ -33,10 +33,12 @@ def base_skeleton(model: PreTrainedModel, *, dtype: torch.dtype, is_untied: bool
     return skeleton
 
 
-def adapted_skeleton(model: PeftModel, *, dtype: torch.dtype) -> PeftModel:
-    """Return the same for a model with adapters."""
-    config = copy.deepcopy(model.peft_config[ADAPTER])
+def adapted_skeleton(model: PeftModel, config: PeftConfig, *, dtype: torch.dtype) -> PeftModel:
+    """Return the same for a model with adapters of this config."""
+    config = copy.deepcopy(config)
     config.base_model_name_or_path = None
+    if hasattr(config, "init_lora_weights"):
+        config.init_lora_weights = True  # others would look at values, and there are none
     base = base_skeleton(plain_base(model), dtype=dtype)
     with torch.device("meta"):
         return get_peft_model(base, config, low_cpu_mem_usage=True)

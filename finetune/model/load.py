@@ -16,6 +16,7 @@ from finetune.model.heads import HEADS, NEW_HEADS, is_of_head, set_values
 from finetune.model.hollow import give_places
 from finetune.model.hub import is_folder, located, told
 from finetune.model.initialize import draw_weights
+from finetune.model.quantize import quantization_config
 from finetune.runtime.construction import Construction
 from finetune.runtime.hub import is_offline, without_vain_retries
 
@@ -115,6 +116,7 @@ def _pretrained(
 ) -> _Loaded:
     name, origin = str(section.name), _origin(section)
     may_be_new = head in NEW_HEADS
+    quantization = quantization_config(section)
     config = _pretrained_config(section)
     set_values(config, values)
     with told(name, key="model.name"), without_vain_retries(is_local=is_folder(name)), construction.context():
@@ -125,6 +127,7 @@ def _pretrained(
             attn_implementation=attention,
             ignore_mismatched_sizes=may_be_new,
             output_loading_info=True,
+            **({} if quantization is None else {"quantization_config": quantization}),
         )
     absent = {*loading["missing_keys"], *(each[0] for each in loading.get("mismatched_keys", ()))}
     new = frozenset(name for name in absent if may_be_new and is_of_head(name, model))

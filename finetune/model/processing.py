@@ -13,6 +13,7 @@ from finetune.config.sections.model import ModelSection
 from finetune.errors import ModelError
 from finetune.model.hub import is_folder, located, told
 from finetune.model.image_processor import built_image_processor
+from finetune.model.new_tokens import add_tokens
 from finetune.model.tokenizer import load_tokenizer
 from finetune.runtime.hub import is_offline, without_vain_retries
 
@@ -55,6 +56,8 @@ def load_processing(
     processor = _pretrained(model, AutoProcessor, key="model.name")
     if getattr(processor, "tokenizer", None) is None:
         raise ModelError("model.name: its processor has no tokenizer. Name a model of images and text.")
+    if model.new_tokens is not None:
+        add_tokens(processor.tokenizer, model.new_tokens)
     return Processing(processor.tokenizer, processor)
 
 

@@ -1,5 +1,6 @@
 """How large a model is and how much of it learns, in numbers that can be printed."""
 
+import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -7,7 +8,9 @@ from dataclasses import dataclass
 from torch import nn
 
 from finetune.runtime.amounts import size_text
-from finetune.runtime.parameters import full_numel
+from finetune.runtime.parameters import full_numel, num_values
+
+_ADAPTED = re.compile(r"(.+?)\.(?:lora_|ia3_l|oft_R)")
 
 
 @dataclass(frozen=True)
@@ -24,7 +27,7 @@ class ModelSize:
     def lines(self) -> tuple[str, ...]:
         """Return the sentences for the reader."""
         share = 100 * self.num_trained / max(self.num_parameters, 1)
-        place = f", in LoRA adapters on {self.num_adapted_modules} modules" if self.num_adapted_modules else ""
+        place = f", in adapters on {self.num_adapted_modules} modules" if self.num_adapted_modules else ""
         held = ", ".join(f"{size_text(size)} in {dtype}" for dtype, size in self.bytes_by_dtype.items())
         return (
             f"trained: {self.num_trained:,} of {self.num_parameters:,} parameters ({share:.2f}%){place}",
@@ -40,7 +43,7 @@ def describe(model: nn.Module) -> ModelSize:
     for parameter in model.parameters():
         count = full_numel(parameter)
         dtype = str(parameter.dtype).removeprefix("torch.")
-        num_parameters += count
+        num_parameters += num_values(parameter)
         bytes_by_dtype[dtype] += count * parameter.element_size()
         if parameter.requires_grad:
             num_trained += count
@@ -49,4 +52,5 @@ def describe(model: nn.Module) -> ModelSize:
 
 
 def _num_adapted(model: nn.Module) -> int:
-    return len({name.split(".lora_")[0] for name, _ in model.named_parameters() if ".lora_" in name})
+    """Count the modules of the base that have an adapter, whatever its kind; what is trained in full is none."""
+    return len({match[1] for name, _ in model.named_parameters() if (match := _ADAPTED.match(name))})

@@ -9,6 +9,7 @@ from finetune.config.sections.model import ModelSection
 from finetune.errors import ModelError
 from finetune.model.byte_pairs import trained_tokenizer
 from finetune.model.hub import is_folder, located, told
+from finetune.model.new_tokens import add_tokens
 from finetune.runtime.hub import is_offline, without_vain_retries
 
 TOKENIZER_FILES = (
@@ -28,7 +29,7 @@ def load_tokenizer(
     cache_folder: Path,
     say: Callable[[str], None],
 ) -> PreTrainedTokenizerBase:
-    """Return the tokenizer with a padding token.
+    """Return the tokenizer with a padding token and the job's new tokens.
 
     `texts` is called only when the tokenizer is to be trained; the result is kept under `cache_folder`, made once for
     the same texts. Raises ModelError.
@@ -44,6 +45,8 @@ def load_tokenizer(
     else:
         raise ModelError("model.tokenizer: a model built `from_config` brings no tokenizer. Write `train` or `name`.")
     _ensure_padding(tokenizer, say=say)
+    if model.new_tokens is not None:
+        add_tokens(tokenizer, model.new_tokens)
     return tokenizer
 
 

@@ -1,14 +1,19 @@
 """The model that a job names, built: weights, adapters, and which of its parameters learn."""
 
+from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from finetune.config.run_config import RunConfig
+from finetune.model.adapters.build import add_adapter, adapter_wish
+from finetune.model.adapters.ground import Ground
 from finetune.model.architecture import SpecialIds
-from finetune.model.freeze import freeze
+from finetune.model.freeze import freeze, train_only
 from finetune.model.load import load_model
-from finetune.model.lora import add_lora
+from finetune.model.new_tokens import give_rows, new_ids
+from finetune.model.quantize import weights_folder
 from finetune.runtime.construction import Construction
 from finetune.task.protocol import Task
 
@@ -18,18 +23,26 @@ def build_model(
 ) -> Any:
     """Return the model as it is before its first step. Collective under ZeRO-3."""
     section, seed = config.model, config.run.seed
+    if section.quantization is not None:
+        construction = replace(construction, context=nullcontext, is_hollow=False)  # Accelerate sends no packed weights
+    ids = () if section.new_tokens is None or tokenizer is None else new_ids(tokenizer, section.new_tokens)
     model: Any = load_model(
         section,
         head=task.head,
         construction=construction,
         seed=seed,
-        vocabulary_size=None if tokenizer is None else len(tokenizer),
+        vocabulary_size=None if tokenizer is None else len(tokenizer) - len(ids),
         special_ids=None if tokenizer is None else _special_ids(tokenizer),
         head_values=task.head_values,
     )
-    if section.lora:
-        return add_lora(model, section.lora, seed=seed, revision=section.revision, head=task.head)
+    if section.new_tokens is not None and tokenizer is not None:
+        give_rows(model, tokenizer, section.new_tokens, seed=seed, construction=construction)
+    wish = adapter_wish(section)
+    if wish is not None:
+        facts = {"seed": seed, "head": task.head, "revision": section.revision, "construction": construction}
+        return add_adapter(model, wish, Ground(**facts, tokenizer=tokenizer, new_ids=ids, base=weights_folder(section)))
     freeze(model, section.freeze)
+    train_only(model, section.train_only)
     return model
 
 

@@ -19,6 +19,12 @@ def full_numel(parameter: nn.Parameter) -> int:
     return math.prod(full_shape(parameter))
 
 
+def num_values(parameter: nn.Parameter) -> int:
+    """Return how many numbers the whole parameter stands for; one of bitsandbytes' packs several into each element."""
+    packed = getattr(parameter, "quant_state", None)
+    return full_numel(parameter) if packed is None else math.prod(packed.shape)
+
+
 def canonical_name(name: str) -> str:
     """Return the parameter's name in the plain model, without what wrappers put in front of it or into it."""
     return _WRAPPERS.sub("", name)

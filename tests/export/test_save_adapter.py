@@ -9,14 +9,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from finetune.config.sections.model import LoraSection
 from finetune.errors import TrainingError
-from finetune.model.lora import add_lora
+from finetune.model.adapters.build import add_adapter
+from finetune.model.adapters.ground import Ground
 
 pytestmark = pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
 
 
 def adapted(model, **keys):
     """Return the model with adapters that do something, as after training."""
-    made = add_lora(model, LoraSection(rank=2, **keys), seed=1)
+    made = add_adapter(model, LoraSection(rank=2, **keys), Ground(seed=1))
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in made.parameters():

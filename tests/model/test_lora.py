@@ -4,7 +4,8 @@ import torch
 from finetune.config.sections.model import LoraSection
 from finetune.errors import ModelError
 from finetune.model.freeze import freeze
-from finetune.model.lora import add_lora
+from finetune.model.adapters.build import add_adapter
+from finetune.model.adapters.ground import Ground
 from finetune.model.size import describe
 
 BATCH = torch.arange(24).reshape(2, 12)
@@ -20,7 +21,7 @@ def test_new_adapters_change_nothing_and_every_one_learns(architecture_name, fro
     model = build(from_config(architecture_name)).eval()
     with torch.no_grad():
         expected = model(input_ids=BATCH).logits
-    adapted = add_lora(model, LoraSection(rank=2, **keys), seed=1)
+    adapted = add_adapter(model, LoraSection(rank=2, **keys), Ground(seed=1))
     output = adapted(input_ids=BATCH, labels=BATCH)
     assert torch.allclose(output.logits, expected, atol=1e-5)
     output.loss.backward()
@@ -32,7 +33,7 @@ def test_new_adapters_change_nothing_and_every_one_learns(architecture_name, fro
 
 
 def test_all_linear_is_every_linear_layer_but_the_head(from_config, build):
-    adapted = add_lora(build(from_config()), LoraSection(rank=2), seed=1)
+    adapted = add_adapter(build(from_config()), LoraSection(rank=2), Ground(seed=1))
     modules = {name.split(".")[-4] for name in trained_names(adapted)}
     assert modules == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
     size = describe(adapted)
@@ -42,10 +43,10 @@ def test_all_linear_is_every_linear_layer_but_the_head(from_config, build):
 
 def test_adapters_depend_on_the_seed_and_their_name_alone(from_config, build):
     torch.manual_seed(1)
-    all_modules = add_lora(build(from_config()), LoraSection(rank=2), seed=1)
+    all_modules = add_adapter(build(from_config()), LoraSection(rank=2), Ground(seed=1))
     torch.manual_seed(2)
-    few = add_lora(build(from_config()), LoraSection(rank=2, target_modules=("v_proj",)), seed=1)
-    other = add_lora(build(from_config()), LoraSection(rank=2), seed=2)
+    few = add_adapter(build(from_config()), LoraSection(rank=2, target_modules=("v_proj",)), Ground(seed=1))
+    other = add_adapter(build(from_config()), LoraSection(rank=2), Ground(seed=2))
     names = [name for name in trained_names(few) if "lora_A" in name]
     assert len(names) == 2
     for name in names:
@@ -54,8 +55,8 @@ def test_adapters_depend_on_the_seed_and_their_name_alone(from_config, build):
 
 
 def test_adapters_on_a_bfloat16_base_are_float32_with_the_same_values(from_config, build):
-    exact = add_lora(build(from_config()), LoraSection(rank=2), seed=1)
-    mixed = add_lora(build(from_config(dtype="bfloat16")), LoraSection(rank=2), seed=1)
+    exact = add_adapter(build(from_config()), LoraSection(rank=2), Ground(seed=1))
+    mixed = add_adapter(build(from_config(dtype="bfloat16")), LoraSection(rank=2), Ground(seed=1))
     for name in trained_names(mixed):
         assert mixed.get_parameter(name).dtype == torch.float32
         assert torch.equal(mixed.get_parameter(name), exact.get_parameter(name))
@@ -63,7 +64,7 @@ def test_adapters_on_a_bfloat16_base_are_float32_with_the_same_values(from_confi
 
 
 def test_the_gradient_reaches_the_first_adapter_through_recomputed_layers(from_config, build):
-    adapted = add_lora(build(from_config(gradient_checkpointing=True)), LoraSection(rank=2), seed=1)
+    adapted = add_adapter(build(from_config(gradient_checkpointing=True)), LoraSection(rank=2), Ground(seed=1))
     adapted(input_ids=BATCH, labels=BATCH).loss.backward()
     assert adapted.get_parameter("base_model.model.model.layers.0.self_attn.q_proj.lora_B.default.weight").grad.any()
 
@@ -81,7 +82,7 @@ def test_the_gradient_reaches_the_first_adapter_through_recomputed_layers(from_c
 )
 def test_a_name_that_the_model_does_not_have_is_refused_even_beside_one_that_it_has(from_config, build, keys, message):
     with pytest.raises(ModelError, match=message):
-        add_lora(build(from_config()), LoraSection(**keys), seed=1)
+        add_adapter(build(from_config()), LoraSection(**keys), Ground(seed=1))
 
 
 def test_freeze_takes_patterns_and_counts_a_tied_weight_once(from_config, build):

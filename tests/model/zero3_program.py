@@ -13,7 +13,8 @@ from transformers.integrations import HfDeepSpeedConfig
 from finetune.config.sections.model import FromConfigSection, LoraSection, ModelSection
 from finetune.model.architecture import SpecialIds
 from finetune.model.load import load_model
-from finetune.model.lora import add_lora
+from finetune.model.adapters.build import add_adapter
+from finetune.model.adapters.ground import Ground
 from finetune.model.size import describe
 from finetune.runtime import ranks
 from finetune.runtime.construction import Construction
@@ -40,7 +41,7 @@ def build(section: ModelSection, construction: Construction) -> PreTrainedModel:
 
 
 def adapted(section: ModelSection, construction: Construction) -> torch.nn.Module:
-    return add_lora(build(section, construction), LoraSection(rank=2, dora=True, modules_to_save=("lm_head",)), seed=1)
+    return add_adapter(build(section, construction), LoraSection(rank=2, dora=True, modules_to_save=("lm_head",)), Ground(seed=1))
 
 
 def compare(partitioned: torch.nn.Module, whole: torch.nn.Module) -> int:

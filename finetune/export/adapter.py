@@ -1,0 +1,59 @@
+"""An adapter of any kind, under the names and with the config that plain peft loads."""
+
+import copy
+from collections.abc import Mapping
+
+import torch
+from peft import PeftConfig, PeftModel
+from torch import Tensor
+
+from finetune.export.completeness import check_shapes
+from finetune.export.merge import plain_name
+from finetune.export.skeleton import ADAPTER, adapted_skeleton, plain_base
+from finetune.model.adapters.continued import saved_names
+from finetune.model.adapters.principal import as_plain_lora, first_factors
+
+
+def adapter_to_write(
+    model: PeftModel, weights: Mapping[str, Tensor], *, dtype: torch.dtype
+) -> tuple[dict[str, Tensor], PeftConfig]:
+    """Return the adapter's weights as peft names them, all of them checked, and its config.
+
+    Where the base was altered (PiSSA, OLoRA) and the original is elsewhere, they mean on the original what was trained
+    on the altered one. Raises TrainingError for a weight that is missing or empty.
+    """
+    config = copy.deepcopy(model.peft_config[ADAPTER])
+    _check(weights, model, config, dtype=dtype)
+    first = first_factors(model)
+    if first and plain_base(model).name_or_path:
+        weights, config = as_plain_lora(weights, config, first)
+    elif first:
+        config.init_lora_weights = True  # the base that is written with it is the altered one
+    names = _check(weights, model, config, dtype=dtype)
+    config.inference_mode = True
+    return {written: weights[name].contiguous() for name, written in names.items()}, config
+
+
+def base_beneath(model: PeftModel, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the base's weights under the names they had before peft wrapped their modules."""
+    learning = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    if model.peft_config[ADAPTER].is_prompt_learning:
+        names = {name: _unwrapped(name) for name in weights}
+    else:
+        names = {name: plain_name(name) for name in weights}
+    return {names[name]: tensor for name, tensor in weights.items() if name not in learning}
+
+
+def _unwrapped(name: str) -> str:
+    """Return the base's own name: learnt prompts leave its modules as they are, but for a new head."""
+    return name.removeprefix("base_model.").replace(".original_module.", ".")
+
+
+def _check(
+    weights: Mapping[str, Tensor], model: PeftModel, config: PeftConfig, *, dtype: torch.dtype
+) -> dict[str, str]:
+    """Return the written name of each weight that is trained; raises TrainingError unless all of them are whole."""
+    skeleton = adapted_skeleton(model, config, dtype=dtype)
+    trained = {name: place for name, place in skeleton.named_parameters() if place.requires_grad}
+    check_shapes(weights, {name: place.shape for name, place in trained.items()})
+    return saved_names(skeleton, trained)

@@ -1,0 +1,1 @@
+"""Adapters: what learns beside a frozen base, through peft."""

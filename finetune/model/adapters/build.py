@@ -1,0 +1,114 @@
+"""A frozen base gets the adapters that its section asks for."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftConfig, PeftModel, get_peft_model
+from peft.tuners.lora import LoraLayer
+from transformers import PreTrainedModel
+
+from finetune.config.sections.model import (
+    Ia3Section,
+    LoraSection,
+    ModelSection,
+    OftSection,
+    PrefixTuningSection,
+    PromptTuningSection,
+)
+from finetune.errors import ModelError
+from finetune.model.adapters.continued import load_saved, saved_config
+from finetune.model.adapters.ground import Ground
+from finetune.model.adapters.loftq import make_up_for_quantization
+from finetune.model.adapters.low_rank import OF_THE_BASE, check_lora, lora_config
+from finetune.model.adapters.multiplied import check_oft, ia3_config, oft_config
+from finetune.model.adapters.names import ADAPTER, candidates_sentence
+from finetune.model.adapters.principal import keep_first_factors
+from finetune.model.adapters.prompts import draw_prefix, draw_prompt, prefix_config, prompt_config
+from finetune.model.hub import summary
+from finetune.model.initialize import on_cpu_in_float32
+from finetune.runtime.seeds import derive
+
+Wish = LoraSection | Ia3Section | OftSection | PromptTuningSection | PrefixTuningSection | Path
+"""What a job may ask for; a path is the folder of an adapter to go on from."""
+
+
+def add_adapter(model: PreTrainedModel, wish: Wish, ground: Ground) -> PeftModel:
+    """Return the model with a frozen base and float32 adapters.
+
+    Their values depend on the seed and module names alone, for `pissa`, `olora` and `loftq` on the base's weights too,
+    and for a path on what is saved there. At first they change nothing, except learnt prompts and a saved adapter.
+    Raises ModelError for what this model cannot have. Collective under ZeRO-3.
+    """
+    kind = _KINDS[_type(wish)]
+    try:
+        config = kind.config(model, wish, ground)
+        adapted = get_peft_model(model, config, adapter_name=ADAPTER, revision=ground.revision)
+    except (ValueError, TypeError) as error:  # peft's, for layers that this method has no adapter for
+        raise ModelError(f"model.{kind.key}: {summary(error)} {candidates_sentence(model)}") from error
+    kind.fill(adapted, wish, ground)
+    return adapted
+
+
+def adapter_wish(section: ModelSection) -> Wish | None:
+    """Return what the job asks for; None where the model's own weights learn."""
+    wishes = (getattr(section, kind.key) for kind in _KINDS.values())
+    return next((wish for wish in wishes if wish is not None), None)
+
+
+@dataclass(frozen=True)
+class _Kind:
+    key: str  # in `model:`
+    config: Callable[[PreTrainedModel, Any, Ground], PeftConfig]
+    fill: Callable[[PeftModel, Any, Ground], None]  # gives first values, and checks what has come out
+
+
+def _type(wish: Wish) -> type:
+    return Path if isinstance(wish, Path) else type(wish)
+
+
+def _fill_lora(model: PeftModel, lora: LoraSection, ground: Ground) -> None:
+    check_lora(model, lora)
+    if lora.init in OF_THE_BASE:
+        keep_first_factors(model, lora.init)
+        return
+    _draw_factors(model, is_gaussian=lora.init == "gaussian", seed=ground.seed)
+    if lora.init == "loftq":
+        make_up_for_quantization(model, ground)
+
+
+def _draw_factors(model: PeftModel, *, is_gaussian: bool, seed: int) -> None:
+    """Draw each adapter from its own seed, so that neither rank nor strategy nor the order of modules matters."""
+    with torch.no_grad(), torch.random.fork_rng(devices=()):
+        for name, module in model.named_modules():
+            if isinstance(module, LoraLayer):
+                factors = [
+                    p for own, p in module.named_parameters() if own.startswith(("lora_A", "lora_B", "lora_emb"))
+                ]
+                with on_cpu_in_float32(factors):
+                    torch.default_generator.manual_seed(derive(seed, "adapters", name))
+                    module.reset_lora_parameters(ADAPTER, "gaussian" if is_gaussian else True)
+
+
+def _fill_nothing(model: PeftModel, wish: Wish, ground: Ground) -> None:
+    """Leave peft's own first values: ones, which are no chance."""
+
+
+def _fill_oft(model: PeftModel, oft: OftSection, ground: Ground) -> None:
+    check_oft(model, oft)
+
+
+def _fill_prefix(model: PeftModel, prefix: PrefixTuningSection, ground: Ground) -> None:
+    draw_prefix(model, ground)
+
+
+_KINDS: Mapping[type, _Kind] = {
+    LoraSection: _Kind("lora", lora_config, _fill_lora),
+    Ia3Section: _Kind("ia3", ia3_config, _fill_nothing),
+    OftSection: _Kind("oft", oft_config, _fill_oft),
+    PromptTuningSection: _Kind("prompt_tuning", prompt_config, draw_prompt),
+    PrefixTuningSection: _Kind("prefix_tuning", prefix_config, _fill_prefix),
+    Path: _Kind("adapter", saved_config, load_saved),
+}

@@ -1,0 +1,68 @@
+"""Adapters that stand before the text: learnt tokens, and learnt keys and values."""
+
+import torch
+from peft import PeftModel, PrefixTuningConfig, PromptTuningConfig
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from finetune.config.sections.model import PrefixTuningSection, PromptTuningSection
+from finetune.errors import ModelError
+from finetune.model.adapters.ground import Ground
+from finetune.model.adapters.names import ADAPTER, TASK_TYPES
+from finetune.runtime.seeds import derive
+
+
+def prompt_config(model: PreTrainedModel, prompt: PromptTuningSection, ground: Ground) -> PromptTuningConfig:
+    """Return peft's config, without its own first values; raises ModelError for a head that has no text before it."""
+    return PromptTuningConfig(
+        task_type=_task_type(ground, key="model.prompt_tuning"),
+        num_virtual_tokens=prompt.num_tokens,
+        num_transformer_submodules=1,  # an encoder's text alone has learnt tokens before it
+        prompt_tuning_init="RANDOM",
+    )
+
+
+def prefix_config(model: PreTrainedModel, prefix: PrefixTuningSection, ground: Ground) -> PrefixTuningConfig:
+    """Return peft's config; raises ModelError for a head that has no text before it."""
+    return PrefixTuningConfig(
+        task_type=_task_type(ground, key="model.prefix_tuning"),
+        num_virtual_tokens=prefix.num_tokens,
+    )
+
+
+def draw_prompt(model: PeftModel, prompt: PromptTuningSection, ground: Ground) -> None:
+    """Begin with embeddings of the text's tokens, repeated as often as needed, or of tokens drawn from the seed."""
+    learnt = model.prompt_encoder[ADAPTER].embedding.weight  # [tokens, width]
+    embeddings = model.get_base_model().get_input_embeddings()
+    ids = _ids(prompt, ground)
+    with torch.no_grad(), ground.construction.gather([embeddings.weight]):
+        if not ground.construction.is_hollow:
+            learnt.copy_(embeddings.weight[ids].to(learnt))
+
+
+def draw_prefix(model: PeftModel, ground: Ground) -> None:
+    """Draw keys and values from the seed, as peft does: normal ones."""
+    learnt = model.prompt_encoder[ADAPTER].embedding.weight  # [tokens, 2 x layers x width]
+    generator = torch.Generator().manual_seed(derive(ground.seed, "adapters", "prefix"))
+    with torch.no_grad():
+        learnt.copy_(torch.randn(learnt.shape, generator=generator))
+
+
+def _ids(prompt: PromptTuningSection, ground: Ground) -> Tensor:
+    if prompt.init_text is None:
+        generator = torch.Generator().manual_seed(derive(ground.seed, "adapters", "prompt"))
+        return torch.randint(len(ground.tokenizer), (prompt.num_tokens,), generator=generator)
+    ids = torch.tensor(ground.tokenizer(prompt.init_text, add_special_tokens=False)["input_ids"], dtype=torch.long)
+    if not len(ids):
+        raise ModelError("model.prompt_tuning.init_text: it has no tokens. Write some words, or remove it.")
+    return ids.repeat(-(-prompt.num_tokens // len(ids)))[: prompt.num_tokens]
+
+
+def _task_type(ground: Ground, *, key: str) -> str:
+    kind = TASK_TYPES.get(ground.head)
+    if kind is None or ground.tokenizer is None:
+        raise ModelError(
+            f"{key}: peft puts nothing before the inputs of a model with the head `{ground.head}`. "
+            "Write `model.lora` instead."
+        )
+    return kind

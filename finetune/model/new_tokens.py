@@ -1,0 +1,110 @@
+"""Tokens that tokenizer and model are given before training: their ids, their rows, and the rows' first values."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor, nn
+from transformers import AddedToken, PreTrainedModel, PreTrainedTokenizerBase
+
+from finetune.config.sections.model import NewTokensSection
+from finetune.errors import ModelError
+from finetune.runtime.construction import Construction
+from finetune.runtime.seeds import derive
+
+
+def add_tokens(tokenizer: PreTrainedTokenizerBase, section: NewTokensSection) -> None:
+    """Add the tokens; raises ModelError for one that the vocabulary has already, or that is written twice."""
+    vocabulary = tokenizer.get_vocab()
+    written = [*section.tokens, *section.special]
+    for key, tokens in (("tokens", section.tokens), ("special", section.special)):
+        for token in tokens:
+            if token in vocabulary:
+                raise ModelError(f"model.new_tokens.{key}: `{token}` is in the vocabulary already. Leave it out.")
+            if written.count(token) > 1:
+                raise ModelError(f"model.new_tokens.{key}: `{token}` is written twice. Write it once.")
+            if not token.strip():
+                raise ModelError(f"model.new_tokens.{key}: a token of nothing but space cannot be found in text.")
+    tokenizer.add_tokens([AddedToken(token, normalized=False) for token in section.tokens])
+    special = [AddedToken(token, special=True, normalized=False) for token in section.special]
+    tokenizer.add_tokens(special, special_tokens=True)
+
+
+def new_ids(tokenizer: PreTrainedTokenizerBase, section: NewTokensSection) -> tuple[int, ...]:
+    """Return the ids of the tokens in a tokenizer that they have been added to."""
+    vocabulary = tokenizer.get_vocab()
+    missing = [token for token in (*section.tokens, *section.special) if token not in vocabulary]
+    if missing:
+        raise ModelError(f"model.new_tokens: the tokenizer that the run has kept lacks `{missing[0]}`.")
+    return tuple(vocabulary[token] for token in (*section.tokens, *section.special))
+
+
+def give_rows(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    section: NewTokensSection,
+    *,
+    seed: int,
+    construction: Construction,
+) -> None:
+    """Give embeddings and head a row for each token of the tokenizer, and the new tokens' rows their first values.
+
+    They depend on the seed, the token and the older rows alone, and are worked out in float32. Tied weights stay tied;
+    a head's bias begins at zero. A hollow rank gets the places. Collective under ZeRO-3.
+    """
+    ids = new_ids(tokenizer, section)
+    if model.config.get_text_config().vocab_size < len(tokenizer):
+        with torch.random.fork_rng(devices=()):
+            model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+    if construction.is_hollow:
+        return
+    texts = (*section.tokens, *section.special)
+    num_older = min(ids)
+    for weight in _tables(model):
+        with torch.no_grad(), construction.gather([weight]):
+            older = weight[:num_older].float()  # [tokens, width]
+            rows = [
+                _FIRST[section.init](older, _pieces(tokenizer, text, below=num_older), derive(seed, "new tokens", text))
+                for text in texts
+            ]
+            weight[list(ids)] = torch.stack(rows).to(weight)
+
+
+def _tables(model: PreTrainedModel) -> list[nn.Parameter]:
+    """Return the weights that have a row for each token, tied ones once."""
+    modules = (model.get_input_embeddings(), model.get_output_embeddings())
+    return list({id(each.weight): each.weight for each in modules if each is not None}.values())
+
+
+def _pieces(tokenizer: Any, text: str, *, below: int) -> Sequence[int]:
+    """Return the ids of the pieces that the text was before it became a token."""
+    backend: Tokenizer | None = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        pieces = tokenizer.convert_tokens_to_ids(tokenizer._tokenize(text))
+    else:
+        normal = backend.normalizer.normalize_str(text) if backend.normalizer is not None else text
+        split = backend.pre_tokenizer.pre_tokenize_str(normal) if backend.pre_tokenizer is not None else [(normal, ())]
+        pieces = [token.id for word, _ in split for token in backend.model.tokenize(word)]
+    return [piece for piece in pieces if piece is not None and piece < below]
+
+
+def _mean(older: Tensor, pieces: Sequence[int], seed: int) -> Tensor:
+    return older.mean(dim=0)
+
+
+def _mean_of_pieces(older: Tensor, pieces: Sequence[int], seed: int) -> Tensor:
+    return older[list(pieces)].mean(dim=0) if pieces else _mean(older, pieces, seed)
+
+
+def _random(older: Tensor, pieces: Sequence[int], seed: int) -> Tensor:
+    """Return normal numbers as wide as the older rows are."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(older.shape[1], generator=generator).to(older) * older.std()
+
+
+_FIRST: dict[str, Callable[[Tensor, Sequence[int], int], Tensor]] = {
+    "mean": _mean,
+    "pieces": _mean_of_pieces,
+    "random": _random,
+}

@@ -1,0 +1,60 @@
+"""A frozen base in few bits (QLoRA: Dettmers et al., 2023, arXiv:2305.14314)."""
+
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from transformers import BitsAndBytesConfig, TorchAoConfig
+
+from finetune.config.sections.model import ModelSection, QuantizationSection
+from finetune.model.hub import is_folder, located, told
+from finetune.runtime.hub import is_offline
+from finetune.runtime.optional import require
+
+_EXTRA = "quantization"
+
+
+def quantization_config(section: ModelSection) -> Any:
+    """Return what transformers is told, None where weights keep their bits; raises MissingPackage.
+
+    4-bit weights of bitsandbytes are stored in words of `model.dtype`: FSDP splits nothing but floating-point numbers
+    (https://huggingface.co/docs/bitsandbytes/main/fsdp_qlora).
+    """
+    asked = section.quantization
+    if asked is None:
+        return None
+    require(asked.method, extra=_EXTRA, purpose=f"model.quantization.method: {asked.method}")
+    return _torchao(asked) if asked.method == "torchao" else _bitsandbytes(asked, dtype=section.dtype)
+
+
+def weights_folder(section: ModelSection) -> str | None:
+    """Return where the weights lie as they were before; None where nothing asks for them."""
+    if section.name is None or section.lora is None or section.lora.init != "loftq":
+        return None
+    if is_folder(section.name):
+        return located(section.name, key="model.name")
+    with told(section.name, key="model.name"):
+        return snapshot_download(
+            section.name,
+            revision=section.revision,
+            cache_dir=section.cache_folder,
+            allow_patterns=["*.safetensors"],
+            local_files_only=is_offline(),
+        )
+
+
+def _bitsandbytes(asked: QuantizationSection, *, dtype: str) -> BitsAndBytesConfig:
+    if asked.bits == 8:
+        return BitsAndBytesConfig(load_in_8bit=True)
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type=asked.kind,
+        bnb_4bit_use_double_quant=asked.double,
+        bnb_4bit_compute_dtype=getattr(torch, asked.compute_dtype),
+        bnb_4bit_quant_storage=getattr(torch, dtype),
+    )
+
+
+def _torchao(asked: QuantizationSection) -> TorchAoConfig:
+    kinds = require("torchao.quantization", extra=_EXTRA, purpose="model.quantization.method: torchao")
+    return TorchAoConfig(kinds.Int4WeightOnlyConfig() if asked.bits == 4 else kinds.Int8WeightOnlyConfig())
