@@ -14,7 +14,7 @@ from finetune.errors import ModelError
 from finetune.model.hub import is_folder, located, told
 from finetune.model.image_processor import built_image_processor
 from finetune.model.new_tokens import add_tokens
-from finetune.model.tokenizer import load_tokenizer
+from finetune.model.tokenizer import ensure_padding, load_tokenizer
 from finetune.runtime.hub import is_offline, without_vain_retries
 
 
@@ -56,6 +56,9 @@ def load_processing(
     processor = _pretrained(model, AutoProcessor, key="model.name")
     if getattr(processor, "tokenizer", None) is None:
         raise ModelError("model.name: its processor has no tokenizer. Name a model of images and text.")
+    if processor.chat_template:  # older repositories keep it with the processor alone
+        processor.tokenizer.chat_template = processor.chat_template
+    ensure_padding(processor.tokenizer, say=say)
     if model.new_tokens is not None:
         add_tokens(processor.tokenizer, model.new_tokens)
     return Processing(processor.tokenizer, processor)

@@ -44,10 +44,23 @@ def load_tokenizer(
         tokenizer = _pretrained(model.name, key="model.name", model=model, revision=model.revision)
     else:
         raise ModelError("model.tokenizer: a model built `from_config` brings no tokenizer. Write `train` or `name`.")
-    _ensure_padding(tokenizer, say=say)
+    ensure_padding(tokenizer, say=say)
     if model.new_tokens is not None:
         add_tokens(tokenizer, model.new_tokens)
     return tokenizer
+
+
+def ensure_padding(tokenizer: PreTrainedTokenizerBase, *, say: Callable[[str], None]) -> None:
+    """Have the tokenizer pad with end-of-sequence where it has no padding; raises ModelError where it has neither."""
+    if tokenizer.pad_token is not None:
+        return
+    if tokenizer.eos_token is None:
+        raise ModelError(
+            "model.tokenizer: the tokenizer has neither a padding nor an end-of-text token. Save one that has: "
+            "`tokenizer.add_special_tokens({'eos_token': ...})`, then `save_pretrained`, then name its folder."
+        )
+    tokenizer.pad_token = tokenizer.eos_token
+    say(f"the tokenizer has no padding token: {tokenizer.eos_token} pads too; padding never counts in the loss")
 
 
 def _pretrained(name: str, *, key: str, model: ModelSection, revision: str | None) -> PreTrainedTokenizerBase:
@@ -65,15 +78,3 @@ def _pretrained(name: str, *, key: str, model: ModelSection, revision: str | Non
             trust_remote_code=model.trust_remote_code,
             local_files_only=is_folder(name) or is_offline(),
         )
-
-
-def _ensure_padding(tokenizer: PreTrainedTokenizerBase, *, say: Callable[[str], None]) -> None:
-    if tokenizer.pad_token is not None:
-        return
-    if tokenizer.eos_token is None:
-        raise ModelError(
-            "model.tokenizer: the tokenizer has neither a padding nor an end-of-text token. Save one that has: "
-            "`tokenizer.add_special_tokens({'eos_token': ...})`, then `save_pretrained`, then name its folder."
-        )
-    tokenizer.pad_token = tokenizer.eos_token
-    say(f"the tokenizer has no padding token: {tokenizer.eos_token} pads too; padding never counts in the loss")
