@@ -19,6 +19,7 @@ from finetune.errors import CheckpointError
 _ELEMENT_BY_ELEMENT = frozenset(
     {"Adam", "AdamW", "SGD", "Adagrad", "RMSprop", "NAdam", "RAdam", "Adadelta", "Lion"}
     | {"DeepSpeedCPUAdam", "DeepSpeedCPUAdagrad", "DeepSpeedCPULion", "FusedAdam", "FusedLion"}
+    | {"ScheduleFreeAdamW", "MuonAndAdamW"}
 )
 """Optimizers whose state has a number for each number of the parameter: the only ones that may be cut anywhere."""
 

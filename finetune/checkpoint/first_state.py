@@ -7,12 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from finetune.runtime.average import DECAY, STATE
+
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _EXPECTED = {
     **dict.fromkeys(("Adam", "AdamW", "NAdam", "RAdam", "DeepSpeedCPUAdam", "FusedAdam"), _MOMENTS),
     **dict.fromkeys(("Lion", "DeepSpeedCPULion", "FusedLion"), ("exp_avg",)),
     **dict.fromkeys(("Adagrad", "DeepSpeedCPUAdagrad"), ("sum",)),
     **{"RMSprop": ("square_avg",), "Adadelta": ("acc_delta", "square_avg")},
+    **{"MuonAndAdamW": _MOMENTS, "ScheduleFreeAdamW": ("exp_avg_sq", "z")},  # Muon's matrices keep one, not two
 }
 
 
@@ -32,6 +35,11 @@ def expected_state(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
 
     Nothing for optimizers that keep a fraction of a number each (Adafactor, 8-bit AdamW) or are not known.
     """
+    average = (STATE,) if any(DECAY in group for group in optimizer.param_groups) else ()
+    return (*_own_state(optimizer), *average)
+
+
+def _own_state(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
     settings, name = optimizer.defaults, type(optimizer).__name__
     if name in ("SGD", "RMSprop") and settings.get("momentum"):
         return ("momentum_buffer", *_EXPECTED.get(name, ()))

@@ -130,7 +130,7 @@ def train_loader(
         first_step=first_step,
         num_steps=num_steps,
     )
-    return _loader(Seeded(pool.samples), SeededSampler(sampler, seed=seed), collate, section=section)
+    return _loader(Seeded(pool.samples), SeededSampler(sampler, seed=seed), _CollateSeeded(collate), section=section)
 
 
 def evaluation_loader(
@@ -155,6 +155,17 @@ def groups(loader: Iterable[Batch], num_batches: int) -> Iterator[tuple[Batch, .
     """Yield the loader's batches in groups of so many, one per step; raises ValueError when the last is not full."""
     one = iter(loader)
     yield from zip(*[one] * num_batches, strict=True)
+
+
+@dataclass(frozen=True)
+class _CollateSeeded:
+    """Collates samples that are learnt from: what is drawn while that is done is drawn from the batch's seed."""
+
+    collate: Collate
+
+    def __call__(self, features: Sequence[Features]) -> Batch:
+        lengths = tuple(each.length for each in features)
+        return replace(self.collate(features), seed=features[0].seed, lengths=lengths)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,19 @@ from torch import nn
 
 from finetune.errors import ModelError
 
-KEY = "model.freeze"
+KEY, ONLY = "model.freeze", "model.train_only"
+
+
+def train_only(model: nn.Module, patterns: Sequence[str]) -> None:
+    """Let the matching parameters alone learn, all of them where there are no patterns; a tied one has both names.
+
+    Raises ModelError for a pattern that matches nothing.
+    """
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    chosen = {name for pattern in patterns for name in _matched(pattern, list(parameters), key=ONLY)}
+    learning = {parameters[name] for name in chosen}
+    for parameter in parameters.values() if patterns else ():
+        parameter.requires_grad_(parameter in learning)
 
 
 def freeze(model: nn.Module, patterns: Sequence[str]) -> tuple[str, ...]:
@@ -19,10 +31,7 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> tuple[str, ...]:
     parameters = dict(model.named_parameters(remove_duplicate=False))
     frozen: list[str] = []
     for pattern in patterns:
-        matched = [name for name in parameters if fnmatchcase(name, pattern)]
-        if not matched:
-            raise ModelError(f"{KEY}: no parameter is called `{pattern}`. {_near(pattern, list(parameters))}")
-        frozen.extend(matched)
+        frozen.extend(_matched(pattern, list(parameters), key=KEY))
     for name in frozen:
         parameters[name].requires_grad_(False)
     if patterns and not any(parameter.requires_grad for parameter in model.parameters()):
@@ -30,6 +39,13 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> tuple[str, ...]:
             f"{KEY}: {', '.join(patterns)} freeze every parameter, so nothing would learn. Leave some out."
         )
     return tuple(dict.fromkeys(frozen))
+
+
+def _matched(pattern: str, names: list[str], *, key: str) -> list[str]:
+    matched = [name for name in names if fnmatchcase(name, pattern)]
+    if not matched:
+        raise ModelError(f"{key}: no parameter is called `{pattern}`. {_near(pattern, names)}")
+    return matched
 
 
 def _near(pattern: str, names: list[str]) -> str:

@@ -84,6 +84,8 @@ def launched_strategy(loaded: LoadedConfig) -> Strategy:
         microbatch_size=config.train.microbatch_size,
         max_gradient_norm=config.train.max_gradient_norm,
         optimizer=config.train.optimizer.name,
+        keeps_average=config.train.average is not None,
+        unfreezes=bool(config.train.unfreeze),
         pins_memory=config.data.pin_memory is True,
         has_two_dtypes=config.model.lora is not None and config.model.dtype != "float32",
     )

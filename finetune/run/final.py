@@ -6,7 +6,6 @@ from pathlib import Path
 from finetune.checkpoint.gather import gather_weights
 from finetune.config.explain import resolved_yaml
 from finetune.config.load import LoadedConfig
-from finetune.config.rules.model import adapter_of
 from finetune.config.sections.export import ExportSection
 from finetune.data.encoding.chat import stop_ids
 from finetune.export.card import CardFacts
@@ -17,6 +16,8 @@ from finetune.report.events import Noted
 from finetune.report.reporter import Reporter
 from finetune.run.lessons import Lessons
 from finetune.run.machine import Machine
+from finetune.run.merging import needs_trained_only, original_weights, written_section
+from finetune.run.weights import make_weights
 from finetune.runtime import files, ranks
 from finetune.runtime.amounts import size_text
 from finetune.runtime.environment import package_versions
@@ -33,7 +34,7 @@ def export_final(
 ) -> None:
     """Gather the weights and write them on the main rank, unless they are there already. Collective.
 
-    An adapter's base is written only where it exists nowhere else.
+    An adapter's base is written only where it exists nowhere else, or where the adapter is merged into it.
     """
     run_folder = Path(loaded.config.run.folder)
     is_there = ranks.is_main() and is_exported(run_folder, step=progress.step, section=loaded.config.export)
@@ -41,18 +42,18 @@ def export_final(
         reporter(Noted(progress.step, f"{run_folder / FOLDER} is there already, from this very step"))
         return
     reach("export.begin", step=progress.step)
-    is_base_elsewhere = adapter_of(loaded.config) is not None and loaded.config.model.name is not None
-    weights = gather_weights(machine.accelerator, machine.model, trained_only=is_base_elsewhere)
+    with make_weights(loaded.config, machine).evaluated():
+        weights = gather_weights(machine.accelerator, machine.model, trained_only=needs_trained_only(loaded.config))
     reach("export.write", step=progress.step)
     if ranks.is_main():
         (run_folder / RECORD).unlink(missing_ok=True)
         report = export_model(
             run_folder / FOLDER,
             model=machine.plain_model,
-            weights=weights,
+            weights=weights | original_weights(loaded.config, lessons.task, tokenizer=lessons.tokenizer, say=print),
             inputs=inputs_of(lessons.processing),
-            section=loaded.config.export,
-            facts=_card(loaded, progress),
+            section=written_section(loaded.config),
+            facts=_card(loaded, progress, head=lessons.task.head),
         )
         _record(loaded, report, step=progress.step, reason=reason)
         tensors = f"{report.num_tensors} tensors, {size_text(report.size_bytes)}"
@@ -78,7 +79,7 @@ def inputs_of(processing: Processing) -> Inputs:
     return Inputs(language, processing.processor)
 
 
-def _card(loaded: LoadedConfig, progress: Progress) -> CardFacts:
+def _card(loaded: LoadedConfig, progress: Progress, *, head: str) -> CardFacts:
     return CardFacts(
         title=Path(loaded.config.run.folder).name,
         task=loaded.config.task.name,
@@ -86,6 +87,7 @@ def _card(loaded: LoadedConfig, progress: Progress) -> CardFacts:
         metrics=progress.last_metrics,
         config_text=resolved_yaml(loaded),
         software=package_versions(),
+        head=head,
     )
 
 

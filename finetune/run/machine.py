@@ -1,11 +1,14 @@
 """What learns: the Accelerator, and the model and optimizer that it prepared."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from accelerate import Accelerator
 
 from finetune.config.run_config import RunConfig
+from finetune.data.batch import Batch
 from finetune.model.memory import MemoryEstimate, estimate
 from finetune.model.precision import precision_warnings
 from finetune.model.size import ModelSize, describe
@@ -14,11 +17,21 @@ from finetune.run.lessons import Lessons
 from finetune.run.model import build_model
 from finetune.runtime import seeds
 from finetune.strategy.protocol import Sharded, Strategy
+from finetune.strategy.waiting import leave_waiting_out_of_norm
 from finetune.train.accelerator import build_accelerator, check_prepared
+from finetune.train.groups import Named, describe_groups, named_of
+from finetune.train.noise import EmbeddingNoise
 from finetune.train.optimizer import build_optimizer
+from finetune.train.parts import nothing
 
-OPTIMIZER_BYTES = {"adamw": 8, "sgd": 4, "adafactor": 0, "adamw_8bit": 2}
-"""Bytes of optimizer state per trained parameter; Adafactor's, a row and a column per matrix, are next to none."""
+OPTIMIZER_BYTES = {"adamw": 8, "sgd": 4, "adafactor": 0, "adamw_8bit": 2, "muon": 8, "schedule_free_adamw": 8}
+"""Bytes of optimizer state per trained parameter; Adafactor's, a row and a column per matrix, are next to none.
+
+Muon keeps 4 for a hidden matrix and 8 for anything else.
+"""
+
+AVERAGE_BYTES = 4
+"""The same of `train.average`."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +42,7 @@ class Machine:
     plain_model: Any
     model: Any
     optimizer: Any
+    before_batch: Callable[[Batch], None] = nothing  # to be told of each batch before the model learns from it
 
 
 def make_accelerator(config: RunConfig, strategy: Strategy) -> Accelerator:
@@ -53,10 +67,24 @@ def make_machine(
     for line in (*size.lines, *_memory(config, strategy, size=size).lines[-1:]):
         say(line)
     _warn(config, say)
-    optimizer = build_optimizer(plain.named_parameters(), config.train.optimizer, learning_rate=learning_rate)
+    optimizer = _optimizer(config, named_of(plain), learning_rate=learning_rate, say=say)
+    noise = config.train.embedding_noise
+    before_batch = EmbeddingNoise(plain, alpha=noise).tell if noise else nothing
     model, prepared = accelerator.prepare(plain, optimizer)
     check_prepared(model, strategy.expected(), strategy=strategy.name)
-    return Machine(accelerator, plain, model, prepared)
+    if config.train.unfreeze:
+        leave_waiting_out_of_norm(model)
+    return Machine(accelerator, plain, model, prepared, before_batch)
+
+
+def _optimizer(config: RunConfig, named: list[Named], *, learning_rate: float, say: Announcer) -> torch.optim.Optimizer:
+    train = config.train
+    optimizer = build_optimizer(
+        named, train.optimizer, learning_rate=learning_rate, unfreeze=train.unfreeze, average=train.average
+    )
+    for line in describe_groups(optimizer.param_groups, named):
+        say(line)
+    return optimizer
 
 
 def _memory(config: RunConfig, strategy: Strategy, *, size: ModelSize) -> MemoryEstimate:
@@ -65,7 +93,8 @@ def _memory(config: RunConfig, strategy: Strategy, *, size: ModelSize) -> Memory
         weights_bytes=sum(size.bytes_by_dtype.values()),
         trained_bytes=sum(size.trained_bytes_by_dtype.values()),
         num_trained=size.num_trained,
-        optimizer_bytes_per_parameter=OPTIMIZER_BYTES[config.train.optimizer.name],
+        optimizer_bytes_per_parameter=OPTIMIZER_BYTES[config.train.optimizer.name]
+        + (AVERAGE_BYTES if config.train.average else 0),
         shards=strategy.expected().num_shards,
         shards_weights=Sharded.PARAMETERS in sharded,
         shards_gradients=Sharded.GRADIENTS in sharded,

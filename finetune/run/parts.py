@@ -16,6 +16,7 @@ from finetune.report.reporter import Reporter
 from finetune.run.lessons import Lessons
 from finetune.run.machine import Machine
 from finetune.run.samples import recorded
+from finetune.run.weights import make_weights
 from finetune.runtime import ranks
 from finetune.runtime.cadence import Cadence, Never
 from finetune.train.answer import Answers
@@ -24,6 +25,7 @@ from finetune.train.meters import Meters
 from finetune.train.parts import Evaluation, Parts, Saving
 from finetune.train.plan import Plan
 from finetune.train.stopping import EarlyStopping, NeverStop, Wishes
+from finetune.train.weights import EvaluationOf
 
 
 def make_parts(
@@ -61,6 +63,7 @@ def make_parts(
         wishes=wishes,
         stop_after_steps=config.train.stop_after_steps,
         early_stopping=EarlyStopping(stopping) if stopping else NeverStop(),
+        before_batch=machine.before_batch,
     )
 
 
@@ -95,7 +98,7 @@ def _evaluation(config: RunConfig, lessons: Lessons, *, machine: Machine, report
         world=ranks.world(),
         section=config.data,
     )
-    return Evaluator(
+    evaluator = Evaluator(
         task=lessons.task,
         model=machine.model,
         loader=machine.accelerator.prepare_data_loader(loader),
@@ -103,6 +106,7 @@ def _evaluation(config: RunConfig, lessons: Lessons, *, machine: Machine, report
         reporter=reporter,
         answers=_answers(section.generate, lessons, rows=rows, machine=machine),
     )
+    return EvaluationOf(make_weights(config, machine), evaluator)
 
 
 def _answers(

@@ -20,6 +20,8 @@ class JobFacts:
     microbatch_size: int
     max_gradient_norm: float | None
     optimizer: str = "adamw"
+    keeps_average: bool = False  # of the weights, in the optimizer
+    unfreezes: bool = False  # some parameters begin to learn later
     has_two_dtypes: bool = False  # frozen weights in 16 bits beside float32 adapters
     pins_memory: bool = False
 
@@ -47,6 +49,11 @@ def disagreements(environment: LaunchEnvironment, job: JobFacts) -> list[str]:
             "FSDP1 flattens frozen 16-bit weights and float32 adapters into one buffer, which cannot be. "
             "Launch with accelerate_configs/fsdp2.yaml, or write model.dtype: float32."
         )
+    if job.optimizer == "muon" and (environment.fsdp_version == 1 or environment.zero_stage is not None):
+        found.append(
+            "train.optimizer.name: muon makes whole matrices orthogonal, and FSDP1 and ZeRO hand the optimizer parts of "
+            "them, flattened. Launch with accelerate_configs/ddp.yaml or fsdp2.yaml, or write adamw."
+        )
     found += [f"{kind} is asked for in the accelerate config and is not supported." for kind in environment.unsupported]
     return found + _deepspeed_disagreements(environment, job)
 
@@ -73,7 +80,17 @@ def _deepspeed_disagreements(environment: LaunchEnvironment, job: JobFacts) -> l
     ]
     if _offloads_optimizer(environment.deepspeed) and job.optimizer != "adamw":
         found.append(f"an offloaded optimizer must be adamw (DeepSpeedCPUAdam); the job says {job.optimizer}.")
-    return found
+    return found + _offload_disagreements(environment, job)
+
+
+def _offload_disagreements(environment: LaunchEnvironment, job: JobFacts) -> list[str]:
+    asked = {"train.average": job.keeps_average, "train.unfreeze": job.unfreezes}
+    return [
+        f"{key} needs our optimizer, and an offloaded one is DeepSpeed's own (DeepSpeedCPUAdam). Launch without "
+        f"offload_optimizer, or remove {key}."
+        for key, is_asked in asked.items()
+        if is_asked and _offloads_optimizer(environment.deepspeed)
+    ]
 
 
 def filled_deepspeed_config(config: Mapping[str, Any], *, world: int, job: JobFacts) -> dict[str, Any]:

@@ -19,6 +19,10 @@ from finetune.train.plan import Plan
 from finetune.train.stopping import EarlyStopping, NeverStop, Wishes
 
 
+def nothing(batch: Batch) -> None:
+    """Do nothing."""
+
+
 class Evaluation(Protocol):
     """Measures the model on the validation rows."""
 
@@ -69,6 +73,7 @@ class Parts:
     wishes: Wishes
     stop_after_steps: int | None
     early_stopping: EarlyStopping | NeverStop
+    before_batch: Callable[[Batch], None] = nothing  # told of each batch before the model learns from it
 
     def report_steps(self) -> None:
         """Report the steps taken since the last time. Collective."""

@@ -19,7 +19,7 @@ from finetune.runtime import ranks, seeds
 from finetune.runtime.progress import Progress
 from finetune.runtime.waypoints import reach
 from finetune.train.meters import StepRecord, is_finite
-from finetune.train.optimizer import set_learning_rate
+from finetune.train.optimizer import begin_step, leave_out_waiting
 from finetune.train.parts import Parts
 from finetune.train.stopping import Wish, agreed
 
@@ -57,7 +57,7 @@ def take_step(
     """
     seeds.seed_everything(parts.seed, "step", progress.step, ranks.rank())
     learning_rate = parts.plan.schedule.learning_rate(progress.step)
-    set_learning_rate(parts.optimizer, learning_rate)
+    begin_step(parts.optimizer, step=progress.step, learning_rate=learning_rate)
     losses, others = _backward(parts, group, num_targets=counts.num_targets, step=progress.step)
     gradient_norm = _clip(parts)
     reach("update.before", step=progress.step)
@@ -119,6 +119,7 @@ def _backward(
         is_last = number == len(group) - 1
         accelerator.sync_gradients = is_last
         with nullcontext() if is_last else accelerator.no_sync(parts.model):
+            parts.before_batch(batch)
             sums = dict(parts.task.loss_sums(parts.model, batch))
             loss_sum = sums.pop("loss_sum")
             if reach("forward", step=step):
@@ -131,7 +132,11 @@ def _backward(
 
 
 def _clip(parts: Parts) -> Tensor:
-    """Clip to the global norm and return the norm before clipping, a scalar that is equal on every rank."""
+    """Clip to the global norm and return the norm before clipping, a scalar that is equal on every rank.
+
+    It is of the parameters that learn by now.
+    """
+    leave_out_waiting(parts.optimizer)
     limit = parts.max_gradient_norm if parts.max_gradient_norm is not None else float("inf")
     norm = parts.accelerator.clip_grad_norm_(parts.model.parameters(), limit)
     if not isinstance(norm, Tensor):  # DeepSpeed has clipped and stepped already, and answers with a float

@@ -12,6 +12,7 @@ from finetune.config.rules.data import DATA_RULES
 from finetune.config.rules.effects import without_effect
 from finetune.config.rules.evaluation import EVALUATION_RULES
 from finetune.config.rules.formats import FORMAT_RULES
+from finetune.config.rules.learning import LEARNING_RULES
 from finetune.config.rules.model import MODEL_RULES
 from finetune.config.rules.sources import SOURCE_RULES
 from finetune.config.rules.streams import STREAM_RULES
@@ -32,6 +33,7 @@ RULES: tuple[Rule, ...] = (
     *EVALUATION_RULES,
     *CHECKPOINT_RULES,
     *TASK_RULES,
+    *LEARNING_RULES,
     without_effect,
 )
 

@@ -9,6 +9,7 @@ from finetune.config.rules.source_effects import Effect, source_effects
 from finetune.config.rules.task_effects import task_effects
 from finetune.config.rules.written import exists, is_written
 from finetune.config.run_config import RunConfig
+from finetune.config.wording import listed
 from finetune.errors import Problem
 
 
@@ -115,13 +116,15 @@ def _is_weighted(config: RunConfig) -> bool:
     return any(source.weight is not None for source in config.data.train.mix)
 
 
-_ADAM = ("adamw", "adamw_8bit")
+_ADAM = ("adamw", "adamw_8bit", "muon", "schedule_free_adamw")
 
 EFFECTS: tuple[Effect, ...] = (
-    Effect("train.optimizer.momentum", partial(_optimizer, names=("sgd",)), "only `name: sgd` has momentum"),
-    Effect("train.optimizer.betas", partial(_optimizer, names=_ADAM), "only `adamw` and `adamw_8bit` have betas"),
-    Effect("train.optimizer.eps", partial(_optimizer, names=_ADAM), "only `adamw` and `adamw_8bit` have eps"),
-    Effect("train.optimizer.fused", partial(_optimizer, names=("adamw",)), "only `adamw` has a fused kernel"),
+    Effect(
+        "train.optimizer.momentum", partial(_optimizer, names=("sgd", "muon")), "only `sgd` and `muon` have momentum"
+    ),
+    Effect("train.optimizer.betas", partial(_optimizer, names=_ADAM), f"only {listed(_ADAM)} have betas"),
+    Effect("train.optimizer.eps", partial(_optimizer, names=_ADAM), f"only {listed(_ADAM)} have eps"),
+    Effect("train.optimizer.fused", partial(_optimizer, names=("adamw", "muon")), "only AdamW has a fused kernel"),
     Effect("train.schedule.decay_fraction", _decays_late, "only `name: warmup_stable_decay` decays late"),
     Effect("train.schedule.final_fraction", partial(_schedule_is_not, name="constant"), "a constant rate never falls"),
     Effect("train.nonfinite.max_skips", _skips, "only `action: skip` skips steps"),
@@ -147,6 +150,7 @@ EFFECTS: tuple[Effect, ...] = (
     Effect("model.revision", _is_from_hub, "only a model from the hub has revisions"),
     Effect("model.trust_remote_code", _runs_model_code, "a model made from its config runs no code of others"),
     Effect("model.cache_folder", _downloads, "nothing is downloaded from the model hub"),
+    Effect("model.train_only", _trains_own_weights, "under adapters all of the model's own weights are frozen"),
     Effect("model.freeze", _trains_own_weights, "under adapters all of the model's own weights are frozen"),
     Effect("train.optimizer.lora_plus_ratio", _has_lora, "only `model.lora` has A and B"),
     Effect("model.quantization.kind", _is_4_bit, "only bitsandbytes with 4 bits has kinds"),

@@ -17,6 +17,10 @@ from finetune.config.sections.task import (
 
 _OF_TOKENS = ("max_length", "over_length", "truncate_side", "chat_template", "system_prompt", "train_on")
 _DPO = ("sigmoid", "robust", "cpo")
+_EMBEDDED = (
+    *("sft", "pretrain", "seq2seq", "masked_lm", "distillation"),
+    *("text_classification", "token_classification"),
+)
 _SMOOTHED = ("sft", "pretrain", "seq2seq", "masked_lm", "vision_language_sft", *CLASSIFYING)
 _NORMALISED = ("sft", "pretrain", "seq2seq", "masked_lm", "vision_language_sft")
 
@@ -47,7 +51,7 @@ def task_effects() -> Iterator[Effect]:
         yield Effect(f"data.{key}", _has_tokens, "images alone have no tokens")
     yield Effect("model.tokenizer", _has_tokens, "images alone have no tokens")
     yield Effect("model.new_tokens", _has_tokens, "images alone have no tokens")
-    yield Effect("train.embedding_noise", _has_tokens, "images alone have no embeddings")
+    yield Effect("train.embedding_noise", partial(_is, names=_EMBEDDED), _only(_EMBEDDED))
     yield Effect("model.image_processor", partial(_is, names=WITHOUT_TOKENS), _only(WITHOUT_TOKENS))
     for key in ("chat_template", "system_prompt"):
         yield Effect(f"data.{key}", _has_turns, "this task reads text without turns")

@@ -157,6 +157,9 @@ class ModelSection(Section):
         "Recompute activations in the backward pass: less memory, about a third more time.", False
     )
     freeze: Strings = key("Patterns (`fnmatch`, such as `model.embed_tokens.*`) of parameters that do not learn.", ())
+    train_only: Strings = key(
+        "Patterns of the only parameters that learn, such as `*embed_tokens*` or `lm_head.*`; or write `freeze`.", ()
+    )
     lora: LoraSection | None = key(
         "Train adapters instead of the model's own weights. At most one kind of adapters.", None
     )

@@ -7,6 +7,7 @@ from pydantic import Field
 from finetune.config.section import Count, Fraction, Positive, Section, Strings, key
 
 DecayRate = Annotated[float, Field(ge=0.0, lt=1.0)]
+Rate = Annotated[float, Field(gt=0.0)]
 DecayRates = Annotated[tuple[DecayRate, ...], Field(strict=False)]
 
 
@@ -24,7 +25,7 @@ class OptimizerSection(Section):
     )
     betas: DecayRates = key("Decay rates of AdamW's two moments.", (0.9, 0.999), min_length=2, max_length=2)
     eps: float = key("Term that keeps AdamW's denominator away from zero.", 1e-8, gt=0.0)
-    momentum: float = key("Momentum of SGD.", 0.0, ge=0.0, lt=1.0)
+    momentum: float | None = key("Momentum; unset, none for `sgd` and 0.95 for `muon`.", None, ge=0.0, lt=1.0)
     fused: bool | None = key("One kernel for the whole AdamW update; unset, used wherever it exists.", None)
     lora_plus_ratio: float = key(
         "LoRA+ (Hayou et al., 2024, arXiv:2402.12354): the adapters' B learns so many times as fast as A.", 1.0, gt=0.0
@@ -36,7 +37,7 @@ class OptimizerSection(Section):
         gt=0.0,
         le=1.0,
     )
-    rates: dict[str, float] = key(
+    rates: dict[str, Rate] = key(
         "Factors on the learning rate of parameters by pattern (`fnmatch`): `{'*embed*': 0.1}`; the first that fits.",
         {},
     )

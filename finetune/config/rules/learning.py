@@ -1,0 +1,53 @@
+"""Rules of how parameters learn: which of them, when, by which optimizer, and what is kept of them."""
+
+from collections.abc import Iterator
+
+from finetune.config.run_config import RunConfig
+from finetune.errors import Problem
+
+
+def schedule_free_has_no_schedule(config: RunConfig) -> Iterator[Problem]:
+    """A schedule-free optimizer warms up and then keeps its rate; its average takes the place of a decay."""
+    train = config.train
+    if train.optimizer.name != "schedule_free_adamw":
+        return
+    if train.schedule.name != "constant":
+        message = f"`optimizer.name: schedule_free_adamw` needs none, and here is `{train.schedule.name}`."
+        yield Problem("train.schedule.name", f"{message} Write `schedule: {{name: constant}}`, with a warmup.")
+    if train.average is not None:
+        message = "`optimizer.name: schedule_free_adamw` evaluates and exports an average already. Remove it."
+        yield Problem("train.average", message)
+    if train.optimizer.betas[0] == 0.0:
+        message = (
+            "`schedule_free_adamw` finds its average through the first one, so it cannot be 0. Write `[0.9, 0.999]`."
+        )
+        yield Problem("train.optimizer.betas", message)
+
+
+def parameters_learn_or_do_not(config: RunConfig) -> Iterator[Problem]:
+    """What learns is said in one way."""
+    model, unfreeze = config.model, config.train.unfreeze
+    if model.freeze and model.train_only:
+        yield Problem("model.train_only", "`model.freeze` says which parameters learn already. Write only one of them.")
+    for index, section in enumerate(unfreeze):
+        for pattern in section.patterns:
+            if pattern in model.freeze:
+                message = f"`{pattern}` never learns: it is in `model.freeze`, too. Remove it from one of them."
+                yield Problem(f"train.unfreeze.{index}.patterns", message)
+
+
+def what_begins_later_begins(config: RunConfig) -> Iterator[Problem]:
+    """Steps after which something begins lie within the run."""
+    steps, average = config.train.steps, config.train.average
+    if steps is None:
+        return
+    for index, section in enumerate(config.train.unfreeze):
+        if section.after_steps >= steps:
+            message = f"the run has {steps} steps, so they would never learn. Write fewer, or use `model.freeze`."
+            yield Problem(f"train.unfreeze.{index}.after_steps", message)
+    if average is not None and average.after_steps >= steps:
+        message = f"the run has {steps} steps, so the average would never begin. Write fewer."
+        yield Problem("train.average.after_steps", message)
+
+
+LEARNING_RULES = (schedule_free_has_no_schedule, parameters_learn_or_do_not, what_begins_later_begins)
