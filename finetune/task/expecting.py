@@ -41,12 +41,14 @@ class OnlyText:
     """Encodes rows that are a text and nothing else; others are told what to write so that they become such."""
 
     encode: Callable[[Sequence[Row]], Sequence[Outcome]]
+    task: str = "pretrain"
 
     def __call__(self, rows: Sequence[Row]) -> Sequence[Outcome]:
         """Return what becomes of each row."""
         if any(row.keys() != {"text"} for row in rows):  # all rows of a source have one format
             what = "a label" if "label" in rows[0] else "turns"
-            wrong = f"task `pretrain` learns from plain text, but the row has {what}. Use task `sft`, or format `text`."
+            instead = "Use task `sft`, or format `text`." if self.task == "pretrain" else "Set `format: text`."
+            wrong = f"task `{self.task}` learns from plain text, but the row has {what}. {instead}"
             return [DataError(wrong)] * len(rows)
         return self.encode(rows)
 

@@ -2,12 +2,13 @@
 
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from finetune.task.encode_decode import begun, is_encoder_decoder
 from finetune.task.forward import innermost
 
 
@@ -27,13 +28,12 @@ def generate(
     `all_finished` is told after every token whether this rank is done and answers whether all are; a rank without
     prompts takes part with a dummy and gets []. The caller sets evaluation mode. Collective where `all_finished` is.
     """
-    state = _start(prompts or [[pad_id]], pad_id=pad_id, device=device)
+    state = _begun(model, prompts or [[pad_id]], pad_id=pad_id, device=device)
     stops = torch.tensor(sorted(stop_ids), dtype=torch.int64, device=device)
-    is_finished = torch.full((len(state.input_ids),), not prompts, device=device)  # [batch]
-    arguments = _arguments(model)
+    is_finished = torch.full((max(1, len(prompts)),), not prompts, device=device)  # [batch]
     answers = []
     for _ in range(max_new_tokens):
-        chosen, state = _advance(model, state, arguments)
+        chosen, state = state.advance(model)
         chosen = torch.where(is_finished, pad_id, chosen)
         answers.append(chosen)
         is_finished = is_finished | torch.isin(chosen, stops)
@@ -44,46 +44,58 @@ def generate(
     return [_until_stop(row, stop_ids) for row in rows[: len(prompts)]]
 
 
-@dataclass(frozen=True)
-class _State:
-    """What has been read and written so far; with a cache, only the newest token is given to the model."""
+class _State(Protocol):
+    """What has been read and written so far."""
 
-    input_ids: Tensor  # [batch, length]
-    attention_mask: Tensor  # [batch, length]
-    cache: Any = None
+    def advance(self, model: nn.Module) -> "tuple[Tensor, _State]":
+        """Return the likeliest next token of each row ([batch]) and the state with the model's new cache."""
 
     def followed_by(self, chosen: Tensor) -> "_State":
         """Return the state one token later; chosen is [batch]."""
+
+
+@dataclass(frozen=True)
+class _Writing:
+    """The state of a decoder alone; with a cache, only the newest token is given to the model."""
+
+    input_ids: Tensor  # [batch, length]
+    attention_mask: Tensor  # [batch, length]
+    arguments: frozenset[str]  # names of what the model can be given
+    cache: Any = None
+
+    def advance(self, model: nn.Module) -> "tuple[Tensor, _Writing]":
+        """Return the likeliest next token of each row ([batch]) and the state with the model's new cache."""
+        positions = (self.attention_mask.cumsum(dim=1) - 1).clamp(min=0)
+        num_new = self.input_ids.shape[1] if self.cache is None else 1
+        given: dict[str, Any] = {"attention_mask": self.attention_mask, "use_cache": True}
+        if "position_ids" in self.arguments:
+            given["position_ids"] = positions[:, -num_new:]
+        if "logits_to_keep" in self.arguments:
+            given["logits_to_keep"] = 1
+        if self.cache is not None:
+            given["past_key_values"] = self.cache
+        outputs = model(input_ids=self.input_ids[:, -num_new:], **given)
+        cache = getattr(outputs, "past_key_values", None)
+        return outputs.logits[:, -1].argmax(dim=-1), replace(self, cache=cache)
+
+    def followed_by(self, chosen: Tensor) -> "_Writing":
+        """Return the state one token later; chosen is [batch]."""
         seen = torch.ones_like(chosen)[:, None]
-        return _State(
-            torch.cat([self.input_ids, chosen[:, None]], dim=1),
-            torch.cat([self.attention_mask, seen], dim=1),
-            self.cache,
+        return replace(
+            self,
+            input_ids=torch.cat([self.input_ids, chosen[:, None]], dim=1),
+            attention_mask=torch.cat([self.attention_mask, seen], dim=1),
         )
 
 
-def _start(prompts: Sequence[Sequence[int]], *, pad_id: int, device: torch.device) -> _State:
-    """Pad on the left, so that every answer begins at the same place."""
+def _begun(model: nn.Module, prompts: Sequence[Sequence[int]], *, pad_id: int, device: torch.device) -> _State:
+    """Return the state before the first token; a decoder's prompts end, and so its answers begin, at one place."""
+    if is_encoder_decoder(model):
+        return begun(model, prompts, pad_id=pad_id, device=device)
     longest = max(len(prompt) for prompt in prompts)
     input_ids = torch.tensor([[pad_id] * (longest - len(prompt)) + list(prompt) for prompt in prompts], device=device)
     mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device)
-    return _State(input_ids, mask)
-
-
-def _advance(model: nn.Module, state: _State, arguments: frozenset[str]) -> tuple[Tensor, _State]:
-    """Return the likeliest next token of each row ([batch]) and the state with the model's new cache."""
-    positions = (state.attention_mask.cumsum(dim=1) - 1).clamp(min=0)
-    num_new = state.input_ids.shape[1] if state.cache is None else 1
-    given: dict[str, Any] = {"attention_mask": state.attention_mask, "use_cache": True}
-    if "position_ids" in arguments:
-        given["position_ids"] = positions[:, -num_new:]
-    if "logits_to_keep" in arguments:
-        given["logits_to_keep"] = 1
-    if state.cache is not None:
-        given["past_key_values"] = state.cache
-    outputs = model(input_ids=state.input_ids[:, -num_new:], **given)
-    cache = getattr(outputs, "past_key_values", None)
-    return outputs.logits[:, -1].argmax(dim=-1), _State(state.input_ids, state.attention_mask, cache)
+    return _Writing(input_ids, mask, _arguments(model))
 
 
 def _arguments(model: nn.Module) -> frozenset[str]:

@@ -1,0 +1,121 @@
+"""Masked-language pre-training: predict hidden tokens from those on both sides of them."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
+
+from finetune.data.batch import IGNORED, Batch
+from finetune.data.encoding.frame import frame_of
+from finetune.data.encoding.masked_text import MaskedTextEncoder
+from finetune.data.encoding.tokens import Tokens
+from finetune.data.features import Features, Outcome
+from finetune.data.prepared.chunks import Encode
+from finetune.data.prepared.lengths import LengthPolicy
+from finetune.errors import DataError
+from finetune.task.base import BaseTask
+from finetune.task.causal import pad_id
+from finetune.task.expecting import OnlyText
+from finetune.task.forward import logits_of
+from finetune.task.hiding import Hiding
+from finetune.task.losses import TokenLoss
+from finetune.task.materials import Materials
+from finetune.task.metrics import token_metrics, token_sums
+from finetune.task.protocol import ModelHead, Row
+
+MASKS = ("<mask>", "[MASK]")
+"""What a mask is called where a tokenizer has one without saying so, such as a token added by the job."""
+
+
+class MaskedLmTask(BaseTask):
+    """Predict hidden tokens (Devlin et al., 2018, arXiv:1810.04805); raises DataError for a tokenizer without a mask.
+
+    Which are hidden is drawn anew in every step; in evaluations it is always the same ones.
+    """
+
+    head: ModelHead = "masked_lm"
+
+    def __init__(self, materials: Materials) -> None:
+        section, self.data = materials.section, materials.data
+        tokenizer = materials.tokenizer
+        self.pad_id = pad_id(tokenizer)
+        self.loss = TokenLoss(section.label_smoothing, section.z_loss)
+        self._section = section.masked_lm
+        mask_id = _mask_id(tokenizer)
+        special = Tokens(tokenizer).special
+        ordinary = np.array([i for i in sorted(tokenizer.get_vocab().values()) if i not in special], np.int64)
+        self._hiding = Hiding(self._section, mask_id, ordinary)
+        self._frame = frame_of(tokenizer)
+        if self.data.longest <= sum(self._frame):
+            raise DataError(f"data.max_length: {self.data.longest} leaves no room beside the special tokens.")
+        self._encoder = OnlyText(MaskedTextEncoder(tokenizer, words=self._section.whole_words), task="masked_lm")
+
+    @property
+    def encoding(self) -> Mapping[str, Any]:
+        """Return whether words are told apart; what is hidden of them is drawn later."""
+        return {"words": self._section.whole_words}
+
+    @property
+    def lengths(self) -> LengthPolicy:
+        """Return `data.max_length`; every part of a text keeps the special tokens around it."""
+        data = self.data
+        return LengthPolicy(data.longest, data.over_length, data.truncate_side, self._frame)
+
+    @property
+    def encoder(self) -> Encode:
+        """Return what encodes texts."""
+        return self._encoder
+
+    def encode(self, rows: Sequence[Row]) -> Sequence[Outcome]:
+        """Return the texts' tokens; None for one in which there is nothing to hide."""
+        return self._encoder(rows)
+
+    def collate(self, features: Sequence[Features]) -> Batch:
+        """Return the samples padded on the right, tokens hidden; labels[b, t] is the token that is hidden at t."""
+        longest = max(each.length for each in features)
+        input_ids = np.full((len(features), longest), self.pad_id, dtype=np.int64)
+        attention_mask = np.zeros((len(features), longest), dtype=np.int64)
+        labels = np.full((len(features), longest), IGNORED, dtype=np.int64)
+        for place, each in enumerate(features):
+            input_ids[place, : each.length], labels[place, : each.length] = self._hiding(each)
+            attention_mask[place, : each.length] = 1
+        return Batch(
+            inputs={"input_ids": torch.from_numpy(input_ids), "attention_mask": torch.from_numpy(attention_mask)},
+            labels=torch.from_numpy(labels),
+            num_targets=int((labels != IGNORED).sum()),
+            num_tokens=int(attention_mask.sum()),
+            sample_ids=tuple(each.sample_id for each in features),
+        )
+
+    def loss_sum(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Return the loss that is trained, in nats, summed over the hidden tokens: a float32 scalar."""
+        return self.loss_sums(model, batch)["loss_sum"]
+
+    def loss_sums(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
+        """Return `loss_sum` and, where that is smoothed or has a z-loss, the plain `cross_entropy` beside it."""
+        return self.loss.sums(logits_of(model, batch), batch.labels)
+
+    def metric_sums(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
+        """Return `loss_sum` (the plain cross-entropy), `num_targets` and `num_correct`."""
+        return token_sums(logits_of(model, batch), batch.labels)
+
+    def metrics(self, sums: Mapping[str, float], records: Tensor | None = None) -> Mapping[str, float]:
+        """Return `loss`, `perplexity` and `masked_accuracy`, all of the hidden tokens."""
+        measured = token_metrics(sums)
+        return {**measured, "masked_accuracy": measured.pop("token_accuracy")}
+
+
+def _mask_id(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Return the token that hides; one of the usual names becomes the tokenizer's mask where it has none."""
+    if tokenizer.mask_token_id is None:
+        vocabulary = tokenizer.get_vocab()
+        tokenizer.mask_token = next((name for name in MASKS if name in vocabulary), None)
+    if tokenizer.mask_token_id is None:
+        raise DataError(
+            "task.masked_lm: the tokenizer has no mask token to hide words with. Write `model.new_tokens: {special: "
+            "['<mask>']}`, or use the tokenizer of a model that was trained so."
+        )
+    return int(tokenizer.mask_token_id)

@@ -1,0 +1,123 @@
+"""Sequence to sequence: an encoder reads the source, a decoder learns to write the target."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from finetune.data.batch import IGNORED, Batch
+from finetune.data.encoding.frame import frame_of
+from finetune.data.encoding.source_target import SourceTargetEncoder
+from finetune.data.features import Features, Outcome
+from finetune.data.prepared.chunks import Encode
+from finetune.data.prepared.lengths import SourceTargetLengths
+from finetune.task.base import BaseTask
+from finetune.task.causal import pad_id
+from finetune.task.forward import innermost
+from finetune.task.losses import TokenLoss
+from finetune.task.materials import Materials
+from finetune.task.metrics import token_metrics, token_sums
+from finetune.task.protocol import ModelHead, Prompt, Row
+
+
+class Seq2SeqTask(BaseTask):
+    """Predict each token of the target from the source and the tokens before it, end-of-sequence included.
+
+    Rows become `input_ids`, the source and behind it the target, and `is_target`, which marks the target.
+    """
+
+    head: ModelHead = "seq2seq_lm"
+
+    def __init__(self, materials: Materials) -> None:
+        section, self.data = materials.section, materials.data
+        self.pad_id = pad_id(materials.tokenizer)
+        self.loss = TokenLoss(section.label_smoothing, section.z_loss)
+        self._section = section.seq2seq
+        self._frame = frame_of(materials.tokenizer)
+        self._encode = SourceTargetEncoder(materials.tokenizer, prefix=self._section.source_prefix)
+
+    @property
+    def encoding(self) -> Mapping[str, Any]:
+        """Return what stands before every source, and how long a target may be."""
+        return self._section.model_dump()
+
+    @property
+    def lengths(self) -> SourceTargetLengths:
+        """Return `data.max_length` for the source, `task.seq2seq.max_target_length` for the target."""
+        data, longest = self.data, self._section.max_target_length
+        return SourceTargetLengths(
+            data.longest, longest or data.longest, data.over_length, data.truncate_side, self._frame
+        )
+
+    @property
+    def encoder(self) -> Encode:
+        """Return what encodes exchanges."""
+        return self._encode
+
+    def encode(self, rows: Sequence[Row]) -> Sequence[Outcome]:
+        """Return the sources with their targets; None for an empty source."""
+        return self._encode(rows)
+
+    def collate(self, features: Sequence[Features]) -> Batch:
+        """Return sources and targets padded on the right; labels[b, t] is the target's token t."""
+        pairs = [_parts(each) for each in features]
+        sources, targets = [source for source, _ in pairs], [target for _, target in pairs]
+        lengths = np.array([len(source) for source in sources])
+        mask = np.arange(lengths.max()) < lengths[:, None]
+        labels = _rectangle(targets, filled_with=IGNORED)
+        return Batch(
+            inputs={
+                "input_ids": torch.from_numpy(_rectangle(sources, filled_with=self.pad_id)),
+                "attention_mask": torch.from_numpy(mask.astype(np.int64)),
+            },
+            labels=torch.from_numpy(labels),
+            num_targets=sum(map(len, targets)),
+            num_tokens=sum(each.length for each in features),
+            sample_ids=tuple(each.sample_id for each in features),
+        )
+
+    def loss_sum(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Return the loss that is trained, in nats, summed over the targets: a float32 scalar."""
+        return self.loss_sums(model, batch)["loss_sum"]
+
+    def loss_sums(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
+        """Return `loss_sum` and, where that is smoothed or has a z-loss, the plain `cross_entropy` beside it."""
+        return self.loss.sums(_logits(model, batch), batch.labels)
+
+    def metric_sums(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
+        """Return `loss_sum` (the plain cross-entropy), `num_targets` and `num_correct`."""
+        return token_sums(_logits(model, batch), batch.labels)
+
+    def metrics(self, sums: Mapping[str, float], records: Tensor | None = None) -> Mapping[str, float]:
+        """Return `loss`, `perplexity` and `token_accuracy`."""
+        return token_metrics(sums)
+
+    def prompt(self, features: Features) -> Prompt | None:
+        """Return the source, and the target as learnt: with the end of sequence."""
+        source, target = _parts(features)
+        return Prompt(input_ids=tuple(source.tolist()), reference_ids=tuple(target.tolist()))
+
+
+def _logits(model: nn.Module, batch: Batch) -> Tensor:
+    """Return the logits of the decoder, [batch, longest target, vocabulary].
+
+    It is given the targets shifted by one, as the model itself shifts labels, and no labels: their mean is not wanted.
+    """
+    inner: Any = innermost(model)
+    before = inner.prepare_decoder_input_ids_from_labels(labels=batch.labels)
+    logits: Tensor = model(**batch.inputs, decoder_input_ids=before, use_cache=False).logits
+    return logits
+
+
+def _parts(features: Features) -> tuple[np.ndarray, np.ndarray]:
+    ids, is_target = features.arrays["input_ids"].astype(np.int64), features.arrays["is_target"]
+    return ids[~is_target], ids[is_target]
+
+
+def _rectangle(rows: Sequence[np.ndarray], *, filled_with: int) -> np.ndarray:
+    filled = np.full((len(rows), max(map(len, rows))), filled_with, dtype=np.int64)
+    for place, row in enumerate(rows):
+        filled[place, : len(row)] = row
+    return filled
