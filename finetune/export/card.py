@@ -1,12 +1,33 @@
-"""The model card: what the model is, how it was made, and how to load it and talk to it."""
+"""The model card: what the model is, how it was made, and how to load it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from huggingface_hub import ModelCardData
+
+from finetune.model.heads import HEADS
+
+PIPELINES: Mapping[str, str] = {
+    "causal_lm": "text-generation",
+    "seq2seq_lm": "text2text-generation",
+    "masked_lm": "fill-mask",
+    "sequence_classification": "text-classification",
+    "token_classification": "token-classification",
+    "image_classification": "image-classification",
+    "image_text_to_text": "image-text-to-text",
+}
+"""What the hub calls that which a head is for."""
+
+_INPUTS = {
+    "image_classification": ("processor", "AutoImageProcessor"),
+    "image_text_to_text": ("processor", "AutoProcessor"),
+}
 
 
 @dataclass(frozen=True)
 class CardFacts:
-    """What the run knows of itself; `config_text` is the resolved job YAML."""
+    """What the run knows of itself; `config_text` is the resolved job YAML, empty where there was no run of ours."""
 
     title: str
     task: str
@@ -14,39 +35,72 @@ class CardFacts:
     metrics: Mapping[str, float]
     config_text: str
     software: Mapping[str, str] = field(default_factory=dict)
+    head: str = "causal_lm"
 
 
 @dataclass(frozen=True)
 class CardBase:
-    """What an adapter stands on: a hub name or folder, or None where the base lies beside it in `base/`."""
+    """What the model was made from: a hub name or folder, or None where an adapter's base lies beside it in `base/`."""
 
     name: str | None
+    relation: Literal["adapter", "finetune"] = "adapter"
+    was_merged: bool = False
+    has_own_config: bool = False  # the adapter's folder holds one, with classes that the base does not know
+    num_embeddings: int | None = None  # where the vocabulary is not the base's
+
+    @property
+    def hub_name(self) -> str | None:
+        """Return the name where it is one of the hub's."""
+        return None if self.name is None or self.name.startswith((".", "/", "~")) else self.name
 
 
 def write_card(facts: CardFacts, *, base: CardBase | None) -> str:
-    """Return the card as Markdown; `base` is None for a whole model."""
+    """Return the card as Markdown with the hub's metadata; `base` is None for a model that began with random weights.
+
+    No license is stated: it depends on base and data, which the run does not know.
+    """
     sections = (
-        _front_matter(base),
+        f"---\n{_metadata(facts, base)}\n---",
         f"# {facts.title}",
-        f"Trained for {facts.num_steps:,} steps (task `{facts.task}`) with `finetune`."
-        + ("" if base is None else f" This folder holds a LoRA adapter; its base is {_base_sentence(base)}."),
+        _story(facts, base),
         _metrics(facts.metrics),
-        f"## Load\n\n```python\n{_loader(base)}```",
-        "## Chat\n\n```\nfinetune chat PATH_OF_THIS_FOLDER\n```",
-        f"## Config\n\n```yaml\n{facts.config_text.rstrip()}\n```",
+        f"## Load\n\n```python\n{_loader(facts.head, _adapter(base))}```",
+        "## Chat\n\n```\nfinetune chat PATH_OF_THIS_FOLDER\n```" if facts.head == "causal_lm" else "",
+        f"## Config\n\n```yaml\n{facts.config_text.rstrip()}\n```" if facts.config_text else "",
         _software(facts.software),
     )
     return "\n\n".join(section for section in sections if section) + "\n"
 
 
-def _front_matter(base: CardBase | None) -> str:
-    lines = ["library_name: " + ("transformers" if base is None else "peft"), "pipeline_tag: text-generation"]
-    if base is not None and base.name is not None and not base.name.startswith("/"):
-        lines.append(f"base_model: {base.name}")
-    return "\n".join(["---", *lines, "tags: [finetune]", "---"])
+def _adapter(base: CardBase | None) -> CardBase | None:
+    return base if base is not None and base.relation == "adapter" else None
 
 
-def _base_sentence(base: CardBase) -> str:
+def _metadata(facts: CardFacts, base: CardBase | None) -> str:
+    known: dict[str, Any] = {"library_name": "transformers" if _adapter(base) is None else "peft"}
+    known |= {"pipeline_tag": PIPELINES[facts.head], "tags": ["finetune", facts.task.replace("_", "-")]}
+    if base is not None and base.hub_name is not None:
+        known |= {"base_model": base.hub_name, "base_model_relation": base.relation}
+    return ModelCardData(**known).to_yaml().strip()
+
+
+def _story(facts: CardFacts, base: CardBase | None) -> str:
+    steps = f"Trained for {facts.num_steps:,} steps (task `{facts.task}`) with `finetune`."
+    story = steps if facts.num_steps else "Written with `finetune`."
+    if base is None:
+        return story
+    if base.was_merged:
+        return f"{story} An adapter was merged into its base{_named(base)}: this is a whole model, and peft not needed."
+    if base.relation == "finetune":
+        return f"{story} It began as {_place(base)}."
+    return f"{story} This folder holds an adapter; its base is {_place(base)}."
+
+
+def _named(base: CardBase) -> str:
+    return "" if base.name is None else f" {_place(base)}"
+
+
+def _place(base: CardBase) -> str:
     return "in `base/`" if base.name is None else f"`{base.name}`"
 
 
@@ -57,17 +111,27 @@ def _metrics(metrics: Mapping[str, float]) -> str:
     return "\n".join(["## Metrics of the last evaluation", "", "| metric | value |", "|---|---|", *rows])
 
 
-def _loader(base: CardBase | None) -> str:
-    start = "from transformers import AutoModelForCausalLM, AutoTokenizer\n"
-    folder = 'folder = "PATH_OF_THIS_FOLDER"\n'
-    tokenizer = "tokenizer = AutoTokenizer.from_pretrained(folder)\n"
-    if base is None:
-        return f"{start}\n{folder}model = AutoModelForCausalLM.from_pretrained(folder)\n{tokenizer}"
-    place = 'f"{folder}/base"' if base.name is None else f'"{base.name}"'
-    return (
-        f"from peft import PeftModel\n{start}\n{folder}base = AutoModelForCausalLM.from_pretrained({place})\n"
-        f"model = PeftModel.from_pretrained(base, folder)\n{tokenizer}"
-    )
+def _loader(head: str, adapter: CardBase | None) -> str:
+    auto = HEADS[head].__name__
+    variable, reader = _INPUTS.get(head, ("tokenizer", "AutoTokenizer"))
+    names = [auto, reader, *(["AutoConfig"] if adapter is not None and adapter.has_own_config else [])]
+    lines = [] if adapter is None else ["from peft import PeftModel"]
+    lines += [f"from transformers import {', '.join(sorted(names))}", "", 'folder = "PATH_OF_THIS_FOLDER"']
+    lines.append(f"{variable} = {reader}.from_pretrained(folder)")
+    if adapter is None:
+        lines.append(f"model = {auto}.from_pretrained(folder)")
+    else:
+        lines += _adapter_lines(auto, adapter)
+    return "\n".join(lines) + "\n"
+
+
+def _adapter_lines(auto: str, adapter: CardBase) -> list[str]:
+    place = 'f"{folder}/base"' if adapter.name is None else f'"{adapter.name}"'
+    more = ", config=AutoConfig.from_pretrained(folder), ignore_mismatched_sizes=True"
+    lines = [f"base = {auto}.from_pretrained({place}{more if adapter.has_own_config else ''})"]
+    if adapter.num_embeddings is not None:
+        lines.append(f"base.resize_token_embeddings({adapter.num_embeddings}, mean_resizing=False)")
+    return [*lines, "model = PeftModel.from_pretrained(base, folder)"]
 
 
 def _software(software: Mapping[str, str]) -> str:

@@ -7,6 +7,7 @@ bits and rounded once, to the type that is written. No other copy of the model i
 import copy
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from peft import PeftModel, get_peft_model
@@ -143,7 +144,8 @@ def _saved(module: ModulesToSaveWrapper, path: str, values: _Values) -> Iterator
 def _merged_layer(layer: nn.Module, path: str, values: _Values) -> Iterator[tuple[str, Tensor]]:
     """Yield the weights of the base's layer, merged."""
     working = _filled(layer, values)
-    working.merge(adapter_names=[ADAPTER])
+    peft_layer: Any = working
+    peft_layer.merge(adapter_names=[ADAPTER])
     merged = dict(_innermost(working).named_parameters())
     for name, place in _innermost(layer).named_parameters():
         if not bool(torch.isfinite(merged[name]).all()):
@@ -170,7 +172,8 @@ def _filled(layer: nn.Module, values: _Values) -> nn.Module:
 
 def _innermost(layer: nn.Module) -> nn.Module:
     """Return the layer of the plain model in it."""
-    inner: nn.Module = layer.get_base_layer()
+    peft_layer: Any = layer
+    inner: nn.Module = peft_layer.get_base_layer()
     return inner
 
 
