@@ -17,6 +17,7 @@ from finetune.model.hollow import give_places
 from finetune.model.hub import is_folder, located, told
 from finetune.model.initialize import draw_weights
 from finetune.model.quantize import quantization_config
+from finetune.model.unread import freeze_unread
 from finetune.runtime.construction import Construction
 from finetune.runtime.hub import is_offline, without_vain_retries
 
@@ -153,6 +154,7 @@ def _ready_to_train(model: PreTrainedModel, *, section: ModelSection) -> PreTrai
     inputs, outputs = model.get_input_embeddings(), model.get_output_embeddings()
     if inputs is not None and outputs is not None:
         model.config.tie_word_embeddings = inputs.weight is outputs.weight
+    freeze_unread(model)
     model.config.use_cache = False  # generation asks for its cache through generation_config
     if section.gradient_checkpointing:
         if not model.supports_gradient_checkpointing:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from finetune.task.encode_decode import begun, is_encoder_decoder
 from finetune.task.forward import innermost
+from finetune.task.learnt_prompt import has_learnt_prompt, rewriting
 
 
 @torch.no_grad()
@@ -22,13 +23,15 @@ def generate(
     max_new_tokens: int,
     device: torch.device,
     all_finished: Callable[[bool], bool],
+    state: "State | None" = None,
 ) -> list[list[int]]:
     """Return for each prompt the tokens that the model continues it with, up to and with the first stop token.
 
     `all_finished` is told after every token whether this rank is done and answers whether all are; a rank without
-    prompts takes part with a dummy and gets []. The caller sets evaluation mode. Collective where `all_finished` is.
+    prompts takes part with a dummy and gets []. A `state` that has more than tokens to read is given in place of the
+    prompts' own. The caller sets evaluation mode. Collective where `all_finished` is.
     """
-    state = _begun(model, prompts or [[pad_id]], pad_id=pad_id, device=device)
+    state = state or _begun(model, prompts or [[pad_id]], pad_id=pad_id, device=device)
     stops = torch.tensor(sorted(stop_ids), dtype=torch.int64, device=device)
     is_finished = torch.full((max(1, len(prompts)),), not prompts, device=device)  # [batch]
     answers = []
@@ -44,13 +47,13 @@ def generate(
     return [_until_stop(row, stop_ids) for row in rows[: len(prompts)]]
 
 
-class _State(Protocol):
+class State(Protocol):
     """What has been read and written so far."""
 
-    def advance(self, model: nn.Module) -> "tuple[Tensor, _State]":
+    def advance(self, model: nn.Module) -> "tuple[Tensor, State]":
         """Return the likeliest next token of each row ([batch]) and the state with the model's new cache."""
 
-    def followed_by(self, chosen: Tensor) -> "_State":
+    def followed_by(self, chosen: Tensor) -> "State":
         """Return the state one token later; chosen is [batch]."""
 
 
@@ -88,10 +91,12 @@ class _Writing:
         )
 
 
-def _begun(model: nn.Module, prompts: Sequence[Sequence[int]], *, pad_id: int, device: torch.device) -> _State:
+def _begun(model: nn.Module, prompts: Sequence[Sequence[int]], *, pad_id: int, device: torch.device) -> State:
     """Return the state before the first token; a decoder's prompts end, and so its answers begin, at one place."""
     if is_encoder_decoder(model):
         return begun(model, prompts, pad_id=pad_id, device=device)
+    if has_learnt_prompt(model):
+        return rewriting(prompts, pad_id=pad_id, device=device)
     longest = max(len(prompt) for prompt in prompts)
     input_ids = torch.tensor([[pad_id] * (longest - len(prompt)) + list(prompt) for prompt in prompts], device=device)
     mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device)

@@ -12,6 +12,7 @@ from finetune.data.features import Features, Outcome
 from finetune.data.prepared.chunks import Encode
 from finetune.data.prepared.lengths import Lengths
 from finetune.data.rows import Row
+from finetune.data.workers import Cost
 
 ModelHead = Literal[
     "causal_lm",
@@ -34,6 +35,8 @@ class Prompt:
     input_ids: tuple[int, ...]
     reference_ids: tuple[int, ...]
     inputs: Mapping[str, Tensor] = field(default_factory=dict)  # what else the model is given, such as pixels
+    beside: tuple[int, ...] = ()  # a row that the model reads with it and does not answer: it shows the images
+    per_token: Mapping[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)  # of its row, and of the other
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,11 @@ class Task(Protocol):
     """What is learnt. The loop calls these and knows nothing else of the task."""
 
     head: ModelHead
+    loading_cost: Cost  # what a sample costs the loader
+
+    @property
+    def has_partners(self) -> bool:
+        """Tell whether each sample is learnt together with another one, which `Features.partner` then holds."""
 
     @property
     def head_values(self) -> Mapping[str, Any]:
@@ -105,6 +113,12 @@ class Task(Protocol):
 
     def count_targets(self, batch: Batch) -> int:
         """Return the number of targets, before any forward pass."""
+
+    def look_ahead(self, model: nn.Module, batches: Sequence[Batch]) -> Sequence[Batch]:
+        """Return this rank's microbatches of one step with what their losses must know of the whole step. Collective.
+
+        Leaves gradients and random numbers as they are.
+        """
 
     def loss_sum(self, model: nn.Module, batch: Batch) -> Tensor:
         """Return the loss summed over the targets, a float32 scalar."""

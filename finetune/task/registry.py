@@ -4,14 +4,36 @@ from collections.abc import Callable, Mapping
 from typing import Literal
 
 from finetune.config.sections.task import TaskName
+from finetune.task.kto import KtoTask
+from finetune.task.image_classification import ImageClassificationTask
+from finetune.task.masked_lm import MaskedLmTask
 from finetune.task.materials import Materials
+from finetune.task.preference import PreferenceTask
 from finetune.task.pretrain import PretrainTask
 from finetune.task.protocol import Task
+from finetune.task.reward import RewardTask
+from finetune.task.seq2seq import Seq2SeqTask
 from finetune.task.sft import SftTask
+from finetune.task.vision_language_sft import VisionLanguageSftTask
 
 Reads = Literal["text", "images", "both"]
 
-TASKS: dict[str, Callable[[Materials], Task]] = {"sft": SftTask, "pretrain": PretrainTask}
+
+def _preference(materials: Materials) -> Task:
+    """Return the task of the loss: KTO's answers are judged one by one."""
+    return KtoTask(materials) if materials.section.preference.loss == "kto" else PreferenceTask(materials)
+
+
+TASKS: dict[str, Callable[[Materials], Task]] = {
+    "sft": SftTask,
+    "pretrain": PretrainTask,
+    "masked_lm": MaskedLmTask,
+    "seq2seq": Seq2SeqTask,
+    "preference": _preference,
+    "reward": RewardTask,
+    "image_classification": ImageClassificationTask,
+    "vision_language_sft": VisionLanguageSftTask,
+}
 
 READS: Mapping[TaskName, Reads] = {"image_classification": "images", "vision_language_sft": "both"}
 """What a task's rows hold; text, where nothing is said."""

@@ -20,11 +20,14 @@ class SftTask(CausalTask):
     def __init__(self, materials: Materials) -> None:
         require_chat_template(materials.tokenizer)
         super().__init__(materials)
+        self._encoder = self._make_encoder()
+
+    def _make_encoder(self) -> Encode:
         data = self.data
         encode = ConversationEncoder(
             self.tokenizer, train_on=data.train_on, system_prompt=data.system_prompt, template=data.chat_template
         )
-        self._encoder = OnlyTurns(encode)
+        return OnlyTurns(encode)
 
     @property
     def encoder(self) -> Encode:

@@ -15,6 +15,7 @@ from finetune.runtime.waypoints import reach
 from finetune.task.causal import pad_id
 from finetune.task.generate import generate
 from finetune.task.protocol import Prompt
+from finetune.task.seeing import seeing
 
 Metric = Callable[[Sequence[str], Sequence[str]], float]
 
@@ -44,9 +45,10 @@ class Answers:
         own = list(self.prompts[ranks.rank() :: ranks.world()])
         most = -(-len(self.prompts) // ranks.world())
         answered: list[tuple[int, ...]] = []
-        for start in range(0, most, self.section.batch_size):
+        batch_size = 1 if self._sees else self.section.batch_size
+        for start in range(0, most, batch_size):
             reach("evaluate", step=step)
-            batch = own[start : start + self.section.batch_size]
+            batch = own[start : start + batch_size]
             answered += map(tuple, self._generate(model, batch))
         gathered = ranks.gather_objects(answered)
         world = ranks.world()
@@ -58,15 +60,22 @@ class Answers:
         wanted = [answer.reference for answer in answers]
         return {name: float(metric(said, wanted)) for name, metric in self.metrics.items()}
 
+    @property
+    def _sees(self) -> bool:
+        """Tell whether prompts show images: then each is answered alone, and a rank without one reads the first."""
+        return any(prompt.inputs for prompt in self.prompts)
+
     def _generate(self, model: nn.Module, batch: Sequence[Prompt]) -> list[list[int]]:
+        first, pads = (batch or self.prompts)[0], pad_id(self.tokenizer)
         return generate(
             model,
             [prompt.input_ids for prompt in batch],
-            pad_id=pad_id(self.tokenizer),
+            pad_id=pads,
             stop_ids=self.stop_ids,
             max_new_tokens=self.section.max_new_tokens,
             device=self.device,
             all_finished=_all_ranks_finished,
+            state=seeing(model, first, pad_id=pads, device=self.device) if self._sees else None,
         )
 
     def _as_text(self, prompt: Prompt, answer: Sequence[int]) -> Answer:

@@ -93,13 +93,17 @@ class ConversationEncoder:
         ]
 
     def _lesson(self, row: Row, drops: DropCheck) -> Lesson | None:
-        turns, tools = with_system_prompt(row["messages"], self._system_prompt), row.get("tools") or None
+        turns, tools = self._turns(row), row.get("tools") or None
         context = row.get("num_context_turns", 0) + len(turns) - len(row["messages"])
         lesson = self._masking.lesson(turns, tools, num_context_turns=context)
         if lesson is not None:
             well_formed(lesson.text)
             drops.check(turns, tools)
         return lesson
+
+    def _turns(self, row: Row) -> Sequence[Turn]:
+        """Return the turns as the chat template is given them."""
+        return with_system_prompt(row["messages"], self._system_prompt)
 
     def _features(self, lesson: Lesson, encoded: Encoded) -> Features:
         ids, end = encoded.ids, 0

@@ -13,6 +13,7 @@ from finetune.errors import ModelError
 from finetune.model.adapters.ground import Ground
 from finetune.model.adapters.names import TASK_TYPES, check_each, is_transposed, name_of
 from finetune.model.heads import head_modules
+from finetune.model.unread import excluded
 
 OF_THE_BASE = ("pissa", "olora")
 """First values that are taken out of the base's weights, which is then another base."""
@@ -35,6 +36,7 @@ def lora_config(model: PreTrainedModel, lora: LoraSection, ground: Ground) -> Lo
         lora_alpha=lora.alpha,
         lora_dropout=lora.dropout,
         target_modules=_targets(model, lora, head=ground.head),
+        exclude_modules=excluded(model),
         modules_to_save=[*lora.modules_to_save, *head_modules(model, head=ground.head)] or None,
         use_rslora=lora.rslora,
         use_dora=lora.dora,

@@ -9,6 +9,7 @@ from finetune.errors import ModelError
 from finetune.model.adapters.ground import Ground
 from finetune.model.adapters.names import ADAPTER, TASK_TYPES, check_each, is_transposed
 from finetune.model.heads import head_modules
+from finetune.model.unread import excluded
 
 
 def ia3_config(model: PreTrainedModel, ia3: Ia3Section, ground: Ground) -> IA3Config:
@@ -33,6 +34,7 @@ def oft_config(model: PreTrainedModel, oft: OftSection, ground: Ground) -> OFTCo
         oft_block_size=oft.block_size,
         module_dropout=oft.dropout,
         target_modules=oft.target_modules if isinstance(oft.target_modules, str) else list(oft.target_modules),
+        exclude_modules=excluded(model),
         modules_to_save=list(head_modules(model, head=ground.head)) or None,
         bias="none",
         task_type=TASK_TYPES.get(ground.head),
