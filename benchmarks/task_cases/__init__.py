@@ -1,6 +1,13 @@
 """A tiny job of every task, which the table of tasks and strategies and the tests run under all of them."""
 
-from task_cases import adapters, language, masked_lm, seq2seq, vision_language
+from task_cases import adapters, language, masked_lm, preference, seq2seq, vision_language
 from task_cases.case import Case
 
-CASES: tuple[Case, ...] = (*adapters.CASES, *language.CASES, *masked_lm.CASES, *preference.CASES, *seq2seq.CASES, *vision_language.CASES)
+CASES: tuple[Case, ...] = (
+    *adapters.CASES,
+    *language.CASES,
+    *masked_lm.CASES,
+    *preference.CASES,
+    *seq2seq.CASES,
+    *vision_language.CASES,
+)

@@ -14,6 +14,7 @@ from finetune.data.features import Features, Outcome
 from finetune.data.prepared.chunks import Encode
 from finetune.data.prepared.lengths import Lengths
 from finetune.data.rows import Row
+from finetune.data.workers import Cost
 from finetune.errors import DataError
 from finetune.task.protocol import Measured, ModelHead, Prior, Prompt
 
@@ -22,6 +23,12 @@ class BaseTask:
     """Defaults of the seam. A task defines `collate`, `loss_sum`, `metric_sums`, `metrics`, and how to encode."""
 
     head: ModelHead = "causal_lm"
+    loading_cost: Cost = "light"
+
+    @property
+    def has_partners(self) -> bool:
+        """Return False: a sample is learnt by itself."""
+        return False
 
     @property
     def head_values(self) -> Mapping[str, Any]:
@@ -76,6 +83,10 @@ class BaseTask:
     def count_targets(self, batch: Batch) -> int:
         """Return the number of targets, known since collation."""
         return batch.num_targets
+
+    def look_ahead(self, model: nn.Module, batches: Sequence[Batch]) -> Sequence[Batch]:
+        """Return the batches as they are: a microbatch's loss does not depend on the others."""
+        return batches
 
     @abstractmethod
     def loss_sum(self, model: nn.Module, batch: Batch) -> Tensor:

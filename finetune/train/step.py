@@ -115,7 +115,7 @@ def _backward(
     accelerator, losses = parts.accelerator, []
     others: dict[str, Tensor] = {}
     scale = accelerator.num_processes / max(1, num_targets)  # every backend averages over ranks
-    for number, batch in enumerate(group):
+    for number, batch in enumerate(parts.task.look_ahead(parts.model, group)):
         is_last = number == len(group) - 1
         accelerator.sync_gradients = is_last
         with nullcontext() if is_last else accelerator.no_sync(parts.model):

@@ -56,7 +56,12 @@ class PreferenceSection(Section):
         "Share of the pairs whose preference is assumed to be the wrong way round.", 0.0
     )
     target_margin: float = key("SimPO's gamma: by how much the chosen answer is to win.", 0.5, ge=0.0)
-    sft_weight: float = key("Weight of the chosen answer's own cross-entropy beside the loss.", 0.0, ge=0.0)
+    sft_weight: float | None = key(
+        "Weight of the chosen answer's own cross-entropy, the mean over its tokens, beside the loss; unset, 1 for "
+        "`orpo` and `cpo`, of which it is a part, else 0.",
+        None,
+        ge=0.0,
+    )
     desirable_weight: float = key("KTO: weight of the answers that are good.", 1.0, gt=0.0)
     undesirable_weight: float = key("KTO: weight of the answers that are bad.", 1.0, gt=0.0)
 

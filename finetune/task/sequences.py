@@ -1,0 +1,98 @@
+"""Samples of several sequences become a batch, and a model's log-probabilities of these."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from finetune.data.batch import IGNORED, Batch
+from finetune.data.features import Features
+from finetune.data.prepared.sequences import spans
+from finetune.task.collate import padded
+from finetune.task.forward import logits_of
+
+PLACES = "places"
+COUNTS = "counts"
+NUM_FIRSTS = "num_firsts"
+
+
+def halves(features: Sequence[Features], *, pad_id: int) -> Batch:
+    """Return the first half of each sample's sequences and below these the second half of each, padded on the right.
+
+    `labels[b, t]` is the token at t + 1 where that is a target. There are as many targets of the batch as sequences in
+    the upper half. Extras: where targets stand in the flattened labels (`places`), how many sequences of each sample
+    stand in the upper half (`num_firsts`), and of each of these whether it counts (`counts`, 0 in a filler).
+    """
+    sequences = [_sequences(each) for each in features]
+    num_firsts = [len(each) // 2 for each in sequences]
+    upper = [one for each, num in zip(sequences, num_firsts, strict=True) for one in each[:num]]
+    lower = [one for each, num in zip(sequences, num_firsts, strict=True) for one in each[num:]]
+    batch = padded([*upper, *lower], pad_id=pad_id)
+    extras = {
+        PLACES: (batch.labels != IGNORED).flatten().nonzero().flatten(),
+        NUM_FIRSTS: torch.tensor(num_firsts),
+        COUNTS: torch.ones(len(upper)),
+    }
+    ids = tuple(each.sample_id for each in features)
+    return replace(batch, num_targets=len(upper), sample_ids=ids, extras=extras)
+
+
+def in_halves(arrays: Sequence[np.ndarray]) -> Tensor:
+    """Return one value of each sequence of each sample in the order of `halves`, [sequences]."""
+    upper = [each[: len(each) // 2] for each in arrays]
+    lower = [each[len(each) // 2 :] for each in arrays]
+    return torch.from_numpy(np.concatenate([*upper, *lower]))
+
+
+def by_sample(values: Tensor, batch: Batch) -> list[np.ndarray]:
+    """Return one value of each sequence of the batch, [sequences], by sample: the inverse of `in_halves`."""
+    num_firsts = batch.extras[NUM_FIRSTS].tolist()
+    upper, lower = values.chunk(2)
+    pairs = zip(torch.split(upper, num_firsts), torch.split(lower, num_firsts), strict=True)
+    return [torch.cat(pair).cpu().numpy() for pair in pairs]
+
+
+def upper_half(batch: Batch) -> Batch:
+    """Return the batch without its lower half."""
+    return _rows(batch, slice(0, len(batch.labels) // 2))
+
+
+def lower_half(batch: Batch) -> Batch:
+    """Return the batch without its upper half."""
+    return _rows(batch, slice(len(batch.labels) // 2, None))
+
+
+def log_probabilities(model: nn.Module, batch: Batch) -> Tensor:
+    """Return the log-probability in nats of each sequence's targets, summed, in float32: [sequences].
+
+    Only the logits of targets are taken to float32.
+    """
+    logits = logits_of(model, batch)  # [sequences, length, vocabulary]
+    labels = batch.labels  # [sequences, length]
+    places = batch.extras[PLACES]  # [targets]
+    of_targets = logits.reshape(-1, logits.shape[-1])[places].float()
+    at_targets = labels.reshape(-1)[places]
+    each = functional.cross_entropy(of_targets, at_targets, ignore_index=IGNORED, reduction="none")
+    return -each.new_zeros(labels.numel()).index_copy(0, places, each).view(labels.shape).sum(dim=1)
+
+
+def num_tokens(batch: Batch) -> Tensor:
+    """Return the number of targets of each sequence, at least 1: [sequences]."""
+    return (batch.labels != IGNORED).sum(dim=1).clamp(min=1)
+
+
+def _sequences(features: Features) -> list[Features]:
+    ids, is_target = features.arrays["input_ids"], features.arrays["is_target"]
+    return [Features({"input_ids": ids[a:b], "is_target": is_target[a:b]}) for a, b in spans(features)]
+
+
+def _rows(batch: Batch, rows: slice) -> Batch:
+    labels = batch.labels[rows]
+    inputs = {name: tensor[rows] for name, tensor in batch.inputs.items()}
+    width, places = labels.shape[1], batch.extras[PLACES]
+    first = 0 if rows.start == 0 else rows.start * width
+    here = (places >= first) & (places < first + labels.numel())
+    return replace(batch, inputs=inputs, labels=labels, extras={**batch.extras, PLACES: places[here] - first})
