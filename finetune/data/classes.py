@@ -1,6 +1,5 @@
 """Classes: their names, and which of the model's outputs is whose."""
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -62,14 +61,15 @@ def label_name(label: Any) -> str:
     raise DataError(f"a label must be a text or a whole number, but is {describe(label)}.")
 
 
-def counted(labels: Iterable[Any]) -> dict[str, int]:
-    """Return how often each class is named, the classes sorted: whole numbers by size, all others as text.
+def in_order(names: Iterable[str]) -> list[str]:
+    """Return the names of classes sorted: by size where all of them are whole numbers, else as text.
 
-    Raises DataError for what is no label.
+    >>> in_order(["10", "9"]), in_order(["b", "10", "9"])
+    (['9', '10'], ['10', '9', 'b'])
     """
-    counts = Counter(label_name(label) for label in labels)
-    are_numbers = all(name.removeprefix("-").isdecimal() for name in counts)
-    return {name: counts[name] for name in sorted(counts, key=int if are_numbers else str)}
+    found = list(names)
+    are_numbers = all(name.removeprefix("-").isdecimal() for name in found)
+    return sorted(found, key=int if are_numbers else str)
 
 
 def balanced(counts: Sequence[int]) -> tuple[float, ...]:

@@ -1,5 +1,6 @@
 """What all tasks of classification share: which classes there are, what each weighs, and the losses as sums."""
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import islice
@@ -10,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from finetune.data.batch import IGNORED
-from finetune.data.classes import Classes, balanced, balanced_presence, counted
+from finetune.data.classes import Classes, balanced, balanced_presence, in_order, label_name
 from finetune.data.rows import Row
 from finetune.errors import DataError
 from finetune.task.materials import Materials
@@ -121,16 +122,19 @@ def _counting(labels: Tensor) -> tuple[Tensor, Tensor]:
     return (~labels.isnan().any(dim=-1)).to(torch.float32), labels.nan_to_num().to(torch.float32)
 
 
-def _counted(rows: Iterable[Row], labels_of: LabelsOf) -> tuple[int, dict[str, int]]:
-    num_rows = 0
-
-    def labels() -> Iterable[Any]:
-        nonlocal num_rows
-        for row in rows:
-            num_rows += 1
-            yield from labels_of(row)
-
-    return num_rows, counted(labels())
+def _counted(rows: Iterable[Row], labels_of: LabelsOf) -> tuple[int, Counter[str]]:
+    """Return the number of rows and of each class; a wrong label is passed over: who encodes its row tells where."""
+    counts: Counter[str] = Counter()
+    num_rows, first = 0, None
+    for row in rows:
+        num_rows += 1
+        try:
+            counts.update(map(label_name, labels_of(row)))
+        except DataError as error:
+            first = first or error
+    if not counts and first is not None:
+        raise DataError(f"data.train: no row has a label that can be read; the first: {first}") from first
+    return num_rows, counts
 
 
 def _names(counts: Mapping[str, int], *, least: int) -> tuple[str, ...]:
@@ -146,4 +150,4 @@ def _names(counts: Mapping[str, int], *, least: int) -> tuple[str, ...]:
             f"the training rows name {len(counts):,} classes ({some}, ...): is the column a class? "
             "Map another one with `columns: {label: ...}`, or write `task.classification.labels`."
         )
-    return tuple(counts)
+    return tuple(in_order(counts))

@@ -1,0 +1,124 @@
+"""A text, or two, and a label become tokens as the tokenizer frames them, and what is to be found out about them."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from finetune.data.encoding.encode import attempted
+from finetune.data.encoding.labels import Labels
+from finetune.data.encoding.tokens import well_formed
+from finetune.data.features import Features, Outcome
+from finetune.data.rows import Row
+from finetune.errors import DataError
+
+LABELS = "labels"
+"""The array that holds the label."""
+
+_TYPES: Mapping[str, type[np.generic]] = {"input_ids": np.uint32, "token_type_ids": np.uint8}
+"""What a model is given of what a tokenizer makes, beside the attention mask."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How texts are made shorter: of two the longer one first, special tokens never."""
+
+    max_length: int  # in tokens
+    side: Literal["end", "start"]
+
+
+class LabelledEncoder:
+    """Encodes texts with the tokenizer's special tokens, and reads their labels.
+
+    Samples hold `input_ids` (uint32), `token_type_ids` (uint8) where the tokenizer makes them, and `labels`. With a
+    `cut`, what is too long is cut here: it keeps its special tokens, and says how many tokens it has lost. Raises
+    DataError where the cut leaves no room between the special tokens.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, labels: Labels, *, cut: Cut | None = None) -> None:
+        self._tokenizer = tokenizer
+        self._labels = labels
+        self._cut = cut
+        if cut is not None and tokenizer.num_special_tokens_to_add(pair=True) >= cut.max_length:
+            raise DataError(f"data.max_length: {cut.max_length} leaves no room between the special tokens. Raise it.")
+
+    def __call__(self, rows: Sequence[Row]) -> list[Outcome]:
+        """Return the features of each row; None for one without any text, or what is wrong with it."""
+        labels = [attempted(self._label, row) for row in rows]
+        outcomes: list[Outcome] = [label if isinstance(label, DataError) else None for label in labels]
+        for is_pair in (False, True):
+            places = [place for place, row in enumerate(rows) if ("text_pair" in row) is is_pair]
+            good = [(place, label) for place in places if isinstance(label := labels[place], np.ndarray)]
+            for (place, label), (arrays, lost) in zip(good, self._framed([rows[p] for p, _ in good]), strict=True):
+                outcomes[place] = Features({**arrays, LABELS: label}, cut_tokens=lost)
+        return outcomes
+
+    def _label(self, row: Row) -> np.ndarray | None:
+        """Return the row's label; None where there is no text that it could be about."""
+        label = self._labels(label_of(row))
+        texts = [well_formed(row[name]) for name in ("text", "text_pair") if name in row]
+        return label if any(text.strip() for text in texts) else None
+
+    def _framed(self, rows: Sequence[Row]) -> Iterator[tuple[Mapping[str, np.ndarray], int]]:
+        """Yield the arrays of each text, and how many tokens were cut off."""
+        for row, whole in zip(rows, arrays_of(self._tokenizer, *_texts(rows)), strict=True):
+            length = len(whole["input_ids"])
+            if self._cut is None or length <= self._cut.max_length:
+                yield whole, 0
+            else:
+                shorter = self._shorter(row, self._cut)
+                yield shorter, length - len(shorter["input_ids"])
+
+    def _shorter(self, row: Row, cut: Cut) -> Mapping[str, np.ndarray]:
+        with _truncating(self._tokenizer, cut.side):
+            (arrays,) = arrays_of(
+                self._tokenizer, *_texts([row]), truncation="longest_first", max_length=cut.max_length
+            )
+        return arrays
+
+
+def label_of(row: Row) -> Any:
+    """Return the label of a row; raises DataError for a row of another format."""
+    if "label" not in row or "text" not in row:
+        raise DataError("this task learns from labelled texts. Use `format: labelled`: columns `text` and `label`.")
+    return row["label"]
+
+
+def arrays_of(tokenizer: PreTrainedTokenizerBase, *texts: Any, **how: Any) -> list[dict[str, np.ndarray]]:
+    """Return for each text what the model is given; `texts` and `how` as the tokenizer takes them."""
+    if not texts[0]:
+        return []
+    return arrays_in(tokenizer(*texts, verbose=False, **how))
+
+
+def arrays_in(encoded: Mapping[str, Any]) -> list[dict[str, np.ndarray]]:
+    """Return for each text of the tokenizer's answer what the model is given of it."""
+    names = [name for name in _TYPES if name in encoded]
+    columns = (encoded[name] for name in names)
+    return [
+        {name: np.asarray(values, _TYPES[name]) for name, values in zip(names, each, strict=True)}
+        for each in zip(*columns, strict=True)
+    ]
+
+
+def _texts(rows: Sequence[Row]) -> tuple[list[str], ...]:
+    """Return the texts of the rows, and the second ones where there are any."""
+    names = ("text", "text_pair") if rows and "text_pair" in rows[0] else ("text",)
+    return tuple([row[name] for row in rows] for name in names)
+
+
+@contextmanager
+def _truncating(tokenizer: PreTrainedTokenizerBase, side: Literal["end", "start"]) -> Iterator[None]:
+    """Let the tokenizer cut off this side; afterwards it is as it was: what it is set to is saved with it."""
+    before = tokenizer.truncation_side
+    tokenizer.truncation_side = "right" if side == "end" else "left"
+    try:
+        yield
+    finally:
+        tokenizer.truncation_side = before
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        if backend is not None:
+            backend.no_truncation()
