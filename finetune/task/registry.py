@@ -14,6 +14,8 @@ from finetune.task.protocol import Task
 from finetune.task.reward import RewardTask
 from finetune.task.seq2seq import Seq2SeqTask
 from finetune.task.sft import SftTask
+from finetune.task.text_classification import TextClassificationTask
+from finetune.task.token_classification import TokenClassificationTask
 from finetune.task.vision_language_sft import VisionLanguageSftTask
 
 Reads = Literal["text", "images", "both"]
@@ -26,6 +28,8 @@ def _preference(materials: Materials) -> Task:
 
 TASKS: dict[str, Callable[[Materials], Task]] = {
     "sft": SftTask,
+    "text_classification": TextClassificationTask,
+    "token_classification": TokenClassificationTask,
     "pretrain": PretrainTask,
     "masked_lm": MaskedLmTask,
     "seq2seq": Seq2SeqTask,
