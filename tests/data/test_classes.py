@@ -1,0 +1,52 @@
+"""Classes by name: what counts as a label, their order, and what each weighs."""
+
+import pytest
+
+from finetune.data.classes import Classes, balanced, balanced_presence, in_order, label_name
+from finetune.errors import DataError
+
+
+@pytest.mark.parametrize(
+    ("label", "name"), [("spam", "spam"), (3, "3"), (3.0, "3"), (-1, "-1"), (True, "true"), (False, "false")]
+)
+def test_a_label_has_a_name(label, name):
+    assert label_name(label) == name
+
+
+@pytest.mark.parametrize(
+    ("label", "message"),
+    [(0.5, r"must be a text or a whole number, but is a number \(0.5\)"), (" ", "the label is empty"), (None, "null")],
+)
+def test_what_is_no_label_is_told(label, message):
+    with pytest.raises(DataError, match=message):
+        label_name(label)
+
+
+def test_an_unknown_label_is_named_with_the_known_ones():
+    classes = Classes(("negative", "positive"))
+    assert classes.index("positive") == 1
+    with pytest.raises(
+        DataError, match=r"no class `postive`; there are `negative`, `positive`\. Did you mean `positive`"
+    ):
+        classes.index("postive")
+
+
+def test_of_many_classes_the_first_are_listed():
+    with pytest.raises(DataError, match=r"`19` and 80 more\. Mend the label"):
+        Classes(tuple(map(str, range(100)))).index("x")
+
+
+def test_numbers_are_sorted_by_size_and_texts_as_texts():
+    assert in_order(["10", "9", "-1"]) == ["-1", "9", "10"]
+    assert in_order(["b", "10", "9"]) == ["10", "9", "b"]
+
+
+def test_balanced_weights_average_one_over_the_rows():
+    counts = [6, 3, 0, 1]
+    weights = balanced(counts)
+    assert weights == pytest.approx((10 / 18, 10 / 9, 1.0, 10 / 3))
+    assert sum(count * weight for count, weight in zip(counts, weights, strict=True)) / 10 == pytest.approx(1.0)
+
+
+def test_of_several_classes_the_rare_ones_weigh_more_where_they_apply():
+    assert balanced_presence([2, 5, 10, 0], 10) == (4.0, 1.0, 1.0, 1.0)
