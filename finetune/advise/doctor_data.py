@@ -95,6 +95,8 @@ def _loader(
         first_step=first_step,
         num_steps=num_steps,
         section=config.data.model_copy(update=keys),
+        seed=config.run.seed,
+        has_partners=lessons.task.has_partners,
     )
 
 

@@ -20,6 +20,7 @@ from finetune.config.source import joined
 MATHS = (
     "run.seed",
     *("model.name", "model.revision", "model.trust_remote_code", "model.dtype", "model.freeze"),
+    "model.batch_norm",
     "model.train_only",
     "model.attention",  # the same function, but attention dropout draws otherwise
     *("model.from_config", "model.from_config.model_type", "model.from_config.values"),

@@ -22,6 +22,7 @@ class Features:
     arrays: Mapping[str, np.ndarray]
     sample_id: int = -1  # -1: not in a prepared set yet
     seed: int = 0  # of the step that it is learnt in; 0 where nothing is to be random
+    partner: "Features | None" = None  # another sample to be learnt together with it, where the task has partners
     cut_tokens: int = 0  # that the encoder has left out so that the sample is short enough and still whole
     cut_targets: int = 0  # of those
 

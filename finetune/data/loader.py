@@ -14,7 +14,7 @@ from finetune.data.order.order import Order
 from finetune.data.order.pool import Pool, Samples
 from finetune.data.order.set_order import set_order
 from finetune.data.prepared.store import PreparedSet
-from finetune.data.workers import loader_settings
+from finetune.data.workers import Cost, loader_settings
 from finetune.runtime.children import leave_signals_to_parent
 from finetune.runtime.seeds import derive
 
@@ -78,12 +78,22 @@ class SeededSampler(Sampler[list[tuple[int, int]]]):
 
 @dataclass(frozen=True)
 class Seeded:
-    """Samples that know the seed of the step in which they are learnt."""
+    """Samples that know the seed of the step in which they are learnt, and their partner where `partners` is given.
+
+    A partner is any sample of an epoch of that order, drawn by step and sample: it depends on no microbatch.
+    """
 
     samples: Samples
+    partners: Order | None = None
 
     def __getitem__(self, drawn: tuple[int, int]) -> Features:
-        return replace(self.samples[drawn[0]], seed=drawn[1])
+        sample_id, seed = drawn
+        sample = replace(self.samples[sample_id], seed=seed)
+        if self.partners is None:
+            return sample
+        position = derive(seed, "partner", sample_id) % (self.partners.num_positions or 1)
+        (partner,) = self.partners.samples(position, position + 1).tolist()
+        return replace(sample, partner=replace(self.samples[partner], seed=seed))
 
 
 class EvaluationSampler(Sampler[list[int]]):
@@ -121,8 +131,13 @@ def train_loader(
     num_steps: int,
     section: DataSection,
     seed: int = 0,
+    cost: Cost = "light",
+    has_partners: bool = False,
 ) -> DataLoader[Any]:
-    """Return a loader of the world's microbatches from `first_step` to the run's end, for Accelerate to prepare."""
+    """Return a loader of the world's microbatches from `first_step` to the run's end, for Accelerate to prepare.
+
+    `cost` is what a sample costs to load, `has_partners` tells whether each comes with another one.
+    """
     sampler = TrainSampler(
         pool.order,
         global_batch_size=global_batch_size,
@@ -130,7 +145,8 @@ def train_loader(
         first_step=first_step,
         num_steps=num_steps,
     )
-    return _loader(Seeded(pool.samples), SeededSampler(sampler, seed=seed), _CollateSeeded(collate), section=section)
+    samples = Seeded(pool.samples, pool.order if has_partners else None)
+    return _loader(samples, SeededSampler(sampler, seed=seed), _CollateSeeded(collate), section=section, cost=cost)
 
 
 def evaluation_loader(
@@ -141,6 +157,7 @@ def evaluation_loader(
     microbatch_size: int,
     world: int,
     section: DataSection,
+    cost: Cost = "light",
 ) -> DataLoader[Any]:
     """Return a loader of every sample once; every rank gets equally many microbatches, by fillers without targets.
 
@@ -148,7 +165,7 @@ def evaluation_loader(
     """
     order = set_order(prepared.lengths, seed=0, shuffle=False, batching=section.batching, max_length=section.longest)
     sampler = EvaluationSampler(order, microbatch_size=microbatch_size, world=world)
-    return _loader(prepared, sampler, _CollateOrFill(prepared, collate, filler), section=section)
+    return _loader(prepared, sampler, _CollateOrFill(prepared, collate, filler), section=section, cost=cost)
 
 
 def groups(loader: Iterable[Batch], num_batches: int) -> Iterator[tuple[Batch, ...]]:
@@ -179,9 +196,9 @@ class _CollateOrFill:
 
 
 def _loader(
-    samples: Samples | Seeded, sampler: Sampler[Any], collate: Collate, *, section: DataSection
+    samples: Samples | Seeded, sampler: Sampler[Any], collate: Collate, *, section: DataSection, cost: Cost
 ) -> DataLoader[Any]:
-    settings = loader_settings(section)
+    settings = loader_settings(section, cost=cost)
     return DataLoader(
         cast(Dataset[Features], samples),  # it is only ever asked for the samples of an id
         batch_sampler=sampler,

@@ -12,7 +12,7 @@ from transformers import AutoImageProcessor, AutoProcessor, AutoTokenizer
 from finetune.config.sections.model import ModelSection
 from finetune.errors import ModelError
 from finetune.model.hub import is_folder, located, told
-from finetune.model.image_processor import built_image_processor
+from finetune.model.image_processor import built_image_processor, with_size
 from finetune.model.new_tokens import add_tokens
 from finetune.model.tokenizer import ensure_padding, load_tokenizer
 from finetune.runtime.hub import is_offline, without_vain_retries
@@ -47,12 +47,17 @@ def load_processing(
     texts: Callable[[], Iterable[str]],
     cache_folder: Path,
     say: Callable[[str], None],
+    image_size: int | None = None,
 ) -> Processing:
-    """Return what rows of this kind need, as the model wants it; raises ModelError."""
+    """Return what rows of this kind need, as the model wants it; raises ModelError.
+
+    `image_size` takes the place of the image processor's own.
+    """
     if reads == "text":
         return Processing(load_tokenizer(model, texts=texts, cache_folder=cache_folder, say=say))
     if reads == "images":
-        return Processing(processor=_image_processor(model))
+        processor = _image_processor(model)
+        return Processing(processor=processor if image_size is None else with_size(processor, image_size))
     processor = _pretrained(model, AutoProcessor, key="model.name")
     if getattr(processor, "tokenizer", None) is None:
         raise ModelError("model.name: its processor has no tokenizer. Name a model of images and text.")

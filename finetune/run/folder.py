@@ -20,7 +20,7 @@ from finetune.runtime.environment import environment_facts
 def open_run(loaded: LoadedConfig, machine: Machine, *, lessons: Lessons, say: Announcer) -> Reporter:
     """Write down what the run is, once everything has been checked, and return whoever is told about it."""
     folder, room = Path(loaded.config.run.folder), this_room()
-    loading = loader_settings(loaded.config.data, room=room)
+    loading = loader_settings(loaded.config.data, room=room, cost=lessons.task.loading_cost)
     if sentence := told(loaded.config.data, loading, room=room):
         say(sentence)
     if ranks.is_main():

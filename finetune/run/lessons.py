@@ -65,7 +65,12 @@ def make_lessons(config: RunConfig, say: Announcer, *, watch: Watch | None = Non
     sources = open_sources(data, seed=config.run.seed, say=say)
     told = partial(texts, sources.train)
     processing = load_processing(
-        config.model, reads=reads(config.task.name), texts=told, cache_folder=cache_folder(data), say=say
+        config.model,
+        reads=reads(config.task.name),
+        texts=told,
+        cache_folder=cache_folder(data),
+        say=say,
+        image_size=data.images.size,
     )
     tokenizer = processing.tokenizer
     if tokenizer is not None:

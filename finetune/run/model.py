@@ -10,6 +10,7 @@ from finetune.config.run_config import RunConfig
 from finetune.model.adapters.build import add_adapter, adapter_wish
 from finetune.model.adapters.ground import Ground
 from finetune.model.architecture import SpecialIds
+from finetune.model.batch_norm import set_batch_norm
 from finetune.model.freeze import freeze, train_only
 from finetune.model.load import load_model
 from finetune.model.new_tokens import give_rows, new_ids
@@ -35,6 +36,7 @@ def build_model(
         special_ids=None if tokenizer is None else _special_ids(tokenizer),
         head_values=task.head_values,
     )
+    set_batch_norm(model, section.batch_norm, is_new=section.from_config is not None)
     if section.new_tokens is not None and tokenizer is not None:
         give_rows(model, tokenizer, section.new_tokens, seed=seed, construction=construction)
     wish = adapter_wish(section)

@@ -10,11 +10,26 @@ from finetune.report.reporter import Reporter
 from finetune.runtime.progress import Progress
 
 
+def nothing() -> None:
+    """Do nothing."""
+
+
 class ReportedSaving:
     """Takes checkpoints and reports what has become of them."""
 
-    def __init__(self, checkpointer: Checkpointer, reporter: Reporter, on_saved: Callable[[str], None]) -> None:
-        """`on_saved` is told the path of what has been written: for the status file."""
+    def __init__(
+        self,
+        checkpointer: Checkpointer,
+        reporter: Reporter,
+        on_saved: Callable[[str], None],
+        *,
+        before: Callable[[], None] = nothing,
+    ) -> None:
+        """`on_saved` is told the path of what has been written: for the status file.
+
+        `before` is called on every rank before the state is looked at, and may be collective.
+        """
+        self._before = before
         self._saver = checkpointer.saver
         self._stops = checkpointer.stops_on_failure
         self._reporter = reporter
@@ -29,6 +44,7 @@ class ReportedSaving:
         whatever is asked for.
         """
         self.settle()
+        self._before()
         self._step = progress.step
         try:
             self._saver.begin(progress.step, progress=progress.state_dict())

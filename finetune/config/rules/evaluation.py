@@ -9,7 +9,7 @@ from finetune.errors import Problem
 
 GOALS: Mapping[str, str] = {
     **dict.fromkeys(("loss", "perplexity", "mse"), "minimize"),
-    **dict.fromkeys(("token_accuracy", "exact_match", "accuracy", "subset_accuracy"), "maximize"),
+    **dict.fromkeys(("token_accuracy", "exact_match", "accuracy", "subset_accuracy", "top5_accuracy"), "maximize"),
     **dict.fromkeys(("macro_f1", "micro_f1", "mcc", "pearson", "spearman"), "maximize"),
     **dict.fromkeys(("entity_f1", "entity_precision", "entity_recall"), "maximize"),
 }
@@ -18,6 +18,7 @@ GOALS: Mapping[str, str] = {
 OF_TOKENS = ("loss", "perplexity", "token_accuracy")
 
 MEASURED: Mapping[str, tuple[str, ...]] = {
+    "image_classification": ("loss", "accuracy", "macro_f1", "top5_accuracy"),
     "token_classification": ("loss", "accuracy", "macro_f1", "entity_f1", "entity_precision", "entity_recall"),
 }
 """What an evaluation of the task measures beside the model's answers; of tasks that are not here, OF_TOKENS."""

@@ -15,6 +15,7 @@ from finetune.config.sections.task import (
     Seq2SeqSection,
 )
 
+_OF_COUNTS = ("max_truncated_rows", "max_dropped_rows", "max_lost_targets", "max_unknown_tokens")
 _OF_TOKENS = ("max_length", "over_length", "truncate_side", "chat_template", "system_prompt", "train_on")
 _DPO = ("sigmoid", "robust", "cpo")
 _EMBEDDED = (
@@ -49,6 +50,8 @@ def task_effects() -> Iterator[Effect]:
         yield Effect(f"data.images.{key}", partial(_is, names=WITHOUT_TOKENS), _only(WITHOUT_TOKENS))
     for key in _OF_TOKENS:
         yield Effect(f"data.{key}", _has_tokens, "images alone have no tokens")
+    for key in ("data.no_target", "data.batching.length_window_steps", *(f"data.audit.{each}" for each in _OF_COUNTS)):
+        yield Effect(key, _has_tokens, "every image is one target, whatever its size")
     yield Effect("model.tokenizer", _has_tokens, "images alone have no tokens")
     yield Effect("model.new_tokens", _has_tokens, "images alone have no tokens")
     yield Effect("train.embedding_noise", partial(_is, names=_EMBEDDED), _only(_EMBEDDED))

@@ -7,6 +7,7 @@ from pydantic import Field
 from finetune.config.section import Count, NameOrPath, Path, Positive, Section, Strings, key
 
 DType = Literal["float32", "bfloat16", "float16"]
+BatchNorm = Literal["frozen"] | Annotated[int, Field(ge=2)]
 Counts = Annotated[tuple[Count, ...], Field(strict=False)]
 Floats = Annotated[tuple[float, ...], Field(strict=False)]
 
@@ -155,6 +156,12 @@ class ModelSection(Section):
     )
     gradient_checkpointing: bool = key(
         "Recompute activations in the backward pass: less memory, about a third more time.", False
+    )
+    batch_norm: BatchNorm | None = key(
+        "`frozen`: batch norms keep their running statistics, as is usual in fine-tuning and unset for pre-trained "
+        "weights. A number: they normalise over so many consecutive samples of the step (Hoffer et al., 2017, "
+        "arXiv:1705.08741), which does not depend on processes and microbatches. Required for a new model with such.",
+        None,
     )
     freeze: Strings = key("Patterns (`fnmatch`, such as `model.embed_tokens.*`) of parameters that do not learn.", ())
     train_only: Strings = key(

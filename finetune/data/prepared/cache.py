@@ -29,8 +29,8 @@ CODE_VERSION = 3
 """Raised whenever the same rows would be encoded otherwise than before: no older set is used then."""
 
 WITHOUT_EFFECT = frozenset(
-    {"train", "validation", "chat_template", "shuffle", "batching", "audit", "cache_folder", "prepare_workers"}
-    | {"num_workers", "pin_memory", "persistent_workers", "prefetch_factor"}
+    {"train", "validation", "chat_template", "images", "shuffle", "batching", "audit", "cache_folder"}
+    | {"prepare_workers", "num_workers", "pin_memory", "persistent_workers", "prefetch_factor"}
 )
 """Keys of `data` that no sample depends on, or that count by their content: the sources, the template."""
 

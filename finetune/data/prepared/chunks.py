@@ -15,6 +15,9 @@ from finetune.data.prepared.lengths import LengthPolicy, Lengths
 from finetune.data.rows import RawRow, Row
 from finetune.errors import DataError
 
+_IMAGES = ("image", "images")
+"""Arrays of encoded images: samples with equal tokens and other images are not equal."""
+
 Encode = Callable[[Sequence[Row]], Sequence[Outcome]]
 """From rows to what becomes of each, in their order."""
 
@@ -126,19 +129,25 @@ def _assembled(recipe: Recipe, kept: Sequence[tuple[RawRow, Features]], seen: Co
         values=values,
         lengths=lengths,
         num_targets=num_targets,
-        digests=_digests(tokens, [sample.length for sample in samples]),
+        digests=_digests(values, lengths),
         row_numbers=np.array([raw.number for raw, _ in kept], np.int64),
         origins=tuple(_beginnings([raw.origin for raw, _ in kept])),
         counts=seen.plus(made),
     )
 
 
-def _digests(tokens: np.ndarray, lengths: Sequence[int]) -> np.ndarray:
-    """Return for each sample 64 bits of the BLAKE2b digest of its tokens."""
-    content, size = memoryview(tokens.tobytes()), tokens.itemsize
-    ends = accumulate(lengths, initial=0)
-    digests = (hashlib.blake2b(content[a * size : b * size], digest_size=8).digest() for a, b in pairwise(ends))
+def _digests(values: Mapping[str, np.ndarray], lengths: Mapping[str, np.ndarray]) -> np.ndarray:
+    """Return for each sample 64 bits of the BLAKE2b digest of its tokens (its first array) and of its images."""
+    told = [name for number, name in enumerate(values) if number == 0 or name in _IMAGES]
+    parts = [_slices(values[name], lengths[name].tolist()) for name in told]
+    digests = (hashlib.blake2b(b"".join(each), digest_size=8).digest() for each in zip(*parts, strict=True))
     return np.frombuffer(b"".join(digests), dtype=np.uint64)
+
+
+def _slices(array: np.ndarray, lengths: Sequence[int]) -> Iterator[memoryview]:
+    """Yield the bytes of each sample."""
+    content, size = memoryview(array.tobytes()), array.itemsize
+    return (content[a * size : b * size] for a, b in pairwise(accumulate(lengths, initial=0)))
 
 
 def _beginnings(origins: Sequence[str]) -> Iterator[tuple[int, str]]:

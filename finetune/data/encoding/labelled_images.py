@@ -1,0 +1,56 @@
+"""Images with their classes as samples: the encoded bytes, looked at once so that no loader meets a broken one."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import PurePath
+
+import numpy as np
+
+from finetune.data.classes import Classes
+from finetune.data.encoding.encode import attempted
+from finetune.data.features import Features, Outcome
+from finetune.data.images.decode import Mode, decode_image
+from finetune.data.images.read import StoredImage
+from finetune.data.rows import Row
+from finetune.errors import DataError
+
+LABEL, IMAGE, NAME = "label", "image", "name"
+"""The arrays of a sample: the number of its class (int64, one), its encoded bytes, and the file's name in UTF-8."""
+
+_NAME_PARTS = 2
+"""Parts of a file's path that tell it from others: its folder is most often its class."""
+
+
+@dataclass(frozen=True)
+class ImageEncoder:
+    """Encodes rows of `image` and `label`. Small enough to be sent to other processes."""
+
+    classes: Classes
+    mode: Mode
+
+    def __call__(self, rows: Sequence[Row]) -> Sequence[Outcome]:
+        """Return label, encoded bytes and name of each, or what is wrong with it."""
+        return [attempted(self._encoded, row) for row in rows]
+
+    def _encoded(self, row: Row) -> Features:
+        image: StoredImage = row["image"]
+        content = image.read()
+        try:
+            decode_image(content, mode=self.mode)
+        except DataError as error:
+            raise DataError(f"the image {image.name} cannot be used: {error}.") from error
+        arrays: dict[str, np.ndarray] = {
+            LABEL: np.array([self.classes.index(row["label"])], np.int64),
+            IMAGE: np.frombuffer(content, np.uint8),
+            NAME: np.frombuffer(_short(image.name).encode(), np.uint8),
+        }
+        return Features(arrays)
+
+
+def name_of(features: Features) -> str:
+    """Return what the sample's image is called."""
+    return bytes(features.arrays[NAME]).decode("utf-8", "replace")
+
+
+def _short(name: str) -> str:
+    return "/".join(PurePath(name).parts[-_NAME_PARTS:])

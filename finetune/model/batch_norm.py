@@ -1,0 +1,153 @@
+"""Batch normalisation that does not depend on how a step's batch is cut into microbatches and ranks.
+
+Left alone it normalises by the microbatch of one rank (Ioffe & Szegedy, 2015, arXiv:1502.03167): then the loss depends
+on the number of processes. So it is either frozen, as is usual in fine-tuning, or normalises by groups of so many
+consecutive samples of the step (ghost batch normalisation: Hoffer et al., 2017, arXiv:1705.08741), which are the same
+however the step is cut, as long as each microbatch holds whole groups.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from finetune.errors import ModelError
+from finetune.runtime import ranks
+
+PLAIN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+"""Modules that do nothing but normalise; what others do besides is not known."""
+
+_Norm = nn.modules.batchnorm._BatchNorm
+
+
+def set_batch_norm(model: nn.Module, how: Literal["frozen"] | int | None, *, is_new: bool) -> None:
+    """Have the model's batch norms work as `how` says: frozen, or by groups of so many samples.
+
+    Unset, those of pre-trained weights are frozen; a new model (`is_new`) has no statistics to keep. Raises ModelError
+    where the key is missing or means nothing.
+    """
+    found: list[tuple[str, Any]] = [(name, module) for name, module in model.named_modules() if isinstance(module, _Norm)]
+    if not found:
+        if how is not None:
+            raise ModelError("model.batch_norm: the model has no batch norm. Remove the key.")
+        return
+    if how is None and is_new:
+        raise ModelError(
+            "model.batch_norm: the model has batch norms, and a new one has no statistics to keep. Write over how many "
+            "samples they normalise: a number that divides `train.microbatch_size`, such as 16."
+        )
+    for name, module in found:
+        if how is None or how == "frozen":
+            module.__class__ = _kind(Frozen, module.__class__)
+        elif type(module) not in PLAIN or module.running_mean is None:
+            raise ModelError(
+                f"model.batch_norm: {name} is a {type(module).__name__}, of which only `frozen` is known to be right."
+            )
+        else:
+            module.__class__ = _kind(Grouped, module.__class__)
+            vars(module)["groups"] = _Groups(how)
+    model.train(model.training)
+
+
+class Frozen(_Norm):
+    """A batch norm that always normalises by its running statistics, and never changes them."""
+
+    def train(self, mode: bool = True) -> Any:
+        """Stay in evaluation."""
+        return super().train(False)
+
+
+@dataclass
+class _Groups:
+    """What a norm has seen since its running statistics were last written."""
+
+    size: int  # samples of a group
+    sums: Tensor | None = None  # [2, channels]: means and variances of this step's groups so far
+    count: int = 0  # groups of this step so far
+    running: Tensor | None = None  # [2, channels]: of this rank, of the steps behind
+
+
+class Grouped(_Norm):
+    """A batch norm over groups of consecutive samples while it learns.
+
+    Its running statistics move once a step, by the mean over all of the step's groups; they are written when
+    `settle_batch_norm` is called, until then each rank has its own share apart from the buffers.
+    """
+
+    groups: _Groups
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the normalised input, [samples, channels, ...]; a batch of no whole groups by running statistics."""
+        num_samples, size = input.shape[0], self.groups.size
+        if not self.training or num_samples % size:
+            return functional.batch_norm(
+                input, self.running_mean, self.running_var, self.weight, self.bias, False, 0.0, self.eps
+            )
+        return torch.cat([self._normalised(group) for group in torch.split(input, size)])
+
+    def _normalised(self, group: Tensor) -> Tensor:
+        found = torch.zeros_like(_buffers(self))
+        normalised = functional.batch_norm(group, found[0], found[1], self.weight, self.bias, True, 1.0, self.eps)
+        state, found = self.groups, found.float()
+        state.sums = found if state.sums is None else state.sums + found
+        state.count += 1
+        return normalised
+
+
+def end_step(model: nn.Module) -> None:
+    """Move each norm's running statistics of this rank by what the step's groups have shown, if any.
+
+    What is not finite moves nothing: the step is left out, too.
+    """
+    for norm in _grouped(model):
+        state = norm.groups
+        if state.sums is None:
+            continue
+        before = _buffers(norm).float() if state.running is None else state.running
+        momentum = 0.1 if norm.momentum is None else norm.momentum
+        after = (1 - momentum) * before + momentum * state.sums / state.count
+        state.running = torch.where(after.isfinite(), after, before)
+        state.sums, state.count = None, 0
+        if norm.num_batches_tracked is not None:
+            norm.num_batches_tracked += 1
+
+
+def settle_batch_norm(model: nn.Module) -> None:
+    """Write the running statistics, the mean of all ranks', into the buffers of each. Collective.
+
+    A running mean is linear in what it has seen, and all ranks see equally many groups: so this is what one process
+    would have.
+    """
+    end_step(model)
+    moved = [(norm, norm.groups.running) for norm in _grouped(model) if norm.groups.running is not None]
+    if not moved:
+        return
+    flat = ranks.sum_tensor(torch.cat([running.reshape(-1) for _, running in moved])) / ranks.world()
+    parts = torch.split(flat, [running.numel() for _, running in moved])
+    for (norm, running), part in zip(moved, parts, strict=True):
+        assert norm.running_mean is not None
+        assert norm.running_var is not None
+        mean, variance = part.view_as(running)
+        norm.running_mean.copy_(mean)
+        norm.running_var.copy_(variance)
+        norm.groups.running = None
+
+
+def _grouped(model: nn.Module) -> Iterator[Grouped]:
+    return (module for module in model.modules() if isinstance(module, Grouped))
+
+
+def _buffers(norm: Grouped) -> Tensor:
+    """Return running mean and variance, [2, channels], as they are written."""
+    assert norm.running_mean is not None
+    assert norm.running_var is not None
+    return torch.stack([norm.running_mean, norm.running_var])
+
+
+@cache
+def _kind(ours: Any, theirs: Any) -> type[nn.Module]:
+    return type(f"{ours.__name__}{theirs.__name__}", (ours, theirs), {})

@@ -1,0 +1,135 @@
+"""Batch norms that give the same whatever the cut of a step into microbatches and ranks."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from finetune.errors import ModelError
+from finetune.model import batch_norm
+from finetune.model.batch_norm import end_step, set_batch_norm, settle_batch_norm
+
+
+def small_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 3, 3), nn.BatchNorm2d(3))
+
+
+def grouped(size: int = 4) -> nn.Module:
+    model = small_model().train()
+    set_batch_norm(model, size, is_new=True)
+    return model
+
+
+SAMPLES = torch.randn(16, 2, 9, 9, generator=torch.Generator().manual_seed(1))
+
+
+def test_frozen_norms_stay_in_evaluation_and_learn_scale_and_shift():
+    model = small_model()
+    set_batch_norm(model, None, is_new=False)
+    before = copy.deepcopy(model.state_dict())
+    wanted = model.eval()(SAMPLES)
+    found = model.train()(SAMPLES)
+    assert torch.equal(found, wanted)
+    found.sum().backward()
+    assert model[1].weight.grad is not None
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
+def test_one_group_is_torchs_own_batch_norm():
+    model, plain = grouped(), small_model().train()
+    torch.testing.assert_close(model(SAMPLES[:4]), plain(SAMPLES[:4]))
+    settle_batch_norm(model)
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(model.state_dict()[name], value)
+
+
+def gradients_of(model: nn.Module, cuts: list[int]) -> list[torch.Tensor]:
+    for part in torch.split(SAMPLES, cuts):
+        model(part).square().sum().backward()
+    end_step(model)
+    return [parameter.grad for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("cuts", [[8, 8], [4, 4, 4, 4], [12, 4]])
+def test_the_cut_of_a_step_changes_neither_gradients_nor_statistics(cuts):
+    one, other = grouped(), grouped()
+    for wanted, found in zip(gradients_of(one, [16]), gradients_of(other, cuts), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+    for model in (one, other):
+        settle_batch_norm(model)
+    for name, value in one.state_dict().items():
+        torch.testing.assert_close(other.state_dict()[name], value)
+    assert one[1].num_batches_tracked == 1  # one step
+
+
+def test_two_ranks_settle_on_what_one_process_has(monkeypatch):
+    alone, ranks = grouped(), [grouped(), grouped()]
+    for step in range(3):
+        samples = SAMPLES + step
+        alone(samples)
+        end_step(alone)
+        for model, part in zip(ranks, torch.split(samples, 8), strict=True):
+            model(part)
+            end_step(model)
+    sent = []
+
+    def summed(flat):
+        sent.append(flat)
+        return flat + other
+
+    settle_batch_norm(alone)
+    monkeypatch.setattr(batch_norm.ranks, "world", lambda: 2)
+    monkeypatch.setattr(batch_norm.ranks, "sum_tensor", lambda flat: sent.append(flat) or flat)
+    settle_batch_norm(copy.deepcopy(ranks[1]))
+    (other,) = sent
+    monkeypatch.setattr(batch_norm.ranks, "sum_tensor", summed)
+    settle_batch_norm(ranks[0])
+    for name, value in alone.state_dict().items():
+        torch.testing.assert_close(ranks[0].state_dict()[name], value)
+
+
+def test_settling_between_steps_changes_nothing():
+    often, once = grouped(), grouped()
+    for step in range(3):
+        for model in (often, once):
+            model(SAMPLES + step)
+            end_step(model)
+        settle_batch_norm(often)
+    settle_batch_norm(once)
+    for name, value in once.state_dict().items():
+        torch.testing.assert_close(often.state_dict()[name], value)
+
+
+def test_what_is_not_finite_leaves_the_statistics_alone():
+    model = grouped()
+    model(SAMPLES * float("nan"))
+    settle_batch_norm(model)
+    assert all(value.isfinite().all() for value in model.state_dict().values())
+
+
+def test_a_batch_of_no_whole_group_is_normalised_as_in_evaluation():
+    model = grouped()
+    found = model(SAMPLES[:3])
+    assert torch.equal(found, model.eval()(SAMPLES[:3]))
+
+
+@pytest.mark.parametrize(
+    ("model", "how", "is_new", "message"),
+    [
+        (small_model(), None, True, "Write over how many samples"),
+        (nn.Linear(2, 2), "frozen", False, "has no batch norm. Remove the key"),
+        (nn.SyncBatchNorm(2), 4, True, "only `frozen` is known to be right"),
+    ],
+)
+def test_what_cannot_be_is_refused(model, how, is_new, message):
+    with pytest.raises(ModelError, match=message):
+        set_batch_norm(model, how, is_new=is_new)
+
+
+def test_a_model_without_norms_is_left_alone():
+    model = nn.Linear(2, 2)
+    set_batch_norm(model, None, is_new=True)
+    settle_batch_norm(model)
+    assert type(model) is nn.Linear
