@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from scipy.stats import spearmanr
+from peft import PeftModel
+from scipy.stats import pearsonr
 from sklearn.metrics import f1_score, matthews_corrcoef
-from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification, AutoTokenizer
+from transformers import AutoConfig, AutoModelForSequenceClassification, AutoModelForTokenClassification, AutoTokenizer
 
 from task_cases.case import Case
 
@@ -96,9 +97,18 @@ def held_out(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "held_out.jsonl").read_text().splitlines()]
 
 
+def exported(final: Path, auto: Any) -> Any:
+    """Return the model of the folder, or the adapter there on its base; config.json knows of the classes."""
+    if not (final / "adapter_config.json").exists():
+        return auto.from_pretrained(final)
+    config = AutoConfig.from_pretrained(final)
+    base = auto.from_pretrained(final / "base", config=config, ignore_mismatched_sizes=True)
+    return PeftModel.from_pretrained(base, final)
+
+
 def logits(final: Path, rows: list[dict[str, Any]]) -> tuple[torch.Tensor, Any]:
     """Return the exported model's answers to all rows in one padded batch, and its config."""
-    model, tokenizer = AutoModelForSequenceClassification.from_pretrained(final), AutoTokenizer.from_pretrained(final)
+    model, tokenizer = exported(final, AutoModelForSequenceClassification), AutoTokenizer.from_pretrained(final)
     pairs = [row["text_pair"] for row in rows] if "text_pair" in rows[0] else None
     inputs = tokenizer([row["text"] for row in rows], pairs, padding=True, return_tensors="pt")
     with torch.no_grad():
@@ -131,17 +141,17 @@ def micro_f1(final: Path, folder: Path) -> float:
     return float(f1_score(wanted, (answers.sigmoid() > 0.5).numpy(), average="micro", zero_division=0.0))
 
 
-def spearman(final: Path, folder: Path) -> float:
-    """Return the correlation of ranks."""
+def pearson(final: Path, folder: Path) -> float:
+    """Return the correlation."""
     rows = held_out(folder)
     answers, config = logits(final, rows)
     assert config.problem_type == "regression"
-    return float(spearmanr([row["label"] for row in rows], answers[:, 0].double().numpy()).statistic)
+    return float(pearsonr([row["label"] for row in rows], answers[:, 0].double().numpy()).statistic)
 
 
 def tag_accuracy(final: Path, folder: Path) -> float:
     """Return the share of words whose first token has the word's tag, sentence by sentence."""
-    model, tokenizer = AutoModelForTokenClassification.from_pretrained(final), AutoTokenizer.from_pretrained(final)
+    model, tokenizer = exported(final, AutoModelForTokenClassification), AutoTokenizer.from_pretrained(final)
     found = [right for row in held_out(folder) for right in _rights(model.eval(), tokenizer, row)]
     return sum(found) / len(found)
 
@@ -171,7 +181,7 @@ CASES = (
         "micro_f1",
         micro_f1,
     ),
-    Case("regression", job("number", BERT, KINDS["regression"]), partial(write, row=number), "spearman", spearman),
+    Case("regression", job("number", BERT, KINDS["regression"]), partial(write, row=number), "pearson", pearson),
     Case("decoder_classification", job("decoder", LLAMA, PLAIN), partial(write, row=one_class), "mcc", mcc),
     Case("token_classification", job("tags", BERT, TAGS), partial(write, row=tags), "accuracy", tag_accuracy),
 )
