@@ -8,6 +8,7 @@ FinetuneError
 │   ├── StrategyError      what Accelerate built is not what its YAML asked for
 │   ├── CheckpointError    a checkpoint cannot be written, trusted or resumed
 │   └── MissingPackage     an optional package is needed; names the extra that brings it
+├── HubError               the hub did not take what was to be uploaded: exit code 1
 └── TrainingError          the run itself went wrong: exit code 1
     ├── NonFiniteError     a loss or gradient is NaN or infinite; names the step and the sample ids
     ├── LostContact        another process of the run is gone; names it where that can be known
@@ -86,6 +87,10 @@ class CheckpointError(UserError):
 
 class MissingPackage(UserError):
     """An optional package is needed here and is not installed."""
+
+
+class HubError(FinetuneError):
+    """The hub did not take what was to be uploaded; it is still on the disk."""
 
 
 class TrainingError(FinetuneError):

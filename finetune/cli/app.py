@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from finetune import __version__
-from finetune.cli import checkpoint, lazy, verify
+from finetune.cli import afterwards, checkpoint, lazy, verify
 from finetune.cli.options import Config, Overrides
 from finetune.cli.outcome import reported
 from finetune.errors import UserError
@@ -149,10 +149,4 @@ def init(
         print(f"wrote {path}")
 
 
-@app.command()
-@reported
-def chat(
-    folder: Annotated[Path, typer.Argument(help="A run's folder, or its `final/`.")],
-) -> None:
-    """Talk to a model that a run left behind."""
-    lazy.call("finetune.advise.chat:chat", folder)
+afterwards.add_to(app)

@@ -1,23 +1,26 @@
 """A run's config read back from its folder, long after its start and perhaps on another machine."""
 
 import pathlib
+from collections.abc import Sequence
 
 from pydantic import ValidationError
 
 from finetune.config.load import LoadedConfig
-from finetune.config.paths import is_url
+from finetune.config.overrides import override
+from finetune.config.paths import is_url, with_absolute_paths
 from finetune.config.run_config import RunConfig, with_run_folder
 from finetune.config.yaml import read_yaml
-from finetune.errors import UserError
+from finetune.errors import ConfigError, UserError
 
 RESOLVED = "resolved.yaml"
 
 
-def load_resolved(run: pathlib.Path) -> LoadedConfig:
+def load_resolved(run: pathlib.Path, overrides: Sequence[str] = ()) -> LoadedConfig:
     """Return the config that the run in this folder was started with, its folder being this one.
 
-    Nothing that it names is looked for: data and model may be gone. Raises UserError where there is no such file, or
-    where another version of finetune wrote it.
+    Overrides are laid over it; their relative paths count from the current folder. Nothing that it names is looked for:
+    data and model may be gone. Raises UserError where there is no such file, or where another version of finetune wrote
+    it, ConfigError for overrides that are none.
     """
     path = run / RESOLVED
     try:
@@ -26,12 +29,16 @@ def load_resolved(run: pathlib.Path) -> LoadedConfig:
         raise UserError(
             f"{path}: cannot be read ({error.strerror}). Name the folder of a run: what it was is written there."
         ) from error
-    document = read_yaml(text)
+    overridden = override(read_yaml(text).values, overrides)
+    if overridden.problems:
+        raise ConfigError(overridden.problems, path.name)
     try:
-        config = RunConfig.model_validate(document.values)
+        config = with_absolute_paths(RunConfig.model_validate(overridden.values), pathlib.Path.cwd())
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"]))
+        if overrides:
+            raise UserError(f"--set: {place}: {first['msg']}.") from error
         raise UserError(
             f"{path}: was written by another version of finetune: {place}: {first['msg']}. Use that version "
             "(environment.json names it), or start the run once more with this one, which writes the file anew."

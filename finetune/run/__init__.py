@@ -3,11 +3,15 @@
 import os
 import time
 from contextlib import closing
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from finetune.config.load import LoadedConfig, require_shareable
+from finetune.config.rules.model import adapter_of
+from finetune.model.batch_norm import settle_batch_norm
 from finetune.report.announcer import Announcer
 from finetune.report.events import RunStarted
 from finetune.run.continuing import continue_run
@@ -18,10 +22,13 @@ from finetune.run.folder import open_run
 from finetune.run.isolation import require_isolation
 from finetune.run.lessons import make_lessons, make_run_plan
 from finetune.run.machine import make_accelerator, make_machine
+from finetune.run.merging import require_mergeable
 from finetune.run.mirror import Mirror, make_mirror
 from finetune.run.parts import make_parts
 from finetune.run.priors import with_priors
+from finetune.run.publish import publish_final
 from finetune.run.saving import ReportedSaving
+from finetune.run.teacher import taught
 from finetune.run.watch import Watch, watched_run
 from finetune.run.wishes import make_wishes
 from finetune.runtime import ranks
@@ -42,7 +49,15 @@ def train_from_config(loaded: LoadedConfig) -> int:
     with watched_run(Path(loaded.config.run.folder), say=say) as watch:
         fetch_run(loaded, say=print)
         code = _train(loaded, strategy, watch=watch, mirror=mirror, started=started, say=say)
-    return ranks.leave(code, afterwards=mirror.finish)
+    return ranks.leave(code, afterwards=partial(_hand_over, loaded, mirror))
+
+
+def _hand_over(loaded: LoadedConfig, mirror: Mirror, code: int) -> int:
+    """Upload what the run has left, when no other process waits for this one any more; return the exit code."""
+    code = mirror.finish(code)
+    if code == 0:
+        publish_final(loaded)
+    return code
 
 
 def _train(
@@ -52,6 +67,7 @@ def _train(
     lessons = make_lessons(config, say)
     plan = make_run_plan(config, lessons)
     accelerator = make_accelerator(config, strategy)
+    require_mergeable(config)
     watch.meet()
     finished = find_finished(config, lessons, num_steps=plan.num_steps, strategy=strategy.name, say=say)
     if finished is not None:
@@ -62,11 +78,13 @@ def _train(
     require_isolation(config, lessons, machine)
     watch.watchdog.watch_hangs(config.run.hang_after_seconds)
     lessons = with_priors(config, lessons, machine, say=say)  # from the model as it starts: before weights are loaded
+    lessons = replace(lessons, task=taught(config, lessons.task, accelerator, say=say))
     checkpointer, progress = continue_run(config, machine, strategy=strategy.name, lessons=lessons, say=say)
     reporter = mirror.told_by(open_run(loaded, machine, lessons=lessons, say=say))
     with closing(reporter), mirror, watch.first_error():
         checkpointer.rehearse(num_saves=plan.num_due(config.checkpoint.every_steps, after=progress.step))
-        save = ReportedSaving(checkpointer, reporter, watch.status.checkpoint)
+        before = partial(settle_batch_norm, machine.model)
+        save = ReportedSaving(checkpointer, reporter, watch.status.checkpoint, before=before)
         wishes = make_wishes(config, note=watch.note, save=save, started=started, say=say)
         parts = make_parts(config, lessons, machine=machine, plan=plan, reporter=reporter, save=save, wishes=wishes)
         reporter(RunStarted(progress.step, plan.num_steps, explain(strategy), plan.arithmetic, config.model_dump()))
@@ -87,6 +105,6 @@ def launched_strategy(loaded: LoadedConfig) -> Strategy:
         keeps_average=config.train.average is not None,
         unfreezes=bool(config.train.unfreeze),
         pins_memory=config.data.pin_memory is True,
-        has_two_dtypes=config.model.lora is not None and config.model.dtype != "float32",
+        has_two_dtypes=adapter_of(config) is not None and config.model.dtype != "float32",
     )
     return choose_strategy(environment, job)

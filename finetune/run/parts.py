@@ -2,25 +2,21 @@
 
 from collections.abc import Iterator
 from functools import partial
-from itertools import islice
 from pathlib import Path
 
 from finetune.config.run_config import RunConfig
-from finetune.config.sections.evaluate import GenerateSection
 from finetune.data.batch import Batch
-from finetune.data.encoding.chat import stop_ids
-from finetune.data.loader import evaluation_loader, groups, train_loader
+from finetune.data.loader import groups, train_loader
 from finetune.data.order.consumed import step_mark
-from finetune.data.prepared.store import PreparedSet
 from finetune.report.reporter import Reporter
+from finetune.run.evaluator import make_evaluator
 from finetune.run.lessons import Lessons
 from finetune.run.machine import Machine
+from finetune.run.norms import Settled, each_ended
 from finetune.run.samples import recorded
 from finetune.run.weights import make_weights
-from finetune.runtime import ranks
 from finetune.runtime.cadence import Cadence, Never
-from finetune.train.answer import Answers
-from finetune.train.evaluate import Evaluator, NoEvaluation
+from finetune.train.evaluate import NoEvaluation
 from finetune.train.meters import Meters
 from finetune.train.parts import Evaluation, Parts, Saving
 from finetune.train.plan import Plan
@@ -79,47 +75,26 @@ def _groups(
         num_steps=plan.num_steps,
         section=config.data,
         seed=config.run.seed,
+        cost=lessons.task.loading_cost,
+        has_partners=lessons.task.has_partners,
     )
-    handed = groups(machine.accelerator.prepare_data_loader(loader), plan.num_batches)
+    handed = each_ended(groups(machine.accelerator.prepare_data_loader(loader), plan.num_batches), machine.model)
     if not config.report.sample_ids:
         return handed
     return recorded(handed, run_folder=Path(config.run.folder), first_step=first_step)
 
 
 def _evaluation(config: RunConfig, lessons: Lessons, *, machine: Machine, reporter: Reporter) -> Evaluation:
-    section, rows = config.evaluate, lessons.validation_set
-    if section is None or rows is None:
+    if config.evaluate is None or lessons.validation_set is None:
         return NoEvaluation()
-    loader = evaluation_loader(
-        rows,
-        lessons.task.collate,
-        filler=lessons.task.filler,
-        microbatch_size=section.microbatch_size or config.train.microbatch_size,
-        world=ranks.world(),
-        section=config.data,
-    )
-    evaluator = Evaluator(
-        task=lessons.task,
+    evaluator = make_evaluator(
+        config,
+        lessons.task,
+        rows=lessons.validation_set,
         model=machine.model,
-        loader=machine.accelerator.prepare_data_loader(loader),
-        num_rows=len(rows),
-        reporter=reporter,
-        answers=_answers(section.generate, lessons, rows=rows, machine=machine),
-    )
-    return EvaluationOf(make_weights(config, machine), evaluator)
-
-
-def _answers(
-    section: GenerateSection | None, lessons: Lessons, *, rows: PreparedSet, machine: Machine
-) -> Answers | None:
-    if section is None:
-        return None
-    prompts = (lessons.task.prompt(rows[i]) for i in range(len(rows)))
-    return Answers(
-        section=section,
-        prompts=list(islice((prompt for prompt in prompts if prompt is not None), section.num_samples)),
+        accelerator=machine.accelerator,
         tokenizer=lessons.tokenizer,
-        stop_ids=stop_ids(lessons.tokenizer),
-        device=machine.accelerator.device,
-        metrics=lessons.answer_metrics,
+        answer_metrics=lessons.answer_metrics,
+        reporter=reporter,
     )
+    return Settled(machine.model, EvaluationOf(make_weights(config, machine), evaluator))

@@ -8,9 +8,9 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from finetune.model.reference import as_reference, reference_identity
 from finetune.report.announcer import Announcer
 from finetune.run.lessons import Lessons
 from finetune.run.machine import Machine
+from finetune.run.teacher import teacher_identity, teacher_of
 from finetune.runtime import ranks
 from finetune.runtime.waypoints import note_life
 from finetune.task.protocol import Prior, Task
@@ -45,7 +46,7 @@ Known = Sequence[Mapping[str, np.ndarray]]
 class Knower:
     """A model that answers and does not learn."""
 
-    model: nn.Module  # as Accelerate prepared it
+    model: Callable[[], nn.Module]  # the prepared one, or a teacher, which is loaded when it is first asked
     identity: Mapping[str, Any]  # JSON: what its answers depend on
     answering: Callable[[], AbstractContextManager[None]]  # entered while it answers
 
@@ -59,7 +60,7 @@ def with_priors(config: RunConfig, lessons: Lessons, machine: Machine, *, say: A
     prior = lessons.task.prior
     if prior is None:
         return lessons
-    work = _Work(config, prior, knower_of(config, prior, machine, say=say), lessons.task, machine, say)
+    work = _Work(config, prior, knower_of(config, lessons.task, machine, say=say), lessons.task, machine, say)
     sets = [work.known(key, source) for key, source in lessons.sources.items()]
     is_mix = isinstance(lessons.training.samples, MixedSamples)
     training = replace(lessons.training, samples=MixedSamples(tuple(sets)) if is_mix else sets[0])
@@ -69,13 +70,27 @@ def with_priors(config: RunConfig, lessons: Lessons, machine: Machine, *, say: A
     return replace(lessons, training=training, validation_set=validation)
 
 
-def knower_of(config: RunConfig, prior: Prior, machine: Machine, *, say: Announcer) -> Knower:
-    """Return who answers for the prior, told by a digest. Collective."""
-    section = config.model
+def with_prior(
+    config: RunConfig, task: Task, rows: PreparedSet, *, key: str, machine: Machine, say: Announcer
+) -> PreparedSet | KnownSet:
+    """Return one set with what the task wants to know of its samples, by the model as it starts. Collective."""
+    if task.prior is None:
+        return rows
+    knower = knower_of(config, task, machine, say=say)
+    return _Work(config, task.prior, knower, task, machine, say).known(key, rows)
+
+
+def knower_of(config: RunConfig, task: Task, machine: Machine, *, say: Announcer) -> Knower:
+    """Return who answers for the task's prior, told by a digest. Collective."""
+    section, distillation = config.model, config.task.distillation
+    if task.prior is not None and task.prior.knower == "teacher" and distillation is not None:
+        load = cache(partial(teacher_of, config, task, machine.accelerator, say=say))
+        told = {"teacher": teacher_identity(config, say=say), "dtype": distillation.teacher_dtype}
+        return Knower(load, told, nullcontext)
     ranks.open_line_behind()  # its time limit allows for reading hundreds of gigabytes
     describe = partial(reference_identity, section, seed=config.run.seed, model=machine.plain_model, say=say)
     identity = main_does(describe, group=ranks.Group.BEHIND)
-    return Knower(machine.model, identity, partial(as_reference, machine.plain_model, section))
+    return Knower(lambda: machine.model, identity, partial(as_reference, machine.plain_model, section))
 
 
 @dataclass(frozen=True)
@@ -114,7 +129,7 @@ class _Work:
         """Make the folder, whole or not at all, and return how many seconds it took. Collective."""
         started = time.monotonic()
         writing = _Writing(folder)
-        model = self.knower.model
+        model = self.knower.model()
         was_training = model.training
         model.eval()
         try:
@@ -132,7 +147,7 @@ class _Work:
             first = start + ranks.rank() * size
             features = [source[index] for index in range(first, min(first + size, len(source)))]
             batch = self.task.collate(features) if features else self.task.filler(source[0])
-            answers = self.prior.work_out(self.knower.model, batch.to(self.machine.accelerator.device))
+            answers = self.prior.work_out(self.knower.model(), batch.to(self.machine.accelerator.device))
             gathered = ranks.gather_objects(list(answers[: len(features)]))
             writing.append([each for of_rank in gathered for each in of_rank])
             note_life()

@@ -1,0 +1,58 @@
+"""An exported folder goes to the hub. The token is HF_TOKEN's or that of `hf auth login`; no config holds one."""
+
+from pathlib import Path
+
+from huggingface_hub import HfApi
+from huggingface_hub.errors import (
+    HfHubHTTPError,
+    HFValidationError,
+    HTTPError,
+    LocalTokenNotFoundError,
+    OfflineModeIsEnabled,
+)
+
+from finetune.errors import HubError
+from finetune.runtime.hub import is_offline
+from finetune.runtime.redact import redacted_text
+
+_FORBIDDEN = (401, 403)
+
+
+def push_folder(folder: Path, repository: str, *, private: bool) -> str:
+    """Upload the folder as one commit and return the repository's address; it is made, private or not, where it is new.
+
+    Raises HubError with what to do next; the folder stays as it is.
+    """
+    if is_offline():
+        raise HubError(_message(folder, repository, "the hub is out of reach from here."))
+    hub = HfApi()
+    try:
+        address = hub.create_repo(repository, private=private, exist_ok=True)
+        hub.upload_folder(repo_id=address.repo_id, folder_path=folder, commit_message="Upload model")
+    except HFValidationError as error:
+        reason = f"that is no name of a repository ({_first_line(error)}). Write `name` or `organisation/name`."
+        raise HubError(_message(folder, repository, reason)) from error
+    except LocalTokenNotFoundError as error:
+        raise HubError(_message(folder, repository, _log_in())) from error
+    except HfHubHTTPError as error:
+        is_forbidden = error.response is not None and error.response.status_code in _FORBIDDEN
+        reason = f"{_first_line(error)} {_log_in()}" if is_forbidden else _first_line(error)
+        raise HubError(_message(folder, repository, reason)) from error
+    except (OfflineModeIsEnabled, HTTPError, OSError, ValueError) as error:
+        raise HubError(_message(folder, repository, _first_line(error))) from error
+    return str(address)
+
+
+def _message(folder: Path, repository: str, reason: str) -> str:
+    again = f"finetune export {folder} --push-to-hub {repository}"
+    return f"`{repository}` was not uploaded: {reason} The model is in {folder}; to try again: {again}"
+
+
+def _log_in() -> str:
+    return "Set HF_TOKEN to a token that may write there, or log in with `hf auth login`."
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line.strip() for line in redacted_text(str(error)).splitlines() if line.strip()]
+    text = lines[0] if lines else type(error).__name__
+    return text if text.endswith((".", "!", "?")) else f"{text}."

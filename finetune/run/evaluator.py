@@ -1,0 +1,60 @@
+"""What measures a model on the validation rows, while it trains and afterwards."""
+
+from collections.abc import Mapping
+from itertools import islice
+from typing import Any
+
+from accelerate import Accelerator
+
+from finetune.config.run_config import RunConfig
+from finetune.config.sections.evaluate import EvaluateSection
+from finetune.data.encoding.chat import stop_ids
+from finetune.data.loader import evaluation_loader
+from finetune.report.reporter import Reporter
+from finetune.runtime import ranks
+from finetune.task.protocol import Task
+from finetune.train.answer import Answers, Metric
+from finetune.train.evaluate import Evaluator
+
+
+def make_evaluator(
+    config: RunConfig,
+    task: Task,
+    *,
+    rows: Any,
+    model: Any,
+    accelerator: Accelerator,
+    tokenizer: Any,
+    answer_metrics: Mapping[str, Metric],
+    reporter: Reporter,
+) -> Evaluator:
+    """Return what measures the prepared model on all rows, and on its answers where `evaluate.generate` is written."""
+    section = config.evaluate or EvaluateSection()
+    loader = evaluation_loader(
+        rows,
+        task.collate,
+        filler=task.filler,
+        microbatch_size=section.microbatch_size or config.train.microbatch_size,
+        world=ranks.world(),
+        section=config.data,
+        cost=task.loading_cost,
+    )
+    answers = None
+    if section.generate is not None:
+        prompts = (task.prompt(rows[i]) for i in range(len(rows)))
+        answers = Answers(
+            section=section.generate,
+            prompts=list(islice((prompt for prompt in prompts if prompt is not None), section.generate.num_samples)),
+            tokenizer=tokenizer,
+            stop_ids=stop_ids(tokenizer),
+            device=accelerator.device,
+            metrics=dict(answer_metrics),
+        )
+    return Evaluator(
+        task=task,
+        model=model,
+        loader=accelerator.prepare_data_loader(loader),
+        num_rows=len(rows),
+        reporter=reporter,
+        answers=answers,
+    )
