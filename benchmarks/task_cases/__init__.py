@@ -1,11 +1,12 @@
 """A tiny job of every task, which the table of tasks and strategies and the tests run under all of them."""
 
-from task_cases import adapters, classification, language, masked_lm, preference, seq2seq, vision_language
+from task_cases import adapters, classification, images, language, masked_lm, preference, seq2seq, vision_language
 from task_cases.case import Case
 
 CASES: tuple[Case, ...] = (
     *adapters.CASES,
     *classification.CASES,
+    *images.CASES,
     *language.CASES,
     *masked_lm.CASES,
     *preference.CASES,

@@ -10,6 +10,7 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoImageProcessor, AutoModelForImageClassification
 
 from task_cases.case import Case
+from task_cases.classification import exported
 
 CLASSES = ("disc", "square", "stripe")
 
@@ -78,7 +79,8 @@ def shapes(folder: Path) -> None:
 
 def measured_again(final: Path, folder: Path) -> float:
     """Return the mean loss over the held-out images, each by itself."""
-    model, processor = AutoModelForImageClassification.from_pretrained(final), AutoImageProcessor.from_pretrained(final)
+    model: Any = exported(final, AutoModelForImageClassification)
+    processor = AutoImageProcessor.from_pretrained(final)
     losses = []
     for path in sorted((folder / "held_out").rglob("*.png")):
         inputs: Any = processor(Image.open(path).convert("RGB"), return_tensors="pt")
@@ -87,11 +89,6 @@ def measured_again(final: Path, folder: Path) -> float:
         wanted = torch.tensor([model.config.label2id[path.parent.name]])
         losses.append(cross_entropy(logits.double(), wanted).item())
     return sum(losses) / len(losses)
-
-
-def adapted_again(final: Path, folder: Path) -> float:
-    """Return the same of an adapter, whose folder has its base beside it."""
-    raise NotImplementedError
 
 
 def _shape(label: str, chance: random.Random) -> Image.Image:
