@@ -24,8 +24,16 @@ def with_its_data(name: str, folder: Path) -> Path:
     return job
 
 
-def test_five_recipes_were_found():
-    assert NAMES == ["pretrain", "quickstart", "sft-full", "sft-jsonl", "sft-lora"]
+def test_all_recipes_were_found():
+    assert NAMES == [
+        "pretrain",
+        "quickstart",
+        "sft-full",
+        "sft-jsonl",
+        "sft-lora",
+        "text-classification",
+        "token-classification",
+    ]
     assert list(recipes()) == NAMES
 
 

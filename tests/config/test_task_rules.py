@@ -88,6 +88,16 @@ WRONG = [
         "Write `task.classification.labels`",
     ),
     (
+        ["task.name=text_classification", "task.classification.labels=[a]"],
+        "task.classification.labels",
+        "one class alone is nothing to find out",
+    ),
+    (
+        ["task.name=text_classification", "data.over_length=split"],
+        "data.over_length",
+        "learns from whole rows. Write `truncate` or `drop`",
+    ),
+    (
         ["task.name=preference", "data.batching={by: packs}"],
         "data.batching.by",
         "pads its samples. Write `by: samples`",

@@ -35,6 +35,9 @@ CLASSIFYING: tuple[TaskName, ...] = ("text_classification", "token_classificatio
 PADDED: tuple[TaskName, ...] = tuple(name for name in FITTING if name not in ("sft", "pretrain"))
 """Tasks whose samples do not share rows."""
 
+WHOLE: tuple[TaskName, ...] = ("text_classification",)
+"""Tasks that learn from a row as a whole: windows of it would each have its label."""
+
 WITHOUT_TOKENS: tuple[TaskName, ...] = ("image_classification",)
 
 
@@ -60,6 +63,9 @@ def weights_fit_labels(config: RunConfig) -> Iterator[Problem]:
     section = config.task.classification
     if len(set(section.labels)) < len(section.labels):
         yield Problem("task.classification.labels", "a name stands there twice. Write each class once.")
+    if len(section.labels) == 1 and section.kind == "single_label" and config.task.name in CLASSIFYING:
+        message = "one class alone is nothing to find out. Write two at least, or `kind: multi_label`."
+        yield Problem("task.classification.labels", message)
     weights = section.class_weights
     if weights is None or weights == "balanced":
         return
@@ -83,4 +89,11 @@ def samples_stand_alone(config: RunConfig) -> Iterator[Problem]:
         yield Problem("data.batching.by", f"{message} Write `by: samples`.")
 
 
-TASK_RULES = (length_is_written, teacher_is_there, weights_fit_labels, samples_stand_alone)
+def rows_are_whole(config: RunConfig) -> Iterator[Problem]:
+    """What is about a row as a whole is not asked of parts of it."""
+    if config.data.over_length == "split" and config.task.name in WHOLE:
+        message = f"`task.name: {config.task.name}` learns from whole rows. Write `truncate` or `drop`."
+        yield Problem("data.over_length", message)
+
+
+TASK_RULES = (length_is_written, teacher_is_there, weights_fit_labels, samples_stand_alone, rows_are_whole)
