@@ -6,9 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from peft import PeftModel
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from torch.nn.functional import logsigmoid, sigmoid
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
@@ -158,12 +160,20 @@ def kto_loss(final: Path, folder: Path) -> float:
 def reward_loss(final: Path, folder: Path) -> float:
     """Return the mean of `-log s(c - r - margin) + 0.1 (c + r)^2` over the held-out pairs."""
     tokenizer, losses = AutoTokenizer.from_pretrained(final), []
-    model = AutoModelForSequenceClassification.from_pretrained(final, num_labels=1).eval()
+    model = _scoring(final, folder / "base").eval()
     for row in rows_of(folder / "held_out_pairs.jsonl"):
         with torch.no_grad():
             scores = [model(tokens_of(tokenizer, row["prompt"], row[side])[0]).logits[0, 0].double() for side in SIDES]
         losses.append(-logsigmoid(scores[0] - scores[1] - row["margin"]) + 0.1 * (scores[0] + scores[1]) ** 2)
     return float(torch.stack(losses).mean())
+
+
+def _scoring(final: Path, base: Path) -> torch.nn.Module:
+    """Return the model of the folder, or the base with the adapter there: its config.json knows of the one score."""
+    if not (final / "adapter_config.json").exists():
+        return AutoModelForSequenceClassification.from_pretrained(final)
+    config = AutoConfig.from_pretrained(final)
+    return PeftModel.from_pretrained(AutoModelForSequenceClassification.from_pretrained(base, config=config), final)
 
 
 def case(name: str, written: str, reload: Callable[[Path, Path], float], *variants: str) -> Case:

@@ -50,7 +50,7 @@ def in_halves(arrays: Sequence[np.ndarray]) -> Tensor:
 def by_sample(values: Tensor, batch: Batch) -> list[np.ndarray]:
     """Return one value of each sequence of the batch, [sequences], by sample: the inverse of `in_halves`."""
     num_firsts = batch.extras[NUM_FIRSTS].tolist()
-    upper, lower = values.chunk(2)
+    upper, lower = values.detach().chunk(2)
     pairs = zip(torch.split(upper, num_firsts), torch.split(lower, num_firsts), strict=True)
     return [torch.cat(pair).cpu().numpy() for pair in pairs]
 
