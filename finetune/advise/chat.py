@@ -1,45 +1,109 @@
 """Talk to the model that a run left behind, in the words of its own chat template."""
 
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, TextStreamer
+from transformers import TextStreamer
 
-from finetune.data.encoding.chat import stop_ids, tokenize
-from finetune.data.encoding.rendering import render
+from finetune.advise.classify import Classifier
+from finetune.data.encoding.asking import Question, prompt_ids
+from finetune.data.encoding.chat import stop_ids
 from finetune.errors import UserError
-from finetune.model.hub import told
+from finetune.model.answering import Manner, answer_batch
+from finetune.model.processing import load_kept_processing
+from finetune.model.saved import SavedModel, load_base, look_at, with_adapters
 from finetune.runtime.log import quieten
+from finetune.runtime.seeds import derive
 
-MODEL_FILES = ("config.json", "adapter_config.json")
 ROOM_FOR_ANSWER = 16
 """Positions kept free for the answer before the oldest turns of a long conversation are forgotten."""
+
+HELP = """\
+exit             ends
+/clear           begins a new conversation
+/system TEXT     gives a system message, and begins a new conversation; without a text, takes it away
+/adapter NAME    answers with this adapter; without a name, lists them
+/base            answers without any adapter
+/help            shows this"""
+
+COMMANDS = ("clear", "system", "adapter", "base", "help")
 
 Turn = dict[str, str]
 
 
-def chat(folder: Path, *, max_new_tokens: int = 256) -> None:
+def chat(
+    folder: Path,
+    *,
+    adapters: Sequence[str] = (),
+    max_new_tokens: int = 256,
+    temperature: float = 0.0,
+    system: str | None = None,
+    trust_remote_code: bool = False,
+) -> None:
     """Answer lines from standard input with the model in the folder (a run's, or its `final/`) until `exit` or the end.
 
-    At a terminal the conversation goes on from line to line, and `clear` begins a new one; piped lines are questions of
-    their own. Greedy; the answer appears as it is made. Raises UserError where there is no model to talk to.
+    At a terminal the conversation goes on from line to line, and `/clear` begins a new one; piped lines are questions
+    of their own. The answer appears as it is made. Adapters are written `NAME=FOLDER`; they share one base. A model
+    that classifies text answers with its class. Raises UserError where there is no model to talk to.
     """
     quieten(is_main=True)
-    speaker = load_speaker(folder, max_new_tokens=max_new_tokens)
+    saved = look_at(folder, key="chat", trust_remote_code=trust_remote_code)
+    manner = Manner(max_new_tokens, temperature)
+    named = _named(adapters)
+    speaker = _speaker(saved, manner, adapters=named, trust_remote_code=trust_remote_code)
     is_terminal = sys.stdin.isatty()
     if is_terminal:
-        print("`exit` ends, `clear` begins a new conversation.")
-    turns: list[Turn] = []
+        print("`exit` ends, `/clear` begins a new conversation, `/help` lists the rest.")
+    talk = _Talk(speaker, system)
     for line in _lines(is_terminal=is_terminal):
-        if line == "clear" or not is_terminal:
-            turns = []
-        if line != "clear":
-            turns.append({"role": "user", "content": line})
-            turns.append({"role": "assistant", "content": speaker.answer(turns)})
+        talk.hear(line, is_on_its_own=not is_terminal)
+
+
+@dataclass
+class _Talk:
+    """A conversation, and what has been said in it so far."""
+
+    speaker: Any
+    system: str | None
+    turns: list[Turn] = field(default_factory=list)
+
+    def hear(self, line: str, *, is_on_its_own: bool) -> None:
+        """Obey a command, or answer; raises UserError where a command cannot be obeyed and nobody could mend it.
+
+        A piped line that begins with a slash and is no command is a question.
+        """
+        command, _, rest = line.removeprefix("/").partition(" ")
+        if line == "clear" or (line.startswith("/") and (command in COMMANDS or not is_on_its_own)):
+            try:
+                self._obey(command, rest.strip())
+            except UserError as error:
+                if is_on_its_own:
+                    raise
+                print(error)
+            return
+        if is_on_its_own:
+            self.turns = []
+        self.turns.append({"role": "user", "content": line})
+        head = [{"role": "system", "content": self.system}] if self.system else []
+        self.turns.append({"role": "assistant", "content": self.speaker.answer([*head, *self.turns])})
+
+    def _obey(self, command: str, rest: str) -> None:
+        if command in ("clear", "system"):
+            self.turns = []
+            self.system = (rest or None) if command == "system" else self.system
+        elif command == "base" or (command == "adapter" and rest):
+            self.speaker = self.speaker.with_adapter(rest if command == "adapter" else None)
+        elif command == "adapter":
+            print(f"adapters: {', '.join(self.speaker.adapters) or 'none'}; in use: {self.speaker.adapter or 'none'}")
+        elif command == "help":
+            print(HELP)
+        else:
+            raise UserError(f"/{command}: there is no such command. `/help` lists them.")
 
 
 @dataclass(frozen=True)
@@ -48,55 +112,116 @@ class Speaker:
 
     model: Any
     tokenizer: Any
-    max_new_tokens: int
+    manner: Manner
+    adapters: tuple[str, ...] = ()
+    adapter: str | None = None  # the one in use; None: the base answers alone
+    number: list[int] = field(default_factory=lambda: [0])  # of answers drawn so far
+
+    def with_adapter(self, name: str | None) -> "Speaker":
+        """Return the speaker with this adapter in use, or with none; raises UserError for one that is not loaded."""
+        if name is not None and name not in self.adapters:
+            known = ", ".join(self.adapters) or "none; write --adapter NAME=FOLDER"
+            raise UserError(f"/adapter {name}: there is no such adapter. Loaded: {known}.")
+        if name is not None:
+            self.model.set_adapter(name)
+        return replace(self, adapter=name)
 
     def answer(self, turns: list[Turn]) -> str:
         """Return the model's next turn and print it while it is made; forgets the oldest turns that do not fit."""
-        tokens = self._prompt(turns)
-        limit = self._limit()
-        while limit is not None and len(tokens) + ROOM_FOR_ANSWER > limit and len(turns) > 1:
-            turns = turns[2:]
+        tokens, limit = self._prompt(turns), self._limit()
+        while limit is not None and len(tokens) + ROOM_FOR_ANSWER > limit and _can_forget(turns):
+            turns = _without_oldest(turns)
             tokens = self._prompt(turns)
-        room = self.max_new_tokens if limit is None else max(min(self.max_new_tokens, limit - len(tokens)), 1)
-        settings = GenerationConfig(
-            do_sample=False,
-            max_new_tokens=room,
-            eos_token_id=sorted(stop_ids(self.tokenizer)) or None,
-            pad_token_id=self.tokenizer.pad_token_id,
+        most = self.manner.max_new_tokens
+        room = most if limit is None else max(min(most, limit - len(tokens)), 1)
+        self.number[0] += 1
+        with self._adapted():
+            (made,) = answer_batch(
+                self.model,
+                [tokens],
+                [derive("chat", self.number[0])],
+                manner=replace(self.manner, max_new_tokens=room),
+                pad_id=self._pad_id(),
+                stop_ids=stop_ids(self.tokenizer),
+                streamer=TextStreamer(self.tokenizer, skip_prompt=not self._is_encoder(), skip_special_tokens=True),
+            )
+        return str(self.tokenizer.decode(made, skip_special_tokens=True)).strip()
+
+    def _adapted(self) -> AbstractContextManager[Any]:
+        """Return the context in which the adapter in use is at work."""
+        context: AbstractContextManager[Any] = (
+            self.model.disable_adapter() if self.adapters and self.adapter is None else nullcontext()
         )
-        input_ids = torch.tensor([tokens], device=self.model.device)  # [1, length]
-        streamer = TextStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True)
-        made = self.model.generate(
-            input_ids, attention_mask=torch.ones_like(input_ids), generation_config=settings, streamer=streamer
-        )
-        return str(self.tokenizer.decode(made[0, len(tokens) :], skip_special_tokens=True)).strip()
+        return context
 
     def _prompt(self, turns: list[Turn]) -> list[int]:
-        if self.tokenizer.chat_template:
-            return tokenize(self.tokenizer, render(self.tokenizer, turns, with_answer_cue=True).text)
-        return list(self.tokenizer(turns[-1]["content"])["input_ids"])  # no template: the text is simply continued
+        return prompt_ids(self.tokenizer, Question(turns))
+
+    def _pad_id(self) -> int:
+        known = (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id, 0)
+        return int(next(each for each in known if each is not None))
+
+    def _is_encoder(self) -> bool:
+        return bool(getattr(self.model.config, "is_encoder_decoder", False))
 
     def _limit(self) -> int | None:
-        limit = getattr(self.model.config, "max_position_embeddings", None)
+        limit = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         return int(limit) if limit else None
 
 
 def load_speaker(folder: Path, *, max_new_tokens: int = 256) -> Speaker:
     """Return the model of the folder, or an adapter on its base, on the accelerator where there is one."""
-    place = _model_folder(folder)
-    with told(str(place), key="chat"):
-        tokenizer = AutoTokenizer.from_pretrained(place)
-        model = AutoModelForCausalLM.from_pretrained(place, dtype="auto")
+    return _load(look_at(folder, key="chat"), Manner(max_new_tokens), adapters={}, trust_remote_code=False)
+
+
+def _speaker(saved: SavedModel, manner: Manner, *, adapters: Mapping[str, Path], trust_remote_code: bool) -> Any:
+    if saved.can_talk:
+        return _load(saved, manner, adapters=adapters, trust_remote_code=trust_remote_code)
+    if saved.head == "sequence_classification":
+        if adapters:
+            raise UserError("--adapter: a model that classifies has the one it was trained with. Leave it out.")
+        return Classifier.load(saved, trust_remote_code=trust_remote_code)
+    raise UserError(
+        f"{saved.folder} holds a model of `{saved.head}`, which writes no text. `finetune evaluate` measures it, and "
+        "its README.md says how to load it."
+    )
+
+
+def _load(saved: SavedModel, manner: Manner, *, adapters: Mapping[str, Path], trust_remote_code: bool) -> Speaker:
+    own = {} if saved.adapter is None else {saved.folder.name: saved.folder}
+    folders = {**own, **adapters}
+    model = load_base(saved, key="chat", trust_remote_code=trust_remote_code)
+    if folders:
+        model = with_adapters(model, folders, key="chat")
+    try:
+        tokenizer = load_kept_processing(saved.folder, reads="text").tokenizer
+    except (OSError, ValueError):
+        tokenizer = load_kept_processing(Path(saved.base), reads="text").tokenizer
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return Speaker(model.to(device or "cpu").eval(), tokenizer, max_new_tokens)
+    first = next(iter(folders), None)
+    return Speaker(model.to(device or "cpu").eval(), tokenizer, manner, tuple(folders), first)
 
 
-def _model_folder(folder: Path) -> Path:
-    for place in (folder, folder / "final"):
-        if any((place / name).is_file() for name in MODEL_FILES):
-            return place.absolute()
-    what = "holds no model (neither config.json nor adapter_config.json)" if folder.is_dir() else "does not exist"
-    raise UserError(f"The folder {folder} {what}. Name the `final/` folder that a finished run has written.")
+def _named(adapters: Sequence[str]) -> dict[str, Path]:
+    named: dict[str, Path] = {}
+    for written in adapters:
+        name, equals, folder = written.partition("=")
+        if not (name and equals and folder) or "." in name:
+            raise UserError(f"--adapter {written}: write NAME=FOLDER, the name without dots.")
+        if name in named:
+            raise UserError(f"--adapter {written}: there is an adapter `{name}` already. Write another name.")
+        named[name] = Path(folder).absolute()
+    return named
+
+
+def _can_forget(turns: Sequence[Turn]) -> bool:
+    return sum(turn["role"] != "system" for turn in turns) > 1
+
+
+def _without_oldest(turns: list[Turn]) -> list[Turn]:
+    """Return the turns without the oldest question and its answer; a system message stays."""
+    head = turns[:1] if turns[0]["role"] == "system" else []
+    return [*head, *turns[len(head) + 2 :]]
 
 
 def _lines(*, is_terminal: bool) -> Iterator[str]:
@@ -106,7 +231,7 @@ def _lines(*, is_terminal: bool) -> Iterator[str]:
             line = input("> " if is_terminal else "").strip()
         except EOFError:
             return
-        if line == "exit":
+        if line in ("exit", "/exit"):
             return
         if line:
             yield line

@@ -85,7 +85,7 @@ def evaluate(
     if lm_eval is not None and (config is not None or override):
         raise UserError("--lm-eval: its tasks bring their own data. Leave --config and --set out.")
     if lm_eval is not None:
-        lazy.call("finetune.run.lm_eval:evaluate_with_harness", source, step=step, tasks=lm_eval, json=json)
+        lazy.call("finetune.run.harness:evaluate_with_harness", source, step=step, tasks=lm_eval, json=json)
         return 0
     return int(
         lazy.call(

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from huggingface_hub import HfApi
-from huggingface_hub.errors import (
+from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError: of whichever client it is built on
     HfHubHTTPError,
     HFValidationError,
     HTTPError,

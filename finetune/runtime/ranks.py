@@ -24,6 +24,9 @@ class Group(Enum):
 _BEHIND_TIMEOUT = timedelta(hours=1)
 """How long a rank waits for another one's writing: the slowest disk's share of the state, and not that of a GPU."""
 
+_MEETING_TIMEOUT = timedelta(days=2)
+"""How long those who are done wait for the slowest."""
+
 
 def rank() -> int:
     """Return this process's number among all, from 0; read from the launcher's environment before torch is set up."""
@@ -43,6 +46,12 @@ def is_main() -> bool:
 def is_distributed() -> bool:
     """Tell whether a process group exists."""
     return dist.is_available() and dist.is_initialized()
+
+
+def meet() -> None:
+    """Have the launched processes meet on the CPU, for work that needs neither a strategy nor a device. Collective."""
+    if world() > 1 and not is_distributed():
+        dist.init_process_group("gloo", timeout=_MEETING_TIMEOUT)
 
 
 def barrier(group: Group = Group.MAIN) -> None:

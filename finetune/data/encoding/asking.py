@@ -1,0 +1,79 @@
+"""What is asked of a model: rows of any format that holds questions become turns, and turns the tokens of a prompt."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from finetune.data.encoding.chat import tokenize
+from finetune.data.encoding.rendering import Tools, render
+from finetune.data.formats.turns import Turn, read_sharegpt_turns, read_tools, read_turns
+from finetune.data.rows import RawRow, Row
+from finetune.errors import DataError
+
+
+@dataclass(frozen=True)
+class Question:
+    """Turns to be answered, and the tools that may be called."""
+
+    turns: Sequence[Turn]
+    tools: Tools | None = None
+
+    def text(self) -> str:
+        """Return the words of the last turn: what a model without a chat template goes on from."""
+        return str(self.turns[-1]["content"])
+
+
+def read_question(raw: RawRow, *, system: str | None = None) -> Question:
+    """Return what the row asks: its `messages`, `conversations`, `prompt` (text or turns) or `instruction`.
+
+    An answer that stands at the end is left out: it is what is asked for. `system` is the message of rows without one.
+    Raises DataError naming the row.
+    """
+    row = raw.parse()
+    try:
+        turns = list(_turns(row))
+        while turns and turns[-1]["role"] == "assistant":
+            turns.pop()
+        if not turns:
+            raise DataError("has nothing but answers: there is no question in it.")
+        tools = read_tools(row["tools"], title="`tools`") if row.get("tools") else None
+    except DataError as error:
+        raise DataError(f"{raw.place}: {error}") from error
+    if system and turns[0]["role"] != "system":
+        turns.insert(0, {"role": "system", "content": system})
+    return Question(turns, tools)
+
+
+def prompt_ids(tokenizer: PreTrainedTokenizerBase, question: Question) -> list[int]:
+    """Return the tokens that the answer follows: rendered by the chat template, or, without one, the last words."""
+    if tokenizer.chat_template:
+        rendered = render(tokenizer, question.turns, tools=question.tools, with_answer_cue=True)
+        return tokenize(tokenizer, rendered.text)
+    return list(tokenizer(question.text())["input_ids"])
+
+
+def _turns(row: Row) -> Sequence[Turn]:
+    if row.get("images"):
+        raise DataError("has `images`, and only text is asked here. Leave the column out.")
+    if row.get("messages") is not None:
+        return read_turns(row["messages"], title="`messages`")
+    if row.get("conversations") is not None:
+        return read_sharegpt_turns(row["conversations"], title="`conversations`")
+    before = _said("system", row)
+    prompt = row.get("prompt")
+    if isinstance(prompt, list):
+        return [*before, *read_turns(prompt, title="`prompt`")]
+    if isinstance(prompt, str):
+        return [*before, {"role": "user", "content": prompt}]
+    if isinstance(row.get("instruction"), str):
+        asked = "\n\n".join(part for part in (row["instruction"], row.get("input")) if part)
+        return [*before, {"role": "user", "content": asked}]
+    columns = ", ".join(f"`{name}`" for name in row)
+    raise DataError(f"has neither `messages`, `conversations`, `prompt` nor `instruction`; its columns are {columns}.")
+
+
+def _said(role: str, row: Mapping[str, Any]) -> list[Turn]:
+    text = row.get(role)
+    return [{"role": role, "content": text}] if isinstance(text, str) and text else []

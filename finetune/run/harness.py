@@ -1,0 +1,62 @@
+"""`finetune evaluate --lm-eval`: the tasks of EleutherAI's evaluation harness, asked of an exported model."""
+
+import json as jsonlib
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from finetune.errors import UserError
+from finetune.model.saved import SavedModel, look_at
+from finetune.run.export import is_run
+from finetune.run.export_checkpoint import export_checkpoint
+from finetune.run.generate import own_device
+from finetune.runtime import files
+from finetune.runtime.log import quieten
+from finetune.runtime.optional import require
+
+
+def evaluate_with_harness(source: Path, *, step: int | None, tasks: str, json: Path | None) -> None:
+    """Measure the tasks (names, separated by commas), print their metrics and write all results to the file.
+
+    A checkpoint of a run is exported for it, to a folder that is removed afterwards. In one process; raises UserError
+    for several, and for a model that is no causal one, MissingPackage without lm-eval.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise UserError("--lm-eval: run it in one process, without `accelerate launch`.")
+    harness = require("lm_eval", extra="lm-eval", purpose="--lm-eval")
+    quieten(is_main=True)
+    if not is_run(source):
+        results = _results(harness, look_at(source, key="evaluate"), tasks=tasks)
+    else:
+        with tempfile.TemporaryDirectory(prefix="finetune-lm-eval-") as scratch:
+            folder = export_checkpoint(source, step=step, to=Path(scratch) / "model", dtype=None)
+            results = _results(harness, look_at(folder, key="evaluate"), tasks=tasks)
+    if json is not None:
+        files.write_text(json, jsonlib.dumps(results, indent=2, ensure_ascii=False, default=str) + "\n")
+    _print(results["results"])
+
+
+def _results(harness: Any, saved: SavedModel, *, tasks: str) -> Mapping[str, Any]:
+    if saved.head != "causal_lm":
+        raise UserError(f"--lm-eval: {saved.folder} holds a model of `{saved.head}`; the harness asks causal ones.")
+    arguments = {"pretrained": saved.base, "tokenizer": str(saved.folder)}
+    if saved.adapter is not None:
+        arguments["peft"] = str(saved.folder)
+    found: Mapping[str, Any] | None = harness.simple_evaluate(
+        model="hf",
+        model_args=arguments,
+        tasks=[task.strip() for task in tasks.split(",") if task.strip()],
+        device=str(own_device()),
+        log_samples=False,
+    )
+    assert found is not None, "it is None on other ranks only"
+    return found
+
+
+def _print(results: Mapping[str, Mapping[str, Any]]) -> None:
+    for task, metrics in results.items():
+        for name, value in metrics.items():
+            if isinstance(value, int | float):
+                print(f"{task:<32}{name:<28}{value:.6g}")
