@@ -1,6 +1,5 @@
 """Write the model that a run leaves behind: whole, checked, and loadable without this package."""
 
-import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,11 +13,11 @@ from transformers import PreTrainedModel
 from finetune.config.sections.export import ExportSection
 from finetune.export.adapter import adapter_to_write, base_beneath
 from finetune.export.card import CardBase, CardFacts, write_card
-from finetune.export.completeness import check_files, check_shapes, complete_weights
+from finetune.export.completeness import check_files, complete_weights
 from finetune.export.folder import replaced
 from finetune.export.generation import Inputs, generation_config
 from finetune.export.merge import merge
-from finetune.export.skeleton import ADAPTER, adapted_skeleton, base_skeleton, plain_base
+from finetune.export.skeleton import ADAPTER, base_skeleton, plain_base
 from finetune.model.heads import NEW_HEADS
 
 ADAPTER_FILE = "adapter_model.safetensors"

@@ -11,6 +11,7 @@ from huggingface_hub import try_to_load_from_cache
 
 from finetune.config.sections.model import ModelSection
 from finetune.errors import ModelError
+from finetune.model.adapters.build import adapter_wish
 from finetune.model.hub import is_folder, located
 from finetune.runtime.amounts import size_text
 
@@ -26,7 +27,7 @@ def base_digest(section: ModelSection, *, model: Any, say: Callable[[str], None]
 
     As `weights_digest`: call it on one rank.
     """
-    if section.name is None or (section.lora is None and not section.freeze):
+    if section.name is None or (adapter_wish(section) is None and not section.freeze and not section.train_only):
         return None
     return weights_digest(section, model=model, say=say)
 

@@ -12,10 +12,12 @@ from finetune.config.sections.model import ModelSection
 from finetune.errors import ModelError
 from finetune.model.architecture import SpecialIds, architecture
 from finetune.model.attention import attention_implementation
+from finetune.model.embeddings import input_embeddings, output_embeddings
 from finetune.model.heads import HEADS, NEW_HEADS, is_of_head, set_values
 from finetune.model.hollow import give_places
 from finetune.model.hub import is_folder, located, told
 from finetune.model.initialize import draw_weights
+from finetune.model.layers import name_own_layers, share_input_embeddings
 from finetune.model.quantize import quantization_config
 from finetune.model.unread import freeze_unread
 from finetune.runtime.construction import Construction
@@ -151,10 +153,12 @@ def _check_vocabulary(model: PreTrainedModel, *, vocabulary_size: int) -> None:
 
 
 def _ready_to_train(model: PreTrainedModel, *, section: ModelSection) -> PreTrainedModel:
-    inputs, outputs = model.get_input_embeddings(), model.get_output_embeddings()
+    inputs, outputs = input_embeddings(model), output_embeddings(model)
     if inputs is not None and outputs is not None:
         model.config.tie_word_embeddings = inputs.weight is outputs.weight
     freeze_unread(model)
+    share_input_embeddings(model)
+    name_own_layers(model)
     model.config.use_cache = False  # generation asks for its cache through generation_config
     if section.gradient_checkpointing:
         if not model.supports_gradient_checkpointing:

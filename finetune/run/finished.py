@@ -40,7 +40,9 @@ def find_finished(
     if found is None:
         return None
     finished, manifest = found
-    wanted = facts_with(manifest.run.identity.get("base weights"), config, lessons, strategy=strategy)
+    told = manifest.run.identity
+    base, adapter, teacher = told.get("base weights"), told.get("first adapter"), told.get("teacher")
+    wanted = facts_with(base, config, lessons, strategy=strategy, adapter=adapter, teacher=teacher)
     if finished.reason == EARLY and any(
         wanted.settings.get(key) != manifest.run.settings.get(key) for key in BEST_IS_OF
     ):

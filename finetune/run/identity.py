@@ -6,9 +6,11 @@ from finetune.checkpoint.facts import RunFacts
 from finetune.checkpoint.together import main_does
 from finetune.config.changes import maths_of, settings_of
 from finetune.config.run_config import RunConfig
+from finetune.model.adapters.continued import adapter_digest
 from finetune.model.base import base_digest
 from finetune.report.announcer import Announcer
 from finetune.run.lessons import Lessons, input_identity
+from finetune.run.teacher import teacher_identity
 from finetune.runtime import ranks
 
 
@@ -19,14 +21,28 @@ def run_facts(config: RunConfig, lessons: Lessons, *, model: Any, strategy: str,
     """
     ranks.open_line_behind()  # its time limit allows for hundreds of gigabytes; that of a GPU's line does not
     base = main_does(lambda: base_digest(config.model, model=model, say=say), group=ranks.Group.BEHIND)
-    return facts_with(base, config, lessons, strategy=strategy)
+    adapter = main_does(lambda: adapter_digest(config.model.adapter), group=ranks.Group.BEHIND)
+    teacher = teacher_identity(config, say=say)
+    return facts_with(base, config, lessons, strategy=strategy, adapter=adapter, teacher=teacher)
 
 
-def facts_with(base: str | None, config: RunConfig, lessons: Lessons, *, strategy: str) -> RunFacts:
-    """Return the same with this digest of the frozen weights, None where there are none."""
+def facts_with(
+    base: str | None,
+    config: RunConfig,
+    lessons: Lessons,
+    *,
+    strategy: str,
+    adapter: str | None,
+    teacher: str | None,
+) -> RunFacts:
+    """Return the same with these digests of frozen weights, first adapter and teacher; None: there is no such."""
     digests = {"training data": lessons.training.fingerprint, "tokenizer": _inputs(lessons)}
     if base is not None:
         digests["base weights"] = base
+    if adapter is not None:
+        digests["first adapter"] = adapter
+    if teacher is not None:
+        digests["teacher"] = teacher
     return RunFacts(
         identity={**maths_of(config), **digests},
         settings=settings_of(config),

@@ -7,8 +7,12 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
+from finetune.config.rules.model import adapter_of
 from finetune.config.run_config import RunConfig
 from finetune.data.batch import Batch
+from finetune.model.adapters.continued import base_note
+from finetune.model.image_processor import check_pixels
+from finetune.model.layers import telling_width
 from finetune.model.memory import MemoryEstimate, estimate
 from finetune.model.precision import precision_warnings
 from finetune.model.size import ModelSize, describe
@@ -16,6 +20,7 @@ from finetune.report.announcer import Announcer
 from finetune.run.lessons import Lessons
 from finetune.run.model import build_model
 from finetune.runtime import seeds
+from finetune.strategy.buffers import buffers_from_rank_0
 from finetune.strategy.protocol import Sharded, Strategy
 from finetune.strategy.waiting import leave_waiting_out_of_norm
 from finetune.train.accelerator import build_accelerator, check_prepared
@@ -63,6 +68,7 @@ def make_machine(
 ) -> Machine:
     """Return the prepared model and optimizer, checked to be what was launched. Collective."""
     plain = build_model(config, task=lessons.task, tokenizer=lessons.tokenizer, construction=strategy.construction())
+    check_pixels(plain.config, lessons.processing.processor)
     size = describe(plain)
     for line in (*size.lines, *_memory(config, strategy, size=size).lines[-1:]):
         say(line)
@@ -70,7 +76,8 @@ def make_machine(
     optimizer = _optimizer(config, named_of(plain), learning_rate=learning_rate, say=say)
     noise = config.train.embedding_noise
     before_batch = EmbeddingNoise(plain, alpha=noise).tell if noise else nothing
-    model, prepared = accelerator.prepare(plain, optimizer)
+    with telling_width(plain.config), buffers_from_rank_0(accelerator, plain):
+        model, prepared = accelerator.prepare(plain, optimizer)
     check_prepared(model, strategy.expected(), strategy=strategy.name)
     if config.train.unfreeze:
         leave_waiting_out_of_norm(model)
@@ -106,7 +113,10 @@ def _warn(config: RunConfig, say: Announcer) -> None:
     lora = config.model.lora
     for warning in precision_warnings(
         dtype=config.model.dtype,
-        is_lora=lora is not None,
+        is_lora=adapter_of(config) is not None,
         modules_to_save=lora.modules_to_save if lora else (),
     ):
         say(f"warning: {warning}")
+    note = base_note(config.model.adapter, name=config.model.name) if config.model.adapter else None
+    if note:
+        say(note)

@@ -11,9 +11,12 @@ FLASH = ("flash_attention_2", "flash_attention_3")
 
 
 def logits_of(model: nn.Module, batch: Batch) -> Tensor:
-    """Return the logits, [batch, length, vocabulary]."""
+    """Return the logits, [batch, length, vocabulary]; of what is learnt before the text there are none."""
     logits: Tensor = model(**batch.inputs, **_boundaries(model, batch), use_cache=False).logits
-    return logits
+    input_ids = batch.inputs.get("input_ids")
+    if input_ids is None or logits.dim() != 3 or logits.shape[1] <= input_ids.shape[1]:
+        return logits
+    return logits[:, -input_ids.shape[1] :]  # prompt tuning's positions come first
 
 
 def innermost(model: nn.Module) -> nn.Module:

@@ -41,7 +41,9 @@ def build(section: ModelSection, construction: Construction) -> PreTrainedModel:
 
 
 def adapted(section: ModelSection, construction: Construction) -> torch.nn.Module:
-    return add_adapter(build(section, construction), LoraSection(rank=2, dora=True, modules_to_save=("lm_head",)), Ground(seed=1))
+    return add_adapter(
+        build(section, construction), LoraSection(rank=2, dora=True, modules_to_save=("lm_head",)), Ground(seed=1)
+    )
 
 
 def compare(partitioned: torch.nn.Module, whole: torch.nn.Module) -> int:

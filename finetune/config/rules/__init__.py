@@ -5,6 +5,7 @@ A rule may be given a draft (`config/draft.py`): where it reads a key that is br
 
 from collections.abc import Callable, Iterator
 
+from finetune.config.rules.adapters import ADAPTER_RULES
 from finetune.config.rules.batch import BATCH_RULES
 from finetune.config.rules.batching import BATCHING_RULES
 from finetune.config.rules.checkpoint import CHECKPOINT_RULES
@@ -12,6 +13,7 @@ from finetune.config.rules.data import DATA_RULES
 from finetune.config.rules.effects import without_effect
 from finetune.config.rules.evaluation import EVALUATION_RULES
 from finetune.config.rules.formats import FORMAT_RULES
+from finetune.config.rules.images import IMAGE_RULES
 from finetune.config.rules.learning import LEARNING_RULES
 from finetune.config.rules.model import MODEL_RULES
 from finetune.config.rules.sources import SOURCE_RULES
@@ -25,6 +27,7 @@ Rule = Callable[[RunConfig], Iterator[Problem]]
 RULES: tuple[Rule, ...] = (
     *BATCH_RULES,
     *MODEL_RULES,
+    *ADAPTER_RULES,
     *SOURCE_RULES,
     *FORMAT_RULES,
     *DATA_RULES,
@@ -33,6 +36,7 @@ RULES: tuple[Rule, ...] = (
     *EVALUATION_RULES,
     *CHECKPOINT_RULES,
     *TASK_RULES,
+    *IMAGE_RULES,
     *LEARNING_RULES,
     without_effect,
 )

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from finetune.config.rules.model import adapter_of
 from finetune.config.run_config import RunConfig
 from finetune.config.wording import listed, nearest_multiples
 from finetune.errors import Problem
@@ -59,13 +60,13 @@ def weights_can_learn(config: RunConfig) -> Iterator[Problem]:
     half = {"bfloat16": "bf16", "float16": "fp16"}.get(dtype)
     if half is None:
         return
-    if config.model.lora is None and dtype == "float16":
+    if adapter_of(config) is None and dtype == "float16":
         yield Problem(
             "model.dtype",
             "full fine-tuning in `float16` loses small updates and overflows. "
             "Write `float32` (with `train.precision: fp16` for speed), or train adapters with `model.lora`.",
         )
-    elif config.model.lora is None and precision == "fp32":
+    elif adapter_of(config) is None and precision == "fp32":
         yield Problem(
             "train.precision",
             f"weights held in `{dtype}` are multiplied in `{dtype}`, never in fp32. "

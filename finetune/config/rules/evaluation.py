@@ -12,12 +12,16 @@ GOALS: Mapping[str, str] = {
     **dict.fromkeys(("token_accuracy", "exact_match", "accuracy", "subset_accuracy", "top5_accuracy"), "maximize"),
     **dict.fromkeys(("macro_f1", "micro_f1", "mcc", "pearson", "spearman"), "maximize"),
     **dict.fromkeys(("entity_f1", "entity_precision", "entity_recall"), "maximize"),
+    **dict.fromkeys(("preference_accuracy", "reward_margin"), "maximize"),
 }
 """Which way is better for the metrics of the house."""
 
 OF_TOKENS = ("loss", "perplexity", "token_accuracy")
 
+_OF_PAIRS = ("loss", "preference_accuracy", "reward_margin", "reward_chosen", "reward_rejected")
+
 MEASURED: Mapping[str, tuple[str, ...]] = {
+    "reward": _OF_PAIRS,
     "image_classification": ("loss", "accuracy", "macro_f1", "top5_accuracy"),
     "token_classification": ("loss", "accuracy", "macro_f1", "entity_f1", "entity_precision", "entity_recall"),
 }
@@ -35,6 +39,10 @@ def measured(config: RunConfig) -> tuple[str, ...]:
     """Return the metrics of every evaluation of this job, beside those of the model's answers."""
     if config.task.name == "text_classification":
         return OF_KINDS[config.task.classification.kind]
+    if config.task.name == "preference":
+        is_kto = config.task.preference.loss == "kto"
+        more = ("reference_point",) if is_kto else ("log_probability_chosen", "log_probability_rejected")
+        return (*_OF_PAIRS, *more)
     return MEASURED.get(config.task.name, OF_TOKENS)
 
 

@@ -10,10 +10,10 @@ from finetune.errors import Problem
 TRACKERS = ("aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab", "tensorboard", "trackio", "wandb")
 
 
-ADAPTERS = ("lora", "adalora", "ia3", "oft", "prompt_tuning", "prefix_tuning", "adapter")
+ADAPTERS = ("lora", "ia3", "oft", "prompt_tuning", "prefix_tuning", "adapter")
 """Keys of `model` that train something beside the model's own weights."""
 
-MERGEABLE = ("lora", "adalora", "ia3", "oft", "adapter")
+MERGEABLE = ("lora", "ia3", "oft", "adapter")
 """Of these, which can be folded into the weights."""
 
 

@@ -20,12 +20,11 @@ NEVER_ALLOWED: Mapping[str, str] = {
     "model.lora.target_modules": _OTHER_SHAPE,
     "model.lora.modules_to_save": _OTHER_SHAPE,
     "model.lora.dora": _OTHER_SHAPE,
+    "model.lora.init": "the adapters stand on another rest of the base",
     "model.lora.layers": _OTHER_SHAPE,
     "model.lora.rank_pattern": _OTHER_SHAPE,
-    **dict.fromkeys(("model.adalora", "model.ia3", "model.oft"), _OTHER_WEIGHTS),
+    **dict.fromkeys(("model.ia3", "model.oft"), _OTHER_WEIGHTS),
     **dict.fromkeys(("model.prompt_tuning", "model.prefix_tuning", "model.adapter"), _OTHER_WEIGHTS),
-    "model.adalora.first_rank": _OTHER_SHAPE,
-    "model.adalora.target_modules": _OTHER_SHAPE,
     "model.ia3.target_modules": _OTHER_SHAPE,
     "model.oft.block_size": _OTHER_SHAPE,
     "model.oft.target_modules": _OTHER_SHAPE,
@@ -42,6 +41,7 @@ NEVER_ALLOWED: Mapping[str, str] = {
     "data.shuffle": _OTHER_ROWS,
     "training data": _OTHER_ROWS,
     "tokenizer": "the same text would be other tokens",
+    "first adapter": "what was learnt so far was learnt from another one",
     "base weights": "what was learnt so far was learnt on top of the others",
 }
 """What must be as it was in the checkpoint, and why not even `allow_changes` helps."""

@@ -59,19 +59,6 @@ class LoraSection(Section):
     alpha_pattern: dict[str, float] = key("Another alpha for modules whose name ends so.", {})
 
 
-class AdaLoraSection(Section):
-    """Adapters whose rank is shared out by importance while they learn (Zhang et al., 2023, arXiv:2303.10512)."""
-
-    target_rank: Positive = key("Average rank at the end.", 8)
-    first_rank: Positive = key("Rank at the beginning.", 12)
-    alpha: float = key("Scale numerator.", 32.0, gt=0)
-    dropout: float = key("Dropout on the adapters' input.", 0.0, ge=0.0, lt=1.0)
-    target_modules: Strings | Literal["all-linear"] = key("As those of `model.lora`.", "all-linear")
-    first_steps: Count = key("Steps before ranks begin to shrink.", 0)
-    last_steps: Count = key("Steps at the end in which ranks stay.", 0)
-    every_steps: Positive = key("Steps between two changes of the ranks.", 1)
-
-
 class Ia3Section(Section):
     """Learnt scales on activations (Liu et al., 2022, arXiv:2205.05638)."""
 
@@ -82,7 +69,7 @@ class Ia3Section(Section):
 class OftSection(Section):
     """Orthogonal fine-tuning (Qiu et al., 2023, arXiv:2306.07280)."""
 
-    block_size: Positive = key("Size of the orthogonal blocks.", 32)
+    block_size: Positive = key("Size of the orthogonal blocks, which divides every adapted layer's inputs.", 32)
     dropout: float = key("Share of the blocks that are left out.", 0.0, ge=0.0, lt=1.0)
     target_modules: Strings | Literal["all-linear"] = key("As those of `model.lora`.", "all-linear")
 
@@ -91,7 +78,7 @@ class PromptTuningSection(Section):
     """Learnt tokens before the text (Lester et al., 2021, arXiv:2104.08691)."""
 
     num_tokens: Positive = key("How many.", 16)
-    init_text: str | None = key("Text whose embeddings they begin as; unset, random ones.", None)
+    init_text: str | None = key("Text whose embeddings they begin as; unset, those of tokens drawn from the vocabulary.", None)
 
 
 class PrefixTuningSection(Section):
@@ -170,7 +157,6 @@ class ModelSection(Section):
     lora: LoraSection | None = key(
         "Train adapters instead of the model's own weights. At most one kind of adapters.", None
     )
-    adalora: AdaLoraSection | None = key("Adapters whose rank is shared out by importance.", None)
     ia3: Ia3Section | None = key("Learnt scales on activations.", None)
     oft: OftSection | None = key("Orthogonal adapters.", None)
     prompt_tuning: PromptTuningSection | None = key("Learnt tokens before the text.", None)

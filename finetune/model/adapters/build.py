@@ -54,8 +54,16 @@ def add_adapter(model: PreTrainedModel, wish: Wish, ground: Ground) -> PeftModel
 
 def adapter_wish(section: ModelSection) -> Wish | None:
     """Return what the job asks for; None where the model's own weights learn."""
-    wishes = (getattr(section, kind.key) for kind in _KINDS.values())
-    return next((wish for wish in wishes if wish is not None), None)
+    if section.adapter is not None:
+        return Path(section.adapter)
+    kinds: tuple[Wish | None, ...] = (
+        section.lora,
+        section.ia3,
+        section.oft,
+        section.prompt_tuning,
+        section.prefix_tuning,
+    )
+    return next((wish for wish in kinds if wish is not None), None)
 
 
 @dataclass(frozen=True)

@@ -69,23 +69,23 @@ def saved_names(model: PeftModel, trained: Mapping[str, Any]) -> dict[str, str]:
     return {**{places[int(mark)]: name for name, mark in written.items() if name != _PROMPTS}, **prompts}
 
 
-def adapter_digest(folder: Path | None) -> str | None:
+def adapter_digest(folder: str | None) -> str | None:
     """Return what tells the adapter apart that training begins from; None where there is none. Reads all of it."""
     if folder is None:
         return None
     try:
-        with (folder / WEIGHTS_FILE).open("rb") as file:
+        with (Path(folder) / WEIGHTS_FILE).open("rb") as file:
             return f"sha256 {hashlib.file_digest(file, 'sha256').hexdigest()}"
     except OSError as error:
-        raise ModelError(f"{_KEY}: {folder / WEIGHTS_FILE} cannot be read: {error.strerror}.") from error
+        raise ModelError(f"{_KEY}: {folder}/{WEIGHTS_FILE} cannot be read: {error.strerror}.") from error
 
 
-def base_note(folder: Path, *, name: str | None) -> str | None:
+def base_note(folder: str, *, name: str | None) -> str | None:
     """Return a sentence where the adapter names another base than the model's; None where it is the same.
 
     Raises ModelError where both are names on the hub: then they are two models for certain.
     """
-    base = _read_config(folder).get("base_model_name_or_path")
+    base = _read_config(Path(folder)).get("base_model_name_or_path")
     if not base or name is None or base == name or (is_folder(name) and Path(base) == Path(name).expanduser()):
         return None
     if not is_folder(name) and not Path(base).is_absolute():

@@ -11,6 +11,9 @@ from finetune.model.adapters.ground import Ground
 from finetune.model.adapters.names import ADAPTER, TASK_TYPES
 from finetune.runtime.seeds import derive
 
+_PROMPTED = ("causal_lm", "seq2seq_lm")
+"""Heads that read every position: others pick the first or last one, and would find learnt tokens there."""
+
 
 def prompt_config(model: PreTrainedModel, prompt: PromptTuningSection, ground: Ground) -> PromptTuningConfig:
     """Return peft's config, without its own first values; raises ModelError for a head that has no text before it."""
@@ -60,9 +63,9 @@ def _ids(prompt: PromptTuningSection, ground: Ground) -> Tensor:
 
 def _task_type(ground: Ground, *, key: str) -> str:
     kind = TASK_TYPES.get(ground.head)
-    if kind is None or ground.tokenizer is None:
+    if kind is None or ground.head not in _PROMPTED or ground.tokenizer is None:
         raise ModelError(
-            f"{key}: peft puts nothing before the inputs of a model with the head `{ground.head}`. "
+            f"{key}: nothing can stand before the inputs of a model with the head `{ground.head}`. "
             "Write `model.lora` instead."
         )
     return kind

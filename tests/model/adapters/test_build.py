@@ -1,0 +1,121 @@
+import pytest
+import torch
+
+from finetune.config.sections.model import (
+    Ia3Section,
+    LoraSection,
+    OftSection,
+    PrefixTuningSection,
+    PromptTuningSection,
+)
+from finetune.errors import ModelError
+from finetune.model.adapters.build import add_adapter
+from finetune.model.adapters.ground import Ground
+from finetune.model.size import describe
+
+BATCH = torch.arange(24).reshape(2, 12)
+MASK = torch.ones_like(BATCH)
+IA3 = Ia3Section(target_modules=("k_proj", "v_proj", "down_proj"), feedforward_modules=("down_proj",))
+IN_THE_MODEL = {
+    "gaussian": LoraSection(rank=2, init="gaussian"),
+    "pissa": LoraSection(rank=2, init="pissa"),
+    "olora": LoraSection(rank=2, init="olora", alpha=3.0),
+    "ia3": IA3,
+    "oft": OftSection(block_size=8),
+}
+BEFORE_THE_TEXT = {
+    "prompt": PromptTuningSection(num_tokens=3),
+    "prefix": PrefixTuningSection(num_tokens=3),
+}
+
+
+def trained(model):
+    return {name: each for name, each in model.named_parameters() if each.requires_grad}
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [(name, kind) for name in ("llama untied", "qwen3 tied") for kind in IN_THE_MODEL] + [("gpt2 tied", "pissa")],
+)
+def test_new_adapters_change_nothing_and_every_one_learns(from_config, build, adapted, name, kind):
+    model = build(from_config(name)).eval()
+    with torch.no_grad():
+        expected = model(input_ids=BATCH).logits
+    made = adapted(model, IN_THE_MODEL[kind])
+    output = made(input_ids=BATCH, labels=BATCH)
+    assert torch.allclose(output.logits, expected, atol=1e-5)
+    output.loss.backward()
+    learning = trained(made)
+    assert learning
+    assert all(each.grad is not None and each.dtype == torch.float32 for each in learning.values())
+    assert describe(made).num_adapted_modules > 0
+
+
+@pytest.mark.parametrize("kind", BEFORE_THE_TEXT)
+@pytest.mark.parametrize("name", ["llama untied", "qwen3 tied", "gpt2 tied"])
+def test_what_stands_before_the_text_learns_alone(from_config, build, adapted, kind, name):
+    made = adapted(build(from_config(name)), BEFORE_THE_TEXT[kind])
+    made(input_ids=BATCH, attention_mask=MASK, labels=BATCH).loss.backward()
+    assert list(trained(made)) == ["prompt_encoder.default.embedding.weight"]
+    assert made.get_parameter("prompt_encoder.default.embedding.weight").grad.any()
+
+
+@pytest.mark.parametrize("kind", [*IN_THE_MODEL, *BEFORE_THE_TEXT])
+def test_first_values_depend_on_no_random_state(from_config, build, adapted, kind):
+    made = []
+    for state in (1, 2):
+        torch.manual_seed(state)
+        made.append(adapted(build(from_config()), {**IN_THE_MODEL, **BEFORE_THE_TEXT}[kind]))
+        assert torch.initial_seed() == state
+    one, other = (model.state_dict() for model in made)
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_a_learnt_prompt_begins_as_the_embeddings_of_its_text_again_and_again(from_config, build, adapted):
+    made = adapted(build(from_config()), PromptTuningSection(num_tokens=5, init_text="ab"))
+    embeddings = made.get_base_model().get_input_embeddings().weight
+    assert torch.equal(made.prompt_encoder["default"].embedding.weight, embeddings[[97, 98, 97, 98, 97]])
+
+
+def test_pissa_takes_the_largest_parts_out_of_the_base(from_config, build, adapted):
+    original = build(from_config()).model.layers[0].mlp.up_proj.weight
+    layer = adapted(build(from_config()), LoraSection(rank=2, init="pissa")).get_submodule(
+        "base_model.model.model.layers.0.mlp.up_proj"
+    )
+    largest = torch.linalg.svdvals(original)
+    assert torch.allclose(torch.linalg.svdvals(layer.base_layer.weight)[0], largest[2], atol=1e-5)
+    assert torch.allclose(layer.base_layer.weight + layer.get_delta_weight("default"), original, atol=1e-5)
+
+
+REFUSED = [
+    ("gpt2 tied", OftSection(), r"model\.oft: Target module Conv1D"),
+    ("gpt2 tied", LoraSection(init="olora"), r"model\.lora\.init: peft's `olora`"),
+    ("llama untied", OftSection(block_size=24), r"blocks of 24 do not divide the 32 inputs of `model\.layers\.0"),
+    ("llama untied", Ia3Section(target_modules=("k_prj",)), r"no module is called `k_prj`\. Did you mean `k_proj`"),
+    ("llama untied", LoraSection(layers=(1, 2)), r"model\.lora\.layers: no adapter is on layer 2"),
+    ("llama untied", LoraSection(rank_pattern={"q_prj": 2}), r"rank_pattern: no module .* ends with `q_prj`"),
+    ("llama untied", PromptTuningSection(init_text=""), r"init_text: it has no tokens"),
+]
+
+
+@pytest.mark.parametrize(("name", "wish", "message"), REFUSED, ids=[message for _, _, message in REFUSED])
+def test_what_this_model_cannot_have_is_refused(from_config, build, adapted, name, wish, message):
+    with pytest.raises(ModelError, match=message):
+        adapted(build(from_config(name)), wish)
+
+
+@pytest.mark.parametrize("wish", BEFORE_THE_TEXT.values(), ids=list(BEFORE_THE_TEXT))
+def test_a_head_that_picks_a_position_has_nothing_before_its_text(from_config, build, wish):
+    with pytest.raises(ModelError, match="with the head `token_classification`"):
+        add_adapter(build(from_config()), wish, Ground(seed=1, head="token_classification", tokenizer=[]))
+
+
+def test_layers_and_patterns_choose_modules_and_ranks(from_config, build, adapted):
+    wish = LoraSection(rank=4, layers=(1,), rank_pattern={"q_proj": 2}, alpha_pattern={"v_proj": 1.0})
+    made = adapted(build(from_config()), wish)
+    assert describe(made).num_adapted_modules == 7
+    assert all(".layers.1." in name for name in trained(made))
+    attention = made.get_submodule("base_model.model.model.layers.1.self_attn")
+    assert (attention.q_proj.r["default"], attention.k_proj.r["default"]) == (2, 4)
+    assert attention.v_proj.scaling["default"] == 0.25
