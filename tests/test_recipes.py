@@ -26,8 +26,12 @@ def with_its_data(name: str, folder: Path) -> Path:
 
 def test_all_recipes_were_found():
     assert NAMES == [
+        "dpo",
+        "kto",
+        "orpo",
         "pretrain",
         "quickstart",
+        "reward",
         "sft-full",
         "sft-jsonl",
         "sft-lora",

@@ -16,6 +16,7 @@ from finetune.config.rules.formats import FORMAT_RULES
 from finetune.config.rules.images import IMAGE_RULES
 from finetune.config.rules.learning import LEARNING_RULES
 from finetune.config.rules.model import MODEL_RULES
+from finetune.config.rules.preference import PREFERENCE_RULES
 from finetune.config.rules.sources import SOURCE_RULES
 from finetune.config.rules.streams import STREAM_RULES
 from finetune.config.rules.tasks import TASK_RULES
@@ -36,6 +37,7 @@ RULES: tuple[Rule, ...] = (
     *EVALUATION_RULES,
     *CHECKPOINT_RULES,
     *TASK_RULES,
+    *PREFERENCE_RULES,
     *IMAGE_RULES,
     *LEARNING_RULES,
     without_effect,

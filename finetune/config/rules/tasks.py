@@ -35,8 +35,8 @@ CLASSIFYING: tuple[TaskName, ...] = ("text_classification", "token_classificatio
 PADDED: tuple[TaskName, ...] = tuple(name for name in FITTING if name not in ("sft", "pretrain"))
 """Tasks whose samples do not share rows."""
 
-WHOLE: tuple[TaskName, ...] = ("text_classification",)
-"""Tasks that learn from a row as a whole: windows of it would each have its label."""
+WHOLE: tuple[TaskName, ...] = ("text_classification", "preference", "reward")
+"""Tasks that learn from a row as a whole: windows of it would each have its label, or no answer to compare."""
 
 WITHOUT_TOKENS: tuple[TaskName, ...] = ("image_classification",)
 
