@@ -1,5 +1,6 @@
 """The first rows that the model will see from a position on, in the microbatches in which the order hands them out."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,7 @@ class SeenSample:
     pieces: tuple[Piece, ...]
     num_tokens: int
     num_targets: int
+    answer: str = ""  # what is to be found out, where no token says it
 
 
 @dataclass(frozen=True)
@@ -97,8 +99,8 @@ class Walk:
             num_samples=len(batch.sample_ids),
             num_tokens=batch.num_tokens,
             num_targets=batch.num_targets,
-            num_lanes=batch.labels.shape[0],
-            num_computed=batch.labels.numel(),
+            num_lanes=batch.positions[0],
+            num_computed=math.prod(batch.positions),
         )
 
     def _collated(self, begin: int, end: int) -> Batch:
@@ -118,4 +120,5 @@ class Walk:
     def _sample(self, sample_id: int) -> SeenSample:
         features = self.pool.samples[sample_id]
         pieces = tuple(pieces_of(features, self.tokenizer))
-        return SeenSample(sample_id, self.pool.samples.place(sample_id), pieces, features.length, features.num_targets)
+        place, answer = self.pool.samples.place(sample_id), self.task.answer(features)
+        return SeenSample(sample_id, place, pieces, features.length, features.num_targets, answer)

@@ -52,7 +52,7 @@ def sample_line(sample: SeenSample) -> str:
     share = sample.num_targets / sample.num_tokens if sample.num_tokens else 0.0
     return (
         f"sample {sample.sample_id}  {sample.place}  {sample.num_tokens:,} tokens, "
-        f"{sample.num_targets:,} learnt ({share:.0%})"
+        f"{sample.num_targets:,} learnt ({share:.0%}){f' → {sample.answer}' if sample.answer else ''}"
     )
 
 

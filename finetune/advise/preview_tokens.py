@@ -63,9 +63,12 @@ def visible(text: str) -> str:
 
 
 def pieces_of(features: Features, tokenizer: Any) -> Iterator[Piece]:
-    """Yield the sample's tokens as text; a piece ends where a character does, or what is learnt begins or ends."""
-    ids = features.arrays["input_ids"].tolist()
-    is_target = features.arrays["is_target"].tolist()
+    """Yield the sample's tokens as text; a piece ends where a character does, or what is learnt begins or ends.
+
+    None of a sample without tokens; where the sample as a whole is the target, no token is.
+    """
+    ids = features.arrays["input_ids"].tolist() if "input_ids" in features.arrays else []
+    is_target = features.arrays["is_target"].tolist() if "is_target" in features.arrays else [False] * len(ids)
     start, begun = 0, 0  # of the piece; of what is decoded with it, since a token's blank depends on the one before
     for end in range(1, len(ids) + 1):
         before = _decoded(tokenizer, ids[begun:start])

@@ -25,6 +25,12 @@ class Batch:
     seed: int = 0  # of the step that it is learnt in; 0 where nothing is to be random
     lengths: tuple[int, ...] = ()  # tokens of each sample, where it is learnt from
 
+    @property
+    def positions(self) -> tuple[int, int]:
+        """Return how many rows a forward pass has and how many places in each, padding included."""
+        laid_out = self.inputs.get("input_ids", self.labels)
+        return laid_out.shape[0], laid_out.numel() // max(1, laid_out.shape[0])
+
     def to(self, device: torch.device, non_blocking: bool = False) -> "Batch":
         """Return the batch on `device`; Accelerate's dataloader calls this."""
         return self._each(lambda tensor: tensor.to(device, non_blocking=non_blocking))

@@ -113,6 +113,10 @@ class BaseTask:
     def metrics(self, sums: Mapping[str, float], records: Tensor | None = None) -> Mapping[str, float]:
         """Return the metrics; `loss` is among them."""
 
+    def answer(self, features: Features) -> str:
+        """Return nothing: the tokens that are learnt say it."""
+        return ""
+
     def prompt(self, features: Features) -> Prompt | None:
         """Return None: nothing is asked."""
         return None

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -34,6 +35,9 @@ class Kind(Protocol):
 
     def wanted(self, labels: Tensor) -> Tensor:
         """Return the labels of a batch, [rows, numbers of a label], as the loss takes them."""
+
+    def said(self, label: np.ndarray) -> str:
+        """Return what a label says, in words."""
 
     def loss_sum(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Return what is learnt from, summed over the rows."""
@@ -73,6 +77,10 @@ class OneOfMany:
     def wanted(self, labels: Tensor) -> Tensor:
         """Return the indices, int64 [rows]."""
         return labels[:, 0].long()
+
+    def said(self, label: np.ndarray) -> str:
+        """Return the name of the class."""
+        return self.classification.classes.names[int(label[0])]
 
     def loss_sum(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Return the weighted and smoothed cross-entropy in nats."""
@@ -116,6 +124,11 @@ class SomeOfMany:
     def wanted(self, labels: Tensor) -> Tensor:
         """Return 0 or 1 for each class, float32 [rows, classes]."""
         return labels.to(torch.float32)
+
+    def said(self, label: np.ndarray) -> str:
+        """Return the names of the classes, or that there is none."""
+        names = self.classification.classes.names
+        return ", ".join(names[place] for place in np.flatnonzero(label)) or "none"
 
     def loss_sum(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Return the weighted binary cross-entropy in nats, averaged over the classes."""
@@ -165,6 +178,10 @@ class Regression:
     def wanted(self, labels: Tensor) -> Tensor:
         """Return the numbers, float32 [rows, numbers]."""
         return labels.to(torch.float32)
+
+    def said(self, label: np.ndarray) -> str:
+        """Return the numbers."""
+        return ", ".join(f"{number:g}" for number in label)
 
     def loss_sum(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Return the squared error, averaged over the numbers of a row."""

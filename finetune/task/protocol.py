@@ -141,5 +141,8 @@ class Task(Protocol):
         The records are float64 on the CPU, [records, k], in the order of the sample ids, each sample's once.
         """
 
+    def answer(self, features: Features) -> str:
+        """Return in words what is to be found out about the sample; empty where its tokens say it."""
+
     def prompt(self, features: Features) -> Prompt | None:
         """Return what to ask the model for this sample and what it should answer; None where nothing is asked."""

@@ -74,6 +74,10 @@ class TextClassificationTask(BaseTask):
             sample_ids=tuple(each.sample_id for each in features),
         )
 
+    def answer(self, features: Features) -> str:
+        """Return the class, the classes or the numbers."""
+        return self.kind.said(features.arrays[LABELS])
+
     def filler(self, features: Features) -> Batch:
         """Return the row as a batch in which nothing counts: numbers that do not are NaN."""
         batch = super().filler(features)

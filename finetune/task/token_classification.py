@@ -82,6 +82,11 @@ class TokenClassificationTask(BaseTask):
             sample_ids=tuple(each.sample_id for each in features),
         )
 
+    def answer(self, features: Features) -> str:
+        """Return the words' tags in their order."""
+        names = self.classification.classes.names
+        return " ".join(names[label] for label in features.arrays[LABELS][features.arrays["is_target"]])
+
     def loss_sum(self, model: nn.Module, batch: Batch) -> Tensor:
         """Return the cross-entropy in nats summed over the words, with class weights and label smoothing."""
         weights = self.classification.weight_tensor(batch.labels.device)

@@ -1,5 +1,6 @@
 """How much of what a forward pass computes is padding: measured on the first batches of the order."""
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -61,7 +62,7 @@ def measure_padding(
     for ids in _first_batches(pool, global_batch_size=global_batch_size, microbatch_size=microbatch_size):
         batch = collate([pool.samples[sample_id] for sample_id in ids.tolist()])
         num_batches, num_positions = num_batches + 1, num_positions + microbatch_size
-        computed, tokens = computed + batch.labels.numel(), tokens + batch.num_tokens
+        computed, tokens = computed + math.prod(batch.positions), tokens + batch.num_tokens
         lengths.extend(pool.samples.lengths_of(ids).tolist())
     plain = plain_computed(np.array(lengths, np.int64), microbatch_size=microbatch_size)
     return Padding(num_batches, len(lengths), tokens, computed, plain, num_positions, budget)
