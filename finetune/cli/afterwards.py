@@ -18,6 +18,8 @@ NewTokens = Annotated[int, typer.Option(min=1, metavar="N", help="Longest answer
 Temperature = Annotated[
     float, typer.Option(min=0.0, help="0: always the likeliest token; above, tokens are drawn, the wilder the higher.")
 ]
+Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Run Python code that comes with the model.")]
+System = Annotated[str | None, typer.Option(metavar="TEXT", help="System message, where a row has none.")]
 
 
 def add_to(app: typer.Typer) -> None:
@@ -41,9 +43,7 @@ def export(
         str | None, typer.Option(metavar="REPOSITORY", help="Also upload it, with the token of HF_TOKEN or a login.")
     ] = None,
     public: Annotated[bool, typer.Option("--public", help="Make that repository public where it is new.")] = False,
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run Python code that comes with a folder's model.")
-    ] = False,
+    trust_remote_code: Trust = False,
 ) -> None:
     """Write a checkpoint's model, or any adapter merged into its base, as a Hugging Face folder.
 
@@ -111,10 +111,8 @@ def generate(
     temperature: Temperature = 0.0,
     top_p: Annotated[float, typer.Option(min=0.0, max=1.0, help="Draw from the likeliest tokens of this share.")] = 1.0,
     seed: Annotated[int, typer.Option(min=0, help="Of what is drawn; each row has its own, whoever answers it.")] = 0,
-    system: Annotated[str | None, typer.Option(metavar="TEXT", help="System message for rows without one.")] = None,
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run Python code that comes with the model.")
-    ] = False,
+    system: System = None,
+    trust_remote_code: Trust = False,
 ) -> int:
     """Answer every row of a file, in its order; stopped, it goes on where it was.
 
@@ -148,10 +146,8 @@ def chat(
     ] = None,
     max_new_tokens: NewTokens = 256,
     temperature: Temperature = 0.0,
-    system: Annotated[str | None, typer.Option(metavar="TEXT", help="System message to begin with.")] = None,
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run Python code that comes with the model.")
-    ] = False,
+    system: System = None,
+    trust_remote_code: Trust = False,
 ) -> None:
     """Talk to a model that a run left behind."""
     lazy.call(

@@ -15,6 +15,7 @@ from finetune.runtime.processes import free_port, run_group
 
 sys.path.append(str(Path(__file__).parent))  # for running, which is no test
 from running import Running
+from trained import forget, run_folder, stay
 
 ROOT = Path(__file__).parents[2]
 SETTINGS = {"OMP_NUM_THREADS": "1"}
@@ -116,6 +117,14 @@ def launch(job: Path) -> Launch:
         return Ended(code, log.read_text(errors="replace"), folder)
 
     return start
+
+
+@pytest.fixture
+def trained(job: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Path]]:
+    """Return the folders of tiny finished runs: `full`, `lora`, `merged`. The test may itself build an Accelerator."""
+    monkeypatch.setattr("finetune.runtime.ranks.leave", stay)
+    yield lambda name: run_folder(job, name)
+    forget()
 
 
 @pytest.fixture
