@@ -1,6 +1,6 @@
 """An audit as a person reads it: a row for each source, then what deserves a sentence."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from rich.table import Table
 
@@ -16,7 +16,10 @@ HEAD = (
 RARE = ("cut", "too long", "no target", "duplicates")
 """Columns that are left out where every source has 0."""
 
-_GAP = 2
+OF_TOKENS = ("tokens", "learnt", "masked", "longest")
+"""Columns that are left out where samples have no tokens."""
+
+_GAP, _MOST_NAMED = 2, 10
 _STEPS = "▁▂▃▄▅▆▇█"
 
 
@@ -38,7 +41,12 @@ def audit_rows(audit: Audit) -> list[tuple[str, ...]]:
     What happened nowhere has no column.
     """
     rows = [HEAD, *(_row(each) for each in _shown(audit))]
-    told = [place for place, name in enumerate(HEAD) if name not in RARE or any(row[place] != "0" for row in rows[1:])]
+    absent = () if audit.total.counts.has_tokens else OF_TOKENS
+    told = [
+        place
+        for place, name in enumerate(HEAD)
+        if name not in absent and (name not in RARE or any(row[place] != "0" for row in rows[1:]))
+    ]
     return [tuple(row[place] for place in told) for row in rows]
 
 
@@ -46,7 +54,8 @@ def audit_lines(audit: Audit, *, draws: bool = True) -> tuple[str, ...]:
     """Return what the table does not say; what did not happen has no line. `draws`: with bars of text."""
     return (
         *(line for each in _shown(audit) if each.key != "total" for line in _source_lines(each)),
-        *(_spread_lines(audit.total) if draws else ()),
+        *class_lines(audit.classes),
+        *(_spread_lines(audit.total) if draws and audit.total.counts.has_tokens else ()),
         *(() if audit.padding is None else padding_lines(audit.padding)),
         *(f"LIMIT {each}" for each in audit.exceeded),
     )
@@ -57,9 +66,10 @@ def numbers_of(audit: Audit) -> Iterator[tuple[str, str, str]]:
     counts, padding = audit.total.counts, audit.padding
     share = counts.targets / counts.tokens if counts.tokens else 0.0
     yield "samples", f"{counts.samples:,}", f"from {counts.rows:,} rows"
-    yield "tokens", f"{counts.tokens:,}", f"{counts.tokens / max(1, counts.samples):,.0f} per sample"
-    yield "learnt", f"{share:.1%}", f"{counts.targets:,} tokens count in the loss"
-    yield "longest row", f"{counts.longest:,}", "tokens, before any cut"
+    if counts.has_tokens:
+        yield "tokens", f"{counts.tokens:,}", f"{counts.tokens / max(1, counts.samples):,.0f} per sample"
+        yield "learnt", f"{share:.1%}", f"{counts.targets:,} tokens count in the loss"
+        yield "longest row", f"{counts.longest:,}", "tokens, before any cut"
     if padding is not None:
         yield "padding", f"{padding.share:.1%}", f"of what is computed; plain batches {padding.plain_share:.1%}"
         if padding.filled is not None:
@@ -76,6 +86,18 @@ def padding_lines(padding: Padding) -> Iterator[str]:
     yield f"padding: {padding.share:.1%} of what is computed ({plain}{saved}; {looked})"
     if padding.filled is not None:
         yield f"filled: {padding.filled:.1%} of {padding.budget:,} tokens at a position, in the mean"
+
+
+def class_lines(classes: Mapping[str, int]) -> Iterator[str]:
+    """Yield how many classes there are, which has most and which fewest samples, and which has none."""
+    if not classes:
+        return
+    most, fewest = max(classes, key=lambda name: classes[name]), min(classes, key=lambda name: classes[name])
+    yield f"classes: {len(classes):,}, from {classes[fewest]:,} (`{fewest}`) to {classes[most]:,} (`{most}`) samples"
+    absent = [f"`{name}`" for name, count in classes.items() if count == 0]
+    if absent:
+        more = ", ..." if len(absent) > _MOST_NAMED else ""
+        yield f"classes without a sample: {', '.join(absent[:_MOST_NAMED])}{more}"
 
 
 def sparkline(found: Histogram) -> str:
@@ -124,7 +146,8 @@ def _row(audit: SourceAudit) -> tuple[str, ...]:
 
 def _source_lines(audit: SourceAudit) -> Iterator[str]:
     counts = audit.counts
-    yield f"{audit.key}: longest row {counts.longest:,} tokens: {counts.longest_place}"
+    if counts.has_tokens:
+        yield f"{audit.key}: longest row {counts.longest:,} tokens: {counts.longest_place}"
     if counts.truncated_rows:
         lost = f"{counts.truncated_tokens:,} tokens cut off, {counts.truncated_targets:,} of them to be learnt"
         yield f"{audit.key}: truncated {counts.truncated_rows:,} rows: {lost}"

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from finetune.advise.audit_tables import print_audit
+from finetune.advise.preview_images import Cut, image_lines
 from finetune.advise.preview_page import preview_page
 from finetune.advise.preview_rows import Walk
 from finetune.advise.preview_terminal import print_batches
@@ -16,6 +17,7 @@ from finetune.run.audit import audit_lessons
 from finetune.run.lessons import make_lessons
 from finetune.runtime import files
 from finetune.runtime.log import quieten
+from finetune.task.registry import reads
 
 UNITS = {"samples": "sample", "packs": "pack", "tokens": "batch"}
 """What stands at a position, by `data.batching.by`."""
@@ -31,6 +33,9 @@ def preview(path: Path, overrides: Sequence[str], *, num_rows: int, html: Path |
     config = load_config(path, overrides).config
     if html is not None and html.is_dir():
         raise UserError(f"--html: {html} is a folder. Name a file: {html / 'preview.html'}.")
+    if reads(config.task.name) == "images":
+        _preview_images(config, start=start, num_samples=num_rows, html=html)
+        return
     lessons = make_lessons(without_limits(config), Announcer(is_main=True))
     unit = UNITS[config.data.batching.by]
     walk = Walk(
@@ -48,6 +53,18 @@ def preview(path: Path, overrides: Sequence[str], *, num_rows: int, html: Path |
     if html is not None:
         page = preview_page(batches, audit, title=f"Preview of {path.name}", facts=_facts(config), unit=unit)
         _write(html, page)
+
+
+def _preview_images(config: RunConfig, *, start: int, num_samples: int, html: Path | None) -> None:
+    if html is not None:
+        raise UserError("--html: there is no page of images. Leave it out: the preview names the files to look at.")
+    lessons = make_lessons(without_limits(config), Announcer(is_main=True))
+    audit = audit_lessons(config, lessons)
+    cut = Cut(config.train.global_batch_size, config.train.microbatch_size)
+    for line in image_lines(lessons.training, lessons.task, cut=cut, start=start, num_samples=num_samples):
+        print(line)
+    print()
+    print_audit(audit)
 
 
 def _write(html: Path, page: str) -> None:

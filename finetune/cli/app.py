@@ -139,14 +139,17 @@ def init(
 ) -> None:
     """Write a commented job file into a folder.
 
-    The quickstart brings its data along. Without a name, the recipes are listed.
+    The quickstart and image-digits bring their data along. Without a name, the recipes are listed.
     """
     if name is None:
-        for recipe, sentence in lazy.call("finetune.recipes.make:recipes").items():
-            print(f"{recipe:<12}{sentence}")
+        known = lazy.call("finetune.recipes.make:recipes")
+        widest = max(map(len, known)) + 2
+        for recipe, sentence in known.items():
+            print(f"{recipe:<{widest}}{sentence}")
         return
-    for path in lazy.call("finetune.recipes.make:make_recipe", name, into or Path(name)):
-        print(f"wrote {path}")
+    paths = lazy.call("finetune.recipes.make:make_recipe", name, into or Path(name))
+    for each in lazy.call("finetune.recipes.make:told", paths):
+        print(f"wrote {each}")
 
 
 afterwards.add_to(app)

@@ -17,8 +17,7 @@ def built_image_processor(section: ImageProcessorSection) -> Any:
             f"model.image_processor: `mean` has {len(section.mean)} numbers and `std` {len(section.std)}. "
             "Write one for each channel in both."
         )
-    # Looked up here and not where this file is imported: transformers warns there of what is not used.
-    return transformers.ViTImageProcessor(
+    return _class_of_vit()(
         do_resize=True,
         size={"height": section.size, "width": section.size},
         do_normalize=True,
@@ -66,6 +65,16 @@ def pixel_size(processor: Any, *, num_channels: int) -> tuple[int, int]:
     blank = Image.new("L" if num_channels == 1 else "RGB", (64, 64))
     height, width = processor(blank, return_tensors="pt")["pixel_values"].shape[-2:]
     return int(height), int(width)
+
+
+def _class_of_vit() -> Any:
+    """Return ViTImageProcessor, looked up without the warning that torchvision is missing: nobody needs it."""
+    verbosity = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()
+    try:
+        return transformers.ViTImageProcessor
+    finally:
+        transformers.logging.set_verbosity(verbosity)
 
 
 def _names(size: Any) -> frozenset[str]:

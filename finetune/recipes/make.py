@@ -1,15 +1,22 @@
-"""`finetune init`: a recipe becomes a folder with a job file and, for the quickstart, its data."""
+"""`finetune init`: a recipe becomes a folder with a job file and, for those that need no network, its data."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from finetune.errors import UserError
+from finetune.recipes.digits import digit_files
 from finetune.recipes.quickstart import quickstart_files
-from finetune.runtime.files import write_text
+from finetune.runtime.files import write_bytes, write_text
 
 JOB_FILE = "job.yaml"
 
-_DATA: Mapping[str, Callable[[], Mapping[str, str]]] = {"quickstart": quickstart_files}
+Files = Mapping[str, str | bytes]
+"""From a path in the folder to what is in the file."""
+
+_DATA: Mapping[str, Callable[[], Files]] = {"quickstart": quickstart_files, "image-digits": digit_files}
+
+_LISTED = 3
+"""Files of one folder that are named each."""
 
 
 def recipes() -> dict[str, str]:
@@ -23,20 +30,33 @@ def make_recipe(name: str, folder: Path) -> list[Path]:
     Files that are there already with the same content are left alone; with another content, UserError names them and
     nothing is written. Raises UserError for an unknown recipe.
     """
-    texts = _texts(name)
-    different = [file for file, text in texts.items() if _differs(folder / file, text)]
+    contents = _contents(name)
+    different = [file for file, content in contents.items() if _differs(folder / file, content)]
     if different:
+        more = f" and {len(different) - _LISTED:,} more" if len(different) > _LISTED else ""
         raise UserError(
-            f"{folder} already holds {', '.join(different)} with another content. "
+            f"{folder} already holds {', '.join(different[:_LISTED])}{more} with another content. "
             "Choose another folder with --into, or move the old files away."
         )
-    for file, text in texts.items():
+    for file, content in contents.items():
         if not (folder / file).exists():
-            write_text(folder / file, text)
-    return [folder / file for file in texts]
+            _write(folder / file, content)
+    return [folder / file for file in contents]
 
 
-def _texts(name: str) -> dict[str, str]:
+def told(paths: Sequence[Path]) -> Iterator[str]:
+    """Yield what was written, in words: each file, but of many in the folders of one folder only how many."""
+    by_folder: dict[Path, list[Path]] = {}
+    for path in paths:
+        by_folder.setdefault(path.parent.parent, []).append(path)
+    for folder, inside in by_folder.items():
+        if len(inside) > _LISTED:
+            yield f"{len(inside):,} files in {folder}"
+        else:
+            yield from map(str, inside)
+
+
+def _contents(name: str) -> Files:
     known = recipes()
     if name not in known:
         raise UserError(f"There is no recipe `{name}`. There are: {', '.join(known)}.")
@@ -44,10 +64,18 @@ def _texts(name: str) -> dict[str, str]:
     return {JOB_FILE: job, **_DATA.get(name, dict)()}
 
 
-def _differs(path: Path, text: str) -> bool:
+def _write(path: Path, content: str | bytes) -> None:
+    if isinstance(content, bytes):
+        write_bytes(path, content)
+    else:
+        write_text(path, content)
+
+
+def _differs(path: Path, content: str | bytes) -> bool:
     if path.is_dir():
         return True
-    return path.exists() and path.read_bytes() != text.encode("utf-8")
+    wanted = content if isinstance(content, bytes) else content.encode("utf-8")
+    return path.exists() and path.read_bytes() != wanted
 
 
 def _first_sentence(path: Path) -> str:

@@ -3,11 +3,16 @@
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
+
+from finetune.config.rules.tasks import WITHOUT_TOKENS
 from finetune.config.run_config import RunConfig
 from finetune.data.audit.audit import Audit, audit_of
 from finetune.data.audit.padding import Padding, measure_padding
+from finetune.data.encoding.labelled_images import LABEL
 from finetune.data.encoding.template_check import TemplateCheck, check_template
 from finetune.data.order.set_order import tokens_per_position
+from finetune.data.prepared.store import PreparedSet
 from finetune.report.announcer import Announcer
 from finetune.run.lessons import Lessons
 from finetune.runtime import files
@@ -26,6 +31,7 @@ def audit_lessons(config: RunConfig, lessons: Lessons) -> Audit:
         limits=config.data.audit,
         padding=_padding(config, lessons),
         template=check_template(lessons.tokenizer, config.data) if config.task.name in RENDERED else None,
+        classes=_classes(lessons) if config.task.name == "image_classification" else None,
     )
 
 
@@ -40,6 +46,8 @@ def keep_audit(folder: Path, config: RunConfig, lessons: Lessons, *, say: Announ
 def _padding(config: RunConfig, lessons: Lessons) -> Padding | None:
     if lessons.training.order.num_positions is None:
         return None  # a stream: its samples are not there yet
+    if config.task.name in WITHOUT_TOKENS:
+        return None
     batching, train = config.data.batching, config.train
     budget = tokens_per_position(batching, max_length=config.data.longest)
     return measure_padding(
@@ -49,6 +57,14 @@ def _padding(config: RunConfig, lessons: Lessons) -> Padding | None:
         microbatch_size=train.microbatch_size,
         budget=None if batching.by == "samples" else budget,
     )
+
+
+def _classes(lessons: Lessons) -> dict[str, int]:
+    """Return the training images of each class; those of streams are not there yet."""
+    names = list(lessons.task.facts["labels"])
+    prepared = [each for each in lessons.sources.values() if isinstance(each, PreparedSet)]
+    counts = sum((np.bincount(each.values(LABEL), minlength=len(names)) for each in prepared), np.zeros(len(names)))
+    return {name: int(count) for name, count in zip(names, counts, strict=True)}
 
 
 def _surprises(audit: Audit) -> Iterator[str]:

@@ -1,7 +1,7 @@
 """What will really be trained on: rows, tokens and what became of them, by source and in all."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Protocol
 
 import numpy as np
@@ -90,6 +90,7 @@ class Audit:
     padding: Padding | None  # None where batches cannot be looked at without waiting for a stream
     template: TemplateCheck | None  # None where nothing is rendered
     exceeded: tuple[Exceeded, ...]
+    classes: Mapping[str, int] = field(default_factory=dict)  # training samples of each, where a sample has one
 
     def as_json(self) -> dict[str, Any]:
         """Return the audit as plain values, what follows from others (masked tokens, shares) included."""
@@ -109,6 +110,7 @@ def audit_of(
     limits: AuditSection | None = None,
     padding: Padding | None = None,
     template: TemplateCheck | None = None,
+    classes: Mapping[str, int] | None = None,
 ) -> Audit:
     """Return the audit of the training sources, by their places in the job YAML and in their order."""
     prepared = {key: each for key, each in sources.items() if not isinstance(each, Streamed)}
@@ -125,6 +127,7 @@ def audit_of(
         padding=padding,
         template=template,
         exceeded=tuple(exceeded(audits, limits)) if limits is not None else (),
+        classes=dict(classes or {}),
     )
 
 

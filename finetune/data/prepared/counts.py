@@ -41,14 +41,19 @@ class Counts:
             }
         )
 
+    @property
+    def has_tokens(self) -> bool:
+        """Tell whether samples have lengths: where each is one target and nothing else, as an image is, none has."""
+        return self.longest > 1
+
     def lines(self) -> tuple[str, ...]:
         """Return the counts as lines for the user; what did not happen has no line."""
         share = self.targets / self.tokens if self.tokens else 0.0
         dropped = f"{self.dropped_tokens:,} tokens left out"
         said = {
             f"{self.rows:,} rows -> {self.samples:,} samples": True,
-            f"{self.tokens:,} tokens, of which {self.targets:,} targets ({share:.1%})": True,
-            f"longest row: {self.longest:,} tokens ({self.longest_place})": True,
+            f"{self.tokens:,} tokens, of which {self.targets:,} targets ({share:.1%})": self.has_tokens,
+            f"longest row: {self.longest:,} tokens ({self.longest_place})": self.has_tokens,
             f"truncated: {self.truncated_rows:,} rows, {self.truncated_tokens:,} tokens cut off, "
             f"{self.truncated_targets:,} of them targets": self.truncated_rows,
             f"split into windows: {self.split_rows:,} rows, {dropped} in windows without a target": self.split_rows,

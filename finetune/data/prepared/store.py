@@ -70,6 +70,10 @@ class PreparedSet(Dataset[Features]):
         }
         return Features(arrays, sample_id=int(index))
 
+    def values(self, name: str) -> np.ndarray:
+        """Return that array of all samples, end to end."""
+        return self._values[name]
+
     def lengths_of(self, sample_ids: np.ndarray) -> np.ndarray:
         """Return the tokens of each sample."""
         return np.asarray(self.lengths[sample_ids], np.int64)
