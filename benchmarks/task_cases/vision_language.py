@@ -8,8 +8,13 @@ import torch
 from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch.nn.functional import cross_entropy
-from transformers import AutoModelForImageTextToText, AutoProcessor, CLIPImageProcessor, LlavaProcessor
-from transformers import PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForImageTextToText,
+    AutoProcessor,
+    CLIPImageProcessor,
+    LlavaProcessor,
+    PreTrainedTokenizerFast,
+)
 
 from task_cases.case import Case
 

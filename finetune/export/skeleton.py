@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from peft import PeftConfig, PeftModel, get_peft_model
 from transformers import PreTrainedModel
+from transformers.modeling_utils import set_zero3_state
 
 ADAPTER = "default"
 
@@ -24,7 +25,7 @@ def base_skeleton(model: PreTrainedModel, *, dtype: torch.dtype, is_untied: bool
             each.tie_word_embeddings = False
     if hasattr(config, "quantization_config"):  # it is about a base in few bits, and what is written has all of them
         del config.quantization_config
-    with torch.device("meta"):
+    with torch.device("meta"), set_zero3_state():  # else the parts of a model of parts speak to the other ranks
         skeleton = _plain_class(model)(config)
     skeleton.to(dtype)
     skeleton.generation_config = copy.deepcopy(getattr(model, "generation_config", None))

@@ -102,7 +102,7 @@ def _part_class(config_class: Any, name: str, written: Mapping[str, Any]) -> Any
         return _parts(config_class)[name]
     defaults = getattr(config_class, "sub_configs_defaults", {})
     kind = written.get("model_type") or getattr(defaults.get(name), "model_type", None)
-    return CONFIG_MAPPING[kind] if kind in CONFIG_MAPPING else None
+    return CONFIG_MAPPING[kind] if kind in CONFIG_MAPPING else None  # noqa: SIM401  # its `get` loads nothing
 
 
 def _known_values(config_class: type[Any]) -> frozenset[str]:

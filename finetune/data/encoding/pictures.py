@@ -95,8 +95,9 @@ class Pictures:
     @cached_property
     def token_id(self) -> int:
         """Return the token at whose places the model puts what it has read of an image."""
-        ids = self._asked(self.mark, [self.blank])["input_ids"][0]
-        return int(Counter(ids).most_common(1)[0][0])
+        ids = map(int, self._asked(self.mark, [self.blank])["input_ids"][0])
+        special = Counter(token for token in ids if is_special(self.processor.tokenizer, token))
+        return special.most_common(1)[0][0]
 
     def _asked(self, text: str, images: Sequence[bytes], **settings: Any) -> Mapping[str, Any]:
         decoded = [_decoded(image, number) for number, image in enumerate(images, start=1)]

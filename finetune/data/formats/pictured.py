@@ -11,7 +11,7 @@ from finetune.data.rows import Row
 from finetune.errors import DataError
 
 PLACEHOLDER = "<image>"
-"""Where LLaVA's rows put an image in a plain text (Liu et al., 2023, arXiv:2304.08485), whatever the model's mark is."""
+"""Where LLaVA's rows put an image in a plain text (Liu et al., 2023, arXiv:2304.08485), whatever the model's own is."""
 
 
 def with_images(row: Row, columns: Columns) -> Row:
