@@ -80,6 +80,8 @@ def make_lessons(config: RunConfig, say: Announcer, *, watch: Watch | None = Non
     task = build_task(
         Materials(config.task, data, tokenizer, processing.processor, rows=partial(rows_read, sources.train))
     )
+    for line in task.found:
+        say(line)
     encode, identity = task.encoder, input_identity(processing, task)
     unknown = unknown_ids(tokenizer) if tokenizer is not None else frozenset()
     prepare = partial(

@@ -41,6 +41,11 @@ class BaseTask:
         return {}
 
     @property
+    def found(self) -> tuple[str, ...]:
+        """Return nothing: there is nothing to say of what was read from the rows."""
+        return ()
+
+    @property
     def encoding(self) -> Mapping[str, Any]:
         """Return nothing: tokenizer and `data:` decide alone."""
         return {}

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
@@ -19,7 +19,7 @@ from finetune.task.materials import Materials
 LabelsOf = Callable[[Row], Iterable[Any]]
 """From a row to the labels in it."""
 
-_MOST_CLASSES = 10_000
+_MOST_CLASSES, _MOST_LISTED = 10_000, 20
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,7 @@ class Classification:
 
     classes: Classes
     weights: tuple[float, ...] | None = None
+    counts: tuple[int, ...] = field(default=(), compare=False)  # of each class in the training rows, where counted
 
     @property
     def facts(self) -> Mapping[str, Any]:
@@ -48,6 +49,18 @@ class Classification:
             "id2label": dict(enumerate(names)),
             "label2id": {name: index for index, name in enumerate(names)},
         }
+
+    @property
+    def found(self) -> tuple[str, ...]:
+        """Return a line on how often each class occurs and what it weighs; nothing where nothing was counted."""
+        if not self.counts:
+            return ()
+        shown = islice(zip(self.classes.names, self.counts, strict=True), _MOST_LISTED)
+        each = [f"`{name}` {count:,}" for name, count in shown]
+        if self.weights:
+            each = [f"{said} (weight {weight:.3g})" for said, weight in zip(each, self.weights, strict=False)]
+        more = len(self.counts) - len(each)
+        return (f"data.train: {len(self.counts)} classes: {', '.join(each)}{f' and {more} more' if more else ''}",)
 
     def weight_tensor(self, device: torch.device) -> Tensor | None:
         """Return the weights, [classes], on the device."""
@@ -71,10 +84,10 @@ def classification_of(materials: Materials, labels_of: LabelsOf) -> Classificati
     num_rows, counts = _counted(materials.rows(), labels_of)
     is_multi = section.kind == "multi_label"
     names = section.labels or _names(counts, least=1 if is_multi else 2)
+    each = [counts.get(name, 0) for name in names]
     if is_balanced:
-        each = [counts.get(name, 0) for name in names]
         weights = balanced_presence(each, num_rows) if is_multi else balanced(each)
-    return Classification(Classes(names), weights)
+    return Classification(Classes(names), weights, tuple(each))
 
 
 def class_loss_sum(

@@ -33,6 +33,10 @@ class Kind(Protocol):
     def facts(self) -> Mapping[str, Any]:
         """Return what was read from the rows, as JSON."""
 
+    @property
+    def found(self) -> tuple[str, ...]:
+        """Return lines on the same for the user."""
+
     def wanted(self, labels: Tensor) -> Tensor:
         """Return the labels of a batch, [rows, numbers of a label], as the loss takes them."""
 
@@ -73,6 +77,11 @@ class OneOfMany:
     def facts(self) -> Mapping[str, Any]:
         """Return the classes and their weights."""
         return self.classification.facts
+
+    @property
+    def found(self) -> tuple[str, ...]:
+        """Return how often each class occurs."""
+        return self.classification.found
 
     def wanted(self, labels: Tensor) -> Tensor:
         """Return the indices, int64 [rows]."""
@@ -120,6 +129,11 @@ class SomeOfMany:
     def facts(self) -> Mapping[str, Any]:
         """Return the classes and their weights."""
         return self.classification.facts
+
+    @property
+    def found(self) -> tuple[str, ...]:
+        """Return how often each class occurs."""
+        return self.classification.found
 
     def wanted(self, labels: Tensor) -> Tensor:
         """Return 0 or 1 for each class, float32 [rows, classes]."""
@@ -174,6 +188,11 @@ class Regression:
     def facts(self) -> Mapping[str, Any]:
         """Return how many numbers there are."""
         return {"num_numbers": self.num_numbers, "labels": list(self.names)}
+
+    @property
+    def found(self) -> tuple[str, ...]:
+        """Return nothing: numbers have no classes."""
+        return ()
 
     def wanted(self, labels: Tensor) -> Tensor:
         """Return the numbers, float32 [rows, numbers]."""

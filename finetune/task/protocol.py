@@ -81,6 +81,10 @@ class Task(Protocol):
         """Return what was read from the training rows, as JSON: with it the task is built again without them."""
 
     @property
+    def found(self) -> tuple[str, ...]:
+        """Return lines for the user on what was read from the training rows."""
+
+    @property
     def encoding(self) -> Mapping[str, Any]:
         """Return, as JSON, what of the task's own settings and facts decides what `encode` makes of a row."""
 

@@ -50,6 +50,11 @@ class TextClassificationTask(BaseTask):
         return self.kind.facts
 
     @property
+    def found(self) -> tuple[str, ...]:
+        """Return how often each class occurs."""
+        return self.kind.found
+
+    @property
     def encoding(self) -> Mapping[str, Any]:
         """Return what labels become."""
         return {"kind": type(self.kind).__name__, **{k: v for k, v in self.facts.items() if k != "class_weights"}}

@@ -53,6 +53,11 @@ class TokenClassificationTask(BaseTask):
         return self.classification.facts
 
     @property
+    def found(self) -> tuple[str, ...]:
+        """Return how often each tag occurs."""
+        return self.classification.found
+
+    @property
     def encoding(self) -> Mapping[str, Any]:
         """Return the classes in their order."""
         return {"labels": list(self.classification.classes.names)}
