@@ -1,11 +1,13 @@
 """When to stop before the budget is spent: asked on any rank, agreed by all, between two steps."""
 
+import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from finetune.config.sections.train import EarlyStoppingSection
+from finetune.errors import UserError
 from finetune.runtime.progress import Progress
 from finetune.runtime.signals import SignalNote
 
@@ -95,7 +97,14 @@ class EarlyStopping:
         self._section = section
 
     def note(self, metrics: dict[str, float], progress: Progress) -> None:
-        """Take note of an evaluation in `progress`."""
+        """Take note of an evaluation in `progress`; raises UserError where it has not measured the metric.
+
+        Which metrics there are can depend on the rows: only tags such as `B-PER` have entities.
+        """
+        if self._section.metric not in metrics:
+            raise UserError(
+                f"train.early_stopping.metric: these rows have no `{self._section.metric}`. Measured: {', '.join(metrics)}."
+            )
         value = metrics[self._section.metric]
         if self._is_better(value, progress.best_metric):
             progress.best_metric = value
@@ -108,7 +117,7 @@ class EarlyStopping:
         return progress.evaluations_since_best >= self._section.patience
 
     def _is_better(self, value: float, best: float | None) -> bool:
-        if best is None:
+        if best is None or math.isnan(best):  # a correlation with what is the same everywhere is NaN
             return True
         gain = best - value if self._section.goal == "minimize" else value - best
         return gain > self._section.min_delta

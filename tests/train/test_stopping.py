@@ -1,8 +1,12 @@
 """Stopping is asked for on one rank and agreed by all; early stopping keeps its memory in the progress."""
 
+import math
 import signal
 
+import pytest
+
 from finetune.config.sections.train import EarlyStoppingSection
+from finetune.errors import UserError
 from finetune.runtime.cadence import Cadence, Never
 from finetune.runtime.progress import Progress
 from finetune.runtime.signals import SignalNote
@@ -82,6 +86,20 @@ def test_early_stopping_goes_on_counting_after_a_resume():
     resumed = Progress.from_state_dict(progress.state_dict())
     EarlyStopping(section).note({"exact_match": 0.45}, resumed)
     assert EarlyStopping(section).is_over(resumed)
+
+
+def test_a_metric_that_these_rows_do_not_have_is_told():
+    section = EarlyStoppingSection(metric="entity_f1", goal="maximize", patience=2)
+    with pytest.raises(UserError, match=r"these rows have no `entity_f1`\. Measured: loss, accuracy"):
+        EarlyStopping(section).note({"loss": 1.0, "accuracy": 0.5}, Progress())
+
+
+def test_any_number_is_better_than_none_at_all():
+    section = EarlyStoppingSection(metric="pearson", goal="maximize", patience=2)
+    progress = Progress()
+    for value in (math.nan, 0.2):
+        EarlyStopping(section).note({"pearson": value}, progress)
+    assert (progress.best_metric, progress.evaluations_since_best) == (0.2, 0)
 
 
 def test_cadence_is_due_on_its_beat_and_at_the_last_step():
