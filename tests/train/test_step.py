@@ -18,6 +18,7 @@ from finetune.runtime.progress import Progress
 from finetune.runtime.signals import SignalNote
 from finetune.task.base import BaseTask
 from finetune.train.evaluate import NoEvaluation
+from finetune.train.groups import named_of
 from finetune.train.loop import train
 from finetune.train.meters import Meters
 from finetune.train.optimizer import build_optimizer
@@ -77,7 +78,7 @@ def parts_of(microbatch: int, *, task=None, nonfinite=None, num_steps=3, events=
     torch.manual_seed(0)
     accelerator = Accelerator(cpu=True)
     model = nn.Linear(4, 1)
-    optimizer = build_optimizer(model.named_parameters(), OptimizerSection(), learning_rate=0.1)
+    optimizer = build_optimizer(named_of(model), OptimizerSection(), learning_rate=0.1)
     section = TrainSection(
         global_batch_size=NUM_SAMPLES,
         microbatch_size=microbatch,
