@@ -102,8 +102,9 @@ class EarlyStopping:
         Which metrics there are can depend on the rows: only tags such as `B-PER` have entities.
         """
         if self._section.metric not in metrics:
+            missing = self._section.metric
             raise UserError(
-                f"train.early_stopping.metric: these rows have no `{self._section.metric}`. Measured: {', '.join(metrics)}."
+                f"train.early_stopping.metric: these rows have no `{missing}`. Measured: {', '.join(metrics)}."
             )
         value = metrics[self._section.metric]
         if self._is_better(value, progress.best_metric):
