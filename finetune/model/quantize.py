@@ -1,9 +1,12 @@
 """A frozen base in few bits (QLoRA: Dettmers et al., 2023, arXiv:2305.14314)."""
 
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
+from peft.utils.integrations import dequantize_module_weight
+from torch import Tensor, nn
 from transformers import BitsAndBytesConfig, TorchAoConfig
 
 from finetune.config.sections.model import ModelSection, QuantizationSection
@@ -25,6 +28,17 @@ def quantization_config(section: ModelSection) -> Any:
         return None
     require(asked.method, extra=_EXTRA, purpose=f"model.quantization.method: {asked.method}")
     return _torchao(asked) if asked.method == "torchao" else _bitsandbytes(asked, dtype=section.dtype)
+
+
+def is_installed(package: str) -> bool:
+    """Tell whether the package is there, without importing it."""
+    return find_spec(package) is not None
+
+
+def dequantized(layer: nn.Module) -> Tensor:
+    """Return the layer's weight with all its bits, [outputs, inputs], float32 on the CPU; a plain one as it is."""
+    weight: Tensor = dequantize_module_weight(layer)
+    return weight.detach().float().cpu()
 
 
 def weights_folder(section: ModelSection) -> str | None:

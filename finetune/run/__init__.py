@@ -14,6 +14,7 @@ from finetune.config.rules.model import adapter_of
 from finetune.model.batch_norm import settle_batch_norm
 from finetune.report.announcer import Announcer
 from finetune.report.events import RunStarted
+from finetune.run.adapters import require_adapters_fit
 from finetune.run.continuing import continue_run
 from finetune.run.fetch import fetch_run, staged
 from finetune.run.finish import end_at_once, train_to_the_end
@@ -45,6 +46,7 @@ def train_from_config(loaded: LoadedConfig) -> int:
     loaded, started, say = staged(loaded), time.monotonic(), Announcer(is_main=ranks.is_main())
     quieten(is_main=ranks.is_main())
     strategy = launched_strategy(loaded)
+    require_adapters_fit(loaded.config, strategy.name)
     mirror = make_mirror(loaded)
     with watched_run(Path(loaded.config.run.folder), say=say) as watch:
         fetch_run(loaded, say=print)

@@ -41,8 +41,16 @@ def build_model(
         give_rows(model, tokenizer, section.new_tokens, seed=seed, construction=construction)
     wish = adapter_wish(section)
     if wish is not None:
-        facts = {"seed": seed, "head": task.head, "revision": section.revision, "construction": construction}
-        return add_adapter(model, wish, Ground(**facts, tokenizer=tokenizer, new_ids=ids, base=weights_folder(section)))
+        ground = Ground(
+            seed=seed,
+            head=task.head,
+            revision=section.revision,
+            construction=construction,
+            tokenizer=tokenizer,
+            new_ids=ids,
+            base=weights_folder(section),
+        )
+        return add_adapter(model, wish, ground)
     freeze(model, section.freeze)
     train_only(model, section.train_only)
     return model

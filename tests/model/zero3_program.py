@@ -11,10 +11,10 @@ from transformers import PreTrainedModel
 from transformers.integrations import HfDeepSpeedConfig
 
 from finetune.config.sections.model import FromConfigSection, LoraSection, ModelSection
-from finetune.model.architecture import SpecialIds
-from finetune.model.load import load_model
 from finetune.model.adapters.build import add_adapter
 from finetune.model.adapters.ground import Ground
+from finetune.model.architecture import SpecialIds
+from finetune.model.load import load_model
 from finetune.model.size import describe
 from finetune.runtime import ranks
 from finetune.runtime.construction import Construction

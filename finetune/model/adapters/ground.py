@@ -18,4 +18,3 @@ class Ground:
     tokenizer: Any = None  # None for images alone
     new_ids: Sequence[int] = ()  # tokens that the model is given before training
     base: str | None = None  # where the weights as they were before quantisation lie
-    is_quantized: bool = False

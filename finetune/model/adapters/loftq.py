@@ -5,13 +5,13 @@ from pathlib import Path
 import torch
 from peft import PeftModel
 from peft.tuners.lora import LoraLayer
-from peft.utils.integrations import dequantize_module_weight
 from safetensors import safe_open
 from torch import Tensor
 
 from finetune.errors import ModelError
 from finetune.model.adapters.ground import Ground
 from finetune.model.adapters.names import ADAPTER
+from finetune.model.quantize import dequantized
 
 _PREFIX = "base_model.model."
 
@@ -26,7 +26,7 @@ def make_up_for_quantization(model: PeftModel, ground: Ground) -> None:
         for name, module in model.named_modules():
             if isinstance(module, LoraLayer):
                 original = _original(name.removeprefix(_PREFIX) + ".weight", places)
-                lost = original.float() - dequantize_module_weight(module.get_base_layer()).float().cpu()
+                lost = original.float() - dequantized(module.get_base_layer())
                 left, values, right = torch.linalg.svd(lost, full_matrices=False)
                 rank = module.r[ADAPTER]
                 root = (values[:rank] / module.scaling[ADAPTER]).sqrt()

@@ -3,9 +3,9 @@ import torch
 
 from finetune.config.sections.model import LoraSection
 from finetune.errors import ModelError
-from finetune.model.freeze import freeze
 from finetune.model.adapters.build import add_adapter
 from finetune.model.adapters.ground import Ground
+from finetune.model.freeze import freeze
 from finetune.model.size import describe
 
 BATCH = torch.arange(24).reshape(2, 12)

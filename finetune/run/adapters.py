@@ -1,0 +1,64 @@
+"""Adapters, few bits and new tokens under a strategy that cannot serve them: told before anything is loaded."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from finetune.config.run_config import RunConfig
+from finetune.errors import StrategyError
+
+
+def require_adapters_fit(config: RunConfig, strategy: str) -> None:
+    """Raise StrategyError with upstream's reason where what the job trains cannot be trained under the strategy."""
+    for limit in _LIMITS:
+        if strategy in limit.strategies and limit.holds(config):
+            raise StrategyError(f"{limit.key} does not work under {strategy}: {limit.reason}")
+
+
+@dataclass(frozen=True)
+class _Limit:
+    key: str
+    strategies: tuple[str, ...]
+    holds: Callable[[RunConfig], bool]
+    reason: str  # with what to write instead
+
+
+def _trains_rows(config: RunConfig) -> bool:
+    """Tell whether peft trains the rows of new tokens beside adapters; rows of modules trained in full are theirs."""
+    return config.model.new_tokens is not None and config.model.lora is not None
+
+
+def _has_few_bits(config: RunConfig) -> bool:
+    return config.model.quantization is not None
+
+
+def _has_other_bits(config: RunConfig) -> bool:
+    quantization = config.model.quantization
+    return quantization is not None and (quantization.method, quantization.bits) != ("bitsandbytes", 4)
+
+
+_SPLIT = ("fsdp1", "fsdp2", "hsdp")
+
+_LIMITS = (
+    _Limit(
+        "model.new_tokens with model.lora",
+        ("zero3",),
+        _trains_rows,
+        "peft trains rows of an embedding by reading its whole weight, which ZeRO-3 has split (TrainableTokensLayer of "
+        "peft 0.21). Launch with accelerate_configs/fsdp2.yaml or zero2.yaml.",
+    ),
+    _Limit(
+        "model.quantization",
+        ("zero3",),
+        _has_few_bits,
+        "its partitioning at birth does not support quantised weights, so every rank would hold the whole base first "
+        "(https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1249). Launch with "
+        "accelerate_configs/zero2.yaml or fsdp2.yaml.",
+    ),
+    _Limit(
+        "model.quantization of any kind but 4 bits of bitsandbytes",
+        _SPLIT,
+        _has_other_bits,
+        "FSDP splits nothing but floating-point numbers, and only 4-bit weights of bitsandbytes can be stored as such "
+        "(https://huggingface.co/docs/bitsandbytes/main/fsdp_qlora). Write `bits: 4`, or launch with ddp.yaml.",
+    ),
+)

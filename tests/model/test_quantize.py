@@ -1,0 +1,94 @@
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from finetune.config.sections.model import LoraSection, QuantizationSection
+from finetune.errors import MissingPackage, ModelError
+from finetune.model import quantize
+from finetune.model.adapters.build import add_adapter
+from finetune.model.adapters.ground import Ground
+from finetune.model.quantize import quantization_config, weights_folder
+from finetune.model.size import describe
+
+BATCH = torch.arange(24).reshape(2, 12)
+NF4 = QuantizationSection(compute_dtype="float32")
+needs_bitsandbytes = pytest.mark.skipif(
+    not quantize.is_installed("bitsandbytes"), reason="bitsandbytes (extra `quantization`) is not installed"
+)
+needs_torchao = pytest.mark.skipif(
+    not quantize.is_installed("torchao"), reason="torchao is not installed: it prints to stderr in every run"
+)
+
+
+@pytest.fixture(scope="module")
+def folder(from_config, build, tmp_path_factory):
+    place = tmp_path_factory.mktemp("base")
+    build(from_config()).save_pretrained(place)
+    return place
+
+
+@pytest.fixture
+def load(from_config, build, folder):
+    """Return a function that loads the folder's model as a section with these keys says."""
+    return lambda **keys: build(from_config().model_copy(update={"from_config": None, "name": str(folder), **keys}))
+
+
+def test_a_package_that_is_not_there_is_named_with_what_brings_it(from_config, monkeypatch):
+    def absent(module, *, extra, purpose):
+        raise MissingPackage(f"{purpose} needs `{module}`: pip install 'finetune[{extra}]'")
+
+    monkeypatch.setattr(quantize, "require", absent)
+    with pytest.raises(MissingPackage, match=r"needs `bitsandbytes`: pip install 'finetune\[quantization\]'"):
+        quantization_config(from_config(quantization=NF4))
+    assert quantization_config(from_config()) is None
+
+
+@needs_bitsandbytes
+@pytest.mark.parametrize("keys", [{"kind": "nf4"}, {"kind": "fp4", "double": False}, {"bits": 8}])
+def test_adapters_learn_on_a_base_in_few_bits(load, keys):
+    plain, model = load().eval(), load(quantization=NF4.model_copy(update=keys))
+    assert describe(model).num_parameters == describe(plain).num_parameters
+    assert sum(describe(model).bytes_by_dtype.values()) < 0.7 * sum(describe(plain).bytes_by_dtype.values())
+    adapted = add_adapter(model, LoraSection(rank=2), Ground(seed=1))
+    output = adapted(input_ids=BATCH, labels=BATCH)
+    expected = plain(input_ids=BATCH).logits
+    assert (output.logits - expected).std() < 0.3 * expected.std()
+    output.loss.backward()
+    learning = {name: each for name, each in adapted.named_parameters() if each.requires_grad}
+    assert len(learning) == 28
+    assert all(".lora_" in name and each.grad is not None for name, each in learning.items())
+
+
+@needs_bitsandbytes
+def test_loftq_makes_up_for_a_part_of_what_was_lost(load, folder, from_config):
+    model = load(quantization=NF4)
+    wish = LoraSection(rank=8, alpha=4.0, init="loftq")
+    adapted = add_adapter(model, wish, Ground(seed=1, base=str(folder)))
+    layer = adapted.get_submodule("base_model.model.model.layers.0.mlp.up_proj")
+    original = load_file(folder / "model.safetensors")["model.layers.0.mlp.up_proj.weight"]
+    held = quantize.dequantized(layer.get_base_layer())
+    lost, left = original - held, original - held - layer.get_delta_weight("default")
+    parts = torch.linalg.svdvals(lost)
+    assert torch.linalg.norm(left).item() == pytest.approx(torch.linalg.norm(parts[8:]).item(), rel=1e-3)
+    assert torch.linalg.norm(left) < 0.9 * torch.linalg.norm(lost)
+
+
+@needs_bitsandbytes
+def test_loftq_without_the_original_weights_is_told(load, tmp_path):
+    with pytest.raises(ModelError, match="is in no safetensors file of the base"):
+        add_adapter(load(quantization=NF4), LoraSection(init="loftq"), Ground(seed=1, base=str(tmp_path)))
+
+
+def test_original_weights_are_looked_for_where_they_are_needed(from_config, folder):
+    section = from_config().model_copy(update={"from_config": None, "name": str(folder)})
+    assert weights_folder(section) is None
+    assert weights_folder(section.model_copy(update={"lora": LoraSection(init="loftq")})) == str(folder)
+
+
+@needs_torchao
+@pytest.mark.parametrize("bits", [8])
+def test_adapters_learn_on_weights_of_torchao(load, bits):
+    model = load(quantization=QuantizationSection(method="torchao", bits=bits))
+    adapted = add_adapter(model, LoraSection(rank=2), Ground(seed=1))
+    adapted(input_ids=BATCH, labels=BATCH).loss.backward()
+    assert all(each.grad is not None for each in adapted.parameters() if each.requires_grad)
