@@ -7,7 +7,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from finetune.config.run_config import RunConfig
-from finetune.model.adapters.build import add_adapter, adapter_wish
+from finetune.model.adapters.build import adapter_wish, add_adapter
 from finetune.model.adapters.ground import Ground
 from finetune.model.architecture import SpecialIds
 from finetune.model.batch_norm import set_batch_norm

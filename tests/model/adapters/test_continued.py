@@ -72,7 +72,7 @@ def test_another_base_is_told_or_refused(tmp_path):
     (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "org/one"}))
     assert base_note(str(tmp_path), name="org/one") is None
     assert "Are they the same weights?" in base_note(str(tmp_path), name="./copy-of-one")
-    with pytest.raises(ModelError, match="was trained on `org/one`, and model.name is `org/other`"):
+    with pytest.raises(ModelError, match=r"was trained on `org/one`, and model.name is `org/other`"):
         base_note(str(tmp_path), name="org/other")
 
 
