@@ -136,6 +136,8 @@ def _train(folder: Path, name: str) -> None:
 
 def _tell(folder: Path, held_out: list[dict]) -> int:
     sft, dpo = (log_probabilities(folder / name / "final", held_out) for name in ("sft", "dpo"))
+    is_whole = ~sft.isnan().any(dim=0)
+    sft, dpo = sft[:, is_whole], dpo[:, is_whole]
     likelier = sft[0] > sft[1]
     preferred = (dpo - sft)[0] > (dpo - sft)[1]
     for title, right in (("SFT: chosen is likelier", likelier), ("DPO: chosen has the higher reward", preferred)):
@@ -148,7 +150,10 @@ def _tell(folder: Path, held_out: list[dict]) -> int:
 
 
 def log_probabilities(folder: Path, pairs: list[dict]) -> torch.Tensor:
-    """Return the log-probability of the chosen and of the rejected answers, [2, pairs], their prompts cut alike."""
+    """Return the log-probability of the chosen and of the rejected answers, [2, pairs], their prompts cut alike.
+
+    NaN where nothing is left of an answer: such pairs were dropped by the job, too.
+    """
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     values = torch.zeros(2, len(pairs), dtype=torch.float64)
@@ -162,6 +167,9 @@ def log_probabilities(folder: Path, pairs: list[dict]) -> torch.Tensor:
         for side, ids in enumerate(whole):
             kept = torch.tensor(ids[cut:])
             start = max(1, len(asked) - cut)
+            if start >= len(kept):
+                values[:, place] = math.nan
+                break
             with torch.no_grad():
                 each = model(kept[None]).logits[0].log_softmax(-1)[start - 1 : -1]
             values[side, place] = each.gather(1, kept[start:, None]).sum()
@@ -182,7 +190,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="400 pairs, one pass each: only shows that it runs")
     parser.add_argument("--keep", type=Path, help="keep rows, jobs and runs in this folder")
     parser.add_argument("--sft-epochs", type=float, default=2)
-    parser.add_argument("--dpo-epochs", type=float, default=3)
+    parser.add_argument("--dpo-epochs", type=float, default=1)
     parser.add_argument("--beta", type=float, default=0.1)
     parser.add_argument("--rate", type=float, default=5e-4)
     return parser.parse_args()
