@@ -45,7 +45,7 @@ def export(
     else:
         if step is not None:
             raise UserError(
-                f"--step {step}: {source} is no run with checkpoints. Name a run's folder, or leave it out."
+                f"--step {step}: {source} has no checkpoints. Name a run's folder, or leave --step out."
             )
         saved = look_at(source, key="export", trust_remote_code=trust_remote_code)
         folder = _export_folder(

@@ -1,0 +1,81 @@
+"""`finetune export`: one command merges, converts and pushes, whatever folder it is shown."""
+
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from finetune.errors import HubError, UserError
+from finetune.run.export import export
+
+PLAIN = {"step": None, "to": None, "dtype": None, "merge": False, "push_to_hub": None}
+
+
+def weights(folder):
+    found = {name: each for path in folder.glob("*.safetensors") for name, each in load_file(path).items()}
+    assert found
+    return found
+
+
+def test_run_checkpoint_and_folder_merge_to_the_same_bits(trained, tmp_path):
+    lora, merged = trained("lora"), trained("merged")
+    export(lora, **{**PLAIN, "merge": True, "to": tmp_path / "of-run"})
+    export(lora / "final", **{**PLAIN, "merge": True, "to": tmp_path / "of-folder"})
+    wanted = weights(merged / "final")
+    for folder in (tmp_path / "of-run", tmp_path / "of-folder"):
+        got = weights(folder)
+        assert got.keys() == wanted.keys()
+        assert all(torch.equal(got[name], wanted[name]) for name in wanted)
+        assert AutoTokenizer.from_pretrained(folder).chat_template
+        assert not (folder / "base").exists()
+    assert "peft not needed" in (tmp_path / "of-folder" / "README.md").read_text()
+
+
+def test_an_adapter_that_moved_finds_the_base_beside_it(trained, tmp_path):
+    shutil.copytree(trained("lora") / "final", tmp_path / "moved")
+    export(tmp_path / "moved", **{**PLAIN, "merge": True, "dtype": "bfloat16"})
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "moved-merged")
+    assert model.dtype == torch.bfloat16
+
+
+def test_an_earlier_step_of_a_merging_run_is_merged_too(trained, tmp_path):
+    export(trained("merged"), **{**PLAIN, "step": 2, "to": tmp_path / "early"})
+    assert (tmp_path / "early" / "config.json").is_file()
+    assert not (tmp_path / "early" / "adapter_config.json").exists()
+
+
+def test_a_whole_model_is_written_in_another_type(trained, tmp_path):
+    export(trained("full") / "final", **{**PLAIN, "dtype": "float16", "to": tmp_path / "half"})
+    assert {each.dtype for each in weights(tmp_path / "half").values()} == {torch.float16}
+
+
+@pytest.mark.parametrize(
+    ("name", "inside", "keys", "message"),
+    [
+        ("full", "", {"merge": True}, "this run has no adapter"),
+        ("full", "final", {"merge": True}, "holds a whole model and no adapter"),
+        ("full", "final", {}, "is a model folder already"),
+        ("lora", "final", {"dtype": "bfloat16"}, "Write --merge too"),
+        ("full", "final", {"step": 2}, "has no checkpoints"),
+        ("full", "config.yaml", {}, "does not exist"),
+    ],
+)
+def test_what_makes_no_sense_is_told(trained, name, inside, keys, message):
+    with pytest.raises(UserError, match=message):
+        export(trained(name) / inside, **{**PLAIN, **keys})
+
+
+def test_what_is_there_is_not_written_over(trained, tmp_path):
+    for source in (trained("lora"), trained("lora") / "final"):
+        with pytest.raises(UserError, match="is there already"):
+            export(source, **{**PLAIN, "merge": True, "to": tmp_path})
+
+
+def test_a_push_that_fails_leaves_the_export(trained, tmp_path, monkeypatch):
+    monkeypatch.setattr("finetune.export.push.is_offline", lambda: True)
+    with pytest.raises(HubError, match="out of reach"):
+        export(trained("lora"), **{**PLAIN, "merge": True, "to": tmp_path / "kept", "push_to_hub": "me/model"})
+    assert (tmp_path / "kept" / "model.safetensors").is_file()
+    assert HubError.exit_code == 1
