@@ -1,6 +1,16 @@
 """A tiny job of every task, which the table of tasks and strategies and the tests run under all of them."""
 
-from task_cases import adapters, classification, images, language, masked_lm, preference, seq2seq, vision_language
+from task_cases import (
+    adapters,
+    classification,
+    images,
+    language,
+    masked_lm,
+    merging,
+    preference,
+    seq2seq,
+    vision_language,
+)
 from task_cases.case import Case
 
 CASES: tuple[Case, ...] = (
@@ -9,6 +19,7 @@ CASES: tuple[Case, ...] = (
     *images.CASES,
     *language.CASES,
     *masked_lm.CASES,
+    *merging.CASES,
     *preference.CASES,
     *seq2seq.CASES,
     *vision_language.CASES,
