@@ -30,9 +30,7 @@ class Seeing:
         """Return the likeliest next token of the prompt ([1]) and the state with the model's new cache."""
         length = self.input_ids.shape[1]
         num_new = length if self.cache is None else 1
-        given: dict[str, Any] = {"attention_mask": self.attention_mask, "use_cache": True}
-        if "position_ids" in self.arguments and _OWN_POSITIONS not in self.per_token:
-            given["position_ids"] = (self.attention_mask.cumsum(dim=1) - 1).clamp(min=0)[:, -num_new:]
+        given: dict[str, Any] = {"use_cache": self.may_cache, **self._places(num_new)}
         if "logits_to_keep" in self.arguments:
             given["logits_to_keep"] = 1
         if self.cache is None:
@@ -40,7 +38,26 @@ class Seeing:
         else:
             given["past_key_values"] = self.cache
         outputs = model(input_ids=self.input_ids[:, -num_new:], **given)
-        return outputs.logits[:1, -1].argmax(dim=-1), replace(self, cache=getattr(outputs, "past_key_values", None))
+        cache = getattr(outputs, "past_key_values", None) if self.may_cache else None
+        return outputs.logits[:1, -1].argmax(dim=-1), replace(self, cache=cache)
+
+    @property
+    def may_cache(self) -> bool:
+        """Tell whether what was read may be kept: not where the model itself places the tokens of a padded prompt."""
+        return not (self.has_own_positions and not bool(self.attention_mask[0].all()))
+
+    @property
+    def has_own_positions(self) -> bool:
+        """Tell whether the model works out where its tokens stand."""
+        return _OWN_POSITIONS in self.per_token
+
+    def _places(self, num_new: int) -> dict[str, Tensor]:
+        """Return the mask and the positions; a model that has kept its own is given neither for the next token."""
+        if self.has_own_positions:
+            return {"attention_mask": self.attention_mask} if self.cache is None else {}
+        positions = (self.attention_mask.cumsum(dim=1) - 1).clamp(min=0)
+        told = {"position_ids": positions[:, -num_new:]} if "position_ids" in self.arguments else {}
+        return {"attention_mask": self.attention_mask, **told}
 
     def followed_by(self, chosen: Tensor) -> "Seeing":
         """Return the state one token later; chosen is [1]."""

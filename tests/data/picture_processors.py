@@ -68,7 +68,7 @@ def smolvlm():
     marks = ("<fake_token_around_image>", "<image>", "<end_of_utterance>", "<global-img>")
     words = tokenizer(*marks, chat_template=template("<image>"))
     pixels = Idefics3ImageProcessor(size={"longest_edge": 32}, max_image_size={"longest_edge": 16})
-    return Idefics3Processor(pixels, words, image_seq_len=8, chat_template=template("<image>"))
+    return Idefics3Processor(pixels, words, image_seq_len=4, chat_template=template("<image>"))
 
 
 def picture(width=30, height=20, *, seed=0):
