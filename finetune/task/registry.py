@@ -4,8 +4,9 @@ from collections.abc import Callable, Mapping
 from typing import Literal
 
 from finetune.config.sections.task import TaskName
-from finetune.task.kto import KtoTask
+from finetune.task.distillation import DistillationTask
 from finetune.task.image_classification import ImageClassificationTask
+from finetune.task.kto import KtoTask
 from finetune.task.masked_lm import MaskedLmTask
 from finetune.task.materials import Materials
 from finetune.task.preference import PreferenceTask
@@ -31,6 +32,7 @@ TASKS: dict[str, Callable[[Materials], Task]] = {
     "text_classification": TextClassificationTask,
     "token_classification": TokenClassificationTask,
     "pretrain": PretrainTask,
+    "distillation": DistillationTask,
     "masked_lm": MaskedLmTask,
     "seq2seq": Seq2SeqTask,
     "preference": _preference,

@@ -1,0 +1,152 @@
+"""Knowledge distillation: learn the assistant's turns from the probabilities of a teacher."""
+
+import copy
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from finetune.data.batch import IGNORED, Batch
+from finetune.data.features import Features
+from finetune.errors import DataError
+from finetune.task.divergences import divergence_of, reduced
+from finetune.task.forward import logits_of
+from finetune.task.losses import cross_entropy_sum
+from finetune.task.materials import Materials
+from finetune.task.metrics import perplexity
+from finetune.task.protocol import Prior
+from finetune.task.sft import SftTask
+
+TOKENS, LOG_PROBABILITIES = "teacher_tokens", "teacher_log_probabilities"
+"""Arrays of a sample: the k likeliest tokens at each target, and their k + 1 log-probabilities, target after target."""
+
+
+class DistillationTask(SftTask):
+    """Predict the assistant's turns as a teacher does (Hinton et al., 2015, arXiv:1503.02531).
+
+    With temperature T, share w of the cross-entropy, p of the teacher and q of the student, both a softmax of logits
+    divided by T over the tokenizer's tokens, the loss of a target is
+    `(1 - w) T^2 divergence(p, q) + w cross_entropy`. With `top_k`, p and q are what `reduced` makes of them.
+    """
+
+    def __init__(self, materials: Materials) -> None:
+        super().__init__(materials)
+        section = materials.section.distillation
+        assert section is not None  # a rule of the config
+        self.section = section
+        self._num_tokens = len(self.tokenizer)
+        self._divergence = divergence_of(section)
+        self._teacher: nn.Module | None = None
+        if section.top_k is not None and section.top_k >= self._num_tokens:
+            raise DataError(
+                f"task.distillation.top_k: {section.top_k} are all of the tokenizer's {self._num_tokens} tokens. "
+                "Remove it."
+            )
+
+    def taught_by(self, teacher: nn.Module) -> "DistillationTask":
+        """Return the task with a teacher to ask, which is whole on this rank; it is asked alone, not collectively."""
+        taught = copy.copy(self)
+        taught._teacher = teacher
+        return taught
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_teacher": None}  # a loader's process needs none
+
+    @property
+    def prior(self) -> Prior | None:
+        """Return the teacher's answers where they are to be kept."""
+        section = self.section
+        if not section.cache:
+            return None
+        identity = {"top_k": section.top_k, "temperature": section.temperature, "tokens": self._num_tokens}
+        return Prior("teacher's log-probabilities", "teacher", identity, self._answers)
+
+    def collate(self, features: Sequence[Features]) -> Batch:
+        """Return the samples padded, with what is known of the teacher's answers."""
+        batch = super().collate(features)
+        if any(TOKENS not in each.arrays for each in features):
+            return batch
+        assert self.section.top_k is not None
+        known = {}
+        for name, width in ((TOKENS, self.section.top_k), (LOG_PROBABILITIES, self.section.top_k + 1)):
+            values = np.concatenate([each.arrays[name] for each in features]).reshape(-1, width)
+            known[name] = torch.from_numpy(values.astype(np.int64) if name == TOKENS else values)
+        return replace(batch, extras={**batch.extras, **known})
+
+    def filler(self, features: Features) -> Batch:
+        """Return the sample as a batch in which nothing counts and nothing is known."""
+        batch = super().filler(features)
+        return replace(batch, extras={name: value[:0] for name, value in batch.extras.items()})
+
+    def loss_sums(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
+        """Return `loss_sum` and, detached, the sums of its parts: `cross_entropy` and `divergence`."""
+        return self._sums(logits_of(model, batch), batch)
+
+    def metric_sums(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
+        """Return the same, `num_targets` and `num_correct`."""
+        logits = logits_of(model, batch)
+        is_target = batch.labels != IGNORED
+        is_correct = (logits.argmax(dim=-1) == batch.labels) & is_target
+        return {**self._sums(logits, batch), "num_targets": is_target.sum(), "num_correct": is_correct.sum()}
+
+    def metrics(self, sums: Mapping[str, float], records: Tensor | None = None) -> Mapping[str, float]:
+        """Return `loss`, its parts `cross_entropy` and `divergence`, `perplexity` and `token_accuracy`."""
+        count = sums["num_targets"] or math.nan
+        cross_entropy = sums["cross_entropy"] / count
+        return {
+            "loss": sums["loss_sum"] / count,
+            "cross_entropy": cross_entropy,
+            "divergence": sums["divergence"] / count,
+            "perplexity": perplexity(cross_entropy),
+            "token_accuracy": sums["num_correct"] / count,
+        }
+
+    def _sums(self, logits: Tensor, batch: Batch) -> dict[str, Tensor]:
+        weight, temperature = self.section.cross_entropy_weight, self.section.temperature
+        student = self._log_probabilities(logits, batch)
+        teacher, kept = self._taught(batch)
+        divergence = self._divergence(teacher, student if kept is None else reduced(student, kept)).sum()
+        cross_entropy = cross_entropy_sum(logits, batch.labels)
+        loss = (1 - weight) * temperature**2 * divergence + weight * cross_entropy
+        return {"loss_sum": loss, "cross_entropy": cross_entropy.detach(), "divergence": divergence.detach()}
+
+    def _taught(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
+        """Return the teacher's log-probabilities, and of which tokens they are; None: of all."""
+        if self.section.cache:
+            return batch.extras[LOG_PROBABILITIES], batch.extras[TOKENS]
+        assert self._teacher is not None, "the run has given no teacher"
+        return self._asked(self._teacher, batch)
+
+    @torch.no_grad()
+    def _asked(self, teacher: nn.Module, batch: Batch) -> tuple[Tensor, Tensor | None]:
+        """Return what `teacher` says at the targets: log-probabilities, and of which tokens; None: of all."""
+        answers = self._log_probabilities(logits_of(teacher, batch), batch)
+        if self.section.top_k is None:
+            return answers, None
+        kept = answers.topk(self.section.top_k, dim=1).indices
+        return reduced(answers, kept), kept
+
+    def _answers(self, teacher: nn.Module, batch: Batch) -> list[dict[str, np.ndarray]]:
+        """Return the arrays of each sample that the teacher's answers are kept in."""
+        answers, kept = self._asked(teacher, batch)
+        assert kept is not None  # a rule of the config
+        counts = (batch.labels != IGNORED).sum(dim=1).tolist()
+        values = zip(torch.split(kept.cpu(), counts), torch.split(answers.cpu(), counts), strict=True)
+        return [
+            {TOKENS: tokens.flatten().numpy().astype(np.uint32), LOG_PROBABILITIES: each.flatten().numpy()}
+            for tokens, each in values
+        ]
+
+    def _log_probabilities(self, logits: Tensor, batch: Batch) -> Tensor:
+        """Return what the model gives each of the tokenizer's tokens at the targets, [targets, tokens], in float32.
+
+        The places of the targets are found without waiting for the device: their number is known.
+        """
+        is_target = (batch.labels != IGNORED).flatten()
+        places = torch.nonzero_static(is_target, size=batch.num_targets).squeeze(1)
+        chosen = logits.flatten(0, 1)[places, : self._num_tokens].to(torch.float32)
+        return (chosen / self.section.temperature).log_softmax(dim=-1)
