@@ -1,4 +1,4 @@
-"""The words under which an optimizer keeps a moving average of the weights: what trains and what saves agree on them."""
+"""The words under which an optimizer keeps a moving average of the weights, for what trains and what saves."""
 
 STATE = "average"
 """The key of a parameter's average among its optimizer state, beside `exp_avg`; float32, laid out as the parameter."""

@@ -51,8 +51,8 @@ def disagreements(environment: LaunchEnvironment, job: JobFacts) -> list[str]:
         )
     if job.optimizer == "muon" and (environment.fsdp_version == 1 or environment.zero_stage is not None):
         found.append(
-            "train.optimizer.name: muon makes whole matrices orthogonal, and FSDP1 and ZeRO hand the optimizer parts of "
-            "them, flattened. Launch with accelerate_configs/ddp.yaml or fsdp2.yaml, or write adamw."
+            "train.optimizer.name: muon makes whole matrices orthogonal, and FSDP1 and ZeRO hand the optimizer parts "
+            "of them, flattened. Launch with accelerate_configs/ddp.yaml or fsdp2.yaml, or write adamw."
         )
     found += [f"{kind} is asked for in the accelerate config and is not supported." for kind in environment.unsupported]
     return found + _deepspeed_disagreements(environment, job)

@@ -15,7 +15,7 @@ def test_every_value_stands_with_its_source(load, tmp_path):
 
 
 def test_a_key_that_does_nothing_stands_in_a_comment(load):
-    assert "    # momentum: 0.0  (no effect here)" in resolved_yaml(load()).splitlines()
+    assert "    # momentum: null  (no effect here)" in resolved_yaml(load()).splitlines()
     assert "    # momentum" not in resolved_yaml(load("train.optimizer.name=sgd"))
 
 

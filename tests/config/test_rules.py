@@ -172,10 +172,10 @@ IDLE = [
         "checkpoint.allow_changes",
         "with `resume: never` nothing is continued",
     ),
-    (["train.optimizer.momentum=0.9"], "train.optimizer.momentum", "only `name: sgd` has momentum"),
+    (["train.optimizer.momentum=0.9"], "train.optimizer.momentum", "only `sgd` and `muon` have momentum"),
     (["train.optimizer={name: sgd, betas: [0.9, 0.999]}"], "train.optimizer.betas", "have betas"),
     (["train.optimizer={name: adafactor, eps: 1e-6}"], "train.optimizer.eps", "have eps"),
-    (["train.optimizer={name: adamw_8bit, fused: true}"], "train.optimizer.fused", "only `adamw` has a fused kernel"),
+    (["train.optimizer={name: adamw_8bit, fused: true}"], "train.optimizer.fused", "only AdamW has a fused kernel"),
     (["train.schedule.decay_fraction=0.2"], "train.schedule.decay_fraction", "only `name: warmup_stable_decay`"),
     (
         ["train.schedule={name: constant, final_fraction: 0.1}"],
@@ -202,6 +202,7 @@ IDLE = [
         "runs no code of others",
     ),
     (["model.lora={}", "model.freeze=[wte.*]"], "model.freeze", "under adapters"),
+    (["model.lora={}", "model.train_only=[wte.*]"], "model.train_only", "under adapters"),
     (["report.project=mine"], "report.project", "it needs `report.trackers`"),
 ]
 

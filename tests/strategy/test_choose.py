@@ -79,6 +79,22 @@ def test_an_offloaded_optimizer_must_be_adamw():
         choose_strategy(launched(zero_stage=2, deepspeed=offload), job)
 
 
+@pytest.mark.parametrize(
+    ("environment", "wish", "message"),
+    [
+        ({"zero_stage": 2}, {"keeps_average": True}, "train.average needs our optimizer"),
+        ({"zero_stage": 3}, {"unfreezes": True}, "train.unfreeze needs our optimizer"),
+        ({"zero_stage": 2}, {"optimizer": "muon"}, "ddp.yaml or fsdp2.yaml"),
+        ({"fsdp_version": 1}, {"optimizer": "muon"}, "whole matrices"),
+    ],
+)
+def test_what_an_optimizer_cannot_do_there_is_refused(environment, wish, message):
+    offload = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}} if "zero_stage" in environment else {}
+    job = JobFacts(strategy=None, precision="fp32", microbatch_size=4, max_gradient_norm=1.0, **wish)
+    with pytest.raises(StrategyError, match=message):
+        choose_strategy(launched(**environment, deepspeed=offload), job)
+
+
 def test_deepspeed_is_told_not_to_clip_when_nothing_clips():
     job = JobFacts(strategy=None, precision="bf16", microbatch_size=4, max_gradient_norm=None)
     filled = filled_deepspeed_config({"gradient_clipping": "auto", "bf16": {"enabled": "auto"}}, world=2, job=job)

@@ -1,0 +1,35 @@
+"""Which parameters learn, when, and by which optimizer: what cannot be is said before anything starts."""
+
+import pytest
+
+SCHEDULE_FREE = "train.optimizer={name: schedule_free_adamw}"
+CONSTANT = "train.schedule={name: constant}"
+
+WRONG = [
+    ([SCHEDULE_FREE], "train.schedule.name", "needs none, and here is `cosine`. Write `schedule: {name: constant}`"),
+    ([SCHEDULE_FREE, CONSTANT, "train.average={}"], "train.average", "an average already"),
+    (["train.optimizer={name: schedule_free_adamw, betas: [0.0, 0.9]}"], "train.optimizer.betas", "cannot be 0"),
+    (["model.freeze=['a*']", "model.train_only=['b*']"], "model.train_only", "Write only one of them"),
+    (
+        ["model.freeze=['a*']", "train.unfreeze=[{patterns: ['b*', 'a*'], after_steps: 1}]"],
+        "train.unfreeze.0.patterns",
+        "`a*` never learns",
+    ),
+    (["train.unfreeze=[{patterns: ['b*'], after_steps: 100000}]"], "train.unfreeze.0.after_steps", "never learn"),
+    (["train.average={after_steps: 100000}"], "train.average.after_steps", "would never begin"),
+    (["train.optimizer.rates={'*': 0.0}"], "train.optimizer.rates.*", "Write a number above 0"),
+    (["train.optimizer.fused=true", "train.optimizer.name=sgd"], "train.optimizer.fused", "only AdamW has a fused"),
+    (["train.optimizer={name: sgd, betas: [0.9, 0.9]}"], "train.optimizer.betas", "and `schedule_free_adamw` have"),
+]
+
+
+@pytest.mark.parametrize(("written", "key", "message"), WRONG, ids=[" ".join(row[0]) for row in WRONG])
+def test_what_cannot_be_is_refused(problems, written, key, message):
+    found = problems(*written)
+    assert any(problem.key == key and message in problem.message for problem in found), found
+
+
+def test_what_can_be_is_not(problems):
+    assert not problems(SCHEDULE_FREE, CONSTANT)
+    assert not problems("train.optimizer={name: muon, momentum: 0.9, betas: [0.9, 0.95]}", "train.average={}")
+    assert not problems("train.unfreeze=[{patterns: ['b*'], after_steps: 1}]", "train.embedding_noise=5.0")
