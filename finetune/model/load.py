@@ -12,7 +12,7 @@ from finetune.config.sections.model import ModelSection
 from finetune.errors import ModelError
 from finetune.model.architecture import SpecialIds, architecture
 from finetune.model.attention import attention_implementation
-from finetune.model.embeddings import input_embeddings, output_embeddings
+from finetune.model.embeddings import tell_of_none
 from finetune.model.heads import HEADS, NEW_HEADS, is_of_head, set_values
 from finetune.model.hollow import give_places
 from finetune.model.hub import is_folder, located, told
@@ -153,7 +153,8 @@ def _check_vocabulary(model: PreTrainedModel, *, vocabulary_size: int) -> None:
 
 
 def _ready_to_train(model: PreTrainedModel, *, section: ModelSection) -> PreTrainedModel:
-    inputs, outputs = input_embeddings(model), output_embeddings(model)
+    tell_of_none(model)
+    inputs, outputs = model.get_input_embeddings(), model.get_output_embeddings()
     if inputs is not None and outputs is not None:
         model.config.tie_word_embeddings = inputs.weight is outputs.weight
     freeze_unread(model)
