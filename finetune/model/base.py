@@ -22,12 +22,15 @@ _THREADS = 8
 _WORTH_TELLING_SECONDS = 2.0
 
 
-def base_digest(section: ModelSection, *, model: Any, say: Callable[[str], None]) -> str | None:
+def base_digest(
+    section: ModelSection, *, model: Any, is_reference: bool = False, say: Callable[[str], None]
+) -> str | None:
     """Return what identifies the frozen weights, or None where nothing is frozen or they are drawn from the seed.
 
-    As `weights_digest`: call it on one rank.
+    Weights that are the reference of a loss count as frozen. As `weights_digest`: call it on one rank.
     """
-    if section.name is None or (adapter_wish(section) is None and not section.freeze and not section.train_only):
+    is_frozen = adapter_wish(section) is not None or section.freeze or section.train_only or is_reference
+    if section.name is None or not is_frozen:
         return None
     return weights_digest(section, model=model, say=say)
 

@@ -16,7 +16,9 @@ _STARTS_WITHIN_BASE = ("pissa", "olora", "loftq")
 """Initialisations that move a part of the base into the adapters: without these, the base is not itself."""
 
 _OF_ADAPTERS = frozenset({"lora", "ia3", "oft", "prompt_tuning", "prefix_tuning", "adapter"})
-_OF_NO_VALUE = frozenset({"gradient_checkpointing", "cache_folder", "freeze", "name", "revision", "tokenizer"})
+_OF_NO_VALUE = frozenset(
+    {"gradient_checkpointing", "cache_folder", "freeze", "train_only", "name", "revision", "tokenizer"}
+)
 
 
 def starts_as_base(section: ModelSection) -> bool:

@@ -1,5 +1,6 @@
 """What a run is, as its checkpoints remember it."""
 
+from functools import partial
 from typing import Any
 
 from finetune.checkpoint.facts import RunFacts
@@ -20,7 +21,10 @@ def run_facts(config: RunConfig, lessons: Lessons, *, model: Any, strategy: str,
     `model` is the model as it was built; its config knows the commit that a hub model came from.
     """
     ranks.open_line_behind()  # its time limit allows for hundreds of gigabytes; that of a GPU's line does not
-    base = main_does(lambda: base_digest(config.model, model=model, say=say), group=ranks.Group.BEHIND)
+    prior = lessons.task.prior
+    compared = prior is not None and prior.knower == "reference"
+    digest = partial(base_digest, config.model, model=model, is_reference=compared, say=say)
+    base = main_does(digest, group=ranks.Group.BEHIND)
     adapter = main_does(lambda: adapter_digest(config.model.adapter), group=ranks.Group.BEHIND)
     teacher = teacher_identity(config, say=say)
     return facts_with(base, config, lessons, strategy=strategy, adapter=adapter, teacher=teacher)

@@ -6,13 +6,19 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
 from finetune.config.load import load_config
+from finetune.model.processing import Processing
 from finetune.run.identity import run_facts
+from finetune.task.preference import reference_prior
 
 
-def lessons(*, words=("a", "b"), rows="f1"):
+def lessons(*, words=("a", "b"), rows="f1", prior=None):
     inner = Tokenizer(WordLevel({word: index for index, word in enumerate(words)}, unk_token=words[0]))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner)
-    return SimpleNamespace(tokenizer=tokenizer, training=SimpleNamespace(fingerprint=rows))
+    return SimpleNamespace(
+        processing=Processing(tokenizer),
+        task=SimpleNamespace(prior=prior, encoding={}),
+        training=SimpleNamespace(fingerprint=rows),
+    )
 
 
 @pytest.fixture
@@ -46,3 +52,7 @@ def test_where_it_comes_from_is_remembered_apart(facts):
 
 def test_frozen_weights_of_the_hub_are_told_by_their_commit(facts):
     assert facts("model.lora={}").identity["base weights"] == "commit c0ffee"
+
+
+def test_weights_that_are_the_reference_of_a_loss_are_told_by_their_commit(facts):
+    assert facts(prior=reference_prior()).identity["base weights"] == "commit c0ffee"
