@@ -39,7 +39,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
 """Packages that only these places import."""
 
 THROUGH_OPTIONAL = (
-    *("deepspeed", "tensorboard", "wandb", "mlflow", "trackio", "bitsandbytes", "s3fs", "gcsfs", "adlfs"),
+    *("sklearn", "deepspeed", "tensorboard", "wandb", "mlflow", "trackio", "bitsandbytes", "s3fs", "gcsfs", "adlfs"),
     "lm_eval",
 )
 """Packages that may be missing: only `runtime/optional.py` imports them, by name."""

@@ -27,6 +27,8 @@ def with_its_data(name: str, folder: Path) -> Path:
 def test_all_recipes_were_found():
     assert NAMES == [
         "dpo",
+        "image-cifar10",
+        "image-digits",
         "kto",
         "orpo",
         "pretrain",

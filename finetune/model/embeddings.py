@@ -18,5 +18,6 @@ def input_embeddings(model: PreTrainedModel) -> nn.Module | None:
         return None
     return found
 
+
 def _none() -> None:
     return None

@@ -61,6 +61,11 @@ IDLE = [
     (["task.name=pretrain", "data.train_on=all"], "data.train_on", "decided by the task"),
     (["task.name=pretrain", *EVALUATION, "evaluate.generate={}"], "evaluate.generate", "have no prompts to answer"),
     (["data.train_on=all", *EVALUATION, "evaluate.generate={}"], "evaluate.generate", "have no prompts to answer"),
+    (
+        ["task.name=vision_language_sft", *EVALUATION, "evaluate.generate={batch_size: 4}"],
+        "evaluate.generate.batch_size",
+        "answered one by one",
+    ),
 ]
 
 
@@ -127,6 +132,13 @@ WRONG = [
         "a microbatch of 4 holds no whole groups of 3. Write a number that divides 4",
     ),
     ([*IMAGES, "model.batch_norm=4", "model.lora={}"], "model.batch_norm", "Write `frozen`"),
+    (["task.name=vision_language_sft", "data.over_length=truncate"], "data.over_length", "go through an image"),
+    (["task.name=vision_language_sft", "data.over_length=split"], "data.over_length", "Write `drop`"),
+    (
+        ["task.name=vision_language_sft", "model.tokenizer={train: {}}"],
+        "model.tokenizer.train",
+        "a tokenizer alone reads no images",
+    ),
     (["model.lora={}", "model.ia3={}"], "model.ia3", "there are adapters in `model.lora` already"),
     (["model.quantization={}"], "model.quantization", "weights in few bits cannot learn"),
 ]

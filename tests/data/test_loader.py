@@ -126,6 +126,20 @@ def test_the_train_loader_gives_the_order(prepared_and_section, keys):
     assert steps[0][0].inputs["input_ids"][:, 0].tolist() == [97 + i for i in seen[:2]]
 
 
+def test_a_partner_depends_on_step_and_sample_and_on_no_cut(prepared_and_section):
+    prepared, section = prepared_and_section
+    pool = Pool(prepared, SetOrder(seed=7, num_samples=len(prepared)), "")
+    sizes = {"global_batch_size": 4, "first_step": 0, "num_steps": 9}
+    found = []
+    for size in (1, 2, 4):
+        loader = train_loader(pool, list, microbatch_size=size, section=section, seed=5, has_partners=True, **sizes)
+        drawn = [loader.dataset[each] for batch in loader.batch_sampler for each in batch]
+        found.append([(each.sample_id, each.partner.sample_id, each.partner.seed == each.seed) for each in drawn])
+    assert found[0] == found[1] == found[2]
+    assert len({partner for _, partner, _ in found[0]}) == len(prepared)
+    assert all(is_of_the_same_step for *_, is_of_the_same_step in found[0])
+
+
 def test_evaluation_fills_up_with_batches_in_which_nothing_counts(prepared_and_section):
     prepared, section = prepared_and_section
     loader = evaluation_loader(prepared, Collate(), filler=fill, microbatch_size=4, world=4, section=section)

@@ -1,0 +1,31 @@
+import sys
+from io import BytesIO
+
+import pytest
+from PIL import Image
+
+from finetune.errors import MissingPackage
+from finetune.recipes.digits import digit_files
+from finetune.recipes.make import told
+
+
+def test_every_digit_is_a_small_image_in_the_folder_of_its_class():
+    files = digit_files()
+    assert len(files) == 1797
+    parts = [path.split("/")[0] for path in files]
+    assert (parts.count("train"), parts.count("held_out")) == (1437, 360)
+    assert {path.split("/")[1] for path in files} == set("0123456789")
+    image = Image.open(BytesIO(files["held_out/0/0000.png"]))
+    assert (image.size, image.mode, image.getextrema()) == ((8, 8), "L", (0, 239))
+
+
+def test_without_scikit_learn_it_is_said_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "sklearn", None)
+    monkeypatch.delitem(sys.modules, "sklearn.datasets", raising=False)
+    with pytest.raises(MissingPackage, match=r"image-digits .*scikit-learn.*pip install 'finetune\[dev\]'"):
+        digit_files()
+
+
+def test_many_files_are_told_in_one_line(tmp_path):
+    paths = [tmp_path / "job.yaml", *(tmp_path / "train" / label / "1.png" for label in "abcd")]
+    assert list(told(paths)) == [str(tmp_path / "job.yaml"), f"4 files in {tmp_path / 'train'}"]
