@@ -18,7 +18,7 @@ from finetune.data.order.pool import Pool
 from finetune.data.prepared.cache import Watch, cache_folder, prepare_set
 from finetune.data.prepared.set_pool import by_length, set_pool
 from finetune.data.prepared.store import PreparedSet
-from finetune.data.sources.source import Source, open_sources, rows_read, stream_of, texts
+from finetune.data.sources.source import OpenedSources, Source, open_sources, rows_read, stream_of, texts
 from finetune.data.streams.stream import stream_pool
 from finetune.model.processing import Processing, load_processing
 from finetune.report.announcer import Announcer
@@ -63,46 +63,21 @@ def make_lessons(config: RunConfig, say: Announcer, *, watch: Watch | None = Non
     generate = config.evaluate.generate if config.evaluate else None
     answer_metrics = load_metrics(generate.metrics if generate else ())
     sources = open_sources(data, seed=config.run.seed, say=say)
-    told = partial(texts, sources.train)
-    processing = load_processing(
-        config.model,
-        reads=reads(config.task.name),
-        texts=told,
-        cache_folder=cache_folder(data),
-        say=say,
-        image_size=data.images.size,
-    )
-    tokenizer = processing.tokenizer
-    if tokenizer is not None:
-        set_chat_template(tokenizer, data.chat_template)
-        if forgets_unknown_text(tokenizer):
-            say(_FORGETFUL)
-    task = build_task(
-        Materials(config.task, data, tokenizer, processing.processor, rows=partial(rows_read, sources.train))
-    )
+    processing = _processing(config, sources, say)
+    rows = partial(rows_read, sources.train)
+    task = build_task(Materials(config.task, data, processing.tokenizer, processing.processor, rows=rows))
     for line in task.found:
         say(line)
-    encode, identity = task.encoder, input_identity(processing, task)
-    unknown = unknown_ids(tokenizer) if tokenizer is not None else frozenset()
-    prepare = partial(
-        prepare_set,
-        encode=encode,
-        section=data,
-        identity=identity,
-        unknown_ids=unknown,
-        length=task.lengths,
-        say=say,
-        watch=watch,
-    )
-    stream = partial(
-        stream_pool,
-        encode=encode,
-        section=data,
-        identity=identity,
-        unknown_ids=unknown,
-        length=task.lengths,
-        say=say,
-    )
+    how: dict[str, Any] = {
+        "encode": task.encoder,
+        "section": data,
+        "identity": input_identity(processing, task),
+        "unknown_ids": unknown_ids(processing.tokenizer) if processing.tokenizer is not None else frozenset(),
+        "length": task.lengths,
+        "say": say,
+    }
+    prepare: Callable[[Source], PreparedSet] = partial(prepare_set, **how, watch=watch)
+    stream: Callable[..., tuple[Pool, Streamed]] = partial(stream_pool, **how)
     known: dict[str, Prepared | Streamed] = {}
     pools = [_pool_of(source, config, prepare=prepare, stream=stream, known=known) for source in sources.train]
     refuse_exceeded(known, data.audit)
@@ -119,6 +94,23 @@ def input_identity(processing: Processing, task: Task) -> dict[str, str]:
         described = json.dumps(task.encoding, sort_keys=True)
         identity["task"] = hashlib.blake2b(described.encode(), digest_size=16).hexdigest()
     return identity
+
+
+def _processing(config: RunConfig, sources: OpenedSources, say: Announcer) -> Processing:
+    """Return what the model's inputs are made with, the chat template set."""
+    processing = load_processing(
+        config.model,
+        reads=reads(config.task.name),
+        texts=partial(texts, sources.train),
+        cache_folder=cache_folder(config.data),
+        say=say,
+        image_size=config.data.images.size,
+    )
+    if processing.tokenizer is not None:
+        set_chat_template(processing.tokenizer, config.data.chat_template)
+        if forgets_unknown_text(processing.tokenizer):
+            say(_FORGETFUL)
+    return processing
 
 
 def _pool_of(
