@@ -3,6 +3,7 @@
 from task_cases import (
     adapters,
     classification,
+    distillation,
     images,
     language,
     masked_lm,
@@ -16,6 +17,7 @@ from task_cases.case import Case
 CASES: tuple[Case, ...] = (
     *adapters.CASES,
     *classification.CASES,
+    *distillation.CASES,
     *images.CASES,
     *language.CASES,
     *masked_lm.CASES,

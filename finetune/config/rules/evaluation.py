@@ -12,6 +12,8 @@ GOALS: Mapping[str, str] = {
     **dict.fromkeys(("token_accuracy", "exact_match", "accuracy", "subset_accuracy", "top5_accuracy"), "maximize"),
     **dict.fromkeys(("macro_f1", "micro_f1", "mcc", "pearson", "spearman"), "maximize"),
     **dict.fromkeys(("entity_f1", "entity_precision", "entity_recall"), "maximize"),
+    **dict.fromkeys(("cross_entropy", "divergence"), "minimize"),
+    "masked_accuracy": "maximize",
     **dict.fromkeys(("preference_accuracy", "reward_margin"), "maximize"),
 }
 """Which way is better for the metrics of the house."""
@@ -22,6 +24,8 @@ _OF_PAIRS = ("loss", "preference_accuracy", "reward_margin", "reward_chosen", "r
 
 MEASURED: Mapping[str, tuple[str, ...]] = {
     "reward": _OF_PAIRS,
+    "masked_lm": ("loss", "perplexity", "masked_accuracy"),
+    "distillation": (*OF_TOKENS, "cross_entropy", "divergence"),
     "image_classification": ("loss", "accuracy", "macro_f1", "top5_accuracy"),
     "token_classification": ("loss", "accuracy", "macro_f1", "entity_f1", "entity_precision", "entity_recall"),
 }

@@ -35,7 +35,7 @@ CLASSIFYING: tuple[TaskName, ...] = ("text_classification", "token_classificatio
 PADDED: tuple[TaskName, ...] = tuple(name for name in FITTING if name not in ("sft", "pretrain"))
 """Tasks whose samples do not share rows."""
 
-WHOLE: tuple[TaskName, ...] = ("text_classification", "preference", "reward")
+WHOLE: tuple[TaskName, ...] = ("seq2seq", "text_classification", "preference", "reward")
 """Tasks that learn from a row as a whole: windows of it would each have its label, or no answer to compare."""
 
 WITHOUT_TOKENS: tuple[TaskName, ...] = ("image_classification",)
@@ -96,4 +96,48 @@ def rows_are_whole(config: RunConfig) -> Iterator[Problem]:
         yield Problem("data.over_length", message)
 
 
-TASK_RULES = (length_is_written, teacher_is_there, weights_fit_labels, samples_stand_alone, rows_are_whole)
+def images_are_whole(config: RunConfig) -> Iterator[Problem]:
+    """The tokens of an image are read together or not at all, so a row that shows images is not cut."""
+    if config.task.name == "vision_language_sft" and config.data.over_length in ("truncate", "split"):
+        message = "a cut could go through an image. Write `drop`, or a larger `data.max_length`."
+        yield Problem("data.over_length", message)
+
+
+def source_and_target_fit(config: RunConfig) -> Iterator[Problem]:
+    """A source and its target stand in one batch by tokens."""
+    tokens, source = config.data.batching.tokens, config.data.max_length
+    if config.task.name != "seq2seq" or config.data.batching.by != "tokens" or source is None:
+        return
+    longest = source + (config.task.seq2seq.max_target_length or source)
+    if (tokens or 0) < longest:
+        message = f"the longest source and the longest target are {longest} tokens together. Write at least that many."
+        yield Problem("data.batching.tokens", message)
+
+
+def some_are_hidden(config: RunConfig) -> Iterator[Problem]:
+    """Of the tokens that are predicted, some stand behind the mask."""
+    section = config.task.masked_lm
+    if section.random_fraction + section.kept_fraction > 1:
+        message = "with `kept_fraction` it is more than 1: of the tokens that are predicted, which are to be hidden?"
+        yield Problem("task.masked_lm.random_fraction", f"{message} Write less of one of them.")
+
+
+def processor_is_named(config: RunConfig) -> Iterator[Problem]:
+    """What makes tokens of images and text comes with a model."""
+    tokenizer = config.model.tokenizer
+    if config.task.name == "vision_language_sft" and tokenizer is not None and tokenizer.train is not None:
+        message = "a tokenizer alone reads no images. Write `name`: a model, or a folder with its processor."
+        yield Problem("model.tokenizer.train", message)
+
+
+TASK_RULES = (
+    length_is_written,
+    teacher_is_there,
+    weights_fit_labels,
+    samples_stand_alone,
+    rows_are_whole,
+    source_and_target_fit,
+    some_are_hidden,
+    images_are_whole,
+    processor_is_named,
+)
