@@ -10,6 +10,7 @@ from task_cases import (
     merging,
     preference,
     seq2seq,
+    training,
     vision_language,
 )
 from task_cases.case import Case
@@ -24,5 +25,6 @@ CASES: tuple[Case, ...] = (
     *merging.CASES,
     *preference.CASES,
     *seq2seq.CASES,
+    *training.CASES,
     *vision_language.CASES,
 )

@@ -3,31 +3,46 @@
 from task_cases.case import LORA, Case
 from task_cases.language import SFT, conversations, loss_of_answers
 
-PARTED_MATRICES = "muon makes whole matrices orthogonal, and this strategy hands the optimizer parts of them, flattened"
+PARTED_MATRICES = "muon makes whole matrices orthogonal; ZeRO hands the optimizer flattened parts (DeepSpeed 0.19)"
 
-TRAINING = SFT.replace("runs/sft", "runs/training").replace("steps: 4", "steps: 4, schedule: {name: constant}")
-
-VARIANTS = {
-    "layer_decay": (
+GROUPS = {
+    "full": (
         "train.optimizer={layer_decay: 0.5, weight_decay: 0.1, rates: {'*norm*': 2.0, 'model.layers.1.mlp.*': 0.1}}",
+        "train.unfreeze=[{patterns: ['model.layers.0.*'], after_steps: 2}]",
     ),
-    "lora_plus": (*LORA, "train.optimizer.lora_plus_ratio=16.0"),
-    "unfreeze": ("train.unfreeze=[{patterns: ['model.layers.0.*', '*embed*'], after_steps: 2}]",),
-    "average": ("train.average={decay: 0.8, after_steps: 1}",),
-    "embedding_noise": ("train.embedding_noise=20.0",),
-    "muon": ("train.optimizer.name=muon",),
-    "schedule_free": ("train.optimizer.name=schedule_free_adamw", "train.schedule.warmup_steps=2"),
-    "train_only": ("model.train_only=['*embed_tokens*']",),
+    "lora": (*LORA, "train.optimizer.lora_plus_ratio=16.0"),
 }
 
+AVERAGE = {"full": ("train.average={decay: 0.8, after_steps: 1}",)}
+
+OTHERS = {
+    "unfreeze": ("train.unfreeze=[{patterns: ['model.layers.0.*', '*embed*'], after_steps: 2}]",),
+    "train_only": ("model.train_only=['*embed_tokens*']",),
+    "noise": ("train.embedding_noise=20.0",),
+    "noise_row": ("train.embedding_noise=20.0", "data.batching.padding_free=true"),
+    "muon": ("train.optimizer={name: muon, weight_decay: 0.1}",),
+    "lora_muon": (*LORA, "train.optimizer.name=muon"),
+    "sched_free": ("train.optimizer.name=schedule_free_adamw", "train.schedule={name: constant, warmup_steps: 2}"),
+    "lora_ema": (*LORA, "train.average={decay: 0.8}"),
+}
+
+
+def job(name: str) -> str:
+    """Return the job of this name."""
+    return SFT.replace("runs/sft", f"runs/{name}")
+
+
 CASES = (
+    Case("groups", job("groups"), conversations, "loss", loss_of_answers, variants=GROUPS),
+    Case("average", job("average"), conversations, "loss", loss_of_answers, variants=AVERAGE),
     Case(
         "training",
-        TRAINING,
+        job("training"),
         conversations,
         "loss",
         loss_of_answers,
-        variants=VARIANTS,
-        exempt={("muon", strategy): PARTED_MATRICES for strategy in ("zero2", "zero3")},
+        variants=OTHERS,
+        exempt={(muon, zero): PARTED_MATRICES for muon in ("muon", "lora_muon") for zero in ("zero2", "zero3")},
+        is_extra=True,
     ),
 )
