@@ -41,7 +41,7 @@ class ConsoleReporter:
         match event:
             case RunStarted():
                 self._num_steps = event.num_steps
-                self._meter = ThroughputMeter(event.num_steps)
+                self._meter = ThroughputMeter(event.num_steps, unit=wording.unit_of(event.config))
             case StepTaken():
                 self._show_step(event)
             case Evaluated():

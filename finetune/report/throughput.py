@@ -12,7 +12,9 @@ class ThroughputMeter:
     Medians, so that one step held up by a checkpoint, an evaluation or a compilation does not sway them.
     """
 
-    def __init__(self, num_steps: int, *, window: int = 50) -> None:
+    def __init__(self, num_steps: int, *, window: int = 50, unit: str = "tokens") -> None:
+        """`unit` is what a sample is counted in."""
+        self.unit = unit
         self._num_steps = num_steps
         self._recent: deque[StepTaken] = deque(maxlen=window)
         self._waited = self._seconds = 0.0  # since the last log point

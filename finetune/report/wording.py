@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from functools import singledispatch
+from typing import Any
 
 from finetune.report.events import (
     Answered,
@@ -76,6 +77,11 @@ def _(event: RunEnded) -> tuple[str, ...]:
     return tuple(told)
 
 
+def unit_of(config: Mapping[str, Any]) -> str:
+    """Return what the samples of a job are counted in."""
+    return "images" if config.get("task", {}).get("name") == "image_classification" else "tokens"
+
+
 def step_line(event: StepTaken, *, num_steps: int, meter: ThroughputMeter) -> str:
     """Return `step  20/120  loss 2.3107  lr 9.8e-04 ...`, aligned under the lines before it."""
     return f"step {event.step:>{len(str(num_steps))}}/{num_steps}  {step_facts(event, meter=meter)}"
@@ -88,7 +94,7 @@ def step_facts(event: StepTaken, *, meter: ThroughputMeter) -> str:
         *([metric_line(event.metrics)] if event.metrics else []),
         f"lr {event.learning_rate:.1e}",
         f"grad {event.gradient_norm:.2f}",
-        f"{meter.tokens_per_second:>7,.0f} tokens/s",
+        f"{meter.tokens_per_second:>7,.0f} {meter.unit}/s",
         f"eta {duration(meter.seconds_left)}",
         f"mem {size_text(event.memory_bytes)}",
     ]
