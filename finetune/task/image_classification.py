@@ -53,6 +53,11 @@ class ImageClassificationTask(BaseTask):
         return self.classification.facts
 
     @property
+    def found(self) -> tuple[str, ...]:
+        """Return how often each class occurs."""
+        return self.classification.found
+
+    @property
     def encoding(self) -> Mapping[str, Any]:
         """Return the classes in their order, and the channels that images are decoded to."""
         return {"labels": list(self.classification.classes.names), "mode": self.views.mode}
