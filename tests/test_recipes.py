@@ -26,14 +26,18 @@ def with_its_data(name: str, folder: Path) -> Path:
 
 def test_all_recipes_were_found():
     assert NAMES == [
+        "distillation",
         "dpo",
         "image-cifar10",
         "image-digits",
         "kto",
+        "masked-lm",
         "orpo",
         "pretrain",
+        "qlora",
         "quickstart",
         "reward",
+        "seq2seq",
         "sft-full",
         "sft-jsonl",
         "sft-lora",
