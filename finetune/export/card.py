@@ -127,7 +127,7 @@ def _loader(head: str, adapter: CardBase | None) -> str:
 
 def _adapter_lines(auto: str, adapter: CardBase) -> list[str]:
     place = 'f"{folder}/base"' if adapter.name is None else f'"{adapter.name}"'
-    more = ", config=AutoConfig.from_pretrained(folder), ignore_mismatched_sizes=True"
+    more = ', config=AutoConfig.from_pretrained(f"{folder}/config"), ignore_mismatched_sizes=True'
     lines = [f"base = {auto}.from_pretrained({place}{more if adapter.has_own_config else ''})"]
     if adapter.num_embeddings is not None:
         lines.append(f"base.resize_token_embeddings({adapter.num_embeddings}, mean_resizing=False)")

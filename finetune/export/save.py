@@ -19,6 +19,7 @@ from finetune.export.generation import Inputs, generation_config
 from finetune.export.merge import merge
 from finetune.export.skeleton import ADAPTER, base_skeleton, plain_base
 from finetune.model.heads import NEW_HEADS
+from finetune.model.saved import CONFIG
 
 ADAPTER_FILE = "adapter_model.safetensors"
 BASE_FOLDER = "base"
@@ -58,8 +59,8 @@ def export_model(
         elif isinstance(model, PeftModel):
             weights = _cast(weights, section.dtype)
             counts = _write_adapter(staging, folder, model=model, weights=weights, inputs=inputs, section=section)
-            if facts.head in NEW_HEADS:  # the base knows nothing of these classes
-                plain_base(model).config.save_pretrained(staging)
+            if facts.head in NEW_HEADS and plain_base(model).name_or_path:  # the base knows nothing of these classes
+                plain_base(model).config.save_pretrained(staging / CONFIG)
         else:
             weights = _cast(weights, section.dtype)
             counts = _write_model(staging, model=model, weights=weights, inputs=inputs, section=section)
@@ -76,7 +77,8 @@ def card_base(model: PreTrainedModel | PeftModel, *, is_merged: bool, head: str)
     name = base.name_or_path or None
     if isinstance(model, PeftModel) and not is_merged:
         size = base.config.get_text_config().vocab_size if _brings_embeddings(model) else None
-        return CardBase(name, has_own_config=head in NEW_HEADS, num_embeddings=size)
+        has_own_config = head in NEW_HEADS and name is not None
+        return CardBase(name, has_own_config=has_own_config, num_embeddings=size)
     was_merged = isinstance(model, PeftModel)
     return CardBase(name, "finetune", was_merged=was_merged) if name is not None or was_merged else None
 

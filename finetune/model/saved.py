@@ -2,7 +2,8 @@
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from peft import PeftModel
 from safetensors import safe_open
 from transformers import AutoConfig, PreTrainedConfig
+from transformers.utils import logging
 
 from finetune.errors import ModelError
 from finetune.model.heads import HEADS, NEW_HEADS
@@ -18,6 +20,11 @@ from finetune.model.hub import is_folder, told
 from finetune.runtime.hub import is_offline, without_vain_retries
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS, BASE = "adapter_config.json", "adapter_model.safetensors", "base"
+CONFIG = "config"
+"""Folder in an adapter's with the whole model's config, where the base does not know the classes of its head.
+
+Beside adapter_config.json a config.json would make transformers look for a whole model there.
+"""
 
 _HEADS_OF_TASKS = {"SEQ_CLS": "sequence_classification", "TOKEN_CLS": "token_classification"}
 _MOST_SPECIAL_FIRST = (
@@ -70,7 +77,7 @@ def look_at(folder: Path, *, key: str, trust_remote_code: bool = False) -> Saved
     with told(str(place), key=key):
         adapter = _json(place / ADAPTER_CONFIG)
         base = str(place) if adapter is None else _base_of(place, adapter)
-        own = place if (place / "config.json").is_file() else base
+        own = place / CONFIG if adapter is not None and (place / CONFIG / "config.json").is_file() else base
         with without_vain_retries(is_local=is_folder(str(own))):
             config = AutoConfig.from_pretrained(own, trust_remote_code=trust_remote_code, **_local(str(own)))
     return SavedModel(place, adapter, base, config, _head(config, adapter))
@@ -87,13 +94,15 @@ def load_saved(saved: SavedModel, *, key: str, dtype: str = "auto", trust_remote
 def load_base(saved: SavedModel, *, key: str, dtype: str = "auto", trust_remote_code: bool = False) -> Any:
     """Return the whole model without an adapter, its vocabulary as large as the folder's adapter wants it."""
     kind = dtype if dtype == "auto" else getattr(torch, dtype)
-    with told(saved.base, key=key), without_vain_retries(is_local=is_folder(saved.base)):
+    brings_head = saved.adapter is not None and saved.head in NEW_HEADS  # else all of it has to be in the base
+    silence = _without_warnings() if brings_head else nullcontext()
+    with told(saved.base, key=key), without_vain_retries(is_local=is_folder(saved.base)), silence:
         model = HEADS[saved.head].from_pretrained(
             saved.base,
             config=saved.config,
             dtype=kind,
             trust_remote_code=trust_remote_code,
-            ignore_mismatched_sizes=saved.adapter is not None and saved.head in NEW_HEADS,  # the adapter brings it
+            ignore_mismatched_sizes=brings_head,
             **_local(saved.base),
         )
         size = 0 if saved.adapter is None else _num_embeddings(saved.folder, saved.adapter)
@@ -114,6 +123,17 @@ def with_adapters(model: Any, folders: Mapping[str, Path], *, key: str) -> PeftM
             else:
                 adapted = PeftModel.from_pretrained(model, str(folder), adapter_name=name)
     return adapted.eval()
+
+
+@contextmanager
+def _without_warnings() -> Iterator[None]:
+    """Meanwhile let transformers tell errors only."""
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
 
 
 def _json(path: Path) -> Mapping[str, Any] | None:

@@ -39,22 +39,33 @@ def make_evaluator(
         section=config.data,
         cost=task.loading_cost,
     )
-    answers = None
-    if section.generate is not None:
-        prompts = (task.prompt(rows[i]) for i in range(len(rows)))
-        answers = Answers(
-            section=section.generate,
-            prompts=list(islice((prompt for prompt in prompts if prompt is not None), section.generate.num_samples)),
-            tokenizer=tokenizer,
-            stop_ids=stop_ids(tokenizer),
-            device=accelerator.device,
-            metrics=dict(answer_metrics),
-        )
     return Evaluator(
         task=task,
         model=model,
         loader=accelerator.prepare_data_loader(loader),
         num_rows=len(rows),
         reporter=reporter,
-        answers=answers,
+        answers=_answers(section, task, rows, accelerator=accelerator, tokenizer=tokenizer, metrics=answer_metrics),
+    )
+
+
+def _answers(
+    section: EvaluateSection,
+    task: Task,
+    rows: Any,
+    *,
+    accelerator: Accelerator,
+    tokenizer: Any,
+    metrics: Mapping[str, Metric],
+) -> Answers | None:
+    if section.generate is None:
+        return None
+    prompts = (task.prompt(rows[i]) for i in range(len(rows)))
+    return Answers(
+        section=section.generate,
+        prompts=list(islice((prompt for prompt in prompts if prompt is not None), section.generate.num_samples)),
+        tokenizer=tokenizer,
+        stop_ids=stop_ids(tokenizer),
+        device=accelerator.device,
+        metrics=dict(metrics),
     )

@@ -3,9 +3,7 @@
 Each process holds the whole model, whatever strategy was launched: nothing is trained, so nothing has to be split.
 """
 
-import json
 import os
-import shutil
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -17,19 +15,19 @@ import torch
 from finetune.config.sections.data import SourceSection
 from finetune.data.encoding.asking import Question, prompt_ids, read_question
 from finetune.data.encoding.chat import stop_ids
-from finetune.data.rows import RawRow, Row
+from finetune.data.rows import RawRow
 from finetune.data.sources.local import find_local
 from finetune.data.sources.origin import Origin
 from finetune.errors import DataError, UserError
 from finetune.model.answering import Manner, answer_batch
 from finetune.model.saved import SavedModel, load_base, load_saved, look_at, with_adapters
+from finetune.run.answer_parts import ANSWER, AnswerParts
 from finetune.run.export import processing_in
-from finetune.runtime import files, ranks
+from finetune.runtime import ranks
 from finetune.runtime.log import quieten
 from finetune.runtime.seeds import derive
 from finetune.task.causal import pad_id
 
-ANSWER = "answer"
 _SECONDS_BETWEEN_WORDS = 20.0
 _BATCHES_SORTED_TOGETHER = 32
 
@@ -67,16 +65,9 @@ def generate_file(
     _check(saved, output=output, adapter=adapter)
     origin = find_local(SourceSection(path=str(rows)), key="--input", say=_silent)
     manner = Manner(max_new_tokens, temperature, top_p)
-    about = {
-        "rows": origin.digest(),
-        "model": str(saved.folder),
-        "adapter": str(adapter.absolute()) if adapter else None,
-        "manner": asdict(manner),
-        "seed": seed,
-        "system": system,
-    }
+    about = {"rows": origin.digest(), "manner": asdict(manner), "seed": seed, "system": system}
     ranks.meet()
-    parts = _Parts.open(output, about)
+    parts = AnswerParts.open(output, about | {"model": _listing(saved.folder), "adapter": _listing(adapter)})
     model = _load(saved, adapter, trust_remote_code=trust_remote_code)
     speaker = _Speaker(model, processing_in(saved).tokenizer, manner=manner, batch_size=batch_size, seed=seed)
     raw = list(_raw_rows(origin))
@@ -86,6 +77,14 @@ def generate_file(
         parts.join([each.parse() for each in raw])
         print(f"{len(raw):,} answers in {output}")
     return ranks.leave(0)
+
+
+def _listing(folder: Path | None) -> Any:
+    """Return the files of weights with size and time of the last change: what tells one model from another."""
+    if folder is None:
+        return None
+    states = [(path, path.stat()) for path in sorted(folder.absolute().glob("*.safetensors"))]
+    return [[str(path), state.st_size, state.st_mtime_ns] for path, state in states]
 
 
 def _silent(sentence: str) -> None:
@@ -134,7 +133,7 @@ class _Speaker:
     batch_size: int
     seed: int
 
-    def answer(self, questions: Sequence[Question], raw: Sequence[RawRow], *, parts: "_Parts") -> None:
+    def answer(self, questions: Sequence[Question], raw: Sequence[RawRow], *, parts: AnswerParts) -> None:
         """Answer this process's share of what has no answer yet, and keep each batch's as soon as they are there."""
         for each in raw:
             if ANSWER in each.parse():
@@ -194,49 +193,3 @@ class _Speaker:
 
 def _share() -> slice:
     return slice(ranks.rank(), None, ranks.world())
-
-
-@dataclass(frozen=True)
-class _Parts:
-    """Answers that are there already, in a hidden folder beside the output, a file for each rank."""
-
-    output: Path
-    folder: Path
-
-    @classmethod
-    def open(cls, output: Path, about: Any) -> "_Parts":
-        """Return the parts of this very question; raises UserError where others lie there. Collective."""
-        parts = cls(output, output.with_name(f".{output.name}.parts"))
-        note = parts.folder / "about.json"
-        if ranks.is_main() and not note.is_file():
-            files.write_json(note, about)
-        ranks.barrier()
-        if json.loads(note.read_text(encoding="utf-8")) != about:
-            raise UserError(
-                f"{parts.folder} holds answers of an earlier start with another model, input or other settings. Delete "
-                "it to begin anew, or name another --output."
-            )
-        return parts
-
-    def answered(self) -> set[int]:
-        """Return the numbers of the rows that have an answer. Collective."""
-        found = {number for number, _ in self._all()}
-        ranks.barrier()  # nobody writes before all have looked: the shares must be cut alike
-        return found
-
-    def keep(self, number: int, text: str) -> None:
-        """Write one answer down; it begins a line of its own, also behind one that a killed process has torn."""
-        with (self.folder / f"rank-{ranks.rank():05d}.jsonl").open("a", encoding="utf-8") as file:
-            file.write("\n" + json.dumps({"row": number, ANSWER: text}) + "\n")
-
-    def join(self, rows: Sequence[Row]) -> None:
-        """Write the output whole, and remove the parts. On one process."""
-        answers = dict(self._all())
-        lines = (json.dumps({**row, ANSWER: answers[n]}, ensure_ascii=False, default=str) for n, row in enumerate(rows))
-        files.write_text(self.output, "".join(f"{line}\n" for line in lines))
-        shutil.rmtree(self.folder)
-
-    def _all(self) -> Iterator[tuple[int, str]]:
-        for path in sorted(self.folder.glob("rank-*.jsonl")):
-            for line in files.read_json_lines(path):
-                yield line["row"], line[ANSWER]

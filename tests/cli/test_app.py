@@ -145,7 +145,32 @@ def test_accumulations_are_whole_numbers(typed, job, calls):
 
 def test_chat_is_given_the_folder(typed, calls):
     assert typed("chat", "runs/first/final")[0] == 0
-    assert calls.made == [("finetune.advise.chat:chat", (Path("runs/first/final"),), {})]
+    settings = {"adapters": [], "max_new_tokens": 256, "temperature": 0.0, "system": None, "trust_remote_code": False}
+    assert calls.made == [("finetune.advise.chat:chat", (Path("runs/first/final"),), settings)]
+
+
+def test_what_comes_after_training_is_given_what_was_typed(typed, calls):
+    typed("export", "runs/first", "--merge", "--step", "4", "--dtype", "bfloat16", "--push-to-hub", "me/model")
+    typed("evaluate", "runs/first", "--set", "data.validation.path=a.jsonl", "--json", "m.json")
+    typed("evaluate", "runs/first", "--lm-eval", "hellaswag")
+    typed("generate", "runs/first", "--input", "p.jsonl", "--output", "a.jsonl", "--temperature", "0.5")
+    exported, measured, asked, answered = calls.made
+    assert exported[0] == "finetune.run.export:export"
+    assert (exported[2]["merge"], exported[2]["step"], exported[2]["push_to_hub"]) == (True, 4, "me/model")
+    assert measured[2] == {
+        "step": None,
+        "config": None,
+        "overrides": ["data.validation.path=a.jsonl"],
+        "json": Path("m.json"),
+    }
+    assert (asked[0], asked[2]["tasks"]) == ("finetune.run.harness:evaluate_with_harness", "hellaswag")
+    assert (answered[2]["rows"], answered[2]["temperature"]) == (Path("p.jsonl"), 0.5)
+
+
+def test_the_harness_brings_its_own_data(typed, calls):
+    code, _, told = typed("evaluate", "runs/first", "--lm-eval", "hellaswag", "--set", "data.max_length=9")
+    assert (code, calls.made) == (2, [])
+    assert "Leave --config and --set out" in told
 
 
 def test_init_writes_a_job_that_check_finds_ready(typed, tmp_path):
