@@ -183,11 +183,17 @@ def test_dpo_is_that_of_trl(models, tokenizer, section, settings):
     assert ours(task, model, features) == pytest.approx(loss.item(), abs=1e-6)
 
 
-def test_conservative_dpo_has_no_counterpart_in_trl_any_more():
-    trainer = trainer_of(DPOTrainer, None)
-    source = DPOTrainer._compute_loss.__code__.co_names
-    assert "label_smoothing" in source
-    assert trainer.label_smoothing == 0.0  # read by `robust` and `exo_pair`; `sigmoid` leaves it out since TRL 1.0
+def test_conservative_dpo_is_that_of_trl(models, tokenizer):
+    """TRL's DPO smooths no labels any more (1.0 on); its CPO still has the formula, given ratios in place of values."""
+    model, reference = models
+    task = task_of(tokenizer, loss="sigmoid", beta=BETA, label_smoothing=0.1)
+    features = known(pairs(), task, reference)
+    batch = task.collate(features)
+    with torch.no_grad():
+        ratios = log_probabilities(model, batch) - batch.extras[REFERENCE]
+        trainer = trainer_of(CPOTrainer, model, alpha=0.0, loss_type="sigmoid", label_smoothing=0.1)
+        loss = trainer.cpo_loss(*ratios.chunk(2))[0].mean()
+    assert ours(task, model, features) == pytest.approx(loss.item(), abs=1e-6)
 
 
 def test_orpo_is_that_of_trl(models, tokenizer):
