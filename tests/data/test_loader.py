@@ -126,6 +126,16 @@ def test_the_train_loader_gives_the_order(prepared_and_section, keys):
     assert steps[0][0].inputs["input_ids"][:, 0].tolist() == [97 + i for i in seen[:2]]
 
 
+def test_a_batch_knows_its_steps_seed_and_its_samples_lengths(prepared_and_section):
+    prepared, section = prepared_and_section
+    pool = Pool(prepared, SetOrder(seed=7, num_samples=len(prepared)), "")
+    sizes = {"global_batch_size": 4, "microbatch_size": 2, "first_step": 0, "num_steps": 2}
+    batches = list(train_loader(pool, Collate(), section=section, seed=5, **sizes))
+    assert [len({each.seed for each in batches[i : i + 2]}) for i in (0, 2)] == [1, 1]
+    assert len({each.seed for each in batches}) == 2
+    assert all(batch.lengths == (1, 1) for batch in batches)
+
+
 def test_a_partner_depends_on_step_and_sample_and_on_no_cut(prepared_and_section):
     prepared, section = prepared_and_section
     pool = Pool(prepared, SetOrder(seed=7, num_samples=len(prepared)), "")
