@@ -14,7 +14,7 @@ from finetune.model.hub import is_folder, located, told
 from finetune.runtime.hub import is_offline
 from finetune.runtime.optional import require
 
-_EXTRA = "quantization"
+_EXTRAS = {"bitsandbytes": "quantization", "torchao": "torchao"}
 
 
 def quantization_config(section: ModelSection) -> Any:
@@ -26,8 +26,8 @@ def quantization_config(section: ModelSection) -> Any:
     asked = section.quantization
     if asked is None:
         return None
-    require(asked.method, extra=_EXTRA, purpose=f"model.quantization.method: {asked.method}")
-    return _torchao(asked) if asked.method == "torchao" else _bitsandbytes(asked, dtype=section.dtype)
+    require(asked.method, extra=_EXTRAS[asked.method], purpose=f"model.quantization.method: {asked.method}")
+    return _torchao() if asked.method == "torchao" else _bitsandbytes(asked, dtype=section.dtype)
 
 
 def is_installed(package: str) -> bool:
@@ -69,6 +69,7 @@ def _bitsandbytes(asked: QuantizationSection, *, dtype: str) -> BitsAndBytesConf
     )
 
 
-def _torchao(asked: QuantizationSection) -> TorchAoConfig:
-    kinds = require("torchao.quantization", extra=_EXTRA, purpose="model.quantization.method: torchao")
-    return TorchAoConfig(kinds.Int4WeightOnlyConfig() if asked.bits == 4 else kinds.Int8WeightOnlyConfig())
+def _torchao() -> TorchAoConfig:
+    """Return 8-bit weights; a rule of the config leaves no others."""
+    kinds = require("torchao.quantization", extra=_EXTRAS["torchao"], purpose="model.quantization.method: torchao")
+    return TorchAoConfig(kinds.Int8WeightOnlyConfig())

@@ -18,7 +18,12 @@ WRONG = [
         "model.quantization",
         "random weights gain nothing",
     ),
-    (["model.ia3={}", "model.quantization={method: torchao}"], "model.ia3", "no such adapters on weights of torchao"),
+    (
+        ["model.ia3={}", "model.quantization={method: torchao, bits: 8}"],
+        "model.ia3",
+        "no such adapters on weights of torchao",
+    ),
+    (["model.lora={}", "model.quantization={method: torchao}"], "model.quantization.bits", "Write `bits: 8`"),
     (
         ["model.ia3={target_modules: [k_proj], feedforward_modules: [down_proj]}"],
         "model.ia3.feedforward_modules",

@@ -86,9 +86,8 @@ def test_original_weights_are_looked_for_where_they_are_needed(from_config, fold
 
 
 @needs_torchao
-@pytest.mark.parametrize("bits", [8])
-def test_adapters_learn_on_weights_of_torchao(load, bits):
-    model = load(quantization=QuantizationSection(method="torchao", bits=bits))
+def test_adapters_learn_on_weights_of_torchao(load):
+    model = load(quantization=QuantizationSection(method="torchao", bits=8))
     adapted = add_adapter(model, LoraSection(rank=2), Ground(seed=1))
     adapted(input_ids=BATCH, labels=BATCH).loss.backward()
     assert all(each.grad is not None for each in adapted.parameters() if each.requires_grad)

@@ -1,7 +1,7 @@
 from pathlib import Path
 
 import pytest
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import equal
 from trained import forget
 
@@ -88,6 +88,6 @@ def test_a_run_goes_on_from_the_adapter_of_another_and_not_from_one_that_has_cha
     export_checkpoint(second, step=None, to=tmp_path / "out", dtype=None)
     learnt = adapter_in(tmp_path / "out")
     assert all((learnt[name] - tensor).abs().max() < 1e-6 for name, tensor in adapter_in(first).items())
-    train("first", "model.lora={rank: 2}", "checkpoint.resume=never", "run.seed=8")
+    save_file({name: 2 * tensor for name, tensor in adapter_in(first).items()}, first / "adapter_model.safetensors")
     with pytest.raises(CheckpointError, match="first adapter cannot be changed"):
         train("second", again, "train.learning_rate=1e-9")

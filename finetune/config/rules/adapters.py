@@ -64,6 +64,9 @@ def quantized_base_is_loaded(config: RunConfig) -> Iterator[Problem]:
         return
     if config.model.from_config is not None:
         yield Problem("model.quantization", "random weights gain nothing from few bits. Write `model.name`.")
+    if quantization.method == "torchao" and quantization.bits == 4:
+        message = "torchao's 4-bit kernels do not run on every device. Write `bits: 8`, or `method: bitsandbytes`."
+        yield Problem("model.quantization.bits", message)
     if quantization.method == "torchao" and kind is not None and kind not in ("lora", "adapter", *PROMPTS):
         yield Problem(f"model.{kind}", "peft has no such adapters on weights of torchao. Write `model.lora`.")
 

@@ -78,7 +78,9 @@ class PromptTuningSection(Section):
     """Learnt tokens before the text (Lester et al., 2021, arXiv:2104.08691)."""
 
     num_tokens: Positive = key("How many.", 16)
-    init_text: str | None = key("Text whose embeddings they begin as; unset, those of tokens drawn from the vocabulary.", None)
+    init_text: str | None = key(
+        "Text whose embeddings they begin as; unset, those of tokens drawn from the vocabulary.", None
+    )
 
 
 class PrefixTuningSection(Section):
@@ -90,7 +92,9 @@ class PrefixTuningSection(Section):
 class QuantizationSection(Section):
     """The frozen base in few bits (QLoRA: Dettmers et al., 2023, arXiv:2305.14314)."""
 
-    method: Literal["bitsandbytes", "torchao"] = key("The library (extra `quantization`).", "bitsandbytes")
+    method: Literal["bitsandbytes", "torchao"] = key(
+        "The library (extra `quantization`, or `torchao`, which has 8 bits alone here).", "bitsandbytes"
+    )
     bits: Literal[4, 8] = key("Bits of a weight.", 4)
     kind: Literal["nf4", "fp4"] = key("bitsandbytes, 4 bits: normal floats or floats.", "nf4")
     double: bool = key("bitsandbytes, 4 bits: quantise the scales, too.", True)
