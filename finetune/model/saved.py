@@ -37,6 +37,7 @@ _MOST_SPECIAL_FIRST = (
     "causal_lm",
 )
 _EMBEDDING = re.compile(r"\.(embed_tokens|wte|word_embeddings|embed_in|shared|lm_head)\.(base_layer\.)?weight$")
+_LAST_LAYER = re.compile(r"\.(score|classifier|classification_head)(\.\w+)*\.weight$")
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,10 @@ def look_at(folder: Path, *, key: str, trust_remote_code: bool = False) -> Saved
         own = place / CONFIG if adapter is not None and (place / CONFIG / "config.json").is_file() else base
         with without_vain_retries(is_local=is_folder(str(own))):
             config = AutoConfig.from_pretrained(own, trust_remote_code=trust_remote_code, **_local(str(own)))
-    return SavedModel(place, adapter, base, config, _head(config, adapter))
+        head = _head(config, adapter)
+        if adapter is not None and head in NEW_HEADS and own == base and (number := _num_classes(place)):
+            config.num_labels = number  # under names such as LABEL_0: nothing in such a folder has others
+    return SavedModel(place, adapter, base, config, head)
 
 
 def load_saved(saved: SavedModel, *, key: str, dtype: str = "auto", trust_remote_code: bool = False) -> Any:
@@ -169,6 +173,15 @@ def _head(config: PreTrainedConfig, adapter: Mapping[str, Any] | None) -> str:
         if set(classes) & set((known,) if isinstance(known, str) else known):
             return head
     return "causal_lm"
+
+
+def _num_classes(folder: Path) -> int | None:
+    """Return how many classes the head in the adapter's file has; None where there is none in it."""
+    if not (folder / ADAPTER_WEIGHTS).is_file():
+        return None
+    with safe_open(folder / ADAPTER_WEIGHTS, framework="pt") as file:
+        shapes = [file.get_slice(name).get_shape() for name in sorted(file.keys()) if _LAST_LAYER.search(name)]
+    return next((int(shape[0]) for shape in reversed(shapes) if len(shape) == 2), None)
 
 
 def _num_embeddings(folder: Path, adapter: Mapping[str, Any]) -> int:
