@@ -76,7 +76,7 @@ def _hidden(
     digest = hashlib.blake2b(f"0/hiding/{number}".encode(), digest_size=8).digest()
     draw = np.random.default_rng(int.from_bytes(digest, "little") >> 1)
     places = np.array([place for place, token in enumerate(ids) if token not in special])
-    hidden = np.sort(draw.choice(places, max(1, int(0.3 * len(places) + 0.5)), replace=False))
+    hidden = np.sort(draw.choice(places, max(1, round(0.3 * len(places))), replace=False))
     lot, shown = draw.random(len(hidden)), ids.copy()
     shown[hidden[lot < 0.1]] = draw.choice(ordinary, int((lot < 0.1).sum()))
     shown[hidden[lot >= 0.2]] = mask

@@ -38,7 +38,7 @@ class Hiding:
 
     def _chosen(self, features: Features, draw: np.random.Generator) -> np.ndarray:
         places = np.flatnonzero(features.arrays["is_target"])
-        wanted = max(1, int(self.section.fraction * len(places) + 0.5))
+        wanted = max(1, round(self.section.fraction * len(places)))
         if not self.section.whole_words:
             return np.sort(draw.choice(places, wanted, replace=False))
         words = np.cumsum(features.arrays["is_word_start"])[places]  # the number of each token's word

@@ -105,7 +105,8 @@ class MaskedLmTask(BaseTask):
     def metrics(self, sums: Mapping[str, float], records: Tensor | None = None) -> Mapping[str, float]:
         """Return `loss`, `perplexity` and `masked_accuracy`, all of the hidden tokens."""
         measured = token_metrics(sums)
-        return {**measured, "masked_accuracy": measured.pop("token_accuracy")}
+        measured["masked_accuracy"] = measured.pop("token_accuracy")
+        return measured
 
 
 def _mask_id(tokenizer: PreTrainedTokenizerBase) -> int:

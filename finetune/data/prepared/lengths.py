@@ -109,12 +109,12 @@ class SourceTargetLengths:
         if self.over_length != "truncate":
             return (), left_out(features)
         end = features.length - features.num_targets
-        source, target = _joined(features, [(0, end)]), _joined(features, [(end, features.length)])
+        source = _joined(features, [(0, end)])
         if source.length > self.max_source:
             source = truncated(source, self.max_source, side=self.truncate_side, frame=self.frame)
         arrays = {
-            name: np.concatenate([source.arrays[name], target.arrays[name][: self.max_target]])
-            for name in features.arrays
+            name: np.concatenate([source.arrays[name], values[end : end + self.max_target]])
+            for name, values in features.arrays.items()
         }
         shorter = Features(arrays, features.sample_id)
         return (shorter,), cut_off(features, shorter)
