@@ -12,6 +12,7 @@ from finetune.errors import CheckpointError, UserError
 from finetune.run.export_checkpoint import export_checkpoint
 
 LORA = "model.lora={rank: 4, alpha: 8}"
+AVERAGE = "train.average={decay: 0.5}"  # which is what is exported, at the end and from a checkpoint
 QUICK = ["evaluate=null", "data.validation=null", "train.steps=4", "checkpoint.every_steps=2"]
 
 pytestmark = pytest.mark.distributed
@@ -22,7 +23,7 @@ def runs(launch):
     """Finished runs by name: full and LoRA on one process, and full under zero3 on two."""
     ended = {
         "full": launch(None, name="export-full", overrides=QUICK),
-        "lora": launch(None, name="export-lora", overrides=[*QUICK, LORA]),
+        "lora": launch(None, name="export-lora", overrides=[*QUICK, LORA, AVERAGE]),
         "zero3": launch("zero3", name="export-zero3", overrides=QUICK),
     }
     for run in ended.values():
