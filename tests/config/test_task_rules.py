@@ -30,6 +30,11 @@ IDLE = [
     (["task.reward.use_margin=true"], "task.reward.use_margin", "only `task.name: reward` reads it"),
     (["task.reward.centering=0.1"], "task.reward.centering", "only `task.name: reward` reads it"),
     (["task.distillation={teacher: ./teacher}"], "task.distillation", "only `task.name: distillation` reads it"),
+    (
+        ["task.name=distillation", "task.distillation={teacher: ./teacher, jsd_beta: 0.3}"],
+        "task.distillation.jsd_beta",
+        "only `divergence: jsd` mixes both",
+    ),
     (["task.seq2seq.source_prefix=x"], "task.seq2seq.source_prefix", "only `task.name: seq2seq` reads it"),
     (["task.seq2seq.max_target_length=9"], "task.seq2seq.max_target_length", "only `task.name: seq2seq` reads it"),
     (["task.masked_lm.fraction=0.3"], "task.masked_lm.fraction", "only `task.name: masked_lm` reads it"),
@@ -86,6 +91,26 @@ WRONG = [
         ["task.name=distillation", "task.distillation={teacher: ./teacher, cache: true}"],
         "task.distillation.cache",
         "Write `task.distillation.top_k: 64`",
+    ),
+    (
+        [
+            "task.name=distillation",
+            "task.distillation={teacher: ./teacher, top_k: 8, cache: true}",
+            "data.train.stream={}",
+        ],
+        "data.train.stream",
+        "worked out before the first step",
+    ),
+    (["task.name=seq2seq", "data.over_length=split"], "data.over_length", "learns from whole rows"),
+    (
+        ["task.name=seq2seq", "data.max_length=64", "data.batching={by: tokens, tokens: 100}"],
+        "data.batching.tokens",
+        "the longest source and the longest target are",
+    ),
+    (
+        ["task.name=masked_lm", "task.masked_lm={random_fraction: 0.6, kept_fraction: 0.6}"],
+        "task.masked_lm.random_fraction",
+        "with `kept_fraction` it is more than 1",
     ),
     (["task.name=text_classification", "task.classification.labels=[a, a]"], "task.classification.labels", "twice"),
     (

@@ -39,6 +39,7 @@ def task_effects() -> Iterator[Effect]:
         for key in section.model_fields:
             yield Effect(f"task.{name}.{key}", partial(_is, names=tasks), _only(tasks))
     yield Effect("task.distillation", partial(_is, names=("distillation",)), _only(("distillation",)))
+    yield Effect("task.distillation.jsd_beta", _mixes, "only `divergence: jsd` mixes both")
     yield Effect("task.classification.kind", _is_of_text, "words and images have exactly one class")
     yield Effect("task.classification.class_weights", _has_classes, "a number is no class")
     yield Effect("task.label_smoothing", _is_smoothed, "only a cross-entropy over classes or tokens is smoothed")
@@ -59,6 +60,7 @@ def task_effects() -> Iterator[Effect]:
     for key in ("chat_template", "system_prompt"):
         yield Effect(f"data.{key}", _has_turns, "this task reads text without turns")
     yield Effect("data.train_on", _chooses_turns, "which turns are learnt is decided by the task")
+    yield Effect("evaluate.generate.batch_size", _asks_together, "prompts with images are answered one by one")
     yield Effect("evaluate.generate", _asks, "this task, and `data.train_on: all`, have no prompts to answer")
 
 
@@ -80,6 +82,11 @@ def _is(config: RunConfig, *, names: tuple[str, ...]) -> bool:
 
 def _is_of_text(config: RunConfig) -> bool:
     return config.task.name not in ("token_classification", "image_classification")
+
+
+def _mixes(config: RunConfig) -> bool:
+    section = config.task.distillation
+    return section is None or section.divergence == "jsd"
 
 
 def _has_classes(config: RunConfig) -> bool:
@@ -104,6 +111,10 @@ def _has_turns(config: RunConfig) -> bool:
 
 def _chooses_turns(config: RunConfig) -> bool:
     return config.task.name in ("sft", "distillation", "vision_language_sft")
+
+
+def _asks_together(config: RunConfig) -> bool:
+    return config.task.name != "vision_language_sft"
 
 
 def _asks(config: RunConfig) -> bool:
