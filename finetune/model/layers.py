@@ -32,7 +32,7 @@ def name_own_layers(model: PreTrainedModel) -> None:
     names = getattr(model, _NAMES, None) or ()
     own = [name for name in names if name in kinds]
     if own and len(own) < len(names):
-        setattr(model, _NAMES, type(names)(own))
+        setattr(model, _NAMES, set(own) if isinstance(names, set) else own)
 
 
 def share_input_embeddings(model: PreTrainedModel) -> None:
