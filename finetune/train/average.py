@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from finetune.config.sections.train import AverageSection
 from finetune.runtime.average import DECAY, STATE
@@ -35,7 +36,8 @@ def keep_average(optimizer: torch.optim.Optimizer, section: AverageSection) -> N
                     state = optimizer.state[parameter]
                     if parameter in first:
                         state[STATE] = first.pop(parameter)
-                    state[STATE].lerp_(parameter.detach().to(torch.float32), 1.0 - group[DECAY])
+                    share = _share(optimizer, kept=group[DECAY], like=parameter)
+                    _local(state[STATE]).lerp_(_local(parameter).to(torch.float32), share)
 
     for group in optimizer.param_groups:
         group.update({DECAY: 0.0, AFTER: section.after_steps, KEPT: section.decay})
@@ -47,6 +49,19 @@ def begin_average(group: dict[str, Any], *, step: int) -> None:
     """Tell a group that keeps an average that the update which follows `step` steps is next."""
     if DECAY in group:
         group[DECAY] = group[KEPT] if step >= group[AFTER] else 0.0
+
+
+def _share(optimizer: Any, *, kept: float, like: Tensor) -> float | Tensor:
+    """Return the share of the weights in the new average: none after an update that fp16's overflow has prevented.
+
+    A fused optimizer is stepped all the same and looks at the same flag, on the device (`torch.amp.GradScaler`).
+    """
+    overflow: Tensor | None = getattr(optimizer, "found_inf", None)
+    return 1.0 - kept if overflow is None else (1.0 - kept) * (1.0 - overflow.to(like.device))
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def _updated(optimizer: torch.optim.Optimizer) -> list[Tensor]:

@@ -98,6 +98,16 @@ def test_the_average_may_begin_with_the_very_first_weights():
     torch.testing.assert_close(job.evaluated(), 0.8 * first + 0.2 * job.weight())
 
 
+def test_an_update_that_overflow_prevents_leaves_the_average_alone():
+    job = Job({}, AverageSection(decay=0.5)).take(range(2))
+    before = job.everything()
+    job.optimizer.optimizer.found_inf = torch.tensor(1.0)  # as torch's GradScaler tells a fused optimizer
+    job.take(range(2, 3))
+    after = job.everything()
+    assert torch.equal(before["head.weight"], after["head.weight"])
+    assert torch.equal(before["head.weight/average"], after["head.weight/average"])
+
+
 def test_weights_in_16_bits_have_an_average_in_32():
     net = nn.Linear(2, 2).bfloat16()
     optimizer = build_optimizer(
