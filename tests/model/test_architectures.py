@@ -41,3 +41,9 @@ def test_values_have_the_names_that_the_model_type_or_transformers_gives_them():
 def test_what_transformers_would_swallow_or_trace_back_is_one_sentence(model_type, values, message):
     with pytest.raises(ModelError, match=message):
         config_of(model_type, **values)
+
+
+@pytest.mark.parametrize(("model_type", "start"), [("t5", 3), ("bart", 0), ("pegasus", 3)])
+def test_a_decoder_begins_with_the_kind_of_token_that_its_architecture_means(model_type, start):
+    assert config_of(model_type).decoder_start_token_id == start  # the tokenizer's padding, or its end of text
+    assert config_of(model_type, decoder_start_token_id=7).decoder_start_token_id == 7
