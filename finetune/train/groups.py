@@ -17,6 +17,9 @@ from finetune.train.depth import depths
 FACTOR, BEGINS_AFTER, WAITS = "rate_factor", "begins_after", "waits"
 """Keys of a group beside torch's own; Accelerate, FSDP and DeepSpeed hand them on as they are."""
 
+MOST_TOLD = 12
+"""Groups that are told of: a deep model with layer decay has dozens."""
+
 _LORA_B = re.compile(r"\.lora_(?:embedding_)?B\.")
 
 
@@ -86,12 +89,12 @@ def rate_factors(named: Sequence[Named], section: OptimizerSection) -> dict[str,
 
 
 def describe_groups(groups: Sequence[Mapping[str, Any]], named: Sequence[Named]) -> Iterator[str]:
-    """Yield a line for each group; nothing where all parameters learn at one rate from the beginning."""
+    """Yield a line for each of the first groups; nothing where all learn at one rate from the beginning."""
     if all(group[FACTOR] == 1.0 and not group[BEGINS_AFTER] for group in groups):
         return
     names = {id(each.parameter): each.name for each in named}
     yield "parameter groups:"
-    for group in groups:
+    for group in groups[:MOST_TOLD]:
         count, first = len(group["params"]), names[id(group["params"][0])]
         size = sum(map(full_numel, group["params"]))
         begins = f", from step {group[BEGINS_AFTER] + 1}" if group[BEGINS_AFTER] else ""
@@ -99,6 +102,8 @@ def describe_groups(groups: Sequence[Mapping[str, Any]], named: Sequence[Named])
             f"  rate x {group[FACTOR]:<8.4g} decay {group['weight_decay']:g}{begins}: {size:,} parameters in "
             f"{count} tensor{'s' * (count > 1)}, such as {first}"
         )
+    if len(groups) > MOST_TOLD:
+        yield f"  and {len(groups) - MOST_TOLD} more"
     if any(group[BEGINS_AFTER] for group in groups):
         yield (
             "  until they begin, parameters keep their values and have no part in gradient norm or optimizer state; "

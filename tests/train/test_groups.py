@@ -111,6 +111,13 @@ def test_groups_are_told_of_where_there_is_something_to_tell():
     assert "no part in gradient norm" in lines[-1]
 
 
+def test_a_deep_models_groups_are_told_of_in_short():
+    parameters = named(*(f"layers.{number}.q.weight" for number in range(20)))
+    groups = parameter_groups(parameters, OptimizerSection(layer_decay=0.9))
+    lines = list(describe_groups(groups, parameters))
+    assert (len(groups), len(lines), lines[-1]) == (20, 14, "  and 8 more")
+
+
 def test_a_group_learns_at_its_factor_and_not_before_it_begins():
     net = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
     optimizer = build_optimizer(
