@@ -29,14 +29,20 @@ HEADS: Mapping[str, Any] = {
 NEW_HEADS = frozenset({"sequence_classification", "token_classification", "image_classification"})
 """Heads that pre-trained weights need not bring along: they are drawn from the seed, and learnt."""
 
+_OF_TEXT = ("pad_token_id",)
+"""Values that a model of images and text looks for in the config of its text."""
+
 _OTHERS_OF_HEAD = ("pooler.",)
 """Parameters of the body that only such a head uses, and that weights without one lack."""
 
 
 def set_values(config: PreTrainedConfig, values: Mapping[str, Any]) -> None:
-    """Give the config these values; those of text are given to the part that is about text."""
+    """Give the config these values; those of text are given to the part that is about text, too."""
+    text = config.get_text_config()
     for name, value in values.items():
         setattr(config, name, value)
+        if name in _OF_TEXT:
+            setattr(text, name, value)
 
 
 def is_of_head(name: str, model: PreTrainedModel) -> bool:
