@@ -43,6 +43,7 @@ def test_all_recipes_were_found():
         "sft-lora",
         "text-classification",
         "token-classification",
+        "vision-language-sft",
     ]
     assert list(recipes()) == NAMES
 
