@@ -29,11 +29,16 @@ class EmbeddingNoise:
         embeddings.register_forward_hook(self._add)
 
     def tell(self, batch: Batch) -> None:
-        """Say which batch is learnt from next; without a word of it, as in evaluations, there is no noise."""
+        """Say which batch is learnt from next; without a word of it, as in evaluations, there is no noise.
+
+        Raises ModelError where the model has not asked its input embeddings for the batch before.
+        """
+        if self._batch is not None:
+            raise ModelError("train.embedding_noise: this model reads its embeddings in a way of its own. Remove it.")
         self._batch = batch
 
     def _add(self, module: nn.Module, arguments: Any, output: Tensor) -> Tensor:
-        batch, self._batch = self._batch, None  # of an encoder and a decoder that share embeddings, the encoder
+        batch, self._batch = self._batch, None  # a decoder that shares the module with its encoder gets none
         return output if batch is None else output + noise_of(batch, output, alpha=self._alpha)
 
 
@@ -63,7 +68,8 @@ def _places(batch: Batch, noise: Tensor) -> Iterator[tuple[Tensor, int, int]]:
 
 def _input_embeddings(model: Any) -> nn.Module | None:
     try:
-        found = model.get_input_embeddings()
+        is_pair = getattr(model.config, "is_encoder_decoder", False)
+        found = (model.get_encoder() if is_pair else model).get_input_embeddings()
     except (AttributeError, NotImplementedError):
         return None
     return found if isinstance(found, nn.Module) else None

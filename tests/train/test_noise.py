@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from torch import nn
+from transformers import PretrainedConfig, T5Config, T5ForConditionalGeneration
 
 from finetune.data.batch import Batch
 from finetune.errors import ModelError
@@ -20,6 +21,7 @@ class Embedder(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(10, WIDTH)
+        self.config = PretrainedConfig()
 
     def get_input_embeddings(self) -> nn.Module:
         return self.embed
@@ -70,6 +72,25 @@ def test_only_what_is_learnt_from_is_noisy():
     tell(batch)
     torch.testing.assert_close(model(batch.inputs["input_ids"]), quiet + noise(batch))
     assert torch.equal(model(batch.inputs["input_ids"]), quiet)  # a decoder that shares them
+
+
+def test_an_encoders_embeddings_are_noisy_and_its_decoders_are_not():
+    config = T5Config(vocab_size=10, d_model=WIDTH, d_kv=2, d_ff=4, num_layers=1, num_heads=2, decoder_start_token_id=0)
+    model, batch = T5ForConditionalGeneration(config).eval(), padded(2)
+    tell, heard = EmbeddingNoise(model, alpha=ALPHA).tell, []
+    for stack in (model.encoder, model.decoder):
+        stack.embed_tokens.register_forward_hook(lambda module, ids, output: heard.append(output))
+    ids = batch.inputs["input_ids"]
+    tell(batch)
+    model(input_ids=ids, decoder_input_ids=ids)
+    torch.testing.assert_close(heard[0], heard[1] + noise(batch))
+
+
+def test_a_model_that_does_not_ask_its_embeddings_is_refused():
+    tell = EmbeddingNoise(Embedder(), alpha=ALPHA).tell
+    tell(padded(1))
+    with pytest.raises(ModelError, match="in a way of its own"):
+        tell(padded(1))
 
 
 def test_a_model_without_embeddings_is_refused():
