@@ -181,8 +181,9 @@ class _CollateSeeded:
     collate: Collate
 
     def __call__(self, features: Sequence[Features]) -> Batch:
-        lengths = tuple(each.length for each in features)
-        return replace(self.collate(features), seed=features[0].seed, lengths=lengths)
+        batch = self.collate(features)
+        lengths = batch.lengths or tuple(each.length for each in features)
+        return replace(batch, seed=features[0].seed, lengths=lengths)
 
 
 @dataclass(frozen=True)

@@ -76,6 +76,7 @@ class Seq2SeqTask(BaseTask):
             num_targets=sum(map(len, targets)),
             num_tokens=sum(each.length for each in features),
             sample_ids=tuple(each.sample_id for each in features),
+            lengths=tuple(map(len, sources)),
         )
 
     def loss_sum(self, model: nn.Module, batch: Batch) -> Tensor:
