@@ -19,5 +19,14 @@ def input_embeddings(model: PreTrainedModel) -> nn.Module | None:
     return found
 
 
+def output_embeddings(model: PreTrainedModel) -> nn.Module | None:
+    """Return what makes logits over a vocabulary; None where nothing does, or nobody knows."""
+    try:
+        found: nn.Module | None = model.get_output_embeddings()
+    except NotImplementedError:
+        return None
+    return found
+
+
 def _none() -> None:
     return None
