@@ -23,7 +23,7 @@ class Batch:
     longest: int = 0  # tokens of the longest of those
     extras: Mapping[str, Tensor] = field(default_factory=dict)  # what only the task's loss reads
     seed: int = 0  # of the step that it is learnt in; 0 where nothing is to be random
-    lengths: tuple[int, ...] = ()  # tokens that the model reads of each sample; unset in evaluations
+    lengths: tuple[int, ...] = ()  # tokens that the model reads of each sample; known in training
 
     @property
     def positions(self) -> tuple[int, int]:
