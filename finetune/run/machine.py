@@ -11,6 +11,7 @@ from finetune.config.rules.model import adapter_of
 from finetune.config.run_config import RunConfig
 from finetune.data.batch import Batch
 from finetune.model.adapters.continued import base_note
+from finetune.model.head_unit import whole_head
 from finetune.model.image_processor import check_pixels
 from finetune.model.layers import telling_width
 from finetune.model.memory import MemoryEstimate, estimate
@@ -23,6 +24,7 @@ from finetune.runtime import seeds
 from finetune.strategy.buffers import buffers_from_rank_0
 from finetune.strategy.protocol import Sharded, Strategy
 from finetune.strategy.waiting import leave_waiting_out_of_norm
+from finetune.task.forward import innermost
 from finetune.train.accelerator import build_accelerator, check_prepared
 from finetune.train.groups import Named, describe_groups, named_of
 from finetune.train.noise import EmbeddingNoise
@@ -76,7 +78,7 @@ def make_machine(
     optimizer = _optimizer(config, named_of(plain), learning_rate=learning_rate, say=say)
     noise = config.train.embedding_noise
     before_batch = EmbeddingNoise(plain, alpha=noise).tell if noise else nothing
-    with telling_width(plain.config), buffers_from_rank_0(accelerator, plain):
+    with telling_width(plain.config), whole_head(innermost(plain)), buffers_from_rank_0(accelerator, plain):
         model, prepared = accelerator.prepare(plain, optimizer)
     check_prepared(model, strategy.expected(), strategy=strategy.name)
     if config.train.unfreeze:
