@@ -44,7 +44,15 @@ _LIMITS = (
         ("zero3",),
         _trains_rows,
         "peft trains rows of an embedding by reading its whole weight, which ZeRO-3 has split (TrainableTokensLayer of "
-        "peft 0.21). Launch with accelerate_configs/fsdp2.yaml or zero2.yaml.",
+        "peft 0.21). Launch with accelerate_configs/zero2.yaml or ddp.yaml, or train all weights.",
+    ),
+    _Limit(
+        "model.new_tokens with model.lora",
+        _SPLIT,
+        _trains_rows,
+        "Accelerate ties weights anew by the base's names, and peft's wrapper around the embedding has changed them "
+        "(fsdp2_prepare_model of accelerate 1.15). Launch with accelerate_configs/zero2.yaml or ddp.yaml, or train all "
+        "weights.",
     ),
     _Limit(
         "model.quantization",

@@ -21,6 +21,7 @@ FOUR, EIGHT = (f"model={{name: org/base, lora: {{}}, quantization: {{bits: {bits
     ("written", "strategy", "reason"),
     [
         ([TOKENS, LORA], "zero3", "model.new_tokens with model.lora does not work under zero3: peft trains rows"),
+        ([TOKENS, LORA], "fsdp2", "Accelerate ties weights anew by the base's names"),
         ([FOUR], "zero3", r"bitsandbytes/issues/1249\). Launch with"),
         ([EIGHT], "fsdp2", "FSDP splits nothing but floating-point numbers"),
     ],
@@ -32,7 +33,14 @@ def test_what_a_strategy_cannot_serve_is_told_with_the_reason(job, written, stra
 
 @pytest.mark.parametrize(
     ("written", "strategy"),
-    [([TOKENS], "zero3"), ([TOKENS, LORA], "fsdp2"), ([FOUR], "fsdp2"), ([EIGHT], "ddp"), ([LORA], "zero3")],
+    [
+        ([TOKENS], "zero3"),
+        ([TOKENS], "fsdp2"),
+        ([TOKENS, LORA], "zero2"),
+        ([FOUR], "fsdp2"),
+        ([EIGHT], "ddp"),
+        ([LORA], "zero3"),
+    ],
 )
 def test_what_it_can_serve_is_let_through(job, written, strategy):
     require_adapters_fit(load_config(job, written).config, strategy)
