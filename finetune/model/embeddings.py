@@ -1,5 +1,7 @@
 """The embeddings of a model, where it has any."""
 
+from typing import Any
+
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -19,13 +21,12 @@ def input_embeddings(model: PreTrainedModel) -> nn.Module | None:
     return found
 
 
-def output_embeddings(model: PreTrainedModel) -> nn.Module | None:
+def output_embeddings(model: PreTrainedModel) -> Any:
     """Return what makes logits over a vocabulary; None where nothing does, or nobody knows."""
     try:
-        found: nn.Module | None = model.get_output_embeddings()
+        return model.get_output_embeddings()
     except NotImplementedError:
         return None
-    return found
 
 
 def _none() -> None:
