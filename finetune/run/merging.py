@@ -34,8 +34,8 @@ def original_weights(config: RunConfig, task: Task, *, tokenizer: Any, say: Call
     if not merges(config) or config.model.quantization is None:
         return {}
     say(
-        "the adapter was trained on a base in few bits, and is merged into the original one, which is loaded in full "
-        "precision: the result is not exactly the model that was trained, and mostly a little better"
+        "the adapter was trained on a base in few bits and is merged into the original one, loaded in full precision: "
+        "the result is not exactly the model that was measured, so measure it with `finetune evaluate`"
     )
     without: dict[str, Any] = {**dict.fromkeys(ADAPTERS), "quantization": None, "dtype": "float32"}
     section = config.model.model_copy(update=without)
@@ -49,10 +49,10 @@ def require_mergeable(config: RunConfig) -> None:
     section = config.model
     if not merges(config) or section.quantization is None:
         return
-    if section.lora is not None and section.lora.init in ("loftq", "pissa", "olora"):
+    if section.lora is not None and section.lora.init == "loftq":
         raise ModelError(
-            f"export.merge: adapters of `init: {section.lora.init}` make up for what quantisation lost, so they do not "
-            "belong on the original base. Leave `merge` out, or write another `model.lora.init`."
+            "export.merge: adapters of `init: loftq` make up for what quantisation lost, so they do not belong on the "
+            "original base. Leave `merge` out, or write another `model.lora.init`."
         )
     if is_deepspeed_zero3_enabled():
         raise ModelError(
