@@ -3,7 +3,6 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 from torch import equal
-from trained import forget
 
 from finetune.config.load import load_config
 from finetune.errors import CheckpointError, StrategyError
@@ -11,6 +10,8 @@ from finetune.report.jsonl import read_events
 from finetune.run import train_from_config
 from finetune.run.adapters import require_adapters_fit
 from finetune.run.export_checkpoint import export_checkpoint
+
+from trained import forget
 
 TOKENS = "model.new_tokens={tokens: [quokka]}"
 LORA = "model.lora={}"
