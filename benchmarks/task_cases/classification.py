@@ -11,7 +11,7 @@ import torch
 from peft import PeftModel
 from scipy.stats import pearsonr
 from sklearn.metrics import f1_score, matthews_corrcoef
-from transformers import AutoConfig, AutoModelForSequenceClassification, AutoModelForTokenClassification, AutoTokenizer
+from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification, AutoTokenizer
 
 from task_cases.case import Case
 
@@ -98,12 +98,10 @@ def held_out(folder: Path) -> list[dict[str, Any]]:
 
 
 def exported(final: Path, auto: Any) -> Any:
-    """Return the model of the folder, or the adapter there on its base; config.json knows of the classes."""
+    """Return the model of the folder, or the adapter there on its base, which has the classes in its config."""
     if not (final / "adapter_config.json").exists():
         return auto.from_pretrained(final)
-    config = AutoConfig.from_pretrained(final)
-    base = auto.from_pretrained(final / "base", config=config, ignore_mismatched_sizes=True)
-    return PeftModel.from_pretrained(base, final)
+    return PeftModel.from_pretrained(auto.from_pretrained(final / "base"), final)
 
 
 def logits(final: Path, rows: list[dict[str, Any]]) -> tuple[torch.Tensor, Any]:
