@@ -41,10 +41,10 @@ class TokenLoss:
         plain = cross_entropy_sum(logits, labels)
         if self.is_plain:
             return {"loss_sum": plain}
-        loss = plain
-        flat = logits.reshape(-1, logits.shape[-1])[labels.reshape(-1) != IGNORED].to(torch.float32)
-        denominators = flat.logsumexp(dim=-1)  # [targets]
+        wide, is_target = logits.to(torch.float32), labels != IGNORED  # [batch, length]; picking would wait for a GPU
+        denominators = wide.logsumexp(dim=-1)
+        loss = plain + self.z_loss * denominators.square().where(is_target, 0.0).sum()
         if self.label_smoothing:
-            evenly = (denominators - flat.mean(dim=-1)).sum()
-            loss = (1 - self.label_smoothing) * plain + self.label_smoothing * evenly
-        return {"loss_sum": loss + self.z_loss * denominators.square().sum(), "cross_entropy": plain.detach()}
+            evenly = (denominators - wide.mean(dim=-1)).where(is_target, 0.0).sum()
+            loss = loss + self.label_smoothing * (evenly - plain)
+        return {"loss_sum": loss, "cross_entropy": plain.detach()}
