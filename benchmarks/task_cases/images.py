@@ -5,12 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from peft import PeftModel
 from PIL import Image, ImageDraw
 from torch.nn.functional import cross_entropy
 from transformers import AutoImageProcessor, AutoModelForImageClassification
 
 from task_cases.case import Case
-from task_cases.classification import exported
 
 CLASSES = ("disc", "square", "stripe")
 
@@ -79,7 +79,9 @@ def shapes(folder: Path) -> None:
 
 def measured_again(final: Path, folder: Path) -> float:
     """Return the mean loss over the held-out images, each by itself."""
-    model: Any = exported(final, AutoModelForImageClassification)
+    is_adapter = (final / "adapter_config.json").exists()
+    model: Any = AutoModelForImageClassification.from_pretrained(final / "base" if is_adapter else final)
+    model = PeftModel.from_pretrained(model, final) if is_adapter else model
     processor = AutoImageProcessor.from_pretrained(final)
     losses = []
     for path in sorted((folder / "held_out").rglob("*.png")):
