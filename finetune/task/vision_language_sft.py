@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from finetune.data.batch import Batch
-from finetune.data.encoding.pictures import PicturedEncoder, Pictures, images_of
+from finetune.data.encoding.picture_text import Pictures
+from finetune.data.encoding.pictures import PicturedEncoder, images_of
 from finetune.data.features import Features
 from finetune.data.prepared.chunks import Encode
 from finetune.data.workers import Cost

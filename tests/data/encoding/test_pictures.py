@@ -9,7 +9,8 @@ import pytest
 from PIL import Image
 from tokenizers.processors import TemplateProcessing
 
-from finetune.data.encoding.pictures import PicturedEncoder, Pictures, images_of
+from finetune.data.encoding.picture_text import Pictures
+from finetune.data.encoding.pictures import PicturedEncoder, images_of
 from finetune.data.images.read import StoredImage
 from finetune.errors import DataError
 
