@@ -169,10 +169,10 @@ def reward_loss(final: Path, folder: Path) -> float:
 
 
 def _scoring(final: Path, base: Path) -> torch.nn.Module:
-    """Return the model of the folder, or the base with the adapter there: its config.json knows of the one score."""
+    """Return the model of the folder, or the base with the adapter there: its `config` knows of the one score."""
     if not (final / "adapter_config.json").exists():
         return AutoModelForSequenceClassification.from_pretrained(final)
-    config = AutoConfig.from_pretrained(final)
+    config = AutoConfig.from_pretrained(final / "config")
     return PeftModel.from_pretrained(AutoModelForSequenceClassification.from_pretrained(base, config=config), final)
 
 
