@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from finetune.config.run_config import RunConfig
 from finetune.errors import StrategyError
@@ -12,6 +13,23 @@ def require_adapters_fit(config: RunConfig, strategy: str) -> None:
     for limit in _LIMITS:
         if strategy in limit.strategies and limit.holds(config):
             raise StrategyError(f"{limit.key} does not work under {strategy}: {limit.reason}")
+
+
+def require_ties_fit(model: Any, strategy: str) -> None:
+    """Raise StrategyError where adapters stand on one of two tied weights, which Accelerate cannot tie anew under FSDP.
+
+    `fsdp2_prepare_model` of accelerate 1.15 calls `tie_weights` after peft has wrapped the module: KeyError.
+    """
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    for tied in getattr(base, "all_tied_weights_keys", {}):
+        module, _, own = tied.rpartition(".")
+        if strategy in _SPLIT and own not in base.get_submodule(module)._parameters:
+            raise StrategyError(
+                f"an adapter, or a copy that is trained in full, on the tied weight `{module}` does not work under "
+                f"{strategy}: Accelerate ties weights anew by the base's names, and peft's wrapper has changed them "
+                "(fsdp2_prepare_model of accelerate 1.15). Launch with accelerate_configs/zero2.yaml or ddp.yaml, or "
+                f"leave `{module}` out of `model.lora.target_modules` and `modules_to_save`."
+            )
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from finetune.model.memory import MemoryEstimate, estimate
 from finetune.model.precision import precision_warnings
 from finetune.model.size import ModelSize, describe
 from finetune.report.announcer import Announcer
+from finetune.run.adapters import require_ties_fit
 from finetune.run.lessons import Lessons
 from finetune.run.model import build_model
 from finetune.runtime import seeds
@@ -71,6 +72,7 @@ def make_machine(
     """Return the prepared model and optimizer, checked to be what was launched. Collective."""
     plain = build_model(config, task=lessons.task, tokenizer=lessons.tokenizer, construction=strategy.construction())
     check_pixels(plain.config, lessons.processing.processor)
+    require_ties_fit(plain, strategy.name)
     size = describe(plain)
     for line in (*size.lines, *_memory(config, strategy, size=size).lines[-1:]):
         say(line)

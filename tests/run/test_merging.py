@@ -1,15 +1,19 @@
 """Where the weights of a merge come from: what was trained, and the base as it lies in memory or as it was before."""
 
 import json
+from contextlib import nullcontext
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from finetune.config.load import load_config
-from finetune.errors import ModelError
+from finetune.errors import ModelError, StrategyError
+from finetune.run.adapters import require_ties_fit
 from finetune.run.kept import load_kept
 from finetune.run.merging import needs_trained_only, original_weights, require_mergeable, written_section
+from finetune.run.model import build_model
+from finetune.runtime.construction import Construction
 
 FEW_BITS = "model.quantization={bits: 4}"
 LORA = "model.lora={rank: 4}"
@@ -59,3 +63,15 @@ def test_adapters_that_make_up_for_few_bits_are_not_put_on_the_original(config):
 def test_the_merged_config_tells_of_no_few_bits(trained):
     config = json.loads((trained("merged") / "final" / "config.json").read_text())
     assert "quantization_config" not in config
+
+
+def test_an_adapter_on_a_tied_weight_is_refused_where_accelerate_ties_anew(config, trained):
+    run = trained("full")
+    for module, is_refused in (("lm_head", True), ("q_proj", False)):
+        asked = config(f"model.lora={{rank: 4, target_modules: [{module}]}}")
+        kept = load_kept(run, asked)
+        tokenizer = kept.processing.tokenizer
+        model = build_model(asked, task=kept.task(asked), tokenizer=tokenizer, construction=Construction())
+        require_ties_fit(model, "zero3")
+        with pytest.raises(StrategyError, match="on the tied weight `lm_head`") if is_refused else nullcontext():
+            require_ties_fit(model, "fsdp2")
