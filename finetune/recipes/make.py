@@ -66,7 +66,7 @@ def _contents(name: str) -> Files:
 
 def _write(path: Path, content: str | bytes) -> None:
     if isinstance(content, bytes):
-        write_bytes(path, content)
+        write_bytes(path, content, survives_power_cut=False)  # often many
     else:
         write_text(path, content)
 
