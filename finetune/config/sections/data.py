@@ -63,7 +63,8 @@ class SourceSection(Section):
     revision: str | None = key("Branch, tag or commit of the hub dataset.", None)
     split: str = key("Split of the hub dataset, or a slice of it: `train[:10%]`.", "train")
     format: Format | None = key(
-        "`messages` (role/content turns, `tools`), `conversations` (from/value turns, `system`, `tools`), "
+        "`messages` (role/content turns, `tools`, `images`), `conversations` (from/value turns, `system`, `tools`, "
+        "`images`), "
         "`prompt_completion` (texts or turns), `instruction` (instruction/input/output, `system`), `preference` "
         "(prompt/chosen/rejected), `judged` (prompt/completion and whether it is good), `labelled` (text/label), "
         "`tagged` (words and tags), `image_label` (image/label) or `text`. Unset, the first row's columns decide, "
