@@ -26,4 +26,19 @@ def loss_without_peft(final: Path, folder: Path) -> float:
     return loss_of_answers(final, folder)
 
 
-CASES = (Case("merging", SFT, conversations, "loss", loss_without_peft, variants={"merged": MERGED, "parted": TIED}),)
+NO_PARTED_TIES = (
+    "Accelerate ties weights anew by the base's names, and peft's wrapper has changed them (fsdp2_prepare_model of "
+    "accelerate 1.15)"
+)
+
+CASES = (
+    Case(
+        "merging",
+        SFT,
+        conversations,
+        "loss",
+        loss_without_peft,
+        variants={"merged": MERGED, "parted": TIED},
+        exempt={("parted", "fsdp2"): NO_PARTED_TIES},
+    ),
+)
