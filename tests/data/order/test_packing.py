@@ -76,3 +76,7 @@ def test_a_batch_by_tokens_is_within_its_budget_when_padded_and_no_other_sample_
 def test_no_samples_make_no_groups():
     nothing = np.zeros(0, np.int64)
     assert best_fit_decreasing(nothing, budget=8).num_groups == batches_by_tokens(nothing, budget=8).num_groups == 0
+
+
+def test_a_sample_longer_than_the_budget_is_a_batch_of_its_own():
+    assert sorted(map(len, lists(batches_by_tokens(np.array([100, 20, 90, 30]), budget=64)))) == [1, 1, 2]
