@@ -156,6 +156,7 @@ def log_probabilities(folder: Path, pairs: list[dict]) -> torch.Tensor:
     """
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
     values = torch.zeros(2, len(pairs), dtype=torch.float64)
     for place, pair in enumerate(pairs):
         asked = tokenizer.apply_chat_template(pair["prompt"], add_generation_prompt=True, return_dict=True)["input_ids"]
@@ -165,7 +166,7 @@ def log_probabilities(folder: Path, pairs: list[dict]) -> torch.Tensor:
         ]
         cut = max(0, max(map(len, whole)) - LENGTH)
         for side, ids in enumerate(whole):
-            kept = torch.tensor(ids[cut:])
+            kept = torch.tensor(ids[cut : len(ids) - ids[::-1].index(end)])  # what follows the end is not learnt
             start = max(1, len(asked) - cut)
             if start >= len(kept):
                 values[:, place] = math.nan
