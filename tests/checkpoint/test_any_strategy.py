@@ -19,6 +19,8 @@ SAVED = [
     ("zero3", "bf16"),
     ("fsdp2", "sgd"),
     ("ddp", "adafactor"),
+    ("ddp", "groups"),  # rates of their own, a later beginning, an average
+    ("zero2", "groups"),
 ]
 FROM_START = ("fsdp1", "zero2", "zero3")
 CROSSED = [
@@ -34,6 +36,8 @@ CROSSED = [
     ("zero3", "fsdp1", "frozen"),
     ("fsdp2", "ddp", "frozen"),
     ("fsdp2", "ddp", "sgd"),
+    ("ddp", "zero2", "groups"),
+    ("zero2", "ddp", "groups"),
 ]
 
 

@@ -28,10 +28,16 @@ from finetune.checkpoint.facts import RunFacts
 from finetune.checkpoint.gather import gather_weights
 from finetune.checkpoint.tensor_file import TensorFile
 from finetune.config.sections.checkpoint import CheckpointSection
+from finetune.config.sections.train import AverageSection, OptimizerSection, UnfreezeSection
 from finetune.errors import CheckpointError
 from finetune.run.settling import settle_buckets
 from finetune.runtime import ranks
+from finetune.runtime.average import STATE
 from finetune.strategy.cpu import gloo_bridge
+from finetune.strategy.waiting import leave_waiting_out_of_norm
+from finetune.train.groups import named_of
+from finetune.train.optimizer import begin_step, build_optimizer
+from finetune.train.weights import AveragedWeights
 
 ROWS, LENGTH, VOCABULARY = 8, 12, 67  # 67: rows that no number of ranks divides
 
@@ -45,6 +51,7 @@ def main(spec_path: str) -> None:
 def run(spec: dict) -> None:
     accelerator = build_accelerator(spec["strategy"], precision="bf16" if spec["variant"] == "bf16" else "no")
     model, optimizer = accelerator.prepare(*build(spec["variant"], is_spoilt=spec["is_spoilt"]))
+    leave_waiting_out_of_norm(model)
     try:
         results = train(accelerator, model, optimizer, spec)
     except CheckpointError as error:
@@ -61,10 +68,11 @@ def run(spec: dict) -> None:
 
 def train(accelerator, model, optimizer, spec: dict) -> dict:
     said: list[str] = []
+    access = build_access(accelerator, model, optimizer)
     checkpointer = Checkpointer(
         Path(spec["folder"]),
         section=CheckpointSection(resume=spec.get("resume", "auto")),
-        access=build_access(accelerator, model, optimizer),
+        access=access,
         run=RunFacts({"model": "tiny", "variant": spec["variant"]}, settings={}, origin={}),
         say=said.append,
     )
@@ -84,7 +92,9 @@ def train(accelerator, model, optimizer, spec: dict) -> dict:
             if "disk_is_full_on" in spec:
                 said.append(save_on_full_disk(checkpointer, step, rank=spec["disk_is_full_on"]))
             checkpointer.save(step, progress={"step": step})
-    weights = gather_weights(accelerator, model, trained_only=False)
+    has_average = spec["variant"] == "groups"
+    with AveragedWeights(access, STATE, lambda _, average: average).evaluated() if has_average else nullcontext():
+        weights = gather_weights(accelerator, model, trained_only=False)
     trained = gather_weights(accelerator, model, trained_only=True)
     if ranks.is_main():
         torch.save(weights, spec["results"] + ".pt")
@@ -107,6 +117,7 @@ def save_on_full_disk(checkpointer: Checkpointer, step: int, *, rank: int) -> st
 
 
 def take_step(accelerator, model, optimizer, step: int) -> float:
+    begin_step(optimizer, step=step, learning_rate=1e-2)
     loss = model(**batch(step, accelerator)).loss
     accelerator.backward(loss)
     optimizer.step()
@@ -143,10 +154,23 @@ def build(variant: str, *, is_spoilt: bool):
     if is_spoilt:
         for each in [*trained, model.get_buffer("mark" if variant != "lora" else "base_model.model.mark")]:
             each.data.add_(0.1)
-    return model, build_optimizer(variant, trained)
+    if variant == "groups":
+        return model, grouped_optimizer(model)
+    return model, plain_optimizer(variant, trained)
 
 
-def build_optimizer(variant: str, trained: list) -> torch.optim.Optimizer:
+def grouped_optimizer(model) -> torch.optim.Optimizer:
+    """Return one with six groups, one of which begins to learn after the save, and an average of the weights."""
+    return build_optimizer(
+        named_of(model),
+        OptimizerSection(weight_decay=0.1, layer_decay=0.5),
+        learning_rate=1e-2,
+        unfreeze=[UnfreezeSection(patterns=("*embed*", "lm_head*"), after_steps=4)],
+        average=AverageSection(decay=0.5, after_steps=1),
+    )
+
+
+def plain_optimizer(variant: str, trained: list) -> torch.optim.Optimizer:
     if variant == "adafactor":
         return Adafactor(trained, lr=1e-2, scale_parameter=False, relative_step=False)
     matrices = [each for each in trained if each.dim() > 1]
