@@ -1,5 +1,6 @@
 """Text classification: batches, labels, what is measured on however many ranks, and decoders as classifiers."""
 
+import copy
 import sys
 from pathlib import Path
 
@@ -146,6 +147,11 @@ DECODERS = {
         GPT2Config(vocab_size=320, n_embd=16, n_layer=1, n_head=2, n_positions=64, initializer_range=0.5),
     ),
 }
+
+
+@pytest.fixture
+def tokenizer(tokenizer):
+    return copy.deepcopy(tokenizer)  # the task gives it a padding token
 
 
 @pytest.mark.parametrize("name", DECODERS)
