@@ -191,7 +191,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="400 pairs, one pass each: only shows that it runs")
     parser.add_argument("--keep", type=Path, help="keep rows, jobs and runs in this folder")
     parser.add_argument("--sft-epochs", type=float, default=2)
-    parser.add_argument("--dpo-epochs", type=float, default=3)
+    parser.add_argument("--dpo-epochs", type=float, default=1)
     parser.add_argument("--beta", type=float, default=0.1)
     parser.add_argument("--rate", type=float, default=5e-4)
     return parser.parse_args()
