@@ -26,9 +26,14 @@ def buffers_from_rank_0(accelerator: Accelerator, model: nn.Module) -> Iterator[
         for name, buffer in module._buffers.items()
         if buffer is not None and name not in module._non_persistent_buffers_set
     ]
+    norms = [module for module in model.modules() if getattr(module, "track_running_stats", False)]
+    for norm in norms:  # a batch norm would ask for `num_batches_tracked` when the state is loaded
+        norm.__dict__["track_running_stats"] = False
     for module, name in saved:
         module._non_persistent_buffers_set.add(name)
     yield
+    for norm in norms:
+        norm.__dict__["track_running_stats"] = True
     for module, name in saved:
         module._non_persistent_buffers_set.discard(name)
         torch.distributed.broadcast(module.get_buffer(name), src=0)
