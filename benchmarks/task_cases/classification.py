@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from peft import PeftModel
-from scipy.stats import pearsonr
 from sklearn.metrics import f1_score, matthews_corrcoef
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification, AutoTokenizer
 
@@ -139,29 +138,29 @@ def micro_f1(final: Path, folder: Path) -> float:
     return float(f1_score(wanted, (answers.sigmoid() > 0.5).numpy(), average="micro", zero_division=0.0))
 
 
-def pearson(final: Path, folder: Path) -> float:
-    """Return the correlation."""
+def mse(final: Path, folder: Path) -> float:
+    """Return the mean squared error."""
     rows = held_out(folder)
     answers, config = logits(final, rows)
     assert config.problem_type == "regression"
-    return float(pearsonr([row["label"] for row in rows], answers[:, 0].double().numpy()).statistic)
+    return float((answers[:, 0].double() - torch.tensor([row["label"] for row in rows])).square().mean())
 
 
-def tag_accuracy(final: Path, folder: Path) -> float:
-    """Return the share of words whose first token has the word's tag, sentence by sentence."""
+def tag_loss(final: Path, folder: Path) -> float:
+    """Return the mean cross-entropy of the words' tags, read at the first token of each, sentence by sentence."""
     model, tokenizer = exported(final, AutoModelForTokenClassification), AutoTokenizer.from_pretrained(final)
-    found = [right for row in held_out(folder) for right in _rights(model.eval(), tokenizer, row)]
-    return sum(found) / len(found)
+    losses = [each for row in held_out(folder) for each in _tag_losses(model.eval(), tokenizer, row)]
+    return sum(losses) / len(losses)
 
 
-def _rights(model: Any, tokenizer: Any, row: dict[str, Any]) -> Iterator[bool]:
+def _tag_losses(model: Any, tokenizer: Any, row: dict[str, Any]) -> Iterator[float]:
     words = [row["tokens"][0], *(f" {word}" for word in row["tokens"][1:])]  # byte-level BPE marks words by the blank
     inputs = tokenizer(words, is_split_into_words=True, return_tensors="pt")
     with torch.no_grad():
-        answers = model(**inputs).logits[0].argmax(-1).tolist()
+        logs = model(**inputs).logits[0].double().log_softmax(dim=-1)
     word_of = inputs.word_ids(0)
     for number, tag in enumerate(row["tags"]):
-        yield model.config.id2label[answers[word_of.index(number)]] == tag
+        yield -float(logs[word_of.index(number), model.config.label2id[tag]])
 
 
 NAME = "text_classification"
@@ -179,7 +178,7 @@ CASES = (
         "micro_f1",
         micro_f1,
     ),
-    Case("regression", job("number", BERT, KINDS["regression"]), partial(write, row=number), "pearson", pearson),
+    Case("regression", job("number", BERT, KINDS["regression"]), partial(write, row=number), "mse", mse),
     Case("decoder_classification", job("decoder", LLAMA, PLAIN), partial(write, row=one_class), "mcc", mcc),
-    Case("token_classification", job("tags", BERT, TAGS), partial(write, row=tags), "accuracy", tag_accuracy),
+    Case("token_classification", job("tags", BERT, TAGS), partial(write, row=tags), "loss", tag_loss),
 )
