@@ -44,7 +44,7 @@ run: {{folder: runs/vision_language_sft, seed: 7}}
 model: {LLAVA}
 data: {{train: {{path: train.jsonl}}, validation: {{path: held_out.jsonl}}, max_length: 128}}
 task: {{name: vision_language_sft}}
-train: {{global_batch_size: 8, microbatch_size: 2, steps: 4, learning_rate: 1e-2}}
+train: {{global_batch_size: 8, microbatch_size: 1, steps: 4, learning_rate: 1e-2}}
 evaluate: {{generate: {{num_samples: 3, max_new_tokens: 4}}}}
 report: {{console: plain}}
 """
