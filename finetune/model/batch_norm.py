@@ -30,7 +30,9 @@ def set_batch_norm(model: nn.Module, how: Literal["frozen"] | int | None, *, is_
     Unset, those of pre-trained weights are frozen; a new model (`is_new`) has no statistics to keep. Raises ModelError
     where the key is missing or means nothing.
     """
-    found: list[tuple[str, Any]] = [(name, module) for name, module in model.named_modules() if isinstance(module, _Norm)]
+    found: list[tuple[str, Any]] = [
+        (name, module) for name, module in model.named_modules() if isinstance(module, _Norm)
+    ]
     if not found:
         if how is not None:
             raise ModelError("model.batch_norm: the model has no batch norm. Remove the key.")

@@ -44,9 +44,7 @@ def export(
         folder = export_checkpoint(source, step=step, to=to, dtype=dtype, merge=merge)
     else:
         if step is not None:
-            raise UserError(
-                f"--step {step}: {source} has no checkpoints. Name a run's folder, or leave --step out."
-            )
+            raise UserError(f"--step {step}: {source} has no checkpoints. Name a run's folder, or leave --step out.")
         saved = look_at(source, key="export", trust_remote_code=trust_remote_code)
         folder = _export_folder(
             saved, to=to, dtype=dtype, merge=merge, is_pushed=push_to_hub is not None, trusts=trust_remote_code

@@ -7,7 +7,6 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
-from trained import forget, stay
 
 from finetune.config.load import load_config
 from finetune.errors import ConfigError, DataError
@@ -15,6 +14,8 @@ from finetune.report.jsonl import read_events
 from finetune.run import train_from_config
 from finetune.run.priors import _Writing
 from finetune.runtime import ranks
+
+from trained import forget, stay
 
 WORDS = ["red", "green", "blue", "amber", "violet", "white"]
 
