@@ -28,7 +28,7 @@ data: {{train: {{path: train.jsonl}}, validation: {{path: held_out.jsonl}}, max_
 task: {{name: vision_language_sft}}
 train: {{global_batch_size: 16, microbatch_size: 16, steps: 200, learning_rate: 3e-3, schedule: {{name: constant}}}}
 evaluate: {{every_steps: 50, generate: {{num_samples: 60, max_new_tokens: 6, show: 0}}}}
-checkpoint: {{keep_last: 1}}
+checkpoint: {{every_steps: 200}}
 report: {{console: plain, log_every_steps: 50}}
 """
 
