@@ -23,6 +23,7 @@ class BaseTask:
     """Defaults of the seam. A task defines `collate`, `loss_sum`, `metric_sums`, `metrics`, and how to encode."""
 
     head: ModelHead = "causal_lm"
+    _encoder: Encode | None = None  # what encodes rows, light enough for other processes; None: `encode_row` does
     loading_cost: Cost = "light"
 
     @property
@@ -57,8 +58,8 @@ class BaseTask:
 
     @property
     def encoder(self) -> Encode:
-        """Return what `encode` does as something that other processes can be sent; by default the task itself."""
-        return self.encode
+        """Return what `encode` does as something that other processes can be sent: `_encoder`, else the task itself."""
+        return self._encoder or self.encode
 
     @property
     def prior(self) -> Prior | None:
@@ -67,6 +68,8 @@ class BaseTask:
 
     def encode(self, rows: Sequence[Row]) -> Sequence[Outcome]:
         """Return each row's features, None where nothing is to be learnt, or what is wrong."""
+        if self._encoder is not None:
+            return self._encoder(rows)
         return [attempted(self.encode_row, row) for row in rows]
 
     def encode_row(self, row: Row) -> Features | None:

@@ -10,11 +10,10 @@ from torch import Tensor, nn
 from finetune.config.sections.data import ImagesSection
 from finetune.data.batch import IGNORED, Batch
 from finetune.data.encoding.labelled_images import IMAGE, LABEL, ImageEncoder
-from finetune.data.features import Features, Outcome
+from finetune.data.features import Features
 from finetune.data.images.decode import decode_image
 from finetune.data.images.mix import mix
 from finetune.data.images.views import Views
-from finetune.data.prepared.chunks import Encode
 from finetune.data.rows import Row
 from finetune.data.workers import Cost
 from finetune.runtime.seeds import derive
@@ -40,6 +39,7 @@ class ImageClassificationTask(BaseTask):
         self.label_smoothing = materials.section.label_smoothing
         self.views = Views(materials.processor, self.section)
         self.classification = classification_of(materials, _labels_of)
+        self._encoder = ImageEncoder(self.classification.classes, self.views.mode)
         _ = self.views.size  # raises here, where nobody has prepared anything yet
 
     @property
@@ -66,15 +66,6 @@ class ImageClassificationTask(BaseTask):
     def has_partners(self) -> bool:
         """Tell whether each sample is learnt together with another one."""
         return self.section.mixup > 0 or self.section.cutmix > 0
-
-    @property
-    def encoder(self) -> Encode:
-        """Return what looks at images."""
-        return ImageEncoder(self.classification.classes, self.views.mode)
-
-    def encode(self, rows: Sequence[Row]) -> Sequence[Outcome]:
-        """Return labels and encoded images, each decoded once; what cannot be decoded is an error of its row."""
-        return self.encoder(rows)
 
     def collate(self, features: Sequence[Features]) -> Batch:
         """Return the images as pixels; where they are learnt from, views drawn from step and sample alone."""

@@ -57,10 +57,26 @@ class Kind(Protocol):
 
 
 @dataclass(frozen=True)
-class OneOfMany:
-    """Exactly one class."""
+class _OfClasses:
+    """What both kinds with classes have in common."""
 
     classification: Classification
+
+    @property
+    def facts(self) -> Mapping[str, Any]:
+        """Return the classes and their weights."""
+        return self.classification.facts
+
+    @property
+    def found(self) -> tuple[str, ...]:
+        """Return how often each class occurs."""
+        return self.classification.found
+
+
+@dataclass(frozen=True)
+class OneOfMany(_OfClasses):
+    """Exactly one class."""
+
     label_smoothing: float = 0.0
 
     @property
@@ -72,16 +88,6 @@ class OneOfMany:
     def head_values(self) -> Mapping[str, Any]:
         """Return number and names of the classes."""
         return {**self.classification.head_values, "problem_type": "single_label_classification"}
-
-    @property
-    def facts(self) -> Mapping[str, Any]:
-        """Return the classes and their weights."""
-        return self.classification.facts
-
-    @property
-    def found(self) -> tuple[str, ...]:
-        """Return how often each class occurs."""
-        return self.classification.found
 
     def wanted(self, labels: Tensor) -> Tensor:
         """Return the indices, int64 [rows]."""
@@ -110,10 +116,8 @@ class OneOfMany:
 
 
 @dataclass(frozen=True)
-class SomeOfMany:
+class SomeOfMany(_OfClasses):
     """Any number of classes, each by itself."""
-
-    classification: Classification
 
     @property
     def labels(self) -> Labels:
@@ -124,16 +128,6 @@ class SomeOfMany:
     def head_values(self) -> Mapping[str, Any]:
         """Return number and names of the classes."""
         return {**self.classification.head_values, "problem_type": "multi_label_classification"}
-
-    @property
-    def facts(self) -> Mapping[str, Any]:
-        """Return the classes and their weights."""
-        return self.classification.facts
-
-    @property
-    def found(self) -> tuple[str, ...]:
-        """Return how often each class occurs."""
-        return self.classification.found
 
     def wanted(self, labels: Tensor) -> Tensor:
         """Return 0 or 1 for each class, float32 [rows, classes]."""

@@ -12,8 +12,7 @@ from finetune.data.batch import IGNORED, Batch
 from finetune.data.encoding.frame import frame_of
 from finetune.data.encoding.masked_text import MaskedTextEncoder
 from finetune.data.encoding.tokens import Tokens
-from finetune.data.features import Features, Outcome
-from finetune.data.prepared.chunks import Encode
+from finetune.data.features import Features
 from finetune.data.prepared.lengths import LengthPolicy
 from finetune.errors import DataError
 from finetune.task.base import BaseTask
@@ -24,7 +23,7 @@ from finetune.task.hiding import Hiding
 from finetune.task.losses import TokenLoss
 from finetune.task.materials import Materials
 from finetune.task.metrics import token_metrics, token_sums
-from finetune.task.protocol import ModelHead, Row
+from finetune.task.protocol import ModelHead
 
 MASKS = ("<mask>", "[MASK]")
 """What a mask is called where a tokenizer has one without saying so, such as a token added by the job."""
@@ -63,15 +62,6 @@ class MaskedLmTask(BaseTask):
         """Return `data.max_length`; every part of a text keeps the special tokens around it."""
         data = self.data
         return LengthPolicy(data.longest, data.over_length, data.truncate_side, self._frame)
-
-    @property
-    def encoder(self) -> Encode:
-        """Return what encodes texts."""
-        return self._encoder
-
-    def encode(self, rows: Sequence[Row]) -> Sequence[Outcome]:
-        """Return the texts' tokens; None for one in which there is nothing to hide."""
-        return self._encoder(rows)
 
     def collate(self, features: Sequence[Features]) -> Batch:
         """Return the samples padded on the right, tokens hidden; labels[b, t] is the token that is hidden at t."""

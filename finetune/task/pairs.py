@@ -11,13 +11,11 @@ from finetune.data.batch import Batch
 from finetune.data.encoding.answers import AnswersEncoder
 from finetune.data.encoding.chat import require_chat_template
 from finetune.data.encoding.encode import ConversationEncoder
-from finetune.data.features import Features, Outcome
-from finetune.data.prepared.chunks import Encode
+from finetune.data.features import Features
 from finetune.data.prepared.sequences import SequencesPolicy
 from finetune.task.base import BaseTask
 from finetune.task.causal import pad_id
 from finetune.task.materials import Materials
-from finetune.task.protocol import Row
 from finetune.task.sequences import COUNTS, halves
 
 
@@ -34,27 +32,18 @@ class PairsTask(BaseTask):
         self._data = data
         encode = ConversationEncoder(materials.tokenizer, system_prompt=data.system_prompt, template=data.chat_template)
         name = f"`task.name: {materials.section.name}`"
-        self._encoder = AnswersEncoder(encode, name, judged=judged, margin=margin)
+        self._answers = self._encoder = AnswersEncoder(encode, name, judged=judged, margin=margin)
 
     @property
     def encoding(self) -> Mapping[str, Any]:
         """Return what samples hold beside the answers."""
-        held = {"judged": self._encoder.judged, "margin": self._encoder.margin}
+        held = {"judged": self._answers.judged, "margin": self._answers.margin}
         return {name: True for name, is_held in held.items() if is_held}
 
     @property
     def lengths(self) -> SequencesPolicy:
         """Return that `data.max_length` holds for the prompt with each answer."""
         return SequencesPolicy(self._data.longest, self._data.over_length, self._data.truncate_side)
-
-    @property
-    def encoder(self) -> Encode:
-        """Return what encodes answers."""
-        return self._encoder
-
-    def encode(self, rows: Sequence[Row]) -> Sequence[Outcome]:
-        """Return each row's sequences; None where an answer teaches nothing, or both are the same."""
-        return self._encoder(rows)
 
     def collate(self, features: Sequence[Features]) -> Batch:
         """Return chosen answers and below them rejected ones: they share one forward pass."""

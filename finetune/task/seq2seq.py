@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from finetune.data.batch import IGNORED, Batch
 from finetune.data.encoding.frame import frame_of
 from finetune.data.encoding.source_target import SourceTargetEncoder
-from finetune.data.features import Features, Outcome
-from finetune.data.prepared.chunks import Encode
+from finetune.data.features import Features
 from finetune.data.prepared.lengths import SourceTargetLengths
 from finetune.task.base import BaseTask
 from finetune.task.causal import pad_id
@@ -19,7 +18,7 @@ from finetune.task.forward import innermost
 from finetune.task.losses import TokenLoss
 from finetune.task.materials import Materials
 from finetune.task.metrics import token_metrics, token_sums
-from finetune.task.protocol import ModelHead, Prompt, Row
+from finetune.task.protocol import ModelHead, Prompt
 
 
 class Seq2SeqTask(BaseTask):
@@ -36,7 +35,7 @@ class Seq2SeqTask(BaseTask):
         self.loss = TokenLoss(section.label_smoothing, section.z_loss)
         self._section = section.seq2seq
         self._frame = frame_of(materials.tokenizer)
-        self._encode = SourceTargetEncoder(materials.tokenizer, prefix=self._section.source_prefix)
+        self._encoder = SourceTargetEncoder(materials.tokenizer, prefix=self._section.source_prefix)
 
     @property
     def encoding(self) -> Mapping[str, Any]:
@@ -50,15 +49,6 @@ class Seq2SeqTask(BaseTask):
         return SourceTargetLengths(
             data.longest, longest or data.longest, data.over_length, data.truncate_side, self._frame
         )
-
-    @property
-    def encoder(self) -> Encode:
-        """Return what encodes exchanges."""
-        return self._encode
-
-    def encode(self, rows: Sequence[Row]) -> Sequence[Outcome]:
-        """Return the sources with their targets; None for an empty source."""
-        return self._encode(rows)
 
     def collate(self, features: Sequence[Features]) -> Batch:
         """Return sources and targets padded on the right; labels[b, t] is the target's token t."""

@@ -1,17 +1,15 @@
 """Supervised fine-tuning: learn the assistant's turns of a conversation, the end of each turn included."""
 
-from collections.abc import Sequence
-
 import numpy as np
 
 from finetune.data.encoding.chat import require_chat_template
 from finetune.data.encoding.encode import ConversationEncoder
-from finetune.data.features import Features, Outcome
+from finetune.data.features import Features
 from finetune.data.prepared.chunks import Encode
 from finetune.task.causal import CausalTask
 from finetune.task.expecting import OnlyTurns
 from finetune.task.materials import Materials
-from finetune.task.protocol import Prompt, Row
+from finetune.task.protocol import Prompt
 
 
 class SftTask(CausalTask):
@@ -28,15 +26,6 @@ class SftTask(CausalTask):
             self.tokenizer, train_on=data.train_on, system_prompt=data.system_prompt, template=data.chat_template
         )
         return OnlyTurns(encode)
-
-    @property
-    def encoder(self) -> Encode:
-        """Return what encodes conversations."""
-        return self._encoder
-
-    def encode(self, rows: Sequence[Row]) -> Sequence[Outcome]:
-        """Return the rendered conversations; None for one in which no turn is learnt."""
-        return self._encoder(rows)
 
     def prompt(self, features: Features) -> Prompt | None:
         """Return all tokens before the last answer, and that answer as learnt: with its end-of-turn token."""

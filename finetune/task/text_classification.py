@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from finetune.data.batch import Batch
 from finetune.data.encoding.labelled import LABELS, Cut, LabelledEncoder, label_of
 from finetune.data.encoding.labels import labels_in, numbers
-from finetune.data.features import Features, Outcome
-from finetune.data.prepared.chunks import Encode
+from finetune.data.features import Features
 from finetune.errors import DataError
 from finetune.task.base import BaseTask
 from finetune.task.classification import classification_of
@@ -58,15 +57,6 @@ class TextClassificationTask(BaseTask):
     def encoding(self) -> Mapping[str, Any]:
         """Return what labels become."""
         return {"kind": type(self.kind).__name__, **{k: v for k, v in self.facts.items() if k != "class_weights"}}
-
-    @property
-    def encoder(self) -> Encode:
-        """Return what encodes labelled texts."""
-        return self._encoder
-
-    def encode(self, rows: Sequence[Row]) -> Sequence[Outcome]:
-        """Return the tokens and labels; None for a row without text."""
-        return self._encoder(rows)
 
     def collate(self, features: Sequence[Features]) -> Batch:
         """Return the texts padded on the right; labels: int64 [batch] of one class, else float32 [batch, outputs]."""

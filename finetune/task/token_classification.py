@@ -12,8 +12,7 @@ from finetune.data.batch import IGNORED, Batch
 from finetune.data.encoding.frame import frame_of
 from finetune.data.encoding.labelled import LABELS
 from finetune.data.encoding.tagged import TaggedEncoder, tags_of
-from finetune.data.features import Features, Outcome
-from finetune.data.prepared.chunks import Encode
+from finetune.data.features import Features
 from finetune.data.prepared.lengths import LengthPolicy, Lengths
 from finetune.task.base import BaseTask
 from finetune.task.class_metrics import class_metrics
@@ -21,7 +20,7 @@ from finetune.task.classification import class_loss_sum, classification_of
 from finetune.task.classifier import Padding, logits_of, padded
 from finetune.task.entities import are_entity_tags, entity_scores
 from finetune.task.materials import Materials
-from finetune.task.protocol import Measured, ModelHead, Row
+from finetune.task.protocol import Measured, ModelHead
 
 
 class TokenClassificationTask(BaseTask):
@@ -66,15 +65,6 @@ class TokenClassificationTask(BaseTask):
     def lengths(self) -> Lengths:
         """Return the policy for long sentences: what is cut or split keeps the special tokens around it."""
         return self._lengths
-
-    @property
-    def encoder(self) -> Encode:
-        """Return what encodes tagged words."""
-        return self._encoder
-
-    def encode(self, rows: Sequence[Row]) -> Sequence[Outcome]:
-        """Return the tokens and the words' tags; None for a row without words."""
-        return self._encoder(rows)
 
     def collate(self, features: Sequence[Features]) -> Batch:
         """Return the sentences padded on the right; labels[b, t] is the class of the word that token t begins."""
