@@ -1,6 +1,7 @@
 """`finetune prepare` in this process: made once, found again, stopped and gone on with."""
 
 import json
+import signal
 
 import pytest
 
@@ -74,6 +75,15 @@ def test_a_limit_stops_it_after_the_audit(job, capsys):
     assert "source " in capsys.readouterr().out
 
 
+@pytest.fixture
+def interruptible():
+    """Let Ctrl-C interrupt, also where the tests were started in the background, which ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_ctrl_c_says_that_it_goes_on(job, capsys, monkeypatch):
     monkeypatch.setattr(parallel, "ROWS_PER_CHUNK", 2)
     monkeypatch.setattr(build, "CHUNKS_BETWEEN_NOTES", 2)
