@@ -31,7 +31,7 @@ def main() -> int:
             runs = [(c, v) for c in cases for v in c.variants if (v, strategy) not in c.exempt]
             more, failed = _rows(strategy, cases, launch(strategy, runs, folder), alone=alone, folder=folder)
             lines, num_failed = lines + more, num_failed + failed
-    print(f"{'task':<24}{'variant':<10}{'strategy':<8}{'loss differs':>14}{'metric':>34}{'export gives':>14}")
+    print(f"{'task':<24}{'variant':<11}{'strategy':<8}{'loss differs':>14}{'metric':>34}{'export gives':>14}")
     print("\n".join(sorted(lines)))
     return 1 if num_failed else 0
 
@@ -48,10 +48,10 @@ def _rows(
     for case in cases:
         for variant in case.variants:
             if (variant, strategy) in case.exempt:
-                lines.append(f"{case.name:<24}{variant:<10}{strategy:<8}  {case.exempt[variant, strategy]}")
+                lines.append(f"{case.name:<24}{variant:<11}{strategy:<8}  {case.exempt[variant, strategy]}")
                 continue
             line, is_right = _row(case, left[case.name, variant], alone[case.name, variant], folder)
-            lines.append(f"{case.name:<24}{variant:<10}{strategy:<8}{line}{'' if is_right else '  FAILED'}")
+            lines.append(f"{case.name:<24}{variant:<11}{strategy:<8}{line}{'' if is_right else '  FAILED'}")
             num_failed += not is_right
     return lines, num_failed
 

@@ -18,7 +18,7 @@ from finetune.model.hollow import give_places
 from finetune.model.hub import is_folder, located, told
 from finetune.model.initialize import draw_weights
 from finetune.model.layers import name_own_layers, share_input_embeddings
-from finetune.model.quantize import quantization_config
+from finetune.model.quantize import keep_as_stored, quantization_config
 from finetune.model.unread import freeze_unread
 from finetune.runtime.construction import Construction
 from finetune.runtime.hub import is_offline, without_vain_retries
@@ -132,6 +132,8 @@ def _pretrained(
             output_loading_info=True,
             **({} if quantization is None else {"quantization_config": quantization}),
         )
+    if quantization is not None:
+        keep_as_stored(model)
     absent = {*loading["missing_keys"], *(each[0] for each in loading.get("mismatched_keys", ()))}
     new = frozenset(name for name in absent if may_be_new and is_of_head(name, model))
     missing = sorted(absent - new)

@@ -14,6 +14,8 @@ from finetune.model.hub import is_folder, located, told
 from finetune.runtime.hub import is_offline
 from finetune.runtime.optional import require
 
+_REPACKS = "support_avx512bf16_for_cpu"
+
 _EXTRAS = {"bitsandbytes": "quantization", "torchao": "torchao"}
 
 
@@ -28,6 +30,17 @@ def quantization_config(section: ModelSection) -> Any:
         return None
     require(asked.method, extra=_EXTRAS[asked.method], purpose=f"model.quantization.method: {asked.method}")
     return _torchao() if asked.method == "torchao" else _bitsandbytes(asked, dtype=section.dtype)
+
+
+def keep_as_stored(model: nn.Module) -> None:
+    """Have 4-bit layers of bitsandbytes leave their weights as they are stored.
+
+    On a CPU with bfloat16 instructions they repack them in place when they first evaluate. FSDP gathers such weights
+    for a moment only, so its shards stay as they were and the evaluation is wrong (bitsandbytes 0.50).
+    """
+    for module in model.modules():
+        if hasattr(module, _REPACKS):
+            setattr(module, _REPACKS, False)
 
 
 def is_installed(package: str) -> bool:

@@ -60,6 +60,21 @@ def test_adapters_learn_on_a_base_in_few_bits(load, keys):
 
 
 @needs_bitsandbytes
+def test_an_evaluation_leaves_packed_weights_as_they_are_stored(load):
+    model = load(quantization=NF4, dtype="bfloat16").eval()
+    held = [each for each in model.parameters() if type(each).__name__ == "Params4bit"]
+    before = [bytes_of(each).clone() for each in held]
+    with torch.no_grad():
+        model(input_ids=BATCH)
+    assert len(held) == 14
+    assert all(torch.equal(then, bytes_of(each)) for then, each in zip(before, held, strict=True))
+
+
+def bytes_of(parameter):
+    return parameter.detach().view(torch.uint8)
+
+
+@needs_bitsandbytes
 def test_loftq_makes_up_for_a_part_of_what_was_lost(load, folder, from_config):
     model = load(quantization=NF4)
     wish = LoraSection(rank=8, alpha=4.0, init="loftq")
