@@ -54,6 +54,6 @@ def test_a_run_in_storage_goes_on_where_its_machine_was_lost(launch, straight, b
     assert all("manifest.json" in files for files in there.values())
     names = Remote(url).sizes()
     assert {"config.yaml", "resolved.yaml", "environment.json", "events.jsonl", "status.json"} <= names.keys()
-    assert {"final/model.safetensors", "tokenizer/tokenizer.json"} <= names.keys()
+    assert {"final/model.safetensors", "inputs/tokenizer.json"} <= names.keys()
     assert remote.read("final/model.safetensors") == (straight.folder / "final/model.safetensors").read_bytes()
     assert b'"state": "finished"' in remote.read("status.json")
