@@ -7,6 +7,15 @@ import pytest
 from finetune.runtime.signals import noted_signals
 
 
+@pytest.fixture(autouse=True)
+def in_the_foreground():
+    """Hear every signal, also where the tests themselves were started in the background or under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL), signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGHUP, before[0])
+    signal.signal(signal.SIGINT, before[1])
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_leaves_a_note_and_the_handler_comes_back(number):
     before = signal.getsignal(number)
