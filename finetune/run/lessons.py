@@ -1,6 +1,5 @@
 """What there is to learn: tokenizer, task and tokenised rows, made without any process group."""
 
-import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,7 +13,7 @@ from finetune.data.encoding.encode import forgets_unknown_text, tokenizer_identi
 from finetune.data.features import Features
 from finetune.data.order.mixing import mixed
 from finetune.data.order.order import steps_for_tokens
-from finetune.data.order.pool import Pool
+from finetune.data.order.pool import Pool, fingerprint_of
 from finetune.data.prepared.cache import Watch, cache_folder, prepare_set
 from finetune.data.prepared.set_pool import by_length, set_pool
 from finetune.data.prepared.store import PreparedSet
@@ -91,8 +90,7 @@ def input_identity(processing: Processing, task: Task) -> dict[str, str]:
     if processing.tokenizer is not None:
         identity |= tokenizer_identity(processing.tokenizer)
     if task.encoding:
-        described = json.dumps(task.encoding, sort_keys=True)
-        identity["task"] = hashlib.blake2b(described.encode(), digest_size=16).hexdigest()
+        identity["task"] = fingerprint_of(json.dumps(task.encoding, sort_keys=True))
     return identity
 
 
