@@ -3,11 +3,40 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
 IGNORED = -100
 """The label of a position that does not count in the loss."""
+
+
+@dataclass(frozen=True)
+class Targets:
+    """Where a batch's labels are not IGNORED, found in collation: nobody waits for a device to learn it."""
+
+    positions: Tensor  # [targets], int64: places in the flattened labels, ascending
+    labels: Tensor  # [targets], int64
+    per_row: tuple[int, ...]  # how many of them each row of the labels has
+
+    @classmethod
+    def of(cls, labels: np.ndarray) -> "Targets":
+        """Return the targets of labels on the host, [batch, length]."""
+        is_target = labels != IGNORED
+        positions = np.flatnonzero(is_target)
+        per_row = tuple(np.count_nonzero(is_target, axis=1).tolist())
+        return cls(torch.from_numpy(positions), torch.from_numpy(labels.reshape(-1)[positions]), per_row)
+
+    @property
+    def none(self) -> "Targets":
+        """Return that there are none, of as many rows."""
+        return Targets(self.positions[:0], self.labels[:0], (0,) * len(self.per_row))
+
+    def rows(self, start: int, stop: int, *, length: int) -> "Targets":
+        """Return the targets of these rows alone, each of which has so many places."""
+        first, past = sum(self.per_row[:start]), sum(self.per_row[:stop])
+        positions = self.positions[first:past] - start * length
+        return Targets(positions, self.labels[first:past], self.per_row[start:stop])
 
 
 @dataclass(frozen=True)
@@ -24,6 +53,7 @@ class Batch:
     extras: Mapping[str, Tensor] = field(default_factory=dict)  # what only the task's loss reads
     seed: int = 0  # of the step that it is learnt in; 0 where nothing is to be random
     lengths: tuple[int, ...] = ()  # tokens that the model reads of each sample; known in training
+    targets: Targets | None = None  # where the labels count; None where a label is no token
 
     @property
     def positions(self) -> tuple[int, int]:
@@ -46,4 +76,9 @@ class Batch:
             labels=change(self.labels),
             extras={name: change(tensor) for name, tensor in self.extras.items()},
             cumulative_lengths=None if self.cumulative_lengths is None else change(self.cumulative_lengths),
+            targets=None if self.targets is None else _changed(self.targets, change),
         )
+
+
+def _changed(targets: Targets, change: Callable[[Tensor], Tensor]) -> Targets:
+    return replace(targets, positions=change(targets.positions), labels=change(targets.labels))

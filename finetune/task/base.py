@@ -86,7 +86,9 @@ class BaseTask:
     def filler(self, features: Features) -> Batch:
         """Return the sample as a batch in which nothing counts."""
         batch = self.collate([features])
-        return replace(batch, labels=torch.full_like(batch.labels, IGNORED), num_targets=0, num_tokens=0, sample_ids=())
+        targets = None if batch.targets is None else batch.targets.none
+        labels = torch.full_like(batch.labels, IGNORED)
+        return replace(batch, labels=labels, targets=targets, num_targets=0, num_tokens=0, sample_ids=())
 
     def count_targets(self, batch: Batch) -> int:
         """Return the number of targets, known since collation."""

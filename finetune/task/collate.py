@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from finetune.config.sections.data import BatchingSection
-from finetune.data.batch import IGNORED, Batch
+from finetune.data.batch import IGNORED, Batch, Targets
 from finetune.data.features import Features
 
 
@@ -25,13 +25,15 @@ def padded(features: Sequence[Features], *, pad_id: int) -> Batch:
         input_ids[place, : each.length] = each.arrays["input_ids"]
         attention_mask[place, : each.length] = 1
         labels[place, : each.length] = _labels(each)
+    targets = Targets.of(labels)
     inputs = {"input_ids": torch.from_numpy(input_ids), "attention_mask": torch.from_numpy(attention_mask)}
     return Batch(
         inputs=inputs,
         labels=torch.from_numpy(labels),
-        num_targets=int((labels != IGNORED).sum()),
+        num_targets=len(targets.labels),
         num_tokens=int(attention_mask.sum()),
         sample_ids=tuple(each.sample_id for each in features),
+        targets=targets,
     )
 
 
@@ -43,16 +45,18 @@ def end_to_end(features: Sequence[Features]) -> Batch:
     lengths = [each.length for each in features]
     input_ids = np.concatenate([each.arrays["input_ids"] for each in features]).astype(np.int64)
     position_ids = np.concatenate([np.arange(length) for length in lengths])
-    labels = np.concatenate([_labels(each) for each in features])
+    labels = np.concatenate([_labels(each) for each in features])[None]
+    targets = Targets.of(labels)
     ends = np.cumsum([0, *lengths]).astype(np.int32)
     return Batch(
         inputs={"input_ids": torch.from_numpy(input_ids)[None], "position_ids": torch.from_numpy(position_ids)[None]},
-        labels=torch.from_numpy(labels)[None],
-        num_targets=int((labels != IGNORED).sum()),
+        labels=torch.from_numpy(labels),
+        num_targets=len(targets.labels),
         num_tokens=len(input_ids),
         sample_ids=tuple(each.sample_id for each in features),
         cumulative_lengths=torch.from_numpy(ends),
         longest=max(lengths),
+        targets=targets,
     )
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from finetune.data.batch import IGNORED, Batch
+from finetune.data.batch import IGNORED, Batch, Targets
 from finetune.data.encoding.frame import frame_of
 from finetune.data.encoding.masked_text import MaskedTextEncoder
 from finetune.data.encoding.tokens import Tokens
@@ -72,12 +72,14 @@ class MaskedLmTask(BaseTask):
         for place, each in enumerate(features):
             input_ids[place, : each.length], labels[place, : each.length] = self._hiding(each)
             attention_mask[place, : each.length] = 1
+        targets = Targets.of(labels)
         return Batch(
             inputs={"input_ids": torch.from_numpy(input_ids), "attention_mask": torch.from_numpy(attention_mask)},
             labels=torch.from_numpy(labels),
-            num_targets=int((labels != IGNORED).sum()),
+            num_targets=len(targets.labels),
             num_tokens=int(attention_mask.sum()),
             sample_ids=tuple(each.sample_id for each in features),
+            targets=targets,
         )
 
     def loss_sum(self, model: nn.Module, batch: Batch) -> Tensor:

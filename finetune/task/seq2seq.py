@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from finetune.data.batch import IGNORED, Batch
+from finetune.data.batch import IGNORED, Batch, Targets
 from finetune.data.encoding.frame import frame_of
 from finetune.data.encoding.source_target import SourceTargetEncoder
 from finetune.data.features import Features
@@ -67,6 +67,7 @@ class Seq2SeqTask(BaseTask):
             num_tokens=sum(each.length for each in features),
             sample_ids=tuple(each.sample_id for each in features),
             lengths=tuple(map(len, sources)),
+            targets=Targets.of(labels),
         )
 
     def loss_sum(self, model: nn.Module, batch: Batch) -> Tensor:
