@@ -11,8 +11,9 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from contest.measured import Measured, Part
 from rich.console import Console
+
+from contest.measured import Measured, Part
 
 
 def parts(options: argparse.Namespace) -> Mapping[str, Part]:

@@ -1,0 +1,192 @@
+"""The controller of the contestants: one of them works at a time, in an order drawn anew every round."""
+
+import json
+import os
+import random
+import selectors
+import signal
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from contest.measured import Say
+
+ROOT = Path(__file__).parents[2]
+PATIENCE_SECONDS = 600.0
+"""How long a contestant may be silent before it is given up."""
+
+
+class ContestantDied(Exception):
+    """A contestant ended, or fell silent, before it was done; the message holds the end of its log."""
+
+
+class Contestant:
+    """A process of its own that takes steps when it is told to; its log is `NAME.log` in the folder."""
+
+    def __init__(self, name: str, *, command: Sequence[str], folder: Path) -> None:
+        self.name = name
+        self.log = folder / f"{name.replace(' ', '-')}.log"
+        with self.log.open("w") as log:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                cwd=ROOT,
+                env=environment(),
+                start_new_session=True,
+            )
+
+    def say(self, message: Mapping[str, Any]) -> None:
+        """Send a message; raises ContestantDied."""
+        assert self._process.stdin is not None
+        try:
+            print(json.dumps(message), file=self._process.stdin, flush=True)
+        except OSError as error:
+            raise self._died() from error
+
+    def hear(self, *expected: str, patience_seconds: float = PATIENCE_SECONDS) -> dict[str, Any]:
+        """Return its next message, which is at one of the expected points; raises ContestantDied."""
+        assert self._process.stdout is not None
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._process.stdout, selectors.EVENT_READ)
+            if not selector.select(patience_seconds):
+                raise self._died(f"has said nothing for {patience_seconds:.0f} s")
+        line = self._process.stdout.readline()
+        if not line:
+            raise self._died()
+        message: dict[str, Any] = json.loads(line)
+        if message["at"] not in expected:
+            raise self._died(f"is at {message['at']} instead of {' or '.join(expected)}")
+        return message
+
+    def kill(self) -> None:
+        """End it and whatever it has started."""
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                with suppress(OSError):
+                    pipe.close()
+
+    def _died(self, what: str = "") -> ContestantDied:
+        if not what:
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(5)
+            what = f"ended with exit code {self._process.poll()}"
+        tail = self.log.read_text(errors="replace")[-3000:]
+        return ContestantDied(f"{self.name} {what}. The end of {self.log}:\n{tail}")
+
+
+@dataclass
+class Sheet:
+    """What a contestant's steps have cost: a number a round."""
+
+    seconds: list[float] = field(default_factory=list)  # of CPU
+    tokens: list[int] = field(default_factory=list)
+    targets: list[int] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)  # of every step, those of the warm-up included
+    peak_bytes: int = 0
+
+    @property
+    def token_seconds(self) -> list[float]:
+        """Return CPU-seconds a token that is no padding, round by round."""
+        return [seconds / tokens for seconds, tokens in zip(self.seconds, self.tokens, strict=True)]
+
+    def record(self) -> dict[str, Any]:
+        """Return it as JSON."""
+        return {
+            "seconds": self.seconds,
+            "tokens": self.tokens,
+            "targets": self.targets,
+            "losses": self.losses,
+            "peak_bytes": self.peak_bytes,
+        }
+
+
+class Controller:
+    """Whoever is alive. A context: those that are left at its end are killed."""
+
+    def __init__(self, folder: Path, *, seed: int, say: Say) -> None:
+        self._folder = folder
+        self._chance = random.Random(seed)
+        self._say = say
+        self._seated: dict[str, Contestant] = {}
+
+    def __enter__(self) -> "Controller":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for contestant in self._seated.values():
+            contestant.kill()
+
+    def seat(self, names: Iterable[str], *, at_once: int = 2) -> None:
+        """Start those who are not there yet, so many at a time; returns when all have imported what they need."""
+        starting: list[Contestant] = []
+        for name in names:
+            if name in self._seated:
+                continue
+            if len(starting) == at_once:
+                starting.pop(0).hear("ready")
+            self._seated[name] = Contestant(name, command=command(name), folder=self._folder)
+            starting.append(self._seated[name])
+        for contestant in starting:
+            contestant.hear("ready")
+
+    def dismiss(self) -> None:
+        """Send everybody home."""
+        for name in list(self._seated):
+            self._seated.pop(name).kill()
+
+    def play(self, workload: Path, names: Sequence[str], *, rounds: int, warm_up: int) -> dict[str, Sheet]:
+        """Return what every contestant's steps cost on the workload; raises ContestantDied.
+
+        A step of the warm-up is taken like every other, and not counted.
+        """
+        players = [self._seated[name] for name in names]
+        for player in players:
+            player.say({"play": str(workload)})
+            player.hear("step")  # it waits for its first step
+        sheets = {name: Sheet() for name in names}
+        for number in range(warm_up + rounds):
+            self._chance.shuffle(players)
+            for player in players:
+                player.say({"go": True})
+                told = player.hear("step")
+                if number >= warm_up:
+                    sheet = sheets[player.name]
+                    sheet.seconds.append(told["seconds"])
+                    sheet.tokens.append(told["tokens"])
+                    sheet.targets.append(told["targets"])
+        for player in players:  # the last step, whose cost nobody asks for
+            player.say({"go": True})
+            told = player.hear("end")
+            sheets[player.name].losses = told["losses"]
+            sheets[player.name].peak_bytes = told["peak_bytes"]
+        return sheets
+
+
+def command(name: str) -> list[str]:
+    """Return the command of a contestant's process."""
+    return [sys.executable, str(ROOT / "benchmarks" / "contestant.py"), name]
+
+
+def environment() -> dict[str, str]:
+    """Return the environment in which everybody runs: one thread, no network, no questions."""
+    return {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "MKL_NUM_THREADS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": "1",
+        "HF_DATASETS_OFFLINE": "1",
+        "TRANSFORMERS_VERBOSITY": "error",
+        "CUDA_VISIBLE_DEVICES": "",
+        "PYTHONPATH": os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(ROOT)))),
+    }

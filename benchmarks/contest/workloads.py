@@ -1,0 +1,98 @@
+"""The workloads: a model, documents of certain lengths, and who competes on them."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+OURS = ("ours equal", "ours", "ours tuned")
+EQUAL = ("bare", "accelerate", "trainer", "trl equal", "ours equal", "ours")
+"""Contestants that take the same samples in the same steps: their losses must agree."""
+
+BEST_OF_TRL = ("trl packing", "trl grouped", "trl padding-free")
+ALL = (*EQUAL, "trainer grouped", "trl default", *BEST_OF_TRL, "ours tuned")
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """A Llama's sizes."""
+
+    vocabulary: int = 8192
+    width: int = 256
+    inner: int = 688
+    layers: int = 6
+
+    def values(self) -> dict[str, Any]:
+        """Return them as transformers' LlamaConfig calls them."""
+        return {
+            "vocab_size": self.vocabulary,
+            "hidden_size": self.width,
+            "intermediate_size": self.inner,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.width // 32,
+            "num_key_value_heads": max(1, self.width // 64),
+            "max_position_embeddings": 2048,
+        }
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What everybody trains: `length` is the median of a lognormal distribution, or the length of every document."""
+
+    name: str
+    title: str
+    contestants: tuple[str, ...]
+    rounds: int
+    kind: Literal["lognormal", "fixed", "gsm8k"] = "lognormal"
+    sizes: Sizes = field(default_factory=Sizes)
+    length: int = 128
+    max_length: int = 1024
+    batch: int = 8
+    warm_up: int = 3
+    lora: bool = False
+    logs_every: int = 10  # steps; None of the contestants logs more often than another
+
+    @property
+    def steps(self) -> int:
+        """Return how many steps are taken; the cost of the last is not known, as nothing follows it."""
+        return self.warm_up + self.rounds + 1
+
+    def record(self) -> dict[str, Any]:
+        """Return it as JSON."""
+        return asdict(self)
+
+    @classmethod
+    def of(cls, record: Mapping[str, Any]) -> "Workload":
+        """Return the workload of a record."""
+        return cls(**{**record, "sizes": Sizes(**record["sizes"]), "contestants": tuple(record["contestants"])})
+
+
+SMALL = Sizes(width=128, inner=344, layers=4)
+TINY = Sizes(vocabulary=1024, width=64, inner=172, layers=2)
+
+
+def equivalence() -> Workload:
+    """Return the workload on which the losses are compared before anything is timed."""
+    sizes = Sizes(vocabulary=2048, width=64, inner=172, layers=3)
+    return Workload(
+        "equivalence", "20 steps, losses compared", EQUAL, 20, "gsm8k", sizes, batch=4, warm_up=0, logs_every=1
+    )
+
+
+def workloads(*, is_quick: bool) -> tuple[Workload, ...]:
+    """Return what is timed, the one whose memory is measured first."""
+    rounds = 15 if is_quick else 30
+    sizes = SMALL if is_quick else Sizes()
+    few = ("bare", "trainer", "trl equal", "ours")
+    return (
+        Workload("lognormal", "lengths lognormal, all tokens are targets", ALL, rounds, sizes=sizes),
+        Workload("gsm8k", "GSM8K, answers are targets", ALL, rounds, "gsm8k", sizes),
+        Workload(
+            *("fixed", "fixed full length", ("bare", "accelerate", "trainer", "trl equal", *OURS), rounds, "fixed"),
+            *(Sizes(), 256, 256, 2),
+        ),
+        Workload(
+            *("tiny", "16 tokens a step", EQUAL, 200 if is_quick else 400, "fixed", TINY, 16, 16, 1, 30),
+        ),
+        Workload("vocabulary", "65,536 words", few, rounds, sizes=Sizes(65536, 128, 344, 2), length=64, max_length=512),
+        Workload("lora", "GSM8K, LoRA of rank 8", few, rounds, "gsm8k", sizes, lora=True),
+    )
