@@ -15,7 +15,7 @@ from finetune.run.watch import Watch
 from finetune.run.wishes import stop_file
 from finetune.runtime import ranks, signals, status
 from finetune.runtime.progress import Progress
-from finetune.train.loop import EARLY, FINISHED, train
+from finetune.train.loop import EARLY, FINISHED, report_steps, train
 from finetune.train.parts import Parts
 from finetune.train.stopping import FAILED_SAVE, SPOT_NOTICE, STOP_FILE
 
@@ -72,7 +72,7 @@ def _train(parts: Parts, progress: Progress, *, watch: Watch) -> str:
     try:
         return train(parts, progress)
     except NonFiniteError:  # raised on every rank alike, so they can still speak
-        parts.report_steps()
+        report_steps(parts, progress)
         with suppress(CheckpointError):  # what is being written was taken before
             parts.save.settle()
         raise

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from finetune.data.batch import Batch
-from finetune.model.batch_norm import end_step, settle_batch_norm
+from finetune.model.batch_norm import Grouped, end_step, settle_batch_norm
 from finetune.train.parts import Evaluation
 
 
@@ -25,6 +25,9 @@ class Settled:
 
 def each_ended(groups: Iterator[tuple[Batch, ...]], model: nn.Module) -> Iterator[tuple[Batch, ...]]:
     """Yield the groups; when the next one is asked for, the step of the one before is over."""
+    if not any(isinstance(module, Grouped) for module in model.modules()):
+        yield from groups
+        return
     for group in groups:
         yield group
         end_step(model)

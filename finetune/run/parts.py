@@ -21,6 +21,7 @@ from finetune.train.meters import Meters
 from finetune.train.parts import Evaluation, Parts, Saving
 from finetune.train.plan import Plan
 from finetune.train.stopping import EarlyStopping, NeverStop, Wishes
+from finetune.train.update import Update
 from finetune.train.weights import EvaluationOf
 
 
@@ -46,7 +47,12 @@ def make_parts(
         step_mark=partial(step_mark, lessons.training.order, global_batch_size=plan.global_batch_size),
         place=lessons.training.samples.place,
         seed=config.run.seed,
-        max_gradient_norm=config.train.max_gradient_norm,
+        update=Update(
+            machine.accelerator,
+            machine.model,
+            machine.optimizer,
+            max_gradient_norm=config.train.max_gradient_norm,
+        ),
         nonfinite=config.train.nonfinite,
         scales_loss=config.train.precision == "fp16",
         meters=Meters(lessons.task.step_metrics),

@@ -1,12 +1,14 @@
 """The loop: agree on what is wished, take a step, advance the progress; then evaluate, save and stop, each when due."""
 
+import math
 import time
 
-from finetune.report.events import StepSkipped
+from finetune.report.events import Warned
 from finetune.runtime.progress import Progress
 from finetune.runtime.waypoints import reach
+from finetune.train.meters import StepRecord
 from finetune.train.parts import Parts
-from finetune.train.step import LOSS_SCALE, Taken, count, take_step
+from finetune.train.step import count, leave_out, take_step
 
 FINISHED, EARLY = "finished", "early stopping"
 
@@ -20,17 +22,27 @@ def train(parts: Parts, progress: Progress) -> str:
     return reason
 
 
-def advance(progress: Progress, taken: Taken) -> None:
+def advance(progress: Progress, record: StepRecord) -> None:
     """Count the step; the only place where the progress grows."""
     progress.step += 1
-    progress.num_tokens += taken.record.num_tokens
-    progress.num_targets += taken.record.num_targets
-    progress.seconds += taken.record.seconds
-    progress.samples_sha256 = taken.record.samples_sha256
-    if taken.skipped == LOSS_SCALE:
-        progress.num_scale_skips += 1
-    elif taken.skipped is not None:
-        progress.num_nonfinite_skips += 1
+    progress.num_tokens += record.num_tokens
+    progress.num_targets += record.num_targets
+    progress.seconds += record.seconds
+    progress.samples_sha256 = record.samples_sha256
+
+
+def report_steps(parts: Parts, progress: Progress) -> None:
+    """Report the steps taken since the last time, after which it is known which of them were left out. Collective.
+
+    Raises NonFiniteError as configured.
+    """
+    for record, event in parts.meters.read():
+        if record.is_taken is None and not math.isfinite(event.gradient_norm):
+            leave_out(parts, progress, record)
+        parts.reporter(event)
+    parts.update.settle()
+    if warning := parts.meters.warning():
+        parts.reporter(Warned(progress.step, warning))
 
 
 def _take_steps(parts: Parts, progress: Progress) -> str:
@@ -42,33 +54,39 @@ def _take_steps(parts: Parts, progress: Progress) -> str:
         data_seconds = time.perf_counter() - started
         reach("data", step=progress.step)
         counts = count(parts, group, step=progress.step)
+        if counts.has_news or counts.wish.stop_reason:
+            report_steps(parts, progress)
         if counts.wish.saves and saved_step < progress.step:
-            parts.save(progress)
-            saved_step = progress.step
+            saved_step = _save(parts, progress)
         if counts.wish.stop_reason:
-            parts.report_steps()
             return counts.wish.stop_reason
-        taken = take_step(parts, group, counts, progress=progress, started=started, data_seconds=data_seconds)
-        advance(progress, taken)
-        reason = _follow(parts, progress, taken)
+        record = take_step(parts, group, counts, progress=progress, started=started, data_seconds=data_seconds)
+        if record.is_taken is False:
+            leave_out(parts, progress, record)
+        advance(progress, record)
+        reason = _follow(parts, progress, record)
         if parts.save_due.due(progress.step) or reason:
-            parts.save(progress)
-            saved_step = progress.step
+            saved_step = _save(parts, progress)
         parts.save.tell()
         if reason and progress.step < parts.plan.num_steps:
             return reason
     return FINISHED
 
 
-def _follow(parts: Parts, progress: Progress, taken: Taken) -> str | None:
+def _save(parts: Parts, progress: Progress) -> int:
+    """Save, and return the step of which that is; what is saved knows which steps were left out. Collective."""
+    report_steps(parts, progress)
+    parts.save(progress)
+    return progress.step
+
+
+def _follow(parts: Parts, progress: Progress, record: StepRecord) -> str | None:
     """Report the step and evaluate where it is due; return why the run is to end here, if it is. Collective."""
-    parts.meters.add(progress.step, taken.record)
-    if taken.skipped is not None:
-        parts.reporter(StepSkipped(progress.step, taken.skipped, taken.sample_ids, taken.rows))
+    parts.meters.add(record)
     reason = "stop_after_steps" if progress.step == parts.stop_after_steps else None
     is_evaluated = parts.evaluate_due.due(progress.step)
     if parts.log_due.due(progress.step) or is_evaluated or reason:
-        parts.report_steps()
+        report_steps(parts, progress)
     if is_evaluated:
         progress.last_metrics, progress.metrics_step = parts.evaluate(progress.step), progress.step
         parts.early_stopping.note(progress.last_metrics, progress)

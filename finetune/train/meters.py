@@ -9,17 +9,20 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from finetune.report.events import Event, StepTaken, Warned
+from finetune.report.events import StepTaken
 from finetune.runtime import ranks
 from finetune.train.waiting import DataWait
 
 
 @dataclass(frozen=True)
 class StepRecord:
-    """What one step leaves behind; tensors are scalars on the device."""
+    """What one step leaves behind; tensors are on the device."""
 
-    loss_sum: Tensor  # of this rank
-    gradient_norm: Tensor
+    number: int  # of the step, from 1
+    losses: Tensor  # [microbatches]: their summed losses on this rank
+    gradient_norm: Tensor  # a scalar, as the sums
+    is_taken: bool | None  # None: where the norm is finite, which is read later
+    sample_ids: tuple[tuple[int, ...], ...]  # of each microbatch of this rank
     learning_rate: float
     num_targets: int  # of all ranks, as num_tokens
     num_tokens: int
@@ -44,43 +47,44 @@ class Meters:
 
     def __init__(self, step_metrics: StepMetrics = no_metrics) -> None:
         self._step_metrics = step_metrics
-        self._records: list[tuple[int, StepRecord]] = []
+        self._records: list[StepRecord] = []
         self._wait = DataWait()
 
-    def add(self, step: int, record: StepRecord) -> None:
-        """Take in the step that made it `step` steps, without waiting for the device."""
-        self._records.append((step, record))
+    def add(self, record: StepRecord) -> None:
+        """Take in a step, without waiting for the device."""
+        self._records.append(record)
         self._wait.add(record.data_seconds, of_seconds=record.seconds)
 
-    def flush(self) -> list[Event]:
-        """Return the collected steps as events, losses added up over the ranks, and forget them. Collective.
+    def read(self) -> list[tuple[StepRecord, StepTaken]]:
+        """Return the collected steps with what there is to report, losses added up over the ranks; forget them.
 
-        Behind them, once in a run, a warning where too much of the time was spent waiting for batches.
+        The device is read once. Collective where there are any.
         """
         records, self._records = self._records, []
         if not records:
             return []
-        losses = ranks.sum_tensor(torch.stack([record.loss_sum for _, record in records])).tolist()
-        norms = torch.stack([record.gradient_norm for _, record in records]).tolist()
-        memory = peak_memory_bytes()
-        metrics = self._metrics([record for _, record in records])
-        steps = [
-            _event(step, record, loss_sum=loss, gradient_norm=norm, metrics=each, memory=memory)
-            for (step, record), loss, norm, each in zip(records, losses, norms, metrics, strict=True)
-        ]
-        warning = self._wait.warning()
-        return [*steps, Warned(records[-1][0], warning)] if warning else [*steps]
-
-    def _metrics(self, records: Sequence[StepRecord]) -> list[Mapping[str, float]]:
-        """Return what the task shows of each step, its sums added up over the ranks. Collective where there are any."""
         names = list(records[0].sums)
-        if not names:
-            return [{} for _ in records]
-        added = ranks.sum_tensor(torch.stack([torch.stack([each.sums[name] for name in names]) for each in records]))
-        return [
-            dict(self._step_metrics(dict(zip(names, sums, strict=True)), num_targets=record.num_targets))
-            for record, sums in zip(records, added.tolist(), strict=True)
+        of_ranks = [torch.stack([each.losses.sum(), *(each.sums[name] for name in names)]) for each in records]
+        norms = torch.stack([record.gradient_norm for record in records])
+        added = ranks.sum_tensor(torch.stack(of_ranks))  # [steps, 1 + names]
+        rows = torch.cat([norms[:, None].to(added.dtype), added], dim=1).tolist()
+        memory = peak_memory_bytes()
+        events = [
+            _event(record, loss_sum=loss, gradient_norm=norm, metrics=self._metrics(record, sums), memory=memory)
+            for record, (norm, loss, *sums) in zip(records, rows, strict=True)
         ]
+        return list(zip(records, events, strict=True))
+
+    def warning(self) -> str | None:
+        """Return a warning, once in a run, where too much of the time was spent waiting for batches."""
+        return self._wait.warning()
+
+    def _metrics(self, record: StepRecord, sums: Sequence[float]) -> Mapping[str, float]:
+        """Return what the task shows of a step."""
+        if not record.sums:
+            return {}
+        named = dict(zip(record.sums, sums, strict=True))
+        return dict(self._step_metrics(named, num_targets=record.num_targets))
 
 
 def is_finite(tensor: Tensor) -> bool:
@@ -104,7 +108,6 @@ def peak_memory_bytes() -> int:
 
 
 def _event(
-    step: int,
     record: StepRecord,
     *,
     loss_sum: float,
@@ -113,7 +116,7 @@ def _event(
     memory: int,
 ) -> StepTaken:
     return StepTaken(
-        step=step,
+        step=record.number,
         loss=loss_sum / record.num_targets if record.num_targets else math.nan,
         gradient_norm=gradient_norm,
         learning_rate=record.learning_rate,

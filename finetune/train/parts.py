@@ -17,6 +17,7 @@ from finetune.task.protocol import Task
 from finetune.train.meters import Meters
 from finetune.train.plan import Plan
 from finetune.train.stopping import EarlyStopping, NeverStop, Wishes
+from finetune.train.update import Update
 
 
 def nothing(batch: Batch) -> None:
@@ -60,7 +61,7 @@ class Parts:
     step_mark: Callable[[int], int]  # of the samples that a step must consist of (`data/order/consumed.py`)
     place: Callable[[int], str]  # where the row of a sample stands, for a message
     seed: int
-    max_gradient_norm: float | None
+    update: Update
     nonfinite: NonFiniteSection
     scales_loss: bool  # fp16: a gradient overflow is part of the game
     meters: Meters
@@ -74,8 +75,3 @@ class Parts:
     stop_after_steps: int | None
     early_stopping: EarlyStopping | NeverStop
     before_batch: Callable[[Batch], None] = nothing  # told of each batch before the model learns from it
-
-    def report_steps(self) -> None:
-        """Report the steps taken since the last time. Collective."""
-        for event in self.meters.flush():
-            self.reporter(event)

@@ -4,6 +4,7 @@ The world's number of targets is known before the first backward pass, so no gra
 the result does not depend on how the global batch is cut into ranks and microbatches.
 """
 
+import math
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -15,27 +16,18 @@ from torch import Tensor
 from finetune.data.batch import Batch
 from finetune.data.order.consumed import mark, roll
 from finetune.errors import NonFiniteError, TrainingError
+from finetune.report.events import StepSkipped
 from finetune.runtime import ranks, seeds
 from finetune.runtime.progress import Progress
 from finetune.runtime.waypoints import reach
 from finetune.train.meters import StepRecord, is_finite
-from finetune.train.optimizer import begin_step, leave_out_waiting
+from finetune.train.optimizer import begin_step
 from finetune.train.parts import Parts
 from finetune.train.stopping import Wish, agreed
 
 LOSS_SCALE, NON_FINITE = "loss scale", "non-finite"
 MOST_NAMED = 16
 """Rows that a message names of those in which a loss is not finite."""
-
-
-@dataclass(frozen=True)
-class Taken:
-    """A step that was taken, or left out: `skipped` says why, `sample_ids` what was in it and `rows` where that is."""
-
-    record: StepRecord
-    skipped: str | None = None
-    sample_ids: tuple[int, ...] = ()
-    rows: str = ""
 
 
 @dataclass(frozen=True)
@@ -46,12 +38,13 @@ class Counts:
     num_tokens: int
     samples: int  # the mark of the samples (`data/order/consumed.py`)
     wish: Wish
+    has_news: bool  # of a step that was left out, on some rank
 
 
 def take_step(
     parts: Parts, group: tuple[Batch, ...], counts: Counts, *, progress: Progress, started: float, data_seconds: float
-) -> Taken:
-    """Take the step that follows `progress.step` steps; raises NonFiniteError as configured. Collective.
+) -> StepRecord:
+    """Take the step that follows `progress.step` steps, or leave it out. Collective.
 
     `started` is when its batches were asked for, by `time.perf_counter`, and `data_seconds` how long they took.
     """
@@ -59,13 +52,16 @@ def take_step(
     learning_rate = parts.plan.schedule.learning_rate(progress.step)
     begin_step(parts.optimizer, step=progress.step, learning_rate=learning_rate)
     losses, others = _backward(parts, group, num_targets=counts.num_targets, step=progress.step)
-    gradient_norm = _clip(parts)
+    gradient_norm = parts.update.clip()
     reach("update.before", step=progress.step)
-    skipped = _update(parts, losses=losses, gradient_norm=gradient_norm)
+    is_taken = parts.update(gradient_norm, num_allowed=_num_allowed(parts, progress))
     reach("update.after", step=progress.step)
-    record = StepRecord(
-        loss_sum=torch.stack(losses).sum(),
+    return StepRecord(
+        number=progress.step + 1,
+        losses=losses,
         gradient_norm=gradient_norm,
+        is_taken=is_taken,
+        sample_ids=tuple(batch.sample_ids for batch in group),
         learning_rate=learning_rate,
         num_targets=counts.num_targets,
         num_tokens=counts.num_tokens,
@@ -75,13 +71,6 @@ def take_step(
         data_seconds=data_seconds,
         sums=others,
     )
-    if skipped is None:
-        return Taken(record)
-    sample_ids = _sample_ids(group, losses=losses)
-    rows = _rows(sample_ids, parts.place)
-    if skipped == NON_FINITE:
-        _stop_unless_skipping(parts, progress, rows)
-    return Taken(record, skipped, sample_ids, rows)
 
 
 def count(parts: Parts, group: tuple[Batch, ...], *, step: int) -> Counts:
@@ -89,11 +78,12 @@ def count(parts: Parts, group: tuple[Batch, ...], *, step: int) -> Counts:
 
     Raises TrainingError for samples that are not this step's. Collective.
     """
-    num_targets, num_tokens, samples, *wishes = ranks.sum_counts(
+    num_targets, num_tokens, samples, num_news, *wishes = ranks.sum_counts(
         [
             sum(parts.task.count_targets(batch) for batch in group),
             sum(batch.num_tokens for batch in group),
             mark([i for batch in group for i in batch.sample_ids]),
+            int(parts.update.has_news),
             *parts.wishes.counts(),
         ]
     )
@@ -102,15 +92,15 @@ def count(parts: Parts, group: tuple[Batch, ...], *, step: int) -> Counts:
             f"the samples of step {step + 1} are not those that the order gives it: a fault of ours or of a data "
             "loader. Nothing was learnt from them. Please report it."
         )
-    return Counts(num_targets, num_tokens, samples, agreed(wishes))
+    return Counts(num_targets, num_tokens, samples, agreed(wishes), has_news=num_news > 0)
 
 
 def _backward(
     parts: Parts, group: tuple[Batch, ...], *, num_targets: int, step: int
-) -> tuple[list[Tensor], dict[str, Tensor]]:
+) -> tuple[Tensor, dict[str, Tensor]]:
     """Add up the gradient of the mean loss over the world's targets.
 
-    Returns each microbatch's summed loss, and what else the task has summed, added up over the microbatches.
+    Returns each microbatch's summed loss, [microbatches], and what else the task has summed, added up over them.
     """
     accelerator, losses = parts.accelerator, []
     others: dict[str, Tensor] = {}
@@ -124,47 +114,38 @@ def _backward(
             loss_sum = sums.pop("loss_sum")
             if reach("forward", step=step):
                 loss_sum = loss_sum * torch.nan
-            accelerator.backward(loss_sum * scale)
+            parts.update.backward(loss_sum * scale)
             reach("backward", step=step)
         losses.append(loss_sum.detach())
         others = {name: others.get(name, 0.0) + value.detach() for name, value in sums.items()}
-    return losses, others
+    return torch.stack(losses), others
 
 
-def _clip(parts: Parts) -> Tensor:
-    """Clip to the global norm and return the norm before clipping, a scalar that is equal on every rank.
-
-    It is of the parameters that learn by now.
-    """
-    leave_out_waiting(parts.optimizer)
-    limit = parts.max_gradient_norm if parts.max_gradient_norm is not None else float("inf")
-    norm = parts.accelerator.clip_grad_norm_(parts.model.parameters(), limit)
-    if not isinstance(norm, Tensor):  # DeepSpeed has clipped and stepped already, and answers with a float
-        return torch.tensor(float(norm), device=parts.accelerator.device)
-    full = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-    return full.detach().float()
-
-
-def _update(parts: Parts, *, losses: list[Tensor], gradient_norm: Tensor) -> str | None:
-    """Update the weights, or return why they were left alone; every rank comes to the same answer.
-
-    The norm is of the whole gradient, so one rank's NaN is everybody's. DeepSpeed leaves the step out by itself.
-    """
-    is_update = is_finite(gradient_norm)
-    if is_update or parts.accelerator.scaler is not None:  # the scaler must see an overflow to lower its scale
-        parts.optimizer.step()
-    parts.optimizer.zero_grad()
-    if is_update:
-        return None
-    is_loss_finite = ranks.sum_counts([int(not is_finite(torch.stack(losses)))]) == [0]
-    return LOSS_SCALE if parts.scales_loss and is_loss_finite else NON_FINITE
+def leave_out(parts: Parts, progress: Progress, record: StepRecord) -> None:
+    """Count and report the step, which has changed nothing; raises NonFiniteError as configured. Collective."""
+    is_loss_finite = ranks.sum_counts([int(not is_finite(record.losses))]) == [0]
+    reason = LOSS_SCALE if parts.scales_loss and is_loss_finite else NON_FINITE
+    sample_ids = _concerned(record)
+    rows = _rows(sample_ids, parts.place)
+    if reason == NON_FINITE:
+        _stop_unless_skipping(parts, progress, number=record.number, rows=rows)
+        progress.num_nonfinite_skips += 1
+    else:
+        progress.num_scale_skips += 1
+    parts.reporter(StepSkipped(record.number, reason, sample_ids, rows))
 
 
-def _sample_ids(group: tuple[Batch, ...], *, losses: list[Tensor]) -> tuple[int, ...]:
+def _num_allowed(parts: Parts, progress: Progress) -> int:
+    """Return how many more steps may be left out because they are not finite."""
+    skips = parts.nonfinite.action == "skip"
+    return parts.nonfinite.max_skips - progress.num_nonfinite_skips if skips else 0
+
+
+def _concerned(record: StepRecord) -> tuple[int, ...]:
     """Return the ids in microbatches whose loss is not finite, or all of the step's when every loss is. Collective."""
-    guilty = [i for batch, loss in zip(group, losses, strict=True) if not is_finite(loss) for i in batch.sample_ids]
-    everyone = [i for batch in group for i in batch.sample_ids]
-    gathered = ranks.gather_objects((guilty, everyone))
+    losses = record.losses.tolist()
+    guilty = [i for ids, loss in zip(record.sample_ids, losses, strict=True) if not math.isfinite(loss) for i in ids]
+    gathered = ranks.gather_objects((guilty, [i for ids in record.sample_ids for i in ids]))
     named = [i for ids, _ in gathered for i in ids] or [i for _, ids in gathered for i in ids]
     return tuple(sorted(named))
 
@@ -176,8 +157,7 @@ def _rows(sample_ids: tuple[int, ...], place: Callable[[int], str]) -> str:
     return "; ".join([*told, f"and {more} more"] if more else told)
 
 
-def _stop_unless_skipping(parts: Parts, progress: Progress, rows: str) -> None:
-    number = progress.step + 1  # steps are named from 1
+def _stop_unless_skipping(parts: Parts, progress: Progress, *, number: int, rows: str) -> None:
     where = (
         f"the loss or gradient of step {number} is not finite. Training rows concerned: "
         f"{rows}. The weights have not been changed by this step."

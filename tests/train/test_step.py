@@ -25,6 +25,7 @@ from finetune.train.optimizer import build_optimizer
 from finetune.train.parts import Parts
 from finetune.train.plan import make_plan
 from finetune.train.stopping import NeverStop, Wishes
+from finetune.train.update import Update
 
 NUM_SAMPLES, LENGTH = 8, 6
 
@@ -100,7 +101,7 @@ def parts_of(microbatch: int, *, task=None, nonfinite=None, num_steps=3, events=
         step_mark=lambda step: mark(range(NUM_SAMPLES)),
         place=lambda sample_id: f"rows.jsonl, row {sample_id + 1}",
         seed=1,
-        max_gradient_norm=1.0,
+        update=Update(accelerator, model, optimizer, max_gradient_norm=1.0),
         nonfinite=nonfinite or NonFiniteSection(),
         scales_loss=False,
         meters=Meters(),
