@@ -47,12 +47,7 @@ def make_parts(
         step_mark=partial(step_mark, lessons.training.order, global_batch_size=plan.global_batch_size),
         place=lessons.training.samples.place,
         seed=config.run.seed,
-        update=Update(
-            machine.accelerator,
-            machine.model,
-            machine.optimizer,
-            max_gradient_norm=config.train.max_gradient_norm,
-        ),
+        update=make_update(config, machine),
         nonfinite=config.train.nonfinite,
         scales_loss=config.train.precision == "fp16",
         meters=Meters(lessons.task.step_metrics),
@@ -67,6 +62,12 @@ def make_parts(
         early_stopping=EarlyStopping(stopping) if stopping else NeverStop(),
         before_batch=machine.before_batch,
     )
+
+
+def make_update(config: RunConfig, machine: Machine) -> Update:
+    """Return what takes gradients to weights."""
+    limit = config.train.max_gradient_norm
+    return Update(machine.accelerator, machine.model, machine.optimizer, max_gradient_norm=limit)
 
 
 def _groups(
