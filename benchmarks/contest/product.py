@@ -45,11 +45,10 @@ def held_up(seat: Seat) -> Iterator[None]:
         return reach(point, **where)
 
     def noting(*parts: Any, **named: Any) -> Any:
-        taken = take_step(*parts, **named)
-        record = taken.record
+        record = take_step(*parts, **named)
         seat.note(tokens=record.num_tokens, targets=record.num_targets)
-        seat.losses.append(record.loss_sum / record.num_targets)
-        return taken
+        seat.losses.append(record.losses.sum() / record.num_targets)
+        return record
 
     with patch.object(loop, "reach", waiting), patch.object(loop, "take_step", noting):
         yield

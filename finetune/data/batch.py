@@ -69,6 +69,12 @@ class Batch:
         """Return the batch in page-locked memory; torch's dataloader calls this."""
         return self._each(Tensor.pin_memory)
 
+    def tensors(self) -> list[Tensor]:
+        """Return every tensor in it."""
+        found: list[Tensor] = []
+        self._each(lambda tensor: found.append(tensor) or tensor)  # type: ignore[func-returns-value]
+        return found
+
     def _each(self, change: Callable[[Tensor], Tensor]) -> "Batch":
         return replace(
             self,

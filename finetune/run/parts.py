@@ -5,6 +5,7 @@ from functools import partial
 from pathlib import Path
 
 from finetune.config.run_config import RunConfig
+from finetune.data.ahead import on_device
 from finetune.data.batch import Batch
 from finetune.data.loader import groups, train_loader
 from finetune.data.order.consumed import step_mark
@@ -85,7 +86,9 @@ def _groups(
         cost=lessons.task.loading_cost,
         has_partners=lessons.task.has_partners,
     )
-    handed = each_ended(groups(machine.accelerator.prepare_data_loader(loader), plan.num_batches), machine.model)
+    own = machine.accelerator.prepare_data_loader(loader, device_placement=False)  # this rank's microbatches
+    placed = on_device(groups(own, plan.num_batches), machine.accelerator.device)
+    handed = each_ended(placed, machine.model)
     if not config.report.sample_ids:
         return handed
     return recorded(handed, run_folder=Path(config.run.folder), first_step=first_step)
