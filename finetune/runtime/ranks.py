@@ -132,10 +132,11 @@ def leave(code: int, *, afterwards: Callable[[int], int] = int) -> int:
 
 def sum_counts(counts: Sequence[int]) -> list[int]:
     """Return the element-wise sum of every rank's counts, exactly, without touching a device. Collective."""
+    if not is_distributed():
+        return list(counts)
     totals = torch.tensor(list(counts), dtype=torch.int64)
-    if is_distributed():
-        dist.all_reduce(totals, op=dist.ReduceOp.SUM, group=_control_group)
-    return [int(total) for total in totals]
+    dist.all_reduce(totals, op=dist.ReduceOp.SUM, group=_control_group)
+    return totals.tolist()  # type: ignore[no-any-return]
 
 
 _control_group: dist.ProcessGroup | None = None  # None: the default group
