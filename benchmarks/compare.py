@@ -3,47 +3,100 @@
     python benchmarks/compare.py [--quick] [--check] [--only PART,PART] [--out FOLDER] [--data FOLDER] [--seed N]
 
 `--quick` ends within 8 minutes on two idle cores; `--check` exits with 1 where a gate is missed by more than the
-measured spread, or could not be measured. Every gate and how to read the table: benchmarks/README.md.
+measured spread, or could not be measured. A part is `steps`, one of its workloads (lognormal, gsm8k, fixed, tiny,
+vocabulary, lora), startup, strategies, saving, evaluation or flatness. Every gate, and how to read the table:
+benchmarks/README.md.
 """
 
 import argparse
+import importlib.util
 import sys
+import time
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
 
+from contest import report, steps
+from contest.controller import ContestantDied
 from contest.measured import Measured, Part
+from contest.workloads import workloads
+
+PLOT_NEEDS = "no plot: matplotlib is not installed. Install it with: pip install -e '.[benchmark]'"
 
 
 def parts(options: argparse.Namespace) -> Mapping[str, Part]:
     """Return everything that is measured, in order."""
+    chosen = [name for name in only(options) if name in names_of_workloads()]
     return {
-        # "startup": startup.measure,
-        # "strategies": strategies.measure,
-        # "saving": saving.measure,
-        # "evaluation": evaluation.measure,
-        # "flatness": flatness.measure,
+        "steps": partial(steps.measure, data=options.data, seed=options.seed, only=chosen),
     }
 
 
 def main() -> int:
     """Measure, print the tables and the gates, and return 1 where `--check` fails."""
-    options = _options()
+    options, console, started = _options(), Console(width=170), time.monotonic()
     measured: dict[str, Measured] = {}
-    for name, part in parts(options).items():
-        if not options.only or name in options.only.split(","):
+    for name, part in chosen_parts(options).items():
+        began = time.monotonic()
+        try:
             folder = options.out / name
             folder.mkdir(parents=True, exist_ok=True)
-            measured[name] = part(folder, is_quick=options.quick, say=Console().print)
-    return 0
+            measured[name] = part(folder, is_quick=options.quick, say=partial(console.print, markup=False))
+        except steps.LossesDiffer as error:
+            console.print(f"error: {error}", markup=False)
+            return 1
+        except ContestantDied as error:
+            measured[name] = Measured(missing=[f"{name}: {error}"])
+        console.print(f"{name}: {time.monotonic() - began:.0f} s")
+    _report(measured, options, console, seconds=time.monotonic() - started)
+    failures = report.failures(measured)
+    for line in failures if options.check else ():
+        console.print(f"check: {line}", markup=False)
+    return 1 if options.check and failures else 0
+
+
+def chosen_parts(options: argparse.Namespace) -> Mapping[str, Part]:
+    """Return the parts that `--only` names; ends the program where it names none that there is."""
+    there, wanted = parts(options), set(only(options))
+    unknown = wanted - set(there) - names_of_workloads()
+    if unknown:
+        sys.exit(f"error: --only {', '.join(sorted(unknown))}: there are {', '.join((*there, *names_of_workloads()))}")
+    if wanted & names_of_workloads():
+        wanted.add("steps")
+    return {name: part for name, part in there.items() if not wanted or name in wanted}
+
+
+def only(options: argparse.Namespace) -> list[str]:
+    """Return what `--only` names."""
+    return [name for name in options.only.split(",") if name]
+
+
+def names_of_workloads() -> set[str]:
+    """Return the workloads that `steps` is made of."""
+    return {each.name for each in workloads(is_quick=True)}
+
+
+def _report(measured: Mapping[str, Measured], options: argparse.Namespace, console: Console, *, seconds: float) -> None:
+    heading = report.heading(report.machine())
+    report.show(measured, console)
+    settings = {name: str(value) for name, value in vars(options).items()}
+    report.write(measured, options.out / "results.json", options=settings, seconds=seconds)
+    console.print(f"{heading}\n{seconds:.0f} s; {options.out / 'results.json'}", markup=False, highlight=False)
+    found = report.findings(measured)
+    if importlib.util.find_spec("matplotlib") is None:
+        console.print(PLOT_NEEDS, markup=False)
+    elif found:
+        plot = importlib.import_module("contest.plot")
+        plot.draw(found, options.out / "gates.png", title=heading)
 
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--check", action="store_true")
-    parser.add_argument("--only", help="parts to measure, with commas between them")
+    parser.add_argument("--only", default="", help="parts to measure, with commas between them")
     parser.add_argument("--out", type=Path, default=Path("benchmark-results"))
     parser.add_argument("--data", type=Path, default=Path(__file__).parents[2] / "shared" / "data")
     parser.add_argument("--seed", type=int, default=0)

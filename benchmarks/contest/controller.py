@@ -13,8 +13,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from contest.measured import Say
-
 ROOT = Path(__file__).parents[2]
 PATIENCE_SECONDS = 600.0
 """How long a contestant may be silent before it is given up."""
@@ -113,10 +111,9 @@ class Sheet:
 class Controller:
     """Whoever is alive. A context: those that are left at its end are killed."""
 
-    def __init__(self, folder: Path, *, seed: int, say: Say) -> None:
+    def __init__(self, folder: Path, *, seed: int) -> None:
         self._folder = folder
         self._chance = random.Random(seed)
-        self._say = say
         self._seated: dict[str, Contestant] = {}
 
     def __enter__(self) -> "Controller":

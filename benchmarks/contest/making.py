@@ -1,4 +1,4 @@
-"""Makes the workloads' folders: `python making.py SPEC.json`, in a process of its own, so that nobody inherits it.
+"""Makes the workloads' folders, in a process of its own (make_workloads.py), so that nobody inherits it.
 
 A folder holds the rows as text for the product, and as tokens, which are the product's own, for everybody else; the
 model and the adapter that all start from; and the lengths in words.
@@ -7,7 +7,6 @@ model and the adapter that all start from; and the lengths in words.
 import json
 import random
 import string
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -128,8 +127,3 @@ def _save_tokens(folder: Path, workload: Workload) -> None:
     rows.save(folder / "tokens.npz")
     (folder / "mean_length").write_text(str(float(rows.lengths.mean())))
     (folder / "note").write_text(rows.note(workload.batch))
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    main(Path(sys.argv[1]))
