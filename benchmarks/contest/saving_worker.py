@@ -1,0 +1,127 @@
+"""The process behind `saving.py`: every measurement in a fork of its own, whose memory nothing has warmed.
+
+    python -m contest.saving_worker JOB FOLDER ROUNDS
+
+Leaves `figures.json` in the folder. The parent imports everything and never computes, so that it may be forked.
+"""
+
+import json
+import os
+import shutil
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from save_worker import build, saver, train_one_step
+
+from finetune.checkpoint.access import build_access
+from finetune.checkpoint.checkpointer import Checkpointer
+from finetune.run.machine import Machine
+
+STEP = 1000
+Figures = dict[str, Any]
+
+
+def main(job: Path, folder: Path, rounds: int) -> None:
+    figures: Figures = {"stalls": in_fork(lambda: stalls(job, folder, rounds)), "resumes": []}
+    for number in range(rounds):
+        ways = (resume_ours, resume_accelerate) if number % 2 else (resume_accelerate, resume_ours)
+        for way in ways:  # nobody is always the first
+            figures["resumes"].append({"round": number, **in_fork(lambda way=way: way(job, folder))})
+    (folder / "figures.json").write_text(json.dumps(figures))
+
+
+def in_fork(act: Callable[[], Any]) -> Any:
+    """Return what the work has come to in a fork of this process; raises RuntimeError where that has failed."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(reading)
+        try:
+            with os.fdopen(writing, "w") as stream:
+                json.dump(act(), stream)
+        except BaseException:  # whatever it is, this process must not go on as its parent
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading) as stream:
+        text = stream.read()
+    if os.waitpid(child, 0)[1] != 0:
+        raise RuntimeError("a measurement has failed; its traceback is above")
+    return json.loads(text)
+
+
+def stalls(job: Path, folder: Path, rounds: int) -> Figures:
+    """Save in turn behind training and by Accelerate; return the seconds that training waits, and leave one of each."""
+    machine = build(job)
+    train_one_step(machine)
+    ours = _checkpointer(machine, folder)
+    ours.rehearse(num_saves=rounds)  # as at a run's start
+    found: Figures = {"ours": [], "ours_total": [], "accelerate": []}
+    for number in range(1, rounds + 1):
+        saved = ours.save(STEP + number, progress={"step": STEP + number})
+        found["ours"].append(saved.stall_seconds)
+        found["ours_total"].append(saved.seconds)
+        found["state_bytes"] = saved.size_bytes
+        found["accelerate"].append(_save_by_accelerate(machine, folder / "accelerate"))
+    return found
+
+
+def _save_by_accelerate(machine: Machine, folder: Path) -> float:
+    shutil.rmtree(folder, ignore_errors=True)
+    started = time.perf_counter()
+    machine.accelerator.save_state(str(folder))
+    return time.perf_counter() - started
+
+
+def resume_ours(job: Path, folder: Path) -> Figures:
+    """Return how long it takes to find, verify and load the newest checkpoint."""
+    machine = build(job)
+    checkpointer = _checkpointer(machine, folder)
+    started, cpu = time.perf_counter(), time.process_time()
+    found = checkpointer.find()
+    verified = time.perf_counter()
+    assert found is not None, "it has been saved before"
+    checkpointer.load(found)
+    ended = time.perf_counter()
+    return {
+        "way": "ours",
+        "seconds": ended - started,
+        "of_them_finding": verified - started,
+        "cpu_seconds": time.process_time() - cpu,
+        "digest": _digest(machine),
+    }
+
+
+def resume_accelerate(job: Path, folder: Path) -> Figures:
+    """Return how long `load_state` takes, which verifies nothing."""
+    machine = build(job)
+    started, cpu = time.perf_counter(), time.process_time()
+    machine.accelerator.load_state(str(folder / "accelerate"))
+    seconds, cpu_seconds = time.perf_counter() - started, time.process_time() - cpu
+    return {"way": "accelerate", "seconds": seconds, "cpu_seconds": cpu_seconds, "digest": _digest(machine)}
+
+
+def _checkpointer(machine: Machine, folder: Path) -> Checkpointer:
+    access = build_access(machine.accelerator, machine.model, machine.optimizer)
+    return saver(access, folder / "checkpoints", True)
+
+
+def _digest(machine: Machine) -> float:
+    """Return a number that differs where what was loaded differs."""
+    inner = getattr(machine.optimizer, "optimizer", machine.optimizer)
+    total = 0.0
+    for parameter in machine.model.parameters():
+        for tensor in (parameter.detach(), *(each for each in inner.state[parameter].values())):
+            total += float(tensor.double().abs().sum())
+    return total
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]))
