@@ -17,6 +17,7 @@ from finetune.runtime.cadence import Cadence, Never
 from finetune.runtime.progress import Progress
 from finetune.runtime.signals import SignalNote
 from finetune.task.base import BaseTask
+from finetune.train import update
 from finetune.train.evaluate import NoEvaluation
 from finetune.train.groups import named_of
 from finetune.train.loop import train
@@ -223,3 +224,95 @@ def test_a_signal_lets_its_step_finish_and_then_saves(number, reason, saved):
     assert train(parts, progress) == reason
     assert parts.save.steps == saved
     assert len([event for event in events if isinstance(event, StepTaken)]) == progress.step == saved[-1]
+
+
+class Diverging(RegressionTask):
+    """The loss is NaN in the steps named, from 1."""
+
+    def __init__(self, *steps: int) -> None:
+        super().__init__()
+        self.steps, self.num_calls = steps, 0
+
+    def loss_sum(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        self.num_calls += 1
+        return super().loss_sum(model, batch) * (float("nan") if self.num_calls in self.steps else 1.0)
+
+
+@pytest.fixture(params=[False, True], ids=["at once", "later"])
+def reads_later(request, monkeypatch) -> bool:
+    """Whether the verdict on a gradient is read at once, or on the device first and by the host at a log point."""
+    monkeypatch.setattr(update, "lags_on", lambda device: request.param)
+    return request.param
+
+
+def run_of(*bad_steps: int, action="skip", max_skips=5, num_steps=8, log_every=4):
+    events: list = []
+    section = NonFiniteSection(action=action, **({"max_skips": max_skips} if action == "skip" else {}))
+    parts = parts_of(NUM_SAMPLES, task=Diverging(*bad_steps), nonfinite=section, num_steps=num_steps, events=events)
+    return replace(parts, log_due=Cadence(log_every, num_steps)), events
+
+
+def test_a_step_left_out_changes_neither_weights_nor_moments_whenever_that_is_known(reads_later):
+    parts, events = run_of(2, 6)
+    progress = Progress()
+    train(parts, progress)
+    assert (parts.update.latch is not None) == reads_later
+    assert (progress.step, progress.num_nonfinite_skips) == (8, 2)
+    assert [event.step for event in events if isinstance(event, StepSkipped)] == [2, 6]
+    assert [event.step for event in events if isinstance(event, StepTaken)] == list(range(1, 9))
+    others, _ = run_of(num_steps=6)
+    train(others, Progress())  # the same six updates; their rate is constant
+    assert torch.equal(parts.model.weight, others.model.weight)
+    for name in ("step", "exp_avg", "exp_avg_sq"):
+        assert torch.equal(moment(parts, name), moment(others, name))
+
+
+def test_a_run_that_stops_has_the_weights_from_before_the_step(reads_later):
+    parts, events = run_of(3, action="stop")
+    with pytest.raises(NonFiniteError, match="step 3 is not finite"):
+        train(parts, Progress())
+    others, _ = run_of(num_steps=2)
+    train(others, Progress())
+    assert torch.equal(parts.model.weight, others.model.weight)
+    assert all(event.step < 3 for event in events if isinstance(event, StepTaken))
+
+
+def test_one_step_too_many_closes_the_latch(reads_later):
+    parts, _ = run_of(1, 2, 3, max_skips=2)
+    progress = Progress()
+    with pytest.raises(NonFiniteError, match=r"step 3 .* 2 steps have been skipped before"):
+        train(parts, progress)
+    assert progress.num_nonfinite_skips == 2
+    assert torch.equal(parts.model.weight, parts_of(NUM_SAMPLES).model.weight)
+
+
+def test_a_checkpoint_knows_of_every_step_that_was_left_out_before_it(reads_later):
+    parts, _ = run_of(1, 2, log_every=8)
+    saved = []
+    parts = replace(parts, save_due=Cadence(2, 8), save=Noting(lambda progress: saved.append(progress)))
+    train(parts, Progress())
+    assert saved == [(2, 2), (4, 2), (6, 2), (8, 2)]
+
+
+def test_news_of_a_bad_step_ends_the_run_before_the_next_log_point(monkeypatch):
+    monkeypatch.setattr(update, "lags_on", lambda device: True)
+    parts, _ = run_of(1, action="stop", log_every=8)
+    with pytest.raises(NonFiniteError, match="step 1 is"):
+        train(parts, Progress())
+    assert parts.task.num_calls == 1  # the second step's count has brought the news
+
+
+class Noting(Kept):
+    """Hands on step and skips of each progress that it is to save."""
+
+    def __init__(self, note) -> None:
+        super().__init__()
+        self.note = note
+
+    def __call__(self, progress: Progress) -> None:
+        self.note((progress.step, progress.num_nonfinite_skips))
+
+
+def moment(parts: Parts, name: str) -> torch.Tensor:
+    (state,) = [each for key, each in parts.optimizer.state.items() if key.shape == parts.model.weight.shape]
+    return state[name]
