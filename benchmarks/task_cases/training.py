@@ -24,6 +24,9 @@ OTHERS = {
     "lora_muon": (*LORA, "train.optimizer.name=muon"),
     "sched_free": ("train.optimizer.name=schedule_free_adamw", "train.schedule={name: constant, warmup_steps: 2}"),
     "lora_ema": (*LORA, "train.average={decay: 0.8}"),
+    "compiled": ("model.compile=regional", "model.gradient_checkpointing=true"),
+    "comp_full": ("model.compile=full",),
+    "comp_lora": (*LORA, "model.compile=regional", "data.batching.padding_free=true"),
 }
 
 

@@ -54,6 +54,7 @@ MATHS = (
     *("train.learning_rate_scaling.rule", "train.learning_rate_scaling.base_global_batch_size"),
     *("train.optimizer.name", "train.optimizer.weight_decay", "train.optimizer.betas", "train.optimizer.eps"),
     *("train.optimizer.momentum", "train.optimizer.lora_plus_ratio", "train.optimizer.layer_decay"),
+    *("train.optimizer.state_dtype", "train.optimizer.stochastic_rounding"),
     *("train.optimizer.rates", "train.unfreeze", "train.embedding_noise"),
     *("train.average", "train.average.decay", "train.average.after_steps"),
     *("train.schedule.name", "train.schedule.warmup_steps", "train.schedule.warmup_fraction"),
@@ -76,6 +77,8 @@ FREE = (
     "run.deterministic",  # other kernels for the same sums
     *("run.hang_after_seconds", "run.spot_notice", "run.strategy"),
     "model.gradient_checkpointing",  # computes the same values twice
+    "model.activation_offload",  # the same values, kept elsewhere
+    "model.compile",  # the same sums, fused otherwise; random numbers are drawn as without
     "model.cache_folder",
     *("data.cache_folder", "data.prepare_workers", "data.num_workers", "data.pin_memory"),
     *("data.persistent_workers", "data.prefetch_factor", "data.train.stream.num_ahead"),
@@ -85,6 +88,8 @@ FREE = (
     *("data.audit.max_duplicate_samples", "data.audit.max_unknown_tokens"),
     "train.microbatch_size",  # cuts the same batch into other pieces
     "train.optimizer.fused",  # one kernel for the same update
+    "train.optimizer.in_backward",  # the same update, sooner
+    "train.loss_kernel",  # the same sums, taken in another order
     *("train.nonfinite.action", "train.nonfinite.max_skips"),  # about steps from which nothing can be learnt
     # They decide when a run ends, not what a step learns.
     *("train.time_limit_minutes", "train.stop_after_steps", "train.early_stopping", "train.early_stopping.metric"),

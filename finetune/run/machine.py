@@ -10,11 +10,12 @@ from accelerate import Accelerator
 from finetune.config.rules.model import adapter_of
 from finetune.config.run_config import RunConfig
 from finetune.data.batch import Batch
-from finetune.model.adapters.continued import base_note
+from finetune.model.adapters.saved_folder import base_note
+from finetune.model.compiled import compile_model
 from finetune.model.head_unit import whole_head
 from finetune.model.image_processor import check_pixels
 from finetune.model.layers import telling_width
-from finetune.model.memory import MemoryEstimate, estimate
+from finetune.model.memory import AVERAGE_BYTES, MemoryEstimate, estimate, state_bytes
 from finetune.model.precision import precision_warnings
 from finetune.model.size import ModelSize, describe
 from finetune.report.announcer import Announcer
@@ -31,15 +32,6 @@ from finetune.train.groups import Named, describe_groups, named_of
 from finetune.train.noise import EmbeddingNoise
 from finetune.train.optimizer import build_optimizer
 from finetune.train.parts import nothing
-
-OPTIMIZER_BYTES = {"adamw": 8, "sgd": 4, "adafactor": 0, "adamw_8bit": 2, "muon": 8, "schedule_free_adamw": 8}
-"""Bytes of optimizer state per trained parameter; Adafactor's, a row and a column per matrix, are next to none.
-
-Muon keeps 4 for a hidden matrix and 8 for anything else.
-"""
-
-AVERAGE_BYTES = 4
-"""The same of `train.average`."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +72,7 @@ def make_machine(
     optimizer = _optimizer(config, named_of(plain), learning_rate=learning_rate, say=say)
     noise = config.train.embedding_noise
     before_batch = EmbeddingNoise(plain, alpha=noise).tell if noise else nothing
+    _compile(config, strategy, innermost(plain), say=say)
     with telling_width(plain.config), whole_head(innermost(plain)), buffers_from_rank_0(accelerator, plain):
         model, prepared = accelerator.prepare(plain, optimizer)
     check_prepared(model, strategy.expected(), strategy=strategy.name)
@@ -88,10 +81,28 @@ def make_machine(
     return Machine(accelerator, plain, model, prepared, before_batch)
 
 
+def _compile(config: RunConfig, strategy: Strategy, model: Any, *, say: Announcer) -> None:
+    """Compile what the job says, before a strategy wraps or splits it; under ZeRO-3 tell that nothing is."""
+    if config.model.compile == "off":
+        return
+    if strategy.name == "zero3":
+        say(
+            f"warning: model.compile: {config.model.compile} was asked for, and nothing is compiled: ZeRO-3 gathers "
+            "parameters in hooks of every module, at each of which a compiled graph would end. Launch with fsdp2.yaml."
+        )
+        return
+    compile_model(model, config.model.compile, say=say)
+
+
 def _optimizer(config: RunConfig, named: list[Named], *, learning_rate: float, say: Announcer) -> torch.optim.Optimizer:
     train = config.train
     optimizer = build_optimizer(
-        named, train.optimizer, learning_rate=learning_rate, unfreeze=train.unfreeze, average=train.average
+        named,
+        train.optimizer,
+        learning_rate=learning_rate,
+        unfreeze=train.unfreeze,
+        average=train.average,
+        seed=config.run.seed,
     )
     for line in describe_groups(optimizer.param_groups, named):
         say(line)
@@ -99,13 +110,20 @@ def _optimizer(config: RunConfig, named: list[Named], *, learning_rate: float, s
 
 
 def _memory(config: RunConfig, strategy: Strategy, *, size: ModelSize) -> MemoryEstimate:
-    sharded = strategy.sharded()
+    sharded, train, distillation = strategy.sharded(), config.train, config.task.distillation
+    trained = sum(size.trained_bytes_by_dtype.values())
+    is_master = strategy.name.startswith("zero")  # its optimizer holds float32 copies
+    state = state_bytes(
+        train.optimizer.name,
+        train.optimizer.state_dtype,
+        num_trained=size.num_trained,
+        trained_bytes=max(trained, 4 * size.num_trained) if is_master else trained,
+    )
     return estimate(
         weights_bytes=sum(size.bytes_by_dtype.values()),
-        trained_bytes=sum(size.trained_bytes_by_dtype.values()),
-        num_trained=size.num_trained,
-        optimizer_bytes_per_parameter=OPTIMIZER_BYTES[config.train.optimizer.name]
-        + (AVERAGE_BYTES if config.train.average else 0),
+        gradients_bytes=size.largest_trained_bytes if train.optimizer.in_backward else trained,
+        optimizer_bytes=state + (AVERAGE_BYTES * size.num_trained if train.average else 0),
+        is_beside_teacher=distillation is not None and not distillation.cache,
         shards=strategy.expected().num_shards,
         shards_weights=Sharded.PARAMETERS in sharded,
         shards_gradients=Sharded.GRADIENTS in sharded,
@@ -119,6 +137,8 @@ def _warn(config: RunConfig, say: Announcer) -> None:
         dtype=config.model.dtype,
         is_lora=adapter_of(config) is not None,
         modules_to_save=lora.modules_to_save if lora else (),
+        rounds_by_chance=config.train.optimizer.stochastic_rounding,
+        state_dtype=config.train.optimizer.state_dtype,
     ):
         say(f"warning: {warning}")
     note = base_note(config.model.adapter, name=config.model.name) if config.model.adapter else None

@@ -43,6 +43,7 @@ IDLE = [
     (["task.masked_lm.whole_words=true"], "task.masked_lm.whole_words", "only `task.name: masked_lm` reads it"),
     (["task.name=reward", "task.label_smoothing=0.1"], "task.label_smoothing", "only a cross-entropy"),
     (["task.name=reward", "task.z_loss=0.1"], "task.z_loss", "only a cross-entropy over tokens"),
+    (["task.name=reward", "train.loss_kernel=plain"], "train.loss_kernel", "only a cross-entropy over tokens"),
     (["data.images.size=32"], "data.images.size", "only `task.name: image_classification` reads it"),
     (["data.images.crop_scale=[0.1, 1.0]"], "data.images.crop_scale", "reads it"),
     (["data.images.crop_padding=4"], "data.images.crop_padding", "reads it"),
@@ -85,6 +86,7 @@ def test_every_key_that_can_be_idle_has_a_row_in_the_table():
 
 
 WRONG = [
+    (["task.z_loss=0.1", "train.loss_kernel=liger"], "train.loss_kernel", "`liger` knows no `task.z_loss`"),
     (["data.max_length=null"], "data.max_length", "it is missing. Longest sample in tokens"),
     (["task.name=distillation"], "task.distillation", "there is no teacher"),
     (
@@ -166,6 +168,8 @@ WRONG = [
     ),
     (["model.lora={}", "model.ia3={}"], "model.ia3", "there are adapters in `model.lora` already"),
     (["model.quantization={}"], "model.quantization", "weights in few bits cannot learn"),
+    (["model.compile=full", "train.embedding_noise=5.0"], "model.compile", "Write `regional`"),
+    ([*IMAGES, "model.compile=regional", "model.batch_norm=4"], "model.compile", "keep sums from batch to batch"),
 ]
 
 

@@ -22,6 +22,14 @@ def adapter_of(config: RunConfig) -> str | None:
     return next((name for name in ADAPTERS if getattr(config.model, name) is not None), None)
 
 
+def learning_dtypes(config: RunConfig) -> frozenset[str]:
+    """Return the types of weights that learn; adapters are float32, modules that are saved beside them are not."""
+    if adapter_of(config) is None:
+        return frozenset({config.model.dtype})
+    lora = config.model.lora
+    return frozenset({"float32", *([config.model.dtype] if lora and lora.modules_to_save else [])})
+
+
 def adapters_are_one_kind(config: RunConfig) -> Iterator[Problem]:
     """At most one kind of adapters is trained."""
     written = [name for name in ADAPTERS if getattr(config.model, name) is not None]
@@ -34,6 +42,16 @@ def quantized_weights_are_frozen(config: RunConfig) -> Iterator[Problem]:
     if config.model.quantization is not None and adapter_of(config) is None:
         message = "weights in few bits cannot learn. Write `model.lora` too, or remove it."
         yield Problem("model.quantization", message)
+
+
+def compiled_forward_is_pure(config: RunConfig) -> Iterator[Problem]:
+    """What is compiled remembers nothing from one batch to the next."""
+    if config.model.compile == "full" and config.train.embedding_noise:
+        message = "noise is added to the embeddings from outside, which `full` would compile, too. Write `regional`."
+        yield Problem("model.compile", message)
+    if config.model.compile != "off" and isinstance(config.model.batch_norm, int):
+        message = "batch norms over groups of samples keep sums from batch to batch. Write `off`, or `frozen` ones."
+        yield Problem("model.compile", message)
 
 
 def model_is_one(config: RunConfig) -> Iterator[Problem]:
@@ -76,5 +94,6 @@ MODEL_RULES = (
     tokenizer_is_one,
     adapters_are_one_kind,
     quantized_weights_are_frozen,
+    compiled_forward_is_pure,
     trackers_are_known,
 )

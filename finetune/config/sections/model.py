@@ -7,6 +7,7 @@ from pydantic import Field
 from finetune.config.section import Count, NameOrPath, Path, Positive, Section, Strings, key
 
 DType = Literal["float32", "bfloat16", "float16"]
+Recomputing = bool | Literal["selective"] | Annotated[int, Field(ge=2)]
 BatchNorm = Literal["frozen"] | Annotated[int, Field(ge=2)]
 Counts = Annotated[tuple[Count, ...], Field(strict=False)]
 Floats = Annotated[tuple[float, ...], Field(strict=False)]
@@ -145,8 +146,19 @@ class ModelSection(Section):
     attention: Literal["auto", "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"] = key(
         "Attention implementation; `auto` lets transformers choose.", "auto"
     )
-    gradient_checkpointing: bool = key(
-        "Recompute activations in the backward pass: less memory, about a third more time.", False
+    gradient_checkpointing: Recomputing = key(
+        "Recompute activations in the backward pass: `true` all of every layer (least memory, about a third more "
+        "time); a number n, of one in n layers; `selective`, all but the results of matrix products and attention "
+        "(Korthikanti et al., 2022, arXiv:2205.05198).",
+        False,
+    )
+    activation_offload: bool = key(
+        "Keep activations in the host's memory between forward and backward pass. Needs a GPU.", False
+    )
+    compile: Literal["off", "regional", "full"] = key(
+        "torch.compile: `regional` compiles one layer of each kind, soon done; `full` the whole body in one, which takes "
+        "minutes for a large model. For GPUs; the first steps take longer.",
+        "off",
     )
     batch_norm: BatchNorm | None = key(
         "`frozen`: batch norms keep their running statistics, as is usual in fine-tuning and unset for pre-trained "
