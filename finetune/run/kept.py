@@ -7,9 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from finetune.config.run_config import RunConfig
+from finetune.config.sections.data import DataSection
 from finetune.errors import UserError
 from finetune.export.folder import replaced
 from finetune.model.processing import Processing, load_kept_processing
+from finetune.run.layout import settled
+from finetune.task.kernels import usable
 from finetune.task.materials import Materials
 from finetune.task.protocol import Task
 from finetune.task.registry import build_task, reads
@@ -25,10 +28,12 @@ class Kept:
     processing: Processing
     facts: Mapping[str, Any]
 
-    def task(self, config: RunConfig) -> Task:
-        """Return the run's task, without any of its rows."""
+    def task(self, config: RunConfig, *, data: DataSection | None = None) -> Task:
+        """Return the run's task, without any of its rows; `data` is the job's, settled for another model."""
         tokenizer, processor = self.processing.tokenizer, self.processing.processor
-        return build_task(Materials(config.task, config.data, tokenizer, processor, facts=self.facts))
+        kernel, _ = usable(config.train.loss_kernel)
+        data = data or settled(config)
+        return build_task(Materials(config.task, data, tokenizer, processor, facts=self.facts, loss_kernel=kernel))
 
 
 def keep(run: Path, processing: Processing, facts: Mapping[str, Any]) -> None:

@@ -21,8 +21,10 @@ from finetune.data.sources.source import OpenedSources, Source, open_sources, ro
 from finetune.data.streams.stream import stream_pool
 from finetune.model.processing import Processing, load_processing
 from finetune.report.announcer import Announcer
+from finetune.run.layout import layout_lines, settled
 from finetune.runtime import ranks
 from finetune.runtime.seeds import derive
+from finetune.task.kernels import usable
 from finetune.task.materials import Materials
 from finetune.task.protocol import Task
 from finetune.task.registry import build_task, reads
@@ -64,8 +66,13 @@ def make_lessons(config: RunConfig, say: Announcer, *, watch: Watch | None = Non
     sources = open_sources(data, seed=config.run.seed, say=say)
     processing = _processing(config, sources, say)
     rows = partial(rows_read, sources.train)
-    task = build_task(Materials(config.task, data, processing.tokenizer, processing.processor, rows=rows))
-    for line in task.found:
+    kernel, warnings = usable(config.train.loss_kernel)
+    layout = settled(config)
+    materials = Materials(
+        config.task, layout, processing.tokenizer, processing.processor, rows=rows, loss_kernel=kernel
+    )
+    task = build_task(materials)
+    for line in (*warnings, *task.found, *layout_lines(config, layout)):
         say(line)
     how: dict[str, Any] = {
         "encode": task.encoder,

@@ -10,11 +10,11 @@ from finetune.data.features import Features
 from finetune.errors import DataError
 from finetune.task.base import BaseTask
 from finetune.task.collate import end_to_end, is_end_to_end, padded
-from finetune.task.forward import logits_of
 from finetune.task.losses import TokenLoss
 from finetune.task.materials import Materials
-from finetune.task.metrics import token_metrics, token_sums
+from finetune.task.metrics import token_metrics
 from finetune.task.protocol import ModelHead
+from finetune.task.target_loss import TargetLoss
 
 
 class CausalTask(BaseTask):
@@ -29,7 +29,7 @@ class CausalTask(BaseTask):
         self.tokenizer: PreTrainedTokenizerBase = materials.tokenizer
         self.data = materials.data
         self.pad_id = pad_id(self.tokenizer)
-        self.loss = TokenLoss(materials.section.label_smoothing, materials.section.z_loss)
+        self.loss = target_loss(materials)
 
     def collate(self, features: Sequence[Features]) -> Batch:
         """Return the samples padded, or end to end where `data.batching` says so."""
@@ -42,15 +42,21 @@ class CausalTask(BaseTask):
 
     def loss_sums(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
         """Return `loss_sum` and, where that is smoothed or has a z-loss, the plain `cross_entropy` beside it."""
-        return self.loss.sums(logits_of(model, batch), batch.labels)
+        return self.loss.sums(model, batch)
 
     def metric_sums(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
         """Return `loss_sum` (the plain cross-entropy), `num_targets` and `num_correct`."""
-        return token_sums(logits_of(model, batch), batch.labels)
+        return self.loss.measured(model, batch)
 
     def metrics(self, sums: Mapping[str, float], records: Tensor | None = None) -> Mapping[str, float]:
         """Return `loss`, `perplexity` and `token_accuracy`."""
         return token_metrics(sums)
+
+
+def target_loss(materials: Materials) -> TargetLoss:
+    """Return the loss of predicted tokens that the job asks for."""
+    section = materials.section
+    return TargetLoss(TokenLoss(section.label_smoothing, section.z_loss), materials.loss_kernel)
 
 
 def pad_id(tokenizer: PreTrainedTokenizerBase) -> int:

@@ -11,8 +11,8 @@ from finetune.data.features import Features
 
 
 def is_end_to_end(batching: BatchingSection) -> bool:
-    """Tell whether the samples of a forward pass stand in one row."""
-    return batching.padding_free or batching.by == "packs"
+    """Tell whether the samples of a forward pass stand in one row; `auto` has been settled before, or is no."""
+    return batching.padding_free is True or batching.by == "packs"
 
 
 def padded(features: Sequence[Features], *, pad_id: int) -> Batch:
@@ -43,19 +43,23 @@ def end_to_end(features: Sequence[Features]) -> Batch:
     Positions begin at 0 in every sample: by that a model knows them apart. No label is a token of the next sample.
     """
     lengths = [each.length for each in features]
-    input_ids = np.concatenate([each.arrays["input_ids"] for each in features]).astype(np.int64)
-    position_ids = np.concatenate([np.arange(length) for length in lengths])
-    labels = np.concatenate([_labels(each) for each in features])[None]
+    ends = np.cumsum([0, *lengths])
+    input_ids = np.concatenate([each.arrays["input_ids"] for each in features], dtype=np.int64)
+    position_ids = np.arange(ends[-1]) - np.repeat(ends[:-1], lengths)
+    is_target = np.concatenate([each.arrays["is_target"] for each in features])
+    labels = np.full((1, ends[-1]), IGNORED, dtype=np.int64)
+    np.copyto(labels[0, :-1], input_ids[1:], where=is_target[1:])
+    labels[0, ends[1:] - 1] = IGNORED  # behind the last token of a sample there is none
     targets = Targets.of(labels)
-    ends = np.cumsum([0, *lengths]).astype(np.int32)
     return Batch(
         inputs={"input_ids": torch.from_numpy(input_ids)[None], "position_ids": torch.from_numpy(position_ids)[None]},
         labels=torch.from_numpy(labels),
         num_targets=len(targets.labels),
         num_tokens=len(input_ids),
         sample_ids=tuple(each.sample_id for each in features),
-        cumulative_lengths=torch.from_numpy(ends),
+        cumulative_lengths=torch.from_numpy(ends.astype(np.int32)),
         longest=max(lengths),
+        lengths=tuple(lengths),
         targets=targets,
     )
 

@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
-from finetune.data.batch import IGNORED, Batch
+from finetune.data.batch import Batch
 from finetune.data.features import Features
 from finetune.errors import DataError
+from finetune.task.at_targets import logits_at_targets
 from finetune.task.divergences import divergence_of, reduced
-from finetune.task.forward import logits_of
-from finetune.task.losses import cross_entropy_sum
 from finetune.task.materials import Materials
 from finetune.task.metrics import perplexity
 from finetune.task.protocol import Prior
@@ -84,14 +84,14 @@ class DistillationTask(SftTask):
 
     def loss_sums(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
         """Return `loss_sum` and, detached, the sums of its parts: `cross_entropy` and `divergence`."""
-        return self._sums(logits_of(model, batch), batch)
+        return self._sums(logits_at_targets(model, batch), batch)
 
     def metric_sums(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
         """Return the same, `num_targets` and `num_correct`."""
-        logits = logits_of(model, batch)
-        is_target = batch.labels != IGNORED
-        is_correct = (logits.argmax(dim=-1) == batch.labels) & is_target
-        return {**self._sums(logits, batch), "num_targets": is_target.sum(), "num_correct": is_correct.sum()}
+        logits, labels = logits_at_targets(model, batch), _labels(batch)
+        num_targets = torch.full((), len(labels), device=labels.device)
+        num_correct = (logits.argmax(dim=-1) == labels).sum()
+        return {**self._sums(logits, batch), "num_targets": num_targets, "num_correct": num_correct}
 
     def metrics(self, sums: Mapping[str, float], records: Tensor | None = None) -> Mapping[str, float]:
         """Return `loss`, its parts `cross_entropy` and `divergence`, `perplexity` and `token_accuracy`."""
@@ -107,10 +107,10 @@ class DistillationTask(SftTask):
 
     def _sums(self, logits: Tensor, batch: Batch) -> dict[str, Tensor]:
         weight, temperature = self.section.cross_entropy_weight, self.section.temperature
-        student = self._log_probabilities(logits, batch)
+        student = self._log_probabilities(logits)
         teacher, kept = self._taught(batch)
         divergence = self._divergence(teacher, student if kept is None else reduced(student, kept)).sum()
-        cross_entropy = cross_entropy_sum(logits, batch.labels)
+        cross_entropy = functional.cross_entropy(logits.float(), _labels(batch), reduction="sum")
         loss = (1 - weight) * temperature**2 * divergence + weight * cross_entropy
         return {"loss_sum": loss, "cross_entropy": cross_entropy.detach(), "divergence": divergence.detach()}
 
@@ -124,7 +124,7 @@ class DistillationTask(SftTask):
     @torch.no_grad()
     def _asked(self, teacher: nn.Module, batch: Batch) -> tuple[Tensor, Tensor | None]:
         """Return what `teacher` says at the targets: log-probabilities, and of which tokens; None: of all."""
-        answers = self._log_probabilities(logits_of(teacher, batch), batch)
+        answers = self._log_probabilities(logits_at_targets(teacher, batch))
         if self.section.top_k is None:
             return answers, None
         kept = answers.topk(self.section.top_k, dim=1).indices
@@ -134,19 +134,20 @@ class DistillationTask(SftTask):
         """Return the arrays of each sample that the teacher's answers are kept in."""
         answers, kept = self._asked(teacher, batch)
         assert kept is not None  # a rule of the config
-        counts = (batch.labels != IGNORED).sum(dim=1).tolist()
+        assert batch.targets is not None
+        counts = list(batch.targets.per_row)
         values = zip(torch.split(kept.cpu(), counts), torch.split(answers.cpu(), counts), strict=True)
         return [
             {TOKENS: tokens.flatten().numpy().astype(np.uint32), LOG_PROBABILITIES: each.flatten().numpy()}
             for tokens, each in values
         ]
 
-    def _log_probabilities(self, logits: Tensor, batch: Batch) -> Tensor:
-        """Return what the model gives each of the tokenizer's tokens at the targets, [targets, tokens], in float32.
-
-        The places of the targets are found without waiting for the device: their number is known.
-        """
-        is_target = (batch.labels != IGNORED).flatten()
-        places = torch.nonzero_static(is_target, size=batch.num_targets).squeeze(1)
-        chosen = logits.flatten(0, 1)[places, : self._num_tokens].to(torch.float32)
+    def _log_probabilities(self, logits: Tensor) -> Tensor:
+        """Return what logits [targets, vocabulary] give each of the tokenizer's tokens: [targets, tokens], float32."""
+        chosen = logits[:, : self._num_tokens].to(torch.float32)
         return (chosen / self.section.temperature).log_softmax(dim=-1)
+
+
+def _labels(batch: Batch) -> Tensor:
+    assert batch.targets is not None, "a batch of tokens knows its targets"
+    return batch.targets.labels

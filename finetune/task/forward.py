@@ -2,21 +2,32 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from finetune.data.batch import Batch
+from finetune.runtime.end_to_end import PER_SAMPLE, SAMPLE_LENGTHS, SampleLengths
 
-FLASH = ("flash_attention_2", "flash_attention_3")
+TOLD = ("flash_attention_2", "flash_attention_3", PER_SAMPLE)
 """Attention that is told where samples begin; others work it out from the positions."""
 
 
 def logits_of(model: nn.Module, batch: Batch) -> Tensor:
     """Return the logits, [batch, length, vocabulary]; of what is learnt before the text there are none."""
-    logits: Tensor = model(**batch.inputs, **_boundaries(model, batch), use_cache=False).logits
+    return told_text(model(**inputs_of(model, batch)).logits, batch)
+
+
+def inputs_of(model: nn.Module, batch: Batch) -> dict[str, Any]:
+    """Return what the model is given."""
+    return {**batch.inputs, **_boundaries(model, batch), "use_cache": False}
+
+
+def told_text(logits: Tensor, batch: Batch) -> Tensor:
+    """Return the logits of the text alone: prompt tuning's positions come before it."""
     input_ids = batch.inputs.get("input_ids")
     if input_ids is None or logits.dim() != 3 or logits.shape[1] <= input_ids.shape[1]:
         return logits
-    return logits[:, -input_ids.shape[1] :]  # prompt tuning's positions come first
+    return logits[:, -input_ids.shape[1] :]
 
 
 def innermost(model: nn.Module) -> nn.Module:
@@ -34,13 +45,18 @@ def innermost(model: nn.Module) -> nn.Module:
 def _boundaries(model: nn.Module, batch: Batch) -> dict[str, Any]:
     """Return where the samples of the row begin, in transformers' words; nothing for attention that needs no telling.
 
-    Without them flash attention works them out in every layer, and waits for the device each time.
+    Without them flash attention works them out in every layer, and waits for the device each time. Ours is told of
+    every length, too, and transformers that the mask is made already: it uses none.
     """
-    ends = batch.cumulative_lengths
-    if ends is None or _attention(model) not in FLASH:
+    ends, attention = batch.cumulative_lengths, _attention(model)
+    if ends is None or attention not in TOLD:
         return {}
     longest = batch.longest
-    return {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
+    edges = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
+    if attention != PER_SAMPLE:
+        return edges
+    no_mask = torch.ones((1, 1, 1, 1), dtype=torch.bool, device=ends.device)
+    return {**edges, SAMPLE_LENGTHS: SampleLengths(batch.lengths), "attention_mask": no_mask}
 
 
 def _attention(model: nn.Module) -> str | None:

@@ -16,13 +16,11 @@ from finetune.data.features import Features
 from finetune.data.prepared.lengths import LengthPolicy
 from finetune.errors import DataError
 from finetune.task.base import BaseTask
-from finetune.task.causal import pad_id
+from finetune.task.causal import pad_id, target_loss
 from finetune.task.expecting import OnlyText
-from finetune.task.forward import logits_of
 from finetune.task.hiding import Hiding
-from finetune.task.losses import TokenLoss
 from finetune.task.materials import Materials
-from finetune.task.metrics import token_metrics, token_sums
+from finetune.task.metrics import token_metrics
 from finetune.task.protocol import ModelHead
 
 MASKS = ("<mask>", "[MASK]")
@@ -41,7 +39,7 @@ class MaskedLmTask(BaseTask):
         section, self.data = materials.section, materials.data
         tokenizer = materials.tokenizer
         self.pad_id = pad_id(tokenizer)
-        self.loss = TokenLoss(section.label_smoothing, section.z_loss)
+        self.loss = target_loss(materials)
         self._section = section.masked_lm
         mask_id = _mask_id(tokenizer)
         special = Tokens(tokenizer).special
@@ -88,11 +86,11 @@ class MaskedLmTask(BaseTask):
 
     def loss_sums(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
         """Return `loss_sum` and, where that is smoothed or has a z-loss, the plain `cross_entropy` beside it."""
-        return self.loss.sums(logits_of(model, batch), batch.labels)
+        return self.loss.sums(model, batch)
 
     def metric_sums(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
         """Return `loss_sum` (the plain cross-entropy), `num_targets` and `num_correct`."""
-        return token_sums(logits_of(model, batch), batch.labels)
+        return self.loss.measured(model, batch)
 
     def metrics(self, sums: Mapping[str, float], records: Tensor | None = None) -> Mapping[str, float]:
         """Return `loss`, `perplexity` and `masked_accuracy`, all of the hidden tokens."""

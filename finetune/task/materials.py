@@ -6,6 +6,7 @@ from typing import Any
 
 from finetune.config.sections.data import DataSection
 from finetune.config.sections.task import TaskSection
+from finetune.config.sections.train import LossKernel
 from finetune.data.rows import Row
 
 
@@ -24,3 +25,4 @@ class Materials:
     processor: Any = None  # an image processor, or a processor of images and text; None for text alone
     rows: Callable[[], Iterable[Row]] = no_rows  # the training rows as their formats read them
     facts: Mapping[str, Any] | None = None  # what an earlier start of the run has read from the rows
+    loss_kernel: LossKernel = "auto"

@@ -13,11 +13,10 @@ from finetune.data.encoding.source_target import SourceTargetEncoder
 from finetune.data.features import Features
 from finetune.data.prepared.lengths import SourceTargetLengths
 from finetune.task.base import BaseTask
-from finetune.task.causal import pad_id
+from finetune.task.causal import pad_id, target_loss
 from finetune.task.forward import innermost
-from finetune.task.losses import TokenLoss
 from finetune.task.materials import Materials
-from finetune.task.metrics import token_metrics, token_sums
+from finetune.task.metrics import token_metrics
 from finetune.task.protocol import ModelHead, Prompt
 
 
@@ -32,7 +31,7 @@ class Seq2SeqTask(BaseTask):
     def __init__(self, materials: Materials) -> None:
         section, self.data = materials.section, materials.data
         self.pad_id = pad_id(materials.tokenizer)
-        self.loss = TokenLoss(section.label_smoothing, section.z_loss)
+        self.loss = target_loss(materials)
         self._section = section.seq2seq
         self._frame = frame_of(materials.tokenizer)
         self._encoder = SourceTargetEncoder(materials.tokenizer, prefix=self._section.source_prefix)
@@ -76,11 +75,11 @@ class Seq2SeqTask(BaseTask):
 
     def loss_sums(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
         """Return `loss_sum` and, where that is smoothed or has a z-loss, the plain `cross_entropy` beside it."""
-        return self.loss.sums(_logits(model, batch), batch.labels)
+        return self.loss.sums(model, batch, _inputs(model, batch))
 
     def metric_sums(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
         """Return `loss_sum` (the plain cross-entropy), `num_targets` and `num_correct`."""
-        return token_sums(_logits(model, batch), batch.labels)
+        return self.loss.measured(model, batch, _inputs(model, batch))
 
     def metrics(self, sums: Mapping[str, float], records: Tensor | None = None) -> Mapping[str, float]:
         """Return `loss`, `perplexity` and `token_accuracy`."""
@@ -92,15 +91,14 @@ class Seq2SeqTask(BaseTask):
         return Prompt(input_ids=tuple(source.tolist()), reference_ids=tuple(target.tolist()))
 
 
-def _logits(model: nn.Module, batch: Batch) -> Tensor:
-    """Return the logits of the decoder, [batch, longest target, vocabulary].
+def _inputs(model: nn.Module, batch: Batch) -> dict[str, Any]:
+    """Return what the model is given: its decoder then predicts the labels.
 
     It is given the targets shifted by one, as the model itself shifts labels, and no labels: their mean is not wanted.
     """
     inner: Any = innermost(model)
     before = inner.prepare_decoder_input_ids_from_labels(labels=batch.labels)
-    logits: Tensor = model(**batch.inputs, decoder_input_ids=before, use_cache=False).logits
-    return logits
+    return {**batch.inputs, "decoder_input_ids": before, "use_cache": False}
 
 
 def _parts(features: Features) -> tuple[np.ndarray, np.ndarray]:

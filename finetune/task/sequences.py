@@ -6,15 +6,13 @@ from dataclasses import replace
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from finetune.data.batch import IGNORED, Batch
 from finetune.data.features import Features
 from finetune.data.prepared.sequences import spans
 from finetune.task.collate import padded
-from finetune.task.forward import logits_of
+from finetune.task.target_loss import log_probabilities_at_targets
 
-PLACES = "places"
 COUNTS = "counts"
 NUM_FIRSTS = "num_firsts"
 
@@ -23,8 +21,8 @@ def halves(features: Sequence[Features], *, pad_id: int) -> Batch:
     """Return the first half of each sample's sequences and below these the second half of each, padded on the right.
 
     `labels[b, t]` is the token at t + 1 where that is a target. There are as many targets of the batch as sequences in
-    the upper half. Extras: where targets stand in the flattened labels (`places`), how many sequences of each sample
-    stand in the upper half (`num_firsts`), and of each of these whether it counts (`counts`, 0 in a filler).
+    the upper half. Extras: how many sequences of each sample stand in the upper half (`num_firsts`), and of each of
+    these whether it counts (`counts`, 0 in a filler).
     """
     sequences = [_sequences(each) for each in features]
     num_firsts = [len(each) // 2 for each in sequences]
@@ -32,7 +30,6 @@ def halves(features: Sequence[Features], *, pad_id: int) -> Batch:
     lower = [one for each, num in zip(sequences, num_firsts, strict=True) for one in each[num:]]
     batch = padded([*upper, *lower], pad_id=pad_id)
     extras = {
-        PLACES: (batch.labels != IGNORED).flatten().nonzero().flatten(),
         NUM_FIRSTS: torch.tensor(num_firsts),
         COUNTS: torch.ones(len(upper)),
     }
@@ -66,17 +63,11 @@ def lower_half(batch: Batch) -> Batch:
 
 
 def log_probabilities(model: nn.Module, batch: Batch) -> Tensor:
-    """Return the log-probability in nats of each sequence's targets, summed, in float32: [sequences].
-
-    Only the logits of targets are taken to float32.
-    """
-    logits = logits_of(model, batch)  # [sequences, length, vocabulary]
-    labels = batch.labels  # [sequences, length]
-    places = batch.extras[PLACES]  # [targets]
-    of_targets = logits.reshape(-1, logits.shape[-1])[places].float()
-    at_targets = labels.reshape(-1)[places]
-    each = functional.cross_entropy(of_targets, at_targets, ignore_index=IGNORED, reduction="none")
-    return -each.new_zeros(labels.numel()).index_copy(0, places, each).view(labels.shape).sum(dim=1)
+    """Return the log-probability in nats of each sequence's targets, summed, in float32: [sequences]."""
+    assert batch.targets is not None  # `halves` has told them
+    each = log_probabilities_at_targets(model, batch)  # [targets]
+    everywhere = each.new_zeros(batch.labels.numel()).index_copy(0, batch.targets.positions, each)
+    return everywhere.view(batch.labels.shape).sum(dim=1)
 
 
 def num_tokens(batch: Batch) -> Tensor:
@@ -90,9 +81,7 @@ def _sequences(features: Features) -> list[Features]:
 
 
 def _rows(batch: Batch, rows: slice) -> Batch:
-    labels = batch.labels[rows]
+    start, stop, _ = rows.indices(len(batch.labels))
     inputs = {name: tensor[rows] for name, tensor in batch.inputs.items()}
-    width, places = labels.shape[1], batch.extras[PLACES]
-    first = 0 if rows.start == 0 else rows.start * width
-    here = (places >= first) & (places < first + labels.numel())
-    return replace(batch, inputs=inputs, labels=labels, extras={**batch.extras, PLACES: places[here] - first})
+    targets = None if batch.targets is None else batch.targets.rows(start, stop, length=batch.labels.shape[1])
+    return replace(batch, inputs=inputs, labels=batch.labels[rows], targets=targets)

@@ -50,4 +50,37 @@ def what_begins_later_begins(config: RunConfig) -> Iterator[Problem]:
         yield Problem("train.average.after_steps", message)
 
 
-LEARNING_RULES = (schedule_free_has_no_schedule, parameters_learn_or_do_not, what_begins_later_begins)
+def updates_in_backward_know_enough(config: RunConfig) -> Iterator[Problem]:
+    """An update within the backward pass is of the whole step, and needs to know nothing of the whole gradient."""
+    train, key = config.train, "train.optimizer.in_backward"
+    if not train.optimizer.in_backward:
+        return
+    if train.global_batch_size != train.microbatch_size:
+        wanted = f"`train.microbatch_size: {train.global_batch_size}`, the global batch"
+        yield Problem(key, f"parameters would learn from each microbatch by itself. Write {wanted}.")
+    if train.max_gradient_norm is not None:
+        message = "the gradient's norm is known only afterwards. Write `train.max_gradient_norm: null`."
+        yield Problem(key, message)
+    if train.nonfinite.action == "skip":
+        message = "with `optimizer.in_backward`, parameters may have learnt before it is seen. Write `stop`."
+        yield Problem("train.nonfinite.action", message)
+    if train.precision == "fp16":
+        message = "fp16 looks at the whole gradient for an overflow. Write `train.precision: bf16`."
+        yield Problem(key, message)
+
+
+def kernels_know_the_loss(config: RunConfig) -> Iterator[Problem]:
+    """Others' kernels work out the cross-entropy itself."""
+    kernel, task = config.train.loss_kernel, config.task
+    for name in ("label_smoothing", "z_loss"):
+        if kernel in ("liger", "cce") and getattr(task, name):
+            yield Problem("train.loss_kernel", f"`{kernel}` knows no `task.{name}`. Write `chunked`, or remove that.")
+
+
+LEARNING_RULES = (
+    schedule_free_has_no_schedule,
+    parameters_learn_or_do_not,
+    what_begins_later_begins,
+    updates_in_backward_know_enough,
+    kernels_know_the_loss,
+)

@@ -44,6 +44,7 @@ def task_effects() -> Iterator[Effect]:
     yield Effect("task.classification.class_weights", _has_classes, "a number is no class")
     yield Effect("task.label_smoothing", _is_smoothed, "only a cross-entropy over classes or tokens is smoothed")
     yield Effect("task.z_loss", partial(_is, names=_NORMALISED), "only a cross-entropy over tokens has it")
+    yield Effect("train.loss_kernel", partial(_is, names=_NORMALISED), "only a cross-entropy over tokens has a choice")
     for key, losses in _OF_LOSSES.items():
         needs = f"only {' and '.join(f'`loss: {loss}`' for loss in losses)} read it"
         yield Effect(f"task.preference.{key}", partial(_prefers, losses=losses), needs)

@@ -9,6 +9,7 @@ from finetune.config.section import Count, Fraction, Positive, Section, Strings,
 DecayRate = Annotated[float, Field(ge=0.0, lt=1.0)]
 Rate = Annotated[float, Field(gt=0.0)]
 DecayRates = Annotated[tuple[DecayRate, ...], Field(strict=False)]
+LossKernel = Literal["auto", "chunked", "liger", "cce", "plain"]
 
 
 class OptimizerSection(Section):
@@ -16,7 +17,7 @@ class OptimizerSection(Section):
 
     name: Literal["adamw", "sgd", "adafactor", "adamw_8bit", "muon", "schedule_free_adamw"] = key(
         "`adamw` (Loshchilov & Hutter, 2017), `sgd`, `adafactor` (Shazeer & Stern, 2018), `adamw_8bit` "
-        "(bitsandbytes, needs CUDA), `muon` (Jordan et al., 2024; AdamW for all that is no hidden matrix) or "
+        "(bitsandbytes), `muon` (Jordan et al., 2024; AdamW for all that is no hidden matrix) or "
         "`schedule_free_adamw` (Defazio et al., 2024, arXiv:2405.15682; extra `optimizers`).",
         "adamw",
     )
@@ -27,6 +28,22 @@ class OptimizerSection(Section):
     eps: float = key("Term that keeps AdamW's denominator away from zero.", 1e-8, gt=0.0)
     momentum: float | None = key("Momentum; unset, none for `sgd` and 0.95 for `muon`.", None, ge=0.0, lt=1.0)
     fused: bool | None = key("One kernel for the whole AdamW update; unset, used wherever it exists.", None)
+    state_dtype: Literal["float32", "bfloat16", "int8"] | None = key(
+        "`adamw`: type in which the moments are held; unset, that of the weights. In fewer bits than 32 they are "
+        "rounded by chance, right on average; `int8` has a scale for up to 256 of them (Dettmers et al., 2022, "
+        "arXiv:2110.02861).",
+        None,
+    )
+    stochastic_rounding: bool = key(
+        "`adamw` with `model.dtype: bfloat16`: weights are updated in float32 and rounded up or down by chance, so "
+        "that small updates count without a float32 copy.",
+        False,
+    )
+    in_backward: bool = key(
+        "Update each parameter as soon as its gradient is there and free that (Lv et al., 2023, arXiv:2306.09782). One "
+        "process, one microbatch per step, no clipping.",
+        False,
+    )
     lora_plus_ratio: float = key(
         "LoRA+ (Hayou et al., 2024, arXiv:2402.12354): the adapters' B learns so many times as fast as A.", 1.0, gt=0.0
     )
@@ -118,6 +135,12 @@ class TrainSection(Section):
     max_gradient_norm: float | None = key("Clip the gradient to this global norm; `null` does not clip.", 1.0, gt=0.0)
     precision: Literal["fp32", "bf16", "fp16"] = key(
         "Arithmetic of forward and backward passes. fp16 scales the loss and needs a GPU.", "fp32"
+    )
+    loss_kernel: LossKernel = key(
+        "How the loss of tokens is worked out. `chunked`: at targets alone, and never with the logits of all of them at "
+        "once; `liger` and `cce`: by the kernels of `liger-kernel` or `cut-cross-entropy` (CUDA, extra `kernels`); "
+        "`plain`: from the logits of all positions. `auto` is `chunked`.",
+        "auto",
     )
     nonfinite: NonFiniteSection = key("What to do with a NaN or infinite loss or gradient.", NonFiniteSection())
     early_stopping: EarlyStoppingSection | None = key("Stop when an evaluation metric no longer gets better.", None)

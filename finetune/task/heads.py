@@ -1,0 +1,112 @@
+"""The head of a language model, found behind whatever wraps the model, and made to listen."""
+
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from finetune.task.forward import innermost
+from finetune.task.head_output import Finish, HeadOutput, head_output
+
+Forward = Callable[[Tensor], Tensor]
+Hear = Callable[[Tensor, Forward], Tensor]
+"""From what the head is given, and its own forward, to what it answers."""
+
+
+class Head:
+    """What makes logits over a vocabulary, and what becomes of them on their way out of the model."""
+
+    def __init__(self, module: nn.Module, output: HeadOutput) -> None:
+        self.module = module
+        self.finish: Finish | None = output.finish
+        self.keeps_rows = output.keeps_rows
+        self._own: Forward = module.forward
+        self._hear: Hear | None = None
+        self._listen = _uncompiled(self._heard)
+
+    @classmethod
+    def of_logits(cls) -> "Head":
+        """Return a head whose input are logits already."""
+        return cls(nn.Identity(), HeadOutput(Finish(), keeps_rows=True))
+
+    def linear_for(self, rows: Tensor) -> tuple[Tensor, Tensor | None] | None:
+        """Return weight and bias where the head is a plain linear map of such rows; None else.
+
+        It is none as a layer of LoRA, quantised, or with weights that a wrapper has cut to pieces.
+        """
+        weight: Any = getattr(self.module, "weight", None)
+        if getattr(self._own, "__func__", None) is not nn.Linear.forward or type(weight) not in (Tensor, nn.Parameter):
+            return None
+        if weight.dtype != rows.dtype and self.dtype_of(rows) == rows.dtype:
+            return None
+        return weight, cast(Any, self.module.bias)
+
+    @staticmethod
+    def dtype_of(rows: Tensor) -> torch.dtype:
+        """Return the dtype in which a linear map of the rows would be worked out."""
+        device = rows.device.type
+        return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else rows.dtype
+
+    def logits(self, rows: Tensor) -> Tensor:
+        """Return the logits of hidden states, [rows, vocabulary], in float32, as the module itself makes them."""
+        assert self.finish is not None
+        return self.finish.of(self._own(rows).to(torch.float32))
+
+    @contextmanager
+    def listening(self, hear: Hear) -> Iterator[None]:
+        """Have `hear` answer for the module meanwhile."""
+        attributes = self.module.__dict__
+        before = attributes.get("forward")
+        self._own, self._hear = self.module.forward, hear
+        attributes["forward"] = self._listen
+        try:
+            yield
+        finally:
+            self._hear = None
+            if before is None:
+                del attributes["forward"]
+            else:
+                attributes["forward"] = before
+
+    def _heard(self, hidden: Tensor, *_: Any, **__: Any) -> Tensor:
+        assert self._hear is not None
+        return self._hear(hidden, self._own)
+
+
+_HEADS: "weakref.WeakKeyDictionary[nn.Module, Head]" = weakref.WeakKeyDictionary()
+
+
+def head_of(model: nn.Module) -> Head | None:
+    """Return the head of the model inside all wrappers; None where it has none over a vocabulary.
+
+    What becomes of its output is found out when it is first asked for.
+    """
+    inner: Any = innermost(model)
+    module = _linear_map(inner)
+    if module is None:
+        return None
+    known = _HEADS.get(inner)
+    if known is None or known.module is not module:
+        known = _HEADS[inner] = Head(module, head_output(inner, module))
+    return known
+
+
+def _linear_map(model: Any) -> nn.Module | None:
+    """Return what makes logits over a vocabulary; None where nothing does, or the model knows of nothing."""
+    try:
+        found: nn.Module | None = model.get_output_embeddings()
+    except (AttributeError, NotImplementedError):
+        return None
+    return found
+
+
+def _uncompiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return the function as one that a compiler leaves alone, where one is loaded: it changes from pass to pass."""
+    if "torch._dynamo" not in sys.modules:
+        return function
+    uncompiled: Callable[..., Tensor] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]  # torch has no types for it
+    return uncompiled
