@@ -2,26 +2,27 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from finetune.config.sections.model import ModelSection
 from finetune.errors import ModelError
 from finetune.model.architecture import SpecialIds, architecture
-from finetune.model.attention import attention_implementation
+from finetune.model.attention.choice import attention_implementation, best_attention
+from finetune.model.checkpointing import recompute
 from finetune.model.embeddings import tell_of_none
 from finetune.model.heads import HEADS, NEW_HEADS, is_of_head, set_values
 from finetune.model.hollow import give_places
-from finetune.model.hub import is_folder, located, told
+from finetune.model.hub import is_folder, told
 from finetune.model.initialize import draw_weights
 from finetune.model.layers import name_own_layers, share_input_embeddings
+from finetune.model.origin import origin_of, pretrained_config
 from finetune.model.quantize import keep_as_stored, quantization_config
 from finetune.model.unread import freeze_unread
 from finetune.runtime.construction import Construction
-from finetune.runtime.hub import is_offline, without_vain_retries
+from finetune.runtime.hub import without_vain_retries
 
 
 def load_model(
@@ -51,7 +52,7 @@ def load_model(
         if not construction.is_hollow:
             draw_weights(model, seed=seed, gather=construction.gather)
     elif construction.is_hollow:
-        config = _pretrained_config(section)
+        config = pretrained_config(section)
         set_values(config, values)
         model = _built(config, section=section, head=head, construction=construction, attention=attention)
     else:
@@ -72,35 +73,12 @@ def _built(
         model = HEADS[head].from_config(
             config,
             dtype=getattr(torch, section.dtype),
-            attn_implementation=attention,
+            attn_implementation=attention or best_attention(config),
             trust_remote_code=section.trust_remote_code,
         )
     if construction.is_hollow:
         give_places(model)
     return model
-
-
-def _origin(section: ModelSection) -> dict[str, Any]:
-    name = section.name or ""
-    place = located(name, key="model.name")
-    if is_folder(name) and (Path(place) / "adapter_config.json").exists():
-        raise ModelError(
-            f"model.name: {place} holds an adapter, not a model. Name the base it was trained on "
-            "(`base_model_name_or_path` in its adapter_config.json)."
-        )
-    return {
-        "pretrained_model_name_or_path": place,
-        "revision": section.revision,
-        "cache_dir": section.cache_folder,
-        "trust_remote_code": section.trust_remote_code,
-        "local_files_only": is_folder(name) or is_offline(),
-    }
-
-
-def _pretrained_config(section: ModelSection) -> PreTrainedConfig:
-    name, origin = str(section.name), _origin(section)
-    with told(name, key="model.name"), without_vain_retries(is_local=is_folder(name)):
-        return AutoConfig.from_pretrained(**origin)
 
 
 @dataclass(frozen=True)
@@ -117,17 +95,17 @@ def _pretrained(
     construction: Construction,
     attention: str | None,
 ) -> _Loaded:
-    name, origin = str(section.name), _origin(section)
+    name, origin = str(section.name), origin_of(section)
     may_be_new = head in NEW_HEADS
     quantization = quantization_config(section)
-    config = _pretrained_config(section)
+    config = pretrained_config(section)
     set_values(config, values)
     with told(name, key="model.name"), without_vain_retries(is_local=is_folder(name)), construction.context():
         model, loading = HEADS[head].from_pretrained(
             **origin,
             config=config,
             dtype=getattr(torch, section.dtype),
-            attn_implementation=attention,
+            attn_implementation=attention or best_attention(config),
             ignore_mismatched_sizes=may_be_new,
             output_loading_info=True,
             **({} if quantization is None else {"quantization_config": quantization}),
@@ -164,18 +142,5 @@ def _ready_to_train(model: PreTrainedModel, *, section: ModelSection) -> PreTrai
     name_own_layers(model)
     model.config.use_cache = False  # generation asks for its cache through generation_config
     if section.gradient_checkpointing:
-        if not model.supports_gradient_checkpointing:
-            raise ModelError(
-                f"model.gradient_checkpointing: `{model.config.model_type}` does not support it. Write `false`."
-            )
-        _enable_checkpointing(model)
+        recompute(model, section.gradient_checkpointing)
     return model.train()
-
-
-def _enable_checkpointing(model: PreTrainedModel) -> None:
-    """Switch it on without reentrance, the only way that FSDP2 and frozen bases both allow."""
-    settings = {"use_reentrant": False}
-    if hasattr(model, "activation_checkpointing_enable"):
-        model.activation_checkpointing_enable(activation_checkpointing_kwargs=settings)
-    else:  # transformers before 5.20 or so; may go when pyproject.toml asks for a newer one
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=settings)

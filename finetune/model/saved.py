@@ -9,15 +9,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import PeftModel
 from safetensors import safe_open
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.utils import logging
 
 from finetune.errors import ModelError
+from finetune.model.adapters.wish import is_adapted
+from finetune.model.attention.choice import best_attention
 from finetune.model.heads import HEADS, NEW_HEADS
 from finetune.model.hub import is_folder, told
 from finetune.runtime.hub import is_offline, without_vain_retries
+from finetune.runtime.lazy import lazily
+
+with lazily():
+    from peft import peft_model
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS, BASE = "adapter_config.json", "adapter_model.safetensors", "base"
 CONFIG = "config"
@@ -105,6 +110,7 @@ def load_base(saved: SavedModel, *, key: str, dtype: str = "auto", trust_remote_
             saved.base,
             config=saved.config,
             dtype=kind,
+            attn_implementation=best_attention(saved.config),
             trust_remote_code=trust_remote_code,
             ignore_mismatched_sizes=brings_head,
             **_local(saved.base),
@@ -115,17 +121,17 @@ def load_base(saved: SavedModel, *, key: str, dtype: str = "auto", trust_remote_
     return model.eval()
 
 
-def with_adapters(model: Any, folders: Mapping[str, Path], *, key: str) -> PeftModel:
+def with_adapters(model: Any, folders: Mapping[str, Path], *, key: str) -> Any:
     """Return the model with the adapters of these folders by name, the first one switched on; raises ModelError."""
     adapted = model
     for name, folder in folders.items():
         with told(str(folder), key=key):
             if not (folder / ADAPTER_CONFIG).is_file():
                 raise ValueError("there is no adapter_config.json in it.")
-            if isinstance(adapted, PeftModel):
+            if is_adapted(adapted):
                 adapted.load_adapter(str(folder), adapter_name=name)
             else:
-                adapted = PeftModel.from_pretrained(model, str(folder), adapter_name=name)
+                adapted = peft_model.PeftModel.from_pretrained(model, str(folder), adapter_name=name)
     return adapted.eval()
 
 

@@ -21,6 +21,7 @@ from finetune.model.saved import SavedModel, load_saved, look_at
 from finetune.run.export import is_run, processing_in
 from finetune.run.export_checkpoint import exported_weights
 from finetune.run.kept import Kept, load_kept
+from finetune.run.layout import settled
 from finetune.run.model import build_model
 from finetune.runtime.construction import Construction
 from finetune.task.protocol import Task
@@ -44,7 +45,9 @@ class Subject:
 
     def task(self) -> Task:
         """Return the task; raises DataError where the job cannot serve it."""
-        return self.kept.task(self.config)
+        saved = self.saved
+        data = None if saved is None else settled(self.config, model=saved.config, adapter=saved.adapter or {})
+        return self.kept.task(self.config, data=data)
 
     def start(self, task: Task) -> Any:
         """Return the model as the run began with it, what priors of a task are worked out from; a folder's own."""

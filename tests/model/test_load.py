@@ -9,7 +9,7 @@ from transformers import AutoModel
 
 from finetune.config.sections.model import ModelSection
 from finetune.errors import ModelError
-from finetune.model.attention import attention_implementation
+from finetune.model.attention.choice import attention_implementation
 from finetune.model.hub import is_folder, located
 from finetune.runtime import hub
 from finetune.runtime.construction import Construction

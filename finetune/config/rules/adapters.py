@@ -25,7 +25,7 @@ def prompts_fit(config: RunConfig) -> Iterator[Problem]:
     if config.task.name not in PROMPTED:
         message = f"only {listed(PROMPTED)} have a text to stand before. Write `model.lora`."
         yield Problem(f"model.{kind}", message)
-    if batching.by == "packs" or batching.padding_free:
+    if batching.by == "packs" or batching.padding_free is True:
         key = "by" if batching.by == "packs" else "padding_free"
         message = "samples that share a row share what is learnt before it. Write `data.batching.by: samples`."
         yield Problem(f"data.batching.{key}", message)

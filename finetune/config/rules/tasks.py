@@ -83,7 +83,7 @@ def samples_stand_alone(config: RunConfig) -> Iterator[Problem]:
     if task not in PADDED:
         return
     message = f"`task.name: {task}` pads its samples."
-    if batching.padding_free:
+    if batching.padding_free is True:
         yield Problem("data.batching.padding_free", f"{message} Write `length_window_steps: 1` for less padding.")
     if batching.by == "packs" or (batching.by == "tokens" and task in WITHOUT_TOKENS):
         yield Problem("data.batching.by", f"{message} Write `by: samples`.")

@@ -147,10 +147,10 @@ class BatchingSection(Section):
         "samples",
     )
     tokens: Positive | None = key("Budget of a pack or a batch by tokens; unset, `data.max_length`.", None)
-    padding_free: bool = key(
-        "Lay the samples of a forward pass end to end instead of padding them; no sample sees another. "
-        "Packs always are.",
-        False,
+    padding_free: bool | Auto = key(
+        "Lay the samples of a forward pass end to end instead of padding them; no sample sees another. `auto`: where "
+        "the task can and the model is known to keep them apart. Packs always are.",
+        "auto",
     )
     length_window_steps: Count = key(
         "Sort by length within this many steps: less padding. 1 alters no step; more makes steps of similar lengths.", 0
