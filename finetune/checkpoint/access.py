@@ -20,6 +20,7 @@ _ELEMENT_BY_ELEMENT = frozenset(
     {"Adam", "AdamW", "SGD", "Adagrad", "RMSprop", "NAdam", "RAdam", "Adadelta", "Lion"}
     | {"DeepSpeedCPUAdam", "DeepSpeedCPUAdagrad", "DeepSpeedCPULion", "FusedAdam", "FusedLion"}
     | {"ScheduleFreeAdamW", "MuonAndAdamW"}
+    | {"LowBitAdamW"}  # and a few for each row: it is refused where rows are cut
 )
 """Optimizers whose state has a number for each number of the parameter: the only ones that may be cut anywhere."""
 

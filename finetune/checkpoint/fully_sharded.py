@@ -8,11 +8,12 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.fsdp._runtime_utils import _reshard
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate
 
 from finetune.checkpoint.names import named_buffers, named_parameters
 from finetune.checkpoint.placement import Held, Placement, whole
 from finetune.errors import CheckpointError
+from finetune.runtime.parameters import held_rows
 
 
 def place_fsdp2(model: nn.Module) -> Placement:
@@ -64,16 +65,11 @@ def _held_dtensor(name: str, parameter: nn.Parameter) -> Held:
 
 
 def _rows(name: str, parameter: DTensor) -> tuple[int, int]:
-    """Return the first row and the number of rows that this rank holds: FSDP2 cuts dimension 0 as `chunk` does."""
-    first, num_rows = 0, parameter.shape[0]
-    for dimension, placement in enumerate(parameter.placements):
-        if isinstance(placement, Replicate):
-            continue
-        if type(placement) is not Shard or placement.dim != 0 or num_rows != parameter.shape[0]:
-            raise CheckpointError(f"{name}: is laid out as {parameter.placements}; only rows over ranks can be saved")
-        size = -(-parameter.shape[0] // parameter.device_mesh.size(dimension))
-        first = min(size * parameter.device_mesh.get_local_rank(dimension), parameter.shape[0])
-        num_rows = min(size, parameter.shape[0] - first)
+    """Return the first row and the number of rows that this rank holds."""
+    held = held_rows(parameter)
+    if held is None:
+        raise CheckpointError(f"{name}: is laid out as {parameter.placements}; only rows over ranks can be saved")
+    first, num_rows = held
     assert num_rows == parameter.to_local().shape[0], f"{name}: {parameter.placements} is not cut as expected"
     return first, num_rows
 

@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TypeVar
 
 import torch
 from accelerate import Accelerator
@@ -14,11 +15,16 @@ from finetune.checkpoint.sharing import PlannedFile, gathering_rounds
 from finetune.checkpoint.state import Scalars, StateAccess
 from finetune.runtime import ranks
 
-Spans = Mapping[str, Sequence[tuple[int, int]]]
-"""By parameter, what each rank sends of it: elements [start, stop)."""
+Kind = tuple[str, int]
+"""A parameter's name and a number of elements: its value's, or those of a state with fewer numbers in each row."""
+
+Spans = Mapping[Kind, Sequence[tuple[int, int]]]
+"""By kind of tensor, what each rank sends of it: elements [start, stop)."""
 
 Shelf = Callable[[PlannedFile, TensorRecord], Tensor]
 """Returns where a tensor of this rank's is to be put together, flat, in host memory."""
+
+K = TypeVar("K", str, Kind)
 
 Gathered = tuple[PlannedFile, TensorRecord, Tensor]
 
@@ -52,7 +58,7 @@ class Gatherer:
 
     def __init__(self, access: StateAccess) -> None:
         self._access = access
-        self._spans: dict[str, list[tuple[int, int]]] = {}
+        self._spans: dict[Kind, list[tuple[int, int]]] = {}
 
     def gather(self, planned: Sequence[PlannedFile], *, shelf: Shelf) -> Iterator[Gathered]:
         """Yield this rank's tensors as they become whole; every rank has to take all that there are. Collective."""
@@ -67,16 +73,16 @@ class Gatherer:
                     yield file, record, mine.pop(record)
 
     def _ask(self, records: Sequence[TensorRecord]) -> None:
-        """Learn what each rank holds of the parameters that are new. Collective."""
-        new = {record.name: record for record in records if not self._access.is_whole(record)}
+        """Learn what each rank holds of the kinds of tensors that are new. Collective."""
+        new = {_kind(record): record for record in records if not self._access.is_whole(record)}
         if new.keys() <= self._spans.keys():
             return
         own = [self._access.span(record) if self._access.contributes else (0, 0) for record in new.values()]
-        self._spans.update(_by_name(list(new), ranks.gather_objects(own)))
+        self._spans.update(_by_kind(list(new), ranks.gather_objects(own)))
 
     def _parcel(self, file: PlannedFile, record: TensorRecord, into: Tensor | None) -> Parcel:
         is_whole = self._access.is_whole(record)
-        spans = _only(file.owner, record.num_elements) if is_whole else self._spans[record.name]
+        spans = _only(file.owner, record.num_elements) if is_whole else self._spans[_kind(record)]
         start, stop = spans[ranks.rank()]
         return Parcel(file.owner, spans, self._access.read(record) if start < stop else torch.empty(0), into)
 
@@ -92,7 +98,7 @@ def gather_weights(accelerator: Accelerator, model: nn.Module, *, trained_only: 
     wanted = {name: held for name, held in placement.held.items() if held.is_trained or not trained_only}
     parted = [name for name, held in wanted.items() if not held.is_whole]
     own = [(wanted[name].start, wanted[name].stop) if placement.contributes else (0, 0) for name in parted]
-    spans = _by_name(parted, ranks.gather_objects(own))
+    spans = _by_kind(parted, ranks.gather_objects(own))
     weights: dict[str, Tensor] = {}
     for name, held in wanted.items():
         into = torch.empty(held.shape, dtype=held.owner.dtype) if is_main else None
@@ -114,8 +120,12 @@ def _differs(value: object) -> bool:
     return len(set(ranks.gather_objects(digest))) > 1
 
 
-def _by_name(names: Sequence[str], gathered: Sequence[Sequence[tuple[int, int]]]) -> dict[str, list[tuple[int, int]]]:
-    return {name: [spans[index] for spans in gathered] for index, name in enumerate(names)}
+def _kind(record: TensorRecord) -> Kind:
+    return record.name, record.num_elements
+
+
+def _by_kind(kinds: Sequence[K], gathered: Sequence[Sequence[tuple[int, int]]]) -> dict[K, list[tuple[int, int]]]:
+    return {kind: [spans[index] for spans in gathered] for index, kind in enumerate(kinds)}
 
 
 def _only(owner: int, count: int) -> list[tuple[int, int]]:

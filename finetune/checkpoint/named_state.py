@@ -1,10 +1,12 @@
 """The training state of a model and its torch optimizer, tensor by tensor and name by name."""
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from finetune.checkpoint.first_state import expected_state, make_first_state
 from finetune.checkpoint.loss_scale import LossScale
@@ -53,7 +55,8 @@ class NamedState:
         if self.is_whole(record):
             return 0, record.num_elements
         held = self._held[record.name]
-        return held.start, held.stop
+        among = max(1, math.prod(held.shape))  # a state may have fewer numbers in each row than the parameter has
+        return held.start * record.num_elements // among, held.stop * record.num_elements // among
 
     def read(self, record: TensorRecord) -> Tensor:
         """Return this rank's elements, flat; none where this rank has no such state."""
@@ -167,9 +170,21 @@ def _record(name: str, key: str, shape: tuple[int, ...], tensor: Tensor) -> Tens
 def _whole_shape(name: str, key: str, *, tensor: Tensor, held: Held) -> tuple[int, ...]:
     if held.is_whole:
         return tuple(tensor.shape)
+    if _is_by_rows(tensor, held):
+        return tuple(tensor.shape)
     if tensor.shape != held.owner.shape:
         raise CheckpointError(f"{name}: optimizer state `{key}` is not laid out like the parameter and cannot be saved")
     return held.shape
+
+
+def _is_by_rows(tensor: Tensor, held: Held) -> bool:
+    """Tell whether it is split by rows as the parameter is, whatever it has in a row (scales of blocks)."""
+    return (
+        isinstance(tensor, DTensor)
+        and isinstance(held.owner, DTensor)
+        and tensor.shape[:1] == held.owner.shape[:1]
+        and tensor.placements == held.owner.placements
+    )
 
 
 def _is_number(key: str, value: object, held: Held) -> bool:

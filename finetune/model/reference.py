@@ -5,10 +5,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from peft import PeftModel
-from torch import nn
-
 from finetune.config.sections.model import ModelSection
+from finetune.model.adapters.wish import is_adapted
 from finetune.model.base import folder_digest, weights_digest
 from finetune.model.hub import located
 
@@ -17,7 +15,8 @@ _STARTS_WITHIN_BASE = ("pissa", "olora", "loftq")
 
 _OF_ADAPTERS = frozenset({"lora", "ia3", "oft", "prompt_tuning", "prefix_tuning", "adapter"})
 _OF_NO_VALUE = frozenset(
-    {"gradient_checkpointing", "cache_folder", "freeze", "train_only", "name", "revision", "tokenizer"}
+    {"gradient_checkpointing", "activation_offload", "cache_folder", "freeze", "train_only"}
+    | {"name", "revision", "tokenizer"}
 )
 
 
@@ -32,12 +31,12 @@ def starts_as_base(section: ModelSection) -> bool:
 
 
 @contextmanager
-def as_reference(model: nn.Module, section: ModelSection) -> Iterator[None]:
+def as_reference(model: Any, section: ModelSection) -> Iterator[None]:
     """Have the model answer as the reference meanwhile: adapters off where they start from nothing.
 
     Which parameters learn is left alone, as peft's own switch does not. `model` is as the model wing built it.
     """
-    if not isinstance(model, PeftModel) or not starts_as_base(section):
+    if not is_adapted(model) or not starts_as_base(section):
         yield
         return
     if model.peft_config[model.active_adapter].is_prompt_learning:

@@ -22,6 +22,7 @@ class ModelSize:
     num_adapted_modules: int
     bytes_by_dtype: Mapping[str, int]
     trained_bytes_by_dtype: Mapping[str, int]
+    largest_trained_bytes: int = 0  # of one parameter
 
     @property
     def lines(self) -> tuple[str, ...]:
@@ -39,7 +40,7 @@ def describe(model: nn.Module) -> ModelSize:
     """Return the model's size; parameters that ZeRO-3 has partitioned count in full."""
     bytes_by_dtype: Counter[str] = Counter()
     trained_bytes: Counter[str] = Counter()
-    num_parameters = num_trained = 0
+    num_parameters = num_trained = largest = 0
     for parameter in model.parameters():
         count = full_numel(parameter)
         dtype = str(parameter.dtype).removeprefix("torch.")
@@ -48,7 +49,10 @@ def describe(model: nn.Module) -> ModelSize:
         if parameter.requires_grad:
             num_trained += count
             trained_bytes[dtype] += count * parameter.element_size()
-    return ModelSize(num_parameters, num_trained, _num_adapted(model), dict(bytes_by_dtype), dict(trained_bytes))
+            largest = max(largest, count * parameter.element_size())
+    return ModelSize(
+        num_parameters, num_trained, _num_adapted(model), dict(bytes_by_dtype), dict(trained_bytes), largest
+    )
 
 
 def _num_adapted(model: nn.Module) -> int:

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from finetune.config.load import LoadedConfig, require_shareable
-from finetune.config.rules.model import adapter_of
+from finetune.config.rules.model import adapter_of, learning_dtypes
 from finetune.model.batch_norm import settle_batch_norm
 from finetune.report.announcer import Announcer
 from finetune.report.events import RunStarted
@@ -39,6 +39,7 @@ from finetune.strategy.environment import read_environment
 from finetune.strategy.explain import explain
 from finetune.strategy.protocol import Strategy
 from finetune.strategy.reconcile import JobFacts
+from finetune.train.optimizer import rounds_by_place
 
 
 def train_from_config(loaded: LoadedConfig) -> int:
@@ -107,6 +108,9 @@ def launched_strategy(loaded: LoadedConfig) -> Strategy:
         keeps_average=config.train.average is not None,
         unfreezes=bool(config.train.unfreeze),
         pins_memory=config.data.pin_memory is True,
+        offloads_activations=config.model.activation_offload,
+        updates_in_backward=config.train.optimizer.in_backward,
+        rounds_by_place=any(rounds_by_place(config.train.optimizer, dtype=dtype) for dtype in learning_dtypes(config)),
         has_two_dtypes=adapter_of(config) is not None and config.model.dtype != "float32",
     )
     return choose_strategy(environment, job)

@@ -7,22 +7,36 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from finetune.config.run_config import RunConfig
-from finetune.model.adapters.build import adapter_wish, add_adapter
 from finetune.model.adapters.ground import Ground
+from finetune.model.adapters.wish import adapter_wish
 from finetune.model.architecture import SpecialIds
 from finetune.model.batch_norm import set_batch_norm
 from finetune.model.freeze import freeze, train_only
 from finetune.model.load import load_model
 from finetune.model.new_tokens import give_rows, new_ids
+from finetune.model.offload import offload_activations
 from finetune.model.quantize import weights_folder
 from finetune.runtime.construction import Construction
+from finetune.runtime.lazy import lazily
 from finetune.task.protocol import Task
+
+with lazily():
+    from finetune.model.adapters import build
 
 
 def build_model(
     config: RunConfig, *, task: Task, tokenizer: PreTrainedTokenizerBase | None, construction: Construction
 ) -> Any:
     """Return the model as it is before its first step. Collective under ZeRO-3."""
+    model = _learning(config, task=task, tokenizer=tokenizer, construction=construction)
+    if config.model.activation_offload:
+        offload_activations(model)
+    return model
+
+
+def _learning(
+    config: RunConfig, *, task: Task, tokenizer: PreTrainedTokenizerBase | None, construction: Construction
+) -> Any:
     section, seed = config.model, config.run.seed
     if section.quantization is not None:
         construction = replace(construction, context=nullcontext, is_hollow=False)  # Accelerate sends no packed weights
@@ -50,7 +64,7 @@ def build_model(
             new_ids=ids,
             base=weights_folder(section),
         )
-        return add_adapter(model, wish, ground)
+        return build.add_adapter(model, wish, ground)
     freeze(model, section.freeze)
     train_only(model, section.train_only)
     return model

@@ -18,6 +18,7 @@ from finetune.run.samples import recorded
 from finetune.run.weights import make_weights
 from finetune.runtime.cadence import Cadence, Never
 from finetune.train.evaluate import NoEvaluation
+from finetune.train.in_backward import UpdateInBackward
 from finetune.train.meters import Meters
 from finetune.train.parts import Evaluation, Parts, Saving
 from finetune.train.plan import Plan
@@ -67,6 +68,8 @@ def make_parts(
 
 def make_update(config: RunConfig, machine: Machine) -> Update:
     """Return what takes gradients to weights."""
+    if config.train.optimizer.in_backward:
+        return UpdateInBackward(machine.accelerator, machine.model, machine.optimizer)
     limit = config.train.max_gradient_norm
     return Update(machine.accelerator, machine.model, machine.optimizer, max_gradient_norm=limit)
 

@@ -4,7 +4,8 @@ import math
 import re
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 _WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:module|_fsdp_wrapped_module|_orig_mod|_checkpoint_wrapped_module)\.")
 
@@ -23,6 +24,25 @@ def num_values(parameter: nn.Parameter) -> int:
     """Return how many numbers the whole parameter stands for; one of bitsandbytes' packs several into each element."""
     packed = getattr(parameter, "quant_state", None)
     return full_numel(parameter) if packed is None else math.prod(packed.shape)
+
+
+def held_rows(tensor: Tensor) -> tuple[int, int] | None:
+    """Return the first row that this rank holds and how many; None where it is not split by rows.
+
+    FSDP2 cuts dimension 0 as `chunk` does, at most once; a tensor that is no DTensor is whole.
+    """
+    first, num_rows = 0, tensor.shape[0] if tensor.dim() else 1
+    if not isinstance(tensor, DTensor):
+        return first, num_rows
+    for dimension, placement in enumerate(tensor.placements):
+        if isinstance(placement, Replicate):
+            continue
+        if type(placement) is not Shard or placement.dim != 0 or num_rows != tensor.shape[0]:
+            return None
+        size = -(-tensor.shape[0] // tensor.device_mesh.size(dimension))
+        first = min(size * tensor.device_mesh.get_local_rank(dimension), tensor.shape[0])
+        num_rows = min(size, tensor.shape[0] - first)
+    return first, num_rows
 
 
 def canonical_name(name: str) -> str:

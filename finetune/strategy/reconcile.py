@@ -24,6 +24,9 @@ class JobFacts:
     unfreezes: bool = False  # some parameters begin to learn later
     has_two_dtypes: bool = False  # frozen weights in 16 bits beside float32 adapters
     pins_memory: bool = False
+    offloads_activations: bool = False
+    updates_in_backward: bool = False
+    rounds_by_place: bool = False  # the optimizer: by chance drawn from where in the whole parameter a number is
 
 
 def disagreements(environment: LaunchEnvironment, job: JobFacts) -> list[str]:
@@ -39,6 +42,13 @@ def disagreements(environment: LaunchEnvironment, job: JobFacts) -> list[str]:
         found.append("train.precision: fp16 needs a GPU and none was found. Write fp32 or bf16.")
     if job.pins_memory and not environment.has_device:
         found.append("data.pin_memory: true has no effect without a GPU and none was found. Remove it.")
+    if job.offloads_activations and not environment.has_device:
+        found.append("model.activation_offload: true has no effect without a GPU and none was found. Remove it.")
+    if job.updates_in_backward and _is_spread(environment):
+        found.append(
+            "train.optimizer.in_backward: true is for one process: over several, a gradient is whole only after it has "
+            "been reduced. Remove it, or start one process without FSDP and DeepSpeed."
+        )
     if environment.fsdp_activation_checkpointing:
         found.append(
             "fsdp_activation_checkpointing: true gives wrong gradients with any dropout (seen with Accelerate 1.15). "
@@ -54,8 +64,17 @@ def disagreements(environment: LaunchEnvironment, job: JobFacts) -> list[str]:
             "train.optimizer.name: muon makes whole matrices orthogonal, and FSDP1 and ZeRO hand the optimizer parts "
             "of them, flattened. Launch with accelerate_configs/ddp.yaml or fsdp2.yaml, or write adamw."
         )
+    if job.rounds_by_place and (environment.fsdp_version == 1 or environment.zero_stage is not None):
+        found.append(
+            "train.optimizer.state_dtype and stochastic_rounding go by a parameter's rows, and FSDP1 and ZeRO hand the "
+            "optimizer flattened parts. Launch with accelerate_configs/ddp.yaml or fsdp2.yaml, or remove them."
+        )
     found += [f"{kind} is asked for in the accelerate config and is not supported." for kind in environment.unsupported]
     return found + _deepspeed_disagreements(environment, job)
+
+
+def _is_spread(environment: LaunchEnvironment) -> bool:
+    return environment.world > 1 or environment.fsdp_version is not None or environment.zero_stage is not None
 
 
 def _deepspeed_disagreements(environment: LaunchEnvironment, job: JobFacts) -> list[str]:

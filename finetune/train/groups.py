@@ -93,6 +93,7 @@ def describe_groups(groups: Sequence[Mapping[str, Any]], named: Sequence[Named])
     if all(group[FACTOR] == 1.0 and not group[BEGINS_AFTER] for group in groups):
         return
     names = {id(each.parameter): each.name for each in named}
+    groups = _alike(groups)
     yield "parameter groups:"
     for group in groups[:MOST_TOLD]:
         count, first = len(group["params"]), names[id(group["params"][0])]
@@ -109,6 +110,15 @@ def describe_groups(groups: Sequence[Mapping[str, Any]], named: Sequence[Named])
             "  until they begin, parameters keep their values and have no part in gradient norm or optimizer state; "
             "their gradients are computed all the same"
         )
+
+
+def _alike(groups: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return the groups, those that learn alike as one: an optimizer may have more of them for reasons of its own."""
+    found: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for group in groups:
+        key = (group[FACTOR], group["weight_decay"], group[BEGINS_AFTER])
+        found.setdefault(key, {**group, "params": []})["params"].extend(group["params"])
+    return list(found.values())
 
 
 def _depths(named: Sequence[Named]) -> dict[str, int]:

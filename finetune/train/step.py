@@ -160,7 +160,7 @@ def _rows(sample_ids: tuple[int, ...], place: Callable[[int], str]) -> str:
 def _stop_unless_skipping(parts: Parts, progress: Progress, *, number: int, rows: str) -> None:
     where = (
         f"the loss or gradient of step {number} is not finite. Training rows concerned: "
-        f"{rows}. The weights have not been changed by this step."
+        f"{rows}. {parts.update.unharmed}"
     )
     if parts.nonfinite.action == "stop":
         raise NonFiniteError(

@@ -27,6 +27,9 @@ def lags_on(device: torch.device) -> bool:
 class Update:
     """Takes the gradients of one step from backward pass to weights."""
 
+    unharmed = "The weights have not been changed by this step."
+    """What is true of a step whose gradient is not finite."""
+
     def __init__(
         self, accelerator: Accelerator, model: nn.Module, optimizer: Any, *, max_gradient_norm: float | None
     ) -> None:

@@ -21,6 +21,9 @@ SAVED = [
     ("ddp", "adafactor"),
     ("ddp", "groups"),  # rates of their own, a later beginning, an average
     ("zero2", "groups"),
+    ("ddp", "int8"),  # moments in few bits, with scales of blocks
+    ("fsdp2", "int8"),
+    ("fsdp2", "chance"),
 ]
 FROM_START = ("fsdp1", "zero2", "zero3")
 CROSSED = [
@@ -38,6 +41,8 @@ CROSSED = [
     ("fsdp2", "ddp", "sgd"),
     ("ddp", "zero2", "groups"),
     ("zero2", "ddp", "groups"),
+    ("ddp", "fsdp2", "int8"),
+    ("fsdp2", "ddp", "int8"),
 ]
 
 

@@ -40,6 +40,10 @@ from finetune.train.optimizer import begin_step, build_optimizer
 from finetune.train.weights import AveragedWeights
 
 ROWS, LENGTH, VOCABULARY = 8, 12, 67  # 67: rows that no number of ranks divides
+LOW_BIT = {
+    "int8": OptimizerSection(state_dtype="int8", weight_decay=0.1),
+    "chance": OptimizerSection(state_dtype="bfloat16", stochastic_rounding=True),  # bfloat16 weights
+}
 
 
 def main(spec_path: str) -> None:
@@ -144,7 +148,7 @@ def build(variant: str, *, is_spoilt: bool):
         num_key_value_heads=1,
         tie_word_embeddings=variant == "frozen",
     )
-    model = LlamaForCausalLM(config)
+    model = LlamaForCausalLM(config).to(torch.bfloat16 if variant == "chance" else torch.float32)
     model.register_buffer("mark", torch.arange(3.0))  # as a BatchNorm keeps its statistics
     if variant == "lora":
         model = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.0))
@@ -156,6 +160,8 @@ def build(variant: str, *, is_spoilt: bool):
             each.data.add_(0.1)
     if variant == "groups":
         return model, grouped_optimizer(model)
+    if variant in LOW_BIT:
+        return model, build_optimizer(named_of(model), LOW_BIT[variant], learning_rate=1e-2, seed=5)
     return model, plain_optimizer(variant, trained)
 
 

@@ -171,7 +171,9 @@ LAUNCH = (
         ("qproj", "q_proj"),
     ),
     Mistake(
-        "8-bit AdamW without CUDA", job(("steps: 2", "steps: 2, optimizer: {name: adamw_8bit}")), ("adamw_8bit", "CUDA")
+        "update in the backward pass with clipping",
+        job(("steps: 2", "steps: 2, optimizer: {in_backward: true}")),
+        ("in_backward", "max_gradient_norm: null"),
     ),
 )
 

@@ -6,6 +6,7 @@ from torch import nn
 
 from finetune.config.sections.train import OptimizerSection
 from finetune.errors import ModelError
+from finetune.train import optimizer as rule
 from finetune.train.groups import named_of
 from finetune.train.optimizer import begin_step, build_optimizer
 
@@ -35,6 +36,19 @@ def test_a_frozen_model_is_refused():
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="only where there is no CUDA")
-def test_8_bit_adamw_without_cuda_says_what_to_write():
-    with pytest.raises(ModelError, match="Write adamw"):
+def test_8_bit_adamw_where_bitsandbytes_has_it_for_no_cpu_says_what_to_write(monkeypatch):
+    pytest.importorskip("bitsandbytes")
+    monkeypatch.setattr(rule, "_is_on_cpu", lambda operator: False)
+    with pytest.raises(ModelError, match="Write `name: adamw` with `state_dtype: int8`"):
         build_optimizer(named_of(model()), OptimizerSection(name="adamw_8bit"), learning_rate=0.1)
+
+
+def test_8_bit_adamw_takes_a_step_on_a_cpu():
+    pytest.importorskip("bitsandbytes", minversion="0.50")
+    net = nn.Linear(64, 64, bias=False)
+    optimizer = build_optimizer(named_of(net), OptimizerSection(name="adamw_8bit"), learning_rate=0.1)
+    net(torch.ones(2, 64)).sum().backward()
+    before = net.weight.clone()
+    optimizer.step()
+    assert optimizer.state[net.weight]["state1"].dtype == torch.uint8
+    assert not torch.equal(net.weight, before)

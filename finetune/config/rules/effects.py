@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from functools import partial
 
 from finetune.config.paths import is_path, is_url
-from finetune.config.rules.model import MERGEABLE, adapter_of
+from finetune.config.rules.model import MERGEABLE, adapter_of, learning_dtypes
 from finetune.config.rules.source_effects import Effect, source_effects
 from finetune.config.rules.task_effects import task_effects
 from finetune.config.rules.written import exists, is_written
@@ -39,6 +39,17 @@ def _effects(config: RunConfig) -> Iterator[Effect]:
 
 def _optimizer(config: RunConfig, *, names: tuple[str, ...]) -> bool:
     return config.train.optimizer.name in names
+
+
+def _updates_in_one_kernel(config: RunConfig) -> bool:
+    section = config.train.optimizer
+    is_plain = {section.state_dtype or dtype for dtype in learning_dtypes(config)} == learning_dtypes(config)
+    is_plain = is_plain and not section.stochastic_rounding
+    return section.name == "muon" or (section.name == "adamw" and is_plain)
+
+
+def _learns_in_bfloat16(config: RunConfig) -> bool:
+    return "bfloat16" in learning_dtypes(config) and config.train.optimizer.name == "adamw"
 
 
 def _schedule_is_not(config: RunConfig, *, name: str) -> bool:
@@ -124,7 +135,13 @@ EFFECTS: tuple[Effect, ...] = (
     ),
     Effect("train.optimizer.betas", partial(_optimizer, names=_ADAM), f"only {listed(_ADAM)} have betas"),
     Effect("train.optimizer.eps", partial(_optimizer, names=_ADAM), f"only {listed(_ADAM)} have eps"),
-    Effect("train.optimizer.fused", partial(_optimizer, names=("adamw", "muon")), "only AdamW has a fused kernel"),
+    Effect("train.optimizer.fused", _updates_in_one_kernel, "only AdamW has a fused kernel, which does not round"),
+    Effect("train.optimizer.state_dtype", partial(_optimizer, names=("adamw",)), "only `adamw` has a choice"),
+    Effect(
+        "train.optimizer.stochastic_rounding",
+        _learns_in_bfloat16,
+        "it is for `adamw` on weights that learn in bfloat16 (`model.dtype`)",
+    ),
     Effect("train.schedule.decay_fraction", _decays_late, "only `name: warmup_stable_decay` decays late"),
     Effect("train.schedule.final_fraction", partial(_schedule_is_not, name="constant"), "a constant rate never falls"),
     Effect("train.nonfinite.max_skips", _skips, "only `action: skip` skips steps"),
