@@ -92,6 +92,12 @@ class Sheet:
     losses: list[float] = field(default_factory=list)  # of every step, those of the warm-up included
     peak_bytes: int = 0
 
+    def add(self, told: Mapping[str, Any]) -> None:
+        """Take down a step."""
+        self.seconds.append(told["seconds"])
+        self.tokens.append(told["tokens"])
+        self.targets.append(told["targets"])
+
     @property
     def token_seconds(self) -> list[float]:
         """Return CPU-seconds a token that is no padding, round by round."""
@@ -141,32 +147,32 @@ class Controller:
         for name in list(self._seated):
             self._seated.pop(name).kill()
 
-    def play(self, workload: Path, names: Sequence[str], *, rounds: int, warm_up: int) -> dict[str, Sheet]:
+    def play(
+        self, workload: Path, names: Sequence[str], *, rounds: int, warm_up: int, takes_turns: bool = True
+    ) -> dict[str, Sheet]:
         """Return what every contestant's steps cost on the workload; raises ContestantDied.
 
-        A step of the warm-up is taken like every other, and not counted.
+        A step of the warm-up is taken like every other, and not counted. Those who do not take turns run at once:
+        their memory can be measured, and not their time.
         """
-        players = [self._seated[name] for name in names]
-        for player in players:
-            player.say({"play": str(workload)})
-            player.hear("step")  # it waits for its first step
-        sheets = {name: Sheet() for name in names}
+        players, sheets = [self._seated[name] for name in names], {name: Sheet() for name in names}
+        _all(players, {"play": str(workload)}, "step")  # each waits for its first step
         for number in range(warm_up + rounds):
             self._chance.shuffle(players)
-            for player in players:
-                player.say({"go": True})
-                told = player.hear("step")
-                if number >= warm_up:
-                    sheet = sheets[player.name]
-                    sheet.seconds.append(told["seconds"])
-                    sheet.tokens.append(told["tokens"])
-                    sheet.targets.append(told["targets"])
-        for player in players:  # the last step, whose cost nobody asks for
-            player.say({"go": True})
-            told = player.hear("end")
-            sheets[player.name].losses = told["losses"]
-            sheets[player.name].peak_bytes = told["peak_bytes"]
+            for turn in [[player] for player in players] if takes_turns else [players]:
+                told = _all(turn, {"go": True}, "step")
+                for name in told if number >= warm_up else ():
+                    sheets[name].add(told[name])
+        for name, end in _all(players, {"go": True}, "end").items():  # the last step, whose cost nobody asks for
+            sheets[name].losses, sheets[name].peak_bytes = end["losses"], end["peak_bytes"]
         return sheets
+
+
+def _all(players: Sequence[Contestant], message: Mapping[str, Any], expected: str) -> dict[str, dict[str, Any]]:
+    """Return what each of the players answers to the message, which they are all told at once."""
+    for player in players:
+        player.say(message)
+    return {player.name: player.hear(expected) for player in players}
 
 
 def command(name: str) -> list[str]:

@@ -8,6 +8,7 @@ import json
 import random
 import string
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -44,8 +45,7 @@ def make(folder: Path, workload: Workload, *, data: Path, seed: int) -> None:
     (folder / "workload.json").write_text(json.dumps(workload.record()))
     chance = random.Random(f"{seed} {workload.kind}")
     rows = _questions(data, chance) if workload.kind == "gsm8k" else _documents(workload, chance)
-    count = workload.steps * workload.batch
-    written = [row for row, _ in zip(rows, range(count), strict=False)]
+    written = list(islice(rows, workload.documents))
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in written))
     tokenizer = _tokenizer(folder, workload, written)
     _save_model(folder, workload, tokenizer, seed=seed)
@@ -123,7 +123,7 @@ def _save_tokens(folder: Path, workload: Workload) -> None:
     assert isinstance(samples, PreparedSet)
     offsets = np.concatenate(([0], np.cumsum(samples.lengths)))
     rows = Rows(samples.values("input_ids").astype(np.int64), np.array(samples.values("is_target")), offsets)
-    assert len(rows) == workload.steps * workload.batch, f"{workload.name}: {len(rows)} rows"
+    assert len(rows) == workload.documents, f"{workload.name}: {len(rows)} rows"
     rows.save(folder / "tokens.npz")
     (folder / "mean_length").write_text(str(float(rows.lengths.mean())))
     (folder / "note").write_text(rows.note(workload.batch))

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,7 @@ def _accelerate(model: Any, rows: Rows, workload: Workload, seat: Seat) -> None:
     scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
     model.train()
-    for batch in _announced(loader, seat):
+    for batch in _announced(loader, seat, num_steps=workload.steps):
         optimizer.zero_grad()
         loss = model(**batch).loss
         accelerator.backward(loss)
@@ -67,8 +68,8 @@ def _accelerate(model: Any, rows: Rows, workload: Workload, seat: Seat) -> None:
         seat.losses.append(loss.detach())
 
 
-def _announced(loader: Any, seat: Seat) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield the batches, each when its step may begin."""
-    for batch in loader:
+def _announced(loader: Any, seat: Seat, *, num_steps: int) -> Iterator[dict[str, torch.Tensor]]:
+    """Yield a batch a step, each when its step may begin."""
+    for batch in islice(loader, num_steps):
         seat.wait()
         yield batch

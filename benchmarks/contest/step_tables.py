@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from contest.finding import Spread
 from contest.measured import Table
-from contest.ratios import Played, differing
+from contest.ratios import Played, differing, furthest
 from contest.workloads import EQUAL
 
 TIERS: Mapping[str, tuple[str, ...]] = {
@@ -14,13 +14,13 @@ TIERS: Mapping[str, tuple[str, ...]] = {
 }
 HEADER = (
     *("tier", "contestant", "ms a step", "non-pad tokens/s", "target tokens/s", "against Trainer (quartiles)"),
-    *("ms more than bare", "peak MB", "losses"),
+    *("ms more than bare", "losses"),
 )
 
 
-def tables(gate: Played, all_played: Sequence[Played]) -> list[Table]:
-    """Return a table a workload, that of the losses first."""
-    return [_losses(gate), *(_table(played) for played in all_played)]
+def tables(equal: Played, peaks: Played, all_played: Sequence[Played]) -> list[Table]:
+    """Return a table a workload, those of losses and memory first."""
+    return [_losses(equal), _peaks(peaks), *(_table(played) for played in all_played)]
 
 
 def summary(played: Played) -> str:
@@ -29,12 +29,27 @@ def summary(played: Played) -> str:
     return "  non-pad tokens per CPU-second: " + ", ".join(f"{name} {speed:,.0f}" for name, speed in speeds.items())
 
 
+def peak_summary(played: Played) -> str:
+    """Return one line: how much memory everybody takes."""
+    peaks = ", ".join(f"{name} {sheet.peak_bytes / 1e6:,.0f}" for name, sheet in played.sheets.items())
+    return f"  peak resident memory in MB: {peaks}"
+
+
+def _peaks(played: Played) -> Table:
+    trainer = played.sheets["trainer"].peak_bytes
+    rows = [
+        (name, f"{sheet.peak_bytes / 1e6:,.0f}", f"{sheet.peak_bytes / trainer:.2f}")
+        for name, sheet in played.sheets.items()
+    ]
+    header = ("contestant", "MB", "against Trainer")
+    return Table("Peak resident memory of a process that has done nothing else", header, rows, _note(played))
+
+
 def _losses(gate: Played) -> Table:
-    rows = []
-    reference = gate.sheets["bare"].losses
-    for name, sheet in gate.sheets.items():
-        most = max(abs(one - other) / abs(other) for one, other in zip(sheet.losses, reference, strict=True))
-        rows.append((name, f"{sheet.losses[0]:.6f}", f"{sheet.losses[-1]:.6f}", f"{most:.1e}"))
+    rows = [
+        (name, f"{sheet.losses[0]:.6f}", f"{sheet.losses[-1]:.6f}", f"{furthest(gate, name):.1e}")
+        for name, sheet in gate.sheets.items()
+    ]
     header = ("contestant", "first loss", "last loss", "furthest from bare, relative")
     return Table("Equivalence gate: mean loss of each of 20 steps in fp32", header, rows, gate.note)
 
@@ -61,7 +76,6 @@ def _row(played: Played, name: str) -> tuple[str, ...]:
         f"{targets:,.0f}",
         str(played.speed(name, "trainer")),
         "" if more is None else f"{more:+.2f}",
-        f"{sheet.peak_bytes / 1e6:,.0f}",
         _agreement(played, name),
     )
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from contest.controller import ROOT, ContestantDied, Controller, environment
 from contest.measured import Measured, Say
-from contest.ratios import Played, differing, findings, memory
-from contest.step_tables import summary, tables
-from contest.workloads import EQUAL, Workload, equivalence, workloads
+from contest.ratios import Played, differing, findings, furthest, memory_findings
+from contest.step_tables import peak_summary, summary, tables
+from contest.workloads import EQUAL, Workload, equivalence, memory, workloads
 
 MAKING_SECONDS = 600
 
@@ -26,35 +26,30 @@ def measure(folder: Path, *, is_quick: bool, say: Say, data: Path, seed: int, on
     folder = folder.resolve()
     chosen = [each for each in workloads(is_quick=is_quick) if not only or each.name in only]
     missing = absent()
-    chosen = [present(each) for each in (equivalence(), *chosen)]
-    say(f"making {len(chosen)} workloads")
-    make(folder, chosen, data=data, seed=seed)
+    gate, first, *timed = [present(each) for each in (equivalence(), memory(), *chosen)]
+    say(f"making {len(timed) + 2} workloads")
+    make(folder, [gate, first, *timed], data=data, seed=seed)
     with Controller(folder, seed=seed) as controller:
-        gate = play(controller, folder, chosen[0], say=say)
-        refuse_different(gate)
-        all_played = []
-        for workload in chosen[1:]:
-            if not is_quick or not all_played:  # peak memory is of a process that has played nothing else
-                controller.dismiss()
-            all_played.append(play(controller, folder, workload, say=say))
-    return collect(gate, all_played, is_quick=is_quick, missing=missing)
+        peaks = play(controller, folder, first, say=say, takes_turns=False)
+        equal = play(controller, folder, gate, say=say)
+        refuse_different(equal)
+        all_played = [play(controller, folder, workload, say=say) for workload in timed]
+    return collect(equal, peaks, all_played, missing=missing)
 
 
-def collect(gate: Played, all_played: Sequence[Played], *, is_quick: bool, missing: Sequence[str]) -> Measured:
+def collect(equal: Played, peaks: Played, all_played: Sequence[Played], *, missing: Sequence[str]) -> Measured:
     """Return what all of it says."""
-    found = [finding for played in all_played for finding in findings(played)]
-    for played in all_played[:1] if is_quick else all_played[:2]:
-        found += memory(played)
+    found = [finding for played in all_played for finding in findings(played)] + memory_findings(peaks)
     record = {
         played.workload.name: {
             "workload": played.workload.record(),
             "lengths": played.note,
             "contestants": {name: sheet.record() for name, sheet in played.sheets.items()},
-            "apart": differing(played, among=EQUAL),
+            "apart": {name: furthest(played, name) for name in played.sheets if name in EQUAL},
         }
-        for played in (gate, *all_played)
+        for played in (equal, peaks, *all_played)
     }
-    return Measured(sorted(found, key=lambda each: each.gate), tables(gate, all_played), record, missing)
+    return Measured(found, tables(equal, peaks, all_played), record, missing)
 
 
 def make(folder: Path, chosen: Sequence[Workload], *, data: Path, seed: int) -> None:
@@ -75,16 +70,20 @@ def make(folder: Path, chosen: Sequence[Workload], *, data: Path, seed: int) -> 
         raise ContestantDied(f"the workloads could not be made:\n{(folder / 'making.log').read_text()[-3000:]}")
 
 
-def play(controller: Controller, folder: Path, workload: Workload, *, say: Say) -> Played:
+def play(controller: Controller, folder: Path, workload: Workload, *, say: Say, takes_turns: bool = True) -> Played:
     """Return what everybody's steps cost on the workload."""
     controller.seat(workload.contestants)
     note = (folder / workload.name / "note").read_text()
     say(f"{workload.name}: {workload.title}; {note}")
     sheets = controller.play(
-        folder / workload.name, workload.contestants, rounds=workload.rounds, warm_up=workload.warm_up
+        folder / workload.name,
+        workload.contestants,
+        rounds=workload.rounds,
+        warm_up=workload.warm_up,
+        takes_turns=takes_turns,
     )
     played = Played(workload, note, sheets)
-    say(summary(played))
+    say(summary(played) if takes_turns else peak_summary(played))
     return played
 
 

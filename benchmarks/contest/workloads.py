@@ -11,6 +11,8 @@ EQUAL = ("bare", "accelerate", "trainer", "trl equal", "ours equal", "ours")
 BEST_OF_TRL = ("trl packing", "trl grouped", "trl padding-free")
 ALL = (*EQUAL, "trainer grouped", "trl default", *BEST_OF_TRL, "ours tuned")
 
+LEAST_DOCUMENTS = 2000
+
 
 @dataclass(frozen=True)
 class Sizes:
@@ -52,6 +54,11 @@ class Workload:
     logs_every: int = 10  # steps; None of the contestants logs more often than another
 
     @property
+    def documents(self) -> int:
+        """Return how many documents there are: enough that sorting and packing find what they find in real data."""
+        return max(self.steps * self.batch, 1 if self.kind == "fixed" else LEAST_DOCUMENTS)
+
+    @property
     def steps(self) -> int:
         """Return how many steps are taken; the cost of the last is not known, as nothing follows it."""
         return self.warm_up + self.rounds + 1
@@ -78,21 +85,52 @@ def equivalence() -> Workload:
     )
 
 
+def memory() -> Workload:
+    """Return the workload of a few steps whose peak memory is measured, in processes that have played nothing else."""
+    few = ("bare", "trainer", "trl equal", "trl packing", "ours", "ours tuned")
+    return Workload("memory", "peak memory of four steps", few, 2, warm_up=1)
+
+
 def workloads(*, is_quick: bool) -> tuple[Workload, ...]:
-    """Return what is timed, the one whose memory is measured first."""
-    rounds = 15 if is_quick else 30
-    sizes = SMALL if is_quick else Sizes()
-    few = ("bare", "trainer", "trl equal", "ours")
+    """Return what is timed."""
+    return _quick() if is_quick else _full()
+
+
+def _full() -> tuple[Workload, ...]:
+    few = ("bare", "trainer", "trl equal", "ours", "ours tuned")
     return (
-        Workload("lognormal", "lengths lognormal, all tokens are targets", ALL, rounds, sizes=sizes),
-        Workload("gsm8k", "GSM8K, answers are targets", ALL, rounds, "gsm8k", sizes),
-        Workload(
-            *("fixed", "fixed full length", ("bare", "accelerate", "trainer", "trl equal", *OURS), rounds, "fixed"),
-            *(Sizes(), 256, 256, 2),
-        ),
-        Workload(
-            *("tiny", "16 tokens a step", EQUAL, 200 if is_quick else 400, "fixed", TINY, 16, 16, 1, 30),
-        ),
-        Workload("vocabulary", "65,536 words", few, rounds, sizes=Sizes(65536, 128, 344, 2), length=64, max_length=512),
-        Workload("lora", "GSM8K, LoRA of rank 8", few, rounds, "gsm8k", sizes, lora=True),
+        Workload("lognormal", "lengths lognormal, all tokens are targets", ALL, 25),
+        Workload("gsm8k", "GSM8K, answers are targets", ALL, 25, "gsm8k"),
+        _fixed(("bare", "accelerate", "trainer", "trl equal", *OURS), 30),
+        _tiny(EQUAL, 400),
+        Workload("vocabulary", "65,536 words", few, 25, sizes=Sizes(65536, 128, 344, 2), length=64, max_length=512),
+        Workload("lora", "GSM8K, LoRA of rank 8", few, 25, "gsm8k", lora=True),
     )
+
+
+def _quick() -> tuple[Workload, ...]:
+    """Return smaller models and batches, and fewer who compete."""
+    few = ("bare", "trainer", "ours")
+    main = ("bare", "trainer", "trainer grouped", "trl equal", "trl packing", "ours", "ours tuned")
+    return (
+        Workload(
+            *("lognormal", "lengths lognormal, all tokens are targets", main, 16),
+            **{"sizes": SMALL, "length": 48, "max_length": 512, "warm_up": 2},
+        ),
+        Workload("gsm8k", "GSM8K, answers are targets", (*main, "trl default"), 16, "gsm8k", SMALL, batch=4, warm_up=2),
+        _fixed(("bare", *OURS), 16),
+        _tiny(EQUAL, 150),
+        Workload(
+            *("vocabulary", "65,536 words", few, 15),
+            **{"sizes": Sizes(65536, 64, 172, 2), "length": 32, "max_length": 256, "batch": 4, "warm_up": 2},
+        ),
+        Workload("lora", "GSM8K, LoRA of rank 8", few, 15, "gsm8k", SMALL, batch=4, warm_up=2, lora=True),
+    )
+
+
+def _fixed(contestants: tuple[str, ...], rounds: int) -> Workload:
+    return Workload("fixed", "fixed full length", contestants, rounds, "fixed", Sizes(), 256, 256, 2)
+
+
+def _tiny(contestants: tuple[str, ...], rounds: int) -> Workload:
+    return Workload("tiny", "16 tokens a step", contestants, rounds, "fixed", TINY, 16, 16, 1, 30)
