@@ -1,0 +1,121 @@
+"""From the cases' records to a table, and to the findings of gate 8."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from contest.finding import Finding, Spread
+from contest.measured import Measured, Table
+from contest.on_gpu.cases import Case
+from contest.on_gpu.shapes import SHAPES, Shape, tiny, weight_flops
+
+GATE = 8
+FORMULA = (
+    "MFU = tokens/s x k N / peak, with k = 6 in full (forward 2, backward 4) and k = 4 with frozen weights (their own "
+    "gradient is left out), N = all weights, tied ones once, and `peak` the dense bf16 rate of the datasheet; `+attn` "
+    "adds causal attention, 6 x layers x heads x head width x length per token. Recomputation does not count."
+)
+HEADER = ("case", "tokens/s", "ms/step", "MFU", "+attn", "peak GiB", "forward", "backward", "update", "rest", "waits")
+
+Records = Mapping[str, dict[str, Any]]
+
+
+def measured(cases: Sequence[Case], records: Records, *, peak: float | None, is_tiny: bool) -> Measured:
+    """Return the table of all cases and what they mean for the gate."""
+    rows = [row(case, records[case.name], peak=peak, is_tiny=is_tiny) for case in cases if case.name in records]
+    findings, missing = gates(cases, records, peak=peak, is_tiny=is_tiny)
+    table = Table("One GPU", HEADER, rows, FORMULA + " Waits of the host for the device per step, between log points.")
+    return Measured(findings, [table], dict(records), missing)
+
+
+def row(case: Case, record: dict[str, Any], *, peak: float | None, is_tiny: bool) -> list[str]:
+    """Return the case's line."""
+    if "error" in record:
+        return [case.name, record["error"][:110], *[""] * (len(HEADER) - 2)]
+    phases, waits = record["phases"], record["waits_per_step"]
+    parts = [f"{1000 * phases[name]:.1f}" if name in phases else "-" for name in ("forward", "backward", "update")]
+    plain, whole = (shares(case, record, peak=peak, is_tiny=is_tiny, with_attention=each) for each in (False, True))
+    return [
+        case.name,
+        f"{np.median(rates(record)):,.0f}",
+        f"{1000 * np.median(record['step_seconds']):.1f}",
+        f"{100 * np.median(plain):.1f}%" if plain else "-",
+        f"{100 * np.median(whole):.1f}%" if whole else "-",
+        f"{record['peak_bytes'] / 2**30:.1f}",
+        *parts,
+        f"{1000 * phases.get('data', 0):.1f}" if "forward" in phases else "-",
+        "-" if waits is None else f"{waits:g}",
+    ]
+
+
+def rates(record: dict[str, Any]) -> list[float]:
+    """Return tokens per second, step by step."""
+    return [tokens / seconds for tokens, seconds in zip(record["step_tokens"], record["step_seconds"], strict=True)]
+
+
+def shares(
+    case: Case, record: dict[str, Any], *, peak: float | None, is_tiny: bool, with_attention: bool
+) -> list[float]:
+    """Return the share of the device's peak, step by step; nothing where the peak is not known."""
+    if peak is None:
+        return []
+    shape: Shape = tiny(SHAPES[case.shape]) if is_tiny else SHAPES[case.shape]
+    flops = weight_flops(shape.num_parameters, is_lora=case.lora)
+    if with_attention:
+        flops += shape.attention_flops(record["mean_length"])
+    return [rate * flops / peak for rate in rates(record)]
+
+
+def gates(
+    cases: Sequence[Case], records: Records, *, peak: float | None, is_tiny: bool
+) -> tuple[list[Finding], list[str]]:
+    """Return the findings of the gate, and what could not be found out."""
+    by_name = {case.name: case for case in cases}
+    findings: list[Finding] = []
+    missing: list[str] = []
+
+    def record_of(name: str, what: str) -> dict[str, Any] | None:
+        record = records.get(name, {"error": "not run"})
+        if "error" in record:
+            missing.append(f"gate {GATE}, {what}: {name}: {record['error']}")
+            return None
+        return record
+
+    lora = record_of("8B LoRA, ours", "tokens/s")
+    if lora:
+        findings.append(Finding(GATE, "8B LoRA at 4k, eager", Spread.of(rates(lora)), 13_400, "higher", "tokens/s"))
+    for name, limit in MFU_LIMITS.items():
+        found = record_of(name, "MFU")
+        if found and peak:
+            share = shares(by_name[name], found, peak=peak, is_tiny=is_tiny, with_attention=False)
+            findings.append(Finding(GATE, f"{name}: MFU", Spread.of(share), limit, "higher"))
+        elif found:
+            missing.append(f"gate {GATE}, MFU: the peak of this device is not known; give --peak-tflops")
+    for ours, other, limit in RATIOS:
+        one, two = record_of(ours, "varying lengths"), record_of(other, "varying lengths")
+        if one and two:
+            ratio = Spread.of_ratios(rates(one), rates(two))
+            findings.append(Finding(GATE, f"{ours} / {other}: tokens/s", ratio, limit, "higher", note=one["lengths"]))
+    waits = [
+        r["waits_per_step"] for name, r in records.items() if by_name[name].contestant == "ours" and "error" not in r
+    ]
+    if waits and None not in waits:
+        findings.append(Finding(GATE, "waits for the device a step, between log points", Spread.of(waits), 0, "lower"))
+    else:
+        missing.append(f"gate {GATE}, waits for the device: none of our cases was profiled on a GPU")
+    return findings, missing
+
+
+MFU_LIMITS = {
+    "8B LoRA, ours": 0.435,  # what 13,400 tokens/s are on an H200
+    "1B full, ours": 0.45,
+    "3B full, ours": 0.45,
+    "1B full, ours compiled": 0.52,
+    "3B full, ours compiled": 0.52,
+}
+
+RATIOS = (
+    ("varying, ours", "varying, Trainer", 2.0),
+    ("varying, ours packs", "varying, TRL packing", 1.5),
+)

@@ -1,0 +1,192 @@
+"""How fast one GPU learns: our jobs, a bare loop, transformers' Trainer and TRL on models of 0.6 to 8 billion weights.
+
+    python benchmarks/gpu.py [--budget-seconds 480] [--only PATTERN] [--out FOLDER] [--peak-tflops N] [--check]
+    python benchmarks/gpu.py --tiny --device cpu     # every path of the code, in small, without a GPU
+
+No network, no weights on disk: models are built from their configs and drawn on the device. Each case has a process of
+its own; what it has measured is written at once, and a case that fails is recorded with its reason. The most telling
+cases come first; those that do not fit into the budget are left out by name.
+"""
+
+import argparse
+import fnmatch
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table as Grid
+
+from contest.measured import Measured
+from contest.on_gpu.cases import Case, cases
+from contest.on_gpu.results import measured
+from contest.on_gpu.shapes import peak_flops
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("torch", "transformers", "accelerate", "peft", "trl", "triton", "flash_attn", "liger_kernel", "deepspeed")
+RESERVE_SECONDS = 5.0
+
+
+def main() -> int:
+    """Measure what fits into the budget, print it and write it down."""
+    options = _options()
+    ended = time.monotonic() + options.budget_seconds
+    options.out.mkdir(parents=True, exist_ok=True)
+    machine = _machine(options.device)
+    peak = options.peak_tflops * 1e12 if options.peak_tflops else peak_flops(machine["device"])
+    wanted = [case for case in cases() if not options.only or fnmatch.fnmatch(case.name, options.only)]
+    records: dict[str, dict[str, Any]] = {}
+    upcoming: Worker | None = None
+    for number, case in enumerate(wanted):
+        left = ended - time.monotonic() - RESERVE_SECONDS
+        if not options.tiny and left < case.seconds:
+            records[case.name] = {"error": f"left out: {left:.0f} s are left and it takes about {case.seconds:.0f}"}
+            continue
+        worker = upcoming if upcoming and upcoming.case is case else Worker(case, options)
+        following = next((each for each in wanted[number + 1 :]), None)
+        upcoming = Worker(following, options) if following else None  # it imports while this one computes
+        records[case.name] = worker.result(timeout_seconds=left)
+        told = records[case.name].get("error") or f"{_rate(records[case.name]):,.0f} tokens/s"
+        print(f"{case.name}: {told}  [{ended - time.monotonic():.0f} s left]", flush=True)
+        _write(options.out, machine, measured(wanted, records, peak=peak, is_tiny=options.tiny))
+    if upcoming:
+        upcoming.end()
+    found = measured(wanted, records, peak=peak, is_tiny=options.tiny)
+    _write(options.out, machine, found)
+    _print(machine, found, is_tiny=options.tiny)
+    return int(options.check and (bool(found.missing) or any(each.is_missed for each in found.findings)))
+
+
+class Worker:
+    """The process of a case."""
+
+    def __init__(self, case: Case, options: argparse.Namespace) -> None:
+        self.case = case
+        name = case.name.replace(" ", "-").replace(",", "")
+        spec, self._log = options.out / f"{name}.json", options.out / f"{name}.log"
+        folder = str((options.out / "work").resolve())
+        spec.write_text(
+            json.dumps({"case": case.record(), "folder": folder, "device": options.device, "tiny": options.tiny})
+        )
+        with self._log.open("w") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, str(ROOT / "benchmarks" / "gpu_worker.py"), str(spec)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                env=_environment(),
+            )
+
+    def result(self, *, timeout_seconds: float) -> dict[str, Any]:
+        """Let it go and return its record, or why there is none."""
+        started = time.monotonic()
+        try:
+            out, _ = self._process.communicate("go\n", timeout=max(1.0, timeout_seconds))
+        except subprocess.TimeoutExpired:
+            self.end()
+            return {"error": f"not done within {timeout_seconds:.0f} s"}
+        lines = out.splitlines()
+        if len(lines) < 2:
+            tail = self._log.read_text(errors="replace").strip().splitlines()[-1:] or ["it says nothing"]
+            return {"error": f"ended with exit code {self._process.returncode}: {tail[0]}"}
+        record: dict[str, Any] = json.loads(lines[-1])
+        return {**record, "case_seconds": time.monotonic() - started}
+
+    def end(self) -> None:
+        """End the process."""
+        self._process.kill()
+        self._process.communicate()
+
+
+def _environment() -> dict[str, str]:
+    return {
+        **os.environ,
+        "HF_HUB_OFFLINE": "1",
+        "HF_DATASETS_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "TRANSFORMERS_VERBOSITY": "error",
+        "PYTHONPATH": os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(ROOT)))),
+        "PYTORCH_CUDA_ALLOC_CONF": os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"),
+    }
+
+
+def _machine(device: str) -> dict[str, str]:
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "not installed"
+    name = torch.cuda.get_device_name(0) if device == "cuda" else platform.processor() or platform.machine()
+    memory = f"{torch.cuda.get_device_properties(0).total_memory / 2**30:.0f} GiB" if device == "cuda" else "-"
+    return {
+        "device": name,
+        "memory": memory,
+        "cuda": str(torch.version.cuda),
+        "python": platform.python_version(),
+        **found,
+    }
+
+
+def _rate(record: dict[str, Any]) -> float:
+    return float(sum(record["step_tokens"]) / sum(record["step_seconds"]))
+
+
+def _write(folder: Path, machine: dict[str, str], found: Measured) -> None:
+    whole = {
+        "machine": machine,
+        "findings": [each.record() for each in found.findings],
+        "missing": list(found.missing),
+        "cases": found.record,
+    }
+    partial = folder / ".gpu.json"
+    partial.write_text(json.dumps(whole, indent=1))
+    partial.replace(folder / "gpu.json")
+
+
+def _print(machine: dict[str, str], found: Measured, *, is_tiny: bool) -> None:
+    console = Console(width=190)
+    console.print(", ".join(f"{name} {value}" for name, value in machine.items()))
+    for table in found.tables:
+        _grid(console, table.title, table.header, table.rows)
+        console.print(table.note)
+    title = "Gate 8, in small: these numbers mean nothing" if is_tiny else "Gate 8"
+    rows = [[each.what, str(each.spread), f"{each.limit:g} {each.unit}", each.verdict] for each in found.findings]
+    _grid(console, title, ("what", "median (quartiles)", "limit", ""), rows)
+    for line in found.missing:
+        console.print(f"not measured: {line}")
+
+
+def _grid(console: Console, title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    grid = Grid(*header, title=title)
+    for row in rows:
+        grid.add_row(*row)
+    console.print(grid)
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--budget-seconds", type=float, default=480.0)
+    parser.add_argument("--only", help="cases whose name fits this pattern, such as '1B*'")
+    parser.add_argument("--out", type=Path, default=Path("gpu-results"))
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--peak-tflops", type=float, help="dense bf16 peak, for a device that is not in our table")
+    parser.add_argument("--tiny", action="store_true", help="the same code on models that a CPU can train")
+    parser.add_argument("--check", action="store_true", help="exit with 1 where the gate is missed or not measured")
+    options = parser.parse_args()
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("there is no CUDA device. `--tiny --device cpu` runs the code without one.")
+    return options
+
+
+if __name__ == "__main__":
+    sys.exit(main())
