@@ -49,6 +49,7 @@ HEAVY = {"torch", "transformers", "accelerate", "peft", "datasets", "numpy", "de
 
 IMPORTS_INSIDE_FUNCTIONS = {
     "finetune/runtime/optional.py": "packages that may be missing",
+    "finetune/runtime/lazy.py": "modules that a job may not need",
     "finetune/cli/lazy.py": "commands that need torch",
     "finetune/train/answer.py": "a metric that the user names as package.module:function",
 }
@@ -241,6 +242,31 @@ def test_imports_stand_at_the_top_of_a_file(module):
         assert not is_import or module.file in IMPORTS_INSIDE_FUNCTIONS, (
             f"{module.file}:{node.lineno}: importing by name is the business of {', '.join(IMPORTS_INSIDE_FUNCTIONS)}"
         )
+
+
+def lazy_imports() -> list[tuple[Module, ast.stmt]]:
+    """Return the statements in `with lazily():` blocks, with the file that holds them."""
+    return [
+        (module, statement)
+        for module in MODULES.values()
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.With) and ast.unparse(node.items[0].context_expr) == "lazily()"
+        for statement in node.body
+    ]
+
+
+def test_what_is_imported_lazily_is_a_module():
+    found = lazy_imports()
+    assert len(found) >= 4
+    for module, statement in found:
+        assert isinstance(statement, ast.ImportFrom), (
+            f"{module.file}:{statement.lineno}: write `from package import module`"
+        )
+        for alias in statement.names:
+            name = f"{statement.module}.{alias.name}"
+            assert not name.startswith("finetune.") or name.removeprefix("finetune.") in MODULES, (
+                f"{module.file}:{statement.lineno}: {name} is no module: it would have to be looked up at once"
+            )
 
 
 @each_module

@@ -4,12 +4,12 @@ import copy
 from collections.abc import Mapping
 
 import torch
-from peft import PeftConfig, PeftModel
+from peft import PeftConfig, PeftModel, get_peft_model
 from torch import Tensor
 
 from finetune.export.completeness import check_shapes
 from finetune.export.merge import plain_name
-from finetune.export.skeleton import ADAPTER, adapted_skeleton, plain_base
+from finetune.export.skeleton import ADAPTER, base_skeleton, plain_base
 from finetune.model.adapters.continued import saved_names
 from finetune.model.adapters.principal import as_plain_lora, first_factors
 
@@ -53,7 +53,18 @@ def _check(
     weights: Mapping[str, Tensor], model: PeftModel, config: PeftConfig, *, dtype: torch.dtype
 ) -> dict[str, str]:
     """Return the written name of each weight that is trained; raises TrainingError unless all of them are whole."""
-    skeleton = adapted_skeleton(model, config, dtype=dtype)
+    skeleton = _skeleton(model, config, dtype=dtype)
     trained = {name: place for name, place in skeleton.named_parameters() if place.requires_grad}
     check_shapes(weights, {name: place.shape for name, place in trained.items()})
     return saved_names(skeleton, trained)
+
+
+def _skeleton(model: PeftModel, config: PeftConfig, *, dtype: torch.dtype) -> PeftModel:
+    """Return a model with adapters of this config whose parameters have shapes and no memory."""
+    config = copy.deepcopy(config)
+    config.base_model_name_or_path = None
+    if hasattr(config, "init_lora_weights"):
+        config.init_lora_weights = True  # others would look at values, and there are none
+    base = base_skeleton(plain_base(model), dtype=dtype)
+    with torch.device("meta"):
+        return get_peft_model(base, config, low_cpu_mem_usage=True)

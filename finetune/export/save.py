@@ -3,23 +3,27 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
-from peft import PeftModel
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from finetune.config.sections.export import ExportSection
-from finetune.export.adapter import adapter_to_write, base_beneath
 from finetune.export.card import CardBase, CardFacts, write_card
 from finetune.export.completeness import check_files, complete_weights
 from finetune.export.folder import replaced
 from finetune.export.generation import Inputs, generation_config
-from finetune.export.merge import merge
 from finetune.export.skeleton import ADAPTER, base_skeleton, plain_base
+from finetune.model.adapters.wish import is_adapted
 from finetune.model.heads import NEW_HEADS
 from finetune.model.saved import CONFIG
+from finetune.runtime.lazy import lazily
+
+with lazily():
+    from finetune.export import adapter as adapters
+    from finetune.export import merge as merging
 
 ADAPTER_FILE = "adapter_model.safetensors"
 BASE_FOLDER = "base"
@@ -38,7 +42,7 @@ class ExportReport:
 def export_model(
     folder: Path,
     *,
-    model: PreTrainedModel | PeftModel,
+    model: PreTrainedModel,
     weights: Mapping[str, Tensor],
     inputs: Inputs,
     section: ExportSection,
@@ -54,9 +58,9 @@ def export_model(
     call it on the main process alone.
     """
     with replaced(folder) as staging:
-        if isinstance(model, PeftModel) and section.merge:
+        if is_adapted(model) and section.merge:
             counts = _write_merged(staging, model=model, weights=weights, inputs=inputs, section=section)
-        elif isinstance(model, PeftModel):
+        elif is_adapted(model):
             weights = _cast(weights, section.dtype)
             counts = _write_adapter(staging, folder, model=model, weights=weights, inputs=inputs, section=section)
             if facts.head in NEW_HEADS and plain_base(model).name_or_path:  # the base knows nothing of these classes
@@ -71,19 +75,19 @@ def export_model(
     return ExportReport(folder, files, num_tensors=counts[0], size_bytes=counts[1])
 
 
-def card_base(model: PreTrainedModel | PeftModel, *, is_merged: bool, head: str) -> CardBase | None:
+def card_base(model: PreTrainedModel, *, is_merged: bool, head: str) -> CardBase | None:
     """Return what the card says of the model's origin; None where it began with random weights."""
     base = plain_base(model)
     name = base.name_or_path or None
-    if isinstance(model, PeftModel) and not is_merged:
+    if is_adapted(model) and not is_merged:
         size = base.config.get_text_config().vocab_size if _brings_embeddings(model) else None
         has_own_config = head in NEW_HEADS and name is not None
         return CardBase(name, has_own_config=has_own_config, num_embeddings=size)
-    was_merged = isinstance(model, PeftModel)
+    was_merged = is_adapted(model)
     return CardBase(name, "finetune", was_merged=was_merged) if name is not None or was_merged else None
 
 
-def _brings_embeddings(model: PeftModel) -> bool:
+def _brings_embeddings(model: Any) -> bool:
     """Tell whether the adapter holds rows of the embeddings, which may be more than the base has."""
     config = model.peft_config[ADAPTER]
     names = {name for name, module in plain_base(model).named_modules() if isinstance(module, nn.Embedding)}
@@ -113,12 +117,12 @@ def _write_model(
 def _write_merged(
     folder: Path,
     *,
-    model: PeftModel,
+    model: Any,
     weights: Mapping[str, Tensor],
     inputs: Inputs,
     section: ExportSection,
 ) -> tuple[int, int]:
-    merged = merge(model, weights, dtype=getattr(torch, section.dtype) if section.dtype else None)
+    merged = merging.merge(model, weights, dtype=getattr(torch, section.dtype) if section.dtype else None)
     return _write_model(
         folder,
         model=plain_base(model),
@@ -138,12 +142,12 @@ def _write_adapter(
     staging: Path,
     folder: Path,
     *,
-    model: PeftModel,
+    model: Any,
     weights: Mapping[str, Tensor],
     inputs: Inputs,
     section: ExportSection,
 ) -> tuple[int, int]:
-    adapter, config = adapter_to_write(model, weights, dtype=_dtype(weights))
+    adapter, config = adapters.adapter_to_write(model, weights, dtype=_dtype(weights))
     base = plain_base(model)
     config.base_model_name_or_path = base.name_or_path or str(folder.absolute() / BASE_FOLDER)
     save_file(adapter, staging / ADAPTER_FILE, metadata={"format": "pt"})
@@ -154,7 +158,9 @@ def _write_adapter(
     if base.name_or_path:
         return num_tensors, size_bytes
     beneath = staging / BASE_FOLDER
-    counts = _write_model(beneath, model=base, weights=base_beneath(model, weights), inputs=inputs, section=section)
+    counts = _write_model(
+        beneath, model=base, weights=adapters.base_beneath(model, weights), inputs=inputs, section=section
+    )
     inputs.save(beneath)
     return num_tensors + counts[0], size_bytes + counts[1]
 

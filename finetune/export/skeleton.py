@@ -4,9 +4,10 @@ import copy
 from typing import Any
 
 import torch
-from peft import PeftConfig, PeftModel, get_peft_model
 from transformers import PreTrainedModel
 from transformers.modeling_utils import set_zero3_state
+
+from finetune.model.adapters.wish import is_adapted
 
 ADAPTER = "default"
 
@@ -34,20 +35,9 @@ def base_skeleton(model: PreTrainedModel, *, dtype: torch.dtype, is_untied: bool
     return skeleton
 
 
-def adapted_skeleton(model: PeftModel, config: PeftConfig, *, dtype: torch.dtype) -> PeftModel:
-    """Return the same for a model with adapters of this config."""
-    config = copy.deepcopy(config)
-    config.base_model_name_or_path = None
-    if hasattr(config, "init_lora_weights"):
-        config.init_lora_weights = True  # others would look at values, and there are none
-    base = base_skeleton(plain_base(model), dtype=dtype)
-    with torch.device("meta"):
-        return get_peft_model(base, config, low_cpu_mem_usage=True)
-
-
-def plain_base(model: PreTrainedModel | PeftModel) -> PreTrainedModel:
+def plain_base(model: Any) -> PreTrainedModel:
     """Return the transformers model itself, from under its adapters where it has some."""
-    return model.get_base_model() if isinstance(model, PeftModel) else model
+    return model.get_base_model() if is_adapted(model) else model
 
 
 def _plain_class(model: PreTrainedModel) -> Any:

@@ -11,7 +11,7 @@ from huggingface_hub import try_to_load_from_cache
 
 from finetune.config.sections.model import ModelSection
 from finetune.errors import ModelError
-from finetune.model.adapters.build import adapter_wish
+from finetune.model.adapters.wish import adapter_wish
 from finetune.model.hub import is_folder, located
 from finetune.runtime.amounts import size_text
 

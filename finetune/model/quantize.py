@@ -5,8 +5,7 @@ from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
-from peft.utils.integrations import dequantize_module_weight
-from torch import Tensor, nn
+from torch import nn
 from transformers import BitsAndBytesConfig, TorchAoConfig
 
 from finetune.config.sections.model import ModelSection, QuantizationSection
@@ -46,12 +45,6 @@ def keep_as_stored(model: nn.Module) -> None:
 def is_installed(package: str) -> bool:
     """Tell whether the package is there, without importing it."""
     return find_spec(package) is not None
-
-
-def dequantized(layer: nn.Module) -> Tensor:
-    """Return the layer's weight with all its bits, [outputs, inputs], float32 on the CPU; a plain one as it is."""
-    weight: Tensor = dequantize_module_weight(layer)
-    return weight.detach().float().cpu()
 
 
 def weights_folder(section: ModelSection) -> str | None:

@@ -7,7 +7,7 @@ from finetune.checkpoint.facts import RunFacts
 from finetune.checkpoint.together import main_does
 from finetune.config.changes import maths_of, settings_of
 from finetune.config.run_config import RunConfig
-from finetune.model.adapters.continued import adapter_digest
+from finetune.model.adapters.saved_folder import adapter_digest
 from finetune.model.base import base_digest
 from finetune.report.announcer import Announcer
 from finetune.run.lessons import Lessons, input_identity

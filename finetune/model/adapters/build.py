@@ -13,7 +13,6 @@ from transformers import PreTrainedModel
 from finetune.config.sections.model import (
     Ia3Section,
     LoraSection,
-    ModelSection,
     OftSection,
     PrefixTuningSection,
     PromptTuningSection,
@@ -27,12 +26,10 @@ from finetune.model.adapters.multiplied import check_oft, ia3_config, oft_config
 from finetune.model.adapters.names import ADAPTER, candidates_sentence
 from finetune.model.adapters.principal import keep_first_factors
 from finetune.model.adapters.prompts import draw_prefix, draw_prompt, prefix_config, prompt_config
+from finetune.model.adapters.wish import Wish
 from finetune.model.hub import summary
 from finetune.model.initialize import on_cpu_in_float32
 from finetune.runtime.seeds import derive
-
-Wish = LoraSection | Ia3Section | OftSection | PromptTuningSection | PrefixTuningSection | Path
-"""What a job may ask for; a path is the folder of an adapter to go on from."""
 
 
 def add_adapter(model: PreTrainedModel, wish: Wish, ground: Ground) -> PeftModel:
@@ -50,20 +47,6 @@ def add_adapter(model: PreTrainedModel, wish: Wish, ground: Ground) -> PeftModel
         raise ModelError(f"model.{kind.key}: {summary(error)} {candidates_sentence(model)}") from error
     kind.fill(adapted, wish, ground)
     return adapted
-
-
-def adapter_wish(section: ModelSection) -> Wish | None:
-    """Return what the job asks for; None where the model's own weights learn."""
-    if section.adapter is not None:
-        return Path(section.adapter)
-    kinds: tuple[Wish | None, ...] = (
-        section.lora,
-        section.ia3,
-        section.oft,
-        section.prompt_tuning,
-        section.prefix_tuning,
-    )
-    return next((wish for wish in kinds if wish is not None), None)
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,5 @@
 """Going on from an adapter that was saved before."""
 
-import hashlib
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,21 +14,18 @@ from transformers import PreTrainedModel
 from finetune.errors import ModelError
 from finetune.model.adapters.ground import Ground
 from finetune.model.adapters.names import ADAPTER, TASK_TYPES
-from finetune.model.hub import is_folder
+from finetune.model.adapters.saved_folder import KEY, WEIGHTS_FILE, read_config
 
-WEIGHTS_FILE = "adapter_model.safetensors"
-CONFIG_FILE = "adapter_config.json"
-_KEY = "model.adapter"
 _PROMPTS = "prompt_embeddings"
 
 
 def saved_config(model: PreTrainedModel, folder: Path, ground: Ground) -> PeftConfig:
     """Return the config of the adapter in the folder, to be trained; raises ModelError where it does not fit."""
-    _read_config(folder)
+    read_config(folder)
     config = PeftConfig.from_pretrained(str(folder))
     expected = TASK_TYPES.get(ground.head)
     if config.task_type not in (expected, None):
-        raise ModelError(f"{_KEY}: {folder} was trained for {config.task_type}, and this task needs {expected}.")
+        raise ModelError(f"{KEY}: {folder} was trained for {config.task_type}, and this task needs {expected}.")
     config.inference_mode = False
     if hasattr(config, "init_lora_weights"):
         config.init_lora_weights = True  # the base stays as it is, whatever the adapter began from
@@ -42,7 +37,7 @@ def load_saved(model: PeftModel, folder: Path, ground: Ground) -> None:
     try:
         saved = load_file(folder / WEIGHTS_FILE)
     except (OSError, SafetensorError) as error:
-        raise ModelError(f"{_KEY}: {folder / WEIGHTS_FILE} cannot be read: {error}.") from error
+        raise ModelError(f"{KEY}: {folder / WEIGHTS_FILE} cannot be read: {error}.") from error
     trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
     names = saved_names(model, trained)
     _refuse_others(folder, saved, names)
@@ -51,7 +46,7 @@ def load_saved(model: PeftModel, folder: Path, ground: Ground) -> None:
             values = saved[names[name]]
             if values.shape != parameter.shape:
                 raise ModelError(
-                    f"{_KEY}: `{names[name]}` has the shape {tuple(values.shape)} in {folder} and "
+                    f"{KEY}: `{names[name]}` has the shape {tuple(values.shape)} in {folder} and "
                     f"{tuple(parameter.shape)} on this model. It was trained on another base."
                 )
             parameter.copy_(values)
@@ -69,47 +64,11 @@ def saved_names(model: PeftModel, trained: Mapping[str, Any]) -> dict[str, str]:
     return {**{places[int(mark)]: name for name, mark in written.items() if name != _PROMPTS}, **prompts}
 
 
-def adapter_digest(folder: str | None) -> str | None:
-    """Return what tells the adapter apart that training begins from; None where there is none. Reads all of it."""
-    if folder is None:
-        return None
-    try:
-        with (Path(folder) / WEIGHTS_FILE).open("rb") as file:
-            return f"sha256 {hashlib.file_digest(file, 'sha256').hexdigest()}"
-    except OSError as error:
-        raise ModelError(f"{_KEY}: {folder}/{WEIGHTS_FILE} cannot be read: {error.strerror}.") from error
-
-
-def base_note(folder: str, *, name: str | None) -> str | None:
-    """Return a sentence where the adapter names another base than the model's; None where it is the same.
-
-    Raises ModelError where both are names on the hub: then they are two models for certain.
-    """
-    base = _read_config(Path(folder)).get("base_model_name_or_path")
-    if not base or name is None or base == name or (is_folder(name) and Path(base) == Path(name).expanduser()):
-        return None
-    if not is_folder(name) and not Path(base).is_absolute():
-        raise ModelError(f"{_KEY}: {folder} was trained on `{base}`, and model.name is `{name}`. Name the same base.")
-    return f"warning: {_KEY}: {folder} was trained on `{base}`, and model.name is `{name}`. Are they the same weights?"
-
-
-def _read_config(folder: Path) -> dict[str, Any]:
-    path = folder / CONFIG_FILE
-    try:
-        read: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelError(
-            f"{_KEY}: {folder} holds no adapter: {CONFIG_FILE} cannot be read. Name a folder that was exported by a "
-            "run with adapters, such as `runs/NAME/final`."
-        ) from error
-    return read
-
-
 def _refuse_others(folder: Path, saved: Mapping[str, Tensor], names: Mapping[str, str]) -> None:
     wanted = set(names.values())
     for what, different in (("lacks", wanted - saved.keys()), ("also holds", saved.keys() - wanted)):
         if different:
             some = ", ".join(sorted(different)[:3])
             raise ModelError(
-                f"{_KEY}: {folder} {what} {len(different)} tensors ({some}): it is an adapter of another model."
+                f"{KEY}: {folder} {what} {len(different)} tensors ({some}): it is an adapter of another model."
             )

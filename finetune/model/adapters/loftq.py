@@ -5,13 +5,13 @@ from pathlib import Path
 import torch
 from peft import PeftModel
 from peft.tuners.lora import LoraLayer
+from peft.utils.integrations import dequantize_module_weight
 from safetensors import safe_open
-from torch import Tensor
+from torch import Tensor, nn
 
 from finetune.errors import ModelError
 from finetune.model.adapters.ground import Ground
 from finetune.model.adapters.names import ADAPTER
-from finetune.model.quantize import dequantized
 
 _PREFIX = "base_model.model."
 
@@ -51,3 +51,9 @@ def _original(name: str, places: dict[str, Path]) -> Tensor:
     with safe_open(places[name], framework="pt") as file:
         tensor: Tensor = file.get_tensor(name)
     return tensor
+
+
+def dequantized(layer: nn.Module) -> Tensor:
+    """Return the layer's weight with all its bits, [outputs, inputs], float32 on the CPU; a plain one as it is."""
+    weight: Tensor = dequantize_module_weight(layer)
+    return weight.detach().float().cpu()

@@ -7,8 +7,9 @@ import torch
 from peft import PeftModel
 from transformers import PreTrainedModel
 
-from finetune.model.adapters.build import Wish, add_adapter
+from finetune.model.adapters.build import add_adapter
 from finetune.model.adapters.ground import Ground
+from finetune.model.adapters.wish import Wish
 
 VOCABULARY_SIZE = 300
 

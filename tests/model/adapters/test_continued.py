@@ -6,7 +6,7 @@ from safetensors.torch import load_file, save_file
 
 from finetune.config.sections.model import Ia3Section, LoraSection, OftSection, PromptTuningSection
 from finetune.errors import ModelError
-from finetune.model.adapters.continued import adapter_digest, base_note
+from finetune.model.adapters.saved_folder import adapter_digest, base_note
 
 BATCH = torch.arange(24).reshape(2, 12)
 KINDS = {
