@@ -79,10 +79,8 @@ def _questions(data: Path, chance: random.Random) -> Iterator[dict[str, str]]:
 def _invented(chance: random.Random) -> Iterator[dict[str, str]]:
     words = ["".join(chance.choices(string.ascii_lowercase, k=chance.randint(2, 8))) for _ in range(4000)]
     while True:
-        prompt, completion = (
-            " ".join(words[int(4000 * chance.random() ** 3)] for _ in range(round(chance.lognormvariate(*shape))))
-            for shape in ((3.75, 0.4), (3.85, 0.5))
-        )
+        counts = (min(200, round(chance.lognormvariate(*shape))) for shape in ((4.1, 0.35), (4.3, 0.45)))
+        prompt, completion = (" ".join(words[int(4000 * chance.random() ** 3)] for _ in range(n)) for n in counts)
         yield {"prompt": prompt, "completion": completion}
 
 
