@@ -16,10 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from save_worker import build, saver, train_one_step
+from save_worker import build, train_one_step
 
 from finetune.checkpoint.access import build_access
+from finetune.checkpoint.ahead import Ahead, begin_ahead
 from finetune.checkpoint.checkpointer import Checkpointer
+from finetune.checkpoint.facts import RunFacts
+from finetune.config.sections.checkpoint import CheckpointSection
 from finetune.run.machine import Machine
 
 STEP = 1000
@@ -80,9 +83,13 @@ def _save_by_accelerate(machine: Machine, folder: Path) -> float:
 
 
 def resume_ours(job: Path, folder: Path) -> Figures:
-    """Return how long it takes to find, verify and load the newest checkpoint."""
+    """Return how long it takes to find, verify and load the newest checkpoint.
+
+    As in a run, its digests are begun before the model is built.
+    """
+    ahead = begin_ahead(folder / "checkpoints", resume="auto")
     machine = build(job)
-    checkpointer = _checkpointer(machine, folder)
+    checkpointer = _checkpointer(machine, folder, ahead)
     started, cpu = time.perf_counter(), time.process_time()
     found = checkpointer.find()
     verified = time.perf_counter()
@@ -107,9 +114,10 @@ def resume_accelerate(job: Path, folder: Path) -> Figures:
     return {"way": "accelerate", "seconds": seconds, "cpu_seconds": cpu_seconds, "digest": _digest(machine)}
 
 
-def _checkpointer(machine: Machine, folder: Path) -> Checkpointer:
+def _checkpointer(machine: Machine, folder: Path, ahead: Ahead | None = None) -> Checkpointer:
     access = build_access(machine.accelerator, machine.model, machine.optimizer)
-    return saver(access, folder / "checkpoints", True)
+    told = {"section": CheckpointSection(), "run": RunFacts({}, {}, {}), "say": print, "ahead": ahead}
+    return Checkpointer(folder / "checkpoints", access=access, **told)
 
 
 def _digest(machine: Machine) -> float:

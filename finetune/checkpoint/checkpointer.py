@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from finetune.checkpoint.ahead import Ahead
 from finetune.checkpoint.changes import told_changes
 from finetune.checkpoint.facts import RunFacts
 from finetune.checkpoint.find import Found, find_at, find_newest, refuse_any
@@ -26,12 +27,15 @@ class Checkpointer:
         access: StateAccess,
         run: RunFacts,
         say: Callable[[str], None],
+        ahead: Ahead | None = None,
     ) -> None:
+        """`ahead` knows digests of files that are going to be verified."""
         self._folder = folder
         self._section = section
         self._access = access
         self._run = run
         self._say = say
+        self._ahead = ahead or Ahead()
         self.saver = Saver(folder, section=section, access=access, run=run)
         self.stops_on_failure = section.on_failure == "stop"
 
@@ -58,8 +62,8 @@ class Checkpointer:
             refuse_any(self._folder)
             return None
         if self._section.resume == "auto":
-            return find_newest(self._folder, say=self._say)
-        return find_at(Path(self._section.resume), folder=self._folder)
+            return find_newest(self._folder, say=self._say, facts=self._ahead.facts)
+        return find_at(Path(self._section.resume), folder=self._folder, facts=self._ahead.facts)
 
     def load(self, found: Found) -> Mapping[str, Any]:
         """Put the checkpoint's state into what is trained and return its progress. Collective.

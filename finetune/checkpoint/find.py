@@ -6,7 +6,8 @@ from functools import partial
 from pathlib import Path
 
 from finetune.checkpoint import layout
-from finetune.checkpoint.manifest import Manifest, first_problem, read_manifest
+from finetune.checkpoint.ahead import Facts
+from finetune.checkpoint.manifest import Manifest, file_facts, first_problem, read_manifest, verified_by
 from finetune.checkpoint.together import all_do, main_does
 from finetune.errors import CheckpointError
 from finetune.runtime import ranks
@@ -27,7 +28,7 @@ class Found:
         return self.manifest.step
 
 
-def find_newest(folder: Path, *, say: Callable[[str], None]) -> Found | None:
+def find_newest(folder: Path, *, say: Callable[[str], None], facts: Facts = file_facts) -> Found | None:
     """Return the newest checkpoint that verifies, or None in a folder without any. Collective.
 
     Bad ones on the way are renamed to `.bad-...` and named with what is wrong with them; when there are only bad ones,
@@ -35,7 +36,7 @@ def find_newest(folder: Path, *, say: Callable[[str], None]) -> Found | None:
     """
     while path := main_does(lambda: _newest(folder)):
         try:
-            return verify(path)
+            return verify(path, facts=facts)
         except CheckpointError as error:
             # All ranks come here or none: `verify` raises the same on all, and rank 0 renames when all have read.
             aside = main_does(partial(layout.set_aside, path, "bad"))
@@ -50,7 +51,7 @@ def find_newest(folder: Path, *, say: Callable[[str], None]) -> Found | None:
     return None
 
 
-def find_at(path: Path, *, folder: Path) -> Found:
+def find_at(path: Path, *, folder: Path, facts: Facts = file_facts) -> Found:
     """Return the checkpoint at this very path; raises CheckpointError when it does not verify. Collective.
 
     Checkpoints of `folder` that are newer would be in the way of what is trained from here: they are put aside when the
@@ -60,7 +61,7 @@ def find_at(path: Path, *, folder: Path) -> Found:
     if inner and not (path / layout.MANIFEST).exists():
         raise CheckpointError(f"checkpoint.resume: {path} holds checkpoints; write one of them: {', '.join(inner)}")
     try:
-        found = verify(path)
+        found = verify(path, facts=facts)
     except CheckpointError as error:
         advice = "Name another one (`finetune checkpoint ls RUN` lists them), or write `auto` for the newest good one."
         raise CheckpointError(f"checkpoint.resume: {str(error).rstrip('.')}. {advice}") from error
@@ -78,23 +79,23 @@ def refuse_any(folder: Path) -> None:
         )
 
 
-def verify(path: Path, *, group: Group = Group.MAIN) -> Found:
+def verify(path: Path, *, group: Group = Group.MAIN, facts: Facts = file_facts) -> Found:
     """Return the checkpoint when every file has the size and digest it was written with; raises CheckpointError.
 
-    Ranks share out the files among them. Collective.
+    Ranks share out the files among them; `facts` may know some of them already. Collective.
     """
     manifest = main_does(lambda: read_manifest(path), group=group)
-    mine = sorted(manifest.files)[ranks.rank() :: ranks.world()]
-    for problem in all_do(lambda: _first_problem(path, manifest, mine), group=group):
+    mine = verified_by(manifest, rank=ranks.rank(), world=ranks.world())
+    for problem in all_do(lambda: _first_problem(path, manifest, mine, facts), group=group):
         if problem is not None:
             raise CheckpointError(f"{path}: {problem}")
     return Found(path, manifest)
 
 
-def _first_problem(path: Path, manifest: Manifest, names: list[str]) -> str | None:
+def _first_problem(path: Path, manifest: Manifest, names: list[str], facts: Facts) -> str | None:
     for name in names:
         reach("load.verify", step=manifest.step, path=path / name)  # a large file takes its time: no hang
-        problem = first_problem(path, manifest.files, [name])
+        problem = first_problem(path, manifest.files, [name], facts=facts)
         if problem is not None:
             return problem
     return None

@@ -1,6 +1,8 @@
 """The state of a checkpoint is written into what training holds, each rank reading only the rows of its own share."""
 
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,9 +17,11 @@ from finetune.checkpoint.state import StateAccess
 from finetune.checkpoint.tensor_file import read_span
 from finetune.checkpoint.together import all_do, main_does
 from finetune.errors import CheckpointError
+from finetune.runtime.cores import usable_cores
 from finetune.runtime.waypoints import reach
 
 _LISTED = 8
+_MOST_THREADS = 4
 
 
 def read_checkpoint(found: Found, *, access: StateAccess) -> dict[str, Any]:
@@ -85,12 +89,24 @@ def _write_all(
 ) -> None:
     access.forget(fresh)
     with _files() as open_file:
-        for path, record in saved.values():
+
+        def write(place: tuple[Path, TensorRecord]) -> None:
+            path, record = place
             reach("load.read", step=step, path=path)
             start, stop = access.span(record)
             access.write(record, read_span(open_file(path), record, start=start, stop=stop))
+
+        for path in {path for path, _ in saved.values()}:
+            open_file(path)
+        with ThreadPoolExecutor(_num_threads(access)) as threads:
+            deque(threads.map(write, saved.values()), maxlen=0)
     access.write_scalars(scalars["optimizer"])
     access.loss_scale.write(scalars["loss_scale"])
+
+
+def _num_threads(access: StateAccess) -> int:
+    """Return how many threads read: while they copy, the kernel makes memory for the state, page by page."""
+    return min(_MOST_THREADS, usable_cores()) if access.device.type == "cpu" else 1
 
 
 @contextmanager

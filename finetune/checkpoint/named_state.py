@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from finetune.checkpoint.first_state import expected_state, make_first_state
+from finetune.checkpoint.first_state import expected_state, make_empty_state, make_first_state
 from finetune.checkpoint.loss_scale import LossScale
 from finetune.checkpoint.placement import Held, Placement
 from finetune.checkpoint.record import BUFFER, PARAMETER, TensorRecord, dtype_code
@@ -125,6 +125,8 @@ class NamedState:
         self._placement.settle()
         if self._placement.make_state is not None:
             self._placement.make_state()
+        elif all(held.is_whole for held in self._held.values()):  # else there may be padding, which nobody writes
+            make_empty_state(self._optimizer)
         else:
             make_first_state(self._optimizer)
 

@@ -15,7 +15,7 @@ from finetune.model.batch_norm import settle_batch_norm
 from finetune.report.announcer import Announcer
 from finetune.report.events import RunStarted
 from finetune.run.adapters import require_adapters_fit
-from finetune.run.continuing import continue_run
+from finetune.run.continuing import continue_run, verify_ahead
 from finetune.run.fetch import fetch_run, staged
 from finetune.run.finish import end_at_once, train_to_the_end
 from finetune.run.finished import find_finished
@@ -66,7 +66,7 @@ def _hand_over(loaded: LoadedConfig, mirror: Mirror, code: int) -> int:
 def _train(
     loaded: LoadedConfig, strategy: Strategy, *, watch: Watch, mirror: Mirror, started: float, say: Announcer
 ) -> int:
-    config = loaded.config
+    config, ahead = loaded.config, verify_ahead(loaded.config)
     lessons = make_lessons(config, say)
     plan = make_run_plan(config, lessons)
     accelerator = make_accelerator(config, strategy)
@@ -82,7 +82,9 @@ def _train(
     watch.watchdog.watch_hangs(config.run.hang_after_seconds)
     lessons = with_priors(config, lessons, machine, say=say)  # from the model as it starts: before weights are loaded
     lessons = replace(lessons, task=taught(config, lessons.task, accelerator, say=say))
-    checkpointer, progress = continue_run(config, machine, strategy=strategy.name, lessons=lessons, say=say)
+    checkpointer, progress = continue_run(
+        config, machine, strategy=strategy.name, lessons=lessons, ahead=ahead, say=say
+    )
     reporter = mirror.told_by(open_run(loaded, machine, lessons=lessons, say=say))
     with closing(reporter), mirror, watch.first_error():
         checkpointer.rehearse(num_saves=plan.num_due(config.checkpoint.every_steps, after=progress.step))

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.checkpoint.access import build_access
+from finetune.checkpoint.ahead import Ahead, begin_ahead
 from finetune.checkpoint.checkpointer import Checkpointer
 from finetune.checkpoint.facts import RunFacts
 from finetune.checkpoint.find import Found
@@ -23,14 +24,19 @@ BEST_IS_OF = ("train.early_stopping", "train.early_stopping.metric", "train.earl
 """What early stopping remembers means nothing once one of these has changed."""
 
 
+def verify_ahead(config: RunConfig) -> Ahead:
+    """Begin to digest what `continue_run` will verify: the model is made and the rows are read meanwhile."""
+    return begin_ahead(_folder(config), resume=config.checkpoint.resume)
+
+
 def continue_run(
-    config: RunConfig, machine: Machine, *, strategy: str, lessons: Lessons, say: Announcer
+    config: RunConfig, machine: Machine, *, strategy: str, lessons: Lessons, ahead: Ahead, say: Announcer
 ) -> tuple[Checkpointer, Progress]:
     """Return the checkpoints and how far the run has come, its state back in model and optimizer. Collective."""
     facts = run_facts(config, lessons, model=machine.plain_model, strategy=strategy, say=say)
     access = build_access(machine.accelerator, machine.model, machine.optimizer)
     checkpointer = Checkpointer(
-        Path(config.run.folder) / "checkpoints", section=config.checkpoint, access=access, run=facts, say=say
+        _folder(config), section=config.checkpoint, access=access, run=facts, say=say, ahead=ahead
     )
     found = checkpointer.find()
     if found is None:
@@ -85,6 +91,10 @@ def what_differs(saved: RunFacts, *, here: RunFacts) -> Iterator[str]:
         f"written under {there['strategy']} on {_processes(saved)}, continued under {here.origin['strategy']} on "
         f"{_processes(here)}: {masks}sums are rounded in another order: same losses within rounding, not to the bit"
     )
+
+
+def _folder(config: RunConfig) -> Path:
+    return Path(config.run.folder) / "checkpoints"
 
 
 def _progress(found: Found, state: Mapping[str, Any]) -> Progress:
