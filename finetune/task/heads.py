@@ -24,6 +24,7 @@ class Head:
         self.module = module
         self.finish: Finish | None = output.finish
         self.keeps_rows = output.keeps_rows
+        self.vocabulary = int(getattr(module, "out_features", sys.maxsize))
         self._own: Forward = module.forward
         self._hear: Hear | None = None
         self._listen = _uncompiled(self._heard)

@@ -11,7 +11,10 @@ from finetune.task.head_output import Finish
 from finetune.task.losses import TokenLoss
 
 SLAB_BYTES = {"cpu": 32 << 20, "cuda": 512 << 20}
-"""Bytes of one slab's logits in float32; `benchmarks/head.py` measures it."""
+"""Bytes of one slab's logits in float32, at most."""
+
+MOST_ROWS = {"cpu": 256, "cuda": 8192}
+"""Rows of a slab at most: more are no faster (`benchmarks/head.py`), and on a CPU they leave the cache."""
 
 LEAST_ROWS = 64
 """Rows of a slab at least, however large the vocabulary: fewer would read and write the weights for next to nothing."""
@@ -29,8 +32,8 @@ class Ask:
 
 def rows_per_slab(vocabulary: int, device: torch.device) -> int:
     """Return how many rows a slab has."""
-    budget = SLAB_BYTES.get(device.type, SLAB_BYTES["cuda"])
-    return max(LEAST_ROWS, budget // (4 * vocabulary))
+    kind = device.type if device.type in SLAB_BYTES else "cuda"
+    return max(LEAST_ROWS, min(MOST_ROWS[kind], SLAB_BYTES[kind] // (4 * vocabulary)))
 
 
 @dataclass

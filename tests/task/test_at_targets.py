@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from finetune.data.batch import IGNORED, Targets
 from finetune.data.features import Features
-from finetune.task import slabs
+from finetune.task import slabs, target_loss
 from finetune.task.at_targets import logits_at_targets
 from finetune.task.collate import end_to_end, padded
 from finetune.task.forward import logits_of
@@ -55,6 +55,7 @@ OTHERS = {
 @pytest.fixture(autouse=True)
 def small_slabs(monkeypatch):
     """Let twenty-odd targets be several slabs."""
+    monkeypatch.setattr(target_loss, "FEW_LOGITS", 0)
     monkeypatch.setattr(slabs, "LEAST_ROWS", 8)
     monkeypatch.setitem(slabs.SLAB_BYTES, "cpu", 0)
 
@@ -218,6 +219,16 @@ def test_no_tensor_of_all_logits_is_ever_made(loss):
     assert plain.num_elements >= whole  # the counter counts
     assert ours.num_elements < whole / 2  # of attention
     assert ours.num_elements < len(batch.targets.labels) * VOCABULARY  # nor of all targets'
+
+
+def test_where_logits_are_few_all_of_them_are_made(monkeypatch):
+    model, batch = made("llama"), padded(samples(9, 4, 21), pad_id=0)
+    whole = batch.labels.numel() * VOCABULARY
+    monkeypatch.setattr(target_loss, "FEW_LOGITS", whole)
+    with _Largest() as largest:
+        few = learnt(TargetLoss(PLAIN), model, batch)
+    assert largest.num_elements >= whole
+    assert_same(few, learnt(TargetLoss(PLAIN, "chunked"), model, batch))
 
 
 def test_a_head_is_itself_again_after_a_pass_that_failed():
