@@ -24,6 +24,11 @@ def lags_on(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
+def reads_freely(tensor: Tensor) -> bool:
+    """Tell whether the host has the tensor's value already."""
+    return tensor.device.type == "cpu"
+
+
 class Update:
     """Takes the gradients of one step from backward pass to weights."""
 
@@ -98,7 +103,7 @@ class Update:
         gradients = [each.grad for each in self._learning if each.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients)
         # Where reading it is free, gradients that would be multiplied by 1 are left alone.
-        if self._limit is not None and (norm.device.type != "cpu" or norm.item() + _EPSILON > self._limit):
+        if self._limit is not None and not (reads_freely(norm) and norm.item() + _EPSILON <= self._limit):
             torch.nn.utils.clip_grads_with_norm_(self._learning, self._limit, norm)
         return norm
 
