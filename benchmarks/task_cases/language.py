@@ -28,12 +28,15 @@ evaluate: {}
 report: {console: plain}
 """
 
+AT_TARGETS = REST.replace("learning_rate: 1e-2", "learning_rate: 1e-2, loss_kernel: chunked")
+"""What `auto` chooses where there are more logits than in these small jobs."""
+
 SFT = f"""
 run: {{folder: runs/sft, seed: 7}}
 model: {LLAMA}
 data: {{train: {{path: train.jsonl}}, validation: {{path: held_out.jsonl}}, max_length: 128, chat_template: chatml}}
 task: {{name: sft}}
-{REST}
+{AT_TARGETS}
 """
 
 PRETRAIN = f"""

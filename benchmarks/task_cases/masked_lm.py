@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForMaskedLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from task_cases.case import Case
-from task_cases.language import REST, WORDS
+from task_cases.language import AT_TARGETS, WORDS
 
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 
@@ -26,7 +26,7 @@ model:
   tokenizer: {{name: ./tokenizer}}
 data: {{train: {{path: train.txt}}, validation: {{path: held_out.txt}}, max_length: 48}}
 task: {{name: masked_lm, masked_lm: {{fraction: 0.3}}}}
-{REST}
+{AT_TARGETS}
 """
 
 

@@ -138,8 +138,8 @@ class TrainSection(Section):
     )
     loss_kernel: LossKernel = key(
         "How the loss of tokens is worked out. `chunked`: at targets alone, and never with the logits of all at once; "
-        "`liger`, `cce`: by the kernels of `liger-kernel` or `cut-cross-entropy` (CUDA, extra `kernels`); `plain`: from "
-        "the logits of all positions. `auto` is `chunked`, and `plain` where a batch has next to no logits.",
+        "`liger`, `cce`: by `liger-kernel` or `cut-cross-entropy` (CUDA, extra `kernels`); `plain`: from the logits of "
+        "all positions. `auto` is `chunked`, and `plain` where a batch has next to no logits.",
         "auto",
     )
     nonfinite: NonFiniteSection = key("What to do with a NaN or infinite loss or gradient.", NonFiniteSection())
