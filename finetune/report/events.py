@@ -26,6 +26,15 @@ class RunStarted(Event):
 
 
 @dataclass(frozen=True)
+class StartedUp(Event):
+    """The first step of a process is over: what came before it, by phase; the memory is what is resident after it."""
+
+    seconds: Mapping[str, float]
+    cpu_seconds: Mapping[str, float]
+    memory_bytes: Mapping[str, int]
+
+
+@dataclass(frozen=True)
 class StepTaken(Event):
     """One optimizer step: losses in nats per target, times in seconds, tokens over all ranks (padding not counted).
 

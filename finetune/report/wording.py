@@ -12,6 +12,7 @@ from finetune.report.events import (
     Noted,
     RunEnded,
     RunStarted,
+    StartedUp,
     StepSkipped,
     StepTaken,
     Warned,
@@ -32,6 +33,12 @@ def lines(event: Event) -> tuple[str, ...]:
 @lines.register
 def _(event: RunStarted) -> tuple[str, ...]:
     return (f"strategy {event.strategy}", *event.arithmetic)
+
+
+@lines.register
+def _(event: StartedUp) -> tuple[str, ...]:
+    phases = " + ".join(f"{name} {seconds:.1f}" for name, seconds in event.seconds.items())
+    return (f"start: {sum(event.seconds.values()):.1f} s = {phases}",)
 
 
 @lines.register

@@ -1,7 +1,6 @@
 """One RunConfig becomes parts, the parts are trained, the model is exported: the one place where all wings meet."""
 
 import os
-import time
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -29,11 +28,13 @@ from finetune.run.parts import make_parts
 from finetune.run.priors import with_priors
 from finetune.run.publish import publish_final
 from finetune.run.saving import ReportedSaving
+from finetune.run.startup import telling_start
 from finetune.run.teacher import taught
 from finetune.run.watch import Watch, watched_run
 from finetune.run.wishes import make_wishes
 from finetune.runtime import ranks
 from finetune.runtime.log import quieten
+from finetune.runtime.startup import StartUp
 from finetune.strategy.choose import choose_strategy
 from finetune.strategy.environment import read_environment
 from finetune.strategy.explain import explain
@@ -44,14 +45,15 @@ from finetune.train.optimizer import rounds_by_place
 
 def train_from_config(loaded: LoadedConfig) -> int:
     """Train as the config says and return the exit code. Collective over all launched processes."""
-    loaded, started, say = staged(loaded), time.monotonic(), Announcer(is_main=ranks.is_main())
+    startup, say = StartUp.of_process(), Announcer(is_main=ranks.is_main())
+    loaded = staged(loaded)
     quieten(is_main=ranks.is_main())
     strategy = launched_strategy(loaded)
     require_adapters_fit(loaded.config, strategy.name)
     mirror = make_mirror(loaded)
     with watched_run(Path(loaded.config.run.folder), say=say) as watch:
         fetch_run(loaded, say=print)
-        code = _train(loaded, strategy, watch=watch, mirror=mirror, started=started, say=say)
+        code = _train(loaded, strategy, watch=watch, mirror=mirror, startup=startup, say=say)
     return ranks.leave(code, afterwards=partial(_hand_over, loaded, mirror))
 
 
@@ -64,11 +66,12 @@ def _hand_over(loaded: LoadedConfig, mirror: Mirror, code: int) -> int:
 
 
 def _train(
-    loaded: LoadedConfig, strategy: Strategy, *, watch: Watch, mirror: Mirror, started: float, say: Announcer
+    loaded: LoadedConfig, strategy: Strategy, *, watch: Watch, mirror: Mirror, startup: StartUp, say: Announcer
 ) -> int:
     config, ahead = loaded.config, verify_ahead(loaded.config)
     lessons = make_lessons(config, say)
     plan = make_run_plan(config, lessons)
+    startup.end("data")
     accelerator = make_accelerator(config, strategy)
     require_mergeable(config)
     watch.meet()
@@ -79,6 +82,7 @@ def _train(
         config, strategy, accelerator=accelerator, lessons=lessons, learning_rate=plan.schedule.peak, say=say
     )
     require_isolation(config, lessons, machine)
+    startup.end("model")
     watch.watchdog.watch_hangs(config.run.hang_after_seconds)
     lessons = with_priors(config, lessons, machine, say=say)  # from the model as it starts: before weights are loaded
     lessons = replace(lessons, task=taught(config, lessons.task, accelerator, say=say))
@@ -90,9 +94,10 @@ def _train(
         checkpointer.rehearse(num_saves=plan.num_due(config.checkpoint.every_steps, after=progress.step))
         before = partial(settle_batch_norm, machine.model)
         save = ReportedSaving(checkpointer, reporter, watch.status.checkpoint, before=before)
-        wishes = make_wishes(config, note=watch.note, save=save, started=started, say=say)
+        wishes = make_wishes(config, note=watch.note, save=save, started=startup.began_at, say=say)
         parts = make_parts(config, lessons, machine=machine, plan=plan, reporter=reporter, save=save, wishes=wishes)
         reporter(RunStarted(progress.step, plan.num_steps, explain(strategy), plan.arithmetic, config.model_dump()))
+        parts = telling_start(parts, startup)
         return train_to_the_end(loaded, parts, progress=progress, lessons=lessons, machine=machine, watch=watch)
 
 
