@@ -20,6 +20,7 @@ from finetune.report.events import StepSkipped
 from finetune.runtime import ranks, seeds
 from finetune.runtime.progress import Progress
 from finetune.runtime.waypoints import reach
+from finetune.strategy.accumulate import adding_up
 from finetune.train.meters import StepRecord, is_finite
 from finetune.train.optimizer import begin_step
 from finetune.train.parts import Parts
@@ -108,7 +109,7 @@ def _backward(
     for number, batch in enumerate(parts.task.look_ahead(parts.model, group)):
         is_last = number == len(group) - 1
         accelerator.sync_gradients = is_last
-        with nullcontext() if is_last else accelerator.no_sync(parts.model):
+        with nullcontext() if is_last else adding_up(accelerator, parts.model):
             parts.before_batch(batch)
             sums = dict(parts.task.loss_sums(parts.model, batch))
             loss_sum = sums.pop("loss_sum")
@@ -159,8 +160,7 @@ def _rows(sample_ids: tuple[int, ...], place: Callable[[int], str]) -> str:
 
 def _stop_unless_skipping(parts: Parts, progress: Progress, *, number: int, rows: str) -> None:
     where = (
-        f"the loss or gradient of step {number} is not finite. Training rows concerned: "
-        f"{rows}. {parts.update.unharmed}"
+        f"the loss or gradient of step {number} is not finite. Training rows concerned: {rows}. {parts.update.unharmed}"
     )
     if parts.nonfinite.action == "stop":
         raise NonFiniteError(
