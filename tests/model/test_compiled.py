@@ -1,15 +1,19 @@
 """Compiled layers give the numbers of the code as it is written, once per kind of layer, or step aside."""
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
+from finetune.data.features import Features
 from finetune.model import compiled
 from finetune.model.adapters.build import add_adapter
 from finetune.model.adapters.ground import Ground
 from finetune.model.adapters.wish import adapter_wish
 from finetune.model.compiled import compile_model, repeated_layers
 from finetune.runtime.construction import Construction
+from finetune.task.at_targets import logits_at_targets
+from finetune.task.collate import end_to_end
 from finetune.task.forward import innermost
 
 SHAPES = [(2, 16), (2, 24), (2, 40), (4, 9), (1, 9), (1, 30), (3, 17), (2, 16)]
@@ -105,6 +109,27 @@ def test_equal_layers_are_compiled_once_and_lengths_that_vary_a_few_times(model,
         counts.append(num_graphs() - before)
     # the first shape; any length; any number of rows; one row alone
     assert counts == [1, 2, 2, 3, 4, 4, 4, 4]
+
+
+def test_rows_of_samples_are_compiled_once_whatever_stands_in_them(model, monkeypatch):
+    monkeypatch.setattr(compiled, "BACKEND", "eager")
+    plain, quick, counts = model("qwen3 tied"), model("qwen3 tied"), []
+    compile_model(quick, "regional", say=lambda _: None)
+    for lengths in [(5,), (9, 3), (4, 4, 7), (6, 2, 2, 8), (3, 9), (7, 5, 4)]:
+        row = end_to_end([sample(length, number) for number, length in enumerate(lengths)])
+        losses = []
+        for each in (plain, quick):
+            logits = logits_at_targets(each, row)
+            losses.append(nn.functional.cross_entropy(logits, torch.zeros(len(logits), dtype=torch.long)))
+            losses[-1].backward()
+        assert losses[1].item() == pytest.approx(losses[0].item(), rel=1e-6)
+        counts.append(num_graphs())
+    assert len(set(counts[1:])) == 1, counts
+
+
+def sample(length, number):
+    ids = np.arange(length, dtype=np.int64) + number
+    return Features({"input_ids": ids, "is_target": np.ones(length, dtype=bool)}, sample_id=number)
 
 
 def test_an_evaluation_runs_the_code_as_it_is_written(model):
