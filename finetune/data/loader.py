@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from finetune.config.sections.data import DataSection
 from finetune.data.batch import Batch
 from finetune.data.features import Features
+from finetune.data.order.by_length import LongestFirst
 from finetune.data.order.order import Order
 from finetune.data.order.pool import Pool, Samples
 from finetune.data.order.set_order import set_order
@@ -161,11 +162,19 @@ def evaluation_loader(
 ) -> DataLoader[Any]:
     """Return a loader of every sample once; every rank gets equally many microbatches, by fillers without targets.
 
-    The samples are packed, or batched by tokens, as those that are learnt from.
+    The samples are packed, or batched by tokens, as those that are learnt from; where they are padded, those that
+    share a forward pass are of similar length.
     """
-    order = set_order(prepared.lengths, seed=0, shuffle=False, batching=section.batching, max_length=section.longest)
+    order = _evaluation_order(prepared, section)
     sampler = EvaluationSampler(order, microbatch_size=microbatch_size, world=world)
     return _loader(prepared, sampler, _CollateOrFill(prepared, collate, filler), section=section, cost=cost)
+
+
+def _evaluation_order(prepared: PreparedSet, section: DataSection) -> Order:
+    batching = section.batching
+    if batching.by == "samples" and batching.padding_free is not True:
+        return LongestFirst(prepared.lengths)
+    return set_order(prepared.lengths, seed=0, shuffle=False, batching=batching, max_length=section.longest)
 
 
 def groups(loader: Iterable[Batch], num_batches: int) -> Iterator[tuple[Batch, ...]]:

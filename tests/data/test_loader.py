@@ -1,6 +1,7 @@
 """The loaders give each rank its share of one world-wide sequence of microbatches."""
 
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -164,6 +165,18 @@ def test_evaluation_packs_its_rows_like_those_that_are_learnt_from(prepared_and_
     loader = evaluation_loader(prepared, Collate(), filler=fill, microbatch_size=2, world=2, section=packed)
     batches = [batch.sample_ids for batch in loader]
     assert batches == [(0, 1, 2, 3, 4, 5, 6, 7), (8, 9)]  # ten rows of one token
+
+
+def test_padded_rows_of_an_evaluation_share_a_forward_pass_with_rows_as_long(prepared_and_section):
+    _, section = prepared_and_section
+    lengths = np.array([1, 9, 2, 8, 3, 7, 4, 6, 5, 5])
+    samples = SimpleNamespace(lengths=lengths)
+    padded = section.model_copy(update={"batching": BatchingSection(padding_free=False)})
+    loader = evaluation_loader(samples, Collate(), filler=fill, microbatch_size=4, world=1, section=padded)
+    assert [lengths[ids].tolist() for ids in loader.batch_sampler] == [[9, 8, 7, 6], [5, 5, 4, 3], [2, 1]]
+    in_one_row = section.model_copy(update={"batching": BatchingSection(padding_free=True)})
+    loader = evaluation_loader(samples, Collate(), filler=fill, microbatch_size=4, world=1, section=in_one_row)
+    assert list(loader.batch_sampler) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
 
 
 def test_loading_draws_nothing_from_the_global_generator(prepared_and_section):

@@ -56,6 +56,22 @@ class ByLength(OrderOfPieces):
         return joined(parts[number] for number in turn)
 
 
+class LongestFirst(OrderOfPieces):
+    """The samples of a set from the longest to the shortest, for what depends on no order."""
+
+    def __init__(self, lengths: np.ndarray) -> None:
+        self._ids = np.argsort(-np.asarray(lengths, np.int64), kind="stable")
+
+    @property
+    def num_positions(self) -> int:
+        """Return the number of samples: each is one position."""
+        return len(self._ids)
+
+    def pieces(self, start: int, stop: int) -> Iterator[np.ndarray]:
+        """Yield the samples at positions [start, stop) of the one epoch that there is."""
+        yield self._ids[start:stop]
+
+
 def _multiples(of: int, start: int, stop: int) -> list[int]:
     """Return the multiples of a number strictly between start and stop."""
     return list(range((start // of + 1) * of, stop, of))
