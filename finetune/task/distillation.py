@@ -4,6 +4,7 @@ import copy
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,8 +15,9 @@ from torch.nn import functional
 from finetune.data.batch import Batch
 from finetune.data.features import Features
 from finetune.errors import DataError
-from finetune.task.at_targets import logits_at_targets
+from finetune.task.at_targets import asked_at_targets, logits_at_targets
 from finetune.task.divergences import divergence_of, reduced
+from finetune.task.heads import Head, in_parts
 from finetune.task.materials import Materials
 from finetune.task.metrics import perplexity
 from finetune.task.protocol import Prior
@@ -84,14 +86,18 @@ class DistillationTask(SftTask):
 
     def loss_sums(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
         """Return `loss_sum` and, detached, the sums of its parts: `cross_entropy` and `divergence`."""
-        return self._sums(logits_at_targets(model, batch), batch)
+        sums = self.metric_sums(model, batch)
+        return {"loss_sum": sums["loss_sum"], **{name: sums[name].detach() for name in ("cross_entropy", "divergence")}}
 
     def metric_sums(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
         """Return the same, `num_targets` and `num_correct`."""
-        logits, labels = logits_at_targets(model, batch), _labels(batch)
+        assert batch.targets is not None  # a batch of tokens knows them
+        labels, taught = batch.targets.labels, self._taught(batch)
+        summed = asked_at_targets(model, batch, partial(self._summed, labels=labels, taught=taught))
+        loss_sum, cross_entropy, divergence, num_correct = summed.unbind()
         num_targets = torch.full((), len(labels), device=labels.device)
-        num_correct = (logits.argmax(dim=-1) == labels).sum()
-        return {**self._sums(logits, batch), "num_targets": num_targets, "num_correct": num_correct}
+        sums = {"loss_sum": loss_sum, "cross_entropy": cross_entropy, "divergence": divergence}
+        return {**sums, "num_targets": num_targets, "num_correct": num_correct}
 
     def metrics(self, sums: Mapping[str, float], records: Tensor | None = None) -> Mapping[str, float]:
         """Return `loss`, its parts `cross_entropy` and `divergence`, `perplexity` and `token_accuracy`."""
@@ -105,14 +111,20 @@ class DistillationTask(SftTask):
             "token_accuracy": sums["num_correct"] / count,
         }
 
-    def _sums(self, logits: Tensor, batch: Batch) -> dict[str, Tensor]:
+    def _summed(self, rows: Tensor, head: Head, *, labels: Tensor, taught: tuple[Tensor, Tensor | None]) -> Tensor:
+        """Return the sums over hidden states: loss, cross-entropy, divergence and number correct, [4]."""
+        teacher, kept = taught
+        of_each = (labels, teacher) if kept is None else (labels, teacher, kept)
+        return torch.stack(in_parts(partial(self._sums, head), head, rows, *of_each)).sum(dim=0)
+
+    def _sums(self, head: Head, rows: Tensor, labels: Tensor, teacher: Tensor, kept: Tensor | None = None) -> Tensor:
         weight, temperature = self.section.cross_entropy_weight, self.section.temperature
+        logits = head.logits(rows)
         student = self._log_probabilities(logits)
-        teacher, kept = self._taught(batch)
         divergence = self._divergence(teacher, student if kept is None else reduced(student, kept)).sum()
-        cross_entropy = functional.cross_entropy(logits.float(), _labels(batch), reduction="sum")
+        cross_entropy = functional.cross_entropy(logits, labels, reduction="sum")
         loss = (1 - weight) * temperature**2 * divergence + weight * cross_entropy
-        return {"loss_sum": loss, "cross_entropy": cross_entropy.detach(), "divergence": divergence.detach()}
+        return torch.stack([loss, cross_entropy, divergence, (logits.argmax(dim=-1) == labels).sum()])
 
     def _taught(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
         """Return the teacher's log-probabilities, and of which tokens they are; None: of all."""
@@ -146,8 +158,3 @@ class DistillationTask(SftTask):
         """Return what logits [targets, vocabulary] give each of the tokenizer's tokens: [targets, tokens], float32."""
         chosen = logits[:, : self._num_tokens].to(torch.float32)
         return (chosen / self.section.temperature).log_softmax(dim=-1)
-
-
-def _labels(batch: Batch) -> Tensor:
-    assert batch.targets is not None, "a batch of tokens knows its targets"
-    return batch.targets.labels

@@ -8,9 +8,11 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from finetune.task.forward import innermost
 from finetune.task.head_output import Finish, HeadOutput, head_output
+from finetune.task.slabs import rows_per_slab
 
 Forward = Callable[[Tensor], Tensor]
 Hear = Callable[[Tensor, Forward], Tensor]
@@ -46,6 +48,12 @@ class Head:
             return None
         return weight, cast(Any, self.module.bias)
 
+    @property
+    def is_cut(self) -> bool:
+        """Tell whether the weights are whole only while a pass goes through the head (ZeRO-3), or there are none."""
+        parameters = list(self.module.parameters())
+        return not parameters or any(hasattr(each, "ds_id") for each in parameters)
+
     @staticmethod
     def dtype_of(rows: Tensor) -> torch.dtype:
         """Return the dtype in which a linear map of the rows would be worked out."""
@@ -76,6 +84,19 @@ class Head:
     def _heard(self, hidden: Tensor, *_: Any, **__: Any) -> Tensor:
         assert self._hear is not None
         return self._hear(hidden, self._own)
+
+
+def in_parts(work: Callable[..., Tensor], head: Head, rows: Tensor, *others: Tensor) -> list[Tensor]:
+    """Return what `work` makes of rows and of what belongs to them, as many at a time as a slab has.
+
+    Their logits are made again in the backward pass. It is for a head that is no plain linear map, such as one with
+    LoRA, and for losses of any kind. Weights that ZeRO-3 has cut to pieces are gathered once, for all rows.
+    """
+    size = len(rows) if head.is_cut else rows_per_slab(head.vocabulary, rows.device)
+    if len(rows) <= size:
+        return [work(rows, *others)]
+    parts = zip(*(torch.split(each, size) for each in (rows, *others)), strict=True)
+    return [checkpoint(work, *part, use_reentrant=False) for part in parts]
 
 
 _HEADS: "weakref.WeakKeyDictionary[nn.Module, Head]" = weakref.WeakKeyDictionary()

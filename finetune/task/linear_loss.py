@@ -71,7 +71,7 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
         made = ctx.saved_tensors
-        return (*(None if each is None else each * upstream[0].to(each.dtype) for each in made), None, None)
+        return (*(None if each is None else each.mul_(upstream[0]) for each in made), None, None)
 
 
 class _Each(torch.autograd.Function):

@@ -12,7 +12,7 @@ from finetune.config.sections.train import LossKernel
 from finetune.data.batch import Batch
 from finetune.task import linear_loss
 from finetune.task.at_targets import asked_at_targets, logits_everywhere
-from finetune.task.heads import Head, head_of
+from finetune.task.heads import Head, head_of, in_parts
 from finetune.task.kernels import kernel_for
 from finetune.task.losses import TokenLoss
 from finetune.task.slabs import Ask, rows_per_slab
@@ -74,8 +74,7 @@ def _trained(rows: Tensor, head: Head, *, labels: Tensor, loss: TokenLoss, kerne
         weight, bias = (None if each is None else each.to(ask.dtype) for each in linear)
         assert weight is not None
         return theirs(rows.to(ask.dtype), weight, bias, labels, ask.finish).expand(2)
-    sums = loss.sums(head.logits(rows), labels)
-    return torch.stack([sums["loss_sum"], sums.get("cross_entropy", sums["loss_sum"])])
+    return torch.stack(in_parts(partial(_sums, loss, head), head, rows, labels)).sum(dim=0)
 
 
 def _each(rows: Tensor, head: Head, *, labels: Tensor) -> Tensor:
@@ -83,7 +82,7 @@ def _each(rows: Tensor, head: Head, *, labels: Tensor) -> Tensor:
     linear = head.linear_for(rows)
     if linear is not None:
         return linear_loss.losses_of(rows, *linear, labels, _ask(rows, head, linear[0], TokenLoss()))[0]
-    return nn.functional.cross_entropy(head.logits(rows), labels, reduction="none")
+    return torch.cat(in_parts(partial(_losses, head), head, rows, labels))
 
 
 def _measured(rows: Tensor, head: Head, *, labels: Tensor) -> Tensor:
@@ -91,6 +90,19 @@ def _measured(rows: Tensor, head: Head, *, labels: Tensor) -> Tensor:
     linear = head.linear_for(rows)
     if linear is not None:
         return linear_loss.measured(rows, *linear, labels, _ask(rows, head, linear[0], TokenLoss()))
+    return torch.stack(in_parts(partial(_counted, head), head, rows, labels)).sum(dim=0)
+
+
+def _sums(loss: TokenLoss, head: Head, rows: Tensor, labels: Tensor) -> Tensor:
+    sums = loss.sums(head.logits(rows), labels)
+    return torch.stack([sums["loss_sum"], sums.get("cross_entropy", sums["loss_sum"])])
+
+
+def _losses(head: Head, rows: Tensor, labels: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(head.logits(rows), labels, reduction="none")
+
+
+def _counted(head: Head, rows: Tensor, labels: Tensor) -> Tensor:
     logits = head.logits(rows)
     loss_sum = nn.functional.cross_entropy(logits, labels, reduction="sum")
     return torch.stack([loss_sum, (logits.argmax(dim=-1) == labels).sum()])
