@@ -33,7 +33,7 @@ class Played:
     def apart(self) -> float:
         """Return by how much losses differ at most between the contestants, relative."""
         columns = list(zip(*(sheet.losses for sheet in self.sheets.values()), strict=True))
-        return max((max(losses) - min(losses)) / min(losses) for losses in columns)
+        return float(max((max(losses) - min(losses)) / min(losses) for losses in columns))
 
 
 def measure(folder: Path, *, is_quick: bool, say: Say) -> Measured:

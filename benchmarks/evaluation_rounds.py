@@ -1,0 +1,112 @@
+"""Evaluates one model in turn with the product, with Trainer and by hand: `python evaluation_rounds.py FOLDER ROUNDS`.
+
+All of them live in one process and take turns, so none of them runs beside another. Leaves `figures.json`.
+"""
+
+import json
+import random
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from torch.nn.functional import cross_entropy, pad
+from transformers import AutoTokenizer, DataCollatorForSeq2Seq, Trainer, TrainingArguments
+
+from finetune.config.load import load_config
+from finetune.report.announcer import Announcer
+from finetune.report.reporter import NullReporter
+from finetune.run import launched_strategy
+from finetune.run.evaluator import make_evaluator
+from finetune.run.lessons import make_lessons
+from finetune.run.machine import make_accelerator, make_machine
+
+from contest.jobs import write_job
+from contest.loading import load_model, load_workload
+from contest.peers import ALIKE
+from contest.rows import IGNORED, Rows, padded
+
+Evaluate = Callable[[], float]
+
+
+def main(folder: Path, rounds: int) -> None:
+    rows, chance = Rows.load(folder / "tokens.npz"), random.Random(0)
+    evaluations = {"ours": ours(folder), "trainer": trainer(folder, rows), "bare": by_hand(folder, rows)}
+    losses = {name: evaluate() for name, evaluate in evaluations.items()}  # also warms up
+    seconds: dict[str, list[float]] = {name: [] for name in evaluations}
+    for _ in range(rounds):
+        for name in chance.sample(sorted(evaluations), len(evaluations)):
+            started = time.process_time()
+            evaluations[name]()
+            seconds[name].append(time.process_time() - started)
+    losses.pop("trainer")  # its mean is of batches, whatever is in them
+    told = {"seconds": seconds, "losses": losses, "tokens": int(rows.lengths.sum())}
+    (folder / "figures.json").write_text(json.dumps(told))
+
+
+def ours(folder: Path) -> Evaluate:
+    """Return the evaluation as a run builds it."""
+    job = write_job(folder, load_workload(folder))
+    text = job.read_text().replace("data:\n", "data:\n  validation: {fraction: 0.5}\n", 1)
+    source = next(line for line in text.splitlines() if line.startswith("  train: "))
+    text = text.replace("  validation: {fraction: 0.5}", source.replace("train:", "validation:"), 1)
+    (folder / "evaluation.yaml").write_text(text + "evaluate: {}\n")
+    loaded, say = load_config(folder / "evaluation.yaml"), Announcer(is_main=False)
+    config, strategy = loaded.config, launched_strategy(loaded)
+    lessons = make_lessons(config, say)
+    accelerator = make_accelerator(config, strategy)
+    machine = make_machine(config, strategy, accelerator=accelerator, lessons=lessons, learning_rate=1e-3, say=say)
+    evaluator = make_evaluator(
+        config,
+        lessons.task,
+        rows=lessons.validation_set,
+        model=machine.model,
+        accelerator=accelerator,
+        tokenizer=lessons.tokenizer,
+        answer_metrics={},
+        reporter=NullReporter(),
+    )
+    return lambda: evaluator(0)["loss"]
+
+
+def trainer(folder: Path, rows: Rows) -> Evaluate:
+    """Return Trainer's, which computes the loss alone."""
+    workload, tokenizer = load_workload(folder), AutoTokenizer.from_pretrained(folder / "model", local_files_only=True)
+    settings = TrainingArguments(
+        output_dir=str(folder / "runs" / "trainer"), per_device_eval_batch_size=workload.batch, **ALIKE
+    )
+    peer = Trainer(
+        load_model(folder, workload),
+        settings,
+        eval_dataset=Dataset.from_dict(rows.columns()),
+        data_collator=DataCollatorForSeq2Seq(tokenizer),
+        processing_class=tokenizer,
+    )
+    return lambda: float(peer.evaluate()["eval_loss"])
+
+
+def by_hand(folder: Path, rows: Rows) -> Evaluate:
+    """Return padded batches through the model, and nothing else."""
+    workload = load_workload(folder)
+    model = load_model(folder, workload).eval()
+
+    def evaluate() -> float:
+        total, count = 0.0, 0
+        with torch.no_grad():
+            for first in range(0, len(rows), workload.batch):
+                batch = padded([rows.row(i) for i in range(first, first + workload.batch)], pad_id=0)
+                labels = pad(batch.pop("labels")[:, 1:], (0, 1), value=IGNORED)
+                logits: Any = model(**batch, use_cache=False).logits
+                total += float(cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum"))
+                count += int((labels != IGNORED).sum())
+        return total / count
+
+    return evaluate
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main(Path(sys.argv[1]).resolve(), int(sys.argv[2]))

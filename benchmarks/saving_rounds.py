@@ -1,0 +1,185 @@
+"""Saves, resumes and seeks in turn: `python saving_rounds.py FOLDER ROUNDS`, where `job.yaml` lies in the folder.
+
+Every measurement is made in a fork of its own, whose memory nothing has warmed, as that of a run that starts. The
+parent imports everything and never computes, so that it may be forked. Leaves `figures.json` in the folder.
+"""
+
+import json
+import os
+import shutil
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import skip_first_batches
+from save_worker import build, train_one_step
+
+from finetune.checkpoint.access import build_access
+from finetune.checkpoint.ahead import Ahead, begin_ahead
+from finetune.checkpoint.checkpointer import Checkpointer
+from finetune.checkpoint.facts import RunFacts
+from finetune.config.load import load_config
+from finetune.config.sections.checkpoint import CheckpointSection
+from finetune.data.loader import train_loader
+from finetune.report.announcer import Announcer
+from finetune.run import launched_strategy
+from finetune.run.lessons import make_lessons
+from finetune.run.machine import Machine, make_accelerator
+
+STEP = 1000
+LATE = 100_000
+SEEKS = 25
+SKIPPED = 1000
+"""Batches that Accelerate's `skip_first_batches` has to make and throw away."""
+Figures = dict[str, Any]
+
+
+def main(folder: Path, rounds: int) -> None:
+    job = folder / "job.yaml"
+    figures: Figures = {"seeks": in_fork(partial(seeks, job)), "stalls": in_fork(partial(stalls, job, folder, rounds))}
+    figures["resumes"] = []
+    for number in range(rounds):
+        ways = (resume_ours, resume_accelerate) if number % 2 else (resume_accelerate, resume_ours)
+        for way in ways:  # nobody is always the first
+            figures["resumes"].append({"round": number, **in_fork(partial(way, job, folder))})
+    (folder / "figures.json").write_text(json.dumps(figures))
+
+
+def in_fork(act: Callable[[], Any]) -> Any:
+    """Return what the work has come to in a fork of this process; raises RuntimeError where that has failed."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(reading)
+        try:
+            with os.fdopen(writing, "w") as stream:
+                json.dump(act(), stream)
+        except BaseException:  # whatever it is, this process must not go on as its parent
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading) as stream:
+        text = stream.read()
+    if os.waitpid(child, 0)[1] != 0:
+        raise RuntimeError("a measurement has failed; its traceback is above")
+    return json.loads(text)
+
+
+def stalls(job: Path, folder: Path, rounds: int) -> Figures:
+    """Save in turn behind training and by Accelerate; return the seconds that training waits, and leave one of each."""
+    machine = build(job)
+    train_one_step(machine)
+    ours = _checkpointer(machine, folder)
+    ours.rehearse(num_saves=rounds)  # as at a run's start
+    found: Figures = {"ours": [], "ours_total": [], "accelerate": []}
+    for number in range(1, rounds + 1):
+        saved = ours.save(STEP + number, progress={"step": STEP + number})
+        found["ours"].append(saved.stall_seconds)
+        found["ours_total"].append(saved.seconds)
+        found["state_bytes"] = saved.size_bytes
+        found["accelerate"].append(_save_by_accelerate(machine, folder / "accelerate"))
+    return found
+
+
+def _save_by_accelerate(machine: Machine, folder: Path) -> float:
+    shutil.rmtree(folder, ignore_errors=True)
+    started = time.perf_counter()
+    machine.accelerator.save_state(str(folder))
+    return time.perf_counter() - started
+
+
+def resume_ours(job: Path, folder: Path) -> Figures:
+    """Return how long it takes to find, verify and load the newest checkpoint.
+
+    As in a run, its digests are begun before the model is built.
+    """
+    ahead = begin_ahead(folder / "checkpoints", resume="auto")
+    machine = build(job)
+    checkpointer = _checkpointer(machine, folder, ahead)
+    started, cpu = time.perf_counter(), time.process_time()
+    found = checkpointer.find()
+    verified = time.perf_counter()
+    assert found is not None, "it has been saved before"
+    checkpointer.load(found)
+    ended = time.perf_counter()
+    return {
+        "way": "ours",
+        "seconds": ended - started,
+        "of_them_finding": verified - started,
+        "cpu_seconds": time.process_time() - cpu,
+        "digest": _digest(machine),
+    }
+
+
+def resume_accelerate(job: Path, folder: Path) -> Figures:
+    """Return how long `load_state` takes, which verifies nothing."""
+    machine = build(job)
+    started, cpu = time.perf_counter(), time.process_time()
+    machine.accelerator.load_state(str(folder / "accelerate"))
+    seconds, cpu_seconds = time.perf_counter() - started, time.process_time() - cpu
+    return {"way": "accelerate", "seconds": seconds, "cpu_seconds": cpu_seconds, "digest": _digest(machine)}
+
+
+def seeks(job: Path) -> Figures:
+    """Return the CPU-seconds to the first batch at the start and late in a long job, and what skipping would cost."""
+    loaded = load_config(job, [f"train.steps={2 * LATE}", "data.shuffle=true"])
+    config, lessons = loaded.config, make_lessons(loaded.config, Announcer(is_main=False))
+    accelerator = make_accelerator(config, launched_strategy(loaded))
+
+    def loader(first_step: int) -> Any:
+        batches = train_loader(
+            lessons.training,
+            lessons.task.collate,
+            global_batch_size=8,
+            microbatch_size=8,
+            first_step=first_step,
+            num_steps=2 * LATE,
+            section=config.data,
+        )
+        return accelerator.prepare_data_loader(batches)
+
+    found: Figures = {"start": [], "late": [], "skipped": SKIPPED}
+    for number in range(1 + SEEKS):  # the first warms up
+        found["start"].append(_seconds_to_first(partial(loader, 0)))
+        found["late"].append(_seconds_to_first(partial(loader, LATE + number)))
+    found["skipping"] = [_seconds_to_first(lambda: skip_first_batches(loader(0), SKIPPED))]
+    return {**found, "start": found["start"][1:], "late": found["late"][1:]}
+
+
+def _seconds_to_first(batches: Callable[[], Any]) -> float:
+    started = time.process_time()
+    next(iter(batches()))
+    return time.process_time() - started
+
+
+def _checkpointer(machine: Machine, folder: Path, ahead: Ahead | None = None) -> Checkpointer:
+    access = build_access(machine.accelerator, machine.model, machine.optimizer)
+    return Checkpointer(
+        folder / "checkpoints",
+        section=CheckpointSection(),
+        access=access,
+        run=RunFacts({}, {}, {}),
+        say=print,
+        ahead=ahead,
+    )
+
+
+def _digest(machine: Machine) -> float:
+    """Return a number that differs where what was loaded differs."""
+    inner = getattr(machine.optimizer, "optimizer", machine.optimizer)
+    total = 0.0
+    for parameter in machine.model.parameters():
+        for tensor in (parameter.detach(), *(each for each in inner.state[parameter].values())):
+            total += float(tensor.double().abs().sum())
+    return total
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main(Path(sys.argv[1]).resolve(), int(sys.argv[2]))
