@@ -10,6 +10,7 @@ benchmarks/README.md.
 
 import argparse
 import importlib.util
+import signal
 import sys
 import time
 from collections.abc import Mapping
@@ -37,6 +38,7 @@ def parts(options: argparse.Namespace) -> Mapping[str, Part]:
 def main() -> int:
     """Measure, print the tables and the gates, and return 1 where `--check` fails."""
     options, console, started = _options(), Console(width=170), time.monotonic()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as an exception, which leaves no process behind
     measured: dict[str, Measured] = {}
     for name, part in chosen_parts(options).items():
         began = time.monotonic()

@@ -12,7 +12,7 @@ model:
 data:
   train: {{path: rows.jsonl{form}}}
   max_length: {max_length}
-  shuffle: false  # everybody takes the same samples in the same order{data}
+  shuffle: {shuffle}  # unless the same samples are to be taken in the same order{data}
   cache_folder: cache
 task: {{name: {task}}}
 train:
@@ -23,20 +23,19 @@ train:
   schedule: {{name: constant}}
 report: {{console: plain, log_every_steps: {logs_every}}}
 """
-PACK = 1024
-"""Tokens of a pack, ours and TRL's, or the longest document where that is longer."""
 
 
 def write_job(folder: Path, workload: Workload, *, variant: str = "ours") -> Path:
     """Write the job of a variant into the workload's folder and return its path."""
-    is_sft = workload.kind == "gsm8k"
+    is_sft, template = workload.is_sft, "chatml" if workload.kind == "gsm8k" else "./turns.jinja"
     packs = "tuned" in variant
     text = JOB.format(
         folder=f"runs/{variant.replace(' ', '-')}",
         adapter="\n  adapter: ./adapter" if workload.lora else "",
         form=", format: prompt_completion" if is_sft else "",
         max_length=workload.max_length,
-        data=("\n  chat_template: chatml" if is_sft else "") + BATCHING[variant].format(pack=pack_tokens(workload)),
+        shuffle=str(packs).lower(),
+        data=(f"\n  chat_template: {template}" if is_sft else "") + BATCHING[variant].format(pack=workload.max_length),
         task="sft" if is_sft else "pretrain",
         batch=packs_a_step(folder, workload) if packs else workload.batch,
         steps=workload.steps,
@@ -55,12 +54,7 @@ BATCHING = {
 }
 
 
-def pack_tokens(workload: Workload) -> int:
-    """Return the tokens of a pack."""
-    return max(PACK, workload.max_length)
-
-
 def packs_a_step(folder: Path, workload: Workload) -> int:
     """Return how many packs hold about as many tokens as a batch of the others."""
     mean = float((folder / "mean_length").read_text())
-    return max(1, round(workload.batch * mean / pack_tokens(workload)))
+    return max(1, round(workload.batch * mean / workload.max_length))

@@ -53,14 +53,21 @@ def make(folder: Path, workload: Workload, *, data: Path, seed: int) -> None:
 
 
 def _documents(workload: Workload, chance: random.Random) -> Iterator[dict[str, str]]:
-    """Yield documents of words, each of which is a token; the end of the sequence is one more."""
+    """Yield documents of words, each of which is a token; a few tokens are of the turns, or end the text."""
     words = [f"w{number}" for number in range(workload.sizes.vocabulary - len(_SPECIAL))]
+
+    def text(length: int) -> str:
+        return " ".join(words[int(len(words) * chance.random() ** 3)] for _ in range(length))
+
     while True:
         length = workload.length
-        if workload.kind == "lognormal":
-            length = min(workload.max_length, max(4, round(chance.lognormvariate(np.log(length), SIGMA))))
-        picked = (words[int(len(words) * chance.random() ** 3)] for _ in range(length - 1))  # some are more frequent
-        yield {"text": " ".join(picked)}
+        if workload.kind != "fixed":
+            length = min(workload.max_length, max(12, round(chance.lognormvariate(np.log(length), SIGMA))))
+        if workload.is_sft:
+            asked = round((length - 4) * chance.uniform(0.3, 0.7))
+            yield {"prompt": text(asked), "completion": text(length - 4 - asked)}
+        else:
+            yield {"text": text(length - 1)}
 
 
 def _questions(data: Path, chance: random.Random) -> Iterator[dict[str, str]]:
@@ -84,7 +91,11 @@ def _invented(chance: random.Random) -> Iterator[dict[str, str]]:
         yield {"prompt": prompt, "completion": completion}
 
 
-_SPECIAL = ("<unk>", "<pad>", "<end>")
+_SPECIAL = ("<unk>", "<pad>", "<end>", "<turn>", "<over>")
+_TURNS = """\
+{%- for message in messages %}{{ '<turn> ' + message['content'] + ' <over> ' }}{% endfor -%}
+{%- if add_generation_prompt %}{{ '<turn> ' }}{% endif -%}
+"""
 
 
 def _tokenizer(folder: Path, workload: Workload, rows: list[dict[str, str]]) -> PreTrainedTokenizerBase:
@@ -99,7 +110,9 @@ def _tokenizer(folder: Path, workload: Workload, rows: list[dict[str, str]]) -> 
     vocabulary = [*_SPECIAL, *(f"w{number}" for number in range(workload.sizes.vocabulary - len(_SPECIAL)))]
     words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(vocabulary)}, unk_token="<unk>"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>", pad_token="<pad>", eos_token="<end>")
+    (folder / "turns.jinja").write_text(_TURNS)
+    named = {"unk_token": "<unk>", "pad_token": "<pad>", "eos_token": "<end>"}
+    return PreTrainedTokenizerFast(tokenizer_object=words, additional_special_tokens=["<turn>", "<over>"], **named)
 
 
 def _save_model(folder: Path, workload: Workload, tokenizer: PreTrainedTokenizerBase, *, seed: int) -> None:

@@ -1,5 +1,6 @@
 """transformers' Trainer and TRL's SFTTrainer, as their documentation sets them up."""
 
+import random
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ import torch
 from datasets import Dataset
 from transformers import AutoTokenizer, DataCollatorForSeq2Seq, Trainer, TrainerCallback, TrainingArguments
 
-from contest.jobs import LEARNING_RATE, pack_tokens, packs_a_step
+from contest.jobs import LEARNING_RATE, packs_a_step
 from contest.loading import load_model, load_workload
 from contest.rows import IGNORED, Rows
 from contest.seat import Seat
@@ -44,6 +45,8 @@ def play(name: str, folder: Path, seat: Seat) -> None:
     workload = load_workload(folder)
     trainer = _trl(name, folder, workload) if name.startswith("trl") else _trainer(name, folder, workload)
     trainer.add_callback(Waiting(seat))
+    if "grouped" in name:
+        draw_batches(trainer, workload)
     watch_steps(trainer, seat)
     trainer.train()
 
@@ -57,6 +60,22 @@ class Waiting(TrainerCallback):  # type: ignore[misc]
     def on_step_begin(self, *_: Any, **__: Any) -> None:
         """Wait for the token."""
         self._seat.wait()
+
+
+def draw_batches(trainer: Any, workload: Workload) -> None:
+    """Have the batches of an epoch learnt in an order drawn at random, each as it is.
+
+    Grouped by length, every fifty batches begin with the longest: the few that are measured would be those.
+    """
+    group = trainer._get_train_sampler
+
+    def sampler(*given: Any) -> list[int]:
+        rows = list(group(*given))
+        batches = [rows[first : first + workload.batch] for first in range(0, len(rows), workload.batch)]
+        random.Random(0).shuffle(batches)
+        return [row for batch in batches for row in batch]
+
+    trainer._get_train_sampler = sampler
 
 
 def watch_steps(trainer: Any, seat: Seat) -> None:
@@ -95,7 +114,7 @@ def _trainer(name: str, folder: Path, workload: Workload) -> Any:
 
 def _trl(name: str, folder: Path, workload: Workload) -> Any:
     trl = import_module("trl")
-    settings = {"max_length": pack_tokens(workload), **ALIKE, **SETTINGS[name]}
+    settings = {"max_length": workload.max_length, **ALIKE, **SETTINGS[name]}
     packs = settings.get("packing", False)
     model = load_model(folder, workload)
     return trl.SFTTrainer(

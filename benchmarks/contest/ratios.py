@@ -59,6 +59,7 @@ def findings(played: Played) -> list[Finding]:
         "gsm8k": _varying,
         "fixed": _fixed,
         "tiny": _tiny,
+        "text": _beyond,
         "vocabulary": _beyond,
         "lora": _beyond,
     }[played.workload.name](played)

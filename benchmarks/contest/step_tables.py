@@ -74,7 +74,7 @@ def _row(played: Played, name: str) -> tuple[str, ...]:
         f"{1000 * seconds:,.1f}",
         f"{1 / Spread.of(sheet.token_seconds).median:,.0f}",
         f"{targets:,.0f}",
-        str(played.speed(name, "trainer")),
+        str(played.speed(name, "trainer")) if "trainer" in played.sheets else "",
         "" if more is None else f"{more:+.2f}",
         _agreement(played, name),
     )

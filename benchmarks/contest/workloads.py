@@ -44,7 +44,7 @@ class Workload:
     title: str
     contestants: tuple[str, ...]
     rounds: int
-    kind: Literal["lognormal", "fixed", "gsm8k"] = "lognormal"
+    kind: Literal["lognormal", "text", "fixed", "gsm8k"] = "lognormal"
     sizes: Sizes = field(default_factory=Sizes)
     length: int = 128
     max_length: int = 1024
@@ -52,6 +52,11 @@ class Workload:
     warm_up: int = 3
     lora: bool = False
     logs_every: int = 10  # steps; None of the contestants logs more often than another
+
+    @property
+    def is_sft(self) -> bool:
+        """Tell whether a document is a question and an answer, of which the answer alone is learnt."""
+        return self.kind in ("lognormal", "gsm8k")
 
     @property
     def documents(self) -> int:
@@ -99,11 +104,16 @@ def workloads(*, is_quick: bool) -> tuple[Workload, ...]:
 def _full() -> tuple[Workload, ...]:
     few = ("bare", "trainer", "trl equal", "ours", "ours tuned")
     return (
-        Workload("lognormal", "lengths lognormal, all tokens are targets", ALL, 25),
-        Workload("gsm8k", "GSM8K, answers are targets", ALL, 25, "gsm8k"),
+        Workload("lognormal", "lengths lognormal, answers are targets", ALL, 25),
+        Workload("gsm8k", "GSM8K, answers are targets", ALL, 25, "gsm8k", max_length=512),
         _fixed(("bare", "accelerate", "trainer", "trl equal", *OURS), 30),
         _tiny(EQUAL, 400),
-        Workload("vocabulary", "65,536 words", few, 25, sizes=Sizes(65536, 128, 344, 2), length=64, max_length=512),
+        Workload(
+            "text", "lengths lognormal, all tokens are targets", (*few, "trainer grouped", "trl packing"), 25, "text"
+        ),
+        Workload(
+            "vocabulary", "65,536 words, all tokens are targets", few, 25, "text", Sizes(65536, 128, 344, 2), 64, 512
+        ),
         Workload("lora", "GSM8K, LoRA of rank 8", few, 25, "gsm8k", lora=True),
     )
 
@@ -114,15 +124,18 @@ def _quick() -> tuple[Workload, ...]:
     main = ("bare", "trainer", "trainer grouped", "trl equal", "trl packing", "ours", "ours tuned")
     return (
         Workload(
-            *("lognormal", "lengths lognormal, all tokens are targets", main, 16),
+            *("lognormal", "lengths lognormal, answers are targets", main, 16),
             **{"sizes": SMALL, "length": 48, "max_length": 512, "warm_up": 2},
         ),
-        Workload("gsm8k", "GSM8K, answers are targets", (*main, "trl default"), 16, "gsm8k", SMALL, batch=4, warm_up=2),
+        Workload(
+            *("gsm8k", "GSM8K, answers are targets", (*main, "trl default"), 16, "gsm8k", SMALL),
+            **{"max_length": 512, "batch": 4, "warm_up": 2},
+        ),
         _fixed(("bare", *OURS), 16),
         _tiny(EQUAL, 150),
         Workload(
-            *("vocabulary", "65,536 words", few, 15),
-            **{"sizes": Sizes(65536, 64, 172, 2), "length": 32, "max_length": 256, "batch": 4, "warm_up": 2},
+            *("vocabulary", "65,536 words, all tokens are targets", few, 15, "text", Sizes(65536, 64, 172, 2)),
+            **{"length": 32, "max_length": 256, "batch": 4, "warm_up": 2},
         ),
         Workload("lora", "GSM8K, LoRA of rank 8", few, 15, "gsm8k", SMALL, batch=4, warm_up=2, lora=True),
     )

@@ -76,7 +76,7 @@ def test_memory_is_a_share_of_the_peers() -> None:
 
 def test_every_workload_says_something_and_survives_json() -> None:
     every = [*workloads(is_quick=True), *workloads(is_quick=False)]
-    assert {each.name for each in every} == {"lognormal", "gsm8k", "fixed", "tiny", "vocabulary", "lora"}
+    assert {each.name for each in every} == {"lognormal", "gsm8k", "fixed", "tiny", "text", "vocabulary", "lora"}
     for workload in (*every, equivalence(), memory()):
         assert Workload.of(workload.record()) == workload
         assert {"bare", "ours"} <= set(workload.contestants)
