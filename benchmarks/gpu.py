@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.table import Table as Grid
 
 from contest.measured import Measured
-from contest.on_gpu.cases import Case, cases
+from contest.on_gpu.cases import UNFINISHED, Case, cases, one_of_each
 from contest.on_gpu.results import measured
 from contest.on_gpu.shapes import peak_flops
 
@@ -42,7 +42,9 @@ def main() -> int:
     options.out.mkdir(parents=True, exist_ok=True)
     machine = _machine(options.device)
     peak = options.peak_tflops * 1e12 if options.peak_tflops else peak_flops(machine["device"])
-    wanted = [case for case in cases() if not options.only or fnmatch.fnmatch(case.name, options.only)]
+    wanted = [case for case in cases() if fnmatch.fnmatch(case.name, options.only or "*")]
+    if options.tiny and not options.only:
+        wanted = one_of_each()
     records: dict[str, dict[str, Any]] = {}
     upcoming: Worker | None = None
     for number, case in enumerate(wanted):
@@ -96,10 +98,14 @@ class Worker:
             return {"error": f"not done within {timeout_seconds:.0f} s"}
         lines = out.splitlines()
         if len(lines) < 2:
-            tail = self._log.read_text(errors="replace").strip().splitlines()[-1:] or ["it says nothing"]
-            return {"error": f"ended with exit code {self._process.returncode}: {tail[0]}"}
+            return {"error": f"ended with exit code {self._process.returncode}: {self._last_words()}"}
         record: dict[str, Any] = json.loads(lines[-1])
+        if record.get("error") == UNFINISHED:
+            record["error"] += f" ({self._last_words()})"
         return {**record, "case_seconds": time.monotonic() - started}
+
+    def _last_words(self) -> str:
+        return next(reversed(self._log.read_text(errors="replace").strip().splitlines()), "it says nothing")
 
     def end(self) -> None:
         """End the process."""

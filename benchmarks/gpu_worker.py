@@ -7,13 +7,14 @@ import json
 import os
 import sys
 import traceback
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 
 from contest.on_gpu import peers, plain, product
-from contest.on_gpu.cases import Case, in_small
+from contest.on_gpu.cases import UNFINISHED, Case, in_small
 from contest.on_gpu.rows import describe, documents, mean_length, write_tokenizer
 from contest.on_gpu.shapes import SHAPES, tiny
 from contest.on_gpu.watch import Watch
@@ -35,7 +36,7 @@ def main(spec: Path) -> None:
 
     try:
         _play(case, folder, Watch(torch.device(told["device"]), finish), is_tiny=told["tiny"])
-        finish({"error": "it ended before all steps were taken"})
+        finish({"error": UNFINISHED})
     except BaseException as error:  # whatever it is, it is this case's result
         traceback.print_exc()
         lines = str(error).splitlines() or [""]
@@ -46,6 +47,8 @@ def _play(case: Case, folder: Path, watch: Watch, *, is_tiny: bool) -> None:
     shape = SHAPES[case.shape]
     if is_tiny:
         shape, case = tiny(shape), in_small(case)
+    if case.needs and find_spec(case.needs) is None:
+        raise ModuleNotFoundError(f"{case.needs} is not installed")
     if watch.device.type == "cuda":
         device = torch.cuda.get_device_properties(0)
         if device.total_memory < case.least_gib * 2**30:

@@ -8,6 +8,7 @@ WARM_UP, TIMED, PROFILED = 5, 12, 2
 """Steps of a case. Those that are profiled lie between two log points (every 10)."""
 LOG_EVERY = 10
 TINY_LENGTH = 128
+UNFINISHED = "it ended before all steps were taken"
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,7 @@ class Case:
     dtype: str = "float32"  # in which weights are held; the arithmetic is bf16
     seconds: float = 14.0  # that it is expected to take
     least_gib: float = 0.0  # of GPU memory
+    needs: str = ""  # a package without which there is nothing to measure
     overrides: Mapping[str, Any] = field(default_factory=dict)  # ours: keys of the job; others: their settings
 
     @property
@@ -54,6 +56,20 @@ def cases() -> list[Case]:
     return [*_gates(), *_peers(), *_switches()]
 
 
+def one_of_each() -> list[Case]:
+    """Return a case for every path that the code has."""
+    return [case for case in cases() if case.name in ONE_OF_EACH]
+
+
+ONE_OF_EACH = frozenset(
+    {
+        *("8B LoRA, ours", "8B LoRA, bare", "8B LoRA, Trainer", "1B full, ours compiled", "varying, Trainer"),
+        *("varying, ours", "varying, ours packs", "varying, TRL packing", "varying, ours rows on flash"),
+        *("3B full bf16 weights, ours", "1B full, bare", "1B full, ours selective"),
+    }
+)
+
+
 def _gates() -> list[Case]:
     return [
         Case("8B LoRA, ours", "ours", **LORA),
@@ -62,7 +78,13 @@ def _gates() -> list[Case]:
         Case("varying, Trainer", "trainer", **VARYING),
         Case("varying, ours", "ours", **VARYING, overrides=END_TO_END),
         Case("varying, ours packs", "ours", **VARYING, overrides=packs(4096)),
-        Case("varying, TRL packing", "trl", **VARYING, overrides={"packing": True, "packing_strategy": "bfd"}),
+        Case(
+            "varying, TRL packing",
+            "trl",
+            **VARYING,
+            needs="trl",
+            overrides={"packing": True, "packing_strategy": "bfd"},
+        ),
         Case("3B full, ours", "ours", "llama-3b", rows=1, least_gib=100),
         Case("3B full, ours compiled", "ours", "llama-3b", rows=1, overrides=COMPILED, least_gib=100, seconds=45),
         Case("3B full bf16 weights, ours", "ours", "llama-3b", rows=1, dtype="bfloat16", overrides=WHOLE_UPDATE),
@@ -93,10 +115,11 @@ def _switches() -> list[Case]:
             "varying, ours rows on flash",
             "ours",
             **VARYING,
+            needs="flash_attn",
             overrides={**END_TO_END, "model.attention": "flash_attention_2"},
         ),
         Case("1B full, ours plain loss", **one, overrides={"train.loss_kernel": "plain"}),
-        Case("1B full, ours Liger loss", **one, overrides={"train.loss_kernel": "liger"}),
+        Case("1B full, ours Liger loss", **one, needs="liger_kernel", overrides={"train.loss_kernel": "liger"}),
         Case("1B full, ours checkpointing", **one, overrides={"model.gradient_checkpointing": True}),
         Case("1B full, ours selective", **one, overrides={"model.gradient_checkpointing": "selective"}),
         Case("1B full bf16 weights, ours", **one, dtype="bfloat16", overrides=WHOLE_UPDATE),
