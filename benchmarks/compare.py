@@ -19,7 +19,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from contest import report, steps
+from contest import evaluation, flatness, report, saving, startup, steps, strategies
 from contest.controller import ContestantDied
 from contest.measured import Measured, Part
 from contest.workloads import workloads
@@ -32,6 +32,11 @@ def parts(options: argparse.Namespace) -> Mapping[str, Part]:
     chosen = [name for name in only(options) if name in names_of_workloads()]
     return {
         "steps": partial(steps.measure, data=options.data, seed=options.seed, only=chosen),
+        "startup": startup.measure,
+        "strategies": strategies.measure,
+        "saving": saving.measure,
+        "evaluation": partial(evaluation.measure, data=options.data),
+        "flatness": flatness.measure,
     }
 
 

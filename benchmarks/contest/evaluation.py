@@ -19,11 +19,11 @@ TOLERANCE = 1e-5
 """Of the mean loss over all documents, relative."""
 
 
-def measure(folder: Path, *, is_quick: bool, say: Say) -> Measured:
+def measure(folder: Path, *, is_quick: bool, say: Say, data: Path) -> Measured:
     """Return the gate of evaluation, on documents of which all is learnt and on GSM8K."""
     folder = folder.resolve()
     chosen = _workloads(is_quick=is_quick)
-    make(folder, chosen, data=ROOT.parent / "shared" / "data", seed=0)
+    make(folder, chosen, data=data, seed=0)
     findings: list[Finding] = []
     rows: list[Sequence[str]] = []
     record: dict[str, Any] = {}
@@ -51,9 +51,14 @@ def run_worker(script: str, *arguments: object, seconds: int = 900) -> dict[str,
     log = folder / f"{Path(script).stem}.log"
     with log.open("w") as stream:
         command = [sys.executable, str(ROOT / "benchmarks" / script), *map(str, arguments)]
-        ended = subprocess.run(command, stdout=stream, stderr=stream, env=environment(), cwd=ROOT, timeout=seconds)
-    if ended.returncode != 0:
-        raise ContestantDied(f"{script} ended with exit code {ended.returncode}:\n{log.read_text()[-3000:]}")
+        try:
+            code: object = subprocess.run(
+                command, stdout=stream, stderr=stream, env=environment(), cwd=ROOT, timeout=seconds
+            ).returncode
+        except subprocess.TimeoutExpired:
+            code = f"none within {seconds} s"
+    if code != 0:
+        raise ContestantDied(f"{script} ended with exit code {code}:\n{log.read_text()[-3000:]}")
     figures: dict[str, Any] = json.loads((folder / "figures.json").read_text())
     return figures
 

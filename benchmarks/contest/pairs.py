@@ -76,6 +76,11 @@ class Pairs:
         return [rank.hear(expected) for rank in self._pairs[name]]
 
 
+def rank_command(name: str) -> list[str]:
+    """Return the command of one rank's process."""
+    return [sys.executable, str(ROOT / "benchmarks" / "rank.py"), name]
+
+
 def _started(name: str, folder: Path) -> list[Contestant]:
     place = {"WORLD_SIZE": WORLD, "LOCAL_WORLD_SIZE": WORLD, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     return [
@@ -84,7 +89,7 @@ def _started(name: str, folder: Path) -> list[Contestant]:
             command=[
                 "/usr/bin/env",
                 *(f"{key}={value}" for key, value in {**place, "RANK": rank, "LOCAL_RANK": rank}.items()),
-                *(sys.executable, str(ROOT / "benchmarks" / "rank.py"), name),
+                *rank_command(name),
             ],
             folder=folder,
         )
