@@ -24,22 +24,27 @@ class Kept:
         self._before = None if before is None else ref(before)
         self._host = lanes.out(tensor)
         self._back: Tensor | None = None
+        self._was_taken = False
 
-    def fetch(self) -> None:
-        """Begin to bring it back."""
-        if self._back is None:
-            self._back = self._lanes.back(self._host, self._device)
+    def foresee(self) -> None:
+        """Begin to bring it back, unless it has been wanted before."""
+        if not self._was_taken:
+            self._fetch()
 
     def take(self) -> Tensor:
         """Return the tensor on its device, and begin to bring back the one that is wanted next."""
-        self.fetch()
-        back, self._back = self._back, None
-        assert back is not None
+        back = self._fetch()
+        self._back, self._was_taken = None, True
         self._lanes.join(back)
         neighbour = self._before() if self._before is not None else None
         if neighbour is not None:
-            neighbour.fetch()
+            neighbour.foresee()
         return back
+
+    def _fetch(self) -> Tensor:
+        if self._back is None:
+            self._back = self._lanes.back(self._host, self._device)
+        return self._back
 
 
 class Lanes:

@@ -23,7 +23,9 @@ from finetune.run.adapters import require_ties_fit
 from finetune.run.lessons import Lessons
 from finetune.run.model import build_model
 from finetune.runtime import seeds
+from finetune.strategy.buckets import fill_buckets
 from finetune.strategy.buffers import buffers_from_rank_0
+from finetune.strategy.held import weights_as_held
 from finetune.strategy.protocol import Sharded, Strategy
 from finetune.strategy.waiting import leave_waiting_out_of_norm
 from finetune.task.forward import innermost
@@ -73,7 +75,9 @@ def make_machine(
     noise = config.train.embedding_noise
     before_batch = EmbeddingNoise(plain, alpha=noise).tell if noise else nothing
     _compile(config, strategy, innermost(plain), say=say)
-    with telling_width(plain.config), whole_head(innermost(plain)), buffers_from_rank_0(accelerator, plain):
+    held = weights_as_held(accelerator, is_wanted=config.train.optimizer.stochastic_rounding)
+    with telling_width(plain.config), whole_head(innermost(plain)), buffers_from_rank_0(accelerator, plain), held:
+        fill_buckets(accelerator, plain)
         model, prepared = accelerator.prepare(plain, optimizer)
     check_prepared(model, strategy.expected(), strategy=strategy.name)
     if config.train.unfreeze:

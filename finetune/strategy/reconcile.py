@@ -42,13 +42,6 @@ def disagreements(environment: LaunchEnvironment, job: JobFacts) -> list[str]:
         found.append("train.precision: fp16 needs a GPU and none was found. Write fp32 or bf16.")
     if job.pins_memory and not environment.has_device:
         found.append("data.pin_memory: true has no effect without a GPU and none was found. Remove it.")
-    if job.offloads_activations and not environment.has_device:
-        found.append("model.activation_offload: true has no effect without a GPU and none was found. Remove it.")
-    if job.updates_in_backward and _is_spread(environment):
-        found.append(
-            "train.optimizer.in_backward: true is for one process: over several, a gradient is whole only after it has "
-            "been reduced. Remove it, or start one process without FSDP and DeepSpeed."
-        )
     if environment.fsdp_activation_checkpointing:
         found.append(
             "fsdp_activation_checkpointing: true gives wrong gradients with any dropout (seen with Accelerate 1.15). "
@@ -58,6 +51,19 @@ def disagreements(environment: LaunchEnvironment, job: JobFacts) -> list[str]:
         found.append(
             "FSDP1 flattens frozen 16-bit weights and float32 adapters into one buffer, which cannot be. "
             "Launch with accelerate_configs/fsdp2.yaml, or write model.dtype: float32."
+        )
+    found += [f"{kind} is asked for in the accelerate config and is not supported." for kind in environment.unsupported]
+    return found + _learning_disagreements(environment, job) + _deepspeed_disagreements(environment, job)
+
+
+def _learning_disagreements(environment: LaunchEnvironment, job: JobFacts) -> list[str]:
+    found = []
+    if job.offloads_activations and not environment.has_device:
+        found.append("model.activation_offload: true has no effect without a GPU and none was found. Remove it.")
+    if job.updates_in_backward and _is_spread(environment):
+        found.append(
+            "train.optimizer.in_backward: true is for one process: over several, a gradient is whole only after it has "
+            "been reduced. Remove it, or start one process without FSDP and DeepSpeed."
         )
     if job.optimizer == "muon" and (environment.fsdp_version == 1 or environment.zero_stage is not None):
         found.append(
@@ -69,8 +75,7 @@ def disagreements(environment: LaunchEnvironment, job: JobFacts) -> list[str]:
             "train.optimizer.state_dtype and stochastic_rounding go by a parameter's rows, and FSDP1 and ZeRO hand the "
             "optimizer flattened parts. Launch with accelerate_configs/ddp.yaml or fsdp2.yaml, or remove them."
         )
-    found += [f"{kind} is asked for in the accelerate config and is not supported." for kind in environment.unsupported]
-    return found + _deepspeed_disagreements(environment, job)
+    return found
 
 
 def _is_spread(environment: LaunchEnvironment) -> bool:

@@ -102,6 +102,11 @@ def test_the_same_strategy_continues_to_the_very_same_bits(straight, continued, 
     assert after["digest"] == before["digest"]
 
 
+def test_weights_that_are_rounded_by_chance_stay_in_16_bits(straight, continued):
+    runs = (straight["fsdp2-chance"], continued["fsdp2-chance-again"])
+    assert [run["dtypes"] for run in runs] == [["torch.bfloat16", "torch.float32"]] * 2  # the buffer is float32
+
+
 @pytest.mark.parametrize(("source", "target", "variant"), CROSSED)
 def test_another_strategy_continues_with_the_same_losses_and_weights(
     folder, straight, continued, source, target, variant

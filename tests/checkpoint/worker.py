@@ -34,6 +34,7 @@ from finetune.run.settling import settle_buckets
 from finetune.runtime import ranks
 from finetune.runtime.average import STATE
 from finetune.strategy.cpu import gloo_bridge
+from finetune.strategy.held import weights_as_held
 from finetune.strategy.waiting import leave_waiting_out_of_norm
 from finetune.train.groups import named_of
 from finetune.train.optimizer import begin_step, build_optimizer
@@ -53,8 +54,11 @@ def main(spec_path: str) -> None:
 
 
 def run(spec: dict) -> None:
-    accelerator = build_accelerator(spec["strategy"], precision="bf16" if spec["variant"] == "bf16" else "no")
-    model, optimizer = accelerator.prepare(*build(spec["variant"], is_spoilt=spec["is_spoilt"]))
+    accelerator = build_accelerator(
+        spec["strategy"], precision="bf16" if spec["variant"] in ("bf16", "chance") else "no"
+    )
+    with weights_as_held(accelerator, is_wanted=spec["variant"] == "chance"):
+        model, optimizer = accelerator.prepare(*build(spec["variant"], is_spoilt=spec["is_spoilt"]))
     leave_waiting_out_of_norm(model)
     try:
         results = train(accelerator, model, optimizer, spec)
@@ -102,7 +106,8 @@ def train(accelerator, model, optimizer, spec: dict) -> dict:
     trained = gather_weights(accelerator, model, trained_only=True)
     if ranks.is_main():
         torch.save(weights, spec["results"] + ".pt")
-    return {"losses": losses, "digest": digest(weights), "trained": sorted(trained), "said": said}
+    dtypes = sorted({str(weight.dtype) for weight in weights.values()})
+    return {"losses": losses, "digest": digest(weights), "dtypes": dtypes, "trained": sorted(trained), "said": said}
 
 
 def save_on_full_disk(checkpointer: Checkpointer, step: int, *, rank: int) -> str:

@@ -3,6 +3,7 @@
 import pytest
 
 SCHEDULE_FREE = "train.optimizer={name: schedule_free_adamw}"
+IN_BACKWARD = "train.optimizer.in_backward=true"
 CONSTANT = "train.schedule={name: constant}"
 
 WRONG = [
@@ -19,6 +20,19 @@ WRONG = [
     (["train.average={after_steps: 100000}"], "train.average.after_steps", "would never begin"),
     (["train.optimizer.rates={'*': 0.0}"], "train.optimizer.rates.*", "Write a number above 0"),
     (["train.optimizer.fused=true", "train.optimizer.name=sgd"], "train.optimizer.fused", "only AdamW has a fused"),
+    (["train.optimizer={state_dtype: int8, fused: true}"], "train.optimizer.fused", "which does not round"),
+    (["train.optimizer={name: sgd, state_dtype: int8}"], "train.optimizer.state_dtype", "only `adamw` has a choice"),
+    (["train.optimizer.stochastic_rounding=true"], "train.optimizer.stochastic_rounding", "learn in bfloat16"),
+    (
+        ["train.optimizer.stochastic_rounding=true", "model.dtype=bfloat16", "model.lora={}"],
+        "train.optimizer.stochastic_rounding",
+        "learn in bfloat16",
+    ),
+    ([IN_BACKWARD], "train.optimizer.in_backward", "Write `train.max_gradient_norm: null`"),
+    ([IN_BACKWARD, "train.microbatch_size=2"], "train.optimizer.in_backward", "`train.microbatch_size: 8`, the global"),
+    ([IN_BACKWARD, "train.nonfinite.action=skip"], "train.nonfinite.action", "before it is seen. Write `stop`"),
+    ([IN_BACKWARD, "train.precision=fp16"], "train.optimizer.in_backward", "Write `train.precision: bf16`"),
+    (["model.gradient_checkpointing=1"], "model.gradient_checkpointing", ""),
     (["train.optimizer={name: sgd, betas: [0.9, 0.9]}"], "train.optimizer.betas", "and `schedule_free_adamw` have"),
 ]
 
@@ -32,4 +46,10 @@ def test_what_cannot_be_is_refused(problems, written, key, message):
 def test_what_can_be_is_not(problems):
     assert not problems(SCHEDULE_FREE, CONSTANT)
     assert not problems("train.optimizer={name: muon, momentum: 0.9, betas: [0.9, 0.95]}", "train.average={}")
+    whole = ("train.microbatch_size=8", "train.global_batch_size=8", "train.max_gradient_norm=null")
+    assert not problems(IN_BACKWARD, *whole)
+    assert not problems(
+        "train.optimizer={stochastic_rounding: true, state_dtype: int8}", "model.dtype=bfloat16", "train.precision=bf16"
+    )
+    assert not problems("model.gradient_checkpointing=selective")
     assert not problems("train.unfreeze=[{patterns: ['b*'], after_steps: 1}]", "train.embedding_noise=5.0")

@@ -71,16 +71,6 @@ def test_a_tokenizer_larger_than_the_model_is_refused(tmp_path, from_config, bui
         build(ModelSection(name=str(tmp_path)))
 
 
-def test_gradient_checkpointing_changes_memory_and_not_gradients(from_config, build):
-    plain, recomputing = build(from_config()), build(from_config(gradient_checkpointing=True))
-    assert recomputing.model.layers[0].gradient_checkpointing
-    batch = torch.arange(24).reshape(2, 12)
-    for model in (plain, recomputing):
-        model(input_ids=batch, labels=batch).loss.backward()
-    for one, other in zip(plain.parameters(), recomputing.parameters(), strict=True):
-        assert torch.equal(one.grad, other.grad)
-
-
 def test_training_keeps_no_cache_and_generation_still_does(from_config, build):
     model = build(from_config())
     assert model(input_ids=torch.tensor([[5, 6]])).past_key_values is None

@@ -116,3 +116,27 @@ def test_pinned_memory_without_a_gpu_is_a_key_without_effect():
     with pytest.raises(StrategyError, match=r"data\.pin_memory: true has no effect"):
         choose_strategy(launched(), job)
     assert choose_strategy(launched(has_device=True), job).name == "ddp"
+
+
+PLAIN = {"strategy": None, "precision": "fp32", "microbatch_size": 4, "max_gradient_norm": None}
+
+
+def test_offloaded_activations_without_a_gpu_are_a_key_without_effect():
+    with pytest.raises(StrategyError, match=r"model\.activation_offload: true has no effect"):
+        choose_strategy(launched(), JobFacts(**PLAIN, offloads_activations=True))
+
+
+@pytest.mark.parametrize("elsewhere", [{"world": 2}, {"fsdp_version": 2}, {"zero_stage": 1}])
+def test_an_update_within_the_backward_pass_is_for_one_process(elsewhere):
+    job = JobFacts(**PLAIN, updates_in_backward=True)
+    with pytest.raises(StrategyError, match="in_backward: true is for one process"):
+        choose_strategy(launched(**elsewhere), job)
+    assert choose_strategy(launched(world=1), job).name == "single"
+
+
+@pytest.mark.parametrize("flat", [{"fsdp_version": 1}, {"zero_stage": 2}])
+def test_rounding_by_rows_needs_rows(flat):
+    job = JobFacts(**PLAIN, rounds_by_place=True)
+    with pytest.raises(StrategyError, match=r"flattened parts\. Launch .*fsdp2\.yaml"):
+        choose_strategy(launched(**flat), job)
+    assert choose_strategy(launched(fsdp_version=2), job).name == "fsdp2"

@@ -49,7 +49,7 @@ def _updates_in_one_kernel(config: RunConfig) -> bool:
 
 
 def _learns_in_bfloat16(config: RunConfig) -> bool:
-    return "bfloat16" in learning_dtypes(config) and config.train.optimizer.name == "adamw"
+    return learning_dtypes(config) == {"bfloat16"} and config.train.optimizer.name == "adamw"
 
 
 def _schedule_is_not(config: RunConfig, *, name: str) -> bool:
