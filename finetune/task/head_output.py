@@ -152,7 +152,7 @@ class _StandIn(nn.Module):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
-        return self  # such as the decoder of a body
+        return torch.empty(0) if name in ("weight", "bias") else self  # such as the decoder of a body
 
     def forward(self, *values: Any, **named: Any) -> Tensor:
         """Return the answer."""
@@ -163,12 +163,15 @@ class _StandIn(nn.Module):
 
 
 class _Anything(Tensor):
-    """Hidden states that are also the output of a body: its `last_hidden_state` are they, all else in it is None."""
+    """Hidden states that are also the output of a body: its `last_hidden_state` and its first; all else is None."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
         return self if name == "last_hidden_state" else None
+
+    def __getitem__(self, key: Any) -> Any:
+        return self if type(key) is int and key == 0 else super().__getitem__(key)
 
     def __iter__(self) -> Iterator[Any]:
         yield self

@@ -43,14 +43,19 @@ def kernel_for(kernel: LossKernel, rows: Tensor, bias: Tensor | None) -> Kernel 
 def _liger(rows: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, finish: Finish) -> Tensor:
     function: Any = require(MODULES["liger"], extra="kernels", purpose="`train.loss_kernel: liger`")
     settings = {"reduction": "sum", "softcap": finish.cap, "accum_dtype": torch.float32}
-    return _sum(function.liger_fused_linear_cross_entropy(rows * finish.scale, weight, labels, bias, **settings))
+    bias = None if bias is None else _scaled(bias, finish)
+    return _sum(function.liger_fused_linear_cross_entropy(_scaled(rows, finish), weight, labels, bias, **settings))
 
 
 def _cce(rows: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, finish: Finish) -> Tensor:
     """Return the sum; gradients of unlikely tokens are not left out (`filter_eps`)."""
     package: Any = require(MODULES["cce"], extra="kernels", purpose="`train.loss_kernel: cce`")
     settings = {"reduction": "sum", "softcap": finish.cap, "filter_eps": None}
-    return _sum(package.linear_cross_entropy(rows * finish.scale, weight, labels, **settings))
+    return _sum(package.linear_cross_entropy(_scaled(rows, finish), weight, labels, **settings))
+
+
+def _scaled(values: Tensor, finish: Finish) -> Tensor:
+    return values if finish.scale == 1.0 else values * finish.scale
 
 
 def _sum(loss: Any) -> Tensor:

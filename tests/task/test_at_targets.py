@@ -14,6 +14,7 @@ from finetune.task import slabs, target_loss
 from finetune.task.at_targets import logits_at_targets
 from finetune.task.collate import end_to_end, padded
 from finetune.task.forward import logits_of
+from finetune.task.head_output import Finish, HeadOutput, head_output
 from finetune.task.heads import Head, head_of
 from finetune.task.losses import TokenLoss
 from finetune.task.target_loss import TargetLoss, log_probabilities_at_targets
@@ -42,6 +43,7 @@ CAUSAL = {
     "granite": (hf.GraniteForCausalLM, hf.GraniteConfig(**DECODER, logits_scaling=6.0)),
     "gpt2": (hf.GPT2LMHeadModel, hf.GPT2Config(**GPT2)),
     "opt": (hf.OPTForCausalLM, hf.OPTConfig(**OPT)),
+    "falcon": (hf.FalconForCausalLM, hf.FalconConfig(**SIZES, bos_token_id=1, eos_token_id=1)),
 }
 """Soft-capping, scales and tied heads among them."""
 
@@ -229,6 +231,29 @@ def test_where_logits_are_few_all_of_them_are_made(monkeypatch):
         few = learnt(TargetLoss(PLAIN), model, batch)
     assert largest.num_elements >= whole
     assert_same(few, learnt(TargetLoss(PLAIN, "chunked"), model, batch))
+
+
+def test_what_becomes_of_a_heads_output_is_found_out_on_the_model_in_hand():
+    found = {name: head_output(model := made(name), model.get_output_embeddings()) for name in (*CAUSAL, *OTHERS)}
+    assert found["gemma2"].finish == Finish(cap=pytest.approx(3.0))
+    assert found["granite"].finish == Finish(scale=pytest.approx(1 / 6))
+    assert found["cohere"].finish == Finish(scale=pytest.approx(0.3))
+    assert found["bart"] == HeadOutput(None, keeps_rows=True)  # a bias is added to each row
+    others = set(found) - {"gemma2", "granite", "cohere", "bart"}
+    assert {found[name].finish for name in others} == {Finish()}
+
+
+def test_a_model_that_does_something_else_with_its_logits_is_asked_for_all_of_them():
+    class Odd(hf.LlamaForCausalLM):
+        def forward(self, *values, **named):
+            outputs = super().forward(*values, **named)
+            outputs.logits = outputs.logits - outputs.logits.mean(dim=1, keepdim=True)  # over positions
+            return outputs
+
+    torch.manual_seed(0)
+    model, batch = Odd(hf.LlamaConfig(**DECODER)), padded(samples(9, 4, 21), pad_id=0)
+    assert head_of(model).finish is None and not head_of(model).keeps_rows
+    assert_same(learnt(TargetLoss(PLAIN), model, batch), learnt(TargetLoss(PLAIN, "plain"), model, batch))
 
 
 def test_a_head_is_itself_again_after_a_pass_that_failed():
