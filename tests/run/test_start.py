@@ -1,0 +1,53 @@
+"""A plain job starts without what it does not use, and says what its start took. One process for both."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from finetune.report.jsonl import read_events
+
+PROGRAM = """
+import json, sys
+import finetune.run.startup as startup
+from finetune.__main__ import main
+
+def told(event=startup.StartedUp, path=sys.argv.pop(), **facts):  # right behind the first step
+    json.dump(sorted(sys.modules), open(path, "w"))
+    return event(**facts)
+
+startup.StartedUp = told
+main()
+"""
+
+NOT_FOR_A_PLAIN_JOB = {
+    *("peft", "deepspeed", "datasets", "trl", "bitsandbytes", "torchao", "schedulefree", "torchvision"),
+    *("torchmetrics", "sklearn", "pandas", "matplotlib", "tensorboard", "wandb", "mlflow", "trackio"),
+    *("s3fs", "gcsfs", "adlfs", "pyarrow", "torch._inductor.compile_fx", "finetune.model.adapters.build"),
+    *("transformers.trainer", "transformers.trainer_utils", "transformers.optimization"),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(job, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("start")
+    overrides = ["train.steps=2", f"run.folder={folder}/run", str(folder / "modules.json")]
+    command = [sys.executable, "-c", PROGRAM, "--config", str(job), *overrides]
+    subprocess.run(command, cwd=folder, check=True, timeout=300)
+    return folder
+
+
+def test_a_plain_job_imports_nothing_that_it_does_not_use(folder):
+    modules = set(json.loads((folder / "modules.json").read_text()))
+    assert {"torch", "transformers", "finetune.train.loop"} <= modules
+    assert not modules & NOT_FOR_A_PLAIN_JOB
+
+
+def test_the_start_is_told_by_phase_after_the_first_step(folder):
+    (told,) = [each for each in read_events(folder / "run" / "events.jsonl") if each["event"] == "StartedUp"]
+    assert told["step"] == 1
+    for measured in ("seconds", "cpu_seconds", "memory_bytes"):
+        assert list(told[measured]) == ["imports", "data", "model", "run folder", "first step"]
+        assert all(value >= 0 for value in told[measured].values())
+    assert told["memory_bytes"]["first step"] > told["memory_bytes"]["imports"] > 0
