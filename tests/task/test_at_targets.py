@@ -210,6 +210,23 @@ def test_outputs_cut_to_half_floats_cut_no_loss():
         assert_same(learnt(TargetLoss(PLAIN), model, batch), wanted)
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_in_half_floats_the_loss_is_as_near_to_that_of_full_ones_as_from_all_logits(name):
+    model, batch = made(name), padded(samples(9, 4, 21), pad_id=0)
+    sums, exact = learnt(TargetLoss(PLAIN, "plain"), model, batch)
+    with torch.autocast("cpu", torch.bfloat16):
+        theirs = learnt(TargetLoss(PLAIN, "plain"), model, batch)
+        ours = learnt(TargetLoss(PLAIN), model, batch)
+    assert ours[0]["loss_sum"].dtype == torch.float32
+    assert ours[0]["loss_sum"].item() == pytest.approx(sums["loss_sum"].item(), rel=3e-3)
+
+    def error(gradients):
+        return sum(float((gradients[name] - exact[name]).square().sum()) for name in exact) ** 0.5
+
+    assert all(gradient.dtype == torch.float32 for gradient in ours[1].values())
+    assert error(ours[1]) < 1.2 * error(theirs[1])
+
+
 @pytest.mark.parametrize("loss", [PLAIN, SMOOTHED], ids=["plain", "smoothed"])
 def test_no_tensor_of_all_logits_is_ever_made(loss):
     model, batch = made("llama"), padded(samples(40, 64, 50), pad_id=0)
