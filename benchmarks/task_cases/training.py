@@ -18,7 +18,7 @@ AVERAGE = {"full": ("train.average={decay: 0.8, after_steps: 1}",)}
 OTHERS = {
     "unfreeze": ("train.unfreeze=[{patterns: ['model.layers.0.*', '*embed*'], after_steps: 2}]",),
     "train_only": ("model.train_only=['*embed_tokens*']",),
-    "noise": ("train.embedding_noise=20.0",),
+    "noise": ("train.embedding_noise=20.0", "data.batching.padding_free=false"),
     "noise_row": ("train.embedding_noise=20.0", "data.batching.padding_free=true"),
     "muon": ("train.optimizer={name: muon, weight_decay: 0.1}",),
     "lora_muon": (*LORA, "train.optimizer.name=muon"),

@@ -21,21 +21,18 @@ _TOLERANCE = {"full": (1e-5, 1e-4), "half": (1e-2, 0.1)}
 def prove_isolation(logits_of: Callable[[Row], Tensor], *, config: Any, vocabulary_size: int, is_half: bool) -> None:
     """Raise ModelError unless each sample of a row has the logits that it has alone, whatever stands beside it.
 
-    `logits_of` returns [tokens of the row, vocabulary] in evaluation mode. Four tiny forward passes. Collective where
-    `logits_of` is.
+    `logits_of` returns [tokens of the row, vocabulary] in evaluation mode. Two tiny forward passes: a sample stands
+    first and third in a row, then all beside it is another. Collective where `logits_of` is.
     """
-    first, middle, last = (_tokens(length, vocabulary_size, salt) for salt, length in enumerate(_LENGTHS))
-    other_first, other_last = (_tokens(length, vocabulary_size, salt=7) for length in (_LENGTHS[0], _LENGTHS[2]))
-    row = _parts(logits_of([first, middle, last]))
-    changed_before = _parts(logits_of([other_first, middle, last]))
-    changed_behind = _parts(logits_of([first, middle, other_last]))
-    alone = logits_of([middle])
+    behind, sample, last = (_tokens(length, vocabulary_size, salt) for salt, length in enumerate(_LENGTHS))
+    other_behind, other_last = (_tokens(length, vocabulary_size, salt=7) for length in (_LENGTHS[0], _LENGTHS[2]))
+    rows = [[sample, behind, sample, last], [sample, other_behind, sample, other_last]]
+    row, changed = (_parts(logits_of(each), each) for each in rows)
     seen, misplaced = _TOLERANCE["half" if is_half else "full"]
-    pairs = [(row[1], changed_before[1]), (row[2], changed_before[2]), (row[0], changed_behind[0])]
-    if any(_difference(*pair) > seen for pair in [*pairs, (row[1], changed_behind[1])]):
+    if any(_difference(row[place], changed[place]) > seen for place in (0, 2)):
         attention = getattr(config, "_attn_implementation", None)
         raise _refusal(config, f"a sample changes when another in its row does (model.attention is `{attention}`)")
-    if _difference(alone, row[1]) > misplaced:
+    if _difference(row[0], row[2]) > misplaced:
         raise _refusal(config, "a sample behind another is not what it is alone: its positions do not begin anew")
 
 
@@ -49,8 +46,8 @@ def _tokens(length: int, vocabulary_size: int, salt: int) -> list[int]:
     return [(17 + 31 * salt + 13 * place * (salt + 1)) % vocabulary_size for place in range(length)]
 
 
-def _parts(logits: Tensor) -> tuple[Tensor, ...]:
-    edges = accumulate(_LENGTHS, initial=0)
+def _parts(logits: Tensor, samples: Row) -> tuple[Tensor, ...]:
+    edges = accumulate((len(each) for each in samples), initial=0)
     return tuple(logits[start:stop] for start, stop in pairwise(edges))
 
 

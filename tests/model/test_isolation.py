@@ -10,6 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from finetune.data.features import Features
 from finetune.errors import ModelError
+from finetune.model.attention.per_sample import register
 from finetune.model.isolation import prove_isolation, require_positions
 from finetune.task.collate import end_to_end, padded
 from finetune.task.forward import logits_of
@@ -43,12 +44,17 @@ MODELS = {
     "gemma3_text": {**SMALL, "sliding_window": 6, "query_pre_attn_scalar": 8},
     "gpt2": GPT2,
 }
-ON_CPU = [(kind, "eager") for kind in MODELS] + [(kind, "sdpa") for kind in MODELS if kind != "gemma2"]
+ON_CPU = [
+    *((kind, "eager") for kind in MODELS),
+    *((kind, "sdpa") for kind in MODELS if kind != "gemma2"),
+    *((kind, "per_sample") for kind in MODELS),
+]
 """Gemma 2 caps its attention scores, which sdpa cannot; gpt2 has no flex attention in transformers."""
 LENGTHS = (11, 3, 17, 2, 1, 8)
 
 
 def build(kind, attention):
+    register()
     torch.manual_seed(0)
     config = AutoConfig.for_model(kind, **MODELS[kind])
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
