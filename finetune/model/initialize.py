@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -30,6 +31,36 @@ def draw_weights(model: PreTrainedModel, *, seed: int, gather: Gather, only: fro
                 torch.default_generator.manual_seed(derive(seed, "weights", name))
                 with _untouched([*_tied_here(module, name=name, tied=tied), *kept]):
                     owner._init_weights(module)
+                _draw_unwritten(module)
+
+
+@contextmanager
+def unwritten() -> Iterator[None]:
+    """Build models without drawing the values that `draw_weights` draws anyway: three quarters of the time it takes.
+
+    Tables and matrices are marked instead, so that one for which the model has no rule is drawn as torch would.
+    """
+    with (
+        patch.object(PreTrainedModel, "initialize_weights", lambda self: None),
+        patch.object(nn.Linear, "reset_parameters", _mark),
+        patch.object(nn.Embedding, "reset_parameters", _mark),
+    ):
+        yield
+
+
+@torch.no_grad()
+def _mark(module: Any) -> None:
+    module.weight.view(-1)[:1].fill_(torch.nan)
+    if getattr(module, "bias", None) is not None:
+        bound = module.in_features**-0.5
+        nn.init.uniform_(module.bias, -bound, bound)
+
+
+def _draw_unwritten(module: nn.Module) -> None:
+    if not isinstance(module, (nn.Linear, nn.Embedding)) or module.weight.numel() == 0 or module.weight.is_meta:
+        return
+    if module.weight.view(-1)[0].isnan():
+        module.reset_parameters()
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from finetune.model.embeddings import tell_of_none
 from finetune.model.heads import HEADS, NEW_HEADS, is_of_head, set_values
 from finetune.model.hollow import give_places
 from finetune.model.hub import is_folder, told
-from finetune.model.initialize import draw_weights
+from finetune.model.initialize import draw_weights, unwritten
 from finetune.model.layers import name_own_layers, share_input_embeddings
 from finetune.model.origin import origin_of, pretrained_config
 from finetune.model.quantize import keep_as_stored, quantization_config
@@ -69,7 +69,7 @@ def _built(
     config: PreTrainedConfig, *, section: ModelSection, head: str, construction: Construction, attention: str | None
 ) -> PreTrainedModel:
     kind = config.model_type
-    with told(kind, key="model"), torch.random.fork_rng(devices=()), construction.context():
+    with told(kind, key="model"), torch.random.fork_rng(devices=()), construction.context(), unwritten():
         model = HEADS[head].from_config(
             config,
             dtype=getattr(torch, section.dtype),

@@ -2,8 +2,9 @@ from contextlib import contextmanager
 
 import torch
 from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
-from finetune.model.initialize import draw_weights, on_cpu_in_float32
+from finetune.model.initialize import draw_weights, on_cpu_in_float32, unwritten
 from finetune.runtime.construction import Construction
 
 
@@ -80,3 +81,36 @@ def test_values_written_meanwhile_arrive_in_the_parameter_s_own_storage():
         assert parameter.dtype == torch.float32
         parameter.fill_(1.5)
     assert (parameter.dtype, parameter.data_ptr(), parameter.tolist()) == (torch.bfloat16, address, [1.5] * 3)
+
+
+def test_values_that_are_drawn_anyway_are_not_drawn_before(monkeypatch):
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
+    )
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    with unwritten():
+        model = LlamaForCausalLM(config)
+    assert torch.equal(torch.get_rng_state(), before)
+    draw_weights(model, seed=7, gather=Construction().gather)
+    usual = LlamaForCausalLM(config)
+    draw_weights(usual, seed=7, gather=Construction().gather)
+    for (name, weight), other in zip(model.named_parameters(), usual.parameters(), strict=True):
+        assert torch.equal(weight, other), name
+
+
+def test_a_matrix_for_which_the_model_has_no_rule_is_drawn_as_torch_does(monkeypatch):
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
+    )
+    monkeypatch.setattr(LlamaForCausalLM, "_init_weights", lambda self, module: None)
+    monkeypatch.setattr("transformers.LlamaModel._init_weights", lambda self, module: None)
+    models = []
+    for _ in range(2):
+        with unwritten():
+            models.append(LlamaForCausalLM(config))
+        draw_weights(models[-1], seed=7, gather=Construction().gather)
+    one, other = (model.model.layers[0].mlp.up_proj.weight for model in models)
+    assert one.isfinite().all()
+    assert 0.05 < one.std() < 0.25  # uniform within 1 / sqrt(16)
+    assert torch.equal(one, other)
