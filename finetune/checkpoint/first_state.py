@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from finetune.runtime.average import DECAY, STATE
-from finetune.runtime.pages import ask_for_huge_pages
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _EXPECTED = {
@@ -50,15 +49,9 @@ def make_empty_state(optimizer: torch.optim.Optimizer) -> None:
             if kind not in twins:
                 twins[kind] = _twin_state(optimizer, group, kind)
             optimizer.state[parameter] = {
-                key: _empty(parameter, dtype=value.dtype) if value.dim() else value.clone()
+                key: torch.empty_like(parameter, dtype=value.dtype) if value.dim() else value.clone()
                 for key, value in twins[kind].items()
             }
-
-
-def _empty(parameter: Tensor, *, dtype: torch.dtype) -> Tensor:
-    empty = torch.empty_like(parameter, dtype=dtype)
-    ask_for_huge_pages(empty)
-    return empty
 
 
 def expected_state(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
