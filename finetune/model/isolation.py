@@ -12,7 +12,7 @@ from finetune.errors import ModelError
 Row = Sequence[Sequence[int]]
 """The token ids of samples that are laid end to end."""
 
-_LENGTHS = (6, 9, 5)
+_LENGTHS = (5, 7, 4)
 _TOLERANCE = {"full": (1e-5, 1e-4), "half": (1e-2, 0.1)}
 """Of a sample when another changes, and of a sample beside others against itself alone; by kind of arithmetic."""
 
