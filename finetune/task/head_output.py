@@ -56,23 +56,29 @@ def head_output(model: nn.Module, head: nn.Module) -> HeadOutput:
     The model's own `forward` is run with a probe for the head's output and nothing for the other modules: no weight is
     read, no hook called, the model is left alone, and it costs about a millisecond.
     """
+    device = next(iter(head.parameters()), torch.empty(0)).device
     try:
-        finishes = {_fitted(_ran(model, head, probe=_probe(_WIDTH), training=each)) for each in (True, False)}
+        probe = _probe(_WIDTH).to(device)
+        finishes = {_fitted(_ran(model, head, probe=probe, training=each)) for each in (True, False)}
     except Exception:  # a forward that stumbles over the probe: it is not known
         finishes = {None}
     if len(finishes) == 1 and None not in finishes:
         return HeadOutput(finishes.pop(), keeps_rows=True)
     try:
-        return HeadOutput(None, all(_keeps_rows(model, head, training=is_training) for is_training in (True, False)))
+        probe = _probe(int(getattr(head, "out_features", _WIDTH))).to(device)
+        return HeadOutput(None, all(_keeps_rows(model, head, probe=probe, training=each) for each in (True, False)))
     except Exception:  # likewise
         return HeadOutput(None, keeps_rows=False)
 
 
-def _keeps_rows(model: nn.Module, head: nn.Module, *, training: bool) -> bool:
-    """Tell whether rows in another order become the same rows of logits in that order."""
-    probe = _probe(int(getattr(head, "out_features", _WIDTH)))
-    one, other = (_ran(model, head, probe=each, training=training) for each in (probe, probe.flip(1)))
-    return one.shape == probe.shape and torch.equal(one, other.flip(1))
+def _keeps_rows(model: nn.Module, head: nn.Module, *, probe: Tensor, training: bool) -> bool:
+    """Tell whether a row becomes the same logits alone, among others, and behind them."""
+    first = probe[:, :1]
+    alone, before, behind = (
+        _ran(model, head, probe=each, training=training)
+        for each in (first, probe, torch.cat([2 * probe, first], dim=1))
+    )
+    return before.shape == probe.shape and torch.equal(alone, before[:, :1]) and torch.equal(alone, behind[:, -1:])
 
 
 def _probe(width: int) -> Tensor:
@@ -85,9 +91,11 @@ def _probe(width: int) -> Tensor:
 
 def _fitted(logits: Tensor) -> Finish | None:
     """Return what made these logits of the probe; None where no scale and cap explain them all."""
-    probe = _probe(_WIDTH)
-    if logits.shape != probe.shape or logits.requires_grad or torch.equal(logits, probe):
-        return Finish() if logits.shape == probe.shape and not logits.requires_grad else None
+    probe = _probe(_WIDTH).to(logits.device)
+    if logits.shape != probe.shape or logits.requires_grad:  # a scale that learns is none of ours
+        return None
+    if torch.equal(logits, probe):
+        return Finish()
     at_tiny, at_huge, _ = logits.flatten()[:3].tolist()
     cap = at_huge if math.isfinite(at_huge) and abs(at_huge) < 1e20 else None
     found = Finish(_rounded(at_tiny / _TINY), cap)
@@ -99,9 +107,9 @@ def _rounded(scale: float) -> float:
     return 1.0 if abs(scale - 1.0) < 1e-6 else scale
 
 
-@torch.no_grad()
-def _forward(model: nn.Module) -> Tensor:
-    ids = torch.zeros(1, _NUM_ROWS, dtype=torch.int64)
+@torch.enable_grad()
+def _forward(model: nn.Module, device: torch.device) -> Tensor:
+    ids = torch.zeros(1, 2, dtype=torch.int64, device=device)  # there are more rows: nothing may depend on how many
     told: dict[str, Any] = {"input_ids": ids, "use_cache": False}
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         told["decoder_input_ids"] = ids
@@ -113,13 +121,13 @@ def _ran(model: nn.Module, head: nn.Module, *, probe: Tensor, training: bool) ->
     """Return the logits of a copy of the model whose head answers with the probe."""
     answers: list[None] = []
     stand_in = _StandIn(probe, answers)
-    logits = _forward(_hollow(model, head=head, stand_in=stand_in, training=training))
+    logits = _forward(_hollow(model, head=head, stand_in=stand_in, training=training), probe.device)
     if len(answers) != 1:
         raise ValueError(f"the head was asked {len(answers)} times")
     return logits.as_subclass(Tensor) if type(logits) is not Tensor else logits
 
 
-def _hollow(module: nn.Module, *, head: nn.Module, stand_in: nn.Module, training: bool) -> Any:
+def _hollow(module: nn.Module, *, head: nn.Module, stand_in: "_StandIn", training: bool) -> Any:
     """Return the module without hooks; around the head it is kept so, all other modules are there in name only."""
     copy = type(module).__new__(type(module))
     copy.__dict__ = {name: value for name, value in module.__dict__.items() if name != "forward"}
@@ -132,21 +140,23 @@ def _hollow(module: nn.Module, *, head: nn.Module, stand_in: nn.Module, training
         elif child is not None and any(each is head for each in child.modules()):
             children[name] = _hollow(child, head=head, stand_in=stand_in, training=training)
         else:
-            children[name] = None if child is None else _StandIn(_anything())
+            children[name] = None if child is None else _StandIn(_anything(stand_in.device))
     copy.__dict__ |= {"_modules": children, "training": training}
     return copy
 
 
-def _anything() -> Tensor:
-    return torch.zeros(1, _NUM_ROWS, _WIDTH).as_subclass(_Anything)
+def _anything(device: torch.device) -> Tensor:
+    return torch.zeros(1, _NUM_ROWS, _WIDTH, device=device).as_subclass(_Anything)
 
 
 class _StandIn(nn.Module):
     """Answers with one tensor, whatever it is asked."""
 
+    device: torch.device
+
     def __init__(self, answer: Tensor, answers: list[None] | None = None) -> None:
         super().__init__()
-        self.__dict__["_answer"] = answer
+        self.__dict__["_answer"], self.__dict__["device"] = answer, answer.device
         self.__dict__["_answers"] = answers
 
     def __getattr__(self, name: str) -> Any:
