@@ -18,6 +18,7 @@ from finetune.config.sections.model import (
     PromptTuningSection,
 )
 from finetune.errors import ModelError
+from finetune.model.adapters.casts import leave_casts_to_autocast
 from finetune.model.adapters.continued import load_saved, saved_config
 from finetune.model.adapters.ground import Ground
 from finetune.model.adapters.loftq import make_up_for_quantization
@@ -46,6 +47,7 @@ def add_adapter(model: PreTrainedModel, wish: Wish, ground: Ground) -> PeftModel
     except (ValueError, TypeError) as error:  # peft's, for layers that this method has no adapter for
         raise ModelError(f"model.{kind.key}: {summary(error)} {candidates_sentence(model)}") from error
     kind.fill(adapted, wish, ground)
+    leave_casts_to_autocast(adapted)
     return adapted
 
 
