@@ -37,7 +37,7 @@ def logits_at_targets(model: nn.Module, batch: Batch, *, inputs: Mapping[str, An
 def logits_everywhere(model: nn.Module, batch: Batch, *, inputs: Mapping[str, Any] | None = None) -> Tensor:
     """Return the logits of all labels, [batch, length, vocabulary]; prompt tuning's positions come before the text."""
     logits: Tensor = model(**(inputs_of(model, batch) if inputs is None else inputs)).logits
-    return logits[:, logits.shape[1] - batch.labels.shape[1] :]
+    return _last(logits, batch.labels.shape[1])
 
 
 def asked_at_targets(
@@ -93,7 +93,7 @@ class _Request:
     def _rows(self, hidden: Tensor) -> Tensor | None:
         num_rows, length = self.shape
         if hidden.dim() == 3 and hidden.shape[0] == num_rows and hidden.shape[1] >= length:
-            hidden = hidden[:, hidden.shape[1] - length :]  # what is learnt before the text comes first
+            hidden = _last(hidden, length)  # what is learnt before the text comes first
         elif hidden.dim() != 2 or hidden.shape[0] != num_rows * length:
             return None
         self.was_met = True
@@ -129,6 +129,11 @@ class _Arrive(torch.autograd.Function):
         return ctx.told, None
 
 
+def _last(positions: Tensor, length: int) -> Tensor:
+    """Return the last so many; all as they are, for a slice has a gradient to copy."""
+    return positions if positions.shape[1] == length else positions[:, positions.shape[1] - length :]
+
+
 def _targets(batch: Batch) -> Targets:
     assert batch.targets is not None, "a batch of tokens knows its targets"
     return batch.targets
@@ -136,5 +141,5 @@ def _targets(batch: Batch) -> Targets:
 
 def _picked(logits: Tensor, batch: Batch) -> Tensor:
     """Return the rows of the targets; prompt tuning's positions come before those of the text."""
-    text = logits[:, logits.shape[1] - batch.labels.shape[1] :]
+    text = _last(logits, batch.labels.shape[1])
     return text.flatten(0, -2).index_select(0, _targets(batch).positions)

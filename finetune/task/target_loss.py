@@ -15,6 +15,7 @@ from finetune.task.at_targets import asked_at_targets, logits_everywhere
 from finetune.task.heads import Head, head_of, in_parts
 from finetune.task.kernels import kernel_for
 from finetune.task.losses import TokenLoss
+from finetune.task.metrics import token_sums
 from finetune.task.slabs import Ask, rows_per_slab
 
 FEW_LOGITS = 1 << 18
@@ -31,7 +32,7 @@ class TargetLoss:
     def sums(self, model: nn.Module, batch: Batch, inputs: Mapping[str, Any] | None = None) -> dict[str, Tensor]:
         """Return `loss_sum` and, unless it is that, the detached sum of the plain `cross_entropy`."""
         labels = _labels(batch)
-        if self.kernel == "plain" or (self.kernel == "auto" and _are_few(model, batch)):
+        if self._takes_all(model, batch):
             return self.loss.sums(logits_everywhere(model, batch, inputs=inputs), batch.labels)
         both = asked_at_targets(
             model, batch, partial(_trained, labels=labels, loss=self.loss, kernel=self.kernel), inputs=inputs
@@ -42,21 +43,24 @@ class TargetLoss:
     def measured(self, model: nn.Module, batch: Batch, inputs: Mapping[str, Any] | None = None) -> dict[str, Tensor]:
         """Return the summed cross-entropy, the number of targets and how many of them have the highest logit."""
         labels = _labels(batch)
+        if self._takes_all(model, batch):
+            return token_sums(logits_everywhere(model, batch, inputs=inputs), batch.labels)
         both = asked_at_targets(model, batch, partial(_measured, labels=labels), inputs=inputs)
         loss_sum, num_correct = both.unbind()
         num_targets = torch.full((), len(labels), device=loss_sum.device)
         return {"loss_sum": loss_sum, "num_targets": num_targets, "num_correct": num_correct}
 
+    def _takes_all(self, model: nn.Module, batch: Batch) -> bool:
+        """Tell whether the logits of all labels are made; `auto` does where that costs less than asking at some."""
+        if self.kernel != "auto":
+            return self.kernel == "plain"
+        head = head_of(model)
+        return head is not None and batch.labels.numel() * head.vocabulary <= FEW_LOGITS
+
 
 def log_probabilities_at_targets(model: nn.Module, batch: Batch) -> Tensor:
     """Return the log-probability in nats of each of the batch's targets, [targets], in float32."""
     return -asked_at_targets(model, batch, partial(_each, labels=_labels(batch)))
-
-
-def _are_few(model: nn.Module, batch: Batch) -> bool:
-    """Tell whether the logits of all labels cost less than it costs to ask at some of them."""
-    head = head_of(model)
-    return head is not None and batch.labels.numel() * head.vocabulary <= FEW_LOGITS
 
 
 def _labels(batch: Batch) -> Tensor:
