@@ -93,7 +93,7 @@ def equivalence() -> Workload:
 def memory() -> Workload:
     """Return the workload of a few steps whose peak memory is measured, in processes that have played nothing else."""
     few = ("bare", "trainer", "trl equal", "trl packing", "ours", "ours tuned")
-    return Workload("memory", "peak memory of four steps", few, 2, warm_up=1)
+    return Workload("memory", "peak memory of four steps", few, 2, length=256, warm_up=1)
 
 
 def workloads(*, is_quick: bool) -> tuple[Workload, ...]:
