@@ -4,6 +4,8 @@ from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Any
 
+from pydantic import BaseModel, create_model
+
 from finetune.config.run_config import RunConfig
 from finetune.config.wording import listed
 
@@ -19,8 +21,13 @@ def run_schema() -> dict[str, Any]:
 
 def node_at(key: str) -> Node | None:
     """Return the schema of a dotted key, None where there is no such key; the empty key is the whole file."""
-    nodes: list[Node] = [run_schema()]
-    for part in key.split(".") if key else []:
+    if not key:
+        return run_schema()
+    first, *further = key.split(".")
+    nodes = [node] if (node := _schema_alone(first)) is not None else []
+    if not nodes:
+        return None
+    for part in further:
         nodes = [inner for node in nodes for branch in branches(node) if (inner := _inside(branch, part)) is not None]
         if not nodes:
             return None
@@ -30,8 +37,8 @@ def node_at(key: str) -> Node | None:
 def branches(node: Node) -> list[Node]:
     """Return the kinds of value that a key may hold, references followed."""
     if "$ref" in node:
-        target: Node = run_schema()["$defs"][node["$ref"].rsplit("/", 1)[1]]
-        return branches(target)
+        name = node["$ref"].rsplit("/", 1)[1]
+        return branches(_definitions[name] if name in _definitions else run_schema()["$defs"][name])
     if "anyOf" in node or "oneOf" in node:
         return [branch for each in node.get("anyOf", node.get("oneOf", ())) for branch in branches(each)]
     return [node]
@@ -65,6 +72,23 @@ def describe(node: Node) -> str:
     texts = list(dict.fromkeys(_describe_one(each) for each in kinds if each.get("type") != "null"))
     optional = any(each.get("type") == "null" for each in kinds)
     return " or ".join(texts) + (", or `null`" if optional else "")
+
+
+_definitions: dict[str, Node] = {}  # of the keys at the top that have been asked for
+
+
+@cache
+def _schema_alone(name: str) -> Node | None:
+    """Return the schema of one key at the top: that of all of them takes a mistake's answer too long."""
+    if name not in RunConfig.model_fields:
+        return None
+    field = RunConfig.model_fields[name]
+    fields: dict[str, Any] = {name: (field.annotation, field)}
+    alone: type[BaseModel] = create_model("Alone", **fields)
+    schema = alone.model_json_schema()
+    _definitions.update(schema.get("$defs", {}))
+    node: Node = schema["properties"][name]
+    return node
 
 
 def _inside(node: Node, part: str) -> Node | None:
