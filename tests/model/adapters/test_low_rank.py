@@ -1,12 +1,18 @@
 import pytest
 import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from finetune.config.sections.model import LoraSection
+from finetune.config.sections.train import OptimizerSection
 from finetune.errors import ModelError
 from finetune.model.adapters.build import add_adapter
 from finetune.model.adapters.ground import Ground
 from finetune.model.freeze import freeze
 from finetune.model.size import describe
+from finetune.train.groups import named_of
+from finetune.train.optimizer import build_optimizer
 
 BATCH = torch.arange(24).reshape(2, 12)
 
@@ -101,3 +107,63 @@ def test_freeze_refuses_a_pattern_without_a_match_and_a_model_without_a_learner(
         freeze(build(from_config()), ["model.layer.0.*"])
     with pytest.raises(ModelError, match="freeze every parameter"):
         freeze(build(from_config()), ["*"])
+
+
+class Casts(TorchDispatchMode):
+    """Remembers which parameters are copied into another type."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.names = {each.untyped_storage().data_ptr(): name for name, each in model.named_parameters()}
+        self.seen = set()
+
+    def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
+        if function is torch.ops.aten._to_copy.default:
+            self.seen.add(self.names.get(arguments[0].untyped_storage().data_ptr(), ""))
+        return function(*arguments, **(keywords or {}))
+
+
+def test_a_frozen_base_has_no_gradients_no_optimizer_state_and_in_bfloat16_no_copies(from_config, build):
+    model = add_adapter(build(from_config(dtype="bfloat16")), LoraSection(rank=2), Ground(seed=1))
+    optimizer = build_optimizer(named_of(model), OptimizerSection(), learning_rate=0.1)
+    ids = torch.arange(24).reshape(2, 12)
+    with Casts(model) as casts:
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+    optimizer.step()
+    trained = {name for name, each in model.named_parameters() if each.requires_grad}
+    assert trained
+    assert {name for name, each in model.named_parameters() if each.grad is not None} == trained
+    assert len(optimizer.state) == len(trained)
+    assert {model.get_parameter(name).dtype for name in trained} == {torch.float32}
+    assert casts.seen - {""} <= trained
+
+
+@pytest.fixture
+def alone(tmp_path):
+    """A process group of one."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("alone")
+def test_ddp_reduces_the_adapters_alone(from_config, build):
+    model = add_adapter(build(from_config()), LoraSection(rank=2), Ground(seed=1))
+    reduced = DistributedDataParallel(model)._get_ddp_logging_data()["total_parameter_size_bytes"]
+    assert reduced == sum(4 * each.numel() for each in model.parameters() if each.requires_grad)
+
+
+@pytest.mark.usefixtures("alone")
+def test_fsdp2_keeps_a_frozen_base_in_the_type_that_it_has(from_config, build):
+    model = add_adapter(build(from_config(dtype="bfloat16")), LoraSection(rank=2), Ground(seed=1))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    mesh = torch.distributed.init_device_mesh("cpu", (1,))
+    for layer in model.base_model.model.model.layers:
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    model(input_ids=BATCH, labels=BATCH).loss.backward()
+    for name, each in model.named_parameters():
+        assert each.dtype == (torch.float32 if each.requires_grad else torch.bfloat16), name
+        assert (each.grad is not None) == each.requires_grad, name
