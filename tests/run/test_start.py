@@ -32,8 +32,8 @@ NOT_FOR_A_PLAIN_JOB = {
 @pytest.fixture(scope="module")
 def folder(job, tmp_path_factory):
     folder = tmp_path_factory.mktemp("start")
-    overrides = ["train.steps=2", f"run.folder={folder}/run", str(folder / "modules.json")]
-    command = [sys.executable, "-c", PROGRAM, "--config", str(job), *overrides]
+    overrides = ["--set", "train.steps=3", "--set", f"run.folder={folder}/run"]
+    command = [sys.executable, "-c", PROGRAM, "--config", str(job), *overrides, str(folder / "modules.json")]
     subprocess.run(command, cwd=folder, check=True, timeout=300)
     return folder
 
