@@ -1,13 +1,18 @@
 """What a run will verify is read and digested from its first moment on, beside all else that a start has to do."""
 
+import hashlib
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from pathlib import Path
+
+import torch
+from torch import Tensor
 
 from finetune.checkpoint import layout
 from finetune.checkpoint.behind import begin_behind
-from finetune.checkpoint.manifest import FileFacts, file_facts, read_manifest, verified_by
+from finetune.checkpoint.manifest import BLOCK_BYTES, FileFacts, file_facts, read_manifest, verified_by
 from finetune.errors import CheckpointError
 from finetune.runtime import ranks
 from finetune.runtime.cores import usable_cores
@@ -18,12 +23,28 @@ Facts = Callable[[Path], FileFacts]
 MOST_THREADS = 4
 
 
-class Ahead:
-    """Digests of files, begun before anybody asks. Each is handed out once, and only of a file that is as it was."""
+@dataclass(frozen=True)
+class _Read:
+    """A file as it was read; `whole` is all of it where it is kept."""
 
-    def __init__(self, paths: Sequence[Path] = (), *, num_threads: int = 1) -> None:
-        self._begun: dict[Path, Future[tuple[object, FileFacts]]] = {path: Future() for path in paths}
+    state: object  # by which the file system tells whether it was written since
+    facts: FileFacts
+    whole: Tensor | None = None
+
+
+class Ahead:
+    """Digests of files, begun before anybody asks. Each is handed out once, and only of a file that is as it was.
+
+    Files whose path `keeps` fits stay in memory until `forget`: they are read once, not twice.
+    """
+
+    def __init__(
+        self, paths: Sequence[Path] = (), *, num_threads: int = 1, keeps: Callable[[Path], bool] = lambda _: False
+    ) -> None:
+        self._keeps = keeps
+        self._begun: dict[Path, Future[_Read]] = {path: Future() for path in paths}
         self._waiting = deque(self._begun.items())
+        self._kept: dict[Path, Tensor] = {}
         for number in range(min(num_threads, len(paths))):
             begin_behind(self._work, name=f"digests {number}")
 
@@ -31,10 +52,20 @@ class Ahead:
         """Return what the file is; read now unless that was begun, and is still true. Raises OSError."""
         begun = self._begun.pop(path, None)
         if begun is not None:
-            state, facts = begun.result()
-            if state == _state(path):
-                return facts
+            read = begun.result()
+            if read.state == _state(path):
+                if read.whole is not None:
+                    self._kept[path] = read.whole
+                return read.facts
         return file_facts(path)
+
+    def kept(self, path: Path) -> Tensor | None:
+        """Return the bytes that were digested, of a file that is kept."""
+        return self._kept.get(path)
+
+    def forget(self) -> None:
+        """Keep no file any longer."""
+        self._kept.clear()
 
     def _work(self) -> None:
         while self._waiting:
@@ -44,13 +75,17 @@ class Ahead:
                 return
             try:
                 state = _state(path)
-                begun.set_result((state, file_facts(path)))
-            except OSError:  # whoever asks reads the file himself, and meets the error
-                begun.set_result((None, FileFacts(0, "")))
+                read = _read_whole(path) if self._keeps(path) else (file_facts(path), None)
+                begun.set_result(_Read(state, *read))
+            except Exception:  # whoever asks reads the file himself, and meets the error
+                begun.set_result(_Read(None, FileFacts(0, "")))
 
 
 def begin_ahead(folder: Path, *, resume: str | Path) -> Ahead:
-    """Return digests of this rank's share of the checkpoint that the run will probably continue from; perhaps none."""
+    """Return digests of this rank's share of the checkpoint that the run will probably continue from; perhaps none.
+
+    A process alone without a device keeps what it reads of the optimizer's state, which becomes the state itself.
+    """
     newest = next(reversed(layout.steps(folder).values()), None) if resume == "auto" else Path(resume)
     if resume == "never" or newest is None:
         return Ahead()
@@ -58,7 +93,23 @@ def begin_ahead(folder: Path, *, resume: str | Path) -> Ahead:
         names = verified_by(read_manifest(newest), rank=ranks.rank(), world=ranks.world())
     except CheckpointError:  # said when it is verified
         return Ahead()
-    return Ahead([newest / name for name in names], num_threads=max(1, min(MOST_THREADS, usable_cores() - 1)))
+    is_alone = ranks.world() == 1 and not torch.accelerator.is_available()
+    return Ahead(
+        [newest / name for name in names],
+        num_threads=max(1, min(MOST_THREADS, usable_cores() - 1)),
+        keeps=lambda path: is_alone and path.parent.name == "optimizer",
+    )
+
+
+def _read_whole(path: Path) -> tuple[FileFacts, Tensor]:
+    """Return the file's facts and its bytes, digested while they are in a core's cache."""
+    whole = torch.empty(path.stat().st_size, dtype=torch.uint8)
+    digest, size, room = hashlib.sha256(), 0, whole.numpy().data
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(room[size : size + BLOCK_BYTES]):
+            digest.update(room[size : size + count])
+            size += count
+    return FileFacts(size, digest.hexdigest()), whole
 
 
 def _state(path: Path) -> tuple[int, ...]:

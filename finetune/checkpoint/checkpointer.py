@@ -73,4 +73,6 @@ class Checkpointer:
         saved, allowed = found.manifest.run, self._section.allow_changes
         for sentence in main_does(lambda: told_changes(found.path, saved, wanted=self._run, allowed=allowed)):
             self._say(sentence)
-        return read_checkpoint(found, access=self._access)
+        progress = read_checkpoint(found, access=self._access, kept=self._ahead.kept)
+        self._ahead.forget()
+        return progress

@@ -1,20 +1,21 @@
 """The state of a checkpoint is written into what training holds, each rank reading only the rows of its own share."""
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 from safetensors import safe_open
+from torch import Tensor
 
 from finetune.checkpoint.find import Found
 from finetune.checkpoint.gather import agree_on_records
 from finetune.checkpoint.reading import places, read_texts
 from finetune.checkpoint.record import PARAMETER, WHOLE, TensorRecord
 from finetune.checkpoint.state import StateAccess
-from finetune.checkpoint.tensor_file import read_span
+from finetune.checkpoint.tensor_file import read_span, stored
 from finetune.checkpoint.together import all_do, main_does
 from finetune.errors import CheckpointError
 from finetune.runtime.cores import usable_cores
@@ -24,7 +25,16 @@ _LISTED = 8
 _MOST_THREADS = 4
 
 
-def read_checkpoint(found: Found, *, access: StateAccess) -> dict[str, Any]:
+Kept = Callable[[Path], Tensor | None]
+"""Returns all bytes of a file that is in memory already."""
+
+
+def nothing_kept(path: Path) -> Tensor | None:
+    """Return None."""
+    return None
+
+
+def read_checkpoint(found: Found, *, access: StateAccess, kept: Kept = nothing_kept) -> dict[str, Any]:
     """Load the verified checkpoint and return its progress; raises CheckpointError listing what differs. Collective."""
     path = found.path
     reach("load.begin", step=found.step)
@@ -35,7 +45,7 @@ def read_checkpoint(found: Found, *, access: StateAccess) -> dict[str, Any]:
     fresh = _parameters_without_state([record for _, record in saved.values()])
     _refuse_differences(path, saved, [record for record in wanted if record.key in WHOLE or record.name not in fresh])
     # Nobody starts to hand values on (which is collective) before all have read theirs without an error.
-    all_do(lambda: _write_all(saved, scalars, step=found.step, fresh=fresh, access=access))
+    all_do(lambda: _write_all(saved, scalars, step=found.step, fresh=fresh, access=access, kept=kept))
     access.finish_writing()
     reach("load.done", step=found.step)
     return progress
@@ -86,17 +96,23 @@ def _write_all(
     step: int,
     fresh: set[str],
     access: StateAccess,
+    kept: Kept,
 ) -> None:
     access.forget(fresh)
+    paths = {path for path, _ in saved.values()}
+    held = {path: stored(whole) for path in paths if (whole := kept(path)) is not None}
     with _files() as open_file:
 
         def write(place: tuple[Path, TensorRecord]) -> None:
             path, record = place
             reach("load.read", step=step, path=path)
             start, stop = access.span(record)
+            whole = held.get(path, {}).get(record.stored_name)
+            if whole is not None and access.adopt(record, whole):
+                return
             access.write(record, read_span(open_file(path), record, start=start, stop=stop))
 
-        for path in {path for path, _ in saved.values()}:
+        for path in paths:
             open_file(path)
         with ThreadPoolExecutor(_num_threads(access)) as threads:
             deque(threads.map(write, saved.values()), maxlen=0)

@@ -14,7 +14,7 @@ from finetune.runtime import files
 
 FORMAT_VERSION = 2
 
-_BLOCK_BYTES = 1 << 20  # stays in a core's cache between reading and digesting
+BLOCK_BYTES = 1 << 20  # stays in a core's cache between reading and digesting
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def read_manifest(folder: Path) -> Manifest:
 def file_facts(path: Path) -> FileFacts:
     """Return size and digest of the file, read from the disk in blocks."""
     digest = hashlib.sha256()
-    size, block = 0, memoryview(bytearray(_BLOCK_BYTES))
+    size, block = 0, memoryview(bytearray(BLOCK_BYTES))
     with path.open("rb", buffering=0) as file:
         while count := file.readinto(block):
             digest.update(block[:count])

@@ -83,6 +83,17 @@ class NamedState:
         else:
             self._held[record.name].part(target).copy_(values)
 
+    def adopt(self, record: TensorRecord, values: Tensor) -> bool:
+        """Make the values the optimizer's state where they are laid out as what it keeps there."""
+        if record.part != "optimizer" or not self.is_whole(record):
+            return False
+        target = self._tensor(record)
+        is_alike = (values.dtype, values.device) == (target.dtype, target.device) and target.is_contiguous()
+        if is_alike and type(target) is Tensor:
+            self._state(self._held[record.name])[record.key] = values.view(target.shape)
+            return True
+        return False
+
     def read_scalars(self) -> Scalars:
         """Return the numbers among the optimizer's state."""
         return {

@@ -42,6 +42,12 @@ class StateAccess(Protocol):
     def write(self, record: TensorRecord, values: Tensor) -> None:
         """Write this rank's elements, given flat."""
 
+    def adopt(self, record: TensorRecord, values: Tensor) -> bool:
+        """Make these very elements, all of them and flat, the optimizer's state, if that can be; tell whether it was.
+
+        They are the optimizer's from then on.
+        """
+
     def read_scalars(self) -> Scalars:
         """Return the numbers that this rank knows of."""
 

@@ -71,6 +71,18 @@ def read_span(file: Any, record: TensorRecord, *, start: int, stop: int) -> Tens
     return rows.reshape(-1)[start - first * row : stop - first * row]
 
 
+def stored(whole: Tensor) -> dict[str, Tensor]:
+    """Return the tensors, flat, as they lie in all bytes of a file: no copies."""
+    size = int.from_bytes(bytes(whole[:8].tolist()), "little")
+    entries = json.loads(bytes(whole[8 : 8 + size].tolist()))
+    values = whole[8 + size :]
+    return {
+        name: values[slice(*entry["data_offsets"])].view(DTYPES[entry["dtype"]])
+        for name, entry in entries.items()
+        if name != "__metadata__"
+    }
+
+
 def _header(records: Sequence[TensorRecord]) -> bytes:
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
