@@ -27,7 +27,7 @@ from finetune.train import loop
 from contest.jobs import write_job
 from contest.loading import load_model, load_workload
 
-MEASURING_STEPS = 8
+MEASURING_STEPS = 12
 """Of the loop by hand, after a block."""
 
 

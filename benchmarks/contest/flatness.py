@@ -15,8 +15,8 @@ FEW, MANY = 400, 40_000
 """Documents."""
 KEPT = (2, 50)
 """Checkpoints."""
-COUNTED = 15
-"""Saves at the end of a run, when all that are to be kept are there."""
+COUNTED = 30
+"""Saves at the end of a run, when all that are to be kept are there: two in a block of steps."""
 SAVING = [f"train.steps={4 * (max(KEPT) + COUNTED)}", "checkpoint.every_steps=4"]
 LIMIT = 1.03
 
@@ -38,7 +38,7 @@ def measure(folder: Path, *, is_quick: bool, say: Say) -> Measured:
 
 def plan(steps: int, *, turns: int) -> list[dict[str, Any]]:
     """Return the runs in order; those that are compared take turns."""
-    long = {"name": "steps", "workload": "few", "overrides": [f"train.steps={steps}"], "block": max(10, steps // 200)}
+    long = {"name": "steps", "workload": "few", "overrides": [f"train.steps={steps}"], "block": max(10, steps // 100)}
     short = [
         {"name": name, "workload": workload, "overrides": ["train.steps=260"], "block": 20}
         for _ in range(turns)
@@ -49,7 +49,7 @@ def plan(steps: int, *, turns: int) -> list[dict[str, Any]]:
             "name": f"{count} kept",
             "workload": "few",
             "overrides": [*SAVING, f"checkpoint.keep_last={count}"],
-            "block": 4,
+            "block": 8,
         }
         for _ in range(turns)
         for count in KEPT
@@ -65,7 +65,7 @@ def findings(figures: Figures, steps: int) -> list[Finding]:
     held, end = tenths(memory)
     few, many = figures["few documents"]["costs"], figures["many documents"]["costs"]
     less, more = (last_of_turns(figures[f"{count} kept"]["costs"]) for count in KEPT)
-    saved = f"CPU-time of 4 steps and a save, {KEPT[1]} kept / {KEPT[0]}"
+    saved = f"CPU-time of 8 steps and 2 saves, {KEPT[1]} kept / {KEPT[0]}"
     return [
         _finding("steps done: CPU-time a step, last tenth / first", last, first, note),
         _finding("steps done: resident memory, last tenth / first", end, held, note),
@@ -87,9 +87,9 @@ def tenths(values: Sequence[float]) -> tuple[Sequence[float], Sequence[float]]:
 
 def last_of_turns(values: Sequence[float]) -> Sequence[float]:
     """Return the last blocks of each turn: by then all that are to be kept are there."""
-    size = max(KEPT) + COUNTED - 1  # the last block of a turn has no step behind it that would end it
+    size = (max(KEPT) + COUNTED) // 2 - 1  # the last block of a turn has no step behind it that would end it
     turns = [values[start : start + size] for start in range(0, len(values), size)]
-    return [each for turn in turns for each in turn[1 - COUNTED :]]
+    return [each for turn in turns for each in turn[1 - COUNTED // 2 :]]
 
 
 def _documents(name: str, count: int) -> Workload:

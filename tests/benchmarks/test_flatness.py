@@ -7,8 +7,8 @@ def test_the_very_first_blocks_count_for_nothing() -> None:
 
 
 def test_of_every_turn_the_blocks_count_in_which_all_checkpoints_are_there() -> None:
-    turn = [0] * max(KEPT) + [1] * (COUNTED - 1)
-    assert last_of_turns([*turn, *turn]) == [1] * 2 * (COUNTED - 1)
+    turn = [0] * (max(KEPT) // 2) + [1] * (COUNTED // 2 - 1)
+    assert last_of_turns([*turn, *turn]) == [1] * 2 * (COUNTED // 2 - 1)
 
 
 def test_what_is_compared_takes_turns() -> None:
