@@ -71,10 +71,14 @@ ONE_OF_EACH = frozenset(
 
 
 def _gates() -> list[Case]:
+    halves: dict[str, Any] = {"dtype": "bfloat16"}
+    compiled_halves = {**COMPILED, **WHOLE_UPDATE}
     return [
         Case("8B LoRA, ours", "ours", **LORA),
         Case("1B full, ours", "ours", "llama-1b"),
-        Case("1B full, ours compiled", "ours", "llama-1b", overrides=COMPILED, seconds=40),
+        Case(
+            "1B full bf16 weights, ours compiled", "ours", "llama-1b", **halves, overrides=compiled_halves, seconds=40
+        ),
         Case("varying, Trainer", "trainer", **VARYING),
         Case("varying, ours", "ours", **VARYING, overrides=END_TO_END),
         Case("varying, ours packs", "ours", **VARYING, overrides=packs(4096)),
@@ -85,9 +89,13 @@ def _gates() -> list[Case]:
             needs="trl",
             overrides={"packing": True, "packing_strategy": "bfd"},
         ),
-        Case("3B full, ours", "ours", "llama-3b", rows=1, least_gib=100),
-        Case("3B full, ours compiled", "ours", "llama-3b", rows=1, overrides=COMPILED, least_gib=100, seconds=45),
-        Case("3B full bf16 weights, ours", "ours", "llama-3b", rows=1, dtype="bfloat16", overrides=WHOLE_UPDATE),
+        Case("3B full bf16 weights, ours", "ours", "llama-3b", **halves, overrides=WHOLE_UPDATE),
+        Case(
+            "3B full bf16 weights, ours compiled", "ours", "llama-3b", **halves, overrides=compiled_halves, seconds=45
+        ),
+        Case("1B full bf16 weights, ours", "ours", "llama-1b", **halves, overrides=WHOLE_UPDATE),
+        Case("1B full, ours compiled", "ours", "llama-1b", overrides=COMPILED, seconds=40),
+        Case("3B full, ours", "ours", "llama-3b", least_gib=100),
         Case("8B LoRA, ours compiled", "ours", **{**LORA, "seconds": 45.0}, overrides=COMPILED),
     ]
 
@@ -122,7 +130,7 @@ def _switches() -> list[Case]:
         Case("1B full, ours Liger loss", **one, needs="liger_kernel", overrides={"train.loss_kernel": "liger"}),
         Case("1B full, ours checkpointing", **one, overrides={"model.gradient_checkpointing": True}),
         Case("1B full, ours selective", **one, overrides={"model.gradient_checkpointing": "selective"}),
-        Case("1B full bf16 weights, ours", **one, dtype="bfloat16", overrides=WHOLE_UPDATE),
+        Case("1B full, ours 4 rows", **one, rows=4),
         Case("varying, ours compiled", "ours", **VARYING, overrides={**END_TO_END, **COMPILED}, seconds=60),
         Case("0.6B full, ours", "ours", "qwen3-0.6b"),
     ]

@@ -72,48 +72,74 @@ def gates(
 ) -> tuple[list[Finding], list[str]]:
     """Return the findings of the gate, and what could not be found out."""
     by_name = {case.name: case for case in cases}
-    findings: list[Finding] = []
-    missing: list[str] = []
+    parts = (
+        _throughput(records),
+        _shares_of_peak(by_name, records, peak=peak, is_tiny=is_tiny),
+        _ratios(records),
+        _waits(by_name, records),
+    )
+    return [each for findings, _ in parts for each in findings], [each for _, missing in parts for each in missing]
 
-    def record_of(name: str, what: str) -> dict[str, Any] | None:
-        record = records.get(name, {"error": "not run"})
-        if "error" in record:
-            missing.append(f"gate {GATE}, {what}: {name}: {record['error']}")
-            return None
-        return record
 
-    lora = record_of("8B LoRA, ours", "tokens/s")
-    if lora:
-        findings.append(Finding(GATE, "8B LoRA at 4k, eager", Spread.of(rates(lora)), 13_400, "higher", "tokens/s"))
-    for name, limit in MFU_LIMITS.items():
-        found = record_of(name, "MFU")
-        if found and peak:
-            share = shares(by_name[name], found, peak=peak, is_tiny=is_tiny, with_attention=False)
-            findings.append(Finding(GATE, f"{name}: MFU", Spread.of(share), limit, "higher"))
-        elif found:
-            missing.append(f"gate {GATE}, MFU: the peak of this device is not known; give --peak-tflops")
-    for ours, other, limit in RATIOS:
-        one, two = record_of(ours, "varying lengths"), record_of(other, "varying lengths")
-        if one and two:
-            ratio = Spread.of_ratios(rates(one), rates(two))
-            findings.append(Finding(GATE, f"{ours} / {other}: tokens/s", ratio, limit, "higher", note=one["lengths"]))
-    waits = [
-        r["waits_per_step"] for name, r in records.items() if by_name[name].contestant == "ours" and "error" not in r
-    ]
-    if waits and None not in waits:
-        findings.append(Finding(GATE, "waits for the device a step, between log points", Spread.of(waits), 0, "lower"))
-    else:
-        missing.append(f"gate {GATE}, waits for the device: none of our cases was profiled on a GPU")
+Found = tuple[list[Finding], list[str]]
+
+
+def _throughput(records: Records) -> Found:
+    name = "8B LoRA, ours"
+    if error := _error(records, name):
+        return [], [f"gate {GATE}, tokens/s: {name}: {error}"]
+    return [
+        Finding(GATE, "8B LoRA at 4k, eager", Spread.of(rates(records[name])), 13_400, "higher", unit="tokens/s")
+    ], []
+
+
+def _shares_of_peak(by_name: Mapping[str, Case], records: Records, *, peak: float | None, is_tiny: bool) -> Found:
+    findings, missing = [], []
+    for what, (names, limit) in MFU_LIMITS.items():
+        found = {name: records[name] for name in names if _error(records, name) is None}
+        if not found or not peak:
+            errors = "; ".join(f"{name}: {_error(records, name)}" for name in names)
+            missing.append(f"gate {GATE}, MFU of {what}: {errors if not found else 'give --peak-tflops'}")
+            continue
+        best = max(found, key=lambda name: float(np.median(rates(found[name]))))
+        share = shares(by_name[best], found[best], peak=peak, is_tiny=is_tiny, with_attention=False)
+        findings.append(Finding(GATE, f"{what}: MFU", Spread.of(share), limit, "higher", note=best))
     return findings, missing
 
 
+def _ratios(records: Records) -> Found:
+    findings, missing = [], []
+    for ours, other, limit in RATIOS:
+        errors = [f"{name}: {error}" for name in (ours, other) if (error := _error(records, name))]
+        if errors:
+            missing.append(f"gate {GATE}, varying lengths: {'; '.join(errors)}")
+            continue
+        ratio = Spread.of_ratios(rates(records[ours]), rates(records[other]))
+        note = records[ours]["lengths"]
+        findings.append(Finding(GATE, f"{ours} / {other}: tokens/s", ratio, limit, "higher", note=note))
+    return findings, missing
+
+
+def _waits(by_name: Mapping[str, Case], records: Records) -> Found:
+    names = [name for name in records if by_name[name].contestant == "ours" and _error(records, name) is None]
+    waits = [records[name]["waits_per_step"] for name in names]
+    if not waits or None in waits:
+        return [], [f"gate {GATE}, waits for the device: none of our cases was profiled on a GPU"]
+    return [Finding(GATE, "waits for the device a step, between log points", Spread.of(waits), 0, "lower")], []
+
+
+def _error(records: Records, name: str) -> str | None:
+    error: str | None = records.get(name, {"error": "not run"}).get("error")
+    return error
+
+
 MFU_LIMITS = {
-    "8B LoRA, ours": 0.435,  # what 13,400 tokens/s are on an H200
-    "1B full, ours": 0.45,
-    "3B full, ours": 0.45,
-    "1B full, ours compiled": 0.52,
-    "3B full, ours compiled": 0.52,
+    "1B full": (("1B full, ours", "1B full bf16 weights, ours", "1B full, ours 4 rows"), 0.45),
+    "1B full, compiled": (("1B full, ours compiled", "1B full bf16 weights, ours compiled"), 0.52),
+    "3B full": (("3B full, ours", "3B full bf16 weights, ours"), 0.45),
+    "3B full, compiled": (("3B full bf16 weights, ours compiled",), 0.52),
 }
+"""The best of these cases counts: weights in float32 beside bf16 arithmetic, or in bf16 with rounding by chance."""
 
 RATIOS = (
     ("varying, ours", "varying, Trainer", 2.0),
