@@ -14,6 +14,7 @@ from finetune.errors import ModelError
 from finetune.model.adapters.wish import adapter_wish
 from finetune.model.hub import is_folder, located
 from finetune.runtime.amounts import size_text
+from finetune.runtime.digests import sha256_digest
 
 WEIGHTS = ("*.safetensors", "*.bin")
 """The files of weights, the kind that is preferred first; the other kind is not read when both are there."""
@@ -39,7 +40,7 @@ def weights_digest(section: ModelSection, *, model: Any, say: Callable[[str], No
     """Return what identifies the weights of `model.name`.
 
     For a folder that is a SHA-256 over its weights and config.json, wherever it lies; for a hub model the commit that
-    was loaded, found without a network. Reads every byte of a folder's weights: call it on one rank.
+    was loaded, found without a network. May read every byte of a folder's weights: call it on one rank.
     """
     if is_folder(str(section.name)):
         return folder_digest(Path(located(str(section.name), key="model.name")), say=say)
@@ -52,13 +53,13 @@ def weights_digest(section: ModelSection, *, model: Any, say: Callable[[str], No
 def folder_digest(folder: Path, *, say: Callable[[str], None]) -> str:
     """Return a digest over the digests of the files of weights and configs by name; raises ModelError.
 
-    They are listed as `sha256sum` would. Reads every byte: call it on one rank.
+    They are listed as `sha256sum` would. Reads every byte of what was written since the last time: call it on one rank.
     """
     started = time.monotonic()
     files = sorted(_files(folder))
     try:
         with ThreadPoolExecutor(_THREADS) as threads:  # hashing releases the lock
-            digests = list(threads.map(_sha256, files))
+            digests = list(threads.map(sha256_digest, files))
         size = sum(path.stat().st_size for path in files)
     except OSError as error:
         raise ModelError(f"model.name: {error.filename or folder} cannot be read: {error.strerror}.") from error
@@ -79,11 +80,6 @@ def _files(folder: Path) -> Iterator[Path]:
             yield from weights
             yield from folder.glob(f"{pattern}.index.json")
             return
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _cached_commit(section: ModelSection) -> str | None:

@@ -24,6 +24,11 @@ def file_digest(path: Path) -> str:
     return _remembered([path], partial(_read, path), name=str(path.resolve()))
 
 
+def sha256_digest(path: Path) -> str:
+    """Return what `sha256sum` prints of the file; remembered likewise."""
+    return _remembered([path], partial(_sha256, path), name=f"sha256 {path.resolve()}")
+
+
 def files_digest(paths: Sequence[Path]) -> str:
     """Return a digest of the files' contents in this order; what is large together is remembered likewise.
 
@@ -53,6 +58,11 @@ def _remembered(paths: Sequence[Path], read: Callable[[], str], *, name: str) ->
 def _of_all(paths: Sequence[Path]) -> str:
     digests = "\n".join(map(_read, paths))
     return hashlib.blake2b(digests.encode(), digest_size=16).hexdigest()
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def _state(path: Path) -> dict[str, int]:

@@ -1,5 +1,6 @@
 """A large file is read once for its digest, and again as soon as anything was written."""
 
+import hashlib
 import os
 
 import pytest
@@ -69,3 +70,12 @@ def test_torn_notes_are_written_anew(read, tmp_path):
     digests.file_digest(file)
     digests.file_digest(file)
     assert len(read) == 2
+
+
+def test_the_digest_of_weights_is_that_of_sha256sum_and_remembered_too(monkeypatch, read, tmp_path):
+    file = tmp_path / "model.safetensors"
+    file.write_text("x" * 20)
+    before = digests.sha256_digest(file)
+    assert before == hashlib.sha256(b"x" * 20).hexdigest() != digests.file_digest(file)
+    monkeypatch.setattr(digests, "_sha256", lambda path: pytest.fail("read again"))
+    assert digests.sha256_digest(file) == before
