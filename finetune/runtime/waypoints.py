@@ -28,10 +28,12 @@ def reach(point: str, *, step: int, path: Path | None = None) -> bool:
     """
     global _last, _moved_at
     assert point in POINTS, f"{point} is not in faults.POINTS"
-    _moved_at = time.monotonic()
+    _moved_at = now = time.monotonic()
     if threading.current_thread() is threading.main_thread():
-        _last = Waypoint(point, step, time.monotonic())
-    faults = _faults(os.environ.get(VARIABLE, ""))
+        _last = Waypoint(point, step, now)
+    if VARIABLE not in os.environ:
+        return False
+    faults = _faults(os.environ[VARIABLE])
     due = [fault for fault in faults if fault.strikes(point, step=step, rank=ranks.rank(), path=path)]
     wants_nan = [fault.strike(path) for fault in due]  # all of them strike
     return any(wants_nan)
