@@ -29,7 +29,7 @@ def measure(folder: Path, *, is_quick: bool, say: Say, data: Path) -> Measured:
     record: dict[str, Any] = {}
     missing: list[str] = []
     for workload in chosen:
-        figures = run_worker("evaluation_rounds.py", folder / workload.name, 6 if is_quick else 25)
+        figures = run_worker("evaluation_rounds.py", folder / workload.name, 5 if is_quick else 25)
         ours, bare = figures["losses"]["ours"], figures["losses"]["bare"]
         if abs(ours - bare) > TOLERANCE * bare:
             missing.append(f"gate 6, evaluation: {workload.name}: the loss is {ours}, by hand it is {bare}")
@@ -64,7 +64,7 @@ def run_worker(script: str, *arguments: object, seconds: int = 900) -> dict[str,
 
 
 def _workloads(*, is_quick: bool) -> list[Workload]:
-    sizes, batches = (SMALL, 16) if is_quick else (Sizes(), 32)
+    sizes, batches = (SMALL, 10) if is_quick else (Sizes(), 32)
     return [
         replace(each, name=each.kind, rounds=batches - 4, sizes=sizes, batch=BATCH, warm_up=3)
         for each in (
