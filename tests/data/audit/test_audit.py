@@ -41,6 +41,8 @@ def counted(samples, **counts):
 def test_a_sample_that_stands_earlier_in_any_source_is_a_duplicate():
     assert num_duplicates([p.digests for p in (Prepared("abca"), Prepared("bd"), Prepared("dd"))]) == [1, 1, 2]
     assert num_duplicates([Prepared("").digests, Prepared("aa").digests, Prepared("").digests]) == [0, 1, 0]
+    assert num_duplicates([Prepared("abca").digests]) == [1]
+    assert num_duplicates([Prepared("").digests]) == [0]
     assert num_duplicates([]) == []
 
 
