@@ -1,6 +1,6 @@
 """How long packing takes, how full packs are, and how many tokens a second are learnt in each way of batching.
 
-    python benchmarks/packing.py [--samples 1000000] [--budget 4096] [--rounds 25] [--attention sdpa]
+    python benchmarks/packing.py [--samples 1000000] [--budget 4096] [--rounds 25] [--attention per_sample]
 
 Lengths are lognormal (median 200 tokens, sigma 0.9), cut at the budget. The second table trains a small Llama on
 samples of random tokens, cut at 512, one microbatch of every contestant a round in an order that is shuffled each
@@ -25,6 +25,8 @@ from finetune.data.features import Features
 from finetune.data.order.by_length import ByLength
 from finetune.data.order.order import Order
 from finetune.data.order.set_order import set_order
+from finetune.model.attention.per_sample import register
+from finetune.runtime.end_to_end import PER_SAMPLE
 from finetune.task.collate import end_to_end, is_end_to_end, padded
 from finetune.task.forward import logits_of
 from finetune.task.losses import cross_entropy_sum
@@ -53,7 +55,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--samples", type=int, default=1_000_000)
     parser.add_argument("--budget", type=int, default=4096)
     parser.add_argument("--rounds", type=int, default=25)
-    parser.add_argument("--attention", default="sdpa", choices=("sdpa", "eager"))
+    parser.add_argument("--attention", default=PER_SAMPLE, choices=(PER_SAMPLE, "sdpa", "eager"))
     return parser.parse_args()
 
 
@@ -83,6 +85,7 @@ def _print_packing(most: int, budget: int) -> None:
 
 def _print_training(rounds: int, attention: str) -> None:
     torch.manual_seed(0)
+    register()
     sizes = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 3, "num_attention_heads": 8}
     config = LlamaConfig(vocab_size=VOCABULARY_SIZE, num_key_value_heads=4, **sizes)
     model = LlamaForCausalLM._from_config(config, attn_implementation=attention)

@@ -49,7 +49,7 @@ def test_a_packed_mix_of_three_takes_the_same_samples_on_1_2_and_4_processes_wit
 @pytest.mark.distributed
 def test_packed_and_padded_steps_of_the_same_samples_have_the_same_losses(launch):
     few = ["data.train.take=8", "train.steps=4"]
-    padded = launch(None, name="few-padded", overrides=few)
+    padded = launch(None, name="few-padded", overrides=[*few, "data.batching.padding_free=false"])
     packed = launch(
         None,
         name="few-packed",
