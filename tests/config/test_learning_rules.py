@@ -21,8 +21,6 @@ WRONG = [
     (["train.optimizer.rates={'*': 0.0}"], "train.optimizer.rates.*", "Write a number above 0"),
     (["train.optimizer.fused=true", "train.optimizer.name=sgd"], "train.optimizer.fused", "only AdamW has a fused"),
     (["train.optimizer={state_dtype: int8, fused: true}"], "train.optimizer.fused", "which does not round"),
-    (["train.optimizer={name: sgd, state_dtype: int8}"], "train.optimizer.state_dtype", "only `adamw` has a choice"),
-    (["train.optimizer.stochastic_rounding=true"], "train.optimizer.stochastic_rounding", "learn in bfloat16"),
     (
         ["train.optimizer.stochastic_rounding=true", "model.dtype=bfloat16", "model.lora={}"],
         "train.optimizer.stochastic_rounding",

@@ -176,6 +176,8 @@ IDLE = [
     (["train.optimizer={name: sgd, betas: [0.9, 0.999]}"], "train.optimizer.betas", "have betas"),
     (["train.optimizer={name: adafactor, eps: 1e-6}"], "train.optimizer.eps", "have eps"),
     (["train.optimizer={name: adamw_8bit, fused: true}"], "train.optimizer.fused", "only AdamW has a fused kernel"),
+    (["train.optimizer={name: sgd, state_dtype: int8}"], "train.optimizer.state_dtype", "only `adamw` has a choice"),
+    (["train.optimizer.stochastic_rounding=true"], "train.optimizer.stochastic_rounding", "learn in bfloat16"),
     (["train.schedule.decay_fraction=0.2"], "train.schedule.decay_fraction", "only `name: warmup_stable_decay`"),
     (
         ["train.schedule={name: constant, final_fraction: 0.1}"],
