@@ -80,7 +80,7 @@ def memory_findings(played: Played) -> list[Finding]:
 def _varying(played: Played) -> list[Finding]:
     """Return gate 2."""
     best = played.best(("ours", "ours tuned"))
-    against = [("ours", ("trainer",), 2.0), (best, ("trainer grouped",), 1.6)]
+    against: list[tuple[str, tuple[str, ...], float]] = [("ours", ("trainer",), 2.0), (best, ("trainer grouped",), 1.6)]
     against += [("ours", ("trl equal",), 2.8), (best, BEST_OF_TRL, 2.3)]
     there = [(mine, theirs, limit) for mine, theirs, limit in against if set(theirs) & set(played.sheets)]
     found = [_speed(played, mine, played.best(theirs), limit) for mine, theirs, limit in there]

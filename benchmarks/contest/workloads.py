@@ -122,22 +122,14 @@ def _quick() -> tuple[Workload, ...]:
     """Return smaller models and batches, and fewer who compete."""
     few = ("bare", "trainer", "ours")
     main = ("bare", "trainer", "trainer grouped", "trl equal", "trl packing", "ours", "ours tuned")
+    small, answers = Sizes(65536, 64, 172, 2), "GSM8K, answers are targets"
     return (
-        Workload(
-            *("lognormal", "lengths lognormal, answers are targets", main, 16),
-            **{"sizes": SMALL, "length": 48, "max_length": 512, "warm_up": 2},
-        ),
-        Workload(
-            *("gsm8k", "GSM8K, answers are targets", (*main, "trl default"), 16, "gsm8k", SMALL),
-            **{"max_length": 512, "batch": 4, "warm_up": 2},
-        ),
+        Workload("lognormal", "lengths lognormal, answers are targets", main, 16, "lognormal", SMALL, 48, 512, 8, 2),
+        Workload("gsm8k", answers, (*main, "trl default"), 16, "gsm8k", SMALL, 128, 512, 4, 2),
         _fixed(("bare", *OURS), 16),
         _tiny(EQUAL, 150),
-        Workload(
-            *("vocabulary", "65,536 words, all tokens are targets", few, 15, "text", Sizes(65536, 64, 172, 2)),
-            **{"length": 32, "max_length": 256, "batch": 4, "warm_up": 2},
-        ),
-        Workload("lora", "GSM8K, LoRA of rank 8", few, 15, "gsm8k", SMALL, batch=4, warm_up=2, lora=True),
+        Workload("vocabulary", "65,536 words, all tokens are targets", few, 15, "text", small, 32, 256, 4, 2),
+        Workload("lora", "GSM8K, LoRA of rank 8", few, 15, "gsm8k", SMALL, 128, 512, 4, 2, lora=True),
     )
 
 
