@@ -64,8 +64,9 @@ class Ahead:
         return self._kept.get(path)
 
     def forget(self) -> None:
-        """Keep no file any longer."""
-        self._kept.clear()
+        """Keep no file any longer, and begin no other."""
+        for each in (self._waiting, self._begun, self._kept):
+            each.clear()
 
     def _work(self) -> None:
         while self._waiting:
