@@ -1,5 +1,6 @@
 """transformers' Trainer and TRL's SFTTrainer on a GPU, in bf16 as their documentation sets it up."""
 
+from dataclasses import fields
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -87,6 +88,9 @@ def _settings(case: Case, device: torch.device) -> dict[str, Any]:
 
 def _trainer(case: Case, model: Any, rows: list[list[int]], *, folder: Path, settings: dict[str, Any]) -> Any:
     del case
+    known = {field.name for field in fields(TrainingArguments)}
+    if "train_sampling_strategy" not in known and settings.pop("train_sampling_strategy", None):
+        settings["group_by_length"] = True  # as transformers called it before
     arguments = TrainingArguments(output_dir=str(folder / "trainer"), **settings)
     return Trainer(model, arguments, train_dataset=Documents(rows), data_collator=collate)
 
