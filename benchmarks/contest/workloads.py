@@ -107,7 +107,7 @@ def _full() -> tuple[Workload, ...]:
         Workload("lognormal", "lengths lognormal, answers are targets", ALL, 25),
         Workload("gsm8k", "GSM8K, answers are targets", ALL, 25, "gsm8k", max_length=512),
         _fixed(("bare", "accelerate", "trainer", "trl equal", *OURS), 30),
-        _tiny(EQUAL, 400),
+        _tiny((*EQUAL, "trl default"), 400),
         Workload(
             "text", "lengths lognormal, all tokens are targets", (*few, "trainer grouped", "trl packing"), 25, "text"
         ),
@@ -125,9 +125,9 @@ def _quick() -> tuple[Workload, ...]:
     small, answers = Sizes(65536, 64, 172, 2), "GSM8K, answers are targets"
     return (
         Workload("lognormal", "lengths lognormal, answers are targets", main, 16, "lognormal", SMALL, 48, 512, 8, 2),
-        Workload("gsm8k", answers, (*main, "trl default"), 16, "gsm8k", SMALL, 128, 512, 4, 2),
+        Workload("gsm8k", answers, main, 16, "gsm8k", SMALL, 128, 512, 8, 2),
         _fixed(("bare", *OURS), 16),
-        _tiny(EQUAL, 150),
+        _tiny((*EQUAL, "trl default"), 150),
         Workload("vocabulary", "65,536 words, all tokens are targets", few, 15, "text", small, 32, 256, 4, 2),
         Workload("lora", "GSM8K, LoRA of rank 8", few, 15, "gsm8k", SMALL, 128, 512, 4, 2, lora=True),
     )
