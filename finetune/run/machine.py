@@ -11,6 +11,7 @@ from finetune.config.rules.model import adapter_of
 from finetune.config.run_config import RunConfig
 from finetune.data.batch import Batch
 from finetune.model.adapters.saved_folder import base_note
+from finetune.model.attention.kernels import missing_kernel
 from finetune.model.compiled import compile_model
 from finetune.model.head_unit import whole_head
 from finetune.model.image_processor import check_pixels
@@ -20,6 +21,7 @@ from finetune.model.precision import precision_warnings
 from finetune.model.size import ModelSize, describe
 from finetune.report.announcer import Announcer
 from finetune.run.adapters import require_ties_fit
+from finetune.run.layout import settled
 from finetune.run.lessons import Lessons
 from finetune.run.model import build_model
 from finetune.runtime import seeds
@@ -28,6 +30,7 @@ from finetune.strategy.buffers import buffers_from_rank_0
 from finetune.strategy.held import weights_as_held
 from finetune.strategy.protocol import Sharded, Strategy
 from finetune.strategy.waiting import leave_waiting_out_of_norm
+from finetune.task.collate import is_end_to_end
 from finetune.task.forward import innermost
 from finetune.train.accelerator import build_accelerator, check_prepared
 from finetune.train.groups import Named, describe_groups, named_of
@@ -145,6 +148,10 @@ def _warn(config: RunConfig, say: Announcer) -> None:
         state_dtype=config.train.optimizer.state_dtype,
     ):
         say(f"warning: {warning}")
+    is_half = config.train.precision != "fp32" or config.model.dtype != "float32"
+    missing = missing_kernel(is_half=is_half) if is_end_to_end(settled(config).batching) else None
+    if missing and config.model.attention == "auto":
+        say(f"warning: {missing}")
     note = base_note(config.model.adapter, name=config.model.name) if config.model.adapter else None
     if note:
         say(note)

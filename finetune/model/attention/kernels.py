@@ -46,17 +46,19 @@ def row_kernel(heads: Heads, scores: Scores) -> Kernel | None:
     return _by_torch if is_plain and _found.torchs is not None else None
 
 
-def describe(dtype: torch.dtype) -> str:
-    """Return how rows are computed on this machine in such arithmetic, in a few words."""
-    if not torch.cuda.is_available() or dtype not in HALVES:
-        return "sample by sample"
+def missing_kernel(*, is_half: bool) -> str | None:
+    """Return a warning where a GPU computes rows sample by sample for want of a kernel; None where it does not."""
+    if not torch.cuda.is_available() or not is_half:
+        return None  # no kernel for rows computes in float32
+    find_kernels()
     if not _found.is_capable:
-        return "sample by sample, since this GPU runs no kernel for whole rows"
-    if _found.flash is not None:
-        return "by flash attention"
-    if _found.torchs is not None:
-        return "by torch's kernel for rows"
-    return "sample by sample, since this torch has no kernel for whole rows and flash attention is not installed"
+        return "attention: rows of samples are computed sample by sample: this GPU runs no kernel for whole rows."
+    if _found.flash is None and _found.torchs is None:
+        return (
+            "attention: rows of samples are computed sample by sample: flash attention is not installed, and this "
+            "torch has no kernel for whole rows. Install `flash-attn`, or torch 2.11 or newer."
+        )
+    return None
 
 
 def _by_flash(heads: Heads, edges: Tensor, longest: int, scores: Scores) -> Tensor:

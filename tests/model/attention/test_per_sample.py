@@ -188,4 +188,20 @@ def test_flash_attention_is_told_what_the_layer_wants(monkeypatch):
 def test_no_kernel_for_rows_is_taken_where_there_is_no_gpu(monkeypatch):
     monkeypatch.setattr(kernels, "_found", kernels.Kernels(True, torch, torch.add))
     assert kernels.row_kernel(heads(), Scores()) is None
-    assert kernels.describe(torch.float32) == "sample by sample"
+    assert kernels.missing_kernel(is_half=True) is None
+
+
+@pytest.mark.parametrize(
+    ("found", "said"),
+    [
+        (kernels.Kernels(False), "this GPU runs no kernel"),
+        (kernels.Kernels(True), "flash attention is not installed"),
+        (kernels.Kernels(True, None, torch.add), None),
+    ],
+)
+def test_a_gpu_without_a_kernel_for_rows_is_told_of(monkeypatch, found, said):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(kernels, "find_kernels", lambda: monkeypatch.setattr(kernels, "_found", found))
+    warning = kernels.missing_kernel(is_half=True)
+    assert warning is None if said is None else said in warning
+    assert kernels.missing_kernel(is_half=False) is None
