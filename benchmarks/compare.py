@@ -11,6 +11,7 @@ benchmarks/README.md.
 import argparse
 import importlib.util
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Mapping
@@ -18,6 +19,8 @@ from functools import partial
 from pathlib import Path
 
 from rich.console import Console
+
+from finetune.errors import FinetuneError
 
 from contest import evaluation, flatness, report, saving, startup, steps, strategies
 from contest.controller import ContestantDied
@@ -54,7 +57,7 @@ def main() -> int:
         except steps.LossesDiffer as error:
             console.print(f"error: {error}", markup=False)
             return 1
-        except ContestantDied as error:
+        except (ContestantDied, FinetuneError, OSError, subprocess.SubprocessError) as error:  # the others go on
             measured[name] = Measured(missing=[f"{name}: {error}"])
         console.print(f"{name}: {time.monotonic() - began:.0f} s")
     _report(measured, options, console, seconds=time.monotonic() - started)
