@@ -4,8 +4,8 @@
 
 `--quick` ends within 8 minutes on two idle cores; `--check` exits with 1 where a gate is missed by more than the
 measured spread, or could not be measured. A part is `steps`, one of its workloads (lognormal, gsm8k, fixed, tiny,
-vocabulary, lora), startup, strategies, saving, evaluation or flatness. Every gate, and how to read the table:
-benchmarks/README.md.
+vocabulary, lora; in the full run text, too), startup, strategies, saving, evaluation or flatness. Every gate, and how to
+read the table: benchmarks/README.md.
 """
 
 import argparse
@@ -32,7 +32,7 @@ PLOT_NEEDS = "no plot: matplotlib is not installed. Install it with: pip install
 
 def parts(options: argparse.Namespace) -> Mapping[str, Part]:
     """Return everything that is measured, in order."""
-    chosen = [name for name in only(options) if name in names_of_workloads()]
+    chosen = [name for name in only(options) if name in names_of_workloads(options)]
     return {
         "steps": partial(steps.measure, data=options.data, seed=options.seed, only=chosen),
         "startup": startup.measure,
@@ -70,10 +70,12 @@ def main() -> int:
 def chosen_parts(options: argparse.Namespace) -> Mapping[str, Part]:
     """Return the parts that `--only` names; ends the program where it names none that there is."""
     there, wanted = parts(options), set(only(options))
-    unknown = wanted - set(there) - names_of_workloads()
+    unknown = wanted - set(there) - names_of_workloads(options)
     if unknown:
-        sys.exit(f"error: --only {', '.join(sorted(unknown))}: there are {', '.join((*there, *names_of_workloads()))}")
-    if wanted & names_of_workloads():
+        sys.exit(
+            f"error: --only {', '.join(sorted(unknown))}: there are {', '.join((*there, *names_of_workloads(options)))}"
+        )
+    if wanted & names_of_workloads(options):
         wanted.add("steps")
     return {name: part for name, part in there.items() if not wanted or name in wanted}
 
@@ -83,9 +85,9 @@ def only(options: argparse.Namespace) -> list[str]:
     return [name for name in options.only.split(",") if name]
 
 
-def names_of_workloads() -> set[str]:
+def names_of_workloads(options: argparse.Namespace) -> set[str]:
     """Return the workloads that `steps` is made of."""
-    return {each.name for each in workloads(is_quick=True)}
+    return {each.name for each in workloads(is_quick=options.quick)}
 
 
 def _report(measured: Mapping[str, Measured], options: argparse.Namespace, console: Console, *, seconds: float) -> None:
