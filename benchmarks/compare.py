@@ -4,8 +4,8 @@
 
 `--quick` ends within 8 minutes on two idle cores; `--check` exits with 1 where a gate is missed by more than the
 measured spread, or could not be measured. A part is `steps`, one of its workloads (lognormal, gsm8k, fixed, tiny,
-vocabulary, lora; in the full run text, too), startup, strategies, saving, evaluation or flatness. Every gate, and how to
-read the table: benchmarks/README.md.
+vocabulary, lora; in the full run text, too), startup, strategies, saving, evaluation or flatness. Every gate, and how
+to read the table: benchmarks/README.md.
 """
 
 import argparse
