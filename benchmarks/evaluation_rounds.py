@@ -34,7 +34,7 @@ Evaluate = Callable[[], float]
 
 
 def main(folder: Path, rounds: int) -> None:
-    rows, chance = Rows.load(folder / "tokens.npz"), random.Random(0)
+    rows, chance = evaluated(folder), random.Random(0)
     evaluations = {"ours": ours(folder), "trainer": trainer(folder, rows), "bare": by_hand(folder, rows)}
     losses = {name: evaluate() for name, evaluate in evaluations.items()}  # also warms up
     seconds: dict[str, list[float]] = {"ours": [], "trainer": []}
@@ -48,12 +48,21 @@ def main(folder: Path, rounds: int) -> None:
     (folder / "figures.json").write_text(json.dumps(told))
 
 
+def evaluated(folder: Path) -> Rows:
+    """Return the first documents, as many as the workload learns from."""
+    workload, rows = load_workload(folder), Rows.load(folder / "tokens.npz")
+    offsets = rows.offsets[: workload.steps * workload.batch + 1]
+    return Rows(rows.ids[: offsets[-1]], rows.is_target[: offsets[-1]], offsets)
+
+
 def ours(folder: Path) -> Evaluate:
     """Return the evaluation as a run builds it."""
     job = write_job(folder, load_workload(folder))
     text = job.read_text().replace("data:\n", "data:\n  validation: {fraction: 0.5}\n", 1)
     source = next(line for line in text.splitlines() if line.startswith("  train: "))
-    text = text.replace("  validation: {fraction: 0.5}", source.replace("train:", "validation:"), 1)
+    workload = load_workload(folder)
+    taken = source.replace("train: {", f"validation: {{take: {workload.steps * workload.batch}, ")
+    text = text.replace("  validation: {fraction: 0.5}", taken, 1)
     (folder / "evaluation.yaml").write_text(text + "evaluate: {}\n")
     loaded, say = load_config(folder / "evaluation.yaml"), Announcer(is_main=False)
     config, strategy = loaded.config, launched_strategy(loaded)

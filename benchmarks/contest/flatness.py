@@ -40,9 +40,9 @@ def plan(steps: int, *, turns: int) -> list[dict[str, Any]]:
     """Return the runs in order; those that are compared take turns."""
     long = {"name": "steps", "workload": "few", "overrides": [f"train.steps={steps}"], "block": max(10, steps // 100)}
     short = [
-        {"name": name, "workload": workload, "overrides": ["train.steps=260"], "block": 20}
+        {"name": name, "workload": workload, "overrides": ["train.steps=260", f"data.train.take={count}"], "block": 20}
         for _ in range(turns)
-        for name, workload in (("few documents", "few"), ("many documents", "many"))
+        for name, workload, count in (("few documents", "few", FEW), ("many documents", "many", MANY))
     ]
     saving = [
         {
