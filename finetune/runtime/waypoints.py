@@ -32,6 +32,7 @@ def reach(point: str, *, step: int, path: Path | None = None) -> bool:
     if threading.current_thread() is threading.main_thread():
         _last = Waypoint(point, step, now)
     if VARIABLE not in os.environ:
+        _faults.cache_clear()  # what is asked for later strikes anew
         return False
     faults = _faults(os.environ[VARIABLE])
     due = [fault for fault in faults if fault.strikes(point, step=step, rank=ranks.rank(), path=path)]

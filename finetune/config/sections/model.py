@@ -156,8 +156,8 @@ class ModelSection(Section):
         "Keep activations in the host's memory between forward and backward pass. Needs a GPU.", False
     )
     compile: Literal["off", "regional", "full"] = key(
-        "torch.compile: `regional` compiles one layer of each kind, soon done; `full` the whole body in one, which takes "
-        "minutes for a large model. For GPUs; the first steps take longer.",
+        "torch.compile: `regional` compiles one layer of each kind, soon done; `full` the whole body in one, which "
+        "takes minutes for a large model. For GPUs; the first steps take longer.",
         "off",
     )
     batch_norm: BatchNorm | None = key(
