@@ -20,10 +20,10 @@ from transformers import AutoTokenizer, DataCollatorForSeq2Seq, Trainer, Trainin
 from finetune.config.load import load_config
 from finetune.report.announcer import Announcer
 from finetune.report.reporter import NullReporter
-from finetune.run import launched_strategy
 from finetune.run.evaluator import make_evaluator
 from finetune.run.lessons import make_lessons
 from finetune.run.machine import make_accelerator, make_machine
+from finetune.run.training import launched_strategy
 
 from contest.jobs import write_job
 from contest.loading import load_model, load_workload

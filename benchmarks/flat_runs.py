@@ -20,7 +20,7 @@ import torch
 from accelerate.state import AcceleratorState, GradientState, PartialState
 
 from finetune.config.load import load_config
-from finetune.run import train_from_config
+from finetune.run.training import train_from_config
 from finetune.runtime import ranks
 from finetune.train import loop
 

@@ -21,9 +21,9 @@ from finetune.checkpoint.state import StateAccess
 from finetune.config.load import load_config
 from finetune.config.sections.checkpoint import CheckpointSection
 from finetune.report.announcer import Announcer
-from finetune.run import launched_strategy
 from finetune.run.lessons import make_lessons, make_run_plan
 from finetune.run.machine import Machine, make_accelerator, make_machine
+from finetune.run.training import launched_strategy
 from finetune.runtime import ranks
 from finetune.runtime.log import quieten
 

@@ -1,12 +1,14 @@
 """Saves, resumes and seeks in turn: `python saving_rounds.py FOLDER ROUNDS`, where `job.yaml` lies in the folder.
 
-Every measurement is made in a fork of its own, whose memory nothing has warmed, as that of a run that starts. The
-parent imports everything and never computes, so that it may be forked. Leaves `figures.json` in the folder.
+Saves and seeks are made in a fork of their own, whose memory nothing has warmed, as that of a run that starts; this
+process imports everything and never computes, so that it may be forked. A resume is a start of its own. Leaves
+`figures.json` in the folder.
 """
 
 import json
 import os
 import shutil
+import subprocess
 import sys
 import time
 import traceback
@@ -19,17 +21,14 @@ import torch
 from accelerate import skip_first_batches
 from save_worker import build, train_one_step
 
-from finetune.checkpoint.access import build_access
-from finetune.checkpoint.ahead import Ahead, begin_ahead
-from finetune.checkpoint.checkpointer import Checkpointer
-from finetune.checkpoint.facts import RunFacts
 from finetune.config.load import load_config
-from finetune.config.sections.checkpoint import CheckpointSection
 from finetune.data.loader import train_loader
 from finetune.report.announcer import Announcer
-from finetune.run import launched_strategy
 from finetune.run.lessons import make_lessons
 from finetune.run.machine import Machine, make_accelerator
+from finetune.run.training import launched_strategy
+
+from contest.resuming import checkpointer
 
 STEP = 1000
 LATE = 100_000
@@ -44,9 +43,9 @@ def main(folder: Path, rounds: int) -> None:
     figures: Figures = {"seeks": in_fork(partial(seeks, job)), "stalls": in_fork(partial(stalls, job, folder, rounds))}
     figures["resumes"] = []
     for number in range(rounds):
-        ways = (resume_ours, resume_accelerate) if number % 2 else (resume_accelerate, resume_ours)
+        ways = ("ours", "accelerate") if number % 2 else ("accelerate", "ours")
         for way in ways:  # nobody is always the first
-            figures["resumes"].append({"round": number, **in_fork(partial(way, job, folder))})
+            figures["resumes"].append({"round": number, **resumed(way, job, folder)})
     (folder / "figures.json").write_text(json.dumps(figures))
 
 
@@ -71,11 +70,21 @@ def in_fork(act: Callable[[], Any]) -> Any:
     return json.loads(text)
 
 
+def resumed(way: str, job: Path, folder: Path) -> Figures:
+    """Return what a resume takes in a process that starts for it; raises RuntimeError where it fails."""
+    worker = str(Path(__file__).with_name("resume_worker.py"))
+    done = subprocess.run([sys.executable, worker, way, str(job), str(folder)], stdout=subprocess.PIPE, text=True)
+    if done.returncode != 0:
+        raise RuntimeError(f"a resume by {way} has failed; its traceback is above")
+    found: Figures = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
 def stalls(job: Path, folder: Path, rounds: int) -> Figures:
     """Save in turn behind training and by Accelerate; return the seconds that training waits, and leave one of each."""
     machine = build(job)
     train_one_step(machine)
-    ours = _checkpointer(machine, folder)
+    ours = checkpointer(machine, folder)
     ours.rehearse(num_saves=rounds)  # as at a run's start
     found: Figures = {"ours": [], "ours_total": [], "accelerate": []}
     for number in range(1, rounds + 1):
@@ -92,38 +101,6 @@ def _save_by_accelerate(machine: Machine, folder: Path) -> float:
     started = time.perf_counter()
     machine.accelerator.save_state(str(folder))
     return time.perf_counter() - started
-
-
-def resume_ours(job: Path, folder: Path) -> Figures:
-    """Return how long it takes to find, verify and load the newest checkpoint.
-
-    As in a run, its digests are begun before the model is built.
-    """
-    ahead = begin_ahead(folder / "checkpoints", resume="auto")
-    machine = build(job)
-    checkpointer = _checkpointer(machine, folder, ahead)
-    started, cpu = time.perf_counter(), time.process_time()
-    found = checkpointer.find()
-    verified = time.perf_counter()
-    assert found is not None, "it has been saved before"
-    checkpointer.load(found)
-    ended = time.perf_counter()
-    return {
-        "way": "ours",
-        "seconds": ended - started,
-        "of_them_finding": verified - started,
-        "cpu_seconds": time.process_time() - cpu,
-        "digest": _digest(machine),
-    }
-
-
-def resume_accelerate(job: Path, folder: Path) -> Figures:
-    """Return how long `load_state` takes, which verifies nothing."""
-    machine = build(job)
-    started, cpu = time.perf_counter(), time.process_time()
-    machine.accelerator.load_state(str(folder / "accelerate"))
-    seconds, cpu_seconds = time.perf_counter() - started, time.process_time() - cpu
-    return {"way": "accelerate", "seconds": seconds, "cpu_seconds": cpu_seconds, "digest": _digest(machine)}
 
 
 def seeks(job: Path) -> Figures:
@@ -156,28 +133,6 @@ def _seconds_to_first(batches: Callable[[], Any]) -> float:
     started = time.process_time()
     next(iter(batches()))
     return time.process_time() - started
-
-
-def _checkpointer(machine: Machine, folder: Path, ahead: Ahead | None = None) -> Checkpointer:
-    access = build_access(machine.accelerator, machine.model, machine.optimizer)
-    return Checkpointer(
-        folder / "checkpoints",
-        section=CheckpointSection(),
-        access=access,
-        run=RunFacts({}, {}, {}),
-        say=print,
-        ahead=ahead,
-    )
-
-
-def _digest(machine: Machine) -> float:
-    """Return a number that differs where what was loaded differs."""
-    inner = getattr(machine.optimizer, "optimizer", machine.optimizer)
-    total = 0.0
-    for parameter in machine.model.parameters():
-        for tensor in (parameter.detach(), *(each for each in inner.state[parameter].values())):
-            total += float(tensor.double().abs().sum())
-    return total
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 
 from finetune.config.load import load_config
 from finetune.errors import FinetuneError
-from finetune.run import train_from_config
+from finetune.run.training import train_from_config
 from finetune.runtime import ranks
 
 

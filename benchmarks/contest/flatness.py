@@ -28,7 +28,7 @@ def measure(folder: Path, *, is_quick: bool, say: Say) -> Measured:
     folder = folder.resolve()
     steps = 2000 if is_quick else 10_000
     make(folder, [_documents("few", FEW), _documents("many", MANY)], data=folder, seed=0)
-    (folder / "plan.json").write_text(json.dumps(plan(steps, turns=2 if is_quick else 5)))
+    (folder / "plan.json").write_text(json.dumps(plan(steps, turns=1 if is_quick else 5)))
     figures: dict[str, Any] = run_worker("flat_runs.py", folder, seconds=1800)
     found = findings(figures, steps)
     for each in found:

@@ -7,7 +7,7 @@ from unittest.mock import patch
 import torch
 
 from finetune.config.load import load_config
-from finetune.run import train_from_config
+from finetune.run.training import train_from_config
 from finetune.runtime import ranks
 
 from contest.product import held_up

@@ -41,7 +41,7 @@ def findings(figures: Figures) -> list[Finding]:
     ours, theirs = (_resumes(figures, way, "seconds") for way in ("ours", "accelerate"))
     more = [1000 * (late - start) for late, start in zip(seeks["late"], seeks["start"], strict=True)]
     setting = f"{stalls['state_bytes'] / 1e6:.0f} MB, wall time, load of the machine {os.getloadavg()[0]:.1f}"
-    resume = "ours verifies SHA-256 digests, begun as in a run while the model is built; load_state verifies nothing"
+    resume = "ours verifies SHA-256 digests, begun before torch is imported; load_state verifies nothing"
     return [
         Finding(
             *(6, "save: seconds that training waits per 524 MB", Spread.of([each * share for each in stalls["ours"]])),

@@ -31,7 +31,8 @@ def measure(folder: Path, *, is_quick: bool, say: Say, data: Path, seed: int, on
     make(folder, [gate, first, *timed], data=data, seed=seed)
     with Controller(folder, seed=seed) as controller:
         peaks = play(controller, folder, first, say=say, takes_turns=False)
-        equal = play(controller, folder, gate, say=say)
+        say(peak_summary(peaks))
+        equal = play(controller, folder, gate, say=say, takes_turns=False)
         refuse_different(equal)
         all_played = [play(controller, folder, workload, say=say) for workload in timed]
     return collect(equal, peaks, all_played, missing=missing)
@@ -83,7 +84,8 @@ def play(controller: Controller, folder: Path, workload: Workload, *, say: Say, 
         takes_turns=takes_turns,
     )
     played = Played(workload, note, sheets)
-    say(summary(played) if takes_turns else peak_summary(played))
+    if takes_turns:
+        say(summary(played))
     return played
 
 

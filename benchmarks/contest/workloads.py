@@ -92,7 +92,7 @@ def equivalence() -> Workload:
 
 def memory() -> Workload:
     """Return the workload of a few steps whose peak memory is measured, in processes that have played nothing else."""
-    few = ("bare", "trainer", "trl equal", "trl packing", "ours", "ours tuned")
+    few = ("trainer", "trl equal", "ours")
     return Workload("memory", "peak memory of four steps", few, 2, length=256, warm_up=1)
 
 
@@ -119,17 +119,13 @@ def _full() -> tuple[Workload, ...]:
 
 
 def _quick() -> tuple[Workload, ...]:
-    """Return smaller models and batches, and fewer who compete."""
-    few = ("bare", "trainer", "ours")
+    """Return a smaller model, and fewer workloads, rounds and contestants."""
     main = ("bare", "trainer", "trainer grouped", "trl equal", "trl packing", "ours", "ours tuned")
-    small, answers = Sizes(65536, 64, 172, 2), "GSM8K, answers are targets"
     return (
-        Workload("lognormal", "lengths lognormal, answers are targets", main, 16, "lognormal", SMALL, 48, 512, 8, 2),
-        Workload("gsm8k", answers, main, 16, "gsm8k", SMALL, 128, 512, 8, 2),
-        _fixed(("bare", *OURS), 16),
+        Workload("lognormal", "lengths lognormal, answers are targets", main, 10, "lognormal", SMALL, warm_up=2),
+        Workload("gsm8k", "GSM8K, answers are targets", main, 8, "gsm8k", SMALL, max_length=512, warm_up=2),
+        _fixed(("bare", *OURS), 12),
         _tiny((*EQUAL, "trl default"), 150),
-        Workload("vocabulary", "65,536 words, all tokens are targets", few, 15, "text", small, 32, 256, 4, 2),
-        Workload("lora", "GSM8K, LoRA of rank 8", few, 15, "gsm8k", SMALL, 128, 512, 4, 2, lora=True),
     )
 
 

@@ -1,26 +1,27 @@
 """What a run will verify is read and digested from its first moment on, beside all else that a start has to do."""
 
 import hashlib
+import os
+import sys
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from finetune.checkpoint import layout
 from finetune.checkpoint.behind import begin_behind
 from finetune.checkpoint.manifest import BLOCK_BYTES, FileFacts, file_facts, read_manifest, verified_by
 from finetune.errors import CheckpointError
-from finetune.runtime import ranks
 from finetune.runtime.cores import usable_cores
 
 Facts = Callable[[Path], FileFacts]
 """Returns size and digest of a file."""
 
 MOST_THREADS = 4
+_DEVICE_FILES = ("nvidia[0-9]*", "kfd", "accel*", "davinci[0-9]*", "dri/render*")
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class _Read:
 
     state: object  # by which the file system tells whether it was written since
     facts: FileFacts
-    whole: Tensor | None = None
+    whole: np.ndarray | None = None
 
 
 class Ahead:
@@ -44,7 +45,7 @@ class Ahead:
         self._keeps = keeps
         self._begun: dict[Path, Future[_Read]] = {path: Future() for path in paths}
         self._waiting = deque(self._begun.items())
-        self._kept: dict[Path, Tensor] = {}
+        self._kept: dict[Path, np.ndarray] = {}
         for number in range(min(num_threads, len(paths))):
             begin_behind(self._work, name=f"digests {number}")
 
@@ -59,8 +60,8 @@ class Ahead:
                 return read.facts
         return file_facts(path)
 
-    def kept(self, path: Path) -> Tensor | None:
-        """Return the bytes that were digested, of a file that is kept."""
+    def kept(self, path: Path) -> np.ndarray | None:
+        """Return the bytes that were digested, of a file that is kept: uint8."""
         return self._kept.get(path)
 
     def forget(self) -> None:
@@ -86,26 +87,33 @@ def begin_ahead(folder: Path, *, resume: str | Path) -> Ahead:
     """Return digests of this rank's share of the checkpoint that the run will probably continue from; perhaps none.
 
     A process alone without a device keeps what it reads of the optimizer's state, which becomes the state itself.
+    The launcher's environment says which rank this is: it is too early for torch.
     """
     newest = next(reversed(layout.steps(folder).values()), None) if resume == "auto" else Path(resume)
     if resume == "never" or newest is None:
         return Ahead()
+    world = int(os.environ.get("WORLD_SIZE", "1"))
     try:
-        names = verified_by(read_manifest(newest), rank=ranks.rank(), world=ranks.world())
+        names = verified_by(read_manifest(newest), rank=int(os.environ.get("RANK", "0")), world=world)
     except CheckpointError:  # said when it is verified
         return Ahead()
-    is_alone = ranks.world() == 1 and not torch.accelerator.is_available()
+    is_alone = world == 1 and not _may_have_device()
     return Ahead(
         [newest / name for name in names],
-        num_threads=max(1, min(MOST_THREADS, usable_cores() - 1)),
+        num_threads=min(MOST_THREADS, usable_cores()),
         keeps=lambda path: is_alone and path.parent.name == "optimizer",
     )
 
 
-def _read_whole(path: Path) -> tuple[FileFacts, Tensor]:
+def _may_have_device() -> bool:
+    """Tell whether there may be an accelerator, as far as can be told without torch."""
+    return sys.platform != "linux" or any(any(Path("/dev").glob(name)) for name in _DEVICE_FILES)
+
+
+def _read_whole(path: Path) -> tuple[FileFacts, np.ndarray]:
     """Return the file's facts and its bytes, digested while they are in a core's cache."""
-    whole = torch.empty(path.stat().st_size, dtype=torch.uint8)
-    digest, size, room = hashlib.sha256(), 0, whole.numpy().data
+    whole = np.empty(path.stat().st_size, dtype=np.uint8)
+    digest, size, room = hashlib.sha256(), 0, whole.data
     with path.open("rb", buffering=0) as file:
         while count := file.readinto(room[size : size + BLOCK_BYTES]):
             digest.update(room[size : size + count])

@@ -7,8 +7,9 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
 from safetensors import safe_open
-from torch import Tensor
 
 from finetune.checkpoint.find import Found
 from finetune.checkpoint.gather import agree_on_records
@@ -25,11 +26,11 @@ _LISTED = 8
 _MOST_THREADS = 4
 
 
-Kept = Callable[[Path], Tensor | None]
+Kept = Callable[[Path], np.ndarray | None]
 """Returns all bytes of a file that is in memory already."""
 
 
-def nothing_kept(path: Path) -> Tensor | None:
+def nothing_kept(path: Path) -> np.ndarray | None:
     """Return None."""
     return None
 
@@ -100,7 +101,7 @@ def _write_all(
 ) -> None:
     access.forget(fresh)
     paths = {path for path, _ in saved.values()}
-    held = {path: stored(whole) for path in paths if (whole := kept(path)) is not None}
+    held = {path: stored(torch.from_numpy(whole)) for path in paths if (whole := kept(path)) is not None}
     with _files() as open_file:
 
         def write(place: tuple[Path, TensorRecord]) -> None:

@@ -9,8 +9,13 @@ from finetune.config.summary import summary
 
 
 def train_job(path: Path, overrides: Sequence[str]) -> int:
-    """Train as the job file says and return the exit code; nothing slow is imported before the file is right."""
-    return int(lazy.call("finetune.run:train_from_config", load_config(path, overrides)))
+    """Train as the job file says and return the exit code; nothing slow is imported before the file is right.
+
+    What the run will continue from is read while that is imported.
+    """
+    loaded = load_config(path, overrides)
+    ahead = lazy.call("finetune.run.ahead:verify_ahead", loaded)
+    return int(lazy.call("finetune.run.training:train_from_config", loaded, ahead))
 
 
 def check_job(path: Path, overrides: Sequence[str], *, num_processes: int | None) -> None:

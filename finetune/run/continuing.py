@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.checkpoint.access import build_access
-from finetune.checkpoint.ahead import Ahead, begin_ahead
+from finetune.checkpoint.ahead import Ahead
 from finetune.checkpoint.checkpointer import Checkpointer
 from finetune.checkpoint.facts import RunFacts
 from finetune.checkpoint.find import Found
@@ -24,13 +24,8 @@ BEST_IS_OF = ("train.early_stopping", "train.early_stopping.metric", "train.earl
 """What early stopping remembers means nothing once one of these has changed."""
 
 
-def verify_ahead(config: RunConfig) -> Ahead:
-    """Begin to digest what `continue_run` will verify: the model is made and the rows are read meanwhile."""
-    return begin_ahead(_folder(config), resume=config.checkpoint.resume)
-
-
 def continue_run(
-    config: RunConfig, machine: Machine, *, strategy: str, lessons: Lessons, ahead: Ahead, say: Announcer
+    config: RunConfig, machine: Machine, *, strategy: str, lessons: Lessons, ahead: Ahead | None, say: Announcer
 ) -> tuple[Checkpointer, Progress]:
     """Return the checkpoints and how far the run has come, its state back in model and optimizer. Collective."""
     facts = run_facts(config, lessons, model=machine.plain_model, strategy=strategy, say=say)

@@ -25,11 +25,11 @@ from finetune.config.resolved import load_resolved
 from finetune.data.order.consumed import digest_of
 from finetune.errors import CheckpointError, UserError
 from finetune.report.announcer import Announcer
-from finetune.run import launched_strategy
 from finetune.run.accelerate_folder import require_folder
 from finetune.run.identity import run_facts
 from finetune.run.lessons import Lessons, make_lessons, make_run_plan
 from finetune.run.machine import Machine, make_accelerator, make_machine
+from finetune.run.training import launched_strategy
 from finetune.runtime import ranks
 from finetune.runtime.claim import claimed
 from finetune.runtime.log import quieten

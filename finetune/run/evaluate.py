@@ -14,13 +14,13 @@ from finetune.data.sources.source import Source, open_source, open_sources
 from finetune.errors import UserError
 from finetune.report.announcer import Announcer
 from finetune.report.reporter import NullReporter
-from finetune.run import launched_strategy
 from finetune.run.evaluator import make_evaluator
 from finetune.run.lessons import input_identity
 from finetune.run.machine import Machine, make_accelerator
 from finetune.run.priors import with_prior
 from finetune.run.subject import Subject, find_subject
 from finetune.run.teacher import taught
+from finetune.run.training import launched_strategy
 from finetune.runtime import files, ranks
 from finetune.runtime.log import quieten
 from finetune.task.protocol import Task

@@ -85,9 +85,10 @@ def test_overrides_are_laid_over_the_file(typed, job):
 @pytest.mark.parametrize("words", [("train", "--config"), ("--config",)])
 def test_options_alone_mean_train(typed, job, calls, words):
     code, _, _ = typed(*words, job, "--set", "train.steps=7")
-    ((place, (loaded,), _),) = calls.made
+    (begun, _, _), (place, (loaded, _), _) = calls.made
     assert code == 0
-    assert place == "finetune.run:train_from_config"
+    assert begun == "finetune.run.ahead:verify_ahead"
+    assert place == "finetune.run.training:train_from_config"
     assert loaded.config.train.steps == 7
 
 

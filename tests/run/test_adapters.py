@@ -7,9 +7,9 @@ from torch import equal
 from finetune.config.load import load_config
 from finetune.errors import CheckpointError, StrategyError
 from finetune.report.jsonl import read_events
-from finetune.run import train_from_config
 from finetune.run.adapters import require_adapters_fit
 from finetune.run.export_checkpoint import export_checkpoint
+from finetune.run.training import train_from_config
 
 from trained import forget
 

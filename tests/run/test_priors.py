@@ -11,8 +11,8 @@ import pytest
 from finetune.config.load import load_config
 from finetune.errors import ConfigError, DataError
 from finetune.report.jsonl import read_events
-from finetune.run import train_from_config
 from finetune.run.priors import _Writing
+from finetune.run.training import train_from_config
 from finetune.runtime import ranks
 
 from trained import forget, stay

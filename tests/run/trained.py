@@ -7,7 +7,7 @@ from unittest.mock import patch
 from accelerate.state import AcceleratorState, GradientState, PartialState
 
 from finetune.config.load import load_config
-from finetune.run import train_from_config
+from finetune.run.training import train_from_config
 from finetune.runtime import ranks
 
 LORA = "model.lora={rank: 4, alpha: 8.0}"
