@@ -64,8 +64,9 @@ def test_without_trl_the_other_gates_are_measured() -> None:
 
 
 def test_overhead_is_milliseconds_beyond_bare() -> None:
-    (found,) = findings(played("tiny", bare=sheet(0.004), ours=sheet(0.0045)))
+    padded, found = findings(played("tiny", bare=sheet(0.004), ours_equal=sheet(0.0042), ours=sheet(0.0045)))
     assert (found.gate, round(found.spread.median, 3), found.unit, found.is_met) == (1, 0.5, "ms", True)
+    assert (round(padded.spread.median, 3), padded.is_aim, found.is_aim) == (0.2, False, True)
 
 
 def test_memory_is_a_share_of_the_peers() -> None:
