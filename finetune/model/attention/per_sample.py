@@ -69,6 +69,8 @@ def attend(
 def each_sample(heads: Heads, lengths: SampleLengths, scores: Scores) -> Tensor:
     """Return the output sample by sample, [1, tokens, heads, width]; samples of one length in one call."""
     sizes = lengths.values
+    if len(sizes) == 1:
+        return causal(heads, scores)
     if len(set(sizes)) == 1:
         batch = Heads(*(_folded(each, num=len(sizes)) for each in heads))
         return causal(batch, scores).flatten(0, 1)[None]
