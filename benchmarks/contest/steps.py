@@ -46,7 +46,7 @@ def collect(equal: Played, peaks: Played, all_played: Sequence[Played], *, missi
             "workload": played.workload.record(),
             "lengths": played.note,
             "contestants": {name: sheet.record() for name, sheet in played.sheets.items()},
-            "apart": {name: furthest(played, name) for name in played.sheets if name in EQUAL},
+            "apart": {name: furthest(played, name) for name in EQUAL if {name, "bare"} <= set(played.sheets)},
         }
         for played in (equal, peaks, *all_played)
     }
