@@ -29,7 +29,7 @@ def measure(folder: Path, *, is_quick: bool, say: Say, data: Path) -> Measured:
     record: dict[str, Any] = {}
     missing: list[str] = []
     for workload in chosen:
-        figures = run_worker("evaluation_rounds.py", folder / workload.name, 5 if is_quick else 25)
+        figures = run_worker("evaluation_rounds.py", folder / workload.name, 3 if is_quick else 15)
         ours, bare = figures["losses"]["ours"], figures["losses"]["bare"]
         if abs(ours - bare) > TOLERANCE * bare:
             missing.append(f"gate 6, evaluation: {workload.name}: the loss is {ours}, by hand it is {bare}")

@@ -93,7 +93,7 @@ def equivalence() -> Workload:
 def memory() -> Workload:
     """Return the workload of a few steps whose peak memory is measured, in processes that have played nothing else."""
     few = ("trainer", "trl equal", "ours")
-    return Workload("memory", "peak memory of four steps", few, 2, length=256, warm_up=1)
+    return Workload("memory", "peak memory of three steps", few, 1, length=256, warm_up=1)
 
 
 def workloads(*, is_quick: bool) -> tuple[Workload, ...]:
@@ -123,8 +123,10 @@ def _quick() -> tuple[Workload, ...]:
     """Return a smaller model, and fewer workloads, rounds and contestants."""
     main = ("bare", "trainer", "trainer grouped", "trl equal", "trl packing", "ours", "ours tuned")
     return (
-        Workload("lognormal", "lengths lognormal, answers are targets", main, 10, "lognormal", SMALL, warm_up=2),
-        Workload("gsm8k", "GSM8K, answers are targets", main, 8, "gsm8k", SMALL, max_length=512, warm_up=2),
+        Workload(
+            "lognormal", "lengths lognormal, answers are targets", main, 8, "lognormal", SMALL, batch=6, warm_up=2
+        ),
+        Workload("gsm8k", "GSM8K, answers are targets", main, 6, "gsm8k", SMALL, max_length=512, warm_up=2),
         _fixed(("bare", *OURS), 12),
         _tiny((*EQUAL, "trl default"), 150),
     )
