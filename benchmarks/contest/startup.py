@@ -50,7 +50,7 @@ def measure(folder: Path, *, is_quick: bool, say: Say) -> Measured:
         f"Trainer, {FEW}": lambda: _theirs(folder, "trainer", FEW),
     }
     first = {f"ours, {number}, nothing prepared": _ours(folder, number) for number in (FEW, MANY)}
-    taken = _in_rounds(starts, num_rounds=4 if is_quick else 9, say=say)
+    taken = _in_rounds(starts, num_rounds=3 if is_quick else 9, say=say)
     answers = {what: [_answer(words, folder) for _ in range(5)] for what, words in _words(folder).items()}
     found = findings(taken, answers)
     record = {"starts": taken, "first": first, "answers": answers}
@@ -155,8 +155,12 @@ def _run(command: list[str], folder: Path) -> str:
 
 
 def _environment() -> dict[str, str]:
-    """Return the environment with this repository first, wherever else the package may be installed."""
-    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY), "TOKENIZERS_PARALLELISM": "false"}
+    """Return the environment with this repository first, wherever else the package may be installed.
+
+    Its bytecode is kept, as that of any installed package is: the peers' came with their installation.
+    """
+    inherited = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    return {**inherited, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY), "TOKENIZERS_PARALLELISM": "false"}
 
 
 def _memory(taken: Mapping[str, list[Start]], place: int) -> list[float]:
