@@ -64,7 +64,7 @@ def run_worker(script: str, *arguments: object, seconds: int = 900) -> dict[str,
 
 
 def _workloads(*, is_quick: bool) -> list[Workload]:
-    sizes, batches = (SMALL, 10) if is_quick else (Sizes(), 32)
+    sizes, batches = (SMALL, 7) if is_quick else (Sizes(), 32)
     there = (
         Workload("lognormal", "lengths lognormal, answers count", (), 1, kind="lognormal"),
         Workload("gsm8k", "GSM8K, answers count", (), 1, kind="gsm8k"),

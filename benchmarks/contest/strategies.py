@@ -40,7 +40,7 @@ def measure(folder: Path, *, is_quick: bool, say: Say) -> Measured:
     """Return gate 5."""
     folder = folder.resolve()
     workload = Workload(
-        *("pairs", "two processes, fixed length", (), 6 if is_quick else 30, "fixed"),
+        *("pairs", "two processes, fixed length", (), 5 if is_quick else 30, "fixed"),
         *(Sizes(4096, 256, 688, 4), 128, 128, 8, 2),
     )
     make(folder, [workload], data=folder, seed=0)
