@@ -1,21 +1,22 @@
 """transformers' Trainer and TRL's SFTTrainer on a GPU, in bf16 as their documentation sets it up."""
 
 from dataclasses import fields
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.utils.data import Dataset
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from contest.on_gpu.cases import LOG_EVERY, Case
-from contest.on_gpu.plain import IGNORED, LEARNING_RATE, PAD
+from contest.on_gpu.plain import LEARNING_RATE, PAD
 from contest.on_gpu.shapes import Shape
 from contest.on_gpu.watch import Watch
 from contest.on_gpu.weights import build
+from contest.rows import padded
 
 
 def play(case: Case, shape: Shape, rows: list[list[int]], watch: Watch, *, folder: Path) -> None:
@@ -53,22 +54,6 @@ class Documents(Dataset[dict[str, Any]]):
         return {"input_ids": self._rows[index], "labels": self._rows[index]}
 
 
-def collate(rows: list[dict[str, Any]]) -> dict[str, Tensor]:
-    """Return documents padded on the right."""
-    longest = max(len(row["input_ids"]) for row in rows)
-    batch = {
-        "input_ids": torch.full((len(rows), longest), PAD),
-        "attention_mask": torch.zeros(len(rows), longest, dtype=torch.long),
-        "labels": torch.full((len(rows), longest), IGNORED),
-    }
-    for number, row in enumerate(rows):
-        length = len(row["input_ids"])
-        batch["input_ids"][number, :length] = torch.tensor(row["input_ids"])
-        batch["attention_mask"][number, :length] = 1
-        batch["labels"][number, :length] = torch.tensor(row["labels"])
-    return batch
-
-
 def _settings(case: Case, device: torch.device) -> dict[str, Any]:
     return {
         "bf16": True,
@@ -92,7 +77,7 @@ def _trainer(case: Case, model: Any, rows: list[list[int]], *, folder: Path, set
     if "train_sampling_strategy" not in known and settings.pop("train_sampling_strategy", None):
         settings["group_by_length"] = True  # as transformers called it before
     arguments = TrainingArguments(output_dir=str(folder / "trainer"), **settings)
-    return Trainer(model, arguments, train_dataset=Documents(rows), data_collator=collate)
+    return Trainer(model, arguments, train_dataset=Documents(rows), data_collator=partial(padded, pad_id=PAD))
 
 
 def _trl(case: Case, model: Any, rows: list[list[int]], *, folder: Path, settings: dict[str, Any]) -> Any:
