@@ -29,7 +29,7 @@ def measure(folder: Path, *, is_quick: bool, say: Say, data: Path) -> Measured:
     record: dict[str, Any] = {}
     missing: list[str] = []
     for workload in chosen:
-        figures = run_worker("evaluation_rounds.py", folder / workload.name, 3 if is_quick else 15)
+        figures = run_worker("evaluation_rounds.py", folder / workload.name, 2 if is_quick else 15)
         ours, bare = figures["losses"]["ours"], figures["losses"]["bare"]
         if abs(ours - bare) > TOLERANCE * bare:
             missing.append(f"gate 6, evaluation: {workload.name}: the loss is {ours}, by hand it is {bare}")
@@ -64,7 +64,7 @@ def run_worker(script: str, *arguments: object, seconds: int = 900) -> dict[str,
 
 
 def _workloads(*, is_quick: bool) -> list[Workload]:
-    sizes, batches = (SMALL, 7) if is_quick else (Sizes(), 32)
+    sizes, batches = (SMALL, 6) if is_quick else (Sizes(), 12)
     there = (
         Workload("lognormal", "lengths lognormal, answers count", (), 1, kind="lognormal"),
         Workload("gsm8k", "GSM8K, answers count", (), 1, kind="gsm8k"),

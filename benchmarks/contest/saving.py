@@ -25,7 +25,7 @@ def measure(folder: Path, *, is_quick: bool, say: Say) -> Measured:
     job = write_job(folder, num_rows=2000)
     assert TINY_SIZES in JOB, JOB
     job.write_text(JOB.replace(TINY_SIZES, SIZES))
-    figures = run_worker("saving_rounds.py", folder, 3 if is_quick else 10)
+    figures = run_worker("saving_rounds.py", folder, 2 if is_quick else 10)
     found = findings(figures)
     for each in found:
         say(f"{each.what}: {each.spread} {each.unit}")
