@@ -98,7 +98,7 @@ def read_course(folder: Path) -> Course:
     """Return the course of the run in this folder."""
     taken = steps_taken(folder)
     started = [event for event in read_events(folder / "events.jsonl") if event["event"] == "RunStarted"]
-    checkpoints = list(layout.steps(folder / "checkpoints").values())
+    checkpoints = list(layout.steps(folder / layout.CHECKPOINTS).values())
     return Course(
         tuple(Step(event["step"], event["samples_sha256"], float(event["loss"])) for event in taken),
         starts=tuple(event["step"] for event in started),

@@ -113,9 +113,9 @@ def locate(written: Path) -> Place:
         raise UserError(f"{written}: there is no such folder. Name a run's folder, such as runs/first.")
     if (path / layout.MANIFEST).is_file() or layout.step_of(path) is not None:
         return Place(path.parent.parent, path.parent, path)
-    if (path / "checkpoints").is_dir():
-        return Place(path, path / "checkpoints", None)
-    if path.name == "checkpoints" or layout.steps(path):
+    if (path / layout.CHECKPOINTS).is_dir():
+        return Place(path, path / layout.CHECKPOINTS, None)
+    if path.name == layout.CHECKPOINTS or layout.steps(path):
         return Place(path.parent, path, None)
     raise UserError(
         f"{written}: this is no run that has saved itself: it holds neither `checkpoints/` nor step folders. "

@@ -12,6 +12,9 @@ from pathlib import Path
 
 from finetune.runtime import files
 
+CHECKPOINTS = "checkpoints"
+"""Of a run's folder."""
+
 MANIFEST = "manifest.json"
 INDEX = "index.json"
 PROGRESS = "progress.json"

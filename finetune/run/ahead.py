@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from finetune.checkpoint.ahead import Ahead, begin_ahead
+from finetune.checkpoint.layout import CHECKPOINTS
 from finetune.config.load import LoadedConfig
 from finetune.config.paths import is_url
 
@@ -12,4 +13,4 @@ def verify_ahead(loaded: LoadedConfig) -> Ahead | None:
     config = loaded.config
     if is_url(config.run.folder):
         return None
-    return begin_ahead(Path(config.run.folder) / "checkpoints", resume=config.checkpoint.resume)
+    return begin_ahead(Path(config.run.folder) / CHECKPOINTS, resume=config.checkpoint.resume)

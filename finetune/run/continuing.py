@@ -10,6 +10,7 @@ from finetune.checkpoint.ahead import Ahead
 from finetune.checkpoint.checkpointer import Checkpointer
 from finetune.checkpoint.facts import RunFacts
 from finetune.checkpoint.find import Found
+from finetune.checkpoint.layout import CHECKPOINTS
 from finetune.config.run_config import RunConfig
 from finetune.errors import CheckpointError
 from finetune.report.announcer import Announcer
@@ -89,7 +90,7 @@ def what_differs(saved: RunFacts, *, here: RunFacts) -> Iterator[str]:
 
 
 def _folder(config: RunConfig) -> Path:
-    return Path(config.run.folder) / "checkpoints"
+    return Path(config.run.folder) / CHECKPOINTS
 
 
 def _progress(found: Found, state: Mapping[str, Any]) -> Progress:

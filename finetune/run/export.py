@@ -57,7 +57,7 @@ def is_run(folder: Path) -> bool:
     """Tell whether a run with checkpoints, or one of its checkpoints, is meant, and not a model folder."""
     place = folder.expanduser().absolute()
     names_checkpoint = (place / layout.MANIFEST).is_file() or layout.step_of(place) is not None
-    return names_checkpoint or bool(layout.steps(place) or layout.steps(place / "checkpoints"))
+    return names_checkpoint or bool(layout.steps(place) or layout.steps(place / layout.CHECKPOINTS))
 
 
 def _export_folder(

@@ -18,7 +18,7 @@ from finetune.runtime.amounts import size_text
 from finetune.runtime.remote import Remote
 from finetune.runtime.status import FILE as STATUS
 
-CHECKPOINTS, FINAL = "checkpoints", "final"
+FINAL = "final"
 
 _LOCK = ".fetch.lock"
 _PROBE = ".probe"
@@ -69,7 +69,7 @@ def step_of(name: str) -> int | None:
     (4, None)
     """
     parts = name.split("/")
-    is_member = len(parts) > 2 and parts[0] == CHECKPOINTS and parts[1].startswith("step-")
+    is_member = len(parts) > 2 and parts[0] == layout.CHECKPOINTS and parts[1].startswith("step-")
     return int(parts[1].removeprefix("step-")) if is_member and parts[1][5:].isdecimal() else None
 
 
@@ -86,26 +86,26 @@ def _probe(remote: Remote, stage: Path) -> None:
 
 def _bring(remote: Remote, stage: Path, *, say: Callable[[str], None]) -> None:
     sizes = remote.sizes()
-    newest_here = max(layout.steps(stage / CHECKPOINTS), default=-1)
+    newest_here = max(layout.steps(stage / layout.CHECKPOINTS), default=-1)
     newer = [step for step in marked_steps(sizes) if step > newest_here]
     if newer:
         for name in sizes:
             if step_of(name) is None and name.partition("/")[0] != FINAL and name != STATUS:
                 remote.download(name, stage / name)
     for step in reversed(newer):
-        path = layout.step_folder(stage / CHECKPOINTS, step)
+        path = layout.step_folder(stage / layout.CHECKPOINTS, step)
         problem = _download(remote, path)
         if problem is None:
             say(f"fetched {path.name}, {size_text(read_manifest(path).size_bytes)}, from {remote.url}")
             return
-        say(f"warning: passed over {remote.url}/{CHECKPOINTS}/{path.name}: {problem}")
+        say(f"warning: passed over {remote.url}/{layout.CHECKPOINTS}/{path.name}: {problem}")
 
 
 def _download(remote: Remote, path: Path) -> str | None:
     """Download a checkpoint, marker first, and rename it into place when it verifies; else return what is wrong."""
     staging = path.with_name(f".fetched-{path.name}")
     shutil.rmtree(staging, ignore_errors=True)
-    place = f"{CHECKPOINTS}/{path.name}"
+    place = f"{layout.CHECKPOINTS}/{path.name}"
     try:
         remote.download(f"{place}/{layout.MANIFEST}", staging / layout.MANIFEST)
         manifest = read_manifest(staging)

@@ -59,7 +59,7 @@ def _find(config: RunConfig, *, num_steps: int) -> tuple[FinishedRun, Manifest] 
     if config.checkpoint.resume != "auto":
         return None
     folder = Path(config.run.folder)
-    path = next(reversed(layout.steps(folder / "checkpoints").values()), None)
+    path = next(reversed(layout.steps(folder / layout.CHECKPOINTS).values()), None)
     try:
         if path is None or not _is_whole(path, manifest := read_manifest(path)):
             return None

@@ -28,6 +28,7 @@ from finetune.runtime import seeds
 from finetune.strategy.buckets import fill_buckets
 from finetune.strategy.buffers import buffers_from_rank_0
 from finetune.strategy.held import weights_as_held
+from finetune.strategy.prefetch import prefetch_layers
 from finetune.strategy.protocol import Sharded, Strategy
 from finetune.strategy.waiting import leave_waiting_out_of_norm
 from finetune.task.collate import is_end_to_end
@@ -83,6 +84,7 @@ def make_machine(
         fill_buckets(accelerator, plain)
         model, prepared = accelerator.prepare(plain, optimizer)
     check_prepared(model, strategy.expected(), strategy=strategy.name)
+    prefetch_layers(accelerator, model)
     if config.train.unfreeze:
         leave_waiting_out_of_norm(model)
     return Machine(accelerator, plain, model, prepared, before_batch)

@@ -17,7 +17,7 @@ from finetune.checkpoint import layout
 from finetune.checkpoint.manifest import read_manifest
 from finetune.checkpoint.retention import removable_steps
 from finetune.config.sections.checkpoint import CheckpointSection
-from finetune.run.fetch import CHECKPOINTS, FINAL, marked_steps, step_of
+from finetune.run.fetch import FINAL, marked_steps, step_of
 from finetune.runtime.remote import Remote
 from finetune.runtime.waypoints import reach
 
@@ -27,7 +27,7 @@ PAUSES_SECONDS = (1.0, 5.0, 20.0)
 """Between the attempts to upload one file."""
 
 _LINKS = ".uploading"
-_NOT_KEPT = (CHECKPOINTS, "STOP")  # of the folder's first level; a request to stop is for this start alone
+_NOT_KEPT = (layout.CHECKPOINTS, "STOP")  # of the folder's first level; a request to stop is for this start alone
 
 
 class Uploads:
@@ -63,10 +63,10 @@ class Uploads:
 
     def _tasks(self, sizes: dict[str, int], *, is_last: bool) -> Iterator[tuple[str, Callable[[], None]]]:
         """Yield what there is to do by name, the newest checkpoint first: an older one may be let go of meanwhile."""
-        local = _whole(self._folder / CHECKPOINTS)
+        local = _whole(self._folder / layout.CHECKPOINTS)
         self._known |= local.keys()
         for step in sorted(local, reverse=True):
-            yield f"{CHECKPOINTS}/{local[step].name}", partial(self._checkpoint, step, local[step], sizes)
+            yield f"{layout.CHECKPOINTS}/{local[step].name}", partial(self._checkpoint, step, local[step], sizes)
         if not local or max(local) in self._up:
             yield "what is gone here", partial(self._delete_gone, local, sizes)
         for name in sorted(_other_files(self._folder, is_last=is_last)):
@@ -75,7 +75,7 @@ class Uploads:
             yield f"old files of {FINAL}", partial(self._delete_old_export, sizes)
 
     def _checkpoint(self, step: int, path: Path, sizes: dict[str, int]) -> None:
-        place = f"{CHECKPOINTS}/{path.name}"
+        place = f"{layout.CHECKPOINTS}/{path.name}"
         marker = f"{place}/{layout.MANIFEST}"
         with self._held(path) as held:
             if held is None:
@@ -130,7 +130,7 @@ class Uploads:
     def _removable(self, local: dict[int, Path], strangers: set[int]) -> list[int]:
         metrics = {step: read_manifest(path).metrics for step, path in local.items()}
         for step in strangers:
-            name = f"{CHECKPOINTS}/{layout.step_folder(Path(), step).name}/{layout.MANIFEST}"
+            name = f"{layout.CHECKPOINTS}/{layout.step_folder(Path(), step).name}/{layout.MANIFEST}"
             metrics[step] = json.loads(self._persistently(partial(self.remote.read, name)) or b"{}").get("metrics", {})
         return removable_steps(
             metrics,

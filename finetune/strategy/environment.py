@@ -22,6 +22,7 @@ class LaunchEnvironment:
     replicate_size: int = 1  # HSDP: copies of the sharded model
     precision: str = "no"  # what the accelerate config says; `no` leaves it to the job
     fsdp_activation_checkpointing: bool = False
+    fsdp_forward_prefetch: bool = False
     cpu_ram_efficient_loading: bool = False
     unsupported: tuple[str, ...] = ()  # parallelism asked for that this package does not have
     deepspeed: Mapping[str, Any] = field(default_factory=dict)  # the DeepSpeed config file, as written
@@ -40,6 +41,7 @@ def read_environment(variables: Mapping[str, str], *, has_device: bool) -> Launc
         replicate_size=int(variables.get("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", "1")),
         precision=variables.get("ACCELERATE_MIXED_PRECISION", "no"),
         fsdp_activation_checkpointing=_is_true(variables, "FSDP_ACTIVATION_CHECKPOINTING"),
+        fsdp_forward_prefetch=_is_true(variables, "FSDP_FORWARD_PREFETCH"),
         cpu_ram_efficient_loading=_is_true(variables, "FSDP_CPU_RAM_EFFICIENT_LOADING"),
         unsupported=_unsupported(variables),
         deepspeed=deepspeed,

@@ -41,6 +41,8 @@ class FullySharded:
                 if self._environment.fsdp_version == 2
                 else MixedPrecision(param_dtype=compute, reduce_dtype=torch.float32)
             )
+        if self._environment.fsdp_version == 2:
+            plugin.forward_prefetch = self._environment.fsdp_forward_prefetch  # which Accelerate 1.15 leaves unread
         return PluginSettings({"fsdp_plugin": plugin})
 
     def sharded(self) -> frozenset[Sharded]:

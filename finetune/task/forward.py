@@ -13,21 +13,14 @@ TOLD = ("flash_attention_2", "flash_attention_3", PER_SAMPLE)
 
 
 def logits_of(model: nn.Module, batch: Batch) -> Tensor:
-    """Return the logits, [batch, length, vocabulary]; of what is learnt before the text there are none."""
-    return told_text(model(**inputs_of(model, batch)).logits, batch)
+    """Return the logits as the model gives them, e.g. [batch, length, vocabulary]."""
+    logits: Tensor = model(**inputs_of(model, batch)).logits
+    return logits
 
 
 def inputs_of(model: nn.Module, batch: Batch) -> dict[str, Any]:
     """Return what the model is given."""
     return {**batch.inputs, **_boundaries(model, batch), "use_cache": False}
-
-
-def told_text(logits: Tensor, batch: Batch) -> Tensor:
-    """Return the logits of the text alone: prompt tuning's positions come before it."""
-    input_ids = batch.inputs.get("input_ids")
-    if input_ids is None or logits.dim() != 3 or logits.shape[1] <= input_ids.shape[1]:
-        return logits
-    return logits[:, -input_ids.shape[1] :]
 
 
 def innermost(model: nn.Module) -> nn.Module:

@@ -2,6 +2,7 @@
 
 import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from finetune.config.load import load_config
 from finetune.report.announcer import Announcer
 from finetune.run.lessons import make_lessons
 
+ROOT = Path(__file__).parents[2]
 LORA = "model.lora={rank: 4, alpha: 8}"
 STRATEGIES = [
     ("ddp", 2),
@@ -99,6 +101,20 @@ def test_losses_norms_and_export_equal_one_process(launch, straight, job, strate
     assert metrics["loss"] == pytest.approx(wanted.last_metrics()["loss"], rel=1e-4)
     assert metrics["perplexity"] == pytest.approx(math.exp(metrics["loss"]), rel=1e-6)
     assert loss_of_the_exported_model(run.folder / "final", job) == pytest.approx(metrics["loss"], rel=1e-4)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("kind", KINDS)
+def test_layers_kept_whole_and_asked_for_early_change_no_number(launch, straight, tmp_path, kind):
+    """Three of four microbatches of a rank are no step's last: layers stay whole through them."""
+    written = (ROOT / "accelerate_configs" / "fsdp2.yaml").read_text()
+    asked = written.replace("fsdp_reshard_after_forward: true", "fsdp_reshard_after_forward: false")
+    (tmp_path / "kept.yaml").write_text(f"{asked}\n  fsdp_forward_prefetch: true\n")
+    accumulated = [*KINDS[kind], "train.microbatch_size=1"]
+    run = launch(str(tmp_path / "kept"), name=f"fsdp2-kept-{kind}", overrides=accumulated)
+    assert run.code == 0, run.output
+    assert run.losses() == pytest.approx(straight[kind].losses(), rel=1e-4)
+    assert run.norms() == pytest.approx(straight[kind].norms(), rel=1e-4)
 
 
 @pytest.mark.distributed

@@ -21,12 +21,14 @@ def test_fsdp_version_and_hsdp_sizes_are_read():
             "ACCELERATE_USE_FSDP": "true",
             "FSDP_VERSION": "2",
             "FSDP_CPU_RAM_EFFICIENT_LOADING": "true",
+            "FSDP_FORWARD_PREFETCH": "true",
             "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "2",
         },
         has_device=True,
     )
     assert (environment.world, environment.rank, environment.fsdp_version, environment.replicate_size) == (4, 3, 2, 2)
     assert environment.cpu_ram_efficient_loading
+    assert environment.fsdp_forward_prefetch
 
 
 def test_the_zero_stage_comes_from_the_deepspeed_config_file(tmp_path):

@@ -7,7 +7,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from finetune.data.batch import Batch
-from finetune.task.forward import logits_of
+from finetune.task.at_targets import logits_everywhere
 from finetune.task.generate import generate
 from finetune.task.learnt_prompt import has_learnt_prompt
 
@@ -31,8 +31,8 @@ def test_logits_stand_where_the_tokens_stand(model):
     mask = torch.tensor([[1, 1, 1, 0, 0]])
     alone = Batch({"input_ids": short, "attention_mask": torch.ones_like(short)}, short, 3, 3, (0,))
     padded = Batch({"input_ids": long, "attention_mask": mask}, long, 3, 3, (0,))
-    assert logits_of(model, alone).shape == (1, 3, 40)
-    assert torch.allclose(logits_of(model, padded)[:, :3], logits_of(model, alone), atol=1e-5)
+    assert logits_everywhere(model, alone).shape == (1, 3, 40)
+    assert torch.allclose(logits_everywhere(model, padded)[:, :3], logits_everywhere(model, alone), atol=1e-5)
 
 
 def test_answers_of_a_batch_are_those_of_each_prompt_alone_and_of_peft(model):
