@@ -105,10 +105,8 @@ def _full() -> tuple[Workload, ...]:
     few = ("bare", "trainer", "trl equal", "ours", "ours tuned")
     varying = tuple(name for name in ALL if name not in ("accelerate", "trl default", "ours equal"))
     return (
-        Workload("lognormal", "lengths lognormal, answers are targets", varying, 25, batch=4),
-        Workload(
-            "gsm8k", "GSM8K, answers are targets", (*varying, "trl default"), 25, "gsm8k", max_length=512, batch=4
-        ),
+        Workload("lognormal", "lengths lognormal, answers are targets", varying, 25),
+        Workload("gsm8k", "GSM8K, answers are targets", (*varying, "trl default"), 25, "gsm8k", max_length=512),
         _fixed(("bare", "accelerate", "trainer", "trl equal", *OURS), 30),
         _tiny((*EQUAL, "trl default"), 400),
         Workload("text", "lengths lognormal, all tokens are targets", (*few, "trainer grouped"), 25, "text", batch=4),
