@@ -25,7 +25,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "export": {"model", *BASE},
     **dict.fromkeys(WINGS, BASE),
     "recipes": {"runtime", "errors"},
-    "config": {"errors"},
+    "config": {"errors", "runtime.lazy"},
     "runtime": {"errors"},
     "launch": {"errors"},
     "errors": set(),

@@ -124,11 +124,11 @@ def _quick() -> tuple[Workload, ...]:
         Workload(
             *("lognormal", "lengths lognormal, answers are targets", (*main, "trl packing"), 8, "lognormal", SMALL),
             batch=6,
-            warm_up=2,
+            warm_up=1,
         ),
         Workload("gsm8k", "GSM8K, answers are targets", main, 4, "gsm8k", SMALL, max_length=512, warm_up=1),
         _fixed(("bare", *OURS), 10),
-        _tiny((*EQUAL, "trl default"), 150),
+        _tiny((*EQUAL, "trl default"), 120),
     )
 
 

@@ -3,14 +3,16 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from jinja2 import Environment, TemplateSyntaxError
-
 from finetune.config.rules.sources import sources
 from finetune.config.rules.tasks import FITTING
 from finetune.config.run_config import RunConfig
 from finetune.config.sections.data import OPTIONAL_COLUMNS, REQUIRED_COLUMNS, Format
 from finetune.config.wording import did_you_mean, listed
 from finetune.errors import Problem
+from finetune.runtime.lazy import lazily
+
+with lazily():
+    from jinja2 import environment, exceptions
 
 COLUMNS: Mapping[Format, tuple[str, ...]] = {
     form: columns + OPTIONAL_COLUMNS.get(form, ()) for form, columns in REQUIRED_COLUMNS.items()
@@ -84,8 +86,8 @@ def _template_faults(written: Any, place: str, *, column: str) -> Iterator[Probl
 
 def _syntax_faults(text: str, place: str) -> Iterator[Problem]:
     try:
-        Environment(autoescape=True).parse(text)
-    except TemplateSyntaxError as error:
+        environment.Environment(autoescape=True).parse(text)
+    except exceptions.TemplateSyntaxError as error:
         yield Problem(place, f"not valid Jinja in line {error.lineno} of the text: {error.message}")
 
 
