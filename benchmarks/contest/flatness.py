@@ -26,7 +26,7 @@ Figures = Mapping[str, Mapping[str, Sequence[float]]]
 def measure(folder: Path, *, is_quick: bool, say: Say) -> Measured:
     """Return gate 7."""
     folder = folder.resolve()
-    steps = 1500 if is_quick else 10_000
+    steps = 1000 if is_quick else 10_000
     make(folder, [_documents("few", FEW), _documents("many", MANY)], data=folder, seed=0)
     (folder / "plan.json").write_text(json.dumps(plan(steps, turns=1 if is_quick else 5)))
     figures: dict[str, Any] = run_worker("flat_runs.py", folder, seconds=1800)
