@@ -6,6 +6,8 @@ from typing import Any
 
 from accelerate import Accelerator
 
+from finetune.strategy.fsdp2 import fsdp2_plugin
+
 
 @contextmanager
 def adding_up(accelerator: Accelerator, model: Any) -> Iterator[None]:
@@ -26,5 +28,5 @@ def adding_up(accelerator: Accelerator, model: Any) -> Iterator[None]:
 
 
 def _keeps_whole(accelerator: Accelerator) -> bool:
-    plugin = getattr(accelerator.state, "fsdp_plugin", None)
-    return bool(accelerator.is_fsdp2) and plugin is not None and plugin.reshard_after_forward is False
+    plugin = fsdp2_plugin(accelerator)
+    return plugin is not None and plugin.reshard_after_forward is False

@@ -6,6 +6,8 @@ from accelerate import Accelerator
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from finetune.strategy.fsdp2 import fsdp2_plugin
+
 
 def prefetch_layers(accelerator: Accelerator, model: nn.Module) -> None:
     """Have each layer under FSDP2 ask for the next one's parameters before it computes; the model is prepared.
@@ -14,8 +16,8 @@ def prefetch_layers(accelerator: Accelerator, model: nn.Module) -> None:
     It is done where `fsdp_forward_prefetch: true` says so, and holds one more layer whole. Only layers of one list ask
     for one another: what was asked for and not used would still be there, as it was, after the weights have changed.
     """
-    plugin = getattr(accelerator.state, "fsdp_plugin", None)
-    if not accelerator.is_fsdp2 or plugin is None or not plugin.forward_prefetch:
+    plugin = fsdp2_plugin(accelerator)
+    if plugin is None or not plugin.forward_prefetch:
         return
     for layers in model.modules():
         if isinstance(layers, nn.ModuleList):
