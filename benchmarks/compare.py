@@ -2,7 +2,7 @@
 
     python benchmarks/compare.py [--quick] [--check] [--only PART,PART] [--out FOLDER] [--data FOLDER] [--seed N]
 
-`--quick` ends within 8 minutes on two idle cores; `--check` exits with 1 where a gate is missed by more than the
+`--quick` takes about 8 minutes on two idle cores; `--check` exits with 1 where a gate is missed by more than the
 measured spread, or could not be measured. A part is `steps`, one of its workloads (lognormal, gsm8k, fixed, tiny,
 vocabulary, lora; in the full run text, too), startup, strategies, saving, evaluation or flatness. Every gate, and how
 to read the table: benchmarks/README.md.
