@@ -1,5 +1,6 @@
 """Cases drawn by hypothesis: healthy projects with something wrong in job file, rows, disk or model."""
 
+import copy
 import io
 import json
 import random
@@ -53,7 +54,7 @@ def job_structures(draw: st.DrawFn) -> Case:
             draw(st.sampled_from(dotted_keys())),
             draw(st.sampled_from(("put", "put", "put", "remove", "misspell"))),
         )
-        _edit(job, key.split("."), act, draw(values))
+        _edit(job, key.split("."), act, copy.deepcopy(draw(values)))
     return Case(CHECK, {"job.yaml": _as_yaml(job)})
 
 
@@ -159,7 +160,7 @@ def damaged_json(draw: st.DrawFn, content: bytes) -> bytes:
             if draw(st.booleans()):
                 node[str(name) + draw(st.sampled_from(("x", "\x1b[1m", "/../x", "\0")))] = value
         else:
-            node[name] = draw(values)
+            node[name] = copy.deepcopy(draw(values))  # those of the corpus are shared
     return json.dumps(root[0], default=str).encode()
 
 
