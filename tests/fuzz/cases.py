@@ -25,6 +25,7 @@ WRITABLE = ("runs", "cache", "tmp", "out")
 HARMLESS_PROGRAMS = ("git", "uname", "nvidia-smi", "gcc", "ldconfig")
 """Asked by us or by libraries while they look around; none of them comes from a case."""
 
+MODEL = "runs/job/final/model.safetensors"
 CANARY = "CANARY"
 CODE = f"import pathlib\npathlib.Path({CANARY!r}).write_text('code of others has run')\n"
 """Python which a hostile folder would like to have run: it leaves a file."""
@@ -68,6 +69,7 @@ class Case:
     words: tuple[str, ...]
     files: Mapping[str, Change] = field(default_factory=dict)
     stdin: bytes = b""
+    same_model: bool = False  # a run that ends well has trained the very model that the healthy project has
 
     @property
     def needs_torch(self) -> bool:
@@ -84,7 +86,8 @@ class Case:
         """Return the case that `to_json` wrote."""
         values: dict[str, Any] = json.loads(text)
         files = {path: _decoded(change) for path, change in values["files"].items()}
-        return cls(tuple(values["words"]), files, _decoded(values["stdin"]) or b"")  # type: ignore[arg-type]
+        stdin = _decoded(values["stdin"]) or b""
+        return cls(tuple(values["words"]), files, stdin, values["same_model"])  # type: ignore[arg-type]
 
 
 def _encoded(change: Change) -> Any:
@@ -122,14 +125,22 @@ class Ground:
         server = self._servers[case.needs_torch]
         outcome = server.run(case.words, folder=folder, stdin=case.stdin, limit_seconds=KILLED_AFTER_SECONDS)
         wrong = _wrong(outcome, case, folder=folder, before=before)
+        if wrong is None and case.same_model and outcome.code == 0:
+            wrong = self._other_model(folder)
         if wrong is None:
             return None
         return f"{wrong}\n$ finetune {' '.join(case.words)}\n{outcome.stdout[-1500:]}\n{outcome.stderr[-3000:]}"
 
+    def _other_model(self, folder: Path) -> str | None:
+        """Return what differs where a run has left another model than the healthy project's."""
+        good = self.read(MODEL)
+        found = [path for path in folder.glob("runs/*/final/model.safetensors") if path.read_bytes() != good]
+        return f"trained another model: {', '.join(map(str, found))}" if found else None
+
     def _prepare(self, case: Case) -> Path:
         shutil.rmtree(self._place)
         self._place.mkdir()
-        whole = ("tokenizer", "runs", "adapter") if case.needs_torch else ("tokenizer",)
+        whole = ("tokenizer", "runs", "adapter", "cache") if case.needs_torch else ("tokenizer",)
         for path in self._healthy.iterdir():
             if path.is_file():
                 shutil.copy(path, self._place)
@@ -226,7 +237,6 @@ def _make_project(folder: Path, server: Server) -> None:
     _must(server, ["train", "--config", "job.yaml", *lora], folder)
     shutil.move(folder / "runs" / "lora" / "final", folder / "adapter")
     shutil.rmtree(folder / "runs" / "lora")
-    shutil.rmtree(folder / "cache")
     (folder / "prompts.jsonl").write_text('{"prompt": "reverse: red blue"}\n')
 
 

@@ -5,6 +5,7 @@ import io
 import json
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pyarrow as pa
@@ -326,7 +327,16 @@ def checkpoints(draw: st.DrawFn, ground: Ground) -> Case:
     looks = [("checkpoint", words[0], "runs/job", *words[1:]) for words in commands]
     after = [("checkpoint", "export", "runs/job", "--to", "out/x"), ("evaluate", "runs/job"), TRAIN, TRAIN]
     paths = [path for path in ground.files("runs", "job") if not path.startswith("runs/job/final/")]
-    return draw(_with_damage(ground, paths, st.sampled_from((*looks, *after)), most=2))
+    case = draw(_with_damage(ground, paths, st.sampled_from((*looks, *after)), most=2))
+    return replace(case, same_model=case.words == TRAIN)
+
+
+@st.composite
+def prepared_sets(draw: st.DrawFn, ground: Ground) -> Case:
+    """Tokenised rows in the cache with something wrong in them: what is trained is the healthy project's model."""
+    again = (*TRAIN, "--set", "run.folder=runs/again")
+    case = draw(_with_damage(ground, ground.files("cache"), st.sampled_from((again, again, PREPARE)), most=2))
+    return replace(case, same_model=True)
 
 
 @st.composite
@@ -390,10 +400,11 @@ def kinds(ground: Ground) -> dict[str, tuple[int, Strategy]]:
     return {
         "job structures": (24, job_structures()),
         "job texts": (24, job_texts()),
-        "overrides": (10, overrides()),
+        "overrides": (6, overrides()),
         "rows": (14, rows(ground)),
         "templates": (4, templates()),
         "checkpoints": (10, checkpoints(ground)),
+        "prepared sets": (4, prepared_sets(ground)),
         "models": (10, models(ground)),
         "hostile models": (4, hostile_models(ground)),
     }

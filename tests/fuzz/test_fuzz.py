@@ -13,7 +13,17 @@ from cases import Case, Ground
 from strategies import kinds
 
 NUM_CASES = int(os.environ.get("FINETUNE_FUZZ_CASES", "2000"))
-NAMES = ("job structures", "job texts", "overrides", "rows", "templates", "checkpoints", "models", "hostile models")
+NAMES = (
+    "job structures",
+    "job texts",
+    "overrides",
+    "rows",
+    "templates",
+    "checkpoints",
+    "prepared sets",
+    "models",
+    "hostile models",
+)
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
