@@ -1,7 +1,8 @@
 """Reads YAML 1.2 and remembers on which line every key stands.
 
 Only plain values exist: text, whole numbers, decimal numbers, true/false, null, lists and mappings with text keys.
-Dates are text. Nothing is expanded.
+Dates are text. Nothing is expanded. What no job file needs is refused while it is read, before it costs time or
+memory: see `config/limits.py`.
 """
 
 import re
@@ -9,15 +10,33 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ruamel.yaml import YAML
+from ruamel.yaml.composer import Composer
 from ruamel.yaml.error import MarkedYAMLError
-from ruamel.yaml.nodes import Node, ScalarNode, SequenceNode
+from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 from ruamel.yaml.reader import ReaderError
+from ruamel.yaml.scanner import Scanner
 
+from finetune.config.limits import (
+    MAX_DEPTH,
+    MAX_DIGITS,
+    MAX_KEY_LENGTH,
+    MAX_RESOLVED_VALUES,
+    MAX_TEXT_LENGTH,
+    MAX_VALUES,
+    TOO_DEEP,
+    TOO_LARGE_NUMBER,
+    TOO_MANY_VALUES,
+    TOO_MUCH_TEXT,
+    unwritable,
+)
 from finetune.config.source import joined
+from finetune.config.wording import shortened
 from finetune.errors import Problem
 
 TAG = "tag:yaml.org,2002:"
 TEXT_TAGS = frozenset(TAG + name for name in ("str", "timestamp", "merge", "value"))
+SCALARS = {"int": "a whole number", "float": "a number", "bool": "`true` or `false`", "null": "`null`"}
+"""Kinds of single values beside text, and how they are called."""
 
 
 @dataclass
@@ -29,7 +48,44 @@ class Document:
     problems: list[Problem] = field(default_factory=list)
 
 
-def read_yaml(text: str) -> Document:
+class _LimitError(Exception):
+    """The text is larger than any job; at its place it says what to do."""
+
+    def __init__(self, message: str, *, line: int, key: str = "") -> None:
+        super().__init__(message)
+        self.problem = Problem(key, message, line=line)
+
+
+class _Scanner(Scanner):
+    """Ends at a bracket too deep: looking ahead for its end takes time that grows with the square of the depth."""
+
+    def fetch_flow_collection_start(self, *arguments: Any, **named: Any) -> None:
+        if len(self.flow_context) >= MAX_DEPTH:
+            raise _LimitError(TOO_DEEP, line=self.reader.line + 1)
+        super().fetch_flow_collection_start(*arguments, **named)
+
+
+class _Composer(Composer):
+    """Ends where values are nested too deep, or are too many, before the rest is read."""
+
+    def __init__(self, loader: Any = None) -> None:
+        super().__init__(loader)
+        self.warn_double_anchors = False  # YAML allows an anchor to be defined again
+        self._num_values = 0
+        self._level = 0
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        self._num_values += 1
+        self._level += 1
+        if self._level > MAX_DEPTH + 1 or self._num_values > MAX_RESOLVED_VALUES:
+            message = TOO_DEEP if self._level > MAX_DEPTH + 1 else TOO_MANY_VALUES
+            raise _LimitError(message, line=self.parser.peek_event().start_mark.line + 1)
+        node = super().compose_node(parent, index)
+        self._level -= 1
+        return node
+
+
+def read_yaml(text: str, *, max_values: int = MAX_VALUES) -> Document:
     """Return the text's values and lines; whatever is wrong with it is among its problems, never raised."""
     document = Document()
     directive = re.search(r"^%YAML\s+(?!1\.2\b)", text, re.MULTILINE)
@@ -38,16 +94,20 @@ def read_yaml(text: str) -> Document:
         document.problems.append(Problem("", "this is read as YAML 1.2. Remove the %YAML line.", line=line))
         return document
     reader = YAML(typ="safe", pure=True)
+    reader.Scanner, reader.Composer = _Scanner, _Composer
     try:
         root = reader.compose(text)
+        if root is not None:
+            document.values = _Walk(reader, document, max_values=max_values).value(root, key="")
+    except _LimitError as error:
+        document.problems.append(error.problem)
     except MarkedYAMLError as error:
         document.problems.append(_syntax_problem(error))
     except ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         document.problems.append(Problem("", "there is a character that YAML does not allow. Remove it.", line=line))
-    else:
-        if root is not None:
-            document.values = _Walk(reader, document).value(root, key="")
+    except UnicodeEncodeError:
+        document.problems.append(Problem("", unwritable(text) or "this is not text that UTF-8 can hold."))
     return document
 
 
@@ -70,18 +130,26 @@ def _syntax_problem(error: MarkedYAMLError) -> Problem:
 class _Walk:
     """Turns nodes into values, writing lines and problems into the document on the way."""
 
-    def __init__(self, reader: YAML, document: Document) -> None:
+    def __init__(self, reader: YAML, document: Document, *, max_values: int) -> None:
+        self._max_values = max_values
         self._constructor = reader.constructor
+        self._resolver = reader.resolver
         self._document = document
         self._open: list[Node] = []  # the nodes around the present one: an alias to one of them never ends
+        self._num_values = 0  # aliases expanded
+        self._text_length = 0
 
     def value(self, node: Node, *, key: str) -> Any:
-        """Return the node's value."""
+        """Return the node's value; raises _LimitError where aliases make too much of the text."""
+        self._count(node, key)
         if any(node is outer for outer in self._open):
             self._complain(node, key, "this alias contains itself. Write the values out.")
             return None
         if isinstance(node, ScalarNode):
             return self._scalar(node, key)
+        if str(node.tag) not in (f"{TAG}seq", f"{TAG}map"):
+            self._complain(node, key, _no_tag(node))
+            return None
         self._open.append(node)
         try:
             if isinstance(node, SequenceNode):
@@ -89,6 +157,20 @@ class _Walk:
             return self._mapping(node, key)
         finally:
             self._open.pop()
+
+    def _count(self, node: Node, key: str) -> None:
+        line = node.start_mark.line + 1
+        self._num_values += 1 + (len(node.value) if isinstance(node, MappingNode) else 0)
+        self._text_length += len(node.value) if isinstance(node, ScalarNode) else 0
+        if len(self._open) >= MAX_DEPTH:
+            raise _LimitError(TOO_DEEP, line=line)
+        if self._num_values > self._max_values:
+            raise _LimitError(TOO_MANY_VALUES, line=line)
+        if self._text_length > MAX_TEXT_LENGTH:
+            raise _LimitError(TOO_MUCH_TEXT, line=line)
+        if len(key) > MAX_KEY_LENGTH:
+            message = f"the key has {len(key):,} characters, with the keys around it. Write at most {MAX_KEY_LENGTH:,}."
+            raise _LimitError(message, line=line, key=f"{key[:57]}...")
 
     def _sequence(self, node: SequenceNode, key: str) -> list[Any]:
         values = []
@@ -98,14 +180,18 @@ class _Walk:
             values.append(self.value(item, key=place))
         return values
 
-    def _mapping(self, node: Node, key: str) -> dict[str, Any]:
+    def _mapping(self, node: MappingNode, key: str) -> dict[str, Any]:
         values: dict[str, Any] = {}
         for name_node, item in node.value:
-            if not isinstance(name_node, ScalarNode) or name_node.tag not in TEXT_TAGS:
-                self._complain(name_node, joined(key, str(name_node.value)), "a key is text. Put it in quotes.")
+            if not isinstance(name_node, ScalarNode):
+                self._complain(name_node, key, "a key is text, not a list or a section.")
                 continue
             name, line = str(name_node.value), name_node.start_mark.line + 1
             place = joined(key, name)
+            fault = "a key is text. Put it in quotes." if name_node.tag not in TEXT_TAGS else unwritable(name)
+            if fault is not None:
+                self._complain(name_node, place, fault)
+                continue
             if name in values:
                 message = f"the key is on line {self._document.lines[place]} already. Remove one of them."
                 self._document.problems.append(Problem(place, message, line=line))
@@ -116,25 +202,53 @@ class _Walk:
 
     def _scalar(self, node: ScalarNode, key: str) -> Any:
         if node.tag in TEXT_TAGS:
-            if "${" in node.value:
-                self._complain(node, key, NOT_EXPANDED)
+            fault = NOT_EXPANDED if "${" in node.value else unwritable(node.value)
+            if fault is not None:
+                self._complain(node, key, fault)
             return str(node.value)
-        if node.tag == TAG + "null":
+        kind = str(node.tag).removeprefix(TAG)
+        if kind not in SCALARS:
+            self._complain(node, key, _no_tag(node))
+            return None
+        try:
+            return self._plain(node, kind, key)
+        except (ValueError, IndexError):
+            text = shortened(node.value)
+            self._complain(
+                node, key, f"`{text}` is not {SCALARS[kind]}, as the tag `!!{kind}` says. Leave the tag out."
+            )
+            return None
+
+    def _plain(self, node: ScalarNode, kind: str, key: str) -> Any:
+        """Return what is neither text, list nor section; raises ValueError where the tag is written and is wrong."""
+        resolved = str(self._resolver.resolve(ScalarNode, node.value, (True, False))).removeprefix(TAG)
+        if resolved != kind and (kind, resolved) != ("float", "int"):
+            raise ValueError
+        if kind == "null":
             if node.value == "" and key:
                 self._complain(node, key, "nothing is written after the colon. Write a value, or `null` for none.")
             return None
-        if node.tag == TAG + "bool":
+        if kind == "bool":
             return node.value.lower() == "true"
-        if node.tag == TAG + "int":
+        if len(node.value) > MAX_DIGITS:
+            self._complain(node, key, TOO_LARGE_NUMBER)
+            return None
+        if kind == "int":
             return int(self._constructor.construct_yaml_int(node))
-        if node.tag == TAG + "float":
-            return float(self._constructor.construct_yaml_float(node))
-        self._complain(node, key, f"the tag `{str(node.tag).replace(TAG, '!!')}` is not allowed. Write a plain value.")
-        return None
+        number = float(self._constructor.construct_yaml_float(node))
+        if number in (float("inf"), float("-inf")) and "inf" not in node.value.lower():
+            self._complain(
+                node, key, f"{shortened(node.value)} is too large for a number with 64 bits. Write a smaller one."
+            )
+        return number
 
     def _complain(self, node: Node, key: str, message: str) -> None:
         line = self._document.lines.get(key, node.start_mark.line + 1)
         self._document.problems.append(Problem(key, message, line=line))
+
+
+def _no_tag(node: Node) -> str:
+    return f"the tag `{str(node.tag).replace(TAG, '!!')[:40]}` is not allowed. Write a plain value."
 
 
 NOT_EXPANDED = (
