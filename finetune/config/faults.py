@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from finetune.config.elsewhere import ELSEWHERE, REASONS
 from finetune.config.limits import MAX_LISTED
-from finetune.config.schema import Node, all_keys, branches, describe, keys_of, meaning, node_at
+from finetune.config.schema import Node, all_keys, branches, describe, is_beyond, keys_of, meaning, node_at
 from finetune.config.source import ancestors, joined
 from finetune.config.wording import LONGEST, did_you_mean, kind, listed, nearest, shown
 from finetune.errors import Problem
@@ -123,7 +123,7 @@ def _elsewhere(name: str) -> Iterator[str]:
 
 def _wrong(value: Any, node: Node) -> str:
     """Return what was written, what may be written, and the hint that most likely mends it."""
-    fits = f"Write {describe(node)}."
+    fits = f"Write {describe(node, in_full=is_beyond(value, node))}."
     hint = _hint(value, node)
     is_right_kind = any(kind(value) in _KINDS.get(str(each.get("type")), ()) for each in branches(node))
     said = f"{shown(value)} is not allowed" if is_right_kind else f"{shown(value)} is {kind(value)}"

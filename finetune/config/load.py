@@ -20,8 +20,9 @@ from finetune.config.rules.files import file_problems
 from finetune.config.run_config import RunConfig, world_problems
 from finetune.config.source import Source, Sources, ancestors, placed
 from finetune.config.text_file import read_text
+from finetune.config.values import Document
 from finetune.config.wording import listed, nearest
-from finetune.config.yaml import Document, read_yaml
+from finetune.config.yaml import read_yaml
 from finetune.errors import ConfigError, Problem
 
 _NEARBY = 100

@@ -38,7 +38,7 @@ def override(values: dict[str, Any], overrides: Sequence[str]) -> Overridden:
         fault = (
             f"there are {len(overrides):,} overrides. Write at most {MAX_OVERRIDES:,}, and the others into the file."
         )
-        result.problems.append(Problem("", fault, source="--set"))
+        result.problems.append(Problem("", too_many, source="--set"))
         return result
     for text in overrides:
         key, equals, written = text.partition("=")
@@ -69,8 +69,9 @@ def _syntax_fault(key: str, *, equals: str, written: str) -> str | None:
         return "the key is not a dotted name. Write it as `--set train.steps=100`."
     if len(key) > MAX_KEY_LENGTH or key.count(".") >= MAX_DEPTH:
         return f"the key is too long: it has {key.count('.') + 1} parts and {len(key):,} characters."
-    if fault := unwritable(key):
-        return fault
+    unusable = unwritable(key)
+    if unusable is not None:
+        return unusable
     if not written.strip():
         return f"nothing is written after `=`. Write a value, or `{key}=null` for none."
     return None
