@@ -35,7 +35,7 @@ def override(values: dict[str, Any], overrides: Sequence[str]) -> Overridden:
     """
     result = Overridden(copy.deepcopy(values))
     if len(overrides) > MAX_OVERRIDES:
-        fault = (
+        too_many = (
             f"there are {len(overrides):,} overrides. Write at most {MAX_OVERRIDES:,}, and the others into the file."
         )
         result.problems.append(Problem("", too_many, source="--set"))

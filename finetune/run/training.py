@@ -32,6 +32,7 @@ from finetune.run.publish import publish_final
 from finetune.run.saving import ReportedSaving
 from finetune.run.startup import telling_start
 from finetune.run.teacher import taught
+from finetune.run.trial import require_buildable
 from finetune.run.watch import Watch, watched_run
 from finetune.run.wishes import make_wishes
 from finetune.runtime import ranks
@@ -82,6 +83,8 @@ def _train(
     say: Announcer,
 ) -> int:
     config = loaded.config
+    if config.model.from_config is not None and ranks.is_main():  # the others end with the first
+        require_buildable(config)
     lessons = make_lessons(config, say)
     plan = make_run_plan(config, lessons)
     startup.end("data")
