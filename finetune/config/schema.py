@@ -159,7 +159,9 @@ def _text(node: Node) -> str:
 
 
 def _amount(bound: float) -> str:
-    return f"{bound:,}" if isinstance(bound, int) or (bound.is_integer() and bound >= CEILING) else f"{bound:g}"
+    if isinstance(bound, int):
+        return f"{bound:,}"
+    return f"{bound:,.0f}" if bound >= CEILING else f"{bound:g}"
 
 
 def _bounds(node: Node) -> str:

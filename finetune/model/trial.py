@@ -1,6 +1,6 @@
 """A model tried without memory: built on the meta device and asked once, so that bad values are seen at once."""
 
-import inspect
+import logging
 import signal
 import threading
 from collections.abc import Iterator
@@ -36,13 +36,14 @@ def try_model(section: ModelSection, *, head: str) -> None:
     not known yet: they are taken to fit.
     """
     trial = _Trial(section, head)
-    with built_from(section, kind=trial.kind), _bounded(section):
+    with built_from(section, kind=trial.kind), _bounded(section), torch.random.fork_rng(devices=()):
         config = trial.config()
         with torch.device("meta"):
             model = trial.model(config)
         _refuse_unusable(model, key=trial.key)
-        if not _answers(model) and _is_confirmed(trial, config, model):
-            _ask(model)  # raises what is wrong
+        fault = _fault(model)
+        if fault is not None and (confirmed := _confirmed(fault, trial, config, model)):
+            raise confirmed
 
 
 @dataclass(frozen=True)
@@ -112,18 +113,18 @@ def _refuse_unusable(model: PreTrainedModel, *, key: str) -> None:
         raise ModelError(f"{key}: the model would have {total:,} parameters. Write other values.")
 
 
-def _answers(model: PreTrainedModel) -> bool:
+def _fault(model: PreTrainedModel) -> Exception | None:
+    """Return what the model raises when it is asked something."""
+    usual = logging.root.manager.disable
+    logging.disable(logging.WARNING)  # about what it is asked, which is nothing
     try:
-        _ask(model)
-    except Exception:
-        return False
-    return True
-
-
-def _ask(model: PreTrainedModel) -> None:
-    """Run the model once."""
-    with torch.no_grad():
-        model(**_inputs(model))
+        with torch.no_grad():
+            model(**_inputs(model))
+    except Exception as error:
+        return error
+    finally:
+        logging.disable(usual)
+    return None
 
 
 def _inputs(model: PreTrainedModel) -> dict[str, Tensor]:
@@ -134,21 +135,19 @@ def _inputs(model: PreTrainedModel) -> dict[str, Tensor]:
         height, width = (side, side) if isinstance(side, int) else tuple(side)[:2]
         return {"pixel_values": torch.zeros(1, getattr(config, "num_channels", 3), height, width, device=device)}
     ids = torch.zeros(1, _LENGTH, dtype=torch.long, device=device)
-    inputs = {"input_ids": ids, **({"decoder_input_ids": ids} if config.is_encoder_decoder else {})}
-    if "attention_mask" in inspect.signature(model.forward).parameters:  # without one, some warn
-        inputs["attention_mask"] = torch.ones_like(ids)
-    return inputs
+    return {"input_ids": ids, **({"decoder_input_ids": ids} if config.is_encoder_decoder else {})}
 
 
-def _is_confirmed(trial: _Trial, config: PreTrainedConfig, model: PreTrainedModel) -> bool:
-    """Tell whether it is the values that fail and not the meta device, for which some kernels are not made.
+def _confirmed(fault: Exception, trial: _Trial, config: PreTrainedConfig, model: PreTrainedModel) -> Exception | None:
+    """Return the fault if the values are to blame, and not the meta device, which some code cannot run on.
 
     A small model is asked for real; of a large one, its type with the usual values is asked on the meta device.
     """
     if sum(each.numel() for each in model.parameters()) <= _SMALL:
-        return not _answers(trial.model(config))
+        return _fault(trial.model(config))
     with torch.device("meta"):
-        return _answers(trial.model(type(config)()))
+        usual = trial.model(type(config)())
+    return fault if _fault(usual) is None else None
 
 
 @contextmanager

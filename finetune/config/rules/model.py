@@ -98,14 +98,14 @@ def trackers_are_known(config: RunConfig) -> Iterator[Problem]:
 
 
 def values_are_of_64_bits(config: RunConfig) -> Iterator[Problem]:
-    """Numbers in the values of a model's config fit into 64 bits, layers can be counted, and what drops out is a share."""
+    """Numbers in the values of a model's config fit into 64 bits; layers can be counted, dropout is a share."""
     written = config.model.from_config
     for key, number in _numbers(written.values if written else {}, key="model.from_config.values"):
         if isinstance(number, float) and math.isnan(number):
             yield Problem(key, "this is not a number. Write one.")
         elif isinstance(number, int) and abs(number) >= _TOO_LARGE:
             yield Problem(key, f"{number} does not fit into 64 bits. Write a smaller number.")
-        elif "drop" in key.rpartition(".")[2] and not 0 <= number <= 1:
+        elif "dropout" in key.rpartition(".")[2] and not 0 <= number <= 1:
             yield Problem(key, f"{number:g} is no share. Write a number from 0 to 1.")
         elif isinstance(number, int) and "layer" in key.rpartition(".")[2] and number > MOST_LAYERS:
             yield Problem(key, f"{number:,} layers are more than can be built. Write at most {MOST_LAYERS:,}.")
