@@ -58,15 +58,17 @@ class ConfigError(UserError):
       line 3, task.nam: there is no such key.
     """
 
-    def __init__(self, problems: Sequence[Problem], source: str) -> None:
+    def __init__(self, problems: Sequence[Problem], source: str, *, num_more: int = 0) -> None:
         self.problems = tuple(problems)
         self.source = source
+        self.num_more = num_more  # problems beside those, which are only counted
         super().__init__(source)
 
     def __str__(self) -> str:
-        count = len(self.problems)
+        count = len(self.problems) + self.num_more
         head = f"{self.source} has {count} problem{'' if count == 1 else 's'}"
-        return "\n".join([head, *(f"  {problem}" for problem in self.problems)])
+        more = [f"  and {self.num_more} more"] if self.num_more else []
+        return "\n".join([head, *(f"  {problem}" for problem in self.problems), *more])
 
 
 class DataError(UserError):

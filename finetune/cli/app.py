@@ -53,13 +53,18 @@ def train(config: Config, override: Overrides = None) -> int:
 def check(
     job: Annotated[Path, typer.Argument(metavar="JOB.yaml", help="The job file.")],
     override: Overrides = None,
-    processes: Annotated[int | None, typer.Option(min=1, help="Also check that so many can share the batch.")] = None,
+    processes: Annotated[
+        int | None, typer.Option(min=1, max=1 << 24, help="Also check that so many can share the batch.")
+    ] = None,
+    model: Annotated[
+        bool, typer.Option("--model", help="Also build the model from its config, without memory. Imports torch.")
+    ] = False,
 ) -> None:
     """Name every problem of a job file at once.
 
-    Where there is none, say what the job will do. Loads no model and no data.
+    Where there is none, say what the job will do. Loads no weights and no data.
     """
-    lazy.call("finetune.cli.job:check_job", job, override or [], num_processes=processes)
+    lazy.call("finetune.cli.job:check_job", job, override or [], num_processes=processes, tries_model=model)
 
 
 @app.command()

@@ -18,11 +18,13 @@ def train_job(path: Path, overrides: Sequence[str]) -> int:
     return int(lazy.call("finetune.run.training:train_from_config", loaded, ahead))
 
 
-def check_job(path: Path, overrides: Sequence[str], *, num_processes: int | None) -> None:
-    """Print what the job will do; raises ConfigError with everything that is wrong."""
+def check_job(path: Path, overrides: Sequence[str], *, num_processes: int | None, tries_model: bool = False) -> None:
+    """Print what the job will do; raises ConfigError with everything that is wrong, ModelError for the model tried."""
     loaded = load_config(path, overrides)
     if num_processes is not None:
         require_shareable(loaded, num_processes=num_processes)
+    if tries_model:
+        lazy.call("finetune.run.trial:require_buildable", loaded.config)
     print(f"{path.name} is ready.")
     for line in summary(loaded.config, num_processes=num_processes):
         print(f"  {line}")

@@ -8,9 +8,10 @@ from typing import Any
 from pydantic import ValidationError
 
 from finetune.config.elsewhere import ELSEWHERE, REASONS
-from finetune.config.schema import Node, all_keys, branches, describe, keys_of, meaning, node_at
-from finetune.config.source import joined
-from finetune.config.wording import did_you_mean, kind, listed, nearest, shown
+from finetune.config.limits import MAX_LISTED
+from finetune.config.schema import Node, all_keys, branches, describe, is_beyond, keys_of, meaning, node_at
+from finetune.config.source import ancestors, joined
+from finetune.config.wording import LONGEST, did_you_mean, kind, listed, nearest, shown
 from finetune.errors import Problem
 
 
@@ -38,19 +39,22 @@ def read_faults(error: ValidationError, values: Any) -> list[Fault]:
 
     Where a list and one of its items are complained about, the item is named.
     """
-    located = [(_key(each["loc"], values, is_missing=each["type"] == "missing"), each) for each in error.errors()]
+    errors = error.errors(include_url=False, include_context=False)
+    located = [(_key(each["loc"], values, is_missing=each["type"] == "missing"), each) for each in errors]
     located.sort(key=lambda pair: pair[0])
-    faults = []
+    faults, num_meant = [], 0
     for key, complaints in groupby(located, key=lambda pair: pair[0]):
         first = next(complaints)[1]
-        meant = _meant(key) if first["type"] == "extra_forbidden" else None
+        is_unknown = first["type"] == "extra_forbidden"
+        num_meant += is_unknown
+        meant = _meant(key) if is_unknown and num_meant <= MAX_LISTED else None
         faults.append(Fault(key, first["type"], first["input"], meant))
     meant_keys = {fault.meant for fault in faults}
+    outer = {each for fault in faults for each in ancestors(fault.key)}
     return [
         fault
         for fault in faults
-        if not any(other.key.startswith(f"{fault.key}.") for other in faults)
-        and not (fault.type == "missing" and fault.key in meant_keys)
+        if fault.key not in outer and not (fault.type == "missing" and fault.key in meant_keys)
     ]
 
 
@@ -119,7 +123,7 @@ def _elsewhere(name: str) -> Iterator[str]:
 
 def _wrong(value: Any, node: Node) -> str:
     """Return what was written, what may be written, and the hint that most likely mends it."""
-    fits = f"Write {describe(node)}."
+    fits = f"Write {describe(node, in_full=is_beyond(value, node))}."
     hint = _hint(value, node)
     is_right_kind = any(kind(value) in _KINDS.get(str(each.get("type")), ()) for each in branches(node))
     said = f"{shown(value)} is not allowed" if is_right_kind else f"{shown(value)} is {kind(value)}"
@@ -148,17 +152,21 @@ def _hint(value: Any, node: Node) -> str:
             return "YAML 1.2 reads it so."
         if types & {"integer", "number"} and _is_number(value):
             return "Remove the quotes."
-        if "array" in types:
+        if "array" in types and len(value) <= LONGEST:
             return f"Put it in brackets: `[{value}]`."
     elif keys_of(node) and not isinstance(value, dict):
         return f"Its keys are {listed(keys_of(node))}."
     elif "array" in types and isinstance(value, int | float):
         return f"Put it in brackets: `[{value}]`."
-    elif isinstance(value, float) and value.is_integer() and "integer" in types:
+    elif isinstance(value, float) and abs(value) < _EXACT and value.is_integer() and "integer" in types:
         return f"Write it as `{int(value)}`."
     elif "string" in types and isinstance(value, int | float) and not choices:
         return f"Put it in quotes: `'{value}'`."
     return ""
+
+
+_EXACT = 2.0**53
+"""Up to here a decimal number says which whole number is meant."""
 
 
 def _is_number(text: str) -> bool:

@@ -1,23 +1,32 @@
 """From a job YAML and its overrides to a RunConfig, or to everything that is wrong with them at once."""
 
+import math
 import pathlib
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from pydantic import ValidationError
 
 from finetune.config.draft import draft
 from finetune.config.faults import Fault, read_faults
-from finetune.config.overrides import override
-from finetune.config.paths import with_absolute_paths
+from finetune.config.limits import MAX_LISTED
+from finetune.config.overrides import override, place_of
+from finetune.config.paths import path_problems, with_absolute_paths
 from finetune.config.rules import broken_rules
 from finetune.config.rules.files import file_problems
 from finetune.config.run_config import RunConfig, world_problems
-from finetune.config.source import Source, Sources, placed
+from finetune.config.source import Source, Sources, ancestors, placed
+from finetune.config.text_file import read_text
+from finetune.config.values import Document
 from finetune.config.wording import listed, nearest
-from finetune.config.yaml import Document, read_yaml
+from finetune.config.yaml import read_yaml
 from finetune.errors import ConfigError, Problem
+
+_NEARBY = 100
+"""Files of a folder among which the one that was meant is looked for."""
 
 
 @dataclass(frozen=True)
@@ -49,10 +58,13 @@ def load_config(path: pathlib.Path, overrides: Sequence[str] = ()) -> LoadedConf
     sources = _sources(document, overridden.replaced, name=path.name) | overridden.sources
     problems = _still_there(document.problems, overridden.replaced) + overridden.problems
     folder = path.absolute().parent.resolve()
-    config, found = _checked(overridden.values, folder=folder, broken={problem.key for problem in problems})
+    broken = {problem.key for problem in problems}
+    config, found, num_unnamed = _checked(overridden.values, folder=folder, broken=broken, sources=sources)
     problems += found
     if problems:
-        raise ConfigError(_in_order(problems, sources, overrides=overrides), path.name)
+        ordered = _in_order(problems, sources, overrides=overrides)
+        num_more = num_unnamed + max(0, len(ordered) - MAX_LISTED)
+        raise ConfigError(ordered[:MAX_LISTED], path.name, num_more=num_more)
     return LoadedConfig(config, path, text, sources)
 
 
@@ -65,7 +77,7 @@ def require_shareable(loaded: LoadedConfig, *, num_processes: int) -> None:
 
 def _read(path: pathlib.Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return read_text(path)
     except FileNotFoundError:
         fault = f"there is no such file. {_nearby(path)}"
     except IsADirectoryError:
@@ -73,7 +85,7 @@ def _read(path: pathlib.Path) -> str:
     except UnicodeDecodeError as error:
         fault = f"this is not UTF-8 text (byte {error.start}). Save the file as UTF-8."
     except OSError as error:
-        fault = f"it cannot be read: {error.strerror}."
+        fault = f"it cannot be read: {error.strerror}. Write the job into a text file and name that."
     raise ConfigError([Problem("", fault)], str(path))
 
 
@@ -81,7 +93,7 @@ def _nearby(path: pathlib.Path) -> str:
     folder = path.absolute().parent
     if not folder.is_dir():
         return f"There is no folder {folder} either."
-    there = sorted(each.name for each in folder.glob("*.y*ml"))
+    there = sorted(each.name for each in islice(folder.glob("*.y*ml"), _NEARBY))
     near = nearest(path.name, there)
     return f"Did you mean `{path.with_name(near)}`?" if near else f"YAML files in {folder}: {listed(there)}."
 
@@ -92,43 +104,64 @@ def _not_a_job(document: Document) -> Problem:
     return Problem("", f"{what}. A job has the sections {sections}; `finetune init quickstart --into .` writes one.")
 
 
-def _checked(values: dict[str, Any], *, folder: pathlib.Path, broken: set[str]) -> tuple[RunConfig, list[Problem]]:
-    """Return the config and everything that is wrong with it; the keys that are broken already are passed over."""
+def _checked(
+    values: dict[str, Any], *, folder: pathlib.Path, broken: set[str], sources: Sources
+) -> tuple[RunConfig, list[Problem], int]:
+    """Return the config, what is wrong with it, and how many further keys do not fit that are not put into words.
+
+    The keys that are broken already are passed over.
+    """
     faults: list[Fault] = []
     try:
         config = RunConfig.model_validate(values)
     except ValidationError as error:
         faults = read_faults(error, values)
-    problems = [fault.problem() for fault in faults if fault.key not in broken]
-    is_draft = bool(faults or broken)
-    if is_draft:
-        all_broken = broken | {key for fault in faults for key in (fault.key, fault.meant) if key}
-        config = draft(RunConfig, values, broken=all_broken)
+    found = sorted((fault for fault in faults if fault.key not in broken), key=lambda fault: _line(fault, sources))
+    problems = [fault.problem() for fault in found[:MAX_LISTED]]
+    broken = broken | {key for fault in faults for key in (fault.key, fault.meant) if key}
+    if broken:
+        config = draft(RunConfig, values, broken=broken)
+    unusable = path_problems(config, folder)
+    if unusable:
+        broken = broken | {problem.key for problem in unusable}
+        config = draft(RunConfig, values, broken=broken)
     config = with_absolute_paths(config, folder)
-    problems += broken_rules(config, is_draft=is_draft) + file_problems(config, folder=folder, is_draft=is_draft)
-    return config, problems
+    is_draft = bool(broken)
+    problems += [*unusable, *broken_rules(config, is_draft=is_draft)]
+    problems += file_problems(config, folder=folder, is_draft=is_draft)
+    return config, problems, max(0, len(found) - MAX_LISTED)
+
+
+def _line(fault: Fault, sources: Sources) -> float:
+    """Return where the fault stands in the file; what is missing comes last, overrides before it."""
+    source = sources.get(fault.key)
+    if source is None:
+        return math.inf
+    return sys.maxsize if source.line is None else source.line
 
 
 def _sources(document: Document, replaced: Iterable[str], *, name: str) -> dict[str, Source]:
-    return {key: Source(name, line) for key, line in document.lines.items() if not _is_inside(key, replaced)}
+    gone = frozenset(replaced)
+    return {key: Source(name, line) for key, line in document.lines.items() if not _is_inside(key, gone)}
 
 
 def _still_there(problems: Iterable[Problem], replaced: Sequence[str]) -> list[Problem]:
     """Return the problems of the file that no override has taken away with the value."""
-    return [each for each in problems if not _is_inside(each.key, replaced)]
+    gone = frozenset(replaced)
+    return [each for each in problems if not _is_inside(each.key, gone)]
 
 
-def _is_inside(key: str, outer: Iterable[str]) -> bool:
-    return any(key == each or key.startswith(f"{each}.") for each in outer)
+def _is_inside(key: str, outer: frozenset[str]) -> bool:
+    return key in outer or any(each in outer for each in ancestors(key))
 
 
 def _in_order(problems: Iterable[Problem], sources: Sources, *, overrides: Sequence[str]) -> list[Problem]:
     """Return the problems with their places: by line, then by override, then what is missing; none twice."""
-    order = [f"--set {text}" for text in overrides]
+    order = {place_of(text): number for number, text in reversed([*enumerate(overrides)])}
 
     def position(problem: Problem) -> tuple[int, int]:
         if problem.line is not None:
             return 0, problem.line
-        return (1, order.index(problem.source)) if problem.source in order else (2, 0)
+        return (1, order[problem.source]) if problem.source in order else (2, 0)
 
     return sorted(dict.fromkeys(placed(problem, sources) for problem in problems), key=position)

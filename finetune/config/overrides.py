@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from finetune.config.limits import MAX_DEPTH, MAX_KEY_LENGTH, MAX_OVERRIDES, unwritable
 from finetune.config.source import Source
 from finetune.config.yaml import read_yaml
 from finetune.errors import Problem
@@ -20,15 +21,28 @@ class Overridden:
     replaced: list[str] = field(default_factory=list)  # keys whose old value, and all below it, is gone
 
 
+_LONGEST_SHOWN = 200
+"""Characters of an override that messages show."""
+
+_INDEX_DIGITS = 9
+"""A list that a job holds has fewer items than ten to the power of these."""
+
+
 def override(values: dict[str, Any], overrides: Sequence[str]) -> Overridden:
     """Return the values with each `key=value` written over them, in order; missing sections are made.
 
     The value is read as YAML 1.2, so `null`, `[1, 2]` and `{a: 1}` work. The argument is left as it is.
     """
     result = Overridden(copy.deepcopy(values))
+    if len(overrides) > MAX_OVERRIDES:
+        too_many = (
+            f"there are {len(overrides):,} overrides. Write at most {MAX_OVERRIDES:,}, and the others into the file."
+        )
+        result.problems.append(Problem("", too_many, source="--set"))
+        return result
     for text in overrides:
         key, equals, written = text.partition("=")
-        source = Source(f"--set {text}")
+        source = Source(place_of(text))
         fault = _syntax_fault(key, equals=equals, written=written)
         if fault is not None:
             result.problems.append(Problem("", fault, source=source.where))
@@ -43,11 +57,21 @@ def override(values: dict[str, Any], overrides: Sequence[str]) -> Overridden:
     return result
 
 
+def place_of(override: str) -> str:
+    """Return how messages name the override, cut where it is long."""
+    return f"--set {override if len(override) <= _LONGEST_SHOWN else f'{override[: _LONGEST_SHOWN - 3]}...'}"
+
+
 def _syntax_fault(key: str, *, equals: str, written: str) -> str | None:
     if not equals:
         return "there is no `=`. Write it as `--set train.steps=100`."
     if not all(part and part == part.strip() for part in key.split(".")):
         return "the key is not a dotted name. Write it as `--set train.steps=100`."
+    if len(key) > MAX_KEY_LENGTH or key.count(".") >= MAX_DEPTH:
+        return f"the key is too long: it has {key.count('.') + 1} parts and {len(key):,} characters."
+    unusable = unwritable(key)
+    if unusable is not None:
+        return unusable
     if not written.strip():
         return f"nothing is written after `=`. Write a value, or `{key}=null` for none."
     return None
@@ -78,7 +102,8 @@ def _write(result: Overridden, key: str, *, value: Any, source: Source) -> None:
         result.problems.append(Problem(key, message, source=source.where))
         return
     result.replaced.append(key)
-    for stale in [other for other in result.sources if other.startswith(f"{key}.")]:
+    below = f"{key}."
+    for stale in [other for other in result.sources if other.startswith(below)]:
         del result.sources[stale]
     _note(result.sources, key, value=value, source=source)
 
@@ -86,7 +111,8 @@ def _write(result: Overridden, key: str, *, value: Any, source: Source) -> None:
 def _child(place: Any, part: str) -> Any:
     if isinstance(place, dict):
         return place.get(part)
-    return place[int(part)] if part.isdecimal() and int(part) < len(place) else None
+    is_index = part.isdecimal() and len(part) <= _INDEX_DIGITS and int(part) < len(place)
+    return place[int(part)] if is_index else None
 
 
 def _note(sources: dict[str, Source], key: str, *, value: Any, source: Source) -> None:

@@ -10,8 +10,15 @@ from typing import Any, Literal, TypeVar, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from finetune.config.section import RelativeToConfig, Section
+from finetune.config.source import joined
+from finetune.config.wording import shortened
+from finetune.errors import Problem
 
 S = TypeVar("S", bound=Section)
+
+_MAX_NAME_BYTES = 255
+_MAX_PATH_BYTES = 4095
+_SHORT_NAME = 50  # characters of the last part of a URL, where all of it is no file name
 
 
 def with_absolute_paths(section: S, folder: pathlib.Path) -> S:
@@ -35,6 +42,24 @@ def with_absolute_paths(section: S, folder: pathlib.Path) -> S:
     return copy
 
 
+def path_problems(section: Section, folder: pathlib.Path, *, prefix: str = "") -> list[Problem]:
+    """Return what is wrong with paths that cannot be resolved, or that no file system can hold; they may lead nowhere.
+
+    Works on a draft, too.
+    """
+    problems: list[Problem] = []
+    for name, value in section.__dict__.items():
+        key = joined(prefix, name)
+        if isinstance(value, Section):
+            problems += path_problems(value, folder, prefix=key)
+        elif isinstance(value, tuple) and any(isinstance(each, Section) for each in value):
+            for number, each in enumerate(value):
+                problems += path_problems(each, folder, prefix=joined(key, number))
+        elif fault := _path_fault(value, type(section).model_fields[name], folder=folder):
+            problems.append(Problem(key, fault))
+    return problems
+
+
 def is_path(name: str) -> bool:
     """Tell whether a text that may be a name or a path is a path: it begins with `.`, `/` or `~`."""
     return name.startswith((".", "/", "~"))
@@ -56,7 +81,10 @@ def stage_of(folder: str, local_folder: str | None) -> pathlib.Path:
         return pathlib.Path(local_folder)
     address = folder.rstrip("/")
     digest = hashlib.sha256(address.encode()).hexdigest()[:12]
-    return pathlib.Path("~/.cache/finetune/runs").expanduser() / f"{address.rpartition('/')[2]}-{digest}"
+    last = address.rpartition("/")[2]
+    if len(last.encode()) > _MAX_NAME_BYTES - len(digest) - 1:
+        last = last[:_SHORT_NAME]
+    return pathlib.Path("~/.cache/finetune/runs").expanduser() / f"{last}-{digest}"
 
 
 def absolute(path: str, folder: pathlib.Path) -> str:
@@ -71,6 +99,24 @@ def _resolved(value: Any, field: FieldInfo, *, folder: pathlib.Path) -> Any:
     if mark.only_marked and not is_path(value):
         return value
     return absolute(value, folder)
+
+
+def _path_fault(value: Any, field: FieldInfo, *, folder: pathlib.Path) -> str | None:
+    if not isinstance(value, str) or next(_parts(field, RelativeToConfig), None) is None:
+        return None
+    if is_url(value):
+        is_long = len(value.encode()) > _MAX_PATH_BYTES
+        return f"the address is longer than {_MAX_PATH_BYTES} bytes. Write a shorter one." if is_long else None
+    try:
+        path = os.fsencode(_resolved(value, field, folder=folder))
+    except RuntimeError:
+        return f"there is no home folder for `{shortened(value.partition('/')[0])}`. Write the path in full."
+    longest = max(map(len, path.split(b"/")))
+    if longest > _MAX_NAME_BYTES:
+        return f"a name in this path has {longest:,} bytes; a file system takes {_MAX_NAME_BYTES}. Write a shorter one."
+    if len(path) > _MAX_PATH_BYTES:
+        return f"the path has {len(path):,} bytes; a file system takes {_MAX_PATH_BYTES}. Write a shorter one."
+    return None
 
 
 def _choices(field: FieldInfo) -> set[str]:

@@ -5,14 +5,17 @@ from collections.abc import Sequence
 
 from pydantic import ValidationError
 
+from finetune.config.limits import MAX_FILE_BYTES, MAX_RESOLVED_VALUES
 from finetune.config.load import LoadedConfig
 from finetune.config.overrides import override
 from finetune.config.paths import is_url, with_absolute_paths
 from finetune.config.run_config import RunConfig, with_run_folder
+from finetune.config.text_file import read_text
 from finetune.config.yaml import read_yaml
 from finetune.errors import ConfigError, UserError
 
 RESOLVED = "resolved.yaml"
+ANEW = "Start the run once more, which writes the file anew."
 
 
 def load_resolved(run: pathlib.Path, overrides: Sequence[str] = ()) -> LoadedConfig:
@@ -24,12 +27,18 @@ def load_resolved(run: pathlib.Path, overrides: Sequence[str] = ()) -> LoadedCon
     """
     path = run / RESOLVED
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_text(path, max_bytes=8 * MAX_FILE_BYTES)
     except OSError as error:
         raise UserError(
             f"{path}: cannot be read ({error.strerror}). Name the folder of a run: what it was is written there."
         ) from error
-    overridden = override(read_yaml(text).values, overrides)
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: is damaged: it is not UTF-8 text. {ANEW}") from error
+    document = read_yaml(text, max_values=MAX_RESOLVED_VALUES)
+    if document.problems or not isinstance(document.values, dict):
+        fault = document.problems[0] if document.problems else "it does not hold sections."
+        raise UserError(f"{path}: is damaged: {fault} {ANEW}")
+    overridden = override(document.values, overrides)
     if overridden.problems:
         raise ConfigError(overridden.problems, path.name)
     try:

@@ -1,5 +1,6 @@
 """Every key of the job YAML as JSON schema, and its values in plain words."""
 
+import math
 from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Any
@@ -66,9 +67,13 @@ def meaning(node: Node) -> str:
     return str(node.get("description") or next((each.get("description", "") for each in branches(node)), ""))
 
 
-def describe(node: Node) -> str:
-    """Return what may be written, as `a whole number of at least 1, or null`."""
-    kinds = branches(node)
+CEILING = 1_000
+"""An upper bound from here on is above any use: it is told to those alone who meet it."""
+
+
+def describe(node: Node, *, in_full: bool = False) -> str:
+    """Return what may be written, as `a whole number of at least 1, or null`; in full, with its ceilings."""
+    kinds = [each if in_full else _without_ceiling(each) for each in branches(node)]
     texts = list(dict.fromkeys(_describe_one(each) for each in kinds if each.get("type") != "null"))
     optional = any(each.get("type") == "null" for each in kinds)
     return " or ".join(texts) + (", or `null`" if optional else "")
@@ -99,6 +104,24 @@ def _inside(node: Node, part: str) -> Node | None:
     if further is True:
         return {}
     return further if isinstance(further, dict) else None
+
+
+def is_beyond(value: Any, node: Node) -> bool:
+    """Tell whether a number is wrong because it is above a ceiling, or below its negative."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return False
+    bounds = [each.get(name) for each in branches(node) for name in ("maximum", "exclusiveMaximum")]
+    return abs(value) >= max((bound for bound in bounds if bound is not None), default=math.inf) >= CEILING
+
+
+def _without_ceiling(node: Node) -> Node:
+    """Return the schema without bounds that are above any use, those of its items included."""
+    bounds = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+    plain = {name: each for name, each in node.items() if name not in bounds or abs(each) < CEILING}
+    if "items" in plain:
+        (item,) = list(branches(plain["items"]))[:1]
+        plain["items"] = _without_ceiling(item)
+    return plain
 
 
 def _describe_one(node: Node) -> str:
@@ -135,12 +158,18 @@ def _text(node: Node) -> str:
     return f"text such as `{node['examples'][0]}`" if node.get("examples") else "text"
 
 
+def _amount(bound: float) -> str:
+    if isinstance(bound, int):
+        return f"{bound:,}"
+    return f"{bound:,.0f}" if bound >= CEILING else f"{bound:g}"
+
+
 def _bounds(node: Node) -> str:
     low, high = node.get("minimum"), node.get("maximum")
     if low is not None and high is not None:
-        return f" from {low:g} to {high:g}"
+        return f" from {low:,g} to {_amount(high)}"
     parts = [
-        f"{word} {node[name]:g}"
+        f"{word} {_amount(node[name])}"
         for name, word in (
             ("minimum", "of at least"),
             ("exclusiveMinimum", "above"),

@@ -37,8 +37,6 @@ NameOrPath = Annotated[str, RelativeToConfig(only_marked=True)]
 """A name, or a path when it begins with `.`, `/` or `~`; a path is resolved as above."""
 
 Strings = Annotated[tuple[str, ...], Field(strict=False)]
-Positive = Annotated[int, Field(ge=1)]
-Count = Annotated[int, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 
 

@@ -1,6 +1,6 @@
 """Where a value of the config comes from."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from finetune.errors import Problem
@@ -29,6 +29,17 @@ def placed(problem: Problem, sources: Sources) -> Problem:
     if source.line is None:
         return replace(problem, source=source.where)
     return replace(problem, line=source.line)
+
+
+def ancestors(key: str) -> Iterator[str]:
+    """Yield the keys of the sections and lists around a dotted key, innermost first.
+
+    >>> list(ancestors("data.train.path"))
+    ['data.train', 'data']
+    """
+    while "." in key:
+        key = key.rpartition(".")[0]
+        yield key
 
 
 def joined(*parts: str | int) -> str:

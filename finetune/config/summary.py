@@ -1,8 +1,13 @@
 """What a config will do, in a few lines: what is trained on what, the arithmetic of the batch, the budget."""
 
+import math
+
 from finetune.config.paths import is_url, stage_of
 from finetune.config.run_config import RunConfig
 from finetune.config.sections.data import MixedSourceSection, SourceSection, TrainedSourceSection
+
+_MOST_WORLDS = 50
+"""Numbers of processes that are listed."""
 
 
 def summary(config: RunConfig, *, num_processes: int | None) -> tuple[str, ...]:
@@ -63,8 +68,14 @@ def _batch(config: RunConfig, num_processes: int | None) -> str:
         processes = "1 process" if num_processes == 1 else f"{num_processes} processes"
         return f"{batch} per step = {processes} x {microbatch} per microbatch x {accumulated} accumulated"
     share = batch // microbatch
-    fitting = ", ".join(str(number) for number in range(1, share + 1) if share % number == 0)
-    return f"{batch} per step = {microbatch} per microbatch x {share}; fits on {fitting} processes"
+    fitting = _divisors(share)
+    shown = ", ".join(map(str, fitting[:_MOST_WORLDS])) + (", ..." if len(fitting) > _MOST_WORLDS else "")
+    return f"{batch} per step = {microbatch} per microbatch x {share}; fits on {shown} processes"
+
+
+def _divisors(number: int) -> list[int]:
+    small = [each for each in range(1, math.isqrt(number) + 1) if number % each == 0]
+    return sorted({*small, *(number // each for each in small)})
 
 
 def _budget(config: RunConfig) -> str:

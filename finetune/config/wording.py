@@ -8,6 +8,9 @@ from typing import Any
 LONGEST = 60
 """Characters of a value that a message shows."""
 
+_LONGEST_NAME = 200
+"""Characters of a name that may be a slip of the pen."""
+
 
 def shown(value: Any) -> str:
     """Return the value as it would be written in YAML, cut where it is long.
@@ -15,8 +18,12 @@ def shown(value: Any) -> str:
     >>> shown("4"), shown(True), shown(2e-5)
     ('`"4"`', '`true`', '`2e-05`')
     """
-    text = json.dumps(value, ensure_ascii=False, default=str)
-    return f"`{text if len(text) <= LONGEST else text[: LONGEST - 3] + '...'}`"
+    return f"`{shortened(json.dumps(value, ensure_ascii=False, default=str))}`"
+
+
+def shortened(text: str) -> str:
+    """Return the text, cut where it is long."""
+    return text if len(text) <= LONGEST else f"{text[: LONGEST - 3]}..."
 
 
 def kind(value: Any) -> str:
@@ -50,6 +57,8 @@ def did_you_mean(written: str, known: Iterable[str]) -> str:
 
 def nearest(written: str, known: Iterable[str]) -> str | None:
     """Return the known name that looks most like what was written, if any does; case does not matter."""
+    if len(written) > _LONGEST_NAME:
+        return None
     by_lower = {name.lower(): name for name in known}
     found = difflib.get_close_matches(written.lower(), by_lower, n=1, cutoff=0.65)
     return by_lower[found[0]] if found else None

@@ -1,16 +1,18 @@
 """An architecture from `model.from_config`: the config object of transformers, with every value checked by name."""
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
+from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 
-from finetune.config.sections.model import FromConfigSection
-from finetune.errors import ModelError
-from finetune.model.hub import told
+from finetune.config.sections.model import FromConfigSection, ModelSection
+from finetune.errors import FinetuneError, ModelError
+from finetune.model.hub import summary
 
 KEY = "model.from_config"
 OWN_KEYS = {
@@ -56,11 +58,30 @@ def architecture(
     elif vocabulary_size is not None:
         key = f"{KEY}.values"
         values = _of_vocabulary(values, vocabulary_size=vocabulary_size, special_ids=special_ids, key=key)
-    with told(section.model_type, key=KEY):
+    with values_blamed(section.model_type, key=f"{KEY}.values"):
         config = AutoConfig.for_model(section.model_type, **values)
         if vocabulary_size is not None and config.is_encoder_decoder and DECODER_START not in values:
             setattr(config, DECODER_START, _decoder_start(config, special_ids))
         return config
+
+
+def built_from(section: ModelSection, *, kind: str) -> AbstractContextManager[None]:
+    """Turn what is raised while a model of this section is built from its config into one ModelError."""
+    return values_blamed(kind, key="model.name" if section.from_config is None else f"{KEY}.values")
+
+
+@contextmanager
+def values_blamed(kind: str, *, key: str) -> Iterator[None]:
+    """Turn whatever transformers raises over the values of a config into one ModelError: no network is at fault."""
+    try:
+        yield
+    except FinetuneError:
+        raise
+    except Exception as error:
+        is_told = isinstance(error, ValueError | StrictDataclassError)
+        what = summary(error) if is_told else f"{type(error).__name__}: {summary(error)}"
+        advice = "Change or leave out the value." if key.startswith(KEY) else "Check its config.json."
+        raise ModelError(f"{key}: no `{kind}` can be built with these values: {what} {advice}") from error
 
 
 def _of_vocabulary(
@@ -68,7 +89,8 @@ def _of_vocabulary(
 ) -> dict[str, Any]:
     """Return the values with the tokenizer's where none are written; raises ModelError for too small a vocabulary."""
     values = {"vocab_size": vocabulary_size, **_token_values(special_ids), **values}
-    if (size := values["vocab_size"]) < vocabulary_size:
+    size = values["vocab_size"]
+    if isinstance(size, int) and size < vocabulary_size:
         raise ModelError(
             f"{key}.vocab_size: {size} is smaller than the tokenizer's {vocabulary_size} tokens. "
             "Leave it out, or write at least that many."

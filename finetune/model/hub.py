@@ -48,6 +48,8 @@ def _advice(name: str, error: BaseException) -> str:
         return "It brings its own Python code: read it, then write `model.trust_remote_code: true`."
     if is_folder(name):
         return "Check that the folder holds what `save_pretrained` writes."
+    if not isinstance(error, OSError):
+        return "Check the values in its config.json."
     if is_offline():
         return (
             "The hub is out of reach from here and the name is not in the local cache: download it where there is a "

@@ -9,7 +9,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from finetune.config.sections.model import ModelSection
 from finetune.errors import ModelError
-from finetune.model.architecture import SpecialIds, architecture
+from finetune.model.architecture import SpecialIds, architecture, built_from
 from finetune.model.attention.choice import attention_implementation, best_attention
 from finetune.model.checkpointing import recompute
 from finetune.model.embeddings import tell_of_none
@@ -69,7 +69,7 @@ def _built(
     config: PreTrainedConfig, *, section: ModelSection, head: str, construction: Construction, attention: str | None
 ) -> PreTrainedModel:
     kind = config.model_type
-    with told(kind, key="model"), torch.random.fork_rng(devices=()), construction.context(), unwritten():
+    with built_from(section, kind=kind), torch.random.fork_rng(devices=()), construction.context(), unwritten():
         model = HEADS[head].from_config(
             config,
             dtype=getattr(torch, section.dtype),

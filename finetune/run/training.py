@@ -32,6 +32,7 @@ from finetune.run.publish import publish_final
 from finetune.run.saving import ReportedSaving
 from finetune.run.startup import telling_start
 from finetune.run.teacher import taught
+from finetune.run.trial import require_own_values_fit
 from finetune.run.watch import Watch, watched_run
 from finetune.run.wishes import make_wishes
 from finetune.runtime import ranks
@@ -59,6 +60,7 @@ def train_from_config(loaded: LoadedConfig, ahead: Ahead | None = None) -> int:
     with watched_run(Path(loaded.config.run.folder), say=say) as watch:
         fetch_run(loaded, say=print)
         ahead = ahead or verify_ahead(loaded)
+        require_own_values_fit(loaded.config)
         code = _train(loaded, strategy, watch=watch, mirror=mirror, startup=startup, ahead=ahead, say=say)
     return ranks.leave(code, afterwards=partial(_hand_over, loaded, mirror))
 

@@ -4,6 +4,7 @@ It looks every second. The main thread may be stuck in a collective for good; th
 """
 
 import faulthandler
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -22,6 +23,7 @@ _QUIET_SECONDS = 3.0  # without a point passed for so long, the others are looke
 _LAST_WORDS_SECONDS = 8.0  # for the main thread to end by itself after an error
 _REPORT_SECONDS = 6.0  # for the other ranks to write down where they stand
 _PAUSE_SECONDS = 30.0  # between two looks
+_MOST_FAILURES = 60  # looks in a row that failed, after which nobody can say that the run is watched
 _BACKSTOP_SECONDS = 120.0  # after the limit, where not even this thread can run
 
 
@@ -63,8 +65,22 @@ class Watchdog:
 
     def run(self) -> None:
         """Look, until the run is over."""
+        num_failures = 0
         while not self._is_over.wait(_TICK_SECONDS):
-            self.look()
+            try:
+                self.look()
+                num_failures = 0
+            except Exception as error:  # whatever it is, the run must not go on unwatched
+                num_failures += 1
+                self._tell_failure(error, num_failures=num_failures)
+
+    def _tell_failure(self, error: Exception, *, num_failures: int) -> None:
+        """Tell the first of several failures to look; end the run after so many in a row."""
+        if num_failures == 1:
+            text = f"{type(error).__name__}: {error}"
+            print(f"warning: the watchdog of rank {self._rank} cannot look: {text}; it tries again", file=sys.stderr)
+        if num_failures >= _MOST_FAILURES:
+            self._ending.after(ended_by(error, rank=self._rank))
 
     def stop(self) -> None:
         """Look no more."""
@@ -124,7 +140,7 @@ class Watchdog:
         """Have the interpreter end the process where not even a thread can run, because something keeps its lock."""
         if time.monotonic() - self._armed_at > min(limit, _BACKSTOP_SECONDS) / 2:
             self._armed_at = time.monotonic()
-            with suppress(ValueError, OSError):  # standard error may be no file
+            with suppress(ValueError, OSError, OverflowError):  # standard error may be no file
                 faulthandler.dump_traceback_later(limit + _BACKSTOP_SECONDS, exit=True)
 
 

@@ -11,7 +11,7 @@ from finetune.task.masked_lm import MaskedLmTask
 from finetune.task.materials import Materials
 from finetune.task.preference import PreferenceTask
 from finetune.task.pretrain import PretrainTask
-from finetune.task.protocol import Task
+from finetune.task.protocol import ModelHead, Task
 from finetune.task.reward import RewardTask
 from finetune.task.seq2seq import Seq2SeqTask
 from finetune.task.sft import SftTask
@@ -48,6 +48,12 @@ READS: Mapping[TaskName, Reads] = {"image_classification": "images", "vision_lan
 def build_task(materials: Materials) -> Task:
     """Return the task of that name; raises DataError when the tokenizer or the rows cannot serve it."""
     return TASKS[materials.section.name](materials)
+
+
+def head_of(name: TaskName) -> ModelHead:
+    """Return the head of the model that the task trains."""
+    head: ModelHead = getattr(TASKS[name], "head", "causal_lm")  # both tasks of preference have that of a causal model
+    return head
 
 
 def reads(name: TaskName) -> Reads:

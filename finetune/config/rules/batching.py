@@ -6,6 +6,9 @@ from finetune.config.run_config import RunConfig
 from finetune.config.wording import listed
 from finetune.errors import Problem
 
+LARGEST_WINDOW = 100_000_000
+"""Samples whose lengths are sorted at once."""
+
 AMOUNTS = ("weight", "rows", "epochs")
 """How much of the mix a source is."""
 
@@ -62,7 +65,17 @@ def rows_are_positions(config: RunConfig) -> Iterator[Problem]:
             yield Problem(f"data.train.mix.{number}.rows", message)
 
 
+def window_can_be_sorted(config: RunConfig) -> Iterator[Problem]:
+    """The lengths of a whole window are sorted at once, in memory."""
+    steps, batch = config.data.batching.length_window_steps, config.train.global_batch_size
+    if steps > 1 and steps * batch > LARGEST_WINDOW:
+        most = max(1, LARGEST_WINDOW // batch)
+        message = f"{steps:,} steps of {batch:,} samples are too many to be sorted at once. Write at most {most:,}."
+        yield Problem("data.batching.length_window_steps", message)
+
+
 BATCHING_RULES = (
+    window_can_be_sorted,
     every_sample_fits,
     batch_by_tokens_is_a_microbatch,
     mix_is_the_source,

@@ -7,9 +7,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from finetune.config.paths import is_path, is_url, stage_of
+from finetune.config.rules.matches import some_matches
 from finetune.config.rules.sources import sources
 from finetune.config.run_config import RunConfig
 from finetune.errors import Problem
+
+Check = tuple[str, Iterator[Problem]]
+"""A key, and what is found when the file that it names is looked at."""
 
 
 def file_problems(config: RunConfig, *, folder: Path, is_draft: bool = False) -> list[Problem]:
@@ -18,76 +22,102 @@ def file_problems(config: RunConfig, *, folder: Path, is_draft: bool = False) ->
     The paths in the config are absolute. On a draft, broken keys are passed over.
     """
     problems: list[Problem] = []
-    checks: tuple[Callable[[], Iterator[Problem]], ...] = (
-        lambda: _rows(config),
-        lambda: _model(config, folder),
+    checks: tuple[Callable[[], Iterator[Check]], ...] = (
+        lambda: _all_rows(config),
+        lambda: _models(config, folder),
         lambda: _template(config),
         lambda: _checkpoint(config),
-        lambda: _run_folder(config),
+        lambda: _writes(config),
     )
     for check in checks:
         try:
-            problems.extend(check())
+            for key, found in check():
+                problems.extend(_tried(key, found))
         except AttributeError:
             if not is_draft:
                 raise
     return problems
 
 
-def _rows(config: RunConfig) -> Iterator[Problem]:
+def _tried(key: str, found: Iterator[Problem]) -> Iterator[Problem]:
+    """Yield what is found; where the file system answers with an error, that."""
+    try:
+        yield from found
+    except OSError as error:
+        yield Problem(key, f"{error.filename or 'it'} cannot be looked at: {error.strerror}.")
+
+
+def _all_rows(config: RunConfig) -> Iterator[Check]:
     for key, source in sources(config):
-        if source.path is None or is_url(source.path):
-            continue
-        path = Path(source.path)
-        if path.exists():
-            yield from _readable(f"{key}.path", path)
-        elif glob.has_magic(source.path):
-            found = sorted(Path(path.anchor).glob(str(path.relative_to(path.anchor))))
-            if not found:
-                yield Problem(f"{key}.path", f"no file matches {path}. {RELATIVE}")
-            for each in found:
-                yield from _readable(f"{key}.path", each)
-        else:
-            yield Problem(f"{key}.path", f"there is no file {path}. {RELATIVE}")
+        if source.path is not None and not is_url(source.path):
+            yield f"{key}.path", _rows(f"{key}.path", source.path)
 
 
-def _model(config: RunConfig, folder: Path) -> Iterator[Problem]:
+def _rows(key: str, written: str) -> Iterator[Problem]:
+    path = Path(written)
+    if path.exists():
+        yield from _readable(key, path)
+    elif glob.has_magic(written):
+        found = some_matches(path)
+        if found == []:
+            yield Problem(key, f"no file matches {path}. {RELATIVE}")
+        for each in found or ():
+            yield from _readable(key, each)
+    else:
+        yield Problem(key, f"there is no file {path}. {RELATIVE}")
+
+
+def _models(config: RunConfig, folder: Path) -> Iterator[Check]:
     tokenizer = config.model.tokenizer
     named = {"model.name": config.model.name, "model.tokenizer.name": tokenizer.name if tokenizer else None}
-    for key, name in named.items():
-        if name is None:
-            continue
-        if not is_path(name):
-            if (folder / name).is_dir():
-                yield Problem(key, f"`{name}` means the hub, but there is a folder of that name. Write `./{name}`.")
-        elif not Path(name).exists():
-            yield Problem(key, f"there is no folder {name}. {RELATIVE}")
-        elif not Path(name).is_dir():
-            yield Problem(key, f"{name} is a file. Write the folder that holds the model and its config.json.")
-        elif not os.access(name, os.R_OK | os.X_OK):
-            yield Problem(key, f"{name} cannot be read. Check its permissions.")
+    yield from ((key, _model(key, name, folder)) for key, name in named.items() if name is not None)
 
 
-def _template(config: RunConfig) -> Iterator[Problem]:
+def _model(key: str, name: str, folder: Path) -> Iterator[Problem]:
+    if not is_path(name):
+        if (folder / name).is_dir():
+            yield Problem(key, f"`{name}` means the hub, but there is a folder of that name. Write `./{name}`.")
+    elif not Path(name).exists():
+        yield Problem(key, f"there is no folder {name}. {RELATIVE}")
+    elif not Path(name).is_dir():
+        yield Problem(key, f"{name} is a file. Write the folder that holds the model and its config.json.")
+    elif not os.access(name, os.R_OK | os.X_OK):
+        yield Problem(key, f"{name} cannot be read. Check its permissions.")
+
+
+def _template(config: RunConfig) -> Iterator[Check]:
     template = config.data.chat_template
     if template is not None and is_path(template):
-        if not Path(template).is_file():
-            yield Problem("data.chat_template", f"there is no file {template}. {RELATIVE}")
-        else:
-            yield from _readable("data.chat_template", Path(template))
+        yield "data.chat_template", _file("data.chat_template", Path(template))
 
 
-def _checkpoint(config: RunConfig) -> Iterator[Problem]:
+def _file(key: str, path: Path) -> Iterator[Problem]:
+    if not path.is_file():
+        yield Problem(key, f"there is no file {path}. {RELATIVE}")
+    else:
+        yield from _readable(key, path)
+
+
+def _checkpoint(config: RunConfig) -> Iterator[Check]:
     resume = config.checkpoint.resume
-    if resume not in ("auto", "never") and not is_url(resume) and not Path(resume).is_dir():
-        message = f"there is no checkpoint {resume}. Write `auto`, `never` or the folder of a checkpoint. {RELATIVE}"
+    if resume not in ("auto", "never") and not is_url(resume):
+        yield "checkpoint.resume", _resume(resume)
+
+
+def _resume(folder: str) -> Iterator[Problem]:
+    if not Path(folder).is_dir():
+        message = f"there is no checkpoint {folder}. Write `auto`, `never` or the folder of a checkpoint. {RELATIVE}"
         yield Problem("checkpoint.resume", message)
 
 
-def _run_folder(config: RunConfig) -> Iterator[Problem]:
-    """Yield what keeps the run from being written on this machine; what is at a URL is seen when it starts."""
+def _writes(config: RunConfig) -> Iterator[Check]:
     folder = stage_of(config.run.folder, config.run.local_folder)
     key = "run.local_folder" if is_url(config.run.folder) else "run.folder"
+    yield key, _run_folder(key, folder)
+
+
+def _run_folder(key: str, folder: Path) -> Iterator[Problem]:
+    """Yield what keeps the run from being written on this machine; what is at a URL is seen when it starts."""
     place = next(each for each in (folder, *folder.parents) if each.exists() or each.is_symlink())
     if not place.exists():
         yield Problem(key, f"{place} is a link to nothing. Remove it, or choose another folder.")

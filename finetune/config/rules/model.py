@@ -1,14 +1,22 @@
 """Rules of `model:` and `report:` - where weights and tokenizer come from, and names that must be known."""
 
+import math
 from collections.abc import Iterator
+from typing import Any
 
 from finetune.config.rules.tasks import WITHOUT_TOKENS
 from finetune.config.run_config import RunConfig
+from finetune.config.source import joined
 from finetune.config.wording import did_you_mean, listed
 from finetune.errors import Problem
 
 TRACKERS = ("aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab", "tensorboard", "trackio", "wandb")
 
+
+MOST_LAYERS = 2_000
+"""Building a layer takes a few milliseconds."""
+
+_TOO_LARGE = 1 << 63
 
 ADAPTERS = ("lora", "ia3", "oft", "prompt_tuning", "prefix_tuning", "adapter")
 """Keys of `model` that train something beside the model's own weights."""
@@ -89,7 +97,30 @@ def trackers_are_known(config: RunConfig) -> Iterator[Problem]:
             yield Problem(f"report.trackers.{index}", f"there is no tracker `{name}`. {hint}")
 
 
+def values_are_of_64_bits(config: RunConfig) -> Iterator[Problem]:
+    """Numbers in the values of a model's config fit into 64 bits; layers can be counted, dropout is a share."""
+    written = config.model.from_config
+    for key, number in _numbers(written.values if written else {}, key="model.from_config.values"):
+        if isinstance(number, float) and math.isnan(number):
+            yield Problem(key, "this is not a number. Write one.")
+        elif isinstance(number, int) and abs(number) >= _TOO_LARGE:
+            yield Problem(key, f"{number} does not fit into 64 bits. Write a smaller number.")
+        elif "dropout" in key.rpartition(".")[2] and not 0 <= number <= 1:
+            yield Problem(key, f"{number:g} is no share. Write a number from 0 to 1.")
+        elif isinstance(number, int) and "layer" in key.rpartition(".")[2] and number > MOST_LAYERS:
+            yield Problem(key, f"{number:,} layers are more than can be built. Write at most {MOST_LAYERS:,}.")
+
+
+def _numbers(value: Any, *, key: str) -> Iterator[tuple[str, int | float]]:
+    if isinstance(value, dict | list):
+        for name, inner in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _numbers(inner, key=joined(key, name))
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        yield key, value
+
+
 MODEL_RULES = (
+    values_are_of_64_bits,
     model_is_one,
     tokenizer_is_one,
     adapters_are_one_kind,

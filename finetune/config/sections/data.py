@@ -5,20 +5,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from finetune.config.section import Count, Fraction, NameOrPath, Path, Positive, Section, key
+from finetune.config.bounds import Ahead, Count, Factor, Length, MixRows, NumRows, Pixels, Ratio, SomeRows, Workers
+from finetune.config.section import Fraction, NameOrPath, Path, Section, key
 
-Format = Literal[
-    "messages",
-    "conversations",
-    "prompt_completion",
-    "instruction",
-    "preference",
-    "judged",
-    "labelled",
-    "tagged",
-    "image_label",
-    "text",
-]
+OfTurns = Literal["messages", "conversations", "prompt_completion", "instruction", "preference", "judged"]
+Format = Literal[OfTurns, "labelled", "tagged", "image_label", "text"]
 
 REQUIRED_COLUMNS: Mapping[Format, tuple[str, ...]] = {
     "messages": ("messages",),
@@ -81,18 +72,18 @@ class SourceSection(Section):
         {},
     )
     follow_links: bool = key("Also read files of a folder or glob that are links to somewhere outside of it.", False)
-    skip: Count = key("Leave out this many rows at the start, before a share of them is held out to evaluate on.", 0)
-    take: Positive | None = key("Use at most this many rows after `skip`, what is held out of them included.", None)
+    skip: NumRows = key("Leave out this many rows at the start, before a share of them is held out to evaluate on.", 0)
+    take: SomeRows | None = key("Use at most this many rows after `skip`, what is held out of them included.", None)
 
 
 class StreamSection(Section):
     """Rows are prepared window after window while the model trains, for data that the disk cannot hold."""
 
-    window_rows: Positive = key(
+    window_rows: SomeRows = key(
         "Rows that are prepared, shuffled and packed together: the only shuffle beside that of the files' order.",
         10_000,
     )
-    num_ahead: Positive = key("Windows that are prepared ahead of the one in use.", 2)
+    num_ahead: Ahead = key("Windows that are prepared ahead of the one in use.", 2)
 
 
 class TrainedSourceSection(SourceSection):
@@ -104,9 +95,9 @@ class TrainedSourceSection(SourceSection):
 class MixedSourceSection(TrainedSourceSection):
     """One source of a mix. Exactly one of `weight`, `rows`, `epochs`, the same one in all sources of the mix."""
 
-    weight: float | None = key("Share of this source in the mix, relative to the other weights.", None, gt=0.0)
-    rows: Positive | None = key("Samples of this source in each pass over the mix.", None)
-    epochs: float | None = key("Passes over this source in each pass over the mix.", None, gt=0.0)
+    weight: Ratio | None = key("Share of this source in the mix, relative to the other weights.", None)
+    rows: MixRows | None = key("Samples of this source in each pass over the mix.", None)
+    epochs: Ratio | None = key("Passes over this source in each pass over the mix.", None)
 
 
 class TrainingSourceSection(TrainedSourceSection):
@@ -146,7 +137,7 @@ class BatchingSection(Section):
         "`train.microbatch_size` count positions.",
         "samples",
     )
-    tokens: Positive | None = key("Budget of a pack or a batch by tokens; unset, `data.max_length`.", None)
+    tokens: Length | None = key("Budget of a pack or a batch by tokens; unset, `data.max_length`.", None)
     padding_free: bool | Auto = key(
         "Lay the samples of a forward pass end to end instead of padding them; no sample sees another. `auto`: where "
         "the task can and the model is known to keep them apart. Packs always are.",
@@ -172,6 +163,7 @@ class AuditSection(Section):
     max_unknown_tokens: Fraction | None = key("Of the tokens, those for text that the tokenizer does not know.", None)
 
 
+Padding = Annotated[int, Field(ge=0, le=1_024)]
 Scale = Annotated[float, Field(gt=0.0, le=1.0)]
 Scales = Annotated[tuple[Scale, ...], Field(strict=False)]
 
@@ -179,7 +171,7 @@ Scales = Annotated[tuple[Scale, ...], Field(strict=False)]
 class ImagesSection(Section):
     """How images become tensors; what is random is drawn anew for every sample and step, the same on any machine."""
 
-    size: Positive | None = key("Height and width in pixels; unset, those of the model's image processor.", None)
+    size: Pixels | None = key("Height and width in pixels; unset, those of the model's image processor.", None)
     crop_scale: Scales | None = key(
         "Train on a random part of the image with this share of its area, from and to: `[0.08, 1.0]` (Szegedy et al., "
         "2014, arXiv:1409.4842). Unset, the whole image is scaled and its centre taken.",
@@ -187,10 +179,10 @@ class ImagesSection(Section):
         min_length=2,
         max_length=2,
     )
-    crop_padding: Count = key("Pad by so many pixels and take a random part of the size, as is usual on CIFAR-10.", 0)
+    crop_padding: Padding = key("Pad by so many pixels and take a random part of the size, as is usual on CIFAR-10.", 0)
     flip: bool = key("Mirror every second image, left to right.", False)
-    mixup: float = key("Alpha of mixup (Zhang et al., 2017, arXiv:1710.09412): blend two images and labels.", 0.0, ge=0)
-    cutmix: float = key("Alpha of CutMix (Yun et al., 2019, arXiv:1905.04899): paste a part of another.", 0.0, ge=0)
+    mixup: Factor = key("Alpha of mixup (Zhang et al., 2017, arXiv:1710.09412): blend two images and labels.", 0.0)
+    cutmix: Factor = key("Alpha of CutMix (Yun et al., 2019, arXiv:1905.04899): paste a part of another.", 0.0)
 
 
 NO_LIMIT = 2**40
@@ -202,7 +194,7 @@ class DataSection(Section):
 
     train: TrainingSourceSection = key("The rows to learn from.")
     validation: ValidationSourceSection | None = key("The rows to evaluate on.", None)
-    max_length: int | None = key(
+    max_length: Length | None = key(
         "Longest sample in tokens. There is no default: what happens to longer rows is `over_length`. Only images "
         "alone have none.",
         None,
@@ -230,19 +222,17 @@ class DataSection(Section):
     images: ImagesSection = key("How images become tensors.", ImagesSection())
     audit: AuditSection = key("Shares above which a run stops before it trains.", AuditSection())
     cache_folder: Path | None = key("Where tokenised rows are kept; unset, `~/.cache/finetune`.", None)
-    prepare_workers: Count | Auto = key(
+    prepare_workers: Workers | Auto = key(
         "Processes that tokenise; 0 tokenises in the main process, `auto` uses the machine's cores.", 0
     )
-    num_workers: Count | Auto = key(
+    num_workers: Workers | Auto = key(
         "Processes per rank that load batches; 0 loads in the training process, `auto` decides by the machine.", 0
     )
     pin_memory: bool | Auto = key(
         "Page-locked host memory: faster copies to a GPU. `true` is an error where there is none.", False
     )
     persistent_workers: bool | Auto = key("Keep loader processes between passes. Needs `num_workers`.", False)
-    prefetch_factor: Annotated[int, Field(ge=1)] | Auto | None = key(
-        "Batches each worker keeps ready. Needs `num_workers`.", None
-    )
+    prefetch_factor: Ahead | Auto | None = key("Batches each worker keeps ready. Needs `num_workers`.", None)
 
     @property
     def longest(self) -> int:

@@ -1,19 +1,20 @@
 """`evaluate:` - what is measured on the validation rows, and when."""
 
-from finetune.config.section import Count, Positive, Section, Strings, key
+from finetune.config.bounds import BatchSize, Count, Length, Positive
+from finetune.config.section import Section, Strings, key
 
 
 class GenerateSection(Section):
     """Let the model answer validation prompts, greedily."""
 
     num_samples: Positive = key("Validation rows that the model answers.", 64)
-    max_new_tokens: Positive = key("Longest answer in tokens.", 128)
+    max_new_tokens: Length = key("Longest answer in tokens.", 128)
     show: Count = key("Answers printed beside their references.", 3)
     metrics: Strings = key(
         "`exact_match`, or `package.module:function` taking (answers, references) and returning a number.",
         ("exact_match",),
     )
-    batch_size: Positive = key("Prompts answered at once by each process.", 8)
+    batch_size: BatchSize = key("Prompts answered at once by each process.", 8)
 
 
 class EvaluateSection(Section):
@@ -21,7 +22,7 @@ class EvaluateSection(Section):
 
     every_steps: Positive | None = key("Evaluate every so many steps; unset, only at the end.", None)
     at_start: bool = key("Also evaluate before the first step.", False)
-    microbatch_size: Positive | None = key(
+    microbatch_size: BatchSize | None = key(
         "Samples, packs or batches per forward pass and process; unset, `train.microbatch_size`.", None
     )
     generate: GenerateSection | None = key("Let the model answer validation prompts and score the answers.", None)

@@ -4,13 +4,15 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from finetune.config.section import Count, NameOrPath, Path, Positive, Section, Strings, key
+from finetune.config.bounds import LARGEST, LayerNumber, Pixels, PositiveFactor, Shift, Width
+from finetune.config.section import NameOrPath, Path, Section, Strings, key
 
 DType = Literal["float32", "bfloat16", "float16"]
-Recomputing = bool | Literal["selective"] | Annotated[int, Field(ge=2)]
-BatchNorm = Literal["frozen"] | Annotated[int, Field(ge=2)]
-Counts = Annotated[tuple[Count, ...], Field(strict=False)]
-Floats = Annotated[tuple[float, ...], Field(strict=False)]
+Recomputing = bool | Literal["selective"] | Annotated[int, Field(ge=2, le=10_000)]
+BatchNorm = Literal["frozen"] | Annotated[int, Field(ge=2, le=1 << 24)]
+LayerNumbers = Annotated[tuple[LayerNumber, ...], Field(strict=False)]
+Shifts = Annotated[tuple[Shift, ...], Field(strict=False)]
+Scales = Annotated[tuple[PositiveFactor, ...], Field(strict=False)]
 
 
 class FromConfigSection(Section):
@@ -25,7 +27,7 @@ class FromConfigSection(Section):
 class TrainTokenizerSection(Section):
     """A byte-level BPE tokenizer trained on the run's own training rows."""
 
-    vocabulary_size: int = key("Size of the vocabulary, special tokens included.", 4096, ge=300)
+    vocabulary_size: int = key("Size of the vocabulary, special tokens included.", 4096, ge=300, le=1 << 22)
 
 
 class TokenizerSection(Section):
@@ -38,9 +40,12 @@ class TokenizerSection(Section):
 class LoraSection(Section):
     """Low-rank adapters (Hu et al., 2021, arXiv:2106.09685) on a frozen base, through peft."""
 
-    rank: Positive = key("Rank of the adapters.", 16)
+    rank: Width = key("Rank of the adapters.", 16)
     alpha: float = key(
-        "Scale numerator: the update is multiplied by alpha / rank (by alpha / sqrt(rank) with rsLoRA).", 32.0, gt=0
+        "Scale numerator: the update is multiplied by alpha / rank (by alpha / sqrt(rank) with rsLoRA).",
+        32.0,
+        gt=0,
+        le=LARGEST,
     )
     dropout: float = key("Dropout on the adapters' input.", 0.0, ge=0.0, lt=1.0)
     target_modules: Strings | Literal["all-linear"] = key(
@@ -55,9 +60,9 @@ class LoraSection(Section):
         "2023, arXiv:2310.08659) makes up for what quantisation loses.",
         "default",
     )
-    layers: Counts = key("Numbers of the layers that get adapters, from 0; unset, all.", ())
-    rank_pattern: dict[str, Positive] = key("Another rank for modules whose name ends so: `{q_proj: 32}`.", {})
-    alpha_pattern: dict[str, float] = key("Another alpha for modules whose name ends so.", {})
+    layers: LayerNumbers = key("Numbers of the layers that get adapters, from 0; unset, all.", ())
+    rank_pattern: dict[str, Width] = key("Another rank for modules whose name ends so: `{q_proj: 32}`.", {})
+    alpha_pattern: dict[str, Shift] = key("Another alpha for modules whose name ends so.", {})
 
 
 class Ia3Section(Section):
@@ -70,7 +75,7 @@ class Ia3Section(Section):
 class OftSection(Section):
     """Orthogonal fine-tuning (Qiu et al., 2023, arXiv:2306.07280)."""
 
-    block_size: Positive = key("Size of the orthogonal blocks, which divides every adapted layer's inputs.", 32)
+    block_size: Width = key("Size of the orthogonal blocks, which divides every adapted layer's inputs.", 32)
     dropout: float = key("Share of the blocks that are left out.", 0.0, ge=0.0, lt=1.0)
     target_modules: Strings | Literal["all-linear"] = key("As those of `model.lora`.", "all-linear")
 
@@ -78,7 +83,7 @@ class OftSection(Section):
 class PromptTuningSection(Section):
     """Learnt tokens before the text (Lester et al., 2021, arXiv:2104.08691)."""
 
-    num_tokens: Positive = key("How many.", 16)
+    num_tokens: Width = key("How many.", 16)
     init_text: str | None = key(
         "Text whose embeddings they begin as; unset, those of tokens drawn from the vocabulary.", None
     )
@@ -87,7 +92,7 @@ class PromptTuningSection(Section):
 class PrefixTuningSection(Section):
     """Learnt keys and values before the text, in every layer (Li & Liang, 2021, arXiv:2101.00190)."""
 
-    num_tokens: Positive = key("How many.", 16)
+    num_tokens: Width = key("How many.", 16)
 
 
 class QuantizationSection(Section):
@@ -117,9 +122,9 @@ class ImageProcessorSection(Section):
     """How images are scaled for a model that is built `from_config`, which brings no image processor."""
 
     name: NameOrPath | None = key("Hub name or folder of one, in place of the values.", None)
-    size: Positive = key("Height and width in pixels.", 224)
-    mean: Floats = key("Mean of each channel, which is subtracted.", (0.5, 0.5, 0.5), min_length=1, max_length=4)
-    std: Floats = key(
+    size: Pixels = key("Height and width in pixels.", 224)
+    mean: Shifts = key("Mean of each channel, which is subtracted.", (0.5, 0.5, 0.5), min_length=1, max_length=4)
+    std: Scales = key(
         "Standard deviation of each channel, by which is divided.", (0.5, 0.5, 0.5), min_length=1, max_length=4
     )
 

@@ -2,7 +2,8 @@
 
 from typing import Literal
 
-from finetune.config.section import Positive, Section, Strings, key
+from finetune.config.bounds import Positive
+from finetune.config.section import Section, Strings, key
 
 
 class ReportSection(Section):

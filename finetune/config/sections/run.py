@@ -2,7 +2,8 @@
 
 from typing import Literal
 
-from finetune.config.section import Count, Path, Section, key
+from finetune.config.bounds import A_YEAR_SECONDS, Seed
+from finetune.config.section import Path, Section, key
 
 StrategyName = Literal["single", "ddp", "fsdp1", "fsdp2", "hsdp", "zero1", "zero2", "zero3"]
 
@@ -19,13 +20,14 @@ class RunSection(Section):
         "`~/.cache/finetune/runs`.",
         None,
     )
-    seed: Count = key("Seed of everything random: weights, adapters, data order, dropout.", 42)
+    seed: Seed = key("Seed of everything random: weights, adapters, data order, dropout.", 42)
     deterministic: bool = key("Use only deterministic kernels; slower, bitwise repeatable on one machine.", False)
     hang_after_seconds: float | None = key(
         "When nothing moves for so long, write down where every process stands, name the slow one and end the run; "
         "`null` waits forever.",
         1800.0,
         gt=0.0,
+        le=A_YEAR_SECONDS,
     )
     spot_notice: Literal["aws", "gcp", "azure"] | None = key(
         "Ask this cloud's metadata service for the notice that a spot machine will be taken; then save and stop.", None

@@ -4,7 +4,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from finetune.config.section import Fraction, NameOrPath, Positive, Section, Strings, key
+from finetune.config.bounds import LARGEST, Factor, Length, Positive
+from finetune.config.section import Fraction, NameOrPath, Section, Strings, key
 
 TaskName = Literal[
     "sft",
@@ -20,8 +21,7 @@ TaskName = Literal[
     "vision_language_sft",
 ]
 
-Weight = Annotated[float, Field(ge=0.0)]
-Weights = Annotated[tuple[Weight, ...], Field(strict=False)]
+Weights = Annotated[tuple[Factor, ...], Field(strict=False)]
 Share = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 
@@ -51,26 +51,29 @@ class PreferenceSection(Section):
         "arXiv:2401.08417).",
         "sigmoid",
     )
-    beta: float = key("Scale of the log-probability ratios; ORPO's lambda, IPO's tau.", 0.1, gt=0.0)
+    beta: float = key("Scale of the log-probability ratios; ORPO's lambda, IPO's tau.", 0.1, gt=0.0, le=LARGEST)
     label_smoothing: Annotated[float, Field(ge=0.0, lt=0.5)] = key(
         "Share of the pairs whose preference is assumed to be the wrong way round.", 0.0
     )
-    target_margin: float = key("SimPO's gamma: by how much the chosen answer is to win.", 0.5, ge=0.0)
+    target_margin: float = key("SimPO's gamma: by how much the chosen answer is to win.", 0.5, ge=0.0, le=LARGEST)
     sft_weight: float | None = key(
         "Weight of the chosen answer's own cross-entropy, the mean over its tokens, beside the loss; unset, 1 for "
         "`orpo` and `cpo`, of which it is a part, else 0.",
         None,
         ge=0.0,
+        le=LARGEST,
     )
-    desirable_weight: float = key("KTO: weight of the answers that are good.", 1.0, gt=0.0)
-    undesirable_weight: float = key("KTO: weight of the answers that are bad.", 1.0, gt=0.0)
+    desirable_weight: float = key("KTO: weight of the answers that are good.", 1.0, gt=0.0, le=LARGEST)
+    undesirable_weight: float = key("KTO: weight of the answers that are bad.", 1.0, gt=0.0, le=LARGEST)
 
 
 class RewardSection(Section):
     """A reward model (Bradley-Terry): the score of an answer."""
 
     use_margin: bool = key("Subtract the row's `margin` from the difference of the scores (Llama 2's loss).", False)
-    centering: float = key("Weight of the squared sum of both scores, which keeps them around 0.", 0.0, ge=0.0)
+    centering: float = key(
+        "Weight of the squared sum of both scores, which keeps them around 0.", 0.0, ge=0.0, le=LARGEST
+    )
 
 
 class DistillationSection(Section):
@@ -85,7 +88,7 @@ class DistillationSection(Section):
     )
     jsd_beta: float = key("Weight of the teacher in the mixture of `jsd`.", 0.5, gt=0.0, lt=1.0)
     temperature: float = key(
-        "By which both models' logits are divided; the loss is multiplied by its square.", 1.0, gt=0
+        "By which both models' logits are divided; the loss is multiplied by its square.", 1.0, gt=0, le=LARGEST
     )
     cross_entropy_weight: Fraction = key("Share of the ordinary cross-entropy in the loss.", 0.0)
     top_k: Positive | None = key(
@@ -97,7 +100,7 @@ class DistillationSection(Section):
 class Seq2SeqSection(Section):
     """An encoder reads the source, a decoder learns to write the target."""
 
-    max_target_length: int | None = key("Longest target in tokens; unset, `data.max_length`.", None, ge=2)
+    max_target_length: Length | None = key("Longest target in tokens; unset, `data.max_length`.", None, ge=2)
     source_prefix: str = key("Text before every source, such as T5's `summarize: `.", "")
 
 
@@ -129,6 +132,7 @@ class TaskSection(Section):
         "2022, arXiv:2204.02311).",
         0.0,
         ge=0.0,
+        le=LARGEST,
     )
     classification: ClassificationSection = key(
         "The classes, of the three tasks of classification.", ClassificationSection()

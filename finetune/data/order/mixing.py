@@ -16,6 +16,7 @@ from finetune.data.order.sample_ids import of_source, place_of, sources_of
 from finetune.errors import DataError
 
 LARGEST_WINDOW = 10_000
+LARGEST_PASS = 200_000_000
 """Positions over which the counts of weighted sources are exact to one."""
 
 
@@ -26,6 +27,11 @@ def mixed(pools: Sequence[Pool], section: TrainingSourceSection, *, seed: int, u
     """
     is_weighted = section.mix[0].weight is not None
     counts = _by_weight(section.mix) if is_weighted else _per_pass(section.mix, pools)
+    if sum(counts) > LARGEST_PASS:
+        raise DataError(
+            f"data.train.mix: a pass over the mix has {sum(counts):,} {unit}, of which at most {LARGEST_PASS:,} are "
+            "drawn at once. Write smaller `rows` or `epochs`; their proportions are what counts."
+        )
     until = section.until if is_weighted else None
     order = MixedOrder([pool.order for pool in pools], counts, seed=seed, until=until)
     return Pool(

@@ -1,0 +1,53 @@
+"""How much may stand in a job file: far more than any job needs, and little enough to be answered at once.
+
+Reading YAML takes about 30 microseconds a value, and every check after it some more: at these limits a few seconds.
+"""
+
+import re
+
+MAX_FILE_BYTES = 1 << 20
+"""Of a job file."""
+
+MAX_VALUES = 50_000
+"""Values and keys of a file or an override, aliases expanded: 20,000 names of classes are fine."""
+
+MAX_RESOLVED_VALUES = 60_000
+"""Of a config that a run has written down: all defaults stand in it, too."""
+
+MAX_DEPTH = 32
+"""Lists and sections around a value."""
+
+MAX_TEXT_LENGTH = 4 << 20
+"""Characters of all texts and numbers together, aliases expanded."""
+
+MAX_KEY_LENGTH = 1_000
+"""Characters of a dotted key."""
+
+MAX_DIGITS = 100
+"""Characters of a number."""
+
+MAX_OVERRIDES = 1_000
+"""Of one command."""
+
+MAX_LISTED = 50
+"""Problems that are listed; the others are counted."""
+
+TOO_DEEP = f"lists and sections are nested deeper than {MAX_DEPTH} levels here. No key needs that: write them flat."
+TOO_MANY_VALUES = f"there are more than {MAX_VALUES:,} keys and values up to here, aliases expanded. Shorten the lists."
+TOO_MUCH_TEXT = (
+    f"there are more than {MAX_TEXT_LENGTH:,} characters of text up to here, aliases expanded. Shorten the texts."
+)
+TOO_LARGE_NUMBER = f"the number has more than {MAX_DIGITS} digits. Write a smaller one."
+
+
+def unwritable(text: str) -> str | None:
+    """Return what is wrong with a text that no file can be named after and UTF-8 cannot hold; None for others."""
+    found = _UNWRITABLE.search(text)
+    if found is None:
+        return None
+    if found[0] == "\0":
+        return "there is a NUL character in this text. Remove it."
+    return "there is half of a surrogate pair in this text, which UTF-8 cannot hold. Remove it."
+
+
+_UNWRITABLE = re.compile("[\0\ud800-\udfff]")
