@@ -14,6 +14,9 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from finetune.errors import ModelError
+from finetune.model.hub import summary
+
 
 @dataclass(frozen=True)
 class Manner:
@@ -53,13 +56,18 @@ def answer_batch(
         eos_token_id=sorted(stop_ids) or None,
         pad_token_id=pad_id,
     )
-    made = model.generate(
-        input_ids=torch.tensor(rows, device=model.device),
-        attention_mask=torch.tensor(mask, device=model.device),
-        generation_config=settings,
-        logits_processor=_processors(manner, seeds),
-        streamer=streamer,
-    )
+    try:
+        made = model.generate(
+            input_ids=torch.tensor(rows, device=model.device),
+            attention_mask=torch.tensor(mask, device=model.device),
+            generation_config=settings,
+            logits_processor=_processors(manner, seeds),
+            streamer=streamer,
+        )
+    except (ValueError, TypeError, AttributeError, LookupError) as error:
+        raise ModelError(
+            f"the model cannot answer: {summary(error)} Look at its generation_config.json and config.json."
+        ) from error
     start = 1 if is_encoder else longest  # a decoder begins with its start token
     return [_until_stop(row[start:].tolist(), stop_ids, pad_id) for row in made]
 

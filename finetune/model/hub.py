@@ -4,9 +4,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from huggingface_hub.errors import StrictDataclassError
-
-from finetune.errors import ModelError
+from finetune.errors import FinetuneError, ModelError
+from finetune.model.model_files import PICKLED, REMOTE_CODE, damaged_file, is_panic
 from finetune.runtime.hub import is_offline
 
 
@@ -29,10 +28,17 @@ def located(name: str, *, key: str) -> str:
 
 @contextmanager
 def told(name: str, *, key: str) -> Iterator[None]:
-    """Turn what transformers raises while it reads `name` into one ModelError that says what to do next."""
+    """Turn what is raised while libraries read `name` into one ModelError that says what to do next.
+
+    Damaged files make them raise errors of every type, and Rust panics, which are no Exceptions.
+    """
     try:
         yield
-    except (OSError, ValueError, KeyError, ImportError, RuntimeError, StrictDataclassError) as error:
+    except FinetuneError:
+        raise
+    except BaseException as error:
+        if not isinstance(error, Exception) and not is_panic(error):
+            raise  # Ctrl-C and the like
         raise ModelError(f"{key}: `{name}` cannot be loaded: {summary(error)} {_advice(name, error)}") from error
 
 
@@ -44,10 +50,16 @@ def summary(error: BaseException) -> str:
 
 
 def _advice(name: str, error: BaseException) -> str:
-    if "trust_remote_code" in str(error):
-        return "It brings its own Python code: read it, then write `model.trust_remote_code: true`."
+    text = str(error)
+    if "use_safetensors=True" in text:
+        return f"Where it has weights at all, {PICKLED}"
+    if "trust_remote_code" in text or "execute custom code" in text:
+        return f"In short: {REMOTE_CODE}"
     if is_folder(name):
-        return "Check that the folder holds what `save_pretrained` writes."
+        damage = damaged_file(Path(name).expanduser())
+        return damage or "Check that the folder holds what `save_pretrained` writes."
+    if not isinstance(error, OSError):
+        return "Its files in the local cache may be damaged: delete them (`hf cache rm`) and download them anew."
     if is_offline():
         return (
             "The hub is out of reach from here and the name is not in the local cache: download it where there is a "

@@ -68,8 +68,13 @@ def generate_file(
     about = {"rows": origin.digest(), "manner": asdict(manner), "seed": seed, "system": system}
     ranks.meet()
     parts = AnswerParts.open(output, about | {"model": _listing(saved.folder), "adapter": _listing(adapter)})
+    tokenizer = processing_in(saved, trust_remote_code=trust_remote_code).tokenizer
+    if tokenizer is None:
+        raise UserError(
+            f"{saved.folder}: holds no tokenizer, and neither does its base. Copy the tokenizer's files there."
+        )
     model = _load(saved, adapter, trust_remote_code=trust_remote_code)
-    speaker = _Speaker(model, processing_in(saved).tokenizer, manner=manner, batch_size=batch_size, seed=seed)
+    speaker = _Speaker(model, tokenizer, manner=manner, batch_size=batch_size, seed=seed)
     raw = list(_raw_rows(origin))
     speaker.answer([read_question(each, system=system) for each in raw], raw, parts=parts)
     ranks.barrier()  # all answers are on the disk
