@@ -86,8 +86,8 @@ def evaluate(
     if lm_eval is not None and (config is not None or override):
         raise UserError("--lm-eval: its tasks bring their own data. Leave --config and --set out.")
     if lm_eval is not None:
-        place = "finetune.run.harness:evaluate_with_harness"
-        lazy.call(place, source, step=step, tasks=lm_eval, json=json, trust_remote_code=trust_remote_code)
+        named = {"step": step, "tasks": lm_eval, "json": json, "trust_remote_code": trust_remote_code}
+        lazy.call("finetune.run.harness:evaluate_with_harness", source, **named)
         return 0
     return int(
         lazy.call(

@@ -66,7 +66,7 @@ def read_settings(path: Path) -> dict[str, Any]:
             raise ValueError(f"it is nested more than {DEEPEST} deep")
         json.dumps(found, ensure_ascii=False).encode("utf-8")
     except UnicodeError as error:
-        raise ModelError(f"{path}: is damaged: it is no UTF-8 text ({error.reason}).") from error
+        raise ModelError(f"{path}: is damaged: it is no text in UTF-8, or holds half a surrogate pair.") from error
     except RecursionError as error:
         raise ModelError(f"{path}: is damaged: it is nested more than {DEEPEST} deep.") from error
     except OSError as error:

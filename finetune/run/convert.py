@@ -97,7 +97,8 @@ def convert_from(run: Path, folder: Path, *, step: int, trust_remote_code: bool 
 
     The folder must have been written under the launched strategy and number of processes. Reading it unpickles:
     Accelerate's own files without running code, DeepSpeed's and torch.distributed's not, so they must be trusted, which
-    is said with `trust_remote_code`. Raises UserError or CheckpointError where it cannot be. Collective over all launched processes.
+    is said with `trust_remote_code`. Raises UserError or CheckpointError where it cannot be. Collective over all
+    launched processes.
     """
     place, folder = locate(run), folder.expanduser().absolute()
     if step in layout.steps(place.checkpoints):

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from finetune.errors import ModelError
 from finetune.model.adapters.ground import Ground
 from finetune.model.adapters.names import ADAPTER, TASK_TYPES
-from finetune.model.adapters.saved_folder import KEY, WEIGHTS_FILE
+from finetune.model.adapters.saved_folder import KEY, WEIGHTS_FILE, read_config
 from finetune.model.hub import told
 from finetune.model.pretrained import load_adapter_config
 
@@ -23,6 +23,7 @@ _PROMPTS = "prompt_embeddings"
 
 def saved_config(model: PreTrainedModel, folder: Path, ground: Ground) -> PeftConfig:
     """Return the config of the adapter in the folder, to be trained; raises ModelError where it does not fit."""
+    read_config(folder)
     with told(str(folder), key=KEY):
         config: PeftConfig = load_adapter_config(folder)
     expected = TASK_TYPES.get(ground.head)
