@@ -43,9 +43,11 @@ def told(name: str, *, key: str) -> Iterator[None]:
 
 
 def summary(error: BaseException) -> str:
-    """Return the first telling lines of an exception's text as one sentence."""
+    """Return the first telling lines of an exception's text as one sentence, with its kind where that says more."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     text = " ".join(lines[:2])[:400] or type(error).__name__
+    if isinstance(error, LookupError | TypeError | AttributeError):
+        text = f"{type(error).__name__}: {text}"
     return text if text.endswith((".", "!", "?")) else f"{text}."
 
 

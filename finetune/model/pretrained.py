@@ -108,7 +108,7 @@ def read_adapter(folder: Path) -> dict[str, Any]:
     """
     path = folder / ADAPTER_CONFIG
     settings = read_settings(path)
-    for key, kind in (("peft_type", str), ("base_model_name_or_path", str | None), ("task_type", str | None)):
+    for key, kind in (("peft_type", str | None), ("base_model_name_or_path", str | None), ("task_type", str | None)):
         if not isinstance(settings.get(key), kind):
             raise ModelError(f"{path}: is damaged: `{key}` is {settings.get(key)!r:.80}.")
     for key in _ELSEWHERE:
