@@ -10,8 +10,9 @@ from tokenizers import Tokenizer
 
 from finetune.errors import ModelError
 
+CONFIG = "config.json"
 SETTINGS = (
-    *("config.json", "generation_config.json", "adapter_config.json", "tokenizer_config.json"),
+    *(CONFIG, "generation_config.json", "adapter_config.json", "tokenizer_config.json"),
     *("special_tokens_map.json", "added_tokens.json", "chat_template.json"),
     *("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"),
 )
@@ -26,6 +27,8 @@ MOST_SETTINGS_BYTES = 16 << 20
 MOST_VOCABULARY_BYTES = 128 << 20
 """More than four times the largest in use (33 MB, 262,144 tokens)."""
 DEEPEST = 64
+MOST_LAYERS = 1000
+"""More than this are believed only of weights with as many tensors: building a billion layers never ends."""
 
 REMOTE_CODE = (
     "it brings Python code of its own. Read that code; if you trust it, write `model.trust_remote_code: true` in the "
@@ -42,7 +45,7 @@ PICKLED = (
 
 
 def check_files(folder: Path) -> None:
-    """Raise ModelError, which names the file, for settings that are no JSON object and for files of absurd size."""
+    """Raise ModelError, which names the file, for settings that are no JSON object, and for absurd sizes and depths."""
     for path, most in _limited(folder):
         size = path.stat().st_size
         if size > most:
@@ -51,7 +54,9 @@ def check_files(folder: Path) -> None:
             )
     for name in SETTINGS:
         if (folder / name).is_file():
-            read_settings(folder / name)
+            settings = read_settings(folder / name)
+            if name == CONFIG:
+                _check_depth(folder, settings)
 
 
 def read_settings(path: Path) -> dict[str, Any]:
@@ -130,6 +135,32 @@ def damaged_file(folder: Path) -> str | None:
 def is_panic(error: BaseException) -> bool:
     """Tell whether Rust has panicked in safetensors or tokenizers: no Exception, so that nobody catches it."""
     return type(error).__name__ == "PanicException"
+
+
+def _check_depth(folder: Path, config: Mapping[str, Any]) -> None:
+    """Raise ModelError where the config, or a part of it, has more layers or experts than the weights can hold."""
+    counts = {key: value for part in (config, *_inner(config)) for key, value in _counts(part)}
+    most = max(counts.values(), default=0)
+    if most > MOST_LAYERS and most > (num_tensors := sum(map(_num_tensors, folder.glob("*.safetensors")))):
+        key = next(key for key, value in counts.items() if value == most)
+        raise ModelError(
+            f"{folder / CONFIG}: `{key}` is {most:,}, and the weights beside it hold {num_tensors:,} tensors. It is "
+            "damaged: copy it anew from where the model is from."
+        )
+
+
+def _counts(part: Any) -> Iterator[tuple[str, int]]:
+    for key, value in part.items() if isinstance(part, dict) else ():
+        if isinstance(value, int) and ("layer" in key or "expert" in key):
+            yield key, value
+
+
+def _num_tensors(path: Path) -> int:
+    try:
+        with safe_open(path, framework="pt") as file:
+            return len(file.keys())
+    except (SafetensorError, OSError):
+        return 0
 
 
 def _limited(folder: Path) -> Iterator[tuple[Path, int]]:

@@ -4,6 +4,7 @@ Whether code of others may run is always said, nobody is asked on standard input
 walks the package: `from_pretrained`, `from_config` and `torch.load` are called nowhere else.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,13 @@ def load_settings(kind: Any, place: str | Path, *, trust_remote_code: bool, **ho
     if Path(place).is_dir():
         check_files(Path(place))
     with guarded(trust_remote_code=trust_remote_code):
-        return kind.from_pretrained(str(place), trust_remote_code=trust_remote_code, **how)
+        found = kind.from_pretrained(str(place), trust_remote_code=trust_remote_code, **how)
+    limit = getattr(found, "model_max_length", 0)
+    if not isinstance(limit, int | float):
+        raise ModelError(
+            f"{place}: `model_max_length` in its tokenizer_config.json is {limit!r:.80}, which is no number."
+        )
+    return found
 
 
 def load_own_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
@@ -64,6 +71,16 @@ def load_weights(head: Any, place: str, *, config: PreTrainedConfig, trust_remot
             use_safetensors=None if trust_remote_code else True,
             weights_only=True,
             **how,
+        )
+
+
+def refuse_missing(loading: Mapping[str, Any], name: str, *, key: str) -> None:
+    """Raise ModelError where the weights lack parameters of the model: they would be random."""
+    missing = sorted({*loading["missing_keys"], *(each[0] for each in loading.get("mismatched_keys", ()))})
+    if missing:
+        raise ModelError(
+            f"{key}: the weights of `{name}` lack {len(missing)} of the model's parameters ({', '.join(missing[:3])}, "
+            "...), which would be random. Name a model that was saved whole, with this head."
         )
 
 

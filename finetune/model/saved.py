@@ -23,6 +23,7 @@ from finetune.model.pretrained import (
     load_weights,
     put_adapter,
     read_adapter,
+    refuse_missing,
 )
 from finetune.runtime.hub import is_offline, without_vain_retries
 
@@ -123,7 +124,7 @@ def load_base(saved: SavedModel, *, key: str, dtype: str = "auto", trust_remote_
             **_local(saved.base),
         )
         if not brings_head:
-            refuse_missing(loading, saved.base)
+            refuse_missing(loading, saved.base, key=key)
         size = 0 if saved.adapter is None else _num_embeddings(saved.folder, saved.adapter)
         if size and size > model.get_input_embeddings().num_embeddings:
             model.resize_token_embeddings(size, mean_resizing=False)  # the adapter brings the new rows
@@ -139,16 +140,6 @@ def with_adapters(model: Any, folders: Mapping[str, Path], *, key: str) -> Any:
                 raise ValueError("there is no adapter_config.json in it.")
             adapted = put_adapter(adapted, folder, name=name)
     return adapted.eval()
-
-
-def refuse_missing(loading: Mapping[str, Any], name: str) -> None:
-    """Raise ModelError where the weights lack parameters of the model: they would be random."""
-    missing = sorted({*loading["missing_keys"], *(each[0] for each in loading.get("mismatched_keys", ()))})
-    if missing:
-        raise ModelError(
-            f"the weights of `{name}` lack {len(missing)} of the model's parameters ({', '.join(missing[:3])}, ...), "
-            "which would be random. Name a model that was saved whole, with this head."
-        )
 
 
 @contextmanager

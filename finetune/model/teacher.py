@@ -13,7 +13,7 @@ from finetune.config.sections.task import DistillationSection
 from finetune.errors import ModelError
 from finetune.model.base import folder_digest
 from finetune.model.hub import is_folder, located, told
-from finetune.model.pretrained import load_settings, load_weights
+from finetune.model.pretrained import load_settings, load_weights, refuse_missing
 from finetune.runtime.hub import is_offline, without_vain_retries
 
 KEY = "task.distillation.teacher"
@@ -27,7 +27,11 @@ def load_teacher(
         origin = _origin(section, model)
         config = load_settings(AutoConfig, **origin)
         dtype = getattr(torch, section.teacher_dtype)
-        teacher: PreTrainedModel = load_weights(AutoModelForCausalLM, **origin, config=config, dtype=dtype)
+        teacher: PreTrainedModel
+        teacher, loading = load_weights(
+            AutoModelForCausalLM, **origin, config=config, dtype=dtype, output_loading_info=True
+        )
+        refuse_missing(loading, section.teacher, key=KEY)
     size = teacher.config.get_text_config().vocab_size
     if size < vocabulary_size:
         raise ModelError(
