@@ -39,24 +39,32 @@ def told(name: str, *, key: str) -> Iterator[None]:
     except BaseException as error:
         if not isinstance(error, Exception) and not is_panic(error):
             raise  # Ctrl-C and the like
-        raise ModelError(f"{key}: `{name}` cannot be loaded: {summary(error)} {_advice(name, error)}") from error
+        raise ModelError(f"{key}: `{name}` cannot be loaded: {_reason(name, error)}") from error
 
 
 def summary(error: BaseException) -> str:
-    """Return the first telling lines of an exception's text as one sentence, with its kind where that says more."""
+    """Return the first telling lines of an exception's text as one sentence."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     text = " ".join(lines[:2])[:400] or type(error).__name__
-    if isinstance(error, LookupError | TypeError | AttributeError):
-        text = f"{type(error).__name__}: {text}"
     return text if text.endswith((".", "!", "?")) else f"{text}."
 
 
-def _advice(name: str, error: BaseException) -> str:
+def _reason(name: str, error: BaseException) -> str:
     text = str(error)
-    if "use_safetensors=True" in text:
-        return f"Where it has weights at all, {PICKLED}"
     if "trust_remote_code" in text or "execute custom code" in text:
-        return f"In short: {REMOTE_CODE}"
+        return REMOTE_CODE
+    if "use_safetensors=True" in text:
+        return f"there are no safetensors. Where it has weights at all, {PICKLED}"
+    if "ignore_mismatched_sizes" in text:
+        return (
+            "the sizes in its config.json are not those of its weights, which are listed above: one of the two is "
+            "another model's."
+        )
+    kind = f"{type(error).__name__}: " if isinstance(error, LookupError | TypeError | AttributeError) else ""
+    return f"{kind}{summary(error)} {_advice(name, error)}"
+
+
+def _advice(name: str, error: BaseException) -> str:
     if is_folder(name):
         damage = damaged_file(Path(name).expanduser())
         return damage or "Check that the folder holds what `save_pretrained` writes."

@@ -125,6 +125,7 @@ def load_base(saved: SavedModel, *, key: str, dtype: str = "auto", trust_remote_
         )
         if not brings_head:
             refuse_missing(loading, saved.base, key=key)
+    with told(str(saved.folder), key=key):
         size = 0 if saved.adapter is None else _num_embeddings(saved.folder, saved.adapter)
         if size and size > model.get_input_embeddings().num_embeddings:
             model.resize_token_embeddings(size, mean_resizing=False)  # the adapter brings the new rows

@@ -98,9 +98,7 @@ def _of_base(find: Callable[..., Any], base: type) -> Callable[..., Any]:
         if found is None or type(found).__name__ == "DummyObject":  # one that says which package is missing
             return found
         if not (inspect.isclass(found) and issubclass(found, base)):
-            raise ModelError(
-                f"The model cannot be loaded: its files name the class {name!r}, which is not of its kind."
-            )
+            raise ModelError(f"The model cannot be loaded: its files name {name!r}, which is no {base.__name__}.")
         return found
 
     return find_class
