@@ -15,7 +15,7 @@ from finetune.data.encoding.asking import Question, prompt_ids
 from finetune.data.encoding.chat import stop_ids
 from finetune.errors import UserError
 from finetune.model.answering import Manner, answer_batch
-from finetune.model.processing import load_kept_processing
+from finetune.model.processing import has_processing, load_kept_processing
 from finetune.model.saved import SavedModel, load_base, look_at, with_adapters
 from finetune.runtime.log import quieten
 from finetune.runtime.seeds import derive
@@ -193,10 +193,8 @@ def _load(saved: SavedModel, manner: Manner, *, adapters: Mapping[str, Path], tr
     model = load_base(saved, key="chat", trust_remote_code=trust_remote_code)
     if folders:
         model = with_adapters(model, folders, key="chat")
-    try:
-        tokenizer = load_kept_processing(saved.folder, reads="text").tokenizer
-    except (OSError, ValueError):
-        tokenizer = load_kept_processing(Path(saved.base), reads="text").tokenizer
+    place = saved.folder if has_processing(saved.folder, reads="text") else saved.base
+    tokenizer = load_kept_processing(place, reads="text", key="chat", trust_remote_code=trust_remote_code).tokenizer
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     first = next(iter(folders), None)
     return Speaker(model.to(device or "cpu").eval(), tokenizer, manner, tuple(folders), first)

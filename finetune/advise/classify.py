@@ -1,7 +1,6 @@
 """A model that classifies text answers with its classes."""
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,7 +26,9 @@ class Classifier:
     def load(cls, saved: SavedModel, *, trust_remote_code: bool) -> "Classifier":
         """Return the model of the folder, on the CPU."""
         model = load_saved(saved, key="chat", trust_remote_code=trust_remote_code)
-        tokenizer = load_kept_processing(Path(saved.folder), reads="text").tokenizer
+        tokenizer = load_kept_processing(
+            saved.folder, reads="text", key="chat", trust_remote_code=trust_remote_code
+        ).tokenizer
         return cls(model, tokenizer, saved.labels)
 
     @torch.no_grad()

@@ -76,6 +76,7 @@ def evaluate(
     lm_eval: Annotated[
         str | None, typer.Option("--lm-eval", metavar="TASKS", help="Measure these tasks of lm-eval instead.")
     ] = None,
+    trust_remote_code: Trust = False,
 ) -> int:
     """Measure a checkpoint, a `final/` or any model folder on the job's validation rows.
 
@@ -85,11 +86,18 @@ def evaluate(
     if lm_eval is not None and (config is not None or override):
         raise UserError("--lm-eval: its tasks bring their own data. Leave --config and --set out.")
     if lm_eval is not None:
-        lazy.call("finetune.run.harness:evaluate_with_harness", source, step=step, tasks=lm_eval, json=json)
+        named = {"step": step, "tasks": lm_eval, "json": json, "trust_remote_code": trust_remote_code}
+        lazy.call("finetune.run.harness:evaluate_with_harness", source, **named)
         return 0
     return int(
         lazy.call(
-            "finetune.run.evaluate:evaluate", source, step=step, config=config, overrides=override or [], json=json
+            "finetune.run.evaluate:evaluate",
+            source,
+            step=step,
+            config=config,
+            overrides=override or [],
+            json=json,
+            trust_remote_code=trust_remote_code,
         )
     )
 

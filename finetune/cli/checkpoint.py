@@ -26,6 +26,7 @@ Run = Annotated[
     ),
 ]
 Step = Annotated[int | None, typer.Option(min=0, metavar="N", help="The checkpoint of this step; unset, the newest.")]
+Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Run Python code that comes with the model.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
@@ -115,13 +116,21 @@ def export(
         Literal["float32", "bfloat16", "float16"] | None,
         typer.Option(help="Type of the weights; unset, what the run's `export` section says."),
     ] = None,
+    trust_remote_code: Trust = False,
 ) -> None:
     """Write the model of a checkpoint as a Hugging Face folder, like the `final/` of a finished run.
 
     On the CPU, in one process, whichever launcher wrote the checkpoint. The run's data is not needed; its base model
     is, where it has one.
     """
-    lazy.call("finetune.run.export_checkpoint:export_checkpoint", run, step=step, to=to, dtype=dtype)
+    lazy.call(
+        "finetune.run.export_checkpoint:export_checkpoint",
+        run,
+        step=step,
+        to=to,
+        dtype=dtype,
+        trust_remote_code=trust_remote_code,
+    )
 
 
 @app.command()
@@ -136,6 +145,10 @@ def convert(
         int | None,
         typer.Option(min=1, metavar="N", help="Which checkpoint; with --from, after how many steps it was taken."),
     ] = None,
+    trust_remote_code: Annotated[
+        bool,
+        typer.Option("--trust-remote-code", help="Run Python code that comes with the model, or in a pickled folder."),
+    ] = False,
 ) -> int:
     """Convert to and from the folder of Accelerate's save_state: DeepSpeed's own folder under DeepSpeed.
 
@@ -144,10 +157,12 @@ def convert(
     accelerate launch --config_file ACCELERATE.yaml -m finetune checkpoint convert RUN --to FOLDER
 
     It does not hold the data position. With --from, the position and the digest of the samples follow from --step and
-    the order of the run's data. Reading such a folder unpickles it: read only what you trust.
+    the order of the run's data. Under DeepSpeed and FSDP reading such a folder unpickles it, which can run code: only
+    with --trust-remote-code.
     """
     if (to is None) == (source is None):
         raise UserError("convert: write exactly one of --to FOLDER and --from FOLDER.")
     if source is not None and step is None:
         raise UserError("--from: write --step N too: such a folder does not say after how many steps it was taken.")
-    return int(lazy.call("finetune.run.convert:convert", run, to=to, source=source, step=step))
+    named = {"to": to, "source": source, "step": step, "trust_remote_code": trust_remote_code}
+    return int(lazy.call("finetune.run.convert:convert", run, **named))

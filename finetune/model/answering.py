@@ -1,6 +1,7 @@
 """Answers of a model that is whole in this process: greedy, or drawn by a seed of each row's own."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,9 @@ from transformers import (
     TemperatureLogitsWarper,
     TopPLogitsWarper,
 )
+
+from finetune.errors import ModelError
+from finetune.model.hub import summary
 
 
 @dataclass(frozen=True)
@@ -53,15 +57,27 @@ def answer_batch(
         eos_token_id=sorted(stop_ids) or None,
         pad_token_id=pad_id,
     )
-    made = model.generate(
-        input_ids=torch.tensor(rows, device=model.device),
-        attention_mask=torch.tensor(mask, device=model.device),
-        generation_config=settings,
-        logits_processor=_processors(manner, seeds),
-        streamer=streamer,
-    )
+    with _refused():
+        made = model.generate(
+            input_ids=torch.tensor(rows, device=model.device),
+            attention_mask=torch.tensor(mask, device=model.device),
+            generation_config=settings,
+            logits_processor=_processors(manner, seeds),
+            streamer=streamer,
+        )
     start = 1 if is_encoder else longest  # a decoder begins with its start token
     return [_until_stop(row[start:].tolist(), stop_ids, pad_id) for row in made]
+
+
+@contextmanager
+def _refused() -> Iterator[None]:
+    """Turn what transformers refuses of the model's own settings, which count beside ours, into a ModelError."""
+    try:
+        yield
+    except (ValueError, TypeError, AttributeError, LookupError) as error:
+        raise ModelError(
+            f"The model cannot answer: {summary(error)} Look at its generation_config.json and config.json."
+        ) from error
 
 
 def _processors(manner: Manner, seeds: Sequence[int]) -> LogitsProcessorList:

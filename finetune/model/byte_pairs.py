@@ -8,6 +8,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from finetune.errors import ModelError
+from finetune.model.pretrained import load_own_tokenizer
 from finetune.runtime.files import make_once
 
 END_OF_TEXT = "<|endoftext|>"
@@ -28,7 +29,7 @@ def trained_tokenizer(
         raise ModelError("model.tokenizer.train: there is not a single text to train the tokenizer on.")
     folder = cache_folder / "tokenizers" / digest
     made = make_once(folder, lambda staging: _train(texts(), staging, vocabulary_size=vocabulary_size), say=say)
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(str(folder), local_files_only=True)
+    tokenizer = load_own_tokenizer(folder)
     verb = "trained" if made else "found"
     say(f"{verb} a tokenizer of {len(tokenizer)} tokens for {num_texts} texts in {folder}")
     return tokenizer

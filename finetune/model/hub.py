@@ -4,9 +4,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from huggingface_hub.errors import StrictDataclassError
-
-from finetune.errors import ModelError
+from finetune.errors import FinetuneError, ModelError
+from finetune.model.model_files import PICKLED, REMOTE_CODE, damaged_file, is_panic
 from finetune.runtime.hub import is_offline
 
 
@@ -29,11 +28,18 @@ def located(name: str, *, key: str) -> str:
 
 @contextmanager
 def told(name: str, *, key: str) -> Iterator[None]:
-    """Turn what transformers raises while it reads `name` into one ModelError that says what to do next."""
+    """Turn what is raised while libraries read `name` into one ModelError that says what to do next.
+
+    Damaged files make them raise errors of every type, and Rust panics, which are no Exceptions.
+    """
     try:
         yield
-    except (OSError, ValueError, KeyError, ImportError, RuntimeError, StrictDataclassError) as error:
-        raise ModelError(f"{key}: `{name}` cannot be loaded: {summary(error)} {_advice(name, error)}") from error
+    except FinetuneError:
+        raise
+    except BaseException as error:
+        if not isinstance(error, Exception) and not is_panic(error):
+            raise  # Ctrl-C and the like
+        raise ModelError(f"{key}: `{name}` cannot be loaded: {_reason(name, error)}") from error
 
 
 def summary(error: BaseException) -> str:
@@ -43,13 +49,30 @@ def summary(error: BaseException) -> str:
     return text if text.endswith((".", "!", "?")) else f"{text}."
 
 
+def _reason(name: str, error: BaseException) -> str:
+    text = str(error)
+    if "trust_remote_code" in text or "execute custom code" in text:
+        return REMOTE_CODE
+    if "use_safetensors=True" in text:
+        return f"there are no safetensors. Where it has weights at all, {PICKLED}"
+    if "ignore_mismatched_sizes" in text:
+        return (
+            "the sizes in its config.json are not those of its weights, which are listed above: one of the two is "
+            "another model's."
+        )
+    kind = f"{type(error).__name__}: " if isinstance(error, LookupError | TypeError | AttributeError) else ""
+    return f"{kind}{summary(error)} {_advice(name, error)}"
+
+
 def _advice(name: str, error: BaseException) -> str:
-    if "trust_remote_code" in str(error):
-        return "It brings its own Python code: read it, then write `model.trust_remote_code: true`."
     if is_folder(name):
-        return "Check that the folder holds what `save_pretrained` writes."
+        damage = damaged_file(Path(name).expanduser())
+        return damage or "Check that the folder holds what `save_pretrained` writes."
     if not isinstance(error, OSError):
-        return "Check the values in its config.json."
+        return (
+            "Check the values in its config.json. Where you have changed none, its files in the local cache may be "
+            "damaged: delete them (`hf cache rm`) and download them anew."
+        )
     if is_offline():
         return (
             "The hub is out of reach from here and the name is not in the local cache: download it where there is a "

@@ -19,6 +19,7 @@ from finetune.model.hub import is_folder, told
 from finetune.model.initialize import draw_weights, unwritten
 from finetune.model.layers import name_own_layers, share_input_embeddings
 from finetune.model.origin import origin_of, pretrained_config
+from finetune.model.pretrained import build_from_config, load_weights
 from finetune.model.quantize import keep_as_stored, quantization_config
 from finetune.model.unread import freeze_unread
 from finetune.runtime.construction import Construction
@@ -70,7 +71,8 @@ def _built(
 ) -> PreTrainedModel:
     kind = config.model_type
     with built_from(section, kind=kind), torch.random.fork_rng(devices=()), construction.context(), unwritten():
-        model = HEADS[head].from_config(
+        model = build_from_config(
+            HEADS[head],
             config,
             dtype=getattr(torch, section.dtype),
             attn_implementation=attention or best_attention(config),
@@ -101,7 +103,8 @@ def _pretrained(
     config = pretrained_config(section)
     set_values(config, values)
     with told(name, key="model.name"), without_vain_retries(is_local=is_folder(name)), construction.context():
-        model, loading = HEADS[head].from_pretrained(
+        model, loading = load_weights(
+            HEADS[head],
             **origin,
             config=config,
             dtype=getattr(torch, section.dtype),

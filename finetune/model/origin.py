@@ -9,9 +9,8 @@ from finetune.config.sections.model import ModelSection
 from finetune.errors import ModelError
 from finetune.model.architecture import SpecialIds, architecture
 from finetune.model.hub import is_folder, located, told
+from finetune.model.pretrained import ADAPTER_CONFIG, load_settings
 from finetune.runtime.hub import is_offline, without_vain_retries
-
-ADAPTER_CONFIG = "adapter_config.json"
 
 
 def config_of(section: ModelSection) -> PreTrainedConfig:
@@ -22,7 +21,7 @@ def config_of(section: ModelSection) -> PreTrainedConfig:
 
 
 def origin_of(section: ModelSection) -> dict[str, Any]:
-    """Return where the model is, as `from_pretrained` takes it; raises ModelError for a folder that holds none."""
+    """Return where the model is, as `model.pretrained` takes it; raises ModelError for a folder that holds none."""
     name = section.name or ""
     place = located(name, key="model.name")
     if is_folder(name) and (Path(place) / ADAPTER_CONFIG).exists():
@@ -31,7 +30,7 @@ def origin_of(section: ModelSection) -> dict[str, Any]:
             "(`base_model_name_or_path` in its adapter_config.json)."
         )
     return {
-        "pretrained_model_name_or_path": place,
+        "place": place,
         "revision": section.revision,
         "cache_dir": section.cache_folder,
         "trust_remote_code": section.trust_remote_code,
@@ -43,4 +42,4 @@ def pretrained_config(section: ModelSection) -> PreTrainedConfig:
     """Return the config of the model that is named; raises ModelError."""
     name, origin = str(section.name), origin_of(section)
     with told(name, key="model.name"), without_vain_retries(is_local=is_folder(name)):
-        return AutoConfig.from_pretrained(**origin)
+        return load_settings(AutoConfig, **origin)

@@ -14,8 +14,11 @@ from finetune.errors import ModelError
 from finetune.model.hub import is_folder, located, told
 from finetune.model.image_processor import built_image_processor, with_size
 from finetune.model.new_tokens import add_tokens
-from finetune.model.tokenizer import ensure_padding, load_tokenizer
+from finetune.model.pretrained import load_settings
+from finetune.model.tokenizer import TOKENIZER_FILES, ensure_padding, load_tokenizer
 from finetune.runtime.hub import is_offline, without_vain_retries
+
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 
 
 @dataclass(frozen=True)
@@ -69,14 +72,25 @@ def load_processing(
     return Processing(processor.tokenizer, processor)
 
 
-def load_kept_processing(folder: Path, *, reads: Literal["text", "images", "both"]) -> Processing:
-    """Return what `save` has written; raises OSError or ValueError where it cannot be read."""
-    if reads == "text":
-        return Processing(AutoTokenizer.from_pretrained(folder, local_files_only=True))
-    if reads == "images":
-        return Processing(processor=AutoImageProcessor.from_pretrained(folder, local_files_only=True))
-    processor = AutoProcessor.from_pretrained(folder, local_files_only=True)
-    return Processing(processor.tokenizer, processor)
+def load_kept_processing(
+    place: str | Path, *, reads: Literal["text", "images", "both"], key: str, trust_remote_code: bool
+) -> Processing:
+    """Return what `save` has written into the folder, or what lies in the local cache under a hub name.
+
+    Raises ModelError, which names `key`, where it cannot be read.
+    """
+    kind = {"text": AutoTokenizer, "images": AutoImageProcessor, "both": AutoProcessor}[reads]
+    with told(str(place), key=key), without_vain_retries(is_local=True):
+        found = load_settings(kind, place, trust_remote_code=trust_remote_code, local_files_only=True)
+        if reads == "text":
+            return Processing(found)
+        return Processing(None if reads == "images" else found.tokenizer, found)
+
+
+def has_processing(folder: Path, *, reads: Literal["text", "images", "both"]) -> bool:
+    """Tell whether files of a tokenizer or processor lie in the folder, whatever is in them."""
+    names = TOKENIZER_FILES if reads == "text" else PROCESSOR_FILES
+    return any((folder / name).is_file() for name in names)
 
 
 def _image_processor(model: ModelSection) -> Any:
@@ -100,7 +114,8 @@ def _pretrained(model: ModelSection, kind: Any, *, key: str) -> Any:
     if name is None:
         raise ModelError("model.tokenizer: a model built `from_config` brings no processor. Write `name`.")
     with told(name, key=key), without_vain_retries(is_local=is_folder(name)):
-        return kind.from_pretrained(
+        return load_settings(
+            kind,
             located(name, key=key),
             revision=model.revision if name == model.name else None,
             cache_dir=model.cache_folder,

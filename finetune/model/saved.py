@@ -1,6 +1,5 @@
 """Model folders as runs and others leave them: a whole model, or an adapter with its base there or elsewhere."""
 
-import json
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -14,17 +13,21 @@ from transformers import AutoConfig, PreTrainedConfig
 from transformers.utils import logging
 
 from finetune.errors import ModelError
-from finetune.model.adapters.wish import is_adapted
 from finetune.model.attention.choice import best_attention
 from finetune.model.heads import HEADS, NEW_HEADS
 from finetune.model.hub import is_folder, told
+from finetune.model.pretrained import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    load_settings,
+    load_weights,
+    put_adapter,
+    read_adapter,
+    refuse_missing,
+)
 from finetune.runtime.hub import is_offline, without_vain_retries
-from finetune.runtime.lazy import lazily
 
-with lazily():
-    from peft import peft_model
-
-ADAPTER_CONFIG, ADAPTER_WEIGHTS, BASE = "adapter_config.json", "adapter_model.safetensors", "base"
+BASE = "base"
 CONFIG = "config"
 """Folder in an adapter's with the whole model's config, where the base does not know the classes of its head.
 
@@ -81,15 +84,18 @@ def look_at(folder: Path, *, key: str, trust_remote_code: bool = False) -> Saved
         what = "holds no model (neither config.json nor adapter_config.json)" if folder.is_dir() else "does not exist"
         raise ModelError(f"The folder {folder} {what}. Name the `final/` folder that a finished run has written.")
     with told(str(place), key=key):
-        adapter = _json(place / ADAPTER_CONFIG)
+        adapter = read_adapter(place) if (place / ADAPTER_CONFIG).is_file() else None
         base = str(place) if adapter is None else _base_of(place, adapter)
         own = place / CONFIG if adapter is not None and (place / CONFIG / "config.json").is_file() else base
         with without_vain_retries(is_local=is_folder(str(own))):
-            config = AutoConfig.from_pretrained(own, trust_remote_code=trust_remote_code, **_local(str(own)))
+            config = load_settings(AutoConfig, own, trust_remote_code=trust_remote_code, **_local(str(own)))
         head = _head(config, adapter)
         if adapter is not None and head in NEW_HEADS and own == base and (number := _num_classes(place)):
             config.num_labels = number  # under names such as LABEL_0: nothing in such a folder has others
-    return SavedModel(place, adapter, base, config, head)
+        saved = SavedModel(place, adapter, base, config, head)
+        if not all(isinstance(label, str) for label in config.id2label.values()):
+            raise ValueError("`id2label` in its config.json holds something else than names")
+    return saved
 
 
 def load_saved(saved: SavedModel, *, key: str, dtype: str = "auto", trust_remote_code: bool = False) -> Any:
@@ -106,15 +112,20 @@ def load_base(saved: SavedModel, *, key: str, dtype: str = "auto", trust_remote_
     brings_head = saved.adapter is not None and saved.head in NEW_HEADS  # else all of it has to be in the base
     silence = _without_warnings() if brings_head else nullcontext()
     with told(saved.base, key=key), without_vain_retries(is_local=is_folder(saved.base)), silence:
-        model = HEADS[saved.head].from_pretrained(
+        model, loading = load_weights(
+            HEADS[saved.head],
             saved.base,
             config=saved.config,
             dtype=kind,
             attn_implementation=best_attention(saved.config),
             trust_remote_code=trust_remote_code,
             ignore_mismatched_sizes=brings_head,
+            output_loading_info=True,
             **_local(saved.base),
         )
+        if not brings_head:
+            refuse_missing(loading, saved.base, key=key)
+    with told(str(saved.folder), key=key):
         size = 0 if saved.adapter is None else _num_embeddings(saved.folder, saved.adapter)
         if size and size > model.get_input_embeddings().num_embeddings:
             model.resize_token_embeddings(size, mean_resizing=False)  # the adapter brings the new rows
@@ -128,10 +139,7 @@ def with_adapters(model: Any, folders: Mapping[str, Path], *, key: str) -> Any:
         with told(str(folder), key=key):
             if not (folder / ADAPTER_CONFIG).is_file():
                 raise ValueError("there is no adapter_config.json in it.")
-            if is_adapted(adapted):
-                adapted.load_adapter(str(folder), adapter_name=name)
-            else:
-                adapted = peft_model.PeftModel.from_pretrained(model, str(folder), adapter_name=name)
+            adapted = put_adapter(adapted, folder, name=name)
     return adapted.eval()
 
 
@@ -144,13 +152,6 @@ def _without_warnings() -> Iterator[None]:
         yield
     finally:
         logging.set_verbosity(before)
-
-
-def _json(path: Path) -> Mapping[str, Any] | None:
-    if not path.is_file():
-        return None
-    value: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return value
 
 
 def _base_of(folder: Path, adapter: Mapping[str, Any]) -> str:
@@ -172,7 +173,7 @@ def _head(config: PreTrainedConfig, adapter: Mapping[str, Any] | None) -> str:
     if adapter is not None and adapter.get("task_type") in _HEADS_OF_TASKS:
         return _HEADS_OF_TASKS[adapter["task_type"]]
     classes = list(getattr(config, "architectures", None) or ())
-    if adapter is not None and adapter.get("auto_mapping"):
+    if adapter is not None and isinstance(adapter.get("auto_mapping"), dict):
         classes.insert(0, adapter["auto_mapping"].get("base_model_class"))
     for head in _MOST_SPECIAL_FIRST:
         known = HEADS[head]._model_mapping._model_mapping.get(config.model_type, ())

@@ -6,13 +6,14 @@ from typing import Any
 
 import torch
 from huggingface_hub import try_to_load_from_cache
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from finetune.config.sections.model import ModelSection
 from finetune.config.sections.task import DistillationSection
 from finetune.errors import ModelError
 from finetune.model.base import folder_digest
 from finetune.model.hub import is_folder, located, told
+from finetune.model.pretrained import load_settings, load_weights, refuse_missing
 from finetune.runtime.hub import is_offline, without_vain_retries
 
 KEY = "task.distillation.teacher"
@@ -23,9 +24,14 @@ def load_teacher(
 ) -> PreTrainedModel:
     """Return the teacher on the device, frozen and in evaluation mode, in the type asked for; raises ModelError."""
     with told(section.teacher, key=KEY), without_vain_retries(is_local=is_folder(section.teacher)):
-        teacher: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-            **_origin(section, model), dtype=getattr(torch, section.teacher_dtype)
+        origin = _origin(section, model)
+        config = load_settings(AutoConfig, **origin)
+        dtype = getattr(torch, section.teacher_dtype)
+        teacher: PreTrainedModel
+        teacher, loading = load_weights(
+            AutoModelForCausalLM, **origin, config=config, dtype=dtype, output_loading_info=True
         )
+        refuse_missing(loading, section.teacher, key=KEY)
     size = teacher.config.get_text_config().vocab_size
     if size < vocabulary_size:
         raise ModelError(
@@ -38,7 +44,7 @@ def load_teacher(
 def check_vocabulary(section: DistillationSection, *, model: ModelSection, tokenizer: Any) -> None:
     """Raise ModelError unless the teacher's tokenizer gives every token the number that the student's gives it."""
     with told(section.teacher, key=KEY), without_vain_retries(is_local=is_folder(section.teacher)):
-        theirs = AutoTokenizer.from_pretrained(**_origin(section, model)).get_vocab()
+        theirs = load_settings(AutoTokenizer, **_origin(section, model)).get_vocab()
     ours = tokenizer.get_vocab()
     different = sorted(token for token in ours.keys() | theirs.keys() if ours.get(token) != theirs.get(token))
     if different:
@@ -65,7 +71,7 @@ def teacher_digest(section: DistillationSection, *, model: ModelSection, say: Ca
 
 def _origin(section: DistillationSection, model: ModelSection) -> dict[str, Any]:
     return {
-        "pretrained_model_name_or_path": located(section.teacher, key=KEY),
+        "place": located(section.teacher, key=KEY),
         "cache_dir": model.cache_folder,
         "trust_remote_code": model.trust_remote_code,
         "local_files_only": is_folder(section.teacher) or is_offline(),

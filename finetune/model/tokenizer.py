@@ -10,6 +10,7 @@ from finetune.errors import ModelError
 from finetune.model.byte_pairs import trained_tokenizer
 from finetune.model.hub import is_folder, located, told
 from finetune.model.new_tokens import add_tokens
+from finetune.model.pretrained import load_settings
 from finetune.runtime.hub import is_offline, without_vain_retries
 
 TOKENIZER_FILES = (
@@ -71,7 +72,8 @@ def _pretrained(name: str, *, key: str, model: ModelSection, revision: str | Non
             "Write `model.tokenizer.name` (a hub name or a folder with one) or `model.tokenizer.train`."
         )
     with told(name, key=key), without_vain_retries(is_local=is_folder(name)):
-        return AutoTokenizer.from_pretrained(
+        return load_settings(
+            AutoTokenizer,
             place,
             revision=revision,
             cache_dir=model.cache_folder,

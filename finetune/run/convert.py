@@ -30,6 +30,7 @@ from finetune.run.identity import run_facts
 from finetune.run.lessons import Lessons, make_lessons, make_run_plan
 from finetune.run.machine import Machine, make_accelerator, make_machine
 from finetune.run.training import launched_strategy
+from finetune.run.trust import with_trust
 from finetune.runtime import ranks
 from finetune.runtime.claim import claimed
 from finetune.runtime.log import quieten
@@ -57,21 +58,23 @@ class Conversion:
         return build_access(self.machine.accelerator, self.machine.model, self.machine.optimizer)
 
 
-def convert(run: Path, *, to: Path | None, source: Path | None, step: int | None) -> int:
+def convert(
+    run: Path, *, to: Path | None, source: Path | None, step: int | None, trust_remote_code: bool = False
+) -> int:
     """Write a checkpoint as Accelerate's own folder, or read `source`, which is one; return the exit code. Collective.
 
     Exactly one of `to` and `source` is given, and with `source` the step.
     """
     quieten(is_main=ranks.is_main())
     if to is not None:
-        convert_to(run, to, step=step)
+        convert_to(run, to, step=step, trust_remote_code=trust_remote_code)
     else:
         assert source is not None and step is not None, "the command line has asked for both"
-        convert_from(run, source, step=step)
+        convert_from(run, source, step=step, trust_remote_code=trust_remote_code)
     return ranks.leave(0)
 
 
-def convert_to(run: Path, folder: Path, *, step: int | None) -> None:
+def convert_to(run: Path, folder: Path, *, step: int | None, trust_remote_code: bool = False) -> None:
     """Write a checkpoint of the run as Accelerate's own folder. Collective over all launched processes.
 
     Raises UserError where the folder is there already.
@@ -80,7 +83,7 @@ def convert_to(run: Path, folder: Path, *, step: int | None) -> None:
     chosen = choose(place, step=step)
     if folder.exists():
         raise UserError(f"--to {folder}: is there already. Name a folder that is not.")
-    loaded, strategy = _launched(place.run)
+    loaded, strategy = _launched(place.run, trusts=trust_remote_code)
     conversion = _build(loaded, strategy, checkpoints=place.checkpoints)
     progress = read_checkpoint(verify(chosen), access=conversion.access())
     _write_folder(folder, conversion, progress=progress)
@@ -89,17 +92,19 @@ def convert_to(run: Path, folder: Path, *, step: int | None) -> None:
     conversion.say(f"it can be read only under {_origin_text(conversion)}")
 
 
-def convert_from(run: Path, folder: Path, *, step: int) -> None:
+def convert_from(run: Path, folder: Path, *, step: int, trust_remote_code: bool = False) -> None:
     """Write Accelerate's own folder, taken after `step` steps of this run, as a checkpoint of it.
 
     The folder must have been written under the launched strategy and number of processes. Reading it unpickles:
-    Accelerate's own files without running code, DeepSpeed's and torch.distributed's not, so they must be trusted.
-    Raises UserError or CheckpointError where it cannot be. Collective over all launched processes.
+    Accelerate's own files without running code, DeepSpeed's and torch.distributed's not, so they must be trusted, which
+    is said with `trust_remote_code`. Raises UserError or CheckpointError where it cannot be. Collective over all
+    launched processes.
     """
     place, folder = locate(run), folder.expanduser().absolute()
     if step in layout.steps(place.checkpoints):
         raise UserError(f"--step {step}: {layout.step_folder(place.checkpoints, step)} is there already.")
-    loaded, strategy = _launched(place.run)
+    loaded, strategy = _launched(place.run, trusts=trust_remote_code)
+    _require_trust(folder, strategy, trusts=trust_remote_code)
     require_folder(folder, strategy=strategy, world=ranks.world())
     with claimed(place.run, say=print) if ranks.is_main() else nullcontext():
         _read_folder(folder, _build(loaded, strategy, checkpoints=place.checkpoints), step=step)
@@ -121,9 +126,19 @@ def _read_folder(folder: Path, conversion: Conversion, *, step: int) -> None:
     conversion.say(f"wrote {layout.step_folder(conversion.checkpoints, manifest.step)}")
 
 
-def _launched(run: Path) -> tuple[LoadedConfig, Strategy]:
+def _require_trust(folder: Path, strategy: Strategy, *, trusts: bool) -> None:
+    """Raise UserError where reading the folder could run code, and nobody has said that it may."""
+    expected = strategy.expected()
+    if not trusts and (expected.zero_stage is not None or expected.fsdp_version is not None):
+        raise UserError(
+            f"--from {folder}: under {strategy.name} such a folder is unpickled, which can run code of whoever wrote "
+            "it. If you trust it, write --trust-remote-code too."
+        )
+
+
+def _launched(run: Path, *, trusts: bool) -> tuple[LoadedConfig, Strategy]:
     """Return the run's job and the strategy that was launched."""
-    loaded = load_resolved(run)
+    loaded = with_trust(load_resolved(run), trust_remote_code=trusts)
     return loaded, launched_strategy(_one_by_one(loaded))
 
 

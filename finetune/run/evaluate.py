@@ -28,14 +28,22 @@ from finetune.train.answer import load_metrics
 
 
 def evaluate(
-    source: Path, *, step: int | None, config: Path | None, overrides: Sequence[str], json: Path | None
+    source: Path,
+    *,
+    step: int | None,
+    config: Path | None,
+    overrides: Sequence[str],
+    json: Path | None,
+    trust_remote_code: bool = False,
 ) -> int:
     """Measure, print the metrics and write them to the file, if one is named; return the exit code.
 
     Collective over all launched processes, of which each holds the whole model.
     """
     quieten(is_main=ranks.is_main())
-    measured = measure(find_subject(source, step=step, config=config, overrides=overrides))
+    trusts = trust_remote_code
+    subject = find_subject(source, step=step, config=config, overrides=overrides, trust_remote_code=trusts)
+    measured = measure(subject)
     if ranks.is_main():
         told = {"source": str(measured.subject.source), "step": measured.subject.step, "rows": measured.num_rows}
         if json is not None:

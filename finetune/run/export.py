@@ -8,12 +8,12 @@ import torch
 from finetune.checkpoint import layout
 from finetune.config.sections.export import ExportSection
 from finetune.data.encoding.chat import stop_ids
-from finetune.errors import UserError
+from finetune.errors import ModelError, UserError
 from finetune.export.card import CardFacts
 from finetune.export.generation import Inputs, Language
 from finetune.export.push import push_folder
 from finetune.export.save import ExportReport, export_model
-from finetune.model.processing import Processing, load_kept_processing
+from finetune.model.processing import Processing, has_processing, load_kept_processing
 from finetune.model.saved import SavedModel, load_saved, look_at
 from finetune.run.export_checkpoint import export_checkpoint
 from finetune.runtime.amounts import size_text
@@ -41,7 +41,9 @@ def export(
     """
     quieten(is_main=True)
     if is_run(source):
-        folder = export_checkpoint(source, step=step, to=to, dtype=dtype, merge=merge)
+        folder = export_checkpoint(
+            source, step=step, to=to, dtype=dtype, merge=merge, trust_remote_code=trust_remote_code
+        )
     else:
         if step is not None:
             raise UserError(f"--step {step}: {source} has no checkpoints. Name a run's folder, or leave --step out.")
@@ -90,7 +92,7 @@ def _write(saved: SavedModel, folder: Path, *, section: ExportSection, trusts: b
         folder,
         model=model,
         weights=_values(model),
-        inputs=inputs_in(saved),
+        inputs=inputs_in(saved, trust_remote_code=trusts),
         section=section,
         facts=CardFacts(
             title=folder.name,
@@ -108,18 +110,24 @@ def _values(model: Any) -> dict[str, torch.Tensor]:
     return {name: each.detach() for name, each in (*model.named_parameters(), *model.named_buffers())}
 
 
-def inputs_in(saved: SavedModel) -> Inputs:
-    """Return the tokenizer and processor that lie in the folder; none where none can be read."""
-    processing = processing_in(saved)
+def inputs_in(saved: SavedModel, *, trust_remote_code: bool) -> Inputs:
+    """Return the tokenizer and processor that lie in the folder; none where there are none."""
+    processing = processing_in(saved, trust_remote_code=trust_remote_code)
     tokenizer = processing.tokenizer
     return Inputs(None if tokenizer is None else Language(tokenizer, stop_ids(tokenizer)), processing.processor)
 
 
-def processing_in(saved: SavedModel) -> Processing:
-    """Return what lies in the folder, or with the adapter's base; nothing where neither has it."""
+def processing_in(saved: SavedModel, *, trust_remote_code: bool) -> Processing:
+    """Return what lies in the folder, or with the adapter's base; nothing where neither has it.
+
+    Raises ModelError where it is there and cannot be read.
+    """
+    reads: Any = _READS.get(saved.head, "text")
     for place in dict.fromkeys((str(saved.folder), saved.base)):
-        try:
-            return load_kept_processing(Path(place), reads=_READS.get(saved.head, "text"))  # type: ignore[arg-type]
-        except (OSError, ValueError):
-            continue
+        if not Path(place).is_dir() or has_processing(Path(place), reads=reads):
+            try:
+                return load_kept_processing(place, reads=reads, key="tokenizer", trust_remote_code=trust_remote_code)
+            except ModelError as error:
+                if not isinstance(error.__cause__, OSError):  # there is none in the local cache
+                    raise
     return Processing()

@@ -21,6 +21,7 @@ from finetune.run.final import inputs_of
 from finetune.run.kept import Kept, load_kept
 from finetune.run.merging import needs_trained_only, original_weights, require_mergeable, written_section
 from finetune.run.model import build_model
+from finetune.run.trust import with_trust
 from finetune.runtime.amounts import size_text
 from finetune.runtime.construction import Construction
 from finetune.runtime.log import quieten
@@ -39,7 +40,15 @@ class Export:
     folder: Path
 
 
-def export_checkpoint(run: Path, *, step: int | None, to: Path | None, dtype: str | None, merge: bool = False) -> Path:
+def export_checkpoint(
+    run: Path,
+    *,
+    step: int | None,
+    to: Path | None,
+    dtype: str | None,
+    merge: bool = False,
+    trust_remote_code: bool = False,
+) -> Path:
     """Write the model of one checkpoint into a folder as the end of a run writes `final/`, say where and return it.
 
     With `merge` an adapter becomes part of its base, as it does where the run's `export.merge` says so. Needs the run's
@@ -49,7 +58,8 @@ def export_checkpoint(run: Path, *, step: int | None, to: Path | None, dtype: st
     """
     quieten(is_main=True)
     wanted = _wanted(run, step=step, to=to)
-    loaded = _with_export(load_resolved(wanted.run), dtype=dtype, merge=merge)
+    own = with_trust(load_resolved(wanted.run), trust_remote_code=trust_remote_code)
+    loaded = _with_export(own, dtype=dtype, merge=merge)
     require_mergeable(loaded.config)
     checkpoint = open_checkpoint(wanted.checkpoint)
     report = _export(wanted, loaded, checkpoint=checkpoint, kept=load_kept(wanted.run, loaded.config))

@@ -68,8 +68,9 @@ def generate_file(
     about = {"rows": origin.digest(), "manner": asdict(manner), "seed": seed, "system": system}
     ranks.meet()
     parts = AnswerParts.open(output, about | {"model": _listing(saved.folder), "adapter": _listing(adapter)})
+    tokenizer = _tokenizer(saved, trust_remote_code=trust_remote_code)
     model = _load(saved, adapter, trust_remote_code=trust_remote_code)
-    speaker = _Speaker(model, processing_in(saved).tokenizer, manner=manner, batch_size=batch_size, seed=seed)
+    speaker = _Speaker(model, tokenizer, manner=manner, batch_size=batch_size, seed=seed)
     raw = list(_raw_rows(origin))
     speaker.answer([read_question(each, system=system) for each in raw], raw, parts=parts)
     ranks.barrier()  # all answers are on the disk
@@ -98,6 +99,13 @@ def _check(saved: SavedModel, *, output: Path, adapter: Path | None) -> None:
         raise UserError(f"--adapter: {saved.folder} is an adapter itself. Name a whole model, or leave --adapter out.")
     if output.exists():
         raise UserError(f"--output {output}: is there already. Name another file, or delete it.")
+
+
+def _tokenizer(saved: SavedModel, *, trust_remote_code: bool) -> Any:
+    tokenizer = processing_in(saved, trust_remote_code=trust_remote_code).tokenizer
+    if tokenizer is None:
+        raise UserError(f"{saved.folder}: holds no tokenizer, nor does its base. Copy its files there.")
+    return tokenizer
 
 
 def _load(saved: SavedModel, adapter: Path | None, *, trust_remote_code: bool) -> Any:

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from finetune.errors import UserError
-from finetune.model.saved import SavedModel, look_at
+from finetune.model.pretrained import check_loadable
+from finetune.model.saved import look_at
+from finetune.model.upstream import guarded
 from finetune.run.export import is_run
 from finetune.run.export_checkpoint import export_checkpoint
 from finetune.run.generate import own_device
@@ -17,7 +19,9 @@ from finetune.runtime.log import quieten
 from finetune.runtime.optional import require
 
 
-def evaluate_with_harness(source: Path, *, step: int | None, tasks: str, json: Path | None) -> None:
+def evaluate_with_harness(
+    source: Path, *, step: int | None, tasks: str, json: Path | None, trust_remote_code: bool = False
+) -> None:
     """Measure the tasks (names, separated by commas), print their metrics and write all results to the file.
 
     A checkpoint of a run is exported for it, to a folder that is removed afterwards. In one process; raises UserError
@@ -28,29 +32,33 @@ def evaluate_with_harness(source: Path, *, step: int | None, tasks: str, json: P
     harness = require("lm_eval", extra="lm-eval", purpose="--lm-eval")
     quieten(is_main=True)
     if not is_run(source):
-        results = _results(harness, look_at(source, key="evaluate"), tasks=tasks)
+        results = _results(harness, source, tasks=tasks, trusts=trust_remote_code)
     else:
         with tempfile.TemporaryDirectory(prefix="finetune-lm-eval-") as scratch:
-            folder = export_checkpoint(source, step=step, to=Path(scratch) / "model", dtype=None)
-            results = _results(harness, look_at(folder, key="evaluate"), tasks=tasks)
+            to, trusts = Path(scratch) / "model", trust_remote_code
+            folder = export_checkpoint(source, step=step, to=to, dtype=None, trust_remote_code=trusts)
+            results = _results(harness, folder, tasks=tasks, trusts=trusts)
     if json is not None:
         files.write_text(json, jsonlib.dumps(results, indent=2, ensure_ascii=False, default=str) + "\n")
     _print(results["results"])
 
 
-def _results(harness: Any, saved: SavedModel, *, tasks: str) -> Mapping[str, Any]:
+def _results(harness: Any, folder: Path, *, tasks: str, trusts: bool) -> Mapping[str, Any]:
+    saved = look_at(folder, key="evaluate", trust_remote_code=trusts)
     if saved.head != "causal_lm":
         raise UserError(f"--lm-eval: {saved.folder} holds a model of `{saved.head}`; the harness asks causal ones.")
-    arguments = {"pretrained": saved.base, "tokenizer": str(saved.folder)}
+    check_loadable(Path(saved.base), trust_remote_code=trusts)
+    arguments = {"pretrained": saved.base, "tokenizer": str(saved.folder), "trust_remote_code": trusts}
     if saved.adapter is not None:
         arguments["peft"] = str(saved.folder)
-    found: Mapping[str, Any] | None = harness.simple_evaluate(
-        model="hf",
-        model_args=arguments,
-        tasks=[task.strip() for task in tasks.split(",") if task.strip()],
-        device=str(own_device()),
-        log_samples=False,
-    )
+    with guarded(trust_remote_code=trusts):
+        found: Mapping[str, Any] | None = harness.simple_evaluate(
+            model="hf",
+            model_args=arguments,
+            tasks=[task.strip() for task in tasks.split(",") if task.strip()],
+            device=str(own_device()),
+            log_samples=False,
+        )
     assert found is not None, "it is None on other ranks only"
     return found
 

@@ -10,6 +10,7 @@ from finetune.config.run_config import RunConfig
 from finetune.config.sections.data import DataSection
 from finetune.errors import UserError
 from finetune.export.folder import replaced
+from finetune.model.model_files import read_settings
 from finetune.model.processing import Processing, load_kept_processing
 from finetune.run.layout import settled
 from finetune.task.kernels import usable
@@ -44,16 +45,16 @@ def keep(run: Path, processing: Processing, facts: Mapping[str, Any]) -> None:
 
 
 def load_kept(run: Path, config: RunConfig) -> Kept:
-    """Return what the run has kept; raises UserError where there is nothing."""
+    """Return what the run has kept; raises UserError where there is nothing, or nothing that can be read.
+
+    Code of a tokenizer runs where `model.trust_remote_code` says so.
+    """
     folder = run / FOLDER
     if not folder.is_dir():
         raise UserError(
             f"{folder}: is not there. A run writes its tokenizer down when it starts; start the job once more (with "
             "`checkpoint.resume: auto` it goes on from where it is), or copy the tokenizer's files there."
         )
-    try:
-        processing = load_kept_processing(folder, reads=reads(config.task.name))
-        path = folder / FACTS
-        return Kept(processing, json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {})
-    except (OSError, ValueError) as error:
-        raise UserError(f"{folder}: holds no tokenizer or processor that can be loaded: {error}") from error
+    trusts, path = config.model.trust_remote_code, folder / FACTS
+    processing = load_kept_processing(folder, reads=reads(config.task.name), key="run", trust_remote_code=trusts)
+    return Kept(processing, read_settings(path) if path.is_file() else {})

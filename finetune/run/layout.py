@@ -1,6 +1,5 @@
 """How the samples of a forward pass are laid out: end to end where the model is known to keep them apart."""
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,8 @@ from finetune.config.run_config import RunConfig
 from finetune.config.sections.data import DataSection
 from finetune.errors import ModelError
 from finetune.model.attention.kinds import keeps_samples_apart
-from finetune.model.origin import ADAPTER_CONFIG, config_of
+from finetune.model.origin import config_of
+from finetune.model.pretrained import ADAPTER_CONFIG, read_adapter
 
 Adapter = Mapping[str, Any] | None
 """What an adapter_config.json says."""
@@ -59,6 +59,6 @@ def _stands_before_text(config: RunConfig, adapter: Adapter) -> bool:
     """Tell whether something is learnt before the text, which samples in one row would share."""
     if adapter is None and config.model.adapter is not None:
         path = Path(config.model.adapter).expanduser() / ADAPTER_CONFIG
-        adapter = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+        adapter = read_adapter(path.parent) if path.is_file() else None
     kind = adapter_of(config) if adapter is None else str(adapter.get("peft_type", "")).lower()
     return kind in PROMPTS

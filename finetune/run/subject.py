@@ -23,6 +23,7 @@ from finetune.run.export_checkpoint import exported_weights
 from finetune.run.kept import Kept, load_kept
 from finetune.run.layout import settled
 from finetune.run.model import build_model
+from finetune.run.trust import with_trust
 from finetune.runtime.construction import Construction
 from finetune.task.protocol import Task
 
@@ -70,42 +71,53 @@ class Subject:
                     place.copy_(weights[name])
 
 
-def find_subject(source: Path, *, step: int | None, config: Path | None, overrides: Sequence[str]) -> Subject:
-    """Return what is measured; raises UserError where there is no model, or no job that says how to measure it."""
+def find_subject(
+    source: Path, *, step: int | None, config: Path | None, overrides: Sequence[str], trust_remote_code: bool = False
+) -> Subject:
+    """Return what is measured; raises UserError where there is no model, or no job that says how to measure it.
+
+    Code that a model brings runs where the caller says so, or the job in `config`; what a run's own record says of it
+    does not count.
+    """
+    job = None if config is None else load_config(config, overrides)
+    trusts = trust_remote_code or (job is not None and job.config.model.trust_remote_code)
     if is_run(source):
-        return _of_checkpoint(source, step=step, config=config, overrides=overrides)
+        return _of_checkpoint(source, step=step, job=job, overrides=overrides, trusts=trusts)
     if step is not None:
         raise UserError(f"--step {step}: {source} has no checkpoints. Name a run's folder, or leave --step out.")
-    return _of_folder(source, config=config, overrides=overrides)
+    return _of_folder(source, job=job, overrides=overrides, trusts=trusts)
 
 
-def _of_checkpoint(source: Path, *, step: int | None, config: Path | None, overrides: Sequence[str]) -> Subject:
+def _of_checkpoint(
+    source: Path, *, step: int | None, job: LoadedConfig | None, overrides: Sequence[str], trusts: bool
+) -> Subject:
     place = locate(source)
     chosen = choose(place, step=step)
-    own = load_resolved(place.run)
-    loaded = load_resolved(place.run, overrides) if config is None else load_config(config, overrides)
+    own = with_trust(load_resolved(place.run), trust_remote_code=trusts)
+    loaded = with_trust(load_resolved(place.run, overrides) if job is None else job, trust_remote_code=trusts)
     if loaded.config.task.name != own.config.task.name:
         raise UserError(
-            f"--config: {config} has the task `{loaded.config.task.name}`, and the run learnt "
+            f"--config: {loaded.path} has the task `{loaded.config.task.name}`, and the run learnt "
             f"`{own.config.task.name}`. Name a job of that task, or another run."
         )
     step_of = layout.step_of(chosen) or 0
     return Subject(loaded, load_kept(place.run, own.config), chosen, None, own.config, step_of)
 
 
-def _of_folder(source: Path, *, config: Path | None, overrides: Sequence[str]) -> Subject:
-    saved = look_at(source, key="evaluate")
+def _of_folder(source: Path, *, job: LoadedConfig | None, overrides: Sequence[str], trusts: bool) -> Subject:
+    saved = look_at(source, key="evaluate", trust_remote_code=trusts)
     run = saved.folder.parent if (saved.folder.parent / RESOLVED).is_file() else None
-    if config is not None:
-        loaded = load_config(config, overrides)
+    if job is not None:
+        loaded = job
     elif run is not None:
         loaded = load_resolved(run, overrides)
     else:
         raise UserError(f"{saved.folder}: is no run's, so nothing says what to measure. Write --config JOB.yaml too.")
-    if run is not None and config is None:
+    loaded = with_trust(loaded, trust_remote_code=trusts)
+    if run is not None and job is None:
         kept = load_kept(run, loaded.config)
     else:
-        kept = Kept(processing_in(saved), {})
+        kept = Kept(processing_in(saved, trust_remote_code=trusts), {})
         loaded = _with_labels(loaded, saved)
         if kept.processing.tokenizer is not None:
             set_chat_template(kept.processing.tokenizer, loaded.config.data.chat_template)

@@ -163,6 +163,7 @@ def test_what_comes_after_training_is_given_what_was_typed(typed, calls):
         "config": None,
         "overrides": ["data.validation.path=a.jsonl"],
         "json": Path("m.json"),
+        "trust_remote_code": False,
     }
     assert (asked[0], asked[2]["tasks"]) == ("finetune.run.harness:evaluate_with_harness", "hellaswag")
     assert (answered[2]["rows"], answered[2]["temperature"]) == (Path("p.jsonl"), 0.5)

@@ -47,13 +47,17 @@ def test_every_command_explains_itself(typed, command):
         (
             ("export", "--dtype", "bfloat16", "--to", "out"),
             "run.export_checkpoint:export_checkpoint",
-            {"step": None, "to": Path("out"), "dtype": "bfloat16"},
+            {"step": None, "to": Path("out"), "dtype": "bfloat16", "trust_remote_code": False},
         ),
-        (("convert", "--to", "out"), "run.convert:convert", {"to": Path("out"), "source": None, "step": None}),
         (
-            ("convert", "--from", "out", "--step", 4),
+            ("convert", "--to", "out"),
             "run.convert:convert",
-            {"to": None, "source": Path("out"), "step": 4},
+            {"to": Path("out"), "source": None, "step": None, "trust_remote_code": False},
+        ),
+        (
+            ("convert", "--from", "out", "--step", 4, "--trust-remote-code"),
+            "run.convert:convert",
+            {"to": None, "source": Path("out"), "step": 4, "trust_remote_code": True},
         ),
     ],
 )

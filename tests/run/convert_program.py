@@ -18,7 +18,7 @@ def main(words: list[str]) -> None:
     for run, folder, back in zip(paths[::3], paths[1::3], paths[2::3], strict=True):
         convert_to(run, folder, step=None)
         forget_accelerator()
-        convert_from(back, folder, step=4)
+        convert_from(back, folder, step=4, trust_remote_code=True)
         forget_accelerator()
     ranks.leave(0)
 

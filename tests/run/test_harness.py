@@ -33,8 +33,8 @@ def test_a_checkpoint_is_exported_and_measured(trained, asked, tmp_path, capsys)
 def test_an_adapter_is_named_beside_its_base(trained, asked):
     final = trained("lora") / "final"
     evaluate_with_harness(final, step=None, tasks="hellaswag", json=None)
-    arguments = {"pretrained": str(final / "base"), "tokenizer": str(final), "peft": str(final)}
-    assert asked[0]["model_args"] == arguments
+    arguments = {"pretrained": str(final / "base"), "tokenizer": str(final), "trust_remote_code": False}
+    assert asked[0]["model_args"] == {**arguments, "peft": str(final)}
 
 
 def test_what_is_missing_or_does_not_go_together_is_told(trained, monkeypatch):

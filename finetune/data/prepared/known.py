@@ -33,8 +33,8 @@ class KnownArrays:
             if manifest["version"] != FORMAT_VERSION:
                 raise ValueError(f"version {manifest['version']}")
             self._num_samples: int = manifest["samples"]
-            self._values = {name: np.load(folder / f"{name}.values.npy", mmap_mode="r") for name in manifest["names"]}
-            self._offsets = {name: np.load(folder / f"{name}.offsets.npy", mmap_mode="r") for name in manifest["names"]}
+            self._values = {name: _mapped(folder / f"{name}.values.npy") for name in manifest["names"]}
+            self._offsets = {name: _mapped(folder / f"{name}.offsets.npy") for name in manifest["names"]}
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise DataError(f"{folder} is damaged or not ours: {error}. Delete it; it is made anew.") from error
         if any(len(offsets) != len(self) + 1 for offsets in self._offsets.values()):
@@ -112,6 +112,10 @@ class KnownWriter:
     def close(self) -> None:
         """Let go of the files."""
         self._arrays.close()
+
+
+def _mapped(path: Path) -> np.ndarray:
+    return np.asarray(np.load(path, mmap_mode="r", allow_pickle=False))
 
 
 def _opened(folder: Path, known: Path, shards: Sequence[str]) -> KnownSet:

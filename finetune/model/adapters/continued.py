@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import PeftConfig, PeftModel, get_peft_model_state_dict
+from peft import PeftConfig, PeftModel, PromptTuningInit, get_peft_model_state_dict
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
@@ -15,6 +15,8 @@ from finetune.errors import ModelError
 from finetune.model.adapters.ground import Ground
 from finetune.model.adapters.names import ADAPTER, TASK_TYPES
 from finetune.model.adapters.saved_folder import KEY, WEIGHTS_FILE, read_config
+from finetune.model.hub import told
+from finetune.model.pretrained import load_adapter_config
 
 _PROMPTS = "prompt_embeddings"
 
@@ -22,13 +24,16 @@ _PROMPTS = "prompt_embeddings"
 def saved_config(model: PreTrainedModel, folder: Path, ground: Ground) -> PeftConfig:
     """Return the config of the adapter in the folder, to be trained; raises ModelError where it does not fit."""
     read_config(folder)
-    config = PeftConfig.from_pretrained(str(folder))
+    with told(str(folder), key=KEY):
+        config: PeftConfig = load_adapter_config(folder)
     expected = TASK_TYPES.get(ground.head)
     if config.task_type not in (expected, None):
         raise ModelError(f"{KEY}: {folder} was trained for {config.task_type}, and this task needs {expected}.")
     config.inference_mode = False
     if hasattr(config, "init_lora_weights"):
         config.init_lora_weights = True  # the base stays as it is, whatever the adapter began from
+    if hasattr(config, "prompt_tuning_init"):
+        config.prompt_tuning_init = PromptTuningInit.RANDOM  # another would load the tokenizer that the folder names
     return config
 
 

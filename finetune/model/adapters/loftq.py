@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from finetune.errors import ModelError
 from finetune.model.adapters.ground import Ground
 from finetune.model.adapters.names import ADAPTER
+from finetune.model.hub import told
 
 _PREFIX = "base_model.model."
 
@@ -21,7 +22,8 @@ def make_up_for_quantization(model: PeftModel, ground: Ground) -> None:
 
     The originals are read from the base's safetensors one at a time; raises ModelError where one is not there.
     """
-    places = _places(Path(ground.base or ""))
+    with told(ground.base or "", key="model.lora.init"):
+        places = _places(Path(ground.base or ""))
     with torch.no_grad():
         for name, module in model.named_modules():
             if isinstance(module, LoraLayer):

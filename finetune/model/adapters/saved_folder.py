@@ -1,12 +1,12 @@
 """The folder of an adapter that was saved before, read without peft: its config and what its weights are known by."""
 
 import hashlib
-import json
 from pathlib import Path
 from typing import Any
 
 from finetune.errors import ModelError
 from finetune.model.hub import is_folder
+from finetune.model.pretrained import read_adapter
 
 KEY = "model.adapter"
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -38,13 +38,10 @@ def base_note(folder: str, *, name: str | None) -> str | None:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Return what the folder's adapter_config.json says; raises ModelError where there is none."""
-    path = folder / CONFIG_FILE
-    try:
-        read: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    """Return what the folder's adapter_config.json says; raises ModelError where there is none, or a bad one."""
+    if not (folder / CONFIG_FILE).is_file():
         raise ModelError(
             f"{KEY}: {folder} holds no adapter: {CONFIG_FILE} cannot be read. Name a folder that was exported by a "
             "run with adapters, such as `runs/NAME/final`."
-        ) from error
-    return read
+        )
+    return read_adapter(folder)
