@@ -15,9 +15,12 @@ PACKAGE = ROOT / "finetune"
 BASE = {"errors", "runtime", "config.section", "config.sections"}
 WINGS = ("data", "model", "strategy", "checkpoint", "report")
 
+PRINTING = {"runtime.redact", "runtime.secret_urls", "runtime.terminal"}
+"""What makes text fit to be printed and written down; it imports nothing slow."""
+
 MAY_IMPORT: dict[str, set[str]] = {
     "__main__": {"cli"},
-    "cli": {"run", "advise", "export", "launch", "recipes", "config", "errors"},
+    "cli": {"run", "advise", "export", "launch", "recipes", "config", "errors", *PRINTING},
     "run": {"train", "task", "export", *WINGS, "config", "runtime", "errors"},
     "train": {"task", *WINGS, "config", "runtime", "errors"},
     "advise": {"run", "task", *WINGS, "config", "runtime", "errors"},
@@ -25,7 +28,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "export": {"model", *BASE},
     **dict.fromkeys(WINGS, BASE),
     "recipes": {"runtime", "errors"},
-    "config": {"errors", "runtime.lazy"},
+    "config": {"errors", "runtime.lazy", *PRINTING},
     "runtime": {"errors"},
     "launch": {"errors"},
     "errors": set(),

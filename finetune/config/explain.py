@@ -9,6 +9,8 @@ from finetune.config.rules.effects import idle_keys
 from finetune.config.run_config import with_run_folder
 from finetune.config.section import Section
 from finetune.config.source import Sources, joined
+from finetune.runtime.redact import redacted_config
+from finetune.runtime.terminal import json_text
 
 COLUMN = 56
 """Where the sources begin, if the value leaves room."""
@@ -35,9 +37,9 @@ def _lines(section: Section, sources: Sources, *, prefix: str, idle: frozenset[s
             yield f"{indent}{name}:{' {}' if is_all_comment else ''}"
             yield from inner
         elif key in idle:
-            yield f"{indent}# {name}: {_written(value)}  (no effect here)"
+            yield f"{indent}# {name}: {_written(name, value)}  (no effect here)"
         else:
-            yield f"{f'{indent}{name}: {_written(value)}':<{COLUMN}}  # {_source(key, sources)}"
+            yield f"{f'{indent}{name}: {_written(name, value)}':<{COLUMN}}  # {_source(key, sources)}"
 
 
 def _source(key: str, sources: Sources) -> str:
@@ -47,9 +49,10 @@ def _source(key: str, sources: Sources) -> str:
     return str(source) if source.line is not None else "--set"
 
 
-def _written(value: Any) -> str:
-    """Return the value as YAML 1.2 on one line: JSON is a part of it."""
-    return json.dumps(value, ensure_ascii=False, default=_as_written)
+def _written(name: str, value: Any) -> str:
+    """Return the value as YAML 1.2 on one line: JSON is a part of it. Secrets are left out."""
+    plain = json.loads(json.dumps(value, default=_as_written))
+    return json_text(redacted_config(plain, name=name))
 
 
 def _as_written(section: Section) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from finetune.config.section import RelativeToConfig, Section
+from finetune.runtime.secret_urls import unsigned_url
 
 S = TypeVar("S", bound=Section)
 
@@ -54,7 +55,7 @@ def stage_of(folder: str, local_folder: str | None) -> pathlib.Path:
         return pathlib.Path(folder)
     if local_folder is not None:
         return pathlib.Path(local_folder)
-    address = folder.rstrip("/")
+    address = unsigned_url(folder).rstrip("/")
     digest = hashlib.sha256(address.encode()).hexdigest()[:12]
     return pathlib.Path("~/.cache/finetune/runs").expanduser() / f"{address.rpartition('/')[2]}-{digest}"
 

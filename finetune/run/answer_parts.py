@@ -10,6 +10,7 @@ from typing import Any
 from finetune.data.rows import Row
 from finetune.errors import UserError
 from finetune.runtime import files, ranks
+from finetune.runtime.redact import redacted_config
 
 ANSWER = "answer"
 
@@ -29,7 +30,7 @@ class AnswerParts:
         if ranks.is_main() and not note.is_file():
             files.write_json(note, about)
         ranks.barrier()
-        if json.loads(note.read_text(encoding="utf-8")) != about:
+        if json.loads(note.read_text(encoding="utf-8")) != redacted_config(about):
             raise UserError(
                 f"{parts.folder} holds answers of an earlier start with another model, input or other settings. Delete "
                 "it to begin anew, or name another --output."
