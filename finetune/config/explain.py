@@ -10,7 +10,7 @@ from finetune.config.run_config import with_run_folder
 from finetune.config.section import Section
 from finetune.config.source import Sources, joined
 from finetune.runtime.redact import redacted_config
-from finetune.runtime.terminal import json_text
+from finetune.runtime.terminal import json_text, neutral
 
 COLUMN = 56
 """Where the sources begin, if the value leaves room."""
@@ -21,7 +21,7 @@ def resolved_yaml(loaded: LoadedConfig) -> str:
 
     Read as a job, it gives the same config: keys that do nothing in this combination stand in comments.
     """
-    head = f"# {loaded.path.name} as it was run, with the source of every value. Paths are absolute."
+    head = f"# {neutral(loaded.path.name)} as it was run, with the source of every value. Paths are absolute."
     config = loaded.config if loaded.remote is None else with_run_folder(loaded.config, loaded.remote)
     lines = _lines(config, loaded.sources, prefix="", idle=idle_keys(config))
     return "\n".join([head, *lines]) + "\n"
@@ -46,7 +46,7 @@ def _source(key: str, sources: Sources) -> str:
     source = sources.get(key)
     if source is None:
         return "default"
-    return str(source) if source.line is not None else "--set"
+    return neutral(str(source)) if source.line is not None else "--set"
 
 
 def _written(name: str, value: Any) -> str:

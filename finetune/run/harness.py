@@ -1,6 +1,5 @@
 """`finetune evaluate --lm-eval`: the tasks of EleutherAI's evaluation harness, asked of an exported model."""
 
-import json as jsonlib
 import os
 import tempfile
 from collections.abc import Mapping
@@ -15,6 +14,8 @@ from finetune.run.generate import own_device
 from finetune.runtime import files
 from finetune.runtime.log import quieten
 from finetune.runtime.optional import require
+from finetune.runtime.redact import redacted_config
+from finetune.runtime.terminal import json_text
 
 
 def evaluate_with_harness(source: Path, *, step: int | None, tasks: str, json: Path | None) -> None:
@@ -34,7 +35,7 @@ def evaluate_with_harness(source: Path, *, step: int | None, tasks: str, json: P
             folder = export_checkpoint(source, step=step, to=Path(scratch) / "model", dtype=None)
             results = _results(harness, look_at(folder, key="evaluate"), tasks=tasks)
     if json is not None:
-        files.write_text(json, jsonlib.dumps(results, indent=2, ensure_ascii=False, default=str) + "\n")
+        files.write_text(json, json_text(redacted_config(results), indent=2, default=str) + "\n")
     _print(results["results"])
 
 

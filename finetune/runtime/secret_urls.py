@@ -99,9 +99,11 @@ def _redacted_user(scheme: str) -> Callable[[re.Match[str]], str]:
 
 
 def _without_value(match: re.Match[str]) -> str:
-    if not is_secret_parameter(unquote(match["name"])) or not match["value"]:
+    value = match["value"]
+    if not value or value.startswith(REDACTED) or not is_secret_parameter(unquote(match["name"])):
         return match[0]
-    return f"{match['lead']}{match['name']}={REDACTED}"
+    end = value[len(value.rstrip(":,.)]}")) :]  # of the sentence
+    return f"{match['lead']}{match['name']}={REDACTED}{end}"
 
 
 def _without_encoded(match: re.Match[str]) -> str:
