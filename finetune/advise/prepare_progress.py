@@ -23,7 +23,7 @@ def progress_shown() -> Iterator[tuple[Say, Watch]]:
     if not sys.stdout.isatty():
         yield write_line, Lines(say=write_line)
         return
-    console, text = drawing.ForeignTextConsole(), drawing.text_column
+    console, text = drawing.ForeignTextConsole(), drawing.TextColumn
     columns = (text("{task.description}"), BarColumn(), text("{task.fields[told]}"))
     with drawing.Bars(*columns, console=console, transient=True) as progress:
         yield lambda line: console.print(line, markup=False, soft_wrap=True), Bars(progress)

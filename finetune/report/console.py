@@ -11,7 +11,7 @@ from finetune.report import wording
 from finetune.report.events import Evaluated, Event, RunEnded, RunStarted, StepTaken
 from finetune.report.throughput import ThroughputMeter
 from finetune.runtime.cadence import Cadence
-from finetune.runtime.drawing import Bars, ForeignTextConsole, text_column
+from finetune.runtime.drawing import Bars, ForeignTextConsole, TextColumn
 
 
 class Screen(Protocol):
@@ -115,10 +115,10 @@ class RichScreen:
 
     def _start(self, num_steps: int) -> Progress:
         columns = (
-            text_column("step"),
+            TextColumn("step"),
             MofNCompleteColumn(),
             BarColumn(bar_width=20),
-            text_column("{task.fields[facts]}"),
+            TextColumn("{task.fields[facts]}"),
         )
         progress = Bars(*columns, console=self._console)
         self._bar = progress.add_task("", total=num_steps, facts="")

@@ -4,10 +4,11 @@ from collections.abc import Iterable
 from typing import IO, Any, TextIO, cast
 
 from rich.console import Console, ConsoleOptions, RenderableType
-from rich.progress import Progress, ProgressColumn, TextColumn
+from rich.progress import Progress, ProgressColumn, Task
 from rich.segment import Segment
+from rich.text import Text
 
-from finetune.runtime.terminal import GuardedStream, guard_streams, neutral
+from finetune.runtime.terminal import GuardedStream, guard_streams, neutral, readable
 
 
 class ForeignTextConsole(Console):
@@ -25,6 +26,10 @@ class ForeignTextConsole(Console):
     def file(self, new_file: IO[str]) -> None:
         self._file = new_file
 
+    def render_str(self, text: str, **settings: Any) -> Text:
+        """Return the text as it is drawn and measured, in a table's cell, too: readable."""
+        return super().render_str(readable(text), **settings)
+
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         """Yield the pieces of what is drawn, their text neutral."""
         for piece in super().render(renderable, options):
@@ -40,12 +45,19 @@ class Bars(Progress):
         guard_streams()  # rich has put itself in their place, and would obey escapes
 
 
+class TextColumn(ProgressColumn):
+    """A column of readable text beside a bar; `form` is filled in with the `task`."""
+
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        self._form = form
+
+    def render(self, task: Task) -> Text:
+        """Return the text."""
+        return Text(readable(self._form.format(task=task)), no_wrap=True)
+
+
 def drawn_on(stream: TextIO) -> IO[str]:
     """Return the stream for what is drawn: it keeps escapes, and leaves secrets out."""
     inner = stream.stream if isinstance(stream, GuardedStream) else stream
     return cast(IO[str], GuardedStream(inner, keeps_escapes=True))
-
-
-def text_column(form: str) -> ProgressColumn:
-    """Return a column of plain text, in which brackets are brackets."""
-    return TextColumn(form, markup=False)

@@ -33,7 +33,13 @@ _YAML_LINE = re.compile(
     r"(?P<end>[ \t]*(?:[ \t]#[^\n]*)?)$",
     re.IGNORECASE | re.MULTILINE,
 )
-_NO_VALUE = frozenset({"none", "null", "true", "false", "''", '""', "0", "1", "...", REDACTED})
+_FLOW = re.compile(
+    rf"(?P<head>[{{,\[][ \t]*[\"']?(?:{_SECRET_WORD})[\"']?[ \t]*:[ \t]+)(?P<value>\"[^\"\n]*\"|'[^'\n]*'|[^,}}\]\n]+)",
+    re.IGNORECASE,
+)
+_NO_VALUE = frozenset({"", "none", "null", "true", "false", "0", "1", "...", REDACTED})
+
+_IN_YAML = rf"\g<head>'{REDACTED}'"
 
 _START = r"(?:(?<![A-Za-z0-9])|(?<=%[0-9A-Fa-f][0-9A-Fa-f]))"
 _SECRET_SHAPE = re.compile(
@@ -96,7 +102,7 @@ def lasting_text(text: str) -> str:
 
 def redacted_yaml(text: str) -> str:
     """Return the text of a YAML file with the values of secret names left out, too; its lines stay where they are."""
-    return _YAML_LINE.sub(rf"\g<head>'{REDACTED}'\g<end>", redacted_text(text))
+    return _FLOW.sub(_IN_YAML, _YAML_LINE.sub(rf"{_IN_YAML}\g<end>", redacted_text(text)))
 
 
 def redacted_variables(variables: Mapping[str, str]) -> dict[str, str]:
@@ -167,7 +173,7 @@ def _redacted_word(word: str) -> str:
     for index, name in enumerate(names, start=1):
         if is_secret_name(name):
             return f"{redacted_text('='.join(names[:index]))}={REDACTED}"
-    return redacted_text(word)
+    return _FLOW.sub(_IN_YAML, redacted_text(word)) if "{" in word else redacted_text(word)
 
 
 def _redacted_variable(name: str, value: str) -> str:
