@@ -272,6 +272,77 @@ def test_what_is_imported_lazily_is_a_module():
             )
 
 
+GUARDED_ELSEWHERE: dict[str, tuple[str, ...]] = {
+    "rich.console.Console": ("runtime.drawing",),
+    "rich.progress.Progress": ("runtime.drawing",),
+    "rich.progress.TextColumn": (),
+    "rich.print": (),
+    "typer.echo": (),
+    "typer.secho": (),
+    "traceback.print_exc": (),
+    "traceback.print_exception": (),
+    "sys.__stdout__": (),
+    "sys.__stderr__": (),
+    "sys.stdout.write": (),
+    "sys.stderr.write": (),
+    "sys.stdout.buffer": (),
+    "sys.stderr.buffer": (),
+    "os.write": ("runtime.signals",),  # a line of its own, in a signal handler
+}
+"""Ways round the guarded streams, and the modules that may go them: `print` and ForeignTextConsole are for the rest."""
+
+
+@each_module
+def test_what_is_printed_goes_through_the_guarded_streams(module):
+    names = {name.rpartition(".")[2]: name for _, name in module.imports if name in GUARDED_ELSEWHERE}
+    for node in ast.walk(module.tree):
+        used = ast.unparse(node.func if isinstance(node, ast.Call) else node) if is_use(node) else ""
+        way = names.get(used, used)
+        assert way not in GUARDED_ELSEWHERE or is_within(module.name, GUARDED_ELSEWHERE[way]), (
+            f"{module.file}:{getattr(node, 'lineno', '?')} prints with {way}, past what takes secrets and escapes out: "
+            "use print, or finetune.runtime.drawing.ForeignTextConsole"
+        )
+
+
+def is_use(node: ast.AST) -> bool:
+    """Tell whether the node may be one of these ways, by its last name alone."""
+    called = node.func if isinstance(node, ast.Call) else None
+    name = called.id if isinstance(called, ast.Name) else getattr(node, "attr", None)
+    return any(way.endswith(f".{name}") for way in GUARDED_ELSEWHERE)
+
+
+def test_every_command_prints_to_guarded_streams():
+    commands = [
+        (group, function)
+        for module in MODULES.values()
+        if module.folder == "cli"
+        for function in functions(module)
+        for group in [[ast.unparse(each) for each in function.decorator_list]]
+        if "reported" in group or any(each.endswith(".command()") for each in group)
+    ]
+    assert len(commands) > 15
+    for decorators, function in commands:
+        assert decorators[-1] == "reported", f"cli: {function.name}: decorate it with `reported`, innermost"
+
+
+EXACT_JSON = (
+    *("runtime.terminal", "config.changes"),
+    *("data.formats.row_template", "data.encoding.drops", "data.sources.splits"),
+)
+"""Where JSON is compared, digested or trained on, and shown to nobody."""
+
+
+@each_module
+def test_json_that_people_read_is_made_by_one_function(module):
+    """`json.dumps(ensure_ascii=False)` leaves characters raw that reorder text: on a screen they lie."""
+    if is_within(module.name, EXACT_JSON):
+        return
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("json.dumps", "json.dump"):
+            raw = [each for each in node.keywords if each.arg == "ensure_ascii"]
+            assert not raw, f"{module.file}:{node.lineno}: use finetune.runtime.terminal.json_text"
+
+
 @each_module
 def test_there_is_no_type_checking_escape(module):
     for node in ast.walk(module.tree):

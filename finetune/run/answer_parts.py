@@ -11,6 +11,7 @@ from finetune.data.rows import Row
 from finetune.errors import UserError
 from finetune.runtime import files, ranks
 from finetune.runtime.redact import redacted_config
+from finetune.runtime.terminal import json_text
 
 ANSWER = "answer"
 
@@ -51,7 +52,7 @@ class AnswerParts:
     def join(self, rows: Sequence[Row]) -> None:
         """Write the output whole, and remove the parts. On one process."""
         answers = dict(self._all())
-        lines = (json.dumps({**row, ANSWER: answers[n]}, ensure_ascii=False, default=str) for n, row in enumerate(rows))
+        lines = (json_text({**row, ANSWER: answers[n]}, default=str) for n, row in enumerate(rows))
         files.write_text(self.output, "".join(f"{line}\n" for line in lines))
         shutil.rmtree(self.folder)
 
