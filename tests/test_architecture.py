@@ -326,7 +326,7 @@ def test_every_command_prints_to_guarded_streams():
 
 
 EXACT_JSON = (
-    *("runtime.terminal", "config.changes"),
+    *("runtime.terminal", "config.changes", "config.explain"),
     *("data.formats.row_template", "data.encoding.drops", "data.sources.splits"),
 )
 """Where JSON is compared, digested or trained on, and shown to nobody."""

@@ -10,7 +10,7 @@ from finetune.config.run_config import with_run_folder
 from finetune.config.section import Section
 from finetune.config.source import Sources, joined
 from finetune.runtime.redact import redacted_config
-from finetune.runtime.terminal import json_text, neutral
+from finetune.runtime.terminal import neutral
 
 COLUMN = 56
 """Where the sources begin, if the value leaves room."""
@@ -50,9 +50,9 @@ def _source(key: str, sources: Sources) -> str:
 
 
 def _written(name: str, value: Any) -> str:
-    """Return the value as YAML 1.2 on one line: JSON is a part of it. Secrets are left out."""
+    """Return the value as YAML 1.2 on one line, without secrets: JSON, but for escapes of what acts on a terminal."""
     plain = json.loads(json.dumps(value, default=_as_written))
-    return json_text(redacted_config(plain, name=name))
+    return neutral(json.dumps(redacted_config(plain, name=name), ensure_ascii=False))
 
 
 def _as_written(section: Section) -> dict[str, Any]:

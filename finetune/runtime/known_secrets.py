@@ -20,6 +20,7 @@ SECRET_VARIABLE = re.compile(
 _NO_SECRET_VARIABLE = re.compile(r"^(OLD)?PWD$|_(PATH|FILE|DIR|FOLDER|SOCK|HOME|URL|ENDPOINT|NAME|TYPE|TTL)$", re.I)
 """Names that speak of a secret and hold where one is kept; what they hold is not looked for elsewhere."""
 
+_ESCAPE = re.compile("%[0-9A-F]{2}")
 _ORDINARY = re.compile(r"\d{1,15}|(?=.{1,24}$)[a-z]+(?:[_ -][a-z]+)*")
 """Values found in texts that do not speak of them; under a secret name they are left out all the same."""
 
@@ -85,9 +86,12 @@ def _is_there(path: str) -> bool:
 def _forms(value: str) -> Iterator[str]:
     yield value
     if not value.isalnum():
-        yield quote(value, safe="", errors="replace")
-        yield quote(value, errors="replace")
-        yield quote_plus(value, errors="replace")
+        for quoted in {
+            quote(value, safe="", errors="replace"),
+            quote(value, errors="replace"),
+            quote_plus(value, errors="replace"),
+        }:
+            yield from (quoted, _ESCAPE.sub(lambda escape: escape[0].lower(), quoted))
         yield repr(value)[1:-1]
         yield value.replace("\\", "\\\\").replace('"', '\\"')  # as JSON has it
         yield from (line for line in value.splitlines() if _is_looked_for(line) and line != value)

@@ -28,8 +28,8 @@ _UNREADABLE = re.compile(f"[{_ACTING}]|(?<![\u0300-\U0010ffff])[\u200c\u200d]")
 
 _UNREADABLE_ASCII = re.compile("[\x00-\x08\x0b-\x1f\x7f]")
 
-_BAR = re.compile(r"\r|(?:\x1b\[A)+|\n+")
-"""What libraries' progress bars write on a terminal to go back, alone or before their text."""
+_BAR = re.compile(r"\r|(?:\x1b\[A)+")
+"""What libraries' progress bars write on a terminal's standard error to go back, alone or before their text."""
 
 
 def neutral(text: str) -> str:
@@ -56,15 +56,15 @@ def json_text(value: Any, *, indent: int | None = None, **settings: Any) -> str:
 class GuardedStream:
     """A text stream that writes what is readable, whatever its encoding; all else is as the stream's own.
 
-    It has no `buffer`: nothing goes round it. On a terminal, what libraries draw bars with passes. `keeps_escapes`
-    leaves escapes alone, for whoever has made the text readable before he coloured it.
+    It has no `buffer`: nothing goes round it. With `has_bars`, what libraries draw bars with on a terminal passes.
+    `keeps_escapes` leaves escapes alone, for whoever has made the text readable before he coloured it.
     """
 
-    def __init__(self, stream: TextIO, *, keeps_escapes: bool = False) -> None:
+    def __init__(self, stream: TextIO, *, keeps_escapes: bool = False, has_bars: bool = False) -> None:
         self.stream = stream
         self._keeps_escapes = keeps_escapes
-        self._is_terminal = not stream.closed and stream.isatty()
-        if isinstance(stream, io.TextIOWrapper):
+        self._has_bars = has_bars and not stream.closed and stream.isatty()
+        if isinstance(stream, io.TextIOWrapper) and stream.errors != "backslashreplace":
             with suppress(io.UnsupportedOperation):
                 stream.reconfigure(errors="backslashreplace")
 
@@ -90,7 +90,7 @@ class GuardedStream:
         return getattr(self.stream, name)
 
     def _readable(self, text: str) -> str:
-        bar = _BAR.match(text) if self._is_terminal else None
+        bar = _BAR.match(text) if self._has_bars else None
         if bar is None:
             return readable(text)
         return bar[0] + readable(text[bar.end() :])
@@ -130,7 +130,7 @@ def guard_streams() -> None:
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is not None and not isinstance(stream, GuardedStream):
-            setattr(sys, name, GuardedStream(stream))
+            setattr(sys, name, GuardedStream(stream, has_bars=name == "stderr"))
 
 
 def tell_fault(error: BaseException) -> None:

@@ -92,9 +92,16 @@ def test_a_library_s_progress_bar_still_moves_on_a_terminal_and_only_there():
     screen, file = Terminal(), io.StringIO()
     for stream in (screen, file):
         for text in ("\r 10%", "\x1b[A", "\rname \x1b[31m"):
-            GuardedStream(stream).write(text)
+            GuardedStream(stream, has_bars=True).write(text)
     assert screen.getvalue() == "\r 10%\x1b[A\rname \\x1b[31m"
     assert file.getvalue() == "\\x0d 10%\\x1b[A\\x0dname \\x1b[31m"
+
+
+def test_an_answer_on_a_terminal_does_not_go_back_over_what_was_said():
+    screen = Terminal()
+    for piece in ("\r", "\x1b[A", "\rEVIL"):
+        GuardedStream(screen).write(piece)
+    assert screen.getvalue() == "\\x0d\\x1b[A\\x0dEVIL"
 
 
 def test_streams_are_guarded_once_and_given_back(capsys):
