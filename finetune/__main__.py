@@ -3,6 +3,7 @@
 import sys
 
 from finetune.cli.app import app
+from finetune.cli.outcome import guarded_command_line
 
 NOT_TRAIN = ("--help", "--version")
 
@@ -12,7 +13,8 @@ def main() -> None:
     words = sys.argv[1:]
     if words and words[0].startswith("--") and words[0] not in NOT_TRAIN:
         words = ["train", *words]
-    app(words)
+    with guarded_command_line():
+        app(words)
 
 
 if __name__ == "__main__":

@@ -15,9 +15,12 @@ PACKAGE = ROOT / "finetune"
 BASE = {"errors", "runtime", "config.section", "config.sections"}
 WINGS = ("data", "model", "strategy", "checkpoint", "report")
 
+PRINTING = {"runtime.redact", "runtime.secret_urls", "runtime.terminal"}
+"""What makes text fit to be printed and written down; it imports nothing slow."""
+
 MAY_IMPORT: dict[str, set[str]] = {
     "__main__": {"cli"},
-    "cli": {"run", "advise", "export", "launch", "recipes", "config", "errors"},
+    "cli": {"run", "advise", "export", "launch", "recipes", "config", "errors", *PRINTING},
     "run": {"train", "task", "export", *WINGS, "config", "runtime", "errors"},
     "train": {"task", *WINGS, "config", "runtime", "errors"},
     "advise": {"run", "task", *WINGS, "config", "runtime", "errors"},
@@ -25,7 +28,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "export": {"model", *BASE},
     **dict.fromkeys(WINGS, BASE),
     "recipes": {"runtime", "errors"},
-    "config": {"errors", "runtime.lazy"},
+    "config": {"errors", "runtime.lazy", *PRINTING},
     "runtime": {"errors"},
     "launch": {"errors"},
     "errors": set(),
@@ -267,6 +270,77 @@ def test_what_is_imported_lazily_is_a_module():
             assert not name.startswith("finetune.") or name.removeprefix("finetune.") in MODULES, (
                 f"{module.file}:{statement.lineno}: {name} is no module: it would have to be looked up at once"
             )
+
+
+GUARDED_ELSEWHERE: dict[str, tuple[str, ...]] = {
+    "rich.console.Console": ("runtime.drawing",),
+    "rich.progress.Progress": ("runtime.drawing",),
+    "rich.progress.TextColumn": (),
+    "rich.print": (),
+    "typer.echo": (),
+    "typer.secho": (),
+    "traceback.print_exc": (),
+    "traceback.print_exception": (),
+    "sys.__stdout__": (),
+    "sys.__stderr__": (),
+    "sys.stdout.write": (),
+    "sys.stderr.write": (),
+    "sys.stdout.buffer": (),
+    "sys.stderr.buffer": (),
+    "os.write": ("runtime.signals",),  # a line of its own, in a signal handler
+}
+"""Ways round the guarded streams, and the modules that may go them: `print` and ForeignTextConsole are for the rest."""
+
+
+@each_module
+def test_what_is_printed_goes_through_the_guarded_streams(module):
+    names = {name.rpartition(".")[2]: name for _, name in module.imports if name in GUARDED_ELSEWHERE}
+    for node in ast.walk(module.tree):
+        used = ast.unparse(node.func if isinstance(node, ast.Call) else node) if is_use(node) else ""
+        way = names.get(used, used)
+        assert way not in GUARDED_ELSEWHERE or is_within(module.name, GUARDED_ELSEWHERE[way]), (
+            f"{module.file}:{getattr(node, 'lineno', '?')} prints with {way}, past what takes secrets and escapes out: "
+            "use print, or finetune.runtime.drawing.ForeignTextConsole"
+        )
+
+
+def is_use(node: ast.AST) -> bool:
+    """Tell whether the node may be one of these ways, by its last name alone."""
+    called = node.func if isinstance(node, ast.Call) else None
+    name = called.id if isinstance(called, ast.Name) else getattr(node, "attr", None)
+    return any(way.endswith(f".{name}") for way in GUARDED_ELSEWHERE)
+
+
+def test_every_command_prints_to_guarded_streams():
+    commands = [
+        (group, function)
+        for module in MODULES.values()
+        if module.folder == "cli"
+        for function in functions(module)
+        for group in [[ast.unparse(each) for each in function.decorator_list]]
+        if "reported" in group or any(each.endswith(".command()") for each in group)
+    ]
+    assert len(commands) > 15
+    for decorators, function in commands:
+        assert decorators[-1] == "reported", f"cli: {function.name}: decorate it with `reported`, innermost"
+
+
+EXACT_JSON = (
+    *("runtime.terminal", "config.changes", "config.explain"),
+    *("data.formats.row_template", "data.encoding.drops", "data.sources.splits"),
+)
+"""Where JSON is compared, digested or trained on, and shown to nobody."""
+
+
+@each_module
+def test_json_that_people_read_is_made_by_one_function(module):
+    """`json.dumps(ensure_ascii=False)` leaves characters raw that reorder text: on a screen they lie."""
+    if is_within(module.name, EXACT_JSON):
+        return
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("json.dumps", "json.dump"):
+            raw = [each for each in node.keywords if each.arg == "ensure_ascii"]
+            assert not raw, f"{module.file}:{node.lineno}: use finetune.runtime.terminal.json_text"
 
 
 @each_module

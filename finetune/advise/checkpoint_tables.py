@@ -11,6 +11,7 @@ from rich.text import Text
 from finetune.checkpoint.inventory import BadFile, Entry, Leftover, TensorCount
 from finetune.checkpoint.manifest import Manifest
 from finetune.runtime.amounts import size_text
+from finetune.runtime.terminal import readable
 
 NOTHING = "-"
 UNSAID = ("null", "written")
@@ -41,7 +42,7 @@ def overview(found: Sequence[Checked], *, now: float, width: int) -> Table:
         table.add_column(column, no_wrap=True)
     for each in found:
         state = Text("good", "green") if each.is_good else Text("BAD", "bold red")
-        table.add_row(*_row(each.entry, now=now, width=width), Text(_origin(each.entry.manifest)), state)
+        table.add_row(*_row(each.entry, now=now, width=width), Text(readable(_origin(each.entry.manifest))), state)
     return table
 
 

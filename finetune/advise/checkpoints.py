@@ -1,6 +1,5 @@
 """What a run's folder holds of checkpoints, told as tables or as JSON, and whether it can be trusted."""
 
-import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,6 +19,7 @@ from finetune.checkpoint.inventory import (
     read_entry,
 )
 from finetune.runtime.amounts import size_text
+from finetune.runtime.terminal import json_text
 
 _LISTED = 4
 
@@ -140,4 +140,4 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _print_json(value: object) -> None:
-    print(json.dumps(value, indent=2, ensure_ascii=False))
+    print(json_text(value, indent=2))

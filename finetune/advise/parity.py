@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
 
 from finetune.advise.contest import (
@@ -20,6 +19,7 @@ from finetune.advise.contest import (
     steps_taken,
 )
 from finetune.config.load import load_config
+from finetune.runtime.drawing import ForeignTextConsole
 
 
 @dataclass(frozen=True)
@@ -126,4 +126,4 @@ def _print_table(compared: Sequence[Comparison], *, steps: int, tolerance: float
             f"{each.norm_difference:.1e}",
             _verdict(each),
         )
-    Console().print(table)
+    ForeignTextConsole().print(table)

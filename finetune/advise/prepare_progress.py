@@ -5,10 +5,10 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn
+from rich.progress import BarColumn, Progress, TaskID
 
 from finetune.report.announcer import write_line
+from finetune.runtime import drawing
 
 SECONDS_BETWEEN_LINES = 10.0
 
@@ -23,9 +23,9 @@ def progress_shown() -> Iterator[tuple[Say, Watch]]:
     if not sys.stdout.isatty():
         yield write_line, Lines(say=write_line)
         return
-    console = Console(highlight=False)
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[told]}"))
-    with Progress(*columns, console=console, transient=True) as progress:
+    console, text = drawing.ForeignTextConsole(), drawing.TextColumn
+    columns = (text("{task.description}"), BarColumn(), text("{task.fields[told]}"))
+    with drawing.Bars(*columns, console=console, transient=True) as progress:
         yield lambda line: console.print(line, markup=False, soft_wrap=True), Bars(progress)
 
 

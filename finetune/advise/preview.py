@@ -17,6 +17,7 @@ from finetune.run.audit import audit_lessons
 from finetune.run.lessons import make_lessons
 from finetune.runtime import files
 from finetune.runtime.log import quieten
+from finetune.runtime.terminal import readable
 from finetune.task.registry import reads
 
 UNITS = {"samples": "sample", "packs": "pack", "tokens": "batch"}
@@ -69,7 +70,7 @@ def _preview_images(config: RunConfig, *, start: int, num_samples: int, html: Pa
 
 def _write(html: Path, page: str) -> None:
     try:
-        files.write_text(html, page)
+        files.write_text(html, readable(page))
     except OSError as error:
         raise UserError(f"--html: {html} cannot be written: {error.strerror}. Name another file.") from error
     print(f"wrote {html}")

@@ -9,6 +9,7 @@ from rich.text import Text
 from finetune.advise.preview_rows import SeenBatch, SeenPosition, SeenSample
 from finetune.advise.preview_tokens import Piece, stretches
 from finetune.advise.printing import width
+from finetune.runtime.drawing import ForeignTextConsole
 
 READ = ("grey89 on grey19", "grey89 on grey30")
 LEARNT = ("black on #8fd9a0", "black on #67c27c")
@@ -19,7 +20,7 @@ BETWEEN, OPEN, CLOSE = "┊", "⟦", "⟧"
 
 def print_batches(batches: Iterable[SeenBatch], *, unit: str) -> None:
     """Print the microbatches, each sample token by token; `unit` stands at a position: a sample, pack or batch."""
-    console = Console(width=width(), highlight=False, soft_wrap=True)
+    console = ForeignTextConsole(width=width(), soft_wrap=True)
     has_colours = console.is_terminal and console.color_system is not None and not console.no_color
     console.print(_legend(has_colours))
     for batch in batches:

@@ -6,8 +6,10 @@ import sys
 import textwrap
 from collections.abc import Iterable
 
-from rich.console import Console
 from rich.table import Table
+
+from finetune.runtime.drawing import ForeignTextConsole, drawn_on
+from finetune.runtime.terminal import readable
 
 _WIDTH_OF_A_FILE = 200
 
@@ -20,14 +22,15 @@ def width() -> int:
 
 def print_table(table: Table) -> None:
     """Print the table without the blanks that would make all its lines equally long."""
-    console = Console(width=width(), highlight=False)
+    console = ForeignTextConsole(width=width())
     with console.capture() as capture:
         console.print(table)
-    print("\n".join(line.rstrip() for line in capture.get().strip("\n").splitlines()).strip("\n"))
+    drawn = "\n".join(line.rstrip() for line in capture.get().strip("\n").splitlines()).strip("\n")
+    print(drawn, file=drawn_on(sys.stdout))
 
 
 def print_facts(facts: Iterable[tuple[str, str]], *, indent: int = 16) -> None:
     """Print each name with what there is to say of it; words that are longer than a line stay whole."""
     for name, text in facts:
-        lines = textwrap.wrap(text, max(width() - indent, 20), break_long_words=False, break_on_hyphens=False)
+        lines = textwrap.wrap(readable(text), max(width() - indent, 20), break_long_words=False, break_on_hyphens=False)
         print("\n".join(f"{'' if number else name:<{indent}}{line}" for number, line in enumerate(lines or [""])))

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
 
 from finetune.advise.contest import (
@@ -24,6 +23,7 @@ from finetune.config.load import load_config
 from finetune.config.run_config import RunConfig
 from finetune.errors import UserError
 from finetune.report.jsonl import read_events
+from finetune.runtime.drawing import ForeignTextConsole
 
 STEPS_AFTER_THE_STOP = 5
 SHOWN_DIGITS = 12
@@ -169,7 +169,7 @@ def _print_table(straight: Course, resumed: Course, *, title: str) -> None:
             f"{other.loss:.8f}",
             f"{relative_differences([one.loss], [other.loss])[0]:.1e}",
         )
-    Console().print(table)
+    ForeignTextConsole().print(table)
 
 
 def _print_verdict(problems: Sequence[str], *, straight: Course, resumed: Course, tolerance: float | None) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 from finetune.checkpoint.facts import RunFacts
 from finetune.config.sections.checkpoint import NEVER_ALLOWED
 from finetune.errors import CheckpointError
+from finetune.runtime.redact import lasting_config
 
 NOTHING = "nothing"
 _LONGEST = 80
@@ -26,8 +27,8 @@ def told_changes(path: Path, saved: RunFacts, *, wanted: RunFacts, allowed: Sequ
 
     What alters the maths has to be in `allowed`; a name there that has not changed is told as well.
     """
-    identity = differences(saved.identity, wanted.identity)
-    settings = differences(saved.settings, wanted.settings)
+    identity = differences(lasting_config(saved.identity), wanted.identity)
+    settings = differences(lasting_config(saved.settings), wanted.settings)
     refused = {name: pair for name, pair in identity.items() if name not in allowed or name in NEVER_ALLOWED}
     if refused:
         wished = [name for name in identity if name in allowed]

@@ -46,7 +46,7 @@ class Manifest:
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Write the manifest, whole or not at all."""
-    files.write_json(folder / MANIFEST, asdict(manifest))
+    files.write_json(folder / MANIFEST, asdict(manifest), exact=True)
 
 
 def read_manifest(folder: Path) -> Manifest:

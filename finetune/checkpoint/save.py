@@ -80,7 +80,7 @@ def _finish(staging: Path, contents: Contents, *, run: RunFacts, written: Writte
     final = layout.step_folder(staging.parent, contents.step)
     with told_plainly(staging):
         for name, value in texts.items():
-            files.write_json(staging / name, value)
+            files.write_json(staging / name, value, exact=True)
         small = {name: file_facts(staging / name) for name in texts}
         manifest = _manifest(contents, run=run, files={**small, **written.files}, index=index)
         for folder in {(staging / name).parent for name in manifest.files}:

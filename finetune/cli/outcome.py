@@ -1,15 +1,18 @@
-"""How a command ends: an exit code, and one message for what the user can mend."""
+"""How a command ends: an exit code, and one message for what the user can mend. What it prints is readable."""
 
 import functools
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, ParamSpec
 
 import typer
 
 from finetune.errors import ConfigError, FinetuneError
+from finetune.runtime.redact import redacted_command
+from finetune.runtime.terminal import guarded, readable, tell_fault
 
 P = ParamSpec("P")
 
@@ -25,23 +28,39 @@ def reported(command: Callable[P, Any]) -> Callable[P, None]:
 
     @functools.wraps(command)
     def run(*args: P.args, **kwargs: P.kwargs) -> None:
-        try:
-            code = command(*args, **kwargs)
-        except FinetuneError as error:
-            _tell(error)
-            code = error.exit_code
-        except KeyboardInterrupt:
-            if _rank() == 0:
-                print("interrupted", file=sys.stderr)
-            code = 130
+        with guarded():
+            try:
+                code = command(*args, **kwargs)
+            except FinetuneError as error:
+                _tell(error)
+                code = error.exit_code
+            except KeyboardInterrupt:
+                if _rank() == 0:
+                    print("interrupted", file=sys.stderr)
+                code = 130
         raise typer.Exit(code or 0)
 
     return run
 
 
+@contextmanager
+def guarded_command_line() -> Iterator[None]:
+    """Meanwhile, whatever is printed is readable, and so is the traceback of a fault of ours; it ends with exit code 1.
+
+    Who looks for the words that were typed (a tracker does) finds them without secrets.
+    """
+    with guarded():
+        sys.argv[1:] = redacted_command(sys.argv[1:])
+        try:
+            yield
+        except Exception as error:
+            tell_fault(error)
+            raise SystemExit(1) from None
+
+
 def message(error: FinetuneError, *, rank: int) -> str:
     """Return what this rank prints."""
-    return f"error: {error}" if rank == 0 else f"[rank {rank}] error: {error}"
+    return readable(f"error: {error}" if rank == 0 else f"[rank {rank}] error: {error}")
 
 
 def _tell(error: FinetuneError) -> None:

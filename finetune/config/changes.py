@@ -16,6 +16,7 @@ from typing import Any
 from finetune.config.run_config import RunConfig
 from finetune.config.section import Section
 from finetune.config.source import joined
+from finetune.runtime.redact import lasting_config, redacted_text
 
 MATHS = (
     "run.seed",
@@ -121,15 +122,19 @@ def maths_of(config: RunConfig) -> dict[str, str]:
 def settings_of(config: RunConfig) -> dict[str, str]:
     """Return the keys that may differ from start to start, likewise."""
     told = {*COMPARED_BY_CONTENT, *FREE}
-    return {key: text for key, text in _flat(config) if key in told}
+    return {key: redacted_text(text) for key, text in _flat(config) if key in told}
 
 
 def _flat(section: Section, *, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield every key with its value; a section that may be left out is `null` or `written`, then what is in it."""
+    """Yield every key with its value; a section that may be left out is `null` or `written`, then what is in it.
+
+    Secrets are left out, and so is all that signs a URL: one that is signed anew is the same.
+    """
     for name, field in type(section).model_fields.items():
         key, value = joined(prefix, name), getattr(section, name)
         if not isinstance(value, Section):
-            yield key, json.dumps(value, sort_keys=True, ensure_ascii=False, default=_plain)
+            plain = json.loads(json.dumps(value, default=_plain))
+            yield key, json.dumps(lasting_config(plain, name=name), sort_keys=True, ensure_ascii=False)
             continue
         if field.annotation is not type(value):
             yield key, "written"

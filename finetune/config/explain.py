@@ -9,6 +9,8 @@ from finetune.config.rules.effects import idle_keys
 from finetune.config.run_config import with_run_folder
 from finetune.config.section import Section
 from finetune.config.source import Sources, joined
+from finetune.runtime.redact import redacted_config
+from finetune.runtime.terminal import neutral
 
 COLUMN = 56
 """Where the sources begin, if the value leaves room."""
@@ -19,7 +21,7 @@ def resolved_yaml(loaded: LoadedConfig) -> str:
 
     Read as a job, it gives the same config: keys that do nothing in this combination stand in comments.
     """
-    head = f"# {loaded.path.name} as it was run, with the source of every value. Paths are absolute."
+    head = f"# {neutral(loaded.path.name)} as it was run, with the source of every value. Paths are absolute."
     config = loaded.config if loaded.remote is None else with_run_folder(loaded.config, loaded.remote)
     lines = _lines(config, loaded.sources, prefix="", idle=idle_keys(config))
     return "\n".join([head, *lines]) + "\n"
@@ -35,21 +37,22 @@ def _lines(section: Section, sources: Sources, *, prefix: str, idle: frozenset[s
             yield f"{indent}{name}:{' {}' if is_all_comment else ''}"
             yield from inner
         elif key in idle:
-            yield f"{indent}# {name}: {_written(value)}  (no effect here)"
+            yield f"{indent}# {name}: {_written(name, value)}  (no effect here)"
         else:
-            yield f"{f'{indent}{name}: {_written(value)}':<{COLUMN}}  # {_source(key, sources)}"
+            yield f"{f'{indent}{name}: {_written(name, value)}':<{COLUMN}}  # {_source(key, sources)}"
 
 
 def _source(key: str, sources: Sources) -> str:
     source = sources.get(key)
     if source is None:
         return "default"
-    return str(source) if source.line is not None else "--set"
+    return neutral(str(source)) if source.line is not None else "--set"
 
 
-def _written(value: Any) -> str:
-    """Return the value as YAML 1.2 on one line: JSON is a part of it."""
-    return json.dumps(value, ensure_ascii=False, default=_as_written)
+def _written(name: str, value: Any) -> str:
+    """Return the value as YAML 1.2 on one line, without secrets: JSON, but for escapes of what acts on a terminal."""
+    plain = json.loads(json.dumps(value, default=_as_written))
+    return neutral(json.dumps(redacted_config(plain, name=name), ensure_ascii=False))
 
 
 def _as_written(section: Section) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from finetune.config.values import Document
 from finetune.config.wording import listed, nearest
 from finetune.config.yaml import read_yaml
 from finetune.errors import ConfigError, Problem
+from finetune.runtime.redact import remember_secrets
 
 _NEARBY = 100
 """Files of a folder among which the one that was meant is looked for."""
@@ -55,6 +56,7 @@ def load_config(path: pathlib.Path, overrides: Sequence[str] = ()) -> LoadedConf
     if not isinstance(document.values, dict):
         raise ConfigError(document.problems or [_not_a_job(document)], path.name)
     overridden = override(document.values, overrides)
+    remember_secrets(overridden.values)
     sources = _sources(document, overridden.replaced, name=path.name) | overridden.sources
     problems = _still_there(document.problems, overridden.replaced) + overridden.problems
     folder = path.absolute().parent.resolve()

@@ -13,6 +13,7 @@ from finetune.config.section import RelativeToConfig, Section
 from finetune.config.source import joined
 from finetune.config.wording import shortened
 from finetune.errors import Problem
+from finetune.runtime.secret_urls import unsigned_url
 
 S = TypeVar("S", bound=Section)
 
@@ -79,7 +80,7 @@ def stage_of(folder: str, local_folder: str | None) -> pathlib.Path:
         return pathlib.Path(folder)
     if local_folder is not None:
         return pathlib.Path(local_folder)
-    address = folder.rstrip("/")
+    address = unsigned_url(folder).rstrip("/")
     digest = hashlib.sha256(address.encode()).hexdigest()[:12]
     last = address.rpartition("/")[2]
     if len(last.encode()) > _MAX_NAME_BYTES - len(digest) - 1:

@@ -1,9 +1,9 @@
 """The page of all keys and the schema for editors, made from the sections themselves."""
 
-import json
 from collections.abc import Iterator, Mapping
 
 from finetune.config.schema import Node, branches, describe, items_of, keys_of, meaning, run_schema
+from finetune.runtime.terminal import json_text
 
 INTRODUCTION = """# Every key of a job file
 
@@ -27,7 +27,7 @@ def reference_markdown() -> str:
 def json_schema() -> str:
     """Return the JSON schema of the job YAML as indented text."""
     head = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "finetune job"}
-    return json.dumps({**run_schema(), **head}, indent=2, ensure_ascii=False) + "\n"
+    return json_text({**run_schema(), **head}, indent=2) + "\n"
 
 
 def _sections(nodes: Mapping[str, Node], *, prefix: str = "") -> Iterator[str]:
@@ -54,6 +54,6 @@ def _row(key: str, node: Node, *, is_required: bool) -> str:
     elif keys_of(node):
         shown_default = "none" if default is None else "its own defaults"
     else:
-        shown_default = f"`{json.dumps(default, ensure_ascii=False)}`"
+        shown_default = f"`{json_text(default)}`"
     cells = (f"`{key}`", describe(node).removesuffix(", or `null`"), shown_default, meaning(node))
     return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"

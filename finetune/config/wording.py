@@ -1,9 +1,11 @@
 """How values and choices are put into words: the same in every message."""
 
 import difflib
-import json
 from collections.abc import Iterable, Sequence
 from typing import Any
+
+from finetune.runtime.redact import redacted_config
+from finetune.runtime.terminal import json_text
 
 LONGEST = 60
 """Characters of a value that a message shows."""
@@ -18,7 +20,7 @@ def shown(value: Any) -> str:
     >>> shown("4"), shown(True), shown(2e-5)
     ('`"4"`', '`true`', '`2e-05`')
     """
-    return f"`{shortened(json.dumps(value, ensure_ascii=False, default=str))}`"
+    return f"`{shortened(json_text(redacted_config(value), default=str))}`"
 
 
 def shortened(text: str) -> str:

@@ -20,6 +20,7 @@ from finetune.model.adapters.wish import is_adapted
 from finetune.model.heads import NEW_HEADS
 from finetune.model.saved import CONFIG
 from finetune.runtime.lazy import lazily
+from finetune.runtime.terminal import readable
 
 with lazily():
     from finetune.export import adapter as adapters
@@ -70,7 +71,7 @@ def export_model(
             counts = _write_model(staging, model=model, weights=weights, inputs=inputs, section=section)
         inputs.save(staging)
         base = card_base(model, is_merged=section.merge, head=facts.head)
-        (staging / "README.md").write_text(write_card(facts, base=base), encoding="utf-8")
+        (staging / "README.md").write_text(readable(write_card(facts, base=base)), encoding="utf-8")
     files = tuple(sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()))
     return ExportReport(folder, files, num_tensors=counts[0], size_bytes=counts[1])
 

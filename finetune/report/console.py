@@ -5,12 +5,13 @@ from collections.abc import Mapping
 from typing import Literal, Protocol, TextIO
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID
 
 from finetune.report import wording
 from finetune.report.events import Evaluated, Event, RunEnded, RunStarted, StepTaken
 from finetune.report.throughput import ThroughputMeter
 from finetune.runtime.cadence import Cadence
+from finetune.runtime.drawing import Bars, ForeignTextConsole, TextColumn
 
 
 class Screen(Protocol):
@@ -89,7 +90,7 @@ class RichScreen:
     """A progress bar at the bottom, which moves at every step; everything else scrolls above it."""
 
     def __init__(self, console: Console | None = None) -> None:
-        self._console = console or Console()
+        self._console = console or ForeignTextConsole()
         self._progress: Progress | None = None
         self._bar = TaskID(0)
 
@@ -119,7 +120,7 @@ class RichScreen:
             BarColumn(bar_width=20),
             TextColumn("{task.fields[facts]}"),
         )
-        progress = Progress(*columns, console=self._console)
+        progress = Bars(*columns, console=self._console)
         self._bar = progress.add_task("", total=num_steps, facts="")
         progress.start()
         return progress
@@ -130,4 +131,4 @@ def choose_screen(console: Literal["auto", "rich", "plain"]) -> Screen:
     wants_bar = console == "rich" or (console == "auto" and sys.stdout.isatty())
     if not wants_bar:
         return PlainScreen()
-    return RichScreen(Console(force_terminal=True) if console == "rich" else None)
+    return RichScreen(ForeignTextConsole(force_terminal=True) if console == "rich" else None)

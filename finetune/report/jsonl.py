@@ -1,7 +1,6 @@
 """events.jsonl: everything that happened in a run, one JSON object per line."""
 
 import dataclasses
-import json
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -11,6 +10,7 @@ from typing import Any
 from finetune.report.events import Event, Noted, Warned
 from finetune.runtime import files
 from finetune.runtime.redact import redacted_config
+from finetune.runtime.terminal import json_text
 
 
 class JsonlReporter:
@@ -44,7 +44,7 @@ class JsonlReporter:
 
     def _write(self, event: Event) -> None:
         fields = event_fields(event, time=self._clock())
-        self._file.write(json.dumps(fields, ensure_ascii=False, allow_nan=False) + "\n")
+        self._file.write(json_text(fields, allow_nan=False) + "\n")
         self._file.flush()
 
 

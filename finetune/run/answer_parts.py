@@ -10,6 +10,8 @@ from typing import Any
 from finetune.data.rows import Row
 from finetune.errors import UserError
 from finetune.runtime import files, ranks
+from finetune.runtime.redact import redacted_config
+from finetune.runtime.terminal import json_text
 
 ANSWER = "answer"
 
@@ -29,7 +31,7 @@ class AnswerParts:
         if ranks.is_main() and not note.is_file():
             files.write_json(note, about)
         ranks.barrier()
-        if json.loads(note.read_text(encoding="utf-8")) != about:
+        if json.loads(note.read_text(encoding="utf-8")) != redacted_config(about):
             raise UserError(
                 f"{parts.folder} holds answers of an earlier start with another model, input or other settings. Delete "
                 "it to begin anew, or name another --output."
@@ -50,7 +52,7 @@ class AnswerParts:
     def join(self, rows: Sequence[Row]) -> None:
         """Write the output whole, and remove the parts. On one process."""
         answers = dict(self._all())
-        lines = (json.dumps({**row, ANSWER: answers[n]}, ensure_ascii=False, default=str) for n, row in enumerate(rows))
+        lines = (json_text({**row, ANSWER: answers[n]}, default=str) for n, row in enumerate(rows))
         files.write_text(self.output, "".join(f"{line}\n" for line in lines))
         shutil.rmtree(self.folder)
 

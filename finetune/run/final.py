@@ -22,6 +22,7 @@ from finetune.runtime import files, ranks
 from finetune.runtime.amounts import size_text
 from finetune.runtime.environment import package_versions
 from finetune.runtime.progress import Progress
+from finetune.runtime.redact import redacted_config
 from finetune.runtime.waypoints import reach
 
 FOLDER = "final"
@@ -67,7 +68,11 @@ def is_exported(run_folder: Path, *, step: int, section: ExportSection) -> bool:
     try:
         record = json.loads((run_folder / RECORD).read_text(encoding="utf-8"))
         sizes = {name: (run_folder / FOLDER / name).stat().st_size for name in record["files"]}
-        return bool(record["step"] == step and record["export"] == section.model_dump() and record["files"] == sizes)
+        return bool(
+            record["step"] == step
+            and record["export"] == redacted_config(section.model_dump())
+            and record["files"] == sizes
+        )
     except (OSError, ValueError, KeyError):
         return False
 

@@ -15,6 +15,9 @@ from finetune.run.lessons import Lessons
 from finetune.run.machine import Machine
 from finetune.runtime import files, ranks
 from finetune.runtime.environment import environment_facts
+from finetune.runtime.redact import redacted_yaml
+
+SECRETS_LEFT_OUT = "# As it was written, but for what looks like a secret: that reads '[redacted]' here.\n"
 
 
 def open_run(loaded: LoadedConfig, machine: Machine, *, lessons: Lessons, say: Announcer) -> Reporter:
@@ -24,7 +27,7 @@ def open_run(loaded: LoadedConfig, machine: Machine, *, lessons: Lessons, say: A
     if sentence := told(loaded.config.data, loading, room=room):
         say(sentence)
     if ranks.is_main():
-        files.write_text(folder / "config.yaml", loaded.text)
+        files.write_text(folder / "config.yaml", config_copy(loaded.text))
         files.write_text(folder / "resolved.yaml", resolved_yaml(loaded))
         files.write_json(folder / "environment.json", environment_facts() | {"loading": asdict(loading)})
         keep(folder, lessons.processing, lessons.task.facts)
@@ -36,3 +39,9 @@ def open_run(loaded: LoadedConfig, machine: Machine, *, lessons: Lessons, say: A
         is_main=ranks.is_main(),
         notes=say.said,
     )
+
+
+def config_copy(text: str) -> str:
+    """Return the job file as it was written; where that holds secrets, without them, which its first line says."""
+    cleaned = redacted_yaml(text)
+    return text if cleaned == text else SECRETS_LEFT_OUT + cleaned

@@ -1,6 +1,5 @@
 """`finetune evaluate --lm-eval`: the tasks of EleutherAI's evaluation harness, asked of an exported model."""
 
-import json as jsonlib
 import os
 import tempfile
 from collections.abc import Mapping
@@ -17,6 +16,8 @@ from finetune.run.generate import own_device
 from finetune.runtime import files
 from finetune.runtime.log import quieten
 from finetune.runtime.optional import require
+from finetune.runtime.redact import redacted_config
+from finetune.runtime.terminal import json_text
 
 
 def evaluate_with_harness(
@@ -39,7 +40,7 @@ def evaluate_with_harness(
             folder = export_checkpoint(source, step=step, to=to, dtype=None, trust_remote_code=trusts)
             results = _results(harness, folder, tasks=tasks, trusts=trusts)
     if json is not None:
-        files.write_text(json, jsonlib.dumps(results, indent=2, ensure_ascii=False, default=str) + "\n")
+        files.write_text(json, json_text(redacted_config(results), indent=2, default=str) + "\n")
     _print(results["results"])
 
 

@@ -13,6 +13,7 @@ from finetune.export.folder import replaced
 from finetune.model.model_files import read_settings
 from finetune.model.processing import Processing, load_kept_processing
 from finetune.run.layout import settled
+from finetune.runtime.terminal import json_text
 from finetune.task.kernels import usable
 from finetune.task.materials import Materials
 from finetune.task.protocol import Task
@@ -41,7 +42,7 @@ def keep(run: Path, processing: Processing, facts: Mapping[str, Any]) -> None:
     """Write tokenizer (its chat template included), processor and facts into the run's folder. On one process."""
     with replaced(run / FOLDER) as staging:
         processing.save(staging)
-        (staging / FACTS).write_text(json.dumps(facts, ensure_ascii=False, indent=1), encoding="utf-8")
+        (staging / FACTS).write_text(json_text(facts, indent=1), encoding="utf-8")
 
 
 def load_kept(run: Path, config: RunConfig) -> Kept:

@@ -9,6 +9,7 @@ from finetune.errors import HubError
 from finetune.export.push import push_folder
 from finetune.run.final import FOLDER, RECORD
 from finetune.runtime import files, ranks
+from finetune.runtime.redact import redacted_text
 
 
 def publish_final(loaded: LoadedConfig, *, say: Callable[[str], None] = print) -> None:
@@ -20,7 +21,7 @@ def publish_final(loaded: LoadedConfig, *, say: Callable[[str], None] = print) -
     if section.push_to_hub is None or not ranks.is_main() or not (run / RECORD).is_file():
         return
     record = json.loads((run / RECORD).read_text(encoding="utf-8"))
-    if record.get("pushed_to") == section.push_to_hub:
+    if record.get("pushed_to") == redacted_text(section.push_to_hub):
         return
     try:
         address = push_folder(run / FOLDER, section.push_to_hub, private=section.private)

@@ -51,7 +51,7 @@ def _remembered(paths: Sequence[Path], read: Callable[[], str], *, name: str) ->
     is_settled = time.time() - max(each["changed"] for each in states) / 1e9 > _SETTLED_SECONDS
     if is_settled and [_state(path) for path in paths] == states:
         with suppress(OSError):  # remembering is a convenience
-            write_json(note, {"path": str(paths[0]), "state": state, "digest": digest})
+            write_json(note, {"path": str(paths[0]), "state": state, "digest": digest}, exact=True)
     return digest
 
 

@@ -7,7 +7,6 @@ import signal
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Sequence
 
 import torch.distributed as dist
@@ -15,6 +14,7 @@ import torch.distributed as dist
 from finetune.errors import FinetuneError, LostContact
 from finetune.runtime.peers import Peer, gone
 from finetune.runtime.status import STOPPED, Ended, Status, ended_by
+from finetune.runtime.terminal import fault_text, readable
 
 _BROKEN = ("gloo/", "Connection closed by peer", "Connection reset by peer", "Broken pipe", "NCCL", "ncclRemoteError")
 """What torch says when a collective breaks because another process is gone."""
@@ -51,7 +51,7 @@ class Ending:
             time.sleep(60)  # the other thread is about to end the process
         text = said or told(first, rank=self._rank)
         if text:
-            print(text, file=sys.stderr, flush=True)
+            print(readable(text), file=sys.stderr, flush=True)
         self._leave(first.exit_code if first.rank == self._rank or first.state == STOPPED else 1)
 
     def _lost_contact(self, error: BaseException) -> BaseException:
@@ -95,8 +95,8 @@ def told(first: Ended, *, rank: int) -> str:
 def shown(error: BaseException, *, rank: int) -> str:
     """Return what is printed of the first error: a message, or a traceback where the fault is ours."""
     if isinstance(error, FinetuneError):
-        return f"{_place(rank)}error: {error}"
-    return _place(rank) + "".join(traceback.format_exception(error)).rstrip()
+        return f"{_place(rank)}error: {readable(str(error))}"
+    return _place(rank) + fault_text(error)
 
 
 def end_children() -> None:

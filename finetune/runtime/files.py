@@ -11,6 +11,9 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
+from finetune.runtime.redact import redacted_config
+from finetune.runtime.terminal import json_text
+
 
 def write_text(path: Path, text: str) -> None:
     """Write the file so that a reader sees all of it or what was there before; survives a power cut."""
@@ -36,9 +39,13 @@ def write_bytes(path: Path, content: bytes, *, survives_power_cut: bool = True) 
         sync(path.parent)
 
 
-def write_json(path: Path, value: Any) -> None:
-    """Write `value` as indented JSON, whole or not at all."""
-    write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+def write_json(path: Path, value: Any, *, exact: bool = False) -> None:
+    """Write `value` as indented JSON, whole or not at all, and without secrets.
+
+    `exact` is for what is read back and compared or counted on: nothing is looked for in it, so nobody may have written
+    a secret there.
+    """
+    write_text(path, json_text(value if exact else redacted_config(value), indent=2) + "\n")
 
 
 def read_json_lines(path: Path) -> Iterator[Any]:

@@ -25,6 +25,7 @@ from finetune.errors import FinetuneError
 from finetune.runtime import files
 from finetune.runtime.peers import Peer
 from finetune.runtime.progress import Progress
+from finetune.runtime.redact import redacted_text
 
 FILE = "status.json"
 STARTING, RUNNING, FINISHED, STOPPED, FAILED = "starting", "running", "finished", "stopped", "failed"
@@ -56,7 +57,7 @@ def ended_by(error: BaseException, *, rank: int) -> Ended:
         return Ended(STOPPED, rank, type(error).__name__, INTERRUPTED, 130)
     code = error.exit_code if isinstance(error, FinetuneError) else 1
     message = str(error) if isinstance(error, FinetuneError) else f"{type(error).__name__}: {error}"
-    return Ended(FAILED, rank, type(error).__name__, message, code)
+    return Ended(FAILED, rank, type(error).__name__, redacted_text(message), code)  # as it will be read from the file
 
 
 class Status:

@@ -1,6 +1,18 @@
+import time
+
 import pytest
 
-from finetune.runtime.redact import REDACTED, redacted_command, redacted_config, redacted_text, redacted_variables
+from finetune.runtime.redact import (
+    REDACTED,
+    lasting_config,
+    look_at_environment,
+    redacted_command,
+    redacted_config,
+    redacted_text,
+    redacted_variables,
+    redacted_yaml,
+    remember_secrets,
+)
 
 CANARY = "canary-3f9c"
 
@@ -77,3 +89,94 @@ def test_config_keys_that_hold_secrets_do_not(name):
 )
 def test_a_command_line_keeps_its_options_and_loses_its_secrets(words, cleaned):
     assert redacted_command(words) == cleaned
+
+
+@pytest.mark.parametrize(
+    "name", ["SLURM_JWT", "AZURE_STORAGE_SAS", "X_SIGNATURE", "AWS_ACCESS_KEY_ID", "SESSION_COOKIE"]
+)
+def test_more_variables_with_secret_names_lose_their_values(name):
+    assert redacted_variables({name: CANARY}) == {name: REDACTED}
+
+
+@pytest.mark.parametrize(
+    ("value", "cleaned"),
+    [
+        ("--launch --hub-token abc --x 1", "--launch --hub-token [redacted] --x 1"),
+        ("a=1;api_key=abc;b=2", "a=1;api_key=[redacted];b=2"),
+        ("plugin:Zm9vYmFyMDEyMzQ1Njc4OWFiY2Q=", "plugin:[redacted]"),
+        ("https://me:abc@h/x?sig=abc", "https://[redacted]@h/x?sig=[redacted]"),
+        ("/opt/Model2/checkpoint-0123456789-ABCdef", "/opt/Model2/checkpoint-0123456789-ABCdef"),
+        ("123e4567-e89b-12d3-a456-426614174000", "123e4567-e89b-12d3-a456-426614174000"),
+    ],
+)
+def test_secrets_within_a_variable_are_left_out(value, cleaned):
+    assert redacted_variables({"ACCELERATE_X": value}) == {"ACCELERATE_X": cleaned}
+
+
+@pytest.mark.parametrize(
+    ("text", "cleaned"),
+    [
+        ("--set x.hf_token=abc, hf_token: secrets do not", "--set x.hf_token=[redacted], hf_token: secrets do not"),
+        ("call(token='abc', n=1)", "call(token='[redacted]', n=1)"),
+        ('{"api_key": "abc", "n": 1}', '{"api_key": "[redacted]", "n": 1}'),
+        ("{'password': 'abc'}", "{'password': '[redacted]'}"),
+        ("Authorization: Bearer abcdefghijklmnop", "Authorization: Bearer [redacted]"),
+        ("x%26hf_token%3Dabc", "x%26hf_token%3D[redacted]"),
+        ("-----BEGIN RSA PRIVATE KEY-----\nabc\n-----END RSA PRIVATE KEY----- x", "[redacted] x"),
+        ("sig eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0In0.abc-def x", "sig [redacted] x"),
+    ],
+)
+def test_secrets_under_a_name_in_a_sentence_are_left_out(text, cleaned):
+    assert redacted_text(text) == cleaned
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "token=None, use_auth_token=True, pad_token=<pad>, token=''",
+        "train.tokens=100 num_tokens=3 max_new_tokens: 8 key=3",
+        "Set HF_TOKEN to a token that may write there.",
+        "`hf_token`: there is no such key. Write `KEY=VALUE`.",
+        "hf_internal_testing/tiny-random-LlamaForCausalLM sk-learn-pipeline",
+        "2 of 3 rows have the column `password`: it is not read",
+        f"samples {'0123456789abcdef' * 4}",
+    ],
+)
+def test_sentences_that_only_speak_of_secrets_stay(text):
+    assert redacted_text(text) == text
+
+
+def test_what_a_job_has_under_a_secret_name_is_found_in_every_text():
+    remember_secrets({"outer": [{"api_key": "c0ffee-in-a-job-7"}], "path": "s3://KEYc0ffee7:SECRETc0ffee7@b/x"})
+    assert redacted_text("the value c0ffee-in-a-job-7 is wrong") == "the value [redacted] is wrong"
+    assert redacted_text("SECRETc0ffee7 of KEYc0ffee7") == "[redacted] of [redacted]"
+
+
+def test_a_yaml_file_keeps_its_lines():
+    text = "a: 1\nhub_token: abc  # mine\nvalues: {api_key: abc, n: 1}\n- password: 'a b'\npad_token: x\ntoken:\n"
+    assert redacted_yaml(text) == (
+        "a: 1\nhub_token: '[redacted]'  # mine\nvalues: {api_key: '[redacted]', n: 1}\n- password: '[redacted]'\n"
+        "pad_token: x\ntoken:\n"
+    )
+
+
+def test_what_is_compared_with_an_earlier_start_does_not_depend_on_the_environment(monkeypatch):
+    monkeypatch.setenv("MY_KEY", "c0ffee-Model-8")
+    look_at_environment()
+    signed = {"path": "https://h/x?X-Amz-Date=1&X-Amz-Signature=2", "name": "c0ffee-Model-8"}
+    assert lasting_config(signed) == {"path": "https://h/x", "name": "c0ffee-Model-8"}
+    assert redacted_config(signed)["name"] == REDACTED
+    monkeypatch.undo()
+    look_at_environment()
+
+
+@pytest.mark.parametrize(
+    "piece", ["a_", "eyJ-", "token", "http://a:", "%3Da", "&a=", "{a:", "aA1-", "'a':", "%3A%2F%2F"]
+)
+def test_no_text_takes_long(piece):
+    text = piece * (50_000 // len(piece)) + "=://?x=%3"
+    began = time.process_time()
+    redacted_text(text)
+    redacted_yaml(text)
+    redacted_variables({"ACCELERATE_X": f"{text} -"})
+    assert time.process_time() - began < 2

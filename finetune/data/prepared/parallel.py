@@ -11,6 +11,7 @@ from finetune.data.prepared.chunks import Chunk, Recipe, encode_chunk
 from finetune.data.rows import RawRow
 from finetune.errors import DataError
 from finetune.runtime.children import end_with_parent, leave_signals_to_parent
+from finetune.runtime.terminal import guard_process
 
 ROWS_PER_CHUNK = 1024
 BYTES_PER_CHUNK = 4 << 20
@@ -109,6 +110,7 @@ _recipes: list[Recipe] = []
 
 
 def _begin(recipe: Recipe) -> None:
+    guard_process()
     leave_signals_to_parent()
     end_with_parent()
     _recipes[:] = [recipe]

@@ -13,6 +13,7 @@ from finetune.data.sources.readers import TABLE_KINDS, TEXT_KINDS, count_rows, r
 from finetune.data.sources.tables import table_class_names
 from finetune.errors import DataError, FinetuneError
 from finetune.runtime.optional import require
+from finetune.runtime.secret_urls import without_query
 
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 """From the endings of compressed texts to pyarrow's names."""
@@ -105,7 +106,7 @@ def kind_of(name: str) -> tuple[str, str | None]:
     >>> kind_of("rows.jsonl.gz"), kind_of("rows.v2.PARQUET"), kind_of("README")
     (('.jsonl', 'gzip'), ('.parquet', None), ('', None))
     """
-    base = name.replace("\\", "/").rpartition("/")[2].lower()
+    base = without_query(name).replace("\\", "/").rpartition("/")[2].lower()
     for ending, compression in COMPRESSIONS.items():
         if base.endswith(ending):
             return _ending(base.removesuffix(ending)), compression

@@ -12,6 +12,7 @@ from finetune.data.sources.files import Files, not_read, of_one_kind, require_re
 from finetune.errors import DataError, FinetuneError
 from finetune.runtime.optional import require
 from finetune.runtime.remote import PACKAGES
+from finetune.runtime.secret_urls import REDACTED, unsigned_url, without_query
 
 _BLOCK_BYTES = 8 << 20
 _TAGS = ("ETag", "etag", "checksum", "md5Hash", "content_md5", "crc32c", "blob_id", "sha256", "hash")
@@ -20,15 +21,20 @@ _TIMES = ("LastModified", "last_modified", "updated", "mtime", "created")
 
 @dataclass(frozen=True)
 class RemotePlace:
-    """A file at a URL, as the storage listed it."""
+    """A file at a URL, as the storage listed it; `url` may be signed, which its name does not tell."""
 
-    name: str
+    url: str
     facts: Mapping[str, Any] = field(hash=False)
     faults = (Exception,)  # each storage has exceptions of its own
 
+    @property
+    def name(self) -> str:
+        """Return the URL without user, token and signature: the same when it is signed anew."""
+        return unsigned_url(self.url)
+
     def open(self) -> BinaryIO:
         """Open it for reading; it is fetched a few megabytes at a time."""
-        storage, path = fsspec.core.url_to_fs(self.name)
+        storage, path = fsspec.core.url_to_fs(self.url)
         opened: BinaryIO = storage.open(path, "rb", block_size=_BLOCK_BYTES)
         return opened
 
@@ -40,7 +46,7 @@ class RemotePlace:
     def listing(self) -> Any:
         """Return name, size, and checksum or time; the folder does not matter."""
         known = next((str(self.facts[name]) for name in (*_TAGS, *_TIMES) if self.facts.get(name)), None)
-        return [self.name.rpartition("/")[2], self.facts.get("size"), known]
+        return [without_query(self.name).rpartition("/")[2], self.facts.get("size"), known]
 
 
 def find_remote(section: SourceSection, *, key: str, say: Callable[[str], None]) -> Files:
@@ -49,6 +55,7 @@ def find_remote(section: SourceSection, *, key: str, say: Callable[[str], None])
     Raises DataError when there are none or when they cannot be had, MissingPackage where the storage needs one.
     """
     url = str(section.path)
+    _refuse_redacted(url)
     scheme = url.partition("://")[0]
     if scheme in PACKAGES:
         package, extra = PACKAGES[scheme]
@@ -66,7 +73,15 @@ def find_remote(section: SourceSection, *, key: str, say: Callable[[str], None])
     named = {str(storage.unstrip_protocol(name)): each for name, each in sorted(facts.items())}
     for name in named:
         require_readable(name)
-    return Files(url, tuple(RemotePlace(name, each) for name, each in named.items()))
+    return Files(unsigned_url(url), tuple(RemotePlace(name, each) for name, each in named.items()))
+
+
+def _refuse_redacted(url: str) -> None:
+    if REDACTED in url:
+        raise DataError(
+            f"{url}: the secret in this address was not written down with the job. Write the address anew: with --set, "
+            "or in a job file that --config names."
+        )
 
 
 def _matching(storage: Any, path: str) -> dict[str, Any]:
@@ -86,7 +101,7 @@ def _folder(storage: Any, path: str, url: str) -> tuple[dict[str, Any], list[str
 
 
 def _has_magic(path: str) -> bool:
-    return any(each in path for each in "*?[")
+    return any(each in without_query(path) for each in "*?[")
 
 
 @contextmanager

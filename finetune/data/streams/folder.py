@@ -97,7 +97,7 @@ class StreamFolder:
         with path.with_suffix(".lengths.npy").open("wb") as file:
             np.save(file, record.lengths)
         parts = {"start": record.start, "next": record.next, "counts": asdict(record.counts)}
-        write_json(path, {"version": _VERSION, **parts})
+        write_json(path, {"version": _VERSION, **parts}, exact=True)
 
     def has_record(self, number: int) -> bool:
         """Tell whether the window has been prepared at some time."""

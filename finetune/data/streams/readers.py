@@ -15,6 +15,7 @@ from uuid import uuid4
 
 from finetune.errors import DataError
 from finetune.runtime.files import write_text
+from finetune.runtime.terminal import readable
 
 NOTHING = -1
 _DIGITS = 12
@@ -64,7 +65,7 @@ class Wish:
         """Tell the process why it cannot have the window."""
         path = self.path.with_name(self.path.name + _ERROR)
         if not path.exists():
-            write_text(path, error)
+            write_text(path, readable(error))
 
 
 def wishes(folder: Path) -> Iterator[Wish]:
