@@ -39,7 +39,7 @@ def let_go(folder: Path, steps: Iterable[int]) -> list[str]:
     for path, step in layout.deleted_ones(folder).items():
         reach("prune.delete", step=step, path=path / layout.MANIFEST)
         try:
-            shutil.rmtree(path)
+            path.unlink() if path.is_symlink() else shutil.rmtree(path)  # of a link, the link alone
         except OSError as error:
             trouble.append(f"could not delete {path}: {error}")
     return trouble
