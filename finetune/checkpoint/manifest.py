@@ -12,7 +12,7 @@ from typing_extensions import TypedDict
 
 from finetune import __version__
 from finetune.checkpoint.facts import RunFacts
-from finetune.checkpoint.layout import MANIFEST, TEXTS
+from finetune.checkpoint.layout import MANIFEST
 from finetune.errors import CheckpointError
 from finetune.runtime import files
 from finetune.runtime.json_files import first_problem as json_problem
@@ -141,8 +141,6 @@ def parse_manifest(content: bytes, *, path: Path) -> Manifest:
         raise CheckpointError(f"{path}: cannot be read: {error}") from error
     for name in stored["files"]:
         _refuse_escape(path, name)
-    if missing := [name for name in TEXTS if name not in stored["files"]]:
-        raise CheckpointError(f"{path}: names no {missing[0]}, which every checkpoint has")
     return _manifest(stored)
 
 

@@ -21,7 +21,7 @@ def prune(folder: Path, *, section: CheckpointSection, newest: int) -> list[str]
         newest_valid=newest,
         keep_every_steps=section.keep_every_steps,
         keep_best=section.keep_best,
-        metrics={step: _metrics(path) for step, path in kept.items()} if section.keep_best else {},
+        metrics={step: metrics_of(path) for step, path in kept.items()} if section.keep_best else {},
     )
     return let_go(folder, going)
 
@@ -45,7 +45,8 @@ def let_go(folder: Path, steps: Iterable[int]) -> list[str]:
     return trouble
 
 
-def _metrics(path: Path) -> Mapping[str, float]:
+def metrics_of(path: Path) -> Mapping[str, float]:
+    """Return the metrics in the checkpoint's manifest; none where that cannot be believed."""
     try:
         return read_manifest(path).metrics
     except CheckpointError:

@@ -73,6 +73,8 @@ def read_texts(path: Path, manifest: Manifest) -> Texts:
     Raises CheckpointError where they are not what a checkpoint of this manifest has, OtherFormatError where this
     program does not know the progress's version.
     """
+    if missing := [name for name in layout.TEXTS if name not in manifest.files]:
+        raise CheckpointError(f"{path}: {layout.MANIFEST} names no {missing[0]}, which every checkpoint has")
     try:
         index = read_index(path, manifest)
         scalars = _parsed(path, layout.SCALARS, _SCALARS)

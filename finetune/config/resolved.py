@@ -25,9 +25,10 @@ def load_resolved(run: pathlib.Path, overrides: Sequence[str] = ()) -> LoadedCon
     path = run / RESOLVED
     try:
         text = path.read_text(encoding="utf-8")
-    except OSError as error:
+    except (OSError, UnicodeDecodeError) as error:
+        why = getattr(error, "strerror", None) or error
         raise UserError(
-            f"{path}: cannot be read ({error.strerror}). Name the folder of a run: what it was is written there."
+            f"{path}: cannot be read ({why}). Name the folder of a run: what it was is written there."
         ) from error
     overridden = override(read_yaml(text).values, overrides)
     if overridden.problems:

@@ -1,7 +1,10 @@
 """`final/`: the model that a run leaves behind, and the record of which step it is from."""
 
-import json
 from pathlib import Path
+from typing import Any, NotRequired
+
+from pydantic import ConfigDict, TypeAdapter, with_config
+from typing_extensions import TypedDict
 
 from finetune.checkpoint.gather import gather_weights
 from finetune.config.explain import resolved_yaml
@@ -21,12 +24,26 @@ from finetune.run.weights import make_weights
 from finetune.runtime import files, ranks
 from finetune.runtime.amounts import size_text
 from finetune.runtime.environment import package_versions
+from finetune.runtime.json_files import parse_as, read_regular
 from finetune.runtime.progress import Progress
 from finetune.runtime.waypoints import reach
 
 FOLDER = "final"
 RECORD = "final.json"
 """Which step `final/` is from, why the run was over then, what `export:` said, and the sizes of its files."""
+
+
+@with_config(ConfigDict(strict=True, extra="forbid"))
+class _Record(TypedDict):
+    step: int
+    reason: str
+    export: dict[str, Any]
+    files: dict[str, int]
+    pushed_to: NotRequired[str | None]
+    push_problem: NotRequired[str | None]
+
+
+_RECORD: TypeAdapter[Any] = TypeAdapter(_Record)
 
 
 def export_final(
@@ -64,12 +81,22 @@ def export_final(
 
 def is_exported(run_folder: Path, *, step: int, section: ExportSection) -> bool:
     """Tell whether `final/` was exported so after this step, and each of its files still has the size it had then."""
-    try:
-        record = json.loads((run_folder / RECORD).read_text(encoding="utf-8"))
-        sizes = {name: (run_folder / FOLDER / name).stat().st_size for name in record["files"]}
-        return bool(record["step"] == step and record["export"] == section.model_dump() and record["files"] == sizes)
-    except (OSError, ValueError, KeyError):
+    record = read_record(run_folder)
+    if record is None or record["step"] != step or record["export"] != section.model_dump():
         return False
+    try:
+        sizes = {name: (run_folder / FOLDER / name).stat().st_size for name in record["files"]}
+        return bool(sizes == record["files"])
+    except OSError:
+        return False
+
+
+def read_record(run_folder: Path) -> dict[str, Any] | None:
+    """Return the record beside `final/`; None where there is none, or none that can be believed: it is made again."""
+    try:
+        return dict(parse_as(_RECORD, read_regular(run_folder / RECORD)))
+    except (OSError, ValueError):
+        return None
 
 
 def inputs_of(processing: Processing) -> Inputs:

@@ -6,12 +6,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from finetune.config.run_config import RunConfig
 from finetune.config.sections.data import DataSection
 from finetune.errors import UserError
 from finetune.export.folder import replaced
 from finetune.model.processing import Processing, load_kept_processing
 from finetune.run.layout import settled
+from finetune.runtime.json_files import parse_as, read_regular
 from finetune.task.kernels import usable
 from finetune.task.materials import Materials
 from finetune.task.protocol import Task
@@ -19,6 +22,7 @@ from finetune.task.registry import build_task, reads
 
 FOLDER = "inputs"
 FACTS = "task_facts.json"
+_FACTS: TypeAdapter[Mapping[str, Any]] = TypeAdapter(dict[str, Any])
 
 
 @dataclass(frozen=True)
@@ -54,6 +58,6 @@ def load_kept(run: Path, config: RunConfig) -> Kept:
     try:
         processing = load_kept_processing(folder, reads=reads(config.task.name))
         path = folder / FACTS
-        return Kept(processing, json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {})
+        return Kept(processing, parse_as(_FACTS, read_regular(path)) if path.is_file() else {})
     except (OSError, ValueError) as error:
         raise UserError(f"{folder}: holds no tokenizer or processor that can be loaded: {error}") from error

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.errors import UserError
+from finetune.runtime.json_files import parse_json
 
 LOCK = ".writer.lock"
 
@@ -46,7 +47,7 @@ def _lock(descriptor: int, folder: Path, *, say: Callable[[str], None]) -> None:
 
 def _refusal(descriptor: int, folder: Path) -> str:
     try:
-        holder: dict[str, Any] = json.loads(os.pread(descriptor, 1000, 0))
+        holder: dict[str, Any] = parse_json(os.pread(descriptor, 1000, 0))
         who = f"process {holder['pid']} on {holder['host']}, since {holder['since']}"
     except (ValueError, KeyError, TypeError):  # it has not written its name yet
         who = "another process"

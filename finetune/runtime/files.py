@@ -11,6 +11,8 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
+from finetune.runtime.json_files import parse_json, read_regular
+
 
 def write_text(path: Path, text: str) -> None:
     """Write the file so that a reader sees all of it or what was there before; survives a power cut."""
@@ -42,12 +44,10 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def read_json_lines(path: Path) -> Iterator[Any]:
-    """Yield the value of each line; one that was torn by a killed process is left out."""
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            yield json.loads(line)
-        except json.JSONDecodeError:
-            continue
+    """Yield the value of each line; one that was torn by a killed process, or is damaged, is left out."""
+    for line in read_regular(path).decode("utf-8", errors="replace").splitlines():
+        with suppress(ValueError):
+            yield parse_json(line)
 
 
 def sync(path: Path) -> None:

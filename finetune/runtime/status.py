@@ -10,7 +10,6 @@ exit_code   0 finished or stopped by a limit, 129, 130 and 143 by a signal, 143 
             2 something that the user can mend
 """
 
-import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -20,15 +19,19 @@ from pathlib import Path
 from typing import Any
 
 from filelock import FileLock, Timeout
+from pydantic import TypeAdapter
 
 from finetune.errors import FinetuneError
 from finetune.runtime import files
+from finetune.runtime.json_files import read_json
 from finetune.runtime.peers import Peer
 from finetune.runtime.progress import Progress
 
 FILE = "status.json"
 STARTING, RUNNING, FINISHED, STOPPED, FAILED = "starting", "running", "finished", "stopped", "failed"
 INTERRUPTED = "interrupted"
+
+_ENDED = TypeAdapter(tuple[str, int, str, str, int])
 
 _LOCK = ".status.lock"
 _REFRESH_SECONDS = 3.0
@@ -126,10 +129,14 @@ class Status:
     def first(self) -> Ended | None:
         """Return how the run was ended by one rank alone, if it was."""
         facts = self._read()
-        if facts.get("launch") != self._launch or facts.get("ended_by") is None or facts["time"] < self._since:
+        try:
+            if facts.get("launch") != self._launch or facts.get("ended_by") is None or facts["time"] < self._since:
+                return None
+            error = facts["error"] or {"type": "Stopped", "message": facts["reason"]}
+            ended = (facts["state"], facts["ended_by"], error["type"], error["message"], facts["exit_code"])
+            return Ended(*_ENDED.validate_python(ended))
+        except (KeyError, TypeError, ValueError):  # damaged, or somebody else's: it says nothing
             return None
-        error = facts["error"] or {"type": "Stopped", "message": facts["reason"]}
-        return Ended(facts["state"], facts["ended_by"], error["type"], error["message"], facts["exit_code"])
 
     def _keep(self) -> None:
         if self._rank != 0:
@@ -144,7 +151,7 @@ class Status:
 
     def _read(self) -> dict[str, Any]:
         try:
-            facts = json.loads((self._folder / FILE).read_text(encoding="utf-8"))
+            facts = read_json(self._folder / FILE)
         except (OSError, ValueError):
             return {}
         return facts if isinstance(facts, dict) else {}
