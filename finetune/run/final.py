@@ -11,6 +11,7 @@ from finetune.config.explain import resolved_yaml
 from finetune.config.load import LoadedConfig
 from finetune.config.sections.export import ExportSection
 from finetune.data.encoding.chat import stop_ids
+from finetune.errors import DiskError
 from finetune.export.card import CardFacts
 from finetune.export.generation import Inputs, Language
 from finetune.export.save import ExportReport, export_model
@@ -23,6 +24,7 @@ from finetune.run.merging import needs_trained_only, original_weights, written_s
 from finetune.run.weights import make_weights
 from finetune.runtime import files, ranks
 from finetune.runtime.amounts import size_text
+from finetune.runtime.disk import free_bytes
 from finetune.runtime.environment import package_versions
 from finetune.runtime.json_files import parse_as, read_regular
 from finetune.runtime.progress import Progress
@@ -63,6 +65,7 @@ def export_final(
         weights = gather_weights(machine.accelerator, machine.model, trained_only=needs_trained_only(loaded.config))
     reach("export.write", step=progress.step)
     if ranks.is_main():
+        _require_room(run_folder, sum(weight.nbytes for weight in weights.values()))
         (run_folder / RECORD).unlink(missing_ok=True)
         report = export_model(
             run_folder / FOLDER,
@@ -77,6 +80,16 @@ def export_final(
         reporter(Noted(progress.step, f"exported {tensors}, to {run_folder / FOLDER}"))
     reach("export.done", step=progress.step)
     ranks.barrier()  # nobody leaves while the main rank is still writing
+
+
+def _require_room(run_folder: Path, num_bytes: int) -> None:
+    """Raise DiskError where there is no room for so much beside a `final/` that is there already."""
+    free = free_bytes(run_folder)
+    if free < num_bytes:
+        raise DiskError(
+            f"{run_folder / FOLDER}: the model needs {size_text(num_bytes)} and {size_text(free)} are free. Make room; "
+            "the same command continues from the newest checkpoint and writes it."
+        )
 
 
 def is_exported(run_folder: Path, *, step: int, section: ExportSection) -> bool:

@@ -6,7 +6,7 @@ from pathlib import Path
 from finetune.checkpoint import layout
 from finetune.checkpoint.changes import told_changes
 from finetune.checkpoint.find import read_named
-from finetune.checkpoint.manifest import Manifest, first_problem
+from finetune.checkpoint.manifest import Manifest, OtherFormatError, first_problem
 from finetune.checkpoint.texts import read_texts
 from finetune.checkpoint.together import main_does
 from finetune.config.run_config import RunConfig
@@ -67,6 +67,8 @@ def _find(config: RunConfig, *, num_steps: int) -> tuple[FinishedRun, Manifest] 
         if path is None or not _is_whole(path, manifest := read_named(path)):
             return None
         progress = Progress.from_state_dict(read_texts(path, manifest).progress)
+    except OtherFormatError:  # said before a model is built
+        raise
     except (CheckpointError, OSError):  # whatever it is, `continue_run` meets it too, and sets aside or refuses
         return None
     reason = _over_because(config, progress, num_steps=num_steps)

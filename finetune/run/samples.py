@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from contextlib import suppress
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,12 @@ from typing_extensions import TypedDict
 from finetune.data.batch import Batch
 from finetune.data.order.consumed import digest_of
 from finetune.data.order.order import Order
-from finetune.errors import CheckpointError
+from finetune.errors import FULL, CheckpointError
 from finetune.runtime import files, ranks
 from finetune.runtime.progress import Progress
 
 FOLDER = "samples"
+_MOST_WAITING_BYTES = 64 << 20
 
 
 @with_config(ConfigDict(strict=True, extra="forbid"))
@@ -37,11 +39,24 @@ def recorded(groups: Iterator[tuple[Batch, ...]], *, run_folder: Path, first_ste
     folder = run_folder / FOLDER
     _take_out(folder, after_step=first_step)
     folder.mkdir(parents=True, exist_ok=True)
-    with _file(folder, ranks.rank()).open("a", encoding="utf-8") as file:
+    with _file(folder, ranks.rank()).open("ab", buffering=0) as file:
+        waiting = b""
         for step, group in enumerate(groups, first_step + 1):
-            file.write(json.dumps({"step": step, "microbatches": [batch.sample_ids for batch in group]}) + "\n")
-            file.flush()
+            line = json.dumps({"step": step, "microbatches": [batch.sample_ids for batch in group]}) + "\n"
+            waiting = _written(file, waiting + line.encode())
             yield group
+        _written(file, waiting)
+
+
+def _written(file: FileIO, waiting: bytes) -> bytes:
+    """Write to the file and return what it has not taken: on a full disk that waits until there is room again."""
+    try:
+        while waiting:
+            waiting = waiting[file.write(waiting) :]
+    except OSError as error:
+        if error.errno not in FULL or len(waiting) > _MOST_WAITING_BYTES:
+            raise
+    return waiting
 
 
 def read_samples(run_folder: Path) -> dict[int, list[list[list[int]]]]:

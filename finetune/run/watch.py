@@ -2,16 +2,18 @@
 
 import os
 import platform
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
+from finetune.errors import UserError
 from finetune.report.announcer import Announcer
 from finetune.runtime import hang, ranks
 from finetune.runtime.claim import claimed
+from finetune.runtime.disk import disk_errors
 from finetune.runtime.ending import Ending, end_children, is_broken_collective
 from finetune.runtime.launcher import end_with_launcher, launch_name
 from finetune.runtime.peers import Peer, meet
@@ -46,11 +48,12 @@ class Watch:
 
 
 @contextmanager
-def watched_run(folder: Path, *, say: Announcer) -> Iterator[Watch]:
+def watched_run(folder: Path, *, say: Announcer, also: Sequence[Path] = ()) -> Iterator[Watch]:
     """Watch this process while the context lasts; rank 0 claims the folder for the run.
 
     One of several processes that meets an error ends here, with every other, and shows the first error of them all;
-    a process alone lets its error pass. Raises UserError where another run writes into the folder.
+    a process alone lets its error pass. Raises UserError where another run writes into the folder, or where the disk of
+    the folder, or of those that are written `also`, takes nothing.
     """
     rank = ranks.rank()
     with noted_signals() as note, claimed(folder, say=say) if rank == 0 else nullcontext():
@@ -63,7 +66,7 @@ def watched_run(folder: Path, *, say: Announcer) -> Iterator[Watch]:
         watchdog = Watchdog(folder, status=status, ending=ending, note=note, rank=rank, world=ranks.world())
         watch = Watch(note, status, ending, watchdog)
         try:
-            with watched(watchdog), watch.first_error():
+            with watched(watchdog), watch.first_error(), disk_errors((folder, *also), UserError):
                 yield watch
         except BaseException as error:
             if stop := watchdog.early_stop():  # whatever a signal broke on its way

@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from finetune.runtime.json_files import parse_json, read_regular
+from finetune.runtime.leftovers import temporary
 
 
 def write_text(path: Path, text: str) -> None:
@@ -22,17 +22,18 @@ def write_text(path: Path, text: str) -> None:
 def write_bytes(path: Path, content: bytes, *, survives_power_cut: bool = True) -> None:
     """Write the file likewise; what can be made again need not survive a power cut, which is much faster."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    staging = temporary(path)
+    descriptor = os.open(staging, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         with os.fdopen(descriptor, "wb") as file:
             file.write(content)
             if survives_power_cut:
                 file.flush()
                 os.fsync(file.fileno())
-        Path(name).chmod(0o644)
-        Path(name).replace(path)
+        staging.chmod(0o644)
+        staging.replace(path)
     except BaseException:
-        Path(name).unlink(missing_ok=True)
+        staging.unlink(missing_ok=True)
         raise
     if survives_power_cut:
         sync(path.parent)

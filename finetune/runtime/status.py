@@ -10,8 +10,11 @@ exit_code   0 finished or stopped by a limit, 129, 130 and 143 by a signal, 143 
             2 something that the user can mend
 """
 
+import errno
+import json
+import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -35,6 +38,7 @@ _ENDED = TypeAdapter(tuple[str, int, str, str, int])
 
 _LOCK = ".status.lock"
 _REFRESH_SECONDS = 3.0
+_BLOCK_BYTES, _SPARE_BYTES, _SHORT = 4096, 2048, 500
 
 
 @dataclass(frozen=True)
@@ -65,7 +69,8 @@ def ended_by(error: BaseException, *, rank: int) -> Ended:
 class Status:
     """The status file of one launch. Rank 0 keeps it; any rank may end the run, and the first that does stays in it.
 
-    Watching must not stop a run: a status that cannot be written is let go of.
+    Watching must not stop a run: a status that cannot be written is let go of. On a full disk it is written into the
+    room that the file has already, so that it never says `running` of a run that has ended.
     """
 
     def __init__(
@@ -159,20 +164,49 @@ class Status:
     def _write(self, facts: dict[str, Any]) -> None:
         now = self._clock()
         updated = datetime.fromtimestamp(now, UTC).isoformat(timespec="seconds")
-        files.write_json(self._folder / FILE, {**facts, "launch": self._launch, "updated": updated, "time": now})
+        facts = {**facts, "launch": self._launch, "updated": updated, "time": now}
+        try:
+            files.write_bytes(self._folder / FILE, _padded(facts))
+        except OSError:
+            _overwrite(self._folder / FILE, facts)
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
         lock = FileLock(self._folder / _LOCK, timeout=5)
         try:
             lock.acquire()
-        except (Timeout, NotImplementedError):  # no locks here: two ranks that fail at once may overwrite one another
+        except (
+            Timeout,
+            NotImplementedError,
+            OSError,
+        ):  # no locks: two ranks that fail at once may overwrite each other
             yield
             return
         try:
             yield
         finally:
             lock.release()
+
+
+def _padded(facts: Mapping[str, Any]) -> bytes:
+    """Return the facts as indented JSON with blanks behind it: room for how the run ends, also on a full disk."""
+    content = json.dumps(facts, indent=2, ensure_ascii=False).encode(errors="backslashreplace")
+    size = -(-(len(content) + _SPARE_BYTES) // _BLOCK_BYTES) * _BLOCK_BYTES
+    return content + b" " * (size - len(content) - 1) + b"\n"
+
+
+def _overwrite(path: Path, facts: Mapping[str, Any]) -> None:
+    """Write the facts into the blocks that the file has already; raises OSError where they do not fit, or no file is."""
+    with path.open("r+b") as file:
+        room = os.fstat(file.fileno()).st_size - 1
+        error = facts["error"] and {**facts["error"], "message": facts["error"]["message"][:_SHORT]}
+        shorter = {**facts, "error": error, "reason": facts["reason"] and facts["reason"][:_SHORT]}
+        for each in (facts, shorter, {**shorter, "ranks": []}):
+            content = json.dumps(each, ensure_ascii=False).encode(errors="backslashreplace")
+            if len(content) <= room:
+                file.write(content + b" " * (room - len(content)) + b"\n")
+                return
+    raise OSError(errno.ENOSPC, "has no room for how the run ended", str(path))
 
 
 def _fields(ended: Ended) -> dict[str, Any]:
