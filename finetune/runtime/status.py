@@ -196,7 +196,7 @@ def _padded(facts: Mapping[str, Any]) -> bytes:
 
 
 def _overwrite(path: Path, facts: Mapping[str, Any]) -> None:
-    """Write the facts into the blocks that the file has already; raises OSError where they do not fit, or no file is."""
+    """Write the facts into the room that the file has already; raises OSError where they do not fit."""
     with path.open("r+b") as file:
         room = os.fstat(file.fileno()).st_size - 1
         error = facts["error"] and {**facts["error"], "message": facts["error"]["message"][:_SHORT]}
