@@ -1,9 +1,11 @@
 """`final/`: the model that a run leaves behind, and the record of which step it is from."""
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NotRequired
 
 from pydantic import ConfigDict, TypeAdapter, with_config
+from torch import Tensor
 from typing_extensions import TypedDict
 
 from finetune.checkpoint.gather import gather_weights
@@ -29,6 +31,8 @@ from finetune.runtime.environment import package_versions
 from finetune.runtime.json_files import parse_as, read_regular
 from finetune.runtime.progress import Progress
 from finetune.runtime.waypoints import reach
+
+_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 FOLDER = "final"
 RECORD = "final.json"
@@ -65,7 +69,7 @@ def export_final(
         weights = gather_weights(machine.accelerator, machine.model, trained_only=needs_trained_only(loaded.config))
     reach("export.write", step=progress.step)
     if ranks.is_main():
-        _require_room(run_folder, sum(weight.nbytes for weight in weights.values()))
+        _require_room(run_folder, weights.values(), dtype=loaded.config.export.dtype)
         (run_folder / RECORD).unlink(missing_ok=True)
         report = export_model(
             run_folder / FOLDER,
@@ -82,9 +86,10 @@ def export_final(
     ranks.barrier()  # nobody leaves while the main rank is still writing
 
 
-def _require_room(run_folder: Path, num_bytes: int) -> None:
-    """Raise DiskError where there is no room for so much beside a `final/` that is there already."""
+def _require_room(run_folder: Path, weights: Iterable[Tensor], *, dtype: str | None) -> None:
+    """Raise DiskError where there is no room for the weights in this type, beside a `final/` that is there already."""
     free = free_bytes(run_folder)
+    num_bytes = sum(weight.numel() * (_ITEM_BYTES[dtype] if dtype else weight.itemsize) for weight in weights)
     if free < num_bytes:
         raise DiskError(
             f"{run_folder / FOLDER}: the model needs {size_text(num_bytes)} and {size_text(free)} are free. Make room; "

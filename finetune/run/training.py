@@ -38,7 +38,6 @@ from finetune.run.teacher import taught
 from finetune.run.watch import Watch, watched_run
 from finetune.run.wishes import make_wishes
 from finetune.runtime import ranks
-from finetune.runtime.disk import disk_errors
 from finetune.runtime.log import quieten
 from finetune.runtime.startup import StartUp
 from finetune.strategy.choose import choose_strategy
@@ -108,8 +107,7 @@ def _train(
         config, machine, strategy=strategy.name, lessons=lessons, ahead=ahead, say=say
     )
     reporter = mirror.told_by(open_run(loaded, machine, lessons=lessons, say=say))
-    places = (Path(config.run.folder), cache_folder(config.data))
-    with closing(reporter), mirror, watch.first_error(), disk_errors(places, DiskError):
+    with closing(reporter), mirror, watch.first_error(DiskError):
         checkpointer.rehearse(num_saves=plan.num_due(config.checkpoint.every_steps, after=progress.step))
         before = partial(settle_batch_norm, machine.model)
         save = ReportedSaving(checkpointer, reporter, watch.status.checkpoint, before=before)

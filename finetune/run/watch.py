@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 
-from finetune.errors import UserError
+from finetune.errors import FinetuneError, UserError
 from finetune.report.announcer import Announcer
 from finetune.runtime import hang, ranks
 from finetune.runtime.claim import claimed
@@ -30,6 +30,7 @@ class Watch:
     status: Status
     ending: Ending
     watchdog: Watchdog
+    places: Sequence[Path]  # where the run writes
 
     def meet(self) -> None:
         """Learn who belongs to the run, so that one that vanishes can be named. Collective."""
@@ -37,10 +38,14 @@ class Watch:
         self.status.met(self.ending.peers)
 
     @contextmanager
-    def first_error(self) -> Iterator[None]:
-        """Have an error that leaves the context in the status file before anything is cleared up."""
+    def first_error(self, refusal: type[FinetuneError] = UserError) -> Iterator[None]:
+        """Have an error that leaves the context in the status file before anything is cleared up.
+
+        What a disk refuses to take becomes the `refusal`.
+        """
         try:
-            yield
+            with disk_errors(self.places, refusal):
+                yield
         except BaseException as error:
             if not is_broken_collective(error):  # that is for another rank to explain
                 self.status.claim_end(self.watchdog.early_stop() or ended_by(error, rank=ranks.rank()))
@@ -64,9 +69,9 @@ def watched_run(folder: Path, *, say: Announcer, also: Sequence[Path] = ()) -> I
         status.start()
         ending = Ending(status, rank=rank)
         watchdog = Watchdog(folder, status=status, ending=ending, note=note, rank=rank, world=ranks.world())
-        watch = Watch(note, status, ending, watchdog)
+        watch = Watch(note, status, ending, watchdog, (folder, *also))
         try:
-            with watched(watchdog), watch.first_error(), disk_errors((folder, *also), UserError):
+            with watched(watchdog), watch.first_error():
                 yield watch
         except BaseException as error:
             if stop := watchdog.early_stop():  # whatever a signal broke on its way
