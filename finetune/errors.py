@@ -10,13 +10,21 @@ FinetuneError
 │   └── MissingPackage     an optional package is needed; names the extra that brings it
 ├── HubError               the hub did not take what was to be uploaded: exit code 1
 └── TrainingError          the run itself went wrong: exit code 1
+    ├── DiskError          what the run writes was not taken: the disk is full, read-only or gone
     ├── NonFiniteError     a loss or gradient is NaN or infinite; names the step and the sample ids
     ├── LostContact        another process of the run is gone; names it where that can be known
     └── Hang               nothing has moved for too long; names the process that the others wait for
 """
 
+import errno
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""A disk, a quota or `ulimit -f` has no room for what is written."""
+
+REFUSED = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG)
+BROKEN = (errno.EIO, errno.ELOOP, errno.ESTALE)
 
 
 class FinetuneError(Exception):
@@ -99,6 +107,10 @@ class TrainingError(FinetuneError):
     """The run itself went wrong."""
 
 
+class DiskError(TrainingError):
+    """A disk did not take what was to be written."""
+
+
 class NonFiniteError(TrainingError):
     """A loss or gradient is NaN or infinite."""
 
@@ -109,3 +121,17 @@ class LostContact(TrainingError):
 
 class Hang(TrainingError):
     """Nothing has moved for too long."""
+
+
+def disk_text(error: OSError) -> str | None:
+    """Return what a disk has refused, in a sentence; None for an error that is of another kind."""
+    place = f"{error.filename}: " if error.filename else ""
+    if error.errno == errno.EDQUOT:
+        return f"{place}the quota is used up ({error.strerror}). Make room."
+    if error.errno == errno.EFBIG:
+        return f"{place}the file may not grow further ({error.strerror}). See `ulimit -f`."
+    if error.errno == errno.ENOSPC:
+        return f"{place}the disk is full ({error.strerror}). Make room."
+    if error.errno in (*REFUSED, *BROKEN) and error.filename:
+        return f"{place}cannot be written or read: {error.strerror}."
+    return None

@@ -8,13 +8,13 @@ from typing import Any
 from finetune.advise.checkpoint_tables import Checked, facts_of, overview, overview_notes
 from finetune.advise.printing import print_facts, print_table, width
 from finetune.checkpoint.inventory import (
-    BadFile,
     Entry,
     Place,
     choose,
     count_tensors,
     leftovers,
     locate,
+    problems,
     read_entries,
     read_entry,
 )
@@ -27,7 +27,7 @@ _LISTED = 4
 def list_checkpoints(run: Path, *, verifies: bool, as_json: bool) -> None:
     """Print all checkpoints of the run, oldest first, and what else lies beside them.
 
-    Each is looked at quickly (manifest there, every file there with its size) or, to verify, read and digested.
+    Each is looked at quickly (every file there with its size, those that are no tensors read) or, to verify, all of it.
     """
     place = locate(run)
     found = [_checked(entry, reads=verifies) for entry in read_entries(place.checkpoints)]
@@ -85,19 +85,16 @@ def _verify(path: Path) -> bool:
         print(f"{path.name}: good, {len(manifest.files)} files, {size_text(manifest.size_bytes)} read", flush=True)
         return True
     print(f"{path.name}: BAD", flush=True)
-    if found.entry.problem:
-        print(f"  {found.entry.problem}")
-    for file in found.bad_files:
-        print(f"  {file.problem}")
-        if file.tensors:
-            print(f"    damaged: {_listed(file.tensors)}")
+    damaged = {file.problem: file.tensors for file in found.bad_files}
+    for problem in found.problems:
+        print(f"  {problem}")
+        if tensors := damaged.get(problem):
+            print(f"    damaged: {_listed(tensors)}")
     return False
 
 
 def _checked(entry: Entry, *, reads: bool) -> Checked:
-    bad: tuple[BadFile, ...] = entry.bad_files(reads=reads)
-    own = (entry.problem,) if entry.problem else ()
-    return Checked(entry, (*own, *(file.problem for file in bad)), bad)
+    return Checked(entry, *problems(entry, reads=reads))
 
 
 def _facts(found: Checked) -> dict[str, Any]:

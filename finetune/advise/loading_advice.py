@@ -1,12 +1,12 @@
 """Which loader to choose, from how fast each was and how fast the training consumes."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 
 from finetune.advise.loading_speed import Measured
 from finetune.report.jsonl import read_events
+from finetune.runtime.json_files import read_json
 
 ENOUGH = 0.02
 """Share of a step that may be spent waiting: less is not worth a process."""
@@ -62,7 +62,6 @@ def _fastest_of(sufficient: Sequence[Measured]) -> Measured:
 
 def _world(run_folder: Path) -> int:
     try:
-        launcher = json.loads((run_folder / "environment.json").read_text(encoding="utf-8"))["launcher"]
-        return int(launcher.get("WORLD_SIZE", "1"))
-    except (OSError, ValueError, KeyError):
+        return int(read_json(run_folder / "environment.json")["launcher"].get("WORLD_SIZE", "1"))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return 1

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from finetune.advise.checkpoint_tables import prune_table
 from finetune.advise.printing import print_table, width
-from finetune.checkpoint.inventory import Entry, locate, read_entries
+from finetune.checkpoint.inventory import Entry, locate, problems, read_entries
 from finetune.checkpoint.prune import let_go
 from finetune.checkpoint.retention import best_steps, removable_steps
 from finetune.config.resolved import RESOLVED, load_resolved
@@ -147,4 +147,4 @@ def _reasons(step: int, section: CheckpointSection, *, good: Sequence[int], best
 
 
 def _is_bad(entry: Entry, *, reads: bool) -> bool:
-    return entry.problem is not None or bool(entry.bad_files(reads=reads))
+    return bool(problems(entry, reads=reads)[0])

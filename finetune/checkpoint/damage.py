@@ -1,10 +1,11 @@
 """Which tensors of a damaged file are damaged, found by their own digests in the index, without torch."""
 
 import hashlib
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
+
+from finetune.runtime.json_files import parse_json
 
 _BLOCK_BYTES = 8 << 20
 _MOST_HEADER_BYTES = 100_000_000  # of the safetensors format
@@ -19,7 +20,7 @@ def damaged_tensors(path: Path, entries: Mapping[str, Mapping[str, Any]]) -> lis
     try:
         with path.open("rb") as file:
             header_bytes = int.from_bytes(file.read(8), "little")
-            places: dict[str, Any] = json.loads(file.read(min(header_bytes, _MOST_HEADER_BYTES)))
+            places: dict[str, Any] = parse_json(file.read(min(header_bytes, _MOST_HEADER_BYTES)))
             return [
                 name for name in entries if _digest(file, places[name], 8 + header_bytes) != entries[name]["sha256"]
             ]

@@ -1,18 +1,29 @@
 """Which checkpoint a run continues from; rank 0 chooses, all ranks verify, and nobody disagrees."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from finetune.checkpoint import layout
 from finetune.checkpoint.ahead import Facts
-from finetune.checkpoint.manifest import Manifest, file_facts, first_problem, read_manifest, verified_by
+from finetune.checkpoint.manifest import (
+    Manifest,
+    OtherFormatError,
+    file_facts,
+    first_problem,
+    read_manifest,
+    verified_by,
+)
+from finetune.checkpoint.texts import Texts, header_problem, read_texts
 from finetune.checkpoint.together import all_do, main_does
 from finetune.errors import CheckpointError
 from finetune.runtime import ranks
 from finetune.runtime.ranks import Group
 from finetune.runtime.waypoints import reach
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -21,6 +32,7 @@ class Found:
 
     path: Path
     manifest: Manifest
+    texts: Texts
 
     @property
     def step(self) -> int:
@@ -32,11 +44,14 @@ def find_newest(folder: Path, *, say: Callable[[str], None], facts: Facts = file
     """Return the newest checkpoint that verifies, or None in a folder without any. Collective.
 
     Bad ones on the way are renamed to `.bad-...` and named with what is wrong with them; when there are only bad ones,
-    that is an error and not a fresh start.
+    that is an error and not a fresh start. One of another format is an error, too, and stays where it is: continuing
+    from an older one would throw away what was trained since.
     """
     while path := main_does(lambda: _newest(folder)):
         try:
             return verify(path, facts=facts)
+        except OtherFormatError:
+            raise
         except CheckpointError as error:
             # All ranks come here or none: `verify` raises the same on all, and rank 0 renames when all have read.
             aside = main_does(partial(layout.set_aside, path, "bad"))
@@ -62,6 +77,8 @@ def find_at(path: Path, *, folder: Path, facts: Facts = file_facts) -> Found:
         raise CheckpointError(f"checkpoint.resume: {path} holds checkpoints; write one of them: {', '.join(inner)}")
     try:
         found = verify(path, facts=facts)
+    except OtherFormatError:
+        raise
     except CheckpointError as error:
         advice = "Name another one (`finetune checkpoint ls RUN` lists them), or write `auto` for the newest good one."
         raise CheckpointError(f"checkpoint.resume: {str(error).rstrip('.')}. {advice}") from error
@@ -80,16 +97,50 @@ def refuse_any(folder: Path) -> None:
 
 
 def verify(path: Path, *, group: Group = Group.MAIN, facts: Facts = file_facts) -> Found:
-    """Return the checkpoint when every file has the size and digest it was written with; raises CheckpointError.
+    """Return the checkpoint when every file has the size and digest it was written with, and says what it should.
 
+    Raises CheckpointError; OtherFormatError, which is one, where nothing is wrong but that this program cannot read it.
     Ranks share out the files among them; `facts` may know some of them already. Collective.
     """
-    manifest = main_does(lambda: read_manifest(path), group=group)
+    manifest = _on_main(lambda: read_named(path), group=group)
     mine = verified_by(manifest, rank=ranks.rank(), world=ranks.world())
-    for problem in all_do(lambda: _first_problem(path, manifest, mine, facts), group=group):
+    _raise_first(path, all_do(lambda: _first_problem(path, manifest, mine, facts), group=group))
+    texts = _on_main(lambda: read_texts(path, manifest), group=group)
+    _raise_first(path, all_do(lambda: _first_bad_header(path, mine, texts), group=group))
+    return Found(path, manifest, texts)
+
+
+def read_named(path: Path) -> Manifest:
+    """Return the manifest; raises CheckpointError also where the folder is called after another step than its own."""
+    manifest, named = read_manifest(path), layout.step_of(path)
+    if named not in (None, manifest.step):
+        raise CheckpointError(f"{path}: the folder is called step {named} and its manifest says step {manifest.step}")
+    return manifest
+
+
+def _on_main(act: Callable[[], T], *, group: Group) -> T:
+    """Call `act` on rank 0 and return its value everywhere; an OtherFormatError stays one on all ranks. Collective."""
+
+    def attempt() -> T | OtherFormatError:
+        try:
+            return act()
+        except OtherFormatError as error:
+            return error
+
+    value = main_does(attempt, group=group)
+    if isinstance(value, OtherFormatError):
+        raise value
+    return value
+
+
+def _raise_first(path: Path, problems: Iterable[str | None]) -> None:
+    for problem in problems:
         if problem is not None:
             raise CheckpointError(f"{path}: {problem}")
-    return Found(path, manifest)
+
+
+def _first_bad_header(path: Path, names: list[str], texts: Texts) -> str | None:
+    return next((problem for name in names if (problem := header_problem(path, name, texts.index))), None)
 
 
 def _first_problem(path: Path, manifest: Manifest, names: list[str], facts: Facts) -> str | None:

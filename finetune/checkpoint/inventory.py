@@ -1,6 +1,5 @@
 """What lies in a run's checkpoints folder, and what is wrong with it; needs neither torch nor other processes."""
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,7 +10,10 @@ from typing import Any
 from finetune.checkpoint import layout
 from finetune.checkpoint.damage import damaged_tensors
 from finetune.checkpoint.manifest import Manifest, first_problem, read_manifest
+from finetune.checkpoint.texts import header_problem, read_index, read_texts
 from finetune.errors import CheckpointError, UserError
+from finetune.runtime.json_files import read_regular
+from finetune.runtime.stored_progress import parse_progress
 
 LEFTOVERS = {
     ".bad-": "did not verify and was put aside",
@@ -21,6 +23,8 @@ LEFTOVERS = {
     ".fetched-": "is being fetched from the run's URL, or its reader was killed",
 }
 """What a hidden folder beside the checkpoints is, by how its name begins."""
+
+NO_NAME = "is no checkpoint's folder: those are called step- and six digits or more, such as step-000400"
 
 
 @dataclass(frozen=True)
@@ -57,27 +61,51 @@ class Entry:
 
     @cached_property
     def index(self) -> Mapping[str, Mapping[str, Any]]:
-        """Return what the checkpoint says of each tensor in it; empty where that cannot be read."""
-        return _json(self.path / layout.INDEX)
+        """Return what the checkpoint says of each tensor in it; empty where that cannot be believed."""
+        try:
+            return read_index(self.path, self.manifest) if self.manifest else {}
+        except (CheckpointError, OSError):
+            return {}
 
     @cached_property
     def progress(self) -> Mapping[str, Any]:
-        """Return how far the run had come; empty where that cannot be read."""
-        return _json(self.path / layout.PROGRESS)
+        """Return how far the run had come; empty where that cannot be believed."""
+        try:
+            return parse_progress(read_regular(self.path / layout.PROGRESS)).state_dict()
+        except (OSError, ValueError):
+            return {}
 
     def bad_files(self, *, reads: bool) -> tuple[BadFile, ...]:
-        """Return the files that are missing or have another size, and, where all are to be read, another digest."""
+        """Return the files that are missing or have another size, and, where all are to be read, another digest.
+
+        Those that are no tensors are small and always read.
+        """
         if self.manifest is None:
             return ()
         found = {name: self._problem(name, reads=reads) for name in sorted(self.manifest.files)}
         return tuple(BadFile(name, problem, self._damaged_in(name)) for name, problem in found.items() if problem)
 
+    def wrong_text(self, *, reads: bool) -> str | None:
+        """Return what index, scalars, progress or a tensor file's header say that no checkpoint does.
+
+        Asked of a checkpoint without bad files; the headers are read only where all files are to be.
+        """
+        if self.manifest is None:
+            return None
+        try:
+            texts = read_texts(self.path, self.manifest)
+        except CheckpointError as error:
+            return str(error).removeprefix(f"{self.path}: ")
+        names = self.manifest.files if reads else ()
+        return next((problem for name in names if (problem := header_problem(self.path, name, texts.index))), None)
+
     def _problem(self, name: str, *, reads: bool) -> str | None:
         assert self.manifest is not None
         facts = self.manifest.files
+        reads = reads or name in layout.TEXTS
         path = self.path / name
-        is_as_long = path.is_file() and not path.is_symlink() and path.stat().st_size == facts[name].size_bytes
         try:
+            is_as_long = path.is_file() and not path.is_symlink() and path.stat().st_size == facts[name].size_bytes
             return first_problem(self.path, facts, [name]) if reads or not is_as_long else None
         except OSError as error:
             return f"{name} cannot be read: {error.strerror}"
@@ -151,6 +179,18 @@ def read_entry(path: Path) -> Entry:
     return Entry(path, manifest, None)
 
 
+def problems(entry: Entry, *, reads: bool) -> tuple[tuple[str, ...], tuple[BadFile, ...]]:
+    """Return everything that is wrong with a checkpoint, as sentences, and the bad files among it.
+
+    `reads`: every file, and not only those that are no tensors.
+    """
+    bad = entry.bad_files(reads=reads)
+    found = [entry.problem, *(file.problem for file in bad)]
+    if not any(found):
+        found.append(entry.wrong_text(reads=reads))
+    return tuple(each for each in found if each), bad
+
+
 def read_entries(checkpoints: Path) -> list[Entry]:
     """Return all folders that bear a checkpoint's name, oldest first."""
     return [read_entry(path) for path in layout.steps(checkpoints).values()]
@@ -158,12 +198,13 @@ def read_entries(checkpoints: Path) -> list[Entry]:
 
 def leftovers(checkpoints: Path) -> list[Leftover]:
     """Return the hidden folders that saving, resuming and pruning have left, by name."""
-    return [
+    hidden = [
         Leftover(path, _size_bytes(path), meaning)
         for path in sorted(checkpoints.iterdir())
         for prefix, meaning in LEFTOVERS.items()
         if path.name.startswith(prefix) and path.is_dir()
     ]
+    return hidden + [Leftover(path, _size_bytes(path), NO_NAME) for path in layout.almost_named(checkpoints)]
 
 
 def count_tensors(entry: Entry) -> list[TensorCount]:
@@ -180,14 +221,6 @@ def count_tensors(entry: Entry) -> list[TensorCount]:
         )
         for kind, found in kinds.items()
     ]
-
-
-def _json(path: Path) -> Mapping[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return value if isinstance(value, dict) else {}
 
 
 def _size_bytes(folder: Path) -> int:

@@ -2,10 +2,13 @@
 
     checkpoints/step-000400/  manifest.json index.json progress.json scalars.json model/ optimizer/
 
+A link in the place of a checkpoint's folder is followed to read it; what is renamed or deleted is the link alone.
+
 There is no folder for random states or the schedule: seeds are derived from (seed, step, rank) anew in every step and
 the learning rate is a function of the step, so the step is all that either needs.
 """
 
+import os
 import re
 import shutil
 from pathlib import Path
@@ -19,8 +22,10 @@ MANIFEST = "manifest.json"
 INDEX = "index.json"
 PROGRESS = "progress.json"
 SCALARS = "scalars.json"
+TEXTS = (INDEX, SCALARS, PROGRESS)
+"""What every checkpoint has beside its manifest and its tensors."""
 
-_STEP = re.compile(r"step-(\d{6,})")
+_STEP = re.compile(r"step-([0-9]{6,10})")
 _STAGING = ".staging-"
 
 
@@ -40,9 +45,16 @@ def trial_folder(folder: Path, token: str) -> Path:
 
 
 def step_of(folder: Path) -> int | None:
-    """Return the step in the folder's name; None where the name is no checkpoint's."""
+    """Return the step in the folder's name; None where it is not the very name that a checkpoint of a step is given.
+
+    >>> [step_of(Path(name)) for name in ("step-000010", "step-0000010", "step-1e5", "step-000010 (copy)")]
+    [10, None, None, None]
+    """
     match = _STEP.fullmatch(folder.name)
-    return int(match[1]) if match else None
+    if match is None:
+        return None
+    step = int(match[1])
+    return step if folder.name == step_folder(folder.parent, step).name else None
 
 
 def steps(folder: Path) -> dict[int, Path]:
@@ -51,6 +63,11 @@ def steps(folder: Path) -> dict[int, Path]:
         return {}
     named = {path: step_of(path) for path in folder.iterdir() if path.is_dir()}
     return dict(sorted((step, path) for path, step in named.items() if step is not None))
+
+
+def almost_named(folder: Path) -> list[Path]:
+    """Return what is named nearly as a checkpoint and is none: a copy's name, a link to nothing, a file."""
+    return [path for path in sorted(folder.glob("step-*")) if step_of(path) is None or not path.is_dir()]
 
 
 def bad_ones(folder: Path) -> list[Path]:
@@ -71,10 +88,13 @@ def remove_staging(folder: Path) -> None:
 
 
 def set_aside(path: Path, word: str) -> Path:
-    """Rename the folder to `.word-NAME` and return the new path; nothing is deleted or overwritten."""
+    """Rename the folder to `.word-NAME` and return the new path; nothing is deleted or overwritten.
+
+    Of a link it is the link that is renamed.
+    """
     aside = path.with_name(f".{word}-{path.name}")
     count = 1
-    while aside.exists():
+    while os.path.lexists(aside):
         count += 1
         aside = path.with_name(f".{word}-{path.name}-{count}")
     path.rename(aside)

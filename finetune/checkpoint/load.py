@@ -13,11 +13,11 @@ from safetensors import safe_open
 
 from finetune.checkpoint.find import Found
 from finetune.checkpoint.gather import agree_on_records
-from finetune.checkpoint.reading import places, read_texts
+from finetune.checkpoint.reading import places
 from finetune.checkpoint.record import PARAMETER, WHOLE, TensorRecord
 from finetune.checkpoint.state import StateAccess
 from finetune.checkpoint.tensor_file import read_span, stored
-from finetune.checkpoint.together import all_do, main_does
+from finetune.checkpoint.together import all_do
 from finetune.errors import CheckpointError
 from finetune.runtime.cores import usable_cores
 from finetune.runtime.waypoints import reach
@@ -39,8 +39,7 @@ def read_checkpoint(found: Found, *, access: StateAccess, kept: Kept = nothing_k
     """Load the verified checkpoint and return its progress; raises CheckpointError listing what differs. Collective."""
     path = found.path
     reach("load.begin", step=found.step)
-    index, scalars, progress = main_does(lambda: read_texts(path))
-    saved = places(found, index)
+    saved, scalars = places(found), found.texts.scalars
     all_do(access.begin_writing)  # local: the optimizer makes its state
     wanted = agree_on_records(access)
     fresh = _parameters_without_state([record for _, record in saved.values()])
@@ -49,7 +48,7 @@ def read_checkpoint(found: Found, *, access: StateAccess, kept: Kept = nothing_k
     all_do(lambda: _write_all(saved, scalars, step=found.step, fresh=fresh, access=access, kept=kept))
     access.finish_writing()
     reach("load.done", step=found.step)
-    return progress
+    return dict(found.texts.progress)
 
 
 def _parameters_without_state(records: Sequence[TensorRecord]) -> set[str]:

@@ -5,16 +5,38 @@ import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Annotated, Any
 
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_config
+from typing_extensions import TypedDict
+
+from finetune import __version__
 from finetune.checkpoint.facts import RunFacts
 from finetune.checkpoint.layout import MANIFEST
 from finetune.errors import CheckpointError
 from finetune.runtime import files
+from finetune.runtime.json_files import first_problem as json_problem
+from finetune.runtime.json_files import parse_json, read_regular
+from finetune.runtime.stored_progress import MOST_STEPS
 
 FORMAT_VERSION = 2
 
+OWN_DIGEST = "sha256"
+"""The manifest's key for its own digest; manifests from before there was one lack it."""
+
 BLOCK_BYTES = 1 << 20  # stays in a core's cache between reading and digesting
+
+
+_MOST_BYTES = 64 << 20
+_LATEST = 1e11  # unix seconds, the year 5138: what comes later is no date
+
+STRICT = ConfigDict(strict=True, extra="forbid")
+Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+_Texts = dict[str, str]
+
+
+class OtherFormatError(CheckpointError):
+    """A checkpoint is of another format; it is not damaged, and nobody may set it aside."""
 
 
 @dataclass(frozen=True)
@@ -44,27 +66,82 @@ class Manifest:
         return sum(facts.size_bytes for facts in self.files.values())
 
 
+@with_config(STRICT)
+class _StoredFile(TypedDict):
+    size_bytes: Annotated[int, Field(ge=0, lt=2**63)]
+    sha256: Digest
+
+
+@with_config(STRICT)
+class _StoredRun(TypedDict):
+    identity: _Texts
+    settings: _Texts
+    origin: _Texts
+
+
+@with_config(STRICT)
+class _StoredManifest(TypedDict):
+    step: Annotated[int, Field(ge=0, le=MOST_STEPS)]
+    run: _StoredRun
+    metrics: dict[str, float]
+    state_sha256: Annotated[str, Field(pattern="^[0-9a-f]{0,64}$")]
+    created: Annotated[float, Field(ge=0, le=_LATEST, allow_inf_nan=False)]
+    versions: _Texts
+    files: dict[str, _StoredFile]
+    format_version: int
+
+
+_SCHEMA = TypeAdapter(_StoredManifest)
+
+
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Write the manifest, whole or not at all."""
-    files.write_json(folder / MANIFEST, asdict(manifest), exact=True)
+    """Write the manifest, whole or not at all, with a digest of its own."""
+    value = asdict(manifest)
+    files.write_json(folder / MANIFEST, value | {OWN_DIGEST: own_digest(value)}, exact=True)
+
+
+def own_digest(value: Mapping[str, Any]) -> str:
+    """Return the SHA-256 of the manifest's JSON without its own digest: keys sorted, nothing between the tokens.
+
+    It is the same in every format, so that damage is told from a format that is not known.
+    """
+    rest = {name: each for name, each in value.items() if name != OWN_DIGEST}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Return the checkpoint's manifest; raises CheckpointError saying what is wrong with it."""
+    """Return the checkpoint's manifest; raises CheckpointError saying what is wrong with it.
+
+    OtherFormatError, one of these, says that it is whole and of another format: not damaged, and not to be touched.
+    """
     path = folder / MANIFEST
-    if not folder.is_dir():
-        raise CheckpointError(f"{folder}: there is no such folder")
-    if not path.is_file():
-        raise CheckpointError(f"{folder}: there is no {MANIFEST}, so the checkpoint was never finished")
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-        _refuse_other_version(path, value)
-        manifest = _parse(value)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path}: cannot be read: {error!r}") from error
-    for name in manifest.files:
+        if not folder.is_dir():
+            raise CheckpointError(f"{folder}: there is no such folder")
+        if not path.is_file():
+            raise CheckpointError(f"{folder}: there is no {MANIFEST}, so the checkpoint was never finished")
+        return parse_manifest(read_regular(path, most_bytes=_MOST_BYTES), path=path)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
+
+
+def parse_manifest(content: bytes, *, path: Path) -> Manifest:
+    """Return the manifest that these bytes of the file are; raises CheckpointError, OtherFormatError likewise."""
+    try:
+        value = parse_json(content)
+        if not isinstance(value, dict):
+            raise ValueError("it is no JSON object")
+        if OWN_DIGEST in value and value[OWN_DIGEST] != own_digest(value):
+            raise CheckpointError(f"{path}: does not have the digest it was written with")
+        _refuse_other_format(path, value)
+        stored = _SCHEMA.validate_python({name: each for name, each in value.items() if name != OWN_DIGEST})
+    except ValidationError as error:
+        raise CheckpointError(f"{path}: cannot be read: {json_problem(error)}") from None
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: cannot be read: {error}") from error
+    for name in stored["files"]:
         _refuse_escape(path, name)
-    return manifest
+    return _manifest(stored)
 
 
 def file_facts(path: Path) -> FileFacts:
@@ -103,29 +180,24 @@ def first_problem(
     return None
 
 
-def _refuse_other_version(path: Path, value: Mapping[str, Any]) -> None:
-    if value["format_version"] != FORMAT_VERSION:
-        raise CheckpointError(
-            f"{path}: has format version {value['format_version']}; this finetune reads version {FORMAT_VERSION}. "
-            f"Use the version of finetune that wrote it: {', '.join(f'{k} {v}' for k, v in value['versions'].items())}"
+def _refuse_other_format(path: Path, value: Mapping[str, Any]) -> None:
+    number = value.get("format_version")
+    if not isinstance(number, int) or isinstance(number, bool):
+        raise ValueError("format_version: there is no such number")
+    if number != FORMAT_VERSION:
+        versions = value.get("versions")
+        wrote = str(versions.get("finetune", "")) if isinstance(versions, dict) else ""
+        raise OtherFormatError(
+            f"{path.parent}: is a checkpoint of format {number}, written by finetune {wrote or 'of another version'}; "
+            f"this finetune {__version__} reads format {FORMAT_VERSION}. Nothing was changed. Install finetune "
+            f"{wrote or 'as it was'} or a version that reads both, or name an older checkpoint in checkpoint.resume."
         )
 
 
-def _parse(value: Mapping[str, Any]) -> Manifest:
-    return Manifest(
-        step=int(value["step"]),
-        run=RunFacts(**{name: _texts(value["run"][name]) for name in ("identity", "settings", "origin")}),
-        metrics={str(name): float(number) for name, number in value["metrics"].items()},
-        state_sha256=str(value["state_sha256"]),
-        created=float(value["created"]),
-        versions=_texts(value["versions"]),
-        files={name: FileFacts(int(facts["size_bytes"]), facts["sha256"]) for name, facts in value["files"].items()},
-        format_version=int(value["format_version"]),
-    )
-
-
-def _texts(value: Mapping[str, Any]) -> dict[str, str]:
-    return {str(name): str(text) for name, text in value.items()}
+def _manifest(stored: Mapping[str, Any]) -> Manifest:
+    run, members = stored["run"], stored["files"]
+    given = {"run": RunFacts(**run), "files": {name: FileFacts(**facts) for name, facts in members.items()}}
+    return Manifest(**{**stored, **given})
 
 
 def _refuse_escape(path: Path, name: str) -> None:

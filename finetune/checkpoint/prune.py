@@ -21,7 +21,7 @@ def prune(folder: Path, *, section: CheckpointSection, newest: int) -> list[str]
         newest_valid=newest,
         keep_every_steps=section.keep_every_steps,
         keep_best=section.keep_best,
-        metrics={step: _metrics(path) for step, path in kept.items()} if section.keep_best else {},
+        metrics={step: metrics_of(path) for step, path in kept.items()} if section.keep_best else {},
     )
     return let_go(folder, going)
 
@@ -39,13 +39,14 @@ def let_go(folder: Path, steps: Iterable[int]) -> list[str]:
     for path, step in layout.deleted_ones(folder).items():
         reach("prune.delete", step=step, path=path / layout.MANIFEST)
         try:
-            shutil.rmtree(path)
+            path.unlink() if path.is_symlink() else shutil.rmtree(path)  # of a link, the link alone
         except OSError as error:
             trouble.append(f"could not delete {path}: {error}")
     return trouble
 
 
-def _metrics(path: Path) -> Mapping[str, float]:
+def metrics_of(path: Path) -> Mapping[str, float]:
+    """Return the metrics in the checkpoint's manifest; none where that cannot be believed."""
     try:
         return read_manifest(path).metrics
     except CheckpointError:

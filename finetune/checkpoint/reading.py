@@ -1,6 +1,5 @@
 """A checkpoint read on its own, tensor by tensor: no process group, no strategy, no pickle."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,10 +8,8 @@ from typing import Any
 from safetensors import safe_open
 from torch import Tensor
 
-from finetune.checkpoint import layout
 from finetune.checkpoint.find import Found, verify
 from finetune.checkpoint.record import WHOLE, TensorRecord
-from finetune.errors import CheckpointError
 
 
 @dataclass(frozen=True)
@@ -44,35 +41,19 @@ def open_checkpoint(path: Path) -> OpenCheckpoint:
     Collective where a process group exists: ranks share out the files that are verified.
     """
     found = verify(path)
-    index, scalars, progress = read_texts(path)
-    saved = places(found, index)
+    saved = places(found)
     return OpenCheckpoint(
         found,
         records={name: record for name, (_, record) in saved.items()},
-        progress=progress,
-        scalars=scalars,
+        progress=found.texts.progress,
+        scalars=found.texts.scalars,
         _files={name: file for name, (file, _) in saved.items()},
     )
 
 
-def read_texts(path: Path) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """Return what the checkpoint's index, scalars and progress say."""
-    names = (layout.INDEX, layout.SCALARS, layout.PROGRESS)
-    index, scalars, progress = (json.loads((path / name).read_text(encoding="utf-8")) for name in names)
-    return index, scalars, progress
-
-
-def places(found: Found, index: Mapping[str, Mapping[str, Any]]) -> dict[str, tuple[Path, TensorRecord]]:
-    """Return the file and the record of each tensor in the index, by the name that it is stored under.
-
-    Raises CheckpointError for a file that the manifest does not vouch for: it is never opened.
-    """
-    for entry in index.values():
-        if entry["file"] not in found.manifest.files:
-            raise CheckpointError(
-                f"{found.path / layout.INDEX}: names the file {entry['file']!r}, which is not in the manifest."
-            )
-    return {name: (found.path / entry["file"], _record(entry)) for name, entry in index.items()}
+def places(found: Found) -> dict[str, tuple[Path, TensorRecord]]:
+    """Return the file and the record of each tensor in the index, by the name that it is stored under."""
+    return {name: (found.path / entry["file"], _record(entry)) for name, entry in found.texts.index.items()}
 
 
 def _record(entry: Mapping[str, Any]) -> TensorRecord:

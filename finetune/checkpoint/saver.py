@@ -1,5 +1,6 @@
 """Saves are taken one at a time: copied first and written behind, or streamed while training waits."""
 
+import os
 import threading
 import time
 import traceback
@@ -16,7 +17,7 @@ from finetune.checkpoint.behind import begin_behind, do_now
 from finetune.checkpoint.contents import Contents, Snapshots, Streaming
 from finetune.checkpoint.facts import RunFacts
 from finetune.checkpoint.find import verify
-from finetune.checkpoint.manifest import Manifest
+from finetune.checkpoint.manifest import Manifest, OtherFormatError
 from finetune.checkpoint.prune import prune
 from finetune.checkpoint.save import write_contents
 from finetune.checkpoint.state import StateAccess
@@ -144,10 +145,12 @@ class Saver:
 
     def _already_saved(self, step: int) -> Manifest | None:
         path = layout.step_folder(self._folder, step)
-        if not main_does(path.exists, group=Group.BEHIND):
+        if not main_does(lambda: os.path.lexists(path), group=Group.BEHIND):  # a link to nothing is in the way, too
             return None
         try:
             return verify(path, group=Group.BEHIND).manifest
+        except OtherFormatError:
+            raise
         except CheckpointError as error:
             aside = main_does(partial(layout.set_aside, path, "bad"), group=Group.BEHIND)
             self._notes.append((step, f"wrote {path.name} anew; the one before is now {aside.name}: {error}"))

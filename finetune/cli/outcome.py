@@ -10,7 +10,7 @@ from typing import Any, ParamSpec
 
 import typer
 
-from finetune.errors import ConfigError, FinetuneError
+from finetune.errors import ConfigError, FinetuneError, UserError, disk_text
 from finetune.runtime.redact import redacted_command
 from finetune.runtime.terminal import guarded, readable, tell_fault
 
@@ -22,7 +22,8 @@ _FIRST_RANK_SECONDS = 10.0
 def reported(command: Callable[P, Any]) -> Callable[P, None]:
     """Return the command with the house's endings: 0, its own code, 1, 2 or 130.
 
-    UserError: one message, exit code 2. TrainingError: one message, exit code 1. Ctrl-C: one line, exit code 130.
+    UserError, and what a disk refuses: one message, exit code 2. TrainingError: one message, exit code 1. Ctrl-C: one
+    line, exit code 130.
     Anything else is a fault of ours and keeps its traceback.
     """
 
@@ -34,6 +35,12 @@ def reported(command: Callable[P, Any]) -> Callable[P, None]:
             except FinetuneError as error:
                 _tell(error)
                 code = error.exit_code
+            except OSError as error:
+                text = disk_text(error)
+                if text is None:
+                    raise
+                _tell(UserError(text))
+                code = UserError.exit_code
             except KeyboardInterrupt:
                 if _rank() == 0:
                     print("interrupted", file=sys.stderr)

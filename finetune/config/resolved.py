@@ -29,8 +29,9 @@ def load_resolved(run: pathlib.Path, overrides: Sequence[str] = ()) -> LoadedCon
     try:
         text = read_text(path, max_bytes=8 * MAX_FILE_BYTES)
     except OSError as error:
+        why = error.strerror or error
         raise UserError(
-            f"{path}: cannot be read ({error.strerror}). Name the folder of a run: what it was is written there."
+            f"{path}: cannot be read ({why}). Name the folder of a run: what it was is written there."
         ) from error
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: is damaged: it is not UTF-8 text. {ANEW}") from error

@@ -1,20 +1,22 @@
 """A folder that takes the place of an older one at once."""
 
 import shutil
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from finetune.runtime.files import sync
+from finetune.runtime.leftovers import OLDER, SHARED_SECONDS, clear_abandoned, temporary
 
 
 @contextmanager
 def replaced(folder: Path) -> Iterator[Path]:
     """Yield a hidden folder that takes the place of `folder` at the end; an error leaves the older one as it was."""
     folder.parent.mkdir(parents=True, exist_ok=True)
-    staging = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
-    older = staging.with_name(f"{staging.name}.older")
+    clear_abandoned(folder.parent, seconds=SHARED_SECONDS)
+    staging = temporary(folder)
+    staging.mkdir(mode=0o700)
+    older = staging.with_name(f"{staging.name}{OLDER}")
     try:
         yield staging
         staging.chmod(0o755)

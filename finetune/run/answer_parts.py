@@ -10,6 +10,7 @@ from typing import Any
 from finetune.data.rows import Row
 from finetune.errors import UserError
 from finetune.runtime import files, ranks
+from finetune.runtime.json_files import read_json
 from finetune.runtime.redact import redacted_config
 from finetune.runtime.terminal import json_text
 
@@ -31,7 +32,7 @@ class AnswerParts:
         if ranks.is_main() and not note.is_file():
             files.write_json(note, about)
         ranks.barrier()
-        if json.loads(note.read_text(encoding="utf-8")) != redacted_config(about):
+        if _about(note) != redacted_config(about):
             raise UserError(
                 f"{parts.folder} holds answers of an earlier start with another model, input or other settings. Delete "
                 "it to begin anew, or name another --output."
@@ -59,4 +60,12 @@ class AnswerParts:
     def _all(self) -> Iterator[tuple[int, str]]:
         for path in sorted(self.folder.glob("rank-*.jsonl")):
             for line in files.read_json_lines(path):
-                yield line["row"], line[ANSWER]
+                if isinstance(line, dict) and isinstance(line.get("row"), int) and isinstance(line.get(ANSWER), str):
+                    yield line["row"], line[ANSWER]
+
+
+def _about(note: Path) -> Any:
+    try:
+        return read_json(note)
+    except (OSError, ValueError):
+        return None

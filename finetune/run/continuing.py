@@ -1,18 +1,15 @@
 """Where a run continues from, and what it says of it."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from finetune.checkpoint.access import build_access
 from finetune.checkpoint.ahead import Ahead
 from finetune.checkpoint.checkpointer import Checkpointer
 from finetune.checkpoint.facts import RunFacts
-from finetune.checkpoint.find import Found
 from finetune.checkpoint.layout import CHECKPOINTS
 from finetune.config.run_config import RunConfig
-from finetune.errors import CheckpointError
 from finetune.report.announcer import Announcer
 from finetune.run.identity import run_facts
 from finetune.run.lessons import Lessons
@@ -44,7 +41,7 @@ def continue_run(
         batch = lessons.task.collate([sample]).to(machine.accelerator.device)
         loss = partial(lessons.task.loss_sum, machine.model, batch)
         settle_buckets(machine.accelerator, machine.model, loss=loss)
-    progress = _progress(found, checkpointer.load(found))
+    progress = Progress.from_state_dict(checkpointer.load(found))
     batch_size = config.train.global_batch_size
     refuse_other_samples(found.path, progress, order=lessons.training.order, global_batch_size=batch_size)
     saved = found.manifest.run
@@ -91,14 +88,6 @@ def what_differs(saved: RunFacts, *, here: RunFacts) -> Iterator[str]:
 
 def _folder(config: RunConfig) -> Path:
     return Path(config.run.folder) / CHECKPOINTS
-
-
-def _progress(found: Found, state: Mapping[str, Any]) -> Progress:
-    try:
-        return Progress.from_state_dict(state)
-    except (ValueError, TypeError) as error:
-        wrote = found.manifest.versions.get("finetune", "unknown")
-        raise CheckpointError(f"{found.path}: {error}. Continue with finetune {wrote}, which wrote it.") from error
 
 
 def _processes(facts: RunFacts) -> str:

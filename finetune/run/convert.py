@@ -33,8 +33,10 @@ from finetune.run.training import launched_strategy
 from finetune.run.trust import with_trust
 from finetune.runtime import ranks
 from finetune.runtime.claim import claimed
+from finetune.runtime.json_files import read_regular
 from finetune.runtime.log import quieten
 from finetune.runtime.progress import Progress
+from finetune.runtime.stored_progress import parse_progress
 from finetune.strategy.protocol import Strategy
 
 NOT_HELD = (
@@ -196,8 +198,8 @@ def _progress(folder: Path, conversion: Conversion, *, step: int) -> Progress:
     config, lessons = conversion.loaded.config, conversion.lessons
     digest = digest_of(lessons.training.order, step, global_batch_size=config.train.global_batch_size)
     found = main_does(lambda: _beside(folder))
-    if found is not None and (found["step"], found["samples_sha256"]) == (step, digest):
-        return Progress.from_state_dict(found)
+    if found is not None and (found.step, found.samples_sha256) == (step, digest):
+        return found
     conversion.say(
         f"{NOT_HELD}. Position and digest are worked out from --step {step} and the data's order; counts of tokens, "
         "targets, skips and seconds begin at 0 and early stopping begins anew"
@@ -205,9 +207,12 @@ def _progress(folder: Path, conversion: Conversion, *, step: int) -> Progress:
     return Progress(step=step, samples_sha256=digest)
 
 
-def _beside(folder: Path) -> dict[str, Any] | None:
-    path = folder / layout.PROGRESS
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+def _beside(folder: Path) -> Progress | None:
+    """Return the progress in the folder; None where there is none, or none that can be believed."""
+    try:
+        return parse_progress(read_regular(folder / layout.PROGRESS))
+    except (OSError, ValueError):
+        return None
 
 
 def _facts(conversion: Conversion) -> RunFacts:

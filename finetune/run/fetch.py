@@ -1,6 +1,5 @@
 """A run at a URL: where it is staged on this machine, and how a fresh machine comes to its newest checkpoint."""
 
-import json
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -9,7 +8,7 @@ from pathlib import Path
 from filelock import FileLock
 
 from finetune.checkpoint import layout
-from finetune.checkpoint.manifest import first_problem, read_manifest
+from finetune.checkpoint.manifest import OtherFormatError, first_problem, read_manifest
 from finetune.config.load import LoadedConfig
 from finetune.config.paths import is_url, stage_of
 from finetune.config.run_config import with_run_folder
@@ -19,6 +18,9 @@ from finetune.runtime.remote import Remote
 from finetune.runtime.status import FILE as STATUS
 
 FINAL = "final"
+
+_NOT_FETCHED = ("", layout.CHECKPOINTS, FINAL, STATUS, "STOP")
+"""Beginnings of names that are not brought with the rest; hidden ones are not either: `..` and our locks are such."""
 
 _LOCK = ".fetch.lock"
 _PROBE = ".probe"
@@ -59,7 +61,8 @@ def fetch_run(loaded: LoadedConfig, *, say: Callable[[str], None]) -> None:
 
 def marked_steps(sizes: dict[str, int]) -> list[int]:
     """Return the steps whose checkpoints are whole in the storage, oldest first: their marker, the manifest, is up."""
-    return sorted(step for name in sizes if (step := step_of(name)) is not None and name.endswith(layout.MANIFEST))
+    markers = [name for name in sizes if name.split("/")[2:] == [layout.MANIFEST]]
+    return sorted(step for name in markers if (step := step_of(name)) is not None)
 
 
 def step_of(name: str) -> int | None:
@@ -69,8 +72,7 @@ def step_of(name: str) -> int | None:
     (4, None)
     """
     parts = name.split("/")
-    is_member = len(parts) > 2 and parts[0] == layout.CHECKPOINTS and parts[1].startswith("step-")
-    return int(parts[1].removeprefix("step-")) if is_member and parts[1][5:].isdecimal() else None
+    return layout.step_of(Path(parts[1])) if len(parts) > 2 and parts[0] == layout.CHECKPOINTS else None
 
 
 def _probe(remote: Remote, stage: Path) -> None:
@@ -90,7 +92,7 @@ def _bring(remote: Remote, stage: Path, *, say: Callable[[str], None]) -> None:
     newer = [step for step in marked_steps(sizes) if step > newest_here]
     if newer:
         for name in sizes:
-            if step_of(name) is None and name.partition("/")[0] != FINAL and name != STATUS:
+            if name.partition("/")[0] not in _NOT_FETCHED and not any(part.startswith(".") for part in name.split("/")):
                 remote.download(name, stage / name)
     for step in reversed(newer):
         path = layout.step_folder(stage / layout.CHECKPOINTS, step)
@@ -111,10 +113,14 @@ def _download(remote: Remote, path: Path) -> str | None:
         manifest = read_manifest(staging)
         for name in manifest.files:
             remote.download(f"{place}/{name}", staging / name)
-    except (CheckpointError, FileNotFoundError, json.JSONDecodeError) as error:
-        problem: str | None = str(error)
-    else:
         problem = first_problem(staging, manifest.files, manifest.files)
+        if problem is None and manifest.step != layout.step_of(path):
+            problem = f"its manifest says step {manifest.step}"
+    except OtherFormatError:
+        shutil.rmtree(staging, ignore_errors=True)
+        raise
+    except (CheckpointError, FileNotFoundError) as error:
+        problem = str(error)
     if problem is None:
         staging.rename(path)
     else:

@@ -1,13 +1,19 @@
 """`final/`: the model that a run leaves behind, and the record of which step it is from."""
 
-import json
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any, NotRequired
+
+from pydantic import ConfigDict, TypeAdapter, with_config
+from torch import Tensor
+from typing_extensions import TypedDict
 
 from finetune.checkpoint.gather import gather_weights
 from finetune.config.explain import resolved_yaml
 from finetune.config.load import LoadedConfig
 from finetune.config.sections.export import ExportSection
 from finetune.data.encoding.chat import stop_ids
+from finetune.errors import DiskError
 from finetune.export.card import CardFacts
 from finetune.export.generation import Inputs, Language
 from finetune.export.save import ExportReport, export_model
@@ -20,14 +26,31 @@ from finetune.run.merging import needs_trained_only, original_weights, written_s
 from finetune.run.weights import make_weights
 from finetune.runtime import files, ranks
 from finetune.runtime.amounts import size_text
+from finetune.runtime.disk import free_bytes
 from finetune.runtime.environment import package_versions
+from finetune.runtime.json_files import parse_as, read_regular
 from finetune.runtime.progress import Progress
 from finetune.runtime.redact import redacted_config
 from finetune.runtime.waypoints import reach
 
+_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
 FOLDER = "final"
 RECORD = "final.json"
 """Which step `final/` is from, why the run was over then, what `export:` said, and the sizes of its files."""
+
+
+@with_config(ConfigDict(strict=True, extra="forbid"))
+class _Record(TypedDict):
+    step: int
+    reason: str
+    export: dict[str, Any]
+    files: dict[str, int]
+    pushed_to: NotRequired[str | None]
+    push_problem: NotRequired[str | None]
+
+
+_RECORD: TypeAdapter[Any] = TypeAdapter(_Record)
 
 
 def export_final(
@@ -47,6 +70,7 @@ def export_final(
         weights = gather_weights(machine.accelerator, machine.model, trained_only=needs_trained_only(loaded.config))
     reach("export.write", step=progress.step)
     if ranks.is_main():
+        _require_room(run_folder, weights.values(), dtype=loaded.config.export.dtype)
         (run_folder / RECORD).unlink(missing_ok=True)
         report = export_model(
             run_folder / FOLDER,
@@ -63,18 +87,35 @@ def export_final(
     ranks.barrier()  # nobody leaves while the main rank is still writing
 
 
+def _require_room(run_folder: Path, weights: Iterable[Tensor], *, dtype: str | None) -> None:
+    """Raise DiskError where there is no room for the weights in this type, beside a `final/` that is there already."""
+    free = free_bytes(run_folder)
+    num_bytes = sum(weight.numel() * (_ITEM_BYTES[dtype] if dtype else weight.itemsize) for weight in weights)
+    if free < num_bytes:
+        raise DiskError(
+            f"{run_folder / FOLDER}: the model needs {size_text(num_bytes)} and {size_text(free)} are free. Make room; "
+            "the same command continues from the newest checkpoint and writes it."
+        )
+
+
 def is_exported(run_folder: Path, *, step: int, section: ExportSection) -> bool:
     """Tell whether `final/` was exported so after this step, and each of its files still has the size it had then."""
-    try:
-        record = json.loads((run_folder / RECORD).read_text(encoding="utf-8"))
-        sizes = {name: (run_folder / FOLDER / name).stat().st_size for name in record["files"]}
-        return bool(
-            record["step"] == step
-            and record["export"] == redacted_config(section.model_dump())
-            and record["files"] == sizes
-        )
-    except (OSError, ValueError, KeyError):
+    record = read_record(run_folder)
+    if record is None or record["step"] != step or record["export"] != redacted_config(section.model_dump()):
         return False
+    try:
+        sizes = {name: (run_folder / FOLDER / name).stat().st_size for name in record["files"]}
+        return bool(sizes == record["files"])
+    except OSError:
+        return False
+
+
+def read_record(run_folder: Path) -> dict[str, Any] | None:
+    """Return the record beside `final/`; None where there is none, or none that can be believed: it is made again."""
+    try:
+        return dict(parse_as(_RECORD, read_regular(run_folder / RECORD)))
+    except (OSError, ValueError):
+        return None
 
 
 def inputs_of(processing: Processing) -> Inputs:

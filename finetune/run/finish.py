@@ -6,13 +6,13 @@ from pathlib import Path
 
 from finetune.config.load import LoadedConfig
 from finetune.errors import CheckpointError, NonFiniteError
-from finetune.report.events import RunEnded
+from finetune.report.events import RunEnded, Warned
 from finetune.run.final import export_final
 from finetune.run.finished import FinishedRun
 from finetune.run.lessons import Lessons
 from finetune.run.machine import Machine
 from finetune.run.watch import Watch
-from finetune.run.wishes import stop_file
+from finetune.run.wishes import take_back_stop
 from finetune.runtime import ranks, signals, status
 from finetune.runtime.progress import Progress
 from finetune.train.loop import EARLY, FINISHED, report_steps, train
@@ -44,7 +44,7 @@ def train_to_the_end(
         export_final(loaded, parts.reporter, progress=progress, lessons=lessons, machine=machine, reason=reason)
     code = EXIT_CODES.get(reason, 0)
     if reason == STOP_FILE and ranks.is_main():
-        stop_file(folder).unlink(missing_ok=True)  # it has been obeyed: the same command continues
+        take_back_stop(folder, say=lambda text: parts.reporter(Warned(progress.step, text)))  # it has been obeyed
     watch.status.end(status.FINISHED if is_final else status.STOPPED, reason=reason, exit_code=code)
     parts.reporter(
         RunEnded(

@@ -1,12 +1,13 @@
 """Whether there is anything left to do: the same command on a finished run is a success that does nothing."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
 from finetune.checkpoint import layout
 from finetune.checkpoint.changes import told_changes
-from finetune.checkpoint.manifest import Manifest, read_manifest
+from finetune.checkpoint.find import read_named
+from finetune.checkpoint.manifest import Manifest, OtherFormatError, first_problem
+from finetune.checkpoint.texts import read_texts
 from finetune.checkpoint.together import main_does
 from finetune.config.run_config import RunConfig
 from finetune.errors import CheckpointError
@@ -33,6 +34,8 @@ def find_finished(
     config: RunConfig, lessons: Lessons, *, num_steps: int, strategy: str, say: Announcer
 ) -> FinishedRun | None:
     """Return the run if its last checkpoint is whole by size and `final/` is from it; else it is for `continue_run`.
+
+    What is used of the checkpoint here is compared with its digest, too.
 
     Needs no model. Raises CheckpointError where the config is no longer the one it was trained with. Collective.
     """
@@ -61,10 +64,12 @@ def _find(config: RunConfig, *, num_steps: int) -> tuple[FinishedRun, Manifest] 
     folder = Path(config.run.folder)
     path = next(reversed(layout.steps(folder / layout.CHECKPOINTS).values()), None)
     try:
-        if path is None or not _is_whole(path, manifest := read_manifest(path)):
+        if path is None or not _is_whole(path, manifest := read_named(path)):
             return None
-        progress = Progress.from_state_dict(json.loads((path / layout.PROGRESS).read_text(encoding="utf-8")))
-    except (CheckpointError, OSError, ValueError):
+        progress = Progress.from_state_dict(read_texts(path, manifest).progress)
+    except OtherFormatError:  # said before a model is built
+        raise
+    except (CheckpointError, OSError):  # whatever it is, `continue_run` meets it too, and sets aside or refuses
         return None
     reason = _over_because(config, progress, num_steps=num_steps)
     if reason is None or not is_exported(folder, step=progress.step, section=config.export):
@@ -73,7 +78,10 @@ def _find(config: RunConfig, *, num_steps: int) -> tuple[FinishedRun, Manifest] 
 
 
 def _is_whole(path: Path, manifest: Manifest) -> bool:
-    return all((path / name).stat().st_size == facts.size_bytes for name, facts in manifest.files.items())
+    """Tell whether all files are there with their sizes; those that are no tensors also with their digests."""
+    if any((path / name).stat().st_size != facts.size_bytes for name, facts in manifest.files.items()):
+        return False
+    return first_problem(path, manifest.files, manifest.files.keys() & layout.TEXTS) is None
 
 
 def _over_because(config: RunConfig, progress: Progress, *, num_steps: int) -> str | None:

@@ -1,18 +1,19 @@
 """What a run keeps in its folder of how rows become inputs, so that a checkpoint is exported without its data."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from finetune.config.run_config import RunConfig
 from finetune.config.sections.data import DataSection
 from finetune.errors import UserError
 from finetune.export.folder import replaced
-from finetune.model.model_files import read_settings
 from finetune.model.processing import Processing, load_kept_processing
 from finetune.run.layout import settled
+from finetune.runtime.json_files import parse_as, read_regular
 from finetune.runtime.terminal import json_text
 from finetune.task.kernels import usable
 from finetune.task.materials import Materials
@@ -21,6 +22,7 @@ from finetune.task.registry import build_task, reads
 
 FOLDER = "inputs"
 FACTS = "task_facts.json"
+_FACTS: TypeAdapter[Mapping[str, Any]] = TypeAdapter(dict[str, Any])
 
 
 @dataclass(frozen=True)
@@ -58,4 +60,7 @@ def load_kept(run: Path, config: RunConfig) -> Kept:
         )
     trusts, path = config.model.trust_remote_code, folder / FACTS
     processing = load_kept_processing(folder, reads=reads(config.task.name), key="run", trust_remote_code=trusts)
-    return Kept(processing, read_settings(path) if path.is_file() else {})
+    try:
+        return Kept(processing, parse_as(_FACTS, read_regular(path)) if path.is_file() else {})
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: is damaged: {error}") from error

@@ -5,7 +5,6 @@ its weights are loaded.
 """
 
 import shutil
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -33,6 +32,7 @@ from finetune.run.lessons import Lessons
 from finetune.run.machine import Machine
 from finetune.run.teacher import teacher_identity, teacher_of
 from finetune.runtime import ranks
+from finetune.runtime.leftovers import temporary
 from finetune.runtime.waypoints import note_life
 from finetune.task.protocol import Prior, Task
 
@@ -195,7 +195,8 @@ class _Writing:
 
     def _begin(self) -> None:
         self._folder.parent.mkdir(parents=True, exist_ok=True)
-        self._staging = Path(tempfile.mkdtemp(dir=self._folder.parent, prefix=f".{self._folder.name}."))
+        self._staging = temporary(self._folder)
+        self._staging.mkdir(mode=0o700)
         self._writer = KnownWriter(self._staging)
 
     def _complete(self, made_of: Mapping[str, Any]) -> None:

@@ -1,13 +1,12 @@
 """What a run leaves in `final/` goes to the hub, where its job asks for that; a failure to do so fails no training."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
 from finetune.config.load import LoadedConfig
 from finetune.errors import HubError
 from finetune.export.push import push_folder
-from finetune.run.final import FOLDER, RECORD
+from finetune.run.final import FOLDER, RECORD, read_record
 from finetune.runtime import files, ranks
 from finetune.runtime.redact import redacted_text
 
@@ -18,9 +17,8 @@ def publish_final(loaded: LoadedConfig, *, say: Callable[[str], None] = print) -
     The record beside `final/` keeps the answer, and the same command tries again what has failed.
     """
     section, run = loaded.config.export, Path(loaded.config.run.folder)
-    if section.push_to_hub is None or not ranks.is_main() or not (run / RECORD).is_file():
+    if section.push_to_hub is None or not ranks.is_main() or (record := read_record(run)) is None:
         return
-    record = json.loads((run / RECORD).read_text(encoding="utf-8"))
     if record.get("pushed_to") == redacted_text(section.push_to_hub):
         return
     try:

@@ -2,16 +2,32 @@
 
 import json
 from collections.abc import Iterator
+from contextlib import suppress
+from io import FileIO
 from pathlib import Path
+from typing import Any
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
+from typing_extensions import TypedDict
 
 from finetune.data.batch import Batch
 from finetune.data.order.consumed import digest_of
 from finetune.data.order.order import Order
-from finetune.errors import CheckpointError
+from finetune.errors import FULL, CheckpointError
 from finetune.runtime import files, ranks
 from finetune.runtime.progress import Progress
 
 FOLDER = "samples"
+_MOST_WAITING_BYTES = 64 << 20
+
+
+@with_config(ConfigDict(strict=True, extra="forbid"))
+class _Line(TypedDict):
+    step: int
+    microbatches: list[list[int]]
+
+
+_LINE = TypeAdapter(_Line)
 
 
 def recorded(groups: Iterator[tuple[Batch, ...]], *, run_folder: Path, first_step: int) -> Iterator[tuple[Batch, ...]]:
@@ -23,18 +39,31 @@ def recorded(groups: Iterator[tuple[Batch, ...]], *, run_folder: Path, first_ste
     folder = run_folder / FOLDER
     _take_out(folder, after_step=first_step)
     folder.mkdir(parents=True, exist_ok=True)
-    with _file(folder, ranks.rank()).open("a", encoding="utf-8") as file:
+    with _file(folder, ranks.rank()).open("ab", buffering=0) as file:
+        waiting = b""
         for step, group in enumerate(groups, first_step + 1):
-            file.write(json.dumps({"step": step, "microbatches": [batch.sample_ids for batch in group]}) + "\n")
-            file.flush()
+            line = json.dumps({"step": step, "microbatches": [batch.sample_ids for batch in group]}) + "\n"
+            waiting = _written(file, waiting + line.encode())
             yield group
+        _written(file, waiting)
+
+
+def _written(file: FileIO, waiting: bytes) -> bytes:
+    """Write to the file and return what it has not taken: on a full disk that waits until there is room again."""
+    try:
+        while waiting:
+            waiting = waiting[file.write(waiting) :]
+    except OSError as error:
+        if error.errno not in FULL or len(waiting) > _MOST_WAITING_BYTES:
+            raise
+    return waiting
 
 
 def read_samples(run_folder: Path) -> dict[int, list[list[list[int]]]]:
     """Return the record by step: each rank's microbatches, each of which lists its sample ids."""
     found: dict[int, list[list[list[int]]]] = {}
     for path in sorted((run_folder / FOLDER).glob("rank-*.jsonl")):
-        for line in files.read_json_lines(path):
+        for line in _lines(path):
             found.setdefault(line["step"], []).append(line["microbatches"])
     return found
 
@@ -50,11 +79,27 @@ def refuse_other_samples(path: Path, progress: Progress, *, order: Order, global
 
 
 def _take_out(folder: Path, *, after_step: int) -> None:
-    """Take out of the record what is handed out again; each file is one rank's to mend, so nobody has to wait."""
+    """Take out of the record what is handed out again; each file is one rank's to mend, so nobody has to wait.
+
+    A damaged line goes, too; a file that cannot be read is put aside: the record informs, and stops no run.
+    """
     for path in folder.glob("rank-*.jsonl"):
-        if int(path.stem.removeprefix("rank-")) % ranks.world() == ranks.rank():
-            kept = [json.dumps(line) + "\n" for line in files.read_json_lines(path) if line["step"] <= after_step]
+        number = path.stem.removeprefix("rank-")
+        if not number.isdecimal() or int(number) % ranks.world() != ranks.rank():
+            continue
+        try:
+            kept = [json.dumps(line) + "\n" for line in _lines(path) if line["step"] <= after_step]
+        except OSError:
+            path.replace(path.with_name(f".bad-{path.name}"))
+        else:
             files.write_text(path, "".join(kept))
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the lines of the record that are some; raises OSError where the file cannot be read."""
+    for line in files.read_json_lines(path):
+        with suppress(ValidationError):
+            yield dict(_LINE.validate_python(line))
 
 
 def _file(folder: Path, rank: int) -> Path:

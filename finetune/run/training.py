@@ -11,11 +11,14 @@ import torch
 from finetune.checkpoint.ahead import Ahead
 from finetune.config.load import LoadedConfig, require_shareable
 from finetune.config.rules.model import adapter_of, learning_dtypes
+from finetune.data.prepared.cache import cache_folder
+from finetune.errors import DiskError
 from finetune.model.batch_norm import settle_batch_norm
 from finetune.report.announcer import Announcer
 from finetune.report.events import RunStarted
 from finetune.run.adapters import require_adapters_fit
 from finetune.run.ahead import verify_ahead
+from finetune.run.clearing import clear_leftovers
 from finetune.run.continuing import continue_run
 from finetune.run.fetch import fetch_run, staged
 from finetune.run.finish import end_at_once, train_to_the_end
@@ -57,7 +60,9 @@ def train_from_config(loaded: LoadedConfig, ahead: Ahead | None = None) -> int:
     strategy = launched_strategy(loaded)
     require_adapters_fit(loaded.config, strategy.name)
     mirror = make_mirror(loaded)
-    with watched_run(Path(loaded.config.run.folder), say=say) as watch:
+    with watched_run(Path(loaded.config.run.folder), say=say, also=(cache_folder(loaded.config.data),)) as watch:
+        if ranks.is_main():
+            clear_leftovers(loaded.config, say=say)
         fetch_run(loaded, say=print)
         ahead = ahead or verify_ahead(loaded)
         require_own_values_fit(loaded.config)
@@ -104,7 +109,7 @@ def _train(
         config, machine, strategy=strategy.name, lessons=lessons, ahead=ahead, say=say
     )
     reporter = mirror.told_by(open_run(loaded, machine, lessons=lessons, say=say))
-    with closing(reporter), mirror, watch.first_error():
+    with closing(reporter), mirror, watch.first_error(DiskError):
         checkpointer.rehearse(num_saves=plan.num_due(config.checkpoint.every_steps, after=progress.step))
         before = partial(settle_batch_norm, machine.model)
         save = ReportedSaving(checkpointer, reporter, watch.status.checkpoint, before=before)

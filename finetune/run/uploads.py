@@ -4,19 +4,20 @@ A checkpoint's files go first and its manifest last: the manifest is the marker,
 checkpoint. Whatever is deleted loses its marker first, and only once the newest checkpoint's is up.
 """
 
-import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 from finetune.checkpoint import layout
-from finetune.checkpoint.manifest import read_manifest
+from finetune.checkpoint.manifest import parse_manifest, read_manifest
+from finetune.checkpoint.prune import metrics_of
 from finetune.checkpoint.retention import removable_steps
 from finetune.config.sections.checkpoint import CheckpointSection
+from finetune.errors import CheckpointError
 from finetune.run.fetch import FINAL, marked_steps, step_of
 from finetune.runtime.remote import Remote
 from finetune.runtime.waypoints import reach
@@ -128,10 +129,10 @@ class Uploads:
                 self._up.pop(step, None)
 
     def _removable(self, local: dict[int, Path], strangers: set[int]) -> list[int]:
-        metrics = {step: read_manifest(path).metrics for step, path in local.items()}
+        metrics: dict[int, Mapping[str, float]] = {step: metrics_of(path) for step, path in local.items()}
         for step in strangers:
             name = f"{layout.CHECKPOINTS}/{layout.step_folder(Path(), step).name}/{layout.MANIFEST}"
-            metrics[step] = json.loads(self._persistently(partial(self.remote.read, name)) or b"{}").get("metrics", {})
+            metrics[step] = _metrics_in(self._persistently(partial(self.remote.read, name)), name=name)
         return removable_steps(
             metrics,
             keep_last=self._section.keep_last,
@@ -179,6 +180,14 @@ class Uploads:
 
 def _whole(folder: Path) -> dict[int, Path]:
     return {step: path for step, path in layout.steps(folder).items() if (path / layout.MANIFEST).is_file()}
+
+
+def _metrics_in(marker: bytes | None, *, name: str) -> Mapping[str, float]:
+    """Return the metrics in a manifest's bytes; none where it is not there or cannot be believed."""
+    try:
+        return parse_manifest(marker or b"", path=Path(name)).metrics
+    except CheckpointError:
+        return {}
 
 
 def _other_files(folder: Path, *, is_last: bool) -> Iterator[str]:

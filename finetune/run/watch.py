@@ -2,16 +2,18 @@
 
 import os
 import platform
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
+from finetune.errors import FinetuneError, UserError
 from finetune.report.announcer import Announcer
 from finetune.runtime import hang, ranks
 from finetune.runtime.claim import claimed
+from finetune.runtime.disk import disk_errors
 from finetune.runtime.ending import Ending, end_children, is_broken_collective
 from finetune.runtime.launcher import end_with_launcher, launch_name
 from finetune.runtime.peers import Peer, meet
@@ -28,6 +30,7 @@ class Watch:
     status: Status
     ending: Ending
     watchdog: Watchdog
+    places: Sequence[Path]  # where the run writes
 
     def meet(self) -> None:
         """Learn who belongs to the run, so that one that vanishes can be named. Collective."""
@@ -35,10 +38,14 @@ class Watch:
         self.status.met(self.ending.peers)
 
     @contextmanager
-    def first_error(self) -> Iterator[None]:
-        """Have an error that leaves the context in the status file before anything is cleared up."""
+    def first_error(self, refusal: type[FinetuneError] = UserError) -> Iterator[None]:
+        """Have an error that leaves the context in the status file before anything is cleared up.
+
+        What a disk refuses to take becomes the `refusal`.
+        """
         try:
-            yield
+            with disk_errors(self.places, refusal):
+                yield
         except BaseException as error:
             if not is_broken_collective(error):  # that is for another rank to explain
                 self.status.claim_end(self.watchdog.early_stop() or ended_by(error, rank=ranks.rank()))
@@ -46,11 +53,12 @@ class Watch:
 
 
 @contextmanager
-def watched_run(folder: Path, *, say: Announcer) -> Iterator[Watch]:
+def watched_run(folder: Path, *, say: Announcer, also: Sequence[Path] = ()) -> Iterator[Watch]:
     """Watch this process while the context lasts; rank 0 claims the folder for the run.
 
     One of several processes that meets an error ends here, with every other, and shows the first error of them all;
-    a process alone lets its error pass. Raises UserError where another run writes into the folder.
+    a process alone lets its error pass. Raises UserError where another run writes into the folder, or where the disk of
+    the folder, or of those that are written `also`, takes nothing.
     """
     rank = ranks.rank()
     with noted_signals() as note, claimed(folder, say=say) if rank == 0 else nullcontext():
@@ -61,7 +69,7 @@ def watched_run(folder: Path, *, say: Announcer) -> Iterator[Watch]:
         status.start()
         ending = Ending(status, rank=rank)
         watchdog = Watchdog(folder, status=status, ending=ending, note=note, rank=rank, world=ranks.world())
-        watch = Watch(note, status, ending, watchdog)
+        watch = Watch(note, status, ending, watchdog, (folder, *also))
         try:
             with watched(watchdog), watch.first_error():
                 yield watch

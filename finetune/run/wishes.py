@@ -28,6 +28,15 @@ def make_wishes(config: RunConfig, *, note: SignalNote, save: Saving, started: f
     return Wishes(note, asked)
 
 
+def take_back_stop(folder: Path, *, say: Callable[[str], None]) -> None:
+    """Remove what asked the run to stop, so that the same command continues; say where that cannot be done."""
+    path = stop_file(folder)
+    try:
+        path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)
+    except OSError as error:
+        say(f"{path} cannot be removed ({error.strerror}): remove it, the next start would stop at once.")
+
+
 def stop_file(folder: Path) -> Path:
     """Return where a user puts a file that asks the run to stop."""
     return folder / "STOP"

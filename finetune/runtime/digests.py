@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from finetune.runtime.files import write_json
+from finetune.runtime.json_files import read_json
 
 FOLDER = "~/.cache/finetune/digests"
 LARGE_BYTES = 64 << 20
@@ -43,9 +44,9 @@ def _remembered(paths: Sequence[Path], read: Callable[[], str], *, name: str) ->
         return read()
     note = _note(name)
     state = hashlib.blake2b(json.dumps(states).encode(), digest_size=16).hexdigest()
-    with suppress(OSError, ValueError, KeyError):
-        known = json.loads(note.read_text(encoding="utf-8"))
-        if known["state"] == state:
+    with suppress(OSError, ValueError):
+        known = read_json(note)
+        if isinstance(known, dict) and known.get("state") == state and isinstance(known.get("digest"), str):
             return str(known["digest"])
     digest = read()
     is_settled = time.time() - max(each["changed"] for each in states) / 1e9 > _SETTLED_SECONDS

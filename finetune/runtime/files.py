@@ -1,9 +1,7 @@
 """Files that appear whole or not at all, and folders that one process makes while the others wait."""
 
-import json
 import os
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -11,6 +9,8 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
+from finetune.runtime.json_files import parse_json, read_regular
+from finetune.runtime.leftovers import temporary
 from finetune.runtime.redact import redacted_config
 from finetune.runtime.terminal import json_text
 
@@ -23,17 +23,18 @@ def write_text(path: Path, text: str) -> None:
 def write_bytes(path: Path, content: bytes, *, survives_power_cut: bool = True) -> None:
     """Write the file likewise; what can be made again need not survive a power cut, which is much faster."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    staging = temporary(path)
+    descriptor = os.open(staging, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         with os.fdopen(descriptor, "wb") as file:
             file.write(content)
             if survives_power_cut:
                 file.flush()
                 os.fsync(file.fileno())
-        Path(name).chmod(0o644)
-        Path(name).replace(path)
+        staging.chmod(0o644)
+        staging.replace(path)
     except BaseException:
-        Path(name).unlink(missing_ok=True)
+        staging.unlink(missing_ok=True)
         raise
     if survives_power_cut:
         sync(path.parent)
@@ -49,12 +50,10 @@ def write_json(path: Path, value: Any, *, exact: bool = False) -> None:
 
 
 def read_json_lines(path: Path) -> Iterator[Any]:
-    """Yield the value of each line; one that was torn by a killed process is left out."""
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            yield json.loads(line)
-        except json.JSONDecodeError:
-            continue
+    """Yield the value of each line; one that was torn by a killed process, or is damaged, is left out."""
+    for line in read_regular(path).decode("utf-8", errors="replace").splitlines():
+        with suppress(ValueError):
+            yield parse_json(line)
 
 
 def sync(path: Path) -> None:

@@ -5,18 +5,21 @@ hang/rank-00000.json  the point that it passed last, and for how long it has pas
 """
 
 import faulthandler
-import json
 import os
 import platform
 import shutil
 import sys
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from pydantic import TypeAdapter
+
 from finetune.runtime import files
 from finetune.runtime.faults import POINTS
+from finetune.runtime.json_files import parse_as, read_regular
 
 FOLDER = "hang"
 _IN_A_STEP = ("data", "forward", "backward", "update.before", "update.after")
@@ -53,6 +56,9 @@ class Report:
         )
 
 
+_REPORT = TypeAdapter(Report)
+
+
 def write_report(folder: Path, *, rank: int, point: str, step: int, silent_seconds: float) -> None:
     """Write down where this process stands; `folder` is the run's."""
     path = folder / FOLDER / f"rank-{rank:05d}.txt"
@@ -64,9 +70,12 @@ def write_report(folder: Path, *, rank: int, point: str, step: int, silent_secon
 
 
 def read_reports(folder: Path) -> list[Report]:
-    """Return the reports that are there, by rank."""
-    paths = sorted((folder / FOLDER).glob("rank-*.json"))
-    return [Report(**json.loads(path.read_text(encoding="utf-8"))) for path in paths]
+    """Return the reports that are there and can be read, by rank."""
+    found = []
+    for path in sorted((folder / FOLDER).glob("rank-*.json")):
+        with suppress(OSError, ValueError):
+            found.append(parse_as(_REPORT, read_regular(path)))
+    return found
 
 
 def set_aside(folder: Path) -> None:

@@ -10,9 +10,11 @@ exit_code   0 finished or stopped by a limit, 129, 130 and 143 by a signal, 143 
             2 something that the user can mend
 """
 
+import errno
 import json
+import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -20,9 +22,11 @@ from pathlib import Path
 from typing import Any
 
 from filelock import FileLock, Timeout
+from pydantic import TypeAdapter
 
 from finetune.errors import FinetuneError
 from finetune.runtime import files
+from finetune.runtime.json_files import read_json
 from finetune.runtime.peers import Peer
 from finetune.runtime.progress import Progress
 from finetune.runtime.redact import redacted_text
@@ -31,8 +35,11 @@ FILE = "status.json"
 STARTING, RUNNING, FINISHED, STOPPED, FAILED = "starting", "running", "finished", "stopped", "failed"
 INTERRUPTED = "interrupted"
 
+_ENDED = TypeAdapter(tuple[str, int, str, str, int])
+
 _LOCK = ".status.lock"
 _REFRESH_SECONDS = 3.0
+_BLOCK_BYTES, _SPARE_BYTES, _SHORT = 4096, 2048, 500
 
 
 @dataclass(frozen=True)
@@ -63,7 +70,8 @@ def ended_by(error: BaseException, *, rank: int) -> Ended:
 class Status:
     """The status file of one launch. Rank 0 keeps it; any rank may end the run, and the first that does stays in it.
 
-    Watching must not stop a run: a status that cannot be written is let go of.
+    Watching must not stop a run: a status that cannot be written is let go of. On a full disk it is written into the
+    room that the file has already, so that it never says `running` of a run that has ended.
     """
 
     def __init__(
@@ -127,10 +135,14 @@ class Status:
     def first(self) -> Ended | None:
         """Return how the run was ended by one rank alone, if it was."""
         facts = self._read()
-        if facts.get("launch") != self._launch or facts.get("ended_by") is None or facts["time"] < self._since:
+        try:
+            if facts.get("launch") != self._launch or facts.get("ended_by") is None or facts["time"] < self._since:
+                return None
+            error = facts["error"] or {"type": "Stopped", "message": facts["reason"]}
+            ended = (facts["state"], facts["ended_by"], error["type"], error["message"], facts["exit_code"])
+            return Ended(*_ENDED.validate_python(ended))
+        except (KeyError, TypeError, ValueError):  # damaged, or somebody else's: it says nothing
             return None
-        error = facts["error"] or {"type": "Stopped", "message": facts["reason"]}
-        return Ended(facts["state"], facts["ended_by"], error["type"], error["message"], facts["exit_code"])
 
     def _keep(self) -> None:
         if self._rank != 0:
@@ -145,7 +157,7 @@ class Status:
 
     def _read(self) -> dict[str, Any]:
         try:
-            facts = json.loads((self._folder / FILE).read_text(encoding="utf-8"))
+            facts = read_json(self._folder / FILE)
         except (OSError, ValueError):
             return {}
         return facts if isinstance(facts, dict) else {}
@@ -153,20 +165,49 @@ class Status:
     def _write(self, facts: dict[str, Any]) -> None:
         now = self._clock()
         updated = datetime.fromtimestamp(now, UTC).isoformat(timespec="seconds")
-        files.write_json(self._folder / FILE, {**facts, "launch": self._launch, "updated": updated, "time": now})
+        facts = {**facts, "launch": self._launch, "updated": updated, "time": now}
+        try:
+            files.write_bytes(self._folder / FILE, _padded(facts))
+        except OSError:
+            _overwrite(self._folder / FILE, facts)
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
         lock = FileLock(self._folder / _LOCK, timeout=5)
         try:
             lock.acquire()
-        except (Timeout, NotImplementedError):  # no locks here: two ranks that fail at once may overwrite one another
+        except (
+            Timeout,
+            NotImplementedError,
+            OSError,
+        ):  # no locks: two ranks that fail at once may overwrite each other
             yield
             return
         try:
             yield
         finally:
             lock.release()
+
+
+def _padded(facts: Mapping[str, Any]) -> bytes:
+    """Return the facts as indented JSON with blanks behind it: room for how the run ends, also on a full disk."""
+    content = json.dumps(facts, indent=2, ensure_ascii=False).encode(errors="backslashreplace")
+    size = -(-(len(content) + _SPARE_BYTES) // _BLOCK_BYTES) * _BLOCK_BYTES
+    return content + b" " * (size - len(content) - 1) + b"\n"
+
+
+def _overwrite(path: Path, facts: Mapping[str, Any]) -> None:
+    """Write the facts into the room that the file has already; raises OSError where they do not fit."""
+    with path.open("r+b") as file:
+        room = os.fstat(file.fileno()).st_size - 1
+        error = facts["error"] and {**facts["error"], "message": facts["error"]["message"][:_SHORT]}
+        shorter = {**facts, "error": error, "reason": facts["reason"] and facts["reason"][:_SHORT]}
+        for each in (facts, shorter, {**shorter, "ranks": []}):
+            content = json.dumps(each, ensure_ascii=False).encode(errors="backslashreplace")
+            if len(content) <= room:
+                file.write(content + b" " * (room - len(content)) + b"\n")
+                return
+    raise OSError(errno.ENOSPC, "has no room for how the run ended", str(path))
 
 
 def _fields(ended: Ended) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from finetune.checkpoint.facts import RunFacts
 from finetune.checkpoint.layout import step_folder
 from finetune.checkpoint.manifest import Manifest, file_facts, write_manifest
+from finetune.runtime.progress import Progress
 
 Write = Callable[..., Path]
 
@@ -41,7 +42,8 @@ def write(run: Path) -> Write:
         digest = hashlib.sha256(weight.numpy().tobytes()).hexdigest()
         entries = {"head.weight": _entry("parameter"), "head.weight/exp_avg": _entry("exp_avg")}
         _json(path / "index.json", {name: {**entry, "sha256": digest} for name, entry in entries.items()})
-        _json(path / "progress.json", {"version": 2, "step": step, "num_tokens": 1000 * step, "samples_sha256": "5a3e"})
+        progress = Progress(step, num_tokens=1000 * step, samples_sha256="5a3e")
+        _json(path / "progress.json", progress.state_dict())
         _json(path / "scalars.json", {"optimizer": {"head.weight": {"step": float(step)}}, "loss_scale": {}})
         names = [str(each.relative_to(path)) for each in path.rglob("*") if each.is_file()]
         manifest = Manifest(

@@ -1,12 +1,25 @@
 """`finetune checkpoint ls | show | verify`: what a user reads, and what a program does."""
 
 import json
+import shutil
+from dataclasses import asdict
 
 import pytest
 
 from finetune.advise.checkpoint_tables import age_text
 from finetune.advise.checkpoints import list_checkpoints, show_checkpoint, verify_checkpoints
+from finetune.checkpoint.manifest import OWN_DIGEST, file_facts, own_digest
 from finetune.errors import CheckpointError, UserError
+
+
+def forge(checkpoint, name, change):
+    """Change a file of the checkpoint as somebody does who knows of the digests, and puts them right again."""
+    path, manifest = checkpoint / name, checkpoint / "manifest.json"
+    path.write_text(json.dumps(change(json.loads(path.read_text()))))
+    value = json.loads(manifest.read_text())
+    if name != "manifest.json":
+        value["files"][name] = asdict(file_facts(path))
+    manifest.write_text(json.dumps(value | {OWN_DIGEST: own_digest(value)}))
 
 
 def flip_last_byte(path):
@@ -71,6 +84,30 @@ def test_a_flipped_byte_is_found_by_reading_alone(write, listed):
 def test_a_folder_under_another_steps_name_is_bad(run, write, listed):
     write(4).rename(run / "checkpoints" / "step-000006")
     assert listed()["checkpoints"][0]["problems"] == ["the folder is called step 6 and its manifest says step 4"]
+
+
+def test_the_quick_look_reads_what_is_no_tensor(write, listed, capsys):
+    progress = write(4) / "progress.json"
+    content = bytearray(progress.read_bytes())
+    content[10] ^= 1
+    progress.write_bytes(content)
+    forge(write(8), "progress.json", lambda value: value | {"step": 10**18})
+    forge(write(12), "index.json", lambda value: [])
+    forge(write(16), "manifest.json", lambda value: value | {"format_version": 3, "versions": {"finetune": "9.1.0"}})
+    found = {each["step"]: each["problems"][0] for each in listed()["checkpoints"]}
+    assert found[4] == "progress.json does not have the digest it was written with"
+    assert found[8].startswith("progress.json is not what a checkpoint has there: step:")
+    assert found[12].startswith("index.json is not what a checkpoint has there:")
+    assert "format 3, written by finetune 9.1.0" in found[16]
+    assert not verify_checkpoints(write(20).parent, step=None)
+    assert "step-000008: BAD\n  progress.json is not what" in capsys.readouterr().out
+
+
+def test_a_folder_that_is_nearly_called_a_checkpoint_is_named_as_none(run, write, listed):
+    shutil.copytree(write(4), run / "checkpoints" / "step-000004 (copy)")
+    (beside,) = listed()["leftovers"]
+    assert beside["path"].endswith("step-000004 (copy)") and beside["meaning"].startswith("is no checkpoint's folder")
+    assert [each["step"] for each in listed()["checkpoints"]] == [4]
 
 
 def test_what_lies_beside_is_named_with_what_it_is(run, write, listed, capsys):

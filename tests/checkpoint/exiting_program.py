@@ -5,9 +5,11 @@ from pathlib import Path
 
 from small_run import Run
 
+from finetune.runtime.progress import Progress
+
 folder = Path(sys.argv[1])
 run = Run(folder).train(range(2))
-run.checkpointer.saver.begin(3, progress={"step": 3})
+run.checkpointer.saver.begin(3, progress=Progress(3).state_dict())
 print("training goes on")
 if "--waits" in sys.argv:
     run.checkpointer.saver.settle()

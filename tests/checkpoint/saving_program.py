@@ -22,6 +22,7 @@ from finetune.config.sections.checkpoint import CheckpointSection
 from finetune.errors import CheckpointError, NonFiniteError
 from finetune.runtime import ranks, waypoints
 from finetune.runtime.faults import VARIABLE
+from finetune.runtime.progress import Progress
 
 RESULTS: dict[str, object] = {}
 
@@ -57,7 +58,7 @@ def every_bit_arrives(folder: Path) -> object:
             with patch.object(exchange, "CHUNK_ELEMENTS", 50), patch.object(sharing, "ROUND_BYTES", 900):
                 keeper = checkpointer(path, parted, asynchronous=asynchronous)
                 keeper.rehearse(num_saves=5)
-                saved = keeper.save(1, progress={"step": 1})
+                saved = keeper.save(1, progress=Progress(1).state_dict())
             found = {}
             for file in saved.path.glob("*/*.safetensors"):
                 found |= load_file(file)
@@ -72,7 +73,7 @@ def while_training_speaks(folder: Path) -> object:
     """One rank is slow to write; meanwhile all add up numbers on the main line."""
     faults("save.write rank=1 do=sleep seconds=1.5")
     keeper = checkpointer(folder)
-    keeper.saver.begin(1, progress={})
+    keeper.saver.begin(1, progress=Progress(1).state_dict())
     went_on = keeper.saver.outcome() is None
     sums = [float(ranks.sum_tensor(torch.tensor(1.0))) for _ in range(50)]
     still = keeper.saver.outcome() is None
@@ -83,7 +84,7 @@ def while_training_speaks(folder: Path) -> object:
 def tried_again_on_one_rank(folder: Path) -> object:
     faults("save.write step=1 rank=1 do=no_space")
     keeper = checkpointer(folder)
-    keeper.saver.begin(1, progress={})
+    keeper.saver.begin(1, progress=Progress(1).state_dict())
     saved = keeper.saver.settle()
     return [saved.path.name, [note for _, note in keeper.saver.notes()]]
 
@@ -92,8 +93,8 @@ def given_up_on_one_rank(folder: Path) -> object:
     """Then the next is written as if nothing had been."""
     faults(*["save.write step=2 rank=1 do=no_space"] * 3)
     keeper = checkpointer(folder)
-    keeper.save(1, progress={})
-    return [error_of(keeper, 2), names(folder), keeper.save(3, progress={}).path.name]
+    keeper.save(1, progress=Progress(1).state_dict())
+    return [error_of(keeper, 2), names(folder), keeper.save(3, progress=Progress(3).state_dict()).path.name]
 
 
 def not_finite_on_one_rank(folder: Path) -> object:
@@ -110,7 +111,8 @@ def unforeseen_on_one_rank(folder: Path) -> object:
     keeper, started = checkpointer(folder), time.monotonic()
     with patch.object(Written, "of_all", side_effect=KeyError("a bug")) if ranks.rank() == 1 else nullcontext():
         error = error_of(keeper, 1)
-    return [error, time.monotonic() - started < 60, keeper.save(2, progress={}).path.name, names(folder)]
+    is_quick = time.monotonic() - started < 60
+    return [error, is_quick, keeper.save(2, progress=Progress(2).state_dict()).path.name, names(folder)]
 
 
 def not_shared(folder: Path) -> object:
@@ -127,14 +129,14 @@ def flipped_after_the_fact(folder: Path) -> object:
     faults("save.done step=2 rank=1 do=flip")
     keeper = checkpointer(folder)
     for step in (1, 2):
-        keeper.save(step, progress={})
+        keeper.save(step, progress=Progress(step).state_dict())
     found = keeper.find()
     return [found.step if found else None, names(folder)]
 
 
 def error_of(keeper: Checkpointer, step: int) -> str:
     try:
-        keeper.save(step, progress={})
+        keeper.save(step, progress=Progress(step).state_dict())
     except (CheckpointError, NonFiniteError) as error:
         return f"{type(error).__name__}: {error}"
     return "it was saved"

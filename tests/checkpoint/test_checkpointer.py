@@ -1,14 +1,16 @@
 import json
+from shutil import copytree
 from unittest.mock import patch
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from small_run import Run
+from small_run import Run, forge
 
 from finetune.checkpoint.manifest import read_manifest
 from finetune.checkpoint.tensor_file import TensorFile
 from finetune.errors import CheckpointError
+from finetune.runtime.progress import Progress
 
 
 def names(folder):
@@ -22,7 +24,7 @@ def a_tensor_file(checkpoint):
 def test_a_resumed_run_ends_in_the_same_bits_as_one_that_never_stopped(folder):
     straight = Run(folder).train(range(3)).train(range(3, 6), save=False)
     resumed = Run(folder)
-    assert resumed.resume() == {"step": 3, "tokens": 20}
+    assert resumed.resume() == Progress(3, num_tokens=20).state_dict()
     resumed.train(range(3, 6), save=False)
     assert len(straight.everything()) == 9 + 6 * 3  # 6 parameters, 3 buffers, AdamW's 3 words each
     assert resumed.everything().keys() == straight.everything().keys()
@@ -44,7 +46,7 @@ def test_a_checkpoint_is_plain_safetensors_and_json(folder):
 
 
 def test_before_the_first_step_there_is_no_optimizer_state_and_none_comes_back(folder):
-    Run(folder).checkpointer.save(0, progress={"step": 0})
+    Run(folder).checkpointer.save(0, progress=Progress(0).state_dict())
     run, straight = Run(folder), Run(folder)
     run.resume()
     assert not run.optimizer.state
@@ -61,14 +63,14 @@ def test_the_newest_are_kept(folder):
 def test_saving_a_step_again_leaves_a_good_checkpoint_as_it_is(folder):
     run = Run(folder).train(range(1))
     written = (folder / "step-000001" / "manifest.json").stat().st_mtime_ns
-    assert run.checkpointer.save(1, progress={}).path == folder / "step-000001"
+    assert run.checkpointer.save(1, progress=Progress(1).state_dict()).path == folder / "step-000001"
     assert (folder / "step-000001" / "manifest.json").stat().st_mtime_ns == written
 
 
 def test_saving_a_step_again_replaces_a_bad_checkpoint_and_keeps_it_aside(folder):
     run = Run(folder).train(range(1))
     (folder / "step-000001" / "progress.json").unlink()
-    run.checkpointer.save(1, progress={"step": 1})
+    run.checkpointer.save(1, progress=Progress(1).state_dict())
     assert names(folder) == [".bad-step-000001", "step-000001"]
     assert "progress.json is missing" in run.said[0]
 
@@ -213,7 +215,7 @@ def test_a_parameter_that_was_never_updated_comes_back_without_state(folder):
     run.model[2].bias.requires_grad_(True)
     run.model[2](torch.randn(2, 4)).sum().backward()
     run.optimizer.step()  # the first layer has had no gradient
-    run.checkpointer.save(1, progress={})
+    run.checkpointer.save(1, progress=Progress(1).state_dict())
     resumed = Run(folder)
     resumed.resume()
     assert len(resumed.optimizer.state) == 2
@@ -223,10 +225,8 @@ def test_a_parameter_that_was_never_updated_comes_back_without_state(folder):
 @pytest.mark.parametrize("name", ["../secret", "/etc/passwd", "model/../../x", "a\\..\\b", "", "manifest.json"])
 def test_a_manifest_that_points_elsewhere_is_not_trusted(folder, name):
     Run(folder).train(range(1))
-    path = folder / "step-000001" / "manifest.json"
-    manifest = json.loads(path.read_text())
-    manifest["files"][name] = {"size_bytes": 1, "sha256": ""}
-    path.write_text(json.dumps(manifest))
+    stranger = {name: {"size_bytes": 1, "sha256": "0" * 64}}
+    forge(folder / "step-000001", "manifest.json", lambda value: value | {"files": value["files"] | stranger})
     with pytest.raises(CheckpointError, match="Do not trust it"):
         read_manifest(folder / "step-000001")
 
@@ -240,9 +240,113 @@ def test_a_link_in_place_of_a_file_is_not_followed(folder, tmp_path):
         Run(folder).checkpointer.find()
 
 
-def test_a_newer_format_is_refused_with_the_versions_that_wrote_it(folder):
+def newer(checkpoint):
+    forge(checkpoint, "manifest.json", lambda value: value | {"format_version": 3, "versions": {"finetune": "9.1.0"}})
+
+
+@pytest.mark.parametrize("resume", ["auto", "path"])
+def test_a_checkpoint_of_a_newer_format_is_refused_and_stays_where_it_is(folder, resume):
+    Run(folder, keep_last=3).train(range(3))
+    newer(folder / "step-000003")
+    section = {} if resume == "auto" else {"resume": str(folder / "step-000003")}
+    with pytest.raises(CheckpointError, match=r"format 3, written by finetune 9\.1\.0.*reads format 2.*Install"):
+        Run(folder, **section).checkpointer.find()
+    assert names(folder) == ["step-000001", "step-000002", "step-000003"]
+
+
+def test_a_number_of_format_that_has_been_damaged_is_damage_and_no_newer_format(folder):
+    Run(folder, keep_last=3).train(range(2))
+    path = folder / "step-000002" / "manifest.json"
+    path.write_text(path.read_text().replace('"format_version": 2', '"format_version": 3'))
+    run = Run(folder)
+    assert run.resume()["step"] == 1
+    assert "manifest.json: does not have the digest it was written with" in run.said[0]
+
+
+def test_a_manifest_from_before_manifests_had_a_digest_is_read(folder):
     Run(folder).train(range(1))
     path = folder / "step-000001" / "manifest.json"
-    path.write_text(path.read_text().replace('"format_version": 2', '"format_version": 3'))
-    with pytest.raises(CheckpointError, match=r"format version 3.*finetune"):
-        read_manifest(folder / "step-000001")
+    value = json.loads(path.read_text())
+    del value["sha256"]
+    path.write_text(json.dumps(value))
+    assert Run(folder).resume()["step"] == 1
+
+
+FORGED = {
+    "index": ("index.json", lambda value: []),
+    "an entry of the index": ("index.json", lambda value: value | {next(iter(value)): 3}),
+    "a shape": ("index.json", lambda value: {k: v | {"shape": [10**18, 10**18]} for k, v in value.items()}),
+    "a file of a tensor": ("index.json", lambda value: {k: v | {"file": "../x"} for k, v in value.items()}),
+    "a name of a tensor": ("index.json", lambda value: {f"{k}x": v for k, v in value.items()}),
+    "a missing tensor": ("index.json", lambda value: dict(list(value.items())[1:])),
+    "a type": ("index.json", lambda value: {k: v | {"dtype": "I32"} for k, v in value.items()}),
+    "scalars": ("scalars.json", lambda value: value | {"optimizer": {"0.weight": {"step": "3"}}}),
+    "another scalar": ("scalars.json", lambda value: value | {"more": 1}),
+    "a field of the progress": ("progress.json", lambda value: value | {"steq": 1}),
+    "a missing field of the progress": ("progress.json", lambda value: {"version": value["version"], "step": 3}),
+    "a count": ("progress.json", lambda value: value | {"num_tokens": -1}),
+    "a flag for a count": ("progress.json", lambda value: value | {"num_tokens": True}),
+    "text for a count": ("progress.json", lambda value: value | {"num_tokens": "10"}),
+    "a step beyond reason": ("progress.json", lambda value: value | {"step": 10**18}),
+    "a step of the manifest beyond reason": ("manifest.json", lambda value: value | {"step": 10**18}),
+    "another step": ("progress.json", lambda value: value | {"step": 2}),
+    "another step in the manifest": ("manifest.json", lambda value: value | {"step": 2}),
+    "a manifest without an index": (
+        "manifest.json",
+        lambda value: value | {"files": {k: v for k, v in value["files"].items() if k != "index.json"}},
+    ),
+    "a date": ("manifest.json", lambda value: value | {"created": 1e300}),
+}
+
+
+@pytest.mark.parametrize("what", FORGED)
+def test_what_has_its_digest_and_makes_no_sense_is_set_aside_as_well(folder, what):
+    Run(folder, keep_last=3).train(range(3))
+    forge(folder / "step-000003", *FORGED[what])
+    run = Run(folder)
+    assert run.resume()["step"] == 2
+    assert names(folder) == [".bad-step-000003", "step-000001", "step-000002"]
+    assert "passed over step-000003" in run.said[0]
+
+
+def test_a_progress_of_another_version_is_no_damage(folder):
+    Run(folder, keep_last=3).train(range(2))
+    forge(folder / "step-000002", "progress.json", lambda value: value | {"version": 99})
+    with pytest.raises(CheckpointError, match=r"version 99.*Nothing was changed. Install finetune"):
+        Run(folder).checkpointer.find()
+    assert names(folder) == ["step-000001", "step-000002"]
+
+
+def test_names_that_are_nearly_a_checkpoints_are_left_alone(folder):
+    Run(folder, keep_last=3).train(range(2))
+    others = ["step-0000002", "step-000002 (copy)", "step-1e5", "step-99999999999999999999", "step-٠٠٠٠٠٩"]
+    for name in others:
+        copytree(folder / "step-000002", folder / name)
+    (folder / "step-000008").symlink_to("nowhere")
+    (folder / "step-000009").write_text("a file")
+    run = Run(folder)
+    assert run.resume()["step"] == 2 and not run.said
+    assert names(folder) == sorted(["step-000001", "step-000002", "step-000008", "step-000009", *others])
+
+
+def test_a_checkpoint_may_be_a_link_and_only_the_link_is_ever_renamed_or_deleted(folder, tmp_path):
+    Run(folder, keep_last=4).train(range(4))
+    for step in (1, 2, 3, 4):
+        (folder / f"step-00000{step}").rename(tmp_path / f"elsewhere-{step}")
+        (folder / f"step-00000{step}").symlink_to(tmp_path / f"elsewhere-{step}")
+    flip(tmp_path / "elsewhere-4")
+    run = Run(folder, keep_last=2)
+    assert run.resume()["step"] == 3
+    assert (folder / ".bad-step-000004").is_symlink()
+    run.train([3])
+    assert names(folder) == [".bad-step-000004", "step-000003", "step-000004"]
+    assert (folder / "step-000003").is_symlink()
+    assert names(tmp_path) == ["checkpoints", *(f"elsewhere-{step}" for step in (1, 2, 3, 4))]
+
+
+@pytest.mark.parametrize("make", [lambda path: path.symlink_to("nowhere"), lambda path: path.write_text("")])
+def test_what_stands_where_a_checkpoint_is_to_be_written_is_set_aside(folder, make):
+    Run(folder).train(range(1))
+    make(folder / "step-000002")
+    Run(folder).train([1])
+    assert names(folder) == [".bad-step-000002", "step-000001", "step-000002"]

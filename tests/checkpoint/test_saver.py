@@ -9,6 +9,7 @@ from small_run import Run
 from finetune.checkpoint.find import verify
 from finetune.checkpoint.manifest import read_manifest
 from finetune.errors import CheckpointError, NonFiniteError
+from finetune.runtime.progress import Progress
 
 BOTH_WAYS = pytest.mark.parametrize("asynchronous", [True, False])
 FULL = "save.write step=2 do=no_space"
@@ -34,7 +35,7 @@ def test_training_goes_on_while_the_checkpoint_holds_what_was_there_when_it_was_
     may_write = threading.Event()
     with patch("finetune.checkpoint.save._stage", side_effect=lambda staging, **_: wait_and_make(may_write, staging)):
         run = Run(folder).train(range(2), save=False)
-        run.checkpointer.saver.begin(2, progress={"step": 2, "tokens": 10})
+        run.checkpointer.saver.begin(2, progress=Progress(2, num_tokens=10).state_dict())
         assert run.checkpointer.saver.outcome() is None
         run.train(range(2, 4), save=False)
         may_write.set()
@@ -122,14 +123,16 @@ def test_a_state_that_is_not_finite_is_not_saved(folder, asynchronous, key):
         bad[0, 1] = float("inf")
     name = "2.weight" if key == "parameter" else "2.weight/exp_avg_sq"
     with pytest.raises(NonFiniteError, match=rf"step 3: {name} is not finite.*last good one is .*step-000002"):
-        run.checkpointer.save(3, progress={})
+        run.checkpointer.save(3, progress=Progress(3).state_dict())
     assert names(folder) == ["step-000001", "step-000002"]
 
 
 def test_the_best_and_the_milestones_are_kept_beside_the_newest(folder):
     run = Run(folder, keep_every_steps=3, keep_best={"metric": "loss"})
     for step, loss in enumerate([0.5, 0.1, 0.4, 0.3, 0.2, 0.6, 0.7, 0.8], start=1):
-        run.checkpointer.save(step, progress={"last_metrics": {"loss": loss}, "metrics_step": step})
+        run.checkpointer.save(
+            step, progress=Progress(step, last_metrics={"loss": loss}, metrics_step=step).state_dict()
+        )
     assert names(folder) == [f"step-{step:06d}" for step in (2, 3, 6, 7, 8)]
     assert read_manifest(folder / "step-000002").metrics == {"loss": 0.1}
 

@@ -33,6 +33,7 @@ from finetune.errors import CheckpointError
 from finetune.run.settling import settle_buckets
 from finetune.runtime import ranks
 from finetune.runtime.average import STATE
+from finetune.runtime.progress import Progress
 from finetune.strategy.cpu import gloo_bridge
 from finetune.strategy.held import weights_as_held
 from finetune.strategy.waiting import leave_waiting_out_of_norm
@@ -99,7 +100,7 @@ def train(accelerator, model, optimizer, spec: dict) -> dict:
         if target in spec["save"]:
             if "disk_is_full_on" in spec:
                 said.append(save_on_full_disk(checkpointer, step, rank=spec["disk_is_full_on"]))
-            checkpointer.save(step, progress={"step": step})
+            checkpointer.save(step, progress=Progress(step).state_dict())
     has_average = spec["variant"] == "groups"
     with AveragedWeights(access, STATE, lambda _, average: average).evaluated() if has_average else nullcontext():
         weights = gather_weights(accelerator, model, trained_only=False)
@@ -119,7 +120,7 @@ def save_on_full_disk(checkpointer: Checkpointer, step: int, *, rank: int) -> st
     fails = patch.object(TensorFile, "add", write) if ranks.rank() == rank else nullcontext()
     with fails, patch.object(saver, "PAUSES_SECONDS", (0.0, 0.0)):
         try:
-            checkpointer.save(step, progress={})
+            checkpointer.save(step, progress=Progress(step).state_dict())
         except CheckpointError as error:
             return str(error)
     return "it was saved"

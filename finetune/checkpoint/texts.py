@@ -1,0 +1,160 @@
+"""What a checkpoint says beside its tensors: index, scalars and progress, believed only as far as a schema goes."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, BinaryIO, Literal
+
+from pydantic import Field, TypeAdapter, with_config
+from typing_extensions import TypedDict
+
+from finetune.checkpoint import layout
+from finetune.checkpoint.manifest import STRICT, Digest, Manifest, OtherFormatError
+from finetune.errors import CheckpointError
+from finetune.runtime.json_files import parse_as, read_regular
+from finetune.runtime.stored_progress import OtherVersion, parse_progress
+
+ITEM_BYTES = {
+    **{"F64": 8, "F32": 4, "F16": 2, "BF16": 2},
+    **{"I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1},
+}
+"""Bytes of a number, by the safetensors format's name of its type."""
+
+_MOST_HEADER_BYTES = 100_000_000  # of the safetensors format
+_METADATA = "__metadata__"
+
+_Count = Annotated[int, Field(ge=0, lt=2**63)]
+_Shape = Annotated[list[_Count], Field(max_length=64)]
+_Dtype = Literal["F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8", "U8", "BOOL"]
+_Number = Annotated[int, Field(ge=-(2**63), lt=2**63)] | float
+
+
+@with_config(STRICT)
+class _IndexEntry(TypedDict):
+    file: str
+    name: str
+    key: str
+    shape: _Shape
+    dtype: _Dtype
+    sha256: Digest
+
+
+@with_config(STRICT)
+class _Scalars(TypedDict):
+    optimizer: dict[str, dict[str, _Number]]
+    loss_scale: dict[str, _Number]
+
+
+@with_config(STRICT)
+class _HeaderEntry(TypedDict):
+    dtype: str
+    shape: _Shape
+    data_offsets: tuple[_Count, _Count]
+
+
+_INDEX = TypeAdapter(dict[str, _IndexEntry])
+_SCALARS = TypeAdapter(_Scalars)
+_HEADER = TypeAdapter(dict[str, _HeaderEntry | dict[str, str]])
+
+
+@dataclass(frozen=True)
+class Texts:
+    """What the small files of a checkpoint say."""
+
+    index: Mapping[str, Mapping[str, Any]]  # by the name that a tensor is stored under
+    scalars: Mapping[str, Any]
+    progress: Mapping[str, Any]  # as `Progress.state_dict` gives it
+
+
+def read_texts(path: Path, manifest: Manifest) -> Texts:
+    """Return what index, scalars and progress say; their digests have been compared.
+
+    Raises CheckpointError where they are not what a checkpoint of this manifest has, OtherFormatError where this
+    program does not know the progress's version.
+    """
+    if missing := [name for name in layout.TEXTS if name not in manifest.files]:
+        raise CheckpointError(f"{path}: {layout.MANIFEST} names no {missing[0]}, which every checkpoint has")
+    try:
+        index = read_index(path, manifest)
+        scalars = _parsed(path, layout.SCALARS, _SCALARS)
+        return Texts(index, scalars, _progress(path, manifest))
+    except OSError as error:
+        raise CheckpointError(f"{path}: {Path(str(error.filename)).name} cannot be read: {error.strerror}") from error
+
+
+def read_index(path: Path, manifest: Manifest) -> Mapping[str, Mapping[str, Any]]:
+    """Return what the index says of each tensor; raises CheckpointError, or OSError where it cannot be read."""
+    index: Mapping[str, Mapping[str, Any]] = _parsed(path, layout.INDEX, _INDEX)
+    for stored, entry in index.items():
+        if entry["file"] not in manifest.files or entry["file"] in layout.TEXTS:
+            wrong = f"names the file {entry['file'][:80]!r}, which is not in the manifest"
+        elif stored not in (entry["name"], f"{entry['name']}/{entry['key']}"):
+            wrong = f"calls a tensor of {entry['name'][:80]!r} {stored[:80]!r}"
+        elif _size_bytes(entry) > manifest.files[entry["file"]].size_bytes:
+            wrong = f"gives {stored[:80]!r} more numbers than {entry['file']} has room for"
+        else:
+            continue
+        raise CheckpointError(f"{path}: {layout.INDEX} {wrong}")
+    return index
+
+
+def header_problem(path: Path, name: str, index: Mapping[str, Mapping[str, Any]]) -> str | None:
+    """Return what is wrong with the header of a tensor file, as a sentence, or None where it is as the index says."""
+    wanted = {stored: entry for stored, entry in index.items() if entry["file"] == name}
+    if not wanted:
+        return None
+    try:
+        header = read_header(path / name)
+    except (OSError, ValueError) as error:
+        return f"{name} is no safetensors file: {error}"
+    tensors = {stored: entry for stored, entry in header.items() if stored != _METADATA}
+    if tensors.keys() != wanted.keys():
+        return f"{name} holds other tensors than {layout.INDEX} says"
+    for stored, entry in wanted.items():
+        found = tensors[stored]
+        first, last = found.get("data_offsets", (0, -1))
+        is_same = (found.get("dtype"), found.get("shape")) == (entry["dtype"], entry["shape"])
+        if not is_same or last - first != _size_bytes(entry):
+            return f"{name} holds {stored[:80]!r} in another shape or type than {layout.INDEX} says"
+    return None
+
+
+def read_header(path: Path) -> Mapping[str, Any]:
+    """Return the header of a safetensors file; raises OSError or ValueError."""
+    with path.open("rb") as file:
+        return _header_of(file)
+
+
+def _header_of(file: BinaryIO) -> Mapping[str, Any]:
+    size = int.from_bytes(file.read(8), "little")
+    if size > _MOST_HEADER_BYTES:
+        raise ValueError(f"its header would have {size} bytes")
+    return parse_as(_HEADER, file.read(size))
+
+
+def _parsed(path: Path, name: str, schema: TypeAdapter[Any]) -> Any:
+    try:
+        return parse_as(schema, read_regular(path / name))
+    except ValueError as error:
+        raise CheckpointError(f"{path}: {name} is not what a checkpoint has there: {error}") from None
+
+
+def _progress(path: Path, manifest: Manifest) -> Mapping[str, Any]:
+    try:
+        progress = parse_progress(read_regular(path / layout.PROGRESS))
+        if progress.step != manifest.step:
+            raise ValueError(f"it is of step {progress.step}, the manifest of step {manifest.step}")
+    except OtherVersion as error:
+        wrote = manifest.versions.get("finetune", "of another version")
+        raise OtherFormatError(
+            f"{path}: {error}. Nothing was changed. Install finetune {wrote}, which wrote it, to continue from it."
+        ) from None
+    except ValueError as error:
+        raise CheckpointError(f"{path}: {layout.PROGRESS} is not what a checkpoint has there: {error}") from None
+    return progress.state_dict()
+
+
+def _size_bytes(entry: Mapping[str, Any]) -> int:
+    size: int = math.prod(entry["shape"]) * ITEM_BYTES[entry["dtype"]]
+    return size

@@ -1,0 +1,55 @@
+"""JSON that is read back from a disk: regular files only, of a bounded size, and nothing but what a schema says."""
+
+import errno
+import json
+import os
+import stat
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
+
+T = TypeVar("T")
+
+MOST_BYTES = 512 << 20
+"""Of a file that is read whole: the index of a checkpoint of a million tensors has half of it."""
+
+
+def read_regular(path: Path, *, most_bytes: int = MOST_BYTES) -> bytes:
+    """Return the file's content; raises OSError for what is no regular file, which could keep a reader waiting."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    with os.fdopen(descriptor, "rb") as file:
+        facts = os.fstat(file.fileno())
+        if not stat.S_ISREG(facts.st_mode):
+            raise OSError(errno.EINVAL, "is no regular file", str(path))
+        if facts.st_size > most_bytes:
+            raise OSError(errno.EFBIG, f"has {facts.st_size} bytes, at most {most_bytes} are read", str(path))
+        return file.read(most_bytes)
+
+
+def parse_json(content: bytes | str) -> Any:
+    """Return the value; raises ValueError for whatever is no JSON, nesting too deep to be read included."""
+    try:
+        return json.loads(content)
+    except RecursionError:
+        raise ValueError("it is nested too deep") from None
+
+
+def read_json(path: Path, *, most_bytes: int = MOST_BYTES) -> Any:
+    """Return the file's value; raises OSError or ValueError, and nothing else."""
+    return parse_json(read_regular(path, most_bytes=most_bytes))
+
+
+def parse_as(schema: TypeAdapter[T], content: bytes) -> T:
+    """Return the JSON as the schema says; raises ValueError that names the first place where it is something else."""
+    try:
+        return schema.validate_json(content)
+    except ValidationError as error:
+        raise ValueError(first_problem(error)) from None
+
+
+def first_problem(error: ValidationError) -> str:
+    """Return the first thing that is wrong, in one line, without the value itself."""
+    first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+    place = ".".join(str(part)[:80] for part in first["loc"])
+    return f"{place}: {first['msg']}" if place else str(first["msg"])
