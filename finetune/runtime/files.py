@@ -2,8 +2,8 @@
 
 import json
 import os
-import stat
 import shutil
+import stat
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress

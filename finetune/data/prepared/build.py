@@ -42,7 +42,8 @@ def build_set(
 
     `num_left_out` tells after the last row how many the source has left out because they are evaluated on. Where a
     build of the same identity was cut off in this folder, it goes on after the rows that its journal names, and the
-    result is the same to the bit; `lost` is told why that cannot be, and all is made again. Raises DataError for a row that cannot be encoded, OSError for a full disk.
+    result is the same to the bit; `lost` is told why that cannot be, and all is made again. Raises DataError for a row
+    that cannot be encoded, OSError for a full disk.
     """
     if (folder / MANIFEST).exists():
         try:

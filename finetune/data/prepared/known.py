@@ -6,8 +6,9 @@ marks.npy          64 bits of the digest of all that is known of each sample
 known.json         the names in order, what it was worked out from, how many samples, digests; written last
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,7 +20,7 @@ from finetune.data.prepared.growing import ArrayNote, GrowingArrays
 from finetune.data.prepared.store import PreparedSet
 from finetune.data.verified.arrays import ArrayFacts, open_arrays
 from finetune.data.verified.damage import DamagedSet
-from finetune.data.verified.marks import marks_of
+from finetune.data.verified.marks import mark_of, marks_of
 from finetune.data.verified.verification import Verification
 from finetune.errors import DataError
 from finetune.runtime.files import sync
@@ -99,10 +100,23 @@ class KnownSet(PreparedSet):
 
     def known_marks_of(self, sample_ids: np.ndarray) -> np.ndarray:
         """Return the mark of what is known of each sample."""
-        return self.known.marks[sample_ids]
+        return np.asarray(self.known.marks[sample_ids])
+
+    def _stores(self, damaged: np.ndarray) -> list[tuple[Path, Callable[[], bool]]]:
+        return [*super()._stores(damaged), (self.known.folder, partial(_has_damaged, self.known.folder, damaged))]
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _opened, (self.folder, self.known.folder, self.shards)  # another process maps the files anew
+
+
+def _has_damaged(folder: Path, sample_ids: np.ndarray) -> bool:
+    """Tell whether what is known of one of these samples is damaged in the files that stand there now."""
+    try:
+        now = KnownArrays(folder)
+    except DamagedSet:
+        return True
+    marks = [mark_of(now[index]) for index in sample_ids.tolist()]
+    return bool((np.array(marks, np.uint64) != now.marks[sample_ids]).any())
 
 
 def known_set(prepared: PreparedSet, folder: Path) -> KnownSet:

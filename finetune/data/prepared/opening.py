@@ -9,7 +9,7 @@ from finetune.data.verified.damage import DamagedSet, damaged_copies, put_aside
 from finetune.errors import DataError
 
 VERIFIED_AT_ONCE_BYTES = 256 << 20
-"""A set up to this size is verified before it is used, in some hundredths of a second; a larger one beside the start."""
+"""A set up to this size is verified before it is used, in hundredths of a second; a larger one in the background."""
 
 _MOST_ATTEMPTS = 3
 
@@ -31,10 +31,10 @@ def opened(
             found: DamagedSet = damage
             _put_aside(damage, partial(_is_damaged, folder, made_of), key=key, say=say)
             continue
-        for path in damaged_copies(folder):
+        if copies := damaged_copies(folder):
             say(
-                f"warning: {key}: its prepared set was damaged and has been made again; the damaged one is kept as "
-                f"{path}. Look at the disk and the memory of this machine, then delete it."
+                f"warning: {key}: its prepared set was damaged and has been made again; what was damaged is kept as "
+                f"{', '.join(map(str, copies))}. Look at the disk and the memory of this machine, then delete it."
             )
         prepared.remake = partial(_remade, prepared, make, made_of=made_of, key=key, say=say)
         return prepared, is_new

@@ -13,6 +13,7 @@ counts.json        what the set was made of, the names and origins in order, the
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,7 +25,7 @@ from finetune.data.features import Features
 from finetune.data.prepared.counts import Counts
 from finetune.data.rows import place
 from finetune.data.verified.arrays import ArrayFacts, open_arrays
-from finetune.data.verified.damage import DamagedSet
+from finetune.data.verified.damage import DamagedSet, refusal
 from finetune.data.verified.marks import mark_of
 from finetune.data.verified.verification import Verification
 from finetune.errors import DataError
@@ -32,6 +33,9 @@ from finetune.runtime.sealed import Damaged, read_sealed
 
 FORMAT_VERSION = 3
 MANIFEST = "counts.json"
+MOST_NAMED = 16
+"""Rows that a message names of those that are damaged."""
+
 _VALUES = ".values"
 _BITS = (1 << 64) - 1
 
@@ -113,7 +117,7 @@ class PreparedSet(Dataset[Features]):
 
     def marks_of(self, sample_ids: np.ndarray) -> np.ndarray:
         """Return the mark (uint64) of each sample as it was made."""
-        return self._marks[sample_ids]
+        return np.asarray(self.marks[sample_ids])
 
     def known_marks_of(self, sample_ids: np.ndarray) -> np.ndarray:
         """Return the mark of what is delivered with each sample beside its own arrays: of nothing."""
@@ -123,6 +127,18 @@ class PreparedSet(Dataset[Features]):
         """Return what has been found to be damaged by now."""
         found = self.verification.problem
         return None if found is None else str(DamagedSet(self.folder, found))
+
+    def refuse(self, damaged: np.ndarray) -> tuple[str, ...]:
+        """Return what is to be said of samples that were delivered damaged, or else of the `problem`.
+
+        What is damaged on disk, too, is set aside by then.
+        """
+        what = self.problem() or ""
+        if len(damaged):
+            places = [self.place(index) for index in damaged[:MOST_NAMED].tolist()]
+            more = f" and {len(damaged) - MOST_NAMED:,} more" if len(damaged) > MOST_NAMED else ""
+            what = f"{'; '.join(places)}{more}: not what was prepared in {self.folder}"
+        return refusal(what, self._stores(damaged))
 
     def is_still_damaged(self) -> bool:
         """Tell whether the files that stand there now have the damage that the verification of these has found."""
@@ -148,6 +164,12 @@ class PreparedSet(Dataset[Features]):
     def __reduce__(self) -> tuple[Any, ...]:
         return _opened, (self.folder, self.shards)  # another process maps the files anew: their content is not sent
 
+    def _stores(self, damaged: np.ndarray) -> list[tuple[Path, Callable[[], bool]]]:
+        """Return the folders that samples come from, with what tells whether they are damaged in these samples."""
+        if not len(damaged):
+            return [(self.folder, self.is_still_damaged)]
+        return [(self.folder, partial(_has_damaged, self.folder, damaged))]
+
     def _open(self, manifest: Manifest, *, is_verified: bool) -> None:
         self.fingerprint = manifest.fingerprint
         self._now = dict(zip(manifest.shards, self.shards, strict=False))  # from the name then to the name now
@@ -164,7 +186,7 @@ class PreparedSet(Dataset[Features]):
         self.lengths = arrays["lengths"].values
         self.num_targets_each = arrays["num_targets"].values
         self.digests = arrays["digests"].values
-        self._marks = arrays["marks"].values
+        self.marks = arrays["marks"].values
         self._row_numbers = arrays["row_numbers"].values
         self._origins = manifest.origins
 
@@ -179,6 +201,16 @@ class PreparedSet(Dataset[Features]):
     def _place_now(self, written: str) -> str:
         origin, comma, row = written.rpartition(",")
         return f"{self._now.get(origin, origin)}{comma}{row}"
+
+
+def _has_damaged(folder: Path, sample_ids: np.ndarray) -> bool:
+    """Tell whether one of these samples is damaged in the files that stand there now."""
+    try:
+        now = PreparedSet(folder)
+    except DamagedSet:
+        return True
+    marks = [mark_of(now[index].arrays) for index in sample_ids.tolist()]
+    return bool((np.array(marks, np.uint64) != now.marks_of(sample_ids)).any())
 
 
 def _opened(folder: Path, shards: Sequence[str]) -> PreparedSet:

@@ -1,4 +1,4 @@
-"""A 1-D array in an `.npy` file, mapped, which can be verified block by block against the digests it was written with."""
+"""A 1-D array in an `.npy` file, mapped, that can be verified block by block by the digests it was written with."""
 
 import mmap
 import os

@@ -34,7 +34,7 @@ def marks_of(values: Mapping[str, np.ndarray], lengths: Mapping[str, np.ndarray]
 
 
 def _mark(name: str, array: np.ndarray) -> int:
-    return xxhash.xxh3_64_intdigest(array, _seed(name, array.dtype.str))
+    return xxhash.xxh3_64_intdigest(array.data, _seed(name, array.dtype.str))
 
 
 @lru_cache(maxsize=256)

@@ -64,7 +64,7 @@ def test_what_is_written_is_read_by_sample(folder):
 
 def test_a_damaged_folder_is_told(folder):
     (folder / "known.json").write_text("{")
-    with pytest.raises(DataError, match="is damaged: known.json cannot be trusted"):
+    with pytest.raises(DataError, match=r"is damaged: known\.json cannot be trusted"):
         KnownArrays(folder)
 
 
