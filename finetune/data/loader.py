@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from finetune.config.sections.data import DataSection
 from finetune.data.batch import Batch
+from finetune.data.delivery import marked
 from finetune.data.features import Features
 from finetune.data.order.by_length import LongestFirst
 from finetune.data.order.order import Order
@@ -192,7 +193,7 @@ class _CollateSeeded:
     def __call__(self, features: Sequence[Features]) -> Batch:
         batch = self.collate(features)
         lengths = batch.lengths or tuple(each.length for each in features)
-        return replace(batch, seed=features[0].seed, lengths=lengths)
+        return marked(replace(batch, seed=features[0].seed, lengths=lengths), features)
 
 
 @dataclass(frozen=True)
@@ -202,7 +203,7 @@ class _CollateOrFill:
     filler: Callable[[Features], Batch]
 
     def __call__(self, features: Sequence[Features]) -> Batch:
-        return self.collate(features) if features else self.filler(self.prepared[0])
+        return marked(self.collate(features), features) if features else self.filler(self.prepared[0])
 
 
 def _loader(

@@ -9,7 +9,8 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from finetune.errors import ModelError
 from finetune.model.pretrained import load_own_tokenizer
-from finetune.runtime.files import make_once
+from finetune.runtime.files import make_once, set_aside
+from finetune.runtime.sealed import folder_damage, seal_folder
 
 END_OF_TEXT = "<|endoftext|>"
 TURN_START = "<|im_start|>"
@@ -18,6 +19,8 @@ PADDING = "<|pad|>"
 SPECIAL_TOKENS = (END_OF_TEXT, TURN_START, TURN_END, PADDING)
 RECIPE = "1"
 """Part of the cache key: raise it whenever the same texts would give another tokenizer."""
+_FORM = 2
+"""Of the folder: raise it whenever the same tokenizer is written otherwise."""
 
 
 def trained_tokenizer(
@@ -27,12 +30,34 @@ def trained_tokenizer(
     digest, num_texts = _digest(texts(), vocabulary_size=vocabulary_size)
     if num_texts == 0:
         raise ModelError("model.tokenizer.train: there is not a single text to train the tokenizer on.")
-    folder = cache_folder / "tokenizers" / digest
-    made = make_once(folder, lambda staging: _train(texts(), staging, vocabulary_size=vocabulary_size), say=say)
+    folder = cache_folder / "tokenizers" / f"{digest}-{_FORM}"
+    made = _make(folder, lambda staging: _train(texts(), staging, vocabulary_size=vocabulary_size), say=say)
     tokenizer = load_own_tokenizer(folder)
     verb = "trained" if made else "found"
     say(f"{verb} a tokenizer of {len(tokenizer)} tokens for {num_texts} texts in {folder}")
     return tokenizer
+
+
+def _make(folder: Path, train: Callable[[Path], None], *, say: Callable[[str], None]) -> bool:
+    """Have the folder be as it was written; one that is damaged is set aside and made again. Raises ModelError."""
+    made = make_once(folder, train, say=say)
+    damage = folder_damage(folder)
+    if damage is None:
+        return made
+    try:
+        aside = set_aside(folder, lambda: folder_damage(folder) is not None, say=say)
+        if aside is not None:
+            say(f"warning: the trained tokenizer {folder} is damaged: {damage}. It is set aside as {aside.name}.")
+        made = make_once(folder, train, say=say)
+        damage = folder_damage(folder)
+    except OSError as error:
+        raise ModelError(
+            f"the trained tokenizer {folder} is damaged ({damage}) and cannot be made again: {error}. Set "
+            "data.cache_folder to a folder that can be written."
+        ) from error
+    if damage is not None:
+        raise ModelError(f"{folder}: {damage}, and so is what was made in its place. Look at the disk of this machine.")
+    return made
 
 
 def _digest(texts: Iterable[str], *, vocabulary_size: int) -> tuple[str, int]:
@@ -64,3 +89,4 @@ def _train(texts: Iterable[str], folder: Path, *, vocabulary_size: int) -> None:
         clean_up_tokenization_spaces=False,
     )
     wrapped.save_pretrained(folder)
+    seal_folder(folder)

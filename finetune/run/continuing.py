@@ -43,7 +43,7 @@ def continue_run(
         settle_buckets(machine.accelerator, machine.model, loss=loss)
     progress = Progress.from_state_dict(checkpointer.load(found))
     batch_size = config.train.global_batch_size
-    refuse_other_samples(found.path, progress, order=lessons.training.order, global_batch_size=batch_size)
+    refuse_other_samples(found.path, progress, pool=lessons.training, global_batch_size=batch_size)
     saved = found.manifest.run
     forget_other_best(progress, saved, here=facts)
     say(f"continues from {found.path} after step {progress.step}")

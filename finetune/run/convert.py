@@ -29,6 +29,7 @@ from finetune.run.accelerate_folder import require_folder
 from finetune.run.identity import run_facts
 from finetune.run.lessons import Lessons, make_lessons, make_run_plan
 from finetune.run.machine import Machine, make_accelerator, make_machine
+from finetune.run.samples import are_samples_of
 from finetune.run.training import launched_strategy
 from finetune.run.trust import with_trust
 from finetune.runtime import ranks
@@ -196,15 +197,16 @@ def _refuse_other_step(access: StateAccess, *, counts_updates: bool, step: int, 
 def _progress(folder: Path, conversion: Conversion, *, step: int) -> Progress:
     """Return the progress that lies in the folder, where it is this step's and data's; else what can be worked out."""
     config, lessons = conversion.loaded.config, conversion.lessons
-    digest = digest_of(lessons.training.order, step, global_batch_size=config.train.global_batch_size)
+    batch_size = config.train.global_batch_size
     found = main_does(lambda: _beside(folder))
-    if found is not None and (found.step, found.samples_sha256) == (step, digest):
-        return found
+    if found is not None and found.step == step:
+        if are_samples_of(found, pool=lessons.training, global_batch_size=batch_size):
+            return found
     conversion.say(
         f"{NOT_HELD}. Position and digest are worked out from --step {step} and the data's order; counts of tokens, "
         "targets, skips and seconds begin at 0 and early stopping begins anew"
     )
-    return Progress(step=step, samples_sha256=digest)
+    return Progress(step=step, samples_sha256=digest_of(lessons.training, step, global_batch_size=batch_size))
 
 
 def _beside(folder: Path) -> Progress | None:

@@ -43,7 +43,7 @@ def make_evaluator(
         task=task,
         model=model,
         loader=accelerator.prepare_data_loader(loader),
-        num_rows=len(rows),
+        rows=rows,
         reporter=reporter,
         answers=_answers(section, task, rows, accelerator=accelerator, tokenizer=tokenizer, metrics=answer_metrics),
     )
@@ -60,7 +60,7 @@ def _answers(
 ) -> Answers | None:
     if section.generate is None:
         return None
-    prompts = (task.prompt(rows[i]) for i in range(len(rows)))
+    prompts = (task.prompt(rows.intact(i)) for i in range(len(rows)))
     return Answers(
         section=section.generate,
         prompts=list(islice((prompt for prompt in prompts if prompt is not None), section.generate.num_samples)),

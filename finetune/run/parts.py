@@ -7,8 +7,8 @@ from pathlib import Path
 from finetune.config.run_config import RunConfig
 from finetune.data.ahead import on_device
 from finetune.data.batch import Batch
+from finetune.data.delivery import Deliveries
 from finetune.data.loader import groups, train_loader
-from finetune.data.order.consumed import step_mark
 from finetune.report.reporter import Reporter
 from finetune.run.evaluator import make_evaluator
 from finetune.run.lessons import Lessons
@@ -46,7 +46,7 @@ def make_parts(
         task=lessons.task,
         groups=partial(_groups, config, lessons, machine=machine, plan=plan),
         plan=plan,
-        step_mark=partial(step_mark, lessons.training.order, global_batch_size=plan.global_batch_size),
+        deliveries=Deliveries(lessons.training, plan.global_batch_size),
         place=lessons.training.samples.place,
         seed=config.run.seed,
         update=make_update(config, machine),

@@ -4,6 +4,7 @@ The model is the prepared one as the run starts from it, so nothing is held twic
 its weights are loaded.
 """
 
+import os
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -23,8 +24,9 @@ from finetune.data.audit.audit import Prepared, Streamed
 from finetune.data.order.mixing import MixedSamples
 from finetune.data.order.pool import fingerprint_of
 from finetune.data.prepared.cache import cache_folder
-from finetune.data.prepared.known import FORMAT_VERSION, KnownSet, KnownWriter, known_set
+from finetune.data.prepared.known import FORMAT_VERSION, KnownArrays, KnownSet, KnownWriter, known_set
 from finetune.data.prepared.store import PreparedSet
+from finetune.data.verified.damage import DamagedSet, put_aside
 from finetune.errors import DataError
 from finetune.model.reference import as_reference, reference_identity
 from finetune.report.announcer import Announcer
@@ -117,13 +119,25 @@ class _Work:
             "prior": {"title": self.prior.title, **self.prior.identity},
         }
         folder = cache_folder(self.config.data) / "known" / fingerprint_of(FORMAT_VERSION, made_of)
-        if ranks.broadcast_object(folder.is_dir()):
+        if main_does(lambda: self._is_whole(key, folder)):
             self.say(f"{key}: {self.prior.title} found in {folder}")
         else:
             seconds = self._make(key, source, folder, made_of=made_of)
             self.say(f"{key}: {self.prior.title} worked out in {seconds:.1f} s, kept in {folder}")
         _require_everywhere(folder)
         return known_set(source, folder)
+
+    def _is_whole(self, key: str, folder: Path) -> bool:
+        """Tell whether the folder is there and as it was written; one that is damaged is set aside."""
+        if not os.path.lexists(folder):
+            return False
+        damage = _damage(folder)
+        if damage is None:
+            return True
+        aside = put_aside(folder, lambda: _damage(folder) is not None, say=self.say)
+        if aside is not None:
+            self.say(f"warning: {key}: {damage}. It is set aside as {aside.name} and worked out again.")
+        return folder.is_dir()
 
     def _make(self, key: str, source: PreparedSet, folder: Path, *, made_of: Mapping[str, Any]) -> float:
         """Make the folder, whole or not at all, and return how many seconds it took. Collective."""
@@ -145,7 +159,7 @@ class _Work:
         size, told_at = self._microbatch_size(), time.monotonic()
         for start in range(0, len(source), size * ranks.world()):
             first = start + ranks.rank() * size
-            features = [source[index] for index in range(first, min(first + size, len(source)))]
+            features = [source.intact(index) for index in range(first, min(first + size, len(source)))]
             batch = self.task.collate(features) if features else self.task.filler(source[0])
             answers = self.prior.work_out(self.knower.model(), batch.to(self.machine.accelerator.device))
             gathered = ranks.gather_objects(list(answers[: len(features)]))
@@ -161,6 +175,14 @@ class _Work:
         evaluate = self.config.evaluate
         asked = evaluate.microbatch_size if evaluate is not None else None
         return max(2, asked or self.config.train.microbatch_size)
+
+
+def _damage(folder: Path) -> DamagedSet | None:
+    try:
+        KnownArrays(folder).verify()
+    except DamagedSet as damage:
+        return damage
+    return None
 
 
 class _Writing:

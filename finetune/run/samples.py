@@ -11,8 +11,8 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
 from typing_extensions import TypedDict
 
 from finetune.data.batch import Batch
-from finetune.data.order.consumed import digest_of
-from finetune.data.order.order import Order
+from finetune.data.order.consumed import digest_of, digest_of_ids
+from finetune.data.order.pool import Pool
 from finetune.errors import FULL, CheckpointError
 from finetune.runtime import files, ranks
 from finetune.runtime.progress import Progress
@@ -68,14 +68,29 @@ def read_samples(run_folder: Path) -> dict[int, list[list[list[int]]]]:
     return found
 
 
-def refuse_other_samples(path: Path, progress: Progress, *, order: Order, global_batch_size: int) -> None:
+def refuse_other_samples(path: Path, progress: Progress, *, pool: Pool, global_batch_size: int) -> None:
     """Raise CheckpointError unless the samples behind the checkpoint are those that the order gives to its steps."""
-    if digest_of(order, progress.step, global_batch_size=global_batch_size) != progress.samples_sha256:
+    if not are_samples_of(progress, pool=pool, global_batch_size=global_batch_size):
         raise CheckpointError(
-            f"{path} has consumed other samples in its {progress.step} steps than this job's order gives to them, so "
-            "rows would be repeated or left out. Restore data, run.seed, data.shuffle and train.global_batch_size as "
-            "they were, or write another run.folder to start anew."
+            f"{path} has consumed other samples in its {progress.step} steps than this job's order gives to them, or "
+            "samples with other content, so the run would continue on other data. Restore data, tokenizer, run.seed, "
+            "data.shuffle and train.global_batch_size as they were, or write another run.folder to start anew."
         )
+
+
+def are_samples_of(progress: Progress, *, pool: Pool, global_batch_size: int) -> bool:
+    """Tell whether the samples of the progress are those that the order gives to its steps, by id and content.
+
+    A progress of before contents were known is compared by ids, and counts by contents, too, from now on.
+    """
+    digest = digest_of(pool, progress.step, global_batch_size=global_batch_size)
+    if progress.knows_contents:
+        return digest == progress.samples_sha256
+    ids = digest_of_ids(pool.order, progress.step, global_batch_size=global_batch_size)
+    if ids != progress.samples_sha256:
+        return False
+    progress.samples_sha256, progress.knows_contents = digest, True
+    return True
 
 
 def _take_out(folder: Path, *, after_step: int) -> None:

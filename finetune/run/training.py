@@ -36,6 +36,7 @@ from finetune.run.saving import ReportedSaving
 from finetune.run.startup import telling_start
 from finetune.run.teacher import taught
 from finetune.run.trial import require_own_values_fit
+from finetune.run.verifying import mend_sets
 from finetune.run.watch import Watch, watched_run
 from finetune.run.wishes import make_wishes
 from finetune.runtime import ranks
@@ -95,12 +96,12 @@ def _train(
     accelerator = make_accelerator(config, strategy)
     require_mergeable(config)
     watch.meet()
-    finished = find_finished(config, lessons, num_steps=plan.num_steps, strategy=strategy.name, say=say)
-    if finished is not None:
+    if finished := find_finished(config, lessons, num_steps=plan.num_steps, strategy=strategy.name, say=say):
         return end_at_once(finished, watch=watch, num_steps=plan.num_steps)
     rate = plan.schedule.peak
     machine = make_machine(config, strategy, accelerator=accelerator, lessons=lessons, learning_rate=rate, say=say)
     require_isolation(config, lessons, machine)
+    mend_sets(lessons)
     startup.end("model")
     watch.watchdog.watch_hangs(config.run.hang_after_seconds)
     lessons = with_priors(config, lessons, machine, say=say)  # from the model as it starts: before weights are loaded
@@ -111,8 +112,8 @@ def _train(
     reporter = mirror.told_by(open_run(loaded, machine, lessons=lessons, say=say))
     with closing(reporter), mirror, watch.first_error(DiskError):
         checkpointer.rehearse(num_saves=plan.num_due(config.checkpoint.every_steps, after=progress.step))
-        before = partial(settle_batch_norm, machine.model)
-        save = ReportedSaving(checkpointer, reporter, watch.status.checkpoint, before=before)
+        settle = partial(settle_batch_norm, machine.model)
+        save = ReportedSaving(checkpointer, reporter, watch.status.checkpoint, before=settle)
         wishes = make_wishes(config, note=watch.note, save=save, started=startup.began_at, say=say)
         parts = make_parts(config, lessons, machine=machine, plan=plan, reporter=reporter, save=save, wishes=wishes)
         reporter(RunStarted(progress.step, plan.num_steps, explain(strategy), plan.arithmetic, config.model_dump()))

@@ -2,8 +2,10 @@
 
 import os
 import shutil
+import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -90,9 +92,11 @@ def make_once(
     with _held(folder.with_name(f".{folder.name}.lock"), say=say, what=folder, wait=lambda: while_waiting(staging)):
         if folder.exists():
             return False
+        if os.path.lexists(folder):
+            _rename_aside(folder)  # a link that leads nowhere
         try:
-            if not goes_on:
-                shutil.rmtree(staging, ignore_errors=True)
+            if not goes_on or not _is_folder(staging):
+                _remove(staging)
             staging.mkdir(exist_ok=True)
             build(staging)
             staging.replace(folder)
@@ -101,6 +105,37 @@ def make_once(
                 shutil.rmtree(staging, ignore_errors=True)
         sync(folder.parent)
         return True
+
+
+def set_aside(folder: Path, is_damaged: Callable[[], bool], *, say: Callable[[str], None]) -> Path | None:
+    """Rename a damaged folder that `make_once` has made, and return what it is called now.
+
+    It is looked at again while no other process makes or renames it; None where it is not damaged then, or not there.
+    Raises OSError where it cannot be renamed.
+    """
+    with _held(folder.with_name(f".{folder.name}.lock"), say=say, what=folder, wait=lambda: None):
+        if not os.path.lexists(folder) or not is_damaged():
+            return None
+        return _rename_aside(folder)
+
+
+def _rename_aside(path: Path) -> Path:
+    numbered = (path.with_name(f".damaged-{path.name}-{number}") for number in count(1))
+    aside = next(each for each in numbered if not os.path.lexists(each))
+    path.rename(aside)
+    return aside
+
+
+def _is_folder(path: Path) -> bool:
+    return os.path.lexists(path) and stat.S_ISDIR(path.lstat().st_mode)
+
+
+def _remove(path: Path) -> None:
+    """Remove what is there, be it a folder, a file or a link."""
+    if _is_folder(path):
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 @contextmanager

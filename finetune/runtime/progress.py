@@ -4,7 +4,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-VERSION = 2
+VERSION = 3
+_WITHOUT_CONTENTS = 2
+"""The version before: its digest of samples is of their ids alone."""
 
 
 @dataclass
@@ -22,14 +24,18 @@ class Progress:
     last_metrics: dict[str, float] = field(default_factory=dict)  # of the last evaluation
     metrics_step: int = 0  # when that was
     samples_sha256: str = ""  # rolled over the samples of every step
+    knows_contents: bool = True  # that digest is of ids and contents; False: of ids alone, as it was once
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything as plain types."""
-        return {"version": VERSION, **asdict(self)}
+        values = {name: value for name, value in asdict(self).items() if name != "knows_contents"}
+        return {"version": VERSION if self.knows_contents else _WITHOUT_CONTENTS, **values}
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any]) -> "Progress":
         """Return the progress that `state_dict` described; raises ValueError for another version."""
-        if state.get("version") != VERSION:
-            raise ValueError(f"progress has version {state.get('version')}; this program reads version {VERSION}")
-        return cls(**{name: value for name, value in state.items() if name != "version"})
+        version = state.get("version")
+        if version not in (VERSION, _WITHOUT_CONTENTS):
+            raise ValueError(f"progress has version {version}; this program reads version {VERSION}")
+        values = {name: value for name, value in state.items() if name != "version"}
+        return cls(**values, knows_contents=version == VERSION)

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from finetune.data.batch import Batch
+from finetune.data.delivery import require_intact
+from finetune.data.prepared.store import PreparedSet
 from finetune.report.events import Answered, Evaluated
 from finetune.report.reporter import Reporter
 from finetune.runtime import ranks
@@ -33,7 +35,7 @@ class Evaluator:
     task: Task
     model: nn.Module  # as Accelerate prepared it
     loader: Iterable[Batch]  # prepared; ranks without a row left get filler batches
-    num_rows: int
+    rows: PreparedSet
     reporter: Reporter
     answers: Answers | None
 
@@ -51,7 +53,7 @@ class Evaluator:
                 for answer in answered[: self.answers.section.show]:
                     self.reporter(Answered(step, answer.prompt, answer.answer, answer.reference))
         self.model.train(was_training)
-        self.reporter(Evaluated(step, metrics, self.num_rows, time.perf_counter() - started))
+        self.reporter(Evaluated(step, metrics, len(self.rows), time.perf_counter() - started))
         return metrics
 
     def _measure(self, step: int) -> tuple[dict[str, Tensor], list[Tensor]]:
@@ -60,6 +62,7 @@ class Evaluator:
         records: list[Tensor] = []
         for batch in self.loader:
             reach("evaluate", step=step)
+            require_intact(self.rows, batch)
             measured = self.task.measure(self.model, batch)
             for name, value in measured.sums.items():
                 wide = value.detach().to(torch.float32 if value.device.type == "mps" else torch.float64)

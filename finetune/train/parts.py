@@ -10,6 +10,7 @@ from torch import nn
 
 from finetune.config.sections.train import NonFiniteSection
 from finetune.data.batch import Batch
+from finetune.data.delivery import Deliveries
 from finetune.report.reporter import Reporter
 from finetune.runtime.cadence import Cadence, Never
 from finetune.runtime.progress import Progress
@@ -58,7 +59,7 @@ class Parts:
     task: Task
     groups: Callable[..., Iterator[tuple[Batch, ...]]]  # this rank's microbatches, a group a step, from `first_step`
     plan: Plan
-    step_mark: Callable[[int], int]  # of the samples that a step must consist of (`data/order/consumed.py`)
+    deliveries: Deliveries  # of which samples a step must consist, and of which it does
     place: Callable[[int], str]  # where the row of a sample stands, for a message
     seed: int
     update: Update

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from finetune.data.batch import Batch
-from finetune.data.order.consumed import mark, roll
+from finetune.data.delivery import Delivery
+from finetune.data.order.consumed import from_halves, halves, roll
 from finetune.errors import NonFiniteError, TrainingError
 from finetune.report.events import StepSkipped
 from finetune.runtime import ranks, seeds
@@ -77,23 +78,36 @@ def take_step(
 def count(parts: Parts, group: tuple[Batch, ...], *, step: int) -> Counts:
     """Return what the group holds over all ranks, and what they wish, in one reduction.
 
-    Raises TrainingError for samples that are not this step's. Collective.
+    Raises TrainingError for samples that are not this step's, or not what was prepared. Collective.
     """
-    num_targets, num_tokens, samples, num_news, *wishes = ranks.sum_counts(
+    delivery = parts.deliveries.received(group)
+    num_targets, num_tokens, low, high, num_damaged, num_news, *wishes = ranks.sum_counts(
         [
             sum(parts.task.count_targets(batch) for batch in group),
             sum(batch.num_tokens for batch in group),
-            mark([i for batch in group for i in batch.sample_ids]),
+            *halves(delivery.mark),
+            len(delivery.damaged) + int(delivery.problem is not None),
             int(parts.update.has_news),
             *parts.wishes.counts(),
         ]
     )
-    if samples != parts.step_mark(step):
+    if num_damaged:
+        _refuse_damage(parts, delivery, step=step)
+    samples = from_halves(low, high)
+    if samples != parts.deliveries.expected(step):
         raise TrainingError(
             f"the samples of step {step + 1} are not those that the order gives it: a fault of ours or of a data "
             "loader. Nothing was learnt from them. Please report it."
         )
     return Counts(num_targets, num_tokens, samples, agreed(wishes), has_news=num_news > 0)
+
+
+def _refuse_damage(parts: Parts, delivery: Delivery, *, step: int) -> None:
+    """Raise TrainingError that names what was delivered damaged to any rank; it is set aside. Collective."""
+    concerned = delivery.damaged or delivery.problem
+    told = ranks.gather_objects(parts.deliveries.explain(delivery.damaged) if concerned else ())
+    lines = dict.fromkeys(line for of_rank in told for line in of_rank)
+    raise TrainingError(f"step {step + 1} is not taken, for its data are damaged:\n" + "\n".join(lines))
 
 
 def _backward(

@@ -64,6 +64,21 @@ def test_it_is_made_once_for_the_same_texts(trained, said, tmp_path):
     assert digest_of(first) == digest_of(second)
 
 
+def test_one_that_is_damaged_in_the_cache_is_set_aside_and_trained_again(trained, said, tmp_path):
+    digest = digest_of(trained())
+    (folder,) = (tmp_path / "cache" / "tokenizers").glob("[!.]*")
+    file = folder / "tokenizer.json"
+    file.write_text(file.read_text().replace('"Ġ', '"Ĝ', 1))  # a word that is read as another one
+    said.clear()
+    assert digest_of(trained()) == digest
+    assert "tokenizer.json: not as written" in said[0]
+    assert "trained" in said[1]
+    assert len(list(folder.parent.glob(".damaged-*"))) == 1
+    (folder / "tokenizer_config.json").unlink()
+    assert digest_of(trained()) == digest
+    assert len(list(folder.parent.glob(".damaged-*"))) == 2
+
+
 def test_training_it_twice_gives_the_same_tokenizer_and_other_texts_another(trained):
     digest = digest_of(trained())
     assert digest_of(trained(cache="elsewhere")) == digest

@@ -77,7 +77,7 @@ def run(job, capsys):
 
 def known(job: Path) -> set[str]:
     folder = job.parent / "cache" / "known"
-    return {path.name for path in folder.iterdir()} if folder.exists() else set()
+    return {path.name for path in folder.glob("[!.]*")}
 
 
 def test_it_is_worked_out_once_and_found_again_even_by_adapters(job, run):
@@ -98,6 +98,19 @@ def test_a_resume_without_the_cache_works_it_out_from_the_model_as_it_started(jo
     losses, said = run("resumed")
     assert "continues from" in said
     assert "worked out" in said
+    assert losses == whole
+
+
+def test_what_is_damaged_on_the_disk_is_worked_out_again(job, run):
+    whole, _ = run("undamaged")
+    for name in known(job):
+        file = next((job.parent / "cache" / "known" / name).glob("*.values.npy"))
+        content = bytearray(file.read_bytes())
+        content[-1] ^= 64
+        file.write_bytes(content)
+    losses, said = run("damaged")
+    assert said.count("has changed between its bytes") == 2
+    assert said.count("worked out again") == 2
     assert losses == whole
 
 

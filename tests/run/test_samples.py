@@ -1,13 +1,16 @@
 """The record of consumed samples, and the proof that a checkpoint's samples are the order's."""
 
+from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from finetune.data.batch import Batch
-from finetune.data.order.consumed import digest_of
+from finetune.data.order.consumed import digest_of, digest_of_ids
 from finetune.data.order.order import SetOrder
+from finetune.data.order.pool import Pool
 from finetune.errors import CheckpointError
 from finetune.run.samples import read_samples, recorded, refuse_other_samples
 from finetune.runtime.progress import Progress
@@ -35,14 +38,49 @@ def test_a_step_that_is_handed_out_again_stands_once_in_the_record(tmp_path):
     assert read_samples(tmp_path) == {1: [[[0]], [[8]]], 2: [[[1]]]}
 
 
+@dataclass(frozen=True)
+class Marked:
+    """Samples of which nothing is known but their marks."""
+
+    marks: np.ndarray
+
+    def marks_of(self, sample_ids):
+        return self.marks[sample_ids]
+
+
+def pool_of(*, seed=1, first_mark=1):
+    marks = np.arange(first_mark, first_mark + 10, dtype=np.uint64)
+    return Pool(Marked(marks), SetOrder(seed=seed, num_samples=10), "f")
+
+
+PATH = Path("runs/a/checkpoints/step-000004")
+
+
 def test_a_checkpoint_that_has_seen_other_rows_is_refused():
-    order = SetOrder(seed=1, num_samples=10)
-    progress = Progress(step=4, samples_sha256=digest_of(order, 4, global_batch_size=4))
-    path = Path("runs/a/checkpoints/step-000004")
-    refuse_other_samples(path, progress, order=order, global_batch_size=4)
+    progress = Progress(step=4, samples_sha256=digest_of(pool_of(), 4, global_batch_size=4))
+    refuse_other_samples(PATH, progress, pool=pool_of(), global_batch_size=4)
     with pytest.raises(CheckpointError, match=r"step-000004 has consumed other samples in its 4 steps"):
-        refuse_other_samples(path, progress, order=SetOrder(seed=2, num_samples=10), global_batch_size=4)
+        refuse_other_samples(PATH, progress, pool=pool_of(seed=2), global_batch_size=4)
+
+
+def test_a_checkpoint_that_has_seen_the_same_rows_with_other_content_is_refused():
+    progress = Progress(step=4, samples_sha256=digest_of(pool_of(), 4, global_batch_size=4))
+    with pytest.raises(CheckpointError, match="would continue on other data"):
+        refuse_other_samples(PATH, progress, pool=pool_of(first_mark=2), global_batch_size=4)
+
+
+def test_a_checkpoint_of_before_contents_were_known_continues_and_knows_them_from_then_on():
+    pool = pool_of()
+    ids = digest_of_ids(pool.order, 4, global_batch_size=4)
+    state = Progress(step=4, samples_sha256=ids).state_dict() | {"version": 2}
+    progress = Progress.from_state_dict(state)
+    assert progress.state_dict() == state, "until it is proven it is saved as what it is"
+    refuse_other_samples(PATH, progress, pool=pool, global_batch_size=4)
+    assert progress.samples_sha256 == digest_of(pool, 4, global_batch_size=4)
+    assert progress.state_dict()["version"] == 3
+    with pytest.raises(CheckpointError, match="has consumed other samples"):
+        refuse_other_samples(PATH, Progress.from_state_dict(state), pool=pool_of(seed=2), global_batch_size=4)
 
 
 def test_before_the_first_step_there_is_nothing_to_compare():
-    refuse_other_samples(Path("a"), Progress(), order=SetOrder(seed=1, num_samples=10), global_batch_size=4)
+    refuse_other_samples(Path("a"), Progress(), pool=pool_of(), global_batch_size=4)

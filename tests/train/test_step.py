@@ -10,8 +10,9 @@ from torch import nn
 
 from finetune.config.sections.train import NonFiniteSection, OptimizerSection, ScheduleSection, TrainSection
 from finetune.data.batch import Batch
+from finetune.data.delivery import Delivery
 from finetune.data.order.consumed import mark
-from finetune.errors import NonFiniteError
+from finetune.errors import NonFiniteError, TrainingError
 from finetune.report.events import StepSkipped, StepTaken
 from finetune.runtime.cadence import Cadence, Never
 from finetune.runtime.progress import Progress
@@ -76,7 +77,25 @@ def batch_of(samples: range) -> Batch:
     return Batch({"x": x[chosen], "y": y[chosen]}, own, int((own >= 0).sum()), own.numel(), tuple(chosen))
 
 
-def parts_of(microbatch: int, *, task=None, nonfinite=None, num_steps=3, events=None) -> Parts:
+class Handed:
+    """Every step must consist of all samples; what is said to be damaged is."""
+
+    def __init__(self, *, damaged=(), problem=None):
+        self.damaged, self.problem, self.explained = damaged, problem, []
+
+    def expected(self, step):
+        return mark(range(NUM_SAMPLES), range(NUM_SAMPLES))
+
+    def received(self, group):
+        ids = [sample_id for batch in group for sample_id in batch.sample_ids]
+        return Delivery(mark(ids, ids), self.damaged, self.problem)
+
+    def explain(self, damaged):
+        self.explained.append(damaged)
+        return (f"rows {damaged} are not what was prepared" if damaged else self.problem,)
+
+
+def parts_of(microbatch: int, *, task=None, nonfinite=None, num_steps=3, events=None, deliveries=None) -> Parts:
     torch.manual_seed(0)
     accelerator = Accelerator(cpu=True)
     model = nn.Linear(4, 1)
@@ -99,7 +118,7 @@ def parts_of(microbatch: int, *, task=None, nonfinite=None, num_steps=3, events=
         task=task or RegressionTask(),
         groups=lambda first_step: iter([group] * (num_steps - first_step)),
         plan=make_plan(section, num_positions=NUM_SAMPLES, world=1, steps_for_tokens=lambda tokens: 0),
-        step_mark=lambda step: mark(range(NUM_SAMPLES)),
+        deliveries=deliveries or Handed(),
         place=lambda sample_id: f"rows.jsonl, row {sample_id + 1}",
         seed=1,
         update=Update(accelerator, model, optimizer, max_gradient_norm=1.0),
@@ -316,3 +335,22 @@ class Noting(Kept):
 def moment(parts: Parts, name: str) -> torch.Tensor:
     (state,) = [each for key, each in parts.optimizer.state.items() if key.shape == parts.model.weight.shape]
     return state[name]
+
+
+@pytest.mark.parametrize(("damaged", "problem"), [((3, 5), None), ((), "the set is damaged")])
+def test_samples_that_are_not_what_was_prepared_stop_the_run_before_its_weights_change(damaged, problem):
+    handed = Handed(damaged=damaged, problem=problem)
+    parts = parts_of(2, deliveries=handed)
+    before = parts.model.weight.detach().clone()
+    with pytest.raises(TrainingError, match="step 1 is not taken, for its data are damaged") as caught:
+        train(parts, Progress())
+    assert (problem or "rows (3, 5) are not what was prepared") in str(caught.value)
+    assert handed.explained == [damaged]
+    assert torch.equal(parts.model.weight, before)
+
+
+def test_samples_that_are_another_steps_stop_the_run():
+    handed = Handed()
+    handed.expected = lambda step: mark([0], [0])
+    with pytest.raises(TrainingError, match="are not those that the order gives it"):
+        train(parts_of(2, deliveries=handed), Progress())

@@ -146,7 +146,7 @@ def parts_of(
         task=task,
         groups=unused,
         plan=make_plan(section, num_positions=len(LENGTHS), world=1, steps_for_tokens=lambda tokens: 0),
-        step_mark=unused,
+        deliveries=unused,
         place=str,
         seed=1,
         update=update.Update(accelerator, model, optimizer, max_gradient_norm=limit),

@@ -1,6 +1,6 @@
 """The sources of a mix become one pool, by weight, by rows or by epochs of each."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
@@ -60,12 +60,35 @@ class MixedSamples:
 
     def lengths_of(self, sample_ids: np.ndarray) -> np.ndarray:
         """Return the tokens of each sample."""
-        sources = sources_of(sample_ids)
-        lengths = np.empty(len(sample_ids), np.int64)
-        for source in np.unique(sources).tolist():
-            here = sources == source
-            lengths[here] = self.sources[source].lengths_of(sample_ids[here] - of_source(source))
-        return lengths
+        return self._of_each(sample_ids, np.int64, lambda source, ids: source.lengths_of(ids))
+
+    def marks_of(self, sample_ids: np.ndarray) -> np.ndarray:
+        """Return the mark (uint64) of each sample's own arrays, as it was when it was made."""
+        return self._of_each(sample_ids, np.uint64, lambda source, ids: source.marks_of(ids))
+
+    def known_marks_of(self, sample_ids: np.ndarray) -> np.ndarray:
+        """Return the mark (uint64) of what is delivered with each sample beside its own arrays."""
+        return self._of_each(sample_ids, np.uint64, lambda source, ids: source.known_marks_of(ids))
+
+    def problem(self) -> str | None:
+        """Return what has been found to be damaged in a source by now."""
+        return next((found for found in (source.problem() for source in self.sources) if found), None)
+
+    def refuse(self, damaged: np.ndarray) -> tuple[str, ...]:
+        """Return what is to be said of damage in each source; what is damaged on disk, too, is set aside by then."""
+        each = [damaged[sources_of(damaged) == number] - of_source(number) for number in range(len(self.sources))]
+        concerned = zip(self.sources, each, strict=True)
+        return tuple(line for source, ids in concerned if len(ids) or source.problem() for line in source.refuse(ids))
+
+    def _of_each(
+        self, sample_ids: np.ndarray, dtype: type[np.generic], read: Callable[[Samples, np.ndarray], np.ndarray]
+    ) -> np.ndarray:
+        """Return what each sample's own source says of it."""
+        sources, found = sources_of(sample_ids), np.empty(len(sample_ids), dtype)
+        for number in np.unique(sources).tolist():
+            here = sources == number
+            found[here] = read(self.sources[number], sample_ids[here] - of_source(number))
+        return found
 
 
 def _by_weight(sections: Sequence[MixedSourceSection]) -> list[int]:

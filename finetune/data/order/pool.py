@@ -24,6 +24,21 @@ class Samples(Protocol):
     def lengths_of(self, sample_ids: np.ndarray) -> np.ndarray:
         """Return the tokens of each sample."""
 
+    def marks_of(self, sample_ids: np.ndarray) -> np.ndarray:
+        """Return the mark (uint64) of each sample's own arrays, as it was when it was made."""
+
+    def known_marks_of(self, sample_ids: np.ndarray) -> np.ndarray:
+        """Return the mark (uint64) of what is delivered with each sample beside its own arrays; 0 of nothing."""
+
+    def problem(self) -> str | None:
+        """Return what has been found to be damaged by now."""
+
+    def refuse(self, damaged: np.ndarray) -> tuple[str, ...]:
+        """Return what is to be said of samples that were delivered damaged, or of a `problem`.
+
+        What is damaged on disk, too, is set aside by then.
+        """
+
 
 def nothing_to_tell(num_positions: int) -> tuple[str, ...]:
     """Return no line."""

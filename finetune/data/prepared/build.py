@@ -9,6 +9,7 @@ from finetune.data.prepared.parallel import Encoders
 from finetune.data.prepared.store import MANIFEST, Identity, PreparedSet
 from finetune.data.prepared.writing import SetWriter
 from finetune.data.rows import RawRow
+from finetune.data.verified.damage import DamagedSet
 from finetune.errors import DataError
 from finetune.runtime.waypoints import reach
 
@@ -23,6 +24,10 @@ def nobody(rows: int) -> None:
     """Tell nobody."""
 
 
+def not_told(reason: str) -> None:
+    """Tell nobody."""
+
+
 def build_set(
     folder: Path,
     rows: Iterator[RawRow],
@@ -31,16 +36,23 @@ def build_set(
     *,
     advance: Advance = nobody,
     num_left_out: Callable[[], int] = int,
+    lost: Callable[[str], None] = not_told,
 ) -> Counts:
     """Make a prepared set of the rows in the folder and return its counts.
 
     `num_left_out` tells after the last row how many the source has left out because they are evaluated on. Where a
     build of the same identity was cut off in this folder, it goes on after the rows that its journal names, and the
-    result is the same to the bit. Raises DataError for a row that cannot be encoded, OSError for a full disk.
+    result is the same to the bit; `lost` is told why that cannot be, and all is made again. Raises DataError for a row
+    that cannot be encoded, OSError for a full disk.
     """
     if (folder / MANIFEST).exists():
-        return PreparedSet(folder).counts
+        try:
+            return _whole(folder)
+        except DamagedSet as damage:
+            lost(damage.reason)
     writer = SetWriter(folder, made_of)
+    if writer.given_up is not None:
+        lost(writer.given_up)
     try:
         _append_rows(writer, _after(rows, writer.counts.rows), encoders, advance=advance)
         reach("prepare.finish", step=writer.counts.rows)
@@ -48,6 +60,12 @@ def build_set(
         return writer.finish()
     finally:
         writer.close()
+
+
+def _whole(folder: Path) -> Counts:
+    prepared = PreparedSet(folder)
+    prepared.verify()
+    return prepared.counts
 
 
 def _append_rows(writer: SetWriter, rows: Iterator[RawRow], encoders: Encoders, *, advance: Advance) -> None:

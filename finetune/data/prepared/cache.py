@@ -15,6 +15,7 @@ from finetune.data.prepared.chunks import Encode, Recipe, make_recipe
 from finetune.data.prepared.journal import rows_noted
 from finetune.data.prepared.lengths import Lengths
 from finetune.data.prepared.limits import refuse, refuse_shares
+from finetune.data.prepared.opening import opened
 from finetune.data.prepared.parallel import Encoders, WorkersLost
 from finetune.data.prepared.store import FORMAT_VERSION, Identity, PreparedSet
 from finetune.data.sources.source import Source
@@ -27,6 +28,9 @@ DEFAULT_FOLDER = "~/.cache/finetune"
 
 CODE_VERSION = 3
 """Raised whenever the same rows would be encoded otherwise than before: no older set is used then."""
+
+_FIRST_FORMAT = 2
+"""Stays: a fingerprint is that of the content, by which checkpoints know their data; the files' form may change."""
 
 WITHOUT_EFFECT = frozenset(
     {"train", "validation", "chat_template", "images", "shuffle", "batching", "audit", "cache_folder"}
@@ -64,11 +68,8 @@ def prepare_set(
     recipe = make_recipe(source.format, encode, section=section, unknown_ids=unknown_ids, length=length)
     shown = _Shown(source, watch) if watch else _Said(source.key, say)
     build = partial(_build, source=source, recipe=recipe, made_of=made_of, section=section, advance=shown, say=say)
-    with _told_of_disk(folder):
-        is_new = make_once(folder, build, say=say, goes_on=True, while_waiting=lambda made: shown(rows_noted(made)))
-    prepared = PreparedSet(folder, shards=made_of.shards)
-    if prepared.fingerprint != made_of.fingerprint:
-        raise DataError(f"the prepared set {folder} was made of something else. Delete that folder; it is made anew.")
+    make = partial(_make, folder, build, say=say, while_waiting=lambda made: shown(rows_noted(made)))
+    prepared, is_new = opened(folder, make, made_of=made_of, key=source.key, say=say)
     for line in prepared.counts.lines():
         say(f"{source.key}: {line}")
     say(f"{source.key}: {'prepared in' if is_new else 'found prepared in'} {folder}")
@@ -78,7 +79,12 @@ def prepare_set(
 
 def set_folder(section: DataSection, made_of: Identity) -> Path:
     """Return where the set of that identity lies, or will lie."""
-    return cache_folder(section) / "prepared" / made_of.fingerprint
+    return cache_folder(section) / "prepared" / folder_name(made_of)
+
+
+def folder_name(made_of: Identity) -> str:
+    """Return the name of a folder for what is made of this: another one whenever the form of the files changes."""
+    return f"{made_of.fingerprint}-{FORMAT_VERSION}"
 
 
 def cache_folder(section: DataSection) -> Path:
@@ -99,7 +105,7 @@ def identify(
     `stream` is what decides the windows of a stream, whose files are not read for it.
     """
     parts: dict[str, Any] = {
-        "code_version": [CODE_VERSION, FORMAT_VERSION],
+        "code_version": [CODE_VERSION, _FIRST_FORMAT],
         "source": source.identity() if stream is None else stream,
         "options": section.model_dump(mode="json", exclude=set(WITHOUT_EFFECT), exclude_defaults=True),
         "encode": f"{encode.__module__}.{getattr(encode, '__qualname__', type(encode).__qualname__)}",
@@ -127,7 +133,8 @@ def _build(
     try:
         with Encoders(recipe, num_workers=num_prepare_workers(section)) as encoders:
             rows, left_out = source.rows(), lambda: source.num_left_out
-            counts = build_set(staging, rows, encoders, made_of, advance=advance, num_left_out=left_out)
+            told = partial(_told_of_loss, source.key, say)
+            counts = build_set(staging, rows, encoders, made_of, advance=advance, num_left_out=left_out, lost=told)
         refuse(counts, section, key=source.key, length=recipe.length)
     except WorkersLost:
         raise
@@ -135,6 +142,11 @@ def _build(
         shutil.rmtree(staging, ignore_errors=True)
         raise
     reach("prepare.done", step=counts.rows)
+
+
+def _make(folder: Path, build: Callable[[Path], None], *, say: Say, while_waiting: Callable[[Path], None]) -> bool:
+    with _told_of_disk(folder):
+        return make_once(folder, build, say=say, goes_on=True, while_waiting=while_waiting)
 
 
 @contextmanager
@@ -146,6 +158,10 @@ def _told_of_disk(folder: Path) -> Iterator[None]:
             f"data.cache_folder: {folder.parent} cannot be written: {error}. Make room or set another one; "
             "what is done is kept there, and the next start goes on from it."
         ) from error
+
+
+def _told_of_loss(key: str, say: Say, reason: str) -> None:
+    say(f"warning: {key}: what was tokenised before is damaged ({reason}); it is made again from the first row")
 
 
 class _Said:

@@ -13,6 +13,7 @@ from finetune.data.formats.row_format import RowFormat
 from finetune.data.prepared.counts import Counts
 from finetune.data.prepared.lengths import LengthPolicy, Lengths
 from finetune.data.rows import RawRow, Row
+from finetune.data.verified.marks import marks_of
 from finetune.errors import DataError
 
 _IMAGES = ("image", "images")
@@ -52,7 +53,8 @@ class Chunk:
     values: Mapping[str, np.ndarray]  # by the names of the features
     lengths: Mapping[str, np.ndarray]  # of the same names: int64 [samples]
     num_targets: np.ndarray  # int32 [samples]
-    digests: np.ndarray  # uint64 [samples], of the tokens
+    digests: np.ndarray  # uint64 [samples], of the tokens: equal ones are duplicates
+    marks: np.ndarray  # uint64 [samples], of all arrays (`data/verified/marks.py`)
     row_numbers: np.ndarray  # int64 [samples], within the origin
     origins: tuple[tuple[int, str], ...]  # from which sample on the rows come from which origin
     counts: Counts
@@ -130,6 +132,7 @@ def _assembled(recipe: Recipe, kept: Sequence[tuple[RawRow, Features]], seen: Co
         lengths=lengths,
         num_targets=num_targets,
         digests=_digests(values, lengths),
+        marks=marks_of(values, lengths, num_samples=len(samples)),
         row_numbers=np.array([raw.number for raw, _ in kept], np.int64),
         origins=tuple(_beginnings([raw.origin for raw, _ in kept])),
         counts=seen.plus(made),

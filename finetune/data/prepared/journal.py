@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from finetune.data.prepared.counts import Counts
+from finetune.data.prepared.growing import ArrayNote
 from finetune.runtime.files import sync
+from finetune.runtime.sealed import opened, sealed
 
 NAME = "journal.jsonl"
 
@@ -18,7 +20,7 @@ class Noted:
     """What is safely on the disk."""
 
     counts: Counts = field(default_factory=Counts)
-    arrays: Mapping[str, tuple[str, int]] | None = None  # dtype and length of each; None: nothing is there yet
+    arrays: Mapping[str, ArrayNote] | None = None  # None: nothing is there yet
     origins: tuple[tuple[int, str], ...] = ()  # from which sample on the rows come from which origin
 
 
@@ -37,7 +39,7 @@ class Journal:
             if line["head"] != self._head:
                 break
             origins = (*noted.origins, *((first, name) for first, name in line["origins"]))
-            arrays = {name: (dtype, length) for name, (dtype, length) in line["arrays"].items()}
+            arrays = {name: ArrayNote(*note) for name, note in line["arrays"].items()}
             noted, end = Noted(Counts(**line["counts"]), arrays, origins), read
         if self._path.exists():
             os.truncate(self._path, end)
@@ -53,7 +55,7 @@ class Journal:
             "origins": noted.origins[num_origins_noted:],
         }
         with self._path.open("ab") as file:
-            file.write(json.dumps(line).encode() + b"\n")
+            file.write(json.dumps(sealed(line)).encode() + b"\n")
             file.flush()
             os.fsync(file.fileno())
         if is_new:
@@ -71,13 +73,13 @@ def rows_noted(folder: Path) -> int:
 
 
 def _lines(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
-    """Yield every whole line and the bytes up to its end."""
+    """Yield every line up to the first that is torn or damaged, and the bytes up to its end."""
     end = 0
     for line in _content(path).splitlines(keepends=True):
         end += len(line)
         try:
-            value = json.loads(line)
-        except ValueError:
+            value = opened(json.loads(line))
+        except (ValueError, RecursionError):
             return
         if line.endswith(b"\n"):
             yield value, end
@@ -86,5 +88,5 @@ def _lines(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
 def _content(path: Path) -> bytes:
     try:
         return path.read_bytes()
-    except FileNotFoundError:  # nothing was noted yet, or somebody else's set is whole by now
+    except OSError:  # nothing was noted yet, or somebody else's set is whole by now, or it is no file
         return b""

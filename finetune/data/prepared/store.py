@@ -3,28 +3,41 @@
 NAME.values.npy    the samples' array NAME, end to end
 NAME.offsets.npy   where each sample begins in it, and the end: one more than there are samples
 lengths.npy        tokens of each sample; num_targets.npy  targets of each
-digests.npy        64 bits of the digest of each sample's tokens
+digests.npy        64 bits of the digest of each sample's tokens: equal ones are duplicates
+marks.npy          64 bits of the digest of all of a sample's arrays: what is delivered is compared with them
 row_numbers.npy    where its row stands in its origin
-counts.json        what the set was made of, the names and origins in order, the counts of rows and tokens; written last
+counts.json        what the set was made of, the names and origins in order, the counts of rows and tokens, the digests
+                   of the arrays by block and one of all this; written last
 """
 
-import json
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
+from pydantic import BaseModel, ConfigDict, ValidationError
 from torch.utils.data import Dataset
 
 from finetune.data.features import Features
 from finetune.data.prepared.counts import Counts
 from finetune.data.rows import place
+from finetune.data.verified.arrays import ArrayFacts, open_arrays
+from finetune.data.verified.damage import DamagedSet, refusal
+from finetune.data.verified.marks import mark_of
+from finetune.data.verified.verification import Verification
 from finetune.errors import DataError
+from finetune.runtime.sealed import Damaged, read_sealed
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 MANIFEST = "counts.json"
+MOST_NAMED = 16
+"""Rows that a message names of those that are damaged."""
+
+_VALUES = ".values"
+_BITS = (1 << 64) - 1
 
 
 @dataclass(frozen=True)
@@ -36,27 +49,37 @@ class Identity:
     shards: tuple[str, ...] = ()  # names of the files in order: they may change while the rows stay the same
 
 
+class Manifest(BaseModel):
+    """What `counts.json` holds."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    version: Literal[3]
+    fingerprint: str
+    names: tuple[str, ...]
+    counts: dict[str, Any]
+    origins: list[tuple[int, str]]
+    shards: tuple[str, ...]
+    made_of: dict[str, Any]
+    arrays: dict[str, ArrayFacts]
+
+
 class PreparedSet(Dataset[Features]):
     """Samples in the order of their rows, read from disk as they are asked for; safe to share with forked loaders.
 
-    `shards` are the names that the files which it was made of have now, for messages.
+    `shards` are the names that the files which it was made of have now, for messages. What order and batches follow
+    from is verified here, unless another process has done so; the samples themselves by `verify`, or by `verification`
+    in the background. Raises DamagedSet.
     """
 
-    def __init__(self, folder: Path, *, shards: Sequence[str] = ()) -> None:
-        manifest = _read_manifest(folder)
+    def __init__(self, folder: Path, *, shards: Sequence[str] = (), is_verified: bool = False) -> None:
         self.folder = folder
-        self.fingerprint: str = manifest["fingerprint"]
         self.shards = tuple(shards)
-        self._now = dict(zip(manifest["shards"], shards, strict=False))  # from the name then to the name now
-        self.counts = self._counts(manifest["counts"])
-        self._values = {name: _open(folder / f"{name}.values.npy") for name in manifest["names"]}
-        self._offsets = {name: _open(folder / f"{name}.offsets.npy") for name in manifest["names"]}
-        self.lengths = _open(folder / "lengths.npy")
-        self.num_targets_each = _open(folder / "num_targets.npy")
-        self.digests = _open(folder / "digests.npy")
-        self._row_numbers = _open(folder / "row_numbers.npy")
-        self._origins: list[tuple[int, str]] = manifest["origins"]
-        self._check()
+        self.remake: Callable[[], PreparedSet] | None = None  # sets the folder aside where it is damaged
+        try:
+            self._open(_read_manifest(folder), is_verified=is_verified)
+        except Damaged as damage:
+            raise DamagedSet(folder, str(damage)) from damage
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -70,6 +93,20 @@ class PreparedSet(Dataset[Features]):
         }
         return Features(arrays, sample_id=int(index))
 
+    def intact(self, index: int) -> Features:
+        """Return the sample, compared with its mark; raises DamagedSet."""
+        features = self[index]
+        (own,), (known,) = self.marks_of(np.array([index])), self.known_marks_of(np.array([index]))
+        if mark_of(features.arrays) != (int(own) + int(known)) & _BITS:
+            raise DamagedSet(self.folder, f"{self.place(index)} is not what was prepared")
+        return features
+
+    def verify(self) -> None:
+        """Read the samples' arrays once; raises DamagedSet unless they are as they were written."""
+        self.verification.run()
+        if self.verification.problem:
+            raise DamagedSet(self.folder, self.verification.problem)
+
     def values(self, name: str) -> np.ndarray:
         """Return that array of all samples, end to end."""
         return self._values[name]
@@ -77,6 +114,46 @@ class PreparedSet(Dataset[Features]):
     def lengths_of(self, sample_ids: np.ndarray) -> np.ndarray:
         """Return the tokens of each sample."""
         return np.asarray(self.lengths[sample_ids], np.int64)
+
+    def marks_of(self, sample_ids: np.ndarray) -> np.ndarray:
+        """Return the mark (uint64) of each sample as it was made."""
+        return np.asarray(self.marks[sample_ids])
+
+    def known_marks_of(self, sample_ids: np.ndarray) -> np.ndarray:
+        """Return the mark of what is delivered with each sample beside its own arrays: of nothing."""
+        return np.zeros(len(sample_ids), np.uint64)
+
+    def problem(self) -> str | None:
+        """Return what has been found to be damaged by now."""
+        found = self.verification.problem
+        return None if found is None else str(DamagedSet(self.folder, found))
+
+    def refuse(self, damaged: np.ndarray) -> tuple[str, ...]:
+        """Return what is to be said of samples that were delivered damaged, or else of the `problem`.
+
+        What is damaged on disk, too, is set aside by then.
+        """
+        what = self.problem() or ""
+        if len(damaged):
+            places = [self.place(index) for index in damaged[:MOST_NAMED].tolist()]
+            more = f" and {len(damaged) - MOST_NAMED:,} more" if len(damaged) > MOST_NAMED else ""
+            what = f"{'; '.join(places)}{more}: not what was prepared in {self.folder}"
+        return refusal(what, self._stores(damaged))
+
+    def is_still_damaged(self) -> bool:
+        """Tell whether the files that stand there now have the damage that the verification of these has found."""
+        try:
+            now = PreparedSet(self.folder)
+            now.verification.verify_only(self.verification.number)
+        except (DamagedSet, Damaged):
+            return True
+        return False
+
+    def reopen(self, other: "PreparedSet") -> None:
+        """Read from another copy's files from now on; raises DataError where that one holds other samples."""
+        if other.facts != self.facts:
+            raise DataError(f"the prepared set {self.folder} was made again and is another one. Start the run again.")
+        self.__dict__.update(vars(other))
 
     def place(self, index: int) -> str:
         """Return where the row of the sample stands, in the file as it is named now."""
@@ -87,11 +164,34 @@ class PreparedSet(Dataset[Features]):
     def __reduce__(self) -> tuple[Any, ...]:
         return _opened, (self.folder, self.shards)  # another process maps the files anew: their content is not sent
 
+    def _stores(self, damaged: np.ndarray) -> list[tuple[Path, Callable[[], bool]]]:
+        """Return the folders that samples come from, with what tells whether they are damaged in these samples."""
+        if not len(damaged):
+            return [(self.folder, self.is_still_damaged)]
+        return [(self.folder, partial(_has_damaged, self.folder, damaged))]
+
+    def _open(self, manifest: Manifest, *, is_verified: bool) -> None:
+        self.fingerprint = manifest.fingerprint
+        self._now = dict(zip(manifest.shards, self.shards, strict=False))  # from the name then to the name now
+        self.counts = self._counts(manifest.counts)
+        self.facts = manifest.arrays
+        arrays = open_arrays(
+            self.folder, self.facts, verified=lambda name: not is_verified and not name.endswith(_VALUES)
+        )
+        self.verification = Verification([arrays[f"{name}{_VALUES}"] for name in manifest.names])
+        if is_verified:
+            self.verification.close()
+        self._values = {name: arrays[f"{name}{_VALUES}"].values for name in manifest.names}
+        self._offsets = {name: arrays[f"{name}.offsets"].values for name in manifest.names}
+        self.lengths = arrays["lengths"].values
+        self.num_targets_each = arrays["num_targets"].values
+        self.digests = arrays["digests"].values
+        self.marks = arrays["marks"].values
+        self._row_numbers = arrays["row_numbers"].values
+        self._origins = manifest.origins
+
     def _counts(self, values: dict[str, Any]) -> Counts:
-        try:
-            counts = Counts(**values)
-        except TypeError as error:
-            raise _damaged(self.folder, f"the counts in its {MANIFEST} are not ours") from error
+        counts = Counts(**values)
         return replace(
             counts,
             longest_place=self._place_now(counts.longest_place),
@@ -102,39 +202,24 @@ class PreparedSet(Dataset[Features]):
         origin, comma, row = written.rpartition(",")
         return f"{self._now.get(origin, origin)}{comma}{row}"
 
-    def _check(self) -> None:
-        each = {"targets": self.num_targets_each, "digests": self.digests, "row numbers": self._row_numbers}
-        for name, array in each.items():
-            if len(array) != len(self):
-                raise _damaged(self.folder, f"it has {len(self)} lengths and {len(array)} {name}")
-        for name, offsets in self._offsets.items():
-            if len(offsets) != len(self) + 1 or offsets[-1] != len(self._values[name]):
-                raise _damaged(self.folder, f"{name} does not fit its offsets")
+
+def _has_damaged(folder: Path, sample_ids: np.ndarray) -> bool:
+    """Tell whether one of these samples is damaged in the files that stand there now."""
+    try:
+        now = PreparedSet(folder)
+    except DamagedSet:
+        return True
+    marks = [mark_of(now[index].arrays) for index in sample_ids.tolist()]
+    return bool((np.array(marks, np.uint64) != now.marks_of(sample_ids)).any())
 
 
 def _opened(folder: Path, shards: Sequence[str]) -> PreparedSet:
-    return PreparedSet(folder, shards=shards)
+    return PreparedSet(folder, shards=shards, is_verified=True)
 
 
-def _read_manifest(folder: Path) -> dict[str, Any]:
+def _read_manifest(folder: Path) -> Manifest:
     try:
-        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-        version = manifest["version"]
-        if version == FORMAT_VERSION:
-            return {name: manifest[name] for name in ("fingerprint", "names", "counts", "origins", "shards")}
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise _damaged(folder, f"its {MANIFEST} cannot be read") from error
-    raise _damaged(folder, f"it has version {version} of the format, this program reads {FORMAT_VERSION}")
-
-
-def _open(path: Path) -> np.ndarray:
-    try:
-        return np.asarray(np.load(path, mmap_mode="r", allow_pickle=False))
-    except (OSError, ValueError) as error:
-        raise _damaged(path.parent, f"{path.name} cannot be read: {error}") from error
-
-
-def _damaged(folder: Path, reason: str) -> DataError:
-    return DataError(
-        f"the prepared set {folder} is damaged or not ours: {reason}. Delete that folder; it is made anew."
-    )
+        return Manifest.model_validate(read_sealed(folder / MANIFEST))
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise Damaged(f"{MANIFEST}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from error

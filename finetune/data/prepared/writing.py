@@ -1,5 +1,6 @@
 """A prepared set as it is written: chunk after chunk, and after a kill from where its journal says it had come."""
 
+import shutil
 from dataclasses import asdict
 from pathlib import Path
 
@@ -7,13 +8,14 @@ import numpy as np
 
 from finetune.data.prepared.chunks import Chunk
 from finetune.data.prepared.counts import Counts
-from finetune.data.prepared.growing import GrowingArrays
+from finetune.data.prepared.growing import ArrayNote, GrowingArrays
 from finetune.data.prepared.journal import Journal, Noted
 from finetune.data.prepared.store import FORMAT_VERSION, MANIFEST, Identity
-from finetune.runtime.files import sync, write_json
+from finetune.runtime.files import sync
+from finetune.runtime.sealed import write_sealed
 
-_OF_EACH_SAMPLE = {"lengths": "<i4", "num_targets": "<i4", "digests": "<u8", "row_numbers": "<i8"}
-_BEGUN = {name: (dtype, 0) for name, dtype in _OF_EACH_SAMPLE.items()}
+_OF_EACH_SAMPLE = {"lengths": "<i4", "num_targets": "<i4", "digests": "<u8", "marks": "<u8", "row_numbers": "<i8"}
+_BEGUN = {name: ArrayNote(dtype) for name, dtype in _OF_EACH_SAMPLE.items()}
 
 
 class SetWriter:
@@ -23,6 +25,7 @@ class SetWriter:
         self._folder = folder
         self._made_of = made_of
         self._journal = Journal(folder, head=f"{made_of.fingerprint}/{FORMAT_VERSION}")
+        self.given_up: str | None = None  # why what another process has begun here is made anew
         noted, self._arrays = self._taken_up()
         self._counts = noted.counts
         self._origins = list(noted.origins)
@@ -38,7 +41,7 @@ class SetWriter:
         for name, values in chunk.values.items():
             self._append_values(name, values, lengths=chunk.lengths[name])
         lengths = next(iter(chunk.lengths.values()), np.zeros(0, np.int64)).astype(np.int32)
-        each = (lengths, chunk.num_targets, chunk.digests, chunk.row_numbers)
+        each = (lengths, chunk.num_targets, chunk.digests, chunk.marks, chunk.row_numbers)
         for name, of_each in zip(_OF_EACH_SAMPLE, each, strict=True):
             self._arrays.append(name, of_each)
         for first, origin in chunk.origins:
@@ -58,7 +61,7 @@ class SetWriter:
 
     def finish(self) -> Counts:
         """Write what makes the folder a prepared set, and return its counts."""
-        self._arrays.finish()
+        arrays = self._arrays.finish()
         manifest = {
             "version": FORMAT_VERSION,
             "fingerprint": self._made_of.fingerprint,
@@ -67,8 +70,9 @@ class SetWriter:
             "origins": self._origins,
             "shards": self._made_of.shards,
             "made_of": dict(self._made_of.parts),
+            "arrays": arrays,
         }
-        write_json(self._folder / MANIFEST, manifest)
+        write_sealed(self._folder / MANIFEST, manifest)
         self._journal.remove()
         sync(self._folder)
         return self._counts
@@ -78,13 +82,15 @@ class SetWriter:
         self._arrays.close()
 
     def _taken_up(self) -> tuple[Noted, GrowingArrays]:
-        """Return the last state noted and the arrays cut back to it."""
+        """Return the last state noted and the arrays cut back to it; where the files are not as left, an empty one."""
         try:
             noted = self._journal.read()
-            return noted, GrowingArrays(self._folder, noted.arrays or _BEGUN)
-        except (ValueError, TypeError, KeyError, FileNotFoundError):  # the files are not as they were left
-            self._journal.remove()
-            return Noted(), GrowingArrays(self._folder, _BEGUN)
+            if noted.arrays:
+                return noted, GrowingArrays(self._folder, noted.arrays)
+        except (ValueError, TypeError, KeyError, OSError) as error:
+            self.given_up = str(error)
+        _empty(self._folder)
+        return Noted(), GrowingArrays(self._folder, _BEGUN)
 
     def _append_values(self, name: str, values: np.ndarray, *, lengths: np.ndarray) -> None:
         start = self._arrays.length(f"{name}.values")
@@ -93,3 +99,12 @@ class SetWriter:
             self._arrays.append(f"{name}.offsets", np.zeros(1, np.int64))
         self._arrays.append(f"{name}.values", values)
         self._arrays.append(f"{name}.offsets", start + np.cumsum(lengths, dtype=np.int64))
+
+
+def _empty(folder: Path) -> None:
+    """Remove all that is in the folder: what is written there next goes through no link that was left."""
+    for path in folder.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()

@@ -10,6 +10,7 @@ import traceback
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 
 from finetune.config.sections.data import DataSection
 from finetune.data.order.stream_plan import START, StreamPlan, WindowRows
@@ -21,6 +22,7 @@ from finetune.data.prepared.store import Identity, PreparedSet
 from finetune.data.rows import RawRow
 from finetune.data.streams.folder import StreamFolder, WindowRecord
 from finetune.data.streams.readers import NOTHING, wishes
+from finetune.data.verified.damage import DamagedSet
 from finetune.data.workers import num_prepare_workers
 from finetune.errors import DataError
 from finetune.runtime.children import leave_signals_to_parent
@@ -113,6 +115,8 @@ def _made(job: StreamJob, window: int) -> str | None:
     while True:
         try:
             make_window(job, window)
+        except DamagedSet:
+            return None  # a record, which is set aside: its window is the first to be prepared now
         except DataError as error:
             if not pauses or not _may_pass(error):
                 return str(error)
@@ -140,13 +144,22 @@ def make_window(job: StreamJob, window: int) -> None:
         )
         key = f"{job.key}: window {window}"
         refuse(counts, job.section, key=key, length=job.recipe.length, needs_samples=False)
-        prepared = PreparedSet(staging)
+        prepared = _as_written(staging, key=key)
         refuse_shares(prepared, job.section.audit, key=key)
-        record = WindowRecord(window, start, rows.next, counts, prepared.lengths)
+        record = WindowRecord(window, start, rows.next, counts, prepared.lengths, prepared.marks)
         _keep(job, record)
         staging.rename(folder.window(window))
     finally:
         shutil.rmtree(staging, ignore_errors=True)
+
+
+def _as_written(folder: Path, *, key: str) -> PreparedSet:
+    try:
+        return PreparedSet(folder)
+    except DamagedSet as damage:
+        raise DataError(
+            f"{key}: {damage}, as soon as it was written. Look at the disk of data.cache_folder."
+        ) from damage
 
 
 def _keep(job: StreamJob, record: WindowRecord) -> None:

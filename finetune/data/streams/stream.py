@@ -10,7 +10,7 @@ from finetune.data.order.order import Order
 from finetune.data.order.pool import Pool, fingerprint_of
 from finetune.data.order.set_order import set_order, tokens_per_position
 from finetune.data.order.stream_plan import StreamPlan
-from finetune.data.prepared.cache import cache_folder, identify
+from finetune.data.prepared.cache import cache_folder, folder_name, identify
 from finetune.data.prepared.chunks import Encode, make_recipe
 from finetune.data.prepared.counts import Counts, total
 from finetune.data.prepared.lengths import Lengths
@@ -47,7 +47,7 @@ def stream_pool(
     plan = StreamPlan(source.shards(), stream.window_rows, seed=seed, shuffle=section.shuffle)
     made_of = identify(source, encode, section=section, identity=identity, stream=_windows_of(source, plan))
     job = StreamJob(
-        folder=StreamFolder(cache_folder(section) / "streams" / made_of.fingerprint),
+        folder=StreamFolder(cache_folder(section) / "streams" / folder_name(made_of)),
         key=source.key,
         plan=plan,
         recipe=make_recipe(source.format, encode, section=section, unknown_ids=unknown_ids, length=length),
@@ -126,5 +126,10 @@ def _about(job: StreamJob, *, num_before: int) -> Iterator[str]:
         f"{job.key}: a stream of {len(plan.shards):,} files or shards {turn}, in windows of {plan.window_rows:,} rows"
         f"{mixed}; windows prepared ahead: {job.num_ahead}"
     )
+    if damaged := job.folder.damaged():
+        yield (
+            f"warning: {job.key}: {len(damaged)} of its windows or records were damaged and prepared again; they are "
+            f"kept in {damaged[0].parent}. Look at the disk and the memory of this machine, then delete that folder."
+        )
     if num_before:
         yield f"{job.key}: {num_before:,} windows were prepared before; those that are needed again are prepared anew"

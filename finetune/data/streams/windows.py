@@ -16,6 +16,7 @@ from finetune.data.prepared.store import PreparedSet
 from finetune.data.streams.folder import WindowRecord
 from finetune.data.streams.maker import NUM_BEHIND, StreamJob
 from finetune.data.streams.readers import NOTHING, Reader
+from finetune.data.verified.damage import DamagedSet
 from finetune.errors import DataError
 from finetune.runtime.waypoints import note_life
 
@@ -61,7 +62,7 @@ class Windows:
 
     def at_hand(self, window: int) -> PreparedSet | None:
         """Return the window's samples if they are at hand; does not wait, and asks for nothing."""
-        return _find(self.job, window)
+        return _find(self.job, window, say=self._say)
 
     def close(self) -> None:
         """Ask for nothing any more, and end the process that this one has started."""
@@ -127,12 +128,16 @@ class _Desk:
 
     def _read(self, window: int) -> WindowRecord:
         folder = self._job.folder
-        self.wait(window, lambda: folder.has_record(window) or None)
-        return folder.read_record(window)
+        while True:
+            self.wait(window, lambda: folder.has_record(window) or None)
+            try:
+                return folder.read_record(window)
+            except DamagedSet as damage:
+                self._say(f"warning: {self._job.key}: {damage}. Its window is prepared again.")
 
     def _open(self, window: int) -> PreparedSet:
         self.ask(window)  # also where it is at hand: those after it are to be prepared
-        return self.wait(window, lambda: _find(self._job, window))
+        return self.wait(window, lambda: _find(self._job, window, say=self._say))
 
     def _start_maker(self) -> None:
         """Start the process that prepares windows, unless one lives: it holds the lock, however it may end."""
@@ -187,14 +192,19 @@ class Maker:
         return self._process.poll()
 
 
-def _find(job: StreamJob, window: int) -> PreparedSet | None:
+def _find(job: StreamJob, window: int, *, say: Callable[[str], None]) -> PreparedSet | None:
+    """Return the window, verified; one that is damaged is set aside, so that it is prepared again."""
     path = job.folder.window(window)
     try:
-        return PreparedSet(path) if path.exists() else None
-    except DataError:
-        if path.exists():
-            raise
-        return None  # deleted while it was being opened
+        if not path.exists():
+            return None
+        prepared = PreparedSet(path)
+        prepared.verify()
+        return prepared
+    except DamagedSet as damage:
+        if path.exists() and job.folder.set_window_aside(window):  # else deleted while it was being opened
+            say(f"warning: {job.key}: window {window}: {damage}. It is prepared again.")
+        return None
 
 
 def _changed_at(path: Path) -> int:

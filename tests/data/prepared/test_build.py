@@ -94,7 +94,7 @@ def test_a_killed_build_goes_on_and_the_bits_are_the_same(build_here, tmp_path, 
     assert build_here.told[0] == num_noted
     assert build_here.told[-1] == NUM_ROWS
     assert content_of(cut_off) == content_of(whole)
-    assert len(content_of(whole)) == 9
+    assert len(content_of(whole)) == 10
 
 
 def test_a_build_may_be_killed_again_and_again(build_here, tmp_path, monkeypatch):

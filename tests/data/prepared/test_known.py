@@ -29,6 +29,7 @@ def prepared_of(tmp_path):
                 lengths={"input_ids": ones},
                 num_targets=ones.astype(np.int32),
                 digests=ones.astype(np.uint64),
+                marks=ones.astype(np.uint64),
                 row_numbers=ones,
                 origins=((0, "a.jsonl"),),
                 counts=Counts(rows=num_samples, samples=num_samples),
@@ -63,7 +64,7 @@ def test_what_is_written_is_read_by_sample(folder):
 
 def test_a_damaged_folder_is_told(folder):
     (folder / "known.json").write_text("{")
-    with pytest.raises(DataError, match="Delete it; it is made anew"):
+    with pytest.raises(DataError, match=r"is damaged: known\.json cannot be trusted"):
         KnownArrays(folder)
 
 

@@ -3,7 +3,7 @@
 import numpy as np
 
 from finetune.config.sections.data import BatchingSection
-from finetune.data.order.consumed import digest_of
+from finetune.data.order.consumed import digest_of_ids
 from finetune.data.order.order import SetOrder
 from finetune.data.order.sample_ids import in_window
 from finetune.data.order.set_order import set_order
@@ -62,9 +62,9 @@ def test_no_window_is_asked_for_before_its_turn():
 
 
 def test_what_was_consumed_can_be_worked_out_again():
-    digest = digest_of(StreamOrder(Arranged()), 6, global_batch_size=4)
-    assert digest == digest_of(StreamOrder(Arranged()), 6, global_batch_size=4)
-    assert digest != digest_of(StreamOrder(Arranged([5, 0, 3, 6, 2])), 6, global_batch_size=4)
+    digest = digest_of_ids(StreamOrder(Arranged()), 6, global_batch_size=4)
+    assert digest == digest_of_ids(StreamOrder(Arranged()), 6, global_batch_size=4)
+    assert digest != digest_of_ids(StreamOrder(Arranged([5, 0, 3, 6, 2])), 6, global_batch_size=4)
 
 
 def test_packs_stay_within_their_window():

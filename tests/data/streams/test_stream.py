@@ -17,6 +17,7 @@ from finetune.data.sources.source import open_source
 from finetune.data.streams import maker as stream_maker
 from finetune.data.streams.maker import NUM_BEHIND, make_window, serve
 from finetune.data.streams.stream import stream_pool
+from finetune.data.verified.marks import mark_of
 from finetune.errors import DataError
 
 sys.path.append(str(Path(__file__).parents[1]))  # handed on to the process that prepares
@@ -238,3 +239,58 @@ def test_a_process_that_ends_again_and_again_is_given_up(streams, monkeypatch):
     pool = streams.open()
     with pytest.raises(DataError, match=r"data\.train: the process that prepares windows has ended 3 times.*code 3"):
         pool.order.samples(0, 1)
+
+
+def flip(path):
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    with path.open("r+b") as file:
+        file.write(content)
+
+
+def test_a_window_that_is_damaged_is_set_aside_and_prepared_again(streams):
+    texts = texts_of(streams.open(shuffle=False), 0, 3)
+    folder = job_of(streams.opened[0]).folder
+    streams.opened[0].samples.windows.close()
+    flip(folder.window(0) / "input_ids.values.npy")
+    assert texts_of(streams.open(shuffle=False), 0, 3) == texts
+    assert any("window 0: the prepared set" in line and "is damaged" in line for line in streams.said)
+    assert [path.name[:6] for path in folder.damaged()] == ["000000"]
+    streams.open(shuffle=False)
+    assert "data.train: 1 of its windows or records were damaged" in "\n".join(streams.said)
+
+
+def test_a_record_that_is_damaged_is_made_again_with_its_window(streams):
+    first = streams.open(shuffle=False)
+    texts, ids = texts_of(first, 0, 7), first.order.samples(0, 7)
+    marks = first.samples.marks_of(ids)
+    folder = job_of(first).folder
+    first.samples.windows.close()
+    flip(folder.path / "records" / "000001.marks.npy")
+    again = streams.open(shuffle=False)
+    assert texts_of(again, 0, 7) == texts
+    assert again.samples.marks_of(ids).tolist() == marks.tolist()
+    assert any("Its window is prepared again" in line for line in streams.said)
+    assert folder.has_record(1)
+
+
+def test_a_window_damaged_while_it_is_read_is_found_in_what_is_delivered(streams):
+    pool = streams.open(shuffle=False)
+    ids = pool.order.samples(0, 3)
+    sample = pool.samples[int(ids[0])]
+    folder = job_of(pool).folder
+    assert mark_of(sample.arrays) == int(pool.samples.marks_of(ids)[0])
+    flip(folder.window(0) / "input_ids.values.npy")
+    assert mark_of(pool.samples[int(ids[2])].arrays) != int(pool.samples.marks_of(ids)[2])
+    what, then = pool.samples.refuse(ids[2:])
+    assert re.search(r"sample 2 of window 0 \(from .*part-0\.jsonl .*: not what was prepared", what)
+    assert "windows 0 are set aside. The same command prepares them again" in then
+    assert 0 not in folder.windows()
+
+
+def test_rows_that_keep_their_lengths_and_change_are_noticed(streams, no_process):
+    pool = prepared(streams.open(shuffle=False), 0)
+    job_of(pool).folder.delete_window(0)
+    streams.write(["a>0", "a>7", "a>2", "a>3"])
+    with pytest.raises(DataError, match="has other rows than when it was prepared before"):
+        make_window(job_of(pool), 0)

@@ -1,0 +1,162 @@
+"""Damage of what was prepared is never learnt from: found before the start it is made again, later it stops the run."""
+
+import json
+import random
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+
+from finetune.config.load import load_config
+from finetune.data.prepared import chunks, opening
+from finetune.errors import CheckpointError, TrainingError
+from finetune.report.jsonl import read_events
+from finetune.run.training import train_from_config
+from finetune.runtime import ranks
+from finetune.train import loop
+
+from trained import forget, stay
+
+WORDS = ["red", "green", "blue", "amber", "violet", "white"]
+
+JOB = """
+run: {folder: runs/job, seed: 7}
+model:
+  from_config:
+    model_type: llama
+    values: {hidden_size: 16, intermediate_size: 32, num_hidden_layers: 1, num_attention_heads: 2,
+             num_key_value_heads: 2}
+  tokenizer: {train: {vocabulary_size: 300}}
+data:
+  train: {path: train.jsonl}
+  validation: {path: held_out.jsonl}
+  max_length: 96
+  chat_template: chatml
+  cache_folder: cache
+task: {name: sft}
+train: {global_batch_size: 4, microbatch_size: 2, steps: 6, learning_rate: 1e-2}
+evaluate: {every_steps: 3}
+checkpoint: {every_steps: 2}
+report: {console: plain}
+"""
+
+
+@pytest.fixture
+def job(tmp_path) -> Path:
+    chance = random.Random(1)
+    for name, count in (("train.jsonl", 20), ("held_out.jsonl", 3)):
+        rows = [
+            {"prompt": " ".join(chance.choices(WORDS, k=3)), "completion": " ".join(chance.choices(WORDS, k=4))}
+            for _ in range(count)
+        ]
+        (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "job.yaml").write_text(JOB)
+    return tmp_path / "job.yaml"
+
+
+@pytest.fixture
+def run(job, capsys):
+    """Train with overrides; return the losses and digests of all steps and what was said."""
+
+    def start(name, *overrides):
+        folder = job.parent / "runs" / name
+        try:
+            with patch.object(ranks, "leave", stay):
+                train_from_config(load_config(job, [f"run.folder={folder}", *overrides]))
+        finally:
+            forget()
+        steps = [each for each in read_events(folder / "events.jsonl") if each["event"] == "StepTaken"]
+        return {each["step"]: (each["loss"], each["samples_sha256"]) for each in steps}, capsys.readouterr().out
+
+    yield start
+    forget()
+
+
+def flip(job, name="input_ids.values.npy", *, num_sets=2):
+    folders = sorted(path for path in (job.parent / "cache" / "prepared").glob("[!.]*"))
+    assert len(folders) == num_sets
+    for folder in folders:
+        content = bytearray((folder / name).read_bytes())
+        for place in range(128, len(content), 40):
+            content[place] ^= 1
+        with (folder / name).open("r+b") as file:
+            file.write(content)
+
+
+def asides(job):
+    return len(list((job.parent / "cache" / "prepared").glob(".damaged-*")))
+
+
+def test_damage_before_a_start_is_made_again_and_the_losses_are_those_of_the_undamaged_run(run, job):
+    wanted, _ = run("whole")
+    flip(job)
+    got, said = run("damaged")
+    assert got == wanted
+    assert said.count("is set aside as .damaged-") == 2, "training and validation rows"
+    events = (job.parent / "runs" / "damaged" / "events.jsonl").read_text()
+    assert "is set aside as .damaged-" in events
+
+    flip(job)
+    run("stopped", "train.stop_after_steps=2")
+    flip(job)
+    got, said = run("stopped")
+    assert "continues from" in said
+    assert got == wanted
+    assert asides(job) == 6
+
+
+def test_damage_in_a_large_set_is_found_beside_the_start_and_mended_before_the_first_step(run, job, monkeypatch):
+    wanted, _ = run("whole")
+    monkeypatch.setattr(opening, "VERIFIED_AT_ONCE_BYTES", -1)
+    flip(job)
+    got, said = run("damaged")
+    assert got == wanted
+    assert asides(job) == 2
+    assert said.count("is set aside as .damaged-") == 2
+
+
+def test_damage_while_a_run_trains_stops_it_before_the_step_and_the_same_command_goes_on(run, job, monkeypatch):
+    wanted, _ = run("whole")
+    advance = loop.advance
+
+    def and_damage(progress, record):
+        advance(progress, record)
+        if progress.step == 3:
+            flip(job)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(loop, "advance", and_damage)
+        with pytest.raises(TrainingError, match=r"(?s)is not taken, for its data are damaged.*train\.jsonl, row \d+"):
+            run("stopped", "evaluate={}")
+    assert asides(job) == 1
+    got, said = run("stopped", "evaluate={}")
+    assert got == wanted
+    assert "continues from" in said
+
+
+def test_validation_rows_that_are_damaged_are_not_measured(run, job, monkeypatch):
+    advance = loop.advance
+
+    def and_damage(progress, record):
+        advance(progress, record)
+        if progress.step == 3:
+            flip(job)
+
+    monkeypatch.setattr(loop, "advance", and_damage)
+    with pytest.raises(Exception, match=r"held_out\.jsonl, row \d.*not what was prepared"):
+        run("measured")
+
+
+def test_rows_that_become_other_tokens_than_before_are_no_data_to_continue_with(run, job, monkeypatch):
+    """Files, tokenizer and options are the same and a library is another one: only the contents tell."""
+    run("first", "train.stop_after_steps=2")
+    assembled = chunks._assembled
+
+    def otherwise(recipe, kept, seen):
+        for _, sample in kept:
+            sample.arrays["input_ids"][0] ^= 1
+        return assembled(recipe, kept, seen)
+
+    monkeypatch.setattr(chunks, "_assembled", otherwise)
+    with pytest.raises(CheckpointError, match="would continue on other data"):
+        run("first", f"data.cache_folder={job.parent}/other")
