@@ -69,6 +69,7 @@ COMPARED_BY_CONTENT = (
     *("data.truncate_side", "data.train_on"),
     *("data.batching.by", "data.batching.tokens", "data.batching.length_window_steps"),
     *("data.max_length", "data.over_length", "data.no_target", "data.chat_template", "data.system_prompt"),
+    "data.allow_special_tokens",
     *("task.seq2seq.max_target_length", "task.seq2seq.source_prefix"),
     *("model.tokenizer", "model.tokenizer.name", "model.tokenizer.train", "model.tokenizer.train.vocabulary_size"),
 )

@@ -63,8 +63,7 @@ class SourceSection(Section):
     revision: str | None = key("Branch, tag or commit of the hub dataset.", None)
     split: str = key("Split of the hub dataset, or a slice of it: `train[:10%]`.", "train")
     format: Format | None = key(
-        "`messages` (role/content turns, `tools`, `images`), `conversations` (from/value turns, `system`, `tools`, "
-        "`images`), "
+        "`messages` (role/content turns, `tools`, `images`), `conversations` (from/value turns, ...), "
         "`prompt_completion` (texts or turns), `instruction` (instruction/input/output, `system`), `preference` "
         "(prompt/chosen/rejected), `judged` (prompt/completion and whether it is good), `labelled` (text/label), "
         "`tagged` (words and tags), `image_label` (image/label) or `text`. Unset, the first row's columns decide, "
@@ -203,8 +202,7 @@ class DataSection(Section):
     train: TrainingSourceSection = key("The rows to learn from.")
     validation: ValidationSourceSection | None = key("The rows to evaluate on.", None)
     max_length: int | None = key(
-        "Longest sample in tokens. There is no default: what happens to longer rows is `over_length`. Only images "
-        "alone have none.",
+        "Longest sample in tokens; what happens to longer rows is `over_length`. Only images alone have none.",
         None,
         ge=2,
     )
@@ -225,6 +223,10 @@ class DataSection(Section):
         None,
     )
     system_prompt: str | None = key("System message for rows that have none.", None)
+    allow_special_tokens: bool = key(
+        "Names of control tokens in rows (`<|im_end|>`) become these tokens. Unset, they are text, which is counted.",
+        False,
+    )
     shuffle: bool = key("Shuffle anew in every epoch, from `run.seed`.", True)
     batching: BatchingSection = key("What a step is made of.", BatchingSection())
     images: ImagesSection = key("How images become tensors.", ImagesSection())
