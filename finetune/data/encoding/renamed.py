@@ -71,4 +71,4 @@ def _rename_in_python(made: Any, names: Mapping[str, str]) -> None:
         token.content = names.get(token.content, token.content)
     made._added_tokens_decoder = known
     made._added_tokens_encoder = {token.content: number for number, token in known.items()}
-    made.tokens_trie = Trie(*made._added_tokens_encoder)
+    made.tokens_trie = Trie(list(made._added_tokens_encoder))
