@@ -70,15 +70,14 @@ class SourceSection(Section):
         "and the choice is printed.",
         None,
     )
-    columns: dict[str, str] = key(
-        "From the format's column name to yours: `{prompt: question, completion: answer}`.", {}
-    )
+    columns: dict[str, str] = key("From the format's column name to yours: `{prompt: question, output: answer}`.", {})
     template: dict[str, Any] = key(
         "From the format's column name to a Jinja text over your columns: `{prompt: 'Q: {{ question }}'}`. "
         "A column of turns takes a list of `{role, content}` of such texts, or one text that gives JSON. `row` holds "
         "all columns; there are the filters `tojson` and `fromjson`.",
         {},
     )
+    image_root: Path | None = key("Folder of the images that rows name; unset, that of the rows' file or glob.", None)
     follow_links: bool = key("Also read files of a folder or glob that are links to somewhere outside of it.", False)
     skip: Count = key("Leave out this many rows at the start, before a share of them is held out to evaluate on.", 0)
     take: Positive | None = key("Use at most this many rows after `skip`, what is held out of them included.", None)
@@ -232,9 +231,7 @@ class DataSection(Section):
     images: ImagesSection = key("How images become tensors.", ImagesSection())
     audit: AuditSection = key("Shares above which a run stops before it trains.", AuditSection())
     cache_folder: Path | None = key("Where tokenised rows are kept; unset, `~/.cache/finetune`.", None)
-    prepare_workers: Count | Auto = key(
-        "Processes that tokenise; 0 tokenises in the main process, `auto` uses the machine's cores.", 0
-    )
+    prepare_workers: Count | Auto = key("Processes that tokenise; 0: the main one does, `auto`: by the cores.", 0)
     num_workers: Count | Auto = key(
         "Processes per rank that load batches; 0 loads in the training process, `auto` decides by the machine.", 0
     )

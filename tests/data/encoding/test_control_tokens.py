@@ -93,7 +93,10 @@ def test_what_is_read_is_what_was_written():
 def test_rows_beside_it_are_what_they_were():
     tokenizer = chatml()
     plain = row("hi", "there <b>")
-    alone, beside = encoded(tokenizer, plain), ConversationEncoder(tokenizer)([row(EVIL, "a"), plain, row(EVIL, "b")])[1]
+    alone, beside = (
+        encoded(tokenizer, plain),
+        ConversationEncoder(tokenizer)([row(EVIL, "a"), plain, row(EVIL, "b")])[1],
+    )
     ids = tokenizer.apply_chat_template(plain["messages"], return_dict=False)
     assert alone.arrays["input_ids"].tolist() == beside.arrays["input_ids"].tolist() == ids
 
