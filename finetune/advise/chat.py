@@ -155,7 +155,7 @@ class Speaker:
         return context
 
     def _prompt(self, turns: list[Turn]) -> list[int]:
-        return prompt_ids(self.tokenizer, Question(turns))
+        return prompt_ids(self.tokenizer, Question(turns, has_own_system=turns[0]["role"] == "system"))
 
     def _pad_id(self) -> int:
         known = (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id, 0)

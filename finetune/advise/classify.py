@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from finetune.data.encoding.asking import text_inputs
 from finetune.errors import UserError
 from finetune.model.processing import load_kept_processing
 from finetune.model.saved import SavedModel, load_saved
@@ -34,7 +35,7 @@ class Classifier:
     @torch.no_grad()
     def answer(self, turns: list[dict[str, str]]) -> str:
         """Return and print the likeliest classes of the last turn's text with their probabilities, or its score."""
-        inputs = self.tokenizer(turns[-1]["content"], return_tensors="pt")
+        inputs = text_inputs(self.tokenizer, turns[-1]["content"], return_tensors="pt")
         logits = self.model(**inputs).logits[0].float()
         said = self._said(logits)
         print(said)

@@ -70,6 +70,7 @@ COMPARED_BY_CONTENT = (
     *("data.truncate_side", "data.train_on"),
     *("data.batching.by", "data.batching.tokens", "data.batching.length_window_steps"),
     *("data.max_length", "data.over_length", "data.no_target", "data.chat_template", "data.system_prompt"),
+    *("data.allow_special_tokens", "data.train.image_root"),
     *("task.seq2seq.max_target_length", "task.seq2seq.source_prefix"),
     *("model.tokenizer", "model.tokenizer.name", "model.tokenizer.train", "model.tokenizer.train.vocabulary_size"),
 )
@@ -84,6 +85,7 @@ FREE = (
     *("data.cache_folder", "data.prepare_workers", "data.num_workers", "data.pin_memory"),
     *("data.persistent_workers", "data.prefetch_factor", "data.train.stream.num_ahead"),
     *("data.train.follow_links", "data.validation.follow_links", "data.validation.template"),
+    "data.validation.image_root",
     "data.batching.padding_free",  # the same samples, laid out otherwise
     *("data.audit.max_truncated_rows", "data.audit.max_dropped_rows", "data.audit.max_lost_targets"),
     *("data.audit.max_duplicate_samples", "data.audit.max_unknown_tokens"),

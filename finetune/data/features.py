@@ -25,6 +25,8 @@ class Features:
     partner: "Features | None" = None  # another sample to be learnt together with it, where the task has partners
     cut_tokens: int = 0  # that the encoder has left out so that the sample is short enough and still whole
     cut_targets: int = 0  # of those
+    has_control_names: bool = False  # the row's texts hold names of control tokens, which are encoded as plain text
+    has_turn_marks: bool = False  # or what the chat template writes around turns in plain text
 
     @property
     def length(self) -> int:

@@ -199,9 +199,9 @@ def _progress(folder: Path, conversion: Conversion, *, step: int) -> Progress:
     config, lessons = conversion.loaded.config, conversion.lessons
     batch_size = config.train.global_batch_size
     found = main_does(lambda: _beside(folder))
-    if found is not None and found.step == step:
-        if are_samples_of(found, pool=lessons.training, global_batch_size=batch_size):
-            return found
+    is_step = found is not None and found.step == step
+    if is_step and are_samples_of(found, pool=lessons.training, global_batch_size=batch_size):
+        return found
     conversion.say(
         f"{NOT_HELD}. Position and digest are worked out from --step {step} and the data's order; counts of tokens, "
         "targets, skips and seconds begin at 0 and early stopping begins anew"

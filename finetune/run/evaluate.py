@@ -7,7 +7,7 @@ from pathlib import Path
 from finetune.config.load import LoadedConfig
 from finetune.config.run_config import RunConfig
 from finetune.config.sections.train import TrainSection
-from finetune.data.encoding.encode import unknown_ids
+from finetune.data.encoding.tokenizer_facts import unknown_ids
 from finetune.data.prepared.cache import prepare_set
 from finetune.data.prepared.store import PreparedSet
 from finetune.data.sources.source import Source, open_source, open_sources

@@ -9,7 +9,7 @@ from typing import Any
 from finetune.config.run_config import RunConfig
 from finetune.data.audit.audit import Prepared, Streamed, refuse_exceeded
 from finetune.data.encoding.chat import set_chat_template
-from finetune.data.encoding.encode import forgets_unknown_text, tokenizer_identity, unknown_ids
+from finetune.data.encoding.tokenizer_facts import forgets_unknown_text, tokenizer_identity, unknown_ids
 from finetune.data.features import Features
 from finetune.data.order.mixing import mixed
 from finetune.data.order.order import steps_for_tokens

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from finetune.data.batch import IGNORED, Batch
-from finetune.data.encoding.encode import attempted
+from finetune.data.encoding.attempts import attempted
 from finetune.data.features import Features, Outcome
 from finetune.data.prepared.chunks import Encode
 from finetune.data.prepared.lengths import Lengths

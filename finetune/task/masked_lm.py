@@ -48,7 +48,10 @@ class MaskedLmTask(BaseTask):
         self._frame = frame_of(tokenizer)
         if self.data.longest <= sum(self._frame):
             raise DataError(f"data.max_length: {self.data.longest} leaves no room beside the special tokens.")
-        self._encoder = OnlyText(MaskedTextEncoder(tokenizer, words=self._section.whole_words), task="masked_lm")
+        encode = MaskedTextEncoder(
+            tokenizer, words=self._section.whole_words, allow_special_tokens=self.data.allow_special_tokens
+        )
+        self._encoder = OnlyText(encode, task="masked_lm")
 
     @property
     def encoding(self) -> Mapping[str, Any]:

@@ -30,7 +30,12 @@ class PairsTask(BaseTask):
         data = materials.data
         self.pad_id = pad_id(materials.tokenizer)
         self._data = data
-        encode = ConversationEncoder(materials.tokenizer, system_prompt=data.system_prompt, template=data.chat_template)
+        encode = ConversationEncoder(
+            materials.tokenizer,
+            system_prompt=data.system_prompt,
+            template=data.chat_template,
+            allow_special_tokens=data.allow_special_tokens,
+        )
         name = f"`task.name: {materials.section.name}`"
         self._answers = self._encoder = AnswersEncoder(encode, name, judged=judged, margin=margin)
 

@@ -34,7 +34,11 @@ class Seq2SeqTask(BaseTask):
         self.loss = target_loss(materials)
         self._section = section.seq2seq
         self._frame = frame_of(materials.tokenizer)
-        self._encoder = SourceTargetEncoder(materials.tokenizer, prefix=self._section.source_prefix)
+        self._encoder = SourceTargetEncoder(
+            materials.tokenizer,
+            prefix=self._section.source_prefix,
+            allow_special_tokens=self.data.allow_special_tokens,
+        )
 
     @property
     def encoding(self) -> Mapping[str, Any]:

@@ -23,7 +23,11 @@ class SftTask(CausalTask):
     def _make_encoder(self) -> Encode:
         data = self.data
         encode = ConversationEncoder(
-            self.tokenizer, train_on=data.train_on, system_prompt=data.system_prompt, template=data.chat_template
+            self.tokenizer,
+            train_on=data.train_on,
+            system_prompt=data.system_prompt,
+            template=data.chat_template,
+            allow_special_tokens=data.allow_special_tokens,
         )
         return OnlyTurns(encode)
 

@@ -36,7 +36,9 @@ class TextClassificationTask(BaseTask):
         self.padding = Padding(materials.tokenizer)
         is_cut = data.over_length == "truncate"
         cut = Cut(data.longest, data.truncate_side) if is_cut else None
-        self._encoder = LabelledEncoder(materials.tokenizer, self.kind.labels, cut=cut)
+        self._encoder = LabelledEncoder(
+            materials.tokenizer, self.kind.labels, cut=cut, allow_special_tokens=data.allow_special_tokens
+        )
 
     @property
     def head_values(self) -> Mapping[str, Any]:

@@ -37,7 +37,9 @@ class TokenClassificationTask(BaseTask):
         self.classification = classification_of(materials, tags_of)
         self.label_smoothing = materials.section.label_smoothing
         self.padding = Padding(materials.tokenizer)
-        self._encoder = TaggedEncoder(materials.tokenizer, self.classification.classes)
+        self._encoder = TaggedEncoder(
+            materials.tokenizer, self.classification.classes, allow_special_tokens=data.allow_special_tokens
+        )
         frame = frame_of(materials.tokenizer)
         self._lengths = LengthPolicy(data.longest, data.over_length, data.truncate_side, frame)
 

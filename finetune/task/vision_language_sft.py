@@ -73,7 +73,11 @@ class VisionLanguageSftTask(SftTask):
     def _make_encoder(self) -> Encode:
         data = self.data
         self._pictured = PicturedEncoder(
-            self._processor, train_on=data.train_on, system_prompt=data.system_prompt, template=data.chat_template
+            self._processor,
+            train_on=data.train_on,
+            system_prompt=data.system_prompt,
+            template=data.chat_template,
+            allow_special_tokens=data.allow_special_tokens,
         )
         return PicturedTurns(self._pictured)
 

@@ -62,6 +62,7 @@ IDLE = [
     ([*IMAGES, "model.tokenizer={name: x}"], "model.tokenizer", "images alone have no tokens"),
     ([*IMAGES, "model.new_tokens={tokens: [x]}"], "model.new_tokens", "images alone have no tokens"),
     ([*IMAGES, "train.embedding_noise=5.0"], "train.embedding_noise", "only `task.name: sft` and"),
+    ([*IMAGES, "data.allow_special_tokens=true"], "data.allow_special_tokens", "images alone have no tokens"),
     (["task.name=pretrain", "data.chat_template=chatml"], "data.chat_template", "reads text without turns"),
     (["task.name=pretrain", "data.system_prompt=Hi."], "data.system_prompt", "reads text without turns"),
     (["task.name=pretrain", "data.train_on=all"], "data.train_on", "decided by the task"),

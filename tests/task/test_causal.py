@@ -10,7 +10,7 @@ import torch
 from finetune.config.sections.data import DataSection, TrainingSourceSection
 from finetune.config.sections.task import TaskSection
 from finetune.data.batch import IGNORED
-from finetune.data.encoding.encode import tokenizer_identity
+from finetune.data.encoding.tokenizer_facts import tokenizer_identity
 from finetune.data.features import Features
 from finetune.data.prepared.cache import prepare_set
 from finetune.data.sources.source import open_source

@@ -179,6 +179,7 @@ def test_a_decoder_answers_from_the_last_token_of_each_text_alone_as_in_a_batch(
 def test_a_text_that_ends_with_the_padding_token_is_answered_alike_in_a_batch(tokenizer, data):
     kind, config = DECODERS["llama"]
     torch.manual_seed(1)
+    data = data.model_copy(update={"allow_special_tokens": True})
     task, _ = task_of("single_label", tokenizer, data)
     config.pad_token_id, config.num_labels = task.head_values["pad_token_id"], 3
     model = kind(config).eval()

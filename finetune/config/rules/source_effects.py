@@ -13,6 +13,7 @@ from finetune.config.sections.data import SourceSection, TrainedSourceSection
 
 _HUB_KEYS = ("config", "revision", "split")
 _PLACES = ("path", "name")
+_WITH_IMAGES = ("image_classification", "vision_language_sft")
 _SHARED_KEYS = tuple(name for name in SourceSection.model_fields if name not in _PLACES)
 _MIXED_KEYS = tuple(name for name in TrainedSourceSection.model_fields if name not in _PLACES)
 
@@ -40,7 +41,8 @@ def source_effects(config: RunConfig) -> Iterator[Effect]:
             needs = f"rows at a `path` have no {name}, only a hub dataset has one"
             yield Effect(f"{key}.{name}", partial(_is_hub_dataset, source=source), needs)
         needs = "only a folder or a glob on this machine can lead elsewhere through a link"
-        yield Effect(f"{key}.follow_links", partial(_is_of_several_files, source=source), needs)
+        yield Effect(f"{key}.follow_links", partial(_may_meet_links, source=source), needs)
+        yield Effect(f"{key}.image_root", _reads_images, f"only {' and '.join(_WITH_IMAGES)} read images")
     needs = "equal rows are never on both sides of `hash_fraction`"
     yield Effect("data.validation.exclude_from_train", _can_share_rows, needs)
 
@@ -53,8 +55,15 @@ def _is_hub_dataset(config: RunConfig, *, source: SourceSection) -> bool:
     return source.path is None
 
 
-def _is_of_several_files(config: RunConfig, *, source: SourceSection) -> bool:
+def _reads_images(config: RunConfig) -> bool:
+    return config.task.name in _WITH_IMAGES
+
+
+def _may_meet_links(config: RunConfig, *, source: SourceSection) -> bool:
+    """Tell whether a folder, a glob, or rows that name images can lead elsewhere through a link."""
     path = source.path
+    if _reads_images(config):
+        return True
     if path is None or is_url(path):
         return False
     return glob.has_magic(path) or Path(path).is_dir()

@@ -16,7 +16,15 @@ from finetune.config.sections.task import (
 )
 
 _OF_COUNTS = ("max_truncated_rows", "max_dropped_rows", "max_lost_targets", "max_unknown_tokens")
-_OF_TOKENS = ("max_length", "over_length", "truncate_side", "chat_template", "system_prompt", "train_on")
+_OF_TOKENS = (
+    "max_length",
+    "over_length",
+    "truncate_side",
+    "chat_template",
+    "system_prompt",
+    "train_on",
+    "allow_special_tokens",
+)
 _DPO = ("sigmoid", "robust", "cpo")
 _EMBEDDED = (
     *("sft", "pretrain", "seq2seq", "masked_lm", "distillation"),

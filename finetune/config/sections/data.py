@@ -54,23 +54,21 @@ class SourceSection(Section):
     revision: str | None = key("Branch, tag or commit of the hub dataset.", None)
     split: str = key("Split of the hub dataset, or a slice of it: `train[:10%]`.", "train")
     format: Format | None = key(
-        "`messages` (role/content turns, `tools`, `images`), `conversations` (from/value turns, `system`, `tools`, "
-        "`images`), "
+        "`messages` (role/content turns, `tools`, `images`), `conversations` (from/value turns, ...), "
         "`prompt_completion` (texts or turns), `instruction` (instruction/input/output, `system`), `preference` "
         "(prompt/chosen/rejected), `judged` (prompt/completion and whether it is good), `labelled` (text/label), "
         "`tagged` (words and tags), `image_label` (image/label) or `text`. Unset, the first row's columns decide, "
         "and the choice is printed.",
         None,
     )
-    columns: dict[str, str] = key(
-        "From the format's column name to yours: `{prompt: question, completion: answer}`.", {}
-    )
+    columns: dict[str, str] = key("From the format's column name to yours: `{prompt: question, output: answer}`.", {})
     template: dict[str, Any] = key(
         "From the format's column name to a Jinja text over your columns: `{prompt: 'Q: {{ question }}'}`. "
         "A column of turns takes a list of `{role, content}` of such texts, or one text that gives JSON. `row` holds "
         "all columns; there are the filters `tojson` and `fromjson`.",
         {},
     )
+    image_root: Path | None = key("Folder of the images that rows name; unset, that of the rows' file or glob.", None)
     follow_links: bool = key("Also read files of a folder or glob that are links to somewhere outside of it.", False)
     skip: NumRows = key("Leave out this many rows at the start, before a share of them is held out to evaluate on.", 0)
     take: SomeRows | None = key("Use at most this many rows after `skip`, what is held out of them included.", None)
@@ -195,8 +193,7 @@ class DataSection(Section):
     train: TrainingSourceSection = key("The rows to learn from.")
     validation: ValidationSourceSection | None = key("The rows to evaluate on.", None)
     max_length: Length | None = key(
-        "Longest sample in tokens. There is no default: what happens to longer rows is `over_length`. Only images "
-        "alone have none.",
+        "Longest sample in tokens; what happens to longer rows is `over_length`. Only images alone have none.",
         None,
         ge=2,
     )
@@ -217,14 +214,16 @@ class DataSection(Section):
         None,
     )
     system_prompt: str | None = key("System message for rows that have none.", None)
+    allow_special_tokens: bool = key(
+        "Names of control tokens in rows (`<|im_end|>`) become these tokens. Unset, they are text, which is counted.",
+        False,
+    )
     shuffle: bool = key("Shuffle anew in every epoch, from `run.seed`.", True)
     batching: BatchingSection = key("What a step is made of.", BatchingSection())
     images: ImagesSection = key("How images become tensors.", ImagesSection())
     audit: AuditSection = key("Shares above which a run stops before it trains.", AuditSection())
     cache_folder: Path | None = key("Where tokenised rows are kept; unset, `~/.cache/finetune`.", None)
-    prepare_workers: Workers | Auto = key(
-        "Processes that tokenise; 0 tokenises in the main process, `auto` uses the machine's cores.", 0
-    )
+    prepare_workers: Workers | Auto = key("Processes that tokenise; 0: the main one does, `auto`: by the cores.", 0)
     num_workers: Workers | Auto = key(
         "Processes per rank that load batches; 0 loads in the training process, `auto` decides by the machine.", 0
     )

@@ -92,7 +92,11 @@ class _Plan:
             return None
         arrays = {name: np.concatenate([each.arrays[name] for each in sequences]) for name in sequences[0].arrays}
         lengths = np.array([each.length for each in sequences], np.int32)
-        return Features({**arrays, LENGTHS_OF_SEQUENCES: lengths, **self.told})
+        return Features(
+            {**arrays, LENGTHS_OF_SEQUENCES: lengths, **self.told},
+            has_control_names=any(each.has_control_names for each in sequences),
+            has_turn_marks=any(each.has_turn_marks for each in sequences),
+        )
 
 
 def _conversation(row: Row, answer: Sequence[Turn]) -> Row:

@@ -2,12 +2,15 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from finetune.data.encoding.chat import tokenize
+from finetune.data.encoding.control_tokens import ControlTokens
 from finetune.data.encoding.rendering import Tools, render
+from finetune.data.encoding.turn_marks import turn_tokens
 from finetune.data.formats.turns import Turn, read_sharegpt_turns, read_tools, read_turns
 from finetune.data.rows import RawRow, Row
 from finetune.errors import DataError
@@ -19,6 +22,7 @@ class Question:
 
     turns: Sequence[Turn]
     tools: Tools | None = None
+    has_own_system: bool = False  # the first turn is the user's own words, not a row's
 
     def text(self) -> str:
         """Return the words of the last turn: what a model without a chat template goes on from."""
@@ -41,17 +45,46 @@ def read_question(raw: RawRow, *, system: str | None = None) -> Question:
         tools = read_tools(row["tools"], title="`tools`") if row.get("tools") else None
     except DataError as error:
         raise DataError(f"{raw.place}: {error}") from error
-    if system and turns[0]["role"] != "system":
+    is_led = bool(system) and turns[0]["role"] != "system"
+    if is_led:
         turns.insert(0, {"role": "system", "content": system})
-    return Question(turns, tools)
+    return Question(turns, tools, has_own_system=is_led)
 
 
 def prompt_ids(tokenizer: PreTrainedTokenizerBase, question: Question) -> list[int]:
-    """Return the tokens that the answer follows: rendered by the chat template, or, without one, the last words."""
-    if tokenizer.chat_template:
+    """Return the tokens that the answer follows: rendered by the chat template, or, without one, the last words.
+
+    What is asked is text: names of control tokens in it are not these tokens. Raises DataError where they cannot be
+    told apart.
+    """
+    if not tokenizer.chat_template:
+        return list(text_inputs(tokenizer, question.text())["input_ids"])
+    control = _control_tokens(tokenizer, tokenizer.chat_template)
+    led = list(question.turns[: int(question.has_own_system)])
+    asked = (question.turns[len(led) :], question.tools or ())
+    if not control.held_by(asked):
         rendered = render(tokenizer, question.turns, tools=question.tools, with_answer_cue=True)
         return tokenize(tokenizer, rendered.text)
-    return list(tokenizer(question.text())["input_ids"])
+    turns, tools = control.with_stand_ins(asked)
+    rendered = render(tokenizer, [*led, *turns], tools=tools or None, with_answer_cue=True)
+    text = control.renamed(rendered.text)
+    ids = control.tokens.ids(text)
+    control.check(ids, text)
+    return ids
+
+
+def text_inputs(tokenizer: PreTrainedTokenizerBase, text: str, **how: Any) -> Any:
+    """Return what the tokenizer makes of a text, in which names of control tokens are text."""
+    control = _control_tokens(tokenizer, None)
+    if not control.held_by(text):
+        return tokenizer(text, **how)
+    control.check_plain([text])
+    return control.tokenizer(text, **how)
+
+
+@lru_cache(maxsize=4)
+def _control_tokens(tokenizer: PreTrainedTokenizerBase, template: Any) -> ControlTokens:
+    return ControlTokens(tokenizer, turn_marks=turn_tokens(tokenizer) if template else ())
 
 
 def _turns(row: Row) -> Sequence[Turn]:

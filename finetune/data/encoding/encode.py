@@ -1,61 +1,24 @@
 """Turns or text become token ids and the targets among them, many rows at a time."""
 
-import hashlib
-import json
-from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from finetune.data.encoding.attempts import attempted
 from finetune.data.encoding.chat import end_of_turn
+from finetune.data.encoding.control_tokens import ControlTokens, texts_in
 from finetune.data.encoding.drops import DropCheck
+from finetune.data.encoding.ends import begins_twice, end_of_sequence
 from finetune.data.encoding.masks import Lesson, Masking, TrainOn
+from finetune.data.encoding.rendering import render
 from finetune.data.encoding.tokens import Encoded, Tokens, well_formed
+from finetune.data.encoding.turn_marks import plain_turn_marks, turn_tokens
 from finetune.data.features import Features, Outcome
 from finetune.data.formats.turns import Turn
 from finetune.data.rows import Row
 from finetune.errors import DataError
-
-
-class TextEncoder:
-    """Encodes texts as the tokenizer begins them, ended by end-of-sequence; all tokens but the first are targets."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self._tokenizer = tokenizer
-        self._tokens = Tokens(tokenizer)
-
-    def __call__(self, rows: Sequence[Row]) -> list[Outcome]:
-        """Return the features of each row's `text`; None when nothing is left to predict, or what is wrong with it."""
-        texts = [attempted(well_formed, row["text"]) for row in rows]
-        begun = iter(self._tokens.begun([text for text in texts if isinstance(text, str)]))
-        return [attempted(self._features, next(begun)) if isinstance(text, str) else text for text in texts]
-
-    def _features(self, ids: list[int]) -> Features | None:
-        tokenizer = self._tokenizer
-        if not ids or ids == [tokenizer.bos_token_id]:
-            return None
-        if _begins_twice(ids, tokenizer):
-            raise DataError(
-                f"begins with {tokenizer.bos_token}, which the tokenizer writes itself: it would stand there twice."
-            )
-        if ids[-1] != _end_of_sequence(tokenizer):
-            ids = [*ids, _end_of_sequence(tokenizer)]
-        is_target = np.ones(len(ids), dtype=bool)
-        is_target[0] = False
-        return _features(ids, is_target)
-
-
-def encode_text(text: str, tokenizer: PreTrainedTokenizerBase) -> Features | None:
-    """Return the features of one text, or None when nothing is left to predict; raises DataError."""
-    (outcome,) = _text_encoder(tokenizer)([{"text": text}])
-    if isinstance(outcome, DataError):
-        raise outcome
-    return outcome
-
-
-_text_encoder = lru_cache(maxsize=4)(TextEncoder)
 
 
 class ConversationEncoder:
@@ -72,12 +35,15 @@ class ConversationEncoder:
         train_on: TrainOn = "assistant",
         system_prompt: str | None = None,
         template: str | None = None,
+        allow_special_tokens: bool = False,
     ) -> None:
         self._tokenizer = tokenizer
         self._tokens = Tokens(tokenizer)
         self._system_prompt = system_prompt
         name = f"`{template}`" if template else "the tokenizer's own"
         self._masking = Masking(tokenizer, end_of_turn(tokenizer), train_on, name)
+        self._control = ControlTokens(tokenizer, turn_marks=turn_tokens(tokenizer), allowed=allow_special_tokens)
+        self._turn_marks = plain_turn_marks(tokenizer, self._control.names)
 
     def __call__(self, rows: Sequence[Row]) -> list[Outcome]:
         """Return the features of each row's `messages` (with its `tools`, where it has some).
@@ -87,12 +53,43 @@ class ConversationEncoder:
         """
         drops = DropCheck(self._masking)
         lessons = [attempted(self._lesson, row, drops) for row in rows]
-        encoded = iter(self._tokens.encode([each.text for each in lessons if isinstance(each, Lesson)]))
+        found = [each for each in lessons if isinstance(each, Lesson)]
+        ordinary = iter(self._tokens.encode([each.text for each in found if not each.has_control_names]))
+        renamed = [self._control.renamed(each.text) for each in found if each.has_control_names]
+        guarded = iter(self._control.tokens.encode(renamed) if renamed else ())
         return [
-            attempted(self._features, each, next(encoded)) if isinstance(each, Lesson) else each for each in lessons
+            attempted(self._sample, each, next(guarded if each.has_control_names else ordinary))
+            if isinstance(each, Lesson)
+            else each
+            for each in lessons
         ]
 
     def _lesson(self, row: Row, drops: DropCheck) -> Lesson | None:
+        """Return the row as text; its texts cannot be taken for control tokens."""
+        said = (row["messages"], row.get("tools") or ())
+        if not self._control.held_by(said):
+            lesson = self._ordinary_lesson(row, drops)
+        else:
+            messages, tools = self._control.with_stand_ins(said)
+            lesson = self._ordinary_lesson({**row, "messages": messages, "tools": tools}, drops)
+            lesson = lesson and replace(lesson, has_control_names=True)
+            self._check_same_rendering(row, {**row, "messages": messages, "tools": tools})
+        if lesson is None or self._turn_marks is None:
+            return lesson
+        return replace(lesson, has_turn_marks=any(map(self._turn_marks.search, texts_in(said))))
+
+    def _check_same_rendering(self, row: Row, stood_in: Row) -> None:
+        """Raise DataError where the template treats names of control tokens otherwise than other text."""
+        texts = [
+            render(self._tokenizer, self._turns(each), tools=each.get("tools") or None).text for each in (row, stood_in)
+        ]
+        if texts[0] != self._control.restored(texts[1]):
+            raise DataError(
+                f"holds names of control tokens, which the chat template ({self._masking.template}) does not treat as "
+                "text. Remove them from the row, or set data.allow_special_tokens: true."
+            )
+
+    def _ordinary_lesson(self, row: Row, drops: DropCheck) -> Lesson | None:
         turns, tools = self._turns(row), row.get("tools") or None
         context = row.get("num_context_turns", 0) + len(turns) - len(row["messages"])
         lesson = self._masking.lesson(turns, tools, num_context_turns=context)
@@ -105,9 +102,17 @@ class ConversationEncoder:
         """Return the turns as the chat template is given them."""
         return with_system_prompt(row["messages"], self._system_prompt)
 
+    def _sample(self, lesson: Lesson, encoded: Encoded) -> Features:
+        if lesson.has_control_names:
+            self._control.check(encoded.ids.tolist(), encoded.text)
+        features = self._features(lesson, encoded)
+        if not lesson.has_control_names and not lesson.has_turn_marks:
+            return features
+        return replace(features, has_control_names=lesson.has_control_names, has_turn_marks=lesson.has_turn_marks)
+
     def _features(self, lesson: Lesson, encoded: Encoded) -> Features:
         ids, end = encoded.ids, 0
-        if _begins_twice(ids[:2].tolist(), self._tokenizer):
+        if begins_twice(ids[:2].tolist(), self._tokenizer):
             raise DataError(
                 f"the chat template writes {self._tokenizer.bos_token} twice at the beginning: the model knows one. "
                 "Remove one from the template, or from the row where it stands there."
@@ -120,18 +125,7 @@ class ConversationEncoder:
         is_ended = end > 0 and is_target[end - 1] and int(ids[end - 1]) in self._tokens.special
         if is_ended or not lesson.may_be_open:
             return _features(ids, is_target)
-        return _features([*ids[:end].tolist(), _end_of_sequence(self._tokenizer)], np.append(is_target[:end], True))
-
-
-Made = TypeVar("Made")
-
-
-def attempted(make: Callable[..., Made], *arguments: Any) -> Made | DataError:
-    """Return what is made, or the DataError that says why it is not."""
-    try:
-        return make(*arguments)
-    except DataError as error:
-        return error
+        return _features([*ids[:end].tolist(), end_of_sequence(self._tokenizer)], np.append(is_target[:end], True))
 
 
 def with_system_prompt(turns: Sequence[Turn], system_prompt: str | None) -> Sequence[Turn]:
@@ -139,40 +133,6 @@ def with_system_prompt(turns: Sequence[Turn], system_prompt: str | None) -> Sequ
     if system_prompt is None or any(turn["role"] == "system" for turn in turns):
         return turns
     return [{"role": "system", "content": system_prompt}, *turns]
-
-
-def unknown_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Return the tokens that stand for text which the tokenizer cannot represent; empty for byte-level ones."""
-    unknown = {tokenizer.unk_token_id} - {
-        None,
-        tokenizer.bos_token_id,
-        tokenizer.eos_token_id,
-    }  # GPT-2 names one for all
-    return frozenset(map(int, unknown))
-
-
-def forgets_unknown_text(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Tell whether text that the tokenizer does not know leaves no token at all, so that nobody can count it."""
-    rare = ("\U00012000", "\U0001d11e", "\ua66e", "\u2603")  # cuneiform, a clef, an eye, a snowman
-    known, *others = (
-        tokenizer(f"a {sign}", add_special_tokens=False, verbose=False)["input_ids"] for sign in ("", *rare)
-    )
-    return any(ids == known for ids in others)
-
-
-def tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> Mapping[str, str]:
-    """Return digests of everything about the tokenizer that the encoding depends on: part of a cache's key."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is not None:
-        parts = json.loads(backend.to_str())
-        described = json.dumps({name: part for name, part in parts.items() if name not in ("truncation", "padding")})
-    else:
-        described = repr(sorted(tokenizer.get_vocab().items())) + repr(tokenizer.init_kwargs)
-    special = repr((tokenizer.bos_token_id, tokenizer.eos_token_id, sorted(tokenizer.all_special_ids)))
-    return {
-        "tokenizer": _digest(type(tokenizer).__name__ + described + special),
-        "chat_template": _digest(repr(tokenizer.chat_template)),
-    }
 
 
 def _edge(encoded: Encoded, place: int, *, what: str) -> int:
@@ -188,19 +148,5 @@ def _edge(encoded: Encoded, place: int, *, what: str) -> int:
     return num_tokens
 
 
-def _begins_twice(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> bool:
-    return tokenizer.bos_token_id is not None and ids[:2] == [tokenizer.bos_token_id] * 2
-
-
-def _end_of_sequence(tokenizer: PreTrainedTokenizerBase) -> int:
-    if tokenizer.eos_token_id is None:
-        raise DataError("the tokenizer has no end-of-sequence token, so the model could not learn where to stop.")
-    return int(tokenizer.eos_token_id)
-
-
 def _features(ids: Sequence[int] | np.ndarray, is_target: np.ndarray) -> Features:
     return Features({"input_ids": np.asarray(ids, dtype=np.uint32), "is_target": is_target})
-
-
-def _digest(text: str) -> str:
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

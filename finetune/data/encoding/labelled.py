@@ -3,13 +3,14 @@
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from finetune.data.encoding.encode import attempted
+from finetune.data.encoding.attempts import attempted
 from finetune.data.encoding.labels import Labels
+from finetune.data.encoding.text_rows import TextRowsEncoder
 from finetune.data.encoding.tokens import well_formed
 from finetune.data.features import Features, Outcome
 from finetune.data.rows import Row
@@ -30,7 +31,7 @@ class Cut:
     side: Literal["end", "start"]
 
 
-class LabelledEncoder:
+class LabelledEncoder(TextRowsEncoder):
     """Encodes texts with the tokenizer's special tokens, and reads their labels.
 
     Samples hold `input_ids` (uint32), `token_type_ids` (uint8) where the tokenizer makes them, and `labels`. With a
@@ -38,14 +39,24 @@ class LabelledEncoder:
     DataError where the cut leaves no room between the special tokens.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, labels: Labels, *, cut: Cut | None = None) -> None:
-        self._tokenizer = tokenizer
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        labels: Labels,
+        *,
+        cut: Cut | None = None,
+        allow_special_tokens: bool = False,
+    ) -> None:
+        super().__init__(tokenizer, allow_special_tokens=allow_special_tokens)
         self._labels = labels
         self._cut = cut
         if cut is not None and tokenizer.num_special_tokens_to_add(pair=True) >= cut.max_length:
             raise DataError(f"data.max_length: {cut.max_length} leaves no room between the special tokens. Raise it.")
 
-    def __call__(self, rows: Sequence[Row]) -> list[Outcome]:
+    def _with(self, tokenizer: PreTrainedTokenizerBase) -> Self:
+        return type(self)(tokenizer, self._labels, cut=self._cut)
+
+    def _encoded(self, rows: Sequence[Row]) -> list[Outcome]:
         """Return the features of each row; None for one without any text, or what is wrong with it."""
         labels = [attempted(self._label, row) for row in rows]
         outcomes: list[Outcome] = [label if isinstance(label, DataError) else None for label in labels]

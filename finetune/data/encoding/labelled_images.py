@@ -7,7 +7,7 @@ from pathlib import PurePath
 import numpy as np
 
 from finetune.data.classes import Classes
-from finetune.data.encoding.encode import attempted
+from finetune.data.encoding.attempts import attempted
 from finetune.data.features import Features, Outcome
 from finetune.data.images.decode import Mode, decode_image
 from finetune.data.images.read import StoredImage

@@ -2,35 +2,40 @@
 
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Self
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from finetune.data.encoding.encode import attempted
+from finetune.data.encoding.attempts import attempted
+from finetune.data.encoding.text_rows import TextRowsEncoder
 from finetune.data.encoding.tokens import Tokens, well_formed
 from finetune.data.features import Features, Outcome
 from finetune.data.rows import Row
 from finetune.errors import DataError
 
 
-class MaskedTextEncoder:
+class MaskedTextEncoder(TextRowsEncoder):
     """Encodes texts with the special tokens that the tokenizer puts around them.
 
     `is_target` marks the tokens that may be hidden, which special ones never are; with `words`, `is_word_start` marks
     the first token of each word. Raises DataError for a tokenizer that does not know words.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, words: bool) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, words: bool, allow_special_tokens: bool = False) -> None:
         if words and not tokenizer.is_fast:
             raise DataError(
                 "task.masked_lm.whole_words: this tokenizer, written in Python, does not tell which tokens are one "
                 "word. Use one with a tokenizer.json, or write `whole_words: false`."
             )
-        self._tokenizer = tokenizer
+        super().__init__(tokenizer, allow_special_tokens=allow_special_tokens)
         self._words = words
         self._special = np.array(sorted(Tokens(tokenizer).special), np.int64)
 
-    def __call__(self, rows: Sequence[Row]) -> list[Outcome]:
+    def _with(self, tokenizer: PreTrainedTokenizerBase) -> Self:
+        return type(self)(tokenizer, words=self._words)
+
+    def _encoded(self, rows: Sequence[Row]) -> list[Outcome]:
         """Return the features of each row's `text`; None where there is nothing to hide, or what is wrong with it."""
         texts = [attempted(well_formed, row["text"]) for row in rows]
         right = [text for text in texts if isinstance(text, str)]

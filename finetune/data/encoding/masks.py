@@ -1,7 +1,7 @@
 """Which characters of a rendered conversation are learnt, exactly: what cannot be told apart is refused."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
 
@@ -31,6 +31,8 @@ class Lesson:
     text: str
     stretches: tuple[Stretch, ...]
     may_be_open: bool  # the last stretch is to be ended with end-of-sequence where no special token ends it
+    has_control_names: bool = field(default=False, kw_only=True)  # stand-ins are in the text: see control_tokens
+    has_turn_marks: bool = field(default=False, kw_only=True)
 
 
 @dataclass(frozen=True)

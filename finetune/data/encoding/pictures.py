@@ -48,9 +48,16 @@ class PicturedEncoder(ConversationEncoder):
         train_on: TrainOn = "assistant",
         system_prompt: str | None = None,
         template: str | None = None,
+        allow_special_tokens: bool = False,
     ) -> None:
         tokenizer = processor.tokenizer
-        super().__init__(tokenizer, train_on=train_on, system_prompt=system_prompt, template=template)
+        super().__init__(
+            tokenizer,
+            train_on=train_on,
+            system_prompt=system_prompt,
+            template=template,
+            allow_special_tokens=allow_special_tokens,
+        )
         self.pictures = Pictures(processor)
         self._as_parts = _wants_parts(tokenizer)
 
@@ -77,7 +84,15 @@ class PicturedEncoder(ConversationEncoder):
         images = tuple(_read(image) for image in list(row.get("images", ()))[:num_images])
         expansion = self.pictures.expand(lesson.text, images)
         stretches = [Stretch(expansion.moved(s.start), expansion.moved(s.end), s.what) for s in lesson.stretches]
-        return PicturedLesson(expansion.text, tuple(stretches), lesson.may_be_open, expansion, images)
+        return PicturedLesson(
+            expansion.text,
+            tuple(stretches),
+            lesson.may_be_open,
+            expansion,
+            images,
+            has_control_names=lesson.has_control_names,
+            has_turn_marks=lesson.has_turn_marks,
+        )
 
     def _check_marks(self, text: str, num_images: int) -> None:
         mark = self.pictures.mark
@@ -91,11 +106,16 @@ class PicturedEncoder(ConversationEncoder):
     def _features(self, lesson: Lesson, encoded: Encoded) -> Features:
         assert isinstance(lesson, PicturedLesson)
         features = super()._features(lesson, encoded)
-        prefix = _prefix(lesson.expansion.ids, encoded.ids, tokenizer=self._tokenizer)
+        shown = lesson.text if lesson.has_control_names else None  # what the processor was given
+        ours = encoded.ids if shown is None else np.asarray(self._tokens.ids(shown), np.uint32)
+        prefix = _prefix(lesson.expansion.ids, ours, tokenizer=self._tokenizer)
         ids = np.concatenate([np.array(prefix, np.uint32), features.arrays["input_ids"]])
         is_target = np.concatenate([np.zeros(len(prefix), dtype=bool), features.arrays["is_target"]])
         is_target &= ~np.isin(ids, self._tokens_of(lesson.expansion))
-        told = {name: _fitted(lesson.expansion.per_token.get(name), len(ids)) for name in self.pictures.per_token}
+        per_token = lesson.expansion.per_token
+        if lesson.has_control_names:
+            per_token = {name: _by_token(values, lesson.expansion.ids, ids) for name, values in per_token.items()}
+        told = {name: _fitted(per_token.get(name), len(ids)) for name in self.pictures.per_token}
         return Features({"input_ids": ids, "is_target": is_target, **told, **_image_arrays(lesson.images)})
 
     def _tokens_of(self, expansion: Expansion) -> list[int]:
@@ -130,6 +150,16 @@ def _fitted(values: np.ndarray | None, length: int) -> np.ndarray:
     if values is not None:
         fitted[: min(len(values), length)] = values[:length]
     return fitted
+
+
+def _by_token(values: np.ndarray, theirs: Sequence[int], ours: np.ndarray) -> np.ndarray:
+    """Return for each of our tokens what is said of the same token in theirs: of an image's tokens 1, of others 0."""
+    said = dict(zip(theirs, values.tolist(), strict=False))
+    if [said[token] for token in theirs] != values.tolist():
+        raise DataError(
+            "holds names of control tokens, and the processor tells more of a token than which it is. Remove the names."
+        )
+    return np.array([said.get(int(token), 0) for token in ours], values.dtype)
 
 
 def _prefix(theirs: Sequence[int], ours: np.ndarray, *, tokenizer: Any) -> tuple[int, ...]:

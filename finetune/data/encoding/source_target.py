@@ -1,32 +1,43 @@
 """A question and its answer become the source that an encoder reads and the target that a decoder writes."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Self
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from finetune.data.encoding.encode import attempted
+from finetune.data.encoding.attempts import attempted
+from finetune.data.encoding.control_tokens import texts_in
+from finetune.data.encoding.text_rows import TextRowsEncoder
 from finetune.data.encoding.tokens import Tokens, well_formed
 from finetune.data.features import Features, Outcome
 from finetune.data.rows import Row
 from finetune.errors import DataError
 
 
-class SourceTargetEncoder:
+class SourceTargetEncoder(TextRowsEncoder):
     """Encodes one exchange: the source as the tokenizer begins and ends a text, behind it the target.
 
     The target is what the tokenizer makes of a text to be written, ended by end-of-sequence; all of it is learnt. A
     chat template is not used. Raises DataError for a tokenizer without an end-of-sequence token.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, prefix: str = "") -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, *, prefix: str = "", allow_special_tokens: bool = False
+    ) -> None:
         if tokenizer.eos_token_id is None:
             raise DataError("the tokenizer has no end-of-sequence token, so the model could not learn where to stop.")
-        self._tokenizer = tokenizer
+        super().__init__(tokenizer, allow_special_tokens=allow_special_tokens)
         self._tokens = Tokens(tokenizer)
         self._prefix = prefix
 
-    def __call__(self, rows: Sequence[Row]) -> list[Outcome]:
+    def _with(self, tokenizer: PreTrainedTokenizerBase) -> Self:
+        return type(self)(tokenizer, prefix=self._control.renamed(self._prefix))
+
+    def _texts_of(self, row: Row) -> Iterable[str]:
+        return texts_in(row.get("messages") or ())
+
+    def _encoded(self, rows: Sequence[Row]) -> list[Outcome]:
         """Return the features of each row's `messages`; None for an empty source, or what is wrong with the row."""
         texts = [attempted(self._texts, row) for row in rows]
         right = [each for each in texts if not isinstance(each, DataError)]

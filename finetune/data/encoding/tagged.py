@@ -1,14 +1,15 @@
 """Words and their tags become tokens; the first token of each word carries its tag."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Self
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from finetune.data.classes import Classes
-from finetune.data.encoding.encode import attempted
+from finetune.data.encoding.attempts import attempted
 from finetune.data.encoding.labelled import LABELS, arrays_in
+from finetune.data.encoding.text_rows import TextRowsEncoder
 from finetune.data.encoding.tokens import well_formed
 from finetune.data.features import Features, Outcome
 from finetune.data.rows import Row
@@ -18,7 +19,7 @@ Encoded = tuple[np.ndarray, Mapping[str, np.ndarray]]
 """The number of the word that each token is of, -1 for special ones, and what the model is given."""
 
 
-class TaggedEncoder:
+class TaggedEncoder(TextRowsEncoder):
     """Encodes sentences that are cut into words, with the tokenizer's special tokens.
 
     Samples hold `input_ids` (uint32), `token_type_ids` (uint8) where the tokenizer makes them, `is_target` (bool) and
@@ -28,23 +29,32 @@ class TaggedEncoder:
     cannot tell which word a token is of.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, classes: Classes) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, classes: Classes, *, allow_special_tokens: bool = False
+    ) -> None:
         if not tokenizer.is_fast:
             raise DataError(
                 f"the tokenizer ({type(tokenizer).__name__}) is written in Python and cannot tell which word a token "
                 "is of. Name a model or `model.tokenizer` with a `tokenizer.json`."
             )
-        self._tokenizer = tokenizer
+        super().__init__(tokenizer, allow_special_tokens=allow_special_tokens)
         self._classes = classes
         probe = tokenizer(["ab", "cd"], is_split_into_words=True, add_special_tokens=False)["input_ids"]
         self._before = " " if "abcd" in tokenizer.decode(probe).lower() else ""
 
-    def __call__(self, rows: Sequence[Row]) -> list[Outcome]:
+    def _with(self, tokenizer: PreTrainedTokenizerBase) -> Self:
+        return type(self)(tokenizer, self._classes)
+
+    def _texts_of(self, row: Row) -> Iterable[str]:
+        words: Iterable[str] = row.get("tokens", ())
+        return words
+
+    def _encoded(self, rows: Sequence[Row]) -> list[Outcome]:
         """Return the features of each row; None for one without words, or what is wrong with it."""
         tags = [attempted(self._tags, row) for row in rows]
         good = [place for place, each in enumerate(tags) if isinstance(each, np.ndarray) and len(each)]
         outcomes: list[Outcome] = [each if isinstance(each, DataError) else None for each in tags]
-        for place, encoded in zip(good, self._encoded([rows[place]["tokens"] for place in good]), strict=True):
+        for place, encoded in zip(good, self._tokenized([rows[place]["tokens"] for place in good]), strict=True):
             outcomes[place] = attempted(self._features, rows[place]["tokens"], tags[place], encoded)
         return outcomes
 
@@ -58,13 +68,13 @@ class TaggedEncoder:
     def _features(self, words: Sequence[str], tags: np.ndarray, encoded: Encoded) -> Features:
         lost = set(range(len(words))) - set(encoded[0].tolist())
         if lost:
-            (encoded,) = self._encoded([self._without_lost(words, lost)])
+            (encoded,) = self._tokenized([self._without_lost(words, lost)])
         word_of, arrays = encoded
         is_target = (word_of >= 0) & (word_of != np.append(-1, word_of[:-1]))
         labels = np.where(is_target, tags[word_of], 0).astype(np.int32)
         return Features({**arrays, "is_target": is_target, LABELS: labels})
 
-    def _encoded(self, sentences: Sequence[Sequence[str]]) -> list[Encoded]:
+    def _tokenized(self, sentences: Sequence[Sequence[str]]) -> list[Encoded]:
         if not sentences:
             return []
         blanks = [[words[0], *(f"{self._before}{word}" for word in words[1:])] for words in sentences]

@@ -9,7 +9,7 @@ from typing import Any
 
 from finetune.config.sections.data import Format
 from finetune.data.formats.row_template import rendered
-from finetune.data.images.read import folder_of
+from finetune.data.images.read import ImageRoot, folder_of
 from finetune.data.rows import Row, describe
 from finetune.errors import DataError
 
@@ -23,6 +23,7 @@ class Names:
     template: Mapping[str, Any]  # from the format's name to a Jinja text, or to turns of such texts
     key: str  # place of the source in the job YAML
     classes: Mapping[str, Sequence[str]] = field(default_factory=dict)  # from a format's name to names of 0, 1, 2, ...
+    image_root: ImageRoot | None = None  # that the files of images lie in
 
 
 class Columns:
@@ -38,6 +39,11 @@ class Columns:
     def folder(self) -> Path | None:
         """Return the folder from which relative paths in the row count; None where the row is in none."""
         return folder_of(self._origin)
+
+    @property
+    def image_root(self) -> ImageRoot | None:
+        """Return where the files lie that the row may name as images."""
+        return self._names.image_root
 
     def value(self, column: str) -> Any:
         """Return the value of a column that must be there."""

@@ -32,7 +32,7 @@ def with_images(row: Row, columns: Columns) -> Row:
     _refuse_drawn_answers(placed)
     sources = _sources(placed, given)
     images = [
-        stored_image(source, folder=columns.folder, title=f"image {number}")
+        stored_image(source, folder=columns.folder, title=f"image {number}", root=columns.image_root)
         for number, source in enumerate(sources, start=1)
     ]
     return {**row, "messages": [_without_sources(turn) for turn in placed], "images": images}

@@ -12,6 +12,7 @@ from finetune.data.formats.labelled import read_labelled, read_tagged
 from finetune.data.formats.pictured import with_images
 from finetune.data.formats.row_template import WHOLE_ROW, check_template, columns_read
 from finetune.data.formats.turns import Turn, read_sharegpt_turns, read_tools, read_turns
+from finetune.data.images.read import ImageRoot
 from finetune.data.rows import RawRow, Row
 from finetune.errors import DataError
 
@@ -72,6 +73,8 @@ class ColumnFormat:
         """Return the name of the format, those of the columns, and the templates."""
         names = self.names
         parts: list[Any] = [self.name, dict(sorted(names.columns.items())), dict(sorted(names.template.items()))]
+        if names.image_root is not None and names.image_root.counts_from is not None:
+            parts.append(str(names.image_root.counts_from))
         return [*parts, {column: list(each) for column, each in names.classes.items()}] if names.classes else parts
 
 
@@ -82,12 +85,13 @@ def choose_format(
     key: str,
     say: Callable[[str], None],
     class_names: Callable[[], Mapping[str, Sequence[str]]] = dict,
+    image_root: ImageRoot | None = None,
 ) -> ColumnFormat:
     """Return the format that is set, or the one that the columns of the first row decide; say which and what is unread.
 
-    `class_names` looks up the names that the dataset gives to whole numbers; labels become these names, which is said.
-    Raises DataError when no format fits, when `columns` or `template` has a column that the format does not have, or
-    when a template is not Jinja.
+    `image_root` is where files of images lie. `class_names` looks up the names that the dataset gives to whole
+    numbers; labels become these names, which is said. Raises DataError when no format fits, when `columns` or
+    `template` has a column that the format does not have, or when a template is not Jinja.
     """
     for column, written in section.template.items():
         check_template(written, key=f"{key}.template.{column}")
@@ -111,7 +115,7 @@ def choose_format(
         yours = section.columns.get(column, column)
         shown = listed(names[:_MOST_NAMES]) + (", ..." if len(names) > _MOST_NAMES else "")
         say(f"{key}: the dataset names the numbers of `{yours}` {shown}: these are the classes")
-    return ColumnFormat(Names(name, dict(section.columns), dict(section.template), key, classes))
+    return ColumnFormat(Names(name, dict(section.columns), dict(section.template), key, classes, image_root))
 
 
 def _classes(
@@ -177,7 +181,8 @@ def _read_prompt_completion(columns: Columns) -> Row:
 def _read_instruction(columns: Columns) -> Row:
     """Join the input to the instruction below an empty line, as Alpaca's rows mean it."""
     asked = "\n\n".join(part for part in (columns.text("instruction"), columns.optional_text("input")) if part)
-    turns = [*_system(columns), _turn("user", asked), _turn("assistant", columns.text("output"))]
+    said = [{"role": "user", "content": asked}, {"role": "assistant", "content": columns.text("output")}]
+    turns = [*_system(columns), *said]
     return with_images({"messages": turns}, columns)
 
 
@@ -216,12 +221,12 @@ def _said(columns: Columns, column: str, *, by: str, with_images: bool = False) 
     value = columns.value(column)
     if isinstance(value, list):
         return read_turns(value, title=columns.title(column), with_images=with_images)
-    return [_turn(by, columns.text(column))]
+    return [{"role": by, "content": columns.text(column)}]
 
 
 def _system(columns: Columns) -> list[Turn]:
     said = columns.optional_text("system")
-    return [_turn("system", said)] if said else []
+    return [{"role": "system", "content": said}] if said else []
 
 
 def _with_tools(row: Mapping[str, Any], columns: Columns) -> Row:
@@ -229,10 +234,6 @@ def _with_tools(row: Mapping[str, Any], columns: Columns) -> Row:
         return row
     tools = read_tools(columns.json_value("tools"), title=columns.title("tools"))
     return {**row, "tools": tools} if tools else row
-
-
-def _turn(role: str, content: str) -> Turn:
-    return {"role": role, "content": content}
 
 
 _READERS: Mapping[Format, Callable[[Columns], Row]] = {

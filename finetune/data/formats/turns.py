@@ -1,6 +1,7 @@
 """Turns of a conversation as rows write them: `role` and `content`, or ShareGPT's `from` and `value`, with tools."""
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,6 +16,10 @@ _PLAIN = {"role", "content"}
 _CALLS = ("tool_calls", "function_call")
 _OTHER_WEIGHTS = ("loss", "train", "training", "train_detail", "mask", "masked", "loss_weight")
 """What other tools call a turn's `weight`: passed on, they would change nothing."""
+
+_WORDS = ("user", "assistant", "system", "tool", "developer")
+_WORD = re.compile(r"\w[\w.-]{0,63}")
+"""What a role looks like: a template writes it beside its control tokens."""
 
 _ROLES: Mapping[str, str] = {
     **{role: role for role in ("system", "developer", "user", "assistant", "tool")},
@@ -58,10 +63,13 @@ def _listed(value: Any, *, title: str) -> Sequence[Any]:
 def _read_turn(number: int, turn: Any, *, with_images: bool) -> Turn:
     if not isinstance(turn, dict):
         raise DataError(f"turn {number} must be an object with `role` and `content`, but is {describe(turn)}.")
-    if turn.keys() == _PLAIN and isinstance(turn["role"], str) and isinstance(turn["content"], str):
+    role = turn.get("role")
+    if turn.keys() == _PLAIN and role in _WORDS and isinstance(turn["content"], str):
         return turn
-    if not isinstance(turn.get("role"), str):
+    if not isinstance(role, str):
         raise DataError(f"`role` of turn {number} must be text, but {_said(turn, 'role')}.")
+    if not _WORD.fullmatch(role):
+        raise DataError(f"`role` of turn {number} must be a plain word such as `user`, but is {role[:64]!r}.")
     for name in _OTHER_WEIGHTS:
         if turn.get(name) is not None:
             raise DataError(

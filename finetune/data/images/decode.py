@@ -1,9 +1,12 @@
 """Encoded bytes become pixels: upright, without alpha, in the channels asked for, never more than memory bears."""
 
+import re
+import struct
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from io import BytesIO
 from typing import Literal
 
@@ -17,6 +20,10 @@ Mode = Literal["RGB", "L"]
 MOST_PIXELS = 89_478_485
 """Pixels of the largest image that is decoded (Pillow's own limit): a small file may claim any size."""
 
+_NOT_READ = frozenset({"EPS", "WMF", "GRIB", "BUFR", "HDF5", "MPEG"})
+_QUOTED = re.compile(r"""b'[^']*'|b"[^"]*\"""")
+"""Bytes of a file that Pillow shows in its messages."""
+
 _BACKGROUND = (255, 255, 255, 255)
 _WHITE_16 = 65_535
 _FAULTS = (
@@ -29,6 +36,8 @@ _FAULTS = (
     IndexError,
     KeyError,
     TypeError,
+    struct.error,
+    MemoryError,
 )
 """What Pillow's readers raise for files that are broken in one way or another."""
 
@@ -75,14 +84,21 @@ def _opened(encoded: bytes) -> Iterator[Image.Image]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of odd metadata; a size beyond the limit is an error
             warnings.simplefilter("error", Image.DecompressionBombWarning)
-            with Image.open(BytesIO(encoded)) as image:
+            with Image.open(BytesIO(encoded), formats=_formats()) as image:
                 yield image
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise DataError(f"it has more than {MOST_PIXELS:,} pixels. Scale it down") from error
     except UnidentifiedImageError as error:
-        raise DataError(f"it is no image of a known kind: it begins with {encoded[:8]!r}") from error
+        raise DataError("it is no image of a known kind") from error
     except _FAULTS as error:
-        raise DataError(f"it cannot be decoded: {error}") from error
+        raise DataError(f"it cannot be decoded: {_QUOTED.sub('...', str(error))}") from error
+
+
+@cache
+def _formats() -> tuple[str, ...]:
+    """Return Pillow's formats without those that start other programs (Ghostscript) or only name a reader."""
+    Image.init()
+    return tuple(name for name in Image.ID if name not in _NOT_READ)
 
 
 def _flat(image: Image.Image, mode: Mode) -> Image.Image:

@@ -74,6 +74,8 @@ def encode_chunk(recipe: Recipe, raws: Sequence[RawRow]) -> Chunk:
         rows_without_target=len(without),
         first_without_target=raws[without[0]].place if without else "",
         empty_rows=sum(_is_empty(rows[place]) for place in without),
+        control_rows=sum(sample.has_control_names for _, sample in encoded),
+        turn_mark_rows=sum(sample.has_turn_marks for _, sample in encoded),
         longest=_whole_length(longest[1]) if longest else 0,
         longest_place=raws[longest[0]].place if longest else "",
     )

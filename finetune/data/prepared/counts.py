@@ -23,6 +23,8 @@ class Counts:
     excluded_rows: int = 0  # left out because they are evaluated on, and not among `rows`
     empty_rows: int = 0  # among those without a target: no token at all
     unknown_tokens: int = 0  # that stand for text unknown to the tokenizer
+    control_rows: int = 0  # whose texts hold names of control tokens, encoded as plain text
+    turn_mark_rows: int = 0  # whose texts hold what the chat template writes around turns in plain text
     longest: int = 0  # tokens of the longest row, before any cut
     longest_place: str = ""
     first_without_target: str = ""
@@ -64,6 +66,10 @@ class Counts:
             f"left out because data.validation has them, too: {self.excluded_rows:,} rows": self.excluded_rows,
             f"empty: {self.empty_rows:,} of these": self.empty_rows,
             f"unknown to the tokenizer: the text of {self.unknown_tokens:,} tokens": self.unknown_tokens,
+            f"names of control tokens in the texts of {self.control_rows:,} rows: encoded as plain text "
+            "(data.allow_special_tokens: true gives them their meaning)": self.control_rows,
+            f"turn marks of the chat template, which are plain text, in the texts of {self.turn_mark_rows:,} rows: "
+            "the model cannot tell these from the turns of a conversation": self.turn_mark_rows,
         }
         return tuple(line for line, happened in said.items() if happened)
 

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
 from finetune.data.rows import RawRow
@@ -70,6 +71,11 @@ class Files:
 
     name: str
     places: tuple[Place, ...]
+    base: Path | None = None  # the folder that they were looked for in, on this machine
+
+    def image_folders(self) -> Sequence[Path]:
+        """Return that folder."""
+        return () if self.base is None else (self.base,)
 
     def shards(self) -> Sequence[DataFile]:
         """Return the files."""

@@ -2,7 +2,10 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+from huggingface_hub.constants import HF_HUB_CACHE
 
 from finetune.config.sections.data import SourceSection, TrainedSourceSection
 from finetune.data.rows import RawRow
@@ -20,6 +23,7 @@ class HubDataset:
 
     name: str
     dataset: Any  # datasets.Dataset
+    local: str = ""  # its name, which may be a folder
 
     def digest(self) -> str:
         """Return the fingerprint that `datasets` gives to the content."""
@@ -28,6 +32,10 @@ class HubDataset:
     def listing(self) -> Any:
         """Return the fingerprint: it needs no reading."""
         return self.digest()
+
+    def image_folders(self) -> Sequence[Path]:
+        """Return where `datasets` keeps what it has downloaded, or the dataset's own folder."""
+        return _image_folders(self.local)
 
     def class_names(self) -> ClassNames:
         """Return the names of its `ClassLabel` columns."""
@@ -55,6 +63,7 @@ class HubStream:
     name: str
     dataset: Any  # datasets.IterableDataset
     version: str  # of the files on the hub
+    local: str = ""  # its name, which may be a folder
 
     def digest(self) -> str:
         """Return the version of the files: their content has not been seen."""
@@ -63,6 +72,10 @@ class HubStream:
     def listing(self) -> Any:
         """Return name and version."""
         return [self.name, self.version]
+
+    def image_folders(self) -> Sequence[Path]:
+        """Return where `datasets` keeps what it has downloaded, or the dataset's own folder."""
+        return _image_folders(self.local)
 
     def class_names(self) -> ClassNames:
         """Return the names of its `ClassLabel` columns, as far as the dataset tells its columns."""
@@ -120,13 +133,13 @@ def _downloaded(datasets: Any, source: SourceSection) -> HubDataset:
     loaded = datasets.load_dataset(
         source.name, source.config, split=source.split, revision=source.revision, streaming=False
     )
-    return HubDataset(_title(source), _undecoded(datasets, loaded))
+    return HubDataset(_title(source), _undecoded(datasets, loaded), str(source.name))
 
 
 def _streamed(datasets: Any, source: SourceSection) -> HubStream:
     builder = datasets.load_dataset_builder(source.name, source.config, revision=source.revision)
     dataset = _undecoded(datasets, builder.as_streaming_dataset(split=source.split))
-    return HubStream(_title(source), dataset, str(builder.hash))
+    return HubStream(_title(source), dataset, str(builder.hash), str(source.name))
 
 
 def _undecoded(datasets: Any, dataset: Any) -> Any:
@@ -137,6 +150,13 @@ def _undecoded(datasets: Any, dataset: Any) -> Any:
         elif isinstance(getattr(feature, "feature", None), datasets.Image):
             dataset = dataset.cast_column(column, type(feature)(datasets.Image(decode=False)))
     return dataset
+
+
+def _image_folders(name: str) -> tuple[Path, ...]:
+    datasets = require("datasets", extra="dev", purpose="Reading a hub dataset")
+    kept = (datasets.config.HF_DATASETS_CACHE, datasets.config.DOWNLOADED_DATASETS_PATH, HF_HUB_CACHE)
+    own = [Path(name).absolute()] if Path(name).is_dir() else []
+    return (*own, *(Path(each).expanduser() for each in kept))
 
 
 def _class_names(dataset: Any) -> ClassNames:

@@ -60,6 +60,10 @@ class ImageFolder:
         states = ((file, (self.folder / file).stat()) for file in self.files)
         return [[file.as_posix(), state.st_size, state.st_mtime_ns] for file, state in states]
 
+    def image_folders(self) -> Sequence[Path]:
+        """Return the folder."""
+        return (self.folder,)
+
     def class_names(self) -> ClassNames:
         """Return none: its labels are names."""
         return {}

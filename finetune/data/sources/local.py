@@ -12,6 +12,7 @@ from finetune.data.sources.image_folder import find_image_folder
 from finetune.data.sources.origin import Origin
 from finetune.errors import DataError
 from finetune.runtime.digests import file_digest
+from finetune.runtime.regular import NotAFile, open_regular, require_regular
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class LocalPlace:
 
     def open(self) -> BinaryIO:
         """Open it for reading."""
-        return self.path.open("rb")
+        return open_regular(self.path)
 
     def digest(self) -> str:
         """Return a digest of its content."""
@@ -59,6 +60,7 @@ def find_local(section: SourceSection, *, key: str, say: Callable[[str], None]) 
     elif path.exists():
         if path.is_symlink():
             say(f"{key}.path: {path} is a link to {path.resolve()}")
+        _require_file(path)
         found, base = [path], None
     else:
         base = _base(path)
@@ -69,7 +71,15 @@ def find_local(section: SourceSection, *, key: str, say: Callable[[str], None]) 
         require_readable(str(file))
     if base is not None and not section.follow_links:
         _refuse_links_out(found, base, key=key)
-    return Files(section.path, tuple(map(LocalPlace, found)))
+    return Files(section.path, tuple(map(LocalPlace, found)), base or path.parent)
+
+
+def _require_file(path: Path) -> None:
+    """Raise DataError for a FIFO or a device: rows are read more than once, the first of them before all others."""
+    try:
+        require_regular(path)
+    except NotAFile as error:
+        raise DataError(f"{path}: {error.strerror}. Rows are read several times: write them to a file.") from error
 
 
 def _has_rows(folder: Path) -> bool:

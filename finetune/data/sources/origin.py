@@ -1,6 +1,7 @@
 """Where rows come from, whole: files or a hub dataset, in shards that can be read from any row on."""
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 from finetune.data.rows import RawRow
@@ -36,6 +37,9 @@ class Origin(Protocol):
 
     def listing(self) -> Any:
         """Return, as JSON can hold it, what tells that the content may have changed, without reading the content."""
+
+    def image_folders(self) -> Sequence[Path]:
+        """Return the folders of this machine that files of images which its rows name may lie in; mostly one."""
 
     def class_names(self) -> ClassNames:
         """Return the names that it gives to whole numbers, by column."""

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 from finetune.config.sections.data import (
@@ -14,6 +15,7 @@ from finetune.config.sections.data import (
     ValidationSourceSection,
 )
 from finetune.data.formats.row_format import AS_READ, RowFormat, choose_format
+from finetune.data.images.read import ImageRoot
 from finetune.data.order.stream_plan import excerpt
 from finetune.data.rows import RawRow, Row
 from finetune.data.sources.hub import load_hub_dataset
@@ -145,8 +147,19 @@ def _open(section: SourceSection, *, key: str, say: Say) -> Portion:
     if first is None:
         after = f" after skip: {section.skip}" if section.skip else ""
         raise DataError(f"{key}: {origin.name} has no rows{after}.")
-    form = choose_format(section, first, key=key, say=say, class_names=origin.class_names)
+    root = image_root(section, origin.image_folders(), key=key)
+    form = choose_format(section, first, key=key, say=say, class_names=origin.class_names, image_root=root)
     return replace(unread, format=form)
+
+
+def image_root(section: SourceSection, folders: Sequence[Path], *, key: str) -> ImageRoot:
+    """Return where the files lie that rows of the source may name as images."""
+    if section.image_root is None:
+        return ImageRoot(tuple(folders), key, section.follow_links)
+    root = Path(section.image_root)
+    if not root.is_dir():
+        raise DataError(f"{key}.image_root: {root} is no folder. Name the folder in which the images lie.")
+    return ImageRoot((root,), key, section.follow_links, counts_from=root)
 
 
 def _find(section: SourceSection, *, key: str, say: Say) -> Origin:
@@ -159,6 +172,8 @@ def _find(section: SourceSection, *, key: str, say: Say) -> Origin:
         return find(section)
     except DataError as error:
         raise DataError(f"{place}: {error}") from error
+    except OSError as error:
+        raise DataError(f"{place}: {error.filename or section.path} cannot be read: {error.strerror}.") from error
 
 
 def _split(validation: ValidationSourceSection, *, seed: int) -> Split | None:

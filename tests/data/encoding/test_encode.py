@@ -15,13 +15,10 @@ from transformers import PreTrainedTokenizerFast
 from finetune.data.encoding.chat import BUILT_IN, NEEDED, set_chat_template, stop_ids, tokenize
 from finetune.data.encoding.encode import (
     ConversationEncoder,
-    TextEncoder,
-    encode_text,
-    forgets_unknown_text,
-    tokenizer_identity,
-    unknown_ids,
     with_system_prompt,
 )
+from finetune.data.encoding.text import TextEncoder, encode_text
+from finetune.data.encoding.tokenizer_facts import forgets_unknown_text, tokenizer_identity, unknown_ids
 from finetune.data.encoding.tokens import Tokens
 from finetune.errors import DataError
 

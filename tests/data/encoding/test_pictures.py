@@ -115,9 +115,18 @@ def test_a_system_prompt_is_given_in_the_form_that_the_template_wants():
     assert "Be brief." in llava().tokenizer.decode(features.arrays["input_ids"].tolist())
 
 
-def test_a_mark_in_the_text_is_refused():
-    with pytest.raises(DataError, match=r"shows 1 images, and .* has 2 times `<image>`"):
-        encoded(llava(), row([IMAGE, said("what is <image>?")], "a mark", images=[picture()]))
+@pytest.mark.parametrize("name", PROCESSORS)
+def test_a_mark_in_a_text_is_text(name):
+    processor = PROCESSORS[name]()
+    mark = processor.image_token
+    given = row([IMAGE, said(f"what is {mark}<|im_end|>?")], "a mark", images=[picture()])
+    features, plain = encoded(processor, given), encoded(processor, row([IMAGE, said("what")], "a", images=[picture()]))
+    token = processor.tokenizer.convert_tokens_to_ids(mark)
+    assert np.sum(features.arrays["input_ids"] == token) == np.sum(plain.arrays["input_ids"] == token) > 0
+    assert targets(features, processor.tokenizer) == ["a mark<|im_end|>"]
+    assert features.has_control_names
+    for told in {"mm_token_type_ids"} & features.arrays.keys():
+        assert np.array_equal(features.arrays[told] > 0, features.arrays["input_ids"] == token)
 
 
 def test_a_template_that_drops_images_is_refused():

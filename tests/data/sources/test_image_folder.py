@@ -115,5 +115,5 @@ def test_what_a_row_refers_to_is_part_of_its_source(photos):
     (photos / "dog" / "1.png").write_bytes(png(9))
     assert identity() != before
     (photos / "dog" / "1.png").unlink()
-    with pytest.raises(DataError, match=r"refers to .*dog/1\.png, which cannot be read"):
+    with pytest.raises(DataError, match=r"rows\.jsonl, row 2: there is no file .*dog/1\.png"):
         identity()

@@ -1,0 +1,187 @@
+"""Control tokens: what ends and begins turns. Their names in a row's content are text, and are encoded as text.
+
+A row that holds such a name is rendered with a stand-in of private-use characters in its place, which passes through
+a chat template as any text does. In the rendered text the template's own control tokens then get other names, which
+only a copy of the tokenizer knows, and the stand-ins become the names again: to that copy they are plain text. Names,
+stand-ins and new names are equally long, so no place in the text moves.
+"""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from finetune.data.encoding.renamed import renamed_tokenizer
+from finetune.data.encoding.tokens import Tokens
+from finetune.errors import DataError
+
+_STAND_INS, _NEW_NAMES = 0x100000, 0x108000
+"""The first of the private-use characters that stand for those of names, and of those that new names are made of."""
+
+_PRIVATE = re.compile("[\U00100000-\U0010ffff]")
+_REMEDY = "Remove them from the row, or set data.allow_special_tokens: true, which gives them their meaning."
+
+
+class ControlTokens:
+    """The control tokens of a tokenizer: its special tokens, and the `turn_marks` that a chat template writes.
+
+    With `allowed`, names in content keep their meaning and nothing is looked for.
+    """
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, *, turn_marks: Iterable[str] = (), allowed: bool = False
+    ) -> None:
+        self._tokenizer = tokenizer
+        known = {str(each.content) for each in tokenizer.added_tokens_decoder.values() if each.special}
+        known |= {*map(str, tokenizer.all_special_tokens), *turn_marks}
+        # what a text is made of in any case cannot be told from a control token
+        self.names = frozenset() if allowed else frozenset(name for name in known if _is_a_mark(name))
+        letters = {letter: chr(_STAND_INS + number) for number, letter in enumerate(sorted(set("".join(self.names))))}
+        self._to_stand_ins = str.maketrans(letters)
+        self._from_stand_ins = str.maketrans({stand_in: letter for letter, stand_in in letters.items()})
+        self._pattern = _one_of(self.names) if self.names else None
+        self._normalized_pattern = self._pattern_of_normalized()
+
+    def held_by(self, value: Any) -> bool:
+        """Tell whether the text, or the turns or schemas with all texts in them, hold a control token's name.
+
+        Texts are looked at end to end: a template may join what a row has cut in two.
+        """
+        if self._pattern is None:
+            return False
+        text = value if isinstance(value, str) else "".join(texts_in(value))
+        if self._pattern.search(text) is not None:
+            return True
+        pattern = self._normalized_pattern
+        return pattern is not None and pattern.search(_normalized(self._tokenizer, text)) is not None
+
+    def with_stand_ins(self, value: Any) -> Any:
+        """Return the text, or turns or schemas, with a stand-in for every control token's name and for a part of one.
+
+        Raises DataError for a row that holds stand-ins itself.
+        """
+        if isinstance(value, str):
+            return self._stood_in(value)
+        if isinstance(value, Mapping):
+            return {self.with_stand_ins(name): self.with_stand_ins(inner) for name, inner in value.items()}
+        if isinstance(value, list | tuple):
+            return [self.with_stand_ins(inner) for inner in value]
+        return value
+
+    def restored(self, text: str) -> str:
+        """Return the text with the names in place of the stand-ins."""
+        return text.translate(self._from_stand_ins)
+
+    def renamed(self, text: str) -> str:
+        """Return the text for the renamed tokenizer: control tokens under their new names, stand-ins as the names."""
+        if self._pattern is not None:
+            text = self._added.sub(lambda found: self._new_names.get(found.group(), found.group()), text)
+        return self.restored(text)
+
+    @cached_property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """Return the tokenizer to which the names are plain text; raises DataError where there can be none."""
+        return renamed_tokenizer(self._tokenizer, self._new_names)
+
+    @cached_property
+    def tokens(self) -> Tokens:
+        """Return what encodes with that tokenizer."""
+        return Tokens(self.tokenizer)
+
+    def check(self, ids: Iterable[int], text: str = "") -> None:
+        """Raise DataError where the renamed text has become other control tokens than it has new names of."""
+        found = sum(token in self._ids for token in ids)
+        written = sum(name != self._unknown for name in self._new.findall(text))
+        if found != written:
+            raise DataError(
+                "holds the name of a control token, which this tokenizer cannot write as plain text. " + _REMEDY
+            )
+
+    def check_plain(self, texts: Iterable[str]) -> None:
+        """Raise DataError where a text becomes a control token all the same."""
+        for text in texts:
+            if self.held_by(text):
+                self.check(self.tokens.ids(text))
+
+    def _stood_in(self, text: str) -> str:
+        if _PRIVATE.search(text):
+            raise DataError(f"holds private-use characters beside names of control tokens. {_REMEDY}")
+        assert self._pattern is not None
+        text = self._pattern.sub(lambda found: found.group().translate(self._to_stand_ins), text)
+        cut = self._beginnings.search(text, max(0, len(text) - max(map(len, self.names))))
+        return text if cut is None else text[: cut.start()] + cut.group().translate(self._to_stand_ins)
+
+    def _pattern_of_normalized(self) -> re.Pattern[str] | None:
+        """Return what finds names that the tokenizer looks for in normalized text; None where it has no such names."""
+        if getattr(getattr(self._tokenizer, "backend_tokenizer", None), "normalizer", None) is None:
+            return None
+        added = {str(each.content) for each in self._tokenizer.added_tokens_decoder.values() if each.normalized}
+        names = {_normalized(self._tokenizer, name) for name in self.names & added}
+        return _one_of(names) if any(names) else None
+
+    @cached_property
+    def _new_names(self) -> Mapping[str, str]:
+        return {name: chr(_NEW_NAMES + number) * len(name) for number, name in enumerate(sorted(self.names))}
+
+    @cached_property
+    def _new(self) -> re.Pattern[str]:
+        return _one_of(self._new_names.values())
+
+    @cached_property
+    def _added(self) -> re.Pattern[str]:
+        """Return what finds added tokens as the tokenizer does: the first, and of several the longest."""
+        added = {str(each.content) for each in self._tokenizer.added_tokens_decoder.values()}
+        return _one_of({*added, *self.names})
+
+    @cached_property
+    def _beginnings(self) -> re.Pattern[str]:
+        """Return what finds the beginning of a name at the end of a text."""
+        return re.compile(f"(?:{_one_of({name[:n] for name in self.names for n in range(1, len(name))}).pattern})\\Z")
+
+    @cached_property
+    def _unknown(self) -> str | None:
+        """Return the new name of the token for unknown text: it says nothing of a name."""
+        return self._new_names.get(str(self._tokenizer.unk_token)) if self._is_unknown_alone else None
+
+    @property
+    def _is_unknown_alone(self) -> bool:
+        others = (self._tokenizer.bos_token_id, self._tokenizer.eos_token_id)
+        return self._tokenizer.unk_token is not None and self._tokenizer.unk_token_id not in others
+
+    @cached_property
+    def _ids(self) -> frozenset[int]:
+        ids = self._tokenizer.convert_tokens_to_ids(sorted(self.names))
+        unknown = {self._tokenizer.unk_token_id} if self._is_unknown_alone else set()
+        return frozenset(ids) - unknown - {None}
+
+
+def texts_in(value: Any) -> Iterator[str]:
+    """Yield the texts of turns or of schemas in their order, and names of parts that are not a turn's own."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        is_turn = "role" in value and "content" in value
+        is_text = value.get("type") == "text" and isinstance(value.get("text"), str)
+        for name, inner in value.items():
+            if (is_turn and name == "role") or (is_text and name != "text"):
+                continue
+            if not is_turn and not is_text:
+                yield str(name)
+            yield from texts_in(inner)
+    elif isinstance(value, Sequence):
+        for inner in value:
+            yield from texts_in(inner)
+
+
+def _normalized(tokenizer: Any, text: str) -> str:
+    return str(tokenizer.backend_tokenizer.normalizer.normalize_str(text))
+
+
+def _is_a_mark(name: str) -> bool:
+    return len(name) > 1 and not name.isspace() and not name.isalnum()
+
+
+def _one_of(names: Iterable[str]) -> re.Pattern[str]:
+    return re.compile("|".join(re.escape(name) for name in sorted(names, key=lambda name: (-len(name), name))))
