@@ -200,7 +200,7 @@ def _progress(folder: Path, conversion: Conversion, *, step: int) -> Progress:
     batch_size = config.train.global_batch_size
     found = main_does(lambda: _beside(folder))
     is_step = found is not None and found.step == step
-    if is_step and are_samples_of(found, pool=lessons.training, global_batch_size=batch_size):
+    if found and is_step and are_samples_of(found, pool=lessons.training, global_batch_size=batch_size):
         return found
     conversion.say(
         f"{NOT_HELD}. Position and digest are worked out from --step {step} and the data's order; counts of tokens, "
