@@ -9,6 +9,7 @@ from safetensors import SafetensorError, safe_open
 from tokenizers import Tokenizer
 
 from finetune.errors import ModelError
+from finetune.runtime.terminal import json_text
 
 CONFIG = "config.json"
 SETTINGS = (
@@ -69,7 +70,7 @@ def read_settings(path: Path) -> dict[str, Any]:
             raise ValueError(f"it holds {_kind(found)} where a JSON object (`{{...}}`) belongs")
         if _is_deeper(found, DEEPEST):
             raise ValueError(f"it is nested more than {DEEPEST} deep")
-        json.dumps(found, ensure_ascii=False).encode("utf-8")
+        json_text(found).encode("utf-8")
     except UnicodeError as error:
         raise ModelError(f"{path}: is damaged: it is no text in UTF-8, or holds half a surrogate pair.") from error
     except RecursionError as error:

@@ -11,7 +11,6 @@ exit_code   0 finished or stopped by a limit, 129, 130 and 143 by a signal, 143 
 """
 
 import errno
-import json
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,7 +28,8 @@ from finetune.runtime import files
 from finetune.runtime.json_files import read_json
 from finetune.runtime.peers import Peer
 from finetune.runtime.progress import Progress
-from finetune.runtime.redact import redacted_text
+from finetune.runtime.redact import redacted_config, redacted_text
+from finetune.runtime.terminal import json_text
 
 FILE = "status.json"
 STARTING, RUNNING, FINISHED, STOPPED, FAILED = "starting", "running", "finished", "stopped", "failed"
@@ -165,7 +165,7 @@ class Status:
     def _write(self, facts: dict[str, Any]) -> None:
         now = self._clock()
         updated = datetime.fromtimestamp(now, UTC).isoformat(timespec="seconds")
-        facts = {**facts, "launch": self._launch, "updated": updated, "time": now}
+        facts = redacted_config({**facts, "launch": self._launch, "updated": updated, "time": now})
         try:
             files.write_bytes(self._folder / FILE, _padded(facts))
         except OSError:
@@ -191,7 +191,7 @@ class Status:
 
 def _padded(facts: Mapping[str, Any]) -> bytes:
     """Return the facts as indented JSON with blanks behind it: room for how the run ends, also on a full disk."""
-    content = json.dumps(facts, indent=2, ensure_ascii=False).encode(errors="backslashreplace")
+    content = json_text(facts, indent=2).encode(errors="backslashreplace")
     size = -(-(len(content) + _SPARE_BYTES) // _BLOCK_BYTES) * _BLOCK_BYTES
     return content + b" " * (size - len(content) - 1) + b"\n"
 
@@ -203,7 +203,7 @@ def _overwrite(path: Path, facts: Mapping[str, Any]) -> None:
         error = facts["error"] and {**facts["error"], "message": facts["error"]["message"][:_SHORT]}
         shorter = {**facts, "error": error, "reason": facts["reason"] and facts["reason"][:_SHORT]}
         for each in (facts, shorter, {**shorter, "ranks": []}):
-            content = json.dumps(each, ensure_ascii=False).encode(errors="backslashreplace")
+            content = json_text(each).encode(errors="backslashreplace")
             if len(content) <= room:
                 file.write(content + b" " * (room - len(content)) + b"\n")
                 return
