@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from finetune.config.draft import draft
 from finetune.config.faults import Fault, read_faults
-from finetune.config.overrides import override
+from finetune.config.overrides import named, override
 from finetune.config.paths import with_absolute_paths
 from finetune.config.rules import broken_rules
 from finetune.config.rules.files import file_problems
@@ -126,7 +126,7 @@ def _is_inside(key: str, outer: Iterable[str]) -> bool:
 
 def _in_order(problems: Iterable[Problem], sources: Sources, *, overrides: Sequence[str]) -> list[Problem]:
     """Return the problems with their places: by line, then by override, then what is missing; none twice."""
-    order = [f"--set {text}" for text in overrides]
+    order = [named(text) for text in overrides]
 
     def position(problem: Problem) -> tuple[int, int]:
         if problem.line is not None:

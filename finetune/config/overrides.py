@@ -8,6 +8,7 @@ from typing import Any
 from finetune.config.source import Source
 from finetune.config.yaml import read_yaml
 from finetune.errors import Problem
+from finetune.runtime.redact import redacted_command
 
 
 @dataclass
@@ -28,7 +29,7 @@ def override(values: dict[str, Any], overrides: Sequence[str]) -> Overridden:
     result = Overridden(copy.deepcopy(values))
     for text in overrides:
         key, equals, written = text.partition("=")
-        source = Source(f"--set {text}")
+        source = Source(named(text))
         fault = _syntax_fault(key, equals=equals, written=written)
         if fault is not None:
             result.problems.append(Problem("", fault, source=source.where))
@@ -41,6 +42,11 @@ def override(values: dict[str, Any], overrides: Sequence[str]) -> Overridden:
             continue
         _write(result, key, value=document.values, source=source)
     return result
+
+
+def named(text: str) -> str:
+    """Return the override as messages name it: as it was typed, without secrets."""
+    return f"--set {redacted_command([text])[0]}"
 
 
 def _syntax_fault(key: str, *, equals: str, written: str) -> str | None:
