@@ -60,7 +60,11 @@ def guarded_command_line() -> Iterator[None]:
         sys.argv[1:] = redacted_command(sys.argv[1:])
         try:
             yield
-        except Exception as error:
+        except SystemExit as ended:
+            raise SystemExit(ended.code if isinstance(ended.code, int | None) else _told(str(ended.code))) from None
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # a panic in Rust, for one, is no Exception
             tell_fault(error)
             raise SystemExit(1) from None
 
@@ -75,6 +79,12 @@ def _tell(error: FinetuneError) -> None:
         # A config is wrong for all alike, and the launcher ends everybody with the first that goes: rank 0 is to speak.
         time.sleep(_FIRST_RANK_SECONDS)
     print(message(error, rank=_rank()), file=sys.stderr, flush=True)
+
+
+def _told(text: str) -> int:
+    """Print what somebody has ended the process with, and return the exit code that Python gives it."""
+    print(text, file=sys.stderr, flush=True)
+    return 1
 
 
 def _rank() -> int:

@@ -9,6 +9,7 @@ from finetune.config.limits import MAX_DEPTH, MAX_KEY_LENGTH, MAX_OVERRIDES, unw
 from finetune.config.source import Source
 from finetune.config.yaml import read_yaml
 from finetune.errors import Problem
+from finetune.runtime.redact import redacted_command
 
 
 @dataclass
@@ -58,8 +59,9 @@ def override(values: dict[str, Any], overrides: Sequence[str]) -> Overridden:
 
 
 def place_of(override: str) -> str:
-    """Return how messages name the override, cut where it is long."""
-    return f"--set {override if len(override) <= _LONGEST_SHOWN else f'{override[: _LONGEST_SHOWN - 3]}...'}"
+    """Return how messages name the override: as it was typed, without secrets, cut where it is long."""
+    shown = redacted_command([override])[0]
+    return f"--set {shown if len(shown) <= _LONGEST_SHOWN else f'{shown[: _LONGEST_SHOWN - 3]}...'}"
 
 
 def _syntax_fault(key: str, *, equals: str, written: str) -> str | None:

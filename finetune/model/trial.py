@@ -18,6 +18,7 @@ from finetune.errors import ModelError
 from finetune.model.architecture import KEY, TEXT, SpecialIds, architecture, built_from
 from finetune.model.heads import HEADS
 from finetune.model.origin import pretrained_config
+from finetune.model.pretrained import build_from_config
 
 _MOST_MODULES = 300_000
 _MOST_PARAMETERS = 10**13
@@ -77,7 +78,8 @@ class _Trial:
     def model(self, config: PreTrainedConfig) -> PreTrainedModel:
         """Return the model on the default device."""
         trusts = self.section.trust_remote_code
-        model: PreTrainedModel = HEADS[self.head].from_config(config, dtype=torch.float32, trust_remote_code=trusts)
+        head = HEADS[self.head]
+        model: PreTrainedModel = build_from_config(head, config, dtype=torch.float32, trust_remote_code=trusts)
         return model.eval()  # dropout looks at values, which the meta device has not
 
 

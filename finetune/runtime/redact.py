@@ -58,7 +58,9 @@ _BEGINNINGS = (
 )
 """One of them is in every such shape: most texts have none, and are not searched further."""
 
-_HEADER = re.compile(r"\b(?P<scheme>Bearer|Basic)(?P<between>\s{1,4}|%20)(?P<value>[A-Za-z0-9._~+/=-]{12,})")
+_HEADER = re.compile(
+    r"\b(?P<scheme>Bearer|Basic)(?P<between>\s{1,4}|%20)(?=\S*(?:[\d=]|[a-z][A-Z]))(?P<value>[A-Za-z0-9._~+/=-]{12,})"
+)
 _OPAQUE = re.compile(r"(?<![\w/.+-])(?=[\w+-]*[a-z])(?=[\w+-]*[A-Z])(?=[\w+-]*\d)[\w+-]{24,}={0,2}(?![\w/.])")
 """A word that nobody would write by hand; only environment variables are searched for it."""
 
@@ -161,8 +163,8 @@ def _without_shapes(text: str) -> str:
 
 def _without_value(match: re.Match[str]) -> str:
     value = match["value"]
-    is_none = value.strip("\"'").lower() in _NO_VALUE or value.startswith("<") or "[redacted" in value
-    if is_none or not is_secret_name(match["name"]):
+    bare = value.strip("\"'")
+    if bare.lower() in _NO_VALUE or bare.startswith("<") or "[redacted" in bare or not is_secret_name(match["name"]):
         return match[0]
     quotes = value[0] if value[0] in "\"'" else ""
     return f"{match['name']}{match['between']}{quotes}{REDACTED}{quotes}"

@@ -73,7 +73,7 @@ def secrets_in_urls(text: str) -> Iterator[str]:
 
 def is_secret_parameter(name: str) -> bool:
     """Tell whether a URL's parameter of this name holds a secret."""
-    return bool(_SECRET_PARAMETER.search(name))
+    return bool(_SECRET_PARAMETER.search(name.strip("_")))
 
 
 def without_query(url: str) -> str:

@@ -70,9 +70,7 @@ class GuardedStream:
 
     def write(self, text: str) -> int:
         """Write the text, readable."""
-        if not isinstance(text, str):
-            raise TypeError(f"a text is written here, not {type(text).__name__}")
-        self._write(redacted_text(text) if self._keeps_escapes else self._readable(text))
+        self._write(self._readable(text))
         return len(text)
 
     def writelines(self, lines: Sequence[str]) -> None:
@@ -85,11 +83,21 @@ class GuardedStream:
         self.stream.flush()
 
     def __getattr__(self, name: str) -> Any:
-        if name == "buffer":
-            raise AttributeError("text is written here, which nothing may go round")
+        if name in ("buffer", "stream"):  # `stream` is asked for here only before there is one
+            raise AttributeError(f"there is no `{name}` here: only text is written, and nothing goes round it")
         return getattr(self.stream, name)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "write":  # wandb listens so: it, too, hears only what is readable
+            super().__setattr__(name, lambda text: value(self._readable(text)))
+        else:
+            super().__setattr__(name, value)
+
     def _readable(self, text: str) -> str:
+        if not isinstance(text, str):
+            raise TypeError(f"a text is written here, not {type(text).__name__}")
+        if self._keeps_escapes:
+            return redacted_text(text)
         bar = _BAR.match(text) if self._has_bars else None
         if bar is None:
             return readable(text)

@@ -87,3 +87,9 @@ def test_a_checkpointer_refuses_before_it_loads_and_says_what_it_let_through(fol
 
 def test_the_examples_in_the_docstrings_hold():
     assert doctest.testmod(changes).attempted > 0
+
+
+def test_an_address_that_an_older_version_remembered_with_its_signature_is_no_change():
+    signed = facts(settings={"data.train.path": '"https://h/x.jsonl?sig=c0ffee"'})
+    here = facts(settings={"data.train.path": '"https://h/x.jsonl"'})
+    assert told_changes(PATH, signed, wanted=here, allowed=()) == []

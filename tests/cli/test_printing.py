@@ -41,6 +41,17 @@ def test_a_fault_of_ours_ends_with_its_traceback_and_exit_code_1(typed, job, mon
     assert told.endswith("ZeroDivisionError: \\x1b[2J at https://h/?token=[redacted]\n")
 
 
+@pytest.mark.parametrize("error", [SystemExit("\x1b[2J token='c0ffee'"), BaseException("\x1b[2J token='c0ffee'")])
+def test_whatever_ends_the_process_is_told_readable(typed, job, monkeypatch, error):
+    def fail(*_, **__):
+        raise error
+
+    monkeypatch.setattr("finetune.cli.lazy.call", fail)
+    code, _, told = typed("check", job)
+    assert code == 1
+    assert told.endswith("\\x1b[2J token='[redacted]'\n")
+
+
 def test_the_words_that_were_typed_are_known_without_their_secrets(typed, job):
     typed("check", job, "--set", "report.api_key=c0ffee", "--set", "data.train.path=https://h/x?sig=c0ffee")
     assert sys.argv[1:] == [

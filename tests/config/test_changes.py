@@ -61,3 +61,20 @@ def test_where_a_run_is_and_how_it_was_started_is_not_remembered(remembered):
 
 def test_the_same_value_written_or_by_default_is_the_same(remembered):
     assert remembered() == remembered("train.max_gradient_norm=1.0", "data.shuffle=true", "checkpoint={}")
+
+
+def test_an_address_that_is_signed_anew_is_no_change(remembered):
+    first, again = (
+        remembered(f'data.train.path="https://h/rows.jsonl?X-Amz-Date={n}&X-Amz-Signature=c0ffee{n}"') for n in (1, 2)
+    )
+    assert first == again
+    assert first[1]["data.train.path"] == '"https://h/rows.jsonl"'
+
+
+def test_no_secret_is_remembered(remembered):
+    name = "me/hf_c0ffeeAbcdefghijklmn"
+    maths, settings = remembered(f"model.name={name}", f"export.push_to_hub={name}")
+    assert maths["model.name"] == settings["export.push_to_hub"] == '"me/[redacted]"'
+    values = "{model_type: llama, values: {vocab_size: 9, api_key: c0ffee}}"
+    maths, _ = remembered("model.name=null", f"model.from_config={values}", "model.tokenizer.name=gpt2")
+    assert maths["model.from_config.values"] == '{"api_key": "[redacted]", "vocab_size": 9}'

@@ -1,6 +1,7 @@
 import pytest
 
 from finetune.config.overrides import override
+from finetune.errors import ConfigError
 
 
 def test_an_override_replaces_one_key_and_leaves_the_argument_alone():
@@ -55,3 +56,18 @@ def test_an_override_that_cannot_be_done_is_named(written, message):
     assert problem.source == f"--set {written}"
     assert message in problem.message
     assert result.values == {"train": {"steps": 1, "list": [1, 2]}}
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("train.stepps=4", "--set train.stepps=4"),
+        ("a.api_key=c0ffee", "--set a.api_key=[redacted]"),
+        ("a={n: 1, api_key: c0ffee}", "--set a={n: 1, api_key: '[redacted]'}"),
+        ("a=https://h/?sig=c0ffee", "--set a=https://h/?sig=[redacted]"),
+    ],
+)
+def test_a_problem_names_the_override_without_its_secret(load, text, named):
+    with pytest.raises(ConfigError) as caught:
+        load(text)
+    assert caught.value.problems[0].source == named

@@ -1,8 +1,10 @@
 """A folder is made once, by one process, and appears whole."""
 
+import json
+
 import pytest
 
-from finetune.runtime.files import make_once
+from finetune.runtime.files import make_once, write_json
 
 
 def make(folder, build, **named):
@@ -42,3 +44,11 @@ def test_a_build_that_begins_anew_finds_nothing_of_one_that_was_killed(tmp_path)
     (killed / "half").write_text("half")
     make(tmp_path / "folder", lambda staging: (staging / "rest").write_text("rest"))
     assert [path.name for path in (tmp_path / "folder").iterdir()] == ["rest"]
+
+
+def test_json_is_written_without_secrets_unless_it_is_counted_on(tmp_path):
+    value = {"url": "https://h/?token=c0ffee", "path": "\udcff\x9b"}
+    write_json(tmp_path / "record.json", value)
+    write_json(tmp_path / "exact.json", value, exact=True)
+    read = [json.loads((tmp_path / f"{name}.json").read_text()) for name in ("record", "exact")]
+    assert read == [value | {"url": "https://h/?token=[redacted]"}, value]

@@ -120,7 +120,7 @@ def test_secrets_within_a_variable_are_left_out(value, cleaned):
         ("call(token='abc', n=1)", "call(token='[redacted]', n=1)"),
         ('{"api_key": "abc", "n": 1}', '{"api_key": "[redacted]", "n": 1}'),
         ("{'password': 'abc'}", "{'password': '[redacted]'}"),
-        ("Authorization: Bearer abcdefghijklmnop", "Authorization: Bearer [redacted]"),
+        ("Authorization: Bearer abcdefghijklmno1", "Authorization: Bearer [redacted]"),
         ("x%26hf_token%3Dabc", "x%26hf_token%3D[redacted]"),
         ("-----BEGIN RSA PRIVATE KEY-----\nabc\n-----END RSA PRIVATE KEY----- x", "[redacted] x"),
         ("sig eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0In0.abc-def x", "sig [redacted] x"),
@@ -135,6 +135,7 @@ def test_secrets_under_a_name_in_a_sentence_are_left_out(text, cleaned):
     [
         "token=None, use_auth_token=True, pad_token=<pad>, token=''",
         "train.tokens=100 num_tokens=3 max_new_tokens: 8 key=3",
+        "token='<|im_end|>', Basic understanding of Bearer authentication",
         "Set HF_TOKEN to a token that may write there.",
         "`hf_token`: there is no such key. Write `KEY=VALUE`.",
         "hf_internal_testing/tiny-random-LlamaForCausalLM sk-learn-pipeline",

@@ -16,7 +16,7 @@ CANARY = "c0ffee+/=Ab"
     [
         *("X-Amz-Signature", "X-Amz-Credential", "X-Amz-Security-Token", "X-Goog-Signature", "x-goog-credential"),
         *("AWSAccessKeyId", "GoogleAccessId", "Signature", "sig", "token", "access_token", "key", "api_key", "apikey"),
-        *("password", "client_secret", "subscription-key", "jwt", "Key-Pair-Id"),
+        *("password", "client_secret", "subscription-key", "jwt", "Key-Pair-Id", "__token__"),
     ],
 )
 def test_what_signs_an_address_or_opens_it_is_secret(name):

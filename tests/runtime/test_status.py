@@ -92,3 +92,13 @@ def test_a_status_that_cannot_be_written_stops_nothing(tmp_path):
 def test_each_end_has_its_exit_code(error, state, code):
     ended = ended_by(error, rank=0)
     assert (ended.state, ended.exit_code) == (state, code)
+
+
+def test_an_error_with_a_secret_is_still_known_as_this_rank_s_own(tmp_path):
+    status = status_of(tmp_path)
+    status.start()
+    own = ended_by(ValueError("\x1b 403 at https://h/?token=c0ffee"), rank=0)
+    assert status.claim_end(own) == own
+    assert status.claim_end(own) == own  # as it was read from the file
+    assert read(tmp_path)["error"]["message"] == "ValueError: \x1b 403 at https://h/?token=[redacted]"
+    assert "\x1b" not in (tmp_path / "status.json").read_text()

@@ -97,6 +97,15 @@ def test_a_library_s_progress_bar_still_moves_on_a_terminal_and_only_there():
     assert file.getvalue() == "\\x0d 10%\\x1b[A\\x0dname \\x1b[31m"
 
 
+def test_whoever_listens_to_what_is_written_hears_what_is_readable():
+    screen, heard = io.StringIO(), []
+    stream = GuardedStream(screen)
+    before = stream.write
+    stream.write = lambda text: heard.append(text) or before(text)  # type: ignore[method-assign]
+    print("\x1b[2J token='c0ffee'", file=stream)
+    assert "".join(heard) == screen.getvalue() == "\\x1b[2J token='[redacted]'\n"
+
+
 def test_an_answer_on_a_terminal_does_not_go_back_over_what_was_said():
     screen = Terminal()
     for piece in ("\r", "\x1b[A", "\rEVIL"):

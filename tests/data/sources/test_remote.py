@@ -1,8 +1,11 @@
 """Rows in object storage: a real S3 server on this machine, and fsspec's storage in memory."""
 
 import gzip
+import http.server
 import io
 import json
+import threading
+from functools import partial
 
 import fsspec
 import pyarrow
@@ -98,3 +101,32 @@ def test_a_bad_file_is_named_with_its_url(folder):
     put(f"{folder}/bad.jsonl.gz", b"not gzip")
     with pytest.raises(DataError, match=r"://.*bad\.jsonl\.gz: cannot be read"):
         opened(f"{folder}/bad.jsonl.gz")
+
+
+@pytest.fixture
+def site(tmp_path):
+    """The address of a web server with a file of rows."""
+    (tmp_path / "rows.jsonl").write_bytes(b"".join(LINES))
+    handler = partial(http.server.SimpleHTTPRequestHandler, directory=str(tmp_path))
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+def test_an_address_may_be_signed_and_signed_anew_it_is_the_same(site):
+    plain = opened(f"{site}/rows.jsonl")
+    for signature in ("c0ffee", "deca[f]*?"):
+        signed = opened(f"{site}/rows.jsonl?X-Amz-Date={signature}&X-Amz-Signature={signature}")
+        assert texts(signed) == texts(plain) == [row["text"] for row in ROWS]
+        assert signed.identity() == plain.identity()
+        assert signed.listing_identity() == plain.listing_identity()
+        assert (
+            {raw.origin for raw in signed.rows()} == {shard.name for shard in signed.shards()} == {f"{site}/rows.jsonl"}
+        )
+
+
+def test_an_address_that_was_written_down_without_its_secret_is_refused():
+    with pytest.raises(DataError, match=r"the secret in this address was not written down .* Write the address anew"):
+        opened("https://h/rows.jsonl?sig=[redacted]")
