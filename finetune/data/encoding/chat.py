@@ -4,12 +4,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from jinja2 import TemplateSyntaxError
+from jinja2 import TemplateError, TemplateSyntaxError
 from transformers import PreTrainedTokenizerBase
 
-from finetune.data.encoding.rendering import render
+from finetune.data.encoding.rendering import render, set_template_file
 from finetune.data.formats.turns import Turn
+from finetune.data.templates.limited import TemplateRefused, TemplateSyntax
 from finetune.errors import DataError
+from finetune.runtime.regular import open_regular
 
 BUILT_IN = {path.stem: path for path in sorted((Path(__file__).parent / "templates").glob("*.jinja"))}
 """Templates that are chosen by name."""
@@ -25,6 +27,10 @@ NEEDED: Mapping[str, tuple[str, ...]] = {
 """The marks of each that must be single tokens, or the model would be trained on other tokens than it was made with."""
 
 
+MOST_TEMPLATE_BYTES = 1 << 20
+"""Of the largest Jinja file that is read as a chat template."""
+
+
 def set_chat_template(tokenizer: PreTrainedTokenizerBase, chat_template: str | None) -> None:
     """Give the tokenizer the built-in template or the Jinja file; None leaves it its own.
 
@@ -35,7 +41,8 @@ def set_chat_template(tokenizer: PreTrainedTokenizerBase, chat_template: str | N
     path = BUILT_IN.get(chat_template, Path(chat_template).expanduser())
     _check_tokens(tokenizer, chat_template)
     try:
-        tokenizer.chat_template = path.read_text(encoding="utf-8")
+        tokenizer.chat_template = _read(path)
+        set_template_file(tokenizer, None if chat_template in BUILT_IN else chat_template)
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(
             f"data.chat_template: {chat_template} cannot be read: {error}. "
@@ -156,6 +163,16 @@ def _rendered(tokenizer: PreTrainedTokenizerBase, turns: Sequence[Turn]) -> str:
         return ""
 
 
+def _read(path: Path) -> str:
+    with open_regular(path) as file:
+        content = file.read(MOST_TEMPLATE_BYTES + 1)
+    if len(content) > MOST_TEMPLATE_BYTES:
+        raise DataError(
+            f"data.chat_template: {path} has more than {MOST_TEMPLATE_BYTES >> 20} MB: this is no template."
+        )
+    return content.decode("utf-8")
+
+
 def _check_tokens(tokenizer: PreTrainedTokenizerBase, chat_template: str) -> None:
     missing = [mark for mark in NEEDED.get(chat_template, ()) if len(tokenize(tokenizer, mark)) != 1]
     if missing:
@@ -170,8 +187,9 @@ def _check_syntax(tokenizer: PreTrainedTokenizerBase, chat_template: str) -> Non
     try:
         render(tokenizer, [{"role": "user", "content": "a"}])
     except DataError as error:
-        if isinstance(error.__cause__, TemplateSyntaxError):
-            line = error.__cause__.lineno
-            raise DataError(
-                f"data.chat_template: {chat_template}, line {line}: not valid Jinja: {error.__cause__}"
-            ) from error
+        cause = error.__cause__
+        if isinstance(cause, TemplateSyntaxError | TemplateSyntax):
+            line = f", line {cause.lineno}"
+            raise DataError(f"data.chat_template: {chat_template}{line}: not valid Jinja: {cause}") from error
+        if not isinstance(cause, TemplateRefused | TemplateError):
+            raise DataError(f"data.chat_template: {error}") from error

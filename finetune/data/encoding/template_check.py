@@ -8,7 +8,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from finetune.config.sections.data import DataSection
-from finetune.data.encoding.chat import EndOfTurn, end_of_turn, is_special
+from finetune.data.encoding.chat import EndOfTurn, end_of_turn, is_special, tokenize
 from finetune.data.encoding.encode import ConversationEncoder
 from finetune.data.encoding.masks import first_difference
 from finetune.data.encoding.rendering import has_markers, render
@@ -149,14 +149,8 @@ class _Sample:
     @cached_property
     def prompt(self) -> list[int]:
         """Return the tokens that a model is asked with, made as those who use it make them."""
-        made = self.tokenizer.apply_chat_template(
-            self.row["messages"][:-1],
-            tools=self.row.get("tools"),
-            add_generation_prompt=True,
-            tokenize=True,
-            return_dict=False,
-        )
-        return list(made)
+        turns, tools = self.row["messages"][:-1], self.row.get("tools")
+        return tokenize(self.tokenizer, render(self.tokenizer, turns, tools=tools, with_answer_cue=True).text)
 
     def begins_with(self, token: int | None) -> bool:
         return self.ids[0] == token

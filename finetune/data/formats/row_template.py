@@ -10,13 +10,18 @@ from jinja2 import StrictUndefined, Template, TemplateError, TemplateSyntaxError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from finetune.data.rows import Row
+from finetune.data.templates.limited import TemplateRefused, TemplateSyntax, limited
+from finetune.data.templates.tame import is_tame
 from finetune.errors import DataError
 
 WHOLE_ROW = "row"
 """The name under which a template finds all columns, for those whose name is no word: `row['my column']`."""
 
 _FILE = "<row template>"
-_FAULTS = (TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError)
+_FAULTS = (
+    *(TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError),
+    *(SyntaxError, MemoryError),  # of what Jinja compiles to
+)
 
 
 def rendered(written: Any, row: Row, *, column: str) -> Any:
@@ -37,9 +42,15 @@ def check_template(written: Any, *, key: str) -> None:
     """Raise DataError naming the key and the line unless every text in it is Jinja."""
     for text in _texts(written):
         try:
-            _compiled(text)
-        except TemplateSyntaxError as error:
-            raise DataError(f"{key}, line {error.lineno}: not valid Jinja: {error.message}") from error
+            if is_tame(text, may_gather=False):
+                compile_text(text)
+            else:
+                limited(f"{__name__}:compile_text", text, name=f"of {key}", template=text)
+        except (TemplateSyntaxError, TemplateSyntax) as error:
+            said = error.message if isinstance(error, TemplateSyntaxError) else str(error)
+            raise DataError(f"{key}, line {error.lineno}: not valid Jinja: {said}") from error
+        except (*_FAULTS, TemplateRefused) as error:
+            raise DataError(f"{key}: cannot be compiled: {error}") from error
 
 
 def columns_read(written: Any) -> frozenset[str]:
@@ -58,11 +69,28 @@ def _texts(written: Any) -> Iterator[str]:
 
 def _text(written: str, row: Row, *, column: str) -> str:
     try:
-        return _compiled(written).render({WHOLE_ROW: row, **row})
-    except _FAULTS as error:
-        place = f"template of `{column}`, line {_line(error)}"
+        if is_tame(written, may_gather=False):
+            return render_text(written, row)
+        return str(limited(f"{__name__}:render_text", written, dict(row), name=f"of `{column}`", template=written))
+    except (*_FAULTS, TemplateRefused) as error:
+        line = error.lineno if isinstance(error, TemplateRefused) else _line(error)
+        place = f"template of `{column}`, line {line}"
         columns = ", ".join(f"`{name}`" for name in row)
         raise DataError(f"{place}: {error}. The row's columns are {columns}.") from error
+
+
+def render_text(written: str, row: Row) -> str:
+    """Return what the template makes of the row; what it raises knows the line of the template as `lineno`."""
+    try:
+        return _compiled(written).render({WHOLE_ROW: row, **row})
+    except _FAULTS as error:
+        error.lineno = _line(error)  # type: ignore[union-attr]  # for who runs it in another process
+        raise
+
+
+def compile_text(written: str) -> None:
+    """Compile the template, in which Jinja already computes what is constant; raises what Jinja raises."""
+    _compiled(written)
 
 
 def _line(error: Exception) -> int:
