@@ -1,6 +1,5 @@
 """`finetune doctor`: what this machine has, and what of it must be mended before a run."""
 
-import os
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from finetune.advise.printing import print_facts
 from finetune.config.load import load_config
 from finetune.data.prepared.cache import DEFAULT_FOLDER, cache_folder
 from finetune.runtime.amounts import size_text
+from finetune.runtime.build_locks import ABANDONED, BUILDING, BuildLock, build_locks, extensions_folder
 from finetune.runtime.cores import usable_cores
 from finetune.runtime.environment import environment_facts
 
@@ -47,7 +47,7 @@ def examine(path: Path | None, overrides: Sequence[str]) -> bool:
     }
     facts = environment_facts()
     print_facts(_told(facts, places))
-    findings = list(find(facts, places, locks=stale_locks(extensions_folder())))
+    findings = list(find(facts, places, locks=build_locks(extensions_folder())))
     print()
     for finding in findings:
         print(f"{'MEND' if finding.must_be_mended else 'note'}: {finding.text}")
@@ -56,10 +56,11 @@ def examine(path: Path | None, overrides: Sequence[str]) -> bool:
     return not any(finding.must_be_mended for finding in findings)
 
 
-def find(facts: dict[str, Any], places: dict[str, Path], *, locks: Sequence[Path]) -> Iterator[Finding]:
+def find(facts: dict[str, Any], places: dict[str, Path], *, locks: Sequence[BuildLock]) -> Iterator[Finding]:
     """Yield what there is to know of the machine."""
     for lock in locks:
-        yield Finding(f"{lock} was left by a build that was killed: every later run waits for it. Delete it.", True)
+        advice = " A launch under DeepSpeed removes it; or delete it." if lock.state == ABANDONED else ""
+        yield Finding(f"{lock}{advice}", lock.state != BUILDING)
     for name, place in places.items():
         if (free := _free_bytes(place)) < FULL_BYTES:
             yield Finding(f"the disk of the {name} folder {place} has {size_text(free)} left. Make room.", True)
@@ -78,26 +79,6 @@ def find(facts: dict[str, Any], places: dict[str, Path], *, locks: Sequence[Path
     default = facts["accelerate_default_config"]
     if default["exists"]:
         yield Finding(f"`accelerate launch` without --config_file takes {default['path']}: name a file.", False)
-
-
-def extensions_folder() -> Path:
-    """Return where torch builds what DeepSpeed compiles."""
-    return Path(os.environ.get("TORCH_EXTENSIONS_DIR", "~/.cache/torch_extensions")).expanduser()
-
-
-def stale_locks(folder: Path) -> list[Path]:
-    """Return the locks of builds that no process of this machine holds any more."""
-    locks = sorted(folder.glob("**/lock"))
-    held = set(_open_files()) if locks else set()
-    return [lock for lock in locks if lock.resolve() not in held]
-
-
-def _open_files() -> Iterator[Path]:
-    for process in psutil.process_iter():
-        try:
-            yield from (Path(file.path) for file in process.open_files())
-        except psutil.Error:  # it has ended, or is somebody else's
-            continue
 
 
 def _told(facts: dict[str, Any], places: dict[str, Path]) -> Iterator[tuple[str, str]]:

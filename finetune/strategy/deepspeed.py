@@ -1,5 +1,7 @@
 """DeepSpeed ZeRO (Rajbhandari et al., 2019, arXiv:1910.02054), stages 1 to 3, with or without offload."""
 
+import os
+import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -8,6 +10,7 @@ from accelerate.utils import DeepSpeedPlugin
 from torch import nn
 
 from finetune.errors import StrategyError
+from finetune.runtime.build_watch import BuildWatch, clear_build_locks
 from finetune.runtime.construction import Construction
 from finetune.runtime.optional import require
 from finetune.strategy.cpu import gloo_bridge
@@ -37,6 +40,7 @@ class ZeroRedundancy:
 
     def plugin(self) -> PluginSettings:
         """Return Accelerate's plugin, its DeepSpeed config completed by what the job decides."""
+        _look_after_builds()
         with self.setting():  # DeepSpeed settles on its device when it is first imported
             require("deepspeed", extra="deepspeed", purpose="DeepSpeed ZeRO")
         try:
@@ -58,6 +62,19 @@ class ZeroRedundancy:
     def construction(self) -> Construction:
         """Return construction in which stage 3 partitions each parameter at birth (transformers enters zero.Init)."""
         return Construction(gather=_gather) if self._stage == 3 else Construction()
+
+
+def _look_after_builds() -> None:
+    """Have locks of killed builds removed, and what is waited for told: by one process of each machine."""
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    if local == 0:
+        clear_build_locks(say=_say)
+    if local <= 1:  # where the first one compiles, the second one tells
+        BuildWatch(say=_say).start()
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def _gather(parameters: Sequence[nn.Parameter]) -> AbstractContextManager[Any]:

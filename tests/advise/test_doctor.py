@@ -5,31 +5,23 @@ import json
 import pytest
 
 from finetune.advise import doctor
-from finetune.advise.doctor import examine, find, stale_locks
+from finetune.advise.doctor import examine, find
 from finetune.advise.doctor_data import examine_loading, loading_table, yaml_lines
 from finetune.advise.loading_advice import choose, consumed_by_a_rank, waiting_share
 from finetune.advise.loading_speed import Measured, Pass, settings_to_try
 from finetune.config.sections.data import DataSection, TrainingSourceSection
 from finetune.data.workers import LoaderSettings, Room
+from finetune.runtime.build_locks import ABANDONED, BuildLock
 
 NO_DEFAULT = {"accelerate_default_config": {"path": "/nowhere", "exists": False}}
-
-
-def test_a_lock_that_nobody_holds_is_stale(tmp_path):
-    for name in ("killed", "building"):
-        (tmp_path / "py311_cpu" / name).mkdir(parents=True)
-        (tmp_path / "py311_cpu" / name / "lock").touch()
-    with (tmp_path / "py311_cpu" / "building" / "lock").open():  # as a process that compiles keeps it
-        assert stale_locks(tmp_path) == [tmp_path / "py311_cpu" / "killed" / "lock"]
-    assert stale_locks(tmp_path / "nothing") == []
 
 
 def test_what_must_be_mended_is_told_from_what_is_to_be_known(tmp_path, monkeypatch):
     monkeypatch.setattr(doctor, "DRIVER", tmp_path / "no driver")
     monkeypatch.setattr(doctor, "SHARED_MEMORY", tmp_path / "no shared memory")
     facts = {"accelerate_default_config": {"path": "/home/default_config.yaml", "exists": True}}
-    lock, known = find(facts, {"run": tmp_path}, locks=[tmp_path / "lock"])
-    assert lock.must_be_mended and "Delete it" in lock.text
+    lock, known = find(facts, {"run": tmp_path}, locks=[BuildLock(tmp_path / "lock", ABANDONED, "nobody")])
+    assert lock.must_be_mended and "delete it" in lock.text
     assert not known.must_be_mended and "/home/default_config.yaml" in known.text
     assert list(find(NO_DEFAULT, {"run": tmp_path}, locks=[])) == []
 
