@@ -7,6 +7,7 @@ from pathlib import Path
 
 from finetune.checkpoint import layout
 from finetune.checkpoint.ahead import Facts
+from finetune.checkpoint.changes import refuse_to_start_anew
 from finetune.checkpoint.manifest import Manifest, file_facts, first_problem, read_manifest, verified_by
 from finetune.checkpoint.together import all_do, main_does
 from finetune.errors import CheckpointError
@@ -34,7 +35,7 @@ def find_newest(folder: Path, *, say: Callable[[str], None], facts: Facts = file
     Bad ones on the way are renamed to `.bad-...` and named with what is wrong with them; when there are only bad ones,
     that is an error and not a fresh start.
     """
-    while path := main_does(lambda: _newest(folder)):
+    while path := main_does(lambda: layout.newest(folder)):
         try:
             return verify(path, facts=facts)
         except CheckpointError as error:
@@ -71,12 +72,7 @@ def find_at(path: Path, *, folder: Path, facts: Facts = file_facts) -> Found:
 
 def refuse_any(folder: Path) -> None:
     """Raise CheckpointError when the folder has checkpoints. Collective."""
-    newest = main_does(lambda: _newest(folder))
-    if newest is not None:
-        raise CheckpointError(
-            f"checkpoint.resume: never, but there is {newest}. "
-            "Write `auto` to continue from it, or another run.folder to start anew."
-        )
+    refuse_to_start_anew(main_does(lambda: layout.newest(folder)))
 
 
 def verify(path: Path, *, group: Group = Group.MAIN, facts: Facts = file_facts) -> Found:
@@ -101,17 +97,13 @@ def _first_problem(path: Path, manifest: Manifest, names: list[str], facts: Fact
     return None
 
 
-def _newest(folder: Path) -> Path | None:
-    return next(reversed(layout.steps(folder).values()), None)
-
-
 def _clear_the_way(found: Found, *, folder: Path) -> None:
     own = layout.steps(folder)
     is_own = any(path.resolve() == found.path.resolve() for path in own.values())
     if own and not is_own:
         raise CheckpointError(
             f"checkpoint.resume: {found.path} is another run's, and {folder} has checkpoints of its own, such as "
-            f"{_newest(folder)}. Write `auto` to continue from that one, or another run.folder."
+            f"{layout.newest(folder)}. Write `auto` to continue from that one, or another run.folder."
         )
     for step, path in own.items():
         if step > found.step:

@@ -53,6 +53,11 @@ def steps(folder: Path) -> dict[int, Path]:
     return dict(sorted((step, path) for path, step in named.items() if step is not None))
 
 
+def newest(folder: Path) -> Path | None:
+    """Return the folder of the last step that bears a checkpoint's name; None where there is none."""
+    return next(reversed(steps(folder).values()), None)
+
+
 def bad_ones(folder: Path) -> list[Path]:
     """Return the checkpoints that were put aside because they did not verify."""
     return sorted(folder.glob(".bad-step-*"))

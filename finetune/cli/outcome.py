@@ -9,7 +9,7 @@ from typing import Any, ParamSpec
 
 import typer
 
-from finetune.errors import ConfigError, FinetuneError
+from finetune.errors import FinetuneError
 
 P = ParamSpec("P")
 
@@ -45,8 +45,8 @@ def message(error: FinetuneError, *, rank: int) -> str:
 
 
 def _tell(error: FinetuneError) -> None:
-    if isinstance(error, ConfigError) and _rank() > 0:
-        # A config is wrong for all alike, and the launcher ends everybody with the first that goes: rank 0 is to speak.
+    if error.is_on_all_ranks and _rank() > 0:
+        # It is wrong for all alike, and the launcher ends everybody with the first that goes: rank 0 is to speak.
         time.sleep(_FIRST_RANK_SECONDS)
     print(message(error, rank=_rank()), file=sys.stderr, flush=True)
 

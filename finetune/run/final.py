@@ -1,12 +1,12 @@
 """`final/`: the model that a run leaves behind, and the record of which step it is from."""
 
-import json
 from pathlib import Path
+
+import psutil
 
 from finetune.checkpoint.gather import gather_weights
 from finetune.config.explain import resolved_yaml
 from finetune.config.load import LoadedConfig
-from finetune.config.sections.export import ExportSection
 from finetune.data.encoding.chat import stop_ids
 from finetune.export.card import CardFacts
 from finetune.export.generation import Inputs, Language
@@ -14,19 +14,17 @@ from finetune.export.save import ExportReport, export_model
 from finetune.model.processing import Processing
 from finetune.report.events import Noted
 from finetune.report.reporter import Reporter
+from finetune.run.input_stamps import input_stamps
 from finetune.run.lessons import Lessons
 from finetune.run.machine import Machine
 from finetune.run.merging import needs_trained_only, original_weights, written_section
+from finetune.run.over import FOLDER, RECORD, is_exported
 from finetune.run.weights import make_weights
 from finetune.runtime import files, ranks
 from finetune.runtime.amounts import size_text
 from finetune.runtime.environment import package_versions
 from finetune.runtime.progress import Progress
 from finetune.runtime.waypoints import reach
-
-FOLDER = "final"
-RECORD = "final.json"
-"""Which step `final/` is from, why the run was over then, what `export:` said, and the sizes of its files."""
 
 
 def export_final(
@@ -62,16 +60,6 @@ def export_final(
     ranks.barrier()  # nobody leaves while the main rank is still writing
 
 
-def is_exported(run_folder: Path, *, step: int, section: ExportSection) -> bool:
-    """Tell whether `final/` was exported so after this step, and each of its files still has the size it had then."""
-    try:
-        record = json.loads((run_folder / RECORD).read_text(encoding="utf-8"))
-        sizes = {name: (run_folder / FOLDER / name).stat().st_size for name in record["files"]}
-        return bool(record["step"] == step and record["export"] == section.model_dump() and record["files"] == sizes)
-    except (OSError, ValueError, KeyError):
-        return False
-
-
 def inputs_of(processing: Processing) -> Inputs:
     """Return what is exported beside the weights."""
     tokenizer = processing.tokenizer
@@ -94,4 +82,5 @@ def _card(loaded: LoadedConfig, progress: Progress, *, head: str) -> CardFacts:
 def _record(loaded: LoadedConfig, report: ExportReport, *, step: int, reason: str) -> None:
     sizes = {name: (report.folder / name).stat().st_size for name in report.files}
     facts = {"step": step, "reason": reason, "export": loaded.config.export.model_dump(), "files": sizes}
+    facts |= {"inputs": input_stamps(loaded.config, before=psutil.Process().create_time())}
     files.write_json(Path(loaded.config.run.folder) / RECORD, facts)

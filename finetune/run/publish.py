@@ -7,7 +7,7 @@ from pathlib import Path
 from finetune.config.load import LoadedConfig
 from finetune.errors import HubError
 from finetune.export.push import push_folder
-from finetune.run.final import FOLDER, RECORD
+from finetune.run.over import FOLDER, RECORD
 from finetune.runtime import files, ranks
 
 

@@ -11,6 +11,8 @@ exit_code   0 finished or stopped by a limit, 129, 130 and 143 by a signal, 143 
 """
 
 import json
+import os
+import platform
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -19,11 +21,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import psutil
 from filelock import FileLock, Timeout
 
 from finetune.errors import FinetuneError
 from finetune.runtime import files
-from finetune.runtime.peers import Peer
+from finetune.runtime.launcher import launch_name
+from finetune.runtime.peer import Peer
 from finetune.runtime.progress import Progress
 
 FILE = "status.json"
@@ -166,6 +170,21 @@ class Status:
             yield
         finally:
             lock.release()
+
+
+def status_of_launch(folder: Path, *, rank: int) -> Status:
+    """Return the status of the launch that this process belongs to."""
+    me = Peer(rank, platform.node(), os.getpid())
+    launch = launch_name(os.environ, host=me.host, pid=me.pid, parent=os.getppid())
+    return Status(folder, rank=rank, me=me, launch=launch, since=psutil.Process().create_time() - 2)
+
+
+def told_finished(status: Status, progress: Progress, checkpoint: str, reason: str, *, num_steps: int) -> int:
+    """Write down that there was nothing left to do, and return the exit code of a success."""
+    status.checkpoint(checkpoint)
+    status.run(progress, num_steps=num_steps)
+    status.end(FINISHED, reason=reason, exit_code=0)
+    return 0
 
 
 def _fields(ended: Ended) -> dict[str, Any]:
