@@ -44,6 +44,15 @@ def told_changes(path: Path, saved: RunFacts, *, wanted: RunFacts, allowed: Sequ
     return sentences
 
 
+def refuse_to_start_anew(newest: Path | None) -> None:
+    """Raise CheckpointError where there is a checkpoint although the run is never to continue."""
+    if newest is not None:
+        raise CheckpointError(
+            f"checkpoint.resume: never, but there is {newest}. "
+            "Write `auto` to continue from it, or another run.folder to start anew."
+        )
+
+
 def differences(there: Mapping[str, str], here: Mapping[str, str]) -> dict[str, tuple[str, str]]:
     """Return what differs, with the value there and here; of a section that came or went only its own name.
 

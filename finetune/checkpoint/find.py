@@ -8,12 +8,13 @@ from typing import TypeVar
 
 from finetune.checkpoint import layout
 from finetune.checkpoint.ahead import Facts
+from finetune.checkpoint.changes import refuse_to_start_anew
 from finetune.checkpoint.manifest import (
     Manifest,
     OtherFormatError,
     file_facts,
     first_problem,
-    read_manifest,
+    read_named,
     verified_by,
 )
 from finetune.checkpoint.texts import Texts, header_problem, read_texts
@@ -47,7 +48,7 @@ def find_newest(folder: Path, *, say: Callable[[str], None], facts: Facts = file
     that is an error and not a fresh start. One of another format is an error, too, and stays where it is: continuing
     from an older one would throw away what was trained since.
     """
-    while path := main_does(lambda: _newest(folder)):
+    while path := main_does(lambda: layout.newest(folder)):
         try:
             return verify(path, facts=facts)
         except OtherFormatError:
@@ -88,12 +89,7 @@ def find_at(path: Path, *, folder: Path, facts: Facts = file_facts) -> Found:
 
 def refuse_any(folder: Path) -> None:
     """Raise CheckpointError when the folder has checkpoints. Collective."""
-    newest = main_does(lambda: _newest(folder))
-    if newest is not None:
-        raise CheckpointError(
-            f"checkpoint.resume: never, but there is {newest}. "
-            "Write `auto` to continue from it, or another run.folder to start anew."
-        )
+    refuse_to_start_anew(main_does(lambda: layout.newest(folder)))
 
 
 def verify(path: Path, *, group: Group = Group.MAIN, facts: Facts = file_facts) -> Found:
@@ -108,14 +104,6 @@ def verify(path: Path, *, group: Group = Group.MAIN, facts: Facts = file_facts) 
     texts = _on_main(lambda: read_texts(path, manifest), group=group)
     _raise_first(path, all_do(lambda: _first_bad_header(path, mine, texts), group=group))
     return Found(path, manifest, texts)
-
-
-def read_named(path: Path) -> Manifest:
-    """Return the manifest; raises CheckpointError also where the folder is called after another step than its own."""
-    manifest, named = read_manifest(path), layout.step_of(path)
-    if named not in (None, manifest.step):
-        raise CheckpointError(f"{path}: the folder is called step {named} and its manifest says step {manifest.step}")
-    return manifest
 
 
 def _on_main(act: Callable[[], T], *, group: Group) -> T:
@@ -152,17 +140,13 @@ def _first_problem(path: Path, manifest: Manifest, names: list[str], facts: Fact
     return None
 
 
-def _newest(folder: Path) -> Path | None:
-    return next(reversed(layout.steps(folder).values()), None)
-
-
 def _clear_the_way(found: Found, *, folder: Path) -> None:
     own = layout.steps(folder)
     is_own = any(path.resolve() == found.path.resolve() for path in own.values())
     if own and not is_own:
         raise CheckpointError(
             f"checkpoint.resume: {found.path} is another run's, and {folder} has checkpoints of its own, such as "
-            f"{_newest(folder)}. Write `auto` to continue from that one, or another run.folder."
+            f"{layout.newest(folder)}. Write `auto` to continue from that one, or another run.folder."
         )
     for step, path in own.items():
         if step > found.step:

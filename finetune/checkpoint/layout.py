@@ -70,6 +70,11 @@ def almost_named(folder: Path) -> list[Path]:
     return [path for path in sorted(folder.glob("step-*")) if step_of(path) is None or not path.is_dir()]
 
 
+def newest(folder: Path) -> Path | None:
+    """Return the folder of the last step that bears a checkpoint's name; None where there is none."""
+    return next(reversed(steps(folder).values()), None)
+
+
 def bad_ones(folder: Path) -> list[Path]:
     """Return the checkpoints that were put aside because they did not verify."""
     return sorted(folder.glob(".bad-step-*"))

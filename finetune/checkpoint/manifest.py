@@ -12,7 +12,7 @@ from typing_extensions import TypedDict
 
 from finetune import __version__
 from finetune.checkpoint.facts import RunFacts
-from finetune.checkpoint.layout import MANIFEST
+from finetune.checkpoint.layout import MANIFEST, step_of
 from finetune.errors import CheckpointError
 from finetune.runtime import files
 from finetune.runtime.json_files import first_problem as json_problem
@@ -123,6 +123,14 @@ def read_manifest(folder: Path) -> Manifest:
         return parse_manifest(read_regular(path, most_bytes=_MOST_BYTES), path=path)
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
+
+
+def read_named(path: Path) -> Manifest:
+    """Return the manifest; raises CheckpointError also where the folder is called after another step than its own."""
+    manifest, named = read_manifest(path), step_of(path)
+    if named not in (None, manifest.step):
+        raise CheckpointError(f"{path}: the folder is called step {named} and its manifest says step {manifest.step}")
+    return manifest
 
 
 def parse_manifest(content: bytes, *, path: Path) -> Manifest:

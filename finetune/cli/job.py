@@ -14,6 +14,9 @@ def train_job(path: Path, overrides: Sequence[str]) -> int:
     What the run will continue from is read while that is imported.
     """
     loaded = load_config(path, overrides)
+    code = lazy.call("finetune.run.beforehand:answer_beforehand", loaded)
+    if code is not None:
+        return int(code)
     ahead = lazy.call("finetune.run.ahead:verify_ahead", loaded)
     return int(lazy.call("finetune.run.training:train_from_config", loaded, ahead))
 

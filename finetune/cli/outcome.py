@@ -10,7 +10,7 @@ from typing import Any, ParamSpec
 
 import typer
 
-from finetune.errors import ConfigError, FinetuneError, UserError, disk_text
+from finetune.errors import FinetuneError, UserError, disk_text
 from finetune.runtime.redact import redacted_command
 from finetune.runtime.terminal import guarded, readable, tell_fault
 
@@ -41,6 +41,8 @@ def reported(command: Callable[P, Any]) -> Callable[P, None]:
                     raise
                 _tell(UserError(text))
                 code = UserError.exit_code
+            except EOFError as error:
+                raise RuntimeError("a file ended too early") from error  # typer would say "Aborted!" and no more
             except KeyboardInterrupt:
                 if _rank() == 0:
                     print("interrupted", file=sys.stderr)
@@ -75,8 +77,8 @@ def message(error: FinetuneError, *, rank: int) -> str:
 
 
 def _tell(error: FinetuneError) -> None:
-    if isinstance(error, ConfigError) and _rank() > 0:
-        # A config is wrong for all alike, and the launcher ends everybody with the first that goes: rank 0 is to speak.
+    if error.is_on_all_ranks and _rank() > 0:
+        # It is wrong for all alike, and the launcher ends everybody with the first that goes: rank 0 is to speak.
         time.sleep(_FIRST_RANK_SECONDS)
     print(message(error, rank=_rank()), file=sys.stderr, flush=True)
 

@@ -14,12 +14,10 @@ from finetune.report.announcer import Announcer
 from finetune.run.identity import run_facts
 from finetune.run.lessons import Lessons
 from finetune.run.machine import Machine
+from finetune.run.over import BEST_IS_OF
 from finetune.run.samples import refuse_other_samples
 from finetune.run.settling import settle_buckets
 from finetune.runtime.progress import Progress
-
-BEST_IS_OF = ("train.early_stopping", "train.early_stopping.metric", "train.early_stopping.goal")
-"""What early stopping remembers means nothing once one of these has changed."""
 
 
 def continue_run(

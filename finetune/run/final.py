@@ -2,16 +2,13 @@
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, NotRequired
 
-from pydantic import ConfigDict, TypeAdapter, with_config
+import psutil
 from torch import Tensor
-from typing_extensions import TypedDict
 
 from finetune.checkpoint.gather import gather_weights
 from finetune.config.explain import resolved_yaml
 from finetune.config.load import LoadedConfig
-from finetune.config.sections.export import ExportSection
 from finetune.data.encoding.chat import stop_ids
 from finetune.errors import DiskError
 from finetune.export.card import CardFacts
@@ -20,37 +17,20 @@ from finetune.export.save import ExportReport, export_model
 from finetune.model.processing import Processing
 from finetune.report.events import Noted
 from finetune.report.reporter import Reporter
+from finetune.run.input_stamps import input_stamps
 from finetune.run.lessons import Lessons
 from finetune.run.machine import Machine
 from finetune.run.merging import needs_trained_only, original_weights, written_section
+from finetune.run.over import FOLDER, RECORD, is_exported
 from finetune.run.weights import make_weights
 from finetune.runtime import files, ranks
 from finetune.runtime.amounts import size_text
 from finetune.runtime.disk import free_bytes
 from finetune.runtime.environment import package_versions
-from finetune.runtime.json_files import parse_as, read_regular
 from finetune.runtime.progress import Progress
-from finetune.runtime.redact import redacted_config
 from finetune.runtime.waypoints import reach
 
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-
-FOLDER = "final"
-RECORD = "final.json"
-"""Which step `final/` is from, why the run was over then, what `export:` said, and the sizes of its files."""
-
-
-@with_config(ConfigDict(strict=True, extra="forbid"))
-class _Record(TypedDict):
-    step: int
-    reason: str
-    export: dict[str, Any]
-    files: dict[str, int]
-    pushed_to: NotRequired[str | None]
-    push_problem: NotRequired[str | None]
-
-
-_RECORD: TypeAdapter[Any] = TypeAdapter(_Record)
 
 
 def export_final(
@@ -98,26 +78,6 @@ def _require_room(run_folder: Path, weights: Iterable[Tensor], *, dtype: str | N
         )
 
 
-def is_exported(run_folder: Path, *, step: int, section: ExportSection) -> bool:
-    """Tell whether `final/` was exported so after this step, and each of its files still has the size it had then."""
-    record = read_record(run_folder)
-    if record is None or record["step"] != step or record["export"] != redacted_config(section.model_dump()):
-        return False
-    try:
-        sizes = {name: (run_folder / FOLDER / name).stat().st_size for name in record["files"]}
-        return bool(sizes == record["files"])
-    except OSError:
-        return False
-
-
-def read_record(run_folder: Path) -> dict[str, Any] | None:
-    """Return the record beside `final/`; None where there is none, or none that can be believed: it is made again."""
-    try:
-        return dict(parse_as(_RECORD, read_regular(run_folder / RECORD)))
-    except (OSError, ValueError):
-        return None
-
-
 def inputs_of(processing: Processing) -> Inputs:
     """Return what is exported beside the weights."""
     tokenizer = processing.tokenizer
@@ -140,4 +100,5 @@ def _card(loaded: LoadedConfig, progress: Progress, *, head: str) -> CardFacts:
 def _record(loaded: LoadedConfig, report: ExportReport, *, step: int, reason: str) -> None:
     sizes = {name: (report.folder / name).stat().st_size for name in report.files}
     facts = {"step": step, "reason": reason, "export": loaded.config.export.model_dump(), "files": sizes}
+    facts |= {"inputs": input_stamps(loaded.config, before=psutil.Process().create_time())}
     files.write_json(Path(loaded.config.run.folder) / RECORD, facts)

@@ -8,14 +8,15 @@ from finetune.config.load import LoadedConfig
 from finetune.errors import CheckpointError, NonFiniteError
 from finetune.report.events import RunEnded, Warned
 from finetune.run.final import export_final
-from finetune.run.finished import FinishedRun
 from finetune.run.lessons import Lessons
 from finetune.run.machine import Machine
+from finetune.run.over import FinishedRun
 from finetune.run.watch import Watch
 from finetune.run.wishes import take_back_stop
 from finetune.runtime import ranks, signals, status
 from finetune.runtime.progress import Progress
-from finetune.train.loop import EARLY, FINISHED, report_steps, train
+from finetune.train.early_stopping import EARLY, FINISHED
+from finetune.train.loop import report_steps, train
 from finetune.train.parts import Parts
 from finetune.train.stopping import FAILED_SAVE, SPOT_NOTICE, STOP_FILE
 
@@ -61,10 +62,8 @@ def train_to_the_end(
 
 def end_at_once(finished: FinishedRun, *, watch: Watch, num_steps: int) -> int:
     """Report that there is nothing left to do, and return the exit code of a success."""
-    watch.status.checkpoint(str(finished.checkpoint))
-    watch.status.run(finished.progress, num_steps=num_steps)
-    watch.status.end(status.FINISHED, reason=finished.reason, exit_code=0)
-    return 0
+    place, reason = str(finished.checkpoint), finished.reason
+    return status.told_finished(watch.status, finished.progress, place, reason, num_steps=num_steps)
 
 
 def _train(parts: Parts, progress: Progress, *, watch: Watch) -> str:

@@ -17,12 +17,13 @@ from finetune.run.norms import Settled, each_ended
 from finetune.run.samples import recorded
 from finetune.run.weights import make_weights
 from finetune.runtime.cadence import Cadence, Never
+from finetune.train.early_stopping import EarlyStopping, NeverStop
 from finetune.train.evaluate import NoEvaluation
 from finetune.train.in_backward import UpdateInBackward
 from finetune.train.meters import Meters
 from finetune.train.parts import Evaluation, Parts, Saving
 from finetune.train.plan import Plan
-from finetune.train.stopping import EarlyStopping, NeverStop, Wishes
+from finetune.train.stopping import Wishes
 from finetune.train.update import Update
 from finetune.train.weights import EvaluationOf
 

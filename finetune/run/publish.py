@@ -6,7 +6,7 @@ from pathlib import Path
 from finetune.config.load import LoadedConfig
 from finetune.errors import HubError
 from finetune.export.push import push_folder
-from finetune.run.final import FOLDER, RECORD, read_record
+from finetune.run.over import FOLDER, RECORD, read_record
 from finetune.runtime import files, ranks
 from finetune.runtime.redact import redacted_text
 

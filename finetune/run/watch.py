@@ -1,13 +1,9 @@
 """A run is watched from its first moment: one writer, one status, one first error, no process left behind."""
 
-import os
-import platform
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-
-import psutil
 
 from finetune.errors import FinetuneError, UserError
 from finetune.report.announcer import Announcer
@@ -15,10 +11,10 @@ from finetune.runtime import hang, ranks
 from finetune.runtime.claim import claimed
 from finetune.runtime.disk import disk_errors
 from finetune.runtime.ending import Ending, end_children, is_broken_collective
-from finetune.runtime.launcher import end_with_launcher, launch_name
-from finetune.runtime.peers import Peer, meet
+from finetune.runtime.launcher import end_with_launcher
+from finetune.runtime.peers import meet
 from finetune.runtime.signals import SignalNote, noted_signals
-from finetune.runtime.status import Status, ended_by
+from finetune.runtime.status import Status, ended_by, status_of_launch
 from finetune.runtime.watchdog import Watchdog, watched
 
 
@@ -65,7 +61,7 @@ def watched_run(folder: Path, *, say: Announcer, also: Sequence[Path] = ()) -> I
         end_with_launcher()
         if rank == 0:
             hang.set_aside(folder)
-        status = _status(folder, rank=rank)
+        status = status_of_launch(folder, rank=rank)
         status.start()
         ending = Ending(status, rank=rank)
         watchdog = Watchdog(folder, status=status, ending=ending, note=note, rank=rank, world=ranks.world())
@@ -81,10 +77,3 @@ def watched_run(folder: Path, *, say: Announcer, also: Sequence[Path] = ()) -> I
             raise
         finally:
             end_children()
-
-
-def _status(folder: Path, *, rank: int) -> Status:
-    me = Peer(rank, platform.node(), os.getpid())
-    process = psutil.Process()
-    launch = launch_name(os.environ, host=me.host, pid=me.pid, parent=os.getppid())
-    return Status(folder, rank=rank, me=me, launch=launch, since=process.create_time() - 2)

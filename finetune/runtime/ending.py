@@ -1,8 +1,6 @@
 """How a process of a run ends when not all of them end together: the first error is shown, and shown once."""
 
-import logging
 import multiprocessing
-import os
 import signal
 import sys
 import threading
@@ -12,7 +10,9 @@ from collections.abc import Callable, Sequence
 import torch.distributed as dist
 
 from finetune.errors import FinetuneError, LostContact
-from finetune.runtime.peers import Peer, gone
+from finetune.runtime.leaving import leave_process
+from finetune.runtime.peer import Peer
+from finetune.runtime.peers import gone
 from finetune.runtime.status import STOPPED, Ended, Status, ended_by
 from finetune.runtime.terminal import fault_text, readable
 
@@ -111,11 +111,8 @@ def leave_now(code: int) -> None:
     """End this process and what it has started, without waiting for anybody."""
     try:
         end_children()
-        logging.shutdown()
-        sys.stdout.flush()
-        sys.stderr.flush()
     finally:
-        os._exit(code)
+        leave_process(code)
 
 
 def _place(rank: int) -> str:

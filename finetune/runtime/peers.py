@@ -3,23 +3,11 @@
 import os
 import platform
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import psutil
 
 from finetune.runtime import ranks
-
-
-@dataclass(frozen=True)
-class Peer:
-    """One process of the run."""
-
-    rank: int
-    host: str
-    pid: int
-
-    def __str__(self) -> str:
-        return f"rank {self.rank} (process {self.pid} on {self.host})"
+from finetune.runtime.peer import Peer
 
 
 def meet() -> list[Peer]:

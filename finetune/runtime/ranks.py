@@ -1,8 +1,6 @@
 """Which process this is, and how processes speak to one another. Works in a single process too."""
 
-import logging
 import os
-import sys
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from enum import Enum
@@ -10,6 +8,8 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+
+from finetune.runtime.leaving import leave_process
 
 T = TypeVar("T")
 
@@ -117,17 +117,14 @@ def leave(code: int, *, afterwards: Callable[[int], int] = int) -> int:
 
     A rank that ends while another still speaks to it takes it down, hence the barrier. Then the interpreter's teardown
     is left out: now and then it aborts in a library's thread ("terminate called without an active exception", seen with
-    DeepSpeed 0.19 under gloo), which would make a failure of a run that has succeeded.
+    DeepSpeed 0.19 under gloo), which would make a failure of a run that has succeeded. What was registered with
+    `atexit` is done.
     """
     if not is_distributed() or world() == 1:
         return afterwards(code)
     dist.barrier()
     dist.destroy_process_group()
-    code = afterwards(code)
-    logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    return leave_process(afterwards(code))
 
 
 def sum_counts(counts: Sequence[int]) -> list[int]:

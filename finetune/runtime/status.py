@@ -12,6 +12,7 @@ exit_code   0 finished or stopped by a limit, 129, 130 and 143 by a signal, 143 
 
 import errno
 import os
+import platform
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -20,13 +21,15 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import psutil
 from filelock import FileLock, Timeout
 from pydantic import TypeAdapter
 
 from finetune.errors import FinetuneError
 from finetune.runtime import files
 from finetune.runtime.json_files import read_json
-from finetune.runtime.peers import Peer
+from finetune.runtime.launcher import launch_name
+from finetune.runtime.peer import Peer
 from finetune.runtime.progress import Progress
 from finetune.runtime.redact import redacted_config, redacted_text
 from finetune.runtime.terminal import json_text
@@ -208,6 +211,21 @@ def _overwrite(path: Path, facts: Mapping[str, Any]) -> None:
                 file.write(content + b" " * (room - len(content)) + b"\n")
                 return
     raise OSError(errno.ENOSPC, "has no room for how the run ended", str(path))
+
+
+def status_of_launch(folder: Path, *, rank: int) -> Status:
+    """Return the status of the launch that this process belongs to."""
+    me = Peer(rank, platform.node(), os.getpid())
+    launch = launch_name(os.environ, host=me.host, pid=me.pid, parent=os.getppid())
+    return Status(folder, rank=rank, me=me, launch=launch, since=psutil.Process().create_time() - 2)
+
+
+def told_finished(status: Status, progress: Progress, checkpoint: str, reason: str, *, num_steps: int) -> int:
+    """Write down that there was nothing left to do, and return the exit code of a success."""
+    status.checkpoint(checkpoint)
+    status.run(progress, num_steps=num_steps)
+    status.end(FINISHED, reason=reason, exit_code=0)
+    return 0
 
 
 def _fields(ended: Ended) -> dict[str, Any]:

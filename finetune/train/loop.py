@@ -6,11 +6,10 @@ import time
 from finetune.report.events import Warned
 from finetune.runtime.progress import Progress
 from finetune.runtime.waypoints import reach
+from finetune.train.early_stopping import EARLY, FINISHED
 from finetune.train.meters import StepRecord
 from finetune.train.parts import Parts
 from finetune.train.step import count, leave_out, take_step
-
-FINISHED, EARLY = "finished", "early stopping"
 
 
 def train(parts: Parts, progress: Progress) -> str:

@@ -15,9 +15,10 @@ from finetune.report.reporter import Reporter
 from finetune.runtime.cadence import Cadence, Never
 from finetune.runtime.progress import Progress
 from finetune.task.protocol import Task
+from finetune.train.early_stopping import EarlyStopping, NeverStop
 from finetune.train.meters import Meters
 from finetune.train.plan import Plan
-from finetune.train.stopping import EarlyStopping, NeverStop, Wishes
+from finetune.train.stopping import Wishes
 from finetune.train.update import Update
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from finetune.errors import CheckpointError
 from finetune.runtime.ending import Ending, is_broken_collective
-from finetune.runtime.peers import Peer
+from finetune.runtime.peer import Peer
 from finetune.runtime.status import Status, ended_by
 
 CLOSED = RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [::1]:50")

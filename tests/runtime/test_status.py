@@ -5,7 +5,7 @@ import json
 import pytest
 
 from finetune.errors import CheckpointError, NonFiniteError
-from finetune.runtime.peers import Peer
+from finetune.runtime.peer import Peer
 from finetune.runtime.progress import Progress
 from finetune.runtime.status import FINISHED, STOPPED, Ended, Status, ended_by
 

@@ -10,7 +10,7 @@ import pytest
 
 from finetune.runtime import waypoints
 from finetune.runtime.ending import Ending
-from finetune.runtime.peers import Peer
+from finetune.runtime.peer import Peer
 from finetune.runtime.signals import SignalNote
 from finetune.runtime.status import Status, ended_by
 from finetune.runtime.watchdog import Watchdog

@@ -19,6 +19,7 @@ from finetune.runtime.progress import Progress
 from finetune.runtime.signals import SignalNote
 from finetune.task.base import BaseTask
 from finetune.train import update
+from finetune.train.early_stopping import NeverStop
 from finetune.train.evaluate import NoEvaluation
 from finetune.train.groups import named_of
 from finetune.train.loop import train
@@ -26,7 +27,7 @@ from finetune.train.meters import Meters
 from finetune.train.optimizer import build_optimizer
 from finetune.train.parts import Parts
 from finetune.train.plan import make_plan
-from finetune.train.stopping import NeverStop, Wishes
+from finetune.train.stopping import Wishes
 from finetune.train.update import Update
 
 NUM_SAMPLES, LENGTH = 8, 6

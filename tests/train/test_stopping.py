@@ -10,17 +10,8 @@ from finetune.errors import UserError
 from finetune.runtime.cadence import Cadence, Never
 from finetune.runtime.progress import Progress
 from finetune.runtime.signals import SignalNote
-from finetune.train.stopping import (
-    FAILED_SAVE,
-    STOP_FILE,
-    TIME_LIMIT,
-    EarlyStopping,
-    StopFile,
-    TimeLimit,
-    Wish,
-    Wishes,
-    agreed,
-)
+from finetune.train.early_stopping import EarlyStopping
+from finetune.train.stopping import FAILED_SAVE, STOP_FILE, TIME_LIMIT, StopFile, TimeLimit, Wish, Wishes, agreed
 
 
 def test_a_signal_on_one_rank_is_everybodys_reason():

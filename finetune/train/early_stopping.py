@@ -1,0 +1,54 @@
+"""Early stopping, and how a run can be over; imports nothing that trains."""
+
+import math
+
+from finetune.config.sections.train import EarlyStoppingSection
+from finetune.errors import UserError
+from finetune.runtime.progress import Progress
+
+FINISHED, EARLY = "finished", "early stopping"
+
+
+class NeverStop:
+    """No early stopping."""
+
+    def note(self, metrics: dict[str, float], progress: Progress) -> None:
+        """Do nothing."""
+
+    def is_over(self, progress: Progress) -> bool:
+        """Return False."""
+        return False
+
+
+class EarlyStopping:
+    """Stop when a metric has not got better for `patience` evaluations; what it remembers is in the progress."""
+
+    def __init__(self, section: EarlyStoppingSection) -> None:
+        self._section = section
+
+    def note(self, metrics: dict[str, float], progress: Progress) -> None:
+        """Take note of an evaluation in `progress`; raises UserError where it has not measured the metric.
+
+        Which metrics there are can depend on the rows: only tags such as `B-PER` have entities.
+        """
+        if self._section.metric not in metrics:
+            missing = self._section.metric
+            raise UserError(
+                f"train.early_stopping.metric: these rows have no `{missing}`. Measured: {', '.join(metrics)}."
+            )
+        value = metrics[self._section.metric]
+        if self._is_better(value, progress.best_metric):
+            progress.best_metric = value
+            progress.evaluations_since_best = 0
+        else:
+            progress.evaluations_since_best += 1
+
+    def is_over(self, progress: Progress) -> bool:
+        """Tell whether patience is over; it still is when a stopped run is started again."""
+        return progress.evaluations_since_best >= self._section.patience
+
+    def _is_better(self, value: float, best: float | None) -> bool:
+        if best is None or math.isnan(best):  # a correlation with what is the same everywhere is NaN
+            return True
+        gain = best - value if self._section.goal == "minimize" else value - best
+        return gain > self._section.min_delta
