@@ -42,6 +42,6 @@ def open_run(loaded: LoadedConfig, machine: Machine, *, lessons: Lessons, say: A
 
 
 def config_copy(text: str) -> str:
-    """Return the job file as it was written; where that holds secrets, without them, which its first line says."""
+    """Return the job file as it was written; where that holds secrets, without them, which a last line says."""
     cleaned = redacted_yaml(text)
-    return text if cleaned == text else SECRETS_LEFT_OUT + cleaned
+    return text if cleaned == text else cleaned.rstrip("\n") + "\n" + SECRETS_LEFT_OUT

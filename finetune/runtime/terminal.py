@@ -63,7 +63,7 @@ class GuardedStream:
     def __init__(self, stream: TextIO, *, keeps_escapes: bool = False, has_bars: bool = False) -> None:
         self.stream = stream
         self._keeps_escapes = keeps_escapes
-        self._has_bars = has_bars and not stream.closed and stream.isatty()
+        self._has_bars = has_bars and not getattr(stream, "closed", False) and stream.isatty()
         if isinstance(stream, io.TextIOWrapper) and stream.errors != "backslashreplace":
             with suppress(io.UnsupportedOperation):
                 stream.reconfigure(errors="backslashreplace")

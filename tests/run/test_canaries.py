@@ -310,9 +310,9 @@ def test_what_people_read_in_the_run_folder_does_not_act_either(session):
 
 def test_the_copy_of_the_job_says_what_was_left_out(session):
     text = (session.run / "config.yaml").read_text(encoding="utf-8")
-    assert text.startswith("# As it was written, but for what looks like a secret")
+    assert text.splitlines()[-1].startswith("# As it was written, but for what looks like a secret")
     assert "X-Amz-Signature=[redacted]" in text
-    assert text.splitlines()[1:3] == JOB.splitlines()[:2]
+    assert text.splitlines()[:2] == JOB.splitlines()[:2]  # lines are where resolved.yaml says
 
 
 def test_a_job_that_was_written_down_without_its_secret_says_what_to_do(session):
