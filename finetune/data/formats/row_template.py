@@ -55,8 +55,18 @@ def check_template(written: Any, *, key: str) -> None:
 
 def columns_read(written: Any) -> frozenset[str]:
     """Return the names that the template takes from outside: columns, or `row` for all of them."""
-    parsed = (_environment().parse(text) for text in _texts(written))
-    return frozenset(name for each in parsed for name in meta.find_undeclared_variables(each))
+    return frozenset(name for text in _texts(written) for name in _names_in(text))
+
+
+def undeclared_names(text: str) -> list[str]:
+    """Return the names that the text takes from outside; Jinja computes what is constant to find them."""
+    return sorted(meta.find_undeclared_variables(_environment().parse(text)))
+
+
+def _names_in(text: str) -> list[str]:
+    if is_tame(text, may_gather=False):
+        return undeclared_names(text)
+    return list(limited(f"{__name__}:undeclared_names", text, name="of a column", template=text))
 
 
 def _texts(written: Any) -> Iterator[str]:
