@@ -45,7 +45,7 @@ def check_template(written: Any, *, key: str) -> None:
             if is_tame(text, may_gather=False):
                 compile_text(text)
             else:
-                limited(f"{__name__}:compile_text", text, name=f"of {key}", template=text)
+                limited(compile_text, text, name=f"of {key}", template=text)
         except (TemplateSyntaxError, TemplateSyntax) as error:
             said = error.message if isinstance(error, TemplateSyntaxError) else str(error)
             raise DataError(f"{key}, line {error.lineno}: not valid Jinja: {said}") from error
@@ -66,7 +66,7 @@ def undeclared_names(text: str) -> list[str]:
 def _names_in(text: str) -> list[str]:
     if is_tame(text, may_gather=False):
         return undeclared_names(text)
-    return list(limited(f"{__name__}:undeclared_names", text, name="of a column", template=text))
+    return list(limited(undeclared_names, text, name="of a column", template=text))
 
 
 def _texts(written: Any) -> Iterator[str]:
@@ -81,7 +81,7 @@ def _text(written: str, row: Row, *, column: str) -> str:
     try:
         if is_tame(written, may_gather=False):
             return render_text(written, row)
-        return str(limited(f"{__name__}:render_text", written, dict(row), name=f"of `{column}`", template=written))
+        return str(limited(render_text, written, dict(row), name=f"of `{column}`", template=written))
     except (*_FAULTS, TemplateRefused) as error:
         line = error.lineno if isinstance(error, TemplateRefused) else _line(error)
         place = f"template of `{column}`, line {line}"
