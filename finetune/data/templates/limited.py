@@ -90,8 +90,7 @@ class _Worker:
     def __init__(self) -> None:
         life, self._held = os.pipe()
         path = json.dumps(sys.path)
-        code = f"import sys; sys.path[:] = {path}; from finetune.data.templates.chat import ready
-from finetune.data.templates.worker import main; main({life})"
+        code = f"import sys; sys.path[:] = {path}; from finetune.data.templates.worker import main; main({life})"
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=(life,)
