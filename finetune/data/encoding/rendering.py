@@ -62,8 +62,7 @@ def render(
         if name is None and is_tame(template):
             text, marked = render_chat(arguments)
         else:
-            place = "finetune.data.templates.chat:render_chat"
-            text, marked = limited(place, arguments, name=name or "of the model", template=template)
+            text, marked = limited(render_chat, arguments, name=name or "of the model", template=template)
     except (*_FAILURES, TemplateRefused) as error:
         roles = ", ".join(str(turn["role"]) for turn in turns)
         which = f" ({name})" if (name := file_of_template(tokenizer)) else ""

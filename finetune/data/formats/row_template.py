@@ -45,7 +45,7 @@ def check_template(written: Any, *, key: str) -> None:
             if is_tame(text, may_gather=False):
                 compile_text(text)
             else:
-                limited(f"{__name__}:compile_text", text, name=f"of {key}", template=text)
+                limited(compile_text, text, name=f"of {key}", template=text)
         except (TemplateSyntaxError, TemplateSyntax) as error:
             said = error.message if isinstance(error, TemplateSyntaxError) else str(error)
             raise DataError(f"{key}, line {error.lineno}: not valid Jinja: {said}") from error
@@ -55,8 +55,18 @@ def check_template(written: Any, *, key: str) -> None:
 
 def columns_read(written: Any) -> frozenset[str]:
     """Return the names that the template takes from outside: columns, or `row` for all of them."""
-    parsed = (_environment().parse(text) for text in _texts(written))
-    return frozenset(name for each in parsed for name in meta.find_undeclared_variables(each))
+    return frozenset(name for text in _texts(written) for name in _names_in(text))
+
+
+def undeclared_names(text: str) -> list[str]:
+    """Return the names that the text takes from outside; Jinja computes what is constant to find them."""
+    return sorted(meta.find_undeclared_variables(_environment().parse(text)))
+
+
+def _names_in(text: str) -> list[str]:
+    if is_tame(text, may_gather=False):
+        return undeclared_names(text)
+    return list(limited(undeclared_names, text, name="of a column", template=text))
 
 
 def _texts(written: Any) -> Iterator[str]:
@@ -71,7 +81,7 @@ def _text(written: str, row: Row, *, column: str) -> str:
     try:
         if is_tame(written, may_gather=False):
             return render_text(written, row)
-        return str(limited(f"{__name__}:render_text", written, dict(row), name=f"of `{column}`", template=written))
+        return str(limited(render_text, written, dict(row), name=f"of `{column}`", template=written))
     except (*_FAULTS, TemplateRefused) as error:
         line = error.lineno if isinstance(error, TemplateRefused) else _line(error)
         place = f"template of `{column}`, line {line}"

@@ -7,9 +7,11 @@ import select
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
+from finetune.data.templates.chat import ready
 from finetune.data.templates.worker import MOST_BYTES, receive, send
 from finetune.errors import DataError
 
@@ -31,8 +33,8 @@ class TemplateSyntax(TemplateRefused):
     """The template is not Jinja."""
 
 
-def limited(place: str, *arguments: Any, name: str, template: str) -> Any:
-    """Return what the function at `module:name` makes of the arguments, as JSON can hold it.
+def limited(run: Callable[..., Any], *arguments: Any, name: str, template: str) -> Any:
+    """Return what the function, which a module has at its top, makes of the arguments, as JSON can hold it.
 
     Raises TemplateRefused with its words where it raises, DataError naming the template where it takes too long or too
     much memory; one that did is not run again. The process is started at the first call of this one and kept.
@@ -41,7 +43,7 @@ def limited(place: str, *arguments: Any, name: str, template: str) -> Any:
         if template in _exceeded:
             raise DataError(_exceeded[template])
         try:
-            answer = _ask(pickle.dumps((place, arguments)), name)
+            answer = _ask(pickle.dumps((run, arguments)), name)
         except DataError as error:
             _exceeded[template] = str(error)
             raise
@@ -50,7 +52,7 @@ def limited(place: str, *arguments: Any, name: str, template: str) -> Any:
     if answer.get("memory"):
         _exceeded[template] = _too_much(name, f"more than {MOST_BYTES >> 20} MB of memory")
         raise DataError(_exceeded[template])
-    kind = TemplateSyntax if answer.get("kind") == "TemplateSyntaxError" else TemplateRefused
+    kind = TemplateSyntax if answer.get("is_syntax") else TemplateRefused
     raise kind(str(answer.get("raised")), line=int(answer.get("line") or 1))
 
 
@@ -122,7 +124,7 @@ class _Worker:
 
     def _warm_up(self) -> None:
         try:
-            self.ask(pickle.dumps(("finetune.data.templates.chat:ready", ())), seconds=_START_SECONDS)
+            self.ask(pickle.dumps((ready, ())), seconds=_START_SECONDS)
         except (OSError, TimeoutError) as error:
             self.end()
             raise DataError(

@@ -1,10 +1,9 @@
 """The process that runs templates for another one: little memory, no torch, and its end when the other one ends.
 
-A request is a pickle of (place of a function, arguments), an answer JSON: `{"made": ...}` or what was raised. Both
+A request is a pickle of (function, arguments), an answer JSON: `{"made": ...}` or what was raised. Both
 have their length before them.
 """
 
-import importlib
 import json
 import os
 import pickle
@@ -32,8 +31,7 @@ def main(life: int) -> None:
     os.dup2(2, 1)  # whoever prints does not answer
     is_limited = False
     while (content := receive(requests)) is not None:
-        place, arguments = pickle.loads(content)
-        run = _function(place)
+        run, arguments = pickle.loads(content)
         if not is_limited:
             _limit_memory()
             is_limited = True
@@ -57,11 +55,6 @@ def receive(stream: IO[bytes]) -> bytes | None:
     return content if len(content) == size else None
 
 
-def _function(place: str) -> Any:
-    module, _, name = place.partition(":")
-    return getattr(importlib.import_module(module), name)
-
-
 def _answer(run: Any, arguments: tuple[Any, ...]) -> bytes:
     try:
         made = json.dumps({"made": run(*arguments)}).encode()
@@ -69,8 +62,8 @@ def _answer(run: Any, arguments: tuple[Any, ...]) -> bytes:
     except MemoryError:
         return json.dumps({"memory": True}).encode()
     except Exception as error:  # whatever a template raises is told to the other process
-        said = str(error)[:2000]
-        return json.dumps({"raised": said, "line": getattr(error, "lineno", 0), "kind": type(error).__name__}).encode()
+        said, is_syntax = str(error)[:2000], any(kind.__name__ == "TemplateSyntaxError" for kind in type(error).__mro__)
+        return json.dumps({"raised": said, "line": getattr(error, "lineno", 0), "is_syntax": is_syntax}).encode()
 
 
 def _limit_memory() -> None:
