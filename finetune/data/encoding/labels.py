@@ -108,7 +108,7 @@ def _number(value: Any) -> float:
     except (ValueError, OverflowError):
         number = math.nan
     if not abs(number) <= _LARGEST:
-        limit = f" of at most {_LARGEST:g}" if isinstance(value, int) or math.isfinite(number) else ""
+        limit = f" of at most {_LARGEST:g}" if type(value) is int or math.isfinite(number) else ""
         said = f"`{shown(value)}`" if isinstance(value, str) else describe(value)
         raise DataError(f"the label must be a number{limit}, but is {said}. Mend it, or write another `kind`.")
     return number

@@ -66,10 +66,8 @@ class ColumnFormat:
         row = raw.parse()
         try:
             return _READERS[self.name](Columns(self.names, row, origin=raw.origin))
-        except DataError as error:
+        except (DataError, *FAULTS_OF_VALUES) as error:
             raise DataError(f"{raw.place}: {error}") from error
-        except FAULTS_OF_VALUES as error:
-            raise DataError(f"{raw.place}: cannot be read: {error}.") from error
 
     def identity(self) -> Any:
         """Return the name of the format, those of the columns, and the templates."""

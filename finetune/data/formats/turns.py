@@ -129,7 +129,7 @@ def _read_sharegpt_turn(number: int, turn: Any, *, with_images: bool) -> Turn:
     speaker = turn.get("from", turn.get("role"))
     if not isinstance(speaker, str) or speaker not in _ROLES:
         known = ", ".join(f"`{role}`" for role in _ROLES)
-        said = repr(shown(speaker)) if isinstance(speaker, str) else describe(speaker)
+        said = repr(shown(speaker)) if isinstance(speaker, str) else str(speaker and describe(speaker))
         raise DataError(f"turn {number} is from {said}. Known are {known}.")
     renamed = {name: value for name, value in turn.items() if name not in ("from", "value")}
     renamed |= {"role": _ROLES[speaker], "content": turn.get("value", turn.get("content"))}
