@@ -229,6 +229,8 @@ def _lines(*, is_terminal: bool) -> Iterator[str]:
             line = input("> " if is_terminal else "").strip()
         except EOFError:
             return
+        except UnicodeDecodeError as error:
+            raise UserError(f"standard input: is not {error.encoding} text. Send it in that encoding.") from error
         if line in ("exit", "/exit"):
             return
         if line:

@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import Any
 
 from finetune.data.formats.columns import listed
-from finetune.data.rows import describe
+from finetune.data.rows import describe, well_formed
 from finetune.errors import DataError
 
 _MOST_LISTED = 20
@@ -51,7 +51,7 @@ def label_name(label: Any) -> str:
     Raises DataError for anything else, and for the text of nothing.
     """
     if isinstance(label, str) and label.strip():
-        return label
+        return well_formed(label)
     if isinstance(label, bool):
         return "true" if label else "false"
     if isinstance(label, int) or (isinstance(label, float) and label.is_integer()):
@@ -61,6 +61,9 @@ def label_name(label: Any) -> str:
     raise DataError(f"a label must be a text or a whole number, but is {describe(label)}.")
 
 
+_MOST_DIGITS = 1_000
+
+
 def in_order(names: Iterable[str]) -> list[str]:
     """Return the names of classes sorted: by size where all of them are whole numbers, else as text.
 
@@ -68,7 +71,7 @@ def in_order(names: Iterable[str]) -> list[str]:
     (['9', '10'], ['10', '9', 'b'])
     """
     found = list(names)
-    are_numbers = all(name.removeprefix("-").isdecimal() for name in found)
+    are_numbers = all(name.removeprefix("-").isdecimal() and len(name) < _MOST_DIGITS for name in found)
     return sorted(found, key=int if are_numbers else str)
 
 

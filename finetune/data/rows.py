@@ -1,11 +1,20 @@
 """Rows as a source delivers them, each knowing where it stands."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from finetune.errors import DataError
+
+MOST_LEVELS = 100
+"""Lists and objects in one another in a row."""
+
+FAULTS_OF_VALUES = (RecursionError, OverflowError, UnicodeError, MemoryError)
+"""What code raises that meets a value which no row should hold."""
+
+_MOST_SHOWN = 80
+_TOO_DEEP = f"holds lists or objects in one another more than {MOST_LEVELS} deep. Make it flatter, or leave it out."
 
 Row = Mapping[str, Any]
 """One row: column names and values."""
@@ -32,7 +41,7 @@ class RawRow:
         if not isinstance(self.content, bytes):
             return self.content
         try:
-            row = json.loads(self.content)
+            row = parsed_json(self.content)
         except UnicodeDecodeError as error:
             raise DataError(f"{self.origin}, line {self.number}: not UTF-8 text ({error.reason}).") from error
         except json.JSONDecodeError as error:
@@ -40,11 +49,73 @@ class RawRow:
                 f"{self.origin}, line {self.number}: not valid JSON: {error.msg} at column {error.colno}. "
                 "Each line must be one JSON object."
             ) from error
+        except DataError as error:
+            raise DataError(f"{self.origin}, line {self.number}: {error}") from error
         if not isinstance(row, dict):
             raise DataError(
                 f"{self.origin}, line {self.number}: a row must be a JSON object with columns, not {describe(row)}."
             )
         return row
+
+
+def parsed_json(text: str | bytes) -> Any:
+    """Return what the JSON text holds.
+
+    Raises JSONDecodeError or UnicodeDecodeError for what is none, and DataError for what nobody can use: brackets in
+    one another without end, numbers of thousands of digits, a name twice in one object.
+    """
+    try:
+        value = json.loads(text, object_pairs_hook=_object)
+    except (json.JSONDecodeError, UnicodeDecodeError):
+        raise
+    except RecursionError as error:
+        raise DataError(_TOO_DEEP) from error
+    except ValueError as error:  # Python reads no whole number of more digits than it says
+        raise DataError("holds a number of thousands of digits. Write it as text, or leave it out.") from error
+    num_opened = text.count(b"[") + text.count(b"{") if isinstance(text, bytes) else text.count("[") + text.count("{")
+    if num_opened > MOST_LEVELS:
+        require_shallow(value)
+    return value
+
+
+def require_shallow(value: Any) -> None:
+    """Raise DataError where lists and objects stand in one another more than MOST_LEVELS deep."""
+    level, num_levels = [value], 0
+    while level := [inner for each in level for inner in _inner(each)]:
+        num_levels += 1
+        if num_levels > MOST_LEVELS:
+            raise DataError(_TOO_DEEP)
+
+
+def _inner(value: Any) -> Iterable[Any]:
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, list | tuple) else ()
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise DataError(f"has `{shown(twice)}` twice in one object, and only one of them could be read.")
+    return made
+
+
+def shown(text: str) -> str:
+    """Return the beginning of a text for a message, without half characters."""
+    return (text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}...").encode(errors="backslashreplace").decode()
+
+
+def well_formed(text: str) -> str:
+    """Return the text; raises DataError where it holds half a character: JSON can write it, no tokenizer reads it."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = text[error.start : error.start + 1].encode("unicode_escape").decode()
+        before = text[max(0, error.start - 12) : error.start]
+        raise DataError(f"holds half a character ({half}) behind {before!r}: this is no text. Remove it.") from error
+    return text
 
 
 def place(origin: str, number: int) -> str:
@@ -65,4 +136,5 @@ def describe(value: object) -> str:
         dict: "an object",
     }
     kind = kinds.get(type(value), f"of type {type(value).__name__}")
-    return f"{kind} ({json.dumps(value)})" if isinstance(value, bool | int | float) else kind
+    is_short = isinstance(value, bool | float) or (isinstance(value, int) and abs(value) < 10**40)
+    return f"{kind} ({json.dumps(value)})" if is_short else kind

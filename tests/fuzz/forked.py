@@ -4,6 +4,8 @@ As a program it is the server: it reads one request a line, forks, and answers w
 module it is the client. A start of Python with torch takes seconds, a fork takes milliseconds.
 """
 
+import contextlib
+import ctypes
 import importlib
 import json
 import os
@@ -27,6 +29,8 @@ WITH_TORCH = (
 )
 ADDRESS_SPACE_BYTES = 16 << 30  # a case may not take the machine with it
 FILE_BYTES = 256 << 20
+GRACE_SECONDS = 3.0  # for helpers to notice that their starter has gone
+_PR_SET_CHILD_SUBREAPER = 36
 
 
 @dataclass(frozen=True)
@@ -78,6 +82,7 @@ class Server:
 
 
 def _serve(modules: Sequence[str]) -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)  # what a case leaves behind becomes our child
     for name in modules:
         importlib.import_module(name)
     answers = os.fdopen(os.dup(1), "w")
@@ -132,8 +137,22 @@ def _ended(pid: int, limit_seconds: float) -> bool:
 
 
 def _group_lives(pid: int) -> bool:
+    """Tell whether a process of the group outlives its leader by more than it takes to notice that; then end it."""
+    deadline = time.monotonic() + GRACE_SECONDS
+    while _group_is_there(pid):
+        if time.monotonic() > deadline:
+            os.killpg(pid, signal.SIGKILL)
+            return True
+        time.sleep(0.005)
+    return False
+
+
+def _group_is_there(pid: int) -> bool:
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-pid, os.WNOHANG)[0]:
+            pass
     try:
-        os.killpg(pid, signal.SIGKILL)
+        os.killpg(pid, 0)
     except (ProcessLookupError, PermissionError):
         return False
     return True

@@ -14,6 +14,7 @@ from finetune.errors import DataError
 
 IS_GOOD = "is_good"
 MARGIN = "margin"
+_LARGEST_MARGIN = 1e38
 
 
 @dataclass(frozen=True)
@@ -115,4 +116,6 @@ def _margin(row: Row) -> np.ndarray:
             "has no `margin`, which `task.reward.use_margin` wants. Name its column with `columns: {margin: ...}`, or "
             "write `use_margin: false`."
         )
+    if abs(value) > _LARGEST_MARGIN:
+        raise DataError(f"has a `margin` of {value:g}; at most {_LARGEST_MARGIN:g} can be learnt.")
     return np.array([value], np.float32)

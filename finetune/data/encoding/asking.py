@@ -12,7 +12,7 @@ from finetune.data.encoding.control_tokens import ControlTokens
 from finetune.data.encoding.rendering import Tools, render
 from finetune.data.encoding.turn_marks import turn_tokens
 from finetune.data.formats.turns import Turn, read_sharegpt_turns, read_tools, read_turns
-from finetune.data.rows import RawRow, Row
+from finetune.data.rows import RawRow, Row, well_formed
 from finetune.errors import DataError
 
 
@@ -64,11 +64,11 @@ def prompt_ids(tokenizer: PreTrainedTokenizerBase, question: Question) -> list[i
     asked = (question.turns[len(led) :], question.tools or ())
     if not control.held_by(asked):
         rendered = render(tokenizer, question.turns, tools=question.tools, with_answer_cue=True)
-        return tokenize(tokenizer, rendered.text)
+        return tokenize(tokenizer, well_formed(rendered.text))
     turns, tools = control.with_stand_ins(asked)
     rendered = render(tokenizer, [*led, *turns], tools=tools or None, with_answer_cue=True)
     text = control.renamed(rendered.text)
-    ids = control.tokens.ids(text)
+    ids = control.tokens.ids(well_formed(text))
     control.check(ids, text)
     return ids
 
@@ -76,6 +76,7 @@ def prompt_ids(tokenizer: PreTrainedTokenizerBase, question: Question) -> list[i
 def text_inputs(tokenizer: PreTrainedTokenizerBase, text: str, **how: Any) -> Any:
     """Return what the tokenizer makes of a text, in which names of control tokens are text."""
     control = _control_tokens(tokenizer, None)
+    well_formed(text)
     if not control.held_by(text):
         return tokenizer(text, **how)
     control.check_plain([text])

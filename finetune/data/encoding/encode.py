@@ -13,11 +13,11 @@ from finetune.data.encoding.drops import DropCheck
 from finetune.data.encoding.ends import begins_twice, end_of_sequence
 from finetune.data.encoding.masks import Lesson, Masking, TrainOn
 from finetune.data.encoding.rendering import render
-from finetune.data.encoding.tokens import Encoded, Tokens, well_formed
+from finetune.data.encoding.tokens import Encoded, Tokens
 from finetune.data.encoding.turn_marks import plain_turn_marks, turn_tokens
 from finetune.data.features import Features, Outcome
 from finetune.data.formats.turns import Turn
-from finetune.data.rows import Row
+from finetune.data.rows import Row, well_formed
 from finetune.errors import DataError
 
 

@@ -1,6 +1,5 @@
 """What a row's label is as numbers: the index of a class, 0 or 1 for each class, or the numbers themselves."""
 
-import json
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -9,8 +8,11 @@ from typing import Any, Protocol
 import numpy as np
 
 from finetune.data.classes import Classes
-from finetune.data.rows import describe
+from finetune.data.rows import describe, parsed_json, shown
 from finetune.errors import DataError
+
+_LARGEST = 1e38
+"""Of numbers that are learnt: they become float32."""
 
 
 class Labels(Protocol):
@@ -72,8 +74,8 @@ def several(label: Any) -> Sequence[Any]:
     value = label
     if isinstance(label, str):
         try:
-            value = json.loads(label)
-        except ValueError:
+            value = parsed_json(label)
+        except (ValueError, DataError):
             value = label
     if not isinstance(value, list):
         raise DataError(
@@ -103,9 +105,10 @@ def labels_in(label: Any, *, is_multi: bool) -> Iterable[Any]:
 def _number(value: Any) -> float:
     try:
         number = float(value) if isinstance(value, int | float | str) and not isinstance(value, bool) else math.nan
-    except ValueError:
+    except (ValueError, OverflowError):
         number = math.nan
-    if not math.isfinite(number):
-        shown = f"`{value}`" if isinstance(value, str) else describe(value)
-        raise DataError(f"the label must be a number, but is {shown}. Mend it, or write another `kind`.")
+    if not abs(number) <= _LARGEST:
+        limit = f" of at most {_LARGEST:g}" if type(value) is int or math.isfinite(number) else ""
+        said = f"`{shown(value)}`" if isinstance(value, str) else describe(value)
+        raise DataError(f"the label must be a number{limit}, but is {said}. Mend it, or write another `kind`.")
     return number

@@ -9,9 +9,9 @@ from transformers import PreTrainedTokenizerBase
 
 from finetune.data.encoding.attempts import attempted
 from finetune.data.encoding.text_rows import TextRowsEncoder
-from finetune.data.encoding.tokens import Tokens, well_formed
+from finetune.data.encoding.tokens import Tokens
 from finetune.data.features import Features, Outcome
-from finetune.data.rows import Row
+from finetune.data.rows import Row, well_formed
 from finetune.errors import DataError
 
 

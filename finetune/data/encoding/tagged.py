@@ -10,9 +10,8 @@ from finetune.data.classes import Classes
 from finetune.data.encoding.attempts import attempted
 from finetune.data.encoding.labelled import LABELS, arrays_in
 from finetune.data.encoding.text_rows import TextRowsEncoder
-from finetune.data.encoding.tokens import well_formed
 from finetune.data.features import Features, Outcome
-from finetune.data.rows import Row
+from finetune.data.rows import Row, well_formed
 from finetune.errors import DataError
 
 Encoded = tuple[np.ndarray, Mapping[str, np.ndarray]]

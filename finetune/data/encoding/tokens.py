@@ -15,8 +15,6 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from finetune.errors import DataError
-
 _LONGEST_REMEMBERED = 128  # characters
 _MOST_REMEMBERED = 4096
 _PROBES = ("a b", " a", "a ", "\n", "a\n\nb", "  ", "\u00e9\u4f60 1", "a.")
@@ -143,17 +141,6 @@ class Encoded:
     @cached_property
     def _seams(self) -> tuple[list[int], list[int]]:
         return self.tokens.seams(self)
-
-
-def well_formed(text: str) -> str:
-    """Return the text; raises DataError where it holds half a character: JSON can write it, no tokenizer reads it."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        half = text[error.start : error.start + 1].encode("unicode_escape").decode()
-        before = text[max(0, error.start - 12) : error.start]
-        raise DataError(f"holds half a character ({half}) behind {before!r}: this is no text. Remove it.") from error
-    return text
 
 
 def _backend(tokenizer: PreTrainedTokenizerBase) -> Any:

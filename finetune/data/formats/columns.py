@@ -10,7 +10,7 @@ from typing import Any
 from finetune.config.sections.data import Format
 from finetune.data.formats.row_template import rendered
 from finetune.data.images.read import ImageRoot, folder_of
-from finetune.data.rows import Row, describe
+from finetune.data.rows import Row, describe, parsed_json, shown
 from finetune.errors import DataError
 
 
@@ -73,7 +73,7 @@ class Columns:
         value = self.value(column)
         try:
             number = float(value) if isinstance(value, int | float | str) and not isinstance(value, bool) else math.nan
-        except ValueError:
+        except (ValueError, OverflowError):
             number = math.nan
         if not math.isfinite(number):
             raise DataError(f"{self.title(column)} must be a number, but is {describe(value)}.")
@@ -122,7 +122,9 @@ class Columns:
         if not isinstance(value, str):
             return value
         try:
-            return json.loads(value)
+            return parsed_json(value)
+        except DataError as error:
+            raise DataError(f"{self.title(column)} {error}") from error
         except json.JSONDecodeError as error:
             raise DataError(
                 f"{self.title(column)} is text that is not JSON: {error.msg} at line {error.lineno} column "
@@ -137,5 +139,10 @@ class Columns:
 
 
 def listed(names: Iterable[object]) -> str:
-    """Return the names in backticks, separated by commas."""
-    return ", ".join(f"`{name}`" for name in names)
+    """Return the names in backticks, separated by commas; of very many the first."""
+    known = [str(name) for name in names]
+    more = [f"and {len(known) - _MOST_LISTED:,} more"] if len(known) > _MOST_LISTED else []
+    return ", ".join([*(f"`{shown(name)}`" for name in known[:_MOST_LISTED]), *more])
+
+
+_MOST_LISTED = 40

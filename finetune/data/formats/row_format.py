@@ -13,7 +13,7 @@ from finetune.data.formats.pictured import with_images
 from finetune.data.formats.row_template import WHOLE_ROW, check_template, columns_read
 from finetune.data.formats.turns import Turn, read_sharegpt_turns, read_tools, read_turns
 from finetune.data.images.read import ImageRoot
-from finetune.data.rows import RawRow, Row
+from finetune.data.rows import FAULTS_OF_VALUES, RawRow, Row
 from finetune.errors import DataError
 
 _LABELS: Mapping[Format, str] = {"labelled": "label", "tagged": "tags", "image_label": "label"}
@@ -66,7 +66,7 @@ class ColumnFormat:
         row = raw.parse()
         try:
             return _READERS[self.name](Columns(self.names, row, origin=raw.origin))
-        except DataError as error:
+        except (DataError, *FAULTS_OF_VALUES) as error:
             raise DataError(f"{raw.place}: {error}") from error
 
     def identity(self) -> Any:

@@ -12,7 +12,7 @@ from finetune.data.features import Features, Outcome
 from finetune.data.formats.row_format import RowFormat
 from finetune.data.prepared.counts import Counts
 from finetune.data.prepared.lengths import LengthPolicy, Lengths
-from finetune.data.rows import RawRow, Row
+from finetune.data.rows import FAULTS_OF_VALUES, RawRow, Row
 from finetune.data.verified.marks import marks_of
 from finetune.errors import DataError
 
@@ -63,7 +63,7 @@ class Chunk:
 def encode_chunk(recipe: Recipe, raws: Sequence[RawRow]) -> Chunk:
     """Return the samples of the rows; raises DataError naming the row that cannot be encoded."""
     rows = [recipe.format.read(raw) for raw in raws]
-    encoded = list(_encoded(raws, recipe.encode(rows)))
+    encoded = list(_encoded(raws, _outcomes(recipe.encode, rows)))
     cut, is_long, lost = _shortened(encoded, recipe.length)
     kept = [(place, sample) for place, sample in cut if sample.num_targets > 0]
     with_sample = {place for place, _ in kept}
@@ -80,6 +80,22 @@ def encode_chunk(recipe: Recipe, raws: Sequence[RawRow]) -> Chunk:
         longest_place=raws[longest[0]].place if longest else "",
     )
     return _assembled(recipe, [(raws[place], sample) for place, sample in kept], seen.plus(lost))
+
+
+def _outcomes(encode: Encode, rows: Sequence[Row]) -> Sequence[Outcome]:
+    """Return what becomes of the rows; where that cannot even be tried of all at once, of one after the other."""
+    try:
+        return encode(rows)
+    except FAULTS_OF_VALUES:
+        return [_outcome(encode, row) for row in rows]
+
+
+def _outcome(encode: Encode, row: Row) -> Outcome:
+    try:
+        (outcome,) = encode([row])
+    except FAULTS_OF_VALUES as error:
+        return DataError(f"cannot be encoded: {error}.")
+    return outcome
 
 
 def _encoded(raws: Sequence[RawRow], outcomes: Sequence[Outcome]) -> Iterator[tuple[int, Features]]:

@@ -4,13 +4,18 @@ import csv
 import io
 import json
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import islice
 from typing import Any, BinaryIO, NoReturn
 
-from finetune.data.rows import RawRow
+from finetune.data.rows import RawRow, parsed_json, shown
 from finetune.data.sources.tables import arrow_rows, num_parquet_rows, parquet_rows
 from finetune.errors import DataError
+
+MOST_LINE_BYTES = 256 << 20
+"""Of the longest line that is read as a row."""
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
@@ -39,21 +44,23 @@ def _raw(stream: Any) -> io.RawIOBase:
 
 
 def _json_lines(stream: io.BufferedReader, origin: str) -> Iterator[RawRow]:
-    for number, line in _lines(stream):
+    for number, line in _lines(stream, origin):
         yield RawRow(origin, number, line)
 
 
 def _plain_lines(stream: io.BufferedReader, origin: str) -> Iterator[RawRow]:
-    for number, line in _lines(stream, keep_blanks_around=True):
+    for number, line in _lines(stream, origin, keep_blanks_around=True):
         try:
             yield RawRow(origin, number, {"text": line.decode("utf-8")})
         except UnicodeDecodeError as error:
             raise DataError(f"{origin}, line {number}: not UTF-8 text ({error.reason}).") from error
 
 
-def _lines(stream: io.BufferedReader, *, keep_blanks_around: bool = False) -> Iterator[tuple[int, bytes]]:
+def _lines(stream: io.BufferedReader, origin: str, *, keep_blanks_around: bool = False) -> Iterator[tuple[int, bytes]]:
     """Yield the lines that are not blank, each with its number."""
-    for number, line in enumerate(stream, start=1):
+    for number, line in enumerate(iter(partial(stream.readline, MOST_LINE_BYTES + 1), b""), start=1):
+        if len(line) > MOST_LINE_BYTES:
+            raise DataError(f"{origin}, line {number}: has more than {MOST_LINE_BYTES >> 20} MB: this is no row.")
         content = line.removeprefix(_BYTE_ORDER_MARK) if number == 1 else line
         stripped = content.strip()
         if stripped:
@@ -68,7 +75,7 @@ def _json(stream: io.BufferedReader, origin: str) -> Iterator[RawRow]:
                 raise DataError(f"{origin}, row {number}: each element of the array must be an object with columns.")
             yield RawRow(origin, number, value)
         return
-    for place, (number, line) in enumerate(_lines(stream)):
+    for place, (number, line) in enumerate(_lines(stream, origin)):
         if place == 0 and not _is_whole(line):
             _refuse_one_object(_parsed(line + b"\n" + stream.read(), origin), origin)
         yield RawRow(origin, number, line)
@@ -77,14 +84,18 @@ def _json(stream: io.BufferedReader, origin: str) -> Iterator[RawRow]:
 def _is_whole(line: bytes) -> bool:
     try:
         json.loads(line)
-    except ValueError:
-        return False
+    except RecursionError:
+        return True  # told where the row is read
+    except ValueError as error:
+        return not isinstance(error, json.JSONDecodeError | UnicodeDecodeError)
     return True
 
 
 def _parsed(content: bytes, origin: str) -> Any:
     try:
-        return json.loads(content.removeprefix(_BYTE_ORDER_MARK))
+        return parsed_json(content.removeprefix(_BYTE_ORDER_MARK))
+    except DataError as error:
+        raise DataError(f"{origin}: {error}") from error
     except UnicodeDecodeError as error:
         raise DataError(f"{origin}: not UTF-8 text ({error.reason}).") from error
     except json.JSONDecodeError as error:
@@ -120,13 +131,15 @@ def _csv(stream: io.BufferedReader, origin: str, *, delimiter: str = ",") -> Ite
                     f"A {separator} inside a text needs quotes around the text."
                 )
             yield RawRow(origin, number, row)
+    except UnicodeDecodeError as error:
+        raise DataError(f"{origin}, behind line {reader.line_num}: not UTF-8 text ({error.reason}).") from error
     except csv.Error as error:
         raise DataError(f"{origin}, line {reader.line_num}: not valid CSV: {error}.") from error
 
 
 def _refuse_equal_names(names: Sequence[str], origin: str) -> None:
-    twice = next((name for place, name in enumerate(names) if name in names[:place]), None)
-    if twice is not None:
+    if len(set(names)) < len(names):
+        twice = shown(next(name for name, number in Counter(names).items() if number > 1))
         raise DataError(f"{origin}: the header has the column `{twice}` twice, and only one of them could be read.")
 
 

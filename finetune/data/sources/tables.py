@@ -11,6 +11,7 @@ from finetune.errors import DataError
 from finetune.runtime.optional import require
 
 _BATCH_ROWS = 1024
+_FAULTS = (ValueError, OverflowError, TypeError, KeyError, RecursionError, NotImplementedError)
 _ARROW_MAGIC = b"ARROW1"
 
 
@@ -68,10 +69,20 @@ def _numbered(batches: Iterator[Any], origin: str, *, passed: int, skipped: int)
     """Yield the batches' rows without the first `skipped`; `passed` rows of the file stand before the first batch."""
     for batch in batches:
         for begin in range(min(skipped, batch.num_rows), batch.num_rows, _BATCH_ROWS):
-            for number, row in enumerate(batch.slice(begin, _BATCH_ROWS).to_pylist(), start=passed + begin + 1):
+            for number, row in _read(batch.slice(begin, _BATCH_ROWS), origin, first=passed + begin + 1):
                 yield RawRow(origin, number, without_fillers(row))
         passed += batch.num_rows
         skipped = max(0, skipped - batch.num_rows)
+
+
+def _read(batch: Any, origin: str, *, first: int) -> Iterator[tuple[int, Row]]:
+    try:
+        return enumerate(batch.to_pylist(), start=first)
+    except _FAULTS as error:
+        raise DataError(
+            f"{origin}, rows {first} to {first + batch.num_rows - 1}: cannot be read: {error}. Give the column another "
+            "type, such as text."
+        ) from error
 
 
 def without_fillers(row: Row) -> Row:
@@ -98,5 +109,7 @@ def _readable(origin: str, kind: str) -> Iterator[None]:
     arrow = require("pyarrow", extra="dev", purpose=f"Reading {kind}")
     try:
         yield
-    except arrow.ArrowException as error:
+    except DataError:
+        raise
+    except (arrow.ArrowException, *_FAULTS) as error:  # of the file, and of values that Python has no like of
         raise DataError(f"{origin}: not {kind} that can be read: {error}") from error

@@ -1,0 +1,155 @@
+"""Values that no row should hold: an error names file and row, whatever the reader."""
+
+import decimal
+import gzip
+import json
+import os
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from finetune.config.sections.data import DataSection
+from finetune.data.encoding.answers import AnswersEncoder
+from finetune.data.encoding.labelled import LabelledEncoder
+from finetune.data.encoding.labels import Numbers
+from finetune.data.encoding.text import TextEncoder
+from finetune.data.prepared.chunks import encode_chunk, make_recipe
+from finetune.data.sources import readers
+from finetune.data.sources.source import open_sources
+from finetune.errors import DataError
+
+DEEP, DIGITS = "[" * 100_000 + "]" * 100_000, "9" * 5000
+LINES = {
+    "brackets without end": (f'{{"text": "a", "x": {DEEP}}}', "line 2: .*more than 100 deep"),
+    "brackets that Python still reads": ('{"text": "a", "x": %s}' % ("[" * 900 + "]" * 900), "line 2: .*100 deep"),
+    "a number of many digits": (f'{{"text": "a", "x": {DIGITS}}}', "line 2: .*thousands of digits"),
+    "a name twice": ('{"text": "a", "text": "b"}', "line 2: has `text` twice"),
+    "a list": ("[1]", "line 2: a row must be a JSON object"),
+    "half a character": (r'{"text": "a\ud800"}', "row 2: holds half a character"),
+}
+MESSAGES = {
+    "a role that is no word": (
+        {"role": "user<|im_end|>\nassistant", "content": "a"},
+        "`role` of turn 1 must be a plain",
+    ),
+    "arguments without end": (
+        {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": DEEP}}]},
+        "more than 100 deep",
+    ),
+    "arguments of many digits": (
+        {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": DIGITS}}]},
+        "thousands of digits",
+    ),
+}
+
+
+def encode(path, tokenizer, make=TextEncoder, **keys):
+    """Encode the rows of the file as a preparing process does it."""
+    section = DataSection(train={"path": str(path), **keys}, max_length=10**6)
+    (source,) = open_sources(section, seed=1, say=lambda sentence: None).train
+    return encode_chunk(make_recipe(source.format, make(tokenizer), section=section), list(source.rows()))
+
+
+@pytest.mark.parametrize("kind", LINES)
+def test_a_line_of_json_is_named(tmp_path, tokenizer, kind):
+    line, reason = LINES[kind]
+    (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n' + line + "\n")
+    with pytest.raises(DataError, match=rf"rows\.jsonl, {reason}"):
+        encode(tmp_path / "rows.jsonl", tokenizer)
+
+
+@pytest.mark.parametrize("content", [f"[{DIGITS}]", f'[{{"text": {DEEP}}}]', f'{{"text": {DEEP}}}'])
+def test_a_json_file_is_named(tmp_path, tokenizer, content):
+    (tmp_path / "rows.json").write_text(content)
+    with pytest.raises(DataError, match=r"rows\.json.*(100 deep|digits)"):
+        encode(tmp_path / "rows.json", tokenizer)
+
+
+@pytest.mark.parametrize("kind", MESSAGES)
+def test_a_turn_is_named(tmp_path, tokenizer, kind):
+    turn, reason = MESSAGES[kind]
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"messages": [turn, {"role": "assistant", "content": "a"}]}) + "\n")
+    with pytest.raises(DataError, match=rf"rows\.jsonl, row 1: .*{reason}"):
+        encode(tmp_path / "rows.jsonl", tokenizer)
+
+
+@pytest.mark.parametrize("label", ["9" * 401, f'"{"9" * 401}"', "NaN", "-Infinity", "1e400", "1e39"])
+def test_a_label_that_is_no_number_of_float32_is_named(tmp_path, tokenizer, label):
+    (tmp_path / "rows.jsonl").write_text(f'{{"text": "a", "label": 1}}\n{{"text": "a", "label": {label}}}\n')
+    with pytest.raises(DataError, match=r"row 2: the label must be a number"):
+        encode(tmp_path / "rows.jsonl", tokenizer, lambda words: LabelledEncoder(words, Numbers(1)))
+
+
+def test_a_margin_of_many_digits_is_named(tmp_path, tokenizer):
+    row = '{"prompt": "a", "chosen": "b", "rejected": "c", "margin": %s}\n' % ("9" * 401)
+    (tmp_path / "rows.jsonl").write_text(row)
+    with pytest.raises(DataError, match=r"row 1: column `margin` must be a number, but is a number\."):
+        encode(tmp_path / "rows.jsonl", tokenizer, lambda words: AnswersEncoder(lambda rows: [], "task", margin=True))
+
+
+def test_a_row_that_cannot_be_encoded_among_others_is_named(tmp_path, tokenizer):
+    (tmp_path / "rows.jsonl").write_text("".join(f'{{"text": "{text}"}}\n' for text in "abc"))
+
+    def made(words):
+        def encoded(rows):
+            if any(row["text"] == "b" for row in rows):
+                raise OverflowError("too large")
+            return TextEncoder(words)(rows)
+
+        return encoded
+
+    with pytest.raises(DataError, match=r"row 2: cannot be encoded: too large"):
+        encode(tmp_path / "rows.jsonl", tokenizer, made)
+
+
+@pytest.mark.parametrize("ending", [".jsonl", ".txt", ".jsonl.gz"])
+def test_a_line_without_end_is_not_read_whole(tmp_path, tokenizer, monkeypatch, ending):
+    monkeypatch.setattr(readers, "MOST_LINE_BYTES", 1 << 20)
+    content = b'{"text": "a"}\n{"text": "' + b"a" * (2 << 20) + b'"}\n'
+    path = tmp_path / f"rows{ending}"
+    path.write_bytes(gzip.compress(content) if ending.endswith("gz") else content)
+    with pytest.raises(DataError, match=r"rows.*, line 2: has more than 1 MB"):
+        encode(path, tokenizer)
+
+
+def test_a_wide_table_is_read_soon_and_its_columns_are_not_all_listed(tmp_path, tokenizer):
+    names = [f"c{n}" for n in range(100_000)]
+    (tmp_path / "wide.csv").write_text(",".join(names) + "\n" + ",".join("x" for _ in names) + "\n")
+    with pytest.raises(DataError, match=r"`c39`, and 99,960 more") as caught:
+        encode(tmp_path / "wide.csv", tokenizer)
+    assert len(str(caught.value)) < 2000
+    (tmp_path / "twice.csv").write_text(",".join([*names, "c7"]) + "\n")
+    with pytest.raises(DataError, match="column `c7` twice"):
+        encode(tmp_path / "twice.csv", tokenizer)
+
+
+def test_a_long_field_is_a_text(tmp_path, tokenizer):
+    (tmp_path / "long.csv").write_text("text\n" + "x" * 200_000 + "\n")
+    assert encode(tmp_path / "long.csv", tokenizer).counts.rows == 1
+
+
+def test_types_that_are_none_of_json_are_named(tmp_path, tokenizer):
+    nested = pa.int64()
+    value = 1
+    for _ in range(100):
+        nested, value = pa.list_(nested), [value]
+    columns = {
+        "decimal": (pa.array([decimal.Decimal("1.5")]), "row 1: column `text` must be text"),
+        "map": (pa.array([[("a", 1)]], pa.map_(pa.string(), pa.int64())), "row 1: column `text` must be text"),
+        "bytes": (pa.array([b"\xff"]), "row 1: column `text` must be text"),
+        "time": (pa.array([10**17], pa.timestamp("ms")), "rows 1 to 1: cannot be read"),
+        "nested": (pa.array([value], nested), "too deeply nested"),
+    }
+    for name, (column, reason) in columns.items():
+        path = tmp_path / f"{name}.parquet"
+        pq.write_table(pa.table({"text": column}), path)
+        with pytest.raises(DataError, match=rf"{name}\.parquet.*{reason}"):
+            encode(path, tokenizer, format="text")
+
+
+def test_what_is_no_file_is_not_waited_for(tmp_path, tokenizer):
+    os.mkfifo(tmp_path / "rows.jsonl")
+    for path in (tmp_path / "rows.jsonl", "/dev/zero"):
+        with pytest.raises(DataError, match=r"data\.train\.path: .* it is a (FIFO|device), not a regular file"):
+            encode(path, tokenizer)
