@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from finetune.runtime.json_files import parse_json
+from finetune.runtime.json_files import open_regular, parse_json
 
 _BLOCK_BYTES = 8 << 20
 _MOST_HEADER_BYTES = 100_000_000  # of the safetensors format
@@ -18,7 +18,7 @@ def damaged_tensors(path: Path, entries: Mapping[str, Mapping[str, Any]]) -> lis
     read as safetensors, none where only the header's text differs.
     """
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             header_bytes = int.from_bytes(file.read(8), "little")
             places: dict[str, Any] = parse_json(file.read(min(header_bytes, _MOST_HEADER_BYTES)))
             return [

@@ -4,9 +4,10 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, TypeAdapter, with_config
+from safetensors import SafetensorError, safe_open
 from typing_extensions import TypedDict
 
 from finetune.checkpoint import layout
@@ -20,9 +21,6 @@ ITEM_BYTES = {
     **{"I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1},
 }
 """Bytes of a number, by the safetensors format's name of its type."""
-
-_MOST_HEADER_BYTES = 100_000_000  # of the safetensors format
-_METADATA = "__metadata__"
 
 _Count = Annotated[int, Field(ge=0, lt=2**63)]
 _Shape = Annotated[list[_Count], Field(max_length=64)]
@@ -46,16 +44,8 @@ class _Scalars(TypedDict):
     loss_scale: dict[str, _Number]
 
 
-@with_config(STRICT)
-class _HeaderEntry(TypedDict):
-    dtype: str
-    shape: _Shape
-    data_offsets: tuple[_Count, _Count]
-
-
 _INDEX = TypeAdapter(dict[str, _IndexEntry])
 _SCALARS = TypeAdapter(_Scalars)
-_HEADER = TypeAdapter(dict[str, _HeaderEntry | dict[str, str]])
 
 
 @dataclass(frozen=True)
@@ -78,6 +68,10 @@ def read_texts(path: Path, manifest: Manifest) -> Texts:
     try:
         index = read_index(path, manifest)
         scalars = _parsed(path, layout.SCALARS, _SCALARS)
+        if strangers := scalars["optimizer"].keys() - {entry["name"] for entry in index.values()}:
+            raise CheckpointError(
+                f"{path}: {layout.SCALARS} has numbers of {min(strangers)[:80]!r}, which is no tensor"
+            )
         return Texts(index, scalars, _progress(path, manifest))
     except OSError as error:
         raise CheckpointError(f"{path}: {Path(str(error.filename)).name} cannot be read: {error.strerror}") from error
@@ -105,32 +99,17 @@ def header_problem(path: Path, name: str, index: Mapping[str, Mapping[str, Any]]
     if not wanted:
         return None
     try:
-        header = read_header(path / name)
-    except (OSError, ValueError) as error:
+        with safe_open(path / name, framework="np") as file:
+            slices = {stored: file.get_slice(stored) for stored in file.keys()}  # noqa: SIM118  # it is no mapping
+            found = {stored: (each.get_dtype(), each.get_shape()) for stored, each in slices.items()}
+    except (OSError, SafetensorError) as error:
         return f"{name} is no safetensors file: {error}"
-    tensors = {stored: entry for stored, entry in header.items() if stored != _METADATA}
-    if tensors.keys() != wanted.keys():
+    if found.keys() != wanted.keys():
         return f"{name} holds other tensors than {layout.INDEX} says"
     for stored, entry in wanted.items():
-        found = tensors[stored]
-        first, last = found.get("data_offsets", (0, -1))
-        is_same = (found.get("dtype"), found.get("shape")) == (entry["dtype"], entry["shape"])
-        if not is_same or last - first != _size_bytes(entry):
+        if found[stored] != (entry["dtype"], entry["shape"]):
             return f"{name} holds {stored[:80]!r} in another shape or type than {layout.INDEX} says"
     return None
-
-
-def read_header(path: Path) -> Mapping[str, Any]:
-    """Return the header of a safetensors file; raises OSError or ValueError."""
-    with path.open("rb") as file:
-        return _header_of(file)
-
-
-def _header_of(file: BinaryIO) -> Mapping[str, Any]:
-    size = int.from_bytes(file.read(8), "little")
-    if size > _MOST_HEADER_BYTES:
-        raise ValueError(f"its header would have {size} bytes")
-    return parse_as(_HEADER, file.read(size))
 
 
 def _parsed(path: Path, name: str, schema: TypeAdapter[Any]) -> Any:

@@ -5,7 +5,7 @@ import json
 import os
 import stat
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -16,15 +16,21 @@ MOST_BYTES = 512 << 20
 
 
 def read_regular(path: Path, *, most_bytes: int = MOST_BYTES) -> bytes:
-    """Return the file's content; raises OSError for what is no regular file, which could keep a reader waiting."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    with os.fdopen(descriptor, "rb") as file:
-        facts = os.fstat(file.fileno())
-        if not stat.S_ISREG(facts.st_mode):
-            raise OSError(errno.EINVAL, "is no regular file", str(path))
-        if facts.st_size > most_bytes:
-            raise OSError(errno.EFBIG, f"has {facts.st_size} bytes, at most {most_bytes} are read", str(path))
+    """Return the file's content; raises OSError for what is no regular file, or has more bytes."""
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > most_bytes:
+            raise OSError(errno.EINVAL, f"has {size} bytes, at most {most_bytes} are read", str(path))
         return file.read(most_bytes)
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Return the file, open to be read; raises OSError for what is no regular file: a pipe keeps a reader waiting."""
+    file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError(errno.EINVAL, "is no regular file", str(path))
+    return file
 
 
 def parse_json(content: bytes | str) -> Any:

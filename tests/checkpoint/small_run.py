@@ -24,7 +24,8 @@ def forge(checkpoint, name, change):
     value = json.loads(manifest.read_text())
     if name != "manifest.json":
         value["files"][name] = asdict(file_facts(path))
-    manifest.write_text(json.dumps(value | {OWN_DIGEST: own_digest(value)}))
+    if isinstance(value, dict):
+        manifest.write_text(json.dumps(value | {OWN_DIGEST: own_digest(value)}))
 
 
 class Run:

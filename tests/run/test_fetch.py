@@ -1,9 +1,10 @@
+import json
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 
-from finetune.checkpoint.manifest import read_manifest
+from finetune.checkpoint.manifest import own_digest, read_manifest
 from finetune.config.explain import resolved_yaml
 from finetune.config.load import LoadedConfig, load_config
 from finetune.errors import CheckpointError
@@ -125,3 +126,30 @@ def test_storage_that_takes_nothing_is_an_error_now_and_not_at_the_first_checkpo
     nowhere = machine("first", url=f"{bucket}-that-is-not-there/runs/first")
     with pytest.raises(CheckpointError, match=r"cannot be used: .*bucket does not exist.*Check the bucket"):
         nowhere.fetch()
+
+
+def test_a_checkpoint_of_a_newer_format_is_refused_and_no_older_one_fetched(machine):
+    first = machine("first")
+    for step in (2, 4):
+        checkpoint(first.stage, step)
+    marker = first.stage / "checkpoints" / "step-000004" / "manifest.json"
+    value = json.loads(marker.read_text()) | {"format_version": 3, "versions": {"finetune": "9.1.0"}}
+    marker.write_text(json.dumps(value | {"sha256": own_digest(value)}))
+    first.upload()
+    second = machine("second")
+    with pytest.raises(CheckpointError, match=r"format 3, written by finetune 9\.1\.0"):
+        second.fetch()
+    assert list((second.stage / "checkpoints").glob("*")) == []
+
+
+def test_names_in_the_storage_that_are_no_runs_are_not_fetched(machine, tmp_path):
+    first = machine("first")
+    checkpoint(first.stage, 2)
+    first.upload()
+    for name in ("checkpoints/step-99999999999999999999/manifest.json", "checkpoints/step-²/manifest.json", "STOP"):
+        (tmp_path / "file").write_text("x")
+        first.remote.upload(tmp_path / "file", name)
+    first.remote.upload(tmp_path / "file", ".writer.lock")
+    second = machine("second")
+    assert second.fetch() == ["step-000002"]
+    assert sorted(path.name for path in second.stage.iterdir()) == [".fetch.lock", "checkpoints"]

@@ -1,5 +1,6 @@
 """The record of consumed samples, and the proof that a checkpoint's samples are the order's."""
 
+import resource
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -84,3 +85,36 @@ def test_a_checkpoint_of_before_contents_were_known_continues_and_knows_them_fro
 
 def test_before_the_first_step_there_is_nothing_to_compare():
     refuse_other_samples(Path("a"), Progress(), pool=pool_of(), global_batch_size=4)
+
+
+def test_damaged_lines_and_files_of_the_record_stop_no_run(tmp_path):
+    folder = tmp_path / "samples"
+    (folder / "rank-00001.jsonl").mkdir(parents=True)
+    (folder / "rank-mine.jsonl").write_text("a user's own")
+    lines = [
+        '{"step": 1, "microbatches": [[4]]}',
+        "[]",
+        "3",
+        '{"step": "1"}',
+        '{"step": 1, "microbatches": 3}',
+        "[" * 5000,
+    ]
+    (folder / "rank-00000.jsonl").write_text("\n".join(lines))
+    list(recorded(groups([(1,)]), run_folder=tmp_path, first_step=1))
+    assert read_samples(tmp_path) == {1: [[[4]]], 2: [[[1]]]}
+    assert (folder / ".bad-rank-00001.jsonl").is_dir()
+    assert (folder / "rank-mine.jsonl").read_text() == "a user's own"
+
+
+def test_lines_that_a_full_disk_does_not_take_wait_until_there_is_room(tmp_path):
+    handed = recorded(groups([(1,)], [(2,)], [(3,)]), run_folder=tmp_path, first_step=0)
+    next(handed)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (40, before[1]))
+    try:
+        next(handed)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert read_samples(tmp_path).keys() == {1}
+    assert len(list(handed)) == 1
+    assert read_samples(tmp_path).keys() == {1, 2, 3}

@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from finetune.errors import CheckpointError, NonFiniteError
+from finetune.errors import CheckpointError, DiskError, NonFiniteError
+from finetune.runtime import files
 from finetune.runtime.peer import Peer
 from finetune.runtime.progress import Progress
 from finetune.runtime.status import FINISHED, STOPPED, Ended, Status, ended_by
@@ -102,3 +103,50 @@ def test_an_error_with_a_secret_is_still_known_as_this_rank_s_own(tmp_path):
     assert status.claim_end(own) == own  # as it was read from the file
     assert read(tmp_path)["error"]["message"] == "ValueError: \x1b 403 at https://h/?token=[redacted]"
     assert "\x1b" not in (tmp_path / "status.json").read_text()
+
+
+@pytest.fixture
+def disk_is_full(monkeypatch):
+    def fill():
+        def refuse(*_, **__):
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(files, "write_bytes", refuse)
+
+    return fill
+
+
+@pytest.mark.parametrize("message", ["the disk is full", "x" * 100_000])
+def test_on_a_full_disk_the_end_is_written_into_the_room_that_the_file_has(tmp_path, disk_is_full, message):
+    status = status_of(tmp_path)
+    status.start()
+    status.run(Progress(3), num_steps=8)
+    size = (tmp_path / "status.json").stat().st_size
+    disk_is_full()
+    status.claim_end(ended_by(DiskError(message), rank=0))
+    assert (read(tmp_path)["state"], read(tmp_path)["exit_code"], read(tmp_path)["step"]) == ("failed", 1, 3)
+    assert message.startswith(read(tmp_path)["error"]["message"])
+    assert (tmp_path / "status.json").stat().st_size == size
+
+
+def test_of_a_run_of_many_processes_the_end_is_written_though_their_names_have_no_room(tmp_path, disk_is_full):
+    Status(tmp_path, rank=0, me=Peer(0, "here", 1), launch="now", since=0.0, clock=lambda: 100.0).start()
+    status = status_of(tmp_path)
+    status.met([Peer(rank, "a-host-with-a-long-name", rank) for rank in range(1000)])
+    disk_is_full()
+    status.end(STOPPED, reason="time limit", exit_code=0)
+    assert (read(tmp_path)["state"], read(tmp_path)["ranks"]) == ("stopped", [])
+
+
+DAMAGED = [b"[]", b"{", b"\xff", b"[" * 100_000, b'{"launch": "now", "ended_by": 1}']
+DAMAGED += [b'{"launch": "now", "ended_by": 1, "time": "x"}']
+DAMAGED += [b'{"launch": "now", "ended_by": [], "time": 99, "error": 3, "state": 1, "exit_code": 0}']
+
+
+@pytest.mark.parametrize("content", DAMAGED)
+def test_a_damaged_status_says_nothing_and_is_written_anew(tmp_path, content):
+    (tmp_path / "status.json").write_bytes(content)
+    status = status_of(tmp_path)
+    assert status.first() is None
+    status.start()
+    assert read(tmp_path)["state"] == "starting"
