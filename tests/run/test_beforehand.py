@@ -50,7 +50,7 @@ def test_what_is_listed_only_is_said_as_the_start_says_it(finished, capsys):
     assert "changed since the checkpoint: report.log_every_steps 1 -> 7" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("change", ["train.learning_rate=0.5", "run.seed=7", "checkpoint.resume=never"])
+@pytest.mark.parametrize("change", ["train.learning_rate=0.5", "run.seed=8", "checkpoint.resume=never"])
 def test_a_refusal_is_the_very_one_of_the_start(finished, change):
     loaded = finished(change)
     with pytest.raises(CheckpointError) as early:
