@@ -8,10 +8,10 @@ import re
 MAX_FILE_BYTES = 1 << 20
 """Of a job file."""
 
-MAX_VALUES = 50_000
+MAX_VALUES = 25_000
 """Values and keys of a file or an override, aliases expanded: 20,000 names of classes are fine."""
 
-MAX_RESOLVED_VALUES = 60_000
+MAX_RESOLVED_VALUES = 30_000
 """Of a config that a run has written down: all defaults stand in it, too."""
 
 MAX_DEPTH = 32
@@ -28,6 +28,9 @@ MAX_DIGITS = 100
 
 MAX_OVERRIDES = 1_000
 """Of one command."""
+
+MAX_OVERRIDES_LENGTH = 1 << 18
+"""Characters of all of them."""
 
 MAX_LISTED = 50
 """Problems that are listed; the others are counted."""

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from finetune.config.limits import MAX_DEPTH, MAX_KEY_LENGTH, MAX_OVERRIDES, unwritable
+from finetune.config.limits import MAX_DEPTH, MAX_KEY_LENGTH, MAX_OVERRIDES, MAX_OVERRIDES_LENGTH, unwritable
 from finetune.config.source import Source
 from finetune.config.yaml import read_yaml
 from finetune.errors import Problem
@@ -35,9 +35,11 @@ def override(values: dict[str, Any], overrides: Sequence[str]) -> Overridden:
     The value is read as YAML 1.2, so `null`, `[1, 2]` and `{a: 1}` work. The argument is left as it is.
     """
     result = Overridden(copy.deepcopy(values))
-    if len(overrides) > MAX_OVERRIDES:
+    length = sum(map(len, overrides))
+    if len(overrides) > MAX_OVERRIDES or length > MAX_OVERRIDES_LENGTH:
         too_many = (
-            f"there are {len(overrides):,} overrides. Write at most {MAX_OVERRIDES:,}, and the others into the file."
+            f"there are {len(overrides):,} overrides of {length:,} characters. Write at most {MAX_OVERRIDES:,} of "
+            f"{MAX_OVERRIDES_LENGTH:,}, and the others into the file."
         )
         result.problems.append(Problem("", too_many, source="--set"))
         return result

@@ -2,10 +2,11 @@
 
 from collections.abc import Iterator, Mapping
 
+from finetune.config.limits import MAX_DEPTH, MAX_VALUES
 from finetune.config.schema import Node, branches, describe, items_of, keys_of, meaning, run_schema
 from finetune.runtime.terminal import json_text
 
-INTRODUCTION = """# Every key of a job file
+INTRODUCTION = f"""# Every key of a job file
 
 Made by `finetune reference` from the schema; do not edit.
 
@@ -13,7 +14,10 @@ Made by `finetune reference` from the schema; do not edit.
 - Unknown keys are errors, and so are keys that do nothing in the combination in which they are written.
 - A relative path is resolved against the folder of the job file, in `--set` too; `~` is the home folder.
 - `--set train.learning_rate=1e-4` writes one key over the file; the value is read as YAML, `null` unsets.
-- `finetune check job.yaml` names every problem of a file at once.
+- `finetune check job.yaml` names every problem of a file at once; with `--model` the model is built from its config,
+  without memory for weights, and asked once.
+- A job file has at most 1 MiB, {MAX_VALUES:,} keys and values (aliases expanded) and {MAX_DEPTH} levels; every number
+  has an upper bound, far above any use, which the schema names.
 - For completion and checks in an editor, begin the file with
   `# yaml-language-server: $schema=PATH/TO/docs/finetune.schema.json` (`finetune schema` prints it).
 """

@@ -18,6 +18,8 @@ from finetune.config.limits import MAX_DEPTH, MAX_RESOLVED_VALUES, MAX_VALUES, T
 from finetune.config.values import Document, LimitError, Walk
 from finetune.errors import Problem
 
+_LONGEST_COMPLAINT = 200  # characters: the parser quotes whole words of the text
+
 
 class _Scanner(Scanner):
     """Ends at a bracket too deep: looking ahead for its end takes time that grows with the square of the depth."""
@@ -79,6 +81,7 @@ def _syntax_problem(error: MarkedYAMLError) -> Problem:
     mark = error.problem_mark or error.context_mark
     line = None if mark is None else mark.line + 1
     what = " ".join(part for part in (error.context, error.problem) if part)
+    what = what if len(what) <= _LONGEST_COMPLAINT else f"{what[:_LONGEST_COMPLAINT]}..."
     if "'\\t'" in what:
         advice = "Indent with spaces, not with tabs."
     elif "mapping values are not allowed" in what:

@@ -28,7 +28,7 @@ def calls(monkeypatch):
     stand_in, really = SimpleNamespace(made=[], answer=0), lazy.call
 
     def call(place, *arguments, **named):
-        if place.startswith(("finetune.cli.", "finetune.config.", "finetune.recipes.")):
+        if place.startswith(("finetune.cli.", "finetune.config.", "finetune.recipes.", "finetune.run.beforehand:")):
             return really(place, *arguments, **named)
         stand_in.made.append((place, arguments, named))
         return stand_in.answer
@@ -90,6 +90,13 @@ def test_options_alone_mean_train(typed, job, calls, words):
     assert begun == "finetune.run.ahead:verify_ahead"
     assert place == "finetune.run.training:train_from_config"
     assert loaded.config.train.steps == 7
+
+
+def test_a_check_of_the_model_tries_it(typed, job, calls):
+    assert typed("check", job, "--model")[0] == 0
+    assert [place for place, _, _ in calls.made] == ["finetune.run.trial:require_buildable"]
+    assert typed("check", job)[0] == 0
+    assert len(calls.made) == 1
 
 
 def test_the_exit_code_of_the_run_is_the_exit_code(typed, job, calls):

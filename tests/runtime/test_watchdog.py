@@ -86,3 +86,25 @@ def test_nothing_moving_for_too_long_is_a_hang_with_stacks(watched, tmp_path, ca
     assert "nothing has moved for 0 s (run.hang_after_seconds). No report came from rank 1." in capsys.readouterr().err
     assert json.loads((tmp_path / "hang" / "rank-00000.json").read_text())["step"] == 4
     assert json.loads((tmp_path / "status.json").read_text())["error"]["type"] == "Hang"
+
+
+def test_a_watchdog_that_cannot_look_says_so_once_and_ends_the_run_where_that_lasts(tmp_path, capsys):
+    watched = Watched(tmp_path)
+    looks = []
+
+    def look() -> None:
+        looks.append(1)
+        raise OverflowError("timestamp too large")
+
+    class NoWait:
+        def wait(self, seconds: float) -> bool:
+            return False
+
+    watched.dog.look = look
+    watched.dog._is_over = NoWait()
+    with pytest.raises(Left) as left:
+        watched.dog.run()
+    assert left.value.args == (1,)
+    said = capsys.readouterr().err
+    assert said.count("the watchdog of rank 0 cannot look: OverflowError: timestamp too large; it tries again") == 1
+    assert 10 < len(looks) < 100
