@@ -14,6 +14,7 @@ from finetune.errors import DataError
 from finetune.report.announcer import Announcer
 from finetune.run.audit import audit_lessons
 from finetune.run.lessons import make_lessons
+from finetune.run.verifying import mend_sets
 from finetune.runtime.log import quieten
 
 
@@ -28,6 +29,7 @@ def prepare(path: Path, overrides: Sequence[str]) -> None:
     try:
         with progress_shown() as (say, watch):
             lessons = make_lessons(without_limits(config), Announcer(is_main=True, write=say), watch=watch)
+            mend_sets(lessons)
     except KeyboardInterrupt:
         print("what is tokenised is kept: the same command goes on where it stopped", file=sys.stderr)
         raise

@@ -1,9 +1,10 @@
 """What a loader has delivered, compared with what was prepared: by the marks of the arrays that were collated."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+import torch
 
 from finetune.data.batch import Batch
 from finetune.data.features import Features
@@ -49,6 +50,21 @@ class Deliveries:
         return self.pool.samples.refuse(np.array(sorted(set(damaged)), np.int64))
 
 
+Collate = Callable[[Sequence[Features]], Batch]
+
+
+def collated(collate: Collate, features: Sequence[Features], *, samples: Samples) -> Batch:
+    """Return the batch with the marks of what it was collated from.
+
+    Where that fails because a sample is not what was prepared, raises DataError that says so.
+    """
+    try:
+        return marked(collate(features), features)
+    except Exception:
+        _require_intact(samples, marked(_NOTHING, features), [each.sample_id for each in features])
+        raise
+
+
 def marked(batch: Batch, features: Sequence[Features]) -> Batch:
     """Return the batch with the marks of what it was collated from."""
     partners = [each.partner for each in features if each.partner is not None]
@@ -62,9 +78,16 @@ def marked(batch: Batch, features: Sequence[Features]) -> Batch:
 
 def require_intact(samples: Samples, batch: Batch) -> None:
     """Raise DataError where a sample in the batch is not what was prepared; it is set aside by then."""
-    damaged = _differing(samples, batch.sample_ids, np.array(batch.marks, np.uint64))
+    _require_intact(samples, batch, batch.sample_ids)
+
+
+def _require_intact(samples: Samples, batch: Batch, sample_ids: Sequence[int]) -> None:
+    damaged = _differing(samples, sample_ids, np.array(batch.marks, np.uint64))
     if damaged:
         raise DataError("\n".join(samples.refuse(np.array(damaged, np.int64))))
+
+
+_NOTHING = Batch({}, torch.zeros(0), num_targets=0, num_tokens=0, sample_ids=())
 
 
 def _differing(samples: Samples, sample_ids: Sequence[int], marks: np.ndarray) -> tuple[int, ...]:

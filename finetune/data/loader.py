@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from finetune.config.sections.data import DataSection
 from finetune.data.batch import Batch
-from finetune.data.delivery import marked
+from finetune.data.delivery import Collate, collated
 from finetune.data.features import Features
 from finetune.data.order.by_length import LongestFirst
 from finetune.data.order.order import Order
@@ -19,8 +19,6 @@ from finetune.data.prepared.store import PreparedSet
 from finetune.data.workers import Cost, loader_settings
 from finetune.runtime.children import leave_signals_to_parent
 from finetune.runtime.seeds import derive
-
-Collate = Callable[[Sequence[Features]], Batch]
 
 
 class TrainSampler(Sampler[list[int]]):
@@ -148,7 +146,8 @@ def train_loader(
         num_steps=num_steps,
     )
     samples = Seeded(pool.samples, pool.order if has_partners else None)
-    return _loader(samples, SeededSampler(sampler, seed=seed), _CollateSeeded(collate), section=section, cost=cost)
+    seeded = SeededSampler(sampler, seed=seed)
+    return _loader(samples, seeded, _CollateSeeded(collate, pool.samples), section=section, cost=cost)
 
 
 def evaluation_loader(
@@ -189,11 +188,12 @@ class _CollateSeeded:
     """Collates samples that are learnt from: what is drawn while that is done is drawn from the batch's seed."""
 
     collate: Collate
+    samples: Samples
 
     def __call__(self, features: Sequence[Features]) -> Batch:
-        batch = self.collate(features)
+        batch = collated(self.collate, features, samples=self.samples)
         lengths = batch.lengths or tuple(each.length for each in features)
-        return marked(replace(batch, seed=features[0].seed, lengths=lengths), features)
+        return replace(batch, seed=features[0].seed, lengths=lengths)
 
 
 @dataclass(frozen=True)
@@ -203,7 +203,9 @@ class _CollateOrFill:
     filler: Callable[[Features], Batch]
 
     def __call__(self, features: Sequence[Features]) -> Batch:
-        return marked(self.collate(features), features) if features else self.filler(self.prepared[0])
+        if not features:
+            return self.filler(self.prepared[0])
+        return collated(self.collate, features, samples=self.prepared)
 
 
 def _loader(

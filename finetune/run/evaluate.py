@@ -9,6 +9,7 @@ from finetune.config.run_config import RunConfig
 from finetune.config.sections.train import TrainSection
 from finetune.data.encoding.tokenizer_facts import unknown_ids
 from finetune.data.prepared.cache import prepare_set
+from finetune.data.prepared.opening import mend
 from finetune.data.prepared.store import PreparedSet
 from finetune.data.sources.source import Source, open_source, open_sources
 from finetune.errors import UserError
@@ -69,6 +70,7 @@ def measure(subject: Subject) -> Measurement:
     say = Announcer(is_main=ranks.is_main())
     config, task = subject.config, subject.task()
     rows = _validation(subject, task, say=say)
+    mend(rows, seconds=None)
     model = subject.start(task)  # whole in every process: before an Accelerator exists that would have it split
     accelerator = make_accelerator(config, launched_strategy(_for_measuring(subject.loaded)))
     model.to(accelerator.device)

@@ -36,7 +36,7 @@ from finetune.run.saving import ReportedSaving
 from finetune.run.startup import telling_start
 from finetune.run.teacher import taught
 from finetune.run.trial import require_own_values_fit
-from finetune.run.verifying import mend_sets
+from finetune.run.verifying import mend_before_training
 from finetune.run.watch import Watch, watched_run
 from finetune.run.wishes import make_wishes
 from finetune.runtime import ranks
@@ -101,7 +101,7 @@ def _train(
     rate = plan.schedule.peak
     machine = make_machine(config, strategy, accelerator=accelerator, lessons=lessons, learning_rate=rate, say=say)
     require_isolation(config, lessons, machine)
-    mend_sets(lessons)
+    mend_before_training(lessons)
     startup.end("model")
     watch.watchdog.watch_hangs(config.run.hang_after_seconds)
     lessons = with_priors(config, lessons, machine, say=say)  # from the model as it starts: before weights are loaded

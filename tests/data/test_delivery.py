@@ -132,6 +132,26 @@ def test_damage_in_the_memory_of_a_process_sets_nothing_aside(prepare, monkeypat
     assert asides(prepared.folder) == []
 
 
+def test_damage_at_which_collation_fails_is_told_as_what_it_is(prepare):
+    prepared, section = prepare()
+    flip(prepared.folder / "input_ids.offsets.npy")
+
+    def fails(features):
+        raise IndexError("a sample without a token")
+
+    loader = train_loader(
+        pool_of(prepared),
+        fails,
+        global_batch_size=STEP,
+        microbatch_size=2,
+        first_step=0,
+        num_steps=1,
+        section=section,
+    )
+    with pytest.raises(DataError, match=r"rows\.jsonl, row \d+; .*not what was prepared"):
+        list(loader)
+
+
 def test_a_label_that_has_changed_is_as_bad_as_a_token(prepare):
     prepared, section = prepare()
     flip(prepared.folder / "is_target.values.npy", every=7)

@@ -46,7 +46,7 @@ class GroupedOrder(OrderOfPieces):
         shuffle: bool,
         window_samples: int = WINDOW_SAMPLES,
     ) -> None:
-        self._lengths = np.asarray(lengths)
+        self._lengths = np.array(lengths)  # a copy: what is damaged on disk later must not group samples otherwise
         self._group = group
         self._seed = seed
         self._shuffle = shuffle

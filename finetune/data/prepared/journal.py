@@ -10,7 +10,7 @@ from typing import Any
 from finetune.data.prepared.counts import Counts
 from finetune.data.prepared.growing import ArrayNote
 from finetune.runtime.files import sync
-from finetune.runtime.sealed import opened, sealed
+from finetune.runtime.sealed import Damaged, opened, require_file, sealed
 
 NAME = "journal.jsonl"
 
@@ -31,13 +31,15 @@ class Journal:
         """`head` names what is made: lines that begin with another one are those of something else."""
         self._path = folder / NAME
         self._head = head
+        self._num_lines = 0
 
     def read(self) -> Noted:
         """Return the last state noted, and take out a line behind it that a kill has torn."""
         noted, end = Noted(), 0
         for line, read in _lines(self._path):
-            if line["head"] != self._head:
+            if (line["head"], line["number"]) != (self._head, self._num_lines):
                 break
+            self._num_lines += 1
             origins = (*noted.origins, *((first, name) for first, name in line["origins"]))
             arrays = {name: ArrayNote(*note) for name, note in line["arrays"].items()}
             noted, end = Noted(Counts(**line["counts"]), arrays, origins), read
@@ -50,6 +52,7 @@ class Journal:
         is_new = not self._path.exists()
         line = {
             "head": self._head,
+            "number": self._num_lines,
             "counts": asdict(noted.counts),
             "arrays": noted.arrays,
             "origins": noted.origins[num_origins_noted:],
@@ -58,11 +61,13 @@ class Journal:
             file.write(json.dumps(sealed(line)).encode() + b"\n")
             file.flush()
             os.fsync(file.fileno())
+        self._num_lines += 1
         if is_new:
             sync(self._path.parent)
 
     def remove(self) -> None:
         """Remove it: the set is whole."""
+        self._num_lines = 0
         self._path.unlink(missing_ok=True)
 
 
@@ -87,6 +92,7 @@ def _lines(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
 
 def _content(path: Path) -> bytes:
     try:
+        require_file(path)
         return path.read_bytes()
-    except OSError:  # nothing was noted yet, or somebody else's set is whole by now, or it is no file
+    except (OSError, Damaged):  # nothing was noted yet, or somebody else's set is whole by now, or it is no file
         return b""

@@ -1,6 +1,7 @@
 """A prepared set as it is written: chunk after chunk, and after a kill from where its journal says it had come."""
 
 import shutil
+import stat
 from dataclasses import asdict
 from pathlib import Path
 
@@ -84,12 +85,14 @@ class SetWriter:
     def _taken_up(self) -> tuple[Noted, GrowingArrays]:
         """Return the last state noted and the arrays cut back to it; where the files are not as left, an empty one."""
         try:
+            _require_files(self._folder)
             noted = self._journal.read()
             if noted.arrays:
                 return noted, GrowingArrays(self._folder, noted.arrays)
         except (ValueError, TypeError, KeyError, OSError) as error:
             self.given_up = str(error)
         _empty(self._folder)
+        self._journal.remove()
         return Noted(), GrowingArrays(self._folder, _BEGUN)
 
     def _append_values(self, name: str, values: np.ndarray, *, lengths: np.ndarray) -> None:
@@ -99,6 +102,13 @@ class SetWriter:
             self._arrays.append(f"{name}.offsets", np.zeros(1, np.int64))
         self._arrays.append(f"{name}.values", values)
         self._arrays.append(f"{name}.offsets", start + np.cumsum(lengths, dtype=np.int64))
+
+
+def _require_files(folder: Path) -> None:
+    """Raise ValueError for anything but files of the folder's own: through a link a foreign file would be cut off."""
+    for path in folder.iterdir():
+        if not stat.S_ISREG(path.lstat().st_mode):
+            raise ValueError(f"{path.name} is no file of its own")
 
 
 def _empty(folder: Path) -> None:

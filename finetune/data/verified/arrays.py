@@ -58,7 +58,7 @@ class StoredArray:
             self._file = path.open("rb")
             self._begins = self._read_header()
             self.values = self._mapped()
-        except (OSError, ValueError, TypeError, SyntaxError, EOFError) as error:
+        except (OSError, ValueError) as error:
             raise Damaged(f"{path.name} cannot be read: {error}") from error
 
     @property
@@ -104,8 +104,11 @@ class StoredArray:
 
     def _read_header(self) -> int:
         """Return where the values begin; raises ValueError for another header than the facts'."""
-        np.lib.format.read_magic(self._file)
-        shape, _, dtype = np.lib.format.read_array_header_1_0(self._file)
+        try:
+            np.lib.format.read_magic(self._file)
+            shape, _, dtype = np.lib.format.read_array_header_1_0(self._file)
+        except Exception as error:  # a header is Python source: what a damaged one raises is anybody's guess
+            raise ValueError(f"its header is damaged ({error})") from error
         if (shape, dtype.str) != ((self._facts.length,), self._facts.dtype):
             raise ValueError(f"it holds {shape} values of {dtype.str}")
         begins = self._file.tell()

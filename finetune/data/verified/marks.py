@@ -7,6 +7,7 @@ from the sample itself.
 from collections.abc import Mapping
 from functools import lru_cache
 from itertools import accumulate, pairwise
+from typing import Any
 
 import numpy as np
 import xxhash
@@ -33,10 +34,10 @@ def marks_of(values: Mapping[str, np.ndarray], lengths: Mapping[str, np.ndarray]
     return total
 
 
-def _mark(name: str, array: np.ndarray) -> int:
-    return xxhash.xxh3_64_intdigest(array.data, _seed(name, array.dtype.str))
+def _mark(name: str, array: Any) -> int:
+    return xxhash.xxh3_64_intdigest(array, _seed(name, array.dtype))
 
 
 @lru_cache(maxsize=256)
-def _seed(name: str, dtype: str) -> int:
-    return xxhash.xxh3_64_intdigest(f"{name} {dtype}".encode())
+def _seed(name: str, dtype: np.dtype[Any]) -> int:
+    return xxhash.xxh3_64_intdigest(f"{name} {dtype.str}".encode())

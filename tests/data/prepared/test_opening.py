@@ -208,7 +208,7 @@ def test_a_copy_in_another_process_reads_the_files_and_not_their_digests(prepare
     assert texts_of(copy) == TEXTS
 
 
-@pytest.mark.parametrize("damage", ["values", "offsets", "journal"])
+@pytest.mark.parametrize("damage", ["values", "offsets", "journal", "journal twice"])
 def test_damage_before_a_killed_build_goes_on_is_not_sealed(prepare, monkeypatch, damage):
     monkeypatch.setattr(parallel, "ROWS_PER_CHUNK", 5)
     monkeypatch.setattr(build, "CHUNKS_BETWEEN_NOTES", 2)
@@ -217,24 +217,31 @@ def test_damage_before_a_killed_build_goes_on_is_not_sealed(prepare, monkeypatch
         prepare()
     monkeypatch.delenv(VARIABLE)
     (staging,) = Path(prepare.section.cache_folder).glob("prepared/.*.making")
-    name = JOURNAL if damage == "journal" else f"input_ids.{damage}.npy"
-    flip(staging / name, every=10**9, start=140)  # one bit; in the journal, of its first line
+    if damage == "journal twice":
+        (staging / JOURNAL).write_bytes(2 * (staging / JOURNAL).read_bytes())
+    else:
+        name = JOURNAL if damage == "journal" else f"input_ids.{damage}.npy"
+        flip(staging / name, every=10**9, start=140)  # one bit; in the journal, of its first line
     made = prepare()
     assert texts_of(made) == TEXTS
-    assert prepare.encoded == len(TEXTS)
-    assert any("made again from the first row" in line for line in prepare.warnings) == (damage != "journal")
+    assert prepare.encoded == (len(TEXTS) - 20 if damage == "journal twice" else len(TEXTS))
+    assert any("made again from the first row" in line for line in prepare.warnings) == ("journal" not in damage)
     made.verify()
 
 
-def test_a_link_in_a_build_that_was_begun_is_not_written_through(prepare, monkeypatch, tmp_path):
-    monkeypatch.setenv(VARIABLE, "prepare.write step=1 do=raise")
+@pytest.mark.parametrize("name", ["lengths.npy", JOURNAL])
+def test_a_link_in_a_build_that_was_begun_is_not_written_through(prepare, monkeypatch, tmp_path, name):
+    monkeypatch.setattr(parallel, "ROWS_PER_CHUNK", 5)
+    monkeypatch.setattr(build, "CHUNKS_BETWEEN_NOTES", 2)
+    monkeypatch.setenv(VARIABLE, "prepare.noted step=2 do=raise")
     with pytest.raises(RuntimeError):
         prepare()
     monkeypatch.delenv(VARIABLE)
     (staging,) = Path(prepare.section.cache_folder).glob("prepared/.*.making")
     precious = tmp_path / "precious"
     precious.write_text("mine")
-    (staging / "lengths.npy").unlink()
-    (staging / "lengths.npy").symlink_to(precious)
+    (staging / name).unlink()
+    (staging / name).symlink_to(precious)
     assert texts_of(prepare()) == TEXTS
     assert precious.read_text() == "mine"
+    assert "is no file of its own" in prepare.warnings[0]
