@@ -29,6 +29,7 @@ def given(trained, tmp_path, monkeypatch):
     record["model"]["trust_remote_code"] = True
     YAML().dump(record, run / "resolved.yaml")
     for folder in (run / "inputs", run / "final"):
+        (folder / "digests.json").unlink(missing_ok=True)  # whoever hands it over can leave them out
         (folder / "evil.py").write_text(CODE.format(canary=str(tmp_path / "canary")))
         settings = json.loads((folder / "tokenizer_config.json").read_text())
         settings |= {"auto_map": {"AutoTokenizer": [None, "evil.Tokens"]}, "tokenizer_class": "Evil"}
