@@ -94,6 +94,25 @@ def check_weights(folder: Path, *, trust_remote_code: bool) -> None:
         raise ModelError(f"{folder / pickles[0]}: {PICKLED}")
 
 
+def check_matrices(folder: Path, config: Any) -> None:
+    """Raise ModelError where the config speaks of matrices far beyond all that the folder's weights hold.
+
+    For loading that takes weights of other sizes: what does not fit would be made anew, however large.
+    """
+    text = config.get_text_config()
+    named = ((name, getattr(text, name, None)) for name in ("hidden_size", "intermediate_size", "vocab_size"))
+    sizes: dict[str, int] = {name: size for name, size in named if isinstance(size, int)}
+    if max(sizes.values(), default=0) * sizes.get("hidden_size", 0) > _most_elements(folder):
+        what = ", ".join(f"`{name}` {size:,}" for name, size in sizes.items())
+        raise ModelError(
+            f"{folder / CONFIG}: {what} cannot be those of the weights beside it. One of the two is another model's."
+        )
+
+
+def _most_elements(folder: Path) -> int:
+    return 16 * sum(path.stat().st_size for path in folder.glob("*.safetensors")) + (1 << 28)
+
+
 def check_index(index: str | PurePath) -> None:
     """Raise ModelError unless the index maps names of tensors to safetensors files beside it, all of them there."""
     path = Path(index)

@@ -11,7 +11,7 @@ from typing import Any
 from transformers import PreTrainedConfig, PreTrainedTokenizerFast
 
 from finetune.errors import ModelError
-from finetune.model.model_files import check_files, check_weights, read_settings
+from finetune.model.model_files import PICKLED, check_files, check_matrices, check_weights, read_settings
 from finetune.model.upstream import guarded
 from finetune.runtime.lazy import lazily
 
@@ -20,6 +20,7 @@ with lazily():
     from peft import peft_model
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+ADAPTER_PICKLE = "adapter_model.bin"
 
 _ELSEWHERE = ("megatron_config", "shadow_model", "adapters", "prompt_tuning_init_state_dict_path")
 """Settings of peft 0.18 to 0.21 that import a module, or load another model, adapter or file that they name."""
@@ -58,6 +59,8 @@ def load_weights(head: Any, place: str, *, config: PreTrainedConfig, trust_remot
     Trusted pickles are read by torch's unpickler of tensors alone (`weights_only`), and only where no safetensors are.
     """
     check_loadable(Path(place), trust_remote_code=trust_remote_code)
+    if how.get("ignore_mismatched_sizes") and Path(place).is_dir():
+        check_matrices(Path(place), config)
     file = getattr(config, "transformers_weights", None)
     if file is not None and not str(file).endswith((".safetensors", ".safetensors.index.json")):
         raise ModelError(
@@ -108,7 +111,8 @@ def load_adapter_config(folder: Path) -> Any:
 def put_adapter(model: Any, folder: Path, *, name: str) -> Any:
     """Return the model with the adapter of the folder under that name; raises ModelError as `load_adapter_config`."""
     if not (folder / ADAPTER_WEIGHTS).is_file():
-        raise ModelError(f"{folder}: holds no {ADAPTER_WEIGHTS}; adapters are read from safetensors alone.")
+        why = PICKLED if (folder / ADAPTER_PICKLE).is_file() else "copy it anew from where the adapter is from."
+        raise ModelError(f"{folder}: holds no {ADAPTER_WEIGHTS}: {why}")
     check_files(folder)
     read_adapter(folder)
     with guarded(trust_remote_code=False):

@@ -10,7 +10,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, dynamic_m
 
 from finetune.errors import ModelError
 from finetune.model.hub import told
-from finetune.model.model_files import read_settings
+from finetune.model.model_files import check_matrices, read_settings
 from finetune.model.pretrained import load_settings
 from finetune.model.upstream import guarded, replacements
 
@@ -109,3 +109,10 @@ def test_settings_are_one_object_of_moderate_depth(tmp_path):
     path.write_text('{"a": ' + "[" * 64 + "]" * 64 + "}")
     with pytest.raises(ModelError, match=r"config\.json: is damaged: it is nested more than 64 deep"):
         read_settings(path)
+
+
+def test_matrices_beyond_the_weights_are_not_built_for_a_new_head(tmp_path):
+    (tmp_path / "model.safetensors").write_bytes(bytes(1000))
+    check_matrices(tmp_path, LlamaConfig(hidden_size=4096, intermediate_size=16_384, vocab_size=65_000))
+    with pytest.raises(ModelError, match=r"config\.json: `hidden_size` 8,000,000, .* cannot be those of the weights"):
+        check_matrices(tmp_path, LlamaConfig(hidden_size=8_000_000, vocab_size=257))
