@@ -59,7 +59,7 @@ def prompt_ids(tokenizer: PreTrainedTokenizerBase, question: Question) -> list[i
     """
     if not tokenizer.chat_template:
         return list(text_inputs(tokenizer, question.text())["input_ids"])
-    control = _control_tokens(tokenizer, tokenizer.chat_template)
+    control = _control_tokens(tokenizer, str(tokenizer.chat_template))
     led = list(question.turns[: int(question.has_own_system)])
     asked = (question.turns[len(led) :], question.tools or ())
     if not control.held_by(asked):
@@ -75,7 +75,7 @@ def prompt_ids(tokenizer: PreTrainedTokenizerBase, question: Question) -> list[i
 
 def text_inputs(tokenizer: PreTrainedTokenizerBase, text: str, **how: Any) -> Any:
     """Return what the tokenizer makes of a text, in which names of control tokens are text."""
-    control = _control_tokens(tokenizer, None)
+    control = _control_tokens(tokenizer, "")
     well_formed(text)
     if not control.held_by(text):
         return tokenizer(text, **how)
@@ -84,7 +84,7 @@ def text_inputs(tokenizer: PreTrainedTokenizerBase, text: str, **how: Any) -> An
 
 
 @lru_cache(maxsize=4)
-def _control_tokens(tokenizer: PreTrainedTokenizerBase, template: Any) -> ControlTokens:
+def _control_tokens(tokenizer: PreTrainedTokenizerBase, template: str) -> ControlTokens:
     return ControlTokens(tokenizer, turn_marks=turn_tokens(tokenizer) if template else ())
 
 

@@ -7,7 +7,7 @@ stand-ins and new names are equally long, so no place in the text moves.
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -157,22 +157,38 @@ class ControlTokens:
         return frozenset(ids) - unknown - {None}
 
 
-def texts_in(value: Any) -> Iterator[str]:
-    """Yield the texts of turns or of schemas in their order, and names of parts that are not a turn's own."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        is_turn = "role" in value and "content" in value
-        is_text = value.get("type") == "text" and isinstance(value.get("text"), str)
-        for name, inner in value.items():
-            if (is_turn and name == "role") or (is_text and name != "text"):
-                continue
-            if not is_turn and not is_text:
-                yield str(name)
-            yield from texts_in(inner)
-    elif isinstance(value, Sequence):
+def texts_in(value: Any) -> list[str]:
+    """Return the texts of turns or of schemas in their order, and names of parts that are not a turn's own."""
+    found: list[str] = []
+    _gather(value, found)
+    return found
+
+
+def _gather(value: Any, found: list[str]) -> None:
+    kind = type(value)
+    if kind is str:
+        found.append(value)
+    elif kind is dict:
+        if "role" in value and "content" in value:
+            for name, inner in value.items():
+                if name != "role":
+                    _gather(inner, found)
+        elif value.get("type") == "text" and type(value.get("text")) is str:
+            found.append(value["text"])
+        else:
+            for name, inner in value.items():
+                found.append(str(name))
+                if type(inner) is str:
+                    found.append(inner)
+                else:
+                    _gather(inner, found)
+    elif kind is list or kind is tuple:
         for inner in value:
-            yield from texts_in(inner)
+            _gather(inner, found)
+    elif isinstance(value, Mapping):
+        _gather(dict(value), found)
+    elif isinstance(value, str | Sequence) and not isinstance(value, bytes):
+        _gather(str(value) if isinstance(value, str) else list(value), found)
 
 
 def _normalized(tokenizer: Any, text: str) -> str:
