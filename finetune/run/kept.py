@@ -1,5 +1,6 @@
 """What a run keeps in its folder of how rows become inputs, so that a checkpoint is exported without its data."""
 
+import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,6 +23,10 @@ from finetune.task.registry import build_task, reads
 
 FOLDER = "inputs"
 FACTS = "task_facts.json"
+DIGESTS = "digests.json"
+"""The SHA-256 of every other file there; folders from before there were digests lack it."""
+
+_DIGESTS: TypeAdapter[Mapping[str, str]] = TypeAdapter(dict[str, str])
 _FACTS: TypeAdapter[Mapping[str, Any]] = TypeAdapter(dict[str, Any])
 
 
@@ -45,6 +50,7 @@ def keep(run: Path, processing: Processing, facts: Mapping[str, Any]) -> None:
     with replaced(run / FOLDER) as staging:
         processing.save(staging)
         (staging / FACTS).write_text(json.dumps(facts, ensure_ascii=False, indent=1), encoding="utf-8")
+        (staging / DIGESTS).write_text(json.dumps(_digests(staging), indent=1), encoding="utf-8")
 
 
 def load_kept(run: Path, config: RunConfig) -> Kept:
@@ -55,9 +61,33 @@ def load_kept(run: Path, config: RunConfig) -> Kept:
             f"{folder}: is not there. A run writes its tokenizer down when it starts; start the job once more (with "
             "`checkpoint.resume: auto` it goes on from where it is), or copy the tokenizer's files there."
         )
+    _refuse_damage(folder)
     try:
         processing = load_kept_processing(folder, reads=reads(config.task.name))
         path = folder / FACTS
         return Kept(processing, parse_as(_FACTS, read_regular(path)) if path.is_file() else {})
     except (OSError, ValueError) as error:
         raise UserError(f"{folder}: holds no tokenizer or processor that can be loaded: {error}") from error
+
+
+def _refuse_damage(folder: Path) -> None:
+    """Raise UserError where a file is not as it was written."""
+    path = folder / DIGESTS
+    if not path.is_file():
+        return
+    try:
+        wanted = parse_as(_DIGESTS, read_regular(path))
+        found = _digests(folder)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: cannot be read: {error}. {_ADVICE}") from error
+    bad = sorted(name for name, digest in wanted.items() if found.get(name) != digest)
+    if bad:
+        raise UserError(f"{folder}: {', '.join(bad)} is not as the run wrote it: damaged or changed. {_ADVICE}")
+
+
+def _digests(folder: Path) -> dict[str, str]:
+    paths = (path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != DIGESTS)
+    return {path.relative_to(folder).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest() for path in paths}
+
+
+_ADVICE = f"Start the job once more, which writes it anew, or delete {DIGESTS} to use the files as they are."
