@@ -14,6 +14,7 @@ from finetune.export.folder import replaced
 from finetune.model.processing import Processing, load_kept_processing
 from finetune.run.layout import settled
 from finetune.runtime.json_files import parse_as, read_regular
+from finetune.runtime.sealed import SEAL, folder_damage, seal_folder
 from finetune.runtime.terminal import json_text
 from finetune.task.kernels import usable
 from finetune.task.materials import Materials
@@ -22,6 +23,7 @@ from finetune.task.registry import build_task, reads
 
 FOLDER = "inputs"
 FACTS = "task_facts.json"
+
 _FACTS: TypeAdapter[Mapping[str, Any]] = TypeAdapter(dict[str, Any])
 
 
@@ -45,6 +47,7 @@ def keep(run: Path, processing: Processing, facts: Mapping[str, Any]) -> None:
     with replaced(run / FOLDER) as staging:
         processing.save(staging)
         (staging / FACTS).write_text(json_text(facts, indent=1), encoding="utf-8")
+        seal_folder(staging)
 
 
 def load_kept(run: Path, config: RunConfig) -> Kept:
@@ -58,9 +61,20 @@ def load_kept(run: Path, config: RunConfig) -> Kept:
             f"{folder}: is not there. A run writes its tokenizer down when it starts; start the job once more (with "
             "`checkpoint.resume: auto` it goes on from where it is), or copy the tokenizer's files there."
         )
+    _refuse_damage(folder)
     trusts, path = config.model.trust_remote_code, folder / FACTS
     processing = load_kept_processing(folder, reads=reads(config.task.name), key="run", trust_remote_code=trusts)
     try:
         return Kept(processing, parse_as(_FACTS, read_regular(path)) if path.is_file() else {})
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: is damaged: {error}") from error
+
+
+def _refuse_damage(folder: Path) -> None:
+    """Raise UserError where a file is not as it was written; folders from before there was a seal are believed."""
+    damage = folder_damage(folder) if (folder / SEAL).is_file() else None
+    if damage is not None:
+        raise UserError(
+            f"{folder}: {damage}: damaged or changed since the run wrote it. Start the job once more, which writes it "
+            f"anew, or delete {SEAL} to use the files as they are."
+        )

@@ -77,10 +77,10 @@ def folder_damage(folder: Path) -> str | None:
 
 
 def _digests(folder: Path) -> dict[str, str]:
-    paths = sorted(path for path in folder.iterdir() if path.name != SEAL)
+    paths = sorted(path for path in folder.rglob("*") if path.name != SEAL and not path.is_dir())
     for path in paths:
         require_file(path)
-    return {path.name: xxhash.xxh3_128_hexdigest(path.read_bytes()) for path in paths}
+    return {path.relative_to(folder).as_posix(): xxhash.xxh3_128_hexdigest(path.read_bytes()) for path in paths}
 
 
 def _digest_of(value: Mapping[str, Any]) -> str:
