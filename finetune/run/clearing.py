@@ -5,7 +5,7 @@ from pathlib import Path
 from finetune.config.run_config import RunConfig
 from finetune.data.prepared.cache import cache_folder
 from finetune.report.announcer import Announcer
-from finetune.run.final import read_record
+from finetune.run.over import read_record
 from finetune.runtime import digests, files
 from finetune.runtime.leftovers import LOCKED_SECONDS, SHARED_SECONDS, clear_abandoned, temporary
 
