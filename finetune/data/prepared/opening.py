@@ -36,6 +36,8 @@ def opened(
                 f"warning: {key}: its prepared set was damaged and has been made again; what was damaged is kept as "
                 f"{', '.join(map(str, copies))}. Look at the disk and the memory of this machine, then delete it."
             )
+        if not _is_small(prepared):
+            prepared.verification.start()
         prepared.remake = partial(_remade, prepared, make, made_of=made_of, key=key, say=say)
         return prepared, is_new
     raise DataError(
@@ -55,20 +57,21 @@ def _opened(folder: Path, made_of: Identity) -> PreparedSet:
     prepared = PreparedSet(folder, shards=made_of.shards)
     if prepared.fingerprint != made_of.fingerprint:
         raise DamagedSet(folder, "it was made of something else")
-    if prepared.verification.size_bytes <= VERIFIED_AT_ONCE_BYTES:
+    if _is_small(prepared):
         prepared.verify()
-    else:
-        prepared.verification.start()
     return prepared
+
+
+def _is_small(prepared: PreparedSet) -> bool:
+    return prepared.verification.size_bytes <= VERIFIED_AT_ONCE_BYTES
 
 
 def _is_damaged(folder: Path, made_of: Identity) -> bool:
     try:
-        prepared = _opened(folder, made_of)
-        prepared.verification.wait()
+        _opened(folder, made_of).verification.close()
     except DamagedSet:
         return True
-    return prepared.verification.problem is not None
+    return False
 
 
 def _remade(prepared: PreparedSet, make: Callable[[], bool], *, made_of: Identity, key: str, say: Say) -> PreparedSet:
