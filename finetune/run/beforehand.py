@@ -17,7 +17,7 @@ from finetune.config.paths import is_url
 from finetune.config.run_config import RunConfig
 from finetune.errors import CheckpointError
 from finetune.report.announcer import Announcer
-from finetune.run.input_stamps import input_stamps
+from finetune.run.input_stamps import input_stamps, is_untouched
 from finetune.run.over import is_whole, over_on_disk, read_record, told_over
 from finetune.runtime.claim import claimed
 from finetune.runtime.status import ended_by, status_of_launch, told_finished
@@ -61,7 +61,7 @@ def _refuse_changes(config: RunConfig) -> None:
     if path is None or is_url(resume) or (manifest := _manifest(path)) is None:
         return
     wanted = _facts(config, manifest.run)
-    if wanted is not None:
+    if wanted is not None and is_untouched(config, since=manifest.created):  # else there may be more to tell
         told_changes(path, manifest.run, wanted=wanted, allowed=config.checkpoint.allow_changes)
 
 

@@ -36,6 +36,22 @@ def input_stamps(config: RunConfig, *, before: float) -> Stamps | None:
     return stamps
 
 
+def is_untouched(config: RunConfig, *, since: float) -> bool:
+    """Tell whether no file on this machine that the run learns from, or on top of, was changed since (unix seconds).
+
+    What lies in a hub or a bucket is taken to be as it was.
+    """
+    places = [place for place in _places(config) if place is not None]
+    distillation = config.task.distillation
+    others = (config.model.name, config.model.adapter, None if distillation is None else distillation.teacher)
+    places += [Path(name) for name in others if name is not None and is_path(name)]
+    try:
+        found = [each.stat() for place in places for each in _files(place)]
+    except OSError:
+        return False
+    return all(max(each.st_mtime, each.st_ctime) < since for each in found)
+
+
 def _places(config: RunConfig) -> Iterator[Path | None]:
     """Yield files and folders that decide rows and tokens; None for what lies elsewhere."""
     for _, source in sources(config):

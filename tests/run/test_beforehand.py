@@ -75,8 +75,9 @@ def test_what_needs_data_or_more_steps_is_for_the_start(finished, change):
         assert change.partition("=")[0] in ("train.steps", "train.epochs"), error  # the budget is maths
 
 
-def test_rows_that_were_touched_are_for_the_start_to_look_at(finished, job):
-    loaded = finished()
+@pytest.mark.parametrize("change", ["report.log_every_steps=7", "train.learning_rate=0.5"])
+def test_rows_that_were_touched_are_for_the_start_to_look_at(finished, job, change):
+    loaded = finished(change)  # a refusal names all that has changed at once, the rows among it
     rows = job.parent / "train.jsonl"
     times = (rows.stat().st_atime_ns, rows.stat().st_mtime_ns)
     os.utime(rows, ns=(times[0], times[1] + 1))
