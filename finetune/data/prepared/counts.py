@@ -1,7 +1,8 @@
 """What became of the rows: every row that is cut or left out is counted, and nothing is lost without a word."""
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -31,8 +32,8 @@ class Counts:
 
     def plus(self, other: "Counts") -> "Counts":
         """Return the counts of both; of two equally long rows the first is named."""
-        mine, theirs = asdict(self), asdict(other)
-        sums = {field.name: mine[field.name] + theirs[field.name] for field in fields(self) if field.type is int}
+        names = [field.name for field in fields(self) if field.type is int]
+        sums: dict[str, Any] = {name: getattr(self, name) + getattr(other, name) for name in names}
         longer = other if other.longest > self.longest else self
         return Counts(
             **sums
