@@ -7,7 +7,6 @@ readers/                     see `stream_readers.py`
 maker.lock                   held by the process that prepares windows
 """
 
-import json
 import shutil
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -20,6 +19,7 @@ from finetune.data.order.stream_plan import Cursor
 from finetune.data.prepared.counts import Counts
 from finetune.errors import DataError
 from finetune.runtime.files import write_json
+from finetune.runtime.json_files import read_json
 
 _VERSION = 1
 _HIDDEN = "."
@@ -111,7 +111,7 @@ class StreamFolder:
         """Return the record; raises DataError where it cannot be read."""
         path = self._record(number)
         try:
-            value = json.loads(path.read_text(encoding="utf-8"))
+            value = read_json(path)
             if value["version"] != _VERSION:
                 raise ValueError(f"version {value['version']}")
             start, following, counts = Cursor(*value["start"]), Cursor(*value["next"]), Counts(**value["counts"])
