@@ -25,7 +25,11 @@ ITEM_BYTES = {
 _Count = Annotated[int, Field(ge=0, lt=2**63)]
 _Shape = Annotated[list[_Count], Field(max_length=64)]
 _Dtype = Literal["F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8", "U8", "BOOL"]
-_Number = Annotated[int, Field(ge=-(2**63), lt=2**63)] | float
+_LARGEST = 3.4028234e38  # of float32, in which optimizers count
+_Number = (
+    Annotated[int, Field(ge=-(2**63), lt=2**63)]
+    | Annotated[float, Field(ge=-_LARGEST, le=_LARGEST, allow_inf_nan=False)]
+)
 
 
 @with_config(STRICT)
@@ -68,9 +72,10 @@ def read_texts(path: Path, manifest: Manifest) -> Texts:
     try:
         index = read_index(path, manifest)
         scalars = _parsed(path, layout.SCALARS, _SCALARS)
-        if strangers := scalars["optimizer"].keys() - {entry["name"] for entry in index.values()}:
+        parameters = {entry["name"] for entry in index.values() if entry["key"] == "parameter"}
+        if strangers := scalars["optimizer"].keys() - parameters:
             raise CheckpointError(
-                f"{path}: {layout.SCALARS} has numbers of {min(strangers)[:80]!r}, which is no tensor"
+                f"{path}: {layout.SCALARS} has numbers of {min(strangers)[:80]!r}, which is no parameter"
             )
         return Texts(index, scalars, _progress(path, manifest))
     except OSError as error:
@@ -83,7 +88,7 @@ def read_index(path: Path, manifest: Manifest) -> Mapping[str, Mapping[str, Any]
     for stored, entry in index.items():
         if entry["file"] not in manifest.files or entry["file"] in layout.TEXTS:
             wrong = f"names the file {entry['file'][:80]!r}, which is not in the manifest"
-        elif stored not in (entry["name"], f"{entry['name']}/{entry['key']}"):
+        elif stored != _stored_name(entry):
             wrong = f"calls a tensor of {entry['name'][:80]!r} {stored[:80]!r}"
         elif _size_bytes(entry) > manifest.files[entry["file"]].size_bytes:
             wrong = f"gives {stored[:80]!r} more numbers than {entry['file']} has room for"
@@ -132,6 +137,11 @@ def _progress(path: Path, manifest: Manifest) -> Mapping[str, Any]:
     except ValueError as error:
         raise CheckpointError(f"{path}: {layout.PROGRESS} is not what a checkpoint has there: {error}") from None
     return progress.state_dict()
+
+
+def _stored_name(entry: Mapping[str, Any]) -> str:
+    """Return the name in the file, as `TensorRecord.stored_name` gives it."""
+    return str(entry["name"]) if entry["key"] in ("parameter", "buffer") else f"{entry['name']}/{entry['key']}"
 
 
 def _size_bytes(entry: Mapping[str, Any]) -> int:

@@ -23,7 +23,7 @@ from finetune.run.export_checkpoint import exported_weights
 from finetune.run.kept import Kept, load_kept
 from finetune.run.layout import settled
 from finetune.run.model import build_model
-from finetune.run.trust import with_trust
+from finetune.run.trust import require_trusted_metrics, with_trust
 from finetune.runtime.construction import Construction
 from finetune.task.protocol import Task
 
@@ -95,6 +95,8 @@ def _of_checkpoint(
     chosen = choose(place, step=step)
     own = with_trust(load_resolved(place.run), trust_remote_code=trusts)
     loaded = with_trust(load_resolved(place.run, overrides) if job is None else job, trust_remote_code=trusts)
+    if job is None:
+        require_trusted_metrics(own, loaded, trust_remote_code=trusts)
     if loaded.config.task.name != own.config.task.name:
         raise UserError(
             f"--config: {loaded.path} has the task `{loaded.config.task.name}`, and the run learnt "
@@ -111,6 +113,7 @@ def _of_folder(source: Path, *, job: LoadedConfig | None, overrides: Sequence[st
         loaded = job
     elif run is not None:
         loaded = load_resolved(run, overrides)
+        require_trusted_metrics(load_resolved(run), loaded, trust_remote_code=trusts)
     else:
         raise UserError(f"{saved.folder}: is no run's, so nothing says what to measure. Write --config JOB.yaml too.")
     loaded = with_trust(loaded, trust_remote_code=trusts)

@@ -1,8 +1,9 @@
-"""Whose word counts where a model brings code of its own: that of who calls now."""
+"""Whose word counts where code of others could run: that of who calls now."""
 
 from dataclasses import replace
 
 from finetune.config.load import LoadedConfig
+from finetune.errors import UserError
 
 
 def with_trust(loaded: LoadedConfig, *, trust_remote_code: bool) -> LoadedConfig:
@@ -12,3 +13,20 @@ def with_trust(loaded: LoadedConfig, *, trust_remote_code: bool) -> LoadedConfig
     """
     model = loaded.config.model.model_copy(update={"trust_remote_code": trust_remote_code})
     return replace(loaded, config=loaded.config.model_copy(update={"model": model}))
+
+
+def require_trusted_metrics(own: LoadedConfig, wanted: LoadedConfig, *, trust_remote_code: bool) -> None:
+    """Raise UserError where what is measured needs Python functions that only the run's own record names."""
+    functions = set(_functions(own)) & set(_functions(wanted))
+    if functions and not trust_remote_code:
+        raise UserError(
+            f"evaluate.generate.metrics: the run's {own.path.name} names the Python function "
+            f"`{min(functions)}`, and its folder may come from others. If you trust it, write --trust-remote-code, or "
+            "name your own job with --config."
+        )
+
+
+def _functions(loaded: LoadedConfig) -> tuple[str, ...]:
+    evaluate = loaded.config.evaluate
+    generate = evaluate.generate if evaluate is not None else None
+    return tuple(name for name in (generate.metrics if generate is not None else ()) if ":" in name)

@@ -15,7 +15,7 @@ from finetune.data.templates.chat import ready
 from finetune.data.templates.worker import MOST_BYTES, receive, send
 from finetune.errors import DataError
 
-MOST_SECONDS = 10.0
+MOST_SECONDS = 3.0
 """Time that one row's template may take."""
 
 _START_SECONDS = 120.0
