@@ -9,6 +9,7 @@ import json
 import os
 import random
 import shutil
+import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -26,6 +27,9 @@ HARMLESS_PROGRAMS = ("git", "uname", "nvidia-smi", "gcc", "ldconfig")
 """Asked by us or by libraries while they look around; none of them comes from a case."""
 
 MODEL = "runs/job/final/model.safetensors"
+OWN_WORKER = "finetune.data.templates"
+"""What runs templates of others, within limits."""
+
 CANARY = "CANARY"
 CODE = f"import pathlib\npathlib.Path({CANARY!r}).write_text('code of others has run')\n"
 """Python which a hostile folder would like to have run: it leaves a file."""
@@ -205,7 +209,8 @@ def _intruded(outcome: Outcome, *, folder: Path, before: set[str]) -> str | None
         if event in ("exec", "pickle.find_class"):
             return f"{event} {text}"
         if event.startswith(("subprocess", "os.system", "os.exec", "os.posix_spawn")):
-            if not any(f"'{name}'" in text or f"/{name}'" in text for name in HARMLESS_PROGRAMS):
+            is_ours = text.startswith(f"('{sys.executable}'") and OWN_WORKER in text
+            if not is_ours and not any(f"'{name}'" in text or f"/{name}'" in text for name in HARMLESS_PROGRAMS):
                 return f"started {text}"
         elif text != str(folder) and not text.startswith(allowed):  # the folder itself: whether it could be written
             return f"{event} {text}"

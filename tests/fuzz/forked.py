@@ -201,7 +201,7 @@ def _audit(trail: int) -> None:
         elif event in _CHANGES and isinstance(arguments[0], str | bytes | os.PathLike) and not _is_relative(arguments):
             text = os.path.abspath(os.fsdecode(arguments[0]))  # noqa: PTH100
         elif event in _STARTS:
-            text = str(arguments[:2])[:300]
+            text = str(arguments[:2])[:4000]
         elif event == "exec" and getattr(arguments[0], "co_filename", "").startswith(folder):
             text = arguments[0].co_filename
         if text is not None:

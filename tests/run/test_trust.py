@@ -8,7 +8,7 @@ from ruamel.yaml import YAML
 from transformers import dynamic_module_utils
 
 from finetune.config.resolved import load_resolved
-from finetune.errors import ModelError
+from finetune.errors import ModelError, UserError
 from finetune.run.evaluate import evaluate
 from finetune.run.export import export
 from finetune.run.trust import with_trust
@@ -25,11 +25,11 @@ def given(trained, tmp_path, monkeypatch):
     """A run as somebody else would hand it over: its tokenizer brings code, and its record says to run it."""
     monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
     run = shutil.copytree(trained("full"), tmp_path / "run")
-    record = YAML().load(run / "resolved.yaml")
+    record = YAML(typ="safe").load(run / "resolved.yaml")
     record["model"]["trust_remote_code"] = True
-    YAML().dump(record, run / "resolved.yaml")
+    (run / "resolved.yaml").write_text(json.dumps(record))  # which is YAML
     for folder in (run / "inputs", run / "final"):
-        (folder / "digests.json").unlink(missing_ok=True)  # whoever hands it over can leave them out
+        (folder / "seal.json").unlink(missing_ok=True)  # whoever hands it over can leave them out
         (folder / "evil.py").write_text(CODE.format(canary=str(tmp_path / "canary")))
         settings = json.loads((folder / "tokenizer_config.json").read_text())
         settings |= {"auto_map": {"AutoTokenizer": [None, "evil.Tokens"]}, "tokenizer_class": "Evil"}
@@ -59,3 +59,16 @@ def test_the_word_of_the_caller_takes_the_place_of_the_record(given):
     loaded = load_resolved(given)
     assert not with_trust(loaded, trust_remote_code=False).config.model.trust_remote_code
     assert with_trust(loaded, trust_remote_code=True).config == loaded.config
+
+
+def test_functions_that_only_the_record_of_a_run_names_are_not_called(trained, tmp_path):
+    run = shutil.copytree(trained("full"), tmp_path / "run")
+    metric = "evaluate.generate={num_samples: 1, max_new_tokens: 2, metrics: ['builtins:exec']}"
+    record = YAML(typ="safe").load(run / "resolved.yaml")
+    record["evaluate"]["generate"] = {"num_samples": 1, "max_new_tokens": 2, "metrics": ["builtins:exec"]}
+    (run / "resolved.yaml").write_text(json.dumps(record))  # which is YAML
+    for source in (run, run / "final"):
+        with pytest.raises(UserError, match=r"names the Python function `builtins:exec`.*--trust-remote-code"):
+            evaluate(source, step=None, config=None, overrides=[], json=None)
+    with pytest.raises(UserError, match="builtins:exec"):
+        evaluate(run, step=None, config=None, overrides=[metric], json=None)
