@@ -5,7 +5,7 @@ import json
 import pytest
 
 from finetune.config.sections.export import ExportSection
-from finetune.run.final import is_exported, read_record
+from finetune.run.over import is_exported, read_record
 
 SECTION = ExportSection()
 RECORD = {"step": 8, "reason": "finished", "export": SECTION.model_dump(), "files": {"config.json": 2}}
