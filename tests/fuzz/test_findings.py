@@ -25,8 +25,12 @@ def test_the_healthy_project_is_healthy(words: tuple[str, ...], ground: Ground):
     assert ground.violation(Case(words)) is None
 
 
-def test_a_violation_is_seen(ground: Ground):
-    """The judge itself: a command that is refused with the wrong code, or that runs what it should not, is noticed."""
-    said = ground.violation(Case(("no-such-command",)))
-    assert said is None or "exit code" in said  # typer's own refusal is exit code 2
-    assert "exit code 1" in (ground.violation(Case(("train", "--config", "job.yaml", "--set", "train.steps=6"))) or "")
+def test_the_judge_sees_what_breaks_the_sentence(ground: Ground, monkeypatch: pytest.MonkeyPatch):
+    elsewhere = Case(("checkpoint", "export", "runs/job", "--to", "elsewhere/x"))
+    assert (ground.violation(elsewhere) or "").startswith("wrote elsewhere")
+    other = Case(
+        ("train", "--config", "job.yaml", "--set", "run.seed=8", "--set", "run.folder=runs/x"), same_model=True
+    )
+    assert (ground.violation(other) or "").startswith("trained another model")
+    monkeypatch.setattr("cases.MOST_SECONDS", 0.0)
+    assert (ground.violation(Case(("check", "job.yaml"))) or "").startswith("took")
