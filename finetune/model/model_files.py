@@ -9,7 +9,6 @@ from safetensors import SafetensorError, safe_open
 from tokenizers import Tokenizer
 
 from finetune.errors import ModelError
-from finetune.runtime.terminal import json_text
 
 CONFIG = "config.json"
 SETTINGS = (
@@ -70,7 +69,7 @@ def read_settings(path: Path) -> dict[str, Any]:
             raise ValueError(f"it holds {_kind(found)} where a JSON object (`{{...}}`) belongs")
         if _is_deeper(found, DEEPEST):
             raise ValueError(f"it is nested more than {DEEPEST} deep")
-        json_text(found).encode("utf-8")
+        _require_whole_characters(found)
     except UnicodeError as error:
         raise ModelError(f"{path}: is damaged: it is no text in UTF-8, or holds half a surrogate pair.") from error
     except RecursionError as error:
@@ -197,6 +196,16 @@ def _shards(folder: Path) -> Iterator[Path]:
         yield from (folder / name for name in sorted(set(names.values())) if not (folder / name).exists())
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return
+
+
+def _require_whole_characters(value: Any) -> None:
+    """Raise UnicodeError where a text in the value holds half of a surrogate pair."""
+    names = value if isinstance(value, dict) else ()
+    for text in (value, *names):
+        if isinstance(text, str):
+            text.encode("utf-8")
+    for inner in _inner(value):
+        _require_whole_characters(inner)
 
 
 def _is_deeper(value: Any, most: int) -> bool:

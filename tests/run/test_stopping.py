@@ -158,7 +158,7 @@ def test_early_stopping_exports_and_does_not_start_again(launch):
 
 @pytest.mark.distributed
 def test_every_step_before_a_nan_is_in_the_event_log(launch):
-    run = launch(None, name="nan", overrides=["train.learning_rate=1e30", "report.log_every_steps=50", *NO_EVALUATION])
+    run = launch(None, name="nan", overrides=["train.learning_rate=1e6", "report.log_every_steps=50", *NO_EVALUATION])
     assert run.code == 1
     assert "is not finite" in run.output
     assert "Training rows concerned: " in run.output and "train.jsonl, row " in run.output

@@ -26,7 +26,7 @@ from finetune.runtime.waypoints import reach
 
 DEFAULT_FOLDER = "~/.cache/finetune"
 
-CODE_VERSION = 4
+CODE_VERSION = 3
 """Raised whenever the same rows would be encoded otherwise than before: no older set is used then."""
 
 _FIRST_FORMAT = 2

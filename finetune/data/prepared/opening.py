@@ -38,7 +38,7 @@ def opened(
             )
         if not _is_small(prepared):
             prepared.verification.start()
-        prepared.remake = partial(_remade, prepared, make, made_of=made_of, key=key, say=say)
+        prepared.remake = partial(_remade, make=make, made_of=made_of, key=key, say=say)
         return prepared, is_new
     raise DataError(
         f"{key}: {found}, and so were those that were made in its place. Look at the disk and the memory of this "
@@ -50,7 +50,7 @@ def mend(prepared: PreparedSet, *, seconds: float | None) -> None:
     """Wait for the verification, at most so long; what is found to be damaged is made again and read from then on."""
     prepared.verification.wait(seconds)
     if prepared.verification.problem and prepared.remake is not None:
-        prepared.reopen(prepared.remake())
+        prepared.reopen(prepared.remake(prepared))
 
 
 def _opened(folder: Path, made_of: Identity) -> PreparedSet:
@@ -74,7 +74,7 @@ def _is_damaged(folder: Path, made_of: Identity) -> bool:
     return False
 
 
-def _remade(prepared: PreparedSet, make: Callable[[], bool], *, made_of: Identity, key: str, say: Say) -> PreparedSet:
+def _remade(prepared: PreparedSet, *, make: Callable[[], bool], made_of: Identity, key: str, say: Say) -> PreparedSet:
     damage = DamagedSet(prepared.folder, prepared.verification.problem or "")
     _put_aside(damage, prepared.is_still_damaged, key=key, say=say)
     return opened(prepared.folder, make, made_of=made_of, key=key, say=say)[0]

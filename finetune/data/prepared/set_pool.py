@@ -16,11 +16,21 @@ def set_pool(prepared: PreparedSet, section: DataSection, *, seed: int, key: str
     order = set_order(prepared.lengths, seed=seed, shuffle=section.shuffle, batching=batching, max_length=max_length)
     epoch_tokens = int(prepared.lengths.sum())
     if batching.by == "samples":
-        return Pool(prepared, order, prepared.fingerprint, epoch_tokens)
+        return Pool(prepared, order, _content(prepared), epoch_tokens)
     budget = tokens_per_position(batching, max_length=max_length)
     lines = partial(_told, order, key=key, unit=batching.unit, budget=budget, epoch_tokens=epoch_tokens)
-    fingerprint = fingerprint_of(prepared.fingerprint, batching.by, budget)
+    fingerprint = fingerprint_of(_content(prepared), batching.by, budget)
     return Pool(prepared, order, fingerprint, epoch_tokens, lines)
+
+
+def _content(prepared: PreparedSet) -> str:
+    """Return the fingerprint of the samples: another one where names of control tokens in rows were made plain text.
+
+    Sets from before that was done have none of these rows, or other samples; a checkpoint is refused for those alone.
+    """
+    if prepared.counts.control_rows == 0:
+        return prepared.fingerprint
+    return fingerprint_of(prepared.fingerprint, "names of control tokens are text")
 
 
 def by_length(pool: Pool, batching: BatchingSection, *, seed: int, global_batch_size: int) -> Pool:

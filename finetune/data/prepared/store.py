@@ -75,7 +75,7 @@ class PreparedSet(Dataset[Features]):
     def __init__(self, folder: Path, *, shards: Sequence[str] = (), is_verified: bool = False) -> None:
         self.folder = folder
         self.shards = tuple(shards)
-        self.remake: Callable[[], PreparedSet] | None = None  # sets the folder aside where it is damaged
+        self.remake: Callable[[PreparedSet], PreparedSet] | None = None  # sets the folder aside where it is damaged
         try:
             self._open(_read_manifest(folder), is_verified=is_verified)
         except Damaged as damage:

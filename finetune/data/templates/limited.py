@@ -106,8 +106,9 @@ class _Worker:
         """Return the answer; raises TimeoutError, OSError where the process has ended."""
         assert self._process.stdin is not None and self._process.stdout is not None
         send(self._process.stdin, request)
-        ready, _, _ = select.select([self._process.stdout], [], [], seconds)
-        if not ready:
+        waiting = select.poll()  # `select` takes no descriptor above 1,023
+        waiting.register(self._process.stdout, select.POLLIN)
+        if not waiting.poll(seconds * 1000):
             raise TimeoutError
         answer = receive(self._process.stdout)
         if answer is None:

@@ -5,6 +5,7 @@ import pytest
 
 from finetune.config.sections.data import BatchingSection, DataSection, TrainingSourceSection
 from finetune.data.order.by_length import ByLength
+from finetune.data.prepared.counts import Counts
 from finetune.data.prepared.set_pool import by_length, set_pool
 
 LENGTHS = np.array([6, 5, 5, 3, 1])
@@ -15,15 +16,16 @@ class Prepared:
 
     lengths = LENGTHS
     fingerprint = "f"
+    counts = Counts()
 
     def lengths_of(self, ids):
         return LENGTHS[ids]
 
 
-def pool(**batching):
+def pool(prepared=None, **batching):
     source = TrainingSourceSection(path="/nowhere")
     section = DataSection(train=source, max_length=8, batching=BatchingSection(**batching))
-    made = set_pool(Prepared(), section, seed=1, key="data.train")
+    made = set_pool(prepared or Prepared(), section, seed=1, key="data.train")
     return by_length(made, section.batching, seed=1, global_batch_size=2)
 
 
@@ -60,3 +62,11 @@ def test_the_budget_counts_however_it_was_written():
 def test_sorting_by_length_goes_over_whatever_order_there_is():
     assert isinstance(pool(length_window_steps=2).order, ByLength)
     assert sorted(pool(length_window_steps=2).order.samples(0, 5).tolist()) == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("batching", [{}, {"by": "tokens", "tokens": 8}, {"by": "packs"}], ids=str)
+def test_samples_in_which_control_tokens_became_text_are_others_than_before(batching):
+    with_names = Prepared()
+    with_names.counts = Counts(control_rows=1)
+    assert pool(**batching).fingerprint != pool(with_names, **batching).fingerprint
+    assert pool(**batching).fingerprint == pool(**batching).fingerprint
