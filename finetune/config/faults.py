@@ -147,7 +147,7 @@ def _hint(value: Any, node: Node) -> str:
     choices = [choice for each in kinds for choice in each.get("enum", [each["const"]] if "const" in each else [])]
     if isinstance(value, str):
         if choices:
-            return did_you_mean(value, choices)
+            return did_you_mean(value, [each for each in choices if isinstance(each, str)])
         if "boolean" in types and value.lower() in {"yes", "no", "on", "off"}:
             return "YAML 1.2 reads it so."
         if types & {"integer", "number"} and _is_number(value):
