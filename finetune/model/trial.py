@@ -3,8 +3,9 @@
 import logging
 import signal
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +24,7 @@ from finetune.model.pretrained import build_from_config
 _MOST_MODULES = 300_000
 _MOST_PARAMETERS = 10**13
 _SECONDS = 60.0
+_SECONDS_BETWEEN = 0.5  # alarms, once the time is over
 _LARGEST_VOCABULARY = 1 << 22
 _SMALL = 10**8
 """Parameters of a model that is built for real within a second or two."""
@@ -156,26 +158,35 @@ def _confirmed(fault: Exception, trial: _Trial, config: PreTrainedConfig, model:
 def _bounded(section: ModelSection) -> Iterator[None]:
     """Raise ModelError where the model has too many modules, or takes too long to be built."""
     key = f"{KEY}.values" if section.from_config is not None else "model.name"
-    num_modules = 0
+    num_modules, deadline = 0, time.monotonic() + _SECONDS
 
     def count(module: nn.Module, name: str, inner: nn.Module | None) -> None:
         nonlocal num_modules
         num_modules += 1
         if num_modules > _MOST_MODULES:
             raise ModelError(f"{key}: the model would have more than {_MOST_MODULES:,} modules. Write fewer layers.")
+        if time.monotonic() > deadline:
+            late()
 
-    def late(signal_number: int, frame: Any) -> None:
+    def late(*_: Any) -> None:
         raise ModelError(f"{key}: building the model takes more than {_SECONDS:.0f} s. Write smaller values.")
 
     handle: Any = register_module_module_registration_hook(count)
-    has_alarm = threading.current_thread() is threading.main_thread()
-    usual = signal.signal(signal.SIGALRM, late) if has_alarm else None
-    if has_alarm:
-        signal.setitimer(signal.ITIMER_REAL, _SECONDS)
+    try:
+        with _alarm(late) if threading.current_thread() is threading.main_thread() else nullcontext():
+            yield
+    finally:
+        handle.remove()
+
+
+@contextmanager
+def _alarm(late: Callable[..., None]) -> Iterator[None]:
+    """Call `late` when the time is over, again and again: Python ignores what is raised in an object's deletion."""
+    usual = signal.signal(signal.SIGALRM, late)
+    before = signal.setitimer(signal.ITIMER_REAL, _SECONDS, _SECONDS_BETWEEN)
     try:
         yield
     finally:
-        handle.remove()
-        if has_alarm:
-            signal.setitimer(signal.ITIMER_REAL, 0.0)
-            signal.signal(signal.SIGALRM, usual)
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, usual)
+        signal.setitimer(signal.ITIMER_REAL, *before)  # somebody else's, if there is one
