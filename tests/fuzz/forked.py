@@ -8,6 +8,7 @@ import contextlib
 import ctypes
 import importlib
 import json
+import logging
 import os
 import resource
 import select
@@ -173,6 +174,7 @@ def _child(words: Sequence[str], *, folder: str, trail: int) -> None:
     os.environ |= {"HOME": folder, "TMPDIR": f"{folder}/tmp", "HF_HOME": f"{folder}/cache/hf", "PWD": folder}
     sys.stdin, sys.stdout, sys.stderr = (os.fdopen(number, mode) for number, mode in ((0, "r"), (1, "w"), (2, "w")))
     sys.argv = ["finetune", *words]
+    _log_to_present_stream()
     _audit(trail)
     code: int | None = 1
     try:
@@ -184,6 +186,23 @@ def _child(words: Sequence[str], *, folder: str, trail: int) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code or 0)
+
+
+class _PresentStream:
+    """Whatever `sys.stderr` is when something is written: a library that is imported by a command finds it so."""
+
+    def write(self, text: str) -> int:
+        return sys.stderr.write(text)
+
+    def flush(self) -> None:
+        sys.stderr.flush()
+
+
+def _log_to_present_stream() -> None:
+    loggers = [logging.getLogger(), *map(logging.getLogger, logging.root.manager.loggerDict)]
+    for handler in (each for logger in loggers for each in logger.handlers):
+        if isinstance(handler, logging.StreamHandler) and not isinstance(handler, logging.FileHandler):
+            handler.setStream(_PresentStream())
 
 
 _CHANGES = ("os.remove", "os.rename", "os.mkdir", "os.rmdir", "os.symlink", "os.link", "os.truncate", "os.chmod")
