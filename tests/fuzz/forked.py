@@ -199,10 +199,10 @@ class _PresentStream:
 
 
 def _log_to_present_stream() -> None:
-    loggers = [logging.getLogger(), *map(logging.getLogger, logging.root.manager.loggerDict)]
-    for handler in (each for logger in loggers for each in logger.handlers):
+    known = [each for each in logging.root.manager.loggerDict.values() if isinstance(each, logging.Logger)]
+    for handler in (handler for logger in (logging.root, *known) for handler in logger.handlers):
         if isinstance(handler, logging.StreamHandler) and not isinstance(handler, logging.FileHandler):
-            handler.setStream(_PresentStream())
+            handler.stream = _PresentStream()
 
 
 _CHANGES = ("os.remove", "os.rename", "os.mkdir", "os.rmdir", "os.symlink", "os.link", "os.truncate", "os.chmod")
