@@ -201,8 +201,8 @@ class _PresentStream:
 def _log_to_present_stream() -> None:
     known = [each for each in logging.root.manager.loggerDict.values() if isinstance(each, logging.Logger)]
     for handler in (handler for logger in (logging.root, *known) for handler in logger.handlers):
-        if isinstance(handler, logging.StreamHandler) and not isinstance(handler, logging.FileHandler):
-            handler.stream = _PresentStream()
+        if "stream" in vars(handler) and not isinstance(handler, logging.FileHandler):
+            handler.stream = _PresentStream()  # type: ignore[attr-defined]
 
 
 _CHANGES = ("os.remove", "os.rename", "os.mkdir", "os.rmdir", "os.symlink", "os.link", "os.truncate", "os.chmod")
