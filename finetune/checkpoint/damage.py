@@ -5,7 +5,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from finetune.runtime.json_files import open_regular, parse_json
+from finetune.runtime.json_files import parse_json
+from finetune.runtime.regular import open_regular
 
 _BLOCK_BYTES = 8 << 20
 _MOST_HEADER_BYTES = 100_000_000  # of the safetensors format

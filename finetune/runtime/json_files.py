@@ -3,11 +3,12 @@
 import errno
 import json
 import os
-import stat
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
+
+from finetune.runtime.regular import open_regular
 
 T = TypeVar("T")
 
@@ -22,15 +23,6 @@ def read_regular(path: Path, *, most_bytes: int = MOST_BYTES) -> bytes:
         if size > most_bytes:
             raise OSError(errno.EINVAL, f"has {size} bytes, at most {most_bytes} are read", str(path))
         return file.read(most_bytes)
-
-
-def open_regular(path: Path) -> BinaryIO:
-    """Return the file, open to be read; raises OSError for what is no regular file: a pipe keeps a reader waiting."""
-    file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
-    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        file.close()
-        raise OSError(errno.EINVAL, "is no regular file", str(path))
-    return file
 
 
 def parse_json(content: bytes | str) -> Any:

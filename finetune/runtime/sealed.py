@@ -5,7 +5,6 @@ who changes a file can write its digest anew.
 """
 
 import json
-import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,9 @@ from typing import Any
 import xxhash
 
 from finetune.runtime.files import write_json
+from finetune.runtime.json_files import read_json
 from finetune.runtime.redact import redacted_config
+from finetune.runtime.regular import NotAFile, require_regular
 
 SEAL = "seal.json"
 _DIGEST = "digest"
@@ -46,16 +47,17 @@ def write_sealed(path: Path, value: Mapping[str, Any], *, exact: bool = False) -
 def read_sealed(path: Path) -> dict[str, Any]:
     """Return what `write_sealed` has written; raises Damaged for anything else."""
     try:
-        require_file(path)
-        return opened(json.loads(path.read_bytes()))
-    except (OSError, ValueError, RecursionError) as error:
+        return opened(read_json(path))
+    except (OSError, ValueError) as error:
         raise Damaged(f"{path.name} cannot be trusted: {error}") from error
 
 
 def require_file(path: Path) -> None:
     """Raise Damaged unless the path is a file or leads to one: a pipe or a device would never end."""
-    if not stat.S_ISREG(path.stat().st_mode):
-        raise Damaged(f"{path.name} is no regular file")
+    try:
+        require_regular(path)
+    except NotAFile as error:
+        raise Damaged(f"{path.name}: {error.strerror}") from error
 
 
 def seal_folder(folder: Path) -> None:

@@ -3,7 +3,6 @@
 import copy
 import io
 import json
-import random
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -408,8 +407,3 @@ def kinds(ground: Ground) -> dict[str, tuple[int, Strategy]]:
         "models": (10, models(ground)),
         "hostile models": (4, hostile_models(ground)),
     }
-
-
-def shuffled(names: list[str], *, seed: int) -> list[str]:
-    """Return the names in another order."""
-    return random.Random(seed).sample(names, len(names))
