@@ -1,11 +1,15 @@
 """What tests of several folders share: a small job file that keeps every rule."""
 
 import logging
+import os
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+ROOT = str(Path(__file__).parents[1])
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (ROOT, os.environ.get("PYTHONPATH"))))  # for started processes
 
 JOB = """\
 run:

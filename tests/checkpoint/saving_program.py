@@ -10,7 +10,6 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from parted_run import Parted
 from safetensors.torch import load_file
 
 from finetune.checkpoint import exchange, rehearsal, saver, sharing
@@ -23,6 +22,7 @@ from finetune.errors import CheckpointError, NonFiniteError
 from finetune.runtime import ranks, waypoints
 from finetune.runtime.faults import VARIABLE
 from finetune.runtime.progress import Progress
+from tests.checkpoint.parted_run import Parted
 
 RESULTS: dict[str, object] = {}
 

@@ -2,12 +2,12 @@ import hashlib
 
 import pytest
 import torch
-from small_run import Run
 
 from finetune.checkpoint import ahead as ahead_module
 from finetune.checkpoint.ahead import Ahead, begin_ahead
 from finetune.checkpoint.first_state import make_empty_state, make_first_state
 from finetune.checkpoint.manifest import FileFacts, file_facts
+from tests.checkpoint.small_run import Run
 
 
 def written(path, content=b"a" * 3_000_000):

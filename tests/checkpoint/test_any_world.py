@@ -2,8 +2,9 @@
 
 import pytest
 import torch
-from launching import start
 from resume_matrix import PAIRS, PLACES
+
+from tests.checkpoint.launching import start
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(1800)]
 

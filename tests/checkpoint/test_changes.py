@@ -2,12 +2,12 @@ import doctest
 from pathlib import Path
 
 import pytest
-from small_run import Run
 
 from finetune.checkpoint import changes
 from finetune.checkpoint.changes import told_changes
 from finetune.checkpoint.facts import RunFacts
 from finetune.errors import CheckpointError
+from tests.checkpoint.small_run import Run
 
 PATH = Path("/runs/first/checkpoints/step-000004")
 MATHS = {"train.learning_rate": "0.01", "train.steps": "8", "training data": "abc", "model.lora": "null"}

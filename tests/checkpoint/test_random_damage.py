@@ -10,11 +10,11 @@ from collections import Counter
 
 import pytest
 import torch
-from small_run import Run, forge
 
 from finetune.checkpoint.inventory import problems, read_entry
 from finetune.checkpoint.manifest import OtherFormatError
 from finetune.errors import CheckpointError
+from tests.checkpoint.small_run import Run, forge
 
 FILES = (
     *("manifest.json", "index.json", "scalars.json", "progress.json"),

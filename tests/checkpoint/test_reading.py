@@ -5,12 +5,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from small_run import Run
 
 from finetune.checkpoint.manifest import file_facts, read_manifest, write_manifest
 from finetune.checkpoint.reading import open_checkpoint
 from finetune.checkpoint.record import PARAMETER
 from finetune.errors import CheckpointError
+from tests.checkpoint.small_run import Run
 
 
 def rewritten(checkpoint, name, change):

@@ -5,13 +5,13 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from small_run import Run
 
 from finetune.checkpoint.first_state import expected_state
 from finetune.checkpoint.rehearsal import require_memory, require_space
 from finetune.config.sections.checkpoint import CheckpointSection
 from finetune.errors import CheckpointError
 from finetune.runtime.memory import available_bytes
+from tests.checkpoint.small_run import Run
 
 GB = 10**9
 

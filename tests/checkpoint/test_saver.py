@@ -4,12 +4,12 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from small_run import Run
 
 from finetune.checkpoint.find import verify
 from finetune.checkpoint.manifest import read_manifest
 from finetune.errors import CheckpointError, NonFiniteError
 from finetune.runtime.progress import Progress
+from tests.checkpoint.small_run import Run
 
 BOTH_WAYS = pytest.mark.parametrize("asynchronous", [True, False])
 FULL = "save.write step=2 do=no_space"

@@ -1,8 +1,6 @@
 """What a loader has really delivered is compared with what was prepared, whatever the samples come from."""
 
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,9 +19,7 @@ from finetune.data.prepared.known import KnownWriter, known_set
 from finetune.data.prepared.store import PreparedSet
 from finetune.data.sources.source import open_source
 from finetune.errors import DataError
-
-sys.path.append(str(Path(__file__).parent))
-from byte_encoding import encode_bytes
+from tests.data.byte_encoding import encode_bytes
 
 NUM_ROWS, STEP = 12, 4
 

@@ -55,7 +55,7 @@ class Server:
     def __init__(self, modules: Sequence[str]) -> None:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
         self._process = subprocess.Popen(
-            [sys.executable, __file__, *modules],
+            [sys.executable, "-m", "tests.fuzz.forked", *modules],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

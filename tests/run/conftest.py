@@ -12,10 +12,8 @@ import pytest
 from finetune.report.jsonl import read_events
 from finetune.runtime.faults import VARIABLE
 from finetune.runtime.processes import free_port, run_group
-
-sys.path.append(str(Path(__file__).parent))  # for running, which is no test
-from running import Running
-from trained import forget, run_folder, stay
+from tests.run.running import Running
+from tests.run.trained import forget, run_folder, stay
 
 ROOT = Path(__file__).parents[2]
 SETTINGS = {"OMP_NUM_THREADS": "1"}

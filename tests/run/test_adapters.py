@@ -10,8 +10,7 @@ from finetune.report.jsonl import read_events
 from finetune.run.adapters import require_adapters_fit
 from finetune.run.export_checkpoint import export_checkpoint
 from finetune.run.training import train_from_config
-
-from trained import forget
+from tests.run.trained import forget
 
 TOKENS = "model.new_tokens={tokens: [quokka]}"
 LORA = "model.lora={}"

@@ -3,13 +3,13 @@
 from pathlib import Path
 
 import pytest
-from plain_audit import gsm8k, hh_rlhf, plain_audit
 from transformers import AutoTokenizer
 
 from finetune.config.load import load_config
 from finetune.report.announcer import Announcer
 from finetune.run.audit import audit_lessons
 from finetune.run.lessons import make_lessons
+from tests.run.plain_audit import gsm8k, hh_rlhf, plain_audit
 
 DATA = Path(__file__).parents[3] / "shared" / "data"
 GSM8K, HH_RLHF = DATA / "gsm8k" / "train.jsonl", DATA / "hh-rlhf" / "harmless-base-test.jsonl.gz"

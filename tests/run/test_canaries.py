@@ -20,8 +20,7 @@ import torch
 from finetune.__main__ import main
 from finetune.runtime import ending
 from finetune.runtime.redact import look_at_environment
-
-from trained import forget
+from tests.run.trained import forget
 
 CANARIES = {
     "signature": "c0ffee11Ab+signature/Qq==",

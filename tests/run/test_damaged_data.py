@@ -14,8 +14,7 @@ from finetune.report.jsonl import read_events
 from finetune.run.training import train_from_config
 from finetune.runtime import ranks
 from finetune.train import loop
-
-from trained import forget, stay
+from tests.run.trained import forget, stay
 
 WORDS = ["red", "green", "blue", "amber", "violet", "white"]
 

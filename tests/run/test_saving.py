@@ -1,8 +1,6 @@
 """What a run is told of its checkpoints, and when it stops because of them."""
 
-import sys
 import threading
-from pathlib import Path
 from unittest.mock import patch
 
 import pytest
@@ -15,10 +13,7 @@ from finetune.run.saving import ReportedSaving
 from finetune.runtime import waypoints
 from finetune.runtime.faults import VARIABLE
 from finetune.runtime.progress import Progress
-
-sys.path.append(str(Path(__file__).parents[1] / "checkpoint"))
-
-from small_run import Run
+from tests.checkpoint.small_run import Run
 
 BOTH_WAYS = pytest.mark.parametrize("asynchronous", [True, False])
 FULL = "save.write step=2 do=no_space"

@@ -5,10 +5,10 @@ import random
 import re
 
 import pytest
-from test_exactness import NOTHING_ELSE, in_order
 
 from finetune.data.order.sample_ids import in_window, place_of
 from finetune.run.samples import read_samples
+from tests.run.test_exactness import NOTHING_ELSE, in_order
 
 NUM_STEPS = 9
 TOLERANCE = 2e-4

@@ -1,8 +1,5 @@
 """A tokenizer with the chatml template and small random models for the tests of the tasks."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -10,8 +7,6 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 from finetune.config.sections.data import DataSection, TrainingSourceSection
 from finetune.data.encoding.chat import set_chat_template
-
-sys.path.append(str(Path(__file__).parent))  # for pairs_of_words, which is no test
 
 VOCABULARY_SIZE = 320
 CONFIGS = {

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from finetune.task.kto import REFERENCE_POINT, share_of_wins
-
-from pairs_of_words import JUDGED, PAIRS, encoded, nudged, task_of
+from tests.task.pairs_of_words import JUDGED, PAIRS, encoded, nudged, task_of
 
 
 @pytest.fixture

@@ -6,8 +6,7 @@ import torch
 
 from finetune.errors import DataError
 from finetune.task.preference import REFERENCE
-
-from pairs_of_words import PAIRS, encoded, judged, nudged, pair, task_of
+from tests.task.pairs_of_words import PAIRS, encoded, judged, nudged, pair, task_of
 
 
 @pytest.fixture

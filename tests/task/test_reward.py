@@ -4,8 +4,7 @@ from transformers import LlamaConfig, LlamaForSequenceClassification
 
 from finetune.errors import DataError
 from finetune.task.reward import scores
-
-from pairs_of_words import ANSWERS, PAIRS, encoded, pair, task_of
+from tests.task.pairs_of_words import ANSWERS, PAIRS, encoded, pair, task_of
 
 
 @pytest.fixture

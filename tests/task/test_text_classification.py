@@ -1,8 +1,6 @@
 """Text classification: batches, labels, what is measured on however many ranks, and decoders as classifiers."""
 
 import copy
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -24,9 +22,7 @@ from finetune.data.sources.source import open_source
 from finetune.errors import DataError
 from finetune.task.materials import Materials
 from finetune.task.registry import build_task
-
-sys.path.append(str(Path(__file__).parents[1] / "data" / "encoding"))
-from word_pieces import bert_tokenizer
+from tests.data.encoding.word_pieces import bert_tokenizer
 
 LABELS = {"single_label": ["x", "y", "x", "z", "y"], "multi_label": [["x"], [], ["x", "y"], ["z"], ["y"]]}
 LABELS["regression"] = [0.5, -100.0, 2.0, 1.0, 0.0]

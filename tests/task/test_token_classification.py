@@ -1,8 +1,5 @@
 """Token classification: words with classes, their entities, and long sentences."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from transformers import BertConfig, BertForTokenClassification
@@ -16,9 +13,7 @@ from finetune.data.sources.source import open_source
 from finetune.task.materials import Materials
 from finetune.task.registry import build_task
 from finetune.task.token_classification import entity_metrics
-
-sys.path.append(str(Path(__file__).parents[1] / "data" / "encoding"))
-from word_pieces import WORDS, bert_tokenizer
+from tests.data.encoding.word_pieces import WORDS, bert_tokenizer
 
 ROWS = [
     {"tokens": ["playing", "New", "York"], "tags": ["O", "B-LOC", "I-LOC"]},

@@ -1,8 +1,5 @@
 """Conversations with images become batches as the model's processor makes them, and every batch holds an image."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForImageTextToText
@@ -17,9 +14,7 @@ from finetune.task.generate import generate
 from finetune.task.materials import Materials
 from finetune.task.registry import build_task
 from finetune.task.seeing import seeing
-
-sys.path.append(str(Path(__file__).parents[1] / "data"))
-from picture_processors import llava, picture, qwen, smolvlm
+from tests.data.picture_processors import llava, picture, qwen, smolvlm
 
 PROCESSORS = {"llava": llava, "qwen": qwen, "smolvlm": smolvlm}
 TEXT = {

@@ -3,7 +3,6 @@
 import gzip
 import json
 import re
-import sys
 from itertools import islice
 from pathlib import Path
 
@@ -21,9 +20,7 @@ from finetune.data.encoding.text import TextEncoder, encode_text
 from finetune.data.encoding.tokenizer_facts import forgets_unknown_text, tokenizer_identity, unknown_ids
 from finetune.data.encoding.tokens import Tokens
 from finetune.errors import DataError
-
-sys.path.append(str(Path(__file__).parents[1]))
-from template_tokenizers import targets
+from tests.data.template_tokenizers import targets
 
 DATA = Path(__file__).parents[4] / "shared" / "data"
 

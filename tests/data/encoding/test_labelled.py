@@ -1,8 +1,6 @@
 """Labelled texts become framed tokens and labels; what is too long keeps its special tokens."""
 
 import pickle
-import sys
-from pathlib import Path
 
 import pytest
 
@@ -10,9 +8,7 @@ from finetune.data.classes import Classes
 from finetune.data.encoding.labelled import Cut, LabelledEncoder
 from finetune.data.encoding.labels import Numbers, OneClass, SeveralClasses
 from finetune.errors import DataError
-
-sys.path.append(str(Path(__file__).parent))
-from word_pieces import WORDS, bert_tokenizer
+from tests.data.encoding.word_pieces import WORDS, bert_tokenizer
 
 CLASSES = Classes(("bad", "good"))
 

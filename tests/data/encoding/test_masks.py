@@ -1,16 +1,11 @@
 """Which turns are learnt, where each begins and ends, and what is refused rather than learnt wrongly."""
 
-import sys
-from pathlib import Path
-
 import pytest
 
 from finetune.data.encoding.chat import BUILT_IN
 from finetune.data.encoding.encode import ConversationEncoder
 from finetune.errors import DataError
-
-sys.path.append(str(Path(__file__).parents[1]))
-from template_tokenizers import shipped_templates, targets, tokenizer_for
+from tests.data.template_tokenizers import shipped_templates, targets, tokenizer_for
 
 CHATML = BUILT_IN["chatml"].read_text(encoding="utf-8")
 QWEN = BUILT_IN["qwen"].read_text(encoding="utf-8")

@@ -1,8 +1,6 @@
 """Conversations with images become tokens as the model's processor writes them."""
 
-import sys
 from io import BytesIO
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,10 +11,8 @@ from finetune.data.encoding.picture_text import Pictures
 from finetune.data.encoding.pictures import PicturedEncoder, images_of
 from finetune.data.images.read import StoredImage
 from finetune.errors import DataError
-
-sys.path.append(str(Path(__file__).parents[1]))
-from picture_processors import llava, picture, qwen, smolvlm
-from template_tokenizers import targets
+from tests.data.picture_processors import llava, picture, qwen, smolvlm
+from tests.data.template_tokenizers import targets
 
 PROCESSORS = {"llava": llava, "qwen": qwen, "smolvlm": smolvlm}
 IMAGE = {"type": "image"}

@@ -3,10 +3,8 @@
 `pytest -s` prints the table. `refused` stands for what a template cannot do, with the beginning of the reason.
 """
 
-import sys
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 
 import pytest
 
@@ -14,9 +12,7 @@ from finetune.data.encoding.encode import ConversationEncoder
 from finetune.data.encoding.template_check import CASES
 from finetune.data.encoding.tokens import Tokens
 from finetune.errors import DataError
-
-sys.path.append(str(Path(__file__).parents[1]))
-from template_tokenizers import END, shipped_templates, targets, tokenizer_for
+from tests.data.template_tokenizers import END, shipped_templates, targets, tokenizer_for
 
 TEMPLATES = shipped_templates()
 

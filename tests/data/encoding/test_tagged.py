@@ -1,17 +1,13 @@
 """Tagged words: the first token of each carries its tag, and no word is lost."""
 
 import pickle
-import sys
-from pathlib import Path
 
 import pytest
 
 from finetune.data.classes import Classes
 from finetune.data.encoding.tagged import TaggedEncoder
 from finetune.errors import DataError
-
-sys.path.append(str(Path(__file__).parent))
-from word_pieces import WORDS, bert_tokenizer
+from tests.data.encoding.word_pieces import WORDS, bert_tokenizer
 
 CLASSES = Classes(("O", "B-LOC", "I-LOC"))
 

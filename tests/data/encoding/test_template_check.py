@@ -1,18 +1,14 @@
 """What is found for a tokenizer and its chat template before anything is prepared."""
 
 import json
-import sys
 from dataclasses import asdict
-from pathlib import Path
 
 import pytest
 
 from finetune.config.sections.data import DataSection, TrainingSourceSection
 from finetune.data.encoding.chat import BUILT_IN
 from finetune.data.encoding.template_check import CASES, check_template
-
-sys.path.append(str(Path(__file__).parents[1]))
-from template_tokenizers import tokenizer_for
+from tests.data.template_tokenizers import tokenizer_for
 
 TEMPLATES = {name: path.read_text(encoding="utf-8") for name, path in BUILT_IN.items()}
 

@@ -4,8 +4,6 @@ import errno
 import multiprocessing
 import os
 import signal
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,9 +17,7 @@ from finetune.data.prepared.store import Identity, PreparedSet
 from finetune.data.sources.source import open_source
 from finetune.errors import DataError
 from finetune.runtime.faults import VARIABLE
-
-sys.path.append(str(Path(__file__).parents[1]))
-from byte_encoding import encode_bytes
+from tests.data.byte_encoding import encode_bytes
 
 NUM_ROWS = 53
 MADE_OF = Identity("f1", {})

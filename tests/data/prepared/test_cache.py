@@ -3,8 +3,6 @@
 import multiprocessing
 import os
 import pickle
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,9 +14,7 @@ from finetune.data.prepared.parallel import Encoders
 from finetune.data.sources.source import open_source, open_sources
 from finetune.errors import DataError
 from finetune.runtime.faults import VARIABLE
-
-sys.path.append(str(Path(__file__).parents[1]))  # handed on to spawned processes
-from byte_encoding import encode_bytes
+from tests.data.byte_encoding import encode_bytes
 
 IDENTITY = {"tokenizer": "t1", "chat_template": "c1"}
 

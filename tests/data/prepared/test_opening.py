@@ -4,7 +4,6 @@ import json
 import os
 import pickle
 import shutil
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -19,9 +18,7 @@ from finetune.data.verified import blocks
 from finetune.data.verified.damage import DamagedSet
 from finetune.errors import DataError
 from finetune.runtime.faults import VARIABLE
-
-sys.path.append(str(Path(__file__).parents[1]))
-from byte_encoding import encode_bytes
+from tests.data.byte_encoding import encode_bytes
 
 TEXTS = [f"{'question ' * (number % 5 + 1)}{number}>answer {number}" for number in range(40)]
 

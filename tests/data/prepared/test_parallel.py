@@ -3,9 +3,7 @@
 import multiprocessing
 import os
 import select
-import sys
 from multiprocessing import active_children
-from pathlib import Path
 
 import pytest
 
@@ -14,9 +12,7 @@ from finetune.data.prepared.chunks import Recipe
 from finetune.data.prepared.lengths import LengthPolicy
 from finetune.data.prepared.parallel import Encoders, WorkersLost, cut
 from finetune.data.rows import RawRow
-
-sys.path.append(str(Path(__file__).parents[1]))  # handed on to spawned processes
-from byte_encoding import AsWritten, EncodeForever, encode_bytes, encode_in_the_main_process_only
+from tests.data.byte_encoding import AsWritten, EncodeForever, encode_bytes, encode_in_the_main_process_only
 
 
 def rows(number, *, text="a>b"):

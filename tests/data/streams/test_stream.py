@@ -4,8 +4,6 @@ import os
 import re
 import shutil
 import signal
-import sys
-from pathlib import Path
 
 import fsspec
 import numpy as np
@@ -19,9 +17,7 @@ from finetune.data.streams.maker import NUM_BEHIND, make_window, serve
 from finetune.data.streams.stream import stream_pool
 from finetune.data.verified.marks import mark_of
 from finetune.errors import DataError
-
-sys.path.append(str(Path(__file__).parents[1]))  # handed on to the process that prepares
-from byte_encoding import encode_bytes
+from tests.data.byte_encoding import encode_bytes
 
 IDENTITY = {"tokenizer": "t1"}
 

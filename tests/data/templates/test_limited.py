@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -16,9 +15,7 @@ from finetune.data.prepared.chunks import encode_chunk, make_recipe
 from finetune.data.sources.source import open_sources
 from finetune.data.templates import limited as limits
 from finetune.errors import DataError
-
-sys.path.append(str(Path(__file__).parents[1]))
-from template_tokenizers import tokenizer_for
+from tests.data.template_tokenizers import tokenizer_for
 
 CHATML = BUILT_IN["chatml"].read_text(encoding="utf-8")
 LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"

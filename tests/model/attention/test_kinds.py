@@ -1,17 +1,11 @@
 """Every kind of model that is said to keep samples apart does, and others are not said to."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
 from finetune.model.attention.choice import attention_implementation, best_attention
 from finetune.model.attention.kinds import KEEPING_APART, keeps_samples_apart
-
-sys.path.append(str(Path(__file__).parent))  # for small_models, which is no test
-
-from small_models import LENGTHS, row_of, tiny_config, tiny_model, tokens
+from tests.model.attention.small_models import LENGTHS, row_of, tiny_config, tiny_model, tokens
 
 
 @torch.no_grad()

@@ -1,9 +1,7 @@
 """Our attention: the numbers of transformers' own, without a mask over the row."""
 
 import json
-import sys
 from itertools import pairwise
-from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -16,10 +14,7 @@ from finetune.model.attention import kernels
 from finetune.model.attention.per_sample import each_sample
 from finetune.model.attention.scores import Heads, Scores, causal
 from finetune.runtime.end_to_end import SampleLengths
-
-sys.path.append(str(Path(__file__).parent))  # for small_models, which is no test
-
-from small_models import LENGTHS, row_of, tiny_model, tokens
+from tests.model.attention.small_models import LENGTHS, row_of, tiny_model, tokens
 
 
 def samples(lengths=LENGTHS):
