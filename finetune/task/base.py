@@ -16,6 +16,7 @@ from finetune.data.prepared.lengths import Lengths
 from finetune.data.rows import Row
 from finetune.data.workers import Cost
 from finetune.errors import DataError
+from finetune.runtime.recorded import recorded_as
 from finetune.task.protocol import Measured, ModelHead, Prior, Prompt
 
 
@@ -66,6 +67,7 @@ class BaseTask:
         """Return None: a sample is known from its row alone."""
         return None
 
+    @recorded_as("task.base.BaseTask.encode")
     def encode(self, rows: Sequence[Row]) -> Sequence[Outcome]:
         """Return each row's features, None where nothing is to be learnt, or what is wrong."""
         if self._encoder is not None:

@@ -6,8 +6,10 @@ from dataclasses import dataclass
 from finetune.data.features import Outcome
 from finetune.data.rows import Row
 from finetune.errors import DataError
+from finetune.runtime.recorded import recorded_as
 
 
+@recorded_as("task.expecting.OnlyTurns")
 @dataclass(frozen=True)
 class OnlyTurns:
     """Encodes rows of turns; others are told what to write so that they become such."""
@@ -23,6 +25,7 @@ class OnlyTurns:
         return self.encode(rows)
 
 
+@recorded_as("task.expecting.PicturedTurns")
 @dataclass(frozen=True)
 class PicturedTurns:
     """Encodes rows of turns, some of which may show images."""
@@ -36,6 +39,7 @@ class PicturedTurns:
         return self.encode(rows)
 
 
+@recorded_as("task.expecting.OnlyText")
 @dataclass(frozen=True)
 class OnlyText:
     """Encodes rows that are a text and nothing else; others are told what to write so that they become such."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from finetune.data.encoding.labels import Labels, Numbers, OneClass, SeveralClasses
+from finetune.runtime.recorded import recorded_as
 from finetune.task.class_metrics import class_metrics, multi_label_metrics, number_metrics
 from finetune.task.classification import (
     Classification,
@@ -73,6 +74,7 @@ class _OfClasses:
         return self.classification.found
 
 
+@recorded_as("OneOfMany")
 @dataclass(frozen=True)
 class OneOfMany(_OfClasses):
     """Exactly one class."""
@@ -115,6 +117,7 @@ class OneOfMany(_OfClasses):
         return class_metrics(labels[:, 0], predicted[:, 0], num_classes=len(self.classification.classes))
 
 
+@recorded_as("SomeOfMany")
 @dataclass(frozen=True)
 class SomeOfMany(_OfClasses):
     """Any number of classes, each by itself."""
@@ -155,6 +158,7 @@ class SomeOfMany(_OfClasses):
         return multi_label_metrics(labels, predicted)
 
 
+@recorded_as("Regression")
 @dataclass(frozen=True)
 class Regression:
     """A number, or several."""

@@ -14,6 +14,7 @@ from finetune.data.encoding.labelled import LABELS, Cut, LabelledEncoder, label_
 from finetune.data.encoding.labels import labels_in, numbers
 from finetune.data.features import Features
 from finetune.errors import DataError
+from finetune.runtime.recorded import recorded_name
 from finetune.task.base import BaseTask
 from finetune.task.classification import classification_of
 from finetune.task.classifier import Padding, logits_of
@@ -58,7 +59,7 @@ class TextClassificationTask(BaseTask):
     @property
     def encoding(self) -> Mapping[str, Any]:
         """Return what labels become."""
-        return {"kind": type(self.kind).__name__, **{k: v for k, v in self.facts.items() if k != "class_weights"}}
+        return {"kind": recorded_name(self.kind), **{k: v for k, v in self.facts.items() if k != "class_weights"}}
 
     def collate(self, features: Sequence[Features]) -> Batch:
         """Return the texts padded on the right; labels: int64 [batch] of one class, else float32 [batch, outputs]."""

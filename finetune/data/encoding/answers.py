@@ -11,12 +11,14 @@ from finetune.data.features import LENGTHS_OF_SEQUENCES, Features, Outcome
 from finetune.data.formats.turns import Turn
 from finetune.data.rows import Row
 from finetune.errors import DataError
+from finetune.runtime.recorded import recorded_as
 
 IS_GOOD = "is_good"
 MARGIN = "margin"
 _LARGEST_MARGIN = 1e38
 
 
+@recorded_as("data.encoding.answers.AnswersEncoder")
 @dataclass(frozen=True)
 class AnswersEncoder:
     """Encodes rows of a prompt with answers: `chosen` and `rejected`, or a `completion` that is judged.

@@ -19,8 +19,10 @@ from finetune.data.features import Features, Outcome
 from finetune.data.formats.turns import Turn
 from finetune.data.rows import Row, well_formed
 from finetune.errors import DataError
+from finetune.runtime.recorded import recorded_as
 
 
+@recorded_as("data.encoding.encode.ConversationEncoder")
 class ConversationEncoder:
     """Encodes conversations as the chat template renders them; `train_on` says which turns are targets.
 

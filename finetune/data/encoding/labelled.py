@@ -14,6 +14,7 @@ from finetune.data.encoding.text_rows import TextRowsEncoder
 from finetune.data.features import Features, Outcome
 from finetune.data.rows import Row, well_formed
 from finetune.errors import DataError
+from finetune.runtime.recorded import recorded_as
 
 LABELS = "labels"
 """The array that holds the label."""
@@ -30,6 +31,7 @@ class Cut:
     side: Literal["end", "start"]
 
 
+@recorded_as("data.encoding.labelled.LabelledEncoder")
 class LabelledEncoder(TextRowsEncoder):
     """Encodes texts with the tokenizer's special tokens, and reads their labels.
 

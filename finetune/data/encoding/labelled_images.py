@@ -13,6 +13,7 @@ from finetune.data.images.decode import Mode, decode_image
 from finetune.data.images.read import StoredImage
 from finetune.data.rows import Row
 from finetune.errors import DataError
+from finetune.runtime.recorded import recorded_as
 
 LABEL, IMAGE, NAME = "label", "image", "name"
 """The arrays of a sample: the number of its class (int64, one), its encoded bytes, and the file's name in UTF-8."""
@@ -21,6 +22,7 @@ _NAME_PARTS = 2
 """Parts of a file's path that tell it from others: its folder is most often its class."""
 
 
+@recorded_as("data.encoding.labelled_images.ImageEncoder")
 @dataclass(frozen=True)
 class ImageEncoder:
     """Encodes rows of `image` and `label`. Small enough to be sent to other processes."""

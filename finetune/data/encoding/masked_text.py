@@ -13,8 +13,10 @@ from finetune.data.encoding.tokens import Tokens
 from finetune.data.features import Features, Outcome
 from finetune.data.rows import Row, well_formed
 from finetune.errors import DataError
+from finetune.runtime.recorded import recorded_as
 
 
+@recorded_as("data.encoding.masked_text.MaskedTextEncoder")
 class MaskedTextEncoder(TextRowsEncoder):
     """Encodes texts with the special tokens that the tokenizer puts around them.
 

@@ -22,6 +22,7 @@ from finetune.data.formats.turns import Turn
 from finetune.data.images.read import StoredImage
 from finetune.data.rows import Row
 from finetune.errors import DataError
+from finetune.runtime.recorded import recorded_as
 
 IMAGES, SIZES = "images", "image_sizes"
 """The arrays of a sample's images: their encoded bytes end to end (uint8), and how many bytes each has (int64)."""
@@ -35,6 +36,7 @@ class PicturedLesson(Lesson):
     images: tuple[bytes, ...]
 
 
+@recorded_as("data.encoding.pictures.PicturedEncoder")
 class PicturedEncoder(ConversationEncoder):
     """Encodes conversations with images; the tokens of an image are never targets.
 

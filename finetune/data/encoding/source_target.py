@@ -13,8 +13,10 @@ from finetune.data.encoding.tokens import Tokens
 from finetune.data.features import Features, Outcome
 from finetune.data.rows import Row, well_formed
 from finetune.errors import DataError
+from finetune.runtime.recorded import recorded_as
 
 
+@recorded_as("data.encoding.source_target.SourceTargetEncoder")
 class SourceTargetEncoder(TextRowsEncoder):
     """Encodes one exchange: the source as the tokenizer begins and ends a text, behind it the target.
 

@@ -13,11 +13,13 @@ from finetune.data.encoding.text_rows import TextRowsEncoder
 from finetune.data.features import Features, Outcome
 from finetune.data.rows import Row, well_formed
 from finetune.errors import DataError
+from finetune.runtime.recorded import recorded_as
 
 Encoded = tuple[np.ndarray, Mapping[str, np.ndarray]]
 """The number of the word that each token is of, -1 for special ones, and what the model is given."""
 
 
+@recorded_as("data.encoding.tagged.TaggedEncoder")
 class TaggedEncoder(TextRowsEncoder):
     """Encodes sentences that are cut into words, with the tokenizer's special tokens.
 

@@ -14,8 +14,10 @@ from finetune.data.encoding.tokens import Tokens
 from finetune.data.features import Features, Outcome
 from finetune.data.rows import Row, well_formed
 from finetune.errors import DataError
+from finetune.runtime.recorded import recorded_as
 
 
+@recorded_as("data.encoding.text.TextEncoder")
 class TextEncoder(TextRowsEncoder):
     """Encodes texts as the tokenizer begins them, ended by end-of-sequence; all tokens but the first are targets.
 

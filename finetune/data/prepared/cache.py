@@ -22,6 +22,7 @@ from finetune.data.sources.source import Source
 from finetune.data.workers import num_prepare_workers
 from finetune.errors import DataError
 from finetune.runtime.files import make_once
+from finetune.runtime.recorded import recorded_name
 from finetune.runtime.waypoints import reach
 
 DEFAULT_FOLDER = "~/.cache/finetune"
@@ -108,12 +109,20 @@ def identify(
         "code_version": [CODE_VERSION, _FIRST_FORMAT],
         "source": source.identity() if stream is None else stream,
         "options": section.model_dump(mode="json", exclude=set(WITHOUT_EFFECT), exclude_defaults=True),
-        "encode": f"{encode.__module__}.{getattr(encode, '__qualname__', type(encode).__qualname__)}",
+        "encode": _name_of(encode),
         "identity": dict(identity),
     }
     written = json.dumps(parts, sort_keys=True).encode()
     shards = tuple(shard.name for shard in source.shards())
     return Identity(hashlib.blake2b(written, digest_size=16).hexdigest(), parts, shards)
+
+
+def _name_of(encode: Encode) -> str:
+    """Return the name under which prepared sets know the encoder: of one from outside the package, where it stands."""
+    recorded = recorded_name(encode)
+    if recorded is not None:
+        return f"finetune.{recorded}"
+    return f"{encode.__module__}.{getattr(encode, '__qualname__', type(encode).__qualname__)}"
 
 
 def _build(
