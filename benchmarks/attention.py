@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from finetune.model.attention.per_sample import each_sample
-from finetune.model.attention.scores import Heads, Scores
-from finetune.runtime.end_to_end import SampleLengths
+from finetune.model.attention.causal import Heads, Scores
+from finetune.model.attention.implementation import each_sample
+from finetune.runtime.packed_rows import SampleLengths
 
 NUM_HEADS, NUM_KEY_HEADS, WIDTH = 8, 4, 64
 MEANS, COUNTS = (16, 64, 256, 1024), (2, 8, 32, 64)

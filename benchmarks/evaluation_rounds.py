@@ -18,12 +18,12 @@ from torch.nn.functional import cross_entropy, pad
 from transformers import AutoTokenizer, DataCollatorForSeq2Seq, Trainer, TrainingArguments
 
 from finetune.config.load import load_config
-from finetune.report.announcer import Announcer
 from finetune.report.reporter import NullReporter
-from finetune.run.evaluator import make_evaluator
-from finetune.run.lessons import make_lessons
-from finetune.run.machine import make_accelerator, make_machine
-from finetune.run.training import launched_strategy
+from finetune.report.run_log import Announcer
+from finetune.run.build.data import make_lessons
+from finetune.run.build.evaluator import make_evaluator
+from finetune.run.build.prepared_model import make_accelerator, make_machine
+from finetune.run.train import launched_strategy
 
 from contest.jobs import write_job
 from contest.loading import load_model, load_workload

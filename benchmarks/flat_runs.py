@@ -20,8 +20,8 @@ import torch
 from accelerate.state import AcceleratorState, GradientState, PartialState
 
 from finetune.config.load import load_config
-from finetune.run.training import train_from_config
-from finetune.runtime import ranks
+from finetune.run.train import train_from_config
+from finetune.runtime import distributed
 from finetune.train import loop
 
 from contest.jobs import write_job
@@ -72,7 +72,7 @@ def train(workload: Path, overrides: list[str], blocks: Blocks) -> None:
     """Train the job and have its steps noted."""
     loaded = load_config(write_job(workload, load_workload(workload)), overrides)
     shutil.rmtree(loaded.config.run.folder, ignore_errors=True)
-    with noted(blocks), patch.object(ranks, "leave", lambda code, **_: code):
+    with noted(blocks), patch.object(distributed, "leave", lambda code, **_: code):
         code = train_from_config(loaded)
     if code != 0:
         raise RuntimeError(f"exit code {code}")

@@ -27,11 +27,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from finetune.data.batch import Batch
 from finetune.data.features import Features
-from finetune.task import slabs
-from finetune.task.at_targets import logits_at_targets
-from finetune.task.collate import padded
-from finetune.task.losses import TokenLoss, cross_entropy_sum
-from finetune.task.target_loss import TargetLoss
+from finetune.task.lm_loss import chunked_loss
+from finetune.task.lm_loss.at_targets import logits_at_targets
+from finetune.task.lm_loss.target_loss import TargetLoss
+from finetune.task.lm_loss.token_loss import TokenLoss, cross_entropy_sum
+from finetune.task.model_inputs import padded
 
 CONTESTANTS = ("plain", "targets", "slabs")
 SHARES = (0.3, 0.6, 1.0)
@@ -102,12 +102,12 @@ def _step(name: str, model: LlamaForCausalLM, batch: Batch) -> None:
 
 
 def _step_in_slabs(model: LlamaForCausalLM, batch: Batch, rows: int) -> None:
-    kept = slabs.LEAST_ROWS, slabs.MOST_ROWS["cpu"]
-    slabs.LEAST_ROWS = slabs.MOST_ROWS["cpu"] = rows
+    kept = chunked_loss.LEAST_ROWS, chunked_loss.MOST_ROWS["cpu"]
+    chunked_loss.LEAST_ROWS = chunked_loss.MOST_ROWS["cpu"] = rows
     try:
         _step("slabs", model, batch)
     finally:
-        slabs.LEAST_ROWS, slabs.MOST_ROWS["cpu"] = kept
+        chunked_loss.LEAST_ROWS, chunked_loss.MOST_ROWS["cpu"] = kept
 
 
 def _timed(steps: dict[str, Callable[[], None]], *, rounds: int) -> dict[str, list[float]]:

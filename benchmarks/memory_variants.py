@@ -11,15 +11,14 @@ from transformers.utils import is_bitsandbytes_available
 
 from finetune.config.sections.model import FromConfigSection, LoraSection, ModelSection
 from finetune.config.sections.train import OptimizerSection
+from finetune.model.activations import offload_activations
 from finetune.model.adapters.build import add_adapter
-from finetune.model.adapters.ground import Ground
-from finetune.model.load import load_model
-from finetune.model.offload import offload_activations
-from finetune.runtime.construction import Construction
-from finetune.train.groups import named_of
-from finetune.train.in_backward import UpdateInBackward
-from finetune.train.optimizer import begin_step, build_optimizer
-from finetune.train.update import Update
+from finetune.model.adapters.context import Ground
+from finetune.model.loading.load import load_model
+from finetune.runtime.parameters import Construction
+from finetune.train.optim.optimizers import begin_step, build_optimizer
+from finetune.train.optim.parameter_groups import named_of
+from finetune.train.update import Update, UpdateInBackward
 
 ROWS, LENGTH, VOCABULARY = 4, 256, 1024
 SHAPE = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 6, "num_attention_heads": 4}

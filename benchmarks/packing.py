@@ -22,14 +22,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from finetune.config.sections.data import BatchingSection
 from finetune.data.batch import Batch
 from finetune.data.features import Features
-from finetune.data.order.by_length import ByLength
+from finetune.data.order.grouping import ByLength, set_order
 from finetune.data.order.order import Order
-from finetune.data.order.set_order import set_order
-from finetune.model.attention.per_sample import register
-from finetune.runtime.end_to_end import PER_SAMPLE
-from finetune.task.collate import end_to_end, is_end_to_end, padded
-from finetune.task.forward import logits_of
-from finetune.task.losses import cross_entropy_sum
+from finetune.model.attention.implementation import register
+from finetune.runtime.packed_rows import PER_SAMPLE
+from finetune.task.lm_loss.token_loss import cross_entropy_sum
+from finetune.task.model_inputs import end_to_end, is_end_to_end, logits_of, padded
 
 LONGEST, VOCABULARY_SIZE, STEP, MICROBATCH = 512, 4096, 64, 8
 CONTESTANTS = {

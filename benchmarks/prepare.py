@@ -24,9 +24,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from finetune.data.encoding.chat import BUILT_IN
-from finetune.model.byte_pairs import trained_tokenizer
-from finetune.runtime.amounts import size_text
+from finetune.data.templates.chat_template import BUILT_IN
+from finetune.model.tokenizer import trained_tokenizer
+from finetune.runtime.resources import size_text
 
 WORKER = Path(__file__).with_name("prepare_worker.py")
 ROWS_WITH_WORKERS = 6

@@ -23,14 +23,14 @@ if __name__ == "__main__":  # processes that tokenise import this file, too; `py
 
     from finetune.config.sections.data import DataSection, TrainingSourceSection
     from finetune.config.sections.task import TaskSection
-    from finetune.data.encoding.encode import tokenizer_identity
-    from finetune.data.prepared.cache import prepare_set
-    from finetune.data.prepared.chunks import Chunk
-    from finetune.data.prepared.counts import Counts
-    from finetune.data.prepared.store import Identity, PreparedSet
-    from finetune.data.prepared.writing import SetWriter
+    from finetune.data.encoding.conversation import tokenizer_identity
     from finetune.data.sources.source import open_source
-    from finetune.task.materials import Materials
+    from finetune.data.token_cache.build import SetWriter
+    from finetune.data.token_cache.cache import prepare_set
+    from finetune.data.token_cache.chunks import Chunk
+    from finetune.data.token_cache.counts import Counts
+    from finetune.data.token_cache.store import Identity, PreparedSet
+    from finetune.task.protocol import Materials
     from finetune.task.registry import build_task
 
 NUM_TOKENS, TOKENS_PER_SAMPLE, SAMPLES_PER_CHUNK = 10**8, 200, 10_000

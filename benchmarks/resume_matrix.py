@@ -21,8 +21,8 @@ from rich.console import Console
 from rich.table import Table
 from tiny_job import LORA, write_job
 
-from finetune.advise.contest import Question, comparable, contestant, relative_differences, run_job
-from finetune.advise.resume import Course, differences, read_course
+from finetune.commands.verify.resume import Course, differences, read_course
+from finetune.commands.verify.runs import Question, comparable, contestant, relative_differences, run_job
 from finetune.config.load import load_config
 from finetune.errors import UserError
 

@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 from finetune.config.load import load_config
-from finetune.run.ahead import verify_ahead
-from finetune.runtime.lazy import lazily
+from finetune.run.state.preflight import verify_ahead
+from finetune.runtime.optional import lazily
 
 with lazily():
     from contest import resuming

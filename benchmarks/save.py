@@ -23,8 +23,8 @@ from rich.console import Console
 from rich.table import Table
 from tiny_job import JOB, write_job
 
-from finetune.runtime.amounts import size_text
 from finetune.runtime.processes import free_port
+from finetune.runtime.resources import size_text
 
 ROOT = Path(__file__).parents[1]
 WORKER = Path(__file__).with_name("save_worker.py")

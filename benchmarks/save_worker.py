@@ -12,20 +12,20 @@ from typing import Any
 
 import torch
 
-from finetune.checkpoint.access import build_access
 from finetune.checkpoint.checkpointer import Checkpointer
-from finetune.checkpoint.facts import RunFacts
-from finetune.checkpoint.gather import agree_on_records
-from finetune.checkpoint.sharing import ROUND_BYTES, assign
-from finetune.checkpoint.state import StateAccess
+from finetune.checkpoint.format.manifest import RunFacts
+from finetune.checkpoint.sharding.access import build_access
+from finetune.checkpoint.sharding.gather import agree_on_records
+from finetune.checkpoint.sharding.save_plan import ROUND_BYTES, assign
+from finetune.checkpoint.sharding.state_access import StateAccess
 from finetune.config.load import load_config
 from finetune.config.sections.checkpoint import CheckpointSection
-from finetune.report.announcer import Announcer
-from finetune.run.lessons import make_lessons, make_run_plan
-from finetune.run.machine import Machine, make_accelerator, make_machine
-from finetune.run.training import launched_strategy
-from finetune.runtime import ranks
-from finetune.runtime.log import quieten
+from finetune.report.run_log import Announcer
+from finetune.run.build.data import make_lessons, make_run_plan
+from finetune.run.build.prepared_model import Machine, make_accelerator, make_machine
+from finetune.run.train import launched_strategy
+from finetune.runtime import distributed
+from finetune.runtime.text.library_output import quieten
 
 WAYS = ("sync", "async", "accelerate")
 
@@ -43,14 +43,14 @@ def main(config: Path, folder: Path, rounds: int) -> None:
     for number in range(1, rounds + 1):
         for turn in range(len(WAYS)):
             way = WAYS[(turn + number) % len(WAYS)]  # nobody is always the first
-            ranks.barrier()  # all begin at the same time
+            distributed.barrier()  # all begin at the same time
             if way == "accelerate":
                 times[way].append(save_by_accelerate(machine, folder / way))
             else:
                 saved = savers[way].save(number, progress={"step": number})
                 times[way].append((saved.stall_seconds, saved.seconds))
-    (folder / f"rank-{ranks.rank()}.json").write_text(json.dumps({**facts, "times": times}))
-    ranks.leave(0)
+    (folder / f"rank-{distributed.rank()}.json").write_text(json.dumps({**facts, "times": times}))
+    distributed.leave(0)
 
 
 def build(path: Path) -> Machine:
@@ -80,7 +80,7 @@ def saver(access: StateAccess, folder: Path, asynchronous: bool) -> Checkpointer
 def measure_memory(access: StateAccess, folder: Path) -> dict[str, Any]:
     """Return what a rank takes beyond what it had, for the first save of each kind, and what it may take."""
     records = agree_on_records(access)
-    share = sum(record.size_bytes for record in assign(records, world=ranks.world())[ranks.rank()])
+    share = sum(record.size_bytes for record in assign(records, world=distributed.world())[distributed.rank()])
     largest = max(record.size_bytes for record in records)
     facts: dict[str, Any] = {"state": sum(record.size_bytes for record in records), "share": share, "largest": largest}
     facts["bound"] = {"round": max(ROUND_BYTES, largest), "share and largest": share + largest}
@@ -91,7 +91,7 @@ def measure_memory(access: StateAccess, folder: Path) -> dict[str, Any]:
         each = saver(access, folder / f"memory-{way}", way == "async")
         facts["extra"][way] = extra_bytes(lambda each=each: each.save(1, progress={}))
         shutil.rmtree(folder / f"memory-{way}", ignore_errors=True)
-        ranks.barrier()  # the next begins when rank 0 has cleared up
+        distributed.barrier()  # the next begins when rank 0 has cleared up
     return facts
 
 
@@ -110,12 +110,12 @@ def status(name: str) -> int:
 
 
 def save_by_accelerate(machine: Machine, folder: Path) -> tuple[float, float]:
-    if ranks.is_main():
+    if distributed.is_main():
         shutil.rmtree(folder, ignore_errors=True)
-    ranks.barrier()  # nobody writes into what is being deleted
+    distributed.barrier()  # nobody writes into what is being deleted
     started = time.monotonic()
     machine.accelerator.save_state(str(folder))
-    ranks.barrier()  # `save_state` ends without one
+    distributed.barrier()  # `save_state` ends without one
     seconds = time.monotonic() - started
     return seconds, seconds
 

@@ -23,10 +23,10 @@ from save_worker import build, train_one_step
 
 from finetune.config.load import load_config
 from finetune.data.loader import train_loader
-from finetune.report.announcer import Announcer
-from finetune.run.lessons import make_lessons
-from finetune.run.machine import Machine, make_accelerator
-from finetune.run.training import launched_strategy
+from finetune.report.run_log import Announcer
+from finetune.run.build.data import make_lessons
+from finetune.run.build.prepared_model import Machine, make_accelerator
+from finetune.run.train import launched_strategy
 
 from contest.resuming import checkpointer
 

@@ -29,15 +29,14 @@ from finetune.data import delivery
 from finetune.data.batch import Batch
 from finetune.data.delivery import Deliveries, Delivery
 from finetune.data.loader import groups, train_loader
-from finetune.data.prepared.chunks import Chunk
-from finetune.data.prepared.counts import Counts
-from finetune.data.prepared.store import Identity, PreparedSet
-from finetune.data.prepared.writing import SetWriter
-from finetune.data.verified.arrays import StoredArray
-from finetune.data.verified.verification import Verification
-from finetune.report.announcer import Announcer
-from finetune.run.lessons import make_lessons
-from finetune.run.training import train_from_config
+from finetune.data.token_cache.arrays import StoredArray, Verification
+from finetune.data.token_cache.build import SetWriter
+from finetune.data.token_cache.chunks import Chunk
+from finetune.data.token_cache.counts import Counts
+from finetune.data.token_cache.store import Identity, PreparedSet
+from finetune.report.run_log import Announcer
+from finetune.run.build.data import make_lessons
+from finetune.run.train import train_from_config
 from finetune.train import loop
 
 NUM_ROWS, MEAN_WORDS = 4000, 60

@@ -17,7 +17,7 @@ from PIL import Image
 
 from finetune.config.load import load_config
 from finetune.report.jsonl import read_events
-from finetune.run.training import train_from_config
+from finetune.run.train import train_from_config
 
 from task_cases.vision_language import COLOURS, LLAVA, processor
 

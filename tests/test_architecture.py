@@ -52,9 +52,9 @@ HEAVY = {"torch", "transformers", "accelerate", "peft", "datasets", "numpy", "de
 
 IMPORTS_INSIDE_FUNCTIONS = {
     "finetune/runtime/optional.py": "packages that may be missing",
-    "finetune/runtime/lazy.py": "modules that a job may not need",
+    "finetune/runtime/optional.py": "modules that a job may not need",
     "finetune/cli/lazy.py": "commands that need torch",
-    "finetune/train/answer.py": "a metric that the user names as package.module:function",
+    "finetune/task/generation/evaluation.py": "a metric that the user names as package.module:function",
 }
 """The only files that import by name while they run, and what."""
 
@@ -300,7 +300,7 @@ def test_what_is_printed_goes_through_the_guarded_streams(module):
         way = names.get(used, used)
         assert way not in GUARDED_ELSEWHERE or is_within(module.name, GUARDED_ELSEWHERE[way]), (
             f"{module.file}:{getattr(node, 'lineno', '?')} prints with {way}, past what takes secrets and escapes out: "
-            "use print, or finetune.runtime.drawing.ForeignTextConsole"
+            "use print, or finetune.runtime.text.rich_console.ForeignTextConsole"
         )
 
 
@@ -340,7 +340,7 @@ def test_json_that_people_read_is_made_by_one_function(module):
     for node in ast.walk(module.tree):
         if isinstance(node, ast.Call) and ast.unparse(node.func) in ("json.dumps", "json.dump"):
             raw = [each for each in node.keywords if each.arg == "ensure_ascii"]
-            assert not raw, f"{module.file}:{node.lineno}: use finetune.runtime.terminal.json_text"
+            assert not raw, f"{module.file}:{node.lineno}: use finetune.runtime.text.terminal.json_text"
 
 
 @each_module

@@ -12,11 +12,11 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 from finetune.config.sections.data import DataSection, TrainingSourceSection
 from finetune.config.sections.task import TaskSection
 from finetune.data.sources import readers
-from finetune.model.byte_pairs import trained_tokenizer
+from finetune.model.tokenizer import trained_tokenizer
 from finetune.report.events import Evaluated, RunStarted
 from finetune.report.trackers import TrackersReporter
 from finetune.task import registry
-from finetune.task.materials import Materials
+from finetune.task.protocol import Materials
 
 ROOT = Path(__file__).parents[1]
 GUIDE = (ROOT / ".github" / "CONTRIBUTING.md").read_text(encoding="utf-8")

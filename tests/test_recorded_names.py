@@ -9,42 +9,36 @@ from types import SimpleNamespace
 import pytest
 
 from finetune import errors
-from finetune.checkpoint.facts import RunFacts
-from finetune.checkpoint.manifest import FileFacts, Manifest
+from finetune.checkpoint.format.manifest import FileFacts, Manifest, RunFacts
 from finetune.config.sections.data import DataSection, TrainingSourceSection
-from finetune.data.audit.audit import Audit, Exceeded, SourceAudit
-from finetune.data.audit.histogram import Histogram
+from finetune.data.audit.audit import Audit, Exceeded, Histogram, SourceAudit
 from finetune.data.audit.padding import Padding
-from finetune.data.encoding.answers import AnswersEncoder
-from finetune.data.encoding.encode import ConversationEncoder
-from finetune.data.encoding.labelled import LabelledEncoder
+from finetune.data.audit.template_check import Difference, TemplateCheck
+from finetune.data.encoding.conversation import ConversationEncoder
+from finetune.data.encoding.image_conversation import PicturedEncoder
 from finetune.data.encoding.labelled_images import ImageEncoder
-from finetune.data.encoding.masked_text import MaskedTextEncoder
-from finetune.data.encoding.pictures import PicturedEncoder
-from finetune.data.encoding.source_target import SourceTargetEncoder
-from finetune.data.encoding.tagged import TaggedEncoder
-from finetune.data.encoding.template_check import Difference, TemplateCheck
-from finetune.data.encoding.text import TextEncoder
-from finetune.data.encoding.text_rows import TextRowsEncoder
-from finetune.data.prepared.cache import identify
-from finetune.data.prepared.counts import Counts
-from finetune.data.prepared.known import Manifest as KnownManifest
-from finetune.data.prepared.shares import Share
-from finetune.data.prepared.store import Manifest as PreparedManifest
+from finetune.data.encoding.labelled_text import LabelledEncoder
+from finetune.data.encoding.preference import AnswersEncoder
+from finetune.data.encoding.tagged_words import TaggedEncoder
+from finetune.data.encoding.text import MaskedTextEncoder, SourceTargetEncoder, TextEncoder, TextRowsEncoder
+from finetune.data.precomputed import Manifest as KnownManifest
 from finetune.data.sources.source import open_source
-from finetune.data.verified.arrays import ArrayFacts
+from finetune.data.token_cache.arrays import ArrayFacts
+from finetune.data.token_cache.cache import identify
+from finetune.data.token_cache.counts import Counts, Share
+from finetune.data.token_cache.store import Manifest as PreparedManifest
 from finetune.data.workers import LoaderSettings
-from finetune.model.answering import Manner
+from finetune.model.generation import Manner
 from finetune.report import events
-from finetune.runtime.hang import Report
-from finetune.runtime.peer import Peer
 from finetune.runtime.progress import Progress
 from finetune.runtime.recorded import recorded_name
+from finetune.runtime.supervision.hang import Report
+from finetune.runtime.supervision.status import Peer
 from finetune.task.base import BaseTask
+from finetune.task.classification.problem_types import OneOfMany, Regression, SomeOfMany
 from finetune.task.distillation import DistillationTask
-from finetune.task.expecting import OnlyText, OnlyTurns, PicturedTurns
-from finetune.task.kinds import OneOfMany, Regression, SomeOfMany
-from finetune.task.preference import reference_prior
+from finetune.task.preference.dpo import reference_prior
+from finetune.task.row_formats import OnlyText, OnlyTurns, PicturedTurns
 
 
 def instance_of(kind):

@@ -17,10 +17,10 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from finetune.config.load import load_config
-from finetune.data.prepared.store import PreparedSet
-from finetune.model.byte_pairs import trained_tokenizer
-from finetune.report.announcer import Announcer
-from finetune.run.lessons import make_lessons
+from finetune.data.token_cache.store import PreparedSet
+from finetune.model.tokenizer import trained_tokenizer
+from finetune.report.run_log import Announcer
+from finetune.run.build.data import make_lessons
 from finetune.runtime.optional import require
 
 from contest.jobs import write_job

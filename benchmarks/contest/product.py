@@ -11,8 +11,8 @@ from unittest.mock import patch
 from accelerate.state import AcceleratorState, GradientState, PartialState
 
 from finetune.config.load import load_config
-from finetune.run.training import train_from_config
-from finetune.runtime import ranks
+from finetune.run.train import train_from_config
+from finetune.runtime import distributed
 from finetune.train import loop
 
 from contest.jobs import write_job
@@ -25,7 +25,7 @@ def play(name: str, folder: Path, seat: Seat) -> None:
     job = write_job(folder, load_workload(folder), variant=name)
     loaded = load_config(job)
     shutil.rmtree(loaded.config.run.folder, ignore_errors=True)
-    with held_up(seat), patch.object(ranks, "leave", lambda code, **_: code):
+    with held_up(seat), patch.object(distributed, "leave", lambda code, **_: code):
         code = train_from_config(loaded)
     if code != 0:
         raise RuntimeError(f"{job}: exit code {code}")

@@ -7,8 +7,8 @@ from unittest.mock import patch
 import torch
 
 from finetune.config.load import load_config
-from finetune.run.training import train_from_config
-from finetune.runtime import ranks
+from finetune.run.train import train_from_config
+from finetune.runtime import distributed
 
 from contest.product import held_up
 from contest.seat import Seat
@@ -17,9 +17,9 @@ from contest.seat import Seat
 def play(strategy: str, folder: Path, seat: Seat) -> None:
     """Train the workload under the strategy."""
     loaded = load_config(folder / "pair.yaml", [f"run.folder={folder / 'runs' / strategy}"])
-    if ranks.is_main():
+    if distributed.is_main():
         shutil.rmtree(loaded.config.run.folder, ignore_errors=True)
-    with held_up(seat), patch.object(ranks, "leave", _stay):
+    with held_up(seat), patch.object(distributed, "leave", _stay):
         code = train_from_config(loaded)
     if code != 0:
         raise RuntimeError(f"{strategy}: exit code {code}")

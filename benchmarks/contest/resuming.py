@@ -6,12 +6,12 @@ from typing import Any
 
 from save_worker import build
 
-from finetune.checkpoint.access import build_access
-from finetune.checkpoint.ahead import Ahead
 from finetune.checkpoint.checkpointer import Checkpointer
-from finetune.checkpoint.facts import RunFacts
+from finetune.checkpoint.format.manifest import RunFacts
+from finetune.checkpoint.read.checksum_prefetch import Ahead
+from finetune.checkpoint.sharding.access import build_access
 from finetune.config.sections.checkpoint import CheckpointSection
-from finetune.run.machine import Machine
+from finetune.run.build.prepared_model import Machine
 
 Figures = dict[str, Any]
 

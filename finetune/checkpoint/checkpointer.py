@@ -4,16 +4,16 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from finetune.checkpoint.ahead import Ahead
-from finetune.checkpoint.changes import told_changes
-from finetune.checkpoint.facts import RunFacts
-from finetune.checkpoint.find import Found, find_at, find_newest, refuse_any
-from finetune.checkpoint.load import read_checkpoint
-from finetune.checkpoint.rehearsal import rehearse
-from finetune.checkpoint.saver import SavedCheckpoint, Saver
-from finetune.checkpoint.state import StateAccess
-from finetune.checkpoint.together import main_does
+from finetune.checkpoint.format.manifest import RunFacts
+from finetune.checkpoint.read.changes import told_changes
+from finetune.checkpoint.read.checksum_prefetch import Ahead
+from finetune.checkpoint.read.find import Found, find_at, find_newest, refuse_any
+from finetune.checkpoint.read.load import read_checkpoint
+from finetune.checkpoint.sharding.state_access import StateAccess
+from finetune.checkpoint.write.rehearsal import rehearse
+from finetune.checkpoint.write.saver import SavedCheckpoint, Saver
 from finetune.config.sections.checkpoint import CheckpointSection
+from finetune.runtime.run_on_ranks import main_does
 
 
 class Checkpointer:

@@ -6,9 +6,9 @@ from typing import Annotated
 import typer
 
 from finetune import __version__
-from finetune.cli import afterwards, checkpoint, lazy, verify
+from finetune.cli import after_training, checkpoint, lazy, verify
+from finetune.cli.exit_codes import reported
 from finetune.cli.options import Config, Overrides
-from finetune.cli.outcome import reported
 from finetune.errors import UserError
 
 app = typer.Typer(
@@ -74,7 +74,7 @@ def prepare(config: Config, override: Overrides = None) -> None:
 
     Needs no model weights and no launcher. Goes on where it was stopped, and ends with the audit.
     """
-    lazy.call("finetune.advise.prepare:prepare", config, override or [])
+    lazy.call("finetune.commands.prepare:prepare", config, override or [])
 
 
 @app.command()
@@ -94,7 +94,9 @@ def preview(
 
     Prepares the data as training would, and ends with the audit. Needs no model weights and no launcher.
     """
-    lazy.call("finetune.advise.preview:preview", config, override or [], num_rows=rows, html=html, start=start)
+    lazy.call(
+        "finetune.commands.preview.preview:preview", config, override or [], num_rows=rows, html=html, start=start
+    )
 
 
 @app.command()
@@ -113,10 +115,12 @@ def doctor(
     With --data: samples per second of the job's loader against the number of its workers.
     """
     if not data:
-        return 0 if lazy.call("finetune.advise.doctor:examine", config, override or []) else 1
+        return 0 if lazy.call("finetune.commands.doctor.doctor:examine", config, override or []) else 1
     if config is None:
         raise UserError("--data: write --config JOB.yaml too: it is that job's loader that is measured.")
-    lazy.call("finetune.advise.doctor_data:examine_loading", config, override or [], num_rounds=rounds, seconds=seconds)
+    lazy.call(
+        "finetune.commands.doctor.data:examine_loading", config, override or [], num_rounds=rounds, seconds=seconds
+    )
     return 0
 
 
@@ -124,14 +128,14 @@ def doctor(
 @reported
 def reference() -> None:
     """Print the page of all keys."""
-    print(lazy.call("finetune.config.reference:reference_markdown"), end="")
+    print(lazy.call("finetune.config.schema:reference_markdown"), end="")
 
 
 @app.command()
 @reported
 def schema() -> None:
     """Print the JSON schema of a job file, for editors."""
-    print(lazy.call("finetune.config.reference:json_schema"), end="")
+    print(lazy.call("finetune.config.schema:json_schema"), end="")
 
 
 @app.command()
@@ -157,4 +161,4 @@ def init(
         print(f"wrote {each}")
 
 
-afterwards.add_to(app)
+after_training.add_to(app)

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 import typer
 
 from finetune.cli import lazy
-from finetune.cli.outcome import reported
+from finetune.cli.exit_codes import reported
 from finetune.errors import UserError
 
 HELP = "Look at a run's checkpoints; check, prune, convert and export them."
@@ -46,7 +46,7 @@ def ls(
 
     What saves, resumes and prunes have left beside them is named below.
     """
-    lazy.call("finetune.advise.checkpoints:list_checkpoints", run, verifies=verify, as_json=json)
+    lazy.call("finetune.commands.checkpoints.inspect:list_checkpoints", run, verifies=verify, as_json=json)
 
 
 @app.command()
@@ -57,7 +57,7 @@ def show(run: Run, step: Step = None, json: Json = False) -> None:
     The state digest is equal for two checkpoints of the same training state, whoever wrote them: parameters, optimizer
     state, step and samples.
     """
-    lazy.call("finetune.advise.checkpoints:show_checkpoint", run, step=step, as_json=json)
+    lazy.call("finetune.commands.checkpoints.inspect:show_checkpoint", run, step=step, as_json=json)
 
 
 @app.command()
@@ -72,7 +72,7 @@ def verify(
 
     Names each bad file and the tensors in it. Exit code 1 if any is bad.
     """
-    return 0 if lazy.call("finetune.advise.checkpoints:verify_checkpoints", run, step=step) else 1
+    return 0 if lazy.call("finetune.commands.checkpoints.inspect:verify_checkpoints", run, step=step) else 1
 
 
 @app.command()
@@ -95,7 +95,7 @@ def prune(
     bad ones are left alone. Refused while a run is writing the folder.
     """
     lazy.call(
-        "finetune.advise.prune:prune",
+        "finetune.commands.checkpoints.prune:prune",
         run,
         keep_last=keep_last,
         keep_every=keep_every,
@@ -124,7 +124,7 @@ def export(
     is, where it has one.
     """
     lazy.call(
-        "finetune.run.export_checkpoint:export_checkpoint",
+        "finetune.commands.export:export_checkpoint",
         run,
         step=step,
         to=to,
@@ -165,4 +165,4 @@ def convert(
     if source is not None and step is None:
         raise UserError("--from: write --step N too: such a folder does not say after how many steps it was taken.")
     named = {"to": to, "source": source, "step": step, "trust_remote_code": trust_remote_code}
-    return int(lazy.call("finetune.run.convert:convert", run, **named))
+    return int(lazy.call("finetune.commands.convert:convert", run, **named))

@@ -1,16 +1,18 @@
-"""A config as it was run: every value, and where it came from."""
+"""A config explained: as `resolved.yaml`, every value with its source, and as the few lines that `check` prints."""
 
 import json
+import math
 from collections.abc import Iterator
 from typing import Any
 
 from finetune.config.load import LoadedConfig
-from finetune.config.rules.effects import idle_keys
-from finetune.config.run_config import with_run_folder
-from finetune.config.section import Section
-from finetune.config.source import Sources, joined
-from finetune.runtime.redact import redacted_config
-from finetune.runtime.terminal import neutral
+from finetune.config.paths import is_url, stage_of
+from finetune.config.rules.unused_keys import idle_keys
+from finetune.config.run_config import RunConfig, with_run_folder
+from finetune.config.section import Section, Sources, joined
+from finetune.config.sections.data import MixedSourceSection, SourceSection, TrainedSourceSection
+from finetune.runtime.text.redact import redacted_config
+from finetune.runtime.text.terminal import neutral
 
 COLUMN = 56
 """Where the sources begin, if the value leaves room."""
@@ -58,3 +60,82 @@ def _written(name: str, value: Any) -> str:
 def _as_written(section: Section) -> dict[str, Any]:
     """Return the keys of a section in a list: its defaults are not told."""
     return section.model_dump(exclude_unset=True)
+
+
+_MOST_WORLDS = 50
+"""Numbers of processes that are listed."""
+
+
+def summary(config: RunConfig, *, num_processes: int | None) -> tuple[str, ...]:
+    """Return the lines that `finetune check` prints; the batch must be one that the processes can share."""
+    return (
+        f"task     {config.task.name}, from {_rows(config)}",
+        f"model    {_model(config)}",
+        f"batch    {_batch(config, num_processes)}",
+        f"budget   {_budget(config)}, learning rate {config.train.learning_rate:g}, {config.train.schedule.name}",
+        f"writes   {_place(config)}",
+    )
+
+
+def _place(config: RunConfig) -> str:
+    folder = config.run.folder
+    return f"{folder}, staged in {stage_of(folder, config.run.local_folder)}" if is_url(folder) else folder
+
+
+def _rows(config: RunConfig) -> str:
+    train, validation = config.data.train, config.data.validation
+    mix = ", ".join(f"{_format_dataset(each)} ({_amount(each)})" for each in train.mix)
+    learnt = f"a mix of {mix}" if mix else _format_dataset(train)
+    if validation is None:
+        return learnt
+    excluded = ", whose rows are left out of training" if validation.exclude_from_train else ""
+    if validation.fraction is not None:
+        return f"{learnt}, evaluated on {validation.fraction:.3g} of its rows{excluded}"
+    if validation.hash_fraction is not None:
+        return f"{learnt}, evaluated on {validation.hash_fraction:.3g} of its rows, drawn by content"
+    return f"{learnt}, evaluated on {_format_dataset(validation)}{excluded}"
+
+
+def _format_dataset(source: SourceSection) -> str:
+    streamed = " as a stream" if isinstance(source, TrainedSourceSection) and source.stream is not None else ""
+    return f"{source.path or source.name}{streamed}"
+
+
+def _amount(source: MixedSourceSection) -> str:
+    amounts = {"weight": source.weight, "rows": source.rows, "epochs": source.epochs}
+    return ", ".join(f"{name} {value:g}" for name, value in amounts.items() if value is not None)
+
+
+def _model(config: RunConfig) -> str:
+    section = config.model
+    source = section.name or f"a new {section.from_config.model_type if section.from_config else 'model'}"
+    if section.lora is not None:
+        how = f"LoRA of rank {section.lora.rank} on {section.dtype} weights"
+    else:
+        how = f"all weights but {len(section.freeze)} frozen patterns" if section.freeze else "all weights"
+        how += f" in {section.dtype}"
+    return f"{source}: {how}, computed in {config.train.precision}"
+
+
+def _batch(config: RunConfig, num_processes: int | None) -> str:
+    batch, microbatch = config.train.global_batch_size, config.train.microbatch_size
+    if num_processes is not None:
+        accumulated = batch // (num_processes * microbatch)
+        processes = "1 process" if num_processes == 1 else f"{num_processes} processes"
+        return f"{batch} per step = {processes} x {microbatch} per microbatch x {accumulated} accumulated"
+    share = batch // microbatch
+    fitting = _divisors(share)
+    shown = ", ".join(map(str, fitting[:_MOST_WORLDS])) + (", ..." if len(fitting) > _MOST_WORLDS else "")
+    return f"{batch} per step = {microbatch} per microbatch x {share}; fits on {shown} processes"
+
+
+def _divisors(number: int) -> list[int]:
+    small = [each for each in range(1, math.isqrt(number) + 1) if number % each == 0]
+    return sorted({*small, *(number // each for each in small)})
+
+
+def _budget(config: RunConfig) -> str:
+    train = config.train
+    if train.steps is not None:
+        return f"{train.steps} steps = {train.steps * train.global_batch_size} {config.data.batching.unit}"
+    return f"{train.epochs:g} epochs" if train.epochs is not None else f"{train.tokens} tokens"

@@ -1,7 +1,14 @@
-"""From a job YAML and its overrides to a RunConfig, or to everything that is wrong with them at once."""
+"""From a job YAML and its overrides to a RunConfig, or to everything that is wrong with them at once.
 
+A run's config is read back from the `resolved.yaml` in its folder, long after its start and perhaps on another
+machine.
+"""
+
+import errno
 import math
+import os
 import pathlib
+import stat
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -10,21 +17,39 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from finetune.config.draft import draft
-from finetune.config.faults import Fault, read_faults
-from finetune.config.limits import MAX_LISTED
+from finetune.config.formatting import listed, nearest
+from finetune.config.limits import MAX_FILE_BYTES, MAX_LISTED, MAX_RESOLVED_VALUES
 from finetune.config.overrides import override, place_of
-from finetune.config.paths import path_problems, with_absolute_paths
+from finetune.config.paths import is_url, path_problems, with_absolute_paths
 from finetune.config.rules import broken_rules
 from finetune.config.rules.files import file_problems
-from finetune.config.run_config import RunConfig, world_problems
-from finetune.config.source import Source, Sources, ancestors, placed
-from finetune.config.text_file import read_text
-from finetune.config.values import Document
-from finetune.config.wording import listed, nearest
-from finetune.config.yaml import read_yaml
-from finetune.errors import ConfigError, Problem
-from finetune.runtime.redact import remember_secrets
+from finetune.config.run_config import RunConfig, with_run_folder, world_problems
+from finetune.config.section import Source, Sources, ancestors, placed
+from finetune.config.validation import Fault, draft, read_faults
+from finetune.config.yaml import Document, read_yaml
+from finetune.errors import ConfigError, Problem, UserError
+from finetune.runtime.text.redact import remember_secrets
+
+
+def read_text(path: pathlib.Path, *, max_bytes: int = MAX_FILE_BYTES) -> str:
+    """Return the file's text; raises OSError with the reason, or UnicodeDecodeError where it is not UTF-8.
+
+    Only a regular file is read: a pipe or a device may never end.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    with os.fdopen(descriptor, "rb") as file:
+        mode = os.fstat(descriptor).st_mode
+        if stat.S_ISDIR(mode):
+            raise IsADirectoryError(errno.EISDIR, "it is a folder", str(path))
+        if not stat.S_ISREG(mode):
+            raise OSError(errno.EINVAL, "it is a pipe or a device, not a regular file", str(path))
+        content = file.read(max_bytes + 1)
+        if content is None:  # the kernel's log is regular by its mode, and has nothing to say
+            raise OSError(errno.EAGAIN, "nothing comes from it", str(path))
+    if len(content) > max_bytes:
+        raise OSError(errno.EFBIG, f"it is larger than {max_bytes / (1 << 20):g} MiB", str(path))
+    return content.decode("utf-8").replace("\r\n", "\n").replace("\r", "\n")
+
 
 _NEARBY = 100
 """Files of a folder among which the one that was meant is looked for."""
@@ -167,3 +192,46 @@ def _in_order(problems: Iterable[Problem], sources: Sources, *, overrides: Seque
         return (1, order[problem.source]) if problem.source in order else (2, 0)
 
     return sorted(dict.fromkeys(placed(problem, sources) for problem in problems), key=position)
+
+
+RESOLVED = "resolved.yaml"
+ANEW = "Start the run once more, which writes the file anew."
+
+
+def load_resolved(run: pathlib.Path, overrides: Sequence[str] = ()) -> LoadedConfig:
+    """Return the config that the run in this folder was started with, its folder being this one.
+
+    Overrides are laid over it; their relative paths count from the current folder. Nothing that it names is looked for:
+    data and model may be gone. Raises UserError where there is no such file, or where another version of finetune wrote
+    it, ConfigError for overrides that are none.
+    """
+    path = run / RESOLVED
+    try:
+        text = read_text(path, max_bytes=8 * MAX_FILE_BYTES)
+    except OSError as error:
+        why = error.strerror or error
+        raise UserError(
+            f"{path}: cannot be read ({why}). Name the folder of a run: what it was is written there."
+        ) from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: is damaged: it is not UTF-8 text. {ANEW}") from error
+    document = read_yaml(text, max_values=MAX_RESOLVED_VALUES)
+    if document.problems or not isinstance(document.values, dict):
+        fault = document.problems[0] if document.problems else "it does not hold sections."
+        raise UserError(f"{path}: is damaged: {fault} {ANEW}")
+    overridden = override(document.values, overrides)
+    if overridden.problems:
+        raise ConfigError(overridden.problems, path.name)
+    try:
+        config = with_absolute_paths(RunConfig.model_validate(overridden.values), pathlib.Path.cwd())
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"]))
+        if overrides:
+            raise UserError(f"--set: {place}: {first['msg']}.") from error
+        raise UserError(
+            f"{path}: was written by another version of finetune: {place}: {first['msg']}. Use that version "
+            "(environment.json names it), or start the run once more with this one, which writes the file anew."
+        ) from error
+    remote = config.run.folder if is_url(config.run.folder) else None
+    return LoadedConfig(with_run_folder(config, str(run.absolute())), path, text, {}, remote)

@@ -6,10 +6,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from finetune.config.limits import MAX_DEPTH, MAX_KEY_LENGTH, MAX_OVERRIDES, MAX_OVERRIDES_LENGTH, unwritable
-from finetune.config.source import Source
+from finetune.config.section import Source
 from finetune.config.yaml import read_yaml
 from finetune.errors import Problem
-from finetune.runtime.redact import redacted_command
+from finetune.runtime.text.redact import redacted_command
 
 
 @dataclass

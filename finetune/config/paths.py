@@ -9,11 +9,10 @@ from typing import Any, Literal, TypeVar, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from finetune.config.section import RelativeToConfig, Section
-from finetune.config.source import joined
-from finetune.config.wording import shortened
+from finetune.config.formatting import shortened
+from finetune.config.section import RelativeToConfig, Section, joined
 from finetune.errors import Problem
-from finetune.runtime.secret_urls import unsigned_url
+from finetune.runtime.text.secret_urls import unsigned_url
 
 S = TypeVar("S", bound=Section)
 

@@ -1,6 +1,7 @@
 """RunConfig: the whole job YAML, and how its batch is shared by the processes that were launched."""
 
-from finetune.config.section import Section, key
+from finetune.config.formatting import nearest_multiples
+from finetune.config.section import Section, Sources, key, placed
 from finetune.config.sections.checkpoint import CheckpointSection
 from finetune.config.sections.data import DataSection
 from finetune.config.sections.evaluate import EvaluateSection
@@ -10,8 +11,6 @@ from finetune.config.sections.report import ReportSection
 from finetune.config.sections.run import RunSection
 from finetune.config.sections.task import TaskSection
 from finetune.config.sections.train import TrainSection
-from finetune.config.source import Sources, placed
-from finetune.config.wording import nearest_multiples
 from finetune.errors import Problem
 
 

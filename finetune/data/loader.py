@@ -11,13 +11,12 @@ from finetune.config.sections.data import DataSection
 from finetune.data.batch import Batch
 from finetune.data.delivery import Collate, collated
 from finetune.data.features import Features
-from finetune.data.order.by_length import LongestFirst
+from finetune.data.order.dataset_view import Pool, Samples
+from finetune.data.order.grouping import LongestFirst, set_order
 from finetune.data.order.order import Order
-from finetune.data.order.pool import Pool, Samples
-from finetune.data.order.set_order import set_order
-from finetune.data.prepared.store import PreparedSet
+from finetune.data.token_cache.store import PreparedSet
 from finetune.data.workers import Cost, loader_settings
-from finetune.runtime.children import leave_signals_to_parent
+from finetune.runtime.processes import leave_signals_to_parent
 from finetune.runtime.seeds import derive
 
 

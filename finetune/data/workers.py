@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 
 from finetune.config.sections.data import DataSection
-from finetune.runtime.cores import usable_cores
+from finetune.runtime.resources import usable_cores
 
 Cost = Literal["light", "heavy"]
 """What a sample costs the loader: `light` is a memory-mapped row of tokens, `heavy` decodes, as images do."""

@@ -1,4 +1,4 @@
-"""An adapter of any kind, under the names and with the config that plain peft loads."""
+"""The weights and config of an adapter of any kind, as plain peft loads them."""
 
 import copy
 from collections.abc import Mapping
@@ -7,11 +7,10 @@ import torch
 from peft import PeftConfig, PeftModel, get_peft_model
 from torch import Tensor
 
-from finetune.export.completeness import check_shapes
 from finetune.export.merge import plain_name
-from finetune.export.skeleton import ADAPTER, base_skeleton, plain_base
-from finetune.model.adapters.continued import saved_names
-from finetune.model.adapters.principal import as_plain_lora, first_factors
+from finetune.export.weights import ADAPTER, base_skeleton, check_shapes, plain_base
+from finetune.model.adapters.lora import as_plain_lora, first_factors
+from finetune.model.adapters.saved import saved_names
 
 
 def adapter_to_write(

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from huggingface_hub import ModelCardData
 
-from finetune.model.heads import HEADS
+from finetune.model.loading.architecture import HEADS
 
 PIPELINES: Mapping[str, str] = {
     "causal_lm": "text-generation",

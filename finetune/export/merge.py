@@ -1,7 +1,7 @@
-"""Adapters folded into the weights that they stand on: in float64, one layer at a time, on the CPU.
+"""Merges adapters into the base weights: in float64, one layer at a time, on the CPU.
 
-`W + BA * scale` (and what DoRA, AdaLoRA, IA3 and OFT say instead) is worked out by peft's own layers on values of 64
-bits and rounded once, to the type that is written. No other copy of the model is made than the one that is returned.
+`W + BA * scale` (and what DoRA, AdaLoRA, IA3 and OFT compute instead) is computed by peft's own layers on float64
+values and rounded once, to the type that is written. The only copy of the model that is made is the one returned.
 """
 
 import copy
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from finetune.errors import ModelError, TrainingError
-from finetune.export.skeleton import ADAPTER, base_skeleton, plain_base
+from finetune.export.weights import ADAPTER, base_skeleton, plain_base
 
 MERGEABLE = frozenset({"LORA", "ADALORA", "IA3", "OFT", "TRAINABLE_TOKENS", "LOHA", "LOKR"})
 """The kinds of adapters, in peft's words, that are folded into weights exactly."""

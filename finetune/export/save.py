@@ -1,6 +1,7 @@
-"""Write the model that a run leaves behind: whole, checked, and loadable without this package."""
+"""Writes the trained model: complete, checked, and loadable without this package."""
 
-from collections.abc import Mapping
+import copy
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -8,23 +9,61 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from finetune.config.sections.export import ExportSection
 from finetune.export.card import CardBase, CardFacts, write_card
-from finetune.export.completeness import check_files, complete_weights
-from finetune.export.folder import replaced
-from finetune.export.generation import Inputs, generation_config
-from finetune.export.skeleton import ADAPTER, base_skeleton, plain_base
-from finetune.model.adapters.wish import is_adapted
-from finetune.model.heads import NEW_HEADS
-from finetune.model.saved import CONFIG
-from finetune.runtime.lazy import lazily
-from finetune.runtime.terminal import readable
+from finetune.export.weights import ADAPTER, base_skeleton, check_files, complete_weights, plain_base
+from finetune.model.adapters.context import is_adapted
+from finetune.model.loading.architecture import NEW_HEADS
+from finetune.model.loading.saved import CONFIG
+from finetune.runtime.files.replace_folder import replaced
+from finetune.runtime.optional import lazily
+from finetune.runtime.text.terminal import readable
 
 with lazily():
     from finetune.export import adapter as adapters
     from finetune.export import merge as merging
+
+
+@dataclass(frozen=True)
+class Language:
+    """How text becomes tokens, and the tokens that end an answer."""
+
+    tokenizer: PreTrainedTokenizerBase
+    stop_ids: Collection[int]
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What the model's inputs are made with; images alone have no language, text alone has no processor."""
+
+    language: Language | None
+    processor: Any = None
+
+    def save(self, folder: Path) -> None:
+        """Write tokenizer and processor into the folder, so that transformers loads them from there."""
+        for part in (self.language.tokenizer if self.language else None, self.processor):
+            if part is not None:
+                part.save_pretrained(folder)
+
+
+def generation_config(original: GenerationConfig, language: Language) -> GenerationConfig:
+    """Return the model's own settings with the tokenizer's ids: every token that ends an answer ends the generation.
+
+    Settings that contradict one another, which transformers refuses to save, are left out.
+    """
+    config = copy.deepcopy(original)
+    try:
+        config.validate(strict=True)
+    except ValueError:
+        config = GenerationConfig()
+    stops = sorted(language.stop_ids)
+    config.bos_token_id = language.tokenizer.bos_token_id
+    config.eos_token_id = stops[0] if len(stops) == 1 else stops or None
+    config.pad_token_id = language.tokenizer.pad_token_id
+    return config
+
 
 ADAPTER_FILE = "adapter_model.safetensors"
 BASE_FOLDER = "base"

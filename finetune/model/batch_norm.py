@@ -1,9 +1,9 @@
 """Batch normalisation that does not depend on how a step's batch is cut into microbatches and ranks.
 
-Left alone it normalises by the microbatch of one rank (Ioffe & Szegedy, 2015, arXiv:1502.03167): then the loss depends
-on the number of processes. So it is either frozen, as is usual in fine-tuning, or normalises by groups of so many
-consecutive samples of the step (ghost batch normalisation: Hoffer et al., 2017, arXiv:1705.08741), which are the same
-however the step is cut, as long as each microbatch holds whole groups.
+By default it normalises over the microbatch of one rank (Ioffe & Szegedy, 2015, arXiv:1502.03167), so the loss
+depends on the number of processes. Here it is either frozen, as is usual in fine-tuning, or normalises over groups of
+consecutive samples of the step (ghost batch normalisation: Hoffer et al., 2017, arXiv:1705.08741). The groups are the
+same however the step is cut, as long as each microbatch holds whole groups.
 """
 
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from finetune.errors import ModelError
-from finetune.runtime import ranks
+from finetune.runtime import distributed
 
 PLAIN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 """Modules that do nothing but normalise; what others do besides is not known."""
@@ -128,7 +128,7 @@ def settle_batch_norm(model: nn.Module) -> None:
     moved = [(norm, norm.groups.running) for norm in _grouped(model) if norm.groups.running is not None]
     if not moved:
         return
-    flat = ranks.sum_tensor(torch.cat([running.reshape(-1) for _, running in moved])) / ranks.world()
+    flat = distributed.sum_tensor(torch.cat([running.reshape(-1) for _, running in moved])) / distributed.world()
     parts = torch.split(flat, [running.numel() for _, running in moved])
     for (norm, running), part in zip(moved, parts, strict=True):
         assert norm.running_mean is not None

@@ -1,4 +1,4 @@
-"""Tokens that tokenizer and model are given before training: their ids, their rows, and the rows' first values."""
+"""Tokens added to tokenizer and model before training: their ids, their embedding rows and the rows' initial values."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,7 +10,7 @@ from transformers import AddedToken, PreTrainedModel, PreTrainedTokenizerBase
 
 from finetune.config.sections.model import NewTokensSection
 from finetune.errors import ModelError
-from finetune.runtime.construction import Construction
+from finetune.runtime.parameters import Construction
 from finetune.runtime.seeds import derive
 
 

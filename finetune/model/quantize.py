@@ -1,4 +1,4 @@
-"""A frozen base in few bits (QLoRA: Dettmers et al., 2023, arXiv:2305.14314)."""
+"""A quantized, frozen base (QLoRA: Dettmers et al., 2023, arXiv:2305.14314)."""
 
 from importlib.util import find_spec
 from typing import Any
@@ -9,7 +9,7 @@ from torch import nn
 from transformers import BitsAndBytesConfig, TorchAoConfig
 
 from finetune.config.sections.model import ModelSection, QuantizationSection
-from finetune.model.hub import is_folder, located, told
+from finetune.model.loading.hub import is_folder, located, told
 from finetune.runtime.hub import is_offline
 from finetune.runtime.optional import require
 

@@ -1,17 +1,103 @@
-"""The tokenizer: the model's own, another one by name, or one trained on the run's own texts."""
+"""The tokenizer: the model's own, another one by name, or a byte-level BPE (Radford et al., 2019) trained on the run's texts.
 
+A trained tokenizer is cached: the same texts and vocabulary size train it once.
+"""
+
+import hashlib
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from finetune.config.sections.model import ModelSection
 from finetune.errors import ModelError
-from finetune.model.byte_pairs import trained_tokenizer
-from finetune.model.hub import is_folder, located, told
+from finetune.model.loading.hub import is_folder, located, told
+from finetune.model.loading.pretrained import load_own_tokenizer, load_settings
 from finetune.model.new_tokens import add_tokens
-from finetune.model.pretrained import load_settings
+from finetune.runtime.files.atomic import make_once, set_aside
+from finetune.runtime.files.digests import folder_damage, seal_folder
 from finetune.runtime.hub import is_offline, without_vain_retries
+
+END_OF_TEXT = "<|endoftext|>"
+TURN_START = "<|im_start|>"
+TURN_END = "<|im_end|>"
+PADDING = "<|pad|>"
+SPECIAL_TOKENS = (END_OF_TEXT, TURN_START, TURN_END, PADDING)
+RECIPE = "1"
+"""Part of the cache key: raise it whenever the same texts would give another tokenizer."""
+_FORM = 2
+"""Of the folder: raise it whenever the same tokenizer is written otherwise."""
+
+
+def trained_tokenizer(
+    texts: Callable[[], Iterable[str]], *, vocabulary_size: int, cache_folder: Path, say: Callable[[str], None]
+) -> PreTrainedTokenizerBase:
+    """Return the tokenizer of these texts, from the cache where it is there; it has ChatML's tokens and no template."""
+    digest, num_texts = _digest(texts(), vocabulary_size=vocabulary_size)
+    if num_texts == 0:
+        raise ModelError("model.tokenizer.train: there is not a single text to train the tokenizer on.")
+    folder = cache_folder / "tokenizers" / f"{digest}-{_FORM}"
+    made = _make(folder, lambda staging: _train(texts(), staging, vocabulary_size=vocabulary_size), say=say)
+    tokenizer = load_own_tokenizer(folder)
+    verb = "trained" if made else "found"
+    say(f"{verb} a tokenizer of {len(tokenizer)} tokens for {num_texts} texts in {folder}")
+    return tokenizer
+
+
+def _make(folder: Path, train: Callable[[Path], None], *, say: Callable[[str], None]) -> bool:
+    """Have the folder be as it was written; one that is damaged is set aside and made again. Raises ModelError."""
+    made = make_once(folder, train, say=say)
+    damage = folder_damage(folder)
+    if damage is None:
+        return made
+    try:
+        aside = set_aside(folder, lambda: folder_damage(folder) is not None, say=say)
+        if aside is not None:
+            say(f"warning: the trained tokenizer {folder} is damaged: {damage}. It is set aside as {aside.name}.")
+        made = make_once(folder, train, say=say)
+        damage = folder_damage(folder)
+    except OSError as error:
+        raise ModelError(
+            f"the trained tokenizer {folder} is damaged ({damage}) and cannot be made again: {error}. Set "
+            "data.cache_folder to a folder that can be written."
+        ) from error
+    if damage is not None:
+        raise ModelError(f"{folder}: {damage}, and so is what was made in its place. Look at the disk of this machine.")
+    return made
+
+
+def _digest(texts: Iterable[str], *, vocabulary_size: int) -> tuple[str, int]:
+    digest = hashlib.blake2b(f"{RECIPE}/{vocabulary_size}".encode(), digest_size=16)
+    num_texts = 0
+    for num_texts, text in enumerate(texts, start=1):  # noqa: B007  # the last number is the count
+        encoded = text.encode("utf-8", errors="replace")
+        digest.update(len(encoded).to_bytes(8, "little"))
+        digest.update(encoded)
+    return digest.hexdigest(), num_texts
+
+
+def _train(texts: Iterable[str], folder: Path, *, vocabulary_size: int) -> None:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary_size,
+        special_tokens=list(SPECIAL_TOKENS),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    wrapped = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token=END_OF_TEXT,
+        pad_token=PADDING,
+        additional_special_tokens=[TURN_START, TURN_END],
+        clean_up_tokenization_spaces=False,
+    )
+    wrapped.save_pretrained(folder)
+    seal_folder(folder)
+
 
 TOKENIZER_FILES = (
     "tokenizer.json",

@@ -6,7 +6,7 @@ from pathlib import Path
 from finetune.errors import UserError
 from finetune.recipes.digits import digit_files
 from finetune.recipes.quickstart import quickstart_files
-from finetune.runtime.files import write_bytes, write_text
+from finetune.runtime.files.atomic import write_bytes, write_text
 
 JOB_FILE = "job.yaml"
 

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from finetune.report.events import Event, Noted, Warned
-from finetune.runtime import files
-from finetune.runtime.redact import redacted_config
-from finetune.runtime.terminal import json_text
+from finetune.runtime.files import atomic
+from finetune.runtime.text.redact import redacted_config
+from finetune.runtime.text.terminal import json_text
 
 
 class JsonlReporter:
@@ -56,7 +56,7 @@ def event_fields(event: Event, *, time: float) -> dict[str, Any]:
 
 def read_events(path: Path) -> list[dict[str, Any]]:
     """Return the file's events in the order written; a line torn by a killed run is left out."""
-    return [event for event in files.read_json_lines(path) if isinstance(event, dict) and "event" in event]
+    return [event for event in atomic.read_json_lines(path) if isinstance(event, dict) and "event" in event]
 
 
 def _noted(note: str, *, step: int) -> Event:

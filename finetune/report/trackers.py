@@ -11,9 +11,9 @@ from accelerate.utils import LoggerType
 
 from finetune.errors import MissingPackage, UserError
 from finetune.report.events import Evaluated, Event, RunEnded, RunStarted, StepTaken
-from finetune.report.throughput import ThroughputMeter
-from finetune.runtime.cadence import Cadence
-from finetune.runtime.redact import redacted_config
+from finetune.report.timing import ThroughputMeter
+from finetune.runtime.progress import Cadence
+from finetune.runtime.text.redact import redacted_config
 
 
 def check_trackers(names: Sequence[str]) -> None:

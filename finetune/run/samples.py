@@ -11,10 +11,11 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
 from typing_extensions import TypedDict
 
 from finetune.data.batch import Batch
-from finetune.data.order.consumed import digest_of, digest_of_ids
-from finetune.data.order.pool import Pool
+from finetune.data.delivery import digest_of, digest_of_ids
+from finetune.data.order.dataset_view import Pool
 from finetune.errors import FULL, CheckpointError
-from finetune.runtime import files, ranks
+from finetune.runtime import distributed
+from finetune.runtime.files import atomic
 from finetune.runtime.progress import Progress
 
 FOLDER = "samples"
@@ -39,7 +40,7 @@ def recorded(groups: Iterator[tuple[Batch, ...]], *, run_folder: Path, first_ste
     folder = run_folder / FOLDER
     _take_out(folder, after_step=first_step)
     folder.mkdir(parents=True, exist_ok=True)
-    with _file(folder, ranks.rank()).open("ab", buffering=0) as file:
+    with _file(folder, distributed.rank()).open("ab", buffering=0) as file:
         waiting = b""
         for step, group in enumerate(groups, first_step + 1):
             line = json.dumps({"step": step, "microbatches": [batch.sample_ids for batch in group]}) + "\n"
@@ -100,19 +101,19 @@ def _take_out(folder: Path, *, after_step: int) -> None:
     """
     for path in folder.glob("rank-*.jsonl"):
         number = path.stem.removeprefix("rank-")
-        if not number.isdecimal() or int(number) % ranks.world() != ranks.rank():
+        if not number.isdecimal() or int(number) % distributed.world() != distributed.rank():
             continue
         try:
             kept = [json.dumps(line) + "\n" for line in _lines(path) if line["step"] <= after_step]
         except OSError:
             path.replace(path.with_name(f".bad-{path.name}"))
         else:
-            files.write_text(path, "".join(kept))
+            atomic.write_text(path, "".join(kept))
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the lines of the record that are some; raises OSError where the file cannot be read."""
-    for line in files.read_json_lines(path):
+    for line in atomic.read_json_lines(path):
         with suppress(ValidationError):
             yield dict(_LINE.validate_python(line))
 

@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import torch
 
-from finetune.runtime.redact import redacted_command, redacted_text, redacted_variables
+from finetune.runtime.text.redact import redacted_command, redacted_text, redacted_variables
 
 PACKAGES = (
     "finetune",

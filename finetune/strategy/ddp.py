@@ -4,7 +4,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 from accelerate.utils import DistributedDataParallelKwargs
 
-from finetune.runtime.construction import Construction
+from finetune.runtime.parameters import Construction
 from finetune.strategy.environment import LaunchEnvironment
 from finetune.strategy.protocol import Expected, PluginSettings, Sharded
 

@@ -10,13 +10,13 @@ from accelerate.utils import DeepSpeedPlugin
 from torch import nn
 
 from finetune.errors import StrategyError
-from finetune.runtime.build_watch import BuildWatch, clear_build_locks
-from finetune.runtime.construction import Construction
 from finetune.runtime.optional import require
-from finetune.strategy.cpu import gloo_bridge
+from finetune.runtime.parameters import Construction
+from finetune.runtime.supervision.build_locks import BuildWatch, clear_build_locks
 from finetune.strategy.environment import LaunchEnvironment
 from finetune.strategy.protocol import Expected, PluginSettings, Sharded
 from finetune.strategy.reconcile import JobFacts, filled_deepspeed_config
+from finetune.strategy.upstream import gloo_bridge
 
 _SPLIT = {
     1: {Sharded.OPTIMIZER},

@@ -10,11 +10,11 @@ from accelerate import init_empty_weights
 from accelerate.utils import FullyShardedDataParallelPlugin
 from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
 
-from finetune.runtime.construction import Construction
-from finetune.strategy.cpu import gloo_bridge
+from finetune.runtime.parameters import Construction
 from finetune.strategy.environment import LaunchEnvironment
 from finetune.strategy.protocol import Expected, PluginSettings, Sharded
 from finetune.strategy.reconcile import JobFacts
+from finetune.strategy.upstream import gloo_bridge
 
 _COMPUTE = {"bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Protocol
 
-from finetune.runtime.construction import Construction
+from finetune.runtime.parameters import Construction
 
 
 class Sharded(Enum):

@@ -9,11 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from finetune.data.batch import IGNORED, Batch
-from finetune.data.encoding.attempts import attempted
-from finetune.data.features import Features, Outcome
-from finetune.data.prepared.chunks import Encode
-from finetune.data.prepared.lengths import Lengths
+from finetune.data.features import Features, Outcome, attempted
 from finetune.data.rows import Row
+from finetune.data.token_cache.chunks import Encode
+from finetune.data.token_cache.lengths import Lengths
 from finetune.data.workers import Cost
 from finetune.errors import DataError
 from finetune.runtime.recorded import recorded_as

@@ -1,8 +1,11 @@
-"""Knowledge distillation: learn the assistant's turns from the probabilities of a teacher."""
+"""Knowledge distillation: train the assistant's turns on the token probabilities of a teacher.
+
+The divergences take log-probabilities over the same categories, [targets, categories], and return [targets].
+"""
 
 import copy
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -12,16 +15,64 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from finetune.config.sections.task import DistillationSection
 from finetune.data.batch import Batch
 from finetune.data.features import Features
 from finetune.errors import DataError
-from finetune.task.at_targets import asked_at_targets, logits_at_targets
-from finetune.task.divergences import divergence_of, reduced
-from finetune.task.heads import Head, in_parts
-from finetune.task.materials import Materials
+from finetune.task.causal_lm import SftTask
+from finetune.task.lm_loss.at_targets import asked_at_targets, logits_at_targets
+from finetune.task.lm_loss.head import Head, in_parts
 from finetune.task.metrics import perplexity
-from finetune.task.protocol import Prior
-from finetune.task.sft import SftTask
+from finetune.task.protocol import Materials, Prior
+
+Divergence = Callable[[Tensor, Tensor], Tensor]
+"""From the teacher's and the student's log-probabilities to divergences."""
+
+
+def forward_kl(teacher: Tensor, student: Tensor) -> Tensor:
+    """Return KL(teacher || student) = sum p (log p - log q) (Hinton et al., 2015, arXiv:1503.02531)."""
+    return _relative_entropy(teacher, student)
+
+
+def reverse_kl(teacher: Tensor, student: Tensor) -> Tensor:
+    """Return KL(student || teacher) = sum q (log q - log p) (Gu et al., 2023, arXiv:2306.08543)."""
+    return _relative_entropy(student, teacher)
+
+
+def jensen_shannon(teacher: Tensor, student: Tensor, *, beta: float) -> Tensor:
+    """Return beta KL(p || m) + (1 - beta) KL(q || m) with m = beta p + (1 - beta) q.
+
+    The generalised Jensen-Shannon divergence (Agarwal et al., 2023, arXiv:2306.13649, equation 3).
+    """
+    mixture = torch.logaddexp(teacher + math.log(beta), student + math.log1p(-beta))
+    return beta * _relative_entropy(teacher, mixture) + (1 - beta) * _relative_entropy(student, mixture)
+
+
+def divergence_of(section: DistillationSection) -> Divergence:
+    """Return the divergence that the section names."""
+    named: Mapping[str, Divergence] = {
+        "forward_kl": forward_kl,
+        "reverse_kl": reverse_kl,
+        "jsd": partial(jensen_shannon, beta=section.jsd_beta),
+    }
+    return named[section.divergence]
+
+
+def reduced(log_probabilities: Tensor, kept: Tensor) -> Tensor:
+    """Return the log-probabilities of the kept tokens and, behind them, of all others together.
+
+    With kept tokens i1 ... ik it is `log p[i1] ... log p[ik], log sum of p over the others`: a distribution over k + 1
+    categories. `kept` is [targets, k], the result [targets, k + 1].
+    """
+    others = log_probabilities.scatter(1, kept, -torch.inf).logsumexp(dim=1, keepdim=True)
+    return torch.cat([log_probabilities.gather(1, kept), others], dim=1)
+
+
+def _relative_entropy(one: Tensor, other: Tensor) -> Tensor:
+    """Return sum exp(one) (one - other); what has no probability counts for nothing."""
+    terms = one.exp() * (one - other)
+    return torch.where(one == -torch.inf, 0.0, terms).sum(dim=1)
+
 
 TOKENS, LOG_PROBABILITIES = "teacher_tokens", "teacher_log_probabilities"
 """Arrays of a sample: the k likeliest tokens at each target, and their k + 1 log-probabilities, target after target."""

@@ -1,18 +1,43 @@
-"""The seam of what is learnt: rows become features, features batches, batches a summed loss."""
+"""The Task protocol, one of the two seams: rows become features, features batches, batches a summed loss.
 
-from collections.abc import Callable, Mapping, Sequence
+`TaskContext` is what every task is built from.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 import numpy as np
 from torch import Tensor, nn
 
+from finetune.config.sections.data import DataSection
+from finetune.config.sections.task import TaskSection
+from finetune.config.sections.train import LossKernel
 from finetune.data.batch import Batch
 from finetune.data.features import Features, Outcome
-from finetune.data.prepared.chunks import Encode
-from finetune.data.prepared.lengths import Lengths
 from finetune.data.rows import Row
+from finetune.data.token_cache.chunks import Encode
+from finetune.data.token_cache.lengths import Lengths
 from finetune.data.workers import Cost
+
+
+def no_rows() -> Iterable[Row]:
+    """Return no rows."""
+    return ()
+
+
+@dataclass(frozen=True)
+class Materials:
+    """What a task may be built from. What a task needs and is not there is an error of ours, not the user's."""
+
+    section: TaskSection
+    data: DataSection
+    tokenizer: Any = None  # a PreTrainedTokenizerBase; None for images alone
+    processor: Any = None  # an image processor, or a processor of images and text; None for text alone
+    rows: Callable[[], Iterable[Row]] = no_rows  # the training rows as their formats read them
+    facts: Mapping[str, Any] | None = None  # what an earlier start of the run has read from the rows
+    loss_kernel: LossKernel = "auto"
+
 
 ModelHead = Literal[
     "causal_lm",

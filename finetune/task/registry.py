@@ -4,19 +4,17 @@ from collections.abc import Callable, Mapping
 from typing import Literal
 
 from finetune.config.sections.task import TaskName
+from finetune.task.causal_lm import PretrainTask, SftTask
+from finetune.task.classification.image_classification import ImageClassificationTask
+from finetune.task.classification.text_classification import TextClassificationTask
+from finetune.task.classification.token_classification import TokenClassificationTask
 from finetune.task.distillation import DistillationTask
-from finetune.task.image_classification import ImageClassificationTask
-from finetune.task.kto import KtoTask
 from finetune.task.masked_lm import MaskedLmTask
-from finetune.task.materials import Materials
-from finetune.task.preference import PreferenceTask
-from finetune.task.pretrain import PretrainTask
-from finetune.task.protocol import ModelHead, Task
-from finetune.task.reward import RewardTask
+from finetune.task.preference.dpo import PreferenceTask
+from finetune.task.preference.kto import KtoTask
+from finetune.task.preference.reward import RewardTask
+from finetune.task.protocol import Materials, ModelHead, Task
 from finetune.task.seq2seq import Seq2SeqTask
-from finetune.task.sft import SftTask
-from finetune.task.text_classification import TextClassificationTask
-from finetune.task.token_classification import TokenClassificationTask
 from finetune.task.vision_language_sft import VisionLanguageSftTask
 
 Reads = Literal["text", "images", "both"]

@@ -8,16 +8,15 @@ import torch
 from torch import Tensor, nn
 
 from finetune.data.batch import IGNORED, Batch, Targets
-from finetune.data.encoding.frame import frame_of
-from finetune.data.encoding.source_target import SourceTargetEncoder
+from finetune.data.encoding.text import SourceTargetEncoder
+from finetune.data.encoding.tokenizer import frame_of
 from finetune.data.features import Features
-from finetune.data.prepared.lengths import SourceTargetLengths
+from finetune.data.token_cache.lengths import SourceTargetLengths
 from finetune.task.base import BaseTask
-from finetune.task.causal import pad_id, target_loss
-from finetune.task.forward import innermost
-from finetune.task.materials import Materials
+from finetune.task.causal_lm import pad_id, target_loss
 from finetune.task.metrics import token_metrics
-from finetune.task.protocol import ModelHead, Prompt
+from finetune.task.model_inputs import innermost
+from finetune.task.protocol import Materials, ModelHead, Prompt
 
 
 class Seq2SeqTask(BaseTask):

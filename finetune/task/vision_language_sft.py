@@ -9,16 +9,14 @@ import torch
 from torch import Tensor
 
 from finetune.data.batch import Batch
-from finetune.data.encoding.picture_text import Pictures
-from finetune.data.encoding.pictures import PicturedEncoder, images_of
+from finetune.data.encoding.image_conversation import PicturedEncoder, Pictures, images_of
 from finetune.data.features import Features
-from finetune.data.prepared.chunks import Encode
+from finetune.data.token_cache.chunks import Encode
 from finetune.data.workers import Cost
-from finetune.task.collate import padded
-from finetune.task.expecting import PicturedTurns
-from finetune.task.materials import Materials
-from finetune.task.protocol import ModelHead, Prompt
-from finetune.task.sft import SftTask
+from finetune.task.causal_lm import SftTask
+from finetune.task.model_inputs import padded
+from finetune.task.protocol import Materials, ModelHead, Prompt
+from finetune.task.row_formats import PicturedTurns
 
 
 class VisionLanguageSftTask(SftTask):

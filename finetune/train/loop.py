@@ -5,7 +5,7 @@ import time
 
 from finetune.report.events import Warned
 from finetune.runtime.progress import Progress
-from finetune.runtime.waypoints import reach
+from finetune.runtime.supervision.heartbeat import reach
 from finetune.train.early_stopping import EARLY, FINISHED
 from finetune.train.meters import StepRecord
 from finetune.train.parts import Parts

@@ -12,8 +12,7 @@ from finetune.config.sections.train import NonFiniteSection
 from finetune.data.batch import Batch
 from finetune.data.delivery import Deliveries
 from finetune.report.reporter import Reporter
-from finetune.runtime.cadence import Cadence, Never
-from finetune.runtime.progress import Progress
+from finetune.runtime.progress import Cadence, Never, Progress
 from finetune.task.protocol import Task
 from finetune.train.early_stopping import EarlyStopping, NeverStop
 from finetune.train.meters import Meters

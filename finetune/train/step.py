@@ -14,16 +14,15 @@ import torch
 from torch import Tensor
 
 from finetune.data.batch import Batch
-from finetune.data.delivery import Delivery
-from finetune.data.order.consumed import from_halves, halves, roll
+from finetune.data.delivery import Delivery, from_halves, halves, roll
 from finetune.errors import NonFiniteError, TrainingError
 from finetune.report.events import StepSkipped
-from finetune.runtime import ranks, seeds
+from finetune.runtime import distributed, seeds
 from finetune.runtime.progress import Progress
-from finetune.runtime.waypoints import reach
-from finetune.strategy.accumulate import adding_up
+from finetune.runtime.supervision.heartbeat import reach
+from finetune.strategy.gradient_sync import adding_up
 from finetune.train.meters import StepRecord, is_finite
-from finetune.train.optimizer import begin_step
+from finetune.train.optim.optimizers import begin_step
 from finetune.train.parts import Parts
 from finetune.train.stopping import Wish, agreed
 
@@ -38,7 +37,7 @@ class Counts:
 
     num_targets: int
     num_tokens: int
-    samples: int  # the mark of the samples (`data/order/consumed.py`)
+    samples: int  # the mark of the samples (`data/delivery.py`)
     wish: Wish
     has_news: bool  # of a step that was left out, on some rank
 
@@ -50,7 +49,7 @@ def take_step(
 
     `started` is when its batches were asked for, by `time.perf_counter`, and `data_seconds` how long they took.
     """
-    seeds.seed_everything(parts.seed, "step", progress.step, ranks.rank())
+    seeds.seed_everything(parts.seed, "step", progress.step, distributed.rank())
     learning_rate = parts.plan.schedule.learning_rate(progress.step)
     begin_step(parts.optimizer, step=progress.step, learning_rate=learning_rate)
     losses, others = _backward(parts, group, num_targets=counts.num_targets, step=progress.step)
@@ -81,7 +80,7 @@ def count(parts: Parts, group: tuple[Batch, ...], *, step: int) -> Counts:
     Raises TrainingError for samples that are not this step's, or not what was prepared. Collective.
     """
     delivery = parts.deliveries.received(group)
-    num_targets, num_tokens, low, high, num_damaged, num_news, *wishes = ranks.sum_counts(
+    num_targets, num_tokens, low, high, num_damaged, num_news, *wishes = distributed.sum_counts(
         [
             sum(parts.task.count_targets(batch) for batch in group),
             sum(batch.num_tokens for batch in group),
@@ -105,7 +104,7 @@ def count(parts: Parts, group: tuple[Batch, ...], *, step: int) -> Counts:
 def _refuse_damage(parts: Parts, delivery: Delivery, *, step: int) -> None:
     """Raise TrainingError that names what was delivered damaged to any rank; it is set aside. Collective."""
     concerned = delivery.damaged or delivery.problem
-    told = ranks.gather_objects(parts.deliveries.explain(delivery.damaged) if concerned else ())
+    told = distributed.gather_objects(parts.deliveries.explain(delivery.damaged) if concerned else ())
     lines = dict.fromkeys(line for of_rank in told for line in of_rank)
     raise TrainingError(f"step {step + 1} is not taken, for its data are damaged:\n" + "\n".join(lines))
 
@@ -138,7 +137,7 @@ def _backward(
 
 def leave_out(parts: Parts, progress: Progress, record: StepRecord) -> None:
     """Count and report the step, which has changed nothing; raises NonFiniteError as configured. Collective."""
-    is_loss_finite = ranks.sum_counts([int(not is_finite(record.losses))]) == [0]
+    is_loss_finite = distributed.sum_counts([int(not is_finite(record.losses))]) == [0]
     reason = LOSS_SCALE if parts.scales_loss and is_loss_finite else NON_FINITE
     sample_ids = _concerned(record)
     rows = _rows(sample_ids, parts.place)
@@ -160,7 +159,7 @@ def _concerned(record: StepRecord) -> tuple[int, ...]:
     """Return the ids in microbatches whose loss is not finite, or all of the step's when every loss is. Collective."""
     losses = record.losses.tolist()
     guilty = [i for ids, loss in zip(record.sample_ids, losses, strict=True) if not math.isfinite(loss) for i in ids]
-    gathered = ranks.gather_objects((guilty, [i for ids in record.sample_ids for i in ids]))
+    gathered = distributed.gather_objects((guilty, [i for ids in record.sample_ids for i in ids]))
     named = [i for ids, _ in gathered for i in ids] or [i for _, ids in gathered for i in ids]
     return tuple(sorted(named))
 

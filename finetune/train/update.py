@@ -1,10 +1,16 @@
-"""The update: gradients clipped to their global norm, then the optimizer's rule, unless the gradient is not finite.
+"""The update: gradients clipped to their global norm, then the optimizer's step, unless the gradient is not finite.
 
-On a GPU nobody waits to know whether it is. A fused optimizer is told by a flag on the device to change nothing
-(`found_inf`, the protocol of `torch.amp.GradScaler`), and the host reads the norms at the next log point.
+On a GPU the host does not wait to know whether it is. A fused optimizer is told by a flag on the device to change
+nothing (`found_inf`, the protocol of `torch.amp.GradScaler`), and the host reads the norms at the next log point.
+
+`UpdateInBackward` updates each parameter as soon as its gradient is whole, and then frees the gradient: no more than
+a few gradients exist at a time (LOMO: Lv et al., 2023, arXiv:2306.09782; any rule here, not SGD alone). The numbers
+are those of the ordinary step. What is lost is the gradient norm before the first update of a step: nothing is
+clipped by it, and a gradient that is not finite is detected only when it is computed.
 """
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,8 +18,54 @@ from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 
-from finetune.train.latch import Latch
-from finetune.train.optimizer import leave_out_waiting
+from finetune.train.optim.optimizers import leave_out_waiting
+from finetune.train.optim.parameter_groups import WAITS
+
+
+class Latch:
+    """Flags every step whose gradient is not finite, and all steps after one more of them than is allowed."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._num_unread = torch.zeros((), device=device)  # steps left out of which the host knows nothing yet
+        self._is_on_cpu = device.type == "cpu"
+        self._copy: Tensor | None = None  # of that number, on its way to the host
+        self._arrival: torch.Event | None = None
+
+    def flag(self, norm: Tensor, *, num_allowed: int) -> Tensor:
+        """Return 1 where the step of this gradient norm is to change nothing, else 0: a float32 scalar.
+
+        `num_allowed` is how many more steps may be left out before no later one is taken either.
+        """
+        is_bad = (~torch.isfinite(norm)).float()
+        self._num_unread += is_bad
+        flag = torch.maximum(is_bad, (self._num_unread > num_allowed).float())
+        self._send()
+        return flag
+
+    @property
+    def has_news(self) -> bool:
+        """Tell whether it has come to the host that a step was left out; never waits, so ranks may differ."""
+        if self._copy is None or (self._arrival is not None and not self._arrival.query()):
+            return False
+        found, self._copy = bool(self._copy.item()), None
+        return found
+
+    def settle(self) -> None:
+        """Begin anew: the host knows of every step by now."""
+        self._num_unread.zero_()
+        self._copy = None
+
+    def _send(self) -> None:
+        """Send the number on its way, unless one is under way already."""
+        if self._copy is not None:
+            return
+        if self._is_on_cpu:
+            self._copy = self._num_unread.clone()
+            return
+        self._copy = self._num_unread.to("cpu", non_blocking=True)  # torch pins what it copies to
+        self._arrival = torch.Event(device=self._num_unread.device)
+        self._arrival.record()
+
 
 _COPIED = ("NO", "MULTI_CPU", "MULTI_GPU", "MULTI_NPU", "MULTI_XPU")
 """Distributed types under which every rank holds each whole gradient when it is clipped."""
@@ -134,3 +186,72 @@ def _heeds_flag(optimizer: Any, *, device: torch.device) -> bool:
     heeds = getattr(optimizer, "_step_supports_amp_scaling", False) and not isinstance(optimizer, torch.optim.SGD)
     parameters = (each for group in optimizer.param_groups for each in group["params"])
     return heeds and all(each.device.type == device.type for each in parameters)
+
+
+class UpdateInBackward(Update):
+    """Steps the optimizer one parameter at a time; each has a group of its own (`one_by_one`)."""
+
+    unharmed = (
+        "Where the loss itself is not finite, the weights have not been changed by this step. Otherwise those whose "
+        "gradients came first have been (train.optimizer.in_backward): go on from the last checkpoint."
+    )
+
+    def __init__(self, accelerator: Accelerator, model: nn.Module, optimizer: Any) -> None:
+        """`model` and `optimizer` are as Accelerate prepared them for one process."""
+        super().__init__(accelerator, model, optimizer, max_gradient_norm=None)
+        self._groups = self._optimizer.param_groups
+        self._norms: dict[Tensor, Tensor] = {}
+        self._is_bad = torch.zeros((), device=accelerator.device)  # 1 from the first number that is not finite
+        for group in self._groups:
+            (parameter,) = group["params"]
+            parameter.register_post_accumulate_grad_hook(self._learner(group))
+
+    def backward(self, loss: Tensor) -> None:
+        """Let every parameter learn from this loss, the whole step's, unless it is not finite."""
+        self._note(loss.detach())
+        super().backward(loss)
+
+    def clip(self) -> Tensor:
+        """Return the norm of the gradient that has been learnt from, a scalar; nothing is clipped."""
+        norms = [self._norms[each] for each in self._learning if each in self._norms]
+        self._norms.clear()
+        found = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros_like(self._is_bad)
+        return torch.where(self._is_bad > 0, torch.full_like(self._is_bad, math.nan), found.to(torch.float32))
+
+    def __call__(self, norm: Tensor, *, num_allowed: int) -> bool | None:
+        """Tell whether the weights have been updated; None: it will be known when the norm is read."""
+        if self.latch is not None:
+            self.latch.flag(norm, num_allowed=num_allowed)
+            return None
+        return math.isfinite(norm.item())
+
+    def settle(self) -> None:
+        """Take note that every step's norm has been read."""
+        super().settle()
+        self._is_bad.zero_()
+
+    def _learner(self, group: dict[str, Any]) -> Callable[[Tensor], None]:
+        def learn(parameter: Tensor) -> None:
+            if parameter.grad is not None and not group.get(WAITS):
+                norm = torch.linalg.vector_norm(parameter.grad)
+                self._norms[parameter] = norm
+                self._note(norm)
+                self._step(group)
+            parameter.grad = None
+
+        return learn
+
+    def _note(self, number: Tensor) -> None:
+        self._is_bad = torch.maximum(self._is_bad, (~torch.isfinite(number)).to(torch.float32))
+
+    def _step(self, group: dict[str, Any]) -> None:
+        """Step the optimizer on this group alone, unless a number was not finite before."""
+        if self.latch is None and self._is_bad.item():
+            return
+        self._optimizer.param_groups = [group]
+        if self.latch is not None:
+            self._optimizer.found_inf = self._is_bad
+        self._optimizer.step()
+        self._optimizer.param_groups = self._groups
+        if self.latch is not None:
+            del self._optimizer.found_inf

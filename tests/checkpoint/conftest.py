@@ -3,9 +3,9 @@ from pathlib import Path
 
 import pytest
 
-from finetune.checkpoint import saver
-from finetune.runtime import waypoints
-from finetune.runtime.faults import VARIABLE
+from finetune.checkpoint.write import saver
+from finetune.runtime.supervision import heartbeat
+from finetune.runtime.supervision.faults import VARIABLE
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))  # for the pairs of resume_matrix
 
@@ -22,6 +22,6 @@ def fail(monkeypatch):
     def set_faults(*faults):
         monkeypatch.setattr(saver, "PAUSES_SECONDS", (0.0, 0.0))
         monkeypatch.setenv(VARIABLE, "; ".join(faults))
-        waypoints._faults.cache_clear()  # faults of the same words have struck in another test
+        heartbeat._faults.cache_clear()  # faults of the same words have struck in another test
 
     return set_faults

@@ -7,12 +7,10 @@ import torch
 from torch import nn
 
 from finetune.checkpoint.checkpointer import Checkpointer
-from finetune.checkpoint.facts import RunFacts
-from finetune.checkpoint.loss_scale import LossScale
-from finetune.checkpoint.manifest import OWN_DIGEST, file_facts, own_digest
-from finetune.checkpoint.named_state import NamedState
-from finetune.checkpoint.names import named_buffers, named_parameters
-from finetune.checkpoint.placement import Placement, whole
+from finetune.checkpoint.format.manifest import OWN_DIGEST, RunFacts, file_facts, own_digest
+from finetune.checkpoint.sharding.named_state import NamedState
+from finetune.checkpoint.sharding.state_access import LossScale
+from finetune.checkpoint.sharding.state_layout import Placement, named_buffers, named_parameters, whole
 from finetune.config.sections.checkpoint import CheckpointSection
 from finetune.runtime.progress import Progress
 

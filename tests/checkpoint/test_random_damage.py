@@ -11,8 +11,8 @@ from collections import Counter
 import pytest
 import torch
 
-from finetune.checkpoint.inventory import problems, read_entry
-from finetune.checkpoint.manifest import OtherFormatError
+from finetune.checkpoint.format.manifest import OtherFormatError
+from finetune.checkpoint.read.inventory import problems, read_entry
 from finetune.errors import CheckpointError
 from tests.checkpoint.small_run import Run, forge
 

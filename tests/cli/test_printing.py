@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from finetune.runtime.terminal import json_text
+from finetune.runtime.text.terminal import json_text
 
 NAME = b"f\xc3\xbcr\xff\x1b[31m\xe2\x80\xae.yaml"
 

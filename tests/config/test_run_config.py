@@ -1,7 +1,7 @@
 import pytest
 
+from finetune.config.explain import summary
 from finetune.config.run_config import world_problems
-from finetune.config.summary import summary
 
 
 def test_a_batch_that_the_processes_cannot_share_names_the_nearest_that_they_can(load, job):

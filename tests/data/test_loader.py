@@ -14,10 +14,10 @@ from finetune.config.sections.data import BatchingSection
 from finetune.data.batch import Batch
 from finetune.data.features import Features
 from finetune.data.loader import EvaluationSampler, TrainSampler, evaluation_loader, groups, train_loader
+from finetune.data.order.dataset_view import Pool
 from finetune.data.order.order import SetOrder
-from finetune.data.order.pool import Pool
-from finetune.data.prepared.cache import prepare_set
 from finetune.data.sources.source import open_source
+from finetune.data.token_cache.cache import prepare_set
 
 
 def encode(rows):

@@ -11,13 +11,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from finetune.config.sections.export import ExportSection
 from finetune.config.sections.model import FromConfigSection, ModelSection
-from finetune.data.encoding.chat import set_chat_template, stop_ids
+from finetune.data.templates.chat_template import set_chat_template, stop_ids
 from finetune.export.card import CardFacts
-from finetune.export.generation import Inputs, Language
-from finetune.export.save import ExportReport, export_model
-from finetune.model.architecture import SpecialIds
-from finetune.model.load import load_model
-from finetune.runtime.construction import Construction
+from finetune.export.save import ExportReport, Inputs, Language, export_model
+from finetune.model.loading.architecture import SpecialIds
+from finetune.model.loading.load import load_model
+from finetune.runtime.parameters import Construction
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 GATED = {**SIZES, "intermediate_size": 64, "num_key_value_heads": 2}

@@ -21,12 +21,11 @@ from transformers import (
 
 from finetune.config.sections.export import ExportSection
 from finetune.config.sections.model import ImageProcessorSection
-from finetune.data.encoding.chat import stop_ids
+from finetune.data.templates.chat_template import stop_ids
 from finetune.export.card import PIPELINES, CardBase, CardFacts, write_card
-from finetune.export.generation import Inputs, Language
-from finetune.export.save import export_model
-from finetune.model.heads import HEADS
-from finetune.model.image_processor import built_image_processor
+from finetune.export.save import Inputs, Language, export_model
+from finetune.model.loading.architecture import HEADS
+from finetune.model.processing import built_image_processor
 
 FACTS = CardFacts(
     "gsm8k",

@@ -17,7 +17,7 @@ from finetune.config.sections.model import (
 )
 from finetune.errors import TrainingError
 from finetune.model.adapters.build import add_adapter
-from finetune.model.adapters.ground import Ground
+from finetune.model.adapters.context import Ground
 
 pytestmark = pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
 

@@ -7,9 +7,9 @@ import pytest
 from transformers import PreTrainedModel
 
 from finetune.config.sections.model import FromConfigSection, ModelSection
-from finetune.model.architecture import SpecialIds
-from finetune.model.load import load_model
-from finetune.runtime.construction import Construction
+from finetune.model.loading.architecture import SpecialIds
+from finetune.model.loading.load import load_model
+from finetune.runtime.parameters import Construction
 
 VOCABULARY_SIZE = 300
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}

@@ -2,7 +2,7 @@ import pytest
 
 from finetune.config.sections.model import FromConfigSection
 from finetune.errors import ModelError
-from finetune.model.architecture import SpecialIds, architecture
+from finetune.model.loading.architecture import SpecialIds, architecture
 
 
 def config_of(model_type="llama", **values):

@@ -9,9 +9,9 @@ from transformers import PreTrainedTokenizerFast
 from finetune.config.sections.model import LoraSection, NewTokensSection
 from finetune.errors import ModelError
 from finetune.model.adapters.build import add_adapter
-from finetune.model.adapters.ground import Ground
+from finetune.model.adapters.context import Ground
 from finetune.model.new_tokens import add_tokens, give_rows, new_ids
-from finetune.runtime.construction import Construction
+from finetune.runtime.parameters import Construction
 
 SECTION = NewTokensSection(tokens=("quokka",), special=("<|tool|>",))
 OLDER = 300  # rows of the model, more than the tokenizer has tokens

@@ -5,9 +5,9 @@ from safetensors.torch import load_file
 from finetune.config.sections.model import LoraSection, QuantizationSection
 from finetune.errors import MissingPackage, ModelError
 from finetune.model import quantize
-from finetune.model.adapters import loftq
+from finetune.model.adapters import lora
 from finetune.model.adapters.build import add_adapter
-from finetune.model.adapters.ground import Ground
+from finetune.model.adapters.context import Ground
 from finetune.model.quantize import quantization_config, weights_folder
 from finetune.model.size import describe
 
@@ -82,7 +82,7 @@ def test_loftq_makes_up_for_a_part_of_what_was_lost(load, folder, from_config):
     adapted = add_adapter(model, wish, Ground(seed=1, base=str(folder)))
     layer = adapted.get_submodule("base_model.model.model.layers.0.mlp.up_proj")
     original = load_file(folder / "model.safetensors")["model.layers.0.mlp.up_proj.weight"]
-    held = loftq.dequantized(layer.get_base_layer())
+    held = lora.dequantized(layer.get_base_layer())
     lost, left = original - held, original - held - layer.get_delta_weight("default")
     parts = torch.linalg.svdvals(lost)
     assert torch.linalg.norm(left).item() == pytest.approx(torch.linalg.norm(parts[8:]).item(), rel=1e-3)

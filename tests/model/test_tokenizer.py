@@ -3,7 +3,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from finetune.config.sections.model import ModelSection, TokenizerSection, TrainTokenizerSection
-from finetune.data.encoding.tokenizer_facts import tokenizer_identity
+from finetune.data.encoding.tokenizer import tokenizer_identity
 from finetune.errors import ModelError
 from finetune.model.tokenizer import load_tokenizer
 

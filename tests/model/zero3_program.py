@@ -12,12 +12,12 @@ from transformers.integrations import HfDeepSpeedConfig
 
 from finetune.config.sections.model import FromConfigSection, LoraSection, ModelSection
 from finetune.model.adapters.build import add_adapter
-from finetune.model.adapters.ground import Ground
-from finetune.model.architecture import SpecialIds
-from finetune.model.load import load_model
+from finetune.model.adapters.context import Ground
+from finetune.model.loading.architecture import SpecialIds
+from finetune.model.loading.load import load_model
 from finetune.model.size import describe
-from finetune.runtime import ranks
-from finetune.runtime.construction import Construction
+from finetune.runtime import distributed
+from finetune.runtime.parameters import Construction
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 GATED = {**SIZES, "intermediate_size": 64, "num_key_value_heads": 2}
@@ -67,16 +67,16 @@ def main(folder: Path) -> None:
     sections = [ModelSection(from_config=FromConfigSection(model_type=kind, values=values)) for kind, values in MODELS]
     whole = [build(section, Construction()) for section in sections]
     whole_adapted = adapted(sections[0], Construction())
-    if ranks.is_main():
+    if distributed.is_main():
         whole[0].save_pretrained(folder)
-    ranks.barrier()
+    distributed.barrier()
     settings = HfDeepSpeedConfig(SETTINGS)  # transformers partitions for as long as this lives
-    torch.manual_seed(100 + ranks.rank())
+    torch.manual_seed(100 + distributed.rank())
     counts = [compare(build(section, PARTITIONED), one) for section, one in zip(sections, whole, strict=True)]
     counts.append(compare(adapted(sections[0], PARTITIONED), whole_adapted))
     counts.append(compare(build(ModelSection(name=str(folder)), PARTITIONED), whole[0]))
     del settings
-    ranks.barrier()
+    distributed.barrier()
     torch.distributed.destroy_process_group()
     folder.with_name(f"rank{os.environ['RANK']}.json").write_text(json.dumps(counts))
 

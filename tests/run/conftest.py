@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from finetune.report.jsonl import read_events
-from finetune.runtime.faults import VARIABLE
 from finetune.runtime.processes import free_port, run_group
+from finetune.runtime.supervision.faults import VARIABLE
 from tests.run.running import Running
 from tests.run.trained import forget, run_folder, stay
 
@@ -120,7 +120,7 @@ def launch(job: Path) -> Launch:
 @pytest.fixture
 def trained(job: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Path]]:
     """Return the folders of tiny finished runs: `full`, `lora`, `merged`. The test may itself build an Accelerator."""
-    monkeypatch.setattr("finetune.runtime.ranks.leave", stay)
+    monkeypatch.setattr("finetune.runtime.distributed.leave", stay)
     yield lambda name: run_folder(job, name)
     forget()
 

@@ -1,8 +1,7 @@
 """A run's folder with checkpoints that are whole, made without training; and storage whose every word is noted."""
 
-from finetune.checkpoint.facts import RunFacts
-from finetune.checkpoint.manifest import Manifest, file_facts, write_manifest
-from finetune.runtime.remote import Remote
+from finetune.checkpoint.format.manifest import Manifest, RunFacts, file_facts, write_manifest
+from finetune.runtime.files.remote import Remote
 
 
 def checkpoint(folder, step, *, content="", metrics=None):

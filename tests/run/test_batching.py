@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from finetune.data.order.sample_ids import place_of
+from finetune.data.order.dataset_view import place_of
 from finetune.run.samples import read_samples
 
 NO_EVALUATION = ["evaluate=null", "data.validation=null"]

@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 from torch import equal
 
-from finetune.checkpoint.reading import open_checkpoint
+from finetune.checkpoint.read.load import open_checkpoint
+from finetune.commands.convert import convert_from, convert_to, require_folder
 from finetune.errors import CheckpointError, UserError
-from finetune.run.accelerate_folder import require_folder
-from finetune.run.convert import convert_from, convert_to
 from finetune.runtime.processes import free_port, run_group
 from finetune.strategy.protocol import Expected
 

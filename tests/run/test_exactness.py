@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from finetune.checkpoint.layout import steps
-from finetune.checkpoint.manifest import read_manifest
+from finetune.checkpoint.format.layout import steps
+from finetune.checkpoint.format.manifest import read_manifest
 from finetune.run.samples import read_samples
 
 ROOT = Path(__file__).parents[2]

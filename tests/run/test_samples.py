@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from finetune.data.batch import Batch
-from finetune.data.order.consumed import digest_of, digest_of_ids
+from finetune.data.delivery import digest_of, digest_of_ids
+from finetune.data.order.dataset_view import Pool
 from finetune.data.order.order import SetOrder
-from finetune.data.order.pool import Pool
 from finetune.errors import CheckpointError
 from finetune.run.samples import read_samples, recorded, refuse_other_samples
 from finetune.runtime.progress import Progress

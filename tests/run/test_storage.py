@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from finetune.runtime.remote import Remote
+from finetune.runtime.files.remote import Remote
 from tests.run.staging import NotedRemote
 
 pytestmark = pytest.mark.distributed

@@ -10,8 +10,8 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from finetune.config.load import load_config
-from finetune.report.announcer import Announcer
-from finetune.run.lessons import make_lessons
+from finetune.report.run_log import Announcer
+from finetune.run.build.data import make_lessons
 
 ROOT = Path(__file__).parents[2]
 LORA = "model.lora={rank: 4, alpha: 8}"

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from finetune.data.order.sample_ids import in_window, place_of
+from finetune.data.order.dataset_view import in_window, place_of
 from finetune.run.samples import read_samples
 from tests.run.test_exactness import NOTHING_ELSE, in_order
 

@@ -3,9 +3,8 @@
 import pytest
 
 from finetune.errors import StrategyError
-from finetune.strategy.choose import choose_strategy
+from finetune.strategy.choose import choose_strategy, explain
 from finetune.strategy.environment import LaunchEnvironment
-from finetune.strategy.explain import explain
 from finetune.strategy.protocol import Sharded
 from finetune.strategy.reconcile import JobFacts, filled_deepspeed_config
 

@@ -6,7 +6,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from finetune.config.sections.data import DataSection, TrainingSourceSection
-from finetune.data.encoding.chat import set_chat_template
+from finetune.data.templates.chat_template import set_chat_template
 
 VOCABULARY_SIZE = 320
 CONFIGS = {

@@ -4,8 +4,7 @@ import torch
 
 from finetune.config.sections.task import TaskSection
 from finetune.data.features import Features
-from finetune.task.materials import Materials
-from finetune.task.protocol import Task
+from finetune.task.protocol import Materials, Task
 from finetune.task.registry import build_task
 
 ANSWERS = (("Two and two is four.", "What?"), ("four", "two two two"), ("is two", "and"), ("And four?", "two is"))

@@ -12,10 +12,10 @@ from transformers import BertConfig, BertForMaskedLM, PreTrainedTokenizerFast
 from finetune.config.sections.data import DataSection, TrainingSourceSection
 from finetune.config.sections.task import MaskedLmSection, TaskSection
 from finetune.data.batch import IGNORED
-from finetune.data.encoding.masked_text import MaskedTextEncoder
+from finetune.data.encoding.text import MaskedTextEncoder
 from finetune.errors import DataError
 from finetune.task.masked_lm import MaskedLmTask
-from finetune.task.materials import Materials
+from finetune.task.protocol import Materials
 
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 PIECES = ["play", "##ing", "##ed", "run", "##ner", "the", "dog", "##s", "a", "cat"]

@@ -16,12 +16,12 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassifi
 
 from finetune.config.sections.data import DataSection, TrainingSourceSection
 from finetune.config.sections.task import TaskSection
-from finetune.data.encoding.answers import IS_GOOD, MARGIN
+from finetune.data.encoding.preference import IS_GOOD, MARGIN
 from finetune.data.features import LENGTHS_OF_SEQUENCES, Features
-from finetune.task.materials import Materials
-from finetune.task.preference import REFERENCE
+from finetune.task.preference.answer_pairs import by_sample, log_probabilities
+from finetune.task.preference.dpo import REFERENCE
+from finetune.task.protocol import Materials
 from finetune.task.registry import build_task
-from finetune.task.sequences import by_sample, log_probabilities
 
 pytest.importorskip("trl", reason="TRL is a package for tests")
 from trl import DPOTrainer, KTOTrainer, RewardTrainer

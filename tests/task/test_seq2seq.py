@@ -10,8 +10,8 @@ from transformers import BartConfig, BartForConditionalGeneration, T5Config, T5F
 from finetune.config.sections.task import Seq2SeqSection, TaskSection
 from finetune.data.batch import IGNORED
 from finetune.errors import DataError
-from finetune.task.generate import generate
-from finetune.task.materials import Materials
+from finetune.task.generation.decoding import generate
+from finetune.task.protocol import Materials
 from finetune.task.seq2seq import Seq2SeqTask
 
 SIZE = 320

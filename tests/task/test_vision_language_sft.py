@@ -7,13 +7,12 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 from finetune.config.sections.data import DataSection, TrainingSourceSection
 from finetune.config.sections.task import TaskSection
 from finetune.data.batch import IGNORED
-from finetune.data.encoding.pictures import images_of
-from finetune.data.images.read import StoredImage
+from finetune.data.encoding.image_conversation import images_of
+from finetune.data.images.stored_image import StoredImage
 from finetune.errors import DataError
-from finetune.task.generate import generate
-from finetune.task.materials import Materials
+from finetune.task.generation.decoding import generate, seeing
+from finetune.task.protocol import Materials
 from finetune.task.registry import build_task
-from finetune.task.seeing import seeing
 from tests.data.picture_processors import llava, picture, qwen, smolvlm
 
 PROCESSORS = {"llava": llava, "qwen": qwen, "smolvlm": smolvlm}

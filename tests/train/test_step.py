@@ -10,21 +10,19 @@ from torch import nn
 
 from finetune.config.sections.train import NonFiniteSection, OptimizerSection, ScheduleSection, TrainSection
 from finetune.data.batch import Batch
-from finetune.data.delivery import Delivery
-from finetune.data.order.consumed import mark
+from finetune.data.delivery import Delivery, mark
 from finetune.errors import NonFiniteError, TrainingError
 from finetune.report.events import StepSkipped, StepTaken
-from finetune.runtime.cadence import Cadence, Never
-from finetune.runtime.progress import Progress
-from finetune.runtime.signals import SignalNote
+from finetune.runtime.progress import Cadence, Never, Progress
+from finetune.runtime.supervision.signals import SignalNote
 from finetune.task.base import BaseTask
 from finetune.train import update
 from finetune.train.early_stopping import NeverStop
 from finetune.train.evaluate import NoEvaluation
-from finetune.train.groups import named_of
 from finetune.train.loop import train
 from finetune.train.meters import Meters
-from finetune.train.optimizer import build_optimizer
+from finetune.train.optim.optimizers import build_optimizer
+from finetune.train.optim.parameter_groups import named_of
 from finetune.train.parts import Parts
 from finetune.train.plan import make_plan
 from finetune.train.stopping import Wishes

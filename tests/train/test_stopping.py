@@ -7,9 +7,8 @@ import pytest
 
 from finetune.config.sections.train import EarlyStoppingSection
 from finetune.errors import UserError
-from finetune.runtime.cadence import Cadence, Never
-from finetune.runtime.progress import Progress
-from finetune.runtime.signals import SignalNote
+from finetune.runtime.progress import Cadence, Never, Progress
+from finetune.runtime.supervision.signals import SignalNote
 from finetune.train.early_stopping import EarlyStopping
 from finetune.train.stopping import FAILED_SAVE, STOP_FILE, TIME_LIMIT, StopFile, TimeLimit, Wish, Wishes, agreed
 

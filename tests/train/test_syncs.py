@@ -20,15 +20,15 @@ from finetune.config.sections.task import TaskSection
 from finetune.config.sections.train import NonFiniteSection, OptimizerSection, ScheduleSection, TrainSection
 from finetune.data.batch import Batch
 from finetune.data.features import Features
-from finetune.model.attention.per_sample import register
+from finetune.model.attention.implementation import register
 from finetune.runtime.progress import Progress
-from finetune.runtime.signals import SignalNote
-from finetune.task.causal import CausalTask
-from finetune.task.materials import Materials
+from finetune.runtime.supervision.signals import SignalNote
+from finetune.task.causal_lm import CausalTask
+from finetune.task.protocol import Materials
 from finetune.train import update
-from finetune.train.groups import named_of
 from finetune.train.meters import Meters
-from finetune.train.optimizer import build_optimizer
+from finetune.train.optim.optimizers import build_optimizer
+from finetune.train.optim.parameter_groups import named_of
 from finetune.train.parts import Parts
 from finetune.train.plan import make_plan
 from finetune.train.step import Counts, take_step

@@ -8,7 +8,7 @@ from typing import Any
 from unittest.mock import patch
 
 from finetune.config.load import load_config
-from finetune.run.training import train_from_config
+from finetune.run.train import train_from_config
 from finetune.train import loop, step
 
 from contest.on_gpu.cases import LOG_EVERY, Case

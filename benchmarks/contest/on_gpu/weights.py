@@ -10,8 +10,8 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from finetune.model import load
-from finetune.runtime.construction import Construction
+from finetune.model.loading import load
+from finetune.runtime.parameters import Construction
 from finetune.strategy.ddp import DataParallel
 
 from contest.on_gpu.shapes import Shape

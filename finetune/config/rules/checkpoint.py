@@ -2,13 +2,13 @@
 
 from collections.abc import Iterator
 
-from finetune.config.changes import MATHS
+from finetune.config.formatting import did_you_mean, listed, nearest_multiples
 from finetune.config.paths import is_url
-from finetune.config.rules.evaluation import metric_faults
+from finetune.config.resume_keys import MATHS
+from finetune.config.rules.evaluate import metric_faults
 from finetune.config.run_config import RunConfig
 from finetune.config.schema import node_at
 from finetune.config.sections.checkpoint import NEVER_ALLOWED
-from finetune.config.wording import did_you_mean, listed, nearest_multiples
 from finetune.errors import Problem
 
 SCHEMES = ("s3", "gs", "gcs", "abfs", "az", "memory")

@@ -1,16 +1,57 @@
-"""Files and folders that a config names: they are there, and the run can write where it must."""
+"""Files and folders that a config names: they exist, and the run can write where it must.
 
+A glob pattern may lead through a whole disk, so only its first matches are looked for, and only for a short time.
+"""
+
+import errno
 import glob
 import os
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
+from itertools import islice
 from pathlib import Path
 
 from finetune.config.paths import is_path, is_url, stage_of
-from finetune.config.rules.matches import some_matches
 from finetune.config.rules.sources import sources
 from finetune.config.run_config import RunConfig
 from finetune.errors import Problem
+
+_MOST = 1_000
+_PATIENCE_SECONDS = 2.0
+
+
+def some_matches(pattern: Path) -> list[Path] | None:
+    """Return the first files that match, sorted; None where that takes long and it is left to the run to find them.
+
+    Raises OSError where the pattern is none that can be followed.
+    """
+    search = _Search(pattern)
+    thread = threading.Thread(target=search.run, daemon=True)
+    thread.start()
+    thread.join(_PATIENCE_SECONDS)
+    if search.has_failed:
+        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL), str(pattern))
+    return search.found
+
+
+class _Search:
+    """Looks for matches in a thread of its own, which nobody has to wait for."""
+
+    def __init__(self, pattern: Path) -> None:
+        self._pattern = pattern
+        self.found: list[Path] | None = None
+        self.has_failed = False
+
+    def run(self) -> None:
+        """Find the first matches."""
+        pattern = self._pattern
+        try:
+            matches = Path(pattern.anchor).glob(str(pattern.relative_to(pattern.anchor)))
+            self.found = sorted(islice(matches, _MOST))
+        except (OSError, ValueError, RecursionError, NotImplementedError):
+            self.has_failed = True
+
 
 Check = tuple[str, Iterator[Problem]]
 """A key, and what is found when the file that it names is looked at."""

@@ -5,8 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from finetune.config.bounds import MOST, Positive
-from finetune.config.section import Path, Section, Strings, key
+from finetune.config.section import MOST, Path, Positive, Section, Strings, key
 
 _OTHER_SHAPE = "the checkpoint's adapters would not fit"
 _OTHER_WEIGHTS = "the checkpoint holds other parameters than this run trains"

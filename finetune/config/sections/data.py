@@ -5,8 +5,23 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from finetune.config.bounds import Ahead, Count, Factor, Length, MixRows, NumRows, Pixels, Ratio, SomeRows, Workers
-from finetune.config.section import Fraction, NameOrPath, Path, Section, key
+from finetune.config.section import (
+    Ahead,
+    Count,
+    Factor,
+    Fraction,
+    Length,
+    MixRows,
+    NameOrPath,
+    NumRows,
+    Path,
+    Pixels,
+    Ratio,
+    Section,
+    SomeRows,
+    Workers,
+    key,
+)
 
 OfTurns = Literal["messages", "conversations", "prompt_completion", "instruction", "preference", "judged"]
 Format = Literal[OfTurns, "labelled", "tagged", "image_label", "text"]

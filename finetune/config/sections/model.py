@@ -4,8 +4,19 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from finetune.config.bounds import LARGEST, LayerNumber, Pixels, PositiveFactor, Shift, Width
-from finetune.config.section import NameOrPath, Path, Section, Strings, key
+from finetune.config.section import (
+    LARGEST,
+    LayerNumber,
+    NameOrPath,
+    Path,
+    Pixels,
+    PositiveFactor,
+    Section,
+    Shift,
+    Strings,
+    Width,
+    key,
+)
 
 DType = Literal["float32", "bfloat16", "float16"]
 Recomputing = bool | Literal["selective"] | Annotated[int, Field(ge=2, le=10_000)]

@@ -2,8 +2,7 @@
 
 from typing import Literal
 
-from finetune.config.bounds import A_YEAR_SECONDS, Seed
-from finetune.config.section import Path, Section, key
+from finetune.config.section import A_YEAR_SECONDS, Path, Section, Seed, key
 
 StrategyName = Literal["single", "ddp", "fsdp1", "fsdp2", "hsdp", "zero1", "zero2", "zero3"]
 

@@ -4,8 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from finetune.config.bounds import LARGEST, Factor, Length, Positive
-from finetune.config.section import Fraction, NameOrPath, Section, Strings, key
+from finetune.config.section import LARGEST, Factor, Fraction, Length, NameOrPath, Positive, Section, Strings, key
 
 TaskName = Literal[
     "sft",

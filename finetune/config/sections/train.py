@@ -4,8 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from finetune.config.bounds import LARGEST, MOST, BatchSize, Count, Positive
-from finetune.config.section import Fraction, Section, Strings, key
+from finetune.config.section import LARGEST, MOST, BatchSize, Count, Fraction, Positive, Section, Strings, key
 
 DecayRate = Annotated[float, Field(ge=0.0, lt=1.0)]
 Rate = Annotated[float, Field(gt=0.0, le=LARGEST)]

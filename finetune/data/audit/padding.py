@@ -8,8 +8,8 @@ import numpy as np
 
 from finetune.data.batch import Batch
 from finetune.data.features import Features
+from finetune.data.order.dataset_view import Pool
 from finetune.data.order.order import permutation
-from finetune.data.order.pool import Pool
 
 LOOKED_AT_SAMPLES = 4096
 """Samples after which the share is known well enough."""

@@ -7,10 +7,9 @@ from pathlib import PurePath
 import numpy as np
 
 from finetune.data.classes import Classes
-from finetune.data.encoding.attempts import attempted
-from finetune.data.features import Features, Outcome
+from finetune.data.features import Features, Outcome, attempted
 from finetune.data.images.decode import Mode, decode_image
-from finetune.data.images.read import StoredImage
+from finetune.data.images.stored_image import StoredImage
 from finetune.data.rows import Row
 from finetune.errors import DataError
 from finetune.runtime.recorded import recorded_as

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from finetune.config.sections.data import Format
-from finetune.data.formats.row_template import rendered
-from finetune.data.images.read import ImageRoot, folder_of
+from finetune.data.images.stored_image import ImageRoot, folder_of
 from finetune.data.rows import Row, describe, parsed_json, shown
+from finetune.data.templates.row_template import rendered
 from finetune.errors import DataError
 
 

@@ -1,4 +1,4 @@
-"""Formats: what the columns of a row mean. They deliver `messages`, `text`, a preference pair or a labelled text."""
+"""Formats: what the columns of a row mean. They deliver `messages`, `text`, a preference pair or labelled data."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -7,14 +7,37 @@ from typing import Any, Protocol
 
 from finetune.config.sections.data import OPTIONAL_COLUMNS, REQUIRED_COLUMNS, Format, SourceSection
 from finetune.data.formats.columns import Columns, Names, listed
-from finetune.data.formats.image_label import read_image_label
-from finetune.data.formats.labelled import read_labelled, read_tagged
-from finetune.data.formats.pictured import with_images
-from finetune.data.formats.row_template import WHOLE_ROW, check_template, columns_read
-from finetune.data.formats.turns import Turn, read_sharegpt_turns, read_tools, read_turns
-from finetune.data.images.read import ImageRoot
-from finetune.data.rows import FAULTS_OF_VALUES, RawRow, Row
+from finetune.data.formats.images import read_image_label, with_images
+from finetune.data.images.stored_image import ImageRoot
+from finetune.data.rows import FAULTS_OF_VALUES, RawRow, Row, describe
+from finetune.data.templates.row_template import WHOLE_ROW, check_template, columns_read
+from finetune.data.turns import Turn, read_sharegpt_turns, read_tools, read_turns
 from finetune.errors import DataError
+
+
+def read_labelled(columns: Columns) -> Row:
+    """Return text (`text_pair` beside it, where there is one) and label: one, or a list of them; numbers likewise."""
+    label = columns.labels("label")
+    if not all(isinstance(each, str | int | float) for each in (label if isinstance(label, list) else [label])):
+        what = "must be text, a number or a truth value, or a list of texts or of numbers"
+        raise DataError(f"{columns.title('label')} {what}, but is {describe(label)}.")
+    row = {"text": columns.text("text"), "label": label}
+    return row if columns.optional("text_pair") is None else {**row, "text_pair": columns.text("text_pair")}
+
+
+def read_tagged(columns: Columns) -> Row:
+    """Return the words and the tag of each."""
+    words, tags = columns.value("tokens"), columns.labels("tags")
+    for column, found, kinds, what in (("tokens", words, str, "texts"), ("tags", tags, str | int, "texts or numbers")):
+        if not isinstance(found, list) or not all(isinstance(each, kinds) for each in found):
+            raise DataError(f"{columns.title(column)} must be a list of {what}, but is {describe(found)}.")
+    if len(words) != len(tags):
+        raise DataError(
+            f"{columns.title('tokens')} has {len(words)} words and {columns.title('tags')} {len(tags)} tags. "
+            "Each word needs one tag."
+        )
+    return {"tokens": words, "tags": tags}
+
 
 _LABELS: Mapping[Format, str] = {"labelled": "label", "tagged": "tags", "image_label": "label"}
 """The columns that hold classes."""

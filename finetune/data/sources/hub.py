@@ -9,9 +9,8 @@ from huggingface_hub.constants import HF_HUB_CACHE
 
 from finetune.config.sections.data import SourceSection, TrainedSourceSection
 from finetune.data.rows import RawRow
-from finetune.data.sources.class_names import ClassNames, class_names
-from finetune.data.sources.origin import Origin
-from finetune.data.sources.tables import without_fillers
+from finetune.data.sources.files import Origin
+from finetune.data.sources.tables import ClassNames, class_names, without_fillers
 from finetune.errors import DataError
 from finetune.runtime.hub import is_offline, without_vain_retries
 from finetune.runtime.optional import require

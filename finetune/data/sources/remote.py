@@ -10,9 +10,9 @@ import fsspec
 from finetune.config.sections.data import SourceSection
 from finetune.data.sources.files import Files, not_read, of_one_kind, require_readable
 from finetune.errors import DataError, FinetuneError
+from finetune.runtime.files.remote import PACKAGES
 from finetune.runtime.optional import require
-from finetune.runtime.remote import PACKAGES
-from finetune.runtime.secret_urls import REDACTED, unsigned_url, without_query
+from finetune.runtime.text.secret_urls import REDACTED, unsigned_url, without_query
 
 _BLOCK_BYTES = 8 << 20
 _TAGS = ("ETag", "etag", "checksum", "md5Hash", "content_md5", "crc32c", "blob_id", "sha256", "hash")

@@ -15,15 +15,14 @@ from finetune.config.sections.data import (
     ValidationSourceSection,
 )
 from finetune.data.formats.row_format import AS_READ, RowFormat, choose_format
-from finetune.data.images.read import ImageRoot
+from finetune.data.images.stored_image import ImageRoot
 from finetune.data.order.stream_plan import excerpt
 from finetune.data.rows import RawRow, Row
+from finetune.data.sources.files import Origin
 from finetune.data.sources.hub import load_hub_dataset
 from finetune.data.sources.local import find_local
-from finetune.data.sources.origin import Origin
-from finetune.data.sources.portions import Portion, Shard
 from finetune.data.sources.remote import find_remote
-from finetune.data.sources.splits import ByContent, ByPlace, Contents, Exclusion, Split
+from finetune.data.sources.slices import ByContent, ByPlace, Contents, Exclusion, Portion, Shard, Split
 from finetune.errors import DataError
 
 Say = Callable[[str], None]

@@ -1,27 +1,122 @@
 """A stream: rows that are prepared window after window while the model trains, for data that the disk cannot hold."""
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
+from dataclasses import dataclass
+from functools import lru_cache, partial
 from typing import Any
+
+import numpy as np
 
 from finetune.config.sections.data import DataSection
 from finetune.data.audit.audit import Streamed
-from finetune.data.order.order import Order
-from finetune.data.order.pool import Pool, fingerprint_of
-from finetune.data.order.set_order import set_order, tokens_per_position
+from finetune.data.features import Features
+from finetune.data.order.dataset_view import Pool, fingerprint_of, in_window, of_window
+from finetune.data.order.grouping import set_order, tokens_per_position
+from finetune.data.order.order import Order, OrderOfPieces
 from finetune.data.order.stream_plan import StreamPlan
-from finetune.data.prepared.cache import cache_folder, folder_name, identify
-from finetune.data.prepared.chunks import Encode, make_recipe
-from finetune.data.prepared.counts import Counts, total
-from finetune.data.prepared.lengths import Lengths
 from finetune.data.sources.source import Source, stream_of
 from finetune.data.streams.folder import StreamFolder, WindowRecord
-from finetune.data.streams.maker import StreamJob
-from finetune.data.streams.order import StreamOrder
-from finetune.data.streams.samples import StreamSamples
+from finetune.data.streams.producer import StreamJob
 from finetune.data.streams.windows import Windows
+from finetune.data.token_cache.cache import cache_folder, folder_name, identify
+from finetune.data.token_cache.chunks import Encode, make_recipe
+from finetune.data.token_cache.counts import Counts, total
+from finetune.data.token_cache.lengths import Lengths
+from finetune.data.token_cache.store import MOST_NAMED
 from finetune.errors import DataError
 from finetune.runtime.seeds import derive
+
+_KEPT_ORDERS = 4
+
+
+class StreamOrder(OrderOfPieces):
+    """An endless sequence of positions that follows from the lengths of the samples in each window alone.
+
+    `arrange(window)` gives the order of a window, of which one epoch is taken; None where no sample is in it. It may
+    wait until the window has been prepared.
+    """
+
+    num_positions = None  # nobody knows before a whole pass has been prepared
+
+    def __init__(self, arrange: Callable[[int], Order | None]) -> None:
+        self._arranged = lru_cache(maxsize=_KEPT_ORDERS)(arrange)
+        self._ends: list[int] = []  # of each window's positions, as far as they are known
+
+    def window_at(self, position: int) -> int:
+        """Return the window that holds the position."""
+        while not self._ends or self._ends[-1] <= position:
+            order = self._arranged(len(self._ends))
+            num_positions = 0 if order is None else order.num_positions or 0
+            self._ends.append((self._ends[-1] if self._ends else 0) + num_positions)
+        return bisect_right(self._ends, position)
+
+    def pieces(self, start: int, stop: int) -> Iterator[np.ndarray]:
+        """Yield the ids at positions [start, stop), window after window."""
+        while start < stop:
+            window = self.window_at(start)
+            order, begins = self._arranged(window), self._ends[window - 1] if window else 0
+            last = min(self._ends[window], stop)
+            assert order is not None, "a position lies in a window that has some"
+            yield order.samples(start - begins, last - begins) + of_window(window)
+            start = last
+
+
+@dataclass(frozen=True)
+class StreamSamples:
+    """Encoded samples by id; where a window is not at hand any more, it waits until it has been prepared again."""
+
+    windows: Windows
+
+    def __getitem__(self, sample_id: int) -> Features:
+        window, index = in_window(sample_id)
+        return Features(self.windows.prepared(window)[index].arrays, sample_id)
+
+    def place(self, sample_id: int) -> str:
+        """Return where its row stands, as exactly as what is at hand can tell."""
+        window, index = in_window(sample_id)
+        prepared = self.windows.at_hand(window)
+        if prepared is not None:
+            return prepared.place(index)
+        begins = self.windows.job.plan.place(self.windows.record(window).start)
+        return f"sample {index} of window {window} (from {begins} on)"
+
+    def lengths_of(self, sample_ids: np.ndarray) -> np.ndarray:
+        """Return the tokens of each sample, which outlive the samples."""
+        return self._recorded(sample_ids, lambda record: record.lengths, np.int64)
+
+    def marks_of(self, sample_ids: np.ndarray) -> np.ndarray:
+        """Return the mark (uint64) of each sample, which outlive the samples."""
+        return self._recorded(sample_ids, lambda record: record.marks, np.uint64)
+
+    def known_marks_of(self, sample_ids: np.ndarray) -> np.ndarray:
+        """Return the mark of what is delivered with each sample beside its own arrays: of nothing."""
+        return np.zeros(len(sample_ids), np.uint64)
+
+    def problem(self) -> str | None:
+        """Return None: a window is verified when it is opened."""
+        return None
+
+    def refuse(self, damaged: np.ndarray) -> tuple[str, ...]:
+        """Return what is to be said of samples that were delivered damaged; their windows are prepared again."""
+        places = "; ".join(self.place(sample_id) for sample_id in damaged[:MOST_NAMED].tolist())
+        windows = sorted({in_window(sample_id)[0] for sample_id in damaged.tolist()})
+        gone = [
+            window for window in windows if self.windows.at_hand(window) is None
+        ]  # a damaged one is set aside by it
+        if gone:
+            again = f"windows {', '.join(map(str, gone))} are set aside. The same command prepares them again and"
+        else:
+            again = "and on the disk it is intact: it was damaged in the memory of a process. The same command"
+        return f"{places}: not what was prepared", f"{again} continues from the last checkpoint."
+
+    def _recorded(
+        self, sample_ids: np.ndarray, read: Callable[[WindowRecord], np.ndarray], dtype: type[np.generic]
+    ) -> np.ndarray:
+        places = [in_window(sample_id) for sample_id in sample_ids.tolist()]
+        found = {window: read(self.windows.record(window)) for window in sorted({window for window, _ in places})}
+        return np.array([found[window][index] for window, index in places], dtype)
+
 
 Say = Callable[[str], None]
 

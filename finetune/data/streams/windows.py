@@ -12,17 +12,16 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TypeVar
 
-from finetune.data.prepared.store import PreparedSet
-from finetune.data.streams.folder import WindowRecord
-from finetune.data.streams.maker import NUM_BEHIND, StreamJob
-from finetune.data.streams.readers import NOTHING, Reader
-from finetune.data.verified.damage import DamagedSet
+from finetune.data.streams.folder import NOTHING, Reader, WindowRecord
+from finetune.data.streams.producer import NUM_BEHIND, StreamJob
+from finetune.data.token_cache.integrity import DamagedSet
+from finetune.data.token_cache.store import PreparedSet
 from finetune.errors import DataError
-from finetune.runtime.waypoints import note_life
+from finetune.runtime.supervision.heartbeat import note_life
 
 T = TypeVar("T")
 
-_COMMAND = "from finetune.data.streams.maker import main; main()"
+_COMMAND = "from finetune.data.streams.producer import main; main()"
 _PAUSE_SECONDS = 0.05
 _QUIET_SECONDS = 2.0
 """How long a window is waited for without a word."""

@@ -1,4 +1,4 @@
-"""A frozen base gets the adapters that its section asks for."""
+"""Adds the adapters that a job asks for to a frozen base, through peft."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from peft import PeftConfig, PeftModel, get_peft_model
 from peft.tuners.lora import LoraLayer
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from finetune.config.sections.model import (
@@ -18,19 +19,48 @@ from finetune.config.sections.model import (
     PromptTuningSection,
 )
 from finetune.errors import ModelError
-from finetune.model.adapters.casts import leave_casts_to_autocast
-from finetune.model.adapters.continued import load_saved, saved_config
-from finetune.model.adapters.ground import Ground
-from finetune.model.adapters.loftq import make_up_for_quantization
-from finetune.model.adapters.low_rank import OF_THE_BASE, check_lora, lora_config
-from finetune.model.adapters.multiplied import check_oft, ia3_config, oft_config
-from finetune.model.adapters.names import ADAPTER, candidates_sentence
-from finetune.model.adapters.principal import keep_first_factors
-from finetune.model.adapters.prompts import draw_prefix, draw_prompt, prefix_config, prompt_config
-from finetune.model.adapters.wish import Wish
-from finetune.model.hub import summary
-from finetune.model.initialize import on_cpu_in_float32
+from finetune.model.adapters.context import ADAPTER, Ground, Wish, candidates_sentence
+from finetune.model.adapters.lora import (
+    OF_THE_BASE,
+    check_lora,
+    keep_first_factors,
+    lora_config,
+    make_up_for_quantization,
+)
+from finetune.model.adapters.other_methods import (
+    check_oft,
+    draw_prefix,
+    draw_prompt,
+    ia3_config,
+    oft_config,
+    prefix_config,
+    prompt_config,
+)
+from finetune.model.adapters.saved import load_saved, saved_config
+from finetune.model.loading.hub import summary
+from finetune.model.loading.initialize import on_cpu_in_float32
 from finetune.runtime.seeds import derive
+
+
+def leave_casts_to_autocast(model: nn.Module) -> None:
+    """Have LoRA's layers hand a 16-bit input to their matrices as it is where autocast would round it back anyway.
+
+    peft widens every input to the adapter's float32, which autocast undoes right away: the same bits, for two passes
+    over the activations in every adapted layer (peft 0.21). Dropout and DoRA, which go by the type, keep it.
+    """
+    for layer in model.modules():
+        if isinstance(layer, LoraLayer) and _is_plain(layer):
+            layer._cast_input_dtype = _cast
+
+
+def _is_plain(layer: Any) -> bool:
+    drops = any(not isinstance(each, nn.Identity) for each in layer.lora_dropout.values())
+    return not drops and not getattr(layer, "lora_variant", {})
+
+
+def _cast(x: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    is_left = x is None or x.dtype == dtype or (x.element_size() == 2 and torch.is_autocast_enabled(x.device.type))
+    return x if is_left or x is None else x.to(dtype)
 
 
 def add_adapter(model: PreTrainedModel, wish: Wish, ground: Ground) -> PeftModel:

@@ -9,8 +9,8 @@ import torch
 from finetune.data.audit.padding import measure_padding, plain_computed
 from finetune.data.batch import Batch
 from finetune.data.features import Features
+from finetune.data.order.dataset_view import Pool
 from finetune.data.order.order import SetOrder
-from finetune.data.order.pool import Pool
 
 
 @dataclass(frozen=True)

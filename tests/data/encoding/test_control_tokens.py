@@ -9,18 +9,15 @@ from tokenizers.processors import TemplateProcessing
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from finetune.data.classes import Classes
-from finetune.data.encoding.answers import AnswersEncoder
-from finetune.data.encoding.asking import Question, prompt_ids, text_inputs
-from finetune.data.encoding.chat import BUILT_IN
 from finetune.data.encoding.control_tokens import ControlTokens
-from finetune.data.encoding.encode import ConversationEncoder
-from finetune.data.encoding.labelled import LabelledEncoder
-from finetune.data.encoding.labels import OneClass
-from finetune.data.encoding.masked_text import MaskedTextEncoder
-from finetune.data.encoding.source_target import SourceTargetEncoder
-from finetune.data.encoding.tagged import TaggedEncoder
-from finetune.data.encoding.text import TextEncoder
+from finetune.data.encoding.conversation import ConversationEncoder
+from finetune.data.encoding.labelled_text import LabelledEncoder, OneClass
+from finetune.data.encoding.preference import AnswersEncoder
+from finetune.data.encoding.prompts import Question, prompt_ids, text_inputs
+from finetune.data.encoding.tagged_words import TaggedEncoder
+from finetune.data.encoding.text import MaskedTextEncoder, SourceTargetEncoder, TextEncoder
 from finetune.data.features import Features
+from finetune.data.templates.chat_template import BUILT_IN
 from finetune.errors import DataError
 from tests.data.encoding.word_pieces import bert_tokenizer
 from tests.data.template_tokenizers import targets, tokenizer_for

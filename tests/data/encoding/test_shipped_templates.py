@@ -8,9 +8,9 @@ from functools import cache
 
 import pytest
 
-from finetune.data.encoding.encode import ConversationEncoder
-from finetune.data.encoding.template_check import CASES
-from finetune.data.encoding.tokens import Tokens
+from finetune.data.audit.template_check import CASES
+from finetune.data.encoding.conversation import ConversationEncoder
+from finetune.data.encoding.tokenizer import Tokens
 from finetune.errors import DataError
 from tests.data.template_tokenizers import END, shipped_templates, targets, tokenizer_for
 

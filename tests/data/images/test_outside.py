@@ -12,7 +12,7 @@ from finetune.config.sections.data import DataSection
 from finetune.data.classes import Classes
 from finetune.data.encoding.labelled_images import ImageEncoder
 from finetune.data.images.decode import decode_image
-from finetune.data.images.read import MOST_BYTES
+from finetune.data.images.stored_image import MOST_BYTES
 from finetune.data.sources.source import open_sources
 from finetune.errors import DataError
 

@@ -10,13 +10,12 @@ import pyarrow.parquet as pq
 import pytest
 
 from finetune.config.sections.data import DataSection
-from finetune.data.encoding.answers import AnswersEncoder
-from finetune.data.encoding.labelled import LabelledEncoder
-from finetune.data.encoding.labels import Numbers
+from finetune.data.encoding.labelled_text import LabelledEncoder, Numbers
+from finetune.data.encoding.preference import AnswersEncoder
 from finetune.data.encoding.text import TextEncoder
-from finetune.data.prepared.chunks import encode_chunk, make_recipe
 from finetune.data.sources import readers
 from finetune.data.sources.source import open_sources
+from finetune.data.token_cache.chunks import encode_chunk, make_recipe
 from finetune.errors import DataError
 
 DEEP, DIGITS = "[" * 100_000 + "]" * 100_000, "9" * 5000

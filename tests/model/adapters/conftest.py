@@ -8,8 +8,7 @@ from peft import PeftModel
 from transformers import PreTrainedModel
 
 from finetune.model.adapters.build import add_adapter
-from finetune.model.adapters.ground import Ground
-from finetune.model.adapters.wish import Wish
+from finetune.model.adapters.context import Ground, Wish
 
 VOCABULARY_SIZE = 300
 

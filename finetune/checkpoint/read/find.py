@@ -1,0 +1,153 @@
+"""Which checkpoint a run resumes from: rank 0 chooses it, all ranks verify it and agree on the outcome."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+from finetune.checkpoint.format import layout
+from finetune.checkpoint.format.manifest import (
+    Manifest,
+    OtherFormatError,
+    file_facts,
+    first_problem,
+    read_named,
+    verified_by,
+)
+from finetune.checkpoint.format.metadata import Texts, header_problem, read_texts
+from finetune.checkpoint.read.changes import refuse_to_start_anew
+from finetune.checkpoint.read.checksum_prefetch import Facts
+from finetune.errors import CheckpointError
+from finetune.runtime import distributed
+from finetune.runtime.distributed import Group
+from finetune.runtime.run_on_ranks import all_do, main_does
+from finetune.runtime.supervision.heartbeat import reach
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Found:
+    """A checkpoint that has been verified."""
+
+    path: Path
+    manifest: Manifest
+    texts: Texts
+
+    @property
+    def step(self) -> int:
+        """Return the step after which it was taken."""
+        return self.manifest.step
+
+
+def find_newest(folder: Path, *, say: Callable[[str], None], facts: Facts = file_facts) -> Found | None:
+    """Return the newest checkpoint that verifies, or None in a folder without any. Collective.
+
+    Bad ones on the way are renamed to `.bad-...` and named with what is wrong with them; when there are only bad ones,
+    that is an error and not a fresh start. One of another format is an error, too, and stays where it is: continuing
+    from an older one would throw away what was trained since.
+    """
+    while path := main_does(lambda: layout.newest(folder)):
+        try:
+            return verify(path, facts=facts)
+        except OtherFormatError:
+            raise
+        except CheckpointError as error:
+            # All ranks come here or none: `verify` raises the same on all, and rank 0 renames when all have read.
+            aside = main_does(partial(layout.set_aside, path, "bad"))
+            if distributed.is_main():
+                say(f"passed over {path.name}, now {aside.name}: {error}")
+    bad = main_does(lambda: layout.bad_ones(folder))
+    if bad:
+        raise CheckpointError(
+            f"{folder}: has no good checkpoint, only bad ones: {', '.join(path.name for path in bad)}. "
+            "Delete them to begin anew, or name a checkpoint of another run in checkpoint.resume."
+        )
+    return None
+
+
+def find_at(path: Path, *, folder: Path, facts: Facts = file_facts) -> Found:
+    """Return the checkpoint at this very path; raises CheckpointError when it does not verify. Collective.
+
+    Checkpoints of `folder` that are newer would be in the way of what is trained from here: they are put aside when the
+    path is one of them, and refused when it is another run's.
+    """
+    inner = main_does(lambda: [each.name for each in layout.steps(path).values()])
+    if inner and not (path / layout.MANIFEST).exists():
+        raise CheckpointError(f"checkpoint.resume: {path} holds checkpoints; write one of them: {', '.join(inner)}")
+    try:
+        found = verify(path, facts=facts)
+    except OtherFormatError:
+        raise
+    except CheckpointError as error:
+        advice = "Name another one (`finetune checkpoint ls RUN` lists them), or write `auto` for the newest good one."
+        raise CheckpointError(f"checkpoint.resume: {str(error).rstrip('.')}. {advice}") from error
+    main_does(lambda: _clear_the_way(found, folder=folder))
+    return found
+
+
+def refuse_any(folder: Path) -> None:
+    """Raise CheckpointError when the folder has checkpoints. Collective."""
+    refuse_to_start_anew(main_does(lambda: layout.newest(folder)))
+
+
+def verify(path: Path, *, group: Group = Group.MAIN, facts: Facts = file_facts) -> Found:
+    """Return the checkpoint when every file has the size and digest it was written with, and says what it should.
+
+    Raises CheckpointError; OtherFormatError, which is one, where nothing is wrong but that this program cannot read it.
+    Ranks share out the files among them; `facts` may know some of them already. Collective.
+    """
+    manifest = _on_main(lambda: read_named(path), group=group)
+    mine = verified_by(manifest, rank=distributed.rank(), world=distributed.world())
+    _raise_first(path, all_do(lambda: _first_problem(path, manifest, mine, facts), group=group))
+    texts = _on_main(lambda: read_texts(path, manifest), group=group)
+    _raise_first(path, all_do(lambda: _first_bad_header(path, mine, texts), group=group))
+    return Found(path, manifest, texts)
+
+
+def _on_main(act: Callable[[], T], *, group: Group) -> T:
+    """Call `act` on rank 0 and return its value everywhere; an OtherFormatError stays one on all ranks. Collective."""
+
+    def attempt() -> T | OtherFormatError:
+        try:
+            return act()
+        except OtherFormatError as error:
+            return error
+
+    value = main_does(attempt, group=group)
+    if isinstance(value, OtherFormatError):
+        raise value
+    return value
+
+
+def _raise_first(path: Path, problems: Iterable[str | None]) -> None:
+    for problem in problems:
+        if problem is not None:
+            raise CheckpointError(f"{path}: {problem}")
+
+
+def _first_bad_header(path: Path, names: list[str], texts: Texts) -> str | None:
+    return next((problem for name in names if (problem := header_problem(path, name, texts.index))), None)
+
+
+def _first_problem(path: Path, manifest: Manifest, names: list[str], facts: Facts) -> str | None:
+    for name in names:
+        reach("load.verify", step=manifest.step, path=path / name)  # a large file takes its time: no hang
+        problem = first_problem(path, manifest.files, [name], facts=facts)
+        if problem is not None:
+            return problem
+    return None
+
+
+def _clear_the_way(found: Found, *, folder: Path) -> None:
+    own = layout.steps(folder)
+    is_own = any(path.resolve() == found.path.resolve() for path in own.values())
+    if own and not is_own:
+        raise CheckpointError(
+            f"checkpoint.resume: {found.path} is another run's, and {folder} has checkpoints of its own, such as "
+            f"{layout.newest(folder)}. Write `auto` to continue from that one, or another run.folder."
+        )
+    for step, path in own.items():
+        if step > found.step:
+            layout.set_aside(path, "superseded")

@@ -1,0 +1,190 @@
+"""Loads a verified checkpoint: single tensors of it without a process group, or the whole training state.
+
+No pickle. A rank that loads training state reads only the rows of its own shard.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from finetune.checkpoint.format.tensor_file import PARAMETER, WHOLE, TensorRecord, read_span, stored
+from finetune.checkpoint.read.find import Found, verify
+from finetune.checkpoint.sharding.gather import agree_on_records
+from finetune.checkpoint.sharding.state_access import StateAccess
+from finetune.errors import CheckpointError
+from finetune.runtime.resources import usable_cores
+from finetune.runtime.run_on_ranks import all_do
+from finetune.runtime.supervision.heartbeat import reach
+
+
+@dataclass(frozen=True)
+class OpenCheckpoint:
+    """A verified checkpoint whose tensors are read from the disk when they are asked for."""
+
+    found: Found
+    records: Mapping[str, TensorRecord]  # by the name that the tensor is stored under
+    progress: Mapping[str, Any]
+    scalars: Mapping[str, Any]
+    _files: Mapping[str, Path]
+
+    def read(self, stored_name: str) -> Tensor:
+        """Return the whole tensor, as it was saved."""
+        with safe_open(self._files[stored_name], framework="pt", device="cpu") as file:
+            tensor: Tensor = file.get_tensor(stored_name)
+        record = self.records[stored_name]
+        assert tensor.shape == record.shape, f"{stored_name} has the shape {list(tensor.shape)}, not {record.shape}"
+        return tensor
+
+    def model_records(self) -> list[TensorRecord]:
+        """Return the trained parameters and the buffers, without the optimizer's state."""
+        return [record for record in self.records.values() if record.key in WHOLE]
+
+
+def open_checkpoint(path: Path) -> OpenCheckpoint:
+    """Return the checkpoint in the folder, every file of it verified; raises CheckpointError for a bad one.
+
+    Collective where a process group exists: ranks share out the files that are verified.
+    """
+    found = verify(path)
+    saved = places(found)
+    return OpenCheckpoint(
+        found,
+        records={name: record for name, (_, record) in saved.items()},
+        progress=found.texts.progress,
+        scalars=found.texts.scalars,
+        _files={name: file for name, (file, _) in saved.items()},
+    )
+
+
+def places(found: Found) -> dict[str, tuple[Path, TensorRecord]]:
+    """Return the file and the record of each tensor in the index, by the name that it is stored under."""
+    return {name: (found.path / entry["file"], _record(entry)) for name, entry in found.texts.index.items()}
+
+
+def _record(entry: Mapping[str, Any]) -> TensorRecord:
+    return TensorRecord(name=entry["name"], key=entry["key"], shape=tuple(entry["shape"]), dtype=entry["dtype"])
+
+
+_LISTED = 8
+_MOST_THREADS = 4
+
+
+Kept = Callable[[Path], np.ndarray | None]
+"""Returns all bytes of a file that is in memory already."""
+
+
+def nothing_kept(path: Path) -> np.ndarray | None:
+    """Return None."""
+    return None
+
+
+def read_checkpoint(found: Found, *, access: StateAccess, kept: Kept = nothing_kept) -> dict[str, Any]:
+    """Load the verified checkpoint and return its progress; raises CheckpointError listing what differs. Collective."""
+    path = found.path
+    reach("load.begin", step=found.step)
+    saved, scalars = places(found), found.texts.scalars
+    all_do(access.begin_writing)  # local: the optimizer makes its state
+    wanted = agree_on_records(access)
+    fresh = _parameters_without_state([record for _, record in saved.values()])
+    _refuse_differences(path, saved, [record for record in wanted if record.key in WHOLE or record.name not in fresh])
+    # Nobody starts to hand values on (which is collective) before all have read theirs without an error.
+    all_do(lambda: _write_all(saved, scalars, step=found.step, fresh=fresh, access=access, kept=kept))
+    access.finish_writing()
+    reach("load.done", step=found.step)
+    return dict(found.texts.progress)
+
+
+def _parameters_without_state(records: Sequence[TensorRecord]) -> set[str]:
+    """Return the parameters that had not been updated when the checkpoint was taken."""
+    updated = {record.name for record in records if record.part == "optimizer"}
+    return {record.name for record in records if record.key == PARAMETER} - updated
+
+
+def _refuse_differences(
+    path: Path, saved: Mapping[str, tuple[Path, TensorRecord]], wanted: Sequence[TensorRecord]
+) -> None:
+    expected = {record.stored_name: record for record in wanted}
+    missing = [name for name in expected if name not in saved]
+    extra = [name for name in saved if name not in expected]
+    reshaped = [
+        f"{name} ({list(saved[name][1].shape)} there, {list(record.shape)} here)"
+        for name, record in expected.items()
+        if name in saved and saved[name][1].shape != record.shape
+    ]
+    lines = [
+        f"  {word}: {_listed(names)}"
+        for word, names in (
+            ("not in the checkpoint", missing),
+            ("only in the checkpoint", extra),
+            ("of another shape", reshaped),
+        )
+        if names
+    ]
+    if lines:
+        raise CheckpointError(
+            f"{path} does not hold the state that this run trains\n" + "\n".join(lines) + "\n"
+            "Restore model, lora, freeze and optimizer as they were, or write another run.folder to start anew."
+        )
+
+
+def _listed(names: Sequence[str]) -> str:
+    rest = len(names) - _LISTED
+    return ", ".join(names[:_LISTED]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def _write_all(
+    saved: Mapping[str, tuple[Path, TensorRecord]],
+    scalars: Mapping[str, Any],
+    *,
+    step: int,
+    fresh: set[str],
+    access: StateAccess,
+    kept: Kept,
+) -> None:
+    access.forget(fresh)
+    paths = {path for path, _ in saved.values()}
+    held = {path: stored(torch.from_numpy(whole)) for path in paths if (whole := kept(path)) is not None}
+    with _files() as open_file:
+
+        def write(place: tuple[Path, TensorRecord]) -> None:
+            path, record = place
+            reach("load.read", step=step, path=path)
+            start, stop = access.span(record)
+            whole = held.get(path, {}).get(record.stored_name)
+            if whole is not None and access.adopt(record, whole):
+                return
+            access.write(record, read_span(open_file(path), record, start=start, stop=stop))
+
+        for path in paths:
+            open_file(path)
+        with ThreadPoolExecutor(_num_threads(access)) as threads:
+            deque(threads.map(write, saved.values()), maxlen=0)
+    access.write_scalars(scalars["optimizer"])
+    access.loss_scale.write(scalars["loss_scale"])
+
+
+def _num_threads(access: StateAccess) -> int:
+    """Return how many threads read: while they copy, the kernel makes memory for the state, page by page."""
+    return min(_MOST_THREADS, usable_cores()) if access.device.type == "cpu" else 1
+
+
+@contextmanager
+def _files() -> Iterator[Any]:
+    with ExitStack() as stack:
+        opened: dict[Path, Any] = {}
+
+        def open_file(path: Path) -> Any:
+            if path not in opened:
+                opened[path] = stack.enter_context(safe_open(path, framework="pt", device="cpu"))
+            return opened[path]
+
+        yield open_file

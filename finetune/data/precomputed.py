@@ -1,0 +1,156 @@
+"""Arrays precomputed for each sample of a prepared set, such as reference log-probabilities or a teacher's top-k."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from finetune.data.features import Features
+from finetune.data.token_cache.arrays import ArrayFacts, Verification, open_arrays
+from finetune.data.token_cache.integrity import DamagedSet, mark_of, marks_of
+from finetune.data.token_cache.journal import ArrayNote, GrowingArrays
+from finetune.data.token_cache.store import PreparedSet
+from finetune.errors import DataError
+from finetune.runtime.files.atomic import sync
+from finetune.runtime.files.digests import Damaged, read_sealed, write_sealed
+
+FORMAT_VERSION = 2
+MANIFEST = "known.json"
+_VALUES = ".values"
+
+
+class Manifest(BaseModel):
+    """What `known.json` holds."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    version: Literal[2]
+    names: tuple[str, ...]
+    samples: int
+    made_of: dict[str, Any]
+    arrays: dict[str, ArrayFacts]
+
+
+class KnownArrays:
+    """The arrays by sample, mapped from disk, verified but for the values; raises DamagedSet."""
+
+    def __init__(self, folder: Path, *, is_verified: bool = False) -> None:
+        self.folder = folder
+        try:
+            manifest = Manifest.model_validate(read_sealed(folder / MANIFEST))
+            arrays = open_arrays(
+                folder, manifest.arrays, verified=lambda name: not is_verified and not name.endswith(_VALUES)
+            )
+        except (Damaged, ValidationError) as error:
+            raise DamagedSet(folder, str(error), title="what is known of samples beforehand in") from error
+        self._num_samples = manifest.samples
+        self._verification = Verification([arrays[f"{name}{_VALUES}"] for name in manifest.names])
+        self._values = {name: arrays[f"{name}{_VALUES}"].values for name in manifest.names}
+        self._offsets = {name: arrays[f"{name}.offsets"].values for name in manifest.names}
+        self.marks = arrays["marks"].values
+
+    def __len__(self) -> int:
+        return self._num_samples
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        return {
+            name: values[self._offsets[name][index] : self._offsets[name][index + 1]]
+            for name, values in self._values.items()
+        }
+
+    def verify(self) -> None:
+        """Read all values once; raises DamagedSet unless they are as they were written."""
+        self._verification.run()
+        if self._verification.problem:
+            raise DamagedSet(self.folder, self._verification.problem, title="what is known of samples beforehand in")
+
+
+class KnownSet(PreparedSet):
+    """A prepared set whose samples deliver what is known of them beside their own arrays.
+
+    Raises DataError where what is known is of another number of samples.
+    """
+
+    def __init__(
+        self, folder: Path, known: KnownArrays, *, shards: Sequence[str] = (), is_verified: bool = False
+    ) -> None:
+        super().__init__(folder, shards=shards, is_verified=is_verified)
+        self.known = known
+        if len(known) != len(self):
+            raise DataError(
+                f"{known.folder} knows of {len(known)} samples, the set {folder} has {len(self)}. Delete it; it is "
+                "made anew."
+            )
+
+    def __getitem__(self, index: int) -> Features:
+        features = super().__getitem__(index)
+        return replace(features, arrays={**features.arrays, **self.known[index]})
+
+    def known_marks_of(self, sample_ids: np.ndarray) -> np.ndarray:
+        """Return the mark of what is known of each sample."""
+        return np.asarray(self.known.marks[sample_ids])
+
+    def _stores(self, damaged: np.ndarray) -> list[tuple[Path, Callable[[], bool]]]:
+        return [*super()._stores(damaged), (self.known.folder, partial(_has_damaged, self.known.folder, damaged))]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _opened, (self.folder, self.known.folder, self.shards)  # another process maps the files anew
+
+
+def _has_damaged(folder: Path, sample_ids: np.ndarray) -> bool:
+    """Tell whether what is known of one of these samples is damaged in the files that stand there now."""
+    try:
+        now = KnownArrays(folder)
+    except DamagedSet:
+        return True
+    marks = [mark_of(now[index]) for index in sample_ids.tolist()]
+    return bool((np.array(marks, np.uint64) != now.marks[sample_ids]).any())
+
+
+def known_set(prepared: PreparedSet, folder: Path) -> KnownSet:
+    """Return the set with what the folder knows of its samples; raises DataError."""
+    return KnownSet(prepared.folder, KnownArrays(folder), shards=prepared.shards)
+
+
+class KnownWriter:
+    """Writes what is known of sample after sample into an empty folder; raises OSError where it cannot."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._arrays = GrowingArrays(folder, {"marks": ArrayNote("<u8")})
+        self._num_samples = 0
+
+    def append(self, known: Sequence[Mapping[str, np.ndarray]]) -> None:
+        """Write the 1-D arrays of the next samples; each has the same names."""
+        if not known:
+            return
+        values = {name: np.concatenate([each[name] for each in known]) for name in known[0]}
+        lengths = {name: np.array([len(each[name]) for each in known], np.int64) for name in known[0]}
+        for name in known[0]:
+            start = self._arrays.length(f"{name}.values")
+            if start is None:
+                start = 0
+                self._arrays.append(f"{name}.offsets", np.zeros(1, np.int64))
+            self._arrays.append(f"{name}.values", values[name])
+            self._arrays.append(f"{name}.offsets", start + np.cumsum(lengths[name]))
+        self._arrays.append("marks", marks_of(values, lengths, num_samples=len(known)))
+        self._num_samples += len(known)
+
+    def finish(self, made_of: Mapping[str, Any]) -> None:
+        """Write what makes the folder whole."""
+        names, arrays = self._arrays.stems(_VALUES), self._arrays.finish()
+        counted = {"names": names, "samples": self._num_samples, "made_of": dict(made_of), "arrays": arrays}
+        write_sealed(self._folder / MANIFEST, {"version": FORMAT_VERSION, **counted})
+        sync(self._folder)
+
+    def close(self) -> None:
+        """Let go of the files."""
+        self._arrays.close()
+
+
+def _opened(folder: Path, known: Path, shards: Sequence[str]) -> KnownSet:
+    return KnownSet(folder, KnownArrays(known, is_verified=True), shards=shards, is_verified=True)

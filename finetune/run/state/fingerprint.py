@@ -1,0 +1,59 @@
+"""The facts that identify a run, as its checkpoints remember them: settings, and digests of data and frozen weights."""
+
+from functools import partial
+from typing import Any
+
+from finetune.checkpoint.format.manifest import RunFacts
+from finetune.config.resume_keys import maths_of, settings_of
+from finetune.config.run_config import RunConfig
+from finetune.model.frozen_models import base_digest
+from finetune.model.loading.pretrained import adapter_digest
+from finetune.report.run_log import Announcer
+from finetune.run.build.data import Lessons, input_identity
+from finetune.run.build.teacher import teacher_identity
+from finetune.runtime import distributed
+from finetune.runtime.run_on_ranks import main_does
+
+
+def run_facts(config: RunConfig, lessons: Lessons, *, model: Any, strategy: str, say: Announcer) -> RunFacts:
+    """Return what checkpoints remember of this run; rank 0 reads the frozen weights and tells all. Collective.
+
+    `model` is the model as it was built; its config knows the commit that a hub model came from.
+    """
+    distributed.open_line_behind()  # its time limit allows for hundreds of gigabytes; that of a GPU's line does not
+    prior = lessons.task.prior
+    compared = prior is not None and prior.knower == "reference"
+    digest = partial(base_digest, config.model, model=model, is_reference=compared, say=say)
+    base = main_does(digest, group=distributed.Group.BEHIND)
+    adapter = main_does(lambda: adapter_digest(config.model.adapter), group=distributed.Group.BEHIND)
+    teacher = teacher_identity(config, say=say)
+    return facts_with(base, config, lessons, strategy=strategy, adapter=adapter, teacher=teacher)
+
+
+def facts_with(
+    base: str | None,
+    config: RunConfig,
+    lessons: Lessons,
+    *,
+    strategy: str,
+    adapter: str | None,
+    teacher: str | None,
+) -> RunFacts:
+    """Return the same with these digests of frozen weights, first adapter and teacher; None: there is no such."""
+    digests = {"training data": lessons.training.fingerprint, "tokenizer": _inputs(lessons)}
+    if base is not None:
+        digests["base weights"] = base
+    if adapter is not None:
+        digests["first adapter"] = adapter
+    if teacher is not None:
+        digests["teacher"] = teacher
+    return RunFacts(
+        identity={**maths_of(config), **digests},
+        settings=settings_of(config),
+        origin={"strategy": strategy, "processes": str(distributed.world())},
+    )
+
+
+def _inputs(lessons: Lessons) -> str:
+    """Return what turns rows into inputs; the chat template matters to whoever talks to the model, too."""
+    return ", ".join(f"{name} {digest}" for name, digest in input_identity(lessons.processing, lessons.task).items())

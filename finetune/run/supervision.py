@@ -1,0 +1,79 @@
+"""Supervision of a run from its first moment: one writer, one status file, one first error, no process left over."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+from finetune.errors import FinetuneError, UserError
+from finetune.report.run_log import Announcer
+from finetune.runtime import distributed
+from finetune.runtime.processes import end_with_launcher
+from finetune.runtime.resources import disk_errors
+from finetune.runtime.supervision import hang
+from finetune.runtime.supervision.exit import Ending, end_children, is_broken_collective, meet
+from finetune.runtime.supervision.signals import SignalNote, noted_signals
+from finetune.runtime.supervision.status import Status, ended_by, status_of_launch
+from finetune.runtime.supervision.watchdog import Watchdog, watched
+from finetune.runtime.supervision.writer_lock import claimed
+
+
+@dataclass(frozen=True)
+class Watch:
+    """What keeps an eye on one process of a run."""
+
+    note: SignalNote
+    status: Status
+    ending: Ending
+    watchdog: Watchdog
+    places: Sequence[Path]  # where the run writes
+
+    def meet(self) -> None:
+        """Learn who belongs to the run, so that one that vanishes can be named. Collective."""
+        self.ending.peers = meet()
+        self.status.met(self.ending.peers)
+
+    @contextmanager
+    def first_error(self, refusal: type[FinetuneError] = UserError) -> Iterator[None]:
+        """Have an error that leaves the context in the status file before anything is cleared up.
+
+        What a disk refuses to take becomes the `refusal`.
+        """
+        try:
+            with disk_errors(self.places, refusal):
+                yield
+        except BaseException as error:
+            if not is_broken_collective(error):  # that is for another rank to explain
+                self.status.claim_end(self.watchdog.early_stop() or ended_by(error, rank=distributed.rank()))
+            raise
+
+
+@contextmanager
+def watched_run(folder: Path, *, say: Announcer, also: Sequence[Path] = ()) -> Iterator[Watch]:
+    """Watch this process while the context lasts; rank 0 claims the folder for the run.
+
+    One of several processes that meets an error ends here, with every other, and shows the first error of them all;
+    a process alone lets its error pass. Raises UserError where another run writes into the folder, or where the disk of
+    the folder, or of those that are written `also`, takes nothing.
+    """
+    rank = distributed.rank()
+    with noted_signals() as note, claimed(folder, say=say) if rank == 0 else nullcontext():
+        end_with_launcher()
+        if rank == 0:
+            hang.set_aside(folder)
+        status = status_of_launch(folder, rank=rank)
+        status.start()
+        ending = Ending(status, rank=rank)
+        watchdog = Watchdog(folder, status=status, ending=ending, note=note, rank=rank, world=distributed.world())
+        watch = Watch(note, status, ending, watchdog, (folder, *also))
+        try:
+            with watched(watchdog), watch.first_error():
+                yield watch
+        except BaseException as error:
+            if stop := watchdog.early_stop():  # whatever a signal broke on its way
+                ending.after(stop)
+            if distributed.world() > 1:
+                ending.after_error(error)
+            raise
+        finally:
+            end_children()

@@ -1,0 +1,199 @@
+"""A run from its config to its exit code: validate, prepare the data, build, restore, fit, finish."""
+
+import os
+import time
+from contextlib import closing, suppress
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from finetune.checkpoint.read.checksum_prefetch import Ahead
+from finetune.config.load import LoadedConfig, require_shareable
+from finetune.config.rules.model import adapter_of, learning_dtypes
+from finetune.data.token_cache.cache import cache_folder
+from finetune.errors import CheckpointError, DiskError, NonFiniteError
+from finetune.model.batch_norm import settle_batch_norm
+from finetune.report.events import RunEnded, RunStarted, Warned
+from finetune.report.run_log import Announcer
+from finetune.report.timing import StartUp
+from finetune.run.build.data import Lessons, make_lessons, make_run_plan, mend_before_training
+from finetune.run.build.loop import make_parts, make_wishes, take_back_stop, telling_start
+from finetune.run.build.model import require_own_values_fit
+from finetune.run.build.precompute import with_priors
+from finetune.run.build.prepared_model import Machine, make_accelerator, make_machine, require_isolation
+from finetune.run.build.strategy import require_adapters_fit
+from finetune.run.build.teacher import taught
+from finetune.run.final_export import export_final, publish_final, require_mergeable
+from finetune.run.remote.background import Mirror, make_mirror
+from finetune.run.remote.download import fetch_run, staged
+from finetune.run.state.finished import FinishedRun
+from finetune.run.state.preflight import verify_ahead
+from finetune.run.state.resume import continue_run, find_finished
+from finetune.run.state.run_folder import clear_leftovers, open_run
+from finetune.run.state.save import ReportedSaving
+from finetune.run.supervision import Watch, watched_run
+from finetune.runtime import distributed
+from finetune.runtime.progress import Progress
+from finetune.runtime.supervision import signals, status
+from finetune.runtime.text.library_output import quieten
+from finetune.strategy.choose import choose_strategy, explain
+from finetune.strategy.environment import read_environment
+from finetune.strategy.protocol import Strategy
+from finetune.strategy.reconcile import JobFacts
+from finetune.train.early_stopping import EARLY, FINISHED
+from finetune.train.loop import report_steps, train
+from finetune.train.optim.optimizers import rounds_by_place
+from finetune.train.parts import Parts
+from finetune.train.stopping import FAILED_SAVE, SPOT_NOTICE, STOP_FILE
+
+
+def train_from_config(loaded: LoadedConfig, ahead: Ahead | None = None) -> int:
+    """Train as the config says and return the exit code. Collective over all launched processes.
+
+    `ahead` is what `verify_ahead` has begun.
+    """
+    startup, say = StartUp.of_process(), Announcer(is_main=distributed.is_main())
+    loaded = staged(loaded)
+    quieten(is_main=distributed.is_main())
+    strategy = launched_strategy(loaded)
+    require_adapters_fit(loaded.config, strategy.name)
+    mirror = make_mirror(loaded)
+    with watched_run(Path(loaded.config.run.folder), say=say, also=(cache_folder(loaded.config.data),)) as watch:
+        if distributed.is_main():
+            clear_leftovers(loaded.config, say=say)
+        fetch_run(loaded, say=print)
+        ahead = ahead or verify_ahead(loaded)
+        require_own_values_fit(loaded.config)
+        code = _train(loaded, strategy, watch=watch, mirror=mirror, startup=startup, ahead=ahead, say=say)
+    return distributed.leave(code, afterwards=partial(_hand_over, loaded, mirror))
+
+
+def _hand_over(loaded: LoadedConfig, mirror: Mirror, code: int) -> int:
+    """Upload what the run has left, when no other process waits for this one any more; return the exit code."""
+    code = mirror.finish(code)
+    if code == 0:
+        publish_final(loaded)
+    return code
+
+
+def _train(
+    loaded: LoadedConfig,
+    strategy: Strategy,
+    *,
+    watch: Watch,
+    mirror: Mirror,
+    startup: StartUp,
+    ahead: Ahead | None,
+    say: Announcer,
+) -> int:
+    config = loaded.config
+    lessons = make_lessons(config, say)
+    plan = make_run_plan(config, lessons)
+    startup.end("data")
+    accelerator = make_accelerator(config, strategy)
+    require_mergeable(config)
+    watch.meet()
+    if finished := find_finished(config, lessons, num_steps=plan.num_steps, strategy=strategy.name, say=say):
+        return end_at_once(finished, watch=watch, num_steps=plan.num_steps)
+    rate = plan.schedule.peak
+    machine = make_machine(config, strategy, accelerator=accelerator, lessons=lessons, learning_rate=rate, say=say)
+    require_isolation(config, lessons, machine)
+    mend_before_training(lessons)
+    startup.end("model")
+    watch.watchdog.watch_hangs(config.run.hang_after_seconds)
+    lessons = with_priors(config, lessons, machine, say=say)  # from the model as it starts: before weights are loaded
+    lessons = replace(lessons, task=taught(config, lessons.task, accelerator, say=say))
+    checkpointer, progress = continue_run(
+        config, machine, strategy=strategy.name, lessons=lessons, ahead=ahead, say=say
+    )
+    reporter = mirror.told_by(open_run(loaded, machine, lessons=lessons, say=say))
+    with closing(reporter), mirror, watch.first_error(DiskError):
+        checkpointer.rehearse(num_saves=plan.num_due(config.checkpoint.every_steps, after=progress.step))
+        settle = partial(settle_batch_norm, machine.model)
+        save = ReportedSaving(checkpointer, reporter, watch.status.checkpoint, before=settle)
+        wishes = make_wishes(config, note=watch.note, save=save, started=startup.began_at, say=say)
+        parts = make_parts(config, lessons, machine=machine, plan=plan, reporter=reporter, save=save, wishes=wishes)
+        reporter(RunStarted(progress.step, plan.num_steps, explain(strategy), plan.arithmetic, config.model_dump()))
+        told = telling_start(parts, startup)
+        return train_to_the_end(loaded, told, progress=progress, lessons=lessons, machine=machine, watch=watch)
+
+
+def launched_strategy(loaded: LoadedConfig) -> Strategy:
+    """Return the strategy that was launched; raises ConfigError or StrategyError where it does not fit the job."""
+    config = loaded.config
+    environment = read_environment(os.environ, has_device=torch.accelerator.is_available())
+    require_shareable(loaded, num_processes=environment.world)
+    job = JobFacts(
+        strategy=config.run.strategy,
+        precision=config.train.precision,
+        microbatch_size=config.train.microbatch_size,
+        max_gradient_norm=config.train.max_gradient_norm,
+        optimizer=config.train.optimizer.name,
+        keeps_average=config.train.average is not None,
+        unfreezes=bool(config.train.unfreeze),
+        pins_memory=config.data.pin_memory is True,
+        offloads_activations=config.model.activation_offload,
+        updates_in_backward=config.train.optimizer.in_backward,
+        rounds_by_place=any(rounds_by_place(config.train.optimizer, dtype=dtype) for dtype in learning_dtypes(config)),
+        has_two_dtypes=adapter_of(config) is not None and config.model.dtype != "float32",
+    )
+    return choose_strategy(environment, job)
+
+
+EXPORTED_AFTER = (FINISHED, EARLY)
+"""Why a run may end so that its model is final; after a signal or a limit it is to be continued."""
+
+TALKING = ("causal_lm", "image_text_to_text")
+"""Heads of models that `finetune chat` can talk to."""
+
+EXIT_CODES = {**signals.EXIT_CODES, SPOT_NOTICE: 143, FAILED_SAVE: 1}
+"""Every other end is a success; a machine that is taken away is to be replaced, as after SIGTERM."""
+
+
+def train_to_the_end(
+    loaded: LoadedConfig, parts: Parts, *, progress: Progress, lessons: Lessons, machine: Machine, watch: Watch
+) -> int:
+    """Train, export the model where the run is over, report the end and return the exit code. Collective."""
+    started, folder = time.monotonic(), Path(loaded.config.run.folder)
+    watch.status.run(progress, num_steps=parts.plan.num_steps)
+    section = loaded.config.evaluate
+    if section is not None and section.at_start and progress.step == 0:
+        parts.evaluate(progress.step)
+    reason = _run_loop(parts, progress, watch=watch)
+    is_final = reason in EXPORTED_AFTER
+    if is_final:
+        export_final(loaded, parts.reporter, progress=progress, lessons=lessons, machine=machine, reason=reason)
+    code = EXIT_CODES.get(reason, 0)
+    if reason == STOP_FILE and distributed.is_main():
+        take_back_stop(folder, say=lambda text: parts.reporter(Warned(progress.step, text)))  # it has been obeyed
+    watch.status.end(status.FINISHED if is_final else status.STOPPED, reason=reason, exit_code=code)
+    parts.reporter(
+        RunEnded(
+            step=progress.step,
+            reason=reason,
+            seconds=time.monotonic() - started,
+            metrics=progress.last_metrics,
+            final_folder=str(folder / "final") if is_final else None,
+            talks=parts.task.head in TALKING,
+        )
+    )
+    return code
+
+
+def end_at_once(finished: FinishedRun, *, watch: Watch, num_steps: int) -> int:
+    """Report that there is nothing left to do, and return the exit code of a success."""
+    place, reason = str(finished.checkpoint), finished.reason
+    return status.told_finished(watch.status, finished.progress, place, reason, num_steps=num_steps)
+
+
+def _run_loop(parts: Parts, progress: Progress, *, watch: Watch) -> str:
+    watch.watchdog.begin_training()
+    try:
+        return train(parts, progress)
+    except NonFiniteError:  # raised on every rank alike, so they can still speak
+        report_steps(parts, progress)
+        with suppress(CheckpointError):  # what is being written was taken before
+            parts.save.settle()
+        raise

@@ -1,0 +1,65 @@
+"""Named points that a run passes: the watchdog reads the last one, and a fault can be injected there."""
+
+import os
+import threading
+import time
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+from finetune.runtime import distributed
+from finetune.runtime.supervision.faults import POINTS, VARIABLE, Fault, read_faults
+
+
+@dataclass(frozen=True)
+class Waypoint:
+    """A point that was passed, and when (monotonic seconds)."""
+
+    point: str
+    step: int
+    at: float
+
+
+def reach(point: str, *, step: int, path: Path | None = None) -> bool:
+    """Pass the point; tell whether a fault wants this point's numbers to become NaN. Costs next to nothing.
+
+    `path` is a file that a fault may damage here. Faults strike in any thread, and a point passed in any thread is a
+    sign of life: the main one may be waiting for what is written behind.
+    """
+    global _last, _moved_at
+    assert point in POINTS, f"{point} is not in faults.POINTS"
+    _moved_at = now = time.monotonic()
+    if threading.current_thread() is threading.main_thread():
+        _last = Waypoint(point, step, now)
+    if VARIABLE not in os.environ:
+        _faults.cache_clear()  # what is asked for later strikes anew
+        return False
+    faults = _faults(os.environ[VARIABLE])
+    due = [fault for fault in faults if fault.strikes(point, step=step, rank=distributed.rank(), path=path)]
+    wants_nan = [fault.strike(path) for fault in due]  # all of them strike
+    return any(wants_nan)
+
+
+def note_life() -> None:
+    """Note that this process lives, though it passes no point: it waits for work that goes on in another one."""
+    global _moved_at
+    _moved_at = time.monotonic()
+
+
+def last() -> Waypoint:
+    """Return the point that the main thread passed last."""
+    return _last
+
+
+def moved_at() -> float:
+    """Return when any thread passed a point last (monotonic seconds)."""
+    return _moved_at
+
+
+@lru_cache(maxsize=1)
+def _faults(written: str) -> list[Fault]:
+    return read_faults(written)
+
+
+_last = Waypoint("start", 0, time.monotonic())
+_moved_at = _last.at
