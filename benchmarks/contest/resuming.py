@@ -8,7 +8,7 @@ from save_worker import build
 
 from finetune.checkpoint.checkpointer import Checkpointer
 from finetune.checkpoint.format.manifest import RunFacts
-from finetune.checkpoint.read.checksum_prefetch import Ahead
+from finetune.checkpoint.read.checksum_prefetch import ChecksumPrefetch
 from finetune.checkpoint.sharding.access import build_access
 from finetune.config.sections.checkpoint import CheckpointSection
 from finetune.run.build.prepared_model import Machine
@@ -16,7 +16,7 @@ from finetune.run.build.prepared_model import Machine
 Figures = dict[str, Any]
 
 
-def ours(job: Path, folder: Path, ahead: Ahead | None) -> Figures:
+def ours(job: Path, folder: Path, ahead: ChecksumPrefetch | None) -> Figures:
     """Return how long it takes to find, verify and load the newest checkpoint, once the model is there."""
     machine = build(job)
     checkpoints = checkpointer(machine, folder, ahead)
@@ -44,7 +44,7 @@ def accelerate(job: Path, folder: Path) -> Figures:
     return {"way": "accelerate", "seconds": seconds, "cpu_seconds": cpu_seconds, "digest": _digest(machine)}
 
 
-def checkpointer(machine: Machine, folder: Path, ahead: Ahead | None = None) -> Checkpointer:
+def checkpointer(machine: Machine, folder: Path, ahead: ChecksumPrefetch | None = None) -> Checkpointer:
     """Return the checkpoints of a run that keeps them in the folder."""
     access = build_access(machine.accelerator, machine.model, machine.optimizer)
     return Checkpointer(

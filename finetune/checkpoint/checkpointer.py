@@ -6,7 +6,7 @@ from typing import Any
 
 from finetune.checkpoint.format.manifest import RunFacts
 from finetune.checkpoint.read.changes import told_changes
-from finetune.checkpoint.read.checksum_prefetch import Ahead
+from finetune.checkpoint.read.checksum_prefetch import ChecksumPrefetch
 from finetune.checkpoint.read.find import Found, find_at, find_newest, refuse_any
 from finetune.checkpoint.read.load import read_checkpoint
 from finetune.checkpoint.sharding.state_access import StateAccess
@@ -27,7 +27,7 @@ class Checkpointer:
         access: StateAccess,
         run: RunFacts,
         say: Callable[[str], None],
-        ahead: Ahead | None = None,
+        ahead: ChecksumPrefetch | None = None,
     ) -> None:
         """`ahead` knows digests of files that are going to be verified."""
         self._folder = folder
@@ -35,7 +35,7 @@ class Checkpointer:
         self._access = access
         self._run = run
         self._say = say
-        self._ahead = ahead or Ahead()
+        self._ahead = ahead or ChecksumPrefetch()
         self.saver = Saver(folder, section=section, access=access, run=run)
         self.stops_on_failure = section.on_failure == "stop"
 
@@ -73,6 +73,6 @@ class Checkpointer:
         saved, allowed = found.manifest.run, self._section.allow_changes
         for sentence in main_does(lambda: told_changes(found.path, saved, wanted=self._run, allowed=allowed)):
             self._say(sentence)
-        progress = read_checkpoint(found, access=self._access, kept=self._ahead.kept)
+        progress = read_checkpoint(found, access=self._access, cached_bytes=self._ahead.kept)
         self._ahead.forget()
         return progress

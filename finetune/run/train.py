@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from finetune.checkpoint.read.checksum_prefetch import Ahead
+from finetune.checkpoint.read.checksum_prefetch import ChecksumPrefetch
 from finetune.config.load import LoadedConfig, require_shareable
 from finetune.config.rules.model import adapter_of, learning_dtypes
 from finetune.data.token_cache.cache import cache_folder
@@ -49,7 +49,7 @@ from finetune.train.parts import Parts
 from finetune.train.stopping import FAILED_SAVE, SPOT_NOTICE, STOP_FILE
 
 
-def train_from_config(loaded: LoadedConfig, ahead: Ahead | None = None) -> int:
+def train_from_config(loaded: LoadedConfig, ahead: ChecksumPrefetch | None = None) -> int:
     """Train as the config says and return the exit code. Collective over all launched processes.
 
     `ahead` is what `verify_ahead` has begun.
@@ -85,7 +85,7 @@ def _train(
     watch: Watch,
     mirror: Mirror,
     startup: StartUp,
-    ahead: Ahead | None,
+    ahead: ChecksumPrefetch | None,
     say: Announcer,
 ) -> int:
     config = loaded.config

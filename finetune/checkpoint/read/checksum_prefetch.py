@@ -17,15 +17,15 @@ from finetune.errors import CheckpointError
 from finetune.runtime.background import begin_behind
 from finetune.runtime.resources import usable_cores
 
-Facts = Callable[[Path], FileFacts]
+ChecksumOf = Callable[[Path], FileFacts]
 """Returns size and digest of a file."""
 
-MOST_THREADS = 4
+MAX_THREADS = 4
 _DEVICE_FILES = ("nvidia[0-9]*", "kfd", "accel*", "davinci[0-9]*", "dri/render*")
 
 
 @dataclass(frozen=True)
-class _Read:
+class _ReadFile:
     """A file as it was read; `whole` is all of it where it is kept."""
 
     state: object  # by which the file system tells whether it was written since
@@ -33,7 +33,7 @@ class _Read:
     whole: np.ndarray | None = None
 
 
-class Ahead:
+class ChecksumPrefetch:
     """Digests of files, begun before anybody asks. Each is handed out once, and only of a file that is as it was.
 
     Files whose path `keeps` fits stay in memory until `forget`: they are read once, not twice.
@@ -43,7 +43,7 @@ class Ahead:
         self, paths: Sequence[Path] = (), *, num_threads: int = 1, keeps: Callable[[Path], bool] = lambda _: False
     ) -> None:
         self._keeps = keeps
-        self._begun: dict[Path, Future[_Read]] = {path: Future() for path in paths}
+        self._begun: dict[Path, Future[_ReadFile]] = {path: Future() for path in paths}
         self._waiting = deque(self._begun.items())
         self._kept: dict[Path, np.ndarray] = {}
         for number in range(min(num_threads, len(paths))):
@@ -54,7 +54,7 @@ class Ahead:
         begun = self._begun.pop(path, None)
         if begun is not None:
             read = begun.result()
-            if read.state == _state(path):
+            if read.state == _file_stamp(path):
                 if read.whole is not None:
                     self._kept[path] = read.whole
                 return read.facts
@@ -76,14 +76,14 @@ class Ahead:
             except IndexError:  # another thread was faster
                 return
             try:
-                state = _state(path)
+                state = _file_stamp(path)
                 read = _read_whole(path) if self._keeps(path) else (file_facts(path), None)
-                begun.set_result(_Read(state, *read))
+                begun.set_result(_ReadFile(state, *read))
             except Exception:  # whoever asks reads the file himself, and meets the error
-                begun.set_result(_Read(None, FileFacts(0, "")))
+                begun.set_result(_ReadFile(None, FileFacts(0, "")))
 
 
-def begin_ahead(folder: Path, *, resume: str | Path) -> Ahead:
+def start_checksum_prefetch(folder: Path, *, resume: str | Path) -> ChecksumPrefetch:
     """Return digests of this rank's share of the checkpoint that the run will probably continue from; perhaps none.
 
     A process alone without a device keeps what it reads of the optimizer's state, which becomes the state itself.
@@ -91,16 +91,16 @@ def begin_ahead(folder: Path, *, resume: str | Path) -> Ahead:
     """
     newest = next(reversed(layout.steps(folder).values()), None) if resume == "auto" else Path(resume)
     if resume == "never" or newest is None:
-        return Ahead()
+        return ChecksumPrefetch()
     world = int(os.environ.get("WORLD_SIZE", "1"))
     try:
         names = verified_by(read_manifest(newest), rank=int(os.environ.get("RANK", "0")), world=world)
     except CheckpointError:  # said when it is verified
-        return Ahead()
+        return ChecksumPrefetch()
     is_alone = world == 1 and not _may_have_device()
-    return Ahead(
+    return ChecksumPrefetch(
         [newest / name for name in names],
-        num_threads=min(MOST_THREADS, usable_cores()),
+        num_threads=min(MAX_THREADS, usable_cores()),
         keeps=lambda path: is_alone and path.parent.name == "optimizer",
     )
 
@@ -121,6 +121,6 @@ def _read_whole(path: Path) -> tuple[FileFacts, np.ndarray]:
     return FileFacts(size, digest.hexdigest()), whole
 
 
-def _state(path: Path) -> tuple[int, ...]:
+def _file_stamp(path: Path) -> tuple[int, ...]:
     found = path.stat(follow_symlinks=False)
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns

@@ -17,7 +17,7 @@ from finetune.checkpoint.format.manifest import (
 )
 from finetune.checkpoint.format.metadata import Texts, header_problem, read_texts
 from finetune.checkpoint.read.changes import refuse_to_start_anew
-from finetune.checkpoint.read.checksum_prefetch import Facts
+from finetune.checkpoint.read.checksum_prefetch import ChecksumOf
 from finetune.errors import CheckpointError
 from finetune.runtime import distributed
 from finetune.runtime.distributed import Group
@@ -41,7 +41,7 @@ class Found:
         return self.manifest.step
 
 
-def find_newest(folder: Path, *, say: Callable[[str], None], facts: Facts = file_facts) -> Found | None:
+def find_newest(folder: Path, *, say: Callable[[str], None], facts: ChecksumOf = file_facts) -> Found | None:
     """Return the newest checkpoint that verifies, or None in a folder without any. Collective.
 
     Bad ones on the way are renamed to `.bad-...` and named with what is wrong with them; when there are only bad ones,
@@ -67,7 +67,7 @@ def find_newest(folder: Path, *, say: Callable[[str], None], facts: Facts = file
     return None
 
 
-def find_at(path: Path, *, folder: Path, facts: Facts = file_facts) -> Found:
+def find_at(path: Path, *, folder: Path, facts: ChecksumOf = file_facts) -> Found:
     """Return the checkpoint at this very path; raises CheckpointError when it does not verify. Collective.
 
     Checkpoints of `folder` that are newer would be in the way of what is trained from here: they are put aside when the
@@ -92,7 +92,7 @@ def refuse_any(folder: Path) -> None:
     refuse_to_start_anew(main_does(lambda: layout.newest(folder)))
 
 
-def verify(path: Path, *, group: Group = Group.MAIN, facts: Facts = file_facts) -> Found:
+def verify(path: Path, *, group: Group = Group.MAIN, facts: ChecksumOf = file_facts) -> Found:
     """Return the checkpoint when every file has the size and digest it was written with, and says what it should.
 
     Raises CheckpointError; OtherFormatError, which is one, where nothing is wrong but that this program cannot read it.
@@ -131,7 +131,7 @@ def _first_bad_header(path: Path, names: list[str], texts: Texts) -> str | None:
     return next((problem for name in names if (problem := header_problem(path, name, texts.index))), None)
 
 
-def _first_problem(path: Path, manifest: Manifest, names: list[str], facts: Facts) -> str | None:
+def _first_problem(path: Path, manifest: Manifest, names: list[str], facts: ChecksumOf) -> str | None:
     for name in names:
         reach("load.verify", step=manifest.step, path=path / name)  # a large file takes its time: no hang
         problem = first_problem(path, manifest.files, [name], facts=facts)

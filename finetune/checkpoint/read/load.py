@@ -78,16 +78,18 @@ _LISTED = 8
 _MOST_THREADS = 4
 
 
-Kept = Callable[[Path], np.ndarray | None]
+CachedBytes = Callable[[Path], np.ndarray | None]
 """Returns all bytes of a file that is in memory already."""
 
 
-def nothing_kept(path: Path) -> np.ndarray | None:
+def no_cached_bytes(path: Path) -> np.ndarray | None:
     """Return None."""
     return None
 
 
-def read_checkpoint(found: Found, *, access: StateAccess, kept: Kept = nothing_kept) -> dict[str, Any]:
+def read_checkpoint(
+    found: Found, *, access: StateAccess, cached_bytes: CachedBytes = no_cached_bytes
+) -> dict[str, Any]:
     """Load the verified checkpoint and return its progress; raises CheckpointError listing what differs. Collective."""
     path = found.path
     reach("load.begin", step=found.step)
@@ -97,7 +99,7 @@ def read_checkpoint(found: Found, *, access: StateAccess, kept: Kept = nothing_k
     fresh = _parameters_without_state([record for _, record in saved.values()])
     _refuse_differences(path, saved, [record for record in wanted if record.key in WHOLE or record.name not in fresh])
     # Nobody starts to hand values on (which is collective) before all have read theirs without an error.
-    all_do(lambda: _write_all(saved, scalars, step=found.step, fresh=fresh, access=access, kept=kept))
+    all_do(lambda: _write_all(saved, scalars, step=found.step, fresh=fresh, access=access, cached_bytes=cached_bytes))
     access.finish_writing()
     reach("load.done", step=found.step)
     return dict(found.texts.progress)
@@ -148,11 +150,11 @@ def _write_all(
     step: int,
     fresh: set[str],
     access: StateAccess,
-    kept: Kept,
+    cached_bytes: CachedBytes,
 ) -> None:
     access.forget(fresh)
     paths = {path for path, _ in saved.values()}
-    held = {path: stored(torch.from_numpy(whole)) for path in paths if (whole := kept(path)) is not None}
+    held = {path: stored(torch.from_numpy(whole)) for path in paths if (whole := cached_bytes(path)) is not None}
     with _files() as open_file:
 
         def write(place: tuple[Path, TensorRecord]) -> None:

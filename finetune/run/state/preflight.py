@@ -12,7 +12,7 @@ from finetune.checkpoint.format import layout
 from finetune.checkpoint.format.layout import CHECKPOINTS
 from finetune.checkpoint.format.manifest import Manifest, RunFacts, read_named
 from finetune.checkpoint.read.changes import differences, refuse_to_start_anew, told_changes
-from finetune.checkpoint.read.checksum_prefetch import Ahead, begin_ahead
+from finetune.checkpoint.read.checksum_prefetch import ChecksumPrefetch, start_checksum_prefetch
 from finetune.config.load import LoadedConfig
 from finetune.config.paths import is_url
 from finetune.config.resume_keys import COMPARED_BY_CONTENT, maths_of, settings_of
@@ -121,9 +121,9 @@ def _is_as_it_was(config: RunConfig, manifest: Manifest) -> bool:
     return stamps is not None and record.get("inputs") == stamps and packages == dict(manifest.versions)
 
 
-def verify_ahead(loaded: LoadedConfig) -> Ahead | None:
+def verify_ahead(loaded: LoadedConfig) -> ChecksumPrefetch | None:
     """Begin to digest what the run will verify; None where its folder is a bucket, which must be fetched first."""
     config = loaded.config
     if is_url(config.run.folder):
         return None
-    return begin_ahead(Path(config.run.folder) / CHECKPOINTS, resume=config.checkpoint.resume)
+    return start_checksum_prefetch(Path(config.run.folder) / CHECKPOINTS, resume=config.checkpoint.resume)

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from finetune.checkpoint.checkpointer import Checkpointer
 from finetune.checkpoint.format.layout import CHECKPOINTS
 from finetune.checkpoint.format.manifest import RunFacts
-from finetune.checkpoint.read.checksum_prefetch import Ahead
+from finetune.checkpoint.read.checksum_prefetch import ChecksumPrefetch
 from finetune.checkpoint.sharding.access import build_access
 from finetune.config.run_config import RunConfig
 from finetune.report.run_log import Announcer
@@ -64,7 +64,13 @@ def find_finished(
 
 
 def continue_run(
-    config: RunConfig, machine: Machine, *, strategy: str, lessons: Lessons, ahead: Ahead | None, say: Announcer
+    config: RunConfig,
+    machine: Machine,
+    *,
+    strategy: str,
+    lessons: Lessons,
+    ahead: ChecksumPrefetch | None,
+    say: Announcer,
 ) -> tuple[Checkpointer, Progress]:
     """Return the checkpoints and how far the run has come, its state back in model and optimizer. Collective."""
     facts = run_facts(config, lessons, model=machine.plain_model, strategy=strategy, say=say)

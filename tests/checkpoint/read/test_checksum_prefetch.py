@@ -5,7 +5,7 @@ import torch
 
 from finetune.checkpoint.format.manifest import FileFacts, file_facts
 from finetune.checkpoint.read import checksum_prefetch as ahead_module
-from finetune.checkpoint.read.checksum_prefetch import Ahead, begin_ahead
+from finetune.checkpoint.read.checksum_prefetch import ChecksumPrefetch, start_checksum_prefetch
 from finetune.checkpoint.sharding.optimizer_state import make_empty_state, make_first_state
 from tests.checkpoint.small_run import Run
 
@@ -18,12 +18,12 @@ def written(path, content=b"a" * 3_000_000):
 def test_a_digest_is_that_of_sha256sum_whoever_makes_it(tmp_path):
     path = written(tmp_path / "file")
     expected = FileFacts(3_000_000, hashlib.sha256(path.read_bytes()).hexdigest())
-    assert Ahead([path]).facts(path) == file_facts(path) == Ahead().facts(path) == expected
+    assert ChecksumPrefetch([path]).facts(path) == file_facts(path) == ChecksumPrefetch().facts(path) == expected
 
 
 def test_what_was_digested_ahead_is_not_read_again(tmp_path, monkeypatch):
     paths = [written(tmp_path / str(number)) for number in range(5)]
-    ahead = Ahead(paths, num_threads=3)
+    ahead = ChecksumPrefetch(paths, num_threads=3)
     for begun in ahead._begun.values():
         begun.result()
     monkeypatch.setattr(ahead_module, "file_facts", lambda path: pytest.fail(f"{path} is read again"))
@@ -32,7 +32,7 @@ def test_what_was_digested_ahead_is_not_read_again(tmp_path, monkeypatch):
 
 def test_a_file_that_has_changed_since_is_read_again(tmp_path):
     path = written(tmp_path / "file")
-    ahead = Ahead([path])
+    ahead = ChecksumPrefetch([path])
     ahead._begun[path].result()
     written(path, b"other")
     assert ahead.facts(path) == file_facts(path)
@@ -40,7 +40,7 @@ def test_a_file_that_has_changed_since_is_read_again(tmp_path):
 
 def test_a_digest_is_handed_out_once(tmp_path):
     path = written(tmp_path / "file")
-    ahead = Ahead([path])
+    ahead = ChecksumPrefetch([path])
     ahead.facts(path)
     written(path, b"b" * 3_000_000)
     assert ahead.facts(path) == file_facts(path)
@@ -48,22 +48,22 @@ def test_a_digest_is_handed_out_once(tmp_path):
 
 def test_a_file_that_is_gone_is_met_by_whoever_asks(tmp_path):
     with pytest.raises(FileNotFoundError):
-        Ahead([tmp_path / "gone"]).facts(tmp_path / "gone")
+        ChecksumPrefetch([tmp_path / "gone"]).facts(tmp_path / "gone")
 
 
 def test_the_newest_checkpoint_is_digested_ahead(folder):
     Run(folder).train(range(2))
-    begun = begin_ahead(folder, resume="auto")._begun
+    begun = start_checksum_prefetch(folder, resume="auto")._begun
     assert {path.parent.name for path in begun} >= {"model", "optimizer"}
     assert all("step-000002" in path.parts for path in begun)
 
 
 def test_nothing_is_digested_where_nothing_is_continued(folder):
-    assert not begin_ahead(folder, resume="auto")._begun
+    assert not start_checksum_prefetch(folder, resume="auto")._begun
     Run(folder).train(range(1))
-    assert not begin_ahead(folder, resume="never")._begun
+    assert not start_checksum_prefetch(folder, resume="never")._begun
     (folder / "step-000001" / "manifest.json").write_text("{")
-    assert not begin_ahead(folder, resume="auto")._begun
+    assert not start_checksum_prefetch(folder, resume="auto")._begun
 
 
 @pytest.mark.parametrize("settings", [{}, {"fused": True}, {"amsgrad": True}, {"capturable": False, "foreach": True}])
@@ -97,7 +97,7 @@ def test_an_optimizer_with_hooks_makes_its_state_itself():
 def test_what_was_read_ahead_becomes_the_optimizers_state_itself(folder):
     straight = Run(folder, width=300).train(range(2)).train(range(2, 4), save=False)
     resumed = Run(folder, width=300)
-    resumed.checkpointer._ahead = ahead = begin_ahead(folder, resume="auto")
+    resumed.checkpointer._ahead = ahead = start_checksum_prefetch(folder, resume="auto")
     resumed.resume()
     moments = [state["exp_avg"] for state in resumed.optimizer.state.values()]
     assert len({moment.untyped_storage().data_ptr() for moment in moments}) == 1  # the file's bytes
@@ -115,7 +115,7 @@ def test_state_that_is_laid_out_otherwise_is_copied(folder):
 
     straight = transposed(Run(folder)).train(range(2))
     resumed = transposed(Run(folder))
-    resumed.checkpointer._ahead = begin_ahead(folder, resume="auto")
+    resumed.checkpointer._ahead = start_checksum_prefetch(folder, resume="auto")
     resumed.resume()
     moment = resumed.optimizer.state[resumed.model[0].weight]["exp_avg"]
     assert moment.stride() == resumed.model[0].weight.stride()
@@ -130,5 +130,5 @@ def test_a_bad_file_that_is_kept_is_passed_over(folder):
     content[-1] ^= 1
     file.write_bytes(content)
     run = Run(folder)
-    run.checkpointer._ahead = begin_ahead(folder, resume="auto")
+    run.checkpointer._ahead = start_checksum_prefetch(folder, resume="auto")
     assert run.resume()["step"] == 1
