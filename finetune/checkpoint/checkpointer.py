@@ -13,7 +13,7 @@ from finetune.checkpoint.sharding.state_access import StateAccess
 from finetune.checkpoint.write.rehearsal import rehearse
 from finetune.checkpoint.write.saver import SavedCheckpoint, Saver
 from finetune.config.sections.checkpoint import CheckpointSection
-from finetune.runtime.run_on_ranks import main_does
+from finetune.runtime.run_on_ranks import run_on_rank_0
 
 
 class Checkpointer:
@@ -71,7 +71,7 @@ class Checkpointer:
         Says what has changed since; raises CheckpointError where `allow_changes` does not cover it.
         """
         saved, allowed = found.manifest.run, self._section.allow_changes
-        for sentence in main_does(lambda: told_changes(found.path, saved, wanted=self._run, allowed=allowed)):
+        for sentence in run_on_rank_0(lambda: told_changes(found.path, saved, wanted=self._run, allowed=allowed)):
             self._say(sentence)
         progress = read_checkpoint(found, access=self._access, cached_bytes=self._ahead.kept)
         self._ahead.forget()

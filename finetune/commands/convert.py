@@ -34,7 +34,7 @@ from finetune.run.train import launched_strategy
 from finetune.runtime import distributed
 from finetune.runtime.files.read import read_regular
 from finetune.runtime.progress import Progress, parse_progress
-from finetune.runtime.run_on_ranks import main_does
+from finetune.runtime.run_on_ranks import run_on_rank_0
 from finetune.runtime.supervision.writer_lock import claimed
 from finetune.runtime.text.library_output import quieten
 from finetune.strategy.protocol import Strategy
@@ -210,12 +210,12 @@ def _one_by_one(loaded: LoadedConfig) -> LoadedConfig:
 def _write_folder(folder: Path, conversion: Conversion, *, progress: Any) -> None:
     """Stage, write and rename: whoever looks sees all of the folder or none. Collective."""
     staging = folder.with_name(f".{folder.name}.staging")
-    main_does(lambda: _stage(staging))
+    run_on_rank_0(lambda: _stage(staging))
     if hasattr(conversion.machine.model, "global_steps"):  # DeepSpeed's own count, which a new engine begins at 0
         conversion.machine.model.global_steps = int(progress["step"])
     conversion.machine.accelerator.save_state(str(staging))
     distributed.barrier()  # `save_state` ends without one: nothing is renamed while others still write
-    main_does(lambda: _finish(staging, folder, progress=progress))
+    run_on_rank_0(lambda: _finish(staging, folder, progress=progress))
 
 
 def _stage(staging: Path) -> None:
@@ -240,7 +240,7 @@ def _progress(folder: Path, conversion: Conversion, *, step: int) -> Progress:
     """Return the progress that lies in the folder, where it is this step's and data's; else what can be worked out."""
     config, lessons = conversion.loaded.config, conversion.lessons
     batch_size = config.train.global_batch_size
-    found = main_does(lambda: _beside(folder))
+    found = run_on_rank_0(lambda: _beside(folder))
     is_step = found is not None and found.step == step
     if found and is_step and are_samples_of(found, pool=lessons.training, global_batch_size=batch_size):
         return found

@@ -21,7 +21,7 @@ from finetune.checkpoint.read.checksum_prefetch import ChecksumOf
 from finetune.errors import CheckpointError
 from finetune.runtime import distributed
 from finetune.runtime.distributed import Group
-from finetune.runtime.run_on_ranks import all_do, main_does
+from finetune.runtime.run_on_ranks import run_on_all_ranks, run_on_rank_0
 from finetune.runtime.supervision.heartbeat import reach
 
 T = TypeVar("T")
@@ -48,17 +48,17 @@ def find_newest(folder: Path, *, say: Callable[[str], None], facts: ChecksumOf =
     that is an error and not a fresh start. One of another format is an error, too, and stays where it is: continuing
     from an older one would throw away what was trained since.
     """
-    while path := main_does(lambda: layout.newest(folder)):
+    while path := run_on_rank_0(lambda: layout.newest(folder)):
         try:
             return verify(path, facts=facts)
         except OtherFormatError:
             raise
         except CheckpointError as error:
             # All ranks come here or none: `verify` raises the same on all, and rank 0 renames when all have read.
-            aside = main_does(partial(layout.set_aside, path, "bad"))
+            aside = run_on_rank_0(partial(layout.set_aside, path, "bad"))
             if distributed.is_main():
                 say(f"passed over {path.name}, now {aside.name}: {error}")
-    bad = main_does(lambda: layout.bad_ones(folder))
+    bad = run_on_rank_0(lambda: layout.bad_ones(folder))
     if bad:
         raise CheckpointError(
             f"{folder}: has no good checkpoint, only bad ones: {', '.join(path.name for path in bad)}. "
@@ -73,7 +73,7 @@ def find_at(path: Path, *, folder: Path, facts: ChecksumOf = file_facts) -> Foun
     Checkpoints of `folder` that are newer would be in the way of what is trained from here: they are put aside when the
     path is one of them, and refused when it is another run's.
     """
-    inner = main_does(lambda: [each.name for each in layout.steps(path).values()])
+    inner = run_on_rank_0(lambda: [each.name for each in layout.steps(path).values()])
     if inner and not (path / layout.MANIFEST).exists():
         raise CheckpointError(f"checkpoint.resume: {path} holds checkpoints; write one of them: {', '.join(inner)}")
     try:
@@ -83,13 +83,13 @@ def find_at(path: Path, *, folder: Path, facts: ChecksumOf = file_facts) -> Foun
     except CheckpointError as error:
         advice = "Name another one (`finetune checkpoint ls RUN` lists them), or write `auto` for the newest good one."
         raise CheckpointError(f"checkpoint.resume: {str(error).rstrip('.')}. {advice}") from error
-    main_does(lambda: _clear_the_way(found, folder=folder))
+    run_on_rank_0(lambda: _clear_the_way(found, folder=folder))
     return found
 
 
 def refuse_any(folder: Path) -> None:
     """Raise CheckpointError when the folder has checkpoints. Collective."""
-    refuse_to_start_anew(main_does(lambda: layout.newest(folder)))
+    refuse_to_start_anew(run_on_rank_0(lambda: layout.newest(folder)))
 
 
 def verify(path: Path, *, group: Group = Group.MAIN, facts: ChecksumOf = file_facts) -> Found:
@@ -100,9 +100,9 @@ def verify(path: Path, *, group: Group = Group.MAIN, facts: ChecksumOf = file_fa
     """
     manifest = _on_main(lambda: read_named(path), group=group)
     mine = verified_by(manifest, rank=distributed.rank(), world=distributed.world())
-    _raise_first(path, all_do(lambda: _first_problem(path, manifest, mine, facts), group=group))
+    _raise_first(path, run_on_all_ranks(lambda: _first_problem(path, manifest, mine, facts), group=group))
     texts = _on_main(lambda: read_texts(path, manifest), group=group)
-    _raise_first(path, all_do(lambda: _first_bad_header(path, mine, texts), group=group))
+    _raise_first(path, run_on_all_ranks(lambda: _first_bad_header(path, mine, texts), group=group))
     return Found(path, manifest, texts)
 
 
@@ -115,7 +115,7 @@ def _on_main(act: Callable[[], T], *, group: Group) -> T:
         except OtherFormatError as error:
             return error
 
-    value = main_does(attempt, group=group)
+    value = run_on_rank_0(attempt, group=group)
     if isinstance(value, OtherFormatError):
         raise value
     return value

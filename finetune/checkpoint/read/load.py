@@ -22,7 +22,7 @@ from finetune.checkpoint.sharding.gather import agree_on_records
 from finetune.checkpoint.sharding.state_access import StateAccess
 from finetune.errors import CheckpointError
 from finetune.runtime.resources import usable_cores
-from finetune.runtime.run_on_ranks import all_do
+from finetune.runtime.run_on_ranks import run_on_all_ranks
 from finetune.runtime.supervision.heartbeat import reach
 
 
@@ -94,12 +94,14 @@ def read_checkpoint(
     path = found.path
     reach("load.begin", step=found.step)
     saved, scalars = places(found), found.texts.scalars
-    all_do(access.begin_writing)  # local: the optimizer makes its state
+    run_on_all_ranks(access.begin_writing)  # local: the optimizer makes its state
     wanted = agree_on_records(access)
     fresh = _parameters_without_state([record for _, record in saved.values()])
     _refuse_differences(path, saved, [record for record in wanted if record.key in WHOLE or record.name not in fresh])
     # Nobody starts to hand values on (which is collective) before all have read theirs without an error.
-    all_do(lambda: _write_all(saved, scalars, step=found.step, fresh=fresh, access=access, cached_bytes=cached_bytes))
+    run_on_all_ranks(
+        lambda: _write_all(saved, scalars, step=found.step, fresh=fresh, access=access, cached_bytes=cached_bytes)
+    )
     access.finish_writing()
     reach("load.done", step=found.step)
     return dict(found.texts.progress)

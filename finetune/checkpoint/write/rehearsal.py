@@ -22,7 +22,7 @@ from finetune.errors import CheckpointError
 from finetune.runtime import distributed
 from finetune.runtime.files import atomic
 from finetune.runtime.resources import available_bytes, size_text
-from finetune.runtime.run_on_ranks import all_do, main_does
+from finetune.runtime.run_on_ranks import run_on_all_ranks, run_on_rank_0
 
 _LOOKS = 10
 """A second apart, at the files of other machines: a network's file system may take a while to show them."""
@@ -45,7 +45,7 @@ def rehearse(
     planned = plan_files(expected_records(here, words=access.expected_state()), world=distributed.world())
     _try_folder(folder)
     size = sum(record.size_bytes for file in planned for record in file.records)
-    main_does(partial(require_space, folder, size_bytes=size, section=section, num_saves=num_saves))
+    run_on_rank_0(partial(require_space, folder, size_bytes=size, section=section, num_saves=num_saves))
     if section.asynchronous:
         _require_memory(planned)
     contents.rehearse(planned, here=frozenset(here))
@@ -102,13 +102,13 @@ def _require_memory(planned: Sequence[PlannedFile]) -> None:
 
 def _try_folder(folder: Path) -> None:
     """Have every rank write and read a file, and rank 0 see all of them, rename and delete. Collective."""
-    token = main_does(lambda: uuid.uuid4().hex[:8])
+    token = run_on_rank_0(lambda: uuid.uuid4().hex[:8])
     trial = layout.trial_folder(folder, token)
     try:
-        hosts = all_do(partial(_write_and_read, trial / f"rank-{distributed.rank()}"))
-        # Every rank has written (that is when `all_do` returns) before rank 0 looks.
-        main_does(partial(_see_all, trial, dict(enumerate(hosts))))
-        main_does(partial(_rename_and_delete, trial))
+        hosts = run_on_all_ranks(partial(_write_and_read, trial / f"rank-{distributed.rank()}"))
+        # Every rank has written (that is when `run_on_all_ranks` returns) before rank 0 looks.
+        run_on_rank_0(partial(_see_all, trial, dict(enumerate(hosts))))
+        run_on_rank_0(partial(_rename_and_delete, trial))
     finally:
         shutil.rmtree(trial, ignore_errors=True)  # also what lies on a machine that does not share the folder
 

@@ -24,7 +24,7 @@ from finetune.errors import CheckpointError, NonFiniteError
 from finetune.runtime import distributed
 from finetune.runtime.background import begin_behind, do_now
 from finetune.runtime.distributed import Group
-from finetune.runtime.run_on_ranks import main_does, told
+from finetune.runtime.run_on_ranks import error_text, run_on_rank_0
 from finetune.runtime.supervision.exit import is_broken_collective
 from finetune.runtime.supervision.heartbeat import reach
 
@@ -138,20 +138,20 @@ class Saver:
             manifest = write_contents(self._folder, contents, run=self._run, group=Group.BEHIND)
         # Everybody waits for what is deleted, so that ranks end at one time and none waits long for rank 0 later.
         clear_up = partial(prune, self._folder, section=self._section, newest=contents.step)
-        trouble = main_does(clear_up, group=Group.BEHIND)
+        trouble = run_on_rank_0(clear_up, group=Group.BEHIND)
         self._notes.extend((contents.step, each) for each in trouble)
         return manifest
 
     def _already_saved(self, step: int) -> Manifest | None:
         path = layout.step_folder(self._folder, step)
-        if not main_does(lambda: os.path.lexists(path), group=Group.BEHIND):  # a link to nothing is in the way, too
+        if not run_on_rank_0(lambda: os.path.lexists(path), group=Group.BEHIND):  # a link to nothing is in the way, too
             return None
         try:
             return verify(path, group=Group.BEHIND).manifest
         except OtherFormatError:
             raise
         except CheckpointError as error:
-            aside = main_does(partial(layout.set_aside, path, "bad"), group=Group.BEHIND)
+            aside = run_on_rank_0(partial(layout.set_aside, path, "bad"), group=Group.BEHIND)
             self._notes.append((step, f"wrote {path.name} anew; the one before is now {aside.name}: {error}"))
             return None
 
@@ -182,4 +182,4 @@ class _Failure:
             return None
         is_agreed = isinstance(error, CheckpointError | NonFiniteError)
         where = "" if is_agreed or distributed.world() == 1 else f" (on rank {distributed.rank()})"
-        return cls(told(error) + where, is_agreed, is_broken_collective(error), isinstance(error, NonFiniteError))
+        return cls(error_text(error) + where, is_agreed, is_broken_collective(error), isinstance(error, NonFiniteError))

@@ -14,7 +14,7 @@ from finetune.checkpoint.sharding.gather import Gathered, Gatherer, agree_on_rec
 from finetune.checkpoint.sharding.save_plan import PlannedFile, plan_files
 from finetune.checkpoint.sharding.state_access import StateAccess
 from finetune.runtime import distributed
-from finetune.runtime.run_on_ranks import all_do
+from finetune.runtime.run_on_ranks import run_on_all_ranks
 
 
 @dataclass(frozen=True)
@@ -68,13 +68,13 @@ class Snapshots:
         """
         planned = _plan(self._access)
         # Nobody begins to send before every owner has a place for what is sent to it.
-        all_do(partial(self._make_room, planned))
+        run_on_all_ranks(partial(self._make_room, planned))
         mine = list(self._gatherer.gather(planned, shelf=self._shelf))
         return Contents(step, planned, lambda: iter(mine), _scalars(self._access), deepcopy(dict(progress)))
 
     def rehearse(self, planned: Sequence[PlannedFile], *, here: frozenset[TensorRecord]) -> None:
         """Have room for all that is planned, and copy what is here already. Collective."""
-        all_do(partial(self._make_room, planned))
+        run_on_all_ranks(partial(self._make_room, planned))
         for _ in self._gatherer.gather(_only(planned, here), shelf=self._shelf):
             pass
 

@@ -26,7 +26,7 @@ from finetune.errors import CheckpointError, NonFiniteError
 from finetune.runtime import distributed
 from finetune.runtime.distributed import Group
 from finetune.runtime.files import atomic
-from finetune.runtime.run_on_ranks import all_do, main_does
+from finetune.runtime.run_on_ranks import run_on_all_ranks, run_on_rank_0
 from finetune.runtime.supervision.heartbeat import reach
 
 _BLOCK_ELEMENTS = 1 << 20
@@ -128,24 +128,24 @@ def write_contents(folder: Path, contents: Contents, *, run: RunFacts, group: Gr
     """
     staging = layout.staging_folder(folder, contents.step)
     # Nobody writes before the folder is there and what an earlier save has left in it is gone.
-    main_does(partial(_stage, staging, num_bytes=contents.size_bytes), group=group)
+    run_on_rank_0(partial(_stage, staging, num_bytes=contents.size_bytes), group=group)
     try:
         writing = Writing(staging, step=contents.step)
         for file, record, tensor in contents.tensors():
             writing.add(file, record, tensor)
             del tensor  # so that it is gone when the next ones are gathered
-        written = Written.of_all(all_do(writing.close, group=group))
+        written = Written.of_all(run_on_all_ranks(writing.close, group=group))
         if written.bad:
-            newest = main_does(partial(_newest, folder), group=group)
+            newest = run_on_rank_0(partial(_newest, folder), group=group)
             raise NonFiniteError(_refusal(contents.step, bad=written.bad, newest=newest))
         # Only when every rank has reported its files does rank 0 vouch for them; nobody goes on before the rename.
-        manifest = main_does(partial(_finish, staging, contents, run=run, written=written), group=group)
+        manifest = run_on_rank_0(partial(_finish, staging, contents, run=run, written=written), group=group)
     except (CheckpointError, NonFiniteError):
         # Every rank is past its last write (the error came from a gathering of outcomes), so nothing reappears.
         if distributed.is_main():
             shutil.rmtree(staging, ignore_errors=True)
         raise
-    all_do(partial(_arrive, layout.step_folder(folder, contents.step), contents), group=group)
+    run_on_all_ranks(partial(_arrive, layout.step_folder(folder, contents.step), contents), group=group)
     return manifest
 
 

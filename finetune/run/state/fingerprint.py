@@ -12,7 +12,7 @@ from finetune.report.run_log import Announcer
 from finetune.run.build.data import Lessons, input_identity
 from finetune.run.build.teacher import teacher_identity
 from finetune.runtime import distributed
-from finetune.runtime.run_on_ranks import main_does
+from finetune.runtime.run_on_ranks import run_on_rank_0
 
 
 def run_facts(config: RunConfig, lessons: Lessons, *, model: Any, strategy: str, say: Announcer) -> RunFacts:
@@ -24,8 +24,8 @@ def run_facts(config: RunConfig, lessons: Lessons, *, model: Any, strategy: str,
     prior = lessons.task.prior
     compared = prior is not None and prior.knower == "reference"
     digest = partial(base_digest, config.model, model=model, is_reference=compared, say=say)
-    base = main_does(digest, group=distributed.Group.BEHIND)
-    adapter = main_does(lambda: adapter_digest(config.model.adapter), group=distributed.Group.BEHIND)
+    base = run_on_rank_0(digest, group=distributed.Group.BEHIND)
+    adapter = run_on_rank_0(lambda: adapter_digest(config.model.adapter), group=distributed.Group.BEHIND)
     teacher = teacher_identity(config, say=say)
     return facts_with(base, config, lessons, strategy=strategy, adapter=adapter, teacher=teacher)
 

@@ -24,7 +24,7 @@ from finetune.run.samples import refuse_other_samples
 from finetune.run.state.fingerprint import facts_with, run_facts
 from finetune.run.state.finished import BEST_IS_OF, FinishedRun, over_on_disk, told_over
 from finetune.runtime.progress import Progress
-from finetune.runtime.run_on_ranks import main_does
+from finetune.runtime.run_on_ranks import run_on_rank_0
 
 
 def settle_buckets(accelerator: Accelerator, model: nn.Module, *, loss: Callable[[], Tensor]) -> None:
@@ -50,7 +50,7 @@ def find_finished(
 
     Needs no model. Raises CheckpointError where the config is no longer the one it was trained with. Collective.
     """
-    found = main_does(lambda: over_on_disk(config, num_steps=num_steps))
+    found = run_on_rank_0(lambda: over_on_disk(config, num_steps=num_steps))
     if found is None:
         return None
     finished, manifest = found
