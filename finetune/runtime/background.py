@@ -8,21 +8,21 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-def begin_behind(work: Callable[[], T], *, name: str) -> "Future[T]":
+def run_in_background(work: Callable[[], T], *, name: str) -> "Future[T]":
     """Begin the work and return what will hold its value or its error; a process that ends does not wait for it."""
     future: Future[T] = Future()
-    threading.Thread(target=_run, args=(work, future), name=name, daemon=True).start()
+    threading.Thread(target=_run_into, args=(work, future), name=name, daemon=True).start()
     return future
 
 
-def do_now(work: Callable[[], T]) -> "Future[T]":
+def run_now(work: Callable[[], T]) -> "Future[T]":
     """Return what holds the value or the error of the work, which has been done."""
     future: Future[T] = Future()
-    _run(work, future)
+    _run_into(work, future)
     return future
 
 
-def _run(work: Callable[[], T], future: "Future[T]") -> None:
+def _run_into(work: Callable[[], T], future: "Future[T]") -> None:
     try:
         value = work()
     except Exception as error:  # for whoever asks for the value

@@ -14,7 +14,7 @@ import numpy as np
 from finetune.checkpoint.format import layout
 from finetune.checkpoint.format.manifest import BLOCK_BYTES, FileFacts, file_facts, read_manifest, verified_by
 from finetune.errors import CheckpointError
-from finetune.runtime.background import begin_behind
+from finetune.runtime.background import run_in_background
 from finetune.runtime.resources import usable_cores
 
 ChecksumOf = Callable[[Path], FileFacts]
@@ -47,7 +47,7 @@ class ChecksumPrefetch:
         self._waiting = deque(self._begun.items())
         self._kept: dict[Path, np.ndarray] = {}
         for number in range(min(num_threads, len(paths))):
-            begin_behind(self._work, name=f"digests {number}")
+            run_in_background(self._work, name=f"digests {number}")
 
     def facts(self, path: Path) -> FileFacts:
         """Return what the file is; read now unless that was begun, and is still true. Raises OSError."""

@@ -22,7 +22,7 @@ from finetune.checkpoint.write.writer import write_contents
 from finetune.config.sections.checkpoint import CheckpointSection
 from finetune.errors import CheckpointError, NonFiniteError
 from finetune.runtime import distributed
-from finetune.runtime.background import begin_behind, do_now
+from finetune.runtime.background import run_in_background, run_now
 from finetune.runtime.distributed import Group
 from finetune.runtime.run_on_ranks import error_text, run_on_rank_0
 from finetune.runtime.supervision.exit import is_broken_collective
@@ -74,9 +74,9 @@ class Saver:
         distributed.open_line_behind()  # whose time limit is that of disks
         if self._section.asynchronous:
             work = partial(self._write, contents, started=started, stall=time.monotonic() - started)
-            self._future = begin_behind(work, name=f"checkpoint of step {step}")
+            self._future = run_in_background(work, name=f"checkpoint of step {step}")
         else:
-            self._future = do_now(partial(self._write, contents, started=started))
+            self._future = run_now(partial(self._write, contents, started=started))
 
     def outcome(self) -> SavedCheckpoint | BaseException | None:
         """Return how the save has ended on this rank; None while it goes on and where there is nothing to settle."""
