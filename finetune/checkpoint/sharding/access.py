@@ -7,14 +7,14 @@ from accelerate import Accelerator
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
-from finetune.checkpoint.sharding.fsdp import place_fsdp1, place_fsdp2
+from finetune.checkpoint.sharding.fsdp import fsdp1_layout, fsdp2_layout
 from finetune.checkpoint.sharding.named_state import NamedState
 from finetune.checkpoint.sharding.state_access import LossScale, StateAccess
-from finetune.checkpoint.sharding.state_layout import Placement, named_buffers, named_parameters, whole
-from finetune.checkpoint.sharding.zero import place_zero3, place_zero12
+from finetune.checkpoint.sharding.state_layout import StateLayout, named_buffers, named_parameters, unsharded
+from finetune.checkpoint.sharding.zero import zero3_layout, zero12_layout
 from finetune.errors import CheckpointError
 
-_ELEMENT_BY_ELEMENT = frozenset(
+_ELEMENTWISE_OPTIMIZERS = frozenset(
     {"Adam", "AdamW", "SGD", "Adagrad", "RMSprop", "NAdam", "RAdam", "Adadelta", "Lion"}
     | {"DeepSpeedCPUAdam", "DeepSpeedCPUAdagrad", "DeepSpeedCPULion", "FusedAdam", "FusedLion"}
     | {"ScheduleFreeAdamW", "MuonAndAdamW"}
@@ -28,13 +28,13 @@ def build_access(accelerator: Accelerator, model: nn.Module, optimizer: Any) -> 
 
     Raises CheckpointError at once where this combination could not be saved: the start is the time to hear of it.
     """
-    placement = place(model)
+    placement = state_layout(model)
     zero = getattr(model, "optimizer", None) if _zero_stage(model) else None
     inner = zero.optimizer if zero is not None else getattr(optimizer, "optimizer", optimizer)
     if not any(held.is_trained for held in placement.held.values()):
         raise CheckpointError("no parameter is trained, so there is nothing to save")
     is_split = any(held.is_trained and not held.is_whole for held in placement.held.values())
-    if is_split and type(inner).__name__ not in _ELEMENT_BY_ELEMENT:
+    if is_split and type(inner).__name__ not in _ELEMENTWISE_OPTIMIZERS:
         raise CheckpointError(
             f"train.optimizer.name: the state of {type(inner).__name__} cannot be saved free of the strategy while "
             "parameters are split over ranks. Write `adamw` or `sgd`, or launch with accelerate_configs/ddp.yaml."
@@ -47,18 +47,18 @@ def build_access(accelerator: Accelerator, model: nn.Module, optimizer: Any) -> 
     )
 
 
-def place(model: nn.Module) -> Placement:
+def state_layout(model: nn.Module) -> StateLayout:
     """Return where the prepared model's state lies."""
     stage = _zero_stage(model)
     if stage:
-        return place_zero3(model) if stage == 3 else place_zero12(model)
+        return zero3_layout(model) if stage == 3 else zero12_layout(model)
     if any(isinstance(module, FSDPModule) for module in model.modules()):
-        return place_fsdp2(model)
+        return fsdp2_layout(model)
     if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
-        return place_fsdp1(model)
-    _refuse_reduced_engine(model)
-    held = {name: whole(parameter) for name, parameter in named_parameters(model).items()}
-    return Placement(held=held, buffers=named_buffers(model))
+        return fsdp1_layout(model)
+    _refuse_zero_stage_0(model)
+    held = {name: unsharded(parameter) for name, parameter in named_parameters(model).items()}
+    return StateLayout(held=held, buffers=named_buffers(model))
 
 
 def _zero_stage(model: Any) -> int:
@@ -66,7 +66,7 @@ def _zero_stage(model: Any) -> int:
     return int(stage()) if callable(stage) else 0
 
 
-def _refuse_reduced_engine(model: Any) -> None:
+def _refuse_zero_stage_0(model: Any) -> None:
     """Refuse DeepSpeed without ZeRO in half precision: its fp32 masters are somewhere else again."""
     wrapper = getattr(model, "optimizer", None)
     if wrapper is not None and not isinstance(wrapper, torch.optim.Optimizer):

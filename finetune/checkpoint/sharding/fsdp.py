@@ -10,25 +10,25 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.fsdp._runtime_utils import _reshard
 from torch.distributed.tensor import DTensor, Replicate
 
-from finetune.checkpoint.sharding.state_layout import Held, Placement, named_buffers, named_parameters, whole
+from finetune.checkpoint.sharding.state_layout import ShardView, StateLayout, named_buffers, named_parameters, unsharded
 from finetune.errors import CheckpointError
 from finetune.runtime.parameters import held_rows
 
 
-def place_fsdp2(model: nn.Module) -> Placement:
+def fsdp2_layout(model: nn.Module) -> StateLayout:
     """Return where FSDP2 keeps the model; raises CheckpointError for any layout but rows over ranks and copies."""
     _reshard_fsdp2(model)
     parameters = named_parameters(model)
     copies = {_is_copy(parameter) for parameter in parameters.values() if isinstance(parameter, DTensor)}
-    return Placement(
-        held={name: _held_dtensor(name, parameter) for name, parameter in parameters.items()},
+    return StateLayout(
+        held={name: _dtensor_view(name, parameter) for name, parameter in parameters.items()},
         buffers=named_buffers(model),
         contributes=True not in copies,
         settle=partial(_reshard_fsdp2, model),
     )
 
 
-def place_fsdp1(model: nn.Module) -> Placement:
+def fsdp1_layout(model: nn.Module) -> StateLayout:
     """Return where FSDP1 keeps the model; raises CheckpointError without `fsdp_use_orig_params`."""
     _reshard_fsdp1(model)
     shards = _fsdp1_shards(model)
@@ -39,20 +39,20 @@ def place_fsdp1(model: nn.Module) -> Placement:
             "Write `fsdp_use_orig_params: true` in the accelerate config."
         )
     groups = [getattr(module, "_inter_node_pg", None) for module in FullyShardedDataParallel.fsdp_modules(model)]
-    return Placement(
-        held={name: shards.get(id(parameter)) or whole(parameter) for name, parameter in parameters.items()},
+    return StateLayout(
+        held={name: shards.get(id(parameter)) or unsharded(parameter) for name, parameter in parameters.items()},
         buffers=named_buffers(model),
         contributes=all(group is None or group.rank() == 0 for group in groups),
         settle=partial(_reshard_fsdp1, model),
     )
 
 
-def _held_dtensor(name: str, parameter: nn.Parameter) -> Held:
+def _dtensor_view(name: str, parameter: nn.Parameter) -> ShardView:
     if not isinstance(parameter, DTensor):
-        return whole(parameter)
+        return unsharded(parameter)
     row = math.prod(parameter.shape[1:])
     first, num_rows = _rows(name, parameter)
-    return Held(
+    return ShardView(
         owner=parameter,
         part=_local,
         shape=tuple(parameter.shape),
@@ -93,16 +93,16 @@ def _reshard_fsdp2(model: nn.Module) -> None:
             module.reshard()
 
 
-def _fsdp1_shards(model: nn.Module) -> dict[int, Held]:
+def _fsdp1_shards(model: nn.Module) -> dict[int, ShardView]:
     """Return what this rank holds of each original parameter, by the parameter's id."""
-    held: dict[int, Held] = {}
+    held: dict[int, ShardView] = {}
     for handle in _fsdp1_handles(model).values():
         if not handle.uses_sharded_strategy:
             continue
         flat = handle.flat_param
         for parameter, info, shape in zip(flat._params, flat._shard_param_infos, flat._shapes, strict=True):
             start = info.intra_param_start_idx if info.in_shard else 0
-            held[id(parameter)] = Held(
+            held[id(parameter)] = ShardView(
                 owner=parameter,
                 part=_fsdp1_part(parameter, handle, info),
                 shape=tuple(shape),

@@ -11,7 +11,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from finetune.checkpoint.format.tensor_file import TensorRecord
-from finetune.checkpoint.sharding.access import place
+from finetune.checkpoint.sharding.access import state_layout
 from finetune.checkpoint.sharding.save_plan import PlannedFile, gathering_rounds
 from finetune.checkpoint.sharding.state_access import Scalars, StateAccess
 from finetune.runtime import distributed
@@ -171,7 +171,7 @@ def gather_weights(accelerator: Accelerator, model: nn.Module, *, trained_only: 
     They have the type they are trained in: fp32 masters where such exist. Persistent buffers come with them unless only
     what is trained is asked for. Tied weights come once.
     """
-    placement = place(model)
+    placement = state_layout(model)
     is_main = distributed.is_main()
     wanted = {name: held for name, held in placement.held.items() if held.is_trained or not trained_only}
     parted = [name for name, held in wanted.items() if not held.is_whole]

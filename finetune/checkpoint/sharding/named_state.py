@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from finetune.checkpoint.format.tensor_file import BUFFER, PARAMETER, TensorRecord, dtype_code
-from finetune.checkpoint.sharding.optimizer_state import expected_state, make_empty_state, make_first_state
+from finetune.checkpoint.sharding.optimizer_state import create_empty_state, create_state_by_step, expected_state_keys
 from finetune.checkpoint.sharding.state_access import LossScale, Scalars
-from finetune.checkpoint.sharding.state_layout import Held, Placement
+from finetune.checkpoint.sharding.state_layout import ShardView, StateLayout
 from finetune.errors import CheckpointError
 
 
@@ -19,7 +19,7 @@ class NamedState:
     """The state of a model and its torch optimizer, laid out as the placement says."""
 
     def __init__(
-        self, placement: Placement, optimizer: torch.optim.Optimizer, *, device: torch.device, loss_scale: LossScale
+        self, placement: StateLayout, optimizer: torch.optim.Optimizer, *, device: torch.device, loss_scale: LossScale
     ) -> None:
         self._placement = placement
         self._optimizer = optimizer
@@ -43,7 +43,7 @@ class NamedState:
 
     def expected_state(self) -> tuple[str, ...]:
         """Return the words of what the optimizer will keep for each number of a parameter; none where it keeps less."""
-        return expected_state(self._optimizer)
+        return expected_state_keys(self._optimizer)
 
     def is_whole(self, record: TensorRecord) -> bool:
         """Tell whether every rank holds all of the tensor."""
@@ -133,18 +133,18 @@ class NamedState:
     def begin_writing(self) -> None:
         """Make optimizer state to be written into."""
         self._placement.settle()
-        if self._placement.make_state is not None:
-            self._placement.make_state()
+        if self._placement.create_optimizer_state is not None:
+            self._placement.create_optimizer_state()
         elif all(held.is_whole for held in self._held.values()):  # else there may be padding, which nobody writes
-            make_empty_state(self._optimizer)
+            create_empty_state(self._optimizer)
         else:
-            make_first_state(self._optimizer)
+            create_state_by_step(self._optimizer)
 
     def finish_writing(self) -> None:
         """Hand what was written on to the copies that training uses. Collective."""
         self._placement.publish()
 
-    def _state(self, held: Held) -> dict[str, Any]:
+    def _state(self, held: ShardView) -> dict[str, Any]:
         state: dict[str, Any] = self._optimizer.state.get(held.owner, {})
         return state
 
@@ -153,13 +153,13 @@ class NamedState:
         tensor: Tensor = held.owner if record.key == PARAMETER else self._state(held)[record.key]
         return tensor
 
-    def _tensors(self, held: Held) -> dict[str, Tensor]:
+    def _tensors(self, held: ShardView) -> dict[str, Tensor]:
         state = self._state(held)
         return {
             key: value for key, value in state.items() if isinstance(value, Tensor) and not _is_number(key, value, held)
         }
 
-    def _numbers(self, held: Held) -> dict[str, Any]:
+    def _numbers(self, held: ShardView) -> dict[str, Any]:
         state = self._state(held)
         return {key: value for key, value in state.items() if _is_number(key, value, held)}
 
@@ -179,7 +179,7 @@ def _record(name: str, key: str, shape: tuple[int, ...], tensor: Tensor) -> Tens
     return TensorRecord(name=name, key=key, shape=shape, dtype=dtype_code(tensor.dtype))
 
 
-def _whole_shape(name: str, key: str, *, tensor: Tensor, held: Held) -> tuple[int, ...]:
+def _whole_shape(name: str, key: str, *, tensor: Tensor, held: ShardView) -> tuple[int, ...]:
     if held.is_whole:
         return tuple(tensor.shape)
     if _is_by_rows(tensor, held):
@@ -189,7 +189,7 @@ def _whole_shape(name: str, key: str, *, tensor: Tensor, held: Held) -> tuple[in
     return held.shape
 
 
-def _is_by_rows(tensor: Tensor, held: Held) -> bool:
+def _is_by_rows(tensor: Tensor, held: ShardView) -> bool:
     """Tell whether it is split by rows as the parameter is, whatever it has in a row (scales of blocks)."""
     return (
         isinstance(tensor, DTensor)
@@ -199,7 +199,7 @@ def _is_by_rows(tensor: Tensor, held: Held) -> bool:
     )
 
 
-def _is_number(key: str, value: object, held: Held) -> bool:
+def _is_number(key: str, value: object, held: ShardView) -> bool:
     if isinstance(value, Tensor):
         return value.dim() == 0 and (key == "step" or held.owner.dim() > 0)
     return isinstance(value, int | float)

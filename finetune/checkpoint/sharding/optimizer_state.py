@@ -10,7 +10,7 @@ from torch import Tensor
 from finetune.runtime.parameters import DECAY, STATE
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
-_EXPECTED = {
+_STATE_KEYS = {
     **dict.fromkeys(("Adam", "AdamW", "NAdam", "RAdam", "DeepSpeedCPUAdam", "FusedAdam"), _MOMENTS),
     **dict.fromkeys(("Lion", "DeepSpeedCPULion", "FusedLion"), ("exp_avg",)),
     **dict.fromkeys(("Adagrad", "DeepSpeedCPUAdagrad"), ("sum",)),
@@ -18,11 +18,11 @@ _EXPECTED = {
     **{"MuonAndAdamW": _MOMENTS, "ScheduleFreeAdamW": ("exp_avg_sq", "z")},  # Muon's matrices keep one, not two
 }
 
-_ALIKE = (torch.optim.Adam, torch.optim.AdamW)
+_ADAM_CLASSES = (torch.optim.Adam, torch.optim.AdamW)
 """Optimizers, these very classes, that keep of every parameter the same: numbers, and tensors laid out like it."""
 
 
-def make_first_state(optimizer: torch.optim.Optimizer) -> None:
+def create_state_by_step(optimizer: torch.optim.Optimizer) -> None:
     """Have the optimizer make its state for all its parameters by a step with zero gradients and no learning rate.
 
     Only the optimizer knows its state's names, types and devices. Some rules move parameters in such a step all the
@@ -33,14 +33,14 @@ def make_first_state(optimizer: torch.optim.Optimizer) -> None:
         optimizer.step()
 
 
-def make_empty_state(optimizer: torch.optim.Optimizer) -> None:
+def create_empty_state(optimizer: torch.optim.Optimizer) -> None:
     """Make the same state faster, for a caller that overwrites every number of it.
 
     Adam's moments are memory as it comes, without a gradient and a pass over all of it; what else there is, and of
     which type, is asked of a twin with a single number.
     """
-    if type(optimizer) not in _ALIKE or _has_hooks(optimizer):
-        make_first_state(optimizer)
+    if type(optimizer) not in _ADAM_CLASSES or _has_hooks(optimizer):
+        create_state_by_step(optimizer)
         return
     for group in optimizer.param_groups:
         twins: dict[tuple[torch.dtype, torch.device], dict[str, Tensor]] = {}
@@ -54,13 +54,13 @@ def make_empty_state(optimizer: torch.optim.Optimizer) -> None:
             }
 
 
-def expected_state(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
+def expected_state_keys(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
     """Return the words of what the optimizer will keep for each number of a parameter.
 
     Nothing for optimizers that keep a fraction of a number each (Adafactor, 8-bit AdamW) or are not known.
     """
     average = (STATE,) if any(DECAY in group for group in optimizer.param_groups) else ()
-    return (*_own_state(optimizer), *average)
+    return (*_own_state_keys(optimizer), *average)
 
 
 def _has_hooks(optimizer: torch.optim.Optimizer) -> bool:
@@ -82,13 +82,13 @@ def _twin_state(
     return state
 
 
-def _own_state(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
+def _own_state_keys(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
     settings, name = optimizer.defaults, type(optimizer).__name__
     if name in ("SGD", "RMSprop") and settings.get("momentum"):
-        return ("momentum_buffer", *_EXPECTED.get(name, ()))
+        return ("momentum_buffer", *_STATE_KEYS.get(name, ()))
     if settings.get("amsgrad"):
-        return (*_EXPECTED.get(name, ()), "max_exp_avg_sq")
-    return _EXPECTED.get(name, ())
+        return (*_STATE_KEYS.get(name, ()), "max_exp_avg_sq")
+    return _STATE_KEYS.get(name, ())
 
 
 @contextmanager

@@ -20,20 +20,20 @@ T = TypeVar("T")
 
 def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return the parameters by canonical name; tied ones appear once, under the first of their names."""
-    return _unique(bare(model).named_parameters())
+    return _unique(unwrap_model(model).named_parameters())
 
 
 def named_buffers(model: nn.Module) -> dict[str, Tensor]:
     """Return the buffers that belong to the model's state (the persistent ones) by canonical name."""
     found: list[tuple[str, Tensor]] = []
-    for prefix, module in bare(model).named_modules():
+    for prefix, module in unwrap_model(model).named_modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:
                 found.append((f"{prefix}.{name}" if prefix else name, buffer))
     return _unique(found)
 
 
-def bare(model: nn.Module) -> nn.Module:
+def unwrap_model(model: nn.Module) -> nn.Module:
     """Return the model without DDP or DeepSpeed's engine around it."""
     is_engine = any(kind.__name__ == "DeepSpeedEngine" for kind in type(model).__mro__)
     inner = model.module if isinstance(model, DistributedDataParallel) or is_engine else model
@@ -54,12 +54,12 @@ def _unique(found: Iterable[tuple[str, T]]) -> dict[str, T]:
     return named
 
 
-def nothing() -> None:
+def do_nothing() -> None:
     """Do nothing: for strategies that need no such step."""
 
 
 @dataclass(frozen=True)
-class Held:
+class ShardView:
     """One parameter as this rank holds it: elements [start, stop) of the flattened whole."""
 
     owner: Tensor  # holds the value, and is the key of the optimizer's state; ZeRO's is shared by many parameters
@@ -72,20 +72,22 @@ class Held:
 
 
 @dataclass(frozen=True)
-class Placement:
+class StateLayout:
     """Where everything is, and what has to be done around reading and writing it."""
 
-    held: Mapping[str, Held]  # by canonical name, the model's order, the same on every rank; frozen ones too
+    held: Mapping[str, ShardView]  # by canonical name, the model's order, the same on every rank; frozen ones too
     buffers: Mapping[str, Tensor] = field(default_factory=dict)  # persistent ones
     contributes: bool = True  # False on a rank that holds a copy of what another rank contributes (HSDP)
-    settle: Callable[[], None] = nothing  # puts the values to where `Held` says they are; local
-    make_state: Callable[[], None] | None = None  # has the optimizer make its first state; None: the ordinary way
-    publish: Callable[[], None] = nothing  # hands written values on to the copies that training uses. Collective.
+    settle: Callable[[], None] = do_nothing  # puts the values to where `ShardView` says they are; local
+    create_optimizer_state: Callable[[], None] | None = (
+        None  # has the optimizer make its first state; None: the ordinary way
+    )
+    publish: Callable[[], None] = do_nothing  # hands written values on to the copies that training uses. Collective.
 
 
-def whole(parameter: nn.Parameter) -> Held:
+def unsharded(parameter: nn.Parameter) -> ShardView:
     """Return the parameter as one that every rank holds completely."""
-    return Held(
+    return ShardView(
         owner=parameter,
         part=lambda tensor: tensor.detach().reshape(-1),
         shape=tuple(parameter.shape),

@@ -11,26 +11,26 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from finetune.checkpoint.sharding.optimizer_state import make_first_state, no_learning_rate, zero_gradients
-from finetune.checkpoint.sharding.state_layout import Held, Placement, named_buffers, named_parameters, whole
+from finetune.checkpoint.sharding.optimizer_state import create_state_by_step, no_learning_rate, zero_gradients
+from finetune.checkpoint.sharding.state_layout import ShardView, StateLayout, named_buffers, named_parameters, unsharded
 from finetune.errors import CheckpointError
 
 
-def place_zero12(engine: Any) -> Placement:
+def zero12_layout(engine: Any) -> StateLayout:
     """Return where ZeRO-1 and -2 keep the model: parameters whole on every rank, their fp32 masters in partitions."""
     zero = engine.optimizer
     flats = [group["params"][0] for group in zero.optimizer.param_groups]
     groups = zero.bit16_groups if hasattr(zero, "bit16_groups") else zero.bf16_groups
     flat_of = {id(parameter): flat for group, flat in zip(groups, flats, strict=True) for parameter in group}
-    return Placement(
-        held={name: _held12(each, flat_of.get(id(each))) for name, each in named_parameters(engine).items()},
+    return StateLayout(
+        held={name: _zero12_view(each, flat_of.get(id(each))) for name, each in named_parameters(engine).items()},
         buffers=named_buffers(engine),
-        make_state=partial(make_first_state, zero.optimizer),
+        create_optimizer_state=partial(create_state_by_step, zero.optimizer),
         publish=partial(_publish12, zero),
     )
 
 
-def place_zero3(engine: Any) -> Placement:
+def zero3_layout(engine: Any) -> StateLayout:
     """Return where ZeRO-3 keeps the model; raises CheckpointError where parts of it are on NVMe."""
     zero = engine.optimizer
     if getattr(zero, "swap_optimizer", False) or getattr(zero, "params_in_nvme_and_cpu", False):
@@ -38,22 +38,22 @@ def place_zero3(engine: Any) -> Placement:
             "ZeRO-3 with state on NVMe cannot be saved in the portable format yet. "
             "Offload to `cpu` instead of `nvme` in the DeepSpeed config."
         )
-    return Placement(
-        held={name: _held3(each, zero) for name, each in named_parameters(engine).items()},
+    return StateLayout(
+        held={name: _zero3_view(each, zero) for name, each in named_parameters(engine).items()},
         buffers=named_buffers(engine),
-        make_state=partial(_make_state3, zero),
+        create_optimizer_state=partial(_create_state3, zero),
         publish=partial(_publish3, zero),
     )
 
 
-def _held12(parameter: nn.Parameter, flat: Tensor | None) -> Held:
+def _zero12_view(parameter: nn.Parameter, flat: Tensor | None) -> ShardView:
     if flat is None:
-        return whole(parameter)
+        return unsharded(parameter)
     mapping: Any = getattr(parameter, "_hp_mapping", None)  # None: this rank's partition has nothing of it
     start = mapping.lp_fragment_address.start if mapping is not None else 0
     count = mapping.hp_fragment_address.numel if mapping is not None else 0
     offset = mapping.hp_fragment_address.start if mapping is not None else 0
-    return Held(
+    return ShardView(
         owner=flat,
         part=_narrow(offset, count),
         shape=tuple(parameter.shape),
@@ -64,7 +64,7 @@ def _held12(parameter: nn.Parameter, flat: Tensor | None) -> Held:
     )
 
 
-def _held3(parameter: Any, zero: Any) -> Held:
+def _zero3_view(parameter: Any, zero: Any) -> ShardView:
     size = parameter.partition_numel()  # the last partition is padded
     start = min(size * zero._get_param_partition_rank(parameter), parameter.ds_numel)
     stop = min(start + size, parameter.ds_numel)
@@ -72,7 +72,7 @@ def _held3(parameter: Any, zero: Any) -> Held:
     position = zero.grad_position.get(zero.get_param_id(parameter)) if parameter.requires_grad else None
     if position is not None:
         owner, offset = zero.fp32_partitioned_groups_flat[position[0]], position[1]
-    return Held(
+    return ShardView(
         owner=owner,
         part=_narrow(offset, stop - start),
         shape=tuple(parameter.ds_shape),
@@ -87,7 +87,7 @@ def _narrow(offset: int, count: int) -> Callable[[Tensor], Tensor]:
     return lambda tensor: tensor.detach().reshape(-1).narrow(0, offset, count)
 
 
-def _make_state3(zero: Any) -> None:
+def _create_state3(zero: Any) -> None:
     """Make the state a partition at a time: ZeRO-3's optimizer holds its parameters only during its step."""
     with zero_gradients(zero.fp32_partitioned_groups_flat), no_learning_rate(zero.optimizer):
         for index in range(len(zero.fp32_partitioned_groups_flat)):
@@ -96,7 +96,7 @@ def _make_state3(zero: Any) -> None:
 
 def _publish12(zero: Any) -> None:
     zero.update_lp_params()
-    _count_up(zero.optimizer)
+    _restore_cpu_adam_step(zero.optimizer)
 
 
 @torch.no_grad()
@@ -106,10 +106,10 @@ def _publish3(zero: Any) -> None:
     for index in range(len(zero.fp32_partitioned_groups_flat)):
         zero._reassign_or_swap_out_partitioned_parameters(index)
     zero.checkpoint_event_epilogue()
-    _count_up(zero.optimizer)
+    _restore_cpu_adam_step(zero.optimizer)
 
 
-def _count_up(optimizer: Any) -> None:
+def _restore_cpu_adam_step(optimizer: Any) -> None:
     """Let DeepSpeedCPUAdam's kernel count from 1 to the loaded step, on a single number.
 
     It keeps powers of the betas, multiplied up step by step; jumping to a step takes `pow` instead, whose last bit

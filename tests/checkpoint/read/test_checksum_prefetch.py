@@ -6,7 +6,7 @@ import torch
 from finetune.checkpoint.format.manifest import FileFacts, file_facts
 from finetune.checkpoint.read import checksum_prefetch as ahead_module
 from finetune.checkpoint.read.checksum_prefetch import ChecksumPrefetch, start_checksum_prefetch
-from finetune.checkpoint.sharding.optimizer_state import make_empty_state, make_first_state
+from finetune.checkpoint.sharding.optimizer_state import create_empty_state, create_state_by_step
 from tests.checkpoint.small_run import Run
 
 
@@ -70,7 +70,7 @@ def test_nothing_is_digested_where_nothing_is_continued(folder):
 @pytest.mark.parametrize("rule", [torch.optim.AdamW, torch.optim.Adam])
 def test_empty_state_is_laid_out_as_the_optimizer_lays_it_out(rule, settings):
     laid_out = []
-    for make in (make_first_state, make_empty_state):
+    for make in (create_state_by_step, create_empty_state):
         model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2, dtype=torch.bfloat16))
         model[0].weight.data = model[0].weight.data.t().contiguous().t()  # another order of memory
         groups = [{"params": [each], "weight_decay": 0.1, "more": "of ours"} for each in model.parameters()]
@@ -90,7 +90,7 @@ def test_an_optimizer_with_hooks_makes_its_state_itself():
     parameter = torch.nn.Parameter(torch.ones(3))
     optimizer = torch.optim.AdamW([parameter])
     optimizer.register_step_post_hook(lambda optimizer, *_: optimizer.state[parameter].update(average=parameter + 0))
-    make_empty_state(optimizer)
+    create_empty_state(optimizer)
     assert "average" in optimizer.state[parameter]
 
 

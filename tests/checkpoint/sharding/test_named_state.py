@@ -6,7 +6,7 @@ import torch
 from finetune.checkpoint.format.tensor_file import TensorRecord
 from finetune.checkpoint.sharding.named_state import NamedState
 from finetune.checkpoint.sharding.state_access import LossScale
-from finetune.checkpoint.sharding.state_layout import Held, Placement
+from finetune.checkpoint.sharding.state_layout import ShardView, StateLayout
 from finetune.errors import CheckpointError
 
 
@@ -24,7 +24,7 @@ def optimizer(flat):
 def state(flat, optimizer):
     def held(offset, shape):
         count = shape[0] * shape[1]
-        return Held(
+        return ShardView(
             owner=flat,
             part=lambda tensor: tensor.detach().narrow(0, offset, count),
             shape=shape,
@@ -34,7 +34,7 @@ def state(flat, optimizer):
             is_whole=False,
         )
 
-    placement = Placement(held={"a": held(0, (2, 2)), "b": held(4, (1, 2))})
+    placement = StateLayout(held={"a": held(0, (2, 2)), "b": held(4, (1, 2))})
     return NamedState(
         placement, optimizer, device=torch.device("cpu"), loss_scale=LossScale(scaler=None, deepspeed=None)
     )

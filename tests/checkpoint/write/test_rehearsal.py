@@ -6,7 +6,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from finetune.checkpoint.sharding.optimizer_state import expected_state
+from finetune.checkpoint.sharding.optimizer_state import expected_state_keys
 from finetune.checkpoint.write.rehearsal import require_memory, require_space
 from finetune.config.sections.checkpoint import CheckpointSection
 from finetune.errors import CheckpointError
@@ -75,7 +75,7 @@ def test_the_state_that_the_optimizer_will_make_is_counted_in(folder):
 def test_what_an_optimizer_will_keep_is_known_before_it_does(optimizer):
     weight = torch.nn.Parameter(torch.ones(3, 2))
     made = optimizer([weight])
-    expected = expected_state(made)
+    expected = expected_state_keys(made)
     weight.grad = torch.ones(3, 2)
     made.step()
     kept = [key for key, value in made.state[weight].items() if getattr(value, "shape", None) == weight.shape]
