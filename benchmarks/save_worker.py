@@ -16,7 +16,7 @@ from finetune.checkpoint.checkpointer import Checkpointer
 from finetune.checkpoint.format.manifest import RunFacts
 from finetune.checkpoint.sharding.access import build_access
 from finetune.checkpoint.sharding.gather import agree_on_records
-from finetune.checkpoint.sharding.save_plan import ROUND_BYTES, assign
+from finetune.checkpoint.sharding.save_plan import ROUND_BYTES, assign_tensors
 from finetune.checkpoint.sharding.state_access import StateAccess
 from finetune.config.load import load_config
 from finetune.config.sections.checkpoint import CheckpointSection
@@ -80,7 +80,7 @@ def saver(access: StateAccess, folder: Path, asynchronous: bool) -> Checkpointer
 def measure_memory(access: StateAccess, folder: Path) -> dict[str, Any]:
     """Return what a rank takes beyond what it had, for the first save of each kind, and what it may take."""
     records = agree_on_records(access)
-    share = sum(record.size_bytes for record in assign(records, world=distributed.world())[distributed.rank()])
+    share = sum(record.size_bytes for record in assign_tensors(records, world=distributed.world())[distributed.rank()])
     largest = max(record.size_bytes for record in records)
     facts: dict[str, Any] = {"state": sum(record.size_bytes for record in records), "share": share, "largest": largest}
     facts["bound"] = {"round": max(ROUND_BYTES, largest), "share and largest": share + largest}

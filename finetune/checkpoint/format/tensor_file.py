@@ -21,7 +21,7 @@ PARAMETER = "parameter"
 BUFFER = "buffer"
 """The key of a persistent buffer's value."""
 
-WHOLE = frozenset({PARAMETER, BUFFER})
+MODEL_KEYS = frozenset({PARAMETER, BUFFER})
 """Keys of what a model consists of; everything else belongs to the optimizer."""
 
 DTYPES = {
@@ -53,12 +53,12 @@ class TensorRecord:
     @property
     def stored_name(self) -> str:
         """Return the name in the file: the parameter's own, or `<parameter>/<optimizer's word>`."""
-        return self.name if self.key in WHOLE else f"{self.name}/{self.key}"
+        return self.name if self.key in MODEL_KEYS else f"{self.name}/{self.key}"
 
     @property
     def part(self) -> str:
         """Return the folder it is kept in."""
-        return "model" if self.key in WHOLE else "optimizer"
+        return "model" if self.key in MODEL_KEYS else "optimizer"
 
     @property
     def num_elements(self) -> int:
@@ -120,7 +120,7 @@ class TensorFile:
         self._size_bytes += len(values)
 
 
-def read_span(file: Any, record: TensorRecord, *, start: int, stop: int) -> Tensor:
+def read_range(file: Any, record: TensorRecord, *, start: int, stop: int) -> Tensor:
     """Return elements [start, stop) of the flattened tensor from an open safetensors file, reading only their rows."""
     if not record.shape:
         return file.get_tensor(record.stored_name).reshape(-1)[start:stop]  # type: ignore[no-any-return]
@@ -132,7 +132,7 @@ def read_span(file: Any, record: TensorRecord, *, start: int, stop: int) -> Tens
     return rows.reshape(-1)[start - first * row : stop - first * row]
 
 
-def stored(whole: Tensor) -> dict[str, Tensor]:
+def parse_safetensors(whole: Tensor) -> dict[str, Tensor]:
     """Return the tensors, flat, as they lie in all bytes of a file: no copies."""
     size = int.from_bytes(bytes(whole[:8].tolist()), "little")
     entries = json.loads(bytes(whole[8 : 8 + size].tolist()))

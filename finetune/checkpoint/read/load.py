@@ -16,7 +16,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from finetune.checkpoint.format.tensor_file import PARAMETER, WHOLE, TensorRecord, read_span, stored
+from finetune.checkpoint.format.tensor_file import MODEL_KEYS, PARAMETER, TensorRecord, parse_safetensors, read_range
 from finetune.checkpoint.read.find import Found, verify
 from finetune.checkpoint.sharding.gather import agree_on_records
 from finetune.checkpoint.sharding.state_access import StateAccess
@@ -46,7 +46,7 @@ class OpenCheckpoint:
 
     def model_records(self) -> list[TensorRecord]:
         """Return the trained parameters and the buffers, without the optimizer's state."""
-        return [record for record in self.records.values() if record.key in WHOLE]
+        return [record for record in self.records.values() if record.key in MODEL_KEYS]
 
 
 def open_checkpoint(path: Path) -> OpenCheckpoint:
@@ -97,7 +97,9 @@ def read_checkpoint(
     run_on_all_ranks(access.begin_writing)  # local: the optimizer makes its state
     wanted = agree_on_records(access)
     fresh = _parameters_without_state([record for _, record in saved.values()])
-    _refuse_differences(path, saved, [record for record in wanted if record.key in WHOLE or record.name not in fresh])
+    _refuse_differences(
+        path, saved, [record for record in wanted if record.key in MODEL_KEYS or record.name not in fresh]
+    )
     # Nobody starts to hand values on (which is collective) before all have read theirs without an error.
     run_on_all_ranks(
         lambda: _write_all(saved, scalars, step=found.step, fresh=fresh, access=access, cached_bytes=cached_bytes)
@@ -156,17 +158,19 @@ def _write_all(
 ) -> None:
     access.forget(fresh)
     paths = {path for path, _ in saved.values()}
-    held = {path: stored(torch.from_numpy(whole)) for path in paths if (whole := cached_bytes(path)) is not None}
+    held = {
+        path: parse_safetensors(torch.from_numpy(whole)) for path in paths if (whole := cached_bytes(path)) is not None
+    }
     with _files() as open_file:
 
         def write(place: tuple[Path, TensorRecord]) -> None:
             path, record = place
             reach("load.read", step=step, path=path)
-            start, stop = access.span(record)
+            start, stop = access.local_range(record)
             whole = held.get(path, {}).get(record.stored_name)
             if whole is not None and access.adopt(record, whole):
                 return
-            access.write(record, read_span(open_file(path), record, start=start, stop=stop))
+            access.write(record, read_range(open_file(path), record, start=start, stop=stop))
 
         for path in paths:
             open_file(path)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from finetune.checkpoint.format.tensor_file import TensorRecord
 from finetune.checkpoint.sharding.access import state_layout
-from finetune.checkpoint.sharding.save_plan import PlannedFile, gathering_rounds
+from finetune.checkpoint.sharding.save_plan import PlannedFile, gather_rounds
 from finetune.checkpoint.sharding.state_access import Scalars, StateAccess
 from finetune.runtime import distributed
 
@@ -21,22 +21,22 @@ CHUNK_ELEMENTS = 1 << 24
 
 
 @dataclass(frozen=True)
-class Parcel:
+class Transfer:
     """One tensor that is put together on its owner, flat; what each rank holds of it is known to all."""
 
     owner: int
-    spans: Sequence[tuple[int, int]]  # by rank: elements [start, stop); empty where a rank has nothing to send
-    own: Tensor  # this rank's elements
+    ranges: Sequence[tuple[int, int]]  # by rank: elements [start, stop); empty where a rank has nothing to send
+    local: Tensor  # this rank's elements
     into: Tensor | None  # on the owner: the whole one, in host memory
 
 
-def exchange(parcels: Sequence[Parcel], *, device: torch.device) -> None:
+def run_transfers(parcels: Sequence[Transfer], *, device: torch.device) -> None:
     """Bring every parcel to its owner, bit by bit as it is; `device` is where ranks can send from. Collective.
 
     Every rank passes the same parcels in the same order, and whatever is sent to it has been asked for before it waits,
     so nobody can wait in a circle.
     """
-    longest = max((stop for parcel in parcels for _, stop in parcel.spans), default=0)
+    longest = max((stop for parcel in parcels for _, stop in parcel.ranges), default=0)
     for first in range(0, longest, CHUNK_ELEMENTS):
         transfers = _Transfers(device)
         for parcel in parcels:
@@ -44,21 +44,21 @@ def exchange(parcels: Sequence[Parcel], *, device: torch.device) -> None:
         transfers.finish()
 
 
-def _add(transfers: "_Transfers", parcel: Parcel, *, first: int, last: int) -> None:
+def _add(batch: "_Transfers", transfer: Transfer, *, first: int, last: int) -> None:
     me = distributed.rank()
-    for sender in range(distributed.world()) if me == parcel.owner else (me,):
-        start, stop = parcel.spans[sender]
+    for sender in range(distributed.world()) if me == transfer.owner else (me,):
+        start, stop = transfer.ranges[sender]
         low, high = max(first, start), min(last, stop)
         if low >= high:
             continue
-        if me != parcel.owner:
-            transfers.send(parcel.own[low - start : high - start], to=parcel.owner)
+        if me != transfer.owner:
+            batch.send(transfer.local[low - start : high - start], to=transfer.owner)
             continue
-        assert parcel.into is not None, "the owner has a place for it"
+        assert transfer.into is not None, "the owner has a place for it"
         if sender == me:
-            parcel.into[low:high].copy_(parcel.own[low - start : high - start])
+            transfer.into[low:high].copy_(transfer.local[low - start : high - start])
         else:
-            transfers.receive(parcel.into[low:high], sender=sender)
+            batch.receive(transfer.into[low:high], sender=sender)
 
 
 @dataclass
@@ -93,16 +93,16 @@ def _bytes(values: Tensor) -> Tensor:
     return values.detach().view(torch.uint8)
 
 
-Kind = tuple[str, int]
+TensorKey = tuple[str, int]
 """A parameter's name and a number of elements: its value's, or those of a state with fewer numbers in each row."""
 
-Spans = Mapping[Kind, Sequence[tuple[int, int]]]
+Ranges = Mapping[TensorKey, Sequence[tuple[int, int]]]
 """By kind of tensor, what each rank sends of it: elements [start, stop)."""
 
-Shelf = Callable[[PlannedFile, TensorRecord], Tensor]
+BufferFor = Callable[[PlannedFile, TensorRecord], Tensor]
 """Returns where a tensor of this rank's is to be put together, flat, in host memory."""
 
-K = TypeVar("K", str, Kind)
+K = TypeVar("K", str, TensorKey)
 
 Gathered = tuple[PlannedFile, TensorRecord, Tensor]
 
@@ -136,14 +136,14 @@ class Gatherer:
 
     def __init__(self, access: StateAccess) -> None:
         self._access = access
-        self._spans: dict[Kind, list[tuple[int, int]]] = {}
+        self._spans: dict[TensorKey, list[tuple[int, int]]] = {}
 
-    def gather(self, planned: Sequence[PlannedFile], *, shelf: Shelf) -> Iterator[Gathered]:
+    def gather(self, planned: Sequence[PlannedFile], *, buffer_for: BufferFor) -> Iterator[Gathered]:
         """Yield this rank's tensors as they become whole; every rank has to take all that there are. Collective."""
         self._ask([record for file in planned for record in file.records])
-        for batch in gathering_rounds(planned):
-            mine = {record: shelf(file, record) for file, record in batch if file.owner == distributed.rank()}
-            exchange(
+        for batch in gather_rounds(planned):
+            mine = {record: buffer_for(file, record) for file, record in batch if file.owner == distributed.rank()}
+            run_transfers(
                 [self._parcel(file, record, mine.get(record)) for file, record in batch], device=self._access.device
             )  # no name for the parcels: they would keep this round's tensors while the next one's are gathered
             for file, record in batch:
@@ -152,17 +152,17 @@ class Gatherer:
 
     def _ask(self, records: Sequence[TensorRecord]) -> None:
         """Learn what each rank holds of the kinds of tensors that are new. Collective."""
-        new = {_kind(record): record for record in records if not self._access.is_whole(record)}
+        new = {_key(record): record for record in records if not self._access.is_whole(record)}
         if new.keys() <= self._spans.keys():
             return
-        own = [self._access.span(record) if self._access.contributes else (0, 0) for record in new.values()]
-        self._spans.update(_by_kind(list(new), distributed.gather_objects(own)))
+        own = [self._access.local_range(record) if self._access.contributes else (0, 0) for record in new.values()]
+        self._spans.update(_by_key(list(new), distributed.gather_objects(own)))
 
-    def _parcel(self, file: PlannedFile, record: TensorRecord, into: Tensor | None) -> Parcel:
+    def _parcel(self, file: PlannedFile, record: TensorRecord, into: Tensor | None) -> Transfer:
         is_whole = self._access.is_whole(record)
-        spans = _only(file.owner, record.num_elements) if is_whole else self._spans[_kind(record)]
+        spans = _only_owner(file.owner, record.num_elements) if is_whole else self._spans[_key(record)]
         start, stop = spans[distributed.rank()]
-        return Parcel(file.owner, spans, self._access.read(record) if start < stop else torch.empty(0), into)
+        return Transfer(file.owner, spans, self._access.read(record) if start < stop else torch.empty(0), into)
 
 
 def gather_weights(accelerator: Accelerator, model: nn.Module, *, trained_only: bool) -> dict[str, Tensor]:
@@ -176,15 +176,15 @@ def gather_weights(accelerator: Accelerator, model: nn.Module, *, trained_only: 
     wanted = {name: held for name, held in placement.held.items() if held.is_trained or not trained_only}
     parted = [name for name, held in wanted.items() if not held.is_whole]
     own = [(wanted[name].start, wanted[name].stop) if placement.contributes else (0, 0) for name in parted]
-    spans = _by_kind(parted, distributed.gather_objects(own))
+    spans = _by_key(parted, distributed.gather_objects(own))
     weights: dict[str, Tensor] = {}
     for name, held in wanted.items():
         into = torch.empty(held.shape, dtype=held.owner.dtype) if is_main else None
         flat = into.view(-1) if into is not None else None
-        sent = spans[name] if name in spans else _only(0, held.stop)
+        sent = spans[name] if name in spans else _only_owner(0, held.stop)
         start, stop = sent[distributed.rank()]
         part = held.part(held.owner) if start < stop else torch.empty(0)
-        exchange([Parcel(0, sent, part, flat)], device=accelerator.device)
+        run_transfers([Transfer(0, sent, part, flat)], device=accelerator.device)
         if into is not None:
             weights[name] = into
     if is_main and not trained_only:
@@ -198,13 +198,13 @@ def _differs(value: object) -> bool:
     return len(set(distributed.gather_objects(digest))) > 1
 
 
-def _kind(record: TensorRecord) -> Kind:
+def _key(record: TensorRecord) -> TensorKey:
     return record.name, record.num_elements
 
 
-def _by_kind(kinds: Sequence[K], gathered: Sequence[Sequence[tuple[int, int]]]) -> dict[K, list[tuple[int, int]]]:
+def _by_key(kinds: Sequence[K], gathered: Sequence[Sequence[tuple[int, int]]]) -> dict[K, list[tuple[int, int]]]:
     return {kind: [spans[index] for spans in gathered] for index, kind in enumerate(kinds)}
 
 
-def _only(owner: int, count: int) -> list[tuple[int, int]]:
+def _only_owner(owner: int, count: int) -> list[tuple[int, int]]:
     return [(0, count) if rank == owner else (0, 0) for rank in range(distributed.world())]

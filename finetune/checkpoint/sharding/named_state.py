@@ -49,7 +49,7 @@ class NamedState:
         """Tell whether every rank holds all of the tensor."""
         return record.key == BUFFER or self._held[record.name].is_whole
 
-    def span(self, record: TensorRecord) -> tuple[int, int]:
+    def local_range(self, record: TensorRecord) -> tuple[int, int]:
         """Return [start, stop)."""
         if self.is_whole(record):
             return 0, record.num_elements
@@ -59,7 +59,7 @@ class NamedState:
 
     def read(self, record: TensorRecord) -> Tensor:
         """Return this rank's elements, flat; none where this rank has no such state."""
-        start, stop = self.span(record)
+        start, stop = self.local_range(record)
         if start == stop:
             return torch.empty(0)
         if record.key == BUFFER:

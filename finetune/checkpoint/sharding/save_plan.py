@@ -30,17 +30,17 @@ def plan_files(
 
     File names count upwards and mean nothing: which tensor is where stands in the index.
     """
-    shares = assign(records, world=world)
+    shares = assign_tensors(records, world=world)
     planned: list[PlannedFile] = []
     for part in ("model", "optimizer"):
         numbers = count()
         for owner, share in enumerate(shares):
-            for pack in _packs([record for record in share if record.part == part], max_file_bytes):
+            for pack in _split_into_files([record for record in share if record.part == part], max_file_bytes):
                 planned.append(PlannedFile(f"{part}/{next(numbers):05d}.safetensors", owner, pack))
     return planned
 
 
-def assign(records: Sequence[TensorRecord], *, world: int) -> list[list[TensorRecord]]:
+def assign_tensors(records: Sequence[TensorRecord], *, world: int) -> list[list[TensorRecord]]:
     """Return each rank's tensors: the largest first, each to the rank that has least so far. Buffers are rank 0's."""
     shares: list[list[TensorRecord]] = [[] for _ in range(world)]
     shares[0].extend(record for record in records if record.key == BUFFER)
@@ -54,7 +54,7 @@ def assign(records: Sequence[TensorRecord], *, world: int) -> list[list[TensorRe
     return shares
 
 
-def gathering_rounds(planned: Sequence[PlannedFile]) -> Iterator[list[tuple[PlannedFile, TensorRecord]]]:
+def gather_rounds(planned: Sequence[PlannedFile]) -> Iterator[list[tuple[PlannedFile, TensorRecord]]]:
     """Yield the tensors that are gathered at one time: of every owner the next few, or one large one.
 
     So owners receive and write in parallel, and none has to have room for more than the larger of both.
@@ -63,17 +63,17 @@ def gathering_rounds(planned: Sequence[PlannedFile]) -> Iterator[list[tuple[Plan
     for file in planned:
         queues.setdefault(file.owner, deque()).extend((file, record) for record in file.records)
     while any(queues.values()):
-        yield [item for queue in queues.values() for item in _taken(queue)]
+        yield [item for queue in queues.values() for item in _take_round(queue)]
 
 
-def _taken(queue: deque[tuple[PlannedFile, TensorRecord]]) -> Iterator[tuple[PlannedFile, TensorRecord]]:
+def _take_round(queue: deque[tuple[PlannedFile, TensorRecord]]) -> Iterator[tuple[PlannedFile, TensorRecord]]:
     size = 0
     while queue and (size == 0 or size + queue[0][1].size_bytes <= ROUND_BYTES):
         size += max(queue[0][1].size_bytes, 1)
         yield queue.popleft()
 
 
-def _packs(records: Sequence[TensorRecord], max_file_bytes: int) -> list[tuple[TensorRecord, ...]]:
+def _split_into_files(records: Sequence[TensorRecord], max_file_bytes: int) -> list[tuple[TensorRecord, ...]]:
     """Return the records cut into files; wide types first, so that every value lies on a multiple of its width."""
     packs: list[list[TensorRecord]] = []
     size = 0

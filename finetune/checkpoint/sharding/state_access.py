@@ -64,7 +64,7 @@ class StateAccess(Protocol):
     def is_whole(self, record: TensorRecord) -> bool:
         """Tell whether every rank holds all of the tensor."""
 
-    def span(self, record: TensorRecord) -> tuple[int, int]:
+    def local_range(self, record: TensorRecord) -> tuple[int, int]:
         """Return [start, stop)."""
 
     def read(self, record: TensorRecord) -> Tensor:

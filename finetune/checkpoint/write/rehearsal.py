@@ -16,7 +16,7 @@ from finetune.checkpoint.sharding.gather import agree_on_records
 from finetune.checkpoint.sharding.save_plan import PlannedFile, plan_files
 from finetune.checkpoint.sharding.state_access import StateAccess
 from finetune.checkpoint.write.disk_space import SLACK_BYTES, told_plainly
-from finetune.checkpoint.write.snapshot import Snapshots, Streaming
+from finetune.checkpoint.write.snapshot import SnapshotSource, StreamingSource
 from finetune.config.sections.checkpoint import CheckpointSection
 from finetune.errors import CheckpointError
 from finetune.runtime import distributed
@@ -33,7 +33,7 @@ def rehearse(
     *,
     section: CheckpointSection,
     access: StateAccess,
-    contents: Snapshots | Streaming,
+    contents: SnapshotSource | StreamingSource,
     num_saves: int,
 ) -> None:
     """Try permissions, sharing, space and memory at full size, and gather the parameters once. Collective.

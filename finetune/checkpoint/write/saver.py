@@ -17,7 +17,7 @@ from finetune.checkpoint.format.manifest import Manifest, OtherFormatError, RunF
 from finetune.checkpoint.read.find import verify
 from finetune.checkpoint.sharding.state_access import StateAccess
 from finetune.checkpoint.write.retention import prune
-from finetune.checkpoint.write.snapshot import Contents, Snapshots, Streaming
+from finetune.checkpoint.write.snapshot import Contents, SnapshotSource, StreamingSource
 from finetune.checkpoint.write.writer import write_contents
 from finetune.config.sections.checkpoint import CheckpointSection
 from finetune.errors import CheckpointError, NonFiniteError
@@ -57,7 +57,7 @@ class Saver:
         self._folder = folder
         self._section = section
         self._run = run
-        self.contents = Snapshots(access) if section.asynchronous else Streaming(access)
+        self.contents = SnapshotSource(access) if section.asynchronous else StreamingSource(access)
         self._future: Future[SavedCheckpoint] | None = None
         self._notes: deque[tuple[int, str]] = deque()  # written by one thread, read by another
 

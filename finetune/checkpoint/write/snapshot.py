@@ -33,7 +33,7 @@ class Contents:
         return sum(record.size_bytes for file in self.planned for record in file.records)
 
 
-class Streaming:
+class StreamingSource:
     """Contents that are gathered while they are written: needs room for a tensor at a time, and training waits."""
 
     def __init__(self, access: StateAccess) -> None:
@@ -43,16 +43,16 @@ class Streaming:
     def take(self, step: int, *, progress: Mapping[str, Any]) -> Contents:
         """Return the state as it is when its tensors are asked for, which is collective. Collective."""
         planned = _plan(self._access)
-        tensors = partial(self._gatherer.gather, planned, shelf=_fresh)
+        tensors = partial(self._gatherer.gather, planned, buffer_for=_new_buffer)
         return Contents(step, planned, tensors, _scalars(self._access), deepcopy(dict(progress)))
 
     def rehearse(self, planned: Sequence[PlannedFile], *, here: frozenset[TensorRecord]) -> None:
         """Gather what is here already of the planned tensors. Collective."""
-        for _ in self._gatherer.gather(_only(planned, here), shelf=_fresh):
+        for _ in self._gatherer.gather(_only_existing(planned, here), buffer_for=_new_buffer):
             pass
 
 
-class Snapshots:
+class SnapshotSource:
     """Contents that are copied to the memory of the hosts: each rank has room for its share, used again and again."""
 
     def __init__(self, access: StateAccess) -> None:
@@ -69,13 +69,13 @@ class Snapshots:
         planned = _plan(self._access)
         # Nobody begins to send before every owner has a place for what is sent to it.
         run_on_all_ranks(partial(self._make_room, planned))
-        mine = list(self._gatherer.gather(planned, shelf=self._shelf))
+        mine = list(self._gatherer.gather(planned, buffer_for=self._shelf))
         return Contents(step, planned, lambda: iter(mine), _scalars(self._access), deepcopy(dict(progress)))
 
     def rehearse(self, planned: Sequence[PlannedFile], *, here: frozenset[TensorRecord]) -> None:
         """Have room for all that is planned, and copy what is here already. Collective."""
         run_on_all_ranks(partial(self._make_room, planned))
-        for _ in self._gatherer.gather(_only(planned, here), shelf=self._shelf):
+        for _ in self._gatherer.gather(_only_existing(planned, here), buffer_for=self._shelf):
             pass
 
     def _make_room(self, planned: Sequence[PlannedFile]) -> None:
@@ -86,7 +86,7 @@ class Snapshots:
         pins = self._access.device.type == "cuda"  # a GPU copies into pinned memory several times as fast
         for file in planned:
             if file.owner == distributed.rank():
-                self._shelves.update(_shelves(file, pins=pins))
+                self._shelves.update(_host_buffers(file, pins=pins))
         self._planned = planned
 
     def _shelf(self, file: PlannedFile, record: TensorRecord) -> Tensor:
@@ -99,7 +99,7 @@ def _plan(access: StateAccess) -> list[PlannedFile]:
     return plan_files(agree_on_records(access), world=distributed.world())
 
 
-def _only(planned: Sequence[PlannedFile], here: frozenset[TensorRecord]) -> list[PlannedFile]:
+def _only_existing(planned: Sequence[PlannedFile], here: frozenset[TensorRecord]) -> list[PlannedFile]:
     return [replace(file, records=tuple(record for record in file.records if record in here)) for file in planned]
 
 
@@ -108,7 +108,7 @@ def _scalars(access: StateAccess) -> dict[str, Any]:
     return {"optimizer": agree_on_scalars(access), "loss_scale": access.loss_scale.read()}
 
 
-def _shelves(file: PlannedFile, *, pins: bool) -> Iterator[tuple[str, Tensor]]:
+def _host_buffers(file: PlannedFile, *, pins: bool) -> Iterator[tuple[str, Tensor]]:
     """Yield a place for each tensor of the file, in one piece of memory that has been touched and so is really there.
 
     Wide types come first in a file, so every tensor begins at a multiple of its width.
@@ -121,5 +121,5 @@ def _shelves(file: PlannedFile, *, pins: bool) -> Iterator[tuple[str, Tensor]]:
         start += record.size_bytes
 
 
-def _fresh(file: PlannedFile, record: TensorRecord) -> Tensor:
+def _new_buffer(file: PlannedFile, record: TensorRecord) -> Tensor:
     return torch.empty(record.num_elements, dtype=DTYPES[record.dtype])

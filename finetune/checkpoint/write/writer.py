@@ -21,7 +21,7 @@ from finetune.checkpoint.format.tensor_file import BUFFER, TensorFile, TensorRec
 from finetune.checkpoint.sharding.save_plan import PlannedFile
 from finetune.checkpoint.sharding.state_access import StateAccess
 from finetune.checkpoint.write.disk_space import require_room, told_plainly
-from finetune.checkpoint.write.snapshot import Contents, Streaming
+from finetune.checkpoint.write.snapshot import Contents, StreamingSource
 from finetune.errors import CheckpointError, NonFiniteError
 from finetune.runtime import distributed
 from finetune.runtime.distributed import Group
@@ -118,7 +118,7 @@ def write_checkpoint(
     folder: Path, step: int, *, access: StateAccess, run: RunFacts, progress: Mapping[str, Any]
 ) -> Manifest:
     """Write the checkpoint of a step into `folder` and return its manifest; on failure nothing is left. Collective."""
-    return write_contents(folder, Streaming(access).take(step, progress=progress), run=run)
+    return write_contents(folder, StreamingSource(access).take(step, progress=progress), run=run)
 
 
 def write_contents(folder: Path, contents: Contents, *, run: RunFacts, group: Group = Group.MAIN) -> Manifest:

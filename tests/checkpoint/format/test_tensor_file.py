@@ -5,7 +5,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from finetune.checkpoint.format.tensor_file import PARAMETER, TensorFile, TensorRecord, dtype_code, read_span
+from finetune.checkpoint.format.tensor_file import PARAMETER, TensorFile, TensorRecord, dtype_code, read_range
 
 TENSORS = {
     "matrix": torch.arange(12.0).view(4, 3),
@@ -44,5 +44,5 @@ def test_any_run_of_elements_can_be_read(path):
             flat = TENSORS[record.name].reshape(-1)
             for start in range(flat.numel() + 1):
                 for stop in range(start, flat.numel() + 1):
-                    part = read_span(file, record, start=start, stop=stop)
+                    part = read_range(file, record, start=start, stop=stop)
                     assert torch.equal(part.view(torch.uint8), flat[start:stop].view(torch.uint8))
