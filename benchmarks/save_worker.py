@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from finetune.checkpoint.checkpointer import Checkpointer
-from finetune.checkpoint.format.manifest import RunFacts
+from finetune.checkpoint.format.manifest import RunFingerprint
 from finetune.checkpoint.sharding.access import build_access
 from finetune.checkpoint.sharding.gather import agree_on_records
 from finetune.checkpoint.sharding.save_plan import ROUND_BYTES, assign_tensors
@@ -74,7 +74,7 @@ def train_one_step(machine: Machine) -> None:
 
 def saver(access: StateAccess, folder: Path, asynchronous: bool) -> Checkpointer:
     section = CheckpointSection(asynchronous=asynchronous)
-    return Checkpointer(folder, section=section, access=access, run=RunFacts({}, {}, {}), say=print)
+    return Checkpointer(folder, section=section, access=access, run=RunFingerprint({}, {}, {}), say=print)
 
 
 def measure_memory(access: StateAccess, folder: Path) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from finetune import errors
-from finetune.checkpoint.format.manifest import FileFacts, Manifest, RunFacts
+from finetune.checkpoint.format.manifest import FileChecksum, Manifest, RunFingerprint
 from finetune.config.sections.data import DataSection, TrainingSourceSection
 from finetune.data.audit.audit import Audit, Exceeded, Histogram, SourceAudit
 from finetune.data.audit.padding import Padding
@@ -139,8 +139,8 @@ WRITTEN = [
     (Progress, "step num_tokens num_targets num_scale_skips num_nonfinite_skips seconds best_metric "
      "evaluations_since_best last_metrics metrics_step samples_sha256 knows_contents"),
     (Manifest, "step run metrics state_sha256 created versions files format_version"),
-    (RunFacts, "identity settings origin"),
-    (FileFacts, "size_bytes sha256"),
+    (RunFingerprint, "identity settings origin"),
+    (FileChecksum, "size_bytes sha256"),
     (Counts, "rows samples tokens targets truncated_rows truncated_tokens truncated_targets long_rows "
      "rows_without_target dropped_tokens dropped_targets split_rows excluded_rows empty_rows unknown_tokens "
      "control_rows turn_mark_rows longest longest_place first_without_target"),

@@ -7,7 +7,7 @@ from typing import Any
 from save_worker import build
 
 from finetune.checkpoint.checkpointer import Checkpointer
-from finetune.checkpoint.format.manifest import RunFacts
+from finetune.checkpoint.format.manifest import RunFingerprint
 from finetune.checkpoint.read.checksum_prefetch import ChecksumPrefetch
 from finetune.checkpoint.sharding.access import build_access
 from finetune.config.sections.checkpoint import CheckpointSection
@@ -51,7 +51,7 @@ def checkpointer(machine: Machine, folder: Path, ahead: ChecksumPrefetch | None 
         folder / "checkpoints",
         section=CheckpointSection(),
         access=access,
-        run=RunFacts({}, {}, {}),
+        run=RunFingerprint({}, {}, {}),
         say=lambda _: None,
         ahead=ahead,
     )

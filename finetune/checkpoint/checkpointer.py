@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from finetune.checkpoint.format.manifest import RunFacts
+from finetune.checkpoint.format.manifest import RunFingerprint
 from finetune.checkpoint.read.changes import told_changes
 from finetune.checkpoint.read.checksum_prefetch import ChecksumPrefetch
 from finetune.checkpoint.read.find import Found, find_at, find_newest, refuse_any
@@ -25,7 +25,7 @@ class Checkpointer:
         *,
         section: CheckpointSection,
         access: StateAccess,
-        run: RunFacts,
+        run: RunFingerprint,
         say: Callable[[str], None],
         ahead: ChecksumPrefetch | None = None,
     ) -> None:
@@ -62,8 +62,8 @@ class Checkpointer:
             refuse_any(self._folder)
             return None
         if self._section.resume == "auto":
-            return find_newest(self._folder, say=self._say, facts=self._ahead.facts)
-        return find_at(Path(self._section.resume), folder=self._folder, facts=self._ahead.facts)
+            return find_newest(self._folder, say=self._say, checksum_of=self._ahead.facts)
+        return find_at(Path(self._section.resume), folder=self._folder, checksum_of=self._ahead.facts)
 
     def load(self, found: Found) -> Mapping[str, Any]:
         """Put the checkpoint's state into what is trained and return its progress. Collective.

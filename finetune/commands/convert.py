@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.checkpoint.format import layout
-from finetune.checkpoint.format.manifest import RunFacts
+from finetune.checkpoint.format.manifest import RunFingerprint
 from finetune.checkpoint.read.find import verify
 from finetune.checkpoint.read.inventory import choose, locate
 from finetune.checkpoint.read.load import read_checkpoint
@@ -259,7 +259,7 @@ def _beside(folder: Path) -> Progress | None:
         return None
 
 
-def _facts(conversion: Conversion) -> RunFacts:
+def _facts(conversion: Conversion) -> RunFingerprint:
     model, strategy = conversion.machine.plain_model, conversion.strategy.name
     return run_facts(conversion.loaded.config, conversion.lessons, model=model, strategy=strategy, say=conversion.say)
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from finetune.checkpoint.checkpointer import Checkpointer
-from finetune.checkpoint.format.manifest import RunFacts
+from finetune.checkpoint.format.manifest import RunFingerprint
 from finetune.checkpoint.read.find import verify
 from finetune.checkpoint.sharding import gather, save_plan
 from finetune.checkpoint.write import rehearsal, saver
@@ -41,7 +41,7 @@ def main(folder: Path) -> None:
 
 def checkpointer(folder: Path, parted: Parted | None = None, **section: object) -> Checkpointer:
     access = (parted or Parted(step=1)).access
-    run = RunFacts({"model": "parts"}, settings={}, origin={})
+    run = RunFingerprint({"model": "parts"}, settings={}, origin={})
     return Checkpointer(folder, section=CheckpointSection(**section), access=access, run=run, say=lambda message: None)
 
 

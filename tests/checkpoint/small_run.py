@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from finetune.checkpoint.checkpointer import Checkpointer
-from finetune.checkpoint.format.manifest import OWN_DIGEST, RunFacts, file_facts, own_digest
+from finetune.checkpoint.format.manifest import MANIFEST_DIGEST_KEY, RunFingerprint, file_checksum, manifest_digest
 from finetune.checkpoint.sharding.named_state import NamedState
 from finetune.checkpoint.sharding.state_access import LossScale
 from finetune.checkpoint.sharding.state_layout import StateLayout, named_buffers, named_parameters, unsharded
@@ -21,9 +21,9 @@ def forge(checkpoint, name, change):
     path.write_text(json.dumps(change(json.loads(path.read_text()))))
     value = json.loads(manifest.read_text())
     if name != "manifest.json":
-        value["files"][name] = asdict(file_facts(path))
+        value["files"][name] = asdict(file_checksum(path))
     if isinstance(value, dict):
-        manifest.write_text(json.dumps(value | {OWN_DIGEST: own_digest(value)}))
+        manifest.write_text(json.dumps(value | {MANIFEST_DIGEST_KEY: manifest_digest(value)}))
 
 
 class Run:
@@ -46,7 +46,7 @@ class Run:
             folder,
             section=CheckpointSection(**section),
             access=self.access,
-            run=RunFacts(identity or {"model": "small", "data": "abc"}, settings={}, origin={}),
+            run=RunFingerprint(identity or {"model": "small", "data": "abc"}, settings={}, origin={}),
             say=self.said.append,
         )
 

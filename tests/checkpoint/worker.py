@@ -22,7 +22,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.optimization import Adafactor
 
 from finetune.checkpoint.checkpointer import Checkpointer
-from finetune.checkpoint.format.manifest import RunFacts
+from finetune.checkpoint.format.manifest import RunFingerprint
 from finetune.checkpoint.format.tensor_file import TensorFile
 from finetune.checkpoint.sharding.access import build_access
 from finetune.checkpoint.sharding.gather import gather_weights
@@ -80,7 +80,7 @@ def train(accelerator, model, optimizer, spec: dict) -> dict:
         Path(spec["folder"]),
         section=CheckpointSection(resume=spec.get("resume", "auto")),
         access=access,
-        run=RunFacts({"model": "tiny", "variant": spec["variant"]}, settings={}, origin={}),
+        run=RunFingerprint({"model": "tiny", "variant": spec["variant"]}, settings={}, origin={}),
         say=said.append,
     )
     found = checkpointer.find()

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from finetune.checkpoint.format.layout import step_folder
-from finetune.checkpoint.format.manifest import Manifest, RunFacts, file_facts, write_manifest
+from finetune.checkpoint.format.manifest import Manifest, RunFingerprint, file_checksum, write_manifest
 from finetune.runtime.progress import Progress
 
 Write = Callable[..., Path]
@@ -47,12 +47,12 @@ def write(run: Path) -> Write:
         names = [str(each.relative_to(path)) for each in path.rglob("*") if each.is_file()]
         manifest = Manifest(
             step=step,
-            run=RunFacts({"run.seed": "42"}, {}, {"strategy": "zero3", "processes": "4"}),
+            run=RunFingerprint({"run.seed": "42"}, {}, {"strategy": "zero3", "processes": "4"}),
             metrics={},
             state_sha256="57a7e",
             created=time.time() - 90,
             versions={"finetune": "0.1.0"},
-            files={name: file_facts(path / name) for name in names},
+            files={name: file_checksum(path / name) for name in names},
         )
         write_manifest(path, replace(manifest, **changes))
         return path

@@ -20,7 +20,7 @@ from finetune.runtime.progress import MOST_STEPS
 
 
 @dataclass(frozen=True)
-class RunFacts:
+class RunFingerprint:
     """What a checkpoint remembers of the run that wrote it, in words fit for a message."""
 
     identity: Mapping[str, str]  # what changes the maths: a run that continues it must have the same
@@ -30,18 +30,18 @@ class RunFacts:
 
 FORMAT_VERSION = 2
 
-OWN_DIGEST = "sha256"
+MANIFEST_DIGEST_KEY = "sha256"
 """The manifest's key for its own digest; manifests from before there was one lack it."""
 
 BLOCK_BYTES = 1 << 20  # stays in a core's cache between reading and digesting
 
 
-_MOST_BYTES = 64 << 20
-_LATEST = 1e11  # unix seconds, the year 5138: what comes later is no date
+_MAX_BYTES = 64 << 20
+_MAX_CREATED = 1e11  # unix seconds, the year 5138: what comes later is no date
 
 STRICT = ConfigDict(strict=True, extra="forbid")
 Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
-_Texts = dict[str, str]
+_StringMap = dict[str, str]
 
 
 class OtherFormatError(CheckpointError):
@@ -49,7 +49,7 @@ class OtherFormatError(CheckpointError):
 
 
 @dataclass(frozen=True)
-class FileFacts:
+class FileChecksum:
     """Size and SHA-256 of one file, as `sha256sum` prints it."""
 
     size_bytes: int
@@ -61,12 +61,12 @@ class Manifest:
     """What a checkpoint is of, and every other file in it."""
 
     step: int
-    run: RunFacts
+    run: RunFingerprint
     metrics: Mapping[str, float]  # of an evaluation at this very step; empty without one
     state_sha256: str  # of parameters, optimizer state, step and samples, however they are laid out in files
     created: float  # unix seconds
     versions: Mapping[str, str]
-    files: Mapping[str, FileFacts]  # by relative path, with forward slashes
+    files: Mapping[str, FileChecksum]  # by relative path, with forward slashes
     format_version: int = FORMAT_VERSION
 
     @property
@@ -83,9 +83,9 @@ class _StoredFile(TypedDict):
 
 @with_config(STRICT)
 class _StoredRun(TypedDict):
-    identity: _Texts
-    settings: _Texts
-    origin: _Texts
+    identity: _StringMap
+    settings: _StringMap
+    origin: _StringMap
 
 
 @with_config(STRICT)
@@ -94,8 +94,8 @@ class _StoredManifest(TypedDict):
     run: _StoredRun
     metrics: dict[str, float]
     state_sha256: Annotated[str, Field(pattern="^[0-9a-f]{0,64}$")]
-    created: Annotated[float, Field(ge=0, le=_LATEST, allow_inf_nan=False)]
-    versions: _Texts
+    created: Annotated[float, Field(ge=0, le=_MAX_CREATED, allow_inf_nan=False)]
+    versions: _StringMap
     files: dict[str, _StoredFile]
     format_version: int
 
@@ -106,15 +106,15 @@ _SCHEMA = TypeAdapter(_StoredManifest)
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Write the manifest, whole or not at all, with a digest of its own."""
     value = asdict(manifest)
-    atomic.write_json(folder / MANIFEST, value | {OWN_DIGEST: own_digest(value)}, exact=True)
+    atomic.write_json(folder / MANIFEST, value | {MANIFEST_DIGEST_KEY: manifest_digest(value)}, exact=True)
 
 
-def own_digest(value: Mapping[str, Any]) -> str:
+def manifest_digest(value: Mapping[str, Any]) -> str:
     """Return the SHA-256 of the manifest's JSON without its own digest: keys sorted, nothing between the tokens.
 
     It is the same in every format, so that damage is told from a format that is not known.
     """
-    rest = {name: each for name, each in value.items() if name != OWN_DIGEST}
+    rest = {name: each for name, each in value.items() if name != MANIFEST_DIGEST_KEY}
     return hashlib.sha256(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
@@ -129,12 +129,12 @@ def read_manifest(folder: Path) -> Manifest:
             raise CheckpointError(f"{folder}: there is no such folder")
         if not path.is_file():
             raise CheckpointError(f"{folder}: there is no {MANIFEST}, so the checkpoint was never finished")
-        return parse_manifest(read_regular(path, most_bytes=_MOST_BYTES), path=path)
+        return parse_manifest(read_regular(path, most_bytes=_MAX_BYTES), path=path)
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
 
 
-def read_named(path: Path) -> Manifest:
+def read_manifest_of_step(path: Path) -> Manifest:
     """Return the manifest; raises CheckpointError also where the folder is called after another step than its own."""
     manifest, named = read_manifest(path), step_of(path)
     if named not in (None, manifest.step):
@@ -148,20 +148,20 @@ def parse_manifest(content: bytes, *, path: Path) -> Manifest:
         value = parse_json(content)
         if not isinstance(value, dict):
             raise ValueError("it is no JSON object")
-        if OWN_DIGEST in value and value[OWN_DIGEST] != own_digest(value):
+        if MANIFEST_DIGEST_KEY in value and value[MANIFEST_DIGEST_KEY] != manifest_digest(value):
             raise CheckpointError(f"{path}: does not have the digest it was written with")
         _refuse_other_format(path, value)
-        stored = _SCHEMA.validate_python({name: each for name, each in value.items() if name != OWN_DIGEST})
+        stored = _SCHEMA.validate_python({name: each for name, each in value.items() if name != MANIFEST_DIGEST_KEY})
     except ValidationError as error:
         raise CheckpointError(f"{path}: cannot be read: {json_problem(error)}") from None
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: cannot be read: {error}") from error
     for name in stored["files"]:
-        _refuse_escape(path, name)
+        _refuse_unsafe_name(path, name)
     return _manifest(stored)
 
 
-def file_facts(path: Path) -> FileFacts:
+def file_checksum(path: Path) -> FileChecksum:
     """Return size and digest of the file, read from the disk in blocks."""
     digest = hashlib.sha256()
     size, block = 0, memoryview(bytearray(BLOCK_BYTES))
@@ -169,20 +169,20 @@ def file_facts(path: Path) -> FileFacts:
         while count := file.readinto(block):
             digest.update(block[:count])
             size += count
-    return FileFacts(size, digest.hexdigest())
+    return FileChecksum(size, digest.hexdigest())
 
 
-def verified_by(manifest: Manifest, *, rank: int, world: int) -> list[str]:
+def files_to_verify(manifest: Manifest, *, rank: int, world: int) -> list[str]:
     """Return the files that a rank verifies."""
     return sorted(manifest.files)[rank::world]
 
 
-def first_problem(
+def first_file_problem(
     folder: Path,
-    expected: Mapping[str, FileFacts],
+    expected: Mapping[str, FileChecksum],
     names: Iterable[str],
     *,
-    facts: Callable[[Path], FileFacts] = file_facts,
+    facts: Callable[[Path], FileChecksum] = file_checksum,
 ) -> str | None:
     """Return what is wrong with the first bad one of the named files, or None when all are as the manifest says."""
     for name in names:
@@ -213,11 +213,11 @@ def _refuse_other_format(path: Path, value: Mapping[str, Any]) -> None:
 
 def _manifest(stored: Mapping[str, Any]) -> Manifest:
     run, members = stored["run"], stored["files"]
-    given = {"run": RunFacts(**run), "files": {name: FileFacts(**facts) for name, facts in members.items()}}
+    given = {"run": RunFingerprint(**run), "files": {name: FileChecksum(**facts) for name, facts in members.items()}}
     return Manifest(**{**stored, **given})
 
 
-def _refuse_escape(path: Path, name: str) -> None:
+def _refuse_unsafe_name(path: Path, name: str) -> None:
     """Refuse a member outside the folder: a manifest may come from a stranger."""
     parts = PurePosixPath(name).parts
     if not parts or name.startswith("/") or "\\" in name or ".." in parts or name == MANIFEST:

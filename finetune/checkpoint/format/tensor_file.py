@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from finetune.checkpoint.format.manifest import FileFacts
+from finetune.checkpoint.format.manifest import FileChecksum
 
 PARAMETER = "parameter"
 """The key of a parameter's own value; other keys are optimizer state (`exp_avg`, `momentum_buffer`, ...)."""
@@ -101,13 +101,13 @@ class TensorFile:
         self._write(values)
         return hashlib.sha256(values).hexdigest()
 
-    def close(self) -> FileFacts:
+    def close(self) -> FileChecksum:
         """Bring the file to the disk and return its size and the digest of what was meant to be written."""
         assert not self._waiting, f"{len(self._waiting)} tensors were not written"
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
-        return FileFacts(self._size_bytes, self._digest.hexdigest())
+        return FileChecksum(self._size_bytes, self._digest.hexdigest())
 
     def abandon(self) -> None:
         """Close the file as it is, also where there is no room for what is still to be flushed."""

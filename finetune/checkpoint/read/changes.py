@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from finetune.checkpoint.format.manifest import RunFacts
+from finetune.checkpoint.format.manifest import RunFingerprint
 from finetune.config.sections.checkpoint import NEVER_ALLOWED
 from finetune.errors import CheckpointError
 from finetune.runtime.text.redact import lasting_config
@@ -22,7 +22,7 @@ CAUSES: Mapping[str, tuple[str, ...]] = {
 """Settings that may be why a digest differs, by the beginnings of their names."""
 
 
-def told_changes(path: Path, saved: RunFacts, *, wanted: RunFacts, allowed: Sequence[str]) -> list[str]:
+def told_changes(path: Path, saved: RunFingerprint, *, wanted: RunFingerprint, allowed: Sequence[str]) -> list[str]:
     """Return sentences about what has changed since the checkpoint; raises CheckpointError for what must not have.
 
     What alters the maths has to be in `allowed`; a name there that has not changed is told as well.

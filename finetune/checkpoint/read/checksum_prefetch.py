@@ -12,12 +12,12 @@ from pathlib import Path
 import numpy as np
 
 from finetune.checkpoint.format import layout
-from finetune.checkpoint.format.manifest import BLOCK_BYTES, FileFacts, file_facts, read_manifest, verified_by
+from finetune.checkpoint.format.manifest import BLOCK_BYTES, FileChecksum, file_checksum, files_to_verify, read_manifest
 from finetune.errors import CheckpointError
 from finetune.runtime.background import run_in_background
 from finetune.runtime.resources import usable_cores
 
-ChecksumOf = Callable[[Path], FileFacts]
+ChecksumOf = Callable[[Path], FileChecksum]
 """Returns size and digest of a file."""
 
 MAX_THREADS = 4
@@ -29,7 +29,7 @@ class _ReadFile:
     """A file as it was read; `whole` is all of it where it is kept."""
 
     state: object  # by which the file system tells whether it was written since
-    facts: FileFacts
+    facts: FileChecksum
     whole: np.ndarray | None = None
 
 
@@ -49,7 +49,7 @@ class ChecksumPrefetch:
         for number in range(min(num_threads, len(paths))):
             run_in_background(self._work, name=f"digests {number}")
 
-    def facts(self, path: Path) -> FileFacts:
+    def facts(self, path: Path) -> FileChecksum:
         """Return what the file is; read now unless that was begun, and is still true. Raises OSError."""
         begun = self._begun.pop(path, None)
         if begun is not None:
@@ -58,7 +58,7 @@ class ChecksumPrefetch:
                 if read.whole is not None:
                     self._kept[path] = read.whole
                 return read.facts
-        return file_facts(path)
+        return file_checksum(path)
 
     def kept(self, path: Path) -> np.ndarray | None:
         """Return the bytes that were digested, of a file that is kept: uint8."""
@@ -77,10 +77,10 @@ class ChecksumPrefetch:
                 return
             try:
                 state = _file_stamp(path)
-                read = _read_whole(path) if self._keeps(path) else (file_facts(path), None)
+                read = _read_whole(path) if self._keeps(path) else (file_checksum(path), None)
                 begun.set_result(_ReadFile(state, *read))
             except Exception:  # whoever asks reads the file himself, and meets the error
-                begun.set_result(_ReadFile(None, FileFacts(0, "")))
+                begun.set_result(_ReadFile(None, FileChecksum(0, "")))
 
 
 def start_checksum_prefetch(folder: Path, *, resume: str | Path) -> ChecksumPrefetch:
@@ -94,7 +94,7 @@ def start_checksum_prefetch(folder: Path, *, resume: str | Path) -> ChecksumPref
         return ChecksumPrefetch()
     world = int(os.environ.get("WORLD_SIZE", "1"))
     try:
-        names = verified_by(read_manifest(newest), rank=int(os.environ.get("RANK", "0")), world=world)
+        names = files_to_verify(read_manifest(newest), rank=int(os.environ.get("RANK", "0")), world=world)
     except CheckpointError:  # said when it is verified
         return ChecksumPrefetch()
     is_alone = world == 1 and not _may_have_device()
@@ -110,7 +110,7 @@ def _may_have_device() -> bool:
     return sys.platform != "linux" or any(any(Path("/dev").glob(name)) for name in _DEVICE_FILES)
 
 
-def _read_whole(path: Path) -> tuple[FileFacts, np.ndarray]:
+def _read_whole(path: Path) -> tuple[FileChecksum, np.ndarray]:
     """Return the file's facts and its bytes, digested while they are in a core's cache."""
     whole = np.empty(path.stat().st_size, dtype=np.uint8)
     digest, size, room = hashlib.sha256(), 0, whole.data
@@ -118,7 +118,7 @@ def _read_whole(path: Path) -> tuple[FileFacts, np.ndarray]:
         while count := file.readinto(room[size : size + BLOCK_BYTES]):
             digest.update(room[size : size + count])
             size += count
-    return FileFacts(size, digest.hexdigest()), whole
+    return FileChecksum(size, digest.hexdigest()), whole
 
 
 def _file_stamp(path: Path) -> tuple[int, ...]:

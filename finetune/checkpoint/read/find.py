@@ -10,10 +10,10 @@ from finetune.checkpoint.format import layout
 from finetune.checkpoint.format.manifest import (
     Manifest,
     OtherFormatError,
-    file_facts,
-    first_problem,
-    read_named,
-    verified_by,
+    file_checksum,
+    files_to_verify,
+    first_file_problem,
+    read_manifest_of_step,
 )
 from finetune.checkpoint.format.metadata import Texts, header_problem, read_texts
 from finetune.checkpoint.read.changes import refuse_to_start_anew
@@ -41,7 +41,7 @@ class Found:
         return self.manifest.step
 
 
-def find_newest(folder: Path, *, say: Callable[[str], None], facts: ChecksumOf = file_facts) -> Found | None:
+def find_newest(folder: Path, *, say: Callable[[str], None], checksum_of: ChecksumOf = file_checksum) -> Found | None:
     """Return the newest checkpoint that verifies, or None in a folder without any. Collective.
 
     Bad ones on the way are renamed to `.bad-...` and named with what is wrong with them; when there are only bad ones,
@@ -50,7 +50,7 @@ def find_newest(folder: Path, *, say: Callable[[str], None], facts: ChecksumOf =
     """
     while path := run_on_rank_0(lambda: layout.newest(folder)):
         try:
-            return verify(path, facts=facts)
+            return verify(path, checksum_of=checksum_of)
         except OtherFormatError:
             raise
         except CheckpointError as error:
@@ -67,7 +67,7 @@ def find_newest(folder: Path, *, say: Callable[[str], None], facts: ChecksumOf =
     return None
 
 
-def find_at(path: Path, *, folder: Path, facts: ChecksumOf = file_facts) -> Found:
+def find_at(path: Path, *, folder: Path, checksum_of: ChecksumOf = file_checksum) -> Found:
     """Return the checkpoint at this very path; raises CheckpointError when it does not verify. Collective.
 
     Checkpoints of `folder` that are newer would be in the way of what is trained from here: they are put aside when the
@@ -77,7 +77,7 @@ def find_at(path: Path, *, folder: Path, facts: ChecksumOf = file_facts) -> Foun
     if inner and not (path / layout.MANIFEST).exists():
         raise CheckpointError(f"checkpoint.resume: {path} holds checkpoints; write one of them: {', '.join(inner)}")
     try:
-        found = verify(path, facts=facts)
+        found = verify(path, checksum_of=checksum_of)
     except OtherFormatError:
         raise
     except CheckpointError as error:
@@ -92,15 +92,15 @@ def refuse_any(folder: Path) -> None:
     refuse_to_start_anew(run_on_rank_0(lambda: layout.newest(folder)))
 
 
-def verify(path: Path, *, group: Group = Group.MAIN, facts: ChecksumOf = file_facts) -> Found:
+def verify(path: Path, *, group: Group = Group.MAIN, checksum_of: ChecksumOf = file_checksum) -> Found:
     """Return the checkpoint when every file has the size and digest it was written with, and says what it should.
 
     Raises CheckpointError; OtherFormatError, which is one, where nothing is wrong but that this program cannot read it.
     Ranks share out the files among them; `facts` may know some of them already. Collective.
     """
-    manifest = _on_main(lambda: read_named(path), group=group)
-    mine = verified_by(manifest, rank=distributed.rank(), world=distributed.world())
-    _raise_first(path, run_on_all_ranks(lambda: _first_problem(path, manifest, mine, facts), group=group))
+    manifest = _on_main(lambda: read_manifest_of_step(path), group=group)
+    mine = files_to_verify(manifest, rank=distributed.rank(), world=distributed.world())
+    _raise_first(path, run_on_all_ranks(lambda: _first_problem(path, manifest, mine, checksum_of), group=group))
     texts = _on_main(lambda: read_texts(path, manifest), group=group)
     _raise_first(path, run_on_all_ranks(lambda: _first_bad_header(path, mine, texts), group=group))
     return Found(path, manifest, texts)
@@ -131,10 +131,10 @@ def _first_bad_header(path: Path, names: list[str], texts: Texts) -> str | None:
     return next((problem for name in names if (problem := header_problem(path, name, texts.index))), None)
 
 
-def _first_problem(path: Path, manifest: Manifest, names: list[str], facts: ChecksumOf) -> str | None:
+def _first_problem(path: Path, manifest: Manifest, names: list[str], checksum_of: ChecksumOf) -> str | None:
     for name in names:
         reach("load.verify", step=manifest.step, path=path / name)  # a large file takes its time: no hang
-        problem = first_problem(path, manifest.files, [name], facts=facts)
+        problem = first_file_problem(path, manifest.files, [name], facts=checksum_of)
         if problem is not None:
             return problem
     return None

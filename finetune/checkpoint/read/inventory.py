@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from finetune.checkpoint.format import layout
-from finetune.checkpoint.format.manifest import Manifest, first_problem, read_manifest
+from finetune.checkpoint.format.manifest import Manifest, first_file_problem, read_manifest
 from finetune.checkpoint.format.metadata import header_problem, read_index, read_texts
 from finetune.errors import CheckpointError, UserError
 from finetune.runtime.files.read import open_regular, parse_json, read_regular
@@ -138,7 +138,7 @@ class Entry:
         path = self.path / name
         try:
             is_as_long = path.is_file() and not path.is_symlink() and path.stat().st_size == facts[name].size_bytes
-            return first_problem(self.path, facts, [name]) if reads or not is_as_long else None
+            return first_file_problem(self.path, facts, [name]) if reads or not is_as_long else None
         except OSError as error:
             return f"{name} cannot be read: {error.strerror}"
 

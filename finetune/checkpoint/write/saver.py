@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.checkpoint.format import layout
-from finetune.checkpoint.format.manifest import Manifest, OtherFormatError, RunFacts
+from finetune.checkpoint.format.manifest import Manifest, OtherFormatError, RunFingerprint
 from finetune.checkpoint.read.find import verify
 from finetune.checkpoint.sharding.state_access import StateAccess
 from finetune.checkpoint.write.retention import prune
@@ -52,7 +52,7 @@ class Saver:
         *,
         section: CheckpointSection,
         access: StateAccess,
-        run: RunFacts,
+        run: RunFingerprint,
     ) -> None:
         self._folder = folder
         self._section = section

@@ -15,7 +15,14 @@ from torch import Tensor
 
 from finetune import __version__
 from finetune.checkpoint.format import layout
-from finetune.checkpoint.format.manifest import FileFacts, Manifest, RunFacts, file_facts, first_problem, write_manifest
+from finetune.checkpoint.format.manifest import (
+    FileChecksum,
+    Manifest,
+    RunFingerprint,
+    file_checksum,
+    first_file_problem,
+    write_manifest,
+)
 from finetune.checkpoint.format.metadata import state_digest
 from finetune.checkpoint.format.tensor_file import BUFFER, TensorFile, TensorRecord
 from finetune.checkpoint.sharding.save_plan import PlannedFile
@@ -36,7 +43,7 @@ _BLOCK_ELEMENTS = 1 << 20
 class Written:
     """What has been written, by one rank or by all."""
 
-    files: dict[str, FileFacts] = field(default_factory=dict)  # by path in the checkpoint
+    files: dict[str, FileChecksum] = field(default_factory=dict)  # by path in the checkpoint
     tensors: dict[str, str] = field(default_factory=dict)  # SHA-256 by stored name
     bad: list[str] = field(default_factory=list)  # stored names of what is not finite
 
@@ -93,9 +100,9 @@ class Writing:
         if record.key != BUFFER and not is_finite(tensor):
             self._written.bad.append(record.stored_name)
 
-    def _verify(self, files: Mapping[str, FileFacts]) -> None:
+    def _verify(self, files: Mapping[str, FileChecksum]) -> None:
         for name in files:
-            problem = first_problem(self._staging, files, [name])
+            problem = first_file_problem(self._staging, files, [name])
             if problem is not None:
                 raise CheckpointError(f"{self._staging}: {problem}, right after writing it. Suspect the disk.")
             reach("save.written", step=self._step, path=self._staging / name)
@@ -115,13 +122,13 @@ def is_finite(tensor: Tensor) -> bool:
 
 
 def write_checkpoint(
-    folder: Path, step: int, *, access: StateAccess, run: RunFacts, progress: Mapping[str, Any]
+    folder: Path, step: int, *, access: StateAccess, run: RunFingerprint, progress: Mapping[str, Any]
 ) -> Manifest:
     """Write the checkpoint of a step into `folder` and return its manifest; on failure nothing is left. Collective."""
     return write_contents(folder, StreamingSource(access).take(step, progress=progress), run=run)
 
 
-def write_contents(folder: Path, contents: Contents, *, run: RunFacts, group: Group = Group.MAIN) -> Manifest:
+def write_contents(folder: Path, contents: Contents, *, run: RunFingerprint, group: Group = Group.MAIN) -> Manifest:
     """Write the contents as a checkpoint in `folder` and return its manifest; on failure nothing is left of it.
 
     Raises CheckpointError where it cannot be written, NonFiniteError where nobody would want it. Collective.
@@ -162,7 +169,7 @@ def _stage(staging: Path, *, num_bytes: int) -> None:
         staging.mkdir()
 
 
-def _finish(staging: Path, contents: Contents, *, run: RunFacts, written: Written) -> Manifest:
+def _finish(staging: Path, contents: Contents, *, run: RunFingerprint, written: Written) -> Manifest:
     """Write what is not tensors, the manifest last, and give the folder its name."""
     index = _index(contents.planned, written.tensors)
     texts = {layout.INDEX: index, layout.SCALARS: contents.scalars, layout.PROGRESS: contents.progress}
@@ -170,7 +177,7 @@ def _finish(staging: Path, contents: Contents, *, run: RunFacts, written: Writte
     with told_plainly(staging):
         for name, value in texts.items():
             atomic.write_json(staging / name, value, exact=True)
-        small = {name: file_facts(staging / name) for name in texts}
+        small = {name: file_checksum(staging / name) for name in texts}
         manifest = _manifest(contents, run=run, files={**small, **written.files}, index=index)
         for folder in {(staging / name).parent for name in manifest.files}:
             atomic.sync(folder)
@@ -183,7 +190,7 @@ def _finish(staging: Path, contents: Contents, *, run: RunFacts, written: Writte
 
 
 def _manifest(
-    contents: Contents, *, run: RunFacts, files: Mapping[str, FileFacts], index: Mapping[str, Any]
+    contents: Contents, *, run: RunFingerprint, files: Mapping[str, FileChecksum], index: Mapping[str, Any]
 ) -> Manifest:
     step, progress = contents.step, contents.progress
     samples = str(progress.get("samples_sha256", ""))

@@ -8,7 +8,7 @@ from pathlib import Path
 from filelock import FileLock
 
 from finetune.checkpoint.format import layout
-from finetune.checkpoint.format.manifest import OtherFormatError, first_problem, read_manifest
+from finetune.checkpoint.format.manifest import OtherFormatError, first_file_problem, read_manifest
 from finetune.config.load import LoadedConfig
 from finetune.config.paths import is_url, stage_of
 from finetune.config.run_config import with_run_folder
@@ -113,7 +113,7 @@ def _download(remote: Remote, path: Path) -> str | None:
         manifest = read_manifest(staging)
         for name in manifest.files:
             remote.download(f"{place}/{name}", staging / name)
-        problem = first_problem(staging, manifest.files, manifest.files)
+        problem = first_file_problem(staging, manifest.files, manifest.files)
         if problem is None and manifest.step != layout.step_of(path):
             problem = f"its manifest says step {manifest.step}"
     except OtherFormatError:

@@ -3,7 +3,7 @@
 from functools import partial
 from typing import Any
 
-from finetune.checkpoint.format.manifest import RunFacts
+from finetune.checkpoint.format.manifest import RunFingerprint
 from finetune.config.resume_keys import maths_of, settings_of
 from finetune.config.run_config import RunConfig
 from finetune.model.frozen_models import base_digest
@@ -15,7 +15,7 @@ from finetune.runtime import distributed
 from finetune.runtime.run_on_ranks import run_on_rank_0
 
 
-def run_facts(config: RunConfig, lessons: Lessons, *, model: Any, strategy: str, say: Announcer) -> RunFacts:
+def run_facts(config: RunConfig, lessons: Lessons, *, model: Any, strategy: str, say: Announcer) -> RunFingerprint:
     """Return what checkpoints remember of this run; rank 0 reads the frozen weights and tells all. Collective.
 
     `model` is the model as it was built; its config knows the commit that a hub model came from.
@@ -38,7 +38,7 @@ def facts_with(
     strategy: str,
     adapter: str | None,
     teacher: str | None,
-) -> RunFacts:
+) -> RunFingerprint:
     """Return the same with these digests of frozen weights, first adapter and teacher; None: there is no such."""
     digests = {"training data": lessons.training.fingerprint, "tokenizer": _inputs(lessons)}
     if base is not None:
@@ -47,7 +47,7 @@ def facts_with(
         digests["first adapter"] = adapter
     if teacher is not None:
         digests["teacher"] = teacher
-    return RunFacts(
+    return RunFingerprint(
         identity={**maths_of(config), **digests},
         settings=settings_of(config),
         origin={"strategy": strategy, "processes": str(distributed.world())},

@@ -13,7 +13,13 @@ from pydantic import ConfigDict, TypeAdapter, with_config
 from typing_extensions import TypedDict
 
 from finetune.checkpoint.format import layout
-from finetune.checkpoint.format.manifest import Manifest, OtherFormatError, RunFacts, first_problem, read_named
+from finetune.checkpoint.format.manifest import (
+    Manifest,
+    OtherFormatError,
+    RunFingerprint,
+    first_file_problem,
+    read_manifest_of_step,
+)
 from finetune.checkpoint.format.metadata import read_texts
 from finetune.checkpoint.read.changes import told_changes
 from finetune.config.paths import is_path, is_url
@@ -129,7 +135,7 @@ def over_on_disk(config: RunConfig, *, num_steps: int) -> tuple[FinishedRun, Man
     folder = Path(config.run.folder)
     path = layout.newest(folder / layout.CHECKPOINTS)
     try:
-        if path is None or not is_whole(path, manifest := read_named(path)):
+        if path is None or not is_whole(path, manifest := read_manifest_of_step(path)):
             return None
         progress = Progress.from_state_dict(read_texts(path, manifest).progress)
     except OtherFormatError:  # said before a model is built
@@ -142,7 +148,9 @@ def over_on_disk(config: RunConfig, *, num_steps: int) -> tuple[FinishedRun, Man
     return FinishedRun(path, progress, reason), manifest
 
 
-def told_over(config: RunConfig, finished: FinishedRun, saved: RunFacts, *, wanted: RunFacts) -> list[str] | None:
+def told_over(
+    config: RunConfig, finished: FinishedRun, saved: RunFingerprint, *, wanted: RunFingerprint
+) -> list[str] | None:
     """Return what there is to say of a run that is over; None where it is not: its best is of another metric.
 
     Raises CheckpointError where the config is no longer the one it was trained with.
@@ -179,7 +187,7 @@ def is_whole(path: Path, manifest: Manifest) -> bool:
     """Tell whether all files are there with their sizes; those that are no tensors also with their digests."""
     if any((path / name).stat().st_size != facts.size_bytes for name, facts in manifest.files.items()):
         return False
-    return first_problem(path, manifest.files, manifest.files.keys() & layout.TEXTS) is None
+    return first_file_problem(path, manifest.files, manifest.files.keys() & layout.TEXTS) is None
 
 
 def _over_because(config: RunConfig, progress: Progress, *, num_steps: int) -> str | None:

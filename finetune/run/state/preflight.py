@@ -10,7 +10,7 @@ from pathlib import Path
 
 from finetune.checkpoint.format import layout
 from finetune.checkpoint.format.layout import CHECKPOINTS
-from finetune.checkpoint.format.manifest import Manifest, RunFacts, read_named
+from finetune.checkpoint.format.manifest import Manifest, RunFingerprint, read_manifest_of_step
 from finetune.checkpoint.read.changes import differences, refuse_to_start_anew, told_changes
 from finetune.checkpoint.read.checksum_prefetch import ChecksumPrefetch, start_checksum_prefetch
 from finetune.config.load import LoadedConfig
@@ -69,19 +69,19 @@ def _refuse_changes(config: RunConfig) -> None:
 def _manifest(path: Path) -> Manifest | None:
     """Return the manifest of a checkpoint whose files have their sizes; None for any other."""
     try:
-        manifest = read_named(path)
+        manifest = read_manifest_of_step(path)
         return manifest if is_whole(path, manifest) else None
     except (CheckpointError, OSError):
         return None
 
 
-def _facts(config: RunConfig, saved: RunFacts) -> RunFacts | None:
+def _facts(config: RunConfig, saved: RunFingerprint) -> RunFingerprint | None:
     """Return what the run is if data, tokenizer and frozen weights are as they were; None where their keys differ."""
     maths, settings = maths_of(config), settings_of(config)
     if any(name in COMPARED_BY_CONTENT for name in differences(saved.settings, settings)):
         return None
     contents = {name: digest for name, digest in saved.identity.items() if "." not in name and name not in maths}
-    return RunFacts({**maths, **contents}, settings, saved.origin)
+    return RunFingerprint({**maths, **contents}, settings, saved.origin)
 
 
 def _over(config: RunConfig, *, rank: int) -> int | None:

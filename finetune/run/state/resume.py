@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from finetune.checkpoint.checkpointer import Checkpointer
 from finetune.checkpoint.format.layout import CHECKPOINTS
-from finetune.checkpoint.format.manifest import RunFacts
+from finetune.checkpoint.format.manifest import RunFingerprint
 from finetune.checkpoint.read.checksum_prefetch import ChecksumPrefetch
 from finetune.checkpoint.sharding.access import build_access
 from finetune.config.run_config import RunConfig
@@ -101,7 +101,7 @@ def continue_run(
     return checkpointer, progress
 
 
-def forget_other_best(progress: Progress, saved: RunFacts, *, here: RunFacts) -> None:
+def forget_other_best(progress: Progress, saved: RunFingerprint, *, here: RunFingerprint) -> None:
     """Have early stopping begin anew where the best so far is of another metric or goal."""
     if any(saved.settings.get(name) != here.settings.get(name) for name in BEST_IS_OF):
         progress.best_metric, progress.evaluations_since_best = None, 0
@@ -119,7 +119,7 @@ def what_is_back(position: int, *, scales: tuple[bool, bool]) -> Iterator[str]:
     )
 
 
-def what_differs(saved: RunFacts, *, here: RunFacts) -> Iterator[str]:
+def what_differs(saved: RunFingerprint, *, here: RunFingerprint) -> Iterator[str]:
     """Yield what another strategy or number of processes means for the numbers to come; nothing where both are same."""
     there = saved.origin
     if there == here.origin or not there:
@@ -137,6 +137,6 @@ def _folder(config: RunConfig) -> Path:
     return Path(config.run.folder) / CHECKPOINTS
 
 
-def _processes(facts: RunFacts) -> str:
+def _processes(facts: RunFingerprint) -> str:
     count = facts.origin["processes"]
     return f"{count} process{'' if count == '1' else 'es'}"

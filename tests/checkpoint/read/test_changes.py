@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from finetune.checkpoint.format.manifest import RunFacts
+from finetune.checkpoint.format.manifest import RunFingerprint
 from finetune.checkpoint.read import changes
 from finetune.checkpoint.read.changes import told_changes
 from finetune.errors import CheckpointError
@@ -15,7 +15,7 @@ SETTINGS = {"report.log_every_steps": "10", "data.max_length": "64"}
 
 
 def facts(*, settings=(), **maths):
-    return RunFacts(
+    return RunFingerprint(
         {**MATHS, **{name: str(value) for name, value in maths.items()}}, {**SETTINGS, **dict(settings)}, {}
     )
 

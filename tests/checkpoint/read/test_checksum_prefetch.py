@@ -3,7 +3,7 @@ import hashlib
 import pytest
 import torch
 
-from finetune.checkpoint.format.manifest import FileFacts, file_facts
+from finetune.checkpoint.format.manifest import FileChecksum, file_checksum
 from finetune.checkpoint.read import checksum_prefetch as ahead_module
 from finetune.checkpoint.read.checksum_prefetch import ChecksumPrefetch, start_checksum_prefetch
 from finetune.checkpoint.sharding.optimizer_state import create_empty_state, create_state_by_step
@@ -17,8 +17,8 @@ def written(path, content=b"a" * 3_000_000):
 
 def test_a_digest_is_that_of_sha256sum_whoever_makes_it(tmp_path):
     path = written(tmp_path / "file")
-    expected = FileFacts(3_000_000, hashlib.sha256(path.read_bytes()).hexdigest())
-    assert ChecksumPrefetch([path]).facts(path) == file_facts(path) == ChecksumPrefetch().facts(path) == expected
+    expected = FileChecksum(3_000_000, hashlib.sha256(path.read_bytes()).hexdigest())
+    assert ChecksumPrefetch([path]).facts(path) == file_checksum(path) == ChecksumPrefetch().facts(path) == expected
 
 
 def test_what_was_digested_ahead_is_not_read_again(tmp_path, monkeypatch):
@@ -35,7 +35,7 @@ def test_a_file_that_has_changed_since_is_read_again(tmp_path):
     ahead = ChecksumPrefetch([path])
     ahead._begun[path].result()
     written(path, b"other")
-    assert ahead.facts(path) == file_facts(path)
+    assert ahead.facts(path) == file_checksum(path)
 
 
 def test_a_digest_is_handed_out_once(tmp_path):
@@ -43,7 +43,7 @@ def test_a_digest_is_handed_out_once(tmp_path):
     ahead = ChecksumPrefetch([path])
     ahead.facts(path)
     written(path, b"b" * 3_000_000)
-    assert ahead.facts(path) == file_facts(path)
+    assert ahead.facts(path) == file_checksum(path)
 
 
 def test_a_file_that_is_gone_is_met_by_whoever_asks(tmp_path):

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from finetune.checkpoint.format.manifest import file_facts, read_manifest, write_manifest
+from finetune.checkpoint.format.manifest import file_checksum, read_manifest, write_manifest
 from finetune.checkpoint.format.tensor_file import PARAMETER
 from finetune.checkpoint.read.load import open_checkpoint
 from finetune.errors import CheckpointError
@@ -19,7 +19,7 @@ def rewritten(checkpoint, name, change):
     change(value)
     (checkpoint / name).write_text(json.dumps(value))
     manifest = read_manifest(checkpoint)
-    write_manifest(checkpoint, replace(manifest, files={**manifest.files, name: file_facts(checkpoint / name)}))
+    write_manifest(checkpoint, replace(manifest, files={**manifest.files, name: file_checksum(checkpoint / name)}))
 
 
 def test_every_tensor_is_there_as_it_was_trained(folder):

@@ -6,7 +6,7 @@ from dataclasses import asdict
 
 import pytest
 
-from finetune.checkpoint.format.manifest import OWN_DIGEST, file_facts, own_digest
+from finetune.checkpoint.format.manifest import MANIFEST_DIGEST_KEY, file_checksum, manifest_digest
 from finetune.commands.checkpoints.inspect import list_checkpoints, show_checkpoint, verify_checkpoints
 from finetune.commands.checkpoints.tables import age_text
 from finetune.errors import CheckpointError, UserError
@@ -18,8 +18,8 @@ def forge(checkpoint, name, change):
     path.write_text(json.dumps(change(json.loads(path.read_text()))))
     value = json.loads(manifest.read_text())
     if name != "manifest.json":
-        value["files"][name] = asdict(file_facts(path))
-    manifest.write_text(json.dumps(value | {OWN_DIGEST: own_digest(value)}))
+        value["files"][name] = asdict(file_checksum(path))
+    manifest.write_text(json.dumps(value | {MANIFEST_DIGEST_KEY: manifest_digest(value)}))
 
 
 def flip_last_byte(path):

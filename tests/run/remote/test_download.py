@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from finetune.checkpoint.format.manifest import own_digest, read_manifest
+from finetune.checkpoint.format.manifest import manifest_digest, read_manifest
 from finetune.config.explain import resolved_yaml
 from finetune.config.load import LoadedConfig, load_config
 from finetune.errors import CheckpointError
@@ -134,7 +134,7 @@ def test_a_checkpoint_of_a_newer_format_is_refused_and_no_older_one_fetched(mach
         checkpoint(first.stage, step)
     marker = first.stage / "checkpoints" / "step-000004" / "manifest.json"
     value = json.loads(marker.read_text()) | {"format_version": 3, "versions": {"finetune": "9.1.0"}}
-    marker.write_text(json.dumps(value | {"sha256": own_digest(value)}))
+    marker.write_text(json.dumps(value | {"sha256": manifest_digest(value)}))
     first.upload()
     second = machine("second")
     with pytest.raises(CheckpointError, match=r"format 3, written by finetune 9\.1\.0"):

@@ -1,13 +1,13 @@
 import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from finetune.checkpoint.format.manifest import RunFacts
+from finetune.checkpoint.format.manifest import RunFingerprint
 from finetune.run.state.resume import forget_other_best, what_differs, what_is_back
 from finetune.runtime.progress import Progress
 
 
 def facts(strategy="ddp", processes="2", **settings):
-    return RunFacts({}, settings, {"strategy": strategy, "processes": processes})
+    return RunFingerprint({}, settings, {"strategy": strategy, "processes": processes})
 
 
 def test_what_is_back_and_what_is_derived_is_said():
