@@ -22,7 +22,7 @@ MANIFEST = "manifest.json"
 INDEX = "index.json"
 PROGRESS = "progress.json"
 SCALARS = "scalars.json"
-TEXTS = (INDEX, SCALARS, PROGRESS)
+METADATA_FILES = (INDEX, SCALARS, PROGRESS)
 """What every checkpoint has beside its manifest and its tensors."""
 
 _STEP = re.compile(r"step-([0-9]{6,10})")

@@ -18,7 +18,7 @@ from finetune.errors import CheckpointError
 from finetune.runtime.files.read import parse_as, read_regular
 from finetune.runtime.progress import OtherVersion, parse_progress
 
-ITEM_BYTES = {
+DTYPE_BYTES = {
     **{"F64": 8, "F32": 4, "F16": 2, "BF16": 2},
     **{"I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1},
 }
@@ -27,10 +27,10 @@ ITEM_BYTES = {
 _Count = Annotated[int, Field(ge=0, lt=2**63)]
 _Shape = Annotated[list[_Count], Field(max_length=64)]
 _Dtype = Literal["F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8", "U8", "BOOL"]
-_LARGEST = 3.4028234e38  # of float32, in which optimizers count
+_MAX_FLOAT32 = 3.4028234e38  # of float32, in which optimizers count
 _Number = (
     Annotated[int, Field(ge=-(2**63), lt=2**63)]
-    | Annotated[float, Field(ge=-_LARGEST, le=_LARGEST, allow_inf_nan=False)]
+    | Annotated[float, Field(ge=-_MAX_FLOAT32, le=_MAX_FLOAT32, allow_inf_nan=False)]
 )
 
 
@@ -55,7 +55,7 @@ _SCALARS = TypeAdapter(_Scalars)
 
 
 @dataclass(frozen=True)
-class Texts:
+class Metadata:
     """What the small files of a checkpoint say."""
 
     index: Mapping[str, Mapping[str, Any]]  # by the name that a tensor is stored under
@@ -63,32 +63,32 @@ class Texts:
     progress: Mapping[str, Any]  # as `Progress.state_dict` gives it
 
 
-def read_texts(path: Path, manifest: Manifest) -> Texts:
+def read_metadata(path: Path, manifest: Manifest) -> Metadata:
     """Return what index, scalars and progress say; their digests have been compared.
 
     Raises CheckpointError where they are not what a checkpoint of this manifest has, OtherFormatError where this
     program does not know the progress's version.
     """
-    if missing := [name for name in layout.TEXTS if name not in manifest.files]:
+    if missing := [name for name in layout.METADATA_FILES if name not in manifest.files]:
         raise CheckpointError(f"{path}: {layout.MANIFEST} names no {missing[0]}, which every checkpoint has")
     try:
         index = read_index(path, manifest)
-        scalars = _parsed(path, layout.SCALARS, _SCALARS)
+        scalars = _parse(path, layout.SCALARS, _SCALARS)
         parameters = {entry["name"] for entry in index.values() if entry["key"] == "parameter"}
         if strangers := scalars["optimizer"].keys() - parameters:
             raise CheckpointError(
                 f"{path}: {layout.SCALARS} has numbers of {min(strangers)[:80]!r}, which is no parameter"
             )
-        return Texts(index, scalars, _progress(path, manifest))
+        return Metadata(index, scalars, _progress(path, manifest))
     except OSError as error:
         raise CheckpointError(f"{path}: {Path(str(error.filename)).name} cannot be read: {error.strerror}") from error
 
 
 def read_index(path: Path, manifest: Manifest) -> Mapping[str, Mapping[str, Any]]:
     """Return what the index says of each tensor; raises CheckpointError, or OSError where it cannot be read."""
-    index: Mapping[str, Mapping[str, Any]] = _parsed(path, layout.INDEX, _INDEX)
+    index: Mapping[str, Mapping[str, Any]] = _parse(path, layout.INDEX, _INDEX)
     for stored, entry in index.items():
-        if entry["file"] not in manifest.files or entry["file"] in layout.TEXTS:
+        if entry["file"] not in manifest.files or entry["file"] in layout.METADATA_FILES:
             wrong = f"names the file {entry['file'][:80]!r}, which is not in the manifest"
         elif stored != _stored_name(entry):
             wrong = f"calls a tensor of {entry['name'][:80]!r} {stored[:80]!r}"
@@ -119,7 +119,7 @@ def header_problem(path: Path, name: str, index: Mapping[str, Mapping[str, Any]]
     return None
 
 
-def _parsed(path: Path, name: str, schema: TypeAdapter[Any]) -> Any:
+def _parse(path: Path, name: str, schema: TypeAdapter[Any]) -> Any:
     try:
         return parse_as(schema, read_regular(path / name))
     except ValueError as error:
@@ -147,7 +147,7 @@ def _stored_name(entry: Mapping[str, Any]) -> str:
 
 
 def _size_bytes(entry: Mapping[str, Any]) -> int:
-    size: int = math.prod(entry["shape"]) * ITEM_BYTES[entry["dtype"]]
+    size: int = math.prod(entry["shape"]) * DTYPE_BYTES[entry["dtype"]]
     return size
 
 

@@ -15,7 +15,7 @@ from finetune.checkpoint.format.manifest import (
     first_file_problem,
     read_manifest_of_step,
 )
-from finetune.checkpoint.format.metadata import Texts, header_problem, read_texts
+from finetune.checkpoint.format.metadata import Metadata, header_problem, read_metadata
 from finetune.checkpoint.read.changes import refuse_to_start_anew
 from finetune.checkpoint.read.checksum_prefetch import ChecksumOf
 from finetune.errors import CheckpointError
@@ -33,7 +33,7 @@ class Found:
 
     path: Path
     manifest: Manifest
-    texts: Texts
+    metadata: Metadata
 
     @property
     def step(self) -> int:
@@ -101,7 +101,7 @@ def verify(path: Path, *, group: Group = Group.MAIN, checksum_of: ChecksumOf = f
     manifest = _on_main(lambda: read_manifest_of_step(path), group=group)
     mine = files_to_verify(manifest, rank=distributed.rank(), world=distributed.world())
     _raise_first(path, run_on_all_ranks(lambda: _first_problem(path, manifest, mine, checksum_of), group=group))
-    texts = _on_main(lambda: read_texts(path, manifest), group=group)
+    texts = _on_main(lambda: read_metadata(path, manifest), group=group)
     _raise_first(path, run_on_all_ranks(lambda: _first_bad_header(path, mine, texts), group=group))
     return Found(path, manifest, texts)
 
@@ -127,8 +127,8 @@ def _raise_first(path: Path, problems: Iterable[str | None]) -> None:
             raise CheckpointError(f"{path}: {problem}")
 
 
-def _first_bad_header(path: Path, names: list[str], texts: Texts) -> str | None:
-    return next((problem for name in names if (problem := header_problem(path, name, texts.index))), None)
+def _first_bad_header(path: Path, names: list[str], metadata: Metadata) -> str | None:
+    return next((problem for name in names if (problem := header_problem(path, name, metadata.index))), None)
 
 
 def _first_problem(path: Path, manifest: Manifest, names: list[str], checksum_of: ChecksumOf) -> str | None:

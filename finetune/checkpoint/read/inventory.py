@@ -10,7 +10,7 @@ from typing import Any, BinaryIO
 
 from finetune.checkpoint.format import layout
 from finetune.checkpoint.format.manifest import Manifest, first_file_problem, read_manifest
-from finetune.checkpoint.format.metadata import header_problem, read_index, read_texts
+from finetune.checkpoint.format.metadata import header_problem, read_index, read_metadata
 from finetune.errors import CheckpointError, UserError
 from finetune.runtime.files.read import open_regular, parse_json, read_regular
 from finetune.runtime.progress import parse_progress
@@ -117,7 +117,7 @@ class Entry:
         found = {name: self._problem(name, reads=reads) for name in sorted(self.manifest.files)}
         return tuple(BadFile(name, problem, self._damaged_in(name)) for name, problem in found.items() if problem)
 
-    def wrong_text(self, *, reads: bool) -> str | None:
+    def metadata_problem(self, *, reads: bool) -> str | None:
         """Return what index, scalars, progress or a tensor file's header say that no checkpoint does.
 
         Asked of a checkpoint without bad files; the headers are read only where all files are to be.
@@ -125,7 +125,7 @@ class Entry:
         if self.manifest is None:
             return None
         try:
-            texts = read_texts(self.path, self.manifest)
+            texts = read_metadata(self.path, self.manifest)
         except CheckpointError as error:
             return str(error).removeprefix(f"{self.path}: ")
         names = self.manifest.files if reads else ()
@@ -134,7 +134,7 @@ class Entry:
     def _problem(self, name: str, *, reads: bool) -> str | None:
         assert self.manifest is not None
         facts = self.manifest.files
-        reads = reads or name in layout.TEXTS
+        reads = reads or name in layout.METADATA_FILES
         path = self.path / name
         try:
             is_as_long = path.is_file() and not path.is_symlink() and path.stat().st_size == facts[name].size_bytes
@@ -219,7 +219,7 @@ def problems(entry: Entry, *, reads: bool) -> tuple[tuple[str, ...], tuple[BadFi
     bad = entry.bad_files(reads=reads)
     found = [entry.problem, *(file.problem for file in bad)]
     if not any(found):
-        found.append(entry.wrong_text(reads=reads))
+        found.append(entry.metadata_problem(reads=reads))
     return tuple(each for each in found if each), bad
 
 

@@ -59,15 +59,15 @@ def open_checkpoint(path: Path) -> OpenCheckpoint:
     return OpenCheckpoint(
         found,
         records={name: record for name, (_, record) in saved.items()},
-        progress=found.texts.progress,
-        scalars=found.texts.scalars,
+        progress=found.metadata.progress,
+        scalars=found.metadata.scalars,
         _files={name: file for name, (file, _) in saved.items()},
     )
 
 
 def places(found: Found) -> dict[str, tuple[Path, TensorRecord]]:
     """Return the file and the record of each tensor in the index, by the name that it is stored under."""
-    return {name: (found.path / entry["file"], _record(entry)) for name, entry in found.texts.index.items()}
+    return {name: (found.path / entry["file"], _record(entry)) for name, entry in found.metadata.index.items()}
 
 
 def _record(entry: Mapping[str, Any]) -> TensorRecord:
@@ -93,7 +93,7 @@ def read_checkpoint(
     """Load the verified checkpoint and return its progress; raises CheckpointError listing what differs. Collective."""
     path = found.path
     reach("load.begin", step=found.step)
-    saved, scalars = places(found), found.texts.scalars
+    saved, scalars = places(found), found.metadata.scalars
     run_on_all_ranks(access.begin_writing)  # local: the optimizer makes its state
     wanted = agree_on_records(access)
     fresh = _parameters_without_state([record for _, record in saved.values()])
@@ -106,7 +106,7 @@ def read_checkpoint(
     )
     access.finish_writing()
     reach("load.done", step=found.step)
-    return dict(found.texts.progress)
+    return dict(found.metadata.progress)
 
 
 def _parameters_without_state(records: Sequence[TensorRecord]) -> set[str]:

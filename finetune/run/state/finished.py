@@ -20,7 +20,7 @@ from finetune.checkpoint.format.manifest import (
     first_file_problem,
     read_manifest_of_step,
 )
-from finetune.checkpoint.format.metadata import read_texts
+from finetune.checkpoint.format.metadata import read_metadata
 from finetune.checkpoint.read.changes import told_changes
 from finetune.config.paths import is_path, is_url
 from finetune.config.rules.sources import sources
@@ -137,7 +137,7 @@ def over_on_disk(config: RunConfig, *, num_steps: int) -> tuple[FinishedRun, Man
     try:
         if path is None or not is_whole(path, manifest := read_manifest_of_step(path)):
             return None
-        progress = Progress.from_state_dict(read_texts(path, manifest).progress)
+        progress = Progress.from_state_dict(read_metadata(path, manifest).progress)
     except OtherFormatError:  # said before a model is built
         raise
     except (CheckpointError, OSError):  # whatever it is, `continue_run` meets it too, and sets aside or refuses
@@ -187,7 +187,7 @@ def is_whole(path: Path, manifest: Manifest) -> bool:
     """Tell whether all files are there with their sizes; those that are no tensors also with their digests."""
     if any((path / name).stat().st_size != facts.size_bytes for name, facts in manifest.files.items()):
         return False
-    return first_file_problem(path, manifest.files, manifest.files.keys() & layout.TEXTS) is None
+    return first_file_problem(path, manifest.files, manifest.files.keys() & layout.METADATA_FILES) is None
 
 
 def _over_because(config: RunConfig, progress: Progress, *, num_steps: int) -> str | None:
