@@ -7,8 +7,8 @@ from typing import Any
 from finetune.checkpoint.format.manifest import RunFingerprint
 from finetune.checkpoint.read.changes import told_changes
 from finetune.checkpoint.read.checksum_prefetch import ChecksumPrefetch
-from finetune.checkpoint.read.find import Found, find_at, find_newest, refuse_any
-from finetune.checkpoint.read.load import read_checkpoint
+from finetune.checkpoint.read.find import VerifiedCheckpoint, find_at_path, find_newest, refuse_existing_checkpoints
+from finetune.checkpoint.read.load import load_checkpoint
 from finetune.checkpoint.sharding.state_access import StateAccess
 from finetune.checkpoint.write.rehearsal import rehearse
 from finetune.checkpoint.write.saver import SavedCheckpoint, Saver
@@ -56,16 +56,16 @@ class Checkpointer:
         assert saved is not None, "it has been begun"
         return saved
 
-    def find(self) -> Found | None:
+    def find(self) -> VerifiedCheckpoint | None:
         """Return the checkpoint that `checkpoint.resume` asks for, verified; None to start anew. Collective."""
         if self._section.resume == "never":
-            refuse_any(self._folder)
+            refuse_existing_checkpoints(self._folder)
             return None
         if self._section.resume == "auto":
             return find_newest(self._folder, say=self._say, checksum_of=self._ahead.facts)
-        return find_at(Path(self._section.resume), folder=self._folder, checksum_of=self._ahead.facts)
+        return find_at_path(Path(self._section.resume), folder=self._folder, checksum_of=self._ahead.facts)
 
-    def load(self, found: Found) -> Mapping[str, Any]:
+    def load(self, found: VerifiedCheckpoint) -> Mapping[str, Any]:
         """Put the checkpoint's state into what is trained and return its progress. Collective.
 
         Says what has changed since; raises CheckpointError where `allow_changes` does not cover it.
@@ -73,6 +73,6 @@ class Checkpointer:
         saved, allowed = found.manifest.run, self._section.allow_changes
         for sentence in run_on_rank_0(lambda: told_changes(found.path, saved, wanted=self._run, allowed=allowed)):
             self._say(sentence)
-        progress = read_checkpoint(found, access=self._access, cached_bytes=self._ahead.kept)
+        progress = load_checkpoint(found, access=self._access, cached_bytes=self._ahead.kept)
         self._ahead.forget()
         return progress

@@ -15,9 +15,9 @@ from typing import Any
 
 from finetune.checkpoint.format import layout
 from finetune.checkpoint.format.manifest import RunFingerprint
-from finetune.checkpoint.read.find import verify
-from finetune.checkpoint.read.inventory import choose, locate
-from finetune.checkpoint.read.load import read_checkpoint
+from finetune.checkpoint.read.find import verify_checkpoint
+from finetune.checkpoint.read.inventory import locate_run, select_checkpoint
+from finetune.checkpoint.read.load import load_checkpoint
 from finetune.checkpoint.sharding.access import build_access
 from finetune.checkpoint.sharding.state_access import StateAccess
 from finetune.checkpoint.write.writer import write_checkpoint
@@ -124,13 +124,13 @@ def convert_to(run: Path, folder: Path, *, step: int | None, trust_remote_code: 
 
     Raises UserError where the folder is there already.
     """
-    place, folder = locate(run), folder.expanduser().absolute()
-    chosen = choose(place, step=step)
+    place, folder = locate_run(run), folder.expanduser().absolute()
+    chosen = select_checkpoint(place, step=step)
     if folder.exists():
         raise UserError(f"--to {folder}: is there already. Name a folder that is not.")
     loaded, strategy = _launched(place.run, trusts=trust_remote_code)
     conversion = _build(loaded, strategy, checkpoints=place.checkpoints)
-    progress = read_checkpoint(verify(chosen), access=conversion.access())
+    progress = load_checkpoint(verify_checkpoint(chosen), access=conversion.access())
     _write_folder(folder, conversion, progress=progress)
     conversion.say(f"wrote {chosen.name} as {_kind(conversion)} folder {folder}")
     conversion.say(f"{NOT_HELD}; {layout.PROGRESS} was added for the way back")
@@ -145,7 +145,7 @@ def convert_from(run: Path, folder: Path, *, step: int, trust_remote_code: bool 
     is said with `trust_remote_code`. Raises UserError or CheckpointError where it cannot be. Collective over all
     launched processes.
     """
-    place, folder = locate(run), folder.expanduser().absolute()
+    place, folder = locate_run(run), folder.expanduser().absolute()
     if step in layout.steps(place.checkpoints):
         raise UserError(f"--step {step}: {layout.step_folder(place.checkpoints, step)} is there already.")
     loaded, strategy = _launched(place.run, trusts=trust_remote_code)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from finetune.checkpoint.format import layout
 from finetune.checkpoint.format.tensor_file import BUFFER, PARAMETER, TensorRecord
-from finetune.checkpoint.read.inventory import choose, locate
+from finetune.checkpoint.read.inventory import locate_run, select_checkpoint
 from finetune.checkpoint.read.load import OpenCheckpoint, open_checkpoint
 from finetune.checkpoint.sharding.state_layout import named_buffers, named_parameters
 from finetune.commands.source import with_trust
@@ -116,8 +116,8 @@ def _evaluated(checkpoint: OpenCheckpoint, name: str, *, train: TrainSection) ->
 
 
 def _wanted(run: Path, *, step: int | None, to: Path | None) -> Export:
-    place = locate(run)
-    checkpoint = choose(place, step=step)
+    place = locate_run(run)
+    checkpoint = select_checkpoint(place, step=step)
     folder = (to or place.run / "exports" / checkpoint.name).absolute()
     if folder.exists():
         raise UserError(f"{folder}: is there already. Name another folder with --to, or delete this one.")

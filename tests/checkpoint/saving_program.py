@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from finetune.checkpoint.checkpointer import Checkpointer
 from finetune.checkpoint.format.manifest import RunFingerprint
-from finetune.checkpoint.read.find import verify
+from finetune.checkpoint.read.find import verify_checkpoint
 from finetune.checkpoint.sharding import gather, save_plan
 from finetune.checkpoint.write import rehearsal, saver
 from finetune.checkpoint.write.writer import Written
@@ -67,7 +67,7 @@ def every_bit_arrives(folder: Path) -> object:
             same = [
                 name for name, value in found.items() if torch.equal(value.reshape(-1), parted.whole[name].reshape(-1))
             ]
-            results[path.name] = [len(same), len(parted.whole), verify(saved.path).manifest.state_sha256]
+            results[path.name] = [len(same), len(parted.whole), verify_checkpoint(saved.path).manifest.state_sha256]
     return results
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from finetune.checkpoint.format.manifest import OtherFormatError
-from finetune.checkpoint.read.inventory import problems, read_entry
+from finetune.checkpoint.read.inventory import find_problems, read_entry
 from finetune.errors import CheckpointError
 from tests.checkpoint.small_run import Run, forge
 
@@ -112,7 +112,7 @@ def good(tmp_path_factory):
 def outcome_of(folder, everything):
     """Return what has become of the newest checkpoint: `used`, `aside` or `refused`; all else fails."""
     newest = folder / "step-000003"
-    is_good = not problems(read_entry(newest), reads=True)[0]
+    is_good = not find_problems(read_entry(newest), reads=True)[0]
     run, started = Run(folder), time.monotonic()
     try:
         step = run.resume()["step"]

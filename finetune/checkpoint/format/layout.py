@@ -39,7 +39,7 @@ def staging_folder(folder: Path, step: int) -> Path:
     return folder / f"{_STAGING}step-{step:06d}"
 
 
-def trial_folder(folder: Path, token: str) -> Path:
+def rehearsal_folder(folder: Path, token: str) -> Path:
     """Return where a save is rehearsed; what is left of it is cleared away like what is left of a save."""
     return folder / f"{_STAGING}rehearsal-{token}"
 
@@ -65,22 +65,22 @@ def steps(folder: Path) -> dict[int, Path]:
     return dict(sorted((step, path) for path, step in named.items() if step is not None))
 
 
-def almost_named(folder: Path) -> list[Path]:
+def misnamed_checkpoints(folder: Path) -> list[Path]:
     """Return what is named nearly as a checkpoint and is none: a copy's name, a link to nothing, a file."""
     return [path for path in sorted(folder.glob("step-*")) if step_of(path) is None or not path.is_dir()]
 
 
-def newest(folder: Path) -> Path | None:
+def newest_checkpoint(folder: Path) -> Path | None:
     """Return the folder of the last step that bears a checkpoint's name; None where there is none."""
     return next(reversed(steps(folder).values()), None)
 
 
-def bad_ones(folder: Path) -> list[Path]:
+def bad_checkpoints(folder: Path) -> list[Path]:
     """Return the checkpoints that were put aside because they did not verify."""
     return sorted(folder.glob(".bad-step-*"))
 
 
-def deleted_ones(folder: Path) -> dict[Path, int]:
+def deleted_checkpoints(folder: Path) -> dict[Path, int]:
     """Return the checkpoints that are being deleted, or whose deletion was cut short, with their steps."""
     found = {path: _STEP.search(path.name) for path in sorted(folder.glob(".deleted-step-*"))}
     return {path: int(match[1]) for path, match in found.items() if match is not None}
@@ -92,7 +92,7 @@ def remove_staging(folder: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def set_aside(path: Path, word: str) -> Path:
+def rename_aside(path: Path, word: str) -> Path:
     """Rename the folder to `.word-NAME` and return the new path; nothing is deleted or overwritten.
 
     Of a link it is the link that is renamed.

@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Found:
+class VerifiedCheckpoint:
     """A checkpoint that has been verified."""
 
     path: Path
@@ -41,24 +41,26 @@ class Found:
         return self.manifest.step
 
 
-def find_newest(folder: Path, *, say: Callable[[str], None], checksum_of: ChecksumOf = file_checksum) -> Found | None:
+def find_newest(
+    folder: Path, *, say: Callable[[str], None], checksum_of: ChecksumOf = file_checksum
+) -> VerifiedCheckpoint | None:
     """Return the newest checkpoint that verifies, or None in a folder without any. Collective.
 
     Bad ones on the way are renamed to `.bad-...` and named with what is wrong with them; when there are only bad ones,
     that is an error and not a fresh start. One of another format is an error, too, and stays where it is: continuing
     from an older one would throw away what was trained since.
     """
-    while path := run_on_rank_0(lambda: layout.newest(folder)):
+    while path := run_on_rank_0(lambda: layout.newest_checkpoint(folder)):
         try:
-            return verify(path, checksum_of=checksum_of)
+            return verify_checkpoint(path, checksum_of=checksum_of)
         except OtherFormatError:
             raise
         except CheckpointError as error:
             # All ranks come here or none: `verify` raises the same on all, and rank 0 renames when all have read.
-            aside = run_on_rank_0(partial(layout.set_aside, path, "bad"))
+            aside = run_on_rank_0(partial(layout.rename_aside, path, "bad"))
             if distributed.is_main():
                 say(f"passed over {path.name}, now {aside.name}: {error}")
-    bad = run_on_rank_0(lambda: layout.bad_ones(folder))
+    bad = run_on_rank_0(lambda: layout.bad_checkpoints(folder))
     if bad:
         raise CheckpointError(
             f"{folder}: has no good checkpoint, only bad ones: {', '.join(path.name for path in bad)}. "
@@ -67,7 +69,7 @@ def find_newest(folder: Path, *, say: Callable[[str], None], checksum_of: Checks
     return None
 
 
-def find_at(path: Path, *, folder: Path, checksum_of: ChecksumOf = file_checksum) -> Found:
+def find_at_path(path: Path, *, folder: Path, checksum_of: ChecksumOf = file_checksum) -> VerifiedCheckpoint:
     """Return the checkpoint at this very path; raises CheckpointError when it does not verify. Collective.
 
     Checkpoints of `folder` that are newer would be in the way of what is trained from here: they are put aside when the
@@ -77,36 +79,38 @@ def find_at(path: Path, *, folder: Path, checksum_of: ChecksumOf = file_checksum
     if inner and not (path / layout.MANIFEST).exists():
         raise CheckpointError(f"checkpoint.resume: {path} holds checkpoints; write one of them: {', '.join(inner)}")
     try:
-        found = verify(path, checksum_of=checksum_of)
+        found = verify_checkpoint(path, checksum_of=checksum_of)
     except OtherFormatError:
         raise
     except CheckpointError as error:
         advice = "Name another one (`finetune checkpoint ls RUN` lists them), or write `auto` for the newest good one."
         raise CheckpointError(f"checkpoint.resume: {str(error).rstrip('.')}. {advice}") from error
-    run_on_rank_0(lambda: _clear_the_way(found, folder=folder))
+    run_on_rank_0(lambda: _rename_newer_aside(found, folder=folder))
     return found
 
 
-def refuse_any(folder: Path) -> None:
+def refuse_existing_checkpoints(folder: Path) -> None:
     """Raise CheckpointError when the folder has checkpoints. Collective."""
-    refuse_to_start_anew(run_on_rank_0(lambda: layout.newest(folder)))
+    refuse_to_start_anew(run_on_rank_0(lambda: layout.newest_checkpoint(folder)))
 
 
-def verify(path: Path, *, group: Group = Group.MAIN, checksum_of: ChecksumOf = file_checksum) -> Found:
+def verify_checkpoint(
+    path: Path, *, group: Group = Group.MAIN, checksum_of: ChecksumOf = file_checksum
+) -> VerifiedCheckpoint:
     """Return the checkpoint when every file has the size and digest it was written with, and says what it should.
 
     Raises CheckpointError; OtherFormatError, which is one, where nothing is wrong but that this program cannot read it.
     Ranks share out the files among them; `facts` may know some of them already. Collective.
     """
-    manifest = _on_main(lambda: read_manifest_of_step(path), group=group)
+    manifest = _read_on_rank_0(lambda: read_manifest_of_step(path), group=group)
     mine = files_to_verify(manifest, rank=distributed.rank(), world=distributed.world())
-    _raise_first(path, run_on_all_ranks(lambda: _first_problem(path, manifest, mine, checksum_of), group=group))
-    texts = _on_main(lambda: read_metadata(path, manifest), group=group)
-    _raise_first(path, run_on_all_ranks(lambda: _first_bad_header(path, mine, texts), group=group))
-    return Found(path, manifest, texts)
+    _raise_first_problem(path, run_on_all_ranks(lambda: _first_problem(path, manifest, mine, checksum_of), group=group))
+    texts = _read_on_rank_0(lambda: read_metadata(path, manifest), group=group)
+    _raise_first_problem(path, run_on_all_ranks(lambda: _first_bad_header(path, mine, texts), group=group))
+    return VerifiedCheckpoint(path, manifest, texts)
 
 
-def _on_main(act: Callable[[], T], *, group: Group) -> T:
+def _read_on_rank_0(act: Callable[[], T], *, group: Group) -> T:
     """Call `act` on rank 0 and return its value everywhere; an OtherFormatError stays one on all ranks. Collective."""
 
     def attempt() -> T | OtherFormatError:
@@ -121,7 +125,7 @@ def _on_main(act: Callable[[], T], *, group: Group) -> T:
     return value
 
 
-def _raise_first(path: Path, problems: Iterable[str | None]) -> None:
+def _raise_first_problem(path: Path, problems: Iterable[str | None]) -> None:
     for problem in problems:
         if problem is not None:
             raise CheckpointError(f"{path}: {problem}")
@@ -140,14 +144,14 @@ def _first_problem(path: Path, manifest: Manifest, names: list[str], checksum_of
     return None
 
 
-def _clear_the_way(found: Found, *, folder: Path) -> None:
+def _rename_newer_aside(found: VerifiedCheckpoint, *, folder: Path) -> None:
     own = layout.steps(folder)
     is_own = any(path.resolve() == found.path.resolve() for path in own.values())
     if own and not is_own:
         raise CheckpointError(
             f"checkpoint.resume: {found.path} is another run's, and {folder} has checkpoints of its own, such as "
-            f"{layout.newest(folder)}. Write `auto` to continue from that one, or another run.folder."
+            f"{layout.newest_checkpoint(folder)}. Write `auto` to continue from that one, or another run.folder."
         )
     for step, path in own.items():
         if step > found.step:
-            layout.set_aside(path, "superseded")
+            layout.rename_aside(path, "superseded")

@@ -16,7 +16,7 @@ from finetune.runtime.files.read import open_regular, parse_json, read_regular
 from finetune.runtime.progress import parse_progress
 
 _BLOCK_BYTES = 8 << 20
-_MOST_HEADER_BYTES = 100_000_000  # of the safetensors format
+_MAX_HEADER_BYTES = 100_000_000  # of the safetensors format
 
 
 def damaged_tensors(path: Path, entries: Mapping[str, Mapping[str, Any]]) -> list[str]:
@@ -28,7 +28,7 @@ def damaged_tensors(path: Path, entries: Mapping[str, Mapping[str, Any]]) -> lis
     try:
         with open_regular(path) as file:
             header_bytes = int.from_bytes(file.read(8), "little")
-            places: dict[str, Any] = parse_json(file.read(min(header_bytes, _MOST_HEADER_BYTES)))
+            places: dict[str, Any] = parse_json(file.read(min(header_bytes, _MAX_HEADER_BYTES)))
             return [
                 name for name in entries if _digest(file, places[name], 8 + header_bytes) != entries[name]["sha256"]
             ]
@@ -56,11 +56,11 @@ LEFTOVERS = {
 }
 """What a hidden folder beside the checkpoints is, by how its name begins."""
 
-NO_NAME = "is no checkpoint's folder: those are called step- and six digits or more, such as step-000400"
+NOT_A_CHECKPOINT_NAME = "is no checkpoint's folder: those are called step- and six digits or more, such as step-000400"
 
 
 @dataclass(frozen=True)
-class Place:
+class RunLocation:
     """What a user means by naming a run: its folder, the folder of its checkpoints, and one of them where it is one."""
 
     run: Path
@@ -78,7 +78,7 @@ class BadFile:
 
 
 @dataclass(frozen=True)
-class Entry:
+class CheckpointEntry:
     """One checkpoint as it lies on the disk: what its manifest says, or why there is none to believe."""
 
     path: Path
@@ -166,24 +166,24 @@ class TensorCount:
     dtypes: tuple[str, ...]
 
 
-def locate(written: Path) -> Place:
+def locate_run(written: Path) -> RunLocation:
     """Return what is meant by a run's folder, its `checkpoints/` or one checkpoint; else raises UserError."""
     path = written.expanduser().absolute()
     if not path.is_dir():
         raise UserError(f"{written}: there is no such folder. Name a run's folder, such as runs/first.")
     if (path / layout.MANIFEST).is_file() or layout.step_of(path) is not None:
-        return Place(path.parent.parent, path.parent, path)
+        return RunLocation(path.parent.parent, path.parent, path)
     if (path / layout.CHECKPOINTS).is_dir():
-        return Place(path, path / layout.CHECKPOINTS, None)
+        return RunLocation(path, path / layout.CHECKPOINTS, None)
     if path.name == layout.CHECKPOINTS or layout.steps(path):
-        return Place(path.parent, path, None)
+        return RunLocation(path.parent, path, None)
     raise UserError(
         f"{written}: this is no run that has saved itself: it holds neither `checkpoints/` nor step folders. "
         "Name a run's folder (`run.folder` in its job)."
     )
 
 
-def choose(place: Place, *, step: int | None) -> Path:
+def select_checkpoint(place: RunLocation, *, step: int | None) -> Path:
     """Return the one checkpoint that is meant: the folder that was named, that of the step, or the newest."""
     if place.chosen is not None:
         if step is not None and layout.step_of(place.chosen) != step:
@@ -199,19 +199,21 @@ def choose(place: Place, *, step: int | None) -> Path:
     return found[step if step is not None else max(found)]
 
 
-def read_entry(path: Path) -> Entry:
+def read_entry(path: Path) -> CheckpointEntry:
     """Return the checkpoint in the folder, whatever state it is in."""
     try:
         manifest = read_manifest(path)
     except CheckpointError as error:
-        return Entry(path, None, str(error).removeprefix(f"{path}: ").removeprefix(f"{path}/"))
+        return CheckpointEntry(path, None, str(error).removeprefix(f"{path}: ").removeprefix(f"{path}/"))
     named = layout.step_of(path)
     if named is not None and named != manifest.step:
-        return Entry(path, manifest, f"the folder is called step {named} and its manifest says step {manifest.step}")
-    return Entry(path, manifest, None)
+        return CheckpointEntry(
+            path, manifest, f"the folder is called step {named} and its manifest says step {manifest.step}"
+        )
+    return CheckpointEntry(path, manifest, None)
 
 
-def problems(entry: Entry, *, reads: bool) -> tuple[tuple[str, ...], tuple[BadFile, ...]]:
+def find_problems(entry: CheckpointEntry, *, reads: bool) -> tuple[tuple[str, ...], tuple[BadFile, ...]]:
     """Return everything that is wrong with a checkpoint, as sentences, and the bad files among it.
 
     `reads`: every file, and not only those that are no tensors.
@@ -223,12 +225,12 @@ def problems(entry: Entry, *, reads: bool) -> tuple[tuple[str, ...], tuple[BadFi
     return tuple(each for each in found if each), bad
 
 
-def read_entries(checkpoints: Path) -> list[Entry]:
+def read_entries(checkpoints: Path) -> list[CheckpointEntry]:
     """Return all folders that bear a checkpoint's name, oldest first."""
     return [read_entry(path) for path in layout.steps(checkpoints).values()]
 
 
-def leftovers(checkpoints: Path) -> list[Leftover]:
+def find_leftovers(checkpoints: Path) -> list[Leftover]:
     """Return the hidden folders that saving, resuming and pruning have left, by name."""
     hidden = [
         Leftover(path, _size_bytes(path), meaning)
@@ -236,10 +238,12 @@ def leftovers(checkpoints: Path) -> list[Leftover]:
         for prefix, meaning in LEFTOVERS.items()
         if path.name.startswith(prefix) and path.is_dir()
     ]
-    return hidden + [Leftover(path, _size_bytes(path), NO_NAME) for path in layout.almost_named(checkpoints)]
+    return hidden + [
+        Leftover(path, _size_bytes(path), NOT_A_CHECKPOINT_NAME) for path in layout.misnamed_checkpoints(checkpoints)
+    ]
 
 
-def count_tensors(entry: Entry) -> list[TensorCount]:
+def count_tensors(entry: CheckpointEntry) -> list[TensorCount]:
     """Return the checkpoint's tensors counted by kind, in the order in which they first appear."""
     kinds: dict[str, list[Mapping[str, Any]]] = {}
     for each in entry.index.values():

@@ -17,7 +17,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from finetune.checkpoint.format.tensor_file import MODEL_KEYS, PARAMETER, TensorRecord, parse_safetensors, read_range
-from finetune.checkpoint.read.find import Found, verify
+from finetune.checkpoint.read.find import VerifiedCheckpoint, verify_checkpoint
 from finetune.checkpoint.sharding.gather import agree_on_records
 from finetune.checkpoint.sharding.state_access import StateAccess
 from finetune.errors import CheckpointError
@@ -30,7 +30,7 @@ from finetune.runtime.supervision.heartbeat import reach
 class OpenCheckpoint:
     """A verified checkpoint whose tensors are read from the disk when they are asked for."""
 
-    found: Found
+    found: VerifiedCheckpoint
     records: Mapping[str, TensorRecord]  # by the name that the tensor is stored under
     progress: Mapping[str, Any]
     scalars: Mapping[str, Any]
@@ -54,8 +54,8 @@ def open_checkpoint(path: Path) -> OpenCheckpoint:
 
     Collective where a process group exists: ranks share out the files that are verified.
     """
-    found = verify(path)
-    saved = places(found)
+    found = verify_checkpoint(path)
+    saved = tensor_locations(found)
     return OpenCheckpoint(
         found,
         records={name: record for name, (_, record) in saved.items()},
@@ -65,7 +65,7 @@ def open_checkpoint(path: Path) -> OpenCheckpoint:
     )
 
 
-def places(found: Found) -> dict[str, tuple[Path, TensorRecord]]:
+def tensor_locations(found: VerifiedCheckpoint) -> dict[str, tuple[Path, TensorRecord]]:
     """Return the file and the record of each tensor in the index, by the name that it is stored under."""
     return {name: (found.path / entry["file"], _record(entry)) for name, entry in found.metadata.index.items()}
 
@@ -74,7 +74,7 @@ def _record(entry: Mapping[str, Any]) -> TensorRecord:
     return TensorRecord(name=entry["name"], key=entry["key"], shape=tuple(entry["shape"]), dtype=entry["dtype"])
 
 
-_LISTED = 8
+_MAX_LISTED = 8
 _MOST_THREADS = 4
 
 
@@ -87,13 +87,13 @@ def no_cached_bytes(path: Path) -> np.ndarray | None:
     return None
 
 
-def read_checkpoint(
-    found: Found, *, access: StateAccess, cached_bytes: CachedBytes = no_cached_bytes
+def load_checkpoint(
+    found: VerifiedCheckpoint, *, access: StateAccess, cached_bytes: CachedBytes = no_cached_bytes
 ) -> dict[str, Any]:
     """Load the verified checkpoint and return its progress; raises CheckpointError listing what differs. Collective."""
     path = found.path
     reach("load.begin", step=found.step)
-    saved, scalars = places(found), found.metadata.scalars
+    saved, scalars = tensor_locations(found), found.metadata.scalars
     run_on_all_ranks(access.begin_writing)  # local: the optimizer makes its state
     wanted = agree_on_records(access)
     fresh = _parameters_without_state([record for _, record in saved.values()])
@@ -102,7 +102,7 @@ def read_checkpoint(
     )
     # Nobody starts to hand values on (which is collective) before all have read theirs without an error.
     run_on_all_ranks(
-        lambda: _write_all(saved, scalars, step=found.step, fresh=fresh, access=access, cached_bytes=cached_bytes)
+        lambda: _load_tensors(saved, scalars, step=found.step, fresh=fresh, access=access, cached_bytes=cached_bytes)
     )
     access.finish_writing()
     reach("load.done", step=found.step)
@@ -127,7 +127,7 @@ def _refuse_differences(
         if name in saved and saved[name][1].shape != record.shape
     ]
     lines = [
-        f"  {word}: {_listed(names)}"
+        f"  {word}: {_first_names(names)}"
         for word, names in (
             ("not in the checkpoint", missing),
             ("only in the checkpoint", extra),
@@ -142,12 +142,12 @@ def _refuse_differences(
         )
 
 
-def _listed(names: Sequence[str]) -> str:
-    rest = len(names) - _LISTED
-    return ", ".join(names[:_LISTED]) + (f" and {rest} more" if rest > 0 else "")
+def _first_names(names: Sequence[str]) -> str:
+    rest = len(names) - _MAX_LISTED
+    return ", ".join(names[:_MAX_LISTED]) + (f" and {rest} more" if rest > 0 else "")
 
 
-def _write_all(
+def _load_tensors(
     saved: Mapping[str, tuple[Path, TensorRecord]],
     scalars: Mapping[str, Any],
     *,
@@ -161,7 +161,7 @@ def _write_all(
     held = {
         path: parse_safetensors(torch.from_numpy(whole)) for path in paths if (whole := cached_bytes(path)) is not None
     }
-    with _files() as open_file:
+    with _open_files() as open_file:
 
         def write(place: tuple[Path, TensorRecord]) -> None:
             path, record = place
@@ -186,7 +186,7 @@ def _num_threads(access: StateAccess) -> int:
 
 
 @contextmanager
-def _files() -> Iterator[Any]:
+def _open_files() -> Iterator[Any]:
     with ExitStack() as stack:
         opened: dict[Path, Any] = {}
 

@@ -103,7 +103,7 @@ def _require_memory(planned: Sequence[PlannedFile]) -> None:
 def _try_folder(folder: Path) -> None:
     """Have every rank write and read a file, and rank 0 see all of them, rename and delete. Collective."""
     token = run_on_rank_0(lambda: uuid.uuid4().hex[:8])
-    trial = layout.trial_folder(folder, token)
+    trial = layout.rehearsal_folder(folder, token)
     try:
         hosts = run_on_all_ranks(partial(_write_and_read, trial / f"rank-{distributed.rank()}"))
         # Every rank has written (that is when `run_on_all_ranks` returns) before rank 0 looks.

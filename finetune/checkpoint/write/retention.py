@@ -69,10 +69,10 @@ def let_go(folder: Path, steps: Iterable[int]) -> list[str]:
         for step in steps:
             reach("prune.rename", step=step, path=kept[step] / layout.MANIFEST)
             # Renamed first: a folder that is half deleted must not look like a checkpoint.
-            layout.set_aside(kept[step], "deleted")
+            layout.rename_aside(kept[step], "deleted")
     except OSError as error:
         trouble.append(f"could not let go of old checkpoints: {error}")
-    for path, step in layout.deleted_ones(folder).items():
+    for path, step in layout.deleted_checkpoints(folder).items():
         reach("prune.delete", step=step, path=path / layout.MANIFEST)
         try:
             path.unlink() if path.is_symlink() else shutil.rmtree(path)  # of a link, the link alone

@@ -14,7 +14,7 @@ from typing import Any
 
 from finetune.checkpoint.format import layout
 from finetune.checkpoint.format.manifest import Manifest, OtherFormatError, RunFingerprint
-from finetune.checkpoint.read.find import verify
+from finetune.checkpoint.read.find import verify_checkpoint
 from finetune.checkpoint.sharding.state_access import StateAccess
 from finetune.checkpoint.write.retention import prune
 from finetune.checkpoint.write.snapshot import Contents, SnapshotSource, StreamingSource
@@ -147,11 +147,11 @@ class Saver:
         if not run_on_rank_0(lambda: os.path.lexists(path), group=Group.BEHIND):  # a link to nothing is in the way, too
             return None
         try:
-            return verify(path, group=Group.BEHIND).manifest
+            return verify_checkpoint(path, group=Group.BEHIND).manifest
         except OtherFormatError:
             raise
         except CheckpointError as error:
-            aside = run_on_rank_0(partial(layout.set_aside, path, "bad"), group=Group.BEHIND)
+            aside = run_on_rank_0(partial(layout.rename_aside, path, "bad"), group=Group.BEHIND)
             self._notes.append((step, f"wrote {path.name} anew; the one before is now {aside.name}: {error}"))
             return None
 

@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from finetune.checkpoint.read.inventory import (
-    Entry,
-    Place,
-    choose,
+    CheckpointEntry,
+    RunLocation,
     count_tensors,
-    leftovers,
-    locate,
-    problems,
+    find_leftovers,
+    find_problems,
+    locate_run,
     read_entries,
     read_entry,
+    select_checkpoint,
 )
 from finetune.commands.checkpoints.tables import Checked, facts_of, overview, overview_notes
 from finetune.commands.printing import print_facts, print_table, width
@@ -32,9 +32,9 @@ def list_checkpoints(run: Path, *, verifies: bool, as_json: bool) -> None:
 
     Each is looked at quickly (every file there with its size, those that are no tensors read) or, to verify, all of it.
     """
-    place = locate(run)
+    place = locate_run(run)
     found = [_checked(entry, reads=verifies) for entry in read_entries(place.checkpoints)]
-    beside = leftovers(place.checkpoints)
+    beside = find_leftovers(place.checkpoints)
     if as_json:
         rest = [{"path": str(left.path), "size_bytes": left.size_bytes, "meaning": left.meaning} for left in beside]
         _print_json(
@@ -56,7 +56,7 @@ def list_checkpoints(run: Path, *, verifies: bool, as_json: bool) -> None:
 
 def show_checkpoint(run: Path, *, step: int | None, as_json: bool) -> None:
     """Print everything about one checkpoint: the step's, the newest, or the very folder that was named."""
-    found = _checked(read_entry(choose(locate(run), step=step)), reads=False)
+    found = _checked(read_entry(select_checkpoint(locate_run(run), step=step)), reads=False)
     if as_json:
         _print_json(_facts(found) | _inside(found.entry))
         return
@@ -68,14 +68,14 @@ def verify_checkpoints(run: Path, *, step: int | None) -> bool:
 
     A bad file is named, and so are the tensors in it.
     """
-    place = locate(run)
+    place = locate_run(run)
     are_good = [_verify(path) for path in _meant(place, step=step)]
     return all(are_good)
 
 
-def _meant(place: Place, *, step: int | None) -> Sequence[Path]:
+def _meant(place: RunLocation, *, step: int | None) -> Sequence[Path]:
     """Return the one that was named by step or folder, else all; raises CheckpointError where there is none."""
-    newest = choose(place, step=step)
+    newest = select_checkpoint(place, step=step)
     if place.chosen is not None or step is not None:
         return [newest]
     return [entry.path for entry in read_entries(place.checkpoints)]
@@ -96,8 +96,8 @@ def _verify(path: Path) -> bool:
     return False
 
 
-def _checked(entry: Entry, *, reads: bool) -> Checked:
-    return Checked(entry, *problems(entry, reads=reads))
+def _checked(entry: CheckpointEntry, *, reads: bool) -> Checked:
+    return Checked(entry, *find_problems(entry, reads=reads))
 
 
 def _facts(found: Checked) -> dict[str, Any]:
@@ -114,7 +114,7 @@ def _facts(found: Checked) -> dict[str, Any]:
     return known | {"is_good": found.is_good, "problems": list(found.problems)}
 
 
-def _inside(entry: Entry) -> dict[str, Any]:
+def _inside(entry: CheckpointEntry) -> dict[str, Any]:
     manifest = entry.manifest
     if manifest is None:
         return {}

@@ -6,7 +6,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
-from finetune.checkpoint.read.inventory import Entry, locate, problems, read_entries
+from finetune.checkpoint.read.inventory import CheckpointEntry, find_problems, locate_run, read_entries
 from finetune.checkpoint.write.retention import best_steps, let_go, removable_steps
 from finetune.commands.checkpoints.tables import prune_table
 from finetune.commands.printing import print_table, width
@@ -23,7 +23,7 @@ GOALS = ("minimize", "maximize")
 class Verdict:
     """What happens to one checkpoint, and why it stays where it does."""
 
-    entry: Entry
+    entry: CheckpointEntry
     reasons: tuple[str, ...]  # none: it goes
 
     @property
@@ -41,7 +41,7 @@ def prune(
     are not touched. Raises UserError while a run holds the folder, CheckpointError where no checkpoint is good or
     one could not be deleted. What an earlier pruning has left half deleted goes, too.
     """
-    place = locate(run)
+    place = locate_run(run)
     if place.chosen is not None:
         raise UserError(f"{run}: this is one checkpoint. Name the run whose checkpoints are to be thinned out.")
     section = changed(settings_of(place.run), keep_last=keep_last, keep_every=keep_every, keep_best=keep_best)
@@ -98,7 +98,7 @@ def best_of(written: str) -> KeepBestSection:
     return KeepBestSection.model_validate({"metric": metric, "goal": goal, "count": int(count)})
 
 
-def judge(entries: Sequence[Entry], section: CheckpointSection) -> list[Verdict]:
+def judge(entries: Sequence[CheckpointEntry], section: CheckpointSection) -> list[Verdict]:
     """Return for each checkpoint why it stays, or that it goes; raises CheckpointError where none is good.
 
     The newest and the best are read and digested: one that turns out bad gives its place to the next.
@@ -145,5 +145,5 @@ def _reasons(step: int, section: CheckpointSection, *, good: Sequence[int], best
         yield f"best {section.keep_best.metric}"
 
 
-def _is_bad(entry: Entry, *, reads: bool) -> bool:
-    return bool(problems(entry, reads=reads)[0])
+def _is_bad(entry: CheckpointEntry, *, reads: bool) -> bool:
+    return bool(find_problems(entry, reads=reads)[0])

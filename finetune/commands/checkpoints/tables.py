@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from finetune.checkpoint.format.manifest import Manifest
-from finetune.checkpoint.read.inventory import BadFile, Entry, Leftover, TensorCount
+from finetune.checkpoint.read.inventory import BadFile, CheckpointEntry, Leftover, TensorCount
 from finetune.runtime.resources import size_text
 from finetune.runtime.text.terminal import readable
 
@@ -22,7 +22,7 @@ UNSAID = ("null", "written")
 class Checked:
     """A checkpoint and what was found wrong with it."""
 
-    entry: Entry
+    entry: CheckpointEntry
     problems: tuple[str, ...]
     bad_files: tuple[BadFile, ...]
 
@@ -59,7 +59,7 @@ def overview_notes(found: Sequence[Checked], beside: Sequence[Leftover], *, veri
         yield f"  {left.path.name} ({size_text(left.size_bytes)}) {left.meaning}"
 
 
-def prune_table(verdicts: Sequence[tuple[Entry, Sequence[str]]], *, now: float, width: int) -> Table:
+def prune_table(verdicts: Sequence[tuple[CheckpointEntry, Sequence[str]]], *, now: float, width: int) -> Table:
     """Return a row for each checkpoint with why it stays; without a reason it goes."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for column in ("step", "size", "age"):
@@ -112,7 +112,7 @@ def age_text(seconds: float) -> str:
     return f"{int(seconds // 86_400)} days"
 
 
-def _row(entry: Entry, *, now: float, width: int) -> tuple[str | Text, ...]:
+def _row(entry: CheckpointEntry, *, now: float, width: int) -> tuple[str | Text, ...]:
     manifest = entry.manifest
     if manifest is None:
         return (str(entry.step), NOTHING, NOTHING, NOTHING)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from finetune.checkpoint.format import layout
-from finetune.checkpoint.read.inventory import choose, locate
+from finetune.checkpoint.read.inventory import locate_run, select_checkpoint
 from finetune.checkpoint.read.load import open_checkpoint
 from finetune.checkpoint.sharding.state_layout import named_buffers, named_parameters
 from finetune.commands.export import exported_weights, is_run, processing_in
@@ -89,8 +89,8 @@ def find_subject(
 def _of_checkpoint(
     source: Path, *, step: int | None, job: LoadedConfig | None, overrides: Sequence[str], trusts: bool
 ) -> Subject:
-    place = locate(source)
-    chosen = choose(place, step=step)
+    place = locate_run(source)
+    chosen = select_checkpoint(place, step=step)
     own = with_trust(load_resolved(place.run), trust_remote_code=trusts)
     loaded = with_trust(load_resolved(place.run, overrides) if job is None else job, trust_remote_code=trusts)
     if job is None:

@@ -133,7 +133,7 @@ def over_on_disk(config: RunConfig, *, num_steps: int) -> tuple[FinishedRun, Man
     if config.checkpoint.resume != "auto":
         return None
     folder = Path(config.run.folder)
-    path = layout.newest(folder / layout.CHECKPOINTS)
+    path = layout.newest_checkpoint(folder / layout.CHECKPOINTS)
     try:
         if path is None or not is_whole(path, manifest := read_manifest_of_step(path)):
             return None

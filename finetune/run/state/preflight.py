@@ -31,7 +31,11 @@ def answer_beforehand(loaded: LoadedConfig) -> int | None:
     """
     config, rank = loaded.config, int(os.environ.get("RANK", "0"))
     folder = Path(config.run.folder)
-    if is_url(config.run.folder) or not folder.is_dir() or layout.newest(folder / layout.CHECKPOINTS) is None:
+    if (
+        is_url(config.run.folder)
+        or not folder.is_dir()
+        or layout.newest_checkpoint(folder / layout.CHECKPOINTS) is None
+    ):
         return None
     if rank > 0:
         return _answer(config, rank=rank)
@@ -54,7 +58,7 @@ def _answer(config: RunConfig, *, rank: int) -> int | None:
 
 def _refuse_changes(config: RunConfig) -> None:
     """Raise CheckpointError where the checkpoint is of a run with other maths, or none may be continued."""
-    newest = layout.newest(Path(config.run.folder) / layout.CHECKPOINTS)
+    newest = layout.newest_checkpoint(Path(config.run.folder) / layout.CHECKPOINTS)
     resume = config.checkpoint.resume
     if resume == "never":
         refuse_to_start_anew(newest)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from finetune.checkpoint.format.manifest import read_manifest
-from finetune.checkpoint.read.find import verify
+from finetune.checkpoint.read.find import verify_checkpoint
 from finetune.errors import CheckpointError, NonFiniteError
 from finetune.runtime.progress import Progress
 from tests.checkpoint.small_run import Run
@@ -81,7 +81,7 @@ def test_a_write_that_fails_is_tried_again_and_told(folder, fail, asynchronous):
     assert len(run.said) == 1
     assert "step 2 could not be written and is tried again" in run.said[0]
     assert "No space left on device. Free are" in run.said[0]
-    assert verify(folder / "step-000002").step == 2
+    assert verify_checkpoint(folder / "step-000002").step == 2
     assert names(folder) == ["step-000001", "step-000002"]
 
 

@@ -90,7 +90,7 @@ def test_rows_that_were_touched_are_for_the_start_to_look_at(finished, job, chan
 def test_what_is_damaged_is_left_as_it_is_for_the_start(finished, damage):
     loaded = finished("train.steps=4")
     folder = loaded.path.parent / loaded.config.run.folder
-    newest = layout.newest(folder / layout.CHECKPOINTS)
+    newest = layout.newest_checkpoint(folder / layout.CHECKPOINTS)
     manifest = newest / layout.MANIFEST
     match damage:
         case "manifest":
