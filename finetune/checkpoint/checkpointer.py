@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.checkpoint.format.manifest import RunFingerprint
-from finetune.checkpoint.read.changes import told_changes
+from finetune.checkpoint.read.changes import check_changes
 from finetune.checkpoint.read.checksum_prefetch import ChecksumPrefetch
 from finetune.checkpoint.read.find import VerifiedCheckpoint, find_at_path, find_newest, refuse_existing_checkpoints
 from finetune.checkpoint.read.load import load_checkpoint
@@ -71,7 +71,7 @@ class Checkpointer:
         Says what has changed since; raises CheckpointError where `allow_changes` does not cover it.
         """
         saved, allowed = found.manifest.run, self._section.allow_changes
-        for sentence in run_on_rank_0(lambda: told_changes(found.path, saved, wanted=self._run, allowed=allowed)):
+        for sentence in run_on_rank_0(lambda: check_changes(found.path, saved, wanted=self._run, allowed=allowed)):
             self._say(sentence)
         progress = load_checkpoint(found, access=self._access, cached_bytes=self._ahead.kept)
         self._ahead.forget()

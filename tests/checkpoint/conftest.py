@@ -20,7 +20,7 @@ def fail(monkeypatch):
     """Set faults that strike in this test, and let the tries to write follow one another at once."""
 
     def set_faults(*faults):
-        monkeypatch.setattr(saver, "PAUSES_SECONDS", (0.0, 0.0))
+        monkeypatch.setattr(saver, "RETRY_PAUSES_SECONDS", (0.0, 0.0))
         monkeypatch.setenv(VARIABLE, "; ".join(faults))
         heartbeat._faults.cache_clear()  # faults of the same words have struck in another test
 

@@ -119,7 +119,7 @@ def unforeseen_on_one_rank(folder: Path) -> object:
 
 def not_shared(folder: Path) -> object:
     """Every rank has a folder of its own, as on machines that share none."""
-    with patch.object(rehearsal, "_LOOKS", 1):
+    with patch.object(rehearsal, "_VISIBILITY_CHECKS", 1):
         try:
             checkpointer(folder / f"machine-{distributed.rank()}").rehearse(num_saves=5)
         except CheckpointError as error:
@@ -151,6 +151,6 @@ def names(folder: Path) -> list[str]:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    saver.PAUSES_SECONDS = (0.0, 0.0)
+    saver.RETRY_PAUSES_SECONDS = (0.0, 0.0)
     dist.init_process_group("gloo")
     main(Path(sys.argv[1]))

@@ -116,7 +116,7 @@ def save_on_full_disk(checkpointer: Checkpointer, step: int, *, rank: int) -> st
         raise OSError(28, "No space left on device")
 
     fails = patch.object(TensorFile, "add", write) if distributed.rank() == rank else nullcontext()
-    with fails, patch.object(saver, "PAUSES_SECONDS", (0.0, 0.0)):
+    with fails, patch.object(saver, "RETRY_PAUSES_SECONDS", (0.0, 0.0)):
         try:
             checkpointer.save(step, progress=Progress(step).state_dict())
         except CheckpointError as error:

@@ -8,8 +8,8 @@ from finetune.config.sections.checkpoint import NEVER_ALLOWED
 from finetune.errors import CheckpointError
 from finetune.runtime.text.redact import lasting_config
 
-NOTHING = "nothing"
-_LONGEST = 80
+ABSENT = "nothing"
+_MAX_LENGTH = 80
 
 CAUSES: Mapping[str, tuple[str, ...]] = {
     "training data": (
@@ -22,7 +22,7 @@ CAUSES: Mapping[str, tuple[str, ...]] = {
 """Settings that may be why a digest differs, by the beginnings of their names."""
 
 
-def told_changes(path: Path, saved: RunFingerprint, *, wanted: RunFingerprint, allowed: Sequence[str]) -> list[str]:
+def check_changes(path: Path, saved: RunFingerprint, *, wanted: RunFingerprint, allowed: Sequence[str]) -> list[str]:
     """Return sentences about what has changed since the checkpoint; raises CheckpointError for what must not have.
 
     What alters the maths has to be in `allowed`; a name there that has not changed is told as well.
@@ -32,7 +32,7 @@ def told_changes(path: Path, saved: RunFingerprint, *, wanted: RunFingerprint, a
     refused = {name: pair for name, pair in identity.items() if name not in allowed or name in NEVER_ALLOWED}
     if refused:
         wished = [name for name in identity if name in allowed]
-        raise CheckpointError(_refusal(path, refused, settings=settings, wished=wished))
+        raise CheckpointError(_refusal(path, refused, settings=settings, already_allowed=wished))
     sentences = []
     if identity:
         sentences.append(f"changed since the checkpoint, as checkpoint.allow_changes says: {_arrows(identity)}")
@@ -44,7 +44,7 @@ def told_changes(path: Path, saved: RunFingerprint, *, wanted: RunFingerprint, a
     return sentences
 
 
-def refuse_to_start_anew(newest: Path | None) -> None:
+def refuse_existing_checkpoint(newest: Path | None) -> None:
     """Raise CheckpointError where there is a checkpoint although the run is never to continue."""
     if newest is not None:
         raise CheckpointError(
@@ -61,7 +61,7 @@ def differences(there: Mapping[str, str], here: Mapping[str, str]) -> dict[str, 
     """
     names = [name for name in {**there, **here} if there.get(name) != here.get(name)]
     outermost = [name for name in names if not any(name.startswith(f"{other}.") for other in names)]
-    return {name: (there.get(name, NOTHING), here.get(name, NOTHING)) for name in outermost}
+    return {name: (there.get(name, ABSENT), here.get(name, ABSENT)) for name in outermost}
 
 
 def _refusal(
@@ -69,26 +69,26 @@ def _refusal(
     refused: Mapping[str, tuple[str, str]],
     *,
     settings: Mapping[str, tuple[str, str]],
-    wished: Sequence[str],
+    already_allowed: Sequence[str],
 ) -> str:
     lines = [f"{path} was written by a run that learns otherwise"]
     for name, (there, here) in refused.items():
-        lines.append(f"  {name}: {_cut(there)} there, {_cut(here)} here")
+        lines.append(f"  {name}: {_shorten(there)} there, {_shorten(here)} here")
         causes = [key for key in settings if name in CAUSES and key.startswith(CAUSES[name])]
-        lines += [f"    {key}: {_cut(settings[key][0])} there, {_cut(settings[key][1])} here" for key in causes]
+        lines += [f"    {key}: {_shorten(settings[key][0])} there, {_shorten(settings[key][1])} here" for key in causes]
     never = [name for name in refused if name in NEVER_ALLOWED]
     if never:
         lines += [f"{name} cannot be changed: {NEVER_ALLOWED[name]}." for name in never]
         lines.append("Restore what is there, or write another run.folder to start anew.")
     else:
         lines.append("To go back, restore what is there. To go on with the change, write")
-        lines.append(f"  checkpoint.allow_changes: [{', '.join(dict.fromkeys([*wished, *refused]))}]")
+        lines.append(f"  checkpoint.allow_changes: [{', '.join(dict.fromkeys([*already_allowed, *refused]))}]")
     return "\n".join(lines)
 
 
 def _arrows(changes: Mapping[str, tuple[str, str]]) -> str:
-    return ", ".join(f"{name} {_cut(there)} -> {_cut(here)}" for name, (there, here) in changes.items())
+    return ", ".join(f"{name} {_shorten(there)} -> {_shorten(here)}" for name, (there, here) in changes.items())
 
 
-def _cut(text: str) -> str:
-    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
+def _shorten(text: str) -> str:
+    return text if len(text) <= _MAX_LENGTH else f"{text[: _MAX_LENGTH - 3]}..."

@@ -16,7 +16,7 @@ from finetune.checkpoint.format.manifest import (
     read_manifest_of_step,
 )
 from finetune.checkpoint.format.metadata import Metadata, header_problem, read_metadata
-from finetune.checkpoint.read.changes import refuse_to_start_anew
+from finetune.checkpoint.read.changes import refuse_existing_checkpoint
 from finetune.checkpoint.read.checksum_prefetch import ChecksumOf
 from finetune.errors import CheckpointError
 from finetune.runtime import distributed
@@ -91,7 +91,7 @@ def find_at_path(path: Path, *, folder: Path, checksum_of: ChecksumOf = file_che
 
 def refuse_existing_checkpoints(folder: Path) -> None:
     """Raise CheckpointError when the folder has checkpoints. Collective."""
-    refuse_to_start_anew(run_on_rank_0(lambda: layout.newest_checkpoint(folder)))
+    refuse_existing_checkpoint(run_on_rank_0(lambda: layout.newest_checkpoint(folder)))
 
 
 def verify_checkpoint(

@@ -15,7 +15,7 @@ SLACK_BYTES = 16 << 20
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
-def require_room(folder: Path, num_bytes: int) -> None:
+def require_disk_space(folder: Path, num_bytes: int) -> None:
     """Raise CheckpointError where the folder's disk has no room for a checkpoint of this size besides those there."""
     free, needed = shutil.disk_usage(folder).free, num_bytes + SLACK_BYTES
     if free < needed:
@@ -27,7 +27,7 @@ def require_room(folder: Path, num_bytes: int) -> None:
 
 
 @contextmanager
-def told_plainly(folder: Path) -> Iterator[None]:
+def explain_disk_errors(folder: Path) -> Iterator[None]:
     """Turn what the system says of a write that failed into a CheckpointError that says what to do."""
     try:
         yield
@@ -35,13 +35,13 @@ def told_plainly(folder: Path) -> Iterator[None]:
         advice = ""
         if error.errno in _FULL:
             advice = (
-                f" Free are {size_text(_free(folder))}; the checkpoints before this one are as they were. Make room, "
+                f" Free are {size_text(_free_bytes(folder))}; the checkpoints before this one are as they were. Make room, "
                 "lower checkpoint.keep_last, or let run.folder be on another disk."
             )
         raise CheckpointError(f"cannot write {folder}: {error}.{advice}") from error
 
 
-def _free(folder: Path) -> int:
+def _free_bytes(folder: Path) -> int:
     while not folder.exists():
         folder = folder.parent
     return shutil.disk_usage(folder).free

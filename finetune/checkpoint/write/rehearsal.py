@@ -15,7 +15,7 @@ from finetune.checkpoint.format.tensor_file import PARAMETER, TensorRecord
 from finetune.checkpoint.sharding.gather import agree_on_records
 from finetune.checkpoint.sharding.save_plan import PlannedFile, plan_files
 from finetune.checkpoint.sharding.state_access import StateAccess
-from finetune.checkpoint.write.disk_space import SLACK_BYTES, told_plainly
+from finetune.checkpoint.write.disk_space import SLACK_BYTES, explain_disk_errors
 from finetune.checkpoint.write.snapshot import SnapshotSource, StreamingSource
 from finetune.config.sections.checkpoint import CheckpointSection
 from finetune.errors import CheckpointError
@@ -24,7 +24,7 @@ from finetune.runtime.files import atomic
 from finetune.runtime.resources import available_bytes, size_text
 from finetune.runtime.run_on_ranks import run_on_all_ranks, run_on_rank_0
 
-_LOOKS = 10
+_VISIBILITY_CHECKS = 10
 """A second apart, at the files of other machines: a network's file system may take a while to show them."""
 
 
@@ -42,30 +42,30 @@ def rehearse(
     """
     access.begin_reading()
     here = agree_on_records(access)
-    planned = plan_files(expected_records(here, words=access.expected_state()), world=distributed.world())
+    planned = plan_files(expected_records(here, keys=access.expected_state()), world=distributed.world())
     _try_folder(folder)
     size = sum(record.size_bytes for file in planned for record in file.records)
-    run_on_rank_0(partial(require_space, folder, size_bytes=size, section=section, num_saves=num_saves))
+    run_on_rank_0(partial(require_space_for_saves, folder, size_bytes=size, section=section, num_saves=num_saves))
     if section.asynchronous:
-        _require_memory(planned)
+        _require_host_memory(planned)
     contents.rehearse(planned, here=frozenset(here))
 
 
-def expected_records(here: Sequence[TensorRecord], *, words: Sequence[str]) -> list[TensorRecord]:
+def expected_records(existing: Sequence[TensorRecord], *, keys: Sequence[str]) -> list[TensorRecord]:
     """Return the records and those of the state that the optimizer will have made after its first update."""
-    updated = {record.name for record in here if record.part == "optimizer"}
+    updated = {record.name for record in existing if record.part == "optimizer"}
     return [
         each
-        for record in here
+        for record in existing
         for each in (
-            [record, *(replace(record, key=word) for word in words)]
+            [record, *(replace(record, key=word) for word in keys)]
             if record.key == PARAMETER and record.name not in updated
             else [record]
         )
     ]
 
 
-def require_space(folder: Path, *, size_bytes: int, section: CheckpointSection, num_saves: int) -> None:
+def require_space_for_saves(folder: Path, *, size_bytes: int, section: CheckpointSection, num_saves: int) -> None:
     """Raise CheckpointError where the disk will not hold all that is kept at one time of the saves to come."""
     num_kept = section.keep_last + (section.keep_best.count if section.keep_best else 0)
     num_missing = min(max(num_kept + 1 - len(layout.steps(folder)), 1), num_saves)
@@ -80,7 +80,7 @@ def require_space(folder: Path, *, size_bytes: int, section: CheckpointSection, 
         )
 
 
-def require_memory(shares: Sequence[tuple[str, int, int]]) -> None:
+def require_host_memory(shares: Sequence[tuple[str, int, int]]) -> None:
     """Raise CheckpointError where a machine has no room for its processes' (machine, share, available bytes) shares."""
     for host in dict.fromkeys(host for host, _, _ in shares):
         mine = [(share, available) for name, share, available in shares if name == host]
@@ -94,10 +94,10 @@ def require_memory(shares: Sequence[tuple[str, int, int]]) -> None:
             )
 
 
-def _require_memory(planned: Sequence[PlannedFile]) -> None:
+def _require_host_memory(planned: Sequence[PlannedFile]) -> None:
     own = sum(record.size_bytes for file in planned if file.owner == distributed.rank() for record in file.records)
     # All have measured before one takes anything: what is available is gathered before any memory is touched.
-    require_memory(distributed.gather_objects((platform.node(), own, available_bytes())))
+    require_host_memory(distributed.gather_objects((platform.node(), own, available_bytes())))
 
 
 def _try_folder(folder: Path) -> None:
@@ -107,14 +107,14 @@ def _try_folder(folder: Path) -> None:
     try:
         hosts = run_on_all_ranks(partial(_write_and_read, trial / f"rank-{distributed.rank()}"))
         # Every rank has written (that is when `run_on_all_ranks` returns) before rank 0 looks.
-        run_on_rank_0(partial(_see_all, trial, dict(enumerate(hosts))))
+        run_on_rank_0(partial(_wait_for_files_of_all, trial, dict(enumerate(hosts))))
         run_on_rank_0(partial(_rename_and_delete, trial))
     finally:
         shutil.rmtree(trial, ignore_errors=True)  # also what lies on a machine that does not share the folder
 
 
 def _write_and_read(path: Path) -> str:
-    with told_plainly(path.parent):
+    with explain_disk_errors(path.parent):
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("wb") as file:
             file.write(path.name.encode())
@@ -125,8 +125,8 @@ def _write_and_read(path: Path) -> str:
     return platform.node()
 
 
-def _see_all(trial: Path, hosts: Mapping[int, str]) -> None:
-    for _ in range(_LOOKS):
+def _wait_for_files_of_all(trial: Path, hosts: Mapping[int, str]) -> None:
+    for _ in range(_VISIBILITY_CHECKS):
         there = {path.name for path in trial.iterdir()}
         missing = [rank for rank in hosts if f"rank-{rank}" not in there]
         if not missing:
@@ -139,7 +139,7 @@ def _see_all(trial: Path, hosts: Mapping[int, str]) -> None:
 
 
 def _rename_and_delete(trial: Path) -> None:
-    with told_plainly(trial.parent):
+    with explain_disk_errors(trial.parent):
         aside = trial.with_name(f"{trial.name}-renamed")
         trial.rename(aside)
         atomic.sync(aside.parent)

@@ -59,10 +59,10 @@ def prune(folder: Path, *, section: CheckpointSection, newest: int) -> list[str]
         keep_best=section.keep_best,
         metrics={step: metrics_of(path) for step, path in kept.items()} if section.keep_best else {},
     )
-    return let_go(folder, going)
+    return delete_checkpoints(folder, going)
 
 
-def let_go(folder: Path, steps: Iterable[int]) -> list[str]:
+def delete_checkpoints(folder: Path, steps: Iterable[int]) -> list[str]:
     """Delete these checkpoints and what earlier deletions have left; return what could not be deleted, as sentences."""
     kept, trouble = layout.steps(folder), []
     try:

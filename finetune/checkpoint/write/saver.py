@@ -28,7 +28,7 @@ from finetune.runtime.run_on_ranks import error_text, run_on_rank_0
 from finetune.runtime.supervision.exit import is_broken_collective
 from finetune.runtime.supervision.heartbeat import reach
 
-PAUSES_SECONDS = (1.0, 5.0)
+RETRY_PAUSES_SECONDS = (1.0, 5.0)
 """Between the tries to write one checkpoint."""
 
 
@@ -102,7 +102,7 @@ class Saver:
             return None
         self.wait()
         outcome, self._future = self.outcome(), None
-        _raise_first(outcome)
+        _raise_first_failure(outcome)
         assert isinstance(outcome, SavedCheckpoint)
         return outcome
 
@@ -121,13 +121,13 @@ class Saver:
         return SavedCheckpoint(contents.step, path, manifest.size_bytes, seconds, seconds if stall is None else stall)
 
     def _try(self, contents: Contents) -> Manifest:
-        for pause in (*PAUSES_SECONDS, None):
+        for pause in (*RETRY_PAUSES_SECONDS, None):
             try:
                 return self._write_and_prune(contents)
             except CheckpointError as error:
                 text = f"the checkpoint of step {contents.step} could not be written"
                 if pause is None:
-                    raise CheckpointError(f"{text}, {len(PAUSES_SECONDS) + 1} times: {error}") from error
+                    raise CheckpointError(f"{text}, {len(RETRY_PAUSES_SECONDS) + 1} times: {error}") from error
                 self._notes.append((contents.step, f"{text} and is tried again in {pause:g} s: {error}"))
                 threading.Event().wait(pause)
         raise AssertionError("the last try returns or raises")
@@ -156,7 +156,7 @@ class Saver:
             return None
 
 
-def _raise_first(outcome: object) -> None:
+def _raise_first_failure(outcome: object) -> None:
     """Raise on all ranks what one of them has failed with. Collective."""
     own = outcome if isinstance(outcome, Exception) else None
     failures = [failure for failure in distributed.gather_objects(_Failure.of(own)) if failure is not None]

@@ -27,7 +27,7 @@ from finetune.checkpoint.format.metadata import state_digest
 from finetune.checkpoint.format.tensor_file import BUFFER, TensorFile, TensorRecord
 from finetune.checkpoint.sharding.save_plan import PlannedFile
 from finetune.checkpoint.sharding.state_access import StateAccess
-from finetune.checkpoint.write.disk_space import require_room, told_plainly
+from finetune.checkpoint.write.disk_space import explain_disk_errors, require_disk_space
 from finetune.checkpoint.write.snapshot import Contents, StreamingSource
 from finetune.errors import CheckpointError, NonFiniteError
 from finetune.runtime import distributed
@@ -48,7 +48,7 @@ class Written:
     bad: list[str] = field(default_factory=list)  # stored names of what is not finite
 
     @classmethod
-    def of_all(cls, shares: Sequence["Written"]) -> "Written":
+    def merge(cls, shares: Sequence["Written"]) -> "Written":
         """Return what all ranks have written together."""
         total = cls()
         for share in shares:
@@ -58,7 +58,7 @@ class Written:
         return total
 
 
-class Writing:
+class RankWriter:
     """The files of one rank in the making; a failure is kept until the end, as other ranks still wait for this one."""
 
     def __init__(self, staging: Path, *, step: int) -> None:
@@ -73,7 +73,7 @@ class Writing:
         if self._failure is not None:
             return
         try:
-            with told_plainly(self._staging):
+            with explain_disk_errors(self._staging):
                 self._add(file, record, tensor)
         except Exception as error:  # raised by `close`, on every rank
             self._failure = error
@@ -84,7 +84,7 @@ class Writing:
             for file in self._open.values():
                 file.abandon()
             raise self._failure
-        with told_plainly(self._staging):
+        with explain_disk_errors(self._staging):
             for name, file in self._open.items():
                 self._written.files[name] = file.close()
             self._verify(self._written.files)
@@ -137,44 +137,44 @@ def write_contents(folder: Path, contents: Contents, *, run: RunFingerprint, gro
     # Nobody writes before the folder is there and what an earlier save has left in it is gone.
     run_on_rank_0(partial(_stage, staging, num_bytes=contents.size_bytes), group=group)
     try:
-        writing = Writing(staging, step=contents.step)
+        writing = RankWriter(staging, step=contents.step)
         for file, record, tensor in contents.tensors():
             writing.add(file, record, tensor)
             del tensor  # so that it is gone when the next ones are gathered
-        written = Written.of_all(run_on_all_ranks(writing.close, group=group))
+        written = Written.merge(run_on_all_ranks(writing.close, group=group))
         if written.bad:
             newest = run_on_rank_0(partial(_newest, folder), group=group)
             raise NonFiniteError(_refusal(contents.step, bad=written.bad, newest=newest))
         # Only when every rank has reported its files does rank 0 vouch for them; nobody goes on before the rename.
-        manifest = run_on_rank_0(partial(_finish, staging, contents, run=run, written=written), group=group)
+        manifest = run_on_rank_0(partial(_commit, staging, contents, run=run, written=written), group=group)
     except (CheckpointError, NonFiniteError):
         # Every rank is past its last write (the error came from a gathering of outcomes), so nothing reappears.
         if distributed.is_main():
             shutil.rmtree(staging, ignore_errors=True)
         raise
-    run_on_all_ranks(partial(_arrive, layout.step_folder(folder, contents.step), contents), group=group)
+    run_on_all_ranks(partial(_mark_done, layout.step_folder(folder, contents.step), contents), group=group)
     return manifest
 
 
-def _arrive(final: Path, contents: Contents) -> None:
+def _mark_done(final: Path, contents: Contents) -> None:
     own = next((final / file.name for file in contents.planned if file.owner == distributed.rank()), None)
     reach("save.done", step=contents.step, path=own)
 
 
 def _stage(staging: Path, *, num_bytes: int) -> None:
-    with told_plainly(staging.parent):
+    with explain_disk_errors(staging.parent):
         staging.parent.mkdir(parents=True, exist_ok=True)
         layout.remove_staging(staging.parent)
-        require_room(staging.parent, num_bytes)
+        require_disk_space(staging.parent, num_bytes)
         staging.mkdir()
 
 
-def _finish(staging: Path, contents: Contents, *, run: RunFingerprint, written: Written) -> Manifest:
+def _commit(staging: Path, contents: Contents, *, run: RunFingerprint, written: Written) -> Manifest:
     """Write what is not tensors, the manifest last, and give the folder its name."""
     index = _index(contents.planned, written.tensors)
     texts = {layout.INDEX: index, layout.SCALARS: contents.scalars, layout.PROGRESS: contents.progress}
     final = layout.step_folder(staging.parent, contents.step)
-    with told_plainly(staging):
+    with explain_disk_errors(staging):
         for name, value in texts.items():
             atomic.write_json(staging / name, value, exact=True)
         small = {name: file_checksum(staging / name) for name in texts}

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from finetune.checkpoint.read.inventory import CheckpointEntry, find_problems, locate_run, read_entries
-from finetune.checkpoint.write.retention import best_steps, let_go, removable_steps
+from finetune.checkpoint.write.retention import best_steps, delete_checkpoints, removable_steps
 from finetune.commands.checkpoints.tables import prune_table
 from finetune.commands.printing import print_table, width
 from finetune.config.load import RESOLVED, load_resolved
@@ -51,7 +51,7 @@ def prune(
         print_table(prune_table(rows, now=time.time(), width=width()))
         going = [each.entry for each in verdicts if each.goes]
         size = size_text(sum(entry.manifest.size_bytes for entry in going if entry.manifest))
-        if does_delete and (trouble := let_go(place.checkpoints, [entry.step for entry in going])):
+        if does_delete and (trouble := delete_checkpoints(place.checkpoints, [entry.step for entry in going])):
             raise CheckpointError("\n".join(trouble))
     if not going:
         print("Nothing has to go.")

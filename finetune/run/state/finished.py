@@ -21,7 +21,7 @@ from finetune.checkpoint.format.manifest import (
     read_manifest_of_step,
 )
 from finetune.checkpoint.format.metadata import read_metadata
-from finetune.checkpoint.read.changes import told_changes
+from finetune.checkpoint.read.changes import check_changes
 from finetune.config.paths import is_path, is_url
 from finetune.config.rules.sources import sources
 from finetune.config.run_config import RunConfig
@@ -157,7 +157,7 @@ def told_over(
     """
     if finished.reason == EARLY and any(wanted.settings.get(key) != saved.settings.get(key) for key in BEST_IS_OF):
         return None
-    sentences = told_changes(finished.checkpoint, saved, wanted=wanted, allowed=config.checkpoint.allow_changes)
+    sentences = check_changes(finished.checkpoint, saved, wanted=wanted, allowed=config.checkpoint.allow_changes)
     final = Path(config.run.folder) / FOLDER
     step = finished.progress.step
     return [*sentences, f"nothing to do: {finished.reason} at step {step}, and the model is in {final}"]

@@ -11,7 +11,7 @@ from pathlib import Path
 from finetune.checkpoint.format import layout
 from finetune.checkpoint.format.layout import CHECKPOINTS
 from finetune.checkpoint.format.manifest import Manifest, RunFingerprint, read_manifest_of_step
-from finetune.checkpoint.read.changes import differences, refuse_to_start_anew, told_changes
+from finetune.checkpoint.read.changes import check_changes, differences, refuse_existing_checkpoint
 from finetune.checkpoint.read.checksum_prefetch import ChecksumPrefetch, start_checksum_prefetch
 from finetune.config.load import LoadedConfig
 from finetune.config.paths import is_url
@@ -61,13 +61,13 @@ def _refuse_changes(config: RunConfig) -> None:
     newest = layout.newest_checkpoint(Path(config.run.folder) / layout.CHECKPOINTS)
     resume = config.checkpoint.resume
     if resume == "never":
-        refuse_to_start_anew(newest)
+        refuse_existing_checkpoint(newest)
     path = newest if resume == "auto" else Path(resume)
     if path is None or is_url(resume) or (manifest := _manifest(path)) is None:
         return
     wanted = _facts(config, manifest.run)
     if wanted is not None and is_untouched(config, since=manifest.created):  # else there may be more to tell
-        told_changes(path, manifest.run, wanted=wanted, allowed=config.checkpoint.allow_changes)
+        check_changes(path, manifest.run, wanted=wanted, allowed=config.checkpoint.allow_changes)
 
 
 def _manifest(path: Path) -> Manifest | None:

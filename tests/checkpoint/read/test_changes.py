@@ -5,7 +5,7 @@ import pytest
 
 from finetune.checkpoint.format.manifest import RunFingerprint
 from finetune.checkpoint.read import changes
-from finetune.checkpoint.read.changes import told_changes
+from finetune.checkpoint.read.changes import check_changes
 from finetune.errors import CheckpointError
 from tests.checkpoint.small_run import Run
 
@@ -21,7 +21,7 @@ def facts(*, settings=(), **maths):
 
 
 def tell(here, allowed=()):
-    return told_changes(PATH, facts(), wanted=here, allowed=allowed)
+    return check_changes(PATH, facts(), wanted=here, allowed=allowed)
 
 
 def refusal(here, allowed=()):
@@ -92,4 +92,4 @@ def test_the_examples_in_the_docstrings_hold():
 def test_an_address_that_an_older_version_remembered_with_its_signature_is_no_change():
     signed = facts(settings={"data.train.path": '"https://h/x.jsonl?sig=c0ffee"'})
     here = facts(settings={"data.train.path": '"https://h/x.jsonl"'})
-    assert told_changes(PATH, signed, wanted=here, allowed=()) == []
+    assert check_changes(PATH, signed, wanted=here, allowed=()) == []

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from finetune.checkpoint.sharding.optimizer_state import expected_state_keys
-from finetune.checkpoint.write.rehearsal import require_memory, require_space
+from finetune.checkpoint.write.rehearsal import require_host_memory, require_space_for_saves
 from finetune.config.sections.checkpoint import CheckpointSection
 from finetune.errors import CheckpointError
 from finetune.runtime.resources import available_bytes
@@ -40,18 +40,20 @@ def test_space_is_needed_for_all_that_are_kept_and_the_one_being_written(folder)
     (folder / "step-000001").mkdir(parents=True)
     with patch("finetune.checkpoint.write.rehearsal.shutil.disk_usage") as usage:
         usage.return_value.free = 3 * GB
-        require_space(folder, size_bytes=GB, section=CheckpointSection(keep_last=2), num_saves=9)
+        require_space_for_saves(folder, size_bytes=GB, section=CheckpointSection(keep_last=2), num_saves=9)
         with pytest.raises(CheckpointError, match=r"3 more .* of 1.0 GB need 3.1 GB.*free are 3.0 GB.*keep_last"):
-            require_space(folder, size_bytes=GB, section=CheckpointSection(keep_last=3), num_saves=9)
-        require_space(folder, size_bytes=GB, section=CheckpointSection(keep_last=50), num_saves=2)
+            require_space_for_saves(folder, size_bytes=GB, section=CheckpointSection(keep_last=3), num_saves=9)
+        require_space_for_saves(folder, size_bytes=GB, section=CheckpointSection(keep_last=50), num_saves=2)
         with pytest.raises(CheckpointError, match=r"3 more checkpoints"):
-            require_space(folder, size_bytes=GB, section=CheckpointSection(keep_best={"metric": "loss"}), num_saves=9)
+            require_space_for_saves(
+                folder, size_bytes=GB, section=CheckpointSection(keep_best={"metric": "loss"}), num_saves=9
+            )
 
 
 def test_the_state_that_the_optimizer_will_make_is_counted_in(folder):
     sizes = []
     for run in (Run(folder), Run(folder).train(range(1), save=False)):
-        with patch("finetune.checkpoint.write.rehearsal.require_space") as required:
+        with patch("finetune.checkpoint.write.rehearsal.require_space_for_saves") as required:
             run.checkpointer.rehearse(num_saves=5)
         sizes.append(required.call_args.kwargs["size_bytes"])
     trained = sum(each.numel() for each in run.model.parameters())
@@ -84,9 +86,9 @@ def test_what_an_optimizer_will_keep_is_known_before_it_does(optimizer):
 
 def test_memory_is_counted_machine_by_machine():
     shares = [("a", 3 * GB, 10 * GB), ("a", 4 * GB, 9 * GB), ("b", 3 * GB, 20 * GB)]
-    require_memory(shares)
+    require_host_memory(shares)
     with pytest.raises(CheckpointError, match=r"2 processes on a need 11.0 GB .*are 9.0 GB.*asynchronous: false"):
-        require_memory([*shares[:1], ("a", 8 * GB, 9 * GB), *shares[2:]])
+        require_host_memory([*shares[:1], ("a", 8 * GB, 9 * GB), *shares[2:]])
 
 
 def test_copies_that_have_no_room_are_refused_and_streaming_is_not(folder):

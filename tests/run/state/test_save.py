@@ -40,7 +40,7 @@ class Saved:
 @pytest.fixture
 def full_disk(monkeypatch):
     """The disk is full at step 2, for all three tries."""
-    monkeypatch.setattr(saver, "PAUSES_SECONDS", (0.0, 0.0))
+    monkeypatch.setattr(saver, "RETRY_PAUSES_SECONDS", (0.0, 0.0))
     monkeypatch.setenv(VARIABLE, "; ".join([FULL] * 3))
     heartbeat._faults.cache_clear()
 
