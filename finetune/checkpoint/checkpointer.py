@@ -62,7 +62,7 @@ class Checkpointer:
             refuse_existing_checkpoints(self._folder)
             return None
         if self._section.resume == "auto":
-            return find_newest(self._folder, say=self._say, checksum_of=self._ahead.facts)
+            return find_newest(self._folder, log=self._say, checksum_of=self._ahead.facts)
         return find_at_path(Path(self._section.resume), folder=self._folder, checksum_of=self._ahead.facts)
 
     def load(self, found: VerifiedCheckpoint) -> Mapping[str, Any]:

@@ -42,7 +42,7 @@ class VerifiedCheckpoint:
 
 
 def find_newest(
-    folder: Path, *, say: Callable[[str], None], checksum_of: ChecksumOf = file_checksum
+    folder: Path, *, log: Callable[[str], None], checksum_of: ChecksumOf = file_checksum
 ) -> VerifiedCheckpoint | None:
     """Return the newest checkpoint that verifies, or None in a folder without any. Collective.
 
@@ -59,7 +59,7 @@ def find_newest(
             # All ranks come here or none: `verify` raises the same on all, and rank 0 renames when all have read.
             aside = run_on_rank_0(partial(layout.rename_aside, path, "bad"))
             if distributed.is_main():
-                say(f"passed over {path.name}, now {aside.name}: {error}")
+                log(f"passed over {path.name}, now {aside.name}: {error}")
     bad = run_on_rank_0(lambda: layout.bad_checkpoints(folder))
     if bad:
         raise CheckpointError(
