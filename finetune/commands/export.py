@@ -25,7 +25,7 @@ from finetune.data.templates.chat_template import stop_ids
 from finetune.errors import CheckpointError, ModelError, UserError
 from finetune.export.card import CardFacts
 from finetune.export.push import push_folder
-from finetune.export.save import ExportReport, Inputs, Language, export_model
+from finetune.export.save import ExportReport, Preprocessors, TextPreprocessor, export_model
 from finetune.model.loading.saved import SavedModel, load_saved, look_at
 from finetune.model.processing import Processing, has_processing, load_kept_processing
 from finetune.run.build.model import build_model
@@ -142,7 +142,7 @@ def _export(wanted: Export, loaded: LoadedConfig, *, checkpoint: OpenCheckpoint,
         wanted.folder,
         model=model,
         weights=weights | original_weights(config, task, tokenizer=tokenizer, say=print),
-        inputs=inputs_of(kept.processing),
+        preprocessors=inputs_of(kept.processing),
         section=written_section(config),
         facts=_card(wanted, loaded=loaded, checkpoint=checkpoint, head=task.head),
     )
@@ -250,7 +250,7 @@ def _write(saved: SavedModel, folder: Path, *, section: ExportSection, trusts: b
         folder,
         model=model,
         weights=_values(model),
-        inputs=inputs_in(saved, trust_remote_code=trusts),
+        preprocessors=inputs_in(saved, trust_remote_code=trusts),
         section=section,
         facts=CardFacts(
             title=folder.name,
@@ -268,11 +268,13 @@ def _values(model: Any) -> dict[str, torch.Tensor]:
     return {name: each.detach() for name, each in (*model.named_parameters(), *model.named_buffers())}
 
 
-def inputs_in(saved: SavedModel, *, trust_remote_code: bool) -> Inputs:
+def inputs_in(saved: SavedModel, *, trust_remote_code: bool) -> Preprocessors:
     """Return the tokenizer and processor that lie in the folder; none where there are none."""
     processing = processing_in(saved, trust_remote_code=trust_remote_code)
     tokenizer = processing.tokenizer
-    return Inputs(None if tokenizer is None else Language(tokenizer, stop_ids(tokenizer)), processing.processor)
+    return Preprocessors(
+        None if tokenizer is None else TextPreprocessor(tokenizer, stop_ids(tokenizer)), processing.processor
+    )
 
 
 def processing_in(saved: SavedModel, *, trust_remote_code: bool) -> Processing:

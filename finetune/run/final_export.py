@@ -21,7 +21,7 @@ from finetune.data.templates.chat_template import stop_ids
 from finetune.errors import DiskError, HubError, ModelError
 from finetune.export.card import CardFacts
 from finetune.export.push import push_folder
-from finetune.export.save import ExportReport, Inputs, Language, export_model
+from finetune.export.save import ExportReport, Preprocessors, TextPreprocessor, export_model
 from finetune.model.processing import Processing
 from finetune.report.events import Noted
 from finetune.report.reporter import Reporter
@@ -119,7 +119,7 @@ def export_final(
             run_folder / FOLDER,
             model=machine.plain_model,
             weights=weights | original_weights(loaded.config, lessons.task, tokenizer=lessons.tokenizer, say=print),
-            inputs=inputs_of(lessons.processing),
+            preprocessors=inputs_of(lessons.processing),
             section=written_section(loaded.config),
             facts=_card(loaded, progress, head=lessons.task.head),
         )
@@ -141,11 +141,11 @@ def _require_room(run_folder: Path, weights: Iterable[Tensor], *, dtype: str | N
         )
 
 
-def inputs_of(processing: Processing) -> Inputs:
+def inputs_of(processing: Processing) -> Preprocessors:
     """Return what is exported beside the weights."""
     tokenizer = processing.tokenizer
-    language = None if tokenizer is None else Language(tokenizer, stop_ids(tokenizer))
-    return Inputs(language, processing.processor)
+    language = None if tokenizer is None else TextPreprocessor(tokenizer, stop_ids(tokenizer))
+    return Preprocessors(language, processing.processor)
 
 
 def _card(loaded: LoadedConfig, progress: Progress, *, head: str) -> CardFacts:

@@ -13,7 +13,7 @@ from finetune.config.sections.export import ExportSection
 from finetune.config.sections.model import FromConfigSection, ModelSection
 from finetune.data.templates.chat_template import set_chat_template, stop_ids
 from finetune.export.card import CardFacts
-from finetune.export.save import ExportReport, Inputs, Language, export_model
+from finetune.export.save import ExportReport, Preprocessors, TextPreprocessor, export_model
 from finetune.model.loading.architecture import SpecialIds
 from finetune.model.loading.load import load_model
 from finetune.runtime.parameters import Construction
@@ -82,7 +82,7 @@ def export(tmp_path, tokenizer: PreTrainedTokenizerFast) -> Callable[..., Export
             tmp_path / "final",
             model=model,
             weights=values_of(model) if weights is None else weights,
-            inputs=Inputs(Language(tokenizer, stop_ids(tokenizer))),
+            preprocessors=Preprocessors(TextPreprocessor(tokenizer, stop_ids(tokenizer))),
             section=ExportSection(**keys),
             facts=FACTS,
         )

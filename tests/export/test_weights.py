@@ -3,7 +3,7 @@
 import torch
 from transformers import AutoConfig, AutoModelForImageTextToText, modeling_utils
 
-from finetune.export.weights import base_skeleton
+from finetune.export.weights import build_meta_model
 
 SMALL = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1}
 
@@ -22,7 +22,7 @@ def test_the_parts_of_a_model_do_not_speak_to_other_ranks_under_zero3(monkeypatc
         return True
 
     monkeypatch.setattr(modeling_utils, "is_deepspeed_zero3_enabled", is_enabled)
-    skeleton = base_skeleton(model, dtype=torch.float32)  # zero.Init would fail here without a process group
+    skeleton = build_meta_model(model, dtype=torch.float32)  # zero.Init would fail here without a process group
     assert asked
     assert [name for name, _ in skeleton.named_parameters()] == [name for name, _ in model.named_parameters()]
     assert all(parameter.is_meta for parameter in skeleton.parameters())

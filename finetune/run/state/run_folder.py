@@ -32,7 +32,7 @@ from finetune.runtime.files import atomic, digests
 from finetune.runtime.files.atomic import LOCKED_SECONDS, SHARED_SECONDS, clear_abandoned, temporary
 from finetune.runtime.files.digests import SEAL, folder_damage, seal_folder
 from finetune.runtime.files.read import parse_as, read_regular
-from finetune.runtime.files.replace_folder import replaced
+from finetune.runtime.files.replace_folder import replace_folder
 from finetune.runtime.text.redact import redacted_yaml
 from finetune.runtime.text.terminal import json_text
 from finetune.task.lm_loss.target_loss import usable
@@ -90,7 +90,7 @@ class Kept:
 
 def keep(run: Path, processing: Processing, facts: Mapping[str, Any]) -> None:
     """Write tokenizer (its chat template included), processor and facts into the run's folder. On one process."""
-    with replaced(run / FOLDER) as staging:
+    with replace_folder(run / FOLDER) as staging:
         processing.save(staging)
         (staging / FACTS).write_text(json_text(facts, indent=1), encoding="utf-8")
         seal_folder(staging)

@@ -9,7 +9,7 @@ from finetune.runtime.files.atomic import OLDER, SHARED_SECONDS, clear_abandoned
 
 
 @contextmanager
-def replaced(folder: Path) -> Iterator[Path]:
+def replace_folder(folder: Path) -> Iterator[Path]:
     """Yield a hidden folder that takes the place of `folder` at the end; an error leaves the older one as it was."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     clear_abandoned(folder.parent, seconds=SHARED_SECONDS)
