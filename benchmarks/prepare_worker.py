@@ -30,7 +30,7 @@ if __name__ == "__main__":  # processes that tokenise import this file, too; `py
     from finetune.data.token_cache.chunks import Chunk
     from finetune.data.token_cache.counts import Counts
     from finetune.data.token_cache.store import Identity, PreparedSet
-    from finetune.task.protocol import Materials
+    from finetune.task.protocol import TaskContext
     from finetune.task.registry import build_task
 
 NUM_TOKENS, TOKENS_PER_SAMPLE, SAMPLES_PER_CHUNK = 10**8, 200, 10_000
@@ -54,7 +54,7 @@ def _ours(rows: Path, tokenizer: Path, workers: int, scratch: Path) -> dict[str,
         train=source, max_length=512, cache_folder=str(scratch), prepare_workers=0 if workers == 1 else workers
     )
     loaded = PreTrainedTokenizerFast.from_pretrained(tokenizer)
-    task = build_task(Materials(TaskSection(name="sft"), section, loaded))
+    task = build_task(TaskContext(TaskSection(name="sft"), section, loaded))
     clock = _Clock()
     opened = open_source(source, key="data.train", say=_nothing)
     identity = tokenizer_identity(loaded)

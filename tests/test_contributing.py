@@ -16,7 +16,7 @@ from finetune.model.tokenizer import trained_tokenizer
 from finetune.report.events import Evaluated, RunStarted
 from finetune.report.trackers import TrackersReporter
 from finetune.task import registry
-from finetune.task.protocol import Materials
+from finetune.task.protocol import TaskContext
 
 ROOT = Path(__file__).parents[1]
 GUIDE = (ROOT / ".github" / "CONTRIBUTING.md").read_text(encoding="utf-8")
@@ -42,7 +42,7 @@ def test_the_task_that_is_added_learns_only_the_last_sentence(tmp_path, monkeypa
     monkeypatch.setitem(registry.TASKS, "last_sentence", task_class)
     tokenizer = trained_tokenizer(lambda: ["a. b."], vocabulary_size=300, cache_folder=tmp_path, say=lambda _: None)
     data = DataSection(train=TrainingSourceSection(path="/nowhere.jsonl"), max_length=64)
-    task = registry.build_task(Materials(TaskSection.model_construct(name="last_sentence"), data, tokenizer))
+    task = registry.build_task(TaskContext(TaskSection.model_construct(name="last_sentence"), data, tokenizer))
     features = task.encode_row({"text": "A star. The moon."})
     ids, is_target = (features.arrays[name] for name in ("input_ids", "is_target"))
     assert tokenizer.decode(ids[is_target].tolist(), skip_special_tokens=True).strip(" .") == "The moon"

@@ -18,7 +18,7 @@ from finetune.task.lm_loss.target_loss import TargetLoss
 from finetune.task.lm_loss.token_loss import TokenLoss
 from finetune.task.metrics import token_metrics
 from finetune.task.model_inputs import end_to_end, is_end_to_end, padded
-from finetune.task.protocol import Materials, ModelHead, Prompt
+from finetune.task.protocol import ModelHead, Prompt, TaskContext
 from finetune.task.row_formats import OnlyText, OnlyTurns
 
 
@@ -30,11 +30,11 @@ class CausalTask(BaseTask):
 
     head: ModelHead = "causal_lm"
 
-    def __init__(self, materials: Materials) -> None:
-        self.tokenizer: PreTrainedTokenizerBase = materials.tokenizer
-        self.data = materials.data
+    def __init__(self, context: TaskContext) -> None:
+        self.tokenizer: PreTrainedTokenizerBase = context.tokenizer
+        self.data = context.data
         self.pad_id = pad_id(self.tokenizer)
-        self.loss = target_loss(materials)
+        self.loss = target_loss(context)
 
     def collate(self, features: Sequence[Features]) -> Batch:
         """Return the samples padded, or end to end where `data.batching` says so."""
@@ -58,10 +58,10 @@ class CausalTask(BaseTask):
         return token_metrics(sums)
 
 
-def target_loss(materials: Materials) -> TargetLoss:
+def target_loss(context: TaskContext) -> TargetLoss:
     """Return the loss of predicted tokens that the job asks for."""
-    section = materials.section
-    return TargetLoss(TokenLoss(section.label_smoothing, section.z_loss), materials.loss_kernel)
+    section = context.section
+    return TargetLoss(TokenLoss(section.label_smoothing, section.z_loss), context.loss_kernel)
 
 
 def pad_id(tokenizer: PreTrainedTokenizerBase) -> int:
@@ -75,17 +75,17 @@ def pad_id(tokenizer: PreTrainedTokenizerBase) -> int:
 class PretrainTask(CausalTask):
     """Predict every token of the text but the first, end-of-sequence included."""
 
-    def __init__(self, materials: Materials) -> None:
-        super().__init__(materials)
-        self._encoder = OnlyText(TextEncoder(self.tokenizer, allow_special_tokens=materials.data.allow_special_tokens))
+    def __init__(self, context: TaskContext) -> None:
+        super().__init__(context)
+        self._encoder = OnlyText(TextEncoder(self.tokenizer, allow_special_tokens=context.data.allow_special_tokens))
 
 
 class SftTask(CausalTask):
     """Predict the assistant's turns, end-of-turn included; raises DataError for a tokenizer without chat template."""
 
-    def __init__(self, materials: Materials) -> None:
-        require_chat_template(materials.tokenizer)
-        super().__init__(materials)
+    def __init__(self, context: TaskContext) -> None:
+        require_chat_template(context.tokenizer)
+        super().__init__(context)
         self._encoder = self._make_encoder()
 
     def _make_encoder(self) -> Encode:

@@ -23,7 +23,7 @@ from finetune.task.causal_lm import SftTask
 from finetune.task.lm_loss.at_targets import asked_at_targets, logits_at_targets
 from finetune.task.lm_loss.head import Head, in_parts
 from finetune.task.metrics import perplexity
-from finetune.task.protocol import Materials, Prior
+from finetune.task.protocol import Prior, TaskContext
 
 Divergence = Callable[[Tensor, Tensor], Tensor]
 """From the teacher's and the student's log-probabilities to divergences."""
@@ -86,9 +86,9 @@ class DistillationTask(SftTask):
     `(1 - w) T^2 divergence(p, q) + w cross_entropy`. With `top_k`, p and q are what `reduced` makes of them.
     """
 
-    def __init__(self, materials: Materials) -> None:
-        super().__init__(materials)
-        section = materials.section.distillation
+    def __init__(self, context: TaskContext) -> None:
+        super().__init__(context)
+        section = context.section.distillation
         assert section is not None  # a rule of the config
         self.section = section
         self._num_tokens = len(self.tokenizer)

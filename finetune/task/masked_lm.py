@@ -23,7 +23,7 @@ from finetune.runtime.seeds import derive
 from finetune.task.base import BaseTask
 from finetune.task.causal_lm import pad_id, target_loss
 from finetune.task.metrics import token_metrics
-from finetune.task.protocol import Materials, ModelHead
+from finetune.task.protocol import ModelHead, TaskContext
 from finetune.task.row_formats import OnlyText
 
 
@@ -81,11 +81,11 @@ class MaskedLmTask(BaseTask):
 
     head: ModelHead = "masked_lm"
 
-    def __init__(self, materials: Materials) -> None:
-        section, self.data = materials.section, materials.data
-        tokenizer = materials.tokenizer
+    def __init__(self, context: TaskContext) -> None:
+        section, self.data = context.section, context.data
+        tokenizer = context.tokenizer
         self.pad_id = pad_id(tokenizer)
-        self.loss = target_loss(materials)
+        self.loss = target_loss(context)
         self._section = section.masked_lm
         mask_id = _mask_id(tokenizer)
         special = Tokens(tokenizer).special

@@ -27,7 +27,7 @@ def no_rows() -> Iterable[Row]:
 
 
 @dataclass(frozen=True)
-class Materials:
+class TaskContext:
     """What a task may be built from. What a task needs and is not there is an error of ours, not the user's."""
 
     section: TaskSection

@@ -13,19 +13,19 @@ from finetune.task.masked_lm import MaskedLmTask
 from finetune.task.preference.dpo import PreferenceTask
 from finetune.task.preference.kto import KtoTask
 from finetune.task.preference.reward import RewardTask
-from finetune.task.protocol import Materials, ModelHead, Task
+from finetune.task.protocol import ModelHead, Task, TaskContext
 from finetune.task.seq2seq import Seq2SeqTask
 from finetune.task.vision_language_sft import VisionLanguageSftTask
 
 Reads = Literal["text", "images", "both"]
 
 
-def _preference(materials: Materials) -> Task:
+def _preference(context: TaskContext) -> Task:
     """Return the task of the loss: KTO's answers are judged one by one."""
-    return KtoTask(materials) if materials.section.preference.loss == "kto" else PreferenceTask(materials)
+    return KtoTask(context) if context.section.preference.loss == "kto" else PreferenceTask(context)
 
 
-TASKS: dict[str, Callable[[Materials], Task]] = {
+TASKS: dict[str, Callable[[TaskContext], Task]] = {
     "sft": SftTask,
     "text_classification": TextClassificationTask,
     "token_classification": TokenClassificationTask,
@@ -43,9 +43,9 @@ READS: Mapping[TaskName, Reads] = {"image_classification": "images", "vision_lan
 """What a task's rows hold; text, where nothing is said."""
 
 
-def build_task(materials: Materials) -> Task:
+def build_task(context: TaskContext) -> Task:
     """Return the task of that name; raises DataError when the tokenizer or the rows cannot serve it."""
-    return TASKS[materials.section.name](materials)
+    return TASKS[context.section.name](context)
 
 
 def head_of(name: TaskName) -> ModelHead:

@@ -16,7 +16,7 @@ from finetune.task.base import BaseTask
 from finetune.task.causal_lm import pad_id, target_loss
 from finetune.task.metrics import token_metrics
 from finetune.task.model_inputs import innermost
-from finetune.task.protocol import Materials, ModelHead, Prompt
+from finetune.task.protocol import ModelHead, Prompt, TaskContext
 
 
 class Seq2SeqTask(BaseTask):
@@ -27,14 +27,14 @@ class Seq2SeqTask(BaseTask):
 
     head: ModelHead = "seq2seq_lm"
 
-    def __init__(self, materials: Materials) -> None:
-        section, self.data = materials.section, materials.data
-        self.pad_id = pad_id(materials.tokenizer)
-        self.loss = target_loss(materials)
+    def __init__(self, context: TaskContext) -> None:
+        section, self.data = context.section, context.data
+        self.pad_id = pad_id(context.tokenizer)
+        self.loss = target_loss(context)
         self._section = section.seq2seq
-        self._frame = frame_of(materials.tokenizer)
+        self._frame = frame_of(context.tokenizer)
         self._encoder = SourceTargetEncoder(
-            materials.tokenizer,
+            context.tokenizer,
             prefix=self._section.source_prefix,
             allow_special_tokens=self.data.allow_special_tokens,
         )

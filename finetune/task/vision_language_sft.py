@@ -15,7 +15,7 @@ from finetune.data.token_cache.chunks import Encode
 from finetune.data.workers import Cost
 from finetune.task.causal_lm import SftTask
 from finetune.task.model_inputs import padded
-from finetune.task.protocol import Materials, ModelHead, Prompt
+from finetune.task.protocol import ModelHead, Prompt, TaskContext
 from finetune.task.row_formats import PicturedTurns
 
 
@@ -29,10 +29,10 @@ class VisionLanguageSftTask(SftTask):
     head: ModelHead = "image_text_to_text"
     loading_cost: Cost = "heavy"
 
-    def __init__(self, materials: Materials) -> None:
-        self._processor = materials.processor
-        self._processor.chat_template = materials.tokenizer.chat_template
-        super().__init__(materials)
+    def __init__(self, context: TaskContext) -> None:
+        self._processor = context.processor
+        self._processor.chat_template = context.tokenizer.chat_template
+        super().__init__(context)
         self._pictures: Pictures = self._pictured.pictures
         self._blank = self._pictured.blank()
 

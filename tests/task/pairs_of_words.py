@@ -4,7 +4,7 @@ import torch
 
 from finetune.config.sections.task import TaskSection
 from finetune.data.features import Features
-from finetune.task.protocol import Materials, Task
+from finetune.task.protocol import Task, TaskContext
 from finetune.task.registry import build_task
 
 ANSWERS = (("Two and two is four.", "What?"), ("four", "two two two"), ("is two", "and"), ("And four?", "two is"))
@@ -35,7 +35,7 @@ JUDGED = [judged(answer, place % 3 == 0) for place, answer in enumerate(word for
 
 def task_of(tokenizer, data, name: str, **section) -> Task:
     written = {"name": name, name: section}
-    return build_task(Materials(TaskSection.model_validate(written), data, tokenizer))
+    return build_task(TaskContext(TaskSection.model_validate(written), data, tokenizer))
 
 
 def encoded(task: Task, rows: list[dict], reference: torch.nn.Module | None = None) -> list[Features]:

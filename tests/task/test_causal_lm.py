@@ -16,7 +16,7 @@ from finetune.data.sources.source import open_source
 from finetune.data.token_cache.cache import prepare_set
 from finetune.errors import DataError
 from finetune.task.causal_lm import PretrainTask, SftTask, pad_id
-from finetune.task.protocol import Materials
+from finetune.task.protocol import TaskContext
 from finetune.task.registry import build_task
 
 GSM8K = Path(__file__).parents[3] / "shared" / "data" / "gsm8k" / "train.jsonl"
@@ -34,12 +34,12 @@ def conversation(*contents):
 
 @pytest.fixture
 def sft(tokenizer, data):
-    return build_task(Materials(TaskSection(name="sft"), data, tokenizer))
+    return build_task(TaskContext(TaskSection(name="sft"), data, tokenizer))
 
 
 @pytest.fixture
 def pretrain(tokenizer, data):
-    return build_task(Materials(TaskSection(name="pretrain"), data, tokenizer))
+    return build_task(TaskContext(TaskSection(name="pretrain"), data, tokenizer))
 
 
 def test_samples_are_padded_on_the_right_and_labels_stand_one_place_earlier(sft):
@@ -94,7 +94,7 @@ def test_a_prompt_is_everything_before_the_last_answer(sft, tokenizer):
 
 def test_the_system_prompt_leads_the_conversation(tokenizer, data):
     section = data.model_copy(update={"system_prompt": "Be brief."})
-    task = SftTask(Materials(TaskSection(name="sft"), section, tokenizer))
+    task = SftTask(TaskContext(TaskSection(name="sft"), section, tokenizer))
     ids = task.encode_row(conversation("What?", "Two."))
     assert tokenizer.decode(ids.arrays["input_ids"].tolist()).startswith("<|im_start|>system\nBe brief.<|im_end|>")
 
@@ -115,8 +115,8 @@ def test_each_task_refuses_the_others_rows_with_a_remedy(sft, pretrain):
 def test_sft_without_a_chat_template_is_refused_at_once(tokenizer, data, monkeypatch):
     monkeypatch.setattr(tokenizer, "chat_template", None)
     with pytest.raises(DataError, match="has no chat template"):
-        build_task(Materials(TaskSection(name="sft"), data, tokenizer))
-    assert isinstance(build_task(Materials(TaskSection(name="pretrain"), data, tokenizer)), PretrainTask)
+        build_task(TaskContext(TaskSection(name="sft"), data, tokenizer))
+    assert isinstance(build_task(TaskContext(TaskSection(name="pretrain"), data, tokenizer)), PretrainTask)
 
 
 def test_padding_falls_back_to_end_of_sequence(tokenizer):
@@ -136,7 +136,7 @@ UNFIT = [
 @pytest.mark.parametrize(("task", "row", "message"), UNFIT)
 def test_a_row_that_does_not_fit_the_task_says_what_to_write(tokenizer, task, row, message):
     section = DataSection(train=TrainingSourceSection(path="rows.jsonl"), max_length=64)
-    (outcome,) = task(Materials(TaskSection(name="sft"), section, tokenizer)).encode([row])
+    (outcome,) = task(TaskContext(TaskSection(name="sft"), section, tokenizer)).encode([row])
     assert isinstance(outcome, DataError)
     assert message in str(outcome)
 
@@ -146,7 +146,7 @@ def test_gsm8k_is_learnt_from_its_answers(tokenizer, tmp_path):
         pytest.skip(f"{GSM8K} is not here")
     source = TrainingSourceSection(path=str(GSM8K), columns={"prompt": "question", "completion": "answer"}, take=40)
     section = DataSection(train=source, max_length=2048, cache_folder=str(tmp_path))
-    task = SftTask(Materials(TaskSection(name="sft"), section, tokenizer))
+    task = SftTask(TaskContext(TaskSection(name="sft"), section, tokenizer))
     said = []
     identity = tokenizer_identity(tokenizer)
     opened = open_source(source, key="data.train", say=said.append)

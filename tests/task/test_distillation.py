@@ -12,7 +12,7 @@ from finetune.config.sections.task import DistillationSection, TaskSection
 from finetune.data.batch import IGNORED
 from finetune.errors import DataError
 from finetune.task.distillation import DistillationTask, divergence_of, forward_kl, jensen_shannon, reduced, reverse_kl
-from finetune.task.protocol import Materials
+from finetune.task.protocol import TaskContext
 
 NAMES = ("forward_kl", "reverse_kl", "jsd")
 
@@ -110,7 +110,7 @@ def teacher(tokenizer):
 
 def made(tokenizer, data, **distillation):
     section = TaskSection(name="distillation", distillation=DistillationSection(teacher="./teacher", **distillation))
-    return DistillationTask(Materials(section, data, tokenizer))
+    return DistillationTask(TaskContext(section, data, tokenizer))
 
 
 def samples(task):

@@ -15,7 +15,7 @@ from finetune.data.batch import IGNORED
 from finetune.data.encoding.text import MaskedTextEncoder
 from finetune.errors import DataError
 from finetune.task.masked_lm import MaskedLmTask
-from finetune.task.protocol import Materials
+from finetune.task.protocol import TaskContext
 
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 PIECES = ["play", "##ing", "##ed", "run", "##ner", "the", "dog", "##s", "a", "cat"]
@@ -34,7 +34,7 @@ def pieces():
 
 def made(pieces, *, max_length=256, over_length="refuse", **masked):
     data = DataSection(train=TrainingSourceSection(path="/no.jsonl"), max_length=max_length, over_length=over_length)
-    return MaskedLmTask(Materials(TaskSection(name="masked_lm", masked_lm=MaskedLmSection(**masked)), data, pieces))
+    return MaskedLmTask(TaskContext(TaskSection(name="masked_lm", masked_lm=MaskedLmSection(**masked)), data, pieces))
 
 
 def sample(task, *, sample_id=0, seed=0, text=TEXT):
@@ -115,7 +115,7 @@ def test_a_text_without_anything_to_hide_is_left_out(pieces):
 
 
 def test_a_tokenizer_without_a_mask_is_refused_until_one_is_added(tokenizer, data):
-    materials = Materials(TaskSection(name="masked_lm"), data, copy.deepcopy(tokenizer))
+    materials = TaskContext(TaskSection(name="masked_lm"), data, copy.deepcopy(tokenizer))
     with pytest.raises(DataError, match=r"new_tokens: \{special: \['<mask>'\]\}"):
         MaskedLmTask(materials)
     materials.tokenizer.add_tokens(["<mask>"], special_tokens=True)

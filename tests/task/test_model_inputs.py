@@ -9,7 +9,7 @@ from finetune.config.sections.task import TaskSection
 from finetune.data.batch import IGNORED
 from finetune.data.features import Features
 from finetune.task.model_inputs import end_to_end, logits_of, padded
-from finetune.task.protocol import Materials
+from finetune.task.protocol import TaskContext
 from finetune.task.registry import build_task
 
 
@@ -44,7 +44,7 @@ def test_the_section_says_how_samples_are_laid_out_and_the_loss_is_the_same(toke
     section = DataSection(
         train=TrainingSourceSection(path="/nowhere"), max_length=64, batching=BatchingSection(**batching)
     )
-    task = build_task(Materials(TaskSection(name="pretrain"), section, tokenizer))
+    task = build_task(TaskContext(TaskSection(name="pretrain"), section, tokenizer))
     batch = task.collate(SAMPLES)
     assert len(batch.labels) == rows
     alone = sum(task.loss_sum(model, padded([each], pad_id=0)).item() for each in SAMPLES[:2])

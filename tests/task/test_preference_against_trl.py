@@ -20,7 +20,7 @@ from finetune.data.encoding.preference import IS_GOOD, MARGIN
 from finetune.data.features import LENGTHS_OF_SEQUENCES, Features
 from finetune.task.preference.answer_pairs import by_sample, log_probabilities
 from finetune.task.preference.dpo import REFERENCE
-from finetune.task.protocol import Materials
+from finetune.task.protocol import TaskContext
 from finetune.task.registry import build_task
 
 pytest.importorskip("trl", reason="TRL is a package for tests")
@@ -59,7 +59,7 @@ def models():
 def task_of(tokenizer, name="preference", **section):
     data = DataSection(train=TrainingSourceSection(path="/nowhere/rows.jsonl"), max_length=64)
     kind = {"preference": "preference", "reward": "reward"}[name]
-    task = build_task(Materials(TaskSection.model_validate({"name": name, kind: section}), data, tokenizer))
+    task = build_task(TaskContext(TaskSection.model_validate({"name": name, kind: section}), data, tokenizer))
     task.pad_id = PAD
     return task
 

@@ -11,7 +11,7 @@ from finetune.config.sections.task import Seq2SeqSection, TaskSection
 from finetune.data.batch import IGNORED
 from finetune.errors import DataError
 from finetune.task.generation.decoding import generate
-from finetune.task.protocol import Materials
+from finetune.task.protocol import TaskContext
 from finetune.task.seq2seq import Seq2SeqTask
 
 SIZE = 320
@@ -57,7 +57,7 @@ def exchange(asked, answered):
 
 
 def made(tokenizer, data, **seq2seq):
-    return Seq2SeqTask(Materials(TaskSection(name="seq2seq", seq2seq=Seq2SeqSection(**seq2seq)), data, tokenizer))
+    return Seq2SeqTask(TaskContext(TaskSection(name="seq2seq", seq2seq=Seq2SeqSection(**seq2seq)), data, tokenizer))
 
 
 def samples(task, *rows):

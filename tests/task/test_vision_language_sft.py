@@ -11,7 +11,7 @@ from finetune.data.encoding.image_conversation import images_of
 from finetune.data.images.stored_image import StoredImage
 from finetune.errors import DataError
 from finetune.task.generation.decoding import generate, seeing
-from finetune.task.protocol import Materials
+from finetune.task.protocol import TaskContext
 from finetune.task.registry import build_task
 from tests.data.picture_processors import llava, picture, qwen, smolvlm
 
@@ -79,7 +79,7 @@ def task(name):
     processor = PROCESSORS[name]()
     data = DataSection(train=TrainingSourceSection(path="/nowhere/rows.jsonl"), max_length=256)
     return build_task(
-        Materials(TaskSection(name="vision_language_sft"), data, processor.tokenizer, processor=processor)
+        TaskContext(TaskSection(name="vision_language_sft"), data, processor.tokenizer, processor=processor)
     )
 
 
@@ -198,6 +198,6 @@ def test_a_row_without_turns_is_refused(task):
 
 
 def test_text_alone_does_not_learn_from_images(tokenizer, data):
-    sft = build_task(Materials(TaskSection(name="sft"), data, tokenizer))
+    sft = build_task(TaskContext(TaskSection(name="sft"), data, tokenizer))
     with pytest.raises(DataError, match=r"task\.name: vision_language_sft"):
         sft.encode_row(ONE)

@@ -24,7 +24,7 @@ from finetune.model.attention.implementation import register
 from finetune.runtime.progress import Progress
 from finetune.runtime.supervision.signals import SignalNote
 from finetune.task.causal_lm import CausalTask
-from finetune.task.protocol import Materials
+from finetune.task.protocol import TaskContext
 from finetune.train import update
 from finetune.train.meters import Meters
 from finetune.train.optim.optimizers import build_optimizer
@@ -106,7 +106,7 @@ def second_step(
     batching = BatchingSection(padding_free=is_free)
     data = DataSection(train=TrainingSourceSection(path="rows.jsonl"), batching=batching)
     tokenizer = SimpleNamespace(pad_token_id=0, eos_token_id=1)
-    task = CausalTask(Materials(TaskSection(name="pretrain"), data, tokenizer))
+    task = CausalTask(TaskContext(TaskSection(name="pretrain"), data, tokenizer))
     model: Any = llama("per_sample" if is_free else "sdpa")
     if lora:
         model = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "v_proj"], lora_dropout=0.1))

@@ -36,7 +36,7 @@ from finetune.runtime.files.replace_folder import replace_folder
 from finetune.runtime.text.redact import redacted_yaml
 from finetune.runtime.text.terminal import json_text
 from finetune.task.lm_loss.target_loss import usable
-from finetune.task.protocol import Materials, Task
+from finetune.task.protocol import Task, TaskContext
 from finetune.task.registry import build_task, reads
 
 _PROBE_BYTES = 256 << 10
@@ -85,7 +85,7 @@ class Kept:
         tokenizer, processor = self.processing.tokenizer, self.processing.processor
         kernel, _ = usable(config.train.loss_kernel)
         data = data or settled(config)
-        return build_task(Materials(config.task, data, tokenizer, processor, facts=self.facts, loss_kernel=kernel))
+        return build_task(TaskContext(config.task, data, tokenizer, processor, facts=self.facts, loss_kernel=kernel))
 
 
 def keep(run: Path, processing: Processing, facts: Mapping[str, Any]) -> None:

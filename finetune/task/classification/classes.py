@@ -18,7 +18,7 @@ from finetune.data.features import Features
 from finetune.data.rows import Row
 from finetune.errors import DataError
 from finetune.task.causal_lm import pad_id
-from finetune.task.protocol import Materials
+from finetune.task.protocol import TaskContext
 
 LabelsOf = Callable[[Row], Iterable[Any]]
 """From a row to the labels in it."""
@@ -71,13 +71,13 @@ class Classification:
         return None if self.weights is None else torch.tensor(self.weights, dtype=torch.float32, device=device)
 
 
-def classification_of(materials: Materials, labels_of: LabelsOf) -> Classification:
+def classification_of(context: TaskContext, labels_of: LabelsOf) -> Classification:
     """Return the classes and weights that the job names, those of an earlier start, or those found in the rows.
 
     The rows are read once, and only where something of them is needed. Raises DataError where the rows name fewer than
     two classes: one, where a row may have several or none.
     """
-    section, facts = materials.section.classification, materials.facts
+    section, facts = context.section.classification, context.facts
     if facts and "labels" in facts:
         kept = facts.get("class_weights")
         return Classification(Classes(tuple(facts["labels"])), tuple(kept) if kept else None)
@@ -85,7 +85,7 @@ def classification_of(materials: Materials, labels_of: LabelsOf) -> Classificati
     weights = None if isinstance(section.class_weights, str) else section.class_weights
     if section.labels and not is_balanced:
         return Classification(Classes(section.labels), weights)
-    num_rows, counts = _counted(materials.rows(), labels_of)
+    num_rows, counts = _counted(context.rows(), labels_of)
     is_multi = section.kind == "multi_label"
     names = section.labels or _names(counts, least=1 if is_multi else 2)
     each = [counts.get(name, 0) for name in names]

@@ -20,7 +20,7 @@ from finetune.task.base import BaseTask
 from finetune.task.classification.classes import class_loss_sum, classification_of
 from finetune.task.metrics import image_metrics
 from finetune.task.model_inputs import innermost
-from finetune.task.protocol import Materials, Measured, ModelHead
+from finetune.task.protocol import Measured, ModelHead, TaskContext
 
 
 class ImageClassificationTask(BaseTask):
@@ -32,11 +32,11 @@ class ImageClassificationTask(BaseTask):
     head: ModelHead = "image_classification"
     loading_cost: Cost = "heavy"
 
-    def __init__(self, materials: Materials) -> None:
-        self.section: ImagesSection = materials.data.images
-        self.label_smoothing = materials.section.label_smoothing
-        self.views = Views(materials.processor, self.section)
-        self.classification = classification_of(materials, _labels_of)
+    def __init__(self, context: TaskContext) -> None:
+        self.section: ImagesSection = context.data.images
+        self.label_smoothing = context.section.label_smoothing
+        self.views = Views(context.processor, self.section)
+        self.classification = classification_of(context, _labels_of)
         self._encoder = ImageEncoder(self.classification.classes, self.views.mode)
         _ = self.views.size  # raises here, where nobody has prepared anything yet
 

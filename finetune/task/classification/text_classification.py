@@ -17,7 +17,7 @@ from finetune.runtime.recorded import recorded_name
 from finetune.task.base import BaseTask
 from finetune.task.classification.classes import Padding, classification_of, logits_of
 from finetune.task.classification.problem_types import Kind, OneOfMany, Regression, SomeOfMany
-from finetune.task.protocol import Materials, Measured, ModelHead, Row
+from finetune.task.protocol import Measured, ModelHead, Row, TaskContext
 
 
 class TextClassificationTask(BaseTask):
@@ -28,14 +28,14 @@ class TextClassificationTask(BaseTask):
 
     head: ModelHead = "sequence_classification"
 
-    def __init__(self, materials: Materials) -> None:
-        data = materials.data
-        self.kind = _kind_of(materials)
-        self.padding = Padding(materials.tokenizer)
+    def __init__(self, context: TaskContext) -> None:
+        data = context.data
+        self.kind = _kind_of(context)
+        self.padding = Padding(context.tokenizer)
         is_cut = data.over_length == "truncate"
         cut = Cut(data.longest, data.truncate_side) if is_cut else None
         self._encoder = LabelledEncoder(
-            materials.tokenizer, self.kind.labels, cut=cut, allow_special_tokens=data.allow_special_tokens
+            context.tokenizer, self.kind.labels, cut=cut, allow_special_tokens=data.allow_special_tokens
         )
 
     @property
@@ -109,27 +109,27 @@ class TextClassificationTask(BaseTask):
         return {**loss, **self.kind.metrics(labels, predicted)}
 
 
-def _kind_of(materials: Materials) -> Kind:
+def _kind_of(context: TaskContext) -> Kind:
     """Return what is asked; reads the rows where the job does not tell all of it."""
-    section, facts = materials.section.classification, materials.facts or {}
+    section, facts = context.section.classification, context.facts or {}
     if section.kind == "regression":
-        num_numbers = facts.get("num_numbers") or len(section.labels) or _num_numbers(materials)
+        num_numbers = facts.get("num_numbers") or len(section.labels) or _num_numbers(context)
         return Regression(num_numbers, section.labels)
     is_multi = section.kind == "multi_label"
-    classification = classification_of(materials, partial(_labels_of, is_multi=is_multi))
+    classification = classification_of(context, partial(_labels_of, is_multi=is_multi))
     if is_multi:
         return SomeOfMany(classification)
-    return OneOfMany(classification, materials.section.label_smoothing)
+    return OneOfMany(classification, context.section.label_smoothing)
 
 
 def _labels_of(row: Row, *, is_multi: bool) -> Iterable[Any]:
     return labels_in(label_of(row), is_multi=is_multi)
 
 
-def _num_numbers(materials: Materials) -> int:
+def _num_numbers(context: TaskContext) -> int:
     """Return how many numbers the first row with a label of numbers has."""
     wrong = None
-    for row in materials.rows():
+    for row in context.rows():
         try:
             return len(numbers(label_of(row)))
         except DataError as error:

@@ -17,7 +17,7 @@ from finetune.data.token_cache.lengths import LengthPolicy, Lengths
 from finetune.task.base import BaseTask
 from finetune.task.classification.classes import Padding, class_loss_sum, classification_of, logits_of, padded
 from finetune.task.metrics import are_entity_tags, class_metrics, entity_scores
-from finetune.task.protocol import Materials, Measured, ModelHead
+from finetune.task.protocol import Measured, ModelHead, TaskContext
 
 
 class TokenClassificationTask(BaseTask):
@@ -29,15 +29,15 @@ class TokenClassificationTask(BaseTask):
 
     head: ModelHead = "token_classification"
 
-    def __init__(self, materials: Materials) -> None:
-        data = materials.data
-        self.classification = classification_of(materials, tags_of)
-        self.label_smoothing = materials.section.label_smoothing
-        self.padding = Padding(materials.tokenizer)
+    def __init__(self, context: TaskContext) -> None:
+        data = context.data
+        self.classification = classification_of(context, tags_of)
+        self.label_smoothing = context.section.label_smoothing
+        self.padding = Padding(context.tokenizer)
         self._encoder = TaggedEncoder(
-            materials.tokenizer, self.classification.classes, allow_special_tokens=data.allow_special_tokens
+            context.tokenizer, self.classification.classes, allow_special_tokens=data.allow_special_tokens
         )
-        frame = frame_of(materials.tokenizer)
+        frame = frame_of(context.tokenizer)
         self._lengths = LengthPolicy(data.longest, data.over_length, data.truncate_side, frame)
 
     @property

@@ -18,7 +18,7 @@ from finetune.task.base import BaseTask
 from finetune.task.causal_lm import pad_id
 from finetune.task.lm_loss.target_loss import log_probabilities_at_targets
 from finetune.task.model_inputs import padded
-from finetune.task.protocol import Materials
+from finetune.task.protocol import TaskContext
 
 COUNTS = "counts"
 NUM_FIRSTS = "num_firsts"
@@ -100,18 +100,18 @@ class PairsTask(BaseTask):
     Rows become several sequences, each the prompt and one answer; a target of a batch is a pair.
     """
 
-    def __init__(self, materials: Materials, *, judged: bool = False, margin: bool = False) -> None:
-        require_chat_template(materials.tokenizer)
-        data = materials.data
-        self.pad_id = pad_id(materials.tokenizer)
+    def __init__(self, context: TaskContext, *, judged: bool = False, margin: bool = False) -> None:
+        require_chat_template(context.tokenizer)
+        data = context.data
+        self.pad_id = pad_id(context.tokenizer)
         self._data = data
         encode = ConversationEncoder(
-            materials.tokenizer,
+            context.tokenizer,
             system_prompt=data.system_prompt,
             template=data.chat_template,
             allow_special_tokens=data.allow_special_tokens,
         )
-        name = f"`task.name: {materials.section.name}`"
+        name = f"`task.name: {context.section.name}`"
         self._answers = self._encoder = AnswersEncoder(encode, name, judged=judged, margin=margin)
 
     @property

@@ -20,7 +20,7 @@ from finetune.task.preference.answer_pairs import (
     pair_metrics,
     pair_sums,
 )
-from finetune.task.protocol import Materials, ModelHead, Prior
+from finetune.task.protocol import ModelHead, Prior, TaskContext
 
 REFERENCE = "reference"
 """The array of a sample that holds the reference's log-probability of each of its sequences."""
@@ -35,9 +35,9 @@ class PreferenceTask(PairsTask):
 
     head: ModelHead = "causal_lm"
 
-    def __init__(self, materials: Materials) -> None:
-        super().__init__(materials)
-        self.section = materials.section.preference
+    def __init__(self, context: TaskContext) -> None:
+        super().__init__(context)
+        self.section = context.section.preference
 
     @property
     def prior(self) -> Prior | None:

@@ -27,7 +27,7 @@ from finetune.task.preference.answer_pairs import (
 )
 from finetune.task.preference.dpo import REFERENCE, reference_prior, with_reference
 from finetune.task.preference.losses import kto, reference_point
-from finetune.task.protocol import Materials, Measured, ModelHead, Prior
+from finetune.task.protocol import Measured, ModelHead, Prior, TaskContext
 
 REFERENCE_POINT = "reference_point"
 
@@ -37,9 +37,9 @@ class KtoTask(PairsTask):
 
     head: ModelHead = "causal_lm"
 
-    def __init__(self, materials: Materials) -> None:
-        super().__init__(materials, judged=True)
-        self.section = materials.section.preference
+    def __init__(self, context: TaskContext) -> None:
+        super().__init__(context, judged=True)
+        self.section = context.section.preference
 
     @property
     def prior(self) -> Prior | None:

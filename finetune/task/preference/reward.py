@@ -14,7 +14,7 @@ from finetune.data.features import Features
 from finetune.task.model_inputs import logits_of
 from finetune.task.preference.answer_pairs import COUNTS, PairsTask, pair_metrics, pair_sums
 from finetune.task.preference.losses import bradley_terry
-from finetune.task.protocol import Materials, ModelHead
+from finetune.task.protocol import ModelHead, TaskContext
 
 
 class RewardTask(PairsTask):
@@ -26,9 +26,9 @@ class RewardTask(PairsTask):
 
     head: ModelHead = "sequence_classification"
 
-    def __init__(self, materials: Materials) -> None:
-        self.section = materials.section.reward
-        super().__init__(materials, margin=self.section.use_margin)
+    def __init__(self, context: TaskContext) -> None:
+        self.section = context.section.reward
+        super().__init__(context, margin=self.section.use_margin)
 
     @property
     def head_values(self) -> Mapping[str, Any]:

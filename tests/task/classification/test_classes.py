@@ -12,7 +12,7 @@ from finetune.task.classification.classes import (
     multi_label_loss_sum,
     regression_loss_sum,
 )
-from finetune.task.protocol import Materials
+from finetune.task.protocol import TaskContext
 
 RESULTS = torch.tensor([[2.0, 0.0, -1.0], [0.5, 1.5, 0.0], [0.0, 0.0, 3.0]], dtype=torch.float64)
 
@@ -20,7 +20,7 @@ RESULTS = torch.tensor([[2.0, 0.0, -1.0], [0.5, 1.5, 0.0], [0.0, 0.0, 3.0]], dty
 def materials(found, data, facts=None, **section):
     rows = [{"text": "a", "label": label} for label in found]
     task = TaskSection(name="text_classification", classification=ClassificationSection(**section))
-    return Materials(task, data, rows=lambda: rows, facts=facts)
+    return TaskContext(task, data, rows=lambda: rows, facts=facts)
 
 
 def of_row(row):
@@ -40,7 +40,7 @@ def test_written_classes_keep_their_order_and_no_row_is_read(data):
     task = TaskSection(
         name="text_classification", classification=ClassificationSection(labels=["b", "a"], class_weights=[2.0, 0.5])
     )
-    found = classification_of(Materials(task, data, rows=rows), of_row)
+    found = classification_of(TaskContext(task, data, rows=rows), of_row)
     assert (found.classes.names, found.weights) == (("b", "a"), (2.0, 0.5))
 
 

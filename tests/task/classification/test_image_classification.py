@@ -23,7 +23,7 @@ from finetune.data.images.stored_image import StoredImage
 from finetune.errors import DataError
 from finetune.model.processing import built_image_processor
 from finetune.task.classification.image_classification import ImageClassificationTask
-from finetune.task.protocol import Materials
+from finetune.task.protocol import TaskContext
 
 CLASSES = ["a", "b", "c", "d", "e", "f"]
 
@@ -44,7 +44,7 @@ def make_task(images: dict | None = None, **task) -> ImageClassificationTask:
     section = TaskSection(name="image_classification", **task)
     processor = built_image_processor(ImageProcessorSection(size=8))
     return ImageClassificationTask(
-        Materials(section, data, processor=processor, rows=lambda: [row(number) for number in range(12)])
+        TaskContext(section, data, processor=processor, rows=lambda: [row(number) for number in range(12)])
     )
 
 

@@ -20,7 +20,7 @@ from finetune.data.features import Features
 from finetune.data.sources.source import open_source
 from finetune.data.token_cache.cache import prepare_set
 from finetune.errors import DataError
-from finetune.task.protocol import Materials
+from finetune.task.protocol import TaskContext
 from finetune.task.registry import build_task
 from tests.data.encoding.word_pieces import bert_tokenizer
 
@@ -32,7 +32,7 @@ TEXTS = ["a", "b c d", "playing", "a b", "new york !"]
 def task_of(kind, tokenizer, data, *, found=None, **section):
     rows = [{"text": text, "label": label} for text, label in zip(TEXTS, found or LABELS[kind], strict=True)]
     settings = TaskSection(name="text_classification", classification=ClassificationSection(kind=kind, **section))
-    task = build_task(Materials(settings, data, tokenizer, rows=lambda: rows))
+    task = build_task(TaskContext(settings, data, tokenizer, rows=lambda: rows))
     samples = [Features(each.arrays, sample_id=number) for number, each in enumerate(task.encode(rows))]
     return task, samples
 
@@ -198,7 +198,9 @@ def test_what_is_cut_is_counted_and_keeps_its_frame(tmp_path):
         cache_folder=str(tmp_path / "cache"),
     )
     rows = [{"text": "a", "label": 1}, {"text": "a", "label": 0}]
-    task = build_task(Materials(TaskSection(name="text_classification"), section, bert_tokenizer(), rows=lambda: rows))
+    task = build_task(
+        TaskContext(TaskSection(name="text_classification"), section, bert_tokenizer(), rows=lambda: rows)
+    )
     opened = open_source(section.train, key="data.train", say=lambda _: None)
     prepared = prepare_set(opened, task.encoder, section=section, identity={}, say=lambda _: None)
     counts = prepared.counts
@@ -210,7 +212,7 @@ def test_what_is_cut_is_counted_and_keeps_its_frame(tmp_path):
 def test_facts_build_the_task_without_rows(data):
     task, _ = task_of("regression", bert_tokenizer(), data, found=[[1, 2]] * 5)
     settings = TaskSection(name="text_classification", classification=ClassificationSection(kind="regression"))
-    again = build_task(Materials(settings, data, bert_tokenizer(), facts=task.facts))
+    again = build_task(TaskContext(settings, data, bert_tokenizer(), facts=task.facts))
     assert again.head_values == task.head_values
     assert again.encoding == task.encoding
 

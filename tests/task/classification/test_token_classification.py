@@ -11,7 +11,7 @@ from finetune.data.features import Features
 from finetune.data.sources.source import open_source
 from finetune.data.token_cache.cache import prepare_set
 from finetune.task.classification.token_classification import entity_metrics
-from finetune.task.protocol import Materials
+from finetune.task.protocol import TaskContext
 from finetune.task.registry import build_task
 from tests.data.encoding.word_pieces import WORDS, bert_tokenizer
 
@@ -24,7 +24,7 @@ ROWS = [
 
 
 def task_of(data, rows=ROWS):
-    return build_task(Materials(TaskSection(name="token_classification"), data, bert_tokenizer(), rows=lambda: rows))
+    return build_task(TaskContext(TaskSection(name="token_classification"), data, bert_tokenizer(), rows=lambda: rows))
 
 
 @pytest.fixture
