@@ -37,7 +37,7 @@ from finetune.runtime.supervision.status import Peer
 from finetune.task.base import BaseTask
 from finetune.task.classification.problem_types import OneOfMany, Regression, SomeOfMany
 from finetune.task.distillation import DistillationTask
-from finetune.task.preference.dpo import reference_prior
+from finetune.task.preference.dpo import precomputed_reference
 from finetune.task.row_formats import OnlyText, OnlyTurns, PicturedTurns
 
 
@@ -179,7 +179,7 @@ def test_the_manifests_of_prepared_sets_have_the_same_keys(kind, names):
 
 def test_answers_worked_out_beforehand_are_found_again_by_their_title():
     task = SimpleNamespace(section=SimpleNamespace(cache=True, top_k=2, temperature=1.0), _num_tokens=8, _answers=None)
-    found = [reference_prior(), DistillationTask.prior.fget(task)]
+    found = [precomputed_reference(), DistillationTask.precomputed.fget(task)]
     assert [each.title for each in found] == ["reference log-probabilities", "teacher's log-probabilities"]
 
 

@@ -16,7 +16,7 @@ from finetune.data.token_cache.lengths import Lengths
 from finetune.data.workers import Cost
 from finetune.errors import DataError
 from finetune.runtime.recorded import recorded_as
-from finetune.task.protocol import Measured, ModelHead, Prior, Prompt
+from finetune.task.protocol import Measured, ModelHead, Precomputed, Prompt
 
 
 class BaseTask:
@@ -62,7 +62,7 @@ class BaseTask:
         return self._encoder or self.encode
 
     @property
-    def prior(self) -> Prior | None:
+    def precomputed(self) -> Precomputed | None:
         """Return None: a sample is known from its row alone."""
         return None
 

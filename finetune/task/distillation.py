@@ -23,7 +23,7 @@ from finetune.task.causal_lm import SftTask
 from finetune.task.lm_loss.at_targets import asked_at_targets, logits_at_targets
 from finetune.task.lm_loss.head import Head, in_parts
 from finetune.task.metrics import perplexity
-from finetune.task.protocol import Prior, TaskContext
+from finetune.task.protocol import Precomputed, TaskContext
 
 Divergence = Callable[[Tensor, Tensor], Tensor]
 """From the teacher's and the student's log-probabilities to divergences."""
@@ -110,13 +110,13 @@ class DistillationTask(SftTask):
         return {**self.__dict__, "_teacher": None}  # a loader's process needs none
 
     @property
-    def prior(self) -> Prior | None:
+    def precomputed(self) -> Precomputed | None:
         """Return the teacher's answers where they are to be kept."""
         section = self.section
         if not section.cache:
             return None
         identity = {"top_k": section.top_k, "temperature": section.temperature, "tokens": self._num_tokens}
-        return Prior("teacher's log-probabilities", "teacher", identity, self._answers)
+        return Precomputed("teacher's log-probabilities", "teacher", identity, self._answers)
 
     def collate(self, features: Sequence[Features]) -> Batch:
         """Return the samples padded, with what is known of the teacher's answers."""

@@ -73,13 +73,13 @@ class Measured:
 
 
 @dataclass(frozen=True)
-class Prior:
+class Precomputed:
     """What must be known of each sample beforehand: worked out once, by a model that does not learn, kept as data."""
 
     title: str  # what it is, for messages: `reference log-probabilities`
-    knower: Literal["reference", "teacher"]  # the model that the run starts from, or another one
+    scorer: Literal["reference", "teacher"]  # the model that the run starts from, or another one
     identity: Mapping[str, Any]  # JSON: what of the task decides the arrays, beside the samples and the model
-    work_out: Callable[[nn.Module, Batch], Sequence[Mapping[str, np.ndarray]]]
+    compute: Callable[[nn.Module, Batch], Sequence[Mapping[str, np.ndarray]]]
     """From a model that evaluates and a batch to the arrays (1-D, by name) of each of its samples, in their order.
 
     The samples deliver these arrays in `Features.arrays` from then on, behind their own. One forward pass or more, for
@@ -122,7 +122,7 @@ class Task(Protocol):
         """Return what `encode` does as something to send to other processes: the lighter, the sooner they start."""
 
     @property
-    def prior(self) -> Prior | None:
+    def precomputed(self) -> Precomputed | None:
         """Return what must be known of each sample beforehand; None where that is nothing."""
 
     def encode(self, rows: Sequence[Row]) -> Sequence[Outcome]:

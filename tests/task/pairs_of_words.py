@@ -43,10 +43,10 @@ def encoded(task: Task, rows: list[dict], reference: torch.nn.Module | None = No
     made = task.encode(rows)
     assert all(isinstance(each, Features) for each in made)
     samples = [Features(each.arrays, sample_id) for sample_id, each in enumerate(made)]
-    if reference is None or task.prior is None:
+    if reference is None or task.precomputed is None:
         return samples
     with torch.no_grad():
-        known = task.prior.work_out(reference, task.collate(samples))
+        known = task.precomputed.compute(reference, task.collate(samples))
     return [Features({**each.arrays, **more}, each.sample_id) for each, more in zip(samples, known, strict=True)]
 
 

@@ -121,7 +121,7 @@ def samples(task):
 
 def known(task, teacher, features):
     """Return the samples with what the teacher says of them, as a run stores it."""
-    answers = task.prior.work_out(teacher, task.collate(features))
+    answers = task.precomputed.compute(teacher, task.collate(features))
     return [replace(each, arrays={**each.arrays, **found}) for each, found in zip(features, answers, strict=True)]
 
 
@@ -174,14 +174,14 @@ def test_a_filler_counts_nothing_and_knows_nothing(tokenizer, data, student, tea
     (first, *_) = known(task, teacher, samples(task))
     sums = task.metric_sums(student, task.filler(first))
     assert {name: float(value) for name, value in sums.items()} == dict.fromkeys(sums, 0.0)
-    assert task.prior.work_out(teacher, task.filler(first)) is not None
+    assert task.precomputed.compute(teacher, task.filler(first)) is not None
 
 
 def test_answers_are_kept_for_the_settings_that_decide_them(tokenizer, data):
-    first, hotter = (made(tokenizer, data, top_k=5, cache=True, temperature=each).prior for each in (1.0, 2.0))
-    assert first.knower == "teacher"
+    first, hotter = (made(tokenizer, data, top_k=5, cache=True, temperature=each).precomputed for each in (1.0, 2.0))
+    assert first.scorer == "teacher"
     assert first.identity != hotter.identity
-    assert made(tokenizer, data, top_k=5).prior is None
+    assert made(tokenizer, data, top_k=5).precomputed is None
 
 
 def test_a_loaders_process_is_sent_no_teacher(tokenizer, data, teacher):

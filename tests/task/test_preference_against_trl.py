@@ -85,7 +85,7 @@ def pairs(answers=LENGTHS) -> list[Features]:
 
 def known(features: list[Features], task, reference) -> list[Features]:
     """Return the samples with what the reference says of them, as a run works it out."""
-    arrays = task.prior.work_out(reference, task.collate(features))
+    arrays = task.precomputed.compute(reference, task.collate(features))
     told = zip(features, arrays, strict=True)
     return [Features({**each.arrays, **more}, each.sample_id) for each, more in told]
 
@@ -292,5 +292,5 @@ def test_reference_log_probabilities_are_those_of_trl(models, tokenizer):
         collated = task.collate(features)
         own = log_probabilities(reference, collated)
     torch.testing.assert_close(own, of_trl, atol=1e-6, rtol=1e-6)
-    arrays = task.prior.work_out(reference, collated)
+    arrays = task.precomputed.compute(reference, collated)
     assert [each[REFERENCE].tolist() for each in arrays] == [each.tolist() for each in by_sample(own, collated)]

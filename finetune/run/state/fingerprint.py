@@ -21,8 +21,8 @@ def run_facts(config: RunConfig, lessons: Lessons, *, model: Any, strategy: str,
     `model` is the model as it was built; its config knows the commit that a hub model came from.
     """
     distributed.open_line_behind()  # its time limit allows for hundreds of gigabytes; that of a GPU's line does not
-    prior = lessons.task.prior
-    compared = prior is not None and prior.knower == "reference"
+    prior = lessons.task.precomputed
+    compared = prior is not None and prior.scorer == "reference"
     digest = partial(base_digest, config.model, model=model, is_reference=compared, say=say)
     base = run_on_rank_0(digest, group=distributed.Group.BEHIND)
     adapter = run_on_rank_0(lambda: adapter_digest(config.model.adapter), group=distributed.Group.BEHIND)

@@ -20,13 +20,13 @@ from finetune.task.preference.answer_pairs import (
     pair_metrics,
     pair_sums,
 )
-from finetune.task.protocol import ModelHead, Prior, TaskContext
+from finetune.task.protocol import ModelHead, Precomputed, TaskContext
 
 REFERENCE = "reference"
 """The array of a sample that holds the reference's log-probability of each of its sequences."""
 
-WITH_REFERENCE = ("sigmoid", "hinge", "ipo", "robust", "kto")
-WITH_CROSS_ENTROPY = ("orpo", "cpo")
+LOSSES_WITH_REFERENCE = ("sigmoid", "hinge", "ipo", "robust", "kto")
+LOSSES_WITH_CROSS_ENTROPY = ("orpo", "cpo")
 """Losses of which the chosen answer's own cross-entropy is a part."""
 
 
@@ -40,13 +40,13 @@ class PreferenceTask(PairsTask):
         self.section = context.section.preference
 
     @property
-    def prior(self) -> Prior | None:
+    def precomputed(self) -> Precomputed | None:
         """Return the reference's log-probabilities, where the loss has a reference."""
-        return reference_prior() if self.section.loss in WITH_REFERENCE else None
+        return precomputed_reference() if self.section.loss in LOSSES_WITH_REFERENCE else None
 
     def collate(self, features: Sequence[Features]) -> Batch:
         """Return chosen answers and below them rejected ones, with what the reference says of each."""
-        return with_reference(super().collate(features), features)
+        return attach_reference(super().collate(features), features)
 
     def loss_sum(self, model: nn.Module, batch: Batch) -> Tensor:
         """Return the loss summed over the pairs, a float32 scalar."""
@@ -54,7 +54,7 @@ class PreferenceTask(PairsTask):
 
     def loss_sums(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
         """Return the sums over the pairs of loss, rewards, margins, correct preferences and log-probabilities."""
-        pairs = Pairs.of(log_probabilities(model, batch), batch)
+        pairs = PairLogProbabilities.of(log_probabilities(model, batch), batch)
         rewards = pairs.rewards(self.section)
         counts = batch.extras[COUNTS]
         return {
@@ -73,7 +73,7 @@ class PreferenceTask(PairsTask):
 
 
 @dataclass(frozen=True)
-class Pairs:
+class PairLogProbabilities:
     """Log-probabilities of a batch's answers and how many tokens each has, all [pairs]."""
 
     chosen: Tensor
@@ -96,7 +96,7 @@ class Pairs:
         """Return the loss of each pair."""
         weight = section.sft_weight
         if weight is None:
-            weight = 1.0 if section.loss in WITH_CROSS_ENTROPY else 0.0
+            weight = 1.0 if section.loss in LOSSES_WITH_CROSS_ENTROPY else 0.0
         preferred = self._preferring(section)
         return preferred if weight == 0 else preferred - weight * self.chosen / self.chosen_tokens
 
@@ -132,17 +132,17 @@ class Pairs:
         return self.chosen - self.chosen_reference, self.rejected - self.rejected_reference
 
 
-def reference_prior() -> Prior:
+def precomputed_reference() -> Precomputed:
     """Return how the reference's log-probabilities of a sample's sequences are worked out."""
-    return Prior("reference log-probabilities", "reference", {}, reference_arrays)
+    return Precomputed("reference log-probabilities", "reference", {}, reference_log_probabilities)
 
 
-def reference_arrays(model: nn.Module, batch: Batch) -> Sequence[Mapping[str, np.ndarray]]:
+def reference_log_probabilities(model: nn.Module, batch: Batch) -> Sequence[Mapping[str, np.ndarray]]:
     """Return the model's log-probability of each sequence, by sample."""
     return [{REFERENCE: each} for each in by_sample(log_probabilities(model, batch), batch)]
 
 
-def with_reference(batch: Batch, features: Sequence[Features]) -> Batch:
+def attach_reference(batch: Batch, features: Sequence[Features]) -> Batch:
     """Return the batch with what the reference says of each sequence, where that is known already."""
     if REFERENCE not in features[0].arrays:
         return batch

@@ -25,9 +25,9 @@ from finetune.task.preference.answer_pairs import (
     lower_half,
     upper_half,
 )
-from finetune.task.preference.dpo import REFERENCE, reference_prior, with_reference
+from finetune.task.preference.dpo import REFERENCE, attach_reference, precomputed_reference
 from finetune.task.preference.losses import kto, reference_point
-from finetune.task.protocol import Measured, ModelHead, Prior, TaskContext
+from finetune.task.protocol import Measured, ModelHead, Precomputed, TaskContext
 
 REFERENCE_POINT = "reference_point"
 
@@ -42,15 +42,15 @@ class KtoTask(PairsTask):
         self.section = context.section.preference
 
     @property
-    def prior(self) -> Prior | None:
+    def precomputed(self) -> Precomputed | None:
         """Return the reference's log-probabilities of the answers, and of those that belong to other prompts."""
-        return reference_prior()
+        return precomputed_reference()
 
     def collate(self, features: Sequence[Features]) -> Batch:
         """Return the answers and below them the prompts with answers that belong to others."""
         batch = super().collate(features)
         is_good = torch.from_numpy(np.concatenate([each.arrays[IS_GOOD] for each in features]))
-        return with_reference(replace(batch, extras={**batch.extras, IS_GOOD: is_good}), features)
+        return attach_reference(replace(batch, extras={**batch.extras, IS_GOOD: is_good}), features)
 
     def look_ahead(self, model: nn.Module, batches: Sequence[Batch]) -> Sequence[Batch]:
         """Return the batches with the reference point of the step, from a pass without gradients. Collective."""

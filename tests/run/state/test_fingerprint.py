@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerFast
 from finetune.config.load import load_config
 from finetune.model.processing import Processing
 from finetune.run.state.fingerprint import run_facts
-from finetune.task.preference.dpo import reference_prior
+from finetune.task.preference.dpo import precomputed_reference
 
 
 def lessons(*, words=("a", "b"), rows="f1", prior=None):
@@ -16,7 +16,7 @@ def lessons(*, words=("a", "b"), rows="f1", prior=None):
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner)
     return SimpleNamespace(
         processing=Processing(tokenizer),
-        task=SimpleNamespace(prior=prior, encoding={}),
+        task=SimpleNamespace(precomputed=prior, encoding={}),
         training=SimpleNamespace(fingerprint=rows),
     )
 
@@ -55,4 +55,4 @@ def test_frozen_weights_of_the_hub_are_told_by_their_commit(facts):
 
 
 def test_weights_that_are_the_reference_of_a_loss_are_told_by_their_commit(facts):
-    assert facts(prior=reference_prior()).identity["base weights"] == "commit c0ffee"
+    assert facts(prior=precomputed_reference()).identity["base weights"] == "commit c0ffee"

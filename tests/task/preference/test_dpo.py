@@ -67,7 +67,7 @@ def test_a_filler_counts_for_nothing(tokenizer, data, model):
 
 def test_only_losses_with_a_reference_ask_for_one(tokenizer, data):
     asks = {
-        loss: task_of(tokenizer, data, "preference", loss=loss).prior is not None
+        loss: task_of(tokenizer, data, "preference", loss=loss).precomputed is not None
         for loss in ("sigmoid", "hinge", "ipo", "robust", "kto", "orpo", "simpo", "cpo")
     }
     assert [loss for loss, does in asks.items() if does] == ["sigmoid", "hinge", "ipo", "robust", "kto"]
