@@ -58,7 +58,7 @@ def divergence_of(section: DistillationSection) -> Divergence:
     return named[section.divergence]
 
 
-def reduced(log_probabilities: Tensor, kept: Tensor) -> Tensor:
+def reduce_to_top_k(log_probabilities: Tensor, kept: Tensor) -> Tensor:
     """Return the log-probabilities of the kept tokens and, behind them, of all others together.
 
     With kept tokens i1 ... ik it is `log p[i1] ... log p[ik], log sum of p over the others`: a distribution over k + 1
@@ -74,7 +74,7 @@ def _relative_entropy(one: Tensor, other: Tensor) -> Tensor:
     return torch.where(one == -torch.inf, 0.0, terms).sum(dim=1)
 
 
-TOKENS, LOG_PROBABILITIES = "teacher_tokens", "teacher_log_probabilities"
+TEACHER_TOKENS, TEACHER_LOG_PROBABILITIES = "teacher_tokens", "teacher_log_probabilities"
 """Arrays of a sample: the k likeliest tokens at each target, and their k + 1 log-probabilities, target after target."""
 
 
@@ -100,7 +100,7 @@ class DistillationTask(SftTask):
                 "Remove it."
             )
 
-    def taught_by(self, teacher: nn.Module) -> "DistillationTask":
+    def attach_teacher(self, teacher: nn.Module) -> "DistillationTask":
         """Return the task with a teacher to ask, which is whole on this rank; it is asked alone, not collectively."""
         taught = copy.copy(self)
         taught._teacher = teacher
@@ -121,13 +121,13 @@ class DistillationTask(SftTask):
     def collate(self, features: Sequence[Features]) -> Batch:
         """Return the samples padded, with what is known of the teacher's answers."""
         batch = super().collate(features)
-        if any(TOKENS not in each.arrays for each in features):
+        if any(TEACHER_TOKENS not in each.arrays for each in features):
             return batch
         assert self.section.top_k is not None
         known = {}
-        for name, width in ((TOKENS, self.section.top_k), (LOG_PROBABILITIES, self.section.top_k + 1)):
+        for name, width in ((TEACHER_TOKENS, self.section.top_k), (TEACHER_LOG_PROBABILITIES, self.section.top_k + 1)):
             values = np.concatenate([each.arrays[name] for each in features]).reshape(-1, width)
-            known[name] = torch.from_numpy(values.astype(np.int64) if name == TOKENS else values)
+            known[name] = torch.from_numpy(values.astype(np.int64) if name == TEACHER_TOKENS else values)
         return replace(batch, extras={**batch.extras, **known})
 
     def filler(self, features: Features) -> Batch:
@@ -143,8 +143,8 @@ class DistillationTask(SftTask):
     def metric_sums(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
         """Return the same, `num_targets` and `num_correct`."""
         assert batch.targets is not None  # a batch of tokens knows them
-        labels, taught = batch.targets.labels, self._taught(batch)
-        summed = asked_at_targets(model, batch, partial(self._summed, labels=labels, taught=taught))
+        labels, taught = batch.targets.labels, self._teacher_targets(batch)
+        summed = asked_at_targets(model, batch, partial(self._sums_of_targets, labels=labels, taught=taught))
         loss_sum, cross_entropy, divergence, num_correct = summed.unbind()
         num_targets = torch.full((), len(labels), device=labels.device)
         sums = {"loss_sum": loss_sum, "cross_entropy": cross_entropy, "divergence": divergence}
@@ -162,7 +162,9 @@ class DistillationTask(SftTask):
             "token_accuracy": sums["num_correct"] / count,
         }
 
-    def _summed(self, rows: Tensor, head: Head, *, labels: Tensor, taught: tuple[Tensor, Tensor | None]) -> Tensor:
+    def _sums_of_targets(
+        self, rows: Tensor, head: Head, *, labels: Tensor, taught: tuple[Tensor, Tensor | None]
+    ) -> Tensor:
         """Return the sums over hidden states: loss, cross-entropy, divergence and number correct, [4]."""
         teacher, kept = taught
         of_each = (labels, teacher) if kept is None else (labels, teacher, kept)
@@ -172,15 +174,15 @@ class DistillationTask(SftTask):
         weight, temperature = self.section.cross_entropy_weight, self.section.temperature
         logits = head.logits(rows)
         student = self._log_probabilities(logits)
-        divergence = self._divergence(teacher, student if kept is None else reduced(student, kept)).sum()
+        divergence = self._divergence(teacher, student if kept is None else reduce_to_top_k(student, kept)).sum()
         cross_entropy = functional.cross_entropy(logits, labels, reduction="sum")
         loss = (1 - weight) * temperature**2 * divergence + weight * cross_entropy
         return torch.stack([loss, cross_entropy, divergence, (logits.argmax(dim=-1) == labels).sum()])
 
-    def _taught(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
+    def _teacher_targets(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
         """Return the teacher's log-probabilities, and of which tokens they are; None: of all."""
         if self.section.cache:
-            return batch.extras[LOG_PROBABILITIES], batch.extras[TOKENS]
+            return batch.extras[TEACHER_LOG_PROBABILITIES], batch.extras[TEACHER_TOKENS]
         assert self._teacher is not None, "the run has given no teacher"
         return self._asked(self._teacher, batch)
 
@@ -191,7 +193,7 @@ class DistillationTask(SftTask):
         if self.section.top_k is None:
             return answers, None
         kept = answers.topk(self.section.top_k, dim=1).indices
-        return reduced(answers, kept), kept
+        return reduce_to_top_k(answers, kept), kept
 
     def _answers(self, teacher: nn.Module, batch: Batch) -> list[dict[str, np.ndarray]]:
         """Return the arrays of each sample that the teacher's answers are kept in."""
@@ -201,7 +203,10 @@ class DistillationTask(SftTask):
         counts = list(batch.targets.per_row)
         values = zip(torch.split(kept.cpu(), counts), torch.split(answers.cpu(), counts), strict=True)
         return [
-            {TOKENS: tokens.flatten().numpy().astype(np.uint32), LOG_PROBABILITIES: each.flatten().numpy()}
+            {
+                TEACHER_TOKENS: tokens.flatten().numpy().astype(np.uint32),
+                TEACHER_LOG_PROBABILITIES: each.flatten().numpy(),
+            }
             for tokens, each in values
         ]
 

@@ -11,7 +11,14 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from finetune.config.sections.task import DistillationSection, TaskSection
 from finetune.data.batch import IGNORED
 from finetune.errors import DataError
-from finetune.task.distillation import DistillationTask, divergence_of, forward_kl, jensen_shannon, reduced, reverse_kl
+from finetune.task.distillation import (
+    DistillationTask,
+    divergence_of,
+    forward_kl,
+    jensen_shannon,
+    reduce_to_top_k,
+    reverse_kl,
+)
 from finetune.task.protocol import TaskContext
 
 NAMES = ("forward_kl", "reverse_kl", "jsd")
@@ -61,14 +68,14 @@ def test_gradients_are_right(name):
     kept = teacher.topk(2, dim=1).indices
     assert torch.autograd.gradcheck(lambda z: named(name)(teacher, z.log_softmax(-1)), [logits])
     assert torch.autograd.gradcheck(
-        lambda z: named(name)(reduced(teacher, kept), reduced(z.log_softmax(-1), kept)), [logits]
+        lambda z: named(name)(reduce_to_top_k(teacher, kept), reduce_to_top_k(z.log_softmax(-1), kept)), [logits]
     )
 
 
 def test_kept_tokens_and_the_rest_are_a_distribution():
     whole = log_probabilities(5)
     kept = whole.topk(3, dim=1).indices
-    few = reduced(whole, kept).exp()
+    few = reduce_to_top_k(whole, kept).exp()
     assert few.shape == (7, 4)
     torch.testing.assert_close(few.sum(dim=1), torch.ones(7, dtype=torch.float64))
     torch.testing.assert_close(few[:, :3], whole.exp().gather(1, kept))
@@ -78,7 +85,12 @@ def test_the_divergence_of_few_categories_is_never_above_that_of_all():
     teacher, student = log_probabilities(6), log_probabilities(7)
     kept = teacher.topk(4, dim=1).indices
     for divergence in (forward_kl, reverse_kl):
-        assert bool((divergence(reduced(teacher, kept), reduced(student, kept)) <= divergence(teacher, student)).all())
+        assert bool(
+            (
+                divergence(reduce_to_top_k(teacher, kept), reduce_to_top_k(student, kept))
+                <= divergence(teacher, student)
+            ).all()
+        )
 
 
 def test_a_token_that_the_teacher_rules_out_costs_nothing_forwards():
@@ -126,7 +138,7 @@ def known(task, teacher, features):
 
 
 def test_the_loss_is_a_mixture_of_divergence_and_cross_entropy(tokenizer, data, student, teacher):
-    task = made(tokenizer, data, temperature=2.0, cross_entropy_weight=0.25).taught_by(teacher)
+    task = made(tokenizer, data, temperature=2.0, cross_entropy_weight=0.25).attach_teacher(teacher)
     batch = task.collate(samples(task))
     is_target = batch.labels != IGNORED
     logits = [model(**batch.inputs).logits[is_target].double() for model in (teacher, student)]
@@ -145,7 +157,7 @@ def test_the_loss_is_a_mixture_of_divergence_and_cross_entropy(tokenizer, data, 
 @pytest.mark.parametrize("divergence", ["forward_kl", "reverse_kl", "jsd"])
 def test_kept_answers_give_the_loss_and_gradient_of_live_ones(tokenizer, data, student, teacher, divergence):
     settings = {"divergence": divergence, "top_k": 5, "temperature": 1.5}
-    live = made(tokenizer, data, **settings).taught_by(teacher)
+    live = made(tokenizer, data, **settings).attach_teacher(teacher)
     kept = made(tokenizer, data, **settings, cache=True)
     gradients, losses = [], []
     for task, features in ((live, samples(live)), (kept, known(kept, teacher, samples(kept)))):
@@ -161,7 +173,7 @@ def test_kept_answers_give_the_loss_and_gradient_of_live_ones(tokenizer, data, s
 @pytest.mark.parametrize("top_k", [None, 5])
 @pytest.mark.parametrize("divergence", ["forward_kl", "reverse_kl", "jsd"])
 def test_a_student_that_is_its_teacher_has_nothing_to_learn(tokenizer, data, student, divergence, top_k):
-    task = made(tokenizer, data, divergence=divergence, top_k=top_k).taught_by(student)
+    task = made(tokenizer, data, divergence=divergence, top_k=top_k).attach_teacher(student)
     student.zero_grad()
     loss = task.loss_sum(student, task.collate(samples(task)))
     loss.backward()
@@ -185,7 +197,7 @@ def test_answers_are_kept_for_the_settings_that_decide_them(tokenizer, data):
 
 
 def test_a_loaders_process_is_sent_no_teacher(tokenizer, data, teacher):
-    task = made(tokenizer, data).taught_by(teacher)
+    task = made(tokenizer, data).attach_teacher(teacher)
     assert pickle.loads(pickle.dumps(task))._teacher is None
 
 
