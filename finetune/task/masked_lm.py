@@ -28,7 +28,7 @@ from finetune.task.row_formats import OnlyText
 
 
 @dataclass(frozen=True)
-class Hiding:
+class TokenMasker:
     """Hides tokens as BERT does (Devlin et al., 2018, arXiv:1810.04805)."""
 
     section: MaskedLmSection
@@ -43,7 +43,7 @@ class Hiding:
         """
         draw = np.random.default_rng(derive(features.seed, "hiding", features.sample_id))
         ids = features.arrays["input_ids"].astype(np.int64)
-        hidden = self._chosen(features, draw)
+        hidden = self._masked_positions(features, draw)
         labels = np.full(len(ids), IGNORED, np.int64)
         labels[hidden] = ids[hidden]
         lot = draw.random(len(hidden))
@@ -53,7 +53,7 @@ class Hiding:
         ids[hidden[lot >= random + kept]] = self.mask_id
         return ids, labels
 
-    def _chosen(self, features: Features, draw: np.random.Generator) -> np.ndarray:
+    def _masked_positions(self, features: Features, draw: np.random.Generator) -> np.ndarray:
         places = np.flatnonzero(features.arrays["is_target"])
         wanted = max(1, round(self.section.fraction * len(places)))
         if not self.section.whole_words:
@@ -69,7 +69,7 @@ class Hiding:
         return places[np.isin(words, numbers[chosen])]
 
 
-MASKS = ("<mask>", "[MASK]")
+MASK_TOKENS = ("<mask>", "[MASK]")
 """What a mask is called where a tokenizer has one without saying so, such as a token added by the job."""
 
 
@@ -90,7 +90,7 @@ class MaskedLmTask(BaseTask):
         mask_id = _mask_id(tokenizer)
         special = Tokens(tokenizer).special
         ordinary = np.array([i for i in sorted(tokenizer.get_vocab().values()) if i not in special], np.int64)
-        self._hiding = Hiding(self._section, mask_id, ordinary)
+        self._mask = TokenMasker(self._section, mask_id, ordinary)
         self._frame = frame_of(tokenizer)
         if self.data.longest <= sum(self._frame):
             raise DataError(f"data.max_length: {self.data.longest} leaves no room beside the special tokens.")
@@ -117,7 +117,7 @@ class MaskedLmTask(BaseTask):
         attention_mask = np.zeros((len(features), longest), dtype=np.int64)
         labels = np.full((len(features), longest), IGNORED, dtype=np.int64)
         for place, each in enumerate(features):
-            input_ids[place, : each.length], labels[place, : each.length] = self._hiding(each)
+            input_ids[place, : each.length], labels[place, : each.length] = self._mask(each)
             attention_mask[place, : each.length] = 1
         targets = Targets.of(labels)
         return Batch(
@@ -152,7 +152,7 @@ def _mask_id(tokenizer: PreTrainedTokenizerBase) -> int:
     """Return the token that hides; one of the usual names becomes the tokenizer's mask where it has none."""
     if tokenizer.mask_token_id is None:
         vocabulary = tokenizer.get_vocab()
-        tokenizer.mask_token = next((name for name in MASKS if name in vocabulary), None)
+        tokenizer.mask_token = next((name for name in MASK_TOKENS if name in vocabulary), None)
     if tokenizer.mask_token_id is None:
         raise DataError(
             "task.masked_lm: the tokenizer has no mask token to hide words with. Write `model.new_tokens: {special: "
