@@ -35,7 +35,7 @@ from finetune.runtime.recorded import recorded_name
 from finetune.runtime.supervision.hang import Report
 from finetune.runtime.supervision.status import Peer
 from finetune.task.base import BaseTask
-from finetune.task.classification.problem_types import OneOfMany, Regression, SomeOfMany
+from finetune.task.classification.problem_types import MultiLabel, Regression, SingleLabel
 from finetune.task.distillation import DistillationTask
 from finetune.task.preference.dpo import precomputed_reference
 from finetune.task.row_formats import OnlyText, OnlyTurns, PicturedTurns
@@ -106,7 +106,7 @@ def test_an_encoder_from_outside_the_package_is_known_by_where_it_stands(tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("kind", "name"), [(OneOfMany, "OneOfMany"), (SomeOfMany, "SomeOfMany"), (Regression, "Regression")]
+    ("kind", "name"), [(SingleLabel, "OneOfMany"), (MultiLabel, "SomeOfMany"), (Regression, "Regression")]
 )
 def test_the_identity_of_a_classification_names_its_problem_as_ever(kind, name):
     assert recorded_name(instance_of(kind)) == name

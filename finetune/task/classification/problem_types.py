@@ -19,7 +19,7 @@ from finetune.task.classification.classes import (
 from finetune.task.metrics import class_metrics, multi_label_metrics, number_metrics
 
 
-class Kind(Protocol):
+class ProblemType(Protocol):
     """What is asked, how wrong an answer is, and what is measured of the answers."""
 
     @property
@@ -47,10 +47,10 @@ class Kind(Protocol):
     def loss_sum(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Return what is learnt from, summed over the rows."""
 
-    def plain_loss_sum(self, logits: Tensor, labels: Tensor) -> Tensor:
+    def unweighted_loss_sum(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Return the same without weights and smoothing: what an evaluation shows."""
 
-    def predicted(self, logits: Tensor) -> Tensor:
+    def predictions(self, logits: Tensor) -> Tensor:
         """Return the answers, one row each."""
 
     def metrics(self, labels: Tensor, predicted: Tensor) -> Mapping[str, float]:
@@ -58,7 +58,7 @@ class Kind(Protocol):
 
 
 @dataclass(frozen=True)
-class _OfClasses:
+class _WithClasses:
     """What both kinds with classes have in common."""
 
     classification: Classification
@@ -76,7 +76,7 @@ class _OfClasses:
 
 @recorded_as("OneOfMany")
 @dataclass(frozen=True)
-class OneOfMany(_OfClasses):
+class SingleLabel(_WithClasses):
     """Exactly one class."""
 
     label_smoothing: float = 0.0
@@ -104,11 +104,11 @@ class OneOfMany(_OfClasses):
         weights = self.classification.weight_tensor(logits.device)
         return class_loss_sum(logits, labels, weights=weights, label_smoothing=self.label_smoothing)
 
-    def plain_loss_sum(self, logits: Tensor, labels: Tensor) -> Tensor:
+    def unweighted_loss_sum(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Return the cross-entropy in nats."""
         return class_loss_sum(logits, labels)
 
-    def predicted(self, logits: Tensor) -> Tensor:
+    def predictions(self, logits: Tensor) -> Tensor:
         """Return the likeliest class."""
         return logits.argmax(dim=-1)
 
@@ -119,7 +119,7 @@ class OneOfMany(_OfClasses):
 
 @recorded_as("SomeOfMany")
 @dataclass(frozen=True)
-class SomeOfMany(_OfClasses):
+class MultiLabel(_WithClasses):
     """Any number of classes, each by itself."""
 
     @property
@@ -145,11 +145,11 @@ class SomeOfMany(_OfClasses):
         """Return the weighted binary cross-entropy in nats, averaged over the classes."""
         return multi_label_loss_sum(logits, labels, weights=self.classification.weight_tensor(logits.device))
 
-    def plain_loss_sum(self, logits: Tensor, labels: Tensor) -> Tensor:
+    def unweighted_loss_sum(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Return the binary cross-entropy in nats, averaged over the classes."""
         return multi_label_loss_sum(logits, labels)
 
-    def predicted(self, logits: Tensor) -> Tensor:
+    def predictions(self, logits: Tensor) -> Tensor:
         """Return the classes whose probability is above one half."""
         return logits > 0
 
@@ -204,11 +204,11 @@ class Regression:
         """Return the squared error, averaged over the numbers of a row."""
         return regression_loss_sum(logits, labels)
 
-    def plain_loss_sum(self, logits: Tensor, labels: Tensor) -> Tensor:
+    def unweighted_loss_sum(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Return the same."""
         return regression_loss_sum(logits, labels)
 
-    def predicted(self, logits: Tensor) -> Tensor:
+    def predictions(self, logits: Tensor) -> Tensor:
         """Return the outputs."""
         return logits
 

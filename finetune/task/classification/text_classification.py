@@ -16,7 +16,7 @@ from finetune.errors import DataError
 from finetune.runtime.recorded import recorded_name
 from finetune.task.base import BaseTask
 from finetune.task.classification.classes import Padding, classification_of, logits_of
-from finetune.task.classification.problem_types import Kind, OneOfMany, Regression, SomeOfMany
+from finetune.task.classification.problem_types import MultiLabel, ProblemType, Regression, SingleLabel
 from finetune.task.protocol import Measured, ModelHead, Row, TaskContext
 
 
@@ -30,7 +30,7 @@ class TextClassificationTask(BaseTask):
 
     def __init__(self, context: TaskContext) -> None:
         data = context.data
-        self.kind = _kind_of(context)
+        self.kind = _problem_type_of(context)
         self.padding = Padding(context.tokenizer)
         is_cut = data.over_length == "truncate"
         cut = Cut(data.longest, data.truncate_side) if is_cut else None
@@ -91,11 +91,11 @@ class TextClassificationTask(BaseTask):
         """Return the sums, and of each row its id, what is right and what is predicted."""
         logits = logits_of(model, batch)
         num_targets = torch.tensor(batch.num_targets, device=logits.device)
-        sums = {"loss_sum": self.kind.plain_loss_sum(logits, batch.labels), "num_targets": num_targets}
+        sums = {"loss_sum": self.kind.unweighted_loss_sum(logits, batch.labels), "num_targets": num_targets}
         if not batch.sample_ids:
             return Measured(sums)
         ids = torch.tensor(batch.sample_ids, dtype=torch.float64)[:, None]
-        columns = (batch.labels, self.kind.predicted(logits))
+        columns = (batch.labels, self.kind.predictions(logits))
         both = [each.reshape(len(ids), -1).to("cpu", torch.float64) for each in columns]
         return Measured(sums, torch.cat([ids, *both], dim=1))
 
@@ -109,7 +109,7 @@ class TextClassificationTask(BaseTask):
         return {**loss, **self.kind.metrics(labels, predicted)}
 
 
-def _kind_of(context: TaskContext) -> Kind:
+def _problem_type_of(context: TaskContext) -> ProblemType:
     """Return what is asked; reads the rows where the job does not tell all of it."""
     section, facts = context.section.classification, context.facts or {}
     if section.kind == "regression":
@@ -118,8 +118,8 @@ def _kind_of(context: TaskContext) -> Kind:
     is_multi = section.kind == "multi_label"
     classification = classification_of(context, partial(_labels_of, is_multi=is_multi))
     if is_multi:
-        return SomeOfMany(classification)
-    return OneOfMany(classification, context.section.label_smoothing)
+        return MultiLabel(classification)
+    return SingleLabel(classification, context.section.label_smoothing)
 
 
 def _labels_of(row: Row, *, is_multi: bool) -> Iterable[Any]:
