@@ -81,7 +81,7 @@ def multi_label_metrics(labels: Tensor, predicted: Tensor) -> dict[str, float]:
     return {"subset_accuracy": subset_accuracy, **scores}
 
 
-def number_metrics(labels: Tensor, predicted: Tensor) -> dict[str, float]:
+def regression_metrics(labels: Tensor, predicted: Tensor) -> dict[str, float]:
     """Return the mean squared error, Pearson's and Spearman's correlation; of several numbers, the mean over them.
 
     Both are float64, [samples, numbers]. There is no correlation (NaN) with what is the same for every sample.
@@ -106,7 +106,7 @@ def _library(part: str) -> ModuleType:
     return require(f"torchmetrics.functional.{part}", extra="dev", purpose="Measuring classes and numbers")
 
 
-TOP = 5
+TOP_K = 5
 """An answer among the likeliest so many counts for `top5_accuracy`."""
 
 
@@ -118,8 +118,8 @@ def image_metrics(records: Tensor, *, num_classes: int) -> dict[str, float]:
     """
     measured = class_metrics(records[:, 1], records[:, 2], num_classes=num_classes)
     found = {name: measured[name] for name in ("accuracy", "macro_f1")}
-    if num_classes > TOP:
-        found["top5_accuracy"] = (records[:, 3] < TOP).double().mean().item()
+    if num_classes > TOP_K:
+        found["top5_accuracy"] = (records[:, 3] < TOP_K).double().mean().item()
     return found
 
 
@@ -127,26 +127,26 @@ Entity = tuple[int, int, str]
 """First and last word of an entity, and its type."""
 
 OUTSIDE = "O"
-_PLACES = re.compile(r"[BIES]-.+", re.DOTALL)
+_TAG = re.compile(r"[BIES]-.+", re.DOTALL)
 
 
 def are_entity_tags(names: Iterable[str]) -> bool:
     """Tell whether the classes are such tags, with some that begin an entity."""
     inside = [name for name in names if name != OUTSIDE]
-    return all(_PLACES.fullmatch(name) for name in inside) and any(name.startswith("B-") for name in inside)
+    return all(_TAG.fullmatch(name) for name in inside) and any(name.startswith("B-") for name in inside)
 
 
-def entities(tags: Sequence[str]) -> Iterator[Entity]:
+def find_entities(tags: Sequence[str]) -> Iterator[Entity]:
     """Yield the entities of one sentence in their order.
 
     An entity begins at `B` and `S`, and wherever another type or an entity behind `O`, `E` or `S` goes on.
     """
     start, before = 0, (OUTSIDE, "")
     for number, tag in enumerate([*tags, OUTSIDE]):
-        here = _parted(tag)
-        if before[0] != OUTSIDE and _ends(before, here):
+        here = _split_tag(tag)
+        if before[0] != OUTSIDE and _ends_entity(before, here):
             yield start, number - 1, before[1]
-        if here[0] != OUTSIDE and _begins(before, here):
+        if here[0] != OUTSIDE and _begins_entity(before, here):
             start = number
         before = here
 
@@ -167,7 +167,7 @@ def entity_scores(sentences: Iterable[tuple[Sequence[str], Sequence[str]]]) -> E
     """
     num_right = num_predicted = num_true = 0
     for tags, predicted in sentences:
-        there, found = set(entities(tags)), set(entities(predicted))
+        there, found = set(find_entities(tags)), set(find_entities(predicted))
         num_true, num_predicted = num_true + len(there), num_predicted + len(found)
         num_right += len(there & found)
     precision = num_right / num_predicted if num_predicted else 0.0
@@ -176,16 +176,16 @@ def entity_scores(sentences: Iterable[tuple[Sequence[str], Sequence[str]]]) -> E
     return EntityScores(precision, recall, f1)
 
 
-def _parted(tag: str) -> tuple[str, str]:
+def _split_tag(tag: str) -> tuple[str, str]:
     place, _, kind = tag.partition("-")
     return place, kind
 
 
-def _ends(before: tuple[str, str], here: tuple[str, str]) -> bool:
+def _ends_entity(before: tuple[str, str], here: tuple[str, str]) -> bool:
     """Tell whether the entity of the word before is over."""
     return before[0] in "ES" or here[0] in "BSO" or before[1] != here[1]
 
 
-def _begins(before: tuple[str, str], here: tuple[str, str]) -> bool:
+def _begins_entity(before: tuple[str, str], here: tuple[str, str]) -> bool:
     """Tell whether an entity begins at this word."""
     return here[0] in "BS" or before[0] in "ESO" or before[1] != here[1]

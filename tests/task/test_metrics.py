@@ -10,10 +10,10 @@ from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
 from finetune.task.metrics import (
     are_entity_tags,
     class_metrics,
-    entities,
     entity_scores,
+    find_entities,
     multi_label_metrics,
-    number_metrics,
+    regression_metrics,
 )
 
 
@@ -46,7 +46,7 @@ def test_one_class_that_applies_or_not():
 def test_numbers_are_correlated_as_by_scipy_ties_included():
     labels = torch.tensor([[0.0], [1.0], [1.0], [3.0], [4.5], [2.0]], dtype=torch.float64)
     predicted = torch.tensor([[0.5], [0.5], [2.0], [2.5], [4.0], [3.0]], dtype=torch.float64)
-    metrics = number_metrics(labels, predicted)
+    metrics = regression_metrics(labels, predicted)
     pair = (labels[:, 0].numpy(), predicted[:, 0].numpy())
     assert metrics["pearson"] == pytest.approx(pearsonr(*pair).statistic)
     assert metrics["spearman"] == pytest.approx(spearmanr(*pair).statistic)
@@ -56,12 +56,12 @@ def test_numbers_are_correlated_as_by_scipy_ties_included():
 def test_of_several_numbers_it_is_the_mean_over_them():
     labels = torch.tensor([[0.0, 5.0], [1.0, 3.0], [2.0, 1.0]], dtype=torch.float64)
     predicted = torch.tensor([[0.0, 1.0], [1.0, 3.0], [2.0, 5.0]], dtype=torch.float64)  # 1 and -1
-    assert number_metrics(labels, predicted)["pearson"] == pytest.approx(0.0)
+    assert regression_metrics(labels, predicted)["pearson"] == pytest.approx(0.0)
 
 
 def test_nothing_correlates_with_what_never_changes():
     same, other = torch.ones(4, 1, dtype=torch.float64), torch.arange(4.0, dtype=torch.float64)[:, None]
-    metrics = number_metrics(other, same)
+    metrics = regression_metrics(other, same)
     assert math.isnan(metrics["pearson"]) and math.isnan(metrics["spearman"])
 
 
@@ -80,7 +80,7 @@ FOUND = {
 
 @pytest.mark.parametrize("tags", FOUND)
 def test_entities_are_found(tags):
-    assert list(entities(tags.split())) == FOUND[tags]
+    assert list(find_entities(tags.split())) == FOUND[tags]
 
 
 def test_the_scores_of_seqevals_example():

@@ -23,11 +23,11 @@ from finetune.task.protocol import TaskContext
 LabelsOf = Callable[[Row], Iterable[Any]]
 """From a row to the labels in it."""
 
-_MOST_CLASSES, _MOST_LISTED = 10_000, 20
+_MAX_CLASSES, _MAX_LISTED_CLASSES = 10_000, 20
 
 
 @dataclass(frozen=True)
-class Classification:
+class WeightedClasses:
     """The classes, and the weight of each in the loss; without weights, each weighs 1.
 
     'balanced' weights of rows with one class each average 1 over the training rows. The step divides the sum of the
@@ -41,7 +41,7 @@ class Classification:
 
     @property
     def facts(self) -> Mapping[str, Any]:
-        """Return it as JSON: what `classification_of` reads where there are no rows."""
+        """Return it as JSON: what `find_classes` reads where there are no rows."""
         return {"labels": list(self.classes.names), "class_weights": self.weights and list(self.weights)}
 
     @property
@@ -59,7 +59,7 @@ class Classification:
         """Return a line on how often each class occurs and what it weighs; nothing where nothing was counted."""
         if not self.counts:
             return ()
-        shown = islice(zip(self.classes.names, self.counts, strict=True), _MOST_LISTED)
+        shown = islice(zip(self.classes.names, self.counts, strict=True), _MAX_LISTED_CLASSES)
         each = [f"`{name}` {count:,}" for name, count in shown]
         if self.weights:
             each = [f"{said} (weight {weight:.3g})" for said, weight in zip(each, self.weights, strict=False)]
@@ -71,7 +71,7 @@ class Classification:
         return None if self.weights is None else torch.tensor(self.weights, dtype=torch.float32, device=device)
 
 
-def classification_of(context: TaskContext, labels_of: LabelsOf) -> Classification:
+def find_classes(context: TaskContext, labels_of: LabelsOf) -> WeightedClasses:
     """Return the classes and weights that the job names, those of an earlier start, or those found in the rows.
 
     The rows are read once, and only where something of them is needed. Raises DataError where the rows name fewer than
@@ -80,18 +80,18 @@ def classification_of(context: TaskContext, labels_of: LabelsOf) -> Classificati
     section, facts = context.section.classification, context.facts
     if facts and "labels" in facts:
         kept = facts.get("class_weights")
-        return Classification(Classes(tuple(facts["labels"])), tuple(kept) if kept else None)
+        return WeightedClasses(Classes(tuple(facts["labels"])), tuple(kept) if kept else None)
     is_balanced = section.class_weights == "balanced"
     weights = None if isinstance(section.class_weights, str) else section.class_weights
     if section.labels and not is_balanced:
-        return Classification(Classes(section.labels), weights)
-    num_rows, counts = _counted(context.rows(), labels_of)
+        return WeightedClasses(Classes(section.labels), weights)
+    num_rows, counts = _count_classes(context.rows(), labels_of)
     is_multi = section.kind == "multi_label"
-    names = section.labels or _names(counts, least=1 if is_multi else 2)
+    names = section.labels or _class_names(counts, least=1 if is_multi else 2)
     each = [counts.get(name, 0) for name in names]
     if is_balanced:
         weights = balanced_presence(each, num_rows) if is_multi else balanced(each)
-    return Classification(Classes(names), weights, tuple(each))
+    return WeightedClasses(Classes(names), weights, tuple(each))
 
 
 def class_loss_sum(
@@ -118,7 +118,7 @@ def multi_label_loss_sum(logits: Tensor, labels: Tensor, *, weights: Tensor | No
     applies, not where it does not (torch's `pos_weight`).
     """
     # logits  # [rows, classes]
-    counts, wanted = _counting(labels)
+    counts, wanted = _mask_nan_rows(labels)
     each = functional.binary_cross_entropy_with_logits(
         logits.to(torch.float32), wanted, pos_weight=weights, reduction="none"
     )
@@ -130,16 +130,16 @@ def regression_loss_sum(predictions: Tensor, labels: Tensor) -> Tensor:
 
     Both are [rows, numbers]; a row of NaN does not count.
     """
-    counts, wanted = _counting(labels)
+    counts, wanted = _mask_nan_rows(labels)
     return ((predictions.to(torch.float32) - wanted).square().mean(dim=-1) * counts).sum()
 
 
-def _counting(labels: Tensor) -> tuple[Tensor, Tensor]:
+def _mask_nan_rows(labels: Tensor) -> tuple[Tensor, Tensor]:
     """Return which rows count, [rows], and the labels without NaN, both float32."""
     return (~labels.isnan().any(dim=-1)).to(torch.float32), labels.nan_to_num().to(torch.float32)
 
 
-def _counted(rows: Iterable[Row], labels_of: LabelsOf) -> tuple[int, Counter[str]]:
+def _count_classes(rows: Iterable[Row], labels_of: LabelsOf) -> tuple[int, Counter[str]]:
     """Return the number of rows and of each class; a wrong label is passed over: who encodes its row tells where."""
     counts: Counter[str] = Counter()
     num_rows, first = 0, None
@@ -154,14 +154,14 @@ def _counted(rows: Iterable[Row], labels_of: LabelsOf) -> tuple[int, Counter[str
     return num_rows, counts
 
 
-def _names(counts: Mapping[str, int], *, least: int) -> tuple[str, ...]:
+def _class_names(counts: Mapping[str, int], *, least: int) -> tuple[str, ...]:
     if len(counts) < least:
         raise DataError(
             f"the training rows name {len(counts)} class{'es' if not counts else ''}"
             f"{f' (`{next(iter(counts))}`)' if counts else ''}: there is nothing to tell apart. "
             "Write `task.classification.labels` if there are others."
         )
-    if len(counts) > _MOST_CLASSES:
+    if len(counts) > _MAX_CLASSES:
         some = ", ".join(f"`{name}`" for name in islice(counts, 3))
         raise DataError(
             f"the training rows name {len(counts):,} classes ({some}, ...): is the column a class? "
@@ -170,7 +170,7 @@ def _names(counts: Mapping[str, int], *, least: int) -> tuple[str, ...]:
     return tuple(in_order(counts))
 
 
-class Padding:
+class TextPadding:
     """The token that fills up short texts: the tokenizer's, else its end-of-sequence, which becomes its padding.
 
     A decoder reads its answer off the last token that is not padding, which it knows by this id alone: the model's
@@ -192,7 +192,7 @@ class Padding:
         """Return what the model is given, [batch, length] each, padded on the right."""
         fillers = {"input_ids": self.token_id, "token_type_ids": 0}
         inputs = {
-            name: padded([each.arrays[name] for each in features], filler)
+            name: pad_rows([each.arrays[name] for each in features], filler)
             for name, filler in fillers.items()
             if name in features[0].arrays
         }
@@ -201,7 +201,7 @@ class Padding:
         return {**inputs, "attention_mask": (torch.arange(longest)[None] < lengths[:, None]).long()}
 
 
-def padded(arrays: Sequence[np.ndarray], filler: int) -> Tensor:
+def pad_rows(arrays: Sequence[np.ndarray], filler: int) -> Tensor:
     """Return the arrays as rows of whole numbers, int64 [rows, longest], filled up on the right."""
     rows = np.full((len(arrays), max(map(len, arrays))), filler, np.int64)
     for row, array in zip(rows, arrays, strict=True):
@@ -209,7 +209,7 @@ def padded(arrays: Sequence[np.ndarray], filler: int) -> Tensor:
     return torch.from_numpy(rows)
 
 
-def logits_of(model: nn.Module, batch: Batch) -> Tensor:
+def classifier_logits(model: nn.Module, batch: Batch) -> Tensor:
     """Return the model's logits in float32: [batch, outputs], or [batch, length, outputs] of words."""
     logits: Tensor = model(**batch.inputs).logits
     return logits.to(torch.float32)

@@ -17,7 +17,7 @@ from finetune.data.rows import Row
 from finetune.data.workers import Cost
 from finetune.runtime.seeds import derive
 from finetune.task.base import BaseTask
-from finetune.task.classification.classes import class_loss_sum, classification_of
+from finetune.task.classification.classes import class_loss_sum, find_classes
 from finetune.task.metrics import image_metrics
 from finetune.task.model_inputs import innermost
 from finetune.task.protocol import Measured, ModelHead, TaskContext
@@ -36,7 +36,7 @@ class ImageClassificationTask(BaseTask):
         self.section: ImagesSection = context.data.images
         self.label_smoothing = context.section.label_smoothing
         self.views = Views(context.processor, self.section)
-        self.classification = classification_of(context, _labels_of)
+        self.classification = find_classes(context, _labels_of)
         self._encoder = ImageEncoder(self.classification.classes, self.views.mode)
         _ = self.views.size  # raises here, where nobody has prepared anything yet
 

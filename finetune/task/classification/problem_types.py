@@ -11,12 +11,12 @@ from torch import Tensor
 from finetune.data.encoding.labelled_text import Labels, Numbers, OneClass, SeveralClasses
 from finetune.runtime.recorded import recorded_as
 from finetune.task.classification.classes import (
-    Classification,
+    WeightedClasses,
     class_loss_sum,
     multi_label_loss_sum,
     regression_loss_sum,
 )
-from finetune.task.metrics import class_metrics, multi_label_metrics, number_metrics
+from finetune.task.metrics import class_metrics, multi_label_metrics, regression_metrics
 
 
 class ProblemType(Protocol):
@@ -61,7 +61,7 @@ class ProblemType(Protocol):
 class _WithClasses:
     """What both kinds with classes have in common."""
 
-    classification: Classification
+    classification: WeightedClasses
 
     @property
     def facts(self) -> Mapping[str, Any]:
@@ -214,4 +214,4 @@ class Regression:
 
     def metrics(self, labels: Tensor, predicted: Tensor) -> Mapping[str, float]:
         """Return `mse`, `pearson` and `spearman`."""
-        return number_metrics(labels, predicted)
+        return regression_metrics(labels, predicted)

@@ -15,7 +15,7 @@ from finetune.data.features import Features
 from finetune.errors import DataError
 from finetune.runtime.recorded import recorded_name
 from finetune.task.base import BaseTask
-from finetune.task.classification.classes import Padding, classification_of, logits_of
+from finetune.task.classification.classes import TextPadding, classifier_logits, find_classes
 from finetune.task.classification.problem_types import MultiLabel, ProblemType, Regression, SingleLabel
 from finetune.task.protocol import Measured, ModelHead, Row, TaskContext
 
@@ -31,7 +31,7 @@ class TextClassificationTask(BaseTask):
     def __init__(self, context: TaskContext) -> None:
         data = context.data
         self.kind = _problem_type_of(context)
-        self.padding = Padding(context.tokenizer)
+        self.padding = TextPadding(context.tokenizer)
         is_cut = data.over_length == "truncate"
         cut = Cut(data.longest, data.truncate_side) if is_cut else None
         self._encoder = LabelledEncoder(
@@ -81,7 +81,7 @@ class TextClassificationTask(BaseTask):
 
     def loss_sum(self, model: nn.Module, batch: Batch) -> Tensor:
         """Return the loss summed over the rows, with class weights and label smoothing, a float32 scalar."""
-        return self.kind.loss_sum(logits_of(model, batch), batch.labels)
+        return self.kind.loss_sum(classifier_logits(model, batch), batch.labels)
 
     def metric_sums(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
         """Return `loss_sum`, without weights and smoothing, and `num_targets`."""
@@ -89,7 +89,7 @@ class TextClassificationTask(BaseTask):
 
     def measure(self, model: nn.Module, batch: Batch) -> Measured:
         """Return the sums, and of each row its id, what is right and what is predicted."""
-        logits = logits_of(model, batch)
+        logits = classifier_logits(model, batch)
         num_targets = torch.tensor(batch.num_targets, device=logits.device)
         sums = {"loss_sum": self.kind.unweighted_loss_sum(logits, batch.labels), "num_targets": num_targets}
         if not batch.sample_ids:
@@ -116,7 +116,7 @@ def _problem_type_of(context: TaskContext) -> ProblemType:
         num_numbers = facts.get("num_numbers") or len(section.labels) or _num_numbers(context)
         return Regression(num_numbers, section.labels)
     is_multi = section.kind == "multi_label"
-    classification = classification_of(context, partial(_labels_of, is_multi=is_multi))
+    classification = find_classes(context, partial(_labels_of, is_multi=is_multi))
     if is_multi:
         return MultiLabel(classification)
     return SingleLabel(classification, context.section.label_smoothing)

@@ -15,7 +15,7 @@ from finetune.data.encoding.tokenizer import frame_of
 from finetune.data.features import Features
 from finetune.data.token_cache.lengths import LengthPolicy, Lengths
 from finetune.task.base import BaseTask
-from finetune.task.classification.classes import Padding, class_loss_sum, classification_of, logits_of, padded
+from finetune.task.classification.classes import TextPadding, class_loss_sum, classifier_logits, find_classes, pad_rows
 from finetune.task.metrics import are_entity_tags, class_metrics, entity_scores
 from finetune.task.protocol import Measured, ModelHead, TaskContext
 
@@ -31,9 +31,9 @@ class TokenClassificationTask(BaseTask):
 
     def __init__(self, context: TaskContext) -> None:
         data = context.data
-        self.classification = classification_of(context, tags_of)
+        self.classification = find_classes(context, tags_of)
         self.label_smoothing = context.section.label_smoothing
-        self.padding = Padding(context.tokenizer)
+        self.padding = TextPadding(context.tokenizer)
         self._encoder = TaggedEncoder(
             context.tokenizer, self.classification.classes, allow_special_tokens=data.allow_special_tokens
         )
@@ -67,7 +67,7 @@ class TokenClassificationTask(BaseTask):
 
     def collate(self, features: Sequence[Features]) -> Batch:
         """Return the sentences padded on the right; labels[b, t] is the class of the word that token t begins."""
-        labels = padded([_labels(each) for each in features], IGNORED)
+        labels = pad_rows([_labels(each) for each in features], IGNORED)
         return Batch(
             inputs=self.padding.inputs(features),
             labels=labels,
@@ -85,7 +85,7 @@ class TokenClassificationTask(BaseTask):
         """Return the cross-entropy in nats summed over the words, with class weights and label smoothing."""
         weights = self.classification.weight_tensor(batch.labels.device)
         return class_loss_sum(
-            logits_of(model, batch), batch.labels, weights=weights, label_smoothing=self.label_smoothing
+            classifier_logits(model, batch), batch.labels, weights=weights, label_smoothing=self.label_smoothing
         )
 
     def metric_sums(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
@@ -94,7 +94,7 @@ class TokenClassificationTask(BaseTask):
 
     def measure(self, model: nn.Module, batch: Batch) -> Measured:
         """Return the sums, and of each word its sample's id, its class and the likeliest class."""
-        logits, labels = logits_of(model, batch), batch.labels
+        logits, labels = classifier_logits(model, batch), batch.labels
         is_target = labels != IGNORED  # [batch, length]
         sums = {"loss_sum": class_loss_sum(logits, labels), "num_targets": is_target.sum()}
         if not batch.sample_ids:

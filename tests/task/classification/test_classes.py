@@ -6,12 +6,7 @@ import torch
 from finetune.config.sections.task import ClassificationSection, TaskSection
 from finetune.data.batch import IGNORED
 from finetune.errors import DataError
-from finetune.task.classification.classes import (
-    class_loss_sum,
-    classification_of,
-    multi_label_loss_sum,
-    regression_loss_sum,
-)
+from finetune.task.classification.classes import class_loss_sum, find_classes, multi_label_loss_sum, regression_loss_sum
 from finetune.task.protocol import TaskContext
 
 RESULTS = torch.tensor([[2.0, 0.0, -1.0], [0.5, 1.5, 0.0], [0.0, 0.0, 3.0]], dtype=torch.float64)
@@ -28,7 +23,7 @@ def of_row(row):
 
 
 def test_classes_are_those_of_the_rows_sorted(data):
-    found = classification_of(materials(["b", "a", "b"], data), of_row)
+    found = find_classes(materials(["b", "a", "b"], data), of_row)
     assert (found.classes.names, found.weights) == (("a", "b"), None)
     assert found.head_values == {"num_labels": 2, "id2label": {0: "a", 1: "b"}, "label2id": {"a": 0, "b": 1}}
 
@@ -40,25 +35,25 @@ def test_written_classes_keep_their_order_and_no_row_is_read(data):
     task = TaskSection(
         name="text_classification", classification=ClassificationSection(labels=["b", "a"], class_weights=[2.0, 0.5])
     )
-    found = classification_of(TaskContext(task, data, rows=rows), of_row)
+    found = find_classes(TaskContext(task, data, rows=rows), of_row)
     assert (found.classes.names, found.weights) == (("b", "a"), (2.0, 0.5))
 
 
 def test_balanced_weights_come_from_the_rows_in_the_order_of_the_classes(data):
     section = {"labels": ["b", "a"], "class_weights": "balanced"}
-    assert classification_of(materials(["b", "a", "b", "b"], data, **section), of_row).weights == (4 / 6, 4 / 2)
+    assert find_classes(materials(["b", "a", "b", "b"], data, **section), of_row).weights == (4 / 6, 4 / 2)
 
 
 def test_how_often_each_class_occurs_is_said(data):
     section = {"class_weights": "balanced"}
-    assert classification_of(materials(["b", "a", "b", "b"], data, **section), of_row).found == (
+    assert find_classes(materials(["b", "a", "b", "b"], data, **section), of_row).found == (
         "data.train: 2 classes: `a` 1 (weight 2), `b` 3 (weight 0.667)",
     )
 
 
 def test_what_was_found_builds_it_again_without_rows(data):
-    first = classification_of(materials(["b", "a", "a"], data, class_weights="balanced"), of_row)
-    again = classification_of(materials([], data, facts=first.facts, class_weights="balanced"), of_row)
+    first = find_classes(materials(["b", "a", "a"], data, class_weights="balanced"), of_row)
+    again = find_classes(materials([], data, facts=first.facts, class_weights="balanced"), of_row)
     assert again == first
 
 
@@ -72,11 +67,11 @@ def test_what_was_found_builds_it_again_without_rows(data):
 )
 def test_rows_that_cannot_be_told_apart_are_refused(data, labels, message):
     with pytest.raises(DataError, match=message):
-        classification_of(materials(labels, data), of_row)
+        find_classes(materials(labels, data), of_row)
 
 
 def test_a_wrong_label_is_left_to_whoever_knows_its_row(data):
-    assert classification_of(materials(["a", None, "b"], data), of_row).classes.names == ("a", "b")
+    assert find_classes(materials(["a", None, "b"], data), of_row).classes.names == ("a", "b")
 
 
 def test_the_cross_entropy_is_the_formula_with_weights_and_smoothing():
