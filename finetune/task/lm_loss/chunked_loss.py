@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from finetune.task.lm_loss.logit_transform import Finish
+from finetune.task.lm_loss.logit_transform import LogitTransform
 from finetune.task.lm_loss.token_loss import TokenLoss
 
 SLAB_BYTES = {"cpu": 32 << 20, "cuda": 512 << 20}
@@ -30,7 +30,7 @@ class Ask:
     """What is to be worked out of a head's rows."""
 
     loss: TokenLoss
-    finish: Finish
+    finish: LogitTransform
     dtype: torch.dtype  # of the matrix products; sums and probabilities are float32
     rows: int  # of a slab
 
@@ -48,7 +48,7 @@ class Slab:
     rows: Tensor  # [slab, hidden], in the dtype of the products, as the weights
     weight: Tensor
     bias: Tensor | None
-    finish: Finish
+    finish: LogitTransform
     room: Tensor  # [at least slab, vocabulary], in that dtype
     wide: Tensor  # the same in float32
 
@@ -62,7 +62,7 @@ class Slab:
         output = torch.mm(self.rows, self.weight.t(), out=self.room[: len(self.rows)])
         if self.bias is not None:
             output.add_(self.bias)
-        return output if self.finish.is_nothing else self.finish.into_(output.float())
+        return output if self.finish.is_identity else self.finish.apply_(output.float())
 
     def softmax(self, logits: Tensor) -> Tensor:
         """Return the probabilities in float32; these may be overwritten."""
@@ -257,4 +257,4 @@ def _gradient_(softmax: Tensor, logits: Tensor, labels: Tensor, denominators: Te
     softmax.scatter_(1, chosen, softmax.gather(1, chosen) - (1 - loss.label_smoothing))
     if loss.label_smoothing:
         softmax.sub_(loss.label_smoothing / logits.shape[1])
-    return ask.finish.pull_(softmax, logits)
+    return ask.finish.backward_(softmax, logits)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from finetune.task.lm_loss.chunked_loss import rows_per_slab
-from finetune.task.lm_loss.logit_transform import Finish, HeadOutput, head_output
+from finetune.task.lm_loss.logit_transform import HeadOutput, LogitTransform, find_logit_transform
 from finetune.task.model_inputs import innermost
 
 Forward = Callable[[Tensor], Tensor]
@@ -24,7 +24,7 @@ class Head:
 
     def __init__(self, module: nn.Module, output: HeadOutput) -> None:
         self.module = module
-        self.finish: Finish | None = output.finish
+        self.finish: LogitTransform | None = output.finish
         self.keeps_rows = output.keeps_rows
         self.vocabulary = int(getattr(module, "out_features", sys.maxsize))
         self._own: Forward = module.forward
@@ -34,7 +34,7 @@ class Head:
     @classmethod
     def of_logits(cls) -> "Head":
         """Return a head whose input are logits already."""
-        return cls(nn.Identity(), HeadOutput(Finish(), keeps_rows=True))
+        return cls(nn.Identity(), HeadOutput(LogitTransform(), keeps_rows=True))
 
     def linear_for(self, rows: Tensor) -> tuple[Tensor, Tensor | None] | None:
         """Return weight and bias where the head is a plain linear map of such rows; None else.
@@ -113,7 +113,7 @@ def head_of(model: nn.Module) -> Head | None:
         return None
     known = _HEADS.get(inner)
     if known is None or known.module is not module:
-        known = _HEADS[inner] = Head(module, head_output(inner, module))
+        known = _HEADS[inner] = Head(module, find_logit_transform(inner, module))
     return known
 
 

@@ -13,32 +13,32 @@ _TINY = 2.0**-12
 
 
 @dataclass(frozen=True)
-class Finish:
+class LogitTransform:
     """From the head's output x to logits: `scale x`; with a cap c (Gemma 2, arXiv:2408.00118) `c tanh(scale x / c)`."""
 
     scale: float = 1.0
-    cap: float | None = None
+    soft_cap: float | None = None
 
     @property
-    def is_nothing(self) -> bool:
+    def is_identity(self) -> bool:
         """Tell whether the head's output are the logits."""
-        return self.scale == 1.0 and self.cap is None
+        return self.scale == 1.0 and self.soft_cap is None
 
     def of(self, output: Tensor) -> Tensor:
         """Return the logits, differentiable."""
         scaled = output if self.scale == 1.0 else output * self.scale
-        return scaled if self.cap is None else torch.tanh(scaled / self.cap) * self.cap
+        return scaled if self.soft_cap is None else torch.tanh(scaled / self.soft_cap) * self.soft_cap
 
-    def into_(self, output: Tensor) -> Tensor:
+    def apply_(self, output: Tensor) -> Tensor:
         """Overwrite the head's output with the logits."""
         if self.scale != 1.0:
             output.mul_(self.scale)
-        return output if self.cap is None else output.div_(self.cap).tanh_().mul_(self.cap)
+        return output if self.soft_cap is None else output.div_(self.soft_cap).tanh_().mul_(self.soft_cap)
 
-    def pull_(self, gradient: Tensor, logits: Tensor) -> Tensor:
+    def backward_(self, gradient: Tensor, logits: Tensor) -> Tensor:
         """Overwrite the gradient at the logits with the one at the head's output."""
-        if self.cap is not None:
-            gradient.mul_(1 - (logits / self.cap).square_())
+        if self.soft_cap is not None:
+            gradient.mul_(1 - (logits / self.soft_cap).square_())
         return gradient if self.scale == 1.0 else gradient.mul_(self.scale)
 
 
@@ -46,11 +46,11 @@ class Finish:
 class HeadOutput:
     """How the head's output becomes logits."""
 
-    finish: Finish | None  # None: in no way that is known
+    finish: LogitTransform | None  # None: in no way that is known
     keeps_rows: bool  # each row of logits comes of the same row of the output, however many there are
 
 
-def head_output(model: nn.Module, head: nn.Module) -> HeadOutput:
+def find_logit_transform(model: nn.Module, head: nn.Module) -> HeadOutput:
     """Return what the model makes of its head's output; `model` is the one inside all wrappers, `head` its linear map.
 
     The model's own `forward` is run with a probe for the head's output and nothing for the other modules: no weight is
@@ -59,7 +59,7 @@ def head_output(model: nn.Module, head: nn.Module) -> HeadOutput:
     device = next(iter(head.parameters()), torch.empty(0)).device
     try:
         probe = _probe(_WIDTH).to(device)
-        finishes = {_fitted(_ran(model, head, probe=probe, training=each)) for each in (True, False)}
+        finishes = {_fit_transform(_ran(model, head, probe=probe, training=each)) for each in (True, False)}
     except Exception:  # a forward that stumbles over the probe: it is not known
         finishes = {None}
     if len(finishes) == 1 and None not in finishes:
@@ -89,16 +89,16 @@ def _probe(width: int) -> Tensor:
     return values.view(1, _NUM_ROWS, width)
 
 
-def _fitted(logits: Tensor) -> Finish | None:
+def _fit_transform(logits: Tensor) -> LogitTransform | None:
     """Return what made these logits of the probe; None where no scale and cap explain them all."""
     probe = _probe(_WIDTH).to(logits.device)
     if logits.shape != probe.shape or logits.requires_grad:  # a scale that learns is none of ours
         return None
     if torch.equal(logits, probe):
-        return Finish()
+        return LogitTransform()
     at_tiny, at_huge, _ = logits.flatten()[:3].tolist()
     cap = at_huge if math.isfinite(at_huge) and abs(at_huge) < 1e20 else None
-    found = Finish(_rounded(at_tiny / _TINY), cap)
+    found = LogitTransform(_rounded(at_tiny / _TINY), cap)
     return found if torch.allclose(found.of(probe), logits, rtol=3e-6, atol=0.0) else None
 
 
@@ -121,13 +121,13 @@ def _ran(model: nn.Module, head: nn.Module, *, probe: Tensor, training: bool) ->
     """Return the logits of a copy of the model whose head answers with the probe."""
     answers: list[None] = []
     stand_in = _StandIn(probe, answers)
-    logits = _forward(_hollow(model, head=head, stand_in=stand_in, training=training), probe.device)
+    logits = _forward(_skeleton(model, head=head, stand_in=stand_in, training=training), probe.device)
     if len(answers) != 1:
         raise ValueError(f"the head was asked {len(answers)} times")
     return logits.as_subclass(Tensor) if type(logits) is not Tensor else logits
 
 
-def _hollow(module: nn.Module, *, head: nn.Module, stand_in: "_StandIn", training: bool) -> Any:
+def _skeleton(module: nn.Module, *, head: nn.Module, stand_in: "_StandIn", training: bool) -> Any:
     """Return the module without hooks; around the head it is kept so, all other modules are there in name only."""
     copy = type(module).__new__(type(module))
     copy.__dict__ = {name: value for name, value in module.__dict__.items() if name != "forward"}
@@ -138,7 +138,7 @@ def _hollow(module: nn.Module, *, head: nn.Module, stand_in: "_StandIn", trainin
         if child is head:
             children[name] = stand_in
         elif child is not None and any(each is head for each in child.modules()):
-            children[name] = _hollow(child, head=head, stand_in=stand_in, training=training)
+            children[name] = _skeleton(child, head=head, stand_in=stand_in, training=training)
         else:
             children[name] = None if child is None else _StandIn(_anything(stand_in.device))
     copy.__dict__ |= {"_modules": children, "training": training}

@@ -20,13 +20,13 @@ from finetune.task.lm_loss import chunked_loss
 from finetune.task.lm_loss.at_targets import asked_at_targets, logits_everywhere
 from finetune.task.lm_loss.chunked_loss import Ask, rows_per_slab
 from finetune.task.lm_loss.head import Head, head_of, in_parts
-from finetune.task.lm_loss.logit_transform import Finish
+from finetune.task.lm_loss.logit_transform import LogitTransform
 from finetune.task.lm_loss.token_loss import TokenLoss
 from finetune.task.metrics import token_sums
 
 MODULES = {"liger": "liger_kernel.transformers.functional", "cce": "cut_cross_entropy"}
 
-Kernel = Callable[[Tensor, Tensor, Tensor | None, Tensor, Finish], Tensor]
+Kernel = Callable[[Tensor, Tensor, Tensor | None, Tensor, LogitTransform], Tensor]
 """From hidden states [targets, hidden], weight, bias and labels to the summed cross-entropy, a scalar."""
 
 
@@ -50,21 +50,21 @@ def kernel_for(kernel: LossKernel, rows: Tensor, bias: Tensor | None) -> Kernel 
     return _liger if kernel == "liger" else _cce
 
 
-def _liger(rows: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, finish: Finish) -> Tensor:
+def _liger(rows: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, finish: LogitTransform) -> Tensor:
     function: Any = require(MODULES["liger"], extra="kernels", purpose="`train.loss_kernel: liger`")
-    settings = {"reduction": "sum", "softcap": finish.cap, "accum_dtype": torch.float32}
+    settings = {"reduction": "sum", "softcap": finish.soft_cap, "accum_dtype": torch.float32}
     bias = None if bias is None else _scaled(bias, finish)
     return _sum(function.liger_fused_linear_cross_entropy(_scaled(rows, finish), weight, labels, bias, **settings))
 
 
-def _cce(rows: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, finish: Finish) -> Tensor:
+def _cce(rows: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, finish: LogitTransform) -> Tensor:
     """Return the sum; gradients of unlikely tokens are not left out (`filter_eps`)."""
     package: Any = require(MODULES["cce"], extra="kernels", purpose="`train.loss_kernel: cce`")
-    settings = {"reduction": "sum", "softcap": finish.cap, "filter_eps": None}
+    settings = {"reduction": "sum", "softcap": finish.soft_cap, "filter_eps": None}
     return _sum(package.linear_cross_entropy(_scaled(rows, finish), weight, labels, **settings))
 
 
-def _scaled(values: Tensor, finish: Finish) -> Tensor:
+def _scaled(values: Tensor, finish: LogitTransform) -> Tensor:
     return values if finish.scale == 1.0 else values * finish.scale
 
 

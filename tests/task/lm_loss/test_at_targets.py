@@ -13,7 +13,7 @@ from finetune.data.features import Features
 from finetune.task.lm_loss import chunked_loss, target_loss
 from finetune.task.lm_loss.at_targets import logits_at_targets
 from finetune.task.lm_loss.head import Head, head_of
-from finetune.task.lm_loss.logit_transform import Finish, HeadOutput, head_output
+from finetune.task.lm_loss.logit_transform import HeadOutput, LogitTransform, find_logit_transform
 from finetune.task.lm_loss.target_loss import TargetLoss, log_probabilities_at_targets
 from finetune.task.lm_loss.token_loss import TokenLoss
 from finetune.task.model_inputs import end_to_end, logits_of, padded
@@ -250,13 +250,15 @@ def test_where_logits_are_few_all_of_them_are_made(monkeypatch):
 
 
 def test_what_becomes_of_a_heads_output_is_found_out_on_the_model_in_hand():
-    found = {name: head_output(model := made(name), model.get_output_embeddings()) for name in (*CAUSAL, *OTHERS)}
-    assert found["gemma2"].finish == Finish(cap=pytest.approx(3.0))
-    assert found["granite"].finish == Finish(scale=pytest.approx(1 / 6))
-    assert found["cohere"].finish == Finish(scale=pytest.approx(0.3))
+    found = {
+        name: find_logit_transform(model := made(name), model.get_output_embeddings()) for name in (*CAUSAL, *OTHERS)
+    }
+    assert found["gemma2"].finish == LogitTransform(soft_cap=pytest.approx(3.0))
+    assert found["granite"].finish == LogitTransform(scale=pytest.approx(1 / 6))
+    assert found["cohere"].finish == LogitTransform(scale=pytest.approx(0.3))
     assert found["bart"] == HeadOutput(None, keeps_rows=True)  # a bias is added to each row
     others = set(found) - {"gemma2", "granite", "cohere", "bart"}
-    assert {found[name].finish for name in others} == {Finish()}
+    assert {found[name].finish for name in others} == {LogitTransform()}
 
 
 def test_a_model_that_does_something_else_with_its_logits_is_asked_for_all_of_them():

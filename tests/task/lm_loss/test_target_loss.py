@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from finetune.errors import MissingPackage
 from finetune.task.lm_loss import target_loss
-from finetune.task.lm_loss.logit_transform import Finish
+from finetune.task.lm_loss.logit_transform import LogitTransform
 from finetune.task.lm_loss.target_loss import MODULES, kernel_for, usable
 
 ROWS, WEIGHT, BIAS = torch.randn(5, 8), torch.randn(11, 8), torch.randn(11)
@@ -23,7 +23,7 @@ def liger_fused_linear_cross_entropy(
 ):  # fmt: skip
     assert accum_dtype == torch.float32
     return functional.cross_entropy(
-        Finish(cap=softcap).of(functional.linear(input, weight, bias)), target, reduction=reduction
+        LogitTransform(soft_cap=softcap).of(functional.linear(input, weight, bias)), target, reduction=reduction
     )
 
 
@@ -31,7 +31,7 @@ def linear_cross_entropy(
     e, c, targets, ignore_index=-100, softcap=None, reduction="mean", shift=False, filter_eps="high", impl="cce"
 ):  # fmt: skip
     assert filter_eps is None  # gradients are exact
-    return functional.cross_entropy(Finish(cap=softcap).of(e @ c.t()), targets, reduction=reduction)
+    return functional.cross_entropy(LogitTransform(soft_cap=softcap).of(e @ c.t()), targets, reduction=reduction)
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def installed(monkeypatch):
         monkeypatch.setitem(sys.modules, MODULES[name], module)
 
 
-@pytest.mark.parametrize("finish", [Finish(), Finish(scale=0.5, cap=2.0)])
+@pytest.mark.parametrize("finish", [LogitTransform(), LogitTransform(scale=0.5, soft_cap=2.0)])
 @pytest.mark.parametrize(
     ("kernel", "bias"), [(target_loss._liger, BIAS), (target_loss._liger, None), (target_loss._cce, None)]
 )
