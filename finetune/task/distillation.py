@@ -20,8 +20,8 @@ from finetune.data.batch import Batch
 from finetune.data.features import Features
 from finetune.errors import DataError
 from finetune.task.causal_lm import SftTask
-from finetune.task.lm_loss.at_targets import asked_at_targets, logits_at_targets
-from finetune.task.lm_loss.head import Head, in_parts
+from finetune.task.lm_loss.at_targets import compute_at_targets, logits_at_targets
+from finetune.task.lm_loss.head import LmHead, map_chunks
 from finetune.task.metrics import perplexity
 from finetune.task.protocol import Precomputed, TaskContext
 
@@ -144,7 +144,7 @@ class DistillationTask(SftTask):
         """Return the same, `num_targets` and `num_correct`."""
         assert batch.targets is not None  # a batch of tokens knows them
         labels, taught = batch.targets.labels, self._teacher_targets(batch)
-        summed = asked_at_targets(model, batch, partial(self._sums_of_targets, labels=labels, taught=taught))
+        summed = compute_at_targets(model, batch, partial(self._sums_of_targets, labels=labels, taught=taught))
         loss_sum, cross_entropy, divergence, num_correct = summed.unbind()
         num_targets = torch.full((), len(labels), device=labels.device)
         sums = {"loss_sum": loss_sum, "cross_entropy": cross_entropy, "divergence": divergence}
@@ -163,14 +163,14 @@ class DistillationTask(SftTask):
         }
 
     def _sums_of_targets(
-        self, rows: Tensor, head: Head, *, labels: Tensor, taught: tuple[Tensor, Tensor | None]
+        self, rows: Tensor, head: LmHead, *, labels: Tensor, taught: tuple[Tensor, Tensor | None]
     ) -> Tensor:
         """Return the sums over hidden states: loss, cross-entropy, divergence and number correct, [4]."""
         teacher, kept = taught
         of_each = (labels, teacher) if kept is None else (labels, teacher, kept)
-        return torch.stack(in_parts(partial(self._sums, head), head, rows, *of_each)).sum(dim=0)
+        return torch.stack(map_chunks(partial(self._sums, head), head, rows, *of_each)).sum(dim=0)
 
-    def _sums(self, head: Head, rows: Tensor, labels: Tensor, teacher: Tensor, kept: Tensor | None = None) -> Tensor:
+    def _sums(self, head: LmHead, rows: Tensor, labels: Tensor, teacher: Tensor, kept: Tensor | None = None) -> Tensor:
         weight, temperature = self.section.cross_entropy_weight, self.section.temperature
         logits = head.logits(rows)
         student = self._log_probabilities(logits)

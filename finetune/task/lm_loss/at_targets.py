@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from finetune.data.batch import Batch, Targets
-from finetune.task.lm_loss.head import Head, head_of
+from finetune.task.lm_loss.head import LmHead, find_lm_head
 from finetune.task.model_inputs import inputs_of
 
-Answer = Callable[[Tensor, Head], Tensor]
+TargetFunction = Callable[[Tensor, LmHead], Tensor]
 """From the targets' hidden states, [targets, hidden], to whatever is asked: a float32 tensor of any shape."""
 
 
@@ -24,41 +24,41 @@ def logits_at_targets(model: nn.Module, batch: Batch, *, inputs: Mapping[str, An
 
     `inputs` are what the model is given where that is not `inputs_of(model, batch)`.
     """
-    head = head_of(model)
+    head = find_lm_head(model)
     if head is None or not head.keeps_rows:
-        return _picked(logits_everywhere(model, batch, inputs=inputs), batch)
+        return _select_targets(logits_everywhere(model, batch, inputs=inputs), batch)
     inputs = inputs_of(model, batch) if inputs is None else inputs
     request = _Request(_targets(batch), tuple(batch.labels.shape))
-    with head.listening(request.select):
+    with head.intercept(request.select):
         logits: Tensor = model(**inputs).logits
-    return logits[0] if request.was_met else _picked(logits, batch)
+    return logits[0] if request.was_served else _select_targets(logits, batch)
 
 
 def logits_everywhere(model: nn.Module, batch: Batch, *, inputs: Mapping[str, Any] | None = None) -> Tensor:
     """Return the logits of all labels, [batch, length, vocabulary]; prompt tuning's positions come before the text."""
     logits: Tensor = model(**(inputs_of(model, batch) if inputs is None else inputs)).logits
-    return _last(logits, batch.labels.shape[1])
+    return _last_positions(logits, batch.labels.shape[1])
 
 
-def asked_at_targets(
-    model: nn.Module, batch: Batch, answer: Answer, *, inputs: Mapping[str, Any] | None = None
+def compute_at_targets(
+    model: nn.Module, batch: Batch, answer: TargetFunction, *, inputs: Mapping[str, Any] | None = None
 ) -> Tensor:
     """Return the answer about the batch's targets, given where the head is, else about their logits."""
-    head = head_of(model)
+    head = find_lm_head(model)
     if head is None or head.finish is None:
-        return answer(logits_at_targets(model, batch, inputs=inputs), Head.of_logits())
+        return answer(logits_at_targets(model, batch, inputs=inputs), LmHead.of_logits())
     inputs = inputs_of(model, batch) if inputs is None else inputs
     request = _Request(_targets(batch), tuple(batch.labels.shape), head, answer)
-    with head.listening(request.answer_to):
+    with head.intercept(request.compute_in_head):
         told: Tensor = model(**inputs).logits
-    if request.was_met:
-        arrived: Tensor = _Arrive.apply(told, request.parcel)  # type: ignore[no-untyped-call]  # torch has no types for it
+    if request.was_served:
+        arrived: Tensor = _FetchResult.apply(told, request.parcel)  # type: ignore[no-untyped-call]  # torch has no types for it
         return arrived
-    return answer(_picked(told, batch), Head.of_logits())
+    return answer(_select_targets(told, batch), LmHead.of_logits())
 
 
 @dataclass
-class _Parcel:
+class _ResultSlot:
     """What goes round the model's outputs, which may be cut to half floats on their way, and comes back to the head."""
 
     value: Tensor | None = None
@@ -71,41 +71,41 @@ class _Request:
 
     targets: Targets
     shape: tuple[int, ...]  # of the labels
-    head: Head | None = None
-    answer: Answer | None = None
-    parcel: _Parcel = field(default_factory=_Parcel)
-    was_met: bool = False
+    head: LmHead | None = None
+    answer: TargetFunction | None = None
+    parcel: _ResultSlot = field(default_factory=_ResultSlot)
+    was_served: bool = False
 
     def select(self, hidden: Tensor, forward: Callable[[Tensor], Tensor]) -> Tensor:
         """Return the head's output at the targets, [1, targets, vocabulary]; everywhere where they cannot be found."""
         rows = self._rows(hidden)
         return forward(hidden) if rows is None else forward(rows[None])
 
-    def answer_to(self, hidden: Tensor, forward: Callable[[Tensor], Tensor]) -> Tensor:
+    def compute_in_head(self, hidden: Tensor, forward: Callable[[Tensor], Tensor]) -> Tensor:
         """Return what stands for the answer, a zero as logits; the head's output where targets cannot be found."""
         rows = self._rows(hidden)
         if rows is None:
             return forward(hidden)
         assert self.answer is not None and self.head is not None
-        left: Tensor = _Leave.apply(self.answer(rows, self.head), self.parcel)  # type: ignore[no-untyped-call]  # likewise
+        left: Tensor = _StoreResult.apply(self.answer(rows, self.head), self.parcel)  # type: ignore[no-untyped-call]  # likewise
         return left
 
     def _rows(self, hidden: Tensor) -> Tensor | None:
         num_rows, length = self.shape
         if hidden.dim() == 3 and hidden.shape[0] == num_rows and hidden.shape[1] >= length:
-            hidden = _last(hidden, length)  # what is learnt before the text comes first
+            hidden = _last_positions(hidden, length)  # what is learnt before the text comes first
         elif hidden.dim() != 2 or hidden.shape[0] != num_rows * length:
             return None
-        self.was_met = True
+        self.was_served = True
         flat, positions = hidden.reshape(-1, hidden.shape[-1]), self.targets.positions
         return flat if len(positions) == len(flat) else flat.index_select(0, positions)
 
 
-class _Leave(torch.autograd.Function):
+class _StoreResult(torch.autograd.Function):
     """Lays the answer into the parcel and lets a zero go through the model in its place."""
 
     @staticmethod
-    def forward(ctx: Any, value: Tensor, parcel: _Parcel) -> Tensor:
+    def forward(ctx: Any, value: Tensor, parcel: _ResultSlot) -> Tensor:
         parcel.value, ctx.parcel = value, parcel
         return value.new_zeros(1, 1, 1)
 
@@ -114,11 +114,11 @@ class _Leave(torch.autograd.Function):
         return ctx.parcel.gradient, None
 
 
-class _Arrive(torch.autograd.Function):
+class _FetchResult(torch.autograd.Function):
     """Takes the answer out of the parcel where the zero comes out of the model."""
 
     @staticmethod
-    def forward(ctx: Any, told: Tensor, parcel: _Parcel) -> Tensor:
+    def forward(ctx: Any, told: Tensor, parcel: _ResultSlot) -> Tensor:
         assert parcel.value is not None
         ctx.parcel, ctx.told = parcel, told.new_zeros(()).expand(told.shape)
         return parcel.value.clone()
@@ -129,7 +129,7 @@ class _Arrive(torch.autograd.Function):
         return ctx.told, None
 
 
-def _last(positions: Tensor, length: int) -> Tensor:
+def _last_positions(positions: Tensor, length: int) -> Tensor:
     """Return the last so many; all as they are, for a slice has a gradient to copy."""
     return positions if positions.shape[1] == length else positions[:, positions.shape[1] - length :]
 
@@ -139,7 +139,7 @@ def _targets(batch: Batch) -> Targets:
     return batch.targets
 
 
-def _picked(logits: Tensor, batch: Batch) -> Tensor:
+def _select_targets(logits: Tensor, batch: Batch) -> Tensor:
     """Return the rows of the targets; prompt tuning's positions come before those of the text."""
-    text = _last(logits, batch.labels.shape[1])
+    text = _last_positions(logits, batch.labels.shape[1])
     return text.flatten(0, -2).index_select(0, _targets(batch).positions)

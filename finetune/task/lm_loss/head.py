@@ -15,11 +15,11 @@ from finetune.task.lm_loss.logit_transform import HeadOutput, LogitTransform, fi
 from finetune.task.model_inputs import innermost
 
 Forward = Callable[[Tensor], Tensor]
-Hear = Callable[[Tensor, Forward], Tensor]
+Interceptor = Callable[[Tensor, Forward], Tensor]
 """From what the head is given, and its own forward, to what it answers."""
 
 
-class Head:
+class LmHead:
     """What makes logits over a vocabulary, and what becomes of them on their way out of the model."""
 
     def __init__(self, module: nn.Module, output: HeadOutput) -> None:
@@ -28,7 +28,7 @@ class Head:
         self.keeps_rows = output.keeps_rows
         self.vocabulary = int(getattr(module, "out_features", sys.maxsize))
         self._own: Forward = module.forward
-        self._hear: Hear | None = None
+        self._hear: Interceptor | None = None
         self._listen = _uncompiled(self._heard)
 
     @classmethod
@@ -36,7 +36,7 @@ class Head:
         """Return a head whose input are logits already."""
         return cls(nn.Identity(), HeadOutput(LogitTransform(), keeps_rows=True))
 
-    def linear_for(self, rows: Tensor) -> tuple[Tensor, Tensor | None] | None:
+    def linear_weights(self, rows: Tensor) -> tuple[Tensor, Tensor | None] | None:
         """Return weight and bias where the head is a plain linear map of such rows; None else.
 
         It is none as a layer of LoRA, quantised, or with weights that a wrapper has cut to pieces.
@@ -44,18 +44,18 @@ class Head:
         weight: Any = getattr(self.module, "weight", None)
         if getattr(self._own, "__func__", None) is not nn.Linear.forward or type(weight) not in (Tensor, nn.Parameter):
             return None
-        if weight.dtype != rows.dtype and self.dtype_of(rows) == rows.dtype:
+        if weight.dtype != rows.dtype and self.compute_dtype(rows) == rows.dtype:
             return None
         return weight, cast(Any, self.module.bias)
 
     @property
-    def is_cut(self) -> bool:
+    def is_partitioned(self) -> bool:
         """Tell whether the weights are whole only while a pass goes through the head (ZeRO-3), or there are none."""
         parameters = list(self.module.parameters())
         return not parameters or any(hasattr(each, "ds_id") for each in parameters)
 
     @staticmethod
-    def dtype_of(rows: Tensor) -> torch.dtype:
+    def compute_dtype(rows: Tensor) -> torch.dtype:
         """Return the dtype in which a linear map of the rows would be worked out."""
         device = rows.device.type
         return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else rows.dtype
@@ -66,7 +66,7 @@ class Head:
         return self.finish.of(self._own(rows).to(torch.float32))
 
     @contextmanager
-    def listening(self, hear: Hear) -> Iterator[None]:
+    def intercept(self, hear: Interceptor) -> Iterator[None]:
         """Have `hear` answer for the module meanwhile."""
         attributes = self.module.__dict__
         before = attributes.get("forward")
@@ -86,13 +86,13 @@ class Head:
         return self._hear(hidden, self._own)
 
 
-def in_parts(work: Callable[..., Tensor], head: Head, rows: Tensor, *others: Tensor) -> list[Tensor]:
+def map_chunks(work: Callable[..., Tensor], head: LmHead, rows: Tensor, *others: Tensor) -> list[Tensor]:
     """Return what `work` makes of rows and of what belongs to them, as many at a time as a slab has.
 
     Their logits are made again in the backward pass. It is for a head that is no plain linear map, such as one with
     LoRA, and for losses of any kind. Weights that ZeRO-3 has cut to pieces are gathered once, for all rows.
     """
-    size = len(rows) if head.is_cut else rows_per_slab(head.vocabulary, rows.device)
+    size = len(rows) if head.is_partitioned else rows_per_slab(head.vocabulary, rows.device)
     if len(rows) <= size:
         return [work(rows, *others)]
     parts = zip(*(torch.split(each, size) for each in (rows, *others)), strict=True)
@@ -102,22 +102,22 @@ def in_parts(work: Callable[..., Tensor], head: Head, rows: Tensor, *others: Ten
 _HEADS: "weakref.WeakKeyDictionary[nn.Module, Head]" = weakref.WeakKeyDictionary()
 
 
-def head_of(model: nn.Module) -> Head | None:
+def find_lm_head(model: nn.Module) -> LmHead | None:
     """Return the head of the model inside all wrappers; None where it has none over a vocabulary.
 
     What becomes of its output is found out when it is first asked for.
     """
     inner: Any = innermost(model)
-    module = _linear_map(inner)
+    module = _output_embeddings(inner)
     if module is None:
         return None
     known = _HEADS.get(inner)
     if known is None or known.module is not module:
-        known = _HEADS[inner] = Head(module, find_logit_transform(inner, module))
+        known = _HEADS[inner] = LmHead(module, find_logit_transform(inner, module))
     return known
 
 
-def _linear_map(model: Any) -> nn.Module | None:
+def _output_embeddings(model: Any) -> nn.Module | None:
     """Return what makes logits over a vocabulary; None where nothing does, or the model knows of nothing."""
     try:
         found: nn.Module | None = model.get_output_embeddings()

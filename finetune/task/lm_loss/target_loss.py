@@ -17,9 +17,9 @@ from finetune.config.sections.train import LossKernel
 from finetune.data.batch import Batch
 from finetune.runtime.optional import require
 from finetune.task.lm_loss import chunked_loss
-from finetune.task.lm_loss.at_targets import asked_at_targets, logits_everywhere
+from finetune.task.lm_loss.at_targets import compute_at_targets, logits_everywhere
 from finetune.task.lm_loss.chunked_loss import Ask, rows_per_slab
-from finetune.task.lm_loss.head import Head, head_of, in_parts
+from finetune.task.lm_loss.head import LmHead, find_lm_head, map_chunks
 from finetune.task.lm_loss.logit_transform import LogitTransform
 from finetune.task.lm_loss.token_loss import TokenLoss
 from finetune.task.metrics import token_sums
@@ -89,7 +89,7 @@ class TargetLoss:
         labels = _labels(batch)
         if self._takes_all(model, batch):
             return self.loss.sums(logits_everywhere(model, batch, inputs=inputs), batch.labels)
-        both = asked_at_targets(
+        both = compute_at_targets(
             model, batch, partial(_trained, labels=labels, loss=self.loss, kernel=self.kernel), inputs=inputs
         )
         loss_sum, plain = both.unbind()
@@ -100,7 +100,7 @@ class TargetLoss:
         labels = _labels(batch)
         if self._takes_all(model, batch):
             return token_sums(logits_everywhere(model, batch, inputs=inputs), batch.labels)
-        both = asked_at_targets(model, batch, partial(_measured, labels=labels), inputs=inputs)
+        both = compute_at_targets(model, batch, partial(_measured, labels=labels), inputs=inputs)
         loss_sum, num_correct = both.unbind()
         num_targets = torch.full((), len(labels), device=loss_sum.device)
         return {"loss_sum": loss_sum, "num_targets": num_targets, "num_correct": num_correct}
@@ -109,13 +109,13 @@ class TargetLoss:
         """Tell whether the logits of all labels are made; `auto` does where that costs less than asking at some."""
         if self.kernel != "auto":
             return self.kernel == "plain"
-        head = head_of(model)
+        head = find_lm_head(model)
         return head is not None and batch.labels.numel() * head.vocabulary <= FEW_LOGITS
 
 
 def log_probabilities_at_targets(model: nn.Module, batch: Batch) -> Tensor:
     """Return the log-probability in nats of each of the batch's targets, [targets], in float32."""
-    return -asked_at_targets(model, batch, partial(_each, labels=_labels(batch)))
+    return -compute_at_targets(model, batch, partial(_each, labels=_labels(batch)))
 
 
 def _labels(batch: Batch) -> Tensor:
@@ -123,9 +123,9 @@ def _labels(batch: Batch) -> Tensor:
     return batch.targets.labels
 
 
-def _trained(rows: Tensor, head: Head, *, labels: Tensor, loss: TokenLoss, kernel: LossKernel) -> Tensor:
+def _trained(rows: Tensor, head: LmHead, *, labels: Tensor, loss: TokenLoss, kernel: LossKernel) -> Tensor:
     """Return the loss and the cross-entropy, summed: [2]."""
-    linear = head.linear_for(rows)
+    linear = head.linear_weights(rows)
     if linear is not None:
         ask, theirs = _ask(rows, head, linear[0], loss), kernel_for(kernel, rows, linear[1])
         if theirs is None:
@@ -133,40 +133,40 @@ def _trained(rows: Tensor, head: Head, *, labels: Tensor, loss: TokenLoss, kerne
         weight, bias = (None if each is None else each.to(ask.dtype) for each in linear)
         assert weight is not None
         return theirs(rows.to(ask.dtype), weight, bias, labels, ask.finish).expand(2)
-    return torch.stack(in_parts(partial(_sums, loss, head), head, rows, labels)).sum(dim=0)
+    return torch.stack(map_chunks(partial(_sums, loss, head), head, rows, labels)).sum(dim=0)
 
 
-def _each(rows: Tensor, head: Head, *, labels: Tensor) -> Tensor:
+def _each(rows: Tensor, head: LmHead, *, labels: Tensor) -> Tensor:
     """Return the cross-entropy of each target, [targets]."""
-    linear = head.linear_for(rows)
+    linear = head.linear_weights(rows)
     if linear is not None:
         return chunked_loss.losses_of(rows, *linear, labels, _ask(rows, head, linear[0], TokenLoss()))[0]
-    return torch.cat(in_parts(partial(_losses, head), head, rows, labels))
+    return torch.cat(map_chunks(partial(_losses, head), head, rows, labels))
 
 
-def _measured(rows: Tensor, head: Head, *, labels: Tensor) -> Tensor:
+def _measured(rows: Tensor, head: LmHead, *, labels: Tensor) -> Tensor:
     """Return the summed cross-entropy and how many targets have the highest logit: [2]."""
-    linear = head.linear_for(rows)
+    linear = head.linear_weights(rows)
     if linear is not None:
         return chunked_loss.measured(rows, *linear, labels, _ask(rows, head, linear[0], TokenLoss()))
-    return torch.stack(in_parts(partial(_counted, head), head, rows, labels)).sum(dim=0)
+    return torch.stack(map_chunks(partial(_counted, head), head, rows, labels)).sum(dim=0)
 
 
-def _sums(loss: TokenLoss, head: Head, rows: Tensor, labels: Tensor) -> Tensor:
+def _sums(loss: TokenLoss, head: LmHead, rows: Tensor, labels: Tensor) -> Tensor:
     sums = loss.sums(head.logits(rows), labels)
     return torch.stack([sums["loss_sum"], sums.get("cross_entropy", sums["loss_sum"])])
 
 
-def _losses(head: Head, rows: Tensor, labels: Tensor) -> Tensor:
+def _losses(head: LmHead, rows: Tensor, labels: Tensor) -> Tensor:
     return nn.functional.cross_entropy(head.logits(rows), labels, reduction="none")
 
 
-def _counted(head: Head, rows: Tensor, labels: Tensor) -> Tensor:
+def _counted(head: LmHead, rows: Tensor, labels: Tensor) -> Tensor:
     logits = head.logits(rows)
     loss_sum = nn.functional.cross_entropy(logits, labels, reduction="sum")
     return torch.stack([loss_sum, (logits.argmax(dim=-1) == labels).sum()])
 
 
-def _ask(rows: Tensor, head: Head, weight: Tensor, loss: TokenLoss) -> Ask:
+def _ask(rows: Tensor, head: LmHead, weight: Tensor, loss: TokenLoss) -> Ask:
     assert head.finish is not None
-    return Ask(loss, head.finish, head.dtype_of(rows), rows_per_slab(len(weight), rows.device))
+    return Ask(loss, head.finish, head.compute_dtype(rows), rows_per_slab(len(weight), rows.device))

@@ -12,7 +12,7 @@ from finetune.data.batch import IGNORED, Targets
 from finetune.data.features import Features
 from finetune.task.lm_loss import chunked_loss, target_loss
 from finetune.task.lm_loss.at_targets import logits_at_targets
-from finetune.task.lm_loss.head import Head, head_of
+from finetune.task.lm_loss.head import LmHead, find_lm_head
 from finetune.task.lm_loss.logit_transform import HeadOutput, LogitTransform, find_logit_transform
 from finetune.task.lm_loss.target_loss import TargetLoss, log_probabilities_at_targets
 from finetune.task.lm_loss.token_loss import TokenLoss
@@ -107,7 +107,7 @@ def assert_same(one, other):
 @pytest.mark.parametrize("name", CAUSAL)
 def test_losses_and_gradients_are_those_of_all_logits(name, loss):
     model = made(name)
-    assert head_of(model).finish is not None
+    assert find_lm_head(model).finish is not None
     for batch in (padded(samples(9, 4, 21), pad_id=0), padded(samples(5, share=1.0), pad_id=0)):
         assert_same(learnt(TargetLoss(loss), model, batch), learnt(TargetLoss(loss, "plain"), model, batch))
 
@@ -126,7 +126,7 @@ def test_they_are_so_in_other_models_too(name, loss):
     if name != "bert":
         inputs["decoder_input_ids"] = batch.inputs["input_ids"]
     assert_same(learnt(TargetLoss(loss), model, batch, inputs), learnt(TargetLoss(loss, "plain"), model, batch, inputs))
-    assert (head_of(model).finish is None) == (name == "bart")  # to whose logits a bias is added: they are picked
+    assert (find_lm_head(model).finish is None) == (name == "bart")  # to whose logits a bias is added: they are picked
 
 
 @pytest.mark.parametrize("modules", [["q_proj"], ["q_proj", "lm_head"]])
@@ -270,7 +270,7 @@ def test_a_model_that_does_something_else_with_its_logits_is_asked_for_all_of_th
 
     torch.manual_seed(0)
     model, batch = Odd(hf.LlamaConfig(**DECODER)), padded(samples(9, 4, 21), pad_id=0)
-    assert head_of(model).finish is None and not head_of(model).keeps_rows
+    assert find_lm_head(model).finish is None and not find_lm_head(model).keeps_rows
     assert_same(learnt(TargetLoss(PLAIN), model, batch), learnt(TargetLoss(PLAIN, "plain"), model, batch))
 
 
@@ -287,8 +287,8 @@ def test_a_head_is_itself_again_after_a_pass_that_failed():
 
 
 def test_a_model_without_a_head_over_a_vocabulary_has_none():
-    assert head_of(torch.nn.Linear(2, 2)) is None
-    assert Head.of_logits().logits(torch.ones(2, 3)).shape == (2, 3)
+    assert find_lm_head(torch.nn.Linear(2, 2)) is None
+    assert LmHead.of_logits().logits(torch.ones(2, 3)).shape == (2, 3)
 
 
 def test_targets_of_some_rows_are_placed_anew():
