@@ -102,12 +102,12 @@ def _step(name: str, model: LlamaForCausalLM, batch: Batch) -> None:
 
 
 def _step_in_slabs(model: LlamaForCausalLM, batch: Batch, rows: int) -> None:
-    kept = chunked_loss.LEAST_ROWS, chunked_loss.MOST_ROWS["cpu"]
-    chunked_loss.LEAST_ROWS = chunked_loss.MOST_ROWS["cpu"] = rows
+    kept = chunked_loss.MIN_CHUNK_ROWS, chunked_loss.MAX_CHUNK_ROWS["cpu"]
+    chunked_loss.MIN_CHUNK_ROWS = chunked_loss.MAX_CHUNK_ROWS["cpu"] = rows
     try:
         _step("slabs", model, batch)
     finally:
-        chunked_loss.LEAST_ROWS, chunked_loss.MOST_ROWS["cpu"] = kept
+        chunked_loss.MIN_CHUNK_ROWS, chunked_loss.MAX_CHUNK_ROWS["cpu"] = kept
 
 
 def _timed(steps: dict[str, Callable[[], None]], *, rounds: int) -> dict[str, list[float]]:

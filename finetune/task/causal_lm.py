@@ -34,7 +34,7 @@ class CausalTask(BaseTask):
         self.tokenizer: PreTrainedTokenizerBase = context.tokenizer
         self.data = context.data
         self.pad_id = pad_id(self.tokenizer)
-        self.loss = target_loss(context)
+        self.loss = make_target_loss(context)
 
     def collate(self, features: Sequence[Features]) -> Batch:
         """Return the samples padded, or end to end where `data.batching` says so."""
@@ -51,14 +51,14 @@ class CausalTask(BaseTask):
 
     def metric_sums(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
         """Return `loss_sum` (the plain cross-entropy), `num_targets` and `num_correct`."""
-        return self.loss.measured(model, batch)
+        return self.loss.evaluation_sums(model, batch)
 
     def metrics(self, sums: Mapping[str, float], records: Tensor | None = None) -> Mapping[str, float]:
         """Return `loss`, `perplexity` and `token_accuracy`."""
         return token_metrics(sums)
 
 
-def target_loss(context: TaskContext) -> TargetLoss:
+def make_target_loss(context: TaskContext) -> TargetLoss:
     """Return the loss of predicted tokens that the job asks for."""
     section = context.section
     return TargetLoss(TokenLoss(section.label_smoothing, section.z_loss), context.loss_kernel)

@@ -21,7 +21,7 @@ from finetune.data.token_cache.lengths import LengthPolicy
 from finetune.errors import DataError
 from finetune.runtime.seeds import derive
 from finetune.task.base import BaseTask
-from finetune.task.causal_lm import pad_id, target_loss
+from finetune.task.causal_lm import make_target_loss, pad_id
 from finetune.task.metrics import token_metrics
 from finetune.task.protocol import ModelHead, TaskContext
 from finetune.task.row_formats import OnlyText
@@ -85,7 +85,7 @@ class MaskedLmTask(BaseTask):
         section, self.data = context.section, context.data
         tokenizer = context.tokenizer
         self.pad_id = pad_id(tokenizer)
-        self.loss = target_loss(context)
+        self.loss = make_target_loss(context)
         self._section = section.masked_lm
         mask_id = _mask_id(tokenizer)
         special = Tokens(tokenizer).special
@@ -139,7 +139,7 @@ class MaskedLmTask(BaseTask):
 
     def metric_sums(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
         """Return `loss_sum` (the plain cross-entropy), `num_targets` and `num_correct`."""
-        return self.loss.measured(model, batch)
+        return self.loss.evaluation_sums(model, batch)
 
     def metrics(self, sums: Mapping[str, float], records: Tensor | None = None) -> Mapping[str, float]:
         """Return `loss`, `perplexity` and `masked_accuracy`, all of the hidden tokens."""

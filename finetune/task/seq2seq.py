@@ -13,7 +13,7 @@ from finetune.data.encoding.tokenizer import frame_of
 from finetune.data.features import Features
 from finetune.data.token_cache.lengths import SourceTargetLengths
 from finetune.task.base import BaseTask
-from finetune.task.causal_lm import pad_id, target_loss
+from finetune.task.causal_lm import make_target_loss, pad_id
 from finetune.task.metrics import token_metrics
 from finetune.task.model_inputs import innermost
 from finetune.task.protocol import ModelHead, Prompt, TaskContext
@@ -30,7 +30,7 @@ class Seq2SeqTask(BaseTask):
     def __init__(self, context: TaskContext) -> None:
         section, self.data = context.section, context.data
         self.pad_id = pad_id(context.tokenizer)
-        self.loss = target_loss(context)
+        self.loss = make_target_loss(context)
         self._section = section.seq2seq
         self._frame = frame_of(context.tokenizer)
         self._encoder = SourceTargetEncoder(
@@ -82,7 +82,7 @@ class Seq2SeqTask(BaseTask):
 
     def metric_sums(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
         """Return `loss_sum` (the plain cross-entropy), `num_targets` and `num_correct`."""
-        return self.loss.measured(model, batch, _inputs(model, batch))
+        return self.loss.evaluation_sums(model, batch, _inputs(model, batch))
 
     def metrics(self, sums: Mapping[str, float], records: Tensor | None = None) -> Mapping[str, float]:
         """Return `loss`, `perplexity` and `token_accuracy`."""

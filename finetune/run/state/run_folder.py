@@ -35,7 +35,7 @@ from finetune.runtime.files.read import parse_as, read_regular
 from finetune.runtime.files.replace_folder import replace_folder
 from finetune.runtime.text.redact import redacted_yaml
 from finetune.runtime.text.terminal import json_text
-from finetune.task.lm_loss.target_loss import usable
+from finetune.task.lm_loss.target_loss import resolve_kernel
 from finetune.task.protocol import Task, TaskContext
 from finetune.task.registry import build_task, reads
 
@@ -83,7 +83,7 @@ class Kept:
     def task(self, config: RunConfig, *, data: DataSection | None = None) -> Task:
         """Return the run's task, without any of its rows; `data` is the job's, settled for another model."""
         tokenizer, processor = self.processing.tokenizer, self.processing.processor
-        kernel, _ = usable(config.train.loss_kernel)
+        kernel, _ = resolve_kernel(config.train.loss_kernel)
         data = data or settled(config)
         return build_task(TaskContext(config.task, data, tokenizer, processor, facts=self.facts, loss_kernel=kernel))
 

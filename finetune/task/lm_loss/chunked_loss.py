@@ -15,18 +15,18 @@ from torch import Tensor
 from finetune.task.lm_loss.logit_transform import LogitTransform
 from finetune.task.lm_loss.token_loss import TokenLoss
 
-SLAB_BYTES = {"cpu": 32 << 20, "cuda": 512 << 20}
+CHUNK_BYTES = {"cpu": 32 << 20, "cuda": 512 << 20}
 """Bytes of one slab's logits in float32, at most."""
 
-MOST_ROWS = {"cpu": 256, "cuda": 8192}
+MAX_CHUNK_ROWS = {"cpu": 256, "cuda": 8192}
 """Rows of a slab at most: more are no faster (`benchmarks/head.py`), and on a CPU they leave the cache."""
 
-LEAST_ROWS = 64
+MIN_CHUNK_ROWS = 64
 """Rows of a slab at least, however large the vocabulary: fewer would read and write the weights for next to nothing."""
 
 
 @dataclass(frozen=True)
-class Ask:
+class LossSpec:
     """What is to be worked out of a head's rows."""
 
     loss: TokenLoss
@@ -35,14 +35,14 @@ class Ask:
     rows: int  # of a slab
 
 
-def rows_per_slab(vocabulary: int, device: torch.device) -> int:
+def rows_per_chunk(vocabulary: int, device: torch.device) -> int:
     """Return how many rows a slab has."""
-    kind = device.type if device.type in SLAB_BYTES else "cuda"
-    return max(LEAST_ROWS, min(MOST_ROWS[kind], SLAB_BYTES[kind] // (4 * vocabulary)))
+    kind = device.type if device.type in CHUNK_BYTES else "cuda"
+    return max(MIN_CHUNK_ROWS, min(MAX_CHUNK_ROWS[kind], CHUNK_BYTES[kind] // (4 * vocabulary)))
 
 
 @dataclass
-class Slab:
+class Chunk:
     """Some of the rows and the room in which their logits stand; the next slab has the same room."""
 
     rows: Tensor  # [slab, hidden], in the dtype of the products, as the weights
@@ -50,10 +50,10 @@ class Slab:
     bias: Tensor | None
     finish: LogitTransform
     room: Tensor  # [at least slab, vocabulary], in that dtype
-    wide: Tensor  # the same in float32
+    fp32_buffer: Tensor  # the same in float32
 
     @classmethod
-    def without_room(cls, rows: Tensor, weight: Tensor, ask: Ask) -> "Slab":
+    def without_buffers(cls, rows: Tensor, weight: Tensor, ask: LossSpec) -> "Slab":
         """Return all rows, whose logits are not asked for."""
         return cls(rows.to(ask.dtype), weight.to(ask.dtype), None, ask.finish, rows, rows)
 
@@ -66,10 +66,10 @@ class Slab:
 
     def softmax(self, logits: Tensor) -> Tensor:
         """Return the probabilities in float32; these may be overwritten."""
-        return torch.softmax(logits, dim=1, dtype=torch.float32, out=self.wide[: len(logits)])
+        return torch.softmax(logits, dim=1, dtype=torch.float32, out=self.fp32_buffer[: len(logits)])
 
 
-def slabs(rows: Tensor, weight: Tensor, bias: Tensor | None, ask: Ask) -> Iterator[tuple[slice, Slab]]:
+def iterate_chunks(rows: Tensor, weight: Tensor, bias: Tensor | None, ask: LossSpec) -> Iterator[tuple[slice, Chunk]]:
     """Yield the slabs one after another, each with its place among the rows."""
     size, vocabulary = min(ask.rows, len(rows)), len(weight)
     room = rows.new_empty(size, vocabulary, dtype=ask.dtype)
@@ -77,10 +77,10 @@ def slabs(rows: Tensor, weight: Tensor, bias: Tensor | None, ask: Ask) -> Iterat
     cast_weight, cast_bias = weight.to(ask.dtype), None if bias is None else bias.to(ask.dtype)
     for start in range(0, len(rows), max(1, size)):
         part = slice(start, min(start + size, len(rows)))
-        yield part, Slab(rows[part].to(ask.dtype), cast_weight, cast_bias, ask.finish, room, wide)
+        yield part, Chunk(rows[part].to(ask.dtype), cast_weight, cast_bias, ask.finish, room, wide)
 
 
-class Gradients:
+class LinearGradients:
     """The gradients that are wanted, added up over the slabs; None for those that are not.
 
     Of the weights' they are added up in float32, also where the weights are half floats.
@@ -105,7 +105,7 @@ class Gradients:
         weight, bias = (None if each is None else each.to(self._dtype) for each in (self._weight, self._bias))
         return self._rows, weight, bias, None, None
 
-    def add(self, gradient: Tensor, slab: Slab, part: slice) -> None:
+    def add(self, gradient: Tensor, slab: Chunk, part: slice) -> None:
         """Add what the slab's gradient at the head's output, float32, amounts to."""
         cast = gradient.to(slab.rows.dtype)
         if self._rows is not None:
@@ -128,30 +128,32 @@ class Gradients:
             self._weight.add_(torch.mm(gradient.t(), rows))
 
 
-def loss_sums(rows: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, ask: Ask) -> Tensor:
+def loss_sums(rows: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, ask: LossSpec) -> Tensor:
     """Return the loss summed over the rows and, not to be learnt from, their summed cross-entropy: [2], float32.
 
     `rows` are [targets, hidden], `weight` [vocabulary, hidden].
     """
     if len(rows) <= ask.rows or ask.dtype == torch.float16:  # half floats lose gradients that are not scaled up
-        losses, plain = losses_of(rows, weight, bias, labels, ask)
+        losses, plain = row_losses(rows, weight, bias, labels, ask)
         return torch.stack([losses.sum(), plain.sum()])
-    loss, plain = _Sum.apply(rows, weight, bias, labels, ask)  # type: ignore[no-untyped-call]  # torch has no types for it
+    loss, plain = _SummedLoss.apply(rows, weight, bias, labels, ask)  # type: ignore[no-untyped-call]  # torch has no types for it
     return torch.stack([loss, plain])
 
 
-def losses_of(rows: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, ask: Ask) -> tuple[Tensor, Tensor]:
+def row_losses(
+    rows: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, ask: LossSpec
+) -> tuple[Tensor, Tensor]:
     """Return each row's loss and, not to be learnt from, its cross-entropy: both [targets], float32."""
-    losses, plain = _Each.apply(rows, weight, bias, labels, ask)  # type: ignore[no-untyped-call]  # likewise
+    losses, plain = _RowLosses.apply(rows, weight, bias, labels, ask)  # type: ignore[no-untyped-call]  # likewise
     return losses, plain
 
 
 @torch.no_grad()
-def measured(rows: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, ask: Ask) -> Tensor:
+def loss_and_num_correct(rows: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, ask: LossSpec) -> Tensor:
     """Return the summed cross-entropy and how many rows have the highest logit at their label: [2], float32."""
     sums = rows.new_zeros(2, dtype=torch.float32)
     with torch.autocast(rows.device.type, enabled=False):
-        for part, slab in slabs(rows, weight, bias, ask):
+        for part, slab in iterate_chunks(rows, weight, bias, ask):
             logits = slab.logits()
             highest, likeliest = logits.max(dim=1)
             softmax = slab.softmax(logits)
@@ -160,17 +162,17 @@ def measured(rows: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, 
     return sums
 
 
-class _Sum(torch.autograd.Function):
+class _SummedLoss(torch.autograd.Function):
     """The summed loss; gradients are made in the forward pass."""
 
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, ask: Ask
+        ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, ask: LossSpec
     ) -> tuple[Tensor, Tensor]:
-        wanted = Gradients(ctx, rows, weight, bias)
+        wanted = LinearGradients(ctx, rows, weight, bias)
         sums = rows.new_zeros(2, dtype=torch.float32)
         with torch.autocast(rows.device.type, enabled=False):
-            for part, slab in slabs(rows, weight, bias, ask):
+            for part, slab in iterate_chunks(rows, weight, bias, ask):
                 logits = slab.logits()
                 softmax = slab.softmax(logits)
                 losses, plain, denominators = _losses(logits, softmax, labels[part], ask.loss)
@@ -188,17 +190,17 @@ class _Sum(torch.autograd.Function):
         return (*(None if each is None else each.mul_(upstream[0]) for each in made), None, None)
 
 
-class _Each(torch.autograd.Function):
+class _RowLosses(torch.autograd.Function):
     """Each row's loss; a single slab's gradient at the logits is kept, several slabs are computed again."""
 
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, ask: Ask
+        ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, ask: LossSpec
     ) -> tuple[Tensor, Tensor]:
         needs, kept = any(ctx.needs_input_grad), None
         parts: list[tuple[Tensor, Tensor]] = []
         with torch.autocast(rows.device.type, enabled=False):
-            for part, slab in slabs(rows, weight, bias, ask):
+            for part, slab in iterate_chunks(rows, weight, bias, ask):
                 logits = slab.logits()
                 softmax = slab.softmax(logits)
                 losses, plain, denominators = _losses(logits, softmax, labels[part], ask.loss)
@@ -215,13 +217,13 @@ class _Each(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
         rows, weight, bias, labels, kept = ctx.saved_tensors
-        ask: Ask = ctx.ask
-        wanted, of_rows = Gradients(ctx, rows, weight, bias), upstream[0][:, None]
+        ask: LossSpec = ctx.ask
+        wanted, of_rows = LinearGradients(ctx, rows, weight, bias), upstream[0][:, None]
         with torch.autocast(rows.device.type, enabled=False):
             if kept is not None:
-                wanted.add(kept.mul_(of_rows), Slab.without_room(rows, weight, ask), slice(None))
+                wanted.add(kept.mul_(of_rows), Chunk.without_buffers(rows, weight, ask), slice(None))
                 return wanted.made
-            for part, slab in slabs(rows, weight, bias, ask):
+            for part, slab in iterate_chunks(rows, weight, bias, ask):
                 logits = slab.logits()
                 softmax = slab.softmax(logits)
                 denominators = _losses(logits, softmax, labels[part], ask.loss)[2]
@@ -249,7 +251,7 @@ def _losses(
     return losses, plain, denominators
 
 
-def _gradient_(softmax: Tensor, logits: Tensor, labels: Tensor, denominators: Tensor, ask: Ask) -> Tensor:
+def _gradient_(softmax: Tensor, logits: Tensor, labels: Tensor, denominators: Tensor, ask: LossSpec) -> Tensor:
     """Return the gradient of the rows' losses at the head's output; it takes the room of the softmax."""
     loss, chosen = ask.loss, labels[:, None]
     if loss.z_loss:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from finetune.task.lm_loss.chunked_loss import rows_per_slab
+from finetune.task.lm_loss.chunked_loss import rows_per_chunk
 from finetune.task.lm_loss.logit_transform import HeadOutput, LogitTransform, find_logit_transform
 from finetune.task.model_inputs import innermost
 
@@ -92,7 +92,7 @@ def map_chunks(work: Callable[..., Tensor], head: LmHead, rows: Tensor, *others:
     Their logits are made again in the backward pass. It is for a head that is no plain linear map, such as one with
     LoRA, and for losses of any kind. Weights that ZeRO-3 has cut to pieces are gathered once, for all rows.
     """
-    size = len(rows) if head.is_partitioned else rows_per_slab(head.vocabulary, rows.device)
+    size = len(rows) if head.is_partitioned else rows_per_chunk(head.vocabulary, rows.device)
     if len(rows) <= size:
         return [work(rows, *others)]
     parts = zip(*(torch.split(each, size) for each in (rows, *others)), strict=True)

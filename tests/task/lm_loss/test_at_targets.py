@@ -56,9 +56,9 @@ OTHERS = {
 @pytest.fixture(autouse=True)
 def small_slabs(monkeypatch):
     """Let twenty-odd targets be several slabs."""
-    monkeypatch.setattr(target_loss, "FEW_LOGITS", 0)
-    monkeypatch.setattr(chunked_loss, "LEAST_ROWS", 8)
-    monkeypatch.setitem(chunked_loss.SLAB_BYTES, "cpu", 0)
+    monkeypatch.setattr(target_loss, "MAX_FULL_LOGITS", 0)
+    monkeypatch.setattr(chunked_loss, "MIN_CHUNK_ROWS", 8)
+    monkeypatch.setitem(chunked_loss.CHUNK_BYTES, "cpu", 0)
 
 
 def made(name):
@@ -172,7 +172,7 @@ def test_logits_at_targets_are_those_of_the_targets():
 
 @pytest.mark.parametrize("least", [8, 512])
 def test_log_probabilities_may_weigh_on_a_loss_one_by_one(least, monkeypatch):
-    monkeypatch.setattr(chunked_loss, "LEAST_ROWS", least)  # slabs that are worked out again, and one that is kept
+    monkeypatch.setattr(chunked_loss, "MIN_CHUNK_ROWS", least)  # slabs that are worked out again, and one that is kept
     model, batch = made("gemma2"), padded(samples(9, 4, 21), pad_id=0)
     weights = torch.randn(len(batch.targets.labels), generator=torch.Generator().manual_seed(1))
     found = []
@@ -189,7 +189,7 @@ def test_what_is_measured_is_what_all_logits_say():
     model, batch = made("gemma2"), padded(samples(9, 4, 21), pad_id=0)
     logits, is_target = logits_of(model, batch), batch.labels != IGNORED
     with torch.no_grad():
-        sums = TargetLoss(SMOOTHED).measured(model, batch)
+        sums = TargetLoss(SMOOTHED).evaluation_sums(model, batch)
     assert int(sums["num_correct"]) == int(((logits.argmax(-1) == batch.labels) & is_target).sum())
     assert int(sums["num_targets"]) == int(is_target.sum())
     plain = TargetLoss(PLAIN, "plain").sums(model, batch)["loss_sum"]
@@ -242,7 +242,7 @@ def test_no_tensor_of_all_logits_is_ever_made(loss):
 def test_where_logits_are_few_all_of_them_are_made(monkeypatch):
     model, batch = made("llama"), padded(samples(9, 4, 21), pad_id=0)
     whole = batch.labels.numel() * VOCABULARY
-    monkeypatch.setattr(target_loss, "FEW_LOGITS", whole)
+    monkeypatch.setattr(target_loss, "MAX_FULL_LOGITS", whole)
     with _Largest() as largest:
         few = learnt(TargetLoss(PLAIN), model, batch)
     assert largest.num_elements >= whole

@@ -10,7 +10,7 @@ from torch.nn import functional
 from finetune.errors import MissingPackage
 from finetune.task.lm_loss import target_loss
 from finetune.task.lm_loss.logit_transform import LogitTransform
-from finetune.task.lm_loss.target_loss import MODULES, kernel_for, usable
+from finetune.task.lm_loss.target_loss import KERNEL_MODULES, fused_kernel_for, resolve_kernel
 
 ROWS, WEIGHT, BIAS = torch.randn(5, 8), torch.randn(11, 8), torch.randn(11)
 LABELS = torch.tensor([0, 3, 10, 2, 2])
@@ -37,12 +37,12 @@ def linear_cross_entropy(
 @pytest.fixture
 def installed(monkeypatch):
     for name, function in (("liger", liger_fused_linear_cross_entropy), ("cce", linear_cross_entropy)):
-        module = ModuleType(MODULES[name])
+        module = ModuleType(KERNEL_MODULES[name])
         setattr(module, function.__name__, function)
-        for depth in range(1, len(MODULES[name].split("."))):
-            parent = ".".join(MODULES[name].split(".")[:depth])
+        for depth in range(1, len(KERNEL_MODULES[name].split("."))):
+            parent = ".".join(KERNEL_MODULES[name].split(".")[:depth])
             monkeypatch.setitem(sys.modules, parent, ModuleType(parent))
-        monkeypatch.setitem(sys.modules, MODULES[name], module)
+        monkeypatch.setitem(sys.modules, KERNEL_MODULES[name], module)
 
 
 @pytest.mark.parametrize("finish", [LogitTransform(), LogitTransform(scale=0.5, soft_cap=2.0)])
@@ -56,19 +56,19 @@ def test_a_kernel_is_given_what_makes_the_models_logits(installed, kernel, bias,
 
 def test_without_a_gpu_our_own_loss_serves_and_says_so(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    kernel, (line,) = usable("liger")
+    kernel, (line,) = resolve_kernel("liger")
     assert kernel == "chunked"
     assert "`liger` needs a CUDA GPU; `chunked` is used" in line
-    assert usable("auto") == ("auto", ())
+    assert resolve_kernel("auto") == ("auto", ())
 
 
 def test_with_a_gpu_a_package_that_lacks_is_named(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setitem(sys.modules, "cut_cross_entropy", None)
     with pytest.raises(MissingPackage, match=r"finetune\[kernels\]"):
-        usable("cce")
+        resolve_kernel("cce")
 
 
 def test_rows_elsewhere_than_on_a_gpu_have_no_kernel():
-    assert kernel_for("liger", ROWS, None) is None
-    assert kernel_for("chunked", ROWS, None) is None
+    assert fused_kernel_for("liger", ROWS, None) is None
+    assert fused_kernel_for("chunked", ROWS, None) is None
