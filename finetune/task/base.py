@@ -16,7 +16,7 @@ from finetune.data.token_cache.lengths import Lengths
 from finetune.data.workers import Cost
 from finetune.errors import DataError
 from finetune.runtime.recorded import recorded_as
-from finetune.task.protocol import Measured, ModelHead, Precomputed, Prompt
+from finetune.task.protocol import GenerationPrompt, Measured, ModelHead, Precomputed
 
 
 class BaseTask:
@@ -128,6 +128,6 @@ class BaseTask:
         """Return nothing: the tokens that are learnt say it."""
         return ""
 
-    def prompt(self, features: Features) -> Prompt | None:
+    def prompt(self, features: Features) -> GenerationPrompt | None:
         """Return None: nothing is asked."""
         return None

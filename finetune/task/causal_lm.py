@@ -18,7 +18,7 @@ from finetune.task.lm_loss.target_loss import TargetLoss
 from finetune.task.lm_loss.token_loss import TokenLoss
 from finetune.task.metrics import token_metrics
 from finetune.task.model_inputs import end_to_end, is_end_to_end, padded
-from finetune.task.protocol import ModelHead, Prompt, TaskContext
+from finetune.task.protocol import GenerationPrompt, ModelHead, TaskContext
 from finetune.task.row_formats import OnlyText, OnlyTurns
 
 
@@ -99,11 +99,11 @@ class SftTask(CausalTask):
         )
         return OnlyTurns(encode)
 
-    def prompt(self, features: Features) -> Prompt | None:
+    def prompt(self, features: Features) -> GenerationPrompt | None:
         """Return all tokens before the last answer, and that answer as learnt: with its end-of-turn token."""
         is_target = features.arrays["is_target"]
         end = int(np.flatnonzero(is_target)[-1]) + 1
         before = np.flatnonzero(~is_target[:end])
         start = int(before[-1]) + 1
         ids = features.arrays["input_ids"].tolist()
-        return Prompt(input_ids=tuple(ids[:start]), reference_ids=tuple(ids[start:end]))
+        return GenerationPrompt(input_ids=tuple(ids[:start]), reference_ids=tuple(ids[start:end]))

@@ -54,7 +54,7 @@ __all__ = ["Measured", "ModelHead", "Prior", "Prompt", "Row", "Task"]
 
 
 @dataclass(frozen=True)
-class Prompt:
+class GenerationPrompt:
     """What the model is asked in a generation, and what it should answer."""
 
     input_ids: tuple[int, ...]
@@ -173,5 +173,5 @@ class Task(Protocol):
     def answer(self, features: Features) -> str:
         """Return in words what is to be found out about the sample; empty where its tokens say it."""
 
-    def prompt(self, features: Features) -> Prompt | None:
+    def prompt(self, features: Features) -> GenerationPrompt | None:
         """Return what to ask the model for this sample and what it should answer; None where nothing is asked."""

@@ -16,7 +16,7 @@ from finetune.task.base import BaseTask
 from finetune.task.causal_lm import make_target_loss, pad_id
 from finetune.task.metrics import token_metrics
 from finetune.task.model_inputs import innermost
-from finetune.task.protocol import ModelHead, Prompt, TaskContext
+from finetune.task.protocol import GenerationPrompt, ModelHead, TaskContext
 
 
 class Seq2SeqTask(BaseTask):
@@ -88,10 +88,10 @@ class Seq2SeqTask(BaseTask):
         """Return `loss`, `perplexity` and `token_accuracy`."""
         return token_metrics(sums)
 
-    def prompt(self, features: Features) -> Prompt | None:
+    def prompt(self, features: Features) -> GenerationPrompt | None:
         """Return the source, and the target as learnt: with the end of sequence."""
         source, target = _parts(features)
-        return Prompt(input_ids=tuple(source.tolist()), reference_ids=tuple(target.tolist()))
+        return GenerationPrompt(input_ids=tuple(source.tolist()), reference_ids=tuple(target.tolist()))
 
 
 def _inputs(model: nn.Module, batch: Batch) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from finetune.data.token_cache.chunks import Encode
 from finetune.data.workers import Cost
 from finetune.task.causal_lm import SftTask
 from finetune.task.model_inputs import padded
-from finetune.task.protocol import ModelHead, Prompt, TaskContext
+from finetune.task.protocol import GenerationPrompt, ModelHead, TaskContext
 from finetune.task.row_formats import PicturedTurns
 
 
@@ -52,7 +52,7 @@ class VisionLanguageSftTask(SftTask):
             batch, inputs=inputs, num_tokens=num_tokens, sample_ids=tuple(each.sample_id for each in features)
         )
 
-    def prompt(self, features: Features) -> Prompt | None:
+    def prompt(self, features: Features) -> GenerationPrompt | None:
         """Return all before the last answer, its images, and that answer as learnt.
 
         A prompt without an image has a blank one beside it. None where an image stands behind the prompt.

@@ -24,7 +24,7 @@ from finetune.report.reporter import Reporter
 from finetune.runtime import distributed
 from finetune.runtime.parameters import STATE
 from finetune.runtime.supervision.heartbeat import reach
-from finetune.task.generation.evaluation import Answers
+from finetune.task.generation.evaluation import GenerationEvaluator
 from finetune.task.protocol import Task
 from finetune.train.meters import numbers
 from finetune.train.optim.averages import FAST, average_of
@@ -125,7 +125,7 @@ class Evaluator:
     loader: Iterable[Batch]  # prepared; ranks without a row left get filler batches
     rows: PreparedSet
     reporter: Reporter
-    answers: Answers | None
+    answers: GenerationEvaluator | None
 
     def __call__(self, step: int) -> dict[str, float]:
         """Return the metrics, equal on every rank, and report them. Collective."""
@@ -136,7 +136,7 @@ class Evaluator:
             sums, records = self._measure(step)
             metrics = dict(self.task.metrics(numbers(sums), _gathered(records)))
             if self.answers is not None:
-                answered = self.answers.collect(self.model, step=step)
+                answered = self.answers.generate_all(self.model, step=step)
                 metrics |= distributed.broadcast_object(self.answers.score(answered) if distributed.is_main() else {})
                 for answer in answered[: self.answers.section.show]:
                     self.reporter(Answered(step, answer.prompt, answer.answer, answer.reference))

@@ -10,7 +10,7 @@ from finetune.data.batch import IGNORED
 from finetune.data.encoding.image_conversation import images_of
 from finetune.data.images.stored_image import StoredImage
 from finetune.errors import DataError
-from finetune.task.generation.decoding import generate, seeing
+from finetune.task.generation.decoding import generate, image_decode_state
 from finetune.task.protocol import TaskContext
 from finetune.task.registry import build_task
 from tests.data.picture_processors import llava, picture, qwen, smolvlm
@@ -172,7 +172,7 @@ def test_the_answer_depends_on_the_image(task, model):
 def test_an_answer_is_what_transformers_generates(task, model, shown):
     (features,) = encoded(task, shown)
     prompt = task.prompt(features)
-    state = seeing(model, prompt, pad_id=task.pad_id, device=torch.device("cpu"))
+    state = image_decode_state(model, prompt, pad_id=task.pad_id, device=torch.device("cpu"))
     wish = {"max_new_tokens": 6, "device": torch.device("cpu"), "all_finished": lambda done: done}
     (answer,) = generate(model, [prompt.input_ids], pad_id=task.pad_id, stop_ids=frozenset(), state=state, **wish)
     text = task._processor.apply_chat_template(_in_parts(shown)[:1], add_generation_prompt=True)

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutput
 
 from finetune.task.model_inputs import innermost
-from finetune.task.protocol import Prompt
+from finetune.task.protocol import GenerationPrompt
 
 
 @dataclass(frozen=True)
-class Decoding:
+class Seq2SeqDecodeState:
     """What the encoder has read and the decoder has written so far.
 
     Every forward pass goes through the model as it is wrapped: parameters that are split are then gathered.
@@ -39,7 +39,7 @@ class Decoding:
         cache = getattr(outputs, "past_key_values", None)
         return outputs.logits[:, -1].argmax(dim=-1), replace(self, encoded=encoded, cache=cache)
 
-    def followed_by(self, chosen: Tensor) -> "Decoding":
+    def append_tokens(self, chosen: Tensor) -> "Decoding":
         """Return the state one token later; chosen is [batch]."""
         return replace(self, written=torch.cat([self.written, chosen[:, None]], dim=1))
 
@@ -49,13 +49,15 @@ def is_encoder_decoder(model: nn.Module) -> bool:
     return bool(getattr(getattr(innermost(model), "config", None), "is_encoder_decoder", False))
 
 
-def begun(model: nn.Module, sources: Sequence[Sequence[int]], *, pad_id: int, device: torch.device) -> Decoding:
+def seq2seq_decode_state(
+    model: nn.Module, sources: Sequence[Sequence[int]], *, pad_id: int, device: torch.device
+) -> Seq2SeqDecodeState:
     """Return the state before the first token."""
     longest = max(map(len, sources))
     source_ids = torch.tensor([[*source, *[pad_id] * (longest - len(source))] for source in sources], device=device)
     mask = torch.tensor([[1] * len(source) + [0] * (longest - len(source)) for source in sources], device=device)
     written = torch.full((len(sources), 1), _start_id(model, pad_id=pad_id), device=device)
-    return Decoding(source_ids, mask, written)
+    return Seq2SeqDecodeState(source_ids, mask, written)
 
 
 def _start_id(model: nn.Module, *, pad_id: int) -> int:
@@ -68,7 +70,7 @@ def _start_id(model: nn.Module, *, pad_id: int) -> int:
     return pad_id
 
 
-def has_learnt_prompt(model: nn.Module) -> bool:
+def has_prompt_learning(model: nn.Module) -> bool:
     """Tell whether peft puts learnt tokens, or keys and values, before the text (prompt and prefix tuning)."""
     inner: Any = model
     while inner is not None and not hasattr(inner, "peft_config"):
@@ -77,7 +79,7 @@ def has_learnt_prompt(model: nn.Module) -> bool:
 
 
 @dataclass(frozen=True)
-class Rewriting:
+class UncachedDecodeState:
     """The state of such a model: all of the text, padded on the right as in training, and no cache."""
 
     rows: tuple[tuple[int, ...], ...]
@@ -94,15 +96,17 @@ class Rewriting:
         logits = model(input_ids=input_ids, attention_mask=mask, use_cache=False).logits[:, -longest:]
         return logits[torch.arange(len(self.rows), device=self.device), lengths - 1].argmax(dim=-1), self
 
-    def followed_by(self, chosen: Tensor) -> "Rewriting":
+    def append_tokens(self, chosen: Tensor) -> "Rewriting":
         """Return the state one token later; chosen is [batch]."""
         rows = tuple((*row, token) for row, token in zip(self.rows, chosen.tolist(), strict=True))
         return replace(self, rows=rows)
 
 
-def rewriting(prompts: Sequence[Sequence[int]], *, pad_id: int, device: torch.device) -> Rewriting:
+def uncached_decode_state(
+    prompts: Sequence[Sequence[int]], *, pad_id: int, device: torch.device
+) -> UncachedDecodeState:
     """Return the state before the first token."""
-    return Rewriting(tuple(tuple(prompt) for prompt in prompts), pad_id, device)
+    return UncachedDecodeState(tuple(tuple(prompt) for prompt in prompts), pad_id, device)
 
 
 _OWN_POSITIONS = "mm_token_type_ids"
@@ -110,7 +114,7 @@ _OWN_POSITIONS = "mm_token_type_ids"
 
 
 @dataclass(frozen=True)
-class Seeing:
+class ImageDecodeState:
     """The state of a decoder that has read a prompt, and a row beside it where the prompt shows no image."""
 
     input_ids: Tensor  # [1 or 2, length]
@@ -128,7 +132,7 @@ class Seeing:
         if "logits_to_keep" in self.arguments:
             given["logits_to_keep"] = 1
         if self.cache is None:
-            given |= {**self.seen, **{name: _longer(values, length) for name, values in self.per_token.items()}}
+            given |= {**self.seen, **{name: _pad_right(values, length) for name, values in self.per_token.items()}}
         else:
             given["past_key_values"] = self.cache
         outputs = model(input_ids=self.input_ids[:, -num_new:], **given)
@@ -153,7 +157,7 @@ class Seeing:
         told = {"position_ids": positions[:, -num_new:]} if "position_ids" in self.arguments else {}
         return {"attention_mask": self.attention_mask, **told}
 
-    def followed_by(self, chosen: Tensor) -> "Seeing":
+    def append_tokens(self, chosen: Tensor) -> "Seeing":
         """Return the state one token later; chosen is [1]."""
         token = chosen.expand(len(self.input_ids))[:, None]
         return replace(
@@ -163,24 +167,26 @@ class Seeing:
         )
 
 
-def seeing(model: nn.Module, prompt: Prompt, *, pad_id: int, device: torch.device) -> Seeing:
+def image_decode_state(
+    model: nn.Module, prompt: GenerationPrompt, *, pad_id: int, device: torch.device
+) -> ImageDecodeState:
     """Return the state before the first token; the rows are padded on the left."""
     rows = [prompt.input_ids, prompt.beside] if prompt.beside else [prompt.input_ids]
-    return Seeing(
-        input_ids=_padded(rows, with_value=pad_id).to(device),
-        attention_mask=_padded([[1] * len(row) for row in rows], with_value=0).to(device),
+    return ImageDecodeState(
+        input_ids=_pad_left(rows, with_value=pad_id).to(device),
+        attention_mask=_pad_left([[1] * len(row) for row in rows], with_value=0).to(device),
         seen={name: value.to(device) for name, value in prompt.inputs.items()},
-        per_token={name: _padded(values, with_value=0).to(device) for name, values in prompt.per_token.items()},
+        per_token={name: _pad_left(values, with_value=0).to(device) for name, values in prompt.per_token.items()},
         arguments=frozenset(inspect.signature(innermost(model).forward).parameters),
     )
 
 
-def _padded(rows: Sequence[Sequence[int]], *, with_value: int) -> Tensor:
+def _pad_left(rows: Sequence[Sequence[int]], *, with_value: int) -> Tensor:
     longest = max(len(row) for row in rows)
     return torch.tensor([[with_value] * (longest - len(row)) + list(row) for row in rows])
 
 
-def _longer(values: Tensor, length: int) -> Tensor:
+def _pad_right(values: Tensor, length: int) -> Tensor:
     """Return the values of the tokens, 0 for those that have been written since."""
     return nn.functional.pad(values, (0, length - values.shape[1]))
 
@@ -203,7 +209,7 @@ def generate(
     prompts takes part with a dummy and gets []. A `state` that has more than tokens to read is given in place of the
     prompts' own. The caller sets evaluation mode. Collective where `all_finished` is.
     """
-    state = state or _begun(model, prompts or [[pad_id]], pad_id=pad_id, device=device)
+    state = state or _initial_state(model, prompts or [[pad_id]], pad_id=pad_id, device=device)
     stops = torch.tensor(sorted(stop_ids), dtype=torch.int64, device=device)
     is_finished = torch.full((max(1, len(prompts)),), not prompts, device=device)  # [batch]
     answers = []
@@ -214,23 +220,23 @@ def generate(
         is_finished = is_finished | torch.isin(chosen, stops)
         if all_finished(bool(is_finished.all())):
             break
-        state = state.followed_by(chosen)
+        state = state.append_tokens(chosen)
     rows = torch.stack(answers, dim=1).tolist() if answers else [[] for _ in prompts]
     return [_until_stop(row, stop_ids) for row in rows[: len(prompts)]]
 
 
-class State(Protocol):
+class DecodeState(Protocol):
     """What has been read and written so far."""
 
     def advance(self, model: nn.Module) -> "tuple[Tensor, State]":
         """Return the likeliest next token of each row ([batch]) and the state with the model's new cache."""
 
-    def followed_by(self, chosen: Tensor) -> "State":
+    def append_tokens(self, chosen: Tensor) -> "State":
         """Return the state one token later; chosen is [batch]."""
 
 
 @dataclass(frozen=True)
-class _Writing:
+class _CausalDecodeState:
     """The state of a decoder alone; with a cache, only the newest token is given to the model."""
 
     input_ids: Tensor  # [batch, length]
@@ -253,7 +259,7 @@ class _Writing:
         cache = getattr(outputs, "past_key_values", None)
         return outputs.logits[:, -1].argmax(dim=-1), replace(self, cache=cache)
 
-    def followed_by(self, chosen: Tensor) -> "_Writing":
+    def append_tokens(self, chosen: Tensor) -> "_Writing":
         """Return the state one token later; chosen is [batch]."""
         seen = torch.ones_like(chosen)[:, None]
         return replace(
@@ -263,16 +269,18 @@ class _Writing:
         )
 
 
-def _begun(model: nn.Module, prompts: Sequence[Sequence[int]], *, pad_id: int, device: torch.device) -> State:
+def _initial_state(
+    model: nn.Module, prompts: Sequence[Sequence[int]], *, pad_id: int, device: torch.device
+) -> DecodeState:
     """Return the state before the first token; a decoder's prompts end, and so its answers begin, at one place."""
     if is_encoder_decoder(model):
-        return begun(model, prompts, pad_id=pad_id, device=device)
-    if has_learnt_prompt(model):
-        return rewriting(prompts, pad_id=pad_id, device=device)
+        return seq2seq_decode_state(model, prompts, pad_id=pad_id, device=device)
+    if has_prompt_learning(model):
+        return uncached_decode_state(prompts, pad_id=pad_id, device=device)
     longest = max(len(prompt) for prompt in prompts)
     input_ids = torch.tensor([[pad_id] * (longest - len(prompt)) + list(prompt) for prompt in prompts], device=device)
     mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device)
-    return _Writing(input_ids, mask, _arguments(model))
+    return _CausalDecodeState(input_ids, mask, _arguments(model))
 
 
 def _arguments(model: nn.Module) -> frozenset[str]:

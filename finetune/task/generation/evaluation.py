@@ -13,8 +13,8 @@ from finetune.errors import UserError
 from finetune.runtime import distributed
 from finetune.runtime.supervision.heartbeat import reach
 from finetune.task.causal_lm import pad_id
-from finetune.task.generation.decoding import generate, seeing
-from finetune.task.protocol import Prompt
+from finetune.task.generation.decoding import generate, image_decode_state
+from finetune.task.protocol import GenerationPrompt
 
 Metric = Callable[[Sequence[str], Sequence[str]], float]
 
@@ -29,22 +29,22 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class Answers:
+class GenerationEvaluator:
     """The prompts and how they are answered: greedily, in batches, the same number of batches on every rank."""
 
     section: GenerateSection
-    prompts: Sequence[Prompt]
+    prompts: Sequence[GenerationPrompt]
     tokenizer: Any
     stop_ids: frozenset[int]
     device: torch.device
     metrics: dict[str, Metric]
 
-    def collect(self, model: nn.Module, *, step: int) -> list[Answer]:
+    def generate_all(self, model: nn.Module, *, step: int) -> list[Answer]:
         """Return the answers in the order of the prompts, on every rank. Collective."""
         own = list(self.prompts[distributed.rank() :: distributed.world()])
         most = -(-len(self.prompts) // distributed.world())
         answered: list[tuple[int, ...]] = []
-        batch_size = 1 if self._sees else self.section.batch_size
+        batch_size = 1 if self._has_images else self.section.batch_size
         for start in range(0, most, batch_size):
             reach("evaluate", step=step)
             batch = own[start : start + batch_size]
@@ -60,11 +60,11 @@ class Answers:
         return {name: float(metric(said, wanted)) for name, metric in self.metrics.items()}
 
     @property
-    def _sees(self) -> bool:
+    def _has_images(self) -> bool:
         """Tell whether prompts show images: then each is answered alone, and a rank without one reads the first."""
         return any(prompt.inputs for prompt in self.prompts)
 
-    def _generate(self, model: nn.Module, batch: Sequence[Prompt]) -> list[list[int]]:
+    def _generate(self, model: nn.Module, batch: Sequence[GenerationPrompt]) -> list[list[int]]:
         first, pads = (batch or self.prompts)[0], pad_id(self.tokenizer)
         return generate(
             model,
@@ -74,10 +74,10 @@ class Answers:
             max_new_tokens=self.section.max_new_tokens,
             device=self.device,
             all_finished=_all_ranks_finished,
-            state=seeing(model, first, pad_id=pads, device=self.device) if self._sees else None,
+            state=image_decode_state(model, first, pad_id=pads, device=self.device) if self._has_images else None,
         )
 
-    def _as_text(self, prompt: Prompt, answer: Sequence[int]) -> Answer:
+    def _as_text(self, prompt: GenerationPrompt, answer: Sequence[int]) -> Answer:
         def decode(ids: Sequence[int]) -> str:
             return str(self.tokenizer.decode(list(ids), skip_special_tokens=True)).strip()
 

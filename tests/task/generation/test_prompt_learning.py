@@ -7,7 +7,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from finetune.data.batch import Batch
-from finetune.task.generation.decoding import generate, has_learnt_prompt
+from finetune.task.generation.decoding import generate, has_prompt_learning
 from finetune.task.lm_loss.at_targets import logits_everywhere
 
 PROMPTS = [(5, 17, 20, 31), (7,), (9, 10, 11, 12, 13, 14)]
@@ -54,6 +54,6 @@ def test_it_is_found_inside_a_wrapper_and_not_where_there_is_none(model):
             super().__init__()
             self.module = module
 
-    assert has_learnt_prompt(Wrapper(model))
-    assert not has_learnt_prompt(model.get_base_model())
-    assert not has_learnt_prompt(Wrapper(nn.Linear(2, 2)))
+    assert has_prompt_learning(Wrapper(model))
+    assert not has_prompt_learning(model.get_base_model())
+    assert not has_prompt_learning(Wrapper(nn.Linear(2, 2)))
