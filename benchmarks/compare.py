@@ -34,12 +34,12 @@ def parts(options: argparse.Namespace) -> Mapping[str, Part]:
     """Return everything that is measured, in order."""
     chosen = [name for name in only(options) if name in names_of_workloads(options)]
     return {
-        "steps": partial(steps.measure, data=options.data, seed=options.seed, only=chosen),
-        "startup": startup.measure,
-        "strategies": strategies.measure,
-        "saving": saving.measure,
-        "evaluation": partial(evaluation.measure, data=options.data),
-        "flatness": flatness.measure,
+        "steps": partial(steps.evaluate_batch, data=options.data, seed=options.seed, only=chosen),
+        "startup": startup.evaluate_batch,
+        "strategies": strategies.evaluate_batch,
+        "saving": saving.evaluate_batch,
+        "evaluation": partial(evaluation.evaluate_batch, data=options.data),
+        "flatness": flatness.evaluate_batch,
     }
 
 

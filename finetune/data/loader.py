@@ -199,11 +199,11 @@ class _CollateSeeded:
 class _CollateOrFill:
     prepared: PreparedSet
     collate: Collate
-    filler: Callable[[Features], Batch]
+    dummy_batch: Callable[[Features], Batch]
 
     def __call__(self, features: Sequence[Features]) -> Batch:
         if not features:
-            return self.filler(self.prepared[0])
+            return self.dummy_batch(self.prepared[0])
         return collated(self.collate, features, samples=self.prepared)
 
 

@@ -16,7 +16,7 @@ from finetune.data.token_cache.lengths import Lengths
 from finetune.data.workers import Cost
 from finetune.errors import DataError
 from finetune.runtime.recorded import recorded_as
-from finetune.task.protocol import GenerationPrompt, Measured, ModelHead, Precomputed
+from finetune.task.protocol import EvaluationOutput, GenerationPrompt, ModelHead, Precomputed
 
 
 class BaseTask:
@@ -84,7 +84,7 @@ class BaseTask:
     def collate(self, features: Sequence[Features]) -> Batch:
         """Return the samples as one microbatch."""
 
-    def filler(self, features: Features) -> Batch:
+    def dummy_batch(self, features: Features) -> Batch:
         """Return the sample as a batch in which nothing counts."""
         batch = self.collate([features])
         targets = None if batch.targets is None else batch.targets.none
@@ -95,7 +95,7 @@ class BaseTask:
         """Return the number of targets, known since collation."""
         return batch.num_targets
 
-    def look_ahead(self, model: nn.Module, batches: Sequence[Batch]) -> Sequence[Batch]:
+    def prepare_step(self, model: nn.Module, batches: Sequence[Batch]) -> Sequence[Batch]:
         """Return the batches as they are: a microbatch's loss does not depend on the others."""
         return batches
 
@@ -116,9 +116,9 @@ class BaseTask:
     def metric_sums(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
         """Return named sums (scalars) over the batch that may be added up over batches and ranks."""
 
-    def measure(self, model: nn.Module, batch: Batch) -> Measured:
+    def evaluate_batch(self, model: nn.Module, batch: Batch) -> EvaluationOutput:
         """Return the sums alone."""
-        return Measured(self.metric_sums(model, batch))
+        return EvaluationOutput(self.metric_sums(model, batch))
 
     @abstractmethod
     def metrics(self, sums: Mapping[str, float], records: Tensor | None = None) -> Mapping[str, float]:

@@ -130,9 +130,9 @@ class DistillationTask(SftTask):
             known[name] = torch.from_numpy(values.astype(np.int64) if name == TEACHER_TOKENS else values)
         return replace(batch, extras={**batch.extras, **known})
 
-    def filler(self, features: Features) -> Batch:
+    def dummy_batch(self, features: Features) -> Batch:
         """Return the sample as a batch in which nothing counts and nothing is known."""
-        batch = super().filler(features)
+        batch = super().dummy_batch(features)
         return replace(batch, extras={name: value[:0] for name, value in batch.extras.items()})
 
     def loss_sums(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:

@@ -65,7 +65,7 @@ class GenerationPrompt:
 
 
 @dataclass(frozen=True)
-class Measured:
+class EvaluationOutput:
     """What an evaluation takes from a batch."""
 
     sums: Mapping[str, Tensor]  # scalars that may be added up over batches and ranks
@@ -137,13 +137,13 @@ class Task(Protocol):
         What is random here is drawn from `(features.seed, features.sample_id)`: it then depends on no world size.
         """
 
-    def filler(self, features: Features) -> Batch:
+    def dummy_batch(self, features: Features) -> Batch:
         """Return a batch in the shape of one sample with no targets, for a rank that has no row left to evaluate."""
 
     def count_targets(self, batch: Batch) -> int:
         """Return the number of targets, before any forward pass."""
 
-    def look_ahead(self, model: nn.Module, batches: Sequence[Batch]) -> Sequence[Batch]:
+    def prepare_step(self, model: nn.Module, batches: Sequence[Batch]) -> Sequence[Batch]:
         """Return this rank's microbatches of one step with what their losses must know of the whole step. Collective.
 
         Leaves gradients and random numbers as they are.
@@ -161,7 +161,7 @@ class Task(Protocol):
     def step_metrics(self, sums: Mapping[str, float], *, num_targets: int) -> Mapping[str, float]:
         """Return what the log of a step shows of those sums beside the loss."""
 
-    def measure(self, model: nn.Module, batch: Batch) -> Measured:
+    def evaluate_batch(self, model: nn.Module, batch: Batch) -> EvaluationOutput:
         """Return what an evaluation takes from the batch."""
 
     def metrics(self, sums: Mapping[str, float], records: Tensor | None = None) -> Mapping[str, float]:

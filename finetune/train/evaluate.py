@@ -151,7 +151,7 @@ class Evaluator:
         for batch in self.loader:
             reach("evaluate", step=step)
             require_intact(self.rows, batch)
-            measured = self.task.measure(self.model, batch)
+            measured = self.task.evaluate_batch(self.model, batch)
             for name, value in measured.sums.items():
                 wide = value.detach().to(torch.float32 if value.device.type == "mps" else torch.float64)
                 totals[name] = totals[name] + wide if name in totals else wide

@@ -119,7 +119,7 @@ def _backward(
     accelerator, losses = parts.accelerator, []
     others: dict[str, Tensor] = {}
     scale = accelerator.num_processes / max(1, num_targets)  # every backend averages over ranks
-    for number, batch in enumerate(parts.task.look_ahead(parts.model, group)):
+    for number, batch in enumerate(parts.task.prepare_step(parts.model, group)):
         is_last = number == len(group) - 1
         accelerator.sync_gradients = is_last
         with nullcontext() if is_last else adding_up(accelerator, parts.model):

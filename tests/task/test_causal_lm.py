@@ -54,7 +54,7 @@ def test_samples_are_padded_on_the_right_and_labels_stand_one_place_earlier(sft)
 
 
 def test_a_filler_has_the_shape_of_a_sample_and_nothing_that_counts(sft):
-    batch = sft.filler(features([5, 6, 7], {1, 2}))
+    batch = sft.dummy_batch(features([5, 6, 7], {1, 2}))
     assert batch.inputs["input_ids"].tolist() == [[5, 6, 7]]
     assert (batch.num_targets, batch.num_tokens, batch.sample_ids) == (0, 0, ())
     assert batch.labels.tolist() == [[IGNORED] * 3]

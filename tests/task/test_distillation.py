@@ -184,9 +184,9 @@ def test_a_student_that_is_its_teacher_has_nothing_to_learn(tokenizer, data, stu
 def test_a_filler_counts_nothing_and_knows_nothing(tokenizer, data, student, teacher):
     task = made(tokenizer, data, top_k=5, cache=True)
     (first, *_) = known(task, teacher, samples(task))
-    sums = task.metric_sums(student, task.filler(first))
+    sums = task.metric_sums(student, task.dummy_batch(first))
     assert {name: float(value) for name, value in sums.items()} == dict.fromkeys(sums, 0.0)
-    assert task.precomputed.compute(teacher, task.filler(first)) is not None
+    assert task.precomputed.compute(teacher, task.dummy_batch(first)) is not None
 
 
 def test_answers_are_kept_for_the_settings_that_decide_them(tokenizer, data):

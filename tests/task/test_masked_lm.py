@@ -140,8 +140,8 @@ def test_loss_and_metrics_are_of_the_hidden_tokens(pieces):
     task = made(pieces)
     short, long = sample(task, text="a cat"), sample(task, sample_id=1)
     with torch.no_grad():
-        sums = task.measure(model, task.collate([short, long])).sums
-        apart = [task.measure(model, task.collate([each])).sums for each in (short, long)]
+        sums = task.evaluate_batch(model, task.collate([short, long])).sums
+        apart = [task.evaluate_batch(model, task.collate([each])).sums for each in (short, long)]
     assert float(sums["loss_sum"]) == pytest.approx(sum(float(each["loss_sum"]) for each in apart), rel=1e-5)
     metrics = task.metrics({name: float(value) for name, value in sums.items()})
     assert set(metrics) == {"loss", "perplexity", "masked_accuracy"}

@@ -89,7 +89,7 @@ def test_the_summed_loss_is_the_models_own_mean_times_the_targets(tokenizer, dat
     batch = task.collate(samples(task, ("What is two and two?", "four"), ("two", "Two and two is four")))
     theirs = pair(**batch.inputs, labels=batch.labels).loss * batch.num_targets
     assert float(task.loss_sum(pair, batch)) == pytest.approx(float(theirs), rel=1e-5)
-    filler = task.filler(samples(task, ("two", "four"))[0])
+    filler = task.dummy_batch(samples(task, ("two", "four"))[0])
     assert task.count_targets(filler) == 0
     assert float(task.loss_sum(pair, filler)) == 0.0
 

@@ -20,7 +20,7 @@ from finetune.task.base import BaseTask
 from finetune.task.classification.classes import class_loss_sum, find_classes
 from finetune.task.metrics import image_metrics
 from finetune.task.model_inputs import innermost
-from finetune.task.protocol import Measured, ModelHead, TaskContext
+from finetune.task.protocol import EvaluationOutput, ModelHead, TaskContext
 
 
 class ImageClassificationTask(BaseTask):
@@ -86,19 +86,19 @@ class ImageClassificationTask(BaseTask):
 
     def metric_sums(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
         """Return `loss_sum`, without weights and smoothing, and `num_targets`."""
-        return self.measure(model, batch).sums
+        return self.evaluate_batch(model, batch).sums
 
-    def measure(self, model: nn.Module, batch: Batch) -> Measured:
+    def evaluate_batch(self, model: nn.Module, batch: Batch) -> EvaluationOutput:
         """Return the sums, and of each image its id, class, likeliest class, and how many classes are likelier."""
         logits, labels = image_logits(model, batch).float(), batch.labels
         sums = {"loss_sum": class_loss_sum(logits, labels), "num_targets": (labels != IGNORED).sum()}
         if not batch.sample_ids:
-            return Measured(sums)
+            return EvaluationOutput(sums)
         own = logits.gather(1, labels[:, None])  # [batch, 1]
         likelier = (logits > own).sum(dim=1)
         ids = torch.tensor(batch.sample_ids, dtype=torch.float64)
         columns = [each.to("cpu", torch.float64) for each in (labels, logits.argmax(dim=1), likelier)]
-        return Measured(sums, torch.stack([ids, *columns], dim=1))
+        return EvaluationOutput(sums, torch.stack([ids, *columns], dim=1))
 
     def metrics(self, sums: Mapping[str, float], records: Tensor | None = None) -> Mapping[str, float]:
         """Return `loss`, `accuracy`, `macro_f1` and, from 6 classes on, `top5_accuracy`."""

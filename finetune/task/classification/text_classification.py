@@ -17,7 +17,7 @@ from finetune.runtime.recorded import recorded_name
 from finetune.task.base import BaseTask
 from finetune.task.classification.classes import TextPadding, classifier_logits, find_classes
 from finetune.task.classification.problem_types import MultiLabel, ProblemType, Regression, SingleLabel
-from finetune.task.protocol import Measured, ModelHead, Row, TaskContext
+from finetune.task.protocol import EvaluationOutput, ModelHead, Row, TaskContext
 
 
 class TextClassificationTask(BaseTask):
@@ -73,9 +73,9 @@ class TextClassificationTask(BaseTask):
         """Return the class, the classes or the numbers."""
         return self.kind.said(features.arrays[LABELS])
 
-    def filler(self, features: Features) -> Batch:
+    def dummy_batch(self, features: Features) -> Batch:
         """Return the row as a batch in which nothing counts: numbers that do not are NaN."""
-        batch = super().filler(features)
+        batch = super().dummy_batch(features)
         is_number = batch.labels.is_floating_point()
         return replace(batch, labels=torch.full_like(batch.labels, torch.nan)) if is_number else batch
 
@@ -85,19 +85,19 @@ class TextClassificationTask(BaseTask):
 
     def metric_sums(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
         """Return `loss_sum`, without weights and smoothing, and `num_targets`."""
-        return self.measure(model, batch).sums
+        return self.evaluate_batch(model, batch).sums
 
-    def measure(self, model: nn.Module, batch: Batch) -> Measured:
+    def evaluate_batch(self, model: nn.Module, batch: Batch) -> EvaluationOutput:
         """Return the sums, and of each row its id, what is right and what is predicted."""
         logits = classifier_logits(model, batch)
         num_targets = torch.tensor(batch.num_targets, device=logits.device)
         sums = {"loss_sum": self.kind.unweighted_loss_sum(logits, batch.labels), "num_targets": num_targets}
         if not batch.sample_ids:
-            return Measured(sums)
+            return EvaluationOutput(sums)
         ids = torch.tensor(batch.sample_ids, dtype=torch.float64)[:, None]
         columns = (batch.labels, self.kind.predictions(logits))
         both = [each.reshape(len(ids), -1).to("cpu", torch.float64) for each in columns]
-        return Measured(sums, torch.cat([ids, *both], dim=1))
+        return EvaluationOutput(sums, torch.cat([ids, *both], dim=1))
 
     def metrics(self, sums: Mapping[str, float], records: Tensor | None = None) -> Mapping[str, float]:
         """Return `loss` and the metrics of the kind."""

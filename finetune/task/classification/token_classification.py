@@ -17,7 +17,7 @@ from finetune.data.token_cache.lengths import LengthPolicy, Lengths
 from finetune.task.base import BaseTask
 from finetune.task.classification.classes import TextPadding, class_loss_sum, classifier_logits, find_classes, pad_rows
 from finetune.task.metrics import are_entity_tags, class_metrics, entity_scores
-from finetune.task.protocol import Measured, ModelHead, TaskContext
+from finetune.task.protocol import EvaluationOutput, ModelHead, TaskContext
 
 
 class TokenClassificationTask(BaseTask):
@@ -90,18 +90,18 @@ class TokenClassificationTask(BaseTask):
 
     def metric_sums(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
         """Return `loss_sum`, without weights and smoothing, and `num_targets`."""
-        return self.measure(model, batch).sums
+        return self.evaluate_batch(model, batch).sums
 
-    def measure(self, model: nn.Module, batch: Batch) -> Measured:
+    def evaluate_batch(self, model: nn.Module, batch: Batch) -> EvaluationOutput:
         """Return the sums, and of each word its sample's id, its class and the likeliest class."""
         logits, labels = classifier_logits(model, batch), batch.labels
         is_target = labels != IGNORED  # [batch, length]
         sums = {"loss_sum": class_loss_sum(logits, labels), "num_targets": is_target.sum()}
         if not batch.sample_ids:
-            return Measured(sums)
+            return EvaluationOutput(sums)
         ids = torch.tensor(batch.sample_ids, device=labels.device)[:, None].expand_as(labels)
         columns = [each[is_target].to("cpu", torch.float64) for each in (ids, labels, logits.argmax(dim=-1))]
-        return Measured(sums, torch.stack(columns, dim=1))
+        return EvaluationOutput(sums, torch.stack(columns, dim=1))
 
     def metrics(self, sums: Mapping[str, float], records: Tensor | None = None) -> Mapping[str, float]:
         """Return `loss`, `accuracy`, `macro_f1`, and precision, recall and F1 of entities where the tags are such."""

@@ -129,9 +129,9 @@ class PairsTask(BaseTask):
         """Return chosen answers and below them rejected ones: they share one forward pass."""
         return halves(features, pad_id=self.pad_id)
 
-    def filler(self, features: Features) -> Batch:
+    def dummy_batch(self, features: Features) -> Batch:
         """Return the sample as a batch in which nothing counts."""
-        batch = super().filler(features)
+        batch = super().dummy_batch(features)
         return replace(batch, extras={**batch.extras, COUNTS: torch.zeros_like(batch.extras[COUNTS])})
 
 

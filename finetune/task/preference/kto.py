@@ -27,7 +27,7 @@ from finetune.task.preference.answer_pairs import (
 )
 from finetune.task.preference.dpo import REFERENCE, attach_reference, precomputed_reference
 from finetune.task.preference.losses import kto, reference_point
-from finetune.task.protocol import Measured, ModelHead, Precomputed, TaskContext
+from finetune.task.protocol import EvaluationOutput, ModelHead, Precomputed, TaskContext
 
 REFERENCE_POINT = "reference_point"
 
@@ -52,7 +52,7 @@ class KtoTask(PairsTask):
         is_good = torch.from_numpy(np.concatenate([each.arrays[IS_GOOD] for each in features]))
         return attach_reference(replace(batch, extras={**batch.extras, IS_GOOD: is_good}), features)
 
-    def look_ahead(self, model: nn.Module, batches: Sequence[Batch]) -> Sequence[Batch]:
+    def prepare_step(self, model: nn.Module, batches: Sequence[Batch]) -> Sequence[Batch]:
         """Return the batches with the reference point of the step, from a pass without gradients. Collective."""
         was_training = model.training
         model.eval()
@@ -73,7 +73,7 @@ class KtoTask(PairsTask):
         A batch that nobody has looked ahead for is taken for the whole step. Collective then.
         """
         if REFERENCE_POINT not in batch.extras:
-            (batch,) = self.look_ahead(model, [batch])
+            (batch,) = self.prepare_step(model, [batch])
         answers = upper_half(batch)
         log_probability = log_probabilities(model, answers)
         ratio = log_probability - batch.extras[REFERENCE].chunk(2)[0]
@@ -105,15 +105,15 @@ class KtoTask(PairsTask):
         """Return nothing: the reference point is known only when all rows have been seen."""
         return {}
 
-    def measure(self, model: nn.Module, batch: Batch) -> Measured:
+    def evaluate_batch(self, model: nn.Module, batch: Batch) -> EvaluationOutput:
         """Return of each answer: its sample, whether it is good, its ratio, and that of the one of another prompt."""
         ratio = log_probabilities(model, batch) - batch.extras[REFERENCE]
         own, other = ratio.double().chunk(2)
         ids = torch.tensor(batch.sample_ids, dtype=torch.float64, device=own.device)
         if not len(ids):
-            return Measured({}, own.new_zeros(0, 4))
+            return EvaluationOutput({}, own.new_zeros(0, 4))
         of_each = ids.repeat_interleave(batch.extras[NUM_FIRSTS])
-        return Measured({}, torch.stack([of_each, batch.extras[IS_GOOD].double(), own, other], dim=1))
+        return EvaluationOutput({}, torch.stack([of_each, batch.extras[IS_GOOD].double(), own, other], dim=1))
 
     def metrics(self, sums: Mapping[str, float], records: Tensor | None = None) -> Mapping[str, float]:
         """Return `loss`, `reference_point`, the rewards, and the share of good-bad couples in which the good one wins.

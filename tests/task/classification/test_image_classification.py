@@ -124,7 +124,7 @@ def test_the_loss_is_the_weighted_smoothed_cross_entropy(model):
     )
     assert task.loss_sum(model, batch).item() == pytest.approx(wanted.item())
     plain = cross_entropy(logits, batch.labels, reduction="sum")
-    assert task.measure(model, batch).sums["loss_sum"].item() == pytest.approx(plain.item(), rel=1e-5)
+    assert task.evaluate_batch(model, batch).sums["loss_sum"].item() == pytest.approx(plain.item(), rel=1e-5)
 
 
 class Answers(nn.Module):
@@ -149,7 +149,7 @@ def test_metrics_are_accuracy_macro_f1_and_top_5():
             [1.0, 2, 3, 9, 4, 5],  # right
         ]
     )
-    measured = task.measure(answers, batch)
+    measured = task.evaluate_batch(answers, batch)
     sums = {name: value.item() for name, value in measured.sums.items()}
     metrics = task.metrics(sums, measured.records)
     assert metrics["accuracy"] == 0.5
@@ -160,9 +160,9 @@ def test_metrics_are_accuracy_macro_f1_and_top_5():
 
 def test_a_filler_counts_nothing(model):
     task = make_task({"mixup": 0.2})
-    filler = task.filler(features_of(task, 1)[0])
+    filler = task.dummy_batch(features_of(task, 1)[0])
     assert filler.labels.tolist() == [IGNORED]
-    measured = task.measure(model, filler)
+    measured = task.evaluate_batch(model, filler)
     assert measured.sums["loss_sum"].item() == 0.0
     assert measured.sums["num_targets"].item() == 0
     assert measured.records is None

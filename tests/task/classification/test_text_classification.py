@@ -83,10 +83,10 @@ def test_uneven_ranks_measure_what_one_measures(data, kind):
     task, samples = task_of(kind, bert_tokenizer(), data)
     model = bert(task.head_values["num_labels"])
     with torch.no_grad():
-        whole = task.measure(model, task.collate(samples))
+        whole = task.evaluate_batch(model, task.collate(samples))
         shares = [samples[:3], samples[3:4], samples[4:]]  # three ranks; two of them have a filler, too
-        batches = [*map(task.collate, shares), task.filler(samples[0]), task.filler(samples[3])]
-        parts = [task.measure(model, batch) for batch in batches]
+        batches = [*map(task.collate, shares), task.dummy_batch(samples[0]), task.dummy_batch(samples[3])]
+        parts = [task.evaluate_batch(model, batch) for batch in batches]
     sums = {name: sum(float(part.sums[name]) for part in parts) for name in whole.sums}
     records = torch.cat([part.records for part in parts if part.records is not None])
     apart = task.metrics(sums, records)
@@ -113,7 +113,7 @@ def test_a_number_that_looks_ignored_counts(data):
     task, samples = task_of("regression", bert_tokenizer(), data)
     assert task.collate(samples[1:2]).labels.tolist() == [[IGNORED]]
     assert task.loss_sum(bert(1), task.collate(samples[1:2])) > 9000
-    assert task.loss_sum(bert(1), task.filler(samples[1])) == 0.0
+    assert task.loss_sum(bert(1), task.dummy_batch(samples[1])) == 0.0
 
 
 def test_an_evaluation_has_neither_weights_nor_smoothing(data):
@@ -122,7 +122,7 @@ def test_an_evaluation_has_neither_weights_nor_smoothing(data):
     model, batch = bert(3), weighted.collate(samples)
     with torch.no_grad():
         assert float(weighted.loss_sum(model, batch)) != pytest.approx(float(plain.loss_sum(model, batch)))
-    assert weighted.measure(model, batch).sums == plain.measure(model, batch).sums
+    assert weighted.evaluate_batch(model, batch).sums == plain.evaluate_batch(model, batch).sums
 
 
 DECODERS = {

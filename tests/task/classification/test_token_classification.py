@@ -57,7 +57,7 @@ def test_first_tokens_carry_the_tags_and_all_else_is_ignored(task, samples):
     assert task.classification.classes.names == ("B-LOC", "I-LOC", "O")
     assert batch.labels.tolist() == [[IGNORED, 2, IGNORED, 0, 1, IGNORED], [IGNORED, 2, 2] + [IGNORED] * 3]
     assert (batch.num_targets, batch.num_tokens) == (5, 10)
-    assert task.count_targets(task.filler(samples[0])) == 0
+    assert task.count_targets(task.dummy_batch(samples[0])) == 0
 
 
 def test_the_loss_is_that_of_transformers(task, samples, model):
@@ -68,9 +68,9 @@ def test_the_loss_is_that_of_transformers(task, samples, model):
 
 def test_uneven_ranks_measure_what_one_measures(task, samples, model):
     with torch.no_grad():
-        whole = task.measure(model, task.collate(samples))
+        whole = task.evaluate_batch(model, task.collate(samples))
         batches = [task.collate(samples[:2]), task.collate(samples[2:3]), task.collate(samples[3:])]
-        parts = [task.measure(model, batch) for batch in (*batches, task.filler(samples[2]))]
+        parts = [task.evaluate_batch(model, batch) for batch in (*batches, task.dummy_batch(samples[2]))]
     records = torch.cat([part.records for part in parts if part.records is not None])
     sums = {name: sum(float(part.sums[name]) for part in parts) for name in whole.sums}
     apart = task.metrics(sums, records)

@@ -57,7 +57,7 @@ def test_the_answers_own_cross_entropy_is_a_part_of_orpo_and_cpo_unless_it_is_we
 
 def test_a_filler_counts_for_nothing(tokenizer, data, model):
     task = task_of(tokenizer, data, "preference")
-    filler = task.filler(encoded(task, PAIRS[:1], model)[0])
+    filler = task.dummy_batch(encoded(task, PAIRS[:1], model)[0])
     assert (filler.num_targets, filler.sample_ids) == (0, ())
     with torch.no_grad():
         sums = task.metric_sums(model, filler)

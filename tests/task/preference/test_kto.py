@@ -20,7 +20,7 @@ def moved(model):
 def step(task, model, cuts):
     """Return the summed loss of a step of these microbatches, and their reference points."""
     with torch.no_grad():
-        batches = task.look_ahead(model, [task.collate(cut) for cut in cuts])
+        batches = task.prepare_step(model, [task.collate(cut) for cut in cuts])
         losses = [task.loss_sum(model, batch).item() for batch in batches]
     return sum(losses), [batch.extras[REFERENCE_POINT].item() for batch in batches]
 
@@ -39,7 +39,7 @@ def test_the_reference_point_is_of_the_step_however_that_is_cut(task, model, mov
 def test_looking_ahead_leaves_gradients_and_mode_alone(task, model):
     samples = encoded(task, JUDGED, model)
     model.train()
-    task.look_ahead(model, [task.collate(samples)])
+    task.prepare_step(model, [task.collate(samples)])
     assert model.training
     assert all(each.grad is None for each in model.parameters())
     model.eval()
@@ -48,8 +48,8 @@ def test_looking_ahead_leaves_gradients_and_mode_alone(task, model):
 def test_an_evaluation_measures_what_one_batch_of_all_rows_would_lose(task, model, moved):
     samples = encoded(task, JUDGED, model)
     with torch.no_grad():
-        parts = [task.measure(moved, task.collate(cut)) for cut in (samples[:3], samples[3:])]
-        filler = task.measure(moved, task.filler(samples[0]))
+        parts = [task.evaluate_batch(moved, task.collate(cut)) for cut in (samples[:3], samples[3:])]
+        filler = task.evaluate_batch(moved, task.dummy_batch(samples[0]))
         whole = task.loss_sum(moved, task.collate(samples)).item()
     assert filler.records.shape == (0, 4)
     metrics = task.metrics({}, torch.cat([part.records for part in (*parts, filler)]))
