@@ -31,7 +31,7 @@ from finetune.task.lm_loss import chunked_loss
 from finetune.task.lm_loss.at_targets import logits_at_targets
 from finetune.task.lm_loss.target_loss import TargetLoss
 from finetune.task.lm_loss.token_loss import TokenLoss, cross_entropy_sum
-from finetune.task.model_inputs import padded
+from finetune.task.model_inputs import collate_padded
 
 CONTESTANTS = ("plain", "targets", "slabs")
 SHARES = (0.3, 0.6, 1.0)
@@ -87,7 +87,9 @@ def _model(vocabulary: int) -> LlamaForCausalLM:
 def _batch(vocabulary: int, share: float) -> Batch:
     draw = np.random.default_rng(1)
     ids = [draw.integers(0, vocabulary, 128).astype(np.uint32) for _ in range(8)]
-    return padded([Features({"input_ids": each, "is_target": draw.random(128) < share}) for each in ids], pad_id=0)
+    return collate_padded(
+        [Features({"input_ids": each, "is_target": draw.random(128) < share}) for each in ids], pad_id=0
+    )
 
 
 def _step(name: str, model: LlamaForCausalLM, batch: Batch) -> None:

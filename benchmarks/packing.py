@@ -27,7 +27,7 @@ from finetune.data.order.order import Order
 from finetune.model.attention.implementation import register
 from finetune.runtime.packed_rows import PER_SAMPLE
 from finetune.task.lm_loss.token_loss import cross_entropy_sum
-from finetune.task.model_inputs import end_to_end, is_end_to_end, logits_of, padded
+from finetune.task.model_inputs import collate_padded, collate_padding_free, forward_logits, is_padding_free
 
 LONGEST, VOCABULARY_SIZE, STEP, MICROBATCH = 512, 4096, 64, 8
 CONTESTANTS = {
@@ -115,7 +115,7 @@ def _batches(batching: BatchingSection, size: int) -> Iterator[Batch]:
         order = ByLength(order, lengths.__getitem__, seed=1, global_batch_size=STEP, window_steps=steps)
     for ids in order.cut(0, 1 << 40, size):
         samples = [_sample(i, int(lengths[i])) for i in ids.tolist()]
-        yield end_to_end(samples) if is_end_to_end(batching) else padded(samples, pad_id=0)
+        yield collate_padding_free(samples) if is_padding_free(batching) else collate_padded(samples, pad_id=0)
 
 
 def _sample(index: int, length: int) -> Features:
@@ -125,7 +125,7 @@ def _sample(index: int, length: int) -> Features:
 
 def _seconds(model: LlamaForCausalLM, batch: Batch) -> float:
     started = time.process_time()
-    cross_entropy_sum(logits_of(model, batch), batch.labels).backward()
+    cross_entropy_sum(forward_logits(model, batch), batch.labels).backward()
     model.zero_grad()
     return time.process_time() - started
 

@@ -38,7 +38,7 @@ from finetune.task.base import BaseTask
 from finetune.task.classification.problem_types import MultiLabel, Regression, SingleLabel
 from finetune.task.distillation import DistillationTask
 from finetune.task.preference.dpo import precomputed_reference
-from finetune.task.row_formats import OnlyText, OnlyTurns, PicturedTurns
+from finetune.task.row_formats import RequireImageMessages, RequireMessages, RequireText
 
 
 def instance_of(kind):
@@ -49,9 +49,9 @@ def instance_of(kind):
 
 ENCODERS = {
     # the encoder, its recorded name below the package, the fingerprint of a set of one row
-    OnlyTurns: ("task.expecting.OnlyTurns", "22150548e07aaa1a474602dafa7af3ed"),
-    PicturedTurns: ("task.expecting.PicturedTurns", "7f6b635ac55fe2dabddfb91e91c09c4c"),
-    OnlyText: ("task.expecting.OnlyText", "5dcf6bc7d2f6483b859a3f0af5c8cb64"),
+    RequireMessages: ("task.expecting.OnlyTurns", "22150548e07aaa1a474602dafa7af3ed"),
+    RequireImageMessages: ("task.expecting.PicturedTurns", "7f6b635ac55fe2dabddfb91e91c09c4c"),
+    RequireText: ("task.expecting.OnlyText", "5dcf6bc7d2f6483b859a3f0af5c8cb64"),
     SourceTargetEncoder: ("data.encoding.source_target.SourceTargetEncoder", "ef8e5ac8ef562afd7e5b53653a10df57"),
     TaggedEncoder: ("data.encoding.tagged.TaggedEncoder", "15430e438b8910ae0f00b6ef0e06b6ba"),
     AnswersEncoder: ("data.encoding.answers.AnswersEncoder", "610cbdd250631e5b29cb10f3c87118a1"),

@@ -17,9 +17,9 @@ from finetune.task.base import BaseTask
 from finetune.task.lm_loss.target_loss import TargetLoss
 from finetune.task.lm_loss.token_loss import TokenLoss
 from finetune.task.metrics import token_metrics
-from finetune.task.model_inputs import end_to_end, is_end_to_end, padded
+from finetune.task.model_inputs import collate_padded, collate_padding_free, is_padding_free
 from finetune.task.protocol import GenerationPrompt, ModelHead, TaskContext
-from finetune.task.row_formats import OnlyText, OnlyTurns
+from finetune.task.row_formats import RequireMessages, RequireText
 
 
 class CausalTask(BaseTask):
@@ -38,8 +38,8 @@ class CausalTask(BaseTask):
 
     def collate(self, features: Sequence[Features]) -> Batch:
         """Return the samples padded, or end to end where `data.batching` says so."""
-        is_row = is_end_to_end(self.data.batching)
-        return end_to_end(features) if is_row else padded(features, pad_id=self.pad_id)
+        is_row = is_padding_free(self.data.batching)
+        return collate_padding_free(features) if is_row else collate_padded(features, pad_id=self.pad_id)
 
     def loss_sum(self, model: nn.Module, batch: Batch) -> Tensor:
         """Return the loss that is trained, in nats, summed over the targets: a float32 scalar."""
@@ -77,7 +77,7 @@ class PretrainTask(CausalTask):
 
     def __init__(self, context: TaskContext) -> None:
         super().__init__(context)
-        self._encoder = OnlyText(TextEncoder(self.tokenizer, allow_special_tokens=context.data.allow_special_tokens))
+        self._encoder = RequireText(TextEncoder(self.tokenizer, allow_special_tokens=context.data.allow_special_tokens))
 
 
 class SftTask(CausalTask):
@@ -97,7 +97,7 @@ class SftTask(CausalTask):
             template=data.chat_template,
             allow_special_tokens=data.allow_special_tokens,
         )
-        return OnlyTurns(encode)
+        return RequireMessages(encode)
 
     def prompt(self, features: Features) -> GenerationPrompt | None:
         """Return all tokens before the last answer, and that answer as learnt: with its end-of-turn token."""

@@ -24,7 +24,7 @@ from finetune.task.base import BaseTask
 from finetune.task.causal_lm import make_target_loss, pad_id
 from finetune.task.metrics import token_metrics
 from finetune.task.protocol import ModelHead, TaskContext
-from finetune.task.row_formats import OnlyText
+from finetune.task.row_formats import RequireText
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class MaskedLmTask(BaseTask):
         encode = MaskedTextEncoder(
             tokenizer, words=self._section.whole_words, allow_special_tokens=self.data.allow_special_tokens
         )
-        self._encoder = OnlyText(encode, task="masked_lm")
+        self._encoder = RequireText(encode, task="masked_lm")
 
     @property
     def encoding(self) -> Mapping[str, Any]:

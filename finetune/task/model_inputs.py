@@ -13,12 +13,12 @@ from finetune.data.features import Features
 from finetune.runtime.packed_rows import PER_SAMPLE, SAMPLE_LENGTHS, SampleLengths
 
 
-def is_end_to_end(batching: BatchingSection) -> bool:
+def is_padding_free(batching: BatchingSection) -> bool:
     """Tell whether the samples of a forward pass stand in one row; `auto` has been settled before, or is no."""
     return batching.padding_free is True or batching.by == "packs"
 
 
-def padded(features: Sequence[Features], *, pad_id: int) -> Batch:
+def collate_padded(features: Sequence[Features], *, pad_id: int) -> Batch:
     """Return the samples padded on the right; labels[b, t] is the token at t + 1 where that one is a target."""
     longest = max(each.length for each in features)
     input_ids = np.full((len(features), longest), pad_id, dtype=np.int64)
@@ -40,7 +40,7 @@ def padded(features: Sequence[Features], *, pad_id: int) -> Batch:
     )
 
 
-def end_to_end(features: Sequence[Features]) -> Batch:
+def collate_padding_free(features: Sequence[Features]) -> Batch:
     """Return the samples in one row without padding and without an attention mask.
 
     Positions begin at 0 in every sample: by that a model knows them apart. No label is a token of the next sample.
@@ -73,22 +73,22 @@ def _labels(features: Features) -> np.ndarray:
     return np.append(np.where(is_target[1:], ids[1:].astype(np.int64), IGNORED), IGNORED)
 
 
-TOLD = ("flash_attention_2", "flash_attention_3", PER_SAMPLE)
+ATTENTION_WITH_BOUNDARIES = ("flash_attention_2", "flash_attention_3", PER_SAMPLE)
 """Attention that is told where samples begin; others work it out from the positions."""
 
 
-def logits_of(model: nn.Module, batch: Batch) -> Tensor:
+def forward_logits(model: nn.Module, batch: Batch) -> Tensor:
     """Return the logits as the model gives them, e.g. [batch, length, vocabulary]."""
-    logits: Tensor = model(**inputs_of(model, batch)).logits
+    logits: Tensor = model(**forward_inputs(model, batch)).logits
     return logits
 
 
-def inputs_of(model: nn.Module, batch: Batch) -> dict[str, Any]:
+def forward_inputs(model: nn.Module, batch: Batch) -> dict[str, Any]:
     """Return what the model is given."""
     return {**batch.inputs, **_boundaries(model, batch), "use_cache": False}
 
 
-def innermost(model: nn.Module) -> nn.Module:
+def unwrap_model(model: nn.Module) -> nn.Module:
     """Return the model inside all wrappers: DDP, an engine, a compiled module, peft."""
     while True:
         inner: Any = getattr(model, "module", None) or getattr(model, "_orig_mod", None)
@@ -107,7 +107,7 @@ def _boundaries(model: nn.Module, batch: Batch) -> dict[str, Any]:
     every length, too, and transformers that the mask is made already: it uses none.
     """
     ends, attention = batch.cumulative_lengths, _attention(model)
-    if ends is None or attention not in TOLD:
+    if ends is None or attention not in ATTENTION_WITH_BOUNDARIES:
         return {}
     longest = batch.longest
     edges = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
@@ -118,4 +118,4 @@ def _boundaries(model: nn.Module, batch: Batch) -> dict[str, Any]:
 
 
 def _attention(model: nn.Module) -> str | None:
-    return getattr(getattr(innermost(model), "config", None), "_attn_implementation", None)
+    return getattr(getattr(unwrap_model(model), "config", None), "_attn_implementation", None)

@@ -17,7 +17,7 @@ from finetune.task.protocol import ModelHead, Task, TaskContext
 from finetune.task.seq2seq import Seq2SeqTask
 from finetune.task.vision_language_sft import VisionLanguageSftTask
 
-Reads = Literal["text", "images", "both"]
+InputKind = Literal["text", "images", "both"]
 
 
 def _preference(context: TaskContext) -> Task:
@@ -39,7 +39,7 @@ TASKS: dict[str, Callable[[TaskContext], Task]] = {
     "vision_language_sft": VisionLanguageSftTask,
 }
 
-READS: Mapping[TaskName, Reads] = {"image_classification": "images", "vision_language_sft": "both"}
+INPUT_KINDS: Mapping[TaskName, InputKind] = {"image_classification": "images", "vision_language_sft": "both"}
 """What a task's rows hold; text, where nothing is said."""
 
 
@@ -48,12 +48,12 @@ def build_task(context: TaskContext) -> Task:
     return TASKS[context.section.name](context)
 
 
-def head_of(name: TaskName) -> ModelHead:
+def model_head(name: TaskName) -> ModelHead:
     """Return the head of the model that the task trains."""
     head: ModelHead = getattr(TASKS[name], "head", "causal_lm")  # both tasks of preference have that of a causal model
     return head
 
 
-def reads(name: TaskName) -> Reads:
+def input_kind(name: TaskName) -> InputKind:
     """Return what the rows of the task hold."""
-    return READS.get(name, "text")
+    return INPUT_KINDS.get(name, "text")

@@ -11,7 +11,7 @@ from finetune.runtime.recorded import recorded_as
 
 @recorded_as("task.expecting.OnlyTurns")
 @dataclass(frozen=True)
-class OnlyTurns:
+class RequireMessages:
     """Encodes rows of turns; others are told what to write so that they become such."""
 
     encode: Callable[[Sequence[Row]], Sequence[Outcome]]
@@ -19,7 +19,7 @@ class OnlyTurns:
     def __call__(self, rows: Sequence[Row]) -> Sequence[Outcome]:
         """Return what becomes of each row."""
         if any("messages" not in row for row in rows):  # all rows of a source have one format
-            return [DataError(_without_turns(rows[0]))] * len(rows)
+            return [DataError(_no_messages(rows[0]))] * len(rows)
         if any(row.get("images") for row in rows):
             return [DataError(_WITH_IMAGES)] * len(rows)
         return self.encode(rows)
@@ -27,7 +27,7 @@ class OnlyTurns:
 
 @recorded_as("task.expecting.PicturedTurns")
 @dataclass(frozen=True)
-class PicturedTurns:
+class RequireImageMessages:
     """Encodes rows of turns, some of which may show images."""
 
     encode: Callable[[Sequence[Row]], Sequence[Outcome]]
@@ -41,7 +41,7 @@ class PicturedTurns:
 
 @recorded_as("task.expecting.OnlyText")
 @dataclass(frozen=True)
-class OnlyText:
+class RequireText:
     """Encodes rows that are a text and nothing else; others are told what to write so that they become such."""
 
     encode: Callable[[Sequence[Row]], Sequence[Outcome]]
@@ -63,7 +63,7 @@ _WITH_IMAGES = (
 )
 
 
-def _without_turns(row: Row) -> str:
+def _no_messages(row: Row) -> str:
     if "chosen" in row:
         return (
             "task `sft` learns from turns, but the row is a preference pair. To learn from the answer that was chosen, "

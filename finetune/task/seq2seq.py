@@ -15,7 +15,7 @@ from finetune.data.token_cache.lengths import SourceTargetLengths
 from finetune.task.base import BaseTask
 from finetune.task.causal_lm import make_target_loss, pad_id
 from finetune.task.metrics import token_metrics
-from finetune.task.model_inputs import innermost
+from finetune.task.model_inputs import unwrap_model
 from finetune.task.protocol import GenerationPrompt, ModelHead, TaskContext
 
 
@@ -54,14 +54,14 @@ class Seq2SeqTask(BaseTask):
 
     def collate(self, features: Sequence[Features]) -> Batch:
         """Return sources and targets padded on the right; labels[b, t] is the target's token t."""
-        pairs = [_parts(each) for each in features]
+        pairs = [_source_and_target(each) for each in features]
         sources, targets = [source for source, _ in pairs], [target for _, target in pairs]
         lengths = np.array([len(source) for source in sources])
         mask = np.arange(lengths.max()) < lengths[:, None]
-        labels = _rectangle(targets, filled_with=IGNORED)
+        labels = _pad_rows(targets, filled_with=IGNORED)
         return Batch(
             inputs={
-                "input_ids": torch.from_numpy(_rectangle(sources, filled_with=self.pad_id)),
+                "input_ids": torch.from_numpy(_pad_rows(sources, filled_with=self.pad_id)),
                 "attention_mask": torch.from_numpy(mask.astype(np.int64)),
             },
             labels=torch.from_numpy(labels),
@@ -78,11 +78,11 @@ class Seq2SeqTask(BaseTask):
 
     def loss_sums(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
         """Return `loss_sum` and, where that is smoothed or has a z-loss, the plain `cross_entropy` beside it."""
-        return self.loss.sums(model, batch, _inputs(model, batch))
+        return self.loss.sums(model, batch, _seq2seq_inputs(model, batch))
 
     def metric_sums(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
         """Return `loss_sum` (the plain cross-entropy), `num_targets` and `num_correct`."""
-        return self.loss.evaluation_sums(model, batch, _inputs(model, batch))
+        return self.loss.evaluation_sums(model, batch, _seq2seq_inputs(model, batch))
 
     def metrics(self, sums: Mapping[str, float], records: Tensor | None = None) -> Mapping[str, float]:
         """Return `loss`, `perplexity` and `token_accuracy`."""
@@ -90,26 +90,26 @@ class Seq2SeqTask(BaseTask):
 
     def prompt(self, features: Features) -> GenerationPrompt | None:
         """Return the source, and the target as learnt: with the end of sequence."""
-        source, target = _parts(features)
+        source, target = _source_and_target(features)
         return GenerationPrompt(input_ids=tuple(source.tolist()), reference_ids=tuple(target.tolist()))
 
 
-def _inputs(model: nn.Module, batch: Batch) -> dict[str, Any]:
+def _seq2seq_inputs(model: nn.Module, batch: Batch) -> dict[str, Any]:
     """Return what the model is given: its decoder then predicts the labels.
 
     It is given the targets shifted by one, as the model itself shifts labels, and no labels: their mean is not wanted.
     """
-    inner: Any = innermost(model)
+    inner: Any = unwrap_model(model)
     before = inner.prepare_decoder_input_ids_from_labels(labels=batch.labels)
     return {**batch.inputs, "decoder_input_ids": before, "use_cache": False}
 
 
-def _parts(features: Features) -> tuple[np.ndarray, np.ndarray]:
+def _source_and_target(features: Features) -> tuple[np.ndarray, np.ndarray]:
     ids, is_target = features.arrays["input_ids"].astype(np.int64), features.arrays["is_target"]
     return ids[~is_target], ids[is_target]
 
 
-def _rectangle(rows: Sequence[np.ndarray], *, filled_with: int) -> np.ndarray:
+def _pad_rows(rows: Sequence[np.ndarray], *, filled_with: int) -> np.ndarray:
     filled = np.full((len(rows), max(map(len, rows))), filled_with, dtype=np.int64)
     for place, row in enumerate(rows):
         filled[place, : len(row)] = row

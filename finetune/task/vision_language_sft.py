@@ -14,9 +14,9 @@ from finetune.data.features import Features
 from finetune.data.token_cache.chunks import Encode
 from finetune.data.workers import Cost
 from finetune.task.causal_lm import SftTask
-from finetune.task.model_inputs import padded
+from finetune.task.model_inputs import collate_padded
 from finetune.task.protocol import GenerationPrompt, ModelHead, TaskContext
-from finetune.task.row_formats import PicturedTurns
+from finetune.task.row_formats import RequireImageMessages
 
 
 class VisionLanguageSftTask(SftTask):
@@ -45,7 +45,7 @@ class VisionLanguageSftTask(SftTask):
         """Return the samples padded on the right, with what the processor makes of their images."""
         has_images = any(len(each.arrays["image_sizes"]) for each in features)
         rows = features if has_images else [*features, self._blank]
-        batch = padded(rows, pad_id=self.pad_id)
+        batch = collate_padded(rows, pad_id=self.pad_id)
         inputs = {**batch.inputs, **self._per_token(rows), **self._pixels(rows)}
         num_tokens = sum(each.length for each in features)
         return replace(
@@ -77,7 +77,7 @@ class VisionLanguageSftTask(SftTask):
             template=data.chat_template,
             allow_special_tokens=data.allow_special_tokens,
         )
-        return PicturedTurns(self._pictured)
+        return RequireImageMessages(self._pictured)
 
     @property
     def _names(self) -> tuple[str, ...]:

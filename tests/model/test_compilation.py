@@ -12,7 +12,7 @@ from finetune.model.adapters.context import Ground, adapter_wish
 from finetune.model.compilation import compile_model, repeated_layers
 from finetune.runtime.parameters import Construction
 from finetune.task.lm_loss.at_targets import logits_at_targets
-from finetune.task.model_inputs import end_to_end, innermost
+from finetune.task.model_inputs import collate_padding_free, unwrap_model
 
 SHAPES = [(2, 16), (2, 24), (2, 40), (4, 9), (1, 9), (1, 30), (3, 17), (2, 16)]
 LORA = {"rank": 4, "dropout": 0.1}
@@ -89,7 +89,7 @@ CASES = [
 def test_compiled_it_learns_the_same(model, how, wish):
     plain, quick = model(**wish), model(**wish)
     names = list(quick.state_dict())
-    compile_model(innermost(quick), how, say=lambda _: None)
+    compile_model(unwrap_model(quick), how, say=lambda _: None)
     assert list(quick.state_dict()) == names
     before = num_graphs()
     assert_alike(learnt(quick, shapes=SHAPES[:1]), learnt(plain, shapes=SHAPES[:1]))
@@ -114,7 +114,7 @@ def test_rows_of_samples_are_compiled_once_whatever_stands_in_them(model, monkey
     plain, quick, counts = model("qwen3 tied"), model("qwen3 tied"), []
     compile_model(quick, "regional", say=lambda _: None)
     for lengths in [(5,), (9, 3), (4, 4, 7), (6, 2, 2, 8), (3, 9), (7, 5, 4)]:
-        row = end_to_end([sample(length, number) for number, length in enumerate(lengths)])
+        row = collate_padding_free([sample(length, number) for number, length in enumerate(lengths)])
         losses = []
         for each in (plain, quick):
             logits = logits_at_targets(each, row)
@@ -187,5 +187,5 @@ def test_a_model_without_repeated_layers_has_nothing_to_compile():
 def test_the_compiled_kernels_learn_the_same(model, monkeypatch, how):
     monkeypatch.setattr(compilation, "BACKEND", "inductor")
     plain, quick = model(lora=LORA), model(lora=LORA)
-    compile_model(innermost(quick), how, say=lambda _: None)
+    compile_model(unwrap_model(quick), how, say=lambda _: None)
     assert_alike(learnt(quick, shapes=SHAPES[:3]), learnt(plain, shapes=SHAPES[:3]))

@@ -8,7 +8,7 @@ from finetune.config.sections.data import BatchingSection, DataSection, Training
 from finetune.config.sections.task import TaskSection
 from finetune.data.batch import IGNORED
 from finetune.data.features import Features
-from finetune.task.model_inputs import end_to_end, logits_of, padded
+from finetune.task.model_inputs import collate_padded, collate_padding_free, forward_logits
 from finetune.task.protocol import TaskContext
 from finetune.task.registry import build_task
 
@@ -22,7 +22,7 @@ SAMPLES = [features([5, 6, 7, 8], {2, 3}, 4), features([9, 10], {0, 1}, 2), feat
 
 
 def test_laid_end_to_end_positions_begin_anew_and_no_label_belongs_to_the_next_sample():
-    batch = end_to_end(SAMPLES)
+    batch = collate_padding_free(SAMPLES)
     assert batch.inputs["input_ids"].tolist() == [[5, 6, 7, 8, 9, 10, 11]]
     assert batch.inputs["position_ids"].tolist() == [[0, 1, 2, 3, 0, 1, 0]]
     assert batch.labels.tolist() == [[IGNORED, 7, 8, IGNORED, 10, IGNORED, IGNORED]]
@@ -32,7 +32,7 @@ def test_laid_end_to_end_positions_begin_anew_and_no_label_belongs_to_the_next_s
 
 
 def test_both_ways_hold_the_same():
-    one, other = end_to_end(SAMPLES), padded(SAMPLES, pad_id=0)
+    one, other = collate_padding_free(SAMPLES), collate_padded(SAMPLES, pad_id=0)
     assert (one.num_targets, one.num_tokens, one.sample_ids) == (other.num_targets, other.num_tokens, other.sample_ids)
     assert one.labels[one.labels != IGNORED].tolist() == other.labels[other.labels != IGNORED].tolist()
 
@@ -47,7 +47,7 @@ def test_the_section_says_how_samples_are_laid_out_and_the_loss_is_the_same(toke
     task = build_task(TaskContext(TaskSection(name="pretrain"), section, tokenizer))
     batch = task.collate(SAMPLES)
     assert len(batch.labels) == rows
-    alone = sum(task.loss_sum(model, padded([each], pad_id=0)).item() for each in SAMPLES[:2])
+    alone = sum(task.loss_sum(model, collate_padded([each], pad_id=0)).item() for each in SAMPLES[:2])
     assert task.loss_sum(model, batch).item() == pytest.approx(alone, rel=1e-5)
     assert task.metric_sums(model, batch)["loss_sum"].item() == pytest.approx(alone, rel=1e-5)
 
@@ -67,7 +67,7 @@ class Recording(torch.nn.Module):
 @pytest.mark.parametrize("attention", ["sdpa", "flash_attention_2", "flash_attention_3"])
 def test_flash_attention_is_told_where_samples_begin_and_others_are_not(attention):
     model = Recording(attention)
-    logits_of(torch.nn.DataParallel(model), end_to_end(SAMPLES))
+    forward_logits(torch.nn.DataParallel(model), collate_padding_free(SAMPLES))
     told = {name: value for name, value in model.given.items() if name not in ("input_ids", "position_ids")}
     if attention == "sdpa":
         assert told == {"use_cache": False}
@@ -79,11 +79,11 @@ def test_flash_attention_is_told_where_samples_begin_and_others_are_not(attentio
 
 def test_a_padded_batch_tells_flash_attention_nothing():
     model = Recording("flash_attention_2")
-    logits_of(model, padded(SAMPLES, pad_id=0))
+    forward_logits(model, collate_padded(SAMPLES, pad_id=0))
     assert set(model.given) == {"input_ids", "attention_mask", "use_cache"}
 
 
 def test_a_batch_takes_its_boundaries_along():
-    moved = end_to_end(SAMPLES).to(torch.device("meta"))
+    moved = collate_padding_free(SAMPLES).to(torch.device("meta"))
     assert moved.cumulative_lengths.device.type == moved.labels.device.type == "meta"
     assert moved.inputs["position_ids"].device.type == "meta"

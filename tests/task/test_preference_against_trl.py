@@ -18,7 +18,7 @@ from finetune.config.sections.data import DataSection, TrainingSourceSection
 from finetune.config.sections.task import TaskSection
 from finetune.data.encoding.preference import IS_GOOD, MARGIN
 from finetune.data.features import LENGTHS_OF_SEQUENCES, Features
-from finetune.task.preference.answer_pairs import by_sample, log_probabilities
+from finetune.task.preference.answer_pairs import sequence_log_probabilities, split_by_sample
 from finetune.task.preference.dpo import REFERENCE
 from finetune.task.protocol import TaskContext
 from finetune.task.registry import build_task
@@ -190,7 +190,7 @@ def test_conservative_dpo_is_that_of_trl(models, tokenizer):
     features = known(pairs(), task, reference)
     batch = task.collate(features)
     with torch.no_grad():
-        ratios = log_probabilities(model, batch) - batch.extras[REFERENCE]
+        ratios = sequence_log_probabilities(model, batch) - batch.extras[REFERENCE]
         trainer = trainer_of(CPOTrainer, model, alpha=0.0, loss_type="sigmoid", label_smoothing=0.1)
         loss = trainer.cpo_loss(*ratios.chunk(2))[0].mean()
     assert ours(task, model, features) == pytest.approx(loss.item(), abs=1e-6)
@@ -290,7 +290,7 @@ def test_reference_log_probabilities_are_those_of_trl(models, tokenizer):
             input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], labels=labels, fused_lm_head=True
         ).log_probs.sum(dim=1)
         collated = task.collate(features)
-        own = log_probabilities(reference, collated)
+        own = sequence_log_probabilities(reference, collated)
     torch.testing.assert_close(own, of_trl, atol=1e-6, rtol=1e-6)
     arrays = task.precomputed.compute(reference, collated)
-    assert [each[REFERENCE].tolist() for each in arrays] == [each.tolist() for each in by_sample(own, collated)]
+    assert [each[REFERENCE].tolist() for each in arrays] == [each.tolist() for each in split_by_sample(own, collated)]

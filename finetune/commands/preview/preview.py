@@ -27,7 +27,7 @@ from finetune.runtime.resources import size_text
 from finetune.runtime.text.library_output import quieten
 from finetune.runtime.text.terminal import readable
 from finetune.task.protocol import Task
-from finetune.task.registry import reads
+from finetune.task.registry import input_kind
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def preview(path: Path, overrides: Sequence[str], *, num_rows: int, html: Path |
     config = load_config(path, overrides).config
     if html is not None and html.is_dir():
         raise UserError(f"--html: {html} is a folder. Name a file: {html / 'preview.html'}.")
-    if reads(config.task.name) == "images":
+    if input_kind(config.task.name) == "images":
         _preview_images(config, start=start, num_samples=num_rows, html=html)
         return
     lessons = make_lessons(without_limits(config), Announcer(is_main=True))

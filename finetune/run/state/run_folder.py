@@ -37,7 +37,7 @@ from finetune.runtime.text.redact import redacted_yaml
 from finetune.runtime.text.terminal import json_text
 from finetune.task.lm_loss.target_loss import resolve_kernel
 from finetune.task.protocol import Task, TaskContext
-from finetune.task.registry import build_task, reads
+from finetune.task.registry import build_task, input_kind
 
 _PROBE_BYTES = 256 << 10
 """About what a run writes before its first step."""
@@ -109,7 +109,7 @@ def load_kept(run: Path, config: RunConfig) -> Kept:
         )
     _refuse_damage(folder)
     trusts, path = config.model.trust_remote_code, folder / FACTS
-    processing = load_kept_processing(folder, reads=reads(config.task.name), key="run", trust_remote_code=trusts)
+    processing = load_kept_processing(folder, reads=input_kind(config.task.name), key="run", trust_remote_code=trusts)
     try:
         return Kept(processing, parse_as(_FACTS, read_regular(path)) if path.is_file() else {})
     except (OSError, ValueError) as error:

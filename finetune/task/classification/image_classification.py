@@ -19,7 +19,7 @@ from finetune.runtime.seeds import derive
 from finetune.task.base import BaseTask
 from finetune.task.classification.classes import class_loss_sum, find_classes
 from finetune.task.metrics import image_metrics
-from finetune.task.model_inputs import innermost
+from finetune.task.model_inputs import unwrap_model
 from finetune.task.protocol import EvaluationOutput, ModelHead, TaskContext
 
 
@@ -131,7 +131,7 @@ class ImageClassificationTask(BaseTask):
 def image_logits(model: nn.Module, batch: Batch) -> Tensor:
     """Return the logits, [batch, classes]; pixels are cast to the type of the model's weights, as some do not."""
     pixels = batch.inputs["pixel_values"]
-    dtype = getattr(innermost(model), "dtype", None)
+    dtype = getattr(unwrap_model(model), "dtype", None)
     logits: Tensor = model(pixel_values=pixels if dtype is None else pixels.to(dtype)).logits
     return logits
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutput
 
-from finetune.task.model_inputs import innermost
+from finetune.task.model_inputs import unwrap_model
 from finetune.task.protocol import GenerationPrompt
 
 
@@ -46,7 +46,7 @@ class Seq2SeqDecodeState:
 
 def is_encoder_decoder(model: nn.Module) -> bool:
     """Tell whether the model inside all wrappers has an encoder and a decoder."""
-    return bool(getattr(getattr(innermost(model), "config", None), "is_encoder_decoder", False))
+    return bool(getattr(getattr(unwrap_model(model), "config", None), "is_encoder_decoder", False))
 
 
 def seq2seq_decode_state(
@@ -62,7 +62,7 @@ def seq2seq_decode_state(
 
 def _start_id(model: nn.Module, *, pad_id: int) -> int:
     """Return the token that the decoder begins with."""
-    inner: Any = innermost(model)
+    inner: Any = unwrap_model(model)
     for config in (inner.config, getattr(inner, "generation_config", None)):
         start = getattr(config, "decoder_start_token_id", None)
         if start is not None:
@@ -177,7 +177,7 @@ def image_decode_state(
         attention_mask=_pad_left([[1] * len(row) for row in rows], with_value=0).to(device),
         seen={name: value.to(device) for name, value in prompt.inputs.items()},
         per_token={name: _pad_left(values, with_value=0).to(device) for name, values in prompt.per_token.items()},
-        arguments=frozenset(inspect.signature(innermost(model).forward).parameters),
+        arguments=frozenset(inspect.signature(unwrap_model(model).forward).parameters),
     )
 
 
@@ -285,7 +285,7 @@ def _initial_state(
 
 def _arguments(model: nn.Module) -> frozenset[str]:
     """Return the names of the arguments that the model inside all wrappers can be given."""
-    return frozenset(inspect.signature(innermost(model).forward).parameters)
+    return frozenset(inspect.signature(unwrap_model(model).forward).parameters)
 
 
 def _until_stop(row: list[int], stop_ids: frozenset[int]) -> list[int]:

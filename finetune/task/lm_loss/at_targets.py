@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from finetune.data.batch import Batch, Targets
 from finetune.task.lm_loss.head import LmHead, find_lm_head
-from finetune.task.model_inputs import inputs_of
+from finetune.task.model_inputs import forward_inputs
 
 TargetFunction = Callable[[Tensor, LmHead], Tensor]
 """From the targets' hidden states, [targets, hidden], to whatever is asked: a float32 tensor of any shape."""
@@ -22,12 +22,12 @@ TargetFunction = Callable[[Tensor, LmHead], Tensor]
 def logits_at_targets(model: nn.Module, batch: Batch, *, inputs: Mapping[str, Any] | None = None) -> Tensor:
     """Return the logits at the batch's targets, [targets, vocabulary].
 
-    `inputs` are what the model is given where that is not `inputs_of(model, batch)`.
+    `inputs` are what the model is given where that is not `forward_inputs(model, batch)`.
     """
     head = find_lm_head(model)
     if head is None or not head.keeps_rows:
         return _select_targets(logits_everywhere(model, batch, inputs=inputs), batch)
-    inputs = inputs_of(model, batch) if inputs is None else inputs
+    inputs = forward_inputs(model, batch) if inputs is None else inputs
     request = _Request(_targets(batch), tuple(batch.labels.shape))
     with head.intercept(request.select):
         logits: Tensor = model(**inputs).logits
@@ -36,7 +36,7 @@ def logits_at_targets(model: nn.Module, batch: Batch, *, inputs: Mapping[str, An
 
 def logits_everywhere(model: nn.Module, batch: Batch, *, inputs: Mapping[str, Any] | None = None) -> Tensor:
     """Return the logits of all labels, [batch, length, vocabulary]; prompt tuning's positions come before the text."""
-    logits: Tensor = model(**(inputs_of(model, batch) if inputs is None else inputs)).logits
+    logits: Tensor = model(**(forward_inputs(model, batch) if inputs is None else inputs)).logits
     return _last_positions(logits, batch.labels.shape[1])
 
 
@@ -47,7 +47,7 @@ def compute_at_targets(
     head = find_lm_head(model)
     if head is None or head.finish is None:
         return answer(logits_at_targets(model, batch, inputs=inputs), LmHead.of_logits())
-    inputs = inputs_of(model, batch) if inputs is None else inputs
+    inputs = forward_inputs(model, batch) if inputs is None else inputs
     request = _Request(_targets(batch), tuple(batch.labels.shape), head, answer)
     with head.intercept(request.compute_in_head):
         told: Tensor = model(**inputs).logits

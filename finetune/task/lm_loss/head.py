@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from finetune.task.lm_loss.chunked_loss import rows_per_chunk
 from finetune.task.lm_loss.logit_transform import HeadOutput, LogitTransform, find_logit_transform
-from finetune.task.model_inputs import innermost
+from finetune.task.model_inputs import unwrap_model
 
 Forward = Callable[[Tensor], Tensor]
 Interceptor = Callable[[Tensor, Forward], Tensor]
@@ -107,7 +107,7 @@ def find_lm_head(model: nn.Module) -> LmHead | None:
 
     What becomes of its output is found out when it is first asked for.
     """
-    inner: Any = innermost(model)
+    inner: Any = unwrap_model(model)
     module = _output_embeddings(inner)
     if module is None:
         return None

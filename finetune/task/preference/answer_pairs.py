@@ -17,14 +17,14 @@ from finetune.data.token_cache.lengths import SequencesPolicy, spans
 from finetune.task.base import BaseTask
 from finetune.task.causal_lm import pad_id
 from finetune.task.lm_loss.target_loss import log_probabilities_at_targets
-from finetune.task.model_inputs import padded
+from finetune.task.model_inputs import collate_padded
 from finetune.task.protocol import TaskContext
 
-COUNTS = "counts"
-NUM_FIRSTS = "num_firsts"
+PAIR_WEIGHTS = "counts"
+NUM_PAIRS = "num_firsts"
 
 
-def halves(features: Sequence[Features], *, pad_id: int) -> Batch:
+def collate_pairs(features: Sequence[Features], *, pad_id: int) -> Batch:
     """Return the first half of each sample's sequences and below these the second half of each, padded on the right.
 
     `labels[b, t]` is the token at t + 1 where that is a target. There are as many targets of the batch as sequences in
@@ -35,25 +35,25 @@ def halves(features: Sequence[Features], *, pad_id: int) -> Batch:
     num_firsts = [len(each) // 2 for each in sequences]
     upper = [one for each, num in zip(sequences, num_firsts, strict=True) for one in each[:num]]
     lower = [one for each, num in zip(sequences, num_firsts, strict=True) for one in each[num:]]
-    batch = padded([*upper, *lower], pad_id=pad_id)
+    batch = collate_padded([*upper, *lower], pad_id=pad_id)
     extras = {
-        NUM_FIRSTS: torch.tensor(num_firsts),
-        COUNTS: torch.ones(len(upper)),
+        NUM_PAIRS: torch.tensor(num_firsts),
+        PAIR_WEIGHTS: torch.ones(len(upper)),
     }
     ids = tuple(each.sample_id for each in features)
     return replace(batch, num_targets=len(upper), sample_ids=ids, extras=extras)
 
 
-def in_halves(arrays: Sequence[np.ndarray]) -> Tensor:
+def join_halves(arrays: Sequence[np.ndarray]) -> Tensor:
     """Return one value of each sequence of each sample in the order of `halves`, [sequences]."""
     upper = [each[: len(each) // 2] for each in arrays]
     lower = [each[len(each) // 2 :] for each in arrays]
     return torch.from_numpy(np.concatenate([*upper, *lower]))
 
 
-def by_sample(values: Tensor, batch: Batch) -> list[np.ndarray]:
-    """Return one value of each sequence of the batch, [sequences], by sample: the inverse of `in_halves`."""
-    num_firsts = batch.extras[NUM_FIRSTS].tolist()
+def split_by_sample(values: Tensor, batch: Batch) -> list[np.ndarray]:
+    """Return one value of each sequence of the batch, [sequences], by sample: the inverse of `join_halves`."""
+    num_firsts = batch.extras[NUM_PAIRS].tolist()
     upper, lower = values.detach().chunk(2)
     pairs = zip(torch.split(upper, num_firsts), torch.split(lower, num_firsts), strict=True)
     return [torch.cat(pair).cpu().numpy() for pair in pairs]
@@ -61,15 +61,15 @@ def by_sample(values: Tensor, batch: Batch) -> list[np.ndarray]:
 
 def upper_half(batch: Batch) -> Batch:
     """Return the batch without its lower half."""
-    return _rows(batch, slice(0, len(batch.labels) // 2))
+    return _select_rows(batch, slice(0, len(batch.labels) // 2))
 
 
 def lower_half(batch: Batch) -> Batch:
     """Return the batch without its upper half."""
-    return _rows(batch, slice(len(batch.labels) // 2, None))
+    return _select_rows(batch, slice(len(batch.labels) // 2, None))
 
 
-def log_probabilities(model: nn.Module, batch: Batch) -> Tensor:
+def sequence_log_probabilities(model: nn.Module, batch: Batch) -> Tensor:
     """Return the log-probability in nats of each sequence's targets, summed, in float32: [sequences]."""
     assert batch.targets is not None  # `halves` has told them
     each = log_probabilities_at_targets(model, batch)  # [targets]
@@ -77,7 +77,7 @@ def log_probabilities(model: nn.Module, batch: Batch) -> Tensor:
     return everywhere.view(batch.labels.shape).sum(dim=1)
 
 
-def num_tokens(batch: Batch) -> Tensor:
+def num_target_tokens(batch: Batch) -> Tensor:
     """Return the number of targets of each sequence, at least 1: [sequences]."""
     return (batch.labels != IGNORED).sum(dim=1).clamp(min=1)
 
@@ -87,14 +87,14 @@ def _sequences(features: Features) -> list[Features]:
     return [Features({"input_ids": ids[a:b], "is_target": is_target[a:b]}) for a, b in spans(features)]
 
 
-def _rows(batch: Batch, rows: slice) -> Batch:
+def _select_rows(batch: Batch, rows: slice) -> Batch:
     start, stop, _ = rows.indices(len(batch.labels))
     inputs = {name: tensor[rows] for name, tensor in batch.inputs.items()}
     targets = None if batch.targets is None else batch.targets.rows(start, stop, length=batch.labels.shape[1])
     return replace(batch, inputs=inputs, labels=batch.labels[rows], targets=targets)
 
 
-class PairsTask(BaseTask):
+class AnswerPairsTask(BaseTask):
     """Learns from answers of which one is preferred; raises DataError for a tokenizer without chat template.
 
     Rows become several sequences, each the prompt and one answer; a target of a batch is a pair.
@@ -127,12 +127,12 @@ class PairsTask(BaseTask):
 
     def collate(self, features: Sequence[Features]) -> Batch:
         """Return chosen answers and below them rejected ones: they share one forward pass."""
-        return halves(features, pad_id=self.pad_id)
+        return collate_pairs(features, pad_id=self.pad_id)
 
     def dummy_batch(self, features: Features) -> Batch:
         """Return the sample as a batch in which nothing counts."""
         batch = super().dummy_batch(features)
-        return replace(batch, extras={**batch.extras, COUNTS: torch.zeros_like(batch.extras[COUNTS])})
+        return replace(batch, extras={**batch.extras, PAIR_WEIGHTS: torch.zeros_like(batch.extras[PAIR_WEIGHTS])})
 
 
 def pair_sums(losses: Tensor, chosen: Tensor, rejected: Tensor, *, counts: Tensor) -> dict[str, Tensor]:

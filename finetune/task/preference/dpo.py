@@ -11,14 +11,14 @@ from finetune.data.batch import Batch
 from finetune.data.features import Features
 from finetune.task.preference import losses
 from finetune.task.preference.answer_pairs import (
-    COUNTS,
-    PairsTask,
-    by_sample,
-    in_halves,
-    log_probabilities,
-    num_tokens,
+    PAIR_WEIGHTS,
+    AnswerPairsTask,
+    join_halves,
+    num_target_tokens,
     pair_metrics,
     pair_sums,
+    sequence_log_probabilities,
+    split_by_sample,
 )
 from finetune.task.protocol import ModelHead, Precomputed, TaskContext
 
@@ -30,7 +30,7 @@ LOSSES_WITH_CROSS_ENTROPY = ("orpo", "cpo")
 """Losses of which the chosen answer's own cross-entropy is a part."""
 
 
-class PreferenceTask(PairsTask):
+class PreferenceTask(AnswerPairsTask):
     """Prefer the chosen answer to the rejected one. One pair is one target."""
 
     head: ModelHead = "causal_lm"
@@ -54,9 +54,9 @@ class PreferenceTask(PairsTask):
 
     def loss_sums(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
         """Return the sums over the pairs of loss, rewards, margins, correct preferences and log-probabilities."""
-        pairs = PairLogProbabilities.of(log_probabilities(model, batch), batch)
+        pairs = PairLogProbabilities.of(sequence_log_probabilities(model, batch), batch)
         rewards = pairs.rewards(self.section)
-        counts = batch.extras[COUNTS]
+        counts = batch.extras[PAIR_WEIGHTS]
         return {
             **pair_sums(pairs.losses(self.section), *rewards, counts=counts),
             "log_probability_chosen": (pairs.chosen.detach() * counts).sum(),
@@ -65,7 +65,7 @@ class PreferenceTask(PairsTask):
 
     def metric_sums(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
         """Return the same sums and the number of pairs."""
-        return {**self.loss_sums(model, batch), "num_pairs": batch.extras[COUNTS].sum()}
+        return {**self.loss_sums(model, batch), "num_pairs": batch.extras[PAIR_WEIGHTS].sum()}
 
     def metrics(self, sums: Mapping[str, float], records: Tensor | None = None) -> Mapping[str, float]:
         """Return the means over the pairs: `loss`, `preference_accuracy`, rewards and log-probabilities."""
@@ -89,7 +89,7 @@ class PairLogProbabilities:
         reference = batch.extras.get(REFERENCE)
         chosen, rejected = log_probability.chunk(2)
         of_chosen, of_rejected = (None, None) if reference is None else reference.chunk(2)
-        chosen_tokens, rejected_tokens = num_tokens(batch).chunk(2)
+        chosen_tokens, rejected_tokens = num_target_tokens(batch).chunk(2)
         return cls(chosen, rejected, chosen_tokens, rejected_tokens, of_chosen, of_rejected)
 
     def losses(self, section: PreferenceSection) -> Tensor:
@@ -139,12 +139,12 @@ def precomputed_reference() -> Precomputed:
 
 def reference_log_probabilities(model: nn.Module, batch: Batch) -> Sequence[Mapping[str, np.ndarray]]:
     """Return the model's log-probability of each sequence, by sample."""
-    return [{REFERENCE: each} for each in by_sample(log_probabilities(model, batch), batch)]
+    return [{REFERENCE: each} for each in split_by_sample(sequence_log_probabilities(model, batch), batch)]
 
 
 def attach_reference(batch: Batch, features: Sequence[Features]) -> Batch:
     """Return the batch with what the reference says of each sequence, where that is known already."""
     if REFERENCE not in features[0].arrays:
         return batch
-    reference = in_halves([each.arrays[REFERENCE] for each in features])
+    reference = join_halves([each.arrays[REFERENCE] for each in features])
     return replace(batch, extras={**batch.extras, REFERENCE: reference})

@@ -18,11 +18,11 @@ from finetune.data.encoding.preference import IS_GOOD
 from finetune.data.features import Features
 from finetune.runtime import distributed
 from finetune.task.preference.answer_pairs import (
-    COUNTS,
-    NUM_FIRSTS,
-    PairsTask,
-    log_probabilities,
+    NUM_PAIRS,
+    PAIR_WEIGHTS,
+    AnswerPairsTask,
     lower_half,
+    sequence_log_probabilities,
     upper_half,
 )
 from finetune.task.preference.dpo import REFERENCE, attach_reference, precomputed_reference
@@ -32,7 +32,7 @@ from finetune.task.protocol import EvaluationOutput, ModelHead, Precomputed, Tas
 REFERENCE_POINT = "reference_point"
 
 
-class KtoTask(PairsTask):
+class KtoTask(AnswerPairsTask):
     """Make good answers likelier and bad ones less likely. One judged answer is one target; a pair has two."""
 
     head: ModelHead = "causal_lm"
@@ -75,9 +75,9 @@ class KtoTask(PairsTask):
         if REFERENCE_POINT not in batch.extras:
             (batch,) = self.prepare_step(model, [batch])
         answers = upper_half(batch)
-        log_probability = log_probabilities(model, answers)
+        log_probability = sequence_log_probabilities(model, answers)
         ratio = log_probability - batch.extras[REFERENCE].chunk(2)[0]
-        counts, is_good, point = batch.extras[COUNTS], batch.extras[IS_GOOD], batch.extras[REFERENCE_POINT]
+        counts, is_good, point = batch.extras[PAIR_WEIGHTS], batch.extras[IS_GOOD], batch.extras[REFERENCE_POINT]
         good, bad = counts * is_good, counts * ~is_good
         reward = self.section.beta * ratio.detach()
         return {
@@ -107,12 +107,12 @@ class KtoTask(PairsTask):
 
     def evaluate_batch(self, model: nn.Module, batch: Batch) -> EvaluationOutput:
         """Return of each answer: its sample, whether it is good, its ratio, and that of the one of another prompt."""
-        ratio = log_probabilities(model, batch) - batch.extras[REFERENCE]
+        ratio = sequence_log_probabilities(model, batch) - batch.extras[REFERENCE]
         own, other = ratio.double().chunk(2)
         ids = torch.tensor(batch.sample_ids, dtype=torch.float64, device=own.device)
         if not len(ids):
             return EvaluationOutput({}, own.new_zeros(0, 4))
-        of_each = ids.repeat_interleave(batch.extras[NUM_FIRSTS])
+        of_each = ids.repeat_interleave(batch.extras[NUM_PAIRS])
         return EvaluationOutput({}, torch.stack([of_each, batch.extras[IS_GOOD].double(), own, other], dim=1))
 
     def metrics(self, sums: Mapping[str, float], records: Tensor | None = None) -> Mapping[str, float]:
@@ -131,7 +131,7 @@ class KtoTask(PairsTask):
             "reward_chosen": good.mean(),
             "reward_rejected": bad.mean(),
             "reward_margin": good.mean() - bad.mean(),
-            "preference_accuracy": share_of_wins(good, bad),
+            "preference_accuracy": win_rate(good, bad),
         }
         return {name: float(value) for name, value in values.items()}
 
@@ -147,7 +147,7 @@ class KtoTask(PairsTask):
         )
 
 
-def share_of_wins(good: Tensor, bad: Tensor) -> Tensor:
+def win_rate(good: Tensor, bad: Tensor) -> Tensor:
     """Return the share of all couples in which the good one is higher, a draw being half: NaN without any couple."""
     ordered = bad.sort().values
     wins = torch.searchsorted(ordered, good) + torch.searchsorted(ordered, good, right=True)
@@ -156,6 +156,6 @@ def share_of_wins(good: Tensor, bad: Tensor) -> Tensor:
 
 def _ratio_sums(model: nn.Module, batch: Batch) -> Tensor:
     """Return the sum of the ratios of answers that belong to other prompts, and how many there are: [2]."""
-    ratio = log_probabilities(model, lower_half(batch)) - batch.extras[REFERENCE].chunk(2)[1]
-    counts = batch.extras[COUNTS]
+    ratio = sequence_log_probabilities(model, lower_half(batch)) - batch.extras[REFERENCE].chunk(2)[1]
+    counts = batch.extras[PAIR_WEIGHTS]
     return torch.stack([(ratio * counts).sum(), counts.sum()])

@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from finetune.data.batch import Batch
 from finetune.data.encoding.preference import MARGIN
 from finetune.data.features import Features
-from finetune.task.model_inputs import logits_of
-from finetune.task.preference.answer_pairs import COUNTS, PairsTask, pair_metrics, pair_sums
+from finetune.task.model_inputs import forward_logits
+from finetune.task.preference.answer_pairs import PAIR_WEIGHTS, AnswerPairsTask, pair_metrics, pair_sums
 from finetune.task.preference.losses import bradley_terry
 from finetune.task.protocol import ModelHead, TaskContext
 
 
-class RewardTask(PairsTask):
+class RewardTask(AnswerPairsTask):
     """Score the chosen answer higher than the rejected one, from the last token that is no padding.
 
     One pair is one target. Where padding is done with the end-of-sequence token, transformers takes such a token at
@@ -52,11 +52,11 @@ class RewardTask(PairsTask):
         chosen, rejected = scores(model, batch).chunk(2)
         margin = batch.extras[MARGIN] if self.section.use_margin else 0.0
         losses = bradley_terry(chosen, rejected, margin=margin, centering=self.section.centering)
-        return pair_sums(losses, chosen, rejected, counts=batch.extras[COUNTS])
+        return pair_sums(losses, chosen, rejected, counts=batch.extras[PAIR_WEIGHTS])
 
     def metric_sums(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
         """Return the same sums and the number of pairs."""
-        return {**self.loss_sums(model, batch), "num_pairs": batch.extras[COUNTS].sum()}
+        return {**self.loss_sums(model, batch), "num_pairs": batch.extras[PAIR_WEIGHTS].sum()}
 
     def metrics(self, sums: Mapping[str, float], records: Tensor | None = None) -> Mapping[str, float]:
         """Return the means over the pairs: `loss`, `preference_accuracy`, both scores and their difference."""
@@ -65,4 +65,4 @@ class RewardTask(PairsTask):
 
 def scores(model: nn.Module, batch: Batch) -> Tensor:
     """Return the model's score of each sequence, float32 [sequences]."""
-    return logits_of(model, batch).squeeze(-1).float()
+    return forward_logits(model, batch).squeeze(-1).float()

@@ -13,7 +13,7 @@ from finetune.errors import ModelError
 from finetune.model.attention.implementation import register
 from finetune.model.attention.isolation import prove_isolation, require_positions
 from finetune.task.lm_loss.token_loss import cross_entropy_sum
-from finetune.task.model_inputs import end_to_end, logits_of, padded
+from finetune.task.model_inputs import collate_padded, collate_padding_free, forward_logits
 
 SMALL = {
     "vocab_size": 97,
@@ -73,14 +73,14 @@ def samples():
 
 def per_token(model, batch):
     """Return the logits and the loss of every target in the order of the samples."""
-    logits = logits_of(model, batch)
+    logits = forward_logits(model, batch)
     losses = torch.nn.functional.cross_entropy(logits.transpose(1, 2), batch.labels, reduction="none")
     return logits, losses[batch.labels != -100]
 
 
 def gradients(model, batches):
     model.zero_grad()
-    sum(cross_entropy_sum(logits_of(model, batch), batch.labels) for batch in batches).backward()
+    sum(cross_entropy_sum(forward_logits(model, batch), batch.labels) for batch in batches).backward()
     return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
 
 
@@ -94,8 +94,8 @@ def assert_each_is_as_alone(model, row, alone):
 
 @pytest.mark.parametrize(("kind", "attention"), ON_CPU)
 def test_a_sample_in_a_row_is_the_sample_alone(kind, attention):
-    model, row = build(kind, attention), end_to_end(samples())
-    alone = [padded([each], pad_id=0) for each in samples()]
+    model, row = build(kind, attention), collate_padding_free(samples())
+    alone = [collate_padded([each], pad_id=0) for each in samples()]
     assert_each_is_as_alone(model, row, alone)
     together, apart = gradients(model, [row]), gradients(model, alone)
     assert ((together - apart).norm() / apart.norm()).item() < 1e-5
@@ -106,14 +106,16 @@ def test_a_sample_in_a_row_is_the_sample_alone(kind, attention):
 def test_flex_attention_keeps_samples_apart(kind):
     """Its backward pass does not exist on a CPU; what each sample sees is the same there and back."""
     assert_each_is_as_alone(
-        build(kind, "flex_attention"), end_to_end(samples()), [padded([each], pad_id=0) for each in samples()]
+        build(kind, "flex_attention"),
+        collate_padding_free(samples()),
+        [collate_padded([each], pad_id=0) for each in samples()],
     )
 
 
 def prove(model):
     def of_row(row):
         each = [Features({"input_ids": np.array(ids), "is_target": np.ones(len(ids), bool)}) for ids in row]
-        return logits_of(model, end_to_end(each))[0]
+        return forward_logits(model, collate_padding_free(each))[0]
 
     prove_isolation(of_row, config=model.config, vocabulary_size=97, is_half=False)
 

@@ -16,7 +16,7 @@ from finetune.task.lm_loss.head import LmHead, find_lm_head
 from finetune.task.lm_loss.logit_transform import HeadOutput, LogitTransform, find_logit_transform
 from finetune.task.lm_loss.target_loss import TargetLoss, log_probabilities_at_targets
 from finetune.task.lm_loss.token_loss import TokenLoss
-from finetune.task.model_inputs import end_to_end, logits_of, padded
+from finetune.task.model_inputs import collate_padded, collate_padding_free, forward_logits
 
 VOCABULARY = 151
 PLAIN, SMOOTHED = TokenLoss(), TokenLoss(label_smoothing=0.1, z_loss=0.01)
@@ -108,20 +108,20 @@ def assert_same(one, other):
 def test_losses_and_gradients_are_those_of_all_logits(name, loss):
     model = made(name)
     assert find_lm_head(model).finish is not None
-    for batch in (padded(samples(9, 4, 21), pad_id=0), padded(samples(5, share=1.0), pad_id=0)):
+    for batch in (collate_padded(samples(9, 4, 21), pad_id=0), collate_padded(samples(5, share=1.0), pad_id=0)):
         assert_same(learnt(TargetLoss(loss), model, batch), learnt(TargetLoss(loss, "plain"), model, batch))
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2"])
 def test_they_are_so_in_a_row_without_padding(name):
-    model, batch = made(name), end_to_end(samples(9, 4, 21))
+    model, batch = made(name), collate_padding_free(samples(9, 4, 21))
     assert_same(learnt(TargetLoss(PLAIN), model, batch), learnt(TargetLoss(PLAIN, "plain"), model, batch))
 
 
 @pytest.mark.parametrize("loss", [PLAIN, SMOOTHED], ids=["plain", "smoothed"])
 @pytest.mark.parametrize("name", OTHERS)
 def test_they_are_so_in_other_models_too(name, loss):
-    model, batch = made(name), padded(samples(9, 4, 21), pad_id=0)
+    model, batch = made(name), collate_padded(samples(9, 4, 21), pad_id=0)
     inputs = {**batch.inputs, "use_cache": False} if name != "bert" else dict(batch.inputs)
     if name != "bert":
         inputs["decoder_input_ids"] = batch.inputs["input_ids"]
@@ -134,7 +134,7 @@ def test_they_are_so_with_adapters(modules):
     peft = pytest.importorskip("peft")
     torch.manual_seed(0)
     model = peft.get_peft_model(made("llama"), peft.LoraConfig(target_modules=modules, init_lora_weights=False))
-    batch = padded(samples(9, 4, 21), pad_id=0)
+    batch = collate_padded(samples(9, 4, 21), pad_id=0)
     assert_same(learnt(TargetLoss(PLAIN), model, batch), learnt(TargetLoss(PLAIN, "plain"), model, batch))
     saved = peft.get_peft_model(made("gemma2"), peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"]))
     assert_same(learnt(TargetLoss(PLAIN), saved, batch), learnt(TargetLoss(PLAIN, "plain"), saved, batch))
@@ -143,19 +143,19 @@ def test_they_are_so_with_adapters(modules):
 def test_learnt_tokens_before_the_text_are_no_targets():
     peft = pytest.importorskip("peft")
     kind = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
-    model, batch = peft.get_peft_model(made("llama"), kind), padded(samples(9, 4, 21), pad_id=0)
+    model, batch = peft.get_peft_model(made("llama"), kind), collate_padded(samples(9, 4, 21), pad_id=0)
     assert_same(learnt(TargetLoss(PLAIN), model, batch), learnt(TargetLoss(PLAIN, "plain"), model, batch))
 
 
 def test_a_frozen_head_gets_no_gradient():
-    model, batch = made("llama"), padded(samples(9, 4, 21), pad_id=0)
+    model, batch = made("llama"), collate_padded(samples(9, 4, 21), pad_id=0)
     model.lm_head.requires_grad_(False)
     assert_same(learnt(TargetLoss(PLAIN), model, batch), learnt(TargetLoss(PLAIN, "plain"), model, batch))
     assert model.lm_head.weight.grad is None
 
 
 def test_a_batch_without_targets_has_a_gradient_of_zeros_everywhere():
-    model, batch = made("llama"), padded(samples(9, 4), pad_id=0)
+    model, batch = made("llama"), collate_padded(samples(9, 4), pad_id=0)
     empty = copy.copy(batch)
     object.__setattr__(empty, "targets", batch.targets.none)
     sums, gradients = learnt(TargetLoss(PLAIN), model, empty)
@@ -165,15 +165,15 @@ def test_a_batch_without_targets_has_a_gradient_of_zeros_everywhere():
 
 def test_logits_at_targets_are_those_of_the_targets():
     for name in ("llama", "cohere", "bart"):
-        model, batch = made(name), padded(samples(9, 4, 21), pad_id=0)
-        wanted = logits_of(model, batch)[batch.labels != IGNORED]
+        model, batch = made(name), collate_padded(samples(9, 4, 21), pad_id=0)
+        wanted = forward_logits(model, batch)[batch.labels != IGNORED]
         torch.testing.assert_close(logits_at_targets(model, batch), wanted, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("least", [8, 512])
 def test_log_probabilities_may_weigh_on_a_loss_one_by_one(least, monkeypatch):
     monkeypatch.setattr(chunked_loss, "MIN_CHUNK_ROWS", least)  # slabs that are worked out again, and one that is kept
-    model, batch = made("gemma2"), padded(samples(9, 4, 21), pad_id=0)
+    model, batch = made("gemma2"), collate_padded(samples(9, 4, 21), pad_id=0)
     weights = torch.randn(len(batch.targets.labels), generator=torch.Generator().manual_seed(1))
     found = []
     for each in (log_probabilities_at_targets(model, batch), _by_all_logits(model, batch)):
@@ -186,8 +186,8 @@ def test_log_probabilities_may_weigh_on_a_loss_one_by_one(least, monkeypatch):
 
 
 def test_what_is_measured_is_what_all_logits_say():
-    model, batch = made("gemma2"), padded(samples(9, 4, 21), pad_id=0)
-    logits, is_target = logits_of(model, batch), batch.labels != IGNORED
+    model, batch = made("gemma2"), collate_padded(samples(9, 4, 21), pad_id=0)
+    logits, is_target = forward_logits(model, batch), batch.labels != IGNORED
     with torch.no_grad():
         sums = TargetLoss(SMOOTHED).evaluation_sums(model, batch)
     assert int(sums["num_correct"]) == int(((logits.argmax(-1) == batch.labels) & is_target).sum())
@@ -198,7 +198,7 @@ def test_what_is_measured_is_what_all_logits_say():
 
 def test_outputs_cut_to_half_floats_cut_no_loss():
     """FSDP2 under bf16 hands out half floats; the loss and its gradient go round them."""
-    model, batch = made("llama"), padded(samples(9, 4, 21), pad_id=0)
+    model, batch = made("llama"), collate_padded(samples(9, 4, 21), pad_id=0)
     wanted = learnt(TargetLoss(PLAIN, "plain"), model, batch)
 
     def halved(module, given, outputs):
@@ -211,7 +211,7 @@ def test_outputs_cut_to_half_floats_cut_no_loss():
 
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
 def test_in_half_floats_the_loss_is_as_near_to_that_of_full_ones_as_from_all_logits(name):
-    model, batch = made(name), padded(samples(9, 4, 21), pad_id=0)
+    model, batch = made(name), collate_padded(samples(9, 4, 21), pad_id=0)
     sums, exact = learnt(TargetLoss(PLAIN, "plain"), model, batch)
     with torch.autocast("cpu", torch.bfloat16):
         theirs = learnt(TargetLoss(PLAIN, "plain"), model, batch)
@@ -228,7 +228,7 @@ def test_in_half_floats_the_loss_is_as_near_to_that_of_full_ones_as_from_all_log
 
 @pytest.mark.parametrize("loss", [PLAIN, SMOOTHED], ids=["plain", "smoothed"])
 def test_no_tensor_of_all_logits_is_ever_made(loss):
-    model, batch = made("llama"), padded(samples(40, 64, 50), pad_id=0)
+    model, batch = made("llama"), collate_padded(samples(40, 64, 50), pad_id=0)
     whole = batch.labels.numel() * VOCABULARY
     with _Largest() as plain:
         learnt(TargetLoss(loss, "plain"), model, batch)
@@ -240,7 +240,7 @@ def test_no_tensor_of_all_logits_is_ever_made(loss):
 
 
 def test_where_logits_are_few_all_of_them_are_made(monkeypatch):
-    model, batch = made("llama"), padded(samples(9, 4, 21), pad_id=0)
+    model, batch = made("llama"), collate_padded(samples(9, 4, 21), pad_id=0)
     whole = batch.labels.numel() * VOCABULARY
     monkeypatch.setattr(target_loss, "MAX_FULL_LOGITS", whole)
     with _Largest() as largest:
@@ -269,13 +269,13 @@ def test_a_model_that_does_something_else_with_its_logits_is_asked_for_all_of_th
             return outputs
 
     torch.manual_seed(0)
-    model, batch = Odd(hf.LlamaConfig(**DECODER)), padded(samples(9, 4, 21), pad_id=0)
+    model, batch = Odd(hf.LlamaConfig(**DECODER)), collate_padded(samples(9, 4, 21), pad_id=0)
     assert find_lm_head(model).finish is None and not find_lm_head(model).keeps_rows
     assert_same(learnt(TargetLoss(PLAIN), model, batch), learnt(TargetLoss(PLAIN, "plain"), model, batch))
 
 
 def test_a_head_is_itself_again_after_a_pass_that_failed():
-    model, batch = made("llama"), padded(samples(9), pad_id=0)
+    model, batch = made("llama"), collate_padded(samples(9), pad_id=0)
 
     def fail(*_):
         raise RuntimeError("out of memory")
@@ -283,7 +283,7 @@ def test_a_head_is_itself_again_after_a_pass_that_failed():
     with pytest.raises(RuntimeError), model.model.register_forward_hook(fail):
         TargetLoss(PLAIN).sums(model, batch)
     assert "forward" not in model.lm_head.__dict__
-    assert logits_of(model, batch).shape == (1, 9, VOCABULARY)
+    assert forward_logits(model, batch).shape == (1, 9, VOCABULARY)
 
 
 def test_a_model_without_a_head_over_a_vocabulary_has_none():
@@ -313,5 +313,5 @@ class _Largest(TorchDispatchMode):
 
 
 def _by_all_logits(model, batch):
-    logits = logits_of(model, batch)[batch.labels != IGNORED]
+    logits = forward_logits(model, batch)[batch.labels != IGNORED]
     return logits.log_softmax(-1).gather(1, batch.targets.labels[:, None]).squeeze(1)

@@ -3,7 +3,7 @@ import copy
 import pytest
 import torch
 
-from finetune.task.preference.kto import REFERENCE_POINT, share_of_wins
+from finetune.task.preference.kto import REFERENCE_POINT, win_rate
 from tests.task.pairs_of_words import JUDGED, PAIRS, encoded, nudged, task_of
 
 
@@ -72,5 +72,5 @@ def test_a_pair_is_two_judged_answers(task, model):
 
 def test_wins_are_counted_over_all_couples():
     good, bad = torch.tensor([3.0, 1.0]), torch.tensor([1.0, 0.0, 2.0])
-    assert share_of_wins(good, bad).item() == pytest.approx((3 + 1.5) / 6)
-    assert share_of_wins(good, bad[:0]).isnan()
+    assert win_rate(good, bad).item() == pytest.approx((3 + 1.5) / 6)
+    assert win_rate(good, bad[:0]).isnan()
