@@ -42,7 +42,7 @@ from finetune.strategy.choose import choose_strategy, explain
 from finetune.strategy.environment import read_environment
 from finetune.strategy.protocol import Strategy
 from finetune.strategy.reconcile import JobFacts
-from finetune.train.early_stopping import EARLY, FINISHED
+from finetune.train.early_stopping import EARLY_STOPPING, FINISHED
 from finetune.train.loop import report_steps, train
 from finetune.train.optim.optimizers import rounds_by_place
 from finetune.train.parts import Parts
@@ -142,7 +142,7 @@ def launched_strategy(loaded: LoadedConfig) -> Strategy:
     return choose_strategy(environment, job)
 
 
-EXPORTED_AFTER = (FINISHED, EARLY)
+EXPORTED_AFTER = (FINISHED, EARLY_STOPPING)
 """Why a run may end so that its model is final; after a signal or a limit it is to be continued."""
 
 TALKING = ("causal_lm", "image_text_to_text")

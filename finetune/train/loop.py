@@ -6,7 +6,7 @@ import time
 from finetune.report.events import Warned
 from finetune.runtime.progress import Progress
 from finetune.runtime.supervision.heartbeat import reach
-from finetune.train.early_stopping import EARLY, FINISHED
+from finetune.train.early_stopping import EARLY_STOPPING, FINISHED
 from finetune.train.meters import StepRecord
 from finetune.train.parts import Parts
 from finetune.train.step import count, leave_out, take_step
@@ -15,7 +15,7 @@ from finetune.train.step import count, leave_out, take_step
 def train(parts: Parts, progress: Progress) -> str:
     """Train from `progress` to the end of the plan and return why it ended; by then it is saved. Collective."""
     if parts.early_stopping.is_over(progress):
-        return EARLY
+        return EARLY_STOPPING
     reason = _take_steps(parts, progress)
     parts.save.settle()
     return reason
@@ -53,12 +53,12 @@ def _take_steps(parts: Parts, progress: Progress) -> str:
         data_seconds = time.perf_counter() - started
         reach("data", step=progress.step)
         counts = count(parts, group, step=progress.step)
-        if counts.has_news or counts.wish.stop_reason:
+        if counts.has_news or counts.stop_request.stop_reason:
             report_steps(parts, progress)
-        if counts.wish.saves and saved_step < progress.step:
+        if counts.stop_request.saves and saved_step < progress.step:
             saved_step = _save(parts, progress)
-        if counts.wish.stop_reason:
-            return counts.wish.stop_reason
+        if counts.stop_request.stop_reason:
+            return counts.stop_request.stop_reason
         record = take_step(parts, group, counts, progress=progress, started=started, data_seconds=data_seconds)
         if record.is_taken is False:
             leave_out(parts, progress, record)
@@ -89,5 +89,5 @@ def _follow(parts: Parts, progress: Progress, record: StepRecord) -> str | None:
     if is_evaluated:
         progress.last_metrics, progress.metrics_step = parts.evaluate(progress.step), progress.step
         parts.early_stopping.note(progress.last_metrics, progress)
-        reason = reason or (EARLY if parts.early_stopping.is_over(progress) else None)
+        reason = reason or (EARLY_STOPPING if parts.early_stopping.is_over(progress) else None)
     return reason

@@ -17,7 +17,7 @@ from finetune.task.protocol import Task
 from finetune.train.early_stopping import EarlyStopping, NeverStop
 from finetune.train.meters import Meters
 from finetune.train.plan import Plan
-from finetune.train.stopping import Wishes
+from finetune.train.stopping import StopSources
 from finetune.train.update import Update
 
 
@@ -72,7 +72,7 @@ class Parts:
     log_due: Cadence
     evaluate_due: Cadence | Never
     save_due: Cadence
-    wishes: Wishes
+    stop_sources: StopSources
     stop_after_steps: int | None
     early_stopping: EarlyStopping | NeverStop
     before_batch: Callable[[Batch], None] = nothing  # told of each batch before the model learns from it

@@ -24,7 +24,7 @@ from finetune.strategy.gradient_sync import adding_up
 from finetune.train.meters import StepRecord, is_finite
 from finetune.train.optim.optimizers import begin_step
 from finetune.train.parts import Parts
-from finetune.train.stopping import Wish, agreed
+from finetune.train.stopping import StopRequest, stop_request_of
 
 LOSS_SCALE, NON_FINITE = "loss scale", "non-finite"
 MOST_NAMED = 16
@@ -38,7 +38,7 @@ class Counts:
     num_targets: int
     num_tokens: int
     samples: int  # the mark of the samples (`data/delivery.py`)
-    wish: Wish
+    stop_request: StopRequest
     has_news: bool  # of a step that was left out, on some rank
 
 
@@ -87,7 +87,7 @@ def count(parts: Parts, group: tuple[Batch, ...], *, step: int) -> Counts:
             *halves(delivery.mark),
             len(delivery.damaged) + int(delivery.problem is not None),
             int(parts.update.has_news),
-            *parts.wishes.counts(),
+            *parts.stop_sources.counts(),
         ]
     )
     if num_damaged:
@@ -98,7 +98,7 @@ def count(parts: Parts, group: tuple[Batch, ...], *, step: int) -> Counts:
             f"the samples of step {step + 1} are not those that the order gives it: a fault of ours or of a data "
             "loader. Nothing was learnt from them. Please report it."
         )
-    return Counts(num_targets, num_tokens, samples, agreed(wishes), has_news=num_news > 0)
+    return Counts(num_targets, num_tokens, samples, stop_request_of(wishes), has_news=num_news > 0)
 
 
 def _refuse_damage(parts: Parts, delivery: Delivery, *, step: int) -> None:

@@ -25,7 +25,7 @@ from finetune.train.optim.optimizers import build_optimizer
 from finetune.train.optim.parameter_groups import named_of
 from finetune.train.parts import Parts
 from finetune.train.plan import make_plan
-from finetune.train.stopping import Wishes
+from finetune.train.stopping import StopSources
 from finetune.train.update import Update
 
 NUM_SAMPLES, LENGTH = 8, 6
@@ -130,7 +130,7 @@ def parts_of(microbatch: int, *, task=None, nonfinite=None, num_steps=3, events=
         log_due=Cadence(1, num_steps),
         evaluate_due=Never(),
         save_due=Cadence(None, num_steps),
-        wishes=Wishes(SignalNote()),
+        stop_sources=StopSources(SignalNote()),
         stop_after_steps=None,
         early_stopping=NeverStop(),
     )
@@ -210,7 +210,7 @@ def test_an_overflow_under_a_loss_scale_is_counted_apart_and_does_not_stop_the_r
 
 def test_a_stop_that_was_asked_for_before_the_first_step_takes_none_and_saves_nothing():
     parts = parts_of(4)
-    parts.wishes.note.note(signal.SIGTERM, None)
+    parts.stop_sources.note.note(signal.SIGTERM, None)
     progress = Progress()
     assert train(parts, progress) == "signal SIGTERM"
     assert (progress.step, parts.save.steps, parts.save.is_settled) == (0, [], True)
@@ -237,7 +237,9 @@ class SignallingTask(RegressionTask):
 def test_a_signal_lets_its_step_finish_and_then_saves(number, reason, saved):
     note, events = SignalNote(), []
     task = SignallingTask(note, number)
-    parts = replace(parts_of(NUM_SAMPLES, task=task, events=events), wishes=Wishes(note), log_due=Cadence(50, 3))
+    parts = replace(
+        parts_of(NUM_SAMPLES, task=task, events=events), stop_sources=StopSources(note), log_due=Cadence(50, 3)
+    )
     progress = Progress()
     assert train(parts, progress) == reason
     assert parts.save.steps == saved

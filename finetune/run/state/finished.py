@@ -30,7 +30,7 @@ from finetune.errors import CheckpointError
 from finetune.runtime.files.read import parse_as, read_regular
 from finetune.runtime.progress import Progress
 from finetune.runtime.text.redact import redacted_config
-from finetune.train.early_stopping import EARLY, FINISHED, EarlyStopping
+from finetune.train.early_stopping import EARLY_STOPPING, FINISHED, EarlyStopping
 
 Stamps = dict[str, list[int]]
 """Of each file, by its path: inode, size, and the times in nanoseconds when it was written and changed."""
@@ -155,7 +155,9 @@ def told_over(
 
     Raises CheckpointError where the config is no longer the one it was trained with.
     """
-    if finished.reason == EARLY and any(wanted.settings.get(key) != saved.settings.get(key) for key in BEST_IS_OF):
+    if finished.reason == EARLY_STOPPING and any(
+        wanted.settings.get(key) != saved.settings.get(key) for key in BEST_IS_OF
+    ):
         return None
     sentences = check_changes(finished.checkpoint, saved, wanted=wanted, allowed=config.checkpoint.allow_changes)
     final = Path(config.run.folder) / FOLDER
@@ -193,5 +195,5 @@ def is_whole(path: Path, manifest: Manifest) -> bool:
 def _over_because(config: RunConfig, progress: Progress, *, num_steps: int) -> str | None:
     section = config.train.early_stopping
     if section is not None and EarlyStopping(section).is_over(progress):
-        return EARLY
+        return EARLY_STOPPING
     return FINISHED if progress.step >= num_steps else None
