@@ -22,7 +22,7 @@ from finetune.train.optim.optimizers import leave_out_waiting
 from finetune.train.optim.parameter_groups import WAITS
 
 
-class Latch:
+class DeferredFiniteCheck:
     """Flags every step whose gradient is not finite, and all steps after one more of them than is allowed."""
 
     def __init__(self, device: torch.device) -> None:
@@ -67,16 +67,16 @@ class Latch:
         self._arrival.record()
 
 
-_COPIED = ("NO", "MULTI_CPU", "MULTI_GPU", "MULTI_NPU", "MULTI_XPU")
+_REPLICATED_TYPES = ("NO", "MULTI_CPU", "MULTI_GPU", "MULTI_NPU", "MULTI_XPU")
 """Distributed types under which every rank holds each whole gradient when it is clipped."""
 
 
-def lags_on(device: torch.device) -> bool:
+def defers_check_on(device: torch.device) -> bool:
     """Tell whether it is worth while to read verdicts later: on a CPU there is nothing to wait for."""
     return device.type == "cuda"
 
 
-def reads_freely(tensor: Tensor) -> bool:
+def is_on_host(tensor: Tensor) -> bool:
     """Tell whether the host has the tensor's value already."""
     return tensor.device.type == "cpu"
 
@@ -84,7 +84,7 @@ def reads_freely(tensor: Tensor) -> bool:
 class Update:
     """Takes the gradients of one step from backward pass to weights."""
 
-    unharmed = "The weights have not been changed by this step."
+    nonfinite_effect = "The weights have not been changed by this step."
     """What is true of a step whose gradient is not finite."""
 
     def __init__(
@@ -94,15 +94,17 @@ class Update:
         self._accelerator = accelerator
         self._model = model
         self._limit = max_gradient_norm
-        self._is_plain = accelerator.distributed_type.name in _COPIED and accelerator.scaler is None
-        self._learning = [each for each in model.parameters() if each.requires_grad] if self._is_plain else []
+        self._has_whole_gradients = (
+            accelerator.distributed_type.name in _REPLICATED_TYPES and accelerator.scaler is None
+        )
+        self._trained = [each for each in model.parameters() if each.requires_grad] if self._has_whole_gradients else []
         self._optimizer = _unwrapped(optimizer) if accelerator.scaler is None else optimizer
-        lags = lags_on(accelerator.device) and _heeds_flag(self._optimizer, device=accelerator.device)
-        self.latch = Latch(accelerator.device) if lags and accelerator.scaler is None else None
+        lags = defers_check_on(accelerator.device) and _supports_found_inf(self._optimizer, device=accelerator.device)
+        self.finite_check = DeferredFiniteCheck(accelerator.device) if lags and accelerator.scaler is None else None
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradient of this share of the step's loss to what is there."""
-        if self._is_plain:
+        if self._has_whole_gradients:
             loss.backward()  # type: ignore[no-untyped-call]
         else:
             self._accelerator.backward(loss)
@@ -113,7 +115,7 @@ class Update:
         It is of the parameters that learn by now. Collective.
         """
         leave_out_waiting(self._optimizer)
-        if self._is_plain:
+        if self._has_whole_gradients:
             return self._clip_whole().detach().float()
         limit = math.inf if self._limit is None else self._limit
         norm = self._accelerator.clip_grad_norm_(self._model.parameters(), limit)
@@ -129,40 +131,40 @@ class Update:
         and, after `num_allowed` others of which nothing is known, every later one. The norm is of the whole gradient,
         so every rank does the same. DeepSpeed leaves the step out by itself.
         """
-        if self.latch is not None:
-            self._optimizer.found_inf = self.latch.flag(norm, num_allowed=num_allowed)
+        if self.finite_check is not None:
+            self._optimizer.found_inf = self.finite_check.flag(norm, num_allowed=num_allowed)
             self._optimizer.step()
             del self._optimizer.found_inf
-            self._forget()
+            self._zero_gradients()
             return None
         is_taken = math.isfinite(norm.item())
         if is_taken or self._accelerator.scaler is not None:  # it must see an overflow to lower its scale
             self._optimizer.step()
-        self._forget()
+        self._zero_gradients()
         return is_taken
 
     @property
     def has_news(self) -> bool:
         """Tell whether this rank has come to know of a step that was left out; never waits."""
-        return self.latch is not None and self.latch.has_news
+        return self.finite_check is not None and self.finite_check.has_news
 
     def settle(self) -> None:
         """Take note that every step's norm has been read."""
-        if self.latch is not None:
-            self.latch.settle()
+        if self.finite_check is not None:
+            self.finite_check.settle()
 
     def _clip_whole(self) -> Tensor:
-        gradients = [each.grad for each in self._learning if each.grad is not None]
+        gradients = [each.grad for each in self._trained if each.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients)
         # Where reading it is free, gradients that would be multiplied by 1 are left alone.
-        if self._limit is not None and not (reads_freely(norm) and norm.item() + _EPSILON <= self._limit):
-            torch.nn.utils.clip_grads_with_norm_(self._learning, self._limit, norm)
+        if self._limit is not None and not (is_on_host(norm) and norm.item() + _EPSILON <= self._limit):
+            torch.nn.utils.clip_grads_with_norm_(self._trained, self._limit, norm)
         return norm
 
-    def _forget(self) -> None:
-        if not self._is_plain:
+    def _zero_gradients(self) -> None:
+        if not self._has_whole_gradients:
             self._optimizer.zero_grad()
-        for parameter in self._learning:
+        for parameter in self._trained:
             parameter.grad = None
 
 
@@ -178,7 +180,7 @@ def _unwrapped(optimizer: Any) -> Any:
     return optimizer.optimizer if type(optimizer) is AcceleratedOptimizer else optimizer
 
 
-def _heeds_flag(optimizer: Any, *, device: torch.device) -> bool:
+def _supports_found_inf(optimizer: Any, *, device: torch.device) -> bool:
     """Tell whether the optimizer changes nothing, its own state included, where `found_inf` on the device is 1.
 
     Torch's fused SGD does not: it would take momentum that was never written for its own (torch 2.13).
@@ -191,7 +193,7 @@ def _heeds_flag(optimizer: Any, *, device: torch.device) -> bool:
 class UpdateInBackward(Update):
     """Steps the optimizer one parameter at a time; each has a group of its own (`one_by_one`)."""
 
-    unharmed = (
+    nonfinite_effect = (
         "Where the loss itself is not finite, the weights have not been changed by this step. Otherwise those whose "
         "gradients came first have been (train.optimizer.in_backward): go on from the last checkpoint."
     )
@@ -204,7 +206,7 @@ class UpdateInBackward(Update):
         self._is_bad = torch.zeros((), device=accelerator.device)  # 1 from the first number that is not finite
         for group in self._groups:
             (parameter,) = group["params"]
-            parameter.register_post_accumulate_grad_hook(self._learner(group))
+            parameter.register_post_accumulate_grad_hook(self._gradient_hook(group))
 
     def backward(self, loss: Tensor) -> None:
         """Let every parameter learn from this loss, the whole step's, unless it is not finite."""
@@ -213,15 +215,15 @@ class UpdateInBackward(Update):
 
     def clip(self) -> Tensor:
         """Return the norm of the gradient that has been learnt from, a scalar; nothing is clipped."""
-        norms = [self._norms[each] for each in self._learning if each in self._norms]
+        norms = [self._norms[each] for each in self._trained if each in self._norms]
         self._norms.clear()
         found = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros_like(self._is_bad)
         return torch.where(self._is_bad > 0, torch.full_like(self._is_bad, math.nan), found.to(torch.float32))
 
     def __call__(self, norm: Tensor, *, num_allowed: int) -> bool | None:
         """Tell whether the weights have been updated; None: it will be known when the norm is read."""
-        if self.latch is not None:
-            self.latch.flag(norm, num_allowed=num_allowed)
+        if self.finite_check is not None:
+            self.finite_check.flag(norm, num_allowed=num_allowed)
             return None
         return math.isfinite(norm.item())
 
@@ -230,7 +232,7 @@ class UpdateInBackward(Update):
         super().settle()
         self._is_bad.zero_()
 
-    def _learner(self, group: dict[str, Any]) -> Callable[[Tensor], None]:
+    def _gradient_hook(self, group: dict[str, Any]) -> Callable[[Tensor], None]:
         def learn(parameter: Tensor) -> None:
             if parameter.grad is not None and not group.get(WAITS):
                 norm = torch.linalg.vector_norm(parameter.grad)
@@ -246,12 +248,12 @@ class UpdateInBackward(Update):
 
     def _step(self, group: dict[str, Any]) -> None:
         """Step the optimizer on this group alone, unless a number was not finite before."""
-        if self.latch is None and self._is_bad.item():
+        if self.finite_check is None and self._is_bad.item():
             return
         self._optimizer.param_groups = [group]
-        if self.latch is not None:
+        if self.finite_check is not None:
             self._optimizer.found_inf = self._is_bad
         self._optimizer.step()
         self._optimizer.param_groups = self._groups
-        if self.latch is not None:
+        if self.finite_check is not None:
             del self._optimizer.found_inf

@@ -261,7 +261,7 @@ class Diverging(RegressionTask):
 @pytest.fixture(params=[False, True], ids=["at once", "later"])
 def reads_later(request, monkeypatch) -> bool:
     """Whether the verdict on a gradient is read at once, or on the device first and by the host at a log point."""
-    monkeypatch.setattr(update, "lags_on", lambda device: request.param)
+    monkeypatch.setattr(update, "defers_check_on", lambda device: request.param)
     return request.param
 
 
@@ -276,7 +276,7 @@ def test_a_step_left_out_changes_neither_weights_nor_moments_whenever_that_is_kn
     parts, events = run_of(2, 6)
     progress = Progress()
     train(parts, progress)
-    assert (parts.update.latch is not None) == reads_later
+    assert (parts.update.finite_check is not None) == reads_later
     assert (progress.step, progress.num_nonfinite_skips) == (8, 2)
     assert [event.step for event in events if isinstance(event, StepSkipped)] == [2, 6]
     assert [event.step for event in events if isinstance(event, StepTaken)] == list(range(1, 9))
@@ -315,7 +315,7 @@ def test_a_checkpoint_knows_of_every_step_that_was_left_out_before_it(reads_late
 
 
 def test_news_of_a_bad_step_ends_the_run_before_the_next_log_point(monkeypatch):
-    monkeypatch.setattr(update, "lags_on", lambda device: True)
+    monkeypatch.setattr(update, "defers_check_on", lambda device: True)
     parts, _ = run_of(1, action="stop", log_every=8)
     with pytest.raises(NonFiniteError, match="step 1 is"):
         train(parts, Progress())

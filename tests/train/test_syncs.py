@@ -167,8 +167,8 @@ def parts_of(
 
 @pytest.fixture
 def as_on_a_gpu(monkeypatch):
-    monkeypatch.setattr(update, "lags_on", lambda device: True)
-    monkeypatch.setattr(update, "reads_freely", lambda tensor: False)
+    monkeypatch.setattr(update, "defers_check_on", lambda device: True)
+    monkeypatch.setattr(update, "is_on_host", lambda tensor: False)
 
 
 @pytest.mark.parametrize("num_batches", [1, 2])
