@@ -17,7 +17,7 @@ from finetune.model.adapters.context import Ground
 from finetune.model.loading.load import load_model
 from finetune.runtime.parameters import Construction
 from finetune.train.optim.optimizers import begin_step, build_optimizer
-from finetune.train.optim.parameter_groups import named_of
+from finetune.train.optim.parameter_groups import list_parameters
 from finetune.train.update import Update, UpdateInBackward
 
 ROWS, LENGTH, VOCABULARY = 4, 256, 1024
@@ -73,7 +73,7 @@ class Learner:
         if section.activation_offload:
             offload_activations(model)
         rule = OptimizerSection(**variant.optimizer)
-        self._built = build_optimizer(named_of(model), rule, learning_rate=1e-3, seed=1)
+        self._built = build_optimizer(list_parameters(model), rule, learning_rate=1e-3, seed=1)
         self._model, optimizer = accelerator.prepare(model, self._built)
         if rule.in_backward:
             self._update: Update = UpdateInBackward(accelerator, self._model, optimizer)

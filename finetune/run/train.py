@@ -44,7 +44,7 @@ from finetune.strategy.protocol import Strategy
 from finetune.strategy.reconcile import JobFacts
 from finetune.train.early_stopping import EARLY_STOPPING, FINISHED
 from finetune.train.loop import report_steps, train
-from finetune.train.optim.optimizers import rounds_by_place
+from finetune.train.optim.optimizers import uses_low_bit_adamw
 from finetune.train.parts import Parts
 from finetune.train.stopping import FAILED_SAVE, SPOT_NOTICE, STOP_FILE
 
@@ -136,7 +136,9 @@ def launched_strategy(loaded: LoadedConfig) -> Strategy:
         pins_memory=config.data.pin_memory is True,
         offloads_activations=config.model.activation_offload,
         updates_in_backward=config.train.optimizer.in_backward,
-        rounds_by_place=any(rounds_by_place(config.train.optimizer, dtype=dtype) for dtype in learning_dtypes(config)),
+        rounds_by_place=any(
+            uses_low_bit_adamw(config.train.optimizer, dtype=dtype) for dtype in learning_dtypes(config)
+        ),
         has_two_dtypes=adapter_of(config) is not None and config.model.dtype != "float32",
     )
     return choose_strategy(environment, job)

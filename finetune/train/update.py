@@ -18,8 +18,8 @@ from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 
-from finetune.train.optim.optimizers import leave_out_waiting
-from finetune.train.optim.parameter_groups import WAITS
+from finetune.train.optim.optimizers import drop_not_yet_unfrozen
+from finetune.train.optim.parameter_groups import NOT_YET_UNFROZEN
 
 
 class DeferredFiniteCheck:
@@ -114,7 +114,7 @@ class Update:
 
         It is of the parameters that learn by now. Collective.
         """
-        leave_out_waiting(self._optimizer)
+        drop_not_yet_unfrozen(self._optimizer)
         if self._has_whole_gradients:
             return self._clip_whole().detach().float()
         limit = math.inf if self._limit is None else self._limit
@@ -191,7 +191,7 @@ def _supports_found_inf(optimizer: Any, *, device: torch.device) -> bool:
 
 
 class UpdateInBackward(Update):
-    """Steps the optimizer one parameter at a time; each has a group of its own (`one_by_one`)."""
+    """Steps the optimizer one parameter at a time; each has a group of its own (`one_group_per_parameter`)."""
 
     nonfinite_effect = (
         "Where the loss itself is not finite, the weights have not been changed by this step. Otherwise those whose "
@@ -234,7 +234,7 @@ class UpdateInBackward(Update):
 
     def _gradient_hook(self, group: dict[str, Any]) -> Callable[[Tensor], None]:
         def learn(parameter: Tensor) -> None:
-            if parameter.grad is not None and not group.get(WAITS):
+            if parameter.grad is not None and not group.get(NOT_YET_UNFROZEN):
                 norm = torch.linalg.vector_norm(parameter.grad)
                 self._norms[parameter] = norm
                 self._note(norm)

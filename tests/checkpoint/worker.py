@@ -37,7 +37,7 @@ from finetune.runtime.progress import Progress
 from finetune.strategy.upstream import gloo_bridge, leave_waiting_out_of_norm, weights_as_held
 from finetune.train.evaluate import AveragedWeights
 from finetune.train.optim.optimizers import begin_step, build_optimizer
-from finetune.train.optim.parameter_groups import named_of
+from finetune.train.optim.parameter_groups import list_parameters
 
 ROWS, LENGTH, VOCABULARY = 8, 12, 67  # 67: rows that no number of ranks divides
 LOW_BIT = {
@@ -165,14 +165,14 @@ def build(variant: str, *, is_spoilt: bool):
     if variant == "groups":
         return model, grouped_optimizer(model)
     if variant in LOW_BIT:
-        return model, build_optimizer(named_of(model), LOW_BIT[variant], learning_rate=1e-2, seed=5)
+        return model, build_optimizer(list_parameters(model), LOW_BIT[variant], learning_rate=1e-2, seed=5)
     return model, plain_optimizer(variant, trained)
 
 
 def grouped_optimizer(model) -> torch.optim.Optimizer:
     """Return one with six groups, one of which begins to learn after the save, and an average of the weights."""
     return build_optimizer(
-        named_of(model),
+        list_parameters(model),
         OptimizerSection(weight_decay=0.1, layer_decay=0.5),
         learning_rate=1e-2,
         unfreeze=[UnfreezeSection(patterns=("*embed*", "lm_head*"), after_steps=4)],

@@ -22,7 +22,7 @@ from finetune.train.evaluate import NoEvaluation
 from finetune.train.loop import train
 from finetune.train.meters import Meters
 from finetune.train.optim.optimizers import build_optimizer
-from finetune.train.optim.parameter_groups import named_of
+from finetune.train.optim.parameter_groups import list_parameters
 from finetune.train.parts import Parts
 from finetune.train.plan import make_plan
 from finetune.train.stopping import StopSources
@@ -98,7 +98,7 @@ def parts_of(microbatch: int, *, task=None, nonfinite=None, num_steps=3, events=
     torch.manual_seed(0)
     accelerator = Accelerator(cpu=True)
     model = nn.Linear(4, 1)
-    optimizer = build_optimizer(named_of(model), OptimizerSection(), learning_rate=0.1)
+    optimizer = build_optimizer(list_parameters(model), OptimizerSection(), learning_rate=0.1)
     section = TrainSection(
         global_batch_size=NUM_SAMPLES,
         microbatch_size=microbatch,

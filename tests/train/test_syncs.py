@@ -28,7 +28,7 @@ from finetune.task.protocol import TaskContext
 from finetune.train import update
 from finetune.train.meters import Meters
 from finetune.train.optim.optimizers import build_optimizer
-from finetune.train.optim.parameter_groups import named_of
+from finetune.train.optim.parameter_groups import list_parameters
 from finetune.train.parts import Parts
 from finetune.train.plan import make_plan
 from finetune.train.step import Counts, take_step
@@ -110,7 +110,7 @@ def second_step(
     model: Any = llama("per_sample" if is_free else "sdpa")
     if lora:
         model = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "v_proj"], lora_dropout=0.1))
-    optimizer = build_optimizer(named_of(model), OptimizerSection(name=name), learning_rate=0.1)
+    optimizer = build_optimizer(list_parameters(model), OptimizerSection(name=name), learning_rate=0.1)
     model, optimizer = accelerator.prepare(model, optimizer)
     group = tuple(batch.to(accelerator.device) for batch in group_of(task, num_batches=num_batches))
     parts = parts_of(accelerator, model, optimizer, task=task, limit=limit, num_batches=num_batches)

@@ -8,7 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 from finetune.config.sections.train import AverageSection, OptimizerSection, UnfreezeSection
 from finetune.train.optim.optimizers import begin_step, build_optimizer
-from finetune.train.optim.parameter_groups import describe_groups, named_of
+from finetune.train.optim.parameter_groups import describe_groups, list_parameters
 from finetune.train.update import Update, UpdateInBackward
 
 IDS = torch.randint(0, 40, (8, 5), generator=torch.Generator().manual_seed(1))
@@ -32,7 +32,7 @@ def made(*, in_backward, unfreeze=(), average=None, **section):
     torch.manual_seed(0)
     model = Tied()
     section = OptimizerSection(in_backward=in_backward, **{"weight_decay": 0.1, **section})
-    built = build_optimizer(named_of(model), section, learning_rate=0.1, unfreeze=unfreeze, average=average)
+    built = build_optimizer(list_parameters(model), section, learning_rate=0.1, unfreeze=unfreeze, average=average)
     accelerator = Accelerator(cpu=True)
     model, optimizer = accelerator.prepare(model, built)
     if in_backward:
@@ -108,7 +108,7 @@ def test_a_gradient_that_is_not_finite_stops_those_that_come_after_it():
 def test_groups_of_one_are_told_of_together():
     model, optimizer, _ = made(in_backward=True, layer_decay=0.5)
     assert len(optimizer.param_groups) == 5
-    assert [line for line in describe_groups(optimizer.param_groups, named_of(model)) if "rate x" in line] == [
+    assert [line for line in describe_groups(optimizer.param_groups, list_parameters(model)) if "rate x" in line] == [
         "  rate x 0.25     decay 0.1: 1,280 parameters in 1 tensor, such as embedding.weight",
         "  rate x 0.5      decay 0.1: 2,048 parameters in 2 tensors, such as layers.0.0.weight",
         "  rate x 0.5      decay 0: 64 parameters in 2 tensors, such as layers.0.0.bias",

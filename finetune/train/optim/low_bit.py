@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from finetune.runtime import seeds
 from finetune.runtime.parameters import held_rows
-from finetune.train.optim.parameter_groups import Named
+from finetune.train.optim.parameter_groups import NamedParameter
 
 BLOCK = 256
 """Values that share a scale (Dettmers et al., 2022, arXiv:2110.02861, take as many)."""
@@ -188,7 +188,7 @@ class LowBitAdamW(torch.optim.Optimizer):
             rows.weights.copy_(weights)
 
 
-def with_keys(groups: Sequence[dict[str, Any]], named: Sequence[Named], *, seed: int) -> list[dict[str, Any]]:
+def with_keys(groups: Sequence[dict[str, Any]], named: Sequence[NamedParameter], *, seed: int) -> list[dict[str, Any]]:
     """Return the groups with what the chance of each of their parameters is drawn from."""
     names = {id(each.parameter): each.name for each in named}
     return [

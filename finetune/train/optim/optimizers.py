@@ -18,10 +18,10 @@ from finetune.runtime.parameters import full_shape
 from finetune.train.optim.averages import ScheduleFreeAdamW, begin_average, keep_average
 from finetune.train.optim.low_bit import LowBitAdamW, with_keys
 from finetune.train.optim.parameter_groups import (
-    BEGINS_AFTER,
-    FACTOR,
-    WAITS,
-    Named,
+    NOT_YET_UNFROZEN,
+    RATE_FACTOR,
+    UNFREEZE_AFTER,
+    NamedParameter,
     is_embedding,
     layer_of,
     parameter_groups,
@@ -30,7 +30,7 @@ from finetune.train.optim.parameter_groups import (
 with lazily():
     from transformers import optimization
 
-MUON = "is_muon"
+IS_MUON = "is_muon"
 """The key of a group that says which rule it learns by."""
 
 
@@ -47,8 +47,8 @@ class MuonAndAdamW(torch.optim.Optimizer):
         eps: float,
         fused: bool,
     ) -> None:
-        of_muon = [group for group in groups if group[MUON]]
-        others = [group for group in groups if not group[MUON]]
+        of_muon = [group for group in groups if group[IS_MUON]]
+        others = [group for group in groups if not group[IS_MUON]]
         rules: list[torch.optim.Optimizer] = [
             torch.optim.Muon(of_muon, lr=learning_rate, momentum=momentum, adjust_lr_fn="match_rms_adamw")
         ]
@@ -63,12 +63,12 @@ class MuonAndAdamW(torch.optim.Optimizer):
         for rule in self._rules:
             is_muon = isinstance(rule, torch.optim.Muon)
             # Both may have been replaced since: FSDP and Accelerate put others in their place.
-            rule.param_groups = [group for group in self.param_groups if group[MUON] == is_muon]
+            rule.param_groups = [group for group in self.param_groups if group[IS_MUON] == is_muon]
             rule.state = self.state
             rule.step()
 
 
-def split_for_muon(groups: Sequence[dict[str, Any]], named: Sequence[Named]) -> list[dict[str, Any]]:
+def split_for_muon(groups: Sequence[dict[str, Any]], named: Sequence[NamedParameter]) -> list[dict[str, Any]]:
     """Return the groups, each cut into hidden matrices and the rest; raises ModelError where no matrix is hidden.
 
     A matrix with two dimensions within a numbered layer is hidden; embeddings, heads, vectors, convolutions and experts
@@ -76,12 +76,12 @@ def split_for_muon(groups: Sequence[dict[str, Any]], named: Sequence[Named]) -> 
     """
     hidden = {id(each.parameter) for each in named if _is_hidden_matrix(each)}
     split = [
-        {**group, "params": chosen, MUON: is_muon}
+        {**group, "params": chosen, IS_MUON: is_muon}
         for group in groups
         for is_muon in (True, False)
         if (chosen := [each for each in group["params"] if (id(each) in hidden) == is_muon])
     ]
-    if not any(group[MUON] for group in split):
+    if not any(group[IS_MUON] for group in split):
         raise ModelError(
             "train.optimizer.name: muon is for matrices of numbered layers (`layers.0.`), and none of them learns. "
             "Write adamw."
@@ -89,7 +89,7 @@ def split_for_muon(groups: Sequence[dict[str, Any]], named: Sequence[Named]) -> 
     return split
 
 
-def _is_hidden_matrix(each: Named) -> bool:
+def _is_hidden_matrix(each: NamedParameter) -> bool:
     is_matrix = len(full_shape(each.parameter)) == 2 and layer_of(each.name) is not None
     return is_matrix and not each.is_embedding and not any(map(is_embedding, each.aliases))
 
@@ -98,7 +98,7 @@ Groups = list[dict[str, Any]]
 
 
 def build_optimizer(
-    named: Sequence[Named],
+    named: Sequence[NamedParameter],
     section: OptimizerSection,
     *,
     learning_rate: float,
@@ -115,13 +115,13 @@ def build_optimizer(
     if not groups:
         raise ModelError("no parameter is trained: everything is frozen. Loosen model.freeze or set model.lora.")
     if section.in_backward:
-        groups = one_by_one(groups)
+        groups = one_group_per_parameter(groups)
     if _is_low_bit(named, section):
         optimizer = _low_bit(with_keys(groups, named, seed=seed), section, learning_rate)
     else:
         optimizer = _build(named, groups, section, learning_rate)
     if unfreeze:
-        optimizer.register_step_pre_hook(lambda optimizer, *_: leave_out_waiting(optimizer))
+        optimizer.register_step_pre_hook(lambda optimizer, *_: drop_not_yet_unfrozen(optimizer))
     if average is not None:
         keep_average(optimizer, average)
     return optimizer
@@ -133,41 +133,41 @@ def begin_step(optimizer: Any, *, step: int, learning_rate: float) -> None:
     A group learns at its factor times the rate, or not at all before it begins.
     """
     for group in optimizer.param_groups:
-        group[WAITS] = step < group.get(BEGINS_AFTER, 0)
-        group["lr"] = 0.0 if group[WAITS] else learning_rate * group.get(FACTOR, 1.0)
+        group[NOT_YET_UNFROZEN] = step < group.get(UNFREEZE_AFTER, 0)
+        group["lr"] = 0.0 if group[NOT_YET_UNFROZEN] else learning_rate * group.get(RATE_FACTOR, 1.0)
         begin_average(group, step=step)
 
 
-def leave_out_waiting(optimizer: Any) -> None:
+def drop_not_yet_unfrozen(optimizer: Any) -> None:
     """Forget the gradients of groups that have not begun to learn: no norm and no moment knows of them.
 
     ZeRO's lie elsewhere until its inner optimizer's step; there a hook calls this, and `strategy/upstream.py` sees to
     the norm.
     """
     for group in optimizer.param_groups:
-        if group.get(WAITS):
+        if group.get(NOT_YET_UNFROZEN):
             for parameter in group["params"]:
                 parameter.grad = None
 
 
-def rounds_by_place(section: OptimizerSection, *, dtype: str) -> bool:
+def uses_low_bit_adamw(section: OptimizerSection, *, dtype: str) -> bool:
     """Tell whether AdamW is to be ours, which rounds, for weights of this type."""
     return section.stochastic_rounding or section.state_dtype not in (None, dtype)
 
 
-def one_by_one(groups: Groups) -> Groups:
+def one_group_per_parameter(groups: Groups) -> Groups:
     """Return the groups, each cut into groups of one parameter."""
     return [{**group, "params": [parameter]} for group in groups for parameter in group["params"]]
 
 
-def _is_low_bit(named: Sequence[Named], section: OptimizerSection) -> bool:
+def _is_low_bit(named: Sequence[NamedParameter], section: OptimizerSection) -> bool:
     """Tell whether the moments' type is not that of all weights that learn, or weights are rounded by chance."""
     trained = {str(each.parameter.dtype).removeprefix("torch.") for each in named if each.parameter.requires_grad}
-    return any(rounds_by_place(section, dtype=dtype) for dtype in trained)
+    return any(uses_low_bit_adamw(section, dtype=dtype) for dtype in trained)
 
 
 def _build(
-    named: Sequence[Named], groups: Groups, section: OptimizerSection, learning_rate: float
+    named: Sequence[NamedParameter], groups: Groups, section: OptimizerSection, learning_rate: float
 ) -> torch.optim.Optimizer:
     if section.name == "adamw":
         return torch.optim.AdamW(groups, lr=learning_rate, betas=_pair(section), eps=section.eps, fused=_fused(section))
@@ -203,7 +203,7 @@ def _fused(section: OptimizerSection) -> bool:
 
 
 def _muon(
-    named: Sequence[Named], groups: Groups, section: OptimizerSection, learning_rate: float
+    named: Sequence[NamedParameter], groups: Groups, section: OptimizerSection, learning_rate: float
 ) -> torch.optim.Optimizer:
     return MuonAndAdamW(
         split_for_muon(groups, named),

@@ -12,7 +12,7 @@ from finetune.model.adapters.context import Ground
 from finetune.model.freeze import freeze
 from finetune.model.size import describe
 from finetune.train.optim.optimizers import build_optimizer
-from finetune.train.optim.parameter_groups import named_of
+from finetune.train.optim.parameter_groups import list_parameters
 
 BATCH = torch.arange(24).reshape(2, 12)
 
@@ -125,7 +125,7 @@ class Casts(TorchDispatchMode):
 
 def test_a_frozen_base_has_no_gradients_no_optimizer_state_and_in_bfloat16_no_copies(from_config, build):
     model = add_adapter(build(from_config(dtype="bfloat16")), LoraSection(rank=2), Ground(seed=1))
-    optimizer = build_optimizer(named_of(model), OptimizerSection(), learning_rate=0.1)
+    optimizer = build_optimizer(list_parameters(model), OptimizerSection(), learning_rate=0.1)
     ids = torch.arange(24).reshape(2, 12)
     with Casts(model) as casts:
         with torch.autocast("cpu", torch.bfloat16):

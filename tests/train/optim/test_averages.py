@@ -9,8 +9,8 @@ from finetune.checkpoint.sharding.access import build_access
 from finetune.config.sections.train import AverageSection, OptimizerSection, TrainSection
 from finetune.errors import ModelError
 from finetune.train.evaluate import AveragedWeights, EvaluationOf, LiveWeights, averaging
-from finetune.train.optim.optimizers import MUON, begin_step, build_optimizer
-from finetune.train.optim.parameter_groups import named_of
+from finetune.train.optim.optimizers import IS_MUON, begin_step, build_optimizer
+from finetune.train.optim.parameter_groups import list_parameters
 
 RATE = 0.1
 
@@ -39,7 +39,7 @@ class Job:
             global_batch_size=1, microbatch_size=1, steps=9, learning_rate=RATE, optimizer=self.section, average=average
         )
         net = Net()
-        optimizer = build_optimizer(named_of(net), self.section, learning_rate=RATE, average=average)
+        optimizer = build_optimizer(list_parameters(net), self.section, learning_rate=RATE, average=average)
         accelerator = Accelerator(cpu=True)
         self.net, self.optimizer = accelerator.prepare(net, optimizer)
         self.access = build_access(accelerator, self.net, self.optimizer)
@@ -110,7 +110,7 @@ def test_an_update_that_overflow_prevents_leaves_the_average_alone():
 def test_weights_in_16_bits_have_an_average_in_32():
     net = nn.Linear(2, 2).bfloat16()
     optimizer = build_optimizer(
-        named_of(net), OptimizerSection(fused=False), learning_rate=0.1, average=AverageSection()
+        list_parameters(net), OptimizerSection(fused=False), learning_rate=0.1, average=AverageSection()
     )
     begin_step(optimizer, step=0, learning_rate=0.1)
     net(torch.ones(1, 2).bfloat16()).sum().backward()
@@ -137,7 +137,7 @@ def test_schedule_free_is_the_papers_algorithm():
     net = nn.Linear(1, 1, bias=False).double()
     nn.init.constant_(net.weight, 2.0)
     section = OptimizerSection(name="schedule_free_adamw")
-    optimizer = build_optimizer(named_of(net), section, learning_rate=RATE)
+    optimizer = build_optimizer(list_parameters(net), section, learning_rate=RATE)
     for step in range(4):
         begin_step(optimizer, step=step, learning_rate=RATE)
         net.weight.grad = 3.0 * net.weight.detach() ** 2
@@ -152,10 +152,10 @@ def test_schedule_free_is_the_papers_algorithm():
 
 def test_muon_makes_hidden_matrices_orthogonal_and_leaves_the_rest_to_adamw():
     job = Job({"name": "muon", "weight_decay": 0.0})
-    held = {MUON: set(), "adamw": set()}
+    held = {IS_MUON: set(), "adamw": set()}
     for group in job.optimizer.param_groups:
-        held[MUON if group[MUON] else "adamw"] |= {tuple(each.shape) for each in group["params"]}
-    assert held == {MUON: {(4, 3), (4, 4)}, "adamw": {(4,), (1,), (1, 4)}}
+        held[IS_MUON if group[IS_MUON] else "adamw"] |= {tuple(each.shape) for each in group["params"]}
+    assert held == {IS_MUON: {(4, 3), (4, 4)}, "adamw": {(4,), (1,), (1, 4)}}
     before = job.net.layers[1].weight.detach().clone()
     job.take(range(1))
     update = (before - job.net.layers[1].weight.detach()) / (RATE * 0.2 * 4**0.5)
@@ -165,7 +165,7 @@ def test_muon_makes_hidden_matrices_orthogonal_and_leaves_the_rest_to_adamw():
 
 def test_muon_without_a_hidden_matrix_is_refused():
     with pytest.raises(ModelError, match="Write adamw"):
-        build_optimizer(named_of(nn.Linear(2, 2)), OptimizerSection(name="muon"), learning_rate=0.1)
+        build_optimizer(list_parameters(nn.Linear(2, 2)), OptimizerSection(name="muon"), learning_rate=0.1)
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ from torch import nn
 from finetune.config.sections.train import AverageSection, OptimizerSection
 from finetune.train.optim import low_bit
 from finetune.train.optim.low_bit import POSITIVE, SIGNED, LowBitAdamW, chances, high_half, low_half, to_bfloat16
-from finetune.train.optim.optimizers import begin_step, build_optimizer, rounds_by_place
-from finetune.train.optim.parameter_groups import named_of
+from finetune.train.optim.optimizers import begin_step, build_optimizer, uses_low_bit_adamw
+from finetune.train.optim.parameter_groups import list_parameters
 
 CPU = torch.device("cpu")
 
@@ -81,7 +81,7 @@ def net(dtype=torch.float32):
 
 def optimizer_of(model, *, seed=1, **section):
     section = OptimizerSection(weight_decay=0.1, **section)
-    return build_optimizer(named_of(model), section, learning_rate=0.1, seed=seed)
+    return build_optimizer(list_parameters(model), section, learning_rate=0.1, seed=seed)
 
 
 def trained(model, optimizer, *, steps=60, first=0):
@@ -179,7 +179,7 @@ def test_rounding_depends_on_seed_and_not_on_chunks(monkeypatch):
 def test_an_average_is_kept_beside_it():
     model = net()
     section = OptimizerSection(state_dtype="int8")
-    built = build_optimizer(named_of(model), section, learning_rate=0.1, average=AverageSection(decay=0.5))
+    built = build_optimizer(list_parameters(model), section, learning_rate=0.1, average=AverageSection(decay=0.5))
     trained(model, built, steps=3)
     assert built.state[model[0].weight]["average"].dtype == torch.float32
 
@@ -193,7 +193,7 @@ def test_weights_whose_memory_is_in_another_order_learn_alike():
 
 
 def test_ours_is_taken_only_where_something_is_rounded():
-    assert not rounds_by_place(OptimizerSection(), dtype="bfloat16")
-    assert not rounds_by_place(OptimizerSection(state_dtype="float32"), dtype="float32")
-    assert rounds_by_place(OptimizerSection(state_dtype="float32"), dtype="bfloat16")
+    assert not uses_low_bit_adamw(OptimizerSection(), dtype="bfloat16")
+    assert not uses_low_bit_adamw(OptimizerSection(state_dtype="float32"), dtype="float32")
+    assert uses_low_bit_adamw(OptimizerSection(state_dtype="float32"), dtype="bfloat16")
     assert isinstance(optimizer_of(net(), state_dtype="float32"), torch.optim.AdamW)

@@ -8,7 +8,7 @@ from finetune.config.sections.train import OptimizerSection
 from finetune.errors import ModelError
 from finetune.train.optim import optimizers as rule
 from finetune.train.optim.optimizers import begin_step, build_optimizer
-from finetune.train.optim.parameter_groups import named_of
+from finetune.train.optim.parameter_groups import list_parameters
 
 
 def model():
@@ -20,7 +20,7 @@ def model():
 )
 def test_each_optimizer_takes_a_step(name, kind):
     net = model()
-    optimizer = build_optimizer(named_of(net), OptimizerSection(name=name), learning_rate=0.1)
+    optimizer = build_optimizer(list_parameters(net), OptimizerSection(name=name), learning_rate=0.1)
     assert isinstance(optimizer, kind)
     before = net[0].weight.clone()
     net(torch.ones(2, 4)).pow(3).sum().backward()
@@ -32,7 +32,7 @@ def test_each_optimizer_takes_a_step(name, kind):
 
 def test_a_frozen_model_is_refused():
     with pytest.raises(ModelError, match="no parameter is trained"):
-        build_optimizer(named_of(model().requires_grad_(False)), OptimizerSection(), learning_rate=0.1)
+        build_optimizer(list_parameters(model().requires_grad_(False)), OptimizerSection(), learning_rate=0.1)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="only where there is no CUDA")
@@ -40,13 +40,13 @@ def test_8_bit_adamw_where_bitsandbytes_has_it_for_no_cpu_says_what_to_write(mon
     pytest.importorskip("bitsandbytes")
     monkeypatch.setattr(rule, "_is_on_cpu", lambda operator: False)
     with pytest.raises(ModelError, match="Write `name: adamw` with `state_dtype: int8`"):
-        build_optimizer(named_of(model()), OptimizerSection(name="adamw_8bit"), learning_rate=0.1)
+        build_optimizer(list_parameters(model()), OptimizerSection(name="adamw_8bit"), learning_rate=0.1)
 
 
 def test_8_bit_adamw_takes_a_step_on_a_cpu():
     pytest.importorskip("bitsandbytes", minversion="0.50")
     net = nn.Linear(64, 64, bias=False)
-    optimizer = build_optimizer(named_of(net), OptimizerSection(name="adamw_8bit"), learning_rate=0.1)
+    optimizer = build_optimizer(list_parameters(net), OptimizerSection(name="adamw_8bit"), learning_rate=0.1)
     net(torch.ones(2, 64)).sum().backward()
     before = net.weight.clone()
     optimizer.step()

@@ -6,13 +6,13 @@ from torch import nn
 
 from finetune.config.sections.train import OptimizerSection, UnfreezeSection
 from finetune.errors import ModelError
-from finetune.train.optim.optimizers import begin_step, build_optimizer, leave_out_waiting
+from finetune.train.optim.optimizers import begin_step, build_optimizer, drop_not_yet_unfrozen
 from finetune.train.optim.parameter_groups import (
-    Named,
-    depths,
+    NamedParameter,
     describe_groups,
+    layer_depths,
     layer_of,
-    named_of,
+    list_parameters,
     parameter_groups,
     rate_factors,
 )
@@ -20,9 +20,10 @@ from finetune.train.optim.parameter_groups import (
 NAMES = ("embed_tokens.weight", "layers.0.q.weight", "layers.0.norm.weight", "layers.1.q.weight", "norm.weight", "head")
 
 
-def named(*names: str) -> list[Named]:
+def named(*names: str) -> list[NamedParameter]:
     return [
-        Named(name, (name,), nn.Parameter(torch.zeros(2) if "norm" in name else torch.zeros(2, 2))) for name in names
+        NamedParameter(name, (name,), nn.Parameter(torch.zeros(2) if "norm" in name else torch.zeros(2, 2)))
+        for name in names
     ]
 
 
@@ -47,9 +48,9 @@ def test_a_layers_number_is_read_from_the_name(name, number):
 
 def test_the_head_is_at_the_top_and_embeddings_below_the_longest_stack():
     names = [*(f"encoder.block.{i}.w" for i in range(3)), *(f"decoder.block.{i}.w" for i in range(2)), "shared.weight"]
-    found = depths({name: (name,) for name in [*names, "lm_head.weight", "encoder.final_layer_norm.weight"]})
+    found = layer_depths({name: (name,) for name in [*names, "lm_head.weight", "encoder.final_layer_norm.weight"]})
     assert list(found.values()) == [3, 2, 1, 2, 1, 4, 0, 0]
-    tied = depths({"head.weight": ("head.weight", "embed_tokens.weight"), "layers.0.w": ("layers.0.w",)})
+    tied = layer_depths({"head.weight": ("head.weight", "embed_tokens.weight"), "layers.0.w": ("layers.0.w",)})
     assert tied == {"head.weight": 2, "layers.0.w": 1}
 
 
@@ -86,7 +87,7 @@ def test_parameters_that_learn_alike_are_one_group():
 def test_a_partitioned_matrix_is_still_a_matrix():
     parameter = nn.Parameter(torch.empty(0))
     parameter.ds_shape = torch.Size((4, 4))  # as ZeRO-3 leaves it
-    groups = parameter_groups([Named("weight", ("weight",), parameter)], OptimizerSection(weight_decay=0.1))
+    groups = parameter_groups([NamedParameter("weight", ("weight",), parameter)], OptimizerSection(weight_decay=0.1))
     assert groups[0]["weight_decay"] == 0.1
 
 
@@ -128,7 +129,7 @@ def test_a_deep_models_groups_are_told_of_in_short():
 def test_a_group_learns_at_its_factor_and_not_before_it_begins():
     net = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
     optimizer = build_optimizer(
-        named_of(net),
+        list_parameters(net),
         OptimizerSection(rates={"0.*": 0.5}),
         learning_rate=0.1,
         unfreeze=[UnfreezeSection(patterns=("0.*",), after_steps=2)],
@@ -143,6 +144,6 @@ def test_a_group_learns_at_its_factor_and_not_before_it_begins():
     begin_step(optimizer, step=2, learning_rate=0.1)
     assert [group["lr"] for group in optimizer.param_groups] == [0.05, 0.1]
     net(torch.ones(1, 2)).sum().backward()
-    leave_out_waiting(optimizer)
+    drop_not_yet_unfrozen(optimizer)
     optimizer.step()
     assert optimizer.state[net[0].weight]["step"] == 1 and not torch.equal(net[0].weight, before)
