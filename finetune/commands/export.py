@@ -42,7 +42,7 @@ from finetune.runtime.parameters import Construction
 from finetune.runtime.progress import Progress
 from finetune.runtime.resources import size_text
 from finetune.runtime.text.library_output import quieten
-from finetune.train.evaluate import averaging
+from finetune.train.evaluate import average_formula
 
 _LISTED = 5
 
@@ -107,7 +107,7 @@ def exported_weights(
 
 
 def _evaluated(checkpoint: OpenCheckpoint, name: str, *, train: TrainSection) -> Tensor:
-    weights, found = checkpoint.read(name), averaging(train)
+    weights, found = checkpoint.read(name), average_formula(train)
     if found is None:
         return weights
     key, formula = found

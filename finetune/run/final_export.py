@@ -109,7 +109,7 @@ def export_final(
         reporter(Noted(progress.step, f"{run_folder / FOLDER} is there already, from this very step"))
         return
     reach("export.begin", step=progress.step)
-    with make_weights(loaded.config, machine).evaluated():
+    with make_weights(loaded.config, machine).swapped_in():
         weights = gather_weights(machine.accelerator, machine.model, trained_only=needs_trained_only(loaded.config))
     reach("export.write", step=progress.step)
     if distributed.is_main():

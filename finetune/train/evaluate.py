@@ -26,25 +26,25 @@ from finetune.runtime.parameters import STATE
 from finetune.runtime.supervision.heartbeat import reach
 from finetune.task.generation.evaluation import GenerationEvaluator
 from finetune.task.protocol import Task
-from finetune.train.meters import numbers
-from finetune.train.optim.averages import FAST, average_of
+from finetune.train.meters import sum_over_ranks
+from finetune.train.optim.averages import FAST_SEQUENCE, average_from_fast
 from finetune.train.parts import Evaluation
 
 Formula = Callable[[Tensor, Tensor], Tensor]
 """From a parameter and a tensor of its optimizer state, both flat, to the value that is measured and exported."""
 
 
-class Weights(Protocol):
+class EvaluationWeights(Protocol):
     """The weights of a run."""
 
-    def evaluated(self) -> AbstractContextManager[None]:
+    def swapped_in(self) -> AbstractContextManager[None]:
         """Have the model hold, within, the weights that are to be measured and exported. Collective."""
 
 
-class LiveWeights:
+class TrainedWeights:
     """The weights that learn are those that count."""
 
-    def evaluated(self) -> AbstractContextManager[None]:
+    def swapped_in(self) -> AbstractContextManager[None]:
         """Change nothing."""
         return nullcontext()
 
@@ -58,7 +58,7 @@ class AveragedWeights:
     formula: Formula
 
     @contextmanager
-    def evaluated(self) -> Iterator[None]:
+    def swapped_in(self) -> Iterator[None]:
         """Have the model hold the average within, and needs room for one more copy of what this rank trains.
 
         Parameters without state, which have not been updated yet, are their own average. After an error nothing is put
@@ -86,23 +86,23 @@ class AveragedWeights:
 
 
 @dataclass(frozen=True)
-class EvaluationOf:
+class EvaluationWithWeights:
     """An evaluation of the weights that count."""
 
-    weights: Weights
+    weights: EvaluationWeights
     evaluate: Evaluation
 
     def __call__(self, step: int) -> dict[str, float]:
         """Return the metrics, equal on every rank. Collective."""
-        with self.weights.evaluated():
+        with self.weights.swapped_in():
             return self.evaluate(step)
 
 
-def averaging(section: TrainSection) -> tuple[str, Formula] | None:
+def average_formula(section: TrainSection) -> tuple[str, Formula] | None:
     """Return what the average is read from and how; None where the weights that learn are those that count."""
     if section.optimizer.name == "schedule_free_adamw":
         beta = section.optimizer.betas[0]
-        return FAST, lambda weights, fast: average_of(weights, fast, beta=beta)
+        return FAST_SEQUENCE, lambda weights, fast: average_from_fast(weights, fast, beta=beta)
     if section.average is not None:
         return STATE, lambda _, average: average
     return None
@@ -134,7 +134,7 @@ class Evaluator:
         self.model.eval()
         with torch.no_grad():
             sums, records = self._measure(step)
-            metrics = dict(self.task.metrics(numbers(sums), _gathered(records)))
+            metrics = dict(self.task.metrics(sum_over_ranks(sums), _gather_records(records)))
             if self.answers is not None:
                 answered = self.answers.generate_all(self.model, step=step)
                 metrics |= distributed.broadcast_object(self.answers.score(answered) if distributed.is_main() else {})
@@ -160,7 +160,7 @@ class Evaluator:
         return totals, records
 
 
-def _gathered(records: Sequence[Tensor]) -> Tensor | None:
+def _gather_records(records: Sequence[Tensor]) -> Tensor | None:
     """Return the records of all ranks by sample, float64 on the CPU; None where the task keeps none. Collective."""
     own = torch.cat(list(records)).to("cpu", torch.float64).numpy() if records else None
     everyone = [each for each in distributed.gather_objects(own) if each is not None]

@@ -15,14 +15,14 @@ from torch import Tensor
 from finetune.report.events import StepTaken
 from finetune.runtime import distributed
 
-MOST_WAITING = 0.1
+MAX_WAIT_SHARE = 0.1
 """Share of the time from which on a run is told that its loader holds it up."""
 
 WINDOW_STEPS, WINDOW_SECONDS = 20, 10.0
 """The share is taken over at least so many steps and so long, so that one slow batch warns nobody."""
 
 
-class DataWait:
+class DataWaitMonitor:
     """Adds up the waiting of one rank, window after window, and warns once."""
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class DataWait:
             return None
         share, num_steps = self._waited / self._seconds, self._num_steps
         self._begin()
-        if share < MOST_WAITING:
+        if share < MAX_WAIT_SHARE:
             return None
         self._has_warned = True
         return (
@@ -92,7 +92,7 @@ class Meters:
     def __init__(self, step_metrics: StepMetrics = no_metrics) -> None:
         self._step_metrics = step_metrics
         self._records: list[StepRecord] = []
-        self._wait = DataWait()
+        self._wait = DataWaitMonitor()
 
     def add(self, record: StepRecord) -> None:
         """Take in a step, without waiting for the device."""
@@ -136,7 +136,7 @@ def is_finite(tensor: Tensor) -> bool:
     return bool(torch.isfinite(tensor).all().item())
 
 
-def numbers(sums: dict[str, Tensor]) -> dict[str, float]:
+def sum_over_ranks(sums: dict[str, Tensor]) -> dict[str, float]:
     """Return named scalars of one type added up over the ranks, in that type. Collective."""
     if not sums:
         return {}

@@ -39,11 +39,11 @@ class EmbeddingNoise:
 
     def _add(self, module: nn.Module, arguments: Any, output: Tensor) -> Tensor:
         batch, self._batch = self._batch, None  # a decoder that shares the module with its encoder gets none
-        return output if batch is None else output + noise_of(batch, output, alpha=self._alpha)
+        return output if batch is None else output + sample_noise(batch, output, alpha=self._alpha)
 
 
 @torch.no_grad()
-def noise_of(batch: Batch, embedded: Tensor, *, alpha: float) -> Tensor:
+def sample_noise(batch: Batch, embedded: Tensor, *, alpha: float) -> Tensor:
     """Return the noise of the samples, [batch, length, width] like what is embedded; padding has none.
 
     Sample i with L tokens of width d gets uniform numbers in alpha / sqrt(L * d) * [-1, 1).

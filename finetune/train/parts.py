@@ -21,7 +21,7 @@ from finetune.train.stopping import StopSources
 from finetune.train.update import Update
 
 
-def nothing(batch: Batch) -> None:
+def no_op(batch: Batch) -> None:
     """Do nothing."""
 
 
@@ -32,7 +32,7 @@ class Evaluation(Protocol):
         """Return the metrics, equal on every rank; reports them. Collective."""
 
 
-class Saving(Protocol):
+class CheckpointSaving(Protocol):
     """Keeps the state of the run."""
 
     @property
@@ -68,11 +68,11 @@ class Parts:
     meters: Meters
     reporter: Reporter
     evaluate: Evaluation
-    save: Saving
+    save: CheckpointSaving
     log_due: Cadence
     evaluate_due: Cadence | Never
     save_due: Cadence
     stop_sources: StopSources
     stop_after_steps: int | None
     early_stopping: EarlyStopping | NeverStop
-    before_batch: Callable[[Batch], None] = nothing  # told of each batch before the model learns from it
+    before_batch: Callable[[Batch], None] = no_op  # told of each batch before the model learns from it

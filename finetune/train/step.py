@@ -27,12 +27,12 @@ from finetune.train.parts import Parts
 from finetune.train.stopping import StopRequest, stop_request_of
 
 LOSS_SCALE, NON_FINITE = "loss scale", "non-finite"
-MOST_NAMED = 16
+MAX_NAMED_ROWS = 16
 """Rows that a message names of those in which a loss is not finite."""
 
 
 @dataclass(frozen=True)
-class Counts:
+class StepCounts:
     """What a step's group holds over all ranks, and what they agree on."""
 
     num_targets: int
@@ -43,7 +43,13 @@ class Counts:
 
 
 def take_step(
-    parts: Parts, group: tuple[Batch, ...], counts: Counts, *, progress: Progress, started: float, data_seconds: float
+    parts: Parts,
+    group: tuple[Batch, ...],
+    counts: StepCounts,
+    *,
+    progress: Progress,
+    started: float,
+    data_seconds: float,
 ) -> StepRecord:
     """Take the step that follows `progress.step` steps, or leave it out. Collective.
 
@@ -74,7 +80,7 @@ def take_step(
     )
 
 
-def count(parts: Parts, group: tuple[Batch, ...], *, step: int) -> Counts:
+def sum_step_counts(parts: Parts, group: tuple[Batch, ...], *, step: int) -> StepCounts:
     """Return what the group holds over all ranks, and what they wish, in one reduction.
 
     Raises TrainingError for samples that are not this step's, or not what was prepared. Collective.
@@ -91,17 +97,17 @@ def count(parts: Parts, group: tuple[Batch, ...], *, step: int) -> Counts:
         ]
     )
     if num_damaged:
-        _refuse_damage(parts, delivery, step=step)
+        _raise_damaged(parts, delivery, step=step)
     samples = from_halves(low, high)
     if samples != parts.deliveries.expected(step):
         raise TrainingError(
             f"the samples of step {step + 1} are not those that the order gives it: a fault of ours or of a data "
             "loader. Nothing was learnt from them. Please report it."
         )
-    return Counts(num_targets, num_tokens, samples, stop_request_of(wishes), has_news=num_news > 0)
+    return StepCounts(num_targets, num_tokens, samples, stop_request_of(wishes), has_news=num_news > 0)
 
 
-def _refuse_damage(parts: Parts, delivery: Delivery, *, step: int) -> None:
+def _raise_damaged(parts: Parts, delivery: Delivery, *, step: int) -> None:
     """Raise TrainingError that names what was delivered damaged to any rank; it is set aside. Collective."""
     concerned = delivery.damaged or delivery.problem
     told = distributed.gather_objects(parts.deliveries.explain(delivery.damaged) if concerned else ())
@@ -135,12 +141,12 @@ def _backward(
     return torch.stack(losses), others
 
 
-def leave_out(parts: Parts, progress: Progress, record: StepRecord) -> None:
+def record_skipped_step(parts: Parts, progress: Progress, record: StepRecord) -> None:
     """Count and report the step, which has changed nothing; raises NonFiniteError as configured. Collective."""
     is_loss_finite = distributed.sum_counts([int(not is_finite(record.losses))]) == [0]
     reason = LOSS_SCALE if parts.scales_loss and is_loss_finite else NON_FINITE
-    sample_ids = _concerned(record)
-    rows = _rows(sample_ids, parts.place)
+    sample_ids = _nonfinite_samples(record)
+    rows = _describe_rows(sample_ids, parts.place)
     if reason == NON_FINITE:
         _stop_unless_skipping(parts, progress, number=record.number, rows=rows)
         progress.num_nonfinite_skips += 1
@@ -155,7 +161,7 @@ def _num_allowed(parts: Parts, progress: Progress) -> int:
     return parts.nonfinite.max_skips - progress.num_nonfinite_skips if skips else 0
 
 
-def _concerned(record: StepRecord) -> tuple[int, ...]:
+def _nonfinite_samples(record: StepRecord) -> tuple[int, ...]:
     """Return the ids in microbatches whose loss is not finite, or all of the step's when every loss is. Collective."""
     losses = record.losses.tolist()
     guilty = [i for ids, loss in zip(record.sample_ids, losses, strict=True) if not math.isfinite(loss) for i in ids]
@@ -164,9 +170,9 @@ def _concerned(record: StepRecord) -> tuple[int, ...]:
     return tuple(sorted(named))
 
 
-def _rows(sample_ids: tuple[int, ...], place: Callable[[int], str]) -> str:
+def _describe_rows(sample_ids: tuple[int, ...], place: Callable[[int], str]) -> str:
     """Return where the first samples stand, and how many there are beside them."""
-    told = [place(sample_id) for sample_id in sample_ids[:MOST_NAMED]]
+    told = [place(sample_id) for sample_id in sample_ids[:MAX_NAMED_ROWS]]
     more = len(sample_ids) - len(told)
     return "; ".join([*told, f"and {more} more"] if more else told)
 

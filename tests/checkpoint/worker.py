@@ -100,7 +100,7 @@ def train(accelerator, model, optimizer, spec: dict) -> dict:
                 said.append(save_on_full_disk(checkpointer, step, rank=spec["disk_is_full_on"]))
             checkpointer.save(step, progress=Progress(step).state_dict())
     has_average = spec["variant"] == "groups"
-    with AveragedWeights(access, STATE, lambda _, average: average).evaluated() if has_average else nullcontext():
+    with AveragedWeights(access, STATE, lambda _, average: average).swapped_in() if has_average else nullcontext():
         weights = gather_weights(accelerator, model, trained_only=False)
     trained = gather_weights(accelerator, model, trained_only=True)
     if distributed.is_main():

@@ -2,12 +2,12 @@
 
 import torch
 
-from finetune.train.meters import DataWait, numbers
+from finetune.train.meters import DataWaitMonitor, sum_over_ranks
 
 
 def warnings(steps):
     """Return what is said after each step of (waited, whole) seconds."""
-    wait = DataWait()
+    wait = DataWaitMonitor()
     said = []
     for waited, seconds in steps:
         wait.add(waited, of_seconds=seconds)
@@ -45,8 +45,8 @@ def test_a_count_of_targets_that_float32_would_round_stays_exact():
         "num_targets": torch.tensor(BEYOND_FLOAT32, dtype=torch.float64),
         "loss_sum": torch.tensor(0.5, dtype=torch.float64),
     }
-    assert numbers(sums) == {"num_targets": BEYOND_FLOAT32, "loss_sum": 0.5}
+    assert sum_over_ranks(sums) == {"num_targets": BEYOND_FLOAT32, "loss_sum": 0.5}
 
 
 def test_nothing_adds_up_to_nothing():
-    assert numbers({}) == {}
+    assert sum_over_ranks({}) == {}

@@ -9,7 +9,7 @@ from transformers import PretrainedConfig, T5Config, T5ForConditionalGeneration
 
 from finetune.data.batch import Batch
 from finetune.errors import ModelError
-from finetune.train.neftune import EmbeddingNoise, noise_of
+from finetune.train.neftune import EmbeddingNoise, sample_noise
 
 WIDTH, ALPHA = 6, 5.0
 LENGTHS = {1: 3, 2: 5, 3: 2}
@@ -44,7 +44,7 @@ def end_to_end(*samples: int) -> Batch:
 
 
 def noise(batch: Batch) -> torch.Tensor:
-    return noise_of(batch, torch.zeros((*batch.inputs["input_ids"].shape, WIDTH)), alpha=ALPHA)
+    return sample_noise(batch, torch.zeros((*batch.inputs["input_ids"].shape, WIDTH)), alpha=ALPHA)
 
 
 def test_it_is_uniform_within_the_papers_bounds_and_padding_has_none():
@@ -53,7 +53,7 @@ def test_it_is_uniform_within_the_papers_bounds_and_padding_has_none():
     for row, length in ((0, 3), (1, 5)):
         bound = ALPHA / math.sqrt(length * WIDTH)
         assert 0.7 * bound < drawn[row, :length].abs().max() <= bound
-    many = noise_of(padded(2), torch.zeros((1, 5, 20_000)), alpha=ALPHA) * math.sqrt(5 * 20_000) / ALPHA
+    many = sample_noise(padded(2), torch.zeros((1, 5, 20_000)), alpha=ALPHA) * math.sqrt(5 * 20_000) / ALPHA
     assert many.mean().abs() < 0.01 and many.square().mean().item() == pytest.approx(1 / 3, rel=0.02)
 
 

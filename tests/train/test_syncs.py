@@ -31,7 +31,7 @@ from finetune.train.optim.optimizers import build_optimizer
 from finetune.train.optim.parameter_groups import list_parameters
 from finetune.train.parts import Parts
 from finetune.train.plan import make_plan
-from finetune.train.step import Counts, take_step
+from finetune.train.step import StepCounts, take_step
 from finetune.train.stopping import StopRequest, StopSources
 
 WAITING = {
@@ -114,7 +114,7 @@ def second_step(
     model, optimizer = accelerator.prepare(model, optimizer)
     group = tuple(batch.to(accelerator.device) for batch in group_of(task, num_batches=num_batches))
     parts = parts_of(accelerator, model, optimizer, task=task, limit=limit, num_batches=num_batches)
-    counts = Counts(sum(each.num_targets for each in group), 19, 0, StopRequest(None, saves=False), has_news=False)
+    counts = StepCounts(sum(each.num_targets for each in group), 19, 0, StopRequest(None, saves=False), has_news=False)
     take = partial(take_step, parts, group, counts, progress=Progress(), started=0.0, data_seconds=0.0)
     take()
     return take

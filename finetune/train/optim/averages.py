@@ -20,15 +20,15 @@ from finetune.config.sections.train import AverageSection
 from finetune.runtime.optional import require
 from finetune.runtime.parameters import DECAY, STATE
 
-FIRST = {"step": 0, "weight_sum": 0.0, "lr_max": -1.0}
+INITIAL_COUNTS = {"step": 0, "weight_sum": 0.0, "lr_max": -1.0}
 """The counts before the first update: updates, sum of the average's weights, highest learning rate."""
 
-FAST = "z"
+FAST_SEQUENCE = "z"
 """The key of the fast sequence among a parameter's optimizer state."""
 
 
 class ScheduleFreeAdamW(torch.optim.Optimizer):
-    """The package's rule; its `train` and `eval` are not used: `average_of` is asked for instead."""
+    """The package's rule; its `train` and `eval` are not used: `average_from_fast` is asked for instead."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class ScheduleFreeAdamW(torch.optim.Optimizer):
         """Update all parameters that have a gradient."""
         self._rule.state = self.state
         for group in self.param_groups:
-            for counts, parameters in _alike(self.state, group["params"]):
+            for counts, parameters in _by_counts(self.state, group["params"]):
                 is_plain = not any(isinstance(each, DTensor) for each in parameters)
                 one = {**group, "params": parameters, "foreach": is_plain, "k": counts["step"], **counts}
                 self._rule.param_groups = [one]
@@ -56,34 +56,36 @@ class ScheduleFreeAdamW(torch.optim.Optimizer):
                     self.state[parameter].update(step=one["k"], weight_sum=one["weight_sum"], lr_max=one["lr_max"])
 
 
-def average_of(weights: Tensor, fast: Tensor, *, beta: float) -> Tensor:
+def average_from_fast(weights: Tensor, fast: Tensor, *, beta: float) -> Tensor:
     """Return x where y = `weights` lies between it and z = `fast`: y = beta * x + (1 - beta) * z."""
     return weights.lerp(fast, 1.0 - 1.0 / beta)
 
 
-def _alike(state: Any, parameters: Sequence[Tensor]) -> Iterator[tuple[dict[str, Any], list[Tensor]]]:
+def _by_counts(state: Any, parameters: Sequence[Tensor]) -> Iterator[tuple[dict[str, Any], list[Tensor]]]:
     """Yield the parameters that have a gradient, those with equal counts together."""
     found: dict[tuple[Any, ...], list[Tensor]] = {}
     for parameter in parameters:
         if parameter.grad is not None:
             own = state[parameter]
-            found.setdefault(tuple(own.get(name, first) for name, first in FIRST.items()), []).append(parameter)
+            found.setdefault(tuple(own.get(name, first) for name, first in INITIAL_COUNTS.items()), []).append(
+                parameter
+            )
     for counts, alike in found.items():
-        yield dict(zip(FIRST, counts, strict=True)), alike
+        yield dict(zip(INITIAL_COUNTS, counts, strict=True)), alike
 
 
-AFTER, KEPT = "average_after", "average_kept"
+AVERAGE_AFTER, AVERAGE_DECAY = "average_after", "average_kept"
 
 
 def keep_average(optimizer: torch.optim.Optimizer, section: AverageSection) -> None:
     """Have the optimizer keep average = decay * average + (1 - decay) * weights after each of its updates.
 
-    It is the weights themselves until `after_steps` steps are done; `begin_average` says how many are.
+    It is the weights themselves until `after_steps` steps are done; `set_average_decay` says how many are.
     """
     first: dict[Tensor, Tensor] = {}
 
     def remember(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        for parameter in _updated(optimizer):
+        for parameter in _with_gradient(optimizer):
             if STATE not in optimizer.state.get(parameter, {}):
                 first[parameter] = parameter.detach().to(torch.float32, copy=True)
 
@@ -95,22 +97,22 @@ def keep_average(optimizer: torch.optim.Optimizer, section: AverageSection) -> N
                     state = optimizer.state[parameter]
                     if parameter in first:
                         state[STATE] = first.pop(parameter)
-                    share = _share(optimizer, kept=group[DECAY], like=parameter)
+                    share = _weight_share(optimizer, kept=group[DECAY], like=parameter)
                     _local(state[STATE]).lerp_(_local(parameter).to(torch.float32), share)
 
     for group in optimizer.param_groups:
-        group.update({DECAY: 0.0, AFTER: section.after_steps, KEPT: section.decay})
+        group.update({DECAY: 0.0, AVERAGE_AFTER: section.after_steps, AVERAGE_DECAY: section.decay})
     optimizer.register_step_pre_hook(remember)
     optimizer.register_step_post_hook(follow)
 
 
-def begin_average(group: dict[str, Any], *, step: int) -> None:
+def set_average_decay(group: dict[str, Any], *, step: int) -> None:
     """Tell a group that keeps an average that the update which follows `step` steps is next."""
     if DECAY in group:
-        group[DECAY] = group[KEPT] if step >= group[AFTER] else 0.0
+        group[DECAY] = group[AVERAGE_DECAY] if step >= group[AVERAGE_AFTER] else 0.0
 
 
-def _share(optimizer: Any, *, kept: float, like: Tensor) -> float | Tensor:
+def _weight_share(optimizer: Any, *, kept: float, like: Tensor) -> float | Tensor:
     """Return the share of the weights in the new average: none after an update that fp16's overflow has prevented.
 
     A fused optimizer is stepped all the same and looks at the same flag, on the device (`torch.amp.GradScaler`).
@@ -123,5 +125,5 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
 
 
-def _updated(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+def _with_gradient(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [each for group in optimizer.param_groups for each in group["params"] if each.grad is not None]

@@ -20,13 +20,13 @@ from finetune.runtime import seeds
 from finetune.runtime.parameters import held_rows
 from finetune.train.optim.parameter_groups import NamedParameter
 
-BLOCK = 256
+BLOCK_SIZE = 256
 """Values that share a scale (Dettmers et al., 2022, arXiv:2110.02861, take as many)."""
 
 _MIX, _FIRST, _SECOND = 0x9E3779B1 - 2**32, 0x85EBCA6B - 2**32, 0xC2B2AE35 - 2**32  # as int32
 
 
-def chances(start: int, stop: int, *, key: int, device: torch.device) -> Tensor:
+def random_bits(start: int, stop: int, *, key: int, device: torch.device) -> Tensor:
     """Return 32 random bits, as int32, for each of the elements [start, stop): murmur3's last mixing of its number."""
     bits = torch.arange(start, stop, dtype=torch.int64, device=device).to(torch.int32)  # the lower half of a number
     bits.mul_(_MIX).add_(_signed(key))
@@ -54,7 +54,7 @@ def high_half(chance: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Coding:
+class BlockQuantizer:
     """How a block's values become 8-bit codes: value = scale * (code / top) ** 2^roots, of the code's sign.
 
     Square roots crowd the codes near zero, so that small values beside a large one keep theirs.
@@ -89,10 +89,10 @@ class Coding:
         return level
 
 
-SIGNED = Coding(torch.int8, top=127, roots=2)
+SIGNED_8BIT = BlockQuantizer(torch.int8, top=127, roots=2)
 """For a first moment: 1% apart at the largest value of a block, 16% apart at a ten-thousandth of it."""
 
-POSITIVE = Coding(torch.uint8, top=255, roots=3)
+UNSIGNED_8BIT = BlockQuantizer(torch.uint8, top=255, roots=3)
 """For a second moment, which spans more and must not become zero: 3% apart at the largest, 10% at a ten-thousandth."""
 
 
@@ -101,7 +101,7 @@ def _signed(number: int) -> int:
     return (number + 2**31) % 2**32 - 2**31
 
 
-KEYS = "rounding_keys"
+ROUNDING_KEYS = "rounding_keys"
 """The key of a group that holds a number for each of its parameters, made of the seed and the name."""
 
 FIRST, SECOND, SCALE = "exp_avg", "exp_avg_sq", "_scale"
@@ -112,7 +112,7 @@ _CHUNK_ELSEWHERE = 1 << 22
 
 
 @dataclass(frozen=True)
-class _Rows:
+class _RowChunk:
     """Some rows of a parameter on this rank, all views: [rows, width]."""
 
     start: int  # number of the first element within the whole parameter
@@ -143,7 +143,7 @@ class LowBitAdamW(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Update all parameters that have a gradient."""
         for group in self.param_groups:
-            for parameter, key in zip(group["params"], group[KEYS], strict=True):
+            for parameter, key in zip(group["params"], group[ROUNDING_KEYS], strict=True):
                 if parameter.grad is not None:
                     self._update(parameter, group, key=key)
 
@@ -164,40 +164,42 @@ class LowBitAdamW(torch.optim.Optimizer):
         num_blocks = math.prod(parameter.shape[1:]) // width
         return {
             "step": 0,
-            FIRST: _zeros(parameter, SIGNED.dtype),
+            FIRST: _zeros(parameter, SIGNED_8BIT.dtype),
             FIRST + SCALE: _zeros(parameter, torch.float32, width=num_blocks),
-            SECOND: _zeros(parameter, POSITIVE.dtype),
+            SECOND: _zeros(parameter, UNSIGNED_8BIT.dtype),
             SECOND + SCALE: _zeros(parameter, torch.float32, width=num_blocks),
         }
 
-    def _update_rows(self, rows: _Rows, group: Mapping[str, Any], *, step: int, key: int) -> None:
+    def _update_rows(self, rows: _RowChunk, group: Mapping[str, Any], *, step: int, key: int) -> None:
         stop = rows.start + rows.weights.numel()
         gradient = rows.gradient.to(torch.float32)
         first, second = _moments(rows.state)
         first.lerp_(gradient, 1.0 - group["betas"][0])
         second.mul_(group["betas"][1]).addcmul_(gradient, gradient, value=1.0 - group["betas"][1])
         if self._state_dtype != torch.float32:
-            chance = chances(rows.start, stop, key=key, device=gradient.device).view_as(gradient)
-            _keep(rows.state, FIRST, first, low_half(chance))
-            _keep(rows.state, SECOND, second, high_half(chance))
-        weights = _moved(rows.weights, first, second, group=group, step=step)
+            chance = random_bits(rows.start, stop, key=key, device=gradient.device).view_as(gradient)
+            _store_moment(rows.state, FIRST, first, low_half(chance))
+            _store_moment(rows.state, SECOND, second, high_half(chance))
+        weights = _updated_weights(rows.weights, first, second, group=group, step=step)
         if self._rounds_weights and rows.weights.dtype == torch.bfloat16:
-            chance = chances(rows.start, stop, key=~key, device=gradient.device).view_as(gradient)
+            chance = random_bits(rows.start, stop, key=~key, device=gradient.device).view_as(gradient)
             rows.weights.copy_(to_bfloat16(weights, low_half(chance)))
         elif rows.weights is not weights:
             rows.weights.copy_(weights)
 
 
-def with_keys(groups: Sequence[dict[str, Any]], named: Sequence[NamedParameter], *, seed: int) -> list[dict[str, Any]]:
+def add_rounding_keys(
+    groups: Sequence[dict[str, Any]], named: Sequence[NamedParameter], *, seed: int
+) -> list[dict[str, Any]]:
     """Return the groups with what the chance of each of their parameters is drawn from."""
     names = {id(each.parameter): each.name for each in named}
     return [
-        {**group, KEYS: [seeds.derive(seed, "rounding", names[id(each)]) for each in group["params"]]}
+        {**group, ROUNDING_KEYS: [seeds.derive(seed, "rounding", names[id(each)]) for each in group["params"]]}
         for group in groups
     ]
 
 
-def _moved(weights: Tensor, first: Tensor, second: Tensor, *, group: Mapping[str, Any], step: int) -> Tensor:
+def _updated_weights(weights: Tensor, first: Tensor, second: Tensor, *, group: Mapping[str, Any], step: int) -> Tensor:
     """Return the weights after AdamW's update, float32; the moments are used up. Float32 weights are moved in place."""
     rate, (beta1, beta2) = group["lr"], group["betas"]
     moved = weights.to(torch.float32).mul_(1.0 - rate * group["weight_decay"])
@@ -211,17 +213,17 @@ def _moments(state: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         return state[FIRST].to(torch.float32), state[SECOND].to(torch.float32)
     found = [
         coding.decode(_blocks(state, name), state[name + SCALE].reshape(-1, 1)).view(state[name].shape)
-        for name, coding in ((FIRST, SIGNED), (SECOND, POSITIVE))
+        for name, coding in ((FIRST, SIGNED_8BIT), (SECOND, UNSIGNED_8BIT))
     ]
     return found[0], found[1]
 
 
-def _keep(state: Mapping[str, Tensor], name: str, values: Tensor, chance: Tensor) -> None:
+def _store_moment(state: Mapping[str, Tensor], name: str, values: Tensor, chance: Tensor) -> None:
     """Write a moment back, rounded by 16 random bits for each element."""
     if name + SCALE in state:
         blocks = values.view(_blocks(state, name).shape)
         scales = blocks.abs().amax(dim=1, keepdim=True)
-        coding = SIGNED if name == FIRST else POSITIVE
+        coding = SIGNED_8BIT if name == FIRST else UNSIGNED_8BIT
         codes = coding.encode(blocks, scales, chance.view(blocks.shape).to(torch.float32).mul_(2.0**-16))
         state[name].copy_(codes.view_as(state[name]))
         state[name + SCALE].copy_(scales.view_as(state[name + SCALE]))
@@ -236,7 +238,7 @@ def _blocks(state: Mapping[str, Tensor], name: str) -> Tensor:
 def _block_width(parameter: Tensor) -> int | None:
     """Return how many values of a row share a scale: the most that divides it; None where they would be too few."""
     row = math.prod(parameter.shape[1:]) if parameter.dim() > 1 else 1
-    widest = max(width for width in range(1, BLOCK + 1) if row % width == 0)
+    widest = max(width for width in range(1, BLOCK_SIZE + 1) if row % width == 0)
     return widest if widest >= _NARROWEST else None
 
 
@@ -253,7 +255,7 @@ def _zeros(parameter: Tensor, dtype: torch.dtype, *, width: int | None = None) -
     )
 
 
-def _chunks(parameter: Tensor, state: Mapping[str, Any]) -> Iterator[_Rows]:
+def _chunks(parameter: Tensor, state: Mapping[str, Any]) -> Iterator[_RowChunk]:
     """Yield what this rank holds of the parameter some rows at a time; a vector's rows are of one number."""
     held = held_rows(parameter)
     assert held is not None and parameter.grad is not None, "refused at the start (strategy/reconcile.py)"
@@ -267,7 +269,7 @@ def _chunks(parameter: Tensor, state: Mapping[str, Any]) -> Iterator[_Rows]:
     for row in range(0, held[1], num_rows):
         some = slice(row, row + num_rows)
         parts = {name: value[some] for name, value in tensors.items()}
-        yield _Rows((held[0] + row) * width, flat[some], gradient.reshape(held[1], width)[some], parts)
+        yield _RowChunk((held[0] + row) * width, flat[some], gradient.reshape(held[1], width)[some], parts)
     if not weights.is_contiguous():
         weights.copy_(flat.view(weights.shape))
 

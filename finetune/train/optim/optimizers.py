@@ -15,8 +15,8 @@ from finetune.config.sections.train import AverageSection, OptimizerSection, Unf
 from finetune.errors import ModelError
 from finetune.runtime.optional import lazily, require
 from finetune.runtime.parameters import full_shape
-from finetune.train.optim.averages import ScheduleFreeAdamW, begin_average, keep_average
-from finetune.train.optim.low_bit import LowBitAdamW, with_keys
+from finetune.train.optim.averages import ScheduleFreeAdamW, keep_average, set_average_decay
+from finetune.train.optim.low_bit import LowBitAdamW, add_rounding_keys
 from finetune.train.optim.parameter_groups import (
     NOT_YET_UNFROZEN,
     RATE_FACTOR,
@@ -117,7 +117,7 @@ def build_optimizer(
     if section.in_backward:
         groups = one_group_per_parameter(groups)
     if _is_low_bit(named, section):
-        optimizer = _low_bit(with_keys(groups, named, seed=seed), section, learning_rate)
+        optimizer = _low_bit(add_rounding_keys(groups, named, seed=seed), section, learning_rate)
     else:
         optimizer = _build(named, groups, section, learning_rate)
     if unfreeze:
@@ -135,7 +135,7 @@ def begin_step(optimizer: Any, *, step: int, learning_rate: float) -> None:
     for group in optimizer.param_groups:
         group[NOT_YET_UNFROZEN] = step < group.get(UNFREEZE_AFTER, 0)
         group["lr"] = 0.0 if group[NOT_YET_UNFROZEN] else learning_rate * group.get(RATE_FACTOR, 1.0)
-        begin_average(group, step=step)
+        set_average_decay(group, step=step)
 
 
 def drop_not_yet_unfrozen(optimizer: Any) -> None:

@@ -8,7 +8,7 @@ from torch import nn
 from finetune.checkpoint.sharding.access import build_access
 from finetune.config.sections.train import AverageSection, OptimizerSection, TrainSection
 from finetune.errors import ModelError
-from finetune.train.evaluate import AveragedWeights, EvaluationOf, LiveWeights, averaging
+from finetune.train.evaluate import AveragedWeights, EvaluationWithWeights, TrainedWeights, average_formula
 from finetune.train.optim.optimizers import IS_MUON, begin_step, build_optimizer
 from finetune.train.optim.parameter_groups import list_parameters
 
@@ -57,11 +57,11 @@ class Job:
         return self.net.head.weight.detach().clone()
 
     def weights(self) -> AveragedWeights:
-        key, formula = averaging(self.train_section)
+        key, formula = average_formula(self.train_section)
         return AveragedWeights(self.access, key, formula)
 
-    def evaluated(self) -> torch.Tensor:
-        with self.weights().evaluated():
+    def swapped_in(self) -> torch.Tensor:
+        with self.weights().swapped_in():
             return self.weight()
 
     def everything(self) -> dict:
@@ -85,16 +85,16 @@ def test_the_average_is_the_weights_at_first_and_then_follows_them(optimizer):
     for step in range(5):
         job.take(range(step, step + 1))
         average = job.weight() if step < 2 else 0.8 * average + 0.2 * job.weight()
-        torch.testing.assert_close(job.evaluated(), average)
-    assert not torch.equal(job.evaluated(), job.weight())
+        torch.testing.assert_close(job.swapped_in(), average)
+    assert not torch.equal(job.swapped_in(), job.weight())
 
 
 def test_the_average_may_begin_with_the_very_first_weights():
     job = Job({}, AverageSection(decay=0.8))
     first = job.weight()
-    torch.testing.assert_close(job.evaluated(), first)
+    torch.testing.assert_close(job.swapped_in(), first)
     job.take(range(1))
-    torch.testing.assert_close(job.evaluated(), 0.8 * first + 0.2 * job.weight())
+    torch.testing.assert_close(job.swapped_in(), 0.8 * first + 0.2 * job.weight())
 
 
 def test_an_update_that_overflow_prevents_leaves_the_average_alone():
@@ -144,7 +144,7 @@ def test_schedule_free_is_the_papers_algorithm():
         optimizer.step()
     y, x = schedule_free_by_hand(lambda value: 3.0 * value**2, start=2.0, steps=4)
     assert net.weight.item() == pytest.approx(y, rel=1e-12)
-    _, formula = averaging(
+    _, formula = average_formula(
         TrainSection(global_batch_size=1, microbatch_size=1, steps=4, learning_rate=RATE, optimizer=section)
     )
     assert formula(net.weight, optimizer.state[net.weight]["z"]).item() == pytest.approx(x, rel=1e-12)
@@ -190,12 +190,12 @@ def test_a_continued_run_is_the_same_to_the_bit(section, average):
 def test_the_weights_come_back_bit_for_bit_after_an_evaluation(section, average):
     job = Job(section, average).take(range(2))
     before, weights = job.everything(), job.weights()
-    seen = EvaluationOf(weights, lambda step: {"first": job.net.head.weight[0, 0].item()})(2)
-    assert seen["first"] == pytest.approx(job.evaluated()[0, 0].item())
+    seen = EvaluationWithWeights(weights, lambda step: {"first": job.net.head.weight[0, 0].item()})(2)
+    assert seen["first"] == pytest.approx(job.swapped_in()[0, 0].item())
     after = job.everything()
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
 def test_without_an_average_the_weights_stay_what_they_are():
-    assert averaging(Job({}).train_section) is None
-    assert EvaluationOf(LiveWeights(), lambda step: {"step": step})(3) == {"step": 3}
+    assert average_formula(Job({}).train_section) is None
+    assert EvaluationWithWeights(TrainedWeights(), lambda step: {"step": step})(3) == {"step": 3}

@@ -6,7 +6,15 @@ from torch import nn
 
 from finetune.config.sections.train import AverageSection, OptimizerSection
 from finetune.train.optim import low_bit
-from finetune.train.optim.low_bit import POSITIVE, SIGNED, LowBitAdamW, chances, high_half, low_half, to_bfloat16
+from finetune.train.optim.low_bit import (
+    SIGNED_8BIT,
+    UNSIGNED_8BIT,
+    LowBitAdamW,
+    high_half,
+    low_half,
+    random_bits,
+    to_bfloat16,
+)
 from finetune.train.optim.optimizers import begin_step, build_optimizer, uses_low_bit_adamw
 from finetune.train.optim.parameter_groups import list_parameters
 
@@ -14,13 +22,13 @@ CPU = torch.device("cpu")
 
 
 def drawn(key, count=4096):
-    return chances(0, count, key=key, device=CPU)
+    return random_bits(0, count, key=key, device=CPU)
 
 
 def test_the_chance_of_a_place_does_not_depend_on_what_is_drawn_with_it():
-    assert torch.equal(chances(100, 200, key=7, device=CPU), drawn(7)[100:200])
+    assert torch.equal(random_bits(100, 200, key=7, device=CPU), drawn(7)[100:200])
     assert not torch.equal(drawn(7), drawn(8))
-    assert chances(2**32 + 5, 2**32 + 6, key=7, device=CPU).dtype == torch.int32
+    assert random_bits(2**32 + 5, 2**32 + 6, key=7, device=CPU).dtype == torch.int32
 
 
 def test_chances_are_spread_evenly_and_do_not_follow_each_other():
@@ -43,7 +51,7 @@ def test_what_bfloat16_can_hold_stays_what_it_is():
     assert torch.equal(to_bfloat16(values, low_half(drawn(3))).float(), values)
 
 
-@pytest.mark.parametrize(("coding", "values"), [(SIGNED, torch.randn), (POSITIVE, torch.rand)])
+@pytest.mark.parametrize(("coding", "values"), [(SIGNED_8BIT, torch.randn), (UNSIGNED_8BIT, torch.rand)])
 def test_8_bits_are_near_and_right_on_average(coding, values):
     torch.manual_seed(0)
     wanted = values(16, 256)
@@ -60,14 +68,14 @@ def test_8_bits_are_near_and_right_on_average(coding, values):
 
 def test_a_small_value_beside_a_large_one_is_kept():
     wanted = torch.tensor([[1.0, 1e-6]])
-    codes = POSITIVE.encode(wanted, torch.ones(1, 1), torch.full((1, 2), 0.5))
-    assert POSITIVE.decode(codes, torch.ones(1, 1))[0, 1].item() == pytest.approx(1e-6, rel=0.2)
+    codes = UNSIGNED_8BIT.encode(wanted, torch.ones(1, 1), torch.full((1, 2), 0.5))
+    assert UNSIGNED_8BIT.decode(codes, torch.ones(1, 1))[0, 1].item() == pytest.approx(1e-6, rel=0.2)
     assert codes.dtype == torch.uint8
 
 
 def test_a_block_of_zeros_is_zeros():
     zeros = torch.zeros(1, 256)
-    assert not SIGNED.decode(SIGNED.encode(zeros, zeros[:, :1], torch.rand(1, 256)), zeros[:, :1]).any()
+    assert not SIGNED_8BIT.decode(SIGNED_8BIT.encode(zeros, zeros[:, :1], torch.rand(1, 256)), zeros[:, :1]).any()
 
 
 ROWS = torch.randn(64, 48, generator=torch.Generator().manual_seed(1))
