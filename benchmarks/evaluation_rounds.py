@@ -19,7 +19,7 @@ from transformers import AutoTokenizer, DataCollatorForSeq2Seq, Trainer, Trainin
 
 from finetune.config.load import load_config
 from finetune.report.reporter import NullReporter
-from finetune.report.run_log import Announcer
+from finetune.report.run_log import RunLog
 from finetune.run.build.data import make_lessons
 from finetune.run.build.evaluator import make_evaluator
 from finetune.run.build.prepared_model import make_accelerator, make_machine
@@ -64,7 +64,7 @@ def ours(folder: Path) -> Evaluate:
     taken = source.replace("train: {", f"validation: {{take: {workload.steps * workload.batch}, ")
     text = text.replace("  validation: {fraction: 0.5}", taken, 1)
     (folder / "evaluation.yaml").write_text(text + "evaluate: {}\n")
-    loaded, say = load_config(folder / "evaluation.yaml"), Announcer(is_main=False)
+    loaded, say = load_config(folder / "evaluation.yaml"), RunLog(is_main=False)
     config, strategy = loaded.config, launched_strategy(loaded)
     lessons = make_lessons(config, say)
     accelerator = make_accelerator(config, strategy)

@@ -26,7 +26,7 @@ from typing import Any
 
 from finetune.data.templates.chat_template import BUILT_IN
 from finetune.model.tokenizer import trained_tokenizer
-from finetune.runtime.resources import size_text
+from finetune.runtime.resources import format_size
 
 WORKER = Path(__file__).with_name("prepare_worker.py")
 ROWS_WITH_WORKERS = 6
@@ -146,7 +146,7 @@ def _print_contest(results: dict[str, list[dict[str, Any]]], *, workers: int) ->
         middle = {name: median(one[name] for one in each) for name in ("cpu", "wall", "peak_bytes")}
         print(
             f"| {who} | {each[0]['tokens']:,} | {middle['cpu']:.2f} | {middle['wall']:.2f} | {ratios['cpu']:.2f} "
-            f"| {ratios['wall']:.2f} | {size_text(int(middle['peak_bytes']))} |"
+            f"| {ratios['wall']:.2f} | {format_size(int(middle['peak_bytes']))} |"
         )
 
 
@@ -155,7 +155,7 @@ def _print_scale(results: dict[int, dict[str, Any]]) -> None:
     print("|---|---|---|---|---|")
     for rows, told in results.items():
         each = told["cpu"] / rows * 1e6
-        print(f"| {rows:,} | {told['tokens']:,} | {told['cpu']:.1f} | {each:.0f} | {size_text(told['peak_bytes'])} |")
+        print(f"| {rows:,} | {told['tokens']:,} | {told['cpu']:.1f} | {each:.0f} | {format_size(told['peak_bytes'])} |")
 
 
 def _print_opening(bench: Bench) -> None:
@@ -163,12 +163,12 @@ def _print_opening(bench: Bench) -> None:
     folder.mkdir()
     written = bench.told("write", folder, 1, folder)
     size = sum(path.stat().st_size for path in folder.iterdir())
-    print(f"\na set of 10^8 generated tokens ({size_text(size)} on disk), written in {written['wall']:.1f} s\n")
+    print(f"\na set of 10^8 generated tokens ({format_size(size)} on disk), written in {written['wall']:.1f} s\n")
     print("| opened in | resident memory by it | one sample at random |\n|---|---|---|")
     for _ in range(3):
         told = bench.told("open", folder, 1, folder)
         print(
-            f"| {told['open_seconds'] * 1000:.1f} ms | {size_text(told['open_bytes'])} "
+            f"| {told['open_seconds'] * 1000:.1f} ms | {format_size(told['open_bytes'])} "
             f"| {told['microseconds_per_sample']:.1f} microseconds |"
         )
 

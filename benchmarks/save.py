@@ -24,7 +24,7 @@ from rich.table import Table
 from tiny_job import JOB, write_job
 
 from finetune.runtime.processes import free_port
-from finetune.runtime.resources import size_text
+from finetune.runtime.resources import format_size
 
 ROOT = Path(__file__).parents[1]
 WORKER = Path(__file__).with_name("save_worker.py")
@@ -87,14 +87,14 @@ def _row(told: list[dict[str, Any]]) -> list[str]:
     worst = {way: max(each["extra"][way] for each in told) for way in ("sync", "async")}
     bound = {name: max(each["bound"][name] for each in told) for name in told[0]["bound"]}
     return [
-        size_text(told[0]["state"]),
+        format_size(told[0]["state"]),
         f"{median(stall['sync']):.2f}",
         f"{median(stall['async']):.3f}",
         _ratio(stall["sync"], stall["async"]),
         f"{total:.2f}",
         f"{median(stall['accelerate']):.2f}",
         _ratio(stall["accelerate"], stall["async"]),
-        *map(size_text, (bound["round"], worst["sync"], worst["async"], bound["share and largest"])),
+        *map(format_size, (bound["round"], worst["sync"], worst["async"], bound["share and largest"])),
     ]
 
 

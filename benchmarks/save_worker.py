@@ -20,7 +20,7 @@ from finetune.checkpoint.sharding.save_plan import ROUND_BYTES, assign_tensors
 from finetune.checkpoint.sharding.state_access import StateAccess
 from finetune.config.load import load_config
 from finetune.config.sections.checkpoint import CheckpointSection
-from finetune.report.run_log import Announcer
+from finetune.report.run_log import RunLog
 from finetune.run.build.data import make_lessons, make_run_plan
 from finetune.run.build.prepared_model import Machine, make_accelerator, make_machine
 from finetune.run.train import launched_strategy
@@ -54,7 +54,7 @@ def main(config: Path, folder: Path, rounds: int) -> None:
 
 
 def build(path: Path) -> Machine:
-    loaded, say = load_config(path), Announcer(is_main=False)
+    loaded, say = load_config(path), RunLog(is_main=False)
     strategy = launched_strategy(loaded)
     lessons = make_lessons(loaded.config, say)
     plan = make_run_plan(loaded.config, lessons)

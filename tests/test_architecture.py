@@ -340,7 +340,7 @@ def test_json_that_people_read_is_made_by_one_function(module):
     for node in ast.walk(module.tree):
         if isinstance(node, ast.Call) and ast.unparse(node.func) in ("json.dumps", "json.dump"):
             raw = [each for each in node.keywords if each.arg == "ensure_ascii"]
-            assert not raw, f"{module.file}:{node.lineno}: use finetune.runtime.text.terminal.json_text"
+            assert not raw, f"{module.file}:{node.lineno}: use finetune.runtime.text.terminal.format_json"
 
 
 @each_module

@@ -19,7 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase,
 from finetune.config.load import load_config
 from finetune.data.token_cache.store import PreparedSet
 from finetune.model.tokenizer import trained_tokenizer
-from finetune.report.run_log import Announcer
+from finetune.report.run_log import RunLog
 from finetune.run.build.data import make_lessons
 from finetune.runtime.optional import require
 
@@ -129,7 +129,7 @@ def _save_model(folder: Path, workload: Workload, tokenizer: PreTrainedTokenizer
 
 def _save_tokens(folder: Path, workload: Workload) -> None:
     """Write the tokens as the product makes them of the rows, in its order."""
-    lessons = make_lessons(load_config(write_job(folder, workload)).config, Announcer(is_main=True))
+    lessons = make_lessons(load_config(write_job(folder, workload)).config, RunLog(is_main=True))
     samples = lessons.training.samples
     assert isinstance(samples, PreparedSet)
     offsets = np.concatenate(([0], np.cumsum(samples.lengths)))

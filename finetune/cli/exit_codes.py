@@ -12,7 +12,7 @@ import typer
 
 from finetune.errors import FinetuneError, UserError, disk_text
 from finetune.runtime.text.redact import redacted_command
-from finetune.runtime.text.terminal import guarded, readable, tell_fault
+from finetune.runtime.text.terminal import guarded, print_traceback, readable
 
 P = ParamSpec("P")
 
@@ -67,7 +67,7 @@ def guarded_command_line() -> Iterator[None]:
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # a panic in Rust, for one, is no Exception
-            tell_fault(error)
+            print_traceback(error)
             raise SystemExit(1) from None
 
 

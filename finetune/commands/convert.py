@@ -25,7 +25,7 @@ from finetune.commands.source import with_trust
 from finetune.config.load import LoadedConfig, load_resolved
 from finetune.data.delivery import digest_of
 from finetune.errors import CheckpointError, UserError
-from finetune.report.run_log import Announcer
+from finetune.report.run_log import RunLog
 from finetune.run.build.data import Lessons, make_lessons, make_run_plan
 from finetune.run.build.prepared_model import Machine, make_accelerator, make_machine
 from finetune.run.samples import are_samples_of
@@ -96,7 +96,7 @@ class Conversion:
     strategy: Strategy
     lessons: Lessons
     machine: Machine
-    say: Announcer
+    say: RunLog
 
     def access(self) -> StateAccess:
         """Return access to the state as it lies now; DeepSpeed puts other tensors in place when it loads."""
@@ -151,7 +151,7 @@ def convert_from(run: Path, folder: Path, *, step: int, trust_remote_code: bool 
     loaded, strategy = _launched(place.run, trusts=trust_remote_code)
     _require_trust(folder, strategy, trusts=trust_remote_code)
     require_folder(folder, strategy=strategy, world=distributed.world())
-    with claimed(place.run, say=print) if distributed.is_main() else nullcontext():
+    with claimed(place.run, log=print) if distributed.is_main() else nullcontext():
         _read_folder(folder, _build(loaded, strategy, checkpoints=place.checkpoints), step=step)
 
 
@@ -188,7 +188,7 @@ def _launched(run: Path, *, trusts: bool) -> tuple[LoadedConfig, Strategy]:
 
 
 def _build(loaded: LoadedConfig, strategy: Strategy, *, checkpoints: Path) -> Conversion:
-    small, say = _one_by_one(loaded), Announcer(is_main=distributed.is_main())
+    small, say = _one_by_one(loaded), RunLog(is_main=distributed.is_main())
     lessons = make_lessons(small.config, say)
     machine = make_machine(
         small.config,

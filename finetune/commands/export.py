@@ -40,7 +40,7 @@ from finetune.run.state.run_folder import Kept, load_kept
 from finetune.runtime.environment import package_versions
 from finetune.runtime.parameters import Construction
 from finetune.runtime.progress import Progress
-from finetune.runtime.resources import size_text
+from finetune.runtime.resources import format_size
 from finetune.runtime.text.library_output import quieten
 from finetune.train.evaluate import average_formula
 
@@ -79,7 +79,7 @@ def export_checkpoint(
     require_mergeable(loaded.config)
     checkpoint = open_checkpoint(wanted.checkpoint)
     report = _export(wanted, loaded, checkpoint=checkpoint, kept=load_kept(wanted.run, loaded.config))
-    print(f"exported {wanted.checkpoint.name}: {report.num_tensors} tensors, {size_text(report.size_bytes)}")
+    print(f"exported {wanted.checkpoint.name}: {report.num_tensors} tensors, {format_size(report.size_bytes)}")
     print(f"model in {report.folder}")
     return report.folder
 
@@ -239,7 +239,7 @@ def _export_folder(
     if folder.exists():
         raise UserError(f"{folder}: is there already. Name another folder with --to, or delete this one.")
     report = _write(saved, folder, section=ExportSection(dtype=dtype, merge=merge), trusts=trusts)  # type: ignore[arg-type]
-    print(f"exported {saved.folder.name}: {report.num_tensors} tensors, {size_text(report.size_bytes)}")
+    print(f"exported {saved.folder.name}: {report.num_tensors} tensors, {format_size(report.size_bytes)}")
     print(f"model in {report.folder}")
     return report.folder
 

@@ -31,7 +31,7 @@ from finetune.runtime.files.read import read_json
 from finetune.runtime.seeds import derive
 from finetune.runtime.text.library_output import quieten
 from finetune.runtime.text.redact import redacted_config
-from finetune.runtime.text.terminal import json_text
+from finetune.runtime.text.terminal import format_json
 from finetune.task.causal_lm import pad_id
 
 ANSWER = "answer"
@@ -73,7 +73,7 @@ class AnswerParts:
     def join(self, rows: Sequence[Row]) -> None:
         """Write the output whole, and remove the parts. On one process."""
         answers = dict(self._all())
-        lines = (json_text({**row, ANSWER: answers[n]}, default=str) for n, row in enumerate(rows))
+        lines = (format_json({**row, ANSWER: answers[n]}, default=str) for n, row in enumerate(rows))
         atomic.write_text(self.output, "".join(f"{line}\n" for line in lines))
         shutil.rmtree(self.folder)
 

@@ -14,7 +14,7 @@ from finetune.config.load import load_config
 from finetune.data.audit.audit import Streamed
 from finetune.data.token_cache.counts import REMEDY
 from finetune.errors import DataError
-from finetune.report.run_log import Announcer, write_line
+from finetune.report.run_log import RunLog, print_line
 from finetune.run.build.data import make_lessons, mend_sets
 from finetune.run.build.data_audit import audit_lessons
 from finetune.runtime.text import rich_console
@@ -31,7 +31,7 @@ Watch = Callable[[str, int, int | None], None]
 def progress_shown() -> Iterator[tuple[Say, Watch]]:
     """Yield who says sentences, and who is told how many rows of a source are behind and how many there are."""
     if not sys.stdout.isatty():
-        yield write_line, Lines(say=write_line)
+        yield print_line, Lines(say=print_line)
         return
     console, text = rich_console.ForeignTextConsole(), rich_console.TextColumn
     columns = (text("{task.description}"), BarColumn(), text("{task.fields[told]}"))
@@ -105,7 +105,7 @@ def prepare(path: Path, overrides: Sequence[str]) -> None:
     config = load_config(path, overrides).config
     try:
         with progress_shown() as (say, watch):
-            lessons = make_lessons(without_limits(config), Announcer(is_main=True, write=say), watch=watch)
+            lessons = make_lessons(without_limits(config), RunLog(is_main=True, write=say), watch=watch)
             mend_sets(lessons)
     except KeyboardInterrupt:
         print("what is tokenised is kept: the same command goes on where it stopped", file=sys.stderr)

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from finetune.runtime.text.redact import redacted_config
-from finetune.runtime.text.terminal import json_text
+from finetune.runtime.text.terminal import format_json
 
 LONGEST = 60
 """Characters of a value that a message shows."""
@@ -20,7 +20,7 @@ def shown(value: Any) -> str:
     >>> shown("4"), shown(True), shown(2e-5)
     ('`"4"`', '`true`', '`2e-05`')
     """
-    return f"`{shortened(json_text(redacted_config(value), default=str))}`"
+    return f"`{shortened(format_json(redacted_config(value), default=str))}`"
 
 
 def shortened(text: str) -> str:

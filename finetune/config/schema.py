@@ -10,7 +10,7 @@ from pydantic import BaseModel, create_model
 from finetune.config.formatting import listed
 from finetune.config.limits import MAX_DEPTH, MAX_VALUES
 from finetune.config.run_config import RunConfig
-from finetune.runtime.text.terminal import json_text
+from finetune.runtime.text.terminal import format_json
 
 Node = Mapping[str, Any]
 """A part of the JSON schema: what one key may hold."""
@@ -208,7 +208,7 @@ def reference_markdown() -> str:
 def json_schema() -> str:
     """Return the JSON schema of the job YAML as indented text."""
     head = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "finetune job"}
-    return json_text({**run_schema(), **head}, indent=2) + "\n"
+    return format_json({**run_schema(), **head}, indent=2) + "\n"
 
 
 def _sections(nodes: Mapping[str, Node], *, prefix: str = "") -> Iterator[str]:
@@ -235,6 +235,6 @@ def _row(key: str, node: Node, *, is_required: bool) -> str:
     elif keys_of(node):
         shown_default = "none" if default is None else "its own defaults"
     else:
-        shown_default = f"`{json_text(default)}`"
+        shown_default = f"`{format_json(default)}`"
     cells = (f"`{key}`", describe(node).removesuffix(", or `null`"), shown_default, meaning(node))
     return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"

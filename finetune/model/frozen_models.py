@@ -23,7 +23,7 @@ from finetune.model.loading.hub import is_folder, located, told
 from finetune.model.loading.pretrained import load_settings, load_weights, refuse_missing
 from finetune.runtime.files.digests import sha256_digest
 from finetune.runtime.hub import is_offline, without_vain_retries
-from finetune.runtime.resources import size_text
+from finetune.runtime.resources import format_size
 
 WEIGHTS = ("*.safetensors", "*.bin")
 """The files of weights, the kind that is preferred first; the other kind is not read when both are there."""
@@ -76,7 +76,7 @@ def folder_digest(folder: Path, *, say: Callable[[str], None]) -> str:
     whole = hashlib.sha256(listed.encode()).hexdigest()
     seconds = time.monotonic() - started
     if seconds > _WORTH_TELLING_SECONDS:
-        say(f"base weights {whole[:12]}: read {size_text(size)} of {folder} in {seconds:.0f} s to tell them by")
+        say(f"base weights {whole[:12]}: read {format_size(size)} of {folder} in {seconds:.0f} s to tell them by")
     return f"sha256 {whole}"
 
 

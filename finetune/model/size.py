@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from finetune.runtime.parameters import full_numel, num_values
-from finetune.runtime.resources import size_text
+from finetune.runtime.resources import format_size
 
 SIGNIFICANT_BITS = {"bfloat16": 8, "float16": 11}
 
@@ -102,16 +102,16 @@ def estimate(
     lines = [
         _line(name, size=size, among=among, held=part) for (name, size, among), part in zip(parts, held, strict=True)
     ]
-    summands = " + ".join(f"{name} {size_text(part)}" for (name, _, _), part in zip(parts, held, strict=True))
+    summands = " + ".join(f"{name} {format_size(part)}" for (name, _, _), part in zip(parts, held, strict=True))
     beside = "the teacher and activations" if is_beside_teacher else "activations"
-    total = f"memory: {size_text(sum(held))} per rank = {summands}, before {beside}"
+    total = f"memory: {format_size(sum(held))} per rank = {summands}, before {beside}"
     return MemoryEstimate(held[0], held[1], held[2], (*lines, total))
 
 
 def _line(name: str, *, size: int, among: int, held: int) -> str:
     if among == 1:
-        return f"{name}: {size_text(held)} on every rank"
-    return f"{name}: {size_text(held)} per rank = {size_text(size)} / {among} ranks"
+        return f"{name}: {format_size(held)} on every rank"
+    return f"{name}: {format_size(held)} per rank = {format_size(size)} / {among} ranks"
 
 
 _ADAPTED = re.compile(r"(.+?)\.(?:lora_|ia3_l|oft_R)")
@@ -133,7 +133,7 @@ class ModelSize:
         """Return the sentences for the reader."""
         share = 100 * self.num_trained / max(self.num_parameters, 1)
         place = f", in adapters on {self.num_adapted_modules} modules" if self.num_adapted_modules else ""
-        held = ", ".join(f"{size_text(size)} in {dtype}" for dtype, size in self.bytes_by_dtype.items())
+        held = ", ".join(f"{format_size(size)} in {dtype}" for dtype, size in self.bytes_by_dtype.items())
         return (
             f"trained: {self.num_trained:,} of {self.num_parameters:,} parameters ({share:.2f}%){place}",
             f"weights: {held}",

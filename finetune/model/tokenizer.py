@@ -47,15 +47,15 @@ def trained_tokenizer(
 
 def _make(folder: Path, train: Callable[[Path], None], *, say: Callable[[str], None]) -> bool:
     """Have the folder be as it was written; one that is damaged is set aside and made again. Raises ModelError."""
-    made = make_once(folder, train, say=say)
+    made = make_once(folder, train, log=say)
     damage = folder_damage(folder)
     if damage is None:
         return made
     try:
-        aside = set_aside(folder, lambda: folder_damage(folder) is not None, say=say)
+        aside = set_aside(folder, lambda: folder_damage(folder) is not None, log=say)
         if aside is not None:
             say(f"warning: the trained tokenizer {folder} is damaged: {damage}. It is set aside as {aside.name}.")
-        made = make_once(folder, train, say=say)
+        made = make_once(folder, train, log=say)
         damage = folder_damage(folder)
     except OSError as error:
         raise ModelError(

@@ -26,7 +26,7 @@ from finetune.report.events import (
 )
 from finetune.report.timing import ThroughputMeter
 from finetune.runtime.progress import Cadence
-from finetune.runtime.resources import size_text
+from finetune.runtime.resources import format_size
 from finetune.runtime.text.rich_console import Bars, ForeignTextConsole, TextColumn
 
 SLOW_DATA = 0.1
@@ -34,58 +34,58 @@ SLOW_DATA = 0.1
 
 
 @singledispatch
-def lines(event: Event) -> tuple[str, ...]:
+def format_event(event: Event) -> tuple[str, ...]:
     """Return the lines that say what happened; none for events that the console does not tell."""
     return ()
 
 
-@lines.register
+@format_event.register
 def _(event: RunStarted) -> tuple[str, ...]:
     return (f"strategy {event.strategy}", *event.arithmetic)
 
 
-@lines.register
+@format_event.register
 def _(event: StartedUp) -> tuple[str, ...]:
     phases = " + ".join(f"{name} {seconds:.1f}" for name, seconds in event.seconds.items())
     return (f"start: {sum(event.seconds.values()):.1f} s = {phases}",)
 
 
-@lines.register
+@format_event.register
 def _(event: StepSkipped) -> tuple[str, ...]:
     samples = f"; samples {', '.join(map(str, event.sample_ids))} ({event.rows})" if event.sample_ids else ""
     return (f"step {event.step} skipped: {event.reason}{samples}",)
 
 
-@lines.register
+@format_event.register
 def _(event: Evaluated) -> tuple[str, ...]:
-    found = f"evaluated at step {event.step}  {metric_line(event.metrics)}"
+    found = f"evaluated at step {event.step}  {format_metrics(event.metrics)}"
     return (f"{found}  ({event.num_rows:,} rows, {event.seconds:.1f} s)",)
 
 
-@lines.register
+@format_event.register
 def _(event: Answered) -> tuple[str, ...]:
     return (f"  prompt    {event.prompt!r}", f"  answer    {event.answer!r}", f"  reference {event.reference!r}")
 
 
-@lines.register
+@format_event.register
 def _(event: CheckpointSaved) -> tuple[str, ...]:
     times = f"{event.seconds:.1f} s, training waited {event.stall_seconds:.1f} s"
-    return (f"checkpoint {event.path}  ({size_text(event.size_bytes)}, {times})",)
+    return (f"checkpoint {event.path}  ({format_size(event.size_bytes)}, {times})",)
 
 
-@lines.register
+@format_event.register
 def _(event: Noted) -> tuple[str, ...]:
     return (event.message,)
 
 
-@lines.register
+@format_event.register
 def _(event: Warned) -> tuple[str, ...]:
     return (f"warning: {event.message}",)
 
 
-@lines.register
+@format_event.register
 def _(event: RunEnded) -> tuple[str, ...]:
-    told = [f"{event.reason} at step {event.step} after {duration(event.seconds)}"]
+    told = [f"{event.reason} at step {event.step} after {format_duration(event.seconds)}"]
     if event.final_folder is not None:
         told.append(f"model in {event.final_folder}")
         if event.talks:
@@ -93,38 +93,38 @@ def _(event: RunEnded) -> tuple[str, ...]:
     return tuple(told)
 
 
-def unit_of(config: Mapping[str, Any]) -> str:
+def throughput_unit(config: Mapping[str, Any]) -> str:
     """Return what the samples of a job are counted in."""
     return "images" if config.get("task", {}).get("name") == "image_classification" else "tokens"
 
 
-def step_line(event: StepTaken, *, num_steps: int, meter: ThroughputMeter) -> str:
+def format_step(event: StepTaken, *, num_steps: int, meter: ThroughputMeter) -> str:
     """Return `step  20/120  loss 2.3107  lr 9.8e-04 ...`, aligned under the lines before it."""
-    return f"step {event.step:>{len(str(num_steps))}}/{num_steps}  {step_facts(event, meter=meter)}"
+    return f"step {event.step:>{len(str(num_steps))}}/{num_steps}  {format_step_values(event, meter=meter)}"
 
 
-def step_facts(event: StepTaken, *, meter: ThroughputMeter) -> str:
+def format_step_values(event: StepTaken, *, meter: ThroughputMeter) -> str:
     """Return the numbers of a step; the share of waiting since the last log point where it is worth a look."""
     facts = [
         f"loss {event.loss:.4f}",
-        *([metric_line(event.metrics)] if event.metrics else []),
+        *([format_metrics(event.metrics)] if event.metrics else []),
         f"lr {event.learning_rate:.1e}",
         f"grad {event.gradient_norm:.2f}",
         f"{meter.tokens_per_second:>7,.0f} {meter.unit}/s",
-        f"eta {duration(meter.seconds_left)}",
-        f"mem {size_text(event.memory_bytes)}",
+        f"eta {format_duration(meter.seconds_left)}",
+        f"mem {format_size(event.memory_bytes)}",
     ]
     if meter.data_share >= SLOW_DATA:
         facts.append(f"waiting for data {meter.data_share:.0%}")
     return "  ".join(facts)
 
 
-def metric_line(metrics: Mapping[str, float]) -> str:
+def format_metrics(metrics: Mapping[str, float]) -> str:
     """Return metrics as `exact_match 1.0000  loss 0.0213`, by name."""
     return "  ".join(f"{name} {value:.4f}" for name, value in sorted(metrics.items()))
 
 
-def change_line(before: Mapping[str, float], after: Mapping[str, float]) -> str:
+def format_metric_changes(before: Mapping[str, float], after: Mapping[str, float]) -> str:
     """Return metrics as `exact_match 0.0000 -> 1.0000`; those without a value before stand alone."""
     return "  ".join(
         f"{name} {before[name]:.4f} -> {value:.4f}" if name in before else f"{name} {value:.4f}"
@@ -132,7 +132,7 @@ def change_line(before: Mapping[str, float], after: Mapping[str, float]) -> str:
     )
 
 
-def duration(seconds: float | None) -> str:
+def format_duration(seconds: float | None) -> str:
     """Return hours, minutes and seconds (`0:01:12`); `-:--:--` when unknown."""
     if seconds is None:
         return "-:--:--"
@@ -168,7 +168,7 @@ class ConsoleReporter:
         match event:
             case RunStarted():
                 self._num_steps = event.num_steps
-                self._meter = ThroughputMeter(event.num_steps, unit=unit_of(event.config))
+                self._meter = ThroughputMeter(event.num_steps, unit=throughput_unit(event.config))
             case StepTaken():
                 self._show_step(event)
             case Evaluated():
@@ -177,8 +177,8 @@ class ConsoleReporter:
                 self._screen.close()
                 if event.metrics:
                     before = self._evaluations[0] if len(self._evaluations) > 1 else {}
-                    self._screen.say(change_line(before, event.metrics))
-        for line in lines(event):
+                    self._screen.say(format_metric_changes(before, event.metrics))
+        for line in format_event(event):
             self._screen.say(line)
 
     def close(self) -> None:
@@ -206,7 +206,7 @@ class PlainScreen:
     def show_step(self, event: StepTaken, *, num_steps: int, meter: ThroughputMeter, is_logged: bool) -> None:
         """Write the step's line if it is to be logged."""
         if is_logged:
-            self.say(step_line(event, num_steps=num_steps, meter=meter))
+            self.say(format_step(event, num_steps=num_steps, meter=meter))
 
     def close(self) -> None:
         """Do nothing: every line has been flushed."""
@@ -231,7 +231,7 @@ class RichScreen:
             self._progress = self._start(num_steps)
         self._progress.update(self._bar, completed=event.step)
         if is_logged:
-            self._progress.update(self._bar, facts=step_facts(event, meter=meter))
+            self._progress.update(self._bar, facts=format_step_values(event, meter=meter))
 
     def close(self) -> None:
         """Leave the finished bar on the screen."""

@@ -10,7 +10,7 @@ from typing import Any
 from finetune.report.events import Event, Noted, Warned
 from finetune.runtime.files import atomic
 from finetune.runtime.text.redact import redacted_config
-from finetune.runtime.text.terminal import json_text
+from finetune.runtime.text.terminal import format_json
 
 
 class JsonlReporter:
@@ -33,7 +33,7 @@ class JsonlReporter:
         if self._file is None:
             self._file = _open_at_line_start(self._path)
             for note in self._notes:
-                self._write(_noted(note, step=event.step))
+                self._write(_note_event(note, step=event.step))
         self._write(event)
 
     def close(self) -> None:
@@ -44,7 +44,7 @@ class JsonlReporter:
 
     def _write(self, event: Event) -> None:
         fields = event_fields(event, time=self._clock())
-        self._file.write(json_text(fields, allow_nan=False) + "\n")
+        self._file.write(format_json(fields, allow_nan=False) + "\n")
         self._file.flush()
 
 
@@ -59,7 +59,7 @@ def read_events(path: Path) -> list[dict[str, Any]]:
     return [event for event in atomic.read_json_lines(path) if isinstance(event, dict) and "event" in event]
 
 
-def _noted(note: str, *, step: int) -> Event:
+def _note_event(note: str, *, step: int) -> Event:
     if note.startswith("warning: "):
         return Warned(step, note.removeprefix("warning: "))
     return Noted(step, note)

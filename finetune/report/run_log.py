@@ -3,15 +3,15 @@
 from collections.abc import Callable
 
 
-def write_line(line: str) -> None:
+def print_line(line: str) -> None:
     """Print the line at once."""
     print(line, flush=True)
 
 
-class Announcer:
+class RunLog:
     """Says sentences on the main rank and remembers them; silent elsewhere."""
 
-    def __init__(self, *, is_main: bool, write: Callable[[str], None] = write_line) -> None:
+    def __init__(self, *, is_main: bool, write: Callable[[str], None] = print_line) -> None:
         self._is_main = is_main
         self._write = write
         self.said: list[str] = []

@@ -34,7 +34,7 @@ from finetune.runtime.environment import package_versions
 from finetune.runtime.files import atomic
 from finetune.runtime.parameters import Construction
 from finetune.runtime.progress import Progress
-from finetune.runtime.resources import free_bytes, size_text
+from finetune.runtime.resources import format_size, free_bytes
 from finetune.runtime.supervision.heartbeat import reach
 from finetune.runtime.text.redact import redacted_text
 from finetune.task.protocol import Task
@@ -124,7 +124,7 @@ def export_final(
             facts=_card(loaded, progress, head=lessons.task.head),
         )
         _record(loaded, report, step=progress.step, reason=reason)
-        tensors = f"{report.num_tensors} tensors, {size_text(report.size_bytes)}"
+        tensors = f"{report.num_tensors} tensors, {format_size(report.size_bytes)}"
         reporter(Noted(progress.step, f"exported {tensors}, to {run_folder / FOLDER}"))
     reach("export.done", step=progress.step)
     distributed.barrier()  # nobody leaves while the main rank is still writing
@@ -136,7 +136,7 @@ def _require_room(run_folder: Path, weights: Iterable[Tensor], *, dtype: str | N
     num_bytes = sum(weight.numel() * (_ITEM_BYTES[dtype] if dtype else weight.itemsize) for weight in weights)
     if free < num_bytes:
         raise DiskError(
-            f"{run_folder / FOLDER}: the model needs {size_text(num_bytes)} and {size_text(free)} are free. Make room; "
+            f"{run_folder / FOLDER}: the model needs {format_size(num_bytes)} and {format_size(free)} are free. Make room; "
             "the same command continues from the newest checkpoint and writes it."
         )
 

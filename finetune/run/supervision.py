@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from finetune.errors import FinetuneError, UserError
-from finetune.report.run_log import Announcer
+from finetune.report.run_log import RunLog
 from finetune.runtime import distributed
 from finetune.runtime.processes import end_with_launcher
 from finetune.runtime.resources import disk_errors
@@ -49,7 +49,7 @@ class Watch:
 
 
 @contextmanager
-def watched_run(folder: Path, *, say: Announcer, also: Sequence[Path] = ()) -> Iterator[Watch]:
+def watched_run(folder: Path, *, say: RunLog, also: Sequence[Path] = ()) -> Iterator[Watch]:
     """Watch this process while the context lasts; rank 0 claims the folder for the run.
 
     One of several processes that meets an error ends here, with every other, and shows the first error of them all;
@@ -57,7 +57,7 @@ def watched_run(folder: Path, *, say: Announcer, also: Sequence[Path] = ()) -> I
     the folder, or of those that are written `also`, takes nothing.
     """
     rank = distributed.rank()
-    with noted_signals() as note, claimed(folder, say=say) if rank == 0 else nullcontext():
+    with noted_signals() as note, claimed(folder, log=say) if rank == 0 else nullcontext():
         end_with_launcher()
         if rank == 0:
             hang.set_aside(folder)

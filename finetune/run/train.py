@@ -16,7 +16,7 @@ from finetune.data.token_cache.cache import cache_folder
 from finetune.errors import CheckpointError, DiskError, NonFiniteError
 from finetune.model.batch_norm import settle_batch_norm
 from finetune.report.events import RunEnded, RunStarted, Warned
-from finetune.report.run_log import Announcer
+from finetune.report.run_log import RunLog
 from finetune.report.timing import StartUp
 from finetune.run.build.data import Lessons, make_lessons, make_run_plan, mend_before_training
 from finetune.run.build.loop import make_parts, make_wishes, take_back_stop, telling_start
@@ -54,7 +54,7 @@ def train_from_config(loaded: LoadedConfig, ahead: ChecksumPrefetch | None = Non
 
     `ahead` is what `verify_ahead` has begun.
     """
-    startup, say = StartUp.of_process(), Announcer(is_main=distributed.is_main())
+    startup, say = StartUp.of_process(), RunLog(is_main=distributed.is_main())
     loaded = staged(loaded)
     quieten(is_main=distributed.is_main())
     strategy = launched_strategy(loaded)
@@ -86,7 +86,7 @@ def _train(
     mirror: Mirror,
     startup: StartUp,
     ahead: ChecksumPrefetch | None,
-    say: Announcer,
+    say: RunLog,
 ) -> int:
     config = loaded.config
     lessons = make_lessons(config, say)
@@ -187,7 +187,7 @@ def train_to_the_end(
 def end_at_once(finished: FinishedRun, *, watch: Watch, num_steps: int) -> int:
     """Report that there is nothing left to do, and return the exit code of a success."""
     place, reason = str(finished.checkpoint), finished.reason
-    return status.told_finished(watch.status, finished.progress, place, reason, num_steps=num_steps)
+    return status.record_finished(watch.status, finished.progress, place, reason, num_steps=num_steps)
 
 
 def _run_loop(parts: Parts, progress: Progress, *, watch: Watch) -> str:

@@ -15,7 +15,7 @@ import psutil
 from finetune.errors import FULL, FinetuneError, disk_text
 
 
-def size_text(num_bytes: int) -> str:
+def format_size(num_bytes: int) -> str:
     """Return a size in decimal units.
 
     >>> size_text(1_200_000_000), size_text(363_900)
@@ -118,9 +118,9 @@ def disk_errors(folders: Sequence[Path], kind: type[FinetuneError]) -> Iterator[
         raise kind(text) from error
 
 
-def room_text(folders: Sequence[Path]) -> str:
+def format_free_space(folders: Sequence[Path]) -> str:
     """Return how much is free where the folders are."""
-    return ", ".join(f"{folder} has {size_text(free_bytes(folder))} free" for folder in dict.fromkeys(folders))
+    return ", ".join(f"{folder} has {format_size(free_bytes(folder))} free" for folder in dict.fromkeys(folders))
 
 
 def free_bytes(folder: Path) -> int:
@@ -145,7 +145,7 @@ def _text(error: OSError, folders: Sequence[Path]) -> str | None:
     if text is None:
         return None
     if error.errno in FULL:
-        return f"{text} {room_text(folders)}. The same command continues once there is room."
+        return f"{text} {format_free_space(folders)}. The same command continues once there is room."
     place = Path(str(error.filename)).absolute()
     is_ours = any(place.is_relative_to(folder.absolute()) for folder in folders)
     return f"{text} {_ADVICE}" if is_ours else None

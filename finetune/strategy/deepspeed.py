@@ -68,12 +68,12 @@ def _look_after_builds() -> None:
     """Have locks of killed builds removed, and what is waited for told: by one process of each machine."""
     local = int(os.environ.get("LOCAL_RANK", "0"))
     if local == 0:
-        clear_build_locks(say=_say)
+        clear_build_locks(log=_log)
     if local <= 1:  # where the first one compiles, the second one tells
-        BuildWatch(say=_say).start()
+        BuildWatch(say=_log).start()
 
 
-def _say(text: str) -> None:
+def _log(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from finetune.errors import CheckpointError
-from finetune.runtime.resources import size_text
+from finetune.runtime.resources import format_size
 
 SLACK_BYTES = 16 << 20
 """What a checkpoint has besides its tensors, with room to spare."""
@@ -20,7 +20,7 @@ def require_disk_space(folder: Path, num_bytes: int) -> None:
     free, needed = shutil.disk_usage(folder).free, num_bytes + SLACK_BYTES
     if free < needed:
         raise CheckpointError(
-            f"{folder}: a checkpoint needs {size_text(needed)}, free are {size_text(free)} (an old one is deleted only "
+            f"{folder}: a checkpoint needs {format_size(needed)}, free are {format_size(free)} (an old one is deleted only "
             "after the new one has been verified). Make room, lower checkpoint.keep_last, or let run.folder be on "
             "another disk."
         )
@@ -35,7 +35,7 @@ def explain_disk_errors(folder: Path) -> Iterator[None]:
         advice = ""
         if error.errno in _FULL:
             advice = (
-                f" Free are {size_text(_free_bytes(folder))}; the checkpoints before this one are as they were. Make room, "
+                f" Free are {format_size(_free_bytes(folder))}; the checkpoints before this one are as they were. Make room, "
                 "lower checkpoint.keep_last, or let run.folder be on another disk."
             )
         raise CheckpointError(f"cannot write {folder}: {error}.{advice}") from error

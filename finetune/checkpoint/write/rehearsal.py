@@ -21,7 +21,7 @@ from finetune.config.sections.checkpoint import CheckpointSection
 from finetune.errors import CheckpointError
 from finetune.runtime import distributed
 from finetune.runtime.files import atomic
-from finetune.runtime.resources import available_bytes, size_text
+from finetune.runtime.resources import available_bytes, format_size
 from finetune.runtime.run_on_ranks import run_on_all_ranks, run_on_rank_0
 
 _VISIBILITY_CHECKS = 10
@@ -73,8 +73,8 @@ def require_space_for_saves(folder: Path, *, size_bytes: int, section: Checkpoin
     if free < needed:
         s = "" if num_missing == 1 else "s"
         raise CheckpointError(
-            f"{folder}: {num_missing} more checkpoint{s} of {size_text(size_bytes)} need {size_text(needed)} (up to "
-            f"{num_kept} are kept, and one is written before one is deleted), free are {size_text(free)}. Make room, "
+            f"{folder}: {num_missing} more checkpoint{s} of {format_size(size_bytes)} need {format_size(needed)} (up to "
+            f"{num_kept} are kept, and one is written before one is deleted), free are {format_size(free)}. Make room, "
             "lower checkpoint.keep_last, or let run.folder be on another disk. `checkpoint.rehearse: false` tries it "
             "anyway."
         )
@@ -88,7 +88,7 @@ def require_host_memory(shares: Sequence[tuple[str, int, int]]) -> None:
         if needed > available:
             raise CheckpointError(
                 f"checkpoint.asynchronous: the copies of {len(mine)} process{'' if len(mine) == 1 else 'es'} on {host} "
-                f"need {size_text(needed)} of memory, available are {size_text(available)}. Write "
+                f"need {format_size(needed)} of memory, available are {format_size(available)}. Write "
                 "`checkpoint.asynchronous: false`, and training waits while checkpoints are written, or use machines "
                 "with more memory, or more of them."
             )

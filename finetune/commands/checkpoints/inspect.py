@@ -21,8 +21,8 @@ from finetune.checkpoint.read.inventory import (
 )
 from finetune.commands.checkpoints.tables import Checked, facts_of, overview, overview_notes
 from finetune.commands.printing import print_facts, print_table, width
-from finetune.runtime.resources import size_text
-from finetune.runtime.text.terminal import json_text
+from finetune.runtime.resources import format_size
+from finetune.runtime.text.terminal import format_json
 
 _LISTED = 4
 
@@ -85,7 +85,7 @@ def _verify(path: Path) -> bool:
     found = _checked(read_entry(path), reads=True)
     manifest = found.entry.manifest
     if found.is_good and manifest is not None:
-        print(f"{path.name}: good, {len(manifest.files)} files, {size_text(manifest.size_bytes)} read", flush=True)
+        print(f"{path.name}: good, {len(manifest.files)} files, {format_size(manifest.size_bytes)} read", flush=True)
         return True
     print(f"{path.name}: BAD", flush=True)
     damaged = {file.problem: file.tensors for file in found.bad_files}
@@ -140,4 +140,4 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _print_json(value: object) -> None:
-    print(json_text(value, indent=2))
+    print(format_json(value, indent=2))

@@ -13,7 +13,7 @@ from finetune.commands.printing import print_table, width
 from finetune.config.load import RESOLVED, load_resolved
 from finetune.config.sections.checkpoint import CheckpointSection, KeepBestSection
 from finetune.errors import CheckpointError, UserError
-from finetune.runtime.resources import size_text
+from finetune.runtime.resources import format_size
 from finetune.runtime.supervision.writer_lock import claimed
 
 GOALS = ("minimize", "maximize")
@@ -45,12 +45,12 @@ def prune(
     if place.chosen is not None:
         raise UserError(f"{run}: this is one checkpoint. Name the run whose checkpoints are to be thinned out.")
     section = changed(settings_of(place.run), keep_last=keep_last, keep_every=keep_every, keep_best=keep_best)
-    with claimed(place.run, say=print) if does_delete else nullcontext():
+    with claimed(place.run, log=print) if does_delete else nullcontext():
         verdicts = judge(read_entries(place.checkpoints), section)
         rows = [(each.entry, each.reasons) for each in verdicts]
         print_table(prune_table(rows, now=time.time(), width=width()))
         going = [each.entry for each in verdicts if each.goes]
-        size = size_text(sum(entry.manifest.size_bytes for entry in going if entry.manifest))
+        size = format_size(sum(entry.manifest.size_bytes for entry in going if entry.manifest))
         if does_delete and (trouble := delete_checkpoints(place.checkpoints, [entry.step for entry in going])):
             raise CheckpointError("\n".join(trouble))
     if not going:

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from finetune.checkpoint.format.manifest import Manifest
 from finetune.checkpoint.read.inventory import BadFile, CheckpointEntry, Leftover, TensorCount
-from finetune.runtime.resources import size_text
+from finetune.runtime.resources import format_size
 from finetune.runtime.text.terminal import readable
 
 NOTHING = "-"
@@ -56,7 +56,7 @@ def overview_notes(found: Sequence[Checked], beside: Sequence[Leftover], *, veri
     if beside:
         yield "Beside them, no run continues from these:"
     for left in beside:
-        yield f"  {left.path.name} ({size_text(left.size_bytes)}) {left.meaning}"
+        yield f"  {left.path.name} ({format_size(left.size_bytes)}) {left.meaning}"
 
 
 def prune_table(verdicts: Sequence[tuple[CheckpointEntry, Sequence[str]]], *, now: float, width: int) -> Table:
@@ -91,7 +91,7 @@ def facts_of(found: Checked, *, counts: Sequence[TensorCount], now: float) -> It
         tensors = f"{each.num_tensors} tensor{'' if each.num_tensors == 1 else 's'}"
         yield each.kind, f"{tensors}, {each.num_elements:,} numbers, {', '.join(each.dtypes)}"
     yield "versions", ", ".join(f"{name} {number}" for name, number in manifest.versions.items())
-    sizes = {name: f"{size_text(facts.size_bytes)}, sha256 {facts.sha256}" for name, facts in manifest.files.items()}
+    sizes = {name: f"{format_size(facts.size_bytes)}, sha256 {facts.sha256}" for name, facts in manifest.files.items()}
     yield from _mapping(f"{len(sizes)} files", sizes)
     yield from _mapping(
         "identity", {name: value for name, value in manifest.run.identity.items() if value not in UNSAID}
@@ -118,7 +118,7 @@ def _row(entry: CheckpointEntry, *, now: float, width: int) -> tuple[str | Text,
         return (str(entry.step), NOTHING, NOTHING, NOTHING)
     shown = 1 if width < 70 else 2 if width < 90 else 3
     metrics = dict(list(manifest.metrics.items())[:shown])
-    size, age = size_text(manifest.size_bytes), age_text(now - manifest.created)
+    size, age = format_size(manifest.size_bytes), age_text(now - manifest.created)
     return (str(entry.step), size, age, Text(_metrics(metrics)))
 
 

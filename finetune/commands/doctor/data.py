@@ -17,7 +17,7 @@ from finetune.config.run_config import RunConfig
 from finetune.data.loader import train_loader
 from finetune.data.workers import LoaderSettings, Room, this_room
 from finetune.report.jsonl import read_events
-from finetune.report.run_log import Announcer
+from finetune.report.run_log import RunLog
 from finetune.run.build.data import Lessons, make_lessons
 from finetune.runtime.files.read import read_json
 from finetune.runtime.text.library_output import quieten
@@ -93,7 +93,7 @@ def examine_loading(path: Path, overrides: Sequence[str], *, num_rounds: int, se
     """
     quieten(is_main=True)
     config = load_config(path, overrides).config
-    lessons, room = make_lessons(config, Announcer(is_main=True)), this_room()
+    lessons, room = make_lessons(config, RunLog(is_main=True)), this_room()
     make_loader = partial(_loader, config, lessons)
     tried = settings_to_try(room)
     found = measure(make_loader, tried, num_rounds=num_rounds, seconds=seconds, say=_tell)

@@ -13,7 +13,7 @@ from finetune.commands.printing import print_facts
 from finetune.config.load import load_config
 from finetune.data.token_cache.cache import DEFAULT_FOLDER, cache_folder
 from finetune.runtime.environment import environment_facts
-from finetune.runtime.resources import size_text, usable_cores
+from finetune.runtime.resources import format_size, usable_cores
 from finetune.runtime.supervision.build_locks import ABANDONED, BUILDING, BuildLock, build_locks, extensions_folder
 
 FULL_BYTES = 1_000_000_000
@@ -62,7 +62,7 @@ def find(facts: dict[str, Any], places: dict[str, Path], *, locks: Sequence[Buil
         yield Finding(f"{lock}{advice}", lock.state != BUILDING)
     for name, place in places.items():
         if (free := _free_bytes(place)) < FULL_BYTES:
-            yield Finding(f"the disk of the {name} folder {place} has {size_text(free)} left. Make room.", True)
+            yield Finding(f"the disk of the {name} folder {place} has {format_size(free)} left. Make room.", True)
     if DRIVER.exists() and not torch.accelerator.is_available():
         yield Finding(
             f"there is an NVIDIA driver, but torch {torch.__version__} sees no GPU. Install a build of torch for it, "
@@ -71,7 +71,7 @@ def find(facts: dict[str, Any], places: dict[str, Path], *, locks: Sequence[Buil
         )
     if SHARED_MEMORY.is_dir() and (shared := shutil.disk_usage(SHARED_MEMORY).total) < SMALL_SHARED_BYTES:
         yield Finding(
-            f"{SHARED_MEMORY} has only {size_text(shared)}: loader processes hand batches over through it. Start the "
+            f"{SHARED_MEMORY} has only {format_size(shared)}: loader processes hand batches over through it. Start the "
             "container with more (docker: --shm-size=8g), or write data.num_workers: 0.",
             False,
         )
@@ -86,13 +86,13 @@ def _told(facts: dict[str, Any], places: dict[str, Path]) -> Iterator[tuple[str,
     yield "devices", ", ".join(_device(each) for each in facts["devices"])
     yield "cores", f"{usable_cores()} may be used of {facts['num_cpus']}"
     memory = psutil.virtual_memory()
-    yield "memory", f"{size_text(memory.available)} free of {size_text(memory.total)}"
+    yield "memory", f"{format_size(memory.available)} free of {format_size(memory.total)}"
     for name, place in places.items():
-        yield f"{name} folder", f"{place}, {size_text(_free_bytes(place))} free"
+        yield f"{name} folder", f"{place}, {format_size(_free_bytes(place))} free"
 
 
 def _device(device: dict[str, Any]) -> str:
-    return f"{device['name']} ({size_text(device['memory_bytes'])})" if "memory_bytes" in device else device["name"]
+    return f"{device['name']} ({format_size(device['memory_bytes'])})" if "memory_bytes" in device else device["name"]
 
 
 def _free_bytes(place: Path) -> int:

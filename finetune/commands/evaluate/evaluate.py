@@ -14,7 +14,7 @@ from finetune.data.token_cache.cache import mend, prepare_set
 from finetune.data.token_cache.store import PreparedSet
 from finetune.errors import UserError
 from finetune.report.reporter import NullReporter
-from finetune.report.run_log import Announcer
+from finetune.report.run_log import RunLog
 from finetune.run.build.data import input_identity
 from finetune.run.build.evaluator import make_evaluator
 from finetune.run.build.precompute import with_prior
@@ -67,7 +67,7 @@ def measure(subject: Subject) -> Measurement:
 
     Raises UserError where the job has no validation rows.
     """
-    say = Announcer(is_main=distributed.is_main())
+    say = RunLog(is_main=distributed.is_main())
     config, task = subject.config, subject.task()
     rows = _validation(subject, task, say=say)
     mend(rows, seconds=None)
@@ -92,7 +92,7 @@ def measure(subject: Subject) -> Measurement:
     return Measurement(subject, evaluator(subject.step), len(rows))
 
 
-def _validation(subject: Subject, task: Task, *, say: Announcer) -> PreparedSet:
+def _validation(subject: Subject, task: Task, *, say: RunLog) -> PreparedSet:
     """Return the validation rows, prepared; training rows are read only where these are a part of them."""
     config, processing = subject.config, subject.kept.processing
     tokenizer = processing.tokenizer
@@ -107,7 +107,7 @@ def _validation(subject: Subject, task: Task, *, say: Announcer) -> PreparedSet:
     )
 
 
-def _source(config: RunConfig, *, say: Announcer) -> Source:
+def _source(config: RunConfig, *, say: RunLog) -> Source:
     section = config.data.validation
     if section is None:
         raise UserError(

@@ -16,7 +16,7 @@ from finetune.runtime.files import atomic
 from finetune.runtime.optional import require
 from finetune.runtime.text.library_output import quieten
 from finetune.runtime.text.redact import redacted_config
-from finetune.runtime.text.terminal import json_text
+from finetune.runtime.text.terminal import format_json
 
 
 def evaluate_with_harness(
@@ -39,7 +39,7 @@ def evaluate_with_harness(
             folder = export_checkpoint(source, step=step, to=to, dtype=None, trust_remote_code=trusts)
             results = _results(harness, folder, tasks=tasks, trusts=trusts)
     if json is not None:
-        atomic.write_text(json, json_text(redacted_config(results), indent=2, default=str) + "\n")
+        atomic.write_text(json, format_json(redacted_config(results), indent=2, default=str) + "\n")
     _print(results["results"])
 
 

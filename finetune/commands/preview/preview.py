@@ -19,11 +19,11 @@ from finetune.data.features import Features
 from finetune.data.images.decode import image_facts
 from finetune.data.order.dataset_view import Pool
 from finetune.errors import UserError
-from finetune.report.run_log import Announcer
+from finetune.report.run_log import RunLog
 from finetune.run.build.data import make_lessons
 from finetune.run.build.data_audit import audit_lessons
 from finetune.runtime.files import atomic
-from finetune.runtime.resources import size_text
+from finetune.runtime.resources import format_size
 from finetune.runtime.text.library_output import quieten
 from finetune.runtime.text.terminal import readable
 from finetune.task.protocol import Task
@@ -59,7 +59,7 @@ def image_line(features: Features, task: Task, *, place: str) -> str:
     content = features.arrays[IMAGE].tobytes()
     facts = image_facts(content)
     label = task.facts["labels"][int(features.arrays[LABEL][0])]
-    size = f"{facts.width} x {facts.height} {facts.kind}, {size_text(len(content))}"
+    size = f"{facts.width} x {facts.height} {facts.kind}, {format_size(len(content))}"
     return f"{name_of(features)}  {size}  class `{label}`  ({place})"
 
 
@@ -86,7 +86,7 @@ def preview(path: Path, overrides: Sequence[str], *, num_rows: int, html: Path |
     if input_kind(config.task.name) == "images":
         _preview_images(config, start=start, num_samples=num_rows, html=html)
         return
-    lessons = make_lessons(without_limits(config), Announcer(is_main=True))
+    lessons = make_lessons(without_limits(config), RunLog(is_main=True))
     unit = UNITS[config.data.batching.by]
     walk = Walk(
         lessons.training,
@@ -108,7 +108,7 @@ def preview(path: Path, overrides: Sequence[str], *, num_rows: int, html: Path |
 def _preview_images(config: RunConfig, *, start: int, num_samples: int, html: Path | None) -> None:
     if html is not None:
         raise UserError("--html: there is no page of images. Leave it out: the preview names the files to look at.")
-    lessons = make_lessons(without_limits(config), Announcer(is_main=True))
+    lessons = make_lessons(without_limits(config), RunLog(is_main=True))
     audit = audit_lessons(config, lessons)
     cut = Cut(config.train.global_batch_size, config.train.microbatch_size)
     for line in image_lines(lessons.training, lessons.task, cut=cut, start=start, num_samples=num_samples):

@@ -234,7 +234,7 @@ def _build(
 
 def _make(folder: Path, build: Callable[[Path], None], *, say: Say, while_waiting: Callable[[Path], None]) -> bool:
     with _told_of_disk(folder):
-        return make_once(folder, build, say=say, goes_on=True, while_waiting=while_waiting)
+        return make_once(folder, build, log=say, goes_on=True, while_waiting=while_waiting)
 
 
 @contextmanager

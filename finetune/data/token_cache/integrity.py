@@ -97,7 +97,7 @@ def put_aside(folder: Path, is_damaged: Callable[[], bool], *, say: Callable[[st
     Raises DataError where it cannot be renamed, as in a cache that is only read here.
     """
     try:
-        return set_aside(folder, is_damaged, say=say)
+        return set_aside(folder, is_damaged, log=say)
     except OSError as error:
         raise DataError(
             f"{folder} is damaged and cannot be set aside: {error.strerror or error}. Set data.cache_folder to a "

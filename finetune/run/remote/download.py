@@ -14,7 +14,7 @@ from finetune.config.paths import is_url, stage_of
 from finetune.config.run_config import with_run_folder
 from finetune.errors import CheckpointError, FinetuneError
 from finetune.runtime.files.remote import Remote
-from finetune.runtime.resources import size_text
+from finetune.runtime.resources import format_size
 from finetune.runtime.supervision.status import FILE as STATUS
 
 FINAL = "final"
@@ -98,7 +98,7 @@ def _bring(remote: Remote, stage: Path, *, say: Callable[[str], None]) -> None:
         path = layout.step_folder(stage / layout.CHECKPOINTS, step)
         problem = _download(remote, path)
         if problem is None:
-            say(f"fetched {path.name}, {size_text(read_manifest(path).size_bytes)}, from {remote.url}")
+            say(f"fetched {path.name}, {format_size(read_manifest(path).size_bytes)}, from {remote.url}")
             return
         say(f"warning: passed over {remote.url}/{layout.CHECKPOINTS}/{path.name}: {problem}")
 

@@ -8,14 +8,14 @@ from finetune.config.resume_keys import maths_of, settings_of
 from finetune.config.run_config import RunConfig
 from finetune.model.frozen_models import base_digest
 from finetune.model.loading.pretrained import adapter_digest
-from finetune.report.run_log import Announcer
+from finetune.report.run_log import RunLog
 from finetune.run.build.data import Lessons, input_identity
 from finetune.run.build.teacher import teacher_identity
 from finetune.runtime import distributed
 from finetune.runtime.run_on_ranks import run_on_rank_0
 
 
-def run_facts(config: RunConfig, lessons: Lessons, *, model: Any, strategy: str, say: Announcer) -> RunFingerprint:
+def run_facts(config: RunConfig, lessons: Lessons, *, model: Any, strategy: str, say: RunLog) -> RunFingerprint:
     """Return what checkpoints remember of this run; rank 0 reads the frozen weights and tells all. Collective.
 
     `model` is the model as it was built; its config knows the commit that a hub model came from.

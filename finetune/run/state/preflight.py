@@ -18,9 +18,9 @@ from finetune.config.paths import is_url
 from finetune.config.resume_keys import COMPARED_BY_CONTENT, maths_of, settings_of
 from finetune.config.run_config import RunConfig
 from finetune.errors import CheckpointError
-from finetune.report.run_log import Announcer
+from finetune.report.run_log import RunLog
 from finetune.run.state.finished import input_stamps, is_untouched, is_whole, over_on_disk, read_record, told_over
-from finetune.runtime.supervision.status import ended_by, status_of_launch, told_finished
+from finetune.runtime.supervision.status import ended_by, record_finished, status_of_launch
 from finetune.runtime.supervision.writer_lock import claimed
 
 
@@ -39,7 +39,7 @@ def answer_beforehand(loaded: LoadedConfig) -> int | None:
         return None
     if rank > 0:
         return _answer(config, rank=rank)
-    with claimed(folder, say=print):
+    with claimed(folder, log=print):
         return _answer(config, rank=rank)
 
 
@@ -101,12 +101,12 @@ def _over(config: RunConfig, *, rank: int) -> int | None:
     sentences = told_over(config, finished, manifest.run, wanted=wanted)
     if sentences is None:
         return None
-    say = Announcer(is_main=rank == 0)
+    say = RunLog(is_main=rank == 0)
     for sentence in sentences:
         say(sentence)
     status = status_of_launch(Path(config.run.folder), rank=rank)
     status.start()
-    return told_finished(status, finished.progress, str(finished.checkpoint), finished.reason, num_steps=num_steps)
+    return record_finished(status, finished.progress, str(finished.checkpoint), finished.reason, num_steps=num_steps)
 
 
 def _is_one_machine() -> bool:

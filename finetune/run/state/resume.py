@@ -17,7 +17,7 @@ from finetune.checkpoint.format.manifest import RunFingerprint
 from finetune.checkpoint.read.checksum_prefetch import ChecksumPrefetch
 from finetune.checkpoint.sharding.access import build_access
 from finetune.config.run_config import RunConfig
-from finetune.report.run_log import Announcer
+from finetune.report.run_log import RunLog
 from finetune.run.build.data import Lessons
 from finetune.run.build.prepared_model import Machine
 from finetune.run.samples import refuse_other_samples
@@ -42,7 +42,7 @@ def settle_buckets(accelerator: Accelerator, model: nn.Module, *, loss: Callable
 
 
 def find_finished(
-    config: RunConfig, lessons: Lessons, *, num_steps: int, strategy: str, say: Announcer
+    config: RunConfig, lessons: Lessons, *, num_steps: int, strategy: str, say: RunLog
 ) -> FinishedRun | None:
     """Return the run if its last checkpoint is whole by size and `final/` is from it; else it is for `continue_run`.
 
@@ -70,7 +70,7 @@ def continue_run(
     strategy: str,
     lessons: Lessons,
     ahead: ChecksumPrefetch | None,
-    say: Announcer,
+    say: RunLog,
 ) -> tuple[Checkpointer, Progress]:
     """Return the checkpoints and how far the run has come, its state back in model and optimizer. Collective."""
     facts = run_facts(config, lessons, model=machine.plain_model, strategy=strategy, say=say)

@@ -20,7 +20,7 @@ from finetune.errors import UserError
 from finetune.model.processing import Processing, load_kept_processing
 from finetune.report.build import build_reporter
 from finetune.report.reporter import Reporter
-from finetune.report.run_log import Announcer
+from finetune.report.run_log import RunLog
 from finetune.run.build.data import Lessons
 from finetune.run.build.data_audit import keep_audit
 from finetune.run.build.padding_free import settled
@@ -34,7 +34,7 @@ from finetune.runtime.files.digests import SEAL, folder_damage, seal_folder
 from finetune.runtime.files.read import parse_as, read_regular
 from finetune.runtime.files.replace_folder import replace_folder
 from finetune.runtime.text.redact import redacted_yaml
-from finetune.runtime.text.terminal import json_text
+from finetune.runtime.text.terminal import format_json
 from finetune.task.lm_loss.target_loss import resolve_kernel
 from finetune.task.protocol import Task, TaskContext
 from finetune.task.registry import build_task, input_kind
@@ -43,7 +43,7 @@ _PROBE_BYTES = 256 << 10
 """About what a run writes before its first step."""
 
 
-def clear_leftovers(config: RunConfig, *, say: Announcer) -> None:
+def clear_leftovers(config: RunConfig, *, say: RunLog) -> None:
     """Remove them from the run's folder, which this process holds, and where provably abandoned from the cache.
 
     Raises OSError where the folder takes nothing: a full disk is told before data is prepared and a model built.
@@ -92,7 +92,7 @@ def keep(run: Path, processing: Processing, facts: Mapping[str, Any]) -> None:
     """Write tokenizer (its chat template included), processor and facts into the run's folder. On one process."""
     with replace_folder(run / FOLDER) as staging:
         processing.save(staging)
-        (staging / FACTS).write_text(json_text(facts, indent=1), encoding="utf-8")
+        (staging / FACTS).write_text(format_json(facts, indent=1), encoding="utf-8")
         seal_folder(staging)
 
 
@@ -129,7 +129,7 @@ def _refuse_damage(folder: Path) -> None:
 SECRETS_LEFT_OUT = "# As it was written, but for what looks like a secret: that reads '[redacted]' here.\n"
 
 
-def open_run(loaded: LoadedConfig, machine: Machine, *, lessons: Lessons, say: Announcer) -> Reporter:
+def open_run(loaded: LoadedConfig, machine: Machine, *, lessons: Lessons, say: RunLog) -> Reporter:
     """Write down what the run is, once everything has been checked, and return whoever is told about it."""
     folder, room = Path(loaded.config.run.folder), this_room()
     loading = loader_settings(loaded.config.data, room=room, cost=lessons.task.loading_cost)

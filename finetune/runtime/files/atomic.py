@@ -27,7 +27,7 @@ from filelock import FileLock, Timeout
 
 from finetune.runtime.files.read import parse_json, read_regular
 from finetune.runtime.text.redact import redacted_config
-from finetune.runtime.text.terminal import json_text
+from finetune.runtime.text.terminal import format_json
 
 SUFFIX = ".finetune-tmp"
 OLDER = ".older"
@@ -135,7 +135,7 @@ def write_json(path: Path, value: Any, *, exact: bool = False) -> None:
     `exact` is for what is read back and compared or counted on: nothing is looked for in it, so nobody may have written
     a secret there.
     """
-    write_text(path, json_text(value if exact else redacted_config(value), indent=2) + "\n")
+    write_text(path, format_json(value if exact else redacted_config(value), indent=2) + "\n")
 
 
 def read_json_lines(path: Path) -> Iterator[Any]:
@@ -154,7 +154,7 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def say_nothing(staging: Path) -> None:
+def do_nothing(staging: Path) -> None:
     """Say nothing."""
 
 
@@ -162,9 +162,9 @@ def make_once(
     folder: Path,
     build: Callable[[Path], None],
     *,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
     goes_on: bool = False,
-    while_waiting: Callable[[Path], None] = say_nothing,
+    while_waiting: Callable[[Path], None] = do_nothing,
 ) -> bool:
     """Make `folder` by calling `build(staging)` in exactly one process; return whether this one built it.
 
@@ -176,7 +176,7 @@ def make_once(
         return False
     folder.parent.mkdir(parents=True, exist_ok=True)
     staging = folder.with_name(f".{folder.name}.making")
-    with _held(folder.with_name(f".{folder.name}.lock"), say=say, what=folder, wait=lambda: while_waiting(staging)):
+    with _held(folder.with_name(f".{folder.name}.lock"), log=log, what=folder, wait=lambda: while_waiting(staging)):
         if folder.exists():
             return False
         if os.path.lexists(folder):
@@ -194,13 +194,13 @@ def make_once(
         return True
 
 
-def set_aside(folder: Path, is_damaged: Callable[[], bool], *, say: Callable[[str], None]) -> Path | None:
+def set_aside(folder: Path, is_damaged: Callable[[], bool], *, log: Callable[[str], None]) -> Path | None:
     """Rename a damaged folder that `make_once` has made, and return what it is called now.
 
     It is looked at again while no other process makes or renames it; None where it is not damaged then, or not there.
     Raises OSError where it cannot be renamed.
     """
-    with _held(folder.with_name(f".{folder.name}.lock"), say=say, what=folder, wait=lambda: None):
+    with _held(folder.with_name(f".{folder.name}.lock"), log=log, what=folder, wait=lambda: None):
         if not os.path.lexists(folder) or not is_damaged():
             return None
         return _rename_aside(folder)
@@ -226,13 +226,13 @@ def _remove_files(path: Path) -> None:
 
 
 @contextmanager
-def _held(path: Path, *, say: Callable[[str], None], what: Path, wait: Callable[[], None]) -> Iterator[None]:
+def _held(path: Path, *, log: Callable[[str], None], what: Path, wait: Callable[[], None]) -> Iterator[None]:
     """Hold the lock, which the kernel takes from a process that dies; call `wait` every second until it is free."""
     lock = FileLock(path)
     try:
         lock.acquire(timeout=0)
     except Timeout:
-        say(f"waiting for another process that makes {what}")
+        log(f"waiting for another process that makes {what}")
         while not lock.is_locked:
             wait()
             with suppress(Timeout):

@@ -136,24 +136,24 @@ def _mount(path: Path) -> tuple[Path, str]:
 
 
 _LOOK_SECONDS = 5.0
-_SAY_SECONDS = 30.0
+_LOG_SECONDS = 30.0
 
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 
 
-def clear_build_locks(*, say: Say) -> None:
+def clear_build_locks(*, log: Log) -> None:
     """Remove the locks that killed builds have left, and say so; name those whose owner cannot be known."""
     for lock in build_locks(extensions_folder()):
         if lock.state != ABANDONED:
-            say(f"{'note' if lock.state == BUILDING else 'warning'}: {lock}")
+            log(f"{'note' if lock.state == BUILDING else 'warning'}: {lock}")
         elif remove_abandoned(lock.path):
-            say(f"removed {lock}")
+            log(f"removed {lock}")
 
 
 class BuildWatch:
     """Looks after the main thread: where it waits for the lock of a build, it says so and for whom."""
 
-    def __init__(self, *, say: Say, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, *, say: Log, clock: Callable[[], float] = time.monotonic) -> None:
         self._say = say
         self._clock = clock
         self._main = threading.main_thread().ident or 0
@@ -175,7 +175,7 @@ class BuildWatch:
         lock = judge(path)
         if lock.state == ABANDONED and remove_abandoned(path):
             self._say(f"removed {lock}")
-        elif lock.state != ABANDONED and now - self._said.get(path, float("-inf")) >= _SAY_SECONDS:
+        elif lock.state != ABANDONED and now - self._said.get(path, float("-inf")) >= _LOG_SECONDS:
             self._said[path] = now
             self._say(f"waiting for a build since {waited:.0f} s: {lock}")
 

@@ -16,7 +16,7 @@ from finetune.errors import FinetuneError, LostContact
 from finetune.runtime import distributed
 from finetune.runtime.processes import leave_process
 from finetune.runtime.supervision.status import STOPPED, Ended, Peer, Status, ended_by
-from finetune.runtime.text.terminal import fault_text, readable
+from finetune.runtime.text.terminal import format_traceback, readable
 
 
 def meet() -> list[Peer]:
@@ -59,7 +59,7 @@ class Ending:
         own = ended_by(error, rank=self._rank)
         first = self._status.claim_end(own)
         if first == own and own.state != STOPPED:
-            self._go(own, said=shown(error, rank=self._rank))
+            self._go(own, said=format_first_error(error, rank=self._rank))
         self._go(first, said=None)
 
     def after(self, ended: Ended) -> None:
@@ -69,7 +69,7 @@ class Ending:
     def _go(self, first: Ended, *, said: str | None) -> None:
         if not self._is_ending.acquire(blocking=False):
             time.sleep(60)  # the other thread is about to end the process
-        text = said or told(first, rank=self._rank)
+        text = said or format_exit(first, rank=self._rank)
         if text:
             print(readable(text), file=sys.stderr, flush=True)
         self._leave(first.exit_code if first.rank == self._rank or first.state == STOPPED else 1)
@@ -79,7 +79,7 @@ class Ending:
         deadline = time.monotonic() + _PATIENCE_SECONDS
         while time.monotonic() < deadline and self._status.first() is None:
             if lost := gone(self.peers):
-                return LostContact(lost_text(lost))
+                return LostContact(format_lost_peers(lost))
             time.sleep(0.1)
         return LostContact(f"lost contact with another rank: {str(error).splitlines()[0]}")
 
@@ -96,7 +96,7 @@ def is_broken_collective(error: BaseException) -> bool:
     return False
 
 
-def lost_text(lost: Sequence[Peer]) -> str:
+def format_lost_peers(lost: Sequence[Peer]) -> str:
     """Return the message for processes that are gone without a word."""
     names = " and ".join(map(str, lost))
     return (
@@ -105,18 +105,18 @@ def lost_text(lost: Sequence[Peer]) -> str:
     )
 
 
-def told(first: Ended, *, rank: int) -> str:
+def format_exit(first: Ended, *, rank: int) -> str:
     """Return the one line that a rank prints which ends because of a rank, itself or another."""
     if first.rank != rank:
         return f"rank {rank} ends because {first}"
     return f"{first}; it ends now." if first.state == STOPPED else f"{_place(rank)}error: {first.message}"
 
 
-def shown(error: BaseException, *, rank: int) -> str:
+def format_first_error(error: BaseException, *, rank: int) -> str:
     """Return what is printed of the first error: a message, or a traceback where the fault is ours."""
     if isinstance(error, FinetuneError):
         return f"{_place(rank)}error: {readable(str(error))}"
-    return _place(rank) + fault_text(error)
+    return _place(rank) + format_traceback(error)
 
 
 def end_children() -> None:

@@ -31,7 +31,7 @@ from finetune.runtime.files.read import read_json
 from finetune.runtime.processes import launch_name
 from finetune.runtime.progress import Progress
 from finetune.runtime.text.redact import redacted_config, redacted_text
-from finetune.runtime.text.terminal import json_text
+from finetune.runtime.text.terminal import format_json
 
 
 @dataclass(frozen=True)
@@ -206,7 +206,7 @@ class Status:
 
 def _padded(facts: Mapping[str, Any]) -> bytes:
     """Return the facts as indented JSON with blanks behind it: room for how the run ends, also on a full disk."""
-    content = json_text(facts, indent=2).encode(errors="backslashreplace")
+    content = format_json(facts, indent=2).encode(errors="backslashreplace")
     size = -(-(len(content) + _SPARE_BYTES) // _BLOCK_BYTES) * _BLOCK_BYTES
     return content + b" " * (size - len(content) - 1) + b"\n"
 
@@ -218,7 +218,7 @@ def _overwrite(path: Path, facts: Mapping[str, Any]) -> None:
         error = facts["error"] and {**facts["error"], "message": facts["error"]["message"][:_SHORT]}
         shorter = {**facts, "error": error, "reason": facts["reason"] and facts["reason"][:_SHORT]}
         for each in (facts, shorter, {**shorter, "ranks": []}):
-            content = json_text(each).encode(errors="backslashreplace")
+            content = format_json(each).encode(errors="backslashreplace")
             if len(content) <= room:
                 file.write(content + b" " * (room - len(content)) + b"\n")
                 return
@@ -232,7 +232,7 @@ def status_of_launch(folder: Path, *, rank: int) -> Status:
     return Status(folder, rank=rank, me=me, launch=launch, since=psutil.Process().create_time() - 2)
 
 
-def told_finished(status: Status, progress: Progress, checkpoint: str, reason: str, *, num_steps: int) -> int:
+def record_finished(status: Status, progress: Progress, checkpoint: str, reason: str, *, num_steps: int) -> int:
     """Write down that there was nothing left to do, and return the exit code of a success."""
     status.checkpoint(checkpoint)
     status.run(progress, num_steps=num_steps)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from finetune.errors import Hang, LostContact
 from finetune.runtime.supervision import hang, heartbeat
-from finetune.runtime.supervision.exit import Ending, gone, lost_text
+from finetune.runtime.supervision.exit import Ending, format_lost_peers, gone
 from finetune.runtime.supervision.signals import EXIT_CODES, SignalNote
 from finetune.runtime.supervision.status import STOPPED, Ended, Status, ended_by
 
@@ -111,7 +111,7 @@ class Watchdog:
         if first is not None and first.rank == self._rank:
             patience = _LAST_WORDS_SECONDS
         elif first is None and (lost := gone(self._ending.peers)):
-            first = ended_by(LostContact(lost_text(lost)), rank=self._rank)
+            first = ended_by(LostContact(format_lost_peers(lost)), rank=self._rank)
         if stop := self.early_stop():
             first, patience = first or stop, 0.0
         if self._note.wants_end_now:

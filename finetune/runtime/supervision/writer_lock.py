@@ -59,7 +59,7 @@ LOCK = ".writer.lock"
 
 
 @contextmanager
-def claimed(folder: Path, *, say: Callable[[str], None]) -> Iterator[None]:
+def claimed(folder: Path, *, log: Callable[[str], None]) -> Iterator[None]:
     """Hold the folder, which is made, while the context lasts; raises UserError that names who holds it.
 
     Also raises UserError where it cannot be made or written, or where something else has the name of one of its files.
@@ -74,19 +74,19 @@ def claimed(folder: Path, *, say: Callable[[str], None]) -> Iterator[None]:
     except OSError as error:
         raise UserError(f"run.folder: {_why(folder, error)} Write another run.folder, or mend this one.") from error
     try:
-        _lock(descriptor, folder, say=say)
+        _lock(descriptor, folder, log=log)
         yield
     finally:
         os.close(descriptor)  # lets go of the lock
 
 
-def _lock(descriptor: int, folder: Path, *, say: Callable[[str], None]) -> None:
+def _lock(descriptor: int, folder: Path, *, log: Callable[[str], None]) -> None:
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
         raise UserError(_refusal(descriptor, folder)) from None
     except OSError as error:
-        say(f"warning: {folder} cannot be locked against a second run ({error}); make sure that there is none.")
+        log(f"warning: {folder} cannot be locked against a second run ({error}); make sure that there is none.")
         return
     me = {"host": platform.node(), "pid": os.getpid(), "since": datetime.now(UTC).isoformat(timespec="seconds")}
     with suppress(OSError):  # on a full disk the name of the holder is missing, and the lock holds all the same

@@ -47,7 +47,7 @@ def readable(text: str) -> str:
     return neutral(redacted_text(text))
 
 
-def json_text(value: Any, *, indent: int | None = None, **settings: Any) -> str:
+def format_json(value: Any, *, indent: int | None = None, **settings: Any) -> str:
     """Return the value as JSON in which people can read every script, and nothing acts on a terminal."""
     text = json.dumps(value, indent=indent, ensure_ascii=False, **settings)
     return text if text.isascii() and "\x7f" not in text else _UNREADABLE.sub(_json_escape, text)
@@ -129,8 +129,8 @@ def guard_process() -> None:
     """Guard standard output and error of this process to its end, and what is told of errors in threads."""
     look_at_environment()
     guard_streams()
-    threading.excepthook = _tell_of_thread
-    sys.unraisablehook = _tell_of_unraisable
+    threading.excepthook = _print_thread_error
+    sys.unraisablehook = _print_unraisable
 
 
 def guard_streams() -> None:
@@ -141,26 +141,26 @@ def guard_streams() -> None:
             setattr(sys, name, GuardedStream(stream, has_bars=name == "stderr"))
 
 
-def tell_fault(error: BaseException) -> None:
+def print_traceback(error: BaseException) -> None:
     """Print the traceback of an error nobody expected, its causes too, readable."""
-    _print_error(fault_text(error))
+    _print_error(format_traceback(error))
 
 
-def fault_text(error: BaseException) -> str:
+def format_traceback(error: BaseException) -> str:
     """Return the traceback of an error nobody expected, its causes too, readable."""
     return readable("".join(traceback.format_exception(error)).rstrip())
 
 
-def _tell_of_thread(told: threading.ExceptHookArgs) -> None:
+def _print_thread_error(told: threading.ExceptHookArgs) -> None:
     if told.exc_value is not None and not isinstance(told.exc_value, SystemExit):
         name = told.thread.name if told.thread is not None else "?"
-        _print_error(f"Exception in thread {readable(name)}:\n{fault_text(told.exc_value)}")
+        _print_error(f"Exception in thread {readable(name)}:\n{format_traceback(told.exc_value)}")
 
 
-def _tell_of_unraisable(told: "sys.UnraisableHookArgs") -> None:
+def _print_unraisable(told: "sys.UnraisableHookArgs") -> None:
     if told.exc_value is not None:
         message = told.err_msg or f"Exception ignored in {told.object!r}"
-        _print_error(f"{readable(message)}:\n{fault_text(told.exc_value)}")
+        _print_error(f"{readable(message)}:\n{format_traceback(told.exc_value)}")
 
 
 def _print_error(text: str) -> None:

@@ -101,7 +101,7 @@ def test_a_long_name_is_written_all_the_same(tmp_path):
 
 def make(folder, build, **named):
     said = []
-    return make_once(folder, build, say=said.append, **named), said
+    return make_once(folder, build, log=said.append, **named), said
 
 
 def test_a_folder_that_is_there_is_not_made(tmp_path):

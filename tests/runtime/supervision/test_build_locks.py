@@ -58,13 +58,13 @@ def owner_of():
 def test_a_lock_is_held_while_its_owner_lives_and_removed_once_it_was_killed(lock, owner_of):
     owner, said = owner_of(lock), []
     assert judge(lock).state == BUILDING and f"process {owner.pid} (" in judge(lock).owner
-    clear_build_locks(say=said.append)
+    clear_build_locks(log=said.append)
     assert lock.exists() and said == [f"note: {judge(lock)}"]
     assert not remove_abandoned(lock, pause=lambda seconds: None)
     owner.kill()
     owner.wait()
     assert judge(lock).state == ABANDONED
-    clear_build_locks(say=said.append)
+    clear_build_locks(log=said.append)
     assert not lock.exists()
     assert said[1] == f"removed {lock} was left by a build that was killed: every later run waits for it."
 
@@ -87,7 +87,7 @@ def test_where_another_machine_may_compile_a_lock_is_named_and_stays(lock, monke
     lock.touch()
     monkeypatch.setattr(build_locks, "_mount", lambda path: (lock.parents[1], kind))
     said = []
-    clear_build_locks(say=said.append)
+    clear_build_locks(log=said.append)
     assert judge(lock).state == UNKNOWN and lock.exists()
     assert said[0].startswith(f"warning: {lock}: it lies on {kind}") and "delete it" in said[0]
 

@@ -50,7 +50,7 @@ def test_all_names_are_those_that_are_written():
 def test_a_run_folder_below_a_file_is_told_with_the_file(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=f"cannot be made: {tmp_path / 'file'} is no folder"):
-        claimed(tmp_path / "file" / "run", say=print).__enter__()
+        claimed(tmp_path / "file" / "run", log=print).__enter__()
 
 
 def test_a_folder_that_cannot_be_written_is_told(tmp_path, monkeypatch):
@@ -59,7 +59,7 @@ def test_a_folder_that_cannot_be_written_is_told(tmp_path, monkeypatch):
 
     monkeypatch.setattr(writer_lock.os, "open", refuse)
     with pytest.raises(UserError, match="cannot be written: Read-only file system"):
-        claimed(tmp_path, say=print).__enter__()
+        claimed(tmp_path, log=print).__enter__()
 
 
 HOLDER = """
@@ -84,10 +84,10 @@ def test_a_second_process_is_refused_with_who_holds_the_folder_until_that_one_di
         assert holder.stdout.readline() == "holds\n"
         with (
             pytest.raises(UserError, match=rf"is being written by process {holder.pid} on .*, since 20"),
-            claimed(tmp_path / "run", say=print),
+            claimed(tmp_path / "run", log=print),
         ):
             pass
         holder.kill()
         holder.wait()
-        with claimed(tmp_path / "run", say=print):
+        with claimed(tmp_path / "run", log=print):
             assert str(os.getpid()) in (tmp_path / "run" / ".writer.lock").read_text()

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from finetune.runtime.text.terminal import GuardedStream, fault_text, guarded, json_text, neutral, readable
+from finetune.runtime.text.terminal import GuardedStream, format_json, format_traceback, guarded, neutral, readable
 
 
 class Terminal(io.StringIO):
@@ -59,7 +59,7 @@ def test_a_secret_goes_before_it_is_made_visible():
 
 def test_json_is_the_same_value_and_acts_on_nothing():
     value = {"a\x9b": ["\u202e\x1b\x7f", "ü 👨\u200d👩", "\udc9b", "\U000e0041"]}
-    text = json_text(value, indent=2)
+    text = format_json(value, indent=2)
     assert json.loads(text) == value
     assert neutral(text) == text
     assert "ü 👨\u200d👩" in text
@@ -145,7 +145,7 @@ def test_a_traceback_tells_of_causes_too():
         except ValueError as error:
             raise KeyError("\x1b[2J") from error
     except KeyError as error:
-        text = fault_text(error)
+        text = format_traceback(error)
     assert "ValueError: token='[redacted]'" in text
     assert "direct cause" in text
     assert text.endswith("KeyError: '\\x1b[2J'")
