@@ -72,7 +72,7 @@ def train(workload: Path, overrides: list[str], blocks: Blocks) -> None:
     """Train the job and have its steps noted."""
     loaded = load_config(write_job(workload, load_workload(workload)), overrides)
     shutil.rmtree(loaded.config.run.folder, ignore_errors=True)
-    with noted(blocks), patch.object(distributed, "leave", lambda code, **_: code):
+    with noted(blocks), patch.object(distributed, "shut_down", lambda code, **_: code):
         code = train_from_config(loaded)
     if code != 0:
         raise RuntimeError(f"exit code {code}")

@@ -50,7 +50,7 @@ def main(config: Path, folder: Path, rounds: int) -> None:
                 saved = savers[way].save(number, progress={"step": number})
                 times[way].append((saved.stall_seconds, saved.seconds))
     (folder / f"rank-{distributed.rank()}.json").write_text(json.dumps({**facts, "times": times}))
-    distributed.leave(0)
+    distributed.shut_down(0)
 
 
 def build(path: Path) -> Machine:

@@ -25,13 +25,13 @@ def main(spec: str) -> None:
     for each in json.loads(Path(spec).read_text()):
         loaded = load_config(Path(each["job"]), each["overrides"])
         try:
-            with patch.object(distributed, "leave", stay):
+            with patch.object(distributed, "shut_down", stay):
                 train_from_config(loaded)
         except FinetuneError as error:
             Path(loaded.config.run.folder).mkdir(parents=True, exist_ok=True)
             (Path(loaded.config.run.folder) / "error.txt").write_text(f"{error}\n{traceback.format_exc()}")
         forget()
-    distributed.leave(0)
+    distributed.shut_down(0)
 
 
 def stay(code: int, **_: object) -> int:

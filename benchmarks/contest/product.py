@@ -25,7 +25,7 @@ def play(name: str, folder: Path, seat: Seat) -> None:
     job = write_job(folder, load_workload(folder), variant=name)
     loaded = load_config(job)
     shutil.rmtree(loaded.config.run.folder, ignore_errors=True)
-    with held_up(seat), patch.object(distributed, "leave", lambda code, **_: code):
+    with held_up(seat), patch.object(distributed, "shut_down", lambda code, **_: code):
         code = train_from_config(loaded)
     if code != 0:
         raise RuntimeError(f"{job}: exit code {code}")

@@ -19,7 +19,7 @@ def play(strategy: str, folder: Path, seat: Seat) -> None:
     loaded = load_config(folder / "pair.yaml", [f"run.folder={folder / 'runs' / strategy}"])
     if distributed.is_main():
         shutil.rmtree(loaded.config.run.folder, ignore_errors=True)
-    with held_up(seat), patch.object(distributed, "leave", _stay):
+    with held_up(seat), patch.object(distributed, "shut_down", _stay):
         code = train_from_config(loaded)
     if code != 0:
         raise RuntimeError(f"{strategy}: exit code {code}")

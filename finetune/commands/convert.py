@@ -116,7 +116,7 @@ def convert(
     else:
         assert source is not None and step is not None, "the command line has asked for both"
         convert_from(run, source, step=step, trust_remote_code=trust_remote_code)
-    return distributed.leave(0)
+    return distributed.shut_down(0)
 
 
 def convert_to(run: Path, folder: Path, *, step: int | None, trust_remote_code: bool = False) -> None:

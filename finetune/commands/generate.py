@@ -129,7 +129,7 @@ def generate_file(
     origin = find_local(SourceSection(path=str(rows)), key="--input", say=_silent)
     manner = Manner(max_new_tokens, temperature, top_p)
     about = {"rows": origin.digest(), "manner": asdict(manner), "seed": seed, "system": system}
-    distributed.meet()
+    distributed.init_cpu_process_group()
     parts = AnswerParts.open(output, about | {"model": _listing(saved.folder), "adapter": _listing(adapter)})
     tokenizer = _tokenizer(saved, trust_remote_code=trust_remote_code)
     model = _load(saved, adapter, trust_remote_code=trust_remote_code)
@@ -140,7 +140,7 @@ def generate_file(
     if distributed.is_main():
         parts.join([each.parse() for each in raw])
         print(f"{len(raw):,} answers in {output}")
-    return distributed.leave(0)
+    return distributed.shut_down(0)
 
 
 def _listing(folder: Path | None) -> Any:

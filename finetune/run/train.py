@@ -67,7 +67,7 @@ def train_from_config(loaded: LoadedConfig, ahead: ChecksumPrefetch | None = Non
         ahead = ahead or verify_ahead(loaded)
         require_own_values_fit(loaded.config)
         code = _train(loaded, strategy, watch=watch, mirror=mirror, startup=startup, ahead=ahead, say=say)
-    return distributed.leave(code, afterwards=partial(_hand_over, loaded, mirror))
+    return distributed.shut_down(code, afterwards=partial(_hand_over, loaded, mirror))
 
 
 def _hand_over(loaded: LoadedConfig, mirror: Mirror, code: int) -> int:

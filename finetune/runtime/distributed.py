@@ -18,13 +18,13 @@ class Group(Enum):
     """A line on which all ranks speak: what is said on one never waits for, or mixes with, what is said on another."""
 
     MAIN = "main"  # the one that torch was set up with, on which training speaks
-    BEHIND = "behind"  # of what goes on behind the training: gloo, with a time limit of its own
+    BACKGROUND = "behind"  # of what goes on behind the training: gloo, with a time limit of its own
 
 
-_BEHIND_TIMEOUT = timedelta(hours=1)
+_BACKGROUND_TIMEOUT = timedelta(hours=1)
 """How long a rank waits for another one's writing: the slowest disk's share of the state, and not that of a GPU."""
 
-_MEETING_TIMEOUT = timedelta(days=2)
+_CPU_GROUP_TIMEOUT = timedelta(days=2)
 """How long those who are done wait for the slowest."""
 
 
@@ -48,16 +48,16 @@ def is_distributed() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
-def meet() -> None:
+def init_cpu_process_group() -> None:
     """Have the launched processes meet on the CPU, for work that needs neither a strategy nor a device. Collective."""
     if world() > 1 and not is_distributed():
-        dist.init_process_group("gloo", timeout=_MEETING_TIMEOUT)
+        dist.init_process_group("gloo", timeout=_CPU_GROUP_TIMEOUT)
 
 
 def barrier(group: Group = Group.MAIN) -> None:
     """Wait until every rank is here. Collective."""
     if is_distributed():
-        dist.barrier(group=_handles.get(group))
+        dist.barrier(group=_groups.get(group))
 
 
 def sum_tensor(tensor: torch.Tensor) -> torch.Tensor:
@@ -73,7 +73,7 @@ def gather_objects(value: T, *, group: Group = Group.MAIN) -> list[T]:
     if not is_distributed():
         return [value]
     values: list[T | None] = [None] * world()
-    dist.all_gather_object(values, value, group=_handles.get(group))
+    dist.all_gather_object(values, value, group=_groups.get(group))
     return values  # type: ignore[return-value]  # every place has been filled
 
 
@@ -82,22 +82,22 @@ def broadcast_object(value: T, *, group: Group = Group.MAIN) -> T:
     if not is_distributed():
         return value
     box = [value]
-    dist.broadcast_object_list(box, src=0, group=_handles.get(group))
+    dist.broadcast_object_list(box, src=0, group=_groups.get(group))
     return box[0]
 
 
-def open_line_behind() -> None:
+def open_background_group() -> None:
     """Open the line behind, where it is not open. Collective."""
-    if is_distributed() and Group.BEHIND not in _handles:
-        _handles[Group.BEHIND] = dist.new_group(backend="gloo", timeout=_BEHIND_TIMEOUT)
+    if is_distributed() and Group.BACKGROUND not in _groups:
+        _groups[Group.BACKGROUND] = dist.new_group(backend="gloo", timeout=_BACKGROUND_TIMEOUT)
 
 
-def close_line_behind() -> None:
+def close_background_group() -> None:
     """Hang up, so that whoever waits on the line is told at once; it can be opened again when all have hung up.
 
     Connections close with the last reference to the group, hence only this module has one.
     """
-    handle = _handles.pop(Group.BEHIND, None)
+    handle = _groups.pop(Group.BACKGROUND, None)
     if handle is not None:
         dist.destroy_process_group(handle)
 
@@ -109,7 +109,7 @@ def open_control_group() -> None:
         _control_group = dist.new_group(backend="gloo")
 
 
-def leave(code: int, *, afterwards: Callable[[int], int] = int) -> int:
+def shut_down(code: int, *, afterwards: Callable[[int], int] = int) -> int:
     """Take leave of the others in order and return `code`; one process of several ends right here. Collective.
 
     `afterwards` is what this rank still does when nobody waits for it any more, however long it takes; it is given the
@@ -137,4 +137,4 @@ def sum_counts(counts: Sequence[int]) -> list[int]:
 
 
 _control_group: dist.ProcessGroup | None = None  # None: the default group
-_handles: dict[Group, dist.ProcessGroup] = {}  # of the main line there is none: it is torch's default
+_groups: dict[Group, dist.ProcessGroup] = {}  # of the main line there is none: it is torch's default

@@ -120,7 +120,7 @@ def launch(job: Path) -> Launch:
 @pytest.fixture
 def trained(job: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Path]]:
     """Return the folders of tiny finished runs: `full`, `lora`, `merged`. The test may itself build an Accelerator."""
-    monkeypatch.setattr("finetune.runtime.distributed.leave", stay)
+    monkeypatch.setattr("finetune.runtime.distributed.shut_down", stay)
     yield lambda name: run_folder(job, name)
     forget()
 

@@ -20,7 +20,7 @@ def main(words: list[str]) -> None:
         forget_accelerator()
         convert_from(back, folder, step=4, trust_remote_code=True)
         forget_accelerator()
-    distributed.leave(0)
+    distributed.shut_down(0)
 
 
 def forget_accelerator() -> None:

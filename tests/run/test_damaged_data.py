@@ -60,7 +60,7 @@ def run(job, capsys):
     def start(name, *overrides):
         folder = job.parent / "runs" / name
         try:
-            with patch.object(distributed, "leave", stay):
+            with patch.object(distributed, "shut_down", stay):
                 train_from_config(load_config(job, [f"run.folder={folder}", *overrides]))
         finally:
             forget()

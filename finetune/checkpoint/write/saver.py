@@ -71,7 +71,7 @@ class Saver:
         reach("save.begin", step=step)
         contents = self.contents.take(step, progress=progress)
         reach("save.copied", step=step)
-        distributed.open_line_behind()  # whose time limit is that of disks
+        distributed.open_background_group()  # whose time limit is that of disks
         if self._section.asynchronous:
             work = partial(self._write, contents, started=started, stall=time.monotonic() - started)
             self._future = run_in_background(work, name=f"checkpoint of step {step}")
@@ -114,7 +114,7 @@ class Saver:
             raise
         except Exception as error:  # unforeseen, and maybe on this rank alone: the others must not wait for it
             traceback.clear_frames(error.__traceback__)  # they hold the group
-            distributed.close_line_behind()
+            distributed.close_background_group()
             raise
         seconds = time.monotonic() - started
         path = layout.step_folder(self._folder, contents.step)
@@ -135,23 +135,25 @@ class Saver:
     def _write_and_prune(self, contents: Contents) -> Manifest:
         manifest = self._already_saved(contents.step)
         if manifest is None:
-            manifest = write_contents(self._folder, contents, run=self._run, group=Group.BEHIND)
+            manifest = write_contents(self._folder, contents, run=self._run, group=Group.BACKGROUND)
         # Everybody waits for what is deleted, so that ranks end at one time and none waits long for rank 0 later.
         clear_up = partial(prune, self._folder, section=self._section, newest=contents.step)
-        trouble = run_on_rank_0(clear_up, group=Group.BEHIND)
+        trouble = run_on_rank_0(clear_up, group=Group.BACKGROUND)
         self._notes.extend((contents.step, each) for each in trouble)
         return manifest
 
     def _already_saved(self, step: int) -> Manifest | None:
         path = layout.step_folder(self._folder, step)
-        if not run_on_rank_0(lambda: os.path.lexists(path), group=Group.BEHIND):  # a link to nothing is in the way, too
+        if not run_on_rank_0(
+            lambda: os.path.lexists(path), group=Group.BACKGROUND
+        ):  # a link to nothing is in the way, too
             return None
         try:
-            return verify_checkpoint(path, group=Group.BEHIND).manifest
+            return verify_checkpoint(path, group=Group.BACKGROUND).manifest
         except OtherFormatError:
             raise
         except CheckpointError as error:
-            aside = run_on_rank_0(partial(layout.rename_aside, path, "bad"), group=Group.BEHIND)
+            aside = run_on_rank_0(partial(layout.rename_aside, path, "bad"), group=Group.BACKGROUND)
             self._notes.append((step, f"wrote {path.name} anew; the one before is now {aside.name}: {error}"))
             return None
 
@@ -161,7 +163,7 @@ def _raise_first_failure(outcome: object) -> None:
     own = outcome if isinstance(outcome, Exception) else None
     failures = [failure for failure in distributed.gather_objects(_Failure.of(own)) if failure is not None]
     if any(not failure.is_agreed for failure in failures):
-        distributed.close_line_behind()  # on all ranks, so that the next save opens it anew
+        distributed.close_background_group()  # on all ranks, so that the next save opens it anew
     if failures:
         first = min(failures, key=lambda failure: failure.is_echo)
         raise (NonFiniteError if first.is_nonfinite else CheckpointError)(first.text) from own

@@ -50,7 +50,7 @@ def evaluate(
         if json is not None:
             atomic.write_json(json, {**told, "metrics": measured.metrics})
         _print(measured)
-    return distributed.leave(0)
+    return distributed.shut_down(0)
 
 
 @dataclass(frozen=True)

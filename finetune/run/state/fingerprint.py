@@ -20,12 +20,12 @@ def run_facts(config: RunConfig, lessons: Lessons, *, model: Any, strategy: str,
 
     `model` is the model as it was built; its config knows the commit that a hub model came from.
     """
-    distributed.open_line_behind()  # its time limit allows for hundreds of gigabytes; that of a GPU's line does not
+    distributed.open_background_group()  # its time limit allows for hundreds of gigabytes; that of a GPU's line does not
     prior = lessons.task.precomputed
     compared = prior is not None and prior.scorer == "reference"
     digest = partial(base_digest, config.model, model=model, is_reference=compared, say=say)
-    base = run_on_rank_0(digest, group=distributed.Group.BEHIND)
-    adapter = run_on_rank_0(lambda: adapter_digest(config.model.adapter), group=distributed.Group.BEHIND)
+    base = run_on_rank_0(digest, group=distributed.Group.BACKGROUND)
+    adapter = run_on_rank_0(lambda: adapter_digest(config.model.adapter), group=distributed.Group.BACKGROUND)
     teacher = teacher_identity(config, say=say)
     return facts_with(base, config, lessons, strategy=strategy, adapter=adapter, teacher=teacher)
 
