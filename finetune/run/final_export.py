@@ -35,7 +35,7 @@ from finetune.runtime.files import atomic
 from finetune.runtime.parameters import Construction
 from finetune.runtime.progress import Progress
 from finetune.runtime.resources import format_size, free_bytes
-from finetune.runtime.supervision.heartbeat import reach
+from finetune.runtime.supervision.heartbeat import fault_point
 from finetune.runtime.text.redact import redacted_text
 from finetune.task.protocol import Task
 
@@ -108,10 +108,10 @@ def export_final(
     if distributed.broadcast_object(is_there):
         reporter(Noted(progress.step, f"{run_folder / FOLDER} is there already, from this very step"))
         return
-    reach("export.begin", step=progress.step)
+    fault_point("export.begin", step=progress.step)
     with make_weights(loaded.config, machine).swapped_in():
         weights = gather_weights(machine.accelerator, machine.model, trained_only=needs_trained_only(loaded.config))
-    reach("export.write", step=progress.step)
+    fault_point("export.write", step=progress.step)
     if distributed.is_main():
         _require_room(run_folder, weights.values(), dtype=loaded.config.export.dtype)
         (run_folder / RECORD).unlink(missing_ok=True)
@@ -126,7 +126,7 @@ def export_final(
         _record(loaded, report, step=progress.step, reason=reason)
         tensors = f"{report.num_tensors} tensors, {format_size(report.size_bytes)}"
         reporter(Noted(progress.step, f"exported {tensors}, to {run_folder / FOLDER}"))
-    reach("export.done", step=progress.step)
+    fault_point("export.done", step=progress.step)
     distributed.barrier()  # nobody leaves while the main rank is still writing
 
 

@@ -23,7 +23,7 @@ from finetune.report.events import Answered, Evaluated
 from finetune.report.reporter import Reporter
 from finetune.runtime import distributed
 from finetune.runtime.parameters import STATE
-from finetune.runtime.supervision.heartbeat import reach
+from finetune.runtime.supervision.heartbeat import fault_point
 from finetune.task.generation.evaluation import GenerationEvaluator
 from finetune.task.protocol import Task
 from finetune.train.meters import sum_over_ranks
@@ -149,7 +149,7 @@ class Evaluator:
         totals: dict[str, Tensor] = {}
         records: list[Tensor] = []
         for batch in self.loader:
-            reach("evaluate", step=step)
+            fault_point("evaluate", step=step)
             require_intact(self.rows, batch)
             measured = self.task.evaluate_batch(self.model, batch)
             for name, value in measured.sums.items():

@@ -5,7 +5,7 @@ import time
 
 from finetune.report.events import Warned
 from finetune.runtime.progress import Progress
-from finetune.runtime.supervision.heartbeat import reach
+from finetune.runtime.supervision.heartbeat import fault_point
 from finetune.train.early_stopping import EARLY_STOPPING, FINISHED
 from finetune.train.meters import StepRecord
 from finetune.train.parts import Parts
@@ -51,7 +51,7 @@ def _take_steps(parts: Parts, progress: Progress) -> str:
         started = time.perf_counter()
         group = next(groups)
         data_seconds = time.perf_counter() - started
-        reach("data", step=progress.step)
+        fault_point("data", step=progress.step)
         counts = sum_step_counts(parts, group, step=progress.step)
         if counts.has_news or counts.stop_request.stop_reason:
             report_steps(parts, progress)

@@ -19,7 +19,7 @@ from finetune.errors import NonFiniteError, TrainingError
 from finetune.report.events import StepSkipped
 from finetune.runtime import distributed, seeds
 from finetune.runtime.progress import Progress
-from finetune.runtime.supervision.heartbeat import reach
+from finetune.runtime.supervision.heartbeat import fault_point
 from finetune.strategy.gradient_sync import adding_up
 from finetune.train.meters import StepRecord, is_finite
 from finetune.train.optim.optimizers import begin_step
@@ -60,9 +60,9 @@ def take_step(
     begin_step(parts.optimizer, step=progress.step, learning_rate=learning_rate)
     losses, others = _backward(parts, group, num_targets=counts.num_targets, step=progress.step)
     gradient_norm = parts.update.clip()
-    reach("update.before", step=progress.step)
+    fault_point("update.before", step=progress.step)
     is_taken = parts.update(gradient_norm, num_allowed=_num_allowed(parts, progress))
-    reach("update.after", step=progress.step)
+    fault_point("update.after", step=progress.step)
     return StepRecord(
         number=progress.step + 1,
         losses=losses,
@@ -132,10 +132,10 @@ def _backward(
             parts.before_batch(batch)
             sums = dict(parts.task.loss_sums(parts.model, batch))
             loss_sum = sums.pop("loss_sum")
-            if reach("forward", step=step):
+            if fault_point("forward", step=step):
                 loss_sum = loss_sum * torch.nan
             parts.update.backward(loss_sum * scale)
-            reach("backward", step=step)
+            fault_point("backward", step=step)
         losses.append(loss_sum.detach())
         others = {name: others.get(name, 0.0) + value.detach() for name, value in sums.items()}
     return torch.stack(losses), others

@@ -22,7 +22,7 @@ from finetune.errors import CheckpointError
 from finetune.runtime import distributed
 from finetune.runtime.distributed import Group
 from finetune.runtime.run_on_ranks import run_on_all_ranks, run_on_rank_0
-from finetune.runtime.supervision.heartbeat import reach
+from finetune.runtime.supervision.heartbeat import fault_point
 
 T = TypeVar("T")
 
@@ -137,7 +137,7 @@ def _first_bad_header(path: Path, names: list[str], metadata: Metadata) -> str |
 
 def _first_problem(path: Path, manifest: Manifest, names: list[str], checksum_of: ChecksumOf) -> str | None:
     for name in names:
-        reach("load.verify", step=manifest.step, path=path / name)  # a large file takes its time: no hang
+        fault_point("load.verify", step=manifest.step, path=path / name)  # a large file takes its time: no hang
         problem = first_file_problem(path, manifest.files, [name], facts=checksum_of)
         if problem is not None:
             return problem

@@ -23,7 +23,7 @@ from finetune.checkpoint.sharding.state_access import StateAccess
 from finetune.errors import CheckpointError
 from finetune.runtime.resources import usable_cores
 from finetune.runtime.run_on_ranks import run_on_all_ranks
-from finetune.runtime.supervision.heartbeat import reach
+from finetune.runtime.supervision.heartbeat import fault_point
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def load_checkpoint(
 ) -> dict[str, Any]:
     """Load the verified checkpoint and return its progress; raises CheckpointError listing what differs. Collective."""
     path = found.path
-    reach("load.begin", step=found.step)
+    fault_point("load.begin", step=found.step)
     saved, scalars = tensor_locations(found), found.metadata.scalars
     run_on_all_ranks(access.begin_writing)  # local: the optimizer makes its state
     wanted = agree_on_records(access)
@@ -105,7 +105,7 @@ def load_checkpoint(
         lambda: _load_tensors(saved, scalars, step=found.step, fresh=fresh, access=access, cached_bytes=cached_bytes)
     )
     access.finish_writing()
-    reach("load.done", step=found.step)
+    fault_point("load.done", step=found.step)
     return dict(found.metadata.progress)
 
 
@@ -165,7 +165,7 @@ def _load_tensors(
 
         def write(place: tuple[Path, TensorRecord]) -> None:
             path, record = place
-            reach("load.read", step=step, path=path)
+            fault_point("load.read", step=step, path=path)
             start, stop = access.local_range(record)
             whole = held.get(path, {}).get(record.stored_name)
             if whole is not None and access.adopt(record, whole):

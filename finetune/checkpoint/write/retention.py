@@ -9,7 +9,7 @@ from finetune.checkpoint.format import layout
 from finetune.checkpoint.format.manifest import read_manifest
 from finetune.config.sections.checkpoint import CheckpointSection, KeepBestSection
 from finetune.errors import CheckpointError
-from finetune.runtime.supervision.heartbeat import reach
+from finetune.runtime.supervision.heartbeat import fault_point
 
 NO_METRICS: Mapping[int, Mapping[str, float]] = {}
 
@@ -67,13 +67,13 @@ def delete_checkpoints(folder: Path, steps: Iterable[int]) -> list[str]:
     kept, trouble = layout.steps(folder), []
     try:
         for step in steps:
-            reach("prune.rename", step=step, path=kept[step] / layout.MANIFEST)
+            fault_point("prune.rename", step=step, path=kept[step] / layout.MANIFEST)
             # Renamed first: a folder that is half deleted must not look like a checkpoint.
             layout.rename_aside(kept[step], "deleted")
     except OSError as error:
         trouble.append(f"could not let go of old checkpoints: {error}")
     for path, step in layout.deleted_checkpoints(folder).items():
-        reach("prune.delete", step=step, path=path / layout.MANIFEST)
+        fault_point("prune.delete", step=step, path=path / layout.MANIFEST)
         try:
             path.unlink() if path.is_symlink() else shutil.rmtree(path)  # of a link, the link alone
         except OSError as error:

@@ -26,7 +26,7 @@ from finetune.runtime.background import run_in_background, run_now
 from finetune.runtime.distributed import Group
 from finetune.runtime.run_on_ranks import error_text, run_on_rank_0
 from finetune.runtime.supervision.exit import is_broken_collective
-from finetune.runtime.supervision.heartbeat import reach
+from finetune.runtime.supervision.heartbeat import fault_point
 
 RETRY_PAUSES_SECONDS = (1.0, 5.0)
 """Between the tries to write one checkpoint."""
@@ -68,9 +68,9 @@ class Saver:
         """
         assert self._future is None, "one at a time"
         started = time.monotonic()
-        reach("save.begin", step=step)
+        fault_point("save.begin", step=step)
         contents = self.contents.take(step, progress=progress)
-        reach("save.copied", step=step)
+        fault_point("save.copied", step=step)
         distributed.open_background_group()  # whose time limit is that of disks
         if self._section.asynchronous:
             work = partial(self._write, contents, started=started, stall=time.monotonic() - started)

@@ -34,7 +34,7 @@ from finetune.runtime import distributed
 from finetune.runtime.distributed import Group
 from finetune.runtime.files import atomic
 from finetune.runtime.run_on_ranks import run_on_all_ranks, run_on_rank_0
-from finetune.runtime.supervision.heartbeat import reach
+from finetune.runtime.supervision.heartbeat import fault_point
 
 _BLOCK_ELEMENTS = 1 << 20
 
@@ -95,7 +95,7 @@ class RankWriter:
         if file.name not in self._open:
             path.parent.mkdir(exist_ok=True)
             self._open[file.name] = TensorFile(path, file.records)
-        reach("save.write", step=self._step, path=path)
+        fault_point("save.write", step=self._step, path=path)
         self._written.tensors[record.stored_name] = self._open[file.name].add(tensor)
         if record.key != BUFFER and not is_finite(tensor):
             self._written.bad.append(record.stored_name)
@@ -105,7 +105,7 @@ class RankWriter:
             problem = first_file_problem(self._staging, files, [name])
             if problem is not None:
                 raise CheckpointError(f"{self._staging}: {problem}, right after writing it. Suspect the disk.")
-            reach("save.written", step=self._step, path=self._staging / name)
+            fault_point("save.written", step=self._step, path=self._staging / name)
 
 
 def is_finite(tensor: Tensor) -> bool:
@@ -158,7 +158,7 @@ def write_contents(folder: Path, contents: Contents, *, run: RunFingerprint, gro
 
 def _mark_done(final: Path, contents: Contents) -> None:
     own = next((final / file.name for file in contents.planned if file.owner == distributed.rank()), None)
-    reach("save.done", step=contents.step, path=own)
+    fault_point("save.done", step=contents.step, path=own)
 
 
 def _stage(staging: Path, *, num_bytes: int) -> None:
@@ -181,9 +181,9 @@ def _commit(staging: Path, contents: Contents, *, run: RunFingerprint, written: 
         manifest = _manifest(contents, run=run, files={**small, **written.files}, index=index)
         for folder in {(staging / name).parent for name in manifest.files}:
             atomic.sync(folder)
-        reach("save.manifest", step=contents.step)
+        fault_point("save.manifest", step=contents.step)
         write_manifest(staging, manifest)
-        reach("save.rename", step=contents.step)
+        fault_point("save.rename", step=contents.step)
         staging.rename(final)
         atomic.sync(final.parent)
     return manifest

@@ -17,7 +17,7 @@ from finetune.data.streams.producer import NUM_BEHIND, StreamJob
 from finetune.data.token_cache.integrity import DamagedSet
 from finetune.data.token_cache.store import PreparedSet
 from finetune.errors import DataError
-from finetune.runtime.supervision.heartbeat import note_life
+from finetune.runtime.supervision.heartbeat import keep_alive
 
 T = TypeVar("T")
 
@@ -121,7 +121,7 @@ class _Desk:
                 is_quiet = False
                 self._say(f"{self._job.key}: waiting for window {window}, which is being prepared")
             if sign != (sign := _changed_at(self._job.folder.sign_of_life)):
-                note_life()
+                keep_alive()
             time.sleep(_PAUSE_SECONDS)
         return found
 

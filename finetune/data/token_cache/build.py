@@ -21,7 +21,7 @@ from finetune.data.token_cache.store import FORMAT_VERSION, MANIFEST, Identity, 
 from finetune.errors import DataError
 from finetune.runtime.files.atomic import sync
 from finetune.runtime.files.digests import write_sealed
-from finetune.runtime.supervision.heartbeat import reach
+from finetune.runtime.supervision.heartbeat import fault_point
 
 
 def refuse(counts: Counts, section: DataSection, *, key: str, length: Lengths, needs_samples: bool = True) -> None:
@@ -200,7 +200,7 @@ def build_set(
         lost(writer.given_up)
     try:
         _append_rows(writer, _after(rows, writer.counts.rows), encoders, advance=advance)
-        reach("prepare.finish", step=writer.counts.rows)
+        fault_point("prepare.finish", step=writer.counts.rows)
         writer.count(Counts(excluded_rows=num_left_out()))
         return writer.finish()
     finally:
@@ -216,11 +216,11 @@ def _whole(folder: Path) -> Counts:
 def _append_rows(writer: SetWriter, rows: Iterator[RawRow], encoders: Encoders, *, advance: Advance) -> None:
     advance(writer.counts.rows)
     for number, chunk in enumerate(encoders.encode(rows), start=1):
-        reach("prepare.write", step=number)
+        fault_point("prepare.write", step=number)
         writer.append(chunk)
         if number % CHUNKS_BETWEEN_NOTES == 0:
             writer.note()
-            reach("prepare.noted", step=number // CHUNKS_BETWEEN_NOTES)
+            fault_point("prepare.noted", step=number // CHUNKS_BETWEEN_NOTES)
         advance(writer.counts.rows)
 
 

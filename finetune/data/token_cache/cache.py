@@ -25,7 +25,7 @@ from finetune.data.workers import num_prepare_workers
 from finetune.errors import DataError
 from finetune.runtime.files.atomic import make_once
 from finetune.runtime.recorded import recorded_name
-from finetune.runtime.supervision.heartbeat import reach
+from finetune.runtime.supervision.heartbeat import fault_point
 
 VERIFIED_AT_ONCE_BYTES = 256 << 20
 """A set up to this size is verified before it is used, in hundredths of a second; a larger one in the background."""
@@ -229,7 +229,7 @@ def _build(
     except DataError:
         shutil.rmtree(staging, ignore_errors=True)
         raise
-    reach("prepare.done", step=counts.rows)
+    fault_point("prepare.done", step=counts.rows)
 
 
 def _make(folder: Path, build: Callable[[Path], None], *, say: Say, while_waiting: Callable[[Path], None]) -> bool:

@@ -19,7 +19,7 @@ from finetune.config.sections.checkpoint import CheckpointSection
 from finetune.errors import CheckpointError
 from finetune.run.remote.download import FINAL, marked_steps, step_of
 from finetune.runtime.files.remote import Remote
-from finetune.runtime.supervision.heartbeat import reach
+from finetune.runtime.supervision.heartbeat import fault_point
 
 T = TypeVar("T")
 
@@ -157,7 +157,7 @@ class Uploads:
 
     def _upload(self, path: Path, name: str, *, point: str, step: int) -> None:
         def attempt() -> None:
-            reach(point, step=step, path=path)
+            fault_point(point, step=step, path=path)
             self.remote.upload(path, name)
 
         self._persistently(attempt)

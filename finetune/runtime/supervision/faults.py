@@ -39,7 +39,7 @@ POINTS = (
 ACTIONS = ("kill", "terminate", "interrupt", "raise", "no_space", "sleep", "nan", "flip", "truncate")
 """What can go wrong; `sleep` takes `seconds=`, `flip` (of a byte) and `truncate` need a point that hands on a file."""
 
-_STRIKING: Mapping[str, Callable[["Fault", Path | None], None]] = {
+_INJECTORS: Mapping[str, Callable[["Fault", Path | None], None]] = {
     "kill": lambda fault, path: os.kill(os.getpid(), signal.SIGKILL),
     "terminate": lambda fault, path: os.kill(os.getpid(), signal.SIGTERM),
     "interrupt": lambda fault, path: os.kill(os.getpid(), signal.SIGINT),
@@ -64,15 +64,15 @@ class Fault:
     seconds: float = 3600.0
     has_struck: bool = field(default=False, compare=False)
 
-    def strikes(self, point: str, *, step: int, rank: int, path: Path | None) -> bool:
+    def is_due(self, point: str, *, step: int, rank: int, path: Path | None) -> bool:
         """Tell whether it is due here."""
         is_here = point == self.point and self.step in (None, step) and self.rank in (None, rank)
         return is_here and not self.has_struck and (self.part is None or (path is not None and self.part in path.name))
 
-    def strike(self, path: Path | None) -> bool:
+    def inject(self, path: Path | None) -> bool:
         """Do it, and tell whether the caller's numbers are to become NaN."""
         self.has_struck = True
-        _STRIKING[self.action](self, path)
+        _INJECTORS[self.action](self, path)
         return self.action == "nan"
 
 

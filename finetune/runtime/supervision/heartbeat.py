@@ -12,7 +12,7 @@ from finetune.runtime.supervision.faults import POINTS, VARIABLE, Fault, read_fa
 
 
 @dataclass(frozen=True)
-class Waypoint:
+class Heartbeat:
     """A point that was passed, and when (monotonic seconds)."""
 
     point: str
@@ -20,38 +20,38 @@ class Waypoint:
     at: float
 
 
-def reach(point: str, *, step: int, path: Path | None = None) -> bool:
+def fault_point(point: str, *, step: int, path: Path | None = None) -> bool:
     """Pass the point; tell whether a fault wants this point's numbers to become NaN. Costs next to nothing.
 
     `path` is a file that a fault may damage here. Faults strike in any thread, and a point passed in any thread is a
     sign of life: the main one may be waiting for what is written behind.
     """
-    global _last, _moved_at
+    global _last_heartbeat, _moved_at
     assert point in POINTS, f"{point} is not in faults.POINTS"
     _moved_at = now = time.monotonic()
     if threading.current_thread() is threading.main_thread():
-        _last = Waypoint(point, step, now)
+        _last_heartbeat = Heartbeat(point, step, now)
     if VARIABLE not in os.environ:
         _faults.cache_clear()  # what is asked for later strikes anew
         return False
     faults = _faults(os.environ[VARIABLE])
-    due = [fault for fault in faults if fault.strikes(point, step=step, rank=distributed.rank(), path=path)]
-    wants_nan = [fault.strike(path) for fault in due]  # all of them strike
+    due = [fault for fault in faults if fault.is_due(point, step=step, rank=distributed.rank(), path=path)]
+    wants_nan = [fault.inject(path) for fault in due]  # all of them strike
     return any(wants_nan)
 
 
-def note_life() -> None:
+def keep_alive() -> None:
     """Note that this process lives, though it passes no point: it waits for work that goes on in another one."""
     global _moved_at
     _moved_at = time.monotonic()
 
 
-def last() -> Waypoint:
+def last_heartbeat() -> Heartbeat:
     """Return the point that the main thread passed last."""
-    return _last
+    return _last_heartbeat
 
 
-def moved_at() -> float:
+def last_heartbeat_at() -> float:
     """Return when any thread passed a point last (monotonic seconds)."""
     return _moved_at
 
@@ -61,5 +61,5 @@ def _faults(written: str) -> list[Fault]:
     return read_faults(written)
 
 
-_last = Waypoint("start", 0, time.monotonic())
-_moved_at = _last.at
+_last_heartbeat = Heartbeat("start", 0, time.monotonic())
+_moved_at = _last_heartbeat.at

@@ -94,7 +94,7 @@ class Watchdog:
         self._looked_at = now
         self._note.hear()
         self._status.refresh()
-        silent = now - max(heartbeat.moved_at(), self._watched_since)
+        silent = now - max(heartbeat.last_heartbeat_at(), self._watched_since)
         if silent > _QUIET_SECONDS or self._note.received:
             self._look_after_others()
         if self._limit is not None:
@@ -124,7 +124,7 @@ class Watchdog:
             self._ending.after(first)
 
     def _end_hang(self, silent: float) -> None:
-        last = heartbeat.last()
+        last = heartbeat.last_heartbeat()
         hang.write_report(self._folder, rank=self._rank, point=last.point, step=last.step, silent_seconds=silent)
         deadline = time.monotonic() + _REPORT_SECONDS
         while len(reports := hang.read_reports(self._folder)) < self._world and time.monotonic() < deadline:

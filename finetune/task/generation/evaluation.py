@@ -11,7 +11,7 @@ from torch import nn
 from finetune.config.sections.evaluate import GenerateSection
 from finetune.errors import UserError
 from finetune.runtime import distributed
-from finetune.runtime.supervision.heartbeat import reach
+from finetune.runtime.supervision.heartbeat import fault_point
 from finetune.task.causal_lm import pad_id
 from finetune.task.generation.decoding import generate, image_decode_state
 from finetune.task.protocol import GenerationPrompt
@@ -46,7 +46,7 @@ class GenerationEvaluator:
         answered: list[tuple[int, ...]] = []
         batch_size = 1 if self._has_images else self.section.batch_size
         for start in range(0, most, batch_size):
-            reach("evaluate", step=step)
+            fault_point("evaluate", step=step)
             batch = own[start : start + batch_size]
             answered += map(tuple, self._generate(model, batch))
         gathered = distributed.gather_objects(answered)

@@ -6,7 +6,7 @@ import pytest
 
 from finetune.errors import UserError
 from finetune.runtime.supervision.faults import VARIABLE, Fault, read_faults
-from finetune.runtime.supervision.heartbeat import last, reach
+from finetune.runtime.supervision.heartbeat import fault_point, last_heartbeat
 
 
 def test_the_variable_names_points_steps_ranks_and_actions():
@@ -22,18 +22,18 @@ def test_what_is_no_fault_is_refused_with_the_words_that_exist(written):
 
 def test_without_the_variable_nothing_happens_but_the_point_is_remembered(monkeypatch):
     monkeypatch.delenv(VARIABLE, raising=False)
-    assert reach("forward", step=4) is False
-    assert (last().point, last().step) == ("forward", 4)
+    assert fault_point("forward", step=4) is False
+    assert (last_heartbeat().point, last_heartbeat().step) == ("forward", 4)
 
 
 def test_a_fault_strikes_once_at_its_step(monkeypatch):
     monkeypatch.setenv(VARIABLE, "forward step=5 do=nan")
-    assert [reach("forward", step=step) for step in (4, 5, 5)] == [False, True, False]
+    assert [fault_point("forward", step=step) for step in (4, 5, 5)] == [False, True, False]
 
 
 def test_another_rank_is_left_alone(monkeypatch):
     monkeypatch.setenv(VARIABLE, "update.before rank=1 do=raise")
-    reach("update.before", step=1)
+    fault_point("update.before", step=1)
 
 
 def test_errors_and_damage_are_what_they_say(monkeypatch, tmp_path):
@@ -41,12 +41,12 @@ def test_errors_and_damage_are_what_they_say(monkeypatch, tmp_path):
     path.write_bytes(b"12345678")
     monkeypatch.setenv(VARIABLE, "save.write do=no_space; save.written part=safetensors do=flip")
     with pytest.raises(OSError) as caught:
-        reach("save.write", step=1, path=path)
+        fault_point("save.write", step=1, path=path)
     assert caught.value.errno == errno.ENOSPC
-    reach("save.written", step=1, path=tmp_path / "index.json")
+    fault_point("save.written", step=1, path=tmp_path / "index.json")
     assert path.read_bytes() == b"12345678"
-    reach("save.written", step=1, path=path)
+    fault_point("save.written", step=1, path=path)
     assert path.read_bytes() == b"12345679"
     monkeypatch.setenv(VARIABLE, "save.done do=truncate")
-    reach("save.done", step=1, path=path)
+    fault_point("save.done", step=1, path=path)
     assert path.read_bytes() == b"1234"

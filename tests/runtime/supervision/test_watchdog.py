@@ -79,7 +79,7 @@ def test_a_process_that_has_vanished_is_lost_contact(watched, capsys):
 
 
 def test_nothing_moving_for_too_long_is_a_hang_with_stacks(watched, tmp_path, capsys):
-    heartbeat.reach("forward", step=4)
+    heartbeat.fault_point("forward", step=4)
     watched.dog.watch_hangs(1e-9)
     assert watched.code() == 1
     assert "nothing has moved for 0 s (run.hang_after_seconds). No report came from rank 1." in capsys.readouterr().err
