@@ -26,9 +26,9 @@ def fault_point(point: str, *, step: int, path: Path | None = None) -> bool:
     `path` is a file that a fault may damage here. Faults strike in any thread, and a point passed in any thread is a
     sign of life: the main one may be waiting for what is written behind.
     """
-    global _last_heartbeat, _moved_at
+    global _last_heartbeat, _last_heartbeat_at
     assert point in POINTS, f"{point} is not in faults.POINTS"
-    _moved_at = now = time.monotonic()
+    _last_heartbeat_at = now = time.monotonic()
     if threading.current_thread() is threading.main_thread():
         _last_heartbeat = Heartbeat(point, step, now)
     if VARIABLE not in os.environ:
@@ -42,8 +42,8 @@ def fault_point(point: str, *, step: int, path: Path | None = None) -> bool:
 
 def keep_alive() -> None:
     """Note that this process lives, though it passes no point: it waits for work that goes on in another one."""
-    global _moved_at
-    _moved_at = time.monotonic()
+    global _last_heartbeat_at
+    _last_heartbeat_at = time.monotonic()
 
 
 def last_heartbeat() -> Heartbeat:
@@ -53,7 +53,7 @@ def last_heartbeat() -> Heartbeat:
 
 def last_heartbeat_at() -> float:
     """Return when any thread passed a point last (monotonic seconds)."""
-    return _moved_at
+    return _last_heartbeat_at
 
 
 @lru_cache(maxsize=1)
@@ -62,4 +62,4 @@ def _faults(written: str) -> list[Fault]:
 
 
 _last_heartbeat = Heartbeat("start", 0, time.monotonic())
-_moved_at = _last_heartbeat.at
+_last_heartbeat_at = _last_heartbeat.at
