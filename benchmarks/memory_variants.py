@@ -15,7 +15,7 @@ from finetune.model.activations import offload_activations
 from finetune.model.adapters.build import add_adapter
 from finetune.model.adapters.context import Ground
 from finetune.model.loading.load import load_model
-from finetune.runtime.parameters import Construction
+from finetune.runtime.parameters import InitContext
 from finetune.train.optim.optimizers import begin_step, build_optimizer
 from finetune.train.optim.parameter_groups import list_parameters
 from finetune.train.update import Update, UpdateInBackward
@@ -67,7 +67,7 @@ class Learner:
         self._precision, self._number, self.loss = variant.precision, 0, 0.0
         source = FromConfigSection(model_type="llama", values=SHAPE)
         section = ModelSection(from_config=source, **variant.model)
-        model = load_model(section, head="causal_lm", construction=Construction(), seed=1, vocabulary_size=VOCABULARY)
+        model = load_model(section, head="causal_lm", construction=InitContext(), seed=1, vocabulary_size=VOCABULARY)
         if variant.lora is not None:
             model = add_adapter(model, variant.lora, Ground(seed=1))
         if section.activation_offload:

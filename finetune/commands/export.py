@@ -38,7 +38,7 @@ from finetune.run.final_export import (
 )
 from finetune.run.state.run_folder import Kept, load_kept
 from finetune.runtime.environment import package_versions
-from finetune.runtime.parameters import Construction
+from finetune.runtime.parameters import InitContext
 from finetune.runtime.progress import Progress
 from finetune.runtime.resources import format_size
 from finetune.runtime.text.library_output import quieten
@@ -136,7 +136,7 @@ def _with_export(loaded: LoadedConfig, *, dtype: str | None, merge: bool) -> Loa
 
 def _export(wanted: Export, loaded: LoadedConfig, *, checkpoint: OpenCheckpoint, kept: Kept) -> ExportReport:
     config, tokenizer, task = loaded.config, kept.processing.tokenizer, kept.task(loaded.config)
-    model = build_model(config, task=task, tokenizer=tokenizer, construction=Construction())
+    model = build_model(config, task=task, tokenizer=tokenizer, construction=InitContext())
     weights = exported_weights(model, checkpoint, train=config.train, trained_only=needs_trained_only(config))
     return export_model(
         wanted.folder,

@@ -10,7 +10,7 @@ from transformers import AddedToken, PreTrainedModel, PreTrainedTokenizerBase
 
 from finetune.config.sections.model import NewTokensSection
 from finetune.errors import ModelError
-from finetune.runtime.parameters import Construction
+from finetune.runtime.parameters import InitContext
 from finetune.runtime.seeds import derive
 
 
@@ -46,7 +46,7 @@ def give_rows(
     section: NewTokensSection,
     *,
     seed: int,
-    construction: Construction,
+    construction: InitContext,
 ) -> None:
     """Give embeddings and head a row for each token of the tokenizer, and the new tokens' rows their first values.
 
@@ -57,7 +57,7 @@ def give_rows(
     if model.config.get_text_config().vocab_size < len(tokenizer):
         with torch.random.fork_rng(devices=()):
             model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
-    if construction.is_hollow:
+    if construction.on_meta_device:
         return
     texts = (*section.tokens, *section.special)
     num_older = min(ids)

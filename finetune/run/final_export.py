@@ -32,7 +32,7 @@ from finetune.run.state.finished import FOLDER, RECORD, input_stamps, is_exporte
 from finetune.runtime import distributed
 from finetune.runtime.environment import package_versions
 from finetune.runtime.files import atomic
-from finetune.runtime.parameters import Construction
+from finetune.runtime.parameters import InitContext
 from finetune.runtime.progress import Progress
 from finetune.runtime.resources import format_size, free_bytes
 from finetune.runtime.supervision.heartbeat import fault_point
@@ -65,7 +65,7 @@ def original_weights(config: RunConfig, task: Task, *, tokenizer: Any, say: Call
     without: dict[str, Any] = {**dict.fromkeys(ADAPTERS), "quantization": None, "dtype": "float32"}
     section = config.model.model_copy(update=without)
     bare = config.model_copy(update={"model": section})
-    model = build_model(bare, task=task, tokenizer=tokenizer, construction=Construction())
+    model = build_model(bare, task=task, tokenizer=tokenizer, construction=InitContext())
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 
 @dataclass(frozen=True)
-class Construction:
+class InitContext:
     """How the model is brought into memory so that no machine holds it more often than it must.
 
     `context` is entered while the modules are built. `is_hollow`: this rank builds the modules with empty parameters,
@@ -25,7 +25,7 @@ class Construction:
     """
 
     context: Callable[[], AbstractContextManager[Any]] = nullcontext
-    is_hollow: bool = False
+    on_meta_device: bool = False
     gather: Callable[[Sequence[nn.Parameter]], AbstractContextManager[Any]] = nullcontext
 
 

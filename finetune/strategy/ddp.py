@@ -4,7 +4,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 from accelerate.utils import DistributedDataParallelKwargs
 
-from finetune.runtime.parameters import Construction
+from finetune.runtime.parameters import InitContext
 from finetune.strategy.environment import LaunchEnvironment
 from finetune.strategy.protocol import Expected, PluginSettings, Sharded
 
@@ -17,7 +17,7 @@ class DataParallel:
         self._is_distributed = environment.world > 1 or environment.has_group
         self.name = "ddp" if self._is_distributed else "single"
 
-    def setting(self) -> AbstractContextManager[None]:
+    def accelerator_context(self) -> AbstractContextManager[None]:
         """Return nothing special."""
         return nullcontext()
 
@@ -37,6 +37,6 @@ class DataParallel:
         kind = "MULTI_GPU" if self._environment.has_device else "MULTI_CPU"
         return Expected((kind, "MULTI_XPU", "MULTI_NPU"), self._environment.world, "DistributedDataParallel")
 
-    def construction(self) -> Construction:
+    def init_context(self) -> InitContext:
         """Return plain construction: DDP needs the whole model everywhere."""
-        return Construction()
+        return InitContext()

@@ -11,7 +11,7 @@ from torch import nn
 
 from finetune.errors import StrategyError
 from finetune.runtime.optional import require
-from finetune.runtime.parameters import Construction
+from finetune.runtime.parameters import InitContext
 from finetune.runtime.supervision.build_locks import BuildWatch, clear_build_locks
 from finetune.strategy.environment import LaunchEnvironment
 from finetune.strategy.protocol import Expected, PluginSettings, Sharded
@@ -34,14 +34,14 @@ class ZeroRedundancy:
         self._stage = environment.zero_stage or 2
         self.name = f"zero{self._stage}"
 
-    def setting(self) -> AbstractContextManager[None]:
+    def accelerator_context(self) -> AbstractContextManager[None]:
         """Return the gloo bridge where there is no accelerator."""
         return nullcontext() if self._environment.has_device else gloo_bridge()
 
     def plugin(self) -> PluginSettings:
         """Return Accelerate's plugin, its DeepSpeed config completed by what the job decides."""
         _look_after_builds()
-        with self.setting():  # DeepSpeed settles on its device when it is first imported
+        with self.accelerator_context():  # DeepSpeed settles on its device when it is first imported
             require("deepspeed", extra="deepspeed", purpose="DeepSpeed ZeRO")
         try:
             plugin = DeepSpeedPlugin()
@@ -59,9 +59,9 @@ class ZeroRedundancy:
         """Return DeepSpeed's engine at this stage, over all processes."""
         return Expected(("DEEPSPEED",), self._environment.world, "DeepSpeedEngine", zero_stage=self._stage)
 
-    def construction(self) -> Construction:
+    def init_context(self) -> InitContext:
         """Return construction in which stage 3 partitions each parameter at birth (transformers enters zero.Init)."""
-        return Construction(gather=_gather) if self._stage == 3 else Construction()
+        return InitContext(gather=_gather) if self._stage == 3 else InitContext()
 
 
 def _look_after_builds() -> None:

@@ -16,7 +16,7 @@ def build_accelerator(strategy: Strategy, *, precision: str) -> Accelerator:
 
     Accumulation stays at 1 in Accelerate: the step sets the boundary itself and knows the number of targets.
     """
-    with strategy.setting():
+    with strategy.accelerator_context():
         accelerator = Accelerator(
             mixed_precision=ACCELERATE_PRECISION[precision],
             gradient_accumulation_steps=1,

@@ -16,7 +16,7 @@ from finetune.export.card import CardFacts
 from finetune.export.save import ExportReport, Preprocessors, TextPreprocessor, export_model
 from finetune.model.loading.architecture import SpecialIds
 from finetune.model.loading.load import load_model
-from finetune.runtime.parameters import Construction
+from finetune.runtime.parameters import InitContext
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 GATED = {**SIZES, "intermediate_size": 64, "num_key_value_heads": 2}
@@ -66,7 +66,7 @@ def load_from(section: ModelSection) -> PreTrainedModel:
     return load_model(
         section,
         head="causal_lm",
-        construction=Construction(),
+        construction=InitContext(),
         seed=7,
         vocabulary_size=260,
         special_ids=SpecialIds(eos=0, pad=3),

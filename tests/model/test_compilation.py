@@ -10,7 +10,7 @@ from finetune.model import compilation
 from finetune.model.adapters.build import add_adapter
 from finetune.model.adapters.context import Ground, adapter_wish
 from finetune.model.compilation import compile_model, repeated_layers
-from finetune.runtime.parameters import Construction
+from finetune.runtime.parameters import InitContext
 from finetune.task.lm_loss.at_targets import logits_at_targets
 from finetune.task.model_inputs import collate_padding_free, unwrap_model
 
@@ -40,7 +40,7 @@ def model(build, from_config):
         wish = adapter_wish(section)
         if wish is None:
             return plain
-        ground = Ground(seed=7, head="causal_lm", revision=None, construction=Construction())
+        ground = Ground(seed=7, head="causal_lm", revision=None, init_context=InitContext())
         adapted = add_adapter(plain, wish, ground)
         with torch.no_grad():
             for number, weight in enumerate(p for p in adapted.parameters() if p.requires_grad):

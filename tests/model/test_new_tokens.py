@@ -11,7 +11,7 @@ from finetune.errors import ModelError
 from finetune.model.adapters.build import add_adapter
 from finetune.model.adapters.context import Ground
 from finetune.model.new_tokens import add_tokens, give_rows, new_ids
-from finetune.runtime.parameters import Construction
+from finetune.runtime.parameters import InitContext
 
 SECTION = NewTokensSection(tokens=("quokka",), special=("<|tool|>",))
 OLDER = 300  # rows of the model, more than the tokenizer has tokens
@@ -43,7 +43,7 @@ def tokenizer(plain_tokenizer):
 
 def grown(model, tokenizer, **keys):
     section = SECTION.model_copy(update=keys)
-    give_rows(model, tokenizer, section, seed=1, construction=Construction())
+    give_rows(model, tokenizer, section, seed=1, construction=InitContext())
     return model
 
 

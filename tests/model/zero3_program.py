@@ -17,7 +17,7 @@ from finetune.model.loading.architecture import SpecialIds
 from finetune.model.loading.load import load_model
 from finetune.model.size import describe
 from finetune.runtime import distributed
-from finetune.runtime.parameters import Construction
+from finetune.runtime.parameters import InitContext
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 GATED = {**SIZES, "intermediate_size": 64, "num_key_value_heads": 2}
@@ -26,10 +26,10 @@ SETTINGS = {
     "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},  # partition the smallest too
     "train_micro_batch_size_per_gpu": 1,
 }
-PARTITIONED = Construction(gather=lambda parameters: deepspeed.zero.GatheredParameters(parameters, modifier_rank=0))
+PARTITIONED = InitContext(gather=lambda parameters: deepspeed.zero.GatheredParameters(parameters, modifier_rank=0))
 
 
-def build(section: ModelSection, construction: Construction) -> PreTrainedModel:
+def build(section: ModelSection, construction: InitContext) -> PreTrainedModel:
     return load_model(
         section,
         head="causal_lm",
@@ -40,7 +40,7 @@ def build(section: ModelSection, construction: Construction) -> PreTrainedModel:
     )
 
 
-def adapted(section: ModelSection, construction: Construction) -> torch.nn.Module:
+def adapted(section: ModelSection, construction: InitContext) -> torch.nn.Module:
     return add_adapter(
         build(section, construction), LoraSection(rank=2, dora=True, modules_to_save=("lm_head",)), Ground(seed=1)
     )
@@ -65,8 +65,8 @@ def compare(partitioned: torch.nn.Module, whole: torch.nn.Module) -> int:
 def main(folder: Path) -> None:
     deepspeed.init_distributed("gloo")
     sections = [ModelSection(from_config=FromConfigSection(model_type=kind, values=values)) for kind, values in MODELS]
-    whole = [build(section, Construction()) for section in sections]
-    whole_adapted = adapted(sections[0], Construction())
+    whole = [build(section, InitContext()) for section in sections]
+    whole_adapted = adapted(sections[0], InitContext())
     if distributed.is_main():
         whole[0].save_pretrained(folder)
     distributed.barrier()

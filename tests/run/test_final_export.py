@@ -23,7 +23,7 @@ from finetune.run.final_export import (
 )
 from finetune.run.state.finished import is_exported, read_record
 from finetune.run.state.run_folder import load_kept
-from finetune.runtime.parameters import Construction
+from finetune.runtime.parameters import InitContext
 
 FEW_BITS = "model.quantization={bits: 4}"
 LORA = "model.lora={rank: 4}"
@@ -81,7 +81,7 @@ def test_an_adapter_on_a_tied_weight_is_refused_where_accelerate_ties_anew(confi
         asked = config(f"model.lora={{rank: 4, target_modules: [{module}]}}")
         kept = load_kept(run, asked)
         tokenizer = kept.processing.tokenizer
-        model = build_model(asked, task=kept.task(asked), tokenizer=tokenizer, construction=Construction())
+        model = build_model(asked, task=kept.task(asked), tokenizer=tokenizer, construction=InitContext())
         require_ties_fit(model, "zero3")
         with pytest.raises(StrategyError, match="on the tied weight `lm_head`") if is_refused else nullcontext():
             require_ties_fit(model, "fsdp2")

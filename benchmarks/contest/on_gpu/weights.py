@@ -11,7 +11,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from finetune.model.loading import load
-from finetune.runtime.parameters import Construction
+from finetune.runtime.parameters import InitContext
 from finetune.strategy.ddp import DataParallel
 
 from contest.on_gpu.shapes import Shape
@@ -35,7 +35,7 @@ def build(shape: Shape, *, dtype: str, device: torch.device, lora: bool) -> Any:
 @contextmanager
 def product_on(device: torch.device) -> Iterator[None]:
     """Have the product build its model on the device meanwhile, with weights drawn there."""
-    construction = Construction(context=lambda: born_on(device))
+    construction = InitContext(context=lambda: born_on(device))
     with (
         patch.object(DataParallel, "construction", lambda _: construction),
         patch.object(load, "draw_weights", lambda model, **_: draw(model)),

@@ -22,7 +22,7 @@ from finetune.model.loading.saved import SavedModel, load_saved, look_at
 from finetune.run.build.model import build_model
 from finetune.run.build.padding_free import settled
 from finetune.run.state.run_folder import Kept, load_kept
-from finetune.runtime.parameters import Construction
+from finetune.runtime.parameters import InitContext
 from finetune.task.protocol import Task
 
 
@@ -55,7 +55,7 @@ class Subject:
             trusts = section.trust_remote_code
             return load_saved(self.saved, key="evaluate", dtype=section.dtype, trust_remote_code=trusts)
         tokenizer = self.kept.processing.tokenizer
-        return build_model(self.origin, task=task, tokenizer=tokenizer, construction=Construction())
+        return build_model(self.origin, task=task, tokenizer=tokenizer, construction=InitContext())
 
     def fill(self, model: Any) -> None:
         """Give the model the weights of the checkpoint; those of a folder are in it already."""

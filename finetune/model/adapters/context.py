@@ -21,7 +21,7 @@ from finetune.config.sections.model import (
     PromptTuningSection,
 )
 from finetune.errors import ModelError
-from finetune.runtime.parameters import Construction
+from finetune.runtime.parameters import InitContext
 
 Wish = LoraSection | Ia3Section | OftSection | PromptTuningSection | PrefixTuningSection | Path
 """What a job may ask for; a path is the folder of an adapter to go on from."""
@@ -53,7 +53,7 @@ class Ground:
     seed: int
     head: str = "causal_lm"
     revision: str | None = None  # of the base, recorded for the export
-    construction: Construction = field(default_factory=Construction)
+    init_context: InitContext = field(default_factory=InitContext)
     tokenizer: Any = None  # None for images alone
     new_ids: Sequence[int] = ()  # tokens that the model is given before training
     base: str | None = None  # where the weights as they were before quantisation lie

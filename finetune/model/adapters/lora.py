@@ -100,7 +100,7 @@ def _targets(model: PreTrainedModel, lora: LoraSection, *, head: str) -> str | l
 
 def _first_values(lora: LoraSection, ground: Ground) -> Any:
     """Return peft's word; a rank that is sent its weights later takes nothing out of places without values."""
-    return True if ground.construction.is_hollow and lora.init in OF_THE_BASE else _AT_FIRST[lora.init]
+    return True if ground.init_context.on_meta_device and lora.init in OF_THE_BASE else _AT_FIRST[lora.init]
 
 
 def _new_rows(model: PreTrainedModel, lora: LoraSection, ground: Ground) -> dict[str, list[int]]:

@@ -81,8 +81,8 @@ def draw_prompt(model: PeftModel, prompt: PromptTuningSection, ground: Ground) -
     learnt = model.prompt_encoder[ADAPTER].embedding.weight  # [tokens, width]
     embeddings = model.get_base_model().get_input_embeddings()
     ids = _ids(prompt, ground)
-    with torch.no_grad(), ground.construction.gather([embeddings.weight]):
-        if not ground.construction.is_hollow:
+    with torch.no_grad(), ground.init_context.gather([embeddings.weight]):
+        if not ground.init_context.on_meta_device:
             learnt.copy_(embeddings.weight[ids].to(learnt))
 
 

@@ -45,7 +45,7 @@ def load_saved(model: PeftModel, folder: Path, ground: Ground) -> None:
     names = saved_names(model, trained)
     _refuse_others(folder, saved, names)
     for name, parameter in trained.items():
-        with torch.no_grad(), ground.construction.gather([parameter]):
+        with torch.no_grad(), ground.init_context.gather([parameter]):
             values = saved[names[name]]
             if values.shape != parameter.shape:
                 raise ModelError(

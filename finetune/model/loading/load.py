@@ -33,7 +33,7 @@ from finetune.model.loading.pretrained import build_from_config, load_weights
 from finetune.model.quantize import keep_as_stored, quantization_config
 from finetune.model.upstream import name_own_layers, share_input_embeddings, tell_of_none
 from finetune.runtime.hub import without_vain_retries
-from finetune.runtime.parameters import Construction
+from finetune.runtime.parameters import InitContext
 
 
 def give_places(model: PreTrainedModel) -> None:
@@ -61,7 +61,7 @@ def load_model(
     section: ModelSection,
     *,
     head: str,
-    construction: Construction,
+    construction: InitContext,
     seed: int,
     vocabulary_size: int | None,
     special_ids: SpecialIds | None = None,
@@ -81,9 +81,9 @@ def load_model(
         )
         set_values(config, values)
         model = _built(config, section=section, head=head, construction=construction, attention=attention)
-        if not construction.is_hollow:
+        if not construction.on_meta_device:
             draw_weights(model, seed=seed, gather=construction.gather)
-    elif construction.is_hollow:
+    elif construction.on_meta_device:
         config = pretrained_config(section)
         set_values(config, values)
         model = _built(config, section=section, head=head, construction=construction, attention=attention)
@@ -98,7 +98,7 @@ def load_model(
 
 
 def _built(
-    config: PreTrainedConfig, *, section: ModelSection, head: str, construction: Construction, attention: str | None
+    config: PreTrainedConfig, *, section: ModelSection, head: str, construction: InitContext, attention: str | None
 ) -> PreTrainedModel:
     kind = config.model_type
     with built_from(section, kind=kind), torch.random.fork_rng(devices=()), construction.context(), unwritten():
@@ -109,7 +109,7 @@ def _built(
             attn_implementation=attention or best_attention(config),
             trust_remote_code=section.trust_remote_code,
         )
-    if construction.is_hollow:
+    if construction.on_meta_device:
         give_places(model)
     return model
 
@@ -125,7 +125,7 @@ def _pretrained(
     *,
     head: str,
     values: Mapping[str, Any],
-    construction: Construction,
+    construction: InitContext,
     attention: str | None,
 ) -> _Loaded:
     name, origin = str(section.name), origin_of(section)

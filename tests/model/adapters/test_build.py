@@ -14,7 +14,7 @@ from finetune.model.adapters import build as building
 from finetune.model.adapters.build import add_adapter
 from finetune.model.adapters.context import Ground
 from finetune.model.size import describe
-from finetune.runtime.parameters import Construction
+from finetune.runtime.parameters import InitContext
 
 
 class Widened(TorchDispatchMode):
@@ -44,7 +44,7 @@ def test_an_input_is_not_widened_for_autocast_to_round_it_back(build, from_confi
     for is_ours in (True, False):
         if not is_ours:
             monkeypatch.setattr(building, "leave_casts_to_autocast", lambda model: None)
-        ground = Ground(seed=7, head="causal_lm", revision=None, construction=Construction())
+        ground = Ground(seed=7, head="causal_lm", revision=None, init_context=InitContext())
         model = add_adapter(build(from_config(dtype="bfloat16")), LoraSection(rank=4, **lora), ground)
         torch.manual_seed(0)
         for weight in (p for p in model.parameters() if p.requires_grad):
@@ -58,7 +58,7 @@ def test_an_input_is_not_widened_for_autocast_to_round_it_back(build, from_confi
 
 
 def test_without_autocast_an_adapter_gets_its_own_type(build, from_config):
-    ground = Ground(seed=7, head="causal_lm", revision=None, construction=Construction())
+    ground = Ground(seed=7, head="causal_lm", revision=None, init_context=InitContext())
     model = add_adapter(build(from_config(dtype="bfloat16")), LoraSection(rank=4), ground)
     assert model(input_ids=torch.arange(6)[None]).logits.isfinite().all()
 

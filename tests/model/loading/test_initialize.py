@@ -5,7 +5,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from finetune.model.loading.initialize import draw_weights, on_cpu_in_float32, unwritten
-from finetune.runtime.parameters import Construction
+from finetune.runtime.parameters import InitContext
 
 
 def test_weights_do_not_depend_on_torch_s_random_state(architecture_name, from_config, build):
@@ -68,7 +68,7 @@ def test_parameters_that_are_empty_until_gathered_get_the_same_weights(architect
             assert parameter.data_ptr() == parts[parameter].data_ptr()
             parameter.data = torch.empty(0)
 
-    draw_weights(partitioned, seed=7, gather=Construction(gather=gather).gather)
+    draw_weights(partitioned, seed=7, gather=InitContext(gather=gather).gather)
     for name, parameter in partitioned.named_parameters():
         assert torch.equal(parts[parameter], expected.get_parameter(name)), name
     assert max(num_gathered) < len(parts) / 2  # never the whole model at once
@@ -92,9 +92,9 @@ def test_values_that_are_drawn_anyway_are_not_drawn_before(monkeypatch):
     with unwritten():
         model = LlamaForCausalLM(config)
     assert torch.equal(torch.get_rng_state(), before)
-    draw_weights(model, seed=7, gather=Construction().gather)
+    draw_weights(model, seed=7, gather=InitContext().gather)
     usual = LlamaForCausalLM(config)
-    draw_weights(usual, seed=7, gather=Construction().gather)
+    draw_weights(usual, seed=7, gather=InitContext().gather)
     for (name, weight), other in zip(model.named_parameters(), usual.parameters(), strict=True):
         assert torch.equal(weight, other), name
 
@@ -109,7 +109,7 @@ def test_a_matrix_for_which_the_model_has_no_rule_is_drawn_as_torch_does(monkeyp
     for _ in range(2):
         with unwritten():
             models.append(LlamaForCausalLM(config))
-        draw_weights(models[-1], seed=7, gather=Construction().gather)
+        draw_weights(models[-1], seed=7, gather=InitContext().gather)
     one, other = (model.model.layers[0].mlp.up_proj.weight for model in models)
     assert one.isfinite().all()
     assert 0.05 < one.std() < 0.25  # uniform within 1 / sqrt(16)

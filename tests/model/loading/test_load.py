@@ -12,9 +12,9 @@ from finetune.errors import ModelError
 from finetune.model.attention.implementation import attention_implementation
 from finetune.model.loading.hub import is_folder, located
 from finetune.runtime import hub
-from finetune.runtime.parameters import Construction
+from finetune.runtime.parameters import InitContext
 
-HOLLOW = Construction(context=lambda: init_empty_weights(include_buffers=False), is_hollow=True)
+HOLLOW = InitContext(context=lambda: init_empty_weights(include_buffers=False), on_meta_device=True)
 
 
 def is_tied(model) -> bool:
