@@ -13,14 +13,14 @@ def fsdp2_plugin(accelerator: Accelerator) -> Any:
 
 
 @contextmanager
-def adding_up(accelerator: Accelerator, model: Any) -> Iterator[None]:
+def no_gradient_sync(accelerator: Accelerator, model: Any) -> Iterator[None]:
     """Have gradients stay where they are meanwhile, under each strategy that can (ZeRO-2 and -3 split them at once).
 
     FSDP2 also keeps the parameters whole for the next microbatch where `fsdp_reshard_after_forward: false` says that
     there is room for them, so that each layer is gathered once a step.
     """
     with accelerator.no_sync(model):
-        if not _keeps_whole(accelerator):
+        if not _keeps_unsharded(accelerator):
             yield
             return
         model.set_reshard_after_backward(False)
@@ -30,6 +30,6 @@ def adding_up(accelerator: Accelerator, model: Any) -> Iterator[None]:
             model.set_reshard_after_backward(True)
 
 
-def _keeps_whole(accelerator: Accelerator) -> bool:
+def _keeps_unsharded(accelerator: Accelerator) -> bool:
     plugin = fsdp2_plugin(accelerator)
     return plugin is not None and plugin.reshard_after_forward is False

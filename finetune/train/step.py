@@ -20,7 +20,7 @@ from finetune.report.events import StepSkipped
 from finetune.runtime import distributed, seeds
 from finetune.runtime.progress import Progress
 from finetune.runtime.supervision.heartbeat import fault_point
-from finetune.strategy.gradient_sync import adding_up
+from finetune.strategy.gradient_sync import no_gradient_sync
 from finetune.train.meters import StepRecord, is_finite
 from finetune.train.optim.optimizers import begin_step
 from finetune.train.parts import Parts
@@ -128,7 +128,7 @@ def _backward(
     for number, batch in enumerate(parts.task.prepare_step(parts.model, group)):
         is_last = number == len(group) - 1
         accelerator.sync_gradients = is_last
-        with nullcontext() if is_last else adding_up(accelerator, parts.model):
+        with nullcontext() if is_last else no_gradient_sync(accelerator, parts.model):
             parts.before_batch(batch)
             sums = dict(parts.task.loss_sums(parts.model, batch))
             loss_sum = sums.pop("loss_sum")

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from finetune.strategy.gradient_sync import adding_up
+from finetune.strategy.gradient_sync import no_gradient_sync
 
 
 class Told:
@@ -30,13 +30,13 @@ class Told:
 @pytest.mark.parametrize(("is_fsdp2", "reshards"), [(False, None), (True, True), (False, False)])
 def test_the_ranks_do_not_speak(is_fsdp2, reshards):
     told = Told(is_fsdp2=is_fsdp2, reshards=reshards)
-    with adding_up(told, told):
+    with no_gradient_sync(told, told):
         assert told.lines == ["no sync"]
     assert told.lines == ["no sync", "sync"]
 
 
 def test_where_there_is_room_parameters_stay_whole_until_the_last_microbatch():
     told = Told(is_fsdp2=True, reshards=False)
-    with adding_up(told, told):
+    with no_gradient_sync(told, told):
         assert told.lines == ["no sync", "reshard False"]
     assert told.lines == ["no sync", "reshard False", "reshard True", "sync"]
