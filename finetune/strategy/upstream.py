@@ -49,7 +49,7 @@ _BROADCASTS = "FSDP_CPU_RAM_EFFICIENT_LOADING"
 
 
 @contextmanager
-def held_whole(accelerator: Accelerator) -> Iterator[None]:
+def unsharded(accelerator: Accelerator) -> Iterator[None]:
     """Have transformers load models meanwhile as if this process were alone.
 
     Under ZeRO-3 `from_pretrained` would partition every parameter, under FSDP leave ranks without values.

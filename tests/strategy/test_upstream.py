@@ -17,9 +17,9 @@ from finetune.strategy.upstream import (
     bucket_sizes,
     fill_buckets,
     gloo_bridge,
-    held_whole,
     leave_waiting_out_of_norm,
     prefetch_layers,
+    unsharded,
 )
 
 
@@ -43,7 +43,7 @@ FLAG = "FSDP_CPU_RAM_EFFICIENT_LOADING"
 
 def test_ranks_that_are_sent_their_weights_load_a_second_model_whole(monkeypatch):
     monkeypatch.setenv(FLAG, "true")
-    with held_whole(SimpleNamespace(state=SimpleNamespace(deepspeed_plugin=None))):
+    with unsharded(SimpleNamespace(state=SimpleNamespace(deepspeed_plugin=None))):
         assert FLAG not in os.environ
     assert os.environ[FLAG] == "true"
 
@@ -53,7 +53,7 @@ def test_zero_3_is_switched_on_again_even_after_an_error(monkeypatch):
     calls = []
     plugin = SimpleNamespace(set_deepspeed_weakref=lambda: calls.append("on"))
     monkeypatch.setattr("finetune.strategy.upstream.unset_hf_deepspeed_config", lambda: calls.append("off"))
-    with pytest.raises(OSError), held_whole(SimpleNamespace(state=SimpleNamespace(deepspeed_plugin=plugin))):
+    with pytest.raises(OSError), unsharded(SimpleNamespace(state=SimpleNamespace(deepspeed_plugin=plugin))):
         assert calls == ["off"]
         raise OSError
     assert calls == ["off", "on"]
