@@ -55,7 +55,7 @@ def num_values(parameter: nn.Parameter) -> int:
     return full_numel(parameter) if packed is None else math.prod(packed.shape)
 
 
-def held_rows(tensor: Tensor) -> tuple[int, int] | None:
+def local_rows(tensor: Tensor) -> tuple[int, int] | None:
     """Return the first row that this rank holds and how many; None where it is not split by rows.
 
     FSDP2 cuts dimension 0 as `chunk` does, at most once; a tensor that is no DTensor is whole.

@@ -99,7 +99,7 @@ def buffers_from_rank_0(accelerator: Accelerator, model: nn.Module) -> Iterator[
 
 
 @contextmanager
-def weights_as_held(accelerator: Accelerator, *, is_wanted: bool) -> Iterator[None]:
+def keep_bf16_parameters(accelerator: Accelerator, *, is_wanted: bool) -> Iterator[None]:
     """Have Accelerate prepare a model for FSDP2 without float32 copies of its weights.
 
     It makes them whenever it is told of mixed precision (`fsdp2_prepare_model`, accelerate 1.15), which is right unless

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from finetune.checkpoint.sharding.state_layout import ShardView, StateLayout, named_buffers, named_parameters, unsharded
 from finetune.errors import CheckpointError
-from finetune.runtime.parameters import held_rows
+from finetune.runtime.parameters import local_rows
 
 
 def fsdp2_layout(model: nn.Module) -> StateLayout:
@@ -65,7 +65,7 @@ def _dtensor_view(name: str, parameter: nn.Parameter) -> ShardView:
 
 def _rows(name: str, parameter: DTensor) -> tuple[int, int]:
     """Return the first row and the number of rows that this rank holds."""
-    held = held_rows(parameter)
+    held = local_rows(parameter)
     if held is None:
         raise CheckpointError(f"{name}: is laid out as {parameter.placements}; only rows over ranks can be saved")
     first, num_rows = held

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from finetune.runtime import seeds
-from finetune.runtime.parameters import held_rows
+from finetune.runtime.parameters import local_rows
 from finetune.train.optim.parameter_groups import NamedParameter
 
 BLOCK_SIZE = 256
@@ -257,7 +257,7 @@ def _zeros(parameter: Tensor, dtype: torch.dtype, *, width: int | None = None) -
 
 def _chunks(parameter: Tensor, state: Mapping[str, Any]) -> Iterator[_RowChunk]:
     """Yield what this rank holds of the parameter some rows at a time; a vector's rows are of one number."""
-    held = held_rows(parameter)
+    held = local_rows(parameter)
     assert held is not None and parameter.grad is not None, "refused at the start (strategy/reconcile.py)"
     weights, gradient = _local(parameter), _local(parameter.grad)
     if not weights.numel():
