@@ -68,7 +68,7 @@ def unsharded(accelerator: Accelerator) -> Iterator[None]:
 
 
 @contextmanager
-def buffers_from_rank_0(accelerator: Accelerator, model: nn.Module) -> Iterator[None]:
+def broadcast_rank_0_buffers(accelerator: Accelerator, model: nn.Module) -> Iterator[None]:
     """Have Accelerate prepare a model with saved buffers under FSDP2; afterwards every rank has rank 0's. Collective.
 
     With `fsdp_cpu_ram_efficient_loading` Accelerate takes every tensor of the state for a split one, and an unsplit
@@ -117,7 +117,7 @@ def keep_bf16_parameters(accelerator: Accelerator, *, is_wanted: bool) -> Iterat
         accelerator.__class__ = kind
 
 
-def prefetch_layers(accelerator: Accelerator, model: nn.Module) -> None:
+def prefetch_fsdp2_layers(accelerator: Accelerator, model: nn.Module) -> None:
     """Have each layer under FSDP2 ask for the next one's parameters before it computes; the model is prepared.
 
     Without it the host asks when it comes to a layer, which is early enough unless the host is the slower of the two.
@@ -133,11 +133,11 @@ def prefetch_layers(accelerator: Accelerator, model: nn.Module) -> None:
                 layer.set_modules_to_forward_prefetch([following])
 
 
-SMALLEST = 25 * 2**20 // 4
+MIN_BUCKET_NUMEL = 25 * 2**20 // 4
 """Numbers of a bucket that is worth a message: DDP's 25 MiB in float32."""
 
 
-def fill_buckets(accelerator: Accelerator, model: nn.Module) -> None:
+def set_zero_bucket_sizes(accelerator: Accelerator, model: nn.Module) -> None:
     """Fill in the sizes that the DeepSpeed config leaves out or calls `auto`; call it before the model is prepared."""
     plugin = getattr(accelerator.state, "deepspeed_plugin", None)
     if plugin is None:
@@ -145,28 +145,30 @@ def fill_buckets(accelerator: Accelerator, model: nn.Module) -> None:
     zero = plugin.deepspeed_config["zero_optimization"]
     width = getattr(getattr(model, "config", None), "hidden_size", None)
     num_trained = sum(full_numel(each) for each in model.parameters() if each.requires_grad)
-    found = bucket_sizes(num_trained=num_trained, width=width if isinstance(width, int) else 0, stage=zero["stage"])
+    found = zero_bucket_sizes(
+        num_trained=num_trained, width=width if isinstance(width, int) else 0, stage=zero["stage"]
+    )
     zero.update({name: size for name, size in found.items() if zero.get(name, "auto") == "auto"})
 
 
-def bucket_sizes(*, num_trained: int, width: int, stage: int) -> Mapping[str, int]:
+def zero_bucket_sizes(*, num_trained: int, width: int, stage: int) -> Mapping[str, int]:
     """Return the sizes in numbers, by DeepSpeed's names.
 
     A bucket is reduced while the backward pass goes on: it holds about a matrix of the model (Trainer's choice too), in
     a small model as much as makes a message worth while, and never more than there is.
     """
-    bucket = max(1, min(max(width * width, SMALLEST), num_trained))
+    bucket = max(1, min(max(width * width, MIN_BUCKET_NUMEL), num_trained))
     sizes = {"reduce_bucket_size": bucket}
     if stage == 3 and width:
         sizes |= {"stage3_prefetch_bucket_size": int(0.9 * bucket), "stage3_param_persistence_threshold": 10 * width}
     return sizes
 
 
-WAITS = "waits"
+NOT_YET_UNFROZEN = "waits"
 """The key of a group that has not begun to learn."""
 
 
-def leave_waiting_out_of_norm(model: Any) -> None:
+def drop_not_yet_unfrozen_from_zero_norm(model: Any) -> None:
     """Have the prepared model's gradient norm be of the groups that learn; does nothing unless ZeRO takes it.
 
     Raises StrategyError for a kind of ZeRO whose gradients lie somewhere else.
@@ -179,16 +181,16 @@ def leave_waiting_out_of_norm(model: Any) -> None:
     step = zero.step
 
     def step_of_learning(*values: Any, **settings: Any) -> Any:
-        for gradient in _waiting(zero):
+        for gradient in _not_yet_unfrozen_gradients(zero):
             gradient.zero_()
         return step(*values, **settings)
 
     zero.step = step_of_learning
 
 
-def _waiting(zero: Any) -> Iterator[Tensor]:
+def _not_yet_unfrozen_gradients(zero: Any) -> Iterator[Tensor]:
     group_of = getattr(zero, "sub_group_to_group_id", None)  # ZeRO-3 cuts groups into smaller ones
     for number, gradients in zero.averaged_gradients.items():
         group = zero.optimizer.param_groups[number if group_of is None else group_of[number]]
-        if group.get(WAITS):
+        if group.get(NOT_YET_UNFROZEN):
             yield from gradients or ()

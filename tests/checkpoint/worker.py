@@ -34,7 +34,7 @@ from finetune.run.state.resume import settle_buckets
 from finetune.runtime import distributed
 from finetune.runtime.parameters import STATE
 from finetune.runtime.progress import Progress
-from finetune.strategy.upstream import gloo_bridge, keep_bf16_parameters, leave_waiting_out_of_norm
+from finetune.strategy.upstream import drop_not_yet_unfrozen_from_zero_norm, gloo_bridge, keep_bf16_parameters
 from finetune.train.evaluate import AveragedWeights
 from finetune.train.optim.optimizers import begin_step, build_optimizer
 from finetune.train.optim.parameter_groups import list_parameters
@@ -58,7 +58,7 @@ def run(spec: dict) -> None:
     )
     with keep_bf16_parameters(accelerator, is_wanted=spec["variant"] == "chance"):
         model, optimizer = accelerator.prepare(*build(spec["variant"], is_spoilt=spec["is_spoilt"]))
-    leave_waiting_out_of_norm(model)
+    drop_not_yet_unfrozen_from_zero_norm(model)
     try:
         results = train(accelerator, model, optimizer, spec)
     except CheckpointError as error:

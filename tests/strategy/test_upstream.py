@@ -13,13 +13,13 @@ from torch.distributed.fsdp import FSDPModule
 
 from finetune.errors import StrategyError
 from finetune.strategy.upstream import (
-    SMALLEST,
-    bucket_sizes,
-    fill_buckets,
+    MIN_BUCKET_NUMEL,
+    drop_not_yet_unfrozen_from_zero_norm,
     gloo_bridge,
-    leave_waiting_out_of_norm,
-    prefetch_layers,
+    prefetch_fsdp2_layers,
+    set_zero_bucket_sizes,
     unsharded,
+    zero_bucket_sizes,
 )
 
 
@@ -89,7 +89,7 @@ def told(*, is_fsdp2, prefetches):
 
 def test_each_layer_asks_for_the_next_of_its_list():
     model = towers()
-    prefetch_layers(told(is_fsdp2=True, prefetches=True), model)
+    prefetch_fsdp2_layers(told(is_fsdp2=True, prefetches=True), model)
     assert model.vision[0].asks_for == [id(model.vision[1])]
     assert model.layers[0].asks_for == [id(model.layers[2])]
     assert not any(unit.asks_for for unit in (model.vision[1], model.layers[2], model.head))
@@ -98,7 +98,7 @@ def test_each_layer_asks_for_the_next_of_its_list():
 @pytest.mark.parametrize(("is_fsdp2", "prefetches"), [(True, False), (True, None), (False, True), (False, None)])
 def test_nobody_asks_otherwise(is_fsdp2, prefetches):
     model = towers()
-    prefetch_layers(told(is_fsdp2=is_fsdp2, prefetches=prefetches), model)
+    prefetch_fsdp2_layers(told(is_fsdp2=is_fsdp2, prefetches=prefetches), model)
     assert not any(unit.asks_for for unit in model.modules() if isinstance(unit, Unit))
 
 
@@ -114,13 +114,13 @@ def model_of(width: int) -> nn.Module:
 
 
 def test_a_large_model_reduces_a_matrix_at_a_time_and_a_small_one_everything_at_once():
-    assert bucket_sizes(num_trained=10**10, width=4096, stage=2) == {"reduce_bucket_size": 4096 * 4096}
-    assert bucket_sizes(num_trained=10**8, width=512, stage=2) == {"reduce_bucket_size": SMALLEST}
-    assert bucket_sizes(num_trained=1000, width=32, stage=1) == {"reduce_bucket_size": 1000}
+    assert zero_bucket_sizes(num_trained=10**10, width=4096, stage=2) == {"reduce_bucket_size": 4096 * 4096}
+    assert zero_bucket_sizes(num_trained=10**8, width=512, stage=2) == {"reduce_bucket_size": MIN_BUCKET_NUMEL}
+    assert zero_bucket_sizes(num_trained=1000, width=32, stage=1) == {"reduce_bucket_size": 1000}
 
 
 def test_stage_3_gathers_ahead_nearly_a_bucket_and_keeps_vectors_whole():
-    assert bucket_sizes(num_trained=10**10, width=4096, stage=3) == {
+    assert zero_bucket_sizes(num_trained=10**10, width=4096, stage=3) == {
         "reduce_bucket_size": 16_777_216,
         "stage3_prefetch_bucket_size": 15_099_494,
         "stage3_param_persistence_threshold": 40_960,
@@ -129,7 +129,7 @@ def test_stage_3_gathers_ahead_nearly_a_bucket_and_keeps_vectors_whole():
 
 def test_what_is_left_out_or_auto_is_filled_in_and_what_is_written_stays():
     zero = {"stage": 3, "reduce_bucket_size": "auto", "stage3_prefetch_bucket_size": 7}
-    fill_buckets(accelerator_of(zero), model_of(4))
+    set_zero_bucket_sizes(accelerator_of(zero), model_of(4))
     assert zero == {
         "stage": 3,
         "reduce_bucket_size": 20,
@@ -139,7 +139,7 @@ def test_what_is_left_out_or_auto_is_filled_in_and_what_is_written_stays():
 
 
 def test_without_deepspeed_nothing_is_filled_in():
-    fill_buckets(accelerator_of(None), model_of(4))
+    set_zero_bucket_sizes(accelerator_of(None), model_of(4))
 
 
 class Engine(nn.Module):
@@ -160,16 +160,16 @@ class Engine(nn.Module):
 @pytest.mark.parametrize(("others", "norm"), [({}, 4.0), ({"sub_group_to_group_id": {0: 1, 1: 1, 2: 0}}, 2.0)])
 def test_a_waiting_groups_gradients_are_zero_before_the_norm_is_taken(others, norm):
     engine = Engine(**others)
-    leave_waiting_out_of_norm(engine)
+    drop_not_yet_unfrozen_from_zero_norm(engine)
     assert engine.optimizer.step() == norm
 
 
 def test_other_models_are_left_alone():
-    leave_waiting_out_of_norm(nn.Linear(1, 1))
+    drop_not_yet_unfrozen_from_zero_norm(nn.Linear(1, 1))
 
 
 def test_gradients_that_lie_elsewhere_are_refused():
     engine = Engine()
     del engine.optimizer.averaged_gradients
     with pytest.raises(StrategyError, match="not under DeepSpeed's SimpleNamespace"):
-        leave_waiting_out_of_norm(engine)
+        drop_not_yet_unfrozen_from_zero_norm(engine)
