@@ -38,10 +38,10 @@ from finetune.runtime import distributed
 from finetune.runtime.progress import Progress
 from finetune.runtime.supervision import signals, status
 from finetune.runtime.text.library_output import quieten
-from finetune.strategy.choose import choose_strategy, explain
+from finetune.strategy.choose import choose_strategy, describe_strategy
 from finetune.strategy.environment import read_environment
 from finetune.strategy.protocol import Strategy
-from finetune.strategy.reconcile import JobFacts
+from finetune.strategy.reconcile import JobSettings
 from finetune.train.early_stopping import EARLY_STOPPING, FINISHED
 from finetune.train.loop import report_steps, train
 from finetune.train.optim.optimizers import uses_low_bit_adamw
@@ -115,7 +115,9 @@ def _train(
         save = ReportedSaving(checkpointer, reporter, watch.status.checkpoint, before=settle)
         wishes = make_wishes(config, note=watch.note, save=save, started=startup.began_at, say=say)
         parts = make_parts(config, lessons, machine=machine, plan=plan, reporter=reporter, save=save, wishes=wishes)
-        reporter(RunStarted(progress.step, plan.num_steps, explain(strategy), plan.arithmetic, config.model_dump()))
+        reporter(
+            RunStarted(progress.step, plan.num_steps, describe_strategy(strategy), plan.arithmetic, config.model_dump())
+        )
         told = telling_start(parts, startup)
         return train_to_the_end(loaded, told, progress=progress, lessons=lessons, machine=machine, watch=watch)
 
@@ -125,21 +127,21 @@ def launched_strategy(loaded: LoadedConfig) -> Strategy:
     config = loaded.config
     environment = read_environment(os.environ, has_device=torch.accelerator.is_available())
     require_shareable(loaded, num_processes=environment.world)
-    job = JobFacts(
+    job = JobSettings(
         strategy=config.run.strategy,
         precision=config.train.precision,
         microbatch_size=config.train.microbatch_size,
         max_gradient_norm=config.train.max_gradient_norm,
         optimizer=config.train.optimizer.name,
-        keeps_average=config.train.average is not None,
-        unfreezes=bool(config.train.unfreeze),
+        averages_weights=config.train.average is not None,
+        unfreezes_later=bool(config.train.unfreeze),
         pins_memory=config.data.pin_memory is True,
         offloads_activations=config.model.activation_offload,
         updates_in_backward=config.train.optimizer.in_backward,
-        rounds_by_place=any(
+        rounds_by_position=any(
             uses_low_bit_adamw(config.train.optimizer, dtype=dtype) for dtype in learning_dtypes(config)
         ),
-        has_two_dtypes=adapter_of(config) is not None and config.model.dtype != "float32",
+        has_mixed_dtypes=adapter_of(config) is not None and config.model.dtype != "float32",
     )
     return choose_strategy(environment, job)
 

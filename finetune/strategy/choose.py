@@ -5,10 +5,10 @@ from finetune.strategy.deepspeed import ZeroRedundancy
 from finetune.strategy.environment import LaunchEnvironment
 from finetune.strategy.fsdp import FullySharded
 from finetune.strategy.protocol import Sharded, Strategy
-from finetune.strategy.reconcile import JobFacts, refuse
+from finetune.strategy.reconcile import JobSettings, refuse_conflicts
 
 
-def choose_strategy(environment: LaunchEnvironment, job: JobFacts) -> Strategy:
+def choose_strategy(environment: LaunchEnvironment, job: JobSettings) -> Strategy:
     """Return the strategy that was launched; raises StrategyError where it and the job cannot both be right."""
     strategy: Strategy
     if environment.zero_stage is not None:
@@ -17,11 +17,11 @@ def choose_strategy(environment: LaunchEnvironment, job: JobFacts) -> Strategy:
         strategy = FullySharded(environment, job)
     else:
         strategy = DataParallel(environment)
-    refuse(strategy.name, environment, job)
+    refuse_conflicts(strategy.name, environment, job)
     return strategy
 
 
-def explain(strategy: Strategy) -> str:
+def describe_strategy(strategy: Strategy) -> str:
     """Return one sentence: what is split over how many processes, and what is copied.
 
     >>> explain(zero2_on_4)  # doctest: +SKIP
@@ -33,9 +33,9 @@ def explain(strategy: Strategy) -> str:
     copied = [kind.value for kind in Sharded if kind not in strategy.sharded()]
     if world == 1:
         return f"{strategy.name} on 1 process"
-    parts = [f"{verb} {_and(kinds)}" for kinds, verb in ((split, "splits"), (copied, "copies")) if kinds]
+    parts = [f"{verb} {_join_words(kinds)}" for kinds, verb in ((split, "splits"), (copied, "copies")) if kinds]
     return f"{strategy.name} on {processes} {', '.join(parts)}"
 
 
-def _and(words: list[str]) -> str:
+def _join_words(words: list[str]) -> str:
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"

@@ -14,7 +14,7 @@ class DataParallel:
 
     def __init__(self, environment: LaunchEnvironment) -> None:
         self._environment = environment
-        self._is_distributed = environment.world > 1 or environment.has_group
+        self._is_distributed = environment.world > 1 or environment.has_process_group
         self.name = "ddp" if self._is_distributed else "single"
 
     def accelerator_context(self) -> AbstractContextManager[None]:

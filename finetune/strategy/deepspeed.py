@@ -15,7 +15,7 @@ from finetune.runtime.parameters import InitContext
 from finetune.runtime.supervision.build_locks import BuildWatch, clear_build_locks
 from finetune.strategy.environment import LaunchEnvironment
 from finetune.strategy.protocol import Expected, PluginSettings, Sharded
-from finetune.strategy.reconcile import JobFacts, filled_deepspeed_config
+from finetune.strategy.reconcile import JobSettings, complete_deepspeed_config
 from finetune.strategy.upstream import gloo_bridge
 
 _SPLIT = {
@@ -28,7 +28,7 @@ _SPLIT = {
 class ZeroRedundancy:
     """ZeRO: stage 1 splits optimizer state, stage 2 gradients too, stage 3 parameters too."""
 
-    def __init__(self, environment: LaunchEnvironment, job: JobFacts) -> None:
+    def __init__(self, environment: LaunchEnvironment, job: JobSettings) -> None:
         self._environment = environment
         self._job = job
         self._stage = environment.zero_stage or 2
@@ -40,14 +40,14 @@ class ZeroRedundancy:
 
     def plugin(self) -> PluginSettings:
         """Return Accelerate's plugin, its DeepSpeed config completed by what the job decides."""
-        _look_after_builds()
+        _watch_builds()
         with self.accelerator_context():  # DeepSpeed settles on its device when it is first imported
             require("deepspeed", extra="deepspeed", purpose="DeepSpeed ZeRO")
         try:
             plugin = DeepSpeedPlugin()
         except ValueError as error:
             raise StrategyError(f"Accelerate refuses the DeepSpeed part of the accelerate config: {error}") from error
-        filled = filled_deepspeed_config(plugin.deepspeed_config, world=self._environment.world, job=self._job)
+        filled = complete_deepspeed_config(plugin.deepspeed_config, world=self._environment.world, job=self._job)
         plugin.deepspeed_config.update(filled)
         return PluginSettings({"deepspeed_plugin": plugin})
 
@@ -64,7 +64,7 @@ class ZeroRedundancy:
         return InitContext(gather=_gather) if self._stage == 3 else InitContext()
 
 
-def _look_after_builds() -> None:
+def _watch_builds() -> None:
     """Have locks of killed builds removed, and what is waited for told: by one process of each machine."""
     local = int(os.environ.get("LOCAL_RANK", "0"))
     if local == 0:

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
 from finetune.runtime.parameters import InitContext
 from finetune.strategy.environment import LaunchEnvironment
 from finetune.strategy.protocol import Expected, PluginSettings, Sharded
-from finetune.strategy.reconcile import JobFacts
+from finetune.strategy.reconcile import JobSettings
 from finetune.strategy.upstream import gloo_bridge
 
 _COMPUTE = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -22,7 +22,7 @@ _COMPUTE = {"bf16": torch.bfloat16, "fp16": torch.float16}
 class FullySharded:
     """FSDP of either version; with a replicate size above 1 it is HSDP, copies of a sharded model."""
 
-    def __init__(self, environment: LaunchEnvironment, job: JobFacts) -> None:
+    def __init__(self, environment: LaunchEnvironment, job: JobSettings) -> None:
         self._environment = environment
         self._precision = job.precision
         self.name = "hsdp" if environment.replicate_size > 1 else f"fsdp{environment.fsdp_version}"
