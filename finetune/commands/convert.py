@@ -35,7 +35,7 @@ from finetune.runtime import distributed
 from finetune.runtime.files.read import read_regular
 from finetune.runtime.progress import Progress, parse_progress
 from finetune.runtime.run_on_ranks import run_on_rank_0
-from finetune.runtime.supervision.writer_lock import claimed
+from finetune.runtime.supervision.writer_lock import lock_run_folder
 from finetune.runtime.text.library_output import quieten
 from finetune.strategy.protocol import Strategy
 
@@ -151,7 +151,7 @@ def convert_from(run: Path, folder: Path, *, step: int, trust_remote_code: bool 
     loaded, strategy = _launched(place.run, trusts=trust_remote_code)
     _require_trust(folder, strategy, trusts=trust_remote_code)
     require_folder(folder, strategy=strategy, world=distributed.world())
-    with claimed(place.run, log=print) if distributed.is_main() else nullcontext():
+    with lock_run_folder(place.run, log=print) if distributed.is_main() else nullcontext():
         _read_folder(folder, _build(loaded, strategy, checkpoints=place.checkpoints), step=step)
 
 

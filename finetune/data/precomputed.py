@@ -15,7 +15,7 @@ from finetune.data.token_cache.integrity import DamagedSet, mark_of, marks_of
 from finetune.data.token_cache.journal import ArrayNote, GrowingArrays
 from finetune.data.token_cache.store import PreparedSet
 from finetune.errors import DataError
-from finetune.runtime.files.atomic import sync
+from finetune.runtime.files.atomic import fsync
 from finetune.runtime.files.digests import Damaged, read_sealed, write_sealed
 
 FORMAT_VERSION = 2
@@ -145,7 +145,7 @@ class KnownWriter:
         names, arrays = self._arrays.stems(_VALUES), self._arrays.finish()
         counted = {"names": names, "samples": self._num_samples, "made_of": dict(made_of), "arrays": arrays}
         write_sealed(self._folder / MANIFEST, {"version": FORMAT_VERSION, **counted})
-        sync(self._folder)
+        fsync(self._folder)
 
     def close(self) -> None:
         """Let go of the files."""

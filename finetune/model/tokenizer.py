@@ -15,7 +15,7 @@ from finetune.errors import ModelError
 from finetune.model.loading.hub import is_folder, located, told
 from finetune.model.loading.pretrained import load_own_tokenizer, load_settings
 from finetune.model.new_tokens import add_tokens
-from finetune.runtime.files.atomic import make_once, set_aside
+from finetune.runtime.files.atomic import build_once, quarantine
 from finetune.runtime.files.digests import folder_damage, seal_folder
 from finetune.runtime.hub import is_offline, without_vain_retries
 
@@ -47,15 +47,15 @@ def trained_tokenizer(
 
 def _make(folder: Path, train: Callable[[Path], None], *, say: Callable[[str], None]) -> bool:
     """Have the folder be as it was written; one that is damaged is set aside and made again. Raises ModelError."""
-    made = make_once(folder, train, log=say)
+    made = build_once(folder, train, log=say)
     damage = folder_damage(folder)
     if damage is None:
         return made
     try:
-        aside = set_aside(folder, lambda: folder_damage(folder) is not None, log=say)
+        aside = quarantine(folder, lambda: folder_damage(folder) is not None, log=say)
         if aside is not None:
             say(f"warning: the trained tokenizer {folder} is damaged: {damage}. It is set aside as {aside.name}.")
-        made = make_once(folder, train, log=say)
+        made = build_once(folder, train, log=say)
         damage = folder_damage(folder)
     except OSError as error:
         raise ModelError(

@@ -15,7 +15,7 @@ from finetune.runtime.supervision.exit import Ending, end_children, is_broken_co
 from finetune.runtime.supervision.signals import SignalNote, noted_signals
 from finetune.runtime.supervision.status import Status, ended_by, status_of_launch
 from finetune.runtime.supervision.watchdog import Watchdog, watched
-from finetune.runtime.supervision.writer_lock import claimed
+from finetune.runtime.supervision.writer_lock import lock_run_folder
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def watched_run(folder: Path, *, say: RunLog, also: Sequence[Path] = ()) -> Iter
     the folder, or of those that are written `also`, takes nothing.
     """
     rank = distributed.rank()
-    with noted_signals() as note, claimed(folder, log=say) if rank == 0 else nullcontext():
+    with noted_signals() as note, lock_run_folder(folder, log=say) if rank == 0 else nullcontext():
         end_with_launcher()
         if rank == 0:
             hang.set_aside(folder)

@@ -1,7 +1,7 @@
 """A run's folder with checkpoints that are whole, made without training; and storage whose every word is noted."""
 
 from finetune.checkpoint.format.manifest import Manifest, RunFingerprint, file_checksum, write_manifest
-from finetune.runtime.files.remote import Remote
+from finetune.runtime.files.remote import RemoteFolder
 
 
 def checkpoint(folder, step, *, content="", metrics=None):
@@ -16,7 +16,7 @@ def checkpoint(folder, step, *, content="", metrics=None):
     return path
 
 
-class NotedRemote(Remote):
+class NotedRemote(RemoteFolder):
     """Storage that notes what it is asked to do, and fails where it is told to."""
 
     def __init__(self, url):

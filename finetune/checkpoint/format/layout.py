@@ -103,5 +103,5 @@ def rename_aside(path: Path, word: str) -> Path:
         count += 1
         aside = path.with_name(f".{word}-{path.name}-{count}")
     path.rename(aside)
-    atomic.sync(path.parent)
+    atomic.fsync(path.parent)
     return aside

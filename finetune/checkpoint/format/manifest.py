@@ -129,7 +129,7 @@ def read_manifest(folder: Path) -> Manifest:
             raise CheckpointError(f"{folder}: there is no such folder")
         if not path.is_file():
             raise CheckpointError(f"{folder}: there is no {MANIFEST}, so the checkpoint was never finished")
-        return parse_manifest(read_regular(path, most_bytes=_MAX_BYTES), path=path)
+        return parse_manifest(read_regular(path, max_bytes=_MAX_BYTES), path=path)
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
 

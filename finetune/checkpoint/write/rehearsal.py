@@ -142,5 +142,5 @@ def _rename_and_delete(trial: Path) -> None:
     with explain_disk_errors(trial.parent):
         aside = trial.with_name(f"{trial.name}-renamed")
         trial.rename(aside)
-        atomic.sync(aside.parent)
+        atomic.fsync(aside.parent)
         shutil.rmtree(aside)

@@ -180,12 +180,12 @@ def _commit(staging: Path, contents: Contents, *, run: RunFingerprint, written: 
         small = {name: file_checksum(staging / name) for name in texts}
         manifest = _manifest(contents, run=run, files={**small, **written.files}, index=index)
         for folder in {(staging / name).parent for name in manifest.files}:
-            atomic.sync(folder)
+            atomic.fsync(folder)
         fault_point("save.manifest", step=contents.step)
         write_manifest(staging, manifest)
         fault_point("save.rename", step=contents.step)
         staging.rename(final)
-        atomic.sync(final.parent)
+        atomic.fsync(final.parent)
     return manifest
 
 

@@ -14,7 +14,7 @@ from finetune.config.load import RESOLVED, load_resolved
 from finetune.config.sections.checkpoint import CheckpointSection, KeepBestSection
 from finetune.errors import CheckpointError, UserError
 from finetune.runtime.resources import format_size
-from finetune.runtime.supervision.writer_lock import claimed
+from finetune.runtime.supervision.writer_lock import lock_run_folder
 
 GOALS = ("minimize", "maximize")
 
@@ -45,7 +45,7 @@ def prune(
     if place.chosen is not None:
         raise UserError(f"{run}: this is one checkpoint. Name the run whose checkpoints are to be thinned out.")
     section = changed(settings_of(place.run), keep_last=keep_last, keep_every=keep_every, keep_best=keep_best)
-    with claimed(place.run, log=print) if does_delete else nullcontext():
+    with lock_run_folder(place.run, log=print) if does_delete else nullcontext():
         verdicts = judge(read_entries(place.checkpoints), section)
         rows = [(each.entry, each.reasons) for each in verdicts]
         print_table(prune_table(rows, now=time.time(), width=width()))

@@ -10,7 +10,7 @@ import fsspec
 from finetune.config.sections.data import SourceSection
 from finetune.data.sources.files import Files, not_read, of_one_kind, require_readable
 from finetune.errors import DataError, FinetuneError
-from finetune.runtime.files.remote import PACKAGES
+from finetune.runtime.files.remote import STORAGE_PACKAGES
 from finetune.runtime.optional import require
 from finetune.runtime.text.secret_urls import REDACTED, unsigned_url, without_query
 
@@ -57,8 +57,8 @@ def find_remote(section: SourceSection, *, key: str, say: Callable[[str], None])
     url = str(section.path)
     _refuse_redacted(url)
     scheme = url.partition("://")[0]
-    if scheme in PACKAGES:
-        package, extra = PACKAGES[scheme]
+    if scheme in STORAGE_PACKAGES:
+        package, extra = STORAGE_PACKAGES[scheme]
         require(package, extra=extra, purpose=f"{key}.path at {scheme}://")
     with _reachable(url):
         storage, path = fsspec.core.url_to_fs(url)

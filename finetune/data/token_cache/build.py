@@ -19,7 +19,7 @@ from finetune.data.token_cache.journal import ArrayNote, GrowingArrays, Journal,
 from finetune.data.token_cache.lengths import Lengths
 from finetune.data.token_cache.store import FORMAT_VERSION, MANIFEST, Identity, PreparedSet
 from finetune.errors import DataError
-from finetune.runtime.files.atomic import sync
+from finetune.runtime.files.atomic import fsync
 from finetune.runtime.files.digests import write_sealed
 from finetune.runtime.supervision.heartbeat import fault_point
 
@@ -113,7 +113,7 @@ class SetWriter:
         }
         write_sealed(self._folder / MANIFEST, manifest)
         self._journal.remove()
-        sync(self._folder)
+        fsync(self._folder)
         return self._counts
 
     def close(self) -> None:

@@ -23,7 +23,7 @@ from finetune.data.token_cache.lengths import Lengths
 from finetune.data.token_cache.store import FORMAT_VERSION, Identity, PreparedSet
 from finetune.data.workers import num_prepare_workers
 from finetune.errors import DataError
-from finetune.runtime.files.atomic import make_once
+from finetune.runtime.files.atomic import build_once
 from finetune.runtime.recorded import recorded_name
 from finetune.runtime.supervision.heartbeat import fault_point
 
@@ -234,7 +234,7 @@ def _build(
 
 def _make(folder: Path, build: Callable[[Path], None], *, say: Say, while_waiting: Callable[[Path], None]) -> bool:
     with _told_of_disk(folder):
-        return make_once(folder, build, log=say, goes_on=True, while_waiting=while_waiting)
+        return build_once(folder, build, log=say, goes_on=True, while_waiting=while_waiting)
 
 
 @contextmanager

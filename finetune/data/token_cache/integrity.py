@@ -10,7 +10,7 @@ import numpy as np
 import xxhash
 
 from finetune.errors import DataError
-from finetune.runtime.files.atomic import set_aside
+from finetune.runtime.files.atomic import quarantine
 
 BLOCK_BYTES = 4 << 20
 DIGEST_BYTES = 16
@@ -97,7 +97,7 @@ def put_aside(folder: Path, is_damaged: Callable[[], bool], *, say: Callable[[st
     Raises DataError where it cannot be renamed, as in a cache that is only read here.
     """
     try:
-        return set_aside(folder, is_damaged, log=say)
+        return quarantine(folder, is_damaged, log=say)
     except OSError as error:
         raise DataError(
             f"{folder} is damaged and cannot be set aside: {error.strerror or error}. Set data.cache_folder to a "

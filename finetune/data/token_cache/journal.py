@@ -13,7 +13,7 @@ import numpy as np
 from finetune.data.token_cache.arrays import ArrayFacts
 from finetune.data.token_cache.counts import Counts
 from finetune.data.token_cache.integrity import BlockDigests
-from finetune.runtime.files.atomic import sync
+from finetune.runtime.files.atomic import fsync
 from finetune.runtime.files.digests import Damaged, opened, require_file, sealed
 
 _PIECE_BYTES = 1 << 20
@@ -195,7 +195,7 @@ class Journal:
             os.fsync(file.fileno())
         self._num_lines += 1
         if is_new:
-            sync(self._path.parent)
+            fsync(self._path.parent)
 
     def remove(self) -> None:
         """Remove it: the set is whole."""

@@ -13,7 +13,7 @@ from finetune.report.events import CheckpointSaved, Event, RunEnded, Warned
 from finetune.report.reporter import Reporter
 from finetune.run.remote.upload import Uploads
 from finetune.runtime import distributed
-from finetune.runtime.files.remote import Remote
+from finetune.runtime.files.remote import RemoteFolder
 
 _FAREWELL_SECONDS = 20.0
 """For what is left to upload after an error: launchers end a process soon, and the next start uploads the rest."""
@@ -39,7 +39,7 @@ def make_mirror(loaded: LoadedConfig) -> Mirror:
     """Return who uploads this rank's run: rank 0 of a run at a URL does."""
     if loaded.remote is None or not distributed.is_main():
         return NoMirror()
-    return StorageMirror(Path(loaded.config.run.folder), Remote(loaded.remote), section=loaded.config.checkpoint)
+    return StorageMirror(Path(loaded.config.run.folder), RemoteFolder(loaded.remote), section=loaded.config.checkpoint)
 
 
 class NoMirror:
@@ -65,7 +65,7 @@ class NoMirror:
 class StorageMirror:
     """Uploads a run's folder whenever a checkpoint is whole, and at the end."""
 
-    def __init__(self, folder: Path, remote: Remote, *, section: CheckpointSection) -> None:
+    def __init__(self, folder: Path, remote: RemoteFolder, *, section: CheckpointSection) -> None:
         self._folder = folder
         self._url = remote.url
         self._due, self._ending = threading.Event(), threading.Event()

@@ -13,7 +13,7 @@ from finetune.config.load import LoadedConfig
 from finetune.config.paths import is_url, stage_of
 from finetune.config.run_config import with_run_folder
 from finetune.errors import CheckpointError, FinetuneError
-from finetune.runtime.files.remote import Remote
+from finetune.runtime.files.remote import RemoteFolder
 from finetune.runtime.resources import format_size
 from finetune.runtime.supervision.status import FILE as STATUS
 
@@ -47,7 +47,7 @@ def fetch_run(loaded: LoadedConfig, *, say: Callable[[str], None]) -> None:
     stage.mkdir(parents=True, exist_ok=True)
     with FileLock(stage / _LOCK):
         try:
-            remote = Remote(loaded.remote)
+            remote = RemoteFolder(loaded.remote)
             _probe(remote, stage)
             _bring(remote, stage, say=say)
         except FinetuneError:
@@ -75,7 +75,7 @@ def step_of(name: str) -> int | None:
     return layout.step_of(Path(parts[1])) if len(parts) > 2 and parts[0] == layout.CHECKPOINTS else None
 
 
-def _probe(remote: Remote, stage: Path) -> None:
+def _probe(remote: RemoteFolder, stage: Path) -> None:
     """Write and delete a file: a storage that answers may still refuse to take anything."""
     probe = stage / _PROBE
     probe.write_text("finetune looked whether it may write here\n", encoding="utf-8")
@@ -86,7 +86,7 @@ def _probe(remote: Remote, stage: Path) -> None:
     remote.delete([_PROBE])
 
 
-def _bring(remote: Remote, stage: Path, *, say: Callable[[str], None]) -> None:
+def _bring(remote: RemoteFolder, stage: Path, *, say: Callable[[str], None]) -> None:
     sizes = remote.sizes()
     newest_here = max(layout.steps(stage / layout.CHECKPOINTS), default=-1)
     newer = [step for step in marked_steps(sizes) if step > newest_here]
@@ -103,7 +103,7 @@ def _bring(remote: Remote, stage: Path, *, say: Callable[[str], None]) -> None:
         say(f"warning: passed over {remote.url}/{layout.CHECKPOINTS}/{path.name}: {problem}")
 
 
-def _download(remote: Remote, path: Path) -> str | None:
+def _download(remote: RemoteFolder, path: Path) -> str | None:
     """Download a checkpoint, marker first, and rename it into place when it verifies; else return what is wrong."""
     staging = path.with_name(f".fetched-{path.name}")
     shutil.rmtree(staging, ignore_errors=True)

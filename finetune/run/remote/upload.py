@@ -18,7 +18,7 @@ from finetune.checkpoint.write.retention import metrics_of, removable_steps
 from finetune.config.sections.checkpoint import CheckpointSection
 from finetune.errors import CheckpointError
 from finetune.run.remote.download import FINAL, marked_steps, step_of
-from finetune.runtime.files.remote import Remote
+from finetune.runtime.files.remote import RemoteFolder
 from finetune.runtime.supervision.heartbeat import fault_point
 
 T = TypeVar("T")
@@ -34,7 +34,7 @@ class Uploads:
     """Brings a run's URL up to its folder, one call after the other; all of it is in one thread's hands."""
 
     def __init__(
-        self, folder: Path, remote: Remote, *, section: CheckpointSection, wait: Callable[[float], object]
+        self, folder: Path, remote: RemoteFolder, *, section: CheckpointSection, wait: Callable[[float], object]
     ) -> None:
         self.remote = remote
         self._folder = folder

@@ -21,7 +21,7 @@ from finetune.errors import CheckpointError
 from finetune.report.run_log import RunLog
 from finetune.run.state.finished import input_stamps, is_untouched, is_whole, over_on_disk, read_record, told_over
 from finetune.runtime.supervision.status import ended_by, record_finished, status_of_launch
-from finetune.runtime.supervision.writer_lock import claimed
+from finetune.runtime.supervision.writer_lock import lock_run_folder
 
 
 def answer_beforehand(loaded: LoadedConfig) -> int | None:
@@ -39,7 +39,7 @@ def answer_beforehand(loaded: LoadedConfig) -> int | None:
         return None
     if rank > 0:
         return _answer(config, rank=rank)
-    with claimed(folder, log=print):
+    with lock_run_folder(folder, log=print):
         return _answer(config, rank=rank)
 
 

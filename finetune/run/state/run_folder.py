@@ -29,7 +29,7 @@ from finetune.run.state.finished import read_record
 from finetune.runtime import distributed
 from finetune.runtime.environment import environment_facts
 from finetune.runtime.files import atomic, digests
-from finetune.runtime.files.atomic import LOCKED_SECONDS, SHARED_SECONDS, clear_abandoned, temporary
+from finetune.runtime.files.atomic import STALE_SECONDS_LOCKED, STALE_SECONDS_SHARED, remove_stale, temporary_path
 from finetune.runtime.files.digests import SEAL, folder_damage, seal_folder
 from finetune.runtime.files.read import parse_as, read_regular
 from finetune.runtime.files.replace_folder import replace_folder
@@ -49,9 +49,9 @@ def clear_leftovers(config: RunConfig, *, say: RunLog) -> None:
     Raises OSError where the folder takes nothing: a full disk is told before data is prepared and a model built.
     """
     run = Path(config.run.folder)
-    cleared = clear_abandoned(run, seconds=LOCKED_SECONDS, below=True)
-    for folder in {cache_folder(config.data), Path(digests.FOLDER).expanduser()}:
-        cleared += clear_abandoned(folder, seconds=SHARED_SECONDS, below=True)
+    cleared = remove_stale(run, seconds=STALE_SECONDS_LOCKED, below=True)
+    for folder in {cache_folder(config.data), Path(digests.CACHE_FOLDER).expanduser()}:
+        cleared += remove_stale(folder, seconds=STALE_SECONDS_SHARED, below=True)
     if cleared:
         more = f" and {len(cleared) - 1} more" if len(cleared) > 1 else ""
         say(f"removed {cleared[0]}{more}: left by a process that was killed while it wrote")
@@ -60,7 +60,7 @@ def clear_leftovers(config: RunConfig, *, say: RunLog) -> None:
 
 
 def _try_to_write(run: Path) -> None:
-    probe = temporary(run / "probe")
+    probe = temporary_path(run / "probe")
     try:
         atomic.write_bytes(probe, bytes(_PROBE_BYTES))
     finally:

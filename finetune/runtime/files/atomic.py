@@ -30,10 +30,10 @@ from finetune.runtime.text.redact import redacted_config
 from finetune.runtime.text.terminal import format_json
 
 SUFFIX = ".finetune-tmp"
-OLDER = ".older"
+REPLACED_SUFFIX = ".older"
 """What a folder that is being replaced is called meanwhile, behind the temporary name of the one that replaces it."""
 
-LOCKED_SECONDS, SHARED_SECONDS = 3600.0, 86_400.0
+STALE_SECONDS_LOCKED, STALE_SECONDS_SHARED = 3600.0, 86_400.0
 """After so long without a change, what another host has left is abandoned: in a folder that we hold, and in others."""
 
 _LONGEST_BYTES = 150  # of 255 that a name may have
@@ -41,17 +41,17 @@ _TICK_SECONDS = 2.0  # by which a file may seem older than the process that made
 _MOST_FOLDERS = 1000
 _NAME = re.compile(
     rf"\.(?P<name>.+)\.(?P<host>[0-9a-f]{{8}})-(?P<pid>[0-9]{{1,10}})-[0-9a-f]{{8}}{re.escape(SUFFIX)}"
-    rf"(?P<older>{re.escape(OLDER)})?"
+    rf"(?P<older>{re.escape(REPLACED_SUFFIX)})?"
 )
 
 
-def temporary(path: Path) -> Path:
+def temporary_path(path: Path) -> Path:
     """Return a name beside `path` under which a process writes what is to become it; never the same twice."""
     name = path.name if len(os.fsencode(path.name)) <= _LONGEST_BYTES else "long"
     return path.with_name(f".{name}.{_host()}-{os.getpid()}-{secrets.token_hex(4)}{SUFFIX}")
 
 
-def clear_abandoned(folder: Path, *, seconds: float, below: bool = False) -> list[Path]:
+def remove_stale(folder: Path, *, seconds: float, below: bool = False) -> list[Path]:
     """Remove what writers that live no more have left in the folder and return it; `below`: in its folders, too.
 
     Of another host's writers nothing is known: what has not changed for so many seconds is taken for abandoned. Where a
@@ -61,17 +61,19 @@ def clear_abandoned(folder: Path, *, seconds: float, below: bool = False) -> lis
     for each in (folder, *(_folders(folder) if below else ())):
         with suppress(OSError):
             found = [(path, match) for path in sorted(each.iterdir()) if (match := _NAME.fullmatch(path.name))]
-            cleared += [path for path, match in found if _is_abandoned(path, match, seconds) and _remove(path, match)]
+            cleared += [
+                path for path, match in found if _is_stale(path, match, seconds) and _remove_stale_path(path, match)
+            ]
     return cleared
 
 
 def _folders(folder: Path) -> Iterator[Path]:
     with suppress(OSError):
         inner = sorted(path for path in folder.iterdir() if path.is_dir() and not path.is_symlink())
-        yield from (path for path in inner[:_MOST_FOLDERS] if not path.name.endswith((SUFFIX, OLDER)))
+        yield from (path for path in inner[:_MOST_FOLDERS] if not path.name.endswith((SUFFIX, REPLACED_SUFFIX)))
 
 
-def _is_abandoned(path: Path, match: re.Match[str], seconds: float) -> bool:
+def _is_stale(path: Path, match: re.Match[str], seconds: float) -> bool:
     try:
         written = path.lstat().st_mtime
     except OSError:
@@ -86,7 +88,7 @@ def _is_abandoned(path: Path, match: re.Match[str], seconds: float) -> bool:
         return False
 
 
-def _remove(path: Path, match: re.Match[str]) -> bool:
+def _remove_stale_path(path: Path, match: re.Match[str]) -> bool:
     try:
         target = path.with_name(match["name"])
         if match["older"] and not os.path.lexists(target):
@@ -112,7 +114,7 @@ def write_text(path: Path, text: str) -> None:
 def write_bytes(path: Path, content: bytes, *, survives_power_cut: bool = True) -> None:
     """Write the file likewise; what can be made again need not survive a power cut, which is much faster."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    staging = temporary(path)
+    staging = temporary_path(path)
     descriptor = os.open(staging, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         with os.fdopen(descriptor, "wb") as file:
@@ -126,7 +128,7 @@ def write_bytes(path: Path, content: bytes, *, survives_power_cut: bool = True) 
         staging.unlink(missing_ok=True)
         raise
     if survives_power_cut:
-        sync(path.parent)
+        fsync(path.parent)
 
 
 def write_json(path: Path, value: Any, *, exact: bool = False) -> None:
@@ -145,7 +147,7 @@ def read_json_lines(path: Path) -> Iterator[Any]:
             yield parse_json(line)
 
 
-def sync(path: Path) -> None:
+def fsync(path: Path) -> None:
     """Make a file's content, or the names in a folder, survive a power cut."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -158,7 +160,7 @@ def do_nothing(staging: Path) -> None:
     """Say nothing."""
 
 
-def make_once(
+def build_once(
     folder: Path,
     build: Callable[[Path], None],
     *,
@@ -176,7 +178,7 @@ def make_once(
         return False
     folder.parent.mkdir(parents=True, exist_ok=True)
     staging = folder.with_name(f".{folder.name}.making")
-    with _held(folder.with_name(f".{folder.name}.lock"), log=log, what=folder, wait=lambda: while_waiting(staging)):
+    with _locked(folder.with_name(f".{folder.name}.lock"), log=log, what=folder, wait=lambda: while_waiting(staging)):
         if folder.exists():
             return False
         if os.path.lexists(folder):
@@ -190,17 +192,17 @@ def make_once(
         finally:
             if not goes_on:
                 shutil.rmtree(staging, ignore_errors=True)
-        sync(folder.parent)
+        fsync(folder.parent)
         return True
 
 
-def set_aside(folder: Path, is_damaged: Callable[[], bool], *, log: Callable[[str], None]) -> Path | None:
-    """Rename a damaged folder that `make_once` has made, and return what it is called now.
+def quarantine(folder: Path, is_damaged: Callable[[], bool], *, log: Callable[[str], None]) -> Path | None:
+    """Rename a damaged folder that `build_once` has made, and return what it is called now.
 
     It is looked at again while no other process makes or renames it; None where it is not damaged then, or not there.
     Raises OSError where it cannot be renamed.
     """
-    with _held(folder.with_name(f".{folder.name}.lock"), log=log, what=folder, wait=lambda: None):
+    with _locked(folder.with_name(f".{folder.name}.lock"), log=log, what=folder, wait=lambda: None):
         if not os.path.lexists(folder) or not is_damaged():
             return None
         return _rename_aside(folder)
@@ -226,7 +228,7 @@ def _remove_files(path: Path) -> None:
 
 
 @contextmanager
-def _held(path: Path, *, log: Callable[[str], None], what: Path, wait: Callable[[], None]) -> Iterator[None]:
+def _locked(path: Path, *, log: Callable[[str], None], what: Path, wait: Callable[[], None]) -> Iterator[None]:
     """Hold the lock, which the kernel takes from a process that dies; call `wait` every second until it is free."""
     lock = FileLock(path)
     try:

@@ -19,9 +19,9 @@ from finetune.runtime.files.atomic import write_json
 from finetune.runtime.files.read import NotAFile, read_json, require_regular
 from finetune.runtime.text.redact import redacted_config
 
-FOLDER = "~/.cache/finetune/digests"
+CACHE_FOLDER = "~/.cache/finetune/digests"
 LARGE_BYTES = 64 << 20
-_SETTLED_SECONDS = 2.0  # a file written so lately might be written again within one tick of the file system's clock
+_MIN_AGE_SECONDS = 2.0  # a file written so lately might be written again within one tick of the file system's clock
 
 
 def file_digest(path: Path) -> str:
@@ -30,12 +30,12 @@ def file_digest(path: Path) -> str:
     What is remembered counts only for the same inode, size and times, the time of the last change of its state
     (ctime) among them, which no program can set back.
     """
-    return _remembered([path], partial(_read, path), name=str(path.resolve()))
+    return _cached([path], partial(_read, path), name=str(path.resolve()))
 
 
 def sha256_digest(path: Path) -> str:
     """Return what `sha256sum` prints of the file; remembered likewise."""
-    return _remembered([path], partial(_sha256, path), name=f"sha256 {path.resolve()}")
+    return _cached([path], partial(_sha256, path), name=f"sha256 {path.resolve()}")
 
 
 def files_digest(paths: Sequence[Path]) -> str:
@@ -43,21 +43,21 @@ def files_digest(paths: Sequence[Path]) -> str:
 
     Raises OSError for a file that cannot be read.
     """
-    return _remembered(paths, partial(_of_all, paths), name="\n".join(map(str, paths)))
+    return _cached(paths, partial(_of_all, paths), name="\n".join(map(str, paths)))
 
 
-def _remembered(paths: Sequence[Path], read: Callable[[], str], *, name: str) -> str:
+def _cached(paths: Sequence[Path], read: Callable[[], str], *, name: str) -> str:
     states = [_state(path) for path in paths]
     if sum(each["size"] for each in states) < LARGE_BYTES:
         return read()
-    note = _note(name)
+    note = _cache_file(name)
     state = hashlib.blake2b(json.dumps(states).encode(), digest_size=16).hexdigest()
     with suppress(OSError, ValueError):
         known = read_json(note)
         if isinstance(known, dict) and known.get("state") == state and isinstance(known.get("digest"), str):
             return str(known["digest"])
     digest = read()
-    is_settled = time.time() - max(each["changed"] for each in states) / 1e9 > _SETTLED_SECONDS
+    is_settled = time.time() - max(each["changed"] for each in states) / 1e9 > _MIN_AGE_SECONDS
     if is_settled and [_state(path) for path in paths] == states:
         with suppress(OSError):  # remembering is a convenience
             write_json(note, {"path": str(paths[0]), "state": state, "digest": digest}, exact=True)
@@ -85,9 +85,9 @@ def _state(path: Path) -> dict[str, int]:
     }
 
 
-def _note(name: str) -> Path:
+def _cache_file(name: str) -> Path:
     digest = hashlib.blake2b(name.encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()
-    return Path(FOLDER).expanduser() / f"{digest}.json"
+    return Path(CACHE_FOLDER).expanduser() / f"{digest}.json"
 
 
 def _read(path: Path) -> str:

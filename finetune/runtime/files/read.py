@@ -51,17 +51,17 @@ def _regular(state: os.stat_result, path: Path) -> os.stat_result:
 
 T = TypeVar("T")
 
-MOST_BYTES = 512 << 20
+MAX_BYTES = 512 << 20
 """Of a file that is read whole: the index of a checkpoint of a million tensors has half of it."""
 
 
-def read_regular(path: Path, *, most_bytes: int = MOST_BYTES) -> bytes:
+def read_regular(path: Path, *, max_bytes: int = MAX_BYTES) -> bytes:
     """Return the file's content; raises OSError for what is no regular file, or has more bytes."""
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
-        if size > most_bytes:
-            raise OSError(errno.EINVAL, f"has {size} bytes, at most {most_bytes} are read", str(path))
-        return file.read(most_bytes)
+        if size > max_bytes:
+            raise OSError(errno.EINVAL, f"has {size} bytes, at most {max_bytes} are read", str(path))
+        return file.read(max_bytes)
 
 
 def parse_json(content: bytes | str) -> Any:
@@ -72,9 +72,9 @@ def parse_json(content: bytes | str) -> Any:
         raise ValueError("it is nested too deep") from None
 
 
-def read_json(path: Path, *, most_bytes: int = MOST_BYTES) -> Any:
+def read_json(path: Path, *, max_bytes: int = MAX_BYTES) -> Any:
     """Return the file's value; raises OSError or ValueError, and nothing else."""
-    return parse_json(read_regular(path, most_bytes=most_bytes))
+    return parse_json(read_regular(path, max_bytes=max_bytes))
 
 
 def parse_as(schema: TypeAdapter[T], content: bytes) -> T:

@@ -8,7 +8,7 @@ import fsspec
 
 from finetune.runtime.optional import require
 
-PACKAGES: Mapping[str, tuple[str, str]] = {
+STORAGE_PACKAGES: Mapping[str, tuple[str, str]] = {
     "s3": ("s3fs", "s3"),
     "gs": ("gcsfs", "gcs"),
     "gcs": ("gcsfs", "gcs"),
@@ -18,15 +18,15 @@ PACKAGES: Mapping[str, tuple[str, str]] = {
 """The package that knows a kind of storage, and the extra that brings it."""
 
 
-class Remote:
+class RemoteFolder:
     """A folder at a URL. Methods raise whatever the storage's package raises; nothing is cached between calls."""
 
     def __init__(self, url: str) -> None:
         """Raises MissingPackage where this kind of storage needs one that is not installed."""
         self.url = url.rstrip("/")
         scheme = url.partition("://")[0]
-        if scheme in PACKAGES:
-            package, extra = PACKAGES[scheme]
+        if scheme in STORAGE_PACKAGES:
+            package, extra = STORAGE_PACKAGES[scheme]
             require(package, extra=extra, purpose=f"run.folder at {scheme}://")
         self._storage: Any
         self._storage, self._root = fsspec.core.url_to_fs(self.url)

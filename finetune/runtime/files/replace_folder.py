@@ -5,17 +5,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from finetune.runtime.files.atomic import OLDER, SHARED_SECONDS, clear_abandoned, sync, temporary
+from finetune.runtime.files.atomic import REPLACED_SUFFIX, STALE_SECONDS_SHARED, fsync, remove_stale, temporary_path
 
 
 @contextmanager
 def replace_folder(folder: Path) -> Iterator[Path]:
     """Yield a hidden folder that takes the place of `folder` at the end; an error leaves the older one as it was."""
     folder.parent.mkdir(parents=True, exist_ok=True)
-    clear_abandoned(folder.parent, seconds=SHARED_SECONDS)
-    staging = temporary(folder)
+    remove_stale(folder.parent, seconds=STALE_SECONDS_SHARED)
+    staging = temporary_path(folder)
     staging.mkdir(mode=0o700)
-    older = staging.with_name(f"{staging.name}{OLDER}")
+    older = staging.with_name(f"{staging.name}{REPLACED_SUFFIX}")
     try:
         yield staging
         staging.chmod(0o755)
@@ -23,7 +23,7 @@ def replace_folder(folder: Path) -> Iterator[Path]:
         if folder.exists():
             folder.replace(older)
         staging.replace(folder)
-        sync(folder.parent)
+        fsync(folder.parent)
     except BaseException:
         if older.exists() and not folder.exists():
             older.replace(folder)
@@ -36,5 +36,5 @@ def replace_folder(folder: Path) -> Iterator[Path]:
 
 def _sync_all(folder: Path) -> None:
     for path in folder.rglob("*"):
-        sync(path)
-    sync(folder)
+        fsync(path)
+    fsync(folder)

@@ -33,7 +33,7 @@ _KINDS = {
 }
 
 
-def require_plain_names(folder: Path) -> None:
+def require_free_names(folder: Path) -> None:
     """Raise UserError where one of a run's own names is taken by something else than the run puts there."""
     problems = [
         problem
@@ -59,7 +59,7 @@ LOCK = ".writer.lock"
 
 
 @contextmanager
-def claimed(folder: Path, *, log: Callable[[str], None]) -> Iterator[None]:
+def lock_run_folder(folder: Path, *, log: Callable[[str], None]) -> Iterator[None]:
     """Hold the folder, which is made, while the context lasts; raises UserError that names who holds it.
 
     Also raises UserError where it cannot be made or written, or where something else has the name of one of its files.
@@ -69,10 +69,12 @@ def claimed(folder: Path, *, log: Callable[[str], None]) -> Iterator[None]:
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        require_plain_names(folder)
+        require_free_names(folder)
         descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o644)
     except OSError as error:
-        raise UserError(f"run.folder: {_why(folder, error)} Write another run.folder, or mend this one.") from error
+        raise UserError(
+            f"run.folder: {_format_os_error(folder, error)} Write another run.folder, or mend this one."
+        ) from error
     try:
         _lock(descriptor, folder, log=log)
         yield
@@ -84,7 +86,7 @@ def _lock(descriptor: int, folder: Path, *, log: Callable[[str], None]) -> None:
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
-        raise UserError(_refusal(descriptor, folder)) from None
+        raise UserError(_format_held_lock(descriptor, folder)) from None
     except OSError as error:
         log(f"warning: {folder} cannot be locked against a second run ({error}); make sure that there is none.")
         return
@@ -94,14 +96,14 @@ def _lock(descriptor: int, folder: Path, *, log: Callable[[str], None]) -> None:
         os.pwrite(descriptor, json.dumps(me).encode(), 0)
 
 
-def _why(folder: Path, error: OSError) -> str:
+def _format_os_error(folder: Path, error: OSError) -> str:
     blocking = next((each for each in (folder, *folder.parents) if each.exists() and not each.is_dir()), None)
     if blocking is not None:
         return f"{folder} cannot be made: {blocking} is no folder."
     return f"{folder} cannot be written: {error.strerror or error}."
 
 
-def _refusal(descriptor: int, folder: Path) -> str:
+def _format_held_lock(descriptor: int, folder: Path) -> str:
     try:
         holder: dict[str, Any] = parse_json(os.pread(descriptor, 1000, 0))
         who = f"process {holder['pid']} on {holder['host']}, since {holder['since']}"

@@ -87,8 +87,8 @@ def test_a_folder_is_read_once_while_nothing_in_it_is_written(photos, monkeypatc
     really = digests._read
     monkeypatch.setattr(digests, "_read", lambda path: read.append(path) or really(path))
     monkeypatch.setattr(digests, "LARGE_BYTES", 10)
-    monkeypatch.setattr(digests, "FOLDER", str(tmp_path / "remembered"))
-    monkeypatch.setattr(digests, "_SETTLED_SECONDS", -1.0)
+    monkeypatch.setattr(digests, "CACHE_FOLDER", str(tmp_path / "remembered"))
+    monkeypatch.setattr(digests, "_MIN_AGE_SECONDS", -1.0)
     for _ in range(2):
         find_local(SourceSection(path=str(photos)), key="data.train", say=print).digest()
     assert len(read) == 5

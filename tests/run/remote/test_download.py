@@ -9,7 +9,7 @@ from finetune.config.explain import resolved_yaml
 from finetune.config.load import LoadedConfig, load_config
 from finetune.errors import CheckpointError
 from finetune.run.remote.download import fetch_run, staged
-from finetune.runtime.files.remote import Remote
+from finetune.runtime.files.remote import RemoteFolder
 from tests.run.staging import checkpoint
 
 
@@ -26,7 +26,7 @@ class Machine:
 
     @property
     def remote(self):
-        return Remote(self.loaded.remote)
+        return RemoteFolder(self.loaded.remote)
 
     def upload(self, *, leave_out=()):
         for path in self.stage.rglob("*"):

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from finetune.runtime.files import atomic
-from finetune.runtime.files.atomic import OLDER, SUFFIX, clear_abandoned, make_once, temporary, write_json
+from finetune.runtime.files.atomic import REPLACED_SUFFIX, SUFFIX, build_once, remove_stale, temporary_path, write_json
 
 KILLED_WHILE_IT_WRITES = """
 import os, signal, sys
@@ -36,28 +36,28 @@ def test_what_a_kill_leaves_is_removed_by_the_next_start(tmp_path):
     killed = subprocess.run([sys.executable, "-c", KILLED_WHILE_IT_WRITES, str(tmp_path)], check=False)
     (left,) = tmp_path.iterdir()
     assert killed.returncode == -9 and left.name.startswith(".status.json.") and left.name.endswith(SUFFIX)
-    assert clear_abandoned(tmp_path, seconds=3600) == [left]
+    assert remove_stale(tmp_path, seconds=3600) == [left]
     assert names(tmp_path) == []
 
 
 def test_what_a_living_process_writes_stays(tmp_path):
-    temporary(tmp_path / "status.json").write_text("half")
-    assert clear_abandoned(tmp_path, seconds=0) == []
+    temporary_path(tmp_path / "status.json").write_text("half")
+    assert remove_stale(tmp_path, seconds=0) == []
 
 
 def test_a_process_that_came_later_under_the_same_number_does_not_own_it(tmp_path):
-    left = temporary(tmp_path / "status.json")
+    left = temporary_path(tmp_path / "status.json")
     left.write_text("half")
     os.utime(left, (1e9, 1e9))
-    assert clear_abandoned(tmp_path, seconds=3600) == [left]
+    assert remove_stale(tmp_path, seconds=3600) == [left]
 
 
 def test_of_another_host_only_what_is_old_goes(tmp_path):
-    left = tmp_path / of_another(temporary(tmp_path / "status.json").name, host="00000000")
+    left = tmp_path / of_another(temporary_path(tmp_path / "status.json").name, host="00000000")
     left.write_text("half")
-    assert clear_abandoned(tmp_path, seconds=3600) == []
+    assert remove_stale(tmp_path, seconds=3600) == []
     os.utime(left, (time.time() - 4000,) * 2)
-    assert clear_abandoned(tmp_path, seconds=3600) == [left]
+    assert remove_stale(tmp_path, seconds=3600) == [left]
 
 
 @pytest.mark.parametrize(
@@ -66,29 +66,29 @@ def test_of_another_host_only_what_is_old_goes(tmp_path):
 def test_a_users_own_file_is_never_removed(tmp_path, name):
     (tmp_path / name).write_text("mine")
     os.utime(tmp_path / name, (1e9, 1e9))
-    assert clear_abandoned(tmp_path, seconds=0) == []
+    assert remove_stale(tmp_path, seconds=0) == []
 
 
 def test_folders_below_are_looked_into_and_links_are_not_followed(tmp_path):
     inside, outside = tmp_path / "run" / "samples", tmp_path / "elsewhere"
     for folder in (inside, outside):
         folder.mkdir(parents=True)
-        left = temporary(folder / "rank-00000.jsonl")
+        left = temporary_path(folder / "rank-00000.jsonl")
         left.write_text("half")
         os.utime(left, (1e9, 1e9))
     (tmp_path / "run" / "link").symlink_to(outside)
-    assert len(clear_abandoned(tmp_path / "run", seconds=3600, below=True)) == 1
+    assert len(remove_stale(tmp_path / "run", seconds=3600, below=True)) == 1
     assert names(inside) == [] and len(names(outside)) == 1
 
 
 def test_a_folder_killed_between_the_two_renames_gets_its_older_content_back(tmp_path):
-    staging = temporary(tmp_path / "final")
-    older = staging.with_name(staging.name + OLDER)
+    staging = temporary_path(tmp_path / "final")
+    older = staging.with_name(staging.name + REPLACED_SUFFIX)
     for folder in (staging, older):
         folder.mkdir()
         (folder / "file").write_text(folder.name[-5:])
         os.utime(folder, (1e9, 1e9))
-    clear_abandoned(tmp_path, seconds=3600)
+    remove_stale(tmp_path, seconds=3600)
     assert names(tmp_path) == ["final"]
     assert (tmp_path / "final" / "file").read_text() == "older"
 
@@ -101,7 +101,7 @@ def test_a_long_name_is_written_all_the_same(tmp_path):
 
 def make(folder, build, **named):
     said = []
-    return make_once(folder, build, log=said.append, **named), said
+    return build_once(folder, build, log=said.append, **named), said
 
 
 def test_a_folder_that_is_there_is_not_made(tmp_path):

@@ -15,8 +15,8 @@ def read(monkeypatch, tmp_path):
     really = digests._read
     monkeypatch.setattr(digests, "_read", lambda path: read.append(path.name) or really(path))
     monkeypatch.setattr(digests, "LARGE_BYTES", 10)
-    monkeypatch.setattr(digests, "FOLDER", str(tmp_path / "remembered"))
-    monkeypatch.setattr(digests, "_SETTLED_SECONDS", -1.0)
+    monkeypatch.setattr(digests, "CACHE_FOLDER", str(tmp_path / "remembered"))
+    monkeypatch.setattr(digests, "_MIN_AGE_SECONDS", -1.0)
     return read
 
 
@@ -38,7 +38,7 @@ def test_other_content_of_the_same_size_and_time_is_read(read, tmp_path):
 
 
 def test_a_file_that_was_written_just_now_is_not_remembered(read, tmp_path, monkeypatch):
-    monkeypatch.setattr(digests, "_SETTLED_SECONDS", 3600.0)
+    monkeypatch.setattr(digests, "_MIN_AGE_SECONDS", 3600.0)
     file = tmp_path / "rows.jsonl"
     file.write_text("x" * 20)
     digests.file_digest(file)
@@ -55,7 +55,7 @@ def test_small_files_leave_nothing_behind(read, tmp_path):
 
 def test_a_place_that_cannot_be_written_is_no_fault(read, tmp_path, monkeypatch):
     (tmp_path / "taken").write_text("")
-    monkeypatch.setattr(digests, "FOLDER", str(tmp_path / "taken" / "inside"))
+    monkeypatch.setattr(digests, "CACHE_FOLDER", str(tmp_path / "taken" / "inside"))
     file = tmp_path / "rows.jsonl"
     file.write_text("x" * 20)
     assert digests.file_digest(file) == digests.file_digest(file)

@@ -4,7 +4,7 @@ import pytest
 
 from finetune.errors import MissingPackage
 from finetune.runtime.files import remote
-from finetune.runtime.files.remote import Remote
+from finetune.runtime.files.remote import RemoteFolder
 
 
 @pytest.fixture(params=["memory", "s3"])
@@ -15,7 +15,7 @@ def url(request):
 
 @pytest.fixture
 def folder(url):
-    place = Remote(url)
+    place = RemoteFolder(url)
     yield place
     place.delete(place.sizes())
 
@@ -35,9 +35,9 @@ def test_a_folder_that_is_not_there_is_empty(folder):
 def test_files_are_listed_with_their_sizes_by_their_names_in_the_folder(folder, file, url):
     folder.upload(file, "checkpoints/step-000001/model/0")
     folder.upload(file, "status.json")
-    Remote(f"{url}-of-another").upload(file, "status.json")
+    RemoteFolder(f"{url}-of-another").upload(file, "status.json")
     assert folder.sizes() == {"checkpoints/step-000001/model/0": 12, "status.json": 12}
-    assert Remote(f"{url}/").sizes() == folder.sizes()
+    assert RemoteFolder(f"{url}/").sizes() == folder.sizes()
 
 
 def test_what_was_uploaded_comes_back_and_can_be_replaced(folder, file, tmp_path):
@@ -57,6 +57,6 @@ def test_a_file_is_deleted_and_one_that_is_gone_is_passed_over(folder, file):
 
 
 def test_a_missing_package_is_named_with_the_extra_that_brings_it(monkeypatch):
-    monkeypatch.setitem(remote.PACKAGES, "s3", ("no_such_s3fs", "s3"))
+    monkeypatch.setitem(remote.STORAGE_PACKAGES, "s3", ("no_such_s3fs", "s3"))
     with pytest.raises(MissingPackage, match=r"run.folder at s3:// needs .*pip install 'finetune\[s3\]'"):
-        Remote("s3://bucket/runs/first")
+        RemoteFolder("s3://bucket/runs/first")

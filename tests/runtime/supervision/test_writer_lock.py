@@ -8,7 +8,7 @@ import pytest
 
 from finetune.errors import UserError
 from finetune.runtime.supervision import hang, status, writer_lock
-from finetune.runtime.supervision.writer_lock import FILES, FOLDERS, claimed, require_plain_names
+from finetune.runtime.supervision.writer_lock import FILES, FOLDERS, lock_run_folder, require_free_names
 
 MAKE = {
     "is a folder and not a file": lambda path: path.mkdir(),
@@ -23,14 +23,14 @@ MAKE = {
 def test_a_file_of_the_run_that_is_none_is_refused_by_name(tmp_path, name, what):
     MAKE[what](tmp_path / name)
     with pytest.raises(UserError, match=rf"run\.folder: {tmp_path / name} {what}.*Move or delete it"):
-        require_plain_names(tmp_path)
+        require_free_names(tmp_path)
 
 
 @pytest.mark.parametrize("name", FOLDERS)
 def test_a_folder_of_the_run_that_is_a_file_is_refused_by_name(tmp_path, name):
     (tmp_path / name).write_text("")
     with pytest.raises(UserError, match=f"{tmp_path / name} is a file and not a folder"):
-        require_plain_names(tmp_path)
+        require_free_names(tmp_path)
 
 
 def test_what_a_run_has_written_and_links_to_it_are_as_they_should_be(tmp_path):
@@ -39,7 +39,7 @@ def test_what_a_run_has_written_and_links_to_it_are_as_they_should_be(tmp_path):
         (tmp_path / name).symlink_to(tmp_path / f"{name}-elsewhere")
     for name in FOLDERS:
         (tmp_path / name).mkdir()
-    require_plain_names(tmp_path)
+    require_free_names(tmp_path)
 
 
 def test_all_names_are_those_that_are_written():
@@ -50,7 +50,7 @@ def test_all_names_are_those_that_are_written():
 def test_a_run_folder_below_a_file_is_told_with_the_file(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=f"cannot be made: {tmp_path / 'file'} is no folder"):
-        claimed(tmp_path / "file" / "run", log=print).__enter__()
+        lock_run_folder(tmp_path / "file" / "run", log=print).__enter__()
 
 
 def test_a_folder_that_cannot_be_written_is_told(tmp_path, monkeypatch):
@@ -59,7 +59,7 @@ def test_a_folder_that_cannot_be_written_is_told(tmp_path, monkeypatch):
 
     monkeypatch.setattr(writer_lock.os, "open", refuse)
     with pytest.raises(UserError, match="cannot be written: Read-only file system"):
-        claimed(tmp_path, log=print).__enter__()
+        lock_run_folder(tmp_path, log=print).__enter__()
 
 
 HOLDER = """
@@ -84,10 +84,10 @@ def test_a_second_process_is_refused_with_who_holds_the_folder_until_that_one_di
         assert holder.stdout.readline() == "holds\n"
         with (
             pytest.raises(UserError, match=rf"is being written by process {holder.pid} on .*, since 20"),
-            claimed(tmp_path / "run", log=print),
+            lock_run_folder(tmp_path / "run", log=print),
         ):
             pass
         holder.kill()
         holder.wait()
-        with claimed(tmp_path / "run", log=print):
+        with lock_run_folder(tmp_path / "run", log=print):
             assert str(os.getpid()) in (tmp_path / "run" / ".writer.lock").read_text()
