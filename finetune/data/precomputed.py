@@ -16,7 +16,7 @@ from finetune.data.token_cache.journal import ArrayNote, GrowingArrays
 from finetune.data.token_cache.store import PreparedSet
 from finetune.errors import DataError
 from finetune.runtime.files.atomic import fsync
-from finetune.runtime.files.digests import Damaged, read_sealed, write_sealed
+from finetune.runtime.files.digests import Damaged, read_json_with_digest, write_json_with_digest
 
 FORMAT_VERSION = 2
 MANIFEST = "known.json"
@@ -41,7 +41,7 @@ class KnownArrays:
     def __init__(self, folder: Path, *, is_verified: bool = False) -> None:
         self.folder = folder
         try:
-            manifest = Manifest.model_validate(read_sealed(folder / MANIFEST))
+            manifest = Manifest.model_validate(read_json_with_digest(folder / MANIFEST))
             arrays = open_arrays(
                 folder, manifest.arrays, verified=lambda name: not is_verified and not name.endswith(_VALUES)
             )
@@ -144,7 +144,7 @@ class KnownWriter:
         """Write what makes the folder whole."""
         names, arrays = self._arrays.stems(_VALUES), self._arrays.finish()
         counted = {"names": names, "samples": self._num_samples, "made_of": dict(made_of), "arrays": arrays}
-        write_sealed(self._folder / MANIFEST, {"version": FORMAT_VERSION, **counted})
+        write_json_with_digest(self._folder / MANIFEST, {"version": FORMAT_VERSION, **counted})
         fsync(self._folder)
 
     def close(self) -> None:

@@ -16,7 +16,7 @@ from finetune.model.loading.hub import is_folder, located, told
 from finetune.model.loading.pretrained import load_own_tokenizer, load_settings
 from finetune.model.new_tokens import add_tokens
 from finetune.runtime.files.atomic import build_once, quarantine
-from finetune.runtime.files.digests import folder_damage, seal_folder
+from finetune.runtime.files.digests import find_folder_damage, write_folder_digests
 from finetune.runtime.hub import is_offline, without_vain_retries
 
 END_OF_TEXT = "<|endoftext|>"
@@ -48,15 +48,15 @@ def trained_tokenizer(
 def _make(folder: Path, train: Callable[[Path], None], *, say: Callable[[str], None]) -> bool:
     """Have the folder be as it was written; one that is damaged is set aside and made again. Raises ModelError."""
     made = build_once(folder, train, log=say)
-    damage = folder_damage(folder)
+    damage = find_folder_damage(folder)
     if damage is None:
         return made
     try:
-        aside = quarantine(folder, lambda: folder_damage(folder) is not None, log=say)
+        aside = quarantine(folder, lambda: find_folder_damage(folder) is not None, log=say)
         if aside is not None:
             say(f"warning: the trained tokenizer {folder} is damaged: {damage}. It is set aside as {aside.name}.")
         made = build_once(folder, train, log=say)
-        damage = folder_damage(folder)
+        damage = find_folder_damage(folder)
     except OSError as error:
         raise ModelError(
             f"the trained tokenizer {folder} is damaged ({damage}) and cannot be made again: {error}. Set "
@@ -96,7 +96,7 @@ def _train(texts: Iterable[str], folder: Path, *, vocabulary_size: int) -> None:
         clean_up_tokenization_spaces=False,
     )
     wrapped.save_pretrained(folder)
-    seal_folder(folder)
+    write_folder_digests(folder)
 
 
 TOKENIZER_FILES = (

@@ -23,7 +23,12 @@ from finetune.data.token_cache.counts import Counts
 from finetune.data.token_cache.integrity import DamagedSet
 from finetune.errors import DataError
 from finetune.runtime.files.atomic import write_bytes, write_text
-from finetune.runtime.files.digests import Damaged, read_sealed, require_file, write_sealed
+from finetune.runtime.files.digests import (
+    Damaged,
+    read_json_with_digest,
+    require_undamaged_file,
+    write_json_with_digest,
+)
 from finetune.runtime.text.terminal import readable
 
 NOTHING = -1
@@ -190,7 +195,7 @@ class StreamFolder:
             write_bytes(path.with_suffix(f".{name}.npy"), file.getvalue(), survives_power_cut=False)
             digests[name] = xxhash.xxh3_128_hexdigest(file.getvalue())
         parts = {"start": record.start, "next": record.next, "counts": asdict(record.counts), "digests": digests}
-        write_sealed(path, {"version": _VERSION, **parts}, exact=True)
+        write_json_with_digest(path, {"version": _VERSION, **parts}, exact=True)
 
     def has_record(self, number: int) -> bool:
         """Tell whether the window has been prepared at some time."""
@@ -207,7 +212,7 @@ class StreamFolder:
         """
         path = self._record(number)
         try:
-            value = read_sealed(path)
+            value = read_json_with_digest(path)
             if value["version"] != _VERSION:
                 raise ValueError(f"version {value['version']}")
             start, following, counts = Cursor(*value["start"]), Cursor(*value["next"]), Counts(**value["counts"])
@@ -248,7 +253,7 @@ def _name(number: int) -> str:
 
 def _array(record: Path, name: str, *, digest: str) -> np.ndarray:
     path = record.with_suffix(f".{name}.npy")
-    require_file(path)
+    require_undamaged_file(path)
     content = path.read_bytes()
     if xxhash.xxh3_128_hexdigest(content) != digest:
         raise Damaged(f"{path.name} does not hold what was written")

@@ -16,7 +16,7 @@ import xxhash
 from pydantic import BaseModel, ConfigDict, Field
 
 from finetune.data.token_cache.integrity import BLOCK_BYTES, DIGEST_BYTES, num_blocks
-from finetune.runtime.files.digests import Damaged, require_file
+from finetune.runtime.files.digests import Damaged, require_undamaged_file
 from finetune.runtime.resources import usable_cores
 
 _DIGEST_DIGITS = 2 * DIGEST_BYTES
@@ -60,7 +60,7 @@ class StoredArray:
         self._path = path
         self._facts = facts
         try:
-            require_file(path)
+            require_undamaged_file(path)
             self._file = path.open("rb")
             self._begins = self._read_header()
             self.values = self._mapped()

@@ -20,7 +20,7 @@ from finetune.data.token_cache.lengths import Lengths
 from finetune.data.token_cache.store import FORMAT_VERSION, MANIFEST, Identity, PreparedSet
 from finetune.errors import DataError
 from finetune.runtime.files.atomic import fsync
-from finetune.runtime.files.digests import write_sealed
+from finetune.runtime.files.digests import write_json_with_digest
 from finetune.runtime.supervision.heartbeat import fault_point
 
 
@@ -111,7 +111,7 @@ class SetWriter:
             "made_of": dict(self._made_of.parts),
             "arrays": arrays,
         }
-        write_sealed(self._folder / MANIFEST, manifest)
+        write_json_with_digest(self._folder / MANIFEST, manifest)
         self._journal.remove()
         fsync(self._folder)
         return self._counts

@@ -14,7 +14,7 @@ from finetune.data.token_cache.arrays import ArrayFacts
 from finetune.data.token_cache.counts import Counts
 from finetune.data.token_cache.integrity import BlockDigests
 from finetune.runtime.files.atomic import fsync
-from finetune.runtime.files.digests import Damaged, opened, require_file, sealed
+from finetune.runtime.files.digests import Damaged, check_digest, require_undamaged_file, with_digest
 
 _PIECE_BYTES = 1 << 20
 
@@ -190,7 +190,7 @@ class Journal:
             "origins": noted.origins[num_origins_noted:],
         }
         with self._path.open("ab") as file:
-            file.write(json.dumps(sealed(line)).encode() + b"\n")
+            file.write(json.dumps(with_digest(line)).encode() + b"\n")
             file.flush()
             os.fsync(file.fileno())
         self._num_lines += 1
@@ -215,7 +215,7 @@ def _lines(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
     for line in _content(path).splitlines(keepends=True):
         end += len(line)
         try:
-            value = opened(json.loads(line))
+            value = check_digest(json.loads(line))
         except (ValueError, RecursionError):
             return
         if line.endswith(b"\n"):
@@ -224,7 +224,7 @@ def _lines(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
 
 def _content(path: Path) -> bytes:
     try:
-        require_file(path)
+        require_undamaged_file(path)
         return path.read_bytes()
     except (OSError, Damaged):  # nothing was noted yet, or somebody else's set is whole by now, or it is no file
         return b""

@@ -21,7 +21,7 @@ from finetune.data.token_cache.arrays import ArrayFacts, Verification, open_arra
 from finetune.data.token_cache.counts import Counts
 from finetune.data.token_cache.integrity import DamagedSet, mark_of, refusal
 from finetune.errors import DataError
-from finetune.runtime.files.digests import Damaged, read_sealed
+from finetune.runtime.files.digests import Damaged, read_json_with_digest
 
 FORMAT_VERSION = 3
 MANIFEST = "counts.json"
@@ -211,7 +211,7 @@ def _opened(folder: Path, shards: Sequence[str]) -> PreparedSet:
 
 def _read_manifest(folder: Path) -> Manifest:
     try:
-        return Manifest.model_validate(read_sealed(folder / MANIFEST))
+        return Manifest.model_validate(read_json_with_digest(folder / MANIFEST))
     except ValidationError as error:
         first = error.errors()[0]
         raise Damaged(f"{MANIFEST}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from error

@@ -30,7 +30,7 @@ from finetune.runtime import distributed
 from finetune.runtime.environment import environment_facts
 from finetune.runtime.files import atomic, digests
 from finetune.runtime.files.atomic import STALE_SECONDS_LOCKED, STALE_SECONDS_SHARED, remove_stale, temporary_path
-from finetune.runtime.files.digests import SEAL, folder_damage, seal_folder
+from finetune.runtime.files.digests import DIGESTS_FILE, find_folder_damage, write_folder_digests
 from finetune.runtime.files.read import parse_as, read_regular
 from finetune.runtime.files.replace_folder import replace_folder
 from finetune.runtime.text.redact import redacted_yaml
@@ -93,7 +93,7 @@ def keep(run: Path, processing: Processing, facts: Mapping[str, Any]) -> None:
     with replace_folder(run / FOLDER) as staging:
         processing.save(staging)
         (staging / FACTS).write_text(format_json(facts, indent=1), encoding="utf-8")
-        seal_folder(staging)
+        write_folder_digests(staging)
 
 
 def load_kept(run: Path, config: RunConfig) -> Kept:
@@ -118,11 +118,11 @@ def load_kept(run: Path, config: RunConfig) -> Kept:
 
 def _refuse_damage(folder: Path) -> None:
     """Raise UserError where a file is not as it was written; folders from before there was a seal are believed."""
-    damage = folder_damage(folder) if (folder / SEAL).is_file() else None
+    damage = find_folder_damage(folder) if (folder / DIGESTS_FILE).is_file() else None
     if damage is not None:
         raise UserError(
             f"{folder}: {damage}: damaged or changed since the run wrote it. Start the job once more, which writes it "
-            f"anew, or delete {SEAL} to use the files as they are."
+            f"anew, or delete {DIGESTS_FILE} to use the files as they are."
         )
 
 

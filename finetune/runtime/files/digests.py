@@ -95,7 +95,7 @@ def _read(path: Path) -> str:
         return hashlib.file_digest(stream, partial(hashlib.blake2b, digest_size=16)).hexdigest()
 
 
-SEAL = "seal.json"
+DIGESTS_FILE = "seal.json"
 _DIGEST = "digest"
 
 
@@ -103,12 +103,12 @@ class Damaged(ValueError):
     """What is on disk is not what was written."""
 
 
-def sealed(value: Mapping[str, Any]) -> dict[str, Any]:
+def with_digest(value: Mapping[str, Any]) -> dict[str, Any]:
     """Return the value with its digest."""
     return {**value, _DIGEST: _digest_of(value)}
 
 
-def opened(value: Any) -> dict[str, Any]:
+def check_digest(value: Any) -> dict[str, Any]:
     """Return what `sealed` was given; raises Damaged where it is something else."""
     if not isinstance(value, dict) or _DIGEST not in value:
         raise Damaged("it has no digest of itself")
@@ -118,20 +118,20 @@ def opened(value: Any) -> dict[str, Any]:
     return content
 
 
-def write_sealed(path: Path, value: Mapping[str, Any], *, exact: bool = False) -> None:
+def write_json_with_digest(path: Path, value: Mapping[str, Any], *, exact: bool = False) -> None:
     """Write the value with its digest, whole or not at all, and without secrets (`exact`: see `write_json`)."""
-    write_json(path, sealed(value if exact else redacted_config(value)), exact=True)
+    write_json(path, with_digest(value if exact else redacted_config(value)), exact=True)
 
 
-def read_sealed(path: Path) -> dict[str, Any]:
-    """Return what `write_sealed` has written; raises Damaged for anything else."""
+def read_json_with_digest(path: Path) -> dict[str, Any]:
+    """Return what `write_json_with_digest` has written; raises Damaged for anything else."""
     try:
-        return opened(read_json(path))
+        return check_digest(read_json(path))
     except (OSError, ValueError) as error:
         raise Damaged(f"{path.name} cannot be trusted: {error}") from error
 
 
-def require_file(path: Path) -> None:
+def require_undamaged_file(path: Path) -> None:
     """Raise Damaged unless the path is a file or leads to one: a pipe or a device would never end."""
     try:
         require_regular(path)
@@ -139,28 +139,28 @@ def require_file(path: Path) -> None:
         raise Damaged(f"{path.name}: {error.strerror}") from error
 
 
-def seal_folder(folder: Path) -> None:
+def write_folder_digests(folder: Path) -> None:
     """Write a digest of every file in the folder into it."""
-    write_sealed(folder / SEAL, {"files": _digests(folder)})
+    write_json_with_digest(folder / DIGESTS_FILE, {"files": _digests(folder)})
 
 
-def folder_damage(folder: Path) -> str | None:
-    """Return what is not as `seal_folder` has left it; None where all is."""
+def find_folder_damage(folder: Path) -> str | None:
+    """Return what is not as `write_folder_digests` has left it; None where all is."""
     try:
-        files = read_sealed(folder / SEAL).get("files")
+        files = read_json_with_digest(folder / DIGESTS_FILE).get("files")
         now = _digests(folder)
     except (OSError, ValueError) as error:
         return str(error)
     if not isinstance(files, dict):
-        return f"{SEAL} names no files"
+        return f"{DIGESTS_FILE} names no files"
     other = sorted(name for name in {*files, *now} if files.get(name) != now.get(name))
     return f"{', '.join(other)}: not as written" if other else None
 
 
 def _digests(folder: Path) -> dict[str, str]:
-    paths = sorted(path for path in folder.rglob("*") if path.name != SEAL and not path.is_dir())
+    paths = sorted(path for path in folder.rglob("*") if path.name != DIGESTS_FILE and not path.is_dir())
     for path in paths:
-        require_file(path)
+        require_undamaged_file(path)
     return {path.relative_to(folder).as_posix(): xxhash.xxh3_128_hexdigest(path.read_bytes()) for path in paths}
 
 

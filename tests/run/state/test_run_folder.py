@@ -4,7 +4,7 @@ import pytest
 
 from finetune.errors import UserError
 from finetune.run.state.run_folder import _refuse_damage
-from finetune.runtime.files.digests import SEAL, seal_folder
+from finetune.runtime.files.digests import DIGESTS_FILE, write_folder_digests
 
 
 @pytest.fixture
@@ -13,14 +13,14 @@ def inputs(tmp_path):
     (tmp_path / "task_facts.json").write_text("{}")
     (tmp_path / "additional_chat_templates").mkdir()
     (tmp_path / "additional_chat_templates" / "tools.jinja").write_text("{{ messages }}")
-    seal_folder(tmp_path)
+    write_folder_digests(tmp_path)
     return tmp_path
 
 
 def test_what_is_as_it_was_written_passes_and_so_does_a_folder_without_digests(inputs):
     _refuse_damage(inputs)
     (inputs / "tokenizer.json").write_text('{"model": "bqe"}')
-    (inputs / SEAL).unlink()
+    (inputs / DIGESTS_FILE).unlink()
     _refuse_damage(inputs)
 
 
@@ -35,6 +35,6 @@ def test_a_file_that_is_not_as_it_was_written_is_named(inputs):
 
 @pytest.mark.parametrize("content", ["[]", "{", '{"tokenizer.json": 3}', "[" * 100_000])
 def test_digests_that_are_damaged_are_named(inputs, content):
-    (inputs / SEAL).write_text(content)
+    (inputs / DIGESTS_FILE).write_text(content)
     with pytest.raises(UserError, match=r"seal\.json cannot be trusted"):
         _refuse_damage(inputs)
