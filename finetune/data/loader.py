@@ -16,7 +16,7 @@ from finetune.data.order.grouping import LongestFirst, set_order
 from finetune.data.order.order import Order
 from finetune.data.token_cache.store import PreparedSet
 from finetune.data.workers import Cost, loader_settings
-from finetune.runtime.processes import leave_signals_to_parent
+from finetune.runtime.processes import ignore_run_signals
 from finetune.runtime.seeds import derive
 
 
@@ -219,6 +219,6 @@ def _loader(
         pin_memory=settings.pin_memory,
         persistent_workers=settings.persistent_workers,
         prefetch_factor=settings.prefetch_factor,
-        worker_init_fn=leave_signals_to_parent,
+        worker_init_fn=ignore_run_signals,
         generator=torch.Generator().manual_seed(0),  # its workers' seeds would else be drawn from the global generator
     )

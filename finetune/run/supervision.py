@@ -8,7 +8,7 @@ from pathlib import Path
 from finetune.errors import FinetuneError, UserError
 from finetune.report.run_log import RunLog
 from finetune.runtime import distributed
-from finetune.runtime.processes import end_with_launcher
+from finetune.runtime.processes import stop_with_launcher
 from finetune.runtime.resources import disk_errors
 from finetune.runtime.supervision import hang
 from finetune.runtime.supervision.exit import Ending, end_children, is_broken_collective, meet
@@ -58,7 +58,7 @@ def watched_run(folder: Path, *, say: RunLog, also: Sequence[Path] = ()) -> Iter
     """
     rank = distributed.rank()
     with noted_signals() as note, lock_run_folder(folder, log=say) if rank == 0 else nullcontext():
-        end_with_launcher()
+        stop_with_launcher()
         if rank == 0:
             hang.set_aside(folder)
         status = status_of_launch(folder, rank=rank)

@@ -9,7 +9,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from finetune.runtime.processes import leave_process
+from finetune.runtime.processes import exit_process
 
 T = TypeVar("T")
 
@@ -124,7 +124,7 @@ def shut_down(code: int, *, afterwards: Callable[[int], int] = int) -> int:
         return afterwards(code)
     dist.barrier()
     dist.destroy_process_group()
-    return leave_process(afterwards(code))
+    return exit_process(afterwards(code))
 
 
 def sum_counts(counts: Sequence[int]) -> list[int]:

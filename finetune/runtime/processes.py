@@ -21,46 +21,46 @@ from typing import NoReturn
 
 import psutil
 
-STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 """Signals after which a run saves itself and ends; SIGUSR1 saves and goes on."""
 
 
-def leave_signals_to_parent(worker: int = 0) -> None:
+def ignore_run_signals(worker: int = 0) -> None:
     """Have a process that loads data ignore what is meant for the run; it ends with the process that it serves.
 
     Launchers and Slurm signal whole groups of processes, and a run whose data loader has died cannot save itself.
     """
-    for number in (*STOPPING, signal.SIGUSR1):
+    for number in (*STOP_SIGNALS, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
 
 
-def end_with_parent() -> None:
+def exit_with_parent() -> None:
     """Have this process end when its parent does, however that ends: it would else wait for work forever."""
     parent = parent_process()
     assert parent is not None, "this is no process of multiprocessing"
-    threading.Thread(target=_end_after, args=(parent.sentinel,), daemon=True).start()
+    threading.Thread(target=_exit_after, args=(parent.sentinel,), daemon=True).start()
 
 
-def _end_after(sentinel: int) -> None:
+def _exit_after(sentinel: int) -> None:
     connection.wait([sentinel])
     os._exit(1)
 
 
 LAUNCHERS = frozenset({"accelerate", "accelerate-launch", "torchrun", "deepspeed"})
 LAUNCHER_MODULES = ("accelerate.commands", "torch.distributed.run", "torch.distributed.launch", "deepspeed.launcher")
-ELASTIC = "TORCHELASTIC_RUN_ID"
+ELASTIC_VARIABLE = "TORCHELASTIC_RUN_ID"
 """Set by torchelastic, through which `accelerate launch` and `torchrun` start several processes."""
 
 _PR_SET_PDEATHSIG = 1  # prctl(2)
 
 
-def end_with_launcher() -> None:
+def stop_with_launcher() -> None:
     """Have the kernel send this process SIGTERM when its launcher dies, so that it saves and ends.
 
     Nothing happens without a launcher: a run started from a shell may outlive it. Nor elsewhere than on Linux.
     """
     parent = os.getppid()
-    if sys.platform != "linux" or not (ELASTIC in os.environ or is_launcher(_command(parent))):
+    if sys.platform != "linux" or not (ELASTIC_VARIABLE in os.environ or is_launcher(_command(parent))):
         return
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
     is_gone = parent == 1 and not is_launcher(_command(parent))  # died before we asked; in a container it may be 1
@@ -77,7 +77,7 @@ def is_launcher(command: Sequence[str]) -> bool:
     return any(Path(word).name in LAUNCHERS or word.startswith(LAUNCHER_MODULES) for word in command[:4])
 
 
-def launch_name(variables: Mapping[str, str], *, host: str, pid: int, parent: int) -> str:
+def launch_id(variables: Mapping[str, str], *, host: str, pid: int, parent: int) -> str:
     """Return a name that all processes of one launch share and no other launch has at the same time."""
     address = variables.get("MASTER_ADDR")
     if address is None or int(variables.get("WORLD_SIZE", "1")) == 1:
@@ -93,18 +93,18 @@ def _command(pid: int) -> list[str]:
         return []
 
 
-_SECONDS = 10.0
+_EXIT_HANDLERS_SECONDS = 10.0
 """For all that was registered: a handler that waits for another process would wait for ever."""
 
 
-def leave_process(code: int, *, seconds: float = _SECONDS) -> NoReturn:
+def exit_process(code: int, *, seconds: float = _EXIT_HANDLERS_SECONDS) -> NoReturn:
     """Do what was registered with `atexit`, flush, and end this process, after so many seconds at the latest.
 
     On another thread than the main one nothing registered is done: the main one may be stuck, with locks held.
     """
     try:
         if threading.current_thread() is threading.main_thread():
-            _do_registered(code, seconds=seconds)
+            _run_exit_handlers(code, seconds=seconds)
         logging.shutdown()
         sys.stdout.flush()
         sys.stderr.flush()
@@ -112,7 +112,7 @@ def leave_process(code: int, *, seconds: float = _SECONDS) -> NoReturn:
         os._exit(code)
 
 
-def _do_registered(code: int, *, seconds: float) -> None:
+def _run_exit_handlers(code: int, *, seconds: float) -> None:
     guard = threading.Timer(seconds, _give_up, (code, seconds))
     guard.daemon = True
     guard.start()
@@ -129,7 +129,7 @@ def _give_up(code: int, seconds: float) -> None:
         os._exit(code)
 
 
-def run_group(
+def run_process_group(
     command: Sequence[str],
     *,
     log: Path,

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from finetune.report.jsonl import read_events
-from finetune.runtime.processes import free_port, run_group
+from finetune.runtime.processes import free_port, run_process_group
 from finetune.runtime.supervision.faults import VARIABLE
 from tests.run.running import Running
 from tests.run.trained import forget, run_folder, stay
@@ -111,7 +111,7 @@ def launch(job: Path) -> Launch:
         folder, log = job.parent / "runs" / name, job.parent / "logs" / f"{name}.log"
         command = command_of(job, strategy, folder=folder, processes=processes, overrides=overrides)
         settings = {**SETTINGS, VARIABLE: faults}
-        code = run_group(command, log=log, timeout_seconds=TIMEOUT_SECONDS, environment=settings, folder=ROOT)
+        code = run_process_group(command, log=log, timeout_seconds=TIMEOUT_SECONDS, environment=settings, folder=ROOT)
         return Ended(code, log.read_text(errors="replace"), folder)
 
     return start

@@ -10,7 +10,7 @@ from torch import equal
 from finetune.checkpoint.read.load import open_checkpoint
 from finetune.commands.convert import convert_from, convert_to, require_folder
 from finetune.errors import CheckpointError, UserError
-from finetune.runtime.processes import free_port, run_group
+from finetune.runtime.processes import free_port, run_process_group
 from finetune.strategy.protocol import Expected
 
 ROOT = Path(__file__).parents[2]
@@ -42,7 +42,7 @@ def emptied(run, folder):
 
 
 def started(command, log):
-    code = run_group(command, log=log, timeout_seconds=540, environment={"OMP_NUM_THREADS": "1"}, folder=ROOT)
+    code = run_process_group(command, log=log, timeout_seconds=540, environment={"OMP_NUM_THREADS": "1"}, folder=ROOT)
     return code, log.read_text(errors="replace")
 
 

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from finetune.runtime.processes import ELASTIC, is_launcher, launch_name
+from finetune.runtime.processes import ELASTIC_VARIABLE, is_launcher, launch_id
 
 CHILD = """
 import signal, sys
@@ -41,13 +41,13 @@ def test_launchers_are_known_by_their_command_line(command, expected):
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's parent-death signal is Linux's")
 @pytest.mark.parametrize(("is_launched", "answer"), [(True, "told\n"), (False, "lives\n")])
 def test_the_end_of_a_launcher_is_a_sigterm_and_that_of_a_shell_is_nothing(is_launched, answer):
-    variables = {name: value for name, value in os.environ.items() if name != ELASTIC}
+    variables = {name: value for name, value in os.environ.items() if name != ELASTIC_VARIABLE}
     with subprocess.Popen(
         [sys.executable, "-c", PARENT, CHILD],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        env={**variables, **({ELASTIC: "none"} if is_launched else {})},
+        env={**variables, **({ELASTIC_VARIABLE: "none"} if is_launched else {})},
     ) as parent:
         assert parent.stdin is not None
         assert parent.stdout is not None
@@ -62,12 +62,12 @@ def test_the_end_of_a_launcher_is_a_sigterm_and_that_of_a_shell_is_nothing(is_la
 
 def test_a_launch_has_one_name_for_all_its_processes_and_another_launch_has_another():
     many = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "WORLD_SIZE": "2"}
-    first, second = (launch_name(many, host="a", pid=pid, parent=7) for pid in (8, 9))
+    first, second = (launch_id(many, host="a", pid=pid, parent=7) for pid in (8, 9))
     assert first == second
-    assert launch_name(many, host="a", pid=12, parent=11) != first
+    assert launch_id(many, host="a", pid=12, parent=11) != first
     far = {**many, "MASTER_ADDR": "10.0.0.1"}
-    assert launch_name(far, host="a", pid=8, parent=7) == launch_name(far, host="b", pid=3, parent=2)
-    assert launch_name({}, host="a", pid=8, parent=7) != launch_name({}, host="a", pid=9, parent=7)
+    assert launch_id(far, host="a", pid=8, parent=7) == launch_id(far, host="b", pid=3, parent=2)
+    assert launch_id({}, host="a", pid=8, parent=7) != launch_id({}, host="a", pid=9, parent=7)
 
 
 PROGRAM = """

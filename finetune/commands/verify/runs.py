@@ -9,7 +9,7 @@ from typing import Any
 from finetune.config.run_config import RunConfig
 from finetune.errors import UserError
 from finetune.report.jsonl import read_events
-from finetune.runtime.processes import free_port, run_group
+from finetune.runtime.processes import free_port, run_process_group
 
 TIMEOUT_SECONDS = 1800.0
 
@@ -76,7 +76,7 @@ def run_job(each: Contestant, question: Question, *, folder: Path, changes: Mapp
     own = {"run.folder": str(folder), "train.microbatch_size": str(_microbatch_size(each, question.job)), **changes}
     for override in [*question.overrides, *(f"{key}={value}" for key, value in own.items())]:
         command += ["--set", override]
-    code = run_group(command, log=log, timeout_seconds=TIMEOUT_SECONDS, environment={"OMP_NUM_THREADS": "1"})
+    code = run_process_group(command, log=log, timeout_seconds=TIMEOUT_SECONDS, environment={"OMP_NUM_THREADS": "1"})
     if code != 0:
         tail = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-40:])
         raise UserError(f"the run under {each.title} ended with exit code {code}. Its last lines:\n{tail}")

@@ -23,7 +23,7 @@ from finetune.data.token_cache.integrity import DamagedSet
 from finetune.data.token_cache.store import Identity, PreparedSet
 from finetune.data.workers import num_prepare_workers
 from finetune.errors import DataError
-from finetune.runtime.processes import leave_signals_to_parent
+from finetune.runtime.processes import ignore_run_signals
 from finetune.runtime.text.library_output import quieten
 
 NUM_BEHIND = 2
@@ -58,7 +58,7 @@ def main() -> None:
     It ends, too, with the process that has started it: that one keeps the other end of a pipe, named as argument, open.
     """
     threading.Thread(target=_end_with_starter, args=(int(sys.argv[1]),), daemon=True).start()
-    leave_signals_to_parent()
+    ignore_run_signals()
     quieten(is_main=False)
     serve(pickle.load(sys.stdin.buffer))
 

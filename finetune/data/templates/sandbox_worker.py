@@ -14,7 +14,7 @@ import threading
 from pathlib import Path
 from typing import IO, Any
 
-from finetune.runtime.processes import leave_signals_to_parent
+from finetune.runtime.processes import ignore_run_signals
 
 MOST_BYTES = 512 << 20
 """Memory that templates may use beside what the process has at its start."""
@@ -26,7 +26,7 @@ _LENGTH = struct.Struct("<Q")
 def main(life: int) -> None:
     """Answer requests on standard input until it ends, or until the other end of the pipe `life` is closed."""
     threading.Thread(target=_end_with_starter, args=(life,), daemon=True).start()
-    leave_signals_to_parent()
+    ignore_run_signals()
     requests, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # whoever prints does not answer
     is_limited = False

@@ -10,7 +10,7 @@ from multiprocessing import get_context
 from finetune.data.rows import RawRow
 from finetune.data.token_cache.chunks import Chunk, Recipe, encode_chunk
 from finetune.errors import DataError
-from finetune.runtime.processes import end_with_parent, leave_signals_to_parent
+from finetune.runtime.processes import exit_with_parent, ignore_run_signals
 from finetune.runtime.text.terminal import guard_process
 
 ROWS_PER_CHUNK = 1024
@@ -111,8 +111,8 @@ _recipes: list[Recipe] = []
 
 def _begin(recipe: Recipe) -> None:
     guard_process()
-    leave_signals_to_parent()
-    end_with_parent()
+    ignore_run_signals()
+    exit_with_parent()
     _recipes[:] = [recipe]
 
 

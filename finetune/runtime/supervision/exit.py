@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from finetune.errors import FinetuneError, LostContact
 from finetune.runtime import distributed
-from finetune.runtime.processes import leave_process
+from finetune.runtime.processes import exit_process
 from finetune.runtime.supervision.status import STOPPED, Ended, Peer, Status, ended_by
 from finetune.runtime.text.terminal import format_traceback, readable
 
@@ -132,7 +132,7 @@ def leave_now(code: int) -> None:
     try:
         end_children()
     finally:
-        leave_process(code)
+        exit_process(code)
 
 
 def _place(rank: int) -> str:

@@ -8,7 +8,7 @@ from types import FrameType
 
 from finetune.errors import FinetuneError
 from finetune.runtime import distributed
-from finetune.runtime.processes import STOPPING
+from finetune.runtime.processes import STOP_SIGNALS
 
 EXIT_CODES = {"signal SIGTERM": 143, "signal SIGINT": 130, "signal SIGHUP": 129}
 """As a shell counts them."""
@@ -50,7 +50,7 @@ class SignalNote:
         with suppress(BlockingIOError):
             numbers = os.read(self._heard, 1024)
             self._num_interrupts_heard += numbers.count(signal.SIGINT)
-            stopping = [number for number in numbers if number in STOPPING]
+            stopping = [number for number in numbers if number in STOP_SIGNALS]
             if stopping:
                 self.received = self.received or signal.Signals(stopping[0])
 
@@ -67,7 +67,7 @@ def noted_signals() -> Iterator[SignalNote]:
     A SIGHUP that is ignored stays so: whoever started the run with `nohup` means it to live on.
     """
     note = SignalNote()
-    numbers = [*STOPPING, signal.SIGUSR1]
+    numbers = [*STOP_SIGNALS, signal.SIGUSR1]
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
         numbers.remove(signal.SIGHUP)
     try:

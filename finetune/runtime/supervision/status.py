@@ -28,7 +28,7 @@ from pydantic import TypeAdapter
 from finetune.errors import FinetuneError
 from finetune.runtime.files import atomic
 from finetune.runtime.files.read import read_json
-from finetune.runtime.processes import launch_name
+from finetune.runtime.processes import launch_id
 from finetune.runtime.progress import Progress
 from finetune.runtime.text.redact import redacted_config, redacted_text
 from finetune.runtime.text.terminal import format_json
@@ -228,7 +228,7 @@ def _overwrite(path: Path, facts: Mapping[str, Any]) -> None:
 def status_of_launch(folder: Path, *, rank: int) -> Status:
     """Return the status of the launch that this process belongs to."""
     me = Peer(rank, platform.node(), os.getpid())
-    launch = launch_name(os.environ, host=me.host, pid=me.pid, parent=os.getppid())
+    launch = launch_id(os.environ, host=me.host, pid=me.pid, parent=os.getppid())
     return Status(folder, rank=rank, me=me, launch=launch, since=psutil.Process().create_time() - 2)
 
 
