@@ -32,7 +32,7 @@ from finetune.model.generation import Manner
 from finetune.report import events
 from finetune.runtime.progress import Progress
 from finetune.runtime.recorded import recorded_name
-from finetune.runtime.supervision.hang import Report
+from finetune.runtime.supervision.hang import HangReport
 from finetune.runtime.supervision.status import Peer
 from finetune.task.base import BaseTask
 from finetune.task.classification.problem_types import MultiLabel, Regression, SingleLabel
@@ -153,7 +153,7 @@ WRITTEN = [
     (Padding, "num_batches num_samples tokens computed plain_computed num_positions budget"),
     (TemplateCheck, "template targets_by end_of_turn end_of_turn_tokens is_end_learnt begins_with learnt refused "
      "differences notes"),
-    (Report, "rank host pid point step silent_seconds where"),
+    (HangReport, "rank host pid point step silent_seconds where"),
     (Peer, "rank host pid"),
     (LoaderSettings, "num_workers pin_memory persistent_workers prefetch_factor"),
     (Manner, "max_new_tokens temperature top_p"),

@@ -11,10 +11,10 @@ from finetune.runtime import distributed
 from finetune.runtime.processes import stop_with_launcher
 from finetune.runtime.resources import disk_errors
 from finetune.runtime.supervision import hang
-from finetune.runtime.supervision.exit import Ending, end_children, is_broken_collective, meet
-from finetune.runtime.supervision.signals import SignalNote, noted_signals
-from finetune.runtime.supervision.status import Status, ended_by, status_of_launch
-from finetune.runtime.supervision.watchdog import Watchdog, watched
+from finetune.runtime.supervision.exit import ProcessExit, gather_peers, is_broken_collective, kill_children
+from finetune.runtime.supervision.signals import ReceivedSignals, record_signals
+from finetune.runtime.supervision.status import StatusFile, exit_from_error, open_status_file
+from finetune.runtime.supervision.watchdog import Watchdog, running_watchdog
 from finetune.runtime.supervision.writer_lock import lock_run_folder
 
 
@@ -22,15 +22,15 @@ from finetune.runtime.supervision.writer_lock import lock_run_folder
 class Watch:
     """What keeps an eye on one process of a run."""
 
-    note: SignalNote
-    status: Status
-    ending: Ending
+    note: ReceivedSignals
+    status: StatusFile
+    ending: ProcessExit
     watchdog: Watchdog
     places: Sequence[Path]  # where the run writes
 
     def meet(self) -> None:
         """Learn who belongs to the run, so that one that vanishes can be named. Collective."""
-        self.ending.peers = meet()
+        self.ending.peers = gather_peers()
         self.status.met(self.ending.peers)
 
     @contextmanager
@@ -44,7 +44,9 @@ class Watch:
                 yield
         except BaseException as error:
             if not is_broken_collective(error):  # that is for another rank to explain
-                self.status.claim_end(self.watchdog.early_stop() or ended_by(error, rank=distributed.rank()))
+                self.status.claim_exit(
+                    self.watchdog.stop_before_training() or exit_from_error(error, rank=distributed.rank())
+                )
             raise
 
 
@@ -57,23 +59,23 @@ def watched_run(folder: Path, *, say: RunLog, also: Sequence[Path] = ()) -> Iter
     the folder, or of those that are written `also`, takes nothing.
     """
     rank = distributed.rank()
-    with noted_signals() as note, lock_run_folder(folder, log=say) if rank == 0 else nullcontext():
+    with record_signals() as note, lock_run_folder(folder, log=say) if rank == 0 else nullcontext():
         stop_with_launcher()
         if rank == 0:
-            hang.set_aside(folder)
-        status = status_of_launch(folder, rank=rank)
+            hang.keep_previous_reports(folder)
+        status = open_status_file(folder, rank=rank)
         status.start()
-        ending = Ending(status, rank=rank)
+        ending = ProcessExit(status, rank=rank)
         watchdog = Watchdog(folder, status=status, ending=ending, note=note, rank=rank, world=distributed.world())
         watch = Watch(note, status, ending, watchdog, (folder, *also))
         try:
-            with watched(watchdog), watch.first_error():
+            with running_watchdog(watchdog), watch.first_error():
                 yield watch
         except BaseException as error:
-            if stop := watchdog.early_stop():  # whatever a signal broke on its way
+            if stop := watchdog.stop_before_training():  # whatever a signal broke on its way
                 ending.after(stop)
             if distributed.world() > 1:
-                ending.after_error(error)
+                ending.exit_after_error(error)
             raise
         finally:
-            end_children()
+            kill_children()

@@ -102,7 +102,7 @@ def _train(
     require_isolation(config, lessons, machine)
     mend_before_training(lessons)
     startup.end("model")
-    watch.watchdog.watch_hangs(config.run.hang_after_seconds)
+    watch.watchdog.detect_hangs(config.run.hang_after_seconds)
     lessons = with_priors(config, lessons, machine, say=say)  # from the model as it starts: before weights are loaded
     lessons = replace(lessons, task=taught(config, lessons.task, accelerator, say=say))
     checkpointer, progress = continue_run(

@@ -12,7 +12,7 @@ from torch import nn
 from finetune.errors import StrategyError
 from finetune.runtime.optional import require
 from finetune.runtime.parameters import InitContext
-from finetune.runtime.supervision.build_locks import BuildWatch, clear_build_locks
+from finetune.runtime.supervision.build_locks import BuildLockWatcher, clear_build_locks
 from finetune.strategy.environment import LaunchEnvironment
 from finetune.strategy.protocol import Expected, PluginSettings, Sharded
 from finetune.strategy.reconcile import JobSettings, complete_deepspeed_config
@@ -70,7 +70,7 @@ def _watch_builds() -> None:
     if local == 0:
         clear_build_locks(log=_log)
     if local <= 1:  # where the first one compiles, the second one tells
-        BuildWatch(say=_log).start()
+        BuildLockWatcher(say=_log).start()
 
 
 def _log(text: str) -> None:

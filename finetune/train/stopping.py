@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from finetune.runtime.supervision.signals import SignalNote
+from finetune.runtime.supervision.signals import ReceivedSignals
 
 SPOT_NOTICE, STOP_FILE, FAILED_SAVE, TIME_LIMIT = "spot notice", "STOP file", "checkpoint failed", "time limit"
 REASONS = ("signal SIGTERM", "signal SIGINT", "signal SIGHUP", SPOT_NOTICE, STOP_FILE, FAILED_SAVE, TIME_LIMIT)
@@ -27,7 +27,7 @@ class StopSources:
     `asked` holds what else than a signal can ask to stop, by its reason; it is looked at once per step.
     """
 
-    note: SignalNote
+    note: ReceivedSignals
     asked: Mapping[str, Callable[[], bool]] = field(default_factory=dict)
 
     def counts(self) -> list[int]:

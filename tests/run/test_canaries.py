@@ -113,7 +113,7 @@ def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
         for name, value in VARIABLES.items():
             patch.setenv(name, value)
         patch.chdir(folder)
-        patch.setattr(exit, "leave_now", sys.exit)
+        patch.setattr(exit, "exit_now", sys.exit)
         session = Session(folder, folder / "jo\x9bb.yaml")
         _write_job(session.job, address, date="20260101")
         _train_and_look(session, address, patch)

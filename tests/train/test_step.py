@@ -14,7 +14,7 @@ from finetune.data.delivery import Delivery, mark
 from finetune.errors import NonFiniteError, TrainingError
 from finetune.report.events import StepSkipped, StepTaken
 from finetune.runtime.progress import Cadence, Never, Progress
-from finetune.runtime.supervision.signals import SignalNote
+from finetune.runtime.supervision.signals import ReceivedSignals
 from finetune.task.base import BaseTask
 from finetune.train import update
 from finetune.train.early_stopping import NeverStop
@@ -130,7 +130,7 @@ def parts_of(microbatch: int, *, task=None, nonfinite=None, num_steps=3, events=
         log_due=Cadence(1, num_steps),
         evaluate_due=Never(),
         save_due=Cadence(None, num_steps),
-        stop_sources=StopSources(SignalNote()),
+        stop_sources=StopSources(ReceivedSignals()),
         stop_after_steps=None,
         early_stopping=NeverStop(),
     )
@@ -219,7 +219,7 @@ def test_a_stop_that_was_asked_for_before_the_first_step_takes_none_and_saves_no
 class SignallingTask(RegressionTask):
     """A signal arrives in the middle of the second step."""
 
-    def __init__(self, note: SignalNote, number: signal.Signals) -> None:
+    def __init__(self, note: ReceivedSignals, number: signal.Signals) -> None:
         super().__init__()
         self.note, self.number, self.num_calls = note, number, 0
 
@@ -235,7 +235,7 @@ class SignallingTask(RegressionTask):
     [(signal.SIGTERM, "signal SIGTERM", [2]), (signal.SIGUSR1, "finished", [2, 3])],
 )
 def test_a_signal_lets_its_step_finish_and_then_saves(number, reason, saved):
-    note, events = SignalNote(), []
+    note, events = ReceivedSignals(), []
     task = SignallingTask(note, number)
     parts = replace(
         parts_of(NUM_SAMPLES, task=task, events=events), stop_sources=StopSources(note), log_due=Cadence(50, 3)

@@ -8,7 +8,7 @@ import pytest
 from finetune.config.sections.train import EarlyStoppingSection
 from finetune.errors import UserError
 from finetune.runtime.progress import Cadence, Never, Progress
-from finetune.runtime.supervision.signals import SignalNote
+from finetune.runtime.supervision.signals import ReceivedSignals
 from finetune.train.early_stopping import EarlyStopping
 from finetune.train.stopping import (
     FAILED_SAVE,
@@ -23,7 +23,7 @@ from finetune.train.stopping import (
 
 
 def test_a_signal_on_one_rank_is_everybodys_reason():
-    calm, told = SignalNote(), SignalNote()
+    calm, told = ReceivedSignals(), ReceivedSignals()
     told.note(signal.SIGTERM, None)
     added = [sum(column) for column in zip(StopSources(calm).counts(), StopSources(told).counts(), strict=True)]
     assert stop_request_of(added) == StopRequest("signal SIGTERM", saves=True)
@@ -31,7 +31,7 @@ def test_a_signal_on_one_rank_is_everybodys_reason():
 
 
 def test_a_wish_to_save_and_go_on_counts_once():
-    note = SignalNote()
+    note = ReceivedSignals()
     note.note(signal.SIGUSR1, None)
     wishes = StopSources(note)
     assert [stop_request_of(wishes.counts()) for _ in range(2)] == [
@@ -41,13 +41,13 @@ def test_a_wish_to_save_and_go_on_counts_once():
 
 
 def test_where_saving_has_failed_the_run_stops_without_another_try():
-    assert stop_request_of(StopSources(SignalNote(), {FAILED_SAVE: lambda: True}).counts()) == StopRequest(
+    assert stop_request_of(StopSources(ReceivedSignals(), {FAILED_SAVE: lambda: True}).counts()) == StopRequest(
         FAILED_SAVE, saves=False
     )
 
 
 def test_a_signal_comes_before_what_else_asks_to_stop():
-    note = SignalNote()
+    note = ReceivedSignals()
     wishes = StopSources(note, dict.fromkeys((STOP_FILE, TIME_LIMIT), lambda: True))
     assert stop_request_of(wishes.counts()).stop_reason == STOP_FILE
     note.note(signal.SIGHUP, None)

@@ -22,7 +22,7 @@ from finetune.data.batch import Batch
 from finetune.data.features import Features
 from finetune.model.attention.implementation import register
 from finetune.runtime.progress import Progress
-from finetune.runtime.supervision.signals import SignalNote
+from finetune.runtime.supervision.signals import ReceivedSignals
 from finetune.task.causal_lm import CausalTask
 from finetune.task.protocol import TaskContext
 from finetune.train import update
@@ -159,7 +159,7 @@ def parts_of(
         log_due=unused,
         evaluate_due=unused,
         save_due=unused,
-        stop_sources=StopSources(SignalNote()),
+        stop_sources=StopSources(ReceivedSignals()),
         stop_after_steps=None,
         early_stopping=unused,
     )

@@ -15,7 +15,7 @@ from finetune.config.run_config import with_run_folder
 from finetune.errors import CheckpointError, FinetuneError
 from finetune.runtime.files.remote import RemoteFolder
 from finetune.runtime.resources import format_size
-from finetune.runtime.supervision.status import FILE as STATUS
+from finetune.runtime.supervision.status import STATUS_FILE as STATUS
 
 FINAL = "final"
 

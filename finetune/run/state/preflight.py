@@ -20,7 +20,7 @@ from finetune.config.run_config import RunConfig
 from finetune.errors import CheckpointError
 from finetune.report.run_log import RunLog
 from finetune.run.state.finished import input_stamps, is_untouched, is_whole, over_on_disk, read_record, told_over
-from finetune.runtime.supervision.status import ended_by, record_finished, status_of_launch
+from finetune.runtime.supervision.status import exit_from_error, open_status_file, record_finished
 from finetune.runtime.supervision.writer_lock import lock_run_folder
 
 
@@ -50,9 +50,9 @@ def _answer(config: RunConfig, *, rank: int) -> int | None:
     except CheckpointError as error:
         error.is_on_all_ranks = True
         if rank == 0:
-            status = status_of_launch(Path(config.run.folder), rank=rank)
+            status = open_status_file(Path(config.run.folder), rank=rank)
             status.start()
-            status.claim_end(ended_by(error, rank=rank))
+            status.claim_exit(exit_from_error(error, rank=rank))
         raise
 
 
@@ -104,7 +104,7 @@ def _over(config: RunConfig, *, rank: int) -> int | None:
     say = RunLog(is_main=rank == 0)
     for sentence in sentences:
         say(sentence)
-    status = status_of_launch(Path(config.run.folder), rank=rank)
+    status = open_status_file(Path(config.run.folder), rank=rank)
     status.start()
     return record_finished(status, finished.progress, str(finished.checkpoint), finished.reason, num_steps=num_steps)
 

@@ -21,7 +21,7 @@ from filelock import FileLock
 
 BUILDING, ABANDONED, UNKNOWN = "building", "abandoned", "unknown"
 
-SHARED_KINDS = (
+SHARED_FILE_SYSTEMS = (
     *("nfs", "cifs", "smb", "lustre", "gpfs", "beegfs", "ceph", "fuse", "9p", "afs", "pvfs", "weka", "panfs"),
     *("virtiofs", "gfs", "ocfs", "orangefs", "glusterfs"),
 )
@@ -29,7 +29,7 @@ SHARED_KINDS = (
 
 _COMPILERS = ("ninja", "nvcc", "cicc", "ptxas", "cc1plus", "c++", "g++", "clang", "hipcc", "icpx", "ld")
 _CONTAINER_MARKS = (Path("/.dockerenv"), Path("/run/.containerenv"), Path("/var/run/secrets/kubernetes.io"))
-_TWICE_SECONDS = 1.0
+_RECHECK_SECONDS = 1.0
 """Between two looks: an owner closes the file a moment before it removes it."""
 
 
@@ -59,10 +59,10 @@ def extensions_folder() -> Path:
 
 def build_locks(folder: Path) -> list[BuildLock]:
     """Return all locks of builds in the folder, by path."""
-    return [judge(path) for path in sorted(folder.glob("**/lock")) if path.is_file()]
+    return [inspect_lock(path) for path in sorted(folder.glob("**/lock")) if path.is_file()]
 
 
-def judge(path: Path) -> BuildLock:
+def inspect_lock(path: Path) -> BuildLock:
     """Return the lock with what can be told of its owner."""
     owner = next(_builders(path), None)
     if owner is not None:
@@ -76,15 +76,15 @@ def remove_abandoned(path: Path, *, pause: Callable[[float], None] = time.sleep)
     """Remove the lock if nobody holds it, looked at twice; tell whether this process removed it."""
     with suppress(OSError), FileLock(path.with_name(".finetune-build.lock"), timeout=10):
         seen = path.stat().st_ino
-        if judge(path).state == ABANDONED:
-            pause(_TWICE_SECONDS)
-            if judge(path).state == ABANDONED and path.stat().st_ino == seen:
+        if inspect_lock(path).state == ABANDONED:
+            pause(_RECHECK_SECONDS)
+            if inspect_lock(path).state == ABANDONED and path.stat().st_ino == seen:
                 path.unlink()
                 return True
     return False
 
 
-def waited_for(frame: FrameType | None) -> Path | None:
+def awaited_lock(frame: FrameType | None) -> Path | None:
     """Return the lock that a thread waits for, as its innermost frame tells; None where it waits for none."""
     while frame is not None:
         code = frame.f_code
@@ -94,7 +94,7 @@ def waited_for(frame: FrameType | None) -> Path | None:
     return None
 
 
-def frame_of(thread: int) -> FrameType | None:
+def innermost_frame(thread: int) -> FrameType | None:
     """Return the innermost frame of a thread."""
     return sys._current_frames().get(thread)
 
@@ -121,7 +121,7 @@ def _why_unknown(path: Path) -> str | None:
     if os.geteuid() not in (0, uid):
         return "it is another user's, whose processes cannot be looked at"
     mount, kind = _mount(path)
-    if kind.startswith(SHARED_KINDS):
+    if kind.startswith(SHARED_FILE_SYSTEMS):
         return f"it lies on {kind}, where another machine may compile"
     if mount != Path("/") and any(mark.exists() for mark in _CONTAINER_MARKS):
         return f"it lies on {mount}, which other containers may share"
@@ -150,7 +150,7 @@ def clear_build_locks(*, log: Log) -> None:
             log(f"removed {lock}")
 
 
-class BuildWatch:
+class BuildLockWatcher:
     """Looks after the main thread: where it waits for the lock of a build, it says so and for whom."""
 
     def __init__(self, *, say: Log, clock: Callable[[], float] = time.monotonic) -> None:
@@ -166,13 +166,13 @@ class BuildWatch:
 
     def look(self) -> None:
         """Look once: an abandoned lock is removed, which ends the waiting; for any other it is said what is up."""
-        path = waited_for(frame_of(self._main))
+        path = awaited_lock(innermost_frame(self._main))
         if path is None:
             self._since.clear()
             return
         now = self._clock()
         waited = now - self._since.setdefault(path, now)
-        lock = judge(path)
+        lock = inspect_lock(path)
         if lock.state == ABANDONED and remove_abandoned(path):
             self._say(f"removed {lock}")
         elif lock.state != ABANDONED and now - self._said.get(path, float("-inf")) >= _LOG_SECONDS:

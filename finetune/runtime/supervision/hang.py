@@ -28,7 +28,7 @@ _WAITING = ("torch/distributed/", "torch/autograd/graph.py", "deepspeed/comm/", 
 
 
 @dataclass(frozen=True)
-class Report:
+class HangReport:
     """Where one rank stands."""
 
     rank: int
@@ -56,7 +56,7 @@ class Report:
         )
 
 
-_REPORT = TypeAdapter(Report)
+_REPORT = TypeAdapter(HangReport)
 
 
 def write_report(folder: Path, *, rank: int, point: str, step: int, silent_seconds: float) -> None:
@@ -65,11 +65,11 @@ def write_report(folder: Path, *, rank: int, point: str, step: int, silent_secon
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", encoding="utf-8") as file:
         faulthandler.dump_traceback(file, all_threads=True)
-    report = Report(rank, platform.node(), os.getpid(), point, step, silent_seconds, _main_thread_place())
+    report = HangReport(rank, platform.node(), os.getpid(), point, step, silent_seconds, _main_thread_place())
     atomic.write_json(path.with_suffix(".json"), asdict(report))
 
 
-def read_reports(folder: Path) -> list[Report]:
+def read_reports(folder: Path) -> list[HangReport]:
     """Return the reports that are there and can be read, by rank."""
     found = []
     for path in sorted((folder / FOLDER).glob("rank-*.json")):
@@ -78,7 +78,7 @@ def read_reports(folder: Path) -> list[Report]:
     return found
 
 
-def set_aside(folder: Path) -> None:
+def keep_previous_reports(folder: Path) -> None:
     """Rename the reports of an earlier launch to `hang-before`, in place of those of a still earlier one."""
     older = folder / f"{FOLDER}-before"
     if (folder / FOLDER).exists():
@@ -86,7 +86,7 @@ def set_aside(folder: Path) -> None:
         (folder / FOLDER).rename(older)
 
 
-def who_is_waited_for(reports: Sequence[Report], *, world: int) -> str:
+def format_blocking_ranks(reports: Sequence[HangReport], *, world: int) -> str:
     """Return a sentence that names the ranks which the others wait for, as well as that can be told.
 
     Those without a report come first, then those that are behind, then those that stand in no collective.

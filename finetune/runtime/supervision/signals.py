@@ -16,7 +16,7 @@ EXIT_CODES = {"signal SIGTERM": 143, "signal SIGINT": 130, "signal SIGHUP": 129}
 _INTERRUPTED = b"\nCtrl-C: the step is finished and saved, then the run ends. Once more: it ends now.\n"
 
 
-class SignalNote:
+class ReceivedSignals:
     """Remembers what signals have asked of this process."""
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class SignalNote:
             if distributed.is_main():
                 os.write(2, _INTERRUPTED)  # `print` may be interrupted in the middle of printing
 
-    def listen(self, descriptor: int | None) -> None:
+    def set_wakeup_pipe(self, descriptor: int | None) -> None:
         """Learn of signals also from this pipe, into which the interpreter writes their numbers."""
         self._heard = descriptor
 
@@ -55,18 +55,18 @@ class SignalNote:
                 self.received = self.received or signal.Signals(stopping[0])
 
     @property
-    def wants_end_now(self) -> bool:
+    def wants_immediate_exit(self) -> bool:
         """Tell whether a second SIGINT has been heard; where the main thread can, it has ended the run by then."""
         return self._num_interrupts_heard > 1
 
 
 @contextmanager
-def noted_signals() -> Iterator[SignalNote]:
+def record_signals() -> Iterator[ReceivedSignals]:
     """Turn signals into notes while the context lasts; outside the main thread raises FinetuneError.
 
     A SIGHUP that is ignored stays so: whoever started the run with `nohup` means it to live on.
     """
-    note = SignalNote()
+    note = ReceivedSignals()
     numbers = [*STOP_SIGNALS, signal.SIGUSR1]
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
         numbers.remove(signal.SIGHUP)
@@ -77,12 +77,12 @@ def noted_signals() -> Iterator[SignalNote]:
     reading, writing = os.pipe()
     for end in (reading, writing):
         os.set_blocking(end, False)
-    note.listen(reading)
+    note.set_wakeup_pipe(reading)
     signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
     try:
         yield note
     finally:
-        note.listen(None)
+        note.set_wakeup_pipe(None)
         signal.set_wakeup_fd(-1)
         for number, handler in before.items():
             signal.signal(number, handler)

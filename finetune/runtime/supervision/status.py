@@ -46,19 +46,19 @@ class Peer:
         return f"rank {self.rank} (process {self.pid} on {self.host})"
 
 
-FILE = "status.json"
+STATUS_FILE = "status.json"
 STARTING, RUNNING, FINISHED, STOPPED, FAILED = "starting", "running", "finished", "stopped", "failed"
 INTERRUPTED = "interrupted"
 
-_ENDED = TypeAdapter(tuple[str, int, str, str, int])
+_RANK_EXIT = TypeAdapter(tuple[str, int, str, str, int])
 
 _LOCK = ".status.lock"
 _REFRESH_SECONDS = 3.0
-_BLOCK_BYTES, _SPARE_BYTES, _SHORT = 4096, 2048, 500
+_BLOCK_BYTES, _SPARE_BYTES, _MAX_MESSAGE_CHARACTERS = 4096, 2048, 500
 
 
 @dataclass(frozen=True)
-class Ended:
+class RankExit:
     """How one rank ended the run on its own, while the others knew nothing of it."""
 
     state: str  # STOPPED or FAILED
@@ -73,16 +73,18 @@ class Ended:
         return f"rank {self.rank} failed first: {self.message.splitlines()[0] if self.message else self.type}"
 
 
-def ended_by(error: BaseException, *, rank: int) -> Ended:
+def exit_from_error(error: BaseException, *, rank: int) -> RankExit:
     """Return how a rank ends that raised this."""
     if isinstance(error, KeyboardInterrupt):
-        return Ended(STOPPED, rank, type(error).__name__, INTERRUPTED, 130)
+        return RankExit(STOPPED, rank, type(error).__name__, INTERRUPTED, 130)
     code = error.exit_code if isinstance(error, FinetuneError) else 1
     message = str(error) if isinstance(error, FinetuneError) else f"{type(error).__name__}: {error}"
-    return Ended(FAILED, rank, type(error).__name__, redacted_text(message), code)  # as it will be read from the file
+    return RankExit(
+        FAILED, rank, type(error).__name__, redacted_text(message), code
+    )  # as it will be read from the file
 
 
-class Status:
+class StatusFile:
     """The status file of one launch. Rank 0 keeps it; any rank may end the run, and the first that does stays in it.
 
     Watching must not stop a run: a status that cannot be written is let go of. On a full disk it is written into the
@@ -135,7 +137,7 @@ class Status:
         self._facts |= {"state": state, "reason": reason, "exit_code": exit_code}
         self._keep()
 
-    def claim_end(self, ended: Ended) -> Ended:
+    def claim_exit(self, ended: RankExit) -> RankExit:
         """Write down that this rank ends the run, unless another has done so before; return the first that did."""
         try:
             with self._alone():
@@ -147,7 +149,7 @@ class Status:
         except OSError:
             return ended
 
-    def first(self) -> Ended | None:
+    def first(self) -> RankExit | None:
         """Return how the run was ended by one rank alone, if it was."""
         facts = self._read()
         try:
@@ -155,7 +157,7 @@ class Status:
                 return None
             error = facts["error"] or {"type": "Stopped", "message": facts["reason"]}
             ended = (facts["state"], facts["ended_by"], error["type"], error["message"], facts["exit_code"])
-            return Ended(*_ENDED.validate_python(ended))
+            return RankExit(*_RANK_EXIT.validate_python(ended))
         except (KeyError, TypeError, ValueError):  # damaged, or somebody else's: it says nothing
             return None
 
@@ -172,7 +174,7 @@ class Status:
 
     def _read(self) -> dict[str, Any]:
         try:
-            facts = read_json(self._folder / FILE)
+            facts = read_json(self._folder / STATUS_FILE)
         except (OSError, ValueError):
             return {}
         return facts if isinstance(facts, dict) else {}
@@ -182,9 +184,9 @@ class Status:
         updated = datetime.fromtimestamp(now, UTC).isoformat(timespec="seconds")
         facts = redacted_config({**facts, "launch": self._launch, "updated": updated, "time": now})
         try:
-            atomic.write_bytes(self._folder / FILE, _padded(facts))
+            atomic.write_bytes(self._folder / STATUS_FILE, _padded(facts))
         except OSError:
-            _overwrite(self._folder / FILE, facts)
+            _overwrite(self._folder / STATUS_FILE, facts)
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
@@ -215,8 +217,8 @@ def _overwrite(path: Path, facts: Mapping[str, Any]) -> None:
     """Write the facts into the room that the file has already; raises OSError where they do not fit."""
     with path.open("r+b") as file:
         room = os.fstat(file.fileno()).st_size - 1
-        error = facts["error"] and {**facts["error"], "message": facts["error"]["message"][:_SHORT]}
-        shorter = {**facts, "error": error, "reason": facts["reason"] and facts["reason"][:_SHORT]}
+        error = facts["error"] and {**facts["error"], "message": facts["error"]["message"][:_MAX_MESSAGE_CHARACTERS]}
+        shorter = {**facts, "error": error, "reason": facts["reason"] and facts["reason"][:_MAX_MESSAGE_CHARACTERS]}
         for each in (facts, shorter, {**shorter, "ranks": []}):
             content = format_json(each).encode(errors="backslashreplace")
             if len(content) <= room:
@@ -225,14 +227,14 @@ def _overwrite(path: Path, facts: Mapping[str, Any]) -> None:
     raise OSError(errno.ENOSPC, "has no room for how the run ended", str(path))
 
 
-def status_of_launch(folder: Path, *, rank: int) -> Status:
+def open_status_file(folder: Path, *, rank: int) -> StatusFile:
     """Return the status of the launch that this process belongs to."""
     me = Peer(rank, platform.node(), os.getpid())
     launch = launch_id(os.environ, host=me.host, pid=me.pid, parent=os.getppid())
-    return Status(folder, rank=rank, me=me, launch=launch, since=psutil.Process().create_time() - 2)
+    return StatusFile(folder, rank=rank, me=me, launch=launch, since=psutil.Process().create_time() - 2)
 
 
-def record_finished(status: Status, progress: Progress, checkpoint: str, reason: str, *, num_steps: int) -> int:
+def record_finished(status: StatusFile, progress: Progress, checkpoint: str, reason: str, *, num_steps: int) -> int:
     """Write down that there was nothing left to do, and return the exit code of a success."""
     status.checkpoint(checkpoint)
     status.run(progress, num_steps=num_steps)
@@ -240,7 +242,7 @@ def record_finished(status: Status, progress: Progress, checkpoint: str, reason:
     return 0
 
 
-def _fields(ended: Ended) -> dict[str, Any]:
+def _fields(ended: RankExit) -> dict[str, Any]:
     error = {"rank": ended.rank, "type": ended.type, "message": ended.message}
     return {
         "state": ended.state,

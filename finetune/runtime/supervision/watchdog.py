@@ -13,9 +13,9 @@ from pathlib import Path
 
 from finetune.errors import Hang, LostContact
 from finetune.runtime.supervision import hang, heartbeat
-from finetune.runtime.supervision.exit import Ending, format_lost_peers, gone
-from finetune.runtime.supervision.signals import EXIT_CODES, SignalNote
-from finetune.runtime.supervision.status import STOPPED, Ended, Status, ended_by
+from finetune.runtime.supervision.exit import ProcessExit, find_dead_peers, format_lost_peers
+from finetune.runtime.supervision.signals import EXIT_CODES, ReceivedSignals
+from finetune.runtime.supervision.status import STOPPED, RankExit, StatusFile, exit_from_error
 
 _TICK_SECONDS = 1.0
 _QUIET_SECONDS = 3.0  # without a point passed for so long, the others are looked after
@@ -30,7 +30,7 @@ class Watchdog:
     """Watches one process of a run."""
 
     def __init__(
-        self, folder: Path, *, status: Status, ending: Ending, note: SignalNote, rank: int, world: int
+        self, folder: Path, *, status: StatusFile, ending: ProcessExit, note: ReceivedSignals, rank: int, world: int
     ) -> None:
         self._folder = folder
         self._status = status
@@ -46,7 +46,7 @@ class Watchdog:
         self._is_training = False
         self._is_over = threading.Event()
 
-    def watch_hangs(self, limit_seconds: float | None) -> None:
+    def detect_hangs(self, limit_seconds: float | None) -> None:
         """Begin to end the run when nothing has moved for so long; None never does."""
         self._watched_since = time.monotonic()
         self._limit = limit_seconds
@@ -55,12 +55,12 @@ class Watchdog:
         """Leave it to the loop from now on to stop when a signal asks for it; before, there is nothing to save."""
         self._is_training = True
 
-    def early_stop(self) -> Ended | None:
+    def stop_before_training(self) -> RankExit | None:
         """Return the end that a signal asks for before training has begun."""
         if self._note.received is None or self._is_training:
             return None
         reason = f"signal {self._note.received.name}"
-        return Ended(STOPPED, self._rank, "Stopped", reason, EXIT_CODES[reason])
+        return RankExit(STOPPED, self._rank, "Stopped", reason, EXIT_CODES[reason])
 
     def run(self) -> None:
         """Look, until the run is over."""
@@ -79,7 +79,7 @@ class Watchdog:
             text = f"{type(error).__name__}: {error}"
             print(f"warning: the watchdog of rank {self._rank} cannot look: {text}; it tries again", file=sys.stderr)
         if num_failures >= _MOST_FAILURES:
-            self._ending.after(ended_by(error, rank=self._rank))
+            self._ending.after(exit_from_error(error, rank=self._rank))
 
     def stop(self) -> None:
         """Look no more."""
@@ -110,12 +110,12 @@ class Watchdog:
         first, patience = self._status.first(), _QUIET_SECONDS
         if first is not None and first.rank == self._rank:
             patience = _LAST_WORDS_SECONDS
-        elif first is None and (lost := gone(self._ending.peers)):
-            first = ended_by(LostContact(format_lost_peers(lost)), rank=self._rank)
-        if stop := self.early_stop():
+        elif first is None and (lost := find_dead_peers(self._ending.peers)):
+            first = exit_from_error(LostContact(format_lost_peers(lost)), rank=self._rank)
+        if stop := self.stop_before_training():
             first, patience = first or stop, 0.0
-        if self._note.wants_end_now:
-            first = first or ended_by(KeyboardInterrupt(), rank=self._rank)
+        if self._note.wants_immediate_exit:
+            first = first or exit_from_error(KeyboardInterrupt(), rank=self._rank)
         if first is None:
             self._ended_at = None
             return
@@ -131,9 +131,9 @@ class Watchdog:
             time.sleep(_TICK_SECONDS)
         error = Hang(
             f"nothing has moved for {silent:.0f} s (run.hang_after_seconds). "
-            f"{hang.who_is_waited_for(reports, world=self._world)} Every rank's stacks: {self._folder / hang.FOLDER}"
+            f"{hang.format_blocking_ranks(reports, world=self._world)} Every rank's stacks: {self._folder / hang.FOLDER}"
         )
-        self._ending.after(ended_by(error, rank=self._rank))
+        self._ending.after(exit_from_error(error, rank=self._rank))
 
     def _arm(self, limit: float) -> None:
         """Have the interpreter end the process where not even a thread can run, because something keeps its lock."""
@@ -144,7 +144,7 @@ class Watchdog:
 
 
 @contextmanager
-def watched(watchdog: Watchdog) -> Iterator[Watchdog]:
+def running_watchdog(watchdog: Watchdog) -> Iterator[Watchdog]:
     """Have the watchdog look while the context lasts."""
     thread = threading.Thread(target=watchdog.run, name="watchdog", daemon=True)
     thread.start()

@@ -13,9 +13,9 @@ from finetune.runtime.supervision.build_locks import (
     ABANDONED,
     BUILDING,
     UNKNOWN,
-    BuildWatch,
+    BuildLockWatcher,
     clear_build_locks,
-    judge,
+    inspect_lock,
     remove_abandoned,
 )
 
@@ -57,13 +57,13 @@ def owner_of():
 
 def test_a_lock_is_held_while_its_owner_lives_and_removed_once_it_was_killed(lock, owner_of):
     owner, said = owner_of(lock), []
-    assert judge(lock).state == BUILDING and f"process {owner.pid} (" in judge(lock).owner
+    assert inspect_lock(lock).state == BUILDING and f"process {owner.pid} (" in inspect_lock(lock).owner
     clear_build_locks(log=said.append)
-    assert lock.exists() and said == [f"note: {judge(lock)}"]
+    assert lock.exists() and said == [f"note: {inspect_lock(lock)}"]
     assert not remove_abandoned(lock, pause=lambda seconds: None)
     owner.kill()
     owner.wait()
-    assert judge(lock).state == ABANDONED
+    assert inspect_lock(lock).state == ABANDONED
     clear_build_locks(log=said.append)
     assert not lock.exists()
     assert said[1] == f"removed {lock} was left by a build that was killed: every later run waits for it."
@@ -75,11 +75,11 @@ def test_a_compiler_that_outlives_its_parent_still_compiles(lock):
     try:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(build_locks, "_COMPILERS", ("sleep",))
-            assert judge(lock).state == BUILDING
+            assert inspect_lock(lock).state == BUILDING
     finally:
         compiler.kill()
         compiler.wait()
-    assert judge(lock).state == ABANDONED
+    assert inspect_lock(lock).state == ABANDONED
 
 
 @pytest.mark.parametrize("kind", ["nfs4", "fuse.juicefs", "lustre"])
@@ -88,7 +88,7 @@ def test_where_another_machine_may_compile_a_lock_is_named_and_stays(lock, monke
     monkeypatch.setattr(build_locks, "_mount", lambda path: (lock.parents[1], kind))
     said = []
     clear_build_locks(log=said.append)
-    assert judge(lock).state == UNKNOWN and lock.exists()
+    assert inspect_lock(lock).state == UNKNOWN and lock.exists()
     assert said[0].startswith(f"warning: {lock}: it lies on {kind}") and "delete it" in said[0]
 
 
@@ -96,7 +96,7 @@ def test_in_a_container_a_volume_may_be_shared(lock, monkeypatch):
     lock.touch()
     monkeypatch.setattr(build_locks, "_CONTAINER_MARKS", (lock,))
     monkeypatch.setattr(build_locks, "_mount", lambda path: (lock.parents[1], "ext4"))
-    assert "which other containers may share" in judge(lock).owner
+    assert "which other containers may share" in inspect_lock(lock).owner
 
 
 def test_a_lock_that_is_taken_anew_between_two_looks_stays(lock):
@@ -113,15 +113,15 @@ def test_a_lock_that_is_taken_anew_between_two_looks_stays(lock):
 def test_a_thread_that_waits_for_a_dead_build_is_set_free_and_one_that_waits_for_a_living_one_is_told(lock, owner_of):
     owner, said, now = owner_of(lock), [], [0.0]
     waiting = threading.Thread(target=FileBaton(str(lock), wait_seconds=0.01).wait)
-    watch = BuildWatch(say=said.append, clock=lambda: now[0])
+    watch = BuildLockWatcher(say=said.append, clock=lambda: now[0])
     watch.look()
     assert said == []  # the main thread waits for nothing
     waiting.start()
     watch._main = waiting.ident
-    until(lambda: build_locks.waited_for(build_locks.frame_of(waiting.ident)) == lock)
+    until(lambda: build_locks.awaited_lock(build_locks.innermost_frame(waiting.ident)) == lock)
     for now[0] in (10.0, 20.0, 45.0):
         watch.look()
-    assert said == [f"waiting for a build since {seconds} s: {judge(lock)}" for seconds in (0, 35)]
+    assert said == [f"waiting for a build since {seconds} s: {inspect_lock(lock)}" for seconds in (0, 35)]
     owner.kill()
     owner.wait()
     watch.look()

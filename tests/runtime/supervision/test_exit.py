@@ -6,8 +6,8 @@ import platform
 import pytest
 
 from finetune.errors import CheckpointError
-from finetune.runtime.supervision.exit import Ending, is_broken_collective
-from finetune.runtime.supervision.status import Peer, Status, ended_by
+from finetune.runtime.supervision.exit import ProcessExit, is_broken_collective
+from finetune.runtime.supervision.status import Peer, StatusFile, exit_from_error
 
 CLOSED = RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [::1]:50")
 
@@ -20,17 +20,17 @@ def leave(code: int) -> None:
     raise Left(code)
 
 
-def ranks_of(folder, world=2) -> list[tuple[Status, Ending]]:
+def ranks_of(folder, world=2) -> list[tuple[StatusFile, ProcessExit]]:
     statuses = [
-        Status(folder, rank=rank, me=Peer(rank, "here", rank), launch="now", since=0.0) for rank in range(world)
+        StatusFile(folder, rank=rank, me=Peer(rank, "here", rank), launch="now", since=0.0) for rank in range(world)
     ]
     statuses[0].start()
-    return [(status, Ending(status, rank=rank, leave=leave)) for rank, status in enumerate(statuses)]
+    return [(status, ProcessExit(status, rank=rank, leave=leave)) for rank, status in enumerate(statuses)]
 
 
-def code_after(ending: Ending, error: BaseException) -> int:
+def code_after(ending: ProcessExit, error: BaseException) -> int:
     with pytest.raises(Left) as left:
-        ending.after_error(error)
+        ending.exit_after_error(error)
     return left.value.args[0]
 
 
@@ -61,7 +61,7 @@ def test_a_process_that_is_gone_without_a_word_is_named(tmp_path, capsys):
 
 def test_a_rank_that_was_stopped_is_no_failure_of_the_others(tmp_path, capsys):
     (_, own), (status, _) = ranks_of(tmp_path)
-    status.claim_end(ended_by(KeyboardInterrupt(), rank=1))
+    status.claim_exit(exit_from_error(KeyboardInterrupt(), rank=1))
     assert code_after(own, CLOSED) == 130
     assert capsys.readouterr().err == "rank 0 ends because rank 1 was stopped: interrupted\n"
 

@@ -4,7 +4,7 @@ import signal
 
 import pytest
 
-from finetune.runtime.supervision.signals import noted_signals
+from finetune.runtime.supervision.signals import record_signals
 
 
 @pytest.fixture(autouse=True)
@@ -19,14 +19,14 @@ def in_the_foreground():
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_leaves_a_note_and_the_handler_comes_back(number):
     before = signal.getsignal(number)
-    with noted_signals() as note:
+    with record_signals() as note:
         signal.raise_signal(number)
         assert note.received is number
     assert signal.getsignal(number) is before
 
 
 def test_the_first_signal_is_the_one_remembered_and_the_second_ctrl_c_means_now(capfd):
-    with noted_signals() as note:
+    with record_signals() as note:
         signal.raise_signal(signal.SIGTERM)
         signal.raise_signal(signal.SIGINT)
         assert note.received is signal.SIGTERM
@@ -36,7 +36,7 @@ def test_the_first_signal_is_the_one_remembered_and_the_second_ctrl_c_means_now(
 
 
 def test_sigusr1_asks_for_a_checkpoint_and_for_no_stop():
-    with noted_signals() as note:
+    with record_signals() as note:
         signal.raise_signal(signal.SIGUSR1)
     assert note.wants_save
     assert note.received is None
@@ -45,7 +45,7 @@ def test_sigusr1_asks_for_a_checkpoint_and_for_no_stop():
 def test_under_nohup_the_end_of_the_shell_is_not_heard():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with noted_signals() as note:
+        with record_signals() as note:
             signal.raise_signal(signal.SIGHUP)
         assert note.received is None
     finally:
@@ -53,7 +53,7 @@ def test_under_nohup_the_end_of_the_shell_is_not_heard():
 
 
 def test_a_signal_is_heard_even_if_the_main_thread_cannot_handle_it():
-    with noted_signals() as note:
+    with record_signals() as note:
         signal.raise_signal(signal.SIGTERM)
         note.received = None  # as if the handler had not run yet
         note.hear()

@@ -7,11 +7,11 @@ import pytest
 from finetune.errors import CheckpointError, DiskError, NonFiniteError
 from finetune.runtime.files import atomic
 from finetune.runtime.progress import Progress
-from finetune.runtime.supervision.status import FINISHED, STOPPED, Ended, Peer, Status, ended_by
+from finetune.runtime.supervision.status import FINISHED, STOPPED, Peer, RankExit, StatusFile, exit_from_error
 
 
-def status_of(folder, *, rank=0, launch="now", since=0.0, clock=lambda: 100.0) -> Status:
-    return Status(folder, rank=rank, me=Peer(rank, "here", 10 + rank), launch=launch, since=since, clock=clock)
+def status_of(folder, *, rank=0, launch="now", since=0.0, clock=lambda: 100.0) -> StatusFile:
+    return StatusFile(folder, rank=rank, me=Peer(rank, "here", 10 + rank), launch=launch, since=since, clock=clock)
 
 
 def read(folder) -> dict:
@@ -41,9 +41,9 @@ def test_a_run_is_followed_from_its_start_to_its_end(tmp_path):
 def test_the_first_error_stays_whoever_comes_after_it(tmp_path):
     ranks = [status_of(tmp_path, rank=rank) for rank in range(3)]
     ranks[0].start()
-    first = ranks[2].claim_end(ended_by(ValueError("broken"), rank=2))
-    assert first == Ended("failed", 2, "ValueError", "ValueError: broken", 1)
-    assert ranks[1].claim_end(ended_by(RuntimeError("gloo: closed"), rank=1)) == first
+    first = ranks[2].claim_exit(exit_from_error(ValueError("broken"), rank=2))
+    assert first == RankExit("failed", 2, "ValueError", "ValueError: broken", 1)
+    assert ranks[1].claim_exit(exit_from_error(RuntimeError("gloo: closed"), rank=1)) == first
     ranks[0].end(FINISHED, reason="finished", exit_code=0)
     facts = read(tmp_path)
     assert facts["error"] == {"rank": 2, "type": "ValueError", "message": "ValueError: broken"}
@@ -54,7 +54,7 @@ def test_the_first_error_stays_whoever_comes_after_it(tmp_path):
 def test_what_an_earlier_launch_left_is_nobodys_error(tmp_path):
     old = status_of(tmp_path, launch="old", clock=lambda: 50.0)
     old.start()
-    old.claim_end(ended_by(ValueError("old"), rank=0))
+    old.claim_exit(exit_from_error(ValueError("old"), rank=0))
     new = status_of(tmp_path, rank=1, since=90.0)
     assert new.first() is None
     assert status_of(tmp_path, rank=1, launch="old", since=90.0).first() is None  # the same address again
@@ -66,8 +66,8 @@ def test_what_an_earlier_launch_left_is_nobodys_error(tmp_path):
 def test_a_launch_that_was_refused_leaves_the_file_of_the_running_one_alone(tmp_path):
     status_of(tmp_path, launch="running").start()
     refused = status_of(tmp_path, rank=1, launch="refused")
-    mine = ended_by(CheckpointError("mine"), rank=1)
-    assert refused.claim_end(mine) == mine
+    mine = exit_from_error(CheckpointError("mine"), rank=1)
+    assert refused.claim_exit(mine) == mine
     assert read(tmp_path)["state"] == "starting"
 
 
@@ -76,8 +76,8 @@ def test_a_status_that_cannot_be_written_stops_nothing(tmp_path):
     status = status_of(tmp_path / "run")
     status.start()
     status.run(Progress(), num_steps=3)
-    ended = ended_by(ValueError(), rank=0)
-    assert status.claim_end(ended) == ended
+    ended = exit_from_error(ValueError(), rank=0)
+    assert status.claim_exit(ended) == ended
 
 
 @pytest.mark.parametrize(
@@ -90,16 +90,16 @@ def test_a_status_that_cannot_be_written_stops_nothing(tmp_path):
     ],
 )
 def test_each_end_has_its_exit_code(error, state, code):
-    ended = ended_by(error, rank=0)
+    ended = exit_from_error(error, rank=0)
     assert (ended.state, ended.exit_code) == (state, code)
 
 
 def test_an_error_with_a_secret_is_still_known_as_this_rank_s_own(tmp_path):
     status = status_of(tmp_path)
     status.start()
-    own = ended_by(ValueError("\x1b 403 at https://h/?token=c0ffee"), rank=0)
-    assert status.claim_end(own) == own
-    assert status.claim_end(own) == own  # as it was read from the file
+    own = exit_from_error(ValueError("\x1b 403 at https://h/?token=c0ffee"), rank=0)
+    assert status.claim_exit(own) == own
+    assert status.claim_exit(own) == own  # as it was read from the file
     assert read(tmp_path)["error"]["message"] == "ValueError: \x1b 403 at https://h/?token=[redacted]"
     assert "\x1b" not in (tmp_path / "status.json").read_text()
 
@@ -122,14 +122,14 @@ def test_on_a_full_disk_the_end_is_written_into_the_room_that_the_file_has(tmp_p
     status.run(Progress(3), num_steps=8)
     size = (tmp_path / "status.json").stat().st_size
     disk_is_full()
-    status.claim_end(ended_by(DiskError(message), rank=0))
+    status.claim_exit(exit_from_error(DiskError(message), rank=0))
     assert (read(tmp_path)["state"], read(tmp_path)["exit_code"], read(tmp_path)["step"]) == ("failed", 1, 3)
     assert message.startswith(read(tmp_path)["error"]["message"])
     assert (tmp_path / "status.json").stat().st_size == size
 
 
 def test_of_a_run_of_many_processes_the_end_is_written_though_their_names_have_no_room(tmp_path, disk_is_full):
-    Status(tmp_path, rank=0, me=Peer(0, "here", 1), launch="now", since=0.0, clock=lambda: 100.0).start()
+    StatusFile(tmp_path, rank=0, me=Peer(0, "here", 1), launch="now", since=0.0, clock=lambda: 100.0).start()
     status = status_of(tmp_path)
     status.met([Peer(rank, "a-host-with-a-long-name", rank) for rank in range(1000)])
     disk_is_full()

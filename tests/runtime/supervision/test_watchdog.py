@@ -9,9 +9,9 @@ from collections.abc import Iterator
 import pytest
 
 from finetune.runtime.supervision import heartbeat
-from finetune.runtime.supervision.exit import Ending
-from finetune.runtime.supervision.signals import SignalNote
-from finetune.runtime.supervision.status import Peer, Status, ended_by
+from finetune.runtime.supervision.exit import ProcessExit
+from finetune.runtime.supervision.signals import ReceivedSignals
+from finetune.runtime.supervision.status import Peer, StatusFile, exit_from_error
 from finetune.runtime.supervision.watchdog import Watchdog
 
 
@@ -27,11 +27,11 @@ class Watched:
     """Rank 0 of two ranks."""
 
     def __init__(self, folder, *, world=2) -> None:
-        self.note = SignalNote()
-        self.others = Status(folder, rank=1, me=Peer(1, "here", 11), launch="now", since=0.0)
-        status = Status(folder, rank=0, me=Peer(0, "here", 10), launch="now", since=0.0)
+        self.note = ReceivedSignals()
+        self.others = StatusFile(folder, rank=1, me=Peer(1, "here", 11), launch="now", since=0.0)
+        status = StatusFile(folder, rank=0, me=Peer(0, "here", 10), launch="now", since=0.0)
         status.start()
-        self.ending = Ending(status, rank=0, leave=leave)
+        self.ending = ProcessExit(status, rank=0, leave=leave)
         self.dog = Watchdog(folder, status=status, ending=self.ending, note=self.note, rank=0, world=world)
 
     def code(self) -> int:
@@ -50,7 +50,7 @@ def watched(tmp_path, monkeypatch) -> Iterator[Watched]:
 
 
 def test_while_all_is_well_nothing_happens(watched):
-    watched.dog.watch_hangs(1000.0)
+    watched.dog.detect_hangs(1000.0)
     watched.dog.look()
     watched.dog.begin_training()
     watched.note.note(signal.SIGTERM, None)  # for the loop, from now on
@@ -65,7 +65,7 @@ def test_a_signal_before_training_ends_the_run_with_its_exit_code(watched, tmp_p
 
 
 def test_where_another_rank_has_failed_the_signal_is_only_the_launchers_answer(watched, capsys):
-    watched.others.claim_end(ended_by(ValueError("broken"), rank=1))
+    watched.others.claim_exit(exit_from_error(ValueError("broken"), rank=1))
     watched.note.note(signal.SIGTERM, None)
     assert watched.code() == 1
     assert capsys.readouterr().err == "rank 0 ends because rank 1 failed first: ValueError: broken\n"
@@ -80,7 +80,7 @@ def test_a_process_that_has_vanished_is_lost_contact(watched, capsys):
 
 def test_nothing_moving_for_too_long_is_a_hang_with_stacks(watched, tmp_path, capsys):
     heartbeat.fault_point("forward", step=4)
-    watched.dog.watch_hangs(1e-9)
+    watched.dog.detect_hangs(1e-9)
     assert watched.code() == 1
     assert "nothing has moved for 0 s (run.hang_after_seconds). No report came from rank 1." in capsys.readouterr().err
     assert json.loads((tmp_path / "hang" / "rank-00000.json").read_text())["step"] == 4

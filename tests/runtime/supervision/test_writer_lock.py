@@ -43,7 +43,7 @@ def test_what_a_run_has_written_and_links_to_it_are_as_they_should_be(tmp_path):
 
 
 def test_all_names_are_those_that_are_written():
-    assert {writer_lock.LOCK, status.FILE, status._LOCK, "STOP"} <= {*writer_lock.FILES}
+    assert {writer_lock.LOCK, status.STATUS_FILE, status._LOCK, "STOP"} <= {*writer_lock.FILES}
     assert hang.FOLDER in writer_lock.FOLDERS
 
 
