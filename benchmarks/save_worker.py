@@ -25,13 +25,13 @@ from finetune.run.build.data import make_lessons, make_run_plan
 from finetune.run.build.prepared_model import Machine, make_accelerator, make_machine
 from finetune.run.train import launched_strategy
 from finetune.runtime import distributed
-from finetune.runtime.text.library_output import quieten
+from finetune.runtime.text.library_output import quiet_libraries
 
 WAYS = ("sync", "async", "accelerate")
 
 
 def main(config: Path, folder: Path, rounds: int) -> None:
-    quieten(is_main=False)
+    quiet_libraries(is_main=False)
     machine = build(config)
     train_one_step(machine)
     access = build_access(machine.accelerator, machine.model, machine.optimizer)

@@ -300,7 +300,7 @@ def test_what_is_printed_goes_through_the_guarded_streams(module):
         way = names.get(used, used)
         assert way not in GUARDED_ELSEWHERE or is_within(module.name, GUARDED_ELSEWHERE[way]), (
             f"{module.file}:{getattr(node, 'lineno', '?')} prints with {way}, past what takes secrets and escapes out: "
-            "use print, or finetune.runtime.text.rich_console.ForeignTextConsole"
+            "use print, or finetune.runtime.text.rich_console.SafeConsole"
         )
 
 

@@ -12,7 +12,7 @@ import typer
 
 from finetune.errors import FinetuneError, UserError, disk_text
 from finetune.runtime.text.redact import redacted_command
-from finetune.runtime.text.terminal import guarded, print_traceback, readable
+from finetune.runtime.text.terminal import guarded_output, print_traceback, printable
 
 P = ParamSpec("P")
 
@@ -29,7 +29,7 @@ def reported(command: Callable[P, Any]) -> Callable[P, None]:
 
     @functools.wraps(command)
     def run(*args: P.args, **kwargs: P.kwargs) -> None:
-        with guarded():
+        with guarded_output():
             try:
                 code = command(*args, **kwargs)
             except FinetuneError as error:
@@ -58,7 +58,7 @@ def guarded_command_line() -> Iterator[None]:
 
     Who looks for the words that were typed (a tracker does) finds them without secrets.
     """
-    with guarded():
+    with guarded_output():
         sys.argv[1:] = redacted_command(sys.argv[1:])
         try:
             yield
@@ -73,7 +73,7 @@ def guarded_command_line() -> Iterator[None]:
 
 def message(error: FinetuneError, *, rank: int) -> str:
     """Return what this rank prints."""
-    return readable(f"error: {error}" if rank == 0 else f"[rank {rank}] error: {error}")
+    return printable(f"error: {error}" if rank == 0 else f"[rank {rank}] error: {error}")
 
 
 def _tell(error: FinetuneError) -> None:

@@ -17,7 +17,7 @@ from finetune.model.generation import Manner, answer_batch
 from finetune.model.loading.saved import SavedModel, load_base, load_saved, look_at, with_adapters
 from finetune.model.processing import has_processing, load_kept_processing
 from finetune.runtime.seeds import derive
-from finetune.runtime.text.library_output import quieten
+from finetune.runtime.text.library_output import quiet_libraries
 
 _SHOWN = 5
 
@@ -95,7 +95,7 @@ def chat(
     of their own. The answer appears as it is made. Adapters are written `NAME=FOLDER`; they share one base. A model
     that classifies text answers with its class. Raises UserError where there is no model to talk to.
     """
-    quieten(is_main=True)
+    quiet_libraries(is_main=True)
     saved = look_at(folder, key="chat", trust_remote_code=trust_remote_code)
     manner = Manner(max_new_tokens, temperature)
     named = _named(adapters)

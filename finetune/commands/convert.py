@@ -36,7 +36,7 @@ from finetune.runtime.files.read import read_regular
 from finetune.runtime.progress import Progress, parse_progress
 from finetune.runtime.run_on_ranks import run_on_rank_0
 from finetune.runtime.supervision.writer_lock import lock_run_folder
-from finetune.runtime.text.library_output import quieten
+from finetune.runtime.text.library_output import quiet_libraries
 from finetune.strategy.protocol import Strategy
 
 MODEL = "pytorch_model"
@@ -110,7 +110,7 @@ def convert(
 
     Exactly one of `to` and `source` is given, and with `source` the step.
     """
-    quieten(is_main=distributed.is_main())
+    quiet_libraries(is_main=distributed.is_main())
     if to is not None:
         convert_to(run, to, step=step, trust_remote_code=trust_remote_code)
     else:

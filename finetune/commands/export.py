@@ -41,7 +41,7 @@ from finetune.runtime.environment import package_versions
 from finetune.runtime.parameters import InitContext
 from finetune.runtime.progress import Progress
 from finetune.runtime.resources import format_size
-from finetune.runtime.text.library_output import quieten
+from finetune.runtime.text.library_output import quiet_libraries
 from finetune.train.evaluate import average_formula
 
 _LISTED = 5
@@ -72,7 +72,7 @@ def export_checkpoint(
     the folder is there already or nothing can be merged, CheckpointError where the checkpoint is bad or another
     model's.
     """
-    quieten(is_main=True)
+    quiet_libraries(is_main=True)
     wanted = _wanted(run, step=step, to=to)
     own = with_trust(load_resolved(wanted.run), trust_remote_code=trust_remote_code)
     loaded = _with_export(own, dtype=dtype, merge=merge)
@@ -197,7 +197,7 @@ def export(
     Raises UserError where there is nothing to do or the target is there already, HubError where the upload failed: what
     was exported stays.
     """
-    quieten(is_main=True)
+    quiet_libraries(is_main=True)
     if is_run(source):
         folder = export_checkpoint(
             source, step=step, to=to, dtype=dtype, merge=merge, trust_remote_code=trust_remote_code

@@ -29,7 +29,7 @@ from finetune.runtime import distributed
 from finetune.runtime.files import atomic
 from finetune.runtime.files.read import read_json
 from finetune.runtime.seeds import derive
-from finetune.runtime.text.library_output import quieten
+from finetune.runtime.text.library_output import quiet_libraries
 from finetune.runtime.text.redact import redacted_config
 from finetune.runtime.text.terminal import format_json
 from finetune.task.causal_lm import pad_id
@@ -123,7 +123,7 @@ def generate_file(
     Raises UserError or DataError for a model that writes no text, rows that ask nothing, an output that is there
     already. Collective over all launched processes.
     """
-    quieten(is_main=distributed.is_main())
+    quiet_libraries(is_main=distributed.is_main())
     saved = look_at(source, key="generate", trust_remote_code=trust_remote_code)
     _check(saved, output=output, adapter=adapter)
     origin = find_local(SourceSection(path=str(rows)), key="--input", say=_silent)

@@ -18,7 +18,7 @@ from finetune.report.run_log import RunLog, print_line
 from finetune.run.build.data import make_lessons, mend_sets
 from finetune.run.build.data_audit import audit_lessons
 from finetune.runtime.text import rich_console
-from finetune.runtime.text.library_output import quieten
+from finetune.runtime.text.library_output import quiet_libraries
 
 SECONDS_BETWEEN_LINES = 10.0
 
@@ -33,9 +33,9 @@ def progress_shown() -> Iterator[tuple[Say, Watch]]:
     if not sys.stdout.isatty():
         yield print_line, Lines(say=print_line)
         return
-    console, text = rich_console.ForeignTextConsole(), rich_console.TextColumn
+    console, text = rich_console.SafeConsole(), rich_console.SafeTextColumn
     columns = (text("{task.description}"), BarColumn(), text("{task.fields[told]}"))
-    with rich_console.Bars(*columns, console=console, transient=True) as progress:
+    with rich_console.SafeProgress(*columns, console=console, transient=True) as progress:
         yield lambda line: console.print(line, markup=False, soft_wrap=True), Bars(progress)
 
 
@@ -101,7 +101,7 @@ def prepare(path: Path, overrides: Sequence[str]) -> None:
     What is cut off by a kill or Ctrl-C goes on at the next start. Raises ConfigError and DataError as training does,
     for shares above the limits of `data.audit` once the audit is printed.
     """
-    quieten(is_main=True)
+    quiet_libraries(is_main=True)
     config = load_config(path, overrides).config
     try:
         with progress_shown() as (say, watch):

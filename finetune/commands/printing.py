@@ -8,8 +8,8 @@ from collections.abc import Iterable
 
 from rich.table import Table
 
-from finetune.runtime.text.rich_console import ForeignTextConsole, drawn_on
-from finetune.runtime.text.terminal import readable
+from finetune.runtime.text.rich_console import SafeConsole, styled_stream
+from finetune.runtime.text.terminal import printable
 
 _WIDTH_OF_A_FILE = 200
 
@@ -22,15 +22,17 @@ def width() -> int:
 
 def print_table(table: Table) -> None:
     """Print the table without the blanks that would make all its lines equally long."""
-    console = ForeignTextConsole(width=width())
+    console = SafeConsole(width=width())
     with console.capture() as capture:
         console.print(table)
     drawn = "\n".join(line.rstrip() for line in capture.get().strip("\n").splitlines()).strip("\n")
-    print(drawn, file=drawn_on(sys.stdout))
+    print(drawn, file=styled_stream(sys.stdout))
 
 
 def print_facts(facts: Iterable[tuple[str, str]], *, indent: int = 16) -> None:
     """Print each name with what there is to say of it; words that are longer than a line stay whole."""
     for name, text in facts:
-        lines = textwrap.wrap(readable(text), max(width() - indent, 20), break_long_words=False, break_on_hyphens=False)
+        lines = textwrap.wrap(
+            printable(text), max(width() - indent, 20), break_long_words=False, break_on_hyphens=False
+        )
         print("\n".join(f"{'' if number else name:<{indent}}{line}" for number, line in enumerate(lines or [""])))

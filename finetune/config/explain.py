@@ -12,7 +12,7 @@ from finetune.config.run_config import RunConfig, with_run_folder
 from finetune.config.section import Section, Sources, joined
 from finetune.config.sections.data import MixedSourceSection, SourceSection, TrainedSourceSection
 from finetune.runtime.text.redact import redacted_config
-from finetune.runtime.text.terminal import neutral
+from finetune.runtime.text.terminal import escape_controls
 
 COLUMN = 56
 """Where the sources begin, if the value leaves room."""
@@ -23,7 +23,7 @@ def resolved_yaml(loaded: LoadedConfig) -> str:
 
     Read as a job, it gives the same config: keys that do nothing in this combination stand in comments.
     """
-    head = f"# {neutral(loaded.path.name)} as it was run, with the source of every value. Paths are absolute."
+    head = f"# {escape_controls(loaded.path.name)} as it was run, with the source of every value. Paths are absolute."
     config = loaded.config if loaded.remote is None else with_run_folder(loaded.config, loaded.remote)
     lines = _lines(config, loaded.sources, prefix="", idle=idle_keys(config))
     return "\n".join([head, *lines]) + "\n"
@@ -48,13 +48,13 @@ def _source(key: str, sources: Sources) -> str:
     source = sources.get(key)
     if source is None:
         return "default"
-    return neutral(str(source)) if source.line is not None else "--set"
+    return escape_controls(str(source)) if source.line is not None else "--set"
 
 
 def _written(name: str, value: Any) -> str:
     """Return the value as YAML 1.2 on one line, without secrets: JSON, but for escapes of what acts on a terminal."""
     plain = json.loads(json.dumps(value, default=_as_written))
-    return neutral(json.dumps(redacted_config(plain, name=name), ensure_ascii=False))
+    return escape_controls(json.dumps(redacted_config(plain, name=name), ensure_ascii=False))
 
 
 def _as_written(section: Section) -> dict[str, Any]:

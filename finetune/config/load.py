@@ -28,7 +28,7 @@ from finetune.config.section import Source, Sources, ancestors, placed
 from finetune.config.validation import Fault, draft, read_faults
 from finetune.config.yaml import Document, read_yaml
 from finetune.errors import ConfigError, Problem, UserError
-from finetune.runtime.text.redact import remember_secrets
+from finetune.runtime.text.redact import register_secrets
 
 
 def read_text(path: pathlib.Path, *, max_bytes: int = MAX_FILE_BYTES) -> str:
@@ -81,7 +81,7 @@ def load_config(path: pathlib.Path, overrides: Sequence[str] = ()) -> LoadedConf
     if not isinstance(document.values, dict):
         raise ConfigError(document.problems or [_not_a_job(document)], path.name)
     overridden = override(document.values, overrides)
-    remember_secrets(overridden.values)
+    register_secrets(overridden.values)
     sources = _sources(document, overridden.replaced, name=path.name) | overridden.sources
     problems = _still_there(document.problems, overridden.replaced) + overridden.problems
     folder = path.absolute().parent.resolve()

@@ -15,7 +15,7 @@ from typing import Any
 
 from finetune.config.run_config import RunConfig
 from finetune.config.section import Section, joined
-from finetune.runtime.text.redact import lasting_config, redacted_text
+from finetune.runtime.text.redact import comparable_config, redacted_text
 
 MATHS = (
     "run.seed",
@@ -135,7 +135,7 @@ def _flat(section: Section, *, prefix: str = "") -> Iterator[tuple[str, str]]:
         key, value = joined(prefix, name), getattr(section, name)
         if not isinstance(value, Section):
             plain = json.loads(json.dumps(value, default=_plain))
-            yield key, json.dumps(lasting_config(plain, name=name), sort_keys=True, ensure_ascii=False)
+            yield key, json.dumps(comparable_config(plain, name=name), sort_keys=True, ensure_ascii=False)
             continue
         if field.annotation is not type(value):
             yield key, "written"

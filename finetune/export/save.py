@@ -19,7 +19,7 @@ from finetune.model.loading.architecture import NEW_HEADS
 from finetune.model.loading.saved import CONFIG
 from finetune.runtime.files.replace_folder import replace_folder
 from finetune.runtime.optional import lazily
-from finetune.runtime.text.terminal import readable
+from finetune.runtime.text.terminal import printable
 
 with lazily():
     from finetune.export import adapter as adapters
@@ -114,7 +114,7 @@ def export_model(
             counts = _write_model(staging, model=model, weights=weights, preprocessors=preprocessors, section=section)
         preprocessors.save(staging)
         base = card_base(model, is_merged=section.merge, head=facts.head)
-        (staging / "README.md").write_text(readable(write_card(facts, base=base)), encoding="utf-8")
+        (staging / "README.md").write_text(printable(write_card(facts, base=base)), encoding="utf-8")
     files = tuple(sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()))
     return ExportReport(folder, files, num_tensors=counts[0], size_bytes=counts[1])
 

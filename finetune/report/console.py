@@ -27,7 +27,7 @@ from finetune.report.events import (
 from finetune.report.timing import ThroughputMeter
 from finetune.runtime.progress import Cadence
 from finetune.runtime.resources import format_size
-from finetune.runtime.text.rich_console import Bars, ForeignTextConsole, TextColumn
+from finetune.runtime.text.rich_console import SafeConsole, SafeProgress, SafeTextColumn
 
 SLOW_DATA = 0.1
 """Share of the time spent waiting for batches from which on it is shown."""
@@ -216,7 +216,7 @@ class RichScreen:
     """A progress bar at the bottom, which moves at every step; everything else scrolls above it."""
 
     def __init__(self, console: Console | None = None) -> None:
-        self._console = console or ForeignTextConsole()
+        self._console = console or SafeConsole()
         self._progress: Progress | None = None
         self._bar = TaskID(0)
 
@@ -241,12 +241,12 @@ class RichScreen:
 
     def _start(self, num_steps: int) -> Progress:
         columns = (
-            TextColumn("step"),
+            SafeTextColumn("step"),
             MofNCompleteColumn(),
             BarColumn(bar_width=20),
-            TextColumn("{task.fields[facts]}"),
+            SafeTextColumn("{task.fields[facts]}"),
         )
-        progress = Bars(*columns, console=self._console)
+        progress = SafeProgress(*columns, console=self._console)
         self._bar = progress.add_task("", total=num_steps, facts="")
         progress.start()
         return progress
@@ -257,4 +257,4 @@ def choose_screen(console: Literal["auto", "rich", "plain"]) -> Screen:
     wants_bar = console == "rich" or (console == "auto" and sys.stdout.isatty())
     if not wants_bar:
         return PlainScreen()
-    return RichScreen(ForeignTextConsole(force_terminal=True) if console == "rich" else None)
+    return RichScreen(SafeConsole(force_terminal=True) if console == "rich" else None)

@@ -37,7 +37,7 @@ from finetune.run.supervision import Watch, watched_run
 from finetune.runtime import distributed
 from finetune.runtime.progress import Progress
 from finetune.runtime.supervision import signals, status
-from finetune.runtime.text.library_output import quieten
+from finetune.runtime.text.library_output import quiet_libraries
 from finetune.strategy.choose import choose_strategy, describe_strategy
 from finetune.strategy.environment import read_environment
 from finetune.strategy.protocol import Strategy
@@ -56,7 +56,7 @@ def train_from_config(loaded: LoadedConfig, ahead: ChecksumPrefetch | None = Non
     """
     startup, say = StartUp.of_process(), RunLog(is_main=distributed.is_main())
     loaded = staged(loaded)
-    quieten(is_main=distributed.is_main())
+    quiet_libraries(is_main=distributed.is_main())
     strategy = launched_strategy(loaded)
     require_adapters_fit(loaded.config, strategy.name)
     mirror = make_mirror(loaded)

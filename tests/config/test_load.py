@@ -5,7 +5,7 @@ import pytest
 from finetune.config.explain import resolved_yaml
 from finetune.config.load import load_config, load_resolved
 from finetune.errors import ConfigError, UserError
-from finetune.runtime.text.terminal import neutral
+from finetune.runtime.text.terminal import escape_controls
 
 
 def test_a_job_is_loaded_with_the_source_of_every_written_key(load):
@@ -150,11 +150,11 @@ def test_a_file_of_another_version_is_told_with_the_key_that_is_not_known(run):
 
 def test_what_acts_on_a_terminal_is_read_back_and_stands_there_as_an_escape(job, tmp_path):
     meant = "a\x1b]8;;x\x07 \x9b\u202e\u2028\ufeff\U000e0041 ü"
-    written_so = neutral(meant.replace("\x1b", "\\e").replace("\x07", "\\a"))
+    written_so = escape_controls(meant.replace("\x1b", "\\e").replace("\x07", "\\a"))
     evil = job.with_name("jo\x9bb\u202e.yaml")
     evil.write_text(job.read_text().replace("max_length: 64", f'max_length: 64\n  system_prompt: "{written_so}"'))
     written = resolved_yaml(load_config(evil))
-    assert neutral(written) == written
+    assert escape_controls(written) == written
     (tmp_path / "resolved.yaml").write_text(written)
     assert load_resolved(tmp_path).config.data.system_prompt == meant
 

@@ -9,11 +9,11 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 
 from finetune.commands.convert import convert_from, convert_to
 from finetune.runtime import distributed
-from finetune.runtime.text.library_output import quieten
+from finetune.runtime.text.library_output import quiet_libraries
 
 
 def main(words: list[str]) -> None:
-    quieten(is_main=distributed.is_main())
+    quiet_libraries(is_main=distributed.is_main())
     paths = [Path(word) for word in words]
     for run, folder, back in zip(paths[::3], paths[1::3], paths[2::3], strict=True):
         convert_to(run, folder, step=None)

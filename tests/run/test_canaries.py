@@ -19,7 +19,7 @@ import torch
 
 from finetune.__main__ import main
 from finetune.runtime.supervision import exit
-from finetune.runtime.text.redact import look_at_environment
+from finetune.runtime.text.redact import collect_environment_secrets
 from tests.run.trained import forget
 
 CANARIES = {
@@ -120,7 +120,7 @@ def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
         _serve_the_model(session, patch)
         _fail(session, address, patch)
         yield session
-    look_at_environment()
+    collect_environment_secrets()
 
 
 def _train_and_look(session: Session, address: str, patch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 from finetune.checkpoint.format.manifest import RunFingerprint
 from finetune.config.sections.checkpoint import NEVER_ALLOWED
 from finetune.errors import CheckpointError
-from finetune.runtime.text.redact import lasting_config
+from finetune.runtime.text.redact import comparable_config
 
 ABSENT = "nothing"
 _MAX_LENGTH = 80
@@ -27,8 +27,8 @@ def check_changes(path: Path, saved: RunFingerprint, *, wanted: RunFingerprint, 
 
     What alters the maths has to be in `allowed`; a name there that has not changed is told as well.
     """
-    identity = differences(lasting_config(saved.identity), wanted.identity)
-    settings = differences(lasting_config(saved.settings), wanted.settings)
+    identity = differences(comparable_config(saved.identity), wanted.identity)
+    settings = differences(comparable_config(saved.settings), wanted.settings)
     refused = {name: pair for name, pair in identity.items() if name not in allowed or name in NEVER_ALLOWED}
     if refused:
         wished = [name for name in identity if name in allowed]

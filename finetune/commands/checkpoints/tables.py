@@ -11,7 +11,7 @@ from rich.text import Text
 from finetune.checkpoint.format.manifest import Manifest
 from finetune.checkpoint.read.inventory import BadFile, CheckpointEntry, Leftover, TensorCount
 from finetune.runtime.resources import format_size
-from finetune.runtime.text.terminal import readable
+from finetune.runtime.text.terminal import printable
 
 NOTHING = "-"
 UNSAID = ("null", "written")
@@ -42,7 +42,7 @@ def overview(found: Sequence[Checked], *, now: float, width: int) -> Table:
         table.add_column(column, no_wrap=True)
     for each in found:
         state = Text("good", "green") if each.is_good else Text("BAD", "bold red")
-        table.add_row(*_row(each.entry, now=now, width=width), Text(readable(_origin(each.entry.manifest))), state)
+        table.add_row(*_row(each.entry, now=now, width=width), Text(printable(_origin(each.entry.manifest))), state)
     return table
 
 

@@ -20,7 +20,7 @@ from finetune.report.jsonl import read_events
 from finetune.report.run_log import RunLog
 from finetune.run.build.data import Lessons, make_lessons
 from finetune.runtime.files.read import read_json
-from finetune.runtime.text.library_output import quieten
+from finetune.runtime.text.library_output import quiet_libraries
 
 ENOUGH = 0.02
 """Share of a step that may be spent waiting: less is not worth a process."""
@@ -91,7 +91,7 @@ def examine_loading(path: Path, overrides: Sequence[str], *, num_rounds: int, se
     Tokenises first, as training would. Where the job's run folder has events of an earlier run, the answer counts on
     how fast that one consumed. Raises ConfigError and DataError as training does.
     """
-    quieten(is_main=True)
+    quiet_libraries(is_main=True)
     config = load_config(path, overrides).config
     lessons, room = make_lessons(config, RunLog(is_main=True)), this_room()
     make_loader = partial(_loader, config, lessons)

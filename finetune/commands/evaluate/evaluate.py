@@ -23,7 +23,7 @@ from finetune.run.build.teacher import taught
 from finetune.run.train import launched_strategy
 from finetune.runtime import distributed
 from finetune.runtime.files import atomic
-from finetune.runtime.text.library_output import quieten
+from finetune.runtime.text.library_output import quiet_libraries
 from finetune.task.generation.evaluation import load_metrics
 from finetune.task.protocol import Task
 
@@ -41,7 +41,7 @@ def evaluate(
 
     Collective over all launched processes, of which each holds the whole model.
     """
-    quieten(is_main=distributed.is_main())
+    quiet_libraries(is_main=distributed.is_main())
     trusts = trust_remote_code
     subject = find_subject(source, step=step, config=config, overrides=overrides, trust_remote_code=trusts)
     measured = measure(subject)

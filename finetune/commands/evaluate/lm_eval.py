@@ -14,7 +14,7 @@ from finetune.model.loading.saved import look_at
 from finetune.model.upstream import guarded
 from finetune.runtime.files import atomic
 from finetune.runtime.optional import require
-from finetune.runtime.text.library_output import quieten
+from finetune.runtime.text.library_output import quiet_libraries
 from finetune.runtime.text.redact import redacted_config
 from finetune.runtime.text.terminal import format_json
 
@@ -30,7 +30,7 @@ def evaluate_with_harness(
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UserError("--lm-eval: run it in one process, without `accelerate launch`.")
     harness = require("lm_eval", extra="lm-eval", purpose="--lm-eval")
-    quieten(is_main=True)
+    quiet_libraries(is_main=True)
     if not is_run(source):
         results = _results(harness, source, tasks=tasks, trusts=trust_remote_code)
     else:

@@ -24,8 +24,8 @@ from finetune.run.build.data import make_lessons
 from finetune.run.build.data_audit import audit_lessons
 from finetune.runtime.files import atomic
 from finetune.runtime.resources import format_size
-from finetune.runtime.text.library_output import quieten
-from finetune.runtime.text.terminal import readable
+from finetune.runtime.text.library_output import quiet_libraries
+from finetune.runtime.text.terminal import printable
 from finetune.task.protocol import Task
 from finetune.task.registry import input_kind
 
@@ -79,7 +79,7 @@ def preview(path: Path, overrides: Sequence[str], *, num_rows: int, html: Path |
     Tokenises first, as training would, and stops at nothing that `data.audit` forbids: here it is to be seen. Raises
     ConfigError and DataError as training does.
     """
-    quieten(is_main=True)
+    quiet_libraries(is_main=True)
     config = load_config(path, overrides).config
     if html is not None and html.is_dir():
         raise UserError(f"--html: {html} is a folder. Name a file: {html / 'preview.html'}.")
@@ -119,7 +119,7 @@ def _preview_images(config: RunConfig, *, start: int, num_samples: int, html: Pa
 
 def _write(html: Path, page: str) -> None:
     try:
-        atomic.write_text(html, readable(page))
+        atomic.write_text(html, printable(page))
     except OSError as error:
         raise UserError(f"--html: {html} cannot be written: {error.strerror}. Name another file.") from error
     print(f"wrote {html}")

@@ -9,7 +9,7 @@ from rich.text import Text
 from finetune.commands.preview.batches import SeenBatch, SeenPosition, SeenSample
 from finetune.commands.preview.tokens import Piece, stretches
 from finetune.commands.printing import width
-from finetune.runtime.text.rich_console import ForeignTextConsole
+from finetune.runtime.text.rich_console import SafeConsole
 
 READ = ("grey89 on grey19", "grey89 on grey30")
 LEARNT = ("black on #8fd9a0", "black on #67c27c")
@@ -20,7 +20,7 @@ BETWEEN, OPEN, CLOSE = "┊", "⟦", "⟧"
 
 def print_batches(batches: Iterable[SeenBatch], *, unit: str) -> None:
     """Print the microbatches, each sample token by token; `unit` stands at a position: a sample, pack or batch."""
-    console = ForeignTextConsole(width=width(), soft_wrap=True)
+    console = SafeConsole(width=width(), soft_wrap=True)
     has_colours = console.is_terminal and console.color_system is not None and not console.no_color
     console.print(_legend(has_colours))
     for batch in batches:

@@ -19,7 +19,7 @@ from finetune.commands.verify.runs import (
     steps_taken,
 )
 from finetune.config.load import load_config
-from finetune.runtime.text.rich_console import ForeignTextConsole
+from finetune.runtime.text.rich_console import SafeConsole
 
 
 @dataclass(frozen=True)
@@ -126,4 +126,4 @@ def _print_table(compared: Sequence[Comparison], *, steps: int, tolerance: float
             f"{each.norm_difference:.1e}",
             _verdict(each),
         )
-    ForeignTextConsole().print(table)
+    SafeConsole().print(table)

@@ -23,7 +23,7 @@ from finetune.config.load import load_config
 from finetune.config.run_config import RunConfig
 from finetune.errors import UserError
 from finetune.report.jsonl import read_events
-from finetune.runtime.text.rich_console import ForeignTextConsole
+from finetune.runtime.text.rich_console import SafeConsole
 
 STEPS_AFTER_THE_STOP = 5
 SHOWN_DIGITS = 12
@@ -169,7 +169,7 @@ def _print_table(straight: Course, resumed: Course, *, title: str) -> None:
             f"{other.loss:.8f}",
             f"{relative_differences([one.loss], [other.loss])[0]:.1e}",
         )
-    ForeignTextConsole().print(table)
+    SafeConsole().print(table)
 
 
 def _print_verdict(problems: Sequence[str], *, straight: Course, resumed: Course, tolerance: float | None) -> None:

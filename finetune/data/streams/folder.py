@@ -29,7 +29,7 @@ from finetune.runtime.files.digests import (
     require_undamaged_file,
     write_json_with_digest,
 )
-from finetune.runtime.text.terminal import readable
+from finetune.runtime.text.terminal import printable
 
 NOTHING = -1
 _DIGITS = 12
@@ -79,7 +79,7 @@ class Wish:
         """Tell the process why it cannot have the window."""
         path = self.path.with_name(self.path.name + _ERROR)
         if not path.exists():
-            write_text(path, readable(error))
+            write_text(path, printable(error))
 
 
 def wishes(folder: Path) -> Iterator[Wish]:

@@ -24,7 +24,7 @@ from finetune.data.token_cache.store import Identity, PreparedSet
 from finetune.data.workers import num_prepare_workers
 from finetune.errors import DataError
 from finetune.runtime.processes import ignore_run_signals
-from finetune.runtime.text.library_output import quieten
+from finetune.runtime.text.library_output import quiet_libraries
 
 NUM_BEHIND = 2
 """Windows that are kept behind the one in use: a step, or samples sorted by length, may reach back into them."""
@@ -59,7 +59,7 @@ def main() -> None:
     """
     threading.Thread(target=_end_with_starter, args=(int(sys.argv[1]),), daemon=True).start()
     ignore_run_signals()
-    quieten(is_main=False)
+    quiet_libraries(is_main=False)
     serve(pickle.load(sys.stdin.buffer))
 
 

@@ -16,7 +16,7 @@ from finetune.errors import FinetuneError, LostContact
 from finetune.runtime import distributed
 from finetune.runtime.processes import exit_process
 from finetune.runtime.supervision.status import STOPPED, Peer, RankExit, StatusFile, exit_from_error
-from finetune.runtime.text.terminal import format_traceback, readable
+from finetune.runtime.text.terminal import format_traceback, printable
 
 
 def gather_peers() -> list[Peer]:
@@ -71,7 +71,7 @@ class ProcessExit:
             time.sleep(60)  # the other thread is about to end the process
         text = said or format_exit(first, rank=self._rank)
         if text:
-            print(readable(text), file=sys.stderr, flush=True)
+            print(printable(text), file=sys.stderr, flush=True)
         self._leave(first.exit_code if first.rank == self._rank or first.state == STOPPED else 1)
 
     def _lost_contact(self, error: BaseException) -> BaseException:
@@ -115,7 +115,7 @@ def format_exit(first: RankExit, *, rank: int) -> str:
 def format_first_error(error: BaseException, *, rank: int) -> str:
     """Return what is printed of the first error: a message, or a traceback where the fault is ours."""
     if isinstance(error, FinetuneError):
-        return f"{_rank_prefix(rank)}error: {readable(str(error))}"
+        return f"{_rank_prefix(rank)}error: {printable(str(error))}"
     return _rank_prefix(rank) + format_traceback(error)
 
 

@@ -5,7 +5,7 @@ import os
 import sys
 import warnings
 
-CHATTY_LIBRARIES = (
+QUIETED_LIBRARIES = (
     "accelerate",
     "datasets",
     "deepspeed",
@@ -16,29 +16,29 @@ CHATTY_LIBRARIES = (
     "transformers",
 )
 
-HARMLESS = ("Setting accelerator to CPU",)
+HARMLESS_WARNINGS = ("Setting accelerator to CPU",)
 """Beginnings of warnings that tell a user nothing: every run without a GPU would show them."""
 
-OLD_NAMES = (
+DEPRECATION_WARNINGS = (
     r"`is_gradient_checkpointing` is deprecated",  # peft 0.21 of transformers 5.23
     r"`torch\.distributed\.\w+` is deprecated",  # DeepSpeed 0.19 of torch 2.13, in every step
 )
 """Patterns of warnings that libraries cause with one another; a user can do nothing about them."""
 
 
-def quieten(*, is_main: bool) -> None:
+def quiet_libraries(*, is_main: bool) -> None:
     """Keep the libraries' warnings on the main rank and only errors on the others; progress bars only at a terminal.
 
     Serves libraries that are imported already and those that will be. Nothing is hidden that this package says itself.
     """
     level = logging.WARNING if is_main else logging.ERROR
-    for library in CHATTY_LIBRARIES:
+    for library in QUIETED_LIBRARIES:
         logging.getLogger(library).setLevel(level)
-    for message in OLD_NAMES:
+    for message in DEPRECATION_WARNINGS:
         warnings.filterwarnings("ignore", message=message, category=FutureWarning)
     # DeepSpeed sets its level anew when it is imported; a filter stays
     logging.getLogger("DeepSpeed").addFilter(
-        lambda record: record.levelno >= level and not record.getMessage().startswith(HARMLESS)
+        lambda record: record.levelno >= level and not record.getMessage().startswith(HARMLESS_WARNINGS)
     )
     if not is_main:
         warnings.simplefilter("ignore")

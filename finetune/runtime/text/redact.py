@@ -15,7 +15,7 @@ from urllib.parse import quote, quote_plus
 
 from finetune.runtime.text.secret_urls import REDACTED, redacted_urls, secrets_in_urls, unsigned_urls
 
-SHORTEST_KNOWN = 8
+MIN_KNOWN_LENGTH = 8
 """Characters from which on a known value is looked for in any text: shorter ones are found in ordinary words."""
 
 SECRET_VARIABLE = re.compile(
@@ -48,13 +48,13 @@ class KnownSecrets:
 
     def add(self, values: Iterable[str]) -> None:
         """Remember further values until this process ends."""
-        more = frozenset(value for value in values if _is_looked_for(value))
+        more = frozenset(value for value in values if _is_searched_for(value))
         if not more <= self._others:
             with self._lock:
                 self._others |= more
                 self._make_forms()
 
-    def leave_out(self, text: str) -> str:
+    def redact(self, text: str) -> str:
         """Return the text without any of them."""
         if self._of_variables is None:
             self.look()
@@ -71,18 +71,18 @@ class KnownSecrets:
 
 def _secret_variables(variables: Mapping[str, str]) -> Iterator[str]:
     for name, value in variables.items():
-        if SECRET_VARIABLE.search(name) and not _NO_SECRET_VARIABLE.search(name) and _is_looked_for(value):
+        if SECRET_VARIABLE.search(name) and not _NO_SECRET_VARIABLE.search(name) and _is_searched_for(value):
             yield value
 
 
-def _is_looked_for(value: str) -> bool:
+def _is_searched_for(value: str) -> bool:
     """Tell whether a value is looked for in texts: no short one, no number or plain words, no place that exists."""
-    if len(value) < SHORTEST_KNOWN or _ORDINARY.fullmatch(value) or REDACTED in value:
+    if len(value) < MIN_KNOWN_LENGTH or _ORDINARY.fullmatch(value) or REDACTED in value:
         return False
-    return not (value.startswith(("/", "~", ".")) and _is_there(value))
+    return not (value.startswith(("/", "~", ".")) and _path_exists(value))
 
 
-def _is_there(path: str) -> bool:
+def _path_exists(path: str) -> bool:
     try:
         return Path(path).expanduser().exists()
     except (OSError, ValueError, RuntimeError):
@@ -100,7 +100,7 @@ def _forms(value: str) -> Iterator[str]:
             yield from (quoted, _ESCAPE.sub(lambda escape: escape[0].lower(), quoted))
         yield repr(value)[1:-1]
         yield value.replace("\\", "\\\\").replace('"', '\\"')  # as JSON has it
-        yield from (line for line in value.splitlines() if _is_looked_for(line) and line != value)
+        yield from (line for line in value.splitlines() if _is_searched_for(line) and line != value)
 
 
 _SECRET_WORD = (
@@ -159,21 +159,21 @@ _OPAQUE = re.compile(r"(?<![\w/.+-])(?=[\w+-]*[a-z])(?=[\w+-]*[A-Z])(?=[\w+-]*\d
 _known = KnownSecrets()
 
 
-def look_at_environment() -> None:
+def collect_environment_secrets() -> None:
     """Learn the secrets that the environment variables hold now."""
     _known.look()
 
 
-def remember_secrets(values: Any) -> None:
+def register_secrets(values: Any) -> None:
     """Remember the texts under secret names, and in URLs, of nested plain values such as a job file's."""
     _known.add(_secret_texts(values, name=""))
 
 
 def redacted_text(text: str) -> str:
     """Return the text without known secrets, what has the shape of a token, and what is secret in a URL or `name=`."""
-    if len(text) < SHORTEST_KNOWN:
+    if len(text) < MIN_KNOWN_LENGTH:
         return text
-    text = _known.leave_out(text)
+    text = _known.redact(text)
     if "://" in text or "%3" in text:
         text = redacted_urls(text)
     text = _without_shapes(text)
@@ -185,7 +185,7 @@ def redacted_text(text: str) -> str:
     return text
 
 
-def lasting_text(text: str) -> str:
+def comparable_text(text: str) -> str:
     """Return the text without tokens by their shape and without what signs URLs, whatever the environment holds.
 
     It stays the same when an address is signed anew: fit to be compared with what an earlier start has written.
@@ -217,13 +217,13 @@ def redacted_config(value: Any, *, name: str = "") -> Any:
     return value
 
 
-def lasting_config(value: Any, *, name: str = "") -> Any:
-    """Return nested plain values likewise, but as `lasting_text` does: fit to be compared with an earlier start's."""
+def comparable_config(value: Any, *, name: str = "") -> Any:
+    """Return nested plain values likewise, but as `comparable_text` does: fit to be compared with an earlier start's."""
     if isinstance(value, str):
-        return REDACTED if name and value and is_secret_name(name) else lasting_text(value)
+        return REDACTED if name and value and is_secret_name(name) else comparable_text(value)
     if isinstance(value, Mapping):
-        return {key: lasting_config(item, name=str(key)) for key, item in value.items()}
-    return [lasting_config(item, name=name) for item in value] if isinstance(value, (list, tuple)) else value
+        return {key: comparable_config(item, name=str(key)) for key, item in value.items()}
+    return [comparable_config(item, name=name) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def redacted_command(words: Sequence[str]) -> list[str]:

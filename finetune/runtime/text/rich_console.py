@@ -8,10 +8,10 @@ from rich.progress import Progress, ProgressColumn, Task
 from rich.segment import Segment
 from rich.text import Text
 
-from finetune.runtime.text.terminal import GuardedStream, guard_streams, neutral, readable
+from finetune.runtime.text.terminal import GuardedStream, escape_controls, guard_streams, printable
 
 
-class ForeignTextConsole(Console):
+class SafeConsole(Console):
     """A console that draws with escapes of its own and shows those of others; no text is markup, a link or an emoji."""
 
     def __init__(self, **settings: Any) -> None:
@@ -20,7 +20,7 @@ class ForeignTextConsole(Console):
     @property
     def file(self) -> IO[str]:
         """Return where it writes: what is written was made neutral, and loses its secrets there."""
-        return drawn_on(cast(TextIO, super().file))
+        return styled_stream(cast(TextIO, super().file))
 
     @file.setter
     def file(self, new_file: IO[str]) -> None:
@@ -28,15 +28,15 @@ class ForeignTextConsole(Console):
 
     def render_str(self, text: str, **settings: Any) -> Text:
         """Return the text as it is drawn and measured, in a table's cell, too: readable."""
-        return super().render_str(readable(text), **settings)
+        return super().render_str(printable(text), **settings)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         """Yield the pieces of what is drawn, their text neutral."""
         for piece in super().render(renderable, options):
-            yield piece if piece.control else Segment(neutral(piece.text), piece.style)
+            yield piece if piece.control else Segment(escape_controls(piece.text), piece.style)
 
 
-class Bars(Progress):
+class SafeProgress(Progress):
     """Progress bars above which whatever is printed scrolls, readable."""
 
     def start(self) -> None:
@@ -45,7 +45,7 @@ class Bars(Progress):
         guard_streams()  # rich has put itself in their place, and would obey escapes
 
 
-class TextColumn(ProgressColumn):
+class SafeTextColumn(ProgressColumn):
     """A column of readable text beside a bar; `form` is filled in with the `task`."""
 
     def __init__(self, form: str) -> None:
@@ -54,10 +54,10 @@ class TextColumn(ProgressColumn):
 
     def render(self, task: Task) -> Text:
         """Return the text."""
-        return Text(readable(self._form.format(task=task)), no_wrap=True)
+        return Text(printable(self._form.format(task=task)), no_wrap=True)
 
 
-def drawn_on(stream: TextIO) -> IO[str]:
+def styled_stream(stream: TextIO) -> IO[str]:
     """Return the stream for what is drawn: it keeps escapes, and leaves secrets out."""
     inner = stream.stream if isinstance(stream, GuardedStream) else stream
     return cast(IO[str], GuardedStream(inner, keeps_escapes=True))

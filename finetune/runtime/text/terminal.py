@@ -15,42 +15,42 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, TextIO
 
-from finetune.runtime.text.redact import look_at_environment, redacted_text
+from finetune.runtime.text.redact import collect_environment_secrets, redacted_text
 
-_ACTING = (
+_CONTROL_CHARACTERS = (
     "\x00-\x08\x0b-\x1f\x7f-\x9f"  # C0 but for tab and line end, DEL, C1
     "\u00ad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180e\u200b\u200e\u200f"  # nothing to see, or marks of direction
     "\u2028-\u202e\u2060-\u206f\u3164\ufeff\uffa0\ufff9-\ufffb"  # line ends, overrides and isolates of direction
     "\ud800-\udfff\U0001bca0-\U0001bca3\U0001d173-\U0001d17a\U000e0000-\U000e0fff"  # half characters, tags
 )
-_UNREADABLE = re.compile(f"[{_ACTING}]|(?<![\u0300-\U0010ffff])[\u200c\u200d]")
+_CONTROLS = re.compile(f"[{_CONTROL_CHARACTERS}]|(?<![\u0300-\U0010ffff])[\u200c\u200d]")
 """Joiners belong to scripts and emoji; behind any other character they only hide."""
 
-_UNREADABLE_ASCII = re.compile("[\x00-\x08\x0b-\x1f\x7f]")
+_ASCII_CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f]")
 
 _BAR = re.compile(r"\r|(?:\x1b\[A)+")
 """What libraries' progress bars write on a terminal's standard error to go back, alone or before their text."""
 
 
-def neutral(text: str) -> str:
+def escape_controls(text: str) -> str:
     r"""Return the text with every character that acts instead of being read as its escape; tab and line end stay.
 
     >>> neutral("a\x1b[31mred\r\n\u202e")
     'a\\x1b[31mred\n\\u202e'
     """
     text = text.replace("\r\n", "\n") if "\r" in text else text
-    return (_UNREADABLE_ASCII if text.isascii() else _UNREADABLE).sub(_escape, text)
+    return (_ASCII_CONTROLS if text.isascii() else _CONTROLS).sub(_escape, text)
 
 
-def readable(text: str) -> str:
+def printable(text: str) -> str:
     """Return the text as it may be printed: without secrets, and neutral."""
-    return neutral(redacted_text(text))
+    return escape_controls(redacted_text(text))
 
 
 def format_json(value: Any, *, indent: int | None = None, **settings: Any) -> str:
     """Return the value as JSON in which people can read every script, and nothing acts on a terminal."""
     text = json.dumps(value, indent=indent, ensure_ascii=False, **settings)
-    return text if text.isascii() and "\x7f" not in text else _UNREADABLE.sub(_json_escape, text)
+    return text if text.isascii() and "\x7f" not in text else _CONTROLS.sub(_json_escape, text)
 
 
 class GuardedStream:
@@ -100,8 +100,8 @@ class GuardedStream:
             return redacted_text(text)
         bar = _BAR.match(text) if self._has_bars else None
         if bar is None:
-            return readable(text)
-        return bar[0] + readable(text[bar.end() :])
+            return printable(text)
+        return bar[0] + printable(text[bar.end() :])
 
     def _write(self, text: str) -> None:
         try:
@@ -112,7 +112,7 @@ class GuardedStream:
 
 
 @contextmanager
-def guarded() -> Iterator[None]:
+def guarded_output() -> Iterator[None]:
     """Meanwhile, guard standard output and error and what is told of errors in threads; once is enough."""
     if isinstance(sys.stdout, GuardedStream):
         yield
@@ -127,7 +127,7 @@ def guarded() -> Iterator[None]:
 
 def guard_process() -> None:
     """Guard standard output and error of this process to its end, and what is told of errors in threads."""
-    look_at_environment()
+    collect_environment_secrets()
     guard_streams()
     threading.excepthook = _print_thread_error
     sys.unraisablehook = _print_unraisable
@@ -148,19 +148,19 @@ def print_traceback(error: BaseException) -> None:
 
 def format_traceback(error: BaseException) -> str:
     """Return the traceback of an error nobody expected, its causes too, readable."""
-    return readable("".join(traceback.format_exception(error)).rstrip())
+    return printable("".join(traceback.format_exception(error)).rstrip())
 
 
 def _print_thread_error(told: threading.ExceptHookArgs) -> None:
     if told.exc_value is not None and not isinstance(told.exc_value, SystemExit):
         name = told.thread.name if told.thread is not None else "?"
-        _print_error(f"Exception in thread {readable(name)}:\n{format_traceback(told.exc_value)}")
+        _print_error(f"Exception in thread {printable(name)}:\n{format_traceback(told.exc_value)}")
 
 
 def _print_unraisable(told: "sys.UnraisableHookArgs") -> None:
     if told.exc_value is not None:
         message = told.err_msg or f"Exception ignored in {told.object!r}"
-        _print_error(f"{readable(message)}:\n{format_traceback(told.exc_value)}")
+        _print_error(f"{printable(message)}:\n{format_traceback(told.exc_value)}")
 
 
 def _print_error(text: str) -> None:

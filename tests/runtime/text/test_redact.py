@@ -7,14 +7,14 @@ import pytest
 from finetune.runtime.text.redact import (
     REDACTED,
     KnownSecrets,
-    lasting_config,
-    look_at_environment,
+    collect_environment_secrets,
+    comparable_config,
     redacted_command,
     redacted_config,
     redacted_text,
     redacted_variables,
     redacted_yaml,
-    remember_secrets,
+    register_secrets,
 )
 
 CANARY = "c0ffee Ab/+\"'x"
@@ -36,7 +36,7 @@ def known(monkeypatch):
 
 @pytest.mark.parametrize("form", [str, quote, lambda text: quote(text, safe=""), json.dumps, repr])
 def test_a_secret_is_found_in_every_form(known, form):
-    assert known(MY_TOKEN=CANARY).leave_out(f"a{form(CANARY)}b").strip("\"'") in (
+    assert known(MY_TOKEN=CANARY).redact(f"a{form(CANARY)}b").strip("\"'") in (
         "a[redacted]b",
         "a'[redacted]'b",
         'a"[redacted]"b',
@@ -56,24 +56,24 @@ def test_a_secret_is_found_in_every_form(known, form):
     ],
 )
 def test_ordinary_words_and_places_are_left_alone(known, name, value):
-    assert known(**{name: value}).leave_out(f"the {value} of it") == f"the {value} of it"
+    assert known(**{name: value}).redact(f"the {value} of it") == f"the {value} of it"
 
 
 def test_a_folder_that_exists_is_no_secret_but_a_key_that_begins_with_a_slash_is(known, tmp_path):
     secrets = known(A_KEY=str(tmp_path), B_KEY="/c0ffee+Ab/9")
-    assert secrets.leave_out(f"{tmp_path} /c0ffee+Ab/9") == f"{tmp_path} [redacted]"
+    assert secrets.redact(f"{tmp_path} /c0ffee+Ab/9") == f"{tmp_path} [redacted]"
 
 
 def test_a_longer_secret_is_taken_out_whole(known):
     secrets = known(A_KEY="c0ffee-12", B_KEY="c0ffee-12-and-more")
-    assert secrets.leave_out("c0ffee-12-and-more c0ffee-12") == "[redacted] [redacted]"
+    assert secrets.redact("c0ffee-12-and-more c0ffee-12") == "[redacted] [redacted]"
 
 
 def test_what_is_added_stays_known_when_the_environment_is_looked_at_again(known):
     secrets = known()
     secrets.add(["c0ffee-of-a-job-1"])
     secrets.look()
-    assert secrets.leave_out("c0ffee-of-a-job-1") == "[redacted]"
+    assert secrets.redact("c0ffee-of-a-job-1") == "[redacted]"
 
 
 CANARY_redact = "canary-3f9c"
@@ -210,7 +210,7 @@ def test_sentences_that_only_speak_of_secrets_stay(text):
 
 
 def test_what_a_job_has_under_a_secret_name_is_found_in_every_text():
-    remember_secrets({"outer": [{"api_key": "c0ffee-in-a-job-7"}], "path": "s3://KEYc0ffee7:SECRETc0ffee7@b/x"})
+    register_secrets({"outer": [{"api_key": "c0ffee-in-a-job-7"}], "path": "s3://KEYc0ffee7:SECRETc0ffee7@b/x"})
     assert redacted_text("the value c0ffee-in-a-job-7 is wrong") == "the value [redacted] is wrong"
     assert redacted_text("SECRETc0ffee7 of KEYc0ffee7") == "[redacted] of [redacted]"
 
@@ -225,12 +225,12 @@ def test_a_yaml_file_keeps_its_lines():
 
 def test_what_is_compared_with_an_earlier_start_does_not_depend_on_the_environment(monkeypatch):
     monkeypatch.setenv("MY_KEY", "c0ffee-Model-8")
-    look_at_environment()
+    collect_environment_secrets()
     signed = {"path": "https://h/x?X-Amz-Date=1&X-Amz-Signature=2", "name": "c0ffee-Model-8"}
-    assert lasting_config(signed) == {"path": "https://h/x", "name": "c0ffee-Model-8"}
+    assert comparable_config(signed) == {"path": "https://h/x", "name": "c0ffee-Model-8"}
     assert redacted_config(signed)["name"] == REDACTED
     monkeypatch.undo()
-    look_at_environment()
+    collect_environment_secrets()
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,8 @@ from rich.progress import BarColumn
 from rich.table import Table
 from rich.text import Text
 
-from finetune.runtime.text.rich_console import Bars, ForeignTextConsole, TextColumn
-from finetune.runtime.text.terminal import guarded
+from finetune.runtime.text.rich_console import SafeConsole, SafeProgress, SafeTextColumn
+from finetune.runtime.text.terminal import guarded_output
 
 EVIL = "\x1b]8;;http://evil\x9c[link=http://evil]x[/link]\u202e token='c0ffee'"
 SHOWN = "\\x1b]8;;http://evil\\x9c[link=http://evil]x[/link]\\u202e token='[redacted]'"
@@ -32,8 +32,8 @@ def drawn(screen: Terminal) -> str:
     table = Table()
     table.add_column(EVIL)
     table.add_row(EVIL)
-    with contextlib.redirect_stdout(screen), guarded():
-        console = ForeignTextConsole(width=120)
+    with contextlib.redirect_stdout(screen), guarded_output():
+        console = SafeConsole(width=120)
         for each in (EVIL, Text(EVIL, style="bold red"), table):
             console.print(each)
     return screen.getvalue()
@@ -51,9 +51,9 @@ def test_colours_of_ours_are_drawn(screen):
 
 
 def test_what_is_printed_above_a_bar_is_not_obeyed_either(screen):
-    columns = TextColumn("{task.description}"), BarColumn()
-    with contextlib.redirect_stdout(screen), guarded():
-        with Bars(*columns, console=ForeignTextConsole(width=200)) as bars:
+    columns = SafeTextColumn("{task.description}"), BarColumn()
+    with contextlib.redirect_stdout(screen), guarded_output():
+        with SafeProgress(*columns, console=SafeConsole(width=200)) as bars:
             bars.add_task(EVIL, total=1)
             print(EVIL)
         print(EVIL)

@@ -5,7 +5,14 @@ import threading
 
 import pytest
 
-from finetune.runtime.text.terminal import GuardedStream, format_json, format_traceback, guarded, neutral, readable
+from finetune.runtime.text.terminal import (
+    GuardedStream,
+    escape_controls,
+    format_json,
+    format_traceback,
+    guarded_output,
+    printable,
+)
 
 
 class Terminal(io.StringIO):
@@ -37,8 +44,8 @@ def ascii_pipe() -> io.TextIOWrapper:
     ],
 )
 def test_what_acts_on_a_terminal_is_shown_as_its_escape(text, shown):
-    assert neutral(text) == shown
-    assert neutral(shown) == shown
+    assert escape_controls(text) == shown
+    assert escape_controls(shown) == shown
 
 
 @pytest.mark.parametrize(
@@ -46,22 +53,22 @@ def test_what_acts_on_a_terminal_is_shown_as_its_escape(text, shown):
     ["tab\there\nnext", "ü ß 日本語 ﷺ", "👨\u200d👩\u200d👧 ✈\ufe0f", "\u0645\u06cc\u200c\u062e", "█ ⟦a⟧\u00a0"],
 )
 def test_what_people_read_stays(text):
-    assert neutral(text) == text
+    assert escape_controls(text) == text
 
 
 def test_windows_line_ends_are_line_ends():
-    assert neutral("a\r\nb\r\n") == "a\nb\n"
+    assert escape_controls("a\r\nb\r\n") == "a\nb\n"
 
 
 def test_a_secret_goes_before_it_is_made_visible():
-    assert readable("https://me:wo\x1brd@h/x") == "https://[redacted]@h/x"
+    assert printable("https://me:wo\x1brd@h/x") == "https://[redacted]@h/x"
 
 
 def test_json_is_the_same_value_and_acts_on_nothing():
     value = {"a\x9b": ["\u202e\x1b\x7f", "ü 👨\u200d👩", "\udc9b", "\U000e0041"]}
     text = format_json(value, indent=2)
     assert json.loads(text) == value
-    assert neutral(text) == text
+    assert escape_controls(text) == text
     assert "ü 👨\u200d👩" in text
     text.encode()
 
@@ -115,9 +122,9 @@ def test_an_answer_on_a_terminal_does_not_go_back_over_what_was_said():
 
 def test_streams_are_guarded_once_and_given_back(capsys):
     before = sys.stdout, sys.stderr, threading.excepthook
-    with guarded():
+    with guarded_output():
         inside = sys.stdout
-        with guarded():
+        with guarded_output():
             assert sys.stdout is inside
         print("\x1b[2J")
         print("\x1b[2J", file=sys.stderr)
@@ -129,7 +136,7 @@ def test_an_error_in_a_thread_is_told_without_secrets(capsys):
     def fail() -> None:
         raise ValueError("\x1b[2J https://h/?token=c0ffee")
 
-    with guarded():
+    with guarded_output():
         thread = threading.Thread(target=fail, name="a\x1bb")
         thread.start()
         thread.join()
