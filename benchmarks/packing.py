@@ -25,7 +25,7 @@ from finetune.data.features import Features
 from finetune.data.order.grouping import ByLength, set_order
 from finetune.data.order.order import Order
 from finetune.model.attention.implementation import register
-from finetune.runtime.packed_rows import PER_SAMPLE
+from finetune.runtime.packed_rows import PER_SAMPLE_ATTENTION
 from finetune.task.lm_loss.token_loss import cross_entropy_sum
 from finetune.task.model_inputs import collate_padded, collate_padding_free, forward_logits, is_padding_free
 
@@ -53,7 +53,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--samples", type=int, default=1_000_000)
     parser.add_argument("--budget", type=int, default=4096)
     parser.add_argument("--rounds", type=int, default=25)
-    parser.add_argument("--attention", default=PER_SAMPLE, choices=(PER_SAMPLE, "sdpa", "eager"))
+    parser.add_argument("--attention", default=PER_SAMPLE_ATTENTION, choices=(PER_SAMPLE_ATTENTION, "sdpa", "eager"))
     return parser.parse_args()
 
 

@@ -16,7 +16,7 @@ from finetune.errors import UserError
 from finetune.model.generation import Manner, answer_batch
 from finetune.model.loading.saved import SavedModel, load_base, load_saved, look_at, with_adapters
 from finetune.model.processing import has_processing, load_kept_processing
-from finetune.runtime.seeds import derive
+from finetune.runtime.seeds import derive_seed
 from finetune.runtime.text.library_output import quiet_libraries
 
 _SHOWN = 5
@@ -183,7 +183,7 @@ class Speaker:
             (made,) = answer_batch(
                 self.model,
                 [tokens],
-                [derive("chat", self.number[0])],
+                [derive_seed("chat", self.number[0])],
                 manner=replace(self.manner, max_new_tokens=room),
                 pad_id=self._pad_id(),
                 stop_ids=stop_ids(self.tokenizer),

@@ -28,7 +28,7 @@ from finetune.model.loading.saved import SavedModel, load_base, load_saved, look
 from finetune.runtime import distributed
 from finetune.runtime.files import atomic
 from finetune.runtime.files.read import read_json
-from finetune.runtime.seeds import derive
+from finetune.runtime.seeds import derive_seed
 from finetune.runtime.text.library_output import quiet_libraries
 from finetune.runtime.text.redact import redacted_config
 from finetune.runtime.text.terminal import format_json
@@ -254,7 +254,7 @@ class _Speaker:
         made = answer_batch(
             self.model,
             [each.tokens for each in batch],
-            [derive(self.seed, "generate", each.number) for each in batch],
+            [derive_seed(self.seed, "generate", each.number) for each in batch],
             manner=manner,
             pad_id=pad_id(self.tokenizer),
             stop_ids=stop_ids(self.tokenizer),

@@ -17,7 +17,7 @@ from finetune.data.order.order import Order
 from finetune.data.token_cache.store import PreparedSet
 from finetune.data.workers import Cost, loader_settings
 from finetune.runtime.processes import ignore_run_signals
-from finetune.runtime.seeds import derive
+from finetune.runtime.seeds import derive_seed
 
 
 class TrainSampler(Sampler[list[int]]):
@@ -71,7 +71,7 @@ class SeededSampler(Sampler[list[tuple[int, int]]]):
 
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
         for number, samples in enumerate(self._sampler):
-            step_seed = derive(self._seed, "samples", self._sampler.step_of(number))
+            step_seed = derive_seed(self._seed, "samples", self._sampler.step_of(number))
             yield [(sample, step_seed) for sample in samples]
 
 
@@ -90,7 +90,7 @@ class Seeded:
         sample = replace(self.samples[sample_id], seed=seed)
         if self.partners is None:
             return sample
-        position = derive(seed, "partner", sample_id) % (self.partners.num_positions or 1)
+        position = derive_seed(seed, "partner", sample_id) % (self.partners.num_positions or 1)
         (partner,) = self.partners.samples(position, position + 1).tolist()
         return replace(sample, partner=replace(self.samples[partner], seed=seed))
 

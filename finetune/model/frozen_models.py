@@ -22,7 +22,7 @@ from finetune.model.adapters.context import adapter_wish, is_adapted
 from finetune.model.loading.hub import is_folder, located, told
 from finetune.model.loading.pretrained import load_settings, load_weights, refuse_missing
 from finetune.runtime.files.digests import sha256_digest
-from finetune.runtime.hub import is_offline, without_vain_retries
+from finetune.runtime.hub import is_offline, without_hub_retries
 from finetune.runtime.resources import format_size
 
 WEIGHTS = ("*.safetensors", "*.bin")
@@ -167,7 +167,7 @@ def load_teacher(
     section: DistillationSection, *, model: ModelSection, vocabulary_size: int, device: torch.device
 ) -> PreTrainedModel:
     """Return the teacher on the device, frozen and in evaluation mode, in the type asked for; raises ModelError."""
-    with told(section.teacher, key=KEY), without_vain_retries(is_local=is_folder(section.teacher)):
+    with told(section.teacher, key=KEY), without_hub_retries(is_local=is_folder(section.teacher)):
         origin = _origin(section, model)
         config = load_settings(AutoConfig, **origin)
         dtype = getattr(torch, section.teacher_dtype)
@@ -187,7 +187,7 @@ def load_teacher(
 
 def check_vocabulary(section: DistillationSection, *, model: ModelSection, tokenizer: Any) -> None:
     """Raise ModelError unless the teacher's tokenizer gives every token the number that the student's gives it."""
-    with told(section.teacher, key=KEY), without_vain_retries(is_local=is_folder(section.teacher)):
+    with told(section.teacher, key=KEY), without_hub_retries(is_local=is_folder(section.teacher)):
         theirs = load_settings(AutoTokenizer, **_origin(section, model)).get_vocab()
     ours = tokenizer.get_vocab()
     different = sorted(token for token in ours.keys() | theirs.keys() if ours.get(token) != theirs.get(token))

@@ -11,7 +11,7 @@ from transformers import AddedToken, PreTrainedModel, PreTrainedTokenizerBase
 from finetune.config.sections.model import NewTokensSection
 from finetune.errors import ModelError
 from finetune.runtime.parameters import InitContext
-from finetune.runtime.seeds import derive
+from finetune.runtime.seeds import derive_seed
 
 
 def add_tokens(tokenizer: PreTrainedTokenizerBase, section: NewTokensSection) -> None:
@@ -65,7 +65,9 @@ def give_rows(
         with torch.no_grad(), construction.gather([weight]):
             older = weight[:num_older].float()  # [tokens, width]
             rows = [
-                _FIRST[section.init](older, _pieces(tokenizer, text, below=num_older), derive(seed, "new tokens", text))
+                _FIRST[section.init](
+                    older, _pieces(tokenizer, text, below=num_older), derive_seed(seed, "new tokens", text)
+                )
                 for text in texts
             ]
             weight[list(ids)] = torch.stack(rows).to(weight)

@@ -17,7 +17,7 @@ from finetune.model.loading.hub import is_folder, located, told
 from finetune.model.loading.pretrained import load_settings
 from finetune.model.new_tokens import add_tokens
 from finetune.model.tokenizer import TOKENIZER_FILES, ensure_padding, load_tokenizer
-from finetune.runtime.hub import is_offline, without_vain_retries
+from finetune.runtime.hub import is_offline, without_hub_retries
 
 
 def built_image_processor(section: ImageProcessorSection) -> Any:
@@ -155,7 +155,7 @@ def load_kept_processing(
     Raises ModelError, which names `key`, where it cannot be read.
     """
     kind = {"text": AutoTokenizer, "images": AutoImageProcessor, "both": AutoProcessor}[reads]
-    with told(str(place), key=key), without_vain_retries(is_local=True):
+    with told(str(place), key=key), without_hub_retries(is_local=True):
         found = load_settings(kind, place, trust_remote_code=trust_remote_code, local_files_only=True)
         if reads == "text":
             return Processing(found)
@@ -188,7 +188,7 @@ def _pretrained(model: ModelSection, kind: Any, *, key: str) -> Any:
     name = asked.name if asked is not None and asked.name is not None else model.name
     if name is None:
         raise ModelError("model.tokenizer: a model built `from_config` brings no processor. Write `name`.")
-    with told(name, key=key), without_vain_retries(is_local=is_folder(name)):
+    with told(name, key=key), without_hub_retries(is_local=is_folder(name)):
         return load_settings(
             kind,
             located(name, key=key),

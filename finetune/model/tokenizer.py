@@ -17,7 +17,7 @@ from finetune.model.loading.pretrained import load_own_tokenizer, load_settings
 from finetune.model.new_tokens import add_tokens
 from finetune.runtime.files.atomic import build_once, quarantine
 from finetune.runtime.files.digests import find_folder_damage, write_folder_digests
-from finetune.runtime.hub import is_offline, without_vain_retries
+from finetune.runtime.hub import is_offline, without_hub_retries
 
 END_OF_TEXT = "<|endoftext|>"
 TURN_START = "<|im_start|>"
@@ -157,7 +157,7 @@ def _pretrained(name: str, *, key: str, model: ModelSection, revision: str | Non
             f"{key}: the folder {place} holds no tokenizer (none of {', '.join(TOKENIZER_FILES)}). "
             "Write `model.tokenizer.name` (a hub name or a folder with one) or `model.tokenizer.train`."
         )
-    with told(name, key=key), without_vain_retries(is_local=is_folder(name)):
+    with told(name, key=key), without_hub_retries(is_local=is_folder(name)):
         return load_settings(
             AutoTokenizer,
             place,

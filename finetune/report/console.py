@@ -190,7 +190,7 @@ class ConsoleReporter:
         logged = Cadence(self._log_every_steps, self._num_steps).due(event.step)
         self._screen.show_step(event, num_steps=self._num_steps, meter=self._meter, is_logged=logged)
         if logged:
-            self._meter.pass_log_point()
+            self._meter.reset_data_share()
 
 
 class PlainScreen:

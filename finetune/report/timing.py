@@ -10,11 +10,11 @@ import psutil
 
 from finetune.report.events import StepTaken
 
-_process_began_again = False  # a second run in one process does not begin with the process
+_has_timed_process = False  # a second run in one process does not begin with the process
 
 
 @dataclass(frozen=True)
-class Phase:
+class StartupPhase:
     """Something that was done at start, and what it took; `memory_bytes` is the resident memory after it."""
 
     name: str
@@ -35,25 +35,25 @@ class StartUp:
         cpu_clock: Callable[[], float] = time.process_time,
     ) -> None:
         self._clock, self._cpu_clock = clock, cpu_clock
-        self.began_at = clock()
-        self.phases: list[Phase] = []
-        self._last = self.began_at - seconds_before, cpu_before
+        self.started_at = clock()
+        self.phases: list[StartupPhase] = []
+        self._last = self.started_at - seconds_before, cpu_before
         self.end("imports")
 
     @classmethod
     def of_process(cls) -> "StartUp":
         """Return one that counts from the start of this process, the imports included; of a later run, from now."""
-        global _process_began_again
-        if _process_began_again:
+        global _has_timed_process
+        if _has_timed_process:
             return cls(cpu_before=time.process_time())
-        _process_began_again = True
+        _has_timed_process = True
         return cls(seconds_before=max(0.0, time.time() - psutil.Process().create_time()))
 
     def end(self, name: str) -> None:
         """Note the end of a phase, which is the beginning of the next one."""
         now, cpu_now = self._clock(), self._cpu_clock()
         then, cpu_then = self._last
-        self.phases.append(Phase(name, now - then, cpu_now - cpu_then, psutil.Process().memory_info().rss))
+        self.phases.append(StartupPhase(name, now - then, cpu_now - cpu_then, psutil.Process().memory_info().rss))
         self._last = now, cpu_now
 
 
@@ -81,7 +81,7 @@ class ThroughputMeter:
         """Return the share of the time since the last log point that was spent waiting for batches."""
         return self._waited / self._seconds if self._seconds > 0 else 0.0
 
-    def pass_log_point(self) -> None:
+    def reset_data_share(self) -> None:
         """Begin to add up the waiting anew: the share has been logged."""
         self._waited = self._seconds = 0.0
 

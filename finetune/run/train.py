@@ -113,7 +113,7 @@ def _train(
         checkpointer.rehearse(num_saves=plan.num_due(config.checkpoint.every_steps, after=progress.step))
         settle = partial(settle_batch_norm, machine.model)
         save = ReportedSaving(checkpointer, reporter, watch.status.checkpoint, before=settle)
-        wishes = make_wishes(config, note=watch.note, save=save, started=startup.began_at, say=say)
+        wishes = make_wishes(config, note=watch.note, save=save, started=startup.started_at, say=say)
         parts = make_parts(config, lessons, machine=machine, plan=plan, reporter=reporter, save=save, wishes=wishes)
         reporter(
             RunStarted(progress.step, plan.num_steps, describe_strategy(strategy), plan.arithmetic, config.model_dump())

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-PER_SAMPLE = "per_sample"
+PER_SAMPLE_ATTENTION = "per_sample"
 """The name by which transformers knows our attention."""
 
 SAMPLE_LENGTHS = "sample_lengths"

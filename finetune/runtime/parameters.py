@@ -29,10 +29,10 @@ class InitContext:
     gather: Callable[[Sequence[nn.Parameter]], AbstractContextManager[Any]] = nullcontext
 
 
-STATE = "average"
+AVERAGE = "average"
 """The key of a parameter's average among its optimizer state, beside `exp_avg`; float32, laid out as the parameter."""
 
-DECAY = "average_decay"
+AVERAGE_DECAY = "average_decay"
 """The key in a parameter group of the share of the average that the next update keeps; absent where none is kept."""
 
 

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from finetune.runtime.files.read import first_problem, parse_json
 
 VERSION = 3
-_WITHOUT_CONTENTS = 2
+_VERSION_OF_IDS_ONLY = 2
 """The version before: its digest of samples is of their ids alone."""
 
 
@@ -34,35 +34,35 @@ class Progress:
     def state_dict(self) -> dict[str, Any]:
         """Return everything as plain types."""
         values = {name: value for name, value in asdict(self).items() if name != "knows_contents"}
-        return {"version": VERSION if self.knows_contents else _WITHOUT_CONTENTS, **values}
+        return {"version": VERSION if self.knows_contents else _VERSION_OF_IDS_ONLY, **values}
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any]) -> "Progress":
         """Return the progress that `state_dict` described; raises ValueError for another version."""
         version = state.get("version")
-        if version not in (VERSION, _WITHOUT_CONTENTS):
+        if version not in (VERSION, _VERSION_OF_IDS_ONLY):
             raise ValueError(f"progress has version {version}; this program reads version {VERSION}")
         values = {name: value for name, value in state.items() if name != "version"}
         return cls(**values, knows_contents=version == VERSION)
 
 
-MOST = 2**53
+MAX_COUNT = 2**53
 """No count of a run is larger: a thousand steps a second for 285,000 years."""
 
-MOST_STEPS = 10**9
+MAX_STEPS = 10**9
 """A run of more steps is none: the digest of its samples could not be worked out again."""
 
-_LONGEST_TEXT = 1000
+_MAX_TEXT_LENGTH = 1000
 _BOUNDED: Mapping[Any, Any] = {
-    int: Annotated[int, Field(ge=0, le=MOST)],
+    int: Annotated[int, Field(ge=0, le=MAX_COUNT)],
     float: float,
     float | None: float | None,
-    str: Annotated[str, Field(max_length=_LONGEST_TEXT)],
+    str: Annotated[str, Field(max_length=_MAX_TEXT_LENGTH)],
 }
 """What the dataclass says of a field, and what is let through: all of its numbers are counts."""
 
 
-class OtherVersion(ValueError):
+class UnsupportedVersion(ValueError):
     """The progress is of a version that this program does not read: no damage."""
 
 
@@ -79,12 +79,12 @@ def parse_progress(content: bytes | str) -> Progress:
     except TypeError as error:
         raise ValueError(str(error).removeprefix("Progress.__init__() ")) from None
     except ValueError as error:
-        raise (OtherVersion(str(error)) if version != VERSION else error) from None
-    _refuse_nonsense(progress, state=state)
+        raise (UnsupportedVersion(str(error)) if version != VERSION else error) from None
+    _validate(progress, state=state)
     return progress
 
 
-def _refuse_nonsense(progress: Progress, *, state: Mapping[str, Any]) -> None:
+def _validate(progress: Progress, *, state: Mapping[str, Any]) -> None:
     names = {each.name for each in fields(Progress)} - {"knows_contents"}  # which the version says
     if state["version"] == VERSION and (missing := sorted(names - state.keys())):
         raise ValueError(f"{missing[0]}: it is missing")
@@ -93,8 +93,8 @@ def _refuse_nonsense(progress: Progress, *, state: Mapping[str, Any]) -> None:
     except ValidationError as error:
         raise ValueError(first_problem(error)) from None
     for name in ("step", "metrics_step"):
-        if getattr(progress, name) > MOST_STEPS:
-            raise ValueError(f"{name}: {getattr(progress, name)} steps are no run's; at most {MOST_STEPS} are read")
+        if getattr(progress, name) > MAX_STEPS:
+            raise ValueError(f"{name}: {getattr(progress, name)} steps are no run's; at most {MAX_STEPS} are read")
 
 
 @cache
@@ -117,7 +117,7 @@ class Cadence:
 
 
 @dataclass(frozen=True)
-class Never:
+class NeverDue:
     """Never due."""
 
     def due(self, step: int) -> bool:

@@ -29,13 +29,13 @@ def format_size(num_bytes: int) -> str:
     return f"{amount:.1f} TB"
 
 
-GROUPS = Path("/sys/fs/cgroup")
+CGROUPS = Path("/sys/fs/cgroup")
 
 
 def usable_cores() -> int:
     """Return how many cores this process may use at once: at least 1."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quota = quota_cores(GROUPS, within=_own_group(Path("/proc/self/cgroup")))
+    quota = quota_cores(CGROUPS, within=_own_group(Path("/proc/self/cgroup")))
     return max(1, allowed if quota is None else min(allowed, int(quota)))
 
 
@@ -47,7 +47,7 @@ def quota_cores(groups: Path, *, within: str = "/") -> float | None:
     own = groups / within.strip("/")
     folders = [own, *own.parents[: len(own.parts) - len(groups.parts)]]
     found = [cores for folder in folders if (cores := _quota(folder)) is not None]
-    found += [cores for name in ("cpu", "cpu,cpuacct") if (cores := _old_quota(groups / name)) is not None]
+    found += [cores for name in ("cpu", "cpu,cpuacct") if (cores := _cgroup_v1_quota(groups / name)) is not None]
     return min(found, default=None)
 
 
@@ -57,7 +57,7 @@ def _quota(folder: Path) -> float | None:
     return _cores(words[0], words[1]) if len(words) == 2 else None
 
 
-def _old_quota(folder: Path) -> float | None:
+def _cgroup_v1_quota(folder: Path) -> float | None:
     """Read the two files of cgroup v1; a quota of -1 is none."""
     quota, period = _words(folder / "cpu.cfs_quota_us"), _words(folder / "cpu.cfs_period_us")
     return _cores(quota[0], period[0]) if quota and period else None

@@ -19,7 +19,7 @@ from finetune.data.encoding.tokenizer import Tokens, frame_of
 from finetune.data.features import Features
 from finetune.data.token_cache.lengths import LengthPolicy
 from finetune.errors import DataError
-from finetune.runtime.seeds import derive
+from finetune.runtime.seeds import derive_seed
 from finetune.task.base import BaseTask
 from finetune.task.causal_lm import make_target_loss, pad_id
 from finetune.task.metrics import token_metrics
@@ -41,7 +41,7 @@ class TokenMasker:
         Of the n tokens that may be hidden, `fraction * n` are, rounded, and at least one. Of whole words there are
         as many as fit in, the first one drawn in any case.
         """
-        draw = np.random.default_rng(derive(features.seed, "hiding", features.sample_id))
+        draw = np.random.default_rng(derive_seed(features.seed, "hiding", features.sample_id))
         ids = features.arrays["input_ids"].astype(np.int64)
         hidden = self._masked_positions(features, draw)
         labels = np.full(len(ids), IGNORED, np.int64)

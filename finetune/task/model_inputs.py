@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from finetune.config.sections.data import BatchingSection
 from finetune.data.batch import IGNORED, Batch, Targets
 from finetune.data.features import Features
-from finetune.runtime.packed_rows import PER_SAMPLE, SAMPLE_LENGTHS, SampleLengths
+from finetune.runtime.packed_rows import PER_SAMPLE_ATTENTION, SAMPLE_LENGTHS, SampleLengths
 
 
 def is_padding_free(batching: BatchingSection) -> bool:
@@ -73,7 +73,7 @@ def _labels(features: Features) -> np.ndarray:
     return np.append(np.where(is_target[1:], ids[1:].astype(np.int64), IGNORED), IGNORED)
 
 
-ATTENTION_WITH_BOUNDARIES = ("flash_attention_2", "flash_attention_3", PER_SAMPLE)
+ATTENTION_WITH_BOUNDARIES = ("flash_attention_2", "flash_attention_3", PER_SAMPLE_ATTENTION)
 """Attention that is told where samples begin; others work it out from the positions."""
 
 
@@ -111,7 +111,7 @@ def _boundaries(model: nn.Module, batch: Batch) -> dict[str, Any]:
         return {}
     longest = batch.longest
     edges = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
-    if attention != PER_SAMPLE:
+    if attention != PER_SAMPLE_ATTENTION:
         return edges
     no_mask = torch.ones((1, 1, 1, 1), dtype=torch.bool, device=ends.device)
     return {**edges, SAMPLE_LENGTHS: SampleLengths(batch.lengths), "attention_mask": no_mask}

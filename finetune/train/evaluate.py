@@ -22,7 +22,7 @@ from finetune.data.token_cache.store import PreparedSet
 from finetune.report.events import Answered, Evaluated
 from finetune.report.reporter import Reporter
 from finetune.runtime import distributed
-from finetune.runtime.parameters import STATE
+from finetune.runtime.parameters import AVERAGE
 from finetune.runtime.supervision.heartbeat import fault_point
 from finetune.task.generation.evaluation import GenerationEvaluator
 from finetune.task.protocol import Task
@@ -104,7 +104,7 @@ def average_formula(section: TrainSection) -> tuple[str, Formula] | None:
         beta = section.optimizer.betas[0]
         return FAST_SEQUENCE, lambda weights, fast: average_from_fast(weights, fast, beta=beta)
     if section.average is not None:
-        return STATE, lambda _, average: average
+        return AVERAGE, lambda _, average: average
     return None
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from finetune.data.batch import Batch
 from finetune.errors import ModelError
-from finetune.runtime.seeds import derive
+from finetune.runtime.seeds import derive_seed
 
 
 class EmbeddingNoise:
@@ -51,7 +51,7 @@ def sample_noise(batch: Batch, embedded: Tensor, *, alpha: float) -> Tensor:
     noise = torch.zeros_like(embedded)
     width = embedded.shape[-1]
     for place, sample_id, length in _places(batch, noise):
-        generator = torch.Generator(noise.device).manual_seed(derive(batch.seed, "embedding noise", sample_id))
+        generator = torch.Generator(noise.device).manual_seed(derive_seed(batch.seed, "embedding noise", sample_id))
         drawn = torch.rand((length, width), generator=generator, device=noise.device, dtype=torch.float32)
         place[:length] = ((2.0 * drawn - 1.0) * (alpha / math.sqrt(length * width))).to(noise.dtype)
     return noise

@@ -12,7 +12,7 @@ from finetune.config.sections.train import NonFiniteSection
 from finetune.data.batch import Batch
 from finetune.data.delivery import Deliveries
 from finetune.report.reporter import Reporter
-from finetune.runtime.progress import Cadence, Never, Progress
+from finetune.runtime.progress import Cadence, NeverDue, Progress
 from finetune.task.protocol import Task
 from finetune.train.early_stopping import EarlyStopping, NeverStop
 from finetune.train.meters import Meters
@@ -70,7 +70,7 @@ class Parts:
     evaluate: Evaluation
     save: CheckpointSaving
     log_due: Cadence
-    evaluate_due: Cadence | Never
+    evaluate_due: Cadence | NeverDue
     save_due: Cadence
     stop_sources: StopSources
     stop_after_steps: int | None

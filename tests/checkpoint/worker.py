@@ -32,7 +32,7 @@ from finetune.config.sections.train import AverageSection, OptimizerSection, Unf
 from finetune.errors import CheckpointError
 from finetune.run.state.resume import settle_buckets
 from finetune.runtime import distributed
-from finetune.runtime.parameters import STATE
+from finetune.runtime.parameters import AVERAGE
 from finetune.runtime.progress import Progress
 from finetune.strategy.upstream import drop_not_yet_unfrozen_from_zero_norm, gloo_bridge, keep_bf16_parameters
 from finetune.train.evaluate import AveragedWeights
@@ -100,7 +100,7 @@ def train(accelerator, model, optimizer, spec: dict) -> dict:
                 said.append(save_on_full_disk(checkpointer, step, rank=spec["disk_is_full_on"]))
             checkpointer.save(step, progress=Progress(step).state_dict())
     has_average = spec["variant"] == "groups"
-    with AveragedWeights(access, STATE, lambda _, average: average).swapped_in() if has_average else nullcontext():
+    with AveragedWeights(access, AVERAGE, lambda _, average: average).swapped_in() if has_average else nullcontext():
         weights = gather_weights(accelerator, model, trained_only=False)
     trained = gather_weights(accelerator, model, trained_only=True)
     if distributed.is_main():

@@ -11,7 +11,7 @@ def test_each_phase_has_its_own_time_and_what_came_before_is_the_imports():
     assert (imports.name, imports.seconds, imports.cpu_seconds) == ("imports", 5.0, 5.0)
     assert (data.name, data.seconds, data.cpu_seconds) == ("data", 3.0, 1.5)
     assert data.memory_bytes > 1_000_000
-    assert startup.began_at == 100.0
+    assert startup.started_at == 100.0
 
 
 def test_a_second_run_of_a_process_does_not_begin_with_the_process():

@@ -13,7 +13,7 @@ from finetune.data.batch import Batch
 from finetune.data.delivery import Delivery, mark
 from finetune.errors import NonFiniteError, TrainingError
 from finetune.report.events import StepSkipped, StepTaken
-from finetune.runtime.progress import Cadence, Never, Progress
+from finetune.runtime.progress import Cadence, NeverDue, Progress
 from finetune.runtime.supervision.signals import ReceivedSignals
 from finetune.task.base import BaseTask
 from finetune.train import update
@@ -128,7 +128,7 @@ def parts_of(microbatch: int, *, task=None, nonfinite=None, num_steps=3, events=
         evaluate=NoEvaluation(),
         save=Kept(),
         log_due=Cadence(1, num_steps),
-        evaluate_due=Never(),
+        evaluate_due=NeverDue(),
         save_due=Cadence(None, num_steps),
         stop_sources=StopSources(ReceivedSignals()),
         stop_after_steps=None,

@@ -7,7 +7,7 @@ import pytest
 
 from finetune.config.sections.train import EarlyStoppingSection
 from finetune.errors import UserError
-from finetune.runtime.progress import Cadence, Never, Progress
+from finetune.runtime.progress import Cadence, NeverDue, Progress
 from finetune.runtime.supervision.signals import ReceivedSignals
 from finetune.train.early_stopping import EarlyStopping
 from finetune.train.stopping import (
@@ -109,4 +109,4 @@ def test_any_number_is_better_than_none_at_all():
 def test_cadence_is_due_on_its_beat_and_at_the_last_step():
     assert [step for step in range(1, 11) if Cadence(4, 10).due(step)] == [4, 8, 10]
     assert [step for step in range(1, 11) if Cadence(None, 10).due(step)] == [10]
-    assert not any(Never().due(step) for step in range(1, 11))
+    assert not any(NeverDue().due(step) for step in range(1, 11))

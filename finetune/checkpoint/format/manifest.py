@@ -16,7 +16,7 @@ from finetune.errors import CheckpointError
 from finetune.runtime.files import atomic
 from finetune.runtime.files.read import first_problem as json_problem
 from finetune.runtime.files.read import parse_json, read_regular
-from finetune.runtime.progress import MOST_STEPS
+from finetune.runtime.progress import MAX_STEPS
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class _StoredRun(TypedDict):
 
 @with_config(STRICT)
 class _StoredManifest(TypedDict):
-    step: Annotated[int, Field(ge=0, le=MOST_STEPS)]
+    step: Annotated[int, Field(ge=0, le=MAX_STEPS)]
     run: _StoredRun
     metrics: dict[str, float]
     state_sha256: Annotated[str, Field(pattern="^[0-9a-f]{0,64}$")]

@@ -16,7 +16,7 @@ from finetune.checkpoint.format import layout
 from finetune.checkpoint.format.manifest import STRICT, Digest, Manifest, OtherFormatError
 from finetune.errors import CheckpointError
 from finetune.runtime.files.read import parse_as, read_regular
-from finetune.runtime.progress import OtherVersion, parse_progress
+from finetune.runtime.progress import UnsupportedVersion, parse_progress
 
 DTYPE_BYTES = {
     **{"F64": 8, "F32": 4, "F16": 2, "BF16": 2},
@@ -131,7 +131,7 @@ def _progress(path: Path, manifest: Manifest) -> Mapping[str, Any]:
         progress = parse_progress(read_regular(path / layout.PROGRESS))
         if progress.step != manifest.step:
             raise ValueError(f"it is of step {progress.step}, the manifest of step {manifest.step}")
-    except OtherVersion as error:
+    except UnsupportedVersion as error:
         wrote = manifest.versions.get("finetune", "of another version")
         raise OtherFormatError(
             f"{path}: {error}. Nothing was changed. Install finetune {wrote}, which wrote it, to continue from it."

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from finetune.runtime.parameters import DECAY, STATE
+from finetune.runtime.parameters import AVERAGE, AVERAGE_DECAY
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _STATE_KEYS = {
@@ -59,7 +59,7 @@ def expected_state_keys(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
 
     Nothing for optimizers that keep a fraction of a number each (Adafactor, 8-bit AdamW) or are not known.
     """
-    average = (STATE,) if any(DECAY in group for group in optimizer.param_groups) else ()
+    average = (AVERAGE,) if any(AVERAGE_DECAY in group for group in optimizer.param_groups) else ()
     return (*_own_state_keys(optimizer), *average)
 
 

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import numpy as np
 
-from finetune.runtime.seeds import derive
+from finetune.runtime.seeds import derive_seed
 
 LengthsOf = Callable[[np.ndarray], np.ndarray]
 """From sample ids to the tokens of each."""
@@ -95,7 +95,7 @@ def permutation(size: int, *parts: int | str) -> np.ndarray:
 
 def shuffled_rows(num_rows: int, size: int, *parts: int | str) -> np.ndarray:
     """Return so many permutations, one a row, that follow from the parts together."""
-    bits = np.random.PCG64(derive(*parts)).random_raw(num_rows * size).reshape(num_rows, size)
+    bits = np.random.PCG64(derive_seed(*parts)).random_raw(num_rows * size).reshape(num_rows, size)
     return np.argsort(bits, kind="stable").astype(np.int64)
 
 

@@ -25,7 +25,7 @@ from finetune.data.token_cache.counts import Counts, total
 from finetune.data.token_cache.lengths import Lengths
 from finetune.data.token_cache.store import MOST_NAMED
 from finetune.errors import DataError
-from finetune.runtime.seeds import derive
+from finetune.runtime.seeds import derive_seed
 
 _KEPT_ORDERS = 4
 
@@ -178,7 +178,7 @@ class Arranging:
         if len(record.lengths):
             order = set_order(
                 record.lengths,
-                seed=derive(plan.seed, "window", window),
+                seed=derive_seed(plan.seed, "window", window),
                 shuffle=section.shuffle,
                 batching=section.batching,
                 max_length=section.longest,

@@ -39,7 +39,7 @@ from finetune.model.adapters.other_methods import (
 from finetune.model.adapters.saved import load_saved, saved_config
 from finetune.model.loading.hub import summary
 from finetune.model.loading.initialize import on_cpu_in_float32
-from finetune.runtime.seeds import derive
+from finetune.runtime.seeds import derive_seed
 
 
 def leave_casts_to_autocast(model: nn.Module) -> None:
@@ -111,7 +111,7 @@ def _draw_factors(model: PeftModel, *, is_gaussian: bool, seed: int) -> None:
                     p for own, p in module.named_parameters() if own.startswith(("lora_A", "lora_B", "lora_emb"))
                 ]
                 with on_cpu_in_float32(factors):
-                    torch.default_generator.manual_seed(derive(seed, "adapters", name))
+                    torch.default_generator.manual_seed(derive_seed(seed, "adapters", name))
                     module.reset_lora_parameters(ADAPTER, "gaussian" if is_gaussian else True)
 
 

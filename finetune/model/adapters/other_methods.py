@@ -11,7 +11,7 @@ from finetune.errors import ModelError
 from finetune.model.adapters.context import ADAPTER, TASK_TYPES, Ground, check_each, is_transposed
 from finetune.model.freeze import excluded
 from finetune.model.loading.architecture import head_modules
-from finetune.runtime.seeds import derive
+from finetune.runtime.seeds import derive_seed
 
 
 def ia3_config(model: PreTrainedModel, ia3: Ia3Section, ground: Ground) -> IA3Config:
@@ -89,14 +89,14 @@ def draw_prompt(model: PeftModel, prompt: PromptTuningSection, ground: Ground) -
 def draw_prefix(model: PeftModel, ground: Ground) -> None:
     """Draw keys and values from the seed, as peft does: normal ones."""
     learnt = model.prompt_encoder[ADAPTER].embedding.weight  # [tokens, 2 x layers x width]
-    generator = torch.Generator().manual_seed(derive(ground.seed, "adapters", "prefix"))
+    generator = torch.Generator().manual_seed(derive_seed(ground.seed, "adapters", "prefix"))
     with torch.no_grad():
         learnt.copy_(torch.randn(learnt.shape, generator=generator))
 
 
 def _ids(prompt: PromptTuningSection, ground: Ground) -> Tensor:
     if prompt.init_text is None:
-        generator = torch.Generator().manual_seed(derive(ground.seed, "adapters", "prompt"))
+        generator = torch.Generator().manual_seed(derive_seed(ground.seed, "adapters", "prompt"))
         return torch.randint(len(ground.tokenizer), (prompt.num_tokens,), generator=generator)
     ids = torch.tensor(ground.tokenizer(prompt.init_text, add_special_tokens=False)["input_ids"], dtype=torch.long)
     if not len(ids):

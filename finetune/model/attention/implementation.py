@@ -18,7 +18,7 @@ from transformers.masking_utils import eager_mask, sdpa_mask
 from finetune.errors import ModelError
 from finetune.model.attention.causal import Heads, Scores, capped, causal
 from finetune.model.attention.varlen_kernels import find_kernels, row_kernel
-from finetune.runtime.packed_rows import PER_SAMPLE, SAMPLE_LENGTHS, SampleLengths
+from finetune.runtime.packed_rows import PER_SAMPLE_ATTENTION, SAMPLE_LENGTHS, SampleLengths
 
 KEEPING_APART = frozenset(
     {
@@ -48,8 +48,8 @@ def keeps_samples_apart(config: Any) -> bool:
 def register() -> None:
     """Let transformers know our attention as `per_sample`."""
     find_kernels()
-    AttentionInterface.register(PER_SAMPLE, attend)
-    AttentionMaskInterface.register(PER_SAMPLE, mask_of)
+    AttentionInterface.register(PER_SAMPLE_ATTENTION, attend)
+    AttentionMaskInterface.register(PER_SAMPLE_ATTENTION, mask_of)
 
 
 def mask_of(**arguments: Any) -> Tensor | None:
@@ -132,4 +132,4 @@ def best_attention(config: Any) -> str | None:
     if not keeps_samples_apart(config):
         return None
     register()
-    return PER_SAMPLE
+    return PER_SAMPLE_ATTENTION

@@ -31,7 +31,7 @@ from finetune.config.sections.model import FromConfigSection, ModelSection
 from finetune.errors import FinetuneError, ModelError
 from finetune.model.loading.hub import is_folder, located, summary, told
 from finetune.model.loading.pretrained import ADAPTER_CONFIG, load_settings
-from finetune.runtime.hub import is_offline, without_vain_retries
+from finetune.runtime.hub import is_offline, without_hub_retries
 
 HEADS: Mapping[str, Any] = {
     "causal_lm": AutoModelForCausalLM,
@@ -250,5 +250,5 @@ def origin_of(section: ModelSection) -> dict[str, Any]:
 def pretrained_config(section: ModelSection) -> PreTrainedConfig:
     """Return the config of the model that is named; raises ModelError."""
     name, origin = str(section.name), origin_of(section)
-    with told(name, key="model.name"), without_vain_retries(is_local=is_folder(name)):
+    with told(name, key="model.name"), without_hub_retries(is_local=is_folder(name)):
         return load_settings(AutoConfig, **origin)

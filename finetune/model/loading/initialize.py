@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from finetune.runtime.seeds import derive
+from finetune.runtime.seeds import derive_seed
 
 Gather = Callable[[Sequence[nn.Parameter]], AbstractContextManager[Any]]
 
@@ -28,7 +28,7 @@ def draw_weights(model: PreTrainedModel, *, seed: int, gather: Gather, only: fro
             if only is not None and len(kept) == len(list(module.parameters(recurse=False))):
                 continue
             with gather(parameters) if parameters else nullcontext(), on_cpu_in_float32(parameters):
-                torch.default_generator.manual_seed(derive(seed, "weights", name))
+                torch.default_generator.manual_seed(derive_seed(seed, "weights", name))
                 with _untouched([*_tied_here(module, name=name, tied=tied), *kept]):
                     owner._init_weights(module)
                 _draw_unwritten(module)

@@ -32,7 +32,7 @@ from finetune.model.loading.initialize import draw_weights, unwritten
 from finetune.model.loading.pretrained import build_from_config, load_weights
 from finetune.model.quantize import keep_as_stored, quantization_config
 from finetune.model.upstream import name_own_layers, share_input_embeddings, tell_of_none
-from finetune.runtime.hub import without_vain_retries
+from finetune.runtime.hub import without_hub_retries
 from finetune.runtime.parameters import InitContext
 
 
@@ -133,7 +133,7 @@ def _pretrained(
     quantization = quantization_config(section)
     config = pretrained_config(section)
     set_values(config, values)
-    with told(name, key="model.name"), without_vain_retries(is_local=is_folder(name)), construction.context():
+    with told(name, key="model.name"), without_hub_retries(is_local=is_folder(name)), construction.context():
         model, loading = load_weights(
             HEADS[head],
             **origin,

@@ -25,7 +25,7 @@ from finetune.model.loading.pretrained import (
     read_adapter,
     refuse_missing,
 )
-from finetune.runtime.hub import is_offline, without_vain_retries
+from finetune.runtime.hub import is_offline, without_hub_retries
 
 BASE = "base"
 CONFIG = "config"
@@ -87,7 +87,7 @@ def look_at(folder: Path, *, key: str, trust_remote_code: bool = False) -> Saved
         adapter = read_adapter(place) if (place / ADAPTER_CONFIG).is_file() else None
         base = str(place) if adapter is None else _base_of(place, adapter)
         own = place / CONFIG if adapter is not None and (place / CONFIG / "config.json").is_file() else base
-        with without_vain_retries(is_local=is_folder(str(own))):
+        with without_hub_retries(is_local=is_folder(str(own))):
             config = load_settings(AutoConfig, own, trust_remote_code=trust_remote_code, **_local(str(own)))
         head = _head(config, adapter)
         if adapter is not None and head in NEW_HEADS and own == base and (number := _num_classes(place)):
@@ -111,7 +111,7 @@ def load_base(saved: SavedModel, *, key: str, dtype: str = "auto", trust_remote_
     kind = dtype if dtype == "auto" else getattr(torch, dtype)
     brings_head = saved.adapter is not None and saved.head in NEW_HEADS  # else all of it has to be in the base
     silence = _without_warnings() if brings_head else nullcontext()
-    with told(saved.base, key=key), without_vain_retries(is_local=is_folder(saved.base)), silence:
+    with told(saved.base, key=key), without_hub_retries(is_local=is_folder(saved.base)), silence:
         model, loading = load_weights(
             HEADS[saved.head],
             saved.base,

@@ -15,7 +15,7 @@ from finetune.data.images.decode import decode_image
 from finetune.data.images.transforms import Views, mix
 from finetune.data.rows import Row
 from finetune.data.workers import Cost
-from finetune.runtime.seeds import derive
+from finetune.runtime.seeds import derive_seed
 from finetune.task.base import BaseTask
 from finetune.task.classification.classes import class_loss_sum, find_classes
 from finetune.task.metrics import image_metrics
@@ -114,7 +114,7 @@ class ImageClassificationTask(BaseTask):
             return own, torch.tensor(label)
         partner = features.partner or features
         other, other_label = self._view(partner, "partner"), int(partner.arrays[LABEL][0])
-        chance = Random(derive(features.seed, features.sample_id, "mix"))
+        chance = Random(derive_seed(features.seed, features.sample_id, "mix"))
         mixed = mix(own, other, mixup=self.section.mixup, cutmix=self.section.cutmix, chance=chance)
         probabilities = torch.zeros(len(self.classification.classes))
         probabilities[label] += mixed.share
@@ -125,7 +125,7 @@ class ImageClassificationTask(BaseTask):
         image = decode_image(features.arrays[IMAGE].tobytes(), mode=self.views.mode)
         if features.seed == 0:
             return self.views.plain(image)
-        return self.views.drawn(image, Random(derive(features.seed, features.sample_id, "view", role)))
+        return self.views.drawn(image, Random(derive_seed(features.seed, features.sample_id, "view", role)))
 
 
 def image_logits(model: nn.Module, batch: Batch) -> Tensor:

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from finetune.config.sections.train import AverageSection
 from finetune.runtime.optional import require
-from finetune.runtime.parameters import DECAY, STATE
+from finetune.runtime.parameters import AVERAGE, AVERAGE_DECAY
 
 INITIAL_COUNTS = {"step": 0, "weight_sum": 0.0, "lr_max": -1.0}
 """The counts before the first update: updates, sum of the average's weights, highest learning rate."""
@@ -86,7 +86,7 @@ def keep_average(optimizer: torch.optim.Optimizer, section: AverageSection) -> N
 
     def remember(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         for parameter in _with_gradient(optimizer):
-            if STATE not in optimizer.state.get(parameter, {}):
+            if AVERAGE not in optimizer.state.get(parameter, {}):
                 first[parameter] = parameter.detach().to(torch.float32, copy=True)
 
     @torch.no_grad()
@@ -96,20 +96,20 @@ def keep_average(optimizer: torch.optim.Optimizer, section: AverageSection) -> N
                 if parameter.grad is not None:
                     state = optimizer.state[parameter]
                     if parameter in first:
-                        state[STATE] = first.pop(parameter)
-                    share = _weight_share(optimizer, kept=group[DECAY], like=parameter)
-                    _local(state[STATE]).lerp_(_local(parameter).to(torch.float32), share)
+                        state[AVERAGE] = first.pop(parameter)
+                    share = _weight_share(optimizer, kept=group[AVERAGE_DECAY], like=parameter)
+                    _local(state[AVERAGE]).lerp_(_local(parameter).to(torch.float32), share)
 
     for group in optimizer.param_groups:
-        group.update({DECAY: 0.0, AVERAGE_AFTER: section.after_steps, AVERAGE_DECAY: section.decay})
+        group.update({AVERAGE_DECAY: 0.0, AVERAGE_AFTER: section.after_steps, AVERAGE_DECAY: section.decay})
     optimizer.register_step_pre_hook(remember)
     optimizer.register_step_post_hook(follow)
 
 
 def set_average_decay(group: dict[str, Any], *, step: int) -> None:
     """Tell a group that keeps an average that the update which follows `step` steps is next."""
-    if DECAY in group:
-        group[DECAY] = group[AVERAGE_DECAY] if step >= group[AVERAGE_AFTER] else 0.0
+    if AVERAGE_DECAY in group:
+        group[AVERAGE_DECAY] = group[AVERAGE_DECAY] if step >= group[AVERAGE_AFTER] else 0.0
 
 
 def _weight_share(optimizer: Any, *, kept: float, like: Tensor) -> float | Tensor:

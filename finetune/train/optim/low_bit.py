@@ -152,7 +152,7 @@ class LowBitAdamW(torch.optim.Optimizer):
         if not state:
             state.update(self._first_state(parameter))
         state["step"] += 1
-        key = seeds.derive(key, state["step"])
+        key = seeds.derive_seed(key, state["step"])
         for rows in _chunks(parameter, state):
             self._update_rows(rows, group, step=state["step"], key=key)
 
@@ -194,7 +194,7 @@ def add_rounding_keys(
     """Return the groups with what the chance of each of their parameters is drawn from."""
     names = {id(each.parameter): each.name for each in named}
     return [
-        {**group, ROUNDING_KEYS: [seeds.derive(seed, "rounding", names[id(each)]) for each in group["params"]]}
+        {**group, ROUNDING_KEYS: [seeds.derive_seed(seed, "rounding", names[id(each)]) for each in group["params"]]}
         for group in groups
     ]
 
