@@ -56,9 +56,9 @@ def _ours(rows: Path, tokenizer: Path, workers: int, scratch: Path) -> dict[str,
     loaded = PreTrainedTokenizerFast.from_pretrained(tokenizer)
     task = build_task(TaskContext(TaskSection(name="sft"), section, loaded))
     clock = _Clock()
-    opened = open_source(source, key="data.train", say=_nothing)
+    opened = open_source(source, key="data.train", log=_nothing)
     identity = tokenizer_identity(loaded)
-    prepared = prepare_set(opened, task.encoder, section=section, identity=identity, say=_nothing)
+    prepared = prepare_set(opened, task.encoder, section=section, identity=identity, log=_nothing)
     return clock.read() | {"tokens": prepared.counts.tokens, "targets": prepared.counts.targets}
 
 

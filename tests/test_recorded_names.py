@@ -69,7 +69,7 @@ def identity_of(encode, folder):
     rows = folder / "rows.jsonl"
     rows.write_text('{"text": "a"}\n')
     train = TrainingSourceSection(path=str(rows))
-    source = open_source(train, key="data.train", say=lambda _: None)
+    source = open_source(train, key="data.train", log=lambda _: None)
     return identify(source, encode, section=DataSection(train=train, max_length=64), identity={})
 
 

@@ -51,24 +51,24 @@ class Pairs:
     ) -> dict[str, PairSheet]:
         """Return what the pairs' steps cost on the workload under the strategy; raises ContestantDied."""
         for name in names:
-            self._say(name, {"play": str(workload), "strategy": strategy})
+            self._log(name, {"play": str(workload), "strategy": strategy})
             self._hear(name, "step")
         sheets, order = {name: PairSheet() for name in names}, list(names)
         for number in range(warm_up + rounds):
             self._chance.shuffle(order)
             for name in order:
                 started = time.perf_counter()
-                self._say(name, {"go": True})
+                self._log(name, {"go": True})
                 told = self._hear(name, "step")
                 if number >= warm_up:
                     sheets[name].wall_seconds.append(time.perf_counter() - started)
                     sheets[name].seconds.append(sum(each["seconds"] for each in told))
         for name in names:  # the last step, whose cost nobody asks for
-            self._say(name, {"go": True})
+            self._log(name, {"go": True})
             sheets[name].losses = _mean_losses(name, self._hear(name, "end"))
         return sheets
 
-    def _say(self, name: str, message: dict[str, Any]) -> None:
+    def _log(self, name: str, message: dict[str, Any]) -> None:
         for rank in self._pairs[name]:
             rank.say(message)
 

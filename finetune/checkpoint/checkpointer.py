@@ -26,7 +26,7 @@ class Checkpointer:
         section: CheckpointSection,
         access: StateAccess,
         run: RunFingerprint,
-        say: Callable[[str], None],
+        log: Callable[[str], None],
         ahead: ChecksumPrefetch | None = None,
     ) -> None:
         """`ahead` knows digests of files that are going to be verified."""
@@ -34,7 +34,7 @@ class Checkpointer:
         self._section = section
         self._access = access
         self._run = run
-        self._say = say
+        self._log = log
         self._ahead = ahead or ChecksumPrefetch()
         self.saver = Saver(folder, section=section, access=access, run=run)
         self.stops_on_failure = section.on_failure == "stop"
@@ -52,7 +52,7 @@ class Checkpointer:
             saved = self.saver.settle()
         finally:
             for _, note in self.saver.notes():
-                self._say(note)
+                self._log(note)
         assert saved is not None, "it has been begun"
         return saved
 
@@ -62,7 +62,7 @@ class Checkpointer:
             refuse_existing_checkpoints(self._folder)
             return None
         if self._section.resume == "auto":
-            return find_newest(self._folder, log=self._say, checksum_of=self._ahead.facts)
+            return find_newest(self._folder, log=self._log, checksum_of=self._ahead.facts)
         return find_at_path(Path(self._section.resume), folder=self._folder, checksum_of=self._ahead.facts)
 
     def load(self, found: VerifiedCheckpoint) -> Mapping[str, Any]:
@@ -72,7 +72,7 @@ class Checkpointer:
         """
         saved, allowed = found.manifest.run, self._section.allow_changes
         for sentence in run_on_rank_0(lambda: check_changes(found.path, saved, wanted=self._run, allowed=allowed)):
-            self._say(sentence)
+            self._log(sentence)
         progress = load_checkpoint(found, access=self._access, cached_bytes=self._ahead.kept)
         self._ahead.forget()
         return progress

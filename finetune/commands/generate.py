@@ -126,7 +126,7 @@ def generate_file(
     quiet_libraries(is_main=distributed.is_main())
     saved = look_at(source, key="generate", trust_remote_code=trust_remote_code)
     _check(saved, output=output, adapter=adapter)
-    origin = find_local(SourceSection(path=str(rows)), key="--input", say=_silent)
+    origin = find_local(SourceSection(path=str(rows)), key="--input", log=_silent)
     manner = Manner(max_new_tokens, temperature, top_p)
     about = {"rows": origin.digest(), "manner": asdict(manner), "seed": seed, "system": system}
     distributed.init_cpu_process_group()

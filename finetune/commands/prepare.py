@@ -42,8 +42,8 @@ def progress_shown() -> Iterator[tuple[Say, Watch]]:
 class Lines:
     """Says every few seconds how far it is."""
 
-    def __init__(self, *, say: Say, clock: Clock = time.monotonic) -> None:
-        self._say = say
+    def __init__(self, *, log: Say, clock: Clock = time.monotonic) -> None:
+        self._log = log
         self._clock = clock
         self._paces: dict[str, Pace] = {}
         self._said: dict[str, float] = {}
@@ -54,7 +54,7 @@ class Lines:
         pace = self._paces.setdefault(key, Pace(rows, now))
         if now - self._said.setdefault(key, now) >= SECONDS_BETWEEN_LINES:
             self._said[key] = now
-            self._say(f"{key}: {pace.told(rows, num_rows, now=now)}")
+            self._log(f"{key}: {pace.told(rows, num_rows, now=now)}")
 
 
 class Bars:

@@ -31,9 +31,9 @@ Say = Callable[[str], None]
 class Compilation:
     """What all compiled modules of a model share: one compiled function, so that equal layers are compiled once."""
 
-    def __init__(self, say: Say) -> None:
+    def __init__(self, log: Say) -> None:
         self.failure: Exception | None = None
-        self._say = say
+        self._log = log
         # Random numbers as without compiling: then compiling does not change what dropout draws.
         options: dict[str, Any] = {"options": {"fallback_random": True}} if BACKEND == "inductor" else {}
         self.forward = torch.compile(_forward, backend=BACKEND, **options)
@@ -42,7 +42,7 @@ class Compilation:
         """Have all modules run as they are written from now on, and tell why."""
         self.failure = error
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        self._say(
+        self._log(
             "warning: model.compile: the compiler has failed, so training goes on uncompiled "
             f"({' '.join([type(error).__name__ + ':', *lines[:2]])}). Write `compile: off`, or mend that and resume."
         )

@@ -38,7 +38,7 @@ def trained_tokenizer(
     if num_texts == 0:
         raise ModelError("model.tokenizer.train: there is not a single text to train the tokenizer on.")
     folder = cache_folder / "tokenizers" / f"{digest}-{_FORM}"
-    made = _make(folder, lambda staging: _train(texts(), staging, vocabulary_size=vocabulary_size), say=say)
+    made = _make(folder, lambda staging: _train(texts(), staging, vocabulary_size=vocabulary_size), log=say)
     tokenizer = load_own_tokenizer(folder)
     verb = "trained" if made else "found"
     say(f"{verb} a tokenizer of {len(tokenizer)} tokens for {num_texts} texts in {folder}")

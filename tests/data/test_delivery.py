@@ -112,9 +112,9 @@ def prepare(write_rows, make_section):
 
     def prepare(name="rows"):
         source = write_rows([{"text": f"{name}>{number}"} for number in range(NUM_ROWS)], name=f"{name}.jsonl")
-        opened = open_source(source, key="data.train", say=lambda _: None)
+        opened = open_source(source, key="data.train", log=lambda _: None)
         section = make_section(source, num_workers=0)
-        return prepare_set(opened, encode_bytes, section=section, identity={}, say=lambda _: None), section
+        return prepare_set(opened, encode_bytes, section=section, identity={}, log=lambda _: None), section
 
     return prepare
 

@@ -48,8 +48,8 @@ def fill(features):
 def prepared_and_section(write_rows, make_section):
     source = write_rows([{"text": chr(97 + n)} for n in range(10)])
     section = make_section(source)
-    opened = open_source(source, key="data.train", say=lambda _: None)
-    return prepare_set(opened, encode, section=section, identity={}, say=lambda _: None), section
+    opened = open_source(source, key="data.train", log=lambda _: None)
+    return prepare_set(opened, encode, section=section, identity={}, log=lambda _: None), section
 
 
 def per_step(sampler, *, world, num_batches):

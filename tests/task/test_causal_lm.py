@@ -149,8 +149,8 @@ def test_gsm8k_is_learnt_from_its_answers(tokenizer, tmp_path):
     task = SftTask(TaskContext(TaskSection(name="sft"), section, tokenizer))
     said = []
     identity = tokenizer_identity(tokenizer)
-    opened = open_source(source, key="data.train", say=said.append)
-    prepared = prepare_set(opened, task.encode, section=section, identity=identity, say=said.append)
+    opened = open_source(source, key="data.train", log=said.append)
+    prepared = prepare_set(opened, task.encode, section=section, identity=identity, log=said.append)
     rows = [json.loads(line) for line in GSM8K.read_text().splitlines()[:40]]
     assert len(prepared) == 40
     for row, sample in zip(rows, prepared, strict=True):

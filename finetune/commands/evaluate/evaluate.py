@@ -69,7 +69,7 @@ def measure(subject: Subject) -> Measurement:
     """
     say = RunLog(is_main=distributed.is_main())
     config, task = subject.config, subject.task()
-    rows = _validation(subject, task, say=say)
+    rows = _validation(subject, task, log=say)
     mend(rows, seconds=None)
     model = subject.start(task)  # whole in every process: before an Accelerator exists that would have it split
     accelerator = make_accelerator(config, launched_strategy(_for_measuring(subject.loaded)))
@@ -103,7 +103,7 @@ def _validation(subject: Subject, task: Task, *, say: RunLog) -> PreparedSet:
         identity=input_identity(processing, task),
         unknown_ids=unknown_ids(tokenizer) if tokenizer is not None else frozenset(),
         length=task.lengths,
-        say=say,
+        log=say,
     )
 
 
@@ -115,8 +115,8 @@ def _source(config: RunConfig, *, say: RunLog) -> Source:
             "`--set 'data.validation={path: ROWS.jsonl}'`."
         )
     if section.path is not None or section.name is not None:
-        return open_source(section, key="data.validation", say=say)
-    found = open_sources(config.data, seed=config.run.seed, say=say).validation
+        return open_source(section, key="data.validation", log=say)
+    found = open_sources(config.data, seed=config.run.seed, log=say).validation
     assert found is not None, "a section without a place of its own is a part of the training rows"
     return found
 

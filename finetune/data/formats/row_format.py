@@ -106,7 +106,7 @@ def choose_format(
     first: RawRow,
     *,
     key: str,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
     class_names: Callable[[], Mapping[str, Sequence[str]]] = dict,
     image_root: ImageRoot | None = None,
 ) -> ColumnFormat:
@@ -121,7 +121,7 @@ def choose_format(
     row = first.parse()
     name = section.format or _detect(section, first, key=key)
     if section.format is None:
-        say(f"{key}.format is not set: the columns {listed(_available(section, row))} are read as `{name}`")
+        log(f"{key}.format is not set: the columns {listed(_available(section, row))} are read as `{name}`")
     known = REQUIRED_COLUMNS[name] + OPTIONAL_COLUMNS.get(name, ())
     for where, columns in (("columns", section.columns), ("template", section.template)):
         for column in columns:
@@ -132,12 +132,12 @@ def choose_format(
                 )
     unread = _unread(section, row, known)
     if unread:
-        say(f"{key}: columns that are not read: {listed(unread)}")
+        log(f"{key}: columns that are not read: {listed(unread)}")
     classes = _classes(section, name, class_names=class_names)
     for column, names in classes.items():
         yours = section.columns.get(column, column)
         shown = listed(names[:_MOST_NAMES]) + (", ..." if len(names) > _MOST_NAMES else "")
-        say(f"{key}: the dataset names the numbers of `{yours}` {shown}: these are the classes")
+        log(f"{key}: the dataset names the numbers of `{yours}` {shown}: these are the classes")
     return ColumnFormat(Names(name, dict(section.columns), dict(section.template), key, classes, image_root))
 
 

@@ -131,7 +131,7 @@ class LocalPlace:
         return [self.path.name, state.st_size, state.st_mtime_ns]
 
 
-def find_local(section: SourceSection, *, key: str, say: Callable[[str], None]) -> Origin:
+def find_local(section: SourceSection, *, key: str, log: Callable[[str], None]) -> Origin:
     """Return the file, the files of one kind of a folder, or those that a glob matches, in the order of their names.
 
     Of a folder whose sub-folders hold images and that has no rows, these images, the sub-folders being their classes.
@@ -146,10 +146,10 @@ def find_local(section: SourceSection, *, key: str, say: Callable[[str], None]) 
             if not section.follow_links:
                 _refuse_links_out([path / each for each in images.files], path, key=key)
             return images
-        found, base = _of_folder(path, key=key, say=say), path
+        found, base = _of_folder(path, key=key, log=log), path
     elif path.exists():
         if path.is_symlink():
-            say(f"{key}.path: {path} is a link to {path.resolve()}")
+            log(f"{key}.path: {path} is a link to {path.resolve()}")
         _require_file(path)
         found, base = [path], None
     else:
@@ -176,13 +176,13 @@ def _has_rows(folder: Path) -> bool:
     return any(is_readable(each.name) and each.is_file() for each in folder.iterdir())
 
 
-def _of_folder(folder: Path, *, key: str, say: Callable[[str], None]) -> list[Path]:
+def _of_folder(folder: Path, *, key: str, log: Callable[[str], None]) -> list[Path]:
     entries = sorted(folder.iterdir())
     held, others = of_one_kind([str(each) for each in entries if each.is_file()], folder=str(folder))
     folders = [f"{each.name}/" for each in entries if each.is_dir() and not each.name.startswith(".")]
     unread = [*(Path(other).name for other in others), *folders]
     if unread:
-        say(f"{key}.path: {folder} {not_read(unread)}")
+        log(f"{key}.path: {folder} {not_read(unread)}")
     return [Path(each) for each in held]
 
 

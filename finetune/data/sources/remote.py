@@ -49,7 +49,7 @@ class RemotePlace:
         return [without_query(self.name).rpartition("/")[2], self.facts.get("size"), known]
 
 
-def find_remote(section: SourceSection, *, key: str, say: Callable[[str], None]) -> Files:
+def find_remote(section: SourceSection, *, key: str, log: Callable[[str], None]) -> Files:
     """Return the file at the URL, the files of one kind of a folder, or those that a glob matches, by name.
 
     Raises DataError when there are none or when they cannot be had, MissingPackage where the storage needs one.
@@ -67,7 +67,7 @@ def find_remote(section: SourceSection, *, key: str, say: Callable[[str], None])
     if not facts and not _has_magic(path):
         facts, others = _folder(storage, path, url)
         if others:
-            say(f"{key}.path: {url} {not_read(others)}")
+            log(f"{key}.path: {url} {not_read(others)}")
     if not facts:
         raise DataError(f"{url}: there is no such file.")
     named = {str(storage.unstrip_protocol(name)): each for name, each in sorted(facts.items())}

@@ -118,7 +118,7 @@ class StreamSamples:
         return np.array([found[window][index] for window, index in places], dtype)
 
 
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 
 
 def stream_pool(
@@ -128,7 +128,7 @@ def stream_pool(
     section: DataSection,
     identity: Mapping[str, str],
     seed: int,
-    say: Say,
+    log: Log,
     unknown_ids: Iterable[int] = (),
     length: Lengths | None = None,
 ) -> tuple[Pool, Streamed]:
@@ -150,11 +150,11 @@ def stream_pool(
         num_ahead=stream.num_ahead,
         made_of=made_of,
     )
-    windows = Windows(job, say=say)
+    windows = Windows(job, log=log)
     num_before = windows.open()
     for line in _about(job, num_before=num_before):
-        say(line)
-    order = StreamOrder(Arranging(windows, num_told=num_before, say=say))
+        log(line)
+    order = StreamOrder(Arranging(windows, num_told=num_before, log=log))
     budget = tokens_per_position(section.batching, max_length=section.longest)
     fingerprint = fingerprint_of(made_of.fingerprint, section.shuffle, section.batching.by, budget)
     return Pool(StreamSamples(windows), order, fingerprint), Streamed(partial(_count_so_far, windows))
@@ -163,10 +163,10 @@ def stream_pool(
 class Arranging:
     """Gives every window the order of an ordinary set, and tells of each that is new what became of its rows."""
 
-    def __init__(self, windows: Windows, *, num_told: int, say: Say) -> None:
+    def __init__(self, windows: Windows, *, num_told: int, log: Log) -> None:
         self._windows = windows
         self._num_told = num_told
-        self._say = say
+        self._log = log
         self._num_counted = 0
         self.counts = Counts()  # of all windows that have been arranged
 
@@ -197,9 +197,9 @@ class Arranging:
         if record.window >= self._num_told:
             batching = job.section.batching
             grouped = () if order is None or batching.by == "samples" else (f"{order.num_positions:,} {batching.unit}",)
-            self._say(f"{job.key}: window {record.window}: {'; '.join((*record.counts.lines(), *grouped))}")
+            self._log(f"{job.key}: window {record.window}: {'; '.join((*record.counts.lines(), *grouped))}")
             if self._num_counted & (self._num_counted - 1) == 0 and record.window:  # 2, 4, 8, ...: ever more rarely
-                self._say(f"{job.key}: {self._num_counted:,} windows so far: {'; '.join(self.counts.lines())}")
+                self._log(f"{job.key}: {self._num_counted:,} windows so far: {'; '.join(self.counts.lines())}")
 
 
 def _count_so_far(windows: Windows) -> Counts:

@@ -36,9 +36,9 @@ class Windows:
     A copy in another process, forked or sent, asks and waits for itself. Waiting is on files, never in a collective.
     """
 
-    def __init__(self, job: StreamJob, *, say: Callable[[str], None]) -> None:
+    def __init__(self, job: StreamJob, *, log: Callable[[str], None]) -> None:
         self.job = job
-        self._say = say
+        self._log = log
         self._desk: _Desk | None = None
 
     def open(self) -> int:
@@ -61,7 +61,7 @@ class Windows:
 
     def at_hand(self, window: int) -> PreparedSet | None:
         """Return the window's samples if they are at hand; does not wait, and asks for nothing."""
-        return _find(self.job, window, say=self._say)
+        return _find(self.job, window, log=self._log)
 
     def close(self) -> None:
         """Ask for nothing any more, and end the process that this one has started."""
@@ -75,19 +75,19 @@ class Windows:
     def _own(self) -> "_Desk":
         if self._desk is None or self._desk.pid != os.getpid():
             is_copy = self._desk is not None
-            self._desk = _Desk(self.job, say=_say_nothing if is_copy else self._say)
+            self._desk = _Desk(self.job, log=_say_nothing if is_copy else self._log)
         return self._desk
 
 
 class _Desk:
     """What one process has: its place among the readers, the windows it has opened, the makers it has started."""
 
-    def __init__(self, job: StreamJob, *, say: Callable[[str], None]) -> None:
+    def __init__(self, job: StreamJob, *, log: Callable[[str], None]) -> None:
         self.pid = os.getpid()
         self.opened = lru_cache(maxsize=_OPEN_WINDOWS)(self._open)
         self.record = lru_cache(maxsize=_OPEN_WINDOWS)(self._read)
         self._job = job
-        self._say = say
+        self._log = log
         self._reader = Reader(job.folder.readers)
         self._started: list[Maker] = []
         self._num_in_vain = 0  # starts since a window came
@@ -119,7 +119,7 @@ class _Desk:
             self._start_maker()
             if is_quiet and time.monotonic() - begun > _QUIET_SECONDS:
                 is_quiet = False
-                self._say(f"{self._job.key}: waiting for window {window}, which is being prepared")
+                self._log(f"{self._job.key}: waiting for window {window}, which is being prepared")
             if sign != (sign := _changed_at(self._job.folder.sign_of_life)):
                 keep_alive()
             time.sleep(_PAUSE_SECONDS)
@@ -132,11 +132,11 @@ class _Desk:
             try:
                 return folder.read_record(window)
             except DamagedSet as damage:
-                self._say(f"warning: {self._job.key}: {damage}. Its window is prepared again.")
+                self._log(f"warning: {self._job.key}: {damage}. Its window is prepared again.")
 
     def _open(self, window: int) -> PreparedSet:
         self.ask(window)  # also where it is at hand: those after it are to be prepared
-        return self.wait(window, lambda: _find(self._job, window, say=self._say))
+        return self.wait(window, lambda: _find(self._job, window, log=self._log))
 
     def _start_maker(self) -> None:
         """Start the process that prepares windows, unless one lives: it holds the lock, however it may end."""
@@ -191,7 +191,7 @@ class Maker:
         return self._process.poll()
 
 
-def _find(job: StreamJob, window: int, *, say: Callable[[str], None]) -> PreparedSet | None:
+def _find(job: StreamJob, window: int, *, log: Callable[[str], None]) -> PreparedSet | None:
     """Return the window, verified; one that is damaged is set aside, so that it is prepared again."""
     path = job.folder.window(window)
     try:
@@ -202,7 +202,7 @@ def _find(job: StreamJob, window: int, *, say: Callable[[str], None]) -> Prepare
         return prepared
     except DamagedSet as damage:
         if path.exists() and job.folder.set_window_aside(window):  # else deleted while it was being opened
-            say(f"warning: {job.key}: window {window}: {damage}. It is prepared again.")
+            log(f"warning: {job.key}: window {window}: {damage}. It is prepared again.")
         return None
 
 

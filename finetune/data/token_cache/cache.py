@@ -32,11 +32,11 @@ VERIFIED_AT_ONCE_BYTES = 256 << 20
 
 _MOST_ATTEMPTS = 3
 
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 
 
 def opened(
-    folder: Path, make: Callable[[], bool], *, made_of: Identity, key: str, say: Say
+    folder: Path, make: Callable[[], bool], *, made_of: Identity, key: str, log: Log
 ) -> tuple[PreparedSet, bool]:
     """Return the set, and whether `make` has made it just now; raises DataError where it is damaged again and again.
 
@@ -48,16 +48,16 @@ def opened(
             prepared = _opened(folder, made_of)
         except DamagedSet as damage:
             found: DamagedSet = damage
-            _put_aside(damage, partial(_is_damaged, folder, made_of), key=key, say=say)
+            _put_aside(damage, partial(_is_damaged, folder, made_of), key=key, log=log)
             continue
         if copies := damaged_copies(folder):
-            say(
+            log(
                 f"warning: {key}: its prepared set was damaged and has been made again; what was damaged is kept as "
                 f"{', '.join(map(str, copies))}. Look at the disk and the memory of this machine, then delete it."
             )
         if not _is_small(prepared):
             prepared.verification.start()
-        prepared.remake = partial(_remade, make=make, made_of=made_of, key=key, say=say)
+        prepared.remake = partial(_remade, make=make, made_of=made_of, key=key, log=log)
         return prepared, is_new
     raise DataError(
         f"{key}: {found}, and so were those that were made in its place. Look at the disk and the memory of this "
@@ -93,16 +93,16 @@ def _is_damaged(folder: Path, made_of: Identity) -> bool:
     return False
 
 
-def _remade(prepared: PreparedSet, *, make: Callable[[], bool], made_of: Identity, key: str, say: Say) -> PreparedSet:
+def _remade(prepared: PreparedSet, *, make: Callable[[], bool], made_of: Identity, key: str, log: Log) -> PreparedSet:
     damage = DamagedSet(prepared.folder, prepared.verification.problem or "")
-    _put_aside(damage, prepared.is_still_damaged, key=key, say=say)
-    return opened(prepared.folder, make, made_of=made_of, key=key, say=say)[0]
+    _put_aside(damage, prepared.is_still_damaged, key=key, log=log)
+    return opened(prepared.folder, make, made_of=made_of, key=key, log=log)[0]
 
 
-def _put_aside(damage: DamagedSet, is_damaged: Callable[[], bool], *, key: str, say: Say) -> None:
-    aside = put_aside(damage.folder, is_damaged, say=say)
+def _put_aside(damage: DamagedSet, is_damaged: Callable[[], bool], *, key: str, log: Log) -> None:
+    aside = put_aside(damage.folder, is_damaged, log=log)
     if aside is not None:
-        say(f"warning: {key}: {damage}. It is set aside as {aside.name} and made again.")
+        log(f"warning: {key}: {damage}. It is set aside as {aside.name} and made again.")
 
 
 DEFAULT_FOLDER = "~/.cache/finetune"
@@ -131,7 +131,7 @@ def prepare_set(
     *,
     section: DataSection,
     identity: Mapping[str, str],
-    say: Say,
+    log: Log,
     unknown_ids: Iterable[int] = (),
     length: Lengths | None = None,
     watch: Watch | None = None,
@@ -146,13 +146,13 @@ def prepare_set(
     made_of = identify(source, encode, section=section, identity=identity)
     folder = set_folder(section, made_of)
     recipe = make_recipe(source.format, encode, section=section, unknown_ids=unknown_ids, length=length)
-    shown = _Shown(source, watch) if watch else _Said(source.key, say)
-    build = partial(_build, source=source, recipe=recipe, made_of=made_of, section=section, advance=shown, say=say)
-    make = partial(_make, folder, build, say=say, while_waiting=lambda made: shown(rows_noted(made)))
-    prepared, is_new = opened(folder, make, made_of=made_of, key=source.key, say=say)
+    shown = _Shown(source, watch) if watch else _Said(source.key, log)
+    build = partial(_build, source=source, recipe=recipe, made_of=made_of, section=section, advance=shown, log=log)
+    make = partial(_make, folder, build, log=log, while_waiting=lambda made: shown(rows_noted(made)))
+    prepared, is_new = opened(folder, make, made_of=made_of, key=source.key, log=log)
     for line in prepared.counts.lines():
-        say(f"{source.key}: {line}")
-    say(f"{source.key}: {'prepared in' if is_new else 'found prepared in'} {folder}")
+        log(f"{source.key}: {line}")
+    log(f"{source.key}: {'prepared in' if is_new else 'found prepared in'} {folder}")
     refuse_shares(prepared, section.audit, key=source.key)
     return prepared
 
@@ -212,16 +212,16 @@ def _build(
     made_of: Identity,
     section: DataSection,
     advance: Advance,
-    say: Say,
+    log: Log,
 ) -> None:
     """Make the set; what cannot become one is removed, what was only cut off is kept to go on from."""
     done = rows_noted(staging)
     if done:
-        say(f"{source.key}: {done:,} rows are tokenised already; it goes on from there")
+        log(f"{source.key}: {done:,} rows are tokenised already; it goes on from there")
     try:
         with Encoders(recipe, num_workers=num_prepare_workers(section)) as encoders:
             rows, left_out = source.rows(), lambda: source.num_left_out
-            told = partial(_told_of_loss, source.key, say)
+            told = partial(_told_of_loss, source.key, log)
             counts = build_set(staging, rows, encoders, made_of, advance=advance, num_left_out=left_out, lost=told)
         refuse(counts, section, key=source.key, length=recipe.length)
     except WorkersLost:
@@ -232,9 +232,9 @@ def _build(
     fault_point("prepare.done", step=counts.rows)
 
 
-def _make(folder: Path, build: Callable[[Path], None], *, say: Say, while_waiting: Callable[[Path], None]) -> bool:
+def _make(folder: Path, build: Callable[[Path], None], *, log: Log, while_waiting: Callable[[Path], None]) -> bool:
     with _told_of_disk(folder):
-        return build_once(folder, build, log=say, goes_on=True, while_waiting=while_waiting)
+        return build_once(folder, build, log=log, goes_on=True, while_waiting=while_waiting)
 
 
 @contextmanager
@@ -248,22 +248,22 @@ def _told_of_disk(folder: Path) -> Iterator[None]:
         ) from error
 
 
-def _told_of_loss(key: str, say: Say, reason: str) -> None:
-    say(f"warning: {key}: what was tokenised before is damaged ({reason}); it is made again from the first row")
+def _told_of_loss(key: str, log: Log, reason: str) -> None:
+    log(f"warning: {key}: what was tokenised before is damaged ({reason}); it is made again from the first row")
 
 
 class _Said:
     """Says now and then how many rows are behind."""
 
-    def __init__(self, key: str, say: Say) -> None:
+    def __init__(self, key: str, log: Log) -> None:
         self._key = key
-        self._say = say
+        self._log = log
         self._said = 0
 
     def __call__(self, rows: int) -> None:
         if rows - self._said >= _ROWS_BETWEEN_WORDS:
             self._said = rows
-            self._say(f"{self._key}: {rows:,} rows tokenised")
+            self._log(f"{self._key}: {rows:,} rows tokenised")
 
 
 class _Shown:

@@ -91,13 +91,13 @@ class DamagedSet(DataError):
         super().__init__(f"{title} {folder} is damaged: {reason}")
 
 
-def put_aside(folder: Path, is_damaged: Callable[[], bool], *, say: Callable[[str], None]) -> Path | None:
+def put_aside(folder: Path, is_damaged: Callable[[], bool], *, log: Callable[[str], None]) -> Path | None:
     """Rename the folder where it still is damaged and return its new name; None where another process has seen to it.
 
     Raises DataError where it cannot be renamed, as in a cache that is only read here.
     """
     try:
-        return quarantine(folder, is_damaged, log=say)
+        return quarantine(folder, is_damaged, log=log)
     except OSError as error:
         raise DataError(
             f"{folder} is damaged and cannot be set aside: {error.strerror or error}. Set data.cache_folder to a "
@@ -129,7 +129,7 @@ def _seen_to(folder: Path, is_damaged: Callable[[], bool]) -> str | None:
     """Return what has become of a folder that is damaged, None of one that is not."""
     again = "The same command makes it again and continues from the last checkpoint."
     try:
-        aside = put_aside(folder, is_damaged, say=_say_nothing)
+        aside = put_aside(folder, is_damaged, log=_say_nothing)
     except DataError as error:
         return str(error)
     if aside is not None:

@@ -153,8 +153,8 @@ def clear_build_locks(*, log: Log) -> None:
 class BuildLockWatcher:
     """Looks after the main thread: where it waits for the lock of a build, it says so and for whom."""
 
-    def __init__(self, *, say: Log, clock: Callable[[], float] = time.monotonic) -> None:
-        self._say = say
+    def __init__(self, *, log: Log, clock: Callable[[], float] = time.monotonic) -> None:
+        self._log = log
         self._clock = clock
         self._main = threading.main_thread().ident or 0
         self._since: dict[Path, float] = {}
@@ -174,10 +174,10 @@ class BuildLockWatcher:
         waited = now - self._since.setdefault(path, now)
         lock = inspect_lock(path)
         if lock.state == ABANDONED and remove_abandoned(path):
-            self._say(f"removed {lock}")
+            self._log(f"removed {lock}")
         elif lock.state != ABANDONED and now - self._said.get(path, float("-inf")) >= _LOG_SECONDS:
             self._said[path] = now
-            self._say(f"waiting for a build since {waited:.0f} s: {lock}")
+            self._log(f"waiting for a build since {waited:.0f} s: {lock}")
 
     def _run(self) -> None:
         while True:

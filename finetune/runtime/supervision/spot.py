@@ -34,11 +34,11 @@ _TIMEOUT_SECONDS = 2.0
 class SpotNotice:
     """Whether the cloud has given notice; asked in a thread of its own."""
 
-    def __init__(self, cloud: Cloud, *, say: Callable[[str], None]) -> None:
+    def __init__(self, cloud: Cloud, *, log: Callable[[str], None]) -> None:
         self._ask = _ASKING[cloud]
         self._cloud = cloud
         self._base = os.environ.get(BASE_VARIABLE, BASES[cloud])
-        self._say = say
+        self._log = log
         self._is_given = False
         self._has_warned = False
 
@@ -58,7 +58,7 @@ class SpotNotice:
         except (OSError, ValueError) as error:
             if not self._has_warned:
                 self._has_warned = True
-                self._say(f"warning: run.spot_notice: the metadata service of {self._cloud} does not answer: {error}")
+                self._log(f"warning: run.spot_notice: the metadata service of {self._cloud} does not answer: {error}")
         return self._is_given
 
     def _watch(self) -> None:

@@ -24,7 +24,7 @@ def asked(content):
 def read(row, **keys):
     raw = RawRow("/rows/rows.jsonl", 1, row)
     section = SourceSection(path="/rows/rows.jsonl", **keys)
-    return choose_format(section, raw, key="data.train", say=lambda _: None).read(raw)
+    return choose_format(section, raw, key="data.train", log=lambda _: None).read(raw)
 
 
 ROWS = {
@@ -139,7 +139,7 @@ def test_a_tokenizer_is_trained_on_the_texts_between_the_images():
             SourceSection(path="/rows/rows.jsonl"),
             first := RawRow("/rows/rows.jsonl", 1, ROWS["placeholders"][0]),
             key="data.train",
-            say=lambda _: None,
+            log=lambda _: None,
         )
 
         def excerpt(self):

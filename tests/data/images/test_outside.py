@@ -38,7 +38,7 @@ def read(folder, image, **keys):
     """Return the image's bytes as a job reads them that has one row with this image."""
     (folder / "rows.jsonl").write_text(json.dumps({"image": str(image), "label": "a"}) + "\n")
     section = DataSection(train={"path": str(folder / "rows.jsonl"), **keys})
-    (source,) = open_sources(section, seed=1, say=lambda sentence: None).train
+    (source,) = open_sources(section, seed=1, log=lambda sentence: None).train
     (row,) = [source.format.read(raw) for raw in source.rows()]
     source.identity()
     (outcome,) = ImageEncoder(Classes(("a",)), "RGB")([row])

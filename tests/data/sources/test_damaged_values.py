@@ -46,7 +46,7 @@ MESSAGES = {
 def encode(path, tokenizer, make=TextEncoder, **keys):
     """Encode the rows of the file as a preparing process does it."""
     section = DataSection(train={"path": str(path), **keys}, max_length=10**6)
-    (source,) = open_sources(section, seed=1, say=lambda sentence: None).train
+    (source,) = open_sources(section, seed=1, log=lambda sentence: None).train
     return encode_chunk(make_recipe(source.format, make(tokenizer), section=section), list(source.rows()))
 
 

@@ -34,7 +34,7 @@ def photos(tmp_path):
 def opened(path, **keys):
     said = []
     section = DataSection(**{"train": {"path": str(path)}, **keys})
-    return open_sources(section, seed=1, say=said.append), said
+    return open_sources(section, seed=1, log=said.append), said
 
 
 def labels(source):
@@ -72,7 +72,7 @@ def test_equal_images_are_never_on_both_sides(photos):
 
 def test_another_image_or_another_label_is_other_data(photos):
     def digest():
-        return find_local(SourceSection(path=str(photos)), key="data.train", say=print).digest()
+        return find_local(SourceSection(path=str(photos)), key="data.train", log=print).digest()
 
     before = digest()
     assert digest() == before
@@ -90,7 +90,7 @@ def test_a_folder_is_read_once_while_nothing_in_it_is_written(photos, monkeypatc
     monkeypatch.setattr(digests, "CACHE_FOLDER", str(tmp_path / "remembered"))
     monkeypatch.setattr(digests, "_MIN_AGE_SECONDS", -1.0)
     for _ in range(2):
-        find_local(SourceSection(path=str(photos)), key="data.train", say=print).digest()
+        find_local(SourceSection(path=str(photos)), key="data.train", log=print).digest()
     assert len(read) == 5
 
 
@@ -133,7 +133,7 @@ def folder(tmp_path):
 
 
 def found(path, said=None, **keys):
-    files = find_local(SourceSection(path=str(path), **keys), key=KEY, say=(said if said is not None else []).append)
+    files = find_local(SourceSection(path=str(path), **keys), key=KEY, log=(said if said is not None else []).append)
     return [place.path.name for place in files.places]
 
 

@@ -45,11 +45,11 @@ def test_a_parquet_file_and_both_arrow_formats_tell_them(tmp_path):
     (tmp_path / "rows.jsonl").write_text('{"text": "a", "label": 1}\n')
     paths = {name: SourceSection(path=str(tmp_path / name)) for name in ("rows.parquet", "file.arrow", "stream.arrow")}
     for section in paths.values():
-        assert find_local(section, key="k", say=print).class_names() == {"label": ("bad", "good")}
-    assert find_local(SourceSection(path=str(tmp_path / "rows.jsonl")), key="k", say=print).class_names() == {}
+        assert find_local(section, key="k", log=print).class_names() == {"label": ("bad", "good")}
+    assert find_local(SourceSection(path=str(tmp_path / "rows.jsonl")), key="k", log=print).class_names() == {}
 
 
 def test_rows_of_such_a_file_have_the_names(tmp_path):
     pa.parquet.write_table(NAMED, tmp_path / "rows.parquet")
-    source = open_source(SourceSection(path=str(tmp_path / "rows.parquet")), key="data.train", say=print)
+    source = open_source(SourceSection(path=str(tmp_path / "rows.parquet")), key="data.train", log=print)
     assert [source.format.read(raw)["label"] for raw in source.rows()] == ["good", "bad"]

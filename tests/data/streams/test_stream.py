@@ -123,8 +123,8 @@ class Streams:
         stream = StreamSection(window_rows=window_rows, num_ahead=num_ahead)
         source = TrainingSourceSection(path=path or str(self.folder / "part-*.jsonl"), stream=stream)
         section = self.make_section(source, cache_folder=str(self.folder / cache), **keys)
-        opened = open_source(source, key="data.train", say=self.said.append)
-        pool, _ = stream_pool(opened, encode_bytes, section=section, identity=IDENTITY, seed=5, say=self.said.append)
+        opened = open_source(source, key="data.train", log=self.said.append)
+        pool, _ = stream_pool(opened, encode_bytes, section=section, identity=IDENTITY, seed=5, log=self.said.append)
         self.opened.append(pool)
         return pool
 

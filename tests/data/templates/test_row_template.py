@@ -33,7 +33,7 @@ TRANSCRIPT = r"""
 def read(template, row=ROW, **keys):
     section = SourceSection(path="rows.jsonl", template=template, **keys)
     raw = RawRow("rows.jsonl", 3, row)
-    form = choose_format(section, raw, key=KEY, say=lambda _: None)
+    form = choose_format(section, raw, key=KEY, log=lambda _: None)
     return pickle.loads(pickle.dumps(form)).read(raw)
 
 
@@ -64,7 +64,7 @@ def test_turns_are_a_list_of_texts_or_one_text_that_gives_json():
 def test_what_is_not_read_is_said():
     said = []
     section = SourceSection(path="x", template={"text": "{{ question }}"})
-    choose_format(section, RawRow("f", 1, ROW), key=KEY, say=said.append)
+    choose_format(section, RawRow("f", 1, ROW), key=KEY, log=said.append)
     assert said[1] == f"{KEY}: columns that are not read: `answer`, `my column`, `tags`"
 
 
@@ -103,7 +103,7 @@ def test_a_column_that_the_format_has_not_is_refused():
 @pytest.mark.skipif(not HH.is_file(), reason=f"{HH} is not here")
 def test_transcripts_become_turns_as_a_plain_parser_finds_them():
     section = SourceSection(path=str(HH), template={"messages": TRANSCRIPT})
-    source = open_source(section, key=KEY, say=lambda _: None)
+    source = open_source(section, key=KEY, log=lambda _: None)
     rows = [source.format.read(raw)["messages"] for raw in source.rows()]
     assert len(rows) == 2312
     lines = gzip.decompress(HH.read_bytes()).splitlines()

@@ -51,7 +51,7 @@ def rows_of(tmp_path, rows, **keys):
     """Return the encoding of the rows of a job as a preparing process does it."""
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     section = DataSection(train={"path": str(tmp_path / "rows.jsonl"), **keys}, max_length=512)
-    (source,) = open_sources(section, seed=1, say=lambda sentence: None).train
+    (source,) = open_sources(section, seed=1, log=lambda sentence: None).train
 
     def encode(tokenizer):
         recipe = make_recipe(source.format, ConversationEncoder(tokenizer), section=section)

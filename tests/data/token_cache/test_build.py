@@ -52,7 +52,7 @@ def small_chunks(monkeypatch):
 def build_here(write_rows, make_section, small_chunks):
     source = write_rows([{"text": "x" * (n % 13) + ">" + str(n)} for n in range(NUM_ROWS)], format="text")
     section = make_section(source, max_length=12, over_length="truncate")
-    return Build(open_source(source, key="data.train", say=print), section)
+    return Build(open_source(source, key="data.train", log=print), section)
 
 
 def content_of(folder):
@@ -180,7 +180,7 @@ def test_a_sample_knows_where_its_row_stands(build_here, tmp_path):
 def test_a_set_without_a_sample_can_be_opened(write_rows, make_section, tmp_path):
     source = write_rows([{"text": ""}], format="text")
     section = make_section(source, no_target="drop")
-    counts = Build(open_source(source, key="data.train", say=print), section)(tmp_path / "set")
+    counts = Build(open_source(source, key="data.train", log=print), section)(tmp_path / "set")
     prepared = PreparedSet(tmp_path / "set")
     assert len(prepared) == counts.samples == 0
     assert (counts.rows_without_target, counts.empty_rows) == (1, 1)

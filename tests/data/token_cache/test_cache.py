@@ -35,8 +35,8 @@ class Prepare:
     def __call__(self):
         self.said.clear()
         self.encoded = 0
-        opened = open_source(self.source, key="data.train", say=self.said.append)
-        return prepare_set(opened, self.encode, section=self.section, identity={}, say=self.said.append)
+        opened = open_source(self.source, key="data.train", log=self.said.append)
+        return prepare_set(opened, self.encode, section=self.section, identity={}, log=self.said.append)
 
     def encode(self, rows):
         self.encoded += len(rows)
@@ -249,7 +249,7 @@ IDENTITY = {"tokenizer": "t1", "chat_template": "c1"}
 
 
 def opened(section, say=lambda _: None, *, key="data.train"):
-    return open_source(section, key=key, say=say)
+    return open_source(section, key=key, log=say)
 
 
 class PrepareCached:
@@ -266,7 +266,7 @@ class PrepareCached:
         written = self.write_rows([{"text": text} for text in texts], **(source or {}))
         section = self.make_section(written, **keys)
         source = opened(written, self.said.append)
-        return prepare_set(source, self.encode, section=section, identity=identity, say=self.said.append)
+        return prepare_set(source, self.encode, section=section, identity=identity, log=self.said.append)
 
     def encode(self, rows):
         self.encoded += len(rows)
@@ -409,7 +409,7 @@ def test_several_processes_write_the_same_bytes(write_rows, make_section, tmp_pa
     sets = []
     for workers in (0, 2):
         section = make_section(source, prepare_workers=workers, cache_folder=str(tmp_path / f"cache{workers}"))
-        sets.append(prepare_set(opened(source), encode_bytes, section=section, identity=IDENTITY, say=lambda _: None))
+        sets.append(prepare_set(opened(source), encode_bytes, section=section, identity=IDENTITY, log=lambda _: None))
     files = [sorted(path.name for path in each.folder.iterdir()) for each in sets]
     assert files[0] == files[1]
     assert len(files[0]) == 10
@@ -421,7 +421,7 @@ def test_a_row_that_a_worker_cannot_encode_is_named(write_rows, make_section, on
     source = write_rows([{"text": "a>b"}, {"text": "poison"}])
     section = make_section(source, prepare_workers=1)
     with pytest.raises(DataError, match=r"rows\.jsonl, row 2: cannot be encoded"):
-        prepare_set(opened(source), encode_bytes, section=section, identity=IDENTITY, say=lambda _: None)
+        prepare_set(opened(source), encode_bytes, section=section, identity=IDENTITY, log=lambda _: None)
 
 
 def test_a_prepared_set_travels_to_another_process_by_its_path(prepare):
@@ -507,7 +507,7 @@ def test_whoever_watches_is_told_of_how_many(prepare, write_rows, make_section, 
         encode_bytes,
         section=make_section(source),
         identity=IDENTITY,
-        say=lambda _: None,
+        log=lambda _: None,
         watch=lambda *seen: told.append(seen),
     )
     assert told == [("data.train", rows, 5) for rows in (0, 2, 4, 5)]
@@ -544,7 +544,7 @@ class Processes:
                 waits.set()
 
         section = DataSection(train=self.source, max_length=64, cache_folder=str(self.tmp_path / "cache"))
-        prepared = prepare_set(opened(self.source), encode, section=section, identity=IDENTITY, say=say)
+        prepared = prepare_set(opened(self.source), encode, section=section, identity=IDENTITY, log=say)
         self.done.put((name, prepared.fingerprint, texts_of_cache(prepared)))
 
 
@@ -590,8 +590,8 @@ def test_rows_left_out_for_being_evaluated_on_are_counted_in_the_set(write_rows,
     section = make_section(train, validation=ValidationSourceSection(path=dev.path, exclude_from_train=True))
     for is_new in (True, False):
         said = []
-        source = open_sources(section, seed=1, say=said.append).train[0]
-        prepared = prepare_set(source, encode_bytes, section=section, identity=IDENTITY, say=said.append)
+        source = open_sources(section, seed=1, log=said.append).train[0]
+        prepared = prepare_set(source, encode_bytes, section=section, identity=IDENTITY, log=said.append)
         assert (prepared.counts.rows, prepared.counts.excluded_rows) == (1, 2)
         assert "data.train: left out because data.validation has them, too: 2 rows" in said
         assert any("found prepared" in line for line in said) is not is_new

@@ -201,8 +201,8 @@ def test_what_is_cut_is_counted_and_keeps_its_frame(tmp_path):
     task = build_task(
         TaskContext(TaskSection(name="text_classification"), section, bert_tokenizer(), rows=lambda: rows)
     )
-    opened = open_source(section.train, key="data.train", say=lambda _: None)
-    prepared = prepare_set(opened, task.encoder, section=section, identity={}, say=lambda _: None)
+    opened = open_source(section.train, key="data.train", log=lambda _: None)
+    prepared = prepare_set(opened, task.encoder, section=section, identity={}, log=lambda _: None)
     counts = prepared.counts
     assert prepared[0].arrays["input_ids"].tolist() == [2, 4, 5, 3]
     assert (counts.truncated_rows, counts.truncated_tokens, counts.truncated_targets, counts.longest) == (1, 2, 0, 6)

@@ -111,7 +111,7 @@ def test_long_sentences_keep_the_tokens_around_them(tmp_path, over_length, left,
         cache_folder=str(tmp_path / "cache"),
     )
     task = task_of(section)
-    opened = open_source(section.train, key="data.train", say=lambda _: None)
-    prepared = prepare_set(opened, task.encoder, section=section, identity={}, length=task.lengths, say=lambda _: None)
+    opened = open_source(section.train, key="data.train", log=lambda _: None)
+    prepared = prepare_set(opened, task.encoder, section=section, identity={}, length=task.lengths, log=lambda _: None)
     assert [" ".join(WORDS[i] for i in each.arrays["input_ids"]) for each in prepared] == left
     assert {name: getattr(prepared.counts, name) for name in lost} == lost
