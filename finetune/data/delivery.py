@@ -9,7 +9,7 @@ import torch
 
 from finetune.data.batch import Batch
 from finetune.data.features import Features
-from finetune.data.order.dataset_view import Pool, Samples
+from finetune.data.order.dataset_view import DatasetView, Samples
 from finetune.data.order.order import Order
 from finetune.data.token_cache.integrity import mark_of
 from finetune.errors import DataError
@@ -47,18 +47,18 @@ def roll(digest: str, step_mark: int) -> str:
     return hashlib.sha256(f"{digest}/{step_mark}".encode()).hexdigest()
 
 
-def step_mark(pool: Pool, step: int, *, global_batch_size: int) -> int:
+def step_mark(view: DatasetView, step: int, *, global_batch_size: int) -> int:
     """Return the mark of the samples that the order gives to the step."""
     start = step * global_batch_size
-    ids = pool.order.samples(start, start + global_batch_size)
-    return mark(ids, pool.samples.marks_of(ids))
+    ids = view.order.samples(start, start + global_batch_size)
+    return mark(ids, view.samples.marks_of(ids))
 
 
-def digest_of(pool: Pool, num_steps: int, *, global_batch_size: int) -> str:
+def digest_of(view: DatasetView, num_steps: int, *, global_batch_size: int) -> str:
     """Return the digest of a run's first `num_steps` steps."""
     digest = ""
     for step in range(num_steps):
-        digest = roll(digest, step_mark(pool, step, global_batch_size=global_batch_size))
+        digest = roll(digest, step_mark(view, step, global_batch_size=global_batch_size))
     return digest
 
 
@@ -96,7 +96,7 @@ class Delivery:
 class Deliveries:
     """What a run is to be handed, and what it is."""
 
-    pool: Pool
+    pool: DatasetView
     global_batch_size: int
 
     def expected(self, step: int) -> int:

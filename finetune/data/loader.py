@@ -11,7 +11,7 @@ from finetune.config.sections.data import DataSection
 from finetune.data.batch import Batch
 from finetune.data.delivery import Collate, collated
 from finetune.data.features import Features
-from finetune.data.order.dataset_view import Pool, Samples
+from finetune.data.order.dataset_view import DatasetView, Samples
 from finetune.data.order.grouping import LongestFirst, set_order
 from finetune.data.order.order import Order
 from finetune.data.token_cache.store import PreparedSet
@@ -121,7 +121,7 @@ class EvaluationSampler(Sampler[list[int]]):
 
 
 def train_loader(
-    pool: Pool,
+    view: DatasetView,
     collate: Collate,
     *,
     global_batch_size: int,
@@ -138,15 +138,15 @@ def train_loader(
     `cost` is what a sample costs to load, `has_partners` tells whether each comes with another one.
     """
     sampler = TrainSampler(
-        pool.order,
+        view.order,
         global_batch_size=global_batch_size,
         microbatch_size=microbatch_size,
         first_step=first_step,
         num_steps=num_steps,
     )
-    samples = Seeded(pool.samples, pool.order if has_partners else None)
+    samples = Seeded(view.samples, view.order if has_partners else None)
     seeded = SeededSampler(sampler, seed=seed)
-    return _loader(samples, seeded, _CollateSeeded(collate, pool.samples), section=section, cost=cost)
+    return _loader(samples, seeded, _CollateSeeded(collate, view.samples), section=section, cost=cost)
 
 
 def evaluation_loader(

@@ -12,7 +12,7 @@ from typing_extensions import TypedDict
 
 from finetune.data.batch import Batch
 from finetune.data.delivery import digest_of, digest_of_ids
-from finetune.data.order.dataset_view import Pool
+from finetune.data.order.dataset_view import DatasetView
 from finetune.errors import FULL, CheckpointError
 from finetune.runtime import distributed
 from finetune.runtime.files import atomic
@@ -69,7 +69,7 @@ def read_samples(run_folder: Path) -> dict[int, list[list[list[int]]]]:
     return found
 
 
-def refuse_other_samples(path: Path, progress: Progress, *, pool: Pool, global_batch_size: int) -> None:
+def refuse_other_samples(path: Path, progress: Progress, *, pool: DatasetView, global_batch_size: int) -> None:
     """Raise CheckpointError unless the samples behind the checkpoint are those that the order gives to its steps."""
     if not are_samples_of(progress, pool=pool, global_batch_size=global_batch_size):
         raise CheckpointError(
@@ -79,7 +79,7 @@ def refuse_other_samples(path: Path, progress: Progress, *, pool: Pool, global_b
         )
 
 
-def are_samples_of(progress: Progress, *, pool: Pool, global_batch_size: int) -> bool:
+def are_samples_of(progress: Progress, *, pool: DatasetView, global_batch_size: int) -> bool:
     """Tell whether the samples of the progress are those that the order gives to its steps, by id and content.
 
     A progress of before contents were known is compared by ids, and counts by contents, too, from now on.

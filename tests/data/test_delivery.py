@@ -22,7 +22,7 @@ from finetune.data.delivery import (
     step_mark,
 )
 from finetune.data.loader import train_loader
-from finetune.data.order.dataset_view import Pool, of_source
+from finetune.data.order.dataset_view import DatasetView, of_source
 from finetune.data.order.mixing import MixedSamples
 from finetune.data.order.order import SetOrder
 from finetune.data.precomputed import KnownWriter, known_set
@@ -47,7 +47,7 @@ def pool_of(num_samples, *, seed=1, changed=None):
     marks = np.arange(num_samples, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     if changed is not None:
         marks[changed] ^= np.uint64(1)
-    return Pool(Marked(marks), SetOrder(seed=seed, num_samples=num_samples), "f")
+    return DatasetView(Marked(marks), SetOrder(seed=seed, num_samples=num_samples), "f")
 
 
 def test_the_mark_of_a_step_is_the_sum_of_what_its_ranks_were_handed():
@@ -124,7 +124,7 @@ def collate(features):
 
 
 def pool_of_delivery(samples, *, num=NUM_ROWS):
-    return Pool(samples, SetOrder(seed=1, num_samples=num), "f")
+    return DatasetView(samples, SetOrder(seed=1, num_samples=num), "f")
 
 
 def batches(pool, section, **how):
@@ -243,7 +243,7 @@ def test_of_a_mix_the_source_that_is_damaged_is_named_and_set_aside(prepare):
     samples = MixedSamples((first, second))
     ids = [3, of_source(1) + 5]
     batch = train_batch(samples, ids)
-    delivery = Deliveries(Pool(samples, SetOrder(1, 1), "f"), 1).received([batch])
+    delivery = Deliveries(DatasetView(samples, SetOrder(1, 1), "f"), 1).received([batch])
     assert delivery.damaged == (of_source(1) + 5,)
     with pytest.raises(DataError, match=r"second\.jsonl, row 6"):
         require_intact(samples, batch)

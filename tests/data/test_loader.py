@@ -14,7 +14,7 @@ from finetune.config.sections.data import BatchingSection
 from finetune.data.batch import Batch
 from finetune.data.features import Features
 from finetune.data.loader import EvaluationSampler, TrainSampler, evaluation_loader, groups, train_loader
-from finetune.data.order.dataset_view import Pool
+from finetune.data.order.dataset_view import DatasetView
 from finetune.data.order.order import SetOrder
 from finetune.data.sources.source import open_source
 from finetune.data.token_cache.cache import prepare_set
@@ -110,7 +110,7 @@ def test_the_train_loader_gives_the_order(prepared_and_section, keys):
     prepared, section = prepared_and_section
     order = SetOrder(seed=7, num_samples=len(prepared))
     loader = train_loader(
-        Pool(prepared, order, ""),
+        DatasetView(prepared, order, ""),
         Collate(),
         global_batch_size=4,
         microbatch_size=2,
@@ -129,7 +129,7 @@ def test_the_train_loader_gives_the_order(prepared_and_section, keys):
 
 def test_a_batch_knows_its_steps_seed_and_its_samples_lengths(prepared_and_section):
     prepared, section = prepared_and_section
-    pool = Pool(prepared, SetOrder(seed=7, num_samples=len(prepared)), "")
+    pool = DatasetView(prepared, SetOrder(seed=7, num_samples=len(prepared)), "")
     sizes = {"global_batch_size": 4, "microbatch_size": 2, "first_step": 0, "num_steps": 2}
     batches = list(train_loader(pool, Collate(), section=section, seed=5, **sizes))
     assert [len({each.seed for each in batches[i : i + 2]}) for i in (0, 2)] == [1, 1]
@@ -139,7 +139,7 @@ def test_a_batch_knows_its_steps_seed_and_its_samples_lengths(prepared_and_secti
 
 def test_a_partner_depends_on_step_and_sample_and_on_no_cut(prepared_and_section):
     prepared, section = prepared_and_section
-    pool = Pool(prepared, SetOrder(seed=7, num_samples=len(prepared)), "")
+    pool = DatasetView(prepared, SetOrder(seed=7, num_samples=len(prepared)), "")
     sizes = {"global_batch_size": 4, "first_step": 0, "num_steps": 9}
     found = []
     for size in (1, 2, 4):
@@ -209,7 +209,7 @@ def test_what_accelerate_prepares_holds_the_step_between_the_ranks(prepared_and_
     device = torch.device("cpu")
     shares = []
     for rank in range(world):
-        loader = train_loader(Pool(prepared, order, ""), Collate(), section=section, **sizes)
+        loader = train_loader(DatasetView(prepared, order, ""), Collate(), section=section, **sizes)
         share = {"num_processes": world, "process_index": rank, "even_batches": False}
         ready = prepare_data_loader(loader, device, put_on_device=True, **share)
         shares.append([[i for b in group for i in b.sample_ids] for group in groups(ready, 4 // world)])
@@ -219,7 +219,7 @@ def test_what_accelerate_prepares_holds_the_step_between_the_ranks(prepared_and_
 
 def test_what_the_section_says_of_workers_outlives_being_prepared(prepared_and_section, fresh_accelerate):
     prepared, section = prepared_and_section
-    pool = Pool(prepared, SetOrder(seed=0, num_samples=len(prepared)), "")
+    pool = DatasetView(prepared, SetOrder(seed=0, num_samples=len(prepared)), "")
     section = section.model_copy(update={"num_workers": 1, "persistent_workers": True, "prefetch_factor": 3})
     sizes = {"global_batch_size": 4, "microbatch_size": 2, "first_step": 0, "num_steps": 2}
     loader = train_loader(pool, Collate(), section=section, **sizes)

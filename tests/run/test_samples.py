@@ -10,7 +10,7 @@ import torch
 
 from finetune.data.batch import Batch
 from finetune.data.delivery import digest_of, digest_of_ids
-from finetune.data.order.dataset_view import Pool
+from finetune.data.order.dataset_view import DatasetView
 from finetune.data.order.order import SetOrder
 from finetune.errors import CheckpointError
 from finetune.run.samples import read_samples, recorded, refuse_other_samples
@@ -51,7 +51,7 @@ class Marked:
 
 def pool_of(*, seed=1, first_mark=1):
     marks = np.arange(first_mark, first_mark + 10, dtype=np.uint64)
-    return Pool(Marked(marks), SetOrder(seed=seed, num_samples=10), "f")
+    return DatasetView(Marked(marks), SetOrder(seed=seed, num_samples=10), "f")
 
 
 PATH = Path("runs/a/checkpoints/step-000004")

@@ -7,7 +7,7 @@ from typing import Any
 
 from finetune.commands.preview.tokens import Piece, pieces_of
 from finetune.data.batch import Batch
-from finetune.data.order.dataset_view import Pool
+from finetune.data.order.dataset_view import DatasetView
 from finetune.task.protocol import Task
 
 
@@ -69,7 +69,7 @@ class SeenBatch:
 class Walk:
     """An order, the samples at its positions, and how a step is cut."""
 
-    pool: Pool
+    pool: DatasetView
     task: Task
     tokenizer: Any
     global_batch_size: int

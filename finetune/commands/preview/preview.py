@@ -17,7 +17,7 @@ from finetune.config.sections.data import AuditSection
 from finetune.data.encoding.labelled_images import IMAGE, LABEL, name_of
 from finetune.data.features import Features
 from finetune.data.images.decode import image_facts
-from finetune.data.order.dataset_view import Pool
+from finetune.data.order.dataset_view import DatasetView
 from finetune.errors import UserError
 from finetune.report.run_log import RunLog
 from finetune.run.build.data import make_lessons
@@ -38,7 +38,7 @@ class Cut:
     microbatch_size: int
 
 
-def image_lines(pool: Pool, task: Task, *, cut: Cut, start: int, num_samples: int) -> Iterator[str]:
+def image_lines(pool: DatasetView, task: Task, *, cut: Cut, start: int, num_samples: int) -> Iterator[str]:
     """Yield a line for each image from position `start` on, below one for each microbatch, and one on the tensors."""
     ids = pool.order.samples(start, start + num_samples).tolist()
     for position, sample_id in enumerate(ids, start=start):

@@ -88,20 +88,20 @@ class Samples(Protocol):
         """
 
 
-def nothing_to_tell(num_positions: int) -> tuple[str, ...]:
+def no_lines(num_positions: int) -> tuple[str, ...]:
     """Return no line."""
     return ()
 
 
 @dataclass(frozen=True)
-class Pool:
+class DatasetView:
     """The samples of one source or of several, and their order."""
 
     samples: Samples
     order: Order
     fingerprint: str  # of all that decides what the samples are and at which positions they stand
     epoch_tokens: int | None = None  # of every epoch; None where they differ, or where nobody knows
-    lines: Callable[[int], tuple[str, ...]] = nothing_to_tell  # about the first so many positions, for the user
+    lines: Callable[[int], tuple[str, ...]] = no_lines  # about the first so many positions, for the user
 
 
 def fingerprint_of(*parts: object) -> str:

@@ -13,7 +13,7 @@ import numpy as np
 
 from finetune.config.sections.data import MixedSourceSection, TrainingSourceSection
 from finetune.data.features import Features
-from finetune.data.order.dataset_view import Pool, Samples, fingerprint_of, of_source, place_of, sources_of
+from finetune.data.order.dataset_view import DatasetView, Samples, fingerprint_of, of_source, place_of, sources_of
 from finetune.data.order.order import Order, OrderOfPieces, shuffled_rows
 from finetune.errors import DataError
 
@@ -111,7 +111,7 @@ LARGEST_PASS = 200_000_000
 """Positions over which the counts of weighted sources are exact to one."""
 
 
-def mixed(pools: Sequence[Pool], section: TrainingSourceSection, *, seed: int, unit: str) -> Pool:
+def mixed_view(pools: Sequence[DatasetView], section: TrainingSourceSection, *, seed: int, unit: str) -> DatasetView:
     """Return the pools of `section.mix`, in its order, as one; `unit` is what stands at a position.
 
     Raises DataError for a weight that is too small to appear, and for `epochs` of a source of unknown size.
@@ -125,7 +125,7 @@ def mixed(pools: Sequence[Pool], section: TrainingSourceSection, *, seed: int, u
         )
     until = section.until if is_weighted else None
     order = MixedOrder([pool.order for pool in pools], counts, seed=seed, until=until)
-    return Pool(
+    return DatasetView(
         samples=MixedSamples(tuple(pool.samples for pool in pools)),
         order=order,
         fingerprint=fingerprint_of("mix", [pool.fingerprint for pool in pools], counts, until),
@@ -207,28 +207,28 @@ def _largest_remainders(shares: Sequence[Fraction], size: int) -> list[int]:
     return counts
 
 
-def _per_pass(sections: Sequence[MixedSourceSection], pools: Sequence[Pool]) -> list[int]:
+def _per_pass(sections: Sequence[MixedSourceSection], views: Sequence[DatasetView]) -> list[int]:
     return [
         section.rows if section.rows is not None else _of_epochs(section, pool, key=f"data.train.mix.{number}.epochs")
-        for number, (section, pool) in enumerate(zip(sections, pools, strict=True))
+        for number, (section, pool) in enumerate(zip(sections, views, strict=True))
     ]
 
 
-def _of_epochs(section: MixedSourceSection, pool: Pool, *, key: str) -> int:
+def _of_epochs(section: MixedSourceSection, view: DatasetView, *, key: str) -> int:
     assert section.epochs is not None  # the config's rules: each source has a weight, rows or epochs
-    if pool.order.num_positions is None:
+    if view.order.num_positions is None:
         raise DataError(f"{key}: nobody knows how long a stream is. Write `weight` or `rows` in all sources.")
-    count = round(section.epochs * pool.order.num_positions)
+    count = round(section.epochs * view.order.num_positions)
     if count == 0:
         raise DataError(
-            f"{key}: {section.epochs:g} of the source's {pool.order.num_positions:,} is less than one. "
+            f"{key}: {section.epochs:g} of the source's {view.order.num_positions:,} is less than one. "
             "Write more, or leave the source out."
         )
     return count
 
 
 def _told(
-    pools: Sequence[Pool],
+    views: Sequence[DatasetView],
     sections: Sequence[MixedSourceSection],
     order: MixedOrder,
     num_positions: int,
@@ -238,7 +238,7 @@ def _told(
     """Return what each source has of the run, and how often it is gone through."""
     lines: list[str] = []
     for number, count in enumerate(order.num_draws(num_positions)):
-        source, pool = sections[number], pools[number]
+        source, pool = sections[number], views[number]
         size = pool.order.num_positions
         passes = f"{count / size:.2f} passes over its {size:,}" if size else "of a stream"
         lines += [

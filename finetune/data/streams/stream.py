@@ -11,7 +11,7 @@ import numpy as np
 from finetune.config.sections.data import DataSection
 from finetune.data.audit.audit import Streamed
 from finetune.data.features import Features
-from finetune.data.order.dataset_view import Pool, fingerprint_of, in_window, of_window
+from finetune.data.order.dataset_view import DatasetView, fingerprint_of, in_window, of_window
 from finetune.data.order.grouping import set_order, tokens_per_position
 from finetune.data.order.order import Order, OrderOfPieces
 from finetune.data.order.stream_plan import StreamPlan
@@ -121,7 +121,7 @@ class StreamSamples:
 Log = Callable[[str], None]
 
 
-def stream_pool(
+def stream_view(
     source: Source,
     encode: Encode,
     *,
@@ -131,7 +131,7 @@ def stream_pool(
     log: Log,
     unknown_ids: Iterable[int] = (),
     length: Lengths | None = None,
-) -> tuple[Pool, Streamed]:
+) -> tuple[DatasetView, Streamed]:
     """Return the source's rows as an endless pool, and what is known of them; a process begins to prepare its windows.
 
     `identity` is as for `prepare_set`. Raises DataError where the cache folder cannot be written; rows that are refused
@@ -157,7 +157,7 @@ def stream_pool(
     order = StreamOrder(Arranging(windows, num_told=num_before, log=log))
     budget = tokens_per_position(section.batching, max_length=section.longest)
     fingerprint = fingerprint_of(made_of.fingerprint, section.shuffle, section.batching.by, budget)
-    return Pool(StreamSamples(windows), order, fingerprint), Streamed(partial(_count_so_far, windows))
+    return DatasetView(StreamSamples(windows), order, fingerprint), Streamed(partial(_count_so_far, windows))
 
 
 class Arranging:

@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 
 from finetune.config.sections.data import BatchingSection, DataSection
 from finetune.data.features import Features
-from finetune.data.order.dataset_view import Pool, fingerprint_of
+from finetune.data.order.dataset_view import DatasetView, fingerprint_of
 from finetune.data.order.grouping import ByLength, set_order, tokens_per_position
 from finetune.data.order.order import Order
 from finetune.data.rows import place
@@ -217,17 +217,17 @@ def _read_manifest(folder: Path) -> Manifest:
         raise Damaged(f"{MANIFEST}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from error
 
 
-def set_pool(prepared: PreparedSet, section: DataSection, *, seed: int, key: str) -> Pool:
+def dataset_view(prepared: PreparedSet, section: DataSection, *, seed: int, key: str) -> DatasetView:
     """Return the set's samples in an order drawn from the seed; `key` is the source's place in the job YAML."""
     batching, max_length = section.batching, section.longest
     order = set_order(prepared.lengths, seed=seed, shuffle=section.shuffle, batching=batching, max_length=max_length)
     epoch_tokens = int(prepared.lengths.sum())
     if batching.by == "samples":
-        return Pool(prepared, order, _content(prepared), epoch_tokens)
+        return DatasetView(prepared, order, _content(prepared), epoch_tokens)
     budget = tokens_per_position(batching, max_length=max_length)
     lines = partial(_told, order, key=key, unit=batching.unit, budget=budget, epoch_tokens=epoch_tokens)
     fingerprint = fingerprint_of(_content(prepared), batching.by, budget)
-    return Pool(prepared, order, fingerprint, epoch_tokens, lines)
+    return DatasetView(prepared, order, fingerprint, epoch_tokens, lines)
 
 
 def _content(prepared: PreparedSet) -> str:
@@ -240,7 +240,9 @@ def _content(prepared: PreparedSet) -> str:
     return fingerprint_of(prepared.fingerprint, "names of control tokens are text")
 
 
-def by_length(pool: Pool, batching: BatchingSection, *, seed: int, global_batch_size: int) -> Pool:
+def grouped_by_length(
+    pool: DatasetView, batching: BatchingSection, *, seed: int, global_batch_size: int
+) -> DatasetView:
     """Return the pool with its samples sorted by length within as many steps as the section says, if any."""
     steps = batching.length_window_steps
     if steps == 0:
@@ -249,7 +251,7 @@ def by_length(pool: Pool, batching: BatchingSection, *, seed: int, global_batch_
         pool.order, pool.samples.lengths_of, seed=seed, global_batch_size=global_batch_size, window_steps=steps
     )
     fingerprint = pool.fingerprint if steps == 1 else fingerprint_of(pool.fingerprint, "by length", steps)
-    return Pool(pool.samples, order, fingerprint, pool.epoch_tokens, pool.lines)
+    return DatasetView(pool.samples, order, fingerprint, pool.epoch_tokens, pool.lines)
 
 
 def _told(order: Order, num_positions: int, *, key: str, unit: str, budget: int, epoch_tokens: int) -> tuple[str, ...]:

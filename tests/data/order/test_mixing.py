@@ -5,8 +5,8 @@ import pytest
 
 from finetune.config.sections.data import TrainingSourceSection
 from finetune.data.features import Features
-from finetune.data.order.dataset_view import Pool, of_source, place_of, sources_of
-from finetune.data.order.mixing import MixedOrder, mixed
+from finetune.data.order.dataset_view import DatasetView, of_source, place_of, sources_of
+from finetune.data.order.mixing import MixedOrder, mixed_view
 from finetune.data.order.order import SetOrder
 from finetune.errors import DataError
 from tests.data.order.test_grouping import made as packs
@@ -115,7 +115,7 @@ class Rows:
 
 def pools(*sizes):
     return [
-        Pool(Rows(f"{n}.jsonl"), SetOrder(seed=n, num_samples=size), f"f{n}") if size else endless()
+        DatasetView(Rows(f"{n}.jsonl"), SetOrder(seed=n, num_samples=size), f"f{n}") if size else endless()
         for n, size in enumerate(sizes)
     ]
 
@@ -124,7 +124,7 @@ def endless():
     class Stream:
         num_positions = None
 
-    return Pool(Rows("stream"), Stream(), "s")
+    return DatasetView(Rows("stream"), Stream(), "s")
 
 
 def section(*sources, **keys):
@@ -133,7 +133,7 @@ def section(*sources, **keys):
 
 
 def mix_of(sizes, sources, **keys):
-    return mixed(pools(*sizes), section(*sources, **keys), seed=1, unit="samples")
+    return mixed_view(pools(*sizes), section(*sources, **keys), seed=1, unit="samples")
 
 
 def shares(pool, num):

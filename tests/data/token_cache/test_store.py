@@ -11,7 +11,7 @@ from finetune.data.order.grouping import ByLength
 from finetune.data.token_cache.build import SetWriter
 from finetune.data.token_cache.chunks import Chunk
 from finetune.data.token_cache.counts import Counts
-from finetune.data.token_cache.store import Identity, PreparedSet, by_length, set_pool
+from finetune.data.token_cache.store import Identity, PreparedSet, dataset_view, grouped_by_length
 
 
 def chunk_of(num_samples, *, length, origins):
@@ -119,8 +119,8 @@ class Prepared:
 def pool(prepared=None, **batching):
     source = TrainingSourceSection(path="/nowhere")
     section = DataSection(train=source, max_length=8, batching=BatchingSection(**batching))
-    made = set_pool(prepared or Prepared(), section, seed=1, key="data.train")
-    return by_length(made, section.batching, seed=1, global_batch_size=2)
+    made = dataset_view(prepared or Prepared(), section, seed=1, key="data.train")
+    return grouped_by_length(made, section.batching, seed=1, global_batch_size=2)
 
 
 def test_samples_one_by_one_are_known_by_the_set_alone():
