@@ -168,10 +168,10 @@ def referenced_files(row: Row) -> Iterator[Path]:
 
 
 @dataclass(frozen=True)
-class Shard:
+class SliceShard:
     """The rows that a source takes of one file, or of one shard of a hub dataset."""
 
-    portion: "Portion"
+    source_slice: "Portion"
     number: int  # of the shard in its origin
     whole: OriginShard
     first: int
@@ -184,18 +184,18 @@ class Shard:
 
     def num_rows(self) -> int | None:
         """Return how many rows it has, as far as that is known without parsing them."""
-        if not self.portion.keeps_all:
+        if not self.source_slice.keeps_all:
             return None
         return max(0, self.whole.num_rows(sys.maxsize if self.stop is None else self.stop) - self.first)
 
     @property
     def num_left_out(self) -> int:
         """Return how many rows of the source have been passed over by now because they are evaluated on."""
-        return self.portion.exclusion.num_left_out if self.portion.exclusion else 0
+        return self.source_slice.exclusion.num_left_out if self.source_slice.exclusion else 0
 
     def rows(self, start: int = 0) -> Iterator[RawRow]:
         """Yield the rows but for the first `start` of them, which are passed over as cheaply as the file allows."""
-        if self.portion.keeps_all:
+        if self.source_slice.keeps_all:
             first = self.first + start
             yield from islice(self.whole.rows(first), None if self.stop is None else max(0, self.stop - first))
         else:
@@ -204,13 +204,13 @@ class Shard:
     def _kept(self) -> Iterator[RawRow]:
         rows = islice(self.whole.rows(self.first), None if self.stop is None else self.stop - self.first)
         for place, raw in enumerate(rows, start=self.first):
-            content = ContentOf(raw, self.portion.format)
-            if self.portion.keeps(Spot(self.number, place), content):
-                yield raw if not self.portion.is_held_out else RawRow(raw.origin, raw.number, content.row)
+            content = ContentOf(raw, self.source_slice.format)
+            if self.source_slice.keeps(Spot(self.number, place), content):
+                yield raw if not self.source_slice.is_held_out else RawRow(raw.origin, raw.number, content.row)
 
 
 @dataclass(frozen=True)
-class Portion:
+class SourceSlice:
     """A part of an origin. Rows that are held out are delivered as their format reads them."""
 
     section: SourceSection
@@ -232,7 +232,7 @@ class Portion:
         return self.exclusion is None or not self.exclusion.leaves_out(content)
 
     @cached_property
-    def shards(self) -> tuple[Shard, ...]:
+    def shards(self) -> tuple[SliceShard, ...]:
         """Return the shards that have rows between `skip` and `take`; rows are counted only as far as that needs."""
         return tuple(self._cut(self.origin.shards()))
 
@@ -254,7 +254,7 @@ class Portion:
             "excluded": self.exclusion and self.exclusion.contents.identity,
         }
 
-    def _cut(self, wholes: Sequence[OriginShard]) -> Iterator[Shard]:
+    def _cut(self, wholes: Sequence[OriginShard]) -> Iterator[SliceShard]:
         skip, take = self.section.skip, self.section.take
         for number, whole in enumerate(wholes):
             needed = None if take is None else skip + take
@@ -262,12 +262,12 @@ class Portion:
                 return
             is_last = number == len(wholes) - 1
             if is_last or (skip == 0 and take is None):
-                yield Shard(self, number, whole, skip, needed)
+                yield SliceShard(self, number, whole, skip, needed)
                 skip = 0
                 continue
             found = whole.num_rows(at_most=skip + 1 if needed is None else needed)
             if found > skip:
-                yield Shard(self, number, whole, skip, needed)
+                yield SliceShard(self, number, whole, skip, needed)
             if take is not None:
                 take -= max(0, found - skip)
             skip = max(0, skip - found)

@@ -22,7 +22,7 @@ from finetune.data.sources.files import Origin
 from finetune.data.sources.hub import load_hub_dataset
 from finetune.data.sources.local import find_local
 from finetune.data.sources.remote import find_remote
-from finetune.data.sources.slices import ByContent, ByPlace, Contents, Exclusion, Portion, Shard, Split
+from finetune.data.sources.slices import ByContent, ByPlace, Contents, Exclusion, SliceShard, SourceSlice, Split
 from finetune.errors import DataError
 
 Log = Callable[[str], None]
@@ -38,12 +38,12 @@ class Source:
     """
 
     def __init__(
-        self, section: SourceSection, portions: Sequence[Portion], *, key: str, form: RowFormat, log: Log
+        self, section: SourceSection, slices: Sequence[SourceSlice], *, key: str, form: RowFormat, log: Log
     ) -> None:
         self.key = key
         self.section = section
         self.format = form
-        self._portions = tuple(portions)
+        self._portions = tuple(slices)
         self._log = log
         self.num_left_out = 0  # rows, because they are evaluated on, in the last whole pass of `rows`
 
@@ -59,7 +59,7 @@ class Source:
         known = [number for number in each if number is not None]
         return sum(known) if len(known) == len(each) else None
 
-    def shards(self) -> tuple[Shard, ...]:
+    def shards(self) -> tuple[SliceShard, ...]:
         """Return the parts that can be read without the others, in the order in which `rows` goes through them."""
         return tuple(chain.from_iterable(portion.shards for portion in self._portions))
 
@@ -139,9 +139,9 @@ def rows_read(sources: Sequence[Source]) -> Iterator[Row]:
             yield source.format.read(raw)
 
 
-def _open(section: SourceSection, *, key: str, log: Log) -> Portion:
+def _open(section: SourceSection, *, key: str, log: Log) -> SourceSlice:
     origin = _find(section, key=key, log=log)
-    unread = Portion(section, origin, AS_READ)
+    unread = SourceSlice(section, origin, AS_READ)
     first = next(chain.from_iterable(shard.rows() for shard in unread.shards), None)
     if first is None:
         after = f" after skip: {section.skip}" if section.skip else ""
@@ -181,7 +181,7 @@ def _split(validation: ValidationSourceSection, *, seed: int) -> Split | None:
     return None if validation.hash_fraction is None else ByContent(validation.hash_fraction)
 
 
-def _validation(section: ValidationSourceSection, train: Sequence[Portion], *, log: Log) -> Source:
+def _validation(section: ValidationSourceSection, train: Sequence[SourceSlice], *, log: Log) -> Source:
     key = "data.validation"
     if train[0].split is None:
         return open_source(section, key=key, log=log)
@@ -193,11 +193,11 @@ def _validation(section: ValidationSourceSection, train: Sequence[Portion], *, l
     return Source(section, held_out, key=key, form=AS_READ, log=log)
 
 
-def _has_rows(portions: Sequence[Portion]) -> bool:
-    return any(True for portion in portions for shard in portion.shards for _ in shard.rows())
+def _has_rows(slices: Sequence[SourceSlice]) -> bool:
+    return any(True for portion in slices for shard in portion.shards for _ in shard.rows())
 
 
-def _contents(shards: Sequence[Shard], form: RowFormat) -> Iterator[Row]:
+def _contents(shards: Sequence[SliceShard], form: RowFormat) -> Iterator[Row]:
     return (form.read(raw) for shard in shards for raw in shard.rows())
 
 

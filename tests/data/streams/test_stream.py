@@ -295,7 +295,7 @@ def test_storage_that_does_not_answer_is_asked_again(streams, no_process, monkey
         yield
 
     job = job_of(streams.open())
-    monkeypatch.setattr("finetune.data.sources.slices.Shard.rows", away)
+    monkeypatch.setattr("finetune.data.sources.slices.SliceShard.rows", away)
     assert stream_maker._made(job, 0) == "part-0.jsonl: cannot be read"
     assert waited == pauses
 
