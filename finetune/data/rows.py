@@ -34,7 +34,7 @@ class RawRow:
     @property
     def place(self) -> str:
         """Return where the row stands, for an error message."""
-        return place(self.origin, self.number)
+        return row_location(self.origin, self.number)
 
     def parse(self) -> Row:
         """Return the row; raises DataError naming the line that is not one JSON object."""
@@ -118,7 +118,7 @@ def well_formed(text: str) -> str:
     return text
 
 
-def place(origin: str, number: int) -> str:
+def row_location(origin: str, number: int) -> str:
     """Return where a row stands, for a message."""
     return f"{origin}, row {number}"
 

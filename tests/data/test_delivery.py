@@ -22,7 +22,7 @@ from finetune.data.delivery import (
     step_mark,
 )
 from finetune.data.loader import train_loader
-from finetune.data.order.dataset_view import DatasetView, of_source
+from finetune.data.order.dataset_view import DatasetView, source_offset
 from finetune.data.order.mixing import MixedSamples
 from finetune.data.order.order import SetOrder
 from finetune.data.precomputed import KnownWriter, known_set
@@ -241,10 +241,10 @@ def test_of_a_mix_the_source_that_is_damaged_is_named_and_set_aside(prepare):
     (first, _), (second, _) = prepare("first"), prepare("second")
     flip(second.folder / "input_ids.values.npy")
     samples = MixedSamples((first, second))
-    ids = [3, of_source(1) + 5]
+    ids = [3, source_offset(1) + 5]
     batch = train_batch(samples, ids)
     delivery = Deliveries(DatasetView(samples, SetOrder(1, 1), "f"), 1).received([batch])
-    assert delivery.damaged == (of_source(1) + 5,)
+    assert delivery.damaged == (source_offset(1) + 5,)
     with pytest.raises(DataError, match=r"second\.jsonl, row 6"):
         require_intact(samples, batch)
     assert asides(first.folder) == [f".damaged-{second.folder.name}-1"]

@@ -13,7 +13,14 @@ import numpy as np
 
 from finetune.config.sections.data import MixedSourceSection, TrainingSourceSection
 from finetune.data.features import Features
-from finetune.data.order.dataset_view import DatasetView, Samples, fingerprint_of, of_source, place_of, sources_of
+from finetune.data.order.dataset_view import (
+    DatasetView,
+    Samples,
+    fingerprint_of,
+    source_offset,
+    sources_of,
+    split_sample_id,
+)
 from finetune.data.order.order import Order, OrderOfPieces, shuffled_rows
 from finetune.errors import DataError
 
@@ -45,7 +52,7 @@ class MixedOrder(OrderOfPieces):
         """Yield the ids at positions [start, stop): at once where each holds one sample, else position by position."""
         sources, draws = self._draws(start, stop)
         taken = {int(source): _span(draws[sources == source]) for source in np.unique(sources)}
-        ids = {source: self._orders[source].samples(*span) + of_source(source) for source, span in taken.items()}
+        ids = {source: self._orders[source].samples(*span) + source_offset(source) for source, span in taken.items()}
         if sum(map(len, ids.values())) == len(sources):
             mixed = np.empty(len(sources), np.int64)
             for source, of_its in ids.items():
@@ -53,7 +60,7 @@ class MixedOrder(OrderOfPieces):
             yield mixed
             return
         each = {source: self._orders[source].cut(*span, 1) for source, span in taken.items()}
-        yield from (next(each[source]) + of_source(source) for source in sources.tolist())
+        yield from (next(each[source]) + source_offset(source) for source in sources.tolist())
 
     def num_draws(self, num_positions: int) -> list[int]:
         """Return how many of the first so many positions each source has."""
@@ -141,12 +148,12 @@ class MixedSamples:
 
     def __getitem__(self, sample_id: int) -> Features:
         """Return the sample of that id."""
-        source, within = place_of(sample_id)
+        source, within = split_sample_id(sample_id)
         return replace(self.sources[source][within], sample_id=sample_id)
 
     def place(self, sample_id: int) -> str:
         """Return where its row stands."""
-        source, within = place_of(sample_id)
+        source, within = split_sample_id(sample_id)
         return self.sources[source].place(within)
 
     def lengths_of(self, sample_ids: np.ndarray) -> np.ndarray:
@@ -167,7 +174,7 @@ class MixedSamples:
 
     def refuse(self, damaged: np.ndarray) -> tuple[str, ...]:
         """Return what is to be said of damage in each source; what is damaged on disk, too, is set aside by then."""
-        each = [damaged[sources_of(damaged) == number] - of_source(number) for number in range(len(self.sources))]
+        each = [damaged[sources_of(damaged) == number] - source_offset(number) for number in range(len(self.sources))]
         concerned = zip(self.sources, each, strict=True)
         return tuple(line for source, ids in concerned if len(ids) or source.problem() for line in source.refuse(ids))
 
@@ -178,7 +185,7 @@ class MixedSamples:
         sources, found = sources_of(sample_ids), np.empty(len(sample_ids), dtype)
         for number in np.unique(sources).tolist():
             here = sources == number
-            found[here] = read(self.sources[number], sample_ids[here] - of_source(number))
+            found[here] = read(self.sources[number], sample_ids[here] - source_offset(number))
         return found
 
 

@@ -57,7 +57,7 @@ COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 """From the endings of compressed texts to pyarrow's names."""
 
 
-class Place(Protocol):
+class StorageFile(Protocol):
     """A file on this machine or in object storage."""
 
     @property
@@ -82,7 +82,7 @@ class Place(Protocol):
 class DataFile:
     """One file of rows."""
 
-    place: Place
+    place: StorageFile
 
     @property
     def name(self) -> str:
@@ -107,7 +107,7 @@ class Files:
     """Files of rows, read one after the other in the order of their names."""
 
     name: str
-    places: tuple[Place, ...]
+    places: tuple[StorageFile, ...]
     base: Path | None = None  # the folder that they were looked for in, on this machine
 
     def image_folders(self) -> Sequence[Path]:
@@ -171,7 +171,7 @@ def require_readable(name: str) -> None:
         )
 
 
-def of_one_kind(names: Sequence[str], *, folder: str) -> tuple[list[str], list[str]]:
+def select_one_kind(names: Sequence[str], *, folder: str) -> tuple[list[str], list[str]]:
     """Return the files of a folder that hold rows and those that do not; raises DataError unless they are of one kind.
 
     Files whose names begin with `.` or `_` are markers that other tools leave behind, and are in neither list.
@@ -188,7 +188,7 @@ def of_one_kind(names: Sequence[str], *, folder: str) -> tuple[list[str], list[s
     return sorted(held), others
 
 
-def not_read(names: Sequence[str]) -> str:
+def format_not_read(names: Sequence[str]) -> str:
     """Return what is said of files that stand beside the rows: `also has README.md, which is not read`."""
     return f"also has {', '.join(names)}, which {'is' if len(names) == 1 else 'are'} not read"
 
@@ -206,7 +206,7 @@ def _decompressed(stream: BinaryIO, compression: str | None) -> BinaryIO:
 
 
 @contextmanager
-def _readable(place: Place) -> Iterator[None]:
+def _readable(place: StorageFile) -> Iterator[None]:
     try:
         yield
     except FinetuneError:

@@ -10,7 +10,7 @@ from typing import Any, BinaryIO
 
 from finetune.config.sections.data import SourceSection
 from finetune.data.rows import RawRow
-from finetune.data.sources.files import Files, Origin, is_readable, not_read, of_one_kind, require_readable
+from finetune.data.sources.files import Files, Origin, format_not_read, is_readable, require_readable, select_one_kind
 from finetune.data.sources.tables import ClassNames
 from finetune.errors import DataError
 from finetune.runtime.files.digests import file_digest, files_digest
@@ -106,7 +106,7 @@ def _images(folder: Path) -> list[Path]:
 
 
 @dataclass(frozen=True)
-class LocalPlace:
+class LocalFile:
     """A file of this machine."""
 
     path: Path
@@ -161,7 +161,7 @@ def find_local(section: SourceSection, *, key: str, log: Callable[[str], None]) 
         require_readable(str(file))
     if base is not None and not section.follow_links:
         _refuse_links_out(found, base, key=key)
-    return Files(section.path, tuple(map(LocalPlace, found)), base or path.parent)
+    return Files(section.path, tuple(map(LocalFile, found)), base or path.parent)
 
 
 def _require_file(path: Path) -> None:
@@ -178,11 +178,11 @@ def _has_rows(folder: Path) -> bool:
 
 def _of_folder(folder: Path, *, key: str, log: Callable[[str], None]) -> list[Path]:
     entries = sorted(folder.iterdir())
-    held, others = of_one_kind([str(each) for each in entries if each.is_file()], folder=str(folder))
+    held, others = select_one_kind([str(each) for each in entries if each.is_file()], folder=str(folder))
     folders = [f"{each.name}/" for each in entries if each.is_dir() and not each.name.startswith(".")]
     unread = [*(Path(other).name for other in others), *folders]
     if unread:
-        log(f"{key}.path: {folder} {not_read(unread)}")
+        log(f"{key}.path: {folder} {format_not_read(unread)}")
     return [Path(each) for each in held]
 
 

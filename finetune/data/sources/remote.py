@@ -8,7 +8,7 @@ from typing import Any, BinaryIO
 import fsspec
 
 from finetune.config.sections.data import SourceSection
-from finetune.data.sources.files import Files, not_read, of_one_kind, require_readable
+from finetune.data.sources.files import Files, format_not_read, require_readable, select_one_kind
 from finetune.errors import DataError, FinetuneError
 from finetune.runtime.files.remote import STORAGE_PACKAGES
 from finetune.runtime.optional import require
@@ -20,7 +20,7 @@ _TIMES = ("LastModified", "last_modified", "updated", "mtime", "created")
 
 
 @dataclass(frozen=True)
-class RemotePlace:
+class RemoteFile:
     """A file at a URL, as the storage listed it; `url` may be signed, which its name does not tell."""
 
     url: str
@@ -67,13 +67,13 @@ def find_remote(section: SourceSection, *, key: str, log: Callable[[str], None])
     if not facts and not _has_magic(path):
         facts, others = _folder(storage, path, url)
         if others:
-            log(f"{key}.path: {url} {not_read(others)}")
+            log(f"{key}.path: {url} {format_not_read(others)}")
     if not facts:
         raise DataError(f"{url}: there is no such file.")
     named = {str(storage.unstrip_protocol(name)): each for name, each in sorted(facts.items())}
     for name in named:
         require_readable(name)
-    return Files(unsigned_url(url), tuple(RemotePlace(name, each) for name, each in named.items()))
+    return Files(unsigned_url(url), tuple(RemoteFile(name, each) for name, each in named.items()))
 
 
 def _refuse_redacted(url: str) -> None:
@@ -96,7 +96,7 @@ def _folder(storage: Any, path: str, url: str) -> tuple[dict[str, Any], list[str
     with _reachable(url):
         found = {facts["name"]: facts for facts in storage.ls(path, detail=True)}
     files = [name for name, facts in found.items() if facts["type"] == "file"]
-    held, others = of_one_kind(files, folder=url.rstrip("/"))
+    held, others = select_one_kind(files, folder=url.rstrip("/"))
     return {name: found[name] for name in held}, [other.rpartition("/")[2] for other in others]
 
 

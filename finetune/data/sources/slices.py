@@ -26,14 +26,14 @@ from finetune.runtime.files.digests import files_digest
 _DIGEST_BYTES = 16
 
 
-class Spot(NamedTuple):
+class RowPosition(NamedTuple):
     """Where a row stands in its origin, whatever is skipped: shard and row in it, both from 0."""
 
     shard: int
     place: int
 
 
-class ContentOf:
+class RowContent:
     """What a row says, read once and only when somebody asks."""
 
     def __init__(self, raw: RawRow, form: RowFormat) -> None:
@@ -54,36 +54,36 @@ class ContentOf:
 class Split(Protocol):
     """A rule that holds a share of the rows out of training."""
 
-    def holds_out(self, spot: Spot, content: ContentOf) -> bool:
+    def holds_out(self, spot: RowPosition, content: RowContent) -> bool:
         """Tell whether the row is evaluated on instead of learnt."""
 
     def identity(self) -> Any:
         """Return, as JSON can hold it, what decides which rows these are."""
 
 
-class ByPlace(NamedTuple):
+class PositionSplit(NamedTuple):
     """About `share` of the rows, drawn by seed and place in the file: no row needs to know of another."""
 
     share: float
     seed: int
 
-    def holds_out(self, spot: Spot, content: ContentOf) -> bool:
+    def holds_out(self, spot: RowPosition, content: RowContent) -> bool:
         """Tell whether the lot falls on this place."""
-        return _lot(f"{self.seed} {spot.shard} {spot.place}".encode()) < self.share
+        return _uniform(f"{self.seed} {spot.shard} {spot.place}".encode()) < self.share
 
     def identity(self) -> Any:
         """Return the share and the seed."""
         return ["place", self.share, self.seed]
 
 
-class ByContent(NamedTuple):
+class ContentSplit(NamedTuple):
     """About `share` of the rows, drawn by what they say: equal rows are never on both sides."""
 
     share: float
 
-    def holds_out(self, spot: Spot, content: ContentOf) -> bool:
+    def holds_out(self, spot: RowPosition, content: RowContent) -> bool:
         """Tell whether the lot falls on rows that say this."""
-        return _lot(content.digest) < self.share
+        return _uniform(content.digest) < self.share
 
     def identity(self) -> Any:
         """Return the share."""
@@ -91,7 +91,7 @@ class ByContent(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Contents:
+class ValidationContents:
     """What the validation rows say, read when it is first asked for."""
 
     rows: Callable[[], Iterator[Row]]
@@ -106,11 +106,11 @@ class Contents:
 class Exclusion:
     """Leaves the rows of one source out that say what a validation row says, and counts them."""
 
-    def __init__(self, contents: Contents) -> None:
+    def __init__(self, contents: ValidationContents) -> None:
         self.contents = contents
         self.num_left_out = 0
 
-    def leaves_out(self, content: ContentOf) -> bool:
+    def leaves_out(self, content: RowContent) -> bool:
         """Tell whether the row is among the validation rows."""
         is_among = content.digest in self.contents.digests
         self.num_left_out += is_among
@@ -128,7 +128,7 @@ def _content(value: Any) -> str:
     return value.digest() if isinstance(value, StoredImage) else str(value)
 
 
-def _lot(drawn_by: bytes) -> float:
+def _uniform(drawn_by: bytes) -> float:
     """Return a number from 0 up to 1, as good as random, that these bytes always draw."""
     drawn = hashlib.blake2b(drawn_by, digest_size=8, person=b"finetune split").digest()
     return int.from_bytes(drawn, "big") / 2**64
@@ -204,8 +204,8 @@ class SliceShard:
     def _kept(self) -> Iterator[RawRow]:
         rows = islice(self.whole.rows(self.first), None if self.stop is None else self.stop - self.first)
         for place, raw in enumerate(rows, start=self.first):
-            content = ContentOf(raw, self.source_slice.format)
-            if self.source_slice.keeps(Spot(self.number, place), content):
+            content = RowContent(raw, self.source_slice.format)
+            if self.source_slice.keeps(RowPosition(self.number, place), content):
                 yield raw if not self.source_slice.is_held_out else RawRow(raw.origin, raw.number, content.row)
 
 
@@ -225,7 +225,7 @@ class SourceSlice:
         """Tell whether every row between `skip` and `take` belongs to it."""
         return self.split is None and self.exclusion is None
 
-    def keeps(self, spot: Spot, content: ContentOf) -> bool:
+    def keeps(self, spot: RowPosition, content: RowContent) -> bool:
         """Tell whether the row belongs to it; one that is left out because it is evaluated on, too, is counted."""
         if self.split is not None and self.split.holds_out(spot, content) != self.is_held_out:
             return False

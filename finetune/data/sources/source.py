@@ -22,7 +22,15 @@ from finetune.data.sources.files import Origin
 from finetune.data.sources.hub import load_hub_dataset
 from finetune.data.sources.local import find_local
 from finetune.data.sources.remote import find_remote
-from finetune.data.sources.slices import ByContent, ByPlace, Contents, Exclusion, SliceShard, SourceSlice, Split
+from finetune.data.sources.slices import (
+    ContentSplit,
+    Exclusion,
+    PositionSplit,
+    SliceShard,
+    SourceSlice,
+    Split,
+    ValidationContents,
+)
 from finetune.errors import DataError
 
 Log = Callable[[str], None]
@@ -108,7 +116,9 @@ def open_sources(section: DataSection, *, seed: int, log: Log) -> OpenedSources:
         portions = {key: replace(portion, split=split) for key, portion in portions.items()}
         validation = _validation(section.validation, list(portions.values()), log=log)
         if section.validation.exclude_from_train:
-            contents = Contents(partial(_contents, validation.shards(), validation.format), validation.identity())
+            contents = ValidationContents(
+                partial(_contents, validation.shards(), validation.format), validation.identity()
+            )
             portions = {key: replace(portion, exclusion=Exclusion(contents)) for key, portion in portions.items()}
     train = (Source(written[key], [each], key=key, form=each.format, log=log) for key, each in portions.items())
     return OpenedSources(tuple(train), validation)
@@ -177,8 +187,8 @@ def _find(section: SourceSection, *, key: str, log: Log) -> Origin:
 
 def _split(validation: ValidationSourceSection, *, seed: int) -> Split | None:
     if validation.fraction is not None:
-        return ByPlace(validation.fraction, seed)
-    return None if validation.hash_fraction is None else ByContent(validation.hash_fraction)
+        return PositionSplit(validation.fraction, seed)
+    return None if validation.hash_fraction is None else ContentSplit(validation.hash_fraction)
 
 
 def _validation(section: ValidationSourceSection, train: Sequence[SourceSlice], *, log: Log) -> Source:

@@ -11,7 +11,7 @@ import numpy as np
 from finetune.config.sections.data import DataSection
 from finetune.data.audit.audit import Streamed
 from finetune.data.features import Features
-from finetune.data.order.dataset_view import DatasetView, fingerprint_of, in_window, of_window
+from finetune.data.order.dataset_view import DatasetView, fingerprint_of, split_stream_index, window_offset
 from finetune.data.order.grouping import set_order, tokens_per_position
 from finetune.data.order.order import Order, OrderOfPieces
 from finetune.data.order.stream_plan import StreamPlan
@@ -58,7 +58,7 @@ class StreamOrder(OrderOfPieces):
             order, begins = self._arranged(window), self._ends[window - 1] if window else 0
             last = min(self._ends[window], stop)
             assert order is not None, "a position lies in a window that has some"
-            yield order.samples(start - begins, last - begins) + of_window(window)
+            yield order.samples(start - begins, last - begins) + window_offset(window)
             start = last
 
 
@@ -69,12 +69,12 @@ class StreamSamples:
     windows: Windows
 
     def __getitem__(self, sample_id: int) -> Features:
-        window, index = in_window(sample_id)
+        window, index = split_stream_index(sample_id)
         return Features(self.windows.prepared(window)[index].arrays, sample_id)
 
     def place(self, sample_id: int) -> str:
         """Return where its row stands, as exactly as what is at hand can tell."""
-        window, index = in_window(sample_id)
+        window, index = split_stream_index(sample_id)
         prepared = self.windows.at_hand(window)
         if prepared is not None:
             return prepared.place(index)
@@ -100,7 +100,7 @@ class StreamSamples:
     def refuse(self, damaged: np.ndarray) -> tuple[str, ...]:
         """Return what is to be said of samples that were delivered damaged; their windows are prepared again."""
         places = "; ".join(self.place(sample_id) for sample_id in damaged[:MOST_NAMED].tolist())
-        windows = sorted({in_window(sample_id)[0] for sample_id in damaged.tolist()})
+        windows = sorted({split_stream_index(sample_id)[0] for sample_id in damaged.tolist()})
         gone = [
             window for window in windows if self.windows.at_hand(window) is None
         ]  # a damaged one is set aside by it
@@ -113,7 +113,7 @@ class StreamSamples:
     def _recorded(
         self, sample_ids: np.ndarray, read: Callable[[WindowRecord], np.ndarray], dtype: type[np.generic]
     ) -> np.ndarray:
-        places = [in_window(sample_id) for sample_id in sample_ids.tolist()]
+        places = [split_stream_index(sample_id) for sample_id in sample_ids.tolist()]
         found = {window: read(self.windows.record(window)) for window in sorted({window for window, _ in places})}
         return np.array([found[window][index] for window, index in places], dtype)
 

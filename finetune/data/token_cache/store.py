@@ -16,7 +16,7 @@ from finetune.data.features import Features
 from finetune.data.order.dataset_view import DatasetView, fingerprint_of
 from finetune.data.order.grouping import ByLength, set_order, tokens_per_position
 from finetune.data.order.order import Order
-from finetune.data.rows import place
+from finetune.data.rows import row_location
 from finetune.data.token_cache.arrays import ArrayFacts, Verification, open_arrays
 from finetune.data.token_cache.counts import Counts
 from finetune.data.token_cache.integrity import DamagedSet, mark_of, refusal
@@ -151,7 +151,7 @@ class PreparedSet(Dataset[Features]):
         """Return where the row of the sample stands, in the file as it is named now."""
         run = bisect_right(self._origins, index, key=lambda origin: origin[0]) - 1
         origin = self._origins[run][1]
-        return place(self._now.get(origin, origin), int(self._row_numbers[index]))
+        return row_location(self._now.get(origin, origin), int(self._row_numbers[index]))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _opened, (self.folder, self.shards)  # another process maps the files anew: their content is not sent

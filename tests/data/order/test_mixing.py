@@ -5,7 +5,7 @@ import pytest
 
 from finetune.config.sections.data import TrainingSourceSection
 from finetune.data.features import Features
-from finetune.data.order.dataset_view import DatasetView, of_source, place_of, sources_of
+from finetune.data.order.dataset_view import DatasetView, source_offset, sources_of, split_sample_id
 from finetune.data.order.mixing import MixedOrder, mixed_view
 from finetune.data.order.order import SetOrder
 from finetune.errors import DataError
@@ -30,7 +30,7 @@ def test_every_window_has_each_source_as_often_as_its_count():
 def test_a_source_is_gone_through_in_its_own_order():
     ids = mix([50, 20, 9], [5, 3, 2]).samples(0, 400)
     for source, order in enumerate(orders(50, 20, 9)):
-        own = [place_of(i).within for i in ids.tolist() if place_of(i).source == source]
+        own = [split_sample_id(i).within for i in ids.tolist() if split_sample_id(i).source == source]
         assert own == order.samples(0, len(own)).tolist()
 
 
@@ -70,7 +70,7 @@ def test_a_pass_lasts_until_the_first_source_is_used_up_or_until_all_are():
 
 
 def within(ids, source):
-    return {i for i in ids if place_of(i).source == source}
+    return {i for i in ids if split_sample_id(i).source == source}
 
 
 def test_without_weights_a_window_is_a_pass():
@@ -178,7 +178,7 @@ def test_epochs_of_a_stream_and_less_than_a_sample_are_refused():
 
 def test_a_sample_is_found_by_its_id_and_keeps_it():
     pool = mix_of([5, 7], [{"weight": 1}, {"weight": 1}])
-    sample_id = of_source(1) + 3
+    sample_id = source_offset(1) + 3
     assert pool.samples[sample_id].sample_id == sample_id
     assert pool.samples[sample_id].arrays["input_ids"].tolist() == [3, 3, 3, 3]
     assert pool.samples.place(sample_id) == "1.jsonl, row 4"

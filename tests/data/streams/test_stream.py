@@ -11,7 +11,7 @@ import pytest
 
 from finetune.config.sections.data import BatchingSection, StreamSection, TrainingSourceSection
 from finetune.data.delivery import digest_of_ids
-from finetune.data.order.dataset_view import in_window, of_window
+from finetune.data.order.dataset_view import split_stream_index, window_offset
 from finetune.data.order.grouping import set_order
 from finetune.data.order.order import SetOrder
 from finetune.data.sources.source import open_source
@@ -39,7 +39,7 @@ class Arranged:
 
 
 def places(ids):
-    return [in_window(each) for each in ids.tolist()]
+    return [split_stream_index(each) for each in ids.tolist()]
 
 
 def test_window_follows_window_and_each_sample_comes_once():
@@ -221,10 +221,10 @@ def test_lengths_outlive_the_tokens(streams, no_process):
     streams.write(["a>", "b>22", "c>333"])
     pool = prepared(streams.open(shuffle=False), 0, 1)
     job_of(pool).folder.delete_window(0)
-    ids = np.array([of_window(0) + 2, of_window(1), of_window(0)])
+    ids = np.array([window_offset(0) + 2, window_offset(1), window_offset(0)])
     assert pool.samples.lengths_of(ids).tolist() == [5, 3, 2]
     assert pool.samples.windows.at_hand(0) is None
-    first, second = pool.samples.place(of_window(0) + 2), pool.samples.place(of_window(1))
+    first, second = pool.samples.place(window_offset(0) + 2), pool.samples.place(window_offset(1))
     assert first == f"sample 2 of window 0 (from {streams.folder}/part-0.jsonl after 0 of its rows on)"
     assert second == f"{streams.folder}/part-1.jsonl, row 1"
 
@@ -244,7 +244,7 @@ def test_a_window_of_which_nothing_is_left_is_passed_over(streams, no_process):
         (streams.folder / name).unlink()
     pool = prepared(streams.open(no_target="drop"), 0, 1, 2)
     assert sorted(texts_of(pool, 0, 3)) + texts_of(pool, 3, 4) == ["a>1", "b>2", "c>3", "d>4"]
-    assert in_window(int(pool.order.samples(3, 4)[0])) == (2, 0)
+    assert split_stream_index(int(pool.order.samples(3, 4)[0])) == (2, 0)
     (total,) = [line for line in streams.said if "2 windows so far: 6 rows -> 3 samples" in line]
     assert "dropped without a target: 3 rows" in total
 
