@@ -118,7 +118,7 @@ def _generated(first: int) -> "Chunk":
         lengths={"input_ids": lengths, "is_target": lengths},
         num_targets=np.full(SAMPLES_PER_CHUNK, TOKENS_PER_SAMPLE // 2, np.int32),
         digests=np.arange(first, first + SAMPLES_PER_CHUNK, dtype=np.uint64),
-        marks=np.arange(first, first + SAMPLES_PER_CHUNK, dtype=np.uint64),
+        checksums=np.arange(first, first + SAMPLES_PER_CHUNK, dtype=np.uint64),
         row_numbers=np.arange(first, first + SAMPLES_PER_CHUNK),
         origins=((0, "generated"),),
         counts=Counts(rows=SAMPLES_PER_CHUNK, samples=SAMPLES_PER_CHUNK, tokens=num),

@@ -27,7 +27,7 @@ from tiny_job import WORDS, write_job
 from finetune.config.load import load_config
 from finetune.data import delivery
 from finetune.data.batch import Batch
-from finetune.data.delivery import Deliveries, Delivery
+from finetune.data.delivery import Delivery, DeliveryCheck
 from finetune.data.loader import groups, train_loader
 from finetune.data.token_cache.arrays import StoredArray, Verification
 from finetune.data.token_cache.build import SetWriter
@@ -79,8 +79,8 @@ def steps(job: Path, size: int) -> float:
     ]
     config = load_config(job, [*overrides, "data.num_workers=0"]).config
     lessons = make_lessons(config, RunLog(is_main=False))
-    deliveries = Deliveries(lessons.training, size)
-    marked = delivery.marked
+    deliveries = DeliveryCheck(lessons.training, size)
+    marked = delivery.with_checksums
 
     def one() -> Iterator[tuple[Batch, ...]]:
         loader = train_loader(
@@ -95,7 +95,7 @@ def steps(job: Path, size: int) -> float:
         return groups(loader, size // 8)
 
     def step(verifies: bool, number: int, from_loader: Iterator[tuple[Batch, ...]]) -> float:
-        delivery.marked = marked if verifies else lambda batch, features: batch
+        delivery.with_checksums = marked if verifies else lambda batch, features: batch
         started = time.thread_time()
         group = next(from_loader)
         if verifies:
@@ -110,7 +110,7 @@ def steps(job: Path, size: int) -> float:
         turn = (True, False) if number % 2 else (False, True)
         taken = {verifies: step(verifies, number, both[verifies]) for verifies in turn}
         differences.append(taken[True] - taken[False])
-    delivery.marked = marked
+    delivery.with_checksums = marked
     return statistics.median(differences[5:])
 
 
@@ -148,9 +148,9 @@ def _verify_nothing() -> None:
 
     StoredArray.verify_block = nothing  # type: ignore[method-assign]
     Verification.run = nothing  # type: ignore[method-assign]
-    delivery.marked = lambda batch, features: batch
-    Deliveries.received = lambda self, group: Delivery(0)  # type: ignore[method-assign]
-    Deliveries.expected = lambda self, step: 0  # type: ignore[method-assign]
+    delivery.with_checksums = lambda batch, features: batch
+    DeliveryCheck.received = lambda self, group: Delivery(0)  # type: ignore[method-assign]
+    DeliveryCheck.expected = lambda self, step: 0  # type: ignore[method-assign]
 
 
 def verified(folder: Path, num_tokens: int) -> float:
@@ -164,7 +164,7 @@ def verified(folder: Path, num_tokens: int) -> float:
         lengths={"input_ids": lengths, "is_target": lengths},
         num_targets=np.full(SAMPLES, TOKENS // 2, np.int32),
         digests=each.astype(np.uint64),
-        marks=each.astype(np.uint64),
+        checksums=each.astype(np.uint64),
         row_numbers=each,
         origins=((0, "generated"),),
         counts=Counts(rows=SAMPLES, samples=SAMPLES, tokens=len(tokens)),

@@ -23,7 +23,7 @@ from finetune.checkpoint.sharding.state_access import StateAccess
 from finetune.checkpoint.write.writer import write_checkpoint
 from finetune.commands.source import with_trust
 from finetune.config.load import LoadedConfig, load_resolved
-from finetune.data.delivery import digest_of
+from finetune.data.delivery import digest_of_steps
 from finetune.errors import CheckpointError, UserError
 from finetune.report.run_log import RunLog
 from finetune.run.build.data import Lessons, make_lessons, make_run_plan
@@ -248,7 +248,7 @@ def _progress(folder: Path, conversion: Conversion, *, step: int) -> Progress:
         f"{NOT_HELD}. Position and digest are worked out from --step {step} and the data's order; counts of tokens, "
         "targets, skips and seconds begin at 0 and early stopping begins anew"
     )
-    return Progress(step=step, samples_sha256=digest_of(lessons.training, step, global_batch_size=batch_size))
+    return Progress(step=step, samples_sha256=digest_of_steps(lessons.training, step, global_batch_size=batch_size))
 
 
 def _beside(folder: Path) -> Progress | None:

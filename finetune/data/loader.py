@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from finetune.config.sections.data import DataSection
 from finetune.data.batch import Batch
-from finetune.data.delivery import Collate, collated
+from finetune.data.delivery import Collate, collate_with_checksums
 from finetune.data.features import Features
 from finetune.data.order.dataset_view import DatasetView, Samples
 from finetune.data.order.grouping import LongestFirst, set_order
@@ -190,7 +190,7 @@ class _CollateSeeded:
     samples: Samples
 
     def __call__(self, features: Sequence[Features]) -> Batch:
-        batch = collated(self.collate, features, samples=self.samples)
+        batch = collate_with_checksums(self.collate, features, samples=self.samples)
         lengths = batch.lengths or tuple(each.length for each in features)
         return replace(batch, seed=features[0].seed, lengths=lengths)
 
@@ -204,7 +204,7 @@ class _CollateOrFill:
     def __call__(self, features: Sequence[Features]) -> Batch:
         if not features:
             return self.dummy_batch(self.prepared[0])
-        return collated(self.collate, features, samples=self.prepared)
+        return collate_with_checksums(self.collate, features, samples=self.prepared)
 
 
 def _loader(

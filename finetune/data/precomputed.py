@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from finetune.data.features import Features
 from finetune.data.token_cache.arrays import ArrayFacts, Verification, open_arrays
-from finetune.data.token_cache.integrity import DamagedSet, mark_of, marks_of
+from finetune.data.token_cache.integrity import DamagedSet, sample_checksum, sample_checksums
 from finetune.data.token_cache.journal import ArrayNote, GrowingArrays
 from finetune.data.token_cache.store import PreparedSet
 from finetune.errors import DataError
@@ -51,7 +51,7 @@ class KnownArrays:
         self._verification = Verification([arrays[f"{name}{_VALUES}"] for name in manifest.names])
         self._values = {name: arrays[f"{name}{_VALUES}"].values for name in manifest.names}
         self._offsets = {name: arrays[f"{name}.offsets"].values for name in manifest.names}
-        self.marks = arrays["marks"].values
+        self.checksums = arrays["marks"].values
 
     def __len__(self) -> int:
         return self._num_samples
@@ -90,9 +90,9 @@ class KnownSet(PreparedSet):
         features = super().__getitem__(index)
         return replace(features, arrays={**features.arrays, **self.known[index]})
 
-    def known_marks_of(self, sample_ids: np.ndarray) -> np.ndarray:
+    def precomputed_checksums_of(self, sample_ids: np.ndarray) -> np.ndarray:
         """Return the mark of what is known of each sample."""
-        return np.asarray(self.known.marks[sample_ids])
+        return np.asarray(self.known.checksums[sample_ids])
 
     def _stores(self, damaged: np.ndarray) -> list[tuple[Path, Callable[[], bool]]]:
         return [*super()._stores(damaged), (self.known.folder, partial(_has_damaged, self.known.folder, damaged))]
@@ -107,8 +107,8 @@ def _has_damaged(folder: Path, sample_ids: np.ndarray) -> bool:
         now = KnownArrays(folder)
     except DamagedSet:
         return True
-    marks = [mark_of(now[index]) for index in sample_ids.tolist()]
-    return bool((np.array(marks, np.uint64) != now.marks[sample_ids]).any())
+    marks = [sample_checksum(now[index]) for index in sample_ids.tolist()]
+    return bool((np.array(marks, np.uint64) != now.checksums[sample_ids]).any())
 
 
 def known_set(prepared: PreparedSet, folder: Path) -> KnownSet:
@@ -137,7 +137,7 @@ class KnownWriter:
                 self._arrays.append(f"{name}.offsets", np.zeros(1, np.int64))
             self._arrays.append(f"{name}.values", values[name])
             self._arrays.append(f"{name}.offsets", start + np.cumsum(lengths[name]))
-        self._arrays.append("marks", marks_of(values, lengths, num_samples=len(known)))
+        self._arrays.append("marks", sample_checksums(values, lengths, num_samples=len(known)))
         self._num_samples += len(known)
 
     def finish(self, made_of: Mapping[str, Any]) -> None:

@@ -11,7 +11,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
 from typing_extensions import TypedDict
 
 from finetune.data.batch import Batch
-from finetune.data.delivery import digest_of, digest_of_ids
+from finetune.data.delivery import digest_of_step_ids, digest_of_steps
 from finetune.data.order.dataset_view import DatasetView
 from finetune.errors import FULL, CheckpointError
 from finetune.runtime import distributed
@@ -84,10 +84,10 @@ def are_samples_of(progress: Progress, *, pool: DatasetView, global_batch_size: 
 
     A progress of before contents were known is compared by ids, and counts by contents, too, from now on.
     """
-    digest = digest_of(pool, progress.step, global_batch_size=global_batch_size)
+    digest = digest_of_steps(pool, progress.step, global_batch_size=global_batch_size)
     if progress.knows_contents:
         return digest == progress.samples_sha256
-    ids = digest_of_ids(pool.order, progress.step, global_batch_size=global_batch_size)
+    ids = digest_of_step_ids(pool.order, progress.step, global_batch_size=global_batch_size)
     if ids != progress.samples_sha256:
         return False
     progress.samples_sha256, progress.knows_contents = digest, True

@@ -10,7 +10,7 @@ from torch import nn
 
 from finetune.config.sections.train import NonFiniteSection
 from finetune.data.batch import Batch
-from finetune.data.delivery import Deliveries
+from finetune.data.delivery import DeliveryCheck
 from finetune.report.reporter import Reporter
 from finetune.runtime.progress import Cadence, NeverDue, Progress
 from finetune.task.protocol import Task
@@ -59,7 +59,7 @@ class Parts:
     task: Task
     groups: Callable[..., Iterator[tuple[Batch, ...]]]  # this rank's microbatches, a group a step, from `first_step`
     plan: Plan
-    deliveries: Deliveries  # of which samples a step must consist, and of which it does
+    deliveries: DeliveryCheck  # of which samples a step must consist, and of which it does
     place: Callable[[int], str]  # where the row of a sample stands, for a message
     seed: int
     update: Update

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from finetune.data.batch import Batch
-from finetune.data.delivery import Delivery, from_halves, halves, roll
+from finetune.data.delivery import Delivery, extend_digest, join_uint64, split_uint64
 from finetune.errors import NonFiniteError, TrainingError
 from finetune.report.events import StepSkipped
 from finetune.runtime import distributed, seeds
@@ -72,7 +72,7 @@ def take_step(
         learning_rate=learning_rate,
         num_targets=counts.num_targets,
         num_tokens=counts.num_tokens,
-        samples_sha256=roll(progress.samples_sha256, counts.samples),
+        samples_sha256=extend_digest(progress.samples_sha256, counts.samples),
         epoch=parts.plan.epoch(progress.step),
         seconds=time.perf_counter() - started,
         data_seconds=data_seconds,
@@ -90,7 +90,7 @@ def sum_step_counts(parts: Parts, group: tuple[Batch, ...], *, step: int) -> Ste
         [
             sum(parts.task.count_targets(batch) for batch in group),
             sum(batch.num_tokens for batch in group),
-            *halves(delivery.mark),
+            *split_uint64(delivery.mark),
             len(delivery.damaged) + int(delivery.problem is not None),
             int(parts.update.has_news),
             *parts.stop_sources.counts(),
@@ -98,7 +98,7 @@ def sum_step_counts(parts: Parts, group: tuple[Batch, ...], *, step: int) -> Ste
     )
     if num_damaged:
         _raise_damaged(parts, delivery, step=step)
-    samples = from_halves(low, high)
+    samples = join_uint64(low, high)
     if samples != parts.deliveries.expected(step):
         raise TrainingError(
             f"the samples of step {step + 1} are not those that the order gives it: a fault of ours or of a data "

@@ -9,17 +9,17 @@ import torch
 
 from finetune.data.batch import Batch
 from finetune.data.delivery import (
-    Deliveries,
-    digest_of,
-    digest_of_ids,
-    from_halves,
-    halves,
-    mark,
-    mark_of_ids,
-    marked,
+    DeliveryCheck,
+    digest_of_step_ids,
+    digest_of_steps,
+    extend_digest,
+    ids_checksum,
+    join_uint64,
     require_intact,
-    roll,
-    step_mark,
+    samples_checksum,
+    split_uint64,
+    step_checksum,
+    with_checksums,
 )
 from finetune.data.loader import train_loader
 from finetune.data.order.dataset_view import DatasetView, source_offset
@@ -37,10 +37,10 @@ from tests.data.byte_encoding import encode_bytes
 class Marked:
     """Samples of which nothing is known but their marks."""
 
-    marks: np.ndarray
+    checksums: np.ndarray
 
-    def marks_of(self, sample_ids):
-        return self.marks[sample_ids]
+    def checksums_of(self, sample_ids):
+        return self.checksums[sample_ids]
 
 
 def pool_of(num_samples, *, seed=1, changed=None):
@@ -53,54 +53,56 @@ def pool_of(num_samples, *, seed=1, changed=None):
 def test_the_mark_of_a_step_is_the_sum_of_what_its_ranks_were_handed():
     pool = pool_of(50)
     ids = pool.order.samples(8, 16)
-    marks = pool.samples.marks_of(ids)
-    ranks = [mark(ids[start::2], marks[start::2]) for start in (0, 1)]
-    sums = [sum(halves(each)[half] for each in ranks) for half in (0, 1)]
-    assert step_mark(pool, 1, global_batch_size=8) == from_halves(*sums) == mark(ids[::-1], marks[::-1])
-    assert mark([*ids[:-1], ids[-1] + 1], marks) != mark(ids, marks)
-    assert mark([], []) == 0
+    marks = pool.samples.checksums_of(ids)
+    ranks = [samples_checksum(ids[start::2], marks[start::2]) for start in (0, 1)]
+    sums = [sum(split_uint64(each)[half] for each in ranks) for half in (0, 1)]
+    assert step_checksum(pool, 1, global_batch_size=8) == join_uint64(*sums) == samples_checksum(ids[::-1], marks[::-1])
+    assert samples_checksum([*ids[:-1], ids[-1] + 1], marks) != samples_checksum(ids, marks)
+    assert samples_checksum([], []) == 0
 
 
 def test_samples_that_have_changed_places_or_contents_have_another_mark():
-    assert mark([3, 5], [7, 8]) != mark([3, 5], [8, 7])
-    assert mark([3, 5], [7, 8]) != mark([3, 5], [7, 9])
+    assert samples_checksum([3, 5], [7, 8]) != samples_checksum([3, 5], [8, 7])
+    assert samples_checksum([3, 5], [7, 8]) != samples_checksum([3, 5], [7, 9])
 
 
 def test_the_sum_of_a_thousand_ranks_is_exact_in_64_bits():
     each = 2**64 - 1
-    low, high = (1000 * half for half in halves(each))
+    low, high = (1000 * half for half in split_uint64(each))
     assert max(low, high) < 2**63
-    assert from_halves(low, high) == 1000 * each % 2**64
+    assert join_uint64(low, high) == 1000 * each % 2**64
 
 
 def test_the_digest_rolls_on_step_by_step_and_into_the_next_epoch():
     pool = pool_of(10)
     digest = ""
     for step in range(5):
-        digest = roll(digest, step_mark(pool, step, global_batch_size=4))
-    assert digest == digest_of(pool, 5, global_batch_size=4)
-    assert digest != digest_of(pool_of(10, seed=2), 5, global_batch_size=4)
-    assert digest_of(pool, 0, global_batch_size=4) == ""
+        digest = extend_digest(digest, step_checksum(pool, step, global_batch_size=4))
+    assert digest == digest_of_steps(pool, 5, global_batch_size=4)
+    assert digest != digest_of_steps(pool_of(10, seed=2), 5, global_batch_size=4)
+    assert digest_of_steps(pool, 0, global_batch_size=4) == ""
 
 
 def test_one_bit_in_a_sample_that_was_consumed_changes_the_digest():
     pool = pool_of(10)
     first, later = pool.order.samples(0, 1)[0], pool.order.samples(9, 10)[0]
-    digest = digest_of(pool, 2, global_batch_size=4)
-    assert digest_of(pool_of(10, changed=first), 2, global_batch_size=4) != digest
-    assert digest_of(pool_of(10, changed=later), 2, global_batch_size=4) == digest, "it has not been consumed yet"
+    digest = digest_of_steps(pool, 2, global_batch_size=4)
+    assert digest_of_steps(pool_of(10, changed=first), 2, global_batch_size=4) != digest
+    assert digest_of_steps(pool_of(10, changed=later), 2, global_batch_size=4) == digest, "it has not been consumed yet"
 
 
 def test_the_marks_of_older_checkpoints_are_what_they_were():
-    assert mark_of_ids([0]) == 0xE220A8397B1DCDAF >> 24  # the first output of splitmix64 seeded with 0
+    assert ids_checksum([0]) == 0xE220A8397B1DCDAF >> 24  # the first output of splitmix64 seeded with 0
     digest = hashlib.sha256(f"/{0xE220A8397B1DCDAF >> 24}".encode()).hexdigest()
     assert (
-        digest_of_ids(SetOrder(seed=1, num_samples=1), 1, global_batch_size=1) == roll("", mark_of_ids([0])) == digest
+        digest_of_step_ids(SetOrder(seed=1, num_samples=1), 1, global_batch_size=1)
+        == extend_digest("", ids_checksum([0]))
+        == digest
     )
 
 
 def test_a_mark_is_the_same_on_every_machine_and_in_every_year():
-    assert mark([0], [0]) == 0xA706DD2F4D197E6F  # splitmix64 seeded with its own first output
+    assert samples_checksum([0], [0]) == 0xA706DD2F4D197E6F  # splitmix64 seeded with its own first output
 
 
 NUM_ROWS, STEP = 12, 4
@@ -168,7 +170,7 @@ def test_what_is_delivered_whole_has_the_mark_that_the_order_asks_for(prepare, w
     pool = pool_of_delivery(prepared)
     section = section.model_copy(update={"num_workers": workers})
     one, two, *_ = batches(pool, section)
-    deliveries = Deliveries(pool, STEP)
+    deliveries = DeliveryCheck(pool, STEP)
     delivery = deliveries.received([one, two])
     assert delivery.mark == deliveries.expected(0) != deliveries.expected(1)
     assert (delivery.damaged, delivery.problem) == ((), None)
@@ -180,7 +182,7 @@ def test_damage_on_the_disk_after_the_start_is_found_in_the_samples_and_set_asid
     pool = pool_of_delivery(prepared)
     flip(prepared.folder / "input_ids.values.npy")
     one, two, *_ = batches(pool, section)
-    deliveries = Deliveries(pool, STEP)
+    deliveries = DeliveryCheck(pool, STEP)
     delivery = deliveries.received([one, two])
     assert delivery.damaged == (*one.sample_ids, *two.sample_ids)
     assert delivery.mark != deliveries.expected(0)
@@ -191,7 +193,9 @@ def test_damage_on_the_disk_after_the_start_is_found_in_the_samples_and_set_asid
     (told,) = deliveries.explain(delivery.damaged)[1:]  # another rank
     assert "has been set aside by another process" in told
     again, _ = prepare()
-    assert digest_of(pool_of_delivery(again), 2, global_batch_size=STEP) == digest_of(pool, 2, global_batch_size=STEP)
+    assert digest_of_steps(pool_of_delivery(again), 2, global_batch_size=STEP) == digest_of_steps(
+        pool, 2, global_batch_size=STEP
+    )
 
 
 def test_damage_in_the_memory_of_a_process_sets_nothing_aside(prepare, monkeypatch):
@@ -233,7 +237,7 @@ def test_damage_at_which_collation_fails_is_told_as_what_it_is(prepare):
 def test_a_label_that_has_changed_is_as_bad_as_a_token(prepare):
     prepared, section = prepare()
     flip(prepared.folder / "is_target.values.npy", every=7)
-    delivery = Deliveries(pool_of_delivery(prepared), STEP).received(batches(pool_of_delivery(prepared), section))
+    delivery = DeliveryCheck(pool_of_delivery(prepared), STEP).received(batches(pool_of_delivery(prepared), section))
     assert delivery.damaged
 
 
@@ -243,7 +247,7 @@ def test_of_a_mix_the_source_that_is_damaged_is_named_and_set_aside(prepare):
     samples = MixedSamples((first, second))
     ids = [3, source_offset(1) + 5]
     batch = train_batch(samples, ids)
-    delivery = Deliveries(DatasetView(samples, SetOrder(1, 1), "f"), 1).received([batch])
+    delivery = DeliveryCheck(DatasetView(samples, SetOrder(1, 1), "f"), 1).received([batch])
     assert delivery.damaged == (source_offset(1) + 5,)
     with pytest.raises(DataError, match=r"second\.jsonl, row 6"):
         require_intact(samples, batch)
@@ -252,7 +256,7 @@ def test_of_a_mix_the_source_that_is_damaged_is_named_and_set_aside(prepare):
 
 def train_batch(samples, ids):
     features = [samples[each] for each in ids]
-    return marked(collate(features), features)
+    return with_checksums(collate(features), features)
 
 
 def test_what_is_known_beside_a_sample_is_compared_and_is_no_part_of_what_was_consumed(prepare, tmp_path):
@@ -260,9 +264,9 @@ def test_what_is_known_beside_a_sample_is_compared_and_is_no_part_of_what_was_co
     prepared, section = prepare()
     known = known_of(prepared, tmp_path / "known")
     pool = pool_of_delivery(known)
-    delivery = Deliveries(pool, STEP).received(batches(pool, section)[:2])
+    delivery = DeliveryCheck(pool, STEP).received(batches(pool, section)[:2])
     assert delivery.damaged == ()
-    assert delivery.mark == Deliveries(pool_of_delivery(prepared), STEP).expected(0)
+    assert delivery.mark == DeliveryCheck(pool_of_delivery(prepared), STEP).expected(0)
     flip(tmp_path / "known" / "logp.values.npy")
     damaged = batches(pool, section)[0]
     with pytest.raises(DataError, match=r"known is set aside as \.damaged-known-1"):
@@ -274,13 +278,13 @@ def test_a_partner_is_compared_too(prepare):
     prepared, section = prepare()
     pool = pool_of_delivery(prepared)
     whole = batches(pool, section, has_partners=True)[0]
-    assert Deliveries(pool, STEP).received([whole]).damaged == ()
+    assert DeliveryCheck(pool, STEP).received([whole]).damaged == ()
     assert len(whole.partner_ids) == len(whole.sample_ids)
-    other = replace(whole, partner_marks=tuple(each ^ 1 for each in whole.partner_marks))
-    assert Deliveries(pool, STEP).received([other]).damaged == whole.partner_ids
+    other = replace(whole, partner_checksums=tuple(each ^ 1 for each in whole.partner_checksums))
+    assert DeliveryCheck(pool, STEP).received([other]).damaged == whole.partner_ids
 
 
 def test_a_filler_has_no_samples_and_no_marks(prepare):
     prepared, _ = prepare()
     empty = Batch({}, torch.zeros(1, 1), 0, 0, ())
-    assert Deliveries(pool_of_delivery(prepared), STEP).received([empty]).mark == 0
+    assert DeliveryCheck(pool_of_delivery(prepared), STEP).received([empty]).mark == 0

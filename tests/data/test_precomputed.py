@@ -29,7 +29,7 @@ def prepared_of(tmp_path):
                 lengths={"input_ids": ones},
                 num_targets=ones.astype(np.int32),
                 digests=ones.astype(np.uint64),
-                marks=ones.astype(np.uint64),
+                checksums=ones.astype(np.uint64),
                 row_numbers=ones,
                 origins=((0, "a.jsonl"),),
                 counts=Counts(rows=num_samples, samples=num_samples),

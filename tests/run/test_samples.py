@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from finetune.data.batch import Batch
-from finetune.data.delivery import digest_of, digest_of_ids
+from finetune.data.delivery import digest_of_step_ids, digest_of_steps
 from finetune.data.order.dataset_view import DatasetView
 from finetune.data.order.order import SetOrder
 from finetune.errors import CheckpointError
@@ -43,10 +43,10 @@ def test_a_step_that_is_handed_out_again_stands_once_in_the_record(tmp_path):
 class Marked:
     """Samples of which nothing is known but their marks."""
 
-    marks: np.ndarray
+    checksums: np.ndarray
 
-    def marks_of(self, sample_ids):
-        return self.marks[sample_ids]
+    def checksums_of(self, sample_ids):
+        return self.checksums[sample_ids]
 
 
 def pool_of(*, seed=1, first_mark=1):
@@ -58,26 +58,26 @@ PATH = Path("runs/a/checkpoints/step-000004")
 
 
 def test_a_checkpoint_that_has_seen_other_rows_is_refused():
-    progress = Progress(step=4, samples_sha256=digest_of(pool_of(), 4, global_batch_size=4))
+    progress = Progress(step=4, samples_sha256=digest_of_steps(pool_of(), 4, global_batch_size=4))
     refuse_other_samples(PATH, progress, pool=pool_of(), global_batch_size=4)
     with pytest.raises(CheckpointError, match=r"step-000004 has consumed other samples in its 4 steps"):
         refuse_other_samples(PATH, progress, pool=pool_of(seed=2), global_batch_size=4)
 
 
 def test_a_checkpoint_that_has_seen_the_same_rows_with_other_content_is_refused():
-    progress = Progress(step=4, samples_sha256=digest_of(pool_of(), 4, global_batch_size=4))
+    progress = Progress(step=4, samples_sha256=digest_of_steps(pool_of(), 4, global_batch_size=4))
     with pytest.raises(CheckpointError, match="would continue on other data"):
         refuse_other_samples(PATH, progress, pool=pool_of(first_mark=2), global_batch_size=4)
 
 
 def test_a_checkpoint_of_before_contents_were_known_continues_and_knows_them_from_then_on():
     pool = pool_of()
-    ids = digest_of_ids(pool.order, 4, global_batch_size=4)
+    ids = digest_of_step_ids(pool.order, 4, global_batch_size=4)
     state = Progress(step=4, samples_sha256=ids).state_dict() | {"version": 2}
     progress = Progress.from_state_dict(state)
     assert progress.state_dict() == state, "until it is proven it is saved as what it is"
     refuse_other_samples(PATH, progress, pool=pool, global_batch_size=4)
-    assert progress.samples_sha256 == digest_of(pool, 4, global_batch_size=4)
+    assert progress.samples_sha256 == digest_of_steps(pool, 4, global_batch_size=4)
     assert progress.state_dict()["version"] == 3
     with pytest.raises(CheckpointError, match="has consumed other samples"):
         refuse_other_samples(PATH, Progress.from_state_dict(state), pool=pool_of(seed=2), global_batch_size=4)

@@ -10,7 +10,7 @@ from torch import nn
 
 from finetune.config.sections.train import NonFiniteSection, OptimizerSection, ScheduleSection, TrainSection
 from finetune.data.batch import Batch
-from finetune.data.delivery import Delivery, mark
+from finetune.data.delivery import Delivery, samples_checksum
 from finetune.errors import NonFiniteError, TrainingError
 from finetune.report.events import StepSkipped, StepTaken
 from finetune.runtime.progress import Cadence, NeverDue, Progress
@@ -83,11 +83,11 @@ class Handed:
         self.damaged, self.problem, self.explained = damaged, problem, []
 
     def expected(self, step):
-        return mark(range(NUM_SAMPLES), range(NUM_SAMPLES))
+        return samples_checksum(range(NUM_SAMPLES), range(NUM_SAMPLES))
 
     def received(self, group):
         ids = [sample_id for batch in group for sample_id in batch.sample_ids]
-        return Delivery(mark(ids, ids), self.damaged, self.problem)
+        return Delivery(samples_checksum(ids, ids), self.damaged, self.problem)
 
     def explain(self, damaged):
         self.explained.append(damaged)
@@ -352,6 +352,6 @@ def test_samples_that_are_not_what_was_prepared_stop_the_run_before_its_weights_
 
 def test_samples_that_are_another_steps_stop_the_run():
     handed = Handed()
-    handed.expected = lambda step: mark([0], [0])
+    handed.expected = lambda step: samples_checksum([0], [0])
     with pytest.raises(TrainingError, match="are not those that the order gives it"):
         train(parts_of(2, deliveries=handed), Progress())

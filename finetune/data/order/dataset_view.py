@@ -72,10 +72,10 @@ class Samples(Protocol):
     def lengths_of(self, sample_ids: np.ndarray) -> np.ndarray:
         """Return the tokens of each sample."""
 
-    def marks_of(self, sample_ids: np.ndarray) -> np.ndarray:
+    def checksums_of(self, sample_ids: np.ndarray) -> np.ndarray:
         """Return the mark (uint64) of each sample's own arrays, as it was when it was made."""
 
-    def known_marks_of(self, sample_ids: np.ndarray) -> np.ndarray:
+    def precomputed_checksums_of(self, sample_ids: np.ndarray) -> np.ndarray:
         """Return the mark (uint64) of what is delivered with each sample beside its own arrays; 0 of nothing."""
 
     def problem(self) -> str | None:

@@ -160,13 +160,13 @@ class MixedSamples:
         """Return the tokens of each sample."""
         return self._of_each(sample_ids, np.int64, lambda source, ids: source.lengths_of(ids))
 
-    def marks_of(self, sample_ids: np.ndarray) -> np.ndarray:
+    def checksums_of(self, sample_ids: np.ndarray) -> np.ndarray:
         """Return the mark (uint64) of each sample's own arrays, as it was when it was made."""
-        return self._of_each(sample_ids, np.uint64, lambda source, ids: source.marks_of(ids))
+        return self._of_each(sample_ids, np.uint64, lambda source, ids: source.checksums_of(ids))
 
-    def known_marks_of(self, sample_ids: np.ndarray) -> np.ndarray:
+    def precomputed_checksums_of(self, sample_ids: np.ndarray) -> np.ndarray:
         """Return the mark (uint64) of what is delivered with each sample beside its own arrays."""
-        return self._of_each(sample_ids, np.uint64, lambda source, ids: source.known_marks_of(ids))
+        return self._of_each(sample_ids, np.uint64, lambda source, ids: source.precomputed_checksums_of(ids))
 
     def problem(self) -> str | None:
         """Return what has been found to be damaged in a source by now."""

@@ -121,11 +121,11 @@ class WindowRecord:
     next: Cursor  # where the following window begins
     counts: Counts
     lengths: np.ndarray  # tokens of each sample
-    marks: np.ndarray  # uint64, of each sample
+    checksums: np.ndarray  # uint64, of each sample
 
     def is_like(self, other: "WindowRecord") -> bool:
         """Tell whether both are of the same rows with the same content."""
-        is_same = np.array_equal(self.lengths, other.lengths) and np.array_equal(self.marks, other.marks)
+        is_same = np.array_equal(self.lengths, other.lengths) and np.array_equal(self.checksums, other.checksums)
         return (self.start, self.next) == (other.start, other.next) and is_same
 
 
@@ -189,7 +189,7 @@ class StreamFolder:
         """Write the record, which is never deleted."""
         path = self._record(record.window)
         digests = {}
-        for name, array in (("lengths", record.lengths), ("marks", record.marks)):
+        for name, array in (("lengths", record.lengths), ("marks", record.checksums)):
             file = BytesIO()
             np.save(file, array)
             write_bytes(path.with_suffix(f".{name}.npy"), file.getvalue(), survives_power_cut=False)

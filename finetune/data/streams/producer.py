@@ -144,7 +144,7 @@ def make_window(job: StreamJob, window: int) -> None:
         refuse(counts, job.section, key=key, length=job.recipe.length, needs_samples=False)
         prepared = _as_written(staging, key=key)
         refuse_shares(prepared, job.section.audit, key=key)
-        record = WindowRecord(window, start, rows.next, counts, prepared.lengths, prepared.marks)
+        record = WindowRecord(window, start, rows.next, counts, prepared.lengths, prepared.checksums)
         _keep(job, record)
         staging.rename(folder.window(window))
     finally:

@@ -85,11 +85,11 @@ class StreamSamples:
         """Return the tokens of each sample, which outlive the samples."""
         return self._recorded(sample_ids, lambda record: record.lengths, np.int64)
 
-    def marks_of(self, sample_ids: np.ndarray) -> np.ndarray:
+    def checksums_of(self, sample_ids: np.ndarray) -> np.ndarray:
         """Return the mark (uint64) of each sample, which outlive the samples."""
-        return self._recorded(sample_ids, lambda record: record.marks, np.uint64)
+        return self._recorded(sample_ids, lambda record: record.checksums, np.uint64)
 
-    def known_marks_of(self, sample_ids: np.ndarray) -> np.ndarray:
+    def precomputed_checksums_of(self, sample_ids: np.ndarray) -> np.ndarray:
         """Return the mark of what is delivered with each sample beside its own arrays: of nothing."""
         return np.zeros(len(sample_ids), np.uint64)
 

@@ -80,7 +80,7 @@ class SetWriter:
         for name, values in chunk.values.items():
             self._append_values(name, values, lengths=chunk.lengths[name])
         lengths = next(iter(chunk.lengths.values()), np.zeros(0, np.int64)).astype(np.int32)
-        each = (lengths, chunk.num_targets, chunk.digests, chunk.marks, chunk.row_numbers)
+        each = (lengths, chunk.num_targets, chunk.digests, chunk.checksums, chunk.row_numbers)
         for name, of_each in zip(_OF_EACH_SAMPLE, each, strict=True):
             self._arrays.append(name, of_each)
         for first, origin in chunk.origins:

@@ -12,7 +12,7 @@ from finetune.data.features import Features, Outcome
 from finetune.data.formats.row_format import RowFormat
 from finetune.data.rows import FAULTS_OF_VALUES, RawRow, Row
 from finetune.data.token_cache.counts import Counts
-from finetune.data.token_cache.integrity import marks_of
+from finetune.data.token_cache.integrity import sample_checksums
 from finetune.data.token_cache.lengths import LengthPolicy, Lengths
 from finetune.errors import DataError
 
@@ -54,7 +54,7 @@ class Chunk:
     lengths: Mapping[str, np.ndarray]  # of the same names: int64 [samples]
     num_targets: np.ndarray  # int32 [samples]
     digests: np.ndarray  # uint64 [samples], of the tokens: equal ones are duplicates
-    marks: np.ndarray  # uint64 [samples], of all arrays (`data/token_cache/integrity.py`)
+    checksums: np.ndarray  # uint64 [samples], of all arrays (`data/token_cache/integrity.py`)
     row_numbers: np.ndarray  # int64 [samples], within the origin
     origins: tuple[tuple[int, str], ...]  # from which sample on the rows come from which origin
     counts: Counts
@@ -150,7 +150,7 @@ def _assembled(recipe: Recipe, kept: Sequence[tuple[RawRow, Features]], seen: Co
         lengths=lengths,
         num_targets=num_targets,
         digests=_digests(values, lengths),
-        marks=marks_of(values, lengths, num_samples=len(samples)),
+        checksums=sample_checksums(values, lengths, num_samples=len(samples)),
         row_numbers=np.array([raw.number for raw, _ in kept], np.int64),
         origins=tuple(_beginnings([raw.origin for raw, _ in kept])),
         counts=seen.plus(made),

@@ -19,7 +19,7 @@ from finetune.data.order.order import Order
 from finetune.data.rows import row_location
 from finetune.data.token_cache.arrays import ArrayFacts, Verification, open_arrays
 from finetune.data.token_cache.counts import Counts
-from finetune.data.token_cache.integrity import DamagedSet, mark_of, refusal
+from finetune.data.token_cache.integrity import DamagedSet, refusal, sample_checksum
 from finetune.errors import DataError
 from finetune.runtime.files.digests import Damaged, read_json_with_digest
 
@@ -88,8 +88,8 @@ class PreparedSet(Dataset[Features]):
     def intact(self, index: int) -> Features:
         """Return the sample, compared with its mark; raises DamagedSet."""
         features = self[index]
-        (own,), (known,) = self.marks_of(np.array([index])), self.known_marks_of(np.array([index]))
-        if mark_of(features.arrays) != (int(own) + int(known)) & _BITS:
+        (own,), (known,) = self.checksums_of(np.array([index])), self.precomputed_checksums_of(np.array([index]))
+        if sample_checksum(features.arrays) != (int(own) + int(known)) & _BITS:
             raise DamagedSet(self.folder, f"{self.place(index)} is not what was prepared")
         return features
 
@@ -107,11 +107,11 @@ class PreparedSet(Dataset[Features]):
         """Return the tokens of each sample."""
         return np.asarray(self.lengths[sample_ids], np.int64)
 
-    def marks_of(self, sample_ids: np.ndarray) -> np.ndarray:
+    def checksums_of(self, sample_ids: np.ndarray) -> np.ndarray:
         """Return the mark (uint64) of each sample as it was made."""
-        return np.asarray(self.marks[sample_ids])
+        return np.asarray(self.checksums[sample_ids])
 
-    def known_marks_of(self, sample_ids: np.ndarray) -> np.ndarray:
+    def precomputed_checksums_of(self, sample_ids: np.ndarray) -> np.ndarray:
         """Return the mark of what is delivered with each sample beside its own arrays: of nothing."""
         return np.zeros(len(sample_ids), np.uint64)
 
@@ -178,7 +178,7 @@ class PreparedSet(Dataset[Features]):
         self.lengths = arrays["lengths"].values
         self.num_targets_each = arrays["num_targets"].values
         self.digests = arrays["digests"].values
-        self.marks = arrays["marks"].values
+        self.checksums = arrays["marks"].values
         self._row_numbers = arrays["row_numbers"].values
         self._origins = manifest.origins
 
@@ -201,8 +201,8 @@ def _has_damaged(folder: Path, sample_ids: np.ndarray) -> bool:
         now = PreparedSet(folder)
     except DamagedSet:
         return True
-    marks = [mark_of(now[index].arrays) for index in sample_ids.tolist()]
-    return bool((np.array(marks, np.uint64) != now.marks_of(sample_ids)).any())
+    marks = [sample_checksum(now[index].arrays) for index in sample_ids.tolist()]
+    return bool((np.array(marks, np.uint64) != now.checksums_of(sample_ids)).any())
 
 
 def _opened(folder: Path, shards: Sequence[str]) -> PreparedSet:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from finetune.config.sections.data import BatchingSection, StreamSection, TrainingSourceSection
-from finetune.data.delivery import digest_of_ids
+from finetune.data.delivery import digest_of_step_ids
 from finetune.data.order.dataset_view import split_stream_index, window_offset
 from finetune.data.order.grouping import set_order
 from finetune.data.order.order import SetOrder
@@ -18,7 +18,7 @@ from finetune.data.sources.source import open_source
 from finetune.data.streams import producer as stream_maker
 from finetune.data.streams.producer import NUM_BEHIND, make_window, serve
 from finetune.data.streams.stream import StreamOrder, stream_view
-from finetune.data.token_cache.integrity import mark_of
+from finetune.data.token_cache.integrity import sample_checksum
 from finetune.errors import DataError
 from tests.data.byte_encoding import encode_bytes
 
@@ -75,9 +75,9 @@ def test_no_window_is_asked_for_before_its_turn():
 
 
 def test_what_was_consumed_can_be_worked_out_again():
-    digest = digest_of_ids(StreamOrder(Arranged()), 6, global_batch_size=4)
-    assert digest == digest_of_ids(StreamOrder(Arranged()), 6, global_batch_size=4)
-    assert digest != digest_of_ids(StreamOrder(Arranged([5, 0, 3, 6, 2])), 6, global_batch_size=4)
+    digest = digest_of_step_ids(StreamOrder(Arranged()), 6, global_batch_size=4)
+    assert digest == digest_of_step_ids(StreamOrder(Arranged()), 6, global_batch_size=4)
+    assert digest != digest_of_step_ids(StreamOrder(Arranged([5, 0, 3, 6, 2])), 6, global_batch_size=4)
 
 
 def test_packs_stay_within_their_window():
@@ -337,13 +337,13 @@ def test_a_window_that_is_damaged_is_set_aside_and_prepared_again(streams):
 def test_a_record_that_is_damaged_is_made_again_with_its_window(streams):
     first = streams.open(shuffle=False)
     texts, ids = texts_of(first, 0, 7), first.order.samples(0, 7)
-    marks = first.samples.marks_of(ids)
+    marks = first.samples.checksums_of(ids)
     folder = job_of(first).folder
     first.samples.windows.close()
     flip(folder.path / "records" / "000001.marks.npy")
     again = streams.open(shuffle=False)
     assert texts_of(again, 0, 7) == texts
-    assert again.samples.marks_of(ids).tolist() == marks.tolist()
+    assert again.samples.checksums_of(ids).tolist() == marks.tolist()
     assert any("Its window is prepared again" in line for line in streams.said)
     assert folder.has_record(1)
 
@@ -353,9 +353,9 @@ def test_a_window_damaged_while_it_is_read_is_found_in_what_is_delivered(streams
     ids = pool.order.samples(0, 3)
     sample = pool.samples[int(ids[0])]
     folder = job_of(pool).folder
-    assert mark_of(sample.arrays) == int(pool.samples.marks_of(ids)[0])
+    assert sample_checksum(sample.arrays) == int(pool.samples.checksums_of(ids)[0])
     flip(folder.window(0) / "input_ids.values.npy")
-    assert mark_of(pool.samples[int(ids[2])].arrays) != int(pool.samples.marks_of(ids)[2])
+    assert sample_checksum(pool.samples[int(ids[2])].arrays) != int(pool.samples.checksums_of(ids)[2])
     what, then = pool.samples.refuse(ids[2:])
     assert re.search(r"sample 2 of window 0 \(from .*part-0\.jsonl .*: not what was prepared", what)
     assert "windows 0 are set aside. The same command prepares them again" in then

@@ -21,7 +21,7 @@ def chunk_of(num_samples, *, length, origins):
         lengths=dict.fromkeys(("input_ids", "is_target"), np.full(num_samples, length)),
         num_targets=np.full(num_samples, length // 2, np.int32),
         digests=np.arange(num_samples, dtype=np.uint64),
-        marks=np.arange(num_samples, dtype=np.uint64),
+        checksums=np.arange(num_samples, dtype=np.uint64),
         row_numbers=np.arange(1, num_samples + 1),
         origins=origins,
         counts=Counts(rows=num_samples, samples=num_samples, longest=length, longest_place="a.jsonl, row 1"),
