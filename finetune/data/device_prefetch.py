@@ -11,13 +11,13 @@ from finetune.data.batch import Batch
 Group = tuple[Batch, ...]
 
 
-class Line(Protocol):
+class CopyStream(Protocol):
     """Where copies are made beside the computation."""
 
     def beside(self) -> AbstractContextManager[Any]:
         """Return a context in which copies do not wait for what is being computed."""
 
-    def take_over(self, group: Group) -> None:
+    def wait_and_keep(self, group: Group) -> None:
         """Have what is computed next wait for the copies, and keep their memory until it is done."""
 
 
@@ -33,7 +33,7 @@ class SideStream:
         context: AbstractContextManager[Any] = self._device.stream(self._stream)
         return context
 
-    def take_over(self, group: Group) -> None:
+    def wait_and_keep(self, group: Group) -> None:
         """Have what is computed next wait for the copies, and keep their memory until it is done."""
         computing = self._device.current_stream()
         computing.wait_stream(self._stream)
@@ -42,25 +42,25 @@ class SideStream:
                 tensor.record_stream(computing)
 
 
-def on_device(groups: Iterator[Group], device: torch.device) -> Iterator[Group]:
+def prefetch_to_device(groups: Iterator[Group], device: torch.device) -> Iterator[Group]:
     """Yield the groups with their tensors on the device; what is on the CPU already is handed on as it is."""
-    return groups if device.type == "cpu" else ahead(groups, device, line=SideStream(device))
+    return groups if device.type == "cpu" else prefetch(groups, device, line=SideStream(device))
 
 
-def ahead(groups: Iterator[Group], device: torch.device, *, line: Line) -> Iterator[Group]:
+def prefetch(groups: Iterator[Group], device: torch.device, *, line: CopyStream) -> Iterator[Group]:
     """Yield the groups on the device; the copy of the next one is under way before one is handed out.
 
     It is fast and waits for nothing where the groups are in page-locked memory.
     """
-    coming = _moved(groups, device, line=line)
+    coming = _start_copy(groups, device, line=line)
     while coming is not None:
         group = coming
-        line.take_over(group)
-        coming = _moved(groups, device, line=line)
+        line.wait_and_keep(group)
+        coming = _start_copy(groups, device, line=line)
         yield group
 
 
-def _moved(groups: Iterator[Group], device: torch.device, *, line: Line) -> Group | None:
+def _start_copy(groups: Iterator[Group], device: torch.device, *, line: CopyStream) -> Group | None:
     group = next(groups, None)
     if group is None:
         return None
