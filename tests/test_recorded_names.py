@@ -21,12 +21,12 @@ from finetune.data.encoding.labelled_text import LabelledEncoder
 from finetune.data.encoding.preference import AnswersEncoder
 from finetune.data.encoding.tagged_words import TaggedEncoder
 from finetune.data.encoding.text import MaskedTextEncoder, SourceTargetEncoder, TextEncoder, TextRowsEncoder
-from finetune.data.precomputed import Manifest as KnownManifest
+from finetune.data.precomputed import PrecomputedManifest as KnownManifest
 from finetune.data.sources.source import open_source
 from finetune.data.token_cache.arrays import ArrayFacts
 from finetune.data.token_cache.cache import identify
 from finetune.data.token_cache.counts import Counts, Share
-from finetune.data.token_cache.store import Manifest as PreparedManifest
+from finetune.data.token_cache.store import PreparedManifest
 from finetune.data.workers import LoaderSettings
 from finetune.model.generation import Manner
 from finetune.report import events

@@ -23,7 +23,7 @@ MANIFEST = "known.json"
 _VALUES = ".values"
 
 
-class Manifest(BaseModel):
+class PrecomputedManifest(BaseModel):
     """What `known.json` holds."""
 
     model_config = ConfigDict(extra="forbid")
@@ -35,13 +35,13 @@ class Manifest(BaseModel):
     arrays: dict[str, ArrayFacts]
 
 
-class KnownArrays:
+class PrecomputedArrays:
     """The arrays by sample, mapped from disk, verified but for the values; raises DamagedSet."""
 
     def __init__(self, folder: Path, *, is_verified: bool = False) -> None:
         self.folder = folder
         try:
-            manifest = Manifest.model_validate(read_json_with_digest(folder / MANIFEST))
+            manifest = PrecomputedManifest.model_validate(read_json_with_digest(folder / MANIFEST))
             arrays = open_arrays(
                 folder, manifest.arrays, verified=lambda name: not is_verified and not name.endswith(_VALUES)
             )
@@ -69,14 +69,14 @@ class KnownArrays:
             raise DamagedSet(self.folder, self._verification.problem, title="what is known of samples beforehand in")
 
 
-class KnownSet(PreparedSet):
+class PrecomputedSet(PreparedSet):
     """A prepared set whose samples deliver what is known of them beside their own arrays.
 
     Raises DataError where what is known is of another number of samples.
     """
 
     def __init__(
-        self, folder: Path, known: KnownArrays, *, shards: Sequence[str] = (), is_verified: bool = False
+        self, folder: Path, known: PrecomputedArrays, *, shards: Sequence[str] = (), is_verified: bool = False
     ) -> None:
         super().__init__(folder, shards=shards, is_verified=is_verified)
         self.known = known
@@ -104,19 +104,19 @@ class KnownSet(PreparedSet):
 def _has_damaged(folder: Path, sample_ids: np.ndarray) -> bool:
     """Tell whether what is known of one of these samples is damaged in the files that stand there now."""
     try:
-        now = KnownArrays(folder)
+        now = PrecomputedArrays(folder)
     except DamagedSet:
         return True
     marks = [sample_checksum(now[index]) for index in sample_ids.tolist()]
     return bool((np.array(marks, np.uint64) != now.checksums[sample_ids]).any())
 
 
-def known_set(prepared: PreparedSet, folder: Path) -> KnownSet:
+def with_precomputed(prepared: PreparedSet, folder: Path) -> PrecomputedSet:
     """Return the set with what the folder knows of its samples; raises DataError."""
-    return KnownSet(prepared.folder, KnownArrays(folder), shards=prepared.shards)
+    return PrecomputedSet(prepared.folder, PrecomputedArrays(folder), shards=prepared.shards)
 
 
-class KnownWriter:
+class PrecomputedWriter:
     """Writes what is known of sample after sample into an empty folder; raises OSError where it cannot."""
 
     def __init__(self, folder: Path) -> None:
@@ -124,21 +124,21 @@ class KnownWriter:
         self._arrays = GrowingArrays(folder, {"marks": ArrayNote("<u8")})
         self._num_samples = 0
 
-    def append(self, known: Sequence[Mapping[str, np.ndarray]]) -> None:
+    def append(self, arrays: Sequence[Mapping[str, np.ndarray]]) -> None:
         """Write the 1-D arrays of the next samples; each has the same names."""
-        if not known:
+        if not arrays:
             return
-        values = {name: np.concatenate([each[name] for each in known]) for name in known[0]}
-        lengths = {name: np.array([len(each[name]) for each in known], np.int64) for name in known[0]}
-        for name in known[0]:
+        values = {name: np.concatenate([each[name] for each in arrays]) for name in arrays[0]}
+        lengths = {name: np.array([len(each[name]) for each in arrays], np.int64) for name in arrays[0]}
+        for name in arrays[0]:
             start = self._arrays.length(f"{name}.values")
             if start is None:
                 start = 0
                 self._arrays.append(f"{name}.offsets", np.zeros(1, np.int64))
             self._arrays.append(f"{name}.values", values[name])
             self._arrays.append(f"{name}.offsets", start + np.cumsum(lengths[name]))
-        self._arrays.append("marks", sample_checksums(values, lengths, num_samples=len(known)))
-        self._num_samples += len(known)
+        self._arrays.append("marks", sample_checksums(values, lengths, num_samples=len(arrays)))
+        self._num_samples += len(arrays)
 
     def finish(self, made_of: Mapping[str, Any]) -> None:
         """Write what makes the folder whole."""
@@ -152,5 +152,5 @@ class KnownWriter:
         self._arrays.close()
 
 
-def _opened(folder: Path, known: Path, shards: Sequence[str]) -> KnownSet:
-    return KnownSet(folder, KnownArrays(known, is_verified=True), shards=shards, is_verified=True)
+def _opened(folder: Path, known: Path, shards: Sequence[str]) -> PrecomputedSet:
+    return PrecomputedSet(folder, PrecomputedArrays(known, is_verified=True), shards=shards, is_verified=True)

@@ -25,7 +25,7 @@ from finetune.data.loader import train_loader
 from finetune.data.order.dataset_view import DatasetView, source_offset
 from finetune.data.order.mixing import MixedSamples
 from finetune.data.order.order import SetOrder
-from finetune.data.precomputed import KnownWriter, known_set
+from finetune.data.precomputed import PrecomputedWriter, with_precomputed
 from finetune.data.sources.source import open_source
 from finetune.data.token_cache.cache import prepare_set
 from finetune.data.token_cache.store import PreparedSet
@@ -145,11 +145,11 @@ def batches(pool, section, **how):
 
 def known_of(prepared, folder):
     folder.mkdir()
-    writer = KnownWriter(folder)
+    writer = PrecomputedWriter(folder)
     writer.append([{"logp": np.array([number], np.float32)} for number in range(len(prepared))])
     writer.finish({})
     writer.close()
-    return known_set(prepared, folder)
+    return with_precomputed(prepared, folder)
 
 
 def flip(path, *, every=1):

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from finetune.data.features import Features
-from finetune.data.precomputed import KnownArrays, KnownWriter, known_set
+from finetune.data.precomputed import PrecomputedArrays, PrecomputedWriter, with_precomputed
 from finetune.data.token_cache.build import SetWriter
 from finetune.data.token_cache.chunks import Chunk
 from finetune.data.token_cache.counts import Counts
@@ -46,7 +46,7 @@ def prepared_of(tmp_path):
 def folder(tmp_path):
     place = tmp_path / "known"
     place.mkdir()
-    writer = KnownWriter(place)
+    writer = PrecomputedWriter(place)
     writer.append([{"a": value, "b": np.array([number])} for number, value in enumerate(VALUES[:2])])
     writer.append([])
     writer.append([{"a": VALUES[2], "b": np.array([2])}])
@@ -56,7 +56,7 @@ def folder(tmp_path):
 
 
 def test_what_is_written_is_read_by_sample(folder):
-    known = KnownArrays(folder)
+    known = PrecomputedArrays(folder)
     assert len(known) == 3
     assert [known[index]["a"].tolist() for index in range(3)] == [[1, 2], [], [3]]
     assert [known[index]["b"].tolist() for index in range(3)] == [[0], [1], [2]]
@@ -65,12 +65,12 @@ def test_what_is_written_is_read_by_sample(folder):
 def test_a_damaged_folder_is_told(folder):
     (folder / "known.json").write_text("{")
     with pytest.raises(DataError, match=r"is damaged: known\.json cannot be trusted"):
-        KnownArrays(folder)
+        PrecomputedArrays(folder)
 
 
 def test_samples_deliver_what_is_known_behind_their_own_arrays(folder, prepared_of):
     prepared = prepared_of(3)
-    made = known_set(prepared, folder)
+    made = with_precomputed(prepared, folder)
     assert isinstance(made[0], Features)
     assert list(made[2].arrays) == [*prepared[2].arrays, "a", "b"]
     assert made[2].arrays["a"].tolist() == [3]
@@ -81,4 +81,4 @@ def test_samples_deliver_what_is_known_behind_their_own_arrays(folder, prepared_
 
 def test_another_number_of_samples_is_told(folder, prepared_of):
     with pytest.raises(DataError, match="knows of 3 samples"):
-        known_set(prepared_of(2), folder)
+        with_precomputed(prepared_of(2), folder)

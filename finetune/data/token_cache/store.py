@@ -41,7 +41,7 @@ class Identity:
     shards: tuple[str, ...] = ()  # names of the files in order: they may change while the rows stay the same
 
 
-class Manifest(BaseModel):
+class PreparedManifest(BaseModel):
     """What `counts.json` holds."""
 
     model_config = ConfigDict(extra="forbid")
@@ -162,7 +162,7 @@ class PreparedSet(Dataset[Features]):
             return [(self.folder, self.is_still_damaged)]
         return [(self.folder, partial(_has_damaged, self.folder, damaged))]
 
-    def _open(self, manifest: Manifest, *, is_verified: bool) -> None:
+    def _open(self, manifest: PreparedManifest, *, is_verified: bool) -> None:
         self.fingerprint = manifest.fingerprint
         self._now = dict(zip(manifest.shards, self.shards, strict=False))  # from the name then to the name now
         self.counts = self._counts(manifest.counts)
@@ -209,9 +209,9 @@ def _opened(folder: Path, shards: Sequence[str]) -> PreparedSet:
     return PreparedSet(folder, shards=shards, is_verified=True)
 
 
-def _read_manifest(folder: Path) -> Manifest:
+def _read_manifest(folder: Path) -> PreparedManifest:
     try:
-        return Manifest.model_validate(read_json_with_digest(folder / MANIFEST))
+        return PreparedManifest.model_validate(read_json_with_digest(folder / MANIFEST))
     except ValidationError as error:
         first = error.errors()[0]
         raise Damaged(f"{MANIFEST}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from error
