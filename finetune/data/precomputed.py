@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from finetune.data.features import Features
 from finetune.data.token_cache.arrays import ArrayFacts, Verification, open_arrays
 from finetune.data.token_cache.integrity import DamagedSet, sample_checksum, sample_checksums
-from finetune.data.token_cache.journal import ArrayNote, GrowingArrays
+from finetune.data.token_cache.journal import AppendableArrays, SyncedArray
 from finetune.data.token_cache.store import PreparedSet
 from finetune.errors import DataError
 from finetune.runtime.files.atomic import fsync
@@ -121,7 +121,7 @@ class PrecomputedWriter:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._arrays = GrowingArrays(folder, {"marks": ArrayNote("<u8")})
+        self._arrays = AppendableArrays(folder, {"marks": SyncedArray("<u8")})
         self._num_samples = 0
 
     def append(self, arrays: Sequence[Mapping[str, np.ndarray]]) -> None:

@@ -15,7 +15,7 @@ from finetune.data.token_cache.chunks import Chunk
 from finetune.data.token_cache.counts import REMEDY, Counts, above, num_duplicates
 from finetune.data.token_cache.encoder_pool import Encoders
 from finetune.data.token_cache.integrity import DamagedSet
-from finetune.data.token_cache.journal import ArrayNote, GrowingArrays, Journal, Noted
+from finetune.data.token_cache.journal import AppendableArrays, Journal, JournalState, SyncedArray
 from finetune.data.token_cache.lengths import Lengths
 from finetune.data.token_cache.store import FORMAT_VERSION, MANIFEST, Identity, PreparedSet
 from finetune.errors import DataError
@@ -54,7 +54,7 @@ def refuse_shares(prepared: PreparedSet, section: AuditSection, *, key: str) -> 
 
 
 _OF_EACH_SAMPLE = {"lengths": "<i4", "num_targets": "<i4", "digests": "<u8", "marks": "<u8", "row_numbers": "<i8"}
-_BEGUN = {name: ArrayNote(dtype) for name, dtype in _OF_EACH_SAMPLE.items()}
+_BEGUN = {name: SyncedArray(dtype) for name, dtype in _OF_EACH_SAMPLE.items()}
 
 
 class SetWriter:
@@ -90,7 +90,7 @@ class SetWriter:
 
     def note(self) -> None:
         """Make sure that what is written survives, so that it is not made again."""
-        noted = Noted(self._counts, self._arrays.sync(), tuple(self._origins))
+        noted = JournalState(self._counts, self._arrays.sync(), tuple(self._origins))
         self._journal.note(noted, num_origins_noted=self._num_origins_noted)
         self._num_origins_noted = len(self._origins)
 
@@ -120,18 +120,18 @@ class SetWriter:
         """Let go of the files."""
         self._arrays.close()
 
-    def _taken_up(self) -> tuple[Noted, GrowingArrays]:
+    def _taken_up(self) -> tuple[JournalState, AppendableArrays]:
         """Return the last state noted and the arrays cut back to it; where the files are not as left, an empty one."""
         try:
             _require_files(self._folder)
             noted = self._journal.read()
             if noted.arrays:
-                return noted, GrowingArrays(self._folder, noted.arrays)
+                return noted, AppendableArrays(self._folder, noted.arrays)
         except (ValueError, TypeError, KeyError, OSError) as error:
             self.given_up = str(error)
         _empty(self._folder)
         self._journal.remove()
-        return Noted(), GrowingArrays(self._folder, _BEGUN)
+        return JournalState(), AppendableArrays(self._folder, _BEGUN)
 
     def _append_values(self, name: str, values: np.ndarray, *, lengths: np.ndarray) -> None:
         start = self._arrays.length(f"{name}.values")

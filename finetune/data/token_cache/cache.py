@@ -18,7 +18,7 @@ from finetune.data.token_cache.build import Advance, build_set, refuse, refuse_s
 from finetune.data.token_cache.chunks import Encode, Recipe, make_recipe
 from finetune.data.token_cache.encoder_pool import Encoders, WorkersLost
 from finetune.data.token_cache.integrity import DamagedSet, damaged_copies, put_aside
-from finetune.data.token_cache.journal import rows_noted
+from finetune.data.token_cache.journal import num_journaled_rows
 from finetune.data.token_cache.lengths import Lengths
 from finetune.data.token_cache.store import FORMAT_VERSION, Identity, PreparedSet
 from finetune.data.workers import num_prepare_workers
@@ -148,7 +148,7 @@ def prepare_set(
     recipe = make_recipe(source.format, encode, section=section, unknown_ids=unknown_ids, length=length)
     shown = _Shown(source, watch) if watch else _Said(source.key, log)
     build = partial(_build, source=source, recipe=recipe, made_of=made_of, section=section, advance=shown, log=log)
-    make = partial(_make, folder, build, log=log, while_waiting=lambda made: shown(rows_noted(made)))
+    make = partial(_make, folder, build, log=log, while_waiting=lambda made: shown(num_journaled_rows(made)))
     prepared, is_new = opened(folder, make, made_of=made_of, key=source.key, log=log)
     for line in prepared.counts.lines():
         log(f"{source.key}: {line}")
@@ -215,7 +215,7 @@ def _build(
     log: Log,
 ) -> None:
     """Make the set; what cannot become one is removed, what was only cut off is kept to go on from."""
-    done = rows_noted(staging)
+    done = num_journaled_rows(staging)
     if done:
         log(f"{source.key}: {done:,} rows are tokenised already; it goes on from there")
     try:

@@ -19,7 +19,7 @@ from finetune.runtime.files.digests import Damaged, check_digest, require_undama
 _PIECE_BYTES = 1 << 20
 
 
-class ArrayNote(NamedTuple):
+class SyncedArray(NamedTuple):
     """What an array was when it was last brought to the disk."""
 
     dtype: str
@@ -27,14 +27,14 @@ class ArrayNote(NamedTuple):
     digest: str = ""  # of all its values
 
 
-class GrowingArray:
+class AppendableArray:
     """An `.npy` file that is appended to; its header is right once `finish` has been called.
 
     With a note, an existing file goes on from there, and what stands behind is cut off; raises ValueError where the
     file is not that long, or does not hold what it held.
     """
 
-    def __init__(self, path: Path, dtype: np.dtype[Any], *, note: ArrayNote | None = None) -> None:
+    def __init__(self, path: Path, dtype: np.dtype[Any], *, note: SyncedArray | None = None) -> None:
         self.length = note.length if note else 0
         self._dtype = dtype
         self._digests = BlockDigests()
@@ -74,16 +74,16 @@ class GrowingArray:
             self._file.close()
 
     @property
-    def note(self) -> ArrayNote:
+    def note(self) -> SyncedArray:
         """Return what is to be known of it to go on from here."""
-        return ArrayNote(self._dtype.str, self.length, self._digests.rolled)
+        return SyncedArray(self._dtype.str, self.length, self._digests.rolled)
 
     @property
     def facts(self) -> ArrayFacts:
         """Return what it can be verified against."""
         return ArrayFacts(dtype=self._dtype.str, length=self.length, digests=self._digests.digests.hex())
 
-    def _read_again(self, note: ArrayNote, *, name: str) -> None:
+    def _read_again(self, note: SyncedArray, *, name: str) -> None:
         left = self.length * self._dtype.itemsize
         while left > 0:
             content = self._file.read(min(left, _PIECE_BYTES))
@@ -99,13 +99,13 @@ class GrowingArray:
         np.lib.format.write_array_header_1_0(self._file, described)
 
 
-class GrowingArrays:
+class AppendableArrays:
     """The arrays of a folder, by their names."""
 
-    def __init__(self, folder: Path, notes: Mapping[str, ArrayNote]) -> None:
+    def __init__(self, folder: Path, notes: Mapping[str, SyncedArray]) -> None:
         self._folder = folder
         self._arrays = {
-            name: GrowingArray(self._path(name), np.dtype(note.dtype), note=note) for name, note in notes.items()
+            name: AppendableArray(self._path(name), np.dtype(note.dtype), note=note) for name, note in notes.items()
         }
 
     def length(self, name: str) -> int | None:
@@ -120,10 +120,10 @@ class GrowingArrays:
     def append(self, name: str, values: np.ndarray) -> None:
         """Write the values behind those of the array, which is begun where it is not there yet."""
         if name not in self._arrays:
-            self._arrays[name] = GrowingArray(self._path(name), values.dtype)
+            self._arrays[name] = AppendableArray(self._path(name), values.dtype)
         self._arrays[name].append(values)
 
-    def sync(self) -> dict[str, ArrayNote]:
+    def sync(self) -> dict[str, SyncedArray]:
         """Make all survive a power cut and return what is to be known of each."""
         for array in self._arrays.values():
             array.sync()
@@ -148,11 +148,11 @@ NAME = "journal.jsonl"
 
 
 @dataclass(frozen=True)
-class Noted:
+class JournalState:
     """What is safely on the disk."""
 
     counts: Counts = field(default_factory=Counts)
-    arrays: Mapping[str, ArrayNote] | None = None  # None: nothing is there yet
+    arrays: Mapping[str, SyncedArray] | None = None  # None: nothing is there yet
     origins: tuple[tuple[int, str], ...] = ()  # from which sample on the rows come from which origin
 
 
@@ -165,21 +165,21 @@ class Journal:
         self._head = head
         self._num_lines = 0
 
-    def read(self) -> Noted:
+    def read(self) -> JournalState:
         """Return the last state noted, and take out a line behind it that a kill has torn."""
-        noted, end = Noted(), 0
+        noted, end = JournalState(), 0
         for line, read in _lines(self._path):
             if (line["head"], line["number"]) != (self._head, self._num_lines):
                 break
             self._num_lines += 1
             origins = (*noted.origins, *((first, name) for first, name in line["origins"]))
-            arrays = {name: ArrayNote(*note) for name, note in line["arrays"].items()}
-            noted, end = Noted(Counts(**line["counts"]), arrays, origins), read
+            arrays = {name: SyncedArray(*note) for name, note in line["arrays"].items()}
+            noted, end = JournalState(Counts(**line["counts"]), arrays, origins), read
         if self._path.exists():
             os.truncate(self._path, end)
         return noted
 
-    def note(self, noted: Noted, *, num_origins_noted: int) -> None:
+    def note(self, noted: JournalState, *, num_origins_noted: int) -> None:
         """Add a line; the origins noted before are not repeated."""
         is_new = not self._path.exists()
         line = {
@@ -203,7 +203,7 @@ class Journal:
         self._path.unlink(missing_ok=True)
 
 
-def rows_noted(folder: Path) -> int:
+def num_journaled_rows(folder: Path) -> int:
     """Return how many rows the process that makes the set in this folder has behind it."""
     counts = [line["counts"]["rows"] for line, _ in _lines(folder / NAME)]
     return int(counts[-1]) if counts else 0

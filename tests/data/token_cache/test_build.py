@@ -13,7 +13,7 @@ from finetune.data.token_cache import build, encoder_pool
 from finetune.data.token_cache.build import build_set
 from finetune.data.token_cache.chunks import make_recipe
 from finetune.data.token_cache.encoder_pool import Encoders
-from finetune.data.token_cache.journal import NAME, rows_noted
+from finetune.data.token_cache.journal import NAME, num_journaled_rows
 from finetune.data.token_cache.store import Identity, PreparedSet
 from finetune.errors import DataError
 from finetune.runtime.supervision.faults import VARIABLE
@@ -84,7 +84,7 @@ def test_a_killed_build_goes_on_and_the_bits_are_the_same(build_here, tmp_path, 
     whole, cut_off = tmp_path / "whole", tmp_path / "cut_off"
     counts = build_here(whole)
     assert in_a_process(monkeypatch, f"{fault} do=kill", lambda: build_here(cut_off)) == -signal.SIGKILL
-    assert rows_noted(cut_off) == num_noted
+    assert num_journaled_rows(cut_off) == num_noted
     assert build_here(cut_off) == counts
     assert build_here.encoded == NUM_ROWS - num_noted
     assert build_here.told[0] == num_noted
@@ -98,7 +98,7 @@ def test_a_build_may_be_killed_again_and_again(build_here, tmp_path, monkeypatch
     build_here(whole)
     noted = []
     while in_a_process(monkeypatch, "prepare.noted do=kill", lambda: build_here(cut_off)) != 0:
-        noted.append(rows_noted(cut_off))
+        noted.append(num_journaled_rows(cut_off))
     assert noted == [10, 20, 30, 40, 50]
     assert content_of(cut_off) == content_of(whole)
 
@@ -127,7 +127,7 @@ def cut_off_after(num_rows, folder, build_here, monkeypatch):
     with pytest.raises(RuntimeError):
         build_here(folder)
     monkeypatch.delenv(VARIABLE)
-    assert rows_noted(folder) == num_rows
+    assert num_journaled_rows(folder) == num_rows
 
 
 def test_a_torn_line_of_the_journal_is_as_if_it_had_never_been(build_here, tmp_path, monkeypatch):
@@ -135,7 +135,7 @@ def test_a_torn_line_of_the_journal_is_as_if_it_had_never_been(build_here, tmp_p
     build_here(whole)
     cut_off_after(30, torn, build_here, monkeypatch)
     os.truncate(torn / NAME, (torn / NAME).stat().st_size - 5)
-    assert rows_noted(torn) == 20
+    assert num_journaled_rows(torn) == 20
     build_here(torn)
     assert build_here.encoded == NUM_ROWS - 20
     assert content_of(torn) == content_of(whole)
