@@ -48,7 +48,7 @@ def final(tmp_path_factory, tokenizer):
     for _ in range(60):
         for word in ("moon", "star"):
             turns = [{"role": "user", "content": f"say {word}"}, {"role": "assistant", "content": word}]
-            prompt = tokenize(tokenizer, render(tokenizer, turns[:1], with_answer_cue=True).text)
+            prompt = tokenize(tokenizer, render(tokenizer, turns[:1], add_generation_prompt=True).text)
             tokens = torch.tensor([tokenize(tokenizer, render(tokenizer, turns).text)])
             labels = tokens.clone()
             labels[:, : len(prompt)] = -100

@@ -150,7 +150,7 @@ class _Sample:
     def prompt(self) -> list[int]:
         """Return the tokens that a model is asked with, made as those who use it make them."""
         turns, tools = self.row["messages"][:-1], self.row.get("tools")
-        return tokenize(self.tokenizer, render(self.tokenizer, turns, tools=tools, with_answer_cue=True).text)
+        return tokenize(self.tokenizer, render(self.tokenizer, turns, tools=tools, add_generation_prompt=True).text)
 
     def begins_with(self, token: int | None) -> bool:
         return self.ids[0] == token

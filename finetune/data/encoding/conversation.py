@@ -7,8 +7,8 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from finetune.data.encoding.control_tokens import ControlTokens, texts_in
-from finetune.data.encoding.dropped_content import DropCheck
-from finetune.data.encoding.target_spans import Lesson, Masking, TrainOn
+from finetune.data.encoding.dropped_content import DroppedContentCheck
+from finetune.data.encoding.target_spans import RenderedChat, TargetFinder, TrainOn
 from finetune.data.encoding.tokenizer import Encoded, Tokens, begins_twice, end_of_sequence
 from finetune.data.features import Features, Outcome, attempted
 from finetune.data.rows import Row, well_formed
@@ -40,7 +40,7 @@ class ConversationEncoder:
         self._tokens = Tokens(tokenizer)
         self._system_prompt = system_prompt
         name = f"`{template}`" if template else "the tokenizer's own"
-        self._masking = Masking(tokenizer, end_of_turn(tokenizer), train_on, name)
+        self._finder = TargetFinder(tokenizer, end_of_turn(tokenizer), train_on, name)
         self._control = ControlTokens(tokenizer, turn_marks=turn_tokens(tokenizer), allowed=allow_special_tokens)
         self._turn_marks = plain_turn_marks(tokenizer, self._control.names)
 
@@ -50,27 +50,27 @@ class ConversationEncoder:
         None where nothing is learnt; the DataError where the template refuses a row, would drop some of it in silence,
         or where its rendering of a beginning is not the beginning of its rendering of the whole, in text or in tokens.
         """
-        drops = DropCheck(self._masking)
-        lessons = [attempted(self._lesson, row, drops) for row in rows]
-        found = [each for each in lessons if isinstance(each, Lesson)]
+        drops = DroppedContentCheck(self._finder)
+        lessons = [attempted(self._rendered_chat, row, drops) for row in rows]
+        found = [each for each in lessons if isinstance(each, RenderedChat)]
         ordinary = iter(self._tokens.encode([each.text for each in found if not each.has_control_names]))
         renamed = [self._control.renamed(each.text) for each in found if each.has_control_names]
         guarded = iter(self._control.tokens.encode(renamed) if renamed else ())
         return [
             attempted(self._sample, each, next(guarded if each.has_control_names else ordinary))
-            if isinstance(each, Lesson)
+            if isinstance(each, RenderedChat)
             else each
             for each in lessons
         ]
 
-    def _lesson(self, row: Row, drops: DropCheck) -> Lesson | None:
+    def _rendered_chat(self, row: Row, drops: DroppedContentCheck) -> RenderedChat | None:
         """Return the row as text; its texts cannot be taken for control tokens."""
         said = (row["messages"], row.get("tools") or ())
         if not self._control.held_by(said):
-            lesson = self._ordinary_lesson(row, drops)
+            lesson = self._plain_rendered_chat(row, drops)
         else:
             messages, tools = self._control.with_stand_ins(said)
-            lesson = self._ordinary_lesson({**row, "messages": messages, "tools": tools}, drops)
+            lesson = self._plain_rendered_chat({**row, "messages": messages, "tools": tools}, drops)
             lesson = lesson and replace(lesson, has_control_names=True)
             self._check_same_rendering(row, {**row, "messages": messages, "tools": tools})
         if lesson is None or self._turn_marks is None:
@@ -84,14 +84,14 @@ class ConversationEncoder:
         ]
         if texts[0] != self._control.restored(texts[1]):
             raise DataError(
-                f"holds names of control tokens, which the chat template ({self._masking.template}) does not treat as "
+                f"holds names of control tokens, which the chat template ({self._finder.template}) does not treat as "
                 "text. Remove them from the row, or set data.allow_special_tokens: true."
             )
 
-    def _ordinary_lesson(self, row: Row, drops: DropCheck) -> Lesson | None:
+    def _plain_rendered_chat(self, row: Row, drops: DroppedContentCheck) -> RenderedChat | None:
         turns, tools = self._turns(row), row.get("tools") or None
         context = row.get("num_context_turns", 0) + len(turns) - len(row["messages"])
-        lesson = self._masking.lesson(turns, tools, num_context_turns=context)
+        lesson = self._finder.rendered_chat(turns, tools, num_context_turns=context)
         if lesson is not None:
             well_formed(lesson.text)
             drops.check(turns, tools)
@@ -101,15 +101,15 @@ class ConversationEncoder:
         """Return the turns as the chat template is given them."""
         return with_system_prompt(row["messages"], self._system_prompt)
 
-    def _sample(self, lesson: Lesson, encoded: Encoded) -> Features:
-        if lesson.has_control_names:
+    def _sample(self, chat: RenderedChat, encoded: Encoded) -> Features:
+        if chat.has_control_names:
             self._control.check(encoded.ids.tolist(), encoded.text)
-        features = self._features(lesson, encoded)
-        if not lesson.has_control_names and not lesson.has_turn_marks:
+        features = self._features(chat, encoded)
+        if not chat.has_control_names and not chat.has_turn_marks:
             return features
-        return replace(features, has_control_names=lesson.has_control_names, has_turn_marks=lesson.has_turn_marks)
+        return replace(features, has_control_names=chat.has_control_names, has_turn_marks=chat.has_turn_marks)
 
-    def _features(self, lesson: Lesson, encoded: Encoded) -> Features:
+    def _features(self, chat: RenderedChat, encoded: Encoded) -> Features:
         ids, end = encoded.ids, 0
         if begins_twice(ids[:2].tolist(), self._tokenizer):
             raise DataError(
@@ -117,12 +117,12 @@ class ConversationEncoder:
                 "Remove one from the template, or from the row where it stands there."
             )
         is_target = np.zeros(len(ids), dtype=bool)
-        for stretch in lesson.stretches:
+        for stretch in chat.spans:
             start, end = (_edge(encoded, place, what=stretch.what) for place in (stretch.start, stretch.end))
             is_target[start:end] = True
         is_target[:1] = False  # nothing stands before it that it could be predicted from
         is_ended = end > 0 and is_target[end - 1] and int(ids[end - 1]) in self._tokens.special
-        if is_ended or not lesson.may_be_open:
+        if is_ended or not chat.may_be_open:
             return _features(ids, is_target)
         return _features([*ids[:end].tolist(), end_of_sequence(self._tokenizer)], np.append(is_target[:end], True))
 

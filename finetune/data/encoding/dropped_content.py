@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from finetune.data.encoding.target_spans import Masking
+from finetune.data.encoding.target_spans import TargetFinder
 from finetune.data.templates.rendering import Tools, render
 from finetune.data.turns import Turn
 from finetune.errors import DataError
@@ -21,11 +21,11 @@ class Part(NamedTuple):
     detail: str = ""
 
 
-class DropCheck:
+class DroppedContentCheck:
     """Looks at the first row that has a part of some kind; one is made for each chunk of rows, so it costs little."""
 
-    def __init__(self, masking: Masking) -> None:
-        self._masking = masking
+    def __init__(self, finder: TargetFinder) -> None:
+        self._finder = finder
         self._seen: set[Part] = set()
 
     def check(self, turns: Sequence[Turn], tools: Tools | None) -> None:
@@ -34,16 +34,16 @@ class DropCheck:
         if not unseen:
             return
         self._seen.update(unseen)
-        text = render(self._masking.tokenizer, turns, tools=tools).text
+        text = render(self._finder.tokenizer, turns, tools=tools).text
         for part in unseen:
             if self._is_same_without(part, turns, tools, text=text):
-                raise DataError(f"the chat template ({self._masking.template}) drops {_NAMES[part.kind](part)}")
-        _check_written(turns, text=text, template=self._masking.template)
+                raise DataError(f"the chat template ({self._finder.template}) drops {_NAMES[part.kind](part)}")
+        _check_written(turns, text=text, template=self._finder.template)
 
     def _is_same_without(self, part: Part, turns: Sequence[Turn], tools: Tools | None, *, text: str) -> bool:
         less = None if part.kind == "tools" else tools
         try:
-            return render(self._masking.tokenizer, without(part, turns), tools=less).text == text
+            return render(self._finder.tokenizer, without_part(part, turns), tools=less).text == text
         except DataError:  # it cannot do without
             return False
 
@@ -62,7 +62,7 @@ def parts_of(turns: Sequence[Turn], tools: Tools | None) -> Iterator[Part]:
         yield Part("reasoning", turns[-1]["role"])
 
 
-def without(part: Part, turns: Sequence[Turn]) -> list[Turn]:
+def without_part(part: Part, turns: Sequence[Turn]) -> list[Turn]:
     """Return the turns of the part's role without the part; with another content, as some templates need one."""
     if part.kind == "tools":
         return list(turns)

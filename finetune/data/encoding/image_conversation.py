@@ -11,8 +11,8 @@ import numpy as np
 from PIL import Image
 
 from finetune.data.encoding.conversation import ConversationEncoder
-from finetune.data.encoding.dropped_content import DropCheck
-from finetune.data.encoding.target_spans import Lesson, Stretch, TrainOn
+from finetune.data.encoding.dropped_content import DroppedContentCheck
+from finetune.data.encoding.target_spans import RenderedChat, Span, TrainOn
 from finetune.data.encoding.tokenizer import Encoded
 from finetune.data.features import Features
 from finetune.data.images.decode import decode_image
@@ -133,7 +133,7 @@ IMAGES, SIZES = "images", "image_sizes"
 
 
 @dataclass(frozen=True)
-class PicturedLesson(Lesson):
+class RenderedImageChat(RenderedChat):
     """A lesson whose text has its images written out."""
 
     expansion: Expansion
@@ -176,21 +176,21 @@ class PicturedEncoder(ConversationEncoder):
 
     def _turns(self, row: Row) -> Sequence[Turn]:
         turns = super()._turns(row)
-        if self._masking.train_on == "last_assistant":
+        if self._finder.train_on == "last_assistant":
             last = max((place for place, turn in enumerate(turns) if turn["role"] == "assistant"), default=-1)
             turns = turns[: last + 1] or turns
         return [_in_parts(turn) for turn in turns] if self._as_parts else turns
 
-    def _lesson(self, row: Row, drops: DropCheck) -> Lesson | None:
-        lesson = super()._lesson(row, drops)
+    def _rendered_chat(self, row: Row, drops: DroppedContentCheck) -> RenderedChat | None:
+        lesson = super()._rendered_chat(row, drops)
         if lesson is None:
             return None
         num_images = sum(_num_images(turn) for turn in self._turns(row))
         self._check_marks(lesson.text, num_images)
         images = tuple(_read(image) for image in list(row.get("images", ()))[:num_images])
         expansion = self.pictures.expand(lesson.text, images)
-        stretches = [Stretch(expansion.moved(s.start), expansion.moved(s.end), s.what) for s in lesson.stretches]
-        return PicturedLesson(
+        stretches = [Span(expansion.moved(s.start), expansion.moved(s.end), s.what) for s in lesson.spans]
+        return RenderedImageChat(
             expansion.text,
             tuple(stretches),
             lesson.may_be_open,
@@ -209,20 +209,20 @@ class PicturedEncoder(ConversationEncoder):
                 "no text may hold it."
             )
 
-    def _features(self, lesson: Lesson, encoded: Encoded) -> Features:
-        assert isinstance(lesson, PicturedLesson)
-        features = super()._features(lesson, encoded)
-        shown = lesson.text if lesson.has_control_names else None  # what the processor was given
+    def _features(self, chat: RenderedChat, encoded: Encoded) -> Features:
+        assert isinstance(chat, RenderedImageChat)
+        features = super()._features(chat, encoded)
+        shown = chat.text if chat.has_control_names else None  # what the processor was given
         ours = encoded.ids if shown is None else np.asarray(self._tokens.ids(shown), np.uint32)
-        prefix = _prefix(lesson.expansion.ids, ours, tokenizer=self._tokenizer)
+        prefix = _prefix(chat.expansion.ids, ours, tokenizer=self._tokenizer)
         ids = np.concatenate([np.array(prefix, np.uint32), features.arrays["input_ids"]])
         is_target = np.concatenate([np.zeros(len(prefix), dtype=bool), features.arrays["is_target"]])
-        is_target &= ~np.isin(ids, self._tokens_of(lesson.expansion))
-        per_token = lesson.expansion.per_token
-        if lesson.has_control_names:
-            per_token = {name: _by_token(values, lesson.expansion.ids, ids) for name, values in per_token.items()}
+        is_target &= ~np.isin(ids, self._tokens_of(chat.expansion))
+        per_token = chat.expansion.per_token
+        if chat.has_control_names:
+            per_token = {name: _by_token(values, chat.expansion.ids, ids) for name, values in per_token.items()}
         told = {name: _fitted(per_token.get(name), len(ids)) for name in self.pictures.per_token}
-        return Features({"input_ids": ids, "is_target": is_target, **told, **_image_arrays(lesson.images)})
+        return Features({"input_ids": ids, "is_target": is_target, **told, **_image_arrays(chat.images)})
 
     def _tokens_of(self, expansion: Expansion) -> list[int]:
         """Return the special tokens that images are written with."""

@@ -62,10 +62,10 @@ def prompt_ids(tokenizer: PreTrainedTokenizerBase, question: Question) -> list[i
     led = list(question.turns[: int(question.has_own_system)])
     asked = (question.turns[len(led) :], question.tools or ())
     if not control.held_by(asked):
-        rendered = render(tokenizer, question.turns, tools=question.tools, with_answer_cue=True)
+        rendered = render(tokenizer, question.turns, tools=question.tools, add_generation_prompt=True)
         return tokenize(tokenizer, well_formed(rendered.text))
     turns, tools = control.with_stand_ins(asked)
-    rendered = render(tokenizer, [*led, *turns], tools=tools or None, with_answer_cue=True)
+    rendered = render(tokenizer, [*led, *turns], tools=tools or None, add_generation_prompt=True)
     text = control.renamed(rendered.text)
     ids = control.tokens.ids(well_formed(text))
     control.check(ids, text)

@@ -41,7 +41,7 @@ def render(
     turns: Sequence[Turn],
     *,
     tools: Tools | None = None,
-    with_answer_cue: bool = False,
+    add_generation_prompt: bool = False,
 ) -> Rendering:
     """Return the turns as `tokenizer.apply_chat_template` renders them; with the cue, as a prompt to be answered.
 
@@ -54,23 +54,23 @@ def render(
             "conversations": [[{key: part for key, part in turn.items() if part is not None} for turn in turns]],
             "tools": tools,
             "chat_template": template,
-            "add_generation_prompt": with_answer_cue,
+            "add_generation_prompt": add_generation_prompt,
             "return_assistant_tokens_mask": has_markers(template),
             **tokenizer.special_tokens_map,
         }
-        name = file_of_template(tokenizer)
+        name = template_file(tokenizer)
         if name is None and is_tame(template):
             text, marked = render_chat(arguments)
         else:
             text, marked = limited(render_chat, arguments, name=name or "of the model", template=template)
     except (*_FAILURES, TemplateRefused) as error:
         roles = ", ".join(str(turn["role"]) for turn in turns)
-        which = f" ({name})" if (name := file_of_template(tokenizer)) else ""
+        which = f" ({name})" if (name := template_file(tokenizer)) else ""
         raise DataError(f"the chat template{which} refuses the conversation ({roles}): {error}") from error
     return Rendering(text, tuple((start, end) for start, end in marked))
 
 
-def file_of_template(tokenizer: PreTrainedTokenizerBase) -> str | None:
+def template_file(tokenizer: PreTrainedTokenizerBase) -> str | None:
     """Return the file that the job names as chat template; None for one of ours, and for the tokenizer's own."""
     name: str | None = getattr(tokenizer, _FILE, None)
     return name
@@ -126,7 +126,7 @@ def _renderings(tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
             for role, text in zip(("user", "assistant", "user", "assistant", "user"), _SAID, strict=True)
         ]
         try:
-            yield render(tokenizer, turns, with_answer_cue=True).text
+            yield render(tokenizer, turns, add_generation_prompt=True).text
             return
         except DataError:  # such as one that wants parts
             continue
