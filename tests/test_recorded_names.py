@@ -15,8 +15,8 @@ from finetune.data.audit.audit import Audit, Exceeded, Histogram, SourceAudit
 from finetune.data.audit.padding import Padding
 from finetune.data.audit.template_check import Difference, TemplateCheck
 from finetune.data.encoding.conversation import ConversationEncoder
-from finetune.data.encoding.image_conversation import PicturedEncoder
-from finetune.data.encoding.labelled_images import ImageEncoder
+from finetune.data.encoding.image_conversation import ImageConversationEncoder
+from finetune.data.encoding.labelled_images import LabelledImageEncoder
 from finetune.data.encoding.labelled_text import LabelledEncoder
 from finetune.data.encoding.preference import AnswersEncoder
 from finetune.data.encoding.tagged_words import TaggedEncoder
@@ -56,10 +56,10 @@ ENCODERS = {
     TaggedEncoder: ("data.encoding.tagged.TaggedEncoder", "15430e438b8910ae0f00b6ef0e06b6ba"),
     AnswersEncoder: ("data.encoding.answers.AnswersEncoder", "610cbdd250631e5b29cb10f3c87118a1"),
     LabelledEncoder: ("data.encoding.labelled.LabelledEncoder", "bec330bf7798a7f07f394225767bacb0"),
-    ImageEncoder: ("data.encoding.labelled_images.ImageEncoder", "19edf5ef5580fdf3c925ca6897d2c6a2"),
+    LabelledImageEncoder: ("data.encoding.labelled_images.ImageEncoder", "19edf5ef5580fdf3c925ca6897d2c6a2"),
     MaskedTextEncoder: ("data.encoding.masked_text.MaskedTextEncoder", "b7d61d60f0777b9bf21bfce517d6a3a5"),
     TextEncoder: ("data.encoding.text.TextEncoder", "79d58aa44808d66ed1d46a0fd00efc07"),
-    PicturedEncoder: ("data.encoding.pictures.PicturedEncoder", "8408b530f5a2bdd321a57b4b764421c5"),
+    ImageConversationEncoder: ("data.encoding.pictures.PicturedEncoder", "8408b530f5a2bdd321a57b4b764421c5"),
     ConversationEncoder: ("data.encoding.encode.ConversationEncoder", "0d9d829e44910683ba55c6a4e290161b"),
     BaseTask: ("task.base.BaseTask.encode", "74c59ad65d40384f0dd95ddf3d6f4400"),
 }

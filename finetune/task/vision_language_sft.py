@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from finetune.data.batch import Batch
-from finetune.data.encoding.image_conversation import PicturedEncoder, Pictures, images_of
+from finetune.data.encoding.image_conversation import ImageConversationEncoder, ImageTextProcessor, images_of
 from finetune.data.features import Features
 from finetune.data.token_cache.chunks import Encode
 from finetune.data.workers import Cost
@@ -33,7 +33,7 @@ class VisionLanguageSftTask(SftTask):
         self._processor = context.processor
         self._processor.chat_template = context.tokenizer.chat_template
         super().__init__(context)
-        self._pictures: Pictures = self._pictured.pictures
+        self._pictures: ImageTextProcessor = self._pictured.pictures
         self._blank = self._pictured.blank()
 
     @property
@@ -70,7 +70,7 @@ class VisionLanguageSftTask(SftTask):
 
     def _make_encoder(self) -> Encode:
         data = self.data
-        self._pictured = PicturedEncoder(
+        self._pictured = ImageConversationEncoder(
             self._processor,
             train_on=data.train_on,
             system_prompt=data.system_prompt,

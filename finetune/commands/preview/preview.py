@@ -14,7 +14,7 @@ from finetune.commands.preview.terminal import print_batches
 from finetune.config.load import load_config
 from finetune.config.run_config import RunConfig
 from finetune.config.sections.data import AuditSection
-from finetune.data.encoding.labelled_images import IMAGE, LABEL, name_of
+from finetune.data.encoding.labelled_images import IMAGE, LABEL, image_name
 from finetune.data.features import Features
 from finetune.data.images.decode import image_facts
 from finetune.data.order.dataset_view import DatasetView
@@ -60,7 +60,7 @@ def image_line(features: Features, task: Task, *, place: str) -> str:
     facts = image_facts(content)
     label = task.facts["labels"][int(features.arrays[LABEL][0])]
     size = f"{facts.width} x {facts.height} {facts.kind}, {format_size(len(content))}"
-    return f"{name_of(features)}  {size}  class `{label}`  ({place})"
+    return f"{image_name(features)}  {size}  class `{label}`  ({place})"
 
 
 def _batch_line(position: int, cut: Cut) -> str:

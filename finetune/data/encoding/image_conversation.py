@@ -31,7 +31,7 @@ _BLANK_PIXELS = 64
 
 
 @dataclass(frozen=True)
-class Expansion:
+class ExpandedText:
     """A text as the processor writes it out, and where its image marks went."""
 
     text: str
@@ -45,7 +45,7 @@ class Expansion:
         return place + sum(added for end, added in self.gains if end <= place)
 
 
-class Pictures:
+class ImageTextProcessor:
     """A processor of images and text, asked for one row at a time."""
 
     def __init__(self, processor: Any) -> None:
@@ -54,13 +54,13 @@ class Pictures:
         if not self.mark:
             raise DataError(f"{type(processor).__name__} has no image token: it cannot place images in a conversation.")
 
-    def expand(self, text: str, images: Sequence[bytes]) -> Expansion:
+    def expand(self, text: str, images: Sequence[bytes]) -> ExpandedText:
         """Return the text with each image's mark written out; raises DataError for an image that is none."""
         begins = self.processor.tokenizer.bos_token
         outputs = self._asked(text, images, add_special_tokens=not (begins and text.startswith(begins)))
         changes = outputs[_OFFSETS][0] if images else []
         ids = tuple(map(int, outputs["input_ids"][0]))
-        return Expansion(
+        return ExpandedText(
             text=_replaced(text, changes),
             ids=ids,
             gains=tuple((each["span"][1], len(each["replacement"]) - len(each["text"])) for each in changes),
@@ -95,7 +95,7 @@ class Pictures:
         return special.most_common(1)[0][0]
 
     def _asked(self, text: str, images: Sequence[bytes], **settings: Any) -> Mapping[str, Any]:
-        shown = [decoded(image, number) for number, image in enumerate(images, start=1)]
+        shown = [decode_row_image(image, number) for number, image in enumerate(images, start=1)]
         wish = {"return_text_replacement_offsets": True} if images else {}
         try:
             return dict(self.processor(text=[text], images=[shown] if images else None, **wish, **settings))
@@ -103,7 +103,7 @@ class Pictures:
             raise DataError(f"{type(self.processor).__name__} refuses the row: {error}") from error
 
 
-def decoded(image: bytes, number: int) -> Image.Image:
+def decode_row_image(image: bytes, number: int) -> Image.Image:
     """Return the image of a row; raises DataError with its number for one that is broken."""
     try:
         return decode_image(image)
@@ -136,12 +136,12 @@ IMAGES, SIZES = "images", "image_sizes"
 class RenderedImageChat(RenderedChat):
     """A lesson whose text has its images written out."""
 
-    expansion: Expansion
+    expansion: ExpandedText
     images: tuple[bytes, ...]
 
 
 @recorded_as("data.encoding.pictures.PicturedEncoder")
-class PicturedEncoder(ConversationEncoder):
+class ImageConversationEncoder(ConversationEncoder):
     """Encodes conversations with images; the tokens of an image are never targets.
 
     Features hold `input_ids`, `is_target`, what else the processor says of each token, and the encoded images.
@@ -164,7 +164,7 @@ class PicturedEncoder(ConversationEncoder):
             template=template,
             allow_special_tokens=allow_special_tokens,
         )
-        self.pictures = Pictures(processor)
+        self.pictures = ImageTextProcessor(processor)
         self._as_parts = _wants_parts(tokenizer)
 
     def blank(self) -> Features:
@@ -224,7 +224,7 @@ class PicturedEncoder(ConversationEncoder):
         told = {name: _fitted(per_token.get(name), len(ids)) for name in self.pictures.per_token}
         return Features({"input_ids": ids, "is_target": is_target, **told, **_image_arrays(chat.images)})
 
-    def _tokens_of(self, expansion: Expansion) -> list[int]:
+    def _tokens_of(self, expansion: ExpandedText) -> list[int]:
         """Return the special tokens that images are written with."""
         tokens = {token for text in set(expansion.written) for token in self._tokens.remembered(text)}
         return [token for token in tokens if is_special(self._tokenizer, token)]
@@ -236,7 +236,7 @@ def images_of(features: Features) -> list[Image.Image]:
     content = features.arrays[IMAGES]
     starts = ends - features.arrays[SIZES]
     return [
-        decoded(content[start:end].tobytes(), number)
+        decode_row_image(content[start:end].tobytes(), number)
         for number, (start, end) in enumerate(zip(starts, ends, strict=True), start=1)
     ]
 

@@ -23,7 +23,7 @@ _NAME_PARTS = 2
 
 @recorded_as("data.encoding.labelled_images.ImageEncoder")
 @dataclass(frozen=True)
-class ImageEncoder:
+class LabelledImageEncoder:
     """Encodes rows of `image` and `label`. Small enough to be sent to other processes."""
 
     classes: Classes
@@ -48,7 +48,7 @@ class ImageEncoder:
         return Features(arrays)
 
 
-def name_of(features: Features) -> str:
+def image_name(features: Features) -> str:
     """Return what the sample's image is called."""
     return bytes(features.arrays[NAME]).decode("utf-8", "replace")
 

@@ -24,7 +24,7 @@ PLACEHOLDER = "<image>"
 """Where LLaVA's rows put an image in a plain text (Liu et al., 2023, arXiv:2304.08485), whatever the model's own is."""
 
 
-def with_images(row: Row, columns: Columns) -> Row:
+def attach_images(row: Row, columns: Columns) -> Row:
     """Return the row of `messages` with its `images`, for each of which a turn has a part `{type: image}`.
 
     Images are in the parts themselves, or in the column `images`: there in the order of the parts without an image of

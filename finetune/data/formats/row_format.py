@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from finetune.config.sections.data import OPTIONAL_COLUMNS, REQUIRED_COLUMNS, Format, SourceSection
 from finetune.data.formats.columns import Columns, Names, listed
-from finetune.data.formats.images import read_image_label, with_images
+from finetune.data.formats.images import attach_images, read_image_label
 from finetune.data.images.stored_image import ImageRoot
 from finetune.data.rows import FAULTS_OF_VALUES, RawRow, Row, describe
 from finetune.data.templates.row_template import WHOLE_ROW, check_template, columns_read
@@ -182,13 +182,13 @@ def _unread(section: SourceSection, row: Row, known: tuple[str, ...]) -> list[st
 
 def _read_messages(columns: Columns) -> Row:
     turns = read_turns(columns.json_value("messages"), title=columns.title("messages"), with_images=True)
-    return _with_tools(with_images({"messages": turns}, columns), columns)
+    return _with_tools(attach_images({"messages": turns}, columns), columns)
 
 
 def _read_conversations(columns: Columns) -> Row:
     said, title = columns.json_value("conversations"), columns.title("conversations")
     turns = [*_system(columns), *read_sharegpt_turns(said, title=title, with_images=True)]
-    return _with_tools(with_images({"messages": turns}, columns), columns)
+    return _with_tools(attach_images({"messages": turns}, columns), columns)
 
 
 def _read_prompt_completion(columns: Columns) -> Row:
@@ -198,7 +198,7 @@ def _read_prompt_completion(columns: Columns) -> Row:
     row: dict[str, Any] = {"messages": [*asked, *answered]}
     if any(turn["role"] == "assistant" for turn in asked):
         row["num_context_turns"] = len(asked)
-    return _with_tools(with_images(row, columns), columns)
+    return _with_tools(attach_images(row, columns), columns)
 
 
 def _read_instruction(columns: Columns) -> Row:
@@ -206,7 +206,7 @@ def _read_instruction(columns: Columns) -> Row:
     asked = "\n\n".join(part for part in (columns.text("instruction"), columns.optional_text("input")) if part)
     said = [{"role": "user", "content": asked}, {"role": "assistant", "content": columns.text("output")}]
     turns = [*_system(columns), *said]
-    return with_images({"messages": turns}, columns)
+    return attach_images({"messages": turns}, columns)
 
 
 def _read_preference(columns: Columns) -> Row:

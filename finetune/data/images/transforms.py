@@ -24,7 +24,7 @@ _TO_PIXELS_ONLY = {"do_rescale": False, "do_normalize": False}
 
 
 @dataclass(frozen=True)
-class Views:
+class ImageTransform:
     """Makes pixels of images with the processor's own code, so that whoever uses the model later sees the same."""
 
     processor: Any  # an image processor of transformers
@@ -65,12 +65,12 @@ class Views:
             return self.plain(image)
         if section.crop_scale:
             height, width = self.size
-            box = random_part(image.size, section.crop_scale, chance)
+            box = random_crop_box(image.size, section.crop_scale, chance)
             image = image.resize((width, height), resample=self._resample, box=box)
         else:
             image = self._scaled(image)
         if section.crop_padding:
-            image = shifted(image, section.crop_padding, chance)
+            image = pad_and_crop(image, section.crop_padding, chance)
         if section.flip and chance.random() < 0.5:
             image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
         return self._processed(image, **_AS_IT_IS)
@@ -90,7 +90,9 @@ class Views:
         return pixels.to(torch.float32)
 
 
-def random_part(size: tuple[int, int], scale: tuple[float, ...], chance: Random) -> tuple[float, float, float, float]:
+def random_crop_box(
+    size: tuple[int, int], scale: tuple[float, ...], chance: Random
+) -> tuple[float, float, float, float]:
     """Return left, top, right and bottom of a part with a share of the area within `scale`.
 
     Where ten tries find none within the image, as much of its centre as has a ratio that is allowed.
@@ -109,33 +111,33 @@ def random_part(size: tuple[int, int], scale: tuple[float, ...], chance: Random)
     return left, top, left + wide, top + high
 
 
-def shifted(image: Image.Image, padding: int, chance: Random) -> Image.Image:
+def pad_and_crop(image: Image.Image, padding: int, chance: Random) -> Image.Image:
     """Return a part of the image's own size of the image with so many black pixels around it."""
     left, top = chance.randint(-padding, padding), chance.randint(-padding, padding)
     return image.crop((left, top, left + image.width, top + image.height))
 
 
 @dataclass(frozen=True)
-class Mixed:
+class MixedImage:
     """An image made of two, and the share of the first one's label; the rest is the second's."""
 
     pixels: Tensor  # [channels, height, width]
     share: float
 
 
-def mix(one: Tensor, other: Tensor, *, mixup: float, cutmix: float, chance: Random) -> Mixed:
+def mix_images(one: Tensor, other: Tensor, *, mixup: float, cutmix: float, chance: Random) -> MixedImage:
     """Return both as one; where both alphas are above 0, each way is taken as often as the other."""
     cuts = cutmix > 0 and (mixup == 0 or chance.random() < 0.5)
     return _cut(one, other, cutmix, chance) if cuts else _blended(one, other, mixup, chance)
 
 
-def _blended(one: Tensor, other: Tensor, alpha: float, chance: Random) -> Mixed:
+def _blended(one: Tensor, other: Tensor, alpha: float, chance: Random) -> MixedImage:
     """Return a weighted mean of both (Zhang et al., 2017, arXiv:1710.09412)."""
     share = chance.betavariate(alpha, alpha)
-    return Mixed(share * one + (1 - share) * other, share)
+    return MixedImage(share * one + (1 - share) * other, share)
 
 
-def _cut(one: Tensor, other: Tensor, alpha: float, chance: Random) -> Mixed:
+def _cut(one: Tensor, other: Tensor, alpha: float, chance: Random) -> MixedImage:
     """Return the first with a rectangle of the second at the same place (Yun et al., 2019, arXiv:1905.04899)."""
     height, width = one.shape[-2:]
     side = math.sqrt(1 - chance.betavariate(alpha, alpha))
@@ -144,7 +146,7 @@ def _cut(one: Tensor, other: Tensor, alpha: float, chance: Random) -> Mixed:
     left, right = _around(centre, int(width * side), width)
     pixels = one.clone()
     pixels[:, top:bottom, left:right] = other[:, top:bottom, left:right]
-    return Mixed(pixels, 1 - (bottom - top) * (right - left) / (height * width))
+    return MixedImage(pixels, 1 - (bottom - top) * (right - left) / (height * width))
 
 
 def _around(place: int, size: int, end: int) -> tuple[int, int]:

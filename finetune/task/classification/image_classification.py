@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 from finetune.config.sections.data import ImagesSection
 from finetune.data.batch import IGNORED, Batch
-from finetune.data.encoding.labelled_images import IMAGE, LABEL, ImageEncoder
+from finetune.data.encoding.labelled_images import IMAGE, LABEL, LabelledImageEncoder
 from finetune.data.features import Features
 from finetune.data.images.decode import decode_image
-from finetune.data.images.transforms import Views, mix
+from finetune.data.images.transforms import ImageTransform, mix_images
 from finetune.data.rows import Row
 from finetune.data.workers import Cost
 from finetune.runtime.seeds import derive_seed
@@ -35,9 +35,9 @@ class ImageClassificationTask(BaseTask):
     def __init__(self, context: TaskContext) -> None:
         self.section: ImagesSection = context.data.images
         self.label_smoothing = context.section.label_smoothing
-        self.views = Views(context.processor, self.section)
+        self.views = ImageTransform(context.processor, self.section)
         self.classification = find_classes(context, _labels_of)
-        self._encoder = ImageEncoder(self.classification.classes, self.views.mode)
+        self._encoder = LabelledImageEncoder(self.classification.classes, self.views.mode)
         _ = self.views.size  # raises here, where nobody has prepared anything yet
 
     @property
@@ -115,7 +115,7 @@ class ImageClassificationTask(BaseTask):
         partner = features.partner or features
         other, other_label = self._view(partner, "partner"), int(partner.arrays[LABEL][0])
         chance = Random(derive_seed(features.seed, features.sample_id, "mix"))
-        mixed = mix(own, other, mixup=self.section.mixup, cutmix=self.section.cutmix, chance=chance)
+        mixed = mix_images(own, other, mixup=self.section.mixup, cutmix=self.section.cutmix, chance=chance)
         probabilities = torch.zeros(len(self.classification.classes))
         probabilities[label] += mixed.share
         probabilities[other_label] += 1 - mixed.share

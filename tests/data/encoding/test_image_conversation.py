@@ -7,7 +7,7 @@ import pytest
 from PIL import Image
 from tokenizers.processors import TemplateProcessing
 
-from finetune.data.encoding.image_conversation import PicturedEncoder, Pictures, images_of
+from finetune.data.encoding.image_conversation import ImageConversationEncoder, ImageTextProcessor, images_of
 from finetune.data.images.stored_image import StoredImage
 from finetune.errors import DataError
 from tests.data.picture_processors import llava, picture, qwen, smolvlm
@@ -28,7 +28,7 @@ def row(*contents, images=()):
 
 
 def encoded(processor, given, **named):
-    (outcome,) = PicturedEncoder(processor, **named)([given])
+    (outcome,) = ImageConversationEncoder(processor, **named)([given])
     if isinstance(outcome, DataError):
         raise outcome
     return outcome
@@ -62,7 +62,7 @@ def test_the_tokens_are_those_that_the_processor_gives(name):
 def test_an_image_is_as_many_tokens_as_the_model_reads_of_it_and_no_target(name):
     processor = PROCESSORS[name]()
     features = encoded(processor, TALK, train_on="all")
-    token = Pictures(processor).token_id
+    token = ImageTextProcessor(processor).token_id
     places = features.arrays["input_ids"] == token
     num_tokens = {"llava": 8, "qwen": 3, "smolvlm": 2 * 5 * 4}[name]
     assert processor.tokenizer.convert_ids_to_tokens(token) == ("<|image_pad|>" if name == "qwen" else "<image>")
@@ -87,7 +87,7 @@ def test_a_row_without_images_is_a_conversation():
 def test_the_processor_is_asked_which_tokens_are_of_images():
     features = encoded(qwen(), TALK)
     told = features.arrays["mm_token_type_ids"]
-    assert np.array_equal(told == 1, features.arrays["input_ids"] == Pictures(qwen()).token_id)
+    assert np.array_equal(told == 1, features.arrays["input_ids"] == ImageTextProcessor(qwen()).token_id)
 
 
 def test_a_beginning_of_sequence_that_the_tokenizer_writes_stands_before_the_conversation():
@@ -140,11 +140,11 @@ def test_a_processor_without_an_image_token_is_refused():
     processor = llava()
     processor.image_token = None
     with pytest.raises(DataError, match="LlavaProcessor has no image token"):
-        PicturedEncoder(processor)
+        ImageConversationEncoder(processor)
 
 
 def test_a_blank_sample_shows_an_image_and_has_no_target():
-    blank = PicturedEncoder(qwen()).blank()
+    blank = ImageConversationEncoder(qwen()).blank()
     assert len(images_of(blank)) == 1
     assert blank.num_targets == 0
     assert blank.length == 4

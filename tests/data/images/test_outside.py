@@ -10,7 +10,7 @@ from PIL import Image
 
 from finetune.config.sections.data import DataSection
 from finetune.data.classes import Classes
-from finetune.data.encoding.labelled_images import ImageEncoder
+from finetune.data.encoding.labelled_images import LabelledImageEncoder
 from finetune.data.images.decode import decode_image
 from finetune.data.images.stored_image import MOST_BYTES
 from finetune.data.sources.source import open_sources
@@ -41,7 +41,7 @@ def read(folder, image, **keys):
     (source,) = open_sources(section, seed=1, log=lambda sentence: None).train
     (row,) = [source.format.read(raw) for raw in source.rows()]
     source.identity()
-    (outcome,) = ImageEncoder(Classes(("a",)), "RGB")([row])
+    (outcome,) = LabelledImageEncoder(Classes(("a",)), "RGB")([row])
     if isinstance(outcome, DataError):
         raise outcome
     return bytes(outcome.arrays["image"])

@@ -17,7 +17,7 @@ from finetune.config.sections.data import DataSection
 from finetune.config.sections.model import ImageProcessorSection
 from finetune.config.sections.task import TaskSection
 from finetune.data.batch import IGNORED
-from finetune.data.encoding.labelled_images import name_of
+from finetune.data.encoding.labelled_images import image_name
 from finetune.data.features import Features
 from finetune.data.images.stored_image import StoredImage
 from finetune.errors import DataError
@@ -67,7 +67,7 @@ def test_a_sample_is_one_label_and_the_encoded_bytes():
     assert found.length == found.num_targets == 1
     assert found.arrays["label"].tolist() == [1]
     assert found.arrays["image"].tobytes() == png(7)
-    assert name_of(found) == "photos/7.png"
+    assert image_name(found) == "photos/7.png"
     assert task.head_values["id2label"] == dict(enumerate(CLASSES))
     json.dumps([task.facts, task.encoding])
 
