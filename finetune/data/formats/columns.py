@@ -10,7 +10,7 @@ from typing import Any
 from finetune.config.sections.data import Format
 from finetune.data.images.stored_image import ImageRoot, folder_of
 from finetune.data.rows import Row, describe, parsed_json, shown
-from finetune.data.templates.row_template import rendered
+from finetune.data.templates.row_template import render_template
 from finetune.errors import DataError
 
 
@@ -49,7 +49,7 @@ class Columns:
         """Return the value of a column that must be there."""
         if column in self._names.template:
             if column not in self._made:
-                self._made[column] = rendered(self._names.template[column], self._row, column=column)
+                self._made[column] = render_template(self._names.template[column], self._row, column=column)
             return self._made[column]
         name = self._names.columns.get(column, column)
         if name not in self._row:

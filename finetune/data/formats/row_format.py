@@ -10,7 +10,7 @@ from finetune.data.formats.columns import Columns, Names, listed
 from finetune.data.formats.images import attach_images, read_image_label
 from finetune.data.images.stored_image import ImageRoot
 from finetune.data.rows import FAULTS_OF_VALUES, RawRow, Row, describe
-from finetune.data.templates.row_template import WHOLE_ROW, check_template, columns_read
+from finetune.data.templates.row_template import WHOLE_ROW, check_row_template, columns_used
 from finetune.data.turns import Turn, read_sharegpt_turns, read_tools, read_turns
 from finetune.errors import DataError
 
@@ -117,7 +117,7 @@ def choose_format(
     `template` has a column that the format does not have, or when a template is not Jinja.
     """
     for column, written in section.template.items():
-        check_template(written, key=f"{key}.template.{column}")
+        check_row_template(written, key=f"{key}.template.{column}")
     row = first.parse()
     name = section.format or _detect(section, first, key=key)
     if section.format is None:
@@ -173,7 +173,7 @@ def _available(section: SourceSection, row: Row) -> tuple[str, ...]:
 
 
 def _unread(section: SourceSection, row: Row, known: tuple[str, ...]) -> list[str]:
-    by_template = {name for written in section.template.values() for name in columns_read(written)}
+    by_template = {name for written in section.template.values() for name in columns_used(written)}
     if WHOLE_ROW in by_template:
         return []
     by_name = {section.columns.get(column, column) for column in known if column not in section.template}

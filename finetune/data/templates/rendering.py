@@ -10,8 +10,8 @@ from typing import Any
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from finetune.data.templates.sandbox import TemplateRefused, limited, render_chat
-from finetune.data.templates.static_check import is_tame
+from finetune.data.templates.sandbox import TemplateRefused, render_chat, run_sandboxed
+from finetune.data.templates.static_check import is_bounded
 from finetune.data.turns import Turn
 from finetune.errors import DataError
 
@@ -59,10 +59,10 @@ def render(
             **tokenizer.special_tokens_map,
         }
         name = template_file(tokenizer)
-        if name is None and is_tame(template):
+        if name is None and is_bounded(template):
             text, marked = render_chat(arguments)
         else:
-            text, marked = limited(render_chat, arguments, name=name or "of the model", template=template)
+            text, marked = run_sandboxed(render_chat, arguments, name=name or "of the model", template=template)
     except (*_FAILURES, TemplateRefused) as error:
         roles = ", ".join(str(turn["role"]) for turn in turns)
         which = f" ({name})" if (name := template_file(tokenizer)) else ""

@@ -10,8 +10,8 @@ from jinja2 import StrictUndefined, Template, TemplateError, TemplateSyntaxError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from finetune.data.rows import Row
-from finetune.data.templates.sandbox import TemplateRefused, TemplateSyntax, limited
-from finetune.data.templates.static_check import is_tame
+from finetune.data.templates.sandbox import TemplateRefused, TemplateSyntax, run_sandboxed
+from finetune.data.templates.static_check import is_bounded
 from finetune.errors import DataError
 
 WHOLE_ROW = "row"
@@ -24,7 +24,7 @@ _FAULTS = (
 )
 
 
-def rendered(written: Any, row: Row, *, column: str) -> Any:
+def render_template(written: Any, row: Row, *, column: str) -> Any:
     """Return what the template of a column makes of the row: a text, or for a list of turns that list with its texts.
 
     Raises DataError naming the column and the line of its template.
@@ -32,20 +32,20 @@ def rendered(written: Any, row: Row, *, column: str) -> Any:
     if isinstance(written, str):
         return _text(written, row, column=column)
     if isinstance(written, Mapping):
-        return {name: rendered(inner, row, column=column) for name, inner in written.items()}
+        return {name: render_template(inner, row, column=column) for name, inner in written.items()}
     if isinstance(written, list | tuple):
-        return [rendered(inner, row, column=column) for inner in written]
+        return [render_template(inner, row, column=column) for inner in written]
     return written
 
 
-def check_template(written: Any, *, key: str) -> None:
+def check_row_template(written: Any, *, key: str) -> None:
     """Raise DataError naming the key and the line unless every text in it is Jinja."""
     for text in _texts(written):
         try:
-            if is_tame(text, may_gather=False):
+            if is_bounded(text, may_gather=False):
                 compile_text(text)
             else:
-                limited(compile_text, text, name=f"of {key}", template=text)
+                run_sandboxed(compile_text, text, name=f"of {key}", template=text)
         except (TemplateSyntaxError, TemplateSyntax) as error:
             said = error.message if isinstance(error, TemplateSyntaxError) else str(error)
             raise DataError(f"{key}, line {error.lineno}: not valid Jinja: {said}") from error
@@ -53,7 +53,7 @@ def check_template(written: Any, *, key: str) -> None:
             raise DataError(f"{key}: cannot be compiled: {error}") from error
 
 
-def columns_read(written: Any) -> frozenset[str]:
+def columns_used(written: Any) -> frozenset[str]:
     """Return the names that the template takes from outside: columns, or `row` for all of them."""
     return frozenset(name for text in _texts(written) for name in _names_in(text))
 
@@ -64,9 +64,9 @@ def undeclared_names(text: str) -> list[str]:
 
 
 def _names_in(text: str) -> list[str]:
-    if is_tame(text, may_gather=False):
+    if is_bounded(text, may_gather=False):
         return undeclared_names(text)
-    return list(limited(undeclared_names, text, name="of a column", template=text))
+    return list(run_sandboxed(undeclared_names, text, name="of a column", template=text))
 
 
 def _texts(written: Any) -> Iterator[str]:
@@ -79,9 +79,9 @@ def _texts(written: Any) -> Iterator[str]:
 
 def _text(written: str, row: Row, *, column: str) -> str:
     try:
-        if is_tame(written, may_gather=False):
+        if is_bounded(written, may_gather=False):
             return render_text(written, row)
-        return str(limited(render_text, written, dict(row), name=f"of `{column}`", template=written))
+        return str(run_sandboxed(render_text, written, dict(row), name=f"of `{column}`", template=written))
     except (*_FAULTS, TemplateRefused) as error:
         line = error.lineno if isinstance(error, TemplateRefused) else _line(error)
         place = f"template of `{column}`, line {line}"

@@ -13,11 +13,11 @@ from typing import Any
 
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from finetune.data.templates.sandbox_worker import MOST_BYTES, receive, send
+from finetune.data.templates.sandbox_worker import MAX_BYTES, receive, send
 from finetune.errors import DataError
 
 
-def ready() -> bool:
+def is_ready() -> bool:
     """Tell that all is imported."""
     return True
 
@@ -28,7 +28,7 @@ def render_chat(arguments: dict[str, Any]) -> tuple[str, list[tuple[int, int]]]:
     return texts[0], [(start, end) for start, end in marked[0]] if marked else []
 
 
-MOST_SECONDS = 3.0
+MAX_SECONDS = 3.0
 """Time that one row's template may take."""
 
 _START_SECONDS = 120.0
@@ -46,7 +46,7 @@ class TemplateSyntax(TemplateRefused):
     """The template is not Jinja."""
 
 
-def limited(run: Callable[..., Any], *arguments: Any, name: str, template: str) -> Any:
+def run_sandboxed(run: Callable[..., Any], *arguments: Any, name: str, template: str) -> Any:
     """Return what the function, which a module has at its top, makes of the arguments, as JSON can hold it.
 
     Raises TemplateRefused with its words where it raises, DataError naming the template where it takes too long or too
@@ -63,7 +63,7 @@ def limited(run: Callable[..., Any], *arguments: Any, name: str, template: str) 
     if "made" in answer:
         return answer["made"]
     if answer.get("memory"):
-        _exceeded[template] = _too_much(name, f"more than {MOST_BYTES >> 20} MB of memory")
+        _exceeded[template] = _too_much(name, f"more than {MAX_BYTES >> 20} MB of memory")
         raise DataError(_exceeded[template])
     kind = TemplateSyntax if answer.get("is_syntax") else TemplateRefused
     raise kind(str(answer.get("raised")), line=int(answer.get("line") or 1))
@@ -82,11 +82,11 @@ def _ask(request: bytes, name: str) -> dict[str, Any]:
     if worker is None or not worker.is_alive():
         worker = _workers[os.getpid()] = _Worker()
     try:
-        content = worker.ask(request, seconds=MOST_SECONDS)
+        content = worker.ask(request, seconds=MAX_SECONDS)
         answer = json.loads(content)
     except TimeoutError as error:
         worker.end()
-        raise DataError(_too_much(name, f"longer than {MOST_SECONDS:.0f} s")) from error
+        raise DataError(_too_much(name, f"longer than {MAX_SECONDS:.0f} s")) from error
     except (OSError, ValueError, TypeError) as error:
         worker.end()
         raise DataError(_too_much(name, "more than its process could bear, which has ended")) from error
@@ -140,7 +140,7 @@ class _Worker:
 
     def _warm_up(self) -> None:
         try:
-            self.ask(pickle.dumps((ready, ())), seconds=_START_SECONDS)
+            self.ask(pickle.dumps((is_ready, ())), seconds=_START_SECONDS)
         except (OSError, TimeoutError) as error:
             self.end()
             raise DataError(

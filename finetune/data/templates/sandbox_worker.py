@@ -16,7 +16,7 @@ from typing import IO, Any
 
 from finetune.runtime.processes import ignore_run_signals
 
-MOST_BYTES = 512 << 20
+MAX_BYTES = 512 << 20
 """Memory that templates may use beside what the process has at its start."""
 
 _LONGEST_ANSWER = 1 << 28
@@ -72,7 +72,7 @@ def _limit_memory() -> None:
     except OSError:  # no Linux: time alone is limited
         return
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
-    most = used + MOST_BYTES
+    most = used + MAX_BYTES
     resource.setrlimit(resource.RLIMIT_AS, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
 
 

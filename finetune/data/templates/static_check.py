@@ -32,7 +32,7 @@ _GROWING = (nodes.Mul, nodes.Pow, nodes.Include, nodes.Import, nodes.FromImport,
 
 
 @lru_cache(maxsize=64)
-def is_tame(template: str, *, may_gather: bool = True) -> bool:
+def is_bounded(template: str, *, may_gather: bool = True) -> bool:
     """Tell whether nothing in the template makes much of little: no products, formats, ranges, recursion.
 
     What cannot be told is not tame. With `may_gather`, a namespace may gather text over the turns of a conversation,
@@ -42,12 +42,12 @@ def is_tame(template: str, *, may_gather: bool = True) -> bool:
         return False
     try:
         tree = Environment(extensions=["jinja2.ext.loopcontrols"]).parse(_MARKERS.sub("", template))
-        return not any(True for _ in _suspects(tree, may_gather=may_gather)) and _loops(tree) <= _DEEPEST_LOOPS
+        return not any(True for _ in _unbounded_nodes(tree, may_gather=may_gather)) and _loops(tree) <= _DEEPEST_LOOPS
     except (TemplateError, RecursionError, MemoryError):  # told where it is compiled, in a process of its own
         return False
 
 
-def _suspects(tree: nodes.Template, *, may_gather: bool) -> Iterator[nodes.Node]:
+def _unbounded_nodes(tree: nodes.Template, *, may_gather: bool) -> Iterator[nodes.Node]:
     """Yield what may grow beyond what the template is given."""
     macros = {macro.name for macro in tree.find_all(nodes.Macro)}
     yield from tree.find_all(_GROWING)
@@ -55,7 +55,7 @@ def _suspects(tree: nodes.Template, *, may_gather: bool) -> Iterator[nodes.Node]
     yield from (each for each in tree.find_all(nodes.Filter) if each.name not in _FILTERS)
     yield from (each for each in tree.find_all(nodes.For) if each.recursive)
     yield from (each for each in tree.find_all(nodes.Const) if _is_large(each.value))
-    yield from (each for each in tree.find_all(nodes.Call) if not _is_tame_call(each, macros))
+    yield from (each for each in tree.find_all(nodes.Call) if not _is_bounded_call(each, macros))
     for macro in tree.find_all(nodes.Macro):
         yield from (name for name in macro.find_all(nodes.Name) if name.name in macros and name.ctx == "load")
     if not may_gather:
@@ -77,7 +77,7 @@ def _is_large(value: object) -> bool:
     return isinstance(value, int) and abs(value) > _LARGEST_NUMBER
 
 
-def _is_tame_call(call: nodes.Call, macros: set[str]) -> bool:
+def _is_bounded_call(call: nodes.Call, macros: set[str]) -> bool:
     called, arguments = call.node, call.args
     if isinstance(called, nodes.Name):
         if called.name == "strftime_now":  # a width in a format is a number

@@ -12,7 +12,7 @@ from finetune.data.encoding.conversation import ConversationEncoder
 from finetune.data.sources.source import open_sources
 from finetune.data.templates import sandbox as limits
 from finetune.data.templates.chat_template import BUILT_IN, MOST_TEMPLATE_BYTES, set_chat_template
-from finetune.data.templates.row_template import check_template
+from finetune.data.templates.row_template import check_row_template
 from finetune.data.token_cache.chunks import encode_chunk, make_recipe
 from finetune.errors import DataError
 from tests.data.template_tokenizers import tokenizer_for
@@ -43,7 +43,7 @@ TOO_MUCH = {
 
 @pytest.fixture(autouse=True)
 def little_time(monkeypatch):
-    monkeypatch.setattr(limits, "MOST_SECONDS", 1.0)
+    monkeypatch.setattr(limits, "MAX_SECONDS", 1.0)
     monkeypatch.setattr(limits, "_exceeded", {})
 
 
@@ -113,7 +113,7 @@ def test_what_a_wild_template_makes_is_what_it_says(tmp_path):
 
 def test_a_fault_in_a_wild_row_template_names_its_line():
     with pytest.raises(DataError, match=r"data\.train\.template\.text, line 2: not valid Jinja"):
-        check_template("{{ 'a' * 2 }}\n{% if %}", key="data.train.template.text")
+        check_row_template("{{ 'a' * 2 }}\n{% if %}", key="data.train.template.text")
 
 
 def test_a_file_that_is_no_template_is_not_read(tmp_path):
