@@ -13,13 +13,13 @@ from finetune.checkpoint.format.manifest import FileChecksum, Manifest, RunFinge
 from finetune.config.sections.data import DataSection, TrainingSourceSection
 from finetune.data.audit.audit import Audit, Exceeded, Histogram, SourceAudit
 from finetune.data.audit.padding import Padding
-from finetune.data.audit.template_check import Difference, TemplateCheck
+from finetune.data.audit.template_check import PromptMismatch, TemplateCheck
 from finetune.data.encoding.conversation import ConversationEncoder
 from finetune.data.encoding.image_conversation import ImageConversationEncoder
 from finetune.data.encoding.labelled_images import LabelledImageEncoder
-from finetune.data.encoding.labelled_text import LabelledEncoder
-from finetune.data.encoding.preference import AnswersEncoder
-from finetune.data.encoding.tagged_words import TaggedEncoder
+from finetune.data.encoding.labelled_text import LabelledTextEncoder
+from finetune.data.encoding.preference import PreferenceEncoder
+from finetune.data.encoding.tagged_words import TaggedWordsEncoder
 from finetune.data.encoding.text import MaskedTextEncoder, SourceTargetEncoder, TextEncoder, TextRowsEncoder
 from finetune.data.precomputed import PrecomputedManifest as KnownManifest
 from finetune.data.sources.source import open_source
@@ -53,9 +53,9 @@ ENCODERS = {
     RequireImageMessages: ("task.expecting.PicturedTurns", "7f6b635ac55fe2dabddfb91e91c09c4c"),
     RequireText: ("task.expecting.OnlyText", "5dcf6bc7d2f6483b859a3f0af5c8cb64"),
     SourceTargetEncoder: ("data.encoding.source_target.SourceTargetEncoder", "ef8e5ac8ef562afd7e5b53653a10df57"),
-    TaggedEncoder: ("data.encoding.tagged.TaggedEncoder", "15430e438b8910ae0f00b6ef0e06b6ba"),
-    AnswersEncoder: ("data.encoding.answers.AnswersEncoder", "610cbdd250631e5b29cb10f3c87118a1"),
-    LabelledEncoder: ("data.encoding.labelled.LabelledEncoder", "bec330bf7798a7f07f394225767bacb0"),
+    TaggedWordsEncoder: ("data.encoding.tagged.TaggedEncoder", "15430e438b8910ae0f00b6ef0e06b6ba"),
+    PreferenceEncoder: ("data.encoding.answers.AnswersEncoder", "610cbdd250631e5b29cb10f3c87118a1"),
+    LabelledTextEncoder: ("data.encoding.labelled.LabelledEncoder", "bec330bf7798a7f07f394225767bacb0"),
     LabelledImageEncoder: ("data.encoding.labelled_images.ImageEncoder", "19edf5ef5580fdf3c925ca6897d2c6a2"),
     MaskedTextEncoder: ("data.encoding.masked_text.MaskedTextEncoder", "b7d61d60f0777b9bf21bfce517d6a3a5"),
     TextEncoder: ("data.encoding.text.TextEncoder", "79d58aa44808d66ed1d46a0fd00efc07"),
@@ -148,7 +148,7 @@ WRITTEN = [
     (SourceAudit, "key counts is_streamed duplicates in_validation length_quantiles lengths target_shares"),
     (Exceeded, "key share"),
     (Share, "name what num among limit"),
-    (Difference, "case prompt trained prompt_tokens trained_tokens"),
+    (PromptMismatch, "case prompt trained prompt_tokens trained_tokens"),
     (Histogram, "edges bars"),
     (Padding, "num_batches num_samples tokens computed plain_computed num_positions budget"),
     (TemplateCheck, "template targets_by end_of_turn end_of_turn_tokens is_end_learnt begins_with learnt refused "

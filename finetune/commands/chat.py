@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import TextStreamer
 
-from finetune.data.encoding.prompts import Question, prompt_ids, text_inputs
+from finetune.data.encoding.prompts import ChatPrompt, prompt_ids, text_inputs
 from finetune.data.templates.chat_template import stop_ids
 from finetune.errors import UserError
 from finetune.model.generation import Manner, answer_batch
@@ -199,7 +199,7 @@ class Speaker:
         return context
 
     def _prompt(self, turns: list[Turn]) -> list[int]:
-        return prompt_ids(self.tokenizer, Question(turns, has_own_system=turns[0]["role"] == "system"))
+        return prompt_ids(self.tokenizer, ChatPrompt(turns, has_own_system=turns[0]["role"] == "system"))
 
     def _pad_id(self) -> int:
         known = (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id, 0)

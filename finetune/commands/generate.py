@@ -17,7 +17,7 @@ import torch
 
 from finetune.commands.export import processing_in
 from finetune.config.sections.data import SourceSection
-from finetune.data.encoding.prompts import Question, prompt_ids, read_question
+from finetune.data.encoding.prompts import ChatPrompt, prompt_ids, read_prompt
 from finetune.data.rows import RawRow, Row
 from finetune.data.sources.files import Origin
 from finetune.data.sources.local import find_local
@@ -135,7 +135,7 @@ def generate_file(
     model = _load(saved, adapter, trust_remote_code=trust_remote_code)
     speaker = _Speaker(model, tokenizer, manner=manner, batch_size=batch_size, seed=seed)
     raw = list(_raw_rows(origin))
-    speaker.answer([read_question(each, system=system) for each in raw], raw, parts=parts)
+    speaker.answer([read_prompt(each, system=system) for each in raw], raw, parts=parts)
     distributed.barrier()  # all answers are on the disk
     if distributed.is_main():
         parts.join([each.parse() for each in raw])
@@ -204,7 +204,7 @@ class _Speaker:
     batch_size: int
     seed: int
 
-    def answer(self, questions: Sequence[Question], raw: Sequence[RawRow], *, parts: AnswerParts) -> None:
+    def answer(self, questions: Sequence[ChatPrompt], raw: Sequence[RawRow], *, parts: AnswerParts) -> None:
         """Answer this process's share of what has no answer yet, and keep each batch's as soon as they are there."""
         for each in raw:
             if ANSWER in each.parse():
@@ -221,7 +221,7 @@ class _Speaker:
                 told_at = time.monotonic()
                 print(f"answered {num_done:,} of {len(own):,} in this process", flush=True)
 
-    def _tokens(self, question: Question, raw: RawRow) -> list[int]:
+    def _tokens(self, question: ChatPrompt, raw: RawRow) -> list[int]:
         tokens = prompt_ids(self.tokenizer, question)
         limit = self._limit()
         if limit is not None and len(tokens) >= limit:

@@ -54,7 +54,7 @@ Outcome = Features | DataError | None
 Made = TypeVar("Made")
 
 
-def attempted(make: Callable[..., Made], *arguments: Any) -> Made | DataError:
+def result_or_error(make: Callable[..., Made], *arguments: Any) -> Made | DataError:
     """Return what is made, or the DataError that says why it is not."""
     try:
         return make(*arguments)

@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeGuard
 
-from finetune.data.rows import describe, parsed_json, shown
+from finetune.data.rows import describe, parse_json, shortened
 from finetune.errors import DataError
 
 Part = Mapping[str, Any]
@@ -164,7 +164,7 @@ def _with_read_arguments(number: int, function: Mapping[str, Any]) -> Mapping[st
     if not isinstance(function.get("arguments"), str):
         return function
     try:
-        return {**function, "arguments": parsed_json(function["arguments"] or "{}")}
+        return {**function, "arguments": parse_json(function["arguments"] or "{}")}
     except json.JSONDecodeError as error:
         raise DataError(f"the arguments of a tool call in turn {number} are not JSON: {error.msg}.") from error
 
@@ -175,7 +175,7 @@ def _read_sharegpt_turn(number: int, turn: Any, *, with_images: bool) -> Turn:
     speaker = turn.get("from", turn.get("role"))
     if not isinstance(speaker, str) or speaker not in _ROLES:
         known = ", ".join(f"`{role}`" for role in _ROLES)
-        said = repr(shown(speaker)) if isinstance(speaker, str) else str(speaker and describe(speaker))
+        said = repr(shortened(speaker)) if isinstance(speaker, str) else str(speaker and describe(speaker))
         raise DataError(f"turn {number} is from {said}. Known are {known}.")
     renamed = {name: value for name, value in turn.items() if name not in ("from", "value")}
     renamed |= {"role": _ROLES[speaker], "content": turn.get("value", turn.get("content"))}
@@ -187,7 +187,7 @@ def _read_sharegpt_turn(number: int, turn: Any, *, with_images: bool) -> Turn:
 def _calls_in(number: int, value: Any) -> list[Mapping[str, Any]]:
     """Return the calls that a `function_call` turn writes as JSON, in the form that chat templates expect."""
     try:
-        calls = parsed_json(value) if isinstance(value, str) else value
+        calls = parse_json(value) if isinstance(value, str) else value
     except json.JSONDecodeError as error:
         raise DataError(f"turn {number} is a function call that is not JSON: {error.msg}.") from error
     calls = calls if isinstance(calls, list) else [calls]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from finetune.data.batch import IGNORED, Batch
-from finetune.data.features import Features, Outcome, attempted
+from finetune.data.features import Features, Outcome, result_or_error
 from finetune.data.rows import Row
 from finetune.data.token_cache.chunks import Encode
 from finetune.data.token_cache.lengths import Lengths
@@ -71,7 +71,7 @@ class BaseTask:
         """Return each row's features, None where nothing is to be learnt, or what is wrong."""
         if self._encoder is not None:
             return self._encoder(rows)
-        return [attempted(self.encode_row, row) for row in rows]
+        return [result_or_error(self.encode_row, row) for row in rows]
 
     def encode_row(self, row: Row) -> Features | None:
         """Return what becomes of one row; raises its DataError. A task defines this or `encode`, which is faster."""

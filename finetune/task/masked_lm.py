@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from finetune.config.sections.task import MaskedLmSection
 from finetune.data.batch import IGNORED, Batch, Targets
 from finetune.data.encoding.text import MaskedTextEncoder
-from finetune.data.encoding.tokenizer import Tokens, frame_of
+from finetune.data.encoding.tokenizer import TextTokenizer, num_special_tokens_around
 from finetune.data.features import Features
 from finetune.data.token_cache.lengths import LengthPolicy
 from finetune.errors import DataError
@@ -88,10 +88,10 @@ class MaskedLmTask(BaseTask):
         self.loss = make_target_loss(context)
         self._section = section.masked_lm
         mask_id = _mask_id(tokenizer)
-        special = Tokens(tokenizer).special
+        special = TextTokenizer(tokenizer).special
         ordinary = np.array([i for i in sorted(tokenizer.get_vocab().values()) if i not in special], np.int64)
         self._mask = TokenMasker(self._section, mask_id, ordinary)
-        self._frame = frame_of(tokenizer)
+        self._frame = num_special_tokens_around(tokenizer)
         if self.data.longest <= sum(self._frame):
             raise DataError(f"data.max_length: {self.data.longest} leaves no room beside the special tokens.")
         encode = MaskedTextEncoder(

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from finetune.data.batch import IGNORED, Batch, Targets
 from finetune.data.encoding.text import SourceTargetEncoder
-from finetune.data.encoding.tokenizer import frame_of
+from finetune.data.encoding.tokenizer import num_special_tokens_around
 from finetune.data.features import Features
 from finetune.data.token_cache.lengths import SourceTargetLengths
 from finetune.task.base import BaseTask
@@ -32,7 +32,7 @@ class Seq2SeqTask(BaseTask):
         self.pad_id = pad_id(context.tokenizer)
         self.loss = make_target_loss(context)
         self._section = section.seq2seq
-        self._frame = frame_of(context.tokenizer)
+        self._frame = num_special_tokens_around(context.tokenizer)
         self._encoder = SourceTargetEncoder(
             context.tokenizer,
             prefix=self._section.source_prefix,

@@ -39,7 +39,7 @@ CASES: Mapping[str, Row] = {
 
 
 @dataclass(frozen=True)
-class Difference:
+class PromptMismatch:
     """Where the prompt that a trained model is given is not the beginning of what it was trained on."""
 
     case: str
@@ -61,7 +61,7 @@ class TemplateCheck:
     begins_with: str  # the beginning-of-sequence that the template writes; empty: it writes none
     learnt: tuple[str, ...]  # the cases that can be learnt from
     refused: Mapping[str, str]  # from the others to the reason
-    differences: tuple[Difference, ...]
+    differences: tuple[PromptMismatch, ...]
     notes: tuple[str, ...]
 
     def lines(self) -> Iterator[str]:
@@ -160,14 +160,14 @@ class _Sample:
         last = self.ids[int(np.flatnonzero(self.features.arrays["is_target"])[-1])]
         return last in ending.tokens[-1:] or is_special(self.tokenizer, last)
 
-    def differences(self) -> Iterator[Difference]:
+    def differences(self) -> Iterator[PromptMismatch]:
         """Yield where the prompt is not the beginning of the sample."""
         place = next((i for i, token in enumerate(self.prompt) if self.ids[i : i + 1] != [token]), None)
         if place is not None:
             texts = first_difference(self.tokenizer.decode(self.prompt), self.tokenizer.decode(self.ids))
             around = slice(max(0, place - 2), place + 6)
             tokens = (tuple(self.tokenizer.convert_ids_to_tokens(ids[around])) for ids in (self.prompt, self.ids))
-            yield Difference(self.case, *texts, *tokens)
+            yield PromptMismatch(self.case, *texts, *tokens)
 
     def notes(self) -> Iterator[str]:
         """Yield what lies between the end of the prompt and the beginning of what is learnt."""

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase
 from transformers.tokenization_python import Trie
 
-from finetune.data.encoding.tokenizer import Tokens
+from finetune.data.encoding.tokenizer import TextTokenizer
 from finetune.errors import DataError
 
 
@@ -146,9 +146,9 @@ class ControlTokens:
         return renamed_tokenizer(self._tokenizer, self._new_names)
 
     @cached_property
-    def tokens(self) -> Tokens:
+    def tokens(self) -> TextTokenizer:
         """Return what encodes with that tokenizer."""
-        return Tokens(self.tokenizer)
+        return TextTokenizer(self.tokenizer)
 
     def check(self, ids: Iterable[int], text: str = "") -> None:
         """Raise DataError where the renamed text has become other control tokens than it has new names of."""

@@ -9,9 +9,9 @@ from transformers import PreTrainedTokenizerBase
 from finetune.data.encoding.control_tokens import ControlTokens, texts_in
 from finetune.data.encoding.dropped_content import DroppedContentCheck
 from finetune.data.encoding.target_spans import RenderedChat, TargetFinder, TrainOn
-from finetune.data.encoding.tokenizer import Encoded, Tokens, begins_twice, end_of_sequence
-from finetune.data.features import Features, Outcome, attempted
-from finetune.data.rows import Row, well_formed
+from finetune.data.encoding.tokenizer import EncodedText, TextTokenizer, has_double_bos, require_eos_id
+from finetune.data.features import Features, Outcome, result_or_error
+from finetune.data.rows import Row, require_valid_unicode
 from finetune.data.templates.chat_template import end_of_turn
 from finetune.data.templates.rendering import plain_turn_marks, render, turn_tokens
 from finetune.data.turns import Turn
@@ -37,7 +37,7 @@ class ConversationEncoder:
         allow_special_tokens: bool = False,
     ) -> None:
         self._tokenizer = tokenizer
-        self._tokens = Tokens(tokenizer)
+        self._tokens = TextTokenizer(tokenizer)
         self._system_prompt = system_prompt
         name = f"`{template}`" if template else "the tokenizer's own"
         self._finder = TargetFinder(tokenizer, end_of_turn(tokenizer), train_on, name)
@@ -51,13 +51,13 @@ class ConversationEncoder:
         or where its rendering of a beginning is not the beginning of its rendering of the whole, in text or in tokens.
         """
         drops = DroppedContentCheck(self._finder)
-        lessons = [attempted(self._rendered_chat, row, drops) for row in rows]
+        lessons = [result_or_error(self._rendered_chat, row, drops) for row in rows]
         found = [each for each in lessons if isinstance(each, RenderedChat)]
         ordinary = iter(self._tokens.encode([each.text for each in found if not each.has_control_names]))
         renamed = [self._control.renamed(each.text) for each in found if each.has_control_names]
         guarded = iter(self._control.tokens.encode(renamed) if renamed else ())
         return [
-            attempted(self._sample, each, next(guarded if each.has_control_names else ordinary))
+            result_or_error(self._sample, each, next(guarded if each.has_control_names else ordinary))
             if isinstance(each, RenderedChat)
             else each
             for each in lessons
@@ -93,7 +93,7 @@ class ConversationEncoder:
         context = row.get("num_context_turns", 0) + len(turns) - len(row["messages"])
         lesson = self._finder.rendered_chat(turns, tools, num_context_turns=context)
         if lesson is not None:
-            well_formed(lesson.text)
+            require_valid_unicode(lesson.text)
             drops.check(turns, tools)
         return lesson
 
@@ -101,7 +101,7 @@ class ConversationEncoder:
         """Return the turns as the chat template is given them."""
         return with_system_prompt(row["messages"], self._system_prompt)
 
-    def _sample(self, chat: RenderedChat, encoded: Encoded) -> Features:
+    def _sample(self, chat: RenderedChat, encoded: EncodedText) -> Features:
         if chat.has_control_names:
             self._control.check(encoded.ids.tolist(), encoded.text)
         features = self._features(chat, encoded)
@@ -109,9 +109,9 @@ class ConversationEncoder:
             return features
         return replace(features, has_control_names=chat.has_control_names, has_turn_marks=chat.has_turn_marks)
 
-    def _features(self, chat: RenderedChat, encoded: Encoded) -> Features:
+    def _features(self, chat: RenderedChat, encoded: EncodedText) -> Features:
         ids, end = encoded.ids, 0
-        if begins_twice(ids[:2].tolist(), self._tokenizer):
+        if has_double_bos(ids[:2].tolist(), self._tokenizer):
             raise DataError(
                 f"the chat template writes {self._tokenizer.bos_token} twice at the beginning: the model knows one. "
                 "Remove one from the template, or from the row where it stands there."
@@ -124,7 +124,7 @@ class ConversationEncoder:
         is_ended = end > 0 and is_target[end - 1] and int(ids[end - 1]) in self._tokens.special
         if is_ended or not chat.may_be_open:
             return _features(ids, is_target)
-        return _features([*ids[:end].tolist(), end_of_sequence(self._tokenizer)], np.append(is_target[:end], True))
+        return _features([*ids[:end].tolist(), require_eos_id(self._tokenizer)], np.append(is_target[:end], True))
 
 
 def with_system_prompt(turns: Sequence[Turn], system_prompt: str | None) -> Sequence[Turn]:
@@ -134,7 +134,7 @@ def with_system_prompt(turns: Sequence[Turn], system_prompt: str | None) -> Sequ
     return [{"role": "system", "content": system_prompt}, *turns]
 
 
-def _edge(encoded: Encoded, place: int, *, what: str) -> int:
+def _edge(encoded: EncodedText, place: int, *, what: str) -> int:
     """Return the number of tokens before a character; raises DataError where a token reaches across it."""
     num_tokens = encoded.num_tokens_of(place)
     if num_tokens is None:

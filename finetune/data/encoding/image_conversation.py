@@ -13,7 +13,7 @@ from PIL import Image
 from finetune.data.encoding.conversation import ConversationEncoder
 from finetune.data.encoding.dropped_content import DroppedContentCheck
 from finetune.data.encoding.target_spans import RenderedChat, Span, TrainOn
-from finetune.data.encoding.tokenizer import Encoded
+from finetune.data.encoding.tokenizer import EncodedText
 from finetune.data.features import Features
 from finetune.data.images.decode import decode_image
 from finetune.data.images.stored_image import StoredImage
@@ -209,7 +209,7 @@ class ImageConversationEncoder(ConversationEncoder):
                 "no text may hold it."
             )
 
-    def _features(self, chat: RenderedChat, encoded: Encoded) -> Features:
+    def _features(self, chat: RenderedChat, encoded: EncodedText) -> Features:
         assert isinstance(chat, RenderedImageChat)
         features = super()._features(chat, encoded)
         shown = chat.text if chat.has_control_names else None  # what the processor was given

@@ -7,7 +7,7 @@ from pathlib import PurePath
 import numpy as np
 
 from finetune.data.classes import Classes
-from finetune.data.features import Features, Outcome, attempted
+from finetune.data.features import Features, Outcome, result_or_error
 from finetune.data.images.decode import Mode, decode_image
 from finetune.data.images.stored_image import StoredImage
 from finetune.data.rows import Row
@@ -31,7 +31,7 @@ class LabelledImageEncoder:
 
     def __call__(self, rows: Sequence[Row]) -> Sequence[Outcome]:
         """Return label, encoded bytes and name of each, or what is wrong with it."""
-        return [attempted(self._encoded, row) for row in rows]
+        return [result_or_error(self._encoded, row) for row in rows]
 
     def _encoded(self, row: Row) -> Features:
         image: StoredImage = row["image"]

@@ -11,8 +11,8 @@ from transformers import PreTrainedTokenizerBase
 
 from finetune.data.classes import Classes
 from finetune.data.encoding.text import TextRowsEncoder
-from finetune.data.features import Features, Outcome, attempted
-from finetune.data.rows import Row, describe, parsed_json, shown, well_formed
+from finetune.data.features import Features, Outcome, result_or_error
+from finetune.data.rows import Row, describe, parse_json, require_valid_unicode, shortened
 from finetune.errors import DataError
 from finetune.runtime.recorded import recorded_as
 
@@ -20,7 +20,7 @@ _LARGEST = 1e38
 """Of numbers that are learnt: they become float32."""
 
 
-class Labels(Protocol):
+class LabelEncoder(Protocol):
     """From a row's label to an array. Sent to other processes."""
 
     def __call__(self, label: Any) -> np.ndarray:
@@ -28,7 +28,7 @@ class Labels(Protocol):
 
 
 @dataclass(frozen=True)
-class OneClass:
+class ClassLabelEncoder:
     """A label is the name of exactly one class."""
 
     classes: Classes
@@ -44,7 +44,7 @@ class OneClass:
 
 
 @dataclass(frozen=True)
-class SeveralClasses:
+class MultiLabelEncoder:
     """A label is a list of the names of classes, none or all of them."""
 
     classes: Classes
@@ -52,19 +52,19 @@ class SeveralClasses:
     def __call__(self, label: Any) -> np.ndarray:
         """Return for each class whether it applies, float32 [classes]."""
         applies = np.zeros(len(self.classes), np.float32)
-        applies[[self.classes.index(each) for each in several(label)]] = 1.0
+        applies[[self.classes.index(each) for each in read_label_list(label)]] = 1.0
         return applies
 
 
 @dataclass(frozen=True)
-class Numbers:
+class NumericLabelEncoder:
     """A label is a number, or a list of so many."""
 
     num_numbers: int
 
     def __call__(self, label: Any) -> np.ndarray:
         """Return the numbers, float64 [numbers]."""
-        values = numbers(label)
+        values = read_label_numbers(label)
         if len(values) != self.num_numbers:
             raise DataError(
                 f"the label has {len(values)} number{'s' * (len(values) != 1)}, and {self.num_numbers} "
@@ -74,12 +74,12 @@ class Numbers:
         return np.array(values, np.float64)
 
 
-def several(label: Any) -> Sequence[Any]:
+def read_label_list(label: Any) -> Sequence[Any]:
     """Return the names in a label of several classes; a text is read as the JSON list that it must be."""
     value = label
     if isinstance(label, str):
         try:
-            value = parsed_json(label)
+            value = parse_json(label)
         except (ValueError, DataError):
             value = label
     if not isinstance(value, list):
@@ -90,7 +90,7 @@ def several(label: Any) -> Sequence[Any]:
     return value
 
 
-def numbers(label: Any) -> Sequence[float]:
+def read_label_numbers(label: Any) -> Sequence[float]:
     """Return the numbers of a label that is a number, a list of them, or a text that is one, as in a CSV file."""
     found = [_number(each) for each in (label if isinstance(label, list) else [label])]
     if not found:
@@ -101,9 +101,9 @@ def numbers(label: Any) -> Sequence[float]:
 def labels_in(label: Any, *, is_multi: bool) -> Iterable[Any]:
     """Return the classes that a label names; raises DataError as the encoders do."""
     if is_multi:
-        return several(label)
+        return read_label_list(label)
     if isinstance(label, list):
-        OneClass(Classes(()))(label)  # tells what to write instead
+        ClassLabelEncoder(Classes(()))(label)  # tells what to write instead
     return [label]
 
 
@@ -114,7 +114,7 @@ def _number(value: Any) -> float:
         number = math.nan
     if not abs(number) <= _LARGEST:
         limit = f" of at most {_LARGEST:g}" if type(value) is int or math.isfinite(number) else ""
-        said = f"`{shown(value)}`" if isinstance(value, str) else describe(value)
+        said = f"`{shortened(value)}`" if isinstance(value, str) else describe(value)
         raise DataError(f"the label must be a number{limit}, but is {said}. Mend it, or write another `kind`.")
     return number
 
@@ -127,7 +127,7 @@ _TYPES: Mapping[str, type[np.generic]] = {"input_ids": np.uint32, "token_type_id
 
 
 @dataclass(frozen=True)
-class Cut:
+class Truncation:
     """How texts are made shorter: of two the longer one first, special tokens never."""
 
     max_length: int  # in tokens
@@ -135,7 +135,7 @@ class Cut:
 
 
 @recorded_as("data.encoding.labelled.LabelledEncoder")
-class LabelledEncoder(TextRowsEncoder):
+class LabelledTextEncoder(TextRowsEncoder):
     """Encodes texts with the tokenizer's special tokens, and reads their labels.
 
     Samples hold `input_ids` (uint32), `token_type_ids` (uint8) where the tokenizer makes them, and `labels`. With a
@@ -146,9 +146,9 @@ class LabelledEncoder(TextRowsEncoder):
     def __init__(
         self,
         tokenizer: PreTrainedTokenizerBase,
-        labels: Labels,
+        labels: LabelEncoder,
         *,
-        cut: Cut | None = None,
+        cut: Truncation | None = None,
         allow_special_tokens: bool = False,
     ) -> None:
         super().__init__(tokenizer, allow_special_tokens=allow_special_tokens)
@@ -162,7 +162,7 @@ class LabelledEncoder(TextRowsEncoder):
 
     def _encoded(self, rows: Sequence[Row]) -> list[Outcome]:
         """Return the features of each row; None for one without any text, or what is wrong with it."""
-        labels = [attempted(self._label, row) for row in rows]
+        labels = [result_or_error(self._label, row) for row in rows]
         outcomes: list[Outcome] = [label if isinstance(label, DataError) else None for label in labels]
         for is_pair in (False, True):
             places = [place for place, row in enumerate(rows) if ("text_pair" in row) is is_pair]
@@ -174,7 +174,7 @@ class LabelledEncoder(TextRowsEncoder):
     def _label(self, row: Row) -> np.ndarray | None:
         """Return the row's label; None where there is no text that it could be about."""
         label = self._labels(label_of(row))
-        texts = [well_formed(row[name]) for name in ("text", "text_pair") if name in row]
+        texts = [require_valid_unicode(row[name]) for name in ("text", "text_pair") if name in row]
         return label if any(text.strip() for text in texts) else None
 
     def _framed(self, rows: Sequence[Row]) -> Iterator[tuple[Mapping[str, np.ndarray], int]]:
@@ -187,7 +187,7 @@ class LabelledEncoder(TextRowsEncoder):
                 shorter = self._shorter(row, self._cut)
                 yield shorter, length - len(shorter["input_ids"])
 
-    def _shorter(self, row: Row, cut: Cut) -> Mapping[str, np.ndarray]:
+    def _shorter(self, row: Row, cut: Truncation) -> Mapping[str, np.ndarray]:
         with _truncating(self._tokenizer, cut.side):
             (arrays,) = arrays_of(
                 self._tokenizer, *_texts([row]), truncation="longest_first", max_length=cut.max_length

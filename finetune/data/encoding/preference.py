@@ -20,7 +20,7 @@ _LARGEST_MARGIN = 1e38
 
 @recorded_as("data.encoding.answers.AnswersEncoder")
 @dataclass(frozen=True)
-class AnswersEncoder:
+class PreferenceEncoder:
     """Encodes rows of a prompt with answers: `chosen` and `rejected`, or a `completion` that is judged.
 
     A sample's `input_ids` and `is_target` hold its sequences end to end, `sequence_lengths` says how long each is:

@@ -8,7 +8,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from finetune.data.encoding.control_tokens import ControlTokens
-from finetune.data.rows import RawRow, Row, well_formed
+from finetune.data.rows import RawRow, Row, require_valid_unicode
 from finetune.data.templates.chat_template import tokenize
 from finetune.data.templates.rendering import Tools, render, turn_tokens
 from finetune.data.turns import Turn, read_sharegpt_turns, read_tools, read_turns
@@ -16,7 +16,7 @@ from finetune.errors import DataError
 
 
 @dataclass(frozen=True)
-class Question:
+class ChatPrompt:
     """Turns to be answered, and the tools that may be called."""
 
     turns: Sequence[Turn]
@@ -28,7 +28,7 @@ class Question:
         return str(self.turns[-1]["content"])
 
 
-def read_question(raw: RawRow, *, system: str | None = None) -> Question:
+def read_prompt(raw: RawRow, *, system: str | None = None) -> ChatPrompt:
     """Return what the row asks: its `messages`, `conversations`, `prompt` (text or turns) or `instruction`.
 
     An answer that stands at the end is left out: it is what is asked for. `system` is the message of rows without one.
@@ -47,27 +47,27 @@ def read_question(raw: RawRow, *, system: str | None = None) -> Question:
     is_led = bool(system) and turns[0]["role"] != "system"
     if is_led:
         turns.insert(0, {"role": "system", "content": system})
-    return Question(turns, tools, has_own_system=is_led)
+    return ChatPrompt(turns, tools, has_own_system=is_led)
 
 
-def prompt_ids(tokenizer: PreTrainedTokenizerBase, question: Question) -> list[int]:
+def prompt_ids(tokenizer: PreTrainedTokenizerBase, prompt: ChatPrompt) -> list[int]:
     """Return the tokens that the answer follows: rendered by the chat template, or, without one, the last words.
 
     What is asked is text: names of control tokens in it are not these tokens. Raises DataError where they cannot be
     told apart.
     """
     if not tokenizer.chat_template:
-        return list(text_inputs(tokenizer, question.text())["input_ids"])
+        return list(text_inputs(tokenizer, prompt.text())["input_ids"])
     control = _control_tokens(tokenizer, str(tokenizer.chat_template))
-    led = list(question.turns[: int(question.has_own_system)])
-    asked = (question.turns[len(led) :], question.tools or ())
+    led = list(prompt.turns[: int(prompt.has_own_system)])
+    asked = (prompt.turns[len(led) :], prompt.tools or ())
     if not control.held_by(asked):
-        rendered = render(tokenizer, question.turns, tools=question.tools, add_generation_prompt=True)
-        return tokenize(tokenizer, well_formed(rendered.text))
+        rendered = render(tokenizer, prompt.turns, tools=prompt.tools, add_generation_prompt=True)
+        return tokenize(tokenizer, require_valid_unicode(rendered.text))
     turns, tools = control.with_stand_ins(asked)
     rendered = render(tokenizer, [*led, *turns], tools=tools or None, add_generation_prompt=True)
     text = control.renamed(rendered.text)
-    ids = control.tokens.ids(well_formed(text))
+    ids = control.tokens.ids(require_valid_unicode(text))
     control.check(ids, text)
     return ids
 
@@ -75,7 +75,7 @@ def prompt_ids(tokenizer: PreTrainedTokenizerBase, question: Question) -> list[i
 def text_inputs(tokenizer: PreTrainedTokenizerBase, text: str, **how: Any) -> Any:
     """Return what the tokenizer makes of a text, in which names of control tokens are text."""
     control = _control_tokens(tokenizer, "")
-    well_formed(text)
+    require_valid_unicode(text)
     if not control.held_by(text):
         return tokenizer(text, **how)
     control.check_plain([text])

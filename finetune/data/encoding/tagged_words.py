@@ -9,8 +9,8 @@ from transformers import PreTrainedTokenizerBase
 from finetune.data.classes import Classes
 from finetune.data.encoding.labelled_text import LABELS, arrays_in
 from finetune.data.encoding.text import TextRowsEncoder
-from finetune.data.features import Features, Outcome, attempted
-from finetune.data.rows import Row, well_formed
+from finetune.data.features import Features, Outcome, result_or_error
+from finetune.data.rows import Row, require_valid_unicode
 from finetune.errors import DataError
 from finetune.runtime.recorded import recorded_as
 
@@ -19,7 +19,7 @@ Encoded = tuple[np.ndarray, Mapping[str, np.ndarray]]
 
 
 @recorded_as("data.encoding.tagged.TaggedEncoder")
-class TaggedEncoder(TextRowsEncoder):
+class TaggedWordsEncoder(TextRowsEncoder):
     """Encodes sentences that are cut into words, with the tokenizer's special tokens.
 
     Samples hold `input_ids` (uint32), `token_type_ids` (uint8) where the tokenizer makes them, `is_target` (bool) and
@@ -51,18 +51,18 @@ class TaggedEncoder(TextRowsEncoder):
 
     def _encoded(self, rows: Sequence[Row]) -> list[Outcome]:
         """Return the features of each row; None for one without words, or what is wrong with it."""
-        tags = [attempted(self._tags, row) for row in rows]
+        tags = [result_or_error(self._tags, row) for row in rows]
         good = [place for place, each in enumerate(tags) if isinstance(each, np.ndarray) and len(each)]
         outcomes: list[Outcome] = [each if isinstance(each, DataError) else None for each in tags]
         for place, encoded in zip(good, self._tokenized([rows[place]["tokens"] for place in good]), strict=True):
-            outcomes[place] = attempted(self._features, rows[place]["tokens"], tags[place], encoded)
+            outcomes[place] = result_or_error(self._features, rows[place]["tokens"], tags[place], encoded)
         return outcomes
 
     def _tags(self, row: Row) -> np.ndarray:
         """Return the index of each word's tag."""
         found = tags_of(row)
         for word in row["tokens"]:
-            well_formed(word)
+            require_valid_unicode(word)
         return np.array([self._classes.index(tag) for tag in found], np.int32)
 
     def _features(self, words: Sequence[str], tags: np.ndarray, encoded: Encoded) -> Features:

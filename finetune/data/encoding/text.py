@@ -14,9 +14,9 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from finetune.data.encoding.control_tokens import ControlTokens, texts_in
-from finetune.data.encoding.tokenizer import Tokens, begins_twice, end_of_sequence
-from finetune.data.features import Features, Outcome, attempted
-from finetune.data.rows import Row, well_formed
+from finetune.data.encoding.tokenizer import TextTokenizer, has_double_bos, require_eos_id
+from finetune.data.features import Features, Outcome, result_or_error
+from finetune.data.rows import Row, require_valid_unicode
 from finetune.errors import DataError
 from finetune.runtime.recorded import recorded_as
 
@@ -40,7 +40,7 @@ class TextRowsEncoder:
             outcomes[place] = outcome
         for place, outcome in zip(held, self._twin_of([rows[place] for place in held]), strict=True):
             is_good = isinstance(outcome, Features)
-            outcomes[place] = attempted(self._checked, outcome, texts[place]) if is_good else outcome
+            outcomes[place] = result_or_error(self._checked, outcome, texts[place]) if is_good else outcome
         return outcomes
 
     @abstractmethod
@@ -79,26 +79,26 @@ class TextEncoder(TextRowsEncoder):
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, *, allow_special_tokens: bool = False) -> None:
         super().__init__(tokenizer, allow_special_tokens=allow_special_tokens)
-        self._tokens = Tokens(tokenizer)
+        self._tokens = TextTokenizer(tokenizer)
 
     def _with(self, tokenizer: PreTrainedTokenizerBase) -> Self:
         return type(self)(tokenizer)
 
     def _encoded(self, rows: Sequence[Row]) -> list[Outcome]:
-        texts = [attempted(well_formed, row["text"]) for row in rows]
+        texts = [result_or_error(require_valid_unicode, row["text"]) for row in rows]
         begun = iter(self._tokens.begun([text for text in texts if isinstance(text, str)]))
-        return [attempted(self._features, next(begun)) if isinstance(text, str) else text for text in texts]
+        return [result_or_error(self._features, next(begun)) if isinstance(text, str) else text for text in texts]
 
     def _features(self, ids: list[int]) -> Features | None:
         tokenizer = self._tokenizer
         if not ids or ids == [tokenizer.bos_token_id]:
             return None
-        if begins_twice(ids, tokenizer):
+        if has_double_bos(ids, tokenizer):
             raise DataError(
                 f"begins with {tokenizer.bos_token}, which the tokenizer writes itself: it would stand there twice."
             )
-        if ids[-1] != end_of_sequence(tokenizer):
-            ids = [*ids, end_of_sequence(tokenizer)]
+        if ids[-1] != require_eos_id(tokenizer):
+            ids = [*ids, require_eos_id(tokenizer)]
         is_target = np.ones(len(ids), dtype=bool)
         is_target[0] = False
         return Features({"input_ids": np.asarray(ids, dtype=np.uint32), "is_target": is_target})
@@ -131,14 +131,14 @@ class MaskedTextEncoder(TextRowsEncoder):
             )
         super().__init__(tokenizer, allow_special_tokens=allow_special_tokens)
         self._words = words
-        self._special = np.array(sorted(Tokens(tokenizer).special), np.int64)
+        self._special = np.array(sorted(TextTokenizer(tokenizer).special), np.int64)
 
     def _with(self, tokenizer: PreTrainedTokenizerBase) -> Self:
         return type(self)(tokenizer, words=self._words)
 
     def _encoded(self, rows: Sequence[Row]) -> list[Outcome]:
         """Return the features of each row's `text`; None where there is nothing to hide, or what is wrong with it."""
-        texts = [attempted(well_formed, row["text"]) for row in rows]
+        texts = [result_or_error(require_valid_unicode, row["text"]) for row in rows]
         right = [text for text in texts if isinstance(text, str)]
         if not right:
             return [text for text in texts if isinstance(text, DataError)]
@@ -168,7 +168,7 @@ class SourceTargetEncoder(TextRowsEncoder):
         if tokenizer.eos_token_id is None:
             raise DataError("the tokenizer has no end-of-sequence token, so the model could not learn where to stop.")
         super().__init__(tokenizer, allow_special_tokens=allow_special_tokens)
-        self._tokens = Tokens(tokenizer)
+        self._tokens = TextTokenizer(tokenizer)
         self._prefix = prefix
 
     def _with(self, tokenizer: PreTrainedTokenizerBase) -> Self:
@@ -179,7 +179,7 @@ class SourceTargetEncoder(TextRowsEncoder):
 
     def _encoded(self, rows: Sequence[Row]) -> list[Outcome]:
         """Return the features of each row's `messages`; None for an empty source, or what is wrong with the row."""
-        texts = [attempted(self._texts, row) for row in rows]
+        texts = [result_or_error(self._texts, row) for row in rows]
         right = [each for each in texts if not isinstance(each, DataError)]
         sources = self._tokens.begun([source for source, _ in right])
         targets = self._targets([target for _, target in right])
@@ -202,7 +202,7 @@ class SourceTargetEncoder(TextRowsEncoder):
         asked, answered = (turn.get("content") for turn in turns)
         if not isinstance(asked, str) or not isinstance(answered, str):
             raise DataError("task `seq2seq` learns from texts, but the content of a turn is none. Write it as text.")
-        return well_formed(self._prefix + asked), well_formed(answered)
+        return require_valid_unicode(self._prefix + asked), require_valid_unicode(answered)
 
     def _targets(self, texts: Sequence[str]) -> list[list[int]]:
         if not texts:

@@ -17,7 +17,7 @@ from finetune.errors import DataError
 _PROBE = "a b"
 
 
-def frame_of(tokenizer: PreTrainedTokenizerBase) -> tuple[int, int]:
+def num_special_tokens_around(tokenizer: PreTrainedTokenizerBase) -> tuple[int, int]:
     """Return how many tokens the tokenizer writes before every text and behind it: BERT's are (1, 1), T5's (0, 1)."""
     whole = list(tokenizer(_PROBE, verbose=False)["input_ids"])
     bare = list(tokenizer(_PROBE, add_special_tokens=False, verbose=False)["input_ids"])
@@ -27,12 +27,12 @@ def frame_of(tokenizer: PreTrainedTokenizerBase) -> tuple[int, int]:
     return before, behind
 
 
-def begins_twice(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> bool:
+def has_double_bos(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> bool:
     """Tell whether the beginning-of-sequence stands at the beginning twice."""
     return tokenizer.bos_token_id is not None and list(ids[:2]) == [tokenizer.bos_token_id] * 2
 
 
-def end_of_sequence(tokenizer: PreTrainedTokenizerBase) -> int:
+def require_eos_id(tokenizer: PreTrainedTokenizerBase) -> int:
     """Return the end-of-sequence token; raises DataError for a tokenizer without one."""
     if tokenizer.eos_token_id is None:
         raise DataError("the tokenizer has no end-of-sequence token, so the model could not learn where to stop.")
@@ -49,7 +49,7 @@ def unknown_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     return frozenset(map(int, unknown))
 
 
-def forgets_unknown_text(tokenizer: PreTrainedTokenizerBase) -> bool:
+def drops_unknown_text(tokenizer: PreTrainedTokenizerBase) -> bool:
     """Tell whether text that the tokenizer does not know leaves no token at all, so that nobody can count it."""
     rare = ("\U00012000", "\U0001d11e", "\ua66e", "\u2603")  # cuneiform, a clef, an eye, a snowman
     known, *others = (
@@ -82,7 +82,7 @@ _MOST_REMEMBERED = 4096
 _PROBES = ("a b", " a", "a ", "\n", "a\n\nb", "  ", "\u00e9\u4f60 1", "a.")
 
 
-class Tokens:
+class TextTokenizer:
     """Encodes texts that already hold every special token they need: none is added."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -100,10 +100,10 @@ class Tokens:
     def encode(self, texts: Sequence[str]) -> "list[Encoded]":
         """Return each text with its tokens, encoded in one call."""
         if not self.cuts_at_seams:
-            return [Encoded(text, np.asarray(self.ids(text), np.uint32), self) for text in texts]
+            return [EncodedText(text, np.asarray(self.ids(text), np.uint32), self) for text in texts]
         encodings = _backend(self._tokenizer).encode_batch(list(texts), add_special_tokens=False)
         return [
-            Encoded(text, np.array(each.ids, np.uint32), self, each)
+            EncodedText(text, np.array(each.ids, np.uint32), self, each)
             for text, each in zip(texts, encodings, strict=True)
         ]
 
@@ -165,20 +165,20 @@ class Tokens:
         return is_so
 
     def _cuts(self, text: str, encoding: Any) -> bool:
-        fast = Encoded(text, np.array(encoding.ids, np.uint32), self, encoding)
-        slow = Encoded(text, np.asarray(self.ids(text), np.uint32), self)
+        fast = EncodedText(text, np.array(encoding.ids, np.uint32), self, encoding)
+        slow = EncodedText(text, np.asarray(self.ids(text), np.uint32), self)
         ends = range(0, len(text) + 1, 3)
         same_ends = all(fast.num_tokens_of(end) == slow.num_tokens_of(end) for end in ends)
         return same_ends and fast.ids.tolist() == slow.ids.tolist()
 
 
 @dataclass(frozen=True)
-class Encoded:
+class EncodedText:
     """A text and its tokens."""
 
     text: str
     ids: np.ndarray  # uint32
-    tokens: Tokens
+    tokens: TextTokenizer
     encoding: Any = field(default=None, repr=False)  # of the `tokenizers` library; None: beginnings are encoded in full
 
     def num_tokens_of(self, end: int) -> int | None:

@@ -6,7 +6,7 @@ from itertools import takewhile
 from typing import Any, Protocol
 
 from finetune.config.sections.data import OPTIONAL_COLUMNS, REQUIRED_COLUMNS, Format, SourceSection
-from finetune.data.formats.columns import Columns, Names, listed
+from finetune.data.formats.columns import ColumnNames, Columns, quoted_list
 from finetune.data.formats.images import attach_images, read_image_label
 from finetune.data.images.stored_image import ImageRoot
 from finetune.data.rows import FAULTS_OF_VALUES, RawRow, Row, describe
@@ -55,7 +55,7 @@ class RowFormat(Protocol):
         """Return, as JSON can hold it, what decides how rows are read."""
 
 
-class AsRead:
+class AlreadyRead:
     """The format of rows that have been read by another one."""
 
     def read(self, raw: RawRow) -> Row:
@@ -67,14 +67,14 @@ class AsRead:
         return None
 
 
-AS_READ = AsRead()
+ALREADY_READ = AlreadyRead()
 
 
 @dataclass(frozen=True)
 class ColumnFormat:
     """A format with the names and templates that lead to the user's columns."""
 
-    names: Names
+    names: ColumnNames
 
     @property
     def name(self) -> Format:
@@ -121,24 +121,24 @@ def choose_format(
     row = first.parse()
     name = section.format or _detect(section, first, key=key)
     if section.format is None:
-        log(f"{key}.format is not set: the columns {listed(_available(section, row))} are read as `{name}`")
+        log(f"{key}.format is not set: the columns {quoted_list(_available(section, row))} are read as `{name}`")
     known = REQUIRED_COLUMNS[name] + OPTIONAL_COLUMNS.get(name, ())
     for where, columns in (("columns", section.columns), ("template", section.template)):
         for column in columns:
             if column not in known:
                 raise DataError(
-                    f"{key}.{where}: format `{name}` has no column `{column}`; it has {listed(known)}. "
+                    f"{key}.{where}: format `{name}` has no column `{column}`; it has {quoted_list(known)}. "
                     "Write the format's name first, then yours: {completion: answer}."
                 )
     unread = _unread(section, row, known)
     if unread:
-        log(f"{key}: columns that are not read: {listed(unread)}")
+        log(f"{key}: columns that are not read: {quoted_list(unread)}")
     classes = _classes(section, name, class_names=class_names)
     for column, names in classes.items():
         yours = section.columns.get(column, column)
-        shown = listed(names[:_MOST_NAMES]) + (", ..." if len(names) > _MOST_NAMES else "")
+        shown = quoted_list(names[:_MOST_NAMES]) + (", ..." if len(names) > _MOST_NAMES else "")
         log(f"{key}: the dataset names the numbers of `{yours}` {shown}: these are the classes")
-    return ColumnFormat(Names(name, dict(section.columns), dict(section.template), key, classes, image_root))
+    return ColumnFormat(ColumnNames(name, dict(section.columns), dict(section.template), key, classes, image_root))
 
 
 def _classes(
@@ -159,9 +159,9 @@ def _detect(section: SourceSection, first: RawRow, *, key: str) -> Format:
         is_there = all(section.columns.get(column, column) in available for column in required)
         if is_there and all(column in known for column in (*section.columns, *section.template)):
             return name
-    choices = "; ".join(f"{name}: {listed(required)}" for name, required in REQUIRED_COLUMNS.items())
+    choices = "; ".join(f"{name}: {quoted_list(required)}" for name, required in REQUIRED_COLUMNS.items())
     raise DataError(
-        f"{first.place}: cannot tell the format from its columns {listed(available)}. Set {key}.format and map its "
+        f"{first.place}: cannot tell the format from its columns {quoted_list(available)}. Set {key}.format and map its "
         f"columns with {key}.columns (for example {{prompt: question, completion: answer}}), or write a "
         f"{key}.template. Formats are {choices}."
     )

@@ -14,7 +14,7 @@ from finetune.config.sections.data import (
     TrainedSourceSection,
     ValidationSourceSection,
 )
-from finetune.data.formats.row_format import AS_READ, RowFormat, choose_format
+from finetune.data.formats.row_format import ALREADY_READ, RowFormat, choose_format
 from finetune.data.images.stored_image import ImageRoot
 from finetune.data.order.stream_plan import excerpt
 from finetune.data.rows import RawRow, Row
@@ -151,7 +151,7 @@ def rows_read(sources: Sequence[Source]) -> Iterator[Row]:
 
 def _open(section: SourceSection, *, key: str, log: Log) -> SourceSlice:
     origin = _find(section, key=key, log=log)
-    unread = SourceSlice(section, origin, AS_READ)
+    unread = SourceSlice(section, origin, ALREADY_READ)
     first = next(chain.from_iterable(shard.rows() for shard in unread.shards), None)
     if first is None:
         after = f" after skip: {section.skip}" if section.skip else ""
@@ -200,7 +200,7 @@ def _validation(section: ValidationSourceSection, train: Sequence[SourceSlice], 
         raise DataError(f"{key}: none of the training rows falls into this share. Take a larger one.")
     if not _has_rows(train):
         raise DataError(f"{key}: all of the training rows fall into this share. Take a smaller one.")
-    return Source(section, held_out, key=key, form=AS_READ, log=log)
+    return Source(section, held_out, key=key, form=ALREADY_READ, log=log)
 
 
 def _has_rows(slices: Sequence[SourceSlice]) -> bool:

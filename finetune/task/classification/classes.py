@@ -13,7 +13,7 @@ from torch.nn import functional
 from transformers import PreTrainedTokenizerBase
 
 from finetune.data.batch import IGNORED, Batch
-from finetune.data.classes import Classes, balanced, balanced_presence, in_order, label_name
+from finetune.data.classes import Classes, balanced_weights, label_name, positive_weights, sort_names
 from finetune.data.features import Features
 from finetune.data.rows import Row
 from finetune.errors import DataError
@@ -90,7 +90,7 @@ def find_classes(context: TaskContext, labels_of: LabelsOf) -> WeightedClasses:
     names = section.labels or _class_names(counts, least=1 if is_multi else 2)
     each = [counts.get(name, 0) for name in names]
     if is_balanced:
-        weights = balanced_presence(each, num_rows) if is_multi else balanced(each)
+        weights = positive_weights(each, num_rows) if is_multi else balanced_weights(each)
     return WeightedClasses(Classes(names), weights, tuple(each))
 
 
@@ -167,7 +167,7 @@ def _class_names(counts: Mapping[str, int], *, least: int) -> tuple[str, ...]:
             f"the training rows name {len(counts):,} classes ({some}, ...): is the column a class? "
             "Map another one with `columns: {label: ...}`, or write `task.classification.labels`."
         )
-    return tuple(in_order(counts))
+    return tuple(sort_names(counts))
 
 
 class TextPadding:

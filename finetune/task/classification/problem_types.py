@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from finetune.data.encoding.labelled_text import Labels, Numbers, OneClass, SeveralClasses
+from finetune.data.encoding.labelled_text import ClassLabelEncoder, LabelEncoder, MultiLabelEncoder, NumericLabelEncoder
 from finetune.runtime.recorded import recorded_as
 from finetune.task.classification.classes import (
     WeightedClasses,
@@ -23,7 +23,7 @@ class ProblemType(Protocol):
     """What is asked, how wrong an answer is, and what is measured of the answers."""
 
     @property
-    def labels(self) -> Labels:
+    def labels(self) -> LabelEncoder:
         """Return what makes numbers of a row's label."""
 
     @property
@@ -82,9 +82,9 @@ class SingleLabel(_WithClasses):
     label_smoothing: float = 0.0
 
     @property
-    def labels(self) -> Labels:
+    def labels(self) -> LabelEncoder:
         """Return what gives the index of the class."""
-        return OneClass(self.classification.classes)
+        return ClassLabelEncoder(self.classification.classes)
 
     @property
     def head_values(self) -> Mapping[str, Any]:
@@ -123,9 +123,9 @@ class MultiLabel(_WithClasses):
     """Any number of classes, each by itself."""
 
     @property
-    def labels(self) -> Labels:
+    def labels(self) -> LabelEncoder:
         """Return what tells for each class whether it applies."""
-        return SeveralClasses(self.classification.classes)
+        return MultiLabelEncoder(self.classification.classes)
 
     @property
     def head_values(self) -> Mapping[str, Any]:
@@ -167,9 +167,9 @@ class Regression:
     names: tuple[str, ...] = ()
 
     @property
-    def labels(self) -> Labels:
+    def labels(self) -> LabelEncoder:
         """Return what reads the numbers."""
-        return Numbers(self.num_numbers)
+        return NumericLabelEncoder(self.num_numbers)
 
     @property
     def head_values(self) -> Mapping[str, Any]:

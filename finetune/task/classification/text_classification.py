@@ -10,7 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from finetune.data.batch import Batch
-from finetune.data.encoding.labelled_text import LABELS, Cut, LabelledEncoder, label_of, labels_in, numbers
+from finetune.data.encoding.labelled_text import (
+    LABELS,
+    LabelledTextEncoder,
+    Truncation,
+    label_of,
+    labels_in,
+    read_label_numbers,
+)
 from finetune.data.features import Features
 from finetune.errors import DataError
 from finetune.runtime.recorded import recorded_name
@@ -33,8 +40,8 @@ class TextClassificationTask(BaseTask):
         self.kind = _problem_type_of(context)
         self.padding = TextPadding(context.tokenizer)
         is_cut = data.over_length == "truncate"
-        cut = Cut(data.longest, data.truncate_side) if is_cut else None
-        self._encoder = LabelledEncoder(
+        cut = Truncation(data.longest, data.truncate_side) if is_cut else None
+        self._encoder = LabelledTextEncoder(
             context.tokenizer, self.kind.labels, cut=cut, allow_special_tokens=data.allow_special_tokens
         )
 
@@ -131,7 +138,7 @@ def _num_numbers(context: TaskContext) -> int:
     wrong = None
     for row in context.rows():
         try:
-            return len(numbers(label_of(row)))
+            return len(read_label_numbers(label_of(row)))
         except DataError as error:
             wrong = wrong or error
     raise DataError(f"data.train: no row has a number to learn; the first: {wrong}")

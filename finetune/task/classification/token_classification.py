@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from finetune.data.batch import IGNORED, Batch
 from finetune.data.encoding.labelled_text import LABELS
-from finetune.data.encoding.tagged_words import TaggedEncoder, tags_of
-from finetune.data.encoding.tokenizer import frame_of
+from finetune.data.encoding.tagged_words import TaggedWordsEncoder, tags_of
+from finetune.data.encoding.tokenizer import num_special_tokens_around
 from finetune.data.features import Features
 from finetune.data.token_cache.lengths import LengthPolicy, Lengths
 from finetune.task.base import BaseTask
@@ -34,10 +34,10 @@ class TokenClassificationTask(BaseTask):
         self.classification = find_classes(context, tags_of)
         self.label_smoothing = context.section.label_smoothing
         self.padding = TextPadding(context.tokenizer)
-        self._encoder = TaggedEncoder(
+        self._encoder = TaggedWordsEncoder(
             context.tokenizer, self.classification.classes, allow_special_tokens=data.allow_special_tokens
         )
-        frame = frame_of(context.tokenizer)
+        frame = num_special_tokens_around(context.tokenizer)
         self._lengths = LengthPolicy(data.longest, data.over_length, data.truncate_side, frame)
 
     @property

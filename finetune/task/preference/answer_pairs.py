@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from finetune.data.batch import IGNORED, Batch
 from finetune.data.encoding.conversation import ConversationEncoder
-from finetune.data.encoding.preference import AnswersEncoder
+from finetune.data.encoding.preference import PreferenceEncoder
 from finetune.data.features import Features
 from finetune.data.templates.chat_template import require_chat_template
 from finetune.data.token_cache.lengths import SequencesPolicy, spans
@@ -112,7 +112,7 @@ class AnswerPairsTask(BaseTask):
             allow_special_tokens=data.allow_special_tokens,
         )
         name = f"`task.name: {context.section.name}`"
-        self._answers = self._encoder = AnswersEncoder(encode, name, judged=judged, margin=margin)
+        self._answers = self._encoder = PreferenceEncoder(encode, name, judged=judged, margin=margin)
 
     @property
     def encoding(self) -> Mapping[str, Any]:

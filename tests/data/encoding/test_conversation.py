@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from finetune.data.encoding.conversation import ConversationEncoder, with_system_prompt
 from finetune.data.encoding.text import TextEncoder, encode_text
-from finetune.data.encoding.tokenizer import Tokens, forgets_unknown_text, tokenizer_identity, unknown_ids
+from finetune.data.encoding.tokenizer import TextTokenizer, drops_unknown_text, tokenizer_identity, unknown_ids
 from finetune.data.templates.chat_template import BUILT_IN, NEEDED, set_chat_template, stop_ids, tokenize
 from finetune.errors import DataError
 from tests.data.template_tokenizers import targets
@@ -159,9 +159,9 @@ def test_real_rows_are_encoded_the_same_whether_tails_are_remembered_or_not(temp
     tokenizer = make_tokenizer(special=["<|endoftext|>", "<s>", *NEEDED[template]], bos_token="<s>")
     set_chat_template(tokenizer, template)
     rows = [{"messages": turns} for turns in real_conversations(25)]
-    monkeypatch.setattr(Tokens, "cuts_at_seams", False)
+    monkeypatch.setattr(TextTokenizer, "cuts_at_seams", False)
     slow = ConversationEncoder(tokenizer)(rows)
-    monkeypatch.setattr(Tokens, "cuts_at_seams", True)
+    monkeypatch.setattr(TextTokenizer, "cuts_at_seams", True)
     fast = ConversationEncoder(tokenizer)(rows)
     assert len(fast) == 50
     for one, other in zip(fast, slow, strict=True):
@@ -235,6 +235,6 @@ def test_a_tokenizer_that_forgets_what_it_does_not_know_is_noticed(make_tokenize
         return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>", **keys)
 
     assert words()("a ☃")["input_ids"] == words()("a")["input_ids"]
-    assert forgets_unknown_text(words())
-    assert not forgets_unknown_text(words(unk_token="<unk>"))
-    assert not forgets_unknown_text(make_tokenizer())
+    assert drops_unknown_text(words())
+    assert not drops_unknown_text(words(unk_token="<unk>"))
+    assert not drops_unknown_text(make_tokenizer())

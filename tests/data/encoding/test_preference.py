@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from finetune.data.encoding.conversation import ConversationEncoder
-from finetune.data.encoding.preference import IS_GOOD, MARGIN, AnswersEncoder
+from finetune.data.encoding.preference import IS_GOOD, MARGIN, PreferenceEncoder
 from finetune.data.features import LENGTHS_OF_SEQUENCES
 from finetune.data.templates.chat_template import set_chat_template
 from finetune.errors import DataError
@@ -39,7 +39,7 @@ def whole(prompt: str, answer: str) -> str:
 
 
 def test_a_pair_is_two_conversations_of_which_the_answers_are_learnt(encoder, tokenizer):
-    (features,) = AnswersEncoder(encoder, "`t`")([row("a?", "yes", "no")])
+    (features,) = PreferenceEncoder(encoder, "`t`")([row("a?", "yes", "no")])
     found = texts(features, tokenizer)
     assert [text.startswith(whole("a?", answer)[:-1]) for (text, _), answer in zip(found, ("yes", "no"), strict=True)]
     assert [learnt.removesuffix("\n") for _, learnt in found] == ["yes<|im_end|>", "no<|im_end|>"]
@@ -47,17 +47,17 @@ def test_a_pair_is_two_conversations_of_which_the_answers_are_learnt(encoder, to
 
 def test_what_the_assistant_says_in_the_prompt_is_not_learnt(encoder, tokenizer):
     asked = {"prompt": [turn("user", "a?"), turn("assistant", "hm"), turn("user", "b?")]}
-    (features,) = AnswersEncoder(encoder, "`t`")([row("", "yes", "no") | asked])
+    (features,) = PreferenceEncoder(encoder, "`t`")([row("", "yes", "no") | asked])
     assert [learnt for _, learnt in texts(features, tokenizer)] == ["yes<|im_end|>", "no<|im_end|>"]
 
 
 def test_equal_answers_teach_nothing(encoder):
-    assert AnswersEncoder(encoder, "`t`")([row("a?", "yes", "yes")]) == [None]
+    assert PreferenceEncoder(encoder, "`t`")([row("a?", "yes", "yes")]) == [None]
 
 
 def test_judged_answers_come_with_the_next_rows_answer(encoder, tokenizer):
     rows = [judged("a?", "one", True), judged("b?", "two", False), row("c?", "three", "four")]
-    first, second, third = AnswersEncoder(encoder, "`t`", judged=True)(rows)
+    first, second, third = PreferenceEncoder(encoder, "`t`", judged=True)(rows)
     assert [learnt for _, learnt in texts(first, tokenizer)] == ["one<|im_end|>", "two<|im_end|>"]
     assert texts(first, tokenizer)[1][0].startswith(whole("a?", "two")[:-1])
     assert [learnt for _, learnt in texts(second, tokenizer)] == ["two<|im_end|>", "three<|im_end|>"]
@@ -69,15 +69,15 @@ def test_judged_answers_come_with_the_next_rows_answer(encoder, tokenizer):
 
 
 def test_margins_are_kept_where_they_are_used(encoder):
-    (features,) = AnswersEncoder(encoder, "`t`", margin=True)([row("a?", "yes", "no", margin=0.5)])
+    (features,) = PreferenceEncoder(encoder, "`t`", margin=True)([row("a?", "yes", "no", margin=0.5)])
     assert features.arrays[MARGIN].tolist() == [0.5]
-    (wrong,) = AnswersEncoder(encoder, "`t`", margin=True)([row("a?", "yes", "no")])
+    (wrong,) = PreferenceEncoder(encoder, "`t`", margin=True)([row("a?", "yes", "no")])
     assert isinstance(wrong, DataError)
     assert "use_margin: false" in str(wrong)
 
 
 def test_rows_without_answers_to_choose_from_are_told_what_to_write(encoder):
-    (wrong,) = AnswersEncoder(encoder, "`task.name: reward`")([{"messages": [turn("user", "a?")]}])
+    (wrong,) = PreferenceEncoder(encoder, "`task.name: reward`")([{"messages": [turn("user", "a?")]}])
     assert isinstance(wrong, DataError)
     assert str(wrong).startswith("`task.name: reward` learns from pairs of answers")
     assert "`format: preference`" in str(wrong)
@@ -85,6 +85,6 @@ def test_rows_without_answers_to_choose_from_are_told_what_to_write(encoder):
 
 def test_a_row_that_the_template_cannot_render_is_wrong_alone(encoder):
     broken = row("a?", "yes", "no") | {"chosen": [{"role": "assistant", "content": "x", "weight": 3}]}
-    outcomes = AnswersEncoder(encoder, "`t`")([broken, row("b?", "yes", "no")])
+    outcomes = PreferenceEncoder(encoder, "`t`")([broken, row("b?", "yes", "no")])
     assert isinstance(outcomes[0], DataError)
     assert not isinstance(outcomes[1], DataError)

@@ -5,7 +5,7 @@ import pickle
 import pytest
 
 from finetune.data.classes import Classes
-from finetune.data.encoding.tagged_words import TaggedEncoder
+from finetune.data.encoding.tagged_words import TaggedWordsEncoder
 from finetune.errors import DataError
 from tests.data.encoding.word_pieces import WORDS, bert_tokenizer
 
@@ -14,7 +14,7 @@ CLASSES = Classes(("O", "B-LOC", "I-LOC"))
 
 @pytest.fixture
 def encoder():
-    return pickle.loads(pickle.dumps(TaggedEncoder(bert_tokenizer(), CLASSES)))
+    return pickle.loads(pickle.dumps(TaggedWordsEncoder(bert_tokenizer(), CLASSES)))
 
 
 def shown(features, words):
@@ -42,13 +42,13 @@ def test_a_word_that_leaves_no_token_becomes_the_unknown_one(encoder):
 
 
 def test_words_of_a_byte_level_tokenizer_stay_apart(tokenizer):
-    (sample,) = TaggedEncoder(tokenizer, CLASSES)([{"tokens": ["Be", "brief"], "tags": ["O", "B-LOC"]}])
+    (sample,) = TaggedWordsEncoder(tokenizer, CLASSES)([{"tokens": ["Be", "brief"], "tags": ["O", "B-LOC"]}])
     assert tokenizer.decode(sample.arrays["input_ids"].tolist()) == "Be brief"
     assert sample.num_targets == 2
 
 
 def test_where_there_is_no_unknown_token_a_lost_word_is_told(tokenizer):
-    (outcome,) = TaggedEncoder(tokenizer, CLASSES)([{"tokens": ["", "a"], "tags": ["O", "O"]}])
+    (outcome,) = TaggedWordsEncoder(tokenizer, CLASSES)([{"tokens": ["", "a"], "tags": ["O", "O"]}])
     assert "word 1 ('') leaves no token" in str(outcome)
 
 
@@ -64,4 +64,4 @@ def test_a_tokenizer_that_cannot_tell_words_is_refused():
         is_fast = False
 
     with pytest.raises(DataError, match=r"the tokenizer \(Slow\) is written in Python and cannot tell which word"):
-        TaggedEncoder(Slow(), CLASSES)
+        TaggedWordsEncoder(Slow(), CLASSES)

@@ -9,7 +9,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from finetune.data.encoding.tokenizer import Tokens, frame_of
+from finetune.data.encoding.tokenizer import TextTokenizer, num_special_tokens_around
 
 PROCESSORS = {
     (0, 0): None,
@@ -27,7 +27,7 @@ def test_the_tokens_around_a_text_are_counted(frame):
     if PROCESSORS[frame] is not None:
         backend.post_processor = PROCESSORS[frame]
     made = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
-    assert frame_of(made) == frame
+    assert num_special_tokens_around(made) == frame
 
 
 DATA = Path(__file__).parents[4] / "shared" / "data"
@@ -84,7 +84,7 @@ def conversations(num, *, seed=0):
 
 def agrees(tokenizer, texts):
     """Tell whether every beginning has the number of tokens that encoding it alone and comparing gives."""
-    for encoded in Tokens(tokenizer).encode(texts):
+    for encoded in TextTokenizer(tokenizer).encode(texts):
         whole = tokenizer(encoded.text, add_special_tokens=False)["input_ids"]
         assert encoded.ids.tolist() == whole
         for end in range(len(encoded.text) + 1):
@@ -107,12 +107,14 @@ def test_marks_that_take_blanks_or_words_with_them_change_nothing(flags):
 
 
 def test_the_fast_way_is_taken_where_it_holds():
-    assert Tokens(tokenizer_of("byte level")).cuts_at_seams
-    assert Tokens(tokenizer_of("a word mark at the first word")).cuts_at_seams
+    assert TextTokenizer(tokenizer_of("byte level")).cuts_at_seams
+    assert TextTokenizer(tokenizer_of("a word mark at the first word")).cuts_at_seams
 
 
 def test_without_marks_or_with_ones_found_after_normalizing_every_beginning_is_encoded():
-    assert not Tokens(tokenizer_of("lower case", [AddedToken(mark, normalized=True) for mark in MARKS])).cuts_at_seams
+    assert not TextTokenizer(
+        tokenizer_of("lower case", [AddedToken(mark, normalized=True) for mark in MARKS])
+    ).cuts_at_seams
     assert agrees(tokenizer_of("byte level", ["</s>"]), conversations(30))
 
 
@@ -125,7 +127,7 @@ class Polite(PreTrainedTokenizerFast):
 
 def test_a_tokenizer_that_adds_something_in_python_is_asked_itself():
     polite = Polite(tokenizer_object=tokenizer_of("byte level").backend_tokenizer, eos_token="</s>")
-    tokens = Tokens(polite)
+    tokens = TextTokenizer(polite)
     assert not tokens.is_backend_alone
     assert not tokens.cuts_at_seams
     assert tokens.begun(["Two", ""]) == [polite("Two")["input_ids"], []]
@@ -134,12 +136,12 @@ def test_a_tokenizer_that_adds_something_in_python_is_asked_itself():
 
 def test_texts_begin_as_the_tokenizer_begins_them():
     tokenizer = tokenizer_of("byte level")
-    assert Tokens(tokenizer).begun(["Two and two", ""]) == [tokenizer("Two and two")["input_ids"], []]
+    assert TextTokenizer(tokenizer).begun(["Two and two", ""]) == [tokenizer("Two and two")["input_ids"], []]
 
 
 def test_truncation_that_somebody_else_has_set_cuts_nothing():
     tokenizer = tokenizer_of("byte level")
-    tokens = Tokens(tokenizer)
+    tokens = TextTokenizer(tokenizer)
     assert tokens.cuts_at_seams
     whole = tokenizer(SAID[0])["input_ids"]
     tokenizer.pad_token = "</s>"
