@@ -22,7 +22,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from finetune.config.sections.data import BatchingSection
 from finetune.data.batch import Batch
 from finetune.data.features import Features
-from finetune.data.order.grouping import ByLength, set_order
+from finetune.data.order.grouping import LengthGroupedOrder, set_order
 from finetune.data.order.order import Order
 from finetune.model.attention.implementation import register
 from finetune.runtime.packed_rows import PER_SAMPLE_ATTENTION
@@ -112,7 +112,7 @@ def _batches(batching: BatchingSection, size: int) -> Iterator[Batch]:
     order: Order = set_order(lengths, seed=1, shuffle=True, batching=batching, max_length=LONGEST)
     steps = batching.length_window_steps
     if steps:
-        order = ByLength(order, lengths.__getitem__, seed=1, global_batch_size=STEP, window_steps=steps)
+        order = LengthGroupedOrder(order, lengths.__getitem__, seed=1, global_batch_size=STEP, window_steps=steps)
     for ids in order.cut(0, 1 << 40, size):
         samples = [_sample(i, int(lengths[i])) for i in ids.tolist()]
         yield collate_padding_free(samples) if is_padding_free(batching) else collate_padded(samples, pad_id=0)

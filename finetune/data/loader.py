@@ -12,7 +12,7 @@ from finetune.data.batch import Batch
 from finetune.data.delivery import Collate, collate_with_checksums
 from finetune.data.features import Features
 from finetune.data.order.dataset_view import DatasetView, Samples
-from finetune.data.order.grouping import LongestFirst, set_order
+from finetune.data.order.grouping import LongestFirstOrder, set_order
 from finetune.data.order.order import Order
 from finetune.data.token_cache.store import PreparedSet
 from finetune.data.workers import Cost, loader_settings
@@ -172,7 +172,7 @@ def evaluation_loader(
 def _evaluation_order(prepared: PreparedSet, section: DataSection) -> Order:
     batching = section.batching
     if batching.by == "samples" and batching.padding_free is not True:
-        return LongestFirst(prepared.lengths)
+        return LongestFirstOrder(prepared.lengths)
     return set_order(prepared.lengths, seed=0, shuffle=False, batching=batching, max_length=section.longest)
 
 

@@ -8,10 +8,10 @@ from typing import NamedTuple
 import numpy as np
 
 from finetune.config.sections.data import BatchingSection
-from finetune.data.order.order import LengthsOf, Order, OrderOfPieces, SetOrder, joined, permutation
+from finetune.data.order.order import LengthsOf, Order, PiecewiseOrder, SetOrder, concatenated, permutation
 
 
-class Groups(NamedTuple):
+class SampleGroups(NamedTuple):
     """Samples put into groups; group g holds `members[starts[g]:starts[g + 1]]`."""
 
     members: np.ndarray  # places in the lengths given, each once, group after group
@@ -23,11 +23,11 @@ class Groups(NamedTuple):
         return len(self.starts) - 1
 
 
-Grouping = Callable[[np.ndarray], Groups]
+Grouping = Callable[[np.ndarray], SampleGroups]
 """From lengths to groups, whose number follows from the lengths alone, in whatever order they come."""
 
 
-def best_fit_decreasing(lengths: np.ndarray, *, budget: int) -> Groups:
+def best_fit_decreasing(lengths: np.ndarray, *, budget: int) -> SampleGroups:
     """Return packs of at most `budget` tokens: from the longest sample on, each goes where the least room is left.
 
     All samples of one length are placed together, so the time is that of sorting them. Among samples of one length
@@ -36,16 +36,16 @@ def best_fit_decreasing(lengths: np.ndarray, *, budget: int) -> Groups:
     if len(lengths) and int(lengths.max()) > budget:
         raise ValueError(f"a sample of {int(lengths.max())} tokens in packs of {budget}")
     packs = np.empty(len(lengths), np.int64)
-    rooms = _Rooms(budget)
+    rooms = _OpenPacks(budget)
     for length, members in _by_length(lengths):
         while len(members):
             members = rooms.place(members, length=length, packs=packs)
     order = np.argsort(packs, kind="stable")
     counts = np.bincount(packs, minlength=rooms.num_packs)
-    return Groups(order, _starts(counts))
+    return SampleGroups(order, _starts(counts))
 
 
-def batches_by_tokens(lengths: np.ndarray, *, budget: int) -> Groups:
+def batches_by_tokens(lengths: np.ndarray, *, budget: int) -> SampleGroups:
     """Return batches of samples of similar length, each of which has at most `budget` tokens when it is padded.
 
     A sample that is longer is a batch of its own.
@@ -56,10 +56,10 @@ def batches_by_tokens(lengths: np.ndarray, *, budget: int) -> Groups:
     while starts[-1] < len(longest_first):
         starts.append(starts[-1] + max(1, budget // longest_first[starts[-1]]))
     starts[-1] = len(longest_first)
-    return Groups(order, np.array(starts, np.int64))
+    return SampleGroups(order, np.array(starts, np.int64))
 
 
-class _Rooms:
+class _OpenPacks:
     """The packs begun so far by the room that is left in them."""
 
     def __init__(self, budget: int) -> None:
@@ -132,7 +132,7 @@ def tokens_per_position(batching: BatchingSection, *, max_length: int) -> int:
     return batching.tokens if batching.tokens is not None else max_length
 
 
-class GroupedOrder(OrderOfPieces):
+class GroupedOrder(PiecewiseOrder):
     """An endless sequence of groups of samples, epoch after epoch, each of which holds every sample once.
 
     Which samples are in which window is settled for all epochs, so every epoch has equally many groups. In each epoch
@@ -175,7 +175,7 @@ class GroupedOrder(OrderOfPieces):
             yield ids[starts[first] : starts[last]]
             start += last - first
 
-    def _grouped_anew(self, epoch: int, window: int) -> Groups:
+    def _grouped_anew(self, epoch: int, window: int) -> SampleGroups:
         """Return the window's groups of sample ids in the order in which the epoch has them."""
         ids = self._window(window)
         if self._shuffle:
@@ -186,7 +186,7 @@ class GroupedOrder(OrderOfPieces):
             turn = permutation(groups.num_groups, self._seed, "groups", epoch, window)
         else:
             turn = np.argsort(np.minimum.reduceat(members, groups.starts[:-1]), kind="stable")
-        return _in_turn(Groups(members, groups.starts), turn)
+        return _in_turn(SampleGroups(members, groups.starts), turn)
 
     def _window(self, number: int) -> np.ndarray:
         """Return the ids of the window's samples, in the order of the set."""
@@ -202,15 +202,15 @@ def _windows(seed: int, num_samples: int) -> np.ndarray:
     return permutation(num_samples, seed, "windows")
 
 
-def _in_turn(groups: Groups, turn: np.ndarray) -> Groups:
+def _in_turn(groups: SampleGroups, turn: np.ndarray) -> SampleGroups:
     """Return the groups in another order."""
     sizes = np.diff(groups.starts)[turn]
     starts = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
     places = np.repeat(groups.starts[:-1][turn] - starts[:-1], sizes) + np.arange(len(groups.members))
-    return Groups(groups.members[places], starts)
+    return SampleGroups(groups.members[places], starts)
 
 
-class ByLength(OrderOfPieces):
+class LengthGroupedOrder(PiecewiseOrder):
     """An order whose samples are sorted by length within every window of so many steps.
 
     In a window of one step each step keeps its samples, so its loss is the same. In a larger one the steps get samples
@@ -244,7 +244,7 @@ class ByLength(OrderOfPieces):
         start, stop = window * self._window_size, (window + 1) * self._window_size
         ends = _multiples(self._order.num_positions, start, stop) if self._order.num_positions else []
         edges = [start, *ends, stop]
-        return joined(self._of_one_epoch(*edge) for edge in pairwise(edges))
+        return concatenated(self._of_one_epoch(*edge) for edge in pairwise(edges))
 
     def _of_one_epoch(self, start: int, stop: int) -> np.ndarray:
         ids = self._order.samples(start, stop)
@@ -254,10 +254,10 @@ class ByLength(OrderOfPieces):
         sizes = np.empty_like(turn)
         sizes[turn] = np.diff(edges)
         parts = np.split(ids, np.cumsum(sizes)[:-1])
-        return joined(parts[number] for number in turn)
+        return concatenated(parts[number] for number in turn)
 
 
-class LongestFirst(OrderOfPieces):
+class LongestFirstOrder(PiecewiseOrder):
     """The samples of a set from the longest to the shortest, for what depends on no order."""
 
     def __init__(self, lengths: np.ndarray) -> None:

@@ -21,13 +21,13 @@ from finetune.data.order.dataset_view import (
     sources_of,
     split_sample_id,
 )
-from finetune.data.order.order import Order, OrderOfPieces, shuffled_rows
+from finetune.data.order.order import Order, PiecewiseOrder, shuffled_rows
 from finetune.errors import DataError
 
 _POSITIONS_DRAWN_AT_ONCE = 1024
 
 
-class MixedOrder(OrderOfPieces):
+class MixedOrder(PiecewiseOrder):
     """An endless order of windows, in each of which every source has its count of positions, shuffled.
 
     What stands there is the next position of the source's own order, so each source is gone through in that order.

@@ -13,7 +13,7 @@ from finetune.data.audit.audit import Streamed
 from finetune.data.features import Features
 from finetune.data.order.dataset_view import DatasetView, fingerprint_of, split_stream_index, window_offset
 from finetune.data.order.grouping import set_order, tokens_per_position
-from finetune.data.order.order import Order, OrderOfPieces
+from finetune.data.order.order import Order, PiecewiseOrder
 from finetune.data.order.stream_plan import StreamPlan
 from finetune.data.sources.source import Source, stream_of
 from finetune.data.streams.folder import StreamFolder, WindowRecord
@@ -30,7 +30,7 @@ from finetune.runtime.seeds import derive_seed
 _KEPT_ORDERS = 4
 
 
-class StreamOrder(OrderOfPieces):
+class StreamOrder(PiecewiseOrder):
     """An endless sequence of positions that follows from the lengths of the samples in each window alone.
 
     `arrange(window)` gives the order of a window, of which one epoch is taken; None where no sample is in it. It may

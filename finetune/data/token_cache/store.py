@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 from finetune.config.sections.data import BatchingSection, DataSection
 from finetune.data.features import Features
 from finetune.data.order.dataset_view import DatasetView, fingerprint_of
-from finetune.data.order.grouping import ByLength, set_order, tokens_per_position
+from finetune.data.order.grouping import LengthGroupedOrder, set_order, tokens_per_position
 from finetune.data.order.order import Order
 from finetune.data.rows import row_location
 from finetune.data.token_cache.arrays import ArrayFacts, Verification, open_arrays
@@ -247,7 +247,7 @@ def grouped_by_length(
     steps = batching.length_window_steps
     if steps == 0:
         return pool
-    order = ByLength(
+    order = LengthGroupedOrder(
         pool.order, pool.samples.lengths_of, seed=seed, global_batch_size=global_batch_size, window_steps=steps
     )
     fingerprint = pool.fingerprint if steps == 1 else fingerprint_of(pool.fingerprint, "by length", steps)

@@ -6,7 +6,13 @@ import numpy as np
 import pytest
 
 from finetune.config.sections.data import BatchingSection
-from finetune.data.order.grouping import ByLength, GroupedOrder, batches_by_tokens, best_fit_decreasing, set_order
+from finetune.data.order.grouping import (
+    GroupedOrder,
+    LengthGroupedOrder,
+    batches_by_tokens,
+    best_fit_decreasing,
+    set_order,
+)
 from finetune.data.order.order import SetOrder, steps_for_tokens
 
 
@@ -177,7 +183,7 @@ PLAIN = SetOrder(seed=2, num_samples=50)
 
 
 def made_by_length(steps, *, order=PLAIN):
-    return ByLength(order, LENGTHS_by_length.__getitem__, seed=2, global_batch_size=8, window_steps=steps)
+    return LengthGroupedOrder(order, LENGTHS_by_length.__getitem__, seed=2, global_batch_size=8, window_steps=steps)
 
 
 def steps_of(order, stop=20):

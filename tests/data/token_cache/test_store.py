@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from finetune.config.sections.data import BatchingSection, DataSection, TrainingSourceSection
-from finetune.data.order.grouping import ByLength
+from finetune.data.order.grouping import LengthGroupedOrder
 from finetune.data.token_cache.build import SetWriter
 from finetune.data.token_cache.chunks import Chunk
 from finetune.data.token_cache.counts import Counts
@@ -154,7 +154,7 @@ def test_the_budget_counts_however_it_was_written():
 
 
 def test_sorting_by_length_goes_over_whatever_order_there_is():
-    assert isinstance(pool(length_window_steps=2).order, ByLength)
+    assert isinstance(pool(length_window_steps=2).order, LengthGroupedOrder)
     assert sorted(pool(length_window_steps=2).order.samples(0, 5).tolist()) == [0, 1, 2, 3, 4]
 
 
