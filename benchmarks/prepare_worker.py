@@ -25,7 +25,7 @@ if __name__ == "__main__":  # processes that tokenise import this file, too; `py
     from finetune.config.sections.task import TaskSection
     from finetune.data.encoding.conversation import tokenizer_identity
     from finetune.data.sources.source import open_source
-    from finetune.data.token_cache.build import SetWriter
+    from finetune.data.token_cache.build import PreparedSetWriter
     from finetune.data.token_cache.cache import prepare_set
     from finetune.data.token_cache.chunks import Chunk
     from finetune.data.token_cache.counts import Counts
@@ -101,7 +101,7 @@ def _trl(rows: Path, tokenizer: Path, workers: int, scratch: Path) -> dict[str, 
 def _write(scratch: Path) -> dict[str, Any]:
     num_samples = NUM_TOKENS // TOKENS_PER_SAMPLE
     clock = _Clock()
-    writer = SetWriter(scratch, Identity("generated", {}))
+    writer = PreparedSetWriter(scratch, Identity("generated", {}))
     for first in range(0, num_samples, SAMPLES_PER_CHUNK):
         writer.append(_generated(first))
     writer.finish()

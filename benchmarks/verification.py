@@ -30,7 +30,7 @@ from finetune.data.batch import Batch
 from finetune.data.delivery import Delivery, DeliveryCheck
 from finetune.data.loader import groups, train_loader
 from finetune.data.token_cache.arrays import StoredArray, Verification
-from finetune.data.token_cache.build import SetWriter
+from finetune.data.token_cache.build import PreparedSetWriter
 from finetune.data.token_cache.chunks import Chunk
 from finetune.data.token_cache.counts import Counts
 from finetune.data.token_cache.store import Identity, PreparedSet
@@ -156,7 +156,7 @@ def _verify_nothing() -> None:
 def verified(folder: Path, num_tokens: int) -> float:
     """Return how long it takes to verify a set of so many tokens, which is made here."""
     folder.mkdir()
-    writer = SetWriter(folder, Identity("f", {}))
+    writer = PreparedSetWriter(folder, Identity("f", {}))
     tokens = np.random.default_rng(0).integers(0, 32_000, SAMPLES * TOKENS, dtype=np.uint32)
     lengths, each = np.full(SAMPLES, TOKENS), np.arange(SAMPLES)
     chunk = Chunk(

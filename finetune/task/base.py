@@ -12,7 +12,7 @@ from finetune.data.batch import IGNORED, Batch
 from finetune.data.features import Features, Outcome, result_or_error
 from finetune.data.rows import Row
 from finetune.data.token_cache.chunks import Encode
-from finetune.data.token_cache.lengths import Lengths
+from finetune.data.token_cache.lengths import LengthLimit
 from finetune.data.workers import Cost
 from finetune.errors import DataError
 from finetune.runtime.recorded import recorded_as
@@ -52,7 +52,7 @@ class BaseTask:
         return {}
 
     @property
-    def lengths(self) -> Lengths | None:
+    def lengths(self) -> LengthLimit | None:
         """Return None: `data.max_length` holds for the whole sample."""
         return None
 

@@ -17,7 +17,7 @@ from finetune.data.batch import IGNORED, Batch, Targets
 from finetune.data.encoding.text import MaskedTextEncoder
 from finetune.data.encoding.tokenizer import TextTokenizer, num_special_tokens_around
 from finetune.data.features import Features
-from finetune.data.token_cache.lengths import LengthPolicy
+from finetune.data.token_cache.lengths import SampleLengthLimit
 from finetune.errors import DataError
 from finetune.runtime.seeds import derive_seed
 from finetune.task.base import BaseTask
@@ -105,10 +105,10 @@ class MaskedLmTask(BaseTask):
         return {"words": self._section.whole_words}
 
     @property
-    def lengths(self) -> LengthPolicy:
+    def lengths(self) -> SampleLengthLimit:
         """Return `data.max_length`; every part of a text keeps the special tokens around it."""
         data = self.data
-        return LengthPolicy(data.longest, data.over_length, data.truncate_side, self._frame)
+        return SampleLengthLimit(data.longest, data.over_length, data.truncate_side, self._frame)
 
     def collate(self, features: Sequence[Features]) -> Batch:
         """Return the samples padded on the right, tokens hidden; labels[b, t] is the token that is hidden at t."""

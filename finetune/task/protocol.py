@@ -17,7 +17,7 @@ from finetune.data.batch import Batch
 from finetune.data.features import Features, Outcome
 from finetune.data.rows import Row
 from finetune.data.token_cache.chunks import Encode
-from finetune.data.token_cache.lengths import Lengths
+from finetune.data.token_cache.lengths import LengthLimit
 from finetune.data.workers import Cost
 
 
@@ -114,7 +114,7 @@ class Task(Protocol):
         """Return, as JSON, what of the task's own settings and facts decides what `encode` makes of a row."""
 
     @property
-    def lengths(self) -> Lengths | None:
+    def lengths(self) -> LengthLimit | None:
         """Return how long a sample may be and what becomes of a longer one; None: as `data.max_length` says."""
 
     @property

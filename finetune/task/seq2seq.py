@@ -11,7 +11,7 @@ from finetune.data.batch import IGNORED, Batch, Targets
 from finetune.data.encoding.text import SourceTargetEncoder
 from finetune.data.encoding.tokenizer import num_special_tokens_around
 from finetune.data.features import Features
-from finetune.data.token_cache.lengths import SourceTargetLengths
+from finetune.data.token_cache.lengths import SourceTargetLengthLimit
 from finetune.task.base import BaseTask
 from finetune.task.causal_lm import make_target_loss, pad_id
 from finetune.task.metrics import token_metrics
@@ -45,10 +45,10 @@ class Seq2SeqTask(BaseTask):
         return self._section.model_dump()
 
     @property
-    def lengths(self) -> SourceTargetLengths:
+    def lengths(self) -> SourceTargetLengthLimit:
         """Return `data.max_length` for the source, `task.seq2seq.max_target_length` for the target."""
         data, longest = self.data, self._section.max_target_length
-        return SourceTargetLengths(
+        return SourceTargetLengthLimit(
             data.longest, longest or data.longest, data.over_length, data.truncate_side, self._frame
         )
 

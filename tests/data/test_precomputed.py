@@ -5,7 +5,7 @@ import pytest
 
 from finetune.data.features import Features
 from finetune.data.precomputed import PrecomputedArrays, PrecomputedWriter, with_precomputed
-from finetune.data.token_cache.build import SetWriter
+from finetune.data.token_cache.build import PreparedSetWriter
 from finetune.data.token_cache.chunks import Chunk
 from finetune.data.token_cache.counts import Counts
 from finetune.data.token_cache.store import Identity, PreparedSet
@@ -22,7 +22,7 @@ def prepared_of(tmp_path):
         place = tmp_path / f"set-{num_samples}"
         place.mkdir()
         ones = np.ones(num_samples, np.int64)
-        writer = SetWriter(place, Identity("f", {}))
+        writer = PreparedSetWriter(place, Identity("f", {}))
         writer.append(
             Chunk(
                 values={"input_ids": ones.astype(np.uint32)},

@@ -10,7 +10,7 @@ from finetune.config.run_config import RunConfig
 from finetune.config.sections.train import TrainSection
 from finetune.data.encoding.tokenizer import unknown_ids
 from finetune.data.sources.source import Source, open_source, open_sources
-from finetune.data.token_cache.cache import mend, prepare_set
+from finetune.data.token_cache.cache import prepare_set, repair
 from finetune.data.token_cache.store import PreparedSet
 from finetune.errors import UserError
 from finetune.report.reporter import NullReporter
@@ -70,7 +70,7 @@ def measure(subject: Subject) -> Measurement:
     say = RunLog(is_main=distributed.is_main())
     config, task = subject.config, subject.task()
     rows = _validation(subject, task, log=say)
-    mend(rows, seconds=None)
+    repair(rows, seconds=None)
     model = subject.start(task)  # whole in every process: before an Accelerator exists that would have it split
     accelerator = make_accelerator(config, launched_strategy(_for_measuring(subject.loaded)))
     model.to(accelerator.device)

@@ -9,7 +9,15 @@ import numpy as np
 from finetune.config.sections.data import AuditSection
 from finetune.data.audit.padding import Padding
 from finetune.data.audit.template_check import TemplateCheck
-from finetune.data.token_cache.counts import REMEDY, Counts, Share, above, num_duplicates, shares, total
+from finetune.data.token_cache.counts import (
+    REMEDY,
+    Counts,
+    Share,
+    exceeded_shares,
+    num_duplicates,
+    shares,
+    total_counts,
+)
 from finetune.errors import DataError
 
 QUANTILES = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99, 1.0)
@@ -177,7 +185,7 @@ def refuse_exceeded(sources: Mapping[str, Prepared | Streamed], limits: AuditSec
 def exceeded(audits: Iterable[SourceAudit], limits: AuditSection) -> Iterator[Exceeded]:
     """Yield every limit that a source is above."""
     for audit in audits:
-        for share in above(audit.counts, audit.duplicates or 0, limits):
+        for share in exceeded_shares(audit.counts, audit.duplicates or 0, limits):
             yield Exceeded(audit.key, share)
 
 
@@ -198,7 +206,7 @@ def _streamed(key: str, stream: Streamed) -> SourceAudit:
 def _total(audits: Sequence[SourceAudit], prepared: Sequence[Prepared]) -> SourceAudit:
     return SourceAudit(
         "total",
-        total(each.counts for each in audits),
+        total_counts(each.counts for each in audits),
         any(each.is_streamed for each in audits),
         _sum([each.duplicates for each in audits]),
         _sum([each.in_validation for each in audits]),

@@ -16,9 +16,9 @@ from finetune.config.sections.data import DataSection
 from finetune.data.order.stream_plan import START, StreamPlan, WindowRows
 from finetune.data.rows import RawRow
 from finetune.data.streams.folder import NOTHING, StreamFolder, WindowRecord, wishes
-from finetune.data.token_cache.build import build_set, refuse, refuse_shares
-from finetune.data.token_cache.chunks import Recipe
-from finetune.data.token_cache.encoder_pool import Encoders
+from finetune.data.token_cache.build import build_set, refuse_counts, refuse_shares
+from finetune.data.token_cache.chunks import EncodingPlan
+from finetune.data.token_cache.encoder_pool import EncoderPool
 from finetune.data.token_cache.integrity import DamagedSet
 from finetune.data.token_cache.store import Identity, PreparedSet
 from finetune.data.workers import num_prepare_workers
@@ -41,15 +41,15 @@ class StreamJob:
     folder: StreamFolder
     key: str  # place of the source in the job YAML
     plan: StreamPlan
-    recipe: Recipe
+    recipe: EncodingPlan
     section: DataSection
     num_ahead: int
     made_of: Identity
 
     @cached_property
-    def encoders(self) -> Encoders:
+    def encoders(self) -> EncoderPool:
         """Return what encodes the rows; its workers are kept from window to window."""
-        return Encoders(self.recipe, num_workers=num_prepare_workers(self.section))
+        return EncoderPool(self.recipe, num_workers=num_prepare_workers(self.section))
 
 
 def main() -> None:
@@ -141,7 +141,7 @@ def make_window(job: StreamJob, window: int) -> None:
             staging, _with_signs(rows, folder), job.encoders, made_of, num_left_out=lambda: rows.num_left_out
         )
         key = f"{job.key}: window {window}"
-        refuse(counts, job.section, key=key, length=job.recipe.length, needs_samples=False)
+        refuse_counts(counts, job.section, key=key, length=job.recipe.length, needs_samples=False)
         prepared = _as_written(staging, key=key)
         refuse_shares(prepared, job.section.audit, key=key)
         record = WindowRecord(window, start, rows.next, counts, prepared.lengths, prepared.checksums)

@@ -20,9 +20,9 @@ from finetune.data.streams.folder import StreamFolder, WindowRecord
 from finetune.data.streams.producer import StreamJob
 from finetune.data.streams.windows import Windows
 from finetune.data.token_cache.cache import cache_folder, folder_name, identify
-from finetune.data.token_cache.chunks import Encode, make_recipe
-from finetune.data.token_cache.counts import Counts, total
-from finetune.data.token_cache.lengths import Lengths
+from finetune.data.token_cache.chunks import Encode, make_encoding_plan
+from finetune.data.token_cache.counts import Counts, total_counts
+from finetune.data.token_cache.lengths import LengthLimit
 from finetune.data.token_cache.store import MOST_NAMED
 from finetune.errors import DataError
 from finetune.runtime.seeds import derive_seed
@@ -130,7 +130,7 @@ def stream_view(
     seed: int,
     log: Log,
     unknown_ids: Iterable[int] = (),
-    length: Lengths | None = None,
+    length: LengthLimit | None = None,
 ) -> tuple[DatasetView, Streamed]:
     """Return the source's rows as an endless pool, and what is known of them; a process begins to prepare its windows.
 
@@ -145,7 +145,7 @@ def stream_view(
         folder=StreamFolder(cache_folder(section) / "streams" / folder_name(made_of)),
         key=source.key,
         plan=plan,
-        recipe=make_recipe(source.format, encode, section=section, unknown_ids=unknown_ids, length=length),
+        recipe=make_encoding_plan(source.format, encode, section=section, unknown_ids=unknown_ids, length=length),
         section=section,
         num_ahead=stream.num_ahead,
         made_of=made_of,
@@ -203,7 +203,7 @@ class Arranging:
 
 
 def _count_so_far(windows: Windows) -> Counts:
-    return total(windows.record(window).counts for window in range(windows.job.folder.num_records()))
+    return total_counts(windows.record(window).counts for window in range(windows.job.folder.num_records()))
 
 
 def _windows_of(source: Source, plan: StreamPlan) -> Mapping[str, Any]:

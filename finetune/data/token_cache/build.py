@@ -12,11 +12,11 @@ import numpy as np
 from finetune.config.sections.data import AuditSection, DataSection
 from finetune.data.rows import RawRow
 from finetune.data.token_cache.chunks import Chunk
-from finetune.data.token_cache.counts import REMEDY, Counts, above, num_duplicates
-from finetune.data.token_cache.encoder_pool import Encoders
+from finetune.data.token_cache.counts import REMEDY, Counts, exceeded_shares, num_duplicates
+from finetune.data.token_cache.encoder_pool import EncoderPool
 from finetune.data.token_cache.integrity import DamagedSet
 from finetune.data.token_cache.journal import AppendableArrays, Journal, JournalState, SyncedArray
-from finetune.data.token_cache.lengths import Lengths
+from finetune.data.token_cache.lengths import LengthLimit
 from finetune.data.token_cache.store import FORMAT_VERSION, MANIFEST, Identity, PreparedSet
 from finetune.errors import DataError
 from finetune.runtime.files.atomic import fsync
@@ -24,7 +24,9 @@ from finetune.runtime.files.digests import write_json_with_digest
 from finetune.runtime.supervision.heartbeat import fault_point
 
 
-def refuse(counts: Counts, section: DataSection, *, key: str, length: Lengths, needs_samples: bool = True) -> None:
+def refuse_counts(
+    counts: Counts, section: DataSection, *, key: str, length: LengthLimit, needs_samples: bool = True
+) -> None:
     """Raise DataError with all that must be mended: rows that the section refuses, or no sample left."""
     problems = []
     if counts.long_rows and section.over_length == "refuse":
@@ -48,7 +50,7 @@ def refuse(counts: Counts, section: DataSection, *, key: str, length: Lengths, n
 def refuse_shares(prepared: PreparedSet, section: AuditSection, *, key: str) -> None:
     """Raise DataError with every share of this source that is above what `data.audit` allows."""
     twice = 0 if section.max_duplicate_samples is None else sum(num_duplicates([prepared.digests]))
-    problems = [f"{share} {REMEDY}" for share in above(prepared.counts, twice, section)]
+    problems = [f"{share} {REMEDY}" for share in exceeded_shares(prepared.counts, twice, section)]
     if problems:
         raise DataError("\n".join(f"{key}: {problem}" for problem in problems))
 
@@ -57,7 +59,7 @@ _OF_EACH_SAMPLE = {"lengths": "<i4", "num_targets": "<i4", "digests": "<u8", "ma
 _BEGUN = {name: SyncedArray(dtype) for name, dtype in _OF_EACH_SAMPLE.items()}
 
 
-class SetWriter:
+class PreparedSetWriter:
     """Writes chunks as a prepared set into a folder in which it may have been begun."""
 
     def __init__(self, folder: Path, made_of: Identity) -> None:
@@ -161,27 +163,27 @@ def _empty(folder: Path) -> None:
 CHUNKS_BETWEEN_NOTES = 16
 """After so many chunks the files are brought to the disk and the journal gets a line: what a kill can cost."""
 
-Advance = Callable[[int], None]
+OnProgress = Callable[[int], None]
 """Told how many rows are behind, whoever has encoded them."""
 
 
-def nobody(rows: int) -> None:
+def ignore_progress(rows: int) -> None:
     """Tell nobody."""
 
 
-def not_told(reason: str) -> None:
+def ignore_reason(reason: str) -> None:
     """Tell nobody."""
 
 
 def build_set(
     folder: Path,
     rows: Iterator[RawRow],
-    encoders: Encoders,
+    encoders: EncoderPool,
     made_of: Identity,
     *,
-    advance: Advance = nobody,
+    advance: OnProgress = ignore_progress,
     num_left_out: Callable[[], int] = int,
-    lost: Callable[[str], None] = not_told,
+    lost: Callable[[str], None] = ignore_reason,
 ) -> Counts:
     """Make a prepared set of the rows in the folder and return its counts.
 
@@ -195,7 +197,7 @@ def build_set(
             return _whole(folder)
         except DamagedSet as damage:
             lost(damage.reason)
-    writer = SetWriter(folder, made_of)
+    writer = PreparedSetWriter(folder, made_of)
     if writer.given_up is not None:
         lost(writer.given_up)
     try:
@@ -213,7 +215,9 @@ def _whole(folder: Path) -> Counts:
     return prepared.counts
 
 
-def _append_rows(writer: SetWriter, rows: Iterator[RawRow], encoders: Encoders, *, advance: Advance) -> None:
+def _append_rows(
+    writer: PreparedSetWriter, rows: Iterator[RawRow], encoders: EncoderPool, *, advance: OnProgress
+) -> None:
     advance(writer.counts.rows)
     for number, chunk in enumerate(encoders.encode(rows), start=1):
         fault_point("prepare.write", step=number)

@@ -14,12 +14,12 @@ from typing import Any
 
 from finetune.config.sections.data import DataSection
 from finetune.data.sources.source import Source
-from finetune.data.token_cache.build import Advance, build_set, refuse, refuse_shares
-from finetune.data.token_cache.chunks import Encode, Recipe, make_recipe
-from finetune.data.token_cache.encoder_pool import Encoders, WorkersLost
-from finetune.data.token_cache.integrity import DamagedSet, damaged_copies, put_aside
+from finetune.data.token_cache.build import OnProgress, build_set, refuse_counts, refuse_shares
+from finetune.data.token_cache.chunks import Encode, EncodingPlan, make_encoding_plan
+from finetune.data.token_cache.encoder_pool import EncoderPool, WorkersLost
+from finetune.data.token_cache.integrity import DamagedSet, quarantine, quarantined_copies
 from finetune.data.token_cache.journal import num_journaled_rows
-from finetune.data.token_cache.lengths import Lengths
+from finetune.data.token_cache.lengths import LengthLimit
 from finetune.data.token_cache.store import FORMAT_VERSION, Identity, PreparedSet
 from finetune.data.workers import num_prepare_workers
 from finetune.errors import DataError
@@ -30,27 +30,27 @@ from finetune.runtime.supervision.heartbeat import fault_point
 VERIFIED_AT_ONCE_BYTES = 256 << 20
 """A set up to this size is verified before it is used, in hundredths of a second; a larger one in the background."""
 
-_MOST_ATTEMPTS = 3
+_MAX_ATTEMPTS = 3
 
 Log = Callable[[str], None]
 
 
-def opened(
+def open_verified(
     folder: Path, make: Callable[[], bool], *, made_of: Identity, key: str, log: Log
 ) -> tuple[PreparedSet, bool]:
     """Return the set, and whether `make` has made it just now; raises DataError where it is damaged again and again.
 
     `make` makes the folder unless it is there. A large set is verified in the background from now on.
     """
-    for _ in range(_MOST_ATTEMPTS):
+    for _ in range(_MAX_ATTEMPTS):
         is_new = make()
         try:
             prepared = _opened(folder, made_of)
         except DamagedSet as damage:
             found: DamagedSet = damage
-            _put_aside(damage, partial(_is_damaged, folder, made_of), key=key, log=log)
+            _quarantine(damage, partial(_is_damaged, folder, made_of), key=key, log=log)
             continue
-        if copies := damaged_copies(folder):
+        if copies := quarantined_copies(folder):
             log(
                 f"warning: {key}: its prepared set was damaged and has been made again; what was damaged is kept as "
                 f"{', '.join(map(str, copies))}. Look at the disk and the memory of this machine, then delete it."
@@ -65,7 +65,7 @@ def opened(
     )
 
 
-def mend(prepared: PreparedSet, *, seconds: float | None) -> None:
+def repair(prepared: PreparedSet, *, seconds: float | None) -> None:
     """Wait for the verification, at most so long; what is found to be damaged is made again and read from then on."""
     prepared.verification.wait(seconds)
     if prepared.verification.problem and prepared.remake is not None:
@@ -95,12 +95,12 @@ def _is_damaged(folder: Path, made_of: Identity) -> bool:
 
 def _remade(prepared: PreparedSet, *, make: Callable[[], bool], made_of: Identity, key: str, log: Log) -> PreparedSet:
     damage = DamagedSet(prepared.folder, prepared.verification.problem or "")
-    _put_aside(damage, prepared.is_still_damaged, key=key, log=log)
-    return opened(prepared.folder, make, made_of=made_of, key=key, log=log)[0]
+    _quarantine(damage, prepared.is_still_damaged, key=key, log=log)
+    return open_verified(prepared.folder, make, made_of=made_of, key=key, log=log)[0]
 
 
-def _put_aside(damage: DamagedSet, is_damaged: Callable[[], bool], *, key: str, log: Log) -> None:
-    aside = put_aside(damage.folder, is_damaged, log=log)
+def _quarantine(damage: DamagedSet, is_damaged: Callable[[], bool], *, key: str, log: Log) -> None:
+    aside = quarantine(damage.folder, is_damaged, log=log)
     if aside is not None:
         log(f"warning: {key}: {damage}. It is set aside as {aside.name} and made again.")
 
@@ -121,7 +121,7 @@ WITHOUT_EFFECT = frozenset(
 
 _ROWS_BETWEEN_WORDS = 100_000
 
-Watch = Callable[[str, int, int | None], None]
+OnSourceProgress = Callable[[str, int, int | None], None]
 """Told a source's key, how many of its rows are behind, and how many there are where that is known."""
 
 
@@ -133,8 +133,8 @@ def prepare_set(
     identity: Mapping[str, str],
     log: Log,
     unknown_ids: Iterable[int] = (),
-    length: Lengths | None = None,
-    watch: Watch | None = None,
+    length: LengthLimit | None = None,
+    on_progress: OnSourceProgress | None = None,
 ) -> PreparedSet:
     """Return the source's samples, tokenised now or found in the cache of earlier runs.
 
@@ -145,11 +145,11 @@ def prepare_set(
     """
     made_of = identify(source, encode, section=section, identity=identity)
     folder = set_folder(section, made_of)
-    recipe = make_recipe(source.format, encode, section=section, unknown_ids=unknown_ids, length=length)
-    shown = _Shown(source, watch) if watch else _Said(source.key, log)
+    recipe = make_encoding_plan(source.format, encode, section=section, unknown_ids=unknown_ids, length=length)
+    shown = _ReportedProgress(source, on_progress) if on_progress else _LoggedProgress(source.key, log)
     build = partial(_build, source=source, recipe=recipe, made_of=made_of, section=section, advance=shown, log=log)
     make = partial(_make, folder, build, log=log, while_waiting=lambda made: shown(num_journaled_rows(made)))
-    prepared, is_new = opened(folder, make, made_of=made_of, key=source.key, log=log)
+    prepared, is_new = open_verified(folder, make, made_of=made_of, key=source.key, log=log)
     for line in prepared.counts.lines():
         log(f"{source.key}: {line}")
     log(f"{source.key}: {'prepared in' if is_new else 'found prepared in'} {folder}")
@@ -208,10 +208,10 @@ def _build(
     staging: Path,
     *,
     source: Source,
-    recipe: Recipe,
+    recipe: EncodingPlan,
     made_of: Identity,
     section: DataSection,
-    advance: Advance,
+    advance: OnProgress,
     log: Log,
 ) -> None:
     """Make the set; what cannot become one is removed, what was only cut off is kept to go on from."""
@@ -219,11 +219,11 @@ def _build(
     if done:
         log(f"{source.key}: {done:,} rows are tokenised already; it goes on from there")
     try:
-        with Encoders(recipe, num_workers=num_prepare_workers(section)) as encoders:
+        with EncoderPool(recipe, num_workers=num_prepare_workers(section)) as encoders:
             rows, left_out = source.rows(), lambda: source.num_left_out
-            told = partial(_told_of_loss, source.key, log)
+            told = partial(_log_damaged_progress, source.key, log)
             counts = build_set(staging, rows, encoders, made_of, advance=advance, num_left_out=left_out, lost=told)
-        refuse(counts, section, key=source.key, length=recipe.length)
+        refuse_counts(counts, section, key=source.key, length=recipe.length)
     except WorkersLost:
         raise
     except DataError:
@@ -233,12 +233,12 @@ def _build(
 
 
 def _make(folder: Path, build: Callable[[Path], None], *, log: Log, while_waiting: Callable[[Path], None]) -> bool:
-    with _told_of_disk(folder):
+    with _cache_errors(folder):
         return build_once(folder, build, log=log, goes_on=True, while_waiting=while_waiting)
 
 
 @contextmanager
-def _told_of_disk(folder: Path) -> Iterator[None]:
+def _cache_errors(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
@@ -248,11 +248,11 @@ def _told_of_disk(folder: Path) -> Iterator[None]:
         ) from error
 
 
-def _told_of_loss(key: str, log: Log, reason: str) -> None:
+def _log_damaged_progress(key: str, log: Log, reason: str) -> None:
     log(f"warning: {key}: what was tokenised before is damaged ({reason}); it is made again from the first row")
 
 
-class _Said:
+class _LoggedProgress:
     """Says now and then how many rows are behind."""
 
     def __init__(self, key: str, log: Log) -> None:
@@ -266,10 +266,10 @@ class _Said:
             self._log(f"{self._key}: {rows:,} rows tokenised")
 
 
-class _Shown:
+class _ReportedProgress:
     """Tells the watch how many rows are behind, and of how many."""
 
-    def __init__(self, source: Source, watch: Watch) -> None:
+    def __init__(self, source: Source, watch: OnSourceProgress) -> None:
         self._source = source
         self._watch = watch
 

@@ -13,7 +13,7 @@ from finetune.data.formats.row_format import RowFormat
 from finetune.data.rows import FAULTS_OF_VALUES, RawRow, Row
 from finetune.data.token_cache.counts import Counts
 from finetune.data.token_cache.integrity import sample_checksums
-from finetune.data.token_cache.lengths import LengthPolicy, Lengths
+from finetune.data.token_cache.lengths import LengthLimit, SampleLengthLimit
 from finetune.errors import DataError
 
 _IMAGES = ("image", "images")
@@ -24,26 +24,26 @@ Encode = Callable[[Sequence[Row]], Sequence[Outcome]]
 
 
 @dataclass(frozen=True)
-class Recipe:
+class EncodingPlan:
     """How raw rows become samples."""
 
     format: RowFormat
     encode: Encode
-    length: Lengths
+    length: LengthLimit
     unknown_ids: frozenset[int] = frozenset()  # tokens that stand for text unknown to the tokenizer
 
 
-def make_recipe(
+def make_encoding_plan(
     form: RowFormat,
     encode: Encode,
     *,
     section: DataSection,
     unknown_ids: Iterable[int] = (),
-    length: Lengths | None = None,
-) -> Recipe:
+    length: LengthLimit | None = None,
+) -> EncodingPlan:
     """Return the recipe of rows of this format; `length` takes the place of the section's policy for long ones."""
-    policy = length or LengthPolicy(section.longest, section.over_length, section.truncate_side)
-    return Recipe(form, encode, policy, frozenset(unknown_ids))
+    policy = length or SampleLengthLimit(section.longest, section.over_length, section.truncate_side)
+    return EncodingPlan(form, encode, policy, frozenset(unknown_ids))
 
 
 @dataclass(frozen=True)
@@ -60,11 +60,11 @@ class Chunk:
     counts: Counts
 
 
-def encode_chunk(recipe: Recipe, raws: Sequence[RawRow]) -> Chunk:
+def encode_chunk(plan: EncodingPlan, raws: Sequence[RawRow]) -> Chunk:
     """Return the samples of the rows; raises DataError naming the row that cannot be encoded."""
-    rows = [recipe.format.read(raw) for raw in raws]
-    encoded = list(_encoded(raws, _outcomes(recipe.encode, rows)))
-    cut, is_long, lost = _shortened(encoded, recipe.length)
+    rows = [plan.format.read(raw) for raw in raws]
+    encoded = list(_encoded(raws, _outcomes(plan.encode, rows)))
+    cut, is_long, lost = _shortened(encoded, plan.length)
     kept = [(place, sample) for place, sample in cut if sample.num_targets > 0]
     with_sample = {place for place, _ in kept}
     without = [place for place in range(len(raws)) if place not in with_sample and place not in is_long]
@@ -79,7 +79,7 @@ def encode_chunk(recipe: Recipe, raws: Sequence[RawRow]) -> Chunk:
         longest=_whole_length(longest[1]) if longest else 0,
         longest_place=raws[longest[0]].place if longest else "",
     )
-    return _assembled(recipe, [(raws[place], sample) for place, sample in kept], seen.plus(lost))
+    return _assembled(plan, [(raws[place], sample) for place, sample in kept], seen.plus(lost))
 
 
 def _outcomes(encode: Encode, rows: Sequence[Row]) -> Sequence[Outcome]:
@@ -108,7 +108,7 @@ def _encoded(raws: Sequence[RawRow], outcomes: Sequence[Outcome]) -> Iterator[tu
 
 
 def _shortened(
-    encoded: Sequence[tuple[int, Features]], policy: Lengths
+    encoded: Sequence[tuple[int, Features]], policy: LengthLimit
 ) -> tuple[list[tuple[int, Features]], set[int], Counts]:
     """Return the samples within the length, the places of rows left out for theirs, and what is lost."""
     within, left_out, lost = [], set(), Counts()
@@ -132,7 +132,7 @@ def _whole_length(sample: Features) -> int:
     return sample.longest + sample.cut_tokens
 
 
-def _assembled(recipe: Recipe, kept: Sequence[tuple[RawRow, Features]], seen: Counts) -> Chunk:
+def _assembled(plan: EncodingPlan, kept: Sequence[tuple[RawRow, Features]], seen: Counts) -> Chunk:
     samples = [sample for _, sample in kept]
     names = list(samples[0].arrays) if samples else []
     values = {name: np.concatenate([sample.arrays[name] for sample in samples]) for name in names}
@@ -143,7 +143,7 @@ def _assembled(recipe: Recipe, kept: Sequence[tuple[RawRow, Features]], seen: Co
         samples=len(samples),
         tokens=len(tokens),
         targets=int(num_targets.sum()),
-        unknown_tokens=sum(int(np.count_nonzero(tokens == token)) for token in recipe.unknown_ids),
+        unknown_tokens=sum(int(np.count_nonzero(tokens == token)) for token in plan.unknown_ids),
     )
     return Chunk(
         values=values,

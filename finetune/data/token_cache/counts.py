@@ -79,7 +79,7 @@ class Counts:
         return tuple(line for line, happened in said.items() if happened)
 
 
-def total(counts: Iterable[Counts]) -> Counts:
+def total_counts(counts: Iterable[Counts]) -> Counts:
     """Return the sum of the counts."""
     result = Counts()
     for each in counts:
@@ -124,7 +124,7 @@ def shares(counts: Counts, duplicates: int) -> tuple[Share, ...]:
     )
 
 
-def above(counts: Counts, duplicates: int, section: AuditSection) -> Iterator[Share]:
+def exceeded_shares(counts: Counts, duplicates: int, section: AuditSection) -> Iterator[Share]:
     """Yield the shares that are above what the section allows, with that limit."""
     limits = {
         "truncated_rows": section.max_truncated_rows,

@@ -8,7 +8,7 @@ from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import get_context
 
 from finetune.data.rows import RawRow
-from finetune.data.token_cache.chunks import Chunk, Recipe, encode_chunk
+from finetune.data.token_cache.chunks import Chunk, EncodingPlan, encode_chunk
 from finetune.errors import DataError
 from finetune.runtime.processes import exit_with_parent, ignore_run_signals
 from finetune.runtime.text.terminal import guard_process
@@ -25,14 +25,14 @@ class WorkersLost(DataError):
     """A process that encodes is gone; what has been written stays good."""
 
 
-class Encoders:
+class EncoderPool:
     """Encode rows by one recipe, in this process or in workers that are kept from call to call, until `close`.
 
     Workers take a moment to start: the first chunks are encoded here, and a small set needs no others.
     """
 
-    def __init__(self, recipe: Recipe, *, num_workers: int) -> None:
-        self._recipe = recipe
+    def __init__(self, plan: EncodingPlan, *, num_workers: int) -> None:
+        self._recipe = plan
         self._num_workers = num_workers
         self._num_alone = CHUNKS_BEFORE_WORKERS if num_workers else sys.maxsize  # still to be encoded before they start
         self._pool: ProcessPoolExecutor | None = None
@@ -51,12 +51,12 @@ class Encoders:
         """
         waiting: deque[Future[Chunk]] = deque()
         try:
-            for raws in cut(rows):
+            for raws in cut_into_chunks(rows):
                 if self._is_alone():
                     yield encode_chunk(self._recipe, raws)
                     continue
                 assert self._pool is not None
-                waiting.append(self._pool.submit(_encode_with_kept, raws))
+                waiting.append(self._pool.submit(_encode_with_plan, raws))
                 if len(waiting) > 2 * self._num_workers:
                     yield waiting.popleft().result()
             while waiting:
@@ -86,12 +86,12 @@ class Encoders:
     def _start(self) -> None:
         # spawn: a forked child would inherit locks that threads of torch or the tokenizer may hold
         self._pool = ProcessPoolExecutor(
-            self._num_workers, get_context("spawn"), initializer=_begin, initargs=(self._recipe,)
+            self._num_workers, get_context("spawn"), initializer=_set_plan, initargs=(self._recipe,)
         )
         self._starting = [self._pool.submit(_is_started) for _ in range(self._num_workers)]
 
 
-def cut(rows: Iterator[RawRow]) -> Iterator[list[RawRow]]:
+def cut_into_chunks(rows: Iterator[RawRow]) -> Iterator[list[RawRow]]:
     """Yield the rows chunk by chunk."""
     chunk: list[RawRow] = []
     num_bytes = 0
@@ -105,20 +105,20 @@ def cut(rows: Iterator[RawRow]) -> Iterator[list[RawRow]]:
         yield chunk
 
 
-_recipes: list[Recipe] = []
+_plans: list[EncodingPlan] = []
 """The recipe of a worker process, sent once."""
 
 
-def _begin(recipe: Recipe) -> None:
+def _set_plan(recipe: EncodingPlan) -> None:
     guard_process()
     ignore_run_signals()
     exit_with_parent()
-    _recipes[:] = [recipe]
+    _plans[:] = [recipe]
 
 
 def _is_started() -> bool:
     return True
 
 
-def _encode_with_kept(raws: Sequence[RawRow]) -> Chunk:
-    return encode_chunk(_recipes[0], raws)
+def _encode_with_plan(raws: Sequence[RawRow]) -> Chunk:
+    return encode_chunk(_plans[0], raws)

@@ -93,7 +93,7 @@ class DamagedSet(DataError):
         super().__init__(f"{title} {folder} is damaged: {reason}")
 
 
-def put_aside(folder: Path, is_damaged: Callable[[], bool], *, log: Callable[[str], None]) -> Path | None:
+def quarantine(folder: Path, is_damaged: Callable[[], bool], *, log: Callable[[str], None]) -> Path | None:
     """Rename the folder where it still is damaged and return its new name; None where another process has seen to it.
 
     Raises DataError where it cannot be renamed, as in a cache that is only read here.
@@ -107,13 +107,13 @@ def put_aside(folder: Path, is_damaged: Callable[[], bool], *, log: Callable[[st
         ) from error
 
 
-def damaged_copies(folder: Path) -> list[Path]:
+def quarantined_copies(folder: Path) -> list[Path]:
     """Return what has been set aside of this folder and not been deleted since."""
     prefix = f".damaged-{folder.name}-"
     return sorted(path for path in folder.parent.iterdir() if path.name.startswith(prefix))
 
 
-def refusal(what: str, stores: Iterable[tuple[Path, Callable[[], bool]]]) -> tuple[str, ...]:
+def format_damage(what: str, stores: Iterable[tuple[Path, Callable[[], bool]]]) -> tuple[str, ...]:
     """Return what is to be said of something damaged that was delivered from these folders.
 
     Each comes with what tells whether it still is damaged on the disk; where it is, it is set aside.
@@ -131,7 +131,7 @@ def _seen_to(folder: Path, is_damaged: Callable[[], bool]) -> str | None:
     """Return what has become of a folder that is damaged, None of one that is not."""
     again = "The same command makes it again and continues from the last checkpoint."
     try:
-        aside = put_aside(folder, is_damaged, log=_say_nothing)
+        aside = quarantine(folder, is_damaged, log=_log_nothing)
     except DataError as error:
         return str(error)
     if aside is not None:
@@ -139,5 +139,5 @@ def _seen_to(folder: Path, is_damaged: Callable[[], bool]) -> str | None:
     return None if folder.exists() else f"{folder} has been set aside by another process. {again}"
 
 
-def _say_nothing(message: str) -> None:
+def _log_nothing(message: str) -> None:
     """Say nothing: the message of the refusal says all."""

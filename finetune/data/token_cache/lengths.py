@@ -17,7 +17,7 @@ OverLength = Literal["refuse", "drop", "truncate", "split"]
 Side = Literal["end", "start"]
 
 
-class Lengths(Protocol):
+class LengthLimit(Protocol):
     """How long a sample may be, and what becomes of a longer one. Sent to other processes."""
 
     @property
@@ -35,7 +35,7 @@ class Lengths(Protocol):
 
 
 @dataclass(frozen=True)
-class LengthPolicy:
+class SampleLengthLimit:
     """The longest sample in tokens, and what happens to longer ones.
 
     `frame` counts the tokens at the beginning and at the end that every part of a sample keeps, such as BERT's
@@ -64,11 +64,11 @@ class LengthPolicy:
         """Return what becomes of a sample that is too long, and how much of it is lost."""
         if self.over_length == "truncate":
             shorter = truncated(features, self.max_length, side=self.truncate_side, frame=self.frame)
-            return (shorter,), cut_off(features, shorter)
+            return (shorter,), truncation_counts(features, shorter)
         if self.over_length == "split":
             windows = tuple(split(features, self.max_length, frame=self.frame))
             return self._with_targets(windows, features) if features.num_targets else ((), Counts())
-        return (), left_out(features)
+        return (), dropped_counts(features)
 
     def _with_targets(self, windows: Sequence[Features], features: Features) -> tuple[tuple[Features, ...], Counts]:
         """Return the windows that have a target; tokens that are in none of these are dropped."""
@@ -81,7 +81,7 @@ class LengthPolicy:
 
 
 @dataclass(frozen=True)
-class SourceTargetLengths:
+class SourceTargetLengthLimit:
     """The longest source and the longest target of samples that are a source and, all of it learnt, its target.
 
     Where such a sample is cut, both of them are; `frame` is what a source keeps at its ends. None is split.
@@ -110,7 +110,7 @@ class SourceTargetLengths:
     def shorten(self, features: Features) -> tuple[tuple[Features, ...], Counts]:
         """Return what becomes of a sample that is too long, and how much of it is lost."""
         if self.over_length != "truncate":
-            return (), left_out(features)
+            return (), dropped_counts(features)
         end = features.length - features.num_targets
         source = _joined(features, [(0, end)])
         if source.length > self.max_source:
@@ -120,7 +120,7 @@ class SourceTargetLengths:
             for name, values in features.arrays.items()
         }
         shorter = Features(arrays, features.sample_id)
-        return (shorter,), cut_off(features, shorter)
+        return (shorter,), truncation_counts(features, shorter)
 
 
 def truncated(features: Features, max_length: int, *, side: Side = "end", frame: tuple[int, int] = (0, 0)) -> Features:
@@ -149,7 +149,7 @@ def split(features: Features, max_length: int, *, frame: tuple[int, int] = (0, 0
             yield _joined(features, [(0, before), (start, min(start + room, end)), (end, features.length)])
 
 
-def cut_off(features: Features, shorter: Features) -> Counts:
+def truncation_counts(features: Features, shorter: Features) -> Counts:
     """Return what a sample has lost that was made shorter."""
     return Counts(
         truncated_rows=1,
@@ -158,7 +158,7 @@ def cut_off(features: Features, shorter: Features) -> Counts:
     )
 
 
-def left_out(features: Features) -> Counts:
+def dropped_counts(features: Features) -> Counts:
     """Return what is lost where a sample is not kept at all."""
     return Counts(long_rows=1, dropped_tokens=features.length, dropped_targets=features.num_targets)
 
@@ -177,7 +177,7 @@ def _joined(features: Features, places: Sequence[tuple[int, int]]) -> Features:
 
 
 @dataclass(frozen=True)
-class SequencesPolicy:
+class SequencesLengthLimit:
     """`max_length` holds for each sequence; where one is cut, the others are cut so that their prompts stay alike.
 
     At the end, each is cut to `max_length`. At the start, all lose what the longest has too much. A sample of which a
@@ -204,19 +204,19 @@ class SequencesPolicy:
     def shorten(self, features: Features) -> tuple[tuple[Features, ...], Counts]:
         """Return what becomes of a sample that is too long, and how much of it is lost."""
         if self.over_length != "truncate":
-            return (), left_out(features)
+            return (), dropped_counts(features)
         keep = np.zeros(features.length, dtype=bool)
         too_long = features.longest - self.max_length if self.truncate_side == "start" else 0
         firsts = []
-        for start, end in spans(features):
+        for start, end in sequence_bounds(features):
             first = min(start + too_long, end)
             keep[first : min(end, first + self.max_length)] = True
             firsts.append(first)
         shorter = _of_kept(features, keep, firsts=firsts if too_long else [])
-        return (shorter,), cut_off(features, shorter)
+        return (shorter,), truncation_counts(features, shorter)
 
 
-def spans(features: Features) -> Iterator[tuple[int, int]]:
+def sequence_bounds(features: Features) -> Iterator[tuple[int, int]]:
     """Yield where each sequence of the sample begins and ends among its tokens."""
     end = 0
     for length in features.arrays[LENGTHS_OF_SEQUENCES].tolist():
@@ -231,8 +231,8 @@ def _of_kept(features: Features, keep: np.ndarray, *, firsts: list[int]) -> Feat
     """
     is_target = features.arrays["is_target"] & keep
     is_target[[first for first in firsts if first < len(is_target)]] = False
-    is_target &= all(is_target[start:end].any() for start, end in spans(features))
-    lengths = np.array([keep[start:end].sum() for start, end in spans(features)], np.int32)
+    is_target &= all(is_target[start:end].any() for start, end in sequence_bounds(features))
+    lengths = np.array([keep[start:end].sum() for start, end in sequence_bounds(features)], np.int32)
     arrays = {
         **features.arrays,
         "input_ids": features.arrays["input_ids"][keep],

@@ -19,7 +19,7 @@ from finetune.data.order.order import Order
 from finetune.data.rows import row_location
 from finetune.data.token_cache.arrays import ArrayFacts, Verification, open_arrays
 from finetune.data.token_cache.counts import Counts
-from finetune.data.token_cache.integrity import DamagedSet, refusal, sample_checksum
+from finetune.data.token_cache.integrity import DamagedSet, format_damage, sample_checksum
 from finetune.errors import DataError
 from finetune.runtime.files.digests import Damaged, read_json_with_digest
 
@@ -130,7 +130,7 @@ class PreparedSet(Dataset[Features]):
             places = [self.place(index) for index in damaged[:MOST_NAMED].tolist()]
             more = f" and {len(damaged) - MOST_NAMED:,} more" if len(damaged) > MOST_NAMED else ""
             what = f"{'; '.join(places)}{more}: not what was prepared in {self.folder}"
-        return refusal(what, self._stores(damaged))
+        return format_damage(what, self._stores(damaged))
 
     def is_still_damaged(self) -> bool:
         """Tell whether the files that stand there now have the damage that the verification of these has found."""

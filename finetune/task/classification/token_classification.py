@@ -13,7 +13,7 @@ from finetune.data.encoding.labelled_text import LABELS
 from finetune.data.encoding.tagged_words import TaggedWordsEncoder, tags_of
 from finetune.data.encoding.tokenizer import num_special_tokens_around
 from finetune.data.features import Features
-from finetune.data.token_cache.lengths import LengthPolicy, Lengths
+from finetune.data.token_cache.lengths import LengthLimit, SampleLengthLimit
 from finetune.task.base import BaseTask
 from finetune.task.classification.classes import TextPadding, class_loss_sum, classifier_logits, find_classes, pad_rows
 from finetune.task.metrics import are_entity_tags, class_metrics, entity_scores
@@ -38,7 +38,7 @@ class TokenClassificationTask(BaseTask):
             context.tokenizer, self.classification.classes, allow_special_tokens=data.allow_special_tokens
         )
         frame = num_special_tokens_around(context.tokenizer)
-        self._lengths = LengthPolicy(data.longest, data.over_length, data.truncate_side, frame)
+        self._lengths = SampleLengthLimit(data.longest, data.over_length, data.truncate_side, frame)
 
     @property
     def head_values(self) -> Mapping[str, Any]:
@@ -61,7 +61,7 @@ class TokenClassificationTask(BaseTask):
         return {"labels": list(self.classification.classes.names)}
 
     @property
-    def lengths(self) -> Lengths:
+    def lengths(self) -> LengthLimit:
         """Return the policy for long sentences: what is cut or split keeps the special tokens around it."""
         return self._lengths
 

@@ -13,7 +13,7 @@ from finetune.data.encoding.conversation import ConversationEncoder
 from finetune.data.encoding.preference import PreferenceEncoder
 from finetune.data.features import Features
 from finetune.data.templates.chat_template import require_chat_template
-from finetune.data.token_cache.lengths import SequencesPolicy, spans
+from finetune.data.token_cache.lengths import SequencesLengthLimit, sequence_bounds
 from finetune.task.base import BaseTask
 from finetune.task.causal_lm import pad_id
 from finetune.task.lm_loss.target_loss import log_probabilities_at_targets
@@ -84,7 +84,7 @@ def num_target_tokens(batch: Batch) -> Tensor:
 
 def _sequences(features: Features) -> list[Features]:
     ids, is_target = features.arrays["input_ids"], features.arrays["is_target"]
-    return [Features({"input_ids": ids[a:b], "is_target": is_target[a:b]}) for a, b in spans(features)]
+    return [Features({"input_ids": ids[a:b], "is_target": is_target[a:b]}) for a, b in sequence_bounds(features)]
 
 
 def _select_rows(batch: Batch, rows: slice) -> Batch:
@@ -121,9 +121,9 @@ class AnswerPairsTask(BaseTask):
         return {name: True for name, is_held in held.items() if is_held}
 
     @property
-    def lengths(self) -> SequencesPolicy:
+    def lengths(self) -> SequencesLengthLimit:
         """Return that `data.max_length` holds for the prompt with each answer."""
-        return SequencesPolicy(self._data.longest, self._data.over_length, self._data.truncate_side)
+        return SequencesLengthLimit(self._data.longest, self._data.over_length, self._data.truncate_side)
 
     def collate(self, features: Sequence[Features]) -> Batch:
         """Return chosen answers and below them rejected ones: they share one forward pass."""

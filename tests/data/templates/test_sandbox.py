@@ -13,7 +13,7 @@ from finetune.data.sources.source import open_sources
 from finetune.data.templates import sandbox as limits
 from finetune.data.templates.chat_template import BUILT_IN, MOST_TEMPLATE_BYTES, set_chat_template
 from finetune.data.templates.row_template import check_row_template
-from finetune.data.token_cache.chunks import encode_chunk, make_recipe
+from finetune.data.token_cache.chunks import encode_chunk, make_encoding_plan
 from finetune.errors import DataError
 from tests.data.template_tokenizers import tokenizer_for
 
@@ -54,7 +54,7 @@ def rows_of(tmp_path, rows, **keys):
     (source,) = open_sources(section, seed=1, log=lambda sentence: None).train
 
     def encode(tokenizer):
-        recipe = make_recipe(source.format, ConversationEncoder(tokenizer), section=section)
+        recipe = make_encoding_plan(source.format, ConversationEncoder(tokenizer), section=section)
         return encode_chunk(recipe, list(source.rows()))
 
     return encode

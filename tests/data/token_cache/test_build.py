@@ -11,8 +11,8 @@ import pytest
 from finetune.data.sources.source import open_source
 from finetune.data.token_cache import build, encoder_pool
 from finetune.data.token_cache.build import build_set
-from finetune.data.token_cache.chunks import make_recipe
-from finetune.data.token_cache.encoder_pool import Encoders
+from finetune.data.token_cache.chunks import make_encoding_plan
+from finetune.data.token_cache.encoder_pool import EncoderPool
 from finetune.data.token_cache.journal import NAME, num_journaled_rows
 from finetune.data.token_cache.store import Identity, PreparedSet
 from finetune.errors import DataError
@@ -33,9 +33,9 @@ class Build:
     def __call__(self, folder, *, made_of=MADE_OF):
         self.encoded, self.told = 0, []
         folder.mkdir(exist_ok=True)
-        recipe = make_recipe(self.source.format, self.encode, section=self.section)
+        recipe = make_encoding_plan(self.source.format, self.encode, section=self.section)
         rows = self.source.rows()
-        return build_set(folder, rows, Encoders(recipe, num_workers=0), made_of, advance=self.told.append)
+        return build_set(folder, rows, EncoderPool(recipe, num_workers=0), made_of, advance=self.told.append)
 
     def encode(self, rows):
         self.encoded += len(rows)

@@ -13,8 +13,8 @@ import pytest
 from finetune.config.sections.data import DataSection, ValidationSourceSection
 from finetune.data.sources.source import open_source, open_sources
 from finetune.data.token_cache import build, cache, encoder_pool, integrity
-from finetune.data.token_cache.cache import mend, prepare_set
-from finetune.data.token_cache.encoder_pool import Encoders
+from finetune.data.token_cache.cache import prepare_set, repair
+from finetune.data.token_cache.encoder_pool import EncoderPool
 from finetune.data.token_cache.integrity import DamagedSet
 from finetune.data.token_cache.journal import NAME as JOURNAL
 from finetune.errors import DataError
@@ -171,10 +171,10 @@ def test_a_disk_that_damages_every_copy_is_told_of(prepare, monkeypatch):
 def test_damage_that_is_found_in_the_background_is_mended_in_the_set_at_hand(prepare, beside):
     flip(prepare().folder / "input_ids.values.npy")
     prepared = prepare()
-    mend(prepared, seconds=None)
+    repair(prepared, seconds=None)
     assert texts_of(prepared) == TEXTS
     assert len(aside(prepared)) == 1
-    mend(prepared, seconds=None)
+    repair(prepared, seconds=None)
     assert texts_of(prepared) == TEXTS
 
 
@@ -184,7 +184,7 @@ def test_a_rank_with_the_old_files_open_takes_over_what_another_has_made(prepare
     encoded = []
     for rank in ranks:
         prepare.encoded = 0
-        mend(rank, seconds=None)
+        repair(rank, seconds=None)
         encoded.append(prepare.encoded)
         assert texts_of(rank) == TEXTS
     assert encoded == [len(TEXTS), 0, 0], "one makes it again"
@@ -400,7 +400,7 @@ def test_the_validation_source_is_named_as_such(write_rows, make_section):
 def only_workers(monkeypatch):
     """Have nothing encoded in the main process, neither first nor while workers start."""
     monkeypatch.setattr(encoder_pool, "CHUNKS_BEFORE_WORKERS", 0)
-    monkeypatch.setattr(Encoders, "_is_ready", lambda encoders: True)
+    monkeypatch.setattr(EncoderPool, "_is_ready", lambda encoders: True)
 
 
 def test_several_processes_write_the_same_bytes(write_rows, make_section, tmp_path, monkeypatch, only_workers):
@@ -508,7 +508,7 @@ def test_whoever_watches_is_told_of_how_many(prepare, write_rows, make_section, 
         section=make_section(source),
         identity=IDENTITY,
         log=lambda _: None,
-        watch=lambda *seen: told.append(seen),
+        on_progress=lambda *seen: told.append(seen),
     )
     assert told == [("data.train", rows, 5) for rows in (0, 2, 4, 5)]
 

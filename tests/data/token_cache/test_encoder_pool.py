@@ -9,9 +9,9 @@ import pytest
 
 from finetune.data.rows import RawRow
 from finetune.data.token_cache import encoder_pool
-from finetune.data.token_cache.chunks import Recipe
-from finetune.data.token_cache.encoder_pool import Encoders, WorkersLost, cut
-from finetune.data.token_cache.lengths import LengthPolicy
+from finetune.data.token_cache.chunks import EncodingPlan
+from finetune.data.token_cache.encoder_pool import EncoderPool, WorkersLost, cut_into_chunks
+from finetune.data.token_cache.lengths import SampleLengthLimit
 from tests.data.byte_encoding import AsWritten, EncodeForever, encode_bytes, encode_in_the_main_process_only
 
 
@@ -20,11 +20,11 @@ def rows(number, *, text="a>b"):
 
 
 def recipe(encode):
-    return Recipe(AsWritten(), encode, LengthPolicy(100, "refuse"))
+    return EncodingPlan(AsWritten(), encode, SampleLengthLimit(100, "refuse"))
 
 
 def chunks_of(rows, encode, *, num_workers):
-    with Encoders(recipe(encode), num_workers=num_workers) as encoders:
+    with EncoderPool(recipe(encode), num_workers=num_workers) as encoders:
         return list(encoders.encode(rows))
 
 
@@ -32,15 +32,15 @@ def chunks_of(rows, encode, *, num_workers):
 def only_workers(monkeypatch):
     """Have nothing encoded in the main process, neither first nor while workers start."""
     monkeypatch.setattr(encoder_pool, "CHUNKS_BEFORE_WORKERS", 0)
-    monkeypatch.setattr(Encoders, "_is_ready", lambda encoders: True)
+    monkeypatch.setattr(EncoderPool, "_is_ready", lambda encoders: True)
 
 
 def test_a_chunk_is_full_by_rows_or_by_bytes(monkeypatch):
     monkeypatch.setattr(encoder_pool, "ROWS_PER_CHUNK", 4)
-    assert [len(chunk) for chunk in cut(rows(10))] == [4, 4, 2]
+    assert [len(chunk) for chunk in cut_into_chunks(rows(10))] == [4, 4, 2]
     monkeypatch.setattr(encoder_pool, "BYTES_PER_CHUNK", 300)
-    assert [len(chunk) for chunk in cut(rows(5, text="x" * 140))] == [2, 2, 1]
-    assert list(cut(rows(0))) == []
+    assert [len(chunk) for chunk in cut_into_chunks(rows(5, text="x" * 140))] == [2, 2, 1]
+    assert list(cut_into_chunks(rows(0))) == []
 
 
 def test_a_small_set_starts_no_process(monkeypatch):
@@ -58,7 +58,7 @@ def test_the_main_process_encodes_until_a_worker_is_ready(monkeypatch):
 
 
 def test_workers_are_kept_from_call_to_call(only_workers):
-    with Encoders(recipe(encode_bytes), num_workers=1) as encoders:
+    with EncoderPool(recipe(encode_bytes), num_workers=1) as encoders:
         list(encoders.encode(rows(5)))
         workers = active_children()
         assert sum(chunk.counts.samples for chunk in encoders.encode(rows(7))) == 7

@@ -8,7 +8,7 @@ import pytest
 
 from finetune.config.sections.data import BatchingSection, DataSection, TrainingSourceSection
 from finetune.data.order.grouping import LengthGroupedOrder
-from finetune.data.token_cache.build import SetWriter
+from finetune.data.token_cache.build import PreparedSetWriter
 from finetune.data.token_cache.chunks import Chunk
 from finetune.data.token_cache.counts import Counts
 from finetune.data.token_cache.store import Identity, PreparedSet, dataset_view, grouped_by_length
@@ -33,7 +33,7 @@ def write(tmp_path):
     def write(chunks, *, shards=()):
         folder = tmp_path / f"set{len(list(tmp_path.iterdir()))}"
         folder.mkdir()
-        writer = SetWriter(folder, Identity("f", {}, shards))
+        writer = PreparedSetWriter(folder, Identity("f", {}, shards))
         for chunk in chunks:
             writer.append(chunk)
         writer.finish()
@@ -91,7 +91,7 @@ def test_memory_of_making_a_set_does_not_grow_with_it(tmp_path):
         folder = tmp_path / str(num_chunks)
         folder.mkdir()
         tracemalloc.start()
-        writer = SetWriter(folder, Identity("f", {}))
+        writer = PreparedSetWriter(folder, Identity("f", {}))
         for _ in range(num_chunks):
             writer.append(chunk)
         writer.note()
