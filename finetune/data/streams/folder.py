@@ -36,7 +36,7 @@ _DIGITS = 12
 _ERROR = ".error"
 
 
-class Reader:
+class StreamReader:
     """The place of this process among those that read, until it ends, however it ends."""
 
     def __init__(self, folder: Path) -> None:
@@ -69,7 +69,7 @@ class Reader:
 
 
 @dataclass(frozen=True)
-class Wish:
+class WindowRequest:
     """What a process that lives wants."""
 
     path: Path
@@ -82,14 +82,14 @@ class Wish:
             write_text(path, printable(error))
 
 
-def wishes(folder: Path) -> Iterator[Wish]:
+def window_requests(folder: Path) -> Iterator[WindowRequest]:
     """Yield what every reader that lives wants; the files of those that have ended are deleted.
 
     Not for a process that is a reader itself: its own lock would not outlast it.
     """
     for path in sorted(folder.glob("[!.]*")):
         if path.suffix != _ERROR and (window := _wanted(path)) is not None:
-            yield Wish(path, window)
+            yield WindowRequest(path, window)
 
 
 def _wanted(path: Path) -> int | None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from finetune.config.sections.data import DataSection
 from finetune.data.order.stream_plan import START, StreamPlan, WindowRows
 from finetune.data.rows import RawRow
-from finetune.data.streams.folder import NOTHING, StreamFolder, WindowRecord, wishes
+from finetune.data.streams.folder import NOTHING, StreamFolder, WindowRecord, window_requests
 from finetune.data.token_cache.build import build_set, refuse_counts, refuse_shares
 from finetune.data.token_cache.chunks import EncodingPlan
 from finetune.data.token_cache.encoder_pool import EncoderPool
@@ -26,7 +26,7 @@ from finetune.errors import DataError
 from finetune.runtime.processes import ignore_run_signals
 from finetune.runtime.text.library_output import quiet_libraries
 
-NUM_BEHIND = 2
+NUM_KEPT_WINDOWS = 2
 """Windows that are kept behind the one in use: a step, or samples sorted by length, may reach back into them."""
 
 _PAUSE_SECONDS = 0.05
@@ -67,10 +67,10 @@ def serve(job: StreamJob) -> None:
     """Prepare what living readers want and delete what is behind, until there is no reader."""
     failed: dict[int, str] = {}
     job.folder.delete_leftovers()
-    while wanted := list(wishes(job.folder.readers)):
+    while wanted := list(window_requests(job.folder.readers)):
         windows = [wish.window for wish in wanted if wish.window != NOTHING]
         at_hand = job.folder.windows()
-        for old in behind(at_hand, windows, num_ahead=job.num_ahead):
+        for old in windows_to_delete(at_hand, windows, num_ahead=job.num_ahead):
             job.folder.delete_window(old)
         for wish in wanted:
             if failed and wish.window >= min(failed):
@@ -84,13 +84,13 @@ def serve(job: StreamJob) -> None:
             failed[first] = error
 
 
-def behind(at_hand: Collection[int], wanted: Sequence[int], *, num_ahead: int) -> list[int]:
+def windows_to_delete(at_hand: Collection[int], wanted: Sequence[int], *, num_ahead: int) -> list[int]:
     """Return the windows that no reader has use for: not the one in use, nor two before it and those ahead of it.
 
     >>> behind([0, 1, 2, 3, 4, 5], [3], num_ahead=1)
     [0, 5]
     """
-    kept = {window for first in wanted for window in range(first - NUM_BEHIND, first + num_ahead + 1)}
+    kept = {window for first in wanted for window in range(first - NUM_KEPT_WINDOWS, first + num_ahead + 1)}
     return sorted(set(at_hand) - kept) if wanted else []
 
 
@@ -172,7 +172,7 @@ def _keep(job: StreamJob, record: WindowRecord) -> None:
         )
 
 
-class Unreadable(DataError):
+class UnreadableRows(DataError):
     """Rows that could not be had: told again from a shard's own error, with its cause."""
 
 
@@ -184,7 +184,7 @@ def _with_signs(rows: WindowRows, folder: StreamFolder) -> Iterator[RawRow]:
                 folder.sign_of_life.touch()
             yield row
     except DataError as error:
-        raise Unreadable(str(error)) from error.__cause__
+        raise UnreadableRows(str(error)) from error.__cause__
 
 
 def _may_pass(error: DataError) -> bool:
@@ -194,7 +194,7 @@ def _may_pass(error: DataError) -> bool:
     """
     cause = error.__cause__
     lasting = (FileNotFoundError, PermissionError, DataError, ValueError, EOFError)
-    return isinstance(error, Unreadable) and cause is not None and not isinstance(cause, lasting)
+    return isinstance(error, UnreadableRows) and cause is not None and not isinstance(cause, lasting)
 
 
 def _end_with_starter(pipe: int) -> None:

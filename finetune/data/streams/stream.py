@@ -152,15 +152,15 @@ def stream_view(
     )
     windows = Windows(job, log=log)
     num_before = windows.open()
-    for line in _about(job, num_before=num_before):
+    for line in _describe_stream(job, num_before=num_before):
         log(line)
-    order = StreamOrder(Arranging(windows, num_told=num_before, log=log))
+    order = StreamOrder(WindowOrders(windows, num_told=num_before, log=log))
     budget = tokens_per_position(section.batching, max_length=section.longest)
     fingerprint = fingerprint_of(made_of.fingerprint, section.shuffle, section.batching.by, budget)
     return DatasetView(StreamSamples(windows), order, fingerprint), Streamed(partial(_count_so_far, windows))
 
 
-class Arranging:
+class WindowOrders:
     """Gives every window the order of an ordinary set, and tells of each that is new what became of its rows."""
 
     def __init__(self, windows: Windows, *, num_told: int, log: Log) -> None:
@@ -212,7 +212,7 @@ def _windows_of(source: Source, plan: StreamPlan) -> Mapping[str, Any]:
     return {"listing": source.listing_identity(), "window_rows": plan.window_rows, "seed": seed}
 
 
-def _about(job: StreamJob, *, num_before: int) -> Iterator[str]:
+def _describe_stream(job: StreamJob, *, num_before: int) -> Iterator[str]:
     """Yield what is to be known of a stream's order, and what is there of it."""
     plan = job.plan
     turn = "in an order drawn for every pass" if plan.shuffle else "in their order"

@@ -12,8 +12,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TypeVar
 
-from finetune.data.streams.folder import NOTHING, Reader, WindowRecord
-from finetune.data.streams.producer import NUM_BEHIND, StreamJob
+from finetune.data.streams.folder import NOTHING, StreamReader, WindowRecord
+from finetune.data.streams.producer import NUM_KEPT_WINDOWS, StreamJob
 from finetune.data.token_cache.integrity import DamagedSet
 from finetune.data.token_cache.store import PreparedSet
 from finetune.errors import DataError
@@ -26,8 +26,8 @@ _PAUSE_SECONDS = 0.05
 _QUIET_SECONDS = 2.0
 """How long a window is waited for without a word."""
 
-_MOST_STARTS = 3
-_OPEN_WINDOWS = NUM_BEHIND + 2
+_MAX_STARTS = 3
+_OPEN_WINDOWS = NUM_KEPT_WINDOWS + 2
 
 
 class Windows:
@@ -39,7 +39,7 @@ class Windows:
     def __init__(self, job: StreamJob, *, log: Callable[[str], None]) -> None:
         self.job = job
         self._log = log
-        self._desk: _Desk | None = None
+        self._desk: _ReaderState | None = None
 
     def open(self) -> int:
         """Have windows prepared from the first on, if it never was; return how many have been at some time."""
@@ -70,16 +70,16 @@ class Windows:
         self._desk = None
 
     def __getstate__(self) -> dict[str, object]:
-        return {**self.__dict__, "_desk": None, "_say": _say_nothing}
+        return {**self.__dict__, "_desk": None, "_say": _log_nothing}
 
     def _own(self) -> "_Desk":
         if self._desk is None or self._desk.pid != os.getpid():
             is_copy = self._desk is not None
-            self._desk = _Desk(self.job, log=_say_nothing if is_copy else self._log)
+            self._desk = _ReaderState(self.job, log=_log_nothing if is_copy else self._log)
         return self._desk
 
 
-class _Desk:
+class _ReaderState:
     """What one process has: its place among the readers, the windows it has opened, the makers it has started."""
 
     def __init__(self, job: StreamJob, *, log: Callable[[str], None]) -> None:
@@ -88,8 +88,8 @@ class _Desk:
         self.record = lru_cache(maxsize=_OPEN_WINDOWS)(self._read)
         self._job = job
         self._log = log
-        self._reader = Reader(job.folder.readers)
-        self._started: list[Maker] = []
+        self._reader = StreamReader(job.folder.readers)
+        self._started: list[ProducerProcess] = []
         self._num_in_vain = 0  # starts since a window came
 
     def ask(self, window: int) -> None:
@@ -144,7 +144,7 @@ class _Desk:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self._refuse_more_starts()
-            self._started.append(Maker(self._job, lock=lock))
+            self._started.append(ProducerProcess(self._job, lock=lock))
             self._num_in_vain += 1
         except BlockingIOError:
             return
@@ -152,14 +152,14 @@ class _Desk:
             os.close(lock)  # the child has it still
 
     def _refuse_more_starts(self) -> None:
-        if self._num_in_vain >= _MOST_STARTS:
+        if self._num_in_vain >= _MAX_STARTS:
             raise DataError(
-                f"{self._job.key}: the process that prepares windows has ended {_MOST_STARTS} times, the last time "
+                f"{self._job.key}: the process that prepares windows has ended {_MAX_STARTS} times, the last time "
                 f"with code {self._started[-1].code} (-9: killed, perhaps for want of memory). What it said is above."
             )
 
 
-class Maker:
+class ProducerProcess:
     """The process that prepares windows, as the one sees it that has started it, with which it ends."""
 
     def __init__(self, job: StreamJob, *, lock: int) -> None:
@@ -210,5 +210,5 @@ def _changed_at(path: Path) -> int:
     return path.stat().st_mtime_ns if path.exists() else 0
 
 
-def _say_nothing(message: str) -> None:
+def _log_nothing(message: str) -> None:
     """Say nothing: the rank that this process loads for has the word."""

@@ -16,7 +16,7 @@ from finetune.data.order.grouping import set_order
 from finetune.data.order.order import SetOrder
 from finetune.data.sources.source import open_source
 from finetune.data.streams import producer as stream_maker
-from finetune.data.streams.producer import NUM_BEHIND, make_window, serve
+from finetune.data.streams.producer import NUM_KEPT_WINDOWS, make_window, serve
 from finetune.data.streams.stream import StreamOrder, stream_view
 from finetune.data.token_cache.integrity import sample_checksum
 from finetune.errors import DataError
@@ -141,7 +141,7 @@ def streams(write_rows, make_section, tmp_path):
 @pytest.fixture
 def no_process(monkeypatch):
     """Have nothing prepared but what the test prepares itself."""
-    monkeypatch.setattr("finetune.data.streams.windows.Maker", lambda job, *, lock: Nobody())
+    monkeypatch.setattr("finetune.data.streams.windows.ProducerProcess", lambda job, *, lock: Nobody())
 
 
 def texts_of(pool, start, stop):
@@ -169,7 +169,7 @@ def test_every_pass_has_every_row_and_the_disk_holds_a_few_windows(streams):
     passes = [texts[first : first + 13] for first in (0, 13, 26, 39)]
     assert all(sorted(each) == rows for each in passes)
     assert len({tuple(each) for each in passes}) == 4
-    assert most <= NUM_BEHIND + 1 + 1  # behind, in use, ahead
+    assert most <= NUM_KEPT_WINDOWS + 1 + 1  # behind, in use, ahead
     assert len(pool.samples.windows._own()._started) == 2
     said = "\n".join(streams.said)
     assert "in windows of 3 rows, shuffled within a window only; windows prepared ahead: 1" in said
