@@ -15,7 +15,7 @@ from finetune.data.order.dataset_view import DatasetView, Samples
 from finetune.data.order.grouping import LongestFirstOrder, set_order
 from finetune.data.order.order import Order
 from finetune.data.token_cache.store import PreparedSet
-from finetune.data.workers import Cost, loader_settings
+from finetune.data.workers import LoadingCost, loader_settings
 from finetune.runtime.processes import ignore_run_signals
 from finetune.runtime.seeds import derive_seed
 
@@ -76,7 +76,7 @@ class SeededSampler(Sampler[list[tuple[int, int]]]):
 
 
 @dataclass(frozen=True)
-class Seeded:
+class SeededSamples:
     """Samples that know the seed of the step in which they are learnt, and their partner where `partners` is given.
 
     A partner is any sample of an epoch of that order, drawn by step and sample: it depends on no microbatch.
@@ -130,7 +130,7 @@ def train_loader(
     num_steps: int,
     section: DataSection,
     seed: int = 0,
-    cost: Cost = "light",
+    cost: LoadingCost = "light",
     has_partners: bool = False,
 ) -> DataLoader[Any]:
     """Return a loader of the world's microbatches from `first_step` to the run's end, for Accelerate to prepare.
@@ -144,7 +144,7 @@ def train_loader(
         first_step=first_step,
         num_steps=num_steps,
     )
-    samples = Seeded(view.samples, view.order if has_partners else None)
+    samples = SeededSamples(view.samples, view.order if has_partners else None)
     seeded = SeededSampler(sampler, seed=seed)
     return _loader(samples, seeded, _CollateSeeded(collate, view.samples), section=section, cost=cost)
 
@@ -153,11 +153,11 @@ def evaluation_loader(
     prepared: PreparedSet,
     collate: Collate,
     *,
-    filler: Callable[[Features], Batch],
+    dummy_batch: Callable[[Features], Batch],
     microbatch_size: int,
     world: int,
     section: DataSection,
-    cost: Cost = "light",
+    cost: LoadingCost = "light",
 ) -> DataLoader[Any]:
     """Return a loader of every sample once; every rank gets equally many microbatches, by fillers without targets.
 
@@ -166,7 +166,7 @@ def evaluation_loader(
     """
     order = _evaluation_order(prepared, section)
     sampler = EvaluationSampler(order, microbatch_size=microbatch_size, world=world)
-    return _loader(prepared, sampler, _CollateOrFill(prepared, collate, filler), section=section, cost=cost)
+    return _loader(prepared, sampler, _CollateOrDummy(prepared, collate, dummy_batch), section=section, cost=cost)
 
 
 def _evaluation_order(prepared: PreparedSet, section: DataSection) -> Order:
@@ -196,7 +196,7 @@ class _CollateSeeded:
 
 
 @dataclass(frozen=True)
-class _CollateOrFill:
+class _CollateOrDummy:
     prepared: PreparedSet
     collate: Collate
     dummy_batch: Callable[[Features], Batch]
@@ -208,7 +208,12 @@ class _CollateOrFill:
 
 
 def _loader(
-    samples: Samples | Seeded, sampler: Sampler[Any], collate: Collate, *, section: DataSection, cost: Cost
+    samples: Samples | SeededSamples,
+    sampler: Sampler[Any],
+    collate: Collate,
+    *,
+    section: DataSection,
+    cost: LoadingCost,
 ) -> DataLoader[Any]:
     settings = loader_settings(section, cost=cost)
     return DataLoader(

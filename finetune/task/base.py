@@ -13,7 +13,7 @@ from finetune.data.features import Features, Outcome, result_or_error
 from finetune.data.rows import Row
 from finetune.data.token_cache.chunks import Encode
 from finetune.data.token_cache.lengths import LengthLimit
-from finetune.data.workers import Cost
+from finetune.data.workers import LoadingCost
 from finetune.errors import DataError
 from finetune.runtime.recorded import recorded_as
 from finetune.task.protocol import EvaluationOutput, GenerationPrompt, ModelHead, Precomputed
@@ -24,7 +24,7 @@ class BaseTask:
 
     head: ModelHead = "causal_lm"
     _encoder: Encode | None = None  # what encodes rows, light enough for other processes; None: `encode_row` does
-    loading_cost: Cost = "light"
+    loading_cost: LoadingCost = "light"
 
     @property
     def has_partners(self) -> bool:

@@ -18,7 +18,7 @@ from finetune.data.features import Features, Outcome
 from finetune.data.rows import Row
 from finetune.data.token_cache.chunks import Encode
 from finetune.data.token_cache.lengths import LengthLimit
-from finetune.data.workers import Cost
+from finetune.data.workers import LoadingCost
 
 
 def no_rows() -> Iterable[Row]:
@@ -91,7 +91,7 @@ class Task(Protocol):
     """What is learnt. The loop calls these and knows nothing else of the task."""
 
     head: ModelHead
-    loading_cost: Cost  # what a sample costs the loader
+    loading_cost: LoadingCost  # what a sample costs the loader
 
     @property
     def has_partners(self) -> bool:

@@ -12,7 +12,7 @@ from finetune.data.batch import Batch
 from finetune.data.encoding.image_conversation import ImageConversationEncoder, ImageTextProcessor, images_of
 from finetune.data.features import Features
 from finetune.data.token_cache.chunks import Encode
-from finetune.data.workers import Cost
+from finetune.data.workers import LoadingCost
 from finetune.task.causal_lm import SftTask
 from finetune.task.model_inputs import collate_padded
 from finetune.task.protocol import GenerationPrompt, ModelHead, TaskContext
@@ -27,7 +27,7 @@ class VisionLanguageSftTask(SftTask):
     """
 
     head: ModelHead = "image_text_to_text"
-    loading_cost: Cost = "heavy"
+    loading_cost: LoadingCost = "heavy"
 
     def __init__(self, context: TaskContext) -> None:
         self._processor = context.processor

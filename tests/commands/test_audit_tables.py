@@ -3,7 +3,7 @@
 import pytest
 
 from finetune.commands.audit_tables import audit_rows, print_audit, sparkline
-from finetune.data.audit.audit import Histogram, Streamed, audit_of
+from finetune.data.audit.audit import Histogram, Streamed, audit_sources
 from finetune.data.token_cache.counts import Counts
 
 COUNTS = Counts(rows=7473, samples=7469, tokens=1_358_002, targets=741_293, rows_without_target=4, longest=577)
@@ -12,7 +12,7 @@ COUNTS = Counts(rows=7473, samples=7469, tokens=1_358_002, targets=741_293, rows
 @pytest.fixture
 def audit():
     other = Counts(rows=100, samples=100, tokens=18_968, targets=10_378, truncated_rows=19, longest=409)
-    return audit_of({"data.train.mix.0": Streamed(lambda: COUNTS), "data.train.mix.1": Streamed(lambda: other)})
+    return audit_sources({"data.train.mix.0": Streamed(lambda: COUNTS), "data.train.mix.1": Streamed(lambda: other)})
 
 
 def test_what_happened_nowhere_has_no_column(audit):

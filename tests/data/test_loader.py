@@ -153,7 +153,7 @@ def test_a_partner_depends_on_step_and_sample_and_on_no_cut(prepared_and_section
 
 def test_evaluation_fills_up_with_batches_in_which_nothing_counts(prepared_and_section):
     prepared, section = prepared_and_section
-    loader = evaluation_loader(prepared, Collate(), filler=fill, microbatch_size=4, world=4, section=section)
+    loader = evaluation_loader(prepared, Collate(), dummy_batch=fill, microbatch_size=4, world=4, section=section)
     batches = list(loader)
     assert [batch.sample_ids for batch in batches] == [(0, 1, 2, 3), (4, 5, 6, 7), (8, 9), ()]
     assert [batch.num_targets for batch in batches] == [4, 4, 2, 0]
@@ -162,7 +162,7 @@ def test_evaluation_fills_up_with_batches_in_which_nothing_counts(prepared_and_s
 def test_evaluation_packs_its_rows_like_those_that_are_learnt_from(prepared_and_section):
     prepared, section = prepared_and_section
     packed = section.model_copy(update={"batching": BatchingSection(by="packs", tokens=4)})
-    loader = evaluation_loader(prepared, Collate(), filler=fill, microbatch_size=2, world=2, section=packed)
+    loader = evaluation_loader(prepared, Collate(), dummy_batch=fill, microbatch_size=2, world=2, section=packed)
     batches = [batch.sample_ids for batch in loader]
     assert batches == [(0, 1, 2, 3, 4, 5, 6, 7), (8, 9)]  # ten rows of one token
 
@@ -172,16 +172,16 @@ def test_padded_rows_of_an_evaluation_share_a_forward_pass_with_rows_as_long(pre
     lengths = np.array([1, 9, 2, 8, 3, 7, 4, 6, 5, 5])
     samples = SimpleNamespace(lengths=lengths)
     padded = section.model_copy(update={"batching": BatchingSection(padding_free=False)})
-    loader = evaluation_loader(samples, Collate(), filler=fill, microbatch_size=4, world=1, section=padded)
+    loader = evaluation_loader(samples, Collate(), dummy_batch=fill, microbatch_size=4, world=1, section=padded)
     assert [lengths[ids].tolist() for ids in loader.batch_sampler] == [[9, 8, 7, 6], [5, 5, 4, 3], [2, 1]]
     in_one_row = section.model_copy(update={"batching": BatchingSection(padding_free=True)})
-    loader = evaluation_loader(samples, Collate(), filler=fill, microbatch_size=4, world=1, section=in_one_row)
+    loader = evaluation_loader(samples, Collate(), dummy_batch=fill, microbatch_size=4, world=1, section=in_one_row)
     assert list(loader.batch_sampler) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
 
 
 def test_loading_draws_nothing_from_the_global_generator(prepared_and_section):
     prepared, section = prepared_and_section
-    loader = evaluation_loader(prepared, Collate(), filler=fill, microbatch_size=4, world=1, section=section)
+    loader = evaluation_loader(prepared, Collate(), dummy_batch=fill, microbatch_size=4, world=1, section=section)
     before = torch.get_rng_state()
     assert len(list(loader)) == 3
     assert torch.equal(torch.get_rng_state(), before)

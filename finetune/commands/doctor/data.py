@@ -15,7 +15,7 @@ from finetune.commands.printing import print_table
 from finetune.config.load import load_config
 from finetune.config.run_config import RunConfig
 from finetune.data.loader import train_loader
-from finetune.data.workers import LoaderSettings, Room, this_room
+from finetune.data.workers import LoaderSettings, MachineResources, machine_resources
 from finetune.report.jsonl import read_events
 from finetune.report.run_log import RunLog
 from finetune.run.build.data import Lessons, make_lessons
@@ -93,7 +93,7 @@ def examine_loading(path: Path, overrides: Sequence[str], *, num_rounds: int, se
     """
     quiet_libraries(is_main=True)
     config = load_config(path, overrides).config
-    lessons, room = make_lessons(config, RunLog(is_main=True)), this_room()
+    lessons, room = make_lessons(config, RunLog(is_main=True)), machine_resources()
     make_loader = partial(_loader, config, lessons)
     tried = settings_to_try(room)
     found = measure(make_loader, tried, num_rounds=num_rounds, seconds=seconds, say=_tell)
@@ -182,7 +182,7 @@ def _reason(best: Measured, consumed: float | None, *, run_folder: str) -> str:
     )
 
 
-def _where(room: Room) -> str:
+def _where(room: MachineResources) -> str:
     device = "copied to the GPU" if room.has_device else "no GPU"
     return f"one rank's loader alone, {room.num_cores} cores, {device}; medians, spread is (fastest - slowest) / median"
 

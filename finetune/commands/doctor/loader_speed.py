@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from finetune.data.batch import Batch
-from finetune.data.workers import LoaderSettings, Room
+from finetune.data.workers import LoaderSettings, MachineResources
 
 FEWEST_BATCHES = 4
 
@@ -56,7 +56,7 @@ class Measured:
         return (max(rates) - min(rates)) / self.samples_per_second if self.samples_per_second else 0.0
 
 
-def settings_to_try(room: Room) -> list[LoaderSettings]:
+def settings_to_try(room: MachineResources) -> list[LoaderSettings]:
     """Return what is worth a try on this machine: no worker, 1, 2, 4, ... up to its cores per rank."""
     numbers = [number for number in (1, 2, 4, 8, 16, 32) if number <= max(2, room.cores_per_rank)]
     pins = (False, True) if room.has_device else (False,)

@@ -146,7 +146,7 @@ class Audit:
         return plain
 
 
-def audit_of(
+def audit_sources(
     sources: Mapping[str, Prepared | Streamed],
     *,
     validation: Prepared | None = None,
@@ -177,7 +177,7 @@ def audit_of(
 def refuse_exceeded(sources: Mapping[str, Prepared | Streamed], limits: AuditSection) -> None:
     """Raise DataError where more samples equal one of another source, too, than `data.audit` allows."""
     if len(sources) > 1 and limits.max_duplicate_samples is not None:
-        found = audit_of(sources, limits=limits).exceeded
+        found = audit_sources(sources, limits=limits).exceeded
         if found:
             raise DataError("\n".join(f"{each} {REMEDY}" for each in found))
 

@@ -11,7 +11,7 @@ from finetune.data.features import Features
 from finetune.data.order.dataset_view import DatasetView
 from finetune.data.order.order import permutation
 
-LOOKED_AT_SAMPLES = 4096
+MAX_MEASURED_SAMPLES = 4096
 """Samples after which the share is known well enough."""
 
 
@@ -79,7 +79,7 @@ def plain_computed(lengths: np.ndarray, *, microbatch_size: int) -> int:
 def _first_batches(view: DatasetView, *, global_batch_size: int, microbatch_size: int) -> Iterator[np.ndarray]:
     start = seen = 0
     last = view.order.num_positions or 0
-    while start == 0 or (seen < LOOKED_AT_SAMPLES and start + global_batch_size <= last):
+    while start == 0 or (seen < MAX_MEASURED_SAMPLES and start + global_batch_size <= last):
         for ids in view.order.cut(start, start + global_batch_size, microbatch_size):
             seen += len(ids)
             yield ids

@@ -136,7 +136,7 @@ def mixed_view(pools: Sequence[DatasetView], section: TrainingSourceSection, *, 
         samples=MixedSamples(tuple(pool.samples for pool in pools)),
         order=order,
         fingerprint=fingerprint_of("mix", [pool.fingerprint for pool in pools], counts, until),
-        lines=partial(_told, tuple(pools), section.mix, order, unit=unit),
+        lines=partial(_describe_mix, tuple(pools), section.mix, order, unit=unit),
     )
 
 
@@ -234,7 +234,7 @@ def _of_epochs(section: MixedSourceSection, view: DatasetView, *, key: str) -> i
     return count
 
 
-def _told(
+def _describe_mix(
     views: Sequence[DatasetView],
     sections: Sequence[MixedSourceSection],
     order: MixedOrder,

@@ -225,7 +225,7 @@ def dataset_view(prepared: PreparedSet, section: DataSection, *, seed: int, key:
     if batching.by == "samples":
         return DatasetView(prepared, order, _content(prepared), epoch_tokens)
     budget = tokens_per_position(batching, max_length=max_length)
-    lines = partial(_told, order, key=key, unit=batching.unit, budget=budget, epoch_tokens=epoch_tokens)
+    lines = partial(_describe_order, order, key=key, unit=batching.unit, budget=budget, epoch_tokens=epoch_tokens)
     fingerprint = fingerprint_of(_content(prepared), batching.by, budget)
     return DatasetView(prepared, order, fingerprint, epoch_tokens, lines)
 
@@ -254,7 +254,9 @@ def grouped_by_length(
     return DatasetView(pool.samples, order, fingerprint, pool.epoch_tokens, pool.lines)
 
 
-def _told(order: Order, num_positions: int, *, key: str, unit: str, budget: int, epoch_tokens: int) -> tuple[str, ...]:
+def _describe_order(
+    order: Order, num_positions: int, *, key: str, unit: str, budget: int, epoch_tokens: int
+) -> tuple[str, ...]:
     """Return how many groups an epoch has and how full they are."""
     each = order.num_positions or 0
     share = epoch_tokens / (each * budget) if each else 0.0

@@ -15,7 +15,7 @@ from finetune.config.load import LoadedConfig
 from finetune.config.run_config import RunConfig
 from finetune.config.sections.data import DataSection
 from finetune.data.token_cache.cache import cache_folder
-from finetune.data.workers import loader_settings, this_room, told
+from finetune.data.workers import format_loader_settings, loader_settings, machine_resources
 from finetune.errors import UserError
 from finetune.model.processing import Processing, load_kept_processing
 from finetune.report.build import build_reporter
@@ -131,9 +131,9 @@ SECRETS_LEFT_OUT = "# As it was written, but for what looks like a secret: that 
 
 def open_run(loaded: LoadedConfig, machine: Machine, *, lessons: Lessons, say: RunLog) -> Reporter:
     """Write down what the run is, once everything has been checked, and return whoever is told about it."""
-    folder, room = Path(loaded.config.run.folder), this_room()
-    loading = loader_settings(loaded.config.data, room=room, cost=lessons.task.loading_cost)
-    if sentence := told(loaded.config.data, loading, room=room):
+    folder, room = Path(loaded.config.run.folder), machine_resources()
+    loading = loader_settings(loaded.config.data, resources=room, cost=lessons.task.loading_cost)
+    if sentence := format_loader_settings(loaded.config.data, loading, room=room):
         say(sentence)
     if distributed.is_main():
         atomic.write_text(folder / "config.yaml", config_copy(loaded.text))

@@ -14,7 +14,7 @@ from finetune.data.features import Features
 from finetune.data.images.decode import decode_image
 from finetune.data.images.transforms import ImageTransform, mix_images
 from finetune.data.rows import Row
-from finetune.data.workers import Cost
+from finetune.data.workers import LoadingCost
 from finetune.runtime.seeds import derive_seed
 from finetune.task.base import BaseTask
 from finetune.task.classification.classes import class_loss_sum, find_classes
@@ -30,7 +30,7 @@ class ImageClassificationTask(BaseTask):
     """
 
     head: ModelHead = "image_classification"
-    loading_cost: Cost = "heavy"
+    loading_cost: LoadingCost = "heavy"
 
     def __init__(self, context: TaskContext) -> None:
         self.section: ImagesSection = context.data.images

@@ -16,7 +16,7 @@ from finetune.commands.doctor.data import (
 from finetune.commands.doctor.doctor import examine, find
 from finetune.commands.doctor.loader_speed import Measured, Pass, settings_to_try
 from finetune.config.sections.data import DataSection, TrainingSourceSection
-from finetune.data.workers import LoaderSettings, Room
+from finetune.data.workers import LoaderSettings, MachineResources
 from finetune.runtime.supervision.build_locks import ABANDONED, BuildLock
 
 NO_DEFAULT = {"accelerate_default_config": {"path": "/nowhere", "exists": False}}
@@ -85,9 +85,9 @@ def test_what_a_rank_consumes_is_read_from_the_events_of_a_run(tmp_path):
 
 
 def test_settings_up_to_the_cores_are_tried_pinned_where_there_is_a_gpu():
-    plain = settings_to_try(Room(num_cores=2, local_world=1, has_device=False))
+    plain = settings_to_try(MachineResources(num_cores=2, local_world=1, has_device=False))
     assert {each.num_workers for each in plain} == {0, 1, 2} and not any(each.pin_memory for each in plain)
-    pinned = settings_to_try(Room(num_cores=16, local_world=1, has_device=True))
+    pinned = settings_to_try(MachineResources(num_cores=16, local_world=1, has_device=True))
     assert {each.num_workers for each in pinned} == {0, 1, 2, 4, 8, 16}
     assert {each.pin_memory for each in pinned} == {False, True}
 
