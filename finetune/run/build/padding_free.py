@@ -1,0 +1,63 @@
+"""Padding-free batches: used where the model is known to keep samples apart that share one row."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from finetune.config.rules.model import PROMPTS
+from finetune.config.rules.model import adapter_of
+from finetune.config.rules.task import PADDED
+from finetune.config.run_config import RunConfig
+from finetune.config.sections.data import DataSection
+from finetune.errors import ModelError
+from finetune.model.attention.implementation import keeps_samples_apart
+from finetune.model.loading.architecture import config_of
+from finetune.model.loading.pretrained import ADAPTER_CONFIG, read_adapter
+
+Adapter = Mapping[str, Any] | None
+"""What an adapter_config.json says."""
+
+TELLING = ("auto", "flash_attention_2", "flash_attention_3")
+"""Values of `model.attention` that are told where samples begin and need no mask of the whole row."""
+
+
+def settled(config: RunConfig, *, model: Any = None, adapter: Adapter = None) -> DataSection:
+    """Return `data:` with `padding_free: auto` settled, the same on every rank.
+
+    It depends on the job and on the model's config alone: a run that goes on lays its samples out as before. `model` is
+    the config of a model in place of the job's, with the adapter beside it.
+    """
+    data = config.data
+    if data.batching.padding_free != "auto":
+        return data
+    is_free = data.batching.by != "packs" and can_share_rows(config, model=model, adapter=adapter)
+    return data.model_copy(update={"batching": data.batching.model_copy(update={"padding_free": is_free})})
+
+
+def layout_lines(config: RunConfig, data: DataSection) -> tuple[str, ...]:
+    """Return what `auto` has come to, where the task leaves a choice."""
+    if config.task.name in PADDED or config.data.batching.padding_free != "auto" or data.batching.by == "packs":
+        return ()
+    if data.batching.padding_free is True:
+        return ("samples stand end to end, without padding: the model keeps them apart",)
+    return ("samples are padded: this model or its attention is not known to keep them apart in one row",)
+
+
+def can_share_rows(config: RunConfig, *, model: Any = None, adapter: Adapter = None) -> bool:
+    """Tell whether samples may stand in one row without a proof by the model itself."""
+    if config.task.name in PADDED or config.model.attention not in TELLING:
+        return False
+    if _stands_before_text(config, adapter):
+        return False
+    try:
+        return keeps_samples_apart(config_of(config.model) if model is None else model)
+    except ModelError:
+        return False  # there is no such model here, which is said where it is loaded
+
+
+def _stands_before_text(config: RunConfig, adapter: Adapter) -> bool:
+    """Tell whether something is learnt before the text, which samples in one row would share."""
+    if adapter is None and config.model.adapter is not None:
+        path = Path(config.model.adapter).expanduser() / ADAPTER_CONFIG
+        adapter = read_adapter(path.parent) if path.is_file() else None
+    kind = adapter_of(config) if adapter is None else str(adapter.get("peft_type", "")).lower()
+    return kind in PROMPTS

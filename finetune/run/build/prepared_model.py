@@ -1,0 +1,215 @@
+"""The Accelerator, and the model and optimizer that it prepared."""
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from finetune.checkpoint.sharding.access import build_access
+from finetune.config.rules.model import adapter_of
+from finetune.config.run_config import RunConfig
+from finetune.data.batch import Batch
+from finetune.data.features import Features
+from finetune.model.attention.isolation import prove_isolation, require_positions
+from finetune.model.attention.varlen_kernels import missing_kernel
+from finetune.model.compilation import compile_model
+from finetune.model.loading.pretrained import base_note
+from finetune.model.processing import check_pixels
+from finetune.model.size import (
+    AVERAGE_BYTES,
+    MemoryEstimate,
+    ModelSize,
+    describe,
+    estimate,
+    precision_warnings,
+    state_bytes,
+)
+from finetune.model.upstream import telling_width, whole_head
+from finetune.report.run_log import RunLog
+from finetune.run.build.data import Lessons
+from finetune.run.build.model import build_model
+from finetune.run.build.padding_free import settled
+from finetune.run.build.strategy import require_ties_fit
+from finetune.runtime import seeds
+from finetune.strategy.protocol import Sharded, Strategy
+from finetune.strategy.upstream import (
+    broadcast_rank_0_buffers,
+    drop_not_yet_unfrozen_from_zero_norm,
+    keep_bf16_parameters,
+    prefetch_fsdp2_layers,
+    set_zero_bucket_sizes,
+)
+from finetune.task.model_inputs import forward_logits, is_padding_free, unwrap_model
+from finetune.task.protocol import Task
+from finetune.train.accelerator import build_accelerator, check_prepared
+from finetune.train.evaluate import AveragedWeights, EvaluationWeights, TrainedWeights, average_formula
+from finetune.train.neftune import EmbeddingNoise
+from finetune.train.optim.optimizers import build_optimizer
+from finetune.train.optim.parameter_groups import NamedParameter, describe_groups, list_parameters
+from finetune.train.parts import no_op
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What learns. `plain_model` is as the model wing built it; its parameters may be split by now."""
+
+    accelerator: Accelerator
+    plain_model: Any
+    model: Any
+    optimizer: Any
+    before_batch: Callable[[Batch], None] = no_op  # to be told of each batch before the model learns from it
+
+
+def make_accelerator(config: RunConfig, strategy: Strategy) -> Accelerator:
+    """Return the Accelerator of the strategy that was launched; from here on the ranks can speak. Collective."""
+    if config.run.deterministic:
+        seeds.use_deterministic_kernels()
+    return build_accelerator(strategy, precision=config.train.precision)
+
+
+def make_machine(
+    config: RunConfig,
+    strategy: Strategy,
+    *,
+    accelerator: Accelerator,
+    lessons: Lessons,
+    learning_rate: float,
+    say: RunLog,
+) -> Machine:
+    """Return the prepared model and optimizer, checked to be what was launched. Collective."""
+    plain = build_model(config, task=lessons.task, tokenizer=lessons.tokenizer, construction=strategy.init_context())
+    check_pixels(plain.config, lessons.processing.processor)
+    require_ties_fit(plain, strategy.name)
+    size = describe(plain)
+    for line in (*size.lines, *_memory(config, strategy, size=size).lines[-1:]):
+        say(line)
+    _warn(config, say)
+    optimizer = _optimizer(config, list_parameters(plain), learning_rate=learning_rate, say=say)
+    noise = config.train.embedding_noise
+    before_batch = EmbeddingNoise(plain, alpha=noise).tell if noise else no_op
+    _compile(config, strategy, unwrap_model(plain), say=say)
+    held = keep_bf16_parameters(accelerator, is_wanted=config.train.optimizer.stochastic_rounding)
+    with (
+        telling_width(plain.config),
+        whole_head(unwrap_model(plain)),
+        broadcast_rank_0_buffers(accelerator, plain),
+        held,
+    ):
+        set_zero_bucket_sizes(accelerator, plain)
+        model, prepared = accelerator.prepare(plain, optimizer)
+    check_prepared(model, strategy.expected(), strategy=strategy.name)
+    prefetch_fsdp2_layers(accelerator, model)
+    if config.train.unfreeze:
+        drop_not_yet_unfrozen_from_zero_norm(model)
+    return Machine(accelerator, plain, model, prepared, before_batch)
+
+
+def _compile(config: RunConfig, strategy: Strategy, model: Any, *, say: RunLog) -> None:
+    """Compile what the job says, before a strategy wraps or splits it; under ZeRO-3 tell that nothing is."""
+    if config.model.compile == "off":
+        return
+    if strategy.name == "zero3":
+        say(
+            f"warning: model.compile: {config.model.compile} was asked for, and nothing is compiled: ZeRO-3 gathers "
+            "parameters in hooks of every module, at each of which a compiled graph would end. Launch with fsdp2.yaml."
+        )
+        return
+    compile_model(model, config.model.compile, say=say)
+
+
+def _optimizer(
+    config: RunConfig, named: list[NamedParameter], *, learning_rate: float, say: RunLog
+) -> torch.optim.Optimizer:
+    train = config.train
+    optimizer = build_optimizer(
+        named,
+        train.optimizer,
+        learning_rate=learning_rate,
+        unfreeze=train.unfreeze,
+        average=train.average,
+        seed=config.run.seed,
+    )
+    for line in describe_groups(optimizer.param_groups, named):
+        say(line)
+    return optimizer
+
+
+def _memory(config: RunConfig, strategy: Strategy, *, size: ModelSize) -> MemoryEstimate:
+    sharded, train, distillation = strategy.sharded(), config.train, config.task.distillation
+    trained = sum(size.trained_bytes_by_dtype.values())
+    is_master = strategy.name.startswith("zero")  # its optimizer holds float32 copies
+    state = state_bytes(
+        train.optimizer.name,
+        train.optimizer.state_dtype,
+        num_trained=size.num_trained,
+        trained_bytes=max(trained, 4 * size.num_trained) if is_master else trained,
+    )
+    return estimate(
+        weights_bytes=sum(size.bytes_by_dtype.values()),
+        gradients_bytes=size.largest_trained_bytes if train.optimizer.in_backward else trained,
+        optimizer_bytes=state + (AVERAGE_BYTES * size.num_trained if train.average else 0),
+        is_beside_teacher=distillation is not None and not distillation.cache,
+        shards=strategy.expected().num_shards,
+        shards_weights=Sharded.PARAMETERS in sharded,
+        shards_gradients=Sharded.GRADIENTS in sharded,
+        shards_optimizer=Sharded.OPTIMIZER in sharded,
+    )
+
+
+def _warn(config: RunConfig, say: RunLog) -> None:
+    lora = config.model.lora
+    for warning in precision_warnings(
+        dtype=config.model.dtype,
+        is_lora=adapter_of(config) is not None,
+        modules_to_save=lora.modules_to_save if lora else (),
+        rounds_by_chance=config.train.optimizer.stochastic_rounding,
+        state_dtype=config.train.optimizer.state_dtype,
+    ):
+        say(f"warning: {warning}")
+    is_half = config.train.precision != "fp32" or config.model.dtype != "float32"
+    missing = missing_kernel(is_half=is_half) if is_padding_free(settled(config).batching) else None
+    if missing and config.model.attention == "auto":
+        say(f"warning: {missing}")
+    note = base_note(config.model.adapter, name=config.model.name) if config.model.adapter else None
+    if note:
+        say(note)
+
+
+def make_weights(config: RunConfig, machine: Machine) -> EvaluationWeights:
+    """Return the weights that count in this run: the average where the optimizer keeps one, else those that learn."""
+    found = average_formula(config.train)
+    if found is None:
+        return TrainedWeights()
+    key, formula = found
+    return AveragedWeights(build_access(machine.accelerator, machine.model, machine.optimizer), key, formula)
+
+
+def require_isolation(config: RunConfig, lessons: Lessons, machine: Machine) -> None:
+    """Raise ModelError where samples would share rows and the model does not keep them apart. Collective."""
+    if not is_padding_free(config.data.batching):
+        return
+    model = machine.model
+    inner = unwrap_model(machine.plain_model)
+    require_positions(frozenset(inspect.signature(inner.forward).parameters), config=inner.config)
+    was_training = model.training
+    model.eval()
+    prove_isolation(
+        partial(_logits, model, lessons.task, machine),
+        config=inner.config,
+        vocabulary_size=len(lessons.tokenizer),
+        is_half=config.train.precision != "fp32" or config.model.dtype != "float32",
+    )
+    model.train(was_training)
+
+
+def _logits(model: nn.Module, task: Task, machine: Machine, row: Sequence[Sequence[int]]) -> Tensor:
+    """Return the logits of the samples as the task lays them out, [tokens, vocabulary]."""
+    samples = [Features({"input_ids": np.array(ids, np.uint32), "is_target": np.ones(len(ids), bool)}) for ids in row]
+    batch = task.collate(samples).to(machine.accelerator.device)
+    return forward_logits(model, batch)[0]
