@@ -36,7 +36,7 @@ from finetune.runtime.hub import without_hub_retries
 from finetune.runtime.parameters import InitContext
 
 
-def give_places(model: PreTrainedModel) -> None:
+def materialize(model: PreTrainedModel) -> None:
     """Replace parameters on the meta device by unfilled ones on the CPU; ties hold, buffers keep their values.
 
     Nothing is written to the new memory, so it costs nothing before the weights arrive.
@@ -46,14 +46,14 @@ def give_places(model: PreTrainedModel) -> None:
         for name, parameter in module._parameters.items():
             if parameter is not None and parameter.is_meta:
                 if parameter not in places:
-                    places[parameter] = _place(parameter)
+                    places[parameter] = _empty_parameter(parameter)
                 module._parameters[name] = places[parameter]
     hollow = [name for name, buffer in model.named_buffers() if buffer.is_meta]
     assert not hollow, f"buffers must be built with their values, but {hollow} are on the meta device"
     model.tie_weights()  # a context that moves parameters to the meta device one by one parts the tied ones
 
 
-def _place(parameter: nn.Parameter) -> nn.Parameter:
+def _empty_parameter(parameter: nn.Parameter) -> nn.Parameter:
     return nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype), requires_grad=parameter.requires_grad)
 
 
@@ -110,7 +110,7 @@ def _built(
             trust_remote_code=section.trust_remote_code,
         )
     if construction.on_meta_device:
-        give_places(model)
+        materialize(model)
     return model
 
 
