@@ -19,7 +19,7 @@ from finetune.config.sections.model import ModelSection
 from finetune.config.sections.task import DistillationSection
 from finetune.errors import ModelError
 from finetune.model.adapters.context import adapter_wish, is_adapted
-from finetune.model.loading.hub import is_folder, located, told
+from finetune.model.loading.hub import is_local_path, loading_errors, resolve_name
 from finetune.model.loading.pretrained import load_settings, load_weights, refuse_missing
 from finetune.runtime.files.digests import sha256_digest
 from finetune.runtime.hub import is_offline, without_hub_retries
@@ -51,8 +51,8 @@ def weights_digest(section: ModelSection, *, model: Any, say: Callable[[str], No
     For a folder that is a SHA-256 over its weights and config.json, wherever it lies; for a hub model the commit that
     was loaded, found without a network. May read every byte of a folder's weights: call it on one rank.
     """
-    if is_folder(str(section.name)):
-        return folder_digest(Path(located(str(section.name), key="model.name")), say=say)
+    if is_local_path(str(section.name)):
+        return folder_digest(Path(resolve_name(str(section.name), key="model.name")), say=say)
     commit = getattr(getattr(model, "config", None), "_commit_hash", None) or _cached_commit(section)
     if commit is None:
         say(f"model.name: the commit of `{section.name}` is not known, so a change of it would not be seen on a resume")
@@ -156,7 +156,7 @@ def reference_identity(
     if section.name is None or "lora" in known or section.new_tokens is not None:
         known["seed"] = seed
     if section.adapter is not None:
-        known["adapter"] = folder_digest(Path(located(str(section.adapter), key="model.adapter")), say=say)
+        known["adapter"] = folder_digest(Path(resolve_name(str(section.adapter), key="model.adapter")), say=say)
     return known
 
 
@@ -167,7 +167,7 @@ def load_teacher(
     section: DistillationSection, *, model: ModelSection, vocabulary_size: int, device: torch.device
 ) -> PreTrainedModel:
     """Return the teacher on the device, frozen and in evaluation mode, in the type asked for; raises ModelError."""
-    with told(section.teacher, key=KEY), without_hub_retries(is_local=is_folder(section.teacher)):
+    with loading_errors(section.teacher, key=KEY), without_hub_retries(is_local=is_local_path(section.teacher)):
         origin = _origin(section, model)
         config = load_settings(AutoConfig, **origin)
         dtype = getattr(torch, section.teacher_dtype)
@@ -187,7 +187,7 @@ def load_teacher(
 
 def check_vocabulary(section: DistillationSection, *, model: ModelSection, tokenizer: Any) -> None:
     """Raise ModelError unless the teacher's tokenizer gives every token the number that the student's gives it."""
-    with told(section.teacher, key=KEY), without_hub_retries(is_local=is_folder(section.teacher)):
+    with loading_errors(section.teacher, key=KEY), without_hub_retries(is_local=is_local_path(section.teacher)):
         theirs = load_settings(AutoTokenizer, **_origin(section, model)).get_vocab()
     ours = tokenizer.get_vocab()
     different = sorted(token for token in ours.keys() | theirs.keys() if ours.get(token) != theirs.get(token))
@@ -204,8 +204,8 @@ def teacher_digest(section: DistillationSection, *, model: ModelSection, say: Ca
 
     Reads every byte of a folder's weights: call it on one rank.
     """
-    if is_folder(section.teacher):
-        return folder_digest(Path(located(section.teacher, key=KEY)), say=say)
+    if is_local_path(section.teacher):
+        return folder_digest(Path(resolve_name(section.teacher, key=KEY)), say=say)
     path = try_to_load_from_cache(section.teacher, "config.json", cache_dir=model.cache_folder)
     if not isinstance(path, str):
         say(f"{KEY}: the commit of `{section.teacher}` is not known, so a change of it would not be seen on a resume")
@@ -215,8 +215,8 @@ def teacher_digest(section: DistillationSection, *, model: ModelSection, say: Ca
 
 def _origin(section: DistillationSection, model: ModelSection) -> dict[str, Any]:
     return {
-        "place": located(section.teacher, key=KEY),
+        "place": resolve_name(section.teacher, key=KEY),
         "cache_dir": model.cache_folder,
         "trust_remote_code": model.trust_remote_code,
-        "local_files_only": is_folder(section.teacher) or is_offline(),
+        "local_files_only": is_local_path(section.teacher) or is_offline(),
     }

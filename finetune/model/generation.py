@@ -16,7 +16,7 @@ from transformers import (
 )
 
 from finetune.errors import ModelError
-from finetune.model.loading.hub import summary
+from finetune.model.loading.hub import error_summary
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def _refused() -> Iterator[None]:
         yield
     except (ValueError, TypeError, AttributeError, LookupError) as error:
         raise ModelError(
-            f"The model cannot answer: {summary(error)} Look at its generation_config.json and config.json."
+            f"The model cannot answer: {error_summary(error)} Look at its generation_config.json and config.json."
         ) from error
 
 

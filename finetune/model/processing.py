@@ -13,7 +13,7 @@ from transformers import AutoImageProcessor, AutoProcessor, AutoTokenizer, PreTr
 
 from finetune.config.sections.model import ImageProcessorSection, ModelSection
 from finetune.errors import ModelError
-from finetune.model.loading.hub import is_folder, located, told
+from finetune.model.loading.hub import is_local_path, loading_errors, resolve_name
 from finetune.model.loading.pretrained import load_settings
 from finetune.model.new_tokens import add_tokens
 from finetune.model.tokenizer import TOKENIZER_FILES, ensure_padding, load_tokenizer
@@ -155,7 +155,7 @@ def load_kept_processing(
     Raises ModelError, which names `key`, where it cannot be read.
     """
     kind = {"text": AutoTokenizer, "images": AutoImageProcessor, "both": AutoProcessor}[reads]
-    with told(str(place), key=key), without_hub_retries(is_local=True):
+    with loading_errors(str(place), key=key), without_hub_retries(is_local=True):
         found = load_settings(kind, place, trust_remote_code=trust_remote_code, local_files_only=True)
         if reads == "text":
             return Processing(found)
@@ -188,12 +188,12 @@ def _pretrained(model: ModelSection, kind: Any, *, key: str) -> Any:
     name = asked.name if asked is not None and asked.name is not None else model.name
     if name is None:
         raise ModelError("model.tokenizer: a model built `from_config` brings no processor. Write `name`.")
-    with told(name, key=key), without_hub_retries(is_local=is_folder(name)):
+    with loading_errors(name, key=key), without_hub_retries(is_local=is_local_path(name)):
         return load_settings(
             kind,
-            located(name, key=key),
+            resolve_name(name, key=key),
             revision=model.revision if name == model.name else None,
             cache_dir=model.cache_folder,
             trust_remote_code=model.trust_remote_code,
-            local_files_only=is_folder(name) or is_offline(),
+            local_files_only=is_local_path(name) or is_offline(),
         )

@@ -9,7 +9,7 @@ from torch import nn
 from transformers import BitsAndBytesConfig, TorchAoConfig
 
 from finetune.config.sections.model import ModelSection, QuantizationSection
-from finetune.model.loading.hub import is_folder, located, told
+from finetune.model.loading.hub import is_local_path, loading_errors, resolve_name
 from finetune.runtime.hub import is_offline
 from finetune.runtime.optional import require
 
@@ -51,9 +51,9 @@ def weights_folder(section: ModelSection) -> str | None:
     """Return where the weights lie as they were before; None where nothing asks for them."""
     if section.name is None or section.lora is None or section.lora.init != "loftq":
         return None
-    if is_folder(section.name):
-        return located(section.name, key="model.name")
-    with told(section.name, key="model.name"):
+    if is_local_path(section.name):
+        return resolve_name(section.name, key="model.name")
+    with loading_errors(section.name, key="model.name"):
         return snapshot_download(
             section.name,
             revision=section.revision,

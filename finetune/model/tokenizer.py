@@ -12,7 +12,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 
 from finetune.config.sections.model import ModelSection
 from finetune.errors import ModelError
-from finetune.model.loading.hub import is_folder, located, told
+from finetune.model.loading.hub import is_local_path, loading_errors, resolve_name
 from finetune.model.loading.pretrained import load_own_tokenizer, load_settings
 from finetune.model.new_tokens import add_tokens
 from finetune.runtime.files.atomic import build_once, quarantine
@@ -151,18 +151,18 @@ def ensure_padding(tokenizer: PreTrainedTokenizerBase, *, say: Callable[[str], N
 
 
 def _pretrained(name: str, *, key: str, model: ModelSection, revision: str | None) -> PreTrainedTokenizerBase:
-    place = located(name, key=key)
-    if is_folder(name) and not any((Path(place) / file).exists() for file in TOKENIZER_FILES):
+    place = resolve_name(name, key=key)
+    if is_local_path(name) and not any((Path(place) / file).exists() for file in TOKENIZER_FILES):
         raise ModelError(
             f"{key}: the folder {place} holds no tokenizer (none of {', '.join(TOKENIZER_FILES)}). "
             "Write `model.tokenizer.name` (a hub name or a folder with one) or `model.tokenizer.train`."
         )
-    with told(name, key=key), without_hub_retries(is_local=is_folder(name)):
+    with loading_errors(name, key=key), without_hub_retries(is_local=is_local_path(name)):
         return load_settings(
             AutoTokenizer,
             place,
             revision=revision,
             cache_dir=model.cache_folder,
             trust_remote_code=model.trust_remote_code,
-            local_files_only=is_folder(name) or is_offline(),
+            local_files_only=is_local_path(name) or is_offline(),
         )

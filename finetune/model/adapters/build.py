@@ -37,7 +37,7 @@ from finetune.model.adapters.other_methods import (
     prompt_config,
 )
 from finetune.model.adapters.saved import load_saved, saved_config
-from finetune.model.loading.hub import summary
+from finetune.model.loading.hub import error_summary
 from finetune.model.loading.initialize import on_cpu_in_float32
 from finetune.runtime.seeds import derive_seed
 
@@ -75,7 +75,7 @@ def add_adapter(model: PreTrainedModel, wish: Wish, ground: Ground) -> PeftModel
         config = kind.config(model, wish, ground)
         adapted = get_peft_model(model, config, adapter_name=ADAPTER, revision=ground.revision)
     except (ValueError, TypeError) as error:  # peft's, for layers that this method has no adapter for
-        raise ModelError(f"model.{kind.key}: {summary(error)} {candidates_sentence(model)}") from error
+        raise ModelError(f"model.{kind.key}: {error_summary(error)} {candidates_sentence(model)}") from error
     kind.fill(adapted, wish, ground)
     leave_casts_to_autocast(adapted)
     return adapted

@@ -24,7 +24,7 @@ from finetune.errors import ModelError
 from finetune.model.adapters.context import ADAPTER, TASK_TYPES, Ground, check_each, is_transposed, name_of
 from finetune.model.freeze import excluded
 from finetune.model.loading.architecture import head_modules
-from finetune.model.loading.hub import told
+from finetune.model.loading.hub import loading_errors
 
 OF_THE_BASE = ("pissa", "olora")
 """First values that are taken out of the base's weights, which is then another base."""
@@ -171,7 +171,7 @@ def make_up_for_quantization(model: PeftModel, ground: Ground) -> None:
 
     The originals are read from the base's safetensors one at a time; raises ModelError where one is not there.
     """
-    with told(ground.base or "", key="model.lora.init"):
+    with loading_errors(ground.base or "", key="model.lora.init"):
         places = _places(Path(ground.base or ""))
     with torch.no_grad():
         for name, module in model.named_modules():

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from finetune.errors import ModelError
 from finetune.model.adapters.context import ADAPTER, TASK_TYPES, Ground
-from finetune.model.loading.hub import told
+from finetune.model.loading.hub import loading_errors
 from finetune.model.loading.pretrained import KEY, WEIGHTS_FILE, load_adapter_config, read_config
 
 _PROMPTS = "prompt_embeddings"
@@ -22,7 +22,7 @@ _PROMPTS = "prompt_embeddings"
 def saved_config(model: PreTrainedModel, folder: Path, ground: Ground) -> PeftConfig:
     """Return the config of the adapter in the folder, to be trained; raises ModelError where it does not fit."""
     read_config(folder)
-    with told(str(folder), key=KEY):
+    with loading_errors(str(folder), key=KEY):
         config: PeftConfig = load_adapter_config(folder)
     expected = TASK_TYPES.get(ground.head)
     if config.task_type not in (expected, None):

@@ -29,7 +29,7 @@ from transformers import (
 
 from finetune.config.sections.model import FromConfigSection, ModelSection
 from finetune.errors import FinetuneError, ModelError
-from finetune.model.loading.hub import is_folder, located, summary, told
+from finetune.model.loading.hub import error_summary, is_local_path, loading_errors, resolve_name
 from finetune.model.loading.pretrained import ADAPTER_CONFIG, load_settings
 from finetune.runtime.hub import is_offline, without_hub_retries
 
@@ -146,7 +146,7 @@ def values_blamed(kind: str, *, key: str) -> Iterator[None]:
         raise
     except Exception as error:
         is_told = isinstance(error, ValueError | StrictDataclassError)
-        what = summary(error) if is_told else f"{type(error).__name__}: {summary(error)}"
+        what = error_summary(error) if is_told else f"{type(error).__name__}: {error_summary(error)}"
         advice = "Change or leave out the value." if key.startswith(KEY) else "Check its config.json."
         raise ModelError(f"{key}: no `{kind}` can be built with these values: {what} {advice}") from error
 
@@ -232,8 +232,8 @@ def config_of(section: ModelSection) -> PreTrainedConfig:
 def origin_of(section: ModelSection) -> dict[str, Any]:
     """Return where the model is, as `model.pretrained` takes it; raises ModelError for a folder that holds none."""
     name = section.name or ""
-    place = located(name, key="model.name")
-    if is_folder(name) and (Path(place) / ADAPTER_CONFIG).exists():
+    place = resolve_name(name, key="model.name")
+    if is_local_path(name) and (Path(place) / ADAPTER_CONFIG).exists():
         raise ModelError(
             f"model.name: {place} holds an adapter, not a model. Name the base it was trained on "
             "(`base_model_name_or_path` in its adapter_config.json)."
@@ -243,12 +243,12 @@ def origin_of(section: ModelSection) -> dict[str, Any]:
         "revision": section.revision,
         "cache_dir": section.cache_folder,
         "trust_remote_code": section.trust_remote_code,
-        "local_files_only": is_folder(name) or is_offline(),
+        "local_files_only": is_local_path(name) or is_offline(),
     }
 
 
 def pretrained_config(section: ModelSection) -> PreTrainedConfig:
     """Return the config of the model that is named; raises ModelError."""
     name, origin = str(section.name), origin_of(section)
-    with told(name, key="model.name"), without_hub_retries(is_local=is_folder(name)):
+    with loading_errors(name, key="model.name"), without_hub_retries(is_local=is_local_path(name)):
         return load_settings(AutoConfig, **origin)

@@ -9,14 +9,14 @@ from finetune.model.loading.model_files import PICKLED, REMOTE_CODE, damaged_fil
 from finetune.runtime.hub import is_offline
 
 
-def is_folder(name: str) -> bool:
+def is_local_path(name: str) -> bool:
     """Tell whether the config means a folder: hub names never begin with `.`, `/` or `~`."""
     return name.startswith((".", "/", "~"))
 
 
-def located(name: str, *, key: str) -> str:
+def resolve_name(name: str, *, key: str) -> str:
     """Return the name as transformers wants it: a hub name as it is, a folder in full; raises ModelError if absent."""
-    if not is_folder(name):
+    if not is_local_path(name):
         return name
     folder = Path(name).expanduser()
     if not folder.is_dir():
@@ -27,7 +27,7 @@ def located(name: str, *, key: str) -> str:
 
 
 @contextmanager
-def told(name: str, *, key: str) -> Iterator[None]:
+def loading_errors(name: str, *, key: str) -> Iterator[None]:
     """Turn what is raised while libraries read `name` into one ModelError that says what to do next.
 
     Damaged files make them raise errors of every type, and Rust panics, which are no Exceptions.
@@ -39,17 +39,17 @@ def told(name: str, *, key: str) -> Iterator[None]:
     except BaseException as error:
         if not isinstance(error, Exception) and not is_panic(error):
             raise  # Ctrl-C and the like
-        raise ModelError(f"{key}: `{name}` cannot be loaded: {_reason(name, error)}") from error
+        raise ModelError(f"{key}: `{name}` cannot be loaded: {_failure_reason(name, error)}") from error
 
 
-def summary(error: BaseException) -> str:
+def error_summary(error: BaseException) -> str:
     """Return the first telling lines of an exception's text as one sentence."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     text = " ".join(lines[:2])[:400] or type(error).__name__
     return text if text.endswith((".", "!", "?")) else f"{text}."
 
 
-def _reason(name: str, error: BaseException) -> str:
+def _failure_reason(name: str, error: BaseException) -> str:
     text = str(error)
     if "trust_remote_code" in text or "execute custom code" in text:
         return REMOTE_CODE
@@ -61,11 +61,11 @@ def _reason(name: str, error: BaseException) -> str:
             "another model's."
         )
     kind = f"{type(error).__name__}: " if isinstance(error, LookupError | TypeError | AttributeError) else ""
-    return f"{kind}{summary(error)} {_advice(name, error)}"
+    return f"{kind}{error_summary(error)} {_failure_advice(name, error)}"
 
 
-def _advice(name: str, error: BaseException) -> str:
-    if is_folder(name):
+def _failure_advice(name: str, error: BaseException) -> str:
+    if is_local_path(name):
         damage = damaged_file(Path(name).expanduser())
         return damage or "Check that the folder holds what `save_pretrained` writes."
     if not isinstance(error, OSError):

@@ -27,7 +27,7 @@ from finetune.model.loading.architecture import (
     pretrained_config,
     set_values,
 )
-from finetune.model.loading.hub import is_folder, told
+from finetune.model.loading.hub import is_local_path, loading_errors
 from finetune.model.loading.initialize import draw_weights, unwritten
 from finetune.model.loading.pretrained import build_from_config, load_weights
 from finetune.model.quantize import keep_as_stored, quantization_config
@@ -133,7 +133,11 @@ def _pretrained(
     quantization = quantization_config(section)
     config = pretrained_config(section)
     set_values(config, values)
-    with told(name, key="model.name"), without_hub_retries(is_local=is_folder(name)), construction.context():
+    with (
+        loading_errors(name, key="model.name"),
+        without_hub_retries(is_local=is_local_path(name)),
+        construction.context(),
+    ):
         model, loading = load_weights(
             HEADS[head],
             **origin,

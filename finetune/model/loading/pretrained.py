@@ -13,7 +13,7 @@ from typing import Any
 from transformers import PreTrainedConfig, PreTrainedTokenizerFast
 
 from finetune.errors import ModelError
-from finetune.model.loading.hub import is_folder
+from finetune.model.loading.hub import is_local_path
 from finetune.model.loading.model_files import PICKLED, check_files, check_matrices, check_weights, read_settings
 from finetune.model.upstream import guarded
 from finetune.runtime.optional import lazily
@@ -172,9 +172,9 @@ def base_note(folder: str, *, name: str | None) -> str | None:
     Raises ModelError where both are names on the hub: then they are two models for certain.
     """
     base = read_config(Path(folder)).get("base_model_name_or_path")
-    if not base or name is None or base == name or (is_folder(name) and Path(base) == Path(name).expanduser()):
+    if not base or name is None or base == name or (is_local_path(name) and Path(base) == Path(name).expanduser()):
         return None
-    if not is_folder(name) and not Path(base).is_absolute():
+    if not is_local_path(name) and not Path(base).is_absolute():
         raise ModelError(f"{KEY}: {folder} was trained on `{base}`, and model.name is `{name}`. Name the same base.")
     return f"warning: {KEY}: {folder} was trained on `{base}`, and model.name is `{name}`. Are they the same weights?"
 

@@ -15,7 +15,7 @@ from transformers.utils import logging
 from finetune.errors import ModelError
 from finetune.model.attention.implementation import best_attention
 from finetune.model.loading.architecture import HEADS, NEW_HEADS
-from finetune.model.loading.hub import is_folder, told
+from finetune.model.loading.hub import is_local_path, loading_errors
 from finetune.model.loading.pretrained import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
@@ -83,11 +83,11 @@ def look_at(folder: Path, *, key: str, trust_remote_code: bool = False) -> Saved
     if place is None:
         what = "holds no model (neither config.json nor adapter_config.json)" if folder.is_dir() else "does not exist"
         raise ModelError(f"The folder {folder} {what}. Name the `final/` folder that a finished run has written.")
-    with told(str(place), key=key):
+    with loading_errors(str(place), key=key):
         adapter = read_adapter(place) if (place / ADAPTER_CONFIG).is_file() else None
         base = str(place) if adapter is None else _base_of(place, adapter)
         own = place / CONFIG if adapter is not None and (place / CONFIG / "config.json").is_file() else base
-        with without_hub_retries(is_local=is_folder(str(own))):
+        with without_hub_retries(is_local=is_local_path(str(own))):
             config = load_settings(AutoConfig, own, trust_remote_code=trust_remote_code, **_local(str(own)))
         head = _head(config, adapter)
         if adapter is not None and head in NEW_HEADS and own == base and (number := _num_classes(place)):
@@ -111,7 +111,7 @@ def load_base(saved: SavedModel, *, key: str, dtype: str = "auto", trust_remote_
     kind = dtype if dtype == "auto" else getattr(torch, dtype)
     brings_head = saved.adapter is not None and saved.head in NEW_HEADS  # else all of it has to be in the base
     silence = _without_warnings() if brings_head else nullcontext()
-    with told(saved.base, key=key), without_hub_retries(is_local=is_folder(saved.base)), silence:
+    with loading_errors(saved.base, key=key), without_hub_retries(is_local=is_local_path(saved.base)), silence:
         model, loading = load_weights(
             HEADS[saved.head],
             saved.base,
@@ -125,7 +125,7 @@ def load_base(saved: SavedModel, *, key: str, dtype: str = "auto", trust_remote_
         )
         if not brings_head:
             refuse_missing(loading, saved.base, key=key)
-    with told(str(saved.folder), key=key):
+    with loading_errors(str(saved.folder), key=key):
         size = 0 if saved.adapter is None else _num_embeddings(saved.folder, saved.adapter)
         if size and size > model.get_input_embeddings().num_embeddings:
             model.resize_token_embeddings(size, mean_resizing=False)  # the adapter brings the new rows
@@ -136,7 +136,7 @@ def with_adapters(model: Any, folders: Mapping[str, Path], *, key: str) -> Any:
     """Return the model with the adapters of these folders by name, the first one switched on; raises ModelError."""
     adapted = model
     for name, folder in folders.items():
-        with told(str(folder), key=key):
+        with loading_errors(str(folder), key=key):
             if not (folder / ADAPTER_CONFIG).is_file():
                 raise ValueError("there is no adapter_config.json in it.")
             adapted = put_adapter(adapted, folder, name=name)
@@ -165,7 +165,7 @@ def _base_of(folder: Path, adapter: Mapping[str, Any]) -> str:
 
 
 def _local(name: str) -> dict[str, Any]:
-    return {"local_files_only": is_folder(name) or is_offline()}
+    return {"local_files_only": is_local_path(name) or is_offline()}
 
 
 def _head(config: PreTrainedConfig, adapter: Mapping[str, Any] | None) -> str:

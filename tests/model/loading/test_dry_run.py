@@ -10,7 +10,7 @@ from finetune.config.sections.model import FromConfigSection, ModelSection, Toke
 from finetune.errors import ModelError
 from finetune.model.loading import dry_run
 from finetune.model.loading.dry_run import try_model
-from finetune.model.loading.hub import told
+from finetune.model.loading.hub import loading_errors
 
 SMALL = {
     "hidden_size": 64,
@@ -102,6 +102,6 @@ def test_what_takes_too_long_is_left(monkeypatch):
 )
 def test_only_an_error_of_the_network_is_told_as_one(monkeypatch, error, advice):
     monkeypatch.setattr("finetune.model.loading.hub.is_offline", lambda: True)
-    with pytest.raises(ModelError) as raised, told("some/model", key="model.name"):
+    with pytest.raises(ModelError) as raised, loading_errors("some/model", key="model.name"):
         raise error
     assert advice in str(raised.value)

@@ -10,7 +10,7 @@ from transformers import AutoModel
 from finetune.config.sections.model import ModelSection
 from finetune.errors import ModelError
 from finetune.model.attention.implementation import attention_implementation
-from finetune.model.loading.hub import is_folder, located
+from finetune.model.loading.hub import is_local_path, resolve_name
 from finetune.runtime import hub
 from finetune.runtime.parameters import InitContext
 
@@ -113,9 +113,9 @@ def test_a_hub_that_does_not_answer_counts_as_offline(monkeypatch, unused_tcp_po
 
 
 def test_names_and_folders_are_told_apart():
-    assert [is_folder(name) for name in ("org/name", "./here", "/there", "~/home")] == [False, True, True, True]
-    assert located("org/name", key="model.name") == "org/name"
-    assert Path(located("/", key="model.name")) == Path("/")
+    assert [is_local_path(name) for name in ("org/name", "./here", "/there", "~/home")] == [False, True, True, True]
+    assert resolve_name("org/name", key="model.name") == "org/name"
+    assert Path(resolve_name("/", key="model.name")) == Path("/")
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, dynamic_module_utils
 
 from finetune.errors import ModelError
-from finetune.model.loading.hub import told
+from finetune.model.loading.hub import loading_errors
 from finetune.model.loading.model_files import check_matrices, read_settings
 from finetune.model.loading.pretrained import load_settings
 from finetune.model.upstream import guarded, replacements
@@ -94,10 +94,10 @@ def test_a_panic_of_rust_becomes_an_error_and_ctrl_c_stays():
     panic = type("PanicException", (BaseException,), {})
     with (
         pytest.raises(ModelError, match=r"k: `\./folder` cannot be loaded: index out of bounds\."),
-        told("./folder", key="k"),
+        loading_errors("./folder", key="k"),
     ):
         raise panic("index out of bounds")
-    with pytest.raises(KeyboardInterrupt), told("./folder", key="k"):
+    with pytest.raises(KeyboardInterrupt), loading_errors("./folder", key="k"):
         raise KeyboardInterrupt
 
 
