@@ -14,7 +14,7 @@ from finetune.config.sections.model import FromConfigSection, ModelSection
 from finetune.data.templates.chat_template import set_chat_template, stop_ids
 from finetune.export.card import CardFacts
 from finetune.export.save import ExportReport, Preprocessors, TextPreprocessor, export_model
-from finetune.model.loading.architecture import SpecialIds
+from finetune.model.loading.architecture import SpecialTokenIds
 from finetune.model.loading.load import load_model
 from finetune.runtime.parameters import InitContext
 
@@ -69,7 +69,7 @@ def load_from(section: ModelSection) -> PreTrainedModel:
         construction=InitContext(),
         seed=7,
         vocabulary_size=260,
-        special_ids=SpecialIds(eos=0, pad=3),
+        special_ids=SpecialTokenIds(eos=0, pad=3),
     )
 
 

@@ -7,7 +7,7 @@ import pytest
 from transformers import PreTrainedModel
 
 from finetune.config.sections.model import FromConfigSection, ModelSection
-from finetune.model.loading.architecture import SpecialIds
+from finetune.model.loading.architecture import SpecialTokenIds
 from finetune.model.loading.load import load_model
 from finetune.runtime.parameters import InitContext
 
@@ -50,7 +50,7 @@ def build() -> Callable[..., PreTrainedModel]:
             construction=construction or InitContext(),
             seed=seed,
             vocabulary_size=VOCABULARY_SIZE,
-            special_ids=SpecialIds(eos=0, pad=3),
+            special_ids=SpecialTokenIds(eos=0, pad=3),
         )
 
     return load

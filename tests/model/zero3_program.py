@@ -13,7 +13,7 @@ from transformers.integrations import HfDeepSpeedConfig
 from finetune.config.sections.model import FromConfigSection, LoraSection, ModelSection
 from finetune.model.adapters.build import add_adapter
 from finetune.model.adapters.context import Ground
-from finetune.model.loading.architecture import SpecialIds
+from finetune.model.loading.architecture import SpecialTokenIds
 from finetune.model.loading.load import load_model
 from finetune.model.size import describe
 from finetune.runtime import distributed
@@ -36,7 +36,7 @@ def build(section: ModelSection, construction: InitContext) -> PreTrainedModel:
         construction=construction,
         seed=7,
         vocabulary_size=300,
-        special_ids=SpecialIds(eos=0, pad=3),
+        special_ids=SpecialTokenIds(eos=0, pad=3),
     )
 
 

@@ -23,7 +23,7 @@ from finetune.config.sections.model import LoraSection
 from finetune.errors import ModelError
 from finetune.model.adapters.context import ADAPTER, TASK_TYPES, Ground, check_each, is_transposed, name_of
 from finetune.model.freeze import excluded
-from finetune.model.loading.architecture import head_modules
+from finetune.model.loading.architecture import new_head_modules
 from finetune.model.loading.hub import loading_errors
 
 OF_THE_BASE = ("pissa", "olora")
@@ -48,7 +48,7 @@ def lora_config(model: PreTrainedModel, lora: LoraSection, ground: Ground) -> Lo
         lora_dropout=lora.dropout,
         target_modules=_targets(model, lora, head=ground.head),
         exclude_modules=excluded(model),
-        modules_to_save=[*lora.modules_to_save, *head_modules(model, head=ground.head)] or None,
+        modules_to_save=[*lora.modules_to_save, *new_head_modules(model, head=ground.head)] or None,
         use_rslora=lora.rslora,
         use_dora=lora.dora,
         init_lora_weights=_first_values(lora, ground),
@@ -88,7 +88,7 @@ def _targets(model: PreTrainedModel, lora: LoraSection, *, head: str) -> str | l
         return list(lora.target_modules)
     if not lora.layers:
         return lora.target_modules
-    heads = (name_of(model.get_output_embeddings(), model), *head_modules(model, head=head))
+    heads = (name_of(model.get_output_embeddings(), model), *new_head_modules(model, head=head))
     return sorted(
         {
             name.rpartition(".")[2]
@@ -110,7 +110,7 @@ def _new_rows(model: PreTrainedModel, lora: LoraSection, ground: Ground) -> dict
     inputs, outputs = model.get_input_embeddings(), model.get_output_embeddings()
     is_tied = outputs is not None and inputs.weight is outputs.weight
     names = [name_of(module, model) for module in ((inputs,) if is_tied else (inputs, outputs))]
-    saved = (*lora.modules_to_save, *head_modules(model, head=ground.head))
+    saved = (*lora.modules_to_save, *new_head_modules(model, head=ground.head))
     return {
         name: list(ground.new_ids)
         for name in names

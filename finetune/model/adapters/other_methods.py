@@ -10,7 +10,7 @@ from finetune.config.sections.model import Ia3Section, OftSection, PrefixTuningS
 from finetune.errors import ModelError
 from finetune.model.adapters.context import ADAPTER, TASK_TYPES, Ground, check_each, is_transposed
 from finetune.model.freeze import excluded
-from finetune.model.loading.architecture import head_modules
+from finetune.model.loading.architecture import new_head_modules
 from finetune.runtime.seeds import derive_seed
 
 
@@ -21,7 +21,7 @@ def ia3_config(model: PreTrainedModel, ia3: Ia3Section, ground: Ground) -> IA3Co
     return IA3Config(
         target_modules=list(ia3.target_modules) if is_written else None,
         feedforward_modules=list(ia3.feedforward_modules) if is_written else None,
-        modules_to_save=list(head_modules(model, head=ground.head)) or None,
+        modules_to_save=list(new_head_modules(model, head=ground.head)) or None,
         fan_in_fan_out=any(map(is_transposed, model.modules())),
         task_type=TASK_TYPES.get(ground.head),
     )
@@ -37,7 +37,7 @@ def oft_config(model: PreTrainedModel, oft: OftSection, ground: Ground) -> OFTCo
         module_dropout=oft.dropout,
         target_modules=oft.target_modules if isinstance(oft.target_modules, str) else list(oft.target_modules),
         exclude_modules=excluded(model),
-        modules_to_save=list(head_modules(model, head=ground.head)) or None,
+        modules_to_save=list(new_head_modules(model, head=ground.head)) or None,
         bias="none",
         task_type=TASK_TYPES.get(ground.head),
     )

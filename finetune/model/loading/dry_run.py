@@ -17,13 +17,13 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from finetune.config.sections.model import FromConfigSection, ModelSection
 from finetune.errors import ModelError
 from finetune.model.loading.architecture import (
+    FROM_CONFIG_KEY,
     HEADS,
-    KEY,
-    TEXT,
-    SpecialIds,
-    architecture,
-    built_from,
-    pretrained_config,
+    TEXT_CONFIG,
+    SpecialTokenIds,
+    build_model_config,
+    load_pretrained_config,
+    model_build_errors,
 )
 from finetune.model.loading.pretrained import build_from_config
 
@@ -45,7 +45,7 @@ def try_model(section: ModelSection, *, head: str) -> None:
     not known yet: they are taken to fit.
     """
     trial = _Trial(section, head)
-    with built_from(section, kind=trial.kind), _bounded(section), torch.random.fork_rng(devices=()):
+    with model_build_errors(section, kind=trial.kind), _bounded(section), torch.random.fork_rng(devices=()):
         config = trial.config()
         with torch.device("meta"):
             model = trial.model(config)
@@ -71,15 +71,15 @@ class _Trial:
     @property
     def key(self) -> str:
         """Return the key that is to blame."""
-        return f"{KEY}.values" if self.section.from_config is not None else "model.name"
+        return f"{FROM_CONFIG_KEY}.values" if self.section.from_config is not None else "model.name"
 
     def config(self) -> PreTrainedConfig:
         """Return the model's config."""
         written = self.section.from_config
         if written is None:
-            return pretrained_config(self.section)
+            return load_pretrained_config(self.section)
         size = _vocabulary_size(self.section, written)
-        config = architecture(written, vocabulary_size=size, special_ids=SpecialIds(bos=0, eos=0, pad=0))
+        config = build_model_config(written, vocabulary_size=size, special_ids=SpecialTokenIds(bos=0, eos=0, pad=0))
         _refuse_ids(config)
         return config
 
@@ -95,7 +95,7 @@ def _vocabulary_size(section: ModelSection, written: FromConfigSection) -> int |
     """Return the size that the tokenizer will have at most; 1 where the values say one, which is then what counts."""
     if section.tokenizer is None:
         return None
-    text = written.values.get(TEXT)
+    text = written.values.get(TEXT_CONFIG)
     if "vocab_size" in (text if isinstance(text, dict) else written.values):
         return 1
     return section.tokenizer.train.vocabulary_size if section.tokenizer.train is not None else _LARGEST_VOCABULARY
@@ -109,7 +109,7 @@ def _refuse_ids(config: PreTrainedConfig) -> None:
         value = getattr(text, name, None)
         if isinstance(size, int) and isinstance(value, int) and value >= max(size, 1):
             raise ModelError(
-                f"{KEY}.values.{name}: {value} is not in the vocabulary of {size:,}. Leave it out: the tokenizer says."
+                f"{FROM_CONFIG_KEY}.values.{name}: {value} is not in the vocabulary of {size:,}. Leave it out: the tokenizer says."
             )
 
 
@@ -163,7 +163,7 @@ def _confirmed(fault: Exception, trial: _Trial, config: PreTrainedConfig, model:
 @contextmanager
 def _bounded(section: ModelSection) -> Iterator[None]:
     """Raise ModelError where the model has too many modules, or takes too long to be built."""
-    key = f"{KEY}.values" if section.from_config is not None else "model.name"
+    key = f"{FROM_CONFIG_KEY}.values" if section.from_config is not None else "model.name"
     num_modules, deadline = 0, time.monotonic() + _SECONDS
 
     def count(module: nn.Module, name: str, inner: nn.Module | None) -> None:

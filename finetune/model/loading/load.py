@@ -19,13 +19,13 @@ from finetune.model.freeze import freeze_unread
 from finetune.model.loading.architecture import (
     HEADS,
     NEW_HEADS,
-    SpecialIds,
-    architecture,
-    built_from,
-    is_of_head,
-    origin_of,
-    pretrained_config,
-    set_values,
+    SpecialTokenIds,
+    build_model_config,
+    is_head_parameter,
+    load_pretrained_config,
+    model_build_errors,
+    pretrained_arguments,
+    set_config_values,
 )
 from finetune.model.loading.hub import is_local_path, loading_errors
 from finetune.model.loading.initialize import draw_weights, unwritten
@@ -64,7 +64,7 @@ def load_model(
     construction: InitContext,
     seed: int,
     vocabulary_size: int | None,
-    special_ids: SpecialIds | None = None,
+    special_ids: SpecialTokenIds | None = None,
     head_values: Mapping[str, Any] | None = None,
 ) -> PreTrainedModel:
     """Return the model in training mode with the head, dtype and attention asked for; raises ModelError.
@@ -76,16 +76,16 @@ def load_model(
     values = dict(head_values or {})
     attention = attention_implementation(section.attention)
     if section.from_config is not None:
-        config = architecture(
-            section.from_config, vocabulary_size=vocabulary_size, special_ids=special_ids or SpecialIds()
+        config = build_model_config(
+            section.from_config, vocabulary_size=vocabulary_size, special_ids=special_ids or SpecialTokenIds()
         )
-        set_values(config, values)
+        set_config_values(config, values)
         model = _built(config, section=section, head=head, construction=construction, attention=attention)
         if not construction.on_meta_device:
             draw_weights(model, seed=seed, gather=construction.gather)
     elif construction.on_meta_device:
-        config = pretrained_config(section)
-        set_values(config, values)
+        config = load_pretrained_config(section)
+        set_config_values(config, values)
         model = _built(config, section=section, head=head, construction=construction, attention=attention)
     else:
         loaded = _pretrained(section, head=head, values=values, construction=construction, attention=attention)
@@ -101,7 +101,7 @@ def _built(
     config: PreTrainedConfig, *, section: ModelSection, head: str, construction: InitContext, attention: str | None
 ) -> PreTrainedModel:
     kind = config.model_type
-    with built_from(section, kind=kind), torch.random.fork_rng(devices=()), construction.context(), unwritten():
+    with model_build_errors(section, kind=kind), torch.random.fork_rng(devices=()), construction.context(), unwritten():
         model = build_from_config(
             HEADS[head],
             config,
@@ -128,11 +128,11 @@ def _pretrained(
     construction: InitContext,
     attention: str | None,
 ) -> _Loaded:
-    name, origin = str(section.name), origin_of(section)
+    name, origin = str(section.name), pretrained_arguments(section)
     may_be_new = head in NEW_HEADS
     quantization = quantization_config(section)
-    config = pretrained_config(section)
-    set_values(config, values)
+    config = load_pretrained_config(section)
+    set_config_values(config, values)
     with (
         loading_errors(name, key="model.name"),
         without_hub_retries(is_local=is_local_path(name)),
@@ -151,7 +151,7 @@ def _pretrained(
     if quantization is not None:
         keep_as_stored(model)
     absent = {*loading["missing_keys"], *(each[0] for each in loading.get("mismatched_keys", ()))}
-    new = frozenset(name for name in absent if may_be_new and is_of_head(name, model))
+    new = frozenset(name for name in absent if may_be_new and is_head_parameter(name, model))
     missing = sorted(absent - new)
     if missing:
         raise ModelError(

@@ -11,7 +11,7 @@ from finetune.model.activations import offload_activations
 from finetune.model.adapters.context import Ground, adapter_wish
 from finetune.model.batch_norm import set_batch_norm
 from finetune.model.freeze import freeze, train_only
-from finetune.model.loading.architecture import SpecialIds
+from finetune.model.loading.architecture import SpecialTokenIds
 from finetune.model.loading.dry_run import try_model
 from finetune.model.loading.load import load_model
 from finetune.model.new_tokens import give_rows, new_ids
@@ -74,8 +74,8 @@ def _learning(
     return model
 
 
-def _special_ids(tokenizer: PreTrainedTokenizerBase) -> SpecialIds:
-    return SpecialIds(bos=tokenizer.bos_token_id, eos=tokenizer.eos_token_id, pad=tokenizer.pad_token_id)
+def _special_ids(tokenizer: PreTrainedTokenizerBase) -> SpecialTokenIds:
+    return SpecialTokenIds(bos=tokenizer.bos_token_id, eos=tokenizer.eos_token_id, pad=tokenizer.pad_token_id)
 
 
 def require_buildable(config: RunConfig) -> None:

@@ -3,14 +3,14 @@
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-from finetune.config.rules.model import PROMPTS
-from finetune.config.rules.model import adapter_of
+
+from finetune.config.rules.model import PROMPTS, adapter_of
 from finetune.config.rules.task import PADDED
 from finetune.config.run_config import RunConfig
 from finetune.config.sections.data import DataSection
 from finetune.errors import ModelError
 from finetune.model.attention.implementation import keeps_samples_apart
-from finetune.model.loading.architecture import config_of
+from finetune.model.loading.architecture import load_model_config
 from finetune.model.loading.pretrained import ADAPTER_CONFIG, read_adapter
 
 Adapter = Mapping[str, Any] | None
@@ -49,7 +49,7 @@ def can_share_rows(config: RunConfig, *, model: Any = None, adapter: Adapter = N
     if _stands_before_text(config, adapter):
         return False
     try:
-        return keeps_samples_apart(config_of(config.model) if model is None else model)
+        return keeps_samples_apart(load_model_config(config.model) if model is None else model)
     except ModelError:
         return False  # there is no such model here, which is said where it is loaded
 

@@ -12,7 +12,7 @@ from transformers import (
 
 from finetune.config.sections.model import FromConfigSection
 from finetune.errors import ModelError
-from finetune.model.loading.architecture import SpecialIds, architecture, head_modules, set_values
+from finetune.model.loading.architecture import SpecialTokenIds, build_model_config, new_head_modules, set_config_values
 
 SMALL = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 16}
 DISTIL = {"dim": 8, "hidden_dim": 8, "n_layers": 1, "n_heads": 2, "vocab_size": 16}
@@ -21,13 +21,13 @@ DISTIL = {"dim": 8, "hidden_dim": 8, "n_layers": 1, "n_heads": 2, "vocab_size": 
 def test_a_config_is_told_its_classes():
     config = BertConfig()
     names = {0: "cold", 1: "luke", 2: "warm"}
-    set_values(config, {"num_labels": 3, "id2label": names, "pad_token_id": 7})
+    set_config_values(config, {"num_labels": 3, "id2label": names, "pad_token_id": 7})
     assert (config.num_labels, config.id2label, config.pad_token_id) == (3, names, 7)
 
 
 def test_the_part_about_text_is_told_the_padding_that_its_classifier_looks_for():
     config = Gemma3Config(text_config={"hidden_size": 8}, vision_config={"hidden_size": 8})
-    set_values(config, {"pad_token_id": 7, "num_labels": 3})
+    set_config_values(config, {"pad_token_id": 7, "num_labels": 3})
     assert config.get_text_config().pad_token_id == 7
     assert config.num_labels == 3
 
@@ -42,8 +42,8 @@ def test_the_part_about_text_is_told_the_padding_that_its_classifier_looks_for()
     ],
 )
 def test_the_modules_of_a_new_head_are_known(config, auto, modules):
-    assert head_modules(auto.from_config(config), head="token_classification") == modules
-    assert head_modules(auto.from_config(config), head="causal_lm") == ()
+    assert new_head_modules(auto.from_config(config), head="token_classification") == modules
+    assert new_head_modules(auto.from_config(config), head="causal_lm") == ()
 
 
 TEXT = {"model_type": "llama", "hidden_size": 32, "num_attention_heads": 4}
@@ -52,7 +52,7 @@ VISION = {"model_type": "clip_vision_model", "hidden_size": 32, "num_attention_h
 
 def built(**values):
     section = FromConfigSection(model_type="llava", values=values)
-    return architecture(section, vocabulary_size=300, special_ids=SpecialIds(bos=None, eos=7, pad=8))
+    return build_model_config(section, vocabulary_size=300, special_ids=SpecialTokenIds(bos=None, eos=7, pad=8))
 
 
 def test_vocabulary_and_special_tokens_are_those_of_the_text_part():
