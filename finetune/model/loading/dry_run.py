@@ -27,36 +27,36 @@ from finetune.model.loading.architecture import (
 )
 from finetune.model.loading.pretrained import build_from_config
 
-_MOST_MODULES = 300_000
-_MOST_PARAMETERS = 10**13
-_SECONDS = 60.0
-_SECONDS_BETWEEN = 0.5  # alarms, once the time is over
-_LARGEST_VOCABULARY = 1 << 22
-_SMALL = 10**8
+_MAX_MODULES = 300_000
+_MAX_PARAMETERS = 10**13
+_TIMEOUT_SECONDS = 60.0
+_ALARM_INTERVAL_SECONDS = 0.5  # alarms, once the time is over
+_MAX_VOCABULARY = 1 << 22
+_MAX_REAL_PARAMETERS = 10**8
 """Parameters of a model that is built for real within a second or two."""
 
 _LENGTH = 8  # of the text that it is asked about
 
 
-def try_model(section: ModelSection, *, head: str) -> None:
+def dry_run_model(section: ModelSection, *, head: str) -> None:
     """Raise ModelError where the values written give no model, or one that cannot be asked anything.
 
     It is built on the meta device, which takes neither memory nor time. A tokenizer's vocabulary and special tokens are
     not known yet: they are taken to fit.
     """
-    trial = _Trial(section, head)
-    with model_build_errors(section, kind=trial.kind), _bounded(section), torch.random.fork_rng(devices=()):
+    trial = _DryRun(section, head)
+    with model_build_errors(section, kind=trial.kind), _build_limits(section), torch.random.fork_rng(devices=()):
         config = trial.config()
         with torch.device("meta"):
             model = trial.model(config)
-        _refuse_unusable(model, key=trial.key)
-        fault = _fault(model)
-        if fault is not None and (confirmed := _confirmed(fault, trial, config, model)):
+        _check_parameters(model, key=trial.key)
+        fault = _forward_error(model)
+        if fault is not None and (confirmed := _confirmed_error(fault, trial, config, model)):
             raise confirmed
 
 
 @dataclass(frozen=True)
-class _Trial:
+class _DryRun:
     """What is tried."""
 
     section: ModelSection
@@ -80,7 +80,7 @@ class _Trial:
             return load_pretrained_config(self.section)
         size = _vocabulary_size(self.section, written)
         config = build_model_config(written, vocabulary_size=size, special_ids=SpecialTokenIds(bos=0, eos=0, pad=0))
-        _refuse_ids(config)
+        _check_special_token_ids(config)
         return config
 
     def model(self, config: PreTrainedConfig) -> PreTrainedModel:
@@ -98,10 +98,10 @@ def _vocabulary_size(section: ModelSection, written: FromConfigSection) -> int |
     text = written.values.get(TEXT_CONFIG)
     if "vocab_size" in (text if isinstance(text, dict) else written.values):
         return 1
-    return section.tokenizer.train.vocabulary_size if section.tokenizer.train is not None else _LARGEST_VOCABULARY
+    return section.tokenizer.train.vocabulary_size if section.tokenizer.train is not None else _MAX_VOCABULARY
 
 
-def _refuse_ids(config: PreTrainedConfig) -> None:
+def _check_special_token_ids(config: PreTrainedConfig) -> None:
     """Refuse a special token outside of the vocabulary."""
     text = config.get_text_config()
     size = getattr(text, "vocab_size", None)
@@ -113,17 +113,17 @@ def _refuse_ids(config: PreTrainedConfig) -> None:
             )
 
 
-def _refuse_unusable(model: PreTrainedModel, *, key: str) -> None:
+def _check_parameters(model: PreTrainedModel, *, key: str) -> None:
     """Refuse parameters without a single number, and more of them than anybody has memory for."""
     empty = [f"{name} {list(each.shape)}" for name, each in model.named_parameters() if each.numel() == 0]
     if empty:
         raise ModelError(f"{key}: the model would have parameters without a single number: {', '.join(empty[:3])}.")
     total = sum(each.numel() for each in model.parameters())
-    if total == 0 or total > _MOST_PARAMETERS:
+    if total == 0 or total > _MAX_PARAMETERS:
         raise ModelError(f"{key}: the model would have {total:,} parameters. Write other values.")
 
 
-def _fault(model: PreTrainedModel) -> Exception | None:
+def _forward_error(model: PreTrainedModel) -> Exception | None:
     """Return what the model raises when it is asked something."""
     usual = logging.root.manager.disable
     logging.disable(logging.WARNING)  # about what it is asked, which is nothing
@@ -148,34 +148,36 @@ def _inputs(model: PreTrainedModel) -> dict[str, Tensor]:
     return {"input_ids": ids, **({"decoder_input_ids": ids} if config.is_encoder_decoder else {})}
 
 
-def _confirmed(fault: Exception, trial: _Trial, config: PreTrainedConfig, model: PreTrainedModel) -> Exception | None:
+def _confirmed_error(
+    fault: Exception, trial: _DryRun, config: PreTrainedConfig, model: PreTrainedModel
+) -> Exception | None:
     """Return the fault if the values are to blame, and not the meta device, which some code cannot run on.
 
     A small model is asked for real; of a large one, its type with the usual values is asked on the meta device.
     """
-    if sum(each.numel() for each in model.parameters()) <= _SMALL:
-        return _fault(trial.model(config))
+    if sum(each.numel() for each in model.parameters()) <= _MAX_REAL_PARAMETERS:
+        return _forward_error(trial.model(config))
     with torch.device("meta"):
         usual = trial.model(type(config)())
-    return fault if _fault(usual) is None else None
+    return fault if _forward_error(usual) is None else None
 
 
 @contextmanager
-def _bounded(section: ModelSection) -> Iterator[None]:
+def _build_limits(section: ModelSection) -> Iterator[None]:
     """Raise ModelError where the model has too many modules, or takes too long to be built."""
     key = f"{FROM_CONFIG_KEY}.values" if section.from_config is not None else "model.name"
-    num_modules, deadline = 0, time.monotonic() + _SECONDS
+    num_modules, deadline = 0, time.monotonic() + _TIMEOUT_SECONDS
 
     def count(module: nn.Module, name: str, inner: nn.Module | None) -> None:
         nonlocal num_modules
         num_modules += 1
-        if num_modules > _MOST_MODULES:
-            raise ModelError(f"{key}: the model would have more than {_MOST_MODULES:,} modules. Write fewer layers.")
+        if num_modules > _MAX_MODULES:
+            raise ModelError(f"{key}: the model would have more than {_MAX_MODULES:,} modules. Write fewer layers.")
         if time.monotonic() > deadline:
             late()
 
     def late(*_: Any) -> None:
-        raise ModelError(f"{key}: building the model takes more than {_SECONDS:.0f} s. Write smaller values.")
+        raise ModelError(f"{key}: building the model takes more than {_TIMEOUT_SECONDS:.0f} s. Write smaller values.")
 
     handle: Any = register_module_module_registration_hook(count)
     try:
@@ -189,7 +191,7 @@ def _bounded(section: ModelSection) -> Iterator[None]:
 def _alarm(late: Callable[..., None]) -> Iterator[None]:
     """Call `late` when the time is over, again and again: Python ignores what is raised in an object's deletion."""
     usual = signal.signal(signal.SIGALRM, late)
-    before = signal.setitimer(signal.ITIMER_REAL, _SECONDS, _SECONDS_BETWEEN)
+    before = signal.setitimer(signal.ITIMER_REAL, _TIMEOUT_SECONDS, _ALARM_INTERVAL_SECONDS)
     try:
         yield
     finally:

@@ -12,7 +12,7 @@ from finetune.model.adapters.context import Ground, adapter_wish
 from finetune.model.batch_norm import set_batch_norm
 from finetune.model.freeze import freeze, train_only
 from finetune.model.loading.architecture import SpecialTokenIds
-from finetune.model.loading.dry_run import try_model
+from finetune.model.loading.dry_run import dry_run_model
 from finetune.model.loading.load import load_model
 from finetune.model.new_tokens import give_rows, new_ids
 from finetune.model.quantize import weights_folder
@@ -80,7 +80,7 @@ def _special_ids(tokenizer: PreTrainedTokenizerBase) -> SpecialTokenIds:
 
 def require_buildable(config: RunConfig) -> None:
     """Raise ModelError where the job's model cannot be built, or not be asked anything. Takes no memory for weights."""
-    try_model(config.model, head=model_head(config.task.name))
+    dry_run_model(config.model, head=model_head(config.task.name))
 
 
 def require_own_values_fit(config: RunConfig) -> None:

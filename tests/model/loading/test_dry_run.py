@@ -9,7 +9,7 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from finetune.config.sections.model import FromConfigSection, ModelSection, TokenizerSection, TrainTokenizerSection
 from finetune.errors import ModelError
 from finetune.model.loading import dry_run
-from finetune.model.loading.dry_run import try_model
+from finetune.model.loading.dry_run import dry_run_model
 from finetune.model.loading.hub import loading_errors
 
 SMALL = {
@@ -46,7 +46,7 @@ def test_bad_values_are_told_by_their_key_and_not_as_a_hub_out_of_reach(monkeypa
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr("finetune.model.loading.hub.is_offline", lambda: True)
     with pytest.raises(ModelError) as error:
-        try_model(section(**{**SMALL, **values}), head="causal_lm")
+        dry_run_model(section(**{**SMALL, **values}), head="causal_lm")
     assert str(error.value).startswith("model.from_config.values")
     assert said in str(error.value)
     assert "hub" not in str(error.value)
@@ -64,33 +64,33 @@ def test_bad_values_are_told_by_their_key_and_not_as_a_hub_out_of_reach(monkeypa
 )
 def test_good_values_pass_and_leave_the_random_numbers_alone(kind, head, values):
     before = torch.random.get_rng_state()
-    try_model(section(kind, **values), head=head)
+    dry_run_model(section(kind, **values), head=head)
     assert torch.equal(torch.random.get_rng_state(), before)
 
 
 @pytest.mark.parametrize("kind", ["vit", "resnet"])
 def test_a_model_of_images_is_asked_about_an_image(kind):
-    try_model(ModelSection(from_config=FromConfigSection(model_type=kind)), head="image_classification")
+    dry_run_model(ModelSection(from_config=FromConfigSection(model_type=kind)), head="image_classification")
 
 
 def test_a_model_of_70_billion_parameters_takes_no_memory_and_little_time():
     large = {"hidden_size": 8192, "num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8}
     started = time.process_time()
-    try_model(section(**large, intermediate_size=28_672), head="causal_lm")
+    dry_run_model(section(**large, intermediate_size=28_672), head="causal_lm")
     assert time.process_time() - started < 10
 
 
 def test_a_model_without_end_is_left_after_so_many_modules(monkeypatch):
-    monkeypatch.setattr(dry_run, "_MOST_MODULES", 1_000)
+    monkeypatch.setattr(dry_run, "_MAX_MODULES", 1_000)
     with pytest.raises(ModelError, match="more than 1,000 modules"):
-        try_model(section(**SMALL | {"num_hidden_layers": 10**9}), head="causal_lm")
+        dry_run_model(section(**SMALL | {"num_hidden_layers": 10**9}), head="causal_lm")
 
 
 def test_what_takes_too_long_is_left(monkeypatch):
-    monkeypatch.setattr(dry_run, "_SECONDS", 0.2)
-    monkeypatch.setattr(dry_run, "_MOST_MODULES", 10**12)
+    monkeypatch.setattr(dry_run, "_TIMEOUT_SECONDS", 0.2)
+    monkeypatch.setattr(dry_run, "_MAX_MODULES", 10**12)
     with pytest.raises(ModelError, match="takes more than 0 s"):
-        try_model(section(**SMALL | {"num_hidden_layers": 10**9}), head="causal_lm")
+        dry_run_model(section(**SMALL | {"num_hidden_layers": 10**9}), head="causal_lm")
 
 
 @pytest.mark.parametrize(
