@@ -38,7 +38,7 @@ from finetune.model.adapters.other_methods import (
 )
 from finetune.model.adapters.saved import load_saved, saved_config
 from finetune.model.loading.hub import error_summary
-from finetune.model.loading.initialize import on_cpu_in_float32
+from finetune.model.loading.initialize import as_cpu_float32
 from finetune.runtime.seeds import derive_seed
 
 
@@ -110,7 +110,7 @@ def _draw_factors(model: PeftModel, *, is_gaussian: bool, seed: int) -> None:
                 factors = [
                     p for own, p in module.named_parameters() if own.startswith(("lora_A", "lora_B", "lora_emb"))
                 ]
-                with on_cpu_in_float32(factors):
+                with as_cpu_float32(factors):
                     torch.default_generator.manual_seed(derive_seed(seed, "adapters", name))
                     module.reset_lora_parameters(ADAPTER, "gaussian" if is_gaussian else True)
 

@@ -14,7 +14,9 @@ from finetune.runtime.seeds import derive_seed
 Gather = Callable[[Sequence[nn.Parameter]], AbstractContextManager[Any]]
 
 
-def draw_weights(model: PreTrainedModel, *, seed: int, gather: Gather, only: frozenset[str] | None = None) -> None:
+def initialize_weights(
+    model: PreTrainedModel, *, seed: int, gather: Gather, only: frozenset[str] | None = None
+) -> None:
     """Draw every weight anew by the model's own rules, each module from its own seed, in float32 on the CPU.
 
     With `only`, the weights of these names alone. Leaves torch's random state as it was. `gather` makes partitioned
@@ -23,40 +25,40 @@ def draw_weights(model: PreTrainedModel, *, seed: int, gather: Gather, only: fro
     tied = frozenset(getattr(model, "all_tied_weights_keys", ()))
     with torch.no_grad(), torch.random.fork_rng(devices=()):
         for name, module, owner in _children_first(model, name="", owner=model):
-            parameters = _written_by(module)
-            kept = _kept(module, name=name, only=only)
+            parameters = _parameters_written_by(module)
+            kept = _excluded_parameters(module, name=name, only=only)
             if only is not None and len(kept) == len(list(module.parameters(recurse=False))):
                 continue
-            with gather(parameters) if parameters else nullcontext(), on_cpu_in_float32(parameters):
+            with gather(parameters) if parameters else nullcontext(), as_cpu_float32(parameters):
                 torch.default_generator.manual_seed(derive_seed(seed, "weights", name))
-                with _untouched([*_tied_here(module, name=name, tied=tied), *kept]):
+                with _protected_from_init([*_tied_parameters(module, name=name, tied=tied), *kept]):
                     owner._init_weights(module)
-                _draw_unwritten(module)
+                _initialize_marked(module)
 
 
 @contextmanager
-def unwritten() -> Iterator[None]:
-    """Build models without drawing the values that `draw_weights` draws anyway: three quarters of the time it takes.
+def skip_weight_init() -> Iterator[None]:
+    """Build models without drawing the values that `initialize_weights` draws anyway: three quarters of the time it takes.
 
     Tables and matrices are marked instead, so that one for which the model has no rule is drawn as torch would.
     """
     with (
         patch.object(PreTrainedModel, "initialize_weights", lambda self: None),
-        patch.object(nn.Linear, "reset_parameters", _mark),
-        patch.object(nn.Embedding, "reset_parameters", _mark),
+        patch.object(nn.Linear, "reset_parameters", _mark_uninitialized),
+        patch.object(nn.Embedding, "reset_parameters", _mark_uninitialized),
     ):
         yield
 
 
 @torch.no_grad()
-def _mark(module: Any) -> None:
+def _mark_uninitialized(module: Any) -> None:
     module.weight.view(-1)[:1].fill_(torch.nan)
     if getattr(module, "bias", None) is not None:
         bound = module.in_features**-0.5
         nn.init.uniform_(module.bias, -bound, bound)
 
 
-def _draw_unwritten(module: nn.Module) -> None:
+def _initialize_marked(module: nn.Module) -> None:
     if not isinstance(module, (nn.Linear, nn.Embedding)) or module.weight.numel() == 0 or module.weight.is_meta:
         return
     if module.weight.view(-1)[0].isnan():
@@ -64,7 +66,7 @@ def _draw_unwritten(module: nn.Module) -> None:
 
 
 @contextmanager
-def on_cpu_in_float32(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+def as_cpu_float32(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
     """Hold the parameters as float32 on the CPU meanwhile; afterwards their own storage has the values.
 
     Random numbers then differ neither by device nor by type: a bfloat16 weight is the rounded float32 one.
@@ -89,7 +91,7 @@ def _children_first(
     yield name, module, owner
 
 
-def _written_by(module: nn.Module) -> list[nn.Parameter]:
+def _parameters_written_by(module: nn.Module) -> list[nn.Parameter]:
     """Return what `_init_weights(module)` may write: its own parameters and, in some models, its children's."""
     parameters = dict.fromkeys(module.parameters(recurse=False))
     for child in module.children():
@@ -98,13 +100,13 @@ def _written_by(module: nn.Module) -> list[nn.Parameter]:
     return list(parameters)
 
 
-def _tied_here(module: nn.Module, *, name: str, tied: frozenset[str]) -> list[nn.Parameter]:
+def _tied_parameters(module: nn.Module, *, name: str, tied: frozenset[str]) -> list[nn.Parameter]:
     """Return the module's parameters that belong to another module, which has drawn them already."""
     prefix = f"{name}." if name else ""
     return [parameter for own, parameter in module.named_parameters(recurse=False) if prefix + own in tied]
 
 
-def _kept(module: nn.Module, *, name: str, only: frozenset[str] | None) -> list[nn.Parameter]:
+def _excluded_parameters(module: nn.Module, *, name: str, only: frozenset[str] | None) -> list[nn.Parameter]:
     """Return the module's own parameters that are not to be drawn."""
     if only is None:
         return []
@@ -113,7 +115,7 @@ def _kept(module: nn.Module, *, name: str, only: frozenset[str] | None) -> list[
 
 
 @contextmanager
-def _untouched(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+def _protected_from_init(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
     """Set the flag on which transformers' own initialisers leave a parameter alone."""
     for parameter in parameters:
         parameter._is_hf_initialized = True  # type: ignore[attr-defined]

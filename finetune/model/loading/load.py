@@ -28,7 +28,7 @@ from finetune.model.loading.architecture import (
     set_config_values,
 )
 from finetune.model.loading.hub import is_local_path, loading_errors
-from finetune.model.loading.initialize import draw_weights, unwritten
+from finetune.model.loading.initialize import initialize_weights, skip_weight_init
 from finetune.model.loading.pretrained import build_from_config, load_weights
 from finetune.model.quantize import keep_as_stored, quantization_config
 from finetune.model.upstream import name_own_layers, share_input_embeddings, tell_of_none
@@ -82,7 +82,7 @@ def load_model(
         set_config_values(config, values)
         model = _built(config, section=section, head=head, construction=construction, attention=attention)
         if not construction.on_meta_device:
-            draw_weights(model, seed=seed, gather=construction.gather)
+            initialize_weights(model, seed=seed, gather=construction.gather)
     elif construction.on_meta_device:
         config = load_pretrained_config(section)
         set_config_values(config, values)
@@ -91,7 +91,7 @@ def load_model(
         loaded = _pretrained(section, head=head, values=values, construction=construction, attention=attention)
         model = loaded.model
         if loaded.new:
-            draw_weights(model, seed=seed, gather=construction.gather, only=loaded.new)
+            initialize_weights(model, seed=seed, gather=construction.gather, only=loaded.new)
     if vocabulary_size is not None:
         _check_vocabulary(model, vocabulary_size=vocabulary_size)
     return _ready_to_train(model, section=section)
@@ -101,7 +101,12 @@ def _built(
     config: PreTrainedConfig, *, section: ModelSection, head: str, construction: InitContext, attention: str | None
 ) -> PreTrainedModel:
     kind = config.model_type
-    with model_build_errors(section, kind=kind), torch.random.fork_rng(devices=()), construction.context(), unwritten():
+    with (
+        model_build_errors(section, kind=kind),
+        torch.random.fork_rng(devices=()),
+        construction.context(),
+        skip_weight_init(),
+    ):
         model = build_from_config(
             HEADS[head],
             config,

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from finetune.model.loading.initialize import draw_weights, on_cpu_in_float32, unwritten
+from finetune.model.loading.initialize import as_cpu_float32, initialize_weights, skip_weight_init
 from finetune.runtime.parameters import InitContext
 
 
@@ -68,7 +68,7 @@ def test_parameters_that_are_empty_until_gathered_get_the_same_weights(architect
             assert parameter.data_ptr() == parts[parameter].data_ptr()
             parameter.data = torch.empty(0)
 
-    draw_weights(partitioned, seed=7, gather=InitContext(gather=gather).gather)
+    initialize_weights(partitioned, seed=7, gather=InitContext(gather=gather).gather)
     for name, parameter in partitioned.named_parameters():
         assert torch.equal(parts[parameter], expected.get_parameter(name)), name
     assert max(num_gathered) < len(parts) / 2  # never the whole model at once
@@ -77,7 +77,7 @@ def test_parameters_that_are_empty_until_gathered_get_the_same_weights(architect
 def test_values_written_meanwhile_arrive_in_the_parameter_s_own_storage():
     parameter = nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))
     address = parameter.data_ptr()
-    with torch.no_grad(), on_cpu_in_float32([parameter]):
+    with torch.no_grad(), as_cpu_float32([parameter]):
         assert parameter.dtype == torch.float32
         parameter.fill_(1.5)
     assert (parameter.dtype, parameter.data_ptr(), parameter.tolist()) == (torch.bfloat16, address, [1.5] * 3)
@@ -89,12 +89,12 @@ def test_values_that_are_drawn_anyway_are_not_drawn_before(monkeypatch):
     )
     torch.manual_seed(0)
     before = torch.get_rng_state()
-    with unwritten():
+    with skip_weight_init():
         model = LlamaForCausalLM(config)
     assert torch.equal(torch.get_rng_state(), before)
-    draw_weights(model, seed=7, gather=InitContext().gather)
+    initialize_weights(model, seed=7, gather=InitContext().gather)
     usual = LlamaForCausalLM(config)
-    draw_weights(usual, seed=7, gather=InitContext().gather)
+    initialize_weights(usual, seed=7, gather=InitContext().gather)
     for (name, weight), other in zip(model.named_parameters(), usual.parameters(), strict=True):
         assert torch.equal(weight, other), name
 
@@ -107,9 +107,9 @@ def test_a_matrix_for_which_the_model_has_no_rule_is_drawn_as_torch_does(monkeyp
     monkeypatch.setattr("transformers.LlamaModel._init_weights", lambda self, module: None)
     models = []
     for _ in range(2):
-        with unwritten():
+        with skip_weight_init():
             models.append(LlamaForCausalLM(config))
-        draw_weights(models[-1], seed=7, gather=InitContext().gather)
+        initialize_weights(models[-1], seed=7, gather=InitContext().gather)
     one, other = (model.model.layers[0].mlp.up_proj.weight for model in models)
     assert one.isfinite().all()
     assert 0.05 < one.std() < 0.25  # uniform within 1 / sqrt(16)
