@@ -14,7 +14,13 @@ from finetune.data.encoding.prompts import ChatPrompt, prompt_ids, text_inputs
 from finetune.data.templates.chat_template import stop_ids
 from finetune.errors import UserError
 from finetune.model.generation import Manner, answer_batch
-from finetune.model.loading.saved import SavedModel, load_base, load_saved, look_at, with_adapters
+from finetune.model.loading.saved import (
+    SavedModel,
+    attach_adapters,
+    inspect_model_folder,
+    load_saved_base,
+    load_saved_model,
+)
 from finetune.model.processing import has_processing, load_kept_processing
 from finetune.runtime.seeds import derive_seed
 from finetune.runtime.text.library_output import quiet_libraries
@@ -35,7 +41,7 @@ class Classifier:
     @classmethod
     def load(cls, saved: SavedModel, *, trust_remote_code: bool) -> "Classifier":
         """Return the model of the folder, on the CPU."""
-        model = load_saved(saved, key="chat", trust_remote_code=trust_remote_code)
+        model = load_saved_model(saved, key="chat", trust_remote_code=trust_remote_code)
         tokenizer = load_kept_processing(
             saved.folder, reads="text", key="chat", trust_remote_code=trust_remote_code
         ).tokenizer
@@ -96,7 +102,7 @@ def chat(
     that classifies text answers with its class. Raises UserError where there is no model to talk to.
     """
     quiet_libraries(is_main=True)
-    saved = look_at(folder, key="chat", trust_remote_code=trust_remote_code)
+    saved = inspect_model_folder(folder, key="chat", trust_remote_code=trust_remote_code)
     manner = Manner(max_new_tokens, temperature)
     named = _named(adapters)
     speaker = _speaker(saved, manner, adapters=named, trust_remote_code=trust_remote_code)
@@ -215,11 +221,11 @@ class Speaker:
 
 def load_speaker(folder: Path, *, max_new_tokens: int = 256) -> Speaker:
     """Return the model of the folder, or an adapter on its base, on the accelerator where there is one."""
-    return _load(look_at(folder, key="chat"), Manner(max_new_tokens), adapters={}, trust_remote_code=False)
+    return _load(inspect_model_folder(folder, key="chat"), Manner(max_new_tokens), adapters={}, trust_remote_code=False)
 
 
 def _speaker(saved: SavedModel, manner: Manner, *, adapters: Mapping[str, Path], trust_remote_code: bool) -> Any:
-    if saved.can_talk:
+    if saved.can_generate:
         return _load(saved, manner, adapters=adapters, trust_remote_code=trust_remote_code)
     if saved.head == "sequence_classification":
         if adapters:
@@ -234,9 +240,9 @@ def _speaker(saved: SavedModel, manner: Manner, *, adapters: Mapping[str, Path],
 def _load(saved: SavedModel, manner: Manner, *, adapters: Mapping[str, Path], trust_remote_code: bool) -> Speaker:
     own = {} if saved.adapter is None else {saved.folder.name: saved.folder}
     folders = {**own, **adapters}
-    model = load_base(saved, key="chat", trust_remote_code=trust_remote_code)
+    model = load_saved_base(saved, key="chat", trust_remote_code=trust_remote_code)
     if folders:
-        model = with_adapters(model, folders, key="chat")
+        model = attach_adapters(model, folders, key="chat")
     place = saved.folder if has_processing(saved.folder, reads="text") else saved.base
     tokenizer = load_kept_processing(place, reads="text", key="chat", trust_remote_code=trust_remote_code).tokenizer
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None

@@ -26,7 +26,7 @@ from finetune.errors import CheckpointError, ModelError, UserError
 from finetune.export.card import CardFacts
 from finetune.export.push import push_folder
 from finetune.export.save import ExportReport, Preprocessors, TextPreprocessor, export_model
-from finetune.model.loading.saved import SavedModel, load_saved, look_at
+from finetune.model.loading.saved import SavedModel, inspect_model_folder, load_saved_model
 from finetune.model.processing import Processing, has_processing, load_kept_processing
 from finetune.run.build.model import build_model
 from finetune.run.final_export import (
@@ -205,7 +205,7 @@ def export(
     else:
         if step is not None:
             raise UserError(f"--step {step}: {source} has no checkpoints. Name a run's folder, or leave --step out.")
-        saved = look_at(source, key="export", trust_remote_code=trust_remote_code)
+        saved = inspect_model_folder(source, key="export", trust_remote_code=trust_remote_code)
         folder = _export_folder(
             saved, to=to, dtype=dtype, merge=merge, is_pushed=push_to_hub is not None, trusts=trust_remote_code
         )
@@ -245,7 +245,7 @@ def _export_folder(
 
 
 def _write(saved: SavedModel, folder: Path, *, section: ExportSection, trusts: bool) -> ExportReport:
-    model = load_saved(saved, key="export", trust_remote_code=trusts)
+    model = load_saved_model(saved, key="export", trust_remote_code=trusts)
     return export_model(
         folder,
         model=model,

@@ -24,7 +24,13 @@ from finetune.data.sources.local import find_local
 from finetune.data.templates.chat_template import stop_ids
 from finetune.errors import DataError, UserError
 from finetune.model.generation import Manner, answer_batch
-from finetune.model.loading.saved import SavedModel, load_base, load_saved, look_at, with_adapters
+from finetune.model.loading.saved import (
+    SavedModel,
+    attach_adapters,
+    inspect_model_folder,
+    load_saved_base,
+    load_saved_model,
+)
 from finetune.runtime import distributed
 from finetune.runtime.files import atomic
 from finetune.runtime.files.read import read_json
@@ -124,7 +130,7 @@ def generate_file(
     already. Collective over all launched processes.
     """
     quiet_libraries(is_main=distributed.is_main())
-    saved = look_at(source, key="generate", trust_remote_code=trust_remote_code)
+    saved = inspect_model_folder(source, key="generate", trust_remote_code=trust_remote_code)
     _check(saved, output=output, adapter=adapter)
     origin = find_local(SourceSection(path=str(rows)), key="--input", log=_silent)
     manner = Manner(max_new_tokens, temperature, top_p)
@@ -156,7 +162,7 @@ def _silent(sentence: str) -> None:
 
 
 def _check(saved: SavedModel, *, output: Path, adapter: Path | None) -> None:
-    if not saved.can_talk:
+    if not saved.can_generate:
         raise UserError(f"{saved.folder} holds a model of `{saved.head}`, which writes no text. Name one that does.")
     if adapter is not None and saved.adapter is not None:
         raise UserError(f"--adapter: {saved.folder} is an adapter itself. Name a whole model, or leave --adapter out.")
@@ -173,10 +179,10 @@ def _tokenizer(saved: SavedModel, *, trust_remote_code: bool) -> Any:
 
 def _load(saved: SavedModel, adapter: Path | None, *, trust_remote_code: bool) -> Any:
     if adapter is None:
-        model = load_saved(saved, key="generate", trust_remote_code=trust_remote_code)
+        model = load_saved_model(saved, key="generate", trust_remote_code=trust_remote_code)
     else:
-        base = load_base(saved, key="generate", trust_remote_code=trust_remote_code)
-        model = with_adapters(base, {"default": adapter}, key="--adapter")
+        base = load_saved_base(saved, key="generate", trust_remote_code=trust_remote_code)
+        model = attach_adapters(base, {"default": adapter}, key="--adapter")
     return model.to(own_device())
 
 

@@ -16,7 +16,7 @@ from finetune.export.card import CardBase, CardFacts, write_card
 from finetune.export.weights import ADAPTER_NAME, build_meta_model, check_files, complete_weights, unwrap_adapter
 from finetune.model.adapters.context import is_adapted
 from finetune.model.loading.architecture import NEW_HEADS
-from finetune.model.loading.saved import CONFIG
+from finetune.model.loading.saved import CONFIG_FOLDER
 from finetune.runtime.files.replace_folder import replace_folder
 from finetune.runtime.optional import lazily
 from finetune.runtime.text.terminal import printable
@@ -108,7 +108,7 @@ def export_model(
             if (
                 facts.head in NEW_HEADS and unwrap_adapter(model).name_or_path
             ):  # the base knows nothing of these classes
-                unwrap_adapter(model).config.save_pretrained(staging / CONFIG)
+                unwrap_adapter(model).config.save_pretrained(staging / CONFIG_FOLDER)
         else:
             weights = _cast(weights, section.dtype)
             counts = _write_model(staging, model=model, weights=weights, preprocessors=preprocessors, section=section)

@@ -20,7 +20,7 @@ from finetune.config.sections.task import DistillationSection
 from finetune.errors import ModelError
 from finetune.model.adapters.context import adapter_wish, is_adapted
 from finetune.model.loading.hub import is_local_path, loading_errors, resolve_name
-from finetune.model.loading.pretrained import load_settings, load_weights, refuse_missing
+from finetune.model.loading.pretrained import check_no_missing_weights, load_auto_class, load_weights
 from finetune.runtime.files.digests import sha256_digest
 from finetune.runtime.hub import is_offline, without_hub_retries
 from finetune.runtime.resources import format_size
@@ -169,13 +169,13 @@ def load_teacher(
     """Return the teacher on the device, frozen and in evaluation mode, in the type asked for; raises ModelError."""
     with loading_errors(section.teacher, key=KEY), without_hub_retries(is_local=is_local_path(section.teacher)):
         origin = _origin(section, model)
-        config = load_settings(AutoConfig, **origin)
+        config = load_auto_class(AutoConfig, **origin)
         dtype = getattr(torch, section.teacher_dtype)
         teacher: PreTrainedModel
         teacher, loading = load_weights(
             AutoModelForCausalLM, **origin, config=config, dtype=dtype, output_loading_info=True
         )
-        refuse_missing(loading, section.teacher, key=KEY)
+        check_no_missing_weights(loading, section.teacher, key=KEY)
     size = teacher.config.get_text_config().vocab_size
     if size < vocabulary_size:
         raise ModelError(
@@ -188,7 +188,7 @@ def load_teacher(
 def check_vocabulary(section: DistillationSection, *, model: ModelSection, tokenizer: Any) -> None:
     """Raise ModelError unless the teacher's tokenizer gives every token the number that the student's gives it."""
     with loading_errors(section.teacher, key=KEY), without_hub_retries(is_local=is_local_path(section.teacher)):
-        theirs = load_settings(AutoTokenizer, **_origin(section, model)).get_vocab()
+        theirs = load_auto_class(AutoTokenizer, **_origin(section, model)).get_vocab()
     ours = tokenizer.get_vocab()
     different = sorted(token for token in ours.keys() | theirs.keys() if ours.get(token) != theirs.get(token))
     if different:

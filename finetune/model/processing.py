@@ -14,7 +14,7 @@ from transformers import AutoImageProcessor, AutoProcessor, AutoTokenizer, PreTr
 from finetune.config.sections.model import ImageProcessorSection, ModelSection
 from finetune.errors import ModelError
 from finetune.model.loading.hub import is_local_path, loading_errors, resolve_name
-from finetune.model.loading.pretrained import load_settings
+from finetune.model.loading.pretrained import load_auto_class
 from finetune.model.new_tokens import add_tokens
 from finetune.model.tokenizer import TOKENIZER_FILES, ensure_padding, load_tokenizer
 from finetune.runtime.hub import is_offline, without_hub_retries
@@ -156,7 +156,7 @@ def load_kept_processing(
     """
     kind = {"text": AutoTokenizer, "images": AutoImageProcessor, "both": AutoProcessor}[reads]
     with loading_errors(str(place), key=key), without_hub_retries(is_local=True):
-        found = load_settings(kind, place, trust_remote_code=trust_remote_code, local_files_only=True)
+        found = load_auto_class(kind, place, trust_remote_code=trust_remote_code, local_files_only=True)
         if reads == "text":
             return Processing(found)
         return Processing(None if reads == "images" else found.tokenizer, found)
@@ -189,7 +189,7 @@ def _pretrained(model: ModelSection, kind: Any, *, key: str) -> Any:
     if name is None:
         raise ModelError("model.tokenizer: a model built `from_config` brings no processor. Write `name`.")
     with loading_errors(name, key=key), without_hub_retries(is_local=is_local_path(name)):
-        return load_settings(
+        return load_auto_class(
             kind,
             resolve_name(name, key=key),
             revision=model.revision if name == model.name else None,

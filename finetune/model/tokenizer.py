@@ -13,7 +13,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 from finetune.config.sections.model import ModelSection
 from finetune.errors import ModelError
 from finetune.model.loading.hub import is_local_path, loading_errors, resolve_name
-from finetune.model.loading.pretrained import load_own_tokenizer, load_settings
+from finetune.model.loading.pretrained import load_auto_class, load_trained_tokenizer
 from finetune.model.new_tokens import add_tokens
 from finetune.runtime.files.atomic import build_once, quarantine
 from finetune.runtime.files.digests import find_folder_damage, write_folder_digests
@@ -39,7 +39,7 @@ def trained_tokenizer(
         raise ModelError("model.tokenizer.train: there is not a single text to train the tokenizer on.")
     folder = cache_folder / "tokenizers" / f"{digest}-{_FORM}"
     made = _make(folder, lambda staging: _train(texts(), staging, vocabulary_size=vocabulary_size), log=say)
-    tokenizer = load_own_tokenizer(folder)
+    tokenizer = load_trained_tokenizer(folder)
     verb = "trained" if made else "found"
     say(f"{verb} a tokenizer of {len(tokenizer)} tokens for {num_texts} texts in {folder}")
     return tokenizer
@@ -158,7 +158,7 @@ def _pretrained(name: str, *, key: str, model: ModelSection, revision: str | Non
             "Write `model.tokenizer.name` (a hub name or a folder with one) or `model.tokenizer.train`."
         )
     with loading_errors(name, key=key), without_hub_retries(is_local=is_local_path(name)):
-        return load_settings(
+        return load_auto_class(
             AutoTokenizer,
             place,
             revision=revision,

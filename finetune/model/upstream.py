@@ -17,7 +17,7 @@ from transformers.integrations import peft as peft_integration
 from transformers.models.auto import auto_factory, processing_auto, tokenization_auto
 
 from finetune.errors import ModelError
-from finetune.model.loading.model_files import PICKLED, REMOTE_CODE, check_index
+from finetune.model.loading.model_files import PICKLE_ADVICE, REMOTE_CODE_ADVICE, check_index
 
 
 def tell_of_none(model: PreTrainedModel) -> None:
@@ -52,24 +52,24 @@ dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0
 said so: where AutoProcessor hands no word on to its parts, where peft loads the tokenizer of a prompt. With 0 seconds
 to answer it raises ValueError at once. Holds for the whole process."""
 
-CALLED_BEFORE_CODE_RUNS = ("check_imports", "get_relative_import_files")
+REMOTE_CODE_HOOKS = ("check_imports", "get_relative_import_files")
 """What transformers 5.17 to 5.23 calls between finding a file of code and its first line, by its own name; who imports
 the functions around them by name, such as `generation`, passes through these all the same."""
 
 
 @contextmanager
-def guarded(*, trust_remote_code: bool) -> Iterator[None]:
+def data_only_loading(*, trust_remote_code: bool) -> Iterator[None]:
     """Have files of a model be read as data alone meanwhile; raises ModelError where they would run code.
 
     Whatever is trusted, refuses an adapter beside a whole model, and an index that names files elsewhere.
     """
     with ExitStack() as stack:
-        for owner, name, replacement in replacements(trust_remote_code=trust_remote_code):
+        for owner, name, replacement in loading_patches(trust_remote_code=trust_remote_code):
             stack.enter_context(patch.object(owner, name, replacement))
         yield
 
 
-def replacements(*, trust_remote_code: bool) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
+def loading_patches(*, trust_remote_code: bool) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
     """Yield each door: the module, the name in it and what stands there meanwhile."""
     for user in (auto_factory, peft_integration):
         yield user, "find_adapter_config_file", _without_adapter(user.find_adapter_config_file)
@@ -78,20 +78,20 @@ def replacements(*, trust_remote_code: bool) -> Iterator[tuple[Any, str, Callabl
         (tokenization_auto, "tokenizer_class_from_name", PreTrainedTokenizerBase),
         (processing_auto, "processor_class_from_name", ProcessorMixin),
     ):
-        yield user, name, _of_base(getattr(user, name), base)
+        yield user, name, _restricted_to(getattr(user, name), base)
     if trust_remote_code:
         return
-    for name in CALLED_BEFORE_CODE_RUNS:
+    for name in REMOTE_CODE_HOOKS:
         yield dynamic_module_utils, name, _refuse_code
     yield torch, "load", _refuse_pickle
 
 
 def _refuse_code(*_: Any, **__: Any) -> Any:
-    raise ModelError(f"The model cannot be loaded: {REMOTE_CODE}")
+    raise ModelError(f"The model cannot be loaded: {REMOTE_CODE_ADVICE}")
 
 
 def _refuse_pickle(*_: Any, **__: Any) -> Any:
-    raise ModelError(f"The model cannot be loaded: {PICKLED}")
+    raise ModelError(f"The model cannot be loaded: {PICKLE_ADVICE}")
 
 
 def _without_adapter(find: Callable[..., str | None]) -> Callable[..., None]:
@@ -120,7 +120,7 @@ def _checked_index(resolve: Callable[..., Any]) -> Callable[..., Any]:
     return resolve_checked
 
 
-def _of_base(find: Callable[..., Any], base: type) -> Callable[..., Any]:
+def _restricted_to(find: Callable[..., Any], base: type) -> Callable[..., Any]:
     """Return a search for a class by name that finds nothing but classes of this base.
 
     transformers 5.23 takes any name of its own: `tokenizer_class: AutoModel` would load a model.

@@ -10,8 +10,8 @@ from finetune.commands.export import export_checkpoint, is_run
 from finetune.commands.generate import own_device
 from finetune.errors import UserError
 from finetune.model.loading.pretrained import check_loadable
-from finetune.model.loading.saved import look_at
-from finetune.model.upstream import guarded
+from finetune.model.loading.saved import inspect_model_folder
+from finetune.model.upstream import data_only_loading
 from finetune.runtime.files import atomic
 from finetune.runtime.optional import require
 from finetune.runtime.text.library_output import quiet_libraries
@@ -44,14 +44,14 @@ def evaluate_with_harness(
 
 
 def _results(harness: Any, folder: Path, *, tasks: str, trusts: bool) -> Mapping[str, Any]:
-    saved = look_at(folder, key="evaluate", trust_remote_code=trusts)
+    saved = inspect_model_folder(folder, key="evaluate", trust_remote_code=trusts)
     if saved.head != "causal_lm":
         raise UserError(f"--lm-eval: {saved.folder} holds a model of `{saved.head}`; the harness asks causal ones.")
     check_loadable(Path(saved.base), trust_remote_code=trusts)
     arguments = {"pretrained": saved.base, "tokenizer": str(saved.folder), "trust_remote_code": trusts}
     if saved.adapter is not None:
         arguments["peft"] = str(saved.folder)
-    with guarded(trust_remote_code=trusts):
+    with data_only_loading(trust_remote_code=trusts):
         found: Mapping[str, Any] | None = harness.simple_evaluate(
             model="hf",
             model_args=arguments,

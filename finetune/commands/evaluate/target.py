@@ -18,7 +18,7 @@ from finetune.config.run_config import RunConfig
 from finetune.data.templates.chat_template import set_chat_template
 from finetune.errors import UserError
 from finetune.model.loading.architecture import NEW_HEADS
-from finetune.model.loading.saved import SavedModel, load_saved, look_at
+from finetune.model.loading.saved import SavedModel, inspect_model_folder, load_saved_model
 from finetune.run.build.model import build_model
 from finetune.run.build.padding_free import settled
 from finetune.run.state.run_folder import Kept, load_kept
@@ -53,7 +53,7 @@ class Subject:
         if self.saved is not None:
             section = self.config.model
             trusts = section.trust_remote_code
-            return load_saved(self.saved, key="evaluate", dtype=section.dtype, trust_remote_code=trusts)
+            return load_saved_model(self.saved, key="evaluate", dtype=section.dtype, trust_remote_code=trusts)
         tokenizer = self.kept.processing.tokenizer
         return build_model(self.origin, task=task, tokenizer=tokenizer, construction=InitContext())
 
@@ -105,7 +105,7 @@ def _of_checkpoint(
 
 
 def _of_folder(source: Path, *, job: LoadedConfig | None, overrides: Sequence[str], trusts: bool) -> Subject:
-    saved = look_at(source, key="evaluate", trust_remote_code=trusts)
+    saved = inspect_model_folder(source, key="evaluate", trust_remote_code=trusts)
     run = saved.folder.parent if (saved.folder.parent / RESOLVED).is_file() else None
     if job is not None:
         loaded = job

@@ -14,19 +14,19 @@ from transformers import PreTrainedModel
 from finetune.errors import ModelError
 from finetune.model.adapters.context import ADAPTER, TASK_TYPES, Ground
 from finetune.model.loading.hub import loading_errors
-from finetune.model.loading.pretrained import KEY, WEIGHTS_FILE, load_adapter_config, read_config
+from finetune.model.loading.pretrained import ADAPTER_KEY, WEIGHTS_FILE, load_adapter_config, read_saved_adapter_config
 
 _PROMPTS = "prompt_embeddings"
 
 
 def saved_config(model: PreTrainedModel, folder: Path, ground: Ground) -> PeftConfig:
     """Return the config of the adapter in the folder, to be trained; raises ModelError where it does not fit."""
-    read_config(folder)
-    with loading_errors(str(folder), key=KEY):
+    read_saved_adapter_config(folder)
+    with loading_errors(str(folder), key=ADAPTER_KEY):
         config: PeftConfig = load_adapter_config(folder)
     expected = TASK_TYPES.get(ground.head)
     if config.task_type not in (expected, None):
-        raise ModelError(f"{KEY}: {folder} was trained for {config.task_type}, and this task needs {expected}.")
+        raise ModelError(f"{ADAPTER_KEY}: {folder} was trained for {config.task_type}, and this task needs {expected}.")
     config.inference_mode = False
     if hasattr(config, "init_lora_weights"):
         config.init_lora_weights = True  # the base stays as it is, whatever the adapter began from
@@ -40,7 +40,7 @@ def load_saved(model: PeftModel, folder: Path, ground: Ground) -> None:
     try:
         saved = load_file(folder / WEIGHTS_FILE)
     except (OSError, SafetensorError) as error:
-        raise ModelError(f"{KEY}: {folder / WEIGHTS_FILE} cannot be read: {error}.") from error
+        raise ModelError(f"{ADAPTER_KEY}: {folder / WEIGHTS_FILE} cannot be read: {error}.") from error
     trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
     names = saved_names(model, trained)
     _refuse_others(folder, saved, names)
@@ -49,7 +49,7 @@ def load_saved(model: PeftModel, folder: Path, ground: Ground) -> None:
             values = saved[names[name]]
             if values.shape != parameter.shape:
                 raise ModelError(
-                    f"{KEY}: `{names[name]}` has the shape {tuple(values.shape)} in {folder} and "
+                    f"{ADAPTER_KEY}: `{names[name]}` has the shape {tuple(values.shape)} in {folder} and "
                     f"{tuple(parameter.shape)} on this model. It was trained on another base."
                 )
             parameter.copy_(values)
@@ -73,5 +73,5 @@ def _refuse_others(folder: Path, saved: Mapping[str, Tensor], names: Mapping[str
         if different:
             some = ", ".join(sorted(different)[:3])
             raise ModelError(
-                f"{KEY}: {folder} {what} {len(different)} tensors ({some}): it is an adapter of another model."
+                f"{ADAPTER_KEY}: {folder} {what} {len(different)} tensors ({some}): it is an adapter of another model."
             )

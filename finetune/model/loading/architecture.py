@@ -30,7 +30,7 @@ from transformers import (
 from finetune.config.sections.model import FromConfigSection, ModelSection
 from finetune.errors import FinetuneError, ModelError
 from finetune.model.loading.hub import error_summary, is_local_path, loading_errors, resolve_name
-from finetune.model.loading.pretrained import ADAPTER_CONFIG, load_settings
+from finetune.model.loading.pretrained import ADAPTER_CONFIG, load_auto_class
 from finetune.runtime.hub import is_offline, without_hub_retries
 
 HEADS: Mapping[str, Any] = {
@@ -251,4 +251,4 @@ def load_pretrained_config(section: ModelSection) -> PreTrainedConfig:
     """Return the config of the model that is named; raises ModelError."""
     name, origin = str(section.name), pretrained_arguments(section)
     with loading_errors(name, key="model.name"), without_hub_retries(is_local=is_local_path(name)):
-        return load_settings(AutoConfig, **origin)
+        return load_auto_class(AutoConfig, **origin)

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from finetune.errors import FinetuneError, ModelError
-from finetune.model.loading.model_files import PICKLED, REMOTE_CODE, damaged_file, is_panic
+from finetune.model.loading.model_files import PICKLE_ADVICE, REMOTE_CODE_ADVICE, damaged_file, is_panic
 from finetune.runtime.hub import is_offline
 
 
@@ -52,9 +52,9 @@ def error_summary(error: BaseException) -> str:
 def _failure_reason(name: str, error: BaseException) -> str:
     text = str(error)
     if "trust_remote_code" in text or "execute custom code" in text:
-        return REMOTE_CODE
+        return REMOTE_CODE_ADVICE
     if "use_safetensors=True" in text:
-        return f"there are no safetensors. Where it has weights at all, {PICKLED}"
+        return f"there are no safetensors. Where it has weights at all, {PICKLE_ADVICE}"
     if "ignore_mismatched_sizes" in text:
         return (
             "the sizes in its config.json are not those of its weights, which are listed above: one of the two is "

@@ -80,24 +80,24 @@ def load_model(
             section.from_config, vocabulary_size=vocabulary_size, special_ids=special_ids or SpecialTokenIds()
         )
         set_config_values(config, values)
-        model = _built(config, section=section, head=head, construction=construction, attention=attention)
+        model = _build_model(config, section=section, head=head, construction=construction, attention=attention)
         if not construction.on_meta_device:
             initialize_weights(model, seed=seed, gather=construction.gather)
     elif construction.on_meta_device:
         config = load_pretrained_config(section)
         set_config_values(config, values)
-        model = _built(config, section=section, head=head, construction=construction, attention=attention)
+        model = _build_model(config, section=section, head=head, construction=construction, attention=attention)
     else:
-        loaded = _pretrained(section, head=head, values=values, construction=construction, attention=attention)
+        loaded = _load_pretrained(section, head=head, values=values, construction=construction, attention=attention)
         model = loaded.model
         if loaded.new:
             initialize_weights(model, seed=seed, gather=construction.gather, only=loaded.new)
     if vocabulary_size is not None:
         _check_vocabulary(model, vocabulary_size=vocabulary_size)
-    return _ready_to_train(model, section=section)
+    return _prepare_for_training(model, section=section)
 
 
-def _built(
+def _build_model(
     config: PreTrainedConfig, *, section: ModelSection, head: str, construction: InitContext, attention: str | None
 ) -> PreTrainedModel:
     kind = config.model_type
@@ -120,19 +120,19 @@ def _built(
 
 
 @dataclass(frozen=True)
-class _Loaded:
+class _LoadedModel:
     model: PreTrainedModel
     new: frozenset[str]  # parameters of a head that the weights on disk do not have
 
 
-def _pretrained(
+def _load_pretrained(
     section: ModelSection,
     *,
     head: str,
     values: Mapping[str, Any],
     construction: InitContext,
     attention: str | None,
-) -> _Loaded:
+) -> _LoadedModel:
     name, origin = str(section.name), pretrained_arguments(section)
     may_be_new = head in NEW_HEADS
     quantization = quantization_config(section)
@@ -163,7 +163,7 @@ def _pretrained(
             f"model.name: the weights of `{section.name}` lack {len(missing)} of the model's parameters "
             f"({', '.join(missing[:3])}, ...), which would be random. Name a model that was saved with this head."
         )
-    return _Loaded(model, new)
+    return _LoadedModel(model, new)
 
 
 def _check_vocabulary(model: PreTrainedModel, *, vocabulary_size: int) -> None:
@@ -175,7 +175,7 @@ def _check_vocabulary(model: PreTrainedModel, *, vocabulary_size: int) -> None:
         )
 
 
-def _ready_to_train(model: PreTrainedModel, *, section: ModelSection) -> PreTrainedModel:
+def _prepare_for_training(model: PreTrainedModel, *, section: ModelSection) -> PreTrainedModel:
     tell_of_none(model)
     inputs, outputs = model.get_input_embeddings(), model.get_output_embeddings()
     if inputs is not None and outputs is not None:

@@ -23,19 +23,19 @@ TEMPLATES = ("chat_template.jinja", "additional_chat_templates/*.jinja")
 INDEX, WEIGHTS = "model.safetensors.index.json", "model.safetensors"
 PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 
-MOST_SETTINGS_BYTES = 16 << 20
-MOST_VOCABULARY_BYTES = 128 << 20
+MAX_SETTINGS_BYTES = 16 << 20
+MAX_VOCABULARY_BYTES = 128 << 20
 """More than four times the largest in use (33 MB, 262,144 tokens)."""
-DEEPEST = 64
-MOST_LAYERS = 1000
+MAX_NESTING = 64
+MAX_LAYERS = 1000
 """More than this are believed only of weights with as many tensors: building a billion layers never ends."""
 
-REMOTE_CODE = (
+REMOTE_CODE_ADVICE = (
     "it brings Python code of its own. Read that code; if you trust it, write `model.trust_remote_code: true` in the "
     "job, or `--trust-remote-code` behind a command that reads no job of yours."
 )
 
-PICKLED = (
+PICKLE_ADVICE = (
     "its weights are pickled (.bin), a format that can run code when it is read; only safetensors are read. Convert "
     'them once in their folder: python -c "import torch; from safetensors.torch import save_file; save_file({name: '
     "each.clone() for name, each in torch.load('pytorch_model.bin', weights_only=True).items()}, 'model.safetensors', "
@@ -46,7 +46,7 @@ PICKLED = (
 
 def check_files(folder: Path) -> None:
     """Raise ModelError, which names the file, for settings that are no JSON object, and for absurd sizes and depths."""
-    for path, most in _limited(folder):
+    for path, most in _size_limits(folder):
         size = path.stat().st_size
         if size > most:
             raise ModelError(
@@ -54,26 +54,26 @@ def check_files(folder: Path) -> None:
             )
     for name in SETTINGS:
         if (folder / name).is_file():
-            settings = read_settings(folder / name)
+            settings = read_json_settings(folder / name)
             if name == CONFIG:
                 _check_depth(folder, settings)
 
 
-def read_settings(path: Path) -> dict[str, Any]:
+def read_json_settings(path: Path) -> dict[str, Any]:
     """Return the JSON object in the file; raises ModelError, which names it, where it holds something else."""
     try:
-        if path.stat().st_size > MOST_SETTINGS_BYTES:
-            raise ValueError(f"it has more than {MOST_SETTINGS_BYTES:,} bytes")
+        if path.stat().st_size > MAX_SETTINGS_BYTES:
+            raise ValueError(f"it has more than {MAX_SETTINGS_BYTES:,} bytes")
         found = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(found, dict):
-            raise ValueError(f"it holds {_kind(found)} where a JSON object (`{{...}}`) belongs")
-        if _is_deeper(found, DEEPEST):
-            raise ValueError(f"it is nested more than {DEEPEST} deep")
-        _require_whole_characters(found)
+            raise ValueError(f"it holds {_json_type_name(found)} where a JSON object (`{{...}}`) belongs")
+        if _is_nested_deeper(found, MAX_NESTING):
+            raise ValueError(f"it is nested more than {MAX_NESTING} deep")
+        _require_valid_unicode(found)
     except UnicodeError as error:
         raise ModelError(f"{path}: is damaged: it is no text in UTF-8, or holds half a surrogate pair.") from error
     except RecursionError as error:
-        raise ModelError(f"{path}: is damaged: it is nested more than {DEEPEST} deep.") from error
+        raise ModelError(f"{path}: is damaged: it is nested more than {MAX_NESTING} deep.") from error
     except OSError as error:
         raise ModelError(f"{path}: cannot be read: {error.strerror}.") from error
     except ValueError as error:
@@ -90,10 +90,10 @@ def check_weights(folder: Path, *, trust_remote_code: bool) -> None:
         return
     pickles = [name for name in PICKLES if (folder / name).is_file()]
     if pickles and not trust_remote_code:
-        raise ModelError(f"{folder / pickles[0]}: {PICKLED}")
+        raise ModelError(f"{folder / pickles[0]}: {PICKLE_ADVICE}")
 
 
-def check_matrices(folder: Path, config: Any) -> None:
+def check_matrix_sizes(folder: Path, config: Any) -> None:
     """Raise ModelError where the config speaks of matrices far beyond all that the folder's weights hold.
 
     For loading that takes weights of other sizes: what does not fit would be made anew, however large.
@@ -101,21 +101,21 @@ def check_matrices(folder: Path, config: Any) -> None:
     text = config.get_text_config()
     named = ((name, getattr(text, name, None)) for name in ("hidden_size", "intermediate_size", "vocab_size"))
     sizes: dict[str, int] = {name: size for name, size in named if isinstance(size, int)}
-    if max(sizes.values(), default=0) * sizes.get("hidden_size", 0) > _most_elements(folder):
+    if max(sizes.values(), default=0) * sizes.get("hidden_size", 0) > _max_elements(folder):
         what = ", ".join(f"`{name}` {size:,}" for name, size in sizes.items())
         raise ModelError(
             f"{folder / CONFIG}: {what} cannot be those of the weights beside it. One of the two is another model's."
         )
 
 
-def _most_elements(folder: Path) -> int:
+def _max_elements(folder: Path) -> int:
     return 16 * sum(path.stat().st_size for path in folder.glob("*.safetensors")) + (1 << 28)
 
 
 def check_index(index: str | PurePath) -> None:
     """Raise ModelError unless the index maps names of tensors to safetensors files beside it, all of them there."""
     path = Path(index)
-    if path.stat().st_size > MOST_VOCABULARY_BYTES:
+    if path.stat().st_size > MAX_VOCABULARY_BYTES:
         raise ModelError(f"{path}: has {path.stat().st_size:,} bytes, which no index of weights has.")
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
@@ -158,9 +158,9 @@ def is_panic(error: BaseException) -> bool:
 
 def _check_depth(folder: Path, config: Mapping[str, Any]) -> None:
     """Raise ModelError where the config, or a part of it, has more layers or experts than the weights can hold."""
-    counts = {key: value for part in (config, *_inner(config)) for key, value in _counts(part)}
+    counts = {key: value for part in (config, *_children(config)) for key, value in _counts(part)}
     most = max(counts.values(), default=0)
-    if most > MOST_LAYERS and most > (num_tensors := sum(map(_num_tensors, folder.glob("*.safetensors")))):
+    if most > MAX_LAYERS and most > (num_tensors := sum(map(_num_tensors, folder.glob("*.safetensors")))):
         key = next(key for key, value in counts.items() if value == most)
         raise ModelError(
             f"{folder / CONFIG}: `{key}` is {most:,}, and the weights beside it hold {num_tensors:,} tensors. It is "
@@ -182,11 +182,11 @@ def _num_tensors(path: Path) -> int:
         return 0
 
 
-def _limited(folder: Path) -> Iterator[tuple[Path, int]]:
-    for names, most in ((SETTINGS, MOST_SETTINGS_BYTES), (VOCABULARIES, MOST_VOCABULARY_BYTES)):
+def _size_limits(folder: Path) -> Iterator[tuple[Path, int]]:
+    for names, most in ((SETTINGS, MAX_SETTINGS_BYTES), (VOCABULARIES, MAX_VOCABULARY_BYTES)):
         yield from ((folder / name, most) for name in names if (folder / name).is_file())
     for pattern in TEMPLATES:
-        yield from ((path, MOST_SETTINGS_BYTES) for path in folder.glob(pattern) if path.is_file())
+        yield from ((path, MAX_SETTINGS_BYTES) for path in folder.glob(pattern) if path.is_file())
 
 
 def _shards(folder: Path) -> Iterator[Path]:
@@ -198,33 +198,33 @@ def _shards(folder: Path) -> Iterator[Path]:
         return
 
 
-def _require_whole_characters(value: Any) -> None:
+def _require_valid_unicode(value: Any) -> None:
     """Raise UnicodeError where a text in the value holds half of a surrogate pair."""
     names = value if isinstance(value, dict) else ()
     for text in (value, *names):
         if isinstance(text, str):
             text.encode("utf-8")
-    for inner in _inner(value):
-        _require_whole_characters(inner)
+    for inner in _children(value):
+        _require_valid_unicode(inner)
 
 
-def _is_deeper(value: Any, most: int) -> bool:
+def _is_nested_deeper(value: Any, most: int) -> bool:
     level = [value]
     for _ in range(most):
-        level = [inner for each in level for inner in _inner(each)]
+        level = [inner for each in level for inner in _children(each)]
         if not level:
             return False
     return True
 
 
-def _inner(value: Any) -> Iterator[Any]:
+def _children(value: Any) -> Iterator[Any]:
     if isinstance(value, dict):
         yield from value.values()
     elif isinstance(value, list):
         yield from value
 
 
-def _kind(value: Any) -> str:
+def _json_type_name(value: Any) -> str:
     return {list: "a list", str: "a text", type(None): "`null`", bool: "a truth value"}.get(type(value), "a number")
 
 

@@ -19,23 +19,23 @@ from finetune.model.loading.hub import is_local_path, loading_errors
 from finetune.model.loading.pretrained import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
-    load_settings,
+    check_no_missing_weights,
+    load_adapter,
+    load_auto_class,
     load_weights,
-    put_adapter,
-    read_adapter,
-    refuse_missing,
+    read_adapter_config,
 )
 from finetune.runtime.hub import is_offline, without_hub_retries
 
-BASE = "base"
-CONFIG = "config"
+BASE_FOLDER = "base"
+CONFIG_FOLDER = "config"
 """Folder in an adapter's with the whole model's config, where the base does not know the classes of its head.
 
 Beside adapter_config.json a config.json would make transformers look for a whole model there.
 """
 
-_HEADS_OF_TASKS = {"SEQ_CLS": "sequence_classification", "TOKEN_CLS": "token_classification"}
-_MOST_SPECIAL_FIRST = (
+_HEADS_BY_TASK_TYPE = {"SEQ_CLS": "sequence_classification", "TOKEN_CLS": "token_classification"}
+_HEADS_BY_PRIORITY = (
     "sequence_classification",
     "token_classification",
     "image_classification",
@@ -44,8 +44,8 @@ _MOST_SPECIAL_FIRST = (
     "masked_lm",
     "causal_lm",
 )
-_EMBEDDING = re.compile(r"\.(embed_tokens|wte|word_embeddings|embed_in|shared|lm_head)\.(base_layer\.)?weight$")
-_LAST_LAYER = re.compile(r"\.(score|classifier|classification_head)(\.\w+)*\.weight$")
+_EMBEDDING_NAME = re.compile(r"\.(embed_tokens|wte|word_embeddings|embed_in|shared|lm_head)\.(base_layer\.)?weight$")
+_CLASSIFIER_NAME = re.compile(r"\.(score|classifier|classification_head)(\.\w+)*\.weight$")
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class SavedModel:
     head: str
 
     @property
-    def can_talk(self) -> bool:
+    def can_generate(self) -> bool:
         """Tell whether the model writes text."""
         return self.head in ("causal_lm", "seq2seq_lm", "image_text_to_text")
 
@@ -69,7 +69,7 @@ class SavedModel:
         return tuple(str(name) for _, name in sorted(self.config.id2label.items()))
 
 
-def find_model(folder: Path) -> Path | None:
+def find_model_folder(folder: Path) -> Path | None:
     """Return the folder, or the `final/` in it, whichever holds a model; None where neither does."""
     for place in (folder, folder / "final"):
         if (place / "config.json").is_file() or (place / ADAPTER_CONFIG).is_file():
@@ -77,19 +77,23 @@ def find_model(folder: Path) -> Path | None:
     return None
 
 
-def look_at(folder: Path, *, key: str, trust_remote_code: bool = False) -> SavedModel:
+def inspect_model_folder(folder: Path, *, key: str, trust_remote_code: bool = False) -> SavedModel:
     """Return what the folder (or the `final/` in it) holds; raises ModelError, which names `key`, where it is none."""
-    place = find_model(folder)
+    place = find_model_folder(folder)
     if place is None:
         what = "holds no model (neither config.json nor adapter_config.json)" if folder.is_dir() else "does not exist"
         raise ModelError(f"The folder {folder} {what}. Name the `final/` folder that a finished run has written.")
     with loading_errors(str(place), key=key):
-        adapter = read_adapter(place) if (place / ADAPTER_CONFIG).is_file() else None
+        adapter = read_adapter_config(place) if (place / ADAPTER_CONFIG).is_file() else None
         base = str(place) if adapter is None else _base_of(place, adapter)
-        own = place / CONFIG if adapter is not None and (place / CONFIG / "config.json").is_file() else base
+        own = (
+            place / CONFIG_FOLDER if adapter is not None and (place / CONFIG_FOLDER / "config.json").is_file() else base
+        )
         with without_hub_retries(is_local=is_local_path(str(own))):
-            config = load_settings(AutoConfig, own, trust_remote_code=trust_remote_code, **_local(str(own)))
-        head = _head(config, adapter)
+            config = load_auto_class(
+                AutoConfig, own, trust_remote_code=trust_remote_code, **_local_files_only(str(own))
+            )
+        head = _infer_head(config, adapter)
         if adapter is not None and head in NEW_HEADS and own == base and (number := _num_classes(place)):
             config.num_labels = number  # under names such as LABEL_0: nothing in such a folder has others
         saved = SavedModel(place, adapter, base, config, head)
@@ -98,15 +102,15 @@ def look_at(folder: Path, *, key: str, trust_remote_code: bool = False) -> Saved
     return saved
 
 
-def load_saved(saved: SavedModel, *, key: str, dtype: str = "auto", trust_remote_code: bool = False) -> Any:
+def load_saved_model(saved: SavedModel, *, key: str, dtype: str = "auto", trust_remote_code: bool = False) -> Any:
     """Return the model in evaluation mode on the CPU; one with an adapter is a PeftModel. Raises ModelError."""
-    model = load_base(saved, key=key, dtype=dtype, trust_remote_code=trust_remote_code)
+    model = load_saved_base(saved, key=key, dtype=dtype, trust_remote_code=trust_remote_code)
     if saved.adapter is None:
         return model
-    return with_adapters(model, {"default": saved.folder}, key=key)
+    return attach_adapters(model, {"default": saved.folder}, key=key)
 
 
-def load_base(saved: SavedModel, *, key: str, dtype: str = "auto", trust_remote_code: bool = False) -> Any:
+def load_saved_base(saved: SavedModel, *, key: str, dtype: str = "auto", trust_remote_code: bool = False) -> Any:
     """Return the whole model without an adapter, its vocabulary as large as the folder's adapter wants it."""
     kind = dtype if dtype == "auto" else getattr(torch, dtype)
     brings_head = saved.adapter is not None and saved.head in NEW_HEADS  # else all of it has to be in the base
@@ -121,10 +125,10 @@ def load_base(saved: SavedModel, *, key: str, dtype: str = "auto", trust_remote_
             trust_remote_code=trust_remote_code,
             ignore_mismatched_sizes=brings_head,
             output_loading_info=True,
-            **_local(saved.base),
+            **_local_files_only(saved.base),
         )
         if not brings_head:
-            refuse_missing(loading, saved.base, key=key)
+            check_no_missing_weights(loading, saved.base, key=key)
     with loading_errors(str(saved.folder), key=key):
         size = 0 if saved.adapter is None else _num_embeddings(saved.folder, saved.adapter)
         if size and size > model.get_input_embeddings().num_embeddings:
@@ -132,14 +136,14 @@ def load_base(saved: SavedModel, *, key: str, dtype: str = "auto", trust_remote_
     return model.eval()
 
 
-def with_adapters(model: Any, folders: Mapping[str, Path], *, key: str) -> Any:
+def attach_adapters(model: Any, folders: Mapping[str, Path], *, key: str) -> Any:
     """Return the model with the adapters of these folders by name, the first one switched on; raises ModelError."""
     adapted = model
     for name, folder in folders.items():
         with loading_errors(str(folder), key=key):
             if not (folder / ADAPTER_CONFIG).is_file():
                 raise ValueError("there is no adapter_config.json in it.")
-            adapted = put_adapter(adapted, folder, name=name)
+            adapted = load_adapter(adapted, folder, name=name)
     return adapted.eval()
 
 
@@ -156,26 +160,26 @@ def _without_warnings() -> Iterator[None]:
 
 def _base_of(folder: Path, adapter: Mapping[str, Any]) -> str:
     """Return where the adapter's base is: beside it, for a run that made its own, else where the adapter says."""
-    if (folder / BASE / "config.json").is_file():
-        return str(folder / BASE)
+    if (folder / BASE_FOLDER / "config.json").is_file():
+        return str(folder / BASE_FOLDER)
     name = adapter.get("base_model_name_or_path")
     if not name:
         raise ValueError("its adapter_config.json names no base model (`base_model_name_or_path`).")
     return str(name)
 
 
-def _local(name: str) -> dict[str, Any]:
+def _local_files_only(name: str) -> dict[str, Any]:
     return {"local_files_only": is_local_path(name) or is_offline()}
 
 
-def _head(config: PreTrainedConfig, adapter: Mapping[str, Any] | None) -> str:
+def _infer_head(config: PreTrainedConfig, adapter: Mapping[str, Any] | None) -> str:
     """Return the head by what the adapter was trained for, else by the class that was saved."""
-    if adapter is not None and adapter.get("task_type") in _HEADS_OF_TASKS:
-        return _HEADS_OF_TASKS[adapter["task_type"]]
+    if adapter is not None and adapter.get("task_type") in _HEADS_BY_TASK_TYPE:
+        return _HEADS_BY_TASK_TYPE[adapter["task_type"]]
     classes = list(getattr(config, "architectures", None) or ())
     if adapter is not None and isinstance(adapter.get("auto_mapping"), dict):
         classes.insert(0, adapter["auto_mapping"].get("base_model_class"))
-    for head in _MOST_SPECIAL_FIRST:
+    for head in _HEADS_BY_PRIORITY:
         known = HEADS[head]._model_mapping._model_mapping.get(config.model_type, ())
         if set(classes) & set((known,) if isinstance(known, str) else known):
             return head
@@ -187,7 +191,7 @@ def _num_classes(folder: Path) -> int | None:
     if not (folder / ADAPTER_WEIGHTS).is_file():
         return None
     with safe_open(folder / ADAPTER_WEIGHTS, framework="pt") as file:
-        shapes = [file.get_slice(name).get_shape() for name in sorted(file.keys()) if _LAST_LAYER.search(name)]
+        shapes = [file.get_slice(name).get_shape() for name in sorted(file.keys()) if _CLASSIFIER_NAME.search(name)]
     return next((int(shape[0]) for shape in reversed(shapes) if len(shape) == 2), None)
 
 
@@ -196,7 +200,7 @@ def _num_embeddings(folder: Path, adapter: Mapping[str, Any]) -> int:
     sizes = [0]
     if (folder / ADAPTER_WEIGHTS).is_file():
         with safe_open(folder / ADAPTER_WEIGHTS, framework="pt") as file:
-            names = [name for name in file.keys() if _EMBEDDING.search(name)]  # noqa: SIM118  # not a dict
+            names = [name for name in file.keys() if _EMBEDDING_NAME.search(name)]  # noqa: SIM118  # not a dict
             sizes += [int(file.get_slice(name).get_shape()[0]) for name in names]
     indices = adapter.get("trainable_token_indices") or adapter.get("token_indices") or ()
     lists = indices.values() if isinstance(indices, dict) else (indices,)

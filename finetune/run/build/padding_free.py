@@ -11,7 +11,7 @@ from finetune.config.sections.data import DataSection
 from finetune.errors import ModelError
 from finetune.model.attention.implementation import keeps_samples_apart
 from finetune.model.loading.architecture import load_model_config
-from finetune.model.loading.pretrained import ADAPTER_CONFIG, read_adapter
+from finetune.model.loading.pretrained import ADAPTER_CONFIG, read_adapter_config
 
 Adapter = Mapping[str, Any] | None
 """What an adapter_config.json says."""
@@ -58,6 +58,6 @@ def _stands_before_text(config: RunConfig, adapter: Adapter) -> bool:
     """Tell whether something is learnt before the text, which samples in one row would share."""
     if adapter is None and config.model.adapter is not None:
         path = Path(config.model.adapter).expanduser() / ADAPTER_CONFIG
-        adapter = read_adapter(path.parent) if path.is_file() else None
+        adapter = read_adapter_config(path.parent) if path.is_file() else None
     kind = adapter_of(config) if adapter is None else str(adapter.get("peft_type", "")).lower()
     return kind in PROMPTS

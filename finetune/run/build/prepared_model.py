@@ -19,7 +19,7 @@ from finetune.data.features import Features
 from finetune.model.attention.isolation import prove_isolation, require_positions
 from finetune.model.attention.varlen_kernels import missing_kernel
 from finetune.model.compilation import compile_model
-from finetune.model.loading.pretrained import base_note
+from finetune.model.loading.pretrained import base_mismatch_warning
 from finetune.model.processing import check_pixels
 from finetune.model.size import (
     AVERAGE_BYTES,
@@ -176,7 +176,7 @@ def _warn(config: RunConfig, say: RunLog) -> None:
     missing = missing_kernel(is_half=is_half) if is_padding_free(settled(config).batching) else None
     if missing and config.model.attention == "auto":
         say(f"warning: {missing}")
-    note = base_note(config.model.adapter, name=config.model.name) if config.model.adapter else None
+    note = base_mismatch_warning(config.model.adapter, name=config.model.name) if config.model.adapter else None
     if note:
         say(note)
 

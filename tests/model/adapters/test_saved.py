@@ -6,7 +6,7 @@ from safetensors.torch import load_file, save_file
 
 from finetune.config.sections.model import Ia3Section, LoraSection, OftSection, PromptTuningSection
 from finetune.errors import ModelError
-from finetune.model.loading.pretrained import adapter_digest, base_note
+from finetune.model.loading.pretrained import adapter_digest, base_mismatch_warning
 
 BATCH = torch.arange(24).reshape(2, 12)
 KINDS = {
@@ -72,10 +72,10 @@ def test_a_folder_without_an_adapter_is_told(from_config, build, adapted, tmp_pa
 
 def test_another_base_is_told_or_refused(tmp_path):
     (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "org/one"}))
-    assert base_note(str(tmp_path), name="org/one") is None
-    assert "Are they the same weights?" in base_note(str(tmp_path), name="./copy-of-one")
+    assert base_mismatch_warning(str(tmp_path), name="org/one") is None
+    assert "Are they the same weights?" in base_mismatch_warning(str(tmp_path), name="./copy-of-one")
     with pytest.raises(ModelError, match=r"was trained on `org/one`, and model.name is `org/other`"):
-        base_note(str(tmp_path), name="org/other")
+        base_mismatch_warning(str(tmp_path), name="org/other")
 
 
 def test_the_first_adapter_is_known_by_its_content(saved, tmp_path):

@@ -10,9 +10,9 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, dynamic_m
 
 from finetune.errors import ModelError
 from finetune.model.loading.hub import loading_errors
-from finetune.model.loading.model_files import check_matrices, read_settings
-from finetune.model.loading.pretrained import load_settings
-from finetune.model.upstream import guarded, replacements
+from finetune.model.loading.model_files import check_matrix_sizes, read_json_settings
+from finetune.model.loading.pretrained import load_auto_class
+from finetune.model.upstream import data_only_loading, loading_patches
 
 PACKAGE = Path(__file__).parents[3] / "finetune"
 ONE_PLACE = "model/loading/pretrained.py"
@@ -49,9 +49,9 @@ def test_nobody_else_loads_models_or_reads_pickles():
 
 
 def test_every_door_is_there_in_this_version_of_transformers():
-    doors = [(owner, name) for owner, name, _ in replacements(trust_remote_code=False)]
+    doors = [(owner, name) for owner, name, _ in loading_patches(trust_remote_code=False)]
     assert len(doors) == 8 and all(hasattr(owner, name) for owner, name in doors)
-    assert len(list(replacements(trust_remote_code=True))) == 5
+    assert len(list(loading_patches(trust_remote_code=True))) == 5
 
 
 def test_transformers_asks_nobody(monkeypatch):
@@ -63,14 +63,14 @@ def test_transformers_asks_nobody(monkeypatch):
 def test_the_doors_are_shut_meanwhile_alone(tmp_path):
     (tmp_path / "evil.py").write_text("")
     torch.save({"a": torch.ones(1)}, tmp_path / "a.bin")
-    with guarded(trust_remote_code=False):
+    with data_only_loading(trust_remote_code=False):
         with pytest.raises(ModelError, match=r"model\.trust_remote_code: true"):
             dynamic_module_utils.get_class_from_dynamic_module("evil.A", str(tmp_path), local_files_only=True)
         with pytest.raises(ModelError, match="pickled"):
             torch.load(tmp_path / "a.bin")
         with pytest.raises(ModelError, match="pickled"):
             torch.load(tmp_path / "a.bin", weights_only=False)
-    with guarded(trust_remote_code=True):
+    with data_only_loading(trust_remote_code=True):
         assert torch.load(tmp_path / "a.bin")["a"] == 1
     assert torch.load(tmp_path / "a.bin")["a"] == 1
 
@@ -80,14 +80,14 @@ def test_an_adapter_beside_a_whole_model_is_refused_also_where_all_is_trusted(tm
     LlamaForCausalLM(LlamaConfig(num_attention_heads=1, **config)).save_pretrained(tmp_path)
     (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "other"}))
     for trusts in (False, True):
-        with guarded(trust_remote_code=trusts), pytest.raises(ModelError, match="holds an adapter"):
+        with data_only_loading(trust_remote_code=trusts), pytest.raises(ModelError, match="holds an adapter"):
             LlamaForCausalLM.from_pretrained(tmp_path)
 
 
 def test_a_tokenizer_is_no_other_class_of_transformers(tmp_path):
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "RagRetriever"}')
     with pytest.raises(ModelError, match=r"'RagRetriever', which is no PreTrainedTokenizerBase"):
-        load_settings(AutoTokenizer, tmp_path, trust_remote_code=False)
+        load_auto_class(AutoTokenizer, tmp_path, trust_remote_code=False)
 
 
 def test_a_panic_of_rust_becomes_an_error_and_ctrl_c_stays():
@@ -104,16 +104,16 @@ def test_a_panic_of_rust_becomes_an_error_and_ctrl_c_stays():
 def test_settings_are_one_object_of_moderate_depth(tmp_path):
     path = tmp_path / "config.json"
     path.write_text('{"a": {"b": [1, "ü", {"c": null}]}}')
-    assert read_settings(path) == {"a": {"b": [1, "ü", {"c": None}]}}
+    assert read_json_settings(path) == {"a": {"b": [1, "ü", {"c": None}]}}
     path.write_text('{"a": ' + "[" * 63 + "]" * 63 + "}")
-    assert len(read_settings(path)) == 1
+    assert len(read_json_settings(path)) == 1
     path.write_text('{"a": ' + "[" * 64 + "]" * 64 + "}")
     with pytest.raises(ModelError, match=r"config\.json: is damaged: it is nested more than 64 deep"):
-        read_settings(path)
+        read_json_settings(path)
 
 
 def test_matrices_beyond_the_weights_are_not_built_for_a_new_head(tmp_path):
     (tmp_path / "model.safetensors").write_bytes(bytes(1000))
-    check_matrices(tmp_path, LlamaConfig(hidden_size=4096, intermediate_size=16_384, vocab_size=65_000))
+    check_matrix_sizes(tmp_path, LlamaConfig(hidden_size=4096, intermediate_size=16_384, vocab_size=65_000))
     with pytest.raises(ModelError, match=r"config\.json: `hidden_size` 8,000,000, .* cannot be those of the weights"):
-        check_matrices(tmp_path, LlamaConfig(hidden_size=8_000_000, vocab_size=257))
+        check_matrix_sizes(tmp_path, LlamaConfig(hidden_size=8_000_000, vocab_size=257))

@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from finetune.errors import ModelError
-from finetune.model.loading.saved import load_base, load_saved, look_at, with_adapters
+from finetune.model.loading.saved import attach_adapters, inspect_model_folder, load_saved_base, load_saved_model
 
 LLAMA = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 BERT = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -56,28 +56,28 @@ def test_the_head_is_that_of_the_class_that_was_saved(tmp_path, llama):
     }
     for head, model in models.items():
         model.save_pretrained(tmp_path / head)
-        assert look_at(tmp_path / head, key="k").head == head
-    assert look_at(llama, key="k").head == "causal_lm"
-    assert [look_at(tmp_path / head, key="k").can_talk for head in models] == [True, False, False]
+        assert inspect_model_folder(tmp_path / head, key="k").head == head
+    assert inspect_model_folder(llama, key="k").head == "causal_lm"
+    assert [inspect_model_folder(tmp_path / head, key="k").can_generate for head in models] == [True, False, False]
 
 
 def test_final_is_found_in_a_run_s_folder(tmp_path, llama):
     (tmp_path / "run").mkdir()
     llama.rename(tmp_path / "run" / "final")
-    assert look_at(tmp_path / "run", key="k").folder == tmp_path / "run" / "final"
+    assert inspect_model_folder(tmp_path / "run", key="k").folder == tmp_path / "run" / "final"
 
 
 def test_an_adapter_is_loaded_on_the_base_it_names(tmp_path, llama):
     made = adapted(LlamaForCausalLM.from_pretrained(llama), tmp_path / "adapter", task_type="CAUSAL_LM")
-    saved = look_at(tmp_path / "adapter", key="k")
+    saved = inspect_model_folder(tmp_path / "adapter", key="k")
     assert (saved.base, saved.head) == (str(llama), "causal_lm")
-    assert torch.equal(logits_of(load_saved(saved, key="k")), logits_of(made))
+    assert torch.equal(logits_of(load_saved_model(saved, key="k")), logits_of(made))
 
 
 def test_a_base_beside_the_adapter_is_taken_before_the_one_that_is_named(tmp_path, llama):
     adapted(LlamaForCausalLM.from_pretrained(llama), tmp_path / "adapter")
     shutil.copytree(llama, tmp_path / "adapter" / "base")
-    assert look_at(tmp_path / "adapter", key="k").base == str(tmp_path / "adapter" / "base")
+    assert inspect_model_folder(tmp_path / "adapter", key="k").base == str(tmp_path / "adapter" / "base")
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_rows_that_the_base_lacks_come_with_the_adapter(tmp_path, llama, keys):
     made = adapted(base, tmp_path / "adapter", **keys)
     ids = IDS.clone()
     ids[0, -2:] = torch.tensor([40, 41])
-    loaded = load_saved(look_at(tmp_path / "adapter", key="k"), key="k")
+    loaded = load_saved_model(inspect_model_folder(tmp_path / "adapter", key="k"), key="k")
     assert loaded.get_input_embeddings().weight.shape[0] == 42
     wanted, got = logits_of(made, ids), logits_of(loaded, ids)
     if "trainable_token_indices" in keys:  # what the head says of tokens that nobody has trained is left to chance
@@ -102,20 +102,20 @@ def test_classes_that_the_base_lacks_are_counted_in_the_adapter(tmp_path):
     BertModel(BertConfig(**BERT)).save_pretrained(tmp_path / "bert")
     base = BertForSequenceClassification.from_pretrained(tmp_path / "bert", num_labels=3)
     made = adapted(base, tmp_path / "adapter", task_type="SEQ_CLS")
-    saved = look_at(tmp_path / "adapter", key="k")
+    saved = inspect_model_folder(tmp_path / "adapter", key="k")
     assert saved.labels == ("LABEL_0", "LABEL_1", "LABEL_2")
-    assert torch.equal(logits_of(load_saved(saved, key="k")), logits_of(made))
+    assert torch.equal(logits_of(load_saved_model(saved, key="k")), logits_of(made))
     named = BertConfig(**BERT, id2label={0: "bad", 1: "so so", 2: "good"})
     named.save_pretrained(tmp_path / "adapter" / "config")
-    assert look_at(tmp_path / "adapter", key="k").labels == ("bad", "so so", "good")
+    assert inspect_model_folder(tmp_path / "adapter", key="k").labels == ("bad", "so so", "good")
 
 
 def test_several_adapters_share_one_base(tmp_path, llama):
     for name in ("one", "two"):
         adapted(LlamaForCausalLM.from_pretrained(llama), tmp_path / name, task_type="CAUSAL_LM")
-    base = load_base(look_at(llama, key="k"), key="k")
+    base = load_saved_base(inspect_model_folder(llama, key="k"), key="k")
     alone = logits_of(base)
-    model = with_adapters(base, {name: tmp_path / name for name in ("one", "two")}, key="k")
+    model = attach_adapters(base, {name: tmp_path / name for name in ("one", "two")}, key="k")
     first = logits_of(model)
     model.set_adapter("two")
     second = logits_of(model)
@@ -126,11 +126,11 @@ def test_several_adapters_share_one_base(tmp_path, llama):
 
 def test_what_is_no_model_is_told(tmp_path, llama):
     with pytest.raises(ModelError, match="does not exist"):
-        look_at(tmp_path / "nothing", key="chat")
+        inspect_model_folder(tmp_path / "nothing", key="chat")
     with pytest.raises(ModelError, match="holds no model"):
-        look_at(tmp_path, key="chat")
+        inspect_model_folder(tmp_path, key="chat")
     (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA"}))
     with pytest.raises(ModelError, match=r"chat: .* names no base model"):
-        look_at(tmp_path, key="chat")
+        inspect_model_folder(tmp_path, key="chat")
     with pytest.raises(ModelError, match=r"--adapter: .* there is no adapter_config\.json in it"):
-        with_adapters(load_base(look_at(llama, key="k"), key="k"), {"one": llama}, key="--adapter")
+        attach_adapters(load_saved_base(inspect_model_folder(llama, key="k"), key="k"), {"one": llama}, key="--adapter")
