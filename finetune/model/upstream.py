@@ -20,10 +20,10 @@ from finetune.errors import ModelError
 from finetune.model.loading.model_files import PICKLE_ADVICE, REMOTE_CODE_ADVICE, check_index
 
 
-def tell_of_none(model: PreTrainedModel) -> None:
+def allow_missing_embeddings(model: PreTrainedModel) -> None:
     """Have a model without embeddings say so: transformers raises, and Accelerate's FSDP2 (1.15) asks any model."""
     if input_embeddings(model) is None:
-        model.get_input_embeddings = _none
+        model.get_input_embeddings = _no_embeddings
 
 
 def input_embeddings(model: PreTrainedModel) -> nn.Module | None:
@@ -43,7 +43,7 @@ def output_embeddings(model: PreTrainedModel) -> Any:
         return None
 
 
-def _none() -> None:
+def _no_embeddings() -> None:
     return None
 
 
@@ -138,7 +138,7 @@ def _restricted_to(find: Callable[..., Any], base: type) -> Callable[..., Any]:
 
 
 @contextmanager
-def whole_head(model: Any) -> Iterator[None]:
+def head_as_one_unit(model: Any) -> Iterator[None]:
     """Have the model name, meanwhile, all of its head as its output embeddings where these share more than the table.
 
     The bias of BERT's decoder is its head's, too. Accelerate shards the output embeddings as a unit of FSDP2, and torch
@@ -147,7 +147,7 @@ def whole_head(model: Any) -> Iterator[None]:
     inside of adapters.
     """
     decoder = output_embeddings(model)
-    head = None if decoder is None else _holder(model, decoder)
+    head = None if decoder is None else _module_sharing_parameters(model, decoder)
     if head is None:
         yield
         return
@@ -160,7 +160,7 @@ def whole_head(model: Any) -> Iterator[None]:
         del model.get_output_embeddings, kind.weight
 
 
-def _holder(model: nn.Module, decoder: nn.Module) -> nn.Module | None:
+def _module_sharing_parameters(model: nn.Module, decoder: nn.Module) -> nn.Module | None:
     """Return the module around the decoder that holds one of its parameters as its own; None where none does."""
     own = {id(parameter) for parameter in decoder.parameters()}
     for module in model.modules():
@@ -170,11 +170,11 @@ def _holder(model: nn.Module, decoder: nn.Module) -> nn.Module | None:
     return None
 
 
-_NAMES = "_no_split_modules"
-_WIDTHS = ("hidden_size", "hidden_sizes")
+_NO_SPLIT_MODULES = "_no_split_modules"
+_HIDDEN_SIZE_NAMES = ("hidden_size", "hidden_sizes")
 
 
-def name_own_layers(model: PreTrainedModel) -> None:
+def keep_own_no_split_modules(model: PreTrainedModel) -> None:
     """Leave the model with those names of whole layers that it has layers of, and that hold no input embeddings.
 
     Accelerate gives the embeddings to a unit of FSDP2 of their own, together with the head that they are tied to, and
@@ -190,13 +190,13 @@ def name_own_layers(model: PreTrainedModel) -> None:
         for module in model.modules()
         if embeddings is None or all(each is not embeddings for each in module.modules())
     }
-    names = getattr(model, _NAMES, None) or ()
+    names = getattr(model, _NO_SPLIT_MODULES, None) or ()
     own = [name for name in names if name in kinds]
     if own and len(own) < len(names):
-        setattr(model, _NAMES, set(own) if isinstance(names, set) else own)
+        setattr(model, _NO_SPLIT_MODULES, set(own) if isinstance(names, set) else own)
 
 
-def share_input_embeddings(model: PreTrainedModel) -> None:
+def unify_tied_embeddings(model: PreTrainedModel) -> None:
     """Let modules that are the same table as the input embeddings be that very module.
 
     Encoder and decoder of a T5 have one each, with one weight. FSDP2 refuses a weight that stands in several of its
@@ -222,19 +222,19 @@ def _is_same_table(one: nn.Module, other: nn.Module) -> bool:
 
 
 @contextmanager
-def telling_width(config: Any) -> Iterator[None]:
+def expose_hidden_size(config: Any) -> Iterator[None]:
     """Have the config tell the width of its text part meanwhile, where it has none of its own.
 
     Accelerate fills ZeRO-3's `auto` buckets by `config.hidden_size` and refuses a model of images and text, which has
     it in `text_config` (accelerate 1.15). May go when it asks `get_text_config()`.
     """
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    width = getattr(text, _WIDTHS[0], None)
-    if width is None or any(hasattr(config, name) for name in _WIDTHS):
+    width = getattr(text, _HIDDEN_SIZE_NAMES[0], None)
+    if width is None or any(hasattr(config, name) for name in _HIDDEN_SIZE_NAMES):
         yield
         return
-    setattr(config, _WIDTHS[0], width)
+    setattr(config, _HIDDEN_SIZE_NAMES[0], width)
     try:
         yield
     finally:
-        delattr(config, _WIDTHS[0])
+        delattr(config, _HIDDEN_SIZE_NAMES[0])

@@ -11,7 +11,7 @@ from finetune.errors import ModelError
 from finetune.model.adapters.build import add_adapter
 from finetune.model.adapters.context import Ground
 from finetune.model.freeze import excluded, freeze, freeze_unread, train_only, unread_modules
-from finetune.model.upstream import name_own_layers, telling_width
+from finetune.model.upstream import expose_hidden_size, keep_own_no_split_modules
 
 
 class Tied(nn.Module):
@@ -116,17 +116,17 @@ def test_they_get_no_adapter():
 def test_only_layers_that_a_model_has_are_named_as_whole():
     model = llava(-2)
     assert "CLIPTextEmbeddings" in model._no_split_modules
-    name_own_layers(model)
+    keep_own_no_split_modules(model)
     assert {"CLIPEncoderLayer", "LlamaDecoderLayer"} <= set(model._no_split_modules)
     assert "CLIPTextEmbeddings" not in model._no_split_modules
 
 
 def test_a_config_of_parts_tells_its_width_while_it_is_asked():
     config = llava(-2).config
-    with telling_width(config):
+    with expose_hidden_size(config):
         assert config.hidden_size == 16
     assert not hasattr(config, "hidden_size")
     assert "hidden_size" not in config.to_dict()
-    with telling_width(config.text_config):
+    with expose_hidden_size(config.text_config):
         assert config.text_config.hidden_size == 16
     assert config.text_config.hidden_size == 16

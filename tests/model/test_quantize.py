@@ -8,7 +8,7 @@ from finetune.model import quantize
 from finetune.model.adapters import lora
 from finetune.model.adapters.build import add_adapter
 from finetune.model.adapters.context import Ground
-from finetune.model.quantize import quantization_config, weights_folder
+from finetune.model.quantize import quantization_config, unquantized_weights_folder
 from finetune.model.size import describe
 
 BATCH = torch.arange(24).reshape(2, 12)
@@ -97,8 +97,8 @@ def test_loftq_without_the_original_weights_is_told(load, tmp_path):
 
 def test_original_weights_are_looked_for_where_they_are_needed(from_config, folder):
     section = from_config().model_copy(update={"from_config": None, "name": str(folder)})
-    assert weights_folder(section) is None
-    assert weights_folder(section.model_copy(update={"lora": LoraSection(init="loftq")})) == str(folder)
+    assert unquantized_weights_folder(section) is None
+    assert unquantized_weights_folder(section.model_copy(update={"lora": LoraSection(init="loftq")})) == str(folder)
 
 
 @needs_torchao

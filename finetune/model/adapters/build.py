@@ -42,23 +42,23 @@ from finetune.model.loading.initialize import as_cpu_float32
 from finetune.runtime.seeds import derive_seed
 
 
-def leave_casts_to_autocast(model: nn.Module) -> None:
+def skip_redundant_casts(model: nn.Module) -> None:
     """Have LoRA's layers hand a 16-bit input to their matrices as it is where autocast would round it back anyway.
 
     peft widens every input to the adapter's float32, which autocast undoes right away: the same bits, for two passes
     over the activations in every adapted layer (peft 0.21). Dropout and DoRA, which go by the type, keep it.
     """
     for layer in model.modules():
-        if isinstance(layer, LoraLayer) and _is_plain(layer):
-            layer._cast_input_dtype = _cast
+        if isinstance(layer, LoraLayer) and _has_plain_lora(layer):
+            layer._cast_input_dtype = _cast_unless_autocast
 
 
-def _is_plain(layer: Any) -> bool:
+def _has_plain_lora(layer: Any) -> bool:
     drops = any(not isinstance(each, nn.Identity) for each in layer.lora_dropout.values())
     return not drops and not getattr(layer, "lora_variant", {})
 
 
-def _cast(x: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+def _cast_unless_autocast(x: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     is_left = x is None or x.dtype == dtype or (x.element_size() == 2 and torch.is_autocast_enabled(x.device.type))
     return x if is_left or x is None else x.to(dtype)
 
@@ -77,7 +77,7 @@ def add_adapter(model: PreTrainedModel, wish: Wish, ground: Ground) -> PeftModel
     except (ValueError, TypeError) as error:  # peft's, for layers that this method has no adapter for
         raise ModelError(f"model.{kind.key}: {error_summary(error)} {candidates_sentence(model)}") from error
     kind.fill(adapted, wish, ground)
-    leave_casts_to_autocast(adapted)
+    skip_redundant_casts(adapted)
     return adapted
 
 

@@ -30,8 +30,8 @@ from finetune.model.loading.architecture import (
 from finetune.model.loading.hub import is_local_path, loading_errors
 from finetune.model.loading.initialize import initialize_weights, skip_weight_init
 from finetune.model.loading.pretrained import build_from_config, load_weights
-from finetune.model.quantize import keep_as_stored, quantization_config
-from finetune.model.upstream import name_own_layers, share_input_embeddings, tell_of_none
+from finetune.model.quantize import disable_cpu_repacking, quantization_config
+from finetune.model.upstream import allow_missing_embeddings, keep_own_no_split_modules, unify_tied_embeddings
 from finetune.runtime.hub import without_hub_retries
 from finetune.runtime.parameters import InitContext
 
@@ -154,7 +154,7 @@ def _load_pretrained(
             **({} if quantization is None else {"quantization_config": quantization}),
         )
     if quantization is not None:
-        keep_as_stored(model)
+        disable_cpu_repacking(model)
     absent = {*loading["missing_keys"], *(each[0] for each in loading.get("mismatched_keys", ()))}
     new = frozenset(name for name in absent if may_be_new and is_head_parameter(name, model))
     missing = sorted(absent - new)
@@ -176,13 +176,13 @@ def _check_vocabulary(model: PreTrainedModel, *, vocabulary_size: int) -> None:
 
 
 def _prepare_for_training(model: PreTrainedModel, *, section: ModelSection) -> PreTrainedModel:
-    tell_of_none(model)
+    allow_missing_embeddings(model)
     inputs, outputs = model.get_input_embeddings(), model.get_output_embeddings()
     if inputs is not None and outputs is not None:
         model.config.tie_word_embeddings = inputs.weight is outputs.weight
     freeze_unread(model)
-    share_input_embeddings(model)
-    name_own_layers(model)
+    unify_tied_embeddings(model)
+    keep_own_no_split_modules(model)
     model.config.use_cache = False  # generation asks for its cache through generation_config
     if section.gradient_checkpointing:
         recompute(model, section.gradient_checkpointing)

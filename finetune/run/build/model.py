@@ -15,7 +15,7 @@ from finetune.model.loading.architecture import SpecialTokenIds
 from finetune.model.loading.dry_run import dry_run_model
 from finetune.model.loading.load import load_model
 from finetune.model.new_tokens import give_rows, new_ids
-from finetune.model.quantize import weights_folder
+from finetune.model.quantize import unquantized_weights_folder
 from finetune.runtime import distributed
 from finetune.runtime.optional import lazily
 from finetune.runtime.parameters import InitContext
@@ -66,7 +66,7 @@ def _learning(
             init_context=construction,
             tokenizer=tokenizer,
             new_ids=ids,
-            base=weights_folder(section),
+            base=unquantized_weights_folder(section),
         )
         return build.add_adapter(model, wish, ground)
     freeze(model, section.freeze)

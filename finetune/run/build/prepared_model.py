@@ -30,7 +30,7 @@ from finetune.model.size import (
     precision_warnings,
     state_bytes,
 )
-from finetune.model.upstream import telling_width, whole_head
+from finetune.model.upstream import expose_hidden_size, head_as_one_unit
 from finetune.report.run_log import RunLog
 from finetune.run.build.data import Lessons
 from finetune.run.build.model import build_model
@@ -96,8 +96,8 @@ def make_machine(
     _compile(config, strategy, unwrap_model(plain), say=say)
     held = keep_bf16_parameters(accelerator, is_wanted=config.train.optimizer.stochastic_rounding)
     with (
-        telling_width(plain.config),
-        whole_head(unwrap_model(plain)),
+        expose_hidden_size(plain.config),
+        head_as_one_unit(unwrap_model(plain)),
         broadcast_rank_0_buffers(accelerator, plain),
         held,
     ):

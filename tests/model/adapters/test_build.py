@@ -43,7 +43,7 @@ def test_an_input_is_not_widened_for_autocast_to_round_it_back(build, from_confi
     found = []
     for is_ours in (True, False):
         if not is_ours:
-            monkeypatch.setattr(building, "leave_casts_to_autocast", lambda model: None)
+            monkeypatch.setattr(building, "skip_redundant_casts", lambda model: None)
         ground = Ground(seed=7, head="causal_lm", revision=None, init_context=InitContext())
         model = add_adapter(build(from_config(dtype="bfloat16")), LoraSection(rank=4, **lora), ground)
         torch.manual_seed(0)
