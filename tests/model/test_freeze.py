@@ -10,7 +10,7 @@ from finetune.config.sections.model import LoraSection
 from finetune.errors import ModelError
 from finetune.model.adapters.build import add_adapter
 from finetune.model.adapters.context import Ground
-from finetune.model.freeze import excluded, freeze, freeze_unread, train_only, unread_modules
+from finetune.model.freeze import freeze, freeze_unused, peft_exclude_pattern, train_only, unused_modules
 from finetune.model.upstream import expose_hidden_size, keep_own_no_split_modules
 
 
@@ -85,7 +85,7 @@ LAYERS = {
 
 @pytest.mark.parametrize("read", LAYERS)
 def test_the_layers_behind_the_one_that_is_read_are_found(read):
-    found = unread_modules(llava(list(read) if isinstance(read, tuple) else read))
+    found = unused_modules(llava(list(read) if isinstance(read, tuple) else read))
     assert list(found) == [f"{TOWER}.{name}" for name in (*LAYERS[read], "post_layernorm")]
 
 
@@ -94,7 +94,7 @@ def test_they_are_those_without_a_gradient():
     ids = torch.tensor([[1, 31, 31, 31, 31, 2]])
     model(input_ids=ids, pixel_values=torch.rand(1, 3, 16, 16)).logits.sum().backward()
     without = {name for name, parameter in model.named_parameters() if parameter.grad is None}
-    freeze_unread(model)
+    freeze_unused(model)
     assert without == {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
     assert len(without) > 10
 
@@ -102,8 +102,8 @@ def test_they_are_those_without_a_gradient():
 def test_a_language_model_is_read_as_a_whole():
     config = AutoConfig.for_model("llama", num_hidden_layers=1, vocab_size=32, **SMALL)
     model = AutoModelForCausalLM.from_config(config)
-    assert unread_modules(model) == ()
-    assert excluded(model) is None
+    assert unused_modules(model) == ()
+    assert peft_exclude_pattern(model) is None
 
 
 def test_they_get_no_adapter():

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from finetune.config.sections.model import LoraSection
 from finetune.errors import ModelError
 from finetune.model.adapters.context import ADAPTER, TASK_TYPES, Ground, check_each, is_transposed, name_of
-from finetune.model.freeze import excluded
+from finetune.model.freeze import peft_exclude_pattern
 from finetune.model.loading.architecture import new_head_modules
 from finetune.model.loading.hub import loading_errors
 
@@ -47,7 +47,7 @@ def lora_config(model: PreTrainedModel, lora: LoraSection, ground: Ground) -> Lo
         lora_alpha=lora.alpha,
         lora_dropout=lora.dropout,
         target_modules=_targets(model, lora, head=ground.head),
-        exclude_modules=excluded(model),
+        exclude_modules=peft_exclude_pattern(model),
         modules_to_save=[*lora.modules_to_save, *new_head_modules(model, head=ground.head)] or None,
         use_rslora=lora.rslora,
         use_dora=lora.dora,

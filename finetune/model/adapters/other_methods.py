@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from finetune.config.sections.model import Ia3Section, OftSection, PrefixTuningSection, PromptTuningSection
 from finetune.errors import ModelError
 from finetune.model.adapters.context import ADAPTER, TASK_TYPES, Ground, check_each, is_transposed
-from finetune.model.freeze import excluded
+from finetune.model.freeze import peft_exclude_pattern
 from finetune.model.loading.architecture import new_head_modules
 from finetune.runtime.seeds import derive_seed
 
@@ -36,7 +36,7 @@ def oft_config(model: PreTrainedModel, oft: OftSection, ground: Ground) -> OFTCo
         oft_block_size=oft.block_size,
         module_dropout=oft.dropout,
         target_modules=oft.target_modules if isinstance(oft.target_modules, str) else list(oft.target_modules),
-        exclude_modules=excluded(model),
+        exclude_modules=peft_exclude_pattern(model),
         modules_to_save=list(new_head_modules(model, head=ground.head)) or None,
         bias="none",
         task_type=TASK_TYPES.get(ground.head),

@@ -15,7 +15,7 @@ from finetune.config.sections.model import ModelSection
 from finetune.errors import ModelError
 from finetune.model.activations import recompute
 from finetune.model.attention.implementation import attention_implementation, best_attention
-from finetune.model.freeze import freeze_unread
+from finetune.model.freeze import freeze_unused
 from finetune.model.loading.architecture import (
     HEADS,
     NEW_HEADS,
@@ -180,7 +180,7 @@ def _prepare_for_training(model: PreTrainedModel, *, section: ModelSection) -> P
     inputs, outputs = model.get_input_embeddings(), model.get_output_embeddings()
     if inputs is not None and outputs is not None:
         model.config.tie_word_embeddings = inputs.weight is outputs.weight
-    freeze_unread(model)
+    freeze_unused(model)
     unify_tied_embeddings(model)
     keep_own_no_split_modules(model)
     model.config.use_cache = False  # generation asks for its cache through generation_config
