@@ -28,7 +28,7 @@ from finetune.data.token_cache.cache import identify
 from finetune.data.token_cache.counts import Counts, Share
 from finetune.data.token_cache.store import PreparedManifest
 from finetune.data.workers import LoaderSettings
-from finetune.model.generation import Manner
+from finetune.model.generation import SamplingParams
 from finetune.report import events
 from finetune.runtime.progress import Progress
 from finetune.runtime.recorded import recorded_name
@@ -156,7 +156,7 @@ WRITTEN = [
     (HangReport, "rank host pid point step silent_seconds where"),
     (Peer, "rank host pid"),
     (LoaderSettings, "num_workers pin_memory persistent_workers prefetch_factor"),
-    (Manner, "max_new_tokens temperature top_p"),
+    (SamplingParams, "max_new_tokens temperature top_p"),
 ]  # fmt: skip
 
 

@@ -13,7 +13,7 @@ from transformers import TextStreamer
 from finetune.data.encoding.prompts import ChatPrompt, prompt_ids, text_inputs
 from finetune.data.templates.chat_template import stop_ids
 from finetune.errors import UserError
-from finetune.model.generation import Manner, answer_batch
+from finetune.model.generation import SamplingParams, generate_batch
 from finetune.model.loading.saved import (
     SavedModel,
     attach_adapters,
@@ -103,7 +103,7 @@ def chat(
     """
     quiet_libraries(is_main=True)
     saved = inspect_model_folder(folder, key="chat", trust_remote_code=trust_remote_code)
-    manner = Manner(max_new_tokens, temperature)
+    manner = SamplingParams(max_new_tokens, temperature)
     named = _named(adapters)
     speaker = _speaker(saved, manner, adapters=named, trust_remote_code=trust_remote_code)
     is_terminal = sys.stdin.isatty()
@@ -162,7 +162,7 @@ class Speaker:
 
     model: Any
     tokenizer: Any
-    manner: Manner
+    manner: SamplingParams
     adapters: tuple[str, ...] = ()
     adapter: str | None = None  # the one in use; None: the base answers alone
     number: list[int] = field(default_factory=lambda: [0])  # of answers drawn so far
@@ -186,7 +186,7 @@ class Speaker:
         room = most if limit is None else max(min(most, limit - len(tokens)), 1)
         self.number[0] += 1
         with self._adapted():
-            (made,) = answer_batch(
+            (made,) = generate_batch(
                 self.model,
                 [tokens],
                 [derive_seed("chat", self.number[0])],
@@ -221,10 +221,14 @@ class Speaker:
 
 def load_speaker(folder: Path, *, max_new_tokens: int = 256) -> Speaker:
     """Return the model of the folder, or an adapter on its base, on the accelerator where there is one."""
-    return _load(inspect_model_folder(folder, key="chat"), Manner(max_new_tokens), adapters={}, trust_remote_code=False)
+    return _load(
+        inspect_model_folder(folder, key="chat"), SamplingParams(max_new_tokens), adapters={}, trust_remote_code=False
+    )
 
 
-def _speaker(saved: SavedModel, manner: Manner, *, adapters: Mapping[str, Path], trust_remote_code: bool) -> Any:
+def _speaker(
+    saved: SavedModel, manner: SamplingParams, *, adapters: Mapping[str, Path], trust_remote_code: bool
+) -> Any:
     if saved.can_generate:
         return _load(saved, manner, adapters=adapters, trust_remote_code=trust_remote_code)
     if saved.head == "sequence_classification":
@@ -237,7 +241,9 @@ def _speaker(saved: SavedModel, manner: Manner, *, adapters: Mapping[str, Path],
     )
 
 
-def _load(saved: SavedModel, manner: Manner, *, adapters: Mapping[str, Path], trust_remote_code: bool) -> Speaker:
+def _load(
+    saved: SavedModel, manner: SamplingParams, *, adapters: Mapping[str, Path], trust_remote_code: bool
+) -> Speaker:
     own = {} if saved.adapter is None else {saved.folder.name: saved.folder}
     folders = {**own, **adapters}
     model = load_saved_base(saved, key="chat", trust_remote_code=trust_remote_code)

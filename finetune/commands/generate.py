@@ -23,7 +23,7 @@ from finetune.data.sources.files import Origin
 from finetune.data.sources.local import find_local
 from finetune.data.templates.chat_template import stop_ids
 from finetune.errors import DataError, UserError
-from finetune.model.generation import Manner, answer_batch
+from finetune.model.generation import SamplingParams, generate_batch
 from finetune.model.loading.saved import (
     SavedModel,
     attach_adapters,
@@ -133,7 +133,7 @@ def generate_file(
     saved = inspect_model_folder(source, key="generate", trust_remote_code=trust_remote_code)
     _check(saved, output=output, adapter=adapter)
     origin = find_local(SourceSection(path=str(rows)), key="--input", log=_silent)
-    manner = Manner(max_new_tokens, temperature, top_p)
+    manner = SamplingParams(max_new_tokens, temperature, top_p)
     about = {"rows": origin.digest(), "manner": asdict(manner), "seed": seed, "system": system}
     distributed.init_cpu_process_group()
     parts = AnswerParts.open(output, about | {"model": _listing(saved.folder), "adapter": _listing(adapter)})
@@ -206,7 +206,7 @@ def _raw_rows(origin: Origin) -> Iterator[RawRow]:
 class _Speaker:
     model: Any
     tokenizer: Any
-    manner: Manner
+    manner: SamplingParams
     batch_size: int
     seed: int
 
@@ -256,8 +256,8 @@ class _Speaker:
         return most if limit is None else min(most, limit - len(asked.tokens))
 
     def _answers(self, batch: Sequence[Asked]) -> list[str]:
-        manner = Manner(self._room(batch[0]), self.manner.temperature, self.manner.top_p)
-        made = answer_batch(
+        manner = SamplingParams(self._room(batch[0]), self.manner.temperature, self.manner.top_p)
+        made = generate_batch(
             self.model,
             [each.tokens for each in batch],
             [derive_seed(self.seed, "generate", each.number) for each in batch],

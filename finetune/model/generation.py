@@ -20,7 +20,7 @@ from finetune.model.loading.hub import error_summary
 
 
 @dataclass(frozen=True)
-class Manner:
+class SamplingParams:
     """How answers are made; a temperature of 0 takes the likeliest token."""
 
     max_new_tokens: int
@@ -29,12 +29,12 @@ class Manner:
 
 
 @torch.no_grad()
-def answer_batch(
+def generate_batch(
     model: Any,
     prompts: Sequence[Sequence[int]],
     seeds: Sequence[int],
     *,
-    manner: Manner,
+    manner: SamplingParams,
     pad_id: int,
     stop_ids: frozenset[int],
     streamer: Any = None,
@@ -57,20 +57,20 @@ def answer_batch(
         eos_token_id=sorted(stop_ids) or None,
         pad_token_id=pad_id,
     )
-    with _refused():
+    with _generation_errors():
         made = model.generate(
             input_ids=torch.tensor(rows, device=model.device),
             attention_mask=torch.tensor(mask, device=model.device),
             generation_config=settings,
-            logits_processor=_processors(manner, seeds),
+            logits_processor=_logits_processors(manner, seeds),
             streamer=streamer,
         )
     start = 1 if is_encoder else longest  # a decoder begins with its start token
-    return [_until_stop(row[start:].tolist(), stop_ids, pad_id) for row in made]
+    return [_cut_at_stop(row[start:].tolist(), stop_ids, pad_id) for row in made]
 
 
 @contextmanager
-def _refused() -> Iterator[None]:
+def _generation_errors() -> Iterator[None]:
     """Turn what transformers refuses of the model's own settings, which count beside ours, into a ModelError."""
     try:
         yield
@@ -80,16 +80,16 @@ def _refused() -> Iterator[None]:
         ) from error
 
 
-def _processors(manner: Manner, seeds: Sequence[int]) -> LogitsProcessorList:
+def _logits_processors(manner: SamplingParams, seeds: Sequence[int]) -> LogitsProcessorList:
     if manner.temperature == 0.0:
         return LogitsProcessorList()
     warpers: list[Any] = [TemperatureLogitsWarper(manner.temperature)]
     if 0.0 < manner.top_p < 1.0:
         warpers.append(TopPLogitsWarper(manner.top_p))
-    return LogitsProcessorList([*warpers, _Draw(seeds)])
+    return LogitsProcessorList([*warpers, _GumbelSampling(seeds)])
 
 
-class _Draw(LogitsProcessor):  # type: ignore[misc]
+class _GumbelSampling(LogitsProcessor):  # type: ignore[misc]
     """Adds Gumbel noise, row by row: the largest sum is then a token drawn with its probability (Gumbel, 1954)."""
 
     def __init__(self, seeds: Sequence[int]) -> None:
@@ -100,7 +100,7 @@ class _Draw(LogitsProcessor):  # type: ignore[misc]
         return scores - noise.log().to(scores)
 
 
-def _until_stop(tokens: list[int], stop_ids: frozenset[int], pad_id: int) -> list[int]:
+def _cut_at_stop(tokens: list[int], stop_ids: frozenset[int], pad_id: int) -> list[int]:
     end = next((place for place, token in enumerate(tokens) if token in stop_ids), None)
     if end is not None:
         return tokens[: end + 1]
