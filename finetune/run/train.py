@@ -14,7 +14,7 @@ from finetune.config.load import LoadedConfig, require_shareable
 from finetune.config.rules.model import adapter_of, learning_dtypes
 from finetune.data.token_cache.cache import cache_folder
 from finetune.errors import CheckpointError, DiskError, NonFiniteError
-from finetune.model.batch_norm import settle_batch_norm
+from finetune.model.batch_norm import sync_batch_norm
 from finetune.report.events import RunEnded, RunStarted, Warned
 from finetune.report.run_log import RunLog
 from finetune.report.timing import StartUp
@@ -111,7 +111,7 @@ def _train(
     reporter = mirror.told_by(open_run(loaded, machine, lessons=lessons, say=say))
     with closing(reporter), mirror, watch.first_error(DiskError):
         checkpointer.rehearse(num_saves=plan.num_due(config.checkpoint.every_steps, after=progress.step))
-        settle = partial(settle_batch_norm, machine.model)
+        settle = partial(sync_batch_norm, machine.model)
         save = ReportedSaving(checkpointer, reporter, watch.status.checkpoint, before=settle)
         wishes = make_wishes(config, note=watch.note, save=save, started=startup.started_at, say=say)
         parts = make_parts(config, lessons, machine=machine, plan=plan, reporter=reporter, save=save, wishes=wishes)

@@ -14,7 +14,7 @@ from finetune.data.batch import Batch
 from finetune.data.delivery import DeliveryCheck
 from finetune.data.device_prefetch import prefetch_to_device
 from finetune.data.loader import groups, train_loader
-from finetune.model.batch_norm import Grouped, end_step, settle_batch_norm
+from finetune.model.batch_norm import GhostBatchNorm, sync_batch_norm, update_running_statistics
 from finetune.report.events import StartedUp
 from finetune.report.reporter import Reporter
 from finetune.report.run_log import RunLog
@@ -45,18 +45,18 @@ class Settled:
 
     def __call__(self, step: int) -> dict[str, float]:
         """Return the metrics, equal on every rank. Collective."""
-        settle_batch_norm(self.model)
+        sync_batch_norm(self.model)
         return self.inner(step)
 
 
 def each_ended(groups: Iterator[tuple[Batch, ...]], model: nn.Module) -> Iterator[tuple[Batch, ...]]:
     """Yield the groups; when the next one is asked for, the step of the one before is over."""
-    if not any(isinstance(module, Grouped) for module in model.modules()):
+    if not any(isinstance(module, GhostBatchNorm) for module in model.modules()):
         yield from groups
         return
     for group in groups:
         yield group
-        end_step(model)
+        update_running_statistics(model)
 
 
 def make_parts(
