@@ -25,7 +25,7 @@ from statistics import median
 from typing import Any
 
 from finetune.data.templates.chat_template import BUILT_IN
-from finetune.model.tokenizer import trained_tokenizer
+from finetune.model.tokenizer import train_or_load_tokenizer
 from finetune.runtime.resources import format_size
 
 WORKER = Path(__file__).with_name("prepare_worker.py")
@@ -71,7 +71,7 @@ class Bench:
     def __init__(self, scratch: Path) -> None:
         self.scratch = scratch
         self.tokenizer = scratch / "tokenizer"
-        tokenizer = trained_tokenizer(
+        tokenizer = train_or_load_tokenizer(
             lambda: (turn["content"] for turns in _conversations(20_000) for turn in turns),
             vocabulary_size=8_000,
             cache_folder=scratch,

@@ -12,7 +12,7 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 from finetune.config.sections.data import DataSection, TrainingSourceSection
 from finetune.config.sections.task import TaskSection
 from finetune.data.sources import readers
-from finetune.model.tokenizer import trained_tokenizer
+from finetune.model.tokenizer import train_or_load_tokenizer
 from finetune.report.events import Evaluated, RunStarted
 from finetune.report.trackers import TrackersReporter
 from finetune.task import registry
@@ -40,7 +40,9 @@ def test_every_file_and_folder_that_is_named_is_there():
 def test_the_task_that_is_added_learns_only_the_last_sentence(tmp_path, monkeypatch):
     task_class = python_of("Add a task")["LastSentenceTask"]
     monkeypatch.setitem(registry.TASKS, "last_sentence", task_class)
-    tokenizer = trained_tokenizer(lambda: ["a. b."], vocabulary_size=300, cache_folder=tmp_path, say=lambda _: None)
+    tokenizer = train_or_load_tokenizer(
+        lambda: ["a. b."], vocabulary_size=300, cache_folder=tmp_path, say=lambda _: None
+    )
     data = DataSection(train=TrainingSourceSection(path="/nowhere.jsonl"), max_length=64)
     task = registry.build_task(TaskContext(TaskSection.model_construct(name="last_sentence"), data, tokenizer))
     features = task.encode_row({"text": "A star. The moon."})

@@ -18,7 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase,
 
 from finetune.config.load import load_config
 from finetune.data.token_cache.store import PreparedSet
-from finetune.model.tokenizer import trained_tokenizer
+from finetune.model.tokenizer import train_or_load_tokenizer
 from finetune.report.run_log import RunLog
 from finetune.run.build.data import make_lessons
 from finetune.runtime.optional import require
@@ -101,7 +101,7 @@ _TURNS = """\
 def _tokenizer(folder: Path, workload: Workload, rows: list[dict[str, str]]) -> PreTrainedTokenizerBase:
     if workload.kind == "gsm8k":
         size = workload.sizes.vocabulary
-        return trained_tokenizer(
+        return train_or_load_tokenizer(
             lambda: (text for row in rows for text in row.values()),
             vocabulary_size=size,
             cache_folder=folder / "cache",

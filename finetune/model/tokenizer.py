@@ -24,28 +24,28 @@ TURN_START = "<|im_start|>"
 TURN_END = "<|im_end|>"
 PADDING = "<|pad|>"
 SPECIAL_TOKENS = (END_OF_TEXT, TURN_START, TURN_END, PADDING)
-RECIPE = "1"
+RECIPE_VERSION = "1"
 """Part of the cache key: raise it whenever the same texts would give another tokenizer."""
-_FORM = 2
+_FORMAT_VERSION = 2
 """Of the folder: raise it whenever the same tokenizer is written otherwise."""
 
 
-def trained_tokenizer(
+def train_or_load_tokenizer(
     texts: Callable[[], Iterable[str]], *, vocabulary_size: int, cache_folder: Path, say: Callable[[str], None]
 ) -> PreTrainedTokenizerBase:
     """Return the tokenizer of these texts, from the cache where it is there; it has ChatML's tokens and no template."""
     digest, num_texts = _digest(texts(), vocabulary_size=vocabulary_size)
     if num_texts == 0:
         raise ModelError("model.tokenizer.train: there is not a single text to train the tokenizer on.")
-    folder = cache_folder / "tokenizers" / f"{digest}-{_FORM}"
-    made = _make(folder, lambda staging: _train(texts(), staging, vocabulary_size=vocabulary_size), log=say)
+    folder = cache_folder / "tokenizers" / f"{digest}-{_FORMAT_VERSION}"
+    made = _train_once(folder, lambda staging: _train(texts(), staging, vocabulary_size=vocabulary_size), log=say)
     tokenizer = load_trained_tokenizer(folder)
     verb = "trained" if made else "found"
     say(f"{verb} a tokenizer of {len(tokenizer)} tokens for {num_texts} texts in {folder}")
     return tokenizer
 
 
-def _make(folder: Path, train: Callable[[Path], None], *, say: Callable[[str], None]) -> bool:
+def _train_once(folder: Path, train: Callable[[Path], None], *, say: Callable[[str], None]) -> bool:
     """Have the folder be as it was written; one that is damaged is set aside and made again. Raises ModelError."""
     made = build_once(folder, train, log=say)
     damage = find_folder_damage(folder)
@@ -68,7 +68,7 @@ def _make(folder: Path, train: Callable[[Path], None], *, say: Callable[[str], N
 
 
 def _digest(texts: Iterable[str], *, vocabulary_size: int) -> tuple[str, int]:
-    digest = hashlib.blake2b(f"{RECIPE}/{vocabulary_size}".encode(), digest_size=16)
+    digest = hashlib.blake2b(f"{RECIPE_VERSION}/{vocabulary_size}".encode(), digest_size=16)
     num_texts = 0
     for num_texts, text in enumerate(texts, start=1):  # noqa: B007  # the last number is the count
         encoded = text.encode("utf-8", errors="replace")
@@ -124,11 +124,11 @@ def load_tokenizer(
     asked = model.tokenizer
     if asked is not None and asked.train is not None:
         vocabulary_size = asked.train.vocabulary_size
-        tokenizer = trained_tokenizer(texts, vocabulary_size=vocabulary_size, cache_folder=cache_folder, say=say)
+        tokenizer = train_or_load_tokenizer(texts, vocabulary_size=vocabulary_size, cache_folder=cache_folder, say=say)
     elif asked is not None and asked.name is not None:
-        tokenizer = _pretrained(asked.name, key="model.tokenizer.name", model=model, revision=None)
+        tokenizer = _load_pretrained(asked.name, key="model.tokenizer.name", model=model, revision=None)
     elif model.name is not None:
-        tokenizer = _pretrained(model.name, key="model.name", model=model, revision=model.revision)
+        tokenizer = _load_pretrained(model.name, key="model.name", model=model, revision=model.revision)
     else:
         raise ModelError("model.tokenizer: a model built `from_config` brings no tokenizer. Write `train` or `name`.")
     ensure_padding(tokenizer, say=say)
@@ -150,7 +150,7 @@ def ensure_padding(tokenizer: PreTrainedTokenizerBase, *, say: Callable[[str], N
     say(f"the tokenizer has no padding token: {tokenizer.eos_token} pads too; padding never counts in the loss")
 
 
-def _pretrained(name: str, *, key: str, model: ModelSection, revision: str | None) -> PreTrainedTokenizerBase:
+def _load_pretrained(name: str, *, key: str, model: ModelSection, revision: str | None) -> PreTrainedTokenizerBase:
     place = resolve_name(name, key=key)
     if is_local_path(name) and not any((Path(place) / file).exists() for file in TOKENIZER_FILES):
         raise ModelError(

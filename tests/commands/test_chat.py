@@ -15,14 +15,14 @@ from finetune.commands.chat import chat, load_speaker
 from finetune.data.templates.chat_template import set_chat_template, stop_ids, tokenize
 from finetune.data.templates.rendering import render
 from finetune.errors import UserError
-from finetune.model.tokenizer import trained_tokenizer
+from finetune.model.tokenizer import train_or_load_tokenizer
 
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory):
     texts = ["say moon", "say star", "moon and star"] * 20
     folder = tmp_path_factory.mktemp("cache")
-    tokenizer = trained_tokenizer(lambda: texts, vocabulary_size=300, cache_folder=folder, say=lambda _: None)
+    tokenizer = train_or_load_tokenizer(lambda: texts, vocabulary_size=300, cache_folder=folder, say=lambda _: None)
     set_chat_template(tokenizer, "chatml")
     return tokenizer
 

@@ -14,7 +14,7 @@ from finetune.commands.preview.terminal import plain_text
 from finetune.commands.preview.tokens import Piece, pieces_of, visible
 from finetune.data.features import Features
 from finetune.errors import UserError
-from finetune.model.tokenizer import trained_tokenizer
+from finetune.model.tokenizer import train_or_load_tokenizer
 
 JOB = """
 run: {folder: run, seed: 3}
@@ -81,7 +81,7 @@ class Page(HTMLParser):
 def tokenizer(tmp_path_factory):
     texts = ["say moon", "say star", "moon and star"] * 20
     folder = tmp_path_factory.mktemp("cache")
-    return trained_tokenizer(lambda: texts, vocabulary_size=300, cache_folder=folder, say=lambda _: None)
+    return train_or_load_tokenizer(lambda: texts, vocabulary_size=300, cache_folder=folder, say=lambda _: None)
 
 
 def sample_of(text, tokenizer, *, learnt_from):
