@@ -22,11 +22,11 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from finetune.errors import ModelError
 
-Recomputing = bool | int | Literal["selective"]
+CheckpointingMode = bool | int | Literal["selective"]
 """True: every layer. A number n: every n-th layer. `selective`: in every layer, what is cheap."""
 
-_MATRIX = ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm")
-_ATTENTION = (
+_MATMUL_OPERATORS = ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm")
+_ATTENTION_OPERATORS = (
     "_scaled_dot_product_flash_attention",
     "_scaled_dot_product_flash_attention_for_cpu",
     "_scaled_dot_product_efficient_attention",
@@ -35,7 +35,7 @@ _ATTENTION = (
 )
 
 
-def recompute(model: PreTrainedModel, wish: Recomputing) -> None:
+def enable_gradient_checkpointing(model: PreTrainedModel, wish: CheckpointingMode) -> None:
     """Have the model recompute activations; raises ModelError for one that cannot.
 
     Without reentrance, the only way that FSDP2 and frozen bases both allow.
@@ -46,22 +46,22 @@ def recompute(model: PreTrainedModel, wish: Recomputing) -> None:
         )
     settings: dict[str, Any] = {"use_reentrant": False}
     if wish == "selective":
-        settings["context_fn"] = partial(create_selective_checkpoint_contexts, dear_operators())
+        settings["context_fn"] = partial(create_selective_checkpoint_contexts, saved_operators())
     if hasattr(model, "activation_checkpointing_enable"):
         model.activation_checkpointing_enable(activation_checkpointing_kwargs=settings)
     else:  # transformers before 5.20 or so; may go when pyproject.toml asks for a newer one
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=settings)
     if wish is not True and isinstance(wish, int):
-        _every(model, wish)
+        _checkpoint_every(model, wish)
 
 
-def dear_operators() -> list[torch._ops.OpOverload]:
+def saved_operators() -> list[torch._ops.OpOverload]:
     """Return the operators whose results are kept: matrix products and attention, as far as this torch has them."""
-    packets = [getattr(torch.ops.aten, name, None) for name in (*_MATRIX, *_ATTENTION)]
+    packets = [getattr(torch.ops.aten, name, None) for name in (*_MATMUL_OPERATORS, *_ATTENTION_OPERATORS)]
     return [packet.default for packet in packets if packet is not None]
 
 
-def _every(model: PreTrainedModel, number: int) -> None:
+def _checkpoint_every(model: PreTrainedModel, number: int) -> None:
     """Recompute the first of so many layers, then the next one after them, and so on."""
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     if len(layers) < number:
@@ -73,14 +73,14 @@ def _every(model: PreTrainedModel, number: int) -> None:
         layer.gradient_checkpointing = index % number == 0
 
 
-SMALLEST_BYTES = 1 << 20
+MIN_OFFLOAD_BYTES = 1 << 20
 """Tensors below this stay: a copy of few bytes takes as long as one of many."""
 
 
-class Kept:
+class OffloadedTensor:
     """One saved tensor in the host's memory, and its neighbour: what was saved before it is wanted after it."""
 
-    def __init__(self, tensor: Tensor, lanes: "Lanes", before: "Kept | None") -> None:
+    def __init__(self, tensor: Tensor, lanes: "HostCopies", before: "OffloadedTensor | None") -> None:
         self._device, self._lanes = tensor.device, lanes
         self._before = None if before is None else ref(before)
         self._host = lanes.out(tensor)
@@ -108,7 +108,7 @@ class Kept:
         return self._back
 
 
-class Lanes:
+class HostCopies:
     """Copies within one memory: what they do is seen on a machine without a GPU."""
 
     def out(self, tensor: Tensor) -> Tensor:
@@ -123,7 +123,7 @@ class Lanes:
         """Have the device's work wait until the tensor is there."""
 
 
-class StreamLanes(Lanes):
+class CudaStreamCopies(HostCopies):
     """Copies through pinned memory on a stream beside the device's work; the host never waits."""
 
     def __init__(self) -> None:
@@ -150,15 +150,15 @@ class StreamLanes(Lanes):
 
 
 def offload_activations(
-    model: nn.Module, *, lanes: Callable[[], Lanes] = StreamLanes, smallest_bytes: int = SMALLEST_BYTES
+    model: nn.Module, *, copies: Callable[[], HostCopies] = CudaStreamCopies, smallest_bytes: int = MIN_OFFLOAD_BYTES
 ) -> None:
     """Have the model keep in the host's memory what each of its forward passes saves for the backward pass."""
     entered: list[saved_tensors_hooks] = []
-    made: list[Lanes] = []
+    made: list[HostCopies] = []
 
     def enter(module: nn.Module, _: Any) -> None:
         if torch.is_grad_enabled() and module.training:
-            made[:] = made or [lanes()]
+            made[:] = made or [copies()]
             entered.append(_hooks(made[0], smallest_bytes=smallest_bytes))
             entered[-1].__enter__()
 
@@ -170,16 +170,16 @@ def offload_activations(
     model.register_forward_hook(leave, always_call=True)
 
 
-def _hooks(lanes: Lanes, *, smallest_bytes: int) -> saved_tensors_hooks:
-    last: list[Kept] = []
+def _hooks(copies: HostCopies, *, smallest_bytes: int) -> saved_tensors_hooks:
+    last: list[OffloadedTensor] = []
 
-    def pack(tensor: Tensor) -> Tensor | Kept:
+    def pack(tensor: Tensor) -> Tensor | OffloadedTensor:
         if tensor.numel() * tensor.element_size() < smallest_bytes or _is_weight(tensor):
             return tensor
-        last[:] = [Kept(tensor, lanes, last[0] if last else None)]
+        last[:] = [OffloadedTensor(tensor, copies, last[0] if last else None)]
         return last[0]
 
-    return saved_tensors_hooks(pack, lambda kept: kept.take() if isinstance(kept, Kept) else kept)
+    return saved_tensors_hooks(pack, lambda kept: kept.take() if isinstance(kept, OffloadedTensor) else kept)
 
 
 def _is_weight(tensor: Tensor) -> bool:

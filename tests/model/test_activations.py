@@ -6,7 +6,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from finetune.errors import ModelError
-from finetune.model.activations import Lanes, dear_operators, offload_activations, recompute
+from finetune.model.activations import HostCopies, enable_gradient_checkpointing, offload_activations, saved_operators
 
 IDS = torch.arange(24).reshape(2, 12)
 
@@ -64,19 +64,19 @@ def test_what_is_dear_is_not_computed_again(from_config, build):
         return mode.count
 
     assert products("selective") == products(False) < products(True)
-    assert {"aten::mm", "aten::addmm", "aten::bmm"} <= {each.name() for each in dear_operators()}
+    assert {"aten::mm", "aten::addmm", "aten::bmm"} <= {each.name() for each in saved_operators()}
 
 
 def test_more_layers_than_there_are_cannot_be_left_out(from_config, build):
     with pytest.raises(ModelError, match="3 means one of so many layers, and `llama` has 2"):
-        recompute(build(from_config()), 3)
+        enable_gradient_checkpointing(build(from_config()), 3)
 
 
 @pytest.mark.parametrize("wish", [False, True, "selective"])
 def test_activations_that_went_to_the_host_come_back_as_they_were(from_config, build, wish):
     lanes = Counting()
     plain, offloading = build(from_config()), build(from_config(gradient_checkpointing=wish))
-    offload_activations(offloading, lanes=lambda: lanes, smallest_bytes=512)
+    offload_activations(offloading, copies=lambda: lanes, smallest_bytes=512)
     loss, wanted = gradients(plain)
     again, found = gradients(offloading)
     assert torch.equal(again, loss)
@@ -89,7 +89,7 @@ def test_activations_that_went_to_the_host_come_back_as_they_were(from_config, b
 def test_an_evaluation_offloads_nothing(from_config, build):
     lanes = Counting()
     model = build(from_config())
-    offload_activations(model, lanes=lambda: lanes, smallest_bytes=512)
+    offload_activations(model, copies=lambda: lanes, smallest_bytes=512)
     model.eval()(input_ids=IDS, labels=IDS).loss.backward()
     with torch.no_grad():
         model.train()(input_ids=IDS)
@@ -106,7 +106,7 @@ class Products(TorchDispatchMode):
         return function(*arguments, **(keywords or {}))
 
 
-class Counting(Lanes):
+class Counting(HostCopies):
     """Copies within the host's memory, counted."""
 
     def __init__(self):

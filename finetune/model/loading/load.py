@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from finetune.config.sections.model import ModelSection
 from finetune.errors import ModelError
-from finetune.model.activations import recompute
+from finetune.model.activations import enable_gradient_checkpointing
 from finetune.model.attention.implementation import attention_implementation, best_attention
 from finetune.model.freeze import freeze_unused
 from finetune.model.loading.architecture import (
@@ -185,5 +185,5 @@ def _prepare_for_training(model: PreTrainedModel, *, section: ModelSection) -> P
     keep_own_no_split_modules(model)
     model.config.use_cache = False  # generation asks for its cache through generation_config
     if section.gradient_checkpointing:
-        recompute(model, section.gradient_checkpointing)
+        enable_gradient_checkpointing(model, section.gradient_checkpointing)
     return model.train()
