@@ -20,18 +20,18 @@ from finetune.runtime.optional import require
 BACKEND = "inductor"
 """torch's own compiler; `aot_eager` traces likewise and compiles nothing: for tests."""
 
-MOST_VARIANTS = 32
+RECOMPILE_LIMIT = 32
 """Compiled variants of one kind of layer: shapes, layers that differ, gradients that are needed or not."""
 
-CACHE = "TORCHINDUCTOR_CACHE_DIR"
+CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 
 
 class Compilation:
     """What all compiled modules of a model share: one compiled function, so that equal layers are compiled once."""
 
-    def __init__(self, log: Say) -> None:
+    def __init__(self, log: Log) -> None:
         self.failure: Exception | None = None
         self._log = log
         # Random numbers as without compiling: then compiling does not change what dropout draws.
@@ -48,7 +48,7 @@ class Compilation:
         )
 
 
-class Compiled:
+class CompiledForward:
     """The forward of a module: compiled in training, as it is written in evaluations and after a failure."""
 
     def __init__(self, module: nn.Module, compilation: Compilation) -> None:
@@ -67,29 +67,29 @@ class Compiled:
         return _forward(module, *values, **named)
 
 
-def compile_model(model: PreTrainedModel, how: Literal["regional", "full"], *, say: Say) -> None:
+def compile_model(model: PreTrainedModel, mode: Literal["regional", "full"], *, say: Log) -> None:
     """Compile the model's repeated layers, or its body without the head, at their first forward pass in training.
 
     `model` is the one inside all wrappers, which may come before or after. Says what is compiled, or why nothing is.
     """
-    reason = cannot_compile()
-    parts = [] if reason else [body_of(model)] if how == "full" else list(repeated_layers(model))
+    reason = why_not_compilable()
+    parts = [] if reason else [model_body(model)] if mode == "full" else list(repeated_layers(model))
     if not parts:
         reason = reason or f"`{model.config.model_type}` has no repeated layers"
-        say(f"warning: model.compile: {how} was asked for, and nothing is compiled: {reason}.")
+        say(f"warning: model.compile: {mode} was asked for, and nothing is compiled: {reason}.")
         return
-    settings: Any = _part("_dynamo.config")
-    settings.recompile_limit = MOST_VARIANTS
+    settings: Any = _torch_module("_dynamo.config")
+    settings.recompile_limit = RECOMPILE_LIMIT
     settings.fail_on_recompile_limit_hit = True  # told and given up, never half compiled in silence
     compilation = Compilation(say)
     for part in parts:
-        forward = Compiled(part, compilation)
+        forward = CompiledForward(part, compilation)
         part.forward = forward
-    for line in _told(parts, how):
+    for line in _log_lines(parts, mode):
         say(line)
 
 
-def body_of(model: PreTrainedModel) -> nn.Module:
+def model_body(model: PreTrainedModel) -> nn.Module:
     """Return the model without its head; the model where it has none."""
     body: nn.Module = model.base_model
     return body
@@ -104,23 +104,23 @@ def repeated_layers(module: nn.Module) -> Iterator[nn.Module]:
             yield from repeated_layers(child)
 
 
-def cannot_compile() -> str | None:
+def why_not_compilable() -> str | None:
     """Return why nothing can be compiled on this machine; None where nothing speaks against it."""
     try:
-        _part("_dynamo.eval_frame").check_if_dynamo_supported()
+        _torch_module("_dynamo.eval_frame").check_if_dynamo_supported()
         if BACKEND == "inductor" and not torch.accelerator.is_available():
-            _part("_inductor.cpp_builder").get_cpp_compiler()
+            _torch_module("_inductor.cpp_builder").get_cpp_compiler()
     except RuntimeError as error:
         return f"torch.compile does not work here ({_first_line(error)})"
     if BACKEND == "inductor" and torch.cuda.is_available():
-        return _cannot_build_kernels()
+        return _missing_triton_toolchain()
     return None
 
 
 @functools.cache
 def compiler_errors() -> tuple[type[Exception], ...]:
     """Return what torch's compiler raises when it fails, as against the model's own errors."""
-    errors = _part("_dynamo.exc")
+    errors = _torch_module("_dynamo.exc")
     return (errors.TorchDynamoException, errors.FailOnRecompileLimitHit)
 
 
@@ -129,20 +129,20 @@ def _forward(module: Any, *values: Any, **named: Any) -> Any:
     return type(module).forward(module, *values, **named)
 
 
-def _cannot_build_kernels() -> str | None:
-    if not _part("utils._triton").has_triton():
+def _missing_triton_toolchain() -> str | None:
+    if not _torch_module("utils._triton").has_triton():
         return "triton is not installed, or does not know this GPU"
     if not any(shutil.which(name) for name in (os.environ.get("CC") or "cc", "gcc", "clang")):
         return "triton needs a C compiler (gcc or clang) and none was found"
     return None
 
 
-def _told(parts: list[nn.Module], how: str) -> Iterator[str]:
+def _log_lines(parts: list[nn.Module], how: str) -> Iterator[str]:
     kinds = sorted({type(part).__name__ for part in parts})
-    place = _part("_inductor.runtime.cache_dir_utils").cache_dir()
+    place = _torch_module("_inductor.runtime.cache_dir_utils").cache_dir()
     yield (
         f"compile: {how}, {len(parts)} x {', '.join(kinds)}, in the first steps; kept for later starts in {place} "
-        f"({CACHE} says where)"
+        f"({CACHE_VARIABLE} says where)"
     )
     if not torch.accelerator.is_available():
         yield (
@@ -155,6 +155,6 @@ def _first_line(error: Exception) -> str:
     return next(iter(str(error).splitlines()), type(error).__name__)
 
 
-def _part(name: str) -> ModuleType:
+def _torch_module(name: str) -> ModuleType:
     """Return a part of torch that is slow to import; nobody waits for it who compiles nothing."""
     return require(f"torch.{name}", extra="", purpose="model.compile")

@@ -155,7 +155,7 @@ def test_when_the_compiler_fails_training_goes_on_without_it(model, monkeypatch)
 
 def test_too_many_variants_are_told_and_given_up(model, monkeypatch):
     monkeypatch.setattr(compilation, "BACKEND", "eager")
-    monkeypatch.setattr(compilation, "MOST_VARIANTS", 1)
+    monkeypatch.setattr(compilation, "RECOMPILE_LIMIT", 1)
     plain, quick, said = model(), model(), []
     compile_model(quick, "regional", say=said.append)
     assert_alike(learnt(quick), learnt(plain))
@@ -163,7 +163,7 @@ def test_too_many_variants_are_told_and_given_up(model, monkeypatch):
 
 
 def test_without_a_compiler_nothing_is_compiled_and_that_is_told(model, monkeypatch):
-    monkeypatch.setattr(compilation, "cannot_compile", lambda: "there is no compiler")
+    monkeypatch.setattr(compilation, "why_not_compilable", lambda: "there is no compiler")
     quick, said = model(), []
     compile_model(quick, "regional", say=said.append)
     assert said == ["warning: model.compile: regional was asked for, and nothing is compiled: there is no compiler."]
@@ -175,7 +175,7 @@ def test_the_compiler_is_looked_for(monkeypatch):
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr("torch._inductor.config.cpp.cxx", (None, "/nowhere/g++"))
-    assert "/nowhere/g++" in compilation.cannot_compile()
+    assert "/nowhere/g++" in compilation.why_not_compilable()
 
 
 def test_a_model_without_repeated_layers_has_nothing_to_compile():
