@@ -21,7 +21,7 @@ from finetune.model.loading.saved import (
     load_saved_base,
     load_saved_model,
 )
-from finetune.model.processing import has_processing, load_kept_processing
+from finetune.model.processing import has_processing, load_saved_processing
 from finetune.runtime.seeds import derive_seed
 from finetune.runtime.text.library_output import quiet_libraries
 
@@ -42,7 +42,7 @@ class Classifier:
     def load(cls, saved: SavedModel, *, trust_remote_code: bool) -> "Classifier":
         """Return the model of the folder, on the CPU."""
         model = load_saved_model(saved, key="chat", trust_remote_code=trust_remote_code)
-        tokenizer = load_kept_processing(
+        tokenizer = load_saved_processing(
             saved.folder, reads="text", key="chat", trust_remote_code=trust_remote_code
         ).tokenizer
         return cls(model, tokenizer, saved.labels)
@@ -250,7 +250,7 @@ def _load(
     if folders:
         model = attach_adapters(model, folders, key="chat")
     place = saved.folder if has_processing(saved.folder, reads="text") else saved.base
-    tokenizer = load_kept_processing(place, reads="text", key="chat", trust_remote_code=trust_remote_code).tokenizer
+    tokenizer = load_saved_processing(place, reads="text", key="chat", trust_remote_code=trust_remote_code).tokenizer
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     first = next(iter(folders), None)
     return Speaker(model.to(device or "cpu").eval(), tokenizer, manner, tuple(folders), first)

@@ -27,7 +27,7 @@ from finetune.export.card import CardFacts
 from finetune.export.push import push_folder
 from finetune.export.save import ExportReport, Preprocessors, TextPreprocessor, export_model
 from finetune.model.loading.saved import SavedModel, inspect_model_folder, load_saved_model
-from finetune.model.processing import Processing, has_processing, load_kept_processing
+from finetune.model.processing import Processing, has_processing, load_saved_processing
 from finetune.run.build.model import build_model
 from finetune.run.final_export import (
     inputs_of,
@@ -286,7 +286,7 @@ def processing_in(saved: SavedModel, *, trust_remote_code: bool) -> Processing:
     for place in dict.fromkeys((str(saved.folder), saved.base)):
         if not Path(place).is_dir() or has_processing(Path(place), reads=reads):
             try:
-                return load_kept_processing(place, reads=reads, key="tokenizer", trust_remote_code=trust_remote_code)
+                return load_saved_processing(place, reads=reads, key="tokenizer", trust_remote_code=trust_remote_code)
             except ModelError as error:
                 if not isinstance(error.__cause__, OSError):  # there is none in the local cache
                     raise

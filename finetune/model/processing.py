@@ -20,14 +20,14 @@ from finetune.model.tokenizer import TOKENIZER_FILES, ensure_padding, load_token
 from finetune.runtime.hub import is_offline, without_hub_retries
 
 
-def built_image_processor(section: ImageProcessorSection) -> Any:
+def build_image_processor(section: ImageProcessorSection) -> Any:
     """Return one that scales images to the section's size and normalises each channel by its values."""
     if len(section.mean) != len(section.std):
         raise ModelError(
             f"model.image_processor: `mean` has {len(section.mean)} numbers and `std` {len(section.std)}. "
             "Write one for each channel in both."
         )
-    return _class_of_vit()(
+    return _vit_image_processor_class()(
         do_resize=True,
         size={"height": section.size, "width": section.size},
         do_normalize=True,
@@ -36,18 +36,18 @@ def built_image_processor(section: ImageProcessorSection) -> Any:
     )
 
 
-def with_size(processor: Any, size: int) -> Any:
+def with_image_size(processor: Any, size: int) -> Any:
     """Return the processor giving squares of that size: scaled and cut as it did before."""
     values = processor.to_dict()
     values["size"] = {"height": size, "width": size}
-    if "shortest_edge" in _names(processor.size):
+    if "shortest_edge" in _set_keys(processor.size):
         values["size"] = {"shortest_edge": size}
     if getattr(processor, "do_center_crop", None):
         values["crop_size"] = {"height": size, "width": size}
     return type(processor).from_dict(values)
 
 
-def check_pixels(config: PreTrainedConfig, processor: Any) -> None:
+def check_image_shape(config: PreTrainedConfig, processor: Any) -> None:
     """Raise ModelError where the model wants images of another size, or with other channels, than they are given."""
     mean = getattr(processor, "image_mean", None)
     if not isinstance(mean, list | tuple):
@@ -62,7 +62,7 @@ def check_pixels(config: PreTrainedConfig, processor: Any) -> None:
     wish = getattr(config, "image_size", None)
     if wish is None or not hasattr(config, "patch_size"):  # without patches a model takes any size
         return
-    height, width = pixel_size(processor, num_channels=num_channels)
+    height, width = processed_image_size(processor, num_channels=num_channels)
     if (height, width) != (tuple(wish) if isinstance(wish, list | tuple) else (wish, wish)):
         raise ModelError(
             f"the model reads images of {wish} pixels a side and is given {height} x {width}. Write "
@@ -70,14 +70,14 @@ def check_pixels(config: PreTrainedConfig, processor: Any) -> None:
         )
 
 
-def pixel_size(processor: Any, *, num_channels: int) -> tuple[int, int]:
+def processed_image_size(processor: Any, *, num_channels: int) -> tuple[int, int]:
     """Return height and width of what the processor makes of a square image."""
     blank = Image.new("L" if num_channels == 1 else "RGB", (64, 64))
     height, width = processor(blank, return_tensors="pt")["pixel_values"].shape[-2:]
     return int(height), int(width)
 
 
-def _class_of_vit() -> Any:
+def _vit_image_processor_class() -> Any:
     """Return ViTImageProcessor, looked up without the warning that torchvision is missing: nobody needs it."""
     verbosity = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity_error()
@@ -87,7 +87,7 @@ def _class_of_vit() -> Any:
         transformers.logging.set_verbosity(verbosity)
 
 
-def _names(size: Any) -> frozenset[str]:
+def _set_keys(size: Any) -> frozenset[str]:
     """Return the keys that are set in a processor's `size`, a dict or transformers' own record."""
     found = dict(size) if isinstance(size, dict) else vars(size)
     return frozenset(name for name, value in found.items() if value is not None)
@@ -135,8 +135,8 @@ def load_processing(
         return Processing(load_tokenizer(model, texts=texts, cache_folder=cache_folder, say=say))
     if reads == "images":
         processor = _image_processor(model)
-        return Processing(processor=processor if image_size is None else with_size(processor, image_size))
-    processor = _pretrained(model, AutoProcessor, key="model.name")
+        return Processing(processor=processor if image_size is None else with_image_size(processor, image_size))
+    processor = _load_pretrained(model, AutoProcessor, key="model.name")
     if getattr(processor, "tokenizer", None) is None:
         raise ModelError("model.name: its processor has no tokenizer. Name a model of images and text.")
     if processor.chat_template:  # older repositories keep it with the processor alone
@@ -147,7 +147,7 @@ def load_processing(
     return Processing(processor.tokenizer, processor)
 
 
-def load_kept_processing(
+def load_saved_processing(
     place: str | Path, *, reads: Literal["text", "images", "both"], key: str, trust_remote_code: bool
 ) -> Processing:
     """Return what `save` has written into the folder, or what lies in the local cache under a hub name.
@@ -171,18 +171,18 @@ def has_processing(folder: Path, *, reads: Literal["text", "images", "both"]) ->
 def _image_processor(model: ModelSection) -> Any:
     section = model.image_processor
     if section is not None and section.name is None:
-        return built_image_processor(section)
+        return build_image_processor(section)
     if section is not None:
         named = model.model_copy(update={"name": section.name, "revision": None})
-        return _pretrained(named, AutoImageProcessor, key="model.image_processor.name")
+        return _load_pretrained(named, AutoImageProcessor, key="model.image_processor.name")
     if model.name is None:
         raise ModelError(
             "model.image_processor: a model built `from_config` brings no image processor. Write `size`, or `name`."
         )
-    return _pretrained(model, AutoImageProcessor, key="model.name")
+    return _load_pretrained(model, AutoImageProcessor, key="model.name")
 
 
-def _pretrained(model: ModelSection, kind: Any, *, key: str) -> Any:
+def _load_pretrained(model: ModelSection, kind: Any, *, key: str) -> Any:
     """Return the processor of the model, or of what is named as its tokenizer."""
     asked = model.tokenizer
     name = asked.name if asked is not None and asked.name is not None else model.name

@@ -25,7 +25,7 @@ from finetune.data.templates.chat_template import stop_ids
 from finetune.export.card import PIPELINES, CardBase, CardFacts, write_card
 from finetune.export.save import Preprocessors, TextPreprocessor, export_model
 from finetune.model.loading.architecture import HEADS
-from finetune.model.processing import built_image_processor
+from finetune.model.processing import build_image_processor
 
 FACTS = CardFacts(
     "gsm8k",
@@ -115,7 +115,7 @@ def plain(head, tokenizer, build):
     if head == "image_classification":
         config = ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], **CLASSES)
         return ResNetForImageClassification(config), Preprocessors(
-            None, built_image_processor(ImageProcessorSection(size=32))
+            None, build_image_processor(ImageProcessorSection(size=32))
         )
     if head == "image_text_to_text":
         return llava(tokenizer)

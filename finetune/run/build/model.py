@@ -14,7 +14,7 @@ from finetune.model.freeze import freeze, train_only
 from finetune.model.loading.architecture import SpecialTokenIds
 from finetune.model.loading.dry_run import dry_run_model
 from finetune.model.loading.load import load_model
-from finetune.model.new_tokens import give_rows, new_ids
+from finetune.model.new_tokens import add_embedding_rows, new_token_ids
 from finetune.model.quantize import unquantized_weights_folder
 from finetune.runtime import distributed
 from finetune.runtime.optional import lazily
@@ -44,7 +44,7 @@ def _learning(
         construction = replace(
             construction, context=nullcontext, on_meta_device=False
         )  # Accelerate sends no packed weights
-    ids = () if section.new_tokens is None or tokenizer is None else new_ids(tokenizer, section.new_tokens)
+    ids = () if section.new_tokens is None or tokenizer is None else new_token_ids(tokenizer, section.new_tokens)
     model: Any = load_model(
         section,
         head=task.head,
@@ -56,7 +56,7 @@ def _learning(
     )
     set_batch_norm(model, section.batch_norm, is_new=section.from_config is not None)
     if section.new_tokens is not None and tokenizer is not None:
-        give_rows(model, tokenizer, section.new_tokens, seed=seed, construction=construction)
+        add_embedding_rows(model, tokenizer, section.new_tokens, seed=seed, construction=construction)
     wish = adapter_wish(section)
     if wish is not None:
         ground = Ground(

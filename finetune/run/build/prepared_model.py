@@ -20,7 +20,7 @@ from finetune.model.attention.isolation import prove_isolation, require_position
 from finetune.model.attention.varlen_kernels import missing_kernel
 from finetune.model.compilation import compile_model
 from finetune.model.loading.pretrained import base_mismatch_warning
-from finetune.model.processing import check_pixels
+from finetune.model.processing import check_image_shape
 from finetune.model.size import (
     AVERAGE_BYTES,
     MemoryEstimate,
@@ -84,7 +84,7 @@ def make_machine(
 ) -> Machine:
     """Return the prepared model and optimizer, checked to be what was launched. Collective."""
     plain = build_model(config, task=lessons.task, tokenizer=lessons.tokenizer, construction=strategy.init_context())
-    check_pixels(plain.config, lessons.processing.processor)
+    check_image_shape(plain.config, lessons.processing.processor)
     require_ties_fit(plain, strategy.name)
     size = describe(plain)
     for line in (*size.lines, *_memory(config, strategy, size=size).lines[-1:]):

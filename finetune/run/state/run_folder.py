@@ -17,7 +17,7 @@ from finetune.config.sections.data import DataSection
 from finetune.data.token_cache.cache import cache_folder
 from finetune.data.workers import format_loader_settings, loader_settings, machine_resources
 from finetune.errors import UserError
-from finetune.model.processing import Processing, load_kept_processing
+from finetune.model.processing import Processing, load_saved_processing
 from finetune.report.build import build_reporter
 from finetune.report.reporter import Reporter
 from finetune.report.run_log import RunLog
@@ -109,7 +109,7 @@ def load_kept(run: Path, config: RunConfig) -> Kept:
         )
     _refuse_damage(folder)
     trusts, path = config.model.trust_remote_code, folder / FACTS
-    processing = load_kept_processing(folder, reads=input_kind(config.task.name), key="run", trust_remote_code=trusts)
+    processing = load_saved_processing(folder, reads=input_kind(config.task.name), key="run", trust_remote_code=trusts)
     try:
         return Kept(processing, parse_as(_FACTS, read_regular(path)) if path.is_file() else {})
     except (OSError, ValueError) as error:

@@ -21,7 +21,7 @@ from finetune.data.encoding.labelled_images import image_name
 from finetune.data.features import Features
 from finetune.data.images.stored_image import StoredImage
 from finetune.errors import DataError
-from finetune.model.processing import built_image_processor
+from finetune.model.processing import build_image_processor
 from finetune.task.classification.image_classification import ImageClassificationTask
 from finetune.task.protocol import TaskContext
 
@@ -42,7 +42,7 @@ def row(number: int) -> dict:
 def make_task(images: dict | None = None, **task) -> ImageClassificationTask:
     data = DataSection(train={"path": "photos"}, images=images or {})
     section = TaskSection(name="image_classification", **task)
-    processor = built_image_processor(ImageProcessorSection(size=8))
+    processor = build_image_processor(ImageProcessorSection(size=8))
     return ImageClassificationTask(
         TaskContext(section, data, processor=processor, rows=lambda: [row(number) for number in range(12)])
     )
