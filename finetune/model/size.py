@@ -18,7 +18,7 @@ def precision_warnings(
     dtype: str,
     is_lora: bool,
     modules_to_save: Sequence[str] = (),
-    rounds_by_chance: bool = False,
+    uses_stochastic_rounding: bool = False,
     state_dtype: str | None = None,
 ) -> tuple[str, ...]:
     """Return a sentence for each loss that the choice of `model.dtype` brings; none where nothing is lost.
@@ -28,7 +28,7 @@ def precision_warnings(
     by chance, small updates count on average.
     """
     bits = SIGNIFICANT_BITS.get(dtype)
-    if bits is None or rounds_by_chance or (is_lora and not modules_to_save):
+    if bits is None or uses_stochastic_rounding or (is_lora and not modules_to_save):
         return ()
     learning = (
         f"the modules in `model.lora.modules_to_save` ({', '.join(modules_to_save)})" if is_lora else "all weights"
@@ -58,7 +58,7 @@ class MemoryEstimate:
         return self.weights_bytes + self.gradients_bytes + self.optimizer_bytes
 
 
-MOMENTS = {"adamw": 2, "muon": 2, "schedule_free_adamw": 2, "sgd": 1, "adafactor": 0}
+NUM_MOMENTS = {"adamw": 2, "muon": 2, "schedule_free_adamw": 2, "sgd": 1, "adafactor": 0}
 """Numbers of optimizer state per trained one; Adafactor's, a row and a column per matrix, are next to none.
 
 Muon keeps 1 for a hidden matrix and 2 for anything else.
@@ -67,18 +67,18 @@ Muon keeps 1 for a hidden matrix and 2 for anything else.
 AVERAGE_BYTES = 4
 """Bytes of `train.average` per trained number."""
 
-_STATE_BYTES = {"float32": 4.0, "bfloat16": 2.0, "int8": 1.0 + 4 / 256}  # the last with a float32 scale for 256
+_BYTES_PER_STATE = {"float32": 4.0, "bfloat16": 2.0, "int8": 1.0 + 4 / 256}  # the last with a float32 scale for 256
 
 
-def state_bytes(optimizer: str, state_dtype: str | None, *, num_trained: int, trained_bytes: int) -> int:
+def optimizer_state_bytes(optimizer: str, state_dtype: str | None, *, num_trained: int, trained_bytes: int) -> int:
     """Return what the optimizer keeps: in `state_dtype`, or in the type of what learns."""
     if optimizer == "adamw_8bit":
-        return round(2 * _STATE_BYTES["int8"] * num_trained)
-    of_one = _STATE_BYTES[state_dtype] if state_dtype else trained_bytes / max(1, num_trained)
-    return round(MOMENTS[optimizer] * of_one * num_trained)
+        return round(2 * _BYTES_PER_STATE["int8"] * num_trained)
+    of_one = _BYTES_PER_STATE[state_dtype] if state_dtype else trained_bytes / max(1, num_trained)
+    return round(NUM_MOMENTS[optimizer] * of_one * num_trained)
 
 
-def estimate(
+def estimate_memory(
     *,
     weights_bytes: int,
     gradients_bytes: int,
@@ -100,7 +100,8 @@ def estimate(
     )
     held = [-(-size // among) for _, size, among in parts]
     lines = [
-        _line(name, size=size, among=among, held=part) for (name, size, among), part in zip(parts, held, strict=True)
+        _memory_line(name, size=size, among=among, held=part)
+        for (name, size, among), part in zip(parts, held, strict=True)
     ]
     summands = " + ".join(f"{name} {format_size(part)}" for (name, _, _), part in zip(parts, held, strict=True))
     beside = "the teacher and activations" if is_beside_teacher else "activations"
@@ -108,13 +109,13 @@ def estimate(
     return MemoryEstimate(held[0], held[1], held[2], (*lines, total))
 
 
-def _line(name: str, *, size: int, among: int, held: int) -> str:
+def _memory_line(name: str, *, size: int, among: int, held: int) -> str:
     if among == 1:
         return f"{name}: {format_size(held)} on every rank"
     return f"{name}: {format_size(held)} per rank = {format_size(size)} / {among} ranks"
 
 
-_ADAPTED = re.compile(r"(.+?)\.(?:lora_|ia3_l|oft_R)")
+_ADAPTED_MODULE = re.compile(r"(.+?)\.(?:lora_|ia3_l|oft_R)")
 
 
 @dataclass(frozen=True)
@@ -140,7 +141,7 @@ class ModelSize:
         )
 
 
-def describe(model: nn.Module) -> ModelSize:
+def measure_model(model: nn.Module) -> ModelSize:
     """Return the model's size; parameters that ZeRO-3 has partitioned count in full."""
     bytes_by_dtype: Counter[str] = Counter()
     trained_bytes: Counter[str] = Counter()
@@ -161,4 +162,4 @@ def describe(model: nn.Module) -> ModelSize:
 
 def _num_adapted(model: nn.Module) -> int:
     """Count the modules of the base that have an adapter, whatever its kind; what is trained in full is none."""
-    return len({match[1] for name, _ in model.named_parameters() if (match := _ADAPTED.match(name))})
+    return len({match[1] for name, _ in model.named_parameters() if (match := _ADAPTED_MODULE.match(name))})

@@ -9,7 +9,7 @@ from finetune.model.adapters import lora
 from finetune.model.adapters.build import add_adapter
 from finetune.model.adapters.context import Ground
 from finetune.model.quantize import quantization_config, unquantized_weights_folder
-from finetune.model.size import describe
+from finetune.model.size import measure_model
 
 BATCH = torch.arange(24).reshape(2, 12)
 NF4 = QuantizationSection(compute_dtype="float32")
@@ -48,8 +48,8 @@ def test_a_package_that_is_not_there_is_named_with_what_brings_it(from_config, m
 @pytest.mark.parametrize("keys", [{"kind": "nf4"}, {"kind": "fp4", "double": False}, {"bits": 8}])
 def test_adapters_learn_on_a_base_in_few_bits(load, keys):
     plain, model = load().eval(), load(quantization=NF4.model_copy(update=keys))
-    assert describe(model).num_parameters == describe(plain).num_parameters
-    assert sum(describe(model).bytes_by_dtype.values()) < 0.7 * sum(describe(plain).bytes_by_dtype.values())
+    assert measure_model(model).num_parameters == measure_model(plain).num_parameters
+    assert sum(measure_model(model).bytes_by_dtype.values()) < 0.7 * sum(measure_model(plain).bytes_by_dtype.values())
     adapted = add_adapter(model, LoraSection(rank=2), Ground(seed=1))
     output = adapted(input_ids=BATCH, labels=BATCH)
     expected = plain(input_ids=BATCH).logits

@@ -1,16 +1,16 @@
 import pytest
 from torch import nn
 
-from finetune.model.size import describe, estimate, precision_warnings, state_bytes
+from finetune.model.size import estimate_memory, measure_model, optimizer_state_bytes, precision_warnings
 
 BILLION = 10**9
 
 
 def adamw(shards: int, **sharded: bool):
-    return estimate(
+    return estimate_memory(
         weights_bytes=4 * BILLION,
         gradients_bytes=4 * BILLION,
-        optimizer_bytes=state_bytes("adamw", None, num_trained=BILLION, trained_bytes=4 * BILLION),
+        optimizer_bytes=optimizer_state_bytes("adamw", None, num_trained=BILLION, trained_bytes=4 * BILLION),
         shards=shards,
         shards_weights=sharded.get("weights", False),
         shards_gradients=sharded.get("gradients", False),
@@ -42,20 +42,20 @@ def test_each_part_is_divided_only_where_it_is_sharded():
     ],
 )
 def test_state_takes_what_its_type_does(optimizer, state_dtype, weight_bytes, expected):
-    found = state_bytes(optimizer, state_dtype, num_trained=BILLION, trained_bytes=weight_bytes * BILLION)
+    found = optimizer_state_bytes(optimizer, state_dtype, num_trained=BILLION, trained_bytes=weight_bytes * BILLION)
     assert found == pytest.approx(expected * BILLION)
 
 
 def test_a_live_teacher_is_named_where_it_is_not_counted():
     shards = {"shards": 1, "shards_weights": False, "shards_gradients": False, "shards_optimizer": False}
-    told = estimate(weights_bytes=4, gradients_bytes=4, optimizer_bytes=8, is_beside_teacher=True, **shards)
+    told = estimate_memory(weights_bytes=4, gradients_bytes=4, optimizer_bytes=8, is_beside_teacher=True, **shards)
     assert told.lines[-1].endswith("before the teacher and activations")
 
 
 def test_the_largest_parameter_that_learns_is_known():
     model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 5))
     model[1].weight.requires_grad_(False)
-    assert describe(model).largest_trained_bytes == 4 * 2 * 3
+    assert measure_model(model).largest_trained_bytes == 4 * 2 * 3
 
 
 def test_the_arithmetic_is_printed():
@@ -71,15 +71,15 @@ def test_partitioned_parameters_count_in_full():
     model = nn.Linear(2, 3, bias=False)
     model.weight.data = model.weight.data.new_empty(0)
     model.weight.ds_shape = (2, 3)
-    assert describe(model).num_parameters == 6
-    assert describe(model).lines == ("trained: 6 of 6 parameters (100.00%)", "weights: 24 B in float32")
+    assert measure_model(model).num_parameters == 6
+    assert measure_model(model).lines == ("trained: 6 of 6 parameters (100.00%)", "weights: 24 B in float32")
 
 
 def test_sixteen_bit_weights_that_learn_are_warned_about():
     (warning,) = precision_warnings(dtype="bfloat16", is_lora=False)
     assert "2^-8 (1/256) of a weight is rounded away" in warning
     assert "or `train.optimizer.stochastic_rounding: true`" in warning
-    assert precision_warnings(dtype="bfloat16", is_lora=False, rounds_by_chance=True) == ()
+    assert precision_warnings(dtype="bfloat16", is_lora=False, uses_stochastic_rounding=True) == ()
     assert "moments" not in precision_warnings(dtype="float16", is_lora=False, state_dtype="float32")[0]
     assert precision_warnings(dtype="float32", is_lora=False) == ()
     assert precision_warnings(dtype="bfloat16", is_lora=True) == ()

@@ -15,7 +15,7 @@ from finetune.model.adapters.build import add_adapter
 from finetune.model.adapters.context import Ground
 from finetune.model.loading.architecture import SpecialTokenIds
 from finetune.model.loading.load import load_model
-from finetune.model.size import describe
+from finetune.model.size import measure_model
 from finetune.runtime import distributed
 from finetune.runtime.parameters import InitContext
 
@@ -58,7 +58,7 @@ def compare(partitioned: torch.nn.Module, whole: torch.nn.Module) -> int:
             assert torch.allclose(part, expected, atol=1e-6), name
     for (name, buffer), (_, expected) in zip(partitioned.named_buffers(), whole.named_buffers(), strict=True):
         assert torch.equal(buffer, expected), name
-    assert describe(partitioned) == describe(whole)
+    assert measure_model(partitioned) == measure_model(whole)
     return num_partitioned
 
 

@@ -25,10 +25,10 @@ from finetune.model.size import (
     AVERAGE_BYTES,
     MemoryEstimate,
     ModelSize,
-    describe,
-    estimate,
+    estimate_memory,
+    measure_model,
+    optimizer_state_bytes,
     precision_warnings,
-    state_bytes,
 )
 from finetune.model.upstream import expose_hidden_size, head_as_one_unit
 from finetune.report.run_log import RunLog
@@ -86,7 +86,7 @@ def make_machine(
     plain = build_model(config, task=lessons.task, tokenizer=lessons.tokenizer, construction=strategy.init_context())
     check_image_shape(plain.config, lessons.processing.processor)
     require_ties_fit(plain, strategy.name)
-    size = describe(plain)
+    size = measure_model(plain)
     for line in (*size.lines, *_memory(config, strategy, size=size).lines[-1:]):
         say(line)
     _warn(config, say)
@@ -144,13 +144,13 @@ def _memory(config: RunConfig, strategy: Strategy, *, size: ModelSize) -> Memory
     sharded, train, distillation = strategy.sharded(), config.train, config.task.distillation
     trained = sum(size.trained_bytes_by_dtype.values())
     is_master = strategy.name.startswith("zero")  # its optimizer holds float32 copies
-    state = state_bytes(
+    state = optimizer_state_bytes(
         train.optimizer.name,
         train.optimizer.state_dtype,
         num_trained=size.num_trained,
         trained_bytes=max(trained, 4 * size.num_trained) if is_master else trained,
     )
-    return estimate(
+    return estimate_memory(
         weights_bytes=sum(size.bytes_by_dtype.values()),
         gradients_bytes=size.largest_trained_bytes if train.optimizer.in_backward else trained,
         optimizer_bytes=state + (AVERAGE_BYTES * size.num_trained if train.average else 0),
@@ -168,7 +168,7 @@ def _warn(config: RunConfig, say: RunLog) -> None:
         dtype=config.model.dtype,
         is_lora=adapter_of(config) is not None,
         modules_to_save=lora.modules_to_save if lora else (),
-        rounds_by_chance=config.train.optimizer.stochastic_rounding,
+        uses_stochastic_rounding=config.train.optimizer.stochastic_rounding,
         state_dtype=config.train.optimizer.state_dtype,
     ):
         say(f"warning: {warning}")

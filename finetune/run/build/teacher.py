@@ -5,7 +5,7 @@ from torch import nn
 
 from finetune.config.run_config import RunConfig
 from finetune.model.frozen_models import check_vocabulary, load_teacher, teacher_digest
-from finetune.model.size import describe
+from finetune.model.size import measure_model
 from finetune.report.run_log import RunLog
 from finetune.runtime import distributed
 from finetune.runtime.run_on_ranks import run_on_rank_0
@@ -29,7 +29,7 @@ def teacher_of(config: RunConfig, task: Task, accelerator: Accelerator, *, say: 
     with unsharded(accelerator):
         size = len(task.tokenizer)
         teacher: nn.Module = load_teacher(section, model=model, vocabulary_size=size, device=accelerator.device)
-    say(f"teacher {section.teacher}, whole in every process: {describe(teacher).lines[1]}")
+    say(f"teacher {section.teacher}, whole in every process: {measure_model(teacher).lines[1]}")
     return teacher
 
 

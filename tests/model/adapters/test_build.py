@@ -13,7 +13,7 @@ from finetune.errors import ModelError
 from finetune.model.adapters import build as building
 from finetune.model.adapters.build import add_adapter
 from finetune.model.adapters.context import Ground
-from finetune.model.size import describe
+from finetune.model.size import measure_model
 from finetune.runtime.parameters import InitContext
 
 
@@ -98,7 +98,7 @@ def test_new_adapters_change_nothing_and_every_one_learns(from_config, build, ad
     learning = trained(made)
     assert learning
     assert all(each.grad is not None and each.dtype == torch.float32 for each in learning.values())
-    assert describe(made).num_adapted_modules > 0
+    assert measure_model(made).num_adapted_modules > 0
 
 
 @pytest.mark.parametrize("kind", BEFORE_THE_TEXT)
@@ -164,7 +164,7 @@ def test_a_head_that_picks_a_position_has_nothing_before_its_text(from_config, b
 def test_layers_and_patterns_choose_modules_and_ranks(from_config, build, adapted):
     wish = LoraSection(rank=4, layers=(1,), rank_pattern={"q_proj": 2}, alpha_pattern={"v_proj": 1.0})
     made = adapted(build(from_config()), wish)
-    assert describe(made).num_adapted_modules == 7
+    assert measure_model(made).num_adapted_modules == 7
     assert all(".layers.1." in name for name in trained(made))
     attention = made.get_submodule("base_model.model.model.layers.1.self_attn")
     assert (attention.q_proj.r["default"], attention.k_proj.r["default"]) == (2, 4)

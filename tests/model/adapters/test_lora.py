@@ -10,7 +10,7 @@ from finetune.errors import ModelError
 from finetune.model.adapters.build import add_adapter
 from finetune.model.adapters.context import Ground
 from finetune.model.freeze import freeze
-from finetune.model.size import describe
+from finetune.model.size import measure_model
 from finetune.train.optim.optimizers import build_optimizer
 from finetune.train.optim.parameter_groups import list_parameters
 
@@ -42,7 +42,7 @@ def test_all_linear_is_every_linear_layer_but_the_head(from_config, build):
     adapted = add_adapter(build(from_config()), LoraSection(rank=2), Ground(seed=1))
     modules = {name.split(".")[-4] for name in trained_names(adapted)}
     assert modules == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
-    size = describe(adapted)
+    size = measure_model(adapted)
     assert size.num_adapted_modules == 14
     assert size.num_trained == sum(p.numel() for p in adapted.parameters() if p.requires_grad)
 
@@ -96,7 +96,7 @@ def test_freeze_takes_patterns_and_counts_a_tied_weight_once(from_config, build)
     frozen = freeze(model, ["model.layers.0.*", "lm_head.*"])
     assert "model.layers.0.mlp.up_proj.weight" in frozen
     assert not model.model.embed_tokens.weight.requires_grad
-    size = describe(model)
+    size = measure_model(model)
     assert size.num_parameters == model.num_parameters()
     assert 0 < size.num_trained < size.num_parameters
     assert size.lines[0].startswith(f"trained: {size.num_trained:,} of {size.num_parameters:,} parameters (")
