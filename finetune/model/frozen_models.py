@@ -25,11 +25,11 @@ from finetune.runtime.files.digests import sha256_digest
 from finetune.runtime.hub import is_offline, without_hub_retries
 from finetune.runtime.resources import format_size
 
-WEIGHTS = ("*.safetensors", "*.bin")
+WEIGHT_FILES = ("*.safetensors", "*.bin")
 """The files of weights, the kind that is preferred first; the other kind is not read when both are there."""
 
-_THREADS = 8
-_WORTH_TELLING_SECONDS = 2.0
+_NUM_THREADS = 8
+_LOG_AFTER_SECONDS = 2.0
 
 
 def base_digest(
@@ -67,7 +67,7 @@ def folder_digest(folder: Path, *, say: Callable[[str], None]) -> str:
     started = time.monotonic()
     files = sorted(_files(folder))
     try:
-        with ThreadPoolExecutor(_THREADS) as threads:  # hashing releases the lock
+        with ThreadPoolExecutor(_NUM_THREADS) as threads:  # hashing releases the lock
             digests = list(threads.map(sha256_digest, files))
         size = sum(path.stat().st_size for path in files)
     except OSError as error:
@@ -75,7 +75,7 @@ def folder_digest(folder: Path, *, say: Callable[[str], None]) -> str:
     listed = "".join(f"{digest}  {path.name}\n" for path, digest in zip(files, digests, strict=True))
     whole = hashlib.sha256(listed.encode()).hexdigest()
     seconds = time.monotonic() - started
-    if seconds > _WORTH_TELLING_SECONDS:
+    if seconds > _LOG_AFTER_SECONDS:
         say(f"base weights {whole[:12]}: read {format_size(size)} of {folder} in {seconds:.0f} s to tell them by")
     return f"sha256 {whole}"
 
@@ -83,7 +83,7 @@ def folder_digest(folder: Path, *, say: Callable[[str], None]) -> str:
 def _files(folder: Path) -> Iterator[Path]:
     yield from folder.glob("config.json")
     yield from folder.glob("adapter_config.json")
-    for pattern in WEIGHTS:
+    for pattern in WEIGHT_FILES:
         weights = list(folder.glob(pattern))
         if weights:
             yield from weights
@@ -99,33 +99,33 @@ def _cached_commit(section: ModelSection) -> str | None:
     return Path(path).parent.name if isinstance(path, str) else None
 
 
-_STARTS_WITHIN_BASE = ("pissa", "olora", "loftq")
+_INITS_FROM_BASE = ("pissa", "olora", "loftq")
 """Initialisations that move a part of the base into the adapters: without these, the base is not itself."""
 
-_OF_ADAPTERS = frozenset({"lora", "ia3", "oft", "prompt_tuning", "prefix_tuning", "adapter"})
-_OF_NO_VALUE = frozenset(
+_ADAPTER_KEYS = frozenset({"lora", "ia3", "oft", "prompt_tuning", "prefix_tuning", "adapter"})
+_KEYS_WITHOUT_EFFECT = frozenset(
     {"gradient_checkpointing", "activation_offload", "cache_folder", "freeze", "train_only"}
     | {"name", "revision", "tokenizer"}
 )
 
 
-def starts_as_base(section: ModelSection) -> bool:
+def reference_is_base(section: ModelSection) -> bool:
     """Tell whether the reference is the model without its adapters.
 
     It is not where an adapter is continued, and where the initialisation takes a part out of the base.
     """
     if section.adapter is not None:
         return False
-    return section.lora is None or not section.lora.init.startswith(_STARTS_WITHIN_BASE)
+    return section.lora is None or not section.lora.init.startswith(_INITS_FROM_BASE)
 
 
 @contextmanager
-def as_reference(model: Any, section: ModelSection) -> Iterator[None]:
+def reference_mode(model: Any, section: ModelSection) -> Iterator[None]:
     """Have the model answer as the reference meanwhile: adapters off where they start from nothing.
 
     Which parameters learn is left alone, as peft's own switch does not. `model` is as the model wing built it.
     """
-    if not is_adapted(model) or not starts_as_base(section):
+    if not is_adapted(model) or not reference_is_base(section):
         yield
         return
     if model.peft_config[model.active_adapter].is_prompt_learning:
@@ -149,7 +149,7 @@ def reference_identity(
 
     Fresh adapters that are off are no part of it, so other ranks of LoRA find the same answers.
     """
-    left_out = _OF_NO_VALUE | (_OF_ADAPTERS if starts_as_base(section) else frozenset())
+    left_out = _KEYS_WITHOUT_EFFECT | (_ADAPTER_KEYS if reference_is_base(section) else frozenset())
     known: dict[str, Any] = section.model_dump(mode="json", exclude=set(left_out), exclude_defaults=True)
     if section.name is not None:
         known["weights"] = weights_digest(section, model=model, say=say)
@@ -160,40 +160,40 @@ def reference_identity(
     return known
 
 
-KEY = "task.distillation.teacher"
+TEACHER_KEY = "task.distillation.teacher"
 
 
 def load_teacher(
     section: DistillationSection, *, model: ModelSection, vocabulary_size: int, device: torch.device
 ) -> PreTrainedModel:
     """Return the teacher on the device, frozen and in evaluation mode, in the type asked for; raises ModelError."""
-    with loading_errors(section.teacher, key=KEY), without_hub_retries(is_local=is_local_path(section.teacher)):
-        origin = _origin(section, model)
+    with loading_errors(section.teacher, key=TEACHER_KEY), without_hub_retries(is_local=is_local_path(section.teacher)):
+        origin = _teacher_arguments(section, model)
         config = load_auto_class(AutoConfig, **origin)
         dtype = getattr(torch, section.teacher_dtype)
         teacher: PreTrainedModel
         teacher, loading = load_weights(
             AutoModelForCausalLM, **origin, config=config, dtype=dtype, output_loading_info=True
         )
-        check_no_missing_weights(loading, section.teacher, key=KEY)
+        check_no_missing_weights(loading, section.teacher, key=TEACHER_KEY)
     size = teacher.config.get_text_config().vocab_size
     if size < vocabulary_size:
         raise ModelError(
-            f"{KEY}: `{section.teacher}` knows {size} tokens and the student's tokenizer has {vocabulary_size}. A "
+            f"{TEACHER_KEY}: `{section.teacher}` knows {size} tokens and the student's tokenizer has {vocabulary_size}. A "
             "teacher and its student share one tokenizer: name another teacher, or train on its tokenizer."
         )
     return teacher.requires_grad_(False).eval().to(device)
 
 
-def check_vocabulary(section: DistillationSection, *, model: ModelSection, tokenizer: Any) -> None:
+def check_teacher_tokenizer(section: DistillationSection, *, model: ModelSection, tokenizer: Any) -> None:
     """Raise ModelError unless the teacher's tokenizer gives every token the number that the student's gives it."""
-    with loading_errors(section.teacher, key=KEY), without_hub_retries(is_local=is_local_path(section.teacher)):
-        theirs = load_auto_class(AutoTokenizer, **_origin(section, model)).get_vocab()
+    with loading_errors(section.teacher, key=TEACHER_KEY), without_hub_retries(is_local=is_local_path(section.teacher)):
+        theirs = load_auto_class(AutoTokenizer, **_teacher_arguments(section, model)).get_vocab()
     ours = tokenizer.get_vocab()
     different = sorted(token for token in ours.keys() | theirs.keys() if ours.get(token) != theirs.get(token))
     if different:
         raise ModelError(
-            f"{KEY}: the tokenizer of `{section.teacher}` is not the student's: {len(different)} tokens differ, such "
+            f"{TEACHER_KEY}: the tokenizer of `{section.teacher}` is not the student's: {len(different)} tokens differ, such "
             f"as {different[0]!r}. Their probabilities cannot be compared; name a teacher of the same family, or write "
             f"`model.tokenizer: {{name: {section.teacher}}}` for a student that is trained from random weights."
         )
@@ -205,17 +205,19 @@ def teacher_digest(section: DistillationSection, *, model: ModelSection, say: Ca
     Reads every byte of a folder's weights: call it on one rank.
     """
     if is_local_path(section.teacher):
-        return folder_digest(Path(resolve_name(section.teacher, key=KEY)), say=say)
+        return folder_digest(Path(resolve_name(section.teacher, key=TEACHER_KEY)), say=say)
     path = try_to_load_from_cache(section.teacher, "config.json", cache_dir=model.cache_folder)
     if not isinstance(path, str):
-        say(f"{KEY}: the commit of `{section.teacher}` is not known, so a change of it would not be seen on a resume")
+        say(
+            f"{TEACHER_KEY}: the commit of `{section.teacher}` is not known, so a change of it would not be seen on a resume"
+        )
         return "commit unknown"
     return f"commit {Path(path).parent.name}"
 
 
-def _origin(section: DistillationSection, model: ModelSection) -> dict[str, Any]:
+def _teacher_arguments(section: DistillationSection, model: ModelSection) -> dict[str, Any]:
     return {
-        "place": resolve_name(section.teacher, key=KEY),
+        "place": resolve_name(section.teacher, key=TEACHER_KEY),
         "cache_dir": model.cache_folder,
         "trust_remote_code": model.trust_remote_code,
         "local_files_only": is_local_path(section.teacher) or is_offline(),

@@ -12,7 +12,7 @@ from finetune.config.sections.model import LoraSection, ModelSection
 from finetune.config.sections.task import DistillationSection
 from finetune.errors import ModelError
 from finetune.model import frozen_models
-from finetune.model.frozen_models import base_digest, check_vocabulary, load_teacher, teacher_digest
+from finetune.model.frozen_models import base_digest, check_teacher_tokenizer, load_teacher, teacher_digest
 
 
 @pytest.fixture
@@ -92,7 +92,7 @@ def test_a_commit_that_cannot_be_found_is_said(tmp_path):
 
 def test_weights_that_take_long_are_worth_a_line(folder, monkeypatch):
     said = []
-    monkeypatch.setattr(frozen_models, "_WORTH_TELLING_SECONDS", -1.0)
+    monkeypatch.setattr(frozen_models, "_LOG_AFTER_SECONDS", -1.0)
     digest(folder, say=said.append)
     assert said[0].endswith(f"of {folder} in 0 s to tell them by")
 
@@ -131,13 +131,13 @@ def test_a_teacher_neither_learns_nor_drops_out(folder):
 
 def test_another_vocabulary_is_one_sentence(folder):
     section = DistillationSection(teacher=str(folder))
-    check_vocabulary(section, model=MODEL, tokenizer=tokenizer("red", "green"))
+    check_teacher_tokenizer(section, model=MODEL, tokenizer=tokenizer("red", "green"))
     with pytest.raises(ModelError, match="is not the student's: 2 tokens differ, such as 'green'"):
-        check_vocabulary(section, model=MODEL, tokenizer=tokenizer("green", "red"))
+        check_teacher_tokenizer(section, model=MODEL, tokenizer=tokenizer("green", "red"))
     with pytest.raises(ModelError, match="knows 3 tokens and the student's tokenizer has 4"):
         load_teacher(section, model=MODEL, vocabulary_size=4, device=torch.device("cpu"))
     with pytest.raises(ModelError, match=r"task\.distillation\.teacher: there is no folder"):
-        check_vocabulary(DistillationSection(teacher="./none"), model=MODEL, tokenizer=tokenizer("red"))
+        check_teacher_tokenizer(DistillationSection(teacher="./none"), model=MODEL, tokenizer=tokenizer("red"))
 
 
 def test_other_weights_are_another_teacher(folder):

@@ -6,7 +6,7 @@ from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from finetune.config.sections.model import ModelSection
-from finetune.model.frozen_models import as_reference, reference_identity, starts_as_base
+from finetune.model.frozen_models import reference_identity, reference_is_base, reference_mode
 
 CONFIG = LlamaConfig(
     vocab_size=32,
@@ -43,7 +43,7 @@ def test_adapters_that_have_learnt_are_off_meanwhile(base):
         model.base_model.model.lm_head.modules_to_save["default"].weight.mul_(2)
     learns = {name: each.requires_grad for name, each in model.named_parameters()}
     after = logits(model)
-    with as_reference(model, section(lora={})):
+    with reference_mode(model, section(lora={})):
         torch.testing.assert_close(logits(model), before)
         assert {name: each.requires_grad for name, each in model.named_parameters()} == learns
     torch.testing.assert_close(logits(model), after)
@@ -54,7 +54,7 @@ def test_a_learnt_prompt_is_passed_by(base):
     before = logits(base)
     model = get_peft_model(base, PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)).eval()
     after = logits(model)
-    with as_reference(model, section(prompt_tuning={"num_tokens": 3})):
+    with reference_mode(model, section(prompt_tuning={"num_tokens": 3})):
         torch.testing.assert_close(logits(model), before)
     torch.testing.assert_close(logits(model), after)
     assert not torch.allclose(after, before)
@@ -62,15 +62,15 @@ def test_a_learnt_prompt_is_passed_by(base):
 
 @pytest.mark.parametrize("init", ["pissa", "olora", "loftq"])
 def test_an_adapter_that_holds_a_part_of_the_base_stays_on(base, init):
-    assert not starts_as_base(section(lora={"init": init}))
+    assert not reference_is_base(section(lora={"init": init}))
     model = get_peft_model(base, LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)).eval()
     after = logits(model)
-    with as_reference(model, section(lora={"init": init})):
+    with reference_mode(model, section(lora={"init": init})):
         torch.testing.assert_close(logits(model), after)
 
 
 def test_a_model_without_adapters_is_as_it_is(base):
-    with as_reference(base, section()):
+    with reference_mode(base, section()):
         assert logits(base).shape == (1, 4, 32)
 
 

@@ -33,7 +33,7 @@ from finetune.data.token_cache.cache import cache_folder
 from finetune.data.token_cache.integrity import DamagedSet, quarantine
 from finetune.data.token_cache.store import PreparedSet
 from finetune.errors import DataError
-from finetune.model.frozen_models import as_reference, reference_identity
+from finetune.model.frozen_models import reference_identity, reference_mode
 from finetune.report.run_log import RunLog
 from finetune.run.build.data import Lessons
 from finetune.run.build.prepared_model import Machine
@@ -98,7 +98,7 @@ def knower_of(config: RunConfig, task: Task, machine: Machine, *, say: RunLog) -
     distributed.open_background_group()  # its time limit allows for reading hundreds of gigabytes
     describe = partial(reference_identity, section, seed=config.run.seed, model=machine.plain_model, say=say)
     identity = run_on_rank_0(describe, group=distributed.Group.BACKGROUND)
-    return Knower(lambda: machine.model, identity, partial(as_reference, machine.plain_model, section))
+    return Knower(lambda: machine.model, identity, partial(reference_mode, machine.plain_model, section))
 
 
 @dataclass(frozen=True)

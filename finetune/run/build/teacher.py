@@ -4,7 +4,7 @@ from accelerate import Accelerator
 from torch import nn
 
 from finetune.config.run_config import RunConfig
-from finetune.model.frozen_models import check_vocabulary, load_teacher, teacher_digest
+from finetune.model.frozen_models import check_teacher_tokenizer, load_teacher, teacher_digest
 from finetune.model.size import measure_model
 from finetune.report.run_log import RunLog
 from finetune.runtime import distributed
@@ -25,7 +25,7 @@ def teacher_of(config: RunConfig, task: Task, accelerator: Accelerator, *, say: 
     """Return the teacher, whole on this rank's device: never wrapped, trained or saved; raises ModelError."""
     assert isinstance(task, DistillationTask)
     section, model = task.section, config.model
-    check_vocabulary(section, model=model, tokenizer=task.tokenizer)
+    check_teacher_tokenizer(section, model=model, tokenizer=task.tokenizer)
     with unsharded(accelerator):
         size = len(task.tokenizer)
         teacher: nn.Module = load_teacher(section, model=model, vocabulary_size=size, device=accelerator.device)
