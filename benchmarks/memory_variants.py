@@ -13,7 +13,7 @@ from finetune.config.sections.model import FromConfigSection, LoraSection, Model
 from finetune.config.sections.train import OptimizerSection
 from finetune.model.activations import offload_activations
 from finetune.model.adapters.build import add_adapter
-from finetune.model.adapters.context import Ground
+from finetune.model.adapters.context import AdapterContext
 from finetune.model.loading.load import load_model
 from finetune.runtime.parameters import InitContext
 from finetune.train.optim.optimizers import begin_step, build_optimizer
@@ -69,7 +69,7 @@ class Learner:
         section = ModelSection(from_config=source, **variant.model)
         model = load_model(section, head="causal_lm", construction=InitContext(), seed=1, vocabulary_size=VOCABULARY)
         if variant.lora is not None:
-            model = add_adapter(model, variant.lora, Ground(seed=1))
+            model = add_adapter(model, variant.lora, AdapterContext(seed=1))
         if section.activation_offload:
             offload_activations(model)
         rule = OptimizerSection(**variant.optimizer)

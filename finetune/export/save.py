@@ -14,7 +14,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from finetune.config.sections.export import ExportSection
 from finetune.export.card import CardBase, CardFacts, write_card
 from finetune.export.weights import ADAPTER_NAME, build_meta_model, check_files, complete_weights, unwrap_adapter
-from finetune.model.adapters.context import is_adapted
+from finetune.model.adapters.context import has_adapter
 from finetune.model.loading.architecture import NEW_HEADS
 from finetune.model.loading.saved import CONFIG_FOLDER
 from finetune.runtime.files.replace_folder import replace_folder
@@ -98,9 +98,9 @@ def export_model(
     call it on the main process alone.
     """
     with replace_folder(folder) as staging:
-        if is_adapted(model) and section.merge:
+        if has_adapter(model) and section.merge:
             counts = _write_merged(staging, model=model, weights=weights, preprocessors=preprocessors, section=section)
-        elif is_adapted(model):
+        elif has_adapter(model):
             weights = _cast(weights, section.dtype)
             counts = _write_adapter(
                 staging, folder, model=model, weights=weights, preprocessors=preprocessors, section=section
@@ -123,11 +123,11 @@ def card_base(model: PreTrainedModel, *, is_merged: bool, head: str) -> CardBase
     """Return what the card says of the model's origin; None where it began with random weights."""
     base = unwrap_adapter(model)
     name = base.name_or_path or None
-    if is_adapted(model) and not is_merged:
+    if has_adapter(model) and not is_merged:
         size = base.config.get_text_config().vocab_size if _brings_embeddings(model) else None
         has_own_config = head in NEW_HEADS and name is not None
         return CardBase(name, has_own_config=has_own_config, num_embeddings=size)
-    was_merged = is_adapted(model)
+    was_merged = has_adapter(model)
     return CardBase(name, "finetune", was_merged=was_merged) if name is not None or was_merged else None
 
 

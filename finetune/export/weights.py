@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_utils import set_zero3_state
 
 from finetune.errors import TrainingError
-from finetune.model.adapters.context import is_adapted
+from finetune.model.adapters.context import has_adapter
 
 ADAPTER_NAME = "default"
 
@@ -45,7 +45,7 @@ def build_meta_model(model: PreTrainedModel, *, dtype: torch.dtype, is_untied: b
 
 def unwrap_adapter(model: Any) -> PreTrainedModel:
     """Return the transformers model itself, from under its adapters where it has some."""
-    return model.get_base_model() if is_adapted(model) else model
+    return model.get_base_model() if has_adapter(model) else model
 
 
 def _transformers_class(model: PreTrainedModel) -> Any:

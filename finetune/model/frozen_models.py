@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from finetune.config.sections.model import ModelSection
 from finetune.config.sections.task import DistillationSection
 from finetune.errors import ModelError
-from finetune.model.adapters.context import adapter_wish, is_adapted
+from finetune.model.adapters.context import adapter_config, has_adapter
 from finetune.model.loading.hub import is_local_path, loading_errors, resolve_name
 from finetune.model.loading.pretrained import check_no_missing_weights, load_auto_class, load_weights
 from finetune.runtime.files.digests import sha256_digest
@@ -39,7 +39,7 @@ def base_digest(
 
     Weights that are the reference of a loss count as frozen. As `weights_digest`: call it on one rank.
     """
-    is_frozen = adapter_wish(section) is not None or section.freeze or section.train_only or is_reference
+    is_frozen = adapter_config(section) is not None or section.freeze or section.train_only or is_reference
     if section.name is None or not is_frozen:
         return None
     return weights_digest(section, model=model, say=say)
@@ -125,7 +125,7 @@ def reference_mode(model: Any, section: ModelSection) -> Iterator[None]:
 
     Which parameters learn is left alone, as peft's own switch does not. `model` is as the model wing built it.
     """
-    if not is_adapted(model) or not reference_is_base(section):
+    if not has_adapter(model) or not reference_is_base(section):
         yield
         return
     if model.peft_config[model.active_adapter].is_prompt_learning:

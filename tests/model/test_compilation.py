@@ -8,7 +8,7 @@ from torch import nn
 from finetune.data.features import Features
 from finetune.model import compilation
 from finetune.model.adapters.build import add_adapter
-from finetune.model.adapters.context import Ground, adapter_wish
+from finetune.model.adapters.context import AdapterContext, adapter_config
 from finetune.model.compilation import compile_model, repeated_layers
 from finetune.runtime.parameters import InitContext
 from finetune.task.lm_loss.at_targets import logits_at_targets
@@ -37,10 +37,10 @@ def model(build, from_config):
     def make(name="llama untied", *, lora=None, **keys):
         section = from_config(name, **keys, **({"lora": lora} if lora else {}))
         plain = build(section)
-        wish = adapter_wish(section)
+        wish = adapter_config(section)
         if wish is None:
             return plain
-        ground = Ground(seed=7, head="causal_lm", revision=None, init_context=InitContext())
+        ground = AdapterContext(seed=7, head="causal_lm", revision=None, init_context=InitContext())
         adapted = add_adapter(plain, wish, ground)
         with torch.no_grad():
             for number, weight in enumerate(p for p in adapted.parameters() if p.requires_grad):

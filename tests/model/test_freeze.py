@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from finetune.config.sections.model import LoraSection
 from finetune.errors import ModelError
 from finetune.model.adapters.build import add_adapter
-from finetune.model.adapters.context import Ground
+from finetune.model.adapters.context import AdapterContext
 from finetune.model.freeze import freeze, freeze_unused, peft_exclude_pattern, train_only, unused_modules
 from finetune.model.upstream import expose_hidden_size, keep_own_no_split_modules
 
@@ -107,7 +107,7 @@ def test_a_language_model_is_read_as_a_whole():
 
 
 def test_they_get_no_adapter():
-    adapted = add_adapter(llava(-2), LoraSection(rank=2), Ground(seed=1, head="image_text_to_text"))
+    adapted = add_adapter(llava(-2), LoraSection(rank=2), AdapterContext(seed=1, head="image_text_to_text"))
     names = [name for name, module in adapted.named_modules() if isinstance(module, LoraLayer)]
     assert any(f"{TOWER}.encoder.layers.1" in name for name in names)
     assert not any(f"{TOWER}.encoder.layers.2" in name for name in names)

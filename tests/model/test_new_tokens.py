@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerFast
 from finetune.config.sections.model import LoraSection, NewTokensSection
 from finetune.errors import ModelError
 from finetune.model.adapters.build import add_adapter
-from finetune.model.adapters.context import Ground
+from finetune.model.adapters.context import AdapterContext
 from finetune.model.new_tokens import add_embedding_rows, add_tokens, new_token_ids
 from finetune.runtime.parameters import InitContext
 
@@ -103,7 +103,7 @@ def test_under_lora_the_new_rows_learn_and_a_resized_base_takes_them_back(
     from_config, build, tokenizer, tmp_path, name
 ):
     model = grown(build(from_config(name)), tokenizer)
-    adapted = add_adapter(model, LoraSection(rank=2), Ground(seed=1, new_ids=new_token_ids(tokenizer, SECTION)))
+    adapted = add_adapter(model, LoraSection(rank=2), AdapterContext(seed=1, new_ids=new_token_ids(tokenizer, SECTION)))
     rows = {name: each for name, each in adapted.named_parameters() if "trainable_tokens_delta" in name}
     assert {tuple(each.shape) for each in rows.values()} == {(2, 32)}
     assert len(rows) == (2 if "untied" in name else 1)
@@ -126,5 +126,5 @@ def test_under_lora_the_new_rows_learn_and_a_resized_base_takes_them_back(
 def test_a_head_that_is_trained_in_full_needs_no_rows_of_its_own(from_config, build, tokenizer):
     model = grown(build(from_config()), tokenizer)
     lora = LoraSection(rank=2, modules_to_save=("lm_head",))
-    adapted = add_adapter(model, lora, Ground(seed=1, new_ids=new_token_ids(tokenizer, SECTION)))
+    adapted = add_adapter(model, lora, AdapterContext(seed=1, new_ids=new_token_ids(tokenizer, SECTION)))
     assert list(adapted.peft_config["default"].trainable_token_indices) == ["model.embed_tokens"]

@@ -7,7 +7,7 @@ from finetune.errors import MissingPackage, ModelError
 from finetune.model import quantize
 from finetune.model.adapters import lora
 from finetune.model.adapters.build import add_adapter
-from finetune.model.adapters.context import Ground
+from finetune.model.adapters.context import AdapterContext
 from finetune.model.quantize import quantization_config, unquantized_weights_folder
 from finetune.model.size import measure_model
 
@@ -50,7 +50,7 @@ def test_adapters_learn_on_a_base_in_few_bits(load, keys):
     plain, model = load().eval(), load(quantization=NF4.model_copy(update=keys))
     assert measure_model(model).num_parameters == measure_model(plain).num_parameters
     assert sum(measure_model(model).bytes_by_dtype.values()) < 0.7 * sum(measure_model(plain).bytes_by_dtype.values())
-    adapted = add_adapter(model, LoraSection(rank=2), Ground(seed=1))
+    adapted = add_adapter(model, LoraSection(rank=2), AdapterContext(seed=1))
     output = adapted(input_ids=BATCH, labels=BATCH)
     expected = plain(input_ids=BATCH).logits
     assert (output.logits - expected).std() < 0.3 * expected.std()
@@ -79,7 +79,7 @@ def bytes_of(parameter):
 def test_loftq_makes_up_for_a_part_of_what_was_lost(load, folder, from_config):
     model = load(quantization=NF4)
     wish = LoraSection(rank=8, alpha=4.0, init="loftq")
-    adapted = add_adapter(model, wish, Ground(seed=1, base=str(folder)))
+    adapted = add_adapter(model, wish, AdapterContext(seed=1, base=str(folder)))
     layer = adapted.get_submodule("base_model.model.model.layers.0.mlp.up_proj")
     original = load_file(folder / "model.safetensors")["model.layers.0.mlp.up_proj.weight"]
     held = lora.dequantized(layer.get_base_layer())
@@ -92,7 +92,7 @@ def test_loftq_makes_up_for_a_part_of_what_was_lost(load, folder, from_config):
 @needs_bitsandbytes
 def test_loftq_without_the_original_weights_is_told(load, tmp_path):
     with pytest.raises(ModelError, match="is in no safetensors file of the base"):
-        add_adapter(load(quantization=NF4), LoraSection(init="loftq"), Ground(seed=1, base=str(tmp_path)))
+        add_adapter(load(quantization=NF4), LoraSection(init="loftq"), AdapterContext(seed=1, base=str(tmp_path)))
 
 
 def test_original_weights_are_looked_for_where_they_are_needed(from_config, folder):
@@ -104,6 +104,6 @@ def test_original_weights_are_looked_for_where_they_are_needed(from_config, fold
 @needs_torchao
 def test_adapters_learn_on_weights_of_torchao(load):
     model = load(quantization=QuantizationSection(method="torchao", bits=8))
-    adapted = add_adapter(model, LoraSection(rank=2), Ground(seed=1))
+    adapted = add_adapter(model, LoraSection(rank=2), AdapterContext(seed=1))
     adapted(input_ids=BATCH, labels=BATCH).loss.backward()
     assert all(each.grad is not None for each in adapted.parameters() if each.requires_grad)

@@ -12,7 +12,7 @@ from transformers.integrations import HfDeepSpeedConfig
 
 from finetune.config.sections.model import FromConfigSection, LoraSection, ModelSection
 from finetune.model.adapters.build import add_adapter
-from finetune.model.adapters.context import Ground
+from finetune.model.adapters.context import AdapterContext
 from finetune.model.loading.architecture import SpecialTokenIds
 from finetune.model.loading.load import load_model
 from finetune.model.size import measure_model
@@ -42,7 +42,9 @@ def build(section: ModelSection, construction: InitContext) -> PreTrainedModel:
 
 def adapted(section: ModelSection, construction: InitContext) -> torch.nn.Module:
     return add_adapter(
-        build(section, construction), LoraSection(rank=2, dora=True, modules_to_save=("lm_head",)), Ground(seed=1)
+        build(section, construction),
+        LoraSection(rank=2, dora=True, modules_to_save=("lm_head",)),
+        AdapterContext(seed=1),
     )
 
 

@@ -19,7 +19,7 @@ from finetune.config.sections.model import (
     PromptTuningSection,
 )
 from finetune.errors import ModelError
-from finetune.model.adapters.context import ADAPTER, Ground, Wish, candidates_sentence
+from finetune.model.adapters.context import ADAPTER, AdapterConfig, AdapterContext, candidates_sentence
 from finetune.model.adapters.lora import (
     OF_THE_BASE,
     check_lora,
@@ -63,20 +63,20 @@ def _cast_unless_autocast(x: Tensor | None, dtype: torch.dtype) -> Tensor | None
     return x if is_left or x is None else x.to(dtype)
 
 
-def add_adapter(model: PreTrainedModel, wish: Wish, ground: Ground) -> PeftModel:
+def add_adapter(model: PreTrainedModel, adapter: AdapterConfig, context: AdapterContext) -> PeftModel:
     """Return the model with a frozen base and float32 adapters.
 
     Their values depend on the seed and module names alone, for `pissa`, `olora` and `loftq` on the base's weights too,
     and for a path on what is saved there. At first they change nothing, except learnt prompts and a saved adapter.
     Raises ModelError for what this model cannot have. Collective under ZeRO-3.
     """
-    kind = _KINDS[_type(wish)]
+    kind = _KINDS[_type(adapter)]
     try:
-        config = kind.config(model, wish, ground)
-        adapted = get_peft_model(model, config, adapter_name=ADAPTER, revision=ground.revision)
+        config = kind.config(model, adapter, context)
+        adapted = get_peft_model(model, config, adapter_name=ADAPTER, revision=context.revision)
     except (ValueError, TypeError) as error:  # peft's, for layers that this method has no adapter for
         raise ModelError(f"model.{kind.key}: {error_summary(error)} {candidates_sentence(model)}") from error
-    kind.fill(adapted, wish, ground)
+    kind.fill(adapted, adapter, context)
     skip_redundant_casts(adapted)
     return adapted
 
@@ -84,22 +84,22 @@ def add_adapter(model: PreTrainedModel, wish: Wish, ground: Ground) -> PeftModel
 @dataclass(frozen=True)
 class _Kind:
     key: str  # in `model:`
-    config: Callable[[PreTrainedModel, Any, Ground], PeftConfig]
-    fill: Callable[[PeftModel, Any, Ground], None]  # gives first values, and checks what has come out
+    config: Callable[[PreTrainedModel, Any, AdapterContext], PeftConfig]
+    fill: Callable[[PeftModel, Any, AdapterContext], None]  # gives first values, and checks what has come out
 
 
-def _type(wish: Wish) -> type:
-    return Path if isinstance(wish, Path) else type(wish)
+def _type(adapter: AdapterConfig) -> type:
+    return Path if isinstance(adapter, Path) else type(adapter)
 
 
-def _fill_lora(model: PeftModel, lora: LoraSection, ground: Ground) -> None:
+def _fill_lora(model: PeftModel, lora: LoraSection, context: AdapterContext) -> None:
     check_lora(model, lora)
     if lora.init in OF_THE_BASE:
         keep_first_factors(model, lora.init)
         return
-    _draw_factors(model, is_gaussian=lora.init == "gaussian", seed=ground.seed)
+    _draw_factors(model, is_gaussian=lora.init == "gaussian", seed=context.seed)
     if lora.init == "loftq":
-        make_up_for_quantization(model, ground)
+        make_up_for_quantization(model, context)
 
 
 def _draw_factors(model: PeftModel, *, is_gaussian: bool, seed: int) -> None:
@@ -115,16 +115,16 @@ def _draw_factors(model: PeftModel, *, is_gaussian: bool, seed: int) -> None:
                     module.reset_lora_parameters(ADAPTER, "gaussian" if is_gaussian else True)
 
 
-def _fill_nothing(model: PeftModel, wish: Wish, ground: Ground) -> None:
+def _fill_nothing(model: PeftModel, adapter: AdapterConfig, context: AdapterContext) -> None:
     """Leave peft's own first values: ones, which are no chance."""
 
 
-def _fill_oft(model: PeftModel, oft: OftSection, ground: Ground) -> None:
+def _fill_oft(model: PeftModel, oft: OftSection, context: AdapterContext) -> None:
     check_oft(model, oft)
 
 
-def _fill_prefix(model: PeftModel, prefix: PrefixTuningSection, ground: Ground) -> None:
-    draw_prefix(model, ground)
+def _fill_prefix(model: PeftModel, prefix: PrefixTuningSection, context: AdapterContext) -> None:
+    draw_prefix(model, context)
 
 
 _KINDS: Mapping[type, _Kind] = {

@@ -23,15 +23,15 @@ from finetune.config.sections.model import (
 from finetune.errors import ModelError
 from finetune.runtime.parameters import InitContext
 
-Wish = LoraSection | Ia3Section | OftSection | PromptTuningSection | PrefixTuningSection | Path
+AdapterConfig = LoraSection | Ia3Section | OftSection | PromptTuningSection | PrefixTuningSection | Path
 """What a job may ask for; a path is the folder of an adapter to go on from."""
 
 
-def adapter_wish(section: ModelSection) -> Wish | None:
+def adapter_config(section: ModelSection) -> AdapterConfig | None:
     """Return what the job asks for; None where the model's own weights learn."""
     if section.adapter is not None:
         return Path(section.adapter)
-    kinds: tuple[Wish | None, ...] = (
+    kinds: tuple[AdapterConfig | None, ...] = (
         section.lora,
         section.ia3,
         section.oft,
@@ -41,13 +41,13 @@ def adapter_wish(section: ModelSection) -> Wish | None:
     return next((wish for wish in kinds if wish is not None), None)
 
 
-def is_adapted(model: nn.Module) -> bool:
+def has_adapter(model: nn.Module) -> bool:
     """Tell whether this is a PeftModel; the name of its class does, so that nobody imports peft in order to ask."""
     return any(kind.__module__ == "peft.peft_model" for kind in type(model).__mro__)
 
 
 @dataclass(frozen=True)
-class Ground:
+class AdapterContext:
     """Facts that decide which adapters are made and with which first values."""
 
     seed: int

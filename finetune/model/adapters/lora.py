@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from finetune.config.sections.model import LoraSection
 from finetune.errors import ModelError
-from finetune.model.adapters.context import ADAPTER, TASK_TYPES, Ground, check_each, is_transposed, name_of
+from finetune.model.adapters.context import ADAPTER, TASK_TYPES, AdapterContext, check_each, is_transposed, name_of
 from finetune.model.freeze import peft_exclude_pattern
 from finetune.model.loading.architecture import new_head_modules
 from finetune.model.loading.hub import loading_errors
@@ -32,7 +32,7 @@ OF_THE_BASE = ("pissa", "olora")
 _AT_FIRST = {"default": True, "gaussian": "gaussian", "pissa": "pissa", "olora": "olora", "loftq": True}
 
 
-def lora_config(model: PreTrainedModel, lora: LoraSection, ground: Ground) -> LoraConfig:
+def lora_config(model: PreTrainedModel, lora: LoraSection, context: AdapterContext) -> LoraConfig:
     """Return peft's config; raises ModelError for a target or module that the model does not have."""
     if not isinstance(lora.target_modules, str):
         check_each(model, lora.target_modules, key="model.lora.target_modules")
@@ -46,19 +46,19 @@ def lora_config(model: PreTrainedModel, lora: LoraSection, ground: Ground) -> Lo
         r=lora.rank,
         lora_alpha=lora.alpha,
         lora_dropout=lora.dropout,
-        target_modules=_targets(model, lora, head=ground.head),
+        target_modules=_targets(model, lora, head=context.head),
         exclude_modules=peft_exclude_pattern(model),
-        modules_to_save=[*lora.modules_to_save, *new_head_modules(model, head=ground.head)] or None,
+        modules_to_save=[*lora.modules_to_save, *new_head_modules(model, head=context.head)] or None,
         use_rslora=lora.rslora,
         use_dora=lora.dora,
-        init_lora_weights=_first_values(lora, ground),
+        init_lora_weights=_first_values(lora, context),
         layers_to_transform=list(lora.layers) or None,
         rank_pattern=dict(lora.rank_pattern),
         alpha_pattern=dict(lora.alpha_pattern),
-        trainable_token_indices=_new_rows(model, lora, ground) or None,
+        trainable_token_indices=_new_rows(model, lora, context) or None,
         bias="none",
         fan_in_fan_out=any(map(is_transposed, model.modules())),
-        task_type=TASK_TYPES.get(ground.head),
+        task_type=TASK_TYPES.get(context.head),
     )
 
 
@@ -98,21 +98,21 @@ def _targets(model: PreTrainedModel, lora: LoraSection, *, head: str) -> str | l
     )
 
 
-def _first_values(lora: LoraSection, ground: Ground) -> Any:
+def _first_values(lora: LoraSection, context: AdapterContext) -> Any:
     """Return peft's word; a rank that is sent its weights later takes nothing out of places without values."""
-    return True if ground.init_context.on_meta_device and lora.init in OF_THE_BASE else _AT_FIRST[lora.init]
+    return True if context.init_context.on_meta_device and lora.init in OF_THE_BASE else _AT_FIRST[lora.init]
 
 
-def _new_rows(model: PreTrainedModel, lora: LoraSection, ground: Ground) -> dict[str, list[int]]:
+def _new_rows(model: PreTrainedModel, lora: LoraSection, context: AdapterContext) -> dict[str, list[int]]:
     """Return the rows of embeddings and head that learn because their tokens are new; none where all of them do."""
-    if not ground.new_ids:
+    if not context.new_ids:
         return {}
     inputs, outputs = model.get_input_embeddings(), model.get_output_embeddings()
     is_tied = outputs is not None and inputs.weight is outputs.weight
     names = [name_of(module, model) for module in ((inputs,) if is_tied else (inputs, outputs))]
-    saved = (*lora.modules_to_save, *new_head_modules(model, head=ground.head))
+    saved = (*lora.modules_to_save, *new_head_modules(model, head=context.head))
     return {
-        name: list(ground.new_ids)
+        name: list(context.new_ids)
         for name in names
         if name is not None and not any(name == each or name.endswith(f".{each}") for each in saved)
     }
@@ -166,13 +166,13 @@ def _doubled(config: LoraConfig, ratio: float) -> LoraConfig:
 _PREFIX = "base_model.model."
 
 
-def make_up_for_quantization(model: PeftModel, ground: Ground) -> None:
+def make_up_for_quantization(model: PeftModel, context: AdapterContext) -> None:
     """Give each adapter the largest singular parts of `original - dequantised`, one round of the paper's algorithm.
 
     The originals are read from the base's safetensors one at a time; raises ModelError where one is not there.
     """
-    with loading_errors(ground.base or "", key="model.lora.init"):
-        places = _places(Path(ground.base or ""))
+    with loading_errors(context.base or "", key="model.lora.init"):
+        places = _places(Path(context.base or ""))
     with torch.no_grad():
         for name, module in model.named_modules():
             if isinstance(module, LoraLayer):

@@ -8,26 +8,26 @@ from transformers import PreTrainedModel
 
 from finetune.config.sections.model import Ia3Section, OftSection, PrefixTuningSection, PromptTuningSection
 from finetune.errors import ModelError
-from finetune.model.adapters.context import ADAPTER, TASK_TYPES, Ground, check_each, is_transposed
+from finetune.model.adapters.context import ADAPTER, TASK_TYPES, AdapterContext, check_each, is_transposed
 from finetune.model.freeze import peft_exclude_pattern
 from finetune.model.loading.architecture import new_head_modules
 from finetune.runtime.seeds import derive_seed
 
 
-def ia3_config(model: PreTrainedModel, ia3: Ia3Section, ground: Ground) -> IA3Config:
+def ia3_config(model: PreTrainedModel, ia3: Ia3Section, context: AdapterContext) -> IA3Config:
     """Return peft's config; raises ModelError for a module that the model does not have."""
     check_each(model, ia3.target_modules, key="model.ia3.target_modules")
     is_written = bool(ia3.target_modules)
     return IA3Config(
         target_modules=list(ia3.target_modules) if is_written else None,
         feedforward_modules=list(ia3.feedforward_modules) if is_written else None,
-        modules_to_save=list(new_head_modules(model, head=ground.head)) or None,
+        modules_to_save=list(new_head_modules(model, head=context.head)) or None,
         fan_in_fan_out=any(map(is_transposed, model.modules())),
-        task_type=TASK_TYPES.get(ground.head),
+        task_type=TASK_TYPES.get(context.head),
     )
 
 
-def oft_config(model: PreTrainedModel, oft: OftSection, ground: Ground) -> OFTConfig:
+def oft_config(model: PreTrainedModel, oft: OftSection, context: AdapterContext) -> OFTConfig:
     """Return peft's config; raises ModelError for a module that the model does not have."""
     if not isinstance(oft.target_modules, str):
         check_each(model, oft.target_modules, key="model.oft.target_modules")
@@ -37,9 +37,9 @@ def oft_config(model: PreTrainedModel, oft: OftSection, ground: Ground) -> OFTCo
         module_dropout=oft.dropout,
         target_modules=oft.target_modules if isinstance(oft.target_modules, str) else list(oft.target_modules),
         exclude_modules=peft_exclude_pattern(model),
-        modules_to_save=list(new_head_modules(model, head=ground.head)) or None,
+        modules_to_save=list(new_head_modules(model, head=context.head)) or None,
         bias="none",
-        task_type=TASK_TYPES.get(ground.head),
+        task_type=TASK_TYPES.get(context.head),
     )
 
 
@@ -58,57 +58,57 @@ _PROMPTED = ("causal_lm", "seq2seq_lm")
 """Heads that read every position: others pick the first or last one, and would find learnt tokens there."""
 
 
-def prompt_config(model: PreTrainedModel, prompt: PromptTuningSection, ground: Ground) -> PromptTuningConfig:
+def prompt_config(model: PreTrainedModel, prompt: PromptTuningSection, context: AdapterContext) -> PromptTuningConfig:
     """Return peft's config, without its own first values; raises ModelError for a head that has no text before it."""
     return PromptTuningConfig(
-        task_type=_task_type(ground, key="model.prompt_tuning"),
+        task_type=_task_type(context, key="model.prompt_tuning"),
         num_virtual_tokens=prompt.num_tokens,
         num_transformer_submodules=1,  # an encoder's text alone has learnt tokens before it
         prompt_tuning_init="RANDOM",
     )
 
 
-def prefix_config(model: PreTrainedModel, prefix: PrefixTuningSection, ground: Ground) -> PrefixTuningConfig:
+def prefix_config(model: PreTrainedModel, prefix: PrefixTuningSection, context: AdapterContext) -> PrefixTuningConfig:
     """Return peft's config; raises ModelError for a head that has no text before it."""
     return PrefixTuningConfig(
-        task_type=_task_type(ground, key="model.prefix_tuning"),
+        task_type=_task_type(context, key="model.prefix_tuning"),
         num_virtual_tokens=prefix.num_tokens,
     )
 
 
-def draw_prompt(model: PeftModel, prompt: PromptTuningSection, ground: Ground) -> None:
+def draw_prompt(model: PeftModel, prompt: PromptTuningSection, context: AdapterContext) -> None:
     """Begin with embeddings of the text's tokens, repeated as often as needed, or of tokens drawn from the seed."""
     learnt = model.prompt_encoder[ADAPTER].embedding.weight  # [tokens, width]
     embeddings = model.get_base_model().get_input_embeddings()
-    ids = _ids(prompt, ground)
-    with torch.no_grad(), ground.init_context.gather([embeddings.weight]):
-        if not ground.init_context.on_meta_device:
+    ids = _ids(prompt, context)
+    with torch.no_grad(), context.init_context.gather([embeddings.weight]):
+        if not context.init_context.on_meta_device:
             learnt.copy_(embeddings.weight[ids].to(learnt))
 
 
-def draw_prefix(model: PeftModel, ground: Ground) -> None:
+def draw_prefix(model: PeftModel, context: AdapterContext) -> None:
     """Draw keys and values from the seed, as peft does: normal ones."""
     learnt = model.prompt_encoder[ADAPTER].embedding.weight  # [tokens, 2 x layers x width]
-    generator = torch.Generator().manual_seed(derive_seed(ground.seed, "adapters", "prefix"))
+    generator = torch.Generator().manual_seed(derive_seed(context.seed, "adapters", "prefix"))
     with torch.no_grad():
         learnt.copy_(torch.randn(learnt.shape, generator=generator))
 
 
-def _ids(prompt: PromptTuningSection, ground: Ground) -> Tensor:
+def _ids(prompt: PromptTuningSection, context: AdapterContext) -> Tensor:
     if prompt.init_text is None:
-        generator = torch.Generator().manual_seed(derive_seed(ground.seed, "adapters", "prompt"))
-        return torch.randint(len(ground.tokenizer), (prompt.num_tokens,), generator=generator)
-    ids = torch.tensor(ground.tokenizer(prompt.init_text, add_special_tokens=False)["input_ids"], dtype=torch.long)
+        generator = torch.Generator().manual_seed(derive_seed(context.seed, "adapters", "prompt"))
+        return torch.randint(len(context.tokenizer), (prompt.num_tokens,), generator=generator)
+    ids = torch.tensor(context.tokenizer(prompt.init_text, add_special_tokens=False)["input_ids"], dtype=torch.long)
     if not len(ids):
         raise ModelError("model.prompt_tuning.init_text: it has no tokens. Write some words, or remove it.")
     return ids.repeat(-(-prompt.num_tokens // len(ids)))[: prompt.num_tokens]
 
 
-def _task_type(ground: Ground, *, key: str) -> str:
-    kind = TASK_TYPES.get(ground.head)
-    if kind is None or ground.head not in _PROMPTED or ground.tokenizer is None:
+def _task_type(context: AdapterContext, *, key: str) -> str:
+    kind = TASK_TYPES.get(context.head)
+    if kind is None or context.head not in _PROMPTED or context.tokenizer is None:
         raise ModelError(
-            f"{key}: nothing can stand before the inputs of a model with the head `{ground.head}`. "
+            f"{key}: nothing can stand before the inputs of a model with the head `{context.head}`. "
             "Write `model.lora` instead."
         )
     return kind

@@ -12,19 +12,19 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from finetune.errors import ModelError
-from finetune.model.adapters.context import ADAPTER, TASK_TYPES, Ground
+from finetune.model.adapters.context import ADAPTER, TASK_TYPES, AdapterContext
 from finetune.model.loading.hub import loading_errors
 from finetune.model.loading.pretrained import ADAPTER_KEY, WEIGHTS_FILE, load_adapter_config, read_saved_adapter_config
 
 _PROMPTS = "prompt_embeddings"
 
 
-def saved_config(model: PreTrainedModel, folder: Path, ground: Ground) -> PeftConfig:
+def saved_config(model: PreTrainedModel, folder: Path, context: AdapterContext) -> PeftConfig:
     """Return the config of the adapter in the folder, to be trained; raises ModelError where it does not fit."""
     read_saved_adapter_config(folder)
     with loading_errors(str(folder), key=ADAPTER_KEY):
         config: PeftConfig = load_adapter_config(folder)
-    expected = TASK_TYPES.get(ground.head)
+    expected = TASK_TYPES.get(context.head)
     if config.task_type not in (expected, None):
         raise ModelError(f"{ADAPTER_KEY}: {folder} was trained for {config.task_type}, and this task needs {expected}.")
     config.inference_mode = False
@@ -35,7 +35,7 @@ def saved_config(model: PreTrainedModel, folder: Path, ground: Ground) -> PeftCo
     return config
 
 
-def load_saved(model: PeftModel, folder: Path, ground: Ground) -> None:
+def load_saved(model: PeftModel, folder: Path, context: AdapterContext) -> None:
     """Write the folder's values into the adapter; raises ModelError where it has others. Collective under ZeRO-3."""
     try:
         saved = load_file(folder / WEIGHTS_FILE)
@@ -45,7 +45,7 @@ def load_saved(model: PeftModel, folder: Path, ground: Ground) -> None:
     names = saved_names(model, trained)
     _refuse_others(folder, saved, names)
     for name, parameter in trained.items():
-        with torch.no_grad(), ground.init_context.gather([parameter]):
+        with torch.no_grad(), context.init_context.gather([parameter]):
             values = saved[names[name]]
             if values.shape != parameter.shape:
                 raise ModelError(

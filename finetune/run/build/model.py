@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerBase
 
 from finetune.config.run_config import RunConfig
 from finetune.model.activations import offload_activations
-from finetune.model.adapters.context import Ground, adapter_wish
+from finetune.model.adapters.context import AdapterContext, adapter_config
 from finetune.model.batch_norm import set_batch_norm
 from finetune.model.freeze import freeze, train_only
 from finetune.model.loading.architecture import SpecialTokenIds
@@ -57,9 +57,9 @@ def _learning(
     set_batch_norm(model, section.batch_norm, is_new=section.from_config is not None)
     if section.new_tokens is not None and tokenizer is not None:
         add_embedding_rows(model, tokenizer, section.new_tokens, seed=seed, construction=construction)
-    wish = adapter_wish(section)
+    wish = adapter_config(section)
     if wish is not None:
-        ground = Ground(
+        ground = AdapterContext(
             seed=seed,
             head=task.head,
             revision=section.revision,

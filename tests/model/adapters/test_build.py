@@ -12,7 +12,7 @@ from finetune.config.sections.model import (
 from finetune.errors import ModelError
 from finetune.model.adapters import build as building
 from finetune.model.adapters.build import add_adapter
-from finetune.model.adapters.context import Ground
+from finetune.model.adapters.context import AdapterContext
 from finetune.model.size import measure_model
 from finetune.runtime.parameters import InitContext
 
@@ -44,7 +44,7 @@ def test_an_input_is_not_widened_for_autocast_to_round_it_back(build, from_confi
     for is_ours in (True, False):
         if not is_ours:
             monkeypatch.setattr(building, "skip_redundant_casts", lambda model: None)
-        ground = Ground(seed=7, head="causal_lm", revision=None, init_context=InitContext())
+        ground = AdapterContext(seed=7, head="causal_lm", revision=None, init_context=InitContext())
         model = add_adapter(build(from_config(dtype="bfloat16")), LoraSection(rank=4, **lora), ground)
         torch.manual_seed(0)
         for weight in (p for p in model.parameters() if p.requires_grad):
@@ -58,7 +58,7 @@ def test_an_input_is_not_widened_for_autocast_to_round_it_back(build, from_confi
 
 
 def test_without_autocast_an_adapter_gets_its_own_type(build, from_config):
-    ground = Ground(seed=7, head="causal_lm", revision=None, init_context=InitContext())
+    ground = AdapterContext(seed=7, head="causal_lm", revision=None, init_context=InitContext())
     model = add_adapter(build(from_config(dtype="bfloat16")), LoraSection(rank=4), ground)
     assert model(input_ids=torch.arange(6)[None]).logits.isfinite().all()
 
@@ -158,7 +158,7 @@ def test_what_this_model_cannot_have_is_refused(from_config, build, adapted, nam
 @pytest.mark.parametrize("wish", BEFORE_THE_TEXT.values(), ids=list(BEFORE_THE_TEXT))
 def test_a_head_that_picks_a_position_has_nothing_before_its_text(from_config, build, wish):
     with pytest.raises(ModelError, match="with the head `token_classification`"):
-        add_adapter(build(from_config()), wish, Ground(seed=1, head="token_classification", tokenizer=[]))
+        add_adapter(build(from_config()), wish, AdapterContext(seed=1, head="token_classification", tokenizer=[]))
 
 
 def test_layers_and_patterns_choose_modules_and_ranks(from_config, build, adapted):

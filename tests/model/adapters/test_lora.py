@@ -8,7 +8,7 @@ from finetune.config.sections.model import LoraSection
 from finetune.config.sections.train import OptimizerSection
 from finetune.errors import ModelError
 from finetune.model.adapters.build import add_adapter
-from finetune.model.adapters.context import Ground
+from finetune.model.adapters.context import AdapterContext
 from finetune.model.freeze import freeze
 from finetune.model.size import measure_model
 from finetune.train.optim.optimizers import build_optimizer
@@ -27,7 +27,7 @@ def test_new_adapters_change_nothing_and_every_one_learns(architecture_name, fro
     model = build(from_config(architecture_name)).eval()
     with torch.no_grad():
         expected = model(input_ids=BATCH).logits
-    adapted = add_adapter(model, LoraSection(rank=2, **keys), Ground(seed=1))
+    adapted = add_adapter(model, LoraSection(rank=2, **keys), AdapterContext(seed=1))
     output = adapted(input_ids=BATCH, labels=BATCH)
     assert torch.allclose(output.logits, expected, atol=1e-5)
     output.loss.backward()
@@ -39,7 +39,7 @@ def test_new_adapters_change_nothing_and_every_one_learns(architecture_name, fro
 
 
 def test_all_linear_is_every_linear_layer_but_the_head(from_config, build):
-    adapted = add_adapter(build(from_config()), LoraSection(rank=2), Ground(seed=1))
+    adapted = add_adapter(build(from_config()), LoraSection(rank=2), AdapterContext(seed=1))
     modules = {name.split(".")[-4] for name in trained_names(adapted)}
     assert modules == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
     size = measure_model(adapted)
@@ -49,10 +49,10 @@ def test_all_linear_is_every_linear_layer_but_the_head(from_config, build):
 
 def test_adapters_depend_on_the_seed_and_their_name_alone(from_config, build):
     torch.manual_seed(1)
-    all_modules = add_adapter(build(from_config()), LoraSection(rank=2), Ground(seed=1))
+    all_modules = add_adapter(build(from_config()), LoraSection(rank=2), AdapterContext(seed=1))
     torch.manual_seed(2)
-    few = add_adapter(build(from_config()), LoraSection(rank=2, target_modules=("v_proj",)), Ground(seed=1))
-    other = add_adapter(build(from_config()), LoraSection(rank=2), Ground(seed=2))
+    few = add_adapter(build(from_config()), LoraSection(rank=2, target_modules=("v_proj",)), AdapterContext(seed=1))
+    other = add_adapter(build(from_config()), LoraSection(rank=2), AdapterContext(seed=2))
     names = [name for name in trained_names(few) if "lora_A" in name]
     assert len(names) == 2
     for name in names:
@@ -61,8 +61,8 @@ def test_adapters_depend_on_the_seed_and_their_name_alone(from_config, build):
 
 
 def test_adapters_on_a_bfloat16_base_are_float32_with_the_same_values(from_config, build):
-    exact = add_adapter(build(from_config()), LoraSection(rank=2), Ground(seed=1))
-    mixed = add_adapter(build(from_config(dtype="bfloat16")), LoraSection(rank=2), Ground(seed=1))
+    exact = add_adapter(build(from_config()), LoraSection(rank=2), AdapterContext(seed=1))
+    mixed = add_adapter(build(from_config(dtype="bfloat16")), LoraSection(rank=2), AdapterContext(seed=1))
     for name in trained_names(mixed):
         assert mixed.get_parameter(name).dtype == torch.float32
         assert torch.equal(mixed.get_parameter(name), exact.get_parameter(name))
@@ -70,7 +70,7 @@ def test_adapters_on_a_bfloat16_base_are_float32_with_the_same_values(from_confi
 
 
 def test_the_gradient_reaches_the_first_adapter_through_recomputed_layers(from_config, build):
-    adapted = add_adapter(build(from_config(gradient_checkpointing=True)), LoraSection(rank=2), Ground(seed=1))
+    adapted = add_adapter(build(from_config(gradient_checkpointing=True)), LoraSection(rank=2), AdapterContext(seed=1))
     adapted(input_ids=BATCH, labels=BATCH).loss.backward()
     assert adapted.get_parameter("base_model.model.model.layers.0.self_attn.q_proj.lora_B.default.weight").grad.any()
 
@@ -88,7 +88,7 @@ def test_the_gradient_reaches_the_first_adapter_through_recomputed_layers(from_c
 )
 def test_a_name_that_the_model_does_not_have_is_refused_even_beside_one_that_it_has(from_config, build, keys, message):
     with pytest.raises(ModelError, match=message):
-        add_adapter(build(from_config()), LoraSection(**keys), Ground(seed=1))
+        add_adapter(build(from_config()), LoraSection(**keys), AdapterContext(seed=1))
 
 
 def test_freeze_takes_patterns_and_counts_a_tied_weight_once(from_config, build):
@@ -124,7 +124,7 @@ class Casts(TorchDispatchMode):
 
 
 def test_a_frozen_base_has_no_gradients_no_optimizer_state_and_in_bfloat16_no_copies(from_config, build):
-    model = add_adapter(build(from_config(dtype="bfloat16")), LoraSection(rank=2), Ground(seed=1))
+    model = add_adapter(build(from_config(dtype="bfloat16")), LoraSection(rank=2), AdapterContext(seed=1))
     optimizer = build_optimizer(list_parameters(model), OptimizerSection(), learning_rate=0.1)
     ids = torch.arange(24).reshape(2, 12)
     with Casts(model) as casts:
@@ -150,14 +150,14 @@ def alone(tmp_path):
 
 @pytest.mark.usefixtures("alone")
 def test_ddp_reduces_the_adapters_alone(from_config, build):
-    model = add_adapter(build(from_config()), LoraSection(rank=2), Ground(seed=1))
+    model = add_adapter(build(from_config()), LoraSection(rank=2), AdapterContext(seed=1))
     reduced = DistributedDataParallel(model)._get_ddp_logging_data()["total_parameter_size_bytes"]
     assert reduced == sum(4 * each.numel() for each in model.parameters() if each.requires_grad)
 
 
 @pytest.mark.usefixtures("alone")
 def test_fsdp2_keeps_a_frozen_base_in_the_type_that_it_has(from_config, build):
-    model = add_adapter(build(from_config(dtype="bfloat16")), LoraSection(rank=2), Ground(seed=1))
+    model = add_adapter(build(from_config(dtype="bfloat16")), LoraSection(rank=2), AdapterContext(seed=1))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     mesh = torch.distributed.init_device_mesh("cpu", (1,))
     for layer in model.base_model.model.model.layers:
