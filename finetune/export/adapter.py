@@ -9,8 +9,8 @@ from torch import Tensor
 
 from finetune.export.merge import base_parameter_name
 from finetune.export.weights import ADAPTER_NAME, build_meta_model, check_shapes, unwrap_adapter
-from finetune.model.adapters.lora import as_plain_lora, first_factors
-from finetune.model.adapters.saved import saved_names
+from finetune.model.adapters.lora import as_plain_lora, initial_factors
+from finetune.model.adapters.saved import peft_state_dict_names
 
 
 def adapter_for_export(
@@ -23,7 +23,7 @@ def adapter_for_export(
     """
     config = copy.deepcopy(model.peft_config[ADAPTER_NAME])
     _check(weights, model, config, dtype=dtype)
-    first = first_factors(model)
+    first = initial_factors(model)
     if first and unwrap_adapter(model).name_or_path:
         weights, config = as_plain_lora(weights, config, first)
     elif first:
@@ -55,7 +55,7 @@ def _check(
     skeleton = _build_meta_peft_model(model, config, dtype=dtype)
     trained = {name: place for name, place in skeleton.named_parameters() if place.requires_grad}
     check_shapes(weights, {name: place.shape for name, place in trained.items()})
-    return saved_names(skeleton, trained)
+    return peft_state_dict_names(skeleton, trained)
 
 
 def _build_meta_peft_model(model: PeftModel, config: PeftConfig, *, dtype: torch.dtype) -> PeftModel:

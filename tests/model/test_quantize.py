@@ -82,7 +82,7 @@ def test_loftq_makes_up_for_a_part_of_what_was_lost(load, folder, from_config):
     adapted = add_adapter(model, wish, AdapterContext(seed=1, base=str(folder)))
     layer = adapted.get_submodule("base_model.model.model.layers.0.mlp.up_proj")
     original = load_file(folder / "model.safetensors")["model.layers.0.mlp.up_proj.weight"]
-    held = lora.dequantized(layer.get_base_layer())
+    held = lora.dequantized_weight(layer.get_base_layer())
     lost, left = original - held, original - held - layer.get_delta_weight("default")
     parts = torch.linalg.svdvals(lost)
     assert torch.linalg.norm(left).item() == pytest.approx(torch.linalg.norm(parts[8:]).item(), rel=1e-3)

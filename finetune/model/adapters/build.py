@@ -19,24 +19,18 @@ from finetune.config.sections.model import (
     PromptTuningSection,
 )
 from finetune.errors import ModelError
-from finetune.model.adapters.context import ADAPTER, AdapterConfig, AdapterContext, candidates_sentence
-from finetune.model.adapters.lora import (
-    OF_THE_BASE,
-    check_lora,
-    keep_first_factors,
-    lora_config,
-    make_up_for_quantization,
-)
+from finetune.model.adapters.context import ADAPTER_NAME, AdapterConfig, AdapterContext, format_candidates
+from finetune.model.adapters.lora import INITS_FROM_BASE, check_lora, init_loftq, lora_config, record_initial_factors
 from finetune.model.adapters.other_methods import (
     check_oft,
-    draw_prefix,
-    draw_prompt,
     ia3_config,
+    init_prefix,
+    init_prompt,
     oft_config,
     prefix_config,
     prompt_config,
 )
-from finetune.model.adapters.saved import load_saved, saved_config
+from finetune.model.adapters.saved import load_saved_weights, saved_adapter_config
 from finetune.model.loading.hub import error_summary
 from finetune.model.loading.initialize import as_cpu_float32
 from finetune.runtime.seeds import derive_seed
@@ -70,39 +64,39 @@ def add_adapter(model: PreTrainedModel, adapter: AdapterConfig, context: Adapter
     and for a path on what is saved there. At first they change nothing, except learnt prompts and a saved adapter.
     Raises ModelError for what this model cannot have. Collective under ZeRO-3.
     """
-    kind = _KINDS[_type(adapter)]
+    kind = _METHODS[_method_of(adapter)]
     try:
         config = kind.config(model, adapter, context)
-        adapted = get_peft_model(model, config, adapter_name=ADAPTER, revision=context.revision)
+        adapted = get_peft_model(model, config, adapter_name=ADAPTER_NAME, revision=context.revision)
     except (ValueError, TypeError) as error:  # peft's, for layers that this method has no adapter for
-        raise ModelError(f"model.{kind.key}: {error_summary(error)} {candidates_sentence(model)}") from error
+        raise ModelError(f"model.{kind.key}: {error_summary(error)} {format_candidates(model)}") from error
     kind.fill(adapted, adapter, context)
     skip_redundant_casts(adapted)
     return adapted
 
 
 @dataclass(frozen=True)
-class _Kind:
+class _Method:
     key: str  # in `model:`
     config: Callable[[PreTrainedModel, Any, AdapterContext], PeftConfig]
     fill: Callable[[PeftModel, Any, AdapterContext], None]  # gives first values, and checks what has come out
 
 
-def _type(adapter: AdapterConfig) -> type:
+def _method_of(adapter: AdapterConfig) -> type:
     return Path if isinstance(adapter, Path) else type(adapter)
 
 
-def _fill_lora(model: PeftModel, lora: LoraSection, context: AdapterContext) -> None:
+def _init_lora(model: PeftModel, lora: LoraSection, context: AdapterContext) -> None:
     check_lora(model, lora)
-    if lora.init in OF_THE_BASE:
-        keep_first_factors(model, lora.init)
+    if lora.init in INITS_FROM_BASE:
+        record_initial_factors(model, lora.init)
         return
-    _draw_factors(model, is_gaussian=lora.init == "gaussian", seed=context.seed)
+    _init_factors(model, is_gaussian=lora.init == "gaussian", seed=context.seed)
     if lora.init == "loftq":
-        make_up_for_quantization(model, context)
+        init_loftq(model, context)
 
 
-def _draw_factors(model: PeftModel, *, is_gaussian: bool, seed: int) -> None:
+def _init_factors(model: PeftModel, *, is_gaussian: bool, seed: int) -> None:
     """Draw each adapter from its own seed, so that neither rank nor strategy nor the order of modules matters."""
     with torch.no_grad(), torch.random.fork_rng(devices=()):
         for name, module in model.named_modules():
@@ -112,26 +106,26 @@ def _draw_factors(model: PeftModel, *, is_gaussian: bool, seed: int) -> None:
                 ]
                 with as_cpu_float32(factors):
                     torch.default_generator.manual_seed(derive_seed(seed, "adapters", name))
-                    module.reset_lora_parameters(ADAPTER, "gaussian" if is_gaussian else True)
+                    module.reset_lora_parameters(ADAPTER_NAME, "gaussian" if is_gaussian else True)
 
 
-def _fill_nothing(model: PeftModel, adapter: AdapterConfig, context: AdapterContext) -> None:
+def _keep_peft_init(model: PeftModel, adapter: AdapterConfig, context: AdapterContext) -> None:
     """Leave peft's own first values: ones, which are no chance."""
 
 
-def _fill_oft(model: PeftModel, oft: OftSection, context: AdapterContext) -> None:
+def _check_oft_blocks(model: PeftModel, oft: OftSection, context: AdapterContext) -> None:
     check_oft(model, oft)
 
 
-def _fill_prefix(model: PeftModel, prefix: PrefixTuningSection, context: AdapterContext) -> None:
-    draw_prefix(model, context)
+def _init_prefix(model: PeftModel, prefix: PrefixTuningSection, context: AdapterContext) -> None:
+    init_prefix(model, context)
 
 
-_KINDS: Mapping[type, _Kind] = {
-    LoraSection: _Kind("lora", lora_config, _fill_lora),
-    Ia3Section: _Kind("ia3", ia3_config, _fill_nothing),
-    OftSection: _Kind("oft", oft_config, _fill_oft),
-    PromptTuningSection: _Kind("prompt_tuning", prompt_config, draw_prompt),
-    PrefixTuningSection: _Kind("prefix_tuning", prefix_config, _fill_prefix),
-    Path: _Kind("adapter", saved_config, load_saved),
+_METHODS: Mapping[type, _Method] = {
+    LoraSection: _Method("lora", lora_config, _init_lora),
+    Ia3Section: _Method("ia3", ia3_config, _keep_peft_init),
+    OftSection: _Method("oft", oft_config, _check_oft_blocks),
+    PromptTuningSection: _Method("prompt_tuning", prompt_config, init_prompt),
+    PrefixTuningSection: _Method("prefix_tuning", prefix_config, _init_prefix),
+    Path: _Method("adapter", saved_adapter_config, load_saved_weights),
 }

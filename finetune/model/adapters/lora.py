@@ -21,23 +21,30 @@ from transformers import PreTrainedModel
 
 from finetune.config.sections.model import LoraSection
 from finetune.errors import ModelError
-from finetune.model.adapters.context import ADAPTER, TASK_TYPES, AdapterContext, check_each, is_transposed, name_of
+from finetune.model.adapters.context import (
+    ADAPTER_NAME,
+    TASK_TYPES,
+    AdapterContext,
+    check_module_names,
+    is_conv1d,
+    module_name,
+)
 from finetune.model.freeze import peft_exclude_pattern
 from finetune.model.loading.architecture import new_head_modules
 from finetune.model.loading.hub import loading_errors
 
-OF_THE_BASE = ("pissa", "olora")
+INITS_FROM_BASE = ("pissa", "olora")
 """First values that are taken out of the base's weights, which is then another base."""
 
-_AT_FIRST = {"default": True, "gaussian": "gaussian", "pissa": "pissa", "olora": "olora", "loftq": True}
+_PEFT_INITS = {"default": True, "gaussian": "gaussian", "pissa": "pissa", "olora": "olora", "loftq": True}
 
 
 def lora_config(model: PreTrainedModel, lora: LoraSection, context: AdapterContext) -> LoraConfig:
     """Return peft's config; raises ModelError for a target or module that the model does not have."""
     if not isinstance(lora.target_modules, str):
-        check_each(model, lora.target_modules, key="model.lora.target_modules")
-    check_each(model, lora.modules_to_save, key="model.lora.modules_to_save")
-    if lora.init == "olora" and any(map(is_transposed, model.modules())):
+        check_module_names(model, lora.target_modules, key="model.lora.target_modules")
+    check_module_names(model, lora.modules_to_save, key="model.lora.modules_to_save")
+    if lora.init == "olora" and any(map(is_conv1d, model.modules())):
         raise ModelError(
             "model.lora.init: peft's `olora` does not know layers that hold their weight the other way round, as this "
             "model's do. Write `pissa` or `default`."
@@ -51,13 +58,13 @@ def lora_config(model: PreTrainedModel, lora: LoraSection, context: AdapterConte
         modules_to_save=[*lora.modules_to_save, *new_head_modules(model, head=context.head)] or None,
         use_rslora=lora.rslora,
         use_dora=lora.dora,
-        init_lora_weights=_first_values(lora, context),
+        init_lora_weights=_peft_init(lora, context),
         layers_to_transform=list(lora.layers) or None,
         rank_pattern=dict(lora.rank_pattern),
         alpha_pattern=dict(lora.alpha_pattern),
-        trainable_token_indices=_new_rows(model, lora, context) or None,
+        trainable_token_indices=_new_token_rows(model, lora, context) or None,
         bias="none",
-        fan_in_fan_out=any(map(is_transposed, model.modules())),
+        fan_in_fan_out=any(map(is_conv1d, model.modules())),
         task_type=TASK_TYPES.get(context.head),
     )
 
@@ -88,28 +95,28 @@ def _targets(model: PreTrainedModel, lora: LoraSection, *, head: str) -> str | l
         return list(lora.target_modules)
     if not lora.layers:
         return lora.target_modules
-    heads = (name_of(model.get_output_embeddings(), model), *new_head_modules(model, head=head))
+    heads = (module_name(model.get_output_embeddings(), model), *new_head_modules(model, head=head))
     return sorted(
         {
             name.rpartition(".")[2]
             for name, module in model.named_modules()
-            if (isinstance(module, nn.Linear) or is_transposed(module)) and name not in heads
+            if (isinstance(module, nn.Linear) or is_conv1d(module)) and name not in heads
         }
     )
 
 
-def _first_values(lora: LoraSection, context: AdapterContext) -> Any:
+def _peft_init(lora: LoraSection, context: AdapterContext) -> Any:
     """Return peft's word; a rank that is sent its weights later takes nothing out of places without values."""
-    return True if context.init_context.on_meta_device and lora.init in OF_THE_BASE else _AT_FIRST[lora.init]
+    return True if context.init_context.on_meta_device and lora.init in INITS_FROM_BASE else _PEFT_INITS[lora.init]
 
 
-def _new_rows(model: PreTrainedModel, lora: LoraSection, context: AdapterContext) -> dict[str, list[int]]:
+def _new_token_rows(model: PreTrainedModel, lora: LoraSection, context: AdapterContext) -> dict[str, list[int]]:
     """Return the rows of embeddings and head that learn because their tokens are new; none where all of them do."""
     if not context.new_ids:
         return {}
     inputs, outputs = model.get_input_embeddings(), model.get_output_embeddings()
     is_tied = outputs is not None and inputs.weight is outputs.weight
-    names = [name_of(module, model) for module in ((inputs,) if is_tied else (inputs, outputs))]
+    names = [module_name(module, model) for module in ((inputs,) if is_tied else (inputs, outputs))]
     saved = (*lora.modules_to_save, *new_head_modules(model, head=context.head))
     return {
         name: list(context.new_ids)
@@ -118,23 +125,23 @@ def _new_rows(model: PreTrainedModel, lora: LoraSection, context: AdapterContext
     }
 
 
-_KEPT = "_first_factors"
+_INITIAL_FACTORS = "_first_factors"
 
 
-def keep_first_factors(model: PeftModel, init: str) -> None:
+def record_initial_factors(model: PeftModel, init: str) -> None:
     """Remember the factors that were taken out of the base: `W = residual + scale * B0 A0`."""
-    if init in OF_THE_BASE:
+    if init in INITS_FROM_BASE:
         factors = {
             name: parameter.detach().to("cpu", copy=True)
             for name, parameter in model.named_parameters()
             if ".lora_A." in name or ".lora_B." in name
         }
-        setattr(model, _KEPT, factors)
+        setattr(model, _INITIAL_FACTORS, factors)
 
 
-def first_factors(model: PeftModel) -> Mapping[str, Tensor]:
+def initial_factors(model: PeftModel) -> Mapping[str, Tensor]:
     """Return them by parameter name; none where the base is as it was."""
-    factors: Mapping[str, Tensor] = getattr(model, _KEPT, {})
+    factors: Mapping[str, Tensor] = getattr(model, _INITIAL_FACTORS, {})
     return factors
 
 
@@ -151,10 +158,10 @@ def as_plain_lora(
         other = original if is_a else -original
         doubled[name] = torch.cat([weights[name], other.to(weights[name])], dim=0 if is_a else 1)
     ratio = 2**0.5 if config.use_rslora else 2.0  # the scale is alpha / rank, or alpha / sqrt(rank)
-    return doubled, _doubled(copy.deepcopy(config), ratio)
+    return doubled, _double_rank(copy.deepcopy(config), ratio)
 
 
-def _doubled(config: LoraConfig, ratio: float) -> LoraConfig:
+def _double_rank(config: LoraConfig, ratio: float) -> LoraConfig:
     config.init_lora_weights = True
     config.rank_pattern = {name: 2 * rank for name, rank in config.rank_pattern.items()}
     config.alpha_pattern = {name: ratio * alpha for name, alpha in config.alpha_pattern.items()}
@@ -163,29 +170,29 @@ def _doubled(config: LoraConfig, ratio: float) -> LoraConfig:
     return config
 
 
-_PREFIX = "base_model.model."
+_PEFT_PREFIX = "base_model.model."
 
 
-def make_up_for_quantization(model: PeftModel, context: AdapterContext) -> None:
+def init_loftq(model: PeftModel, context: AdapterContext) -> None:
     """Give each adapter the largest singular parts of `original - dequantised`, one round of the paper's algorithm.
 
     The originals are read from the base's safetensors one at a time; raises ModelError where one is not there.
     """
     with loading_errors(context.base or "", key="model.lora.init"):
-        places = _places(Path(context.base or ""))
+        places = _weight_files(Path(context.base or ""))
     with torch.no_grad():
         for name, module in model.named_modules():
             if isinstance(module, LoraLayer):
-                original = _original(name.removeprefix(_PREFIX) + ".weight", places)
-                lost = original.float() - dequantized(module.get_base_layer())
+                original = _original_weight(name.removeprefix(_PEFT_PREFIX) + ".weight", places)
+                lost = original.float() - dequantized_weight(module.get_base_layer())
                 left, values, right = torch.linalg.svd(lost, full_matrices=False)
-                rank = module.r[ADAPTER]
-                root = (values[:rank] / module.scaling[ADAPTER]).sqrt()
-                module.lora_A[ADAPTER].weight.copy_(root[:, None] * right[:rank])
-                module.lora_B[ADAPTER].weight.copy_(left[:, :rank] * root)
+                rank = module.r[ADAPTER_NAME]
+                root = (values[:rank] / module.scaling[ADAPTER_NAME]).sqrt()
+                module.lora_A[ADAPTER_NAME].weight.copy_(root[:, None] * right[:rank])
+                module.lora_B[ADAPTER_NAME].weight.copy_(left[:, :rank] * root)
 
 
-def _places(folder: Path) -> dict[str, Path]:
+def _weight_files(folder: Path) -> dict[str, Path]:
     places: dict[str, Path] = {}
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
@@ -193,7 +200,7 @@ def _places(folder: Path) -> dict[str, Path]:
     return places
 
 
-def _original(name: str, places: dict[str, Path]) -> Tensor:
+def _original_weight(name: str, places: dict[str, Path]) -> Tensor:
     if name not in places:
         raise ModelError(
             f"model.lora.init: `loftq` compares with the weights as they were, and `{name}` is in no safetensors file "
@@ -204,7 +211,7 @@ def _original(name: str, places: dict[str, Path]) -> Tensor:
     return tensor
 
 
-def dequantized(layer: nn.Module) -> Tensor:
+def dequantized_weight(layer: nn.Module) -> Tensor:
     """Return the layer's weight with all its bits, [outputs, inputs], float32 on the CPU; a plain one as it is."""
     weight: Tensor = dequantize_module_weight(layer)
     return weight.detach().float().cpu()

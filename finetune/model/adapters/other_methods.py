@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 from finetune.config.sections.model import Ia3Section, OftSection, PrefixTuningSection, PromptTuningSection
 from finetune.errors import ModelError
-from finetune.model.adapters.context import ADAPTER, TASK_TYPES, AdapterContext, check_each, is_transposed
+from finetune.model.adapters.context import ADAPTER_NAME, TASK_TYPES, AdapterContext, check_module_names, is_conv1d
 from finetune.model.freeze import peft_exclude_pattern
 from finetune.model.loading.architecture import new_head_modules
 from finetune.runtime.seeds import derive_seed
@@ -16,13 +16,13 @@ from finetune.runtime.seeds import derive_seed
 
 def ia3_config(model: PreTrainedModel, ia3: Ia3Section, context: AdapterContext) -> IA3Config:
     """Return peft's config; raises ModelError for a module that the model does not have."""
-    check_each(model, ia3.target_modules, key="model.ia3.target_modules")
+    check_module_names(model, ia3.target_modules, key="model.ia3.target_modules")
     is_written = bool(ia3.target_modules)
     return IA3Config(
         target_modules=list(ia3.target_modules) if is_written else None,
         feedforward_modules=list(ia3.feedforward_modules) if is_written else None,
         modules_to_save=list(new_head_modules(model, head=context.head)) or None,
-        fan_in_fan_out=any(map(is_transposed, model.modules())),
+        fan_in_fan_out=any(map(is_conv1d, model.modules())),
         task_type=TASK_TYPES.get(context.head),
     )
 
@@ -30,7 +30,7 @@ def ia3_config(model: PreTrainedModel, ia3: Ia3Section, context: AdapterContext)
 def oft_config(model: PreTrainedModel, oft: OftSection, context: AdapterContext) -> OFTConfig:
     """Return peft's config; raises ModelError for a module that the model does not have."""
     if not isinstance(oft.target_modules, str):
-        check_each(model, oft.target_modules, key="model.oft.target_modules")
+        check_module_names(model, oft.target_modules, key="model.oft.target_modules")
     return OFTConfig(
         r=0,
         oft_block_size=oft.block_size,
@@ -46,15 +46,15 @@ def oft_config(model: PreTrainedModel, oft: OftSection, context: AdapterContext)
 def check_oft(model: PeftModel, oft: OftSection) -> None:
     """Refuse blocks that do not divide a layer's inputs, for which peft would take others; raises ModelError."""
     for name, module in model.named_modules():
-        if isinstance(module, OFTLayer) and module.oft_block_size[ADAPTER] != oft.block_size:
+        if isinstance(module, OFTLayer) and module.oft_block_size[ADAPTER_NAME] != oft.block_size:
             raise ModelError(
                 f"model.oft.block_size: blocks of {oft.block_size} do not divide the {module.in_features} inputs of "
                 f"`{name.removeprefix('base_model.model.')}`. Write a divisor, such as "
-                f"{module.oft_block_size[ADAPTER]}, or fewer `model.oft.target_modules`."
+                f"{module.oft_block_size[ADAPTER_NAME]}, or fewer `model.oft.target_modules`."
             )
 
 
-_PROMPTED = ("causal_lm", "seq2seq_lm")
+_PROMPT_HEADS = ("causal_lm", "seq2seq_lm")
 """Heads that read every position: others pick the first or last one, and would find learnt tokens there."""
 
 
@@ -76,25 +76,25 @@ def prefix_config(model: PreTrainedModel, prefix: PrefixTuningSection, context: 
     )
 
 
-def draw_prompt(model: PeftModel, prompt: PromptTuningSection, context: AdapterContext) -> None:
+def init_prompt(model: PeftModel, prompt: PromptTuningSection, context: AdapterContext) -> None:
     """Begin with embeddings of the text's tokens, repeated as often as needed, or of tokens drawn from the seed."""
-    learnt = model.prompt_encoder[ADAPTER].embedding.weight  # [tokens, width]
+    learnt = model.prompt_encoder[ADAPTER_NAME].embedding.weight  # [tokens, width]
     embeddings = model.get_base_model().get_input_embeddings()
-    ids = _ids(prompt, context)
+    ids = _init_token_ids(prompt, context)
     with torch.no_grad(), context.init_context.gather([embeddings.weight]):
         if not context.init_context.on_meta_device:
             learnt.copy_(embeddings.weight[ids].to(learnt))
 
 
-def draw_prefix(model: PeftModel, context: AdapterContext) -> None:
+def init_prefix(model: PeftModel, context: AdapterContext) -> None:
     """Draw keys and values from the seed, as peft does: normal ones."""
-    learnt = model.prompt_encoder[ADAPTER].embedding.weight  # [tokens, 2 x layers x width]
+    learnt = model.prompt_encoder[ADAPTER_NAME].embedding.weight  # [tokens, 2 x layers x width]
     generator = torch.Generator().manual_seed(derive_seed(context.seed, "adapters", "prefix"))
     with torch.no_grad():
         learnt.copy_(torch.randn(learnt.shape, generator=generator))
 
 
-def _ids(prompt: PromptTuningSection, context: AdapterContext) -> Tensor:
+def _init_token_ids(prompt: PromptTuningSection, context: AdapterContext) -> Tensor:
     if prompt.init_text is None:
         generator = torch.Generator().manual_seed(derive_seed(context.seed, "adapters", "prompt"))
         return torch.randint(len(context.tokenizer), (prompt.num_tokens,), generator=generator)
@@ -106,7 +106,7 @@ def _ids(prompt: PromptTuningSection, context: AdapterContext) -> Tensor:
 
 def _task_type(context: AdapterContext, *, key: str) -> str:
     kind = TASK_TYPES.get(context.head)
-    if kind is None or context.head not in _PROMPTED or context.tokenizer is None:
+    if kind is None or context.head not in _PROMPT_HEADS or context.tokenizer is None:
         raise ModelError(
             f"{key}: nothing can stand before the inputs of a model with the head `{context.head}`. "
             "Write `model.lora` instead."
