@@ -24,7 +24,7 @@ from finetune.data.batch import Batch
 from finetune.data.features import Features
 from finetune.data.order.grouping import LengthGroupedOrder, set_order
 from finetune.data.order.order import Order
-from finetune.model.attention.implementation import register
+from finetune.model.attention.implementation import register_per_sample
 from finetune.runtime.packed_rows import PER_SAMPLE_ATTENTION
 from finetune.task.lm_loss.token_loss import cross_entropy_sum
 from finetune.task.model_inputs import collate_padded, collate_padding_free, forward_logits, is_padding_free
@@ -83,7 +83,7 @@ def _print_packing(most: int, budget: int) -> None:
 
 def _print_training(rounds: int, attention: str) -> None:
     torch.manual_seed(0)
-    register()
+    register_per_sample()
     sizes = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 3, "num_attention_heads": 8}
     config = LlamaConfig(vocab_size=VOCABULARY_SIZE, num_key_value_heads=4, **sizes)
     model = LlamaForCausalLM._from_config(config, attn_implementation=attention)

@@ -20,7 +20,7 @@ from finetune.config.sections.task import TaskSection
 from finetune.config.sections.train import NonFiniteSection, OptimizerSection, ScheduleSection, TrainSection
 from finetune.data.batch import Batch
 from finetune.data.features import Features
-from finetune.model.attention.implementation import register
+from finetune.model.attention.implementation import register_per_sample
 from finetune.runtime.progress import Progress
 from finetune.runtime.supervision.signals import ReceivedSignals
 from finetune.task.causal_lm import CausalTask
@@ -67,7 +67,7 @@ class Waits(TorchDispatchMode):
 
 
 def llama(attention: str) -> LlamaForCausalLM:
-    register()
+    register_per_sample()
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=64,

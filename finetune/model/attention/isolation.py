@@ -9,7 +9,7 @@ from torch import Tensor
 
 from finetune.errors import ModelError
 
-Row = Sequence[Sequence[int]]
+PackedRow = Sequence[Sequence[int]]
 """The token ids of samples that are laid end to end."""
 
 _LENGTHS = (5, 7, 4)
@@ -18,7 +18,9 @@ _TOLERANCE = {"full": (1e-5, 1e-4), "half": (1e-2, 0.1)}
 
 
 @torch.no_grad()
-def prove_isolation(logits_of: Callable[[Row], Tensor], *, config: Any, vocabulary_size: int, is_half: bool) -> None:
+def check_isolation(
+    logits_of: Callable[[PackedRow], Tensor], *, config: Any, vocabulary_size: int, is_half: bool
+) -> None:
     """Raise ModelError unless each sample of a row has the logits that it has alone, whatever stands beside it.
 
     `logits_of` returns [tokens of the row, vocabulary] in evaluation mode. Two tiny forward passes: a sample stands
@@ -27,26 +29,30 @@ def prove_isolation(logits_of: Callable[[Row], Tensor], *, config: Any, vocabula
     behind, sample, last = (_tokens(length, vocabulary_size, salt) for salt, length in enumerate(_LENGTHS))
     other_behind, other_last = (_tokens(length, vocabulary_size, salt=7) for length in (_LENGTHS[0], _LENGTHS[2]))
     rows = [[sample, behind, sample, last], [sample, other_behind, sample, other_last]]
-    row, changed = (_parts(logits_of(each), each) for each in rows)
+    row, changed = (_split_by_sample(logits_of(each), each) for each in rows)
     seen, misplaced = _TOLERANCE["half" if is_half else "full"]
     if any(_difference(row[place], changed[place]) > seen for place in (0, 2)):
         attention = getattr(config, "_attn_implementation", None)
-        raise _refusal(config, f"a sample changes when another in its row does (model.attention is `{attention}`)")
+        raise _isolation_error(
+            config, f"a sample changes when another in its row does (model.attention is `{attention}`)"
+        )
     if _difference(row[0], row[2]) > misplaced:
-        raise _refusal(config, "a sample behind another is not what it is alone: its positions do not begin anew")
+        raise _isolation_error(
+            config, "a sample behind another is not what it is alone: its positions do not begin anew"
+        )
 
 
-def require_positions(arguments: frozenset[str], *, config: Any) -> None:
+def require_position_ids(arguments: frozenset[str], *, config: Any) -> None:
     """Raise ModelError for a model that cannot be told where samples begin; `arguments` are its forward's."""
     if "position_ids" not in arguments:
-        raise _refusal(config, "it takes no `position_ids`, by which samples are told apart")
+        raise _isolation_error(config, "it takes no `position_ids`, by which samples are told apart")
 
 
 def _tokens(length: int, vocabulary_size: int, salt: int) -> list[int]:
     return [(17 + 31 * salt + 13 * place * (salt + 1)) % vocabulary_size for place in range(length)]
 
 
-def _parts(logits: Tensor, samples: Row) -> tuple[Tensor, ...]:
+def _split_by_sample(logits: Tensor, samples: PackedRow) -> tuple[Tensor, ...]:
     edges = accumulate((len(each) for each in samples), initial=0)
     return tuple(logits[start:stop] for start, stop in pairwise(edges))
 
@@ -57,7 +63,7 @@ def _difference(one: Tensor, other: Tensor) -> float:
     return float(torch.nan_to_num(difference, nan=torch.inf))
 
 
-def _refusal(config: Any, reason: str) -> ModelError:
+def _isolation_error(config: Any, reason: str) -> ModelError:
     kinds = sorted({str(kind) for kind in getattr(config, "layer_types", None) or ()})
     layers = f" (layers: {', '.join(kinds)})" if kinds else ""
     return ModelError(

@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from finetune.config.sections.model import ModelSection
 from finetune.errors import ModelError
 from finetune.model.activations import enable_gradient_checkpointing
-from finetune.model.attention.implementation import attention_implementation, best_attention
+from finetune.model.attention.implementation import default_attention, requested_attention
 from finetune.model.freeze import freeze_unused
 from finetune.model.loading.architecture import (
     HEADS,
@@ -74,7 +74,7 @@ def load_model(
     weights. Collective under ZeRO-3.
     """
     values = dict(head_values or {})
-    attention = attention_implementation(section.attention)
+    attention = requested_attention(section.attention)
     if section.from_config is not None:
         config = build_model_config(
             section.from_config, vocabulary_size=vocabulary_size, special_ids=special_ids or SpecialTokenIds()
@@ -111,7 +111,7 @@ def _build_model(
             HEADS[head],
             config,
             dtype=getattr(torch, section.dtype),
-            attn_implementation=attention or best_attention(config),
+            attn_implementation=attention or default_attention(config),
             trust_remote_code=section.trust_remote_code,
         )
     if construction.on_meta_device:
@@ -148,7 +148,7 @@ def _load_pretrained(
             **origin,
             config=config,
             dtype=getattr(torch, section.dtype),
-            attn_implementation=attention or best_attention(config),
+            attn_implementation=attention or default_attention(config),
             ignore_mismatched_sizes=may_be_new,
             output_loading_info=True,
             **({} if quantization is None else {"quantization_config": quantization}),

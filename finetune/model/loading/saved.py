@@ -13,7 +13,7 @@ from transformers import AutoConfig, PreTrainedConfig
 from transformers.utils import logging
 
 from finetune.errors import ModelError
-from finetune.model.attention.implementation import best_attention
+from finetune.model.attention.implementation import default_attention
 from finetune.model.loading.architecture import HEADS, NEW_HEADS
 from finetune.model.loading.hub import is_local_path, loading_errors
 from finetune.model.loading.pretrained import (
@@ -121,7 +121,7 @@ def load_saved_base(saved: SavedModel, *, key: str, dtype: str = "auto", trust_r
             saved.base,
             config=saved.config,
             dtype=kind,
-            attn_implementation=best_attention(saved.config),
+            attn_implementation=default_attention(saved.config),
             trust_remote_code=trust_remote_code,
             ignore_mismatched_sizes=brings_head,
             output_loading_info=True,

@@ -9,7 +9,7 @@ from finetune.config.rules.task import PADDED
 from finetune.config.run_config import RunConfig
 from finetune.config.sections.data import DataSection
 from finetune.errors import ModelError
-from finetune.model.attention.implementation import keeps_samples_apart
+from finetune.model.attention.implementation import supports_packed_samples
 from finetune.model.loading.architecture import load_model_config
 from finetune.model.loading.pretrained import ADAPTER_CONFIG, read_adapter_config
 
@@ -49,7 +49,7 @@ def can_share_rows(config: RunConfig, *, model: Any = None, adapter: Adapter = N
     if _stands_before_text(config, adapter):
         return False
     try:
-        return keeps_samples_apart(load_model_config(config.model) if model is None else model)
+        return supports_packed_samples(load_model_config(config.model) if model is None else model)
     except ModelError:
         return False  # there is no such model here, which is said where it is loaded
 

@@ -16,8 +16,8 @@ from finetune.config.rules.model import adapter_of
 from finetune.config.run_config import RunConfig
 from finetune.data.batch import Batch
 from finetune.data.features import Features
-from finetune.model.attention.isolation import prove_isolation, require_positions
-from finetune.model.attention.varlen_kernels import missing_kernel
+from finetune.model.attention.isolation import check_isolation, require_position_ids
+from finetune.model.attention.varlen_kernels import missing_kernel_warning
 from finetune.model.compilation import compile_model
 from finetune.model.loading.pretrained import base_mismatch_warning
 from finetune.model.processing import check_image_shape
@@ -173,7 +173,7 @@ def _warn(config: RunConfig, say: RunLog) -> None:
     ):
         say(f"warning: {warning}")
     is_half = config.train.precision != "fp32" or config.model.dtype != "float32"
-    missing = missing_kernel(is_half=is_half) if is_padding_free(settled(config).batching) else None
+    missing = missing_kernel_warning(is_half=is_half) if is_padding_free(settled(config).batching) else None
     if missing and config.model.attention == "auto":
         say(f"warning: {missing}")
     note = base_mismatch_warning(config.model.adapter, name=config.model.name) if config.model.adapter else None
@@ -196,10 +196,10 @@ def require_isolation(config: RunConfig, lessons: Lessons, machine: Machine) -> 
         return
     model = machine.model
     inner = unwrap_model(machine.plain_model)
-    require_positions(frozenset(inspect.signature(inner.forward).parameters), config=inner.config)
+    require_position_ids(frozenset(inspect.signature(inner.forward).parameters), config=inner.config)
     was_training = model.training
     model.eval()
-    prove_isolation(
+    check_isolation(
         partial(_logits, model, lessons.task, machine),
         config=inner.config,
         vocabulary_size=len(lessons.tokenizer),

@@ -11,27 +11,27 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from finetune.errors import ModelError
 from finetune.model.attention import varlen_kernels
-from finetune.model.attention.causal import Heads, Scores, causal
+from finetune.model.attention.causal import AttentionSettings, QueryKeyValue, causal_attention
 from finetune.model.attention.implementation import (
-    KEEPING_APART,
-    attention_implementation,
-    best_attention,
-    each_sample,
-    keeps_samples_apart,
+    PACKING_MODEL_TYPES,
+    attend_sample_by_sample,
+    default_attention,
+    requested_attention,
+    supports_packed_samples,
 )
 from finetune.runtime.packed_rows import SampleLengths
 from tests.model.attention.small_models import LENGTHS, row_of, tiny_config, tiny_model, tokens
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("kind", sorted(KEEPING_APART))
+@pytest.mark.parametrize("kind", sorted(PACKING_MODEL_TYPES))
 def test_a_sample_in_a_row_is_the_sample_alone_under_eager_attention(kind):
     alone, together = tiny_model(kind, "eager"), tiny_model(kind)
     samples = [tokens(length, salt) for salt, length in enumerate(LENGTHS)]
     expected = torch.cat([alone(input_ids=each, use_cache=False).logits for each in samples], dim=1)
     logits = together(**row_of(samples)).logits
     assert ((logits - expected).abs().max() / expected.abs().max()).item() < 1e-5
-    assert keeps_samples_apart(together.config)
+    assert supports_packed_samples(together.config)
 
 
 @pytest.mark.parametrize(
@@ -47,19 +47,19 @@ def test_a_sample_in_a_row_is_the_sample_alone_under_eager_attention(kind):
     ],
 )
 def test_others_keep_the_attention_that_transformers_gives_them(kind, values):
-    assert best_attention(tiny_config(kind, **values)) is None
+    assert default_attention(tiny_config(kind, **values)) is None
 
 
 def test_code_that_comes_with_a_model_is_not_trusted_to_keep_them_apart():
     own = type(tiny_config("llama"))
     brought = type("BroughtConfig", (own,), {"__module__": "transformers_modules.someone.configuration_llama"})
-    assert not keeps_samples_apart(brought())
+    assert not supports_packed_samples(brought())
 
 
 def test_auto_gives_known_models_our_attention_and_what_is_written_stays():
-    assert best_attention(tiny_config("llama")) == "per_sample"
-    assert attention_implementation("auto") is None
-    assert attention_implementation("sdpa") == "sdpa"
+    assert default_attention(tiny_config("llama")) == "per_sample"
+    assert requested_attention("auto") is None
+    assert requested_attention("sdpa") == "sdpa"
 
 
 def samples(lengths=LENGTHS):
@@ -182,7 +182,7 @@ def test_a_model_that_loses_the_lengths_is_an_error_and_no_wrong_number():
 def heads(num_heads=4, num_key_heads=2):
     draw = torch.Generator().manual_seed(0)
     shapes = [(1, num, sum(LENGTHS), 8) for num in (num_heads, num_key_heads, num_key_heads)]
-    return Heads(*(torch.randn(shape, generator=draw) for shape in shapes))
+    return QueryKeyValue(*(torch.randn(shape, generator=draw) for shape in shapes))
 
 
 def row_by_row(query, key, value, edges, *, scale, window, softcap=None):
@@ -190,8 +190,8 @@ def row_by_row(query, key, value, edges, *, scale, window, softcap=None):
     window = None if window < 0 else window + 1
     parts = []
     for start, stop in pairwise(edges):
-        of_one = Heads(*(each[start:stop].transpose(0, 1)[None] for each in (query, key, value)))
-        parts.append(causal(of_one, Scores(scale, 0.0, softcap, window))[0])
+        of_one = QueryKeyValue(*(each[start:stop].transpose(0, 1)[None] for each in (query, key, value)))
+        parts.append(causal_attention(of_one, AttentionSettings(scale, 0.0, softcap, window))[0])
     return torch.cat(parts)
 
 
@@ -204,10 +204,10 @@ def test_the_kernel_of_torch_is_told_what_the_layer_wants(monkeypatch, groups_he
         assert (max_q, max_k, window_size[1]) == (17, 17, 0)
         return row_by_row(query, key, value, cu_q.tolist(), scale=scale, window=window_size[0])
 
-    monkeypatch.setattr(varlen_kernels, "_found", varlen_kernels.Kernels(True, None, torchs, groups_heads))
-    scores, edges = Scores(0.5, window=window), torch.tensor([0, *LENGTHS]).cumsum(0).int()
-    output = varlen_kernels._by_torch(heads(), edges, 17, scores)
-    torch.testing.assert_close(output, each_sample(heads(), SampleLengths(LENGTHS), scores))
+    monkeypatch.setattr(varlen_kernels, "_available", varlen_kernels.AvailableKernels(True, None, torchs, groups_heads))
+    scores, edges = AttentionSettings(0.5, window=window), torch.tensor([0, *LENGTHS]).cumsum(0).int()
+    output = varlen_kernels._torch_varlen(heads(), edges, 17, scores)
+    torch.testing.assert_close(output, attend_sample_by_sample(heads(), SampleLengths(LENGTHS), scores))
 
 
 def test_flash_attention_is_told_what_the_layer_wants(monkeypatch):
@@ -219,29 +219,31 @@ def test_flash_attention_is_told_what_the_layer_wants(monkeypatch):
 
     package = ModuleType("flash_attn")
     package.flash_attn_varlen_func = flash
-    monkeypatch.setattr(varlen_kernels, "_found", varlen_kernels.Kernels(True, package))
-    scores, edges = Scores(0.5, softcap=2.0, window=6), torch.tensor([0, *LENGTHS]).cumsum(0).int()
-    output = varlen_kernels._by_flash(heads(), edges, 17, scores)
-    torch.testing.assert_close(output, each_sample(heads(), SampleLengths(LENGTHS), scores))
+    monkeypatch.setattr(varlen_kernels, "_available", varlen_kernels.AvailableKernels(True, package))
+    scores, edges = AttentionSettings(0.5, softcap=2.0, window=6), torch.tensor([0, *LENGTHS]).cumsum(0).int()
+    output = varlen_kernels._flash_varlen(heads(), edges, 17, scores)
+    torch.testing.assert_close(output, attend_sample_by_sample(heads(), SampleLengths(LENGTHS), scores))
 
 
 def test_no_kernel_for_rows_is_taken_where_there_is_no_gpu(monkeypatch):
-    monkeypatch.setattr(varlen_kernels, "_found", varlen_kernels.Kernels(True, torch, torch.add))
-    assert varlen_kernels.row_kernel(heads(), Scores()) is None
-    assert varlen_kernels.missing_kernel(is_half=True) is None
+    monkeypatch.setattr(varlen_kernels, "_available", varlen_kernels.AvailableKernels(True, torch, torch.add))
+    assert varlen_kernels.varlen_kernel(heads(), AttentionSettings()) is None
+    assert varlen_kernels.missing_kernel_warning(is_half=True) is None
 
 
 @pytest.mark.parametrize(
     ("found", "said"),
     [
-        (varlen_kernels.Kernels(False), "this GPU runs no kernel"),
-        (varlen_kernels.Kernels(True), "flash attention is not installed"),
-        (varlen_kernels.Kernels(True, None, torch.add), None),
+        (varlen_kernels.AvailableKernels(False), "this GPU runs no kernel"),
+        (varlen_kernels.AvailableKernels(True), "flash attention is not installed"),
+        (varlen_kernels.AvailableKernels(True, None, torch.add), None),
     ],
 )
 def test_a_gpu_without_a_kernel_for_rows_is_told_of(monkeypatch, found, said):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(varlen_kernels, "find_kernels", lambda: monkeypatch.setattr(varlen_kernels, "_found", found))
-    warning = varlen_kernels.missing_kernel(is_half=True)
+    monkeypatch.setattr(
+        varlen_kernels, "detect_kernels", lambda: monkeypatch.setattr(varlen_kernels, "_available", found)
+    )
+    warning = varlen_kernels.missing_kernel_warning(is_half=True)
     assert warning is None if said is None else said in warning
-    assert varlen_kernels.missing_kernel(is_half=False) is None
+    assert varlen_kernels.missing_kernel_warning(is_half=False) is None

@@ -10,8 +10,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from finetune.data.features import Features
 from finetune.errors import ModelError
-from finetune.model.attention.implementation import register
-from finetune.model.attention.isolation import prove_isolation, require_positions
+from finetune.model.attention.implementation import register_per_sample
+from finetune.model.attention.isolation import check_isolation, require_position_ids
 from finetune.task.lm_loss.token_loss import cross_entropy_sum
 from finetune.task.model_inputs import collate_padded, collate_padding_free, forward_logits
 
@@ -53,7 +53,7 @@ LENGTHS = (11, 3, 17, 2, 1, 8)
 
 
 def build(kind, attention):
-    register()
+    register_per_sample()
     torch.manual_seed(0)
     config = AutoConfig.for_model(kind, **MODELS[kind])
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
@@ -117,7 +117,7 @@ def prove(model):
         each = [Features({"input_ids": np.array(ids), "is_target": np.ones(len(ids), bool)}) for ids in row]
         return forward_logits(model, collate_padding_free(each))[0]
 
-    prove_isolation(of_row, config=model.config, vocabulary_size=97, is_half=False)
+    check_isolation(of_row, config=model.config, vocabulary_size=97, is_half=False)
 
 
 @pytest.mark.parametrize(("kind", "attention"), ON_CPU)
@@ -160,9 +160,9 @@ def test_positions_that_do_not_begin_anew_are_found_where_nothing_is_seen():
         return table[:num_tokens]
 
     with pytest.raises(ModelError, match="its positions do not begin anew"):
-        prove_isolation(by_place_in_the_row, config=build("gpt2", "sdpa").config, vocabulary_size=97, is_half=False)
+        check_isolation(by_place_in_the_row, config=build("gpt2", "sdpa").config, vocabulary_size=97, is_half=False)
 
 
 def test_a_model_without_positions_is_refused_before_any_forward_pass():
     with pytest.raises(ModelError, match="`gpt2` cannot keep samples in one row apart: it takes no `position_ids`"):
-        require_positions(frozenset({"input_ids", "attention_mask"}), config=build("gpt2", "sdpa").config)
+        require_position_ids(frozenset({"input_ids", "attention_mask"}), config=build("gpt2", "sdpa").config)

@@ -9,7 +9,7 @@ from transformers import AutoModel
 
 from finetune.config.sections.model import ModelSection
 from finetune.errors import ModelError
-from finetune.model.attention.implementation import attention_implementation
+from finetune.model.attention.implementation import requested_attention
 from finetune.model.loading.hub import is_local_path, resolve_name
 from finetune.runtime import hub
 from finetune.runtime.parameters import InitContext
@@ -80,8 +80,8 @@ def test_training_keeps_no_cache_and_generation_still_does(from_config, build):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 def test_flash_attention_without_a_gpu_is_refused_before_anything_is_loaded():
     with pytest.raises(ModelError, match="needs a CUDA GPU"):
-        attention_implementation("flash_attention_2")
-    assert attention_implementation("auto") is None
+        requested_attention("flash_attention_2")
+    assert requested_attention("auto") is None
 
 
 def test_a_folder_that_is_not_there_is_named(build):
