@@ -25,7 +25,7 @@ from finetune.config.rules import broken_rules
 from finetune.config.rules.files import file_problems
 from finetune.config.run_config import RunConfig, with_run_folder, world_problems
 from finetune.config.section import Source, Sources, ancestors, placed
-from finetune.config.validation import Fault, draft, read_faults
+from finetune.config.validation import InvalidKey, draft_section, read_validation_errors
 from finetune.config.yaml import Document, read_yaml
 from finetune.errors import ConfigError, Problem, UserError
 from finetune.runtime.text.redact import register_secrets
@@ -138,20 +138,20 @@ def _checked(
 
     The keys that are broken already are passed over.
     """
-    faults: list[Fault] = []
+    faults: list[InvalidKey] = []
     try:
         config = RunConfig.model_validate(values)
     except ValidationError as error:
-        faults = read_faults(error, values)
+        faults = read_validation_errors(error, values)
     found = sorted((fault for fault in faults if fault.key not in broken), key=lambda fault: _line(fault, sources))
     problems = [fault.problem() for fault in found[:MAX_LISTED]]
     broken = broken | {key for fault in faults for key in (fault.key, fault.meant) if key}
     if broken:
-        config = draft(RunConfig, values, broken=broken)
+        config = draft_section(RunConfig, values, broken=broken)
     unusable = path_problems(config, folder)
     if unusable:
         broken = broken | {problem.key for problem in unusable}
-        config = draft(RunConfig, values, broken=broken)
+        config = draft_section(RunConfig, values, broken=broken)
     config = with_absolute_paths(config, folder)
     is_draft = bool(broken)
     problems += [*unusable, *broken_rules(config, is_draft=is_draft)]
@@ -159,7 +159,7 @@ def _checked(
     return config, problems, max(0, len(found) - MAX_LISTED)
 
 
-def _line(fault: Fault, sources: Sources) -> float:
+def _line(fault: InvalidKey, sources: Sources) -> float:
     """Return where the fault stands in the file; what is missing comes last, overrides before it."""
     source = sources.get(fault.key)
     if source is None:

@@ -16,7 +16,7 @@ from finetune.config.schema import Node, all_keys, branches, describe, is_beyond
 from finetune.config.section import Section, ancestors, joined
 from finetune.errors import Problem
 
-ELSEWHERE: Mapping[str, str] = {
+KEYS_OF_OTHER_TOOLS: Mapping[str, str] = {
     "base_model": "model.name",
     "batch_size": "train.global_batch_size",
     "cutoff_len": "data.max_length",
@@ -59,7 +59,7 @@ ELSEWHERE: Mapping[str, str] = {
 }
 """From the last part of a key elsewhere to the key here."""
 
-REASONS: Mapping[str, str] = {
+UNSUPPORTED_KEYS: Mapping[str, str] = {
     "accumulate_grad_batches": "accumulation is derived: set `train.global_batch_size` and `train.microbatch_size`",
     "bf16": "write `train.precision: bf16`",
     "deepspeed": "the strategy is chosen by the accelerate config with which the run is launched",
@@ -74,7 +74,7 @@ REASONS: Mapping[str, str] = {
 
 
 @dataclass(frozen=True)
-class Fault:
+class InvalidKey:
     """One key that does not fit the schema; `meant` is the key that an unknown one probably stands for."""
 
     key: str
@@ -86,27 +86,27 @@ class Fault:
         """Return the fault as a sentence for the user."""
         match self.type:
             case "missing":
-                return Problem(self.key, _missing(self.key))
+                return Problem(self.key, _missing_key(self.key))
             case "extra_forbidden":
-                return Problem(self.key, _unknown(self.key))
-        return Problem(self.key, _wrong(self.value, node_at(self.key) or {}))
+                return Problem(self.key, _unknown_key(self.key))
+        return Problem(self.key, _invalid_value(self.value, node_at(self.key) or {}))
 
 
-def read_faults(error: ValidationError, values: Any) -> list[Fault]:
+def read_validation_errors(error: ValidationError, values: Any) -> list[InvalidKey]:
     """Return one fault for every key that is wrong, however many complaints pydantic has about it.
 
     Where a list and one of its items are complained about, the item is named.
     """
     errors = error.errors(include_url=False, include_context=False)
-    located = [(_key(each["loc"], values, is_missing=each["type"] == "missing"), each) for each in errors]
+    located = [(_dotted_key(each["loc"], values, is_missing=each["type"] == "missing"), each) for each in errors]
     located.sort(key=lambda pair: pair[0])
     faults, num_meant = [], 0
     for key, complaints in groupby(located, key=lambda pair: pair[0]):
         first = next(complaints)[1]
         is_unknown = first["type"] == "extra_forbidden"
         num_meant += is_unknown
-        meant = _meant(key) if is_unknown and num_meant <= MAX_LISTED else None
-        faults.append(Fault(key, first["type"], first["input"], meant))
+        meant = _suggested_key(key) if is_unknown and num_meant <= MAX_LISTED else None
+        faults.append(InvalidKey(key, first["type"], first["input"], meant))
     meant_keys = {fault.meant for fault in faults}
     outer = {each for fault in faults for each in ancestors(fault.key)}
     return [
@@ -116,7 +116,7 @@ def read_faults(error: ValidationError, values: Any) -> list[Fault]:
     ]
 
 
-def _key(location: Sequence[int | str], values: Any, *, is_missing: bool) -> str:
+def _dotted_key(location: Sequence[int | str], values: Any, *, is_missing: bool) -> str:
     """Return the dotted key of pydantic's location: the tags of unions, which stand for no key, are dropped."""
     parts: list[int | str] = []
     for index, part in enumerate(location):
@@ -130,7 +130,7 @@ def _key(location: Sequence[int | str], values: Any, *, is_missing: bool) -> str
     return joined(*parts)
 
 
-def _missing(key: str) -> str:
+def _missing_key(key: str) -> str:
     node = node_at(key) or {}
     what = meaning(node).rstrip(".")
     required = [f"{key}.{name}" for each in branches(node) for name in each.get("required", ())]
@@ -140,37 +140,37 @@ def _missing(key: str) -> str:
     return f"the key is missing: {_decapitalised(what)}. Write {describe(node)}."
 
 
-def _unknown(key: str) -> str:
+def _unknown_key(key: str) -> str:
     here, _, name = key.rpartition(".")
-    meant = _meant_here(key)
-    if meant is not None and name not in REASONS:
+    meant = _suggested_sibling(key)
+    if meant is not None and name not in UNSUPPORTED_KEYS:
         return f"there is no such key. Did you mean `{meant.rpartition('.')[2]}`?"
-    if name in REASONS:
-        return f"there is no such key; {REASONS[name]}."
-    elsewhere = list(_elsewhere(name))
+    if name in UNSUPPORTED_KEYS:
+        return f"there is no such key; {UNSUPPORTED_KEYS[name]}."
+    elsewhere = list(_keys_elsewhere(name))
     if elsewhere:
         return f"there is no such key. There is {listed(elsewhere, last='and')}."
     where = f"`{here}`" if here else "the file"
     return f"there is no such key. {where} has {listed(keys_of(node_at(here) or {}))}."
 
 
-def _meant(key: str) -> str | None:
+def _suggested_key(key: str) -> str | None:
     """Return the key that an unknown one probably stands for: one of this section, or another tool's word."""
-    return _meant_here(key) or ELSEWHERE.get(key.rpartition(".")[2])
+    return _suggested_sibling(key) or KEYS_OF_OTHER_TOOLS.get(key.rpartition(".")[2])
 
 
-def _meant_here(key: str) -> str | None:
+def _suggested_sibling(key: str) -> str | None:
     """Return the key of the same section that looks most like this one, if any does."""
     here, _, name = key.rpartition(".")
-    if name in ELSEWHERE and ELSEWHERE[name].rpartition(".")[0] != here:
+    if name in KEYS_OF_OTHER_TOOLS and KEYS_OF_OTHER_TOOLS[name].rpartition(".")[0] != here:
         return None
     near = nearest(name, keys_of(node_at(here) or {}))
     return joined(here, near) if near else None
 
 
-def _elsewhere(name: str) -> Iterator[str]:
-    if name in ELSEWHERE:
-        yield ELSEWHERE[name]
+def _keys_elsewhere(name: str) -> Iterator[str]:
+    if name in KEYS_OF_OTHER_TOOLS:
+        yield KEYS_OF_OTHER_TOOLS[name]
         return
     by_name: dict[str, list[str]] = {}
     for key, _ in all_keys():
@@ -179,16 +179,16 @@ def _elsewhere(name: str) -> Iterator[str]:
     yield from by_name.get(near or "", [])[:3]
 
 
-def _wrong(value: Any, node: Node) -> str:
+def _invalid_value(value: Any, node: Node) -> str:
     """Return what was written, what may be written, and the hint that most likely mends it."""
     fits = f"Write {describe(node, in_full=is_beyond(value, node))}."
     hint = _hint(value, node)
-    is_right_kind = any(kind(value) in _KINDS.get(str(each.get("type")), ()) for each in branches(node))
+    is_right_kind = any(kind(value) in _TYPE_NAMES.get(str(each.get("type")), ()) for each in branches(node))
     said = f"{shown(value)} is not allowed" if is_right_kind else f"{shown(value)} is {kind(value)}"
     return " ".join(part for part in (f"{said}.", hint, fits) if part)
 
 
-_KINDS: Mapping[str, tuple[str, ...]] = {
+_TYPE_NAMES: Mapping[str, tuple[str, ...]] = {
     "integer": ("a whole number",),
     "number": ("a number", "a whole number"),
     "string": ("text",),
@@ -242,16 +242,16 @@ def _decapitalised(sentence: str) -> str:
 S = TypeVar("S", bound=Section)
 
 
-def draft(kind: type[S], values: Mapping[str, Any], *, broken: Set[str]) -> S:
+def draft_section(kind: type[S], values: Mapping[str, Any], *, broken: Set[str]) -> S:
     """Return a section without its broken keys: reading one of them raises AttributeError.
 
     `broken` are dotted keys as they stand in the file; keys that are not written have their defaults.
     """
     outer = broken | {each for key in broken for each in ancestors(key)}
-    return _drafted(kind, values, broken=broken, outer=outer, prefix="")
+    return _draft_at(kind, values, broken=broken, outer=outer, prefix="")
 
 
-def _drafted(kind: type[S], values: Mapping[str, Any], *, broken: Set[str], outer: Set[str], prefix: str) -> S:
+def _draft_at(kind: type[S], values: Mapping[str, Any], *, broken: Set[str], outer: Set[str], prefix: str) -> S:
     """Return the section at the prefix; `outer` are the broken keys, and those of the sections around them."""
     made: dict[str, Any] = {}
     for name, field in kind.model_fields.items():
@@ -262,13 +262,13 @@ def _drafted(kind: type[S], values: Mapping[str, Any], *, broken: Set[str], oute
             made[name] = field.get_default(call_default_factory=True)
             continue
         value = values[name]
-        inner = next(_sections(field.annotation), None)
+        inner = next(_section_types(field.annotation), None)
         if isinstance(value, dict) and inner is not None:
-            made[name] = _drafted(inner, value, broken=broken, outer=outer, prefix=key)
+            made[name] = _draft_at(inner, value, broken=broken, outer=outer, prefix=key)
         elif isinstance(value, list) and inner is not None and all(isinstance(each, dict) for each in value):
             places = [joined(key, number) for number in range(len(value))]
             made[name] = tuple(
-                _drafted(inner, each, broken=broken, outer=outer, prefix=place)
+                _draft_at(inner, each, broken=broken, outer=outer, prefix=place)
                 for each, place in zip(value, places, strict=True)
             )
         elif key not in outer:
@@ -279,8 +279,8 @@ def _drafted(kind: type[S], values: Mapping[str, Any], *, broken: Set[str], oute
     return section
 
 
-def _sections(annotation: Any) -> Iterator[type[Section]]:
+def _section_types(annotation: Any) -> Iterator[type[Section]]:
     if isinstance(annotation, type) and issubclass(annotation, Section):
         yield annotation
     for part in get_args(annotation):
-        yield from _sections(part)
+        yield from _section_types(part)
