@@ -9,7 +9,7 @@ from finetune.config.load import LoadedConfig
 from finetune.config.paths import is_url, stage_of
 from finetune.config.rules.unused_keys import idle_keys
 from finetune.config.run_config import RunConfig, with_run_folder
-from finetune.config.section import Section, Sources, joined
+from finetune.config.section import KeyLocations, Section, join_key
 from finetune.config.sections.data import MixedSourceSection, SourceSection, TrainedSourceSection
 from finetune.runtime.text.redact import redacted_config
 from finetune.runtime.text.terminal import escape_controls
@@ -29,10 +29,10 @@ def resolved_yaml(loaded: LoadedConfig) -> str:
     return "\n".join([head, *lines]) + "\n"
 
 
-def _lines(section: Section, sources: Sources, *, prefix: str, idle: frozenset[str]) -> Iterator[str]:
+def _lines(section: Section, sources: KeyLocations, *, prefix: str, idle: frozenset[str]) -> Iterator[str]:
     indent = "  " * (prefix.count(".") + 1 if prefix else 0)
     for name in type(section).model_fields:
-        value, key = getattr(section, name), joined(prefix, name)
+        value, key = getattr(section, name), join_key(prefix, name)
         if isinstance(value, Section):
             inner = list(_lines(value, sources, prefix=key, idle=idle))
             is_all_comment = all(line.lstrip().startswith("#") for line in inner)
@@ -44,7 +44,7 @@ def _lines(section: Section, sources: Sources, *, prefix: str, idle: frozenset[s
             yield f"{f'{indent}{name}: {_written(name, value)}':<{COLUMN}}  # {_source(key, sources)}"
 
 
-def _source(key: str, sources: Sources) -> str:
+def _source(key: str, sources: KeyLocations) -> str:
     source = sources.get(key)
     if source is None:
         return "default"

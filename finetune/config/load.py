@@ -24,7 +24,7 @@ from finetune.config.paths import is_url, path_problems, with_absolute_paths
 from finetune.config.rules import broken_rules
 from finetune.config.rules.files import file_problems
 from finetune.config.run_config import RunConfig, with_run_folder, world_problems
-from finetune.config.section import Source, Sources, ancestors, placed
+from finetune.config.section import KeyLocation, KeyLocations, parent_keys, with_location
 from finetune.config.validation import InvalidKey, draft_section, read_validation_errors
 from finetune.config.yaml import Document, read_yaml
 from finetune.errors import ConfigError, Problem, UserError
@@ -66,7 +66,7 @@ class LoadedConfig:
     config: RunConfig
     path: pathlib.Path
     text: str
-    sources: Sources
+    sources: KeyLocations
     remote: str | None = None
 
 
@@ -132,7 +132,7 @@ def _not_a_job(document: Document) -> Problem:
 
 
 def _checked(
-    values: dict[str, Any], *, folder: pathlib.Path, broken: set[str], sources: Sources
+    values: dict[str, Any], *, folder: pathlib.Path, broken: set[str], sources: KeyLocations
 ) -> tuple[RunConfig, list[Problem], int]:
     """Return the config, what is wrong with it, and how many further keys do not fit that are not put into words.
 
@@ -159,7 +159,7 @@ def _checked(
     return config, problems, max(0, len(found) - MAX_LISTED)
 
 
-def _line(fault: InvalidKey, sources: Sources) -> float:
+def _line(fault: InvalidKey, sources: KeyLocations) -> float:
     """Return where the fault stands in the file; what is missing comes last, overrides before it."""
     source = sources.get(fault.key)
     if source is None:
@@ -167,9 +167,9 @@ def _line(fault: InvalidKey, sources: Sources) -> float:
     return sys.maxsize if source.line is None else source.line
 
 
-def _sources(document: Document, replaced: Iterable[str], *, name: str) -> dict[str, Source]:
+def _sources(document: Document, replaced: Iterable[str], *, name: str) -> dict[str, KeyLocation]:
     gone = frozenset(replaced)
-    return {key: Source(name, line) for key, line in document.lines.items() if not _is_inside(key, gone)}
+    return {key: KeyLocation(name, line) for key, line in document.lines.items() if not _is_inside(key, gone)}
 
 
 def _still_there(problems: Iterable[Problem], replaced: Sequence[str]) -> list[Problem]:
@@ -179,10 +179,10 @@ def _still_there(problems: Iterable[Problem], replaced: Sequence[str]) -> list[P
 
 
 def _is_inside(key: str, outer: frozenset[str]) -> bool:
-    return key in outer or any(each in outer for each in ancestors(key))
+    return key in outer or any(each in outer for each in parent_keys(key))
 
 
-def _in_order(problems: Iterable[Problem], sources: Sources, *, overrides: Sequence[str]) -> list[Problem]:
+def _in_order(problems: Iterable[Problem], sources: KeyLocations, *, overrides: Sequence[str]) -> list[Problem]:
     """Return the problems with their places: by line, then by override, then what is missing; none twice."""
     order = {place_of(text): number for number, text in reversed([*enumerate(overrides)])}
 
@@ -191,7 +191,7 @@ def _in_order(problems: Iterable[Problem], sources: Sources, *, overrides: Seque
             return 0, problem.line
         return (1, order[problem.source]) if problem.source in order else (2, 0)
 
-    return sorted(dict.fromkeys(placed(problem, sources) for problem in problems), key=position)
+    return sorted(dict.fromkeys(with_location(problem, sources) for problem in problems), key=position)
 
 
 RESOLVED = "resolved.yaml"

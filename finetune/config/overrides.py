@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from finetune.config.limits import MAX_DEPTH, MAX_KEY_LENGTH, MAX_OVERRIDES, MAX_OVERRIDES_LENGTH, unwritable
-from finetune.config.section import Source
+from finetune.config.section import KeyLocation
 from finetune.config.yaml import read_yaml
 from finetune.errors import Problem
 from finetune.runtime.text.redact import redacted_command
@@ -17,7 +17,7 @@ class Overridden:
     """The values after all overrides, the source of every key that an override wrote, and what could not be done."""
 
     values: dict[str, Any]
-    sources: dict[str, Source] = field(default_factory=dict)
+    sources: dict[str, KeyLocation] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
     replaced: list[str] = field(default_factory=list)  # keys whose old value, and all below it, is gone
 
@@ -45,7 +45,7 @@ def override(values: dict[str, Any], overrides: Sequence[str]) -> Overridden:
         return result
     for text in overrides:
         key, equals, written = text.partition("=")
-        source = Source(place_of(text))
+        source = KeyLocation(place_of(text))
         fault = _syntax_fault(key, equals=equals, written=written)
         if fault is not None:
             result.problems.append(Problem("", fault, source=source.where))
@@ -81,7 +81,7 @@ def _syntax_fault(key: str, *, equals: str, written: str) -> str | None:
     return None
 
 
-def _write(result: Overridden, key: str, *, value: Any, source: Source) -> None:
+def _write(result: Overridden, key: str, *, value: Any, source: KeyLocation) -> None:
     """Put the value at the dotted key, making the sections on the way."""
     *sections, name = key.split(".")
     place: Any = result.values
@@ -119,7 +119,7 @@ def _child(place: Any, part: str) -> Any:
     return place[int(part)] if is_index else None
 
 
-def _note(sources: dict[str, Source], key: str, *, value: Any, source: Source) -> None:
+def _note(sources: dict[str, KeyLocation], key: str, *, value: Any, source: KeyLocation) -> None:
     """Note the source of the key and of every key in its value."""
     sources[key] = source
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()

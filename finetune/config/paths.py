@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from finetune.config.formatting import shortened
-from finetune.config.section import RelativeToConfig, Section, joined
+from finetune.config.section import RelativeToConfig, Section, join_key
 from finetune.errors import Problem
 from finetune.runtime.text.secret_urls import unsigned_url
 
@@ -49,12 +49,12 @@ def path_problems(section: Section, folder: pathlib.Path, *, prefix: str = "") -
     """
     problems: list[Problem] = []
     for name, value in section.__dict__.items():
-        key = joined(prefix, name)
+        key = join_key(prefix, name)
         if isinstance(value, Section):
             problems += path_problems(value, folder, prefix=key)
         elif isinstance(value, tuple) and any(isinstance(each, Section) for each in value):
             for number, each in enumerate(value):
-                problems += path_problems(each, folder, prefix=joined(key, number))
+                problems += path_problems(each, folder, prefix=join_key(key, number))
         elif fault := _path_fault(value, type(section).model_fields[name], folder=folder):
             problems.append(Problem(key, fault))
     return problems

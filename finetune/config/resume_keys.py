@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from finetune.config.run_config import RunConfig
-from finetune.config.section import Section, joined
+from finetune.config.section import Section, join_key
 from finetune.runtime.text.redact import comparable_config, redacted_text
 
 MATHS = (
@@ -132,7 +132,7 @@ def _flat(section: Section, *, prefix: str = "") -> Iterator[tuple[str, str]]:
     Secrets are left out, and so is all that signs a URL: one that is signed anew is the same.
     """
     for name, field in type(section).model_fields.items():
-        key, value = joined(prefix, name), getattr(section, name)
+        key, value = join_key(prefix, name), getattr(section, name)
         if not isinstance(value, Section):
             plain = json.loads(json.dumps(value, default=_plain))
             yield key, json.dumps(comparable_config(plain, name=name), sort_keys=True, ensure_ascii=False)

@@ -83,7 +83,7 @@ Shift = Annotated[float, Field(ge=-LARGEST, le=LARGEST)]
 
 
 @dataclass(frozen=True)
-class Source:
+class KeyLocation:
     """The file and line, or the override, in which a key was written."""
 
     where: str  # `job.yaml`, or `--set train.steps=4`
@@ -93,11 +93,11 @@ class Source:
         return self.where if self.line is None else f"{self.where} line {self.line}"
 
 
-Sources = Mapping[str, Source]
+KeyLocations = Mapping[str, KeyLocation]
 """The source of every dotted key that was written, sections included; a key that is missing here has its default."""
 
 
-def placed(problem: Problem, sources: Sources) -> Problem:
+def with_location(problem: Problem, sources: KeyLocations) -> Problem:
     """Return the problem with the line or the override in which its key was written, where it was written at all."""
     source = sources.get(problem.key)
     if source is None or problem.line is not None or problem.source is not None:
@@ -107,7 +107,7 @@ def placed(problem: Problem, sources: Sources) -> Problem:
     return replace(problem, line=source.line)
 
 
-def ancestors(key: str) -> Iterator[str]:
+def parent_keys(key: str) -> Iterator[str]:
     """Yield the keys of the sections and lists around a dotted key, innermost first.
 
     >>> list(ancestors("data.train.path"))
@@ -118,7 +118,7 @@ def ancestors(key: str) -> Iterator[str]:
         yield key
 
 
-def joined(*parts: str | int) -> str:
+def join_key(*parts: str | int) -> str:
     """Return the parts as one dotted key; empty parts are left out.
 
     >>> joined("", "data", "train", 0)

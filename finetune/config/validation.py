@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from finetune.config.formatting import LONGEST, did_you_mean, kind, listed, nearest, shown
 from finetune.config.limits import MAX_LISTED
 from finetune.config.schema import Node, all_keys, branches, describe, is_beyond, keys_of, meaning, node_at
-from finetune.config.section import Section, ancestors, joined
+from finetune.config.section import Section, join_key, parent_keys
 from finetune.errors import Problem
 
 KEYS_OF_OTHER_TOOLS: Mapping[str, str] = {
@@ -108,7 +108,7 @@ def read_validation_errors(error: ValidationError, values: Any) -> list[InvalidK
         meant = _suggested_key(key) if is_unknown and num_meant <= MAX_LISTED else None
         faults.append(InvalidKey(key, first["type"], first["input"], meant))
     meant_keys = {fault.meant for fault in faults}
-    outer = {each for fault in faults for each in ancestors(fault.key)}
+    outer = {each for fault in faults for each in parent_keys(fault.key)}
     return [
         fault
         for fault in faults
@@ -127,7 +127,7 @@ def _dotted_key(location: Sequence[int | str], values: Any, *, is_missing: bool)
         elif isinstance(values, list) and isinstance(part, int):
             parts.append(part)
             values = values[part]
-    return joined(*parts)
+    return join_key(*parts)
 
 
 def _missing_key(key: str) -> str:
@@ -165,7 +165,7 @@ def _suggested_sibling(key: str) -> str | None:
     if name in KEYS_OF_OTHER_TOOLS and KEYS_OF_OTHER_TOOLS[name].rpartition(".")[0] != here:
         return None
     near = nearest(name, keys_of(node_at(here) or {}))
-    return joined(here, near) if near else None
+    return join_key(here, near) if near else None
 
 
 def _keys_elsewhere(name: str) -> Iterator[str]:
@@ -247,7 +247,7 @@ def draft_section(kind: type[S], values: Mapping[str, Any], *, broken: Set[str])
 
     `broken` are dotted keys as they stand in the file; keys that are not written have their defaults.
     """
-    outer = broken | {each for key in broken for each in ancestors(key)}
+    outer = broken | {each for key in broken for each in parent_keys(key)}
     return _draft_at(kind, values, broken=broken, outer=outer, prefix="")
 
 
@@ -255,7 +255,7 @@ def _draft_at(kind: type[S], values: Mapping[str, Any], *, broken: Set[str], out
     """Return the section at the prefix; `outer` are the broken keys, and those of the sections around them."""
     made: dict[str, Any] = {}
     for name, field in kind.model_fields.items():
-        key = joined(prefix, name)
+        key = join_key(prefix, name)
         if key in broken or (name not in values and field.is_required()):
             continue
         if name not in values:
@@ -266,7 +266,7 @@ def _draft_at(kind: type[S], values: Mapping[str, Any], *, broken: Set[str], out
         if isinstance(value, dict) and inner is not None:
             made[name] = _draft_at(inner, value, broken=broken, outer=outer, prefix=key)
         elif isinstance(value, list) and inner is not None and all(isinstance(each, dict) for each in value):
-            places = [joined(key, number) for number in range(len(value))]
+            places = [join_key(key, number) for number in range(len(value))]
             made[name] = tuple(
                 _draft_at(inner, each, broken=broken, outer=outer, prefix=place)
                 for each, place in zip(value, places, strict=True)

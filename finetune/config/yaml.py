@@ -30,7 +30,7 @@ from finetune.config.limits import (
     TOO_MUCH_TEXT,
     unwritable,
 )
-from finetune.config.section import joined
+from finetune.config.section import join_key
 from finetune.errors import Problem
 
 TAG = "tag:yaml.org,2002:"
@@ -104,7 +104,7 @@ class Walk:
     def _sequence(self, node: SequenceNode, key: str) -> list[Any]:
         values = []
         for index, item in enumerate(node.value):
-            place = joined(key, index)
+            place = join_key(key, index)
             self._document.lines[place] = item.start_mark.line + 1
             values.append(self.value(item, key=place))
         return values
@@ -116,7 +116,7 @@ class Walk:
                 self._complain(name_node, key, "a key is text, not a list or a section.")
                 continue
             name, line = str(name_node.value), name_node.start_mark.line + 1
-            place = joined(key, name)
+            place = join_key(key, name)
             fault = "a key is text. Put it in quotes." if name_node.tag not in TEXT_TAGS else unwritable(name)
             if fault is not None:
                 self._complain(name_node, place, fault)

@@ -7,7 +7,7 @@ from typing import Any
 from finetune.config.formatting import did_you_mean, listed
 from finetune.config.rules.task import WITHOUT_TOKENS
 from finetune.config.run_config import RunConfig
-from finetune.config.section import joined
+from finetune.config.section import join_key
 from finetune.config.sections.task import TaskName
 from finetune.errors import Problem
 
@@ -115,7 +115,7 @@ def values_are_of_64_bits(config: RunConfig) -> Iterator[Problem]:
 def _numbers(value: Any, *, key: str) -> Iterator[tuple[str, int | float]]:
     if isinstance(value, dict | list):
         for name, inner in value.items() if isinstance(value, dict) else enumerate(value):
-            yield from _numbers(inner, key=joined(key, name))
+            yield from _numbers(inner, key=join_key(key, name))
     elif isinstance(value, int | float) and not isinstance(value, bool):
         yield key, value
 
