@@ -62,7 +62,7 @@ def _as_written(section: Section) -> dict[str, Any]:
     return section.model_dump(exclude_unset=True)
 
 
-_MOST_WORLDS = 50
+_MAX_LISTED_WORLD_SIZES = 50
 """Numbers of processes that are listed."""
 
 
@@ -125,7 +125,9 @@ def _batch(config: RunConfig, num_processes: int | None) -> str:
         return f"{batch} per step = {processes} x {microbatch} per microbatch x {accumulated} accumulated"
     share = batch // microbatch
     fitting = _divisors(share)
-    shown = ", ".join(map(str, fitting[:_MOST_WORLDS])) + (", ..." if len(fitting) > _MOST_WORLDS else "")
+    shown = ", ".join(map(str, fitting[:_MAX_LISTED_WORLD_SIZES])) + (
+        ", ..." if len(fitting) > _MAX_LISTED_WORLD_SIZES else ""
+    )
     return f"{batch} per step = {microbatch} per microbatch x {share}; fits on {shown} processes"
 
 

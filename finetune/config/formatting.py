@@ -7,10 +7,10 @@ from typing import Any
 from finetune.runtime.text.redact import redacted_config
 from finetune.runtime.text.terminal import format_json
 
-LONGEST = 60
+MAX_SHOWN_CHARACTERS = 60
 """Characters of a value that a message shows."""
 
-_LONGEST_NAME = 200
+_MAX_NAME_CHARACTERS = 200
 """Characters of a name that may be a slip of the pen."""
 
 
@@ -25,7 +25,7 @@ def shown(value: Any) -> str:
 
 def shortened(text: str) -> str:
     """Return the text, cut where it is long."""
-    return text if len(text) <= LONGEST else f"{text[: LONGEST - 3]}..."
+    return text if len(text) <= MAX_SHOWN_CHARACTERS else f"{text[: MAX_SHOWN_CHARACTERS - 3]}..."
 
 
 def kind(value: Any) -> str:
@@ -59,7 +59,7 @@ def did_you_mean(written: str, known: Iterable[str]) -> str:
 
 def nearest(written: str, known: Iterable[str]) -> str | None:
     """Return the known name that looks most like what was written, if any does; case does not matter."""
-    if len(written) > _LONGEST_NAME:
+    if len(written) > _MAX_NAME_CHARACTERS:
         return None
     by_lower = {name.lower(): name for name in known}
     found = difflib.get_close_matches(written.lower(), by_lower, n=1, cutoff=0.65)

@@ -22,7 +22,7 @@ class Overridden:
     replaced: list[str] = field(default_factory=list)  # keys whose old value, and all below it, is gone
 
 
-_LONGEST_SHOWN = 200
+_MAX_SHOWN_CHARACTERS = 200
 """Characters of an override that messages show."""
 
 _INDEX_DIGITS = 9
@@ -63,7 +63,7 @@ def override(values: dict[str, Any], overrides: Sequence[str]) -> Overridden:
 def place_of(override: str) -> str:
     """Return how messages name the override: as it was typed, without secrets, cut where it is long."""
     shown = redacted_command([override])[0]
-    return f"--set {shown if len(shown) <= _LONGEST_SHOWN else f'{shown[: _LONGEST_SHOWN - 3]}...'}"
+    return f"--set {shown if len(shown) <= _MAX_SHOWN_CHARACTERS else f'{shown[: _MAX_SHOWN_CHARACTERS - 3]}...'}"
 
 
 def _syntax_fault(key: str, *, equals: str, written: str) -> str | None:

@@ -10,7 +10,7 @@ from typing import Any, TypeVar, cast, get_args
 
 from pydantic import ValidationError
 
-from finetune.config.formatting import LONGEST, did_you_mean, kind, listed, nearest, shown
+from finetune.config.formatting import MAX_SHOWN_CHARACTERS, did_you_mean, kind, listed, nearest, shown
 from finetune.config.limits import MAX_LISTED
 from finetune.config.schema import Node, all_keys, branches, describe, is_beyond, keys_of, meaning, node_at
 from finetune.config.section import Section, join_key, parent_keys
@@ -210,7 +210,7 @@ def _hint(value: Any, node: Node) -> str:
             return "YAML 1.2 reads it so."
         if types & {"integer", "number"} and _is_number(value):
             return "Remove the quotes."
-        if "array" in types and len(value) <= LONGEST:
+        if "array" in types and len(value) <= MAX_SHOWN_CHARACTERS:
             return f"Put it in brackets: `[{value}]`."
     elif keys_of(node) and not isinstance(value, dict):
         return f"Its keys are {listed(keys_of(node))}."

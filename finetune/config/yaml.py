@@ -185,7 +185,7 @@ NOT_EXPANDED = (
 )
 
 
-_LONGEST_COMPLAINT = 200  # characters: the parser quotes whole words of the text
+_MAX_COMPLAINT_CHARACTERS = 200  # characters: the parser quotes whole words of the text
 
 
 class _Scanner(Scanner):
@@ -248,7 +248,7 @@ def _syntax_problem(error: MarkedYAMLError) -> Problem:
     mark = error.problem_mark or error.context_mark
     line = None if mark is None else mark.line + 1
     what = " ".join(part for part in (error.context, error.problem) if part)
-    what = what if len(what) <= _LONGEST_COMPLAINT else f"{what[:_LONGEST_COMPLAINT]}..."
+    what = what if len(what) <= _MAX_COMPLAINT_CHARACTERS else f"{what[:_MAX_COMPLAINT_CHARACTERS]}..."
     if "'\\t'" in what:
         advice = "Indent with spaces, not with tabs."
     elif "mapping values are not allowed" in what:

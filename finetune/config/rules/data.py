@@ -159,7 +159,7 @@ def norms_see_whole_groups(config: RunConfig) -> Iterator[Problem]:
 IMAGE_RULES = (crop_is_one, size_is_one, partners_are_at_hand, norms_see_whole_groups)
 
 
-LARGEST_WINDOW = 100_000_000
+MAX_WINDOW = 100_000_000
 """Samples whose lengths are sorted at once."""
 
 AMOUNTS = ("weight", "rows", "epochs")
@@ -221,8 +221,8 @@ def rows_are_positions(config: RunConfig) -> Iterator[Problem]:
 def window_can_be_sorted(config: RunConfig) -> Iterator[Problem]:
     """The lengths of a whole window are sorted at once, in memory."""
     steps, batch = config.data.batching.length_window_steps, config.train.global_batch_size
-    if steps > 1 and steps * batch > LARGEST_WINDOW:
-        most = max(1, LARGEST_WINDOW // batch)
+    if steps > 1 and steps * batch > MAX_WINDOW:
+        most = max(1, MAX_WINDOW // batch)
         message = f"{steps:,} steps of {batch:,} samples are too many to be sorted at once. Write at most {most:,}."
         yield Problem("data.batching.length_window_steps", message)
 

@@ -17,25 +17,25 @@ from finetune.config.rules.sources import sources
 from finetune.config.run_config import RunConfig
 from finetune.errors import Problem
 
-_MOST = 1_000
-_PATIENCE_SECONDS = 2.0
+_MAX_MATCHES = 1_000
+_TIMEOUT_SECONDS = 2.0
 
 
-def some_matches(pattern: Path) -> list[Path] | None:
+def first_matches(pattern: Path) -> list[Path] | None:
     """Return the first files that match, sorted; None where that takes long and it is left to the run to find them.
 
     Raises OSError where the pattern is none that can be followed.
     """
-    search = _Search(pattern)
+    search = _GlobSearch(pattern)
     thread = threading.Thread(target=search.run, daemon=True)
     thread.start()
-    thread.join(_PATIENCE_SECONDS)
+    thread.join(_TIMEOUT_SECONDS)
     if search.has_failed:
         raise OSError(errno.EINVAL, os.strerror(errno.EINVAL), str(pattern))
     return search.found
 
 
-class _Search:
+class _GlobSearch:
     """Looks for matches in a thread of its own, which nobody has to wait for."""
 
     def __init__(self, pattern: Path) -> None:
@@ -48,7 +48,7 @@ class _Search:
         pattern = self._pattern
         try:
             matches = Path(pattern.anchor).glob(str(pattern.relative_to(pattern.anchor)))
-            self.found = sorted(islice(matches, _MOST))
+            self.found = sorted(islice(matches, _MAX_MATCHES))
         except (OSError, ValueError, RecursionError, NotImplementedError):
             self.has_failed = True
 
@@ -99,7 +99,7 @@ def _rows(key: str, written: str) -> Iterator[Problem]:
     if path.exists():
         yield from _readable(key, path)
     elif glob.has_magic(written):
-        found = some_matches(path)
+        found = first_matches(path)
         if found == []:
             yield Problem(key, f"no file matches {path}. {RELATIVE}")
         for each in found or ():

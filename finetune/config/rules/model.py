@@ -14,10 +14,10 @@ from finetune.errors import Problem
 TRACKERS = ("aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab", "tensorboard", "trackio", "wandb")
 
 
-MOST_LAYERS = 2_000
+MAX_LAYERS = 2_000
 """Building a layer takes a few milliseconds."""
 
-_TOO_LARGE = 1 << 63
+_MAX_INTEGER = 1 << 63
 
 ADAPTERS = ("lora", "ia3", "oft", "prompt_tuning", "prefix_tuning", "adapter")
 """Keys of `model` that train something beside the model's own weights."""
@@ -104,12 +104,12 @@ def values_are_of_64_bits(config: RunConfig) -> Iterator[Problem]:
     for key, number in _numbers(written.values if written else {}, key="model.from_config.values"):
         if isinstance(number, float) and math.isnan(number):
             yield Problem(key, "this is not a number. Write one.")
-        elif isinstance(number, int) and abs(number) >= _TOO_LARGE:
+        elif isinstance(number, int) and abs(number) >= _MAX_INTEGER:
             yield Problem(key, f"{number} does not fit into 64 bits. Write a smaller number.")
         elif "dropout" in key.rpartition(".")[2] and not 0 <= number <= 1:
             yield Problem(key, f"{number:g} is no share. Write a number from 0 to 1.")
-        elif isinstance(number, int) and "layer" in key.rpartition(".")[2] and number > MOST_LAYERS:
-            yield Problem(key, f"{number:,} layers are more than can be built. Write at most {MOST_LAYERS:,}.")
+        elif isinstance(number, int) and "layer" in key.rpartition(".")[2] and number > MAX_LAYERS:
+            yield Problem(key, f"{number:,} layers are more than can be built. Write at most {MAX_LAYERS:,}.")
 
 
 def _numbers(value: Any, *, key: str) -> Iterator[tuple[str, int | float]]:

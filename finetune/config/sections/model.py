@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from finetune.config.section import (
-    LARGEST,
+    MAX_FACTOR,
     LayerNumber,
     NameOrPath,
     Path,
@@ -56,7 +56,7 @@ class LoraSection(Section):
         "Scale numerator: the update is multiplied by alpha / rank (by alpha / sqrt(rank) with rsLoRA).",
         32.0,
         gt=0,
-        le=LARGEST,
+        le=MAX_FACTOR,
     )
     dropout: float = key("Dropout on the adapters' input.", 0.0, ge=0.0, lt=1.0)
     target_modules: Strings | Literal["all-linear"] = key(
