@@ -17,7 +17,7 @@ from finetune.config.run_config import RunConfig
 from finetune.config.section import Section, join_key
 from finetune.runtime.text.redact import comparable_config, redacted_text
 
-MATHS = (
+MUST_MATCH = (
     "run.seed",
     *("model.name", "model.revision", "model.trust_remote_code", "model.dtype", "model.freeze"),
     "model.batch_norm",
@@ -74,7 +74,7 @@ COMPARED_BY_CONTENT = (
     *("model.tokenizer", "model.tokenizer.name", "model.tokenizer.train", "model.tokenizer.train.vocabulary_size"),
 )
 
-FREE = (
+MAY_DIFFER = (
     "run.deterministic",  # other kernels for the same sums
     *("run.hang_after_seconds", "run.spot_notice", "run.strategy"),
     "model.gradient_checkpointing",  # computes the same values twice
@@ -111,18 +111,18 @@ FREE = (
     *("export.dtype", "export.max_shard_size", "export.merge", "export.push_to_hub", "export.private"),
 )
 
-OF_THIS_START = ("run.folder", "run.local_folder", "checkpoint.resume", "checkpoint.allow_changes")
+NOT_RECORDED = ("run.folder", "run.local_folder", "checkpoint.resume", "checkpoint.allow_changes")
 
 
-def maths_of(config: RunConfig) -> dict[str, str]:
+def keys_that_must_match(config: RunConfig) -> dict[str, str]:
     """Return the keys whose change alters what is learnt, dotted, with their values as JSON."""
-    others = {*COMPARED_BY_CONTENT, *FREE, *OF_THIS_START}
+    others = {*COMPARED_BY_CONTENT, *MAY_DIFFER, *NOT_RECORDED}
     return {key: text for key, text in _flat(config) if key not in others}
 
 
-def settings_of(config: RunConfig) -> dict[str, str]:
+def keys_that_may_differ(config: RunConfig) -> dict[str, str]:
     """Return the keys that may differ from start to start, likewise."""
-    told = {*COMPARED_BY_CONTENT, *FREE}
+    told = {*COMPARED_BY_CONTENT, *MAY_DIFFER}
     return {key: redacted_text(text) for key, text in _flat(config) if key in told}
 
 

@@ -1,10 +1,22 @@
 import pytest
 
-from finetune.config.resume_keys import COMPARED_BY_CONTENT, FREE, MATHS, OF_THIS_START, maths_of, settings_of
+from finetune.config.resume_keys import (
+    COMPARED_BY_CONTENT,
+    MAY_DIFFER,
+    MUST_MATCH,
+    NOT_RECORDED,
+    keys_that_may_differ,
+    keys_that_must_match,
+)
 from finetune.config.schema import all_keys, branches, keys_of
 from finetune.config.sections.checkpoint import NEVER_ALLOWED
 
-TABLES = {"MATHS": MATHS, "COMPARED_BY_CONTENT": COMPARED_BY_CONTENT, "FREE": FREE, "OF_THIS_START": OF_THIS_START}
+TABLES = {
+    "MATHS": MUST_MATCH,
+    "COMPARED_BY_CONTENT": COMPARED_BY_CONTENT,
+    "FREE": MAY_DIFFER,
+    "OF_THIS_START": NOT_RECORDED,
+}
 
 
 def keys_that_hold_a_value():
@@ -25,7 +37,7 @@ def test_every_key_is_classified_on_purpose_and_once():
 
 
 def test_what_is_never_allowed_is_maths_or_a_digest():
-    assert {name for name in NEVER_ALLOWED if "." in name} <= set(MATHS)
+    assert {name for name in NEVER_ALLOWED if "." in name} <= set(MUST_MATCH)
     digests = {name for name in NEVER_ALLOWED if "." not in name}
     assert digests == {"training data", "tokenizer", "base weights", "first adapter"}
 
@@ -34,7 +46,7 @@ def test_what_is_never_allowed_is_maths_or_a_digest():
 def remembered(load):
     def of(*overrides):
         config = load(*overrides).config
-        return maths_of(config), settings_of(config)
+        return keys_that_must_match(config), keys_that_may_differ(config)
 
     return of
 

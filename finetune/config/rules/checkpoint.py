@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from finetune.config.formatting import did_you_mean, listed, nearest_multiples
 from finetune.config.paths import is_url
-from finetune.config.resume_keys import MATHS
+from finetune.config.resume_keys import MUST_MATCH
 from finetune.config.rules.evaluate import metric_faults
 from finetune.config.run_config import RunConfig
 from finetune.config.schema import node_at
@@ -51,7 +51,7 @@ def best_checkpoint_is_judged(config: RunConfig) -> Iterator[Problem]:
 
 def allowed_changes_can_be_allowed(config: RunConfig) -> Iterator[Problem]:
     """`allow_changes` names keys that would otherwise be refused, and that can be continued when they differ."""
-    can = [key for key in MATHS if key not in NEVER_ALLOWED]
+    can = [key for key in MUST_MATCH if key not in NEVER_ALLOWED]
     for index, name in enumerate(config.checkpoint.allow_changes):
         place = f"checkpoint.allow_changes.{index}"
         if name in NEVER_ALLOWED:

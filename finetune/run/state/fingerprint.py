@@ -4,7 +4,7 @@ from functools import partial
 from typing import Any
 
 from finetune.checkpoint.format.manifest import RunFingerprint
-from finetune.config.resume_keys import maths_of, settings_of
+from finetune.config.resume_keys import keys_that_may_differ, keys_that_must_match
 from finetune.config.run_config import RunConfig
 from finetune.model.frozen_models import base_digest
 from finetune.model.loading.pretrained import adapter_digest
@@ -48,8 +48,8 @@ def facts_with(
     if teacher is not None:
         digests["teacher"] = teacher
     return RunFingerprint(
-        identity={**maths_of(config), **digests},
-        settings=settings_of(config),
+        identity={**keys_that_must_match(config), **digests},
+        settings=keys_that_may_differ(config),
         origin={"strategy": strategy, "processes": str(distributed.world())},
     )
 

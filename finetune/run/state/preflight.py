@@ -15,7 +15,7 @@ from finetune.checkpoint.read.changes import check_changes, differences, refuse_
 from finetune.checkpoint.read.checksum_prefetch import ChecksumPrefetch, start_checksum_prefetch
 from finetune.config.load import LoadedConfig
 from finetune.config.paths import is_url
-from finetune.config.resume_keys import COMPARED_BY_CONTENT, maths_of, settings_of
+from finetune.config.resume_keys import COMPARED_BY_CONTENT, keys_that_may_differ, keys_that_must_match
 from finetune.config.run_config import RunConfig
 from finetune.errors import CheckpointError
 from finetune.report.run_log import RunLog
@@ -81,7 +81,7 @@ def _manifest(path: Path) -> Manifest | None:
 
 def _facts(config: RunConfig, saved: RunFingerprint) -> RunFingerprint | None:
     """Return what the run is if data, tokenizer and frozen weights are as they were; None where their keys differ."""
-    maths, settings = maths_of(config), settings_of(config)
+    maths, settings = keys_that_must_match(config), keys_that_may_differ(config)
     if any(name in COMPARED_BY_CONTENT for name in differences(saved.settings, settings)):
         return None
     contents = {name: digest for name, digest in saved.identity.items() if "." not in name and name not in maths}
