@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from finetune.cli import lazy
-from finetune.config.explain import summary
+from finetune.config.explain import format_summary
 from finetune.config.load import load_config, require_shareable
 
 
@@ -29,5 +29,5 @@ def check_job(path: Path, overrides: Sequence[str], *, num_processes: int | None
     if tries_model:
         lazy.call("finetune.run.build.model:require_buildable", loaded.config)
     print(f"{path.name} is ready.")
-    for line in summary(loaded.config, num_processes=num_processes):
+    for line in format_summary(loaded.config, num_processes=num_processes):
         print(f"  {line}")

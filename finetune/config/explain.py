@@ -14,7 +14,7 @@ from finetune.config.sections.data import MixedSourceSection, SourceSection, Tra
 from finetune.runtime.text.redact import redacted_config
 from finetune.runtime.text.terminal import escape_controls
 
-COLUMN = 56
+SOURCE_COLUMN = 56
 """Where the sources begin, if the value leaves room."""
 
 
@@ -39,25 +39,25 @@ def _lines(section: Section, sources: KeyLocations, *, prefix: str, idle: frozen
             yield f"{indent}{name}:{' {}' if is_all_comment else ''}"
             yield from inner
         elif key in idle:
-            yield f"{indent}# {name}: {_written(name, value)}  (no effect here)"
+            yield f"{indent}# {name}: {_format_yaml_value(name, value)}  (no effect here)"
         else:
-            yield f"{f'{indent}{name}: {_written(name, value)}':<{COLUMN}}  # {_source(key, sources)}"
+            yield f"{f'{indent}{name}: {_format_yaml_value(name, value)}':<{SOURCE_COLUMN}}  # {_format_location(key, sources)}"
 
 
-def _source(key: str, sources: KeyLocations) -> str:
+def _format_location(key: str, sources: KeyLocations) -> str:
     source = sources.get(key)
     if source is None:
         return "default"
     return escape_controls(str(source)) if source.line is not None else "--set"
 
 
-def _written(name: str, value: Any) -> str:
+def _format_yaml_value(name: str, value: Any) -> str:
     """Return the value as YAML 1.2 on one line, without secrets: JSON, but for escapes of what acts on a terminal."""
-    plain = json.loads(json.dumps(value, default=_as_written))
+    plain = json.loads(json.dumps(value, default=_set_keys))
     return escape_controls(json.dumps(redacted_config(plain, name=name), ensure_ascii=False))
 
 
-def _as_written(section: Section) -> dict[str, Any]:
+def _set_keys(section: Section) -> dict[str, Any]:
     """Return the keys of a section in a list: its defaults are not told."""
     return section.model_dump(exclude_unset=True)
 
@@ -66,25 +66,25 @@ _MAX_LISTED_WORLD_SIZES = 50
 """Numbers of processes that are listed."""
 
 
-def summary(config: RunConfig, *, num_processes: int | None) -> tuple[str, ...]:
+def format_summary(config: RunConfig, *, num_processes: int | None) -> tuple[str, ...]:
     """Return the lines that `finetune check` prints; the batch must be one that the processes can share."""
     return (
-        f"task     {config.task.name}, from {_rows(config)}",
-        f"model    {_model(config)}",
-        f"batch    {_batch(config, num_processes)}",
-        f"budget   {_budget(config)}, learning rate {config.train.learning_rate:g}, {config.train.schedule.name}",
-        f"writes   {_place(config)}",
+        f"task     {config.task.name}, from {_format_rows(config)}",
+        f"model    {_format_model(config)}",
+        f"batch    {_format_batch(config, num_processes)}",
+        f"budget   {_format_budget(config)}, learning rate {config.train.learning_rate:g}, {config.train.schedule.name}",
+        f"writes   {_format_destination(config)}",
     )
 
 
-def _place(config: RunConfig) -> str:
+def _format_destination(config: RunConfig) -> str:
     folder = config.run.folder
     return f"{folder}, staged in {stage_of(folder, config.run.local_folder)}" if is_url(folder) else folder
 
 
-def _rows(config: RunConfig) -> str:
+def _format_rows(config: RunConfig) -> str:
     train, validation = config.data.train, config.data.validation
-    mix = ", ".join(f"{_format_dataset(each)} ({_amount(each)})" for each in train.mix)
+    mix = ", ".join(f"{_format_dataset(each)} ({_format_mix_share(each)})" for each in train.mix)
     learnt = f"a mix of {mix}" if mix else _format_dataset(train)
     if validation is None:
         return learnt
@@ -101,12 +101,12 @@ def _format_dataset(source: SourceSection) -> str:
     return f"{source.path or source.name}{streamed}"
 
 
-def _amount(source: MixedSourceSection) -> str:
+def _format_mix_share(source: MixedSourceSection) -> str:
     amounts = {"weight": source.weight, "rows": source.rows, "epochs": source.epochs}
     return ", ".join(f"{name} {value:g}" for name, value in amounts.items() if value is not None)
 
 
-def _model(config: RunConfig) -> str:
+def _format_model(config: RunConfig) -> str:
     section = config.model
     source = section.name or f"a new {section.from_config.model_type if section.from_config else 'model'}"
     if section.lora is not None:
@@ -117,7 +117,7 @@ def _model(config: RunConfig) -> str:
     return f"{source}: {how}, computed in {config.train.precision}"
 
 
-def _batch(config: RunConfig, num_processes: int | None) -> str:
+def _format_batch(config: RunConfig, num_processes: int | None) -> str:
     batch, microbatch = config.train.global_batch_size, config.train.microbatch_size
     if num_processes is not None:
         accumulated = batch // (num_processes * microbatch)
@@ -136,7 +136,7 @@ def _divisors(number: int) -> list[int]:
     return sorted({*small, *(number // each for each in small)})
 
 
-def _budget(config: RunConfig) -> str:
+def _format_budget(config: RunConfig) -> str:
     train = config.train
     if train.steps is not None:
         return f"{train.steps} steps = {train.steps * train.global_batch_size} {config.data.batching.unit}"

@@ -14,21 +14,21 @@ _MAX_NAME_CHARACTERS = 200
 """Characters of a name that may be a slip of the pen."""
 
 
-def shown(value: Any) -> str:
+def format_value(value: Any) -> str:
     """Return the value as it would be written in YAML, cut where it is long.
 
     >>> shown("4"), shown(True), shown(2e-5)
     ('`"4"`', '`true`', '`2e-05`')
     """
-    return f"`{shortened(format_json(redacted_config(value), default=str))}`"
+    return f"`{truncate(format_json(redacted_config(value), default=str))}`"
 
 
-def shortened(text: str) -> str:
+def truncate(text: str) -> str:
     """Return the text, cut where it is long."""
     return text if len(text) <= MAX_SHOWN_CHARACTERS else f"{text[: MAX_SHOWN_CHARACTERS - 3]}..."
 
 
-def kind(value: Any) -> str:
+def type_name(value: Any) -> str:
     """Return what sort of value it is, in the words of the reference page."""
     names: Sequence[tuple[type, str]] = (
         (bool, "a truth value"),
@@ -41,7 +41,7 @@ def kind(value: Any) -> str:
     return next((name for each, name in names if isinstance(value, each)), "null")
 
 
-def listed(names: Iterable[str], *, last: str = "and") -> str:
+def format_list(names: Iterable[str], *, last: str = "and") -> str:
     """Return the names in backticks, as a sentence lists them.
 
     >>> listed(["a", "b", "c"], last="or")
@@ -53,11 +53,11 @@ def listed(names: Iterable[str], *, last: str = "and") -> str:
 
 def did_you_mean(written: str, known: Iterable[str]) -> str:
     """Return `Did you mean ...?` for the nearest known name, or an empty text when none is near."""
-    near = nearest(written, known)
+    near = closest(written, known)
     return f"Did you mean `{near}`?" if near else ""
 
 
-def nearest(written: str, known: Iterable[str]) -> str | None:
+def closest(written: str, known: Iterable[str]) -> str | None:
     """Return the known name that looks most like what was written, if any does; case does not matter."""
     if len(written) > _MAX_NAME_CHARACTERS:
         return None
@@ -66,7 +66,7 @@ def nearest(written: str, known: Iterable[str]) -> str | None:
     return by_lower[found[0]] if found else None
 
 
-def nearest_multiples(number: int, divisor: int) -> str:
+def closest_multiples(number: int, divisor: int) -> str:
     """Return the multiples of the divisor just below and above the number.
 
     >>> nearest_multiples(30, 16), nearest_multiples(3, 16)

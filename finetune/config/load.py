@@ -17,7 +17,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from finetune.config.formatting import listed, nearest
+from finetune.config.formatting import closest, format_list
 from finetune.config.limits import MAX_FILE_BYTES, MAX_LISTED, MAX_RESOLVED_VALUES
 from finetune.config.overrides import override, place_of
 from finetune.config.paths import is_url, path_problems, with_absolute_paths
@@ -121,13 +121,13 @@ def _nearby(path: pathlib.Path) -> str:
     if not folder.is_dir():
         return f"There is no folder {folder} either."
     there = sorted(each.name for each in islice(folder.glob("*.y*ml"), _NEARBY))
-    near = nearest(path.name, there)
-    return f"Did you mean `{path.with_name(near)}`?" if near else f"YAML files in {folder}: {listed(there)}."
+    near = closest(path.name, there)
+    return f"Did you mean `{path.with_name(near)}`?" if near else f"YAML files in {folder}: {format_list(there)}."
 
 
 def _not_a_job(document: Document) -> Problem:
     what = "the file is empty" if document.values is None else "the file does not hold sections"
-    sections = listed(name for name, field in RunConfig.model_fields.items() if field.is_required())
+    sections = format_list(name for name, field in RunConfig.model_fields.items() if field.is_required())
     return Problem("", f"{what}. A job has the sections {sections}; `finetune init quickstart --into .` writes one.")
 
 

@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from finetune.config.formatting import shortened
+from finetune.config.formatting import truncate
 from finetune.config.section import RelativeToConfig, Section, join_key
 from finetune.errors import Problem
 from finetune.runtime.text.secret_urls import unsigned_url
@@ -110,7 +110,7 @@ def _path_fault(value: Any, field: FieldInfo, *, folder: pathlib.Path) -> str | 
     try:
         path = os.fsencode(_resolved(value, field, folder=folder))
     except RuntimeError:
-        return f"there is no home folder for `{shortened(value.partition('/')[0])}`. Write the path in full."
+        return f"there is no home folder for `{truncate(value.partition('/')[0])}`. Write the path in full."
     longest = max(map(len, path.split(b"/")))
     if longest > _MAX_NAME_BYTES:
         return f"a name in this path has {longest:,} bytes; a file system takes {_MAX_NAME_BYTES}. Write a shorter one."

@@ -1,6 +1,6 @@
 """RunConfig: the whole job YAML, and how its batch is shared by the processes that were launched."""
 
-from finetune.config.formatting import nearest_multiples
+from finetune.config.formatting import closest_multiples
 from finetune.config.section import KeyLocations, Section, key, with_location
 from finetune.config.sections.checkpoint import CheckpointSection
 from finetune.config.sections.data import DataSection
@@ -43,6 +43,6 @@ def world_problems(config: RunConfig, *, num_processes: int, sources: KeyLocatio
         return []
     message = (
         f"{batch} cannot be shared by {num_processes} process{'es' if num_processes > 1 else ''} x {microbatch} per "
-        f"microbatch. Nearest that can: {nearest_multiples(batch, share)}."
+        f"microbatch. Nearest that can: {closest_multiples(batch, share)}."
     )
     return [with_location(Problem("train.global_batch_size", message), sources)]

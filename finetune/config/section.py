@@ -136,7 +136,7 @@ def is_written(config: Section, key: str) -> bool:
     return not (value is None or value is False or value in ((), {}))
 
 
-def exists(config: Section, key: str) -> bool:
+def has_key(config: Section, key: str) -> bool:
     """Tell whether the dotted key has a place: no section on the way to it is null."""
     return _inside(config, key)[0] is not None
 

@@ -10,9 +10,18 @@ from typing import Any, TypeVar, cast, get_args
 
 from pydantic import ValidationError
 
-from finetune.config.formatting import MAX_SHOWN_CHARACTERS, did_you_mean, kind, listed, nearest, shown
+from finetune.config.formatting import MAX_SHOWN_CHARACTERS, closest, did_you_mean, format_list, format_value, type_name
 from finetune.config.limits import MAX_LISTED
-from finetune.config.schema import Node, all_keys, branches, describe, is_beyond, keys_of, meaning, node_at
+from finetune.config.schema import (
+    Node,
+    all_keys,
+    branches,
+    describe_values,
+    description_of,
+    exceeds_ceiling,
+    keys_of,
+    node_at,
+)
 from finetune.config.section import Section, join_key, parent_keys
 from finetune.errors import Problem
 
@@ -132,12 +141,12 @@ def _dotted_key(location: Sequence[int | str], values: Any, *, is_missing: bool)
 
 def _missing_key(key: str) -> str:
     node = node_at(key) or {}
-    what = meaning(node).rstrip(".")
+    what = description_of(node).rstrip(".")
     required = [f"{key}.{name}" for each in branches(node) for name in each.get("required", ())]
     if keys_of(node):
-        keys = f" It needs {listed(required)}." if required else ""
+        keys = f" It needs {format_list(required)}." if required else ""
         return f"the section is missing: {_decapitalised(what)}.{keys}"
-    return f"the key is missing: {_decapitalised(what)}. Write {describe(node)}."
+    return f"the key is missing: {_decapitalised(what)}. Write {describe_values(node)}."
 
 
 def _unknown_key(key: str) -> str:
@@ -149,9 +158,9 @@ def _unknown_key(key: str) -> str:
         return f"there is no such key; {UNSUPPORTED_KEYS[name]}."
     elsewhere = list(_keys_elsewhere(name))
     if elsewhere:
-        return f"there is no such key. There is {listed(elsewhere, last='and')}."
+        return f"there is no such key. There is {format_list(elsewhere, last='and')}."
     where = f"`{here}`" if here else "the file"
-    return f"there is no such key. {where} has {listed(keys_of(node_at(here) or {}))}."
+    return f"there is no such key. {where} has {format_list(keys_of(node_at(here) or {}))}."
 
 
 def _suggested_key(key: str) -> str | None:
@@ -164,7 +173,7 @@ def _suggested_sibling(key: str) -> str | None:
     here, _, name = key.rpartition(".")
     if name in KEYS_OF_OTHER_TOOLS and KEYS_OF_OTHER_TOOLS[name].rpartition(".")[0] != here:
         return None
-    near = nearest(name, keys_of(node_at(here) or {}))
+    near = closest(name, keys_of(node_at(here) or {}))
     return join_key(here, near) if near else None
 
 
@@ -175,16 +184,16 @@ def _keys_elsewhere(name: str) -> Iterator[str]:
     by_name: dict[str, list[str]] = {}
     for key, _ in all_keys():
         by_name.setdefault(key.rpartition(".")[2], []).append(key)
-    near = name if name in by_name else nearest(name, by_name)
+    near = name if name in by_name else closest(name, by_name)
     yield from by_name.get(near or "", [])[:3]
 
 
 def _invalid_value(value: Any, node: Node) -> str:
     """Return what was written, what may be written, and the hint that most likely mends it."""
-    fits = f"Write {describe(node, in_full=is_beyond(value, node))}."
+    fits = f"Write {describe_values(node, in_full=exceeds_ceiling(value, node))}."
     hint = _hint(value, node)
-    is_right_kind = any(kind(value) in _TYPE_NAMES.get(str(each.get("type")), ()) for each in branches(node))
-    said = f"{shown(value)} is not allowed" if is_right_kind else f"{shown(value)} is {kind(value)}"
+    is_right_kind = any(type_name(value) in _TYPE_NAMES.get(str(each.get("type")), ()) for each in branches(node))
+    said = f"{format_value(value)} is not allowed" if is_right_kind else f"{format_value(value)} is {type_name(value)}"
     return " ".join(part for part in (f"{said}.", hint, fits) if part)
 
 
@@ -213,7 +222,7 @@ def _hint(value: Any, node: Node) -> str:
         if "array" in types and len(value) <= MAX_SHOWN_CHARACTERS:
             return f"Put it in brackets: `[{value}]`."
     elif keys_of(node) and not isinstance(value, dict):
-        return f"Its keys are {listed(keys_of(node))}."
+        return f"Its keys are {format_list(keys_of(node))}."
     elif "array" in types and isinstance(value, int | float):
         return f"Put it in brackets: `[{value}]`."
     elif isinstance(value, float) and abs(value) < _EXACT and value.is_integer() and "integer" in types:

@@ -16,7 +16,7 @@ from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 from ruamel.yaml.reader import ReaderError
 from ruamel.yaml.scanner import Scanner
 
-from finetune.config.formatting import shortened
+from finetune.config.formatting import truncate
 from finetune.config.limits import (
     MAX_DEPTH,
     MAX_DIGITS,
@@ -142,7 +142,7 @@ class Walk:
         try:
             return self._plain(node, kind, key)
         except (ValueError, IndexError):
-            text = shortened(node.value)
+            text = truncate(node.value)
             self._complain(
                 node, key, f"`{text}` is not {SCALARS[kind]}, as the tag `!!{kind}` says. Leave the tag out."
             )
@@ -167,7 +167,7 @@ class Walk:
         number = float(self._constructor.construct_yaml_float(node))
         if number in (float("inf"), float("-inf")) and "inf" not in node.value.lower():
             self._complain(
-                node, key, f"{shortened(node.value)} is too large for a number with 64 bits. Write a smaller one."
+                node, key, f"{truncate(node.value)} is too large for a number with 64 bits. Write a smaller one."
             )
         return number
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from finetune.config.explain import resolved_yaml, summary
+from finetune.config.explain import format_summary, resolved_yaml
 from finetune.config.load import load_config
 
 
@@ -58,6 +58,6 @@ ROWS = [
 
 @pytest.mark.parametrize(("written", "said"), ROWS)
 def test_the_first_line_says_what_is_learnt_from(load, tmp_path, written, said):
-    line = summary(load(*written).config, num_processes=1)[0]
+    line = format_summary(load(*written).config, num_processes=1)[0]
     assert line.startswith("task     sft, from ")
     assert line.endswith(said.replace("FOLDER", str(tmp_path)))

@@ -1,6 +1,6 @@
 import pytest
 
-from finetune.config.explain import summary
+from finetune.config.explain import format_summary
 from finetune.config.run_config import world_problems
 
 
@@ -33,17 +33,17 @@ def test_a_config_is_frozen(load):
 
 def test_the_summary_does_the_arithmetic_of_the_batch(load):
     config = load("train.global_batch_size=16").config
-    assert summary(config, num_processes=2)[2] == (
+    assert format_summary(config, num_processes=2)[2] == (
         "batch    16 per step = 2 processes x 4 per microbatch x 2 accumulated"
     )
     assert (
-        summary(config, num_processes=None)[2]
+        format_summary(config, num_processes=None)[2]
         == "batch    16 per step = 4 per microbatch x 4; fits on 1, 2, 4 processes"
     )
 
 
 def test_the_summary_tells_model_budget_and_rows(load, tmp_path):
-    lines = summary(load("model.lora.rank=8", "train.steps=null", "train.epochs=2").config, num_processes=1)
+    lines = format_summary(load("model.lora.rank=8", "train.steps=null", "train.epochs=2").config, num_processes=1)
     assert lines[0] == f"task     sft, from {tmp_path}/rows.jsonl"
     assert lines[1] == "model    gpt2: LoRA of rank 8 on float32 weights, computed in fp32"
     assert lines[3] == "budget   2 epochs, learning rate 0.0001, cosine"

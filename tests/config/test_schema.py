@@ -1,7 +1,7 @@
 import json
 from pathlib import Path
 
-from finetune.config.schema import all_keys, json_schema, meaning, node_at, reference_markdown
+from finetune.config.schema import all_keys, description_of, json_schema, node_at, reference_markdown
 
 
 def test_the_schema_of_a_key_is_the_same_by_itself_as_in_the_whole():
@@ -26,7 +26,7 @@ def test_the_committed_schema_is_the_generated_one():
 def test_every_key_is_explained_in_a_sentence():
     keys = dict(all_keys())
     assert len(keys) > 100
-    assert [key for key, node in keys.items() if not meaning(node).endswith(".")] == []
+    assert [key for key, node in keys.items() if not description_of(node).endswith(".")] == []
 
 
 def test_the_page_tells_type_default_and_meaning():

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from finetune.config.explain import summary
+from finetune.config.explain import format_summary
 from finetune.config.schema import Node, branches, items_of, keys_of, run_schema
 
 MANY = 10**30
@@ -94,4 +94,4 @@ def test_a_window_of_lengths_has_to_fit_into_memory(complaints):
 
 def test_a_large_batch_is_summed_up_at_once(load):
     config = load("train.global_batch_size=16777216", "train.microbatch_size=1").config
-    assert "fits on 1, 2, 4, 8," in "\n".join(summary(config, num_processes=None))
+    assert "fits on 1, 2, 4, 8," in "\n".join(format_summary(config, num_processes=None))

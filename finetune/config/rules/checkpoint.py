@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from finetune.config.formatting import did_you_mean, listed, nearest_multiples
+from finetune.config.formatting import closest_multiples, did_you_mean, format_list
 from finetune.config.paths import is_url
 from finetune.config.resume_keys import MUST_MATCH
 from finetune.config.rules.evaluate import metric_faults
@@ -26,7 +26,7 @@ def kept_checkpoints_are_written(config: RunConfig) -> Iterator[Problem]:
     elif kept % every:
         message = (
             f"{kept} is not a multiple of `checkpoint.every_steps` ({every}), so most of these are never written. "
-            f"Nearest that are: {nearest_multiples(kept, every)}."
+            f"Nearest that are: {closest_multiples(kept, every)}."
         )
         yield Problem("checkpoint.keep_every_steps", message)
 
@@ -61,7 +61,7 @@ def allowed_changes_can_be_allowed(config: RunConfig) -> Iterator[Problem]:
             yield Problem(place, f"there is no key `{name}`. {hint}")
         elif name not in can:
             inside = [key for key in can if key.startswith(f"{name}.")]
-            hint = f"Name its keys one by one: {listed(inside)}." if inside else "It may change anyway. Remove it."
+            hint = f"Name its keys one by one: {format_list(inside)}." if inside else "It may change anyway. Remove it."
             yield Problem(place, f"`{name}` is not a key that a resume refuses. {hint}")
 
 
@@ -73,7 +73,7 @@ def address_is_known(config: RunConfig) -> Iterator[Problem]:
         if scheme == "file":
             yield Problem("run.folder", f"a folder of this machine is written without `file://`: `{rest}`.")
         elif scheme not in SCHEMES:
-            hint = did_you_mean(scheme, SCHEMES) or f"There are {listed(SCHEMES[:-1])}."
+            hint = did_you_mean(scheme, SCHEMES) or f"There are {format_list(SCHEMES[:-1])}."
             yield Problem("run.folder", f"there is no storage `{scheme}://`. {hint}")
         elif "/" not in rest.strip("/"):
             yield Problem(

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from finetune.config.formatting import did_you_mean, listed
+from finetune.config.formatting import did_you_mean, format_list
 from finetune.config.paths import is_path
 from finetune.config.rules.model import adapter_of
 from finetune.config.rules.sources import places, sources
@@ -25,7 +25,7 @@ def template_is_known(config: RunConfig) -> Iterator[Problem]:
     """A chat template is one of ours or a file."""
     template = config.data.chat_template
     if template is not None and template not in TEMPLATES and not is_path(template):
-        hint = did_you_mean(template, TEMPLATES) or f"Write {listed(TEMPLATES)}."
+        hint = did_you_mean(template, TEMPLATES) or f"Write {format_list(TEMPLATES)}."
         message = f"there is no template `{template}`. {hint} A file begins with `.`, `/` or `~`: `./{template}`."
         yield Problem("data.chat_template", message)
 
@@ -58,7 +58,7 @@ def format_fits_task(config: RunConfig) -> Iterator[Problem]:
             continue
         others = [name for name, formats in FITTING.items() if form in formats]
         what = "`text` has no turns for" if form == "text" else f"`{form}` does not fit"
-        instead = [f"Write {listed(fitting, last='or')}", *(f"`task.name: {name}`" for name in others)]
+        instead = [f"Write {format_list(fitting, last='or')}", *(f"`task.name: {name}`" for name in others)]
         hint = _INSTEAD.get(form) if task == "sft" else None
         yield Problem(f"{key}.format", f"{what} `task.name: {task}`. {hint or ', or '.join(instead)}.")
 
@@ -71,7 +71,7 @@ def columns_are_known(config: RunConfig) -> Iterator[Problem]:
             for column, yours in columns.items():
                 if column not in known:
                     who = f"format `{source.format}`" if source.format else "any format"
-                    hint = did_you_mean(column, known) or f"It has {listed(dict.fromkeys(known))}."
+                    hint = did_you_mean(column, known) or f"It has {format_list(dict.fromkeys(known))}."
                     if where == "columns" and yours in known:
                         hint = f"The format's name comes first: `{yours}: {column}`."
                     yield Problem(f"{key}.{where}.{column}", f"there is no column `{column}` in {who}. {hint}")
@@ -202,7 +202,7 @@ def mix_has_one_measure(config: RunConfig) -> Iterator[Problem]:
         written = [name for name in AMOUNTS if getattr(source, name) is not None]
         first = first or (written[0] if written else None)
         if not written:
-            yield Problem(key, f"how much of the mix is it? Write one of {listed(AMOUNTS, last='or')}.")
+            yield Problem(key, f"how much of the mix is it? Write one of {format_list(AMOUNTS, last='or')}.")
         for name in written:
             if name != first:
                 message = f"`data.train.mix` is measured by `{first}` already. Write that in every source."

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator, Mapping
 
-from finetune.config.formatting import did_you_mean, listed
+from finetune.config.formatting import did_you_mean, format_list
 from finetune.config.run_config import RunConfig
 from finetune.errors import Problem
 
@@ -90,7 +90,7 @@ def metric_faults(config: RunConfig, metric: str, *, goal: str, key: str, does: 
     answered = [name.rpartition(":")[2] for name in generate.metrics] if generate else []
     known = [*measured(config), *answered]
     if metric not in known:
-        hint = did_you_mean(metric, known) or f"It measures {listed(known)}."
+        hint = did_you_mean(metric, known) or f"It measures {format_list(known)}."
         if metric == "exact_match":
             hint = "Write `evaluate.generate` so that the model answers."
         yield Problem(f"{key}.metric", f"the evaluation does not measure `{metric}`. {hint}")

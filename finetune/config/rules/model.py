@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from finetune.config.formatting import did_you_mean, listed
+from finetune.config.formatting import did_you_mean, format_list
 from finetune.config.rules.task import WITHOUT_TOKENS
 from finetune.config.run_config import RunConfig
 from finetune.config.section import join_key
@@ -94,7 +94,7 @@ def trackers_are_known(config: RunConfig) -> Iterator[Problem]:
     """Trackers are among those that Accelerate knows."""
     for index, name in enumerate(config.report.trackers):
         if name not in TRACKERS:
-            hint = did_you_mean(name, TRACKERS) or f"There are {listed(TRACKERS)}."
+            hint = did_you_mean(name, TRACKERS) or f"There are {format_list(TRACKERS)}."
             yield Problem(f"report.trackers.{index}", f"there is no tracker `{name}`. {hint}")
 
 
@@ -146,7 +146,7 @@ def prompts_fit(config: RunConfig) -> Iterator[Problem]:
     if kind not in PROMPTS:
         return
     if config.task.name not in PROMPTED:
-        message = f"only {listed(PROMPTED)} have a text to stand before. Write `model.lora`."
+        message = f"only {format_list(PROMPTED)} have a text to stand before. Write `model.lora`."
         yield Problem(f"model.{kind}", message)
     if batching.by == "packs" or batching.padding_free is True:
         key = "by" if batching.by == "packs" else "padding_free"

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from finetune.config.formatting import did_you_mean, listed
+from finetune.config.formatting import did_you_mean, format_list
 from finetune.config.paths import is_path, is_url
 from finetune.config.run_config import RunConfig
 from finetune.config.sections.data import SourceSection, TrainedSourceSection, ValidationSourceSection
@@ -67,7 +67,7 @@ def address_is_known(config: RunConfig) -> Iterator[Problem]:
             continue
         scheme, _, rest = source.path.partition("://")
         if scheme not in SCHEMES:
-            hint = did_you_mean(scheme, SCHEMES) or f"There are {listed(SCHEMES[:-1])}."
+            hint = did_you_mean(scheme, SCHEMES) or f"There are {format_list(SCHEMES[:-1])}."
             yield Problem(f"{key}.path", f"there is no storage `{scheme}://`. {hint}")
         elif "@" in rest.partition("/")[0]:
             yield Problem(

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from finetune.config.formatting import listed, nearest_multiples
+from finetune.config.formatting import closest_multiples, format_list
 from finetune.config.rules.model import adapter_of
 from finetune.config.run_config import RunConfig
 from finetune.errors import Problem
@@ -17,7 +17,7 @@ def batch_is_whole_microbatches(config: RunConfig) -> Iterator[Problem]:
         yield Problem(
             "train.global_batch_size",
             f"{batch} is not a multiple of `train.microbatch_size` ({microbatch}). "
-            f"Nearest that are: {nearest_multiples(batch, microbatch)}.",
+            f"Nearest that are: {closest_multiples(batch, microbatch)}.",
         )
 
 
@@ -25,7 +25,7 @@ def budget_is_one(config: RunConfig) -> Iterator[Problem]:
     """The budget is written exactly once."""
     written = [name for name in BUDGETS if getattr(config.train, name) is not None]
     if not written:
-        yield Problem("train", f"there is no budget. Write one of {listed(BUDGETS, last='or')}.")
+        yield Problem("train", f"there is no budget. Write one of {format_list(BUDGETS, last='or')}.")
     for name in written[1:]:
         yield Problem(f"train.{name}", f"the budget is in `train.{written[0]}` already. Write only one of them.")
 

@@ -3,12 +3,12 @@
 from collections.abc import Iterator
 from functools import partial
 
-from finetune.config.formatting import listed
+from finetune.config.formatting import format_list
 from finetune.config.paths import is_path, is_url
 from finetune.config.rules.model import MERGEABLE, adapter_of, learning_dtypes
 from finetune.config.rules.unused_task_keys import Effect, source_effects, task_effects
 from finetune.config.run_config import RunConfig
-from finetune.config.section import exists, is_written
+from finetune.config.section import has_key, is_written
 from finetune.errors import Problem
 
 
@@ -26,7 +26,7 @@ def without_effect(config: RunConfig) -> Iterator[Problem]:
 def idle_keys(config: RunConfig) -> frozenset[str]:
     """Return the keys that do nothing in this config, whether they were written or not."""
     return frozenset(
-        effect.key for effect in _effects(config) if exists(config, effect.key) and not effect.has_effect(config)
+        effect.key for effect in _effects(config) if has_key(config, effect.key) and not effect.has_effect(config)
     )
 
 
@@ -132,8 +132,8 @@ EFFECTS: tuple[Effect, ...] = (
     Effect(
         "train.optimizer.momentum", partial(_optimizer, names=("sgd", "muon")), "only `sgd` and `muon` have momentum"
     ),
-    Effect("train.optimizer.betas", partial(_optimizer, names=_ADAM), f"only {listed(_ADAM)} have betas"),
-    Effect("train.optimizer.eps", partial(_optimizer, names=_ADAM), f"only {listed(_ADAM)} have eps"),
+    Effect("train.optimizer.betas", partial(_optimizer, names=_ADAM), f"only {format_list(_ADAM)} have betas"),
+    Effect("train.optimizer.eps", partial(_optimizer, names=_ADAM), f"only {format_list(_ADAM)} have eps"),
     Effect("train.optimizer.fused", _updates_in_one_kernel, "only AdamW has a fused kernel, which does not round"),
     Effect("train.optimizer.state_dtype", partial(_optimizer, names=("adamw",)), "only `adamw` has a choice"),
     Effect(
