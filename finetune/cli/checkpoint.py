@@ -16,7 +16,9 @@ app = typer.Typer(help=HELP, no_args_is_help=True, rich_markup_mode=None)
 
 def _folder(written: str) -> Path:
     """Return the folder that is meant; of a run at a URL, where it is staged on this machine by default."""
-    return Path(lazy.call("finetune.config.paths:stage_of", written, None)) if "://" in written else Path(written)
+    return (
+        Path(lazy.call("finetune.config.paths:local_run_folder", written, None)) if "://" in written else Path(written)
+    )
 
 
 Run = Annotated[

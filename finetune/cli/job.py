@@ -5,7 +5,7 @@ from pathlib import Path
 
 from finetune.cli import lazy
 from finetune.config.explain import format_summary
-from finetune.config.load import load_config, require_shareable
+from finetune.config.load import load_config, require_divisible_batch
 
 
 def train_job(path: Path, overrides: Sequence[str]) -> int:
@@ -25,7 +25,7 @@ def check_job(path: Path, overrides: Sequence[str], *, num_processes: int | None
     """Print what the job will do; raises ConfigError with everything that is wrong, ModelError for the model tried."""
     loaded = load_config(path, overrides)
     if num_processes is not None:
-        require_shareable(loaded, num_processes=num_processes)
+        require_divisible_batch(loaded, num_processes=num_processes)
     if tries_model:
         lazy.call("finetune.run.build.model:require_buildable", loaded.config)
     print(f"{path.name} is ready.")

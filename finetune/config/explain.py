@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from finetune.config.load import LoadedConfig
-from finetune.config.paths import is_url, stage_of
+from finetune.config.paths import is_url, local_run_folder
 from finetune.config.rules.unused_keys import idle_keys
 from finetune.config.run_config import RunConfig, with_run_folder
 from finetune.config.section import KeyLocations, Section, join_key
@@ -79,7 +79,7 @@ def format_summary(config: RunConfig, *, num_processes: int | None) -> tuple[str
 
 def _format_destination(config: RunConfig) -> str:
     folder = config.run.folder
-    return f"{folder}, staged in {stage_of(folder, config.run.local_folder)}" if is_url(folder) else folder
+    return f"{folder}, staged in {local_run_folder(folder, config.run.local_folder)}" if is_url(folder) else folder
 
 
 def _format_rows(config: RunConfig) -> str:

@@ -19,11 +19,11 @@ from pydantic import ValidationError
 
 from finetune.config.formatting import closest, format_list
 from finetune.config.limits import MAX_FILE_BYTES, MAX_LISTED, MAX_RESOLVED_VALUES
-from finetune.config.overrides import override, place_of
+from finetune.config.overrides import apply_overrides, override_label
 from finetune.config.paths import is_url, path_problems, with_absolute_paths
 from finetune.config.rules import broken_rules
 from finetune.config.rules.files import file_problems
-from finetune.config.run_config import RunConfig, with_run_folder, world_problems
+from finetune.config.run_config import RunConfig, with_run_folder, world_size_problems
 from finetune.config.section import KeyLocation, KeyLocations, parent_keys, with_location
 from finetune.config.validation import InvalidKey, draft_section, read_validation_errors
 from finetune.config.yaml import Document, read_yaml
@@ -51,7 +51,7 @@ def read_text(path: pathlib.Path, *, max_bytes: int = MAX_FILE_BYTES) -> str:
     return content.decode("utf-8").replace("\r\n", "\n").replace("\r", "\n")
 
 
-_NEARBY = 100
+_MAX_SUGGESTED_FILES = 100
 """Files of a folder among which the one that was meant is looked for."""
 
 
@@ -79,25 +79,25 @@ def load_config(path: pathlib.Path, overrides: Sequence[str] = ()) -> LoadedConf
     text = _read(path)
     document = read_yaml(text)
     if not isinstance(document.values, dict):
-        raise ConfigError(document.problems or [_not_a_job(document)], path.name)
-    overridden = override(document.values, overrides)
+        raise ConfigError(document.problems or [_no_sections(document)], path.name)
+    overridden = apply_overrides(document.values, overrides)
     register_secrets(overridden.values)
-    sources = _sources(document, overridden.replaced, name=path.name) | overridden.sources
-    problems = _still_there(document.problems, overridden.replaced) + overridden.problems
+    sources = _file_locations(document, overridden.replaced, name=path.name) | overridden.sources
+    problems = _not_overridden(document.problems, overridden.replaced) + overridden.problems
     folder = path.absolute().parent.resolve()
     broken = {problem.key for problem in problems}
-    config, found, num_unnamed = _checked(overridden.values, folder=folder, broken=broken, sources=sources)
+    config, found, num_unnamed = _validate(overridden.values, folder=folder, broken=broken, sources=sources)
     problems += found
     if problems:
-        ordered = _in_order(problems, sources, overrides=overrides)
+        ordered = _sort_problems(problems, sources, overrides=overrides)
         num_more = num_unnamed + max(0, len(ordered) - MAX_LISTED)
         raise ConfigError(ordered[:MAX_LISTED], path.name, num_more=num_more)
     return LoadedConfig(config, path, text, sources)
 
 
-def require_shareable(loaded: LoadedConfig, *, num_processes: int) -> None:
+def require_divisible_batch(loaded: LoadedConfig, *, num_processes: int) -> None:
     """Raise ConfigError when so many processes cannot share the global batch."""
-    problems = world_problems(loaded.config, num_processes=num_processes, sources=loaded.sources)
+    problems = world_size_problems(loaded.config, num_processes=num_processes, sources=loaded.sources)
     if problems:
         raise ConfigError(problems, loaded.path.name)
 
@@ -106,7 +106,7 @@ def _read(path: pathlib.Path) -> str:
     try:
         return read_text(path)
     except FileNotFoundError:
-        fault = f"there is no such file. {_nearby(path)}"
+        fault = f"there is no such file. {_suggest_file(path)}"
     except IsADirectoryError:
         fault = "this is a folder. Name the job file in it."
     except UnicodeDecodeError as error:
@@ -116,22 +116,22 @@ def _read(path: pathlib.Path) -> str:
     raise ConfigError([Problem("", fault)], str(path))
 
 
-def _nearby(path: pathlib.Path) -> str:
+def _suggest_file(path: pathlib.Path) -> str:
     folder = path.absolute().parent
     if not folder.is_dir():
         return f"There is no folder {folder} either."
-    there = sorted(each.name for each in islice(folder.glob("*.y*ml"), _NEARBY))
+    there = sorted(each.name for each in islice(folder.glob("*.y*ml"), _MAX_SUGGESTED_FILES))
     near = closest(path.name, there)
     return f"Did you mean `{path.with_name(near)}`?" if near else f"YAML files in {folder}: {format_list(there)}."
 
 
-def _not_a_job(document: Document) -> Problem:
+def _no_sections(document: Document) -> Problem:
     what = "the file is empty" if document.values is None else "the file does not hold sections"
     sections = format_list(name for name, field in RunConfig.model_fields.items() if field.is_required())
     return Problem("", f"{what}. A job has the sections {sections}; `finetune init quickstart --into .` writes one.")
 
 
-def _checked(
+def _validate(
     values: dict[str, Any], *, folder: pathlib.Path, broken: set[str], sources: KeyLocations
 ) -> tuple[RunConfig, list[Problem], int]:
     """Return the config, what is wrong with it, and how many further keys do not fit that are not put into words.
@@ -167,12 +167,12 @@ def _line(fault: InvalidKey, sources: KeyLocations) -> float:
     return sys.maxsize if source.line is None else source.line
 
 
-def _sources(document: Document, replaced: Iterable[str], *, name: str) -> dict[str, KeyLocation]:
+def _file_locations(document: Document, replaced: Iterable[str], *, name: str) -> dict[str, KeyLocation]:
     gone = frozenset(replaced)
     return {key: KeyLocation(name, line) for key, line in document.lines.items() if not _is_inside(key, gone)}
 
 
-def _still_there(problems: Iterable[Problem], replaced: Sequence[str]) -> list[Problem]:
+def _not_overridden(problems: Iterable[Problem], replaced: Sequence[str]) -> list[Problem]:
     """Return the problems of the file that no override has taken away with the value."""
     gone = frozenset(replaced)
     return [each for each in problems if not _is_inside(each.key, gone)]
@@ -182,9 +182,9 @@ def _is_inside(key: str, outer: frozenset[str]) -> bool:
     return key in outer or any(each in outer for each in parent_keys(key))
 
 
-def _in_order(problems: Iterable[Problem], sources: KeyLocations, *, overrides: Sequence[str]) -> list[Problem]:
+def _sort_problems(problems: Iterable[Problem], sources: KeyLocations, *, overrides: Sequence[str]) -> list[Problem]:
     """Return the problems with their places: by line, then by override, then what is missing; none twice."""
-    order = {place_of(text): number for number, text in reversed([*enumerate(overrides)])}
+    order = {override_label(text): number for number, text in reversed([*enumerate(overrides)])}
 
     def position(problem: Problem) -> tuple[int, int]:
         if problem.line is not None:
@@ -194,8 +194,8 @@ def _in_order(problems: Iterable[Problem], sources: KeyLocations, *, overrides: 
     return sorted(dict.fromkeys(with_location(problem, sources) for problem in problems), key=position)
 
 
-RESOLVED = "resolved.yaml"
-ANEW = "Start the run once more, which writes the file anew."
+RESOLVED_NAME = "resolved.yaml"
+_REWRITE_ADVICE = "Start the run once more, which writes the file anew."
 
 
 def load_resolved(run: pathlib.Path, overrides: Sequence[str] = ()) -> LoadedConfig:
@@ -205,7 +205,7 @@ def load_resolved(run: pathlib.Path, overrides: Sequence[str] = ()) -> LoadedCon
     data and model may be gone. Raises UserError where there is no such file, or where another version of finetune wrote
     it, ConfigError for overrides that are none.
     """
-    path = run / RESOLVED
+    path = run / RESOLVED_NAME
     try:
         text = read_text(path, max_bytes=8 * MAX_FILE_BYTES)
     except OSError as error:
@@ -214,12 +214,12 @@ def load_resolved(run: pathlib.Path, overrides: Sequence[str] = ()) -> LoadedCon
             f"{path}: cannot be read ({why}). Name the folder of a run: what it was is written there."
         ) from error
     except UnicodeDecodeError as error:
-        raise UserError(f"{path}: is damaged: it is not UTF-8 text. {ANEW}") from error
+        raise UserError(f"{path}: is damaged: it is not UTF-8 text. {_REWRITE_ADVICE}") from error
     document = read_yaml(text, max_values=MAX_RESOLVED_VALUES)
     if document.problems or not isinstance(document.values, dict):
         fault = document.problems[0] if document.problems else "it does not hold sections."
-        raise UserError(f"{path}: is damaged: {fault} {ANEW}")
-    overridden = override(document.values, overrides)
+        raise UserError(f"{path}: is damaged: {fault} {_REWRITE_ADVICE}")
+    overridden = apply_overrides(document.values, overrides)
     if overridden.problems:
         raise ConfigError(overridden.problems, path.name)
     try:

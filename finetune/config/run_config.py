@@ -35,7 +35,7 @@ def with_run_folder(config: RunConfig, folder: str) -> RunConfig:
     return config.model_copy(update={"run": config.run.model_copy(update={"folder": folder})})
 
 
-def world_problems(config: RunConfig, *, num_processes: int, sources: KeyLocations) -> list[Problem]:
+def world_size_problems(config: RunConfig, *, num_processes: int, sources: KeyLocations) -> list[Problem]:
     """Return what keeps the config from being run by so many processes."""
     batch, microbatch = config.train.global_batch_size, config.train.microbatch_size
     share = num_processes * microbatch

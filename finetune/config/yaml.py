@@ -28,7 +28,7 @@ from finetune.config.limits import (
     TOO_LARGE_NUMBER,
     TOO_MANY_VALUES,
     TOO_MUCH_TEXT,
-    unwritable,
+    invalid_characters,
 )
 from finetune.config.section import join_key
 from finetune.errors import Problem
@@ -56,7 +56,7 @@ class LimitError(Exception):
         self.problem = Problem(key, message, line=line)
 
 
-class Walk:
+class NodeReader:
     """Turns nodes into values, writing lines and problems into the document on the way."""
 
     def __init__(self, reader: YAML, document: Document, *, max_values: int) -> None:
@@ -77,7 +77,7 @@ class Walk:
         if isinstance(node, ScalarNode):
             return self._scalar(node, key)
         if str(node.tag) not in (f"{TAG}seq", f"{TAG}map"):
-            self._complain(node, key, _no_tag(node))
+            self._complain(node, key, _tag_error(node))
             return None
         self._open.append(node)
         try:
@@ -117,7 +117,7 @@ class Walk:
                 continue
             name, line = str(name_node.value), name_node.start_mark.line + 1
             place = join_key(key, name)
-            fault = "a key is text. Put it in quotes." if name_node.tag not in TEXT_TAGS else unwritable(name)
+            fault = "a key is text. Put it in quotes." if name_node.tag not in TEXT_TAGS else invalid_characters(name)
             if fault is not None:
                 self._complain(name_node, place, fault)
                 continue
@@ -131,13 +131,13 @@ class Walk:
 
     def _scalar(self, node: ScalarNode, key: str) -> Any:
         if node.tag in TEXT_TAGS:
-            fault = NOT_EXPANDED if "${" in node.value else unwritable(node.value)
+            fault = NOT_EXPANDED if "${" in node.value else invalid_characters(node.value)
             if fault is not None:
                 self._complain(node, key, fault)
             return str(node.value)
         kind = str(node.tag).removeprefix(TAG)
         if kind not in SCALARS:
-            self._complain(node, key, _no_tag(node))
+            self._complain(node, key, _tag_error(node))
             return None
         try:
             return self._plain(node, kind, key)
@@ -176,7 +176,7 @@ class Walk:
         self._document.problems.append(Problem(key, message, line=line))
 
 
-def _no_tag(node: Node) -> str:
+def _tag_error(node: Node) -> str:
     return f"the tag `{str(node.tag).replace(TAG, '!!')[:40]}` is not allowed. Write a plain value."
 
 
@@ -230,7 +230,7 @@ def read_yaml(text: str, *, max_values: int = MAX_VALUES) -> Document:
     try:
         root = reader.compose(text)
         if root is not None:
-            document.values = Walk(reader, document, max_values=max_values).value(root, key="")
+            document.values = NodeReader(reader, document, max_values=max_values).value(root, key="")
     except LimitError as error:
         document.problems.append(error.problem)
     except MarkedYAMLError as error:
@@ -239,7 +239,7 @@ def read_yaml(text: str, *, max_values: int = MAX_VALUES) -> Document:
         line = text.count("\n", 0, error.position) + 1
         document.problems.append(Problem("", "there is a character that YAML does not allow. Remove it.", line=line))
     except UnicodeEncodeError:
-        document.problems.append(Problem("", unwritable(text) or "this is not text that UTF-8 can hold."))
+        document.problems.append(Problem("", invalid_characters(text) or "this is not text that UTF-8 can hold."))
     return document
 
 

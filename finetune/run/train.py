@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from finetune.checkpoint.read.checksum_prefetch import ChecksumPrefetch
-from finetune.config.load import LoadedConfig, require_shareable
+from finetune.config.load import LoadedConfig, require_divisible_batch
 from finetune.config.rules.model import adapter_of, learning_dtypes
 from finetune.data.token_cache.cache import cache_folder
 from finetune.errors import CheckpointError, DiskError, NonFiniteError
@@ -126,7 +126,7 @@ def launched_strategy(loaded: LoadedConfig) -> Strategy:
     """Return the strategy that was launched; raises ConfigError or StrategyError where it does not fit the job."""
     config = loaded.config
     environment = read_environment(os.environ, has_device=torch.accelerator.is_available())
-    require_shareable(loaded, num_processes=environment.world)
+    require_divisible_batch(loaded, num_processes=environment.world)
     job = JobSettings(
         strategy=config.run.strategy,
         precision=config.train.precision,

@@ -10,7 +10,7 @@ from finetune.checkpoint.read.inventory import CheckpointEntry, find_problems, l
 from finetune.checkpoint.write.retention import best_steps, delete_checkpoints, removable_steps
 from finetune.commands.checkpoints.tables import prune_table
 from finetune.commands.printing import print_table, width
-from finetune.config.load import RESOLVED, load_resolved
+from finetune.config.load import RESOLVED_NAME, load_resolved
 from finetune.config.sections.checkpoint import CheckpointSection, KeepBestSection
 from finetune.errors import CheckpointError, UserError
 from finetune.runtime.resources import format_size
@@ -63,9 +63,9 @@ def prune(
 
 def settings_of(run: Path) -> CheckpointSection:
     """Return what the run keeps by its own settings, or the defaults where its folder does not tell."""
-    if (run / RESOLVED).is_file():
+    if (run / RESOLVED_NAME).is_file():
         return load_resolved(run).config.checkpoint
-    print(f"there is no {run / RESOLVED}, so what is not given is as by default")
+    print(f"there is no {run / RESOLVED_NAME}, so what is not given is as by default")
     return CheckpointSection()
 
 

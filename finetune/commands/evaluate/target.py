@@ -13,7 +13,7 @@ from finetune.checkpoint.read.load import open_checkpoint
 from finetune.checkpoint.sharding.state_layout import named_buffers, named_parameters
 from finetune.commands.export import exported_weights, is_run, processing_in
 from finetune.commands.source import require_trusted_metrics, with_trust
-from finetune.config.load import RESOLVED, LoadedConfig, load_config, load_resolved
+from finetune.config.load import RESOLVED_NAME, LoadedConfig, load_config, load_resolved
 from finetune.config.run_config import RunConfig
 from finetune.data.templates.chat_template import set_chat_template
 from finetune.errors import UserError
@@ -106,7 +106,7 @@ def _of_checkpoint(
 
 def _of_folder(source: Path, *, job: LoadedConfig | None, overrides: Sequence[str], trusts: bool) -> Subject:
     saved = inspect_model_folder(source, key="evaluate", trust_remote_code=trusts)
-    run = saved.folder.parent if (saved.folder.parent / RESOLVED).is_file() else None
+    run = saved.folder.parent if (saved.folder.parent / RESOLVED_NAME).is_file() else None
     if job is not None:
         loaded = job
     elif run is not None:

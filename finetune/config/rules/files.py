@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
 
-from finetune.config.paths import is_path, is_url, stage_of
+from finetune.config.paths import is_path, is_url, local_run_folder
 from finetune.config.rules.sources import sources
 from finetune.config.run_config import RunConfig
 from finetune.errors import Problem
@@ -152,7 +152,7 @@ def _resume(folder: str) -> Iterator[Problem]:
 
 
 def _writes(config: RunConfig) -> Iterator[Check]:
-    folder = stage_of(config.run.folder, config.run.local_folder)
+    folder = local_run_folder(config.run.folder, config.run.local_folder)
     key = "run.local_folder" if is_url(config.run.folder) else "run.folder"
     yield key, _run_folder(key, folder)
 

@@ -10,7 +10,7 @@ from filelock import FileLock
 from finetune.checkpoint.format import layout
 from finetune.checkpoint.format.manifest import OtherFormatError, first_file_problem, read_manifest
 from finetune.config.load import LoadedConfig
-from finetune.config.paths import is_url, stage_of
+from finetune.config.paths import is_url, local_run_folder
 from finetune.config.run_config import with_run_folder
 from finetune.errors import CheckpointError, FinetuneError
 from finetune.runtime.files.remote import RemoteFolder
@@ -31,7 +31,7 @@ def staged(loaded: LoadedConfig) -> LoadedConfig:
     run = loaded.config.run
     if not is_url(run.folder):
         return loaded
-    local = stage_of(run.folder, run.local_folder)
+    local = local_run_folder(run.folder, run.local_folder)
     return replace(loaded, config=with_run_folder(loaded.config, str(local)), remote=run.folder)
 
 
