@@ -7,7 +7,7 @@ from typing import Any
 
 from finetune.config.load import LoadedConfig
 from finetune.config.paths import is_url, local_run_folder
-from finetune.config.rules.unused_keys import idle_keys
+from finetune.config.rules.unused_keys import unused_keys
 from finetune.config.run_config import RunConfig, with_run_folder
 from finetune.config.section import KeyLocations, Section, join_key
 from finetune.config.sections.data import MixedSourceSection, SourceSection, TrainedSourceSection
@@ -25,7 +25,7 @@ def resolved_yaml(loaded: LoadedConfig) -> str:
     """
     head = f"# {escape_controls(loaded.path.name)} as it was run, with the source of every value. Paths are absolute."
     config = loaded.config if loaded.remote is None else with_run_folder(loaded.config, loaded.remote)
-    lines = _lines(config, loaded.sources, prefix="", idle=idle_keys(config))
+    lines = _lines(config, loaded.sources, prefix="", idle=unused_keys(config))
     return "\n".join([head, *lines]) + "\n"
 
 

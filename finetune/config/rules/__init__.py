@@ -12,7 +12,7 @@ from finetune.config.rules.model import ADAPTER_RULES, MODEL_RULES
 from finetune.config.rules.sources import SOURCE_RULES, STREAM_RULES
 from finetune.config.rules.task import PREFERENCE_RULES, TASK_RULES
 from finetune.config.rules.train import BATCH_RULES, LEARNING_RULES
-from finetune.config.rules.unused_keys import without_effect
+from finetune.config.rules.unused_keys import no_unused_keys
 from finetune.config.run_config import RunConfig
 from finetune.errors import Problem
 
@@ -33,7 +33,7 @@ RULES: tuple[Rule, ...] = (
     *PREFERENCE_RULES,
     *IMAGE_RULES,
     *LEARNING_RULES,
-    without_effect,
+    no_unused_keys,
 )
 
 

@@ -6,15 +6,15 @@ from functools import partial
 from finetune.config.formatting import format_list
 from finetune.config.paths import is_path, is_url
 from finetune.config.rules.model import MERGEABLE, adapter_of, learning_dtypes
-from finetune.config.rules.unused_task_keys import Effect, source_effects, task_effects
+from finetune.config.rules.unused_task_keys import ConditionalKey, conditional_source_keys, conditional_task_keys
 from finetune.config.run_config import RunConfig
 from finetune.config.section import has_key, is_written
 from finetune.errors import Problem
 
 
-def without_effect(config: RunConfig) -> Iterator[Problem]:
+def no_unused_keys(config: RunConfig) -> Iterator[Problem]:
     """A key that was written does something."""
-    for effect in _effects(config):
+    for effect in _conditional_keys(config):
         try:
             is_idle = is_written(config, effect.key) and not effect.has_effect(config)
         except AttributeError:  # a draft: one of the keys that decide is broken
@@ -23,17 +23,19 @@ def without_effect(config: RunConfig) -> Iterator[Problem]:
             yield Problem(effect.key, f"it has no effect here: {effect.needs}. Remove it.")
 
 
-def idle_keys(config: RunConfig) -> frozenset[str]:
+def unused_keys(config: RunConfig) -> frozenset[str]:
     """Return the keys that do nothing in this config, whether they were written or not."""
     return frozenset(
-        effect.key for effect in _effects(config) if has_key(config, effect.key) and not effect.has_effect(config)
+        effect.key
+        for effect in _conditional_keys(config)
+        if has_key(config, effect.key) and not effect.has_effect(config)
     )
 
 
-def _effects(config: RunConfig) -> Iterator[Effect]:
-    yield from EFFECTS
-    yield from task_effects()
-    yield from source_effects(config)
+def _conditional_keys(config: RunConfig) -> Iterator[ConditionalKey]:
+    yield from CONDITIONAL_KEYS
+    yield from conditional_task_keys()
+    yield from conditional_source_keys(config)
 
 
 def _optimizer(config: RunConfig, *, names: tuple[str, ...]) -> bool:
@@ -128,52 +130,56 @@ def _is_weighted(config: RunConfig) -> bool:
 
 _ADAM = ("adamw", "adamw_8bit", "muon", "schedule_free_adamw")
 
-EFFECTS: tuple[Effect, ...] = (
-    Effect(
+CONDITIONAL_KEYS: tuple[ConditionalKey, ...] = (
+    ConditionalKey(
         "train.optimizer.momentum", partial(_optimizer, names=("sgd", "muon")), "only `sgd` and `muon` have momentum"
     ),
-    Effect("train.optimizer.betas", partial(_optimizer, names=_ADAM), f"only {format_list(_ADAM)} have betas"),
-    Effect("train.optimizer.eps", partial(_optimizer, names=_ADAM), f"only {format_list(_ADAM)} have eps"),
-    Effect("train.optimizer.fused", _updates_in_one_kernel, "only AdamW has a fused kernel, which does not round"),
-    Effect("train.optimizer.state_dtype", partial(_optimizer, names=("adamw",)), "only `adamw` has a choice"),
-    Effect(
+    ConditionalKey("train.optimizer.betas", partial(_optimizer, names=_ADAM), f"only {format_list(_ADAM)} have betas"),
+    ConditionalKey("train.optimizer.eps", partial(_optimizer, names=_ADAM), f"only {format_list(_ADAM)} have eps"),
+    ConditionalKey(
+        "train.optimizer.fused", _updates_in_one_kernel, "only AdamW has a fused kernel, which does not round"
+    ),
+    ConditionalKey("train.optimizer.state_dtype", partial(_optimizer, names=("adamw",)), "only `adamw` has a choice"),
+    ConditionalKey(
         "train.optimizer.stochastic_rounding",
         _learns_in_bfloat16,
         "it is for `adamw` on weights that learn in bfloat16 (`model.dtype`)",
     ),
-    Effect("train.schedule.decay_fraction", _decays_late, "only `name: warmup_stable_decay` decays late"),
-    Effect("train.schedule.final_fraction", partial(_schedule_is_not, name="constant"), "a constant rate never falls"),
-    Effect("train.nonfinite.max_skips", _skips, "only `action: skip` skips steps"),
-    Effect("data.truncate_side", _truncates, "only `over_length: truncate` cuts"),
-    Effect("data.persistent_workers", _has_workers, "it needs `data.num_workers` above 0, or `auto`"),
-    Effect("data.prefetch_factor", _has_workers, "it needs `data.num_workers` above 0, or `auto`"),
-    Effect(
+    ConditionalKey("train.schedule.decay_fraction", _decays_late, "only `name: warmup_stable_decay` decays late"),
+    ConditionalKey(
+        "train.schedule.final_fraction", partial(_schedule_is_not, name="constant"), "a constant rate never falls"
+    ),
+    ConditionalKey("train.nonfinite.max_skips", _skips, "only `action: skip` skips steps"),
+    ConditionalKey("data.truncate_side", _truncates, "only `over_length: truncate` cuts"),
+    ConditionalKey("data.persistent_workers", _has_workers, "it needs `data.num_workers` above 0, or `auto`"),
+    ConditionalKey("data.prefetch_factor", _has_workers, "it needs `data.num_workers` above 0, or `auto`"),
+    ConditionalKey(
         "data.batching.tokens",
         partial(_batches_by, names=("packs", "tokens")),
         "only `by: packs` and `by: tokens` have a budget",
     ),
-    Effect(
+    ConditionalKey(
         "data.batching.padding_free",
         partial(_batches_by, names=("samples", "tokens")),
         "packs are never padded",
     ),
-    Effect(
+    ConditionalKey(
         "data.batching.length_window_steps",
         partial(_batches_by, names=("samples",)),
         "only `by: samples` leaves lengths to be sorted",
     ),
-    Effect("data.train.until", _is_weighted, "only `data.train.mix` with weights has no length of its own"),
-    Effect("model.revision", _is_from_hub, "only a model from the hub has revisions"),
-    Effect("model.trust_remote_code", _runs_model_code, "a model made from its config runs no code of others"),
-    Effect("model.cache_folder", _downloads, "nothing is downloaded from the model hub"),
-    Effect("model.train_only", _trains_own_weights, "under adapters all of the model's own weights are frozen"),
-    Effect("model.freeze", _trains_own_weights, "under adapters all of the model's own weights are frozen"),
-    Effect("train.optimizer.lora_plus_ratio", _has_lora, "only `model.lora` has A and B"),
-    Effect("model.quantization.kind", _is_4_bit, "only bitsandbytes with 4 bits has kinds"),
-    Effect("model.quantization.double", _is_4_bit, "only bitsandbytes with 4 bits quantises its scales"),
-    Effect("export.merge", _can_merge, "there are no adapters that can be folded into the base"),
-    Effect("export.private", _is_pushed, "it needs `export.push_to_hub`"),
-    Effect("run.local_folder", _is_remote, "only a run at a URL is staged, and `run.folder` is a path"),
-    Effect("checkpoint.allow_changes", _continues, "with `resume: never` nothing is continued"),
-    Effect("report.project", _has_trackers, "it needs `report.trackers`"),
+    ConditionalKey("data.train.until", _is_weighted, "only `data.train.mix` with weights has no length of its own"),
+    ConditionalKey("model.revision", _is_from_hub, "only a model from the hub has revisions"),
+    ConditionalKey("model.trust_remote_code", _runs_model_code, "a model made from its config runs no code of others"),
+    ConditionalKey("model.cache_folder", _downloads, "nothing is downloaded from the model hub"),
+    ConditionalKey("model.train_only", _trains_own_weights, "under adapters all of the model's own weights are frozen"),
+    ConditionalKey("model.freeze", _trains_own_weights, "under adapters all of the model's own weights are frozen"),
+    ConditionalKey("train.optimizer.lora_plus_ratio", _has_lora, "only `model.lora` has A and B"),
+    ConditionalKey("model.quantization.kind", _is_4_bit, "only bitsandbytes with 4 bits has kinds"),
+    ConditionalKey("model.quantization.double", _is_4_bit, "only bitsandbytes with 4 bits quantises its scales"),
+    ConditionalKey("export.merge", _can_merge, "there are no adapters that can be folded into the base"),
+    ConditionalKey("export.private", _is_pushed, "it needs `export.push_to_hub`"),
+    ConditionalKey("run.local_folder", _is_remote, "only a run at a URL is staged, and `run.folder` is a path"),
+    ConditionalKey("checkpoint.allow_changes", _continues, "with `resume: never` nothing is continued"),
+    ConditionalKey("report.project", _has_trackers, "it needs `report.trackers`"),
 )

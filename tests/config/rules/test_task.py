@@ -2,7 +2,7 @@
 
 import pytest
 
-from finetune.config.rules.unused_task_keys import task_effects
+from finetune.config.rules.unused_task_keys import conditional_task_keys
 
 EVALUATION = ("data.validation={path: rows.jsonl}",)
 IMAGES = ("task.name=image_classification", "data.max_length=null", "model.tokenizer=null")
@@ -83,7 +83,7 @@ def test_a_key_that_this_task_does_not_read_is_refused(problems, written, key, m
 
 def test_every_key_that_can_be_idle_has_a_row_in_the_table():
     by_length = {"data.truncate_side"}  # its row is in test_rules.py
-    assert {effect.key for effect in task_effects()} - by_length == {key for _, key, _ in IDLE}
+    assert {effect.key for effect in conditional_task_keys()} - by_length == {key for _, key, _ in IDLE}
 
 
 WRONG = [
