@@ -21,7 +21,7 @@ from finetune.config.formatting import closest, format_list
 from finetune.config.limits import MAX_FILE_BYTES, MAX_LISTED, MAX_RESOLVED_VALUES
 from finetune.config.overrides import apply_overrides, override_label
 from finetune.config.paths import is_url, path_problems, with_absolute_paths
-from finetune.config.rules import broken_rules
+from finetune.config.rules import rule_problems
 from finetune.config.rules.files import file_problems
 from finetune.config.run_config import RunConfig, with_run_folder, world_size_problems
 from finetune.config.section import KeyLocation, KeyLocations, parent_keys, with_location
@@ -154,7 +154,7 @@ def _validate(
         config = draft_section(RunConfig, values, broken=broken)
     config = with_absolute_paths(config, folder)
     is_draft = bool(broken)
-    problems += [*unusable, *broken_rules(config, is_draft=is_draft)]
+    problems += [*unusable, *rule_problems(config, is_draft=is_draft)]
     problems += file_problems(config, folder=folder, is_draft=is_draft)
     return config, problems, max(0, len(found) - MAX_LISTED)
 

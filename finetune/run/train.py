@@ -11,7 +11,7 @@ import torch
 
 from finetune.checkpoint.read.checksum_prefetch import ChecksumPrefetch
 from finetune.config.load import LoadedConfig, require_divisible_batch
-from finetune.config.rules.model import adapter_of, learning_dtypes
+from finetune.config.rules.model import adapter_of, trained_dtypes
 from finetune.data.token_cache.cache import cache_folder
 from finetune.errors import CheckpointError, DiskError, NonFiniteError
 from finetune.model.batch_norm import sync_batch_norm
@@ -139,7 +139,7 @@ def launched_strategy(loaded: LoadedConfig) -> Strategy:
         offloads_activations=config.model.activation_offload,
         updates_in_backward=config.train.optimizer.in_backward,
         rounds_by_position=any(
-            uses_low_bit_adamw(config.train.optimizer, dtype=dtype) for dtype in learning_dtypes(config)
+            uses_low_bit_adamw(config.train.optimizer, dtype=dtype) for dtype in trained_dtypes(config)
         ),
         has_mixed_dtypes=adapter_of(config) is not None and config.model.dtype != "float32",
     )

@@ -11,7 +11,7 @@ from finetune.config.rules.evaluate import EVALUATION_RULES
 from finetune.config.rules.model import ADAPTER_RULES, MODEL_RULES
 from finetune.config.rules.sources import SOURCE_RULES, STREAM_RULES
 from finetune.config.rules.task import PREFERENCE_RULES, TASK_RULES
-from finetune.config.rules.train import BATCH_RULES, LEARNING_RULES
+from finetune.config.rules.train import BATCH_RULES, TRAINING_RULES
 from finetune.config.rules.unused_keys import no_unused_keys
 from finetune.config.run_config import RunConfig
 from finetune.errors import Problem
@@ -32,12 +32,12 @@ RULES: tuple[Rule, ...] = (
     *TASK_RULES,
     *PREFERENCE_RULES,
     *IMAGE_RULES,
-    *LEARNING_RULES,
+    *TRAINING_RULES,
     no_unused_keys,
 )
 
 
-def broken_rules(config: RunConfig, *, is_draft: bool) -> list[Problem]:
+def rule_problems(config: RunConfig, *, is_draft: bool) -> list[Problem]:
     """Return what all rules find."""
     problems: list[Problem] = []
     for rule in RULES:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from finetune.config.formatting import closest_multiples, did_you_mean, format_list
 from finetune.config.paths import is_url
 from finetune.config.resume_keys import MUST_MATCH
-from finetune.config.rules.evaluate import metric_faults
+from finetune.config.rules.evaluate import metric_problems
 from finetune.config.run_config import RunConfig
 from finetune.config.schema import node_at
 from finetune.config.sections.checkpoint import NEVER_ALLOWED
@@ -31,7 +31,7 @@ def kept_checkpoints_are_written(config: RunConfig) -> Iterator[Problem]:
         yield Problem("checkpoint.keep_every_steps", message)
 
 
-def best_checkpoint_is_judged(config: RunConfig) -> Iterator[Problem]:
+def keep_best_has_its_metric(config: RunConfig) -> Iterator[Problem]:
     """`keep_best` has evaluations at steps that are saved, of its metric, with the right goal."""
     best, every = config.checkpoint.keep_best, config.checkpoint.every_steps
     if best is None:
@@ -39,7 +39,7 @@ def best_checkpoint_is_judged(config: RunConfig) -> Iterator[Problem]:
     if every is None:
         message = "nothing is saved during training. Write `checkpoint.every_steps`, or remove `keep_best`."
         yield Problem("checkpoint.keep_best", message)
-    yield from metric_faults(config, best.metric, goal=best.goal, key="checkpoint.keep_best", does="keeps the worst")
+    yield from metric_problems(config, best.metric, goal=best.goal, key="checkpoint.keep_best", does="keeps the worst")
     evaluated = config.evaluate.every_steps if config.evaluate else None
     if every is not None and evaluated is not None and every % evaluated and evaluated % every:
         message = (
@@ -49,7 +49,7 @@ def best_checkpoint_is_judged(config: RunConfig) -> Iterator[Problem]:
         yield Problem("checkpoint.keep_best", message)
 
 
-def allowed_changes_can_be_allowed(config: RunConfig) -> Iterator[Problem]:
+def allow_changes_names_refused_keys(config: RunConfig) -> Iterator[Problem]:
     """`allow_changes` names keys that would otherwise be refused, and that can be continued when they differ."""
     can = [key for key in MUST_MATCH if key not in NEVER_ALLOWED]
     for index, name in enumerate(config.checkpoint.allow_changes):
@@ -65,7 +65,7 @@ def allowed_changes_can_be_allowed(config: RunConfig) -> Iterator[Problem]:
             yield Problem(place, f"`{name}` is not a key that a resume refuses. {hint}")
 
 
-def address_is_known(config: RunConfig) -> Iterator[Problem]:
+def run_url_is_supported(config: RunConfig) -> Iterator[Problem]:
     """A run at a URL is at a kind of storage that is known, and a checkpoint to continue from is a folder."""
     folder, resume = config.run.folder, config.checkpoint.resume
     if is_url(folder):
@@ -88,7 +88,7 @@ def address_is_known(config: RunConfig) -> Iterator[Problem]:
 
 CHECKPOINT_RULES = (
     kept_checkpoints_are_written,
-    best_checkpoint_is_judged,
-    allowed_changes_can_be_allowed,
-    address_is_known,
+    keep_best_has_its_metric,
+    allow_changes_names_refused_keys,
+    run_url_is_supported,
 )

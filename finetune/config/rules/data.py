@@ -6,8 +6,8 @@ from typing import Any
 from finetune.config.formatting import did_you_mean, format_list
 from finetune.config.paths import is_path
 from finetune.config.rules.model import adapter_of
-from finetune.config.rules.sources import places, sources
-from finetune.config.rules.task import FITTING
+from finetune.config.rules.sources import row_sources, source_sections
+from finetune.config.rules.task import FORMATS_OF_TASK
 from finetune.config.run_config import RunConfig
 from finetune.config.section import is_written
 from finetune.config.sections.data import OPTIONAL_COLUMNS, REQUIRED_COLUMNS, Format, TrainedSourceSection
@@ -38,10 +38,10 @@ COLUMNS: Mapping[Format, tuple[str, ...]] = {
 }
 """The columns that each format can be told the user's names of."""
 
-_OF_TURNS = ("messages", "conversations", "prompt", "completion", "chosen", "rejected")
+_CHAT_COLUMNS = ("messages", "conversations", "prompt", "completion", "chosen", "rejected")
 """The columns of which a template may write turn for turn."""
 
-_INSTEAD: Mapping[Format, str] = {
+_FORMAT_ADVICE: Mapping[Format, str] = {
     "preference": "To learn from the answer that was chosen: `prompt_completion`, `columns: {completion: chosen}`",
     "labelled": "To learn to write the label: `prompt_completion`, `template: {prompt: '{{ text }}', completion: "
     "'{{ label }}'}`",
@@ -51,21 +51,21 @@ _INSTEAD: Mapping[Format, str] = {
 def format_fits_task(config: RunConfig) -> Iterator[Problem]:
     """Each task reads the formats that it can learn from."""
     task = config.task.name
-    fitting = FITTING[task]
-    for key, source in sources(config):
+    fitting = FORMATS_OF_TASK[task]
+    for key, source in row_sources(config):
         form = source.format
         if form is None or form in fitting:
             continue
-        others = [name for name, formats in FITTING.items() if form in formats]
+        others = [name for name, formats in FORMATS_OF_TASK.items() if form in formats]
         what = "`text` has no turns for" if form == "text" else f"`{form}` does not fit"
         instead = [f"Write {format_list(fitting, last='or')}", *(f"`task.name: {name}`" for name in others)]
-        hint = _INSTEAD.get(form) if task == "sft" else None
+        hint = _FORMAT_ADVICE.get(form) if task == "sft" else None
         yield Problem(f"{key}.format", f"{what} `task.name: {task}`. {hint or ', or '.join(instead)}.")
 
 
 def columns_are_known(config: RunConfig) -> Iterator[Problem]:
     """`columns` and `template` lead from names that the format knows, or that some format knows where none is set."""
-    for key, source in sources(config):
+    for key, source in row_sources(config):
         known = [name for form, names in COLUMNS.items() if source.format in (None, form) for name in names]
         for where, columns in (("columns", source.columns), ("template", source.template)):
             for column, yours in columns.items():
@@ -79,7 +79,7 @@ def columns_are_known(config: RunConfig) -> Iterator[Problem]:
 
 def templates_can_be_read(config: RunConfig) -> Iterator[Problem]:
     """A row template is Jinja for a text, or a list of turns of such texts; its column is not mapped besides."""
-    for key, source in sources(config):
+    for key, source in row_sources(config):
         for column, written in source.template.items():
             place = f"{key}.template.{column}"
             if column in source.columns:
@@ -90,7 +90,7 @@ def templates_can_be_read(config: RunConfig) -> Iterator[Problem]:
 def _template_faults(written: Any, place: str, *, column: str) -> Iterator[Problem]:
     if isinstance(written, str):
         yield from _syntax_faults(written, place)
-    elif column not in _OF_TURNS:
+    elif column not in _CHAT_COLUMNS:
         yield Problem(place, "a template of this column is one text.")
     elif not isinstance(written, list) or not all(isinstance(turn, dict) for turn in written):
         yield Problem(
@@ -113,7 +113,7 @@ def _syntax_faults(text: str, place: str) -> Iterator[Problem]:
 FORMAT_RULES = (format_fits_task, columns_are_known, templates_can_be_read)
 
 
-def crop_is_one(config: RunConfig) -> Iterator[Problem]:
+def crop_is_written_once(config: RunConfig) -> Iterator[Problem]:
     """An image is cut in one way, and a range goes upwards."""
     images = config.data.images
     if images.crop_scale and images.crop_padding:
@@ -124,17 +124,17 @@ def crop_is_one(config: RunConfig) -> Iterator[Problem]:
         yield Problem("data.images.crop_scale", f"it goes from large to small. Write `[{low}, {high}]`.")
 
 
-def size_is_one(config: RunConfig) -> Iterator[Problem]:
+def image_size_is_written_once(config: RunConfig) -> Iterator[Problem]:
     """The size of images stands in one place."""
     if config.data.images.size is not None and is_written(config, "model.image_processor.size"):
         message = "the size is in `model.image_processor.size` already. Write only one of them."
         yield Problem("data.images.size", message)
 
 
-def partners_are_at_hand(config: RunConfig) -> Iterator[Problem]:
+def mixup_needs_stored_images(config: RunConfig) -> Iterator[Problem]:
     """Images are mixed with any other one, which a stream does not have at hand."""
     images = config.data.images
-    for key, source in places(config):
+    for key, source in source_sections(config):
         if isinstance(source, TrainedSourceSection) and source.stream is not None:
             for name in ("mixup", "cutmix"):
                 if getattr(images, name) > 0:
@@ -142,7 +142,7 @@ def partners_are_at_hand(config: RunConfig) -> Iterator[Problem]:
                     yield Problem(f"data.images.{name}", message)
 
 
-def norms_see_whole_groups(config: RunConfig) -> Iterator[Problem]:
+def microbatch_holds_whole_batch_norm_groups(config: RunConfig) -> Iterator[Problem]:
     """Each microbatch holds whole groups of what batch norms normalise over; adapters leave norms as they are."""
     size = config.model.batch_norm
     if not isinstance(size, int):
@@ -156,17 +156,22 @@ def norms_see_whole_groups(config: RunConfig) -> Iterator[Problem]:
         yield Problem("model.batch_norm", message)
 
 
-IMAGE_RULES = (crop_is_one, size_is_one, partners_are_at_hand, norms_see_whole_groups)
+IMAGE_RULES = (
+    crop_is_written_once,
+    image_size_is_written_once,
+    mixup_needs_stored_images,
+    microbatch_holds_whole_batch_norm_groups,
+)
 
 
 MAX_WINDOW = 100_000_000
 """Samples whose lengths are sorted at once."""
 
-AMOUNTS = ("weight", "rows", "epochs")
+MIX_MEASURES = ("weight", "rows", "epochs")
 """How much of the mix a source is."""
 
 
-def every_sample_fits(config: RunConfig) -> Iterator[Problem]:
+def max_length_fits_the_batch(config: RunConfig) -> Iterator[Problem]:
     """No sample is longer than a pack or a batch."""
     tokens, longest = config.data.batching.tokens, config.data.max_length
     if tokens is not None and longest is not None and tokens < longest:
@@ -199,17 +204,17 @@ def mix_has_one_measure(config: RunConfig) -> Iterator[Problem]:
     first = None
     for number, source in enumerate(config.data.train.mix):
         key = f"data.train.mix.{number}"
-        written = [name for name in AMOUNTS if getattr(source, name) is not None]
+        written = [name for name in MIX_MEASURES if getattr(source, name) is not None]
         first = first or (written[0] if written else None)
         if not written:
-            yield Problem(key, f"how much of the mix is it? Write one of {format_list(AMOUNTS, last='or')}.")
+            yield Problem(key, f"how much of the mix is it? Write one of {format_list(MIX_MEASURES, last='or')}.")
         for name in written:
             if name != first:
                 message = f"`data.train.mix` is measured by `{first}` already. Write that in every source."
                 yield Problem(f"{key}.{name}", message)
 
 
-def rows_are_positions(config: RunConfig) -> Iterator[Problem]:
+def mix_rows_need_samples(config: RunConfig) -> Iterator[Problem]:
     """Where several rows stand at a position, rows cannot be counted out."""
     by = config.data.batching.by
     for number, source in enumerate(config.data.train.mix):
@@ -229,9 +234,9 @@ def window_can_be_sorted(config: RunConfig) -> Iterator[Problem]:
 
 BATCHING_RULES = (
     window_can_be_sorted,
-    every_sample_fits,
+    max_length_fits_the_batch,
     batch_by_tokens_is_a_microbatch,
     mix_is_the_source,
     mix_has_one_measure,
-    rows_are_positions,
+    mix_rows_need_samples,
 )

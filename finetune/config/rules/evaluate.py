@@ -18,20 +18,20 @@ GOALS: Mapping[str, str] = {
 }
 """Which way is better for the metrics of the house."""
 
-OF_TOKENS = ("loss", "perplexity", "token_accuracy")
+TOKEN_METRICS = ("loss", "perplexity", "token_accuracy")
 
-_OF_PAIRS = ("loss", "preference_accuracy", "reward_margin", "reward_chosen", "reward_rejected")
+_PAIR_METRICS = ("loss", "preference_accuracy", "reward_margin", "reward_chosen", "reward_rejected")
 
-MEASURED: Mapping[str, tuple[str, ...]] = {
-    "reward": _OF_PAIRS,
+METRICS_OF_TASK: Mapping[str, tuple[str, ...]] = {
+    "reward": _PAIR_METRICS,
     "masked_lm": ("loss", "perplexity", "masked_accuracy"),
-    "distillation": (*OF_TOKENS, "cross_entropy", "divergence"),
+    "distillation": (*TOKEN_METRICS, "cross_entropy", "divergence"),
     "image_classification": ("loss", "accuracy", "macro_f1", "top5_accuracy"),
     "token_classification": ("loss", "accuracy", "macro_f1", "entity_f1", "entity_precision", "entity_recall"),
 }
 """What an evaluation of the task measures beside the model's answers; of tasks that are not here, OF_TOKENS."""
 
-OF_KINDS: Mapping[str, tuple[str, ...]] = {
+METRICS_OF_CLASSIFICATION: Mapping[str, tuple[str, ...]] = {
     "single_label": ("loss", "accuracy", "macro_f1", "micro_f1", "mcc"),
     "multi_label": ("loss", "subset_accuracy", "macro_f1", "micro_f1"),
     "regression": ("loss", "mse", "pearson", "spearman"),
@@ -39,15 +39,15 @@ OF_KINDS: Mapping[str, tuple[str, ...]] = {
 """What `text_classification` measures, by `task.classification.kind`."""
 
 
-def measured(config: RunConfig) -> tuple[str, ...]:
+def metrics_of(config: RunConfig) -> tuple[str, ...]:
     """Return the metrics of every evaluation of this job, beside those of the model's answers."""
     if config.task.name == "text_classification":
-        return OF_KINDS[config.task.classification.kind]
+        return METRICS_OF_CLASSIFICATION[config.task.classification.kind]
     if config.task.name == "preference":
         is_kto = config.task.preference.loss == "kto"
         more = ("reference_point",) if is_kto else ("log_probability_chosen", "log_probability_rejected")
-        return (*_OF_PAIRS, *more)
-    return MEASURED.get(config.task.name, OF_TOKENS)
+        return (*_PAIR_METRICS, *more)
+    return METRICS_OF_TASK.get(config.task.name, TOKEN_METRICS)
 
 
 def evaluation_has_rows(config: RunConfig) -> Iterator[Problem]:
@@ -60,7 +60,7 @@ def evaluation_has_rows(config: RunConfig) -> Iterator[Problem]:
         yield Problem("data.validation", message)
 
 
-def metrics_can_be_found(config: RunConfig) -> Iterator[Problem]:
+def generation_metrics_are_known(config: RunConfig) -> Iterator[Problem]:
     """A metric of the answers is one of ours or a function."""
     generate = config.evaluate.generate if config.evaluate else None
     for index, name in enumerate(generate.metrics if generate else ()):
@@ -69,15 +69,15 @@ def metrics_can_be_found(config: RunConfig) -> Iterator[Problem]:
             yield Problem(f"evaluate.generate.metrics.{index}", f"there is no metric `{name}`. {hint}")
 
 
-def early_stopping_is_fed(config: RunConfig) -> Iterator[Problem]:
+def early_stopping_has_its_metric(config: RunConfig) -> Iterator[Problem]:
     """Early stopping has evaluations during training, its metric is among what they measure, its goal is the best."""
     stopping = config.train.early_stopping
     if stopping is not None:
         key = "train.early_stopping"
-        yield from metric_faults(config, stopping.metric, goal=stopping.goal, key=key, does="stops")
+        yield from metric_problems(config, stopping.metric, goal=stopping.goal, key=key, does="stops")
 
 
-def metric_faults(config: RunConfig, metric: str, *, goal: str, key: str, does: str) -> Iterator[Problem]:
+def metric_problems(config: RunConfig, metric: str, *, goal: str, key: str, does: str) -> Iterator[Problem]:
     """Yield what keeps the section `key` from following this metric during training; `does` is what a wrong goal does.
 
     It needs evaluations during training that measure the metric, and the goal that is better for one of the house.
@@ -88,7 +88,7 @@ def metric_faults(config: RunConfig, metric: str, *, goal: str, key: str, does: 
         return
     generate = config.evaluate.generate
     answered = [name.rpartition(":")[2] for name in generate.metrics] if generate else []
-    known = [*measured(config), *answered]
+    known = [*metrics_of(config), *answered]
     if metric not in known:
         hint = did_you_mean(metric, known) or f"It measures {format_list(known)}."
         if metric == "exact_match":
@@ -100,4 +100,4 @@ def metric_faults(config: RunConfig, metric: str, *, goal: str, key: str, does: 
         yield Problem(f"{key}.goal", message)
 
 
-EVALUATION_RULES = (evaluation_has_rows, metrics_can_be_found, early_stopping_is_fed)
+EVALUATION_RULES = (evaluation_has_rows, generation_metrics_are_known, early_stopping_has_its_metric)

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from finetune.config.formatting import did_you_mean, format_list
-from finetune.config.rules.task import WITHOUT_TOKENS
+from finetune.config.rules.task import TASKS_WITHOUT_TOKENS
 from finetune.config.run_config import RunConfig
 from finetune.config.section import join_key
 from finetune.config.sections.task import TaskName
@@ -31,7 +31,7 @@ def adapter_of(config: RunConfig) -> str | None:
     return next((name for name in ADAPTERS if getattr(config.model, name) is not None), None)
 
 
-def learning_dtypes(config: RunConfig) -> frozenset[str]:
+def trained_dtypes(config: RunConfig) -> frozenset[str]:
     """Return the types of weights that learn; adapters are float32, modules that are saved beside them are not."""
     if adapter_of(config) is None:
         return frozenset({config.model.dtype})
@@ -53,7 +53,7 @@ def quantized_weights_are_frozen(config: RunConfig) -> Iterator[Problem]:
         yield Problem("model.quantization", message)
 
 
-def compiled_forward_is_pure(config: RunConfig) -> Iterator[Problem]:
+def compile_fits_the_model(config: RunConfig) -> Iterator[Problem]:
     """What is compiled remembers nothing from one batch to the next."""
     if config.model.compile == "full" and config.train.embedding_noise:
         message = "noise is added to the embeddings from outside, which `full` would compile, too. Write `regional`."
@@ -78,7 +78,7 @@ def tokenizer_is_one(config: RunConfig) -> Iterator[Problem]:
     """A tokenizer comes from exactly one place, and a model made from a config brings none."""
     tokenizer = config.model.tokenizer
     if tokenizer is None:
-        if config.model.from_config is not None and config.task.name not in WITHOUT_TOKENS:
+        if config.model.from_config is not None and config.task.name not in TASKS_WITHOUT_TOKENS:
             message = (
                 "a model made from its config brings no tokenizer. Write `model.tokenizer` with `name` or `train`."
             )
@@ -98,7 +98,7 @@ def trackers_are_known(config: RunConfig) -> Iterator[Problem]:
             yield Problem(f"report.trackers.{index}", f"there is no tracker `{name}`. {hint}")
 
 
-def values_are_of_64_bits(config: RunConfig) -> Iterator[Problem]:
+def config_values_are_in_range(config: RunConfig) -> Iterator[Problem]:
     """Numbers in the values of a model's config fit into 64 bits; layers can be counted, dropout is a share."""
     written = config.model.from_config
     for key, number in _numbers(written.values if written else {}, key="model.from_config.values"):
@@ -121,32 +121,32 @@ def _numbers(value: Any, *, key: str) -> Iterator[tuple[str, int | float]]:
 
 
 MODEL_RULES = (
-    values_are_of_64_bits,
+    config_values_are_in_range,
     model_is_one,
     tokenizer_is_one,
     adapters_are_one_kind,
     quantized_weights_are_frozen,
-    compiled_forward_is_pure,
+    compile_fits_the_model,
     trackers_are_known,
 )
 
 
-PROMPTS = ("prompt_tuning", "prefix_tuning")
+PROMPT_ADAPTERS = ("prompt_tuning", "prefix_tuning")
 """Adapters that stand before the text."""
 
-PROMPTED: tuple[TaskName, ...] = ("sft", "pretrain", "preference", "seq2seq")
+PROMPT_TASKS: tuple[TaskName, ...] = ("sft", "pretrain", "preference", "seq2seq")
 """Tasks whose models can have something before the text: heads that pick one position would pick a wrong one."""
 
-OF_THE_BASE = ("pissa", "olora")
+INITS_FROM_BASE = ("pissa", "olora")
 
 
-def prompts_fit(config: RunConfig) -> Iterator[Problem]:
+def prompt_adapters_fit(config: RunConfig) -> Iterator[Problem]:
     """What is learnt before the text stands before each sample, in a model that predicts tokens."""
     kind, batching = adapter_of(config), config.data.batching
-    if kind not in PROMPTS:
+    if kind not in PROMPT_ADAPTERS:
         return
-    if config.task.name not in PROMPTED:
-        message = f"only {format_list(PROMPTED)} have a text to stand before. Write `model.lora`."
+    if config.task.name not in PROMPT_TASKS:
+        message = f"only {format_list(PROMPT_TASKS)} have a text to stand before. Write `model.lora`."
         yield Problem(f"model.{kind}", message)
     if batching.by == "packs" or batching.padding_free is True:
         key = "by" if batching.by == "packs" else "padding_free"
@@ -160,12 +160,12 @@ def prompts_fit(config: RunConfig) -> Iterator[Problem]:
         yield Problem("evaluate.generate", message)
 
 
-def first_values_fit(config: RunConfig) -> Iterator[Problem]:
+def lora_init_fits(config: RunConfig) -> Iterator[Problem]:
     """First values out of the base's weights need weights that can be taken apart and put together exactly."""
     lora, quantization = config.model.lora, config.model.quantization
     if lora is None:
         return
-    if lora.init in OF_THE_BASE:
+    if lora.init in INITS_FROM_BASE:
         altered = f"`{lora.init}` alters the base's weights, which"
         if quantization is not None:
             yield Problem("model.lora.init", f"{altered} are in few bits. Write `loftq`, or `default`.")
@@ -180,7 +180,7 @@ def first_values_fit(config: RunConfig) -> Iterator[Problem]:
         yield Problem("model.lora.dora", "its magnitudes are of the adapters before `loftq`. Write `init: default`.")
 
 
-def quantized_base_is_loaded(config: RunConfig) -> Iterator[Problem]:
+def quantization_is_supported(config: RunConfig) -> Iterator[Problem]:
     """Only weights that exist are put into few bits; torchao has a few kinds of adapters, and 16-bit arithmetic."""
     quantization, kind = config.model.quantization, adapter_of(config)
     if quantization is None:
@@ -190,11 +190,11 @@ def quantized_base_is_loaded(config: RunConfig) -> Iterator[Problem]:
     if quantization.method == "torchao" and quantization.bits == 4:
         message = "torchao's 4-bit kernels do not run on every device. Write `bits: 8`, or `method: bitsandbytes`."
         yield Problem("model.quantization.bits", message)
-    if quantization.method == "torchao" and kind is not None and kind not in ("lora", "adapter", *PROMPTS):
+    if quantization.method == "torchao" and kind is not None and kind not in ("lora", "adapter", *PROMPT_ADAPTERS):
         yield Problem(f"model.{kind}", "peft has no such adapters on weights of torchao. Write `model.lora`.")
 
 
-def scaled_modules_are_targets(config: RunConfig) -> Iterator[Problem]:
+def feedforward_modules_are_targets(config: RunConfig) -> Iterator[Problem]:
     """IA3 scales the inputs of modules that it scales at all."""
     ia3 = config.model.ia3
     if ia3 is None:
@@ -205,7 +205,7 @@ def scaled_modules_are_targets(config: RunConfig) -> Iterator[Problem]:
             yield Problem("model.ia3.feedforward_modules", message)
 
 
-def new_tokens_learn(config: RunConfig) -> Iterator[Problem]:
+def new_tokens_are_trained(config: RunConfig) -> Iterator[Problem]:
     """New tokens have rows that learn: all weights do, or LoRA trains these rows beside its adapters."""
     section, kind = config.model.new_tokens, adapter_of(config)
     if section is None:
@@ -218,9 +218,9 @@ def new_tokens_learn(config: RunConfig) -> Iterator[Problem]:
 
 
 ADAPTER_RULES = (
-    prompts_fit,
-    first_values_fit,
-    quantized_base_is_loaded,
-    scaled_modules_are_targets,
-    new_tokens_learn,
+    prompt_adapters_fit,
+    lora_init_fits,
+    quantization_is_supported,
+    feedforward_modules_are_targets,
+    new_tokens_are_trained,
 )

@@ -21,7 +21,7 @@ def batch_is_whole_microbatches(config: RunConfig) -> Iterator[Problem]:
         )
 
 
-def budget_is_one(config: RunConfig) -> Iterator[Problem]:
+def budget_is_written_once(config: RunConfig) -> Iterator[Problem]:
     """The budget is written exactly once."""
     written = [name for name in BUDGETS if getattr(config.train, name) is not None]
     if not written:
@@ -30,7 +30,7 @@ def budget_is_one(config: RunConfig) -> Iterator[Problem]:
         yield Problem(f"train.{name}", f"the budget is in `train.{written[0]}` already. Write only one of them.")
 
 
-def warmup_is_one(config: RunConfig) -> Iterator[Problem]:
+def warmup_is_written_once(config: RunConfig) -> Iterator[Problem]:
     """The warmup is written at most once."""
     schedule = config.train.schedule
     if schedule.warmup_steps is not None and schedule.warmup_fraction is not None:
@@ -54,7 +54,7 @@ def schedule_fits_its_steps(config: RunConfig) -> Iterator[Problem]:
         yield Problem("train.schedule.decay_fraction", message)
 
 
-def weights_can_learn(config: RunConfig) -> Iterator[Problem]:
+def dtype_fits_precision(config: RunConfig) -> Iterator[Problem]:
     """Trained weights are held in a type in which they can take small updates."""
     dtype, precision = config.model.dtype, config.train.precision
     half = {"bfloat16": "bf16", "float16": "fp16"}.get(dtype)
@@ -79,10 +79,16 @@ def weights_can_learn(config: RunConfig) -> Iterator[Problem]:
         )
 
 
-BATCH_RULES = (batch_is_whole_microbatches, budget_is_one, warmup_is_one, schedule_fits_its_steps, weights_can_learn)
+BATCH_RULES = (
+    batch_is_whole_microbatches,
+    budget_is_written_once,
+    warmup_is_written_once,
+    schedule_fits_its_steps,
+    dtype_fits_precision,
+)
 
 
-def schedule_free_has_no_schedule(config: RunConfig) -> Iterator[Problem]:
+def schedule_free_needs_a_constant_schedule(config: RunConfig) -> Iterator[Problem]:
     """A schedule-free optimizer warms up and then keeps its rate; its average takes the place of a decay."""
     train = config.train
     if train.optimizer.name != "schedule_free_adamw":
@@ -100,7 +106,7 @@ def schedule_free_has_no_schedule(config: RunConfig) -> Iterator[Problem]:
         yield Problem("train.optimizer.betas", message)
 
 
-def parameters_learn_or_do_not(config: RunConfig) -> Iterator[Problem]:
+def trained_parameters_are_chosen_once(config: RunConfig) -> Iterator[Problem]:
     """What learns is said in one way."""
     model, unfreeze = config.model, config.train.unfreeze
     if model.freeze and model.train_only:
@@ -112,7 +118,7 @@ def parameters_learn_or_do_not(config: RunConfig) -> Iterator[Problem]:
                 yield Problem(f"train.unfreeze.{index}.patterns", message)
 
 
-def what_begins_later_begins(config: RunConfig) -> Iterator[Problem]:
+def later_starts_are_within_the_run(config: RunConfig) -> Iterator[Problem]:
     """Steps after which something begins lie within the run."""
     steps, average = config.train.steps, config.train.average
     if steps is None:
@@ -126,7 +132,7 @@ def what_begins_later_begins(config: RunConfig) -> Iterator[Problem]:
         yield Problem("train.average.after_steps", message)
 
 
-def updates_in_backward_know_enough(config: RunConfig) -> Iterator[Problem]:
+def in_backward_fits_the_step(config: RunConfig) -> Iterator[Problem]:
     """An update within the backward pass is of the whole step, and needs to know nothing of the whole gradient."""
     train, key = config.train, "train.optimizer.in_backward"
     if not train.optimizer.in_backward:
@@ -145,7 +151,7 @@ def updates_in_backward_know_enough(config: RunConfig) -> Iterator[Problem]:
         yield Problem(key, message)
 
 
-def kernels_know_the_loss(config: RunConfig) -> Iterator[Problem]:
+def loss_kernel_supports_the_loss(config: RunConfig) -> Iterator[Problem]:
     """Others' kernels work out the cross-entropy itself."""
     kernel, task = config.train.loss_kernel, config.task
     for name in ("label_smoothing", "z_loss"):
@@ -153,10 +159,10 @@ def kernels_know_the_loss(config: RunConfig) -> Iterator[Problem]:
             yield Problem("train.loss_kernel", f"`{kernel}` knows no `task.{name}`. Write `chunked`, or remove that.")
 
 
-LEARNING_RULES = (
-    schedule_free_has_no_schedule,
-    parameters_learn_or_do_not,
-    what_begins_later_begins,
-    updates_in_backward_know_enough,
-    kernels_know_the_loss,
+TRAINING_RULES = (
+    schedule_free_needs_a_constant_schedule,
+    trained_parameters_are_chosen_once,
+    later_starts_are_within_the_run,
+    in_backward_fits_the_step,
+    loss_kernel_supports_the_loss,
 )

@@ -5,7 +5,7 @@ from functools import partial
 
 from finetune.config.formatting import format_list
 from finetune.config.paths import is_path, is_url
-from finetune.config.rules.model import MERGEABLE, adapter_of, learning_dtypes
+from finetune.config.rules.model import MERGEABLE, adapter_of, trained_dtypes
 from finetune.config.rules.unused_task_keys import ConditionalKey, conditional_source_keys, conditional_task_keys
 from finetune.config.run_config import RunConfig
 from finetune.config.section import has_key, is_written
@@ -44,13 +44,13 @@ def _optimizer(config: RunConfig, *, names: tuple[str, ...]) -> bool:
 
 def _updates_in_one_kernel(config: RunConfig) -> bool:
     section = config.train.optimizer
-    is_plain = {section.state_dtype or dtype for dtype in learning_dtypes(config)} == learning_dtypes(config)
+    is_plain = {section.state_dtype or dtype for dtype in trained_dtypes(config)} == trained_dtypes(config)
     is_plain = is_plain and not section.stochastic_rounding
     return section.name == "muon" or (section.name == "adamw" and is_plain)
 
 
 def _learns_in_bfloat16(config: RunConfig) -> bool:
-    return learning_dtypes(config) == {"bfloat16"} and config.train.optimizer.name == "adamw"
+    return trained_dtypes(config) == {"bfloat16"} and config.train.optimizer.name == "adamw"
 
 
 def _schedule_is_not(config: RunConfig, *, name: str) -> bool:

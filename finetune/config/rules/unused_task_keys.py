@@ -7,8 +7,8 @@ from functools import partial
 from pathlib import Path
 
 from finetune.config.paths import is_url
-from finetune.config.rules.sources import is_share, places
-from finetune.config.rules.task import ANSWERING, CLASSIFYING, CONVERSING, WITHOUT_TOKENS
+from finetune.config.rules.sources import is_split_of_training_rows, source_sections
+from finetune.config.rules.task import CHAT_TASKS, CLASSIFICATION_TASKS, GENERATION_TASKS, TASKS_WITHOUT_TOKENS
 from finetune.config.run_config import RunConfig
 from finetune.config.sections.data import ImagesSection, SourceSection, TrainedSourceSection
 from finetune.config.sections.task import (
@@ -40,8 +40,8 @@ def conditional_source_keys(config: RunConfig) -> Iterator[ConditionalKey]:
     if config.data.train.mix:
         for name in _MIXED_KEYS:
             yield ConditionalKey(f"data.train.{name}", _never, "every source of `data.train.mix` has its own")
-    for key, source in places(config):
-        if is_share(source):
+    for key, source in source_sections(config):
+        if is_split_of_training_rows(source):
             for name in _SPLIT_KEYS:
                 yield ConditionalKey(f"{key}.{name}", _never, "the rows are those of `data.train`")
             continue
@@ -96,14 +96,14 @@ _TASKS_WITH_EMBEDDINGS = (
     *("sft", "pretrain", "seq2seq", "masked_lm", "distillation"),
     *("text_classification", "token_classification"),
 )
-_SMOOTHED_TASKS = ("sft", "pretrain", "seq2seq", "masked_lm", "vision_language_sft", *CLASSIFYING)
+_SMOOTHED_TASKS = ("sft", "pretrain", "seq2seq", "masked_lm", "vision_language_sft", *CLASSIFICATION_TASKS)
 _TOKEN_LOSS_TASKS = ("sft", "pretrain", "seq2seq", "masked_lm", "vision_language_sft")
 
 
 def conditional_task_keys() -> Iterator[ConditionalKey]:
     """Yield the keys that some tasks do not read."""
     sections = (
-        ("classification", ClassificationSection, CLASSIFYING),
+        ("classification", ClassificationSection, CLASSIFICATION_TASKS),
         ("preference", PreferenceSection, ("preference",)),
         ("reward", RewardSection, ("reward",)),
         ("seq2seq", Seq2SeqSection, ("seq2seq",)),
@@ -131,7 +131,9 @@ def conditional_task_keys() -> Iterator[ConditionalKey]:
         needs = f"only {' and '.join(f'`loss: {loss}`' for loss in losses)} read it"
         yield ConditionalKey(f"task.preference.{key}", partial(_preference_loss_is, losses=losses), needs)
     for key in ImagesSection.model_fields:
-        yield ConditionalKey(f"data.images.{key}", partial(_task_is, names=WITHOUT_TOKENS), _only_tasks(WITHOUT_TOKENS))
+        yield ConditionalKey(
+            f"data.images.{key}", partial(_task_is, names=TASKS_WITHOUT_TOKENS), _only_tasks(TASKS_WITHOUT_TOKENS)
+        )
     for key in _TOKEN_KEYS:
         yield ConditionalKey(f"data.{key}", _has_tokens, "images alone have no tokens")
     for key in (
@@ -145,7 +147,9 @@ def conditional_task_keys() -> Iterator[ConditionalKey]:
     yield ConditionalKey(
         "train.embedding_noise", partial(_task_is, names=_TASKS_WITH_EMBEDDINGS), _only_tasks(_TASKS_WITH_EMBEDDINGS)
     )
-    yield ConditionalKey("model.image_processor", partial(_task_is, names=WITHOUT_TOKENS), _only_tasks(WITHOUT_TOKENS))
+    yield ConditionalKey(
+        "model.image_processor", partial(_task_is, names=TASKS_WITHOUT_TOKENS), _only_tasks(TASKS_WITHOUT_TOKENS)
+    )
     for key in ("chat_template", "system_prompt"):
         yield ConditionalKey(f"data.{key}", _has_turns, "this task reads text without turns")
     yield ConditionalKey("data.train_on", _chooses_turns, "which turns are learnt is decided by the task")
@@ -195,11 +199,11 @@ def _preference_loss_is(config: RunConfig, *, losses: tuple[str, ...]) -> bool:
 
 
 def _has_tokens(config: RunConfig) -> bool:
-    return config.task.name not in WITHOUT_TOKENS
+    return config.task.name not in TASKS_WITHOUT_TOKENS
 
 
 def _has_turns(config: RunConfig) -> bool:
-    return config.task.name in CONVERSING
+    return config.task.name in CHAT_TASKS
 
 
 def _chooses_turns(config: RunConfig) -> bool:
@@ -211,4 +215,4 @@ def _generates_in_batches(config: RunConfig) -> bool:
 
 
 def _generates(config: RunConfig) -> bool:
-    return config.task.name in ANSWERING and config.data.train_on != "all"
+    return config.task.name in GENERATION_TASKS and config.data.train_on != "all"

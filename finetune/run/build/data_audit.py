@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from finetune.config.rules.task import WITHOUT_TOKENS
+from finetune.config.rules.task import TASKS_WITHOUT_TOKENS
 from finetune.config.run_config import RunConfig
 from finetune.data.audit.audit import Audit, audit_sources
 from finetune.data.audit.padding import Padding, measure_padding
@@ -46,7 +46,7 @@ def keep_audit(folder: Path, config: RunConfig, lessons: Lessons, *, say: RunLog
 def _padding(config: RunConfig, lessons: Lessons) -> Padding | None:
     if lessons.training.order.num_positions is None:
         return None  # a stream: its samples are not there yet
-    if config.task.name in WITHOUT_TOKENS:
+    if config.task.name in TASKS_WITHOUT_TOKENS:
         return None
     batching, train = config.data.batching, config.train
     budget = tokens_per_position(batching, max_length=config.data.longest)

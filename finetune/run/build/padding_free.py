@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from finetune.config.rules.model import PROMPTS, adapter_of
-from finetune.config.rules.task import PADDED
+from finetune.config.rules.model import PROMPT_ADAPTERS, adapter_of
+from finetune.config.rules.task import PADDED_TASKS
 from finetune.config.run_config import RunConfig
 from finetune.config.sections.data import DataSection
 from finetune.errors import ModelError
@@ -35,7 +35,7 @@ def settled(config: RunConfig, *, model: Any = None, adapter: Adapter = None) ->
 
 def layout_lines(config: RunConfig, data: DataSection) -> tuple[str, ...]:
     """Return what `auto` has come to, where the task leaves a choice."""
-    if config.task.name in PADDED or config.data.batching.padding_free != "auto" or data.batching.by == "packs":
+    if config.task.name in PADDED_TASKS or config.data.batching.padding_free != "auto" or data.batching.by == "packs":
         return ()
     if data.batching.padding_free is True:
         return ("samples stand end to end, without padding: the model keeps them apart",)
@@ -44,7 +44,7 @@ def layout_lines(config: RunConfig, data: DataSection) -> tuple[str, ...]:
 
 def can_share_rows(config: RunConfig, *, model: Any = None, adapter: Adapter = None) -> bool:
     """Tell whether samples may stand in one row without a proof by the model itself."""
-    if config.task.name in PADDED or config.model.attention not in TELLING:
+    if config.task.name in PADDED_TASKS or config.model.attention not in TELLING:
         return False
     if _stands_before_text(config, adapter):
         return False
@@ -60,4 +60,4 @@ def _stands_before_text(config: RunConfig, adapter: Adapter) -> bool:
         path = Path(config.model.adapter).expanduser() / ADAPTER_CONFIG
         adapter = read_adapter_config(path.parent) if path.is_file() else None
     kind = adapter_of(config) if adapter is None else str(adapter.get("peft_type", "")).lower()
-    return kind in PROMPTS
+    return kind in PROMPT_ADAPTERS

@@ -23,7 +23,7 @@ from finetune.checkpoint.format.manifest import (
 from finetune.checkpoint.format.metadata import read_metadata
 from finetune.checkpoint.read.changes import check_changes
 from finetune.config.paths import is_path, is_url
-from finetune.config.rules.sources import sources
+from finetune.config.rules.sources import row_sources
 from finetune.config.run_config import RunConfig
 from finetune.config.sections.export import ExportSection
 from finetune.errors import CheckpointError
@@ -78,7 +78,7 @@ def is_untouched(config: RunConfig, *, since: float) -> bool:
 
 def _places(config: RunConfig) -> Iterator[Path | None]:
     """Yield files and folders that decide rows and tokens; None for what lies elsewhere."""
-    for _, source in sources(config):
+    for _, source in row_sources(config):
         is_here = source.path is not None and not is_url(source.path) and Path(source.path).exists()
         yield Path(str(source.path)) if is_here else None  # a pattern is not followed
     template, tokenizer = config.data.chat_template, config.model.tokenizer
