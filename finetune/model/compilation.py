@@ -67,7 +67,7 @@ class CompiledForward:
         return _forward(module, *values, **named)
 
 
-def compile_model(model: PreTrainedModel, mode: Literal["regional", "full"], *, say: Log) -> None:
+def compile_model(model: PreTrainedModel, mode: Literal["regional", "full"], *, log: Log) -> None:
     """Compile the model's repeated layers, or its body without the head, at their first forward pass in training.
 
     `model` is the one inside all wrappers, which may come before or after. Says what is compiled, or why nothing is.
@@ -76,17 +76,17 @@ def compile_model(model: PreTrainedModel, mode: Literal["regional", "full"], *, 
     parts = [] if reason else [model_body(model)] if mode == "full" else list(repeated_layers(model))
     if not parts:
         reason = reason or f"`{model.config.model_type}` has no repeated layers"
-        say(f"warning: model.compile: {mode} was asked for, and nothing is compiled: {reason}.")
+        log(f"warning: model.compile: {mode} was asked for, and nothing is compiled: {reason}.")
         return
     settings: Any = _torch_module("_dynamo.config")
     settings.recompile_limit = RECOMPILE_LIMIT
     settings.fail_on_recompile_limit_hit = True  # told and given up, never half compiled in silence
-    compilation = Compilation(say)
+    compilation = Compilation(log)
     for part in parts:
         forward = CompiledForward(part, compilation)
         part.forward = forward
     for line in _log_lines(parts, mode):
-        say(line)
+        log(line)
 
 
 def model_body(model: PreTrainedModel) -> nn.Module:

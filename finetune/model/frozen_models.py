@@ -33,7 +33,7 @@ _LOG_AFTER_SECONDS = 2.0
 
 
 def base_digest(
-    section: ModelSection, *, model: Any, is_reference: bool = False, say: Callable[[str], None]
+    section: ModelSection, *, model: Any, is_reference: bool = False, log: Callable[[str], None]
 ) -> str | None:
     """Return what identifies the frozen weights, or None where nothing is frozen or they are drawn from the seed.
 
@@ -42,24 +42,24 @@ def base_digest(
     is_frozen = adapter_config(section) is not None or section.freeze or section.train_only or is_reference
     if section.name is None or not is_frozen:
         return None
-    return weights_digest(section, model=model, say=say)
+    return weights_digest(section, model=model, log=log)
 
 
-def weights_digest(section: ModelSection, *, model: Any, say: Callable[[str], None]) -> str:
+def weights_digest(section: ModelSection, *, model: Any, log: Callable[[str], None]) -> str:
     """Return what identifies the weights of `model.name`.
 
     For a folder that is a SHA-256 over its weights and config.json, wherever it lies; for a hub model the commit that
     was loaded, found without a network. May read every byte of a folder's weights: call it on one rank.
     """
     if is_local_path(str(section.name)):
-        return folder_digest(Path(resolve_name(str(section.name), key="model.name")), say=say)
+        return folder_digest(Path(resolve_name(str(section.name), key="model.name")), log=log)
     commit = getattr(getattr(model, "config", None), "_commit_hash", None) or _cached_commit(section)
     if commit is None:
-        say(f"model.name: the commit of `{section.name}` is not known, so a change of it would not be seen on a resume")
+        log(f"model.name: the commit of `{section.name}` is not known, so a change of it would not be seen on a resume")
     return f"commit {commit or 'unknown'}"
 
 
-def folder_digest(folder: Path, *, say: Callable[[str], None]) -> str:
+def folder_digest(folder: Path, *, log: Callable[[str], None]) -> str:
     """Return a digest over the digests of the files of weights and configs by name; raises ModelError.
 
     They are listed as `sha256sum` would. Reads every byte of what was written since the last time: call it on one rank.
@@ -76,7 +76,7 @@ def folder_digest(folder: Path, *, say: Callable[[str], None]) -> str:
     whole = hashlib.sha256(listed.encode()).hexdigest()
     seconds = time.monotonic() - started
     if seconds > _LOG_AFTER_SECONDS:
-        say(f"base weights {whole[:12]}: read {format_size(size)} of {folder} in {seconds:.0f} s to tell them by")
+        log(f"base weights {whole[:12]}: read {format_size(size)} of {folder} in {seconds:.0f} s to tell them by")
     return f"sha256 {whole}"
 
 
@@ -143,7 +143,7 @@ def reference_mode(model: Any, section: ModelSection) -> Iterator[None]:
 
 
 def reference_identity(
-    section: ModelSection, *, seed: int, model: Any, say: Callable[[str], None]
+    section: ModelSection, *, seed: int, model: Any, log: Callable[[str], None]
 ) -> Mapping[str, Any]:
     """Return, as JSON, what the reference's answers depend on; may read every byte of the weights: on one rank.
 
@@ -152,11 +152,11 @@ def reference_identity(
     left_out = _KEYS_WITHOUT_EFFECT | (_ADAPTER_KEYS if reference_is_base(section) else frozenset())
     known: dict[str, Any] = section.model_dump(mode="json", exclude=set(left_out), exclude_defaults=True)
     if section.name is not None:
-        known["weights"] = weights_digest(section, model=model, say=say)
+        known["weights"] = weights_digest(section, model=model, log=log)
     if section.name is None or "lora" in known or section.new_tokens is not None:
         known["seed"] = seed
     if section.adapter is not None:
-        known["adapter"] = folder_digest(Path(resolve_name(str(section.adapter), key="model.adapter")), say=say)
+        known["adapter"] = folder_digest(Path(resolve_name(str(section.adapter), key="model.adapter")), log=log)
     return known
 
 
@@ -199,16 +199,16 @@ def check_teacher_tokenizer(section: DistillationSection, *, model: ModelSection
         )
 
 
-def teacher_digest(section: DistillationSection, *, model: ModelSection, say: Callable[[str], None]) -> str:
+def teacher_digest(section: DistillationSection, *, model: ModelSection, log: Callable[[str], None]) -> str:
     """Return what identifies the teacher's weights: a digest of a folder's, the commit of a hub model's in the cache.
 
     Reads every byte of a folder's weights: call it on one rank.
     """
     if is_local_path(section.teacher):
-        return folder_digest(Path(resolve_name(section.teacher, key=TEACHER_KEY)), say=say)
+        return folder_digest(Path(resolve_name(section.teacher, key=TEACHER_KEY)), log=log)
     path = try_to_load_from_cache(section.teacher, "config.json", cache_dir=model.cache_folder)
     if not isinstance(path, str):
-        say(
+        log(
             f"{TEACHER_KEY}: the commit of `{section.teacher}` is not known, so a change of it would not be seen on a resume"
         )
         return "commit unknown"

@@ -124,7 +124,7 @@ def load_processing(
     reads: Literal["text", "images", "both"],
     texts: Callable[[], Iterable[str]],
     cache_folder: Path,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
     image_size: int | None = None,
 ) -> Processing:
     """Return what rows of this kind need, as the model wants it; raises ModelError.
@@ -132,7 +132,7 @@ def load_processing(
     `image_size` takes the place of the image processor's own.
     """
     if reads == "text":
-        return Processing(load_tokenizer(model, texts=texts, cache_folder=cache_folder, say=say))
+        return Processing(load_tokenizer(model, texts=texts, cache_folder=cache_folder, log=log))
     if reads == "images":
         processor = _image_processor(model)
         return Processing(processor=processor if image_size is None else with_image_size(processor, image_size))
@@ -141,7 +141,7 @@ def load_processing(
         raise ModelError("model.name: its processor has no tokenizer. Name a model of images and text.")
     if processor.chat_template:  # older repositories keep it with the processor alone
         processor.tokenizer.chat_template = processor.chat_template
-    ensure_padding(processor.tokenizer, say=say)
+    ensure_padding(processor.tokenizer, log=log)
     if model.new_tokens is not None:
         add_tokens(processor.tokenizer, model.new_tokens)
     return Processing(processor.tokenizer, processor)

@@ -114,7 +114,7 @@ def load_tokenizer(
     *,
     texts: Callable[[], Iterable[str]],
     cache_folder: Path,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
 ) -> PreTrainedTokenizerBase:
     """Return the tokenizer with a padding token and the job's new tokens.
 
@@ -124,20 +124,20 @@ def load_tokenizer(
     asked = model.tokenizer
     if asked is not None and asked.train is not None:
         vocabulary_size = asked.train.vocabulary_size
-        tokenizer = train_or_load_tokenizer(texts, vocabulary_size=vocabulary_size, cache_folder=cache_folder, say=say)
+        tokenizer = train_or_load_tokenizer(texts, vocabulary_size=vocabulary_size, cache_folder=cache_folder, say=log)
     elif asked is not None and asked.name is not None:
         tokenizer = _load_pretrained(asked.name, key="model.tokenizer.name", model=model, revision=None)
     elif model.name is not None:
         tokenizer = _load_pretrained(model.name, key="model.name", model=model, revision=model.revision)
     else:
         raise ModelError("model.tokenizer: a model built `from_config` brings no tokenizer. Write `train` or `name`.")
-    ensure_padding(tokenizer, say=say)
+    ensure_padding(tokenizer, log=log)
     if model.new_tokens is not None:
         add_tokens(tokenizer, model.new_tokens)
     return tokenizer
 
 
-def ensure_padding(tokenizer: PreTrainedTokenizerBase, *, say: Callable[[str], None]) -> None:
+def ensure_padding(tokenizer: PreTrainedTokenizerBase, *, log: Callable[[str], None]) -> None:
     """Have the tokenizer pad with end-of-sequence where it has no padding; raises ModelError where it has neither."""
     if tokenizer.pad_token is not None:
         return
@@ -147,7 +147,7 @@ def ensure_padding(tokenizer: PreTrainedTokenizerBase, *, say: Callable[[str], N
             "`tokenizer.add_special_tokens({'eos_token': ...})`, then `save_pretrained`, then name its folder."
         )
     tokenizer.pad_token = tokenizer.eos_token
-    say(f"the tokenizer has no padding token: {tokenizer.eos_token} pads too; padding never counts in the loss")
+    log(f"the tokenizer has no padding token: {tokenizer.eos_token} pads too; padding never counts in the loss")
 
 
 def _load_pretrained(name: str, *, key: str, model: ModelSection, revision: str | None) -> PreTrainedTokenizerBase:

@@ -89,7 +89,7 @@ CASES = [
 def test_compiled_it_learns_the_same(model, how, wish):
     plain, quick = model(**wish), model(**wish)
     names = list(quick.state_dict())
-    compile_model(unwrap_model(quick), how, say=lambda _: None)
+    compile_model(unwrap_model(quick), how, log=lambda _: None)
     assert list(quick.state_dict()) == names
     before = num_graphs()
     assert_alike(learnt(quick, shapes=SHAPES[:1]), learnt(plain, shapes=SHAPES[:1]))
@@ -100,7 +100,7 @@ def test_equal_layers_are_compiled_once_and_lengths_that_vary_a_few_times(model,
     monkeypatch.setattr(compilation, "BACKEND", "eager")
     quick, counts = model("qwen3 tied"), []
     assert len(list(repeated_layers(quick))) == 2
-    compile_model(quick, "regional", say=lambda _: None)
+    compile_model(quick, "regional", log=lambda _: None)
     before = num_graphs()
     for shape in SHAPES:
         learnt(quick, shapes=[shape])
@@ -112,7 +112,7 @@ def test_equal_layers_are_compiled_once_and_lengths_that_vary_a_few_times(model,
 def test_rows_of_samples_are_compiled_once_whatever_stands_in_them(model, monkeypatch):
     monkeypatch.setattr(compilation, "BACKEND", "eager")
     plain, quick, counts = model("qwen3 tied"), model("qwen3 tied"), []
-    compile_model(quick, "regional", say=lambda _: None)
+    compile_model(quick, "regional", log=lambda _: None)
     for lengths in [(5,), (9, 3), (4, 4, 7), (6, 2, 2, 8), (3, 9), (7, 5, 4)]:
         row = collate_padding_free([sample(length, number) for number, length in enumerate(lengths)])
         losses = []
@@ -132,7 +132,7 @@ def sample(length, number):
 
 def test_an_evaluation_runs_the_code_as_it_is_written(model):
     quick = model()
-    compile_model(quick, "regional", say=lambda _: None)
+    compile_model(quick, "regional", log=lambda _: None)
     before, ids = num_graphs(), torch.arange(12)[None]
     with torch.no_grad():
         assert torch.equal(quick(input_ids=ids).logits, model()(input_ids=ids).logits)
@@ -146,7 +146,7 @@ def test_when_the_compiler_fails_training_goes_on_without_it(model, monkeypatch)
 
     monkeypatch.setattr(compilation, "BACKEND", broken)
     plain, quick, said = model(), model(), []
-    compile_model(quick, "regional", say=said.append)
+    compile_model(quick, "regional", log=said.append)
     assert_alike(learnt(quick, shapes=SHAPES[:2]), learnt(plain, shapes=SHAPES[:2]))
     warnings = [line for line in said if line.startswith("warning")]
     assert len(warnings) == 1
@@ -157,7 +157,7 @@ def test_too_many_variants_are_told_and_given_up(model, monkeypatch):
     monkeypatch.setattr(compilation, "BACKEND", "eager")
     monkeypatch.setattr(compilation, "RECOMPILE_LIMIT", 1)
     plain, quick, said = model(), model(), []
-    compile_model(quick, "regional", say=said.append)
+    compile_model(quick, "regional", log=said.append)
     assert_alike(learnt(quick), learnt(plain))
     assert any("FailOnRecompileLimitHit" in line for line in said)
 
@@ -165,7 +165,7 @@ def test_too_many_variants_are_told_and_given_up(model, monkeypatch):
 def test_without_a_compiler_nothing_is_compiled_and_that_is_told(model, monkeypatch):
     monkeypatch.setattr(compilation, "why_not_compilable", lambda: "there is no compiler")
     quick, said = model(), []
-    compile_model(quick, "regional", say=said.append)
+    compile_model(quick, "regional", log=said.append)
     assert said == ["warning: model.compile: regional was asked for, and nothing is compiled: there is no compiler."]
     assert all("forward" not in vars(module) for module in quick.modules())
 
@@ -187,5 +187,5 @@ def test_a_model_without_repeated_layers_has_nothing_to_compile():
 def test_the_compiled_kernels_learn_the_same(model, monkeypatch, how):
     monkeypatch.setattr(compilation, "BACKEND", "inductor")
     plain, quick = model(lora=LORA), model(lora=LORA)
-    compile_model(unwrap_model(quick), how, say=lambda _: None)
+    compile_model(unwrap_model(quick), how, log=lambda _: None)
     assert_alike(learnt(quick, shapes=SHAPES[:3]), learnt(plain, shapes=SHAPES[:3]))

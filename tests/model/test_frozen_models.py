@@ -26,7 +26,7 @@ def folder(tmp_path):
 
 
 def digest(folder, *, say=lambda _: None, model=None, **section):
-    return base_digest(ModelSection(name=str(folder), **{"lora": LoraSection(), **section}), model=model, say=say)
+    return base_digest(ModelSection(name=str(folder), **{"lora": LoraSection(), **section}), model=model, log=say)
 
 
 def test_it_is_what_sha256sum_would_print_of_what_sha256sum_prints(folder):
@@ -67,7 +67,7 @@ def test_older_weights_count_where_there_are_no_others(folder):
 def test_only_frozen_weights_have_a_digest(folder):
     assert digest(folder, lora=None) is None
     assert digest(folder, lora=None, freeze=("wte.*",)) is not None
-    assert base_digest(ModelSection(lora=LoraSection()), model=None, say=print) is None
+    assert base_digest(ModelSection(lora=LoraSection()), model=None, log=print) is None
 
 
 def test_a_hub_model_is_told_by_its_commit():
@@ -142,10 +142,10 @@ def test_another_vocabulary_is_one_sentence(folder):
 
 def test_other_weights_are_another_teacher(folder):
     section = DistillationSection(teacher=str(folder))
-    before = teacher_digest(section, model=MODEL, say=print)
-    assert before == teacher_digest(section, model=MODEL, say=print)
+    before = teacher_digest(section, model=MODEL, log=print)
+    assert before == teacher_digest(section, model=MODEL, log=print)
     model = LlamaForCausalLM.from_pretrained(folder)
     with torch.no_grad():
         model.lm_head.weight.add_(1)
     model.save_pretrained(folder)
-    assert teacher_digest(section, model=MODEL, say=print) != before
+    assert teacher_digest(section, model=MODEL, log=print) != before

@@ -77,7 +77,7 @@ def test_a_model_without_adapters_is_as_it_is(base):
 def identity(tmp_path, *, weights=b"weights", **keys):
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "model.safetensors").write_bytes(weights)
-    return reference_identity(section(name=str(tmp_path), **keys), seed=1, model=None, say=print)
+    return reference_identity(section(name=str(tmp_path), **keys), seed=1, model=None, log=print)
 
 
 def test_fresh_adapters_are_no_part_of_what_the_reference_is_known_by(tmp_path):

@@ -106,7 +106,7 @@ def _processing(config: RunConfig, sources: OpenedSources, say: RunLog) -> Proce
         reads=input_kind(config.task.name),
         texts=partial(texts, sources.train),
         cache_folder=cache_folder(config.data),
-        say=say,
+        log=say,
         image_size=config.data.images.size,
     )
     if processing.tokenizer is not None:

@@ -96,7 +96,7 @@ def knower_of(config: RunConfig, task: Task, machine: Machine, *, say: RunLog) -
         told = {"teacher": teacher_identity(config, say=say), "dtype": distillation.teacher_dtype}
         return Knower(load, told, nullcontext)
     distributed.open_background_group()  # its time limit allows for reading hundreds of gigabytes
-    describe = partial(reference_identity, section, seed=config.run.seed, model=machine.plain_model, say=say)
+    describe = partial(reference_identity, section, seed=config.run.seed, model=machine.plain_model, log=say)
     identity = run_on_rank_0(describe, group=distributed.Group.BACKGROUND)
     return Knower(lambda: machine.model, identity, partial(reference_mode, machine.plain_model, section))
 

@@ -120,7 +120,7 @@ def _compile(config: RunConfig, strategy: Strategy, model: Any, *, say: RunLog) 
             "parameters in hooks of every module, at each of which a compiled graph would end. Launch with fsdp2.yaml."
         )
         return
-    compile_model(model, config.model.compile, say=say)
+    compile_model(model, config.model.compile, log=say)
 
 
 def _optimizer(

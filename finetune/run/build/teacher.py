@@ -40,6 +40,6 @@ def teacher_identity(config: RunConfig, *, say: RunLog) -> str | None:
         return None
     distributed.open_background_group()  # its time limit allows for reading hundreds of gigabytes
     digest: str = run_on_rank_0(
-        lambda: teacher_digest(section, model=config.model, say=say), group=distributed.Group.BACKGROUND
+        lambda: teacher_digest(section, model=config.model, log=say), group=distributed.Group.BACKGROUND
     )
     return digest

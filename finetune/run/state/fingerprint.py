@@ -23,7 +23,7 @@ def run_facts(config: RunConfig, lessons: Lessons, *, model: Any, strategy: str,
     distributed.open_background_group()  # its time limit allows for hundreds of gigabytes; that of a GPU's line does not
     prior = lessons.task.precomputed
     compared = prior is not None and prior.scorer == "reference"
-    digest = partial(base_digest, config.model, model=model, is_reference=compared, say=say)
+    digest = partial(base_digest, config.model, model=model, is_reference=compared, log=say)
     base = run_on_rank_0(digest, group=distributed.Group.BACKGROUND)
     adapter = run_on_rank_0(lambda: adapter_digest(config.model.adapter), group=distributed.Group.BACKGROUND)
     teacher = teacher_identity(config, say=say)
