@@ -67,7 +67,7 @@ class Learner:
         self._precision, self._number, self.loss = variant.precision, 0, 0.0
         source = FromConfigSection(model_type="llama", values=SHAPE)
         section = ModelSection(from_config=source, **variant.model)
-        model = load_model(section, head="causal_lm", construction=InitContext(), seed=1, vocabulary_size=VOCABULARY)
+        model = load_model(section, head="causal_lm", init_context=InitContext(), seed=1, vocabulary_size=VOCABULARY)
         if variant.lora is not None:
             model = add_adapter(model, variant.lora, AdapterContext(seed=1))
         if section.activation_offload:

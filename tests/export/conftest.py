@@ -66,7 +66,7 @@ def load_from(section: ModelSection) -> PreTrainedModel:
     return load_model(
         section,
         head="causal_lm",
-        construction=InitContext(),
+        init_context=InitContext(),
         seed=7,
         vocabulary_size=260,
         special_ids=SpecialTokenIds(eos=0, pad=3),

@@ -47,7 +47,7 @@ def build() -> Callable[..., PreTrainedModel]:
         return load_model(
             section,
             head="causal_lm",
-            construction=construction or InitContext(),
+            init_context=construction or InitContext(),
             seed=seed,
             vocabulary_size=VOCABULARY_SIZE,
             special_ids=SpecialTokenIds(eos=0, pad=3),

@@ -33,7 +33,7 @@ def build(section: ModelSection, construction: InitContext) -> PreTrainedModel:
     return load_model(
         section,
         head="causal_lm",
-        construction=construction,
+        init_context=construction,
         seed=7,
         vocabulary_size=300,
         special_ids=SpecialTokenIds(eos=0, pad=3),

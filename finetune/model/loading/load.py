@@ -61,7 +61,7 @@ def load_model(
     section: ModelSection,
     *,
     head: str,
-    construction: InitContext,
+    init_context: InitContext,
     seed: int,
     vocabulary_size: int | None,
     special_ids: SpecialTokenIds | None = None,
@@ -80,18 +80,18 @@ def load_model(
             section.from_config, vocabulary_size=vocabulary_size, special_ids=special_ids or SpecialTokenIds()
         )
         set_config_values(config, values)
-        model = _build_model(config, section=section, head=head, construction=construction, attention=attention)
-        if not construction.on_meta_device:
-            initialize_weights(model, seed=seed, gather=construction.gather)
-    elif construction.on_meta_device:
+        model = _build_model(config, section=section, head=head, construction=init_context, attention=attention)
+        if not init_context.on_meta_device:
+            initialize_weights(model, seed=seed, gather=init_context.gather)
+    elif init_context.on_meta_device:
         config = load_pretrained_config(section)
         set_config_values(config, values)
-        model = _build_model(config, section=section, head=head, construction=construction, attention=attention)
+        model = _build_model(config, section=section, head=head, construction=init_context, attention=attention)
     else:
-        loaded = _load_pretrained(section, head=head, values=values, construction=construction, attention=attention)
+        loaded = _load_pretrained(section, head=head, values=values, construction=init_context, attention=attention)
         model = loaded.model
         if loaded.new:
-            initialize_weights(model, seed=seed, gather=construction.gather, only=loaded.new)
+            initialize_weights(model, seed=seed, gather=init_context.gather, only=loaded.new)
     if vocabulary_size is not None:
         _check_vocabulary(model, vocabulary_size=vocabulary_size)
     return _prepare_for_training(model, section=section)

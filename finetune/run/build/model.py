@@ -48,7 +48,7 @@ def _learning(
     model: Any = load_model(
         section,
         head=task.head,
-        construction=construction,
+        init_context=construction,
         seed=seed,
         vocabulary_size=None if tokenizer is None else len(tokenizer) - len(ids),
         special_ids=None if tokenizer is None else _special_ids(tokenizer),
