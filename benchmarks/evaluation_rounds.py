@@ -68,7 +68,9 @@ def ours(folder: Path) -> Evaluate:
     config, strategy = loaded.config, launched_strategy(loaded)
     lessons = make_lessons(config, say)
     accelerator = make_accelerator(config, strategy)
-    machine = make_machine(config, strategy, accelerator=accelerator, lessons=lessons, learning_rate=1e-3, say=say)
+    machine = make_machine(
+        config, strategy, accelerator=accelerator, training_data=lessons, learning_rate=1e-3, say=say
+    )
     evaluator = make_evaluator(
         config,
         lessons.task,

@@ -60,7 +60,12 @@ def build(path: Path) -> Machine:
     plan = make_run_plan(loaded.config, lessons)
     accelerator = make_accelerator(loaded.config, strategy)
     return make_machine(
-        loaded.config, strategy, accelerator=accelerator, lessons=lessons, learning_rate=plan.schedule.peak, say=say
+        loaded.config,
+        strategy,
+        accelerator=accelerator,
+        training_data=lessons,
+        learning_rate=plan.schedule.peak,
+        say=say,
     )
 
 

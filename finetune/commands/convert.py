@@ -194,7 +194,7 @@ def _build(loaded: LoadedConfig, strategy: Strategy, *, checkpoints: Path) -> Co
         small.config,
         strategy,
         accelerator=make_accelerator(small.config, strategy),
-        lessons=lessons,
+        training_data=lessons,
         learning_rate=make_run_plan(small.config, lessons).schedule.peak,
         say=say,
     )

@@ -97,7 +97,13 @@ _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def export_final(
-    loaded: LoadedConfig, reporter: Reporter, *, progress: Progress, lessons: Lessons, machine: Machine, reason: str
+    loaded: LoadedConfig,
+    reporter: Reporter,
+    *,
+    progress: Progress,
+    training_data: Lessons,
+    machine: Machine,
+    reason: str,
 ) -> None:
     """Gather the weights and write them on the main rank, unless they are there already. Collective.
 
@@ -118,10 +124,11 @@ def export_final(
         report = export_model(
             run_folder / FOLDER,
             model=machine.plain_model,
-            weights=weights | original_weights(loaded.config, lessons.task, tokenizer=lessons.tokenizer, say=print),
-            preprocessors=inputs_of(lessons.processing),
+            weights=weights
+            | original_weights(loaded.config, training_data.task, tokenizer=training_data.tokenizer, say=print),
+            preprocessors=inputs_of(training_data.processing),
             section=written_section(loaded.config),
-            facts=_card(loaded, progress, head=lessons.task.head),
+            facts=_card(loaded, progress, head=training_data.task.head),
         )
         _record(loaded, report, step=progress.step, reason=reason)
         tensors = f"{report.num_tensors} tensors, {format_size(report.size_bytes)}"

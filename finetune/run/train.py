@@ -98,7 +98,9 @@ def _train(
     if finished := find_finished(config, lessons, num_steps=plan.num_steps, strategy=strategy.name, say=say):
         return end_at_once(finished, watch=watch, num_steps=plan.num_steps)
     rate = plan.schedule.peak
-    machine = make_machine(config, strategy, accelerator=accelerator, lessons=lessons, learning_rate=rate, say=say)
+    machine = make_machine(
+        config, strategy, accelerator=accelerator, training_data=lessons, learning_rate=rate, say=say
+    )
     require_isolation(config, lessons, machine)
     mend_before_training(lessons)
     startup.end("model")
@@ -106,9 +108,9 @@ def _train(
     lessons = with_priors(config, lessons, machine, say=say)  # from the model as it starts: before weights are loaded
     lessons = replace(lessons, task=taught(config, lessons.task, accelerator, say=say))
     checkpointer, progress = continue_run(
-        config, machine, strategy=strategy.name, lessons=lessons, ahead=ahead, say=say
+        config, machine, strategy=strategy.name, training_data=lessons, ahead=ahead, say=say
     )
-    reporter = mirror.told_by(open_run(loaded, machine, lessons=lessons, say=say))
+    reporter = mirror.told_by(open_run(loaded, machine, training_data=lessons, say=say))
     with closing(reporter), mirror, watch.first_error(DiskError):
         checkpointer.rehearse(num_saves=plan.num_due(config.checkpoint.every_steps, after=progress.step))
         settle = partial(sync_batch_norm, machine.model)
@@ -119,7 +121,7 @@ def _train(
             RunStarted(progress.step, plan.num_steps, describe_strategy(strategy), plan.arithmetic, config.model_dump())
         )
         told = telling_start(parts, startup)
-        return train_to_the_end(loaded, told, progress=progress, lessons=lessons, machine=machine, watch=watch)
+        return train_to_the_end(loaded, told, progress=progress, training_data=lessons, machine=machine, watch=watch)
 
 
 def launched_strategy(loaded: LoadedConfig) -> Strategy:
@@ -157,7 +159,7 @@ EXIT_CODES = {**signals.EXIT_CODES, SPOT_NOTICE: 143, FAILED_SAVE: 1}
 
 
 def train_to_the_end(
-    loaded: LoadedConfig, parts: Parts, *, progress: Progress, lessons: Lessons, machine: Machine, watch: Watch
+    loaded: LoadedConfig, parts: Parts, *, progress: Progress, training_data: Lessons, machine: Machine, watch: Watch
 ) -> int:
     """Train, export the model where the run is over, report the end and return the exit code. Collective."""
     started, folder = time.monotonic(), Path(loaded.config.run.folder)
@@ -168,7 +170,9 @@ def train_to_the_end(
     reason = _run_loop(parts, progress, watch=watch)
     is_final = reason in EXPORTED_AFTER
     if is_final:
-        export_final(loaded, parts.reporter, progress=progress, lessons=lessons, machine=machine, reason=reason)
+        export_final(
+            loaded, parts.reporter, progress=progress, training_data=training_data, machine=machine, reason=reason
+        )
     code = EXIT_CODES.get(reason, 0)
     if reason == STOP_FILE and distributed.is_main():
         take_back_stop(folder, say=lambda text: parts.reporter(Warned(progress.step, text)))  # it has been obeyed

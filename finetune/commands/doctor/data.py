@@ -140,7 +140,7 @@ def yaml_lines(settings: LoaderSettings) -> str:
 
 
 def _loader(
-    config: RunConfig, lessons: Lessons, settings: LoaderSettings, *, first_step: int, num_steps: int = _ENDLESS
+    config: RunConfig, training_data: Lessons, settings: LoaderSettings, *, first_step: int, num_steps: int = _ENDLESS
 ) -> Any:
     keys = {
         "num_workers": settings.num_workers,
@@ -149,15 +149,15 @@ def _loader(
         "prefetch_factor": settings.prefetch_factor,
     }
     return train_loader(
-        lessons.training,
-        lessons.task.collate,
+        training_data.training,
+        training_data.task.collate,
         global_batch_size=config.train.global_batch_size,
         microbatch_size=config.train.microbatch_size,
         first_step=first_step,
         num_steps=num_steps,
         section=config.data.model_copy(update=keys),
         seed=config.run.seed,
-        has_partners=lessons.task.has_partners,
+        has_partners=training_data.task.has_partners,
     )
 
 

@@ -140,9 +140,9 @@ def _as_one(pools: Sequence[DatasetView], config: RunConfig) -> DatasetView:
     return grouped_by_length(pool, data.batching, seed=seed, global_batch_size=config.train.global_batch_size)
 
 
-def make_run_plan(config: RunConfig, lessons: Lessons) -> Plan:
+def make_run_plan(config: RunConfig, training_data: Lessons) -> Plan:
     """Return the number of steps and the shape of each, and what there is to say of the data that they see."""
-    training, batch = lessons.training, config.train.global_batch_size
+    training, batch = training_data.training, config.train.global_batch_size
     plan = make_plan(
         config.train,
         num_positions=training.order.num_positions,
@@ -167,16 +167,16 @@ SECONDS_TO_WAIT = 10.0
 """For a large set; what is verified later is compared sample by sample, too, before a step learns from it."""
 
 
-def mend_before_training(lessons: Lessons) -> None:
+def mend_before_training(training_data: Lessons) -> None:
     """Have sets made again in which damage has been found by now; no collective: each rank sees to what it reads.
 
     Where something is worked out of all samples beforehand, all of them are verified first.
     """
-    mend_sets(lessons, seconds=SECONDS_TO_WAIT if lessons.task.precomputed is None else None)
+    mend_sets(training_data, seconds=SECONDS_TO_WAIT if training_data.task.precomputed is None else None)
 
 
-def mend_sets(lessons: Lessons, *, seconds: float | None = None) -> None:
+def mend_sets(training_data: Lessons, *, seconds: float | None = None) -> None:
     """Wait until all sets are verified, at most so long for each; those found to be damaged are made again."""
-    for prepared in (*lessons.sources.values(), lessons.validation_set):
+    for prepared in (*training_data.sources.values(), training_data.validation_set):
         if isinstance(prepared, PreparedSet):
             repair(prepared, seconds=seconds)

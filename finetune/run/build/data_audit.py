@@ -23,46 +23,46 @@ RENDERED = ("sft", "distillation")
 """Tasks that train on conversations as the chat template renders them."""
 
 
-def audit_lessons(config: RunConfig, lessons: Lessons) -> Audit:
+def audit_lessons(config: RunConfig, training_data: Lessons) -> Audit:
     """Return the audit of what the job is trained on; of a stream, of what is prepared by now."""
     return audit_sources(
-        lessons.sources,
-        validation=lessons.validation_set,
+        training_data.sources,
+        validation=training_data.validation_set,
         limits=config.data.audit,
-        padding=_padding(config, lessons),
-        template=check_template(lessons.tokenizer, config.data) if config.task.name in RENDERED else None,
-        classes=_classes(lessons) if config.task.name == "image_classification" else None,
+        padding=_padding(config, training_data),
+        template=check_template(training_data.tokenizer, config.data) if config.task.name in RENDERED else None,
+        classes=_classes(training_data) if config.task.name == "image_classification" else None,
     )
 
 
-def keep_audit(folder: Path, config: RunConfig, lessons: Lessons, *, say: RunLog) -> None:
+def keep_audit(folder: Path, config: RunConfig, training_data: Lessons, *, say: RunLog) -> None:
     """Write the audit into the run folder and say what no count of a single source tells."""
-    audit = audit_lessons(config, lessons)
+    audit = audit_lessons(config, training_data)
     atomic.write_json(folder / FILE, audit.as_json())
     for line in _surprises(audit):
         say(line)
 
 
-def _padding(config: RunConfig, lessons: Lessons) -> Padding | None:
-    if lessons.training.order.num_positions is None:
+def _padding(config: RunConfig, training_data: Lessons) -> Padding | None:
+    if training_data.training.order.num_positions is None:
         return None  # a stream: its samples are not there yet
     if config.task.name in TASKS_WITHOUT_TOKENS:
         return None
     batching, train = config.data.batching, config.train
     budget = tokens_per_position(batching, max_length=config.data.longest)
     return measure_padding(
-        lessons.training,
-        lessons.task.collate,
+        training_data.training,
+        training_data.task.collate,
         global_batch_size=train.global_batch_size,
         microbatch_size=train.microbatch_size,
         budget=None if batching.by == "samples" else budget,
     )
 
 
-def _classes(lessons: Lessons) -> dict[str, int]:
+def _classes(training_data: Lessons) -> dict[str, int]:
     """Return the training images of each class; those of streams are not there yet."""
-    names = list(lessons.task.facts["labels"])
-    prepared = [each for each in lessons.sources.values() if isinstance(each, PreparedSet)]
+    names = list(training_data.task.facts["labels"])
+    prepared = [each for each in training_data.sources.values() if isinstance(each, PreparedSet)]
     counts = sum((np.bincount(each.values(LABEL), minlength=len(names)) for each in prepared), np.zeros(len(names)))
     return {name: int(count) for name, count in zip(names, counts, strict=True)}
 

@@ -61,7 +61,7 @@ def each_ended(groups: Iterator[tuple[Batch, ...]], model: nn.Module) -> Iterato
 
 def make_parts(
     config: RunConfig,
-    lessons: Lessons,
+    training_data: Lessons,
     *,
     machine: Machine,
     plan: Plan,
@@ -75,18 +75,18 @@ def make_parts(
         accelerator=machine.accelerator,
         model=machine.model,
         optimizer=machine.optimizer,
-        task=lessons.task,
-        groups=partial(_groups, config, lessons, machine=machine, plan=plan),
+        task=training_data.task,
+        groups=partial(_groups, config, training_data, machine=machine, plan=plan),
         plan=plan,
-        deliveries=DeliveryCheck(lessons.training, plan.global_batch_size),
-        place=lessons.training.samples.place,
+        deliveries=DeliveryCheck(training_data.training, plan.global_batch_size),
+        place=training_data.training.samples.place,
         seed=config.run.seed,
         update=make_update(config, machine),
         nonfinite=config.train.nonfinite,
         scales_loss=config.train.precision == "fp16",
-        meters=Meters(lessons.task.step_metrics),
+        meters=Meters(training_data.task.step_metrics),
         reporter=reporter,
-        evaluate=_evaluation(config, lessons, machine=machine, reporter=reporter),
+        evaluate=_evaluation(config, training_data, machine=machine, reporter=reporter),
         save=save,
         log_due=Cadence(config.report.log_every_steps, plan.num_steps),
         evaluate_due=Cadence(config.evaluate.every_steps, plan.num_steps) if config.evaluate else NeverDue(),
@@ -107,19 +107,19 @@ def make_update(config: RunConfig, machine: Machine) -> Update:
 
 
 def _groups(
-    config: RunConfig, lessons: Lessons, *, machine: Machine, plan: Plan, first_step: int
+    config: RunConfig, training_data: Lessons, *, machine: Machine, plan: Plan, first_step: int
 ) -> Iterator[tuple[Batch, ...]]:
     loader = train_loader(
-        lessons.training,
-        lessons.task.collate,
+        training_data.training,
+        training_data.task.collate,
         global_batch_size=plan.global_batch_size,
         microbatch_size=plan.microbatch_size,
         first_step=first_step,
         num_steps=plan.num_steps,
         section=config.data,
         seed=config.run.seed,
-        cost=lessons.task.loading_cost,
-        has_partners=lessons.task.has_partners,
+        cost=training_data.task.loading_cost,
+        has_partners=training_data.task.has_partners,
     )
     own = machine.accelerator.prepare_data_loader(loader, device_placement=False)  # this rank's microbatches
     placed = prefetch_to_device(groups(own, plan.num_batches), machine.accelerator.device)
@@ -129,17 +129,17 @@ def _groups(
     return recorded(handed, run_folder=Path(config.run.folder), first_step=first_step)
 
 
-def _evaluation(config: RunConfig, lessons: Lessons, *, machine: Machine, reporter: Reporter) -> Evaluation:
-    if config.evaluate is None or lessons.validation_set is None:
+def _evaluation(config: RunConfig, training_data: Lessons, *, machine: Machine, reporter: Reporter) -> Evaluation:
+    if config.evaluate is None or training_data.validation_set is None:
         return NoEvaluation()
     evaluator = make_evaluator(
         config,
-        lessons.task,
-        rows=lessons.validation_set,
+        training_data.task,
+        rows=training_data.validation_set,
         model=machine.model,
         accelerator=machine.accelerator,
-        tokenizer=lessons.tokenizer,
-        answer_metrics=lessons.answer_metrics,
+        tokenizer=training_data.tokenizer,
+        answer_metrics=training_data.answer_metrics,
         reporter=reporter,
     )
     return Settled(machine.model, EvaluationWithWeights(make_weights(config, machine), evaluator))

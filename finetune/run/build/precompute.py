@@ -59,23 +59,25 @@ class Knower:
     answering: Callable[[], AbstractContextManager[None]]  # entered while it answers
 
 
-def with_priors(config: RunConfig, lessons: Lessons, machine: Machine, *, say: RunLog) -> Lessons:
+def with_priors(config: RunConfig, training_data: Lessons, machine: Machine, *, say: RunLog) -> Lessons:
     """Return the lessons with what the task wants to know of each sample beforehand, training and validation.
 
     Call it before a checkpoint is loaded. Raises DataError for streams, whose samples are not known beforehand, and
     where the cache cannot be written. Collective.
     """
-    prior = lessons.task.precomputed
+    prior = training_data.task.precomputed
     if prior is None:
-        return lessons
-    work = _Work(config, prior, knower_of(config, lessons.task, machine, say=say), lessons.task, machine, say)
-    sets = [work.known(key, source) for key, source in lessons.sources.items()]
-    is_mix = isinstance(lessons.training.samples, MixedSamples)
-    training = replace(lessons.training, samples=MixedSamples(tuple(sets)) if is_mix else sets[0])
-    validation = lessons.validation_set
+        return training_data
+    work = _Work(
+        config, prior, knower_of(config, training_data.task, machine, say=say), training_data.task, machine, say
+    )
+    sets = [work.known(key, source) for key, source in training_data.sources.items()]
+    is_mix = isinstance(training_data.training.samples, MixedSamples)
+    training = replace(training_data.training, samples=MixedSamples(tuple(sets)) if is_mix else sets[0])
+    validation = training_data.validation_set
     if validation is not None:
         validation = work.known("data.validation", validation)
-    return replace(lessons, training=training, validation_set=validation)
+    return replace(training_data, training=training, validation_set=validation)
 
 
 def with_prior(

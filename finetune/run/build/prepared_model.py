@@ -78,13 +78,15 @@ def make_machine(
     strategy: Strategy,
     *,
     accelerator: Accelerator,
-    lessons: Lessons,
+    training_data: Lessons,
     learning_rate: float,
     say: RunLog,
 ) -> Machine:
     """Return the prepared model and optimizer, checked to be what was launched. Collective."""
-    plain = build_model(config, task=lessons.task, tokenizer=lessons.tokenizer, construction=strategy.init_context())
-    check_image_shape(plain.config, lessons.processing.processor)
+    plain = build_model(
+        config, task=training_data.task, tokenizer=training_data.tokenizer, construction=strategy.init_context()
+    )
+    check_image_shape(plain.config, training_data.processing.processor)
     require_ties_fit(plain, strategy.name)
     size = measure_model(plain)
     for line in (*size.lines, *_memory(config, strategy, size=size).lines[-1:]):
@@ -190,7 +192,7 @@ def make_weights(config: RunConfig, machine: Machine) -> EvaluationWeights:
     return AveragedWeights(build_access(machine.accelerator, machine.model, machine.optimizer), key, formula)
 
 
-def require_isolation(config: RunConfig, lessons: Lessons, machine: Machine) -> None:
+def require_isolation(config: RunConfig, training_data: Lessons, machine: Machine) -> None:
     """Raise ModelError where samples would share rows and the model does not keep them apart. Collective."""
     if not is_padding_free(config.data.batching):
         return
@@ -200,9 +202,9 @@ def require_isolation(config: RunConfig, lessons: Lessons, machine: Machine) -> 
     was_training = model.training
     model.eval()
     check_isolation(
-        partial(_logits, model, lessons.task, machine),
+        partial(_logits, model, training_data.task, machine),
         config=inner.config,
-        vocabulary_size=len(lessons.tokenizer),
+        vocabulary_size=len(training_data.tokenizer),
         is_half=config.train.precision != "fp32" or config.model.dtype != "float32",
     )
     model.train(was_training)

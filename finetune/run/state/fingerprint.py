@@ -15,32 +15,32 @@ from finetune.runtime import distributed
 from finetune.runtime.run_on_ranks import run_on_rank_0
 
 
-def run_facts(config: RunConfig, lessons: Lessons, *, model: Any, strategy: str, say: RunLog) -> RunFingerprint:
+def run_facts(config: RunConfig, training_data: Lessons, *, model: Any, strategy: str, say: RunLog) -> RunFingerprint:
     """Return what checkpoints remember of this run; rank 0 reads the frozen weights and tells all. Collective.
 
     `model` is the model as it was built; its config knows the commit that a hub model came from.
     """
     distributed.open_background_group()  # its time limit allows for hundreds of gigabytes; that of a GPU's line does not
-    prior = lessons.task.precomputed
+    prior = training_data.task.precomputed
     compared = prior is not None and prior.scorer == "reference"
     digest = partial(base_digest, config.model, model=model, is_reference=compared, log=say)
     base = run_on_rank_0(digest, group=distributed.Group.BACKGROUND)
     adapter = run_on_rank_0(lambda: adapter_digest(config.model.adapter), group=distributed.Group.BACKGROUND)
     teacher = teacher_identity(config, say=say)
-    return facts_with(base, config, lessons, strategy=strategy, adapter=adapter, teacher=teacher)
+    return facts_with(base, config, training_data, strategy=strategy, adapter=adapter, teacher=teacher)
 
 
 def facts_with(
     base: str | None,
     config: RunConfig,
-    lessons: Lessons,
+    training_data: Lessons,
     *,
     strategy: str,
     adapter: str | None,
     teacher: str | None,
 ) -> RunFingerprint:
     """Return the same with these digests of frozen weights, first adapter and teacher; None: there is no such."""
-    digests = {"training data": lessons.training.fingerprint, "tokenizer": _inputs(lessons)}
+    digests = {"training data": training_data.training.fingerprint, "tokenizer": _inputs(training_data)}
     if base is not None:
         digests["base weights"] = base
     if adapter is not None:
@@ -54,6 +54,8 @@ def facts_with(
     )
 
 
-def _inputs(lessons: Lessons) -> str:
+def _inputs(training_data: Lessons) -> str:
     """Return what turns rows into inputs; the chat template matters to whoever talks to the model, too."""
-    return ", ".join(f"{name} {digest}" for name, digest in input_identity(lessons.processing, lessons.task).items())
+    return ", ".join(
+        f"{name} {digest}" for name, digest in input_identity(training_data.processing, training_data.task).items()
+    )

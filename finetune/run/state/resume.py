@@ -42,7 +42,7 @@ def settle_buckets(accelerator: Accelerator, model: nn.Module, *, loss: Callable
 
 
 def find_finished(
-    config: RunConfig, lessons: Lessons, *, num_steps: int, strategy: str, say: RunLog
+    config: RunConfig, training_data: Lessons, *, num_steps: int, strategy: str, say: RunLog
 ) -> FinishedRun | None:
     """Return the run if its last checkpoint is whole by size and `final/` is from it; else it is for `continue_run`.
 
@@ -56,7 +56,7 @@ def find_finished(
     finished, manifest = found
     told = manifest.run.identity
     base, adapter, teacher = told.get("base weights"), told.get("first adapter"), told.get("teacher")
-    wanted = facts_with(base, config, lessons, strategy=strategy, adapter=adapter, teacher=teacher)
+    wanted = facts_with(base, config, training_data, strategy=strategy, adapter=adapter, teacher=teacher)
     sentences = told_over(config, finished, manifest.run, wanted=wanted)
     for sentence in sentences or ():
         say(sentence)
@@ -68,12 +68,12 @@ def continue_run(
     machine: Machine,
     *,
     strategy: str,
-    lessons: Lessons,
+    training_data: Lessons,
     ahead: ChecksumPrefetch | None,
     say: RunLog,
 ) -> tuple[Checkpointer, Progress]:
     """Return the checkpoints and how far the run has come, its state back in model and optimizer. Collective."""
-    facts = run_facts(config, lessons, model=machine.plain_model, strategy=strategy, say=say)
+    facts = run_facts(config, training_data, model=machine.plain_model, strategy=strategy, say=say)
     access = build_access(machine.accelerator, machine.model, machine.optimizer)
     checkpointer = Checkpointer(
         _folder(config), section=config.checkpoint, access=access, run=facts, say=say, ahead=ahead
@@ -84,13 +84,13 @@ def continue_run(
             say("checkpoint.allow_changes: nothing is continued, so there is nothing to allow")
         return checkpointer, Progress()
     if found.step > 0:
-        sample = lessons.sample_at(found.step * config.train.global_batch_size)
-        batch = lessons.task.collate([sample]).to(machine.accelerator.device)
-        loss = partial(lessons.task.loss_sum, machine.model, batch)
+        sample = training_data.sample_at(found.step * config.train.global_batch_size)
+        batch = training_data.task.collate([sample]).to(machine.accelerator.device)
+        loss = partial(training_data.task.loss_sum, machine.model, batch)
         settle_buckets(machine.accelerator, machine.model, loss=loss)
     progress = Progress.from_state_dict(checkpointer.load(found))
     batch_size = config.train.global_batch_size
-    refuse_other_samples(found.path, progress, pool=lessons.training, global_batch_size=batch_size)
+    refuse_other_samples(found.path, progress, pool=training_data.training, global_batch_size=batch_size)
     saved = found.manifest.run
     forget_other_best(progress, saved, here=facts)
     say(f"continues from {found.path} after step {progress.step}")

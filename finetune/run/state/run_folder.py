@@ -129,18 +129,18 @@ def _refuse_damage(folder: Path) -> None:
 SECRETS_LEFT_OUT = "# As it was written, but for what looks like a secret: that reads '[redacted]' here.\n"
 
 
-def open_run(loaded: LoadedConfig, machine: Machine, *, lessons: Lessons, say: RunLog) -> Reporter:
+def open_run(loaded: LoadedConfig, machine: Machine, *, training_data: Lessons, say: RunLog) -> Reporter:
     """Write down what the run is, once everything has been checked, and return whoever is told about it."""
     folder, room = Path(loaded.config.run.folder), machine_resources()
-    loading = loader_settings(loaded.config.data, resources=room, cost=lessons.task.loading_cost)
+    loading = loader_settings(loaded.config.data, resources=room, cost=training_data.task.loading_cost)
     if sentence := format_loader_settings(loaded.config.data, loading, room=room):
         say(sentence)
     if distributed.is_main():
         atomic.write_text(folder / "config.yaml", config_copy(loaded.text))
         atomic.write_text(folder / "resolved.yaml", resolved_yaml(loaded))
         atomic.write_json(folder / "environment.json", environment_facts() | {"loading": asdict(loading)})
-        keep(folder, lessons.processing, lessons.task.facts)
-        keep_audit(folder, loaded.config, lessons, say=say)
+        keep(folder, training_data.processing, training_data.task.facts)
+        keep_audit(folder, loaded.config, training_data, say=say)
     return build_reporter(
         loaded.config.report,
         run_folder=folder,
