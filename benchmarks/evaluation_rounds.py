@@ -69,7 +69,7 @@ def ours(folder: Path) -> Evaluate:
     lessons = make_lessons(config, say)
     accelerator = make_accelerator(config, strategy)
     machine = make_machine(
-        config, strategy, accelerator=accelerator, training_data=lessons, learning_rate=1e-3, say=say
+        config, strategy, accelerator=accelerator, training_data=lessons, learning_rate=1e-3, log=say
     )
     evaluator = make_evaluator(
         config,

@@ -65,7 +65,7 @@ def build(path: Path) -> Machine:
         accelerator=accelerator,
         training_data=lessons,
         learning_rate=plan.schedule.peak,
-        say=say,
+        log=say,
     )
 
 

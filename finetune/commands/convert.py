@@ -196,7 +196,7 @@ def _build(loaded: LoadedConfig, strategy: Strategy, *, checkpoints: Path) -> Co
         accelerator=make_accelerator(small.config, strategy),
         training_data=lessons,
         learning_rate=make_run_plan(small.config, lessons).schedule.peak,
-        say=say,
+        log=say,
     )
     return Conversion(loaded, checkpoints, strategy, lessons, machine, say)
 
@@ -261,7 +261,7 @@ def _beside(folder: Path) -> Progress | None:
 
 def _facts(conversion: Conversion) -> RunFingerprint:
     model, strategy = conversion.machine.plain_model, conversion.strategy.name
-    return run_facts(conversion.loaded.config, conversion.lessons, model=model, strategy=strategy, say=conversion.say)
+    return run_facts(conversion.loaded.config, conversion.lessons, model=model, strategy=strategy, log=conversion.say)
 
 
 def _kind(conversion: Conversion) -> str:

@@ -141,7 +141,7 @@ def _export(wanted: Export, loaded: LoadedConfig, *, checkpoint: OpenCheckpoint,
     return export_model(
         wanted.folder,
         model=model,
-        weights=weights | original_weights(config, task, tokenizer=tokenizer, say=print),
+        weights=weights | original_weights(config, task, tokenizer=tokenizer, log=print),
         preprocessors=inputs_of(kept.processing),
         section=written_section(config),
         facts=_card(wanted, loaded=loaded, checkpoint=checkpoint, head=task.head),

@@ -51,14 +51,14 @@ def needs_trained_only(config: RunConfig) -> bool:
     return is_elsewhere and (not merges(config) or config.model.quantization is not None)
 
 
-def original_weights(config: RunConfig, task: Task, *, tokenizer: Any, say: Callable[[str], None]) -> dict[str, Tensor]:
+def original_weights(config: RunConfig, task: Task, *, tokenizer: Any, log: Callable[[str], None]) -> dict[str, Tensor]:
     """Return the base as it was before it was quantised, in float32 on the CPU, where a merge needs it; else nothing.
 
     Raises ModelError where the adapter does not belong on it. No collective: for the main process.
     """
     if not merges(config) or config.model.quantization is None:
         return {}
-    say(
+    log(
         "the adapter was trained on a base in few bits and is merged into the original one, loaded in full precision: "
         "the result is not exactly the model that was measured, so measure it with `finetune evaluate`"
     )
@@ -125,7 +125,7 @@ def export_final(
             run_folder / FOLDER,
             model=machine.plain_model,
             weights=weights
-            | original_weights(loaded.config, training_data.task, tokenizer=training_data.tokenizer, say=print),
+            | original_weights(loaded.config, training_data.task, tokenizer=training_data.tokenizer, log=print),
             preprocessors=inputs_of(training_data.processing),
             section=written_section(loaded.config),
             facts=_card(loaded, progress, head=training_data.task.head),
@@ -174,7 +174,7 @@ def _record(loaded: LoadedConfig, report: ExportReport, *, step: int, reason: st
     atomic.write_json(Path(loaded.config.run.folder) / RECORD, facts)
 
 
-def publish_final(loaded: LoadedConfig, *, say: Callable[[str], None] = print) -> None:
+def publish_final(loaded: LoadedConfig, *, log: Callable[[str], None] = print) -> None:
     """Upload `final/` once, from the main process; say where it is, or warn why it is not. No collective.
 
     The record beside `final/` keeps the answer, and the same command tries again what has failed.
@@ -187,9 +187,9 @@ def publish_final(loaded: LoadedConfig, *, say: Callable[[str], None] = print) -
     try:
         address = push_folder(run / FOLDER, section.push_to_hub, private=section.private)
     except HubError as error:
-        say(f"warning: export.push_to_hub: {error}")
+        log(f"warning: export.push_to_hub: {error}")
         record |= {"pushed_to": None, "push_problem": str(error)}
     else:
-        say(f"uploaded to {address}")
+        log(f"uploaded to {address}")
         record |= {"pushed_to": section.push_to_hub, "push_problem": None}
     atomic.write_json(run / RECORD, record)

@@ -51,7 +51,7 @@ class Watch:
 
 
 @contextmanager
-def watched_run(folder: Path, *, say: RunLog, also: Sequence[Path] = ()) -> Iterator[Watch]:
+def watched_run(folder: Path, *, log: RunLog, also: Sequence[Path] = ()) -> Iterator[Watch]:
     """Watch this process while the context lasts; rank 0 claims the folder for the run.
 
     One of several processes that meets an error ends here, with every other, and shows the first error of them all;
@@ -59,7 +59,7 @@ def watched_run(folder: Path, *, say: RunLog, also: Sequence[Path] = ()) -> Iter
     the folder, or of those that are written `also`, takes nothing.
     """
     rank = distributed.rank()
-    with record_signals() as note, lock_run_folder(folder, log=say) if rank == 0 else nullcontext():
+    with record_signals() as note, lock_run_folder(folder, log=log) if rank == 0 else nullcontext():
         stop_with_launcher()
         if rank == 0:
             hang.keep_previous_reports(folder)

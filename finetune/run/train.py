@@ -60,13 +60,13 @@ def train_from_config(loaded: LoadedConfig, ahead: ChecksumPrefetch | None = Non
     strategy = launched_strategy(loaded)
     require_adapters_fit(loaded.config, strategy.name)
     mirror = make_mirror(loaded)
-    with watched_run(Path(loaded.config.run.folder), say=say, also=(cache_folder(loaded.config.data),)) as watch:
+    with watched_run(Path(loaded.config.run.folder), log=say, also=(cache_folder(loaded.config.data),)) as watch:
         if distributed.is_main():
-            clear_leftovers(loaded.config, say=say)
-        fetch_run(loaded, say=print)
+            clear_leftovers(loaded.config, log=say)
+        fetch_run(loaded, log=print)
         ahead = ahead or verify_ahead(loaded)
         require_own_values_fit(loaded.config)
-        code = _train(loaded, strategy, watch=watch, mirror=mirror, startup=startup, ahead=ahead, say=say)
+        code = _train(loaded, strategy, watch=watch, mirror=mirror, startup=startup, ahead=ahead, log=say)
     return distributed.shut_down(code, afterwards=partial(_hand_over, loaded, mirror))
 
 
@@ -86,36 +86,36 @@ def _train(
     mirror: Mirror,
     startup: StartUp,
     ahead: ChecksumPrefetch | None,
-    say: RunLog,
+    log: RunLog,
 ) -> int:
     config = loaded.config
-    lessons = make_lessons(config, say)
+    lessons = make_lessons(config, log)
     plan = make_run_plan(config, lessons)
     startup.end("data")
     accelerator = make_accelerator(config, strategy)
     require_mergeable(config)
     watch.meet()
-    if finished := find_finished(config, lessons, num_steps=plan.num_steps, strategy=strategy.name, say=say):
+    if finished := find_finished(config, lessons, num_steps=plan.num_steps, strategy=strategy.name, log=log):
         return end_at_once(finished, watch=watch, num_steps=plan.num_steps)
     rate = plan.schedule.peak
     machine = make_machine(
-        config, strategy, accelerator=accelerator, training_data=lessons, learning_rate=rate, say=say
+        config, strategy, accelerator=accelerator, training_data=lessons, learning_rate=rate, log=log
     )
     require_isolation(config, lessons, machine)
     mend_before_training(lessons)
     startup.end("model")
     watch.watchdog.detect_hangs(config.run.hang_after_seconds)
-    lessons = with_priors(config, lessons, machine, say=say)  # from the model as it starts: before weights are loaded
-    lessons = replace(lessons, task=taught(config, lessons.task, accelerator, say=say))
+    lessons = with_priors(config, lessons, machine, log=log)  # from the model as it starts: before weights are loaded
+    lessons = replace(lessons, task=taught(config, lessons.task, accelerator, log=log))
     checkpointer, progress = continue_run(
-        config, machine, strategy=strategy.name, training_data=lessons, ahead=ahead, say=say
+        config, machine, strategy=strategy.name, training_data=lessons, ahead=ahead, log=log
     )
-    reporter = mirror.told_by(open_run(loaded, machine, training_data=lessons, say=say))
+    reporter = mirror.told_by(open_run(loaded, machine, training_data=lessons, log=log))
     with closing(reporter), mirror, watch.first_error(DiskError):
         checkpointer.rehearse(num_saves=plan.num_due(config.checkpoint.every_steps, after=progress.step))
         settle = partial(sync_batch_norm, machine.model)
         save = ReportedSaving(checkpointer, reporter, watch.status.checkpoint, before=settle)
-        wishes = make_wishes(config, note=watch.note, save=save, started=startup.started_at, say=say)
+        wishes = make_wishes(config, note=watch.note, save=save, started=startup.started_at, log=log)
         parts = make_parts(config, lessons, machine=machine, plan=plan, reporter=reporter, save=save, wishes=wishes)
         reporter(
             RunStarted(progress.step, plan.num_steps, describe_strategy(strategy), plan.arithmetic, config.model_dump())
@@ -175,7 +175,7 @@ def train_to_the_end(
         )
     code = EXIT_CODES.get(reason, 0)
     if reason == STOP_FILE and distributed.is_main():
-        take_back_stop(folder, say=lambda text: parts.reporter(Warned(progress.step, text)))  # it has been obeyed
+        take_back_stop(folder, log=lambda text: parts.reporter(Warned(progress.step, text)))  # it has been obeyed
     watch.status.end(status.FINISHED if is_final else status.STOPPED, reason=reason, exit_code=code)
     parts.reporter(
         RunEnded(

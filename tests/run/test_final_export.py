@@ -47,7 +47,7 @@ def test_a_base_in_few_bits_is_loaded_again_in_full(config, trained):
     run, said = trained("full"), []
     asked = config(LORA, FEW_BITS, "export.merge=true", "model.dtype=bfloat16")
     kept = load_kept(run, asked)
-    found = original_weights(asked, kept.task(asked), tokenizer=kept.processing.tokenizer, say=said.append)
+    found = original_weights(asked, kept.task(asked), tokenizer=kept.processing.tokenizer, log=said.append)
     wanted = load_file(run / "final" / "model.safetensors")
     assert {name: found[name] for name in wanted}.keys() == wanted.keys()
     assert all(torch.equal(found[name], wanted[name]) and found[name].dtype == torch.float32 for name in wanted)
@@ -58,7 +58,7 @@ def test_a_base_in_few_bits_is_loaded_again_in_full(config, trained):
 
 def test_nothing_is_loaded_again_where_nothing_is_in_few_bits(config, trained):
     asked = config(LORA, "export.merge=true")
-    assert original_weights(asked, None, tokenizer=None, say=print) == {}
+    assert original_weights(asked, None, tokenizer=None, log=print) == {}
     assert written_section(asked).dtype is None
 
 
@@ -131,7 +131,7 @@ def over(trained, job, tmp_path):
     def ask(*overrides):
         loaded = load_config(job, [f"run.folder={folder}", *overrides])
         said = []
-        publish_final(loaded, say=said.append)
+        publish_final(loaded, log=said.append)
         return said, json.loads((folder / "final.json").read_text())
 
     return ask

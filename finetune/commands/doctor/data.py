@@ -96,7 +96,7 @@ def examine_loading(path: Path, overrides: Sequence[str], *, num_rounds: int, se
     lessons, room = make_lessons(config, RunLog(is_main=True)), machine_resources()
     make_loader = partial(_loader, config, lessons)
     tried = settings_to_try(room)
-    found = measure(make_loader, tried, num_rounds=num_rounds, seconds=seconds, say=_tell)
+    found = measure(make_loader, tried, num_rounds=num_rounds, seconds=seconds, log=_tell)
     consumed = consumed_by_a_rank(Path(config.run.folder))
     print(_where(room))
     print_table(loading_table(found, consumed))

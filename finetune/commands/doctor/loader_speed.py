@@ -73,12 +73,12 @@ def measure(
     *,
     num_rounds: int,
     seconds: float,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
 ) -> list[Measured]:
     """Return the settings as they were measured, each once a round, in another order in each round."""
     found: Mapping[LoaderSettings, list[Pass]] = {each: [] for each in settings}
     for number in range(num_rounds):
-        say(f"round {number + 1} of {num_rounds}")
+        log(f"round {number + 1} of {num_rounds}")
         for each in random.Random(number).sample(list(settings), len(settings)):
             found[each].append(_measure_once(make_loader(each, first_step=number), seconds=seconds))
     return [Measured(each, tuple(passes)) for each, passes in found.items()]

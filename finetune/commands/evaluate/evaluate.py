@@ -75,8 +75,8 @@ def measure(subject: Subject) -> Measurement:
     accelerator = make_accelerator(config, launched_strategy(_for_measuring(subject.loaded)))
     model.to(accelerator.device)
     machine = Machine(accelerator, model, model, None)
-    known = with_prior(config, task, rows, key="data.validation", machine=machine, say=say)
-    task = taught(config, task, accelerator, say=say)
+    known = with_prior(config, task, rows, key="data.validation", machine=machine, log=say)
+    task = taught(config, task, accelerator, log=say)
     subject.fill(model)
     generate = config.evaluate.generate if config.evaluate else None
     evaluator = make_evaluator(
@@ -97,7 +97,7 @@ def _validation(subject: Subject, task: Task, *, say: RunLog) -> PreparedSet:
     config, processing = subject.config, subject.kept.processing
     tokenizer = processing.tokenizer
     return prepare_set(
-        _source(config, say=say),
+        _source(config, log=say),
         encode=task.encoder,
         section=config.data,
         identity=input_identity(processing, task),
@@ -107,7 +107,7 @@ def _validation(subject: Subject, task: Task, *, say: RunLog) -> PreparedSet:
     )
 
 
-def _source(config: RunConfig, *, say: RunLog) -> Source:
+def _source(config: RunConfig, *, log: RunLog) -> Source:
     section = config.data.validation
     if section is None:
         raise UserError(
@@ -115,8 +115,8 @@ def _source(config: RunConfig, *, say: RunLog) -> Source:
             "`--set 'data.validation={path: ROWS.jsonl}'`."
         )
     if section.path is not None or section.name is not None:
-        return open_source(section, key="data.validation", log=say)
-    found = open_sources(config.data, seed=config.run.seed, log=say).validation
+        return open_source(section, key="data.validation", log=log)
+    found = open_sources(config.data, seed=config.run.seed, log=log).validation
     assert found is not None, "a section without a place of its own is a part of the training rows"
     return found
 

@@ -56,13 +56,13 @@ class Lessons:
         return self.training.samples[int(self.training.order.samples(position, position + 1)[0])]
 
 
-def make_lessons(config: RunConfig, say: RunLog, *, watch: OnSourceProgress | None = None) -> Lessons:
+def make_lessons(config: RunConfig, log: RunLog, *, watch: OnSourceProgress | None = None) -> Lessons:
     """Return what there is to learn; one process tokenises, the others wait on a file and in no collective."""
     data = config.data
     generate = config.evaluate.generate if config.evaluate else None
     answer_metrics = load_metrics(generate.metrics if generate else ())
-    sources = open_sources(data, seed=config.run.seed, log=say)
-    processing = _processing(config, sources, say)
+    sources = open_sources(data, seed=config.run.seed, log=log)
+    processing = _processing(config, sources, log)
     rows = partial(rows_read, sources.train)
     kernel, warnings = resolve_kernel(config.train.loss_kernel)
     layout = settled(config)
@@ -71,14 +71,14 @@ def make_lessons(config: RunConfig, say: RunLog, *, watch: OnSourceProgress | No
     )
     task = build_task(materials)
     for line in (*warnings, *task.found, *layout_lines(config, layout)):
-        say(line)
+        log(line)
     how: dict[str, Any] = {
         "encode": task.encoder,
         "section": data,
         "identity": input_identity(processing, task),
         "unknown_ids": unknown_ids(processing.tokenizer) if processing.tokenizer is not None else frozenset(),
         "length": task.lengths,
-        "say": say,
+        "say": log,
     }
     prepare: Callable[[Source], PreparedSet] = partial(prepare_set, **how, on_progress=watch)
     stream: Callable[..., tuple[DatasetView, Streamed]] = partial(stream_view, **how)
@@ -99,20 +99,20 @@ def input_identity(processing: Processing, task: Task) -> dict[str, str]:
     return identity
 
 
-def _processing(config: RunConfig, sources: OpenedSources, say: RunLog) -> Processing:
+def _processing(config: RunConfig, sources: OpenedSources, log: RunLog) -> Processing:
     """Return what the model's inputs are made with, the chat template set."""
     processing = load_processing(
         config.model,
         reads=input_kind(config.task.name),
         texts=partial(texts, sources.train),
         cache_folder=cache_folder(config.data),
-        log=say,
+        log=log,
         image_size=config.data.images.size,
     )
     if processing.tokenizer is not None:
         set_chat_template(processing.tokenizer, config.data.chat_template)
         if drops_unknown_text(processing.tokenizer):
-            say(_FORGETFUL)
+            log(_FORGETFUL)
     return processing
 
 

@@ -35,12 +35,12 @@ def audit_lessons(config: RunConfig, training_data: Lessons) -> Audit:
     )
 
 
-def keep_audit(folder: Path, config: RunConfig, training_data: Lessons, *, say: RunLog) -> None:
+def keep_audit(folder: Path, config: RunConfig, training_data: Lessons, *, log: RunLog) -> None:
     """Write the audit into the run folder and say what no count of a single source tells."""
     audit = audit_lessons(config, training_data)
     atomic.write_json(folder / FILE, audit.as_json())
     for line in _surprises(audit):
-        say(line)
+        log(line)
 
 
 def _padding(config: RunConfig, training_data: Lessons) -> Padding | None:

@@ -146,7 +146,7 @@ def _evaluation(config: RunConfig, training_data: Lessons, *, machine: Machine, 
 
 
 def make_wishes(
-    config: RunConfig, *, note: ReceivedSignals, save: CheckpointSaving, started: float, say: RunLog
+    config: RunConfig, *, note: ReceivedSignals, save: CheckpointSaving, started: float, log: RunLog
 ) -> StopSources:
     """Return everything that can ask this rank to stop.
 
@@ -158,17 +158,17 @@ def make_wishes(
     if distributed.is_main():
         asked[STOP_FILE] = StopFile(stop_file(Path(config.run.folder)))
     if config.run.spot_notice and os.environ.get("LOCAL_RANK", "0") == "0":
-        asked[SPOT_NOTICE] = SpotNotice(config.run.spot_notice, say=say).start()
+        asked[SPOT_NOTICE] = SpotNotice(config.run.spot_notice, say=log).start()
     return StopSources(note, asked)
 
 
-def take_back_stop(folder: Path, *, say: Callable[[str], None]) -> None:
+def take_back_stop(folder: Path, *, log: Callable[[str], None]) -> None:
     """Remove what asked the run to stop, so that the same command continues; say where that cannot be done."""
     path = stop_file(folder)
     try:
         path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)
     except OSError as error:
-        say(f"{path} cannot be removed ({error.strerror}): remove it, the next start would stop at once.")
+        log(f"{path} cannot be removed ({error.strerror}): remove it, the next start would stop at once.")
 
 
 def stop_file(folder: Path) -> Path:

@@ -80,7 +80,7 @@ def make_machine(
     accelerator: Accelerator,
     training_data: Lessons,
     learning_rate: float,
-    say: RunLog,
+    log: RunLog,
 ) -> Machine:
     """Return the prepared model and optimizer, checked to be what was launched. Collective."""
     plain = build_model(
@@ -90,12 +90,12 @@ def make_machine(
     require_ties_fit(plain, strategy.name)
     size = measure_model(plain)
     for line in (*size.lines, *_memory(config, strategy, size=size).lines[-1:]):
-        say(line)
-    _warn(config, say)
-    optimizer = _optimizer(config, list_parameters(plain), learning_rate=learning_rate, say=say)
+        log(line)
+    _warn(config, log)
+    optimizer = _optimizer(config, list_parameters(plain), learning_rate=learning_rate, log=log)
     noise = config.train.embedding_noise
     before_batch = EmbeddingNoise(plain, alpha=noise).tell if noise else no_op
-    _compile(config, strategy, unwrap_model(plain), say=say)
+    _compile(config, strategy, unwrap_model(plain), log=log)
     held = keep_bf16_parameters(accelerator, is_wanted=config.train.optimizer.stochastic_rounding)
     with (
         expose_hidden_size(plain.config),
@@ -112,21 +112,21 @@ def make_machine(
     return Machine(accelerator, plain, model, prepared, before_batch)
 
 
-def _compile(config: RunConfig, strategy: Strategy, model: Any, *, say: RunLog) -> None:
+def _compile(config: RunConfig, strategy: Strategy, model: Any, *, log: RunLog) -> None:
     """Compile what the job says, before a strategy wraps or splits it; under ZeRO-3 tell that nothing is."""
     if config.model.compile == "off":
         return
     if strategy.name == "zero3":
-        say(
+        log(
             f"warning: model.compile: {config.model.compile} was asked for, and nothing is compiled: ZeRO-3 gathers "
             "parameters in hooks of every module, at each of which a compiled graph would end. Launch with fsdp2.yaml."
         )
         return
-    compile_model(model, config.model.compile, log=say)
+    compile_model(model, config.model.compile, log=log)
 
 
 def _optimizer(
-    config: RunConfig, named: list[NamedParameter], *, learning_rate: float, say: RunLog
+    config: RunConfig, named: list[NamedParameter], *, learning_rate: float, log: RunLog
 ) -> torch.optim.Optimizer:
     train = config.train
     optimizer = build_optimizer(
@@ -138,7 +138,7 @@ def _optimizer(
         seed=config.run.seed,
     )
     for line in describe_groups(optimizer.param_groups, named):
-        say(line)
+        log(line)
     return optimizer
 
 
@@ -164,7 +164,7 @@ def _memory(config: RunConfig, strategy: Strategy, *, size: ModelSize) -> Memory
     )
 
 
-def _warn(config: RunConfig, say: RunLog) -> None:
+def _warn(config: RunConfig, log: RunLog) -> None:
     lora = config.model.lora
     for warning in precision_warnings(
         dtype=config.model.dtype,
@@ -173,14 +173,14 @@ def _warn(config: RunConfig, say: RunLog) -> None:
         uses_stochastic_rounding=config.train.optimizer.stochastic_rounding,
         state_dtype=config.train.optimizer.state_dtype,
     ):
-        say(f"warning: {warning}")
+        log(f"warning: {warning}")
     is_half = config.train.precision != "fp32" or config.model.dtype != "float32"
     missing = missing_kernel_warning(is_half=is_half) if is_padding_free(settled(config).batching) else None
     if missing and config.model.attention == "auto":
-        say(f"warning: {missing}")
+        log(f"warning: {missing}")
     note = base_mismatch_warning(config.model.adapter, name=config.model.name) if config.model.adapter else None
     if note:
-        say(note)
+        log(note)
 
 
 def make_weights(config: RunConfig, machine: Machine) -> EvaluationWeights:

@@ -14,14 +14,14 @@ from finetune.task.distillation import DistillationTask
 from finetune.task.protocol import Task
 
 
-def taught(config: RunConfig, task: Task, accelerator: Accelerator, *, say: RunLog) -> Task:
+def taught(config: RunConfig, task: Task, accelerator: Accelerator, *, log: RunLog) -> Task:
     """Return the task with the teacher that answers it live; as it is, where it needs none. Raises ModelError."""
     if not isinstance(task, DistillationTask) or task.section.cache:
         return task
-    return task.attach_teacher(teacher_of(config, task, accelerator, say=say))
+    return task.attach_teacher(teacher_of(config, task, accelerator, log=log))
 
 
-def teacher_of(config: RunConfig, task: Task, accelerator: Accelerator, *, say: RunLog) -> nn.Module:
+def teacher_of(config: RunConfig, task: Task, accelerator: Accelerator, *, log: RunLog) -> nn.Module:
     """Return the teacher, whole on this rank's device: never wrapped, trained or saved; raises ModelError."""
     assert isinstance(task, DistillationTask)
     section, model = task.section, config.model
@@ -29,17 +29,17 @@ def teacher_of(config: RunConfig, task: Task, accelerator: Accelerator, *, say: 
     with unsharded(accelerator):
         size = len(task.tokenizer)
         teacher: nn.Module = load_teacher(section, model=model, vocabulary_size=size, device=accelerator.device)
-    say(f"teacher {section.teacher}, whole in every process: {measure_model(teacher).lines[1]}")
+    log(f"teacher {section.teacher}, whole in every process: {measure_model(teacher).lines[1]}")
     return teacher
 
 
-def teacher_identity(config: RunConfig, *, say: RunLog) -> str | None:
+def teacher_identity(config: RunConfig, *, log: RunLog) -> str | None:
     """Return what identifies the teacher's weights, None where there is none. Collective."""
     section = config.task.distillation
     if section is None:
         return None
     distributed.open_background_group()  # its time limit allows for reading hundreds of gigabytes
     digest: str = run_on_rank_0(
-        lambda: teacher_digest(section, model=config.model, log=say), group=distributed.Group.BACKGROUND
+        lambda: teacher_digest(section, model=config.model, log=log), group=distributed.Group.BACKGROUND
     )
     return digest

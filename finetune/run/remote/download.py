@@ -35,7 +35,7 @@ def staged(loaded: LoadedConfig) -> LoadedConfig:
     return replace(loaded, config=with_run_folder(loaded.config, str(local)), remote=run.folder)
 
 
-def fetch_run(loaded: LoadedConfig, *, say: Callable[[str], None]) -> None:
+def fetch_run(loaded: LoadedConfig, *, log: Callable[[str], None]) -> None:
     """Bring what is newer at the run's URL to its stage, in one process while the others wait on a lock file.
 
     No collective, as it may take longer than one allows. Raises CheckpointError where the URL cannot be reached or
@@ -49,7 +49,7 @@ def fetch_run(loaded: LoadedConfig, *, say: Callable[[str], None]) -> None:
         try:
             remote = RemoteFolder(loaded.remote)
             _probe(remote, stage)
-            _bring(remote, stage, say=say)
+            _bring(remote, stage, log=log)
         except FinetuneError:
             raise
         except Exception as error:  # each storage has exceptions of its own
@@ -86,7 +86,7 @@ def _probe(remote: RemoteFolder, stage: Path) -> None:
     remote.delete([_PROBE])
 
 
-def _bring(remote: RemoteFolder, stage: Path, *, say: Callable[[str], None]) -> None:
+def _bring(remote: RemoteFolder, stage: Path, *, log: Callable[[str], None]) -> None:
     sizes = remote.sizes()
     newest_here = max(layout.steps(stage / layout.CHECKPOINTS), default=-1)
     newer = [step for step in marked_steps(sizes) if step > newest_here]
@@ -98,9 +98,9 @@ def _bring(remote: RemoteFolder, stage: Path, *, say: Callable[[str], None]) -> 
         path = layout.step_folder(stage / layout.CHECKPOINTS, step)
         problem = _download(remote, path)
         if problem is None:
-            say(f"fetched {path.name}, {format_size(read_manifest(path).size_bytes)}, from {remote.url}")
+            log(f"fetched {path.name}, {format_size(read_manifest(path).size_bytes)}, from {remote.url}")
             return
-        say(f"warning: passed over {remote.url}/{layout.CHECKPOINTS}/{path.name}: {problem}")
+        log(f"warning: passed over {remote.url}/{layout.CHECKPOINTS}/{path.name}: {problem}")
 
 
 def _download(remote: RemoteFolder, path: Path) -> str | None:

@@ -15,7 +15,7 @@ from finetune.runtime import distributed
 from finetune.runtime.run_on_ranks import run_on_rank_0
 
 
-def run_facts(config: RunConfig, training_data: Lessons, *, model: Any, strategy: str, say: RunLog) -> RunFingerprint:
+def run_facts(config: RunConfig, training_data: Lessons, *, model: Any, strategy: str, log: RunLog) -> RunFingerprint:
     """Return what checkpoints remember of this run; rank 0 reads the frozen weights and tells all. Collective.
 
     `model` is the model as it was built; its config knows the commit that a hub model came from.
@@ -23,10 +23,10 @@ def run_facts(config: RunConfig, training_data: Lessons, *, model: Any, strategy
     distributed.open_background_group()  # its time limit allows for hundreds of gigabytes; that of a GPU's line does not
     prior = training_data.task.precomputed
     compared = prior is not None and prior.scorer == "reference"
-    digest = partial(base_digest, config.model, model=model, is_reference=compared, log=say)
+    digest = partial(base_digest, config.model, model=model, is_reference=compared, log=log)
     base = run_on_rank_0(digest, group=distributed.Group.BACKGROUND)
     adapter = run_on_rank_0(lambda: adapter_digest(config.model.adapter), group=distributed.Group.BACKGROUND)
-    teacher = teacher_identity(config, say=say)
+    teacher = teacher_identity(config, log=log)
     return facts_with(base, config, training_data, strategy=strategy, adapter=adapter, teacher=teacher)
 
 

@@ -42,7 +42,7 @@ def settle_buckets(accelerator: Accelerator, model: nn.Module, *, loss: Callable
 
 
 def find_finished(
-    config: RunConfig, training_data: Lessons, *, num_steps: int, strategy: str, say: RunLog
+    config: RunConfig, training_data: Lessons, *, num_steps: int, strategy: str, log: RunLog
 ) -> FinishedRun | None:
     """Return the run if its last checkpoint is whole by size and `final/` is from it; else it is for `continue_run`.
 
@@ -59,7 +59,7 @@ def find_finished(
     wanted = facts_with(base, config, training_data, strategy=strategy, adapter=adapter, teacher=teacher)
     sentences = told_over(config, finished, manifest.run, wanted=wanted)
     for sentence in sentences or ():
-        say(sentence)
+        log(sentence)
     return finished if sentences is not None else None
 
 
@@ -70,18 +70,18 @@ def continue_run(
     strategy: str,
     training_data: Lessons,
     ahead: ChecksumPrefetch | None,
-    say: RunLog,
+    log: RunLog,
 ) -> tuple[Checkpointer, Progress]:
     """Return the checkpoints and how far the run has come, its state back in model and optimizer. Collective."""
-    facts = run_facts(config, training_data, model=machine.plain_model, strategy=strategy, say=say)
+    facts = run_facts(config, training_data, model=machine.plain_model, strategy=strategy, log=log)
     access = build_access(machine.accelerator, machine.model, machine.optimizer)
     checkpointer = Checkpointer(
-        _folder(config), section=config.checkpoint, access=access, run=facts, say=say, ahead=ahead
+        _folder(config), section=config.checkpoint, access=access, run=facts, say=log, ahead=ahead
     )
     found = checkpointer.find()
     if found is None:
         if config.checkpoint.allow_changes:
-            say("checkpoint.allow_changes: nothing is continued, so there is nothing to allow")
+            log("checkpoint.allow_changes: nothing is continued, so there is nothing to allow")
         return checkpointer, Progress()
     if found.step > 0:
         sample = training_data.sample_at(found.step * config.train.global_batch_size)
@@ -93,11 +93,11 @@ def continue_run(
     refuse_other_samples(found.path, progress, pool=training_data.training, global_batch_size=batch_size)
     saved = found.manifest.run
     forget_other_best(progress, saved, here=facts)
-    say(f"continues from {found.path} after step {progress.step}")
+    log(f"continues from {found.path} after step {progress.step}")
     position = progress.step * batch_size
     scales = bool(access.loss_scale.read()), saved.identity.get("train.precision") == facts.identity["train.precision"]
     for sentence in (*what_is_back(position, scales=scales), *what_differs(saved, here=facts)):
-        say(sentence)
+        log(sentence)
     return checkpointer, progress
 
 

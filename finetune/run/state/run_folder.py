@@ -43,7 +43,7 @@ _PROBE_BYTES = 256 << 10
 """About what a run writes before its first step."""
 
 
-def clear_leftovers(config: RunConfig, *, say: RunLog) -> None:
+def clear_leftovers(config: RunConfig, *, log: RunLog) -> None:
     """Remove them from the run's folder, which this process holds, and where provably abandoned from the cache.
 
     Raises OSError where the folder takes nothing: a full disk is told before data is prepared and a model built.
@@ -54,7 +54,7 @@ def clear_leftovers(config: RunConfig, *, say: RunLog) -> None:
         cleared += remove_stale(folder, seconds=STALE_SECONDS_SHARED, below=True)
     if cleared:
         more = f" and {len(cleared) - 1} more" if len(cleared) > 1 else ""
-        say(f"removed {cleared[0]}{more}: left by a process that was killed while it wrote")
+        log(f"removed {cleared[0]}{more}: left by a process that was killed while it wrote")
     if read_record(run) is None:  # of a finished run there may be nothing left to write
         _try_to_write(run)
 
@@ -129,24 +129,24 @@ def _refuse_damage(folder: Path) -> None:
 SECRETS_LEFT_OUT = "# As it was written, but for what looks like a secret: that reads '[redacted]' here.\n"
 
 
-def open_run(loaded: LoadedConfig, machine: Machine, *, training_data: Lessons, say: RunLog) -> Reporter:
+def open_run(loaded: LoadedConfig, machine: Machine, *, training_data: Lessons, log: RunLog) -> Reporter:
     """Write down what the run is, once everything has been checked, and return whoever is told about it."""
     folder, room = Path(loaded.config.run.folder), machine_resources()
     loading = loader_settings(loaded.config.data, resources=room, cost=training_data.task.loading_cost)
     if sentence := format_loader_settings(loaded.config.data, loading, room=room):
-        say(sentence)
+        log(sentence)
     if distributed.is_main():
         atomic.write_text(folder / "config.yaml", config_copy(loaded.text))
         atomic.write_text(folder / "resolved.yaml", resolved_yaml(loaded))
         atomic.write_json(folder / "environment.json", environment_facts() | {"loading": asdict(loading)})
         keep(folder, training_data.processing, training_data.task.facts)
-        keep_audit(folder, loaded.config, training_data, say=say)
+        keep_audit(folder, loaded.config, training_data, log=log)
     return build_reporter(
         loaded.config.report,
         run_folder=folder,
         accelerator=machine.accelerator,
         is_main=distributed.is_main(),
-        notes=say.said,
+        notes=log.said,
     )
 
 

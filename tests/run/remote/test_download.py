@@ -35,7 +35,7 @@ class Machine:
                 self.remote.upload(path, name)
 
     def fetch(self):
-        fetch_run(self.loaded, say=self.said.append)
+        fetch_run(self.loaded, log=self.said.append)
         return sorted(path.name for path in (self.stage / "checkpoints").glob("*"))
 
 
@@ -61,7 +61,7 @@ def test_a_run_at_a_url_is_staged_and_its_resolved_config_keeps_the_url(machine,
 def test_a_run_in_a_folder_is_left_as_it_is(job):
     loaded = load_config(job, ["run.folder=runs/first"])
     assert staged(loaded) is loaded
-    fetch_run(loaded, say=print)
+    fetch_run(loaded, log=print)
     assert not Path(loaded.config.run.folder).exists()
 
 

@@ -31,7 +31,7 @@ def facts(tmp_path):
         )
         config = load_config(tmp_path / "job.yaml", overrides).config
         model = SimpleNamespace(config=SimpleNamespace(_commit_hash="c0ffee"))
-        return run_facts(config, lessons(**changed), model=model, strategy="ddp", say=print)
+        return run_facts(config, lessons(**changed), model=model, strategy="ddp", log=print)
 
     return of
 
