@@ -102,7 +102,7 @@ def export_final(
     *,
     progress: Progress,
     training_data: Lessons,
-    machine: Machine,
+    prepared: Machine,
     reason: str,
 ) -> None:
     """Gather the weights and write them on the main rank, unless they are there already. Collective.
@@ -115,15 +115,15 @@ def export_final(
         reporter(Noted(progress.step, f"{run_folder / FOLDER} is there already, from this very step"))
         return
     fault_point("export.begin", step=progress.step)
-    with make_weights(loaded.config, machine).swapped_in():
-        weights = gather_weights(machine.accelerator, machine.model, trained_only=needs_trained_only(loaded.config))
+    with make_weights(loaded.config, prepared).swapped_in():
+        weights = gather_weights(prepared.accelerator, prepared.model, trained_only=needs_trained_only(loaded.config))
     fault_point("export.write", step=progress.step)
     if distributed.is_main():
         _require_room(run_folder, weights.values(), dtype=loaded.config.export.dtype)
         (run_folder / RECORD).unlink(missing_ok=True)
         report = export_model(
             run_folder / FOLDER,
-            model=machine.plain_model,
+            model=prepared.plain_model,
             weights=weights
             | original_weights(loaded.config, training_data.task, tokenizer=training_data.tokenizer, log=print),
             preprocessors=inputs_of(training_data.processing),

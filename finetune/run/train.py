@@ -116,12 +116,12 @@ def _train(
         settle = partial(sync_batch_norm, machine.model)
         save = ReportedSaving(checkpointer, reporter, watch.status.checkpoint, before=settle)
         wishes = make_wishes(config, note=watch.note, save=save, started=startup.started_at, log=log)
-        parts = make_parts(config, lessons, machine=machine, plan=plan, reporter=reporter, save=save, wishes=wishes)
+        parts = make_parts(config, lessons, prepared=machine, plan=plan, reporter=reporter, save=save, wishes=wishes)
         reporter(
             RunStarted(progress.step, plan.num_steps, describe_strategy(strategy), plan.arithmetic, config.model_dump())
         )
         told = telling_start(parts, startup)
-        return train_to_the_end(loaded, told, progress=progress, training_data=lessons, machine=machine, watch=watch)
+        return train_to_the_end(loaded, told, progress=progress, training_data=lessons, prepared=machine, watch=watch)
 
 
 def launched_strategy(loaded: LoadedConfig) -> Strategy:
@@ -159,7 +159,7 @@ EXIT_CODES = {**signals.EXIT_CODES, SPOT_NOTICE: 143, FAILED_SAVE: 1}
 
 
 def train_to_the_end(
-    loaded: LoadedConfig, parts: Parts, *, progress: Progress, training_data: Lessons, machine: Machine, watch: Watch
+    loaded: LoadedConfig, parts: Parts, *, progress: Progress, training_data: Lessons, prepared: Machine, watch: Watch
 ) -> int:
     """Train, export the model where the run is over, report the end and return the exit code. Collective."""
     started, folder = time.monotonic(), Path(loaded.config.run.folder)
@@ -171,7 +171,7 @@ def train_to_the_end(
     is_final = reason in EXPORTED_AFTER
     if is_final:
         export_final(
-            loaded, parts.reporter, progress=progress, training_data=training_data, machine=machine, reason=reason
+            loaded, parts.reporter, progress=progress, training_data=training_data, prepared=prepared, reason=reason
         )
     code = EXIT_CODES.get(reason, 0)
     if reason == STOP_FILE and distributed.is_main():

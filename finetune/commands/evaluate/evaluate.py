@@ -75,7 +75,7 @@ def measure(subject: Subject) -> Measurement:
     accelerator = make_accelerator(config, launched_strategy(_for_measuring(subject.loaded)))
     model.to(accelerator.device)
     machine = Machine(accelerator, model, model, None)
-    known = with_prior(config, task, rows, key="data.validation", machine=machine, log=say)
+    known = with_prior(config, task, rows, key="data.validation", prepared=machine, log=say)
     task = taught(config, task, accelerator, log=say)
     subject.fill(model)
     generate = config.evaluate.generate if config.evaluate else None

@@ -63,7 +63,7 @@ def make_parts(
     config: RunConfig,
     training_data: Lessons,
     *,
-    machine: Machine,
+    prepared: Machine,
     plan: Plan,
     reporter: Reporter,
     save: CheckpointSaving,
@@ -72,21 +72,21 @@ def make_parts(
     """Return the record that the loop works with."""
     stopping = config.train.early_stopping
     return Parts(
-        accelerator=machine.accelerator,
-        model=machine.model,
-        optimizer=machine.optimizer,
+        accelerator=prepared.accelerator,
+        model=prepared.model,
+        optimizer=prepared.optimizer,
         task=training_data.task,
-        groups=partial(_groups, config, training_data, machine=machine, plan=plan),
+        groups=partial(_groups, config, training_data, prepared=prepared, plan=plan),
         plan=plan,
         deliveries=DeliveryCheck(training_data.training, plan.global_batch_size),
         place=training_data.training.samples.place,
         seed=config.run.seed,
-        update=make_update(config, machine),
+        update=make_update(config, prepared),
         nonfinite=config.train.nonfinite,
         scales_loss=config.train.precision == "fp16",
         meters=Meters(training_data.task.step_metrics),
         reporter=reporter,
-        evaluate=_evaluation(config, training_data, machine=machine, reporter=reporter),
+        evaluate=_evaluation(config, training_data, prepared=prepared, reporter=reporter),
         save=save,
         log_due=Cadence(config.report.log_every_steps, plan.num_steps),
         evaluate_due=Cadence(config.evaluate.every_steps, plan.num_steps) if config.evaluate else NeverDue(),
@@ -94,20 +94,20 @@ def make_parts(
         stop_sources=wishes,
         stop_after_steps=config.train.stop_after_steps,
         early_stopping=EarlyStopping(stopping) if stopping else NeverStop(),
-        before_batch=machine.before_batch,
+        before_batch=prepared.before_batch,
     )
 
 
-def make_update(config: RunConfig, machine: Machine) -> Update:
+def make_update(config: RunConfig, prepared: Machine) -> Update:
     """Return what takes gradients to weights."""
     if config.train.optimizer.in_backward:
-        return UpdateInBackward(machine.accelerator, machine.model, machine.optimizer)
+        return UpdateInBackward(prepared.accelerator, prepared.model, prepared.optimizer)
     limit = config.train.max_gradient_norm
-    return Update(machine.accelerator, machine.model, machine.optimizer, max_gradient_norm=limit)
+    return Update(prepared.accelerator, prepared.model, prepared.optimizer, max_gradient_norm=limit)
 
 
 def _groups(
-    config: RunConfig, training_data: Lessons, *, machine: Machine, plan: Plan, first_step: int
+    config: RunConfig, training_data: Lessons, *, prepared: Machine, plan: Plan, first_step: int
 ) -> Iterator[tuple[Batch, ...]]:
     loader = train_loader(
         training_data.training,
@@ -121,28 +121,28 @@ def _groups(
         cost=training_data.task.loading_cost,
         has_partners=training_data.task.has_partners,
     )
-    own = machine.accelerator.prepare_data_loader(loader, device_placement=False)  # this rank's microbatches
-    placed = prefetch_to_device(groups(own, plan.num_batches), machine.accelerator.device)
-    handed = each_ended(placed, machine.model)
+    own = prepared.accelerator.prepare_data_loader(loader, device_placement=False)  # this rank's microbatches
+    placed = prefetch_to_device(groups(own, plan.num_batches), prepared.accelerator.device)
+    handed = each_ended(placed, prepared.model)
     if not config.report.sample_ids:
         return handed
     return recorded(handed, run_folder=Path(config.run.folder), first_step=first_step)
 
 
-def _evaluation(config: RunConfig, training_data: Lessons, *, machine: Machine, reporter: Reporter) -> Evaluation:
+def _evaluation(config: RunConfig, training_data: Lessons, *, prepared: Machine, reporter: Reporter) -> Evaluation:
     if config.evaluate is None or training_data.validation_set is None:
         return NoEvaluation()
     evaluator = make_evaluator(
         config,
         training_data.task,
         rows=training_data.validation_set,
-        model=machine.model,
-        accelerator=machine.accelerator,
+        model=prepared.model,
+        accelerator=prepared.accelerator,
         tokenizer=training_data.tokenizer,
         answer_metrics=training_data.answer_metrics,
         reporter=reporter,
     )
-    return Settled(machine.model, EvaluationWithWeights(make_weights(config, machine), evaluator))
+    return Settled(prepared.model, EvaluationWithWeights(make_weights(config, prepared), evaluator))
 
 
 def make_wishes(

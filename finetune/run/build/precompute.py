@@ -59,7 +59,7 @@ class Knower:
     answering: Callable[[], AbstractContextManager[None]]  # entered while it answers
 
 
-def with_priors(config: RunConfig, training_data: Lessons, machine: Machine, *, log: RunLog) -> Lessons:
+def with_priors(config: RunConfig, training_data: Lessons, prepared: Machine, *, log: RunLog) -> Lessons:
     """Return the lessons with what the task wants to know of each sample beforehand, training and validation.
 
     Call it before a checkpoint is loaded. Raises DataError for streams, whose samples are not known beforehand, and
@@ -69,7 +69,7 @@ def with_priors(config: RunConfig, training_data: Lessons, machine: Machine, *, 
     if prior is None:
         return training_data
     work = _Work(
-        config, prior, knower_of(config, training_data.task, machine, log=log), training_data.task, machine, log
+        config, prior, knower_of(config, training_data.task, prepared, log=log), training_data.task, prepared, log
     )
     sets = [work.known(key, source) for key, source in training_data.sources.items()]
     is_mix = isinstance(training_data.training.samples, MixedSamples)
@@ -81,26 +81,26 @@ def with_priors(config: RunConfig, training_data: Lessons, machine: Machine, *, 
 
 
 def with_prior(
-    config: RunConfig, task: Task, rows: PreparedSet, *, key: str, machine: Machine, log: RunLog
+    config: RunConfig, task: Task, rows: PreparedSet, *, key: str, prepared: Machine, log: RunLog
 ) -> PreparedSet | PrecomputedSet:
     """Return one set with what the task wants to know of its samples, by the model as it starts. Collective."""
     if task.precomputed is None:
         return rows
-    knower = knower_of(config, task, machine, log=log)
-    return _Work(config, task.precomputed, knower, task, machine, log).known(key, rows)
+    knower = knower_of(config, task, prepared, log=log)
+    return _Work(config, task.precomputed, knower, task, prepared, log).known(key, rows)
 
 
-def knower_of(config: RunConfig, task: Task, machine: Machine, *, log: RunLog) -> Knower:
+def knower_of(config: RunConfig, task: Task, prepared: Machine, *, log: RunLog) -> Knower:
     """Return who answers for the task's prior, told by a digest. Collective."""
     section, distillation = config.model, config.task.distillation
     if task.precomputed is not None and task.precomputed.scorer == "teacher" and distillation is not None:
-        load = cache(partial(teacher_of, config, task, machine.accelerator, log=log))
+        load = cache(partial(teacher_of, config, task, prepared.accelerator, log=log))
         told = {"teacher": teacher_identity(config, log=log), "dtype": distillation.teacher_dtype}
         return Knower(load, told, nullcontext)
     distributed.open_background_group()  # its time limit allows for reading hundreds of gigabytes
-    describe = partial(reference_identity, section, seed=config.run.seed, model=machine.plain_model, log=log)
+    describe = partial(reference_identity, section, seed=config.run.seed, model=prepared.plain_model, log=log)
     identity = run_on_rank_0(describe, group=distributed.Group.BACKGROUND)
-    return Knower(lambda: machine.model, identity, partial(reference_mode, machine.plain_model, section))
+    return Knower(lambda: prepared.model, identity, partial(reference_mode, prepared.plain_model, section))
 
 
 @dataclass(frozen=True)

@@ -183,26 +183,26 @@ def _warn(config: RunConfig, log: RunLog) -> None:
         log(note)
 
 
-def make_weights(config: RunConfig, machine: Machine) -> EvaluationWeights:
+def make_weights(config: RunConfig, prepared: Machine) -> EvaluationWeights:
     """Return the weights that count in this run: the average where the optimizer keeps one, else those that learn."""
     found = average_formula(config.train)
     if found is None:
         return TrainedWeights()
     key, formula = found
-    return AveragedWeights(build_access(machine.accelerator, machine.model, machine.optimizer), key, formula)
+    return AveragedWeights(build_access(prepared.accelerator, prepared.model, prepared.optimizer), key, formula)
 
 
-def require_isolation(config: RunConfig, training_data: Lessons, machine: Machine) -> None:
+def require_isolation(config: RunConfig, training_data: Lessons, prepared: Machine) -> None:
     """Raise ModelError where samples would share rows and the model does not keep them apart. Collective."""
     if not is_padding_free(config.data.batching):
         return
-    model = machine.model
-    inner = unwrap_model(machine.plain_model)
+    model = prepared.model
+    inner = unwrap_model(prepared.plain_model)
     require_position_ids(frozenset(inspect.signature(inner.forward).parameters), config=inner.config)
     was_training = model.training
     model.eval()
     check_isolation(
-        partial(_logits, model, training_data.task, machine),
+        partial(_logits, model, training_data.task, prepared),
         config=inner.config,
         vocabulary_size=len(training_data.tokenizer),
         is_half=config.train.precision != "fp32" or config.model.dtype != "float32",
@@ -210,8 +210,8 @@ def require_isolation(config: RunConfig, training_data: Lessons, machine: Machin
     model.train(was_training)
 
 
-def _logits(model: nn.Module, task: Task, machine: Machine, row: Sequence[Sequence[int]]) -> Tensor:
+def _logits(model: nn.Module, task: Task, prepared: Machine, row: Sequence[Sequence[int]]) -> Tensor:
     """Return the logits of the samples as the task lays them out, [tokens, vocabulary]."""
     samples = [Features({"input_ids": np.array(ids, np.uint32), "is_target": np.ones(len(ids), bool)}) for ids in row]
-    batch = task.collate(samples).to(machine.accelerator.device)
+    batch = task.collate(samples).to(prepared.accelerator.device)
     return forward_logits(model, batch)[0]

@@ -65,7 +65,7 @@ def find_finished(
 
 def continue_run(
     config: RunConfig,
-    machine: Machine,
+    prepared: Machine,
     *,
     strategy: str,
     training_data: Lessons,
@@ -73,8 +73,8 @@ def continue_run(
     log: RunLog,
 ) -> tuple[Checkpointer, Progress]:
     """Return the checkpoints and how far the run has come, its state back in model and optimizer. Collective."""
-    facts = run_facts(config, training_data, model=machine.plain_model, strategy=strategy, log=log)
-    access = build_access(machine.accelerator, machine.model, machine.optimizer)
+    facts = run_facts(config, training_data, model=prepared.plain_model, strategy=strategy, log=log)
+    access = build_access(prepared.accelerator, prepared.model, prepared.optimizer)
     checkpointer = Checkpointer(
         _folder(config), section=config.checkpoint, access=access, run=facts, say=log, ahead=ahead
     )
@@ -85,9 +85,9 @@ def continue_run(
         return checkpointer, Progress()
     if found.step > 0:
         sample = training_data.sample_at(found.step * config.train.global_batch_size)
-        batch = training_data.task.collate([sample]).to(machine.accelerator.device)
-        loss = partial(training_data.task.loss_sum, machine.model, batch)
-        settle_buckets(machine.accelerator, machine.model, loss=loss)
+        batch = training_data.task.collate([sample]).to(prepared.accelerator.device)
+        loss = partial(training_data.task.loss_sum, prepared.model, batch)
+        settle_buckets(prepared.accelerator, prepared.model, loss=loss)
     progress = Progress.from_state_dict(checkpointer.load(found))
     batch_size = config.train.global_batch_size
     refuse_other_samples(found.path, progress, pool=training_data.training, global_batch_size=batch_size)

@@ -129,7 +129,7 @@ def _refuse_damage(folder: Path) -> None:
 SECRETS_LEFT_OUT = "# As it was written, but for what looks like a secret: that reads '[redacted]' here.\n"
 
 
-def open_run(loaded: LoadedConfig, machine: Machine, *, training_data: Lessons, log: RunLog) -> Reporter:
+def open_run(loaded: LoadedConfig, prepared: Machine, *, training_data: Lessons, log: RunLog) -> Reporter:
     """Write down what the run is, once everything has been checked, and return whoever is told about it."""
     folder, room = Path(loaded.config.run.folder), machine_resources()
     loading = loader_settings(loaded.config.data, resources=room, cost=training_data.task.loading_cost)
@@ -144,7 +144,7 @@ def open_run(loaded: LoadedConfig, machine: Machine, *, training_data: Lessons, 
     return build_reporter(
         loaded.config.report,
         run_folder=folder,
-        accelerator=machine.accelerator,
+        accelerator=prepared.accelerator,
         is_main=distributed.is_main(),
         notes=log.said,
     )
