@@ -49,7 +49,7 @@ from finetune.train.parts import Parts
 from finetune.train.stopping import FAILED_SAVE, SPOT_NOTICE, STOP_FILE
 
 
-def train_from_config(loaded: LoadedConfig, ahead: ChecksumPrefetch | None = None) -> int:
+def train_from_config(loaded: LoadedConfig, checksums: ChecksumPrefetch | None = None) -> int:
     """Train as the config says and return the exit code. Collective over all launched processes.
 
     `ahead` is what `verify_ahead` has begun.
@@ -64,9 +64,9 @@ def train_from_config(loaded: LoadedConfig, ahead: ChecksumPrefetch | None = Non
         if distributed.is_main():
             clear_leftovers(loaded.config, log=say)
         fetch_run(loaded, log=print)
-        ahead = ahead or verify_ahead(loaded)
+        checksums = checksums or verify_ahead(loaded)
         require_own_values_fit(loaded.config)
-        code = _train(loaded, strategy, watch=watch, mirror=mirror, startup=startup, ahead=ahead, log=say)
+        code = _train(loaded, strategy, watch=watch, mirror=mirror, startup=startup, checksums=checksums, log=say)
     return distributed.shut_down(code, afterwards=partial(_hand_over, loaded, mirror))
 
 
@@ -85,7 +85,7 @@ def _train(
     watch: Watch,
     mirror: Mirror,
     startup: StartUp,
-    ahead: ChecksumPrefetch | None,
+    checksums: ChecksumPrefetch | None,
     log: RunLog,
 ) -> int:
     config = loaded.config
@@ -108,7 +108,7 @@ def _train(
     lessons = with_priors(config, lessons, machine, log=log)  # from the model as it starts: before weights are loaded
     lessons = replace(lessons, task=taught(config, lessons.task, accelerator, log=log))
     checkpointer, progress = continue_run(
-        config, machine, strategy=strategy.name, training_data=lessons, ahead=ahead, log=log
+        config, machine, strategy=strategy.name, training_data=lessons, checksums=checksums, log=log
     )
     reporter = mirror.told_by(open_run(loaded, machine, training_data=lessons, log=log))
     with closing(reporter), mirror, watch.first_error(DiskError):

@@ -69,14 +69,14 @@ def continue_run(
     *,
     strategy: str,
     training_data: Lessons,
-    ahead: ChecksumPrefetch | None,
+    checksums: ChecksumPrefetch | None,
     log: RunLog,
 ) -> tuple[Checkpointer, Progress]:
     """Return the checkpoints and how far the run has come, its state back in model and optimizer. Collective."""
     facts = run_facts(config, training_data, model=prepared.plain_model, strategy=strategy, log=log)
     access = build_access(prepared.accelerator, prepared.model, prepared.optimizer)
     checkpointer = Checkpointer(
-        _folder(config), section=config.checkpoint, access=access, run=facts, say=log, ahead=ahead
+        _folder(config), section=config.checkpoint, access=access, run=facts, say=log, ahead=checksums
     )
     found = checkpointer.find()
     if found is None:
