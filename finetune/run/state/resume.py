@@ -92,18 +92,18 @@ def continue_run(
     batch_size = config.train.global_batch_size
     refuse_other_samples(found.path, progress, pool=training_data.training, global_batch_size=batch_size)
     saved = found.manifest.run
-    forget_other_best(progress, saved, here=facts)
+    forget_other_best(progress, saved, current=facts)
     log(f"continues from {found.path} after step {progress.step}")
     position = progress.step * batch_size
     scales = bool(access.loss_scale.read()), saved.identity.get("train.precision") == facts.identity["train.precision"]
-    for sentence in (*what_is_back(position, scales=scales), *what_differs(saved, here=facts)):
+    for sentence in (*what_is_back(position, scales=scales), *what_differs(saved, current=facts)):
         log(sentence)
     return checkpointer, progress
 
 
-def forget_other_best(progress: Progress, saved: RunFingerprint, *, here: RunFingerprint) -> None:
+def forget_other_best(progress: Progress, saved: RunFingerprint, *, current: RunFingerprint) -> None:
     """Have early stopping begin anew where the best so far is of another metric or goal."""
-    if any(saved.settings.get(name) != here.settings.get(name) for name in BEST_IS_OF):
+    if any(saved.settings.get(name) != current.settings.get(name) for name in BEST_IS_OF):
         progress.best_metric, progress.evaluations_since_best = None, 0
 
 
@@ -119,17 +119,17 @@ def what_is_back(position: int, *, scales: tuple[bool, bool]) -> Iterator[str]:
     )
 
 
-def what_differs(saved: RunFingerprint, *, here: RunFingerprint) -> Iterator[str]:
+def what_differs(saved: RunFingerprint, *, current: RunFingerprint) -> Iterator[str]:
     """Yield what another strategy or number of processes means for the numbers to come; nothing where both are same."""
     there = saved.origin
-    if there == here.origin or not there:
+    if there == current.origin or not there:
         return
     masks = ""
-    if there["processes"] != here.origin["processes"]:
-        masks = f"dropout masks are those of {_processes(here)}, "
+    if there["processes"] != current.origin["processes"]:
+        masks = f"dropout masks are those of {_processes(current)}, "
     yield (
-        f"written under {there['strategy']} on {_processes(saved)}, continued under {here.origin['strategy']} on "
-        f"{_processes(here)}: {masks}sums are rounded in another order: same losses within rounding, not to the bit"
+        f"written under {there['strategy']} on {_processes(saved)}, continued under {current.origin['strategy']} on "
+        f"{_processes(current)}: {masks}sums are rounded in another order: same losses within rounding, not to the bit"
     )
 
 

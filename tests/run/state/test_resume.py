@@ -27,7 +27,7 @@ def test_a_loss_scale_is_among_it_where_there_was_one(scaled_then, said):
 
 
 def test_another_number_of_processes_means_other_dropout_masks_and_other_rounding():
-    (said,) = what_differs(facts(), here=facts("fsdp2", "4"))
+    (said,) = what_differs(facts(), current=facts("fsdp2", "4"))
     assert said == (
         "written under ddp on 2 processes, continued under fsdp2 on 4 processes: dropout masks are those of "
         "4 processes, sums are rounded in another order: same losses within rounding, not to the bit"
@@ -35,17 +35,17 @@ def test_another_number_of_processes_means_other_dropout_masks_and_other_roundin
 
 
 def test_another_strategy_means_other_rounding_only_and_the_same_one_is_not_worth_a_line():
-    (said,) = what_differs(facts(), here=facts("zero2"))
+    (said,) = what_differs(facts(), current=facts("zero2"))
     assert "dropout" not in said and "not to the bit" in said
-    assert list(what_differs(facts(), here=facts())) == []
+    assert list(what_differs(facts(), current=facts())) == []
 
 
 def test_the_best_of_another_metric_is_forgotten_and_of_the_same_is_kept():
     progress = Progress(best_metric=0.5, evaluations_since_best=2)
     of_loss, of_accuracy = (facts(**{"train.early_stopping.metric": name}) for name in ("loss", "accuracy"))
-    forget_other_best(progress, of_loss, here=of_loss)
+    forget_other_best(progress, of_loss, current=of_loss)
     assert (progress.best_metric, progress.evaluations_since_best) == (0.5, 2)
-    forget_other_best(progress, of_loss, here=of_accuracy)
+    forget_other_best(progress, of_loss, current=of_accuracy)
     assert (progress.best_metric, progress.evaluations_since_best) == (None, 0)
 
 
