@@ -62,22 +62,22 @@ class Measurement:
     num_rows: int
 
 
-def measure(subject: Subject) -> Measurement:
+def measure(target: Subject) -> Measurement:
     """Return the metrics on the job's validation rows, exact on any number of processes. Collective.
 
     Raises UserError where the job has no validation rows.
     """
     say = RunLog(is_main=distributed.is_main())
-    config, task = subject.config, subject.task()
-    rows = _validation(subject, task, log=say)
+    config, task = target.config, target.task()
+    rows = _validation(target, task, log=say)
     repair(rows, seconds=None)
-    model = subject.start(task)  # whole in every process: before an Accelerator exists that would have it split
-    accelerator = make_accelerator(config, launched_strategy(_for_measuring(subject.loaded)))
+    model = target.start(task)  # whole in every process: before an Accelerator exists that would have it split
+    accelerator = make_accelerator(config, launched_strategy(_for_measuring(target.loaded)))
     model.to(accelerator.device)
     machine = Machine(accelerator, model, model, None)
     known = with_prior(config, task, rows, key="data.validation", prepared=machine, log=say)
     task = taught(config, task, accelerator, log=say)
-    subject.fill(model)
+    target.fill(model)
     generate = config.evaluate.generate if config.evaluate else None
     evaluator = make_evaluator(
         config,
@@ -85,11 +85,11 @@ def measure(subject: Subject) -> Measurement:
         rows=known,
         model=accelerator.prepare_model(model, evaluation_mode=True),
         accelerator=accelerator,
-        tokenizer=subject.kept.processing.tokenizer,
+        tokenizer=target.kept.processing.tokenizer,
         answer_metrics=load_metrics(generate.metrics if generate else ()),
         reporter=NullReporter(),
     )
-    return Measurement(subject, evaluator(subject.step), len(rows))
+    return Measurement(target, evaluator(target.step), len(rows))
 
 
 def _validation(subject: Subject, task: Task, *, say: RunLog) -> PreparedSet:
