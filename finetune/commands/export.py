@@ -78,7 +78,7 @@ def export_checkpoint(
     loaded = _with_export(own, dtype=dtype, merge=merge)
     require_mergeable(loaded.config)
     checkpoint = open_checkpoint(wanted.checkpoint)
-    report = _export(wanted, loaded, checkpoint=checkpoint, kept=load_kept(wanted.run, loaded.config))
+    report = _export(wanted, loaded, checkpoint=checkpoint, run_inputs=load_kept(wanted.run, loaded.config))
     print(f"exported {wanted.checkpoint.name}: {report.num_tensors} tensors, {format_size(report.size_bytes)}")
     print(f"model in {report.folder}")
     return report.folder
@@ -134,15 +134,15 @@ def _with_export(loaded: LoadedConfig, *, dtype: str | None, merge: bool) -> Loa
     return replace(loaded, config=loaded.config.model_copy(update={"export": export}))
 
 
-def _export(wanted: Export, loaded: LoadedConfig, *, checkpoint: OpenCheckpoint, kept: Kept) -> ExportReport:
-    config, tokenizer, task = loaded.config, kept.processing.tokenizer, kept.task(loaded.config)
+def _export(wanted: Export, loaded: LoadedConfig, *, checkpoint: OpenCheckpoint, run_inputs: Kept) -> ExportReport:
+    config, tokenizer, task = loaded.config, run_inputs.processing.tokenizer, run_inputs.task(loaded.config)
     model = build_model(config, task=task, tokenizer=tokenizer, construction=InitContext())
     weights = exported_weights(model, checkpoint, train=config.train, trained_only=needs_trained_only(config))
     return export_model(
         wanted.folder,
         model=model,
         weights=weights | original_weights(config, task, tokenizer=tokenizer, log=print),
-        preprocessors=inputs_of(kept.processing),
+        preprocessors=inputs_of(run_inputs.processing),
         section=written_section(config),
         facts=_card(wanted, loaded=loaded, checkpoint=checkpoint, head=task.head),
     )
