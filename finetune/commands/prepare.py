@@ -105,7 +105,7 @@ def prepare(path: Path, overrides: Sequence[str]) -> None:
     config = load_config(path, overrides).config
     try:
         with progress_shown() as (say, watch):
-            lessons = make_lessons(without_limits(config), RunLog(is_main=True, write=say), watch=watch)
+            lessons = make_lessons(without_limits(config), RunLog(is_main=True, write=say), on_progress=watch)
             mend_sets(lessons)
     except KeyboardInterrupt:
         print("what is tokenised is kept: the same command goes on where it stopped", file=sys.stderr)

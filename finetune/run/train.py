@@ -66,7 +66,7 @@ def train_from_config(loaded: LoadedConfig, checksums: ChecksumPrefetch | None =
         fetch_run(loaded, log=print)
         checksums = checksums or verify_ahead(loaded)
         require_own_values_fit(loaded.config)
-        code = _train(loaded, strategy, watch=watch, mirror=mirror, startup=startup, checksums=checksums, log=say)
+        code = _train(loaded, strategy, supervision=watch, mirror=mirror, startup=startup, checksums=checksums, log=say)
     return distributed.shut_down(code, afterwards=partial(_hand_over, loaded, mirror))
 
 
@@ -82,7 +82,7 @@ def _train(
     loaded: LoadedConfig,
     strategy: Strategy,
     *,
-    watch: Watch,
+    supervision: Watch,
     mirror: Mirror,
     startup: StartUp,
     checksums: ChecksumPrefetch | None,
@@ -94,9 +94,9 @@ def _train(
     startup.end("data")
     accelerator = make_accelerator(config, strategy)
     require_mergeable(config)
-    watch.meet()
+    supervision.meet()
     if finished := find_finished(config, lessons, num_steps=plan.num_steps, strategy=strategy.name, log=log):
-        return end_at_once(finished, watch=watch, num_steps=plan.num_steps)
+        return end_at_once(finished, supervision=supervision, num_steps=plan.num_steps)
     rate = plan.schedule.peak
     machine = make_machine(
         config, strategy, accelerator=accelerator, training_data=lessons, learning_rate=rate, log=log
@@ -104,24 +104,26 @@ def _train(
     require_isolation(config, lessons, machine)
     mend_before_training(lessons)
     startup.end("model")
-    watch.watchdog.detect_hangs(config.run.hang_after_seconds)
+    supervision.watchdog.detect_hangs(config.run.hang_after_seconds)
     lessons = with_priors(config, lessons, machine, log=log)  # from the model as it starts: before weights are loaded
     lessons = replace(lessons, task=taught(config, lessons.task, accelerator, log=log))
     checkpointer, progress = continue_run(
         config, machine, strategy=strategy.name, training_data=lessons, checksums=checksums, log=log
     )
     reporter = mirror.told_by(open_run(loaded, machine, training_data=lessons, log=log))
-    with closing(reporter), mirror, watch.first_error(DiskError):
+    with closing(reporter), mirror, supervision.first_error(DiskError):
         checkpointer.rehearse(num_saves=plan.num_due(config.checkpoint.every_steps, after=progress.step))
         settle = partial(sync_batch_norm, machine.model)
-        save = ReportedSaving(checkpointer, reporter, watch.status.checkpoint, before=settle)
-        wishes = make_wishes(config, note=watch.note, save=save, started=startup.started_at, log=log)
+        save = ReportedSaving(checkpointer, reporter, supervision.status.checkpoint, before=settle)
+        wishes = make_wishes(config, note=supervision.note, save=save, started=startup.started_at, log=log)
         parts = make_parts(config, lessons, prepared=machine, plan=plan, reporter=reporter, save=save, wishes=wishes)
         reporter(
             RunStarted(progress.step, plan.num_steps, describe_strategy(strategy), plan.arithmetic, config.model_dump())
         )
         told = telling_start(parts, startup)
-        return train_to_the_end(loaded, told, progress=progress, training_data=lessons, prepared=machine, watch=watch)
+        return train_to_the_end(
+            loaded, told, progress=progress, training_data=lessons, prepared=machine, supervision=supervision
+        )
 
 
 def launched_strategy(loaded: LoadedConfig) -> Strategy:
@@ -159,15 +161,21 @@ EXIT_CODES = {**signals.EXIT_CODES, SPOT_NOTICE: 143, FAILED_SAVE: 1}
 
 
 def train_to_the_end(
-    loaded: LoadedConfig, parts: Parts, *, progress: Progress, training_data: Lessons, prepared: Machine, watch: Watch
+    loaded: LoadedConfig,
+    parts: Parts,
+    *,
+    progress: Progress,
+    training_data: Lessons,
+    prepared: Machine,
+    supervision: Watch,
 ) -> int:
     """Train, export the model where the run is over, report the end and return the exit code. Collective."""
     started, folder = time.monotonic(), Path(loaded.config.run.folder)
-    watch.status.run(progress, num_steps=parts.plan.num_steps)
+    supervision.status.run(progress, num_steps=parts.plan.num_steps)
     section = loaded.config.evaluate
     if section is not None and section.at_start and progress.step == 0:
         parts.evaluate(progress.step)
-    reason = _run_loop(parts, progress, watch=watch)
+    reason = _run_loop(parts, progress, watch=supervision)
     is_final = reason in EXPORTED_AFTER
     if is_final:
         export_final(
@@ -176,7 +184,7 @@ def train_to_the_end(
     code = EXIT_CODES.get(reason, 0)
     if reason == STOP_FILE and distributed.is_main():
         take_back_stop(folder, log=lambda text: parts.reporter(Warned(progress.step, text)))  # it has been obeyed
-    watch.status.end(status.FINISHED if is_final else status.STOPPED, reason=reason, exit_code=code)
+    supervision.status.end(status.FINISHED if is_final else status.STOPPED, reason=reason, exit_code=code)
     parts.reporter(
         RunEnded(
             step=progress.step,
@@ -190,10 +198,10 @@ def train_to_the_end(
     return code
 
 
-def end_at_once(finished: FinishedRun, *, watch: Watch, num_steps: int) -> int:
+def end_at_once(finished: FinishedRun, *, supervision: Watch, num_steps: int) -> int:
     """Report that there is nothing left to do, and return the exit code of a success."""
     place, reason = str(finished.checkpoint), finished.reason
-    return status.record_finished(watch.status, finished.progress, place, reason, num_steps=num_steps)
+    return status.record_finished(supervision.status, finished.progress, place, reason, num_steps=num_steps)
 
 
 def _run_loop(parts: Parts, progress: Progress, *, watch: Watch) -> str:

@@ -56,7 +56,7 @@ class Lessons:
         return self.training.samples[int(self.training.order.samples(position, position + 1)[0])]
 
 
-def make_lessons(config: RunConfig, log: RunLog, *, watch: OnSourceProgress | None = None) -> Lessons:
+def make_lessons(config: RunConfig, log: RunLog, *, on_progress: OnSourceProgress | None = None) -> Lessons:
     """Return what there is to learn; one process tokenises, the others wait on a file and in no collective."""
     data = config.data
     generate = config.evaluate.generate if config.evaluate else None
@@ -80,7 +80,7 @@ def make_lessons(config: RunConfig, log: RunLog, *, watch: OnSourceProgress | No
         "length": task.lengths,
         "say": log,
     }
-    prepare: Callable[[Source], PreparedSet] = partial(prepare_set, **how, on_progress=watch)
+    prepare: Callable[[Source], PreparedSet] = partial(prepare_set, **how, on_progress=on_progress)
     stream: Callable[..., tuple[DatasetView, Streamed]] = partial(stream_view, **how)
     known: dict[str, Prepared | Streamed] = {}
     pools = [_pool_of(source, config, prepare=prepare, stream=stream, known=known) for source in sources.train]
