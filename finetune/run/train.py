@@ -116,7 +116,9 @@ def _train(
         settle = partial(sync_batch_norm, machine.model)
         save = ReportedSaving(checkpointer, reporter, supervision.status.checkpoint, before=settle)
         wishes = make_wishes(config, note=supervision.note, save=save, started=startup.started_at, log=log)
-        parts = make_parts(config, lessons, prepared=machine, plan=plan, reporter=reporter, save=save, wishes=wishes)
+        parts = make_parts(
+            config, lessons, prepared=machine, plan=plan, reporter=reporter, save=save, stop_sources=wishes
+        )
         reporter(
             RunStarted(progress.step, plan.num_steps, describe_strategy(strategy), plan.arithmetic, config.model_dump())
         )

@@ -67,7 +67,7 @@ def make_parts(
     plan: Plan,
     reporter: Reporter,
     save: CheckpointSaving,
-    wishes: StopSources,
+    stop_sources: StopSources,
 ) -> Parts:
     """Return the record that the loop works with."""
     stopping = config.train.early_stopping
@@ -91,7 +91,7 @@ def make_parts(
         log_due=Cadence(config.report.log_every_steps, plan.num_steps),
         evaluate_due=Cadence(config.evaluate.every_steps, plan.num_steps) if config.evaluate else NeverDue(),
         save_due=Cadence(config.checkpoint.every_steps, plan.num_steps),
-        stop_sources=wishes,
+        stop_sources=stop_sources,
         stop_after_steps=config.train.stop_after_steps,
         early_stopping=EarlyStopping(stopping) if stopping else NeverStop(),
         before_batch=prepared.before_batch,
