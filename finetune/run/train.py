@@ -66,13 +66,15 @@ def train_from_config(loaded: LoadedConfig, checksums: ChecksumPrefetch | None =
         fetch_run(loaded, log=print)
         checksums = checksums or verify_ahead(loaded)
         require_own_values_fit(loaded.config)
-        code = _train(loaded, strategy, supervision=watch, mirror=mirror, startup=startup, checksums=checksums, log=say)
+        code = _train(
+            loaded, strategy, supervision=watch, uploader=mirror, startup=startup, checksums=checksums, log=say
+        )
     return distributed.shut_down(code, afterwards=partial(_hand_over, loaded, mirror))
 
 
-def _hand_over(loaded: LoadedConfig, mirror: Mirror, code: int) -> int:
+def _hand_over(loaded: LoadedConfig, uploader: Mirror, code: int) -> int:
     """Upload what the run has left, when no other process waits for this one any more; return the exit code."""
-    code = mirror.finish(code)
+    code = uploader.finish(code)
     if code == 0:
         publish_final(loaded)
     return code
@@ -83,7 +85,7 @@ def _train(
     strategy: Strategy,
     *,
     supervision: Watch,
-    mirror: Mirror,
+    uploader: Mirror,
     startup: StartUp,
     checksums: ChecksumPrefetch | None,
     log: RunLog,
@@ -110,8 +112,8 @@ def _train(
     checkpointer, progress = continue_run(
         config, machine, strategy=strategy.name, training_data=lessons, checksums=checksums, log=log
     )
-    reporter = mirror.told_by(open_run(loaded, machine, training_data=lessons, log=log))
-    with closing(reporter), mirror, supervision.first_error(DiskError):
+    reporter = uploader.told_by(open_run(loaded, machine, training_data=lessons, log=log))
+    with closing(reporter), uploader, supervision.first_error(DiskError):
         checkpointer.rehearse(num_saves=plan.num_due(config.checkpoint.every_steps, after=progress.step))
         settle = partial(sync_batch_norm, machine.model)
         save = ReportedSaving(checkpointer, reporter, supervision.status.checkpoint, before=settle)
