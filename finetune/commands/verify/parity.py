@@ -96,10 +96,10 @@ def compare(each: Contestant, *, wanted: Trace, got: Trace, tolerance: float) ->
     return Comparison(each, max(losses, default=0.0), max(norms, default=0.0), min(bad, default=None))
 
 
-def _trace(each: Contestant, question: Question) -> Trace:
-    folder = question.scratch / each.label
-    changes = {**comparable(question.job), "train.stop_after_steps": str(question.steps)}
-    run_job(each, question, folder=folder, changes=changes)
+def _trace(each: Contestant, tested: Question) -> Trace:
+    folder = tested.scratch / each.label
+    changes = {**comparable(tested.job), "train.stop_after_steps": str(tested.steps)}
+    run_job(each, tested, folder=folder, changes=changes)
     taken = steps_taken(folder)
     shutil.rmtree(folder)  # its checkpoint may be large
     return Trace(

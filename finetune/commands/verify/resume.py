@@ -73,7 +73,7 @@ def run_resume(
     )
     with tempfile.TemporaryDirectory(prefix="finetune-resume-") as scratch:
         question = Question(config, tuple(overrides), job, last, Path(scratch))
-        straight, resumed = run_both(one, other, question=question, stop_at=stop_at)
+        straight, resumed = run_both(one, other, tested=question, stop_at=stop_at)
     limit = None if one == other else tolerance
     problems = list(differences(straight, resumed, stop_at=stop_at, tolerance=limit))
     _print_table(straight, resumed, title=_title(one, other, stop_at=stop_at, is_dropout_off=limit and job.model.lora))
@@ -81,14 +81,14 @@ def run_resume(
     return not problems
 
 
-def run_both(one: Contestant, other: Contestant, *, question: Question, stop_at: int) -> tuple[Course, Course]:
+def run_both(one: Contestant, other: Contestant, *, tested: Question, stop_at: int) -> tuple[Course, Course]:
     """Return the straight course under `one`, and the one that is stopped there and resumed under the other."""
-    changes = _changes(question.job, keeps_dropout=one == other)
-    folders = question.scratch / "straight", question.scratch / "resumed"
-    runs = ((one, folders[0], question.steps), (one, folders[1], stop_at), (other, folders[1], question.steps))
+    changes = _changes(tested.job, keeps_dropout=one == other)
+    folders = tested.scratch / "straight", tested.scratch / "resumed"
+    runs = ((one, folders[0], tested.steps), (one, folders[1], stop_at), (other, folders[1], tested.steps))
     for each, folder, stop in runs:
         print(f"running under {each.title} to step {stop}, in {folder.name}", file=sys.stderr, flush=True)
-        run_job(each, question, folder=folder, changes={**changes, "train.stop_after_steps": str(stop)})
+        run_job(each, tested, folder=folder, changes={**changes, "train.stop_after_steps": str(stop)})
         if len(steps_taken(folders[0])) <= stop_at:
             raise _too_late(stop_at, num_steps=len(steps_taken(folders[0])))
     return read_course(folders[0]), read_course(folders[1])

@@ -69,12 +69,12 @@ def contestant(
     return Contestant(path.stem, path, world, accumulation or _accumulation(job, share=batch // world))
 
 
-def run_job(each: Contestant, question: Question, *, folder: Path, changes: Mapping[str, str]) -> None:
+def run_job(each: Contestant, tested: Question, *, folder: Path, changes: Mapping[str, str]) -> None:
     """Run the job in the run folder with these keys changed; raises UserError with the log's end where it fails."""
     log = folder.with_suffix(".log")
-    command = [*_launcher(each), "-m", "finetune", "--config", str(question.config)]
-    own = {"run.folder": str(folder), "train.microbatch_size": str(_microbatch_size(each, question.job)), **changes}
-    for override in [*question.overrides, *(f"{key}={value}" for key, value in own.items())]:
+    command = [*_launcher(each), "-m", "finetune", "--config", str(tested.config)]
+    own = {"run.folder": str(folder), "train.microbatch_size": str(_microbatch_size(each, tested.job)), **changes}
+    for override in [*tested.overrides, *(f"{key}={value}" for key, value in own.items())]:
         command += ["--set", override]
     code = run_process_group(command, log=log, timeout_seconds=TIMEOUT_SECONDS, environment={"OMP_NUM_THREADS": "1"})
     if code != 0:
