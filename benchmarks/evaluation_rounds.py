@@ -20,7 +20,7 @@ from transformers import AutoTokenizer, DataCollatorForSeq2Seq, Trainer, Trainin
 from finetune.config.load import load_config
 from finetune.report.reporter import NullReporter
 from finetune.report.run_log import RunLog
-from finetune.run.build.data import make_lessons
+from finetune.run.build.data import make_training_data
 from finetune.run.build.evaluator import make_evaluator
 from finetune.run.build.prepared_model import make_accelerator, make_machine
 from finetune.run.train import launched_strategy
@@ -66,7 +66,7 @@ def ours(folder: Path) -> Evaluate:
     (folder / "evaluation.yaml").write_text(text + "evaluate: {}\n")
     loaded, say = load_config(folder / "evaluation.yaml"), RunLog(is_main=False)
     config, strategy = loaded.config, launched_strategy(loaded)
-    lessons = make_lessons(config, say)
+    lessons = make_training_data(config, say)
     accelerator = make_accelerator(config, strategy)
     machine = make_machine(
         config, strategy, accelerator=accelerator, training_data=lessons, learning_rate=1e-3, log=say

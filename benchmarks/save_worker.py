@@ -21,7 +21,7 @@ from finetune.checkpoint.sharding.state_access import StateAccess
 from finetune.config.load import load_config
 from finetune.config.sections.checkpoint import CheckpointSection
 from finetune.report.run_log import RunLog
-from finetune.run.build.data import make_lessons, make_run_plan
+from finetune.run.build.data import make_run_plan, make_training_data
 from finetune.run.build.prepared_model import Machine, make_accelerator, make_machine
 from finetune.run.train import launched_strategy
 from finetune.runtime import distributed
@@ -56,7 +56,7 @@ def main(config: Path, folder: Path, rounds: int) -> None:
 def build(path: Path) -> Machine:
     loaded, say = load_config(path), RunLog(is_main=False)
     strategy = launched_strategy(loaded)
-    lessons = make_lessons(loaded.config, say)
+    lessons = make_training_data(loaded.config, say)
     plan = make_run_plan(loaded.config, lessons)
     accelerator = make_accelerator(loaded.config, strategy)
     return make_machine(

@@ -24,7 +24,7 @@ from save_worker import build, train_one_step
 from finetune.config.load import load_config
 from finetune.data.loader import train_loader
 from finetune.report.run_log import RunLog
-from finetune.run.build.data import make_lessons
+from finetune.run.build.data import make_training_data
 from finetune.run.build.prepared_model import Machine, make_accelerator
 from finetune.run.train import launched_strategy
 
@@ -106,7 +106,7 @@ def _save_by_accelerate(machine: Machine, folder: Path) -> float:
 def seeks(job: Path) -> Figures:
     """Return the CPU-seconds to the first batch at the start and late in a long job, and what skipping would cost."""
     loaded = load_config(job, [f"train.steps={2 * LATE}", "data.shuffle=true"])
-    config, lessons = loaded.config, make_lessons(loaded.config, RunLog(is_main=False))
+    config, lessons = loaded.config, make_training_data(loaded.config, RunLog(is_main=False))
     accelerator = make_accelerator(config, launched_strategy(loaded))
 
     def loader(first_step: int) -> Any:

@@ -35,7 +35,7 @@ from finetune.data.token_cache.chunks import Chunk
 from finetune.data.token_cache.counts import Counts
 from finetune.data.token_cache.store import Identity, PreparedSet
 from finetune.report.run_log import RunLog
-from finetune.run.build.data import make_lessons
+from finetune.run.build.data import make_training_data
 from finetune.run.train import train_from_config
 from finetune.train import loop
 
@@ -78,7 +78,7 @@ def steps(job: Path, size: int) -> float:
         "train.steps=900",
     ]
     config = load_config(job, [*overrides, "data.num_workers=0"]).config
-    lessons = make_lessons(config, RunLog(is_main=False))
+    lessons = make_training_data(config, RunLog(is_main=False))
     deliveries = DeliveryCheck(lessons.training, size)
     marked = delivery.with_checksums
 

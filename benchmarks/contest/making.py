@@ -20,7 +20,7 @@ from finetune.config.load import load_config
 from finetune.data.token_cache.store import PreparedSet
 from finetune.model.tokenizer import train_or_load_tokenizer
 from finetune.report.run_log import RunLog
-from finetune.run.build.data import make_lessons
+from finetune.run.build.data import make_training_data
 from finetune.runtime.optional import require
 
 from contest.jobs import write_job
@@ -129,7 +129,7 @@ def _save_model(folder: Path, workload: Workload, tokenizer: PreTrainedTokenizer
 
 def _save_tokens(folder: Path, workload: Workload) -> None:
     """Write the tokens as the product makes them of the rows, in its order."""
-    lessons = make_lessons(load_config(write_job(folder, workload)).config, RunLog(is_main=True))
+    lessons = make_training_data(load_config(write_job(folder, workload)).config, RunLog(is_main=True))
     samples = lessons.training.samples
     assert isinstance(samples, PreparedSet)
     offsets = np.concatenate(([0], np.cumsum(samples.lengths)))

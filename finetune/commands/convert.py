@@ -26,7 +26,7 @@ from finetune.config.load import LoadedConfig, load_resolved
 from finetune.data.delivery import digest_of_steps
 from finetune.errors import CheckpointError, UserError
 from finetune.report.run_log import RunLog
-from finetune.run.build.data import Lessons, make_lessons, make_run_plan
+from finetune.run.build.data import TrainingData, make_run_plan, make_training_data
 from finetune.run.build.prepared_model import Machine, make_accelerator, make_machine
 from finetune.run.samples import are_samples_of
 from finetune.run.state.fingerprint import run_facts
@@ -94,7 +94,7 @@ class Conversion:
     loaded: LoadedConfig
     checkpoints: Path
     strategy: Strategy
-    lessons: Lessons
+    lessons: TrainingData
     machine: Machine
     say: RunLog
 
@@ -189,7 +189,7 @@ def _launched(run: Path, *, trusts: bool) -> tuple[LoadedConfig, Strategy]:
 
 def _build(loaded: LoadedConfig, strategy: Strategy, *, checkpoints: Path) -> Conversion:
     small, say = _one_by_one(loaded), RunLog(is_main=distributed.is_main())
-    lessons = make_lessons(small.config, say)
+    lessons = make_training_data(small.config, say)
     machine = make_machine(
         small.config,
         strategy,

@@ -25,7 +25,7 @@ from finetune.export.save import ExportReport, Preprocessors, TextPreprocessor, 
 from finetune.model.processing import Processing
 from finetune.report.events import Noted
 from finetune.report.reporter import Reporter
-from finetune.run.build.data import Lessons
+from finetune.run.build.data import TrainingData
 from finetune.run.build.model import build_model
 from finetune.run.build.prepared_model import Machine, make_weights
 from finetune.run.state.finished import FOLDER, RECORD, input_stamps, is_exported, read_record
@@ -101,7 +101,7 @@ def export_final(
     reporter: Reporter,
     *,
     progress: Progress,
-    training_data: Lessons,
+    training_data: TrainingData,
     prepared: Machine,
     reason: str,
 ) -> None:

@@ -18,7 +18,7 @@ from finetune.model.batch_norm import sync_batch_norm
 from finetune.report.events import RunEnded, RunStarted, Warned
 from finetune.report.run_log import RunLog
 from finetune.report.timing import StartUp
-from finetune.run.build.data import Lessons, make_lessons, make_run_plan, mend_before_training
+from finetune.run.build.data import TrainingData, make_run_plan, make_training_data, mend_before_training
 from finetune.run.build.loop import make_parts, make_wishes, take_back_stop, telling_start
 from finetune.run.build.model import require_own_values_fit
 from finetune.run.build.precompute import with_priors
@@ -91,7 +91,7 @@ def _train(
     log: RunLog,
 ) -> int:
     config = loaded.config
-    lessons = make_lessons(config, log)
+    lessons = make_training_data(config, log)
     plan = make_run_plan(config, lessons)
     startup.end("data")
     accelerator = make_accelerator(config, strategy)
@@ -169,7 +169,7 @@ def train_to_the_end(
     parts: Parts,
     *,
     progress: Progress,
-    training_data: Lessons,
+    training_data: TrainingData,
     prepared: Machine,
     supervision: Watch,
 ) -> int:

@@ -18,7 +18,7 @@ from finetune.data.loader import train_loader
 from finetune.data.workers import LoaderSettings, MachineResources, machine_resources
 from finetune.report.jsonl import read_events
 from finetune.report.run_log import RunLog
-from finetune.run.build.data import Lessons, make_lessons
+from finetune.run.build.data import TrainingData, make_training_data
 from finetune.runtime.files.read import read_json
 from finetune.runtime.text.library_output import quiet_libraries
 
@@ -93,7 +93,7 @@ def examine_loading(path: Path, overrides: Sequence[str], *, num_rounds: int, se
     """
     quiet_libraries(is_main=True)
     config = load_config(path, overrides).config
-    lessons, room = make_lessons(config, RunLog(is_main=True)), machine_resources()
+    lessons, room = make_training_data(config, RunLog(is_main=True)), machine_resources()
     make_loader = partial(_loader, config, lessons)
     tried = settings_to_try(room)
     found = measure(make_loader, tried, num_rounds=num_rounds, seconds=seconds, log=_tell)
@@ -140,7 +140,12 @@ def yaml_lines(settings: LoaderSettings) -> str:
 
 
 def _loader(
-    config: RunConfig, training_data: Lessons, settings: LoaderSettings, *, first_step: int, num_steps: int = _ENDLESS
+    config: RunConfig,
+    training_data: TrainingData,
+    settings: LoaderSettings,
+    *,
+    first_step: int,
+    num_steps: int = _ENDLESS,
 ) -> Any:
     keys = {
         "num_workers": settings.num_workers,

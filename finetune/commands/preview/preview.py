@@ -20,8 +20,8 @@ from finetune.data.images.decode import image_facts
 from finetune.data.order.dataset_view import DatasetView
 from finetune.errors import UserError
 from finetune.report.run_log import RunLog
-from finetune.run.build.data import make_lessons
-from finetune.run.build.data_audit import audit_lessons
+from finetune.run.build.data import make_training_data
+from finetune.run.build.data_audit import audit_training_data
 from finetune.runtime.files import atomic
 from finetune.runtime.resources import format_size
 from finetune.runtime.text.library_output import quiet_libraries
@@ -86,7 +86,7 @@ def preview(path: Path, overrides: Sequence[str], *, num_rows: int, html: Path |
     if input_kind(config.task.name) == "images":
         _preview_images(config, start=start, num_samples=num_rows, html=html)
         return
-    lessons = make_lessons(without_limits(config), RunLog(is_main=True))
+    lessons = make_training_data(without_limits(config), RunLog(is_main=True))
     unit = UNITS[config.data.batching.by]
     walk = Walk(
         lessons.training,
@@ -96,7 +96,7 @@ def preview(path: Path, overrides: Sequence[str], *, num_rows: int, html: Path |
         microbatch_size=config.train.microbatch_size,
     )
     batches = list(walk.batches(start=start, num_samples=num_rows))
-    audit = audit_lessons(config, lessons)
+    audit = audit_training_data(config, lessons)
     print_batches(batches, unit=unit)
     print()
     print_audit(audit)
@@ -108,8 +108,8 @@ def preview(path: Path, overrides: Sequence[str], *, num_rows: int, html: Path |
 def _preview_images(config: RunConfig, *, start: int, num_samples: int, html: Path | None) -> None:
     if html is not None:
         raise UserError("--html: there is no page of images. Leave it out: the preview names the files to look at.")
-    lessons = make_lessons(without_limits(config), RunLog(is_main=True))
-    audit = audit_lessons(config, lessons)
+    lessons = make_training_data(without_limits(config), RunLog(is_main=True))
+    audit = audit_training_data(config, lessons)
     cut = Cut(config.train.global_batch_size, config.train.microbatch_size)
     for line in image_lines(lessons.training, lessons.task, cut=cut, start=start, num_samples=num_samples):
         print(line)

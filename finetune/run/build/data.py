@@ -29,14 +29,14 @@ from finetune.task.protocol import Task, TaskContext
 from finetune.task.registry import build_task, input_kind
 from finetune.train.plan import Plan, make_plan
 
-_FORGETFUL = (
+_DROPS_UNKNOWN_TEXT = (
     "warning: the tokenizer has neither an unknown token nor bytes: characters that it does not know vanish "
     "uncounted. Look at `finetune preview`, or choose another tokenizer."
 )
 
 
 @dataclass(frozen=True)
-class Lessons:
+class TrainingData:
     """What there is to learn, the same on every rank."""
 
     processing: Processing
@@ -56,13 +56,13 @@ class Lessons:
         return self.training.samples[int(self.training.order.samples(position, position + 1)[0])]
 
 
-def make_lessons(config: RunConfig, log: RunLog, *, on_progress: OnSourceProgress | None = None) -> Lessons:
+def make_training_data(config: RunConfig, log: RunLog, *, on_progress: OnSourceProgress | None = None) -> TrainingData:
     """Return what there is to learn; one process tokenises, the others wait on a file and in no collective."""
     data = config.data
     generate = config.evaluate.generate if config.evaluate else None
     answer_metrics = load_metrics(generate.metrics if generate else ())
     sources = open_sources(data, seed=config.run.seed, log=log)
-    processing = _processing(config, sources, log)
+    processing = _load_processing(config, sources, log)
     rows = partial(rows_read, sources.train)
     kernel, warnings = resolve_kernel(config.train.loss_kernel)
     layout = settled(config)
@@ -83,10 +83,10 @@ def make_lessons(config: RunConfig, log: RunLog, *, on_progress: OnSourceProgres
     prepare: Callable[[Source], PreparedSet] = partial(prepare_set, **how, on_progress=on_progress)
     stream: Callable[..., tuple[DatasetView, Streamed]] = partial(stream_view, **how)
     known: dict[str, Prepared | Streamed] = {}
-    pools = [_pool_of(source, config, prepare=prepare, stream=stream, known=known) for source in sources.train]
+    pools = [_open_dataset(source, config, prepare=prepare, stream=stream, known=known) for source in sources.train]
     refuse_exceeded(known, data.audit)
     validation_set = prepare(sources.validation) if sources.validation else None
-    return Lessons(processing, task, _as_one(pools, config), known, validation_set, answer_metrics)
+    return TrainingData(processing, task, _mix(pools, config), known, validation_set, answer_metrics)
 
 
 def input_identity(processing: Processing, task: Task) -> dict[str, str]:
@@ -99,7 +99,7 @@ def input_identity(processing: Processing, task: Task) -> dict[str, str]:
     return identity
 
 
-def _processing(config: RunConfig, sources: OpenedSources, log: RunLog) -> Processing:
+def _load_processing(config: RunConfig, sources: OpenedSources, log: RunLog) -> Processing:
     """Return what the model's inputs are made with, the chat template set."""
     processing = load_processing(
         config.model,
@@ -112,11 +112,11 @@ def _processing(config: RunConfig, sources: OpenedSources, log: RunLog) -> Proce
     if processing.tokenizer is not None:
         set_chat_template(processing.tokenizer, config.data.chat_template)
         if drops_unknown_text(processing.tokenizer):
-            log(_FORGETFUL)
+            log(_DROPS_UNKNOWN_TEXT)
     return processing
 
 
-def _pool_of(
+def _open_dataset(
     source: Source,
     config: RunConfig,
     *,
@@ -133,14 +133,14 @@ def _pool_of(
     return dataset_view(prepared, config.data, seed=seed, key=source.key)
 
 
-def _as_one(pools: Sequence[DatasetView], config: RunConfig) -> DatasetView:
+def _mix(pools: Sequence[DatasetView], config: RunConfig) -> DatasetView:
     """Return the pools mixed as the job says, sorted by length where it says so."""
     data, seed = config.data, config.run.seed
     pool = mixed_view(pools, data.train, seed=seed, unit=data.batching.unit) if data.train.mix else pools[0]
     return grouped_by_length(pool, data.batching, seed=seed, global_batch_size=config.train.global_batch_size)
 
 
-def make_run_plan(config: RunConfig, training_data: Lessons) -> Plan:
+def make_run_plan(config: RunConfig, training_data: TrainingData) -> Plan:
     """Return the number of steps and the shape of each, and what there is to say of the data that they see."""
     training, batch = training_data.training, config.train.global_batch_size
     plan = make_plan(
@@ -167,7 +167,7 @@ SECONDS_TO_WAIT = 10.0
 """For a large set; what is verified later is compared sample by sample, too, before a step learns from it."""
 
 
-def mend_before_training(training_data: Lessons) -> None:
+def mend_before_training(training_data: TrainingData) -> None:
     """Have sets made again in which damage has been found by now; no collective: each rank sees to what it reads.
 
     Where something is worked out of all samples beforehand, all of them are verified first.
@@ -175,7 +175,7 @@ def mend_before_training(training_data: Lessons) -> None:
     mend_sets(training_data, seconds=SECONDS_TO_WAIT if training_data.task.precomputed is None else None)
 
 
-def mend_sets(training_data: Lessons, *, seconds: float | None = None) -> None:
+def mend_sets(training_data: TrainingData, *, seconds: float | None = None) -> None:
     """Wait until all sets are verified, at most so long for each; those found to be damaged are made again."""
     for prepared in (*training_data.sources.values(), training_data.validation_set):
         if isinstance(prepared, PreparedSet):

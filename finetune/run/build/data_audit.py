@@ -14,36 +14,36 @@ from finetune.data.encoding.labelled_images import LABEL
 from finetune.data.order.grouping import tokens_per_position
 from finetune.data.token_cache.store import PreparedSet
 from finetune.report.run_log import RunLog
-from finetune.run.build.data import Lessons
+from finetune.run.build.data import TrainingData
 from finetune.runtime.files import atomic
 
-FILE = "audit.json"
+AUDIT_FILE = "audit.json"
 
-RENDERED = ("sft", "distillation")
+CHAT_TASKS = ("sft", "distillation")
 """Tasks that train on conversations as the chat template renders them."""
 
 
-def audit_lessons(config: RunConfig, training_data: Lessons) -> Audit:
+def audit_training_data(config: RunConfig, training_data: TrainingData) -> Audit:
     """Return the audit of what the job is trained on; of a stream, of what is prepared by now."""
     return audit_sources(
         training_data.sources,
         validation=training_data.validation_set,
         limits=config.data.audit,
         padding=_padding(config, training_data),
-        template=check_template(training_data.tokenizer, config.data) if config.task.name in RENDERED else None,
+        template=check_template(training_data.tokenizer, config.data) if config.task.name in CHAT_TASKS else None,
         classes=_classes(training_data) if config.task.name == "image_classification" else None,
     )
 
 
-def keep_audit(folder: Path, config: RunConfig, training_data: Lessons, *, log: RunLog) -> None:
+def write_audit(folder: Path, config: RunConfig, training_data: TrainingData, *, log: RunLog) -> None:
     """Write the audit into the run folder and say what no count of a single source tells."""
-    audit = audit_lessons(config, training_data)
-    atomic.write_json(folder / FILE, audit.as_json())
-    for line in _surprises(audit):
+    audit = audit_training_data(config, training_data)
+    atomic.write_json(folder / AUDIT_FILE, audit.as_json())
+    for line in _notices(audit):
         log(line)
 
 
-def _padding(config: RunConfig, training_data: Lessons) -> Padding | None:
+def _padding(config: RunConfig, training_data: TrainingData) -> Padding | None:
     if training_data.training.order.num_positions is None:
         return None  # a stream: its samples are not there yet
     if config.task.name in TASKS_WITHOUT_TOKENS:
@@ -59,7 +59,7 @@ def _padding(config: RunConfig, training_data: Lessons) -> Padding | None:
     )
 
 
-def _classes(training_data: Lessons) -> dict[str, int]:
+def _classes(training_data: TrainingData) -> dict[str, int]:
     """Return the training images of each class; those of streams are not there yet."""
     names = list(training_data.task.facts["labels"])
     prepared = [each for each in training_data.sources.values() if isinstance(each, PreparedSet)]
@@ -67,7 +67,7 @@ def _classes(training_data: Lessons) -> dict[str, int]:
     return {name: int(count) for name, count in zip(names, counts, strict=True)}
 
 
-def _surprises(audit: Audit) -> Iterator[str]:
+def _notices(audit: Audit) -> Iterator[str]:
     if audit.total.duplicates:
         yield f"{audit.total.duplicates:,} of {audit.total.counts.samples:,} training samples equal an earlier one"
     for source in audit.sources:
@@ -77,10 +77,10 @@ def _surprises(audit: Audit) -> Iterator[str]:
                 "`data.validation.exclude_from_train: true` leaves such rows out."
             )
     if audit.template is not None:
-        yield from _template_surprises(audit.template)
+        yield from _template_notices(audit.template)
 
 
-def _template_surprises(check: TemplateCheck) -> Iterator[str]:
+def _template_notices(check: TemplateCheck) -> Iterator[str]:
     if check.learnt and not check.is_end_learnt:
         yield "warning: chat template: what ends an answer is not learnt, so the model will not learn to stop"
     for each in check.differences[:1]:  # the others differ likewise

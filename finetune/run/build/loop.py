@@ -19,7 +19,7 @@ from finetune.report.events import StartedUp
 from finetune.report.reporter import Reporter
 from finetune.report.run_log import RunLog
 from finetune.report.timing import StartUp
-from finetune.run.build.data import Lessons
+from finetune.run.build.data import TrainingData
 from finetune.run.build.evaluator import make_evaluator
 from finetune.run.build.prepared_model import Machine, make_weights
 from finetune.run.samples import recorded
@@ -61,7 +61,7 @@ def each_ended(groups: Iterator[tuple[Batch, ...]], model: nn.Module) -> Iterato
 
 def make_parts(
     config: RunConfig,
-    training_data: Lessons,
+    training_data: TrainingData,
     *,
     prepared: Machine,
     plan: Plan,
@@ -107,7 +107,7 @@ def make_update(config: RunConfig, prepared: Machine) -> Update:
 
 
 def _groups(
-    config: RunConfig, training_data: Lessons, *, prepared: Machine, plan: Plan, first_step: int
+    config: RunConfig, training_data: TrainingData, *, prepared: Machine, plan: Plan, first_step: int
 ) -> Iterator[tuple[Batch, ...]]:
     loader = train_loader(
         training_data.training,
@@ -129,7 +129,7 @@ def _groups(
     return recorded(handed, run_folder=Path(config.run.folder), first_step=first_step)
 
 
-def _evaluation(config: RunConfig, training_data: Lessons, *, prepared: Machine, reporter: Reporter) -> Evaluation:
+def _evaluation(config: RunConfig, training_data: TrainingData, *, prepared: Machine, reporter: Reporter) -> Evaluation:
     if config.evaluate is None or training_data.validation_set is None:
         return NoEvaluation()
     evaluator = make_evaluator(

@@ -35,7 +35,7 @@ from finetune.data.token_cache.store import PreparedSet
 from finetune.errors import DataError
 from finetune.model.frozen_models import reference_identity, reference_mode
 from finetune.report.run_log import RunLog
-from finetune.run.build.data import Lessons
+from finetune.run.build.data import TrainingData
 from finetune.run.build.prepared_model import Machine
 from finetune.run.build.teacher import teacher_identity, teacher_of
 from finetune.runtime import distributed
@@ -59,7 +59,7 @@ class Knower:
     answering: Callable[[], AbstractContextManager[None]]  # entered while it answers
 
 
-def with_priors(config: RunConfig, training_data: Lessons, prepared: Machine, *, log: RunLog) -> Lessons:
+def with_priors(config: RunConfig, training_data: TrainingData, prepared: Machine, *, log: RunLog) -> TrainingData:
     """Return the lessons with what the task wants to know of each sample beforehand, training and validation.
 
     Call it before a checkpoint is loaded. Raises DataError for streams, whose samples are not known beforehand, and

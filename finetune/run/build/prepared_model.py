@@ -32,7 +32,7 @@ from finetune.model.size import (
 )
 from finetune.model.upstream import expose_hidden_size, head_as_one_unit
 from finetune.report.run_log import RunLog
-from finetune.run.build.data import Lessons
+from finetune.run.build.data import TrainingData
 from finetune.run.build.model import build_model
 from finetune.run.build.padding_free import settled
 from finetune.run.build.strategy import require_ties_fit
@@ -78,7 +78,7 @@ def make_machine(
     strategy: Strategy,
     *,
     accelerator: Accelerator,
-    training_data: Lessons,
+    training_data: TrainingData,
     learning_rate: float,
     log: RunLog,
 ) -> Machine:
@@ -192,7 +192,7 @@ def make_weights(config: RunConfig, prepared: Machine) -> EvaluationWeights:
     return AveragedWeights(build_access(prepared.accelerator, prepared.model, prepared.optimizer), key, formula)
 
 
-def require_isolation(config: RunConfig, training_data: Lessons, prepared: Machine) -> None:
+def require_isolation(config: RunConfig, training_data: TrainingData, prepared: Machine) -> None:
     """Raise ModelError where samples would share rows and the model does not keep them apart. Collective."""
     if not is_padding_free(config.data.batching):
         return

@@ -9,13 +9,15 @@ from finetune.config.run_config import RunConfig
 from finetune.model.frozen_models import base_digest
 from finetune.model.loading.pretrained import adapter_digest
 from finetune.report.run_log import RunLog
-from finetune.run.build.data import Lessons, input_identity
+from finetune.run.build.data import TrainingData, input_identity
 from finetune.run.build.teacher import teacher_identity
 from finetune.runtime import distributed
 from finetune.runtime.run_on_ranks import run_on_rank_0
 
 
-def run_facts(config: RunConfig, training_data: Lessons, *, model: Any, strategy: str, log: RunLog) -> RunFingerprint:
+def run_facts(
+    config: RunConfig, training_data: TrainingData, *, model: Any, strategy: str, log: RunLog
+) -> RunFingerprint:
     """Return what checkpoints remember of this run; rank 0 reads the frozen weights and tells all. Collective.
 
     `model` is the model as it was built; its config knows the commit that a hub model came from.
@@ -33,7 +35,7 @@ def run_facts(config: RunConfig, training_data: Lessons, *, model: Any, strategy
 def facts_with(
     base: str | None,
     config: RunConfig,
-    training_data: Lessons,
+    training_data: TrainingData,
     *,
     strategy: str,
     adapter: str | None,
@@ -54,7 +56,7 @@ def facts_with(
     )
 
 
-def _inputs(training_data: Lessons) -> str:
+def _inputs(training_data: TrainingData) -> str:
     """Return what turns rows into inputs; the chat template matters to whoever talks to the model, too."""
     return ", ".join(
         f"{name} {digest}" for name, digest in input_identity(training_data.processing, training_data.task).items()

@@ -18,7 +18,7 @@ from finetune.checkpoint.read.checksum_prefetch import ChecksumPrefetch
 from finetune.checkpoint.sharding.access import build_access
 from finetune.config.run_config import RunConfig
 from finetune.report.run_log import RunLog
-from finetune.run.build.data import Lessons
+from finetune.run.build.data import TrainingData
 from finetune.run.build.prepared_model import Machine
 from finetune.run.samples import refuse_other_samples
 from finetune.run.state.fingerprint import facts_with, run_facts
@@ -42,7 +42,7 @@ def settle_buckets(accelerator: Accelerator, model: nn.Module, *, loss: Callable
 
 
 def find_finished(
-    config: RunConfig, training_data: Lessons, *, num_steps: int, strategy: str, log: RunLog
+    config: RunConfig, training_data: TrainingData, *, num_steps: int, strategy: str, log: RunLog
 ) -> FinishedRun | None:
     """Return the run if its last checkpoint is whole by size and `final/` is from it; else it is for `continue_run`.
 
@@ -68,7 +68,7 @@ def continue_run(
     prepared: Machine,
     *,
     strategy: str,
-    training_data: Lessons,
+    training_data: TrainingData,
     checksums: ChecksumPrefetch | None,
     log: RunLog,
 ) -> tuple[Checkpointer, Progress]:

@@ -21,8 +21,8 @@ from finetune.model.processing import Processing, load_saved_processing
 from finetune.report.build import build_reporter
 from finetune.report.reporter import Reporter
 from finetune.report.run_log import RunLog
-from finetune.run.build.data import Lessons
-from finetune.run.build.data_audit import keep_audit
+from finetune.run.build.data import TrainingData
+from finetune.run.build.data_audit import write_audit
 from finetune.run.build.padding_free import settled
 from finetune.run.build.prepared_model import Machine
 from finetune.run.state.finished import read_record
@@ -129,7 +129,7 @@ def _refuse_damage(folder: Path) -> None:
 SECRETS_LEFT_OUT = "# As it was written, but for what looks like a secret: that reads '[redacted]' here.\n"
 
 
-def open_run(loaded: LoadedConfig, prepared: Machine, *, training_data: Lessons, log: RunLog) -> Reporter:
+def open_run(loaded: LoadedConfig, prepared: Machine, *, training_data: TrainingData, log: RunLog) -> Reporter:
     """Write down what the run is, once everything has been checked, and return whoever is told about it."""
     folder, room = Path(loaded.config.run.folder), machine_resources()
     loading = loader_settings(loaded.config.data, resources=room, cost=training_data.task.loading_cost)
@@ -140,7 +140,7 @@ def open_run(loaded: LoadedConfig, prepared: Machine, *, training_data: Lessons,
         atomic.write_text(folder / "resolved.yaml", resolved_yaml(loaded))
         atomic.write_json(folder / "environment.json", environment_facts() | {"loading": asdict(loading)})
         keep(folder, training_data.processing, training_data.task.facts)
-        keep_audit(folder, loaded.config, training_data, log=log)
+        write_audit(folder, loaded.config, training_data, log=log)
     return build_reporter(
         loaded.config.report,
         run_folder=folder,

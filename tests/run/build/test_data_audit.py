@@ -7,8 +7,8 @@ from transformers import AutoTokenizer
 
 from finetune.config.load import load_config
 from finetune.report.run_log import RunLog
-from finetune.run.build.data import make_lessons
-from finetune.run.build.data_audit import audit_lessons
+from finetune.run.build.data import make_training_data
+from finetune.run.build.data_audit import audit_training_data
 from tests.run.plain_audit import gsm8k, hh_rlhf, plain_audit
 
 DATA = Path(__file__).parents[4] / "shared" / "data"
@@ -53,9 +53,9 @@ def audited(folder, path, source, *, max_length, over_length, cache):
     text = JOB.format(path=path, source=source, max_length=max_length, over_length=over_length, cache=cache)
     (folder / "job.yaml").write_text(text)
     config = load_config(folder / "job.yaml").config
-    lessons = make_lessons(config, RunLog(is_main=False))
+    lessons = make_training_data(config, RunLog(is_main=False))
     lessons.tokenizer.save_pretrained(folder / "tokenizer")
-    (source,) = audit_lessons(config, lessons).as_json()["sources"]
+    (source,) = audit_training_data(config, lessons).as_json()["sources"]
     return {**source["counts"], "duplicates": source["duplicates"]}, AutoTokenizer.from_pretrained(folder / "tokenizer")
 
 
