@@ -15,7 +15,7 @@ from finetune.data.audit.audit import Streamed
 from finetune.data.token_cache.counts import REMEDY
 from finetune.errors import DataError
 from finetune.report.run_log import RunLog, print_line
-from finetune.run.build.data import make_training_data, mend_sets
+from finetune.run.build.data import make_training_data, verify_sets
 from finetune.run.build.data_audit import audit_training_data
 from finetune.runtime.text import rich_console
 from finetune.runtime.text.library_output import quiet_libraries
@@ -106,7 +106,7 @@ def prepare(path: Path, overrides: Sequence[str]) -> None:
     try:
         with progress_shown() as (say, watch):
             lessons = make_training_data(without_limits(config), RunLog(is_main=True, write=say), on_progress=watch)
-            mend_sets(lessons)
+            verify_sets(lessons)
     except KeyboardInterrupt:
         print("what is tokenised is kept: the same command goes on where it stopped", file=sys.stderr)
         raise

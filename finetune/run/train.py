@@ -18,7 +18,7 @@ from finetune.model.batch_norm import sync_batch_norm
 from finetune.report.events import RunEnded, RunStarted, Warned
 from finetune.report.run_log import RunLog
 from finetune.report.timing import StartUp
-from finetune.run.build.data import TrainingData, make_run_plan, make_training_data, mend_before_training
+from finetune.run.build.data import TrainingData, make_run_plan, make_training_data, verify_before_training
 from finetune.run.build.loop import make_parts, make_wishes, take_back_stop, telling_start
 from finetune.run.build.model import require_own_values_fit
 from finetune.run.build.precompute import with_priors
@@ -104,7 +104,7 @@ def _train(
         config, strategy, accelerator=accelerator, training_data=lessons, learning_rate=rate, log=log
     )
     require_isolation(config, lessons, machine)
-    mend_before_training(lessons)
+    verify_before_training(lessons)
     startup.end("model")
     supervision.watchdog.detect_hangs(config.run.hang_after_seconds)
     lessons = with_priors(config, lessons, machine, log=log)  # from the model as it starts: before weights are loaded

@@ -163,19 +163,19 @@ def _steps_for_tokens(training: DatasetView, global_batch_size: int, tokens: int
     )
 
 
-SECONDS_TO_WAIT = 10.0
+VERIFY_TIMEOUT_SECONDS = 10.0
 """For a large set; what is verified later is compared sample by sample, too, before a step learns from it."""
 
 
-def mend_before_training(training_data: TrainingData) -> None:
+def verify_before_training(training_data: TrainingData) -> None:
     """Have sets made again in which damage has been found by now; no collective: each rank sees to what it reads.
 
     Where something is worked out of all samples beforehand, all of them are verified first.
     """
-    mend_sets(training_data, seconds=SECONDS_TO_WAIT if training_data.task.precomputed is None else None)
+    verify_sets(training_data, seconds=VERIFY_TIMEOUT_SECONDS if training_data.task.precomputed is None else None)
 
 
-def mend_sets(training_data: TrainingData, *, seconds: float | None = None) -> None:
+def verify_sets(training_data: TrainingData, *, seconds: float | None = None) -> None:
     """Wait until all sets are verified, at most so long for each; those found to be damaged are made again."""
     for prepared in (*training_data.sources.values(), training_data.validation_set):
         if isinstance(prepared, PreparedSet):
