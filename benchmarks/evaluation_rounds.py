@@ -22,7 +22,7 @@ from finetune.report.reporter import NullReporter
 from finetune.report.run_log import RunLog
 from finetune.run.build.data import make_training_data
 from finetune.run.build.evaluator import make_evaluator
-from finetune.run.build.prepared_model import make_accelerator, make_machine
+from finetune.run.build.prepared_model import make_accelerator, prepare_model
 from finetune.run.train import launched_strategy
 
 from contest.jobs import write_job
@@ -68,7 +68,7 @@ def ours(folder: Path) -> Evaluate:
     config, strategy = loaded.config, launched_strategy(loaded)
     lessons = make_training_data(config, say)
     accelerator = make_accelerator(config, strategy)
-    machine = make_machine(
+    machine = prepare_model(
         config, strategy, accelerator=accelerator, training_data=lessons, learning_rate=1e-3, log=say
     )
     evaluator = make_evaluator(

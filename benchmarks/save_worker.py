@@ -22,7 +22,7 @@ from finetune.config.load import load_config
 from finetune.config.sections.checkpoint import CheckpointSection
 from finetune.report.run_log import RunLog
 from finetune.run.build.data import make_run_plan, make_training_data
-from finetune.run.build.prepared_model import Machine, make_accelerator, make_machine
+from finetune.run.build.prepared_model import PreparedModel, make_accelerator, prepare_model
 from finetune.run.train import launched_strategy
 from finetune.runtime import distributed
 from finetune.runtime.text.library_output import quiet_libraries
@@ -53,13 +53,13 @@ def main(config: Path, folder: Path, rounds: int) -> None:
     distributed.shut_down(0)
 
 
-def build(path: Path) -> Machine:
+def build(path: Path) -> PreparedModel:
     loaded, say = load_config(path), RunLog(is_main=False)
     strategy = launched_strategy(loaded)
     lessons = make_training_data(loaded.config, say)
     plan = make_run_plan(loaded.config, lessons)
     accelerator = make_accelerator(loaded.config, strategy)
-    return make_machine(
+    return prepare_model(
         loaded.config,
         strategy,
         accelerator=accelerator,
@@ -69,7 +69,7 @@ def build(path: Path) -> Machine:
     )
 
 
-def train_one_step(machine: Machine) -> None:
+def train_one_step(machine: PreparedModel) -> None:
     """Take a step, so that there is optimizer state."""
     tokens = torch.randint(0, 100, (1, 16), device=machine.accelerator.device)
     machine.accelerator.backward(machine.model(input_ids=tokens, labels=tokens).loss)
@@ -114,7 +114,7 @@ def status(name: str) -> int:
     return 1024 * int(next(line for line in lines if line.startswith(name)).split()[1])
 
 
-def save_by_accelerate(machine: Machine, folder: Path) -> tuple[float, float]:
+def save_by_accelerate(machine: PreparedModel, folder: Path) -> tuple[float, float]:
     if distributed.is_main():
         shutil.rmtree(folder, ignore_errors=True)
     distributed.barrier()  # nobody writes into what is being deleted

@@ -25,7 +25,7 @@ from finetune.config.load import load_config
 from finetune.data.loader import train_loader
 from finetune.report.run_log import RunLog
 from finetune.run.build.data import make_training_data
-from finetune.run.build.prepared_model import Machine, make_accelerator
+from finetune.run.build.prepared_model import PreparedModel, make_accelerator
 from finetune.run.train import launched_strategy
 
 from contest.resuming import checkpointer
@@ -96,7 +96,7 @@ def stalls(job: Path, folder: Path, rounds: int) -> Figures:
     return found
 
 
-def _save_by_accelerate(machine: Machine, folder: Path) -> float:
+def _save_by_accelerate(machine: PreparedModel, folder: Path) -> float:
     shutil.rmtree(folder, ignore_errors=True)
     started = time.perf_counter()
     machine.accelerator.save_state(str(folder))

@@ -11,7 +11,7 @@ from finetune.checkpoint.format.manifest import RunFingerprint
 from finetune.checkpoint.read.checksum_prefetch import ChecksumPrefetch
 from finetune.checkpoint.sharding.access import build_access
 from finetune.config.sections.checkpoint import CheckpointSection
-from finetune.run.build.prepared_model import Machine
+from finetune.run.build.prepared_model import PreparedModel
 
 Figures = dict[str, Any]
 
@@ -44,7 +44,7 @@ def accelerate(job: Path, folder: Path) -> Figures:
     return {"way": "accelerate", "seconds": seconds, "cpu_seconds": cpu_seconds, "digest": _digest(machine)}
 
 
-def checkpointer(machine: Machine, folder: Path, ahead: ChecksumPrefetch | None = None) -> Checkpointer:
+def checkpointer(machine: PreparedModel, folder: Path, ahead: ChecksumPrefetch | None = None) -> Checkpointer:
     """Return the checkpoints of a run that keeps them in the folder."""
     access = build_access(machine.accelerator, machine.model, machine.optimizer)
     return Checkpointer(
@@ -57,7 +57,7 @@ def checkpointer(machine: Machine, folder: Path, ahead: ChecksumPrefetch | None 
     )
 
 
-def _digest(machine: Machine) -> float:
+def _digest(machine: PreparedModel) -> float:
     """Return a number that differs where what was loaded differs."""
     inner = getattr(machine.optimizer, "optimizer", machine.optimizer)
     total = 0.0

@@ -27,7 +27,7 @@ from finetune.data.delivery import digest_of_steps
 from finetune.errors import CheckpointError, UserError
 from finetune.report.run_log import RunLog
 from finetune.run.build.data import TrainingData, make_run_plan, make_training_data
-from finetune.run.build.prepared_model import Machine, make_accelerator, make_machine
+from finetune.run.build.prepared_model import PreparedModel, make_accelerator, prepare_model
 from finetune.run.samples import are_samples_of
 from finetune.run.state.fingerprint import run_facts
 from finetune.run.train import launched_strategy
@@ -95,7 +95,7 @@ class Conversion:
     checkpoints: Path
     strategy: Strategy
     lessons: TrainingData
-    machine: Machine
+    machine: PreparedModel
     say: RunLog
 
     def access(self) -> StateAccess:
@@ -190,7 +190,7 @@ def _launched(run: Path, *, trusts: bool) -> tuple[LoadedConfig, Strategy]:
 def _build(loaded: LoadedConfig, strategy: Strategy, *, checkpoints: Path) -> Conversion:
     small, say = _one_by_one(loaded), RunLog(is_main=distributed.is_main())
     lessons = make_training_data(small.config, say)
-    machine = make_machine(
+    machine = prepare_model(
         small.config,
         strategy,
         accelerator=make_accelerator(small.config, strategy),
@@ -260,7 +260,7 @@ def _beside(folder: Path) -> Progress | None:
 
 
 def _facts(conversion: Conversion) -> RunFingerprint:
-    model, strategy = conversion.machine.plain_model, conversion.strategy.name
+    model, strategy = conversion.machine.unwrapped_model, conversion.strategy.name
     return run_facts(conversion.loaded.config, conversion.lessons, model=model, strategy=strategy, log=conversion.say)
 
 

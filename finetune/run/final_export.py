@@ -27,7 +27,7 @@ from finetune.report.events import Noted
 from finetune.report.reporter import Reporter
 from finetune.run.build.data import TrainingData
 from finetune.run.build.model import build_model
-from finetune.run.build.prepared_model import Machine, make_weights
+from finetune.run.build.prepared_model import PreparedModel, make_weights
 from finetune.run.state.finished import FOLDER, RECORD, input_stamps, is_exported, read_record
 from finetune.runtime import distributed
 from finetune.runtime.environment import package_versions
@@ -102,7 +102,7 @@ def export_final(
     *,
     progress: Progress,
     training_data: TrainingData,
-    prepared: Machine,
+    prepared: PreparedModel,
     reason: str,
 ) -> None:
     """Gather the weights and write them on the main rank, unless they are there already. Collective.
@@ -123,7 +123,7 @@ def export_final(
         (run_folder / RECORD).unlink(missing_ok=True)
         report = export_model(
             run_folder / FOLDER,
-            model=prepared.plain_model,
+            model=prepared.unwrapped_model,
             weights=weights
             | original_weights(loaded.config, training_data.task, tokenizer=training_data.tokenizer, log=print),
             preprocessors=inputs_of(training_data.processing),

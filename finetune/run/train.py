@@ -20,10 +20,10 @@ from finetune.report.run_log import RunLog
 from finetune.report.timing import StartUp
 from finetune.run.build.data import TrainingData, make_run_plan, make_training_data, verify_before_training
 from finetune.run.build.loop import make_parts, make_wishes, take_back_stop, telling_start
-from finetune.run.build.model import require_own_values_fit
+from finetune.run.build.model import require_from_config_buildable
 from finetune.run.build.precompute import with_priors
-from finetune.run.build.prepared_model import Machine, make_accelerator, make_machine, require_isolation
-from finetune.run.build.strategy import require_adapters_fit
+from finetune.run.build.prepared_model import PreparedModel, make_accelerator, prepare_model, require_sample_isolation
+from finetune.run.build.strategy import require_supported_by_strategy
 from finetune.run.build.teacher import taught
 from finetune.run.final_export import export_final, publish_final, require_mergeable
 from finetune.run.remote.background import Mirror, make_mirror
@@ -58,14 +58,14 @@ def train_from_config(loaded: LoadedConfig, checksums: ChecksumPrefetch | None =
     loaded = staged(loaded)
     quiet_libraries(is_main=distributed.is_main())
     strategy = launched_strategy(loaded)
-    require_adapters_fit(loaded.config, strategy.name)
+    require_supported_by_strategy(loaded.config, strategy.name)
     mirror = make_mirror(loaded)
     with watched_run(Path(loaded.config.run.folder), log=say, also=(cache_folder(loaded.config.data),)) as watch:
         if distributed.is_main():
             clear_leftovers(loaded.config, log=say)
         fetch_run(loaded, log=print)
         checksums = checksums or verify_ahead(loaded)
-        require_own_values_fit(loaded.config)
+        require_from_config_buildable(loaded.config)
         code = _train(
             loaded, strategy, supervision=watch, uploader=mirror, startup=startup, checksums=checksums, log=say
         )
@@ -100,10 +100,10 @@ def _train(
     if finished := find_finished(config, lessons, num_steps=plan.num_steps, strategy=strategy.name, log=log):
         return end_at_once(finished, supervision=supervision, num_steps=plan.num_steps)
     rate = plan.schedule.peak
-    machine = make_machine(
+    machine = prepare_model(
         config, strategy, accelerator=accelerator, training_data=lessons, learning_rate=rate, log=log
     )
-    require_isolation(config, lessons, machine)
+    require_sample_isolation(config, lessons, machine)
     verify_before_training(lessons)
     startup.end("model")
     supervision.watchdog.detect_hangs(config.run.hang_after_seconds)
@@ -170,7 +170,7 @@ def train_to_the_end(
     *,
     progress: Progress,
     training_data: TrainingData,
-    prepared: Machine,
+    prepared: PreparedModel,
     supervision: Watch,
 ) -> int:
     """Train, export the model where the run is over, report the end and return the exit code. Collective."""

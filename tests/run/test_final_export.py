@@ -13,7 +13,7 @@ from finetune.config.sections.export import ExportSection
 from finetune.errors import HubError, ModelError, StrategyError
 from finetune.run import final_export
 from finetune.run.build.model import build_model
-from finetune.run.build.strategy import require_ties_fit
+from finetune.run.build.strategy import require_tied_weights_supported
 from finetune.run.final_export import (
     needs_trained_only,
     original_weights,
@@ -82,9 +82,9 @@ def test_an_adapter_on_a_tied_weight_is_refused_where_accelerate_ties_anew(confi
         kept = load_kept(run, asked)
         tokenizer = kept.processing.tokenizer
         model = build_model(asked, task=kept.task(asked), tokenizer=tokenizer, construction=InitContext())
-        require_ties_fit(model, "zero3")
+        require_tied_weights_supported(model, "zero3")
         with pytest.raises(StrategyError, match="on the tied weight `lm_head`") if is_refused else nullcontext():
-            require_ties_fit(model, "fsdp2")
+            require_tied_weights_supported(model, "fsdp2")
 
 
 SECTION = ExportSection()

@@ -18,7 +18,7 @@ from finetune.report.run_log import RunLog
 from finetune.run.build.data import input_identity
 from finetune.run.build.evaluator import make_evaluator
 from finetune.run.build.precompute import with_prior
-from finetune.run.build.prepared_model import Machine, make_accelerator
+from finetune.run.build.prepared_model import PreparedModel, make_accelerator
 from finetune.run.build.teacher import taught
 from finetune.run.train import launched_strategy
 from finetune.runtime import distributed
@@ -74,7 +74,7 @@ def measure(target: Subject) -> Measurement:
     model = target.start(task)  # whole in every process: before an Accelerator exists that would have it split
     accelerator = make_accelerator(config, launched_strategy(_for_measuring(target.loaded)))
     model.to(accelerator.device)
-    machine = Machine(accelerator, model, model, None)
+    machine = PreparedModel(accelerator, model, model, None)
     known = with_prior(config, task, rows, key="data.validation", prepared=machine, log=say)
     task = taught(config, task, accelerator, log=say)
     target.fill(model)

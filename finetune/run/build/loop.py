@@ -21,7 +21,7 @@ from finetune.report.run_log import RunLog
 from finetune.report.timing import StartUp
 from finetune.run.build.data import TrainingData
 from finetune.run.build.evaluator import make_evaluator
-from finetune.run.build.prepared_model import Machine, make_weights
+from finetune.run.build.prepared_model import PreparedModel, make_weights
 from finetune.run.samples import recorded
 from finetune.runtime import distributed
 from finetune.runtime.progress import Cadence, NeverDue
@@ -63,7 +63,7 @@ def make_parts(
     config: RunConfig,
     training_data: TrainingData,
     *,
-    prepared: Machine,
+    prepared: PreparedModel,
     plan: Plan,
     reporter: Reporter,
     save: CheckpointSaving,
@@ -98,7 +98,7 @@ def make_parts(
     )
 
 
-def make_update(config: RunConfig, prepared: Machine) -> Update:
+def make_update(config: RunConfig, prepared: PreparedModel) -> Update:
     """Return what takes gradients to weights."""
     if config.train.optimizer.in_backward:
         return UpdateInBackward(prepared.accelerator, prepared.model, prepared.optimizer)
@@ -107,7 +107,7 @@ def make_update(config: RunConfig, prepared: Machine) -> Update:
 
 
 def _groups(
-    config: RunConfig, training_data: TrainingData, *, prepared: Machine, plan: Plan, first_step: int
+    config: RunConfig, training_data: TrainingData, *, prepared: PreparedModel, plan: Plan, first_step: int
 ) -> Iterator[tuple[Batch, ...]]:
     loader = train_loader(
         training_data.training,
@@ -129,7 +129,9 @@ def _groups(
     return recorded(handed, run_folder=Path(config.run.folder), first_step=first_step)
 
 
-def _evaluation(config: RunConfig, training_data: TrainingData, *, prepared: Machine, reporter: Reporter) -> Evaluation:
+def _evaluation(
+    config: RunConfig, training_data: TrainingData, *, prepared: PreparedModel, reporter: Reporter
+) -> Evaluation:
     if config.evaluate is None or training_data.validation_set is None:
         return NoEvaluation()
     evaluator = make_evaluator(

@@ -30,13 +30,13 @@ def build_model(
     config: RunConfig, *, task: Task, tokenizer: PreTrainedTokenizerBase | None, construction: InitContext
 ) -> Any:
     """Return the model as it is before its first step. Collective under ZeRO-3."""
-    model = _learning(config, task=task, tokenizer=tokenizer, construction=construction)
+    model = _build_trainable(config, task=task, tokenizer=tokenizer, construction=construction)
     if config.model.activation_offload:
         offload_activations(model)
     return model
 
 
-def _learning(
+def _build_trainable(
     config: RunConfig, *, task: Task, tokenizer: PreTrainedTokenizerBase | None, construction: InitContext
 ) -> Any:
     section, seed = config.model, config.run.seed
@@ -83,7 +83,7 @@ def require_buildable(config: RunConfig) -> None:
     dry_run_model(config.model, head=model_head(config.task.name))
 
 
-def require_own_values_fit(config: RunConfig) -> None:
+def require_from_config_buildable(config: RunConfig) -> None:
     """Do so before a run where the config's values are the job's own; on the main rank, with which all others end."""
     if config.model.from_config is not None and distributed.is_main():
         require_buildable(config)

@@ -36,7 +36,7 @@ from finetune.errors import DataError
 from finetune.model.frozen_models import reference_identity, reference_mode
 from finetune.report.run_log import RunLog
 from finetune.run.build.data import TrainingData
-from finetune.run.build.prepared_model import Machine
+from finetune.run.build.prepared_model import PreparedModel
 from finetune.run.build.teacher import teacher_identity, teacher_of
 from finetune.runtime import distributed
 from finetune.runtime.files.atomic import temporary_path
@@ -59,7 +59,9 @@ class Knower:
     answering: Callable[[], AbstractContextManager[None]]  # entered while it answers
 
 
-def with_priors(config: RunConfig, training_data: TrainingData, prepared: Machine, *, log: RunLog) -> TrainingData:
+def with_priors(
+    config: RunConfig, training_data: TrainingData, prepared: PreparedModel, *, log: RunLog
+) -> TrainingData:
     """Return the lessons with what the task wants to know of each sample beforehand, training and validation.
 
     Call it before a checkpoint is loaded. Raises DataError for streams, whose samples are not known beforehand, and
@@ -81,7 +83,7 @@ def with_priors(config: RunConfig, training_data: TrainingData, prepared: Machin
 
 
 def with_prior(
-    config: RunConfig, task: Task, rows: PreparedSet, *, key: str, prepared: Machine, log: RunLog
+    config: RunConfig, task: Task, rows: PreparedSet, *, key: str, prepared: PreparedModel, log: RunLog
 ) -> PreparedSet | PrecomputedSet:
     """Return one set with what the task wants to know of its samples, by the model as it starts. Collective."""
     if task.precomputed is None:
@@ -90,7 +92,7 @@ def with_prior(
     return _Work(config, task.precomputed, knower, task, prepared, log).known(key, rows)
 
 
-def knower_of(config: RunConfig, task: Task, prepared: Machine, *, log: RunLog) -> Knower:
+def knower_of(config: RunConfig, task: Task, prepared: PreparedModel, *, log: RunLog) -> Knower:
     """Return who answers for the task's prior, told by a digest. Collective."""
     section, distillation = config.model, config.task.distillation
     if task.precomputed is not None and task.precomputed.scorer == "teacher" and distillation is not None:
@@ -98,9 +100,9 @@ def knower_of(config: RunConfig, task: Task, prepared: Machine, *, log: RunLog) 
         told = {"teacher": teacher_identity(config, log=log), "dtype": distillation.teacher_dtype}
         return Knower(load, told, nullcontext)
     distributed.open_background_group()  # its time limit allows for reading hundreds of gigabytes
-    describe = partial(reference_identity, section, seed=config.run.seed, model=prepared.plain_model, log=log)
+    describe = partial(reference_identity, section, seed=config.run.seed, model=prepared.unwrapped_model, log=log)
     identity = run_on_rank_0(describe, group=distributed.Group.BACKGROUND)
-    return Knower(lambda: prepared.model, identity, partial(reference_mode, prepared.plain_model, section))
+    return Knower(lambda: prepared.model, identity, partial(reference_mode, prepared.unwrapped_model, section))
 
 
 @dataclass(frozen=True)
@@ -111,7 +113,7 @@ class _Work:
     precomputed: Precomputed
     scorer: Knower
     task: Task
-    machine: Machine
+    machine: PreparedModel
     say: RunLog
 
     def known(self, key: str, source: Prepared | Streamed) -> PrecomputedSet:

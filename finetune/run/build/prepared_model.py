@@ -35,7 +35,7 @@ from finetune.report.run_log import RunLog
 from finetune.run.build.data import TrainingData
 from finetune.run.build.model import build_model
 from finetune.run.build.padding_free import settled
-from finetune.run.build.strategy import require_ties_fit
+from finetune.run.build.strategy import require_tied_weights_supported
 from finetune.runtime import seeds
 from finetune.strategy.protocol import Sharded, Strategy
 from finetune.strategy.upstream import (
@@ -56,11 +56,11 @@ from finetune.train.parts import no_op
 
 
 @dataclass(frozen=True)
-class Machine:
+class PreparedModel:
     """What learns. `plain_model` is as the model wing built it; its parameters may be split by now."""
 
     accelerator: Accelerator
-    plain_model: Any
+    unwrapped_model: Any
     model: Any
     optimizer: Any
     before_batch: Callable[[Batch], None] = no_op  # to be told of each batch before the model learns from it
@@ -73,7 +73,7 @@ def make_accelerator(config: RunConfig, strategy: Strategy) -> Accelerator:
     return build_accelerator(strategy, precision=config.train.precision)
 
 
-def make_machine(
+def prepare_model(
     config: RunConfig,
     strategy: Strategy,
     *,
@@ -81,13 +81,13 @@ def make_machine(
     training_data: TrainingData,
     learning_rate: float,
     log: RunLog,
-) -> Machine:
+) -> PreparedModel:
     """Return the prepared model and optimizer, checked to be what was launched. Collective."""
     plain = build_model(
         config, task=training_data.task, tokenizer=training_data.tokenizer, construction=strategy.init_context()
     )
     check_image_shape(plain.config, training_data.processing.processor)
-    require_ties_fit(plain, strategy.name)
+    require_tied_weights_supported(plain, strategy.name)
     size = measure_model(plain)
     for line in (*size.lines, *_memory(config, strategy, size=size).lines[-1:]):
         log(line)
@@ -109,7 +109,7 @@ def make_machine(
     prefetch_fsdp2_layers(accelerator, model)
     if config.train.unfreeze:
         drop_not_yet_unfrozen_from_zero_norm(model)
-    return Machine(accelerator, plain, model, prepared, before_batch)
+    return PreparedModel(accelerator, plain, model, prepared, before_batch)
 
 
 def _compile(config: RunConfig, strategy: Strategy, model: Any, *, log: RunLog) -> None:
@@ -183,7 +183,7 @@ def _warn(config: RunConfig, log: RunLog) -> None:
         log(note)
 
 
-def make_weights(config: RunConfig, prepared: Machine) -> EvaluationWeights:
+def make_weights(config: RunConfig, prepared: PreparedModel) -> EvaluationWeights:
     """Return the weights that count in this run: the average where the optimizer keeps one, else those that learn."""
     found = average_formula(config.train)
     if found is None:
@@ -192,12 +192,12 @@ def make_weights(config: RunConfig, prepared: Machine) -> EvaluationWeights:
     return AveragedWeights(build_access(prepared.accelerator, prepared.model, prepared.optimizer), key, formula)
 
 
-def require_isolation(config: RunConfig, training_data: TrainingData, prepared: Machine) -> None:
+def require_sample_isolation(config: RunConfig, training_data: TrainingData, prepared: PreparedModel) -> None:
     """Raise ModelError where samples would share rows and the model does not keep them apart. Collective."""
     if not is_padding_free(config.data.batching):
         return
     model = prepared.model
-    inner = unwrap_model(prepared.plain_model)
+    inner = unwrap_model(prepared.unwrapped_model)
     require_position_ids(frozenset(inspect.signature(inner.forward).parameters), config=inner.config)
     was_training = model.training
     model.eval()
@@ -210,7 +210,7 @@ def require_isolation(config: RunConfig, training_data: TrainingData, prepared: 
     model.train(was_training)
 
 
-def _logits(model: nn.Module, task: Task, prepared: Machine, row: Sequence[Sequence[int]]) -> Tensor:
+def _logits(model: nn.Module, task: Task, prepared: PreparedModel, row: Sequence[Sequence[int]]) -> Tensor:
     """Return the logits of the samples as the task lays them out, [tokens, vocabulary]."""
     samples = [Features({"input_ids": np.array(ids, np.uint32), "is_target": np.ones(len(ids), bool)}) for ids in row]
     batch = task.collate(samples).to(prepared.accelerator.device)

@@ -19,7 +19,7 @@ from finetune.checkpoint.sharding.access import build_access
 from finetune.config.run_config import RunConfig
 from finetune.report.run_log import RunLog
 from finetune.run.build.data import TrainingData
-from finetune.run.build.prepared_model import Machine
+from finetune.run.build.prepared_model import PreparedModel
 from finetune.run.samples import refuse_other_samples
 from finetune.run.state.fingerprint import facts_with, run_facts
 from finetune.run.state.finished import BEST_IS_OF, FinishedRun, over_on_disk, told_over
@@ -65,7 +65,7 @@ def find_finished(
 
 def continue_run(
     config: RunConfig,
-    prepared: Machine,
+    prepared: PreparedModel,
     *,
     strategy: str,
     training_data: TrainingData,
@@ -73,7 +73,7 @@ def continue_run(
     log: RunLog,
 ) -> tuple[Checkpointer, Progress]:
     """Return the checkpoints and how far the run has come, its state back in model and optimizer. Collective."""
-    facts = run_facts(config, training_data, model=prepared.plain_model, strategy=strategy, log=log)
+    facts = run_facts(config, training_data, model=prepared.unwrapped_model, strategy=strategy, log=log)
     access = build_access(prepared.accelerator, prepared.model, prepared.optimizer)
     checkpointer = Checkpointer(
         _folder(config), section=config.checkpoint, access=access, run=facts, say=log, ahead=checksums

@@ -24,7 +24,7 @@ from finetune.report.run_log import RunLog
 from finetune.run.build.data import TrainingData
 from finetune.run.build.data_audit import write_audit
 from finetune.run.build.padding_free import settled
-from finetune.run.build.prepared_model import Machine
+from finetune.run.build.prepared_model import PreparedModel
 from finetune.run.state.finished import read_record
 from finetune.runtime import distributed
 from finetune.runtime.environment import environment_facts
@@ -129,7 +129,7 @@ def _refuse_damage(folder: Path) -> None:
 SECRETS_LEFT_OUT = "# As it was written, but for what looks like a secret: that reads '[redacted]' here.\n"
 
 
-def open_run(loaded: LoadedConfig, prepared: Machine, *, training_data: TrainingData, log: RunLog) -> Reporter:
+def open_run(loaded: LoadedConfig, prepared: PreparedModel, *, training_data: TrainingData, log: RunLog) -> Reporter:
     """Write down what the run is, once everything has been checked, and return whoever is told about it."""
     folder, room = Path(loaded.config.run.folder), machine_resources()
     loading = loader_settings(loaded.config.data, resources=room, cost=training_data.task.loading_cost)

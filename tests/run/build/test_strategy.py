@@ -4,11 +4,11 @@ import pytest
 from safetensors.torch import load_file, save_file
 from torch import equal
 
+from finetune.commands.export import export_checkpoint
 from finetune.config.load import load_config
 from finetune.errors import CheckpointError, StrategyError
 from finetune.report.jsonl import read_events
-from finetune.run.build.strategy import require_adapters_fit
-from finetune.commands.export import export_checkpoint
+from finetune.run.build.strategy import require_supported_by_strategy
 from finetune.run.train import train_from_config
 from tests.run.trained import forget
 
@@ -28,7 +28,7 @@ FOUR, EIGHT = (f"model={{name: org/base, lora: {{}}, quantization: {{bits: {bits
 )
 def test_what_a_strategy_cannot_serve_is_told_with_the_reason(job, written, strategy, reason):
     with pytest.raises(StrategyError, match=reason):
-        require_adapters_fit(load_config(job, written).config, strategy)
+        require_supported_by_strategy(load_config(job, written).config, strategy)
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ def test_what_a_strategy_cannot_serve_is_told_with_the_reason(job, written, stra
     ],
 )
 def test_what_it_can_serve_is_let_through(job, written, strategy):
-    require_adapters_fit(load_config(job, written).config, strategy)
+    require_supported_by_strategy(load_config(job, written).config, strategy)
 
 
 @pytest.fixture
