@@ -20,7 +20,7 @@ from finetune.errors import UserError
 from finetune.model.loading.architecture import NEW_HEADS
 from finetune.model.loading.saved import SavedModel, inspect_model_folder, load_saved_model
 from finetune.run.build.model import build_model
-from finetune.run.build.padding_free import settled
+from finetune.run.build.padding_free import resolve_padding_free
 from finetune.run.state.run_folder import Kept, load_kept
 from finetune.runtime.parameters import InitContext
 from finetune.task.protocol import Task
@@ -45,7 +45,11 @@ class Subject:
     def task(self) -> Task:
         """Return the task; raises DataError where the job cannot serve it."""
         saved = self.saved
-        data = None if saved is None else settled(self.config, model=saved.config, adapter=saved.adapter or {})
+        data = (
+            None
+            if saved is None
+            else resolve_padding_free(self.config, model=saved.config, adapter=saved.adapter or {})
+        )
         return self.kept.task(self.config, data=data)
 
     def start(self, task: Task) -> Any:

@@ -20,7 +20,7 @@ from finetune.data.token_cache.cache import OnSourceProgress, cache_folder, prep
 from finetune.data.token_cache.store import PreparedSet, dataset_view, grouped_by_length
 from finetune.model.processing import Processing, load_processing
 from finetune.report.run_log import RunLog
-from finetune.run.build.padding_free import layout_lines, settled
+from finetune.run.build.padding_free import format_padding_free, resolve_padding_free
 from finetune.runtime import distributed
 from finetune.runtime.seeds import derive_seed
 from finetune.task.generation.evaluation import Metric, load_metrics
@@ -65,12 +65,12 @@ def make_training_data(config: RunConfig, log: RunLog, *, on_progress: OnSourceP
     processing = _load_processing(config, sources, log)
     rows = partial(rows_read, sources.train)
     kernel, warnings = resolve_kernel(config.train.loss_kernel)
-    layout = settled(config)
+    layout = resolve_padding_free(config)
     materials = TaskContext(
         config.task, layout, processing.tokenizer, processing.processor, rows=rows, loss_kernel=kernel
     )
     task = build_task(materials)
-    for line in (*warnings, *task.found, *layout_lines(config, layout)):
+    for line in (*warnings, *task.found, *format_padding_free(config, layout)):
         log(line)
     how: dict[str, Any] = {
         "encode": task.encoder,

@@ -13,14 +13,14 @@ from finetune.model.attention.implementation import supports_packed_samples
 from finetune.model.loading.architecture import load_model_config
 from finetune.model.loading.pretrained import ADAPTER_CONFIG, read_adapter_config
 
-Adapter = Mapping[str, Any] | None
+AdapterConfig = Mapping[str, Any] | None
 """What an adapter_config.json says."""
 
-TELLING = ("auto", "flash_attention_2", "flash_attention_3")
+ATTENTION_WITHOUT_MASK = ("auto", "flash_attention_2", "flash_attention_3")
 """Values of `model.attention` that are told where samples begin and need no mask of the whole row."""
 
 
-def settled(config: RunConfig, *, model: Any = None, adapter: Adapter = None) -> DataSection:
+def resolve_padding_free(config: RunConfig, *, model: Any = None, adapter: AdapterConfig = None) -> DataSection:
     """Return `data:` with `padding_free: auto` settled, the same on every rank.
 
     It depends on the job and on the model's config alone: a run that goes on lays its samples out as before. `model` is
@@ -33,7 +33,7 @@ def settled(config: RunConfig, *, model: Any = None, adapter: Adapter = None) ->
     return data.model_copy(update={"batching": data.batching.model_copy(update={"padding_free": is_free})})
 
 
-def layout_lines(config: RunConfig, data: DataSection) -> tuple[str, ...]:
+def format_padding_free(config: RunConfig, data: DataSection) -> tuple[str, ...]:
     """Return what `auto` has come to, where the task leaves a choice."""
     if config.task.name in PADDED_TASKS or config.data.batching.padding_free != "auto" or data.batching.by == "packs":
         return ()
@@ -42,11 +42,11 @@ def layout_lines(config: RunConfig, data: DataSection) -> tuple[str, ...]:
     return ("samples are padded: this model or its attention is not known to keep them apart in one row",)
 
 
-def can_share_rows(config: RunConfig, *, model: Any = None, adapter: Adapter = None) -> bool:
+def can_share_rows(config: RunConfig, *, model: Any = None, adapter: AdapterConfig = None) -> bool:
     """Tell whether samples may stand in one row without a proof by the model itself."""
-    if config.task.name in PADDED_TASKS or config.model.attention not in TELLING:
+    if config.task.name in PADDED_TASKS or config.model.attention not in ATTENTION_WITHOUT_MASK:
         return False
-    if _stands_before_text(config, adapter):
+    if _has_prompt_adapter(config, adapter):
         return False
     try:
         return supports_packed_samples(load_model_config(config.model) if model is None else model)
@@ -54,7 +54,7 @@ def can_share_rows(config: RunConfig, *, model: Any = None, adapter: Adapter = N
         return False  # there is no such model here, which is said where it is loaded
 
 
-def _stands_before_text(config: RunConfig, adapter: Adapter) -> bool:
+def _has_prompt_adapter(config: RunConfig, adapter: AdapterConfig) -> bool:
     """Tell whether something is learnt before the text, which samples in one row would share."""
     if adapter is None and config.model.adapter is not None:
         path = Path(config.model.adapter).expanduser() / ADAPTER_CONFIG

@@ -34,7 +34,7 @@ from finetune.model.upstream import expose_hidden_size, head_as_one_unit
 from finetune.report.run_log import RunLog
 from finetune.run.build.data import TrainingData
 from finetune.run.build.model import build_model
-from finetune.run.build.padding_free import settled
+from finetune.run.build.padding_free import resolve_padding_free
 from finetune.run.build.strategy import require_tied_weights_supported
 from finetune.runtime import seeds
 from finetune.strategy.protocol import Sharded, Strategy
@@ -175,7 +175,9 @@ def _warn(config: RunConfig, log: RunLog) -> None:
     ):
         log(f"warning: {warning}")
     is_half = config.train.precision != "fp32" or config.model.dtype != "float32"
-    missing = missing_kernel_warning(is_half=is_half) if is_padding_free(settled(config).batching) else None
+    missing = (
+        missing_kernel_warning(is_half=is_half) if is_padding_free(resolve_padding_free(config).batching) else None
+    )
     if missing and config.model.attention == "auto":
         log(f"warning: {missing}")
     note = base_mismatch_warning(config.model.adapter, name=config.model.name) if config.model.adapter else None

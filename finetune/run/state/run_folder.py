@@ -23,7 +23,7 @@ from finetune.report.reporter import Reporter
 from finetune.report.run_log import RunLog
 from finetune.run.build.data import TrainingData
 from finetune.run.build.data_audit import write_audit
-from finetune.run.build.padding_free import settled
+from finetune.run.build.padding_free import resolve_padding_free
 from finetune.run.build.prepared_model import PreparedModel
 from finetune.run.state.finished import read_record
 from finetune.runtime import distributed
@@ -84,7 +84,7 @@ class Kept:
         """Return the run's task, without any of its rows; `data` is the job's, settled for another model."""
         tokenizer, processor = self.processing.tokenizer, self.processing.processor
         kernel, _ = resolve_kernel(config.train.loss_kernel)
-        data = data or settled(config)
+        data = data or resolve_padding_free(config)
         return build_task(TaskContext(config.task, data, tokenizer, processor, facts=self.facts, loss_kernel=kernel))
 
 

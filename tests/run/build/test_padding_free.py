@@ -5,7 +5,7 @@ import json
 import pytest
 
 from finetune.config.load import load_config
-from finetune.run.build.padding_free import layout_lines, settled
+from finetune.run.build.padding_free import format_padding_free, resolve_padding_free
 
 JOB = """
 run: {folder: runs/job}
@@ -28,7 +28,7 @@ def job(tmp_path):
 
     def settle(*overrides):
         config = load_config(tmp_path / "job.yaml", list(overrides)).config
-        return config, settled(config)
+        return config, resolve_padding_free(config)
 
     return settle
 
@@ -63,12 +63,12 @@ def test_what_an_adapter_on_disk_is_decides(job, tmp_path, kind, is_free):
 
 
 def test_a_start_says_what_auto_has_come_to(job):
-    assert layout_lines(*job()) == ("samples stand end to end, without padding: the model keeps them apart",)
-    (line,) = layout_lines(*job("model.attention=sdpa"))
+    assert format_padding_free(*job()) == ("samples stand end to end, without padding: the model keeps them apart",)
+    (line,) = format_padding_free(*job("model.attention=sdpa"))
     assert line.startswith("samples are padded: ")
-    assert layout_lines(*job("data.batching.padding_free=true")) == ()
-    assert layout_lines(*job("data.batching={by: packs, tokens: 64}", "train.microbatch_size=1")) == ()
-    assert layout_lines(*job("task.name=preference")) == ()
+    assert format_padding_free(*job("data.batching.padding_free=true")) == ()
+    assert format_padding_free(*job("data.batching={by: packs, tokens: 64}", "train.microbatch_size=1")) == ()
+    assert format_padding_free(*job("task.name=preference")) == ()
 
 
 def test_a_folder_without_a_model_is_told_of_where_it_is_loaded(job, tmp_path):
