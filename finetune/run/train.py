@@ -24,7 +24,7 @@ from finetune.run.build.model import require_from_config_buildable
 from finetune.run.build.precompute import with_priors
 from finetune.run.build.prepared_model import PreparedModel, make_accelerator, prepare_model, require_sample_isolation
 from finetune.run.build.strategy import require_supported_by_strategy
-from finetune.run.build.teacher import taught
+from finetune.run.build.teacher import attach_teacher
 from finetune.run.final_export import export_final, publish_final, require_mergeable
 from finetune.run.remote.background import Mirror, make_mirror
 from finetune.run.remote.download import fetch_run, staged
@@ -108,7 +108,7 @@ def _train(
     startup.end("model")
     supervision.watchdog.detect_hangs(config.run.hang_after_seconds)
     lessons = with_priors(config, lessons, machine, log=log)  # from the model as it starts: before weights are loaded
-    lessons = replace(lessons, task=taught(config, lessons.task, accelerator, log=log))
+    lessons = replace(lessons, task=attach_teacher(config, lessons.task, accelerator, log=log))
     checkpointer, progress = continue_run(
         config, machine, strategy=strategy.name, training_data=lessons, checksums=checksums, log=log
     )

@@ -19,7 +19,7 @@ from finetune.run.build.data import input_identity
 from finetune.run.build.evaluator import make_evaluator
 from finetune.run.build.precompute import with_prior
 from finetune.run.build.prepared_model import PreparedModel, make_accelerator
-from finetune.run.build.teacher import taught
+from finetune.run.build.teacher import attach_teacher
 from finetune.run.train import launched_strategy
 from finetune.runtime import distributed
 from finetune.runtime.files import atomic
@@ -76,7 +76,7 @@ def measure(target: Subject) -> Measurement:
     model.to(accelerator.device)
     machine = PreparedModel(accelerator, model, model, None)
     known = with_prior(config, task, rows, key="data.validation", prepared=machine, log=say)
-    task = taught(config, task, accelerator, log=say)
+    task = attach_teacher(config, task, accelerator, log=say)
     target.fill(model)
     generate = config.evaluate.generate if config.evaluate else None
     evaluator = make_evaluator(

@@ -37,7 +37,7 @@ from finetune.model.frozen_models import reference_identity, reference_mode
 from finetune.report.run_log import RunLog
 from finetune.run.build.data import TrainingData
 from finetune.run.build.prepared_model import PreparedModel
-from finetune.run.build.teacher import teacher_identity, teacher_of
+from finetune.run.build.teacher import load_unsharded_teacher, teacher_identity
 from finetune.runtime import distributed
 from finetune.runtime.files.atomic import temporary_path
 from finetune.runtime.run_on_ranks import run_on_rank_0
@@ -96,7 +96,7 @@ def knower_of(config: RunConfig, task: Task, prepared: PreparedModel, *, log: Ru
     """Return who answers for the task's prior, told by a digest. Collective."""
     section, distillation = config.model, config.task.distillation
     if task.precomputed is not None and task.precomputed.scorer == "teacher" and distillation is not None:
-        load = cache(partial(teacher_of, config, task, prepared.accelerator, log=log))
+        load = cache(partial(load_unsharded_teacher, config, task, prepared.accelerator, log=log))
         told = {"teacher": teacher_identity(config, log=log), "dtype": distillation.teacher_dtype}
         return Knower(load, told, nullcontext)
     distributed.open_background_group()  # its time limit allows for reading hundreds of gigabytes

@@ -14,14 +14,14 @@ from finetune.task.distillation import DistillationTask
 from finetune.task.protocol import Task
 
 
-def taught(config: RunConfig, task: Task, accelerator: Accelerator, *, log: RunLog) -> Task:
+def attach_teacher(config: RunConfig, task: Task, accelerator: Accelerator, *, log: RunLog) -> Task:
     """Return the task with the teacher that answers it live; as it is, where it needs none. Raises ModelError."""
     if not isinstance(task, DistillationTask) or task.section.cache:
         return task
-    return task.attach_teacher(teacher_of(config, task, accelerator, log=log))
+    return task.attach_teacher(load_unsharded_teacher(config, task, accelerator, log=log))
 
 
-def teacher_of(config: RunConfig, task: Task, accelerator: Accelerator, *, log: RunLog) -> nn.Module:
+def load_unsharded_teacher(config: RunConfig, task: Task, accelerator: Accelerator, *, log: RunLog) -> nn.Module:
     """Return the teacher, whole on this rank's device: never wrapped, trained or saved; raises ModelError."""
     assert isinstance(task, DistillationTask)
     section, model = task.section, config.model
