@@ -97,7 +97,7 @@ def _about(note: Path) -> Any:
         return None
 
 
-_SECONDS_BETWEEN_WORDS = 20.0
+_SECONDS_BETWEEN_LOG_LINES = 20.0
 _BATCHES_SORTED_TOGETHER = 32
 
 
@@ -223,7 +223,7 @@ class _Speaker:
             for asked, text in zip(batch, self._answers(batch), strict=True):
                 parts.keep(asked.number, text)
             num_done += len(batch)
-            if distributed.is_main() and time.monotonic() - told_at > _SECONDS_BETWEEN_WORDS:
+            if distributed.is_main() and time.monotonic() - told_at > _SECONDS_BETWEEN_LOG_LINES:
                 told_at = time.monotonic()
                 print(f"answered {num_done:,} of {len(own):,} in this process", flush=True)
 

@@ -21,7 +21,7 @@ from finetune.report.timing import StartUp
 from finetune.run.build.data import TrainingData, make_run_plan, make_training_data, verify_before_training
 from finetune.run.build.loop import make_parts, make_wishes, take_back_stop, telling_start
 from finetune.run.build.model import require_from_config_buildable
-from finetune.run.build.precompute import with_priors
+from finetune.run.build.precompute import precompute
 from finetune.run.build.prepared_model import PreparedModel, make_accelerator, prepare_model, require_sample_isolation
 from finetune.run.build.strategy import require_supported_by_strategy
 from finetune.run.build.teacher import attach_teacher
@@ -107,7 +107,7 @@ def _train(
     verify_before_training(lessons)
     startup.end("model")
     supervision.watchdog.detect_hangs(config.run.hang_after_seconds)
-    lessons = with_priors(config, lessons, machine, log=log)  # from the model as it starts: before weights are loaded
+    lessons = precompute(config, lessons, machine, log=log)  # from the model as it starts: before weights are loaded
     lessons = replace(lessons, task=attach_teacher(config, lessons.task, accelerator, log=log))
     checkpointer, progress = continue_run(
         config, machine, strategy=strategy.name, training_data=lessons, checksums=checksums, log=log

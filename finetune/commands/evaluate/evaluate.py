@@ -17,7 +17,7 @@ from finetune.report.reporter import NullReporter
 from finetune.report.run_log import RunLog
 from finetune.run.build.data import input_identity
 from finetune.run.build.evaluator import make_evaluator
-from finetune.run.build.precompute import with_prior
+from finetune.run.build.precompute import precompute_set
 from finetune.run.build.prepared_model import PreparedModel, make_accelerator
 from finetune.run.build.teacher import attach_teacher
 from finetune.run.train import launched_strategy
@@ -75,7 +75,7 @@ def measure(target: Subject) -> Measurement:
     accelerator = make_accelerator(config, launched_strategy(_for_measuring(target.loaded)))
     model.to(accelerator.device)
     machine = PreparedModel(accelerator, model, model, None)
-    known = with_prior(config, task, rows, key="data.validation", prepared=machine, log=say)
+    known = precompute_set(config, task, rows, key="data.validation", prepared=machine, log=say)
     task = attach_teacher(config, task, accelerator, log=say)
     target.fill(model)
     generate = config.evaluate.generate if config.evaluate else None

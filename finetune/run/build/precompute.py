@@ -44,24 +44,22 @@ from finetune.runtime.run_on_ranks import run_on_rank_0
 from finetune.runtime.supervision.heartbeat import keep_alive
 from finetune.task.protocol import Precomputed, Task
 
-_SECONDS_BETWEEN_WORDS = 30.0
-_SECONDS_TO_APPEAR = 20.0
+_SECONDS_BETWEEN_LOG_LINES = 30.0
+_SHARED_FOLDER_TIMEOUT_SECONDS = 20.0
 
-Known = Sequence[Mapping[str, np.ndarray]]
+SampleValues = Sequence[Mapping[str, np.ndarray]]
 
 
 @dataclass(frozen=True)
-class Knower:
+class Scorer:
     """A model that answers and does not learn."""
 
     model: Callable[[], nn.Module]  # the prepared one, or a teacher, which is loaded when it is first asked
     identity: Mapping[str, Any]  # JSON: what its answers depend on
-    answering: Callable[[], AbstractContextManager[None]]  # entered while it answers
+    scoring_context: Callable[[], AbstractContextManager[None]]  # entered while it answers
 
 
-def with_priors(
-    config: RunConfig, training_data: TrainingData, prepared: PreparedModel, *, log: RunLog
-) -> TrainingData:
+def precompute(config: RunConfig, training_data: TrainingData, prepared: PreparedModel, *, log: RunLog) -> TrainingData:
     """Return the lessons with what the task wants to know of each sample beforehand, training and validation.
 
     Call it before a checkpoint is loaded. Raises DataError for streams, whose samples are not known beforehand, and
@@ -70,8 +68,8 @@ def with_priors(
     prior = training_data.task.precomputed
     if prior is None:
         return training_data
-    work = _Work(
-        config, prior, knower_of(config, training_data.task, prepared, log=log), training_data.task, prepared, log
+    work = _Precomputation(
+        config, prior, make_scorer(config, training_data.task, prepared, log=log), training_data.task, prepared, log
     )
     sets = [work.known(key, source) for key, source in training_data.sources.items()]
     is_mix = isinstance(training_data.training.samples, MixedSamples)
@@ -82,36 +80,36 @@ def with_priors(
     return replace(training_data, training=training, validation_set=validation)
 
 
-def with_prior(
+def precompute_set(
     config: RunConfig, task: Task, rows: PreparedSet, *, key: str, prepared: PreparedModel, log: RunLog
 ) -> PreparedSet | PrecomputedSet:
     """Return one set with what the task wants to know of its samples, by the model as it starts. Collective."""
     if task.precomputed is None:
         return rows
-    knower = knower_of(config, task, prepared, log=log)
-    return _Work(config, task.precomputed, knower, task, prepared, log).known(key, rows)
+    knower = make_scorer(config, task, prepared, log=log)
+    return _Precomputation(config, task.precomputed, knower, task, prepared, log).known(key, rows)
 
 
-def knower_of(config: RunConfig, task: Task, prepared: PreparedModel, *, log: RunLog) -> Knower:
+def make_scorer(config: RunConfig, task: Task, prepared: PreparedModel, *, log: RunLog) -> Scorer:
     """Return who answers for the task's prior, told by a digest. Collective."""
     section, distillation = config.model, config.task.distillation
     if task.precomputed is not None and task.precomputed.scorer == "teacher" and distillation is not None:
         load = cache(partial(load_unsharded_teacher, config, task, prepared.accelerator, log=log))
         told = {"teacher": teacher_identity(config, log=log), "dtype": distillation.teacher_dtype}
-        return Knower(load, told, nullcontext)
+        return Scorer(load, told, nullcontext)
     distributed.open_background_group()  # its time limit allows for reading hundreds of gigabytes
     describe = partial(reference_identity, section, seed=config.run.seed, model=prepared.unwrapped_model, log=log)
     identity = run_on_rank_0(describe, group=distributed.Group.BACKGROUND)
-    return Knower(lambda: prepared.model, identity, partial(reference_mode, prepared.unwrapped_model, section))
+    return Scorer(lambda: prepared.model, identity, partial(reference_mode, prepared.unwrapped_model, section))
 
 
 @dataclass(frozen=True)
-class _Work:
+class _Precomputation:
     """Works out, or finds, what is known of the samples of one set after the other."""
 
     config: RunConfig
     precomputed: Precomputed
-    scorer: Knower
+    scorer: Scorer
     task: Task
     machine: PreparedModel
     say: RunLog
@@ -132,9 +130,9 @@ class _Work:
         if run_on_rank_0(lambda: self._is_whole(key, folder)):
             self.say(f"{key}: {self.precomputed.title} found in {folder}")
         else:
-            seconds = self._make(key, source, folder, made_of=made_of)
+            seconds = self._compute(key, source, folder, made_of=made_of)
             self.say(f"{key}: {self.precomputed.title} worked out in {seconds:.1f} s, kept in {folder}")
-        _require_everywhere(folder)
+        _require_on_all_ranks(folder)
         return with_precomputed(source, folder)
 
     def _is_whole(self, key: str, folder: Path) -> bool:
@@ -149,22 +147,22 @@ class _Work:
             self.say(f"warning: {key}: {damage}. It is set aside as {aside.name} and worked out again.")
         return folder.is_dir()
 
-    def _make(self, key: str, source: PreparedSet, folder: Path, *, made_of: Mapping[str, Any]) -> float:
+    def _compute(self, key: str, source: PreparedSet, folder: Path, *, made_of: Mapping[str, Any]) -> float:
         """Make the folder, whole or not at all, and return how many seconds it took. Collective."""
         started = time.monotonic()
-        writing = _Writing(folder)
+        writing = _StagedWriter(folder)
         model = self.scorer.model()
         was_training = model.training
         model.eval()
         try:
-            with torch.no_grad(), self.scorer.answering():
+            with torch.no_grad(), self.scorer.scoring_context():
                 self._ask(key, source, writing=writing)
         finally:
             model.train(was_training)
         run_on_rank_0(partial(writing.finish, made_of))
         return time.monotonic() - started
 
-    def _ask(self, key: str, source: PreparedSet, *, writing: "_Writing") -> None:
+    def _ask(self, key: str, source: PreparedSet, *, writing: "_StagedWriter") -> None:
         """Share the samples among the ranks, round by round, and have the main rank write what is known. Collective."""
         size, told_at = self._microbatch_size(), time.monotonic()
         for start in range(0, len(source), size * distributed.world()):
@@ -175,7 +173,7 @@ class _Work:
             gathered = distributed.gather_objects(list(answers[: len(features)]))
             writing.append([each for of_rank in gathered for each in of_rank])
             keep_alive()
-            if time.monotonic() - told_at > _SECONDS_BETWEEN_WORDS:
+            if time.monotonic() - told_at > _SECONDS_BETWEEN_LOG_LINES:
                 told_at = time.monotonic()
                 done = min(start + size * distributed.world(), len(source))
                 self.say(f"{key}: {self.precomputed.title}: {done:,} of {len(source):,} samples")
@@ -195,7 +193,7 @@ def _damage(folder: Path) -> DamagedSet | None:
     return None
 
 
-class _Writing:
+class _StagedWriter:
     """What the main rank writes; what fails is told when all ranks are there to hear of it."""
 
     def __init__(self, folder: Path) -> None:
@@ -206,7 +204,7 @@ class _Writing:
         if distributed.is_main():
             self._attempt(self._begin)
 
-    def append(self, arrays: Known) -> None:
+    def append(self, arrays: SampleValues) -> None:
         """Write what is known of the next samples, on the main rank."""
         if self._writer is not None and self._failure is None:
             self._attempt(partial(self._writer.append, arrays))
@@ -245,9 +243,9 @@ class _Writing:
             self._failure = error
 
 
-def _require_everywhere(folder: Path) -> None:
+def _require_on_all_ranks(folder: Path) -> None:
     """Raise DataError unless every rank sees the folder, which may take a moment on shared storage. Collective."""
-    deadline = time.monotonic() + _SECONDS_TO_APPEAR
+    deadline = time.monotonic() + _SHARED_FOLDER_TIMEOUT_SECONDS
     while not (is_there := folder.is_dir()) and time.monotonic() < deadline:
         time.sleep(0.5)
     blind = [rank for rank, sees in enumerate(distributed.gather_objects(is_there)) if not sees]

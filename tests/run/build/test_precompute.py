@@ -11,7 +11,7 @@ import pytest
 from finetune.config.load import load_config
 from finetune.errors import ConfigError, DataError
 from finetune.report.jsonl import read_events
-from finetune.run.build.precompute import _Writing
+from finetune.run.build.precompute import _StagedWriter
 from finetune.run.train import train_from_config
 from finetune.runtime import distributed
 from tests.run.trained import forget, stay
@@ -140,7 +140,7 @@ def test_streams_are_refused_before_anything_is_built(job):
 
 def test_a_cache_that_cannot_be_written_is_told(tmp_path):
     (tmp_path / "file").write_text("")
-    writing = _Writing(tmp_path / "file" / "known" / "key")
+    writing = _StagedWriter(tmp_path / "file" / "known" / "key")
     writing.append([])
     with pytest.raises(DataError, match=r"data\.cache_folder: .* cannot be written"):
         writing.finish({})
