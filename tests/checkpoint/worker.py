@@ -30,7 +30,7 @@ from finetune.checkpoint.write import saver
 from finetune.config.sections.checkpoint import CheckpointSection
 from finetune.config.sections.train import AverageSection, OptimizerSection, UnfreezeSection
 from finetune.errors import CheckpointError
-from finetune.run.state.resume import settle_buckets
+from finetune.run.state.resume import warm_up_ddp_buckets
 from finetune.runtime import distributed
 from finetune.runtime.parameters import AVERAGE
 from finetune.runtime.progress import Progress
@@ -85,7 +85,7 @@ def train(accelerator, model, optimizer, spec: dict) -> dict:
     )
     found = checkpointer.find()
     if found is not None and found.step > 0:
-        settle_buckets(accelerator, model, loss=lambda: model(**batch(0, accelerator)).loss)
+        warm_up_ddp_buckets(accelerator, model, loss=lambda: model(**batch(0, accelerator)).loss)
     step = int(checkpointer.load(found)["step"]) if found is not None else 0
     losses = {}
     for target in spec["until"]:

@@ -37,7 +37,7 @@ from finetune.train.update import Update, UpdateInBackward
 
 
 @dataclass(frozen=True)
-class Settled:
+class SyncedBatchNormEvaluation:
     """An evaluation before which the norms of all ranks hold the same running statistics."""
 
     model: nn.Module
@@ -49,7 +49,7 @@ class Settled:
         return self.inner(step)
 
 
-def each_ended(groups: Iterator[tuple[Batch, ...]], model: nn.Module) -> Iterator[tuple[Batch, ...]]:
+def end_batch_norm_steps(groups: Iterator[tuple[Batch, ...]], model: nn.Module) -> Iterator[tuple[Batch, ...]]:
     """Yield the groups; when the next one is asked for, the step of the one before is over."""
     if not any(isinstance(module, GhostBatchNorm) for module in model.modules()):
         yield from groups
@@ -123,7 +123,7 @@ def _groups(
     )
     own = prepared.accelerator.prepare_data_loader(loader, device_placement=False)  # this rank's microbatches
     placed = prefetch_to_device(groups(own, plan.num_batches), prepared.accelerator.device)
-    handed = each_ended(placed, prepared.model)
+    handed = end_batch_norm_steps(placed, prepared.model)
     if not config.report.sample_ids:
         return handed
     return recorded(handed, run_folder=Path(config.run.folder), first_step=first_step)
@@ -144,7 +144,7 @@ def _evaluation(
         answer_metrics=training_data.answer_metrics,
         reporter=reporter,
     )
-    return Settled(prepared.model, EvaluationWithWeights(make_weights(config, prepared), evaluator))
+    return SyncedBatchNormEvaluation(prepared.model, EvaluationWithWeights(make_weights(config, prepared), evaluator))
 
 
 def make_wishes(

@@ -27,7 +27,7 @@ from finetune.runtime.progress import Progress
 from finetune.runtime.run_on_ranks import run_on_rank_0
 
 
-def settle_buckets(accelerator: Accelerator, model: nn.Module, *, loss: Callable[[], Tensor]) -> None:
+def warm_up_ddp_buckets(accelerator: Accelerator, model: nn.Module, *, loss: Callable[[], Tensor]) -> None:
     """Have DDP regroup now, by two backward passes whose gradients are thrown away; any other model is left alone.
 
     Call it before the state is loaded, which brings back what a forward pass changes (the statistics of norms), and
@@ -87,7 +87,7 @@ def continue_run(
         sample = training_data.sample_at(found.step * config.train.global_batch_size)
         batch = training_data.task.collate([sample]).to(prepared.accelerator.device)
         loss = partial(training_data.task.loss_sum, prepared.model, batch)
-        settle_buckets(prepared.accelerator, prepared.model, loss=loss)
+        warm_up_ddp_buckets(prepared.accelerator, prepared.model, loss=loss)
     progress = Progress.from_state_dict(checkpointer.load(found))
     batch_size = config.train.global_batch_size
     refuse_other_samples(found.path, progress, pool=training_data.training, global_batch_size=batch_size)
