@@ -19,7 +19,7 @@ from finetune.report.events import RunEnded, RunStarted, Warned
 from finetune.report.run_log import RunLog
 from finetune.report.timing import StartUp
 from finetune.run.build.data import TrainingData, make_run_plan, make_training_data, verify_before_training
-from finetune.run.build.loop import make_parts, make_wishes, take_back_stop, telling_start
+from finetune.run.build.loop import make_parts, make_stop_sources, remove_stop_file, telling_start
 from finetune.run.build.model import require_from_config_buildable
 from finetune.run.build.precompute import precompute
 from finetune.run.build.prepared_model import PreparedModel, make_accelerator, prepare_model, require_sample_isolation
@@ -117,7 +117,7 @@ def _train(
         checkpointer.rehearse(num_saves=plan.num_due(config.checkpoint.every_steps, after=progress.step))
         settle = partial(sync_batch_norm, machine.model)
         save = ReportedSaving(checkpointer, reporter, supervision.status.checkpoint, before=settle)
-        wishes = make_wishes(config, note=supervision.note, save=save, started=startup.started_at, log=log)
+        wishes = make_stop_sources(config, note=supervision.note, save=save, started=startup.started_at, log=log)
         parts = make_parts(
             config, lessons, prepared=machine, plan=plan, reporter=reporter, save=save, stop_sources=wishes
         )
@@ -187,7 +187,7 @@ def train_to_the_end(
         )
     code = EXIT_CODES.get(reason, 0)
     if reason == STOP_FILE and distributed.is_main():
-        take_back_stop(folder, log=lambda text: parts.reporter(Warned(progress.step, text)))  # it has been obeyed
+        remove_stop_file(folder, log=lambda text: parts.reporter(Warned(progress.step, text)))  # it has been obeyed
     supervision.status.end(status.FINISHED if is_final else status.STOPPED, reason=reason, exit_code=code)
     parts.reporter(
         RunEnded(

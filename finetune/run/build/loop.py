@@ -147,7 +147,7 @@ def _evaluation(
     return SyncedBatchNormEvaluation(prepared.model, EvaluationWithWeights(make_weights(config, prepared), evaluator))
 
 
-def make_wishes(
+def make_stop_sources(
     config: RunConfig, *, note: ReceivedSignals, save: CheckpointSaving, started: float, log: RunLog
 ) -> StopSources:
     """Return everything that can ask this rank to stop.
@@ -164,7 +164,7 @@ def make_wishes(
     return StopSources(note, asked)
 
 
-def take_back_stop(folder: Path, *, log: Callable[[str], None]) -> None:
+def remove_stop_file(folder: Path, *, log: Callable[[str], None]) -> None:
     """Remove what asked the run to stop, so that the same command continues; say where that cannot be done."""
     path = stop_file(folder)
     try:
