@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 import typer
 
 from finetune.cli import lazy
-from finetune.cli.exit_codes import reported
+from finetune.cli.exit_codes import handle_errors
 from finetune.cli.options import Overrides
 from finetune.errors import UserError
 
@@ -28,7 +28,7 @@ def add_to(app: typer.Typer) -> None:
         app.command()(command)
 
 
-@reported
+@handle_errors
 def export(
     source: Source,
     step: Step = None,
@@ -63,7 +63,7 @@ def export(
     )
 
 
-@reported
+@handle_errors
 def evaluate(
     source: Source,
     step: Step = None,
@@ -102,7 +102,7 @@ def evaluate(
     )
 
 
-@reported
+@handle_errors
 def generate(
     source: Source,
     input: Annotated[
@@ -145,7 +145,7 @@ def generate(
     )
 
 
-@reported
+@handle_errors
 def chat(
     folder: Annotated[Path, typer.Argument(help="A run's folder, its `final/`, or any model folder.")],
     adapter: Annotated[

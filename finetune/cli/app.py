@@ -7,7 +7,7 @@ import typer
 
 from finetune import __version__
 from finetune.cli import after_training, checkpoint, lazy, verify
-from finetune.cli.exit_codes import reported
+from finetune.cli.exit_codes import handle_errors
 from finetune.cli.options import Config, Overrides
 from finetune.errors import UserError
 
@@ -39,7 +39,7 @@ def root(
 
 
 @app.command()
-@reported
+@handle_errors
 def train(config: Config, override: Overrides = None) -> int:
     """Train as the job file says.
 
@@ -49,7 +49,7 @@ def train(config: Config, override: Overrides = None) -> int:
 
 
 @app.command()
-@reported
+@handle_errors
 def check(
     job: Annotated[Path, typer.Argument(metavar="JOB.yaml", help="The job file.")],
     override: Overrides = None,
@@ -68,7 +68,7 @@ def check(
 
 
 @app.command()
-@reported
+@handle_errors
 def prepare(config: Config, override: Overrides = None) -> None:
     """Tokenise the data now, on the CPU, so that training finds it.
 
@@ -78,7 +78,7 @@ def prepare(config: Config, override: Overrides = None) -> None:
 
 
 @app.command()
-@reported
+@handle_errors
 def preview(
     config: Config,
     override: Overrides = None,
@@ -100,7 +100,7 @@ def preview(
 
 
 @app.command()
-@reported
+@handle_errors
 def doctor(
     config: Annotated[
         Path | None, typer.Option("--config", metavar="JOB.yaml", help="The job whose folders or data are meant.")
@@ -125,21 +125,21 @@ def doctor(
 
 
 @app.command()
-@reported
+@handle_errors
 def reference() -> None:
     """Print the page of all keys."""
     print(lazy.call("finetune.config.schema:reference_markdown"), end="")
 
 
 @app.command()
-@reported
+@handle_errors
 def schema() -> None:
     """Print the JSON schema of a job file, for editors."""
     print(lazy.call("finetune.config.schema:json_schema"), end="")
 
 
 @app.command()
-@reported
+@handle_errors
 def init(
     name: Annotated[str | None, typer.Argument(help="The recipe, such as `quickstart`.")] = None,
     into: Annotated[
@@ -157,7 +157,7 @@ def init(
             print(f"{recipe:<{widest}}{sentence}")
         return
     paths = lazy.call("finetune.recipes.make:make_recipe", name, into or Path(name))
-    for each in lazy.call("finetune.recipes.make:told", paths):
+    for each in lazy.call("finetune.recipes.make:format_written", paths):
         print(f"wrote {each}")
 
 

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 import typer
 
 from finetune.cli import lazy
-from finetune.cli.exit_codes import reported
+from finetune.cli.exit_codes import handle_errors
 from finetune.errors import UserError
 
 HELP = "Look at a run's checkpoints; check, prune, convert and export them."
@@ -38,7 +38,7 @@ def checkpoint() -> None:
 
 
 @app.command()
-@reported
+@handle_errors
 def ls(
     run: Run,
     verify: Annotated[bool, typer.Option("--verify", help="Read every file, and compare its digest.")] = False,
@@ -52,7 +52,7 @@ def ls(
 
 
 @app.command()
-@reported
+@handle_errors
 def show(run: Run, step: Step = None, json: Json = False) -> None:
     """Show everything about one checkpoint.
 
@@ -63,7 +63,7 @@ def show(run: Run, step: Step = None, json: Json = False) -> None:
 
 
 @app.command()
-@reported
+@handle_errors
 def verify(
     run: Run,
     step: Annotated[
@@ -78,7 +78,7 @@ def verify(
 
 
 @app.command()
-@reported
+@handle_errors
 def prune(
     run: Run,
     keep_last: Annotated[int | None, typer.Option(min=1, metavar="N", help="Keep so many of the newest.")] = None,
@@ -107,7 +107,7 @@ def prune(
 
 
 @app.command()
-@reported
+@handle_errors
 def export(
     run: Run,
     step: Step = None,
@@ -136,7 +136,7 @@ def export(
 
 
 @app.command()
-@reported
+@handle_errors
 def convert(
     run: Run,
     to: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Write a checkpoint into this new folder.")] = None,

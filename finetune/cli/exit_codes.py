@@ -19,7 +19,7 @@ P = ParamSpec("P")
 _FIRST_RANK_SECONDS = 10.0
 
 
-def reported(command: Callable[P, Any]) -> Callable[P, None]:
+def handle_errors(command: Callable[P, Any]) -> Callable[P, None]:
     """Return the command with the house's endings: 0, its own code, 1, 2 or 130.
 
     UserError, and what a disk refuses: one message, exit code 2. TrainingError: one message, exit code 1. Ctrl-C: one
@@ -33,13 +33,13 @@ def reported(command: Callable[P, Any]) -> Callable[P, None]:
             try:
                 code = command(*args, **kwargs)
             except FinetuneError as error:
-                _tell(error)
+                _print_error(error)
                 code = error.exit_code
             except OSError as error:
                 text = disk_text(error)
                 if text is None:
                     raise
-                _tell(UserError(text))
+                _print_error(UserError(text))
                 code = UserError.exit_code
             except EOFError as error:
                 raise RuntimeError("a file ended too early") from error  # typer would say "Aborted!" and no more
@@ -63,7 +63,9 @@ def guarded_command_line() -> Iterator[None]:
         try:
             yield
         except SystemExit as ended:
-            raise SystemExit(ended.code if isinstance(ended.code, int | None) else _told(str(ended.code))) from None
+            raise SystemExit(
+                ended.code if isinstance(ended.code, int | None) else _print_exit_message(str(ended.code))
+            ) from None
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # a panic in Rust, for one, is no Exception
@@ -71,19 +73,19 @@ def guarded_command_line() -> Iterator[None]:
             raise SystemExit(1) from None
 
 
-def message(error: FinetuneError, *, rank: int) -> str:
+def format_error(error: FinetuneError, *, rank: int) -> str:
     """Return what this rank prints."""
     return printable(f"error: {error}" if rank == 0 else f"[rank {rank}] error: {error}")
 
 
-def _tell(error: FinetuneError) -> None:
+def _print_error(error: FinetuneError) -> None:
     if error.is_on_all_ranks and _rank() > 0:
         # It is wrong for all alike, and the launcher ends everybody with the first that goes: rank 0 is to speak.
         time.sleep(_FIRST_RANK_SECONDS)
-    print(message(error, rank=_rank()), file=sys.stderr, flush=True)
+    print(format_error(error, rank=_rank()), file=sys.stderr, flush=True)
 
 
-def _told(text: str) -> int:
+def _print_exit_message(text: str) -> int:
     """Print what somebody has ended the process with, and return the exit code that Python gives it."""
     print(text, file=sys.stderr, flush=True)
     return 1

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from finetune.cli import lazy
-from finetune.cli.exit_codes import reported
+from finetune.cli.exit_codes import handle_errors
 from finetune.cli.options import Config, Overrides
 from finetune.errors import UserError
 
@@ -19,7 +19,7 @@ def verify() -> None:
 
 
 @app.command()
-@reported
+@handle_errors
 def parity(
     config: Config,
     strategies: Annotated[
@@ -56,7 +56,7 @@ def parity(
 
 
 @app.command()
-@reported
+@handle_errors
 def resume(
     config: Config,
     stop_at: Annotated[int, typer.Option(min=1, metavar="K", help="The step after which the second run is stopped.")],

@@ -132,7 +132,7 @@ def generate_file(
     quiet_libraries(is_main=distributed.is_main())
     saved = inspect_model_folder(source, key="generate", trust_remote_code=trust_remote_code)
     _check(saved, output=output, adapter=adapter)
-    origin = find_local(SourceSection(path=str(rows)), key="--input", log=_silent)
+    origin = find_local(SourceSection(path=str(rows)), key="--input", log=_no_log)
     manner = SamplingParams(max_new_tokens, temperature, top_p)
     about = {"rows": origin.digest(), "manner": asdict(manner), "seed": seed, "system": system}
     distributed.init_cpu_process_group()
@@ -157,7 +157,7 @@ def _listing(folder: Path | None) -> Any:
     return [[str(path), state.st_size, state.st_mtime_ns] for path, state in states]
 
 
-def _silent(sentence: str) -> None:
+def _no_log(sentence: str) -> None:
     """Say nothing."""
 
 

@@ -23,26 +23,26 @@ from finetune.runtime.text.library_output import quiet_libraries
 SECONDS_BETWEEN_LINES = 10.0
 
 Clock = Callable[[], float]
-Say = Callable[[str], None]
-Watch = Callable[[str, int, int | None], None]
+Log = Callable[[str], None]
+OnProgress = Callable[[str, int, int | None], None]
 
 
 @contextmanager
-def progress_shown() -> Iterator[tuple[Say, Watch]]:
+def show_progress() -> Iterator[tuple[Log, OnProgress]]:
     """Yield who says sentences, and who is told how many rows of a source are behind and how many there are."""
     if not sys.stdout.isatty():
-        yield print_line, Lines(say=print_line)
+        yield print_line, ProgressLines(say=print_line)
         return
     console, text = rich_console.SafeConsole(), rich_console.SafeTextColumn
     columns = (text("{task.description}"), BarColumn(), text("{task.fields[told]}"))
     with rich_console.SafeProgress(*columns, console=console, transient=True) as progress:
-        yield lambda line: console.print(line, markup=False, soft_wrap=True), Bars(progress)
+        yield lambda line: console.print(line, markup=False, soft_wrap=True), ProgressBars(progress)
 
 
-class Lines:
+class ProgressLines:
     """Says every few seconds how far it is."""
 
-    def __init__(self, *, log: Say, clock: Clock = time.monotonic) -> None:
+    def __init__(self, *, log: Log, clock: Clock = time.monotonic) -> None:
         self._log = log
         self._clock = clock
         self._paces: dict[str, Pace] = {}
@@ -57,7 +57,7 @@ class Lines:
             self._log(f"{key}: {pace.told(rows, num_rows, now=now)}")
 
 
-class Bars:
+class ProgressBars:
     """A bar for each source."""
 
     def __init__(self, progress: Progress, *, clock: Clock = time.monotonic) -> None:
@@ -104,7 +104,7 @@ def prepare(path: Path, overrides: Sequence[str]) -> None:
     quiet_libraries(is_main=True)
     config = load_config(path, overrides).config
     try:
-        with progress_shown() as (say, watch):
+        with show_progress() as (say, watch):
             lessons = make_training_data(without_limits(config), RunLog(is_main=True, write=say), on_progress=watch)
             verify_sets(lessons)
     except KeyboardInterrupt:

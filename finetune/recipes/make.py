@@ -44,7 +44,7 @@ def make_recipe(name: str, folder: Path) -> list[Path]:
     return [folder / file for file in contents]
 
 
-def told(paths: Sequence[Path]) -> Iterator[str]:
+def format_written(paths: Sequence[Path]) -> Iterator[str]:
     """Yield what was written, in words: each file, but of many in the folders of one folder only how many."""
     by_folder: dict[Path, list[Path]] = {}
     for path in paths:

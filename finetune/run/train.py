@@ -19,7 +19,7 @@ from finetune.report.events import RunEnded, RunStarted, Warned
 from finetune.report.run_log import RunLog
 from finetune.report.timing import StartUp
 from finetune.run.build.data import TrainingData, make_run_plan, make_training_data, verify_before_training
-from finetune.run.build.loop import make_parts, make_stop_sources, remove_stop_file, telling_start
+from finetune.run.build.loop import make_parts, make_stop_sources, remove_stop_file, report_startup
 from finetune.run.build.model import require_from_config_buildable
 from finetune.run.build.precompute import precompute
 from finetune.run.build.prepared_model import PreparedModel, make_accelerator, prepare_model, require_sample_isolation
@@ -124,7 +124,7 @@ def _train(
         reporter(
             RunStarted(progress.step, plan.num_steps, describe_strategy(strategy), plan.arithmetic, config.model_dump())
         )
-        told = telling_start(parts, startup)
+        told = report_startup(parts, startup)
         return train_to_the_end(
             loaded, told, progress=progress, training_data=lessons, prepared=machine, supervision=supervision
         )

@@ -3,14 +3,14 @@ import time
 import pytest
 import typer
 
-from finetune.cli.exit_codes import reported
+from finetune.cli.exit_codes import handle_errors
 from finetune.errors import CheckpointError, ConfigError, NonFiniteError, Problem
 
 
 def ended(error: BaseException | None = None, *, code: int | None = None) -> int:
     """Return the exit code of a command that raises or returns."""
 
-    @reported
+    @handle_errors
     def command() -> int | None:
         if error is not None:
             raise error
@@ -42,7 +42,7 @@ def test_ctrl_c_is_exit_code_130_and_one_line(capsys):
 
 
 def test_a_fault_of_ours_keeps_its_traceback():
-    @reported
+    @handle_errors
     def command() -> None:
         raise ZeroDivisionError
 

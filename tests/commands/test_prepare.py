@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-from finetune.commands.prepare import SECONDS_BETWEEN_LINES, Bars, Lines, Pace, prepare
+from finetune.commands.prepare import SECONDS_BETWEEN_LINES, Pace, ProgressBars, ProgressLines, prepare
 from finetune.data.token_cache import build, encoder_pool
 from finetune.errors import DataError
 from finetune.runtime.supervision.faults import VARIABLE
@@ -106,7 +106,7 @@ class Clock:
 
 def test_without_a_terminal_a_line_comes_every_few_seconds():
     clock, said = Clock(), []
-    lines = Lines(say=said.append, clock=clock)
+    lines = ProgressLines(say=said.append, clock=clock)
     for second in range(0, 25):
         clock.now = float(second)
         lines("data.train", 100 * second, 4000)
@@ -135,7 +135,7 @@ def test_on_a_terminal_each_source_has_a_bar():
             self.moved.append((bar, facts["completed"]))
 
     seen = Seen()
-    bars = Bars(seen, clock=Clock())
+    bars = ProgressBars(seen, clock=Clock())
     bars("data.train", 0, 10)
     bars("data.validation", 0, None)
     bars("data.train", 5, 10)

@@ -96,7 +96,7 @@ def examine_loading(path: Path, overrides: Sequence[str], *, num_rounds: int, se
     lessons, room = make_training_data(config, RunLog(is_main=True)), machine_resources()
     make_loader = partial(_loader, config, lessons)
     tried = settings_to_try(room)
-    found = measure(make_loader, tried, num_rounds=num_rounds, seconds=seconds, log=_tell)
+    found = measure(make_loader, tried, num_rounds=num_rounds, seconds=seconds, log=_log)
     consumed = consumed_by_a_rank(Path(config.run.folder))
     print(_where(room))
     print_table(loading_table(found, consumed))
@@ -192,5 +192,5 @@ def _where(room: MachineResources) -> str:
     return f"one rank's loader alone, {room.num_cores} cores, {device}; medians, spread is (fastest - slowest) / median"
 
 
-def _tell(line: str) -> None:
+def _log(line: str) -> None:
     print(line, file=sys.stderr, flush=True)

@@ -45,7 +45,7 @@ def examine(path: Path | None, overrides: Sequence[str]) -> bool:
         "run": Path(config.run.folder) if config else Path.cwd(),
     }
     facts = environment_facts()
-    print_facts(_told(facts, places))
+    print_facts(_machine_facts(facts, places))
     findings = list(find(facts, places, locks=build_locks(extensions_folder())))
     print()
     for finding in findings:
@@ -80,7 +80,7 @@ def find(facts: dict[str, Any], places: dict[str, Path], *, locks: Sequence[Buil
         yield Finding(f"`accelerate launch` without --config_file takes {default['path']}: name a file.", False)
 
 
-def _told(facts: dict[str, Any], places: dict[str, Path]) -> Iterator[tuple[str, str]]:
+def _machine_facts(facts: dict[str, Any], places: dict[str, Path]) -> Iterator[tuple[str, str]]:
     yield "python", facts["python"]
     yield "packages", ", ".join(f"{name} {number}" for name, number in facts["packages"].items())
     yield "devices", ", ".join(_device(each) for each in facts["devices"])

@@ -181,7 +181,7 @@ def stop_file(folder: Path) -> Path:
 Groups = Callable[..., Iterator[tuple[Batch, ...]]]
 
 
-def telling_start(parts: Parts, startup: StartUp) -> Parts:
+def report_startup(parts: Parts, startup: StartUp) -> Parts:
     """Return the parts with groups that note when the first is asked for, and when the step after it is over.
 
     It is over when the second one is asked for: a run of one step does not tell.

@@ -148,7 +148,7 @@ def over_on_disk(config: RunConfig, *, num_steps: int) -> tuple[FinishedRun, Man
     return FinishedRun(path, progress, reason), manifest
 
 
-def told_over(
+def format_finished(
     config: RunConfig, finished: FinishedRun, saved: RunFingerprint, *, wanted: RunFingerprint
 ) -> list[str] | None:
     """Return what there is to say of a run that is over; None where it is not: its best is of another metric.

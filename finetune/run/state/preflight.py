@@ -19,7 +19,7 @@ from finetune.config.resume_keys import COMPARED_BY_CONTENT, keys_that_may_diffe
 from finetune.config.run_config import RunConfig
 from finetune.errors import CheckpointError
 from finetune.report.run_log import RunLog
-from finetune.run.state.finished import input_stamps, is_untouched, is_whole, over_on_disk, read_record, told_over
+from finetune.run.state.finished import format_finished, input_stamps, is_untouched, is_whole, over_on_disk, read_record
 from finetune.runtime.supervision.status import exit_from_error, open_status_file, record_finished
 from finetune.runtime.supervision.writer_lock import lock_run_folder
 
@@ -98,7 +98,7 @@ def _over(config: RunConfig, *, rank: int) -> int | None:
     if found is None or wanted is None or not _is_as_it_was(config, found[1]):
         return None
     finished, manifest = found
-    sentences = told_over(config, finished, manifest.run, wanted=wanted)
+    sentences = format_finished(config, finished, manifest.run, wanted=wanted)
     if sentences is None:
         return None
     say = RunLog(is_main=rank == 0)

@@ -22,7 +22,7 @@ from finetune.run.build.data import TrainingData
 from finetune.run.build.prepared_model import PreparedModel
 from finetune.run.samples import refuse_other_samples
 from finetune.run.state.fingerprint import facts_with, run_facts
-from finetune.run.state.finished import BEST_IS_OF, FinishedRun, over_on_disk, told_over
+from finetune.run.state.finished import BEST_IS_OF, FinishedRun, format_finished, over_on_disk
 from finetune.runtime.progress import Progress
 from finetune.runtime.run_on_ranks import run_on_rank_0
 
@@ -57,7 +57,7 @@ def find_finished(
     told = manifest.run.identity
     base, adapter, teacher = told.get("base weights"), told.get("first adapter"), told.get("teacher")
     wanted = facts_with(base, config, training_data, strategy=strategy, adapter=adapter, teacher=teacher)
-    sentences = told_over(config, finished, manifest.run, wanted=wanted)
+    sentences = format_finished(config, finished, manifest.run, wanted=wanted)
     for sentence in sentences or ():
         log(sentence)
     return finished if sentences is not None else None
