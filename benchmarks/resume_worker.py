@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from finetune.config.load import load_config
-from finetune.run.state.preflight import verify_ahead
+from finetune.run.state.preflight import prefetch_checksums
 from finetune.runtime.optional import lazily
 
 with lazily():
@@ -17,7 +17,7 @@ with lazily():
 
 def main(way: str, job: Path, folder: Path) -> None:
     loaded = load_config(job, [f"run.folder={json.dumps(str(folder))}"])
-    ahead = verify_ahead(loaded) if way == "ours" else None  # before `resuming` is looked into, which imports it
+    ahead = prefetch_checksums(loaded) if way == "ours" else None  # before `resuming` is looked into, which imports it
     figures = resuming.ours(job, folder, ahead) if way == "ours" else resuming.accelerate(job, folder)
     print(json.dumps(figures))
 

@@ -14,10 +14,10 @@ def train_job(path: Path, overrides: Sequence[str]) -> int:
     What the run will continue from is read while that is imported.
     """
     loaded = load_config(path, overrides)
-    code = lazy.call("finetune.run.state.preflight:answer_beforehand", loaded)
+    code = lazy.call("finetune.run.state.preflight:preflight", loaded)
     if code is not None:
         return int(code)
-    ahead = lazy.call("finetune.run.state.preflight:verify_ahead", loaded)
+    ahead = lazy.call("finetune.run.state.preflight:prefetch_checksums", loaded)
     return int(lazy.call("finetune.run.train:train_from_config", loaded, ahead))
 
 

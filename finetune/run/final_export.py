@@ -28,7 +28,7 @@ from finetune.report.reporter import Reporter
 from finetune.run.build.data import TrainingData
 from finetune.run.build.model import build_model
 from finetune.run.build.prepared_model import PreparedModel, make_weights
-from finetune.run.state.finished import FOLDER, RECORD, input_stamps, is_exported, read_record
+from finetune.run.state.finished import FINAL_FOLDER, FINAL_RECORD, input_stamps, is_exported, read_record
 from finetune.runtime import distributed
 from finetune.runtime.environment import package_versions
 from finetune.runtime.files import atomic
@@ -112,7 +112,7 @@ def export_final(
     run_folder = Path(loaded.config.run.folder)
     is_there = distributed.is_main() and is_exported(run_folder, step=progress.step, section=loaded.config.export)
     if distributed.broadcast_object(is_there):
-        reporter(Noted(progress.step, f"{run_folder / FOLDER} is there already, from this very step"))
+        reporter(Noted(progress.step, f"{run_folder / FINAL_FOLDER} is there already, from this very step"))
         return
     fault_point("export.begin", step=progress.step)
     with make_weights(loaded.config, prepared).swapped_in():
@@ -120,9 +120,9 @@ def export_final(
     fault_point("export.write", step=progress.step)
     if distributed.is_main():
         _require_room(run_folder, weights.values(), dtype=loaded.config.export.dtype)
-        (run_folder / RECORD).unlink(missing_ok=True)
+        (run_folder / FINAL_RECORD).unlink(missing_ok=True)
         report = export_model(
-            run_folder / FOLDER,
+            run_folder / FINAL_FOLDER,
             model=prepared.unwrapped_model,
             weights=weights
             | original_weights(loaded.config, training_data.task, tokenizer=training_data.tokenizer, log=print),
@@ -132,7 +132,7 @@ def export_final(
         )
         _record(loaded, report, step=progress.step, reason=reason)
         tensors = f"{report.num_tensors} tensors, {format_size(report.size_bytes)}"
-        reporter(Noted(progress.step, f"exported {tensors}, to {run_folder / FOLDER}"))
+        reporter(Noted(progress.step, f"exported {tensors}, to {run_folder / FINAL_FOLDER}"))
     fault_point("export.done", step=progress.step)
     distributed.barrier()  # nobody leaves while the main rank is still writing
 
@@ -143,7 +143,7 @@ def _require_room(run_folder: Path, weights: Iterable[Tensor], *, dtype: str | N
     num_bytes = sum(weight.numel() * (_ITEM_BYTES[dtype] if dtype else weight.itemsize) for weight in weights)
     if free < num_bytes:
         raise DiskError(
-            f"{run_folder / FOLDER}: the model needs {format_size(num_bytes)} and {format_size(free)} are free. Make room; "
+            f"{run_folder / FINAL_FOLDER}: the model needs {format_size(num_bytes)} and {format_size(free)} are free. Make room; "
             "the same command continues from the newest checkpoint and writes it."
         )
 
@@ -171,7 +171,7 @@ def _record(loaded: LoadedConfig, report: ExportReport, *, step: int, reason: st
     sizes = {name: (report.folder / name).stat().st_size for name in report.files}
     facts = {"step": step, "reason": reason, "export": loaded.config.export.model_dump(), "files": sizes}
     facts |= {"inputs": input_stamps(loaded.config, before=psutil.Process().create_time())}
-    atomic.write_json(Path(loaded.config.run.folder) / RECORD, facts)
+    atomic.write_json(Path(loaded.config.run.folder) / FINAL_RECORD, facts)
 
 
 def publish_final(loaded: LoadedConfig, *, log: Callable[[str], None] = print) -> None:
@@ -185,11 +185,11 @@ def publish_final(loaded: LoadedConfig, *, log: Callable[[str], None] = print) -
     if record.get("pushed_to") == redacted_text(section.push_to_hub):
         return
     try:
-        address = push_folder(run / FOLDER, section.push_to_hub, private=section.private)
+        address = push_folder(run / FINAL_FOLDER, section.push_to_hub, private=section.private)
     except HubError as error:
         log(f"warning: export.push_to_hub: {error}")
         record |= {"pushed_to": None, "push_problem": str(error)}
     else:
         log(f"uploaded to {address}")
         record |= {"pushed_to": section.push_to_hub, "push_problem": None}
-    atomic.write_json(run / RECORD, record)
+    atomic.write_json(run / FINAL_RECORD, record)

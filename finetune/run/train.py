@@ -29,7 +29,7 @@ from finetune.run.final_export import export_final, publish_final, require_merge
 from finetune.run.remote.background import Mirror, make_mirror
 from finetune.run.remote.download import fetch_run, staged
 from finetune.run.state.finished import FinishedRun
-from finetune.run.state.preflight import verify_ahead
+from finetune.run.state.preflight import prefetch_checksums
 from finetune.run.state.resume import continue_run, find_finished
 from finetune.run.state.run_folder import clear_leftovers, open_run
 from finetune.run.state.save import ReportedSaving
@@ -52,7 +52,7 @@ from finetune.train.stopping import FAILED_SAVE, SPOT_NOTICE, STOP_FILE
 def train_from_config(loaded: LoadedConfig, checksums: ChecksumPrefetch | None = None) -> int:
     """Train as the config says and return the exit code. Collective over all launched processes.
 
-    `ahead` is what `verify_ahead` has begun.
+    `ahead` is what `prefetch_checksums` has begun.
     """
     startup, say = StartUp.of_process(), RunLog(is_main=distributed.is_main())
     loaded = staged(loaded)
@@ -64,7 +64,7 @@ def train_from_config(loaded: LoadedConfig, checksums: ChecksumPrefetch | None =
         if distributed.is_main():
             clear_leftovers(loaded.config, log=say)
         fetch_run(loaded, log=print)
-        checksums = checksums or verify_ahead(loaded)
+        checksums = checksums or prefetch_checksums(loaded)
         require_from_config_buildable(loaded.config)
         code = _train(
             loaded, strategy, supervision=watch, uploader=mirror, startup=startup, checksums=checksums, log=say
@@ -98,7 +98,7 @@ def _train(
     require_mergeable(config)
     supervision.meet()
     if finished := find_finished(config, lessons, num_steps=plan.num_steps, strategy=strategy.name, log=log):
-        return end_at_once(finished, supervision=supervision, num_steps=plan.num_steps)
+        return end_finished_run(finished, supervision=supervision, num_steps=plan.num_steps)
     rate = plan.schedule.peak
     machine = prepare_model(
         config, strategy, accelerator=accelerator, training_data=lessons, learning_rate=rate, log=log
@@ -125,7 +125,7 @@ def _train(
             RunStarted(progress.step, plan.num_steps, describe_strategy(strategy), plan.arithmetic, config.model_dump())
         )
         told = report_startup(parts, startup)
-        return train_to_the_end(
+        return fit_and_finish(
             loaded, told, progress=progress, training_data=lessons, prepared=machine, supervision=supervision
         )
 
@@ -164,7 +164,7 @@ EXIT_CODES = {**signals.EXIT_CODES, SPOT_NOTICE: 143, FAILED_SAVE: 1}
 """Every other end is a success; a machine that is taken away is to be replaced, as after SIGTERM."""
 
 
-def train_to_the_end(
+def fit_and_finish(
     loaded: LoadedConfig,
     parts: Parts,
     *,
@@ -202,7 +202,7 @@ def train_to_the_end(
     return code
 
 
-def end_at_once(finished: FinishedRun, *, supervision: Watch, num_steps: int) -> int:
+def end_finished_run(finished: FinishedRun, *, supervision: Watch, num_steps: int) -> int:
     """Report that there is nothing left to do, and return the exit code of a success."""
     place, reason = str(finished.checkpoint), finished.reason
     return status.record_finished(supervision.status, finished.progress, place, reason, num_steps=num_steps)

@@ -89,7 +89,7 @@ def test_options_alone_mean_train(typed, job, calls, words):
     code, _, _ = typed(*words, job, "--set", "train.steps=7")
     (begun, _, _), (place, (loaded, _), _) = calls.made
     assert code == 0
-    assert begun == "finetune.run.state.preflight:verify_ahead"
+    assert begun == "finetune.run.state.preflight:prefetch_checksums"
     assert place == "finetune.run.train:train_from_config"
     assert loaded.config.train.steps == 7
 

@@ -46,7 +46,7 @@ def input_stamps(config: RunConfig, *, before: float) -> Stamps | None:
     That is so where something comes from a hub or a bucket, where rows name other files, where there are very many, and
     where one was changed after `before` (unix seconds): what was read then may have been another.
     """
-    if config.task.name in _WITH_IMAGES or None in (places := list(_places(config))):
+    if config.task.name in _WITH_IMAGES or None in (places := list(_input_paths(config))):
         return None
     stamps: Stamps = {}
     try:
@@ -60,12 +60,12 @@ def input_stamps(config: RunConfig, *, before: float) -> Stamps | None:
     return stamps
 
 
-def is_untouched(config: RunConfig, *, since: float) -> bool:
+def are_inputs_unchanged(config: RunConfig, *, since: float) -> bool:
     """Tell whether no file on this machine that the run learns from, or on top of, was changed since (unix seconds).
 
     What lies in a hub or a bucket is taken to be as it was.
     """
-    places = [place for place in _places(config) if place is not None]
+    places = [place for place in _input_paths(config) if place is not None]
     distillation = config.task.distillation
     others = (config.model.name, config.model.adapter, None if distillation is None else distillation.teacher)
     places += [Path(name) for name in others if name is not None and is_path(name)]
@@ -76,7 +76,7 @@ def is_untouched(config: RunConfig, *, since: float) -> bool:
     return all(max(each.st_mtime, each.st_ctime) < since for each in found)
 
 
-def _places(config: RunConfig) -> Iterator[Path | None]:
+def _input_paths(config: RunConfig) -> Iterator[Path | None]:
     """Yield files and folders that decide rows and tokens; None for what lies elsewhere."""
     for _, source in row_sources(config):
         is_here = source.path is not None and not is_url(source.path) and Path(source.path).exists()
@@ -97,8 +97,8 @@ def _files(place: Path) -> Iterator[Path]:
         yield from (Path(folder) / name for name in names)
 
 
-FOLDER = "final"
-RECORD = "final.json"
+FINAL_FOLDER = "final"
+FINAL_RECORD = "final.json"
 """Which step `final/` is from, why the run was over then, what `export:` said, the sizes of its files, its inputs."""
 
 
@@ -115,7 +115,7 @@ class _Record(TypedDict):
 
 _RECORD: TypeAdapter[Any] = TypeAdapter(_Record)
 
-BEST_IS_OF = ("train.early_stopping", "train.early_stopping.metric", "train.early_stopping.goal")
+BEST_METRIC_KEYS = ("train.early_stopping", "train.early_stopping.metric", "train.early_stopping.goal")
 """What early stopping remembers means nothing once one of these has changed."""
 
 
@@ -128,21 +128,21 @@ class FinishedRun:
     reason: str
 
 
-def over_on_disk(config: RunConfig, *, num_steps: int) -> tuple[FinishedRun, Manifest] | None:
+def read_finished_run(config: RunConfig, *, num_steps: int) -> tuple[FinishedRun, Manifest] | None:
     """Return the run if its last checkpoint is whole by size, the last of the run, and `final/` is from it."""
     if config.checkpoint.resume != "auto":
         return None
     folder = Path(config.run.folder)
     path = layout.newest_checkpoint(folder / layout.CHECKPOINTS)
     try:
-        if path is None or not is_whole(path, manifest := read_manifest_of_step(path)):
+        if path is None or not is_complete(path, manifest := read_manifest_of_step(path)):
             return None
         progress = Progress.from_state_dict(read_metadata(path, manifest).progress)
     except OtherFormatError:  # said before a model is built
         raise
     except (CheckpointError, OSError):  # whatever it is, `continue_run` meets it too, and sets aside or refuses
         return None
-    reason = _over_because(config, progress, num_steps=num_steps)
+    reason = _finish_reason(config, progress, num_steps=num_steps)
     if reason is None or not is_exported(folder, step=progress.step, section=config.export):
         return None
     return FinishedRun(path, progress, reason), manifest
@@ -156,11 +156,11 @@ def format_finished(
     Raises CheckpointError where the config is no longer the one it was trained with.
     """
     if finished.reason == EARLY_STOPPING and any(
-        wanted.settings.get(key) != saved.settings.get(key) for key in BEST_IS_OF
+        wanted.settings.get(key) != saved.settings.get(key) for key in BEST_METRIC_KEYS
     ):
         return None
     sentences = check_changes(finished.checkpoint, saved, wanted=wanted, allowed=config.checkpoint.allow_changes)
-    final = Path(config.run.folder) / FOLDER
+    final = Path(config.run.folder) / FINAL_FOLDER
     step = finished.progress.step
     return [*sentences, f"nothing to do: {finished.reason} at step {step}, and the model is in {final}"]
 
@@ -171,7 +171,7 @@ def is_exported(run_folder: Path, *, step: int, section: ExportSection) -> bool:
     if record is None or record["step"] != step or record["export"] != redacted_config(section.model_dump()):
         return False
     try:
-        sizes = {name: (run_folder / FOLDER / name).stat().st_size for name in record["files"]}
+        sizes = {name: (run_folder / FINAL_FOLDER / name).stat().st_size for name in record["files"]}
         return bool(sizes == record["files"])
     except OSError:
         return False
@@ -180,19 +180,19 @@ def is_exported(run_folder: Path, *, step: int, section: ExportSection) -> bool:
 def read_record(run_folder: Path) -> dict[str, Any] | None:
     """Return the record beside `final/`; None where there is none, or none that can be believed: it is made again."""
     try:
-        return dict(parse_as(_RECORD, read_regular(run_folder / RECORD)))
+        return dict(parse_as(_RECORD, read_regular(run_folder / FINAL_RECORD)))
     except (OSError, ValueError):
         return None
 
 
-def is_whole(path: Path, manifest: Manifest) -> bool:
+def is_complete(path: Path, manifest: Manifest) -> bool:
     """Tell whether all files are there with their sizes; those that are no tensors also with their digests."""
     if any((path / name).stat().st_size != facts.size_bytes for name, facts in manifest.files.items()):
         return False
     return first_file_problem(path, manifest.files, manifest.files.keys() & layout.METADATA_FILES) is None
 
 
-def _over_because(config: RunConfig, progress: Progress, *, num_steps: int) -> str | None:
+def _finish_reason(config: RunConfig, progress: Progress, *, num_steps: int) -> str | None:
     section = config.train.early_stopping
     if section is not None and EarlyStopping(section).is_over(progress):
         return EARLY_STOPPING

@@ -19,12 +19,19 @@ from finetune.config.resume_keys import COMPARED_BY_CONTENT, keys_that_may_diffe
 from finetune.config.run_config import RunConfig
 from finetune.errors import CheckpointError
 from finetune.report.run_log import RunLog
-from finetune.run.state.finished import format_finished, input_stamps, is_untouched, is_whole, over_on_disk, read_record
+from finetune.run.state.finished import (
+    are_inputs_unchanged,
+    format_finished,
+    input_stamps,
+    is_complete,
+    read_finished_run,
+    read_record,
+)
 from finetune.runtime.supervision.status import exit_from_error, open_status_file, record_finished
 from finetune.runtime.supervision.writer_lock import lock_run_folder
 
 
-def answer_beforehand(loaded: LoadedConfig) -> int | None:
+def preflight(loaded: LoadedConfig) -> int | None:
     """Return the exit code of a run that is over; None where the start has to say.
 
     Raises CheckpointError, on every rank alike, where the start would refuse to continue. Not collective.
@@ -38,15 +45,15 @@ def answer_beforehand(loaded: LoadedConfig) -> int | None:
     ):
         return None
     if rank > 0:
-        return _answer(config, rank=rank)
+        return _check_folder(config, rank=rank)
     with lock_run_folder(folder, log=print):
-        return _answer(config, rank=rank)
+        return _check_folder(config, rank=rank)
 
 
-def _answer(config: RunConfig, *, rank: int) -> int | None:
+def _check_folder(config: RunConfig, *, rank: int) -> int | None:
     try:
         _refuse_changes(config)
-        return _over(config, rank=rank)
+        return _finished(config, rank=rank)
     except CheckpointError as error:
         error.is_on_all_ranks = True
         if rank == 0:
@@ -65,8 +72,8 @@ def _refuse_changes(config: RunConfig) -> None:
     path = newest if resume == "auto" else Path(resume)
     if path is None or is_url(resume) or (manifest := _manifest(path)) is None:
         return
-    wanted = _facts(config, manifest.run)
-    if wanted is not None and is_untouched(config, since=manifest.created):  # else there may be more to tell
+    wanted = _facts_from_config(config, manifest.run)
+    if wanted is not None and are_inputs_unchanged(config, since=manifest.created):  # else there may be more to tell
         check_changes(path, manifest.run, wanted=wanted, allowed=config.checkpoint.allow_changes)
 
 
@@ -74,12 +81,12 @@ def _manifest(path: Path) -> Manifest | None:
     """Return the manifest of a checkpoint whose files have their sizes; None for any other."""
     try:
         manifest = read_manifest_of_step(path)
-        return manifest if is_whole(path, manifest) else None
+        return manifest if is_complete(path, manifest) else None
     except (CheckpointError, OSError):
         return None
 
 
-def _facts(config: RunConfig, saved: RunFingerprint) -> RunFingerprint | None:
+def _facts_from_config(config: RunConfig, saved: RunFingerprint) -> RunFingerprint | None:
     """Return what the run is if data, tokenizer and frozen weights are as they were; None where their keys differ."""
     maths, settings = keys_that_must_match(config), keys_that_may_differ(config)
     if any(name in COMPARED_BY_CONTENT for name in differences(saved.settings, settings)):
@@ -88,14 +95,14 @@ def _facts(config: RunConfig, saved: RunFingerprint) -> RunFingerprint | None:
     return RunFingerprint({**maths, **contents}, settings, saved.origin)
 
 
-def _over(config: RunConfig, *, rank: int) -> int | None:
+def _finished(config: RunConfig, *, rank: int) -> int | None:
     """Return 0 for a run that is over and whose inputs nobody has touched, and say so; None otherwise."""
     num_steps = config.train.steps
     if num_steps is None or config.export.push_to_hub is not None or not _is_one_machine():
         return None
-    found = over_on_disk(config, num_steps=num_steps)
-    wanted = None if found is None else _facts(config, found[1].run)
-    if found is None or wanted is None or not _is_as_it_was(config, found[1]):
+    found = read_finished_run(config, num_steps=num_steps)
+    wanted = None if found is None else _facts_from_config(config, found[1].run)
+    if found is None or wanted is None or not _is_unchanged(config, found[1]):
         return None
     finished, manifest = found
     sentences = format_finished(config, finished, manifest.run, wanted=wanted)
@@ -114,7 +121,7 @@ def _is_one_machine() -> bool:
     return os.environ.get("WORLD_SIZE", "1") == os.environ.get("LOCAL_WORLD_SIZE", "1")
 
 
-def _is_as_it_was(config: RunConfig, manifest: Manifest) -> bool:
+def _is_unchanged(config: RunConfig, manifest: Manifest) -> bool:
     """Tell whether packages and input files are those of the run that has finished."""
     try:
         record = read_record(Path(config.run.folder)) or {}
@@ -125,7 +132,7 @@ def _is_as_it_was(config: RunConfig, manifest: Manifest) -> bool:
     return stamps is not None and record.get("inputs") == stamps and packages == dict(manifest.versions)
 
 
-def verify_ahead(loaded: LoadedConfig) -> ChecksumPrefetch | None:
+def prefetch_checksums(loaded: LoadedConfig) -> ChecksumPrefetch | None:
     """Begin to digest what the run will verify; None where its folder is a bucket, which must be fetched first."""
     config = loaded.config
     if is_url(config.run.folder):

@@ -22,7 +22,7 @@ from finetune.run.build.data import TrainingData
 from finetune.run.build.prepared_model import PreparedModel
 from finetune.run.samples import refuse_other_samples
 from finetune.run.state.fingerprint import facts_with, run_facts
-from finetune.run.state.finished import BEST_IS_OF, FinishedRun, format_finished, over_on_disk
+from finetune.run.state.finished import BEST_METRIC_KEYS, FinishedRun, format_finished, read_finished_run
 from finetune.runtime.progress import Progress
 from finetune.runtime.run_on_ranks import run_on_rank_0
 
@@ -50,7 +50,7 @@ def find_finished(
 
     Needs no model. Raises CheckpointError where the config is no longer the one it was trained with. Collective.
     """
-    found = run_on_rank_0(lambda: over_on_disk(config, num_steps=num_steps))
+    found = run_on_rank_0(lambda: read_finished_run(config, num_steps=num_steps))
     if found is None:
         return None
     finished, manifest = found
@@ -103,7 +103,7 @@ def continue_run(
 
 def forget_other_best(progress: Progress, saved: RunFingerprint, *, current: RunFingerprint) -> None:
     """Have early stopping begin anew where the best so far is of another metric or goal."""
-    if any(saved.settings.get(name) != current.settings.get(name) for name in BEST_IS_OF):
+    if any(saved.settings.get(name) != current.settings.get(name) for name in BEST_METRIC_KEYS):
         progress.best_metric, progress.evaluations_since_best = None, 0
 
 
