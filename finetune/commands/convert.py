@@ -28,7 +28,7 @@ from finetune.errors import CheckpointError, UserError
 from finetune.report.run_log import RunLog
 from finetune.run.build.data import TrainingData, make_run_plan, make_training_data
 from finetune.run.build.prepared_model import PreparedModel, make_accelerator, prepare_model
-from finetune.run.samples import are_samples_of
+from finetune.run.samples import matches_data_order
 from finetune.run.state.fingerprint import run_facts
 from finetune.run.train import launched_strategy
 from finetune.runtime import distributed
@@ -242,7 +242,7 @@ def _progress(folder: Path, conversion: Conversion, *, step: int) -> Progress:
     batch_size = config.train.global_batch_size
     found = run_on_rank_0(lambda: _beside(folder))
     is_step = found is not None and found.step == step
-    if found and is_step and are_samples_of(found, pool=lessons.training, global_batch_size=batch_size):
+    if found and is_step and matches_data_order(found, pool=lessons.training, global_batch_size=batch_size):
         return found
     conversion.say(
         f"{NOT_HELD}. Position and digest are worked out from --step {step} and the data's order; counts of tokens, "

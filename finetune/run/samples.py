@@ -18,7 +18,7 @@ from finetune.runtime import distributed
 from finetune.runtime.files import atomic
 from finetune.runtime.progress import Progress
 
-FOLDER = "samples"
+SAMPLES_FOLDER = "samples"
 _MOST_WAITING_BYTES = 64 << 20
 
 
@@ -31,25 +31,27 @@ class _Line(TypedDict):
 _LINE = TypeAdapter(_Line)
 
 
-def recorded(groups: Iterator[tuple[Batch, ...]], *, run_folder: Path, first_step: int) -> Iterator[tuple[Batch, ...]]:
+def record_samples(
+    groups: Iterator[tuple[Batch, ...]], *, run_folder: Path, first_step: int
+) -> Iterator[tuple[Batch, ...]]:
     """Yield the groups, the sample ids of each written to this rank's file in `samples/` when it is handed out.
 
     A line is `{"step": 1, "microbatches": [[7, 2], [5, 0]]}`, steps named from 1. A run that continues takes out the
     lines of steps that are taken again, so every step stands once in each file of the ranks that took it.
     """
-    folder = run_folder / FOLDER
-    _take_out(folder, after_step=first_step)
+    folder = run_folder / SAMPLES_FOLDER
+    _drop_repeated_steps(folder, after_step=first_step)
     folder.mkdir(parents=True, exist_ok=True)
     with _file(folder, distributed.rank()).open("ab", buffering=0) as file:
         waiting = b""
         for step, group in enumerate(groups, first_step + 1):
             line = json.dumps({"step": step, "microbatches": [batch.sample_ids for batch in group]}) + "\n"
-            waiting = _written(file, waiting + line.encode())
+            waiting = _write(file, waiting + line.encode())
             yield group
-        _written(file, waiting)
+        _write(file, waiting)
 
 
-def _written(file: FileIO, waiting: bytes) -> bytes:
+def _write(file: FileIO, waiting: bytes) -> bytes:
     """Write to the file and return what it has not taken: on a full disk that waits until there is room again."""
     try:
         while waiting:
@@ -63,15 +65,15 @@ def _written(file: FileIO, waiting: bytes) -> bytes:
 def read_samples(run_folder: Path) -> dict[int, list[list[list[int]]]]:
     """Return the record by step: each rank's microbatches, each of which lists its sample ids."""
     found: dict[int, list[list[list[int]]]] = {}
-    for path in sorted((run_folder / FOLDER).glob("rank-*.jsonl")):
+    for path in sorted((run_folder / SAMPLES_FOLDER).glob("rank-*.jsonl")):
         for line in _lines(path):
             found.setdefault(line["step"], []).append(line["microbatches"])
     return found
 
 
-def refuse_other_samples(path: Path, progress: Progress, *, pool: DatasetView, global_batch_size: int) -> None:
+def require_same_samples(path: Path, progress: Progress, *, pool: DatasetView, global_batch_size: int) -> None:
     """Raise CheckpointError unless the samples behind the checkpoint are those that the order gives to its steps."""
-    if not are_samples_of(progress, pool=pool, global_batch_size=global_batch_size):
+    if not matches_data_order(progress, pool=pool, global_batch_size=global_batch_size):
         raise CheckpointError(
             f"{path} has consumed other samples in its {progress.step} steps than this job's order gives to them, or "
             "samples with other content, so the run would continue on other data. Restore data, tokenizer, run.seed, "
@@ -79,7 +81,7 @@ def refuse_other_samples(path: Path, progress: Progress, *, pool: DatasetView, g
         )
 
 
-def are_samples_of(progress: Progress, *, pool: DatasetView, global_batch_size: int) -> bool:
+def matches_data_order(progress: Progress, *, pool: DatasetView, global_batch_size: int) -> bool:
     """Tell whether the samples of the progress are those that the order gives to its steps, by id and content.
 
     A progress of before contents were known is compared by ids, and counts by contents, too, from now on.
@@ -94,7 +96,7 @@ def are_samples_of(progress: Progress, *, pool: DatasetView, global_batch_size: 
     return True
 
 
-def _take_out(folder: Path, *, after_step: int) -> None:
+def _drop_repeated_steps(folder: Path, *, after_step: int) -> None:
     """Take out of the record what is handed out again; each file is one rank's to mend, so nobody has to wait.
 
     A damaged line goes, too; a file that cannot be read is put aside: the record informs, and stops no run.

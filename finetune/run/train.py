@@ -30,9 +30,9 @@ from finetune.run.remote.background import Mirror, make_mirror
 from finetune.run.remote.download import fetch_run, staged
 from finetune.run.state.finished import FinishedRun
 from finetune.run.state.preflight import prefetch_checksums
-from finetune.run.state.resume import continue_run, find_finished
+from finetune.run.state.resume import find_finished, resume_run
 from finetune.run.state.run_folder import clear_leftovers, open_run
-from finetune.run.state.save import ReportedSaving
+from finetune.run.state.save import ReportingSaver
 from finetune.run.supervision import Watch, watched_run
 from finetune.runtime import distributed
 from finetune.runtime.progress import Progress
@@ -109,14 +109,14 @@ def _train(
     supervision.watchdog.detect_hangs(config.run.hang_after_seconds)
     lessons = precompute(config, lessons, machine, log=log)  # from the model as it starts: before weights are loaded
     lessons = replace(lessons, task=attach_teacher(config, lessons.task, accelerator, log=log))
-    checkpointer, progress = continue_run(
+    checkpointer, progress = resume_run(
         config, machine, strategy=strategy.name, training_data=lessons, checksums=checksums, log=log
     )
     reporter = uploader.told_by(open_run(loaded, machine, training_data=lessons, log=log))
     with closing(reporter), uploader, supervision.first_error(DiskError):
         checkpointer.rehearse(num_saves=plan.num_due(config.checkpoint.every_steps, after=progress.step))
         settle = partial(sync_batch_norm, machine.model)
-        save = ReportedSaving(checkpointer, reporter, supervision.status.checkpoint, before=settle)
+        save = ReportingSaver(checkpointer, reporter, supervision.status.checkpoint, before=settle)
         wishes = make_stop_sources(config, note=supervision.note, save=save, started=startup.started_at, log=log)
         parts = make_parts(
             config, lessons, prepared=machine, plan=plan, reporter=reporter, save=save, stop_sources=wishes

@@ -22,7 +22,7 @@ from finetune.report.timing import StartUp
 from finetune.run.build.data import TrainingData
 from finetune.run.build.evaluator import make_evaluator
 from finetune.run.build.prepared_model import PreparedModel, make_weights
-from finetune.run.samples import recorded
+from finetune.run.samples import record_samples
 from finetune.runtime import distributed
 from finetune.runtime.progress import Cadence, NeverDue
 from finetune.runtime.supervision.signals import ReceivedSignals
@@ -126,7 +126,7 @@ def _groups(
     handed = end_batch_norm_steps(placed, prepared.model)
     if not config.report.sample_ids:
         return handed
-    return recorded(handed, run_folder=Path(config.run.folder), first_step=first_step)
+    return record_samples(handed, run_folder=Path(config.run.folder), first_step=first_step)
 
 
 def _evaluation(

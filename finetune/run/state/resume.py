@@ -20,7 +20,7 @@ from finetune.config.run_config import RunConfig
 from finetune.report.run_log import RunLog
 from finetune.run.build.data import TrainingData
 from finetune.run.build.prepared_model import PreparedModel
-from finetune.run.samples import refuse_other_samples
+from finetune.run.samples import require_same_samples
 from finetune.run.state.fingerprint import facts_with, run_facts
 from finetune.run.state.finished import BEST_METRIC_KEYS, FinishedRun, format_finished, read_finished_run
 from finetune.runtime.progress import Progress
@@ -44,7 +44,7 @@ def warm_up_ddp_buckets(accelerator: Accelerator, model: nn.Module, *, loss: Cal
 def find_finished(
     config: RunConfig, training_data: TrainingData, *, num_steps: int, strategy: str, log: RunLog
 ) -> FinishedRun | None:
-    """Return the run if its last checkpoint is whole by size and `final/` is from it; else it is for `continue_run`.
+    """Return the run if its last checkpoint is whole by size and `final/` is from it; else it is for `resume_run`.
 
     What is used of the checkpoint here is compared with its digest, too.
 
@@ -63,7 +63,7 @@ def find_finished(
     return finished if sentences is not None else None
 
 
-def continue_run(
+def resume_run(
     config: RunConfig,
     prepared: PreparedModel,
     *,
@@ -90,24 +90,24 @@ def continue_run(
         warm_up_ddp_buckets(prepared.accelerator, prepared.model, loss=loss)
     progress = Progress.from_state_dict(checkpointer.load(found))
     batch_size = config.train.global_batch_size
-    refuse_other_samples(found.path, progress, pool=training_data.training, global_batch_size=batch_size)
+    require_same_samples(found.path, progress, pool=training_data.training, global_batch_size=batch_size)
     saved = found.manifest.run
-    forget_other_best(progress, saved, current=facts)
+    reset_incomparable_best(progress, saved, current=facts)
     log(f"continues from {found.path} after step {progress.step}")
     position = progress.step * batch_size
     scales = bool(access.loss_scale.read()), saved.identity.get("train.precision") == facts.identity["train.precision"]
-    for sentence in (*what_is_back(position, scales=scales), *what_differs(saved, current=facts)):
+    for sentence in (*format_restored(position, scales=scales), *format_strategy_change(saved, current=facts)):
         log(sentence)
     return checkpointer, progress
 
 
-def forget_other_best(progress: Progress, saved: RunFingerprint, *, current: RunFingerprint) -> None:
+def reset_incomparable_best(progress: Progress, saved: RunFingerprint, *, current: RunFingerprint) -> None:
     """Have early stopping begin anew where the best so far is of another metric or goal."""
     if any(saved.settings.get(name) != current.settings.get(name) for name in BEST_METRIC_KEYS):
         progress.best_metric, progress.evaluations_since_best = None, 0
 
 
-def what_is_back(position: int, *, scales: tuple[bool, bool]) -> Iterator[str]:
+def format_restored(position: int, *, scales: tuple[bool, bool]) -> Iterator[str]:
     """Yield what came out of the checkpoint and what is worked out anew; `scales`: is the loss, and was it then?"""
     scales_now, scaled_then = scales
     also = ", step and loss scale" if scales_now and scaled_then else " and step"
@@ -119,7 +119,7 @@ def what_is_back(position: int, *, scales: tuple[bool, bool]) -> Iterator[str]:
     )
 
 
-def what_differs(saved: RunFingerprint, *, current: RunFingerprint) -> Iterator[str]:
+def format_strategy_change(saved: RunFingerprint, *, current: RunFingerprint) -> Iterator[str]:
     """Yield what another strategy or number of processes means for the numbers to come; nothing where both are same."""
     there = saved.origin
     if there == current.origin or not there:

@@ -14,7 +14,7 @@ def nothing() -> None:
     """Do nothing."""
 
 
-class ReportedSaving:
+class ReportingSaver:
     """Takes checkpoints and reports what has become of them."""
 
     def __init__(

@@ -2,7 +2,7 @@ import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from finetune.checkpoint.format.manifest import RunFingerprint
-from finetune.run.state.resume import forget_other_best, what_differs, what_is_back
+from finetune.run.state.resume import format_restored, format_strategy_change, reset_incomparable_best
 from finetune.runtime.progress import Progress
 
 
@@ -11,7 +11,7 @@ def facts(strategy="ddp", processes="2", **settings):
 
 
 def test_what_is_back_and_what_is_derived_is_said():
-    assert list(what_is_back(1200, scales=(False, True))) == [
+    assert list(format_restored(1200, scales=(False, True))) == [
         "restored: parameters, optimizer state and step",
         "derived: random numbers from seed, step and rank; learning rate from the step; "
         "data position 1,200 from step x global batch",
@@ -23,11 +23,11 @@ def test_what_is_back_and_what_is_derived_is_said():
     [(True, "optimizer state, step and loss scale"), (False, "and step; the loss scale begins anew: there was none")],
 )
 def test_a_loss_scale_is_among_it_where_there_was_one(scaled_then, said):
-    assert next(what_is_back(0, scales=(True, scaled_then))).endswith(said)
+    assert next(format_restored(0, scales=(True, scaled_then))).endswith(said)
 
 
 def test_another_number_of_processes_means_other_dropout_masks_and_other_rounding():
-    (said,) = what_differs(facts(), current=facts("fsdp2", "4"))
+    (said,) = format_strategy_change(facts(), current=facts("fsdp2", "4"))
     assert said == (
         "written under ddp on 2 processes, continued under fsdp2 on 4 processes: dropout masks are those of "
         "4 processes, sums are rounded in another order: same losses within rounding, not to the bit"
@@ -35,17 +35,17 @@ def test_another_number_of_processes_means_other_dropout_masks_and_other_roundin
 
 
 def test_another_strategy_means_other_rounding_only_and_the_same_one_is_not_worth_a_line():
-    (said,) = what_differs(facts(), current=facts("zero2"))
+    (said,) = format_strategy_change(facts(), current=facts("zero2"))
     assert "dropout" not in said and "not to the bit" in said
-    assert list(what_differs(facts(), current=facts())) == []
+    assert list(format_strategy_change(facts(), current=facts())) == []
 
 
 def test_the_best_of_another_metric_is_forgotten_and_of_the_same_is_kept():
     progress = Progress(best_metric=0.5, evaluations_since_best=2)
     of_loss, of_accuracy = (facts(**{"train.early_stopping.metric": name}) for name in ("loss", "accuracy"))
-    forget_other_best(progress, of_loss, current=of_loss)
+    reset_incomparable_best(progress, of_loss, current=of_loss)
     assert (progress.best_metric, progress.evaluations_since_best) == (0.5, 2)
-    forget_other_best(progress, of_loss, current=of_accuracy)
+    reset_incomparable_best(progress, of_loss, current=of_accuracy)
     assert (progress.best_metric, progress.evaluations_since_best) == (None, 0)
 
 

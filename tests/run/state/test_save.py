@@ -9,7 +9,7 @@ import torch
 from finetune.checkpoint.write import saver
 from finetune.errors import CheckpointError, NonFiniteError
 from finetune.report.events import CheckpointSaved, Warned
-from finetune.run.state.save import ReportedSaving
+from finetune.run.state.save import ReportingSaver
 from finetune.runtime.progress import Progress
 from finetune.runtime.supervision import heartbeat
 from finetune.runtime.supervision.faults import VARIABLE
@@ -25,7 +25,7 @@ class Saved:
     def __init__(self, folder, **section):
         self.run = Run(folder, **section)
         self.events, self.paths = [], []
-        self.save = ReportedSaving(self.run.checkpointer, self.events.append, self.paths.append)
+        self.save = ReportingSaver(self.run.checkpointer, self.events.append, self.paths.append)
 
     def at(self, step):
         self.run.train(range(step - 1, step), save=False)
