@@ -36,7 +36,7 @@ from finetune.run.final_export import (
     require_mergeable,
     written_section,
 )
-from finetune.run.state.run_folder import Kept, load_kept
+from finetune.run.state.run_folder import RunInputs, load_run_inputs
 from finetune.runtime.environment import package_versions
 from finetune.runtime.parameters import InitContext
 from finetune.runtime.progress import Progress
@@ -78,7 +78,7 @@ def export_checkpoint(
     loaded = _with_export(own, dtype=dtype, merge=merge)
     require_mergeable(loaded.config)
     checkpoint = open_checkpoint(wanted.checkpoint)
-    report = _export(wanted, loaded, checkpoint=checkpoint, run_inputs=load_kept(wanted.run, loaded.config))
+    report = _export(wanted, loaded, checkpoint=checkpoint, run_inputs=load_run_inputs(wanted.run, loaded.config))
     print(f"exported {wanted.checkpoint.name}: {report.num_tensors} tensors, {format_size(report.size_bytes)}")
     print(f"model in {report.folder}")
     return report.folder
@@ -134,7 +134,7 @@ def _with_export(loaded: LoadedConfig, *, dtype: str | None, merge: bool) -> Loa
     return replace(loaded, config=loaded.config.model_copy(update={"export": export}))
 
 
-def _export(wanted: Export, loaded: LoadedConfig, *, checkpoint: OpenCheckpoint, run_inputs: Kept) -> ExportReport:
+def _export(wanted: Export, loaded: LoadedConfig, *, checkpoint: OpenCheckpoint, run_inputs: RunInputs) -> ExportReport:
     config, tokenizer, task = loaded.config, run_inputs.processing.tokenizer, run_inputs.task(loaded.config)
     model = build_model(config, task=task, tokenizer=tokenizer, construction=InitContext())
     weights = exported_weights(model, checkpoint, train=config.train, trained_only=needs_trained_only(config))

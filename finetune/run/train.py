@@ -31,7 +31,7 @@ from finetune.run.remote.download import fetch_run, staged
 from finetune.run.state.finished import FinishedRun
 from finetune.run.state.preflight import prefetch_checksums
 from finetune.run.state.resume import find_finished, resume_run
-from finetune.run.state.run_folder import clear_leftovers, open_run
+from finetune.run.state.run_folder import open_run_folder, remove_leftovers
 from finetune.run.state.save import ReportingSaver
 from finetune.run.supervision import Watch, watched_run
 from finetune.runtime import distributed
@@ -62,7 +62,7 @@ def train_from_config(loaded: LoadedConfig, checksums: ChecksumPrefetch | None =
     mirror = make_mirror(loaded)
     with watched_run(Path(loaded.config.run.folder), log=say, also=(cache_folder(loaded.config.data),)) as watch:
         if distributed.is_main():
-            clear_leftovers(loaded.config, log=say)
+            remove_leftovers(loaded.config, log=say)
         fetch_run(loaded, log=print)
         checksums = checksums or prefetch_checksums(loaded)
         require_from_config_buildable(loaded.config)
@@ -112,7 +112,7 @@ def _train(
     checkpointer, progress = resume_run(
         config, machine, strategy=strategy.name, training_data=lessons, checksums=checksums, log=log
     )
-    reporter = uploader.told_by(open_run(loaded, machine, training_data=lessons, log=log))
+    reporter = uploader.told_by(open_run_folder(loaded, machine, training_data=lessons, log=log))
     with closing(reporter), uploader, supervision.first_error(DiskError):
         checkpointer.rehearse(num_saves=plan.num_due(config.checkpoint.every_steps, after=progress.step))
         settle = partial(sync_batch_norm, machine.model)

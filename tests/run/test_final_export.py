@@ -22,7 +22,7 @@ from finetune.run.final_export import (
     written_section,
 )
 from finetune.run.state.finished import is_exported, read_record
-from finetune.run.state.run_folder import load_kept
+from finetune.run.state.run_folder import load_run_inputs
 from finetune.runtime.parameters import InitContext
 
 FEW_BITS = "model.quantization={bits: 4}"
@@ -46,7 +46,7 @@ def test_the_base_is_gathered_to_be_merged_and_left_where_it_is_otherwise(config
 def test_a_base_in_few_bits_is_loaded_again_in_full(config, trained):
     run, said = trained("full"), []
     asked = config(LORA, FEW_BITS, "export.merge=true", "model.dtype=bfloat16")
-    kept = load_kept(run, asked)
+    kept = load_run_inputs(run, asked)
     found = original_weights(asked, kept.task(asked), tokenizer=kept.processing.tokenizer, log=said.append)
     wanted = load_file(run / "final" / "model.safetensors")
     assert {name: found[name] for name in wanted}.keys() == wanted.keys()
@@ -79,7 +79,7 @@ def test_an_adapter_on_a_tied_weight_is_refused_where_accelerate_ties_anew(confi
     run = trained("full")
     for module, is_refused in (("lm_head", True), ("q_proj", False)):
         asked = config(f"model.lora={{rank: 4, target_modules: [{module}]}}")
-        kept = load_kept(run, asked)
+        kept = load_run_inputs(run, asked)
         tokenizer = kept.processing.tokenizer
         model = build_model(asked, task=kept.task(asked), tokenizer=tokenizer, construction=InitContext())
         require_tied_weights_supported(model, "zero3")

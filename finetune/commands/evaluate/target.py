@@ -21,7 +21,7 @@ from finetune.model.loading.architecture import NEW_HEADS
 from finetune.model.loading.saved import SavedModel, inspect_model_folder, load_saved_model
 from finetune.run.build.model import build_model
 from finetune.run.build.padding_free import resolve_padding_free
-from finetune.run.state.run_folder import Kept, load_kept
+from finetune.run.state.run_folder import RunInputs, load_run_inputs
 from finetune.runtime.parameters import InitContext
 from finetune.task.protocol import Task
 
@@ -31,7 +31,7 @@ class Subject:
     """A model that has been looked for and not loaded yet, and the job by which it is measured."""
 
     loaded: LoadedConfig
-    kept: Kept
+    kept: RunInputs
     source: Path  # a checkpoint or a model folder
     saved: SavedModel | None  # None: a checkpoint
     origin: RunConfig  # of the run that the checkpoint is from; else as `loaded`
@@ -105,7 +105,7 @@ def _of_checkpoint(
             f"`{own.config.task.name}`. Name a job of that task, or another run."
         )
     step_of = layout.step_of(chosen) or 0
-    return Subject(loaded, load_kept(place.run, own.config), chosen, None, own.config, step_of)
+    return Subject(loaded, load_run_inputs(place.run, own.config), chosen, None, own.config, step_of)
 
 
 def _of_folder(source: Path, *, job: LoadedConfig | None, overrides: Sequence[str], trusts: bool) -> Subject:
@@ -120,9 +120,9 @@ def _of_folder(source: Path, *, job: LoadedConfig | None, overrides: Sequence[st
         raise UserError(f"{saved.folder}: is no run's, so nothing says what to measure. Write --config JOB.yaml too.")
     loaded = with_trust(loaded, trust_remote_code=trusts)
     if run is not None and job is None:
-        kept = load_kept(run, loaded.config)
+        kept = load_run_inputs(run, loaded.config)
     else:
-        kept = Kept(processing_in(saved, trust_remote_code=trusts), {})
+        kept = RunInputs(processing_in(saved, trust_remote_code=trusts), {})
         loaded = _with_labels(loaded, saved)
         if kept.processing.tokenizer is not None:
             set_chat_template(kept.processing.tokenizer, loaded.config.data.chat_template)

@@ -43,7 +43,7 @@ _PROBE_BYTES = 256 << 10
 """About what a run writes before its first step."""
 
 
-def clear_leftovers(config: RunConfig, *, log: RunLog) -> None:
+def remove_leftovers(config: RunConfig, *, log: RunLog) -> None:
     """Remove them from the run's folder, which this process holds, and where provably abandoned from the cache.
 
     Raises OSError where the folder takes nothing: a full disk is told before data is prepared and a model built.
@@ -67,14 +67,14 @@ def _try_to_write(run: Path) -> None:
         probe.unlink(missing_ok=True)
 
 
-FOLDER = "inputs"
-FACTS = "task_facts.json"
+INPUTS_FOLDER = "inputs"
+TASK_FACTS_FILE = "task_facts.json"
 
 _FACTS: TypeAdapter[Mapping[str, Any]] = TypeAdapter(dict[str, Any])
 
 
 @dataclass(frozen=True)
-class Kept:
+class RunInputs:
     """What was kept: enough to build the task again."""
 
     processing: Processing
@@ -88,30 +88,30 @@ class Kept:
         return build_task(TaskContext(config.task, data, tokenizer, processor, facts=self.facts, loss_kernel=kernel))
 
 
-def keep(run: Path, processing: Processing, facts: Mapping[str, Any]) -> None:
+def save_run_inputs(run: Path, processing: Processing, facts: Mapping[str, Any]) -> None:
     """Write tokenizer (its chat template included), processor and facts into the run's folder. On one process."""
-    with replace_folder(run / FOLDER) as staging:
+    with replace_folder(run / INPUTS_FOLDER) as staging:
         processing.save(staging)
-        (staging / FACTS).write_text(format_json(facts, indent=1), encoding="utf-8")
+        (staging / TASK_FACTS_FILE).write_text(format_json(facts, indent=1), encoding="utf-8")
         write_folder_digests(staging)
 
 
-def load_kept(run: Path, config: RunConfig) -> Kept:
+def load_run_inputs(run: Path, config: RunConfig) -> RunInputs:
     """Return what the run has kept; raises UserError where there is nothing, or nothing that can be read.
 
     Code of a tokenizer runs where `model.trust_remote_code` says so.
     """
-    folder = run / FOLDER
+    folder = run / INPUTS_FOLDER
     if not folder.is_dir():
         raise UserError(
             f"{folder}: is not there. A run writes its tokenizer down when it starts; start the job once more (with "
             "`checkpoint.resume: auto` it goes on from where it is), or copy the tokenizer's files there."
         )
     _refuse_damage(folder)
-    trusts, path = config.model.trust_remote_code, folder / FACTS
+    trusts, path = config.model.trust_remote_code, folder / TASK_FACTS_FILE
     processing = load_saved_processing(folder, reads=input_kind(config.task.name), key="run", trust_remote_code=trusts)
     try:
-        return Kept(processing, parse_as(_FACTS, read_regular(path)) if path.is_file() else {})
+        return RunInputs(processing, parse_as(_FACTS, read_regular(path)) if path.is_file() else {})
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: is damaged: {error}") from error
 
@@ -126,10 +126,12 @@ def _refuse_damage(folder: Path) -> None:
         )
 
 
-SECRETS_LEFT_OUT = "# As it was written, but for what looks like a secret: that reads '[redacted]' here.\n"
+SECRETS_REMOVED = "# As it was written, but for what looks like a secret: that reads '[redacted]' here.\n"
 
 
-def open_run(loaded: LoadedConfig, prepared: PreparedModel, *, training_data: TrainingData, log: RunLog) -> Reporter:
+def open_run_folder(
+    loaded: LoadedConfig, prepared: PreparedModel, *, training_data: TrainingData, log: RunLog
+) -> Reporter:
     """Write down what the run is, once everything has been checked, and return whoever is told about it."""
     folder, room = Path(loaded.config.run.folder), machine_resources()
     loading = loader_settings(loaded.config.data, resources=room, cost=training_data.task.loading_cost)
@@ -139,7 +141,7 @@ def open_run(loaded: LoadedConfig, prepared: PreparedModel, *, training_data: Tr
         atomic.write_text(folder / "config.yaml", config_copy(loaded.text))
         atomic.write_text(folder / "resolved.yaml", resolved_yaml(loaded))
         atomic.write_json(folder / "environment.json", environment_facts() | {"loading": asdict(loading)})
-        keep(folder, training_data.processing, training_data.task.facts)
+        save_run_inputs(folder, training_data.processing, training_data.task.facts)
         write_audit(folder, loaded.config, training_data, log=log)
     return build_reporter(
         loaded.config.report,
@@ -153,4 +155,4 @@ def open_run(loaded: LoadedConfig, prepared: PreparedModel, *, training_data: Tr
 def config_copy(text: str) -> str:
     """Return the job file as it was written; where that holds secrets, without them, which a last line says."""
     cleaned = redacted_yaml(text)
-    return text if cleaned == text else cleaned.rstrip("\n") + "\n" + SECRETS_LEFT_OUT
+    return text if cleaned == text else cleaned.rstrip("\n") + "\n" + SECRETS_REMOVED
