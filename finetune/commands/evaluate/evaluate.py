@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from finetune.commands.evaluate.target import Subject, find_subject
+from finetune.commands.evaluate.target import EvaluationTarget, find_evaluation_target
 from finetune.config.load import LoadedConfig
 from finetune.config.run_config import RunConfig
 from finetune.config.sections.train import TrainSection
@@ -43,7 +43,7 @@ def evaluate(
     """
     quiet_libraries(is_main=distributed.is_main())
     trusts = trust_remote_code
-    subject = find_subject(source, step=step, config=config, overrides=overrides, trust_remote_code=trusts)
+    subject = find_evaluation_target(source, step=step, config=config, overrides=overrides, trust_remote_code=trusts)
     measured = measure(subject)
     if distributed.is_main():
         told = {"source": str(measured.subject.source), "step": measured.subject.step, "rows": measured.num_rows}
@@ -57,12 +57,12 @@ def evaluate(
 class Measurement:
     """What has come out, the same on every rank."""
 
-    subject: Subject
+    subject: EvaluationTarget
     metrics: dict[str, float]
     num_rows: int
 
 
-def measure(target: Subject) -> Measurement:
+def measure(target: EvaluationTarget) -> Measurement:
     """Return the metrics on the job's validation rows, exact on any number of processes. Collective.
 
     Raises UserError where the job has no validation rows.
@@ -72,7 +72,7 @@ def measure(target: Subject) -> Measurement:
     rows = _validation(target, task, log=say)
     repair(rows, seconds=None)
     model = target.start(task)  # whole in every process: before an Accelerator exists that would have it split
-    accelerator = make_accelerator(config, launched_strategy(_for_measuring(target.loaded)))
+    accelerator = make_accelerator(config, launched_strategy(_evaluation_job(target.loaded)))
     model.to(accelerator.device)
     machine = PreparedModel(accelerator, model, model, None)
     known = precompute_set(config, task, rows, key="data.validation", prepared=machine, log=say)
@@ -92,7 +92,7 @@ def measure(target: Subject) -> Measurement:
     return Measurement(target, evaluator(target.step), len(rows))
 
 
-def _validation(subject: Subject, task: Task, *, say: RunLog) -> PreparedSet:
+def _validation(subject: EvaluationTarget, task: Task, *, say: RunLog) -> PreparedSet:
     """Return the validation rows, prepared; training rows are read only where these are a part of them."""
     config, processing = subject.config, subject.kept.processing
     tokenizer = processing.tokenizer
@@ -121,7 +121,7 @@ def _source(config: RunConfig, *, log: RunLog) -> Source:
     return found
 
 
-def _for_measuring(loaded: LoadedConfig) -> LoadedConfig:
+def _evaluation_job(loaded: LoadedConfig) -> LoadedConfig:
     """Return the job without what only training is particular about: its strategy, its batch and its optimizer."""
     config = loaded.config
     bare = {"global_batch_size": config.train.microbatch_size * distributed.world(), "unfreeze": {}, "average": None}

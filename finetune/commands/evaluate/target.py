@@ -27,7 +27,7 @@ from finetune.task.protocol import Task
 
 
 @dataclass(frozen=True)
-class Subject:
+class EvaluationTarget:
     """A model that has been looked for and not loaded yet, and the job by which it is measured."""
 
     loaded: LoadedConfig
@@ -73,9 +73,9 @@ class Subject:
                     place.copy_(weights[name])
 
 
-def find_subject(
+def find_evaluation_target(
     source: Path, *, step: int | None, config: Path | None, overrides: Sequence[str], trust_remote_code: bool = False
-) -> Subject:
+) -> EvaluationTarget:
     """Return what is measured; raises UserError where there is no model, or no job that says how to measure it.
 
     Code that a model brings runs where the caller says so, or the job in `config`; what a run's own record says of it
@@ -92,7 +92,7 @@ def find_subject(
 
 def _of_checkpoint(
     source: Path, *, step: int | None, job: LoadedConfig | None, overrides: Sequence[str], trusts: bool
-) -> Subject:
+) -> EvaluationTarget:
     place = locate_run(source)
     chosen = select_checkpoint(place, step=step)
     own = with_trust(load_resolved(place.run), trust_remote_code=trusts)
@@ -105,10 +105,10 @@ def _of_checkpoint(
             f"`{own.config.task.name}`. Name a job of that task, or another run."
         )
     step_of = layout.step_of(chosen) or 0
-    return Subject(loaded, load_run_inputs(place.run, own.config), chosen, None, own.config, step_of)
+    return EvaluationTarget(loaded, load_run_inputs(place.run, own.config), chosen, None, own.config, step_of)
 
 
-def _of_folder(source: Path, *, job: LoadedConfig | None, overrides: Sequence[str], trusts: bool) -> Subject:
+def _of_folder(source: Path, *, job: LoadedConfig | None, overrides: Sequence[str], trusts: bool) -> EvaluationTarget:
     saved = inspect_model_folder(source, key="evaluate", trust_remote_code=trusts)
     run = saved.folder.parent if (saved.folder.parent / RESOLVED_NAME).is_file() else None
     if job is not None:
@@ -126,7 +126,7 @@ def _of_folder(source: Path, *, job: LoadedConfig | None, overrides: Sequence[st
         loaded = _with_labels(loaded, saved)
         if kept.processing.tokenizer is not None:
             set_chat_template(kept.processing.tokenizer, loaded.config.data.chat_template)
-    subject = Subject(loaded, kept, saved.folder, saved, loaded.config)
+    subject = EvaluationTarget(loaded, kept, saved.folder, saved, loaded.config)
     head = subject.task().head
     return replace(subject, saved=replace(saved, head=head))
 
