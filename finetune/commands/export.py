@@ -30,11 +30,11 @@ from finetune.model.loading.saved import SavedModel, inspect_model_folder, load_
 from finetune.model.processing import Processing, has_processing, load_saved_processing
 from finetune.run.build.model import build_model
 from finetune.run.final_export import (
-    inputs_of,
-    needs_trained_only,
-    original_weights,
+    export_inputs,
+    exports_trained_only,
+    load_unquantized_base,
     require_mergeable,
-    written_section,
+    resolve_export_section,
 )
 from finetune.run.state.run_folder import RunInputs, load_run_inputs
 from finetune.runtime.environment import package_versions
@@ -48,7 +48,7 @@ _LISTED = 5
 
 
 @dataclass(frozen=True)
-class Export:
+class _CheckpointExport:
     """What is exported, and where to."""
 
     checkpoint: Path
@@ -73,7 +73,7 @@ def export_checkpoint(
     model's.
     """
     quiet_libraries(is_main=True)
-    wanted = _wanted(run, step=step, to=to)
+    wanted = _choose_checkpoint(run, step=step, to=to)
     own = with_trust(load_resolved(wanted.run), trust_remote_code=trust_remote_code)
     loaded = _with_export(own, dtype=dtype, merge=merge)
     require_mergeable(loaded.config)
@@ -94,11 +94,11 @@ def exported_weights(
     """
     parameters, buffers = named_parameters(model), named_buffers(model)  # type: ignore[arg-type]
     trained = {name: each for name, each in parameters.items() if each.requires_grad}
-    _refuse_differences(checkpoint, {**trained, **buffers})
+    _require_same_tensors(checkpoint, {**trained, **buffers})
     weights: dict[str, Tensor] = {}
     for name, parameter in parameters.items():
         if name in trained:
-            weights[name] = _evaluated(checkpoint, name, train=train)
+            weights[name] = _evaluation_weights(checkpoint, name, train=train)
         elif not trained_only:
             weights[name] = parameter.detach()
     if not trained_only:
@@ -106,7 +106,7 @@ def exported_weights(
     return weights
 
 
-def _evaluated(checkpoint: OpenCheckpoint, name: str, *, train: TrainSection) -> Tensor:
+def _evaluation_weights(checkpoint: OpenCheckpoint, name: str, *, train: TrainSection) -> Tensor:
     weights, found = checkpoint.read(name), average_formula(train)
     if found is None:
         return weights
@@ -115,13 +115,13 @@ def _evaluated(checkpoint: OpenCheckpoint, name: str, *, train: TrainSection) ->
     return formula(weights, checkpoint.read(state)).to(weights.dtype) if state in checkpoint.records else weights
 
 
-def _wanted(run: Path, *, step: int | None, to: Path | None) -> Export:
+def _choose_checkpoint(run: Path, *, step: int | None, to: Path | None) -> _CheckpointExport:
     place = locate_run(run)
     checkpoint = select_checkpoint(place, step=step)
     folder = (to or place.run / "exports" / checkpoint.name).absolute()
     if folder.exists():
         raise UserError(f"{folder}: is there already. Name another folder with --to, or delete this one.")
-    return Export(checkpoint, place.run, folder)
+    return _CheckpointExport(checkpoint, place.run, folder)
 
 
 def _with_export(loaded: LoadedConfig, *, dtype: str | None, merge: bool) -> LoadedConfig:
@@ -134,21 +134,23 @@ def _with_export(loaded: LoadedConfig, *, dtype: str | None, merge: bool) -> Loa
     return replace(loaded, config=loaded.config.model_copy(update={"export": export}))
 
 
-def _export(wanted: Export, loaded: LoadedConfig, *, checkpoint: OpenCheckpoint, run_inputs: RunInputs) -> ExportReport:
+def _export(
+    wanted: _CheckpointExport, loaded: LoadedConfig, *, checkpoint: OpenCheckpoint, run_inputs: RunInputs
+) -> ExportReport:
     config, tokenizer, task = loaded.config, run_inputs.processing.tokenizer, run_inputs.task(loaded.config)
     model = build_model(config, task=task, tokenizer=tokenizer, construction=InitContext())
-    weights = exported_weights(model, checkpoint, train=config.train, trained_only=needs_trained_only(config))
+    weights = exported_weights(model, checkpoint, train=config.train, trained_only=exports_trained_only(config))
     return export_model(
         wanted.folder,
         model=model,
-        weights=weights | original_weights(config, task, tokenizer=tokenizer, log=print),
-        preprocessors=inputs_of(run_inputs.processing),
-        section=written_section(config),
+        weights=weights | load_unquantized_base(config, task, tokenizer=tokenizer, log=print),
+        preprocessors=export_inputs(run_inputs.processing),
+        section=resolve_export_section(config),
         facts=_card(wanted, loaded=loaded, checkpoint=checkpoint, head=task.head),
     )
 
 
-def _card(wanted: Export, *, loaded: LoadedConfig, checkpoint: OpenCheckpoint, head: str) -> CardFacts:
+def _card(wanted: _CheckpointExport, *, loaded: LoadedConfig, checkpoint: OpenCheckpoint, head: str) -> CardFacts:
     progress = Progress.from_state_dict(checkpoint.progress)
     return CardFacts(
         title=wanted.run.name,
@@ -161,7 +163,7 @@ def _card(wanted: Export, *, loaded: LoadedConfig, checkpoint: OpenCheckpoint, h
     )
 
 
-def _refuse_differences(checkpoint: OpenCheckpoint, wanted: Mapping[str, Tensor]) -> None:
+def _require_same_tensors(checkpoint: OpenCheckpoint, wanted: Mapping[str, Tensor]) -> None:
     held = {record.name: record.shape for record in checkpoint.model_records() if record.key in (PARAMETER, BUFFER)}
     lines = [
         f"  {what}: {', '.join(names[:_LISTED])}{f' and {len(names) - _LISTED} more' if len(names) > _LISTED else ''}"
@@ -249,7 +251,7 @@ def _write(saved: SavedModel, folder: Path, *, section: ExportSection, trusts: b
     return export_model(
         folder,
         model=model,
-        weights=_values(model),
+        weights=_weights(model),
         preprocessors=inputs_in(saved, trust_remote_code=trusts),
         section=section,
         facts=CardFacts(
@@ -264,7 +266,7 @@ def _write(saved: SavedModel, folder: Path, *, section: ExportSection, trusts: b
     )
 
 
-def _values(model: Any) -> dict[str, torch.Tensor]:
+def _weights(model: Any) -> dict[str, torch.Tensor]:
     return {name: each.detach() for name, each in (*model.named_parameters(), *model.named_buffers())}
 
 

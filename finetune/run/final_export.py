@@ -40,23 +40,25 @@ from finetune.runtime.text.redact import redacted_text
 from finetune.task.protocol import Task
 
 
-def merges(config: RunConfig) -> bool:
+def is_merged(config: RunConfig) -> bool:
     """Tell whether the export is a whole model that an adapter is merged into."""
     return config.export.merge and adapter_of(config) is not None
 
 
-def needs_trained_only(config: RunConfig) -> bool:
+def exports_trained_only(config: RunConfig) -> bool:
     """Tell whether the export needs no weights but those that were trained: the base is elsewhere, or loaded anew."""
     is_elsewhere = adapter_of(config) is not None and config.model.name is not None
-    return is_elsewhere and (not merges(config) or config.model.quantization is not None)
+    return is_elsewhere and (not is_merged(config) or config.model.quantization is not None)
 
 
-def original_weights(config: RunConfig, task: Task, *, tokenizer: Any, log: Callable[[str], None]) -> dict[str, Tensor]:
+def load_unquantized_base(
+    config: RunConfig, task: Task, *, tokenizer: Any, log: Callable[[str], None]
+) -> dict[str, Tensor]:
     """Return the base as it was before it was quantised, in float32 on the CPU, where a merge needs it; else nothing.
 
     Raises ModelError where the adapter does not belong on it. No collective: for the main process.
     """
-    if not merges(config) or config.model.quantization is None:
+    if not is_merged(config) or config.model.quantization is None:
         return {}
     log(
         "the adapter was trained on a base in few bits and is merged into the original one, loaded in full precision: "
@@ -72,7 +74,7 @@ def original_weights(config: RunConfig, task: Task, *, tokenizer: Any, log: Call
 def require_mergeable(config: RunConfig) -> None:
     """Raise ModelError, before any step is taken, where a merge at the end would be wrong or could not be had."""
     section = config.model
-    if not merges(config) or section.quantization is None:
+    if not is_merged(config) or section.quantization is None:
         return
     if section.lora is not None and section.lora.init == "loftq":
         raise ModelError(
@@ -86,9 +88,9 @@ def require_mergeable(config: RunConfig) -> None:
         )
 
 
-def written_section(config: RunConfig) -> ExportSection:
+def resolve_export_section(config: RunConfig) -> ExportSection:
     """Return what the export is told; a merge into a base loaded anew has the type that the job held it in."""
-    if merges(config) and config.model.quantization is not None and config.export.dtype is None:
+    if is_merged(config) and config.model.quantization is not None and config.export.dtype is None:
         return config.export.model_copy(update={"dtype": config.model.dtype})
     return config.export
 
@@ -116,18 +118,18 @@ def export_final(
         return
     fault_point("export.begin", step=progress.step)
     with make_weights(loaded.config, prepared).swapped_in():
-        weights = gather_weights(prepared.accelerator, prepared.model, trained_only=needs_trained_only(loaded.config))
+        weights = gather_weights(prepared.accelerator, prepared.model, trained_only=exports_trained_only(loaded.config))
     fault_point("export.write", step=progress.step)
     if distributed.is_main():
-        _require_room(run_folder, weights.values(), dtype=loaded.config.export.dtype)
+        _require_disk_space(run_folder, weights.values(), dtype=loaded.config.export.dtype)
         (run_folder / FINAL_RECORD).unlink(missing_ok=True)
         report = export_model(
             run_folder / FINAL_FOLDER,
             model=prepared.unwrapped_model,
             weights=weights
-            | original_weights(loaded.config, training_data.task, tokenizer=training_data.tokenizer, log=print),
-            preprocessors=inputs_of(training_data.processing),
-            section=written_section(loaded.config),
+            | load_unquantized_base(loaded.config, training_data.task, tokenizer=training_data.tokenizer, log=print),
+            preprocessors=export_inputs(training_data.processing),
+            section=resolve_export_section(loaded.config),
             facts=_card(loaded, progress, head=training_data.task.head),
         )
         _record(loaded, report, step=progress.step, reason=reason)
@@ -137,7 +139,7 @@ def export_final(
     distributed.barrier()  # nobody leaves while the main rank is still writing
 
 
-def _require_room(run_folder: Path, weights: Iterable[Tensor], *, dtype: str | None) -> None:
+def _require_disk_space(run_folder: Path, weights: Iterable[Tensor], *, dtype: str | None) -> None:
     """Raise DiskError where there is no room for the weights in this type, beside a `final/` that is there already."""
     free = free_bytes(run_folder)
     num_bytes = sum(weight.numel() * (_ITEM_BYTES[dtype] if dtype else weight.itemsize) for weight in weights)
@@ -148,7 +150,7 @@ def _require_room(run_folder: Path, weights: Iterable[Tensor], *, dtype: str | N
         )
 
 
-def inputs_of(processing: Processing) -> Preprocessors:
+def export_inputs(processing: Processing) -> Preprocessors:
     """Return what is exported beside the weights."""
     tokenizer = processing.tokenizer
     language = None if tokenizer is None else TextPreprocessor(tokenizer, stop_ids(tokenizer))
@@ -174,7 +176,7 @@ def _record(loaded: LoadedConfig, report: ExportReport, *, step: int, reason: st
     atomic.write_json(Path(loaded.config.run.folder) / FINAL_RECORD, facts)
 
 
-def publish_final(loaded: LoadedConfig, *, log: Callable[[str], None] = print) -> None:
+def push_final(loaded: LoadedConfig, *, log: Callable[[str], None] = print) -> None:
     """Upload `final/` once, from the main process; say where it is, or warn why it is not. No collective.
 
     The record beside `final/` keeps the answer, and the same command tries again what has failed.

@@ -25,7 +25,7 @@ from finetune.run.build.precompute import precompute
 from finetune.run.build.prepared_model import PreparedModel, make_accelerator, prepare_model, require_sample_isolation
 from finetune.run.build.strategy import require_supported_by_strategy
 from finetune.run.build.teacher import attach_teacher
-from finetune.run.final_export import export_final, publish_final, require_mergeable
+from finetune.run.final_export import export_final, push_final, require_mergeable
 from finetune.run.remote.background import Mirror, make_mirror
 from finetune.run.remote.download import fetch_run, staged
 from finetune.run.state.finished import FinishedRun
@@ -76,7 +76,7 @@ def _hand_over(loaded: LoadedConfig, uploader: Mirror, code: int) -> int:
     """Upload what the run has left, when no other process waits for this one any more; return the exit code."""
     code = uploader.finish(code)
     if code == 0:
-        publish_final(loaded)
+        push_final(loaded)
     return code
 
 

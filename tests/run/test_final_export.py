@@ -15,11 +15,11 @@ from finetune.run import final_export
 from finetune.run.build.model import build_model
 from finetune.run.build.strategy import require_tied_weights_supported
 from finetune.run.final_export import (
-    needs_trained_only,
-    original_weights,
-    publish_final,
+    exports_trained_only,
+    load_unquantized_base,
+    push_final,
     require_mergeable,
-    written_section,
+    resolve_export_section,
 )
 from finetune.run.state.finished import is_exported, read_record
 from finetune.run.state.run_folder import load_run_inputs
@@ -37,29 +37,29 @@ def config(trained, job):
 
 
 def test_the_base_is_gathered_to_be_merged_and_left_where_it_is_otherwise(config):
-    assert needs_trained_only(config(LORA))
-    assert not needs_trained_only(config(LORA, "export.merge=true"))
-    assert not needs_trained_only(config())
-    assert needs_trained_only(config(LORA, FEW_BITS, "export.merge=true"))  # it comes from where it was loaded
+    assert exports_trained_only(config(LORA))
+    assert not exports_trained_only(config(LORA, "export.merge=true"))
+    assert not exports_trained_only(config())
+    assert exports_trained_only(config(LORA, FEW_BITS, "export.merge=true"))  # it comes from where it was loaded
 
 
 def test_a_base_in_few_bits_is_loaded_again_in_full(config, trained):
     run, said = trained("full"), []
     asked = config(LORA, FEW_BITS, "export.merge=true", "model.dtype=bfloat16")
     kept = load_run_inputs(run, asked)
-    found = original_weights(asked, kept.task(asked), tokenizer=kept.processing.tokenizer, log=said.append)
+    found = load_unquantized_base(asked, kept.task(asked), tokenizer=kept.processing.tokenizer, log=said.append)
     wanted = load_file(run / "final" / "model.safetensors")
     assert {name: found[name] for name in wanted}.keys() == wanted.keys()
     assert all(torch.equal(found[name], wanted[name]) and found[name].dtype == torch.float32 for name in wanted)
     assert "is merged into the original one, loaded in full precision" in said[0]
-    assert written_section(asked).dtype == "bfloat16"
-    assert written_section(config(LORA, FEW_BITS, "export={merge: true, dtype: float16}")).dtype == "float16"
+    assert resolve_export_section(asked).dtype == "bfloat16"
+    assert resolve_export_section(config(LORA, FEW_BITS, "export={merge: true, dtype: float16}")).dtype == "float16"
 
 
 def test_nothing_is_loaded_again_where_nothing_is_in_few_bits(config, trained):
     asked = config(LORA, "export.merge=true")
-    assert original_weights(asked, None, tokenizer=None, log=print) == {}
-    assert written_section(asked).dtype is None
+    assert load_unquantized_base(asked, None, tokenizer=None, log=print) == {}
+    assert resolve_export_section(asked).dtype is None
 
 
 def test_adapters_that_make_up_for_few_bits_are_not_put_on_the_original(config):
@@ -131,7 +131,7 @@ def over(trained, job, tmp_path):
     def ask(*overrides):
         loaded = load_config(job, [f"run.folder={folder}", *overrides])
         said = []
-        publish_final(loaded, log=said.append)
+        push_final(loaded, log=said.append)
         return said, json.loads((folder / "final.json").read_text())
 
     return ask
