@@ -39,10 +39,10 @@ from finetune.runtime.supervision.writer_lock import lock_run_folder
 from finetune.runtime.text.library_output import quiet_libraries
 from finetune.strategy.protocol import Strategy
 
-MODEL = "pytorch_model"
+_MODEL = "pytorch_model"
 
 
-def require_folder(folder: Path, *, strategy: Strategy, world: int) -> None:
+def require_accelerate_folder(folder: Path, *, strategy: Strategy, world: int) -> None:
     """Raise CheckpointError unless the folder holds what this strategy's `load_state` reads, of as many processes.
 
     DeepSpeed itself goes on with a warning where its files are missing.
@@ -67,22 +67,22 @@ def require_folder(folder: Path, *, strategy: Strategy, world: int) -> None:
 def _missing_plain(folder: Path) -> str | None:
     if not (folder / "optimizer.bin").is_file():
         return "has no optimizer.bin"
-    has_model = any((folder / name).is_file() for name in ("model.safetensors", f"{MODEL}.bin"))
+    has_model = any((folder / name).is_file() for name in ("model.safetensors", f"{_MODEL}.bin"))
     return None if has_model else "has no model.safetensors"
 
 
 def _missing_fsdp(folder: Path) -> str | None:
-    is_sharded = (folder / f"{MODEL}_fsdp_0").is_dir() and (folder / "optimizer_0").is_dir()
-    is_full = (folder / f"{MODEL}_fsdp.bin").is_file() and (folder / "optimizer.bin").is_file()
-    return None if is_sharded or is_full else f"has neither {MODEL}_fsdp_0/ and optimizer_0/ nor their .bin files"
+    is_sharded = (folder / f"{_MODEL}_fsdp_0").is_dir() and (folder / "optimizer_0").is_dir()
+    is_full = (folder / f"{_MODEL}_fsdp.bin").is_file() and (folder / "optimizer.bin").is_file()
+    return None if is_sharded or is_full else f"has neither {_MODEL}_fsdp_0/ and optimizer_0/ nor their .bin files"
 
 
 def _missing_zero(folder: Path, *, world: int) -> str | None:
-    count = len(list((folder / MODEL).glob("*zero_pp_rank_*_optim_states.pt")))
+    count = len(list((folder / _MODEL).glob("*zero_pp_rank_*_optim_states.pt")))
     return None if count == world else f"has the optimizer state of {count} ZeRO processes"
 
 
-NOT_HELD = (
+NOT_IN_FOLDER = (
     "such a folder does not hold the data position, the samples' digest, the last evaluation or the run's identity"
 )
 
@@ -132,8 +132,8 @@ def convert_to(run: Path, folder: Path, *, step: int | None, trust_remote_code: 
     conversion = _build(loaded, strategy, checkpoints=place.checkpoints)
     progress = load_checkpoint(verify_checkpoint(chosen), access=conversion.access())
     _write_folder(folder, conversion, progress=progress)
-    conversion.say(f"wrote {chosen.name} as {_kind(conversion)} folder {folder}")
-    conversion.say(f"{NOT_HELD}; {layout.PROGRESS} was added for the way back")
+    conversion.say(f"wrote {chosen.name} as {_folder_kind(conversion)} folder {folder}")
+    conversion.say(f"{NOT_IN_FOLDER}; {layout.PROGRESS} was added for the way back")
     conversion.say(f"it can be read only under {_origin_text(conversion)}")
 
 
@@ -150,7 +150,7 @@ def convert_from(run: Path, folder: Path, *, step: int, trust_remote_code: bool 
         raise UserError(f"--step {step}: {layout.step_folder(place.checkpoints, step)} is there already.")
     loaded, strategy = _launched(place.run, trusts=trust_remote_code)
     _require_trust(folder, strategy, trusts=trust_remote_code)
-    require_folder(folder, strategy=strategy, world=distributed.world())
+    require_accelerate_folder(folder, strategy=strategy, world=distributed.world())
     with lock_run_folder(place.run, log=print) if distributed.is_main() else nullcontext():
         _read_folder(folder, _build(loaded, strategy, checkpoints=place.checkpoints), step=step)
 
@@ -184,11 +184,11 @@ def _require_trust(folder: Path, strategy: Strategy, *, trusts: bool) -> None:
 def _launched(run: Path, *, trusts: bool) -> tuple[LoadedConfig, Strategy]:
     """Return the run's job and the strategy that was launched."""
     loaded = with_trust(load_resolved(run), trust_remote_code=trusts)
-    return loaded, launched_strategy(_one_by_one(loaded))
+    return loaded, launched_strategy(_with_smallest_microbatch(loaded))
 
 
 def _build(loaded: LoadedConfig, strategy: Strategy, *, checkpoints: Path) -> Conversion:
-    small, say = _one_by_one(loaded), RunLog(is_main=distributed.is_main())
+    small, say = _with_smallest_microbatch(loaded), RunLog(is_main=distributed.is_main())
     lessons = make_training_data(small.config, say)
     machine = prepare_model(
         small.config,
@@ -201,7 +201,7 @@ def _build(loaded: LoadedConfig, strategy: Strategy, *, checkpoints: Path) -> Co
     return Conversion(loaded, checkpoints, strategy, lessons, machine, say)
 
 
-def _one_by_one(loaded: LoadedConfig) -> LoadedConfig:
+def _with_smallest_microbatch(loaded: LoadedConfig) -> LoadedConfig:
     """Return the job in its smallest microbatches: nothing is trained, so more processes can share its batch."""
     train = loaded.config.train.model_copy(update={"microbatch_size": 1})
     return replace(loaded, config=loaded.config.model_copy(update={"train": train}))
@@ -240,18 +240,18 @@ def _progress(folder: Path, conversion: Conversion, *, step: int) -> Progress:
     """Return the progress that lies in the folder, where it is this step's and data's; else what can be worked out."""
     config, lessons = conversion.loaded.config, conversion.lessons
     batch_size = config.train.global_batch_size
-    found = run_on_rank_0(lambda: _beside(folder))
+    found = run_on_rank_0(lambda: _read_progress(folder))
     is_step = found is not None and found.step == step
     if found and is_step and matches_data_order(found, pool=lessons.training, global_batch_size=batch_size):
         return found
     conversion.say(
-        f"{NOT_HELD}. Position and digest are worked out from --step {step} and the data's order; counts of tokens, "
+        f"{NOT_IN_FOLDER}. Position and digest are worked out from --step {step} and the data's order; counts of tokens, "
         "targets, skips and seconds begin at 0 and early stopping begins anew"
     )
     return Progress(step=step, samples_sha256=digest_of_steps(lessons.training, step, global_batch_size=batch_size))
 
 
-def _beside(folder: Path) -> Progress | None:
+def _read_progress(folder: Path) -> Progress | None:
     """Return the progress in the folder; None where there is none, or none that can be believed."""
     try:
         return parse_progress(read_regular(folder / layout.PROGRESS))
@@ -264,7 +264,7 @@ def _facts(conversion: Conversion) -> RunFingerprint:
     return run_facts(conversion.loaded.config, conversion.lessons, model=model, strategy=strategy, log=conversion.say)
 
 
-def _kind(conversion: Conversion) -> str:
+def _folder_kind(conversion: Conversion) -> str:
     return "DeepSpeed's own" if hasattr(conversion.machine.model, "zero_optimization_stage") else "Accelerate's own"
 
 

@@ -8,7 +8,7 @@ import pytest
 from torch import equal
 
 from finetune.checkpoint.read.load import open_checkpoint
-from finetune.commands.convert import convert_from, convert_to, require_folder
+from finetune.commands.convert import convert_from, convert_to, require_accelerate_folder
 from finetune.errors import CheckpointError, UserError
 from finetune.runtime.processes import free_port, run_process_group
 from finetune.strategy.protocol import Expected
@@ -134,5 +134,5 @@ def test_a_folder_of_another_strategy_or_world_is_refused_by_what_it_lacks(tmp_p
     (tmp_path / "pytorch_model" / "zero_pp_rank_0_mp_rank_00_optim_states.pt").touch()
     (tmp_path / "optimizer.bin").touch()
     with pytest.raises(CheckpointError, match=missing) as refusal:
-        require_folder(tmp_path, strategy=strategy, world=2)
+        require_accelerate_folder(tmp_path, strategy=strategy, world=2)
     assert f"not written under {strategy.name} with 2 processes" in str(refusal.value)
