@@ -70,7 +70,7 @@ class Classifier:
         return ", ".join(f"{self.labels[place]} {chances[place]:.4f}" for place in shown) or "none of the classes"
 
 
-ROOM_FOR_ANSWER = 16
+RESERVED_ANSWER_TOKENS = 16
 """Positions kept free for the answer before the oldest turns of a long conversation are forgotten."""
 
 HELP = """\
@@ -104,18 +104,18 @@ def chat(
     quiet_libraries(is_main=True)
     saved = inspect_model_folder(folder, key="chat", trust_remote_code=trust_remote_code)
     manner = SamplingParams(max_new_tokens, temperature)
-    named = _named(adapters)
-    speaker = _speaker(saved, manner, adapters=named, trust_remote_code=trust_remote_code)
+    named = _parse_adapters(adapters)
+    speaker = _load_any(saved, manner, adapters=named, trust_remote_code=trust_remote_code)
     is_terminal = sys.stdin.isatty()
     if is_terminal:
         print("`exit` ends, `/clear` begins a new conversation, `/help` lists the rest.")
-    talk = _Talk(speaker, system)
+    talk = _Conversation(speaker, system)
     for line in _lines(is_terminal=is_terminal):
         talk.hear(line, is_on_its_own=not is_terminal)
 
 
 @dataclass
-class _Talk:
+class _Conversation:
     """A conversation, and what has been said in it so far."""
 
     speaker: Any
@@ -130,7 +130,7 @@ class _Talk:
         command, _, rest = line.removeprefix("/").partition(" ")
         if line == "clear" or (line.startswith("/") and (command in COMMANDS or not is_on_its_own)):
             try:
-                self._obey(command, rest.strip())
+                self._run_command(command, rest.strip())
             except UserError as error:
                 if is_on_its_own:
                     raise
@@ -142,7 +142,7 @@ class _Talk:
         head = [{"role": "system", "content": self.system}] if self.system else []
         self.turns.append({"role": "assistant", "content": self.speaker.answer([*head, *self.turns])})
 
-    def _obey(self, command: str, rest: str) -> None:
+    def _run_command(self, command: str, rest: str) -> None:
         if command in ("clear", "system"):
             self.turns = []
             self.system = (rest or None) if command == "system" else self.system
@@ -157,7 +157,7 @@ class _Talk:
 
 
 @dataclass(frozen=True)
-class Speaker:
+class ChatModel:
     """A model and its tokenizer, ready to answer."""
 
     model: Any
@@ -167,7 +167,7 @@ class Speaker:
     adapter: str | None = None  # the one in use; None: the base answers alone
     number: list[int] = field(default_factory=lambda: [0])  # of answers drawn so far
 
-    def with_adapter(self, name: str | None) -> "Speaker":
+    def with_adapter(self, name: str | None) -> "ChatModel":
         """Return the speaker with this adapter in use, or with none; raises UserError for one that is not loaded."""
         if name is not None and name not in self.adapters:
             known = ", ".join(self.adapters) or "none; write --adapter NAME=FOLDER"
@@ -179,7 +179,7 @@ class Speaker:
     def answer(self, turns: list[Turn]) -> str:
         """Return the model's next turn and print it while it is made; forgets the oldest turns that do not fit."""
         tokens, limit = self._prompt(turns), self._limit()
-        while limit is not None and len(tokens) + ROOM_FOR_ANSWER > limit and _can_forget(turns):
+        while limit is not None and len(tokens) + RESERVED_ANSWER_TOKENS > limit and _can_drop_oldest(turns):
             turns = _without_oldest(turns)
             tokens = self._prompt(turns)
         most = self.manner.max_new_tokens
@@ -219,14 +219,14 @@ class Speaker:
         return int(limit) if limit else None
 
 
-def load_speaker(folder: Path, *, max_new_tokens: int = 256) -> Speaker:
+def load_chat_model(folder: Path, *, max_new_tokens: int = 256) -> ChatModel:
     """Return the model of the folder, or an adapter on its base, on the accelerator where there is one."""
     return _load(
         inspect_model_folder(folder, key="chat"), SamplingParams(max_new_tokens), adapters={}, trust_remote_code=False
     )
 
 
-def _speaker(
+def _load_any(
     saved: SavedModel, manner: SamplingParams, *, adapters: Mapping[str, Path], trust_remote_code: bool
 ) -> Any:
     if saved.can_generate:
@@ -243,7 +243,7 @@ def _speaker(
 
 def _load(
     saved: SavedModel, manner: SamplingParams, *, adapters: Mapping[str, Path], trust_remote_code: bool
-) -> Speaker:
+) -> ChatModel:
     own = {} if saved.adapter is None else {saved.folder.name: saved.folder}
     folders = {**own, **adapters}
     model = load_saved_base(saved, key="chat", trust_remote_code=trust_remote_code)
@@ -253,10 +253,10 @@ def _load(
     tokenizer = load_saved_processing(place, reads="text", key="chat", trust_remote_code=trust_remote_code).tokenizer
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     first = next(iter(folders), None)
-    return Speaker(model.to(device or "cpu").eval(), tokenizer, manner, tuple(folders), first)
+    return ChatModel(model.to(device or "cpu").eval(), tokenizer, manner, tuple(folders), first)
 
 
-def _named(adapters: Sequence[str]) -> dict[str, Path]:
+def _parse_adapters(adapters: Sequence[str]) -> dict[str, Path]:
     named: dict[str, Path] = {}
     for written in adapters:
         name, equals, folder = written.partition("=")
@@ -268,7 +268,7 @@ def _named(adapters: Sequence[str]) -> dict[str, Path]:
     return named
 
 
-def _can_forget(turns: Sequence[Turn]) -> bool:
+def _can_drop_oldest(turns: Sequence[Turn]) -> bool:
     return sum(turn["role"] != "system" for turn in turns) > 1
 
 

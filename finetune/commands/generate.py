@@ -44,14 +44,14 @@ ANSWER = "answer"
 
 
 @dataclass(frozen=True)
-class AnswerParts:
+class PartialAnswers:
     """Answers that are there already, in a hidden folder beside the output, a file for each rank."""
 
     output: Path
     folder: Path
 
     @classmethod
-    def open(cls, output: Path, about: Any) -> "AnswerParts":
+    def open(cls, output: Path, about: Any) -> "PartialAnswers":
         """Return the parts of this very question; raises UserError where others lie there. Collective."""
         parts = cls(output, output.with_name(f".{output.name}.parts"))
         note = parts.folder / "about.json"
@@ -102,7 +102,7 @@ _BATCHES_SORTED_TOGETHER = 32
 
 
 @dataclass(frozen=True)
-class Asked:
+class TokenizedPrompt:
     """A row that is to be answered."""
 
     number: int  # in the file, from 0
@@ -136,10 +136,12 @@ def generate_file(
     manner = SamplingParams(max_new_tokens, temperature, top_p)
     about = {"rows": origin.digest(), "manner": asdict(manner), "seed": seed, "system": system}
     distributed.init_cpu_process_group()
-    parts = AnswerParts.open(output, about | {"model": _listing(saved.folder), "adapter": _listing(adapter)})
+    parts = PartialAnswers.open(
+        output, about | {"model": _weight_files(saved.folder), "adapter": _weight_files(adapter)}
+    )
     tokenizer = _tokenizer(saved, trust_remote_code=trust_remote_code)
     model = _load(saved, adapter, trust_remote_code=trust_remote_code)
-    speaker = _Speaker(model, tokenizer, manner=manner, batch_size=batch_size, seed=seed)
+    speaker = _Generator(model, tokenizer, manner=manner, batch_size=batch_size, seed=seed)
     raw = list(_raw_rows(origin))
     speaker.answer([read_prompt(each, system=system) for each in raw], raw, parts=parts)
     distributed.barrier()  # all answers are on the disk
@@ -149,7 +151,7 @@ def generate_file(
     return distributed.shut_down(0)
 
 
-def _listing(folder: Path | None) -> Any:
+def _weight_files(folder: Path | None) -> Any:
     """Return the files of weights with size and time of the last change: what tells one model from another."""
     if folder is None:
         return None
@@ -183,10 +185,10 @@ def _load(saved: SavedModel, adapter: Path | None, *, trust_remote_code: bool) -
     else:
         base = load_saved_base(saved, key="generate", trust_remote_code=trust_remote_code)
         model = attach_adapters(base, {"default": adapter}, key="--adapter")
-    return model.to(own_device())
+    return model.to(local_device())
 
 
-def own_device() -> torch.device:
+def local_device() -> torch.device:
     """Return this process's accelerator, one of its machine's; the CPU where there is none."""
     if not torch.accelerator.is_available():
         return torch.device("cpu")
@@ -203,21 +205,21 @@ def _raw_rows(origin: Origin) -> Iterator[RawRow]:
 
 
 @dataclass(frozen=True)
-class _Speaker:
+class _Generator:
     model: Any
     tokenizer: Any
     manner: SamplingParams
     batch_size: int
     seed: int
 
-    def answer(self, questions: Sequence[ChatPrompt], raw: Sequence[RawRow], *, parts: AnswerParts) -> None:
+    def answer(self, questions: Sequence[ChatPrompt], raw: Sequence[RawRow], *, parts: PartialAnswers) -> None:
         """Answer this process's share of what has no answer yet, and keep each batch's as soon as they are there."""
         for each in raw:
             if ANSWER in each.parse():
                 raise DataError(f"{each.place}: has a column `{ANSWER}` already. Rename it.")
         answered = parts.answered()
         open_ones = [number for number in range(len(questions)) if number not in answered]
-        own = [Asked(number, self._tokens(questions[number], raw[number])) for number in open_ones[_share()]]
+        own = [TokenizedPrompt(number, self._tokens(questions[number], raw[number])) for number in open_ones[_share()]]
         told_at, num_done = time.monotonic(), 0
         for batch in self._batches(own):
             for asked, text in zip(batch, self._answers(batch), strict=True):
@@ -240,7 +242,7 @@ class _Speaker:
         limit = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         return int(limit) if limit else None
 
-    def _batches(self, asked: Sequence[Asked]) -> Iterator[Sequence[Asked]]:
+    def _batches(self, asked: Sequence[TokenizedPrompt]) -> Iterator[Sequence[TokenizedPrompt]]:
         """Yield batches of prompts of like lengths; a prompt that leaves too little room for an answer is alone."""
         window = self.batch_size * _BATCHES_SORTED_TOGETHER
         for start in range(0, len(asked), window):
@@ -250,12 +252,12 @@ class _Speaker:
             for first in range(0, len(roomy), self.batch_size):
                 yield roomy[first : first + self.batch_size]
 
-    def _room(self, asked: Asked) -> int:
+    def _room(self, asked: TokenizedPrompt) -> int:
         limit = self._limit()
         most = self.manner.max_new_tokens
         return most if limit is None else min(most, limit - len(asked.tokens))
 
-    def _answers(self, batch: Sequence[Asked]) -> list[str]:
+    def _answers(self, batch: Sequence[TokenizedPrompt]) -> list[str]:
         manner = SamplingParams(self._room(batch[0]), self.manner.temperature, self.manner.top_p)
         made = generate_batch(
             self.model,

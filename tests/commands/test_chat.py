@@ -11,7 +11,7 @@ from transformers import (
     LlamaForCausalLM,
 )
 
-from finetune.commands.chat import chat, load_speaker
+from finetune.commands.chat import chat, load_chat_model
 from finetune.data.templates.chat_template import set_chat_template, stop_ids, tokenize
 from finetune.data.templates.rendering import render
 from finetune.errors import UserError
@@ -74,18 +74,18 @@ def test_exit_ends(final, monkeypatch, capsys):
 
 
 def test_the_run_folder_serves_as_well(final):
-    assert load_speaker(final.parent).answer([{"role": "user", "content": "say star"}]) == "star"
+    assert load_chat_model(final.parent).answer([{"role": "user", "content": "say star"}]) == "star"
 
 
 def test_an_answer_ends_with_the_templates_end_of_turn(final, tokenizer):
-    speaker = load_speaker(final)
+    speaker = load_chat_model(final)
     assert tokenizer.convert_tokens_to_ids("<|im_end|>") in stop_ids(speaker.tokenizer)
     assert speaker.answer([{"role": "user", "content": "say moon"}]) == "moon"
 
 
 def test_a_conversation_longer_than_the_model_forgets_its_oldest_turns(final, capsys):
     old = [{"role": "user", "content": "say moon"}, {"role": "assistant", "content": "moon"}] * 20
-    assert load_speaker(final).answer([*old, {"role": "user", "content": "say star"}])
+    assert load_chat_model(final).answer([*old, {"role": "user", "content": "say star"}])
 
 
 def adapter(final, folder, *, is_contrary):
@@ -104,7 +104,7 @@ def test_an_adapter_is_loaded_on_its_base(final, tmp_path, tokenizer):
     adapter(final, tmp_path, is_contrary=False)
     tokenizer.save_pretrained(tmp_path)
     assert not (tmp_path / "config.json").exists()
-    speaker = load_speaker(tmp_path)  # a new adapter changes nothing
+    speaker = load_chat_model(tmp_path)  # a new adapter changes nothing
     assert any("lora" in name for name, _ in speaker.model.named_parameters())
     assert speaker.answer([{"role": "user", "content": "say star"}]) == "star"
 
@@ -128,7 +128,7 @@ def test_at_a_terminal_the_conversation_goes_on_until_it_is_cleared(final, monke
     monkeypatch.setattr("sys.stdin", terminal)
     asked = []
     monkeypatch.setattr(
-        "finetune.commands.chat.Speaker.answer", lambda _, turns: asked.append(list(turns)) or "an answer"
+        "finetune.commands.chat.ChatModel.answer", lambda _, turns: asked.append(list(turns)) or "an answer"
     )
     chat(final)
     assert [len(turns) for turns in asked] == [1, 3, 1]
@@ -182,7 +182,7 @@ def test_a_command_that_cannot_be_obeyed_is_told_and_the_talk_goes_on(said):
 
 def test_piped_lines_that_are_no_commands_are_questions(said, monkeypatch):
     asked = []
-    monkeypatch.setattr("finetune.commands.chat.Speaker.answer", lambda _, turns: asked.append(list(turns)) or "")
+    monkeypatch.setattr("finetune.commands.chat.ChatModel.answer", lambda _, turns: asked.append(list(turns)) or "")
     said("/usr/bin is what?", "/base", "say star", is_terminal=False, system="Be brief.")
     assert [[turn["content"] for turn in turns] for turns in asked] == [
         ["Be brief.", "/usr/bin is what?"],
@@ -194,7 +194,7 @@ def test_piped_lines_that_are_no_commands_are_questions(said, monkeypatch):
 
 def test_a_system_message_is_taken_and_begins_anew(said, monkeypatch):
     asked = []
-    monkeypatch.setattr("finetune.commands.chat.Speaker.answer", lambda _, turns: asked.append(list(turns)) or "yes")
+    monkeypatch.setattr("finetune.commands.chat.ChatModel.answer", lambda _, turns: asked.append(list(turns)) or "yes")
     said("one", "/system Be brief.", "two", "three", "/system", "four")
     assert [[turn["role"] for turn in turns] for turns in asked] == [
         ["user"],

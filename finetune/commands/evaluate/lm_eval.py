@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.commands.export import export_checkpoint, is_run
-from finetune.commands.generate import own_device
+from finetune.commands.generate import local_device
 from finetune.errors import UserError
 from finetune.model.loading.pretrained import check_loadable
 from finetune.model.loading.saved import inspect_model_folder
@@ -56,7 +56,7 @@ def _results(harness: Any, folder: Path, *, tasks: str, trusts: bool) -> Mapping
             model="hf",
             model_args=arguments,
             tasks=[task.strip() for task in tasks.split(",") if task.strip()],
-            device=str(own_device()),
+            device=str(local_device()),
             log_samples=False,
         )
     assert found is not None, "it is None on other ranks only"
