@@ -19,7 +19,7 @@ from finetune.runtime.supervision.writer_lock import lock_run_folder
 
 
 @dataclass(frozen=True)
-class Watch:
+class Supervision:
     """What keeps an eye on one process of a run."""
 
     note: ReceivedSignals
@@ -34,7 +34,7 @@ class Watch:
         self.status.met(self.ending.peers)
 
     @contextmanager
-    def first_error(self, refusal: type[FinetuneError] = UserError) -> Iterator[None]:
+    def recording_first_error(self, refusal: type[FinetuneError] = UserError) -> Iterator[None]:
         """Have an error that leaves the context in the status file before anything is cleared up.
 
         What a disk refuses to take becomes the `refusal`.
@@ -51,7 +51,7 @@ class Watch:
 
 
 @contextmanager
-def watched_run(folder: Path, *, log: RunLog, also: Sequence[Path] = ()) -> Iterator[Watch]:
+def supervised_run(folder: Path, *, log: RunLog, also: Sequence[Path] = ()) -> Iterator[Supervision]:
     """Watch this process while the context lasts; rank 0 claims the folder for the run.
 
     One of several processes that meets an error ends here, with every other, and shows the first error of them all;
@@ -67,9 +67,9 @@ def watched_run(folder: Path, *, log: RunLog, also: Sequence[Path] = ()) -> Iter
         status.start()
         ending = ProcessExit(status, rank=rank)
         watchdog = Watchdog(folder, status=status, ending=ending, note=note, rank=rank, world=distributed.world())
-        watch = Watch(note, status, ending, watchdog, (folder, *also))
+        watch = Supervision(note, status, ending, watchdog, (folder, *also))
         try:
-            with running_watchdog(watchdog), watch.first_error():
+            with running_watchdog(watchdog), watch.recording_first_error():
                 yield watch
         except BaseException as error:
             if stop := watchdog.stop_before_training():  # whatever a signal broke on its way

@@ -33,7 +33,7 @@ from finetune.run.state.preflight import prefetch_checksums
 from finetune.run.state.resume import find_finished, resume_run
 from finetune.run.state.run_folder import open_run_folder, remove_leftovers
 from finetune.run.state.save import ReportingSaver
-from finetune.run.supervision import Watch, watched_run
+from finetune.run.supervision import Supervision, supervised_run
 from finetune.runtime import distributed
 from finetune.runtime.progress import Progress
 from finetune.runtime.supervision import signals, status
@@ -60,7 +60,7 @@ def train_from_config(loaded: LoadedConfig, checksums: ChecksumPrefetch | None =
     strategy = launched_strategy(loaded)
     require_supported_by_strategy(loaded.config, strategy.name)
     mirror = make_mirror(loaded)
-    with watched_run(Path(loaded.config.run.folder), log=say, also=(cache_folder(loaded.config.data),)) as watch:
+    with supervised_run(Path(loaded.config.run.folder), log=say, also=(cache_folder(loaded.config.data),)) as watch:
         if distributed.is_main():
             remove_leftovers(loaded.config, log=say)
         fetch_run(loaded, log=print)
@@ -84,7 +84,7 @@ def _train(
     loaded: LoadedConfig,
     strategy: Strategy,
     *,
-    supervision: Watch,
+    supervision: Supervision,
     uploader: Mirror,
     startup: StartUp,
     checksums: ChecksumPrefetch | None,
@@ -113,7 +113,7 @@ def _train(
         config, machine, strategy=strategy.name, training_data=lessons, checksums=checksums, log=log
     )
     reporter = uploader.told_by(open_run_folder(loaded, machine, training_data=lessons, log=log))
-    with closing(reporter), uploader, supervision.first_error(DiskError):
+    with closing(reporter), uploader, supervision.recording_first_error(DiskError):
         checkpointer.rehearse(num_saves=plan.num_due(config.checkpoint.every_steps, after=progress.step))
         settle = partial(sync_batch_norm, machine.model)
         save = ReportingSaver(checkpointer, reporter, supervision.status.checkpoint, before=settle)
@@ -171,7 +171,7 @@ def fit_and_finish(
     progress: Progress,
     training_data: TrainingData,
     prepared: PreparedModel,
-    supervision: Watch,
+    supervision: Supervision,
 ) -> int:
     """Train, export the model where the run is over, report the end and return the exit code. Collective."""
     started, folder = time.monotonic(), Path(loaded.config.run.folder)
@@ -202,13 +202,13 @@ def fit_and_finish(
     return code
 
 
-def end_finished_run(finished: FinishedRun, *, supervision: Watch, num_steps: int) -> int:
+def end_finished_run(finished: FinishedRun, *, supervision: Supervision, num_steps: int) -> int:
     """Report that there is nothing left to do, and return the exit code of a success."""
     place, reason = str(finished.checkpoint), finished.reason
     return status.record_finished(supervision.status, finished.progress, place, reason, num_steps=num_steps)
 
 
-def _run_loop(parts: Parts, progress: Progress, *, watch: Watch) -> str:
+def _run_loop(parts: Parts, progress: Progress, *, watch: Supervision) -> str:
     watch.watchdog.begin_training()
     try:
         return train(parts, progress)
