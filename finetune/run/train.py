@@ -26,8 +26,8 @@ from finetune.run.build.prepared_model import PreparedModel, make_accelerator, p
 from finetune.run.build.strategy import require_supported_by_strategy
 from finetune.run.build.teacher import attach_teacher
 from finetune.run.final_export import export_final, push_final, require_mergeable
-from finetune.run.remote.background import Mirror, make_mirror
-from finetune.run.remote.download import fetch_run, staged
+from finetune.run.remote.background import Uploader, make_uploader
+from finetune.run.remote.download import download_run, with_local_folder
 from finetune.run.state.finished import FinishedRun
 from finetune.run.state.preflight import prefetch_checksums
 from finetune.run.state.resume import find_finished, resume_run
@@ -55,15 +55,15 @@ def train_from_config(loaded: LoadedConfig, checksums: ChecksumPrefetch | None =
     `ahead` is what `prefetch_checksums` has begun.
     """
     startup, say = StartUp.of_process(), RunLog(is_main=distributed.is_main())
-    loaded = staged(loaded)
+    loaded = with_local_folder(loaded)
     quiet_libraries(is_main=distributed.is_main())
     strategy = launched_strategy(loaded)
     require_supported_by_strategy(loaded.config, strategy.name)
-    mirror = make_mirror(loaded)
+    mirror = make_uploader(loaded)
     with supervised_run(Path(loaded.config.run.folder), log=say, also=(cache_folder(loaded.config.data),)) as watch:
         if distributed.is_main():
             remove_leftovers(loaded.config, log=say)
-        fetch_run(loaded, log=print)
+        download_run(loaded, log=print)
         checksums = checksums or prefetch_checksums(loaded)
         require_from_config_buildable(loaded.config)
         code = _train(
@@ -72,7 +72,7 @@ def train_from_config(loaded: LoadedConfig, checksums: ChecksumPrefetch | None =
     return distributed.shut_down(code, afterwards=partial(_hand_over, loaded, mirror))
 
 
-def _hand_over(loaded: LoadedConfig, uploader: Mirror, code: int) -> int:
+def _hand_over(loaded: LoadedConfig, uploader: Uploader, code: int) -> int:
     """Upload what the run has left, when no other process waits for this one any more; return the exit code."""
     code = uploader.finish(code)
     if code == 0:
@@ -85,7 +85,7 @@ def _train(
     strategy: Strategy,
     *,
     supervision: Supervision,
-    uploader: Mirror,
+    uploader: Uploader,
     startup: StartUp,
     checksums: ChecksumPrefetch | None,
     log: RunLog,
@@ -112,7 +112,7 @@ def _train(
     checkpointer, progress = resume_run(
         config, machine, strategy=strategy.name, training_data=lessons, checksums=checksums, log=log
     )
-    reporter = uploader.told_by(open_run_folder(loaded, machine, training_data=lessons, log=log))
+    reporter = uploader.watch_reporter(open_run_folder(loaded, machine, training_data=lessons, log=log))
     with closing(reporter), uploader, supervision.recording_first_error(DiskError):
         checkpointer.rehearse(num_saves=plan.num_due(config.checkpoint.every_steps, after=progress.step))
         settle = partial(sync_batch_norm, machine.model)

@@ -11,18 +11,18 @@ from finetune.config.load import LoadedConfig
 from finetune.config.sections.checkpoint import CheckpointSection
 from finetune.report.events import CheckpointSaved, Event, RunEnded, Warned
 from finetune.report.reporter import Reporter
-from finetune.run.remote.upload import Uploads
+from finetune.run.remote.upload import FolderSync
 from finetune.runtime import distributed
 from finetune.runtime.files.remote import RemoteFolder
 
-_FAREWELL_SECONDS = 20.0
+_SECONDS_AFTER_ERROR = 20.0
 """For what is left to upload after an error: launchers end a process soon, and the next start uploads the rest."""
 
 
-class Mirror(Protocol):
+class Uploader(Protocol):
     """Whoever keeps a run's folder also elsewhere, while it is entered."""
 
-    def told_by(self, reporter: Reporter) -> Reporter:
+    def watch_reporter(self, reporter: Reporter) -> Reporter:
         """Return the reporter so that it also tells the mirror when there is something to upload."""
 
     def finish(self, code: int) -> int:
@@ -35,17 +35,19 @@ class Mirror(Protocol):
     ) -> None: ...
 
 
-def make_mirror(loaded: LoadedConfig) -> Mirror:
+def make_uploader(loaded: LoadedConfig) -> Uploader:
     """Return who uploads this rank's run: rank 0 of a run at a URL does."""
     if loaded.remote is None or not distributed.is_main():
-        return NoMirror()
-    return StorageMirror(Path(loaded.config.run.folder), RemoteFolder(loaded.remote), section=loaded.config.checkpoint)
+        return NullUploader()
+    return BackgroundUploader(
+        Path(loaded.config.run.folder), RemoteFolder(loaded.remote), section=loaded.config.checkpoint
+    )
 
 
-class NoMirror:
+class NullUploader:
     """A run in a folder, or a rank that uploads nothing."""
 
-    def told_by(self, reporter: Reporter) -> Reporter:
+    def watch_reporter(self, reporter: Reporter) -> Reporter:
         """Return the reporter as it is."""
         return reporter
 
@@ -53,7 +55,7 @@ class NoMirror:
         """Return the code."""
         return code
 
-    def __enter__(self) -> "NoMirror":
+    def __enter__(self) -> "NullUploader":
         return self
 
     def __exit__(
@@ -62,19 +64,19 @@ class NoMirror:
         """Do nothing."""
 
 
-class StorageMirror:
+class BackgroundUploader:
     """Uploads a run's folder whenever a checkpoint is whole, and at the end."""
 
     def __init__(self, folder: Path, remote: RemoteFolder, *, section: CheckpointSection) -> None:
         self._folder = folder
         self._url = remote.url
         self._due, self._ending = threading.Event(), threading.Event()
-        self._uploads = Uploads(folder, remote, section=section, wait=self._ending.wait)
+        self._uploads = FolderSync(folder, remote, section=section, wait=self._ending.wait)
         self._failures: list[str] = []
         self._warnings: deque[str] = deque()  # from the thread to the reporter
         self._thread = threading.Thread(target=self._work, name="uploads", daemon=True)
 
-    def __enter__(self) -> "StorageMirror":
+    def __enter__(self) -> "BackgroundUploader":
         self._thread.start()
         self._due.set()  # what an earlier start could not upload
         return self
@@ -85,11 +87,11 @@ class StorageMirror:
         """After an error, upload what a short time allows; otherwise leave the rest to `finish`."""
         if kind is not None:
             self._end()
-            self._thread.join(_FAREWELL_SECONDS)
+            self._thread.join(_SECONDS_AFTER_ERROR)
 
-    def told_by(self, reporter: Reporter) -> Reporter:
+    def watch_reporter(self, reporter: Reporter) -> Reporter:
         """Return the reporter so that it also wakes the uploads, and tells what they warn of."""
-        return _Telling(reporter, self)
+        return _UploadingReporter(reporter, self)
 
     def wake(self) -> None:
         """Have what is new uploaded."""
@@ -129,7 +131,7 @@ class StorageMirror:
             self._due.wait()
             self._due.clear()
             is_last = self._ending.is_set()
-            self._failures = self._uploads.bring_up(is_last=is_last)
+            self._failures = self._uploads.sync(is_last=is_last)
             if not (is_last and self._failures):  # `finish` tells those in full
                 self._tell()
 
@@ -140,10 +142,10 @@ class StorageMirror:
             self._warnings.append(f"uploaded only when tried again: {'; '.join(self._uploads.repeated)}")
 
 
-class _Telling:
+class _UploadingReporter:
     """A reporter beside which a mirror stands."""
 
-    def __init__(self, reporter: Reporter, mirror: StorageMirror) -> None:
+    def __init__(self, reporter: Reporter, mirror: BackgroundUploader) -> None:
         self._reporter = reporter
         self._mirror = mirror
 

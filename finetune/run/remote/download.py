@@ -17,16 +17,16 @@ from finetune.runtime.files.remote import RemoteFolder
 from finetune.runtime.resources import format_size
 from finetune.runtime.supervision.status import STATUS_FILE as STATUS
 
-FINAL = "final"
+FINAL_FOLDER = "final"
 
-_NOT_FETCHED = ("", layout.CHECKPOINTS, FINAL, STATUS, "STOP")
+_NOT_DOWNLOADED = ("", layout.CHECKPOINTS, FINAL_FOLDER, STATUS, "STOP")
 """Beginnings of names that are not brought with the rest; hidden ones are not either: `..` and our locks are such."""
 
 _LOCK = ".fetch.lock"
 _PROBE = ".probe"
 
 
-def staged(loaded: LoadedConfig) -> LoadedConfig:
+def with_local_folder(loaded: LoadedConfig) -> LoadedConfig:
     """Return the config with the folder on this machine in place of the URL, which it remembers; a path stays."""
     run = loaded.config.run
     if not is_url(run.folder):
@@ -35,7 +35,7 @@ def staged(loaded: LoadedConfig) -> LoadedConfig:
     return replace(loaded, config=with_run_folder(loaded.config, str(local)), remote=run.folder)
 
 
-def fetch_run(loaded: LoadedConfig, *, log: Callable[[str], None]) -> None:
+def download_run(loaded: LoadedConfig, *, log: Callable[[str], None]) -> None:
     """Bring what is newer at the run's URL to its stage, in one process while the others wait on a lock file.
 
     No collective, as it may take longer than one allows. Raises CheckpointError where the URL cannot be reached or
@@ -49,7 +49,7 @@ def fetch_run(loaded: LoadedConfig, *, log: Callable[[str], None]) -> None:
         try:
             remote = RemoteFolder(loaded.remote)
             _probe(remote, stage)
-            _bring(remote, stage, log=log)
+            _download_newer(remote, stage, log=log)
         except FinetuneError:
             raise
         except Exception as error:  # each storage has exceptions of its own
@@ -86,24 +86,26 @@ def _probe(remote: RemoteFolder, stage: Path) -> None:
     remote.delete([_PROBE])
 
 
-def _bring(remote: RemoteFolder, stage: Path, *, log: Callable[[str], None]) -> None:
+def _download_newer(remote: RemoteFolder, stage: Path, *, log: Callable[[str], None]) -> None:
     sizes = remote.sizes()
     newest_here = max(layout.steps(stage / layout.CHECKPOINTS), default=-1)
     newer = [step for step in marked_steps(sizes) if step > newest_here]
     if newer:
         for name in sizes:
-            if name.partition("/")[0] not in _NOT_FETCHED and not any(part.startswith(".") for part in name.split("/")):
+            if name.partition("/")[0] not in _NOT_DOWNLOADED and not any(
+                part.startswith(".") for part in name.split("/")
+            ):
                 remote.download(name, stage / name)
     for step in reversed(newer):
         path = layout.step_folder(stage / layout.CHECKPOINTS, step)
-        problem = _download(remote, path)
+        problem = _download_checkpoint(remote, path)
         if problem is None:
             log(f"fetched {path.name}, {format_size(read_manifest(path).size_bytes)}, from {remote.url}")
             return
         log(f"warning: passed over {remote.url}/{layout.CHECKPOINTS}/{path.name}: {problem}")
 
 
-def _download(remote: RemoteFolder, path: Path) -> str | None:
+def _download_checkpoint(remote: RemoteFolder, path: Path) -> str | None:
     """Download a checkpoint, marker first, and rename it into place when it verifies; else return what is wrong."""
     staging = path.with_name(f".fetched-{path.name}")
     shutil.rmtree(staging, ignore_errors=True)

@@ -17,20 +17,20 @@ from finetune.checkpoint.format.manifest import parse_manifest, read_manifest
 from finetune.checkpoint.write.retention import metrics_of, removable_steps
 from finetune.config.sections.checkpoint import CheckpointSection
 from finetune.errors import CheckpointError
-from finetune.run.remote.download import FINAL, marked_steps, step_of
+from finetune.run.remote.download import FINAL_FOLDER, marked_steps, step_of
 from finetune.runtime.files.remote import RemoteFolder
 from finetune.runtime.supervision.heartbeat import fault_point
 
 T = TypeVar("T")
 
-PAUSES_SECONDS = (1.0, 5.0, 20.0)
+RETRY_PAUSES_SECONDS = (1.0, 5.0, 20.0)
 """Between the attempts to upload one file."""
 
 _LINKS = ".uploading"
-_NOT_KEPT = (layout.CHECKPOINTS, "STOP")  # of the folder's first level; a request to stop is for this start alone
+_NOT_UPLOADED = (layout.CHECKPOINTS, "STOP")  # of the folder's first level; a request to stop is for this start alone
 
 
-class Uploads:
+class FolderSync:
     """Brings a run's URL up to its folder, one call after the other; all of it is in one thread's hands."""
 
     def __init__(
@@ -46,12 +46,12 @@ class Uploads:
         self.repeated: list[str] = []
         shutil.rmtree(folder / _LINKS, ignore_errors=True)
 
-    def bring_up(self, *, is_last: bool) -> list[str]:
+    def sync(self, *, is_last: bool) -> list[str]:
         """Upload and delete what is due and return what could not be, in words; `final/` goes with the last call."""
         self.repeated = []
         failures: list[str] = []
         try:
-            sizes = self._persistently(self.remote.sizes)
+            sizes = self._with_retries(self.remote.sizes)
         except Exception as error:  # each storage has exceptions of its own
             return [f"{self.remote.url} cannot be listed: {error}"]
         for name, act in self._tasks(sizes, is_last=is_last):
@@ -63,7 +63,7 @@ class Uploads:
 
     def _tasks(self, sizes: dict[str, int], *, is_last: bool) -> Iterator[tuple[str, Callable[[], None]]]:
         """Yield what there is to do by name, the newest checkpoint first: an older one may be let go of meanwhile."""
-        local = _whole(self._folder / layout.CHECKPOINTS)
+        local = _complete_checkpoints(self._folder / layout.CHECKPOINTS)
         self._known |= local.keys()
         for step in sorted(local, reverse=True):
             yield f"{layout.CHECKPOINTS}/{local[step].name}", partial(self._checkpoint, step, local[step], sizes)
@@ -71,8 +71,8 @@ class Uploads:
             yield "what is gone here", partial(self._delete_gone, local, sizes)
         for name in sorted(_other_files(self._folder, is_last=is_last)):
             yield name, partial(self._file, name)
-        if is_last and (self._folder / FINAL).is_dir():
-            yield f"old files of {FINAL}", partial(self._delete_old_export, sizes)
+        if is_last and (self._folder / FINAL_FOLDER).is_dir():
+            yield f"old files of {FINAL_FOLDER}", partial(self._delete_old_export, sizes)
 
     def _checkpoint(self, step: int, path: Path, sizes: dict[str, int]) -> None:
         place = f"{layout.CHECKPOINTS}/{path.name}"
@@ -81,7 +81,7 @@ class Uploads:
             if held is None:
                 return
             text = (held / layout.MANIFEST).read_bytes()
-            if marker in sizes and text in (self._up.get(step), self._persistently(lambda: self.remote.read(marker))):
+            if marker in sizes and text in (self._up.get(step), self._with_retries(lambda: self.remote.read(marker))):
                 self._up[step] = text
                 return
             self._delete([marker] if marker in sizes else [])
@@ -131,7 +131,7 @@ class Uploads:
         metrics: dict[int, Mapping[str, float]] = {step: metrics_of(path) for step, path in local.items()}
         for step in strangers:
             name = f"{layout.CHECKPOINTS}/{layout.step_folder(Path(), step).name}/{layout.MANIFEST}"
-            metrics[step] = _metrics_in(self._persistently(partial(self.remote.read, name)), name=name)
+            metrics[step] = _metrics_in(self._with_retries(partial(self.remote.read, name)), name=name)
         return removable_steps(
             metrics,
             keep_last=self._section.keep_last,
@@ -142,7 +142,9 @@ class Uploads:
         )
 
     def _delete_old_export(self, sizes: dict[str, int]) -> None:
-        self._delete(name for name in sizes if name.startswith(f"{FINAL}/") and not (self._folder / name).exists())
+        self._delete(
+            name for name in sizes if name.startswith(f"{FINAL_FOLDER}/") and not (self._folder / name).exists()
+        )
 
     def _file(self, name: str) -> None:
         path = self._folder / name
@@ -160,15 +162,15 @@ class Uploads:
             fault_point(point, step=step, path=path)
             self.remote.upload(path, name)
 
-        self._persistently(attempt)
+        self._with_retries(attempt)
 
     def _delete(self, names: Iterable[str]) -> None:
         for name in names:
-            self._persistently(partial(self.remote.delete, [name]))
+            self._with_retries(partial(self.remote.delete, [name]))
 
-    def _persistently(self, act: Callable[[], T]) -> T:
+    def _with_retries(self, act: Callable[[], T]) -> T:
         """Call `act` until it succeeds, a few times at most, and return its value; raises what the last one raised."""
-        for pause in PAUSES_SECONDS:
+        for pause in RETRY_PAUSES_SECONDS:
             try:
                 return act()
             except Exception as error:  # each storage has exceptions of its own
@@ -177,7 +179,7 @@ class Uploads:
         return act()
 
 
-def _whole(folder: Path) -> dict[int, Path]:
+def _complete_checkpoints(folder: Path) -> dict[int, Path]:
     return {step: path for step, path in layout.steps(folder).items() if (path / layout.MANIFEST).is_file()}
 
 
@@ -191,7 +193,7 @@ def _metrics_in(marker: bytes | None, *, name: str) -> Mapping[str, float]:
 
 def _other_files(folder: Path, *, is_last: bool) -> Iterator[str]:
     """Yield every file that is not hidden, by its name in the folder; checkpoints are not among them."""
-    left_out = _NOT_KEPT if is_last else (*_NOT_KEPT, FINAL)
+    left_out = _NOT_UPLOADED if is_last else (*_NOT_UPLOADED, FINAL_FOLDER)
     for path in folder.rglob("*"):
         name = path.relative_to(folder)
         if name.parts[0] not in left_out and not any(part.startswith(".") for part in name.parts) and path.is_file():

@@ -5,8 +5,8 @@ from finetune.config.sections.checkpoint import CheckpointSection
 from finetune.report.events import CheckpointSaved, Noted, Warned
 from finetune.run.remote import background as mirrors
 from finetune.run.remote import upload
-from finetune.run.remote.background import NoMirror, StorageMirror, make_mirror
-from finetune.run.remote.download import staged
+from finetune.run.remote.background import BackgroundUploader, NullUploader, make_uploader
+from finetune.run.remote.download import with_local_folder
 from tests.run.staging import NotedRemote, checkpoint
 
 SAVED = CheckpointSaved(4, "path", size_bytes=1, seconds=0.0, stall_seconds=0.0)
@@ -29,13 +29,13 @@ def remote(request):
 
 @pytest.fixture
 def mirror(tmp_path, remote, monkeypatch):
-    monkeypatch.setattr(upload, "PAUSES_SECONDS", (0.0, 0.0))
-    return StorageMirror(tmp_path, remote, section=CheckpointSection())
+    monkeypatch.setattr(upload, "RETRY_PAUSES_SECONDS", (0.0, 0.0))
+    return BackgroundUploader(tmp_path, remote, section=CheckpointSection())
 
 
 def test_what_is_saved_while_it_is_entered_is_there_at_the_end(mirror, remote, tmp_path, capsys):
     told = Told()
-    reporter = mirror.told_by(told)
+    reporter = mirror.watch_reporter(told)
     with mirror:
         checkpoint(tmp_path, 4)
         reporter(SAVED)
@@ -70,9 +70,9 @@ def test_a_failure_is_told_with_the_next_event_and_what_succeeds_later_is_no_err
     told = Told()
     checkpoint(tmp_path, 4)
     remote.failing["model/0"] = 3
-    mirror._failures = mirror._uploads.bring_up(is_last=False)
+    mirror._failures = mirror._uploads.sync(is_last=False)
     mirror._tell()
-    mirror.told_by(told)(Noted(5, "goes on"))
+    mirror.watch_reporter(told)(Noted(5, "goes on"))
     assert told[0] == Noted(5, "goes on")
     assert isinstance(told[1], Warned) and "not uploaded, tried again at the next checkpoint" in told[1].message
     assert mirror.finish(0) == 0
@@ -86,13 +86,13 @@ def test_an_error_waits_for_the_uploads_a_short_time_and_passes(mirror, remote, 
 
 
 def test_only_rank_0_of_a_run_at_a_url_uploads(job, monkeypatch):
-    here = staged(load_config(job))
-    there = staged(load_config(job, ["run.folder=memory://runs/first"]))
-    assert isinstance(make_mirror(here), NoMirror)
-    assert isinstance(make_mirror(there), StorageMirror)
+    here = with_local_folder(load_config(job))
+    there = with_local_folder(load_config(job, ["run.folder=memory://runs/first"]))
+    assert isinstance(make_uploader(here), NullUploader)
+    assert isinstance(make_uploader(there), BackgroundUploader)
     monkeypatch.setattr(mirrors.ranks, "is_main", lambda: False)
-    assert isinstance(make_mirror(there), NoMirror)
+    assert isinstance(make_uploader(there), NullUploader)
     reporter = Told()
-    with NoMirror() as nobody:
-        assert nobody.told_by(reporter) is reporter
+    with NullUploader() as nobody:
+        assert nobody.watch_reporter(reporter) is reporter
     assert nobody.finish(3) == 3

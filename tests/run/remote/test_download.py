@@ -8,7 +8,7 @@ from finetune.checkpoint.format.manifest import manifest_digest, read_manifest
 from finetune.config.explain import resolved_yaml
 from finetune.config.load import LoadedConfig, load_config
 from finetune.errors import CheckpointError
-from finetune.run.remote.download import fetch_run, staged
+from finetune.run.remote.download import download_run, with_local_folder
 from finetune.runtime.files.remote import RemoteFolder
 from tests.run.staging import checkpoint
 
@@ -35,7 +35,7 @@ class Machine:
                 self.remote.upload(path, name)
 
     def fetch(self):
-        fetch_run(self.loaded, log=self.said.append)
+        download_run(self.loaded, log=self.said.append)
         return sorted(path.name for path in (self.stage / "checkpoints").glob("*"))
 
 
@@ -45,7 +45,7 @@ def machine(job, tmp_path, request):
 
     def start(name, *, url=f"memory://fetch/{request.node.name}"):
         overrides = [f"run.folder={url}", f"run.local_folder={tmp_path / name}"]
-        return Machine(staged(load_config(job, overrides)))
+        return Machine(with_local_folder(load_config(job, overrides)))
 
     return start
 
@@ -60,8 +60,8 @@ def test_a_run_at_a_url_is_staged_and_its_resolved_config_keeps_the_url(machine,
 
 def test_a_run_in_a_folder_is_left_as_it_is(job):
     loaded = load_config(job, ["run.folder=runs/first"])
-    assert staged(loaded) is loaded
-    fetch_run(loaded, log=print)
+    assert with_local_folder(loaded) is loaded
+    download_run(loaded, log=print)
     assert not Path(loaded.config.run.folder).exists()
 
 

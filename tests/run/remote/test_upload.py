@@ -3,7 +3,7 @@ import shutil
 import pytest
 
 from finetune.config.sections.checkpoint import CheckpointSection
-from finetune.run.remote.upload import PAUSES_SECONDS, Uploads
+from finetune.run.remote.upload import RETRY_PAUSES_SECONDS, FolderSync
 from tests.run.staging import NotedRemote, checkpoint
 
 WHOLE = ["manifest.json", "model/0", "progress.json"]
@@ -29,11 +29,11 @@ def waited():
 @pytest.fixture
 def uploads(folder, remote, waited):
     folder.mkdir()
-    return Uploads(folder, remote, section=CheckpointSection(), wait=waited.append)
+    return FolderSync(folder, remote, section=CheckpointSection(), wait=waited.append)
 
 
 def bring_up(uploads, *, is_last=False):
-    return uploads.bring_up(is_last=is_last)
+    return uploads.sync(is_last=is_last)
 
 
 def test_a_checkpoints_marker_goes_up_last(uploads, folder, remote):
@@ -75,7 +75,7 @@ def test_an_upload_that_fails_once_is_repeated(uploads, folder, remote, waited):
     remote.failing["model/0"] = 1
     assert bring_up(uploads) == []
     assert uploads.repeated == ["ConnectionError: the line went dead"]
-    assert waited == [PAUSES_SECONDS[0]]
+    assert waited == [RETRY_PAUSES_SECONDS[0]]
     assert remote.checkpoints() == {"step-000004": WHOLE}
 
 
@@ -132,9 +132,9 @@ def test_older_ones_of_another_machine_are_judged_by_the_same_retention(folder, 
     there = folder.with_name("there")
     for step, loss in ((2, 0.5), (4, 0.1), (6, 0.3)):
         checkpoint(there, step, metrics={"loss": loss})
-    Uploads(there, remote, section=CheckpointSection(), wait=waited.append).bring_up(is_last=False)
+    FolderSync(there, remote, section=CheckpointSection(), wait=waited.append).sync(is_last=False)
     folder.mkdir()
-    uploads = Uploads(folder, remote, section=CheckpointSection(keep_best={}), wait=waited.append)
+    uploads = FolderSync(folder, remote, section=CheckpointSection(keep_best={}), wait=waited.append)
     checkpoint(folder, 8)
     assert bring_up(uploads) == []
     assert list(remote.checkpoints()) == ["step-000004", "step-000006", "step-000008"]  # the best and the last two
