@@ -21,8 +21,14 @@ from rich.console import Console
 from rich.table import Table
 from tiny_job import LORA, write_job
 
-from finetune.commands.verify.resume import Course, differences, read_course
-from finetune.commands.verify.runs import Question, comparable, contestant, relative_differences, run_job
+from finetune.commands.verify.resume import RunHistory, differences, read_run_history
+from finetune.commands.verify.runs import (
+    TestedJob,
+    comparable_overrides,
+    parse_launch_setup,
+    relative_differences,
+    run_job,
+)
 from finetune.config.load import load_config
 from finetune.errors import UserError
 
@@ -59,7 +65,7 @@ class Matrix:
     """The job in one variant, and where its runs lie."""
 
     variant: str
-    question: Question
+    question: TestedJob
 
     def run_straight(self, place: str) -> None:
         """Run a source to its end, unless that has been done; where it fails, so do the pairs that start from it."""
@@ -77,8 +83,8 @@ class Matrix:
             self._run(target, folder, changes={"checkpoint.resume": str(checkpoint)})
         except UserError as error:
             return Result(self.variant, source, target, float("nan"), (str(error),))
-        whole, resumed = read_course(self._folder(source)), read_course(folder)
-        straight = Course(whole.steps[STOP_AT:], whole.starts, whole.state_sha256)
+        whole, resumed = read_run_history(self._folder(source)), read_run_history(folder)
+        straight = RunHistory(whole.steps[STOP_AT:], whole.starts, whole.state_sha256)
         tolerance = None if source == target else TOLERANCE
         problems = tuple(differences(straight, resumed, stop_at=STOP_AT, tolerance=tolerance))
         losses = [[step.loss for step in course.steps] for course in (straight, resumed)]
@@ -88,8 +94,8 @@ class Matrix:
         if (folder / "final").exists():
             return
         job = self.question.job
-        one = contestant(place, job, processes=1, folder=CONFIGS, option="place")
-        run_job(one, self.question, folder=folder, changes={**comparable(job), **changes})
+        one = parse_launch_setup(place, job, processes=1, folder=CONFIGS, option="place")
+        run_job(one, self.question, folder=folder, changes={**comparable_overrides(job), **changes})
 
     def _folder(self, name: str) -> Path:
         return self.question.scratch / self.variant / name.replace(":", "-")
@@ -106,7 +112,7 @@ def main() -> int:
         for variant, changes in variants.items():
             overrides = (*changes, f"train.steps={STEPS}")
             job = load_config(config, overrides).config
-            matrices.append(Matrix(variant, Question(config, overrides, job, STEPS, folder)))
+            matrices.append(Matrix(variant, TestedJob(config, overrides, job, STEPS, folder)))
         results = _run_all(matrices, _wanted(options.only), jobs=options.jobs)
     for matrix in matrices:
         _print_table([each for each in results if each.variant == matrix.variant], variant=matrix.variant)

@@ -10,13 +10,13 @@ from pathlib import Path
 from rich.table import Table
 
 from finetune.commands.verify.runs import (
-    Contestant,
-    Question,
-    comparable,
-    contestant,
+    LaunchSetup,
+    TestedJob,
+    comparable_overrides,
+    parse_launch_setup,
+    read_steps,
     relative_differences,
     run_job,
-    steps_taken,
 )
 from finetune.config.load import load_config
 from finetune.runtime.text.rich_console import SafeConsole
@@ -34,7 +34,7 @@ class Trace:
 class Comparison:
     """The largest relative differences of a contestant from the one-process run."""
 
-    contestant: Contestant
+    contestant: LaunchSetup
     loss_difference: float
     norm_difference: float
     first_bad_step: int | None  # named from 1
@@ -63,7 +63,7 @@ def run_parity(
     """
     job = load_config(config, overrides).config
     contestants = [
-        contestant(
+        parse_launch_setup(
             written,
             job,
             processes=processes,
@@ -74,9 +74,9 @@ def run_parity(
         for written in strategies
         for accumulation in accumulations
     ]
-    reference = Contestant("single", None, 1, job.train.global_batch_size // job.train.microbatch_size)
+    reference = LaunchSetup("single", None, 1, job.train.global_batch_size // job.train.microbatch_size)
     with tempfile.TemporaryDirectory(prefix="finetune-parity-") as scratch:
-        question = Question(config, tuple(overrides), job, steps, Path(scratch))
+        question = TestedJob(config, tuple(overrides), job, steps, Path(scratch))
         wanted = _trace(reference, question)
         compared = []
         for each in contestants:
@@ -86,7 +86,7 @@ def run_parity(
     return all(comparison.is_equal for comparison in compared)
 
 
-def compare(each: Contestant, *, wanted: Trace, got: Trace, tolerance: float) -> Comparison:
+def compare(each: LaunchSetup, *, wanted: Trace, got: Trace, tolerance: float) -> Comparison:
     """Return the largest relative differences; traces of unequal length differ at the first missing step."""
     losses = relative_differences(wanted.losses, got.losses)
     norms = relative_differences(wanted.norms, got.norms)
@@ -96,11 +96,11 @@ def compare(each: Contestant, *, wanted: Trace, got: Trace, tolerance: float) ->
     return Comparison(each, max(losses, default=0.0), max(norms, default=0.0), min(bad, default=None))
 
 
-def _trace(each: Contestant, tested: Question) -> Trace:
+def _trace(each: LaunchSetup, tested: TestedJob) -> Trace:
     folder = tested.scratch / each.label
-    changes = {**comparable(tested.job), "train.stop_after_steps": str(tested.steps)}
+    changes = {**comparable_overrides(tested.job), "train.stop_after_steps": str(tested.steps)}
     run_job(each, tested, folder=folder, changes=changes)
-    taken = steps_taken(folder)
+    taken = read_steps(folder)
     shutil.rmtree(folder)  # its checkpoint may be large
     return Trace(
         tuple(float(event["loss"]) for event in taken), tuple(float(event["gradient_norm"]) for event in taken)

@@ -11,13 +11,13 @@ from rich.table import Table
 from finetune.checkpoint.format import layout
 from finetune.checkpoint.format.manifest import read_manifest
 from finetune.commands.verify.runs import (
-    Contestant,
-    Question,
-    comparable,
-    contestant,
+    LaunchSetup,
+    TestedJob,
+    comparable_overrides,
+    parse_launch_setup,
+    read_steps,
     relative_differences,
     run_job,
-    steps_taken,
 )
 from finetune.config.load import load_config
 from finetune.config.run_config import RunConfig
@@ -39,7 +39,7 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Course:
+class RunHistory:
     """A run from its first step to its last, over however many starts."""
 
     steps: tuple[Step, ...]
@@ -68,11 +68,11 @@ def run_resume(
     last = stop_at + STEPS_AFTER_THE_STOP if steps is None else steps
     _refuse_too_short(job, stop_at=stop_at, last=last)
     one, other = (
-        contestant(written, job, processes=2, folder=configs_folder, option=option)
+        parse_launch_setup(written, job, processes=2, folder=configs_folder, option=option)
         for written, option in ((source, "--from"), (target, "--to"))
     )
     with tempfile.TemporaryDirectory(prefix="finetune-resume-") as scratch:
-        question = Question(config, tuple(overrides), job, last, Path(scratch))
+        question = TestedJob(config, tuple(overrides), job, last, Path(scratch))
         straight, resumed = run_both(one, other, tested=question, stop_at=stop_at)
     limit = None if one == other else tolerance
     problems = list(differences(straight, resumed, stop_at=stop_at, tolerance=limit))
@@ -81,7 +81,7 @@ def run_resume(
     return not problems
 
 
-def run_both(one: Contestant, other: Contestant, *, tested: Question, stop_at: int) -> tuple[Course, Course]:
+def run_both(one: LaunchSetup, other: LaunchSetup, *, tested: TestedJob, stop_at: int) -> tuple[RunHistory, RunHistory]:
     """Return the straight course under `one`, and the one that is stopped there and resumed under the other."""
     changes = _changes(tested.job, keeps_dropout=one == other)
     folders = tested.scratch / "straight", tested.scratch / "resumed"
@@ -89,24 +89,24 @@ def run_both(one: Contestant, other: Contestant, *, tested: Question, stop_at: i
     for each, folder, stop in runs:
         print(f"running under {each.title} to step {stop}, in {folder.name}", file=sys.stderr, flush=True)
         run_job(each, tested, folder=folder, changes={**changes, "train.stop_after_steps": str(stop)})
-        if len(steps_taken(folders[0])) <= stop_at:
-            raise _too_late(stop_at, num_steps=len(steps_taken(folders[0])))
-    return read_course(folders[0]), read_course(folders[1])
+        if len(read_steps(folders[0])) <= stop_at:
+            raise _stop_after_end(stop_at, num_steps=len(read_steps(folders[0])))
+    return read_run_history(folders[0]), read_run_history(folders[1])
 
 
-def read_course(folder: Path) -> Course:
+def read_run_history(folder: Path) -> RunHistory:
     """Return the course of the run in this folder."""
-    taken = steps_taken(folder)
+    taken = read_steps(folder)
     started = [event for event in read_events(folder / "events.jsonl") if event["event"] == "RunStarted"]
     checkpoints = list(layout.steps(folder / layout.CHECKPOINTS).values())
-    return Course(
+    return RunHistory(
         tuple(Step(event["step"], event["samples_sha256"], float(event["loss"])) for event in taken),
         starts=tuple(event["step"] for event in started),
         state_sha256=read_manifest(checkpoints[-1]).state_sha256,
     )
 
 
-def differences(straight: Course, resumed: Course, *, stop_at: int, tolerance: float | None) -> Iterator[str]:
+def differences(straight: RunHistory, resumed: RunHistory, *, stop_at: int, tolerance: float | None) -> Iterator[str]:
     """Yield in words everything in which the courses differ; without a tolerance every bit counts."""
     if resumed.starts[-1] != stop_at:
         yield f"the second start went on from step {resumed.starts[-1]}, not {stop_at}"
@@ -130,16 +130,16 @@ def _refuse_too_short(job: RunConfig, *, stop_at: int, last: int) -> None:
     if last <= stop_at:
         raise UserError(f"--steps {last}: nothing is left to compare after --stop-at {stop_at}. Write a larger number.")
     if job.train.steps is not None and job.train.steps <= stop_at:
-        raise _too_late(stop_at, num_steps=job.train.steps)
+        raise _stop_after_end(stop_at, num_steps=job.train.steps)
 
 
-def _too_late(stop_at: int, *, num_steps: int) -> UserError:
+def _stop_after_end(stop_at: int, *, num_steps: int) -> UserError:
     return UserError(f"--stop-at {stop_at}: the job takes only {num_steps} steps. Write a smaller number.")
 
 
 def _changes(job: RunConfig, *, keeps_dropout: bool) -> Mapping[str, str]:
     return {
-        **comparable(job, keeps_dropout=keeps_dropout),
+        **comparable_overrides(job, keeps_dropout=keeps_dropout),
         "checkpoint.every_steps": "null",
         "checkpoint.keep_every_steps": "null",
         "checkpoint.resume": "auto",
@@ -147,13 +147,13 @@ def _changes(job: RunConfig, *, keeps_dropout: bool) -> Mapping[str, str]:
     }
 
 
-def _title(one: Contestant, other: Contestant, *, stop_at: int, is_dropout_off: object) -> str:
+def _title(one: LaunchSetup, other: LaunchSetup, *, stop_at: int, is_dropout_off: object) -> str:
     return f"straight under {one.title}, against stopped after step {stop_at} and resumed under {other.title}" + (
         " (dropout off)" if is_dropout_off else ""
     )
 
 
-def _print_table(straight: Course, resumed: Course, *, title: str) -> None:
+def _print_table(straight: RunHistory, resumed: RunHistory, *, title: str) -> None:
     table = Table(title=title)
     table.add_column("step", justify="right", no_wrap=True)
     for column in ("samples\nstraight", "\nresumed"):
@@ -172,7 +172,9 @@ def _print_table(straight: Course, resumed: Course, *, title: str) -> None:
     SafeConsole().print(table)
 
 
-def _print_verdict(problems: Sequence[str], *, straight: Course, resumed: Course, tolerance: float | None) -> None:
+def _print_verdict(
+    problems: Sequence[str], *, straight: RunHistory, resumed: RunHistory, tolerance: float | None
+) -> None:
     print(f"state of the last checkpoint: straight {straight.state_sha256 or '-'}")
     print(f"                              resumed  {resumed.state_sha256 or '-'}")
     wanted = "bit by bit" if tolerance is None else f"within {tolerance:g}"

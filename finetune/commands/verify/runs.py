@@ -15,7 +15,7 @@ TIMEOUT_SECONDS = 1800.0
 
 
 @dataclass(frozen=True)
-class Contestant:
+class LaunchSetup:
     """One way to run the job; no accelerate config means one process without a launcher."""
 
     name: str
@@ -35,7 +35,7 @@ class Contestant:
 
 
 @dataclass(frozen=True)
-class Question:
+class TestedJob:
     """The job that is asked about, and how many of its steps; runs and logs go into `scratch`."""
 
     config: Path
@@ -45,9 +45,9 @@ class Question:
     scratch: Path
 
 
-def contestant(
+def parse_launch_setup(
     written: str, job: RunConfig, *, processes: int, folder: Path, option: str, accumulation: int | None = None
-) -> Contestant:
+) -> LaunchSetup:
     """Return what one word of an option means, such as `zero3:4`; raises UserError for an unknown name or batch.
 
     Without an accumulation the job's own microbatch is kept, or the largest below it that the processes can share.
@@ -66,10 +66,10 @@ def contestant(
             f"{option} {written}: a global batch of {batch} cannot be shared by {world} processes x "
             f"{accumulation or 1} accumulated. Choose other numbers, or another batch with --set."
         )
-    return Contestant(path.stem, path, world, accumulation or _accumulation(job, share=batch // world))
+    return LaunchSetup(path.stem, path, world, accumulation or _accumulation(job, share=batch // world))
 
 
-def run_job(each: Contestant, tested: Question, *, folder: Path, changes: Mapping[str, str]) -> None:
+def run_job(each: LaunchSetup, tested: TestedJob, *, folder: Path, changes: Mapping[str, str]) -> None:
     """Run the job in the run folder with these keys changed; raises UserError with the log's end where it fails."""
     log = folder.with_suffix(".log")
     command = [*_launcher(each), "-m", "finetune", "--config", str(tested.config)]
@@ -82,13 +82,13 @@ def run_job(each: Contestant, tested: Question, *, folder: Path, changes: Mappin
         raise UserError(f"the run under {each.title} ended with exit code {code}. Its last lines:\n{tail}")
 
 
-def steps_taken(folder: Path) -> list[dict[str, Any]]:
+def read_steps(folder: Path) -> list[dict[str, Any]]:
     """Return the StepTaken events of the run, one per step in order; of a step that was taken again, the last."""
     taken = [event for event in read_events(folder / "events.jsonl") if event["event"] == "StepTaken"]
     return [event for _, event in sorted({event["step"]: event for event in taken}.items())]
 
 
-def comparable(job: RunConfig, *, keeps_dropout: bool = False) -> dict[str, str]:
+def comparable_overrides(job: RunConfig, *, keeps_dropout: bool = False) -> dict[str, str]:
     """Return the changes that make runs of a job comparable: no dropout, and nothing but training going on."""
     changes = {
         "run.strategy": "null",
@@ -116,11 +116,11 @@ def _accumulation(job: RunConfig, *, share: int) -> int:
     return share // size
 
 
-def _microbatch_size(each: Contestant, job: RunConfig) -> int:
+def _microbatch_size(each: LaunchSetup, job: RunConfig) -> int:
     return job.train.global_batch_size // (each.processes * each.accumulation)
 
 
-def _launcher(each: Contestant) -> list[str]:
+def _launcher(each: LaunchSetup) -> list[str]:
     if each.accelerate_config is None:
         return [sys.executable]
     return [

@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from finetune.commands.verify.resume import Course, Step, differences, run_resume
-from finetune.commands.verify.runs import Contestant, contestant
+from finetune.commands.verify.resume import RunHistory, Step, differences, run_resume
+from finetune.commands.verify.runs import LaunchSetup, parse_launch_setup
 from finetune.config.load import load_config
 from finetune.errors import UserError
 
 CONFIGS = Path(__file__).parents[3] / "accelerate_configs"
-STRAIGHT = Course((Step(1, "a", 4.0), Step(2, "b", 3.0), Step(3, "c", 2.0)), starts=(0,), state_sha256="f0")
+STRAIGHT = RunHistory((Step(1, "a", 4.0), Step(2, "b", 3.0), Step(3, "c", 2.0)), starts=(0,), state_sha256="f0")
 RESUMED = replace(STRAIGHT, starts=(0, 2))
 
 
@@ -59,10 +59,10 @@ def test_fewer_steps_are_a_difference():
 def test_the_jobs_microbatch_is_kept_where_the_processes_can_share_it(job):
     config = load_config(job).config  # 8 per step in microbatches of 4
     one, two, four = (
-        contestant(f"ddp:{world}", config, processes=2, folder=CONFIGS, option="--from") for world in (1, 2, 4)
+        parse_launch_setup(f"ddp:{world}", config, processes=2, folder=CONFIGS, option="--from") for world in (1, 2, 4)
     )
     assert [each.accumulation for each in (one, two, four)] == [2, 1, 1]
-    assert four == Contestant("ddp", CONFIGS / "ddp.yaml", 4, 1)
+    assert four == LaunchSetup("ddp", CONFIGS / "ddp.yaml", 4, 1)
     assert one.title == "ddp:1"
 
 
