@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.progress import BarColumn, Progress, TaskID
 
 from finetune.commands.audit_tables import print_audit
-from finetune.commands.preview.preview import without_limits
+from finetune.commands.preview.preview import without_audit_limits
 from finetune.config.load import load_config
 from finetune.data.audit.audit import Streamed
 from finetune.data.token_cache.counts import REMEDY
@@ -105,7 +105,9 @@ def prepare(path: Path, overrides: Sequence[str]) -> None:
     config = load_config(path, overrides).config
     try:
         with show_progress() as (say, watch):
-            lessons = make_training_data(without_limits(config), RunLog(is_main=True, write=say), on_progress=watch)
+            lessons = make_training_data(
+                without_audit_limits(config), RunLog(is_main=True, write=say), on_progress=watch
+            )
             verify_sets(lessons)
     except KeyboardInterrupt:
         print("what is tokenised is kept: the same command goes on where it stopped", file=sys.stderr)

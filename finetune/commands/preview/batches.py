@@ -12,7 +12,7 @@ from finetune.task.protocol import Task
 
 
 @dataclass(frozen=True)
-class SeenSample:
+class PreviewSample:
     """One sample, where its row stands, and its tokens as text."""
 
     sample_id: int
@@ -24,17 +24,17 @@ class SeenSample:
 
 
 @dataclass(frozen=True)
-class SeenPosition:
+class PreviewPosition:
     """What stands at one position of the order: a sample, a pack, or a batch by tokens."""
 
     number: int
-    samples: tuple[SeenSample, ...]  # that are shown
+    samples: tuple[PreviewSample, ...]  # that are shown
     num_samples: int  # of all of it, as num_tokens
     num_tokens: int
 
 
 @dataclass(frozen=True)
-class SeenBatch:
+class PreviewBatch:
     """One microbatch; its numbers are of all of it, however much is shown."""
 
     step: int  # from 1, as everywhere
@@ -42,7 +42,7 @@ class SeenBatch:
     of: int  # microbatches of the step, over the whole world
     first_position: int
     last_position: int
-    positions: tuple[SeenPosition, ...]
+    positions: tuple[PreviewPosition, ...]
     num_samples: int
     num_tokens: int
     num_targets: int
@@ -66,7 +66,7 @@ class SeenBatch:
 
 
 @dataclass(frozen=True)
-class Walk:
+class BatchPreview:
     """An order, the samples at its positions, and how a step is cut."""
 
     pool: DatasetView
@@ -75,7 +75,7 @@ class Walk:
     global_batch_size: int
     microbatch_size: int
 
-    def batches(self, *, start: int, num_samples: int) -> Iterator[SeenBatch]:
+    def batches(self, *, start: int, num_samples: int) -> Iterator[PreviewBatch]:
         """Yield microbatches from the one that holds position `start`, until so many samples have been shown."""
         first = start
         while num_samples > 0:
@@ -84,12 +84,12 @@ class Walk:
             num_samples -= sum(len(position.samples) for position in batch.positions)
             first = first // self.microbatch_size * self.microbatch_size + self.microbatch_size
 
-    def _batch(self, first: int, *, most: int) -> SeenBatch:
+    def _batch(self, first: int, *, most: int) -> PreviewBatch:
         begin = first // self.microbatch_size * self.microbatch_size
         end = begin + self.microbatch_size
         batch = self._collated(begin, end)
         step, offset = divmod(begin, self.global_batch_size)
-        return SeenBatch(
+        return PreviewBatch(
             step=step + 1,
             number=offset // self.microbatch_size + 1,
             of=self.global_batch_size // self.microbatch_size,
@@ -108,17 +108,17 @@ class Walk:
         (ids,) = self.pool.order.cut(begin, end, self.microbatch_size)
         return self.task.collate([self.pool.samples[sample_id] for sample_id in ids.tolist()])
 
-    def _positions(self, start: int, stop: int, *, most: int) -> Iterator[SeenPosition]:
+    def _positions(self, start: int, stop: int, *, most: int) -> Iterator[PreviewPosition]:
         for number in range(start, stop):
             if most <= 0:
                 return
             ids = self.pool.order.samples(number, number + 1)
             shown = tuple(self._sample(sample_id) for sample_id in ids[:most].tolist())
-            yield SeenPosition(number, shown, len(ids), int(self.pool.samples.lengths_of(ids).sum()))
+            yield PreviewPosition(number, shown, len(ids), int(self.pool.samples.lengths_of(ids).sum()))
             most -= len(ids)
 
-    def _sample(self, sample_id: int) -> SeenSample:
+    def _sample(self, sample_id: int) -> PreviewSample:
         features = self.pool.samples[sample_id]
         pieces = tuple(pieces_of(features, self.tokenizer))
         place, answer = self.pool.samples.place(sample_id), self.task.answer(features)
-        return SeenSample(sample_id, place, pieces, features.length, features.num_targets, answer)
+        return PreviewSample(sample_id, place, pieces, features.length, features.num_targets, answer)

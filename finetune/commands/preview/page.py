@@ -7,8 +7,8 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from finetune.commands.audit_tables import audit_lines, audit_rows, numbers_of
-from finetune.commands.preview.batches import SeenBatch, SeenPosition, SeenSample
-from finetune.commands.preview.tokens import stretches
+from finetune.commands.preview.batches import PreviewBatch, PreviewPosition, PreviewSample
+from finetune.commands.preview.tokens import spans
 from finetune.data.audit.audit import Audit, Histogram
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -43,7 +43,7 @@ class Chart:
 
 
 @dataclass(frozen=True)
-class Part:
+class Segment:
     """A piece of a lane: tokens that are read or learnt, `first` at the edge of a sample, padding, or hidden."""
 
     kind: str
@@ -51,19 +51,19 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Lane:
+class ForwardRow:
     """A row of the forward pass, or what stands at one position of it."""
 
     label: str
-    parts: tuple[Part, ...]
+    parts: tuple[Segment, ...]
 
 
-def preview_page(batches: Sequence[SeenBatch], audit: Audit, *, title: str, facts: Sequence[str], unit: str) -> str:
+def preview_page(batches: Sequence[PreviewBatch], audit: Audit, *, title: str, facts: Sequence[str], unit: str) -> str:
     """Return the page; `unit` is what stands at a position: sample, pack or batch."""
     environment = Environment(
         loader=FileSystemLoader(TEMPLATES), autoescape=True, undefined=StrictUndefined, trim_blocks=False
     )
-    environment.filters |= {"count": "{:,}".format, "share": "{:.1%}".format, "stretches": stretches, "lanes": lanes}
+    environment.filters |= {"count": "{:,}".format, "share": "{:.1%}".format, "stretches": spans, "lanes": forward_rows}
     head, *rows = audit_rows(audit)
     return environment.get_template("preview.html.jinja").render(
         title=title,
@@ -78,7 +78,7 @@ def preview_page(batches: Sequence[SeenBatch], audit: Audit, *, title: str, fact
     )
 
 
-def lanes(batch: SeenBatch) -> list[Lane]:
+def forward_rows(batch: PreviewBatch) -> list[ForwardRow]:
     """Return what is shown of the forward pass as bars: samples with their padding, or what lies end to end."""
     if batch.is_padded:
         width = batch.num_computed // batch.num_lanes
@@ -87,23 +87,23 @@ def lanes(batch: SeenBatch) -> list[Lane]:
     return [_joined(position, longest) for position in batch.positions]
 
 
-def _joined(position: SeenPosition, longest: int) -> Lane:
+def _joined(position: PreviewPosition, longest: int) -> ForwardRow:
     shown = sum(sample.num_tokens for sample in position.samples)
-    parts = [part for sample in position.samples for part in _parts(sample, of=longest)]
-    hidden = Part("hidden", _percent(position.num_tokens - shown, longest))
-    return Lane(f"position {position.number}: {position.num_tokens:,} tokens", (*parts, hidden))
+    parts = [part for sample in position.samples for part in _segments(sample, of=longest)]
+    hidden = Segment("hidden", _percent(position.num_tokens - shown, longest))
+    return ForwardRow(f"position {position.number}: {position.num_tokens:,} tokens", (*parts, hidden))
 
 
-def _padded(sample: SeenSample, width: int) -> Lane:
-    padding = Part("padding", _percent(width - sample.num_tokens, width))
-    return Lane(f"{sample.place}: {sample.num_tokens:,} tokens", (*_parts(sample, of=width), padding))
+def _padded(sample: PreviewSample, width: int) -> ForwardRow:
+    padding = Segment("padding", _percent(width - sample.num_tokens, width))
+    return ForwardRow(f"{sample.place}: {sample.num_tokens:,} tokens", (*_segments(sample, of=width), padding))
 
 
-def _parts(sample: SeenSample, *, of: int) -> Iterator[Part]:
-    for number, stretch in enumerate(stretches(sample.pieces)):
+def _segments(sample: PreviewSample, *, of: int) -> Iterator[Segment]:
+    for number, stretch in enumerate(spans(sample.pieces)):
         num_tokens = sum(len(piece.ids) for piece in stretch.pieces)
         kind = "learnt" if stretch.is_target else "read"
-        yield Part(kind if number else f"{kind} first", _percent(num_tokens, of))
+        yield Segment(kind if number else f"{kind} first", _percent(num_tokens, of))
 
 
 def _charts(audit: Audit) -> Iterator[Chart]:

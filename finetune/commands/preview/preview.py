@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from finetune.commands.audit_tables import print_audit
-from finetune.commands.preview.batches import Walk
+from finetune.commands.preview.batches import BatchPreview
 from finetune.commands.preview.page import preview_page
 from finetune.commands.preview.terminal import print_batches
 from finetune.config.load import load_config
@@ -31,14 +31,14 @@ from finetune.task.registry import input_kind
 
 
 @dataclass(frozen=True)
-class Cut:
+class BatchSizes:
     """How a step is cut."""
 
     global_batch_size: int
     microbatch_size: int
 
 
-def image_lines(pool: DatasetView, task: Task, *, cut: Cut, start: int, num_samples: int) -> Iterator[str]:
+def image_lines(pool: DatasetView, task: Task, *, cut: BatchSizes, start: int, num_samples: int) -> Iterator[str]:
     """Yield a line for each image from position `start` on, below one for each microbatch, and one on the tensors."""
     ids = pool.order.samples(start, start + num_samples).tolist()
     for position, sample_id in enumerate(ids, start=start):
@@ -63,13 +63,13 @@ def image_line(features: Features, task: Task, *, place: str) -> str:
     return f"{image_name(features)}  {size}  class `{label}`  ({place})"
 
 
-def _batch_line(position: int, cut: Cut) -> str:
+def _batch_line(position: int, cut: BatchSizes) -> str:
     step, offset = divmod(position, cut.global_batch_size)
     number, of = offset // cut.microbatch_size + 1, cut.global_batch_size // cut.microbatch_size
     return f"\n━━ step {step + 1}, microbatch {number} of {of}"
 
 
-UNITS = {"samples": "sample", "packs": "pack", "tokens": "batch"}
+POSITION_UNITS = {"samples": "sample", "packs": "pack", "tokens": "batch"}
 """What stands at a position, by `data.batching.by`."""
 
 
@@ -86,9 +86,9 @@ def preview(path: Path, overrides: Sequence[str], *, num_rows: int, html: Path |
     if input_kind(config.task.name) == "images":
         _preview_images(config, start=start, num_samples=num_rows, html=html)
         return
-    lessons = make_training_data(without_limits(config), RunLog(is_main=True))
-    unit = UNITS[config.data.batching.by]
-    walk = Walk(
+    lessons = make_training_data(without_audit_limits(config), RunLog(is_main=True))
+    unit = POSITION_UNITS[config.data.batching.by]
+    walk = BatchPreview(
         lessons.training,
         lessons.task,
         lessons.tokenizer,
@@ -108,9 +108,9 @@ def preview(path: Path, overrides: Sequence[str], *, num_rows: int, html: Path |
 def _preview_images(config: RunConfig, *, start: int, num_samples: int, html: Path | None) -> None:
     if html is not None:
         raise UserError("--html: there is no page of images. Leave it out: the preview names the files to look at.")
-    lessons = make_training_data(without_limits(config), RunLog(is_main=True))
+    lessons = make_training_data(without_audit_limits(config), RunLog(is_main=True))
     audit = audit_training_data(config, lessons)
-    cut = Cut(config.train.global_batch_size, config.train.microbatch_size)
+    cut = BatchSizes(config.train.global_batch_size, config.train.microbatch_size)
     for line in image_lines(lessons.training, lessons.task, cut=cut, start=start, num_samples=num_samples):
         print(line)
     print()
@@ -125,7 +125,7 @@ def _write(html: Path, page: str) -> None:
     print(f"wrote {html}")
 
 
-def without_limits(config: RunConfig) -> RunConfig:
+def without_audit_limits(config: RunConfig) -> RunConfig:
     """Return the config with nothing forbidden by `data.audit`: whoever looks wants to see what there is."""
     data = config.data.model_copy(update={"audit": AuditSection()})
     return config.model_copy(update={"data": data})

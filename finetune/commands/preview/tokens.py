@@ -8,7 +8,7 @@ from typing import Any
 from finetune.data.features import Features
 from finetune.data.templates.chat_template import is_special
 
-UNFINISHED = "\ufffd"
+REPLACEMENT_CHARACTER = "\ufffd"
 """What a decoder writes for a character of which only some bytes are there."""
 
 LONGEST_CHARACTER = 8
@@ -18,7 +18,7 @@ MARKS = {" ": "·", "\t": "⇥", "\r": "␍", "\u00a0": "⍽"}
 """What stands for blanks; a line break is marked and kept."""
 
 NO_TEXT = "∅"
-BLANKS = frozenset([*MARKS.values(), "↵", "\n"])
+WHITESPACE_MARKS = frozenset([*MARKS.values(), "↵", "\n"])
 
 
 @dataclass(frozen=True)
@@ -38,11 +38,11 @@ class Piece:
     @property
     def runs(self) -> list[tuple[str, bool]]:
         """Return the same in turns of text and of marks for blanks, each with whether it is marks."""
-        return [("".join(each), is_blank) for is_blank, each in groupby(self.shown, key=BLANKS.__contains__)]
+        return [("".join(each), is_blank) for is_blank, each in groupby(self.shown, key=WHITESPACE_MARKS.__contains__)]
 
 
 @dataclass(frozen=True)
-class Stretch:
+class Span:
     """Pieces that follow one another and are all learnt, or all not."""
 
     pieces: tuple[Piece, ...]
@@ -74,14 +74,14 @@ def pieces_of(features: Features, tokenizer: Any) -> Iterator[Piece]:
         before = _decoded(tokenizer, ids[begun:start])
         text = _decoded(tokenizer, ids[begun:end])[len(before) :]
         goes_on = end < len(ids) and is_target[end] == is_target[start] and end - start < LONGEST_CHARACTER
-        if text.endswith(UNFINISHED) and goes_on:
+        if text.endswith(REPLACEMENT_CHARACTER) and goes_on:
             continue
         special = end == start + 1 and is_special(tokenizer, ids[start])
         yield Piece(tuple(ids[start:end]), text, is_target[start], special)
         begun, start = start, end
 
 
-def stretches(pieces: Sequence[Piece]) -> list[Stretch]:
+def spans(pieces: Sequence[Piece]) -> list[Span]:
     """Return the pieces in stretches that are learnt or not, in turn."""
     found: list[list[Piece]] = []
     for piece in pieces:
@@ -89,7 +89,7 @@ def stretches(pieces: Sequence[Piece]) -> list[Stretch]:
             found[-1].append(piece)
         else:
             found.append([piece])
-    return [Stretch(tuple(each)) for each in found]
+    return [Span(tuple(each)) for each in found]
 
 
 def _decoded(tokenizer: Any, ids: Sequence[int]) -> str:

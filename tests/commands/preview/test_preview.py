@@ -7,8 +7,8 @@ from html.parser import HTMLParser
 import numpy as np
 import pytest
 
-from finetune.commands.preview.batches import SeenBatch, SeenPosition, SeenSample
-from finetune.commands.preview.page import Lane, Part, lanes
+from finetune.commands.preview.batches import PreviewBatch, PreviewPosition, PreviewSample
+from finetune.commands.preview.page import ForwardRow, Segment, forward_rows
 from finetune.commands.preview.preview import preview
 from finetune.commands.preview.terminal import plain_text
 from finetune.commands.preview.tokens import Piece, pieces_of, visible
@@ -89,7 +89,7 @@ def sample_of(text, tokenizer, *, learnt_from):
     is_target = [place >= learnt_from for place in range(len(ids))]
     features = Features({"input_ids": np.array(ids, np.uint32), "is_target": np.array(is_target)})
     pieces = tuple(pieces_of(features, tokenizer))
-    return SeenSample(0, "rows.jsonl, row 1", pieces, features.length, features.num_targets)
+    return PreviewSample(0, "rows.jsonl, row 1", pieces, features.length, features.num_targets)
 
 
 def test_the_pieces_together_are_the_text_and_the_tokens(tokenizer):
@@ -118,7 +118,7 @@ def test_blanks_and_control_characters_are_seen():
 
 def test_what_is_learnt_stands_in_brackets_without_colours():
     pieces = [Piece((1,), "Hi", False, False), Piece((2,), " you", True, False), Piece((3,), "\n", True, False)]
-    sample = SeenSample(0, "row 1", (*pieces, Piece((4,), "end", True, True)), 4, 3)
+    sample = PreviewSample(0, "row 1", (*pieces, Piece((4,), "end", True, True)), 4, 3)
     assert plain_text(sample) == "Hi⟦·you┊↵\nend⟧"
 
 
@@ -183,11 +183,11 @@ def test_a_page_needs_a_file_to_be_written_to(job, tmp_path):
 
 def test_lanes_are_in_proportion():
     pieces = (Piece((1, 2), "a", False, False), Piece((3,), "b", True, False))
-    position = SeenPosition(0, (SeenSample(0, "row 1", pieces, 3, 1),), num_samples=2, num_tokens=7)
+    position = PreviewPosition(0, (PreviewSample(0, "row 1", pieces, 3, 1),), num_samples=2, num_tokens=7)
     numbers = {"step": 1, "number": 1, "of": 1, "first_position": 0, "last_position": 1, "positions": (position,)}
-    padded = SeenBatch(**numbers, num_samples=2, num_tokens=7, num_targets=1, num_lanes=2, num_computed=8)
-    assert lanes(padded) == [
-        Lane("row 1: 3 tokens", (Part("read first", 50.0), Part("learnt", 25.0), Part("padding", 25.0)))
+    padded = PreviewBatch(**numbers, num_samples=2, num_tokens=7, num_targets=1, num_lanes=2, num_computed=8)
+    assert forward_rows(padded) == [
+        ForwardRow("row 1: 3 tokens", (Segment("read first", 50.0), Segment("learnt", 25.0), Segment("padding", 25.0)))
     ]
-    packed = SeenBatch(**numbers, num_samples=2, num_tokens=7, num_targets=1, num_lanes=1, num_computed=7)
-    assert [part.kind for part in lanes(packed)[0].parts] == ["read first", "learnt", "hidden"]
+    packed = PreviewBatch(**numbers, num_samples=2, num_tokens=7, num_targets=1, num_lanes=1, num_computed=7)
+    assert [part.kind for part in forward_rows(packed)[0].parts] == ["read first", "learnt", "hidden"]
