@@ -12,10 +12,10 @@ HEAD = (
     *("source", "rows", "samples", "tokens", "learnt", "masked", "cut", "too long", "no target", "duplicates"),
     "longest",
 )
-RARE = ("cut", "too long", "no target", "duplicates")
+HIDDEN_WHEN_ZERO = ("cut", "too long", "no target", "duplicates")
 """Columns that are left out where every source has 0."""
 
-OF_TOKENS = ("tokens", "learnt", "masked", "longest")
+TOKEN_COLUMNS = ("tokens", "learnt", "masked", "longest")
 """Columns that are left out where samples have no tokens."""
 
 _GAP, _MOST_NAMED = 2, 10
@@ -40,11 +40,11 @@ def audit_rows(audit: Audit) -> list[tuple[str, ...]]:
     What happened nowhere has no column.
     """
     rows = [HEAD, *(_row(each) for each in _shown(audit))]
-    absent = () if audit.total.counts.has_tokens else OF_TOKENS
+    absent = () if audit.total.counts.has_tokens else TOKEN_COLUMNS
     told = [
         place
         for place, name in enumerate(HEAD)
-        if name not in absent and (name not in RARE or any(row[place] != "0" for row in rows[1:]))
+        if name not in absent and (name not in HIDDEN_WHEN_ZERO or any(row[place] != "0" for row in rows[1:]))
     ]
     return [tuple(row[place] for place in told) for row in rows]
 
@@ -60,7 +60,7 @@ def audit_lines(audit: Audit, *, draws: bool = True) -> tuple[str, ...]:
     )
 
 
-def numbers_of(audit: Audit) -> Iterator[tuple[str, str, str]]:
+def headline_numbers(audit: Audit) -> Iterator[tuple[str, str, str]]:
     """Yield the numbers to see first: name, value and a word on it."""
     counts, padding = audit.total.counts, audit.padding
     share = counts.targets / counts.tokens if counts.tokens else 0.0

@@ -19,7 +19,12 @@ from finetune.checkpoint.read.inventory import (
     read_entry,
     select_checkpoint,
 )
-from finetune.commands.checkpoints.tables import Checked, facts_of, overview, overview_notes
+from finetune.commands.checkpoints.tables import (
+    CheckedCheckpoint,
+    checkpoint_facts,
+    checkpoints_notes,
+    checkpoints_table,
+)
 from finetune.commands.printing import print_facts, print_table, width
 from finetune.runtime.resources import format_size
 from finetune.runtime.text.terminal import format_json
@@ -49,8 +54,8 @@ def list_checkpoints(run: Path, *, verifies: bool, as_json: bool) -> None:
     if not found:
         print(f"{place.checkpoints}: there is no checkpoint in it.")
     else:
-        print_table(overview(found, now=time.time(), width=width()))
-    for line in overview_notes(found, beside, verifies=verifies):
+        print_table(checkpoints_table(found, now=time.time(), width=width()))
+    for line in checkpoints_notes(found, beside, verifies=verifies):
         print(line)
 
 
@@ -60,7 +65,7 @@ def show_checkpoint(run: Path, *, step: int | None, as_json: bool) -> None:
     if as_json:
         _print_json(_facts(found) | _inside(found.entry))
         return
-    print_facts(facts_of(found, counts=count_tensors(found.entry), now=time.time()))
+    print_facts(checkpoint_facts(found, counts=count_tensors(found.entry), now=time.time()))
 
 
 def verify_checkpoints(run: Path, *, step: int | None) -> bool:
@@ -69,11 +74,11 @@ def verify_checkpoints(run: Path, *, step: int | None) -> bool:
     A bad file is named, and so are the tensors in it.
     """
     place = locate_run(run)
-    are_good = [_verify(path) for path in _meant(place, step=step)]
+    are_good = [_verify(path) for path in _selected(place, step=step)]
     return all(are_good)
 
 
-def _meant(place: RunLocation, *, step: int | None) -> Sequence[Path]:
+def _selected(place: RunLocation, *, step: int | None) -> Sequence[Path]:
     """Return the one that was named by step or folder, else all; raises CheckpointError where there is none."""
     newest = select_checkpoint(place, step=step)
     if place.chosen is not None or step is not None:
@@ -96,11 +101,11 @@ def _verify(path: Path) -> bool:
     return False
 
 
-def _checked(entry: CheckpointEntry, *, reads: bool) -> Checked:
-    return Checked(entry, *find_problems(entry, reads=reads))
+def _checked(entry: CheckpointEntry, *, reads: bool) -> CheckedCheckpoint:
+    return CheckedCheckpoint(entry, *find_problems(entry, reads=reads))
 
 
-def _facts(found: Checked) -> dict[str, Any]:
+def _facts(found: CheckedCheckpoint) -> dict[str, Any]:
     manifest = found.entry.manifest
     known = {"step": found.entry.step, "path": str(found.entry.path)}
     if manifest is not None:

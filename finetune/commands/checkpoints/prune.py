@@ -27,7 +27,7 @@ class Verdict:
     reasons: tuple[str, ...]  # none: it goes
 
     @property
-    def goes(self) -> bool:
+    def is_deleted(self) -> bool:
         """Tell whether it is to be deleted."""
         return not self.reasons
 
@@ -44,12 +44,12 @@ def prune(
     place = locate_run(run)
     if place.chosen is not None:
         raise UserError(f"{run}: this is one checkpoint. Name the run whose checkpoints are to be thinned out.")
-    section = changed(settings_of(place.run), keep_last=keep_last, keep_every=keep_every, keep_best=keep_best)
+    section = with_options(retention_of(place.run), keep_last=keep_last, keep_every=keep_every, keep_best=keep_best)
     with lock_run_folder(place.run, log=print) if does_delete else nullcontext():
-        verdicts = judge(read_entries(place.checkpoints), section)
+        verdicts = decide(read_entries(place.checkpoints), section)
         rows = [(each.entry, each.reasons) for each in verdicts]
         print_table(prune_table(rows, now=time.time(), width=width()))
-        going = [each.entry for each in verdicts if each.goes]
+        going = [each.entry for each in verdicts if each.is_deleted]
         size = format_size(sum(entry.manifest.size_bytes for entry in going if entry.manifest))
         if does_delete and (trouble := delete_checkpoints(place.checkpoints, [entry.step for entry in going])):
             raise CheckpointError("\n".join(trouble))
@@ -61,7 +61,7 @@ def prune(
         print(f"{len(going)} would go, {size}. Nothing was deleted: `--yes` does it.")
 
 
-def settings_of(run: Path) -> CheckpointSection:
+def retention_of(run: Path) -> CheckpointSection:
     """Return what the run keeps by its own settings, or the defaults where its folder does not tell."""
     if (run / RESOLVED_NAME).is_file():
         return load_resolved(run).config.checkpoint
@@ -69,19 +69,19 @@ def settings_of(run: Path) -> CheckpointSection:
     return CheckpointSection()
 
 
-def changed(
+def with_options(
     section: CheckpointSection, *, keep_last: int | None, keep_every: int | None, keep_best: str | None
 ) -> CheckpointSection:
     """Return the section with what was given laid over it."""
     given = {
         "keep_last": keep_last,
         "keep_every_steps": keep_every,
-        "keep_best": best_of(keep_best) if keep_best is not None else None,
+        "keep_best": parse_keep_best(keep_best) if keep_best is not None else None,
     }
     return section.model_copy(update={name: value for name, value in given.items() if value is not None})
 
 
-def best_of(written: str) -> KeepBestSection:
+def parse_keep_best(written: str) -> KeepBestSection:
     """Return what `METRIC[:minimize|maximize][:COUNT]` means; raises UserError for anything else.
 
     >>> best_of("exact_match:maximize:3").count
@@ -98,7 +98,7 @@ def best_of(written: str) -> KeepBestSection:
     return KeepBestSection.model_validate({"metric": metric, "goal": goal, "count": int(count)})
 
 
-def judge(entries: Sequence[CheckpointEntry], section: CheckpointSection) -> list[Verdict]:
+def decide(entries: Sequence[CheckpointEntry], section: CheckpointSection) -> list[Verdict]:
     """Return for each checkpoint why it stays, or that it goes; raises CheckpointError where none is good.
 
     The newest and the best are read and digested: one that turns out bad gives its place to the next.

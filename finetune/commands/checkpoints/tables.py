@@ -13,13 +13,13 @@ from finetune.checkpoint.read.inventory import BadFile, CheckpointEntry, Leftove
 from finetune.runtime.resources import format_size
 from finetune.runtime.text.terminal import printable
 
-NOTHING = "-"
-UNSAID = ("null", "written")
+ABSENT = "-"
+UNUSED_VALUES = ("null", "written")
 """Values of keys that were not used, and of sections whose keys follow."""
 
 
 @dataclass(frozen=True)
-class Checked:
+class CheckedCheckpoint:
     """A checkpoint and what was found wrong with it."""
 
     entry: CheckpointEntry
@@ -32,7 +32,7 @@ class Checked:
         return not self.problems
 
 
-def overview(found: Sequence[Checked], *, now: float, width: int) -> Table:
+def checkpoints_table(found: Sequence[CheckedCheckpoint], *, now: float, width: int) -> Table:
     """Return a row for each checkpoint, with as many metrics as a terminal of this width has room for."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for column in ("step", "size", "age"):
@@ -46,7 +46,9 @@ def overview(found: Sequence[Checked], *, now: float, width: int) -> Table:
     return table
 
 
-def overview_notes(found: Sequence[Checked], beside: Sequence[Leftover], *, verifies: bool) -> Iterator[str]:
+def checkpoints_notes(
+    found: Sequence[CheckedCheckpoint], beside: Sequence[Leftover], *, verifies: bool
+) -> Iterator[str]:
     """Yield the lines under the overview: what is wrong with the bad ones, what lies beside, what was not looked at."""
     for each in found:
         for problem in each.problems:
@@ -72,7 +74,9 @@ def prune_table(verdicts: Sequence[tuple[CheckpointEntry, Sequence[str]]], *, no
     return table
 
 
-def facts_of(found: Checked, *, counts: Sequence[TensorCount], now: float) -> Iterator[tuple[str, str]]:
+def checkpoint_facts(
+    found: CheckedCheckpoint, *, counts: Sequence[TensorCount], now: float
+) -> Iterator[tuple[str, str]]:
     """Yield everything that is worth reading about one checkpoint, as names and texts."""
     entry, manifest = found.entry, found.entry.manifest
     yield "step", str(entry.step)
@@ -82,8 +86,8 @@ def facts_of(found: Checked, *, counts: Sequence[TensorCount], now: float) -> It
     if manifest is None:
         return
     progress = entry.progress
-    yield "state digest", manifest.state_sha256 or NOTHING
-    yield "samples digest", str(progress.get("samples_sha256") or NOTHING)
+    yield "state digest", manifest.state_sha256 or ABSENT
+    yield "samples digest", str(progress.get("samples_sha256") or ABSENT)
     yield "written", f"{_date(manifest.created)}, {age_text(now - manifest.created)} ago, by {_origin(manifest)}"
     yield "metrics", _metrics(manifest.metrics)
     yield "progress", _progress(progress)
@@ -94,7 +98,7 @@ def facts_of(found: Checked, *, counts: Sequence[TensorCount], now: float) -> It
     sizes = {name: f"{format_size(facts.size_bytes)}, sha256 {facts.sha256}" for name, facts in manifest.files.items()}
     yield from _mapping(f"{len(sizes)} files", sizes)
     yield from _mapping(
-        "identity", {name: value for name, value in manifest.run.identity.items() if value not in UNSAID}
+        "identity", {name: value for name, value in manifest.run.identity.items() if value not in UNUSED_VALUES}
     )
     if manifest.run.settings:
         yield "settings", f"{len(manifest.run.settings)} more that a resume may change: see --json"
@@ -115,7 +119,7 @@ def age_text(seconds: float) -> str:
 def _row(entry: CheckpointEntry, *, now: float, width: int) -> tuple[str | Text, ...]:
     manifest = entry.manifest
     if manifest is None:
-        return (str(entry.step), NOTHING, NOTHING, NOTHING)
+        return (str(entry.step), ABSENT, ABSENT, ABSENT)
     shown = 1 if width < 70 else 2 if width < 90 else 3
     metrics = dict(list(manifest.metrics.items())[:shown])
     size, age = format_size(manifest.size_bytes), age_text(now - manifest.created)
@@ -128,17 +132,17 @@ def _mapping(title: str, values: Mapping[str, str]) -> Iterator[tuple[str, str]]
 
 
 def _metrics(metrics: Mapping[str, float]) -> str:
-    return ", ".join(f"{name} {value:.4g}" for name, value in metrics.items()) or NOTHING
+    return ", ".join(f"{name} {value:.4g}" for name, value in metrics.items()) or ABSENT
 
 
 def _origin(manifest: Manifest | None) -> str:
     origin = manifest.run.origin if manifest else {}
-    return f"{origin['strategy']}:{origin['processes']}" if {"strategy", "processes"} <= origin.keys() else NOTHING
+    return f"{origin['strategy']}:{origin['processes']}" if {"strategy", "processes"} <= origin.keys() else ABSENT
 
 
 def _progress(progress: Mapping[str, object]) -> str:
     shown = {name: value for name, value in progress.items() if isinstance(value, int | float) and name != "version"}
-    return ", ".join(f"{name.removeprefix('num_')} {_number(value)}" for name, value in shown.items()) or NOTHING
+    return ", ".join(f"{name.removeprefix('num_')} {_number(value)}" for name, value in shown.items()) or ABSENT
 
 
 def _number(value: float) -> str:

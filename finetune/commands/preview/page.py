@@ -6,7 +6,7 @@ from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from finetune.commands.audit_tables import audit_lines, audit_rows, numbers_of
+from finetune.commands.audit_tables import audit_lines, audit_rows, headline_numbers
 from finetune.commands.preview.batches import PreviewBatch, PreviewPosition, PreviewSample
 from finetune.commands.preview.tokens import spans
 from finetune.data.audit.audit import Audit, Histogram
@@ -69,7 +69,7 @@ def preview_page(batches: Sequence[PreviewBatch], audit: Audit, *, title: str, f
         title=title,
         facts=list(facts),
         unit=unit,
-        tiles=[Tile(*each) for each in numbers_of(audit)],
+        tiles=[Tile(*each) for each in headline_numbers(audit)],
         charts=list(_charts(audit)),
         table={"head": head, "rows": rows},
         notes=[{"text": line, "is_bad": line.startswith("LIMIT")} for line in audit_lines(audit, draws=False)],

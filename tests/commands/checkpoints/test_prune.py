@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from finetune.commands.checkpoints.prune import best_of, prune
+from finetune.commands.checkpoints.prune import parse_keep_best, prune
 from finetune.errors import CheckpointError, UserError
 
 HOLD = "import sys; from pathlib import Path; from finetune.runtime.supervision.writer_lock import claimed\n"
@@ -113,4 +113,4 @@ def test_a_folder_that_a_run_is_writing_is_left_alone(five):
 @pytest.mark.parametrize("written", ["", "loss:0", "loss:best", "loss:minimize:2:3", ":2"])
 def test_what_the_best_is_must_be_said_plainly(written):
     with pytest.raises(UserError, match="--keep-best"):
-        best_of(written)
+        parse_keep_best(written)
