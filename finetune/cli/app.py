@@ -119,7 +119,7 @@ def doctor(
     if config is None:
         raise UserError("--data: write --config JOB.yaml too: it is that job's loader that is measured.")
     lazy.call(
-        "finetune.commands.doctor.data:examine_loading", config, override or [], num_rounds=rounds, seconds=seconds
+        "finetune.commands.doctor.data:examine_loader", config, override or [], num_rounds=rounds, seconds=seconds
     )
     return 0
 

@@ -41,7 +41,7 @@ def test_a_machine_to_mend_is_an_exit_code(typed, monkeypatch):
 def test_a_loader_is_measured_of_a_job(typed, calls, job):
     assert typed("doctor", "--data", "--config", job, "--rounds", 3)[0] == 0
     assert calls == [
-        ("finetune.commands.doctor.data:examine_loading", (job, []), {"num_rounds": 3, "seconds": 0.5}),
+        ("finetune.commands.doctor.data:examine_loader", (job, []), {"num_rounds": 3, "seconds": 0.5}),
     ]
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.table import Table
 
-from finetune.commands.doctor.loader_speed import Measured, measure, seconds_between_passes, settings_to_try
+from finetune.commands.doctor.loader_speed import LoaderMeasurement, measure, seconds_between_passes, settings_to_try
 from finetune.commands.printing import print_table
 from finetune.config.load import load_config
 from finetune.config.run_config import RunConfig
@@ -22,16 +22,16 @@ from finetune.run.build.data import TrainingData, make_training_data
 from finetune.runtime.files.read import read_json
 from finetune.runtime.text.library_output import quiet_libraries
 
-ENOUGH = 0.02
+MAX_WAITING_SHARE = 0.02
 """Share of a step that may be spent waiting: less is not worth a process."""
 
-AS_FAST = 0.9
+NEARLY_FASTEST = 0.9
 """Where nobody knows how fast the model is: a share of the fastest pace that is as good as the fastest."""
 
 WARM_UP_STEPS = 2
 
 
-def waiting_share(measured: Measured, consumed_per_second: float) -> float:
+def waiting_share(measured: LoaderMeasurement, consumed_per_second: float) -> float:
     """Return the share of a step that a rank would wait which consumes so many tokens per second of computing.
 
     Without workers a batch is loaded before it is computed on; with workers, while the one before it is.
@@ -42,19 +42,19 @@ def waiting_share(measured: Measured, consumed_per_second: float) -> float:
     return max(0.0, 1.0 - loaded / consumed_per_second)
 
 
-def choose(found: Sequence[Measured], consumed_per_second: float | None) -> Measured:
+def choose_settings(found: Sequence[LoaderMeasurement], consumed_per_second: float | None) -> LoaderMeasurement:
     """Return the setting with the fewest workers that is fast enough, or the fastest where none is."""
     by_cost = sorted(found, key=lambda each: (each.settings.num_workers, each.settings.prefetch_factor or 0))
     if consumed_per_second is None:
         best = max(each.tokens_per_second for each in found)
-        return _fastest_of([each for each in by_cost if each.tokens_per_second >= AS_FAST * best])
-    enough = [each for each in by_cost if waiting_share(each, consumed_per_second) <= ENOUGH]
+        return _fastest_of([each for each in by_cost if each.tokens_per_second >= NEARLY_FASTEST * best])
+    enough = [each for each in by_cost if waiting_share(each, consumed_per_second) <= MAX_WAITING_SHARE]
     if enough:
         return _fastest_of(enough)
     return min(by_cost, key=lambda each: waiting_share(each, consumed_per_second))
 
 
-def consumed_by_a_rank(run_folder: Path) -> float | None:
+def tokens_per_second_of_a_rank(run_folder: Path) -> float | None:
     """Return the tokens that one rank of the run has consumed per second of computing; None where no run tells."""
     events = run_folder / "events.jsonl"
     if not events.is_file():
@@ -66,7 +66,7 @@ def consumed_by_a_rank(run_folder: Path) -> float | None:
     return median(rates) / _world(run_folder) if rates else None
 
 
-def _fastest_of(sufficient: Sequence[Measured]) -> Measured:
+def _fastest_of(sufficient: Sequence[LoaderMeasurement]) -> LoaderMeasurement:
     """Return the fastest of those that have as few workers as the first."""
     fewest = sufficient[0].settings.num_workers
     return max(
@@ -85,7 +85,7 @@ _ENDLESS = 1 << 40
 """Steps of a loader of which only the first are taken."""
 
 
-def examine_loading(path: Path, overrides: Sequence[str], *, num_rounds: int, seconds: float) -> None:
+def examine_loader(path: Path, overrides: Sequence[str], *, num_rounds: int, seconds: float) -> None:
     """Print samples and tokens per second of the job's loader for each setting worth a try, and what to write.
 
     Tokenises first, as training would. Where the job's run folder has events of an earlier run, the answer counts on
@@ -97,10 +97,10 @@ def examine_loading(path: Path, overrides: Sequence[str], *, num_rounds: int, se
     make_loader = partial(_loader, config, lessons)
     tried = settings_to_try(room)
     found = measure(make_loader, tried, num_rounds=num_rounds, seconds=seconds, log=_log)
-    consumed = consumed_by_a_rank(Path(config.run.folder))
+    consumed = tokens_per_second_of_a_rank(Path(config.run.folder))
     print(_where(room))
     print_table(loading_table(found, consumed))
-    best = choose(found, consumed)
+    best = choose_settings(found, consumed)
     restart = _restarts(make_loader, best.settings)
     print(_reason(best, consumed, run_folder=config.run.folder))
     if restart is not None:
@@ -109,7 +109,7 @@ def examine_loading(path: Path, overrides: Sequence[str], *, num_rounds: int, se
     print(f"\nWrite in {path.name}:\n\ndata:\n{yaml_lines(best.settings)}")
 
 
-def loading_table(found: Sequence[Measured], consumed: float | None) -> Table:
+def loading_table(found: Sequence[LoaderMeasurement], consumed: float | None) -> Table:
     """Return a row for each setting, with the share that a step would wait where the pace of a run is known."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     names = ["num_workers", "prefetch_factor", "pin_memory", "samples/s", "spread", "tokens/s", "first batch"]
@@ -174,7 +174,7 @@ def _restarts(make_loader: Any, settings: LoaderSettings) -> tuple[float, float]
     return seconds_between_passes(make_loader, settings), seconds_between_passes(make_loader, kept)
 
 
-def _reason(best: Measured, consumed: float | None, *, run_folder: str) -> str:
+def _reason(best: LoaderMeasurement, consumed: float | None, *, run_folder: str) -> str:
     number = best.settings.num_workers
     if consumed is None:
         return (

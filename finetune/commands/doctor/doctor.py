@@ -31,7 +31,7 @@ class Finding:
     """Something to know, or something that must be mended."""
 
     text: str
-    must_be_mended: bool
+    must_be_fixed: bool
 
 
 def examine(path: Path | None, overrides: Sequence[str]) -> bool:
@@ -46,16 +46,16 @@ def examine(path: Path | None, overrides: Sequence[str]) -> bool:
     }
     facts = environment_facts()
     print_facts(_machine_facts(facts, places))
-    findings = list(find(facts, places, locks=build_locks(extensions_folder())))
+    findings = list(find_problems(facts, places, locks=build_locks(extensions_folder())))
     print()
     for finding in findings:
-        print(f"{'MEND' if finding.must_be_mended else 'note'}: {finding.text}")
+        print(f"{'MEND' if finding.must_be_fixed else 'note'}: {finding.text}")
     if not findings:
         print("nothing to mend")
-    return not any(finding.must_be_mended for finding in findings)
+    return not any(finding.must_be_fixed for finding in findings)
 
 
-def find(facts: dict[str, Any], places: dict[str, Path], *, locks: Sequence[BuildLock]) -> Iterator[Finding]:
+def find_problems(facts: dict[str, Any], places: dict[str, Path], *, locks: Sequence[BuildLock]) -> Iterator[Finding]:
     """Yield what there is to know of the machine."""
     for lock in locks:
         advice = " A launch under DeepSpeed removes it; or delete it." if lock.state == ABANDONED else ""

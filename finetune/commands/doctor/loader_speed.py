@@ -12,14 +12,14 @@ from torch.utils.data import DataLoader
 from finetune.data.batch import Batch
 from finetune.data.workers import LoaderSettings, MachineResources
 
-FEWEST_BATCHES = 4
+MIN_BATCHES = 4
 
 MakeLoader = Callable[..., "DataLoader[Batch]"]
 """From settings and `first_step` to a loader of one rank's batches, endless unless `num_steps` is given."""
 
 
 @dataclass(frozen=True)
-class Pass:
+class LoaderRun:
     """One measurement: the time to the first batch, and the pace of those behind it."""
 
     first_seconds: float
@@ -28,11 +28,11 @@ class Pass:
 
 
 @dataclass(frozen=True)
-class Measured:
+class LoaderMeasurement:
     """All measurements of one setting."""
 
     settings: LoaderSettings
-    passes: tuple[Pass, ...]
+    passes: tuple[LoaderRun, ...]
 
     @property
     def samples_per_second(self) -> float:
@@ -74,14 +74,14 @@ def measure(
     num_rounds: int,
     seconds: float,
     log: Callable[[str], None],
-) -> list[Measured]:
+) -> list[LoaderMeasurement]:
     """Return the settings as they were measured, each once a round, in another order in each round."""
-    found: Mapping[LoaderSettings, list[Pass]] = {each: [] for each in settings}
+    found: Mapping[LoaderSettings, list[LoaderRun]] = {each: [] for each in settings}
     for number in range(num_rounds):
         log(f"round {number + 1} of {num_rounds}")
         for each in random.Random(number).sample(list(settings), len(settings)):
             found[each].append(_measure_once(make_loader(each, first_step=number), seconds=seconds))
-    return [Measured(each, tuple(passes)) for each, passes in found.items()]
+    return [LoaderMeasurement(each, tuple(passes)) for each, passes in found.items()]
 
 
 def seconds_between_passes(make_loader: MakeLoader, settings: LoaderSettings) -> float:
@@ -94,7 +94,7 @@ def seconds_between_passes(make_loader: MakeLoader, settings: LoaderSettings) ->
     return time.perf_counter() - started
 
 
-def _measure_once(loader: "DataLoader[Batch]", *, seconds: float) -> Pass:
+def _measure_once(loader: "DataLoader[Batch]", *, seconds: float) -> LoaderRun:
     started = time.perf_counter()
     batches = _on_device(loader)
     next(batches)
@@ -102,12 +102,12 @@ def _measure_once(loader: "DataLoader[Batch]", *, seconds: float) -> Pass:
     samples = tokens = 0
     for number, batch in enumerate(batches, start=1):
         samples, tokens = samples + len(batch.sample_ids), tokens + batch.num_tokens
-        if number >= FEWEST_BATCHES and time.perf_counter() - begun >= seconds:
+        if number >= MIN_BATCHES and time.perf_counter() - begun >= seconds:
             break
     if torch.accelerator.is_available():
         torch.accelerator.synchronize()
     taken = time.perf_counter() - begun
-    return Pass(first - started, samples / taken, tokens / taken)
+    return LoaderRun(first - started, samples / taken, tokens / taken)
 
 
 def _on_device(loader: "DataLoader[Batch]") -> Iterator[Batch]:
