@@ -94,7 +94,7 @@ class Conversion:
     loaded: LoadedConfig
     checkpoints: Path
     strategy: Strategy
-    lessons: TrainingData
+    training_data: TrainingData
     machine: PreparedModel
     say: RunLog
 
@@ -238,7 +238,7 @@ def _refuse_other_step(access: StateAccess, *, counts_updates: bool, step: int, 
 
 def _progress(folder: Path, conversion: Conversion, *, step: int) -> Progress:
     """Return the progress that lies in the folder, where it is this step's and data's; else what can be worked out."""
-    config, lessons = conversion.loaded.config, conversion.lessons
+    config, lessons = conversion.loaded.config, conversion.training_data
     batch_size = config.train.global_batch_size
     found = run_on_rank_0(lambda: _read_progress(folder))
     is_step = found is not None and found.step == step
@@ -261,7 +261,9 @@ def _read_progress(folder: Path) -> Progress | None:
 
 def _facts(conversion: Conversion) -> RunFingerprint:
     model, strategy = conversion.machine.unwrapped_model, conversion.strategy.name
-    return run_facts(conversion.loaded.config, conversion.lessons, model=model, strategy=strategy, log=conversion.say)
+    return run_facts(
+        conversion.loaded.config, conversion.training_data, model=model, strategy=strategy, log=conversion.say
+    )
 
 
 def _folder_kind(conversion: Conversion) -> str:
