@@ -31,7 +31,7 @@ OnProgress = Callable[[str, int, int | None], None]
 def show_progress() -> Iterator[tuple[Log, OnProgress]]:
     """Yield who says sentences, and who is told how many rows of a source are behind and how many there are."""
     if not sys.stdout.isatty():
-        yield print_line, ProgressLines(say=print_line)
+        yield print_line, ProgressLines(log=print_line)
         return
     console, text = rich_console.SafeConsole(), rich_console.SafeTextColumn
     columns = (text("{task.description}"), BarColumn(), text("{task.fields[told]}"))

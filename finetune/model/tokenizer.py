@@ -31,31 +31,31 @@ _FORMAT_VERSION = 2
 
 
 def train_or_load_tokenizer(
-    texts: Callable[[], Iterable[str]], *, vocabulary_size: int, cache_folder: Path, say: Callable[[str], None]
+    texts: Callable[[], Iterable[str]], *, vocabulary_size: int, cache_folder: Path, log: Callable[[str], None]
 ) -> PreTrainedTokenizerBase:
     """Return the tokenizer of these texts, from the cache where it is there; it has ChatML's tokens and no template."""
     digest, num_texts = _digest(texts(), vocabulary_size=vocabulary_size)
     if num_texts == 0:
         raise ModelError("model.tokenizer.train: there is not a single text to train the tokenizer on.")
     folder = cache_folder / "tokenizers" / f"{digest}-{_FORMAT_VERSION}"
-    made = _train_once(folder, lambda staging: _train(texts(), staging, vocabulary_size=vocabulary_size), log=say)
+    made = _train_once(folder, lambda staging: _train(texts(), staging, vocabulary_size=vocabulary_size), log=log)
     tokenizer = load_trained_tokenizer(folder)
     verb = "trained" if made else "found"
-    say(f"{verb} a tokenizer of {len(tokenizer)} tokens for {num_texts} texts in {folder}")
+    log(f"{verb} a tokenizer of {len(tokenizer)} tokens for {num_texts} texts in {folder}")
     return tokenizer
 
 
-def _train_once(folder: Path, train: Callable[[Path], None], *, say: Callable[[str], None]) -> bool:
+def _train_once(folder: Path, train: Callable[[Path], None], *, log: Callable[[str], None]) -> bool:
     """Have the folder be as it was written; one that is damaged is set aside and made again. Raises ModelError."""
-    made = build_once(folder, train, log=say)
+    made = build_once(folder, train, log=log)
     damage = find_folder_damage(folder)
     if damage is None:
         return made
     try:
-        aside = quarantine(folder, lambda: find_folder_damage(folder) is not None, log=say)
+        aside = quarantine(folder, lambda: find_folder_damage(folder) is not None, log=log)
         if aside is not None:
-            say(f"warning: the trained tokenizer {folder} is damaged: {damage}. It is set aside as {aside.name}.")
-        made = build_once(folder, train, log=say)
+            log(f"warning: the trained tokenizer {folder} is damaged: {damage}. It is set aside as {aside.name}.")
+        made = build_once(folder, train, log=log)
         damage = find_folder_damage(folder)
     except OSError as error:
         raise ModelError(
@@ -124,7 +124,7 @@ def load_tokenizer(
     asked = model.tokenizer
     if asked is not None and asked.train is not None:
         vocabulary_size = asked.train.vocabulary_size
-        tokenizer = train_or_load_tokenizer(texts, vocabulary_size=vocabulary_size, cache_folder=cache_folder, say=log)
+        tokenizer = train_or_load_tokenizer(texts, vocabulary_size=vocabulary_size, cache_folder=cache_folder, log=log)
     elif asked is not None and asked.name is not None:
         tokenizer = _load_pretrained(asked.name, key="model.tokenizer.name", model=model, revision=None)
     elif model.name is not None:

@@ -70,7 +70,7 @@ def _watch_builds() -> None:
     if local == 0:
         clear_build_locks(log=_log)
     if local <= 1:  # where the first one compiles, the second one tells
-        BuildLockWatcher(say=_log).start()
+        BuildLockWatcher(log=_log).start()
 
 
 def _log(text: str) -> None:

@@ -67,16 +67,16 @@ def measure(target: EvaluationTarget) -> Measurement:
 
     Raises UserError where the job has no validation rows.
     """
-    say = RunLog(is_main=distributed.is_main())
+    log = RunLog(is_main=distributed.is_main())
     config, task = target.config, target.task()
-    rows = _validation(target, task, log=say)
+    rows = _validation(target, task, log=log)
     repair(rows, seconds=None)
     model = target.start(task)  # whole in every process: before an Accelerator exists that would have it split
     accelerator = make_accelerator(config, launched_strategy(_evaluation_job(target.loaded)))
     model.to(accelerator.device)
     machine = PreparedModel(accelerator, model, model, None)
-    known = precompute_set(config, task, rows, key="data.validation", prepared=machine, log=say)
-    task = attach_teacher(config, task, accelerator, log=say)
+    known = precompute_set(config, task, rows, key="data.validation", prepared=machine, log=log)
+    task = attach_teacher(config, task, accelerator, log=log)
     target.fill(model)
     generate = config.evaluate.generate if config.evaluate else None
     evaluator = make_evaluator(
@@ -92,18 +92,18 @@ def measure(target: EvaluationTarget) -> Measurement:
     return Measurement(target, evaluator(target.step), len(rows))
 
 
-def _validation(subject: EvaluationTarget, task: Task, *, say: RunLog) -> PreparedSet:
+def _validation(subject: EvaluationTarget, task: Task, *, log: RunLog) -> PreparedSet:
     """Return the validation rows, prepared; training rows are read only where these are a part of them."""
     config, processing = subject.config, subject.kept.processing
     tokenizer = processing.tokenizer
     return prepare_set(
-        _source(config, log=say),
+        _source(config, log=log),
         encode=task.encoder,
         section=config.data,
         identity=input_identity(processing, task),
         unknown_ids=unknown_ids(tokenizer) if tokenizer is not None else frozenset(),
         length=task.lengths,
-        log=say,
+        log=log,
     )
 
 

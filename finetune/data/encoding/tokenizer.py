@@ -97,7 +97,7 @@ class TextTokenizer:
         self._is_seam = np.zeros(max(self._seams, default=-1) + 1, dtype=bool)
         self._is_seam[list(self._seams)] = True
 
-    def encode(self, texts: Sequence[str]) -> "list[Encoded]":
+    def encode(self, texts: Sequence[str]) -> "list[EncodedText]":
         """Return each text with its tokens, encoded in one call."""
         if not self.cuts_at_seams:
             return [EncodedText(text, np.asarray(self.ids(text), np.uint32), self) for text in texts]
@@ -127,7 +127,7 @@ class TextTokenizer:
                 self._remembered[text] = ids
         return ids
 
-    def seams(self, encoded: "Encoded") -> tuple[list[int], list[int]]:
+    def seams(self, encoded: "EncodedText") -> tuple[list[int], list[int]]:
         """Return where the text is cut, both as places among its tokens and as characters."""
         ids = encoded.ids
         places = np.flatnonzero(self._is_seam[np.minimum(ids, len(self._is_seam) - 1)] & (ids < len(self._is_seam)))

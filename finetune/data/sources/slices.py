@@ -171,7 +171,7 @@ def referenced_files(row: Row) -> Iterator[Path]:
 class SliceShard:
     """The rows that a source takes of one file, or of one shard of a hub dataset."""
 
-    source_slice: "Portion"
+    source_slice: "SourceSlice"
     number: int  # of the shard in its origin
     whole: OriginShard
     first: int

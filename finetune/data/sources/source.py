@@ -176,7 +176,7 @@ def _find(section: SourceSection, *, key: str, log: Log) -> Origin:
         place, find = f"{key}.name", load_hub_dataset
     else:
         finder = find_remote if "://" in section.path else find_local
-        place, find = f"{key}.path", partial(finder, key=key, say=log)
+        place, find = f"{key}.path", partial(finder, key=key, log=log)
     try:
         return find(section)
     except DataError as error:

@@ -72,7 +72,7 @@ class Windows:
     def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_desk": None, "_say": _log_nothing}
 
-    def _own(self) -> "_Desk":
+    def _own(self) -> "_ReaderState":
         if self._desk is None or self._desk.pid != os.getpid():
             is_copy = self._desk is not None
             self._desk = _ReaderState(self.job, log=_log_nothing if is_copy else self._log)

@@ -17,7 +17,7 @@ from finetune.data.sources.source import Source
 from finetune.data.token_cache.build import OnProgress, build_set, refuse_counts, refuse_shares
 from finetune.data.token_cache.chunks import Encode, EncodingPlan, make_encoding_plan
 from finetune.data.token_cache.encoder_pool import EncoderPool, WorkersLost
-from finetune.data.token_cache.integrity import DamagedSet, quarantine, quarantined_copies
+from finetune.data.token_cache.integrity import DamagedSet, quarantine_set, quarantined_copies
 from finetune.data.token_cache.journal import num_journaled_rows
 from finetune.data.token_cache.lengths import LengthLimit
 from finetune.data.token_cache.store import FORMAT_VERSION, Identity, PreparedSet
@@ -100,7 +100,7 @@ def _remade(prepared: PreparedSet, *, make: Callable[[], bool], made_of: Identit
 
 
 def _quarantine(damage: DamagedSet, is_damaged: Callable[[], bool], *, key: str, log: Log) -> None:
-    aside = quarantine(damage.folder, is_damaged, log=log)
+    aside = quarantine_set(damage.folder, is_damaged, log=log)
     if aside is not None:
         log(f"warning: {key}: {damage}. It is set aside as {aside.name} and made again.")
 

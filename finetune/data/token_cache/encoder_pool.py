@@ -38,7 +38,7 @@ class EncoderPool:
         self._pool: ProcessPoolExecutor | None = None
         self._starting: list[Future[bool]] = []
 
-    def __enter__(self) -> "Encoders":
+    def __enter__(self) -> "EncoderPool":
         return self
 
     def __exit__(self, *ended: object) -> None:

@@ -93,7 +93,7 @@ class DamagedSet(DataError):
         super().__init__(f"{title} {folder} is damaged: {reason}")
 
 
-def quarantine(folder: Path, is_damaged: Callable[[], bool], *, log: Callable[[str], None]) -> Path | None:
+def quarantine_set(folder: Path, is_damaged: Callable[[], bool], *, log: Callable[[str], None]) -> Path | None:
     """Rename the folder where it still is damaged and return its new name; None where another process has seen to it.
 
     Raises DataError where it cannot be renamed, as in a cache that is only read here.
@@ -131,7 +131,7 @@ def _seen_to(folder: Path, is_damaged: Callable[[], bool]) -> str | None:
     """Return what has become of a folder that is damaged, None of one that is not."""
     again = "The same command makes it again and continues from the last checkpoint."
     try:
-        aside = quarantine(folder, is_damaged, log=_log_nothing)
+        aside = quarantine_set(folder, is_damaged, log=_log_nothing)
     except DataError as error:
         return str(error)
     if aside is not None:

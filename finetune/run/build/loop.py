@@ -160,7 +160,7 @@ def make_stop_sources(
     if distributed.is_main():
         asked[STOP_FILE] = StopFile(stop_file(Path(config.run.folder)))
     if config.run.spot_notice and os.environ.get("LOCAL_RANK", "0") == "0":
-        asked[SPOT_NOTICE] = SpotNotice(config.run.spot_notice, say=log).start()
+        asked[SPOT_NOTICE] = SpotNotice(config.run.spot_notice, log=log).start()
     return StopSources(note, asked)
 
 

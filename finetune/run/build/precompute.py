@@ -30,7 +30,7 @@ from finetune.data.precomputed import (
     with_precomputed,
 )
 from finetune.data.token_cache.cache import cache_folder
-from finetune.data.token_cache.integrity import DamagedSet, quarantine
+from finetune.data.token_cache.integrity import DamagedSet, quarantine_set
 from finetune.data.token_cache.store import PreparedSet
 from finetune.errors import DataError
 from finetune.model.frozen_models import reference_identity, reference_mode
@@ -142,7 +142,7 @@ class _Precomputation:
         damage = _damage(folder)
         if damage is None:
             return True
-        aside = quarantine(folder, lambda: _damage(folder) is not None, log=self.say)
+        aside = quarantine_set(folder, lambda: _damage(folder) is not None, log=self.say)
         if aside is not None:
             self.say(f"warning: {key}: {damage}. It is set aside as {aside.name} and worked out again.")
         return folder.is_dir()

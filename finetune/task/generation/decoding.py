@@ -26,7 +26,7 @@ class Seq2SeqDecodeState:
     encoded: BaseModelOutput | None = None
     cache: Any = None
 
-    def advance(self, model: nn.Module) -> tuple[Tensor, "Decoding"]:
+    def advance(self, model: nn.Module) -> tuple[Tensor, "Seq2SeqDecodeState"]:
         """Return the likeliest next token of each row, [batch], and the state with what the model remembers."""
         given: dict[str, Any] = {"attention_mask": self.source_mask, "use_cache": True}
         if self.encoded is None:
@@ -39,7 +39,7 @@ class Seq2SeqDecodeState:
         cache = getattr(outputs, "past_key_values", None)
         return outputs.logits[:, -1].argmax(dim=-1), replace(self, encoded=encoded, cache=cache)
 
-    def append_tokens(self, chosen: Tensor) -> "Decoding":
+    def append_tokens(self, chosen: Tensor) -> "Seq2SeqDecodeState":
         """Return the state one token later; chosen is [batch]."""
         return replace(self, written=torch.cat([self.written, chosen[:, None]], dim=1))
 
@@ -86,7 +86,7 @@ class UncachedDecodeState:
     pad_id: int
     device: torch.device
 
-    def advance(self, model: nn.Module) -> "tuple[Tensor, Rewriting]":
+    def advance(self, model: nn.Module) -> "tuple[Tensor, UncachedDecodeState]":
         """Return the likeliest next token of each row ([batch]); reads everything again."""
         lengths = torch.tensor([len(row) for row in self.rows], device=self.device)  # [batch]
         longest = int(lengths.max())
@@ -96,7 +96,7 @@ class UncachedDecodeState:
         logits = model(input_ids=input_ids, attention_mask=mask, use_cache=False).logits[:, -longest:]
         return logits[torch.arange(len(self.rows), device=self.device), lengths - 1].argmax(dim=-1), self
 
-    def append_tokens(self, chosen: Tensor) -> "Rewriting":
+    def append_tokens(self, chosen: Tensor) -> "UncachedDecodeState":
         """Return the state one token later; chosen is [batch]."""
         rows = tuple((*row, token) for row, token in zip(self.rows, chosen.tolist(), strict=True))
         return replace(self, rows=rows)
@@ -124,7 +124,7 @@ class ImageDecodeState:
     arguments: frozenset[str]  # names of what the model can be given
     cache: Any = None
 
-    def advance(self, model: nn.Module) -> "tuple[Tensor, Seeing]":
+    def advance(self, model: nn.Module) -> "tuple[Tensor, ImageDecodeState]":
         """Return the likeliest next token of the prompt ([1]) and the state with the model's new cache."""
         length = self.input_ids.shape[1]
         num_new = length if self.cache is None else 1
@@ -157,7 +157,7 @@ class ImageDecodeState:
         told = {"position_ids": positions[:, -num_new:]} if "position_ids" in self.arguments else {}
         return {"attention_mask": self.attention_mask, **told}
 
-    def append_tokens(self, chosen: Tensor) -> "Seeing":
+    def append_tokens(self, chosen: Tensor) -> "ImageDecodeState":
         """Return the state one token later; chosen is [1]."""
         token = chosen.expand(len(self.input_ids))[:, None]
         return replace(
@@ -201,7 +201,7 @@ def generate(
     max_new_tokens: int,
     device: torch.device,
     all_finished: Callable[[bool], bool],
-    state: "State | None" = None,
+    state: "DecodeState | None" = None,
 ) -> list[list[int]]:
     """Return for each prompt the tokens that the model continues it with, up to and with the first stop token.
 
@@ -228,10 +228,10 @@ def generate(
 class DecodeState(Protocol):
     """What has been read and written so far."""
 
-    def advance(self, model: nn.Module) -> "tuple[Tensor, State]":
+    def advance(self, model: nn.Module) -> "tuple[Tensor, DecodeState]":
         """Return the likeliest next token of each row ([batch]) and the state with the model's new cache."""
 
-    def append_tokens(self, chosen: Tensor) -> "State":
+    def append_tokens(self, chosen: Tensor) -> "DecodeState":
         """Return the state one token later; chosen is [batch]."""
 
 
@@ -244,7 +244,7 @@ class _CausalDecodeState:
     arguments: frozenset[str]  # names of what the model can be given
     cache: Any = None
 
-    def advance(self, model: nn.Module) -> "tuple[Tensor, _Writing]":
+    def advance(self, model: nn.Module) -> "tuple[Tensor, _CausalDecodeState]":
         """Return the likeliest next token of each row ([batch]) and the state with the model's new cache."""
         positions = (self.attention_mask.cumsum(dim=1) - 1).clamp(min=0)
         num_new = self.input_ids.shape[1] if self.cache is None else 1
@@ -259,7 +259,7 @@ class _CausalDecodeState:
         cache = getattr(outputs, "past_key_values", None)
         return outputs.logits[:, -1].argmax(dim=-1), replace(self, cache=cache)
 
-    def append_tokens(self, chosen: Tensor) -> "_Writing":
+    def append_tokens(self, chosen: Tensor) -> "_CausalDecodeState":
         """Return the state one token later; chosen is [batch]."""
         seen = torch.ones_like(chosen)[:, None]
         return replace(

@@ -53,7 +53,7 @@ class Chunk:
     fp32_buffer: Tensor  # the same in float32
 
     @classmethod
-    def without_buffers(cls, rows: Tensor, weight: Tensor, ask: LossSpec) -> "Slab":
+    def without_buffers(cls, rows: Tensor, weight: Tensor, ask: LossSpec) -> "Chunk":
         """Return all rows, whose logits are not asked for."""
         return cls(rows.to(ask.dtype), weight.to(ask.dtype), None, ask.finish, rows, rows)
 

@@ -32,7 +32,7 @@ class LmHead:
         self._listen = _uncompiled(self._heard)
 
     @classmethod
-    def of_logits(cls) -> "Head":
+    def of_logits(cls) -> "LmHead":
         """Return a head whose input are logits already."""
         return cls(nn.Identity(), HeadOutput(LogitTransform(), keeps_rows=True))
 
@@ -99,7 +99,7 @@ def map_chunks(work: Callable[..., Tensor], head: LmHead, rows: Tensor, *others:
     return [checkpoint(work, *part, use_reentrant=False) for part in parts]
 
 
-_HEADS: "weakref.WeakKeyDictionary[nn.Module, Head]" = weakref.WeakKeyDictionary()
+_HEADS: "weakref.WeakKeyDictionary[nn.Module, LmHead]" = weakref.WeakKeyDictionary()
 
 
 def find_lm_head(model: nn.Module) -> LmHead | None:

@@ -84,7 +84,7 @@ class PairLogProbabilities:
     rejected_reference: Tensor | None = None
 
     @classmethod
-    def of(cls, log_probability: Tensor, batch: Batch) -> "Pairs":
+    def of(cls, log_probability: Tensor, batch: Batch) -> "PairLogProbabilities":
         """Return the pairs of a batch whose sequences have these log-probabilities, [sequences]."""
         reference = batch.extras.get(REFERENCE)
         chosen, rejected = log_probability.chunk(2)
