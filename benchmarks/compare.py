@@ -53,7 +53,7 @@ def main() -> int:
         try:
             folder = options.out / name
             folder.mkdir(parents=True, exist_ok=True)
-            measured[name] = part(folder, is_quick=options.quick, say=partial(console.print, markup=False))
+            measured[name] = part(folder, is_quick=options.quick, log=partial(console.print, markup=False))
         except steps.LossesDiffer as error:
             console.print(f"error: {error}", markup=False)
             return 1

@@ -75,7 +75,7 @@ class Bench:
             lambda: (turn["content"] for turns in _conversations(20_000) for turn in turns),
             vocabulary_size=8_000,
             cache_folder=scratch,
-            say=lambda line: None,
+            log=lambda line: None,
         )
         tokenizer.chat_template = BUILT_IN["chatml"].read_text()
         tokenizer.save_pretrained(self.tokenizer)

@@ -79,7 +79,7 @@ def train_one_step(machine: PreparedModel) -> None:
 
 def saver(access: StateAccess, folder: Path, asynchronous: bool) -> Checkpointer:
     section = CheckpointSection(asynchronous=asynchronous)
-    return Checkpointer(folder, section=section, access=access, run=RunFingerprint({}, {}, {}), say=print)
+    return Checkpointer(folder, section=section, access=access, run=RunFingerprint({}, {}, {}), log=print)
 
 
 def measure_memory(access: StateAccess, folder: Path) -> dict[str, Any]:

@@ -41,7 +41,7 @@ def test_the_task_that_is_added_learns_only_the_last_sentence(tmp_path, monkeypa
     task_class = python_of("Add a task")["LastSentenceTask"]
     monkeypatch.setitem(registry.TASKS, "last_sentence", task_class)
     tokenizer = train_or_load_tokenizer(
-        lambda: ["a. b."], vocabulary_size=300, cache_folder=tmp_path, say=lambda _: None
+        lambda: ["a. b."], vocabulary_size=300, cache_folder=tmp_path, log=lambda _: None
     )
     data = DataSection(train=TrainingSourceSection(path="/nowhere.jsonl"), max_length=64)
     task = registry.build_task(TaskContext(TaskSection.model_construct(name="last_sentence"), data, tokenizer))

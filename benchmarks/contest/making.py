@@ -105,7 +105,7 @@ def _tokenizer(folder: Path, workload: Workload, rows: list[dict[str, str]]) -> 
             lambda: (text for row in rows for text in row.values()),
             vocabulary_size=size,
             cache_folder=folder / "cache",
-            say=print,
+            log=print,
         )
     vocabulary = [*_SPECIAL, *(f"w{number}" for number in range(workload.sizes.vocabulary - len(_SPECIAL)))]
     words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(vocabulary)}, unk_token="<unk>"))

@@ -52,7 +52,7 @@ def checkpointer(machine: PreparedModel, folder: Path, ahead: ChecksumPrefetch |
         section=CheckpointSection(),
         access=access,
         run=RunFingerprint({}, {}, {}),
-        say=lambda _: None,
+        log=lambda _: None,
         ahead=ahead,
     )
 

@@ -50,7 +50,7 @@ def measure(folder: Path, *, is_quick: bool, say: Say) -> Measured:
         f"Trainer, {FEW}": lambda: _theirs(folder, "trainer", FEW),
     }
     first = {f"ours, {number}, nothing prepared": _ours(folder, number) for number in (FEW, MANY)}
-    taken = _in_rounds(starts, num_rounds=3 if is_quick else 9, say=say)
+    taken = _in_rounds(starts, num_rounds=3 if is_quick else 9, log=say)
     answers = {what: [_answer(words, folder) for _ in range(5)] for what, words in _words(folder).items()}
     found = findings(taken, answers)
     record = {"starts": taken, "first": first, "answers": answers}

@@ -30,11 +30,11 @@ def measure(folder: Path, *, is_quick: bool, say: Say, data: Path, seed: int, on
     say(f"making {len(timed) + 2} workloads")
     make(folder, [gate, first, *timed], data=data, seed=seed)
     with Controller(folder, seed=seed) as controller:
-        peaks = play(controller, folder, first, say=say, takes_turns=False)
+        peaks = play(controller, folder, first, log=say, takes_turns=False)
         say(peak_summary(peaks))
-        equal = play(controller, folder, gate, say=say, takes_turns=False)
+        equal = play(controller, folder, gate, log=say, takes_turns=False)
         refuse_different(equal)
-        all_played = [play(controller, folder, workload, say=say) for workload in timed]
+        all_played = [play(controller, folder, workload, log=say) for workload in timed]
     return collect(equal, peaks, all_played, missing=missing)
 
 

@@ -31,7 +31,7 @@ def test_the_product_takes_the_bare_loops_steps(tmp_path: Path) -> None:
     make(tmp_path, [workload], data=tmp_path, seed=3)
     said: list[str] = []
     with Controller(tmp_path, seed=3) as controller:
-        played = play(controller, tmp_path, workload, say=said.append)
+        played = play(controller, tmp_path, workload, log=said.append)
     refuse_different(played)
     bare, ours = (played.sheets[name] for name in workload.contestants)
     assert len(bare.losses) == len(ours.losses) == 6

@@ -42,7 +42,7 @@ def main(folder: Path) -> None:
 def checkpointer(folder: Path, parted: Parted | None = None, **section: object) -> Checkpointer:
     access = (parted or Parted(step=1)).access
     run = RunFingerprint({"model": "parts"}, settings={}, origin={})
-    return Checkpointer(folder, section=CheckpointSection(**section), access=access, run=run, say=lambda message: None)
+    return Checkpointer(folder, section=CheckpointSection(**section), access=access, run=run, log=lambda message: None)
 
 
 def faults(*written: str) -> None:

@@ -47,7 +47,7 @@ class Run:
             section=CheckpointSection(**section),
             access=self.access,
             run=RunFingerprint(identity or {"model": "small", "data": "abc"}, settings={}, origin={}),
-            say=self.said.append,
+            log=self.said.append,
         )
 
     def train(self, steps, *, save=True):

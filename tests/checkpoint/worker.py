@@ -81,7 +81,7 @@ def train(accelerator, model, optimizer, spec: dict) -> dict:
         section=CheckpointSection(resume=spec.get("resume", "auto")),
         access=access,
         run=RunFingerprint({"model": "tiny", "variant": spec["variant"]}, settings={}, origin={}),
-        say=said.append,
+        log=said.append,
     )
     found = checkpointer.find()
     if found is not None and found.step > 0:

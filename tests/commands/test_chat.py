@@ -22,7 +22,7 @@ from finetune.model.tokenizer import train_or_load_tokenizer
 def tokenizer(tmp_path_factory):
     texts = ["say moon", "say star", "moon and star"] * 20
     folder = tmp_path_factory.mktemp("cache")
-    tokenizer = train_or_load_tokenizer(lambda: texts, vocabulary_size=300, cache_folder=folder, say=lambda _: None)
+    tokenizer = train_or_load_tokenizer(lambda: texts, vocabulary_size=300, cache_folder=folder, log=lambda _: None)
     set_chat_template(tokenizer, "chatml")
     return tokenizer
 

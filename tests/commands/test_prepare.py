@@ -106,7 +106,7 @@ class Clock:
 
 def test_without_a_terminal_a_line_comes_every_few_seconds():
     clock, said = Clock(), []
-    lines = ProgressLines(say=said.append, clock=clock)
+    lines = ProgressLines(log=said.append, clock=clock)
     for second in range(0, 25):
         clock.now = float(second)
         lines("data.train", 100 * second, 4000)

@@ -80,11 +80,11 @@ def test_two_ranks_settle_on_what_one_process_has(monkeypatch):
         return flat + other
 
     sync_batch_norm(alone)
-    monkeypatch.setattr(batch_norm.ranks, "world", lambda: 2)
-    monkeypatch.setattr(batch_norm.ranks, "sum_tensor", lambda flat: sent.append(flat) or flat)
+    monkeypatch.setattr(batch_norm.distributed, "world", lambda: 2)
+    monkeypatch.setattr(batch_norm.distributed, "sum_tensor", lambda flat: sent.append(flat) or flat)
     sync_batch_norm(copy.deepcopy(ranks[1]))
     (other,) = sent
-    monkeypatch.setattr(batch_norm.ranks, "sum_tensor", summed)
+    monkeypatch.setattr(batch_norm.distributed, "sum_tensor", summed)
     sync_batch_norm(ranks[0])
     for name, value in alone.state_dict().items():
         torch.testing.assert_close(ranks[0].state_dict()[name], value)

@@ -25,7 +25,7 @@ def folder(tmp_path):
     return place
 
 
-def digest(folder, *, say=lambda _: None, model=None, **section):
+def digest(folder, *, log=lambda _: None, model=None, **section):
     return base_digest(ModelSection(name=str(folder), **{"lora": LoraSection(), **section}), model=model, log=say)
 
 
@@ -86,14 +86,14 @@ def test_a_hub_model_that_hides_its_commit_is_looked_up_in_the_cache(tmp_path):
 
 def test_a_commit_that_cannot_be_found_is_said(tmp_path):
     said = []
-    assert digest("org/model", cache_folder=str(tmp_path), say=said.append) == "commit unknown"
+    assert digest("org/model", cache_folder=str(tmp_path), log=said.append) == "commit unknown"
     assert "a change of it would not be seen on a resume" in said[0]
 
 
 def test_weights_that_take_long_are_worth_a_line(folder, monkeypatch):
     said = []
     monkeypatch.setattr(frozen_models, "_LOG_AFTER_SECONDS", -1.0)
-    digest(folder, say=said.append)
+    digest(folder, log=said.append)
     assert said[0].endswith(f"of {folder} in 0 s to tell them by")
 
 

@@ -20,7 +20,7 @@ def launched(**changes):
     [
         (launched(world=1), "single", set()),
         (launched(), "ddp", set()),
-        (launched(world=1, has_group=True), "ddp", set()),
+        (launched(world=1, has_process_group=True), "ddp", set()),
         (launched(fsdp_version=1), "fsdp1", set(Sharded)),
         (launched(fsdp_version=2), "fsdp2", set(Sharded)),
         (launched(world=4, fsdp_version=2, replicate_size=2), "hsdp", set(Sharded)),

@@ -81,7 +81,7 @@ class Page(HTMLParser):
 def tokenizer(tmp_path_factory):
     texts = ["say moon", "say star", "moon and star"] * 20
     folder = tmp_path_factory.mktemp("cache")
-    return train_or_load_tokenizer(lambda: texts, vocabulary_size=300, cache_folder=folder, say=lambda _: None)
+    return train_or_load_tokenizer(lambda: texts, vocabulary_size=300, cache_folder=folder, log=lambda _: None)
 
 
 def sample_of(text, tokenizer, *, learnt_from):

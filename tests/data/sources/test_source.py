@@ -19,7 +19,7 @@ ROWS = [{"prompt": f"question {n}", "completion": f"answer {n}"} for n in range(
 KEY = "data.train"
 
 
-def opened(section, say=lambda _: None):
+def opened(section, log=lambda _: None):
     return open_source(section, key=KEY, log=say)
 
 

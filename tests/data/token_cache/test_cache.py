@@ -248,7 +248,7 @@ def test_a_link_in_a_build_that_was_begun_is_not_written_through(prepare, monkey
 IDENTITY = {"tokenizer": "t1", "chat_template": "c1"}
 
 
-def opened(section, say=lambda _: None, *, key="data.train"):
+def opened(section, log=lambda _: None, *, key="data.train"):
     return open_source(section, key=key, log=say)
 
 

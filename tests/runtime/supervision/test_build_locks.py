@@ -113,7 +113,7 @@ def test_a_lock_that_is_taken_anew_between_two_looks_stays(lock):
 def test_a_thread_that_waits_for_a_dead_build_is_set_free_and_one_that_waits_for_a_living_one_is_told(lock, owner_of):
     owner, said, now = owner_of(lock), [], [0.0]
     waiting = threading.Thread(target=FileBaton(str(lock), wait_seconds=0.01).wait)
-    watch = BuildLockWatcher(say=said.append, clock=lambda: now[0])
+    watch = BuildLockWatcher(log=said.append, clock=lambda: now[0])
     watch.look()
     assert said == []  # the main thread waits for nothing
     waiting.start()

@@ -45,7 +45,7 @@ def service(monkeypatch) -> Iterator[Service]:
 
 def test_aws_answers_404_until_the_machine_is_to_be_taken(service):
     said: list[str] = []
-    notice = SpotNotice("aws", say=said.append)
+    notice = SpotNotice("aws", log=said.append)
     service.answers["PUT", "/latest/api/token"] = "a token"
     assert not notice.look()
     service.answers["GET", "/latest/meta-data/spot/instance-action"] = '{"action": "terminate", "time": "..."}'
@@ -57,7 +57,7 @@ def test_aws_answers_404_until_the_machine_is_to_be_taken(service):
 
 
 def test_gcp_says_true(service):
-    notice = SpotNotice("gcp", say=print)
+    notice = SpotNotice("gcp", log=print)
     for answer, expected in (("FALSE", False), ("TRUE", True)):
         service.answers["GET", "/computeMetadata/v1/instance/preempted"] = answer
         assert notice.look() is expected
@@ -67,7 +67,7 @@ def test_gcp_says_true(service):
 def test_azure_names_the_machines_of_an_event_and_only_ours_counts(service):
     events = "/metadata/scheduledevents?api-version=2020-07-01"
     service.answers["GET", "/metadata/instance/compute/name?api-version=2021-02-01&format=text"] = "mine_0"
-    notice = SpotNotice("azure", say=print)
+    notice = SpotNotice("azure", log=print)
     for written, expected in (
         ('{"Events": []}', False),
         ('{"Events": [{"EventType": "Reboot", "Resources": ["mine_0"]}]}', False),
@@ -82,7 +82,7 @@ def test_azure_names_the_machines_of_an_event_and_only_ours_counts(service):
 def test_a_service_that_does_not_answer_is_one_warning(monkeypatch):
     monkeypatch.setenv(BASE_VARIABLE, "http://127.0.0.1:9")
     said: list[str] = []
-    notice = SpotNotice("gcp", say=said.append)
+    notice = SpotNotice("gcp", log=said.append)
     assert [notice.look(), notice.look()] == [False, False]
     assert len(said) == 1
     assert "the metadata service of gcp does not answer" in said[0]

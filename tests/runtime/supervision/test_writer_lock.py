@@ -66,7 +66,7 @@ HOLDER = """
 import os, sys
 from pathlib import Path
 from finetune.runtime.supervision.writer_lock import claimed
-with claimed(Path(sys.argv[1]), say=print):
+with claimed(Path(sys.argv[1]), log=print):
     child = os.fork()  # as a data loader's process: it outlives its parent and must not keep the folder
     if child == 0:
         os.close(1)
