@@ -97,9 +97,7 @@ def resolve_export_section(config: RunConfig) -> ExportSection:
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
-def export_final(
-    context: RunContext, built: BuiltRun, reporter: Reporter, *, progress: Progress, reason: str
-) -> None:
+def export_final(context: RunContext, built: BuiltRun, reporter: Reporter, *, progress: Progress, reason: str) -> None:
     """Gather the weights and write them on rank 0, unless they were written already. Collective.
 
     An adapter's base is written only where it exists nowhere else, or where the adapter is merged into it.

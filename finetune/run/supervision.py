@@ -5,8 +5,8 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
-from finetune.errors import FinetuneError, UserError
 from finetune.data.token_cache.cache import cache_folder
+from finetune.errors import FinetuneError, UserError
 from finetune.report.timing import StartUp
 from finetune.run.context import RunContext
 from finetune.run.state.finished import FinishedRun
@@ -79,8 +79,8 @@ def supervised_run(context: RunContext, startup: StartUp) -> Iterator[Supervisio
     """Supervise this process; rank 0 locks the run folder.
 
     One of several processes that meets an error exits here, with all others, and shows the first error of all; a
-    single process lets its error pass. Raises UserError where another run writes to the folder, or where the disk of the
-    folder or of the cache is full.
+    single process lets its error pass. Raises UserError where another run writes to the folder, or where the disk
+    of the folder or of the cache is full.
     """
     rank, folder = distributed.rank(), context.paths.folder
     with record_signals() as received, lock_run_folder(folder, log=context.log) if rank == 0 else nullcontext():

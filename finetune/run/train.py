@@ -1,7 +1,7 @@
 """A run from its config to its exit code: validate, prepare the data, build, restore, fit, finish.
 
-Each phase takes what the one before it returned, so their order cannot change: `build` precomputes with the weights that
-the run starts from, `restore` loads a checkpoint into what `build` returned, and `fit` trains only what was restored.
+Each phase takes what the one before it returned, so their order cannot change: `build` precomputes with the weights
+that the run starts from, `restore` loads a checkpoint into what `build` returned, `fit` trains what was restored.
 """
 
 from contextlib import closing
@@ -59,10 +59,11 @@ def _train(
         return finish(context, restored, fitted, reporter=reporter, supervision=supervision)
 
 
-def build(
-    context: RunContext, data: PreparedData, *, accelerator: Accelerator, supervision: Supervision
-) -> BuiltRun:
-    """Return the model with the weights that the run starts from, and the data with what they precompute. Collective."""
+def build(context: RunContext, data: PreparedData, *, accelerator: Accelerator, supervision: Supervision) -> BuiltRun:
+    """Return the model with the weights that the run starts from, and the data with what they precompute.
+
+    Collective.
+    """
     rate = data.plan.schedule.peak
     prepared = prepare_model(context, data.training_data, accelerator=accelerator, learning_rate=rate)
     require_sample_isolation(context, data.training_data, prepared)

@@ -169,7 +169,9 @@ def remove_stop_file(path: Path, *, log: Callable[[str], None]) -> None:
         log(f"{path} cannot be removed ({error.strerror}). Remove it, or the next start stops at once.")
 
 
-def _timed_groups(groups: Callable[..., Iterator[tuple[Batch, ...]]], *, startup: StartUp, report: Reporter, first_step: int) -> Iterator[tuple[Batch, ...]]:
+def _timed_groups(
+    groups: Callable[..., Iterator[tuple[Batch, ...]]], *, startup: StartUp, report: Reporter, first_step: int
+) -> Iterator[tuple[Batch, ...]]:
     """Yield the groups; note the first request, and report the start at the second one, when a step is over."""
     startup.end("run folder")
     coming = groups(first_step=first_step)

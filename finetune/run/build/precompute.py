@@ -124,9 +124,7 @@ class _Precomputation:
         """Return the set of the source with the precomputed values of its samples. Collective."""
         config, log = self.context.config, self.context.log
         if not isinstance(source, PreparedSet):
-            raise DataError(
-                f"{key}: {self.precomputed.title} cannot be precomputed for a stream. Remove `stream`."
-            )
+            raise DataError(f"{key}: {self.precomputed.title} cannot be precomputed for a stream. Remove `stream`.")
         made_of = {
             "set": source.fingerprint,
             "model": dict(self.scorer.identity),

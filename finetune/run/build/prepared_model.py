@@ -192,7 +192,7 @@ def _warn(context: RunContext) -> None:
 
 
 def make_weights(context: RunContext, prepared: PreparedModel) -> EvaluationWeights:
-    """Return the weights that are evaluated and exported: the average where the optimizer keeps one, else the trained."""
+    """Return the weights to evaluate and export: the average where the optimizer keeps one, else the trained."""
     found = average_formula(context.config.train)
     if found is None:
         return TrainedWeights()

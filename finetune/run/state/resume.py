@@ -132,7 +132,7 @@ def format_strategy_change(saved: RunFingerprint, *, current: RunFingerprint) ->
         masks = f"dropout masks are those of {_processes(current)}, and "
     yield (
         f"the checkpoint was written under {there['strategy']} on {_processes(saved)}, and this run is "
-        f"{current.origin['strategy']} on {_processes(current)}: {masks}sums are rounded in another order, so losses "
+        f"under {current.origin['strategy']} on {_processes(current)}: {masks}sums are rounded in another order, so losses "
         "are equal within rounding, not bitwise"
     )
 
