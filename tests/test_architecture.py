@@ -68,8 +68,7 @@ WITHOUT_TORCH = ("config", "cli", "launch", "recipes", "errors", "__main__")
 HEAVY = {"torch", "transformers", "accelerate", "peft", "datasets", "numpy", "deepspeed"}
 
 IMPORTS_BY_NAME = {
-    "finetune/runtime/optional.py": "packages that may be missing",
-    "finetune/runtime/optional.py": "modules that a job may not need",
+    "finetune/runtime/optional.py": "packages that may be missing, modules that a job may not need",
     "finetune/cli/lazy.py": "commands that need torch",
     "finetune/task/generation/evaluation.py": "a metric that the user names as package.module:function",
 }
