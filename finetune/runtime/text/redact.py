@@ -218,7 +218,7 @@ def redacted_config(value: Any, *, name: str = "") -> Any:
 
 
 def comparable_config(value: Any, *, name: str = "") -> Any:
-    """Return nested plain values, redacted as by `comparable_text`: fit to be compared with those of an earlier start."""
+    """Return nested plain values, redacted as by `comparable_text`, to be compared with those of an earlier start."""
     if isinstance(value, str):
         return REDACTED if name and value and is_secret_name(name) else comparable_text(value)
     if isinstance(value, Mapping):
