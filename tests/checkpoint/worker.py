@@ -30,11 +30,15 @@ from finetune.checkpoint.write import saver
 from finetune.config.sections.checkpoint import CheckpointSection
 from finetune.config.sections.train import AverageSection, OptimizerSection, UnfreezeSection
 from finetune.errors import CheckpointError
-from finetune.run.state.resume import warm_up_ddp_buckets
 from finetune.runtime import distributed
 from finetune.runtime.parameters import AVERAGE
 from finetune.runtime.progress import Progress
-from finetune.strategy.upstream import drop_not_yet_unfrozen_from_zero_norm, gloo_bridge, keep_bf16_parameters
+from finetune.strategy.upstream import (
+    drop_not_yet_unfrozen_from_zero_norm,
+    gloo_bridge,
+    keep_bf16_parameters,
+    warm_up_ddp_buckets,
+)
 from finetune.train.evaluate import AveragedWeights
 from finetune.train.optim.optimizers import begin_step, build_optimizer
 from finetune.train.optim.parameter_groups import list_parameters
