@@ -179,7 +179,8 @@ def load_teacher(
     size = teacher.config.get_text_config().vocab_size
     if size < vocabulary_size:
         raise ModelError(
-            f"{TEACHER_KEY}: `{section.teacher}` knows {size} tokens and the student's tokenizer has {vocabulary_size}. A "
+            f"{TEACHER_KEY}: `{section.teacher}` knows {size} tokens and the student's tokenizer has "
+            f"{vocabulary_size}. A "
             "teacher and its student share one tokenizer: name another teacher, or train on its tokenizer."
         )
     return teacher.requires_grad_(False).eval().to(device)
@@ -193,7 +194,8 @@ def check_teacher_tokenizer(section: DistillationSection, *, model: ModelSection
     different = sorted(token for token in ours.keys() | theirs.keys() if ours.get(token) != theirs.get(token))
     if different:
         raise ModelError(
-            f"{TEACHER_KEY}: the tokenizer of `{section.teacher}` is not the student's: {len(different)} tokens differ, such "
+            f"{TEACHER_KEY}: the tokenizer of `{section.teacher}` is not the student's: {len(different)} tokens "
+            "differ, such "
             f"as {different[0]!r}. Their probabilities cannot be compared; name a teacher of the same family, or write "
             f"`model.tokenizer: {{name: {section.teacher}}}` for a student that is trained from random weights."
         )
@@ -209,7 +211,8 @@ def teacher_digest(section: DistillationSection, *, model: ModelSection, log: Ca
     path = try_to_load_from_cache(section.teacher, "config.json", cache_dir=model.cache_folder)
     if not isinstance(path, str):
         log(
-            f"{TEACHER_KEY}: the commit of `{section.teacher}` is not known, so a change of it would not be seen on a resume"
+            f"{TEACHER_KEY}: the commit of `{section.teacher}` is not known, so a change of it would not be seen "
+            "on a resume"
         )
         return "commit unknown"
     return f"commit {Path(path).parent.name}"
