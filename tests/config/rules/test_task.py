@@ -96,12 +96,12 @@ def test_every_key_that_can_be_idle_has_a_row_in_the_table():
 
 WRONG = [
     (["task.z_loss=0.1", "train.loss_kernel=liger"], "train.loss_kernel", "`liger` does not support `task.z_loss`"),
-    (["data.max_length=null"], "data.max_length", "it is missing. Longest sample in tokens"),
+    (["data.max_length=null"], "data.max_length", "the maximum length of a sample in tokens"),
     (["task.name=distillation"], "task.distillation", "there is no teacher"),
     (
         ["task.name=distillation", "task.distillation={teacher: ./teacher, cache: true}"],
         "task.distillation.cache",
-        "Write `task.distillation.top_k: 64`",
+        "Set `task.distillation.top_k: 64`",
     ),
     (
         [
