@@ -71,7 +71,7 @@ def is_url(text: str) -> bool:
 
 
 def local_run_folder(folder: str, local_folder: str | None) -> pathlib.Path:
-    """Return the folder of a run on this machine: `run.folder`, or for a URL the local folder from which it is uploaded.
+    """Return the folder of a run on this machine: `run.folder`, or the local folder of a run at a URL.
 
     The default for a URL is named after its last part and a digest of all of it, so the same job finds it again.
     """

@@ -82,7 +82,7 @@ class GhostBatchNorm(_BatchNorm):
     groups: _GroupStatistics
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return the normalised input, [samples, channels, ...]; a batch that is not made of whole groups uses the running statistics."""
+        """Return the normalised input, [samples, channels, ...]; an incomplete group uses the running statistics."""
         num_samples, size = input.shape[0], self.groups.size
         if not self.training or num_samples % size:
             return functional.batch_norm(

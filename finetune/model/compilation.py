@@ -33,7 +33,7 @@ class Compilation:
 
     def __init__(self, log: Log) -> None:
         self.failure: Exception | None = None
-        self._log = say
+        self._log = log
         # Random numbers as in eager mode: then compiling does not change dropout's.
         options: dict[str, Any] = {"options": {"fallback_random": True}} if BACKEND == "inductor" else {}
         self.forward = torch.compile(_forward, backend=BACKEND, **options)
@@ -70,7 +70,7 @@ class CompiledForward:
 def compile_model(model: PreTrainedModel, mode: Literal["regional", "full"], *, log: Log) -> None:
     """Compile the model's repeated layers, or its body without the head, at their first forward pass in training.
 
-    `model` is the one inside all wrappers, which may be applied before or after. Logs what is compiled, or why nothing is.
+    `model` is the one inside all wrappers, which may be applied before or after. Logs what is compiled, or why not.
     """
     reason = why_not_compilable()
     parts = [] if reason else [model_body(model)] if mode == "full" else list(repeated_layers(model))
@@ -125,7 +125,7 @@ def compiler_errors() -> tuple[type[Exception], ...]:
 
 
 def _forward(module: Any, *values: Any, **named: Any) -> Any:
-    """Return the forward of the module's current class: FSDP2 changes the class later, and recomputation uses that one."""
+    """Return the forward of the module's current class: FSDP2 changes it later, and recomputation uses the new one."""
     return type(module).forward(module, *values, **named)
 
 

@@ -76,7 +76,7 @@ def folder_digest(folder: Path, *, log: Callable[[str], None]) -> str:
     whole = hashlib.sha256(listed.encode()).hexdigest()
     seconds = time.monotonic() - started
     if seconds > _LOG_AFTER_SECONDS:
-        log(f"base weights {whole[:12]}: hashed {size_text(size)} in {folder} in {seconds:.0f} s")
+        log(f"base weights {whole[:12]}: hashed {format_size(size)} in {folder} in {seconds:.0f} s")
     return f"sha256 {whole}"
 
 
@@ -100,7 +100,7 @@ def _cached_commit(section: ModelSection) -> str | None:
 
 
 _INITS_FROM_BASE = ("pissa", "olora", "loftq")
-"""Initializations that move a part of the base into the adapters: without them, the base is not the original model."""
+"""Initializations that move a part of the base into the adapters: the base alone is not the original model."""
 
 _ADAPTER_KEYS = frozenset({"lora", "ia3", "oft", "prompt_tuning", "prefix_tuning", "adapter"})
 _KEYS_WITHOUT_EFFECT = frozenset(
@@ -112,7 +112,7 @@ _KEYS_WITHOUT_EFFECT = frozenset(
 def reference_is_base(section: ModelSection) -> bool:
     """Tell whether the reference is the model without its adapters.
 
-    It is not if training continues a saved adapter, or if the initialization moves a part of the base into the adapters.
+    It is not if training continues a saved adapter, or if a part of the base moves into the adapters.
     """
     if section.adapter is not None:
         return False
@@ -169,7 +169,7 @@ def load_teacher(
     """Return the teacher on the device, frozen, in evaluation mode and in `teacher_dtype`; raises ModelError."""
     with (
         loading_errors(section.teacher, key=TEACHER_KEY),
-        without_vain_retries(is_local=is_local_path(section.teacher)),
+        without_hub_retries(is_local=is_local_path(section.teacher)),
     ):
         origin = _teacher_arguments(section, model)
         config = load_auto_class(AutoConfig, **origin)
@@ -192,7 +192,7 @@ def check_teacher_tokenizer(section: DistillationSection, *, model: ModelSection
     """Raise ModelError unless the tokenizers of teacher and student have the same vocabulary."""
     with (
         loading_errors(section.teacher, key=TEACHER_KEY),
-        without_vain_retries(is_local=is_local_path(section.teacher)),
+        without_hub_retries(is_local=is_local_path(section.teacher)),
     ):
         theirs = load_auto_class(AutoTokenizer, **_teacher_arguments(section, model)).get_vocab()
     ours = tokenizer.get_vocab()

@@ -71,7 +71,7 @@ def generate_batch(
 
 @contextmanager
 def _generation_errors() -> Iterator[None]:
-    """Turn transformers' errors about the model's own generation settings, which apply besides ours, into a ModelError."""
+    """Turn transformers' errors about the model's own generation settings, which also apply, into a ModelError."""
     try:
         yield
     except (ValueError, TypeError, AttributeError, LookupError) as error:

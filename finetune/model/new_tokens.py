@@ -66,7 +66,7 @@ def add_embedding_rows(
             existing = weight[:num_existing].float()  # [tokens, width]
             rows = [
                 _INITIALIZERS[section.init](
-                    existing, _subword_ids(tokenizer, text, below=num_existing), derive(seed, "new tokens", text)
+                    existing, _subword_ids(tokenizer, text, below=num_existing), derive_seed(seed, "new tokens", text)
                 )
                 for text in texts
             ]

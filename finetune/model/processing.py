@@ -48,7 +48,7 @@ def with_image_size(processor: Any, size: int) -> Any:
 
 
 def check_image_shape(config: PreTrainedConfig, processor: Any) -> None:
-    """Raise ModelError where the model expects images of another size, or with other channels, than the processor gives."""
+    """Raise ModelError if the model expects another image size or number of channels than the processor gives."""
     mean = getattr(processor, "image_mean", None)
     if not isinstance(mean, list | tuple):
         return
@@ -188,7 +188,7 @@ def _load_pretrained(model: ModelSection, kind: Any, *, key: str) -> Any:
     name = asked.name if asked is not None and asked.name is not None else model.name
     if name is None:
         raise ModelError("model.tokenizer: a model built `from_config` has no processor. Write `name`.")
-    with loading_errors(name, key=key), without_vain_retries(is_local=is_local_path(name)):
+    with loading_errors(name, key=key), without_hub_retries(is_local=is_local_path(name)):
         return load_auto_class(
             kind,
             resolve_name(name, key=key),

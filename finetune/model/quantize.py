@@ -68,13 +68,13 @@ def unquantized_weights_folder(section: ModelSection) -> str | None:
 
 
 def _bitsandbytes(section: QuantizationSection, *, dtype: str) -> BitsAndBytesConfig:
-    if quantization.bits == 8:
+    if section.bits == 8:
         return BitsAndBytesConfig(load_in_8bit=True)
     return BitsAndBytesConfig(
         load_in_4bit=True,
-        bnb_4bit_quant_type=quantization.kind,
-        bnb_4bit_use_double_quant=quantization.double,
-        bnb_4bit_compute_dtype=getattr(torch, quantization.compute_dtype),
+        bnb_4bit_quant_type=section.kind,
+        bnb_4bit_use_double_quant=section.double,
+        bnb_4bit_compute_dtype=getattr(torch, section.compute_dtype),
         bnb_4bit_quant_storage=getattr(torch, dtype),
     )
 

@@ -1,6 +1,6 @@
-"""The tokenizer: the model's own, another one by name, or a byte-level BPE (Radford et al., 2019) trained on the run's texts.
+"""The tokenizer: the model's own, another one by name, or one trained on the run's texts.
 
-A trained tokenizer is cached: the same texts and vocabulary size train it once.
+A trained one is a byte-level BPE (Radford et al., 2019), and cached: the same texts and vocabulary size train it once.
 """
 
 import hashlib
@@ -33,7 +33,7 @@ _FORMAT_VERSION = 2
 def train_or_load_tokenizer(
     texts: Callable[[], Iterable[str]], *, vocabulary_size: int, cache_folder: Path, log: Callable[[str], None]
 ) -> PreTrainedTokenizerBase:
-    """Return the tokenizer trained on these texts, from the cache if it exists; it has ChatML's tokens but no chat template."""
+    """Return the tokenizer trained on these texts, or the cached one; it has ChatML's tokens but no chat template."""
     digest, num_texts = _digest(texts(), vocabulary_size=vocabulary_size)
     if num_texts == 0:
         raise ModelError("model.tokenizer.train: there are no texts to train the tokenizer on.")
@@ -47,16 +47,16 @@ def train_or_load_tokenizer(
 
 def _train_once(folder: Path, train: Callable[[Path], None], *, log: Callable[[str], None]) -> bool:
     """Create the folder unless it exists; a damaged one is set aside and created again. Raises ModelError."""
-    made = make_once(folder, train, log=log)
-    damage = folder_damage(folder)
+    made = build_once(folder, train, log=log)
+    damage = find_folder_damage(folder)
     if damage is None:
         return made
     try:
         aside = quarantine(folder, lambda: find_folder_damage(folder) is not None, log=log)
         if aside is not None:
             log(f"warning: the trained tokenizer {folder} is damaged: {damage}. It was renamed to {aside.name}.")
-        made = make_once(folder, train, log=log)
-        damage = folder_damage(folder)
+        made = build_once(folder, train, log=log)
+        damage = find_folder_damage(folder)
     except OSError as error:
         raise ModelError(
             f"the trained tokenizer {folder} is damaged ({damage}) and cannot be created again: {error}. "

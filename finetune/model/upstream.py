@@ -21,7 +21,7 @@ from finetune.model.loading.model_files import PICKLE_ADVICE, REMOTE_CODE_ADVICE
 
 
 def allow_missing_embeddings(model: PreTrainedModel) -> None:
-    """Make a model without embeddings return None: transformers raises, and Accelerate's FSDP2 (1.15) asks every model."""
+    """Make a model without embeddings return None: transformers raises, and Accelerate's FSDP2 (1.15) always asks."""
     if input_embeddings(model) is None:
         model.get_input_embeddings = _no_embeddings
 

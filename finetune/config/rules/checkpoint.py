@@ -1,4 +1,4 @@
-"""Rules of `checkpoint:` and of where a run lives: checkpoints to keep are written, and changes to allow are possible."""
+"""Rules of `checkpoint:` and of where a run lives: kept checkpoints are written, allowed changes are possible."""
 
 from collections.abc import Iterator
 

@@ -174,7 +174,7 @@ def _run_folder_problems(key: str, folder: Path) -> Iterator[Problem]:
 
 
 def _is_writable(folder: Path) -> bool:
-    """Tell whether a temporary file can be written: for root, permissions say nothing about /proc or a read-only disk."""
+    """Tell whether a file can be written there: root has permissions even in /proc and on a read-only disk."""
     if not os.access(folder, os.W_OK | os.X_OK):
         return False
     try:

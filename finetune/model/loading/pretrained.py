@@ -63,7 +63,7 @@ def load_trained_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
 
 
 def load_weights(head: Any, place: str, *, config: PreTrainedConfig, trust_remote_code: bool, **how: Any) -> Any:
-    """Return the model of that head with its weights; raises as `load_auto_class`, and for pickles that are not trusted.
+    """Return the model of that head with its weights; raises as `load_auto_class`, and for untrusted pickles.
 
     Trusted pickles are read by torch's unpickler of tensors alone (`weights_only`), and only where no safetensors are.
     """
