@@ -121,7 +121,7 @@ def reference_is_base(section: ModelSection) -> bool:
 
 @contextmanager
 def reference_mode(model: Any, section: ModelSection) -> Iterator[None]:
-    """Make the model compute the reference's outputs in this context: with adapters off where they start as the identity.
+    """In this context, make the model compute the reference's outputs, with adapters off if they start as the identity.
 
     Unlike peft's own switch, this does not change `requires_grad`. `model` is not wrapped by a strategy.
     """
