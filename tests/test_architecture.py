@@ -235,7 +235,12 @@ class Module:
     def lazy_imports(self) -> list[ast.stmt]:
         """The statements of its `with lazily():` blocks."""
         blocks = [each for each in self.nodes if isinstance(each, ast.With)]
-        return [each for block in blocks if _unparsed(block.items[0].context_expr) == "lazily()" for each in block.body]
+        return [
+            each
+            for block in blocks
+            if _unparsed(block.items[0].context_expr).startswith("lazily(")
+            for each in block.body
+        ]
 
     @cached_property
     def functions(self) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
@@ -379,10 +384,11 @@ def by_name(module: Module) -> Iterator[str]:
 
 def lazy_ones_are_modules(module: Module) -> Iterator[str]:
     for statement in module.lazy_imports:
-        if not isinstance(statement, ast.ImportFrom):
+        if not isinstance(statement, ast.Import | ast.ImportFrom):
             yield f"{module.at(statement)}: write `from package import module`"
             continue
-        for name in (f"{statement.module}.{alias.name}" for alias in statement.names):
+        start = f"{statement.module}." if isinstance(statement, ast.ImportFrom) else ""
+        for name in (f"{start}{alias.name}" for alias in statement.names):
             if name.startswith("finetune.") and name not in MODULES:
                 yield f"{module.at(statement)}: {name} is no module: it would have to be looked up at once"
 

@@ -53,7 +53,7 @@ def checkpointer(machine: PreparedModel, folder: Path, ahead: ChecksumPrefetch |
         access=access,
         run=RunFingerprint({}, {}, {}),
         log=lambda _: None,
-        ahead=ahead,
+        checksums=ahead,
     )
 
 

@@ -240,10 +240,14 @@ class DataSection(Section):
     cache_folder: Path | None = key("Where tokenised rows are kept; unset, `~/.cache/finetune`.", None)
     prepare_workers: Workers | Auto = key("Processes that tokenise; 0: the main one does, `auto`: by the cores.", 0)
     num_workers: Workers | Auto = key(
-        "Processes per rank that load batches; 0 loads in the training process, `auto` decides by the machine.", 0
+        "Processes per rank that load batches; 0 loads in the training process. `auto` starts some where images are "
+        "decoded, and for tokens beside a GPU, as far as there are cores.",
+        "auto",
     )
     pin_memory: bool | Auto = key(
-        "Page-locked host memory: faster copies to a GPU. `true` is an error where there is none.", False
+        "Page-locked host memory: faster copies to a GPU; `auto` uses it where there is one. `true` without one is "
+        "an error.",
+        "auto",
     )
     persistent_workers: bool | Auto = key("Keep loader processes between passes. Needs `num_workers`.", False)
     prefetch_factor: Prefetch | Auto | None = key("Batches each worker keeps ready. Needs `num_workers`.", None)
