@@ -1,1 +1,1 @@
-"""The suite on one GPU: what `benchmarks/gpu.py` measures."""
+"""The comparison on one GPU: what `benchmarks/gpu.py` measures."""

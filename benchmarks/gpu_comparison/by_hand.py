@@ -1,4 +1,4 @@
-"""The floor on a GPU: a loop written by hand, with everything a loop of one page can have."""
+"""The bare loop on a GPU: written by hand, with everything a loop of one page can have."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -7,36 +7,36 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from contest.on_gpu.cases import Case
-from contest.on_gpu.shapes import Shape
-from contest.on_gpu.watch import Watch
-from contest.on_gpu.weights import build
+from gpu_comparison.cases import Case
+from gpu_comparison.shapes import Shape
+from gpu_comparison.step_timer import StepTimer
+from gpu_comparison.weights import build
 
 PAD, IGNORED = 1, -100
 LEARNING_RATE = 1e-5
 
 
-def play(case: Case, shape: Shape, rows: list[list[int]], watch: Watch) -> None:
+def train(case: Case, shape: Shape, rows: list[list[int]], timer: StepTimer) -> None:
     """Train the case's steps."""
-    model = build(shape, dtype=case.dtype, device=watch.device, lora=case.lora)
-    learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(learning, LEARNING_RATE, weight_decay=0.0, fused=True)
-    batches = list(_batches(case, rows, watch.device))
+    model = build(shape, dtype=case.dtype, device=timer.device, lora=case.lora)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, LEARNING_RATE, weight_decay=0.0, fused=True)
+    batches = list(_batches(case, rows, timer.device))
     for inputs, labels, num_tokens in batches:
-        watch.step()
-        watch.note(num_tokens)
-        with torch.autocast(watch.device.type, dtype=torch.bfloat16):
+        timer.step()
+        timer.count(num_tokens)
+        with torch.autocast(timer.device.type, dtype=torch.bfloat16):
             logits = model(**inputs, use_cache=False).logits
         flat, wanted = logits.flatten(0, 1).float(), labels.flatten()
         loss = cross_entropy(flat, wanted, reduction="sum", ignore_index=IGNORED) / num_tokens
         del logits, flat
-        watch.mark("forward")
+        timer.mark("forward")
         loss.backward()
-        watch.mark("backward")
-        torch.nn.utils.clip_grad_norm_(learning, 1.0)
+        timer.mark("backward")
+        torch.nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        watch.mark("update")
+        timer.mark("update")
 
 
 def _batches(case: Case, rows: list[list[int]], device: torch.device) -> Iterator[tuple[dict[str, Any], Tensor, int]]:

@@ -1,4 +1,4 @@
-"""What is measured on the GPU, the most telling cases first: when the time is up, the rest is left out."""
+"""What is measured on the GPU, the most important cases first: when the time is up, the rest is left out."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -13,10 +13,10 @@ UNFINISHED = "it ended before all steps were taken"
 
 @dataclass(frozen=True)
 class Case:
-    """One contestant on one shape: `rows` documents a step, of `length` tokens each or of lengths up to that."""
+    """One competitor on one shape: `rows` documents a step, of `length` tokens each or of lengths up to that."""
 
     name: str
-    contestant: str  # ours, bare, trainer, trl
+    competitor: str  # ours, bare, trainer, trl
     shape: str
     length: int = 4096
     rows: int = 2
@@ -52,8 +52,8 @@ LORA: dict[str, Any] = {"shape": "llama-8b", "rows": 1, "lora": True, "dtype": "
 
 
 def cases() -> list[Case]:
-    """Return all cases, the gates' first."""
-    return [*_gates(), *_peers(), *_switches()]
+    """Return all cases, those with thresholds first."""
+    return [*_thresholds(), *_peers(), *_switches()]
 
 
 def one_of_each() -> list[Case]:
@@ -70,7 +70,7 @@ ONE_OF_EACH = frozenset(
 )
 
 
-def _gates() -> list[Case]:
+def _thresholds() -> list[Case]:
     halves: dict[str, Any] = {"dtype": "bfloat16"}
     compiled_halves = {**COMPILED, **WHOLE_UPDATE}
     return [
@@ -115,7 +115,7 @@ def _peers() -> list[Case]:
 
 def _switches() -> list[Case]:
     """Return ours with one thing changed at a time."""
-    one = {"contestant": "ours", "shape": "llama-1b"}
+    one = {"competitor": "ours", "shape": "llama-1b"}
     return [
         Case("varying, ours padded", "ours", **VARYING, overrides=PADDED),
         Case("varying, ours rows on sdpa", "ours", **VARYING, overrides={**END_TO_END, "model.attention": "sdpa"}),
@@ -141,7 +141,7 @@ def packs(tokens: int) -> dict[str, Any]:
     return {"data.batching.by": "packs", "data.batching.tokens": tokens}
 
 
-def in_small(case: Case) -> Case:
+def shortened(case: Case) -> Case:
     """Return the case with short documents: it then runs through the same code on a CPU."""
     overrides = {key: TINY_LENGTH if key == "data.batching.tokens" else value for key, value in case.overrides.items()}
     return replace(case, length=TINY_LENGTH, overrides=overrides)

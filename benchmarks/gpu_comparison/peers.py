@@ -11,33 +11,33 @@ import torch
 from torch.utils.data import Dataset
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from contest.on_gpu.cases import LOG_EVERY, Case
-from contest.on_gpu.plain import LEARNING_RATE, PAD
-from contest.on_gpu.shapes import Shape
-from contest.on_gpu.watch import Watch
-from contest.on_gpu.weights import build
-from contest.rows import padded
+from comparison.data import padded
+from gpu_comparison.by_hand import LEARNING_RATE, PAD
+from gpu_comparison.cases import LOG_EVERY, Case
+from gpu_comparison.shapes import Shape
+from gpu_comparison.step_timer import StepTimer
+from gpu_comparison.weights import build
 
 
-def play(case: Case, shape: Shape, rows: list[list[int]], watch: Watch, *, folder: Path) -> None:
+def train(case: Case, shape: Shape, rows: list[list[int]], timer: StepTimer, *, folder: Path) -> None:
     """Train the case's steps."""
-    model = build(shape, dtype=case.dtype, device=watch.device, lora=case.lora)
-    make = _trl if case.contestant == "trl" else _trainer
-    trainer = make(case, model, rows, folder=folder, settings=_settings(case, watch.device))
-    trainer.add_callback(Steps(watch))
-    _watch(trainer, watch)
+    model = build(shape, dtype=case.dtype, device=timer.device, lora=case.lora)
+    make = _trl if case.competitor == "trl" else _trainer
+    trainer = make(case, model, rows, folder=folder, settings=_settings(case, timer.device))
+    trainer.add_callback(Steps(timer))
+    _count(trainer, timer)
     trainer.train()
 
 
 class Steps(TrainerCallback):  # type: ignore[misc]
-    """Tells where steps begin."""
+    """Notes where steps begin."""
 
-    def __init__(self, watch: Watch) -> None:
-        self._watch = watch
+    def __init__(self, timer: StepTimer) -> None:
+        self._timer = timer
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
         """Note it."""
-        self._watch.step()
+        self._timer.step()
 
 
 class Documents(Dataset[dict[str, Any]]):
@@ -102,13 +102,13 @@ def packing_attention() -> str:
     return "flash_attention_2" if find_spec("flash_attn") and torch.cuda.is_available() else "sdpa"
 
 
-def _watch(trainer: Any, watch: Watch) -> None:
-    """Have the watch told what each step learns."""
+def _count(trainer: Any, timer: StepTimer) -> None:
+    """Have the timer count what each step trains on."""
     take = trainer.training_step
 
     def training_step(model: Any, inputs: dict[str, Any], *rest: Any, **named: Any) -> Any:
         mask = inputs.get("attention_mask")
-        watch.note(inputs["input_ids"].numel() if mask is None else int(mask.sum()))
+        timer.count(inputs["input_ids"].numel() if mask is None else int(mask.sum()))
         return take(model, inputs, *rest, **named)
 
     trainer.training_step = training_step

@@ -1,16 +1,15 @@
-"""From the cases' records to a table, and to the findings of gate 8."""
+"""From the cases' records to a table, and to the results of topic 8."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from contest.finding import Finding, Spread
-from contest.measured import Measured, Table
-from contest.on_gpu.cases import Case
-from contest.on_gpu.shapes import SHAPES, Shape, tiny, weight_flops
+from comparison.results import PartResults, Result, Spread, Table
+from gpu_comparison.cases import Case
+from gpu_comparison.shapes import SHAPES, Shape, tiny, weight_flops
 
-GATE = 8
+TOPIC = 8
 FORMULA = (
     "MFU = tokens/s x k N / peak, with k = 6 in full (forward 2, backward 4) and k = 4 with frozen weights (their own "
     "gradient is left out), N = all weights, tied ones once, and `peak` the dense bf16 rate of the datasheet; `+attn` "
@@ -21,12 +20,12 @@ HEADER = ("case", "tokens/s", "ms/step", "MFU", "+attn", "peak GiB", "forward", 
 Records = Mapping[str, dict[str, Any]]
 
 
-def measured(cases: Sequence[Case], records: Records, *, peak: float | None, is_tiny: bool) -> Measured:
-    """Return the table of all cases and what they mean for the gate."""
+def measured(cases: Sequence[Case], records: Records, *, peak: float | None, is_tiny: bool) -> PartResults:
+    """Return the table of all cases and the results."""
     rows = [row(case, records[case.name], peak=peak, is_tiny=is_tiny) for case in cases if case.name in records]
-    findings, missing = gates(cases, records, peak=peak, is_tiny=is_tiny)
+    results, missing = thresholds(cases, records, peak=peak, is_tiny=is_tiny)
     table = Table("One GPU", HEADER, rows, FORMULA + " Waits of the host for the device per step, between log points.")
-    return Measured(findings, [table], dict(records), missing)
+    return PartResults(results, [table], dict(records), missing)
 
 
 def row(case: Case, record: dict[str, Any], *, peak: float | None, is_tiny: bool) -> list[str]:
@@ -67,10 +66,10 @@ def shares(
     return [rate * flops / peak for rate in rates(record)]
 
 
-def gates(
+def thresholds(
     cases: Sequence[Case], records: Records, *, peak: float | None, is_tiny: bool
-) -> tuple[list[Finding], list[str]]:
-    """Return the findings of the gate, and what could not be found out."""
+) -> tuple[list[Result], list[str]]:
+    """Return the results, and what could not be measured."""
     by_name = {case.name: case for case in cases}
     parts = (
         _throughput(records),
@@ -78,54 +77,54 @@ def gates(
         _ratios(records),
         _waits(by_name, records),
     )
-    return [each for findings, _ in parts for each in findings], [each for _, missing in parts for each in missing]
+    return [each for results, _ in parts for each in results], [each for _, missing in parts for each in missing]
 
 
-Found = tuple[list[Finding], list[str]]
+Found = tuple[list[Result], list[str]]
 
 
 def _throughput(records: Records) -> Found:
     name = "8B LoRA, ours"
     if error := _error(records, name):
-        return [], [f"gate {GATE}, tokens/s: {name}: {error}"]
+        return [], [f"tokens/s: {name}: {error}"]
     return [
-        Finding(GATE, "8B LoRA at 4k, eager", Spread.of(rates(records[name])), 13_400, "higher", unit="tokens/s")
+        Result(TOPIC, "8B LoRA at 4k, eager", Spread.of(rates(records[name])), 13_400, "higher", unit="tokens/s")
     ], []
 
 
 def _shares_of_peak(by_name: Mapping[str, Case], records: Records, *, peak: float | None, is_tiny: bool) -> Found:
-    findings, missing = [], []
+    results, missing = [], []
     for what, (names, limit) in MFU_LIMITS.items():
         found = {name: records[name] for name in names if _error(records, name) is None}
         if not found or not peak:
             errors = "; ".join(f"{name}: {_error(records, name)}" for name in names)
-            missing.append(f"gate {GATE}, MFU of {what}: {errors if not found else 'give --peak-tflops'}")
+            missing.append(f"MFU of {what}: {errors if not found else 'give --peak-tflops'}")
             continue
         best = max(found, key=lambda name: float(np.median(rates(found[name]))))
         share = shares(by_name[best], found[best], peak=peak, is_tiny=is_tiny, with_attention=False)
-        findings.append(Finding(GATE, f"{what}: MFU", Spread.of(share), limit, "higher", note=best))
-    return findings, missing
+        results.append(Result(TOPIC, f"{what}: MFU", Spread.of(share), limit, "higher", note=best))
+    return results, missing
 
 
 def _ratios(records: Records) -> Found:
-    findings, missing = [], []
+    results, missing = [], []
     for ours, other, limit in RATIOS:
         errors = [f"{name}: {error}" for name in (ours, other) if (error := _error(records, name))]
         if errors:
-            missing.append(f"gate {GATE}, varying lengths: {'; '.join(errors)}")
+            missing.append(f"varying lengths: {'; '.join(errors)}")
             continue
         ratio = Spread.of_ratios(rates(records[ours]), rates(records[other]))
         note = records[ours]["lengths"]
-        findings.append(Finding(GATE, f"{ours} / {other}: tokens/s", ratio, limit, "higher", note=note))
-    return findings, missing
+        results.append(Result(TOPIC, f"{ours} / {other}: tokens/s", ratio, limit, "higher", note=note))
+    return results, missing
 
 
 def _waits(by_name: Mapping[str, Case], records: Records) -> Found:
-    names = [name for name in records if by_name[name].contestant == "ours" and _error(records, name) is None]
+    names = [name for name in records if by_name[name].competitor == "ours" and _error(records, name) is None]
     waits = [records[name]["waits_per_step"] for name in names]
     if not waits or None in waits:
-        return [], [f"gate {GATE}, waits for the device: none of our cases was profiled on a GPU"]
-    return [Finding(GATE, "waits for the device a step, between log points", Spread.of(waits), 0, "lower")], []
+        return [], ["waits for the device: none of our cases was profiled on a GPU"]
+    return [Result(TOPIC, "waits for the device a step, between log points", Spread.of(waits), 0, "lower")], []
 
 
 def _error(records: Records, name: str) -> str | None:

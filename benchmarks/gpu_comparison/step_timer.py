@@ -1,4 +1,4 @@
-"""What is taken down of a case's steps: when each began on the device, its phases, memory, and waits for the device."""
+"""What is measured of a case's steps: when each began on the device, its phases, memory, and waits for the device."""
 
 import time
 from collections import Counter
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from contest.on_gpu.cases import PROFILED, TIMED, WARM_UP
+from gpu_comparison.cases import PROFILED, TIMED, WARM_UP
 
 WAITS = ("cudaDeviceSynchronize", "cudaStreamSynchronize", "cudaEventSynchronize", "hipDeviceSynchronize")
 """Calls in which the host waits for the device."""
@@ -19,7 +19,7 @@ BLOCKING = "cudaMemcpy"
 
 
 @dataclass
-class Watch:
+class StepTimer:
     """Told where each step begins and where its phases end; calls `finish` when it knows enough."""
 
     device: torch.device
@@ -34,7 +34,7 @@ class Watch:
     _range: Any = None
 
     def step(self) -> None:
-        """Begin the next step: its data is at hand."""
+        """Begin the next step: its data has come."""
         self._step += 1
         if self._step == 1:
             self._record["first_step_seconds"] = self._now() - self._started
@@ -62,8 +62,8 @@ class Watch:
             mark.record()
         self._marks.append((self._step, phase, mark))
 
-    def note(self, tokens: int) -> None:
-        """Note how many tokens that are no padding this step learns."""
+    def count(self, tokens: int) -> None:
+        """Count tokens of this step that are no padding."""
         self.tokens[self._step] += tokens
 
     def record(self) -> dict[str, Any]:
@@ -99,15 +99,15 @@ class Watch:
         kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.device.type == "cuda" else [])]
         self._profile = profile(activities=kinds)
         self._profile.start()
-        self._range = record_function("watched steps")
+        self._range = record_function("profiled steps")
         self._range.__enter__()
 
     def _end_profile(self) -> None:
         self._range.__exit__(None, None, None)
         self._profile.stop()
         events = self._profile.events()
-        watched = next(event.time_range for event in events if event.name == "watched steps")
-        inside = [event.name for event in events if watched.start <= event.time_range.start <= watched.end]
+        profiled = next(event.time_range for event in events if event.name == "profiled steps")
+        inside = [event.name for event in events if profiled.start <= event.time_range.start <= profiled.end]
         waits = Counter(name for name in inside if name in WAITS or name == BLOCKING)
         self._record["waits"] = dict(waits)
         self._record["waits_per_step"] = sum(waits.values()) / PROFILED if self.device.type == "cuda" else None

@@ -14,7 +14,7 @@ from finetune.model import load
 from finetune.runtime.construction import Construction
 from finetune.strategy.ddp import DataParallel
 
-from contest.on_gpu.shapes import Shape
+from gpu_comparison.shapes import Shape
 
 SCALE = 0.02
 LORA_RANK, LORA_ALPHA = 16, 32

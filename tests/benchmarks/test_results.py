@@ -1,10 +1,10 @@
 import pytest
 
-from contest.finding import Finding, Spread
+from comparison.results import Result, Spread
 
 
-def found(*values: float, limit: float, better: str = "higher", is_aim: bool = False) -> Finding:
-    return Finding(2, "a ratio", Spread.of(values), limit, better, is_aim=is_aim)  # type: ignore[arg-type]
+def found(*values: float, threshold: float, better: str = "higher", is_aim: bool = False) -> Result:
+    return Result(2, "a ratio", Spread.of(values), threshold, better, is_aim=is_aim)  # type: ignore[arg-type]
 
 
 def test_spread_is_the_median_with_its_quartiles() -> None:
@@ -17,7 +17,7 @@ def test_ratios_are_taken_round_by_round_before_the_median() -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "limit", "better", "verdict"),
+    ("values", "threshold", "better", "verdict"),
     [
         ((2.0, 2.1, 2.2), 2.0, "higher", "met"),
         ((1.8, 1.9, 2.2), 2.0, "higher", "within the spread"),  # the upper quartile is 2.05
@@ -27,14 +27,14 @@ def test_ratios_are_taken_round_by_round_before_the_median() -> None:
         ((1.05, 1.06, 1.1), 1.02, "lower", "MISSED"),
     ],
 )
-def test_verdict_leaves_the_spread_to_a_gate(
-    values: tuple[float, ...], limit: float, better: str, verdict: str
+def test_verdict_leaves_the_spread_to_a_threshold(
+    values: tuple[float, ...], threshold: float, better: str, verdict: str
 ) -> None:
-    each = found(*values, limit=limit, better=better)
+    each = found(*values, threshold=threshold, better=better)
     assert each.verdict == verdict
     assert each.is_missed is (verdict == "MISSED")
 
 
 def test_an_aim_that_is_not_reached_is_no_failure() -> None:
-    aim = found(1.7, 1.8, 1.9, limit=2.0, is_aim=True)
+    aim = found(1.7, 1.8, 1.9, threshold=2.0, is_aim=True)
     assert (aim.verdict, aim.is_missed) == ("not reached", False)
