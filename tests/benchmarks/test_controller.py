@@ -65,7 +65,7 @@ def test_the_order_is_drawn_anew_every_round(tmp_path: Path, monkeypatch: pytest
 def test_one_that_dies_is_named_with_the_end_of_its_log_and_nobody_is_left(tmp_path: Path) -> None:
     with Controller(tmp_path, seed=0) as table:
         table.start(["quick", "dies"])
-        processes = [each._process for each in table._seated.values()]
+        processes = [process._process for (process,) in table._alive.values()]
         with pytest.raises(CompetitorFailed, match=r"(?s)dies ended with exit code 1.*no more of this"):
             table.measure(Path("6"), ["quick", "dies"], rounds=5, warm_up=0)
     assert all(process.poll() is not None for process in processes)
