@@ -1,11 +1,19 @@
-"""What tests of several folders share: a small job file that keeps every rule."""
+"""What tests of several folders share: the two tiers, the processes among which they are divided, a small job file."""
 
 import logging
+import os
+import shutil
+import tempfile
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.launching import ADDRESS, OWNER, SETTINGS
+
+MOST_WORKERS = 4
+"""Each imports torch by itself, and a test may start four processes."""
 
 JOB = """\
 run:
@@ -24,6 +32,47 @@ train:
   steps: 10
   learning_rate: 1e-4
 """
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all", action="store_true", help="the whole proof: also the tests marked `full`")
+    parser.addoption("--cold", action="store_true", help="start every process in a fresh interpreter, as users do")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Have all processes share the cores, and one server fork what the tests start; see tests/launching.py."""
+    os.environ.update({name: value for name, value in SETTINGS.items() if name not in os.environ})
+    if hasattr(config, "workerinput"):  # a worker of pytest-xdist: the first process has set it up
+        return
+    os.environ[OWNER] = str(os.getpid())
+    os.environ[ADDRESS] = ""
+    if not config.getoption("--cold"):
+        folder = Path(tempfile.mkdtemp(prefix="finetune-tests-"))
+        os.environ[ADDRESS] = str(folder / "warm")
+        config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+
+
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """Divide a run of whole folders among processes; a file that is named is run in this one."""
+    return 0 if _names_files(config) else min(os.cpu_count() or 1, MOST_WORKERS)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave the whole proof out unless it is asked for; keep a file's tests together, the longest files first."""
+    if not config.getoption("--all") and not _names_files(config):
+        left_out = [item for item in items if item.get_closest_marker("full")]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not item.get_closest_marker("full")]
+    for item in items:
+        if item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
+    items.sort(key=lambda item: item.get_closest_marker("distributed") is None)
+
+
+def _names_files(config: pytest.Config) -> bool:
+    """Tell whether somebody has named files or single tests, and so means just them, to the last one."""
+    return any(".py" in argument for argument in config.invocation_params.args)
 
 
 @pytest.fixture
