@@ -8,7 +8,6 @@ from finetune.runtime import waypoints
 from finetune.runtime.faults import VARIABLE
 
 sys.path.append(str(Path(__file__).parent))  # for small_run and launching, which are no tests
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))  # for the pairs of resume_matrix
 
 
 @pytest.fixture

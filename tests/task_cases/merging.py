@@ -5,8 +5,8 @@ from pathlib import Path
 
 from safetensors import safe_open
 
-from task_cases.case import LORA, Case
-from task_cases.language import SFT, conversations, loss_of_answers
+from tests.task_cases.case import LORA, Case
+from tests.task_cases.language import SFT, conversations, loss_of_answers
 
 MERGED = (*LORA, "export.merge=true")
 TIED = (

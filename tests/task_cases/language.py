@@ -9,7 +9,7 @@ import torch
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from task_cases.case import Case
+from tests.task_cases.case import Case
 
 WORDS = ["red", "green", "blue", "amber", "violet", "white", "black", "grey", "pink", "brown"]
 

@@ -1,6 +1,6 @@
-"""A tiny job of every task, which the table of tasks and strategies and the tests run under all of them."""
+"""A tiny job of every task, which tests/run/test_every_task.py runs under every strategy."""
 
-from task_cases import (
+from tests.task_cases import (
     adapters,
     classification,
     distillation,
@@ -14,7 +14,7 @@ from task_cases import (
     training,
     vision_language,
 )
-from task_cases.case import Case
+from tests.task_cases.case import Case
 
 CASES: tuple[Case, ...] = (
     *adapters.CASES,

@@ -21,4 +21,4 @@ class Case:
     reload: Callable[[Path, Path], float]  # ... by this: (exported folder, prepare's folder), with transformers alone
     variants: Mapping[str, Sequence[str]] = field(default_factory=lambda: {"full": (), "lora": LORA})  # overrides
     exempt: Mapping[tuple[str, str], str] = field(default_factory=dict)  # (variant, strategy) -> upstream's reason
-    is_extra: bool = False  # runs in the table alone, not in the tests
+    is_extra: bool = False  # runs in the slow tier alone

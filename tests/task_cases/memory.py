@@ -1,8 +1,8 @@
 """What saves memory and changes no number that matters: recomputed activations, moments in few bits."""
 
-from task_cases.case import LORA, Case
-from task_cases.language import conversations, loss_of_answers
-from task_cases.training import job
+from tests.task_cases.case import LORA, Case
+from tests.task_cases.language import conversations, loss_of_answers
+from tests.task_cases.training import job
 
 PARTED_ROWS = "moments in few bits go by a parameter's rows; ZeRO hands the optimizer flattened parts (DeepSpeed 0.19)"
 

@@ -1,4 +1,4 @@
-"""Runs one job after another in the same processes: `accelerate launch task_worker.py SPEC.json`.
+"""Runs one job after another in the same processes: `accelerate launch worker.py SPEC.json`.
 
 A spec is a list of `{"job": path, "overrides": [...]}`. Starting processes costs most of a tiny job's time, so the jobs
 share them. Each leaves its run folder; one that fails leaves `error.txt` there and the others go on, unless it is an

@@ -17,8 +17,8 @@ from transformers import (
 )
 from transformers.utils import is_bitsandbytes_available
 
-from task_cases.case import Case
-from task_cases.language import REST, conversations
+from tests.task_cases.case import Case
+from tests.task_cases.language import REST, conversations
 
 JOB = f"""
 run: {{folder: runs/adapters, seed: 7}}

@@ -1,7 +1,7 @@
 """How parameters learn: groups with rates of their own, later beginnings, averages, noise and other optimizers."""
 
-from task_cases.case import LORA, Case
-from task_cases.language import SFT, conversations, loss_of_answers
+from tests.task_cases.case import LORA, Case
+from tests.task_cases.language import SFT, conversations, loss_of_answers
 
 PARTED_MATRICES = "muon makes whole matrices orthogonal; ZeRO hands the optimizer flattened parts (DeepSpeed 0.19)"
 

@@ -16,7 +16,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from task_cases.case import Case
+from tests.task_cases.case import Case
 
 COLOURS = ["red", "green", "blue", "yellow", "white", "black"]
 TEMPLATE = (

@@ -1,4 +1,4 @@
-"""Launches cases under strategies and reads what they leave behind; used by the table and by the tests."""
+"""Launches cases under strategies and reads what they leave behind."""
 
 import json
 import sys
@@ -8,10 +8,9 @@ from pathlib import Path
 
 from finetune.report.jsonl import read_events
 from finetune.runtime.processes import free_port, run_group
+from tests.task_cases.case import Case
 
-from task_cases.case import Case
-
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 TIMEOUT_SECONDS = 900  # the first DeepSpeed run on a machine compiles for minutes
 
 
@@ -52,10 +51,10 @@ def prepare(cases: Iterable[Case], folder: Path) -> None:
 
 
 def launch(
-    strategy: str | None, runs: Sequence[tuple[Case, str]], folder: Path, *, processes: int = 2
+    strategy: str | None, runs: Sequence[tuple[Case, str]], folder: Path, *, name: str = "", processes: int = 2
 ) -> dict[tuple[str, str], Left]:
     """Run the cases' variants in one launch (None: one process, no launcher); return what each has left behind."""
-    name = strategy or "single"
+    name = name or strategy or "single"
     left = {(case.name, variant): Left(folder / case.name / "runs" / f"{name}-{variant}") for case, variant in runs}
     spec = [
         {
@@ -75,7 +74,7 @@ def launch(
         command += ["-m", "accelerate.commands.launch", "--num_processes", str(processes)]
         command += ["--main_process_port", str(free_port())]
         command += ["--config_file", str(ROOT / "accelerate_configs" / f"{strategy}.yaml")]
-    command += [str(ROOT / "benchmarks" / "task_worker.py"), str(path)]
+    command += [str(Path(__file__).with_name("worker.py")), str(path)]
     environment = {"OMP_NUM_THREADS": "1"}
     code = run_group(command, log=log, timeout_seconds=TIMEOUT_SECONDS, environment=environment, folder=ROOT)
     if code != 0:

@@ -10,7 +10,7 @@ from PIL import Image, ImageDraw
 from torch.nn.functional import cross_entropy
 from transformers import AutoImageProcessor, AutoModelForImageClassification
 
-from task_cases.case import Case
+from tests.task_cases.case import Case
 
 CLASSES = ("disc", "square", "stripe")
 
