@@ -188,9 +188,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--peak-tflops", type=float, help="dense bf16 peak, for a device that is not in our table")
     parser.add_argument("--tiny", action="store_true", help="the same code on models that a CPU can train")
-    parser.add_argument(
-        "--check", action="store_true", help="exit with 1 where a threshold is missed or not measured"
-    )
+    parser.add_argument("--check", action="store_true", help="exit with 1 where a threshold is missed or not measured")
     options = parser.parse_args()
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("there is no CUDA device. `--tiny --device cpu` runs the code without one.")

@@ -1,1 +1,1 @@
-"""The comparison with other trainers: workloads, competitors in processes of their own, and the parts of `compare.py`."""
+"""Comparison with other trainers: workloads, competitors in processes of their own, the parts of `compare.py`."""

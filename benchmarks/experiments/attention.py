@@ -1,9 +1,9 @@
 """What attention over one row of samples costs: ours sample by sample, transformers' with a block mask, and padded.
 
-    python benchmarks/attention.py [--rounds 25] [--quick]
+    python benchmarks/experiments/attention.py [--rounds 25] [--quick]
 
 Forward and backward pass of one attention layer (8 heads, 4 key heads of 64, float32), the mask included, on rows of
-2 to 64 samples whose lengths lie between a half and one and a half of the mean; one call of every contestant a round in
+2 to 64 samples whose lengths lie between a half and one and a half of the mean; one call of every competitor a round in
 an order that is shuffled each time. CPU-seconds of one thread; ratios are medians of those of the same round.
 """
 
@@ -56,27 +56,27 @@ def main() -> None:
 
 
 def _rows(most: int) -> Iterator[tuple[list[int], int]]:
-    chance = random.Random(0)
+    draw = random.Random(0)
     for mean in MEANS:
         for count in COUNTS:
-            lengths = [max(2, int(mean * chance.uniform(0.5, 1.5))) for _ in range(count)]
+            lengths = [max(2, int(mean * draw.uniform(0.5, 1.5))) for _ in range(count)]
             if sum(lengths) <= most:
                 yield lengths, mean
 
 
 def _measured(lengths: list[int], *, rounds: int) -> list[list[float]]:
     """Return the seconds of each round: ours, block mask, padded."""
-    contestants: list[Callable[[Heads, list[int]], Tensor]] = [_ours, _masked, _padded]
+    competitors: list[Callable[[Heads, list[int]], Tensor]] = [_ours, _masked, _padded]
     heads = _heads(lengths)
-    outputs = [each(heads, lengths) for each in contestants]
+    outputs = [each(heads, lengths) for each in competitors]
     assert all(torch.allclose(outputs[0], other, atol=1e-5) for other in outputs[1:])
     seconds: list[list[float]] = [[], [], []]
-    chance, places = random.Random(1), [0, 1, 2]
+    draw, places = random.Random(1), [0, 1, 2]
     for _ in range(rounds):
-        chance.shuffle(places)
+        draw.shuffle(places)
         for place in places:
             started = time.process_time()
-            torch.autograd.grad(contestants[place](heads, lengths).square().sum(), heads)
+            torch.autograd.grad(competitors[place](heads, lengths).square().sum(), heads)
             seconds[place].append(time.process_time() - started)
     return seconds
 
@@ -94,7 +94,7 @@ def _ours(heads: Heads, lengths: list[int]) -> Tensor:
 
 
 def _masked(heads: Heads, lengths: list[int]) -> Tensor:
-    """Return what transformers computes where positions begin anew within a row."""
+    """Return what transformers computes where positions are reset within a row."""
     sample = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     place = torch.arange(len(sample))
     mask = (sample[:, None] == sample) & (place[:, None] >= place)

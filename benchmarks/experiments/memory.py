@@ -1,6 +1,6 @@
 """What each way of saving memory saves, and what it costs: live bytes over one step, and CPU-seconds per step.
 
-    python benchmarks/memory.py [--folder OUT] [--rounds 9] [--only plain,selective]
+    python benchmarks/experiments/memory.py [--folder OUT] [--rounds 9] [--only plain,selective]
 
 Every allocation and release of one step is recorded (torch.profiler), so the bytes are exact: weights, gradients,
 optimizer state, activations and what kernels need for a moment. Costs are taken without the profiler, the variants in
@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 from memory_plot import draw
-from memory_variants import SIZES, VARIANTS, Learner
+from memory_variants import SIZES, VARIANTS, Trainer
 
 PHASES = ("forward", "backward", "step")
 MB = 1e6
@@ -29,28 +29,28 @@ def main() -> None:
     torch.set_num_threads(1)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     wanted = options.only.split(",") if options.only else [name for name, each in VARIANTS.items() if each.fits(device)]
-    learners = {name: Learner(VARIANTS[name], Accelerator(cpu=device == "cpu")) for name in wanted}
-    for learner in learners.values():
-        learner.step()  # optimizer state exists from here on
-    found = {name: recorded(learner, device) for name, learner in learners.items()}
-    ratios = costs(learners, rounds=options.rounds)
-    rows = {name: {**summary(found[name]), **ratios[name], "loss": learners[name].loss} for name in learners}
+    trainers = {name: Trainer(VARIANTS[name], Accelerator(cpu=device == "cpu")) for name in wanted}
+    for trainer in trainers.values():
+        trainer.step()  # optimizer state exists from here on
+    found = {name: recorded(trainer, device) for name, trainer in trainers.items()}
+    ratios = costs(trainers, rounds=options.rounds)
+    rows = {name: {**summary(found[name]), **ratios[name], "loss": trainers[name].loss} for name in trainers}
     print_table(rows, device=device)
     options.folder.mkdir(parents=True, exist_ok=True)
     about = {"device": device, "torch": torch.__version__, "rounds": options.rounds, **SIZES}
     (options.folder / "memory.json").write_text(json.dumps({"about": about, "variants": rows}, indent=1))
-    draw(found, options.folder / "memory.png", title=f"Live bytes over one step ({SIZES['told']}, {device})")
+    draw(found, options.folder / "memory.png", title=f"Live bytes over one step ({SIZES['text']}, {device})")
     print(f"written: {options.folder}/memory.json, {options.folder}/memory.png")
 
 
-def recorded(learner: Learner, device: str) -> dict[str, list]:
+def recorded(trainer: Trainer, device: str) -> dict[str, list]:
     """Return the live bytes after each allocation and release of one step, when it was, and where phases begin."""
     kinds = [torch.profiler.ProfilerActivity.CPU]
     if device == "cuda":
         kinds.append(torch.profiler.ProfilerActivity.CUDA)
-    held = learner.held_bytes()
+    held = trainer.held_bytes()
     with torch.profiler.profile(activities=kinds, profile_memory=True) as profile:
-        learner.step()
+        trainer.step()
     events = profile.profiler.kineto_results.events()
     wanted = torch.autograd.DeviceType.CUDA if device == "cuda" else torch.autograd.DeviceType.CPU
     changes = sorted(
@@ -82,13 +82,13 @@ def summary(timeline: dict[str, list]) -> dict[str, float]:
     return {"peak_mb": max(timeline["live"]) / MB, **peaks, "held_mb": timeline["live"][-1] / MB}
 
 
-def costs(learners: dict[str, Learner], *, rounds: int) -> dict[str, dict[str, float]]:
+def costs(trainers: dict[str, Trainer], *, rounds: int) -> dict[str, dict[str, float]]:
     """Return the CPU-seconds of a step and their ratio to plain's, medians over the rounds, with quartiles."""
-    chance, taken = random.Random(1), {name: [] for name in learners}
+    order, taken = random.Random(1), {name: [] for name in trainers}
     for _ in range(rounds):
-        for name in chance.sample(list(learners), len(learners)):
+        for name in order.sample(list(trainers), len(trainers)):
             started = time.process_time()
-            learners[name].step()
+            trainers[name].step()
             taken[name].append(time.process_time() - started)
     plain = taken.get("plain") or next(iter(taken.values()))
     found = {}
@@ -100,11 +100,11 @@ def costs(learners: dict[str, Learner], *, rounds: int) -> dict[str, dict[str, f
 
 def print_table(rows: dict[str, dict[str, float]], *, device: str) -> None:
     first = next(iter(rows.values()))
-    print(f"{SIZES['told']}; {device}; MB live; time: CPU-seconds per step as a ratio to plain")
-    titles = "".join(f"{word:>9}" for word in ("peak", "of plain", *PHASES, "held", "time"))
+    print(f"{SIZES['text']}; {device}; MB live; time: CPU-seconds per step as a ratio to plain")
+    titles = "".join(f"{word:>9}" for word in ("peak", "of plain", *PHASES, "between steps", "time"))
     print(f"{'variant':<28}{titles}  quartiles")
     for name, row in rows.items():
-        peaks = "".join(f"{row[f'{phase}_mb']:>9.1f}" for phase in (*PHASES, "held"))
+        peaks = "".join(f"{row[f'{phase}_mb']:>9.1f}" for phase in (*PHASES, "between steps"))
         spread = f"{row['low']:.2f}-{row['high']:.2f}"
         share = row["peak_mb"] / first["peak_mb"]
         print(f"{name:<28}{row['peak_mb']:>9.1f}{share:>9.2f}{peaks}{row['ratio']:>9.2f}  {spread}")

@@ -1,9 +1,9 @@
-"""How long packing takes, how full packs are, and how many tokens a second are learnt in each way of batching.
+"""How long packing takes, how full packs are, and how many tokens a second each way of batching trains on.
 
-    python benchmarks/packing.py [--samples 1000000] [--budget 4096] [--rounds 25] [--attention per_sample]
+    python benchmarks/experiments/packing.py [--samples 1000000] [--budget 4096] [--rounds 25] [--attention per_sample]
 
 Lengths are lognormal (median 200 tokens, sigma 0.9), cut at the budget. The second table trains a small Llama on
-samples of random tokens, cut at 512, one microbatch of every contestant a round in an order that is shuffled each
+samples of random tokens, cut at 512, one microbatch of every competitor a round in an order that is shuffled each
 time: tokens that are no padding per second of CPU, as a ratio to padded batches of the same round; medians.
 """
 
@@ -32,7 +32,7 @@ from finetune.task.forward import logits_of
 from finetune.task.losses import cross_entropy_sum
 
 LONGEST, VOCABULARY_SIZE, STEP, MICROBATCH = 512, 4096, 64, 8
-CONTESTANTS = {
+COMPETITORS = {
     "padded": (BatchingSection(), MICROBATCH),
     "padded, sorted within a step of 64": (BatchingSection(length_window_steps=1), MICROBATCH),
     "padded, sorted within 16 steps": (BatchingSection(length_window_steps=16), MICROBATCH),
@@ -89,12 +89,12 @@ def _print_training(rounds: int, attention: str) -> None:
     sizes = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 3, "num_attention_heads": 8}
     config = LlamaConfig(vocab_size=VOCABULARY_SIZE, num_key_value_heads=4, **sizes)
     model = LlamaForCausalLM._from_config(config, attn_implementation=attention)
-    batches = {name: _batches(batching, size) for name, (batching, size) in CONTESTANTS.items()}
+    batches = {name: _batches(batching, size) for name, (batching, size) in COMPETITORS.items()}
     speeds: dict[str, list[float]] = {name: [] for name in batches}
     shares: dict[str, list[float]] = {name: [] for name in batches}
-    chance, names = random.Random(0), list(batches)
+    draw, names = random.Random(0), list(batches)
     for _ in range(rounds):
-        chance.shuffle(names)
+        draw.shuffle(names)
         for name in names:
             batch = next(batches[name])
             speeds[name].append(batch.num_tokens / _seconds(model, batch))

