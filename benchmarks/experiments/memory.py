@@ -101,10 +101,10 @@ def costs(trainers: dict[str, Trainer], *, rounds: int) -> dict[str, dict[str, f
 def print_table(rows: dict[str, dict[str, float]], *, device: str) -> None:
     first = next(iter(rows.values()))
     print(f"{SIZES['text']}; {device}; MB live; time: CPU-seconds per step as a ratio to plain")
-    titles = "".join(f"{word:>9}" for word in ("peak", "of plain", *PHASES, "between steps", "time"))
+    titles = "".join(f"{word:>9}" for word in ("peak", "of plain", *PHASES, "held", "time"))
     print(f"{'variant':<28}{titles}  quartiles")
     for name, row in rows.items():
-        peaks = "".join(f"{row[f'{phase}_mb']:>9.1f}" for phase in (*PHASES, "between steps"))
+        peaks = "".join(f"{row[f'{phase}_mb']:>9.1f}" for phase in (*PHASES, "held"))
         spread = f"{row['low']:.2f}-{row['high']:.2f}"
         share = row["peak_mb"] / first["peak_mb"]
         print(f"{name:<28}{row['peak_mb']:>9.1f}{share:>9.2f}{peaks}{row['ratio']:>9.2f}  {spread}")

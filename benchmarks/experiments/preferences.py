@@ -3,9 +3,9 @@
     python benchmarks/experiments/preferences.py [--data ../shared/data/hh-rlhf/harmless-base-test.jsonl.gz] [--quick]
 
 A small llama with random weights trains on the chosen answers (`sft`), then on the pairs (`preference`, from the
-`final/` of the first job). Printed is on how many held-out pairs the chosen answer is likelier under the SFT model, and on how many
-its implicit reward, by which DPO has made it likelier, is the higher one; each with Wilson's 95% interval. Both are
-computed from the exported folders with transformers alone. Exits 1 where the reward's interval holds chance (0.5).
+`final/` of the first job). The script prints on how many held-out pairs the chosen answer is likelier under the SFT
+model, and on how many its implicit reward is the higher one; each with Wilson's 95% interval. Both are computed from
+the exported folders with transformers alone. Exits 1 where the reward's interval contains chance (0.5).
 """
 
 import argparse
