@@ -3,7 +3,7 @@
 import sys
 
 from finetune.cli.app import app
-from finetune.cli.outcome import guarded_command_line
+from finetune.cli.exit_codes import guarded_command_line
 
 NOT_TRAIN = ("--help", "--version")
 

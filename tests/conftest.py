@@ -12,6 +12,9 @@ import pytest
 
 from tests.launching import ADDRESS, OWNER, SETTINGS
 
+ROOT = str(Path(__file__).parents[1])
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (ROOT, os.environ.get("PYTHONPATH"))))  # for started processes
+
 MOST_WORKERS = 4
 """Each imports torch by itself, and a test may start four processes."""
 

@@ -21,7 +21,7 @@ PACKAGE = ROOT / "finetune"
 BASE = {"errors", "runtime", "finetune.config.section", "config.sections"}
 WINGS = ("data", "model", "strategy", "checkpoint", "report")
 
-PRINTING = {"finetune.runtime.redact", "finetune.runtime.secret_urls", "finetune.runtime.terminal"}
+PRINTING = {"finetune.runtime.text.redact", "finetune.runtime.text.secret_urls", "finetune.runtime.text.terminal"}
 """What makes text fit to be printed and written down; it imports nothing slow."""
 
 BELOW_RUN = {"train", "task", "export", *WINGS, "config", "runtime", "errors"}
@@ -36,7 +36,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "export": {"model", *BASE},
     **dict.fromkeys(WINGS, BASE),  # and so no wing another one
     "recipes": {"runtime", "errors"},
-    "config": {"errors", "finetune.runtime.lazy", *PRINTING},
+    "config": {"errors", "finetune.runtime.optional", *PRINTING},
     "runtime": {"errors"},
     "launch": {"errors"},
     "errors": set(),
@@ -46,7 +46,14 @@ MAY_IMPORT: dict[str, set[str]] = {
 KNOW_THE_WHOLE_CONFIG = ("config", "run", "cli", "commands")
 
 ONLY_IN: dict[str, tuple[str, ...]] = {
-    "accelerate": ("run", "train", "strategy", "checkpoint", "finetune.runtime.ranks", "finetune.report.trackers"),
+    "accelerate": (
+        "run",
+        "train",
+        "strategy",
+        "checkpoint",
+        "finetune.runtime.distributed",
+        "finetune.report.trackers",
+    ),
     "peft": ("model", "export"),
 }
 """Packages that only these places import."""
@@ -62,15 +69,15 @@ HEAVY = {"torch", "transformers", "accelerate", "peft", "datasets", "numpy", "de
 
 IMPORTS_BY_NAME = {
     "finetune/runtime/optional.py": "packages that may be missing",
-    "finetune/runtime/lazy.py": "modules that a job may not need",
+    "finetune/runtime/optional.py": "modules that a job may not need",
     "finetune/cli/lazy.py": "commands that need torch",
-    "finetune/train/answer.py": "a metric that the user names as package.module:function",
+    "finetune/task/generation/evaluation.py": "a metric that the user names as package.module:function",
 }
 """The only files that import by name while they run, and what."""
 
 GUARDED_ELSEWHERE: dict[str, tuple[str, ...]] = {
-    "rich.console.Console": ("finetune.runtime.drawing",),
-    "rich.progress.Progress": ("finetune.runtime.drawing",),
+    "rich.console.Console": ("finetune.runtime.text.rich_console",),
+    "rich.progress.Progress": ("finetune.runtime.text.rich_console",),
     "rich.progress.TextColumn": (),
     "rich.print": (),
     "typer.echo": (),
@@ -83,13 +90,13 @@ GUARDED_ELSEWHERE: dict[str, tuple[str, ...]] = {
     "sys.stderr.write": (),
     "sys.stdout.buffer": (),
     "sys.stderr.buffer": (),
-    "os.write": ("finetune.runtime.signals",),  # a line of its own, in a signal handler
+    "os.write": ("finetune.runtime.supervision.signals",),  # a line of its own, in a signal handler
 }
 """Ways round the guarded streams, and the modules that may go them: `print` and ForeignTextConsole are for the rest."""
 
 EXACT_JSON = (
-    *("finetune.runtime.terminal", "finetune.config.changes", "finetune.config.explain"),
-    *("finetune.data.formats.row_template", "finetune.data.encoding.drops", "finetune.data.sources.splits"),
+    *("finetune.runtime.text.terminal", "finetune.config.resume_keys", "finetune.config.explain"),
+    *("finetune.data.templates.row_template", "finetune.data.encoding.dropped_content", "finetune.data.sources.slices"),
 )
 """Where JSON is compared, digested or trained on, and shown to nobody; elsewhere characters that reorder text lie."""
 
@@ -346,7 +353,7 @@ def assert_no_circle(graph: dict[str, set[str]]) -> None:
 
 
 def inner_folder(name: str) -> str:
-    """Return the folder of a module: `finetune.data.order` for `finetune.data.order.packing`."""
+    """Return the folder of a module: `finetune.data.order` for `finetune.data.order.grouping`."""
     return name if (ROOT / name.replace(".", "/")).is_dir() else name.rpartition(".")[0]
 
 
@@ -446,7 +453,7 @@ def ways_round(module: Module) -> Iterator[str]:
         if way in GUARDED_ELSEWHERE and not is_within(module.name, GUARDED_ELSEWHERE[way]):
             yield (
                 f"{module.at(node)} prints with {way}, past what takes secrets and escapes out: "
-                "use print, or finetune.runtime.drawing.ForeignTextConsole"
+                "use print, or finetune.runtime.text.rich_console.ForeignTextConsole"
             )
 
 
@@ -475,7 +482,7 @@ def raw_json(module: Module) -> Iterator[str]:
             and _unparsed(node.func) in ("json.dumps", "json.dump")
             and any(each.arg == "ensure_ascii" for each in node.keywords)
         ):
-            yield f"{module.at(node)}: use finetune.runtime.terminal.json_text"
+            yield f"{module.at(node)}: use finetune.runtime.text.terminal.json_text"
 
 
 # --- sizes and names

@@ -12,11 +12,11 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 from finetune.config.sections.data import DataSection, TrainingSourceSection
 from finetune.config.sections.task import TaskSection
 from finetune.data.sources import readers
-from finetune.model.byte_pairs import trained_tokenizer
+from finetune.model.tokenizer import train_or_load_tokenizer
 from finetune.report.events import Evaluated, RunStarted
 from finetune.report.trackers import TrackersReporter
 from finetune.task import registry
-from finetune.task.materials import Materials
+from finetune.task.protocol import TaskContext
 
 ROOT = Path(__file__).parents[1]
 GUIDE = (ROOT / ".github" / "CONTRIBUTING.md").read_text(encoding="utf-8")
@@ -40,9 +40,11 @@ def test_every_file_and_folder_that_is_named_is_there():
 def test_the_task_that_is_added_learns_only_the_last_sentence(tmp_path, monkeypatch):
     task_class = python_of("Add a task")["LastSentenceTask"]
     monkeypatch.setitem(registry.TASKS, "last_sentence", task_class)
-    tokenizer = trained_tokenizer(lambda: ["a. b."], vocabulary_size=300, cache_folder=tmp_path, say=lambda _: None)
+    tokenizer = train_or_load_tokenizer(
+        lambda: ["a. b."], vocabulary_size=300, cache_folder=tmp_path, log=lambda _: None
+    )
     data = DataSection(train=TrainingSourceSection(path="/nowhere.jsonl"), max_length=64)
-    task = registry.build_task(Materials(TaskSection.model_construct(name="last_sentence"), data, tokenizer))
+    task = registry.build_task(TaskContext(TaskSection.model_construct(name="last_sentence"), data, tokenizer))
     features = task.encode_row({"text": "A star. The moon."})
     ids, is_target = (features.arrays[name] for name in ("input_ids", "is_target"))
     assert tokenizer.decode(ids[is_target].tolist(), skip_special_tokens=True).strip(" .") == "The moon"

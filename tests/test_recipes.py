@@ -7,7 +7,7 @@ from ruamel.yaml import YAML
 
 import finetune.recipes
 from finetune.config.load import load_config
-from finetune.config.run_config import world_problems
+from finetune.config.run_config import world_size_problems
 from finetune.recipes.make import make_recipe, recipes
 
 FOLDER = Path(finetune.recipes.__file__).parent
@@ -58,7 +58,7 @@ def test_a_recipe_loads(tmp_path, name):
 @pytest.mark.parametrize("name", NAMES)
 def test_a_recipe_can_be_shared_by_processes(tmp_path, name, world):
     loaded = load_config(with_its_data(name, tmp_path))
-    assert world_problems(loaded.config, num_processes=world, sources=loaded.sources) == []
+    assert world_size_problems(loaded.config, num_processes=world, sources=loaded.sources) == []
 
 
 @pytest.mark.parametrize("name", NAMES)

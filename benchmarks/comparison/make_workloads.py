@@ -18,8 +18,8 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from finetune.data.prepared.store import PreparedSet
-from finetune.model.byte_pairs import trained_tokenizer
+from finetune.data.token_cache.store import PreparedSet
+from finetune.model.tokenizer import train_or_load_tokenizer
 
 from comparison.data import Documents
 from comparison.jobs import write_job
@@ -100,11 +100,11 @@ _TURNS = """\
 def _tokenizer(folder: Path, workload: Workload, rows: list[dict[str, str]]) -> PreTrainedTokenizerBase:
     if workload.kind == "gsm8k":
         size = workload.sizes.vocabulary
-        return trained_tokenizer(
+        return train_or_load_tokenizer(
             lambda: (text for row in rows for text in row.values()),
             vocabulary_size=size,
             cache_folder=folder / "cache",
-            say=print,
+            log=print,
         )
     vocabulary = [*_SPECIAL, *(f"w{number}" for number in range(workload.sizes.vocabulary - len(_SPECIAL)))]
     words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(vocabulary)}, unk_token="<unk>"))

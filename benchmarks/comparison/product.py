@@ -14,21 +14,21 @@ from unittest.mock import patch
 import torch
 from accelerate.state import AcceleratorState, GradientState, PartialState
 
-from finetune.checkpoint.access import build_access
-from finetune.checkpoint.ahead import Ahead
 from finetune.checkpoint.checkpointer import Checkpointer
-from finetune.checkpoint.facts import RunFacts
+from finetune.checkpoint.format.manifest import RunFingerprint
+from finetune.checkpoint.read.checksum_prefetch import ChecksumPrefetch
+from finetune.checkpoint.sharding.access import build_access
 from finetune.config.load import LoadedConfig, load_config
 from finetune.config.sections.checkpoint import CheckpointSection
 from finetune.data.loader import train_loader
-from finetune.report.announcer import Announcer
 from finetune.report.reporter import NullReporter
-from finetune.run.evaluator import make_evaluator
-from finetune.run.lessons import Lessons, make_lessons
-from finetune.run.machine import Machine, make_accelerator, make_machine
-from finetune.run.training import launched_strategy, train_from_config
-from finetune.runtime import ranks
-from finetune.strategy.cpu import gloo_bridge
+from finetune.report.run_log import RunLog
+from finetune.run.build.data import TrainingData, make_training_data
+from finetune.run.build.evaluator import make_evaluator
+from finetune.run.build.prepared_model import PreparedModel, make_accelerator, prepare_model
+from finetune.run.train import launched_strategy, train_from_config
+from finetune.runtime import distributed
+from finetune.strategy.upstream import gloo_bridge
 from finetune.train import loop, step
 
 PHASES: Mapping[str, str] = {"forward": "forward", "backward": "backward", "update.after": "update"}
@@ -43,7 +43,7 @@ def observed(
     phase: Callable[[str], object] = lambda name: None,
 ) -> Iterator[None]:
     """Have every step call `begin` when its data has come, `phase` when a phase ends, and `end` with its record."""
-    of_loop, of_step, take_step = loop.reach, step.reach, loop.take_step
+    of_loop, of_step, take_step = loop.fault_point, step.fault_point, loop.take_step
 
     def data_point(point: str, **where: Any) -> bool:
         if point == "data":
@@ -61,8 +61,8 @@ def observed(
         return record
 
     with (
-        patch.object(loop, "reach", data_point),
-        patch.object(step, "reach", phase_point),
+        patch.object(loop, "fault_point", data_point),
+        patch.object(step, "fault_point", phase_point),
         patch.object(loop, "take_step", taking),
     ):
         yield
@@ -71,21 +71,21 @@ def observed(
 def train(job: Path, overrides: Sequence[str] = ()) -> None:
     """Train the job from the start; the process and its group of ranks live on."""
     loaded = load_config(job, overrides)
-    if ranks.is_main():
+    if distributed.is_main():
         shutil.rmtree(loaded.config.run.folder, ignore_errors=True)
-    with patch.object(ranks, "leave", _stay):
+    with patch.object(distributed, "shut_down", _stay):
         code = train_from_config(loaded)
     if code != 0:
         raise RuntimeError(f"{job}: exit code {code}")
-    if not ranks.is_distributed():
+    if not distributed.is_distributed():
         for state in (GradientState, AcceleratorState, PartialState):  # the next job builds its own
             state._reset_state()
     gc.collect()
 
 
 def _stay(code: int, **_: object) -> int:
-    """Take the place of `ranks.leave`: the others are waited for, and the group goes on."""
-    if ranks.is_distributed():
+    """Take the place of `shut_down`: the others are waited for, and the process group stays."""
+    if distributed.is_distributed():
         torch.distributed.barrier()
     return code
 
@@ -101,49 +101,49 @@ class Built:
     """A job whose data is prepared and whose model and optimizer are built, as a run builds them."""
 
     loaded: LoadedConfig
-    lessons: Lessons
-    machine: Machine
+    training_data: TrainingData
+    prepared: PreparedModel
 
     def evaluator(self) -> Callable[[], float]:
         """Return what evaluates the model as a run does, and returns the mean loss."""
         evaluator = make_evaluator(
             self.loaded.config,
-            self.lessons.task,
-            rows=self.lessons.validation_set,
-            model=self.machine.model,
-            accelerator=self.machine.accelerator,
-            tokenizer=self.lessons.tokenizer,
+            self.training_data.task,
+            rows=self.training_data.validation_set,
+            model=self.prepared.model,
+            accelerator=self.prepared.accelerator,
+            tokenizer=self.training_data.tokenizer,
             answer_metrics={},
             reporter=NullReporter(),
         )
         return lambda: evaluator(0)["loss"]
 
     def checkpointer(
-        self, folder: Path, *, prefetched: Ahead | None = None, is_asynchronous: bool = True
+        self, folder: Path, *, prefetched: ChecksumPrefetch | None = None, is_asynchronous: bool = True
     ) -> Checkpointer:
         """Return what saves and finds checkpoints in the folder."""
         return Checkpointer(
             folder,
             section=CheckpointSection(asynchronous=is_asynchronous),
-            access=build_access(self.machine.accelerator, self.machine.model, self.machine.optimizer),
-            run=RunFacts({}, {}, {}),
-            say=lambda _: None,
+            access=build_access(self.prepared.accelerator, self.prepared.model, self.prepared.optimizer),
+            run=RunFingerprint({}, {}, {}),
+            log=lambda _: None,
             ahead=prefetched,
         )
 
     def take_step(self) -> None:
         """Take a step on random tokens, so that there is optimizer state."""
-        machine = self.machine
-        tokens = torch.randint(0, 100, (1, 16), device=machine.accelerator.device)
-        machine.accelerator.backward(machine.model(input_ids=tokens, labels=tokens).loss)
-        machine.optimizer.step()
-        machine.optimizer.zero_grad()
+        prepared = self.prepared
+        tokens = torch.randint(0, 100, (1, 16), device=prepared.accelerator.device)
+        prepared.accelerator.backward(prepared.model(input_ids=tokens, labels=tokens).loss)
+        prepared.optimizer.step()
+        prepared.optimizer.zero_grad()
 
     def checksum(self) -> float:
         """Return a number that differs where parameters or optimizer state differ."""
-        inner = getattr(self.machine.optimizer, "optimizer", self.machine.optimizer)
+        inner = getattr(self.prepared.optimizer, "optimizer", self.prepared.optimizer)
         total = 0.0
-        for parameter in self.machine.model.parameters():
+        for parameter in self.prepared.model.parameters():
             for tensor in (parameter.detach(), *inner.state[parameter].values()):
                 total += float(tensor.double().abs().sum())
         return total
@@ -151,28 +151,30 @@ class Built:
 
 def build(job: Path, overrides: Sequence[str] = ()) -> Built:
     """Return the job, built. Collective."""
-    loaded, log = load_config(job, overrides), Announcer(is_main=False)
+    loaded, log = load_config(job, overrides), RunLog(is_main=False)
     config, strategy = loaded.config, launched_strategy(loaded)
-    lessons = make_lessons(config, log)
+    training_data = make_training_data(config, log)
     accelerator = make_accelerator(config, strategy)
-    machine = make_machine(config, strategy, accelerator=accelerator, lessons=lessons, learning_rate=1e-3, say=log)
-    return Built(loaded, lessons, machine)
+    prepared = prepare_model(
+        config, strategy, accelerator=accelerator, training_data=training_data, learning_rate=1e-3, log=log
+    )
+    return Built(loaded, training_data, prepared)
 
 
 def samples_of(job: Path) -> Any:
     """Return the job's training samples, tokenised and in the order of its file."""
-    return make_lessons(load_config(job).config, Announcer(is_main=True)).training.samples
+    return make_training_data(load_config(job).config, RunLog(is_main=True)).training.samples
 
 
 def loaders(job: Path, *, num_steps: int) -> Callable[[int], Any]:
     """Return what gives the prepared loader of the job's batches from a step on."""
     loaded = load_config(job, [f"train.steps={num_steps}", "data.shuffle=true"])
-    config, lessons = loaded.config, make_lessons(loaded.config, Announcer(is_main=False))
+    config, training_data = loaded.config, make_training_data(loaded.config, RunLog(is_main=False))
     accelerator = make_accelerator(config, launched_strategy(loaded))
     batches = partial(
         train_loader,
-        lessons.training,
-        lessons.task.collate,
+        training_data.training,
+        training_data.task.collate,
         global_batch_size=config.train.global_batch_size,
         microbatch_size=config.train.microbatch_size,
         num_steps=num_steps,

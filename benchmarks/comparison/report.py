@@ -27,11 +27,15 @@ def show(parts: Mapping[str, PartResults], console: Console) -> None:
         for table in part.tables:
             _show_table(table, console)
     found = results(parts)
-    table = Table("topic", "what", "measured (quartiles)", "threshold", "", title="Thresholds", box=box.SIMPLE_HEAD)
+    thresholds = Table(
+        "topic", "what", "measured (quartiles)", "threshold", "", title="Thresholds", box=box.SIMPLE_HEAD
+    )
     for each in found:
         colour = COLOURS[each.verdict]
-        table.add_row(str(each.topic), each.what, each.value_text, each.threshold_text, f"[{colour}]{each.verdict}[/]")
-    console.print(table)
+        thresholds.add_row(
+            str(each.topic), each.what, each.value_text, each.threshold_text, f"[{colour}]{each.verdict}[/]"
+        )
+    console.print(thresholds)
     for number, note in enumerate(dict.fromkeys(each.note for each in found if each.note), start=1):
         concerned = ", ".join(sorted({each.what.split(":")[0] for each in found if each.note == note}))
         console.print(f"[{number}] {concerned}: {note}", markup=False, highlight=False)

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from finetune.config.load import load_config
-from finetune.run.ahead import verify_ahead
-from finetune.runtime.lazy import lazily
+from finetune.run.state.preflight import prefetch_checksums
+from finetune.runtime.optional import lazily
 
 with lazily():
     from comparison import product
@@ -19,7 +19,9 @@ with lazily():
 
 def ours(job: Path, folder: Path) -> dict[str, Any]:
     """Return how long it takes to find, verify and load the newest checkpoint, once the model is built."""
-    prefetched = verify_ahead(load_config(job, [f"run.folder={json.dumps(str(folder))}"]))  # before torch is imported
+    prefetched = prefetch_checksums(
+        load_config(job, [f"run.folder={json.dumps(str(folder))}"])
+    )  # before torch is imported
     built = product.build(job)
     checkpoints = built.checkpointer(folder / "checkpoints", prefetched=prefetched)
     started, cpu = time.perf_counter(), time.process_time()
@@ -33,7 +35,7 @@ def accelerate(job: Path, folder: Path) -> dict[str, Any]:
     """Return how long `load_state` takes, which verifies nothing."""
     built = product.build(job)
     started, cpu = time.perf_counter(), time.process_time()
-    built.machine.accelerator.load_state(str(folder / "accelerate"))
+    built.prepared.accelerator.load_state(str(folder / "accelerate"))
     return {**_elapsed(started, cpu), "checksum": built.checksum()}
 
 

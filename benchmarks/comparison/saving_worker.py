@@ -91,7 +91,7 @@ def stalls(job: Path, folder: Path, rounds: int) -> Figures:
 def _save_by_accelerate(built: Built, folder: Path) -> float:
     shutil.rmtree(folder, ignore_errors=True)
     started = time.perf_counter()
-    built.machine.accelerator.save_state(str(folder))
+    built.prepared.accelerator.save_state(str(folder))
     return time.perf_counter() - started
 
 

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from finetune.model.attention.per_sample import each_sample
-from finetune.model.attention.scores import Heads, Scores
-from finetune.runtime.end_to_end import SampleLengths
+from finetune.model.attention.causal import AttentionSettings, QueryKeyValue
+from finetune.model.attention.implementation import attend_sample_by_sample
+from finetune.runtime.packed_rows import SampleLengths
 
 NUM_HEADS, NUM_KEY_HEADS, WIDTH = 8, 4, 64
 MEANS, COUNTS = (16, 64, 256, 1024), (2, 8, 32, 64)
@@ -66,7 +66,7 @@ def _rows(most: int) -> Iterator[tuple[list[int], int]]:
 
 def _measured(lengths: list[int], *, rounds: int) -> list[list[float]]:
     """Return the seconds of each round: ours, block mask, padded."""
-    competitors: list[Callable[[Heads, list[int]], Tensor]] = [_ours, _masked, _padded]
+    competitors: list[Callable[[QueryKeyValue, list[int]], Tensor]] = [_ours, _masked, _padded]
     heads = _heads(lengths)
     outputs = [each(heads, lengths) for each in competitors]
     assert all(torch.allclose(outputs[0], other, atol=1e-5) for other in outputs[1:])
@@ -81,19 +81,19 @@ def _measured(lengths: list[int], *, rounds: int) -> list[list[float]]:
     return seconds
 
 
-def _heads(lengths: list[int]) -> Heads:
+def _heads(lengths: list[int]) -> QueryKeyValue:
     draw, tokens = torch.Generator().manual_seed(0), sum(lengths)
     nums = (NUM_HEADS, NUM_KEY_HEADS, NUM_KEY_HEADS)
     rows = [torch.randn(1, tokens, num, WIDTH, generator=draw) for num in nums]
-    return Heads(*(row.transpose(1, 2).requires_grad_() for row in rows))
+    return QueryKeyValue(*(row.transpose(1, 2).requires_grad_() for row in rows))
 
 
-def _ours(heads: Heads, lengths: list[int]) -> Tensor:
-    output: Tensor = each_sample(heads, SampleLengths(lengths), Scores())
+def _ours(heads: QueryKeyValue, lengths: list[int]) -> Tensor:
+    output: Tensor = attend_sample_by_sample(heads, SampleLengths(lengths), AttentionSettings())
     return output
 
 
-def _masked(heads: Heads, lengths: list[int]) -> Tensor:
+def _masked(heads: QueryKeyValue, lengths: list[int]) -> Tensor:
     """Return what transformers computes where positions are reset within a row."""
     sample = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     place = torch.arange(len(sample))
@@ -102,7 +102,7 @@ def _masked(heads: Heads, lengths: list[int]) -> Tensor:
     return output
 
 
-def _padded(heads: Heads, lengths: list[int]) -> Tensor:
+def _padded(heads: QueryKeyValue, lengths: list[int]) -> Tensor:
     """Return the same of a padded batch without a mask, which attention alone on the right padding allows."""
     num, longest = len(lengths), max(lengths)
     places = torch.cat([torch.arange(length) + row * longest for row, length in enumerate(lengths)])

@@ -24,10 +24,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from finetune.data.batch import Batch
 from finetune.data.features import Features
-from finetune.task.at_targets import logits_at_targets
-from finetune.task.collate import padded
-from finetune.task.losses import TokenLoss, cross_entropy_sum
-from finetune.task.target_loss import TargetLoss
+from finetune.task.lm_loss.at_targets import logits_at_targets
+from finetune.task.lm_loss.target_loss import TargetLoss
+from finetune.task.lm_loss.token_loss import TokenLoss, cross_entropy_sum
+from finetune.task.model_inputs import collate_padded
 
 sys.path.append(str(Path(__file__).parents[1]))
 from comparison.results import Spread
@@ -70,7 +70,9 @@ def _model(vocabulary: int) -> LlamaForCausalLM:
 def _batch(vocabulary: int, share: float) -> Batch:
     draw = np.random.default_rng(1)
     ids = [draw.integers(0, vocabulary, 128).astype(np.uint32) for _ in range(8)]
-    return padded([Features({"input_ids": each, "is_target": draw.random(128) < share}) for each in ids], pad_id=0)
+    return collate_padded(
+        [Features({"input_ids": each, "is_target": draw.random(128) < share}) for each in ids], pad_id=0
+    )
 
 
 def _step(name: str, model: LlamaForCausalLM, batch: Batch) -> None:

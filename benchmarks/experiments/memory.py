@@ -84,7 +84,8 @@ def summary(timeline: dict[str, list]) -> dict[str, float]:
 
 def costs(trainers: dict[str, Trainer], *, rounds: int) -> dict[str, dict[str, float]]:
     """Return the CPU-seconds of a step and their ratio to plain's, medians over the rounds, with quartiles."""
-    order, taken = random.Random(1), {name: [] for name in trainers}
+    order = random.Random(1)
+    taken: dict[str, list[float]] = {name: [] for name in trainers}
     for _ in range(rounds):
         for name in order.sample(list(trainers), len(trainers)):
             started = time.process_time()

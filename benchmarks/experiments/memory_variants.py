@@ -11,15 +11,14 @@ from transformers.utils import is_bitsandbytes_available
 
 from finetune.config.sections.model import FromConfigSection, LoraSection, ModelSection
 from finetune.config.sections.train import OptimizerSection
+from finetune.model.activations import offload_activations
 from finetune.model.adapters.build import add_adapter
-from finetune.model.adapters.ground import Ground
-from finetune.model.load import load_model
-from finetune.model.offload import offload_activations
-from finetune.runtime.construction import Construction
-from finetune.train.groups import named_of
-from finetune.train.in_backward import UpdateInBackward
-from finetune.train.optimizer import begin_step, build_optimizer
-from finetune.train.update import Update
+from finetune.model.adapters.context import AdapterContext
+from finetune.model.loading.load import load_model
+from finetune.runtime.parameters import InitContext
+from finetune.train.optim.optimizers import begin_step, build_optimizer
+from finetune.train.optim.parameter_groups import list_parameters
+from finetune.train.update import Update, UpdateInBackward
 
 ROWS, LENGTH, VOCABULARY = 4, 256, 1024
 SHAPE = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 6, "num_attention_heads": 4}
@@ -68,13 +67,13 @@ class Trainer:
         self._precision, self._number, self.loss = variant.precision, 0, 0.0
         source = FromConfigSection(model_type="llama", values=SHAPE)
         section = ModelSection(from_config=source, **variant.model)
-        model = load_model(section, head="causal_lm", construction=Construction(), seed=1, vocabulary_size=VOCABULARY)
+        model = load_model(section, head="causal_lm", init_context=InitContext(), seed=1, vocabulary_size=VOCABULARY)
         if variant.lora is not None:
-            model = add_adapter(model, variant.lora, Ground(seed=1))
+            model = add_adapter(model, variant.lora, AdapterContext(seed=1))
         if section.activation_offload:
             offload_activations(model)
         rule = OptimizerSection(**variant.optimizer)
-        self._built = build_optimizer(named_of(model), rule, learning_rate=1e-3, seed=1)
+        self._built = build_optimizer(list_parameters(model), rule, learning_rate=1e-3, seed=1)
         self._model, optimizer = accelerator.prepare(model, self._built)
         if rule.in_backward:
             self._update: Update = UpdateInBackward(accelerator, self._model, optimizer)

@@ -22,14 +22,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from finetune.config.sections.data import BatchingSection
 from finetune.data.batch import Batch
 from finetune.data.features import Features
-from finetune.data.order.by_length import ByLength
+from finetune.data.order.grouping import LengthGroupedOrder, set_order
 from finetune.data.order.order import Order
-from finetune.data.order.set_order import set_order
-from finetune.model.attention.per_sample import register
-from finetune.runtime.end_to_end import PER_SAMPLE
-from finetune.task.collate import end_to_end, is_end_to_end, padded
-from finetune.task.forward import logits_of
-from finetune.task.losses import cross_entropy_sum
+from finetune.model.attention.implementation import register_per_sample
+from finetune.runtime.packed_rows import PER_SAMPLE_ATTENTION
+from finetune.task.lm_loss.token_loss import cross_entropy_sum
+from finetune.task.model_inputs import collate_padded, collate_padding_free, forward_logits, is_padding_free
 
 LONGEST, VOCABULARY_SIZE, STEP, MICROBATCH = 512, 4096, 64, 8
 COMPETITORS = {
@@ -55,7 +53,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--samples", type=int, default=1_000_000)
     parser.add_argument("--budget", type=int, default=4096)
     parser.add_argument("--rounds", type=int, default=25)
-    parser.add_argument("--attention", default=PER_SAMPLE, choices=(PER_SAMPLE, "sdpa", "eager"))
+    parser.add_argument("--attention", default=PER_SAMPLE_ATTENTION, choices=(PER_SAMPLE_ATTENTION, "sdpa", "eager"))
     return parser.parse_args()
 
 
@@ -85,7 +83,7 @@ def _print_packing(most: int, budget: int) -> None:
 
 def _print_training(rounds: int, attention: str) -> None:
     torch.manual_seed(0)
-    register()
+    register_per_sample()
     sizes = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 3, "num_attention_heads": 8}
     config = LlamaConfig(vocab_size=VOCABULARY_SIZE, num_key_value_heads=4, **sizes)
     model = LlamaForCausalLM._from_config(config, attn_implementation=attention)
@@ -114,10 +112,10 @@ def _batches(batching: BatchingSection, size: int) -> Iterator[Batch]:
     order: Order = set_order(lengths, seed=1, shuffle=True, batching=batching, max_length=LONGEST)
     steps = batching.length_window_steps
     if steps:
-        order = ByLength(order, lengths.__getitem__, seed=1, global_batch_size=STEP, window_steps=steps)
+        order = LengthGroupedOrder(order, lengths.__getitem__, seed=1, global_batch_size=STEP, window_steps=steps)
     for ids in order.cut(0, 1 << 40, size):
         samples = [_sample(i, int(lengths[i])) for i in ids.tolist()]
-        yield end_to_end(samples) if is_end_to_end(batching) else padded(samples, pad_id=0)
+        yield collate_padding_free(samples) if is_padding_free(batching) else collate_padded(samples, pad_id=0)
 
 
 def _sample(index: int, length: int) -> Features:
@@ -127,7 +125,7 @@ def _sample(index: int, length: int) -> Features:
 
 def _seconds(model: LlamaForCausalLM, batch: Batch) -> float:
     started = time.process_time()
-    cross_entropy_sum(logits_of(model, batch), batch.labels).backward()
+    cross_entropy_sum(forward_logits(model, batch), batch.labels).backward()
     model.zero_grad()
     return time.process_time() - started
 

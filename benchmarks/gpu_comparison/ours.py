@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from finetune.config.load import load_config
-from finetune.run.training import train_from_config
+from finetune.run.train import train_from_config
 
 from comparison.product import observed
 from gpu_comparison.by_hand import LEARNING_RATE

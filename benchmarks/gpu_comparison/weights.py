@@ -10,8 +10,8 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from finetune.model import load
-from finetune.runtime.construction import Construction
+from finetune.model.loading import load
+from finetune.runtime.parameters import InitContext
 from finetune.strategy.ddp import DataParallel
 
 from gpu_comparison.shapes import Shape
@@ -35,10 +35,10 @@ def build(shape: Shape, *, dtype: str, device: torch.device, lora: bool) -> Any:
 @contextmanager
 def product_on(device: torch.device) -> Iterator[None]:
     """Have the product build its model on the device meanwhile, with weights drawn there."""
-    construction = Construction(context=lambda: born_on(device))
+    context = InitContext(context=lambda: born_on(device))
     with (
-        patch.object(DataParallel, "construction", lambda _: construction),
-        patch.object(load, "draw_weights", lambda model, **_: draw(model)),
+        patch.object(DataParallel, "init_context", lambda _: context),
+        patch.object(load, "initialize_weights", lambda model, **_: draw(model)),
     ):
         yield
 

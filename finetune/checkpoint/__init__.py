@@ -1,1 +1,1 @@
-"""Checkpoints: staged, verified, renamed; tensors keyed by parameter name."""
+"""Checkpoints: format/ (what is on disk), sharding/ (which rank holds what), write/, read/, and checkpointer.py."""

@@ -4,16 +4,16 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from finetune.checkpoint.ahead import Ahead
-from finetune.checkpoint.changes import told_changes
-from finetune.checkpoint.facts import RunFacts
-from finetune.checkpoint.find import Found, find_at, find_newest, refuse_any
-from finetune.checkpoint.load import read_checkpoint
-from finetune.checkpoint.rehearsal import rehearse
-from finetune.checkpoint.saver import SavedCheckpoint, Saver
-from finetune.checkpoint.state import StateAccess
-from finetune.checkpoint.together import main_does
+from finetune.checkpoint.format.manifest import RunFingerprint
+from finetune.checkpoint.read.changes import check_changes
+from finetune.checkpoint.read.checksum_prefetch import ChecksumPrefetch
+from finetune.checkpoint.read.find import VerifiedCheckpoint, find_at_path, find_newest, refuse_existing_checkpoints
+from finetune.checkpoint.read.load import load_checkpoint
+from finetune.checkpoint.sharding.state_access import StateAccess
+from finetune.checkpoint.write.rehearsal import rehearse
+from finetune.checkpoint.write.saver import SavedCheckpoint, Saver
 from finetune.config.sections.checkpoint import CheckpointSection
+from finetune.runtime.run_on_ranks import run_on_rank_0
 
 
 class Checkpointer:
@@ -25,17 +25,17 @@ class Checkpointer:
         *,
         section: CheckpointSection,
         access: StateAccess,
-        run: RunFacts,
-        say: Callable[[str], None],
-        ahead: Ahead | None = None,
+        run: RunFingerprint,
+        log: Callable[[str], None],
+        ahead: ChecksumPrefetch | None = None,
     ) -> None:
         """`ahead` knows digests of files that are going to be verified."""
         self._folder = folder
         self._section = section
         self._access = access
         self._run = run
-        self._say = say
-        self._ahead = ahead or Ahead()
+        self._log = log
+        self._ahead = ahead or ChecksumPrefetch()
         self.saver = Saver(folder, section=section, access=access, run=run)
         self.stops_on_failure = section.on_failure == "stop"
 
@@ -52,27 +52,27 @@ class Checkpointer:
             saved = self.saver.settle()
         finally:
             for _, note in self.saver.notes():
-                self._say(note)
+                self._log(note)
         assert saved is not None, "it has been begun"
         return saved
 
-    def find(self) -> Found | None:
+    def find(self) -> VerifiedCheckpoint | None:
         """Return the checkpoint that `checkpoint.resume` asks for, verified; None to start anew. Collective."""
         if self._section.resume == "never":
-            refuse_any(self._folder)
+            refuse_existing_checkpoints(self._folder)
             return None
         if self._section.resume == "auto":
-            return find_newest(self._folder, say=self._say, facts=self._ahead.facts)
-        return find_at(Path(self._section.resume), folder=self._folder, facts=self._ahead.facts)
+            return find_newest(self._folder, log=self._log, checksum_of=self._ahead.facts)
+        return find_at_path(Path(self._section.resume), folder=self._folder, checksum_of=self._ahead.facts)
 
-    def load(self, found: Found) -> Mapping[str, Any]:
+    def load(self, found: VerifiedCheckpoint) -> Mapping[str, Any]:
         """Put the checkpoint's state into what is trained and return its progress. Collective.
 
         Says what has changed since; raises CheckpointError where `allow_changes` does not cover it.
         """
         saved, allowed = found.manifest.run, self._section.allow_changes
-        for sentence in main_does(lambda: told_changes(found.path, saved, wanted=self._run, allowed=allowed)):
-            self._say(sentence)
-        progress = read_checkpoint(found, access=self._access, kept=self._ahead.kept)
+        for sentence in run_on_rank_0(lambda: check_changes(found.path, saved, wanted=self._run, allowed=allowed)):
+            self._log(sentence)
+        progress = load_checkpoint(found, access=self._access, cached_bytes=self._ahead.kept)
         self._ahead.forget()
         return progress

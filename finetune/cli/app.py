@@ -6,9 +6,9 @@ from typing import Annotated
 import typer
 
 from finetune import __version__
-from finetune.cli import afterwards, checkpoint, lazy, verify
+from finetune.cli import after_training, checkpoint, lazy, verify
+from finetune.cli.exit_codes import handle_errors
 from finetune.cli.options import Config, Overrides
-from finetune.cli.outcome import reported
 from finetune.errors import UserError
 
 app = typer.Typer(
@@ -39,7 +39,7 @@ def root(
 
 
 @app.command()
-@reported
+@handle_errors
 def train(config: Config, override: Overrides = None) -> int:
     """Train as the job file says.
 
@@ -49,7 +49,7 @@ def train(config: Config, override: Overrides = None) -> int:
 
 
 @app.command()
-@reported
+@handle_errors
 def check(
     job: Annotated[Path, typer.Argument(metavar="JOB.yaml", help="The job file.")],
     override: Overrides = None,
@@ -68,17 +68,17 @@ def check(
 
 
 @app.command()
-@reported
+@handle_errors
 def prepare(config: Config, override: Overrides = None) -> None:
     """Tokenise the data now, on the CPU, so that training finds it.
 
     Needs no model weights and no launcher. Goes on where it was stopped, and ends with the audit.
     """
-    lazy.call("finetune.advise.prepare:prepare", config, override or [])
+    lazy.call("finetune.commands.prepare:prepare", config, override or [])
 
 
 @app.command()
-@reported
+@handle_errors
 def preview(
     config: Config,
     override: Overrides = None,
@@ -94,11 +94,13 @@ def preview(
 
     Prepares the data as training would, and ends with the audit. Needs no model weights and no launcher.
     """
-    lazy.call("finetune.advise.preview:preview", config, override or [], num_rows=rows, html=html, start=start)
+    lazy.call(
+        "finetune.commands.preview.preview:preview", config, override or [], num_rows=rows, html=html, start=start
+    )
 
 
 @app.command()
-@reported
+@handle_errors
 def doctor(
     config: Annotated[
         Path | None, typer.Option("--config", metavar="JOB.yaml", help="The job whose folders or data are meant.")
@@ -113,29 +115,31 @@ def doctor(
     With --data: samples per second of the job's loader against the number of its workers.
     """
     if not data:
-        return 0 if lazy.call("finetune.advise.doctor:examine", config, override or []) else 1
+        return 0 if lazy.call("finetune.commands.doctor.doctor:examine", config, override or []) else 1
     if config is None:
         raise UserError("--data: write --config JOB.yaml too: it is that job's loader that is measured.")
-    lazy.call("finetune.advise.doctor_data:examine_loading", config, override or [], num_rounds=rounds, seconds=seconds)
+    lazy.call(
+        "finetune.commands.doctor.data:examine_loader", config, override or [], num_rounds=rounds, seconds=seconds
+    )
     return 0
 
 
 @app.command()
-@reported
+@handle_errors
 def reference() -> None:
     """Print the page of all keys."""
-    print(lazy.call("finetune.config.reference:reference_markdown"), end="")
+    print(lazy.call("finetune.config.schema:reference_markdown"), end="")
 
 
 @app.command()
-@reported
+@handle_errors
 def schema() -> None:
     """Print the JSON schema of a job file, for editors."""
-    print(lazy.call("finetune.config.reference:json_schema"), end="")
+    print(lazy.call("finetune.config.schema:json_schema"), end="")
 
 
 @app.command()
-@reported
+@handle_errors
 def init(
     name: Annotated[str | None, typer.Argument(help="The recipe, such as `quickstart`.")] = None,
     into: Annotated[
@@ -153,8 +157,8 @@ def init(
             print(f"{recipe:<{widest}}{sentence}")
         return
     paths = lazy.call("finetune.recipes.make:make_recipe", name, into or Path(name))
-    for each in lazy.call("finetune.recipes.make:told", paths):
+    for each in lazy.call("finetune.recipes.make:format_written", paths):
         print(f"wrote {each}")
 
 
-afterwards.add_to(app)
+after_training.add_to(app)

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 import typer
 
 from finetune.cli import lazy
-from finetune.cli.outcome import reported
+from finetune.cli.exit_codes import handle_errors
 from finetune.errors import UserError
 
 HELP = "Look at a run's checkpoints; check, prune, convert and export them."
@@ -16,7 +16,9 @@ app = typer.Typer(help=HELP, no_args_is_help=True, rich_markup_mode=None)
 
 def _folder(written: str) -> Path:
     """Return the folder that is meant; of a run at a URL, where it is staged on this machine by default."""
-    return Path(lazy.call("finetune.config.paths:stage_of", written, None)) if "://" in written else Path(written)
+    return (
+        Path(lazy.call("finetune.config.paths:local_run_folder", written, None)) if "://" in written else Path(written)
+    )
 
 
 Run = Annotated[
@@ -36,7 +38,7 @@ def checkpoint() -> None:
 
 
 @app.command()
-@reported
+@handle_errors
 def ls(
     run: Run,
     verify: Annotated[bool, typer.Option("--verify", help="Read every file, and compare its digest.")] = False,
@@ -46,22 +48,22 @@ def ls(
 
     What saves, resumes and prunes have left beside them is named below.
     """
-    lazy.call("finetune.advise.checkpoints:list_checkpoints", run, verifies=verify, as_json=json)
+    lazy.call("finetune.commands.checkpoints.inspect:list_checkpoints", run, verifies=verify, as_json=json)
 
 
 @app.command()
-@reported
+@handle_errors
 def show(run: Run, step: Step = None, json: Json = False) -> None:
     """Show everything about one checkpoint.
 
     The state digest is equal for two checkpoints of the same training state, whoever wrote them: parameters, optimizer
     state, step and samples.
     """
-    lazy.call("finetune.advise.checkpoints:show_checkpoint", run, step=step, as_json=json)
+    lazy.call("finetune.commands.checkpoints.inspect:show_checkpoint", run, step=step, as_json=json)
 
 
 @app.command()
-@reported
+@handle_errors
 def verify(
     run: Run,
     step: Annotated[
@@ -72,11 +74,11 @@ def verify(
 
     Names each bad file and the tensors in it. Exit code 1 if any is bad.
     """
-    return 0 if lazy.call("finetune.advise.checkpoints:verify_checkpoints", run, step=step) else 1
+    return 0 if lazy.call("finetune.commands.checkpoints.inspect:verify_checkpoints", run, step=step) else 1
 
 
 @app.command()
-@reported
+@handle_errors
 def prune(
     run: Run,
     keep_last: Annotated[int | None, typer.Option(min=1, metavar="N", help="Keep so many of the newest.")] = None,
@@ -95,7 +97,7 @@ def prune(
     bad ones are left alone. Refused while a run is writing the folder.
     """
     lazy.call(
-        "finetune.advise.prune:prune",
+        "finetune.commands.checkpoints.prune:prune",
         run,
         keep_last=keep_last,
         keep_every=keep_every,
@@ -105,7 +107,7 @@ def prune(
 
 
 @app.command()
-@reported
+@handle_errors
 def export(
     run: Run,
     step: Step = None,
@@ -124,7 +126,7 @@ def export(
     is, where it has one.
     """
     lazy.call(
-        "finetune.run.export_checkpoint:export_checkpoint",
+        "finetune.commands.export:export_checkpoint",
         run,
         step=step,
         to=to,
@@ -134,7 +136,7 @@ def export(
 
 
 @app.command()
-@reported
+@handle_errors
 def convert(
     run: Run,
     to: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Write a checkpoint into this new folder.")] = None,
@@ -165,4 +167,4 @@ def convert(
     if source is not None and step is None:
         raise UserError("--from: write --step N too: such a folder does not say after how many steps it was taken.")
     named = {"to": to, "source": source, "step": step, "trust_remote_code": trust_remote_code}
-    return int(lazy.call("finetune.run.convert:convert", run, **named))
+    return int(lazy.call("finetune.commands.convert:convert", run, **named))

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from finetune.cli import lazy
-from finetune.config.load import load_config, require_shareable
-from finetune.config.summary import summary
+from finetune.config.explain import format_summary
+from finetune.config.load import load_config, require_divisible_batch
 
 
 def train_job(path: Path, overrides: Sequence[str]) -> int:
@@ -14,20 +14,20 @@ def train_job(path: Path, overrides: Sequence[str]) -> int:
     What the run will continue from is read while that is imported.
     """
     loaded = load_config(path, overrides)
-    code = lazy.call("finetune.run.beforehand:answer_beforehand", loaded)
+    code = lazy.call("finetune.run.state.preflight:preflight", loaded)
     if code is not None:
         return int(code)
-    ahead = lazy.call("finetune.run.ahead:verify_ahead", loaded)
-    return int(lazy.call("finetune.run.training:train_from_config", loaded, ahead))
+    ahead = lazy.call("finetune.run.state.preflight:prefetch_checksums", loaded)
+    return int(lazy.call("finetune.run.train:train_from_config", loaded, ahead))
 
 
 def check_job(path: Path, overrides: Sequence[str], *, num_processes: int | None, tries_model: bool = False) -> None:
     """Print what the job will do; raises ConfigError with everything that is wrong, ModelError for the model tried."""
     loaded = load_config(path, overrides)
     if num_processes is not None:
-        require_shareable(loaded, num_processes=num_processes)
+        require_divisible_batch(loaded, num_processes=num_processes)
     if tries_model:
-        lazy.call("finetune.run.trial:require_buildable", loaded.config)
+        lazy.call("finetune.run.build.model:require_buildable", loaded.config)
     print(f"{path.name} is ready.")
-    for line in summary(loaded.config, num_processes=num_processes):
+    for line in format_summary(loaded.config, num_processes=num_processes):
         print(f"  {line}")

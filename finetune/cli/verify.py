@@ -6,8 +6,8 @@ from typing import Annotated
 import typer
 
 from finetune.cli import lazy
+from finetune.cli.exit_codes import handle_errors
 from finetune.cli.options import Config, Overrides
-from finetune.cli.outcome import reported
 from finetune.errors import UserError
 
 app = typer.Typer(help="Ask of your own job what the house promises.", no_args_is_help=True, rich_markup_mode=None)
@@ -19,7 +19,7 @@ def verify() -> None:
 
 
 @app.command()
-@reported
+@handle_errors
 def parity(
     config: Config,
     strategies: Annotated[
@@ -42,7 +42,7 @@ def parity(
     agree within the tolerance.
     """
     agree = lazy.call(
-        "finetune.advise.parity:run_parity",
+        "finetune.commands.verify.parity:run_parity",
         config,
         overrides=override or [],
         strategies=_words(strategies),
@@ -56,7 +56,7 @@ def parity(
 
 
 @app.command()
-@reported
+@handle_errors
 def resume(
     config: Config,
     stop_at: Annotated[int, typer.Option(min=1, metavar="K", help="The step after which the second run is stopped.")],
@@ -82,7 +82,7 @@ def resume(
     --to are the same, losses and the final state must be equal bit by bit, dropout included; else dropout is off.
     """
     agree = lazy.call(
-        "finetune.advise.resume:run_resume",
+        "finetune.commands.verify.resume:run_resume",
         config,
         overrides=override or [],
         stop_at=stop_at,

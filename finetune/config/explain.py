@@ -1,18 +1,20 @@
-"""A config as it was run: every value, and where it came from."""
+"""A config explained: as `resolved.yaml`, every value with its source, and as the few lines that `check` prints."""
 
 import json
+import math
 from collections.abc import Iterator
 from typing import Any
 
 from finetune.config.load import LoadedConfig
-from finetune.config.rules.effects import idle_keys
-from finetune.config.run_config import with_run_folder
-from finetune.config.section import Section
-from finetune.config.source import Sources, joined
-from finetune.runtime.redact import redacted_config
-from finetune.runtime.terminal import neutral
+from finetune.config.paths import is_url, local_run_folder
+from finetune.config.rules.unused_keys import unused_keys
+from finetune.config.run_config import RunConfig, with_run_folder
+from finetune.config.section import KeyLocations, Section, join_key
+from finetune.config.sections.data import MixedSourceSection, SourceSection, TrainedSourceSection
+from finetune.runtime.text.redact import redacted_config
+from finetune.runtime.text.terminal import escape_controls
 
-COLUMN = 56
+SOURCE_COLUMN = 56
 """Where the sources begin, if the value leaves room."""
 
 
@@ -21,40 +23,121 @@ def resolved_yaml(loaded: LoadedConfig) -> str:
 
     Read as a job, it gives the same config: keys that do nothing in this combination stand in comments.
     """
-    head = f"# {neutral(loaded.path.name)} as it was run, with the source of every value. Paths are absolute."
+    head = f"# {escape_controls(loaded.path.name)} as it was run, with the source of every value. Paths are absolute."
     config = loaded.config if loaded.remote is None else with_run_folder(loaded.config, loaded.remote)
-    lines = _lines(config, loaded.sources, prefix="", idle=idle_keys(config))
+    lines = _lines(config, loaded.sources, prefix="", idle=unused_keys(config))
     return "\n".join([head, *lines]) + "\n"
 
 
-def _lines(section: Section, sources: Sources, *, prefix: str, idle: frozenset[str]) -> Iterator[str]:
+def _lines(section: Section, sources: KeyLocations, *, prefix: str, idle: frozenset[str]) -> Iterator[str]:
     indent = "  " * (prefix.count(".") + 1 if prefix else 0)
     for name in type(section).model_fields:
-        value, key = getattr(section, name), joined(prefix, name)
+        value, key = getattr(section, name), join_key(prefix, name)
         if isinstance(value, Section):
             inner = list(_lines(value, sources, prefix=key, idle=idle))
             is_all_comment = all(line.lstrip().startswith("#") for line in inner)
             yield f"{indent}{name}:{' {}' if is_all_comment else ''}"
             yield from inner
         elif key in idle:
-            yield f"{indent}# {name}: {_written(name, value)}  (no effect here)"
+            yield f"{indent}# {name}: {_format_yaml_value(name, value)}  (no effect here)"
         else:
-            yield f"{f'{indent}{name}: {_written(name, value)}':<{COLUMN}}  # {_source(key, sources)}"
+            yield f"{f'{indent}{name}: {_format_yaml_value(name, value)}':<{SOURCE_COLUMN}}  # {_format_location(key, sources)}"
 
 
-def _source(key: str, sources: Sources) -> str:
+def _format_location(key: str, sources: KeyLocations) -> str:
     source = sources.get(key)
     if source is None:
         return "default"
-    return neutral(str(source)) if source.line is not None else "--set"
+    return escape_controls(str(source)) if source.line is not None else "--set"
 
 
-def _written(name: str, value: Any) -> str:
+def _format_yaml_value(name: str, value: Any) -> str:
     """Return the value as YAML 1.2 on one line, without secrets: JSON, but for escapes of what acts on a terminal."""
-    plain = json.loads(json.dumps(value, default=_as_written))
-    return neutral(json.dumps(redacted_config(plain, name=name), ensure_ascii=False))
+    plain = json.loads(json.dumps(value, default=_set_keys))
+    return escape_controls(json.dumps(redacted_config(plain, name=name), ensure_ascii=False))
 
 
-def _as_written(section: Section) -> dict[str, Any]:
+def _set_keys(section: Section) -> dict[str, Any]:
     """Return the keys of a section in a list: its defaults are not told."""
     return section.model_dump(exclude_unset=True)
+
+
+_MAX_LISTED_WORLD_SIZES = 50
+"""Numbers of processes that are listed."""
+
+
+def format_summary(config: RunConfig, *, num_processes: int | None) -> tuple[str, ...]:
+    """Return the lines that `finetune check` prints; the batch must be one that the processes can share."""
+    return (
+        f"task     {config.task.name}, from {_format_rows(config)}",
+        f"model    {_format_model(config)}",
+        f"batch    {_format_batch(config, num_processes)}",
+        f"budget   {_format_budget(config)}, learning rate {config.train.learning_rate:g}, {config.train.schedule.name}",
+        f"writes   {_format_destination(config)}",
+    )
+
+
+def _format_destination(config: RunConfig) -> str:
+    folder = config.run.folder
+    return f"{folder}, staged in {local_run_folder(folder, config.run.local_folder)}" if is_url(folder) else folder
+
+
+def _format_rows(config: RunConfig) -> str:
+    train, validation = config.data.train, config.data.validation
+    mix = ", ".join(f"{_format_dataset(each)} ({_format_mix_share(each)})" for each in train.mix)
+    learnt = f"a mix of {mix}" if mix else _format_dataset(train)
+    if validation is None:
+        return learnt
+    excluded = ", whose rows are left out of training" if validation.exclude_from_train else ""
+    if validation.fraction is not None:
+        return f"{learnt}, evaluated on {validation.fraction:.3g} of its rows{excluded}"
+    if validation.hash_fraction is not None:
+        return f"{learnt}, evaluated on {validation.hash_fraction:.3g} of its rows, drawn by content"
+    return f"{learnt}, evaluated on {_format_dataset(validation)}{excluded}"
+
+
+def _format_dataset(source: SourceSection) -> str:
+    streamed = " as a stream" if isinstance(source, TrainedSourceSection) and source.stream is not None else ""
+    return f"{source.path or source.name}{streamed}"
+
+
+def _format_mix_share(source: MixedSourceSection) -> str:
+    amounts = {"weight": source.weight, "rows": source.rows, "epochs": source.epochs}
+    return ", ".join(f"{name} {value:g}" for name, value in amounts.items() if value is not None)
+
+
+def _format_model(config: RunConfig) -> str:
+    section = config.model
+    source = section.name or f"a new {section.from_config.model_type if section.from_config else 'model'}"
+    if section.lora is not None:
+        how = f"LoRA of rank {section.lora.rank} on {section.dtype} weights"
+    else:
+        how = f"all weights but {len(section.freeze)} frozen patterns" if section.freeze else "all weights"
+        how += f" in {section.dtype}"
+    return f"{source}: {how}, computed in {config.train.precision}"
+
+
+def _format_batch(config: RunConfig, num_processes: int | None) -> str:
+    batch, microbatch = config.train.global_batch_size, config.train.microbatch_size
+    if num_processes is not None:
+        accumulated = batch // (num_processes * microbatch)
+        processes = "1 process" if num_processes == 1 else f"{num_processes} processes"
+        return f"{batch} per step = {processes} x {microbatch} per microbatch x {accumulated} accumulated"
+    share = batch // microbatch
+    fitting = _divisors(share)
+    shown = ", ".join(map(str, fitting[:_MAX_LISTED_WORLD_SIZES])) + (
+        ", ..." if len(fitting) > _MAX_LISTED_WORLD_SIZES else ""
+    )
+    return f"{batch} per step = {microbatch} per microbatch x {share}; fits on {shown} processes"
+
+
+def _divisors(number: int) -> list[int]:
+    small = [each for each in range(1, math.isqrt(number) + 1) if number % each == 0]
+    return sorted({*small, *(number // each for each in small)})
+
+
+def _format_budget(config: RunConfig) -> str:
+    train = config.train
+    if train.steps is not None:
+        return f"{train.steps} steps = {train.steps * train.global_batch_size} {config.data.batching.unit}"
+    return f"{train.epochs:g} epochs" if train.epochs is not None else f"{train.tokens} tokens"

@@ -43,7 +43,7 @@ TOO_MUCH_TEXT = (
 TOO_LARGE_NUMBER = f"the number has more than {MAX_DIGITS} digits. Write a smaller one."
 
 
-def unwritable(text: str) -> str | None:
+def invalid_characters(text: str) -> str | None:
     """Return what is wrong with a text that no file can be named after and UTF-8 cannot hold; None for others."""
     found = _UNWRITABLE.search(text)
     if found is None:

@@ -1,7 +1,14 @@
-"""From a job YAML and its overrides to a RunConfig, or to everything that is wrong with them at once."""
+"""From a job YAML and its overrides to a RunConfig, or to everything that is wrong with them at once.
 
+A run's config is read back from the `resolved.yaml` in its folder, long after its start and perhaps on another
+machine.
+"""
+
+import errno
 import math
+import os
 import pathlib
+import stat
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -10,23 +17,41 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from finetune.config.draft import draft
-from finetune.config.faults import Fault, read_faults
-from finetune.config.limits import MAX_LISTED
-from finetune.config.overrides import override, place_of
-from finetune.config.paths import path_problems, with_absolute_paths
-from finetune.config.rules import broken_rules
+from finetune.config.formatting import closest, format_list
+from finetune.config.limits import MAX_FILE_BYTES, MAX_LISTED, MAX_RESOLVED_VALUES
+from finetune.config.overrides import apply_overrides, override_label
+from finetune.config.paths import is_url, path_problems, with_absolute_paths
+from finetune.config.rules import rule_problems
 from finetune.config.rules.files import file_problems
-from finetune.config.run_config import RunConfig, world_problems
-from finetune.config.source import Source, Sources, ancestors, placed
-from finetune.config.text_file import read_text
-from finetune.config.values import Document
-from finetune.config.wording import listed, nearest
-from finetune.config.yaml import read_yaml
-from finetune.errors import ConfigError, Problem
-from finetune.runtime.redact import remember_secrets
+from finetune.config.run_config import RunConfig, with_run_folder, world_size_problems
+from finetune.config.section import KeyLocation, KeyLocations, parent_keys, with_location
+from finetune.config.validation import InvalidKey, draft_section, read_validation_errors
+from finetune.config.yaml import Document, read_yaml
+from finetune.errors import ConfigError, Problem, UserError
+from finetune.runtime.text.redact import register_secrets
 
-_NEARBY = 100
+
+def read_text(path: pathlib.Path, *, max_bytes: int = MAX_FILE_BYTES) -> str:
+    """Return the file's text; raises OSError with the reason, or UnicodeDecodeError where it is not UTF-8.
+
+    Only a regular file is read: a pipe or a device may never end.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    with os.fdopen(descriptor, "rb") as file:
+        mode = os.fstat(descriptor).st_mode
+        if stat.S_ISDIR(mode):
+            raise IsADirectoryError(errno.EISDIR, "it is a folder", str(path))
+        if not stat.S_ISREG(mode):
+            raise OSError(errno.EINVAL, "it is a pipe or a device, not a regular file", str(path))
+        content = file.read(max_bytes + 1)
+        if content is None:  # the kernel's log is regular by its mode, and has nothing to say
+            raise OSError(errno.EAGAIN, "nothing comes from it", str(path))
+    if len(content) > max_bytes:
+        raise OSError(errno.EFBIG, f"it is larger than {max_bytes / (1 << 20):g} MiB", str(path))
+    return content.decode("utf-8").replace("\r\n", "\n").replace("\r", "\n")
+
+
+_MAX_SUGGESTED_FILES = 100
 """Files of a folder among which the one that was meant is looked for."""
 
 
@@ -41,7 +66,7 @@ class LoadedConfig:
     config: RunConfig
     path: pathlib.Path
     text: str
-    sources: Sources
+    sources: KeyLocations
     remote: str | None = None
 
 
@@ -54,25 +79,25 @@ def load_config(path: pathlib.Path, overrides: Sequence[str] = ()) -> LoadedConf
     text = _read(path)
     document = read_yaml(text)
     if not isinstance(document.values, dict):
-        raise ConfigError(document.problems or [_not_a_job(document)], path.name)
-    overridden = override(document.values, overrides)
-    remember_secrets(overridden.values)
-    sources = _sources(document, overridden.replaced, name=path.name) | overridden.sources
-    problems = _still_there(document.problems, overridden.replaced) + overridden.problems
+        raise ConfigError(document.problems or [_no_sections(document)], path.name)
+    overridden = apply_overrides(document.values, overrides)
+    register_secrets(overridden.values)
+    sources = _file_locations(document, overridden.replaced, name=path.name) | overridden.sources
+    problems = _not_overridden(document.problems, overridden.replaced) + overridden.problems
     folder = path.absolute().parent.resolve()
     broken = {problem.key for problem in problems}
-    config, found, num_unnamed = _checked(overridden.values, folder=folder, broken=broken, sources=sources)
+    config, found, num_unnamed = _validate(overridden.values, folder=folder, broken=broken, sources=sources)
     problems += found
     if problems:
-        ordered = _in_order(problems, sources, overrides=overrides)
+        ordered = _sort_problems(problems, sources, overrides=overrides)
         num_more = num_unnamed + max(0, len(ordered) - MAX_LISTED)
         raise ConfigError(ordered[:MAX_LISTED], path.name, num_more=num_more)
     return LoadedConfig(config, path, text, sources)
 
 
-def require_shareable(loaded: LoadedConfig, *, num_processes: int) -> None:
+def require_divisible_batch(loaded: LoadedConfig, *, num_processes: int) -> None:
     """Raise ConfigError when so many processes cannot share the global batch."""
-    problems = world_problems(loaded.config, num_processes=num_processes, sources=loaded.sources)
+    problems = world_size_problems(loaded.config, num_processes=num_processes, sources=loaded.sources)
     if problems:
         raise ConfigError(problems, loaded.path.name)
 
@@ -81,7 +106,7 @@ def _read(path: pathlib.Path) -> str:
     try:
         return read_text(path)
     except FileNotFoundError:
-        fault = f"there is no such file. {_nearby(path)}"
+        fault = f"there is no such file. {_suggest_file(path)}"
     except IsADirectoryError:
         fault = "this is a folder. Name the job file in it."
     except UnicodeDecodeError as error:
@@ -91,50 +116,50 @@ def _read(path: pathlib.Path) -> str:
     raise ConfigError([Problem("", fault)], str(path))
 
 
-def _nearby(path: pathlib.Path) -> str:
+def _suggest_file(path: pathlib.Path) -> str:
     folder = path.absolute().parent
     if not folder.is_dir():
         return f"There is no folder {folder} either."
-    there = sorted(each.name for each in islice(folder.glob("*.y*ml"), _NEARBY))
-    near = nearest(path.name, there)
-    return f"Did you mean `{path.with_name(near)}`?" if near else f"YAML files in {folder}: {listed(there)}."
+    there = sorted(each.name for each in islice(folder.glob("*.y*ml"), _MAX_SUGGESTED_FILES))
+    near = closest(path.name, there)
+    return f"Did you mean `{path.with_name(near)}`?" if near else f"YAML files in {folder}: {format_list(there)}."
 
 
-def _not_a_job(document: Document) -> Problem:
+def _no_sections(document: Document) -> Problem:
     what = "the file is empty" if document.values is None else "the file does not hold sections"
-    sections = listed(name for name, field in RunConfig.model_fields.items() if field.is_required())
+    sections = format_list(name for name, field in RunConfig.model_fields.items() if field.is_required())
     return Problem("", f"{what}. A job has the sections {sections}; `finetune init quickstart --into .` writes one.")
 
 
-def _checked(
-    values: dict[str, Any], *, folder: pathlib.Path, broken: set[str], sources: Sources
+def _validate(
+    values: dict[str, Any], *, folder: pathlib.Path, broken: set[str], sources: KeyLocations
 ) -> tuple[RunConfig, list[Problem], int]:
     """Return the config, what is wrong with it, and how many further keys do not fit that are not put into words.
 
     The keys that are broken already are passed over.
     """
-    faults: list[Fault] = []
+    faults: list[InvalidKey] = []
     try:
         config = RunConfig.model_validate(values)
     except ValidationError as error:
-        faults = read_faults(error, values)
+        faults = read_validation_errors(error, values)
     found = sorted((fault for fault in faults if fault.key not in broken), key=lambda fault: _line(fault, sources))
     problems = [fault.problem() for fault in found[:MAX_LISTED]]
     broken = broken | {key for fault in faults for key in (fault.key, fault.meant) if key}
     if broken:
-        config = draft(RunConfig, values, broken=broken)
+        config = draft_section(RunConfig, values, broken=broken)
     unusable = path_problems(config, folder)
     if unusable:
         broken = broken | {problem.key for problem in unusable}
-        config = draft(RunConfig, values, broken=broken)
+        config = draft_section(RunConfig, values, broken=broken)
     config = with_absolute_paths(config, folder)
     is_draft = bool(broken)
-    problems += [*unusable, *broken_rules(config, is_draft=is_draft)]
+    problems += [*unusable, *rule_problems(config, is_draft=is_draft)]
     problems += file_problems(config, folder=folder, is_draft=is_draft)
     return config, problems, max(0, len(found) - MAX_LISTED)
 
 
-def _line(fault: Fault, sources: Sources) -> float:
+def _line(fault: InvalidKey, sources: KeyLocations) -> float:
     """Return where the fault stands in the file; what is missing comes last, overrides before it."""
     source = sources.get(fault.key)
     if source is None:
@@ -142,28 +167,71 @@ def _line(fault: Fault, sources: Sources) -> float:
     return sys.maxsize if source.line is None else source.line
 
 
-def _sources(document: Document, replaced: Iterable[str], *, name: str) -> dict[str, Source]:
+def _file_locations(document: Document, replaced: Iterable[str], *, name: str) -> dict[str, KeyLocation]:
     gone = frozenset(replaced)
-    return {key: Source(name, line) for key, line in document.lines.items() if not _is_inside(key, gone)}
+    return {key: KeyLocation(name, line) for key, line in document.lines.items() if not _is_inside(key, gone)}
 
 
-def _still_there(problems: Iterable[Problem], replaced: Sequence[str]) -> list[Problem]:
+def _not_overridden(problems: Iterable[Problem], replaced: Sequence[str]) -> list[Problem]:
     """Return the problems of the file that no override has taken away with the value."""
     gone = frozenset(replaced)
     return [each for each in problems if not _is_inside(each.key, gone)]
 
 
 def _is_inside(key: str, outer: frozenset[str]) -> bool:
-    return key in outer or any(each in outer for each in ancestors(key))
+    return key in outer or any(each in outer for each in parent_keys(key))
 
 
-def _in_order(problems: Iterable[Problem], sources: Sources, *, overrides: Sequence[str]) -> list[Problem]:
+def _sort_problems(problems: Iterable[Problem], sources: KeyLocations, *, overrides: Sequence[str]) -> list[Problem]:
     """Return the problems with their places: by line, then by override, then what is missing; none twice."""
-    order = {place_of(text): number for number, text in reversed([*enumerate(overrides)])}
+    order = {override_label(text): number for number, text in reversed([*enumerate(overrides)])}
 
     def position(problem: Problem) -> tuple[int, int]:
         if problem.line is not None:
             return 0, problem.line
         return (1, order[problem.source]) if problem.source in order else (2, 0)
 
-    return sorted(dict.fromkeys(placed(problem, sources) for problem in problems), key=position)
+    return sorted(dict.fromkeys(with_location(problem, sources) for problem in problems), key=position)
+
+
+RESOLVED_NAME = "resolved.yaml"
+_REWRITE_ADVICE = "Start the run once more, which writes the file anew."
+
+
+def load_resolved(run: pathlib.Path, overrides: Sequence[str] = ()) -> LoadedConfig:
+    """Return the config that the run in this folder was started with, its folder being this one.
+
+    Overrides are laid over it; their relative paths count from the current folder. Nothing that it names is looked for:
+    data and model may be gone. Raises UserError where there is no such file, or where another version of finetune wrote
+    it, ConfigError for overrides that are none.
+    """
+    path = run / RESOLVED_NAME
+    try:
+        text = read_text(path, max_bytes=8 * MAX_FILE_BYTES)
+    except OSError as error:
+        why = error.strerror or error
+        raise UserError(
+            f"{path}: cannot be read ({why}). Name the folder of a run: what it was is written there."
+        ) from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: is damaged: it is not UTF-8 text. {_REWRITE_ADVICE}") from error
+    document = read_yaml(text, max_values=MAX_RESOLVED_VALUES)
+    if document.problems or not isinstance(document.values, dict):
+        fault = document.problems[0] if document.problems else "it does not hold sections."
+        raise UserError(f"{path}: is damaged: {fault} {_REWRITE_ADVICE}")
+    overridden = apply_overrides(document.values, overrides)
+    if overridden.problems:
+        raise ConfigError(overridden.problems, path.name)
+    try:
+        config = with_absolute_paths(RunConfig.model_validate(overridden.values), pathlib.Path.cwd())
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"]))
+        if overrides:
+            raise UserError(f"--set: {place}: {first['msg']}.") from error
+        raise UserError(
+            f"{path}: was written by another version of finetune: {place}: {first['msg']}. Use that version "
+            "(environment.json names it), or start the run once more with this one, which writes the file anew."
+        ) from error
+    remote = config.run.folder if is_url(config.run.folder) else None
+    return LoadedConfig(with_run_folder(config, str(run.absolute())), path, text, {}, remote)

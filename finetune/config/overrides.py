@@ -5,36 +5,36 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from finetune.config.limits import MAX_DEPTH, MAX_KEY_LENGTH, MAX_OVERRIDES, MAX_OVERRIDES_LENGTH, unwritable
-from finetune.config.source import Source
+from finetune.config.limits import MAX_DEPTH, MAX_KEY_LENGTH, MAX_OVERRIDES, MAX_OVERRIDES_LENGTH, invalid_characters
+from finetune.config.section import KeyLocation
 from finetune.config.yaml import read_yaml
 from finetune.errors import Problem
-from finetune.runtime.redact import redacted_command
+from finetune.runtime.text.redact import redacted_command
 
 
 @dataclass
-class Overridden:
+class OverrideResult:
     """The values after all overrides, the source of every key that an override wrote, and what could not be done."""
 
     values: dict[str, Any]
-    sources: dict[str, Source] = field(default_factory=dict)
+    sources: dict[str, KeyLocation] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
     replaced: list[str] = field(default_factory=list)  # keys whose old value, and all below it, is gone
 
 
-_LONGEST_SHOWN = 200
+_MAX_SHOWN_CHARACTERS = 200
 """Characters of an override that messages show."""
 
 _INDEX_DIGITS = 9
 """A list that a job holds has fewer items than ten to the power of these."""
 
 
-def override(values: dict[str, Any], overrides: Sequence[str]) -> Overridden:
+def apply_overrides(values: dict[str, Any], overrides: Sequence[str]) -> OverrideResult:
     """Return the values with each `key=value` written over them, in order; missing sections are made.
 
     The value is read as YAML 1.2, so `null`, `[1, 2]` and `{a: 1}` work. The argument is left as it is.
     """
-    result = Overridden(copy.deepcopy(values))
+    result = OverrideResult(copy.deepcopy(values))
     length = sum(map(len, overrides))
     if len(overrides) > MAX_OVERRIDES or length > MAX_OVERRIDES_LENGTH:
         too_many = (
@@ -45,8 +45,8 @@ def override(values: dict[str, Any], overrides: Sequence[str]) -> Overridden:
         return result
     for text in overrides:
         key, equals, written = text.partition("=")
-        source = Source(place_of(text))
-        fault = _syntax_fault(key, equals=equals, written=written)
+        source = KeyLocation(override_label(text))
+        fault = _syntax_error(key, equals=equals, written=written)
         if fault is not None:
             result.problems.append(Problem("", fault, source=source.where))
             continue
@@ -56,24 +56,24 @@ def override(values: dict[str, Any], overrides: Sequence[str]) -> Overridden:
                 replace(problem, key=key, line=None, source=source.where) for problem in document.problems
             ]
             continue
-        _write(result, key, value=document.values, source=source)
+        _assign(result, key, value=document.values, source=source)
     return result
 
 
-def place_of(override: str) -> str:
+def override_label(override: str) -> str:
     """Return how messages name the override: as it was typed, without secrets, cut where it is long."""
     shown = redacted_command([override])[0]
-    return f"--set {shown if len(shown) <= _LONGEST_SHOWN else f'{shown[: _LONGEST_SHOWN - 3]}...'}"
+    return f"--set {shown if len(shown) <= _MAX_SHOWN_CHARACTERS else f'{shown[: _MAX_SHOWN_CHARACTERS - 3]}...'}"
 
 
-def _syntax_fault(key: str, *, equals: str, written: str) -> str | None:
+def _syntax_error(key: str, *, equals: str, written: str) -> str | None:
     if not equals:
         return "there is no `=`. Write it as `--set train.steps=100`."
     if not all(part and part == part.strip() for part in key.split(".")):
         return "the key is not a dotted name. Write it as `--set train.steps=100`."
     if len(key) > MAX_KEY_LENGTH or key.count(".") >= MAX_DEPTH:
         return f"the key is too long: it has {key.count('.') + 1} parts and {len(key):,} characters."
-    unusable = unwritable(key)
+    unusable = invalid_characters(key)
     if unusable is not None:
         return unusable
     if not written.strip():
@@ -81,7 +81,7 @@ def _syntax_fault(key: str, *, equals: str, written: str) -> str | None:
     return None
 
 
-def _write(result: Overridden, key: str, *, value: Any, source: Source) -> None:
+def _assign(result: OverrideResult, key: str, *, value: Any, source: KeyLocation) -> None:
     """Put the value at the dotted key, making the sections on the way."""
     *sections, name = key.split(".")
     place: Any = result.values
@@ -109,7 +109,7 @@ def _write(result: Overridden, key: str, *, value: Any, source: Source) -> None:
     below = f"{key}."
     for stale in [other for other in result.sources if other.startswith(below)]:
         del result.sources[stale]
-    _note(result.sources, key, value=value, source=source)
+    _record_location(result.sources, key, value=value, source=source)
 
 
 def _child(place: Any, part: str) -> Any:
@@ -119,9 +119,9 @@ def _child(place: Any, part: str) -> Any:
     return place[int(part)] if is_index else None
 
 
-def _note(sources: dict[str, Source], key: str, *, value: Any, source: Source) -> None:
+def _record_location(sources: dict[str, KeyLocation], key: str, *, value: Any, source: KeyLocation) -> None:
     """Note the source of the key and of every key in its value."""
     sources[key] = source
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for name, inner in items:
-        _note(sources, f"{key}.{name}", value=inner, source=source)
+        _record_location(sources, f"{key}.{name}", value=inner, source=source)

@@ -9,11 +9,10 @@ from typing import Any, Literal, TypeVar, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from finetune.config.section import RelativeToConfig, Section
-from finetune.config.source import joined
-from finetune.config.wording import shortened
+from finetune.config.formatting import truncate
+from finetune.config.section import RelativeToConfig, Section, join_key
 from finetune.errors import Problem
-from finetune.runtime.secret_urls import unsigned_url
+from finetune.runtime.text.secret_urls import unsigned_url
 
 S = TypeVar("S", bound=Section)
 
@@ -50,13 +49,13 @@ def path_problems(section: Section, folder: pathlib.Path, *, prefix: str = "") -
     """
     problems: list[Problem] = []
     for name, value in section.__dict__.items():
-        key = joined(prefix, name)
+        key = join_key(prefix, name)
         if isinstance(value, Section):
             problems += path_problems(value, folder, prefix=key)
         elif isinstance(value, tuple) and any(isinstance(each, Section) for each in value):
             for number, each in enumerate(value):
-                problems += path_problems(each, folder, prefix=joined(key, number))
-        elif fault := _path_fault(value, type(section).model_fields[name], folder=folder):
+                problems += path_problems(each, folder, prefix=join_key(key, number))
+        elif fault := _path_error(value, type(section).model_fields[name], folder=folder):
             problems.append(Problem(key, fault))
     return problems
 
@@ -71,7 +70,7 @@ def is_url(text: str) -> bool:
     return re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", text) is not None
 
 
-def stage_of(folder: str, local_folder: str | None) -> pathlib.Path:
+def local_run_folder(folder: str, local_folder: str | None) -> pathlib.Path:
     """Return where a run is written on this machine: its folder, or where it is staged when that is a URL.
 
     The default stage of a URL bears its last part and a digest of all of it, so the same job finds it again.
@@ -88,22 +87,22 @@ def stage_of(folder: str, local_folder: str | None) -> pathlib.Path:
     return pathlib.Path("~/.cache/finetune/runs").expanduser() / f"{last}-{digest}"
 
 
-def absolute(path: str, folder: pathlib.Path) -> str:
+def absolute_path(path: str, folder: pathlib.Path) -> str:
     """Return the path resolved against the folder; `~` is the home folder, `..` is taken out."""
     return os.path.normpath(folder / pathlib.Path(path).expanduser())
 
 
 def _resolved(value: Any, field: FieldInfo, *, folder: pathlib.Path) -> Any:
-    mark = next(_parts(field, RelativeToConfig), None)
+    mark = next(_path_marks(field, RelativeToConfig), None)
     if mark is None or not isinstance(value, str) or is_url(value) or value in _choices(field):
         return value
     if mark.only_marked and not is_path(value):
         return value
-    return absolute(value, folder)
+    return absolute_path(value, folder)
 
 
-def _path_fault(value: Any, field: FieldInfo, *, folder: pathlib.Path) -> str | None:
-    if not isinstance(value, str) or next(_parts(field, RelativeToConfig), None) is None:
+def _path_error(value: Any, field: FieldInfo, *, folder: pathlib.Path) -> str | None:
+    if not isinstance(value, str) or next(_path_marks(field, RelativeToConfig), None) is None:
         return None
     if is_url(value):
         is_long = len(value.encode()) > _MAX_PATH_BYTES
@@ -111,7 +110,7 @@ def _path_fault(value: Any, field: FieldInfo, *, folder: pathlib.Path) -> str | 
     try:
         path = os.fsencode(_resolved(value, field, folder=folder))
     except RuntimeError:
-        return f"there is no home folder for `{shortened(value.partition('/')[0])}`. Write the path in full."
+        return f"there is no home folder for `{truncate(value.partition('/')[0])}`. Write the path in full."
     longest = max(map(len, path.split(b"/")))
     if longest > _MAX_NAME_BYTES:
         return f"a name in this path has {longest:,} bytes; a file system takes {_MAX_NAME_BYTES}. Write a shorter one."
@@ -124,7 +123,7 @@ def _choices(field: FieldInfo) -> set[str]:
     return {choice for part in get_args(field.annotation) if get_origin(part) is Literal for choice in get_args(part)}
 
 
-def _parts(field: FieldInfo, kind: type[RelativeToConfig]) -> Iterator[RelativeToConfig]:
+def _path_marks(field: FieldInfo, kind: type[RelativeToConfig]) -> Iterator[RelativeToConfig]:
     """Yield the marks of the field, and of the members of its union."""
     pending: list[Any] = [*field.metadata, field.annotation]
     while pending:

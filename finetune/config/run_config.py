@@ -1,6 +1,7 @@
 """RunConfig: the whole job YAML, and how its batch is shared by the processes that were launched."""
 
-from finetune.config.section import Section, key
+from finetune.config.formatting import closest_multiples
+from finetune.config.section import KeyLocations, Section, key, with_location
 from finetune.config.sections.checkpoint import CheckpointSection
 from finetune.config.sections.data import DataSection
 from finetune.config.sections.evaluate import EvaluateSection
@@ -10,8 +11,6 @@ from finetune.config.sections.report import ReportSection
 from finetune.config.sections.run import RunSection
 from finetune.config.sections.task import TaskSection
 from finetune.config.sections.train import TrainSection
-from finetune.config.source import Sources, placed
-from finetune.config.wording import nearest_multiples
 from finetune.errors import Problem
 
 
@@ -36,7 +35,7 @@ def with_run_folder(config: RunConfig, folder: str) -> RunConfig:
     return config.model_copy(update={"run": config.run.model_copy(update={"folder": folder})})
 
 
-def world_problems(config: RunConfig, *, num_processes: int, sources: Sources) -> list[Problem]:
+def world_size_problems(config: RunConfig, *, num_processes: int, sources: KeyLocations) -> list[Problem]:
     """Return what keeps the config from being run by so many processes."""
     batch, microbatch = config.train.global_batch_size, config.train.microbatch_size
     share = num_processes * microbatch
@@ -44,6 +43,6 @@ def world_problems(config: RunConfig, *, num_processes: int, sources: Sources) -
         return []
     message = (
         f"{batch} cannot be shared by {num_processes} process{'es' if num_processes > 1 else ''} x {microbatch} per "
-        f"microbatch. Nearest that can: {nearest_multiples(batch, share)}."
+        f"microbatch. Nearest that can: {closest_multiples(batch, share)}."
     )
-    return [placed(Problem("train.global_batch_size", message), sources)]
+    return [with_location(Problem("train.global_batch_size", message), sources)]

@@ -1,4 +1,4 @@
-"""Every key of the job YAML as JSON schema, and its values in plain words."""
+"""Every key of the job YAML as JSON schema, its values described in words, and the reference page made from them."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -7,8 +7,10 @@ from typing import Any
 
 from pydantic import BaseModel, create_model
 
+from finetune.config.formatting import format_list
+from finetune.config.limits import MAX_DEPTH, MAX_VALUES
 from finetune.config.run_config import RunConfig
-from finetune.config.wording import listed
+from finetune.runtime.text.terminal import format_json
 
 Node = Mapping[str, Any]
 """A part of the JSON schema: what one key may hold."""
@@ -62,7 +64,7 @@ def all_keys(node: Node | None = None, *, prefix: str = "") -> Iterator[tuple[st
         yield from all_keys(inner, prefix=f"{prefix}{name}.")
 
 
-def meaning(node: Node) -> str:
+def description_of(node: Node) -> str:
     """Return the sentence that explains the key, or else the section that it holds."""
     return str(node.get("description") or next((each.get("description", "") for each in branches(node)), ""))
 
@@ -71,7 +73,7 @@ CEILING = 1_000
 """An upper bound from here on is above any use: it is told to those alone who meet it."""
 
 
-def describe(node: Node, *, in_full: bool = False) -> str:
+def describe_values(node: Node, *, in_full: bool = False) -> str:
     """Return what may be written, as `a whole number of at least 1, or null`; in full, with its ceilings."""
     kinds = [each if in_full else _without_ceiling(each) for each in branches(node)]
     texts = list(dict.fromkeys(_describe_one(each) for each in kinds if each.get("type") != "null"))
@@ -106,7 +108,7 @@ def _inside(node: Node, part: str) -> Node | None:
     return further if isinstance(further, dict) else None
 
 
-def is_beyond(value: Any, node: Node) -> bool:
+def exceeds_ceiling(value: Any, node: Node) -> bool:
     """Tell whether a number is wrong because it is above a ceiling, or below its negative."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         return False
@@ -126,7 +128,7 @@ def _without_ceiling(node: Node) -> Node:
 
 def _describe_one(node: Node) -> str:
     if "enum" in node or "const" in node:
-        return listed(node.get("enum", [node.get("const")]), last="or")
+        return format_list(node.get("enum", [node.get("const")]), last="or")
     match node.get("type"):
         case "object" if "properties" in node:
             return "a section"
@@ -135,11 +137,13 @@ def _describe_one(node: Node) -> str:
         case "array":
             return _describe_list(node)
         case "string":
-            return {"path": "a path", "name or path": "a name or a path"}.get(node.get("format", ""), _text(node))
+            return {"path": "a path", "name or path": "a name or a path"}.get(
+                node.get("format", ""), _describe_text(node)
+            )
         case "integer":
-            return "a whole number" + _bounds(node)
+            return "a whole number" + _describe_bounds(node)
         case "number":
-            return "a number" + _bounds(node)
+            return "a number" + _describe_bounds(node)
         case "boolean":
             return "`true` or `false`"
     return "any value"
@@ -151,25 +155,25 @@ def _describe_list(node: Node) -> str:
         return "a list of sections"
     plural = {"string": "texts", "number": "numbers", "integer": "whole numbers"}.get(items.get("type", ""), "values")
     count = f"{node['minItems']} " if "minItems" in node else ""
-    return f"a list of {count}{plural}{_bounds(items)}"
+    return f"a list of {count}{plural}{_describe_bounds(items)}"
 
 
-def _text(node: Node) -> str:
+def _describe_text(node: Node) -> str:
     return f"text such as `{node['examples'][0]}`" if node.get("examples") else "text"
 
 
-def _amount(bound: float) -> str:
+def _format_bound(bound: float) -> str:
     if isinstance(bound, int):
         return f"{bound:,}"
     return f"{bound:,.0f}" if bound >= CEILING else f"{bound:g}"
 
 
-def _bounds(node: Node) -> str:
+def _describe_bounds(node: Node) -> str:
     low, high = node.get("minimum"), node.get("maximum")
     if low is not None and high is not None:
-        return f" from {low:,g} to {_amount(high)}"
+        return f" from {low:,g} to {_format_bound(high)}"
     parts = [
-        f"{word} {_amount(node[name])}"
+        f"{word} {_format_bound(node[name])}"
         for name, word in (
             ("minimum", "of at least"),
             ("exclusiveMinimum", "above"),
@@ -179,3 +183,60 @@ def _bounds(node: Node) -> str:
         if name in node
     ]
     return f" {' and '.join(parts)}" if parts else ""
+
+
+INTRODUCTION = f"""# Every key of a job file
+
+Made by `finetune reference` from the schema; do not edit.
+
+- YAML 1.2: `2e-5` is a number, `yes` is text, a key written twice is an error, environment variables are not expanded.
+- Unknown keys are errors, and so are keys that do nothing in the combination in which they are written.
+- A relative path is resolved against the folder of the job file, in `--set` too; `~` is the home folder.
+- `--set train.learning_rate=1e-4` writes one key over the file; the value is read as YAML, `null` unsets.
+- `finetune check job.yaml` names every problem of a file at once; with `--model` the model is built from its config,
+  without memory for weights, and asked once.
+- A job file has at most 1 MiB, {MAX_VALUES:,} keys and values (aliases expanded) and {MAX_DEPTH} levels; every number
+  has an upper bound, far above any use, which the schema names.
+- For completion and checks in an editor, begin the file with
+  `# yaml-language-server: $schema=PATH/TO/docs/finetune.schema.json` (`finetune schema` prints it).
+"""
+
+
+def reference_markdown() -> str:
+    """Return the reference page: every key with what it may hold, its default and what it means."""
+    return "\n".join([INTRODUCTION, *_sections(keys_of(run_schema()))])
+
+
+def json_schema() -> str:
+    """Return the JSON schema of the job YAML as indented text."""
+    head = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "finetune job"}
+    return format_json({**run_schema(), **head}, indent=2) + "\n"
+
+
+def _sections(nodes: Mapping[str, Node], *, prefix: str = "") -> Iterator[str]:
+    """Yield a table for each section among the keys, then those of the sections in it."""
+    for name, node in nodes.items():
+        keys, title = keys_of(node), prefix + name
+        if not keys:
+            keys, title = items_of(node), f"{title}.N"
+        if not keys:
+            continue
+        required = {name for branch in branches(node) for name in branch.get("required", ())}
+        yield f"{'#' * (title.removesuffix('.N').count('.') + 2)} `{title}`\n\n{description_of(node)}\n"
+        yield "| key | value | default | meaning |\n|---|---|---|---|"
+        for inner_name, inner in keys.items():
+            yield _row(f"{title}.{inner_name}", inner, is_required=inner_name in required)
+        yield ""
+        yield from _sections(keys, prefix=f"{title}.")
+
+
+def _row(key: str, node: Node, *, is_required: bool) -> str:
+    default = node.get("default")
+    if is_required:
+        shown_default = "**required**"
+    elif keys_of(node):
+        shown_default = "none" if default is None else "its own defaults"
+    else:
+        shown_default = f"`{format_json(default)}`"
+    cells = (f"`{key}`", describe_values(node).removesuffix(", or `null`"), shown_default, description_of(node))
+    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"

@@ -1,9 +1,16 @@
-"""What every section of the job YAML is made of: strict, frozen, and explained key by key."""
+"""What the sections of a job file are made of: the strict, frozen base class, types of values, and dotted keys.
 
-from dataclasses import dataclass
+Every number has an upper bound: far above any use, and below what overflows or never ends. A dotted key such as
+`train.optimizer.name` knows the line, or the override, in which it was written.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler
+
+from finetune.errors import Problem
 
 
 class Section(BaseModel):
@@ -43,3 +50,102 @@ Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 def key(description: str, default: Any = ..., **constraints: Any) -> Any:
     """Declare a key with the sentence that the reference page prints; without a default it is required."""
     return Field(default, description=description, **constraints)
+
+
+MAX_COUNT = 1_000_000_000
+"""Steps, and whatever is counted in them."""
+
+MAX_FACTOR = 1e6
+"""Of a weight, a factor or a scale."""
+
+MAX_MIX_ROWS = 100_000_000
+"""Positions of a mix whose order is drawn at once."""
+
+YEAR_SECONDS = 31_536_000.0
+
+Positive = Annotated[int, Field(ge=1, le=MAX_COUNT)]
+Count = Annotated[int, Field(ge=0, le=MAX_COUNT)]
+NumRows = Annotated[int, Field(ge=0, le=1_000_000_000_000)]
+MixRows = Annotated[int, Field(ge=1, le=MAX_MIX_ROWS)]
+PositiveRows = Annotated[int, Field(ge=1, le=1_000_000_000_000)]
+BatchSize = Annotated[int, Field(ge=1, le=1 << 24)]
+Length = Annotated[int, Field(ge=1, le=100_000_000)]  # of a text, in tokens
+Width = Annotated[int, Field(ge=1, le=1 << 16)]  # of a layer
+Pixels = Annotated[int, Field(ge=1, le=16_384)]  # of one side of an image
+LayerNumber = Annotated[int, Field(ge=0, le=10_000)]
+Workers = Annotated[int, Field(ge=0, le=512)]
+Prefetch = Annotated[int, Field(ge=1, le=1_000)]  # what is kept ready
+Seed = Annotated[int, Field(ge=0, le=(1 << 63) - 1)]
+Factor = Annotated[float, Field(ge=0.0, le=MAX_FACTOR)]
+PositiveFactor = Annotated[float, Field(gt=0.0, le=MAX_FACTOR)]
+Ratio = Annotated[float, Field(gt=0.0, le=1e12)]  # to other such numbers, and of passes over rows
+Shift = Annotated[float, Field(ge=-MAX_FACTOR, le=MAX_FACTOR)]
+
+
+@dataclass(frozen=True)
+class KeyLocation:
+    """The file and line, or the override, in which a key was written."""
+
+    where: str  # `job.yaml`, or `--set train.steps=4`
+    line: int | None = None  # None for an override
+
+    def __str__(self) -> str:
+        return self.where if self.line is None else f"{self.where} line {self.line}"
+
+
+KeyLocations = Mapping[str, KeyLocation]
+"""The source of every dotted key that was written, sections included; a key that is missing here has its default."""
+
+
+def with_location(problem: Problem, sources: KeyLocations) -> Problem:
+    """Return the problem with the line or the override in which its key was written, where it was written at all."""
+    source = sources.get(problem.key)
+    if source is None or problem.line is not None or problem.source is not None:
+        return problem
+    if source.line is None:
+        return replace(problem, source=source.where)
+    return replace(problem, line=source.line)
+
+
+def parent_keys(key: str) -> Iterator[str]:
+    """Yield the keys of the sections and lists around a dotted key, innermost first.
+
+    >>> list(ancestors("data.train.path"))
+    ['data.train', 'data']
+    """
+    while "." in key:
+        key = key.rpartition(".")[0]
+        yield key
+
+
+def join_key(*parts: str | int) -> str:
+    """Return the parts as one dotted key; empty parts are left out.
+
+    >>> joined("", "data", "train", 0)
+    'data.train.0'
+    """
+    return ".".join(str(part) for part in parts if part != "")
+
+
+def is_written(config: Section, key: str) -> bool:
+    """Tell whether the dotted key was written and asks for something: `null`, `false` and empty lists do not."""
+    section, name = _inside(config, key)
+    if section is None or name not in section.model_fields_set:
+        return False
+    value = getattr(section, name)
+    return not (value is None or value is False or value in ((), {}))
+
+
+def has_key(config: Section, key: str) -> bool:
+    """Tell whether the dotted key has a place: no section on the way to it is null."""
+    return _inside(config, key)[0] is not None
+
+
+def _inside(config: Section, key: str) -> tuple[Section | None, str]:
+    *sections, name = key.split(".")
+    place: Any = config
+    for part in sections:
+        place = place[int(part)] if isinstance(place, tuple) else getattr(place, part)
+        if place is None:
+            return None, name
+    return place, name

@@ -54,9 +54,9 @@ class Batch:
     seed: int = 0  # of the step that it is learnt in; 0 where nothing is to be random
     lengths: tuple[int, ...] = ()  # tokens that the model reads of each sample; known in training
     targets: Targets | None = None  # where the labels count; None where a label is no token
-    marks: tuple[int, ...] = ()  # of the contents of those samples (`data/verified/marks.py`)
+    checksums: tuple[int, ...] = ()  # of the contents of those samples (`data/token_cache/integrity.py`)
     partner_ids: tuple[int, ...] = ()  # of samples that others are learnt together with
-    partner_marks: tuple[int, ...] = ()
+    partner_checksums: tuple[int, ...] = ()
 
     @property
     def positions(self) -> tuple[int, int]:

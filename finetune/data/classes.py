@@ -6,8 +6,8 @@ from difflib import get_close_matches
 from functools import cached_property
 from typing import Any
 
-from finetune.data.formats.columns import listed
-from finetune.data.rows import describe, well_formed
+from finetune.data.formats.columns import quoted_list
+from finetune.data.rows import describe, require_valid_unicode
 from finetune.errors import DataError
 
 _MOST_LISTED = 20
@@ -28,7 +28,7 @@ class Classes:
         index = self._indices.get(name)
         if index is None:
             more = len(self.names) - _MOST_LISTED
-            known = listed(self.names[:_MOST_LISTED]) + (f" and {more} more" if more > 0 else "")
+            known = quoted_list(self.names[:_MOST_LISTED]) + (f" and {more} more" if more > 0 else "")
             near = get_close_matches(name, self.names, n=1)
             hint = f"Did you mean `{near[0]}`? " if near else ""
             raise DataError(
@@ -51,7 +51,7 @@ def label_name(label: Any) -> str:
     Raises DataError for anything else, and for the text of nothing.
     """
     if isinstance(label, str) and label.strip():
-        return well_formed(label)
+        return require_valid_unicode(label)
     if isinstance(label, bool):
         return "true" if label else "false"
     if isinstance(label, int) or (isinstance(label, float) and label.is_integer()):
@@ -64,7 +64,7 @@ def label_name(label: Any) -> str:
 _MOST_DIGITS = 1_000
 
 
-def in_order(names: Iterable[str]) -> list[str]:
+def sort_names(names: Iterable[str]) -> list[str]:
     """Return the names of classes sorted: by size where all of them are whole numbers, else as text.
 
     >>> in_order(["10", "9"]), in_order(["b", "10", "9"])
@@ -75,7 +75,7 @@ def in_order(names: Iterable[str]) -> list[str]:
     return sorted(found, key=int if are_numbers else str)
 
 
-def balanced(counts: Sequence[int]) -> tuple[float, ...]:
+def balanced_weights(counts: Sequence[int]) -> tuple[float, ...]:
     """Return a weight for each class, inverse to how often it occurs; the mean over all that was counted is 1.
 
     A class that does not occur has weight 1.
@@ -87,7 +87,7 @@ def balanced(counts: Sequence[int]) -> tuple[float, ...]:
     return tuple(sum(counts) / (num_present * count) if count else 1.0 for count in counts)
 
 
-def balanced_presence(counts: Sequence[int], num_rows: int) -> tuple[float, ...]:
+def positive_weights(counts: Sequence[int], num_rows: int) -> tuple[float, ...]:
     """Return for each class how many rows do not have it, for each that does: torch's advice for `pos_weight`.
 
     A class that no row has, or every row, has weight 1.

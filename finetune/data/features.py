@@ -1,7 +1,8 @@
-"""Features: one sample as numbers, before it is padded and stacked."""
+"""Features: one sample as numbers, before it is padded and stacked, or the DataError of its row."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -48,3 +49,14 @@ class Features:
 
 Outcome = Features | DataError | None
 """What becomes of a row: features, the reason why it cannot be encoded, or None where nothing is to be learnt."""
+
+
+Made = TypeVar("Made")
+
+
+def result_or_error(make: Callable[..., Made], *arguments: Any) -> Made | DataError:
+    """Return what is made, or the DataError that says why it is not."""
+    try:
+        return make(*arguments)
+    except DataError as error:
+        return error

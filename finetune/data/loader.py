@@ -9,16 +9,15 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from finetune.config.sections.data import DataSection
 from finetune.data.batch import Batch
-from finetune.data.delivery import Collate, collated
+from finetune.data.delivery import Collate, collate_with_checksums
 from finetune.data.features import Features
-from finetune.data.order.by_length import LongestFirst
+from finetune.data.order.dataset_view import DatasetView, Samples
+from finetune.data.order.grouping import LongestFirstOrder, set_order
 from finetune.data.order.order import Order
-from finetune.data.order.pool import Pool, Samples
-from finetune.data.order.set_order import set_order
-from finetune.data.prepared.store import PreparedSet
-from finetune.data.workers import Cost, loader_settings
-from finetune.runtime.children import leave_signals_to_parent
-from finetune.runtime.seeds import derive
+from finetune.data.token_cache.store import PreparedSet
+from finetune.data.workers import LoadingCost, loader_settings
+from finetune.runtime.processes import ignore_run_signals
+from finetune.runtime.seeds import derive_seed
 
 
 class TrainSampler(Sampler[list[int]]):
@@ -72,12 +71,12 @@ class SeededSampler(Sampler[list[tuple[int, int]]]):
 
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
         for number, samples in enumerate(self._sampler):
-            step_seed = derive(self._seed, "samples", self._sampler.step_of(number))
+            step_seed = derive_seed(self._seed, "samples", self._sampler.step_of(number))
             yield [(sample, step_seed) for sample in samples]
 
 
 @dataclass(frozen=True)
-class Seeded:
+class SeededSamples:
     """Samples that know the seed of the step in which they are learnt, and their partner where `partners` is given.
 
     A partner is any sample of an epoch of that order, drawn by step and sample: it depends on no microbatch.
@@ -91,7 +90,7 @@ class Seeded:
         sample = replace(self.samples[sample_id], seed=seed)
         if self.partners is None:
             return sample
-        position = derive(seed, "partner", sample_id) % (self.partners.num_positions or 1)
+        position = derive_seed(seed, "partner", sample_id) % (self.partners.num_positions or 1)
         (partner,) = self.partners.samples(position, position + 1).tolist()
         return replace(sample, partner=replace(self.samples[partner], seed=seed))
 
@@ -122,7 +121,7 @@ class EvaluationSampler(Sampler[list[int]]):
 
 
 def train_loader(
-    pool: Pool,
+    view: DatasetView,
     collate: Collate,
     *,
     global_batch_size: int,
@@ -131,7 +130,7 @@ def train_loader(
     num_steps: int,
     section: DataSection,
     seed: int = 0,
-    cost: Cost = "light",
+    cost: LoadingCost = "light",
     has_partners: bool = False,
 ) -> DataLoader[Any]:
     """Return a loader of the world's microbatches from `first_step` to the run's end, for Accelerate to prepare.
@@ -139,26 +138,26 @@ def train_loader(
     `cost` is what a sample costs to load, `has_partners` tells whether each comes with another one.
     """
     sampler = TrainSampler(
-        pool.order,
+        view.order,
         global_batch_size=global_batch_size,
         microbatch_size=microbatch_size,
         first_step=first_step,
         num_steps=num_steps,
     )
-    samples = Seeded(pool.samples, pool.order if has_partners else None)
+    samples = SeededSamples(view.samples, view.order if has_partners else None)
     seeded = SeededSampler(sampler, seed=seed)
-    return _loader(samples, seeded, _CollateSeeded(collate, pool.samples), section=section, cost=cost)
+    return _loader(samples, seeded, _CollateSeeded(collate, view.samples), section=section, cost=cost)
 
 
 def evaluation_loader(
     prepared: PreparedSet,
     collate: Collate,
     *,
-    filler: Callable[[Features], Batch],
+    dummy_batch: Callable[[Features], Batch],
     microbatch_size: int,
     world: int,
     section: DataSection,
-    cost: Cost = "light",
+    cost: LoadingCost = "light",
 ) -> DataLoader[Any]:
     """Return a loader of every sample once; every rank gets equally many microbatches, by fillers without targets.
 
@@ -167,13 +166,13 @@ def evaluation_loader(
     """
     order = _evaluation_order(prepared, section)
     sampler = EvaluationSampler(order, microbatch_size=microbatch_size, world=world)
-    return _loader(prepared, sampler, _CollateOrFill(prepared, collate, filler), section=section, cost=cost)
+    return _loader(prepared, sampler, _CollateOrDummy(prepared, collate, dummy_batch), section=section, cost=cost)
 
 
 def _evaluation_order(prepared: PreparedSet, section: DataSection) -> Order:
     batching = section.batching
     if batching.by == "samples" and batching.padding_free is not True:
-        return LongestFirst(prepared.lengths)
+        return LongestFirstOrder(prepared.lengths)
     return set_order(prepared.lengths, seed=0, shuffle=False, batching=batching, max_length=section.longest)
 
 
@@ -191,25 +190,30 @@ class _CollateSeeded:
     samples: Samples
 
     def __call__(self, features: Sequence[Features]) -> Batch:
-        batch = collated(self.collate, features, samples=self.samples)
+        batch = collate_with_checksums(self.collate, features, samples=self.samples)
         lengths = batch.lengths or tuple(each.length for each in features)
         return replace(batch, seed=features[0].seed, lengths=lengths)
 
 
 @dataclass(frozen=True)
-class _CollateOrFill:
+class _CollateOrDummy:
     prepared: PreparedSet
     collate: Collate
-    filler: Callable[[Features], Batch]
+    dummy_batch: Callable[[Features], Batch]
 
     def __call__(self, features: Sequence[Features]) -> Batch:
         if not features:
-            return self.filler(self.prepared[0])
-        return collated(self.collate, features, samples=self.prepared)
+            return self.dummy_batch(self.prepared[0])
+        return collate_with_checksums(self.collate, features, samples=self.prepared)
 
 
 def _loader(
-    samples: Samples | Seeded, sampler: Sampler[Any], collate: Collate, *, section: DataSection, cost: Cost
+    samples: Samples | SeededSamples,
+    sampler: Sampler[Any],
+    collate: Collate,
+    *,
+    section: DataSection,
+    cost: LoadingCost,
 ) -> DataLoader[Any]:
     settings = loader_settings(section, cost=cost)
     return DataLoader(
@@ -220,6 +224,6 @@ def _loader(
         pin_memory=settings.pin_memory,
         persistent_workers=settings.persistent_workers,
         prefetch_factor=settings.prefetch_factor,
-        worker_init_fn=leave_signals_to_parent,
+        worker_init_fn=ignore_run_signals,
         generator=torch.Generator().manual_seed(0),  # its workers' seeds would else be drawn from the global generator
     )

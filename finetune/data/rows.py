@@ -7,14 +7,14 @@ from typing import Any
 
 from finetune.errors import DataError
 
-MOST_LEVELS = 100
+MAX_DEPTH = 100
 """Lists and objects in one another in a row."""
 
 FAULTS_OF_VALUES = (RecursionError, OverflowError, UnicodeError, MemoryError)
 """What code raises that meets a value which no row should hold."""
 
 _MOST_SHOWN = 80
-_TOO_DEEP = f"holds lists or objects in one another more than {MOST_LEVELS} deep. Make it flatter, or leave it out."
+_TOO_DEEP = f"holds lists or objects in one another more than {MAX_DEPTH} deep. Make it flatter, or leave it out."
 
 Row = Mapping[str, Any]
 """One row: column names and values."""
@@ -34,14 +34,14 @@ class RawRow:
     @property
     def place(self) -> str:
         """Return where the row stands, for an error message."""
-        return place(self.origin, self.number)
+        return row_location(self.origin, self.number)
 
     def parse(self) -> Row:
         """Return the row; raises DataError naming the line that is not one JSON object."""
         if not isinstance(self.content, bytes):
             return self.content
         try:
-            row = parsed_json(self.content)
+            row = parse_json(self.content)
         except UnicodeDecodeError as error:
             raise DataError(f"{self.origin}, line {self.number}: not UTF-8 text ({error.reason}).") from error
         except json.JSONDecodeError as error:
@@ -58,7 +58,7 @@ class RawRow:
         return row
 
 
-def parsed_json(text: str | bytes) -> Any:
+def parse_json(text: str | bytes) -> Any:
     """Return what the JSON text holds.
 
     Raises JSONDecodeError or UnicodeDecodeError for what is none, and DataError for what nobody can use: brackets in
@@ -73,7 +73,7 @@ def parsed_json(text: str | bytes) -> Any:
     except ValueError as error:  # Python reads no whole number of more digits than it says
         raise DataError("holds a number of thousands of digits. Write it as text, or leave it out.") from error
     num_opened = text.count(b"[") + text.count(b"{") if isinstance(text, bytes) else text.count("[") + text.count("{")
-    if num_opened > MOST_LEVELS:
+    if num_opened > MAX_DEPTH:
         require_shallow(value)
     return value
 
@@ -83,7 +83,7 @@ def require_shallow(value: Any) -> None:
     level, num_levels = [value], 0
     while level := [inner for each in level for inner in _inner(each)]:
         num_levels += 1
-        if num_levels > MOST_LEVELS:
+        if num_levels > MAX_DEPTH:
             raise DataError(_TOO_DEEP)
 
 
@@ -98,16 +98,16 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(made) < len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
-        raise DataError(f"has `{shown(twice)}` twice in one object, and only one of them could be read.")
+        raise DataError(f"has `{shortened(twice)}` twice in one object, and only one of them could be read.")
     return made
 
 
-def shown(text: str) -> str:
+def shortened(text: str) -> str:
     """Return the beginning of a text for a message, without half characters."""
     return (text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}...").encode(errors="backslashreplace").decode()
 
 
-def well_formed(text: str) -> str:
+def require_valid_unicode(text: str) -> str:
     """Return the text; raises DataError where it holds half a character: JSON can write it, no tokenizer reads it."""
     try:
         text.encode()
@@ -118,7 +118,7 @@ def well_formed(text: str) -> str:
     return text
 
 
-def place(origin: str, number: int) -> str:
+def row_location(origin: str, number: int) -> str:
     """Return where a row stands, for a message."""
     return f"{origin}, row {number}"
 

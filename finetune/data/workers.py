@@ -8,9 +8,9 @@ from typing import Literal
 import torch
 
 from finetune.config.sections.data import DataSection
-from finetune.runtime.cores import usable_cores
+from finetune.runtime.resources import usable_cores
 
-Cost = Literal["light", "heavy"]
+LoadingCost = Literal["light", "heavy"]
 """What a sample costs the loader: `light` is a memory-mapped row of tokens, `heavy` decodes, as images do."""
 
 LIGHT_WORKERS, HEAVY_WORKERS = 2, 8
@@ -21,7 +21,7 @@ _ROOMY = 8
 
 
 @dataclass(frozen=True)
-class Room:
+class MachineResources:
     """What this machine gives to the processes of a run."""
 
     num_cores: int  # that may be used, by all ranks on this machine together
@@ -34,10 +34,10 @@ class Room:
         return max(1, self.num_cores // self.local_world)
 
 
-def this_room() -> Room:
+def machine_resources() -> MachineResources:
     """Return what there is, by the launcher's environment."""
     local_world = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return Room(usable_cores(), local_world, has_device=torch.accelerator.is_available())
+    return MachineResources(usable_cores(), local_world, has_device=torch.accelerator.is_available())
 
 
 @dataclass(frozen=True)
@@ -50,32 +50,34 @@ class LoaderSettings:
     prefetch_factor: int | None  # None without workers
 
 
-def loader_settings(section: DataSection, *, room: Room | None = None, cost: Cost = "light") -> LoaderSettings:
+def loader_settings(
+    section: DataSection, *, resources: MachineResources | None = None, cost: LoadingCost = "light"
+) -> LoaderSettings:
     """Return the settings of one rank's loader on this machine; what is written is kept as it is written.
 
     Only a `num_workers: auto` that comes to 0 takes the effect from what needs workers.
     """
-    room = room or this_room()
-    num_workers = _num_workers(room, cost) if section.num_workers == "auto" else section.num_workers
+    resources = resources or machine_resources()
+    num_workers = _num_workers(resources, cost) if section.num_workers == "auto" else section.num_workers
     pins, persists = section.pin_memory, section.persistent_workers
     prefetched = _prefetched(cost) if section.prefetch_factor == "auto" else section.prefetch_factor
     return LoaderSettings(
         num_workers=num_workers,
-        pin_memory=room.has_device if pins == "auto" else pins,
+        pin_memory=resources.has_device if pins == "auto" else pins,
         persistent_workers=num_workers > 0 and persists is not False,
         prefetch_factor=prefetched if num_workers else None,
     )
 
 
-def num_prepare_workers(section: DataSection, *, room: Room | None = None) -> int:
+def num_prepare_workers(section: DataSection, *, resources: MachineResources | None = None) -> int:
     """Return how many processes tokenise; one rank of all does it, so `auto` takes every core but one."""
     if section.prepare_workers != "auto":
         return section.prepare_workers
-    num_cores = (room or this_room()).num_cores
+    num_cores = (resources or machine_resources()).num_cores
     return num_cores - 1 if num_cores > 2 else 0
 
 
-def told(section: DataSection, settings: LoaderSettings, *, room: Room) -> str | None:
+def format_loader_settings(section: DataSection, settings: LoaderSettings, *, room: MachineResources) -> str | None:
     """Return in a sentence what every `auto` of the loader has come to; None where nothing is `auto`."""
     written = [name for name in _NAMES if getattr(section, name) == "auto"]
     if not written:
@@ -89,17 +91,17 @@ def told(section: DataSection, settings: LoaderSettings, *, room: Room) -> str |
 _NAMES = ("num_workers", "pin_memory", "persistent_workers", "prefetch_factor")
 
 
-def _num_workers(room: Room, cost: Cost) -> int:
+def _num_workers(resources: MachineResources, cost: LoadingCost) -> int:
     """Rows of tokens cost less than handing them over, so a process for them pays only beside a busy GPU."""
-    spare = room.cores_per_rank - 1
+    spare = resources.cores_per_rank - 1
     if cost == "heavy":
         return min(HEAVY_WORKERS, spare)
-    if not room.has_device:
+    if not resources.has_device:
         return 0
-    return min(spare, LIGHT_WORKERS if room.cores_per_rank >= _ROOMY else 1)
+    return min(spare, LIGHT_WORKERS if resources.cores_per_rank >= _ROOMY else 1)
 
 
-def _prefetched(cost: Cost) -> int:
+def _prefetched(cost: LoadingCost) -> int:
     return 4 if cost == "heavy" else 2
 
 

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from huggingface_hub import ModelCardData
 
-from finetune.model.heads import HEADS
+from finetune.model.loading.architecture import HEADS
 
 PIPELINES: Mapping[str, str] = {
     "causal_lm": "text-generation",
@@ -62,7 +62,7 @@ def write_card(facts: CardFacts, *, base: CardBase | None) -> str:
     sections = (
         f"---\n{_metadata(facts, base)}\n---",
         f"# {facts.title}",
-        _story(facts, base),
+        _summary(facts, base),
         _metrics(facts.metrics),
         f"## Load\n\n```python\n{_loader(facts.head, _adapter(base))}```",
         "## Chat\n\n```\nfinetune chat PATH_OF_THIS_FOLDER\n```" if facts.head == "causal_lm" else "",
@@ -84,7 +84,7 @@ def _metadata(facts: CardFacts, base: CardBase | None) -> str:
     return ModelCardData(**known).to_yaml().strip()
 
 
-def _story(facts: CardFacts, base: CardBase | None) -> str:
+def _summary(facts: CardFacts, base: CardBase | None) -> str:
     steps = f"Trained for {facts.num_steps:,} steps (task `{facts.task}`) with `finetune`."
     story = steps if facts.num_steps else "Written with `finetune`."
     if base is None:
@@ -92,15 +92,15 @@ def _story(facts: CardFacts, base: CardBase | None) -> str:
     if base.was_merged:
         return f"{story} An adapter was merged into its base{_named(base)}: this is a whole model, and peft not needed."
     if base.relation == "finetune":
-        return f"{story} It began as {_place(base)}."
-    return f"{story} This folder holds an adapter; its base is {_place(base)}."
+        return f"{story} It began as {_location(base)}."
+    return f"{story} This folder holds an adapter; its base is {_location(base)}."
 
 
 def _named(base: CardBase) -> str:
-    return "" if base.name is None else f" {_place(base)}"
+    return "" if base.name is None else f" {_location(base)}"
 
 
-def _place(base: CardBase) -> str:
+def _location(base: CardBase) -> str:
     return "in `base/`" if base.name is None else f"`{base.name}`"
 
 

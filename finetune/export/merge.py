@@ -1,7 +1,7 @@
-"""Adapters folded into the weights that they stand on: in float64, one layer at a time, on the CPU.
+"""Merges adapters into the base weights: in float64, one layer at a time, on the CPU.
 
-`W + BA * scale` (and what DoRA, AdaLoRA, IA3 and OFT say instead) is worked out by peft's own layers on values of 64
-bits and rounded once, to the type that is written. No other copy of the model is made than the one that is returned.
+`W + BA * scale` (and what DoRA, AdaLoRA, IA3 and OFT compute instead) is computed by peft's own layers on float64
+values and rounded once, to the type that is written. The only copy of the model that is made is the one returned.
 """
 
 import copy
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from finetune.errors import ModelError, TrainingError
-from finetune.export.skeleton import ADAPTER, base_skeleton, plain_base
+from finetune.export.weights import ADAPTER_NAME, build_meta_model, unwrap_adapter
 
 MERGEABLE = frozenset({"LORA", "ADALORA", "IA3", "OFT", "TRAINABLE_TOKENS", "LOHA", "LOKR"})
 """The kinds of adapters, in peft's words, that are folded into weights exactly."""
@@ -30,13 +30,13 @@ class Merged:
     """The weights of the plain model by their names in it."""
 
     weights: Mapping[str, Tensor]
-    has_parted_ties: bool  # what was one weight at two places has become two: an adapter was at one of the places
+    has_untied_weights: bool  # what was one weight at two places has become two: an adapter was at one of the places
 
 
 def require_mergeable(model: PeftModel) -> None:
     """Raise ModelError with the reason where the model's adapter cannot become a part of its weights."""
-    kind = str(model.peft_config[ADAPTER].peft_type.value)
-    if model.peft_config[ADAPTER].is_prompt_learning:
+    kind = str(model.peft_config[ADAPTER_NAME].peft_type.value)
+    if model.peft_config[ADAPTER_NAME].is_prompt_learning:
         raise ModelError(
             f"export.merge: {kind.lower().replace('_', ' ')} learns tokens or keys before the text and alters no "
             "weight, so there is nothing that could be folded in. Leave `merge` out and load it with peft."
@@ -54,19 +54,19 @@ def merge(model: PeftModel, weights: Mapping[str, Tensor], *, dtype: torch.dtype
     that cannot be merged, TrainingError where a value is missing or not finite. No collective.
     """
     require_mergeable(model)
-    skeleton = _skeleton(model)
+    skeleton = _build_meta_peft_model(model)
     with torch.no_grad():
-        merged = dict(_walk(skeleton.base_model.model, "", _Values(skeleton, weights, dtype=dtype)))
-    return Merged(merged, _has_parted(base_skeleton(plain_base(model), dtype=torch.float32), merged))
+        merged = dict(_merged_tensors(skeleton.base_model.model, "", _Values(skeleton, weights, dtype=dtype)))
+    return Merged(merged, _has_untied_weights(build_meta_model(unwrap_adapter(model), dtype=torch.float32), merged))
 
 
-def _skeleton(model: PeftModel) -> PeftModel:
+def _build_meta_peft_model(model: PeftModel) -> PeftModel:
     """Return base and adapter without values; what peft works out from sizes alone is there."""
-    config = copy.deepcopy(model.peft_config[ADAPTER])
+    config = copy.deepcopy(model.peft_config[ADAPTER_NAME])
     config.base_model_name_or_path = None
     if hasattr(config, "init_lora_weights"):
         config.init_lora_weights = True  # others would look at values, and there are none
-    base = base_skeleton(plain_base(model), dtype=torch.float32)
+    base = build_meta_model(unwrap_adapter(model), dtype=torch.float32)
     return get_peft_model(base, config, low_cpu_mem_usage=True).eval()
 
 
@@ -85,7 +85,7 @@ class _Values:
     def of(self, place: Tensor) -> Tensor:
         """Return the value that belongs at the place; raises TrainingError where none was given, or another shape."""
         names = self._names[id(place)]
-        for name in (each for written in names for each in (written, plain_name(written))):
+        for name in (each for written in names for each in (written, base_parameter_name(written))):
             if name in self._weights:
                 value = self._weights[name]
                 if value.shape != place.shape:
@@ -104,10 +104,12 @@ class _Values:
 
     def is_given(self, place: Tensor) -> bool:
         """Tell whether a value was given; buffers that can be worked out anew need not be."""
-        return any(name in self._weights or plain_name(name) in self._weights for name in self._names[id(place)])
+        return any(
+            name in self._weights or base_parameter_name(name) in self._weights for name in self._names[id(place)]
+        )
 
 
-def plain_name(name: str) -> str:
+def base_parameter_name(name: str) -> str:
     """Return the name that a weight of the base had before peft wrapped its module.
 
     >>> plain_name("base_model.model.lm_head.base_layer.weight")
@@ -117,48 +119,48 @@ def plain_name(name: str) -> str:
     return inner.replace(".base_layer.", ".").replace(".original_module.", ".")
 
 
-def _walk(module: nn.Module, path: str, values: _Values) -> Iterator[tuple[str, Tensor]]:
+def _merged_tensors(module: nn.Module, path: str, values: _Values) -> Iterator[tuple[str, Tensor]]:
     """Yield every parameter and given buffer of the plain model with its name, the adapters' work in them."""
     if isinstance(module, ModulesToSaveWrapper):
-        yield from _saved(module, path, values)
+        yield from _modules_to_save(module, path, values)
     elif isinstance(module, TrainableTokensWrapper):
         yield from _merged_layer(module.token_adapter, path, values)
     elif isinstance(module, BaseTunerLayer):
         yield from _merged_layer(module, path, values)
     else:
-        for name, place in _places(module, recurse=False):
+        for name, place in _named_tensors(module, recurse=False):
             if isinstance(place, nn.Parameter) or values.is_given(place):
                 yield _joined(path, name), values.rounded(values.of(place), place)
         for name, child in module.named_children():
-            yield from _walk(child, _joined(path, name), values)
+            yield from _merged_tensors(child, _joined(path, name), values)
 
 
-def _saved(module: ModulesToSaveWrapper, path: str, values: _Values) -> Iterator[tuple[str, Tensor]]:
+def _modules_to_save(module: ModulesToSaveWrapper, path: str, values: _Values) -> Iterator[tuple[str, Tensor]]:
     """Yield what was trained in full in the place of the base's own module."""
-    own = dict(_places(module.original_module, recurse=True))
-    for name, place in _places(module.modules_to_save[ADAPTER], recurse=True):
+    own = dict(_named_tensors(module.original_module, recurse=True))
+    for name, place in _named_tensors(module.modules_to_save[ADAPTER_NAME], recurse=True):
         if isinstance(place, nn.Parameter) or values.is_given(place):
             yield _joined(path, name), values.rounded(values.of(place), own[name])
 
 
 def _merged_layer(layer: nn.Module, path: str, values: _Values) -> Iterator[tuple[str, Tensor]]:
     """Yield the weights of the base's layer, merged."""
-    working = _filled(layer, values)
+    working = _with_values(layer, values)
     peft_layer: Any = working
-    peft_layer.merge(adapter_names=[ADAPTER])
-    merged = dict(_innermost(working).named_parameters())
-    for name, place in _innermost(layer).named_parameters():
+    peft_layer.merge(adapter_names=[ADAPTER_NAME])
+    merged = dict(_base_layer(working).named_parameters())
+    for name, place in _base_layer(layer).named_parameters():
         if not bool(torch.isfinite(merged[name]).all()):
             raise TrainingError(f"export: `{_joined(path, name)}` is not finite once the adapter is merged into it.")
         yield _joined(path, name), values.rounded(merged[name], place)
 
 
-def _places(module: nn.Module, *, recurse: bool) -> Iterator[tuple[str, Tensor]]:
+def _named_tensors(module: nn.Module, *, recurse: bool) -> Iterator[tuple[str, Tensor]]:
     yield from module.named_parameters(recurse=recurse, remove_duplicate=False)
     yield from module.named_buffers(recurse=recurse, remove_duplicate=False)
 
 
-def _filled(layer: nn.Module, values: _Values) -> nn.Module:
+def _with_values(layer: nn.Module, values: _Values) -> nn.Module:
     """Return a copy of the layer whose parameters hold their values in 64 bits; the skeleton stays as it is."""
     working = copy.deepcopy(layer)
     for name, module in layer.named_modules():
@@ -170,14 +172,14 @@ def _filled(layer: nn.Module, values: _Values) -> nn.Module:
     return working
 
 
-def _innermost(layer: nn.Module) -> nn.Module:
+def _base_layer(layer: nn.Module) -> nn.Module:
     """Return the layer of the plain model in it."""
     peft_layer: Any = layer
     inner: nn.Module = peft_layer.get_base_layer()
     return inner
 
 
-def _has_parted(skeleton: PreTrainedModel, merged: Mapping[str, Tensor]) -> bool:
+def _has_untied_weights(skeleton: PreTrainedModel, merged: Mapping[str, Tensor]) -> bool:
     """Tell whether weights that the plain model holds as one are two now."""
     groups: dict[int, list[Tensor]] = {}
     for name, place in skeleton.state_dict(keep_vars=True).items():

@@ -13,7 +13,7 @@ from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError:
 
 from finetune.errors import HubError
 from finetune.runtime.hub import is_offline
-from finetune.runtime.redact import redacted_text
+from finetune.runtime.text.redact import redacted_text
 
 _FORBIDDEN = (401, 403)
 

@@ -1,6 +1,7 @@
-"""Write the model that a run leaves behind: whole, checked, and loadable without this package."""
+"""Writes the trained model: complete, checked, and loadable without this package."""
 
-from collections.abc import Mapping
+import copy
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -8,23 +9,61 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from finetune.config.sections.export import ExportSection
 from finetune.export.card import CardBase, CardFacts, write_card
-from finetune.export.completeness import check_files, complete_weights
-from finetune.export.folder import replaced
-from finetune.export.generation import Inputs, generation_config
-from finetune.export.skeleton import ADAPTER, base_skeleton, plain_base
-from finetune.model.adapters.wish import is_adapted
-from finetune.model.heads import NEW_HEADS
-from finetune.model.saved import CONFIG
-from finetune.runtime.lazy import lazily
-from finetune.runtime.terminal import readable
+from finetune.export.weights import ADAPTER_NAME, build_meta_model, check_files, complete_weights, unwrap_adapter
+from finetune.model.adapters.context import has_adapter
+from finetune.model.loading.architecture import NEW_HEADS
+from finetune.model.loading.saved import CONFIG_FOLDER
+from finetune.runtime.files.replace_folder import replace_folder
+from finetune.runtime.optional import lazily
+from finetune.runtime.text.terminal import printable
 
 with lazily():
     from finetune.export import adapter as adapters
     from finetune.export import merge as merging
+
+
+@dataclass(frozen=True)
+class TextPreprocessor:
+    """How text becomes tokens, and the tokens that end an answer."""
+
+    tokenizer: PreTrainedTokenizerBase
+    stop_ids: Collection[int]
+
+
+@dataclass(frozen=True)
+class Preprocessors:
+    """What the model's inputs are made with; images alone have no language, text alone has no processor."""
+
+    language: TextPreprocessor | None
+    processor: Any = None
+
+    def save(self, folder: Path) -> None:
+        """Write tokenizer and processor into the folder, so that transformers loads them from there."""
+        for part in (self.language.tokenizer if self.language else None, self.processor):
+            if part is not None:
+                part.save_pretrained(folder)
+
+
+def generation_config(original: GenerationConfig, language: TextPreprocessor) -> GenerationConfig:
+    """Return the model's own settings with the tokenizer's ids: every token that ends an answer ends the generation.
+
+    Settings that contradict one another, which transformers refuses to save, are left out.
+    """
+    config = copy.deepcopy(original)
+    try:
+        config.validate(strict=True)
+    except ValueError:
+        config = GenerationConfig()
+    stops = sorted(language.stop_ids)
+    config.bos_token_id = language.tokenizer.bos_token_id
+    config.eos_token_id = stops[0] if len(stops) == 1 else stops or None
+    config.pad_token_id = language.tokenizer.pad_token_id
+    return config
+
 
 ADAPTER_FILE = "adapter_model.safetensors"
 BASE_FOLDER = "base"
@@ -45,7 +84,7 @@ def export_model(
     *,
     model: PreTrainedModel,
     weights: Mapping[str, Tensor],
-    inputs: Inputs,
+    preprocessors: Preprocessors,
     section: ExportSection,
     facts: CardFacts,
 ) -> ExportReport:
@@ -58,40 +97,44 @@ def export_model(
     is a whole model. Raises TrainingError when a weight is missing or empty, before or after writing. No collective:
     call it on the main process alone.
     """
-    with replaced(folder) as staging:
-        if is_adapted(model) and section.merge:
-            counts = _write_merged(staging, model=model, weights=weights, inputs=inputs, section=section)
-        elif is_adapted(model):
+    with replace_folder(folder) as staging:
+        if has_adapter(model) and section.merge:
+            counts = _write_merged(staging, model=model, weights=weights, preprocessors=preprocessors, section=section)
+        elif has_adapter(model):
             weights = _cast(weights, section.dtype)
-            counts = _write_adapter(staging, folder, model=model, weights=weights, inputs=inputs, section=section)
-            if facts.head in NEW_HEADS and plain_base(model).name_or_path:  # the base knows nothing of these classes
-                plain_base(model).config.save_pretrained(staging / CONFIG)
+            counts = _write_adapter(
+                staging, folder, model=model, weights=weights, preprocessors=preprocessors, section=section
+            )
+            if (
+                facts.head in NEW_HEADS and unwrap_adapter(model).name_or_path
+            ):  # the base knows nothing of these classes
+                unwrap_adapter(model).config.save_pretrained(staging / CONFIG_FOLDER)
         else:
             weights = _cast(weights, section.dtype)
-            counts = _write_model(staging, model=model, weights=weights, inputs=inputs, section=section)
-        inputs.save(staging)
+            counts = _write_model(staging, model=model, weights=weights, preprocessors=preprocessors, section=section)
+        preprocessors.save(staging)
         base = card_base(model, is_merged=section.merge, head=facts.head)
-        (staging / "README.md").write_text(readable(write_card(facts, base=base)), encoding="utf-8")
+        (staging / "README.md").write_text(printable(write_card(facts, base=base)), encoding="utf-8")
     files = tuple(sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()))
     return ExportReport(folder, files, num_tensors=counts[0], size_bytes=counts[1])
 
 
 def card_base(model: PreTrainedModel, *, is_merged: bool, head: str) -> CardBase | None:
     """Return what the card says of the model's origin; None where it began with random weights."""
-    base = plain_base(model)
+    base = unwrap_adapter(model)
     name = base.name_or_path or None
-    if is_adapted(model) and not is_merged:
+    if has_adapter(model) and not is_merged:
         size = base.config.get_text_config().vocab_size if _brings_embeddings(model) else None
         has_own_config = head in NEW_HEADS and name is not None
         return CardBase(name, has_own_config=has_own_config, num_embeddings=size)
-    was_merged = is_adapted(model)
+    was_merged = has_adapter(model)
     return CardBase(name, "finetune", was_merged=was_merged) if name is not None or was_merged else None
 
 
 def _brings_embeddings(model: Any) -> bool:
     """Tell whether the adapter holds rows of the embeddings, which may be more than the base has."""
-    config = model.peft_config[ADAPTER]
-    names = {name for name, module in plain_base(model).named_modules() if isinstance(module, nn.Embedding)}
+    config = model.peft_config[ADAPTER_NAME]
+    names = {name for name, module in unwrap_adapter(model).named_modules() if isinstance(module, nn.Embedding)}
     saved = getattr(config, "modules_to_save", None) or ()
     return bool(getattr(config, "trainable_token_indices", None)) or any(
         name == each or name.endswith(f".{each}") for name in names for each in saved
@@ -103,14 +146,14 @@ def _write_model(
     *,
     model: PreTrainedModel,
     weights: Mapping[str, Tensor],
-    inputs: Inputs,
+    preprocessors: Preprocessors,
     section: ExportSection,
-    is_untied: bool = False,
+    untie: bool = False,
 ) -> tuple[int, int]:
-    skeleton = base_skeleton(model, dtype=_dtype(weights), is_untied=is_untied)
+    skeleton = build_meta_model(model, dtype=_dtype(weights), is_untied=untie)
     complete = complete_weights(skeleton, weights)
-    if _generates(model) and inputs.language is not None:
-        skeleton.generation_config = generation_config(model.generation_config, inputs.language)
+    if _generates(model) and preprocessors.language is not None:
+        skeleton.generation_config = generation_config(model.generation_config, preprocessors.language)
     skeleton.save_pretrained(folder, state_dict=dict(complete), max_shard_size=section.max_shard_size)
     return check_files(folder, complete)
 
@@ -120,17 +163,17 @@ def _write_merged(
     *,
     model: Any,
     weights: Mapping[str, Tensor],
-    inputs: Inputs,
+    preprocessors: Preprocessors,
     section: ExportSection,
 ) -> tuple[int, int]:
     merged = merging.merge(model, weights, dtype=getattr(torch, section.dtype) if section.dtype else None)
     return _write_model(
         folder,
-        model=plain_base(model),
+        model=unwrap_adapter(model),
         weights=merged.weights,
-        inputs=inputs,
+        preprocessors=preprocessors,
         section=section,
-        is_untied=merged.has_parted_ties,
+        untie=merged.has_untied_weights,
     )
 
 
@@ -145,24 +188,24 @@ def _write_adapter(
     *,
     model: Any,
     weights: Mapping[str, Tensor],
-    inputs: Inputs,
+    preprocessors: Preprocessors,
     section: ExportSection,
 ) -> tuple[int, int]:
-    adapter, config = adapters.adapter_to_write(model, weights, dtype=_dtype(weights))
-    base = plain_base(model)
+    adapter, config = adapters.adapter_for_export(model, weights, dtype=_dtype(weights))
+    base = unwrap_adapter(model)
     config.base_model_name_or_path = base.name_or_path or str(folder.absolute() / BASE_FOLDER)
     save_file(adapter, staging / ADAPTER_FILE, metadata={"format": "pt"})
     config.save_pretrained(staging)
-    if _generates(base) and inputs.language is not None:
-        generation_config(base.generation_config, inputs.language).save_pretrained(staging)
+    if _generates(base) and preprocessors.language is not None:
+        generation_config(base.generation_config, preprocessors.language).save_pretrained(staging)
     num_tensors, size_bytes = check_files(staging, adapter)
     if base.name_or_path:
         return num_tensors, size_bytes
     beneath = staging / BASE_FOLDER
     counts = _write_model(
-        beneath, model=base, weights=adapters.base_beneath(model, weights), inputs=inputs, section=section
+        beneath, model=base, weights=adapters.base_weights(model, weights), preprocessors=preprocessors, section=section
     )
-    inputs.save(beneath)
+    preprocessors.save(beneath)
     return num_tensors + counts[0], size_bytes + counts[1]
 
 

@@ -1,9 +1,9 @@
 """Batch normalisation that does not depend on how a step's batch is cut into microbatches and ranks.
 
-Left alone it normalises by the microbatch of one rank (Ioffe & Szegedy, 2015, arXiv:1502.03167): then the loss depends
-on the number of processes. So it is either frozen, as is usual in fine-tuning, or normalises by groups of so many
-consecutive samples of the step (ghost batch normalisation: Hoffer et al., 2017, arXiv:1705.08741), which are the same
-however the step is cut, as long as each microbatch holds whole groups.
+By default it normalises over the microbatch of one rank (Ioffe & Szegedy, 2015, arXiv:1502.03167), so the loss
+depends on the number of processes. Here it is either frozen, as is usual in fine-tuning, or normalises over groups of
+consecutive samples of the step (ghost batch normalisation: Hoffer et al., 2017, arXiv:1705.08741). The groups are the
+same however the step is cut, as long as each microbatch holds whole groups.
 """
 
 from collections.abc import Iterator
@@ -16,46 +16,46 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from finetune.errors import ModelError
-from finetune.runtime import ranks
+from finetune.runtime import distributed
 
-PLAIN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+SUPPORTED_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 """Modules that do nothing but normalise; what others do besides is not known."""
 
-_Norm = nn.modules.batchnorm._BatchNorm
+_BatchNorm = nn.modules.batchnorm._BatchNorm
 
 
-def set_batch_norm(model: nn.Module, how: Literal["frozen"] | int | None, *, is_new: bool) -> None:
+def set_batch_norm(model: nn.Module, mode: Literal["frozen"] | int | None, *, is_new: bool) -> None:
     """Have the model's batch norms work as `how` says: frozen, or by groups of so many samples.
 
     Unset, those of pre-trained weights are frozen; a new model (`is_new`) has no statistics to keep. Raises ModelError
     where the key is missing or means nothing.
     """
     found: list[tuple[str, Any]] = [
-        (name, module) for name, module in model.named_modules() if isinstance(module, _Norm)
+        (name, module) for name, module in model.named_modules() if isinstance(module, _BatchNorm)
     ]
     if not found:
-        if how is not None:
+        if mode is not None:
             raise ModelError("model.batch_norm: the model has no batch norm. Remove the key.")
         return
-    if how is None and is_new:
+    if mode is None and is_new:
         raise ModelError(
             "model.batch_norm: the model has batch norms, and a new one has no statistics to keep. Write over how many "
             "samples they normalise: a number that divides `train.microbatch_size`, such as 16."
         )
     for name, module in found:
-        if how is None or how == "frozen":
-            module.__class__ = _kind(Frozen, module.__class__)
-        elif type(module) not in PLAIN or module.running_mean is None:
+        if mode is None or mode == "frozen":
+            module.__class__ = _subclass(FrozenBatchNorm, module.__class__)
+        elif type(module) not in SUPPORTED_NORMS or module.running_mean is None:
             raise ModelError(
                 f"model.batch_norm: {name} is a {type(module).__name__}, of which only `frozen` is known to be right."
             )
         else:
-            module.__class__ = _kind(Grouped, module.__class__)
-            vars(module)["groups"] = _Groups(how)
+            module.__class__ = _subclass(GhostBatchNorm, module.__class__)
+            vars(module)["groups"] = _GroupStatistics(mode)
     model.train(model.training)
 
 
-class Frozen(_Norm):
+class FrozenBatchNorm(_BatchNorm):
     """A batch norm that always normalises by its running statistics, and never changes them."""
 
     def train(self, mode: bool = True) -> Any:
@@ -64,7 +64,7 @@ class Frozen(_Norm):
 
 
 @dataclass
-class _Groups:
+class _GroupStatistics:
     """What a norm has seen since its running statistics were last written."""
 
     size: int  # samples of a group
@@ -73,14 +73,14 @@ class _Groups:
     running: Tensor | None = None  # [2, channels]: of this rank, of the steps behind
 
 
-class Grouped(_Norm):
+class GhostBatchNorm(_BatchNorm):
     """A batch norm over groups of consecutive samples while it learns.
 
     Its running statistics move once a step, by the mean over all of the step's groups; they are written when
-    `settle_batch_norm` is called, until then each rank has its own share apart from the buffers.
+    `sync_batch_norm` is called, until then each rank has its own share apart from the buffers.
     """
 
-    groups: _Groups
+    groups: _GroupStatistics
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the normalised input, [samples, channels, ...]; a batch of no whole groups by running statistics."""
@@ -92,7 +92,7 @@ class Grouped(_Norm):
         return torch.cat([self._normalised(group) for group in torch.split(input, size)])
 
     def _normalised(self, group: Tensor) -> Tensor:
-        found = torch.zeros_like(_buffers(self))
+        found = torch.zeros_like(_running_statistics(self))
         normalised = functional.batch_norm(group, found[0], found[1], self.weight, self.bias, True, 1.0, self.eps)
         state, found = self.groups, found.float()
         state.sums = found if state.sums is None else state.sums + found
@@ -100,16 +100,16 @@ class Grouped(_Norm):
         return normalised
 
 
-def end_step(model: nn.Module) -> None:
+def update_running_statistics(model: nn.Module) -> None:
     """Move each norm's running statistics of this rank by what the step's groups have shown, if any.
 
     What is not finite moves nothing: the step is left out, too.
     """
-    for norm in _grouped(model):
+    for norm in _ghost_norms(model):
         state = norm.groups
         if state.sums is None:
             continue
-        before = _buffers(norm).float() if state.running is None else state.running
+        before = _running_statistics(norm).float() if state.running is None else state.running
         momentum = 0.1 if norm.momentum is None else norm.momentum
         after = (1 - momentum) * before + momentum * state.sums / state.count
         state.running = torch.where(after.isfinite(), after, before)
@@ -118,17 +118,17 @@ def end_step(model: nn.Module) -> None:
             norm.num_batches_tracked += 1
 
 
-def settle_batch_norm(model: nn.Module) -> None:
+def sync_batch_norm(model: nn.Module) -> None:
     """Write the running statistics, the mean of all ranks', into the buffers of each. Collective.
 
     A running mean is linear in what it has seen, and all ranks see equally many groups: so this is what one process
     would have.
     """
-    end_step(model)
-    moved = [(norm, norm.groups.running) for norm in _grouped(model) if norm.groups.running is not None]
+    update_running_statistics(model)
+    moved = [(norm, norm.groups.running) for norm in _ghost_norms(model) if norm.groups.running is not None]
     if not moved:
         return
-    flat = ranks.sum_tensor(torch.cat([running.reshape(-1) for _, running in moved])) / ranks.world()
+    flat = distributed.sum_tensor(torch.cat([running.reshape(-1) for _, running in moved])) / distributed.world()
     parts = torch.split(flat, [running.numel() for _, running in moved])
     for (norm, running), part in zip(moved, parts, strict=True):
         assert norm.running_mean is not None
@@ -139,11 +139,11 @@ def settle_batch_norm(model: nn.Module) -> None:
         norm.groups.running = None
 
 
-def _grouped(model: nn.Module) -> Iterator[Grouped]:
-    return (module for module in model.modules() if isinstance(module, Grouped))
+def _ghost_norms(model: nn.Module) -> Iterator[GhostBatchNorm]:
+    return (module for module in model.modules() if isinstance(module, GhostBatchNorm))
 
 
-def _buffers(norm: Grouped) -> Tensor:
+def _running_statistics(norm: GhostBatchNorm) -> Tensor:
     """Return running mean and variance, [2, channels], as they are written."""
     assert norm.running_mean is not None
     assert norm.running_var is not None
@@ -151,5 +151,5 @@ def _buffers(norm: Grouped) -> Tensor:
 
 
 @cache
-def _kind(ours: Any, theirs: Any) -> type[nn.Module]:
+def _subclass(ours: Any, theirs: Any) -> type[nn.Module]:
     return type(f"{ours.__name__}{theirs.__name__}", (ours, theirs), {})

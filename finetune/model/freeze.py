@@ -1,6 +1,10 @@
-"""Parameters that do not learn, chosen by patterns on their names."""
+"""Parameters that are not trained: chosen by patterns on their names, or because nothing reads their module's output.
 
-from collections.abc import Sequence
+Where no output is read there are no gradients, and DDP would wait for them forever.
+"""
+
+import re
+from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
@@ -51,3 +55,44 @@ def _matched(pattern: str, names: list[str], *, key: str) -> list[str]:
 def _near(pattern: str, names: list[str]) -> str:
     near = get_close_matches(pattern.replace("*", ""), names, n=3, cutoff=0.3) or names[:3]
     return f"Parameters are called, for example, {', '.join(f'`{name}`' for name in near)}."
+
+
+FEATURE_LAYER_KEY = "vision_feature_layer"
+"""Where LLaVA and its kin say which layer's output is read of an image; those behind it are for nothing."""
+
+_VISION_TOWER = "vision_tower"
+_MODULES_AFTER_LAYERS = ("post_layernorm", "layernorm", "head")
+
+
+def unused_modules(model: nn.Module) -> tuple[str, ...]:
+    """Return the names of the modules behind the layer of the image encoder that the model reads; mostly none."""
+    read = getattr(getattr(model, "config", None), FEATURE_LAYER_KEY, None)
+    if read is None:
+        return ()
+    towers = [(name, module) for name, module in model.named_modules() if name.rpartition(".")[2] == _VISION_TOWER]
+    return tuple(behind for name, tower in towers for behind in _unused_in_tower(tower, name=name, read=read))
+
+
+def peft_exclude_pattern(model: nn.Module) -> str | None:
+    """Return peft's pattern of the modules within those, which get no adapter; None where there are none."""
+    names = unused_modules(model)
+    return "|".join(rf"{re.escape(name)}(\..*)?" for name in names) or None
+
+
+def freeze_unused(model: nn.Module) -> None:
+    """Stop what nothing reads from learning."""
+    for name in unused_modules(model):
+        model.get_submodule(name).requires_grad_(False)
+
+
+def _unused_in_tower(tower: nn.Module, *, name: str, read: int | list[int]) -> Iterator[str]:
+    stacks = [(own, each) for own, each in tower.named_modules() if isinstance(each, nn.ModuleList)]
+    if not stacks:
+        return
+    own, layers = max(stacks, key=lambda stack: len(stack[1]))
+    places = [read] if isinstance(read, int) else list(read)
+    num_read = max(place if place >= 0 else len(layers) + 1 + place for place in places)
+    yield from (f"{name}.{own}.{number}" for number in range(num_read, len(layers)))
+    yield from (
+        f"{name}.{each}" for each, _ in tower.named_modules() if each.rpartition(".")[2] in _MODULES_AFTER_LAYERS
+    )

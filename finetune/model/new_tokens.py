@@ -1,4 +1,4 @@
-"""Tokens that tokenizer and model are given before training: their ids, their rows, and the rows' first values."""
+"""Tokens added to tokenizer and model before training: their ids, their embedding rows and the rows' initial values."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,8 +10,8 @@ from transformers import AddedToken, PreTrainedModel, PreTrainedTokenizerBase
 
 from finetune.config.sections.model import NewTokensSection
 from finetune.errors import ModelError
-from finetune.runtime.construction import Construction
-from finetune.runtime.seeds import derive
+from finetune.runtime.parameters import InitContext
+from finetune.runtime.seeds import derive_seed
 
 
 def add_tokens(tokenizer: PreTrainedTokenizerBase, section: NewTokensSection) -> None:
@@ -31,7 +31,7 @@ def add_tokens(tokenizer: PreTrainedTokenizerBase, section: NewTokensSection) ->
     tokenizer.add_tokens(special, special_tokens=True)
 
 
-def new_ids(tokenizer: PreTrainedTokenizerBase, section: NewTokensSection) -> tuple[int, ...]:
+def new_token_ids(tokenizer: PreTrainedTokenizerBase, section: NewTokensSection) -> tuple[int, ...]:
     """Return the ids of the tokens in a tokenizer that they have been added to."""
     vocabulary = tokenizer.get_vocab()
     missing = [token for token in (*section.tokens, *section.special) if token not in vocabulary]
@@ -40,44 +40,46 @@ def new_ids(tokenizer: PreTrainedTokenizerBase, section: NewTokensSection) -> tu
     return tuple(vocabulary[token] for token in (*section.tokens, *section.special))
 
 
-def give_rows(
+def add_embedding_rows(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     section: NewTokensSection,
     *,
     seed: int,
-    construction: Construction,
+    construction: InitContext,
 ) -> None:
     """Give embeddings and head a row for each token of the tokenizer, and the new tokens' rows their first values.
 
     They depend on the seed, the token and the older rows alone, and are worked out in float32. Tied weights stay tied;
     a head's bias begins at zero. A hollow rank gets the places. Collective under ZeRO-3.
     """
-    ids = new_ids(tokenizer, section)
+    ids = new_token_ids(tokenizer, section)
     if model.config.get_text_config().vocab_size < len(tokenizer):
         with torch.random.fork_rng(devices=()):
             model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
-    if construction.is_hollow:
+    if construction.on_meta_device:
         return
     texts = (*section.tokens, *section.special)
     num_older = min(ids)
-    for weight in _tables(model):
+    for weight in _embedding_weights(model):
         with torch.no_grad(), construction.gather([weight]):
             older = weight[:num_older].float()  # [tokens, width]
             rows = [
-                _FIRST[section.init](older, _pieces(tokenizer, text, below=num_older), derive(seed, "new tokens", text))
+                _INITIALIZERS[section.init](
+                    older, _subword_ids(tokenizer, text, below=num_older), derive_seed(seed, "new tokens", text)
+                )
                 for text in texts
             ]
             weight[list(ids)] = torch.stack(rows).to(weight)
 
 
-def _tables(model: PreTrainedModel) -> list[nn.Parameter]:
+def _embedding_weights(model: PreTrainedModel) -> list[nn.Parameter]:
     """Return the weights that have a row for each token, tied ones once."""
     modules = (model.get_input_embeddings(), model.get_output_embeddings())
     return list({id(each.weight): each.weight for each in modules if each is not None}.values())
 
 
-def _pieces(tokenizer: Any, text: str, *, below: int) -> Sequence[int]:
+def _subword_ids(tokenizer: Any, text: str, *, below: int) -> Sequence[int]:
     """Return the ids of the pieces that the text was before it became a token."""
     backend: Tokenizer | None = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
@@ -103,7 +105,7 @@ def _random(older: Tensor, pieces: Sequence[int], seed: int) -> Tensor:
     return torch.randn(older.shape[1], generator=generator).to(older) * older.std()
 
 
-_FIRST: dict[str, Callable[[Tensor, Sequence[int], int], Tensor]] = {
+_INITIALIZERS: dict[str, Callable[[Tensor, Sequence[int], int], Tensor]] = {
     "mean": _mean,
     "pieces": _mean_of_pieces,
     "random": _random,

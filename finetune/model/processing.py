@@ -7,16 +7,91 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from transformers import AutoImageProcessor, AutoProcessor, AutoTokenizer
+import transformers
+from PIL import Image
+from transformers import AutoImageProcessor, AutoProcessor, AutoTokenizer, PreTrainedConfig
 
-from finetune.config.sections.model import ModelSection
+from finetune.config.sections.model import ImageProcessorSection, ModelSection
 from finetune.errors import ModelError
-from finetune.model.hub import is_folder, located, told
-from finetune.model.image_processor import built_image_processor, with_size
+from finetune.model.loading.hub import is_local_path, loading_errors, resolve_name
+from finetune.model.loading.pretrained import load_auto_class
 from finetune.model.new_tokens import add_tokens
-from finetune.model.pretrained import load_settings
 from finetune.model.tokenizer import TOKENIZER_FILES, ensure_padding, load_tokenizer
-from finetune.runtime.hub import is_offline, without_vain_retries
+from finetune.runtime.hub import is_offline, without_hub_retries
+
+
+def build_image_processor(section: ImageProcessorSection) -> Any:
+    """Return one that scales images to the section's size and normalises each channel by its values."""
+    if len(section.mean) != len(section.std):
+        raise ModelError(
+            f"model.image_processor: `mean` has {len(section.mean)} numbers and `std` {len(section.std)}. "
+            "Write one for each channel in both."
+        )
+    return _vit_image_processor_class()(
+        do_resize=True,
+        size={"height": section.size, "width": section.size},
+        do_normalize=True,
+        image_mean=list(section.mean),
+        image_std=list(section.std),
+    )
+
+
+def with_image_size(processor: Any, size: int) -> Any:
+    """Return the processor giving squares of that size: scaled and cut as it did before."""
+    values = processor.to_dict()
+    values["size"] = {"height": size, "width": size}
+    if "shortest_edge" in _set_keys(processor.size):
+        values["size"] = {"shortest_edge": size}
+    if getattr(processor, "do_center_crop", None):
+        values["crop_size"] = {"height": size, "width": size}
+    return type(processor).from_dict(values)
+
+
+def check_image_shape(config: PreTrainedConfig, processor: Any) -> None:
+    """Raise ModelError where the model wants images of another size, or with other channels, than they are given."""
+    mean = getattr(processor, "image_mean", None)
+    if not isinstance(mean, list | tuple):
+        return
+    num_channels, wanted = len(mean), getattr(config, "num_channels", None)
+    if wanted not in (None, num_channels):
+        raise ModelError(
+            f"the model reads {wanted} channels and its images have {num_channels}, as `mean` and `std` of the image "
+            f"processor say. Write `num_channels: {num_channels}` in `model.from_config.values`, or {wanted} numbers "
+            "in `model.image_processor.mean` and `std`."
+        )
+    wish = getattr(config, "image_size", None)
+    if wish is None or not hasattr(config, "patch_size"):  # without patches a model takes any size
+        return
+    height, width = processed_image_size(processor, num_channels=num_channels)
+    if (height, width) != (tuple(wish) if isinstance(wish, list | tuple) else (wish, wish)):
+        raise ModelError(
+            f"the model reads images of {wish} pixels a side and is given {height} x {width}. Write "
+            f"`image_size: {height}` in `model.from_config.values`, or `data.images.size: {wish}`."
+        )
+
+
+def processed_image_size(processor: Any, *, num_channels: int) -> tuple[int, int]:
+    """Return height and width of what the processor makes of a square image."""
+    blank = Image.new("L" if num_channels == 1 else "RGB", (64, 64))
+    height, width = processor(blank, return_tensors="pt")["pixel_values"].shape[-2:]
+    return int(height), int(width)
+
+
+def _vit_image_processor_class() -> Any:
+    """Return ViTImageProcessor, looked up without the warning that torchvision is missing: nobody needs it."""
+    verbosity = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()
+    try:
+        return transformers.ViTImageProcessor
+    finally:
+        transformers.logging.set_verbosity(verbosity)
+
+
+def _set_keys(size: Any) -> frozenset[str]:
+    """Return the keys that are set in a processor's `size`, a dict or transformers' own record."""
+    found = dict(size) if isinstance(size, dict) else vars(size)
+    return frozenset(name for name, value in found.items() if value is not None)
+
 
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 
@@ -49,7 +124,7 @@ def load_processing(
     reads: Literal["text", "images", "both"],
     texts: Callable[[], Iterable[str]],
     cache_folder: Path,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
     image_size: int | None = None,
 ) -> Processing:
     """Return what rows of this kind need, as the model wants it; raises ModelError.
@@ -57,22 +132,22 @@ def load_processing(
     `image_size` takes the place of the image processor's own.
     """
     if reads == "text":
-        return Processing(load_tokenizer(model, texts=texts, cache_folder=cache_folder, say=say))
+        return Processing(load_tokenizer(model, texts=texts, cache_folder=cache_folder, log=log))
     if reads == "images":
         processor = _image_processor(model)
-        return Processing(processor=processor if image_size is None else with_size(processor, image_size))
-    processor = _pretrained(model, AutoProcessor, key="model.name")
+        return Processing(processor=processor if image_size is None else with_image_size(processor, image_size))
+    processor = _load_pretrained(model, AutoProcessor, key="model.name")
     if getattr(processor, "tokenizer", None) is None:
         raise ModelError("model.name: its processor has no tokenizer. Name a model of images and text.")
     if processor.chat_template:  # older repositories keep it with the processor alone
         processor.tokenizer.chat_template = processor.chat_template
-    ensure_padding(processor.tokenizer, say=say)
+    ensure_padding(processor.tokenizer, log=log)
     if model.new_tokens is not None:
         add_tokens(processor.tokenizer, model.new_tokens)
     return Processing(processor.tokenizer, processor)
 
 
-def load_kept_processing(
+def load_saved_processing(
     place: str | Path, *, reads: Literal["text", "images", "both"], key: str, trust_remote_code: bool
 ) -> Processing:
     """Return what `save` has written into the folder, or what lies in the local cache under a hub name.
@@ -80,8 +155,8 @@ def load_kept_processing(
     Raises ModelError, which names `key`, where it cannot be read.
     """
     kind = {"text": AutoTokenizer, "images": AutoImageProcessor, "both": AutoProcessor}[reads]
-    with told(str(place), key=key), without_vain_retries(is_local=True):
-        found = load_settings(kind, place, trust_remote_code=trust_remote_code, local_files_only=True)
+    with loading_errors(str(place), key=key), without_hub_retries(is_local=True):
+        found = load_auto_class(kind, place, trust_remote_code=trust_remote_code, local_files_only=True)
         if reads == "text":
             return Processing(found)
         return Processing(None if reads == "images" else found.tokenizer, found)
@@ -96,29 +171,29 @@ def has_processing(folder: Path, *, reads: Literal["text", "images", "both"]) ->
 def _image_processor(model: ModelSection) -> Any:
     section = model.image_processor
     if section is not None and section.name is None:
-        return built_image_processor(section)
+        return build_image_processor(section)
     if section is not None:
         named = model.model_copy(update={"name": section.name, "revision": None})
-        return _pretrained(named, AutoImageProcessor, key="model.image_processor.name")
+        return _load_pretrained(named, AutoImageProcessor, key="model.image_processor.name")
     if model.name is None:
         raise ModelError(
             "model.image_processor: a model built `from_config` brings no image processor. Write `size`, or `name`."
         )
-    return _pretrained(model, AutoImageProcessor, key="model.name")
+    return _load_pretrained(model, AutoImageProcessor, key="model.name")
 
 
-def _pretrained(model: ModelSection, kind: Any, *, key: str) -> Any:
+def _load_pretrained(model: ModelSection, kind: Any, *, key: str) -> Any:
     """Return the processor of the model, or of what is named as its tokenizer."""
     asked = model.tokenizer
     name = asked.name if asked is not None and asked.name is not None else model.name
     if name is None:
         raise ModelError("model.tokenizer: a model built `from_config` brings no processor. Write `name`.")
-    with told(name, key=key), without_vain_retries(is_local=is_folder(name)):
-        return load_settings(
+    with loading_errors(name, key=key), without_hub_retries(is_local=is_local_path(name)):
+        return load_auto_class(
             kind,
-            located(name, key=key),
+            resolve_name(name, key=key),
             revision=model.revision if name == model.name else None,
             cache_dir=model.cache_folder,
             trust_remote_code=model.trust_remote_code,
-            local_files_only=is_folder(name) or is_offline(),
+            local_files_only=is_local_path(name) or is_offline(),
         )

@@ -1,4 +1,4 @@
-"""A frozen base in few bits (QLoRA: Dettmers et al., 2023, arXiv:2305.14314)."""
+"""A quantized, frozen base (QLoRA: Dettmers et al., 2023, arXiv:2305.14314)."""
 
 from importlib.util import find_spec
 from typing import Any
@@ -9,11 +9,11 @@ from torch import nn
 from transformers import BitsAndBytesConfig, TorchAoConfig
 
 from finetune.config.sections.model import ModelSection, QuantizationSection
-from finetune.model.hub import is_folder, located, told
+from finetune.model.loading.hub import is_local_path, loading_errors, resolve_name
 from finetune.runtime.hub import is_offline
 from finetune.runtime.optional import require
 
-_REPACKS = "support_avx512bf16_for_cpu"
+_CPU_REPACKING_FLAG = "support_avx512bf16_for_cpu"
 
 _EXTRAS = {"bitsandbytes": "quantization", "torchao": "torchao"}
 
@@ -31,15 +31,15 @@ def quantization_config(section: ModelSection) -> Any:
     return _torchao() if asked.method == "torchao" else _bitsandbytes(asked, dtype=section.dtype)
 
 
-def keep_as_stored(model: nn.Module) -> None:
+def disable_cpu_repacking(model: nn.Module) -> None:
     """Have 4-bit layers of bitsandbytes leave their weights as they are stored.
 
     On a CPU with bfloat16 instructions they repack them in place when they first evaluate. FSDP gathers such weights
     for a moment only, so its shards stay as they were and the evaluation is wrong (bitsandbytes 0.50).
     """
     for module in model.modules():
-        if hasattr(module, _REPACKS):
-            setattr(module, _REPACKS, False)
+        if hasattr(module, _CPU_REPACKING_FLAG):
+            setattr(module, _CPU_REPACKING_FLAG, False)
 
 
 def is_installed(package: str) -> bool:
@@ -47,13 +47,13 @@ def is_installed(package: str) -> bool:
     return find_spec(package) is not None
 
 
-def weights_folder(section: ModelSection) -> str | None:
+def unquantized_weights_folder(section: ModelSection) -> str | None:
     """Return where the weights lie as they were before; None where nothing asks for them."""
     if section.name is None or section.lora is None or section.lora.init != "loftq":
         return None
-    if is_folder(section.name):
-        return located(section.name, key="model.name")
-    with told(section.name, key="model.name"):
+    if is_local_path(section.name):
+        return resolve_name(section.name, key="model.name")
+    with loading_errors(section.name, key="model.name"):
         return snapshot_download(
             section.name,
             revision=section.revision,

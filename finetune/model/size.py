@@ -1,16 +1,121 @@
-"""How large a model is and how much of it learns, in numbers that can be printed."""
+"""How large a model is: parameters, trained parameters, memory per rank, and what its dtype loses."""
 
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import nn
 
-from finetune.runtime.amounts import size_text
 from finetune.runtime.parameters import full_numel, num_values
+from finetune.runtime.resources import format_size
 
-_ADAPTED = re.compile(r"(.+?)\.(?:lora_|ia3_l|oft_R)")
+SIGNIFICANT_BITS = {"bfloat16": 8, "float16": 11}
+
+
+def precision_warnings(
+    *,
+    dtype: str,
+    is_lora: bool,
+    modules_to_save: Sequence[str] = (),
+    uses_stochastic_rounding: bool = False,
+    state_dtype: str | None = None,
+) -> tuple[str, ...]:
+    """Return a sentence for each loss that the choice of `model.dtype` brings; none where nothing is lost.
+
+    A weight of b significant bits is unchanged by an update below half a unit in its last place: 2^-b of the weight, or
+    half of that just below a power of two. Most updates of AdamW are that small. Adapters are always float32. Rounded
+    by chance, small updates count on average.
+    """
+    bits = SIGNIFICANT_BITS.get(dtype)
+    if bits is None or uses_stochastic_rounding or (is_lora and not modules_to_save):
+        return ()
+    learning = (
+        f"the modules in `model.lora.modules_to_save` ({', '.join(modules_to_save)})" if is_lora else "all weights"
+    )
+    moments = "" if state_dtype else f", and the optimizer's moments are {dtype} too"
+    chance = ", or `train.optimizer.stochastic_rounding: true` to round by chance" if dtype == "bfloat16" else ""
+    return (
+        f"model.dtype is {dtype}, so {learning} learn in {dtype} without a float32 master copy: an update smaller than "
+        f"about 2^-{bits} (1/{2**bits}) of a weight is rounded away{moments}. "
+        f"Write `model.dtype: float32` to keep master weights{chance}; `train.precision` sets the type of the "
+        "arithmetic.",
+    )
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Bytes per rank before any activation."""
+
+    weights_bytes: int
+    gradients_bytes: int
+    optimizer_bytes: int
+    lines: tuple[str, ...]
+
+    @property
+    def total_bytes(self) -> int:
+        """Return the sum of the three."""
+        return self.weights_bytes + self.gradients_bytes + self.optimizer_bytes
+
+
+NUM_MOMENTS = {"adamw": 2, "muon": 2, "schedule_free_adamw": 2, "sgd": 1, "adafactor": 0}
+"""Numbers of optimizer state per trained one; Adafactor's, a row and a column per matrix, are next to none.
+
+Muon keeps 1 for a hidden matrix and 2 for anything else.
+"""
+
+AVERAGE_BYTES = 4
+"""Bytes of `train.average` per trained number."""
+
+_BYTES_PER_STATE = {"float32": 4.0, "bfloat16": 2.0, "int8": 1.0 + 4 / 256}  # the last with a float32 scale for 256
+
+
+def optimizer_state_bytes(optimizer: str, state_dtype: str | None, *, num_trained: int, trained_bytes: int) -> int:
+    """Return what the optimizer keeps: in `state_dtype`, or in the type of what learns."""
+    if optimizer == "adamw_8bit":
+        return round(2 * _BYTES_PER_STATE["int8"] * num_trained)
+    of_one = _BYTES_PER_STATE[state_dtype] if state_dtype else trained_bytes / max(1, num_trained)
+    return round(NUM_MOMENTS[optimizer] * of_one * num_trained)
+
+
+def estimate_memory(
+    *,
+    weights_bytes: int,
+    gradients_bytes: int,
+    optimizer_bytes: int,
+    shards: int,
+    shards_weights: bool,
+    shards_gradients: bool,
+    shards_optimizer: bool,
+    is_beside_teacher: bool = False,
+) -> MemoryEstimate:
+    """Return what one of `shards` ranks holds, each part divided among them where the strategy shards it.
+
+    Activations are not counted: they depend on batch and length. Neither is a teacher, which tells its own size.
+    """
+    parts = (
+        ("weights", weights_bytes, shards if shards_weights else 1),
+        ("gradients", gradients_bytes, shards if shards_gradients else 1),
+        ("optimizer state", optimizer_bytes, shards if shards_optimizer else 1),
+    )
+    held = [-(-size // among) for _, size, among in parts]
+    lines = [
+        _memory_line(name, size=size, among=among, held=part)
+        for (name, size, among), part in zip(parts, held, strict=True)
+    ]
+    summands = " + ".join(f"{name} {format_size(part)}" for (name, _, _), part in zip(parts, held, strict=True))
+    beside = "the teacher and activations" if is_beside_teacher else "activations"
+    total = f"memory: {format_size(sum(held))} per rank = {summands}, before {beside}"
+    return MemoryEstimate(held[0], held[1], held[2], (*lines, total))
+
+
+def _memory_line(name: str, *, size: int, among: int, held: int) -> str:
+    if among == 1:
+        return f"{name}: {format_size(held)} on every rank"
+    return f"{name}: {format_size(held)} per rank = {format_size(size)} / {among} ranks"
+
+
+_ADAPTED_MODULE = re.compile(r"(.+?)\.(?:lora_|ia3_l|oft_R)")
 
 
 @dataclass(frozen=True)
@@ -29,14 +134,14 @@ class ModelSize:
         """Return the sentences for the reader."""
         share = 100 * self.num_trained / max(self.num_parameters, 1)
         place = f", in adapters on {self.num_adapted_modules} modules" if self.num_adapted_modules else ""
-        held = ", ".join(f"{size_text(size)} in {dtype}" for dtype, size in self.bytes_by_dtype.items())
+        held = ", ".join(f"{format_size(size)} in {dtype}" for dtype, size in self.bytes_by_dtype.items())
         return (
             f"trained: {self.num_trained:,} of {self.num_parameters:,} parameters ({share:.2f}%){place}",
             f"weights: {held}",
         )
 
 
-def describe(model: nn.Module) -> ModelSize:
+def measure_model(model: nn.Module) -> ModelSize:
     """Return the model's size; parameters that ZeRO-3 has partitioned count in full."""
     bytes_by_dtype: Counter[str] = Counter()
     trained_bytes: Counter[str] = Counter()
@@ -57,4 +162,4 @@ def describe(model: nn.Module) -> ModelSize:
 
 def _num_adapted(model: nn.Module) -> int:
     """Count the modules of the base that have an adapter, whatever its kind; what is trained in full is none."""
-    return len({match[1] for name, _ in model.named_parameters() if (match := _ADAPTED.match(name))})
+    return len({match[1] for name, _ in model.named_parameters() if (match := _ADAPTED_MODULE.match(name))})

@@ -1,17 +1,103 @@
-"""The tokenizer: the model's own, another one by name, or one trained on the run's own texts."""
+"""The tokenizer: the model's own, another one by name, or a byte-level BPE (Radford et al., 2019) trained on the run's texts.
 
+A trained tokenizer is cached: the same texts and vocabulary size train it once.
+"""
+
+import hashlib
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from finetune.config.sections.model import ModelSection
 from finetune.errors import ModelError
-from finetune.model.byte_pairs import trained_tokenizer
-from finetune.model.hub import is_folder, located, told
+from finetune.model.loading.hub import is_local_path, loading_errors, resolve_name
+from finetune.model.loading.pretrained import load_auto_class, load_trained_tokenizer
 from finetune.model.new_tokens import add_tokens
-from finetune.model.pretrained import load_settings
-from finetune.runtime.hub import is_offline, without_vain_retries
+from finetune.runtime.files.atomic import build_once, quarantine
+from finetune.runtime.files.digests import find_folder_damage, write_folder_digests
+from finetune.runtime.hub import is_offline, without_hub_retries
+
+END_OF_TEXT = "<|endoftext|>"
+TURN_START = "<|im_start|>"
+TURN_END = "<|im_end|>"
+PADDING = "<|pad|>"
+SPECIAL_TOKENS = (END_OF_TEXT, TURN_START, TURN_END, PADDING)
+RECIPE_VERSION = "1"
+"""Part of the cache key: raise it whenever the same texts would give another tokenizer."""
+_FORMAT_VERSION = 2
+"""Of the folder: raise it whenever the same tokenizer is written otherwise."""
+
+
+def train_or_load_tokenizer(
+    texts: Callable[[], Iterable[str]], *, vocabulary_size: int, cache_folder: Path, log: Callable[[str], None]
+) -> PreTrainedTokenizerBase:
+    """Return the tokenizer of these texts, from the cache where it is there; it has ChatML's tokens and no template."""
+    digest, num_texts = _digest(texts(), vocabulary_size=vocabulary_size)
+    if num_texts == 0:
+        raise ModelError("model.tokenizer.train: there is not a single text to train the tokenizer on.")
+    folder = cache_folder / "tokenizers" / f"{digest}-{_FORMAT_VERSION}"
+    made = _train_once(folder, lambda staging: _train(texts(), staging, vocabulary_size=vocabulary_size), log=log)
+    tokenizer = load_trained_tokenizer(folder)
+    verb = "trained" if made else "found"
+    log(f"{verb} a tokenizer of {len(tokenizer)} tokens for {num_texts} texts in {folder}")
+    return tokenizer
+
+
+def _train_once(folder: Path, train: Callable[[Path], None], *, log: Callable[[str], None]) -> bool:
+    """Have the folder be as it was written; one that is damaged is set aside and made again. Raises ModelError."""
+    made = build_once(folder, train, log=log)
+    damage = find_folder_damage(folder)
+    if damage is None:
+        return made
+    try:
+        aside = quarantine(folder, lambda: find_folder_damage(folder) is not None, log=log)
+        if aside is not None:
+            log(f"warning: the trained tokenizer {folder} is damaged: {damage}. It is set aside as {aside.name}.")
+        made = build_once(folder, train, log=log)
+        damage = find_folder_damage(folder)
+    except OSError as error:
+        raise ModelError(
+            f"the trained tokenizer {folder} is damaged ({damage}) and cannot be made again: {error}. Set "
+            "data.cache_folder to a folder that can be written."
+        ) from error
+    if damage is not None:
+        raise ModelError(f"{folder}: {damage}, and so is what was made in its place. Look at the disk of this machine.")
+    return made
+
+
+def _digest(texts: Iterable[str], *, vocabulary_size: int) -> tuple[str, int]:
+    digest = hashlib.blake2b(f"{RECIPE_VERSION}/{vocabulary_size}".encode(), digest_size=16)
+    num_texts = 0
+    for num_texts, text in enumerate(texts, start=1):  # noqa: B007  # the last number is the count
+        encoded = text.encode("utf-8", errors="replace")
+        digest.update(len(encoded).to_bytes(8, "little"))
+        digest.update(encoded)
+    return digest.hexdigest(), num_texts
+
+
+def _train(texts: Iterable[str], folder: Path, *, vocabulary_size: int) -> None:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary_size,
+        special_tokens=list(SPECIAL_TOKENS),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    wrapped = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token=END_OF_TEXT,
+        pad_token=PADDING,
+        additional_special_tokens=[TURN_START, TURN_END],
+        clean_up_tokenization_spaces=False,
+    )
+    wrapped.save_pretrained(folder)
+    write_folder_digests(folder)
+
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -28,7 +114,7 @@ def load_tokenizer(
     *,
     texts: Callable[[], Iterable[str]],
     cache_folder: Path,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
 ) -> PreTrainedTokenizerBase:
     """Return the tokenizer with a padding token and the job's new tokens.
 
@@ -38,20 +124,20 @@ def load_tokenizer(
     asked = model.tokenizer
     if asked is not None and asked.train is not None:
         vocabulary_size = asked.train.vocabulary_size
-        tokenizer = trained_tokenizer(texts, vocabulary_size=vocabulary_size, cache_folder=cache_folder, say=say)
+        tokenizer = train_or_load_tokenizer(texts, vocabulary_size=vocabulary_size, cache_folder=cache_folder, log=log)
     elif asked is not None and asked.name is not None:
-        tokenizer = _pretrained(asked.name, key="model.tokenizer.name", model=model, revision=None)
+        tokenizer = _load_pretrained(asked.name, key="model.tokenizer.name", model=model, revision=None)
     elif model.name is not None:
-        tokenizer = _pretrained(model.name, key="model.name", model=model, revision=model.revision)
+        tokenizer = _load_pretrained(model.name, key="model.name", model=model, revision=model.revision)
     else:
         raise ModelError("model.tokenizer: a model built `from_config` brings no tokenizer. Write `train` or `name`.")
-    ensure_padding(tokenizer, say=say)
+    ensure_padding(tokenizer, log=log)
     if model.new_tokens is not None:
         add_tokens(tokenizer, model.new_tokens)
     return tokenizer
 
 
-def ensure_padding(tokenizer: PreTrainedTokenizerBase, *, say: Callable[[str], None]) -> None:
+def ensure_padding(tokenizer: PreTrainedTokenizerBase, *, log: Callable[[str], None]) -> None:
     """Have the tokenizer pad with end-of-sequence where it has no padding; raises ModelError where it has neither."""
     if tokenizer.pad_token is not None:
         return
@@ -61,22 +147,22 @@ def ensure_padding(tokenizer: PreTrainedTokenizerBase, *, say: Callable[[str], N
             "`tokenizer.add_special_tokens({'eos_token': ...})`, then `save_pretrained`, then name its folder."
         )
     tokenizer.pad_token = tokenizer.eos_token
-    say(f"the tokenizer has no padding token: {tokenizer.eos_token} pads too; padding never counts in the loss")
+    log(f"the tokenizer has no padding token: {tokenizer.eos_token} pads too; padding never counts in the loss")
 
 
-def _pretrained(name: str, *, key: str, model: ModelSection, revision: str | None) -> PreTrainedTokenizerBase:
-    place = located(name, key=key)
-    if is_folder(name) and not any((Path(place) / file).exists() for file in TOKENIZER_FILES):
+def _load_pretrained(name: str, *, key: str, model: ModelSection, revision: str | None) -> PreTrainedTokenizerBase:
+    place = resolve_name(name, key=key)
+    if is_local_path(name) and not any((Path(place) / file).exists() for file in TOKENIZER_FILES):
         raise ModelError(
             f"{key}: the folder {place} holds no tokenizer (none of {', '.join(TOKENIZER_FILES)}). "
             "Write `model.tokenizer.name` (a hub name or a folder with one) or `model.tokenizer.train`."
         )
-    with told(name, key=key), without_vain_retries(is_local=is_folder(name)):
-        return load_settings(
+    with loading_errors(name, key=key), without_hub_retries(is_local=is_local_path(name)):
+        return load_auto_class(
             AutoTokenizer,
             place,
             revision=revision,
             cache_dir=model.cache_folder,
             trust_remote_code=model.trust_remote_code,
-            local_files_only=is_folder(name) or is_offline(),
+            local_files_only=is_local_path(name) or is_offline(),
         )

@@ -6,7 +6,7 @@ from pathlib import Path
 from finetune.errors import UserError
 from finetune.recipes.digits import digit_files
 from finetune.recipes.quickstart import quickstart_files
-from finetune.runtime.files import write_bytes, write_text
+from finetune.runtime.files.atomic import write_bytes, write_text
 
 JOB_FILE = "job.yaml"
 
@@ -44,7 +44,7 @@ def make_recipe(name: str, folder: Path) -> list[Path]:
     return [folder / file for file in contents]
 
 
-def told(paths: Sequence[Path]) -> Iterator[str]:
+def format_written(paths: Sequence[Path]) -> Iterator[str]:
     """Yield what was written, in words: each file, but of many in the folders of one folder only how many."""
     by_folder: dict[Path, list[Path]] = {}
     for path in paths:

@@ -1,17 +1,143 @@
-"""The console: a progress bar on a terminal, plain lines that can be grepped everywhere else."""
+"""The console: a progress bar on a terminal, plain lines that can be grepped everywhere else.
+
+Events and numbers are formatted by functions without state: plain sentences and aligned numbers, no colour.
+"""
 
 import sys
 from collections.abc import Mapping
-from typing import Literal, Protocol, TextIO
+from functools import singledispatch
+from typing import Any, Literal, Protocol, TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID
 
-from finetune.report import wording
-from finetune.report.events import Evaluated, Event, RunEnded, RunStarted, StepTaken
-from finetune.report.throughput import ThroughputMeter
-from finetune.runtime.cadence import Cadence
-from finetune.runtime.drawing import Bars, ForeignTextConsole, TextColumn
+from finetune.report.events import (
+    Answered,
+    CheckpointSaved,
+    Evaluated,
+    Event,
+    Noted,
+    RunEnded,
+    RunStarted,
+    StartedUp,
+    StepSkipped,
+    StepTaken,
+    Warned,
+)
+from finetune.report.timing import ThroughputMeter
+from finetune.runtime.progress import Cadence
+from finetune.runtime.resources import format_size
+from finetune.runtime.text.rich_console import SafeConsole, SafeProgress, SafeTextColumn
+
+SLOW_DATA = 0.1
+"""Share of the time spent waiting for batches from which on it is shown."""
+
+
+@singledispatch
+def format_event(event: Event) -> tuple[str, ...]:
+    """Return the lines that say what happened; none for events that the console does not tell."""
+    return ()
+
+
+@format_event.register
+def _(event: RunStarted) -> tuple[str, ...]:
+    return (f"strategy {event.strategy}", *event.arithmetic)
+
+
+@format_event.register
+def _(event: StartedUp) -> tuple[str, ...]:
+    phases = " + ".join(f"{name} {seconds:.1f}" for name, seconds in event.seconds.items())
+    return (f"start: {sum(event.seconds.values()):.1f} s = {phases}",)
+
+
+@format_event.register
+def _(event: StepSkipped) -> tuple[str, ...]:
+    samples = f"; samples {', '.join(map(str, event.sample_ids))} ({event.rows})" if event.sample_ids else ""
+    return (f"step {event.step} skipped: {event.reason}{samples}",)
+
+
+@format_event.register
+def _(event: Evaluated) -> tuple[str, ...]:
+    found = f"evaluated at step {event.step}  {format_metrics(event.metrics)}"
+    return (f"{found}  ({event.num_rows:,} rows, {event.seconds:.1f} s)",)
+
+
+@format_event.register
+def _(event: Answered) -> tuple[str, ...]:
+    return (f"  prompt    {event.prompt!r}", f"  answer    {event.answer!r}", f"  reference {event.reference!r}")
+
+
+@format_event.register
+def _(event: CheckpointSaved) -> tuple[str, ...]:
+    times = f"{event.seconds:.1f} s, training waited {event.stall_seconds:.1f} s"
+    return (f"checkpoint {event.path}  ({format_size(event.size_bytes)}, {times})",)
+
+
+@format_event.register
+def _(event: Noted) -> tuple[str, ...]:
+    return (event.message,)
+
+
+@format_event.register
+def _(event: Warned) -> tuple[str, ...]:
+    return (f"warning: {event.message}",)
+
+
+@format_event.register
+def _(event: RunEnded) -> tuple[str, ...]:
+    told = [f"{event.reason} at step {event.step} after {format_duration(event.seconds)}"]
+    if event.final_folder is not None:
+        told.append(f"model in {event.final_folder}")
+        if event.talks:
+            told.append(f"talk to it: finetune chat {event.final_folder}")
+    return tuple(told)
+
+
+def throughput_unit(config: Mapping[str, Any]) -> str:
+    """Return what the samples of a job are counted in."""
+    return "images" if config.get("task", {}).get("name") == "image_classification" else "tokens"
+
+
+def format_step(event: StepTaken, *, num_steps: int, meter: ThroughputMeter) -> str:
+    """Return `step  20/120  loss 2.3107  lr 9.8e-04 ...`, aligned under the lines before it."""
+    return f"step {event.step:>{len(str(num_steps))}}/{num_steps}  {format_step_values(event, meter=meter)}"
+
+
+def format_step_values(event: StepTaken, *, meter: ThroughputMeter) -> str:
+    """Return the numbers of a step; the share of waiting since the last log point where it is worth a look."""
+    facts = [
+        f"loss {event.loss:.4f}",
+        *([format_metrics(event.metrics)] if event.metrics else []),
+        f"lr {event.learning_rate:.1e}",
+        f"grad {event.gradient_norm:.2f}",
+        f"{meter.tokens_per_second:>7,.0f} {meter.unit}/s",
+        f"eta {format_duration(meter.seconds_left)}",
+        f"mem {format_size(event.memory_bytes)}",
+    ]
+    if meter.data_share >= SLOW_DATA:
+        facts.append(f"waiting for data {meter.data_share:.0%}")
+    return "  ".join(facts)
+
+
+def format_metrics(metrics: Mapping[str, float]) -> str:
+    """Return metrics as `exact_match 1.0000  loss 0.0213`, by name."""
+    return "  ".join(f"{name} {value:.4f}" for name, value in sorted(metrics.items()))
+
+
+def format_metric_changes(before: Mapping[str, float], after: Mapping[str, float]) -> str:
+    """Return metrics as `exact_match 0.0000 -> 1.0000`; those without a value before stand alone."""
+    return "  ".join(
+        f"{name} {before[name]:.4f} -> {value:.4f}" if name in before else f"{name} {value:.4f}"
+        for name, value in sorted(after.items())
+    )
+
+
+def format_duration(seconds: float | None) -> str:
+    """Return hours, minutes and seconds (`0:01:12`); `-:--:--` when unknown."""
+    if seconds is None:
+        return "-:--:--"
+    minutes, rest = divmod(max(round(seconds), 0), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
 
 
 class Screen(Protocol):
@@ -42,7 +168,7 @@ class ConsoleReporter:
         match event:
             case RunStarted():
                 self._num_steps = event.num_steps
-                self._meter = ThroughputMeter(event.num_steps, unit=wording.unit_of(event.config))
+                self._meter = ThroughputMeter(event.num_steps, unit=throughput_unit(event.config))
             case StepTaken():
                 self._show_step(event)
             case Evaluated():
@@ -51,8 +177,8 @@ class ConsoleReporter:
                 self._screen.close()
                 if event.metrics:
                     before = self._evaluations[0] if len(self._evaluations) > 1 else {}
-                    self._screen.say(wording.change_line(before, event.metrics))
-        for line in wording.lines(event):
+                    self._screen.say(format_metric_changes(before, event.metrics))
+        for line in format_event(event):
             self._screen.say(line)
 
     def close(self) -> None:
@@ -64,7 +190,7 @@ class ConsoleReporter:
         logged = Cadence(self._log_every_steps, self._num_steps).due(event.step)
         self._screen.show_step(event, num_steps=self._num_steps, meter=self._meter, is_logged=logged)
         if logged:
-            self._meter.pass_log_point()
+            self._meter.reset_data_share()
 
 
 class PlainScreen:
@@ -80,7 +206,7 @@ class PlainScreen:
     def show_step(self, event: StepTaken, *, num_steps: int, meter: ThroughputMeter, is_logged: bool) -> None:
         """Write the step's line if it is to be logged."""
         if is_logged:
-            self.say(wording.step_line(event, num_steps=num_steps, meter=meter))
+            self.say(format_step(event, num_steps=num_steps, meter=meter))
 
     def close(self) -> None:
         """Do nothing: every line has been flushed."""
@@ -90,7 +216,7 @@ class RichScreen:
     """A progress bar at the bottom, which moves at every step; everything else scrolls above it."""
 
     def __init__(self, console: Console | None = None) -> None:
-        self._console = console or ForeignTextConsole()
+        self._console = console or SafeConsole()
         self._progress: Progress | None = None
         self._bar = TaskID(0)
 
@@ -105,7 +231,7 @@ class RichScreen:
             self._progress = self._start(num_steps)
         self._progress.update(self._bar, completed=event.step)
         if is_logged:
-            self._progress.update(self._bar, facts=wording.step_facts(event, meter=meter))
+            self._progress.update(self._bar, facts=format_step_values(event, meter=meter))
 
     def close(self) -> None:
         """Leave the finished bar on the screen."""
@@ -115,12 +241,12 @@ class RichScreen:
 
     def _start(self, num_steps: int) -> Progress:
         columns = (
-            TextColumn("step"),
+            SafeTextColumn("step"),
             MofNCompleteColumn(),
             BarColumn(bar_width=20),
-            TextColumn("{task.fields[facts]}"),
+            SafeTextColumn("{task.fields[facts]}"),
         )
-        progress = Bars(*columns, console=self._console)
+        progress = SafeProgress(*columns, console=self._console)
         self._bar = progress.add_task("", total=num_steps, facts="")
         progress.start()
         return progress
@@ -131,4 +257,4 @@ def choose_screen(console: Literal["auto", "rich", "plain"]) -> Screen:
     wants_bar = console == "rich" or (console == "auto" and sys.stdout.isatty())
     if not wants_bar:
         return PlainScreen()
-    return RichScreen(ForeignTextConsole(force_terminal=True) if console == "rich" else None)
+    return RichScreen(SafeConsole(force_terminal=True) if console == "rich" else None)

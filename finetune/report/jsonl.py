@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from finetune.report.events import Event, Noted, Warned
-from finetune.runtime import files
-from finetune.runtime.redact import redacted_config
-from finetune.runtime.terminal import json_text
+from finetune.runtime.files import atomic
+from finetune.runtime.text.redact import redacted_config
+from finetune.runtime.text.terminal import format_json
 
 
 class JsonlReporter:
@@ -33,7 +33,7 @@ class JsonlReporter:
         if self._file is None:
             self._file = _open_at_line_start(self._path)
             for note in self._notes:
-                self._write(_noted(note, step=event.step))
+                self._write(_note_event(note, step=event.step))
         self._write(event)
 
     def close(self) -> None:
@@ -44,7 +44,7 @@ class JsonlReporter:
 
     def _write(self, event: Event) -> None:
         fields = event_fields(event, time=self._clock())
-        self._file.write(json_text(fields, allow_nan=False) + "\n")
+        self._file.write(format_json(fields, allow_nan=False) + "\n")
         self._file.flush()
 
 
@@ -56,10 +56,10 @@ def event_fields(event: Event, *, time: float) -> dict[str, Any]:
 
 def read_events(path: Path) -> list[dict[str, Any]]:
     """Return the file's events in the order written; a line torn by a killed run is left out."""
-    return [event for event in files.read_json_lines(path) if isinstance(event, dict) and "event" in event]
+    return [event for event in atomic.read_json_lines(path) if isinstance(event, dict) and "event" in event]
 
 
-def _noted(note: str, *, step: int) -> Event:
+def _note_event(note: str, *, step: int) -> Event:
     if note.startswith("warning: "):
         return Warned(step, note.removeprefix("warning: "))
     return Noted(step, note)

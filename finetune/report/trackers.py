@@ -11,9 +11,9 @@ from accelerate.utils import LoggerType
 
 from finetune.errors import MissingPackage, UserError
 from finetune.report.events import Evaluated, Event, RunEnded, RunStarted, StepTaken
-from finetune.report.throughput import ThroughputMeter
-from finetune.runtime.cadence import Cadence
-from finetune.runtime.redact import redacted_config
+from finetune.report.timing import ThroughputMeter
+from finetune.runtime.progress import Cadence
+from finetune.runtime.text.redact import redacted_config
 
 
 def check_trackers(names: Sequence[str]) -> None:
@@ -68,8 +68,8 @@ class TrackersReporter:
             case StepTaken():
                 self._meter.add(event)
                 if Cadence(self._log_every_steps, self._num_steps).due(event.step):
-                    self._accelerator.log(step_values(event, meter=self._meter), step=event.step)
-                    self._meter.pass_log_point()
+                    self._accelerator.log(step_metrics(event, meter=self._meter), step=event.step)
+                    self._meter.reset_data_share()
             case Evaluated():
                 self._accelerator.log(
                     {f"evaluation/{name}": value for name, value in event.metrics.items()}, step=event.step
@@ -88,11 +88,13 @@ class TrackersReporter:
         folder.mkdir(parents=True, exist_ok=True)
         self._accelerator.project_configuration.logging_dir = str(folder)
         self._accelerator.log_with = [LoggerType(name) if name in set(LoggerType) else name for name in self._names]
-        arguments = {name: _naming(name, self._run_folder) for name in self._names}
-        self._accelerator.init_trackers(self._project, config=flat(redacted_config(config)), init_kwargs=arguments)
+        arguments = {name: _tracker_options(name, self._run_folder) for name in self._names}
+        self._accelerator.init_trackers(
+            self._project, config=flatten_config(redacted_config(config)), init_kwargs=arguments
+        )
 
 
-def step_values(event: StepTaken, *, meter: ThroughputMeter) -> dict[str, float]:
+def step_metrics(event: StepTaken, *, meter: ThroughputMeter) -> dict[str, float]:
     """Return what a tracker draws for a step."""
     return {
         "train/loss": event.loss,
@@ -110,18 +112,18 @@ def step_values(event: StepTaken, *, meter: ThroughputMeter) -> dict[str, float]
     }
 
 
-def flat(config: Mapping[str, Any], *, prefix: str = "") -> dict[str, int | float | str | bool]:
+def flatten_config(config: Mapping[str, Any], *, prefix: str = "") -> dict[str, int | float | str | bool]:
     """Return nested values under dotted keys, as trackers want them; lists and None as text."""
     values: dict[str, int | float | str | bool] = {}
     for name, value in config.items():
         if isinstance(value, Mapping):
-            values |= flat(value, prefix=f"{prefix}{name}.")
+            values |= flatten_config(value, prefix=f"{prefix}{name}.")
         else:
             values[f"{prefix}{name}"] = value if isinstance(value, (bool, int, float, str)) else str(value)
     return values
 
 
-def _naming(tracker: str, run_folder: Path) -> dict[str, Any]:
+def _tracker_options(tracker: str, run_folder: Path) -> dict[str, Any]:
     names: dict[str, dict[str, Any]] = {
         "wandb": {"name": run_folder.name, "dir": str(run_folder)},
         "mlflow": {"run_name": run_folder.name},

@@ -11,13 +11,14 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
 from typing_extensions import TypedDict
 
 from finetune.data.batch import Batch
-from finetune.data.order.consumed import digest_of, digest_of_ids
-from finetune.data.order.pool import Pool
+from finetune.data.delivery import digest_of_step_ids, digest_of_steps
+from finetune.data.order.dataset_view import DatasetView
 from finetune.errors import FULL, CheckpointError
-from finetune.runtime import files, ranks
+from finetune.runtime import distributed
+from finetune.runtime.files import atomic
 from finetune.runtime.progress import Progress
 
-FOLDER = "samples"
+SAMPLES_FOLDER = "samples"
 _MOST_WAITING_BYTES = 64 << 20
 
 
@@ -30,25 +31,27 @@ class _Line(TypedDict):
 _LINE = TypeAdapter(_Line)
 
 
-def recorded(groups: Iterator[tuple[Batch, ...]], *, run_folder: Path, first_step: int) -> Iterator[tuple[Batch, ...]]:
+def record_samples(
+    groups: Iterator[tuple[Batch, ...]], *, run_folder: Path, first_step: int
+) -> Iterator[tuple[Batch, ...]]:
     """Yield the groups, the sample ids of each written to this rank's file in `samples/` when it is handed out.
 
     A line is `{"step": 1, "microbatches": [[7, 2], [5, 0]]}`, steps named from 1. A run that continues takes out the
     lines of steps that are taken again, so every step stands once in each file of the ranks that took it.
     """
-    folder = run_folder / FOLDER
-    _take_out(folder, after_step=first_step)
+    folder = run_folder / SAMPLES_FOLDER
+    _drop_repeated_steps(folder, after_step=first_step)
     folder.mkdir(parents=True, exist_ok=True)
-    with _file(folder, ranks.rank()).open("ab", buffering=0) as file:
+    with _file(folder, distributed.rank()).open("ab", buffering=0) as file:
         waiting = b""
         for step, group in enumerate(groups, first_step + 1):
             line = json.dumps({"step": step, "microbatches": [batch.sample_ids for batch in group]}) + "\n"
-            waiting = _written(file, waiting + line.encode())
+            waiting = _write(file, waiting + line.encode())
             yield group
-        _written(file, waiting)
+        _write(file, waiting)
 
 
-def _written(file: FileIO, waiting: bytes) -> bytes:
+def _write(file: FileIO, waiting: bytes) -> bytes:
     """Write to the file and return what it has not taken: on a full disk that waits until there is room again."""
     try:
         while waiting:
@@ -62,15 +65,15 @@ def _written(file: FileIO, waiting: bytes) -> bytes:
 def read_samples(run_folder: Path) -> dict[int, list[list[list[int]]]]:
     """Return the record by step: each rank's microbatches, each of which lists its sample ids."""
     found: dict[int, list[list[list[int]]]] = {}
-    for path in sorted((run_folder / FOLDER).glob("rank-*.jsonl")):
+    for path in sorted((run_folder / SAMPLES_FOLDER).glob("rank-*.jsonl")):
         for line in _lines(path):
             found.setdefault(line["step"], []).append(line["microbatches"])
     return found
 
 
-def refuse_other_samples(path: Path, progress: Progress, *, pool: Pool, global_batch_size: int) -> None:
+def require_same_samples(path: Path, progress: Progress, *, pool: DatasetView, global_batch_size: int) -> None:
     """Raise CheckpointError unless the samples behind the checkpoint are those that the order gives to its steps."""
-    if not are_samples_of(progress, pool=pool, global_batch_size=global_batch_size):
+    if not matches_data_order(progress, pool=pool, global_batch_size=global_batch_size):
         raise CheckpointError(
             f"{path} has consumed other samples in its {progress.step} steps than this job's order gives to them, or "
             "samples with other content, so the run would continue on other data. Restore data, tokenizer, run.seed, "
@@ -78,41 +81,41 @@ def refuse_other_samples(path: Path, progress: Progress, *, pool: Pool, global_b
         )
 
 
-def are_samples_of(progress: Progress, *, pool: Pool, global_batch_size: int) -> bool:
+def matches_data_order(progress: Progress, *, pool: DatasetView, global_batch_size: int) -> bool:
     """Tell whether the samples of the progress are those that the order gives to its steps, by id and content.
 
     A progress of before contents were known is compared by ids, and counts by contents, too, from now on.
     """
-    digest = digest_of(pool, progress.step, global_batch_size=global_batch_size)
+    digest = digest_of_steps(pool, progress.step, global_batch_size=global_batch_size)
     if progress.knows_contents:
         return digest == progress.samples_sha256
-    ids = digest_of_ids(pool.order, progress.step, global_batch_size=global_batch_size)
+    ids = digest_of_step_ids(pool.order, progress.step, global_batch_size=global_batch_size)
     if ids != progress.samples_sha256:
         return False
     progress.samples_sha256, progress.knows_contents = digest, True
     return True
 
 
-def _take_out(folder: Path, *, after_step: int) -> None:
+def _drop_repeated_steps(folder: Path, *, after_step: int) -> None:
     """Take out of the record what is handed out again; each file is one rank's to mend, so nobody has to wait.
 
     A damaged line goes, too; a file that cannot be read is put aside: the record informs, and stops no run.
     """
     for path in folder.glob("rank-*.jsonl"):
         number = path.stem.removeprefix("rank-")
-        if not number.isdecimal() or int(number) % ranks.world() != ranks.rank():
+        if not number.isdecimal() or int(number) % distributed.world() != distributed.rank():
             continue
         try:
             kept = [json.dumps(line) + "\n" for line in _lines(path) if line["step"] <= after_step]
         except OSError:
             path.replace(path.with_name(f".bad-{path.name}"))
         else:
-            files.write_text(path, "".join(kept))
+            atomic.write_text(path, "".join(kept))
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the lines of the record that are some; raises OSError where the file cannot be read."""
-    for line in files.read_json_lines(path):
+    for line in atomic.read_json_lines(path):
         with suppress(ValidationError):
             yield dict(_LINE.validate_python(line))
 

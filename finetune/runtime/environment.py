@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import torch
 
-from finetune.runtime.redact import redacted_command, redacted_text, redacted_variables
+from finetune.runtime.text.redact import redacted_command, redacted_text, redacted_variables
 
 PACKAGES = (
     "finetune",
@@ -100,11 +100,11 @@ def default_config(variables: Mapping[str, str]) -> dict[str, Any]:
 
 def git_state(folder: Path) -> dict[str, Any] | None:
     """Return the commit of the folder's repository and whether files differ from it; None outside a repository."""
-    commit = _answer(["git", "-C", str(folder), "rev-parse", "HEAD"])
+    commit = _command_output(["git", "-C", str(folder), "rev-parse", "HEAD"])
     if commit is None:
         return None
-    changes = _answer(["git", "--no-optional-locks", "-C", str(folder), "status", "--porcelain"])
-    remote = _answer(["git", "-C", str(folder), "remote", "get-url", "origin"])
+    changes = _command_output(["git", "--no-optional-locks", "-C", str(folder), "status", "--porcelain"])
+    remote = _command_output(["git", "-C", str(folder), "remote", "get-url", "origin"])
     return {
         "commit": commit,
         "is_dirty": None if changes is None else bool(changes),
@@ -133,7 +133,7 @@ def _devices() -> list[dict[str, Any]]:
 def _cuda_driver() -> str | None:
     if shutil.which("nvidia-smi") is None:
         return None
-    drivers = _answer(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"])
+    drivers = _command_output(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"])
     return drivers.splitlines()[0] if drivers else None
 
 
@@ -143,7 +143,7 @@ def _nccl() -> str | None:
     return ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
 
 
-def _answer(command: Sequence[str]) -> str | None:
+def _command_output(command: Sequence[str]) -> str | None:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
     except (OSError, subprocess.SubprocessError):

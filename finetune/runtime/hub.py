@@ -32,7 +32,7 @@ def is_offline() -> bool:
 
 
 @contextmanager
-def without_vain_retries(*, is_local: bool) -> Iterator[None]:
+def without_hub_retries(*, is_local: bool) -> Iterator[None]:
     """Meanwhile ask the hub nothing when what is wanted is local or the hub is out of reach.
 
     `local_files_only` is not enough: transformers 5.23 does not hand it on when it looks for an adapter, and

@@ -1,11 +1,40 @@
-"""Facts about a parameter that hold whether it is whole here or split over ranks."""
+"""How parameters are initialized, and facts about them that hold under every strategy: full shape, local rows, name.
+
+Also the keys under which an optimizer keeps a moving average of the weights, for what trains and what saves.
+"""
 
 import math
 import re
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
+
+
+@dataclass(frozen=True)
+class InitContext:
+    """How the model is brought into memory so that no machine holds it more often than it must.
+
+    `context` is entered while the modules are built. `is_hollow`: this rank builds the modules with empty parameters,
+    which are filled from rank 0 when the model is prepared. `gather` is entered with parameters whose values are to be
+    written (ZeRO-3 partitions them at birth); rank 0's values are the ones kept.
+    """
+
+    context: Callable[[], AbstractContextManager[Any]] = nullcontext
+    on_meta_device: bool = False
+    gather: Callable[[Sequence[nn.Parameter]], AbstractContextManager[Any]] = nullcontext
+
+
+AVERAGE = "average"
+"""The key of a parameter's average among its optimizer state, beside `exp_avg`; float32, laid out as the parameter."""
+
+AVERAGE_DECAY = "average_decay"
+"""The key in a parameter group of the share of the average that the next update keeps; absent where none is kept."""
+
 
 _WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:module|_fsdp_wrapped_module|_orig_mod|_checkpoint_wrapped_module)\.")
 
@@ -26,7 +55,7 @@ def num_values(parameter: nn.Parameter) -> int:
     return full_numel(parameter) if packed is None else math.prod(packed.shape)
 
 
-def held_rows(tensor: Tensor) -> tuple[int, int] | None:
+def local_rows(tensor: Tensor) -> tuple[int, int] | None:
     """Return the first row that this rank holds and how many; None where it is not split by rows.
 
     FSDP2 cuts dimension 0 as `chunk` does, at most once; a tensor that is no DTensor is whole.

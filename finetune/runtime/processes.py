@@ -1,15 +1,135 @@
-"""Commands of several processes, started as one group and ended as one."""
+"""How processes end: a worker with the process that it serves, a rank with its launcher, a command with its group.
 
+A process exits without the interpreter's teardown, in which libraries' threads now and then abort; what was
+registered with `atexit` still runs: trackers send what they hold, temporary folders are removed. Imports no torch.
+"""
+
+import atexit
 import contextlib
+import ctypes
+import logging
 import os
 import signal
 import socket
 import subprocess
+import sys
+import threading
 from collections.abc import Mapping, Sequence
+from multiprocessing import connection, parent_process
 from pathlib import Path
+from typing import NoReturn
+
+import psutil
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+"""Signals after which a run saves itself and ends; SIGUSR1 saves and goes on."""
 
 
-def run_group(
+def ignore_run_signals(worker: int = 0) -> None:
+    """Have a process that loads data ignore what is meant for the run; it ends with the process that it serves.
+
+    Launchers and Slurm signal whole groups of processes, and a run whose data loader has died cannot save itself.
+    """
+    for number in (*STOP_SIGNALS, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
+
+
+def exit_with_parent() -> None:
+    """Have this process end when its parent does, however that ends: it would else wait for work forever."""
+    parent = parent_process()
+    assert parent is not None, "this is no process of multiprocessing"
+    threading.Thread(target=_exit_after, args=(parent.sentinel,), daemon=True).start()
+
+
+def _exit_after(sentinel: int) -> None:
+    connection.wait([sentinel])
+    os._exit(1)
+
+
+LAUNCHERS = frozenset({"accelerate", "accelerate-launch", "torchrun", "deepspeed"})
+LAUNCHER_MODULES = ("accelerate.commands", "torch.distributed.run", "torch.distributed.launch", "deepspeed.launcher")
+ELASTIC_VARIABLE = "TORCHELASTIC_RUN_ID"
+"""Set by torchelastic, through which `accelerate launch` and `torchrun` start several processes."""
+
+_PR_SET_PDEATHSIG = 1  # prctl(2)
+
+
+def stop_with_launcher() -> None:
+    """Have the kernel send this process SIGTERM when its launcher dies, so that it saves and ends.
+
+    Nothing happens without a launcher: a run started from a shell may outlive it. Nor elsewhere than on Linux.
+    """
+    parent = os.getppid()
+    if sys.platform != "linux" or not (ELASTIC_VARIABLE in os.environ or is_launcher(_command(parent))):
+        return
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    is_gone = parent == 1 and not is_launcher(_command(parent))  # died before we asked; in a container it may be 1
+    if is_gone or os.getppid() != parent:  # died meanwhile: the kernel tells nothing that happened before the call
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def is_launcher(command: Sequence[str]) -> bool:
+    """Tell whether this command line is that of a launcher.
+
+    >>> is_launcher(["/usr/bin/python", "/usr/bin/accelerate", "launch"]), is_launcher(["bash"])
+    (True, False)
+    """
+    return any(Path(word).name in LAUNCHERS or word.startswith(LAUNCHER_MODULES) for word in command[:4])
+
+
+def launch_id(variables: Mapping[str, str], *, host: str, pid: int, parent: int) -> str:
+    """Return a name that all processes of one launch share and no other launch has at the same time."""
+    address = variables.get("MASTER_ADDR")
+    if address is None or int(variables.get("WORLD_SIZE", "1")) == 1:
+        return f"{host}:{pid}"
+    place = f"{host}:{parent}" if address in ("127.0.0.1", "localhost", "::1") else address
+    return f"{place}:{variables.get('MASTER_PORT')}:{variables.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+
+
+def _command(pid: int) -> list[str]:
+    try:
+        return list(psutil.Process(pid).cmdline())
+    except psutil.Error:
+        return []
+
+
+_EXIT_HANDLERS_SECONDS = 10.0
+"""For all that was registered: a handler that waits for another process would wait for ever."""
+
+
+def exit_process(code: int, *, seconds: float = _EXIT_HANDLERS_SECONDS) -> NoReturn:
+    """Do what was registered with `atexit`, flush, and end this process, after so many seconds at the latest.
+
+    On another thread than the main one nothing registered is done: the main one may be stuck, with locks held.
+    """
+    try:
+        if threading.current_thread() is threading.main_thread():
+            _run_exit_handlers(code, seconds=seconds)
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        os._exit(code)
+
+
+def _run_exit_handlers(code: int, *, seconds: float) -> None:
+    guard = threading.Timer(seconds, _give_up, (code, seconds))
+    guard.daemon = True
+    guard.start()
+    atexit._run_exitfuncs()  # the last registered first; an error in one is printed and does not keep the others
+    guard.cancel()
+
+
+def _give_up(code: int, seconds: float) -> None:
+    try:
+        print(f"warning: what was registered with atexit took more than {seconds:g} s; it is left", file=sys.stderr)
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        os._exit(code)
+
+
+def run_process_group(
     command: Sequence[str],
     *,
     log: Path,

@@ -1,11 +1,16 @@
-"""How far a run has come: the few numbers that grow, in one object of plain types."""
+"""How far a run is: the few counters that grow, how they are read back from a checkpoint, and what is due at a step."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import asdict, dataclass, field, fields
+from functools import cache
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+
+from finetune.runtime.files.read import first_problem, parse_json
 
 VERSION = 3
-_WITHOUT_CONTENTS = 2
+_VERSION_OF_IDS_ONLY = 2
 """The version before: its digest of samples is of their ids alone."""
 
 
@@ -29,13 +34,92 @@ class Progress:
     def state_dict(self) -> dict[str, Any]:
         """Return everything as plain types."""
         values = {name: value for name, value in asdict(self).items() if name != "knows_contents"}
-        return {"version": VERSION if self.knows_contents else _WITHOUT_CONTENTS, **values}
+        return {"version": VERSION if self.knows_contents else _VERSION_OF_IDS_ONLY, **values}
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any]) -> "Progress":
         """Return the progress that `state_dict` described; raises ValueError for another version."""
         version = state.get("version")
-        if version not in (VERSION, _WITHOUT_CONTENTS):
+        if version not in (VERSION, _VERSION_OF_IDS_ONLY):
             raise ValueError(f"progress has version {version}; this program reads version {VERSION}")
         values = {name: value for name, value in state.items() if name != "version"}
         return cls(**values, knows_contents=version == VERSION)
+
+
+MAX_COUNT = 2**53
+"""No count of a run is larger: a thousand steps a second for 285,000 years."""
+
+MAX_STEPS = 10**9
+"""A run of more steps is none: the digest of its samples could not be worked out again."""
+
+_MAX_TEXT_LENGTH = 1000
+_BOUNDED: Mapping[Any, Any] = {
+    int: Annotated[int, Field(ge=0, le=MAX_COUNT)],
+    float: float,
+    float | None: float | None,
+    str: Annotated[str, Field(max_length=_MAX_TEXT_LENGTH)],
+}
+"""What the dataclass says of a field, and what is let through: all of its numbers are counts."""
+
+
+class UnsupportedVersion(ValueError):
+    """The progress is of a version that this program does not read: no damage."""
+
+
+def parse_progress(content: bytes | str) -> Progress:
+    """Return the progress; raises OtherVersion for another version's, ValueError for anything that is none."""
+    state = parse_json(content)
+    if not isinstance(state, dict):
+        raise ValueError("it is no JSON object")
+    version = state.get("version")
+    if isinstance(version, bool) or not isinstance(version, int):
+        raise ValueError("version: there is none")
+    try:
+        progress = Progress.from_state_dict(state)
+    except TypeError as error:
+        raise ValueError(str(error).removeprefix("Progress.__init__() ")) from None
+    except ValueError as error:
+        raise (UnsupportedVersion(str(error)) if version != VERSION else error) from None
+    _validate(progress, state=state)
+    return progress
+
+
+def _validate(progress: Progress, *, state: Mapping[str, Any]) -> None:
+    names = {each.name for each in fields(Progress)} - {"knows_contents"}  # which the version says
+    if state["version"] == VERSION and (missing := sorted(names - state.keys())):
+        raise ValueError(f"{missing[0]}: it is missing")
+    try:
+        _schema().model_validate(asdict(progress))
+    except ValidationError as error:
+        raise ValueError(first_problem(error)) from None
+    for name in ("step", "metrics_step"):
+        if getattr(progress, name) > MAX_STEPS:
+            raise ValueError(f"{name}: {getattr(progress, name)} steps are no run's; at most {MAX_STEPS} are read")
+
+
+@cache
+def _schema() -> type[BaseModel]:
+    """Return the schema that follows from the dataclass, so that a new field is checked without a word here."""
+    wanted: dict[str, Any] = {each.name: (_BOUNDED.get(each.type, each.type), ...) for each in fields(Progress)}
+    return create_model("StoredProgress", __config__=ConfigDict(strict=True, extra="forbid"), **wanted)
+
+
+@dataclass(frozen=True)
+class Cadence:
+    """Every so many steps, and always at the last one; so nothing is special after the loop."""
+
+    every_steps: int | None  # None: only at the last step
+    num_steps: int
+
+    def due(self, step: int) -> bool:
+        """Tell whether it is due once `step` steps are done."""
+        return step == self.num_steps or (self.every_steps is not None and step % self.every_steps == 0)
+
+
+@dataclass(frozen=True)
+class NeverDue:
+    """Never due."""
+
+    def due(self, step: int) -> bool:
+        """Return False."""
+        return False

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 
-def derive(*parts: int | str) -> int:
+def derive_seed(*parts: int | str) -> int:
     """Return a 63-bit seed that is the same on every machine and changes with every part."""
     digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
@@ -18,7 +18,7 @@ def derive(*parts: int | str) -> int:
 
 def seed_everything(*parts: int | str) -> None:
     """Seed Python, NumPy and torch (every device) from the parts."""
-    seed = derive(*parts)
+    seed = derive_seed(*parts)
     random.seed(seed)
     np.random.seed(seed % 2**32)
     for seed_one in _torch_seeders():

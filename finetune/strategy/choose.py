@@ -1,14 +1,14 @@
-"""From what the launcher set to a strategy."""
+"""The strategy that the launcher's settings ask for, and its description in one sentence."""
 
 from finetune.strategy.ddp import DataParallel
 from finetune.strategy.deepspeed import ZeroRedundancy
 from finetune.strategy.environment import LaunchEnvironment
 from finetune.strategy.fsdp import FullySharded
-from finetune.strategy.protocol import Strategy
-from finetune.strategy.reconcile import JobFacts, refuse
+from finetune.strategy.protocol import Sharded, Strategy
+from finetune.strategy.reconcile import JobSettings, refuse_conflicts
 
 
-def choose_strategy(environment: LaunchEnvironment, job: JobFacts) -> Strategy:
+def choose_strategy(environment: LaunchEnvironment, job: JobSettings) -> Strategy:
     """Return the strategy that was launched; raises StrategyError where it and the job cannot both be right."""
     strategy: Strategy
     if environment.zero_stage is not None:
@@ -17,5 +17,25 @@ def choose_strategy(environment: LaunchEnvironment, job: JobFacts) -> Strategy:
         strategy = FullySharded(environment, job)
     else:
         strategy = DataParallel(environment)
-    refuse(strategy.name, environment, job)
+    refuse_conflicts(strategy.name, environment, job)
     return strategy
+
+
+def describe_strategy(strategy: Strategy) -> str:
+    """Return one sentence: what is split over how many processes, and what is copied.
+
+    >>> explain(zero2_on_4)  # doctest: +SKIP
+    'zero2 on 4 processes splits gradients and optimizer state, copies parameters'
+    """
+    world = strategy.expected().num_processes
+    processes = "1 process" if world == 1 else f"{world} processes"
+    split = [kind.value for kind in Sharded if kind in strategy.sharded()]
+    copied = [kind.value for kind in Sharded if kind not in strategy.sharded()]
+    if world == 1:
+        return f"{strategy.name} on 1 process"
+    parts = [f"{verb} {_join_words(kinds)}" for kinds, verb in ((split, "splits"), (copied, "copies")) if kinds]
+    return f"{strategy.name} on {processes} {', '.join(parts)}"
+
+
+def _join_words(words: list[str]) -> str:
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"

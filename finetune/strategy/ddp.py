@@ -4,7 +4,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 from accelerate.utils import DistributedDataParallelKwargs
 
-from finetune.runtime.construction import Construction
+from finetune.runtime.parameters import InitContext
 from finetune.strategy.environment import LaunchEnvironment
 from finetune.strategy.protocol import Expected, PluginSettings, Sharded
 
@@ -14,10 +14,10 @@ class DataParallel:
 
     def __init__(self, environment: LaunchEnvironment) -> None:
         self._environment = environment
-        self._is_distributed = environment.world > 1 or environment.has_group
+        self._is_distributed = environment.world > 1 or environment.has_process_group
         self.name = "ddp" if self._is_distributed else "single"
 
-    def setting(self) -> AbstractContextManager[None]:
+    def accelerator_context(self) -> AbstractContextManager[None]:
         """Return nothing special."""
         return nullcontext()
 
@@ -37,6 +37,6 @@ class DataParallel:
         kind = "MULTI_GPU" if self._environment.has_device else "MULTI_CPU"
         return Expected((kind, "MULTI_XPU", "MULTI_NPU"), self._environment.world, "DistributedDataParallel")
 
-    def construction(self) -> Construction:
+    def init_context(self) -> InitContext:
         """Return plain construction: DDP needs the whole model everywhere."""
-        return Construction()
+        return InitContext()

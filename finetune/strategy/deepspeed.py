@@ -10,13 +10,13 @@ from accelerate.utils import DeepSpeedPlugin
 from torch import nn
 
 from finetune.errors import StrategyError
-from finetune.runtime.build_watch import BuildWatch, clear_build_locks
-from finetune.runtime.construction import Construction
 from finetune.runtime.optional import require
-from finetune.strategy.cpu import gloo_bridge
+from finetune.runtime.parameters import InitContext
+from finetune.runtime.supervision.build_locks import BuildLockWatcher, clear_build_locks
 from finetune.strategy.environment import LaunchEnvironment
 from finetune.strategy.protocol import Expected, PluginSettings, Sharded
-from finetune.strategy.reconcile import JobFacts, filled_deepspeed_config
+from finetune.strategy.reconcile import JobSettings, complete_deepspeed_config
+from finetune.strategy.upstream import gloo_bridge
 
 _SPLIT = {
     1: {Sharded.OPTIMIZER},
@@ -28,26 +28,26 @@ _SPLIT = {
 class ZeroRedundancy:
     """ZeRO: stage 1 splits optimizer state, stage 2 gradients too, stage 3 parameters too."""
 
-    def __init__(self, environment: LaunchEnvironment, job: JobFacts) -> None:
+    def __init__(self, environment: LaunchEnvironment, job: JobSettings) -> None:
         self._environment = environment
         self._job = job
         self._stage = environment.zero_stage or 2
         self.name = f"zero{self._stage}"
 
-    def setting(self) -> AbstractContextManager[None]:
+    def accelerator_context(self) -> AbstractContextManager[None]:
         """Return the gloo bridge where there is no accelerator."""
         return nullcontext() if self._environment.has_device else gloo_bridge()
 
     def plugin(self) -> PluginSettings:
         """Return Accelerate's plugin, its DeepSpeed config completed by what the job decides."""
-        _look_after_builds()
-        with self.setting():  # DeepSpeed settles on its device when it is first imported
+        _watch_builds()
+        with self.accelerator_context():  # DeepSpeed settles on its device when it is first imported
             require("deepspeed", extra="deepspeed", purpose="DeepSpeed ZeRO")
         try:
             plugin = DeepSpeedPlugin()
         except ValueError as error:
             raise StrategyError(f"Accelerate refuses the DeepSpeed part of the accelerate config: {error}") from error
-        filled = filled_deepspeed_config(plugin.deepspeed_config, world=self._environment.world, job=self._job)
+        filled = complete_deepspeed_config(plugin.deepspeed_config, world=self._environment.world, job=self._job)
         plugin.deepspeed_config.update(filled)
         return PluginSettings({"deepspeed_plugin": plugin})
 
@@ -59,21 +59,21 @@ class ZeroRedundancy:
         """Return DeepSpeed's engine at this stage, over all processes."""
         return Expected(("DEEPSPEED",), self._environment.world, "DeepSpeedEngine", zero_stage=self._stage)
 
-    def construction(self) -> Construction:
+    def init_context(self) -> InitContext:
         """Return construction in which stage 3 partitions each parameter at birth (transformers enters zero.Init)."""
-        return Construction(gather=_gather) if self._stage == 3 else Construction()
+        return InitContext(gather=_gather) if self._stage == 3 else InitContext()
 
 
-def _look_after_builds() -> None:
+def _watch_builds() -> None:
     """Have locks of killed builds removed, and what is waited for told: by one process of each machine."""
     local = int(os.environ.get("LOCAL_RANK", "0"))
     if local == 0:
-        clear_build_locks(say=_say)
+        clear_build_locks(log=_log)
     if local <= 1:  # where the first one compiles, the second one tells
-        BuildWatch(say=_say).start()
+        BuildLockWatcher(log=_log).start()
 
 
-def _say(text: str) -> None:
+def _log(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 

@@ -16,7 +16,7 @@ class LaunchEnvironment:
     world: int = 1
     rank: int = 0
     has_device: bool = False  # an accelerator that torch can use
-    has_group: bool = False  # started as one of a group of processes, be it a group of one
+    has_process_group: bool = False  # started as one of a group of processes, be it a group of one
     fsdp_version: int | None = None  # None: FSDP was not asked for
     zero_stage: int | None = None  # None: DeepSpeed was not asked for
     replicate_size: int = 1  # HSDP: copies of the sharded model
@@ -35,7 +35,7 @@ def read_environment(variables: Mapping[str, str], *, has_device: bool) -> Launc
         world=int(variables.get("WORLD_SIZE", "1")),
         rank=int(variables.get("RANK", "0")),
         has_device=has_device,
-        has_group="LOCAL_RANK" in variables,
+        has_process_group="LOCAL_RANK" in variables,
         fsdp_version=int(variables.get("FSDP_VERSION", "1")) if _is_true(variables, "ACCELERATE_USE_FSDP") else None,
         zero_stage=_zero_stage(variables, deepspeed),
         replicate_size=int(variables.get("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", "1")),

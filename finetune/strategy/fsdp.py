@@ -10,11 +10,11 @@ from accelerate import init_empty_weights
 from accelerate.utils import FullyShardedDataParallelPlugin
 from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
 
-from finetune.runtime.construction import Construction
-from finetune.strategy.cpu import gloo_bridge
+from finetune.runtime.parameters import InitContext
 from finetune.strategy.environment import LaunchEnvironment
 from finetune.strategy.protocol import Expected, PluginSettings, Sharded
-from finetune.strategy.reconcile import JobFacts
+from finetune.strategy.reconcile import JobSettings
+from finetune.strategy.upstream import gloo_bridge
 
 _COMPUTE = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -22,12 +22,12 @@ _COMPUTE = {"bf16": torch.bfloat16, "fp16": torch.float16}
 class FullySharded:
     """FSDP of either version; with a replicate size above 1 it is HSDP, copies of a sharded model."""
 
-    def __init__(self, environment: LaunchEnvironment, job: JobFacts) -> None:
+    def __init__(self, environment: LaunchEnvironment, job: JobSettings) -> None:
         self._environment = environment
         self._precision = job.precision
         self.name = "hsdp" if environment.replicate_size > 1 else f"fsdp{environment.fsdp_version}"
 
-    def setting(self) -> AbstractContextManager[None]:
+    def accelerator_context(self) -> AbstractContextManager[None]:
         """Return the gloo bridge where there is no accelerator."""
         return nullcontext() if self._environment.has_device else gloo_bridge()
 
@@ -59,9 +59,9 @@ class FullySharded:
             num_copies=self._environment.replicate_size,
         )
 
-    def construction(self) -> Construction:
+    def init_context(self) -> InitContext:
         """Return hollow modules on every rank but the first, where rank 0's weights will be broadcast."""
         is_broadcast = self._environment.fsdp_version == 2 and self._environment.cpu_ram_efficient_loading
         if not is_broadcast or self._environment.rank == 0:
-            return Construction()
-        return Construction(context=lambda: init_empty_weights(include_buffers=False), is_hollow=True)
+            return InitContext()
+        return InitContext(context=lambda: init_empty_weights(include_buffers=False), on_meta_device=True)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Protocol
 
-from finetune.runtime.construction import Construction
+from finetune.runtime.parameters import InitContext
 
 
 class Sharded(Enum):
@@ -45,7 +45,7 @@ class Strategy(Protocol):
 
     name: str
 
-    def setting(self) -> AbstractContextManager[None]:
+    def accelerator_context(self) -> AbstractContextManager[None]:
         """Return what is entered while the Accelerator is built."""
 
     def plugin(self) -> PluginSettings:
@@ -57,5 +57,5 @@ class Strategy(Protocol):
     def expected(self) -> Expected:
         """Return what must be found after construction: Accelerate can silently build plain DDP instead."""
 
-    def construction(self) -> Construction:
+    def init_context(self) -> InitContext:
         """Return how the model is brought into memory on this rank."""

@@ -12,7 +12,7 @@ ACCELERATE_PRECISION = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}
 
 
 @dataclass(frozen=True)
-class JobFacts:
+class JobSettings:
     """What the job says that a strategy must know."""
 
     strategy: str | None  # run.strategy: the only one that is accepted
@@ -20,16 +20,16 @@ class JobFacts:
     microbatch_size: int
     max_gradient_norm: float | None
     optimizer: str = "adamw"
-    keeps_average: bool = False  # of the weights, in the optimizer
-    unfreezes: bool = False  # some parameters begin to learn later
-    has_two_dtypes: bool = False  # frozen weights in 16 bits beside float32 adapters
+    averages_weights: bool = False  # of the weights, in the optimizer
+    unfreezes_later: bool = False  # some parameters begin to learn later
+    has_mixed_dtypes: bool = False  # frozen weights in 16 bits beside float32 adapters
     pins_memory: bool = False
     offloads_activations: bool = False
     updates_in_backward: bool = False
-    rounds_by_place: bool = False  # the optimizer: by chance drawn from where in the whole parameter a number is
+    rounds_by_position: bool = False  # the optimizer: by chance drawn from where in the whole parameter a number is
 
 
-def disagreements(environment: LaunchEnvironment, job: JobFacts) -> list[str]:
+def find_conflicts(environment: LaunchEnvironment, job: JobSettings) -> list[str]:
     """Return a sentence for each thing on which the accelerate config and the job cannot both be right."""
     found = []
     wanted = ACCELERATE_PRECISION[job.precision]
@@ -47,20 +47,20 @@ def disagreements(environment: LaunchEnvironment, job: JobFacts) -> list[str]:
             "fsdp_activation_checkpointing: true gives wrong gradients with any dropout (seen with Accelerate 1.15). "
             "Write false, and model.gradient_checkpointing: true in the job."
         )
-    if environment.fsdp_version == 1 and job.has_two_dtypes:
+    if environment.fsdp_version == 1 and job.has_mixed_dtypes:
         found.append(
             "FSDP1 flattens frozen 16-bit weights and float32 adapters into one buffer, which cannot be. "
             "Launch with accelerate_configs/fsdp2.yaml, or write model.dtype: float32."
         )
     found += [f"{kind} is asked for in the accelerate config and is not supported." for kind in environment.unsupported]
-    return found + _learning_disagreements(environment, job) + _deepspeed_disagreements(environment, job)
+    return found + _optimizer_conflicts(environment, job) + _deepspeed_conflicts(environment, job)
 
 
-def _learning_disagreements(environment: LaunchEnvironment, job: JobFacts) -> list[str]:
+def _optimizer_conflicts(environment: LaunchEnvironment, job: JobSettings) -> list[str]:
     found = []
     if job.offloads_activations and not environment.has_device:
         found.append("model.activation_offload: true has no effect without a GPU and none was found. Remove it.")
-    if job.updates_in_backward and _is_spread(environment):
+    if job.updates_in_backward and _is_distributed(environment):
         found.append(
             "train.optimizer.in_backward: true is for one process: over several, a gradient is whole only after it has "
             "been reduced. Remove it, or start one process without FSDP and DeepSpeed."
@@ -70,7 +70,7 @@ def _learning_disagreements(environment: LaunchEnvironment, job: JobFacts) -> li
             "train.optimizer.name: muon makes whole matrices orthogonal, and FSDP1 and ZeRO hand the optimizer parts "
             "of them, flattened. Launch with accelerate_configs/ddp.yaml or fsdp2.yaml, or write adamw."
         )
-    if job.rounds_by_place and (environment.fsdp_version == 1 or environment.zero_stage is not None):
+    if job.rounds_by_position and (environment.fsdp_version == 1 or environment.zero_stage is not None):
         found.append(
             "train.optimizer.state_dtype and stochastic_rounding go by a parameter's rows, and FSDP1 and ZeRO hand the "
             "optimizer flattened parts. Launch with accelerate_configs/ddp.yaml or fsdp2.yaml, or remove them."
@@ -78,17 +78,17 @@ def _learning_disagreements(environment: LaunchEnvironment, job: JobFacts) -> li
     return found
 
 
-def _is_spread(environment: LaunchEnvironment) -> bool:
+def _is_distributed(environment: LaunchEnvironment) -> bool:
     return environment.world > 1 or environment.fsdp_version is not None or environment.zero_stage is not None
 
 
-def _deepspeed_disagreements(environment: LaunchEnvironment, job: JobFacts) -> list[str]:
+def _deepspeed_conflicts(environment: LaunchEnvironment, job: JobSettings) -> list[str]:
     if environment.zero_stage is None:
         return []
     found = []
     if environment.zero_stage == 0:
         found.append("ZeRO stage 0 shards nothing. Use ddp.yaml.")
-    for key, value in _decided_by_the_job(environment.world, job).items():
+    for key, value in _set_by_job(environment.world, job).items():
         written = environment.deepspeed.get(key, "auto")
         if written != "auto" and written != value:
             found.append(f"the DeepSpeed config says {key}: {written}, the job makes it {value}. Write `auto` there.")
@@ -104,11 +104,11 @@ def _deepspeed_disagreements(environment: LaunchEnvironment, job: JobFacts) -> l
     ]
     if _offloads_optimizer(environment.deepspeed) and job.optimizer != "adamw":
         found.append(f"an offloaded optimizer must be adamw (DeepSpeedCPUAdam); the job says {job.optimizer}.")
-    return found + _offload_disagreements(environment, job)
+    return found + _offload_conflicts(environment, job)
 
 
-def _offload_disagreements(environment: LaunchEnvironment, job: JobFacts) -> list[str]:
-    asked = {"train.average": job.keeps_average, "train.unfreeze": job.unfreezes}
+def _offload_conflicts(environment: LaunchEnvironment, job: JobSettings) -> list[str]:
+    asked = {"train.average": job.averages_weights, "train.unfreeze": job.unfreezes_later}
     return [
         f"{key} needs our optimizer, and an offloaded one is DeepSpeed's own (DeepSpeedCPUAdam). Launch without "
         f"offload_optimizer, or remove {key}."
@@ -117,13 +117,13 @@ def _offload_disagreements(environment: LaunchEnvironment, job: JobFacts) -> lis
     ]
 
 
-def filled_deepspeed_config(config: Mapping[str, Any], *, world: int, job: JobFacts) -> dict[str, Any]:
+def complete_deepspeed_config(config: Mapping[str, Any], *, world: int, job: JobSettings) -> dict[str, Any]:
     """Return DeepSpeed's config with what the job decides written into it.
 
     Accumulation is 1: the step sets the boundary itself. Clipping is written even when it is off, since Accelerate
     would otherwise clip at 1.0. Under bf16, gradients are reduced in fp32 and checked before an update.
     """
-    filled = {**config, **_decided_by_the_job(world, job), "zero_allow_untested_optimizer": True}
+    filled = {**config, **_set_by_job(world, job), "zero_allow_untested_optimizer": True}
     filled["bf16"] = {**config.get("bf16", {}), "enabled": job.precision == "bf16"}
     filled["fp16"] = {**config.get("fp16", {}), "enabled": job.precision == "fp16"}
     if job.precision == "bf16":
@@ -133,9 +133,9 @@ def filled_deepspeed_config(config: Mapping[str, Any], *, world: int, job: JobFa
     return filled
 
 
-def refuse(strategy: str, environment: LaunchEnvironment, job: JobFacts) -> None:
+def refuse_conflicts(strategy: str, environment: LaunchEnvironment, job: JobSettings) -> None:
     """Raise StrategyError with every disagreement; do nothing when there is none."""
-    found = disagreements(environment, job)
+    found = find_conflicts(environment, job)
     if job.strategy not in (None, strategy):
         found.insert(
             0,
@@ -148,7 +148,7 @@ def refuse(strategy: str, environment: LaunchEnvironment, job: JobFacts) -> None
         raise StrategyError(f"the job and the accelerate config disagree on {count} point{'s' * (count > 1)}\n{lines}")
 
 
-def _decided_by_the_job(world: int, job: JobFacts) -> dict[str, Any]:
+def _set_by_job(world: int, job: JobSettings) -> dict[str, Any]:
     return {
         "train_micro_batch_size_per_gpu": job.microbatch_size,
         "gradient_accumulation_steps": 1,

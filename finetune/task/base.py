@@ -9,14 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from finetune.data.batch import IGNORED, Batch
-from finetune.data.encoding.attempts import attempted
-from finetune.data.features import Features, Outcome
-from finetune.data.prepared.chunks import Encode
-from finetune.data.prepared.lengths import Lengths
+from finetune.data.features import Features, Outcome, result_or_error
 from finetune.data.rows import Row
-from finetune.data.workers import Cost
+from finetune.data.token_cache.chunks import Encode
+from finetune.data.token_cache.lengths import LengthLimit
+from finetune.data.workers import LoadingCost
 from finetune.errors import DataError
-from finetune.task.protocol import Measured, ModelHead, Prior, Prompt
+from finetune.runtime.recorded import recorded_as
+from finetune.task.protocol import EvaluationOutput, GenerationPrompt, ModelHead, Precomputed
 
 
 class BaseTask:
@@ -24,7 +24,7 @@ class BaseTask:
 
     head: ModelHead = "causal_lm"
     _encoder: Encode | None = None  # what encodes rows, light enough for other processes; None: `encode_row` does
-    loading_cost: Cost = "light"
+    loading_cost: LoadingCost = "light"
 
     @property
     def has_partners(self) -> bool:
@@ -52,7 +52,7 @@ class BaseTask:
         return {}
 
     @property
-    def lengths(self) -> Lengths | None:
+    def lengths(self) -> LengthLimit | None:
         """Return None: `data.max_length` holds for the whole sample."""
         return None
 
@@ -62,15 +62,16 @@ class BaseTask:
         return self._encoder or self.encode
 
     @property
-    def prior(self) -> Prior | None:
+    def precomputed(self) -> Precomputed | None:
         """Return None: a sample is known from its row alone."""
         return None
 
+    @recorded_as("task.base.BaseTask.encode")
     def encode(self, rows: Sequence[Row]) -> Sequence[Outcome]:
         """Return each row's features, None where nothing is to be learnt, or what is wrong."""
         if self._encoder is not None:
             return self._encoder(rows)
-        return [attempted(self.encode_row, row) for row in rows]
+        return [result_or_error(self.encode_row, row) for row in rows]
 
     def encode_row(self, row: Row) -> Features | None:
         """Return what becomes of one row; raises its DataError. A task defines this or `encode`, which is faster."""
@@ -83,7 +84,7 @@ class BaseTask:
     def collate(self, features: Sequence[Features]) -> Batch:
         """Return the samples as one microbatch."""
 
-    def filler(self, features: Features) -> Batch:
+    def dummy_batch(self, features: Features) -> Batch:
         """Return the sample as a batch in which nothing counts."""
         batch = self.collate([features])
         targets = None if batch.targets is None else batch.targets.none
@@ -94,7 +95,7 @@ class BaseTask:
         """Return the number of targets, known since collation."""
         return batch.num_targets
 
-    def look_ahead(self, model: nn.Module, batches: Sequence[Batch]) -> Sequence[Batch]:
+    def prepare_step(self, model: nn.Module, batches: Sequence[Batch]) -> Sequence[Batch]:
         """Return the batches as they are: a microbatch's loss does not depend on the others."""
         return batches
 
@@ -115,9 +116,9 @@ class BaseTask:
     def metric_sums(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
         """Return named sums (scalars) over the batch that may be added up over batches and ranks."""
 
-    def measure(self, model: nn.Module, batch: Batch) -> Measured:
+    def evaluate_batch(self, model: nn.Module, batch: Batch) -> EvaluationOutput:
         """Return the sums alone."""
-        return Measured(self.metric_sums(model, batch))
+        return EvaluationOutput(self.metric_sums(model, batch))
 
     @abstractmethod
     def metrics(self, sums: Mapping[str, float], records: Tensor | None = None) -> Mapping[str, float]:
@@ -127,6 +128,6 @@ class BaseTask:
         """Return nothing: the tokens that are learnt say it."""
         return ""
 
-    def prompt(self, features: Features) -> Prompt | None:
+    def prompt(self, features: Features) -> GenerationPrompt | None:
         """Return None: nothing is asked."""
         return None

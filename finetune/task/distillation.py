@@ -1,8 +1,11 @@
-"""Knowledge distillation: learn the assistant's turns from the probabilities of a teacher."""
+"""Knowledge distillation: train the assistant's turns on the token probabilities of a teacher.
+
+The divergences take log-probabilities over the same categories, [targets, categories], and return [targets].
+"""
 
 import copy
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -12,18 +15,66 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from finetune.config.sections.task import DistillationSection
 from finetune.data.batch import Batch
 from finetune.data.features import Features
 from finetune.errors import DataError
-from finetune.task.at_targets import asked_at_targets, logits_at_targets
-from finetune.task.divergences import divergence_of, reduced
-from finetune.task.heads import Head, in_parts
-from finetune.task.materials import Materials
+from finetune.task.causal_lm import SftTask
+from finetune.task.lm_loss.at_targets import compute_at_targets, logits_at_targets
+from finetune.task.lm_loss.head import LmHead, map_chunks
 from finetune.task.metrics import perplexity
-from finetune.task.protocol import Prior
-from finetune.task.sft import SftTask
+from finetune.task.protocol import Precomputed, TaskContext
 
-TOKENS, LOG_PROBABILITIES = "teacher_tokens", "teacher_log_probabilities"
+Divergence = Callable[[Tensor, Tensor], Tensor]
+"""From the teacher's and the student's log-probabilities to divergences."""
+
+
+def forward_kl(teacher: Tensor, student: Tensor) -> Tensor:
+    """Return KL(teacher || student) = sum p (log p - log q) (Hinton et al., 2015, arXiv:1503.02531)."""
+    return _relative_entropy(teacher, student)
+
+
+def reverse_kl(teacher: Tensor, student: Tensor) -> Tensor:
+    """Return KL(student || teacher) = sum q (log q - log p) (Gu et al., 2023, arXiv:2306.08543)."""
+    return _relative_entropy(student, teacher)
+
+
+def jensen_shannon(teacher: Tensor, student: Tensor, *, beta: float) -> Tensor:
+    """Return beta KL(p || m) + (1 - beta) KL(q || m) with m = beta p + (1 - beta) q.
+
+    The generalised Jensen-Shannon divergence (Agarwal et al., 2023, arXiv:2306.13649, equation 3).
+    """
+    mixture = torch.logaddexp(teacher + math.log(beta), student + math.log1p(-beta))
+    return beta * _relative_entropy(teacher, mixture) + (1 - beta) * _relative_entropy(student, mixture)
+
+
+def divergence_of(section: DistillationSection) -> Divergence:
+    """Return the divergence that the section names."""
+    named: Mapping[str, Divergence] = {
+        "forward_kl": forward_kl,
+        "reverse_kl": reverse_kl,
+        "jsd": partial(jensen_shannon, beta=section.jsd_beta),
+    }
+    return named[section.divergence]
+
+
+def reduce_to_top_k(log_probabilities: Tensor, kept: Tensor) -> Tensor:
+    """Return the log-probabilities of the kept tokens and, behind them, of all others together.
+
+    With kept tokens i1 ... ik it is `log p[i1] ... log p[ik], log sum of p over the others`: a distribution over k + 1
+    categories. `kept` is [targets, k], the result [targets, k + 1].
+    """
+    others = log_probabilities.scatter(1, kept, -torch.inf).logsumexp(dim=1, keepdim=True)
+    return torch.cat([log_probabilities.gather(1, kept), others], dim=1)
+
+
+def _relative_entropy(one: Tensor, other: Tensor) -> Tensor:
+    """Return sum exp(one) (one - other); what has no probability counts for nothing."""
+    terms = one.exp() * (one - other)
+    return torch.where(one == -torch.inf, 0.0, terms).sum(dim=1)
+
+
+TEACHER_TOKENS, TEACHER_LOG_PROBABILITIES = "teacher_tokens", "teacher_log_probabilities"
 """Arrays of a sample: the k likeliest tokens at each target, and their k + 1 log-probabilities, target after target."""
 
 
@@ -35,9 +86,9 @@ class DistillationTask(SftTask):
     `(1 - w) T^2 divergence(p, q) + w cross_entropy`. With `top_k`, p and q are what `reduced` makes of them.
     """
 
-    def __init__(self, materials: Materials) -> None:
-        super().__init__(materials)
-        section = materials.section.distillation
+    def __init__(self, context: TaskContext) -> None:
+        super().__init__(context)
+        section = context.section.distillation
         assert section is not None  # a rule of the config
         self.section = section
         self._num_tokens = len(self.tokenizer)
@@ -49,7 +100,7 @@ class DistillationTask(SftTask):
                 "Remove it."
             )
 
-    def taught_by(self, teacher: nn.Module) -> "DistillationTask":
+    def attach_teacher(self, teacher: nn.Module) -> "DistillationTask":
         """Return the task with a teacher to ask, which is whole on this rank; it is asked alone, not collectively."""
         taught = copy.copy(self)
         taught._teacher = teacher
@@ -59,29 +110,29 @@ class DistillationTask(SftTask):
         return {**self.__dict__, "_teacher": None}  # a loader's process needs none
 
     @property
-    def prior(self) -> Prior | None:
+    def precomputed(self) -> Precomputed | None:
         """Return the teacher's answers where they are to be kept."""
         section = self.section
         if not section.cache:
             return None
         identity = {"top_k": section.top_k, "temperature": section.temperature, "tokens": self._num_tokens}
-        return Prior("teacher's log-probabilities", "teacher", identity, self._answers)
+        return Precomputed("teacher's log-probabilities", "teacher", identity, self._answers)
 
     def collate(self, features: Sequence[Features]) -> Batch:
         """Return the samples padded, with what is known of the teacher's answers."""
         batch = super().collate(features)
-        if any(TOKENS not in each.arrays for each in features):
+        if any(TEACHER_TOKENS not in each.arrays for each in features):
             return batch
         assert self.section.top_k is not None
         known = {}
-        for name, width in ((TOKENS, self.section.top_k), (LOG_PROBABILITIES, self.section.top_k + 1)):
+        for name, width in ((TEACHER_TOKENS, self.section.top_k), (TEACHER_LOG_PROBABILITIES, self.section.top_k + 1)):
             values = np.concatenate([each.arrays[name] for each in features]).reshape(-1, width)
-            known[name] = torch.from_numpy(values.astype(np.int64) if name == TOKENS else values)
+            known[name] = torch.from_numpy(values.astype(np.int64) if name == TEACHER_TOKENS else values)
         return replace(batch, extras={**batch.extras, **known})
 
-    def filler(self, features: Features) -> Batch:
+    def dummy_batch(self, features: Features) -> Batch:
         """Return the sample as a batch in which nothing counts and nothing is known."""
-        batch = super().filler(features)
+        batch = super().dummy_batch(features)
         return replace(batch, extras={name: value[:0] for name, value in batch.extras.items()})
 
     def loss_sums(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
@@ -92,8 +143,8 @@ class DistillationTask(SftTask):
     def metric_sums(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
         """Return the same, `num_targets` and `num_correct`."""
         assert batch.targets is not None  # a batch of tokens knows them
-        labels, taught = batch.targets.labels, self._taught(batch)
-        summed = asked_at_targets(model, batch, partial(self._summed, labels=labels, taught=taught))
+        labels, taught = batch.targets.labels, self._teacher_targets(batch)
+        summed = compute_at_targets(model, batch, partial(self._sums_of_targets, labels=labels, taught=taught))
         loss_sum, cross_entropy, divergence, num_correct = summed.unbind()
         num_targets = torch.full((), len(labels), device=labels.device)
         sums = {"loss_sum": loss_sum, "cross_entropy": cross_entropy, "divergence": divergence}
@@ -111,25 +162,27 @@ class DistillationTask(SftTask):
             "token_accuracy": sums["num_correct"] / count,
         }
 
-    def _summed(self, rows: Tensor, head: Head, *, labels: Tensor, taught: tuple[Tensor, Tensor | None]) -> Tensor:
+    def _sums_of_targets(
+        self, rows: Tensor, head: LmHead, *, labels: Tensor, taught: tuple[Tensor, Tensor | None]
+    ) -> Tensor:
         """Return the sums over hidden states: loss, cross-entropy, divergence and number correct, [4]."""
         teacher, kept = taught
         of_each = (labels, teacher) if kept is None else (labels, teacher, kept)
-        return torch.stack(in_parts(partial(self._sums, head), head, rows, *of_each)).sum(dim=0)
+        return torch.stack(map_chunks(partial(self._sums, head), head, rows, *of_each)).sum(dim=0)
 
-    def _sums(self, head: Head, rows: Tensor, labels: Tensor, teacher: Tensor, kept: Tensor | None = None) -> Tensor:
+    def _sums(self, head: LmHead, rows: Tensor, labels: Tensor, teacher: Tensor, kept: Tensor | None = None) -> Tensor:
         weight, temperature = self.section.cross_entropy_weight, self.section.temperature
         logits = head.logits(rows)
         student = self._log_probabilities(logits)
-        divergence = self._divergence(teacher, student if kept is None else reduced(student, kept)).sum()
+        divergence = self._divergence(teacher, student if kept is None else reduce_to_top_k(student, kept)).sum()
         cross_entropy = functional.cross_entropy(logits, labels, reduction="sum")
         loss = (1 - weight) * temperature**2 * divergence + weight * cross_entropy
         return torch.stack([loss, cross_entropy, divergence, (logits.argmax(dim=-1) == labels).sum()])
 
-    def _taught(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
+    def _teacher_targets(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
         """Return the teacher's log-probabilities, and of which tokens they are; None: of all."""
         if self.section.cache:
-            return batch.extras[LOG_PROBABILITIES], batch.extras[TOKENS]
+            return batch.extras[TEACHER_LOG_PROBABILITIES], batch.extras[TEACHER_TOKENS]
         assert self._teacher is not None, "the run has given no teacher"
         return self._asked(self._teacher, batch)
 
@@ -140,7 +193,7 @@ class DistillationTask(SftTask):
         if self.section.top_k is None:
             return answers, None
         kept = answers.topk(self.section.top_k, dim=1).indices
-        return reduced(answers, kept), kept
+        return reduce_to_top_k(answers, kept), kept
 
     def _answers(self, teacher: nn.Module, batch: Batch) -> list[dict[str, np.ndarray]]:
         """Return the arrays of each sample that the teacher's answers are kept in."""
@@ -150,7 +203,10 @@ class DistillationTask(SftTask):
         counts = list(batch.targets.per_row)
         values = zip(torch.split(kept.cpu(), counts), torch.split(answers.cpu(), counts), strict=True)
         return [
-            {TOKENS: tokens.flatten().numpy().astype(np.uint32), LOG_PROBABILITIES: each.flatten().numpy()}
+            {
+                TEACHER_TOKENS: tokens.flatten().numpy().astype(np.uint32),
+                TEACHER_LOG_PROBABILITIES: each.flatten().numpy(),
+            }
             for tokens, each in values
         ]
 

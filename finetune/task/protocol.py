@@ -1,18 +1,43 @@
-"""The seam of what is learnt: rows become features, features batches, batches a summed loss."""
+"""The Task protocol, one of the two seams: rows become features, features batches, batches a summed loss.
 
-from collections.abc import Callable, Mapping, Sequence
+`TaskContext` is what every task is built from.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 import numpy as np
 from torch import Tensor, nn
 
+from finetune.config.sections.data import DataSection
+from finetune.config.sections.task import TaskSection
+from finetune.config.sections.train import LossKernel
 from finetune.data.batch import Batch
 from finetune.data.features import Features, Outcome
-from finetune.data.prepared.chunks import Encode
-from finetune.data.prepared.lengths import Lengths
 from finetune.data.rows import Row
-from finetune.data.workers import Cost
+from finetune.data.token_cache.chunks import Encode
+from finetune.data.token_cache.lengths import LengthLimit
+from finetune.data.workers import LoadingCost
+
+
+def no_rows() -> Iterable[Row]:
+    """Return no rows."""
+    return ()
+
+
+@dataclass(frozen=True)
+class TaskContext:
+    """What a task may be built from. What a task needs and is not there is an error of ours, not the user's."""
+
+    section: TaskSection
+    data: DataSection
+    tokenizer: Any = None  # a PreTrainedTokenizerBase; None for images alone
+    processor: Any = None  # an image processor, or a processor of images and text; None for text alone
+    rows: Callable[[], Iterable[Row]] = no_rows  # the training rows as their formats read them
+    facts: Mapping[str, Any] | None = None  # what an earlier start of the run has read from the rows
+    loss_kernel: LossKernel = "auto"
+
 
 ModelHead = Literal[
     "causal_lm",
@@ -29,7 +54,7 @@ __all__ = ["Measured", "ModelHead", "Prior", "Prompt", "Row", "Task"]
 
 
 @dataclass(frozen=True)
-class Prompt:
+class GenerationPrompt:
     """What the model is asked in a generation, and what it should answer."""
 
     input_ids: tuple[int, ...]
@@ -40,7 +65,7 @@ class Prompt:
 
 
 @dataclass(frozen=True)
-class Measured:
+class EvaluationOutput:
     """What an evaluation takes from a batch."""
 
     sums: Mapping[str, Tensor]  # scalars that may be added up over batches and ranks
@@ -48,13 +73,13 @@ class Measured:
 
 
 @dataclass(frozen=True)
-class Prior:
+class Precomputed:
     """What must be known of each sample beforehand: worked out once, by a model that does not learn, kept as data."""
 
     title: str  # what it is, for messages: `reference log-probabilities`
-    knower: Literal["reference", "teacher"]  # the model that the run starts from, or another one
+    scorer: Literal["reference", "teacher"]  # the model that the run starts from, or another one
     identity: Mapping[str, Any]  # JSON: what of the task decides the arrays, beside the samples and the model
-    work_out: Callable[[nn.Module, Batch], Sequence[Mapping[str, np.ndarray]]]
+    compute: Callable[[nn.Module, Batch], Sequence[Mapping[str, np.ndarray]]]
     """From a model that evaluates and a batch to the arrays (1-D, by name) of each of its samples, in their order.
 
     The samples deliver these arrays in `Features.arrays` from then on, behind their own. One forward pass or more, for
@@ -66,7 +91,7 @@ class Task(Protocol):
     """What is learnt. The loop calls these and knows nothing else of the task."""
 
     head: ModelHead
-    loading_cost: Cost  # what a sample costs the loader
+    loading_cost: LoadingCost  # what a sample costs the loader
 
     @property
     def has_partners(self) -> bool:
@@ -89,7 +114,7 @@ class Task(Protocol):
         """Return, as JSON, what of the task's own settings and facts decides what `encode` makes of a row."""
 
     @property
-    def lengths(self) -> Lengths | None:
+    def lengths(self) -> LengthLimit | None:
         """Return how long a sample may be and what becomes of a longer one; None: as `data.max_length` says."""
 
     @property
@@ -97,7 +122,7 @@ class Task(Protocol):
         """Return what `encode` does as something to send to other processes: the lighter, the sooner they start."""
 
     @property
-    def prior(self) -> Prior | None:
+    def precomputed(self) -> Precomputed | None:
         """Return what must be known of each sample beforehand; None where that is nothing."""
 
     def encode(self, rows: Sequence[Row]) -> Sequence[Outcome]:
@@ -112,13 +137,13 @@ class Task(Protocol):
         What is random here is drawn from `(features.seed, features.sample_id)`: it then depends on no world size.
         """
 
-    def filler(self, features: Features) -> Batch:
+    def dummy_batch(self, features: Features) -> Batch:
         """Return a batch in the shape of one sample with no targets, for a rank that has no row left to evaluate."""
 
     def count_targets(self, batch: Batch) -> int:
         """Return the number of targets, before any forward pass."""
 
-    def look_ahead(self, model: nn.Module, batches: Sequence[Batch]) -> Sequence[Batch]:
+    def prepare_step(self, model: nn.Module, batches: Sequence[Batch]) -> Sequence[Batch]:
         """Return this rank's microbatches of one step with what their losses must know of the whole step. Collective.
 
         Leaves gradients and random numbers as they are.
@@ -136,7 +161,7 @@ class Task(Protocol):
     def step_metrics(self, sums: Mapping[str, float], *, num_targets: int) -> Mapping[str, float]:
         """Return what the log of a step shows of those sums beside the loss."""
 
-    def measure(self, model: nn.Module, batch: Batch) -> Measured:
+    def evaluate_batch(self, model: nn.Module, batch: Batch) -> EvaluationOutput:
         """Return what an evaluation takes from the batch."""
 
     def metrics(self, sums: Mapping[str, float], records: Tensor | None = None) -> Mapping[str, float]:
@@ -148,5 +173,5 @@ class Task(Protocol):
     def answer(self, features: Features) -> str:
         """Return in words what is to be found out about the sample; empty where its tokens say it."""
 
-    def prompt(self, features: Features) -> Prompt | None:
+    def prompt(self, features: Features) -> GenerationPrompt | None:
         """Return what to ask the model for this sample and what it should answer; None where nothing is asked."""

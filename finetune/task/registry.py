@@ -4,30 +4,28 @@ from collections.abc import Callable, Mapping
 from typing import Literal
 
 from finetune.config.sections.task import TaskName
+from finetune.task.causal_lm import PretrainTask, SftTask
+from finetune.task.classification.image_classification import ImageClassificationTask
+from finetune.task.classification.text_classification import TextClassificationTask
+from finetune.task.classification.token_classification import TokenClassificationTask
 from finetune.task.distillation import DistillationTask
-from finetune.task.image_classification import ImageClassificationTask
-from finetune.task.kto import KtoTask
 from finetune.task.masked_lm import MaskedLmTask
-from finetune.task.materials import Materials
-from finetune.task.preference import PreferenceTask
-from finetune.task.pretrain import PretrainTask
-from finetune.task.protocol import ModelHead, Task
-from finetune.task.reward import RewardTask
+from finetune.task.preference.dpo import PreferenceTask
+from finetune.task.preference.kto import KtoTask
+from finetune.task.preference.reward import RewardTask
+from finetune.task.protocol import ModelHead, Task, TaskContext
 from finetune.task.seq2seq import Seq2SeqTask
-from finetune.task.sft import SftTask
-from finetune.task.text_classification import TextClassificationTask
-from finetune.task.token_classification import TokenClassificationTask
 from finetune.task.vision_language_sft import VisionLanguageSftTask
 
-Reads = Literal["text", "images", "both"]
+InputKind = Literal["text", "images", "both"]
 
 
-def _preference(materials: Materials) -> Task:
+def _preference(context: TaskContext) -> Task:
     """Return the task of the loss: KTO's answers are judged one by one."""
-    return KtoTask(materials) if materials.section.preference.loss == "kto" else PreferenceTask(materials)
+    return KtoTask(context) if context.section.preference.loss == "kto" else PreferenceTask(context)
 
 
-TASKS: dict[str, Callable[[Materials], Task]] = {
+TASKS: dict[str, Callable[[TaskContext], Task]] = {
     "sft": SftTask,
     "text_classification": TextClassificationTask,
     "token_classification": TokenClassificationTask,
@@ -41,21 +39,21 @@ TASKS: dict[str, Callable[[Materials], Task]] = {
     "vision_language_sft": VisionLanguageSftTask,
 }
 
-READS: Mapping[TaskName, Reads] = {"image_classification": "images", "vision_language_sft": "both"}
+INPUT_KINDS: Mapping[TaskName, InputKind] = {"image_classification": "images", "vision_language_sft": "both"}
 """What a task's rows hold; text, where nothing is said."""
 
 
-def build_task(materials: Materials) -> Task:
+def build_task(context: TaskContext) -> Task:
     """Return the task of that name; raises DataError when the tokenizer or the rows cannot serve it."""
-    return TASKS[materials.section.name](materials)
+    return TASKS[context.section.name](context)
 
 
-def head_of(name: TaskName) -> ModelHead:
+def model_head(name: TaskName) -> ModelHead:
     """Return the head of the model that the task trains."""
     head: ModelHead = getattr(TASKS[name], "head", "causal_lm")  # both tasks of preference have that of a causal model
     return head
 
 
-def reads(name: TaskName) -> Reads:
+def input_kind(name: TaskName) -> InputKind:
     """Return what the rows of the task hold."""
-    return READS.get(name, "text")
+    return INPUT_KINDS.get(name, "text")

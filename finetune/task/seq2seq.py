@@ -8,16 +8,15 @@ import torch
 from torch import Tensor, nn
 
 from finetune.data.batch import IGNORED, Batch, Targets
-from finetune.data.encoding.frame import frame_of
-from finetune.data.encoding.source_target import SourceTargetEncoder
+from finetune.data.encoding.text import SourceTargetEncoder
+from finetune.data.encoding.tokenizer import num_special_tokens_around
 from finetune.data.features import Features
-from finetune.data.prepared.lengths import SourceTargetLengths
+from finetune.data.token_cache.lengths import SourceTargetLengthLimit
 from finetune.task.base import BaseTask
-from finetune.task.causal import pad_id, target_loss
-from finetune.task.forward import innermost
-from finetune.task.materials import Materials
+from finetune.task.causal_lm import make_target_loss, pad_id
 from finetune.task.metrics import token_metrics
-from finetune.task.protocol import ModelHead, Prompt
+from finetune.task.model_inputs import unwrap_model
+from finetune.task.protocol import GenerationPrompt, ModelHead, TaskContext
 
 
 class Seq2SeqTask(BaseTask):
@@ -28,14 +27,14 @@ class Seq2SeqTask(BaseTask):
 
     head: ModelHead = "seq2seq_lm"
 
-    def __init__(self, materials: Materials) -> None:
-        section, self.data = materials.section, materials.data
-        self.pad_id = pad_id(materials.tokenizer)
-        self.loss = target_loss(materials)
+    def __init__(self, context: TaskContext) -> None:
+        section, self.data = context.section, context.data
+        self.pad_id = pad_id(context.tokenizer)
+        self.loss = make_target_loss(context)
         self._section = section.seq2seq
-        self._frame = frame_of(materials.tokenizer)
+        self._frame = num_special_tokens_around(context.tokenizer)
         self._encoder = SourceTargetEncoder(
-            materials.tokenizer,
+            context.tokenizer,
             prefix=self._section.source_prefix,
             allow_special_tokens=self.data.allow_special_tokens,
         )
@@ -46,23 +45,23 @@ class Seq2SeqTask(BaseTask):
         return self._section.model_dump()
 
     @property
-    def lengths(self) -> SourceTargetLengths:
+    def lengths(self) -> SourceTargetLengthLimit:
         """Return `data.max_length` for the source, `task.seq2seq.max_target_length` for the target."""
         data, longest = self.data, self._section.max_target_length
-        return SourceTargetLengths(
+        return SourceTargetLengthLimit(
             data.longest, longest or data.longest, data.over_length, data.truncate_side, self._frame
         )
 
     def collate(self, features: Sequence[Features]) -> Batch:
         """Return sources and targets padded on the right; labels[b, t] is the target's token t."""
-        pairs = [_parts(each) for each in features]
+        pairs = [_source_and_target(each) for each in features]
         sources, targets = [source for source, _ in pairs], [target for _, target in pairs]
         lengths = np.array([len(source) for source in sources])
         mask = np.arange(lengths.max()) < lengths[:, None]
-        labels = _rectangle(targets, filled_with=IGNORED)
+        labels = _pad_rows(targets, filled_with=IGNORED)
         return Batch(
             inputs={
-                "input_ids": torch.from_numpy(_rectangle(sources, filled_with=self.pad_id)),
+                "input_ids": torch.from_numpy(_pad_rows(sources, filled_with=self.pad_id)),
                 "attention_mask": torch.from_numpy(mask.astype(np.int64)),
             },
             labels=torch.from_numpy(labels),
@@ -79,38 +78,38 @@ class Seq2SeqTask(BaseTask):
 
     def loss_sums(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
         """Return `loss_sum` and, where that is smoothed or has a z-loss, the plain `cross_entropy` beside it."""
-        return self.loss.sums(model, batch, _inputs(model, batch))
+        return self.loss.sums(model, batch, _seq2seq_inputs(model, batch))
 
     def metric_sums(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
         """Return `loss_sum` (the plain cross-entropy), `num_targets` and `num_correct`."""
-        return self.loss.measured(model, batch, _inputs(model, batch))
+        return self.loss.evaluation_sums(model, batch, _seq2seq_inputs(model, batch))
 
     def metrics(self, sums: Mapping[str, float], records: Tensor | None = None) -> Mapping[str, float]:
         """Return `loss`, `perplexity` and `token_accuracy`."""
         return token_metrics(sums)
 
-    def prompt(self, features: Features) -> Prompt | None:
+    def prompt(self, features: Features) -> GenerationPrompt | None:
         """Return the source, and the target as learnt: with the end of sequence."""
-        source, target = _parts(features)
-        return Prompt(input_ids=tuple(source.tolist()), reference_ids=tuple(target.tolist()))
+        source, target = _source_and_target(features)
+        return GenerationPrompt(input_ids=tuple(source.tolist()), reference_ids=tuple(target.tolist()))
 
 
-def _inputs(model: nn.Module, batch: Batch) -> dict[str, Any]:
+def _seq2seq_inputs(model: nn.Module, batch: Batch) -> dict[str, Any]:
     """Return what the model is given: its decoder then predicts the labels.
 
     It is given the targets shifted by one, as the model itself shifts labels, and no labels: their mean is not wanted.
     """
-    inner: Any = innermost(model)
+    inner: Any = unwrap_model(model)
     before = inner.prepare_decoder_input_ids_from_labels(labels=batch.labels)
     return {**batch.inputs, "decoder_input_ids": before, "use_cache": False}
 
 
-def _parts(features: Features) -> tuple[np.ndarray, np.ndarray]:
+def _source_and_target(features: Features) -> tuple[np.ndarray, np.ndarray]:
     ids, is_target = features.arrays["input_ids"].astype(np.int64), features.arrays["is_target"]
     return ids[~is_target], ids[is_target]
 
 
-def _rectangle(rows: Sequence[np.ndarray], *, filled_with: int) -> np.ndarray:
+def _pad_rows(rows: Sequence[np.ndarray], *, filled_with: int) -> np.ndarray:
     filled = np.full((len(rows), max(map(len, rows))), filled_with, dtype=np.int64)
     for place, row in enumerate(rows):
         filled[place, : len(row)] = row

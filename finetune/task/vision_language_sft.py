@@ -9,16 +9,14 @@ import torch
 from torch import Tensor
 
 from finetune.data.batch import Batch
-from finetune.data.encoding.picture_text import Pictures
-from finetune.data.encoding.pictures import PicturedEncoder, images_of
+from finetune.data.encoding.image_conversation import ImageConversationEncoder, ImageTextProcessor, images_of
 from finetune.data.features import Features
-from finetune.data.prepared.chunks import Encode
-from finetune.data.workers import Cost
-from finetune.task.collate import padded
-from finetune.task.expecting import PicturedTurns
-from finetune.task.materials import Materials
-from finetune.task.protocol import ModelHead, Prompt
-from finetune.task.sft import SftTask
+from finetune.data.token_cache.chunks import Encode
+from finetune.data.workers import LoadingCost
+from finetune.task.causal_lm import SftTask
+from finetune.task.model_inputs import collate_padded
+from finetune.task.protocol import GenerationPrompt, ModelHead, TaskContext
+from finetune.task.row_formats import RequireImageMessages
 
 
 class VisionLanguageSftTask(SftTask):
@@ -29,13 +27,13 @@ class VisionLanguageSftTask(SftTask):
     """
 
     head: ModelHead = "image_text_to_text"
-    loading_cost: Cost = "heavy"
+    loading_cost: LoadingCost = "heavy"
 
-    def __init__(self, materials: Materials) -> None:
-        self._processor = materials.processor
-        self._processor.chat_template = materials.tokenizer.chat_template
-        super().__init__(materials)
-        self._pictures: Pictures = self._pictured.pictures
+    def __init__(self, context: TaskContext) -> None:
+        self._processor = context.processor
+        self._processor.chat_template = context.tokenizer.chat_template
+        super().__init__(context)
+        self._pictures: ImageTextProcessor = self._pictured.pictures
         self._blank = self._pictured.blank()
 
     @property
@@ -47,14 +45,14 @@ class VisionLanguageSftTask(SftTask):
         """Return the samples padded on the right, with what the processor makes of their images."""
         has_images = any(len(each.arrays["image_sizes"]) for each in features)
         rows = features if has_images else [*features, self._blank]
-        batch = padded(rows, pad_id=self.pad_id)
+        batch = collate_padded(rows, pad_id=self.pad_id)
         inputs = {**batch.inputs, **self._per_token(rows), **self._pixels(rows)}
         num_tokens = sum(each.length for each in features)
         return replace(
             batch, inputs=inputs, num_tokens=num_tokens, sample_ids=tuple(each.sample_id for each in features)
         )
 
-    def prompt(self, features: Features) -> Prompt | None:
+    def prompt(self, features: Features) -> GenerationPrompt | None:
         """Return all before the last answer, its images, and that answer as learnt.
 
         A prompt without an image has a blank one beside it. None where an image stands behind the prompt.
@@ -72,14 +70,14 @@ class VisionLanguageSftTask(SftTask):
 
     def _make_encoder(self) -> Encode:
         data = self.data
-        self._pictured = PicturedEncoder(
+        self._pictured = ImageConversationEncoder(
             self._processor,
             train_on=data.train_on,
             system_prompt=data.system_prompt,
             template=data.chat_template,
             allow_special_tokens=data.allow_special_tokens,
         )
-        return PicturedTurns(self._pictured)
+        return RequireImageMessages(self._pictured)
 
     @property
     def _names(self) -> tuple[str, ...]:

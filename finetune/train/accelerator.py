@@ -6,7 +6,7 @@ from accelerate import Accelerator, DataLoaderConfiguration
 from torch import nn
 
 from finetune.errors import StrategyError
-from finetune.runtime import ranks
+from finetune.runtime import distributed
 from finetune.strategy.protocol import Expected, Strategy
 from finetune.strategy.reconcile import ACCELERATE_PRECISION
 
@@ -16,7 +16,7 @@ def build_accelerator(strategy: Strategy, *, precision: str) -> Accelerator:
 
     Accumulation stays at 1 in Accelerate: the step sets the boundary itself and knows the number of targets.
     """
-    with strategy.setting():
+    with strategy.accelerator_context():
         accelerator = Accelerator(
             mixed_precision=ACCELERATE_PRECISION[precision],
             gradient_accumulation_steps=1,
@@ -26,7 +26,7 @@ def build_accelerator(strategy: Strategy, *, precision: str) -> Accelerator:
             ),
             **strategy.plugin().arguments,
         )
-    ranks.open_control_group()
+    distributed.open_control_group()
     check_accelerator(accelerator, strategy.expected(), precision=precision, strategy=strategy.name)
     return accelerator
 
@@ -37,7 +37,7 @@ def check_accelerator(accelerator: Accelerator, expected: Expected, *, precision
     found = [
         _difference("distributed type", expected.distributed_types, accelerator.distributed_type.name),
         _difference("number of processes", (expected.num_processes,), accelerator.num_processes),
-        _difference("processes in the process group", (expected.num_processes,), ranks.world()),
+        _difference("processes in the process group", (expected.num_processes,), distributed.world()),
         _difference("mixed precision", (ACCELERATE_PRECISION[precision],), accelerator.mixed_precision),
     ]
     if expected.fsdp_version is not None and state.fsdp_plugin is not None:

@@ -6,7 +6,7 @@ from finetune.config.sections.train import EarlyStoppingSection
 from finetune.errors import UserError
 from finetune.runtime.progress import Progress
 
-FINISHED, EARLY = "finished", "early stopping"
+FINISHED, EARLY_STOPPING = "finished", "early stopping"
 
 
 class NeverStop:

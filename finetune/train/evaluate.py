@@ -1,23 +1,111 @@
-"""Evaluation: exact sums over the validation rows, each counted once whatever the number of ranks."""
+"""Evaluation: exact sums over the validation rows, each counted once whatever the number of ranks.
+
+Evaluated and exported are the weights that are trained, or an average of them that the optimizer keeps.
+"""
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from finetune.checkpoint.format.tensor_file import PARAMETER, TensorRecord
+from finetune.checkpoint.sharding.state_access import StateAccess
+from finetune.config.sections.train import TrainSection
 from finetune.data.batch import Batch
 from finetune.data.delivery import require_intact
-from finetune.data.prepared.store import PreparedSet
+from finetune.data.token_cache.store import PreparedSet
 from finetune.report.events import Answered, Evaluated
 from finetune.report.reporter import Reporter
-from finetune.runtime import ranks
-from finetune.runtime.waypoints import reach
+from finetune.runtime import distributed
+from finetune.runtime.parameters import AVERAGE
+from finetune.runtime.supervision.heartbeat import fault_point
+from finetune.task.generation.evaluation import GenerationEvaluator
 from finetune.task.protocol import Task
-from finetune.train.answer import Answers
-from finetune.train.meters import numbers
+from finetune.train.meters import sum_over_ranks
+from finetune.train.optim.averages import FAST_SEQUENCE, average_from_fast
+from finetune.train.parts import Evaluation
+
+Formula = Callable[[Tensor, Tensor], Tensor]
+"""From a parameter and a tensor of its optimizer state, both flat, to the value that is measured and exported."""
+
+
+class EvaluationWeights(Protocol):
+    """The weights of a run."""
+
+    def swapped_in(self) -> AbstractContextManager[None]:
+        """Have the model hold, within, the weights that are to be measured and exported. Collective."""
+
+
+class TrainedWeights:
+    """The weights that learn are those that count."""
+
+    def swapped_in(self) -> AbstractContextManager[None]:
+        """Change nothing."""
+        return nullcontext()
+
+
+@dataclass(frozen=True)
+class AveragedWeights:
+    """The average that the optimizer keeps takes the place of the weights, which come back bit for bit."""
+
+    access: StateAccess
+    key: str  # of the optimizer's state that the formula reads
+    formula: Formula
+
+    @contextmanager
+    def swapped_in(self) -> Iterator[None]:
+        """Have the model hold the average within, and needs room for one more copy of what this rank trains.
+
+        Parameters without state, which have not been updated yet, are their own average. After an error nothing is put
+        back, since that would wait for other ranks. Collective.
+        """
+        kept = self._replace()
+        yield
+        self._write(kept)
+
+    @torch.no_grad()
+    def _replace(self) -> dict[TensorRecord, Tensor]:
+        """Write the average and return what was there before. Collective."""
+        self.access.begin_reading()
+        records = {(record.name, record.key): record for record in self.access.records()}
+        pairs = {records[name, PARAMETER]: record for (name, key), record in records.items() if key == self.key}
+        kept = {parameter: self.access.read(parameter).clone() for parameter in pairs}
+        self._write({each: self.formula(kept[each], self.access.read(state)) for each, state in pairs.items()})
+        return kept
+
+    def _write(self, values: Mapping[TensorRecord, Tensor]) -> None:
+        self.access.begin_reading()  # an evaluation may have left modules gathered
+        for record, value in values.items():
+            self.access.write(record, value)
+        self.access.finish_writing()
+
+
+@dataclass(frozen=True)
+class EvaluationWithWeights:
+    """An evaluation of the weights that count."""
+
+    weights: EvaluationWeights
+    evaluate: Evaluation
+
+    def __call__(self, step: int) -> dict[str, float]:
+        """Return the metrics, equal on every rank. Collective."""
+        with self.weights.swapped_in():
+            return self.evaluate(step)
+
+
+def average_formula(section: TrainSection) -> tuple[str, Formula] | None:
+    """Return what the average is read from and how; None where the weights that learn are those that count."""
+    if section.optimizer.name == "schedule_free_adamw":
+        beta = section.optimizer.betas[0]
+        return FAST_SEQUENCE, lambda weights, fast: average_from_fast(weights, fast, beta=beta)
+    if section.average is not None:
+        return AVERAGE, lambda _, average: average
+    return None
 
 
 class NoEvaluation:
@@ -37,7 +125,7 @@ class Evaluator:
     loader: Iterable[Batch]  # prepared; ranks without a row left get filler batches
     rows: PreparedSet
     reporter: Reporter
-    answers: Answers | None
+    answers: GenerationEvaluator | None
 
     def __call__(self, step: int) -> dict[str, float]:
         """Return the metrics, equal on every rank, and report them. Collective."""
@@ -46,10 +134,10 @@ class Evaluator:
         self.model.eval()
         with torch.no_grad():
             sums, records = self._measure(step)
-            metrics = dict(self.task.metrics(numbers(sums), _gathered(records)))
+            metrics = dict(self.task.metrics(sum_over_ranks(sums), _gather_records(records)))
             if self.answers is not None:
-                answered = self.answers.collect(self.model, step=step)
-                metrics |= ranks.broadcast_object(self.answers.score(answered) if ranks.is_main() else {})
+                answered = self.answers.generate_all(self.model, step=step)
+                metrics |= distributed.broadcast_object(self.answers.score(answered) if distributed.is_main() else {})
                 for answer in answered[: self.answers.section.show]:
                     self.reporter(Answered(step, answer.prompt, answer.answer, answer.reference))
         self.model.train(was_training)
@@ -61,9 +149,9 @@ class Evaluator:
         totals: dict[str, Tensor] = {}
         records: list[Tensor] = []
         for batch in self.loader:
-            reach("evaluate", step=step)
+            fault_point("evaluate", step=step)
             require_intact(self.rows, batch)
-            measured = self.task.measure(self.model, batch)
+            measured = self.task.evaluate_batch(self.model, batch)
             for name, value in measured.sums.items():
                 wide = value.detach().to(torch.float32 if value.device.type == "mps" else torch.float64)
                 totals[name] = totals[name] + wide if name in totals else wide
@@ -72,10 +160,10 @@ class Evaluator:
         return totals, records
 
 
-def _gathered(records: Sequence[Tensor]) -> Tensor | None:
+def _gather_records(records: Sequence[Tensor]) -> Tensor | None:
     """Return the records of all ranks by sample, float64 on the CPU; None where the task keeps none. Collective."""
     own = torch.cat(list(records)).to("cpu", torch.float64).numpy() if records else None
-    everyone = [each for each in ranks.gather_objects(own) if each is not None]
+    everyone = [each for each in distributed.gather_objects(own) if each is not None]
     if not everyone:
         return None
     together = np.concatenate(everyone)

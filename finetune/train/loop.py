@@ -5,17 +5,17 @@ import time
 
 from finetune.report.events import Warned
 from finetune.runtime.progress import Progress
-from finetune.runtime.waypoints import reach
-from finetune.train.early_stopping import EARLY, FINISHED
+from finetune.runtime.supervision.heartbeat import fault_point
+from finetune.train.early_stopping import EARLY_STOPPING, FINISHED
 from finetune.train.meters import StepRecord
 from finetune.train.parts import Parts
-from finetune.train.step import count, leave_out, take_step
+from finetune.train.step import record_skipped_step, sum_step_counts, take_step
 
 
 def train(parts: Parts, progress: Progress) -> str:
     """Train from `progress` to the end of the plan and return why it ended; by then it is saved. Collective."""
     if parts.early_stopping.is_over(progress):
-        return EARLY
+        return EARLY_STOPPING
     reason = _take_steps(parts, progress)
     parts.save.settle()
     return reason
@@ -37,7 +37,7 @@ def report_steps(parts: Parts, progress: Progress) -> None:
     """
     for record, event in parts.meters.read():
         if record.is_taken is None and not math.isfinite(event.gradient_norm):
-            leave_out(parts, progress, record)
+            record_skipped_step(parts, progress, record)
         parts.reporter(event)
     parts.update.settle()
     if warning := parts.meters.warning():
@@ -51,19 +51,19 @@ def _take_steps(parts: Parts, progress: Progress) -> str:
         started = time.perf_counter()
         group = next(groups)
         data_seconds = time.perf_counter() - started
-        reach("data", step=progress.step)
-        counts = count(parts, group, step=progress.step)
-        if counts.has_news or counts.wish.stop_reason:
+        fault_point("data", step=progress.step)
+        counts = sum_step_counts(parts, group, step=progress.step)
+        if counts.has_news or counts.stop_request.stop_reason:
             report_steps(parts, progress)
-        if counts.wish.saves and saved_step < progress.step:
+        if counts.stop_request.saves and saved_step < progress.step:
             saved_step = _save(parts, progress)
-        if counts.wish.stop_reason:
-            return counts.wish.stop_reason
+        if counts.stop_request.stop_reason:
+            return counts.stop_request.stop_reason
         record = take_step(parts, group, counts, progress=progress, started=started, data_seconds=data_seconds)
         if record.is_taken is False:
-            leave_out(parts, progress, record)
+            record_skipped_step(parts, progress, record)
         advance(progress, record)
-        reason = _follow(parts, progress, record)
+        reason = _after_step(parts, progress, record)
         if parts.save_due.due(progress.step) or reason:
             saved_step = _save(parts, progress)
         parts.save.tell()
@@ -79,7 +79,7 @@ def _save(parts: Parts, progress: Progress) -> int:
     return progress.step
 
 
-def _follow(parts: Parts, progress: Progress, record: StepRecord) -> str | None:
+def _after_step(parts: Parts, progress: Progress, record: StepRecord) -> str | None:
     """Report the step and evaluate where it is due; return why the run is to end here, if it is. Collective."""
     parts.meters.add(record)
     reason = "stop_after_steps" if progress.step == parts.stop_after_steps else None
@@ -89,5 +89,5 @@ def _follow(parts: Parts, progress: Progress, record: StepRecord) -> str | None:
     if is_evaluated:
         progress.last_metrics, progress.metrics_step = parts.evaluate(progress.step), progress.step
         parts.early_stopping.note(progress.last_metrics, progress)
-        reason = reason or (EARLY if parts.early_stopping.is_over(progress) else None)
+        reason = reason or (EARLY_STOPPING if parts.early_stopping.is_over(progress) else None)
     return reason

@@ -1,4 +1,7 @@
-"""Sums kept on the device until somebody wants to read them: the one place that waits for it."""
+"""Measurements of the steps: sums that stay on the device until they are read, and the time spent waiting for data.
+
+Reading the sums is the one place that synchronises host and device.
+"""
 
 import math
 import resource
@@ -10,8 +13,49 @@ import torch
 from torch import Tensor
 
 from finetune.report.events import StepTaken
-from finetune.runtime import ranks
-from finetune.train.waiting import DataWait
+from finetune.runtime import distributed
+
+MAX_WAIT_SHARE = 0.1
+"""Share of the time from which on a run is told that its loader holds it up."""
+
+WINDOW_STEPS, WINDOW_SECONDS = 20, 10.0
+"""The share is taken over at least so many steps and so long, so that one slow batch warns nobody."""
+
+
+class DataWaitMonitor:
+    """Adds up the waiting of one rank, window after window, and warns once."""
+
+    def __init__(self) -> None:
+        self._is_first = True
+        self._has_warned = False
+        self._begin()
+
+    def add(self, waited_seconds: float, *, of_seconds: float) -> None:
+        """Take in a step; the very first waits for the loader to start and does not count."""
+        if self._is_first:
+            self._is_first = False
+            return
+        self._num_steps += 1
+        self._waited += waited_seconds
+        self._seconds += of_seconds
+
+    def warning(self) -> str | None:
+        """Return what to try where a window that is full was spent waiting; then a new window begins."""
+        if self._has_warned or self._num_steps < WINDOW_STEPS or self._seconds < WINDOW_SECONDS:
+            return None
+        share, num_steps = self._waited / self._seconds, self._num_steps
+        self._begin()
+        if share < MAX_WAIT_SHARE:
+            return None
+        self._has_warned = True
+        return (
+            f"{share:.0%} of the last {num_steps} steps was spent waiting for data. `finetune doctor --data "
+            "--config JOB.yaml` measures the loader and says what to set (data.num_workers and its neighbours)."
+        )
+
+    def _begin(self) -> None:
+        self._num_steps = 0
+        self._waited = self._seconds = 0.0
 
 
 @dataclass(frozen=True)
@@ -48,7 +92,7 @@ class Meters:
     def __init__(self, step_metrics: StepMetrics = no_metrics) -> None:
         self._step_metrics = step_metrics
         self._records: list[StepRecord] = []
-        self._wait = DataWait()
+        self._wait = DataWaitMonitor()
 
     def add(self, record: StepRecord) -> None:
         """Take in a step, without waiting for the device."""
@@ -66,7 +110,7 @@ class Meters:
         names = list(records[0].sums)
         of_ranks = [torch.stack([each.losses.sum(), *(each.sums[name] for name in names)]) for each in records]
         norms = torch.stack([record.gradient_norm for record in records])
-        added = ranks.sum_tensor(torch.stack(of_ranks))  # [steps, 1 + names]
+        added = distributed.sum_tensor(torch.stack(of_ranks))  # [steps, 1 + names]
         rows = torch.cat([norms[:, None].to(added.dtype), added], dim=1).tolist()
         memory = peak_memory_bytes()
         events = [
@@ -92,11 +136,11 @@ def is_finite(tensor: Tensor) -> bool:
     return bool(torch.isfinite(tensor).all().item())
 
 
-def numbers(sums: dict[str, Tensor]) -> dict[str, float]:
+def sum_over_ranks(sums: dict[str, Tensor]) -> dict[str, float]:
     """Return named scalars of one type added up over the ranks, in that type. Collective."""
     if not sums:
         return {}
-    return dict(zip(sums, ranks.sum_tensor(torch.stack(list(sums.values()))).tolist(), strict=True))
+    return dict(zip(sums, distributed.sum_tensor(torch.stack(list(sums.values()))).tolist(), strict=True))
 
 
 def peak_memory_bytes() -> int:

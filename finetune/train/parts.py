@@ -10,19 +10,18 @@ from torch import nn
 
 from finetune.config.sections.train import NonFiniteSection
 from finetune.data.batch import Batch
-from finetune.data.delivery import Deliveries
+from finetune.data.delivery import DeliveryCheck
 from finetune.report.reporter import Reporter
-from finetune.runtime.cadence import Cadence, Never
-from finetune.runtime.progress import Progress
+from finetune.runtime.progress import Cadence, NeverDue, Progress
 from finetune.task.protocol import Task
 from finetune.train.early_stopping import EarlyStopping, NeverStop
 from finetune.train.meters import Meters
 from finetune.train.plan import Plan
-from finetune.train.stopping import Wishes
+from finetune.train.stopping import StopSources
 from finetune.train.update import Update
 
 
-def nothing(batch: Batch) -> None:
+def no_op(batch: Batch) -> None:
     """Do nothing."""
 
 
@@ -33,7 +32,7 @@ class Evaluation(Protocol):
         """Return the metrics, equal on every rank; reports them. Collective."""
 
 
-class Saving(Protocol):
+class CheckpointSaving(Protocol):
     """Keeps the state of the run."""
 
     @property
@@ -60,7 +59,7 @@ class Parts:
     task: Task
     groups: Callable[..., Iterator[tuple[Batch, ...]]]  # this rank's microbatches, a group a step, from `first_step`
     plan: Plan
-    deliveries: Deliveries  # of which samples a step must consist, and of which it does
+    deliveries: DeliveryCheck  # of which samples a step must consist, and of which it does
     place: Callable[[int], str]  # where the row of a sample stands, for a message
     seed: int
     update: Update
@@ -69,11 +68,11 @@ class Parts:
     meters: Meters
     reporter: Reporter
     evaluate: Evaluation
-    save: Saving
+    save: CheckpointSaving
     log_due: Cadence
-    evaluate_due: Cadence | Never
+    evaluate_due: Cadence | NeverDue
     save_due: Cadence
-    wishes: Wishes
+    stop_sources: StopSources
     stop_after_steps: int | None
     early_stopping: EarlyStopping | NeverStop
-    before_batch: Callable[[Batch], None] = nothing  # told of each batch before the model learns from it
+    before_batch: Callable[[Batch], None] = no_op  # told of each batch before the model learns from it

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from finetune.config.sections.train import TrainSection
-from finetune.train.schedule import Schedule, build_schedule, scaled_learning_rate
+from finetune.train.optim.schedule import Schedule, build_schedule, scaled_learning_rate
 
 
 @dataclass(frozen=True)

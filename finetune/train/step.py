@@ -14,50 +14,55 @@ import torch
 from torch import Tensor
 
 from finetune.data.batch import Batch
-from finetune.data.delivery import Delivery
-from finetune.data.order.consumed import from_halves, halves, roll
+from finetune.data.delivery import Delivery, extend_digest, join_uint64, split_uint64
 from finetune.errors import NonFiniteError, TrainingError
 from finetune.report.events import StepSkipped
-from finetune.runtime import ranks, seeds
+from finetune.runtime import distributed, seeds
 from finetune.runtime.progress import Progress
-from finetune.runtime.waypoints import reach
-from finetune.strategy.accumulate import adding_up
+from finetune.runtime.supervision.heartbeat import fault_point
+from finetune.strategy.gradient_sync import no_gradient_sync
 from finetune.train.meters import StepRecord, is_finite
-from finetune.train.optimizer import begin_step
+from finetune.train.optim.optimizers import begin_step
 from finetune.train.parts import Parts
-from finetune.train.stopping import Wish, agreed
+from finetune.train.stopping import StopRequest, stop_request_of
 
 LOSS_SCALE, NON_FINITE = "loss scale", "non-finite"
-MOST_NAMED = 16
+MAX_NAMED_ROWS = 16
 """Rows that a message names of those in which a loss is not finite."""
 
 
 @dataclass(frozen=True)
-class Counts:
+class StepCounts:
     """What a step's group holds over all ranks, and what they agree on."""
 
     num_targets: int
     num_tokens: int
-    samples: int  # the mark of the samples (`data/order/consumed.py`)
-    wish: Wish
+    samples: int  # the mark of the samples (`data/delivery.py`)
+    stop_request: StopRequest
     has_news: bool  # of a step that was left out, on some rank
 
 
 def take_step(
-    parts: Parts, group: tuple[Batch, ...], counts: Counts, *, progress: Progress, started: float, data_seconds: float
+    parts: Parts,
+    group: tuple[Batch, ...],
+    counts: StepCounts,
+    *,
+    progress: Progress,
+    started: float,
+    data_seconds: float,
 ) -> StepRecord:
     """Take the step that follows `progress.step` steps, or leave it out. Collective.
 
     `started` is when its batches were asked for, by `time.perf_counter`, and `data_seconds` how long they took.
     """
-    seeds.seed_everything(parts.seed, "step", progress.step, ranks.rank())
+    seeds.seed_everything(parts.seed, "step", progress.step, distributed.rank())
     learning_rate = parts.plan.schedule.learning_rate(progress.step)
     begin_step(parts.optimizer, step=progress.step, learning_rate=learning_rate)
     losses, others = _backward(parts, group, num_targets=counts.num_targets, step=progress.step)
     gradient_norm = parts.update.clip()
-    reach("update.before", step=progress.step)
+    fault_point("update.before", step=progress.step)
     is_taken = parts.update(gradient_norm, num_allowed=_num_allowed(parts, progress))
-    reach("update.after", step=progress.step)
+    fault_point("update.after", step=progress.step)
     return StepRecord(
         number=progress.step + 1,
         losses=losses,
@@ -67,7 +72,7 @@ def take_step(
         learning_rate=learning_rate,
         num_targets=counts.num_targets,
         num_tokens=counts.num_tokens,
-        samples_sha256=roll(progress.samples_sha256, counts.samples),
+        samples_sha256=extend_digest(progress.samples_sha256, counts.samples),
         epoch=parts.plan.epoch(progress.step),
         seconds=time.perf_counter() - started,
         data_seconds=data_seconds,
@@ -75,37 +80,37 @@ def take_step(
     )
 
 
-def count(parts: Parts, group: tuple[Batch, ...], *, step: int) -> Counts:
+def sum_step_counts(parts: Parts, group: tuple[Batch, ...], *, step: int) -> StepCounts:
     """Return what the group holds over all ranks, and what they wish, in one reduction.
 
     Raises TrainingError for samples that are not this step's, or not what was prepared. Collective.
     """
     delivery = parts.deliveries.received(group)
-    num_targets, num_tokens, low, high, num_damaged, num_news, *wishes = ranks.sum_counts(
+    num_targets, num_tokens, low, high, num_damaged, num_news, *wishes = distributed.sum_counts(
         [
             sum(parts.task.count_targets(batch) for batch in group),
             sum(batch.num_tokens for batch in group),
-            *halves(delivery.mark),
+            *split_uint64(delivery.mark),
             len(delivery.damaged) + int(delivery.problem is not None),
             int(parts.update.has_news),
-            *parts.wishes.counts(),
+            *parts.stop_sources.counts(),
         ]
     )
     if num_damaged:
-        _refuse_damage(parts, delivery, step=step)
-    samples = from_halves(low, high)
+        _raise_damaged(parts, delivery, step=step)
+    samples = join_uint64(low, high)
     if samples != parts.deliveries.expected(step):
         raise TrainingError(
             f"the samples of step {step + 1} are not those that the order gives it: a fault of ours or of a data "
             "loader. Nothing was learnt from them. Please report it."
         )
-    return Counts(num_targets, num_tokens, samples, agreed(wishes), has_news=num_news > 0)
+    return StepCounts(num_targets, num_tokens, samples, stop_request_of(wishes), has_news=num_news > 0)
 
 
-def _refuse_damage(parts: Parts, delivery: Delivery, *, step: int) -> None:
+def _raise_damaged(parts: Parts, delivery: Delivery, *, step: int) -> None:
     """Raise TrainingError that names what was delivered damaged to any rank; it is set aside. Collective."""
     concerned = delivery.damaged or delivery.problem
-    told = ranks.gather_objects(parts.deliveries.explain(delivery.damaged) if concerned else ())
+    told = distributed.gather_objects(parts.deliveries.explain(delivery.damaged) if concerned else ())
     lines = dict.fromkeys(line for of_rank in told for line in of_rank)
     raise TrainingError(f"step {step + 1} is not taken, for its data are damaged:\n" + "\n".join(lines))
 
@@ -120,28 +125,28 @@ def _backward(
     accelerator, losses = parts.accelerator, []
     others: dict[str, Tensor] = {}
     scale = accelerator.num_processes / max(1, num_targets)  # every backend averages over ranks
-    for number, batch in enumerate(parts.task.look_ahead(parts.model, group)):
+    for number, batch in enumerate(parts.task.prepare_step(parts.model, group)):
         is_last = number == len(group) - 1
         accelerator.sync_gradients = is_last
-        with nullcontext() if is_last else adding_up(accelerator, parts.model):
+        with nullcontext() if is_last else no_gradient_sync(accelerator, parts.model):
             parts.before_batch(batch)
             sums = dict(parts.task.loss_sums(parts.model, batch))
             loss_sum = sums.pop("loss_sum")
-            if reach("forward", step=step):
+            if fault_point("forward", step=step):
                 loss_sum = loss_sum * torch.nan
             parts.update.backward(loss_sum * scale)
-            reach("backward", step=step)
+            fault_point("backward", step=step)
         losses.append(loss_sum.detach())
         others = {name: others.get(name, 0.0) + value.detach() for name, value in sums.items()}
     return torch.stack(losses), others
 
 
-def leave_out(parts: Parts, progress: Progress, record: StepRecord) -> None:
+def record_skipped_step(parts: Parts, progress: Progress, record: StepRecord) -> None:
     """Count and report the step, which has changed nothing; raises NonFiniteError as configured. Collective."""
-    is_loss_finite = ranks.sum_counts([int(not is_finite(record.losses))]) == [0]
+    is_loss_finite = distributed.sum_counts([int(not is_finite(record.losses))]) == [0]
     reason = LOSS_SCALE if parts.scales_loss and is_loss_finite else NON_FINITE
-    sample_ids = _concerned(record)
-    rows = _rows(sample_ids, parts.place)
+    sample_ids = _nonfinite_samples(record)
+    rows = _describe_rows(sample_ids, parts.place)
     if reason == NON_FINITE:
         _stop_unless_skipping(parts, progress, number=record.number, rows=rows)
         progress.num_nonfinite_skips += 1
@@ -156,26 +161,24 @@ def _num_allowed(parts: Parts, progress: Progress) -> int:
     return parts.nonfinite.max_skips - progress.num_nonfinite_skips if skips else 0
 
 
-def _concerned(record: StepRecord) -> tuple[int, ...]:
+def _nonfinite_samples(record: StepRecord) -> tuple[int, ...]:
     """Return the ids in microbatches whose loss is not finite, or all of the step's when every loss is. Collective."""
     losses = record.losses.tolist()
     guilty = [i for ids, loss in zip(record.sample_ids, losses, strict=True) if not math.isfinite(loss) for i in ids]
-    gathered = ranks.gather_objects((guilty, [i for ids in record.sample_ids for i in ids]))
+    gathered = distributed.gather_objects((guilty, [i for ids in record.sample_ids for i in ids]))
     named = [i for ids, _ in gathered for i in ids] or [i for _, ids in gathered for i in ids]
     return tuple(sorted(named))
 
 
-def _rows(sample_ids: tuple[int, ...], place: Callable[[int], str]) -> str:
+def _describe_rows(sample_ids: tuple[int, ...], place: Callable[[int], str]) -> str:
     """Return where the first samples stand, and how many there are beside them."""
-    told = [place(sample_id) for sample_id in sample_ids[:MOST_NAMED]]
+    told = [place(sample_id) for sample_id in sample_ids[:MAX_NAMED_ROWS]]
     more = len(sample_ids) - len(told)
     return "; ".join([*told, f"and {more} more"] if more else told)
 
 
 def _stop_unless_skipping(parts: Parts, progress: Progress, *, number: int, rows: str) -> None:
-    where = (
-        f"the loss or gradient of step {number} is not finite. Training rows concerned: {rows}. {parts.update.unharmed}"
-    )
+    where = f"the loss or gradient of step {number} is not finite. Training rows concerned: {rows}. {parts.update.nonfinite_effect}"
     if parts.nonfinite.action == "stop":
         raise NonFiniteError(
             f"{where} Look at these rows, lower train.learning_rate, or set train.nonfinite.action: skip."

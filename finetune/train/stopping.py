@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from finetune.runtime.signals import SignalNote
+from finetune.runtime.supervision.signals import ReceivedSignals
 
 SPOT_NOTICE, STOP_FILE, FAILED_SAVE, TIME_LIMIT = "spot notice", "STOP file", "checkpoint failed", "time limit"
 REASONS = ("signal SIGTERM", "signal SIGINT", "signal SIGHUP", SPOT_NOTICE, STOP_FILE, FAILED_SAVE, TIME_LIMIT)
@@ -13,7 +13,7 @@ REASONS = ("signal SIGTERM", "signal SIGINT", "signal SIGHUP", SPOT_NOTICE, STOP
 
 
 @dataclass(frozen=True)
-class Wish:
+class StopRequest:
     """What all ranks have agreed on: why to stop, if at all, and whether to save first."""
 
     stop_reason: str | None
@@ -21,13 +21,13 @@ class Wish:
 
 
 @dataclass(frozen=True)
-class Wishes:
+class StopSources:
     """What this rank would like, as counts that are added up in the step's own reduction.
 
     `asked` holds what else than a signal can ask to stop, by its reason; it is looked at once per step.
     """
 
-    note: SignalNote
+    note: ReceivedSignals
     asked: Mapping[str, Callable[[], bool]] = field(default_factory=dict)
 
     def counts(self) -> list[int]:
@@ -38,11 +38,11 @@ class Wishes:
         return [*stops, saves]
 
 
-def agreed(counts: list[int]) -> Wish:
+def stop_request_of(counts: list[int]) -> StopRequest:
     """Return what the added-up counts come to: the first reason that any rank gave; no save where saving has failed."""
     *stops, saves = counts
     reason = next((reason for reason, count in zip(REASONS, stops, strict=True) if count), None)
-    return Wish(reason, saves=bool(saves or reason) and reason != FAILED_SAVE)
+    return StopRequest(reason, saves=bool(saves or reason) and reason != FAILED_SAVE)
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,16 @@
-"""The update: gradients clipped to their global norm, then the optimizer's rule, unless the gradient is not finite.
+"""The update: gradients clipped to their global norm, then the optimizer's step, unless the gradient is not finite.
 
-On a GPU nobody waits to know whether it is. A fused optimizer is told by a flag on the device to change nothing
-(`found_inf`, the protocol of `torch.amp.GradScaler`), and the host reads the norms at the next log point.
+On a GPU the host does not wait to know whether it is. A fused optimizer is told by a flag on the device to change
+nothing (`found_inf`, the protocol of `torch.amp.GradScaler`), and the host reads the norms at the next log point.
+
+`UpdateInBackward` updates each parameter as soon as its gradient is whole, and then frees the gradient: no more than
+a few gradients exist at a time (LOMO: Lv et al., 2023, arXiv:2306.09782; any rule here, not SGD alone). The numbers
+are those of the ordinary step. What is lost is the gradient norm before the first update of a step: nothing is
+clipped by it, and a gradient that is not finite is detected only when it is computed.
 """
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,19 +18,65 @@ from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 
-from finetune.train.latch import Latch
-from finetune.train.optimizer import leave_out_waiting
+from finetune.train.optim.optimizers import drop_not_yet_unfrozen
+from finetune.train.optim.parameter_groups import NOT_YET_UNFROZEN
 
-_COPIED = ("NO", "MULTI_CPU", "MULTI_GPU", "MULTI_NPU", "MULTI_XPU")
+
+class DeferredFiniteCheck:
+    """Flags every step whose gradient is not finite, and all steps after one more of them than is allowed."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._num_unread = torch.zeros((), device=device)  # steps left out of which the host knows nothing yet
+        self._is_on_cpu = device.type == "cpu"
+        self._copy: Tensor | None = None  # of that number, on its way to the host
+        self._arrival: torch.Event | None = None
+
+    def flag(self, norm: Tensor, *, num_allowed: int) -> Tensor:
+        """Return 1 where the step of this gradient norm is to change nothing, else 0: a float32 scalar.
+
+        `num_allowed` is how many more steps may be left out before no later one is taken either.
+        """
+        is_bad = (~torch.isfinite(norm)).float()
+        self._num_unread += is_bad
+        flag = torch.maximum(is_bad, (self._num_unread > num_allowed).float())
+        self._send()
+        return flag
+
+    @property
+    def has_news(self) -> bool:
+        """Tell whether it has come to the host that a step was left out; never waits, so ranks may differ."""
+        if self._copy is None or (self._arrival is not None and not self._arrival.query()):
+            return False
+        found, self._copy = bool(self._copy.item()), None
+        return found
+
+    def settle(self) -> None:
+        """Begin anew: the host knows of every step by now."""
+        self._num_unread.zero_()
+        self._copy = None
+
+    def _send(self) -> None:
+        """Send the number on its way, unless one is under way already."""
+        if self._copy is not None:
+            return
+        if self._is_on_cpu:
+            self._copy = self._num_unread.clone()
+            return
+        self._copy = self._num_unread.to("cpu", non_blocking=True)  # torch pins what it copies to
+        self._arrival = torch.Event(device=self._num_unread.device)
+        self._arrival.record()
+
+
+_REPLICATED_TYPES = ("NO", "MULTI_CPU", "MULTI_GPU", "MULTI_NPU", "MULTI_XPU")
 """Distributed types under which every rank holds each whole gradient when it is clipped."""
 
 
-def lags_on(device: torch.device) -> bool:
+def defers_check_on(device: torch.device) -> bool:
     """Tell whether it is worth while to read verdicts later: on a CPU there is nothing to wait for."""
     return device.type == "cuda"
 
 
-def reads_freely(tensor: Tensor) -> bool:
+def is_on_host(tensor: Tensor) -> bool:
     """Tell whether the host has the tensor's value already."""
     return tensor.device.type == "cpu"
 
@@ -32,7 +84,7 @@ def reads_freely(tensor: Tensor) -> bool:
 class Update:
     """Takes the gradients of one step from backward pass to weights."""
 
-    unharmed = "The weights have not been changed by this step."
+    nonfinite_effect = "The weights have not been changed by this step."
     """What is true of a step whose gradient is not finite."""
 
     def __init__(
@@ -42,15 +94,17 @@ class Update:
         self._accelerator = accelerator
         self._model = model
         self._limit = max_gradient_norm
-        self._is_plain = accelerator.distributed_type.name in _COPIED and accelerator.scaler is None
-        self._learning = [each for each in model.parameters() if each.requires_grad] if self._is_plain else []
+        self._has_whole_gradients = (
+            accelerator.distributed_type.name in _REPLICATED_TYPES and accelerator.scaler is None
+        )
+        self._trained = [each for each in model.parameters() if each.requires_grad] if self._has_whole_gradients else []
         self._optimizer = _unwrapped(optimizer) if accelerator.scaler is None else optimizer
-        lags = lags_on(accelerator.device) and _heeds_flag(self._optimizer, device=accelerator.device)
-        self.latch = Latch(accelerator.device) if lags and accelerator.scaler is None else None
+        lags = defers_check_on(accelerator.device) and _supports_found_inf(self._optimizer, device=accelerator.device)
+        self.finite_check = DeferredFiniteCheck(accelerator.device) if lags and accelerator.scaler is None else None
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradient of this share of the step's loss to what is there."""
-        if self._is_plain:
+        if self._has_whole_gradients:
             loss.backward()  # type: ignore[no-untyped-call]
         else:
             self._accelerator.backward(loss)
@@ -60,8 +114,8 @@ class Update:
 
         It is of the parameters that learn by now. Collective.
         """
-        leave_out_waiting(self._optimizer)
-        if self._is_plain:
+        drop_not_yet_unfrozen(self._optimizer)
+        if self._has_whole_gradients:
             return self._clip_whole().detach().float()
         limit = math.inf if self._limit is None else self._limit
         norm = self._accelerator.clip_grad_norm_(self._model.parameters(), limit)
@@ -77,40 +131,40 @@ class Update:
         and, after `num_allowed` others of which nothing is known, every later one. The norm is of the whole gradient,
         so every rank does the same. DeepSpeed leaves the step out by itself.
         """
-        if self.latch is not None:
-            self._optimizer.found_inf = self.latch.flag(norm, num_allowed=num_allowed)
+        if self.finite_check is not None:
+            self._optimizer.found_inf = self.finite_check.flag(norm, num_allowed=num_allowed)
             self._optimizer.step()
             del self._optimizer.found_inf
-            self._forget()
+            self._zero_gradients()
             return None
         is_taken = math.isfinite(norm.item())
         if is_taken or self._accelerator.scaler is not None:  # it must see an overflow to lower its scale
             self._optimizer.step()
-        self._forget()
+        self._zero_gradients()
         return is_taken
 
     @property
     def has_news(self) -> bool:
         """Tell whether this rank has come to know of a step that was left out; never waits."""
-        return self.latch is not None and self.latch.has_news
+        return self.finite_check is not None and self.finite_check.has_news
 
     def settle(self) -> None:
         """Take note that every step's norm has been read."""
-        if self.latch is not None:
-            self.latch.settle()
+        if self.finite_check is not None:
+            self.finite_check.settle()
 
     def _clip_whole(self) -> Tensor:
-        gradients = [each.grad for each in self._learning if each.grad is not None]
+        gradients = [each.grad for each in self._trained if each.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients)
         # Where reading it is free, gradients that would be multiplied by 1 are left alone.
-        if self._limit is not None and not (reads_freely(norm) and norm.item() + _EPSILON <= self._limit):
-            torch.nn.utils.clip_grads_with_norm_(self._learning, self._limit, norm)
+        if self._limit is not None and not (is_on_host(norm) and norm.item() + _EPSILON <= self._limit):
+            torch.nn.utils.clip_grads_with_norm_(self._trained, self._limit, norm)
         return norm
 
-    def _forget(self) -> None:
-        if not self._is_plain:
+    def _zero_gradients(self) -> None:
+        if not self._has_whole_gradients:
             self._optimizer.zero_grad()
-        for parameter in self._learning:
+        for parameter in self._trained:
             parameter.grad = None
 
 
@@ -126,7 +180,7 @@ def _unwrapped(optimizer: Any) -> Any:
     return optimizer.optimizer if type(optimizer) is AcceleratedOptimizer else optimizer
 
 
-def _heeds_flag(optimizer: Any, *, device: torch.device) -> bool:
+def _supports_found_inf(optimizer: Any, *, device: torch.device) -> bool:
     """Tell whether the optimizer changes nothing, its own state included, where `found_inf` on the device is 1.
 
     Torch's fused SGD does not: it would take momentum that was never written for its own (torch 2.13).
@@ -134,3 +188,72 @@ def _heeds_flag(optimizer: Any, *, device: torch.device) -> bool:
     heeds = getattr(optimizer, "_step_supports_amp_scaling", False) and not isinstance(optimizer, torch.optim.SGD)
     parameters = (each for group in optimizer.param_groups for each in group["params"])
     return heeds and all(each.device.type == device.type for each in parameters)
+
+
+class UpdateInBackward(Update):
+    """Steps the optimizer one parameter at a time; each has a group of its own (`one_group_per_parameter`)."""
+
+    nonfinite_effect = (
+        "Where the loss itself is not finite, the weights have not been changed by this step. Otherwise those whose "
+        "gradients came first have been (train.optimizer.in_backward): go on from the last checkpoint."
+    )
+
+    def __init__(self, accelerator: Accelerator, model: nn.Module, optimizer: Any) -> None:
+        """`model` and `optimizer` are as Accelerate prepared them for one process."""
+        super().__init__(accelerator, model, optimizer, max_gradient_norm=None)
+        self._groups = self._optimizer.param_groups
+        self._norms: dict[Tensor, Tensor] = {}
+        self._is_bad = torch.zeros((), device=accelerator.device)  # 1 from the first number that is not finite
+        for group in self._groups:
+            (parameter,) = group["params"]
+            parameter.register_post_accumulate_grad_hook(self._gradient_hook(group))
+
+    def backward(self, loss: Tensor) -> None:
+        """Let every parameter learn from this loss, the whole step's, unless it is not finite."""
+        self._note(loss.detach())
+        super().backward(loss)
+
+    def clip(self) -> Tensor:
+        """Return the norm of the gradient that has been learnt from, a scalar; nothing is clipped."""
+        norms = [self._norms[each] for each in self._trained if each in self._norms]
+        self._norms.clear()
+        found = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros_like(self._is_bad)
+        return torch.where(self._is_bad > 0, torch.full_like(self._is_bad, math.nan), found.to(torch.float32))
+
+    def __call__(self, norm: Tensor, *, num_allowed: int) -> bool | None:
+        """Tell whether the weights have been updated; None: it will be known when the norm is read."""
+        if self.finite_check is not None:
+            self.finite_check.flag(norm, num_allowed=num_allowed)
+            return None
+        return math.isfinite(norm.item())
+
+    def settle(self) -> None:
+        """Take note that every step's norm has been read."""
+        super().settle()
+        self._is_bad.zero_()
+
+    def _gradient_hook(self, group: dict[str, Any]) -> Callable[[Tensor], None]:
+        def learn(parameter: Tensor) -> None:
+            if parameter.grad is not None and not group.get(NOT_YET_UNFROZEN):
+                norm = torch.linalg.vector_norm(parameter.grad)
+                self._norms[parameter] = norm
+                self._note(norm)
+                self._step(group)
+            parameter.grad = None
+
+        return learn
+
+    def _note(self, number: Tensor) -> None:
+        self._is_bad = torch.maximum(self._is_bad, (~torch.isfinite(number)).to(torch.float32))
+
+    def _step(self, group: dict[str, Any]) -> None:
+        """Step the optimizer on this group alone, unless a number was not finite before."""
+        if self.finite_check is None and self._is_bad.item():
+            return
+        self._optimizer.param_groups = [group]
+        if self.finite_check is not None:
+            self._optimizer.found_inf = self._is_bad
+        self._optimizer.step()
+        self._optimizer.param_groups = self._groups
+        if self.finite_check is not None:
+            del self._optimizer.found_inf

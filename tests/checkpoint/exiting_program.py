@@ -3,9 +3,8 @@
 import sys
 from pathlib import Path
 
-from small_run import Run
-
 from finetune.runtime.progress import Progress
+from tests.checkpoint.small_run import Run
 
 folder = Path(sys.argv[1])
 run = Run(folder).train(range(2))

@@ -2,10 +2,10 @@
 
 import torch
 
-from finetune.checkpoint.loss_scale import LossScale
-from finetune.checkpoint.named_state import NamedState
-from finetune.checkpoint.placement import Held, Placement
-from finetune.runtime import ranks
+from finetune.checkpoint.sharding.named_state import NamedState
+from finetune.checkpoint.sharding.state_access import LossScale
+from finetune.checkpoint.sharding.state_layout import ShardView, StateLayout
+from finetune.runtime import distributed
 
 SHAPES = {"wide": (37, 5), "long": (1001,), "tiny": (1,), "table": (64, 64), "flat": (3, 0, 2)}
 
@@ -15,7 +15,7 @@ class Parted:
 
     def __init__(self, *, step: int = 0, copies: bool = False) -> None:
         """With `copies`, the upper half of the ranks hold what the lower half holds, as HSDP's do."""
-        rank, world = ranks.rank(), ranks.world()
+        rank, world = distributed.rank(), distributed.world()
         num_parts = world // 2 if copies else world
         self.held, self.whole, state = {}, {}, {}
         for number, (name, shape) in enumerate(SHAPES.items()):
@@ -23,7 +23,7 @@ class Parted:
             total = torch.randn(shape, generator=generator).reshape(-1)
             start, stop = _span(total.numel(), rank % num_parts, num_parts)
             owner = torch.nn.Parameter(total[start:stop].clone())
-            self.held[name] = Held(
+            self.held[name] = ShardView(
                 owner=owner,
                 part=lambda tensor: tensor.detach().reshape(-1),
                 shape=shape,
@@ -40,7 +40,7 @@ class Parted:
         optimizer = torch.optim.AdamW([held.owner for held in self.held.values()])
         optimizer.state.update(state)
         self.access = NamedState(
-            Placement(held=self.held, contributes=rank < num_parts),
+            StateLayout(held=self.held, contributes=rank < num_parts),
             optimizer,
             device=torch.device("cpu"),
             loss_scale=LossScale(scaler=None, deepspeed=None),

@@ -10,19 +10,21 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from parted_run import Parted
 from safetensors.torch import load_file
 
-from finetune.checkpoint import exchange, rehearsal, saver, sharing
 from finetune.checkpoint.checkpointer import Checkpointer
-from finetune.checkpoint.facts import RunFacts
-from finetune.checkpoint.find import verify
-from finetune.checkpoint.writing import Written
+from finetune.checkpoint.format.manifest import RunFingerprint
+from finetune.checkpoint.read.find import verify_checkpoint
+from finetune.checkpoint.sharding import gather, save_plan
+from finetune.checkpoint.write import rehearsal, saver
+from finetune.checkpoint.write.writer import Written
 from finetune.config.sections.checkpoint import CheckpointSection
 from finetune.errors import CheckpointError, NonFiniteError
-from finetune.runtime import ranks, waypoints
-from finetune.runtime.faults import VARIABLE
+from finetune.runtime import distributed
 from finetune.runtime.progress import Progress
+from finetune.runtime.supervision import heartbeat
+from finetune.runtime.supervision.faults import VARIABLE
+from tests.checkpoint.parted_run import Parted
 
 RESULTS: dict[str, object] = {}
 
@@ -33,19 +35,19 @@ def main(folder: Path) -> None:
     for scene in scenes:
         os.environ[VARIABLE] = ""
         RESULTS[scene.__name__] = scene(folder / scene.__name__)
-    (folder / f"rank-{ranks.rank()}.json").write_text(json.dumps(RESULTS))
-    ranks.barrier()  # nobody ends while another still speaks to it
+    (folder / f"rank-{distributed.rank()}.json").write_text(json.dumps(RESULTS))
+    distributed.barrier()  # nobody ends while another still speaks to it
 
 
 def checkpointer(folder: Path, parted: Parted | None = None, **section: object) -> Checkpointer:
     access = (parted or Parted(step=1)).access
-    run = RunFacts({"model": "parts"}, settings={}, origin={})
-    return Checkpointer(folder, section=CheckpointSection(**section), access=access, run=run, say=lambda message: None)
+    run = RunFingerprint({"model": "parts"}, settings={}, origin={})
+    return Checkpointer(folder, section=CheckpointSection(**section), access=access, run=run, log=lambda message: None)
 
 
 def faults(*written: str) -> None:
     os.environ[VARIABLE] = "; ".join(written)
-    waypoints._faults.cache_clear()
+    heartbeat._faults.cache_clear()
 
 
 def every_bit_arrives(folder: Path) -> object:
@@ -55,7 +57,7 @@ def every_bit_arrives(folder: Path) -> object:
         for asynchronous in (True, False):
             parted = Parted(step=1, copies=copies)
             path = folder / f"{copies}-{asynchronous}"
-            with patch.object(exchange, "CHUNK_ELEMENTS", 50), patch.object(sharing, "ROUND_BYTES", 900):
+            with patch.object(gather, "CHUNK_ELEMENTS", 50), patch.object(save_plan, "ROUND_BYTES", 900):
                 keeper = checkpointer(path, parted, asynchronous=asynchronous)
                 keeper.rehearse(num_saves=5)
                 saved = keeper.save(1, progress=Progress(1).state_dict())
@@ -65,7 +67,7 @@ def every_bit_arrives(folder: Path) -> object:
             same = [
                 name for name, value in found.items() if torch.equal(value.reshape(-1), parted.whole[name].reshape(-1))
             ]
-            results[path.name] = [len(same), len(parted.whole), verify(saved.path).manifest.state_sha256]
+            results[path.name] = [len(same), len(parted.whole), verify_checkpoint(saved.path).manifest.state_sha256]
     return results
 
 
@@ -75,10 +77,10 @@ def while_training_speaks(folder: Path) -> object:
     keeper = checkpointer(folder)
     keeper.saver.begin(1, progress=Progress(1).state_dict())
     went_on = keeper.saver.outcome() is None
-    sums = [float(ranks.sum_tensor(torch.tensor(1.0))) for _ in range(50)]
+    sums = [float(distributed.sum_tensor(torch.tensor(1.0))) for _ in range(50)]
     still = keeper.saver.outcome() is None
     saved = keeper.saver.settle()
-    return [went_on, still, sums == [float(ranks.world())] * 50, saved.stall_seconds < 1.5 < saved.seconds]
+    return [went_on, still, sums == [float(distributed.world())] * 50, saved.stall_seconds < 1.5 < saved.seconds]
 
 
 def tried_again_on_one_rank(folder: Path) -> object:
@@ -100,7 +102,7 @@ def given_up_on_one_rank(folder: Path) -> object:
 def not_finite_on_one_rank(folder: Path) -> object:
     parted = Parted(step=1)
     keeper = checkpointer(folder, parted)
-    if ranks.rank() == 1:
+    if distributed.rank() == 1:
         with torch.no_grad():
             parted.held["table"].owner[7] = float("nan")
     return [error_of(keeper, 1), names(folder)]
@@ -109,7 +111,7 @@ def not_finite_on_one_rank(folder: Path) -> object:
 def unforeseen_on_one_rank(folder: Path) -> object:
     """A thread dies on one rank where no care has been taken: others hear of it at once, and saving still works."""
     keeper, started = checkpointer(folder), time.monotonic()
-    with patch.object(Written, "of_all", side_effect=KeyError("a bug")) if ranks.rank() == 1 else nullcontext():
+    with patch.object(Written, "of_all", side_effect=KeyError("a bug")) if distributed.rank() == 1 else nullcontext():
         error = error_of(keeper, 1)
     is_quick = time.monotonic() - started < 60
     return [error, is_quick, keeper.save(2, progress=Progress(2).state_dict()).path.name, names(folder)]
@@ -117,9 +119,9 @@ def unforeseen_on_one_rank(folder: Path) -> object:
 
 def not_shared(folder: Path) -> object:
     """Every rank has a folder of its own, as on machines that share none."""
-    with patch.object(rehearsal, "_LOOKS", 1):
+    with patch.object(rehearsal, "_VISIBILITY_CHECKS", 1):
         try:
-            checkpointer(folder / f"machine-{ranks.rank()}").rehearse(num_saves=5)
+            checkpointer(folder / f"machine-{distributed.rank()}").rehearse(num_saves=5)
         except CheckpointError as error:
             return str(error)
     return "it was rehearsed"
@@ -143,12 +145,12 @@ def error_of(keeper: Checkpointer, step: int) -> str:
 
 
 def names(folder: Path) -> list[str]:
-    ranks.barrier()  # rank 0 may still be clearing up
+    distributed.barrier()  # rank 0 may still be clearing up
     return sorted(path.name for path in folder.iterdir()) if folder.exists() else []
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    saver.PAUSES_SECONDS = (0.0, 0.0)
+    saver.RETRY_PAUSES_SECONDS = (0.0, 0.0)
     dist.init_process_group("gloo")
     main(Path(sys.argv[1]))

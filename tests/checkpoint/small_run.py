@@ -7,12 +7,10 @@ import torch
 from torch import nn
 
 from finetune.checkpoint.checkpointer import Checkpointer
-from finetune.checkpoint.facts import RunFacts
-from finetune.checkpoint.loss_scale import LossScale
-from finetune.checkpoint.manifest import OWN_DIGEST, file_facts, own_digest
-from finetune.checkpoint.named_state import NamedState
-from finetune.checkpoint.names import named_buffers, named_parameters
-from finetune.checkpoint.placement import Placement, whole
+from finetune.checkpoint.format.manifest import MANIFEST_DIGEST_KEY, RunFingerprint, file_checksum, manifest_digest
+from finetune.checkpoint.sharding.named_state import NamedState
+from finetune.checkpoint.sharding.state_access import LossScale
+from finetune.checkpoint.sharding.state_layout import StateLayout, named_buffers, named_parameters, unsharded
 from finetune.config.sections.checkpoint import CheckpointSection
 from finetune.runtime.progress import Progress
 
@@ -23,9 +21,9 @@ def forge(checkpoint, name, change):
     path.write_text(json.dumps(change(json.loads(path.read_text()))))
     value = json.loads(manifest.read_text())
     if name != "manifest.json":
-        value["files"][name] = asdict(file_facts(path))
+        value["files"][name] = asdict(file_checksum(path))
     if isinstance(value, dict):
-        manifest.write_text(json.dumps(value | {OWN_DIGEST: own_digest(value)}))
+        manifest.write_text(json.dumps(value | {MANIFEST_DIGEST_KEY: manifest_digest(value)}))
 
 
 class Run:
@@ -37,9 +35,9 @@ class Run:
         self.said = []
         self.model = nn.Sequential(nn.Linear(3, width), nn.BatchNorm1d(width), nn.Linear(width, 1))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
-        held = {name: whole(parameter) for name, parameter in named_parameters(self.model).items()}
+        held = {name: unsharded(parameter) for name, parameter in named_parameters(self.model).items()}
         self.access = NamedState(
-            Placement(held=held, buffers=named_buffers(self.model)),
+            StateLayout(held=held, buffers=named_buffers(self.model)),
             self.optimizer,
             device=torch.device("cpu"),
             loss_scale=LossScale(scaler=None, deepspeed=None),
@@ -48,8 +46,8 @@ class Run:
             folder,
             section=CheckpointSection(**section),
             access=self.access,
-            run=RunFacts(identity or {"model": "small", "data": "abc"}, settings={}, origin={}),
-            say=self.said.append,
+            run=RunFingerprint(identity or {"model": "small", "data": "abc"}, settings={}, origin={}),
+            log=self.said.append,
         )
 
     def train(self, steps, *, save=True):

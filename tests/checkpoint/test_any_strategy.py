@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from launching import start
+
+from tests.checkpoint.launching import start
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 

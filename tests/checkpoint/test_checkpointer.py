@@ -5,12 +5,12 @@ from unittest.mock import patch
 import pytest
 import torch
 from safetensors.torch import load_file
-from small_run import Run, forge
 
-from finetune.checkpoint.manifest import read_manifest
-from finetune.checkpoint.tensor_file import TensorFile
+from finetune.checkpoint.format.manifest import read_manifest
+from finetune.checkpoint.format.tensor_file import TensorFile
 from finetune.errors import CheckpointError
 from finetune.runtime.progress import Progress
+from tests.checkpoint.small_run import Run, forge
 
 
 def names(folder):

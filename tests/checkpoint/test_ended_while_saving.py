@@ -7,7 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from small_run import Run
+
+from tests.checkpoint.small_run import Run
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(120)]
 

@@ -10,11 +10,11 @@ from collections import Counter
 
 import pytest
 import torch
-from small_run import Run, forge
 
-from finetune.checkpoint.inventory import problems, read_entry
-from finetune.checkpoint.manifest import OtherFormatError
+from finetune.checkpoint.format.manifest import OtherFormatError
+from finetune.checkpoint.read.inventory import find_problems, read_entry
 from finetune.errors import CheckpointError
+from tests.checkpoint.small_run import Run, forge
 
 FILES = (
     *("manifest.json", "index.json", "scalars.json", "progress.json"),
@@ -112,7 +112,7 @@ def good(tmp_path_factory):
 def outcome_of(folder, everything):
     """Return what has become of the newest checkpoint: `used`, `aside` or `refused`; all else fails."""
     newest = folder / "step-000003"
-    is_good = not problems(read_entry(newest), reads=True)[0]
+    is_good = not find_problems(read_entry(newest), reads=True)[0]
     run, started = Run(folder), time.monotonic()
     try:
         step = run.resume()["step"]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from finetune.runtime.processes import free_port, run_group
+from finetune.runtime.processes import free_port, run_process_group
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]
 
@@ -24,7 +24,7 @@ def told(folder):
     log = folder / "log"
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=4"]
     command += [f"--master_port={free_port()}", str(PROGRAM), str(folder)]
-    code = run_group(command, log=log, timeout_seconds=240, environment={"OMP_NUM_THREADS": "1"})
+    code = run_process_group(command, log=log, timeout_seconds=240, environment={"OMP_NUM_THREADS": "1"})
     assert code == 0, log.read_text(errors="replace")[-8000:]
     return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(4)]
 

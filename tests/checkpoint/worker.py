@@ -21,25 +21,23 @@ from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.optimization import Adafactor
 
-from finetune.checkpoint import saver
-from finetune.checkpoint.access import build_access
 from finetune.checkpoint.checkpointer import Checkpointer
-from finetune.checkpoint.facts import RunFacts
-from finetune.checkpoint.gather import gather_weights
-from finetune.checkpoint.tensor_file import TensorFile
+from finetune.checkpoint.format.manifest import RunFingerprint
+from finetune.checkpoint.format.tensor_file import TensorFile
+from finetune.checkpoint.sharding.access import build_access
+from finetune.checkpoint.sharding.gather import gather_weights
+from finetune.checkpoint.write import saver
 from finetune.config.sections.checkpoint import CheckpointSection
 from finetune.config.sections.train import AverageSection, OptimizerSection, UnfreezeSection
 from finetune.errors import CheckpointError
-from finetune.run.settling import settle_buckets
-from finetune.runtime import ranks
-from finetune.runtime.average import STATE
+from finetune.run.state.resume import warm_up_ddp_buckets
+from finetune.runtime import distributed
+from finetune.runtime.parameters import AVERAGE
 from finetune.runtime.progress import Progress
-from finetune.strategy.cpu import gloo_bridge
-from finetune.strategy.held import weights_as_held
-from finetune.strategy.waiting import leave_waiting_out_of_norm
-from finetune.train.groups import named_of
-from finetune.train.optimizer import begin_step, build_optimizer
-from finetune.train.weights import AveragedWeights
+from finetune.strategy.upstream import drop_not_yet_unfrozen_from_zero_norm, gloo_bridge, keep_bf16_parameters
+from finetune.train.evaluate import AveragedWeights
+from finetune.train.optim.optimizers import begin_step, build_optimizer
+from finetune.train.optim.parameter_groups import list_parameters
 
 ROWS, LENGTH, VOCABULARY = 8, 12, 67  # 67: rows that no number of ranks divides
 LOW_BIT = {
@@ -51,22 +49,22 @@ LOW_BIT = {
 def main(spec_path: str) -> None:
     for spec in json.loads(Path(spec_path).read_text()):
         run(spec)
-    ranks.barrier()
+    distributed.barrier()
 
 
 def run(spec: dict) -> None:
     accelerator = build_accelerator(
         spec["strategy"], precision="bf16" if spec["variant"] in ("bf16", "chance") else "no"
     )
-    with weights_as_held(accelerator, is_wanted=spec["variant"] == "chance"):
+    with keep_bf16_parameters(accelerator, is_wanted=spec["variant"] == "chance"):
         model, optimizer = accelerator.prepare(*build(spec["variant"], is_spoilt=spec["is_spoilt"]))
-    leave_waiting_out_of_norm(model)
+    drop_not_yet_unfrozen_from_zero_norm(model)
     try:
         results = train(accelerator, model, optimizer, spec)
     except CheckpointError as error:
         results = {"error": str(error)}
     results["engine"] = [kind.__name__ for kind in type(model).__mro__]
-    if ranks.is_main():
+    if distributed.is_main():
         (Path(spec["results"])).write_text(json.dumps(results))
     if hasattr(model, "destroy"):
         model.destroy()
@@ -82,12 +80,12 @@ def train(accelerator, model, optimizer, spec: dict) -> dict:
         Path(spec["folder"]),
         section=CheckpointSection(resume=spec.get("resume", "auto")),
         access=access,
-        run=RunFacts({"model": "tiny", "variant": spec["variant"]}, settings={}, origin={}),
-        say=said.append,
+        run=RunFingerprint({"model": "tiny", "variant": spec["variant"]}, settings={}, origin={}),
+        log=said.append,
     )
     found = checkpointer.find()
     if found is not None and found.step > 0:
-        settle_buckets(accelerator, model, loss=lambda: model(**batch(0, accelerator)).loss)
+        warm_up_ddp_buckets(accelerator, model, loss=lambda: model(**batch(0, accelerator)).loss)
     step = int(checkpointer.load(found)["step"]) if found is not None else 0
     losses = {}
     for target in spec["until"]:
@@ -102,10 +100,10 @@ def train(accelerator, model, optimizer, spec: dict) -> dict:
                 said.append(save_on_full_disk(checkpointer, step, rank=spec["disk_is_full_on"]))
             checkpointer.save(step, progress=Progress(step).state_dict())
     has_average = spec["variant"] == "groups"
-    with AveragedWeights(access, STATE, lambda _, average: average).evaluated() if has_average else nullcontext():
+    with AveragedWeights(access, AVERAGE, lambda _, average: average).swapped_in() if has_average else nullcontext():
         weights = gather_weights(accelerator, model, trained_only=False)
     trained = gather_weights(accelerator, model, trained_only=True)
-    if ranks.is_main():
+    if distributed.is_main():
         torch.save(weights, spec["results"] + ".pt")
     dtypes = sorted({str(weight.dtype) for weight in weights.values()})
     return {"losses": losses, "digest": digest(weights), "dtypes": dtypes, "trained": sorted(trained), "said": said}
@@ -117,8 +115,8 @@ def save_on_full_disk(checkpointer: Checkpointer, step: int, *, rank: int) -> st
     def write(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    fails = patch.object(TensorFile, "add", write) if ranks.rank() == rank else nullcontext()
-    with fails, patch.object(saver, "PAUSES_SECONDS", (0.0, 0.0)):
+    fails = patch.object(TensorFile, "add", write) if distributed.rank() == rank else nullcontext()
+    with fails, patch.object(saver, "RETRY_PAUSES_SECONDS", (0.0, 0.0)):
         try:
             checkpointer.save(step, progress=Progress(step).state_dict())
         except CheckpointError as error:
@@ -132,13 +130,13 @@ def take_step(accelerator, model, optimizer, step: int) -> float:
     accelerator.backward(loss)
     optimizer.step()
     optimizer.zero_grad()
-    return float(ranks.sum_tensor(loss.detach().double())) / ranks.world()
+    return float(distributed.sum_tensor(loss.detach().double())) / distributed.world()
 
 
 def batch(step: int, accelerator) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(1000 + step)
     rows = torch.randint(0, VOCABULARY, (ROWS, LENGTH), generator=generator)
-    mine = rows[ranks.rank() :: ranks.world()].to(accelerator.device)
+    mine = rows[distributed.rank() :: distributed.world()].to(accelerator.device)
     return {"input_ids": mine, "labels": mine}
 
 
@@ -167,14 +165,14 @@ def build(variant: str, *, is_spoilt: bool):
     if variant == "groups":
         return model, grouped_optimizer(model)
     if variant in LOW_BIT:
-        return model, build_optimizer(named_of(model), LOW_BIT[variant], learning_rate=1e-2, seed=5)
+        return model, build_optimizer(list_parameters(model), LOW_BIT[variant], learning_rate=1e-2, seed=5)
     return model, plain_optimizer(variant, trained)
 
 
 def grouped_optimizer(model) -> torch.optim.Optimizer:
     """Return one with six groups, one of which begins to learn after the save, and an average of the weights."""
     return build_optimizer(
-        named_of(model),
+        list_parameters(model),
         OptimizerSection(weight_decay=0.1, layer_decay=0.5),
         learning_rate=1e-2,
         unfreeze=[UnfreezeSection(patterns=("*embed*", "lm_head*"), after_steps=4)],
@@ -203,7 +201,7 @@ def build_accelerator(strategy: str, *, precision: str) -> Accelerator:
         if strategy.startswith("fsdp"):
             return Accelerator(fsdp_plugin=fsdp_plugin(int(strategy[-1])), mixed_precision=precision)
         if strategy == "hsdp":
-            mesh = ParallelismConfig(dp_replicate_size=2, dp_shard_size=ranks.world() // 2)
+            mesh = ParallelismConfig(dp_replicate_size=2, dp_shard_size=distributed.world() // 2)
             return Accelerator(fsdp_plugin=fsdp_plugin(2), parallelism_config=mesh)
         return Accelerator(deepspeed_plugin=deepspeed_plugin(strategy), mixed_precision=precision)
 
@@ -225,7 +223,7 @@ def deepspeed_plugin(strategy: str) -> DeepSpeedPlugin:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": False}
     config = {
         "zero_optimization": zero,
-        "train_micro_batch_size_per_gpu": ROWS // ranks.world(),
+        "train_micro_batch_size_per_gpu": ROWS // distributed.world(),
         "gradient_accumulation_steps": 1,
         "gradient_clipping": 0.0,
     }

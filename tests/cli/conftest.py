@@ -3,13 +3,10 @@
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
 from finetune.__main__ import main
-
-sys.path.append(str(Path(__file__).parent))  # for hostile, which is no test
 
 
 @pytest.fixture

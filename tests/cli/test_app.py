@@ -28,7 +28,9 @@ def calls(monkeypatch):
     stand_in, really = SimpleNamespace(made=[], answer=0), lazy.call
 
     def call(place, *arguments, **named):
-        if place.startswith(("finetune.cli.", "finetune.config.", "finetune.recipes.", "finetune.run.beforehand:")):
+        if place.startswith(
+            ("finetune.cli.", "finetune.config.", "finetune.recipes.", "finetune.run.state.preflight:")
+        ):
             return really(place, *arguments, **named)
         stand_in.made.append((place, arguments, named))
         return stand_in.answer
@@ -87,14 +89,14 @@ def test_options_alone_mean_train(typed, job, calls, words):
     code, _, _ = typed(*words, job, "--set", "train.steps=7")
     (begun, _, _), (place, (loaded, _), _) = calls.made
     assert code == 0
-    assert begun == "finetune.run.ahead:verify_ahead"
-    assert place == "finetune.run.training:train_from_config"
+    assert begun == "finetune.run.state.preflight:prefetch_checksums"
+    assert place == "finetune.run.train:train_from_config"
     assert loaded.config.train.steps == 7
 
 
 def test_a_check_of_the_model_tries_it(typed, job, calls):
     assert typed("check", job, "--model")[0] == 0
-    assert [place for place, _, _ in calls.made] == ["finetune.run.trial:require_buildable"]
+    assert [place for place, _, _ in calls.made] == ["finetune.run.build.model:require_buildable"]
     assert typed("check", job)[0] == 0
     assert len(calls.made) == 1
 
@@ -116,7 +118,7 @@ def test_parity_asks_for_the_strategies_and_exits_1_when_they_differ(typed, job,
     words += ("--accumulations", "1,4", "--configs-folder", "elsewhere")
     assert typed(*words)[0] == code
     ((place, arguments, named),) = calls.made
-    assert (place, arguments) == ("finetune.advise.parity:run_parity", (job,))
+    assert (place, arguments) == ("finetune.commands.verify.parity:run_parity", (job,))
     assert named == {
         "overrides": ["run.seed=1"],
         "strategies": ["ddp", "zero3"],
@@ -134,7 +136,7 @@ def test_resume_asks_for_the_stop_and_exits_1_when_the_runs_differ(typed, job, c
     words = ("verify", "resume", "--config", job, "--stop-at", 4, "--from", "ddp:2", "--to", "zero3:4")
     assert typed(*words, "--set", "run.seed=1")[0] == code
     ((place, arguments, named),) = calls.made
-    assert (place, arguments) == ("finetune.advise.resume:run_resume", (job,))
+    assert (place, arguments) == ("finetune.commands.verify.resume:run_resume", (job,))
     assert named == {
         "overrides": ["run.seed=1"],
         "stop_at": 4,
@@ -154,7 +156,7 @@ def test_accumulations_are_whole_numbers(typed, job, calls):
 def test_chat_is_given_the_folder(typed, calls):
     assert typed("chat", "runs/first/final")[0] == 0
     settings = {"adapters": [], "max_new_tokens": 256, "temperature": 0.0, "system": None, "trust_remote_code": False}
-    assert calls.made == [("finetune.advise.chat:chat", (Path("runs/first/final"),), settings)]
+    assert calls.made == [("finetune.commands.chat:chat", (Path("runs/first/final"),), settings)]
 
 
 def test_what_comes_after_training_is_given_what_was_typed(typed, calls):
@@ -163,7 +165,7 @@ def test_what_comes_after_training_is_given_what_was_typed(typed, calls):
     typed("evaluate", "runs/first", "--lm-eval", "hellaswag")
     typed("generate", "runs/first", "--input", "p.jsonl", "--output", "a.jsonl", "--temperature", "0.5")
     exported, measured, asked, answered = calls.made
-    assert exported[0] == "finetune.run.export:export"
+    assert exported[0] == "finetune.commands.export:export"
     assert (exported[2]["merge"], exported[2]["step"], exported[2]["push_to_hub"]) == (True, 4, "me/model")
     assert measured[2] == {
         "step": None,
@@ -172,7 +174,7 @@ def test_what_comes_after_training_is_given_what_was_typed(typed, calls):
         "json": Path("m.json"),
         "trust_remote_code": False,
     }
-    assert (asked[0], asked[2]["tasks"]) == ("finetune.run.harness:evaluate_with_harness", "hellaswag")
+    assert (asked[0], asked[2]["tasks"]) == ("finetune.commands.evaluate.lm_eval:evaluate_with_harness", "hellaswag")
     assert (answered[2]["rows"], answered[2]["temperature"]) == (Path("p.jsonl"), 0.5)
 
 

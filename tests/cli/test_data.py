@@ -17,7 +17,7 @@ def calls(monkeypatch):
 def test_a_preview_is_asked_for(typed, calls, job):
     assert typed("preview", "--config", job, "--rows", 3, "--from", 40, "--html", "page.html")[0] == 0
     named = {"num_rows": 3, "html": Path("page.html"), "start": 40}
-    assert calls == [("finetune.advise.preview:preview", (job, []), named)]
+    assert calls == [("finetune.commands.preview.preview:preview", (job, []), named)]
 
 
 @pytest.mark.parametrize("words", [("--rows", 0), ("--from", -1)])
@@ -29,7 +29,7 @@ def test_a_preview_of_nothing_is_refused(typed, calls, job, words):
 def test_a_machine_is_examined_with_or_without_a_job(typed, calls, job):
     assert typed("doctor")[0] == 0
     assert typed("doctor", "--config", job)[0] == 0
-    place = "finetune.advise.doctor:examine"
+    place = "finetune.commands.doctor.doctor:examine"
     assert calls == [(place, (None, []), {}), (place, (job, []), {})]
 
 
@@ -41,7 +41,7 @@ def test_a_machine_to_mend_is_an_exit_code(typed, monkeypatch):
 def test_a_loader_is_measured_of_a_job(typed, calls, job):
     assert typed("doctor", "--data", "--config", job, "--rounds", 3)[0] == 0
     assert calls == [
-        ("finetune.advise.doctor_data:examine_loading", (job, []), {"num_rounds": 3, "seconds": 0.5}),
+        ("finetune.commands.doctor.data:examine_loader", (job, []), {"num_rounds": 3, "seconds": 0.5}),
     ]
 
 

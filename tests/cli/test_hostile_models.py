@@ -8,8 +8,7 @@ from transformers import dynamic_module_utils
 from typer.testing import CliRunner
 
 from finetune.cli.app import app
-
-from hostile import DAMAGED, HOSTILE, canary_of, write_bad, write_good
+from tests.cli.hostile import DAMAGED, HOSTILE, canary_of, write_bad, write_good
 
 ROWS = '{"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]}\n' * 2
 AGREES = "y\ny\nyes\nhi\n"

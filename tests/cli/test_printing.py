@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from finetune.runtime.terminal import json_text
+from finetune.runtime.text.terminal import format_json
 
 NAME = b"f\xc3\xbcr\xff\x1b[31m\xe2\x80\xae.yaml"
 
@@ -70,4 +70,4 @@ def test_json_on_the_screen_is_json(typed, monkeypatch):
 
 
 def print_json(value: object) -> None:
-    print(json_text(value))
+    print(format_json(value))

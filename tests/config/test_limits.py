@@ -6,8 +6,7 @@ import time
 import pytest
 
 from finetune.config.limits import MAX_DEPTH, MAX_FILE_BYTES, MAX_LISTED, MAX_OVERRIDES, MAX_VALUES
-from finetune.config.load import load_config
-from finetune.config.resolved import load_resolved
+from finetune.config.load import load_config, load_resolved
 from finetune.config.yaml import read_yaml
 from finetune.errors import ConfigError, UserError
 
@@ -98,7 +97,7 @@ def test_a_file_system_that_answers_with_an_error_is_told_of(monkeypatch, compla
 
 
 def test_a_pattern_that_leads_through_everything_does_not_hold_the_answer_up(monkeypatch, complaints):
-    monkeypatch.setattr("finetune.config.rules.matches._PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr("finetune.config.rules.files._TIMEOUT_SECONDS", 0.0)
     assert complaints("data.train.path=/proc/*/task/*/*") == []  # it is left to the run to find them
 
 

@@ -1,18 +1,18 @@
 import pytest
 
-from finetune.config.overrides import override
+from finetune.config.overrides import apply_overrides
 from finetune.errors import ConfigError
 
 
 def test_an_override_replaces_one_key_and_leaves_the_argument_alone():
     values = {"train": {"steps": 10, "learning_rate": 1e-4}}
-    assert override(values, ["train.steps=20"]).values == {"train": {"steps": 20, "learning_rate": 1e-4}}
+    assert apply_overrides(values, ["train.steps=20"]).values == {"train": {"steps": 20, "learning_rate": 1e-4}}
     assert values["train"]["steps"] == 10
 
 
 def test_the_value_is_yaml():
     written = ["a=2e-5", "b=null", "c=[x, 1]", "d={e: true}", "f=a=b", "g='1'"]
-    assert override({}, written).values == {
+    assert apply_overrides({}, written).values == {
         "a": 2e-5,
         "b": None,
         "c": ["x", 1],
@@ -23,17 +23,19 @@ def test_the_value_is_yaml():
 
 
 def test_sections_that_are_missing_or_null_are_made():
-    assert override({"evaluate": None}, ["evaluate.generate.show=1"]).values == {"evaluate": {"generate": {"show": 1}}}
+    assert apply_overrides({"evaluate": None}, ["evaluate.generate.show=1"]).values == {
+        "evaluate": {"generate": {"show": 1}}
+    }
 
 
 def test_the_last_override_of_a_key_counts():
-    result = override({}, ["a.b=1", "a={c: 2}", "a.c=3"])
+    result = apply_overrides({}, ["a.b=1", "a={c: 2}", "a.c=3"])
     assert result.values == {"a": {"c": 3}}
     assert {key: str(source) for key, source in result.sources.items()} == {"a": "--set a={c: 2}", "a.c": "--set a.c=3"}
 
 
 def test_an_item_of_a_list_can_be_replaced():
-    assert override({"a": [1, 2]}, ["a.1=5"]).values == {"a": [1, 5]}
+    assert apply_overrides({"a": [1, 2]}, ["a.1=5"]).values == {"a": [1, 5]}
 
 
 @pytest.mark.parametrize(
@@ -51,7 +53,7 @@ def test_an_item_of_a_list_can_be_replaced():
     ],
 )
 def test_an_override_that_cannot_be_done_is_named(written, message):
-    result = override({"train": {"steps": 1, "list": [1, 2]}}, [written])
+    result = apply_overrides({"train": {"steps": 1, "list": [1, 2]}}, [written])
     (problem,) = result.problems
     assert problem.source == f"--set {written}"
     assert message in problem.message

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from finetune.config.paths import absolute, is_url, stage_of, with_absolute_paths
+from finetune.config.paths import absolute_path, is_url, local_run_folder, with_absolute_paths
 from finetune.config.sections.checkpoint import CheckpointSection
 from finetune.config.sections.data import DataSection, TrainingSourceSection
 from finetune.config.sections.model import ModelSection, TokenizerSection
@@ -22,7 +22,7 @@ FOLDER = Path("/jobs/mine")
     ],
 )
 def test_a_path_counts_from_the_folder(written, meant):
-    assert absolute(written, FOLDER) == meant
+    assert absolute_path(written, FOLDER) == meant
 
 
 def test_a_name_stays_a_name_and_a_marked_path_becomes_absolute():
@@ -52,10 +52,10 @@ def test_a_url_is_no_path():
 
 
 def test_a_run_at_a_url_is_staged_in_a_folder_of_its_own_or_in_the_one_that_was_written():
-    first, second = (stage_of(f"s3://bucket/{team}/first", None) for team in ("red", "blue"))
+    first, second = (local_run_folder(f"s3://bucket/{team}/first", None) for team in ("red", "blue"))
     assert first != second
     assert first.parent == Path.home() / ".cache/finetune/runs"
     assert first.name.startswith("first-")
-    assert stage_of("s3://bucket/red/first/", None) == first
-    assert stage_of("s3://bucket/red/first", "/fast/stage") == Path("/fast/stage")
-    assert stage_of("/runs/first", None) == Path("/runs/first")
+    assert local_run_folder("s3://bucket/red/first/", None) == first
+    assert local_run_folder("s3://bucket/red/first", "/fast/stage") == Path("/fast/stage")
+    assert local_run_folder("/runs/first", None) == Path("/runs/first")

@@ -1,12 +1,12 @@
 import pytest
 
-from finetune.config.run_config import world_problems
-from finetune.config.summary import summary
+from finetune.config.explain import format_summary
+from finetune.config.run_config import world_size_problems
 
 
 def test_a_batch_that_the_processes_cannot_share_names_the_nearest_that_they_can(load, job):
     loaded = load("train.steps=10", text=job.read_text().replace("batch_size: 8", "batch_size: 28"))
-    (problem,) = world_problems(loaded.config, num_processes=4, sources=loaded.sources)
+    (problem,) = world_size_problems(loaded.config, num_processes=4, sources=loaded.sources)
     assert str(problem) == (
         "line 12, train.global_batch_size: 28 cannot be shared by 4 processes x 4 per microbatch. "
         "Nearest that can: 16, 32."
@@ -16,12 +16,12 @@ def test_a_batch_that_the_processes_cannot_share_names_the_nearest_that_they_can
 @pytest.mark.parametrize(("processes", "fits"), [(1, True), (2, True), (3, False), (4, False)])
 def test_a_batch_of_8_in_microbatches_of_4_fits_one_or_two_processes(load, processes, fits):
     loaded = load()
-    assert (world_problems(loaded.config, num_processes=processes, sources=loaded.sources) == []) is fits
+    assert (world_size_problems(loaded.config, num_processes=processes, sources=loaded.sources) == []) is fits
 
 
 def test_an_override_is_blamed_where_it_wrote_the_batch(load):
     loaded = load("train.global_batch_size=12")
-    (problem,) = world_problems(loaded.config, num_processes=2, sources=loaded.sources)
+    (problem,) = world_size_problems(loaded.config, num_processes=2, sources=loaded.sources)
     assert problem.source == "--set train.global_batch_size=12"
 
 
@@ -33,17 +33,17 @@ def test_a_config_is_frozen(load):
 
 def test_the_summary_does_the_arithmetic_of_the_batch(load):
     config = load("train.global_batch_size=16").config
-    assert summary(config, num_processes=2)[2] == (
+    assert format_summary(config, num_processes=2)[2] == (
         "batch    16 per step = 2 processes x 4 per microbatch x 2 accumulated"
     )
     assert (
-        summary(config, num_processes=None)[2]
+        format_summary(config, num_processes=None)[2]
         == "batch    16 per step = 4 per microbatch x 4; fits on 1, 2, 4 processes"
     )
 
 
 def test_the_summary_tells_model_budget_and_rows(load, tmp_path):
-    lines = summary(load("model.lora.rank=8", "train.steps=null", "train.epochs=2").config, num_processes=1)
+    lines = format_summary(load("model.lora.rank=8", "train.steps=null", "train.epochs=2").config, num_processes=1)
     assert lines[0] == f"task     sft, from {tmp_path}/rows.jsonl"
     assert lines[1] == "model    gpt2: LoRA of rank 8 on float32 weights, computed in fp32"
     assert lines[3] == "budget   2 epochs, learning rate 0.0001, cosine"

@@ -1,7 +1,44 @@
-from finetune.config.schema import all_keys, node_at
+import json
+from pathlib import Path
+
+from finetune.config.schema import all_keys, description_of, json_schema, node_at, reference_markdown
 
 
 def test_the_schema_of_a_key_is_the_same_by_itself_as_in_the_whole():
     whole = dict(all_keys())
     assert len(whole) > 200
     assert {key: node_at(key) for key in whole} == whole
+
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def test_the_committed_reference_is_the_generated_one():
+    committed = (DOCS / "reference.md").read_text(encoding="utf-8")
+    assert committed == reference_markdown(), "run `finetune reference > docs/reference.md`"
+
+
+def test_the_committed_schema_is_the_generated_one():
+    committed = (DOCS / "finetune.schema.json").read_text(encoding="utf-8")
+    assert committed == json_schema(), "run `finetune schema > docs/finetune.schema.json`"
+
+
+def test_every_key_is_explained_in_a_sentence():
+    keys = dict(all_keys())
+    assert len(keys) > 100
+    assert [key for key, node in keys.items() if not description_of(node).endswith(".")] == []
+
+
+def test_the_page_tells_type_default_and_meaning():
+    page = reference_markdown()
+    assert "| `train.learning_rate` | a number above 0 | **required** | Peak learning rate. |" in page
+    assert "| `checkpoint.keep_last` | a whole number of at least 2 | `2` |" in page
+    assert "| `evaluate.generate` | a section | none |" in page
+    assert "### `train.optimizer`" in page
+
+
+def test_an_editor_is_told_of_unknown_keys():
+    schema = json.loads(json_schema())
+    assert schema["additionalProperties"] is False
+    assert schema["required"] == ["run", "model", "data", "task", "train"]
+    assert schema["$defs"]["TaskSection"]["properties"]["name"]["enum"][:2] == ["sft", "pretrain"]

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from finetune.config.sections.data import DataSection, TrainingSourceSection
-from finetune.data.encoding.chat import set_chat_template
+from finetune.data.templates.chat_template import set_chat_template
 
 SAID = [
     "What is two and two?",

@@ -2,7 +2,7 @@
 
 import pytest
 
-from finetune.data.classes import Classes, balanced, balanced_presence, in_order, label_name
+from finetune.data.classes import Classes, balanced_weights, label_name, positive_weights, sort_names
 from finetune.errors import DataError
 
 
@@ -37,16 +37,16 @@ def test_of_many_classes_the_first_are_listed():
 
 
 def test_numbers_are_sorted_by_size_and_texts_as_texts():
-    assert in_order(["10", "9", "-1"]) == ["-1", "9", "10"]
-    assert in_order(["b", "10", "9"]) == ["10", "9", "b"]
+    assert sort_names(["10", "9", "-1"]) == ["-1", "9", "10"]
+    assert sort_names(["b", "10", "9"]) == ["10", "9", "b"]
 
 
 def test_balanced_weights_average_one_over_the_rows():
     counts = [6, 3, 0, 1]
-    weights = balanced(counts)
+    weights = balanced_weights(counts)
     assert weights == pytest.approx((10 / 18, 10 / 9, 1.0, 10 / 3))
     assert sum(count * weight for count, weight in zip(counts, weights, strict=True)) / 10 == pytest.approx(1.0)
 
 
 def test_of_several_classes_the_rare_ones_weigh_more_where_they_apply():
-    assert balanced_presence([2, 5, 10, 0], 10) == (4.0, 1.0, 1.0, 1.0)
+    assert positive_weights([2, 5, 10, 0], 10) == (4.0, 1.0, 1.0, 1.0)

@@ -14,10 +14,10 @@ from finetune.config.sections.data import BatchingSection
 from finetune.data.batch import Batch
 from finetune.data.features import Features
 from finetune.data.loader import EvaluationSampler, TrainSampler, evaluation_loader, groups, train_loader
+from finetune.data.order.dataset_view import DatasetView
 from finetune.data.order.order import SetOrder
-from finetune.data.order.pool import Pool
-from finetune.data.prepared.cache import prepare_set
 from finetune.data.sources.source import open_source
+from finetune.data.token_cache.cache import prepare_set
 
 
 def encode(rows):
@@ -48,8 +48,8 @@ def fill(features):
 def prepared_and_section(write_rows, make_section):
     source = write_rows([{"text": chr(97 + n)} for n in range(10)])
     section = make_section(source)
-    opened = open_source(source, key="data.train", say=lambda _: None)
-    return prepare_set(opened, encode, section=section, identity={}, say=lambda _: None), section
+    opened = open_source(source, key="data.train", log=lambda _: None)
+    return prepare_set(opened, encode, section=section, identity={}, log=lambda _: None), section
 
 
 def per_step(sampler, *, world, num_batches):
@@ -110,7 +110,7 @@ def test_the_train_loader_gives_the_order(prepared_and_section, keys):
     prepared, section = prepared_and_section
     order = SetOrder(seed=7, num_samples=len(prepared))
     loader = train_loader(
-        Pool(prepared, order, ""),
+        DatasetView(prepared, order, ""),
         Collate(),
         global_batch_size=4,
         microbatch_size=2,
@@ -129,7 +129,7 @@ def test_the_train_loader_gives_the_order(prepared_and_section, keys):
 
 def test_a_batch_knows_its_steps_seed_and_its_samples_lengths(prepared_and_section):
     prepared, section = prepared_and_section
-    pool = Pool(prepared, SetOrder(seed=7, num_samples=len(prepared)), "")
+    pool = DatasetView(prepared, SetOrder(seed=7, num_samples=len(prepared)), "")
     sizes = {"global_batch_size": 4, "microbatch_size": 2, "first_step": 0, "num_steps": 2}
     batches = list(train_loader(pool, Collate(), section=section, seed=5, **sizes))
     assert [len({each.seed for each in batches[i : i + 2]}) for i in (0, 2)] == [1, 1]
@@ -139,7 +139,7 @@ def test_a_batch_knows_its_steps_seed_and_its_samples_lengths(prepared_and_secti
 
 def test_a_partner_depends_on_step_and_sample_and_on_no_cut(prepared_and_section):
     prepared, section = prepared_and_section
-    pool = Pool(prepared, SetOrder(seed=7, num_samples=len(prepared)), "")
+    pool = DatasetView(prepared, SetOrder(seed=7, num_samples=len(prepared)), "")
     sizes = {"global_batch_size": 4, "first_step": 0, "num_steps": 9}
     found = []
     for size in (1, 2, 4):
@@ -153,7 +153,7 @@ def test_a_partner_depends_on_step_and_sample_and_on_no_cut(prepared_and_section
 
 def test_evaluation_fills_up_with_batches_in_which_nothing_counts(prepared_and_section):
     prepared, section = prepared_and_section
-    loader = evaluation_loader(prepared, Collate(), filler=fill, microbatch_size=4, world=4, section=section)
+    loader = evaluation_loader(prepared, Collate(), dummy_batch=fill, microbatch_size=4, world=4, section=section)
     batches = list(loader)
     assert [batch.sample_ids for batch in batches] == [(0, 1, 2, 3), (4, 5, 6, 7), (8, 9), ()]
     assert [batch.num_targets for batch in batches] == [4, 4, 2, 0]
@@ -162,7 +162,7 @@ def test_evaluation_fills_up_with_batches_in_which_nothing_counts(prepared_and_s
 def test_evaluation_packs_its_rows_like_those_that_are_learnt_from(prepared_and_section):
     prepared, section = prepared_and_section
     packed = section.model_copy(update={"batching": BatchingSection(by="packs", tokens=4)})
-    loader = evaluation_loader(prepared, Collate(), filler=fill, microbatch_size=2, world=2, section=packed)
+    loader = evaluation_loader(prepared, Collate(), dummy_batch=fill, microbatch_size=2, world=2, section=packed)
     batches = [batch.sample_ids for batch in loader]
     assert batches == [(0, 1, 2, 3, 4, 5, 6, 7), (8, 9)]  # ten rows of one token
 
@@ -172,16 +172,16 @@ def test_padded_rows_of_an_evaluation_share_a_forward_pass_with_rows_as_long(pre
     lengths = np.array([1, 9, 2, 8, 3, 7, 4, 6, 5, 5])
     samples = SimpleNamespace(lengths=lengths)
     padded = section.model_copy(update={"batching": BatchingSection(padding_free=False)})
-    loader = evaluation_loader(samples, Collate(), filler=fill, microbatch_size=4, world=1, section=padded)
+    loader = evaluation_loader(samples, Collate(), dummy_batch=fill, microbatch_size=4, world=1, section=padded)
     assert [lengths[ids].tolist() for ids in loader.batch_sampler] == [[9, 8, 7, 6], [5, 5, 4, 3], [2, 1]]
     in_one_row = section.model_copy(update={"batching": BatchingSection(padding_free=True)})
-    loader = evaluation_loader(samples, Collate(), filler=fill, microbatch_size=4, world=1, section=in_one_row)
+    loader = evaluation_loader(samples, Collate(), dummy_batch=fill, microbatch_size=4, world=1, section=in_one_row)
     assert list(loader.batch_sampler) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
 
 
 def test_loading_draws_nothing_from_the_global_generator(prepared_and_section):
     prepared, section = prepared_and_section
-    loader = evaluation_loader(prepared, Collate(), filler=fill, microbatch_size=4, world=1, section=section)
+    loader = evaluation_loader(prepared, Collate(), dummy_batch=fill, microbatch_size=4, world=1, section=section)
     before = torch.get_rng_state()
     assert len(list(loader)) == 3
     assert torch.equal(torch.get_rng_state(), before)
@@ -209,7 +209,7 @@ def test_what_accelerate_prepares_holds_the_step_between_the_ranks(prepared_and_
     device = torch.device("cpu")
     shares = []
     for rank in range(world):
-        loader = train_loader(Pool(prepared, order, ""), Collate(), section=section, **sizes)
+        loader = train_loader(DatasetView(prepared, order, ""), Collate(), section=section, **sizes)
         share = {"num_processes": world, "process_index": rank, "even_batches": False}
         ready = prepare_data_loader(loader, device, put_on_device=True, **share)
         shares.append([[i for b in group for i in b.sample_ids] for group in groups(ready, 4 // world)])
@@ -219,7 +219,7 @@ def test_what_accelerate_prepares_holds_the_step_between_the_ranks(prepared_and_
 
 def test_what_the_section_says_of_workers_outlives_being_prepared(prepared_and_section, fresh_accelerate):
     prepared, section = prepared_and_section
-    pool = Pool(prepared, SetOrder(seed=0, num_samples=len(prepared)), "")
+    pool = DatasetView(prepared, SetOrder(seed=0, num_samples=len(prepared)), "")
     section = section.model_copy(update={"num_workers": 1, "persistent_workers": True, "prefetch_factor": 3})
     sizes = {"global_batch_size": 4, "microbatch_size": 2, "first_step": 0, "num_steps": 2}
     loader = train_loader(pool, Collate(), section=section, **sizes)

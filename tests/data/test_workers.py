@@ -3,11 +3,17 @@
 import pytest
 
 from finetune.config.sections.data import DataSection, TrainingSourceSection
-from finetune.data.workers import LoaderSettings, Room, loader_settings, num_prepare_workers, told
+from finetune.data.workers import (
+    LoaderSettings,
+    MachineResources,
+    format_loader_settings,
+    loader_settings,
+    num_prepare_workers,
+)
 
-LAPTOP = Room(num_cores=2, local_world=1, has_device=False)
-SERVER = Room(num_cores=64, local_world=8, has_device=True)
-SHARED = Room(num_cores=16, local_world=8, has_device=True)
+LAPTOP = MachineResources(num_cores=2, local_world=1, has_device=False)
+SERVER = MachineResources(num_cores=64, local_world=8, has_device=True)
+SHARED = MachineResources(num_cores=16, local_world=8, has_device=True)
 AUTO = {"num_workers": "auto", "pin_memory": "auto", "persistent_workers": "auto", "prefetch_factor": "auto"}
 
 
@@ -16,7 +22,7 @@ def section(**keys):
 
 
 def test_by_default_batches_are_loaded_in_the_training_process():
-    assert loader_settings(section(), room=SERVER) == LoaderSettings(0, False, False, None)
+    assert loader_settings(section(), resources=SERVER) == LoaderSettings(0, False, False, None)
 
 
 @pytest.mark.parametrize(
@@ -25,29 +31,29 @@ def test_by_default_batches_are_loaded_in_the_training_process():
         (LAPTOP, LoaderSettings(0, False, False, None)),  # tokens are read faster than they are handed over
         (SERVER, LoaderSettings(2, True, True, 2)),
         (SHARED, LoaderSettings(1, True, True, 2)),  # two cores per rank: one trains, one loads
-        (Room(num_cores=4, local_world=8, has_device=True), LoaderSettings(0, True, False, None)),
+        (MachineResources(num_cores=4, local_world=8, has_device=True), LoaderSettings(0, True, False, None)),
     ],
 )
 def test_auto_is_decided_by_cores_ranks_and_devices(room, expected):
-    assert loader_settings(section(**AUTO), room=room) == expected
+    assert loader_settings(section(**AUTO), resources=room) == expected
 
 
 def test_what_has_to_be_decoded_gets_more_workers():
-    assert loader_settings(section(**AUTO), room=SERVER, cost="heavy") == LoaderSettings(7, True, True, 4)
-    assert loader_settings(section(**AUTO), room=LAPTOP, cost="heavy").num_workers == 1
+    assert loader_settings(section(**AUTO), resources=SERVER, cost="heavy") == LoaderSettings(7, True, True, 4)
+    assert loader_settings(section(**AUTO), resources=LAPTOP, cost="heavy").num_workers == 1
 
 
 def test_what_is_written_is_done():
     written = section(num_workers=5, pin_memory=False, persistent_workers=False, prefetch_factor=7)
     for room in (LAPTOP, SERVER):
-        assert loader_settings(written, room=room) == LoaderSettings(5, False, False, 7)
+        assert loader_settings(written, resources=room) == LoaderSettings(5, False, False, 7)
 
 
 def test_what_was_wished_for_workers_is_said_to_do_nothing_where_auto_starts_none():
     wished = section(num_workers="auto", prefetch_factor=4, persistent_workers=True)
-    settings = loader_settings(wished, room=LAPTOP)
+    settings = loader_settings(wished, resources=LAPTOP)
     assert settings == LoaderSettings(0, False, False, None)
-    assert told(wished, settings, room=LAPTOP) == (
+    assert format_loader_settings(wished, settings, room=LAPTOP) == (
         "loading: num_workers: 0 (2 cores for 1 rank, no GPU); "
         "without workers `persistent_workers` and `prefetch_factor` will do nothing"
     )
@@ -55,15 +61,20 @@ def test_what_was_wished_for_workers_is_said_to_do_nothing_where_auto_starts_non
 
 def test_every_auto_is_told_with_what_decided_it():
     autos = section(**AUTO)
-    sentence = told(autos, loader_settings(autos, room=SERVER), room=SERVER)
+    sentence = format_loader_settings(autos, loader_settings(autos, resources=SERVER), room=SERVER)
     assert sentence == (
         "loading: num_workers: 2, pin_memory: true, persistent_workers: true, prefetch_factor: 2 "
         "(64 cores for 8 ranks, a GPU)"
     )
-    assert told(section(num_workers=2), loader_settings(section(num_workers=2), room=SERVER), room=SERVER) is None
+    assert (
+        format_loader_settings(
+            section(num_workers=2), loader_settings(section(num_workers=2), resources=SERVER), room=SERVER
+        )
+        is None
+    )
 
 
 def test_one_process_tokenises_for_all_so_it_may_take_the_machine():
-    assert num_prepare_workers(section(prepare_workers="auto"), room=SERVER) == 63
-    assert num_prepare_workers(section(prepare_workers="auto"), room=LAPTOP) == 0
-    assert num_prepare_workers(section(prepare_workers=3), room=LAPTOP) == 3
+    assert num_prepare_workers(section(prepare_workers="auto"), resources=SERVER) == 63
+    assert num_prepare_workers(section(prepare_workers="auto"), resources=LAPTOP) == 0
+    assert num_prepare_workers(section(prepare_workers=3), resources=LAPTOP) == 3

@@ -11,13 +11,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from finetune.config.sections.export import ExportSection
 from finetune.config.sections.model import FromConfigSection, ModelSection
-from finetune.data.encoding.chat import set_chat_template, stop_ids
+from finetune.data.templates.chat_template import set_chat_template, stop_ids
 from finetune.export.card import CardFacts
-from finetune.export.generation import Inputs, Language
-from finetune.export.save import ExportReport, export_model
-from finetune.model.architecture import SpecialIds
-from finetune.model.load import load_model
-from finetune.runtime.construction import Construction
+from finetune.export.save import ExportReport, Preprocessors, TextPreprocessor, export_model
+from finetune.model.loading.architecture import SpecialTokenIds
+from finetune.model.loading.load import load_model
+from finetune.runtime.parameters import InitContext
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 GATED = {**SIZES, "intermediate_size": 64, "num_key_value_heads": 2}
@@ -67,10 +66,10 @@ def load_from(section: ModelSection) -> PreTrainedModel:
     return load_model(
         section,
         head="causal_lm",
-        construction=Construction(),
+        init_context=InitContext(),
         seed=7,
         vocabulary_size=260,
-        special_ids=SpecialIds(eos=0, pad=3),
+        special_ids=SpecialTokenIds(eos=0, pad=3),
     )
 
 
@@ -83,7 +82,7 @@ def export(tmp_path, tokenizer: PreTrainedTokenizerFast) -> Callable[..., Export
             tmp_path / "final",
             model=model,
             weights=values_of(model) if weights is None else weights,
-            inputs=Inputs(Language(tokenizer, stop_ids(tokenizer))),
+            preprocessors=Preprocessors(TextPreprocessor(tokenizer, stop_ids(tokenizer))),
             section=ExportSection(**keys),
             facts=FACTS,
         )

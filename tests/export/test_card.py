@@ -21,12 +21,11 @@ from transformers import (
 
 from finetune.config.sections.export import ExportSection
 from finetune.config.sections.model import ImageProcessorSection
-from finetune.data.encoding.chat import stop_ids
+from finetune.data.templates.chat_template import stop_ids
 from finetune.export.card import PIPELINES, CardBase, CardFacts, write_card
-from finetune.export.generation import Inputs, Language
-from finetune.export.save import export_model
-from finetune.model.heads import HEADS
-from finetune.model.image_processor import built_image_processor
+from finetune.export.save import Preprocessors, TextPreprocessor, export_model
+from finetune.model.loading.architecture import HEADS
+from finetune.model.processing import build_image_processor
 
 FACTS = CardFacts(
     "gsm8k",
@@ -107,7 +106,7 @@ def test_what_is_not_known_leaves_no_empty_heading():
 def plain(head, tokenizer, build):
     """Return a small model with the head, and what its inputs are made with."""
     torch.manual_seed(0)
-    inputs = Inputs(Language(tokenizer, stop_ids(tokenizer)))
+    inputs = Preprocessors(TextPreprocessor(tokenizer, stop_ids(tokenizer)))
     if head == "causal_lm":
         return build(), inputs
     if head == "seq2seq_lm":
@@ -115,7 +114,9 @@ def plain(head, tokenizer, build):
         return T5ForConditionalGeneration(T5Config(vocab_size=260, decoder_start_token_id=0, **sizes)), inputs
     if head == "image_classification":
         config = ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], **CLASSES)
-        return ResNetForImageClassification(config), Inputs(None, built_image_processor(ImageProcessorSection(size=32)))
+        return ResNetForImageClassification(config), Preprocessors(
+            None, build_image_processor(ImageProcessorSection(size=32))
+        )
     if head == "image_text_to_text":
         return llava(tokenizer)
     kinds = {
@@ -134,7 +135,7 @@ def llava(tokenizer):
     model = LlavaForConditionalGeneration(LlavaConfig(text_config=text, vision_config=vision, image_token_id=1))
     size = {"height": 16, "width": 16}
     processor = LlavaProcessor(CLIPImageProcessor(size=size, crop_size=size), tokenizer, patch_size=8)
-    return model, Inputs(Language(tokenizer, stop_ids(tokenizer)), processor)
+    return model, Preprocessors(TextPreprocessor(tokenizer, stop_ids(tokenizer)), processor)
 
 
 @pytest.mark.parametrize("head", list(HEADS))
@@ -168,7 +169,7 @@ def load(model, inputs, *, head, folder):
     """Export the model and run the code of its card, as a reader would; return what it defines."""
     weights = {name: each.detach().clone() for name, each in model.state_dict(keep_vars=True).items()}
     facts = replace(FACTS, head=head, task="some_task")
-    export_model(folder, model=model, weights=weights, inputs=inputs, section=ExportSection(), facts=facts)
+    export_model(folder, model=model, weights=weights, preprocessors=inputs, section=ExportSection(), facts=facts)
     card = (folder / "README.md").read_text()
     assert data_of(card)["pipeline_tag"] == PIPELINES[head]
     assert data_of(card)["tags"] == ["finetune", "some-task"]

@@ -10,14 +10,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from finetune.config.sections.model import LoraSection
 from finetune.errors import TrainingError
 from finetune.model.adapters.build import add_adapter
-from finetune.model.adapters.ground import Ground
+from finetune.model.adapters.context import AdapterContext
 
 pytestmark = pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
 
 
 def adapted(model, **keys):
     """Return the model with adapters that do something, as after training."""
-    made = add_adapter(model, LoraSection(rank=2, **keys), Ground(seed=1))
+    made = add_adapter(model, LoraSection(rank=2, **keys), AdapterContext(seed=1))
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in made.parameters():

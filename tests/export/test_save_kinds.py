@@ -17,7 +17,7 @@ from finetune.config.sections.model import (
 )
 from finetune.errors import TrainingError
 from finetune.model.adapters.build import add_adapter
-from finetune.model.adapters.ground import Ground
+from finetune.model.adapters.context import AdapterContext
 
 pytestmark = pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
 
@@ -37,7 +37,7 @@ def adapted(tokenizer):
     """Return a function that gives a model adapters that do something, as after training."""
 
     def make(model, kind: str):
-        made = add_adapter(model, KINDS[kind], Ground(seed=1, tokenizer=tokenizer))
+        made = add_adapter(model, KINDS[kind], AdapterContext(seed=1, tokenizer=tokenizer))
         generator = torch.Generator().manual_seed(0)
         with torch.no_grad():
             for parameter in made.parameters():

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from forked import Outcome, Server
+from tests.fuzz.forked import Outcome, Server
 
 MOST_SECONDS = 5.0
 MOST_BYTES = 500 << 20

@@ -1,14 +1,11 @@
 """One healthy project and its two servers for all cases of a session."""
 
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-sys.path.append(str(Path(__file__).parent))  # for the modules beside the tests, which are none
-from cases import Ground
-from forked import PLAIN, WITH_TORCH, Server
+from tests.fuzz.cases import Ground
+from tests.fuzz.forked import PLAIN, WITH_TORCH, Server
 
 
 @pytest.fixture(scope="session")

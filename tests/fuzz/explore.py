@@ -1,4 +1,4 @@
-"""Runs many cases and collects what breaks the property: `python tests/fuzz/explore.py --cases 10000 --seed 1`.
+"""Runs many cases and collects what breaks the property: `python -m tests.fuzz.explore --cases 10000 --seed 1`.
 
 Each kind of violation is written once, as a file that `test_findings.py` runs when it is moved into `findings/`.
 """
@@ -12,9 +12,9 @@ from pathlib import Path
 
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
-from cases import Case, Ground
-from forked import PLAIN, WITH_TORCH, Server
-from strategies import Strategy, kinds
+from tests.fuzz.cases import Case, Ground
+from tests.fuzz.forked import PLAIN, WITH_TORCH, Server
+from tests.fuzz.strategies import Strategy, kinds
 
 
 def main() -> None:

@@ -21,11 +21,29 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-PLAIN = ("finetune.cli.app", "finetune.cli.job", "finetune.config.reference")
+PLAIN = ("finetune.cli.app", "finetune.cli.job", "finetune.config.schema")
 WITH_TORCH = (
-    *("finetune.cli.app", "finetune.cli.job", "finetune.run.training", "finetune.run.export", "finetune.run.generate"),
-    *("finetune.run.evaluate", "finetune.run.export_checkpoint", "finetune.advise.chat", "finetune.advise.checkpoints"),
-    *("finetune.advise.prepare", "finetune.advise.preview", "finetune.advise.prune", "peft", "datasets", "PIL.Image"),
+    *(
+        "finetune.cli.app",
+        "finetune.cli.job",
+        "finetune.run.train",
+        "finetune.commands.export",
+        "finetune.commands.generate",
+    ),
+    *(
+        "finetune.commands.evaluate.evaluate",
+        "finetune.commands.export",
+        "finetune.commands.chat",
+        "finetune.commands.checkpoints.inspect",
+    ),
+    *(
+        "finetune.commands.prepare",
+        "finetune.commands.preview.preview",
+        "finetune.commands.checkpoints.prune",
+        "peft",
+        "datasets",
+        "PIL.Image",
+    ),
     *("transformers.models.llama.modeling_llama", "transformers.models.auto.tokenization_auto", "pyarrow.parquet"),
 )
 ADDRESS_SPACE_BYTES = 16 << 30  # a case may not take the machine with it
@@ -55,7 +73,7 @@ class Server:
     def __init__(self, modules: Sequence[str]) -> None:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
         self._process = subprocess.Popen(
-            [sys.executable, __file__, *modules],
+            [sys.executable, "-m", "tests.fuzz.forked", *modules],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 from ruamel.yaml import YAML
 
 from finetune.config.schema import items_of, keys_of, run_schema
-
-from cases import CODE, JOB, Case, Change, Ground
-from texts import JSON, TEMPLATES, VALUES
-from texts import YAML as YAML_TEXTS
+from tests.fuzz.cases import CODE, JOB, Case, Change, Ground
+from tests.fuzz.texts import JSON, TEMPLATES, VALUES
+from tests.fuzz.texts import YAML as YAML_TEXTS
 
 Strategy = st.SearchStrategy[Case]
 CHECK, PREPARE, TRAIN = ("check", "job.yaml"), ("prepare", "--config", "job.yaml"), ("train", "--config", "job.yaml")

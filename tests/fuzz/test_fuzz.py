@@ -9,8 +9,8 @@ import os
 import pytest
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
-from cases import Case, Ground
-from strategies import kinds
+from tests.fuzz.cases import Case, Ground
+from tests.fuzz.strategies import kinds
 
 NUM_CASES = int(os.environ.get("FINETUNE_FUZZ_CASES", "2000"))
 NAMES = (

@@ -7,9 +7,9 @@ import pytest
 from transformers import PreTrainedModel
 
 from finetune.config.sections.model import FromConfigSection, ModelSection
-from finetune.model.architecture import SpecialIds
-from finetune.model.load import load_model
-from finetune.runtime.construction import Construction
+from finetune.model.loading.architecture import SpecialTokenIds
+from finetune.model.loading.load import load_model
+from finetune.runtime.parameters import InitContext
 
 VOCABULARY_SIZE = 300
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -43,14 +43,14 @@ def from_config() -> Callable[..., ModelSection]:
 def build() -> Callable[..., PreTrainedModel]:
     """Return a function that loads the model of a section as a run does."""
 
-    def load(section: ModelSection, *, construction: Construction | None = None, seed: int = 7) -> PreTrainedModel:
+    def load(section: ModelSection, *, construction: InitContext | None = None, seed: int = 7) -> PreTrainedModel:
         return load_model(
             section,
             head="causal_lm",
-            construction=construction or Construction(),
+            init_context=construction or InitContext(),
             seed=seed,
             vocabulary_size=VOCABULARY_SIZE,
-            special_ids=SpecialIds(eos=0, pad=3),
+            special_ids=SpecialTokenIds(eos=0, pad=3),
         )
 
     return load

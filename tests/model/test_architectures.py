@@ -2,12 +2,12 @@ import pytest
 
 from finetune.config.sections.model import FromConfigSection
 from finetune.errors import ModelError
-from finetune.model.architecture import SpecialIds, architecture
+from finetune.model.loading.architecture import SpecialTokenIds, build_model_config
 
 
 def config_of(model_type="llama", **values):
     section = FromConfigSection(model_type=model_type, values=values)
-    return architecture(section, vocabulary_size=300, special_ids=SpecialIds(eos=0, pad=3))
+    return build_model_config(section, vocabulary_size=300, special_ids=SpecialTokenIds(eos=0, pad=3))
 
 
 def test_the_vocabulary_and_special_tokens_are_the_tokenizer_s():

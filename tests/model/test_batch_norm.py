@@ -8,7 +8,7 @@ from torch import nn
 
 from finetune.errors import ModelError
 from finetune.model import batch_norm
-from finetune.model.batch_norm import end_step, set_batch_norm, settle_batch_norm
+from finetune.model.batch_norm import set_batch_norm, sync_batch_norm, update_running_statistics
 
 
 def small_model() -> nn.Module:
@@ -40,7 +40,7 @@ def test_frozen_norms_stay_in_evaluation_and_learn_scale_and_shift():
 def test_one_group_is_torchs_own_batch_norm():
     model, plain = grouped(), small_model().train()
     torch.testing.assert_close(model(SAMPLES[:4]), plain(SAMPLES[:4]))
-    settle_batch_norm(model)
+    sync_batch_norm(model)
     for name, value in plain.state_dict().items():
         torch.testing.assert_close(model.state_dict()[name], value)
 
@@ -48,7 +48,7 @@ def test_one_group_is_torchs_own_batch_norm():
 def gradients_of(model: nn.Module, cuts: list[int]) -> list[torch.Tensor]:
     for part in torch.split(SAMPLES, cuts):
         model(part).square().sum().backward()
-    end_step(model)
+    update_running_statistics(model)
     return [parameter.grad for parameter in model.parameters()]
 
 
@@ -58,7 +58,7 @@ def test_the_cut_of_a_step_changes_neither_gradients_nor_statistics(cuts):
     for wanted, found in zip(gradients_of(one, [16]), gradients_of(other, cuts), strict=True):
         torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
     for model in (one, other):
-        settle_batch_norm(model)
+        sync_batch_norm(model)
     for name, value in one.state_dict().items():
         torch.testing.assert_close(other.state_dict()[name], value)
     assert one[1].num_batches_tracked == 1  # one step
@@ -69,23 +69,23 @@ def test_two_ranks_settle_on_what_one_process_has(monkeypatch):
     for step in range(3):
         samples = SAMPLES + step
         alone(samples)
-        end_step(alone)
+        update_running_statistics(alone)
         for model, part in zip(ranks, torch.split(samples, 8), strict=True):
             model(part)
-            end_step(model)
+            update_running_statistics(model)
     sent = []
 
     def summed(flat):
         sent.append(flat)
         return flat + other
 
-    settle_batch_norm(alone)
-    monkeypatch.setattr(batch_norm.ranks, "world", lambda: 2)
-    monkeypatch.setattr(batch_norm.ranks, "sum_tensor", lambda flat: sent.append(flat) or flat)
-    settle_batch_norm(copy.deepcopy(ranks[1]))
+    sync_batch_norm(alone)
+    monkeypatch.setattr(batch_norm.distributed, "world", lambda: 2)
+    monkeypatch.setattr(batch_norm.distributed, "sum_tensor", lambda flat: sent.append(flat) or flat)
+    sync_batch_norm(copy.deepcopy(ranks[1]))
     (other,) = sent
-    monkeypatch.setattr(batch_norm.ranks, "sum_tensor", summed)
-    settle_batch_norm(ranks[0])
+    monkeypatch.setattr(batch_norm.distributed, "sum_tensor", summed)
+    sync_batch_norm(ranks[0])
     for name, value in alone.state_dict().items():
         torch.testing.assert_close(ranks[0].state_dict()[name], value)
 
@@ -95,9 +95,9 @@ def test_settling_between_steps_changes_nothing():
     for step in range(3):
         for model in (often, once):
             model(SAMPLES + step)
-            end_step(model)
-        settle_batch_norm(often)
-    settle_batch_norm(once)
+            update_running_statistics(model)
+        sync_batch_norm(often)
+    sync_batch_norm(once)
     for name, value in once.state_dict().items():
         torch.testing.assert_close(often.state_dict()[name], value)
 
@@ -105,7 +105,7 @@ def test_settling_between_steps_changes_nothing():
 def test_what_is_not_finite_leaves_the_statistics_alone():
     model = grouped()
     model(SAMPLES * float("nan"))
-    settle_batch_norm(model)
+    sync_batch_norm(model)
     assert all(value.isfinite().all() for value in model.state_dict().values())
 
 
@@ -131,5 +131,5 @@ def test_what_cannot_be_is_refused(model, how, is_new, message):
 def test_a_model_without_norms_is_left_alone():
     model = nn.Linear(2, 2)
     set_batch_norm(model, None, is_new=True)
-    settle_batch_norm(model)
+    sync_batch_norm(model)
     assert type(model) is nn.Linear

@@ -1,10 +1,17 @@
 """Which parameters learn is said by patterns on their names."""
 
 import pytest
+import torch
+from peft.tuners.lora import LoraLayer
 from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
+from finetune.config.sections.model import LoraSection
 from finetune.errors import ModelError
-from finetune.model.freeze import freeze, train_only
+from finetune.model.adapters.build import add_adapter
+from finetune.model.adapters.context import AdapterContext
+from finetune.model.freeze import freeze, freeze_unused, peft_exclude_pattern, train_only, unused_modules
+from finetune.model.upstream import expose_hidden_size, keep_own_no_split_modules
 
 
 class Tied(nn.Module):
@@ -45,3 +52,81 @@ def test_what_fits_is_frozen():
 def test_a_pattern_that_fits_nothing_names_what_is_there(change, key):
     with pytest.raises(ModelError, match=f"{key}: no parameter is called `layers.*`.*`layer.weight`"):
         change(Tied(), ("layers.*",))
+
+
+TOWER = "model.vision_tower"
+SMALL = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
+
+
+def llava(read):
+    config = AutoConfig.for_model(
+        "llava",
+        text_config={"model_type": "llama", "num_hidden_layers": 1, "vocab_size": 32, **SMALL},
+        vision_config={
+            "model_type": "clip_vision_model",
+            "num_hidden_layers": 3,
+            "image_size": 16,
+            "patch_size": 8,
+            **SMALL,
+        },
+        vision_feature_layer=read,
+        image_token_id=31,
+    )
+    return AutoModelForImageTextToText.from_config(config)
+
+
+LAYERS = {
+    -1: [],
+    -2: ["encoder.layers.2"],
+    1: ["encoder.layers.1", "encoder.layers.2"],
+    (1, -2): ["encoder.layers.2"],
+}
+
+
+@pytest.mark.parametrize("read", LAYERS)
+def test_the_layers_behind_the_one_that_is_read_are_found(read):
+    found = unused_modules(llava(list(read) if isinstance(read, tuple) else read))
+    assert list(found) == [f"{TOWER}.{name}" for name in (*LAYERS[read], "post_layernorm")]
+
+
+def test_they_are_those_without_a_gradient():
+    model = llava(-2)
+    ids = torch.tensor([[1, 31, 31, 31, 31, 2]])
+    model(input_ids=ids, pixel_values=torch.rand(1, 3, 16, 16)).logits.sum().backward()
+    without = {name for name, parameter in model.named_parameters() if parameter.grad is None}
+    freeze_unused(model)
+    assert without == {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    assert len(without) > 10
+
+
+def test_a_language_model_is_read_as_a_whole():
+    config = AutoConfig.for_model("llama", num_hidden_layers=1, vocab_size=32, **SMALL)
+    model = AutoModelForCausalLM.from_config(config)
+    assert unused_modules(model) == ()
+    assert peft_exclude_pattern(model) is None
+
+
+def test_they_get_no_adapter():
+    adapted = add_adapter(llava(-2), LoraSection(rank=2), AdapterContext(seed=1, head="image_text_to_text"))
+    names = [name for name, module in adapted.named_modules() if isinstance(module, LoraLayer)]
+    assert any(f"{TOWER}.encoder.layers.1" in name for name in names)
+    assert not any(f"{TOWER}.encoder.layers.2" in name for name in names)
+
+
+def test_only_layers_that_a_model_has_are_named_as_whole():
+    model = llava(-2)
+    assert "CLIPTextEmbeddings" in model._no_split_modules
+    keep_own_no_split_modules(model)
+    assert {"CLIPEncoderLayer", "LlamaDecoderLayer"} <= set(model._no_split_modules)
+    assert "CLIPTextEmbeddings" not in model._no_split_modules
+
+
+def test_a_config_of_parts_tells_its_width_while_it_is_asked():
+    config = llava(-2).config
+    with expose_hidden_size(config):
+        assert config.hidden_size == 16
+    assert not hasattr(config, "hidden_size")
+    assert "hidden_size" not in config.to_dict()
+    with expose_hidden_size(config.text_config):
+        assert config.text_config.hidden_size == 16
+    assert config.text_config.hidden_size == 16

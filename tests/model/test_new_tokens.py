@@ -9,9 +9,9 @@ from transformers import PreTrainedTokenizerFast
 from finetune.config.sections.model import LoraSection, NewTokensSection
 from finetune.errors import ModelError
 from finetune.model.adapters.build import add_adapter
-from finetune.model.adapters.ground import Ground
-from finetune.model.new_tokens import add_tokens, give_rows, new_ids
-from finetune.runtime.construction import Construction
+from finetune.model.adapters.context import AdapterContext
+from finetune.model.new_tokens import add_embedding_rows, add_tokens, new_token_ids
+from finetune.runtime.parameters import InitContext
 
 SECTION = NewTokensSection(tokens=("quokka",), special=("<|tool|>",))
 OLDER = 300  # rows of the model, more than the tokenizer has tokens
@@ -43,17 +43,17 @@ def tokenizer(plain_tokenizer):
 
 def grown(model, tokenizer, **keys):
     section = SECTION.model_copy(update=keys)
-    give_rows(model, tokenizer, section, seed=1, construction=Construction())
+    add_embedding_rows(model, tokenizer, section, seed=1, construction=InitContext())
     return model
 
 
 def test_new_tokens_are_one_token_each_and_special_ones_are_special(plain_tokenizer, tokenizer):
-    assert new_ids(tokenizer, SECTION) == (OLDER, OLDER + 1)
+    assert new_token_ids(tokenizer, SECTION) == (OLDER, OLDER + 1)
     assert tokenizer("a quokka<|tool|>")["input_ids"][-2:] == [OLDER, OLDER + 1]
     assert tokenizer.decode([OLDER, OLDER + 1], skip_special_tokens=True) == "quokka"
     assert len(plain_tokenizer("quokka")["input_ids"]) > 1
     with pytest.raises(ModelError, match="the tokenizer that the run has kept lacks `quokka`"):
-        new_ids(plain_tokenizer, SECTION)
+        new_token_ids(plain_tokenizer, SECTION)
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_under_lora_the_new_rows_learn_and_a_resized_base_takes_them_back(
     from_config, build, tokenizer, tmp_path, name
 ):
     model = grown(build(from_config(name)), tokenizer)
-    adapted = add_adapter(model, LoraSection(rank=2), Ground(seed=1, new_ids=new_ids(tokenizer, SECTION)))
+    adapted = add_adapter(model, LoraSection(rank=2), AdapterContext(seed=1, new_ids=new_token_ids(tokenizer, SECTION)))
     rows = {name: each for name, each in adapted.named_parameters() if "trainable_tokens_delta" in name}
     assert {tuple(each.shape) for each in rows.values()} == {(2, 32)}
     assert len(rows) == (2 if "untied" in name else 1)
@@ -126,5 +126,5 @@ def test_under_lora_the_new_rows_learn_and_a_resized_base_takes_them_back(
 def test_a_head_that_is_trained_in_full_needs_no_rows_of_its_own(from_config, build, tokenizer):
     model = grown(build(from_config()), tokenizer)
     lora = LoraSection(rank=2, modules_to_save=("lm_head",))
-    adapted = add_adapter(model, lora, Ground(seed=1, new_ids=new_ids(tokenizer, SECTION)))
+    adapted = add_adapter(model, lora, AdapterContext(seed=1, new_ids=new_token_ids(tokenizer, SECTION)))
     assert list(adapted.peft_config["default"].trainable_token_indices) == ["model.embed_tokens"]

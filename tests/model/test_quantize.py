@@ -5,11 +5,11 @@ from safetensors.torch import load_file
 from finetune.config.sections.model import LoraSection, QuantizationSection
 from finetune.errors import MissingPackage, ModelError
 from finetune.model import quantize
-from finetune.model.adapters import loftq
+from finetune.model.adapters import lora
 from finetune.model.adapters.build import add_adapter
-from finetune.model.adapters.ground import Ground
-from finetune.model.quantize import quantization_config, weights_folder
-from finetune.model.size import describe
+from finetune.model.adapters.context import AdapterContext
+from finetune.model.quantize import quantization_config, unquantized_weights_folder
+from finetune.model.size import measure_model
 
 BATCH = torch.arange(24).reshape(2, 12)
 NF4 = QuantizationSection(compute_dtype="float32")
@@ -48,9 +48,9 @@ def test_a_package_that_is_not_there_is_named_with_what_brings_it(from_config, m
 @pytest.mark.parametrize("keys", [{"kind": "nf4"}, {"kind": "fp4", "double": False}, {"bits": 8}])
 def test_adapters_learn_on_a_base_in_few_bits(load, keys):
     plain, model = load().eval(), load(quantization=NF4.model_copy(update=keys))
-    assert describe(model).num_parameters == describe(plain).num_parameters
-    assert sum(describe(model).bytes_by_dtype.values()) < 0.7 * sum(describe(plain).bytes_by_dtype.values())
-    adapted = add_adapter(model, LoraSection(rank=2), Ground(seed=1))
+    assert measure_model(model).num_parameters == measure_model(plain).num_parameters
+    assert sum(measure_model(model).bytes_by_dtype.values()) < 0.7 * sum(measure_model(plain).bytes_by_dtype.values())
+    adapted = add_adapter(model, LoraSection(rank=2), AdapterContext(seed=1))
     output = adapted(input_ids=BATCH, labels=BATCH)
     expected = plain(input_ids=BATCH).logits
     assert (output.logits - expected).std() < 0.3 * expected.std()
@@ -79,10 +79,10 @@ def bytes_of(parameter):
 def test_loftq_makes_up_for_a_part_of_what_was_lost(load, folder, from_config):
     model = load(quantization=NF4)
     wish = LoraSection(rank=8, alpha=4.0, init="loftq")
-    adapted = add_adapter(model, wish, Ground(seed=1, base=str(folder)))
+    adapted = add_adapter(model, wish, AdapterContext(seed=1, base=str(folder)))
     layer = adapted.get_submodule("base_model.model.model.layers.0.mlp.up_proj")
     original = load_file(folder / "model.safetensors")["model.layers.0.mlp.up_proj.weight"]
-    held = loftq.dequantized(layer.get_base_layer())
+    held = lora.dequantized_weight(layer.get_base_layer())
     lost, left = original - held, original - held - layer.get_delta_weight("default")
     parts = torch.linalg.svdvals(lost)
     assert torch.linalg.norm(left).item() == pytest.approx(torch.linalg.norm(parts[8:]).item(), rel=1e-3)
@@ -92,18 +92,18 @@ def test_loftq_makes_up_for_a_part_of_what_was_lost(load, folder, from_config):
 @needs_bitsandbytes
 def test_loftq_without_the_original_weights_is_told(load, tmp_path):
     with pytest.raises(ModelError, match="is in no safetensors file of the base"):
-        add_adapter(load(quantization=NF4), LoraSection(init="loftq"), Ground(seed=1, base=str(tmp_path)))
+        add_adapter(load(quantization=NF4), LoraSection(init="loftq"), AdapterContext(seed=1, base=str(tmp_path)))
 
 
 def test_original_weights_are_looked_for_where_they_are_needed(from_config, folder):
     section = from_config().model_copy(update={"from_config": None, "name": str(folder)})
-    assert weights_folder(section) is None
-    assert weights_folder(section.model_copy(update={"lora": LoraSection(init="loftq")})) == str(folder)
+    assert unquantized_weights_folder(section) is None
+    assert unquantized_weights_folder(section.model_copy(update={"lora": LoraSection(init="loftq")})) == str(folder)
 
 
 @needs_torchao
 def test_adapters_learn_on_weights_of_torchao(load):
     model = load(quantization=QuantizationSection(method="torchao", bits=8))
-    adapted = add_adapter(model, LoraSection(rank=2), Ground(seed=1))
+    adapted = add_adapter(model, LoraSection(rank=2), AdapterContext(seed=1))
     adapted(input_ids=BATCH, labels=BATCH).loss.backward()
     assert all(each.grad is not None for each in adapted.parameters() if each.requires_grad)

@@ -3,7 +3,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from finetune.config.sections.model import ModelSection, TokenizerSection, TrainTokenizerSection
-from finetune.data.encoding.tokenizer_facts import tokenizer_identity
+from finetune.data.encoding.tokenizer import tokenizer_identity
 from finetune.errors import ModelError
 from finetune.model.tokenizer import load_tokenizer
 
@@ -24,7 +24,7 @@ def trained(tmp_path, said):
     def train(texts=TEXTS, vocabulary_size=300, cache="cache"):
         section = TokenizerSection(train=TrainTokenizerSection(vocabulary_size=vocabulary_size))
         model = ModelSection(tokenizer=section)
-        return load_tokenizer(model, texts=lambda: iter(texts), cache_folder=tmp_path / cache, say=said.append)
+        return load_tokenizer(model, texts=lambda: iter(texts), cache_folder=tmp_path / cache, log=said.append)
 
     return train
 
@@ -32,7 +32,7 @@ def trained(tmp_path, said):
 @pytest.fixture
 def load(tmp_path, said):
     def load(**keys):
-        return load_tokenizer(ModelSection(**keys), texts=pytest.fail, cache_folder=tmp_path / "cache", say=said.append)
+        return load_tokenizer(ModelSection(**keys), texts=pytest.fail, cache_folder=tmp_path / "cache", log=said.append)
 
     return load
 

@@ -12,12 +12,12 @@ from transformers.integrations import HfDeepSpeedConfig
 
 from finetune.config.sections.model import FromConfigSection, LoraSection, ModelSection
 from finetune.model.adapters.build import add_adapter
-from finetune.model.adapters.ground import Ground
-from finetune.model.architecture import SpecialIds
-from finetune.model.load import load_model
-from finetune.model.size import describe
-from finetune.runtime import ranks
-from finetune.runtime.construction import Construction
+from finetune.model.adapters.context import AdapterContext
+from finetune.model.loading.architecture import SpecialTokenIds
+from finetune.model.loading.load import load_model
+from finetune.model.size import measure_model
+from finetune.runtime import distributed
+from finetune.runtime.parameters import InitContext
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 GATED = {**SIZES, "intermediate_size": 64, "num_key_value_heads": 2}
@@ -26,23 +26,25 @@ SETTINGS = {
     "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},  # partition the smallest too
     "train_micro_batch_size_per_gpu": 1,
 }
-PARTITIONED = Construction(gather=lambda parameters: deepspeed.zero.GatheredParameters(parameters, modifier_rank=0))
+PARTITIONED = InitContext(gather=lambda parameters: deepspeed.zero.GatheredParameters(parameters, modifier_rank=0))
 
 
-def build(section: ModelSection, construction: Construction) -> PreTrainedModel:
+def build(section: ModelSection, construction: InitContext) -> PreTrainedModel:
     return load_model(
         section,
         head="causal_lm",
-        construction=construction,
+        init_context=construction,
         seed=7,
         vocabulary_size=300,
-        special_ids=SpecialIds(eos=0, pad=3),
+        special_ids=SpecialTokenIds(eos=0, pad=3),
     )
 
 
-def adapted(section: ModelSection, construction: Construction) -> torch.nn.Module:
+def adapted(section: ModelSection, construction: InitContext) -> torch.nn.Module:
     return add_adapter(
-        build(section, construction), LoraSection(rank=2, dora=True, modules_to_save=("lm_head",)), Ground(seed=1)
+        build(section, construction),
+        LoraSection(rank=2, dora=True, modules_to_save=("lm_head",)),
+        AdapterContext(seed=1),
     )
 
 
@@ -58,25 +60,25 @@ def compare(partitioned: torch.nn.Module, whole: torch.nn.Module) -> int:
             assert torch.allclose(part, expected, atol=1e-6), name
     for (name, buffer), (_, expected) in zip(partitioned.named_buffers(), whole.named_buffers(), strict=True):
         assert torch.equal(buffer, expected), name
-    assert describe(partitioned) == describe(whole)
+    assert measure_model(partitioned) == measure_model(whole)
     return num_partitioned
 
 
 def main(folder: Path) -> None:
     deepspeed.init_distributed("gloo")
     sections = [ModelSection(from_config=FromConfigSection(model_type=kind, values=values)) for kind, values in MODELS]
-    whole = [build(section, Construction()) for section in sections]
-    whole_adapted = adapted(sections[0], Construction())
-    if ranks.is_main():
+    whole = [build(section, InitContext()) for section in sections]
+    whole_adapted = adapted(sections[0], InitContext())
+    if distributed.is_main():
         whole[0].save_pretrained(folder)
-    ranks.barrier()
+    distributed.barrier()
     settings = HfDeepSpeedConfig(SETTINGS)  # transformers partitions for as long as this lives
-    torch.manual_seed(100 + ranks.rank())
+    torch.manual_seed(100 + distributed.rank())
     counts = [compare(build(section, PARTITIONED), one) for section, one in zip(sections, whole, strict=True)]
     counts.append(compare(adapted(sections[0], PARTITIONED), whole_adapted))
     counts.append(compare(build(ModelSection(name=str(folder)), PARTITIONED), whole[0]))
     del settings
-    ranks.barrier()
+    distributed.barrier()
     torch.distributed.destroy_process_group()
     folder.with_name(f"rank{os.environ['RANK']}.json").write_text(json.dumps(counts))
 

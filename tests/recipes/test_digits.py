@@ -6,7 +6,7 @@ from PIL import Image
 
 from finetune.errors import MissingPackage
 from finetune.recipes.digits import digit_files
-from finetune.recipes.make import told
+from finetune.recipes.make import format_written
 
 
 def test_every_digit_is_a_small_image_in_the_folder_of_its_class():
@@ -28,4 +28,4 @@ def test_without_scikit_learn_it_is_said_what_to_install(monkeypatch):
 
 def test_many_files_are_told_in_one_line(tmp_path):
     paths = [tmp_path / "job.yaml", *(tmp_path / "train" / label / "1.png" for label in "abcd")]
-    assert list(told(paths)) == [str(tmp_path / "job.yaml"), f"4 files in {tmp_path / 'train'}"]
+    assert list(format_written(paths)) == [str(tmp_path / "job.yaml"), f"4 files in {tmp_path / 'train'}"]

@@ -8,7 +8,7 @@ from finetune.report.build import build_reporter
 from finetune.report.events import Evaluated, RunEnded
 from finetune.report.jsonl import read_events
 from finetune.report.reporter import FanOut, NullReporter
-from finetune.report.trackers import TrackersReporter, check_trackers, flat
+from finetune.report.trackers import TrackersReporter, check_trackers, flatten_config
 
 
 class Notebook(GeneralTracker):
@@ -108,7 +108,7 @@ def test_a_tracker_whose_package_is_missing_names_the_extra():
 
 
 def test_nested_config_is_flattened_under_dotted_keys():
-    assert flat({"train": {"steps": 3, "schedule": {"name": "cosine"}}, "a": [1, 2], "b": None}) == {
+    assert flatten_config({"train": {"steps": 3, "schedule": {"name": "cosine"}}, "a": [1, 2], "b": None}) == {
         "train.steps": 3,
         "train.schedule.name": "cosine",
         "a": "[1, 2]",

@@ -10,12 +10,10 @@ from pathlib import Path
 import pytest
 
 from finetune.report.jsonl import read_events
-from finetune.runtime.faults import VARIABLE
-from finetune.runtime.processes import free_port, run_group
-
-sys.path.append(str(Path(__file__).parent))  # for running, which is no test
-from running import Running
-from trained import forget, run_folder, stay
+from finetune.runtime.processes import free_port, run_process_group
+from finetune.runtime.supervision.faults import VARIABLE
+from tests.run.running import Running
+from tests.run.trained import forget, run_folder, stay
 
 ROOT = Path(__file__).parents[2]
 SETTINGS = {"OMP_NUM_THREADS": "1"}
@@ -113,7 +111,7 @@ def launch(job: Path) -> Launch:
         folder, log = job.parent / "runs" / name, job.parent / "logs" / f"{name}.log"
         command = command_of(job, strategy, folder=folder, processes=processes, overrides=overrides)
         settings = {**SETTINGS, VARIABLE: faults}
-        code = run_group(command, log=log, timeout_seconds=TIMEOUT_SECONDS, environment=settings, folder=ROOT)
+        code = run_process_group(command, log=log, timeout_seconds=TIMEOUT_SECONDS, environment=settings, folder=ROOT)
         return Ended(code, log.read_text(errors="replace"), folder)
 
     return start
@@ -122,7 +120,7 @@ def launch(job: Path) -> Launch:
 @pytest.fixture
 def trained(job: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Path]]:
     """Return the folders of tiny finished runs: `full`, `lora`, `merged`. The test may itself build an Accelerator."""
-    monkeypatch.setattr("finetune.runtime.ranks.leave", stay)
+    monkeypatch.setattr("finetune.runtime.distributed.shut_down", stay)
     yield lambda name: run_folder(job, name)
     forget()
 

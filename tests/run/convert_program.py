@@ -7,20 +7,20 @@ from pathlib import Path
 import torch
 from accelerate.state import AcceleratorState, GradientState, PartialState
 
-from finetune.run.convert import convert_from, convert_to
-from finetune.runtime import ranks
-from finetune.runtime.log import quieten
+from finetune.commands.convert import convert_from, convert_to
+from finetune.runtime import distributed
+from finetune.runtime.text.library_output import quiet_libraries
 
 
 def main(words: list[str]) -> None:
-    quieten(is_main=ranks.is_main())
+    quiet_libraries(is_main=distributed.is_main())
     paths = [Path(word) for word in words]
     for run, folder, back in zip(paths[::3], paths[1::3], paths[2::3], strict=True):
         convert_to(run, folder, step=None)
         forget_accelerator()
         convert_from(back, folder, step=4, trust_remote_code=True)
         forget_accelerator()
-    ranks.leave(0)
+    distributed.shut_down(0)
 
 
 def forget_accelerator() -> None:

@@ -1,8 +1,7 @@
 """A run's folder with checkpoints that are whole, made without training; and storage whose every word is noted."""
 
-from finetune.checkpoint.facts import RunFacts
-from finetune.checkpoint.manifest import Manifest, file_facts, write_manifest
-from finetune.runtime.remote import Remote
+from finetune.checkpoint.format.manifest import Manifest, RunFingerprint, file_checksum, write_manifest
+from finetune.runtime.files.remote import RemoteFolder
 
 
 def checkpoint(folder, step, *, content="", metrics=None):
@@ -11,13 +10,13 @@ def checkpoint(folder, step, *, content="", metrics=None):
     (path / "model").mkdir(parents=True)
     (path / "model" / "0").write_text(f"weights {step} {content}")
     (path / "progress.json").write_text("{}")
-    files = {name: file_facts(path / name) for name in ("model/0", "progress.json")}
-    run = RunFacts({}, {}, {})
+    files = {name: file_checksum(path / name) for name in ("model/0", "progress.json")}
+    run = RunFingerprint({}, {}, {})
     write_manifest(path, Manifest(step, run, metrics or {}, "", created=0.0, versions={}, files=files))
     return path
 
 
-class NotedRemote(Remote):
+class NotedRemote(RemoteFolder):
     """Storage that notes what it is asked to do, and fails where it is told to."""
 
     def __init__(self, url):

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from finetune.data.order.sample_ids import place_of
+from finetune.data.order.dataset_view import split_sample_id
 from finetune.run.samples import read_samples
 
 NO_EVALUATION = ["evaluate=null", "data.validation=null"]
@@ -38,7 +38,7 @@ def test_a_packed_mix_of_three_takes_the_same_samples_on_1_2_and_4_processes_wit
     assert ids_of(parts) == ids_of(straight)
     assert list(ids_of(straight)) == list(range(1, 7))
     assert parts.losses() == pytest.approx(straight.losses(), rel=1e-5)
-    seen = [place_of(i) for ids in ids_of(straight).values() for i in ids]
+    seen = [split_sample_id(i) for ids in ids_of(straight).values() for i in ids]
     assert {place.source for place in seen} == {0, 1, 2}
     told = re.findall(r"data.train.mix.(\d) .* (\d+) of 48 packs in this run", straight.output)
     assert [int(count) for _, count in told] == pytest.approx([24, 14.4, 9.6], abs=2)

@@ -18,10 +18,9 @@ import pytest
 import torch
 
 from finetune.__main__ import main
-from finetune.runtime import ending
-from finetune.runtime.redact import look_at_environment
-
-from trained import forget
+from finetune.runtime.supervision import exit
+from finetune.runtime.text.redact import collect_environment_secrets
+from tests.run.trained import forget
 
 CANARIES = {
     "signature": "c0ffee11Ab+signature/Qq==",
@@ -114,14 +113,14 @@ def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
         for name, value in VARIABLES.items():
             patch.setenv(name, value)
         patch.chdir(folder)
-        patch.setattr(ending, "leave_now", sys.exit)
+        patch.setattr(exit, "exit_now", sys.exit)
         session = Session(folder, folder / "jo\x9bb.yaml")
         _write_job(session.job, address, date="20260101")
         _train_and_look(session, address, patch)
         _serve_the_model(session, patch)
         _fail(session, address, patch)
         yield session
-    look_at_environment()
+    collect_environment_secrets()
 
 
 def _train_and_look(session: Session, address: str, patch: pytest.MonkeyPatch) -> None:
@@ -148,7 +147,7 @@ def _serve_the_model(session: Session, patch: pytest.MonkeyPatch) -> None:
     answers = session.folder / "answers.jsonl"
     session.type("generate", "generate", exported, "--input", prompts, "--output", answers, "--max-new-tokens", 2)
     with patch.context() as evil:
-        evil.setattr("finetune.advise.chat.answer_batch", _answer_evil)
+        evil.setattr("finetune.commands.chat.answer_batch", _answer_evil)
         session.type("chat", "chat", exported, lines=f"hi\n/adapter {EVIL[:5]}\n")
     session.type("convert", "checkpoint", "convert", session.run, "--from", f"no{EVIL}", "--step", 9)
 
@@ -170,7 +169,7 @@ def _fail(session: Session, address: str, patch: pytest.MonkeyPatch) -> None:
     bad = f"{address}/bad.jsonl?sig={secret}"
     session.type("bad row", *train, *_set("data.train.path", bad))
     with patch.context() as fault:
-        fault.setattr("finetune.run.training.make_parts", partial(_fail_badly, gone))
+        fault.setattr("finetune.run.train.make_parts", partial(_fail_badly, gone))
         session.type("fault of ours", *train)
 
 

@@ -7,11 +7,10 @@ from pathlib import Path
 import pytest
 from torch import equal
 
-from finetune.checkpoint.reading import open_checkpoint
+from finetune.checkpoint.read.load import open_checkpoint
+from finetune.commands.convert import convert_from, convert_to, require_accelerate_folder
 from finetune.errors import CheckpointError, UserError
-from finetune.run.accelerate_folder import require_folder
-from finetune.run.convert import convert_from, convert_to
-from finetune.runtime.processes import free_port, run_group
+from finetune.runtime.processes import free_port, run_process_group
 from finetune.strategy.protocol import Expected
 
 ROOT = Path(__file__).parents[2]
@@ -43,7 +42,7 @@ def emptied(run, folder):
 
 
 def started(command, log):
-    code = run_group(command, log=log, timeout_seconds=540, environment={"OMP_NUM_THREADS": "1"}, folder=ROOT)
+    code = run_process_group(command, log=log, timeout_seconds=540, environment={"OMP_NUM_THREADS": "1"}, folder=ROOT)
     return code, log.read_text(errors="replace")
 
 
@@ -135,5 +134,5 @@ def test_a_folder_of_another_strategy_or_world_is_refused_by_what_it_lacks(tmp_p
     (tmp_path / "pytorch_model" / "zero_pp_rank_0_mp_rank_00_optim_states.pt").touch()
     (tmp_path / "optimizer.bin").touch()
     with pytest.raises(CheckpointError, match=missing) as refusal:
-        require_folder(tmp_path, strategy=strategy, world=2)
+        require_accelerate_folder(tmp_path, strategy=strategy, world=2)
     assert f"not written under {strategy.name} with 2 processes" in str(refusal.value)

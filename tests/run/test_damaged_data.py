@@ -8,14 +8,13 @@ from unittest.mock import patch
 import pytest
 
 from finetune.config.load import load_config
-from finetune.data.prepared import chunks, opening
+from finetune.data.token_cache import cache, chunks
 from finetune.errors import CheckpointError, TrainingError
 from finetune.report.jsonl import read_events
-from finetune.run.training import train_from_config
-from finetune.runtime import ranks
+from finetune.run.train import train_from_config
+from finetune.runtime import distributed
 from finetune.train import loop
-
-from trained import forget, stay
+from tests.run.trained import forget, stay
 
 WORDS = ["red", "green", "blue", "amber", "violet", "white"]
 
@@ -61,7 +60,7 @@ def run(job, capsys):
     def start(name, *overrides):
         folder = job.parent / "runs" / name
         try:
-            with patch.object(ranks, "leave", stay):
+            with patch.object(distributed, "shut_down", stay):
                 train_from_config(load_config(job, [f"run.folder={folder}", *overrides]))
         finally:
             forget()
@@ -107,7 +106,7 @@ def test_damage_before_a_start_is_made_again_and_the_losses_are_those_of_the_und
 
 def test_damage_in_a_large_set_is_found_beside_the_start_and_mended_before_the_first_step(run, job, monkeypatch):
     wanted, _ = run("whole")
-    monkeypatch.setattr(opening, "VERIFIED_AT_ONCE_BYTES", -1)
+    monkeypatch.setattr(cache, "VERIFIED_AT_ONCE_BYTES", -1)
     flip(job)
     got, said = run("damaged")
     assert got == wanted

@@ -5,10 +5,10 @@ import shutil
 
 import pytest
 
+from finetune.commands.evaluate.evaluate import evaluate
+from finetune.commands.export import export
 from finetune.errors import ConfigError, ModelError, UserError
 from finetune.report.jsonl import read_events
-from finetune.run.evaluate import evaluate
-from finetune.run.export import export
 
 
 def told(folder):

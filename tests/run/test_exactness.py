@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from finetune.checkpoint.layout import steps
-from finetune.checkpoint.manifest import read_manifest
+from finetune.checkpoint.format.layout import steps
+from finetune.checkpoint.format.manifest import read_manifest
 from finetune.report.jsonl import read_events
 from finetune.run.samples import read_samples
 

@@ -7,8 +7,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from finetune.commands.export import export
 from finetune.errors import HubError, UserError
-from finetune.run.export import export
 
 PLAIN = {"step": None, "to": None, "dtype": None, "merge": False, "push_to_hub": None}
 

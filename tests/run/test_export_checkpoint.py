@@ -8,8 +8,8 @@ from safetensors.torch import load_file
 from torch import equal
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from finetune.commands.export import export_checkpoint
 from finetune.errors import CheckpointError, UserError
-from finetune.run.export_checkpoint import export_checkpoint
 
 LORA = "model.lora={rank: 4, alpha: 8}"
 AVERAGE = "train.average={decay: 0.5}"  # which is what is exported, at the end and from a checkpoint

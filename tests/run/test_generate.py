@@ -6,10 +6,10 @@ import os
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from finetune.commands import generate as generating
+from finetune.commands.generate import generate_file
 from finetune.errors import DataError, UserError
-from finetune.run import generate as generating
-from finetune.run.generate import generate_file
-from finetune.runtime.files import read_json_lines
+from finetune.runtime.files.atomic import read_json_lines
 
 ROWS = [
     {"id": 0, "prompt": "reverse: red green"},

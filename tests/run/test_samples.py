@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from finetune.data.batch import Batch
-from finetune.data.order.consumed import digest_of, digest_of_ids
+from finetune.data.delivery import digest_of_step_ids, digest_of_steps
+from finetune.data.order.dataset_view import DatasetView
 from finetune.data.order.order import SetOrder
-from finetune.data.order.pool import Pool
 from finetune.errors import CheckpointError
-from finetune.run.samples import read_samples, recorded, refuse_other_samples
+from finetune.run.samples import read_samples, record_samples, require_same_samples
 from finetune.runtime.progress import Progress
 
 
@@ -22,7 +22,7 @@ def groups(*steps):
 
 
 def test_every_group_that_is_handed_out_is_on_disk_before_it_is_used(tmp_path):
-    handed = recorded(groups([(7, 2), (5, 0)], [(1,), (3,)]), run_folder=tmp_path, first_step=0)
+    handed = record_samples(groups([(7, 2), (5, 0)], [(1,), (3,)]), run_folder=tmp_path, first_step=0)
     next(handed)
     assert read_samples(tmp_path) == {1: [[[7, 2], [5, 0]]]}
     next(handed)
@@ -32,10 +32,10 @@ def test_every_group_that_is_handed_out_is_on_disk_before_it_is_used(tmp_path):
 
 
 def test_a_step_that_is_handed_out_again_stands_once_in_the_record(tmp_path):
-    list(recorded(groups([(0,)], [(1,)], [(2,)]), run_folder=tmp_path, first_step=0))
+    list(record_samples(groups([(0,)], [(1,)], [(2,)]), run_folder=tmp_path, first_step=0))
     other = tmp_path / "samples" / "rank-00001.jsonl"  # of a second process, which is no longer there
     other.write_text('{"step": 1, "microbatches": [[8]]}\n{"step": 2, "microbatches": [[9]]}\n{"step": 3, "mic')
-    list(recorded(groups([(1,)]), run_folder=tmp_path, first_step=1))
+    list(record_samples(groups([(1,)]), run_folder=tmp_path, first_step=1))
     assert read_samples(tmp_path) == {1: [[[0]], [[8]]], 2: [[[1]]]}
 
 
@@ -43,48 +43,48 @@ def test_a_step_that_is_handed_out_again_stands_once_in_the_record(tmp_path):
 class Marked:
     """Samples of which nothing is known but their marks."""
 
-    marks: np.ndarray
+    checksums: np.ndarray
 
-    def marks_of(self, sample_ids):
-        return self.marks[sample_ids]
+    def checksums_of(self, sample_ids):
+        return self.checksums[sample_ids]
 
 
 def pool_of(*, seed=1, first_mark=1):
     marks = np.arange(first_mark, first_mark + 10, dtype=np.uint64)
-    return Pool(Marked(marks), SetOrder(seed=seed, num_samples=10), "f")
+    return DatasetView(Marked(marks), SetOrder(seed=seed, num_samples=10), "f")
 
 
 PATH = Path("runs/a/checkpoints/step-000004")
 
 
 def test_a_checkpoint_that_has_seen_other_rows_is_refused():
-    progress = Progress(step=4, samples_sha256=digest_of(pool_of(), 4, global_batch_size=4))
-    refuse_other_samples(PATH, progress, pool=pool_of(), global_batch_size=4)
+    progress = Progress(step=4, samples_sha256=digest_of_steps(pool_of(), 4, global_batch_size=4))
+    require_same_samples(PATH, progress, pool=pool_of(), global_batch_size=4)
     with pytest.raises(CheckpointError, match=r"step-000004 has consumed other samples in its 4 steps"):
-        refuse_other_samples(PATH, progress, pool=pool_of(seed=2), global_batch_size=4)
+        require_same_samples(PATH, progress, pool=pool_of(seed=2), global_batch_size=4)
 
 
 def test_a_checkpoint_that_has_seen_the_same_rows_with_other_content_is_refused():
-    progress = Progress(step=4, samples_sha256=digest_of(pool_of(), 4, global_batch_size=4))
+    progress = Progress(step=4, samples_sha256=digest_of_steps(pool_of(), 4, global_batch_size=4))
     with pytest.raises(CheckpointError, match="would continue on other data"):
-        refuse_other_samples(PATH, progress, pool=pool_of(first_mark=2), global_batch_size=4)
+        require_same_samples(PATH, progress, pool=pool_of(first_mark=2), global_batch_size=4)
 
 
 def test_a_checkpoint_of_before_contents_were_known_continues_and_knows_them_from_then_on():
     pool = pool_of()
-    ids = digest_of_ids(pool.order, 4, global_batch_size=4)
+    ids = digest_of_step_ids(pool.order, 4, global_batch_size=4)
     state = Progress(step=4, samples_sha256=ids).state_dict() | {"version": 2}
     progress = Progress.from_state_dict(state)
     assert progress.state_dict() == state, "until it is proven it is saved as what it is"
-    refuse_other_samples(PATH, progress, pool=pool, global_batch_size=4)
-    assert progress.samples_sha256 == digest_of(pool, 4, global_batch_size=4)
+    require_same_samples(PATH, progress, pool=pool, global_batch_size=4)
+    assert progress.samples_sha256 == digest_of_steps(pool, 4, global_batch_size=4)
     assert progress.state_dict()["version"] == 3
     with pytest.raises(CheckpointError, match="has consumed other samples"):
-        refuse_other_samples(PATH, Progress.from_state_dict(state), pool=pool_of(seed=2), global_batch_size=4)
+        require_same_samples(PATH, Progress.from_state_dict(state), pool=pool_of(seed=2), global_batch_size=4)
 
 
 def test_before_the_first_step_there_is_nothing_to_compare():
-    refuse_other_samples(Path("a"), Progress(), pool=pool_of(), global_batch_size=4)
+    require_same_samples(Path("a"), Progress(), pool=pool_of(), global_batch_size=4)
 
 
 def test_damaged_lines_and_files_of_the_record_stop_no_run(tmp_path):
@@ -100,14 +100,14 @@ def test_damaged_lines_and_files_of_the_record_stop_no_run(tmp_path):
         "[" * 5000,
     ]
     (folder / "rank-00000.jsonl").write_text("\n".join(lines))
-    list(recorded(groups([(1,)]), run_folder=tmp_path, first_step=1))
+    list(record_samples(groups([(1,)]), run_folder=tmp_path, first_step=1))
     assert read_samples(tmp_path) == {1: [[[4]]], 2: [[[1]]]}
     assert (folder / ".bad-rank-00001.jsonl").is_dir()
     assert (folder / "rank-mine.jsonl").read_text() == "a user's own"
 
 
 def test_lines_that_a_full_disk_does_not_take_wait_until_there_is_room(tmp_path):
-    handed = recorded(groups([(1,)], [(2,)], [(3,)]), run_folder=tmp_path, first_step=0)
+    handed = record_samples(groups([(1,)], [(2,)], [(3,)]), run_folder=tmp_path, first_step=0)
     next(handed)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (40, before[1]))

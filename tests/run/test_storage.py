@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from finetune.runtime.remote import Remote
+from finetune.runtime.files.remote import RemoteFolder
 from tests.run.staging import NotedRemote
 
 pytestmark = pytest.mark.distributed
@@ -52,7 +52,7 @@ def test_a_run_in_storage_goes_on_where_its_machine_was_lost(launch, straight, b
     there = remote.checkpoints()
     assert list(there) == ["step-000004", "step-000008"] == third.checkpoints()
     assert all("manifest.json" in files for files in there.values())
-    names = Remote(url).sizes()
+    names = RemoteFolder(url).sizes()
     assert {"config.yaml", "resolved.yaml", "environment.json", "events.jsonl", "status.json"} <= names.keys()
     assert {"final/model.safetensors", "inputs/tokenizer.json"} <= names.keys()
     assert remote.read("final/model.safetensors") == (straight.folder / "final/model.safetensors").read_bytes()

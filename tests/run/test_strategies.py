@@ -10,8 +10,8 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from finetune.config.load import load_config
-from finetune.report.announcer import Announcer
-from finetune.run.lessons import make_lessons
+from finetune.report.run_log import RunLog
+from finetune.run.build.data import make_training_data
 
 ROOT = Path(__file__).parents[2]
 LORA = "model.lora={rank: 4, alpha: 8}"
@@ -50,7 +50,7 @@ def loaded_model(folder):
 
 def loss_of_the_exported_model(folder, job):
     """Recompute the evaluation loss row by row from `final/`."""
-    lessons = make_lessons(load_config(job).config, Announcer(is_main=False))
+    lessons = make_training_data(load_config(job).config, RunLog(is_main=False))
     assert AutoTokenizer.from_pretrained(folder).chat_template == lessons.tokenizer.chat_template
     model, loss_sum, num_targets = loaded_model(folder).eval(), 0.0, 0
     for number in range(len(lessons.validation_set)):

@@ -5,10 +5,10 @@ import random
 import re
 
 import pytest
-from test_exactness import NOTHING_ELSE, in_order
 
-from finetune.data.order.sample_ids import in_window, place_of
+from finetune.data.order.dataset_view import split_sample_id, split_stream_index
 from finetune.run.samples import read_samples
+from tests.run.test_exactness import NOTHING_ELSE, in_order
 
 NUM_STEPS = 9
 TOLERANCE = 2e-4
@@ -57,7 +57,7 @@ def test_a_stream_within_a_mix_goes_on_anywhere_at_the_very_next_sample(launch, 
         assert sorted(in_order(got[step])) == sorted(in_order(wanted[step]))
     assert ended.losses() == pytest.approx(straight.losses(), abs=TOLERANCE)
     ids = [each for step in range(1, NUM_STEPS + 1) for each in in_order(wanted[step])]
-    places = [in_window(place_of(each).within) for each in ids if place_of(each).source == 0]
+    places = [split_stream_index(split_sample_id(each).within) for each in ids if split_sample_id(each).source == 0]
     assert len(set(places)) == len(places) > 60  # the second pass, in windows of its own, has begun
     assert max(window for window, _ in places) >= 4
     (windows,) = parts.glob("cache-4/streams/*/windows")

@@ -7,11 +7,11 @@ import pytest
 from ruamel.yaml import YAML
 from transformers import dynamic_module_utils
 
-from finetune.config.resolved import load_resolved
+from finetune.commands.evaluate.evaluate import evaluate
+from finetune.commands.export import export
+from finetune.commands.source import with_trust
+from finetune.config.load import load_resolved
 from finetune.errors import ModelError, UserError
-from finetune.run.evaluate import evaluate
-from finetune.run.export import export
-from finetune.run.trust import with_trust
 
 CODE = """
 open({canary!r}, "a").write("ran")

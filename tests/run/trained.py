@@ -7,8 +7,8 @@ from unittest.mock import patch
 from accelerate.state import AcceleratorState, GradientState, PartialState
 
 from finetune.config.load import load_config
-from finetune.run.training import train_from_config
-from finetune.runtime import ranks
+from finetune.run.train import train_from_config
+from finetune.runtime import distributed
 
 LORA = "model.lora={rank: 4, alpha: 8.0}"
 OVERRIDES = {
@@ -35,7 +35,7 @@ def run_folder(job: Path, name: str) -> Path:
     """Return the folder of the finished run of that name."""
     folder = job.parent / "runs" / f"trained-{name}"
     quick = ["train.steps=4", "checkpoint.every_steps=2", "evaluate.every_steps=2", "train.microbatch_size=2"]
-    with patch.object(ranks, "leave", stay):
+    with patch.object(distributed, "shut_down", stay):
         train_from_config(load_config(job, [f"run.folder={folder}", *quick, *OVERRIDES[name]]))
     forget()
     return folder

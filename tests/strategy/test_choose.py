@@ -3,13 +3,12 @@
 import pytest
 
 from finetune.errors import StrategyError
-from finetune.strategy.choose import choose_strategy
+from finetune.strategy.choose import choose_strategy, describe_strategy
 from finetune.strategy.environment import LaunchEnvironment
-from finetune.strategy.explain import explain
 from finetune.strategy.protocol import Sharded
-from finetune.strategy.reconcile import JobFacts, filled_deepspeed_config
+from finetune.strategy.reconcile import JobSettings, complete_deepspeed_config
 
-JOB = JobFacts(strategy=None, precision="fp32", microbatch_size=4, max_gradient_norm=1.0)
+JOB = JobSettings(strategy=None, precision="fp32", microbatch_size=4, max_gradient_norm=1.0)
 
 
 def launched(**changes):
@@ -21,7 +20,7 @@ def launched(**changes):
     [
         (launched(world=1), "single", set()),
         (launched(), "ddp", set()),
-        (launched(world=1, has_group=True), "ddp", set()),
+        (launched(world=1, has_process_group=True), "ddp", set()),
         (launched(fsdp_version=1), "fsdp1", set(Sharded)),
         (launched(fsdp_version=2), "fsdp2", set(Sharded)),
         (launched(world=4, fsdp_version=2, replicate_size=2), "hsdp", set(Sharded)),
@@ -38,13 +37,13 @@ def test_each_launch_has_its_strategy(environment, name, sharded):
 
 
 def test_a_strategy_explains_itself():
-    assert explain(choose_strategy(launched(zero_stage=2), JOB)) == (
+    assert describe_strategy(choose_strategy(launched(zero_stage=2), JOB)) == (
         "zero2 on 2 processes splits gradients and optimizer state, copies parameters"
     )
 
 
 def test_fsdp_asked_and_ddp_launched_is_refused_with_the_command_that_mends_it():
-    job = JobFacts(strategy="fsdp2", precision="fp32", microbatch_size=4, max_gradient_norm=1.0)
+    job = JobSettings(strategy="fsdp2", precision="fp32", microbatch_size=4, max_gradient_norm=1.0)
     with pytest.raises(StrategyError, match=r"run.strategy: fsdp2, but ddp was launched.*fsdp2.yaml"):
         choose_strategy(launched(), job)
 
@@ -74,7 +73,7 @@ def test_all_disagreements_are_told_at_once():
 
 def test_an_offloaded_optimizer_must_be_adamw():
     offload = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
-    job = JobFacts(strategy=None, precision="fp32", microbatch_size=4, max_gradient_norm=1.0, optimizer="sgd")
+    job = JobSettings(strategy=None, precision="fp32", microbatch_size=4, max_gradient_norm=1.0, optimizer="sgd")
     with pytest.raises(StrategyError, match="DeepSpeedCPUAdam"):
         choose_strategy(launched(zero_stage=2, deepspeed=offload), job)
 
@@ -90,14 +89,14 @@ def test_an_offloaded_optimizer_must_be_adamw():
 )
 def test_what_an_optimizer_cannot_do_there_is_refused(environment, wish, message):
     offload = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}} if "zero_stage" in environment else {}
-    job = JobFacts(strategy=None, precision="fp32", microbatch_size=4, max_gradient_norm=1.0, **wish)
+    job = JobSettings(strategy=None, precision="fp32", microbatch_size=4, max_gradient_norm=1.0, **wish)
     with pytest.raises(StrategyError, match=message):
         choose_strategy(launched(**environment, deepspeed=offload), job)
 
 
 def test_deepspeed_is_told_not_to_clip_when_nothing_clips():
-    job = JobFacts(strategy=None, precision="bf16", microbatch_size=4, max_gradient_norm=None)
-    filled = filled_deepspeed_config({"gradient_clipping": "auto", "bf16": {"enabled": "auto"}}, world=2, job=job)
+    job = JobSettings(strategy=None, precision="bf16", microbatch_size=4, max_gradient_norm=None)
+    filled = complete_deepspeed_config({"gradient_clipping": "auto", "bf16": {"enabled": "auto"}}, world=2, job=job)
     assert filled["gradient_clipping"] == 0.0
     assert filled["train_batch_size"] == 8
     assert filled["gradient_accumulation_steps"] == 1
@@ -105,14 +104,14 @@ def test_deepspeed_is_told_not_to_clip_when_nothing_clips():
 
 
 def test_fsdp1_cannot_hold_two_dtypes_and_names_the_strategy_that_can():
-    job = JobFacts(strategy=None, precision="bf16", microbatch_size=4, max_gradient_norm=1.0, has_two_dtypes=True)
+    job = JobSettings(strategy=None, precision="bf16", microbatch_size=4, max_gradient_norm=1.0, has_mixed_dtypes=True)
     with pytest.raises(StrategyError, match=r"fsdp2\.yaml"):
         choose_strategy(launched(fsdp_version=1), job)
     assert choose_strategy(launched(fsdp_version=2), job).name == "fsdp2"
 
 
 def test_pinned_memory_without_a_gpu_is_a_key_without_effect():
-    job = JobFacts(strategy=None, precision="fp32", microbatch_size=4, max_gradient_norm=1.0, pins_memory=True)
+    job = JobSettings(strategy=None, precision="fp32", microbatch_size=4, max_gradient_norm=1.0, pins_memory=True)
     with pytest.raises(StrategyError, match=r"data\.pin_memory: true has no effect"):
         choose_strategy(launched(), job)
     assert choose_strategy(launched(has_device=True), job).name == "ddp"
@@ -123,12 +122,12 @@ PLAIN = {"strategy": None, "precision": "fp32", "microbatch_size": 4, "max_gradi
 
 def test_offloaded_activations_without_a_gpu_are_a_key_without_effect():
     with pytest.raises(StrategyError, match=r"model\.activation_offload: true has no effect"):
-        choose_strategy(launched(), JobFacts(**PLAIN, offloads_activations=True))
+        choose_strategy(launched(), JobSettings(**PLAIN, offloads_activations=True))
 
 
 @pytest.mark.parametrize("elsewhere", [{"world": 2}, {"fsdp_version": 2}, {"zero_stage": 1}])
 def test_an_update_within_the_backward_pass_is_for_one_process(elsewhere):
-    job = JobFacts(**PLAIN, updates_in_backward=True)
+    job = JobSettings(**PLAIN, updates_in_backward=True)
     with pytest.raises(StrategyError, match="in_backward: true is for one process"):
         choose_strategy(launched(**elsewhere), job)
     assert choose_strategy(launched(world=1), job).name == "single"
@@ -136,7 +135,7 @@ def test_an_update_within_the_backward_pass_is_for_one_process(elsewhere):
 
 @pytest.mark.parametrize("flat", [{"fsdp_version": 1}, {"zero_stage": 2}])
 def test_rounding_by_rows_needs_rows(flat):
-    job = JobFacts(**PLAIN, rounds_by_place=True)
+    job = JobSettings(**PLAIN, rounds_by_position=True)
     with pytest.raises(StrategyError, match=r"flattened parts\. Launch .*fsdp2\.yaml"):
         choose_strategy(launched(**flat), job)
     assert choose_strategy(launched(fsdp_version=2), job).name == "fsdp2"

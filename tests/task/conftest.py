@@ -1,17 +1,12 @@
 """A tokenizer with the chatml template and small random models for the tests of the tasks."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from finetune.config.sections.data import DataSection, TrainingSourceSection
-from finetune.data.encoding.chat import set_chat_template
-
-sys.path.append(str(Path(__file__).parent))  # for pairs_of_words, which is no test
+from finetune.data.templates.chat_template import set_chat_template
 
 VOCABULARY_SIZE = 320
 CONFIGS = {

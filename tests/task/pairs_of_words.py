@@ -4,8 +4,7 @@ import torch
 
 from finetune.config.sections.task import TaskSection
 from finetune.data.features import Features
-from finetune.task.materials import Materials
-from finetune.task.protocol import Task
+from finetune.task.protocol import Task, TaskContext
 from finetune.task.registry import build_task
 
 ANSWERS = (("Two and two is four.", "What?"), ("four", "two two two"), ("is two", "and"), ("And four?", "two is"))
@@ -36,7 +35,7 @@ JUDGED = [judged(answer, place % 3 == 0) for place, answer in enumerate(word for
 
 def task_of(tokenizer, data, name: str, **section) -> Task:
     written = {"name": name, name: section}
-    return build_task(Materials(TaskSection.model_validate(written), data, tokenizer))
+    return build_task(TaskContext(TaskSection.model_validate(written), data, tokenizer))
 
 
 def encoded(task: Task, rows: list[dict], reference: torch.nn.Module | None = None) -> list[Features]:
@@ -44,10 +43,10 @@ def encoded(task: Task, rows: list[dict], reference: torch.nn.Module | None = No
     made = task.encode(rows)
     assert all(isinstance(each, Features) for each in made)
     samples = [Features(each.arrays, sample_id) for sample_id, each in enumerate(made)]
-    if reference is None or task.prior is None:
+    if reference is None or task.precomputed is None:
         return samples
     with torch.no_grad():
-        known = task.prior.work_out(reference, task.collate(samples))
+        known = task.precomputed.compute(reference, task.collate(samples))
     return [Features({**each.arrays, **more}, each.sample_id) for each, more in zip(samples, known, strict=True)]
 
 

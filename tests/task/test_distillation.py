@@ -1,5 +1,6 @@
-"""Distillation: the loss against its formula, and that answers which were kept are those that are asked live."""
+"""Divergences against their formulas in float64, and what stays of a distribution of which few tokens are kept."""
 
+import math
 import pickle
 from dataclasses import replace
 
@@ -10,8 +11,95 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from finetune.config.sections.task import DistillationSection, TaskSection
 from finetune.data.batch import IGNORED
 from finetune.errors import DataError
-from finetune.task.distillation import DistillationTask
-from finetune.task.materials import Materials
+from finetune.task.distillation import (
+    DistillationTask,
+    divergence_of,
+    forward_kl,
+    jensen_shannon,
+    reduce_to_top_k,
+    reverse_kl,
+)
+from finetune.task.protocol import TaskContext
+
+NAMES = ("forward_kl", "reverse_kl", "jsd")
+
+
+def log_probabilities(seed, *, shape=(7, 11)):
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(*shape, generator=generator, dtype=torch.float64) * 3).log_softmax(dim=-1)
+
+
+def named(name):
+    return divergence_of(DistillationSection(teacher="x", divergence=name, jsd_beta=0.3))
+
+
+def formula(name, teacher, student, *, beta=0.3):
+    """Return the divergences as their papers write them, token after token."""
+    found = []
+    for p, q in zip(teacher.exp().tolist(), student.exp().tolist(), strict=True):
+        m = [beta * a + (1 - beta) * b for a, b in zip(p, q, strict=True)]
+
+        def kl(one, other):
+            return sum(a * math.log(a / b) for a, b in zip(one, other, strict=True))
+
+        found.append({"forward_kl": kl(p, q), "reverse_kl": kl(q, p), "jsd": beta * kl(p, m) + (1 - beta) * kl(q, m)})
+    return torch.tensor([each[name] for each in found], dtype=torch.float64)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_divergence_equals_its_formula(name):
+    teacher, student = log_probabilities(0), log_probabilities(1)
+    torch.testing.assert_close(named(name)(teacher, student), formula(name, teacher, student), rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_equal_models_are_no_distance_apart_and_do_not_move(name):
+    logits = torch.randn(5, 9, dtype=torch.float64, generator=torch.Generator().manual_seed(2), requires_grad=True)
+    found = named(name)(logits.detach().log_softmax(dim=-1), logits.log_softmax(dim=-1)).sum()
+    found.backward()
+    assert abs(float(found)) < 1e-12
+    assert float(logits.grad.abs().max()) < 1e-12
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_gradients_are_right(name):
+    teacher = log_probabilities(3, shape=(3, 6))
+    logits = torch.randn(3, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(4), requires_grad=True)
+    kept = teacher.topk(2, dim=1).indices
+    assert torch.autograd.gradcheck(lambda z: named(name)(teacher, z.log_softmax(-1)), [logits])
+    assert torch.autograd.gradcheck(
+        lambda z: named(name)(reduce_to_top_k(teacher, kept), reduce_to_top_k(z.log_softmax(-1), kept)), [logits]
+    )
+
+
+def test_kept_tokens_and_the_rest_are_a_distribution():
+    whole = log_probabilities(5)
+    kept = whole.topk(3, dim=1).indices
+    few = reduce_to_top_k(whole, kept).exp()
+    assert few.shape == (7, 4)
+    torch.testing.assert_close(few.sum(dim=1), torch.ones(7, dtype=torch.float64))
+    torch.testing.assert_close(few[:, :3], whole.exp().gather(1, kept))
+
+
+def test_the_divergence_of_few_categories_is_never_above_that_of_all():
+    teacher, student = log_probabilities(6), log_probabilities(7)
+    kept = teacher.topk(4, dim=1).indices
+    for divergence in (forward_kl, reverse_kl):
+        assert bool(
+            (
+                divergence(reduce_to_top_k(teacher, kept), reduce_to_top_k(student, kept))
+                <= divergence(teacher, student)
+            ).all()
+        )
+
+
+def test_a_token_that_the_teacher_rules_out_costs_nothing_forwards():
+    teacher = torch.tensor([[0.0, -torch.inf]])
+    student = torch.tensor([[0.5, 0.5]]).log()
+    assert float(forward_kl(teacher, student)) == pytest.approx(0.6931, abs=1e-4)
+    assert float(reverse_kl(teacher, student)) == float("inf")
+    assert 0 < float(jensen_shannon(teacher, student, beta=0.5)) < 0.7
+
 
 ROWS = [("What is two and two?", "four"), ("two", "Two and two is four"), ("Two", "two")]
 
@@ -34,7 +122,7 @@ def teacher(tokenizer):
 
 def made(tokenizer, data, **distillation):
     section = TaskSection(name="distillation", distillation=DistillationSection(teacher="./teacher", **distillation))
-    return DistillationTask(Materials(section, data, tokenizer))
+    return DistillationTask(TaskContext(section, data, tokenizer))
 
 
 def samples(task):
@@ -45,12 +133,12 @@ def samples(task):
 
 def known(task, teacher, features):
     """Return the samples with what the teacher says of them, as a run stores it."""
-    answers = task.prior.work_out(teacher, task.collate(features))
+    answers = task.precomputed.compute(teacher, task.collate(features))
     return [replace(each, arrays={**each.arrays, **found}) for each, found in zip(features, answers, strict=True)]
 
 
 def test_the_loss_is_a_mixture_of_divergence_and_cross_entropy(tokenizer, data, student, teacher):
-    task = made(tokenizer, data, temperature=2.0, cross_entropy_weight=0.25).taught_by(teacher)
+    task = made(tokenizer, data, temperature=2.0, cross_entropy_weight=0.25).attach_teacher(teacher)
     batch = task.collate(samples(task))
     is_target = batch.labels != IGNORED
     logits = [model(**batch.inputs).logits[is_target].double() for model in (teacher, student)]
@@ -69,7 +157,7 @@ def test_the_loss_is_a_mixture_of_divergence_and_cross_entropy(tokenizer, data, 
 @pytest.mark.parametrize("divergence", ["forward_kl", "reverse_kl", "jsd"])
 def test_kept_answers_give_the_loss_and_gradient_of_live_ones(tokenizer, data, student, teacher, divergence):
     settings = {"divergence": divergence, "top_k": 5, "temperature": 1.5}
-    live = made(tokenizer, data, **settings).taught_by(teacher)
+    live = made(tokenizer, data, **settings).attach_teacher(teacher)
     kept = made(tokenizer, data, **settings, cache=True)
     gradients, losses = [], []
     for task, features in ((live, samples(live)), (kept, known(kept, teacher, samples(kept)))):
@@ -85,7 +173,7 @@ def test_kept_answers_give_the_loss_and_gradient_of_live_ones(tokenizer, data, s
 @pytest.mark.parametrize("top_k", [None, 5])
 @pytest.mark.parametrize("divergence", ["forward_kl", "reverse_kl", "jsd"])
 def test_a_student_that_is_its_teacher_has_nothing_to_learn(tokenizer, data, student, divergence, top_k):
-    task = made(tokenizer, data, divergence=divergence, top_k=top_k).taught_by(student)
+    task = made(tokenizer, data, divergence=divergence, top_k=top_k).attach_teacher(student)
     student.zero_grad()
     loss = task.loss_sum(student, task.collate(samples(task)))
     loss.backward()
@@ -96,20 +184,20 @@ def test_a_student_that_is_its_teacher_has_nothing_to_learn(tokenizer, data, stu
 def test_a_filler_counts_nothing_and_knows_nothing(tokenizer, data, student, teacher):
     task = made(tokenizer, data, top_k=5, cache=True)
     (first, *_) = known(task, teacher, samples(task))
-    sums = task.metric_sums(student, task.filler(first))
+    sums = task.metric_sums(student, task.dummy_batch(first))
     assert {name: float(value) for name, value in sums.items()} == dict.fromkeys(sums, 0.0)
-    assert task.prior.work_out(teacher, task.filler(first)) is not None
+    assert task.precomputed.compute(teacher, task.dummy_batch(first)) is not None
 
 
 def test_answers_are_kept_for_the_settings_that_decide_them(tokenizer, data):
-    first, hotter = (made(tokenizer, data, top_k=5, cache=True, temperature=each).prior for each in (1.0, 2.0))
-    assert first.knower == "teacher"
+    first, hotter = (made(tokenizer, data, top_k=5, cache=True, temperature=each).precomputed for each in (1.0, 2.0))
+    assert first.scorer == "teacher"
     assert first.identity != hotter.identity
-    assert made(tokenizer, data, top_k=5).prior is None
+    assert made(tokenizer, data, top_k=5).precomputed is None
 
 
 def test_a_loaders_process_is_sent_no_teacher(tokenizer, data, teacher):
-    task = made(tokenizer, data).taught_by(teacher)
+    task = made(tokenizer, data).attach_teacher(teacher)
     assert pickle.loads(pickle.dumps(task))._teacher is None
 
 

@@ -12,10 +12,10 @@ from transformers import BertConfig, BertForMaskedLM, PreTrainedTokenizerFast
 from finetune.config.sections.data import DataSection, TrainingSourceSection
 from finetune.config.sections.task import MaskedLmSection, TaskSection
 from finetune.data.batch import IGNORED
-from finetune.data.encoding.masked_text import MaskedTextEncoder
+from finetune.data.encoding.text import MaskedTextEncoder
 from finetune.errors import DataError
 from finetune.task.masked_lm import MaskedLmTask
-from finetune.task.materials import Materials
+from finetune.task.protocol import TaskContext
 
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 PIECES = ["play", "##ing", "##ed", "run", "##ner", "the", "dog", "##s", "a", "cat"]
@@ -34,7 +34,7 @@ def pieces():
 
 def made(pieces, *, max_length=256, over_length="refuse", **masked):
     data = DataSection(train=TrainingSourceSection(path="/no.jsonl"), max_length=max_length, over_length=over_length)
-    return MaskedLmTask(Materials(TaskSection(name="masked_lm", masked_lm=MaskedLmSection(**masked)), data, pieces))
+    return MaskedLmTask(TaskContext(TaskSection(name="masked_lm", masked_lm=MaskedLmSection(**masked)), data, pieces))
 
 
 def sample(task, *, sample_id=0, seed=0, text=TEXT):
@@ -115,7 +115,7 @@ def test_a_text_without_anything_to_hide_is_left_out(pieces):
 
 
 def test_a_tokenizer_without_a_mask_is_refused_until_one_is_added(tokenizer, data):
-    materials = Materials(TaskSection(name="masked_lm"), data, copy.deepcopy(tokenizer))
+    materials = TaskContext(TaskSection(name="masked_lm"), data, copy.deepcopy(tokenizer))
     with pytest.raises(DataError, match=r"new_tokens: \{special: \['<mask>'\]\}"):
         MaskedLmTask(materials)
     materials.tokenizer.add_tokens(["<mask>"], special_tokens=True)
@@ -140,8 +140,8 @@ def test_loss_and_metrics_are_of_the_hidden_tokens(pieces):
     task = made(pieces)
     short, long = sample(task, text="a cat"), sample(task, sample_id=1)
     with torch.no_grad():
-        sums = task.measure(model, task.collate([short, long])).sums
-        apart = [task.measure(model, task.collate([each])).sums for each in (short, long)]
+        sums = task.evaluate_batch(model, task.collate([short, long])).sums
+        apart = [task.evaluate_batch(model, task.collate([each])).sums for each in (short, long)]
     assert float(sums["loss_sum"]) == pytest.approx(sum(float(each["loss_sum"]) for each in apart), rel=1e-5)
     metrics = task.metrics({name: float(value) for name, value in sums.items()})
     assert set(metrics) == {"loss", "perplexity", "masked_accuracy"}

@@ -16,12 +16,12 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassifi
 
 from finetune.config.sections.data import DataSection, TrainingSourceSection
 from finetune.config.sections.task import TaskSection
-from finetune.data.encoding.answers import IS_GOOD, MARGIN
+from finetune.data.encoding.preference import IS_GOOD, MARGIN
 from finetune.data.features import LENGTHS_OF_SEQUENCES, Features
-from finetune.task.materials import Materials
-from finetune.task.preference import REFERENCE
+from finetune.task.preference.answer_pairs import sequence_log_probabilities, split_by_sample
+from finetune.task.preference.dpo import REFERENCE
+from finetune.task.protocol import TaskContext
 from finetune.task.registry import build_task
-from finetune.task.sequences import by_sample, log_probabilities
 
 pytest.importorskip("trl", reason="TRL is a package for tests")
 from trl import DPOTrainer, KTOTrainer, RewardTrainer
@@ -59,7 +59,7 @@ def models():
 def task_of(tokenizer, name="preference", **section):
     data = DataSection(train=TrainingSourceSection(path="/nowhere/rows.jsonl"), max_length=64)
     kind = {"preference": "preference", "reward": "reward"}[name]
-    task = build_task(Materials(TaskSection.model_validate({"name": name, kind: section}), data, tokenizer))
+    task = build_task(TaskContext(TaskSection.model_validate({"name": name, kind: section}), data, tokenizer))
     task.pad_id = PAD
     return task
 
@@ -85,7 +85,7 @@ def pairs(answers=LENGTHS) -> list[Features]:
 
 def known(features: list[Features], task, reference) -> list[Features]:
     """Return the samples with what the reference says of them, as a run works it out."""
-    arrays = task.prior.work_out(reference, task.collate(features))
+    arrays = task.precomputed.compute(reference, task.collate(features))
     told = zip(features, arrays, strict=True)
     return [Features({**each.arrays, **more}, each.sample_id) for each, more in told]
 
@@ -190,7 +190,7 @@ def test_conservative_dpo_is_that_of_trl(models, tokenizer):
     features = known(pairs(), task, reference)
     batch = task.collate(features)
     with torch.no_grad():
-        ratios = log_probabilities(model, batch) - batch.extras[REFERENCE]
+        ratios = sequence_log_probabilities(model, batch) - batch.extras[REFERENCE]
         trainer = trainer_of(CPOTrainer, model, alpha=0.0, loss_type="sigmoid", label_smoothing=0.1)
         loss = trainer.cpo_loss(*ratios.chunk(2))[0].mean()
     assert ours(task, model, features) == pytest.approx(loss.item(), abs=1e-6)
@@ -290,7 +290,7 @@ def test_reference_log_probabilities_are_those_of_trl(models, tokenizer):
             input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], labels=labels, fused_lm_head=True
         ).log_probs.sum(dim=1)
         collated = task.collate(features)
-        own = log_probabilities(reference, collated)
+        own = sequence_log_probabilities(reference, collated)
     torch.testing.assert_close(own, of_trl, atol=1e-6, rtol=1e-6)
-    arrays = task.prior.work_out(reference, collated)
-    assert [each[REFERENCE].tolist() for each in arrays] == [each.tolist() for each in by_sample(own, collated)]
+    arrays = task.precomputed.compute(reference, collated)
+    assert [each[REFERENCE].tolist() for each in arrays] == [each.tolist() for each in split_by_sample(own, collated)]

@@ -10,8 +10,8 @@ from transformers import BartConfig, BartForConditionalGeneration, T5Config, T5F
 from finetune.config.sections.task import Seq2SeqSection, TaskSection
 from finetune.data.batch import IGNORED
 from finetune.errors import DataError
-from finetune.task.generate import generate
-from finetune.task.materials import Materials
+from finetune.task.generation.decoding import generate
+from finetune.task.protocol import TaskContext
 from finetune.task.seq2seq import Seq2SeqTask
 
 SIZE = 320
@@ -57,7 +57,7 @@ def exchange(asked, answered):
 
 
 def made(tokenizer, data, **seq2seq):
-    return Seq2SeqTask(Materials(TaskSection(name="seq2seq", seq2seq=Seq2SeqSection(**seq2seq)), data, tokenizer))
+    return Seq2SeqTask(TaskContext(TaskSection(name="seq2seq", seq2seq=Seq2SeqSection(**seq2seq)), data, tokenizer))
 
 
 def samples(task, *rows):
@@ -89,7 +89,7 @@ def test_the_summed_loss_is_the_models_own_mean_times_the_targets(tokenizer, dat
     batch = task.collate(samples(task, ("What is two and two?", "four"), ("two", "Two and two is four")))
     theirs = pair(**batch.inputs, labels=batch.labels).loss * batch.num_targets
     assert float(task.loss_sum(pair, batch)) == pytest.approx(float(theirs), rel=1e-5)
-    filler = task.filler(samples(task, ("two", "four"))[0])
+    filler = task.dummy_batch(samples(task, ("two", "four"))[0])
     assert task.count_targets(filler) == 0
     assert float(task.loss_sum(pair, filler)) == 0.0
 

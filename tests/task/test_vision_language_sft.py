@@ -1,8 +1,5 @@
 """Conversations with images become batches as the model's processor makes them, and every batch holds an image."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForImageTextToText
@@ -10,16 +7,13 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 from finetune.config.sections.data import DataSection, TrainingSourceSection
 from finetune.config.sections.task import TaskSection
 from finetune.data.batch import IGNORED
-from finetune.data.encoding.pictures import images_of
-from finetune.data.images.read import StoredImage
+from finetune.data.encoding.image_conversation import images_of
+from finetune.data.images.stored_image import StoredImage
 from finetune.errors import DataError
-from finetune.task.generate import generate
-from finetune.task.materials import Materials
+from finetune.task.generation.decoding import generate, image_decode_state
+from finetune.task.protocol import TaskContext
 from finetune.task.registry import build_task
-from finetune.task.seeing import seeing
-
-sys.path.append(str(Path(__file__).parents[1] / "data"))
-from picture_processors import llava, picture, qwen, smolvlm
+from tests.data.picture_processors import llava, picture, qwen, smolvlm
 
 PROCESSORS = {"llava": llava, "qwen": qwen, "smolvlm": smolvlm}
 TEXT = {
@@ -85,7 +79,7 @@ def task(name):
     processor = PROCESSORS[name]()
     data = DataSection(train=TrainingSourceSection(path="/nowhere/rows.jsonl"), max_length=256)
     return build_task(
-        Materials(TaskSection(name="vision_language_sft"), data, processor.tokenizer, processor=processor)
+        TaskContext(TaskSection(name="vision_language_sft"), data, processor.tokenizer, processor=processor)
     )
 
 
@@ -178,7 +172,7 @@ def test_the_answer_depends_on_the_image(task, model):
 def test_an_answer_is_what_transformers_generates(task, model, shown):
     (features,) = encoded(task, shown)
     prompt = task.prompt(features)
-    state = seeing(model, prompt, pad_id=task.pad_id, device=torch.device("cpu"))
+    state = image_decode_state(model, prompt, pad_id=task.pad_id, device=torch.device("cpu"))
     wish = {"max_new_tokens": 6, "device": torch.device("cpu"), "all_finished": lambda done: done}
     (answer,) = generate(model, [prompt.input_ids], pad_id=task.pad_id, stop_ids=frozenset(), state=state, **wish)
     text = task._processor.apply_chat_template(_in_parts(shown)[:1], add_generation_prompt=True)
@@ -204,6 +198,6 @@ def test_a_row_without_turns_is_refused(task):
 
 
 def test_text_alone_does_not_learn_from_images(tokenizer, data):
-    sft = build_task(Materials(TaskSection(name="sft"), data, tokenizer))
+    sft = build_task(TaskContext(TaskSection(name="sft"), data, tokenizer))
     with pytest.raises(DataError, match=r"task\.name: vision_language_sft"):
         sft.encode_row(ONE)

@@ -17,26 +17,26 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 
 from finetune.config.load import load_config
 from finetune.errors import FinetuneError
-from finetune.run.training import train_from_config
-from finetune.runtime import ranks
+from finetune.run.train import train_from_config
+from finetune.runtime import distributed
 
 
 def main(spec: str) -> None:
     for each in json.loads(Path(spec).read_text()):
         loaded = load_config(Path(each["job"]), each["overrides"])
         try:
-            with patch.object(ranks, "leave", stay):
+            with patch.object(distributed, "shut_down", stay):
                 train_from_config(loaded)
         except FinetuneError as error:
             Path(loaded.config.run.folder).mkdir(parents=True, exist_ok=True)
             (Path(loaded.config.run.folder) / "error.txt").write_text(f"{error}\n{traceback.format_exc()}")
         forget()
-    ranks.leave(0)
+    distributed.shut_down(0)
 
 
 def stay(code: int, **_: object) -> int:
     """Take the place of `ranks.leave`: the others are waited for, and the group goes on."""
-    if ranks.is_distributed():
+    if distributed.is_distributed():
         torch.distributed.barrier()
     return code
 

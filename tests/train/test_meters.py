@@ -1,8 +1,41 @@
-"""Sums are added up in the width in which they were kept."""
+"""A run whose loader holds it up is told so, once, and only when it is sure."""
 
 import torch
 
-from finetune.train.meters import numbers
+from finetune.train.meters import DataWaitMonitor, sum_over_ranks
+
+
+def warnings(steps):
+    """Return what is said after each step of (waited, whole) seconds."""
+    wait = DataWaitMonitor()
+    said = []
+    for waited, seconds in steps:
+        wait.add(waited, of_seconds=seconds)
+        said.append(wait.warning())
+    return [each for each in said if each]
+
+
+def test_a_run_that_waits_is_told_what_to_try_once():
+    (warning,) = warnings([(0.5, 2.0)] * 200)
+    assert "25% of the last 20 steps was spent waiting for data" in warning
+    assert "finetune doctor --data" in warning
+
+
+def test_the_first_batch_waits_for_the_loader_to_start_and_counts_for_nothing():
+    assert warnings([(60.0, 61.0), *[(0.01, 2.0)] * 100]) == []
+
+
+def test_a_little_waiting_is_no_matter():
+    assert warnings([(0.09, 1.0)] * 100) == []
+
+
+def test_a_short_run_is_not_judged():
+    assert warnings([(0.2, 0.4)] * 20) == []  # eight seconds in all: too few to be sure
+
+
+def test_waiting_late_in_a_run_is_told_too():
+    assert len(warnings([(0.0, 1.0)] * 100 + [(0.9, 1.0)] * 40)) == 1
+
 
 BEYOND_FLOAT32 = 2**24 + 1  # the first whole number that float32 rounds
 
@@ -12,8 +45,8 @@ def test_a_count_of_targets_that_float32_would_round_stays_exact():
         "num_targets": torch.tensor(BEYOND_FLOAT32, dtype=torch.float64),
         "loss_sum": torch.tensor(0.5, dtype=torch.float64),
     }
-    assert numbers(sums) == {"num_targets": BEYOND_FLOAT32, "loss_sum": 0.5}
+    assert sum_over_ranks(sums) == {"num_targets": BEYOND_FLOAT32, "loss_sum": 0.5}
 
 
 def test_nothing_adds_up_to_nothing():
-    assert numbers({}) == {}
+    assert sum_over_ranks({}) == {}

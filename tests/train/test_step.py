@@ -10,24 +10,22 @@ from torch import nn
 
 from finetune.config.sections.train import NonFiniteSection, OptimizerSection, ScheduleSection, TrainSection
 from finetune.data.batch import Batch
-from finetune.data.delivery import Delivery
-from finetune.data.order.consumed import mark
+from finetune.data.delivery import Delivery, samples_checksum
 from finetune.errors import NonFiniteError, TrainingError
 from finetune.report.events import StepSkipped, StepTaken
-from finetune.runtime.cadence import Cadence, Never
-from finetune.runtime.progress import Progress
-from finetune.runtime.signals import SignalNote
+from finetune.runtime.progress import Cadence, NeverDue, Progress
+from finetune.runtime.supervision.signals import ReceivedSignals
 from finetune.task.base import BaseTask
 from finetune.train import update
 from finetune.train.early_stopping import NeverStop
 from finetune.train.evaluate import NoEvaluation
-from finetune.train.groups import named_of
 from finetune.train.loop import train
 from finetune.train.meters import Meters
-from finetune.train.optimizer import build_optimizer
+from finetune.train.optim.optimizers import build_optimizer
+from finetune.train.optim.parameter_groups import list_parameters
 from finetune.train.parts import Parts
 from finetune.train.plan import make_plan
-from finetune.train.stopping import Wishes
+from finetune.train.stopping import StopSources
 from finetune.train.update import Update
 
 NUM_SAMPLES, LENGTH = 8, 6
@@ -85,11 +83,11 @@ class Handed:
         self.damaged, self.problem, self.explained = damaged, problem, []
 
     def expected(self, step):
-        return mark(range(NUM_SAMPLES), range(NUM_SAMPLES))
+        return samples_checksum(range(NUM_SAMPLES), range(NUM_SAMPLES))
 
     def received(self, group):
         ids = [sample_id for batch in group for sample_id in batch.sample_ids]
-        return Delivery(mark(ids, ids), self.damaged, self.problem)
+        return Delivery(samples_checksum(ids, ids), self.damaged, self.problem)
 
     def explain(self, damaged):
         self.explained.append(damaged)
@@ -100,7 +98,7 @@ def parts_of(microbatch: int, *, task=None, nonfinite=None, num_steps=3, events=
     torch.manual_seed(0)
     accelerator = Accelerator(cpu=True)
     model = nn.Linear(4, 1)
-    optimizer = build_optimizer(named_of(model), OptimizerSection(), learning_rate=0.1)
+    optimizer = build_optimizer(list_parameters(model), OptimizerSection(), learning_rate=0.1)
     section = TrainSection(
         global_batch_size=NUM_SAMPLES,
         microbatch_size=microbatch,
@@ -130,9 +128,9 @@ def parts_of(microbatch: int, *, task=None, nonfinite=None, num_steps=3, events=
         evaluate=NoEvaluation(),
         save=Kept(),
         log_due=Cadence(1, num_steps),
-        evaluate_due=Never(),
+        evaluate_due=NeverDue(),
         save_due=Cadence(None, num_steps),
-        wishes=Wishes(SignalNote()),
+        stop_sources=StopSources(ReceivedSignals()),
         stop_after_steps=None,
         early_stopping=NeverStop(),
     )
@@ -212,7 +210,7 @@ def test_an_overflow_under_a_loss_scale_is_counted_apart_and_does_not_stop_the_r
 
 def test_a_stop_that_was_asked_for_before_the_first_step_takes_none_and_saves_nothing():
     parts = parts_of(4)
-    parts.wishes.note.note(signal.SIGTERM, None)
+    parts.stop_sources.note.note(signal.SIGTERM, None)
     progress = Progress()
     assert train(parts, progress) == "signal SIGTERM"
     assert (progress.step, parts.save.steps, parts.save.is_settled) == (0, [], True)
@@ -221,7 +219,7 @@ def test_a_stop_that_was_asked_for_before_the_first_step_takes_none_and_saves_no
 class SignallingTask(RegressionTask):
     """A signal arrives in the middle of the second step."""
 
-    def __init__(self, note: SignalNote, number: signal.Signals) -> None:
+    def __init__(self, note: ReceivedSignals, number: signal.Signals) -> None:
         super().__init__()
         self.note, self.number, self.num_calls = note, number, 0
 
@@ -237,9 +235,11 @@ class SignallingTask(RegressionTask):
     [(signal.SIGTERM, "signal SIGTERM", [2]), (signal.SIGUSR1, "finished", [2, 3])],
 )
 def test_a_signal_lets_its_step_finish_and_then_saves(number, reason, saved):
-    note, events = SignalNote(), []
+    note, events = ReceivedSignals(), []
     task = SignallingTask(note, number)
-    parts = replace(parts_of(NUM_SAMPLES, task=task, events=events), wishes=Wishes(note), log_due=Cadence(50, 3))
+    parts = replace(
+        parts_of(NUM_SAMPLES, task=task, events=events), stop_sources=StopSources(note), log_due=Cadence(50, 3)
+    )
     progress = Progress()
     assert train(parts, progress) == reason
     assert parts.save.steps == saved
@@ -261,7 +261,7 @@ class Diverging(RegressionTask):
 @pytest.fixture(params=[False, True], ids=["at once", "later"])
 def reads_later(request, monkeypatch) -> bool:
     """Whether the verdict on a gradient is read at once, or on the device first and by the host at a log point."""
-    monkeypatch.setattr(update, "lags_on", lambda device: request.param)
+    monkeypatch.setattr(update, "defers_check_on", lambda device: request.param)
     return request.param
 
 
@@ -276,7 +276,7 @@ def test_a_step_left_out_changes_neither_weights_nor_moments_whenever_that_is_kn
     parts, events = run_of(2, 6)
     progress = Progress()
     train(parts, progress)
-    assert (parts.update.latch is not None) == reads_later
+    assert (parts.update.finite_check is not None) == reads_later
     assert (progress.step, progress.num_nonfinite_skips) == (8, 2)
     assert [event.step for event in events if isinstance(event, StepSkipped)] == [2, 6]
     assert [event.step for event in events if isinstance(event, StepTaken)] == list(range(1, 9))
@@ -315,7 +315,7 @@ def test_a_checkpoint_knows_of_every_step_that_was_left_out_before_it(reads_late
 
 
 def test_news_of_a_bad_step_ends_the_run_before_the_next_log_point(monkeypatch):
-    monkeypatch.setattr(update, "lags_on", lambda device: True)
+    monkeypatch.setattr(update, "defers_check_on", lambda device: True)
     parts, _ = run_of(1, action="stop", log_every=8)
     with pytest.raises(NonFiniteError, match="step 1 is"):
         train(parts, Progress())
@@ -352,6 +352,6 @@ def test_samples_that_are_not_what_was_prepared_stop_the_run_before_its_weights_
 
 def test_samples_that_are_another_steps_stop_the_run():
     handed = Handed()
-    handed.expected = lambda step: mark([0], [0])
+    handed.expected = lambda step: samples_checksum([0], [0])
     with pytest.raises(TrainingError, match="are not those that the order gives it"):
         train(parts_of(2, deliveries=handed), Progress())

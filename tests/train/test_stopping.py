@@ -7,38 +7,51 @@ import pytest
 
 from finetune.config.sections.train import EarlyStoppingSection
 from finetune.errors import UserError
-from finetune.runtime.cadence import Cadence, Never
-from finetune.runtime.progress import Progress
-from finetune.runtime.signals import SignalNote
+from finetune.runtime.progress import Cadence, NeverDue, Progress
+from finetune.runtime.supervision.signals import ReceivedSignals
 from finetune.train.early_stopping import EarlyStopping
-from finetune.train.stopping import FAILED_SAVE, STOP_FILE, TIME_LIMIT, StopFile, TimeLimit, Wish, Wishes, agreed
+from finetune.train.stopping import (
+    FAILED_SAVE,
+    STOP_FILE,
+    TIME_LIMIT,
+    StopFile,
+    StopRequest,
+    StopSources,
+    TimeLimit,
+    stop_request_of,
+)
 
 
 def test_a_signal_on_one_rank_is_everybodys_reason():
-    calm, told = SignalNote(), SignalNote()
+    calm, told = ReceivedSignals(), ReceivedSignals()
     told.note(signal.SIGTERM, None)
-    added = [sum(column) for column in zip(Wishes(calm).counts(), Wishes(told).counts(), strict=True)]
-    assert agreed(added) == Wish("signal SIGTERM", saves=True)
-    assert agreed(Wishes(calm).counts()) == Wish(None, saves=False)
+    added = [sum(column) for column in zip(StopSources(calm).counts(), StopSources(told).counts(), strict=True)]
+    assert stop_request_of(added) == StopRequest("signal SIGTERM", saves=True)
+    assert stop_request_of(StopSources(calm).counts()) == StopRequest(None, saves=False)
 
 
 def test_a_wish_to_save_and_go_on_counts_once():
-    note = SignalNote()
+    note = ReceivedSignals()
     note.note(signal.SIGUSR1, None)
-    wishes = Wishes(note)
-    assert [agreed(wishes.counts()) for _ in range(2)] == [Wish(None, saves=True), Wish(None, saves=False)]
+    wishes = StopSources(note)
+    assert [stop_request_of(wishes.counts()) for _ in range(2)] == [
+        StopRequest(None, saves=True),
+        StopRequest(None, saves=False),
+    ]
 
 
 def test_where_saving_has_failed_the_run_stops_without_another_try():
-    assert agreed(Wishes(SignalNote(), {FAILED_SAVE: lambda: True}).counts()) == Wish(FAILED_SAVE, saves=False)
+    assert stop_request_of(StopSources(ReceivedSignals(), {FAILED_SAVE: lambda: True}).counts()) == StopRequest(
+        FAILED_SAVE, saves=False
+    )
 
 
 def test_a_signal_comes_before_what_else_asks_to_stop():
-    note = SignalNote()
-    wishes = Wishes(note, dict.fromkeys((STOP_FILE, TIME_LIMIT), lambda: True))
-    assert agreed(wishes.counts()).stop_reason == STOP_FILE
+    note = ReceivedSignals()
+    wishes = StopSources(note, dict.fromkeys((STOP_FILE, TIME_LIMIT), lambda: True))
+    assert stop_request_of(wishes.counts()).stop_reason == STOP_FILE
     note.note(signal.SIGHUP, None)
-    assert agreed(wishes.counts()).stop_reason == "signal SIGHUP"
+    assert stop_request_of(wishes.counts()).stop_reason == "signal SIGHUP"
 
 
 def test_the_time_limit_is_read_from_the_clock():
@@ -96,4 +109,4 @@ def test_any_number_is_better_than_none_at_all():
 def test_cadence_is_due_on_its_beat_and_at_the_last_step():
     assert [step for step in range(1, 11) if Cadence(4, 10).due(step)] == [4, 8, 10]
     assert [step for step in range(1, 11) if Cadence(None, 10).due(step)] == [10]
-    assert not any(Never().due(step) for step in range(1, 11))
+    assert not any(NeverDue().due(step) for step in range(1, 11))

@@ -20,19 +20,19 @@ from finetune.config.sections.task import TaskSection
 from finetune.config.sections.train import NonFiniteSection, OptimizerSection, ScheduleSection, TrainSection
 from finetune.data.batch import Batch
 from finetune.data.features import Features
-from finetune.model.attention.per_sample import register
+from finetune.model.attention.implementation import register_per_sample
 from finetune.runtime.progress import Progress
-from finetune.runtime.signals import SignalNote
-from finetune.task.causal import CausalTask
-from finetune.task.materials import Materials
+from finetune.runtime.supervision.signals import ReceivedSignals
+from finetune.task.causal_lm import CausalTask
+from finetune.task.protocol import TaskContext
 from finetune.train import update
-from finetune.train.groups import named_of
 from finetune.train.meters import Meters
-from finetune.train.optimizer import build_optimizer
+from finetune.train.optim.optimizers import build_optimizer
+from finetune.train.optim.parameter_groups import list_parameters
 from finetune.train.parts import Parts
 from finetune.train.plan import make_plan
-from finetune.train.step import Counts, take_step
-from finetune.train.stopping import Wish, Wishes
+from finetune.train.step import StepCounts, take_step
+from finetune.train.stopping import StopRequest, StopSources
 
 WAITING = {
     "aten::_local_scalar_dense",  # item, bool, int and float of a tensor
@@ -67,7 +67,7 @@ class Waits(TorchDispatchMode):
 
 
 def llama(attention: str) -> LlamaForCausalLM:
-    register()
+    register_per_sample()
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=64,
@@ -106,15 +106,15 @@ def second_step(
     batching = BatchingSection(padding_free=is_free)
     data = DataSection(train=TrainingSourceSection(path="rows.jsonl"), batching=batching)
     tokenizer = SimpleNamespace(pad_token_id=0, eos_token_id=1)
-    task = CausalTask(Materials(TaskSection(name="pretrain"), data, tokenizer))
+    task = CausalTask(TaskContext(TaskSection(name="pretrain"), data, tokenizer))
     model: Any = llama("per_sample" if is_free else "sdpa")
     if lora:
         model = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "v_proj"], lora_dropout=0.1))
-    optimizer = build_optimizer(named_of(model), OptimizerSection(name=name), learning_rate=0.1)
+    optimizer = build_optimizer(list_parameters(model), OptimizerSection(name=name), learning_rate=0.1)
     model, optimizer = accelerator.prepare(model, optimizer)
     group = tuple(batch.to(accelerator.device) for batch in group_of(task, num_batches=num_batches))
     parts = parts_of(accelerator, model, optimizer, task=task, limit=limit, num_batches=num_batches)
-    counts = Counts(sum(each.num_targets for each in group), 19, 0, Wish(None, saves=False), has_news=False)
+    counts = StepCounts(sum(each.num_targets for each in group), 19, 0, StopRequest(None, saves=False), has_news=False)
     take = partial(take_step, parts, group, counts, progress=Progress(), started=0.0, data_seconds=0.0)
     take()
     return take
@@ -159,7 +159,7 @@ def parts_of(
         log_due=unused,
         evaluate_due=unused,
         save_due=unused,
-        wishes=Wishes(SignalNote()),
+        stop_sources=StopSources(ReceivedSignals()),
         stop_after_steps=None,
         early_stopping=unused,
     )
@@ -167,8 +167,8 @@ def parts_of(
 
 @pytest.fixture
 def as_on_a_gpu(monkeypatch):
-    monkeypatch.setattr(update, "lags_on", lambda device: True)
-    monkeypatch.setattr(update, "reads_freely", lambda tensor: False)
+    monkeypatch.setattr(update, "defers_check_on", lambda device: True)
+    monkeypatch.setattr(update, "is_on_host", lambda tensor: False)
 
 
 @pytest.mark.parametrize("num_batches", [1, 2])

@@ -1,25 +1,18 @@
 """Rules across keys and sections: each looks at a config that fits the schema and yields what is wrong with it.
 
-A rule may be given a draft (`config/draft.py`): where it reads a key that is broken, it has nothing to say.
+A rule may be given a draft (`config/validation.py`): where it reads a key that is broken, it has nothing to say.
 """
 
 from collections.abc import Callable, Iterator
 
-from finetune.config.rules.adapters import ADAPTER_RULES
-from finetune.config.rules.batch import BATCH_RULES
-from finetune.config.rules.batching import BATCHING_RULES
 from finetune.config.rules.checkpoint import CHECKPOINT_RULES
-from finetune.config.rules.data import DATA_RULES
-from finetune.config.rules.effects import without_effect
-from finetune.config.rules.evaluation import EVALUATION_RULES
-from finetune.config.rules.formats import FORMAT_RULES
-from finetune.config.rules.images import IMAGE_RULES
-from finetune.config.rules.learning import LEARNING_RULES
-from finetune.config.rules.model import MODEL_RULES
-from finetune.config.rules.preference import PREFERENCE_RULES
-from finetune.config.rules.sources import SOURCE_RULES
-from finetune.config.rules.streams import STREAM_RULES
-from finetune.config.rules.tasks import TASK_RULES
+from finetune.config.rules.data import BATCHING_RULES, DATA_RULES, FORMAT_RULES, IMAGE_RULES
+from finetune.config.rules.evaluate import EVALUATION_RULES
+from finetune.config.rules.model import ADAPTER_RULES, MODEL_RULES
+from finetune.config.rules.sources import SOURCE_RULES, STREAM_RULES
+from finetune.config.rules.task import PREFERENCE_RULES, TASK_RULES
+from finetune.config.rules.train import BATCH_RULES, TRAINING_RULES
+from finetune.config.rules.unused_keys import no_unused_keys
 from finetune.config.run_config import RunConfig
 from finetune.errors import Problem
 
@@ -39,12 +32,12 @@ RULES: tuple[Rule, ...] = (
     *TASK_RULES,
     *PREFERENCE_RULES,
     *IMAGE_RULES,
-    *LEARNING_RULES,
-    without_effect,
+    *TRAINING_RULES,
+    no_unused_keys,
 )
 
 
-def broken_rules(config: RunConfig, *, is_draft: bool) -> list[Problem]:
+def rule_problems(config: RunConfig, *, is_draft: bool) -> list[Problem]:
     """Return what all rules find."""
     problems: list[Problem] = []
     for rule in RULES:

@@ -2,13 +2,13 @@
 
 from collections.abc import Iterator
 
-from finetune.config.changes import MATHS
+from finetune.config.formatting import closest_multiples, did_you_mean, format_list
 from finetune.config.paths import is_url
-from finetune.config.rules.evaluation import metric_faults
+from finetune.config.resume_keys import MUST_MATCH
+from finetune.config.rules.evaluate import metric_problems
 from finetune.config.run_config import RunConfig
 from finetune.config.schema import node_at
 from finetune.config.sections.checkpoint import NEVER_ALLOWED
-from finetune.config.wording import did_you_mean, listed, nearest_multiples
 from finetune.errors import Problem
 
 SCHEMES = ("s3", "gs", "gcs", "abfs", "az", "memory")
@@ -26,12 +26,12 @@ def kept_checkpoints_are_written(config: RunConfig) -> Iterator[Problem]:
     elif kept % every:
         message = (
             f"{kept} is not a multiple of `checkpoint.every_steps` ({every}), so most of these are never written. "
-            f"Nearest that are: {nearest_multiples(kept, every)}."
+            f"Nearest that are: {closest_multiples(kept, every)}."
         )
         yield Problem("checkpoint.keep_every_steps", message)
 
 
-def best_checkpoint_is_judged(config: RunConfig) -> Iterator[Problem]:
+def keep_best_has_its_metric(config: RunConfig) -> Iterator[Problem]:
     """`keep_best` has evaluations at steps that are saved, of its metric, with the right goal."""
     best, every = config.checkpoint.keep_best, config.checkpoint.every_steps
     if best is None:
@@ -39,7 +39,7 @@ def best_checkpoint_is_judged(config: RunConfig) -> Iterator[Problem]:
     if every is None:
         message = "nothing is saved during training. Write `checkpoint.every_steps`, or remove `keep_best`."
         yield Problem("checkpoint.keep_best", message)
-    yield from metric_faults(config, best.metric, goal=best.goal, key="checkpoint.keep_best", does="keeps the worst")
+    yield from metric_problems(config, best.metric, goal=best.goal, key="checkpoint.keep_best", does="keeps the worst")
     evaluated = config.evaluate.every_steps if config.evaluate else None
     if every is not None and evaluated is not None and every % evaluated and evaluated % every:
         message = (
@@ -49,9 +49,9 @@ def best_checkpoint_is_judged(config: RunConfig) -> Iterator[Problem]:
         yield Problem("checkpoint.keep_best", message)
 
 
-def allowed_changes_can_be_allowed(config: RunConfig) -> Iterator[Problem]:
+def allow_changes_names_refused_keys(config: RunConfig) -> Iterator[Problem]:
     """`allow_changes` names keys that would otherwise be refused, and that can be continued when they differ."""
-    can = [key for key in MATHS if key not in NEVER_ALLOWED]
+    can = [key for key in MUST_MATCH if key not in NEVER_ALLOWED]
     for index, name in enumerate(config.checkpoint.allow_changes):
         place = f"checkpoint.allow_changes.{index}"
         if name in NEVER_ALLOWED:
@@ -61,11 +61,11 @@ def allowed_changes_can_be_allowed(config: RunConfig) -> Iterator[Problem]:
             yield Problem(place, f"there is no key `{name}`. {hint}")
         elif name not in can:
             inside = [key for key in can if key.startswith(f"{name}.")]
-            hint = f"Name its keys one by one: {listed(inside)}." if inside else "It may change anyway. Remove it."
+            hint = f"Name its keys one by one: {format_list(inside)}." if inside else "It may change anyway. Remove it."
             yield Problem(place, f"`{name}` is not a key that a resume refuses. {hint}")
 
 
-def address_is_known(config: RunConfig) -> Iterator[Problem]:
+def run_url_is_supported(config: RunConfig) -> Iterator[Problem]:
     """A run at a URL is at a kind of storage that is known, and a checkpoint to continue from is a folder."""
     folder, resume = config.run.folder, config.checkpoint.resume
     if is_url(folder):
@@ -73,7 +73,7 @@ def address_is_known(config: RunConfig) -> Iterator[Problem]:
         if scheme == "file":
             yield Problem("run.folder", f"a folder of this machine is written without `file://`: `{rest}`.")
         elif scheme not in SCHEMES:
-            hint = did_you_mean(scheme, SCHEMES) or f"There are {listed(SCHEMES[:-1])}."
+            hint = did_you_mean(scheme, SCHEMES) or f"There are {format_list(SCHEMES[:-1])}."
             yield Problem("run.folder", f"there is no storage `{scheme}://`. {hint}")
         elif "/" not in rest.strip("/"):
             yield Problem(
@@ -88,7 +88,7 @@ def address_is_known(config: RunConfig) -> Iterator[Problem]:
 
 CHECKPOINT_RULES = (
     kept_checkpoints_are_written,
-    best_checkpoint_is_judged,
-    allowed_changes_can_be_allowed,
-    address_is_known,
+    keep_best_has_its_metric,
+    allow_changes_names_refused_keys,
+    run_url_is_supported,
 )

@@ -1,11 +1,21 @@
-"""Rules of `data:` beside those of its sources and of what a step is made of."""
+"""Rules of `data:` beside its sources - formats, columns and templates, images, batching and mixes."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
+from finetune.config.formatting import did_you_mean, format_list
 from finetune.config.paths import is_path
+from finetune.config.rules.model import adapter_of
+from finetune.config.rules.sources import row_sources, source_sections
+from finetune.config.rules.task import FORMATS_OF_TASK
 from finetune.config.run_config import RunConfig
-from finetune.config.wording import did_you_mean, listed
+from finetune.config.section import is_written
+from finetune.config.sections.data import OPTIONAL_COLUMNS, REQUIRED_COLUMNS, Format, TrainedSourceSection
 from finetune.errors import Problem
+from finetune.runtime.optional import lazily
+
+with lazily():
+    from jinja2 import environment, exceptions
 
 TEMPLATES = ("chatml", "gemma", "llama3", "mistral", "qwen", "zephyr")
 """Chat templates that come with the package."""
@@ -15,9 +25,218 @@ def template_is_known(config: RunConfig) -> Iterator[Problem]:
     """A chat template is one of ours or a file."""
     template = config.data.chat_template
     if template is not None and template not in TEMPLATES and not is_path(template):
-        hint = did_you_mean(template, TEMPLATES) or f"Write {listed(TEMPLATES)}."
+        hint = did_you_mean(template, TEMPLATES) or f"Write {format_list(TEMPLATES)}."
         message = f"there is no template `{template}`. {hint} A file begins with `.`, `/` or `~`: `./{template}`."
         yield Problem("data.chat_template", message)
 
 
 DATA_RULES = (template_is_known,)
+
+
+COLUMNS: Mapping[Format, tuple[str, ...]] = {
+    form: columns + OPTIONAL_COLUMNS.get(form, ()) for form, columns in REQUIRED_COLUMNS.items()
+}
+"""The columns that each format can be told the user's names of."""
+
+_CHAT_COLUMNS = ("messages", "conversations", "prompt", "completion", "chosen", "rejected")
+"""The columns of which a template may write turn for turn."""
+
+_FORMAT_ADVICE: Mapping[Format, str] = {
+    "preference": "To learn from the answer that was chosen: `prompt_completion`, `columns: {completion: chosen}`",
+    "labelled": "To learn to write the label: `prompt_completion`, `template: {prompt: '{{ text }}', completion: "
+    "'{{ label }}'}`",
+}
+
+
+def format_fits_task(config: RunConfig) -> Iterator[Problem]:
+    """Each task reads the formats that it can learn from."""
+    task = config.task.name
+    fitting = FORMATS_OF_TASK[task]
+    for key, source in row_sources(config):
+        form = source.format
+        if form is None or form in fitting:
+            continue
+        others = [name for name, formats in FORMATS_OF_TASK.items() if form in formats]
+        what = "`text` has no turns for" if form == "text" else f"`{form}` does not fit"
+        instead = [f"Write {format_list(fitting, last='or')}", *(f"`task.name: {name}`" for name in others)]
+        hint = _FORMAT_ADVICE.get(form) if task == "sft" else None
+        yield Problem(f"{key}.format", f"{what} `task.name: {task}`. {hint or ', or '.join(instead)}.")
+
+
+def columns_are_known(config: RunConfig) -> Iterator[Problem]:
+    """`columns` and `template` lead from names that the format knows, or that some format knows where none is set."""
+    for key, source in row_sources(config):
+        known = [name for form, names in COLUMNS.items() if source.format in (None, form) for name in names]
+        for where, columns in (("columns", source.columns), ("template", source.template)):
+            for column, yours in columns.items():
+                if column not in known:
+                    who = f"format `{source.format}`" if source.format else "any format"
+                    hint = did_you_mean(column, known) or f"It has {format_list(dict.fromkeys(known))}."
+                    if where == "columns" and yours in known:
+                        hint = f"The format's name comes first: `{yours}: {column}`."
+                    yield Problem(f"{key}.{where}.{column}", f"there is no column `{column}` in {who}. {hint}")
+
+
+def templates_can_be_read(config: RunConfig) -> Iterator[Problem]:
+    """A row template is Jinja for a text, or a list of turns of such texts; its column is not mapped besides."""
+    for key, source in row_sources(config):
+        for column, written in source.template.items():
+            place = f"{key}.template.{column}"
+            if column in source.columns:
+                yield Problem(place, f"the column is in `{key}.columns.{column}` already. Write only one of them.")
+            yield from _template_faults(written, place, column=column)
+
+
+def _template_faults(written: Any, place: str, *, column: str) -> Iterator[Problem]:
+    if isinstance(written, str):
+        yield from _syntax_faults(written, place)
+    elif column not in _CHAT_COLUMNS:
+        yield Problem(place, "a template of this column is one text.")
+    elif not isinstance(written, list) or not all(isinstance(turn, dict) for turn in written):
+        yield Problem(
+            place, "a template of turns is a list of `{role: ..., content: ...}`, or one text that gives JSON."
+        )
+    else:
+        texts = ((number, name, text) for number, turn in enumerate(written) for name, text in turn.items())
+        for number, name, text in texts:
+            if isinstance(text, str):
+                yield from _syntax_faults(text, f"{place}.{number}.{name}")
+
+
+def _syntax_faults(text: str, place: str) -> Iterator[Problem]:
+    try:
+        environment.Environment(autoescape=True).parse(text)
+    except exceptions.TemplateSyntaxError as error:
+        yield Problem(place, f"not valid Jinja in line {error.lineno} of the text: {error.message}")
+
+
+FORMAT_RULES = (format_fits_task, columns_are_known, templates_can_be_read)
+
+
+def crop_is_written_once(config: RunConfig) -> Iterator[Problem]:
+    """An image is cut in one way, and a range goes upwards."""
+    images = config.data.images
+    if images.crop_scale and images.crop_padding:
+        message = "the image is cut by `data.images.crop_scale` already. Write only one of them."
+        yield Problem("data.images.crop_padding", message)
+    if images.crop_scale and images.crop_scale[0] > images.crop_scale[1]:
+        low, high = sorted(images.crop_scale)
+        yield Problem("data.images.crop_scale", f"it goes from large to small. Write `[{low}, {high}]`.")
+
+
+def image_size_is_written_once(config: RunConfig) -> Iterator[Problem]:
+    """The size of images stands in one place."""
+    if config.data.images.size is not None and is_written(config, "model.image_processor.size"):
+        message = "the size is in `model.image_processor.size` already. Write only one of them."
+        yield Problem("data.images.size", message)
+
+
+def mixup_needs_stored_images(config: RunConfig) -> Iterator[Problem]:
+    """Images are mixed with any other one, which a stream does not have at hand."""
+    images = config.data.images
+    for key, source in source_sections(config):
+        if isinstance(source, TrainedSourceSection) and source.stream is not None:
+            for name in ("mixup", "cutmix"):
+                if getattr(images, name) > 0:
+                    message = f"an image is mixed with any other one, and `{key}` is a stream. Remove one of them."
+                    yield Problem(f"data.images.{name}", message)
+
+
+def microbatch_holds_whole_batch_norm_groups(config: RunConfig) -> Iterator[Problem]:
+    """Each microbatch holds whole groups of what batch norms normalise over; adapters leave norms as they are."""
+    size = config.model.batch_norm
+    if not isinstance(size, int):
+        return
+    if adapter_of(config) is not None:
+        message = "adapters leave the base as it is, its running statistics too. Write `frozen`."
+        yield Problem("model.batch_norm", message)
+    elif config.train.microbatch_size % size:
+        micro = config.train.microbatch_size
+        message = f"a microbatch of {micro} holds no whole groups of {size}. Write a number that divides {micro}."
+        yield Problem("model.batch_norm", message)
+
+
+IMAGE_RULES = (
+    crop_is_written_once,
+    image_size_is_written_once,
+    mixup_needs_stored_images,
+    microbatch_holds_whole_batch_norm_groups,
+)
+
+
+MAX_WINDOW = 100_000_000
+"""Samples whose lengths are sorted at once."""
+
+MIX_MEASURES = ("weight", "rows", "epochs")
+"""How much of the mix a source is."""
+
+
+def max_length_fits_the_batch(config: RunConfig) -> Iterator[Problem]:
+    """No sample is longer than a pack or a batch."""
+    tokens, longest = config.data.batching.tokens, config.data.max_length
+    if tokens is not None and longest is not None and tokens < longest:
+        yield Problem(
+            "data.batching.tokens",
+            f"a sample of `data.max_length` ({longest}) tokens does not fit into {tokens}. Write at least {longest}.",
+        )
+
+
+def batch_by_tokens_is_a_microbatch(config: RunConfig) -> Iterator[Problem]:
+    """Two batches by tokens in one forward pass would be padded to the longer of the two."""
+    if config.data.batching.by != "tokens":
+        return
+    evaluated = config.evaluate.microbatch_size if config.evaluate else None
+    for section, size in (("train", config.train.microbatch_size), ("evaluate", evaluated)):
+        if size is not None and size > 1:
+            message = "with `data.batching.by: tokens` one position is a whole batch. Write 1."
+            yield Problem(f"{section}.microbatch_size", message)
+
+
+def mix_is_the_source(config: RunConfig) -> Iterator[Problem]:
+    """A mix stands in place of a source."""
+    for name in ("path", "name"):
+        if config.data.train.mix and getattr(config.data.train, name) is not None:
+            yield Problem(f"data.train.{name}", "the rows are in `data.train.mix` already. Write only one of them.")
+
+
+def mix_has_one_measure(config: RunConfig) -> Iterator[Problem]:
+    """All sources of a mix say how much of it they are, in the same way."""
+    first = None
+    for number, source in enumerate(config.data.train.mix):
+        key = f"data.train.mix.{number}"
+        written = [name for name in MIX_MEASURES if getattr(source, name) is not None]
+        first = first or (written[0] if written else None)
+        if not written:
+            yield Problem(key, f"how much of the mix is it? Write one of {format_list(MIX_MEASURES, last='or')}.")
+        for name in written:
+            if name != first:
+                message = f"`data.train.mix` is measured by `{first}` already. Write that in every source."
+                yield Problem(f"{key}.{name}", message)
+
+
+def mix_rows_need_samples(config: RunConfig) -> Iterator[Problem]:
+    """Where several rows stand at a position, rows cannot be counted out."""
+    by = config.data.batching.by
+    for number, source in enumerate(config.data.train.mix):
+        if source.rows is not None and by != "samples":
+            message = f"with `data.batching.by: {by}` several rows are drawn at once. Write `epochs` or `weight`."
+            yield Problem(f"data.train.mix.{number}.rows", message)
+
+
+def window_can_be_sorted(config: RunConfig) -> Iterator[Problem]:
+    """The lengths of a whole window are sorted at once, in memory."""
+    steps, batch = config.data.batching.length_window_steps, config.train.global_batch_size
+    if steps > 1 and steps * batch > MAX_WINDOW:
+        most = max(1, MAX_WINDOW // batch)
+        message = f"{steps:,} steps of {batch:,} samples are too many to be sorted at once. Write at most {most:,}."
+        yield Problem("data.batching.length_window_steps", message)
+
+
+BATCHING_RULES = (
+    window_can_be_sorted,
+    max_length_fits_the_batch,
+    batch_by_tokens_is_a_microbatch,
+    mix_is_the_source,
+    mix_has_one_measure,
+    mix_rows_need_samples,
+)

@@ -1,18 +1,59 @@
-"""Files and folders that a config names: they are there, and the run can write where it must."""
+"""Files and folders that a config names: they exist, and the run can write where it must.
 
+A glob pattern may lead through a whole disk, so only its first matches are looked for, and only for a short time.
+"""
+
+import errno
 import glob
 import os
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
+from itertools import islice
 from pathlib import Path
 
-from finetune.config.paths import is_path, is_url, stage_of
-from finetune.config.rules.matches import some_matches
-from finetune.config.rules.sources import sources
+from finetune.config.paths import is_path, is_url, local_run_folder
+from finetune.config.rules.sources import row_sources
 from finetune.config.run_config import RunConfig
 from finetune.errors import Problem
 
-Check = tuple[str, Iterator[Problem]]
+_MAX_MATCHES = 1_000
+_TIMEOUT_SECONDS = 2.0
+
+
+def first_matches(pattern: Path) -> list[Path] | None:
+    """Return the first files that match, sorted; None where that takes long and it is left to the run to find them.
+
+    Raises OSError where the pattern is none that can be followed.
+    """
+    search = _GlobSearch(pattern)
+    thread = threading.Thread(target=search.run, daemon=True)
+    thread.start()
+    thread.join(_TIMEOUT_SECONDS)
+    if search.has_failed:
+        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL), str(pattern))
+    return search.found
+
+
+class _GlobSearch:
+    """Looks for matches in a thread of its own, which nobody has to wait for."""
+
+    def __init__(self, pattern: Path) -> None:
+        self._pattern = pattern
+        self.found: list[Path] | None = None
+        self.has_failed = False
+
+    def run(self) -> None:
+        """Find the first matches."""
+        pattern = self._pattern
+        try:
+            matches = Path(pattern.anchor).glob(str(pattern.relative_to(pattern.anchor)))
+            self.found = sorted(islice(matches, _MAX_MATCHES))
+        except (OSError, ValueError, RecursionError, NotImplementedError):
+            self.has_failed = True
+
+
+FileCheck = tuple[str, Iterator[Problem]]
 """A key, and what is found when the file that it names is looked at."""
 
 
@@ -22,24 +63,24 @@ def file_problems(config: RunConfig, *, folder: Path, is_draft: bool = False) ->
     The paths in the config are absolute. On a draft, broken keys are passed over.
     """
     problems: list[Problem] = []
-    checks: tuple[Callable[[], Iterator[Check]], ...] = (
-        lambda: _all_rows(config),
-        lambda: _models(config, folder),
-        lambda: _template(config),
-        lambda: _checkpoint(config),
-        lambda: _writes(config),
+    checks: tuple[Callable[[], Iterator[FileCheck]], ...] = (
+        lambda: _row_files(config),
+        lambda: _model_folders(config, folder),
+        lambda: _template_file(config),
+        lambda: _checkpoint_folder(config),
+        lambda: _written_folders(config),
     )
     for check in checks:
         try:
             for key, found in check():
-                problems.extend(_tried(key, found))
+                problems.extend(_with_os_errors(key, found))
         except AttributeError:
             if not is_draft:
                 raise
     return problems
 
 
-def _tried(key: str, found: Iterator[Problem]) -> Iterator[Problem]:
+def _with_os_errors(key: str, found: Iterator[Problem]) -> Iterator[Problem]:
     """Yield what is found; where the file system answers with an error, that."""
     try:
         yield from found
@@ -47,76 +88,76 @@ def _tried(key: str, found: Iterator[Problem]) -> Iterator[Problem]:
         yield Problem(key, f"{error.filename or 'it'} cannot be looked at: {error.strerror}.")
 
 
-def _all_rows(config: RunConfig) -> Iterator[Check]:
-    for key, source in sources(config):
+def _row_files(config: RunConfig) -> Iterator[FileCheck]:
+    for key, source in row_sources(config):
         if source.path is not None and not is_url(source.path):
-            yield f"{key}.path", _rows(f"{key}.path", source.path)
+            yield f"{key}.path", _row_file_problems(f"{key}.path", source.path)
 
 
-def _rows(key: str, written: str) -> Iterator[Problem]:
+def _row_file_problems(key: str, written: str) -> Iterator[Problem]:
     path = Path(written)
     if path.exists():
-        yield from _readable(key, path)
+        yield from _permission_problems(key, path)
     elif glob.has_magic(written):
-        found = some_matches(path)
+        found = first_matches(path)
         if found == []:
-            yield Problem(key, f"no file matches {path}. {RELATIVE}")
+            yield Problem(key, f"no file matches {path}. {_RELATIVE_PATH_HINT}")
         for each in found or ():
-            yield from _readable(key, each)
+            yield from _permission_problems(key, each)
     else:
-        yield Problem(key, f"there is no file {path}. {RELATIVE}")
+        yield Problem(key, f"there is no file {path}. {_RELATIVE_PATH_HINT}")
 
 
-def _models(config: RunConfig, folder: Path) -> Iterator[Check]:
+def _model_folders(config: RunConfig, folder: Path) -> Iterator[FileCheck]:
     tokenizer = config.model.tokenizer
     named = {"model.name": config.model.name, "model.tokenizer.name": tokenizer.name if tokenizer else None}
-    yield from ((key, _model(key, name, folder)) for key, name in named.items() if name is not None)
+    yield from ((key, _model_folder_problems(key, name, folder)) for key, name in named.items() if name is not None)
 
 
-def _model(key: str, name: str, folder: Path) -> Iterator[Problem]:
+def _model_folder_problems(key: str, name: str, folder: Path) -> Iterator[Problem]:
     if not is_path(name):
         if (folder / name).is_dir():
             yield Problem(key, f"`{name}` means the hub, but there is a folder of that name. Write `./{name}`.")
     elif not Path(name).exists():
-        yield Problem(key, f"there is no folder {name}. {RELATIVE}")
+        yield Problem(key, f"there is no folder {name}. {_RELATIVE_PATH_HINT}")
     elif not Path(name).is_dir():
         yield Problem(key, f"{name} is a file. Write the folder that holds the model and its config.json.")
     elif not os.access(name, os.R_OK | os.X_OK):
         yield Problem(key, f"{name} cannot be read. Check its permissions.")
 
 
-def _template(config: RunConfig) -> Iterator[Check]:
+def _template_file(config: RunConfig) -> Iterator[FileCheck]:
     template = config.data.chat_template
     if template is not None and is_path(template):
-        yield "data.chat_template", _file("data.chat_template", Path(template))
+        yield "data.chat_template", _file_problems("data.chat_template", Path(template))
 
 
-def _file(key: str, path: Path) -> Iterator[Problem]:
+def _file_problems(key: str, path: Path) -> Iterator[Problem]:
     if not path.is_file():
-        yield Problem(key, f"there is no file {path}. {RELATIVE}")
+        yield Problem(key, f"there is no file {path}. {_RELATIVE_PATH_HINT}")
     else:
-        yield from _readable(key, path)
+        yield from _permission_problems(key, path)
 
 
-def _checkpoint(config: RunConfig) -> Iterator[Check]:
+def _checkpoint_folder(config: RunConfig) -> Iterator[FileCheck]:
     resume = config.checkpoint.resume
     if resume not in ("auto", "never") and not is_url(resume):
-        yield "checkpoint.resume", _resume(resume)
+        yield "checkpoint.resume", _resume_problems(resume)
 
 
-def _resume(folder: str) -> Iterator[Problem]:
+def _resume_problems(folder: str) -> Iterator[Problem]:
     if not Path(folder).is_dir():
-        message = f"there is no checkpoint {folder}. Write `auto`, `never` or the folder of a checkpoint. {RELATIVE}"
+        message = f"there is no checkpoint {folder}. Write `auto`, `never` or the folder of a checkpoint. {_RELATIVE_PATH_HINT}"
         yield Problem("checkpoint.resume", message)
 
 
-def _writes(config: RunConfig) -> Iterator[Check]:
-    folder = stage_of(config.run.folder, config.run.local_folder)
+def _written_folders(config: RunConfig) -> Iterator[FileCheck]:
+    folder = local_run_folder(config.run.folder, config.run.local_folder)
     key = "run.local_folder" if is_url(config.run.folder) else "run.folder"
-    yield key, _run_folder(key, folder)
+    yield key, _run_folder_problems(key, folder)
 
 
-def _run_folder(key: str, folder: Path) -> Iterator[Problem]:
+def _run_folder_problems(key: str, folder: Path) -> Iterator[Problem]:
     """Yield what keeps the run from being written on this machine; what is at a URL is seen when it starts."""
     place = next(each for each in (folder, *folder.parents) if each.exists() or each.is_symlink())
     if not place.exists():
@@ -138,9 +179,9 @@ def _is_writable(folder: Path) -> bool:
         return False
 
 
-def _readable(key: str, path: Path) -> Iterator[Problem]:
+def _permission_problems(key: str, path: Path) -> Iterator[Problem]:
     if not os.access(path, os.R_OK):
         yield Problem(key, f"{path} cannot be read. Check its permissions.")
 
 
-RELATIVE = "A relative path is resolved against the config file's folder."
+_RELATIVE_PATH_HINT = "A relative path is resolved against the config file's folder."

@@ -1,22 +1,23 @@
-"""Rules of `model:` and `report:` - where weights and tokenizer come from, and names that must be known."""
+"""Rules of `model:` - weights, tokenizer, adapters, quantization, new tokens - and of the trackers in `report:`."""
 
 import math
 from collections.abc import Iterator
 from typing import Any
 
-from finetune.config.rules.tasks import WITHOUT_TOKENS
+from finetune.config.formatting import did_you_mean, format_list
+from finetune.config.rules.task import TASKS_WITHOUT_TOKENS
 from finetune.config.run_config import RunConfig
-from finetune.config.source import joined
-from finetune.config.wording import did_you_mean, listed
+from finetune.config.section import join_key
+from finetune.config.sections.task import TaskName
 from finetune.errors import Problem
 
 TRACKERS = ("aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab", "tensorboard", "trackio", "wandb")
 
 
-MOST_LAYERS = 2_000
+MAX_LAYERS = 2_000
 """Building a layer takes a few milliseconds."""
 
-_TOO_LARGE = 1 << 63
+_MAX_INTEGER = 1 << 63
 
 ADAPTERS = ("lora", "ia3", "oft", "prompt_tuning", "prefix_tuning", "adapter")
 """Keys of `model` that train something beside the model's own weights."""
@@ -30,7 +31,7 @@ def adapter_of(config: RunConfig) -> str | None:
     return next((name for name in ADAPTERS if getattr(config.model, name) is not None), None)
 
 
-def learning_dtypes(config: RunConfig) -> frozenset[str]:
+def trained_dtypes(config: RunConfig) -> frozenset[str]:
     """Return the types of weights that learn; adapters are float32, modules that are saved beside them are not."""
     if adapter_of(config) is None:
         return frozenset({config.model.dtype})
@@ -52,7 +53,7 @@ def quantized_weights_are_frozen(config: RunConfig) -> Iterator[Problem]:
         yield Problem("model.quantization", message)
 
 
-def compiled_forward_is_pure(config: RunConfig) -> Iterator[Problem]:
+def compile_fits_the_model(config: RunConfig) -> Iterator[Problem]:
     """What is compiled remembers nothing from one batch to the next."""
     if config.model.compile == "full" and config.train.embedding_noise:
         message = "noise is added to the embeddings from outside, which `full` would compile, too. Write `regional`."
@@ -77,7 +78,7 @@ def tokenizer_is_one(config: RunConfig) -> Iterator[Problem]:
     """A tokenizer comes from exactly one place, and a model made from a config brings none."""
     tokenizer = config.model.tokenizer
     if tokenizer is None:
-        if config.model.from_config is not None and config.task.name not in WITHOUT_TOKENS:
+        if config.model.from_config is not None and config.task.name not in TASKS_WITHOUT_TOKENS:
             message = (
                 "a model made from its config brings no tokenizer. Write `model.tokenizer` with `name` or `train`."
             )
@@ -93,38 +94,133 @@ def trackers_are_known(config: RunConfig) -> Iterator[Problem]:
     """Trackers are among those that Accelerate knows."""
     for index, name in enumerate(config.report.trackers):
         if name not in TRACKERS:
-            hint = did_you_mean(name, TRACKERS) or f"There are {listed(TRACKERS)}."
+            hint = did_you_mean(name, TRACKERS) or f"There are {format_list(TRACKERS)}."
             yield Problem(f"report.trackers.{index}", f"there is no tracker `{name}`. {hint}")
 
 
-def values_are_of_64_bits(config: RunConfig) -> Iterator[Problem]:
+def config_values_are_in_range(config: RunConfig) -> Iterator[Problem]:
     """Numbers in the values of a model's config fit into 64 bits; layers can be counted, dropout is a share."""
     written = config.model.from_config
     for key, number in _numbers(written.values if written else {}, key="model.from_config.values"):
         if isinstance(number, float) and math.isnan(number):
             yield Problem(key, "this is not a number. Write one.")
-        elif isinstance(number, int) and abs(number) >= _TOO_LARGE:
+        elif isinstance(number, int) and abs(number) >= _MAX_INTEGER:
             yield Problem(key, f"{number} does not fit into 64 bits. Write a smaller number.")
         elif "dropout" in key.rpartition(".")[2] and not 0 <= number <= 1:
             yield Problem(key, f"{number:g} is no share. Write a number from 0 to 1.")
-        elif isinstance(number, int) and "layer" in key.rpartition(".")[2] and number > MOST_LAYERS:
-            yield Problem(key, f"{number:,} layers are more than can be built. Write at most {MOST_LAYERS:,}.")
+        elif isinstance(number, int) and "layer" in key.rpartition(".")[2] and number > MAX_LAYERS:
+            yield Problem(key, f"{number:,} layers are more than can be built. Write at most {MAX_LAYERS:,}.")
 
 
 def _numbers(value: Any, *, key: str) -> Iterator[tuple[str, int | float]]:
     if isinstance(value, dict | list):
         for name, inner in value.items() if isinstance(value, dict) else enumerate(value):
-            yield from _numbers(inner, key=joined(key, name))
+            yield from _numbers(inner, key=join_key(key, name))
     elif isinstance(value, int | float) and not isinstance(value, bool):
         yield key, value
 
 
 MODEL_RULES = (
-    values_are_of_64_bits,
+    config_values_are_in_range,
     model_is_one,
     tokenizer_is_one,
     adapters_are_one_kind,
     quantized_weights_are_frozen,
-    compiled_forward_is_pure,
+    compile_fits_the_model,
     trackers_are_known,
+)
+
+
+PROMPT_ADAPTERS = ("prompt_tuning", "prefix_tuning")
+"""Adapters that stand before the text."""
+
+PROMPT_TASKS: tuple[TaskName, ...] = ("sft", "pretrain", "preference", "seq2seq")
+"""Tasks whose models can have something before the text: heads that pick one position would pick a wrong one."""
+
+INITS_FROM_BASE = ("pissa", "olora")
+
+
+def prompt_adapters_fit(config: RunConfig) -> Iterator[Problem]:
+    """What is learnt before the text stands before each sample, in a model that predicts tokens."""
+    kind, batching = adapter_of(config), config.data.batching
+    if kind not in PROMPT_ADAPTERS:
+        return
+    if config.task.name not in PROMPT_TASKS:
+        message = f"only {format_list(PROMPT_TASKS)} have a text to stand before. Write `model.lora`."
+        yield Problem(f"model.{kind}", message)
+    if batching.by == "packs" or batching.padding_free is True:
+        key = "by" if batching.by == "packs" else "padding_free"
+        message = "samples that share a row share what is learnt before it. Write `data.batching.by: samples`."
+        yield Problem(f"data.batching.{key}", message)
+    if kind == "prefix_tuning" and config.model.gradient_checkpointing:
+        message = "learnt keys and values are a cache, which recomputed layers do not read. Write `false`."
+        yield Problem("model.gradient_checkpointing", message)
+    if config.task.name == "seq2seq" and config.evaluate is not None and config.evaluate.generate is not None:
+        message = f"an encoder is asked without `model.{kind}` when answers are written. Leave `generate` out."
+        yield Problem("evaluate.generate", message)
+
+
+def lora_init_fits(config: RunConfig) -> Iterator[Problem]:
+    """First values out of the base's weights need weights that can be taken apart and put together exactly."""
+    lora, quantization = config.model.lora, config.model.quantization
+    if lora is None:
+        return
+    if lora.init in INITS_FROM_BASE:
+        altered = f"`{lora.init}` alters the base's weights, which"
+        if quantization is not None:
+            yield Problem("model.lora.init", f"{altered} are in few bits. Write `loftq`, or `default`.")
+        if config.model.dtype != "float32":
+            yield Problem("model.lora.init", f"{altered} `{config.model.dtype}` would round. Write `dtype: float32`.")
+        if lora.dora:
+            yield Problem("model.lora.dora", f"{altered} DoRA's magnitudes are of. Write `init: default`.")
+    if lora.init == "loftq" and (quantization is None or quantization.method != "bitsandbytes"):
+        message = "there is nothing to make up for. Write `model.quantization` (bitsandbytes) too, or `init: default`."
+        yield Problem("model.lora.init", message)
+    if lora.init == "loftq" and lora.dora:
+        yield Problem("model.lora.dora", "its magnitudes are of the adapters before `loftq`. Write `init: default`.")
+
+
+def quantization_is_supported(config: RunConfig) -> Iterator[Problem]:
+    """Only weights that exist are put into few bits; torchao has a few kinds of adapters, and 16-bit arithmetic."""
+    quantization, kind = config.model.quantization, adapter_of(config)
+    if quantization is None:
+        return
+    if config.model.from_config is not None:
+        yield Problem("model.quantization", "random weights gain nothing from few bits. Write `model.name`.")
+    if quantization.method == "torchao" and quantization.bits == 4:
+        message = "torchao's 4-bit kernels do not run on every device. Write `bits: 8`, or `method: bitsandbytes`."
+        yield Problem("model.quantization.bits", message)
+    if quantization.method == "torchao" and kind is not None and kind not in ("lora", "adapter", *PROMPT_ADAPTERS):
+        yield Problem(f"model.{kind}", "peft has no such adapters on weights of torchao. Write `model.lora`.")
+
+
+def feedforward_modules_are_targets(config: RunConfig) -> Iterator[Problem]:
+    """IA3 scales the inputs of modules that it scales at all."""
+    ia3 = config.model.ia3
+    if ia3 is None:
+        return
+    for name in ia3.feedforward_modules:
+        if name not in ia3.target_modules:
+            message = f"`{name}` is not in `model.ia3.target_modules`. Write it there, too."
+            yield Problem("model.ia3.feedforward_modules", message)
+
+
+def new_tokens_are_trained(config: RunConfig) -> Iterator[Problem]:
+    """New tokens have rows that learn: all weights do, or LoRA trains these rows beside its adapters."""
+    section, kind = config.model.new_tokens, adapter_of(config)
+    if section is None:
+        return
+    if not section.tokens and not section.special:
+        yield Problem("model.new_tokens", "there are none. Write `tokens` or `special`, or remove it.")
+    if kind not in (None, "lora"):
+        message = f"their embeddings would never learn beside `model.{kind}`. Write `model.lora`, or train all weights."
+        yield Problem("model.new_tokens", message)
+
+
+ADAPTER_RULES = (
+    prompt_adapters_fit,
+    lora_init_fits,
+    quantization_is_supported,
+    feedforward_modules_are_targets,
+    new_tokens_are_trained,
 )

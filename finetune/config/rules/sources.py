@@ -1,21 +1,21 @@
-"""Rules of where rows come from: one place each, at an address that is known."""
+"""Rules of where rows come from: exactly one place, at a supported address; and what a stream cannot do."""
 
 from collections.abc import Iterator
 
+from finetune.config.formatting import did_you_mean, format_list
 from finetune.config.paths import is_path, is_url
 from finetune.config.run_config import RunConfig
-from finetune.config.sections.data import SourceSection, ValidationSourceSection
-from finetune.config.wording import did_you_mean, listed
+from finetune.config.sections.data import SourceSection, TrainedSourceSection, ValidationSourceSection
 from finetune.errors import Problem
 
-SHARES = ("fraction", "hash_fraction")
+SPLIT_KEYS = ("fraction", "hash_fraction")
 """Ways to evaluate on a part of the training rows."""
 
 SCHEMES = ("s3", "gs", "gcs", "abfs", "az", "hf", "https", "http", "file", "memory")
 """Kinds of storage that rows are read from."""
 
 
-def places(config: RunConfig) -> Iterator[tuple[str, SourceSection]]:
+def source_sections(config: RunConfig) -> Iterator[tuple[str, SourceSection]]:
     """Yield each place in which rows can be written, with its dotted key."""
     train, validation = config.data.train, config.data.validation
     yield from ((f"data.train.mix.{number}", source) for number, source in enumerate(train.mix))
@@ -25,26 +25,26 @@ def places(config: RunConfig) -> Iterator[tuple[str, SourceSection]]:
         yield "data.validation", validation
 
 
-def sources(config: RunConfig) -> Iterator[tuple[str, SourceSection]]:
+def row_sources(config: RunConfig) -> Iterator[tuple[str, SourceSection]]:
     """Yield each source that has rows of its own, with its dotted key."""
-    for key, source in places(config):
-        if not is_share(source):
+    for key, source in source_sections(config):
+        if not is_split_of_training_rows(source):
             yield key, source
 
 
-def is_share(source: SourceSection) -> bool:
+def is_split_of_training_rows(source: SourceSection) -> bool:
     """Tell whether the source is a share of the training rows."""
-    return isinstance(source, ValidationSourceSection) and any(getattr(source, name) is not None for name in SHARES)
+    return isinstance(source, ValidationSourceSection) and any(getattr(source, name) is not None for name in SPLIT_KEYS)
 
 
-def source_is_one(config: RunConfig) -> Iterator[Problem]:
+def source_is_written_once(config: RunConfig) -> Iterator[Problem]:
     """Rows come from exactly one place."""
     more = {
         "data.train": ", or `mix` (several of these)",
         "data.validation": ", or a share of the training rows (`fraction` or `hash_fraction`)",
     }
-    for key, source in places(config):
-        names = ("path", "name", *(SHARES if isinstance(source, ValidationSourceSection) else ()))
+    for key, source in source_sections(config):
+        names = ("path", "name", *(SPLIT_KEYS if isinstance(source, ValidationSourceSection) else ()))
         written = [name for name in names if getattr(source, name) is not None]
         if not written:
             message = f"there are no rows. Write `path` (files) or `name` (a hub dataset){more.get(key, '')}."
@@ -53,21 +53,21 @@ def source_is_one(config: RunConfig) -> Iterator[Problem]:
             yield Problem(f"{key}.{name}", f"the rows are in `{key}.{written[0]}` already. Write only one of them.")
 
 
-def name_is_of_the_hub(config: RunConfig) -> Iterator[Problem]:
+def dataset_name_is_no_path(config: RunConfig) -> Iterator[Problem]:
     """A dataset of the hub has no path."""
-    for key, source in sources(config):
+    for key, source in row_sources(config):
         if source.name is not None and is_path(source.name):
             yield Problem(f"{key}.name", f"`{source.name}` is a path, not a dataset of the hub. Write it as `path`.")
 
 
-def address_is_known(config: RunConfig) -> Iterator[Problem]:
+def source_url_is_supported(config: RunConfig) -> Iterator[Problem]:
     """Rows at a URL are in a kind of storage that is known, and no secret is written with it."""
-    for key, source in sources(config):
+    for key, source in row_sources(config):
         if source.path is None or not is_url(source.path):
             continue
         scheme, _, rest = source.path.partition("://")
         if scheme not in SCHEMES:
-            hint = did_you_mean(scheme, SCHEMES) or f"There are {listed(SCHEMES[:-1])}."
+            hint = did_you_mean(scheme, SCHEMES) or f"There are {format_list(SCHEMES[:-1])}."
             yield Problem(f"{key}.path", f"there is no storage `{scheme}://`. {hint}")
         elif "@" in rest.partition("/")[0]:
             yield Problem(
@@ -75,4 +75,64 @@ def address_is_known(config: RunConfig) -> Iterator[Problem]:
             )
 
 
-SOURCE_RULES = (source_is_one, name_is_of_the_hub, address_is_known)
+SOURCE_RULES = (source_is_written_once, dataset_name_is_no_path, source_url_is_supported)
+
+
+STREAM_SPLIT_KEYS = ("fraction", "hash_fraction")
+
+
+def stream_sources(config: RunConfig) -> Iterator[tuple[str, TrainedSourceSection]]:
+    """Yield each source that is streamed with its dotted key."""
+    train = config.data.train
+    for number, source in enumerate(train.mix):
+        if source.stream is not None:
+            yield f"data.train.mix.{number}", source
+    if train.stream is not None and not train.mix:
+        yield "data.train", train
+
+
+def stream_budget_is_in_steps(config: RunConfig) -> Iterator[Problem]:
+    """Nobody knows how many epochs or tokens a stream has."""
+    for key, _ in stream_sources(config):
+        for name in ("epochs", "tokens"):
+            if getattr(config.train, name) is not None:
+                message = f"nobody knows how long the stream `{key}` is. Write `train.steps`."
+                yield Problem(f"train.{name}", message)
+
+
+def stream_has_no_split(config: RunConfig) -> Iterator[Problem]:
+    """What is held out of the training rows is prepared before the first step, for which a stream is too large."""
+    validation = config.data.validation
+    for key, _ in stream_sources(config):
+        for name in STREAM_SPLIT_KEYS:
+            if validation is not None and getattr(validation, name) is not None:
+                yield Problem(
+                    f"data.validation.{name}",
+                    f"to find its rows, all of the stream `{key}` would be read before the first step. Write a `path` "
+                    "of rows to evaluate on; `exclude_from_train: true` leaves them out of the stream.",
+                )
+
+
+def stream_window_holds_a_step(config: RunConfig) -> Iterator[Problem]:
+    """What is sorted or learnt from at once lies in a window and those beside it."""
+    steps, batch = max(1, config.data.batching.length_window_steps), config.train.global_batch_size
+    for key, source in stream_sources(config):
+        assert source.stream is not None
+        if source.stream.window_rows < steps * batch:
+            what = f"{steps} steps of {batch}, sorted by length together," if steps > 1 else f"a step of {batch}"
+            message = (
+                f"{source.stream.window_rows:,} rows are fewer than {what} take. Write at least {steps * batch:,}."
+            )
+            yield Problem(f"{key}.stream.window_rows", message)
+
+
+def stream_has_no_slice(config: RunConfig) -> Iterator[Problem]:
+    """A slice counts rows, which a stream does not."""
+    for key, source in stream_sources(config):
+        if source.name is not None and "[" in source.split:
+            whole = source.split.partition("[")[0]
+            message = f"a slice cannot be streamed. Write `{whole}`, with `skip` and `take` where rows are counted."
+            yield Problem(f"{key}.split", message)
+
+
+STREAM_RULES = (stream_budget_is_in_steps, stream_has_no_split, stream_window_holds_a_step, stream_has_no_slice)

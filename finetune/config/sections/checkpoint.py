@@ -5,8 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from finetune.config.bounds import MOST, Positive
-from finetune.config.section import Path, Section, Strings, key
+from finetune.config.section import MAX_COUNT, Path, Positive, Section, Strings, key
 
 _OTHER_SHAPE = "the checkpoint's adapters would not fit"
 _OTHER_WEIGHTS = "the checkpoint holds other parameters than this run trains"
@@ -60,7 +59,7 @@ class CheckpointSection(Section):
     """When the run saves itself, what it keeps, and where it continues."""
 
     every_steps: Positive | None = key("Save every so many steps; unset, only at the end.", None)
-    keep_last: Annotated[int, Field(ge=2, le=MOST)] = key(
+    keep_last: Annotated[int, Field(ge=2, le=MAX_COUNT)] = key(
         "Newest checkpoints to keep; at least 2, as the last may be the one being written.", 2
     )
     keep_every_steps: Positive | None = key("Also keep, for good, the checkpoint of every so many steps.", None)

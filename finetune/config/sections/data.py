@@ -5,8 +5,23 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from finetune.config.bounds import Ahead, Count, Factor, Length, MixRows, NumRows, Pixels, Ratio, SomeRows, Workers
-from finetune.config.section import Fraction, NameOrPath, Path, Section, key
+from finetune.config.section import (
+    Count,
+    Factor,
+    Fraction,
+    Length,
+    MixRows,
+    NameOrPath,
+    NumRows,
+    Path,
+    Pixels,
+    PositiveRows,
+    Prefetch,
+    Ratio,
+    Section,
+    Workers,
+    key,
+)
 
 OfTurns = Literal["messages", "conversations", "prompt_completion", "instruction", "preference", "judged"]
 Format = Literal[OfTurns, "labelled", "tagged", "image_label", "text"]
@@ -71,17 +86,17 @@ class SourceSection(Section):
     image_root: Path | None = key("Folder of the images that rows name; unset, that of the rows' file or glob.", None)
     follow_links: bool = key("Also read files of a folder or glob that are links to somewhere outside of it.", False)
     skip: NumRows = key("Leave out this many rows at the start, before a share of them is held out to evaluate on.", 0)
-    take: SomeRows | None = key("Use at most this many rows after `skip`, what is held out of them included.", None)
+    take: PositiveRows | None = key("Use at most this many rows after `skip`, what is held out of them included.", None)
 
 
 class StreamSection(Section):
     """Rows are prepared window after window while the model trains, for data that the disk cannot hold."""
 
-    window_rows: SomeRows = key(
+    window_rows: PositiveRows = key(
         "Rows that are prepared, shuffled and packed together: the only shuffle beside that of the files' order.",
         10_000,
     )
-    num_ahead: Ahead = key("Windows that are prepared ahead of the one in use.", 2)
+    num_ahead: Prefetch = key("Windows that are prepared ahead of the one in use.", 2)
 
 
 class TrainedSourceSection(SourceSection):
@@ -231,7 +246,7 @@ class DataSection(Section):
         "Page-locked host memory: faster copies to a GPU. `true` is an error where there is none.", False
     )
     persistent_workers: bool | Auto = key("Keep loader processes between passes. Needs `num_workers`.", False)
-    prefetch_factor: Ahead | Auto | None = key("Batches each worker keeps ready. Needs `num_workers`.", None)
+    prefetch_factor: Prefetch | Auto | None = key("Batches each worker keeps ready. Needs `num_workers`.", None)
 
     @property
     def longest(self) -> int:

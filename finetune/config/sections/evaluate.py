@@ -1,7 +1,6 @@
 """`evaluate:` - what is measured on the validation rows, and when."""
 
-from finetune.config.bounds import BatchSize, Count, Length, Positive
-from finetune.config.section import Section, Strings, key
+from finetune.config.section import BatchSize, Count, Length, Positive, Section, Strings, key
 
 
 class GenerateSection(Section):

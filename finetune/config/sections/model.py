@@ -4,8 +4,19 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from finetune.config.bounds import LARGEST, LayerNumber, Pixels, PositiveFactor, Shift, Width
-from finetune.config.section import NameOrPath, Path, Section, Strings, key
+from finetune.config.section import (
+    MAX_FACTOR,
+    LayerNumber,
+    NameOrPath,
+    Path,
+    Pixels,
+    PositiveFactor,
+    Section,
+    Shift,
+    Strings,
+    Width,
+    key,
+)
 
 DType = Literal["float32", "bfloat16", "float16"]
 Recomputing = bool | Literal["selective"] | Annotated[int, Field(ge=2, le=10_000)]
@@ -45,7 +56,7 @@ class LoraSection(Section):
         "Scale numerator: the update is multiplied by alpha / rank (by alpha / sqrt(rank) with rsLoRA).",
         32.0,
         gt=0,
-        le=LARGEST,
+        le=MAX_FACTOR,
     )
     dropout: float = key("Dropout on the adapters' input.", 0.0, ge=0.0, lt=1.0)
     target_modules: Strings | Literal["all-linear"] = key(

@@ -2,8 +2,7 @@
 
 from typing import Literal
 
-from finetune.config.bounds import Positive
-from finetune.config.section import Section, Strings, key
+from finetune.config.section import Positive, Section, Strings, key
 
 
 class ReportSection(Section):

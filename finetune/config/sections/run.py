@@ -2,8 +2,7 @@
 
 from typing import Literal
 
-from finetune.config.bounds import A_YEAR_SECONDS, Seed
-from finetune.config.section import Path, Section, key
+from finetune.config.section import YEAR_SECONDS, Path, Section, Seed, key
 
 StrategyName = Literal["single", "ddp", "fsdp1", "fsdp2", "hsdp", "zero1", "zero2", "zero3"]
 
@@ -27,7 +26,7 @@ class RunSection(Section):
         "`null` waits forever.",
         1800.0,
         gt=0.0,
-        le=A_YEAR_SECONDS,
+        le=YEAR_SECONDS,
     )
     spot_notice: Literal["aws", "gcp", "azure"] | None = key(
         "Ask this cloud's metadata service for the notice that a spot machine will be taken; then save and stop.", None

@@ -4,8 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from finetune.config.bounds import LARGEST, Factor, Length, Positive
-from finetune.config.section import Fraction, NameOrPath, Section, Strings, key
+from finetune.config.section import MAX_FACTOR, Factor, Fraction, Length, NameOrPath, Positive, Section, Strings, key
 
 TaskName = Literal[
     "sft",
@@ -51,20 +50,20 @@ class PreferenceSection(Section):
         "arXiv:2401.08417).",
         "sigmoid",
     )
-    beta: float = key("Scale of the log-probability ratios; ORPO's lambda, IPO's tau.", 0.1, gt=0.0, le=LARGEST)
+    beta: float = key("Scale of the log-probability ratios; ORPO's lambda, IPO's tau.", 0.1, gt=0.0, le=MAX_FACTOR)
     label_smoothing: Annotated[float, Field(ge=0.0, lt=0.5)] = key(
         "Share of the pairs whose preference is assumed to be the wrong way round.", 0.0
     )
-    target_margin: float = key("SimPO's gamma: by how much the chosen answer is to win.", 0.5, ge=0.0, le=LARGEST)
+    target_margin: float = key("SimPO's gamma: by how much the chosen answer is to win.", 0.5, ge=0.0, le=MAX_FACTOR)
     sft_weight: float | None = key(
         "Weight of the chosen answer's own cross-entropy, the mean over its tokens, beside the loss; unset, 1 for "
         "`orpo` and `cpo`, of which it is a part, else 0.",
         None,
         ge=0.0,
-        le=LARGEST,
+        le=MAX_FACTOR,
     )
-    desirable_weight: float = key("KTO: weight of the answers that are good.", 1.0, gt=0.0, le=LARGEST)
-    undesirable_weight: float = key("KTO: weight of the answers that are bad.", 1.0, gt=0.0, le=LARGEST)
+    desirable_weight: float = key("KTO: weight of the answers that are good.", 1.0, gt=0.0, le=MAX_FACTOR)
+    undesirable_weight: float = key("KTO: weight of the answers that are bad.", 1.0, gt=0.0, le=MAX_FACTOR)
 
 
 class RewardSection(Section):
@@ -72,7 +71,7 @@ class RewardSection(Section):
 
     use_margin: bool = key("Subtract the row's `margin` from the difference of the scores (Llama 2's loss).", False)
     centering: float = key(
-        "Weight of the squared sum of both scores, which keeps them around 0.", 0.0, ge=0.0, le=LARGEST
+        "Weight of the squared sum of both scores, which keeps them around 0.", 0.0, ge=0.0, le=MAX_FACTOR
     )
 
 
@@ -88,7 +87,7 @@ class DistillationSection(Section):
     )
     jsd_beta: float = key("Weight of the teacher in the mixture of `jsd`.", 0.5, gt=0.0, lt=1.0)
     temperature: float = key(
-        "By which both models' logits are divided; the loss is multiplied by its square.", 1.0, gt=0, le=LARGEST
+        "By which both models' logits are divided; the loss is multiplied by its square.", 1.0, gt=0, le=MAX_FACTOR
     )
     cross_entropy_weight: Fraction = key("Share of the ordinary cross-entropy in the loss.", 0.0)
     top_k: Positive | None = key(
@@ -132,7 +131,7 @@ class TaskSection(Section):
         "2022, arXiv:2204.02311).",
         0.0,
         ge=0.0,
-        le=LARGEST,
+        le=MAX_FACTOR,
     )
     classification: ClassificationSection = key(
         "The classes, of the three tasks of classification.", ClassificationSection()

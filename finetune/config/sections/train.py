@@ -4,11 +4,10 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from finetune.config.bounds import LARGEST, MOST, BatchSize, Count, Positive
-from finetune.config.section import Fraction, Section, Strings, key
+from finetune.config.section import MAX_COUNT, MAX_FACTOR, BatchSize, Count, Fraction, Positive, Section, Strings, key
 
 DecayRate = Annotated[float, Field(ge=0.0, lt=1.0)]
-Rate = Annotated[float, Field(gt=0.0, le=LARGEST)]
+Rate = Annotated[float, Field(gt=0.0, le=MAX_FACTOR)]
 DecayRates = Annotated[tuple[DecayRate, ...], Field(strict=False)]
 LossKernel = Literal["auto", "chunked", "liger", "cce", "plain"]
 
@@ -23,10 +22,10 @@ class OptimizerSection(Section):
         "adamw",
     )
     weight_decay: float = key(
-        "Decoupled weight decay on matrices; biases, norms and other vectors get none.", 0.0, ge=0.0, le=LARGEST
+        "Decoupled weight decay on matrices; biases, norms and other vectors get none.", 0.0, ge=0.0, le=MAX_FACTOR
     )
     betas: DecayRates = key("Decay rates of AdamW's two moments.", (0.9, 0.999), min_length=2, max_length=2)
-    eps: float = key("Term that keeps AdamW's denominator away from zero.", 1e-8, gt=0.0, le=LARGEST)
+    eps: float = key("Term that keeps AdamW's denominator away from zero.", 1e-8, gt=0.0, le=MAX_FACTOR)
     momentum: float | None = key("Momentum; unset, none for `sgd` and 0.95 for `muon`.", None, ge=0.0, lt=1.0)
     fused: bool | None = key("One kernel for the whole AdamW update; unset, used wherever it exists.", None)
     state_dtype: Literal["float32", "bfloat16", "int8"] | None = key(
@@ -49,7 +48,7 @@ class OptimizerSection(Section):
         "LoRA+ (Hayou et al., 2024, arXiv:2402.12354): the adapters' B learns so many times as fast as A.",
         1.0,
         gt=0.0,
-        le=LARGEST,
+        le=MAX_FACTOR,
     )
     layer_decay: float = key(
         "Each layer learns at this share of the rate of the layer above it, the embeddings slowest (Howard & Ruder, "
@@ -87,7 +86,7 @@ class EarlyStoppingSection(Section):
     metric: str = key("Metric of the evaluation, such as `loss` or `exact_match`.", "loss")
     goal: Literal["minimize", "maximize"] = key("Which way is better.", "minimize")
     patience: Positive = key("Evaluations without improvement before the run stops.", 3)
-    min_delta: float = key("Smallest change that counts as an improvement.", 0.0, ge=0.0, le=MOST)
+    min_delta: float = key("Smallest change that counts as an improvement.", 0.0, ge=0.0, le=MAX_COUNT)
 
 
 class NonFiniteSection(Section):
@@ -124,10 +123,10 @@ class TrainSection(Section):
     microbatch_size: BatchSize = key("The same per forward pass and process.")
     steps: Positive | None = key("Budget in optimizer steps. Exactly one of `steps`, `epochs`, `tokens`.", None)
     epochs: float | None = key(
-        "Budget in passes over the training data, or over `data.train.mix`.", None, gt=0.0, le=LARGEST
+        "Budget in passes over the training data, or over `data.train.mix`.", None, gt=0.0, le=MAX_FACTOR
     )
     tokens: Annotated[int, Field(ge=1, le=10**15)] | None = key("Budget in tokens, padding not counted.", None)
-    learning_rate: float = key("Peak learning rate.", gt=0.0, le=LARGEST)
+    learning_rate: float = key("Peak learning rate.", gt=0.0, le=MAX_FACTOR)
     learning_rate_scaling: ScalingSection | None = key("Scale the rate with the global batch.", None)
     optimizer: OptimizerSection = key("The update rule.", OptimizerSection())
     schedule: ScheduleSection = key("The learning rate as a function of the step.", ScheduleSection())
@@ -137,7 +136,7 @@ class TrainSection(Section):
         "NEFTune's alpha (Jain et al., 2023, arXiv:2310.05914): uniform noise on the embeddings while training.",
         0.0,
         ge=0,
-        le=LARGEST,
+        le=MAX_FACTOR,
     )
     max_gradient_norm: float | None = key(
         "Clip the gradient to this global norm; `null` does not clip.", 1.0, gt=0.0, le=1e12
@@ -153,7 +152,7 @@ class TrainSection(Section):
     )
     nonfinite: NonFiniteSection = key("What to do with a NaN or infinite loss or gradient.", NonFiniteSection())
     early_stopping: EarlyStoppingSection | None = key("Stop when an evaluation metric no longer gets better.", None)
-    time_limit_minutes: float | None = key("Stop, with a checkpoint, after this long.", None, gt=0.0, le=MOST)
+    time_limit_minutes: float | None = key("Stop, with a checkpoint, after this long.", None, gt=0.0, le=MAX_COUNT)
     stop_after_steps: Positive | None = key(
         "Stop, with a checkpoint, once this many steps are done; budget and schedule stay as they are.", None
     )

@@ -1,4 +1,4 @@
-"""What will really be trained on: rows, tokens and what became of them, by source and in all."""
+"""What will really be trained on: rows, tokens and what became of them, by source and in all, with histograms."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
@@ -7,12 +7,55 @@ from typing import Any, Protocol
 import numpy as np
 
 from finetune.config.sections.data import AuditSection
-from finetune.data.audit.histogram import Histogram, histogram, length_histogram, quantiles
 from finetune.data.audit.padding import Padding
-from finetune.data.encoding.template_check import TemplateCheck
-from finetune.data.prepared.counts import Counts, total
-from finetune.data.prepared.shares import REMEDY, Share, above, num_duplicates, shares
+from finetune.data.audit.template_check import TemplateCheck
+from finetune.data.token_cache.counts import (
+    REMEDY,
+    Counts,
+    Share,
+    exceeded_shares,
+    num_duplicates,
+    shares,
+    total_counts,
+)
 from finetune.errors import DataError
+
+QUANTILES = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99, 1.0)
+
+
+@dataclass(frozen=True)
+class Histogram:
+    """Bars of equal width; bar i holds the values in [edges[i], edges[i + 1]), the last one its upper edge too."""
+
+    edges: tuple[float, ...]  # one more than there are bars
+    bars: tuple[int, ...]
+
+
+def histogram(values: np.ndarray, *, upper: float, num_bars: int) -> Histogram:
+    """Return the values from 0 to `upper` in so many bars."""
+    bars, edges = np.histogram(values, bins=num_bars, range=(0.0, upper))
+    return Histogram(tuple(round(float(edge), 6) for edge in edges), tuple(int(bar) for bar in bars))
+
+
+def length_histogram(lengths: np.ndarray, *, most_bars: int = 32) -> Histogram:
+    """Return the lengths in bars of a whole number of tokens each; no bar where there is no length."""
+    longest = int(lengths.max()) if len(lengths) else 0
+    width = -(-(longest + 1) // most_bars)
+    num_bars = -(-(longest + 1) // width)
+    return histogram(lengths, upper=width * num_bars, num_bars=num_bars)
+
+
+def quantiles(values: np.ndarray) -> dict[str, int]:
+    """Return the smallest, the largest and some in between, each a value that occurs; empty where there is none.
+
+    >>> quantiles(np.array([1, 2, 3, 4]))["p50"]
+    2
+    """
+    if not len(values):
+        return {}
+    found = np.quantile(values, QUANTILES, method="inverted_cdf")
+    return {f"p{100 * share:g}": int(value) for share, value in zip(QUANTILES, found, strict=True)}
+
 
 VERSION = 1
 """Of the form of `audit.json`."""
@@ -103,7 +146,7 @@ class Audit:
         return plain
 
 
-def audit_of(
+def audit_sources(
     sources: Mapping[str, Prepared | Streamed],
     *,
     validation: Prepared | None = None,
@@ -134,7 +177,7 @@ def audit_of(
 def refuse_exceeded(sources: Mapping[str, Prepared | Streamed], limits: AuditSection) -> None:
     """Raise DataError where more samples equal one of another source, too, than `data.audit` allows."""
     if len(sources) > 1 and limits.max_duplicate_samples is not None:
-        found = audit_of(sources, limits=limits).exceeded
+        found = audit_sources(sources, limits=limits).exceeded
         if found:
             raise DataError("\n".join(f"{each} {REMEDY}" for each in found))
 
@@ -142,7 +185,7 @@ def refuse_exceeded(sources: Mapping[str, Prepared | Streamed], limits: AuditSec
 def exceeded(audits: Iterable[SourceAudit], limits: AuditSection) -> Iterator[Exceeded]:
     """Yield every limit that a source is above."""
     for audit in audits:
-        for share in above(audit.counts, audit.duplicates or 0, limits):
+        for share in exceeded_shares(audit.counts, audit.duplicates or 0, limits):
             yield Exceeded(audit.key, share)
 
 
@@ -163,7 +206,7 @@ def _streamed(key: str, stream: Streamed) -> SourceAudit:
 def _total(audits: Sequence[SourceAudit], prepared: Sequence[Prepared]) -> SourceAudit:
     return SourceAudit(
         "total",
-        total(each.counts for each in audits),
+        total_counts(each.counts for each in audits),
         any(each.is_streamed for each in audits),
         _sum([each.duplicates for each in audits]),
         _sum([each.in_validation for each in audits]),

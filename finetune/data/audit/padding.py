@@ -8,10 +8,10 @@ import numpy as np
 
 from finetune.data.batch import Batch
 from finetune.data.features import Features
+from finetune.data.order.dataset_view import DatasetView
 from finetune.data.order.order import permutation
-from finetune.data.order.pool import Pool
 
-LOOKED_AT_SAMPLES = 4096
+MAX_MEASURED_SAMPLES = 4096
 """Samples after which the share is known well enough."""
 
 
@@ -49,7 +49,7 @@ class Padding:
 
 
 def measure_padding(
-    pool: Pool,
+    view: DatasetView,
     collate: Callable[[Sequence[Features]], Batch],
     *,
     global_batch_size: int,
@@ -59,11 +59,11 @@ def measure_padding(
     """Return the padding of the order's first steps, an epoch at most; of one step at least."""
     num_batches = num_positions = computed = tokens = 0
     lengths: list[int] = []
-    for ids in _first_batches(pool, global_batch_size=global_batch_size, microbatch_size=microbatch_size):
-        batch = collate([pool.samples[sample_id] for sample_id in ids.tolist()])
+    for ids in _first_batches(view, global_batch_size=global_batch_size, microbatch_size=microbatch_size):
+        batch = collate([view.samples[sample_id] for sample_id in ids.tolist()])
         num_batches, num_positions = num_batches + 1, num_positions + microbatch_size
         computed, tokens = computed + math.prod(batch.positions), tokens + batch.num_tokens
-        lengths.extend(pool.samples.lengths_of(ids).tolist())
+        lengths.extend(view.samples.lengths_of(ids).tolist())
     plain = plain_computed(np.array(lengths, np.int64), microbatch_size=microbatch_size)
     return Padding(num_batches, len(lengths), tokens, computed, plain, num_positions, budget)
 
@@ -76,11 +76,11 @@ def plain_computed(lengths: np.ndarray, *, microbatch_size: int) -> int:
     return int((np.maximum.reduceat(shuffled, starts) * sizes).sum())
 
 
-def _first_batches(pool: Pool, *, global_batch_size: int, microbatch_size: int) -> Iterator[np.ndarray]:
+def _first_batches(view: DatasetView, *, global_batch_size: int, microbatch_size: int) -> Iterator[np.ndarray]:
     start = seen = 0
-    last = pool.order.num_positions or 0
-    while start == 0 or (seen < LOOKED_AT_SAMPLES and start + global_batch_size <= last):
-        for ids in pool.order.cut(start, start + global_batch_size, microbatch_size):
+    last = view.order.num_positions or 0
+    while start == 0 or (seen < MAX_MEASURED_SAMPLES and start + global_batch_size <= last):
+        for ids in view.order.cut(start, start + global_batch_size, microbatch_size):
             seen += len(ids)
             yield ids
         start += global_batch_size

@@ -1,21 +1,81 @@
-"""Control tokens: what ends and begins turns. Their names in a row's content are text, and are encoded as text.
+"""Control tokens: what ends and begins turns. Their names in a row's content are text, and are encoded as text."""
 
-A row that holds such a name is rendered with a stand-in of private-use characters in its place, which passes through
-a chat template as any text does. In the rendered text the template's own control tokens then get other names, which
-only a copy of the tokenizer knows, and the stand-ins become the names again: to that copy they are plain text. Names,
-stand-ins and new names are equally long, so no place in the text moves.
-"""
-
+import copy
+import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
+from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase
+from transformers.tokenization_python import Trie
 
-from finetune.data.encoding.renamed import renamed_tokenizer
-from finetune.data.encoding.tokens import Tokens
+from finetune.data.encoding.tokenizer import TextTokenizer
 from finetune.errors import DataError
+
+
+def renamed_tokenizer(tokenizer: PreTrainedTokenizerBase, names: Mapping[str, str]) -> PreTrainedTokenizerBase:
+    """Return a copy of the tokenizer whose tokens with these names have the new ones; ids and all else are the same.
+
+    Raises DataError for a tokenizer that cannot be changed so.
+    """
+    made = copy.copy(tokenizer)
+    made._special_tokens_map = {key: _renamed(value, names) for key, value in tokenizer._special_tokens_map.items()}
+    made._extra_special_tokens = [_renamed(each, names) for each in tokenizer._extra_special_tokens]
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None:
+        made._tokenizer = _renamed_backend(json.loads(backend.to_str()), names)
+    else:
+        _rename_in_python(made, names)
+    return made
+
+
+def _renamed(token: Any, names: Mapping[str, str]) -> Any:
+    return None if token is None else names.get(str(token), token)
+
+
+def _renamed_backend(parts: dict[str, Any], names: Mapping[str, str]) -> Tokenizer:
+    for token in parts["added_tokens"]:
+        if token["content"] in names:
+            token["content"] = names[token["content"]]
+            token["normalized"] = False  # the new name is looked for as it is written
+    parts["truncation"] = parts["padding"] = None
+    model = parts["model"]
+    try:
+        return Tokenizer.from_str(json.dumps({**parts, "model": _renamed_model(model, names)}))
+    except Exception:  # `tokenizers` raises plain Exception: a name that merges lead to cannot be another
+        pass
+    try:
+        return Tokenizer.from_str(json.dumps(parts))
+    except Exception as error:
+        raise DataError(
+            f"the names of control tokens cannot be written as plain text by this tokenizer ({error}). Remove them "
+            "from the row, or set data.allow_special_tokens: true."
+        ) from error
+
+
+def _renamed_model(model: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    """Return the model with the names in its vocabulary, so that it makes no such token of plain text either."""
+    renamed = dict(model)
+    vocabulary = model.get("vocab")
+    if isinstance(vocabulary, dict):
+        renamed["vocab"] = {names.get(token, token): number for token, number in vocabulary.items()}
+    elif isinstance(vocabulary, list):
+        renamed["vocab"] = [[names.get(token, token), score] for token, score in vocabulary]
+    if isinstance(model.get("unk_token"), str):
+        renamed["unk_token"] = names.get(model["unk_token"], model["unk_token"])
+    return renamed
+
+
+def _rename_in_python(made: Any, names: Mapping[str, str]) -> None:
+    known = {number: copy.copy(token) for number, token in made._added_tokens_decoder.items()}
+    for token in known.values():
+        token.content = names.get(token.content, token.content)
+    made._added_tokens_decoder = known
+    made._added_tokens_encoder = {token.content: number for number, token in known.items()}
+    made.tokens_trie = Trie(list(made._added_tokens_encoder))
+
 
 _STAND_INS, _NEW_NAMES = 0x100000, 0x108000
 """The first of the private-use characters that stand for those of names, and of those that new names are made of."""
@@ -86,9 +146,9 @@ class ControlTokens:
         return renamed_tokenizer(self._tokenizer, self._new_names)
 
     @cached_property
-    def tokens(self) -> Tokens:
+    def tokens(self) -> TextTokenizer:
         """Return what encodes with that tokenizer."""
-        return Tokens(self.tokenizer)
+        return TextTokenizer(self.tokenizer)
 
     def check(self, ids: Iterable[int], text: str = "") -> None:
         """Raise DataError where the renamed text has become other control tokens than it has new names of."""

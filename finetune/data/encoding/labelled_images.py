@@ -7,12 +7,12 @@ from pathlib import PurePath
 import numpy as np
 
 from finetune.data.classes import Classes
-from finetune.data.encoding.attempts import attempted
-from finetune.data.features import Features, Outcome
+from finetune.data.features import Features, Outcome, result_or_error
 from finetune.data.images.decode import Mode, decode_image
-from finetune.data.images.read import StoredImage
+from finetune.data.images.stored_image import StoredImage
 from finetune.data.rows import Row
 from finetune.errors import DataError
+from finetune.runtime.recorded import recorded_as
 
 LABEL, IMAGE, NAME = "label", "image", "name"
 """The arrays of a sample: the number of its class (int64, one), its encoded bytes, and the file's name in UTF-8."""
@@ -21,8 +21,9 @@ _NAME_PARTS = 2
 """Parts of a file's path that tell it from others: its folder is most often its class."""
 
 
+@recorded_as("data.encoding.labelled_images.ImageEncoder")
 @dataclass(frozen=True)
-class ImageEncoder:
+class LabelledImageEncoder:
     """Encodes rows of `image` and `label`. Small enough to be sent to other processes."""
 
     classes: Classes
@@ -30,7 +31,7 @@ class ImageEncoder:
 
     def __call__(self, rows: Sequence[Row]) -> Sequence[Outcome]:
         """Return label, encoded bytes and name of each, or what is wrong with it."""
-        return [attempted(self._encoded, row) for row in rows]
+        return [result_or_error(self._encoded, row) for row in rows]
 
     def _encoded(self, row: Row) -> Features:
         image: StoredImage = row["image"]
@@ -47,7 +48,7 @@ class ImageEncoder:
         return Features(arrays)
 
 
-def name_of(features: Features) -> str:
+def image_name(features: Features) -> str:
     """Return what the sample's image is called."""
     return bytes(features.arrays[NAME]).decode("utf-8", "replace")
 

@@ -1,21 +1,76 @@
-"""Texts become token ids, all of them targets."""
+"""Rows of texts without turns become tokens: for pre-training, masked language modelling, and source and target.
 
-from collections.abc import Sequence
-from functools import lru_cache
+The names of control tokens in these texts are encoded as plain text.
+"""
+
+from abc import abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from functools import cached_property, lru_cache
+from itertools import pairwise
 from typing import Self
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from finetune.data.encoding.attempts import attempted
-from finetune.data.encoding.ends import begins_twice, end_of_sequence
-from finetune.data.encoding.text_rows import TextRowsEncoder
-from finetune.data.encoding.tokens import Tokens
-from finetune.data.features import Features, Outcome
-from finetune.data.rows import Row, well_formed
+from finetune.data.encoding.control_tokens import ControlTokens, texts_in
+from finetune.data.encoding.tokenizer import TextTokenizer, has_double_bos, require_eos_id
+from finetune.data.features import Features, Outcome, result_or_error
+from finetune.data.rows import Row, require_valid_unicode
 from finetune.errors import DataError
+from finetune.runtime.recorded import recorded_as
 
 
+class TextRowsEncoder:
+    """Encodes rows of texts; those that hold names of control tokens by a twin whose tokenizer reads these as text."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, allow_special_tokens: bool = False) -> None:
+        self._tokenizer = tokenizer
+        self._control = ControlTokens(tokenizer, allowed=allow_special_tokens)
+
+    def __call__(self, rows: Sequence[Row]) -> list[Outcome]:
+        """Return the features of each row, None where there is nothing to learn, or what is wrong with it."""
+        texts = [list(self._texts_of(row)) for row in rows]
+        held = [place for place, each in enumerate(texts) if self._control.held_by(each)]
+        if not held:
+            return self._encoded(rows)
+        ordinary = [place for place in range(len(rows)) if place not in set(held)]
+        outcomes: list[Outcome] = [None] * len(rows)
+        for place, outcome in zip(ordinary, self._encoded([rows[place] for place in ordinary]), strict=True):
+            outcomes[place] = outcome
+        for place, outcome in zip(held, self._twin_of([rows[place] for place in held]), strict=True):
+            is_good = isinstance(outcome, Features)
+            outcomes[place] = result_or_error(self._checked, outcome, texts[place]) if is_good else outcome
+        return outcomes
+
+    @abstractmethod
+    def _encoded(self, rows: Sequence[Row]) -> list[Outcome]:
+        """Return what becomes of each row."""
+
+    @abstractmethod
+    def _with(self, tokenizer: PreTrainedTokenizerBase) -> Self:
+        """Return the same encoder with another tokenizer."""
+
+    def _texts_of(self, row: Row) -> Iterable[str]:
+        """Return the texts of the row that are encoded, as far as they are texts."""
+        return (value for name in ("text", "text_pair") if isinstance(value := row.get(name), str))
+
+    def _twin_of(self, rows: Sequence[Row]) -> list[Outcome]:
+        try:
+            return self._twin._encoded(rows)
+        except DataError as error:
+            return [error] * len(rows)
+
+    def _checked(self, features: Features, texts: Sequence[str]) -> Features:
+        self._control.check_plain(texts)
+        return replace(features, has_control_names=True)
+
+    @cached_property
+    def _twin(self) -> Self:
+        return self._with(self._control.tokenizer)
+
+
+@recorded_as("data.encoding.text.TextEncoder")
 class TextEncoder(TextRowsEncoder):
     """Encodes texts as the tokenizer begins them, ended by end-of-sequence; all tokens but the first are targets.
 
@@ -24,26 +79,26 @@ class TextEncoder(TextRowsEncoder):
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, *, allow_special_tokens: bool = False) -> None:
         super().__init__(tokenizer, allow_special_tokens=allow_special_tokens)
-        self._tokens = Tokens(tokenizer)
+        self._tokens = TextTokenizer(tokenizer)
 
     def _with(self, tokenizer: PreTrainedTokenizerBase) -> Self:
         return type(self)(tokenizer)
 
     def _encoded(self, rows: Sequence[Row]) -> list[Outcome]:
-        texts = [attempted(well_formed, row["text"]) for row in rows]
+        texts = [result_or_error(require_valid_unicode, row["text"]) for row in rows]
         begun = iter(self._tokens.begun([text for text in texts if isinstance(text, str)]))
-        return [attempted(self._features, next(begun)) if isinstance(text, str) else text for text in texts]
+        return [result_or_error(self._features, next(begun)) if isinstance(text, str) else text for text in texts]
 
     def _features(self, ids: list[int]) -> Features | None:
         tokenizer = self._tokenizer
         if not ids or ids == [tokenizer.bos_token_id]:
             return None
-        if begins_twice(ids, tokenizer):
+        if has_double_bos(ids, tokenizer):
             raise DataError(
                 f"begins with {tokenizer.bos_token}, which the tokenizer writes itself: it would stand there twice."
             )
-        if ids[-1] != end_of_sequence(tokenizer):
-            ids = [*ids, end_of_sequence(tokenizer)]
+        if ids[-1] != require_eos_id(tokenizer):
+            ids = [*ids, require_eos_id(tokenizer)]
         is_target = np.ones(len(ids), dtype=bool)
         is_target[0] = False
         return Features({"input_ids": np.asarray(ids, dtype=np.uint32), "is_target": is_target})
@@ -58,3 +113,107 @@ def encode_text(text: str, tokenizer: PreTrainedTokenizerBase) -> Features | Non
 
 
 _text_encoder = lru_cache(maxsize=4)(TextEncoder)
+
+
+@recorded_as("data.encoding.masked_text.MaskedTextEncoder")
+class MaskedTextEncoder(TextRowsEncoder):
+    """Encodes texts with the special tokens that the tokenizer puts around them.
+
+    `is_target` marks the tokens that may be hidden, which special ones never are; with `words`, `is_word_start` marks
+    the first token of each word. Raises DataError for a tokenizer that does not know words.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, words: bool, allow_special_tokens: bool = False) -> None:
+        if words and not tokenizer.is_fast:
+            raise DataError(
+                "task.masked_lm.whole_words: this tokenizer, written in Python, does not tell which tokens are one "
+                "word. Use one with a tokenizer.json, or write `whole_words: false`."
+            )
+        super().__init__(tokenizer, allow_special_tokens=allow_special_tokens)
+        self._words = words
+        self._special = np.array(sorted(TextTokenizer(tokenizer).special), np.int64)
+
+    def _with(self, tokenizer: PreTrainedTokenizerBase) -> Self:
+        return type(self)(tokenizer, words=self._words)
+
+    def _encoded(self, rows: Sequence[Row]) -> list[Outcome]:
+        """Return the features of each row's `text`; None where there is nothing to hide, or what is wrong with it."""
+        texts = [result_or_error(require_valid_unicode, row["text"]) for row in rows]
+        right = [text for text in texts if isinstance(text, str)]
+        if not right:
+            return [text for text in texts if isinstance(text, DataError)]
+        encoded = self._tokenizer(right, verbose=False, return_attention_mask=False)
+        words = [encoded.word_ids(place) if self._words else None for place in range(len(right))]
+        made = (self._features(ids, each) for ids, each in zip(encoded["input_ids"], words, strict=True))
+        return [next(made) if isinstance(text, str) else text for text in texts]
+
+    def _features(self, ids: list[int], words: list[int | None] | None) -> Features | None:
+        arrays = {"input_ids": np.asarray(ids, np.uint32), "is_target": ~np.isin(ids, self._special)}
+        if words is not None:
+            arrays["is_word_start"] = np.array([a is None or a != b for b, a in pairwise([None, *words])], dtype=bool)
+        return Features(arrays) if arrays["is_target"].any() else None
+
+
+@recorded_as("data.encoding.source_target.SourceTargetEncoder")
+class SourceTargetEncoder(TextRowsEncoder):
+    """Encodes one exchange: the source as the tokenizer begins and ends a text, behind it the target.
+
+    The target is what the tokenizer makes of a text to be written, ended by end-of-sequence; all of it is learnt. A
+    chat template is not used. Raises DataError for a tokenizer without an end-of-sequence token.
+    """
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, *, prefix: str = "", allow_special_tokens: bool = False
+    ) -> None:
+        if tokenizer.eos_token_id is None:
+            raise DataError("the tokenizer has no end-of-sequence token, so the model could not learn where to stop.")
+        super().__init__(tokenizer, allow_special_tokens=allow_special_tokens)
+        self._tokens = TextTokenizer(tokenizer)
+        self._prefix = prefix
+
+    def _with(self, tokenizer: PreTrainedTokenizerBase) -> Self:
+        return type(self)(tokenizer, prefix=self._control.renamed(self._prefix))
+
+    def _texts_of(self, row: Row) -> Iterable[str]:
+        return texts_in(row.get("messages") or ())
+
+    def _encoded(self, rows: Sequence[Row]) -> list[Outcome]:
+        """Return the features of each row's `messages`; None for an empty source, or what is wrong with the row."""
+        texts = [result_or_error(self._texts, row) for row in rows]
+        right = [each for each in texts if not isinstance(each, DataError)]
+        sources = self._tokens.begun([source for source, _ in right])
+        targets = self._targets([target for _, target in right])
+        made = (_features(source, target) for source, target in zip(sources, targets, strict=True))
+        return [each if isinstance(each, DataError) else next(made) for each in texts]
+
+    def _texts(self, row: Row) -> tuple[str, str]:
+        turns = row.get("messages")
+        if turns is None:
+            raise DataError(
+                "task `seq2seq` learns from a prompt and its completion, but the row has neither. Set `format: "
+                "prompt_completion` and map its columns, such as `columns: {prompt: article, completion: summary}`."
+            )
+        if row.get("tools") or [turn["role"] for turn in turns] != ["user", "assistant"]:
+            what = "tools" if row.get("tools") else f"turns of {', '.join(turn['role'] for turn in turns)}"
+            raise DataError(
+                f"task `seq2seq` learns from one prompt and one completion, but the row has {what}. Write them as "
+                "one text with a `template`, or use task `sft`."
+            )
+        asked, answered = (turn.get("content") for turn in turns)
+        if not isinstance(asked, str) or not isinstance(answered, str):
+            raise DataError("task `seq2seq` learns from texts, but the content of a turn is none. Write it as text.")
+        return require_valid_unicode(self._prefix + asked), require_valid_unicode(answered)
+
+    def _targets(self, texts: Sequence[str]) -> list[list[int]]:
+        if not texts:
+            return []
+        end = int(self._tokenizer.eos_token_id)
+        written = self._tokenizer(text_target=list(texts), verbose=False, return_attention_mask=False)["input_ids"]
+        return [[*ids] if ids and ids[-1] == end else [*ids, end] for ids in written]
+
+
+def _features(source: list[int], target: list[int]) -> Features | None:
+    if not source:
+        return None
+    is_target = np.arange(len(source) + len(target)) >= len(source)
+    return Features({"input_ids": np.asarray([*source, *target], np.uint32), "is_target": is_target})

@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from finetune.config.sections.data import Format
-from finetune.data.formats.row_template import rendered
-from finetune.data.images.read import ImageRoot, folder_of
-from finetune.data.rows import Row, describe, parsed_json, shown
+from finetune.data.images.stored_image import ImageRoot, folder_of
+from finetune.data.rows import Row, describe, parse_json, shortened
+from finetune.data.templates.row_template import render_template
 from finetune.errors import DataError
 
 
 @dataclass(frozen=True)
-class Names:
+class ColumnNames:
     """Where a format finds its columns in the user's rows."""
 
     format: Format
@@ -29,7 +29,7 @@ class Names:
 class Columns:
     """One row. Every method raises DataError naming the user's column."""
 
-    def __init__(self, names: Names, row: Row, *, origin: str = "") -> None:
+    def __init__(self, names: ColumnNames, row: Row, *, origin: str = "") -> None:
         self._names = names
         self._row = row
         self._origin = origin
@@ -49,12 +49,12 @@ class Columns:
         """Return the value of a column that must be there."""
         if column in self._names.template:
             if column not in self._made:
-                self._made[column] = rendered(self._names.template[column], self._row, column=column)
+                self._made[column] = render_template(self._names.template[column], self._row, column=column)
             return self._made[column]
         name = self._names.columns.get(column, column)
         if name not in self._row:
             raise DataError(
-                f"has no column `{name}`; its columns are {listed(self._row)}. "
+                f"has no column `{name}`; its columns are {quoted_list(self._row)}. "
                 f"Map it with {self._names.key}.columns: {{{column}: NAME OF YOUR COLUMN}}."
             )
         return self._row[name]
@@ -122,7 +122,7 @@ class Columns:
         if not isinstance(value, str):
             return value
         try:
-            return parsed_json(value)
+            return parse_json(value)
         except DataError as error:
             raise DataError(f"{self.title(column)} {error}") from error
         except json.JSONDecodeError as error:
@@ -138,11 +138,11 @@ class Columns:
         return f"column `{self._names.columns.get(column, column)}`"
 
 
-def listed(names: Iterable[object]) -> str:
+def quoted_list(names: Iterable[object]) -> str:
     """Return the names in backticks, separated by commas; of very many the first."""
     known = [str(name) for name in names]
     more = [f"and {len(known) - _MOST_LISTED:,} more"] if len(known) > _MOST_LISTED else []
-    return ", ".join([*(f"`{shown(name)}`" for name in known[:_MOST_LISTED]), *more])
+    return ", ".join([*(f"`{shortened(name)}`" for name in known[:_MOST_LISTED]), *more])
 
 
 _MOST_LISTED = 40

@@ -1,4 +1,4 @@
-"""Formats: what the columns of a row mean. They deliver `messages`, `text`, a preference pair or a labelled text."""
+"""Formats: what the columns of a row mean. They deliver `messages`, `text`, a preference pair or labelled data."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -6,15 +6,38 @@ from itertools import takewhile
 from typing import Any, Protocol
 
 from finetune.config.sections.data import OPTIONAL_COLUMNS, REQUIRED_COLUMNS, Format, SourceSection
-from finetune.data.formats.columns import Columns, Names, listed
-from finetune.data.formats.image_label import read_image_label
-from finetune.data.formats.labelled import read_labelled, read_tagged
-from finetune.data.formats.pictured import with_images
-from finetune.data.formats.row_template import WHOLE_ROW, check_template, columns_read
-from finetune.data.formats.turns import Turn, read_sharegpt_turns, read_tools, read_turns
-from finetune.data.images.read import ImageRoot
-from finetune.data.rows import FAULTS_OF_VALUES, RawRow, Row
+from finetune.data.formats.columns import ColumnNames, Columns, quoted_list
+from finetune.data.formats.images import attach_images, read_image_label
+from finetune.data.images.stored_image import ImageRoot
+from finetune.data.rows import FAULTS_OF_VALUES, RawRow, Row, describe
+from finetune.data.templates.row_template import WHOLE_ROW, check_row_template, columns_used
+from finetune.data.turns import Turn, read_sharegpt_turns, read_tools, read_turns
 from finetune.errors import DataError
+
+
+def read_labelled(columns: Columns) -> Row:
+    """Return text (`text_pair` beside it, where there is one) and label: one, or a list of them; numbers likewise."""
+    label = columns.labels("label")
+    if not all(isinstance(each, str | int | float) for each in (label if isinstance(label, list) else [label])):
+        what = "must be text, a number or a truth value, or a list of texts or of numbers"
+        raise DataError(f"{columns.title('label')} {what}, but is {describe(label)}.")
+    row = {"text": columns.text("text"), "label": label}
+    return row if columns.optional("text_pair") is None else {**row, "text_pair": columns.text("text_pair")}
+
+
+def read_tagged(columns: Columns) -> Row:
+    """Return the words and the tag of each."""
+    words, tags = columns.value("tokens"), columns.labels("tags")
+    for column, found, kinds, what in (("tokens", words, str, "texts"), ("tags", tags, str | int, "texts or numbers")):
+        if not isinstance(found, list) or not all(isinstance(each, kinds) for each in found):
+            raise DataError(f"{columns.title(column)} must be a list of {what}, but is {describe(found)}.")
+    if len(words) != len(tags):
+        raise DataError(
+            f"{columns.title('tokens')} has {len(words)} words and {columns.title('tags')} {len(tags)} tags. "
+            "Each word needs one tag."
+        )
+    return {"tokens": words, "tags": tags}
+
 
 _LABELS: Mapping[Format, str] = {"labelled": "label", "tagged": "tags", "image_label": "label"}
 """The columns that hold classes."""
@@ -32,7 +55,7 @@ class RowFormat(Protocol):
         """Return, as JSON can hold it, what decides how rows are read."""
 
 
-class AsRead:
+class AlreadyRead:
     """The format of rows that have been read by another one."""
 
     def read(self, raw: RawRow) -> Row:
@@ -44,14 +67,14 @@ class AsRead:
         return None
 
 
-AS_READ = AsRead()
+ALREADY_READ = AlreadyRead()
 
 
 @dataclass(frozen=True)
 class ColumnFormat:
     """A format with the names and templates that lead to the user's columns."""
 
-    names: Names
+    names: ColumnNames
 
     @property
     def name(self) -> Format:
@@ -83,7 +106,7 @@ def choose_format(
     first: RawRow,
     *,
     key: str,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
     class_names: Callable[[], Mapping[str, Sequence[str]]] = dict,
     image_root: ImageRoot | None = None,
 ) -> ColumnFormat:
@@ -94,28 +117,28 @@ def choose_format(
     `template` has a column that the format does not have, or when a template is not Jinja.
     """
     for column, written in section.template.items():
-        check_template(written, key=f"{key}.template.{column}")
+        check_row_template(written, key=f"{key}.template.{column}")
     row = first.parse()
     name = section.format or _detect(section, first, key=key)
     if section.format is None:
-        say(f"{key}.format is not set: the columns {listed(_available(section, row))} are read as `{name}`")
+        log(f"{key}.format is not set: the columns {quoted_list(_available(section, row))} are read as `{name}`")
     known = REQUIRED_COLUMNS[name] + OPTIONAL_COLUMNS.get(name, ())
     for where, columns in (("columns", section.columns), ("template", section.template)):
         for column in columns:
             if column not in known:
                 raise DataError(
-                    f"{key}.{where}: format `{name}` has no column `{column}`; it has {listed(known)}. "
+                    f"{key}.{where}: format `{name}` has no column `{column}`; it has {quoted_list(known)}. "
                     "Write the format's name first, then yours: {completion: answer}."
                 )
     unread = _unread(section, row, known)
     if unread:
-        say(f"{key}: columns that are not read: {listed(unread)}")
+        log(f"{key}: columns that are not read: {quoted_list(unread)}")
     classes = _classes(section, name, class_names=class_names)
     for column, names in classes.items():
         yours = section.columns.get(column, column)
-        shown = listed(names[:_MOST_NAMES]) + (", ..." if len(names) > _MOST_NAMES else "")
-        say(f"{key}: the dataset names the numbers of `{yours}` {shown}: these are the classes")
-    return ColumnFormat(Names(name, dict(section.columns), dict(section.template), key, classes, image_root))
+        shown = quoted_list(names[:_MOST_NAMES]) + (", ..." if len(names) > _MOST_NAMES else "")
+        log(f"{key}: the dataset names the numbers of `{yours}` {shown}: these are the classes")
+    return ColumnFormat(ColumnNames(name, dict(section.columns), dict(section.template), key, classes, image_root))
 
 
 def _classes(
@@ -136,9 +159,9 @@ def _detect(section: SourceSection, first: RawRow, *, key: str) -> Format:
         is_there = all(section.columns.get(column, column) in available for column in required)
         if is_there and all(column in known for column in (*section.columns, *section.template)):
             return name
-    choices = "; ".join(f"{name}: {listed(required)}" for name, required in REQUIRED_COLUMNS.items())
+    choices = "; ".join(f"{name}: {quoted_list(required)}" for name, required in REQUIRED_COLUMNS.items())
     raise DataError(
-        f"{first.place}: cannot tell the format from its columns {listed(available)}. Set {key}.format and map its "
+        f"{first.place}: cannot tell the format from its columns {quoted_list(available)}. Set {key}.format and map its "
         f"columns with {key}.columns (for example {{prompt: question, completion: answer}}), or write a "
         f"{key}.template. Formats are {choices}."
     )
@@ -150,7 +173,7 @@ def _available(section: SourceSection, row: Row) -> tuple[str, ...]:
 
 
 def _unread(section: SourceSection, row: Row, known: tuple[str, ...]) -> list[str]:
-    by_template = {name for written in section.template.values() for name in columns_read(written)}
+    by_template = {name for written in section.template.values() for name in columns_used(written)}
     if WHOLE_ROW in by_template:
         return []
     by_name = {section.columns.get(column, column) for column in known if column not in section.template}
@@ -159,13 +182,13 @@ def _unread(section: SourceSection, row: Row, known: tuple[str, ...]) -> list[st
 
 def _read_messages(columns: Columns) -> Row:
     turns = read_turns(columns.json_value("messages"), title=columns.title("messages"), with_images=True)
-    return _with_tools(with_images({"messages": turns}, columns), columns)
+    return _with_tools(attach_images({"messages": turns}, columns), columns)
 
 
 def _read_conversations(columns: Columns) -> Row:
     said, title = columns.json_value("conversations"), columns.title("conversations")
     turns = [*_system(columns), *read_sharegpt_turns(said, title=title, with_images=True)]
-    return _with_tools(with_images({"messages": turns}, columns), columns)
+    return _with_tools(attach_images({"messages": turns}, columns), columns)
 
 
 def _read_prompt_completion(columns: Columns) -> Row:
@@ -175,7 +198,7 @@ def _read_prompt_completion(columns: Columns) -> Row:
     row: dict[str, Any] = {"messages": [*asked, *answered]}
     if any(turn["role"] == "assistant" for turn in asked):
         row["num_context_turns"] = len(asked)
-    return _with_tools(with_images(row, columns), columns)
+    return _with_tools(attach_images(row, columns), columns)
 
 
 def _read_instruction(columns: Columns) -> Row:
@@ -183,7 +206,7 @@ def _read_instruction(columns: Columns) -> Row:
     asked = "\n\n".join(part for part in (columns.text("instruction"), columns.optional_text("input")) if part)
     said = [{"role": "user", "content": asked}, {"role": "assistant", "content": columns.text("output")}]
     turns = [*_system(columns), *said]
-    return with_images({"messages": turns}, columns)
+    return attach_images({"messages": turns}, columns)
 
 
 def _read_preference(columns: Columns) -> Row:

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import numpy as np
 
-from finetune.runtime.seeds import derive
+from finetune.runtime.seeds import derive_seed
 
 LengthsOf = Callable[[np.ndarray], np.ndarray]
 """From sample ids to the tokens of each."""
@@ -28,12 +28,12 @@ class Order(Protocol):
         """Yield the same in pieces of `size` positions each: what the microbatches hold."""
 
 
-class OrderOfPieces(ABC):
+class PiecewiseOrder(ABC):
     """What orders share that come piece by piece: window after window, epoch after epoch."""
 
     def samples(self, start: int, stop: int) -> np.ndarray:
         """Return the ids of all samples at positions [start, stop), position after position."""
-        return joined(self.pieces(start, stop))
+        return concatenated(self.pieces(start, stop))
 
     def cut(self, start: int, stop: int, size: int) -> Iterator[np.ndarray]:
         """Yield the samples of `size` positions at a time, where a position may hold several."""
@@ -45,7 +45,7 @@ class OrderOfPieces(ABC):
 
 
 @dataclass(frozen=True)
-class SetOrder(OrderOfPieces):
+class SetOrder(PiecewiseOrder):
     """An endless sequence of sample ids, epoch after epoch, each of which holds every sample once."""
 
     seed: int
@@ -95,11 +95,11 @@ def permutation(size: int, *parts: int | str) -> np.ndarray:
 
 def shuffled_rows(num_rows: int, size: int, *parts: int | str) -> np.ndarray:
     """Return so many permutations, one a row, that follow from the parts together."""
-    bits = np.random.PCG64(derive(*parts)).random_raw(num_rows * size).reshape(num_rows, size)
+    bits = np.random.PCG64(derive_seed(*parts)).random_raw(num_rows * size).reshape(num_rows, size)
     return np.argsort(bits, kind="stable").astype(np.int64)
 
 
-def joined(pieces: Iterator[np.ndarray]) -> np.ndarray:
+def concatenated(pieces: Iterator[np.ndarray]) -> np.ndarray:
     """Return the ids of all pieces in one array of one's own; there may be none."""
     return np.concatenate([np.zeros(0, np.int64), *pieces])
 

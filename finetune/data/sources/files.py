@@ -1,4 +1,4 @@
-"""Files of rows, wherever they lie: which kind each is, how it is opened, and what its content is known by."""
+"""Origins of rows, and files of rows wherever they lie: which kind each is, how it is opened, and its digest."""
 
 import hashlib
 from collections.abc import Iterator, Sequence
@@ -9,18 +9,55 @@ from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
 from finetune.data.rows import RawRow
-from finetune.data.sources.class_names import ClassNames
 from finetune.data.sources.readers import TABLE_KINDS, TEXT_KINDS, count_rows, rows_of
-from finetune.data.sources.tables import table_class_names
+from finetune.data.sources.tables import ClassNames, table_class_names
 from finetune.errors import DataError, FinetuneError
 from finetune.runtime.optional import require
-from finetune.runtime.secret_urls import without_query
+from finetune.runtime.text.secret_urls import without_query
+
+
+class OriginShard(Protocol):
+    """A part of an origin that is read without the others: a file, or a shard of a hub dataset."""
+
+    @property
+    def name(self) -> str:
+        """Return what it is called in messages."""
+
+    def rows(self, start: int = 0) -> Iterator[RawRow]:
+        """Yield its rows in their order, without the first `start`; raises DataError where it cannot be read."""
+
+    def num_rows(self, at_most: int) -> int:
+        """Return how many rows it has, or `at_most` where that is less."""
+
+
+class Origin(Protocol):
+    """All rows that a `path` or a `name` of the job YAML stands for."""
+
+    @property
+    def name(self) -> str:
+        """Return what it is called in messages."""
+
+    def shards(self) -> Sequence[OriginShard]:
+        """Return its parts in their order."""
+
+    def digest(self) -> str:
+        """Return a digest of the content."""
+
+    def listing(self) -> Any:
+        """Return, as JSON can hold it, what tells that the content may have changed, without reading the content."""
+
+    def image_folders(self) -> Sequence[Path]:
+        """Return the folders of this machine that files of images which its rows name may lie in; mostly one."""
+
+    def class_names(self) -> ClassNames:
+        """Return the names that it gives to whole numbers, by column."""
+
 
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 """From the endings of compressed texts to pyarrow's names."""
 
 
-class Place(Protocol):
+class StorageFile(Protocol):
     """A file on this machine or in object storage."""
 
     @property
@@ -45,7 +82,7 @@ class Place(Protocol):
 class DataFile:
     """One file of rows."""
 
-    place: Place
+    place: StorageFile
 
     @property
     def name(self) -> str:
@@ -70,7 +107,7 @@ class Files:
     """Files of rows, read one after the other in the order of their names."""
 
     name: str
-    places: tuple[Place, ...]
+    places: tuple[StorageFile, ...]
     base: Path | None = None  # the folder that they were looked for in, on this machine
 
     def image_folders(self) -> Sequence[Path]:
@@ -134,7 +171,7 @@ def require_readable(name: str) -> None:
         )
 
 
-def of_one_kind(names: Sequence[str], *, folder: str) -> tuple[list[str], list[str]]:
+def select_one_kind(names: Sequence[str], *, folder: str) -> tuple[list[str], list[str]]:
     """Return the files of a folder that hold rows and those that do not; raises DataError unless they are of one kind.
 
     Files whose names begin with `.` or `_` are markers that other tools leave behind, and are in neither list.
@@ -151,7 +188,7 @@ def of_one_kind(names: Sequence[str], *, folder: str) -> tuple[list[str], list[s
     return sorted(held), others
 
 
-def not_read(names: Sequence[str]) -> str:
+def format_not_read(names: Sequence[str]) -> str:
     """Return what is said of files that stand beside the rows: `also has README.md, which is not read`."""
     return f"also has {', '.join(names)}, which {'is' if len(names) == 1 else 'are'} not read"
 
@@ -169,7 +206,7 @@ def _decompressed(stream: BinaryIO, compression: str | None) -> BinaryIO:
 
 
 @contextmanager
-def _readable(place: Place) -> Iterator[None]:
+def _readable(place: StorageFile) -> Iterator[None]:
     try:
         yield
     except FinetuneError:

@@ -9,11 +9,10 @@ from huggingface_hub.constants import HF_HUB_CACHE
 
 from finetune.config.sections.data import SourceSection, TrainedSourceSection
 from finetune.data.rows import RawRow
-from finetune.data.sources.class_names import ClassNames, class_names
-from finetune.data.sources.origin import Origin
-from finetune.data.sources.tables import without_fillers
+from finetune.data.sources.files import Origin
+from finetune.data.sources.tables import ClassNames, class_names, without_fillers
 from finetune.errors import DataError
-from finetune.runtime.hub import is_offline, without_vain_retries
+from finetune.runtime.hub import is_offline, without_hub_retries
 from finetune.runtime.optional import require
 
 
@@ -121,7 +120,7 @@ def load_hub_dataset(source: SourceSection) -> Origin:
     assert source.name is not None
     is_streamed = isinstance(source, TrainedSourceSection) and source.stream is not None
     try:
-        with without_vain_retries(is_local=False):
+        with without_hub_retries(is_local=False):
             datasets = require("datasets", extra="dev", purpose="Reading a hub dataset")
             datasets.config.HF_HUB_OFFLINE = is_offline()  # its own copy, taken when it was imported
             return (_streamed if is_streamed else _downloaded)(datasets, source)

@@ -1,22 +1,112 @@
-"""Files of rows on this machine: a file, a folder or a glob, with links followed only knowingly."""
+"""Files of rows on this machine: a file, a folder, a glob, or a folder of images whose sub-folders are classes."""
 
 import glob
-from collections.abc import Callable
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from finetune.config.sections.data import SourceSection
-from finetune.data.sources.files import Files, is_readable, not_read, of_one_kind, require_readable
-from finetune.data.sources.image_folder import find_image_folder
-from finetune.data.sources.origin import Origin
+from finetune.data.rows import RawRow
+from finetune.data.sources.files import Files, Origin, format_not_read, is_readable, require_readable, select_one_kind
+from finetune.data.sources.tables import ClassNames
 from finetune.errors import DataError
-from finetune.runtime.digests import file_digest
-from finetune.runtime.regular import NotAFile, open_regular, require_regular
+from finetune.runtime.files.digests import file_digest, files_digest
+from finetune.runtime.files.read import NotAFile, open_regular, require_regular
+
+ENDINGS = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm", ".pbm", ".jp2", ".avif")
+"""Endings of the images that are looked for."""
+
+_SPLITS = frozenset({"train", "training", "test", "testing", "val", "valid", "validation", "dev", "eval"})
 
 
 @dataclass(frozen=True)
-class LocalPlace:
+class ImageFolder:
+    """Its own only shard: rows of `image` (the file's path) and `label` (the sub-folder), in the order of the paths."""
+
+    folder: Path
+    files: tuple[Path, ...]  # relative to the folder
+
+    @property
+    def name(self) -> str:
+        """Return the folder's path."""
+        return str(self.folder)
+
+    def shards(self) -> Sequence["ImageFolder"]:
+        """Return itself: any row is found at once."""
+        return (self,)
+
+    def rows(self, start: int = 0) -> Iterator[RawRow]:
+        """Yield a row for each image, without the first `start`; no image is opened."""
+        for number, file in enumerate(self.files[start:], start=start + 1):
+            yield RawRow(self.name, number, {"image": str(self.folder / file), "label": file.parts[0]})
+
+    def num_rows(self, at_most: int) -> int:
+        """Return how many images there are, or `at_most`."""
+        return min(at_most, len(self.files))
+
+    def digest(self) -> str:
+        """Return a digest of all images and their labels; files that were not written since are not read again."""
+        return self._digest
+
+    @cached_property
+    def _digest(self) -> str:
+        labels = hashlib.blake2b("\n".join(file.parts[0] for file in self.files).encode(), digest_size=16).hexdigest()
+        try:
+            return f"images {labels} {files_digest([self.folder / file for file in self.files])}"
+        except OSError as error:
+            raise DataError(f"{error.filename}: cannot be read: {error.strerror}") from error
+
+    def listing(self) -> Any:
+        """Return path, size and time of every image."""
+        states = ((file, (self.folder / file).stat()) for file in self.files)
+        return [[file.as_posix(), state.st_size, state.st_mtime_ns] for file, state in states]
+
+    def image_folders(self) -> Sequence[Path]:
+        """Return the folder."""
+        return (self.folder,)
+
+    def class_names(self) -> ClassNames:
+        """Return none: its labels are names."""
+        return {}
+
+
+def find_image_folder(folder: Path) -> ImageFolder | None:
+    """Return the images in the sub-folders, at whatever depth; None where none of them holds any.
+
+    Names that begin with `.` or `_` are passed over. Raises DataError for images that are in no sub-folder, and where
+    the sub-folders are splits.
+    """
+    classes = sorted(each for each in folder.iterdir() if each.is_dir() and not each.name.startswith((".", "_")))
+    files = tuple(file.relative_to(folder) for each in classes for file in _images(each))
+    alone = sum(is_image(file) for file in folder.iterdir())
+    if alone:
+        raise DataError(
+            f"{folder} holds {alone:,} images that are in no sub-folder, so that their class is not known. Move each "
+            "into a folder that is named as its class, or write paths and labels to a file of rows."
+        )
+    if not files:
+        return None
+    labels = {file.parts[0] for file in files}
+    if {label.lower() for label in labels} <= _SPLITS:
+        some = folder / min(labels)
+        raise DataError(f"the sub-folders of {folder} are splits, not classes. Name one of them: {some}.")
+    return ImageFolder(folder, files)
+
+
+def is_image(path: Path) -> bool:
+    """Tell by its name whether a file is an image."""
+    return path.suffix.lower() in ENDINGS and not path.name.startswith((".", "_")) and path.is_file()
+
+
+def _images(folder: Path) -> list[Path]:
+    return sorted(file for file in folder.rglob("*") if is_image(file))
+
+
+@dataclass(frozen=True)
+class LocalFile:
     """A file of this machine."""
 
     path: Path
@@ -41,7 +131,7 @@ class LocalPlace:
         return [self.path.name, state.st_size, state.st_mtime_ns]
 
 
-def find_local(section: SourceSection, *, key: str, say: Callable[[str], None]) -> Origin:
+def find_local(section: SourceSection, *, key: str, log: Callable[[str], None]) -> Origin:
     """Return the file, the files of one kind of a folder, or those that a glob matches, in the order of their names.
 
     Of a folder whose sub-folders hold images and that has no rows, these images, the sub-folders being their classes.
@@ -56,10 +146,10 @@ def find_local(section: SourceSection, *, key: str, say: Callable[[str], None]) 
             if not section.follow_links:
                 _refuse_links_out([path / each for each in images.files], path, key=key)
             return images
-        found, base = _of_folder(path, key=key, say=say), path
+        found, base = _of_folder(path, key=key, log=log), path
     elif path.exists():
         if path.is_symlink():
-            say(f"{key}.path: {path} is a link to {path.resolve()}")
+            log(f"{key}.path: {path} is a link to {path.resolve()}")
         _require_file(path)
         found, base = [path], None
     else:
@@ -71,7 +161,7 @@ def find_local(section: SourceSection, *, key: str, say: Callable[[str], None]) 
         require_readable(str(file))
     if base is not None and not section.follow_links:
         _refuse_links_out(found, base, key=key)
-    return Files(section.path, tuple(map(LocalPlace, found)), base or path.parent)
+    return Files(section.path, tuple(map(LocalFile, found)), base or path.parent)
 
 
 def _require_file(path: Path) -> None:
@@ -86,13 +176,13 @@ def _has_rows(folder: Path) -> bool:
     return any(is_readable(each.name) and each.is_file() for each in folder.iterdir())
 
 
-def _of_folder(folder: Path, *, key: str, say: Callable[[str], None]) -> list[Path]:
+def _of_folder(folder: Path, *, key: str, log: Callable[[str], None]) -> list[Path]:
     entries = sorted(folder.iterdir())
-    held, others = of_one_kind([str(each) for each in entries if each.is_file()], folder=str(folder))
+    held, others = select_one_kind([str(each) for each in entries if each.is_file()], folder=str(folder))
     folders = [f"{each.name}/" for each in entries if each.is_dir() and not each.name.startswith(".")]
     unread = [*(Path(other).name for other in others), *folders]
     if unread:
-        say(f"{key}.path: {folder} {not_read(unread)}")
+        log(f"{key}.path: {folder} {format_not_read(unread)}")
     return [Path(each) for each in held]
 
 

@@ -10,7 +10,7 @@ from functools import partial
 from itertools import islice
 from typing import Any, BinaryIO, NoReturn
 
-from finetune.data.rows import RawRow, parsed_json, shown
+from finetune.data.rows import RawRow, parse_json, shortened
 from finetune.data.sources.tables import arrow_rows, num_parquet_rows, parquet_rows
 from finetune.errors import DataError
 
@@ -93,7 +93,7 @@ def _is_whole(line: bytes) -> bool:
 
 def _parsed(content: bytes, origin: str) -> Any:
     try:
-        return parsed_json(content.removeprefix(_BYTE_ORDER_MARK))
+        return parse_json(content.removeprefix(_BYTE_ORDER_MARK))
     except DataError as error:
         raise DataError(f"{origin}: {error}") from error
     except UnicodeDecodeError as error:
@@ -139,7 +139,7 @@ def _csv(stream: io.BufferedReader, origin: str, *, delimiter: str = ",") -> Ite
 
 def _refuse_equal_names(names: Sequence[str], origin: str) -> None:
     if len(set(names)) < len(names):
-        twice = shown(next(name for name, number in Counter(names).items() if number > 1))
+        twice = shortened(next(name for name, number in Counter(names).items() if number > 1))
         raise DataError(f"{origin}: the header has the column `{twice}` twice, and only one of them could be read.")
 
 

@@ -8,11 +8,11 @@ from typing import Any, BinaryIO
 import fsspec
 
 from finetune.config.sections.data import SourceSection
-from finetune.data.sources.files import Files, not_read, of_one_kind, require_readable
+from finetune.data.sources.files import Files, format_not_read, require_readable, select_one_kind
 from finetune.errors import DataError, FinetuneError
+from finetune.runtime.files.remote import STORAGE_PACKAGES
 from finetune.runtime.optional import require
-from finetune.runtime.remote import PACKAGES
-from finetune.runtime.secret_urls import REDACTED, unsigned_url, without_query
+from finetune.runtime.text.secret_urls import REDACTED, unsigned_url, without_query
 
 _BLOCK_BYTES = 8 << 20
 _TAGS = ("ETag", "etag", "checksum", "md5Hash", "content_md5", "crc32c", "blob_id", "sha256", "hash")
@@ -20,7 +20,7 @@ _TIMES = ("LastModified", "last_modified", "updated", "mtime", "created")
 
 
 @dataclass(frozen=True)
-class RemotePlace:
+class RemoteFile:
     """A file at a URL, as the storage listed it; `url` may be signed, which its name does not tell."""
 
     url: str
@@ -49,7 +49,7 @@ class RemotePlace:
         return [without_query(self.name).rpartition("/")[2], self.facts.get("size"), known]
 
 
-def find_remote(section: SourceSection, *, key: str, say: Callable[[str], None]) -> Files:
+def find_remote(section: SourceSection, *, key: str, log: Callable[[str], None]) -> Files:
     """Return the file at the URL, the files of one kind of a folder, or those that a glob matches, by name.
 
     Raises DataError when there are none or when they cannot be had, MissingPackage where the storage needs one.
@@ -57,8 +57,8 @@ def find_remote(section: SourceSection, *, key: str, say: Callable[[str], None])
     url = str(section.path)
     _refuse_redacted(url)
     scheme = url.partition("://")[0]
-    if scheme in PACKAGES:
-        package, extra = PACKAGES[scheme]
+    if scheme in STORAGE_PACKAGES:
+        package, extra = STORAGE_PACKAGES[scheme]
         require(package, extra=extra, purpose=f"{key}.path at {scheme}://")
     with _reachable(url):
         storage, path = fsspec.core.url_to_fs(url)
@@ -67,13 +67,13 @@ def find_remote(section: SourceSection, *, key: str, say: Callable[[str], None])
     if not facts and not _has_magic(path):
         facts, others = _folder(storage, path, url)
         if others:
-            say(f"{key}.path: {url} {not_read(others)}")
+            log(f"{key}.path: {url} {format_not_read(others)}")
     if not facts:
         raise DataError(f"{url}: there is no such file.")
     named = {str(storage.unstrip_protocol(name)): each for name, each in sorted(facts.items())}
     for name in named:
         require_readable(name)
-    return Files(unsigned_url(url), tuple(RemotePlace(name, each) for name, each in named.items()))
+    return Files(unsigned_url(url), tuple(RemoteFile(name, each) for name, each in named.items()))
 
 
 def _refuse_redacted(url: str) -> None:
@@ -96,7 +96,7 @@ def _folder(storage: Any, path: str, url: str) -> tuple[dict[str, Any], list[str
     with _reachable(url):
         found = {facts["name"]: facts for facts in storage.ls(path, detail=True)}
     files = [name for name, facts in found.items() if facts["type"] == "file"]
-    held, others = of_one_kind(files, folder=url.rstrip("/"))
+    held, others = select_one_kind(files, folder=url.rstrip("/"))
     return {name: found[name] for name in held}, [other.rpartition("/")[2] for other in others]
 
 

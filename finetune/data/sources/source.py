@@ -14,19 +14,26 @@ from finetune.config.sections.data import (
     TrainedSourceSection,
     ValidationSourceSection,
 )
-from finetune.data.formats.row_format import AS_READ, RowFormat, choose_format
-from finetune.data.images.read import ImageRoot
+from finetune.data.formats.row_format import ALREADY_READ, RowFormat, choose_format
+from finetune.data.images.stored_image import ImageRoot
 from finetune.data.order.stream_plan import excerpt
 from finetune.data.rows import RawRow, Row
+from finetune.data.sources.files import Origin
 from finetune.data.sources.hub import load_hub_dataset
 from finetune.data.sources.local import find_local
-from finetune.data.sources.origin import Origin
-from finetune.data.sources.portions import Portion, Shard
 from finetune.data.sources.remote import find_remote
-from finetune.data.sources.splits import ByContent, ByPlace, Contents, Exclusion, Split
+from finetune.data.sources.slices import (
+    ContentSplit,
+    Exclusion,
+    PositionSplit,
+    SliceShard,
+    SourceSlice,
+    Split,
+    ValidationContents,
+)
 from finetune.errors import DataError
 
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 
 EXCERPT_ROWS, EXCERPT_SHARDS = 50_000, 16
 """What a tokenizer is trained on, of a stream."""
@@ -39,13 +46,13 @@ class Source:
     """
 
     def __init__(
-        self, section: SourceSection, portions: Sequence[Portion], *, key: str, form: RowFormat, say: Say
+        self, section: SourceSection, slices: Sequence[SourceSlice], *, key: str, form: RowFormat, log: Log
     ) -> None:
         self.key = key
         self.section = section
         self.format = form
-        self._portions = tuple(portions)
-        self._say = say
+        self._portions = tuple(slices)
+        self._log = log
         self.num_left_out = 0  # rows, because they are evaluated on, in the last whole pass of `rows`
 
     def rows(self) -> Iterator[RawRow]:
@@ -60,7 +67,7 @@ class Source:
         known = [number for number in each if number is not None]
         return sum(known) if len(known) == len(each) else None
 
-    def shards(self) -> tuple[Shard, ...]:
+    def shards(self) -> tuple[SliceShard, ...]:
         """Return the parts that can be read without the others, in the order in which `rows` goes through them."""
         return tuple(chain.from_iterable(portion.shards for portion in self._portions))
 
@@ -69,7 +76,7 @@ class Source:
         if stream_of(self.section) is None:
             yield from self.rows()
             return
-        self._say(
+        self._log(
             f"{self.key}: as it is a stream, the tokenizer is trained on at most {EXCERPT_ROWS:,} rows, from the "
             f"beginnings of at most {EXCERPT_SHARDS} of its files"
         )
@@ -95,30 +102,32 @@ class OpenedSources:
     validation: Source | None
 
 
-def open_sources(section: DataSection, *, seed: int, say: Say) -> OpenedSources:
+def open_sources(section: DataSection, *, seed: int, log: Log) -> OpenedSources:
     """Return the sources of the job; the first row of each is read, and what was chosen for it is said.
 
     Raises DataError when there are no rows, when they cannot be had, or when their format cannot be told.
     """
     written: dict[str, SourceSection] = {f"data.train.mix.{n}": each for n, each in enumerate(section.train.mix)}
     written = written or {"data.train": section.train}
-    portions = {key: _open(each, key=key, say=say) for key, each in written.items()}
+    portions = {key: _open(each, key=key, log=log) for key, each in written.items()}
     validation = None
     if section.validation is not None:
         split = _split(section.validation, seed=seed)
         portions = {key: replace(portion, split=split) for key, portion in portions.items()}
-        validation = _validation(section.validation, list(portions.values()), say=say)
+        validation = _validation(section.validation, list(portions.values()), log=log)
         if section.validation.exclude_from_train:
-            contents = Contents(partial(_contents, validation.shards(), validation.format), validation.identity())
+            contents = ValidationContents(
+                partial(_contents, validation.shards(), validation.format), validation.identity()
+            )
             portions = {key: replace(portion, exclusion=Exclusion(contents)) for key, portion in portions.items()}
-    train = (Source(written[key], [each], key=key, form=each.format, say=say) for key, each in portions.items())
+    train = (Source(written[key], [each], key=key, form=each.format, log=log) for key, each in portions.items())
     return OpenedSources(tuple(train), validation)
 
 
-def open_source(section: SourceSection, *, key: str, say: Say) -> Source:
+def open_source(section: SourceSection, *, key: str, log: Log) -> Source:
     """Return one source that shares no rows with another."""
-    portion = _open(section, key=key, say=say)
-    return Source(section, [portion], key=key, form=portion.format, say=say)
+    portion = _open(section, key=key, log=log)
+    return Source(section, [portion], key=key, form=portion.format, log=log)
 
 
 def stream_of(section: SourceSection) -> StreamSection | None:
@@ -140,15 +149,15 @@ def rows_read(sources: Sequence[Source]) -> Iterator[Row]:
             yield source.format.read(raw)
 
 
-def _open(section: SourceSection, *, key: str, say: Say) -> Portion:
-    origin = _find(section, key=key, say=say)
-    unread = Portion(section, origin, AS_READ)
+def _open(section: SourceSection, *, key: str, log: Log) -> SourceSlice:
+    origin = _find(section, key=key, log=log)
+    unread = SourceSlice(section, origin, ALREADY_READ)
     first = next(chain.from_iterable(shard.rows() for shard in unread.shards), None)
     if first is None:
         after = f" after skip: {section.skip}" if section.skip else ""
         raise DataError(f"{key}: {origin.name} has no rows{after}.")
     root = image_root(section, origin.image_folders(), key=key)
-    form = choose_format(section, first, key=key, say=say, class_names=origin.class_names, image_root=root)
+    form = choose_format(section, first, key=key, log=log, class_names=origin.class_names, image_root=root)
     return replace(unread, format=form)
 
 
@@ -162,12 +171,12 @@ def image_root(section: SourceSection, folders: Sequence[Path], *, key: str) -> 
     return ImageRoot((root,), key, section.follow_links, counts_from=root)
 
 
-def _find(section: SourceSection, *, key: str, say: Say) -> Origin:
+def _find(section: SourceSection, *, key: str, log: Log) -> Origin:
     if section.path is None:
         place, find = f"{key}.name", load_hub_dataset
     else:
         finder = find_remote if "://" in section.path else find_local
-        place, find = f"{key}.path", partial(finder, key=key, say=say)
+        place, find = f"{key}.path", partial(finder, key=key, log=log)
     try:
         return find(section)
     except DataError as error:
@@ -178,27 +187,27 @@ def _find(section: SourceSection, *, key: str, say: Say) -> Origin:
 
 def _split(validation: ValidationSourceSection, *, seed: int) -> Split | None:
     if validation.fraction is not None:
-        return ByPlace(validation.fraction, seed)
-    return None if validation.hash_fraction is None else ByContent(validation.hash_fraction)
+        return PositionSplit(validation.fraction, seed)
+    return None if validation.hash_fraction is None else ContentSplit(validation.hash_fraction)
 
 
-def _validation(section: ValidationSourceSection, train: Sequence[Portion], *, say: Say) -> Source:
+def _validation(section: ValidationSourceSection, train: Sequence[SourceSlice], *, log: Log) -> Source:
     key = "data.validation"
     if train[0].split is None:
-        return open_source(section, key=key, say=say)
+        return open_source(section, key=key, log=log)
     held_out = [replace(portion, is_held_out=True) for portion in train]
     if not _has_rows(held_out):
         raise DataError(f"{key}: none of the training rows falls into this share. Take a larger one.")
     if not _has_rows(train):
         raise DataError(f"{key}: all of the training rows fall into this share. Take a smaller one.")
-    return Source(section, held_out, key=key, form=AS_READ, say=say)
+    return Source(section, held_out, key=key, form=ALREADY_READ, log=log)
 
 
-def _has_rows(portions: Sequence[Portion]) -> bool:
-    return any(True for portion in portions for shard in portion.shards for _ in shard.rows())
+def _has_rows(slices: Sequence[SourceSlice]) -> bool:
+    return any(True for portion in slices for shard in portion.shards for _ in shard.rows())
 
 
-def _contents(shards: Sequence[Shard], form: RowFormat) -> Iterator[Row]:
+def _contents(shards: Sequence[SliceShard], form: RowFormat) -> Iterator[Row]:
     return (form.read(raw) for shard in shards for raw in shard.rows())
 
 

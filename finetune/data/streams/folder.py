@@ -1,16 +1,15 @@
-"""A stream's folder in the cache: the windows that are at hand, and a small record of every one that ever was.
+"""A stream's folder in the cache: its windows, a small record of every window, and the readers' requests.
 
-windows/000007/              the window's prepared set; deleted when it is behind
-records/000007.lengths.npy   the tokens of each of its samples
-records/000007.marks.npy     the mark of each of its samples: what they held can be compared when they are gone
-records/000007.json          which rows it holds, what became of them, digests of all this; written last
-damaged/000007-1f0a.../      a window, or `000007.json-...` a record, that was damaged and has been prepared again
-readers/                     see `stream_readers.py`
-maker.lock                   held by the process that prepares windows
+readers/NAME the number of the window; locked by the kernel for as long as the process lives readers/NAME.error why
+that window cannot be prepared
 """
 
+import fcntl
+import os
+import platform
 import shutil
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from io import BytesIO
 from pathlib import Path
@@ -20,10 +19,94 @@ import numpy as np
 import xxhash
 
 from finetune.data.order.stream_plan import Cursor
-from finetune.data.prepared.counts import Counts
-from finetune.data.verified.damage import DamagedSet
-from finetune.runtime.files import write_bytes
-from finetune.runtime.sealed import Damaged, read_sealed, require_file, write_sealed
+from finetune.data.token_cache.counts import Counts
+from finetune.data.token_cache.integrity import DamagedSet
+from finetune.errors import DataError
+from finetune.runtime.files.atomic import write_bytes, write_text
+from finetune.runtime.files.digests import (
+    Damaged,
+    read_json_with_digest,
+    require_undamaged_file,
+    write_json_with_digest,
+)
+from finetune.runtime.text.terminal import printable
+
+NOTHING = -1
+_DIGITS = 12
+_ERROR = ".error"
+
+
+class StreamReader:
+    """The place of this process among those that read, until it ends, however it ends."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises DataError where the file system has no locks."""
+        name = f"{platform.node()}-{os.getpid()}-{uuid4().hex[:8]}"
+        self._path = folder / name
+        hidden = folder / f".{name}"
+        self._file = os.open(hidden, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # not inherited by children, as `flock` is
+        except OSError as error:
+            raise DataError(f"{folder} cannot hold locks ({error}). Set data.cache_folder to a local disk.") from error
+        self.want(NOTHING)
+        hidden.rename(self._path)  # only now does anybody look whether it is locked
+
+    def want(self, window: int) -> None:
+        """Ask for a window and those after it; what is asked for last counts."""
+        os.pwrite(self._file, f"{window:{_DIGITS}d}".encode(), 0)
+        os.fsync(self._file)  # so that another machine on the same file system sees it
+
+    def close(self) -> None:
+        """Be no reader any more."""
+        os.close(self._file)
+
+    def raise_error(self) -> None:
+        """Raise DataError when the window that is wanted cannot be had."""
+        path = self._path.with_name(self._path.name + _ERROR)
+        with suppress(FileNotFoundError):
+            raise DataError(path.read_text(encoding="utf-8"))
+
+
+@dataclass(frozen=True)
+class WindowRequest:
+    """What a process that lives wants."""
+
+    path: Path
+    window: int
+
+    def answer(self, error: str) -> None:
+        """Tell the process why it cannot have the window."""
+        path = self.path.with_name(self.path.name + _ERROR)
+        if not path.exists():
+            write_text(path, printable(error))
+
+
+def window_requests(folder: Path) -> Iterator[WindowRequest]:
+    """Yield what every reader that lives wants; the files of those that have ended are deleted.
+
+    Not for a process that is a reader itself: its own lock would not outlast it.
+    """
+    for path in sorted(folder.glob("[!.]*")):
+        if path.suffix != _ERROR and (window := _wanted(path)) is not None:
+            yield WindowRequest(path, window)
+
+
+def _wanted(path: Path) -> int | None:
+    try:
+        file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        return int(os.pread(file, _DIGITS, 0))
+    finally:
+        os.close(file)
+    for gone in (path, path.with_name(path.name + _ERROR)):
+        gone.unlink(missing_ok=True)
+    return None
+
 
 _VERSION = 2
 _HIDDEN = "."
@@ -38,11 +121,11 @@ class WindowRecord:
     next: Cursor  # where the following window begins
     counts: Counts
     lengths: np.ndarray  # tokens of each sample
-    marks: np.ndarray  # uint64, of each sample
+    checksums: np.ndarray  # uint64, of each sample
 
     def is_like(self, other: "WindowRecord") -> bool:
         """Tell whether both are of the same rows with the same content."""
-        is_same = np.array_equal(self.lengths, other.lengths) and np.array_equal(self.marks, other.marks)
+        is_same = np.array_equal(self.lengths, other.lengths) and np.array_equal(self.checksums, other.checksums)
         return (self.start, self.next) == (other.start, other.next) and is_same
 
 
@@ -106,13 +189,13 @@ class StreamFolder:
         """Write the record, which is never deleted."""
         path = self._record(record.window)
         digests = {}
-        for name, array in (("lengths", record.lengths), ("marks", record.marks)):
+        for name, array in (("lengths", record.lengths), ("marks", record.checksums)):
             file = BytesIO()
             np.save(file, array)
             write_bytes(path.with_suffix(f".{name}.npy"), file.getvalue(), survives_power_cut=False)
             digests[name] = xxhash.xxh3_128_hexdigest(file.getvalue())
         parts = {"start": record.start, "next": record.next, "counts": asdict(record.counts), "digests": digests}
-        write_sealed(path, {"version": _VERSION, **parts}, exact=True)
+        write_json_with_digest(path, {"version": _VERSION, **parts}, exact=True)
 
     def has_record(self, number: int) -> bool:
         """Tell whether the window has been prepared at some time."""
@@ -129,7 +212,7 @@ class StreamFolder:
         """
         path = self._record(number)
         try:
-            value = read_sealed(path)
+            value = read_json_with_digest(path)
             if value["version"] != _VERSION:
                 raise ValueError(f"version {value['version']}")
             start, following, counts = Cursor(*value["start"]), Cursor(*value["next"]), Counts(**value["counts"])
@@ -170,7 +253,7 @@ def _name(number: int) -> str:
 
 def _array(record: Path, name: str, *, digest: str) -> np.ndarray:
     path = record.with_suffix(f".{name}.npy")
-    require_file(path)
+    require_undamaged_file(path)
     content = path.read_bytes()
     if xxhash.xxh3_128_hexdigest(content) != digest:
         raise Damaged(f"{path.name} does not hold what was written")

@@ -1,42 +1,137 @@
 """A stream: rows that are prepared window after window while the model trains, for data that the disk cannot hold."""
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
+from dataclasses import dataclass
+from functools import lru_cache, partial
 from typing import Any
+
+import numpy as np
 
 from finetune.config.sections.data import DataSection
 from finetune.data.audit.audit import Streamed
-from finetune.data.order.order import Order
-from finetune.data.order.pool import Pool, fingerprint_of
-from finetune.data.order.set_order import set_order, tokens_per_position
+from finetune.data.features import Features
+from finetune.data.order.dataset_view import DatasetView, fingerprint_of, split_stream_index, window_offset
+from finetune.data.order.grouping import set_order, tokens_per_position
+from finetune.data.order.order import Order, PiecewiseOrder
 from finetune.data.order.stream_plan import StreamPlan
-from finetune.data.prepared.cache import cache_folder, folder_name, identify
-from finetune.data.prepared.chunks import Encode, make_recipe
-from finetune.data.prepared.counts import Counts, total
-from finetune.data.prepared.lengths import Lengths
 from finetune.data.sources.source import Source, stream_of
 from finetune.data.streams.folder import StreamFolder, WindowRecord
-from finetune.data.streams.maker import StreamJob
-from finetune.data.streams.order import StreamOrder
-from finetune.data.streams.samples import StreamSamples
+from finetune.data.streams.producer import StreamJob
 from finetune.data.streams.windows import Windows
+from finetune.data.token_cache.cache import cache_folder, folder_name, identify
+from finetune.data.token_cache.chunks import Encode, make_encoding_plan
+from finetune.data.token_cache.counts import Counts, total_counts
+from finetune.data.token_cache.lengths import LengthLimit
+from finetune.data.token_cache.store import MOST_NAMED
 from finetune.errors import DataError
-from finetune.runtime.seeds import derive
+from finetune.runtime.seeds import derive_seed
 
-Say = Callable[[str], None]
+_KEPT_ORDERS = 4
 
 
-def stream_pool(
+class StreamOrder(PiecewiseOrder):
+    """An endless sequence of positions that follows from the lengths of the samples in each window alone.
+
+    `arrange(window)` gives the order of a window, of which one epoch is taken; None where no sample is in it. It may
+    wait until the window has been prepared.
+    """
+
+    num_positions = None  # nobody knows before a whole pass has been prepared
+
+    def __init__(self, arrange: Callable[[int], Order | None]) -> None:
+        self._arranged = lru_cache(maxsize=_KEPT_ORDERS)(arrange)
+        self._ends: list[int] = []  # of each window's positions, as far as they are known
+
+    def window_at(self, position: int) -> int:
+        """Return the window that holds the position."""
+        while not self._ends or self._ends[-1] <= position:
+            order = self._arranged(len(self._ends))
+            num_positions = 0 if order is None else order.num_positions or 0
+            self._ends.append((self._ends[-1] if self._ends else 0) + num_positions)
+        return bisect_right(self._ends, position)
+
+    def pieces(self, start: int, stop: int) -> Iterator[np.ndarray]:
+        """Yield the ids at positions [start, stop), window after window."""
+        while start < stop:
+            window = self.window_at(start)
+            order, begins = self._arranged(window), self._ends[window - 1] if window else 0
+            last = min(self._ends[window], stop)
+            assert order is not None, "a position lies in a window that has some"
+            yield order.samples(start - begins, last - begins) + window_offset(window)
+            start = last
+
+
+@dataclass(frozen=True)
+class StreamSamples:
+    """Encoded samples by id; where a window is not at hand any more, it waits until it has been prepared again."""
+
+    windows: Windows
+
+    def __getitem__(self, sample_id: int) -> Features:
+        window, index = split_stream_index(sample_id)
+        return Features(self.windows.prepared(window)[index].arrays, sample_id)
+
+    def place(self, sample_id: int) -> str:
+        """Return where its row stands, as exactly as what is at hand can tell."""
+        window, index = split_stream_index(sample_id)
+        prepared = self.windows.at_hand(window)
+        if prepared is not None:
+            return prepared.place(index)
+        begins = self.windows.job.plan.place(self.windows.record(window).start)
+        return f"sample {index} of window {window} (from {begins} on)"
+
+    def lengths_of(self, sample_ids: np.ndarray) -> np.ndarray:
+        """Return the tokens of each sample, which outlive the samples."""
+        return self._recorded(sample_ids, lambda record: record.lengths, np.int64)
+
+    def checksums_of(self, sample_ids: np.ndarray) -> np.ndarray:
+        """Return the mark (uint64) of each sample, which outlive the samples."""
+        return self._recorded(sample_ids, lambda record: record.checksums, np.uint64)
+
+    def precomputed_checksums_of(self, sample_ids: np.ndarray) -> np.ndarray:
+        """Return the mark of what is delivered with each sample beside its own arrays: of nothing."""
+        return np.zeros(len(sample_ids), np.uint64)
+
+    def problem(self) -> str | None:
+        """Return None: a window is verified when it is opened."""
+        return None
+
+    def refuse(self, damaged: np.ndarray) -> tuple[str, ...]:
+        """Return what is to be said of samples that were delivered damaged; their windows are prepared again."""
+        places = "; ".join(self.place(sample_id) for sample_id in damaged[:MOST_NAMED].tolist())
+        windows = sorted({split_stream_index(sample_id)[0] for sample_id in damaged.tolist()})
+        gone = [
+            window for window in windows if self.windows.at_hand(window) is None
+        ]  # a damaged one is set aside by it
+        if gone:
+            again = f"windows {', '.join(map(str, gone))} are set aside. The same command prepares them again and"
+        else:
+            again = "and on the disk it is intact: it was damaged in the memory of a process. The same command"
+        return f"{places}: not what was prepared", f"{again} continues from the last checkpoint."
+
+    def _recorded(
+        self, sample_ids: np.ndarray, read: Callable[[WindowRecord], np.ndarray], dtype: type[np.generic]
+    ) -> np.ndarray:
+        places = [split_stream_index(sample_id) for sample_id in sample_ids.tolist()]
+        found = {window: read(self.windows.record(window)) for window in sorted({window for window, _ in places})}
+        return np.array([found[window][index] for window, index in places], dtype)
+
+
+Log = Callable[[str], None]
+
+
+def stream_view(
     source: Source,
     encode: Encode,
     *,
     section: DataSection,
     identity: Mapping[str, str],
     seed: int,
-    say: Say,
+    log: Log,
     unknown_ids: Iterable[int] = (),
-    length: Lengths | None = None,
-) -> tuple[Pool, Streamed]:
+    length: LengthLimit | None = None,
+) -> tuple[DatasetView, Streamed]:
     """Return the source's rows as an endless pool, and what is known of them; a process begins to prepare its windows.
 
     `identity` is as for `prepare_set`. Raises DataError where the cache folder cannot be written; rows that are refused
@@ -50,28 +145,28 @@ def stream_pool(
         folder=StreamFolder(cache_folder(section) / "streams" / folder_name(made_of)),
         key=source.key,
         plan=plan,
-        recipe=make_recipe(source.format, encode, section=section, unknown_ids=unknown_ids, length=length),
+        recipe=make_encoding_plan(source.format, encode, section=section, unknown_ids=unknown_ids, length=length),
         section=section,
         num_ahead=stream.num_ahead,
         made_of=made_of,
     )
-    windows = Windows(job, say=say)
+    windows = Windows(job, log=log)
     num_before = windows.open()
-    for line in _about(job, num_before=num_before):
-        say(line)
-    order = StreamOrder(Arranging(windows, num_told=num_before, say=say))
+    for line in _describe_stream(job, num_before=num_before):
+        log(line)
+    order = StreamOrder(WindowOrders(windows, num_told=num_before, log=log))
     budget = tokens_per_position(section.batching, max_length=section.longest)
     fingerprint = fingerprint_of(made_of.fingerprint, section.shuffle, section.batching.by, budget)
-    return Pool(StreamSamples(windows), order, fingerprint), Streamed(partial(_count_so_far, windows))
+    return DatasetView(StreamSamples(windows), order, fingerprint), Streamed(partial(_count_so_far, windows))
 
 
-class Arranging:
+class WindowOrders:
     """Gives every window the order of an ordinary set, and tells of each that is new what became of its rows."""
 
-    def __init__(self, windows: Windows, *, num_told: int, say: Say) -> None:
+    def __init__(self, windows: Windows, *, num_told: int, log: Log) -> None:
         self._windows = windows
         self._num_told = num_told
-        self._say = say
+        self._log = log
         self._num_counted = 0
         self.counts = Counts()  # of all windows that have been arranged
 
@@ -83,7 +178,7 @@ class Arranging:
         if len(record.lengths):
             order = set_order(
                 record.lengths,
-                seed=derive(plan.seed, "window", window),
+                seed=derive_seed(plan.seed, "window", window),
                 shuffle=section.shuffle,
                 batching=section.batching,
                 max_length=section.longest,
@@ -102,13 +197,13 @@ class Arranging:
         if record.window >= self._num_told:
             batching = job.section.batching
             grouped = () if order is None or batching.by == "samples" else (f"{order.num_positions:,} {batching.unit}",)
-            self._say(f"{job.key}: window {record.window}: {'; '.join((*record.counts.lines(), *grouped))}")
+            self._log(f"{job.key}: window {record.window}: {'; '.join((*record.counts.lines(), *grouped))}")
             if self._num_counted & (self._num_counted - 1) == 0 and record.window:  # 2, 4, 8, ...: ever more rarely
-                self._say(f"{job.key}: {self._num_counted:,} windows so far: {'; '.join(self.counts.lines())}")
+                self._log(f"{job.key}: {self._num_counted:,} windows so far: {'; '.join(self.counts.lines())}")
 
 
 def _count_so_far(windows: Windows) -> Counts:
-    return total(windows.record(window).counts for window in range(windows.job.folder.num_records()))
+    return total_counts(windows.record(window).counts for window in range(windows.job.folder.num_records()))
 
 
 def _windows_of(source: Source, plan: StreamPlan) -> Mapping[str, Any]:
@@ -117,7 +212,7 @@ def _windows_of(source: Source, plan: StreamPlan) -> Mapping[str, Any]:
     return {"listing": source.listing_identity(), "window_rows": plan.window_rows, "seed": seed}
 
 
-def _about(job: StreamJob, *, num_before: int) -> Iterator[str]:
+def _describe_stream(job: StreamJob, *, num_before: int) -> Iterator[str]:
     """Yield what is to be known of a stream's order, and what is there of it."""
     plan = job.plan
     turn = "in an order drawn for every pass" if plan.shuffle else "in their order"

@@ -12,23 +12,22 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TypeVar
 
-from finetune.data.prepared.store import PreparedSet
-from finetune.data.streams.folder import WindowRecord
-from finetune.data.streams.maker import NUM_BEHIND, StreamJob
-from finetune.data.streams.readers import NOTHING, Reader
-from finetune.data.verified.damage import DamagedSet
+from finetune.data.streams.folder import NOTHING, StreamReader, WindowRecord
+from finetune.data.streams.producer import NUM_KEPT_WINDOWS, StreamJob
+from finetune.data.token_cache.integrity import DamagedSet
+from finetune.data.token_cache.store import PreparedSet
 from finetune.errors import DataError
-from finetune.runtime.waypoints import note_life
+from finetune.runtime.supervision.heartbeat import keep_alive
 
 T = TypeVar("T")
 
-_COMMAND = "from finetune.data.streams.maker import main; main()"
+_COMMAND = "from finetune.data.streams.producer import main; main()"
 _PAUSE_SECONDS = 0.05
 _QUIET_SECONDS = 2.0
 """How long a window is waited for without a word."""
 
-_MOST_STARTS = 3
-_OPEN_WINDOWS = NUM_BEHIND + 2
+_MAX_STARTS = 3
+_OPEN_WINDOWS = NUM_KEPT_WINDOWS + 2
 
 
 class Windows:
@@ -37,10 +36,10 @@ class Windows:
     A copy in another process, forked or sent, asks and waits for itself. Waiting is on files, never in a collective.
     """
 
-    def __init__(self, job: StreamJob, *, say: Callable[[str], None]) -> None:
+    def __init__(self, job: StreamJob, *, log: Callable[[str], None]) -> None:
         self.job = job
-        self._say = say
-        self._desk: _Desk | None = None
+        self._log = log
+        self._desk: _ReaderState | None = None
 
     def open(self) -> int:
         """Have windows prepared from the first on, if it never was; return how many have been at some time."""
@@ -62,7 +61,7 @@ class Windows:
 
     def at_hand(self, window: int) -> PreparedSet | None:
         """Return the window's samples if they are at hand; does not wait, and asks for nothing."""
-        return _find(self.job, window, say=self._say)
+        return _find(self.job, window, log=self._log)
 
     def close(self) -> None:
         """Ask for nothing any more, and end the process that this one has started."""
@@ -71,26 +70,26 @@ class Windows:
         self._desk = None
 
     def __getstate__(self) -> dict[str, object]:
-        return {**self.__dict__, "_desk": None, "_say": _say_nothing}
+        return {**self.__dict__, "_desk": None, "_say": _log_nothing}
 
-    def _own(self) -> "_Desk":
+    def _own(self) -> "_ReaderState":
         if self._desk is None or self._desk.pid != os.getpid():
             is_copy = self._desk is not None
-            self._desk = _Desk(self.job, say=_say_nothing if is_copy else self._say)
+            self._desk = _ReaderState(self.job, log=_log_nothing if is_copy else self._log)
         return self._desk
 
 
-class _Desk:
+class _ReaderState:
     """What one process has: its place among the readers, the windows it has opened, the makers it has started."""
 
-    def __init__(self, job: StreamJob, *, say: Callable[[str], None]) -> None:
+    def __init__(self, job: StreamJob, *, log: Callable[[str], None]) -> None:
         self.pid = os.getpid()
         self.opened = lru_cache(maxsize=_OPEN_WINDOWS)(self._open)
         self.record = lru_cache(maxsize=_OPEN_WINDOWS)(self._read)
         self._job = job
-        self._say = say
-        self._reader = Reader(job.folder.readers)
-        self._started: list[Maker] = []
+        self._log = log
+        self._reader = StreamReader(job.folder.readers)
+        self._started: list[ProducerProcess] = []
         self._num_in_vain = 0  # starts since a window came
 
     def ask(self, window: int) -> None:
@@ -120,9 +119,9 @@ class _Desk:
             self._start_maker()
             if is_quiet and time.monotonic() - begun > _QUIET_SECONDS:
                 is_quiet = False
-                self._say(f"{self._job.key}: waiting for window {window}, which is being prepared")
+                self._log(f"{self._job.key}: waiting for window {window}, which is being prepared")
             if sign != (sign := _changed_at(self._job.folder.sign_of_life)):
-                note_life()
+                keep_alive()
             time.sleep(_PAUSE_SECONDS)
         return found
 
@@ -133,11 +132,11 @@ class _Desk:
             try:
                 return folder.read_record(window)
             except DamagedSet as damage:
-                self._say(f"warning: {self._job.key}: {damage}. Its window is prepared again.")
+                self._log(f"warning: {self._job.key}: {damage}. Its window is prepared again.")
 
     def _open(self, window: int) -> PreparedSet:
         self.ask(window)  # also where it is at hand: those after it are to be prepared
-        return self.wait(window, lambda: _find(self._job, window, say=self._say))
+        return self.wait(window, lambda: _find(self._job, window, log=self._log))
 
     def _start_maker(self) -> None:
         """Start the process that prepares windows, unless one lives: it holds the lock, however it may end."""
@@ -145,7 +144,7 @@ class _Desk:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self._refuse_more_starts()
-            self._started.append(Maker(self._job, lock=lock))
+            self._started.append(ProducerProcess(self._job, lock=lock))
             self._num_in_vain += 1
         except BlockingIOError:
             return
@@ -153,14 +152,14 @@ class _Desk:
             os.close(lock)  # the child has it still
 
     def _refuse_more_starts(self) -> None:
-        if self._num_in_vain >= _MOST_STARTS:
+        if self._num_in_vain >= _MAX_STARTS:
             raise DataError(
-                f"{self._job.key}: the process that prepares windows has ended {_MOST_STARTS} times, the last time "
+                f"{self._job.key}: the process that prepares windows has ended {_MAX_STARTS} times, the last time "
                 f"with code {self._started[-1].code} (-9: killed, perhaps for want of memory). What it said is above."
             )
 
 
-class Maker:
+class ProducerProcess:
     """The process that prepares windows, as the one sees it that has started it, with which it ends."""
 
     def __init__(self, job: StreamJob, *, lock: int) -> None:
@@ -192,7 +191,7 @@ class Maker:
         return self._process.poll()
 
 
-def _find(job: StreamJob, window: int, *, say: Callable[[str], None]) -> PreparedSet | None:
+def _find(job: StreamJob, window: int, *, log: Callable[[str], None]) -> PreparedSet | None:
     """Return the window, verified; one that is damaged is set aside, so that it is prepared again."""
     path = job.folder.window(window)
     try:
@@ -203,7 +202,7 @@ def _find(job: StreamJob, window: int, *, say: Callable[[str], None]) -> Prepare
         return prepared
     except DamagedSet as damage:
         if path.exists() and job.folder.set_window_aside(window):  # else deleted while it was being opened
-            say(f"warning: {job.key}: window {window}: {damage}. It is prepared again.")
+            log(f"warning: {job.key}: window {window}: {damage}. It is prepared again.")
         return None
 
 
@@ -211,5 +210,5 @@ def _changed_at(path: Path) -> int:
     return path.stat().st_mtime_ns if path.exists() else 0
 
 
-def _say_nothing(message: str) -> None:
+def _log_nothing(message: str) -> None:
     """Say nothing: the rank that this process loads for has the word."""

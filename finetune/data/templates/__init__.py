@@ -1,1 +1,1 @@
-"""Templates that are not ours: looked at before they run, and run in a process of their own with limits."""
+"""Jinja templates: chat templates and row templates, run in a sandbox unless they are known to be cheap."""

@@ -1,1 +1,1 @@
-"""Adapters: what learns beside a frozen base, through peft."""
+"""Adapters: parameters trained on top of a frozen base, through peft."""

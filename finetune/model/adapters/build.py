@@ -1,4 +1,4 @@
-"""A frozen base gets the adapters that its section asks for."""
+"""Adds the adapters that a job asks for to a frozen base, through peft."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from peft import PeftConfig, PeftModel, get_peft_model
 from peft.tuners.lora import LoraLayer
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from finetune.config.sections.model import (
@@ -18,61 +19,84 @@ from finetune.config.sections.model import (
     PromptTuningSection,
 )
 from finetune.errors import ModelError
-from finetune.model.adapters.casts import leave_casts_to_autocast
-from finetune.model.adapters.continued import load_saved, saved_config
-from finetune.model.adapters.ground import Ground
-from finetune.model.adapters.loftq import make_up_for_quantization
-from finetune.model.adapters.low_rank import OF_THE_BASE, check_lora, lora_config
-from finetune.model.adapters.multiplied import check_oft, ia3_config, oft_config
-from finetune.model.adapters.names import ADAPTER, candidates_sentence
-from finetune.model.adapters.principal import keep_first_factors
-from finetune.model.adapters.prompts import draw_prefix, draw_prompt, prefix_config, prompt_config
-from finetune.model.adapters.wish import Wish
-from finetune.model.hub import summary
-from finetune.model.initialize import on_cpu_in_float32
-from finetune.runtime.seeds import derive
+from finetune.model.adapters.context import ADAPTER_NAME, AdapterConfig, AdapterContext, format_candidates
+from finetune.model.adapters.lora import INITS_FROM_BASE, check_lora, init_loftq, lora_config, record_initial_factors
+from finetune.model.adapters.other_methods import (
+    check_oft,
+    ia3_config,
+    init_prefix,
+    init_prompt,
+    oft_config,
+    prefix_config,
+    prompt_config,
+)
+from finetune.model.adapters.saved import load_saved_weights, saved_adapter_config
+from finetune.model.loading.hub import error_summary
+from finetune.model.loading.initialize import as_cpu_float32
+from finetune.runtime.seeds import derive_seed
 
 
-def add_adapter(model: PreTrainedModel, wish: Wish, ground: Ground) -> PeftModel:
+def skip_redundant_casts(model: nn.Module) -> None:
+    """Have LoRA's layers hand a 16-bit input to their matrices as it is where autocast would round it back anyway.
+
+    peft widens every input to the adapter's float32, which autocast undoes right away: the same bits, for two passes
+    over the activations in every adapted layer (peft 0.21). Dropout and DoRA, which go by the type, keep it.
+    """
+    for layer in model.modules():
+        if isinstance(layer, LoraLayer) and _has_plain_lora(layer):
+            layer._cast_input_dtype = _cast_unless_autocast
+
+
+def _has_plain_lora(layer: Any) -> bool:
+    drops = any(not isinstance(each, nn.Identity) for each in layer.lora_dropout.values())
+    return not drops and not getattr(layer, "lora_variant", {})
+
+
+def _cast_unless_autocast(x: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    is_left = x is None or x.dtype == dtype or (x.element_size() == 2 and torch.is_autocast_enabled(x.device.type))
+    return x if is_left or x is None else x.to(dtype)
+
+
+def add_adapter(model: PreTrainedModel, adapter: AdapterConfig, context: AdapterContext) -> PeftModel:
     """Return the model with a frozen base and float32 adapters.
 
     Their values depend on the seed and module names alone, for `pissa`, `olora` and `loftq` on the base's weights too,
     and for a path on what is saved there. At first they change nothing, except learnt prompts and a saved adapter.
     Raises ModelError for what this model cannot have. Collective under ZeRO-3.
     """
-    kind = _KINDS[_type(wish)]
+    kind = _METHODS[_method_of(adapter)]
     try:
-        config = kind.config(model, wish, ground)
-        adapted = get_peft_model(model, config, adapter_name=ADAPTER, revision=ground.revision)
+        config = kind.config(model, adapter, context)
+        adapted = get_peft_model(model, config, adapter_name=ADAPTER_NAME, revision=context.revision)
     except (ValueError, TypeError) as error:  # peft's, for layers that this method has no adapter for
-        raise ModelError(f"model.{kind.key}: {summary(error)} {candidates_sentence(model)}") from error
-    kind.fill(adapted, wish, ground)
-    leave_casts_to_autocast(adapted)
+        raise ModelError(f"model.{kind.key}: {error_summary(error)} {format_candidates(model)}") from error
+    kind.fill(adapted, adapter, context)
+    skip_redundant_casts(adapted)
     return adapted
 
 
 @dataclass(frozen=True)
-class _Kind:
+class _Method:
     key: str  # in `model:`
-    config: Callable[[PreTrainedModel, Any, Ground], PeftConfig]
-    fill: Callable[[PeftModel, Any, Ground], None]  # gives first values, and checks what has come out
+    config: Callable[[PreTrainedModel, Any, AdapterContext], PeftConfig]
+    fill: Callable[[PeftModel, Any, AdapterContext], None]  # gives first values, and checks what has come out
 
 
-def _type(wish: Wish) -> type:
-    return Path if isinstance(wish, Path) else type(wish)
+def _method_of(adapter: AdapterConfig) -> type:
+    return Path if isinstance(adapter, Path) else type(adapter)
 
 
-def _fill_lora(model: PeftModel, lora: LoraSection, ground: Ground) -> None:
+def _init_lora(model: PeftModel, lora: LoraSection, context: AdapterContext) -> None:
     check_lora(model, lora)
-    if lora.init in OF_THE_BASE:
-        keep_first_factors(model, lora.init)
+    if lora.init in INITS_FROM_BASE:
+        record_initial_factors(model, lora.init)
         return
-    _draw_factors(model, is_gaussian=lora.init == "gaussian", seed=ground.seed)
+    _init_factors(model, is_gaussian=lora.init == "gaussian", seed=context.seed)
     if lora.init == "loftq":
-        make_up_for_quantization(model, ground)
+        init_loftq(model, context)
 
 
-def _draw_factors(model: PeftModel, *, is_gaussian: bool, seed: int) -> None:
+def _init_factors(model: PeftModel, *, is_gaussian: bool, seed: int) -> None:
     """Draw each adapter from its own seed, so that neither rank nor strategy nor the order of modules matters."""
     with torch.no_grad(), torch.random.fork_rng(devices=()):
         for name, module in model.named_modules():
@@ -80,28 +104,28 @@ def _draw_factors(model: PeftModel, *, is_gaussian: bool, seed: int) -> None:
                 factors = [
                     p for own, p in module.named_parameters() if own.startswith(("lora_A", "lora_B", "lora_emb"))
                 ]
-                with on_cpu_in_float32(factors):
-                    torch.default_generator.manual_seed(derive(seed, "adapters", name))
-                    module.reset_lora_parameters(ADAPTER, "gaussian" if is_gaussian else True)
+                with as_cpu_float32(factors):
+                    torch.default_generator.manual_seed(derive_seed(seed, "adapters", name))
+                    module.reset_lora_parameters(ADAPTER_NAME, "gaussian" if is_gaussian else True)
 
 
-def _fill_nothing(model: PeftModel, wish: Wish, ground: Ground) -> None:
+def _keep_peft_init(model: PeftModel, adapter: AdapterConfig, context: AdapterContext) -> None:
     """Leave peft's own first values: ones, which are no chance."""
 
 
-def _fill_oft(model: PeftModel, oft: OftSection, ground: Ground) -> None:
+def _check_oft_blocks(model: PeftModel, oft: OftSection, context: AdapterContext) -> None:
     check_oft(model, oft)
 
 
-def _fill_prefix(model: PeftModel, prefix: PrefixTuningSection, ground: Ground) -> None:
-    draw_prefix(model, ground)
+def _init_prefix(model: PeftModel, prefix: PrefixTuningSection, context: AdapterContext) -> None:
+    init_prefix(model, context)
 
 
-_KINDS: Mapping[type, _Kind] = {
-    LoraSection: _Kind("lora", lora_config, _fill_lora),
-    Ia3Section: _Kind("ia3", ia3_config, _fill_nothing),
-    OftSection: _Kind("oft", oft_config, _fill_oft),
-    PromptTuningSection: _Kind("prompt_tuning", prompt_config, draw_prompt),
-    PrefixTuningSection: _Kind("prefix_tuning", prefix_config, _fill_prefix),
-    Path: _Kind("adapter", saved_config, load_saved),
+_METHODS: Mapping[type, _Method] = {
+    LoraSection: _Method("lora", lora_config, _init_lora),
+    Ia3Section: _Method("ia3", ia3_config, _keep_peft_init),
+    OftSection: _Method("oft", oft_config, _check_oft_blocks),
+    PromptTuningSection: _Method("prompt_tuning", prompt_config, init_prompt),
+    PrefixTuningSection: _Method("prefix_tuning", prefix_config, _init_prefix),
+    Path: _Method("adapter", saved_adapter_config, load_saved_weights),
 }

@@ -1,1 +1,1 @@
-"""Attention: which implementation a model gets, and our own, which keeps the samples of a row apart."""
+"""Attention: which implementation a model gets, and our own for packed samples."""

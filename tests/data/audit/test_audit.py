@@ -7,10 +7,31 @@ import numpy as np
 import pytest
 
 from finetune.config.sections.data import AuditSection
-from finetune.data.audit.audit import Streamed, audit_of, refuse_exceeded
-from finetune.data.prepared.counts import Counts
-from finetune.data.prepared.shares import num_duplicates, shares
+from finetune.data.audit.audit import Streamed, audit_sources, histogram, length_histogram, quantiles, refuse_exceeded
+from finetune.data.token_cache.counts import Counts, num_duplicates, shares
 from finetune.errors import DataError
+
+
+def test_short_lengths_have_a_bar_each():
+    found = length_histogram(np.array([1, 1, 3]))
+    assert found.edges == (0.0, 1.0, 2.0, 3.0, 4.0)
+    assert found.bars == (0, 2, 0, 1)
+
+
+def test_long_lengths_share_bars_of_whole_tokens():
+    found = length_histogram(np.array([10, 1000]), most_bars=32)
+    assert len(found.bars) <= 32 and sum(found.bars) == 2
+    assert found.edges[1] == 32.0
+    assert found.edges[-1] > 1000
+
+
+def test_everything_is_in_a_bar():
+    assert histogram(np.array([0.0, 0.5, 1.0]), upper=1.0, num_bars=4).bars == (1, 0, 1, 1)
+
+
+def test_a_quantile_is_a_length_that_occurs():
+    assert quantiles(np.array([7, 1, 9]))["p50"] == 7
+    assert quantiles(np.array([], np.int64)) == {}
 
 
 @dataclass(frozen=True)
@@ -48,7 +69,7 @@ def test_a_sample_that_stands_earlier_in_any_source_is_a_duplicate():
 
 def test_the_total_is_that_of_the_sources():
     first, second = counted("aab", tokens=13, targets=6), counted("bc", tokens=11, targets=4)
-    audit = audit_of({"data.train.mix.0": first, "data.train.mix.1": second})
+    audit = audit_sources({"data.train.mix.0": first, "data.train.mix.1": second})
     assert [source.duplicates for source in audit.sources] == [1, 1]
     assert (audit.total.counts.rows, audit.total.counts.tokens, audit.total.duplicates) == (5, 24, 2)
     assert audit.total.masked_tokens == 14
@@ -59,18 +80,18 @@ def test_the_total_is_that_of_the_sources():
 
 
 def test_training_samples_that_are_evaluated_on_are_counted():
-    audit = audit_of({"data.train": counted("aabc")}, validation=counted("abx"))
+    audit = audit_sources({"data.train": counted("aabc")}, validation=counted("abx"))
     assert audit.sources[0].in_validation == 3
     assert audit.validation.key == "data.validation"
-    assert audit_of({"data.train": counted("a")}).sources[0].in_validation is None
+    assert audit_sources({"data.train": counted("a")}).sources[0].in_validation is None
 
 
 def test_a_stream_has_counts_and_no_more():
     stream = Streamed(lambda: Counts(rows=7, samples=6, tokens=60))
-    audit = audit_of({"data.train.mix.0": stream, "data.train.mix.1": counted("aa")})
+    audit = audit_sources({"data.train.mix.0": stream, "data.train.mix.1": counted("aa")})
     assert audit.sources[0].is_streamed and audit.sources[0].duplicates is None
     assert audit.total.counts.rows == 9 and audit.total.duplicates == 1
-    assert audit_of({"data.train": stream}).total.lengths is None
+    assert audit_sources({"data.train": stream}).total.lengths is None
 
 
 def test_shares_are_of_what_was_there_before_it_was_lost():
@@ -86,11 +107,11 @@ def test_shares_are_of_what_was_there_before_it_was_lost():
 
 def test_a_limit_that_is_crossed_is_named_with_by_how_much():
     limits = AuditSection(max_duplicate_samples=0.25, max_unknown_tokens=0.5)
-    audit = audit_of({"data.train": counted("aab")}, limits=limits)
+    audit = audit_sources({"data.train": counted("aab")}, limits=limits)
     assert [str(each) for each in audit.exceeded] == [
         "data.train: 1 of 3 samples equal an earlier one (33.33%): data.audit.max_duplicate_samples allows 25.00%."
     ]
-    assert audit_of({"data.train": counted("aabcd")}, limits=limits).exceeded == ()
+    assert audit_sources({"data.train": counted("aabcd")}, limits=limits).exceeded == ()
 
 
 def test_samples_that_stand_in_two_sources_stop_a_run_too():
@@ -101,7 +122,7 @@ def test_samples_that_stand_in_two_sources_stop_a_run_too():
 
 
 def test_an_audit_is_plain_json():
-    audit = audit_of({"data.train": counted("aab", tokens=13, targets=6)}, validation=counted("x"))
+    audit = audit_sources({"data.train": counted("aab", tokens=13, targets=6)}, validation=counted("x"))
     plain = json.loads(json.dumps(audit.as_json(), allow_nan=False))
     assert plain["version"] == 1
     assert plain["sources"][0]["counts"]["masked_tokens"] == 7
@@ -110,5 +131,5 @@ def test_an_audit_is_plain_json():
 
 
 def test_nothing_is_audited_without_a_fault():
-    audit = audit_of({"data.train": counted("")})
+    audit = audit_sources({"data.train": counted("")})
     assert audit.total.length_quantiles == {} and audit.as_json()["total"]["shares"]["truncated_rows"] == 0.0

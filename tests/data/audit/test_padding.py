@@ -9,8 +9,8 @@ import torch
 from finetune.data.audit.padding import measure_padding, plain_computed
 from finetune.data.batch import Batch
 from finetune.data.features import Features
+from finetune.data.order.dataset_view import DatasetView
 from finetune.data.order.order import SetOrder
-from finetune.data.order.pool import Pool
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ def batch_of(features, *, rows, columns):
 
 
 def measured(collate, lengths=(1, 9, 2, 8, 3, 7, 4, 6), **named):
-    pool = Pool(Samples(lengths), SetOrder(seed=0, num_samples=len(lengths), shuffle=False), "print")
+    pool = DatasetView(Samples(lengths), SetOrder(seed=0, num_samples=len(lengths), shuffle=False), "print")
     return measure_padding(pool, collate, global_batch_size=4, microbatch_size=2, **named)
 
 

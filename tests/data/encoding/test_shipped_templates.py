@@ -3,20 +3,16 @@
 `pytest -s` prints the table. `refused` stands for what a template cannot do, with the beginning of the reason.
 """
 
-import sys
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 
 import pytest
 
-from finetune.data.encoding.encode import ConversationEncoder
-from finetune.data.encoding.template_check import CASES
-from finetune.data.encoding.tokens import Tokens
+from finetune.data.audit.template_check import CASES
+from finetune.data.encoding.conversation import ConversationEncoder
+from finetune.data.encoding.tokenizer import TextTokenizer
 from finetune.errors import DataError
-
-sys.path.append(str(Path(__file__).parents[1]))
-from template_tokenizers import END, shipped_templates, targets, tokenizer_for
+from tests.data.template_tokenizers import END, shipped_templates, targets, tokenizer_for
 
 TEMPLATES = shipped_templates()
 
@@ -194,7 +190,7 @@ def test_the_answers_and_what_ends_them_are_learnt_and_nothing_else(name):
 
 def test_remembered_tails_and_whole_beginnings_give_the_same(monkeypatch):
     def encoded(is_fast):
-        monkeypatch.setattr(Tokens, "cuts_at_seams", is_fast)
+        monkeypatch.setattr(TextTokenizer, "cuts_at_seams", is_fast)
         outcomes = {name: ConversationEncoder(tokenizer)(rows_for(name)) for name, tokenizer in tokenizers.items()}
         return {name: [as_plain(each) for each in found] for name, found in outcomes.items()}
 
@@ -204,7 +200,7 @@ def test_remembered_tails_and_whole_beginnings_give_the_same(monkeypatch):
         return [outcome.arrays[name].tolist() for name in ("input_ids", "is_target")]
 
     tokenizers = {name: tokenizer_of(name) for name in TEMPLATES}
-    assert all(Tokens(tokenizer).cuts_at_seams for tokenizer in tokenizers.values())
+    assert all(TextTokenizer(tokenizer).cuts_at_seams for tokenizer in tokenizers.values())
     fast = encoded(True)
     assert sum(isinstance(each, list) for found in fast.values() for each in found) > 100
     assert fast == encoded(False)

@@ -11,7 +11,7 @@ from finetune.errors import DataError
 def read(row: dict, **section):
     raw = RawRow("rows.jsonl", 1, row)
     source = TrainingSourceSection.model_validate({"path": "rows.jsonl", **section})
-    return choose_format(source, raw, key="data.train", say=lambda _: None).read(raw)
+    return choose_format(source, raw, key="data.train", log=lambda _: None).read(raw)
 
 
 ANSWER = {"prompt": "2 + 2?", "completion": "4"}

@@ -18,7 +18,7 @@ def read(row, said=None, **keys):
     """Read one row as the section's format does."""
     say = (said if said is not None else []).append
     raw = RawRow("rows.jsonl", 1, row)
-    form = choose_format(SourceSection(path="rows.jsonl", **keys), raw, key=KEY, say=say)
+    form = choose_format(SourceSection(path="rows.jsonl", **keys), raw, key=KEY, log=say)
     return pickle.loads(pickle.dumps(form)).read(raw)
 
 
@@ -134,7 +134,7 @@ def test_a_value_of_the_wrong_type_is_named(row, message):
 
 def test_the_row_without_the_column_is_named_with_the_remedy():
     form = choose_format(
-        SourceSection(path="x"), RawRow("f", 1, {"prompt": "a", "completion": "b"}), key=KEY, say=lambda _: None
+        SourceSection(path="x"), RawRow("f", 1, {"prompt": "a", "completion": "b"}), key=KEY, log=lambda _: None
     )
     with pytest.raises(
         DataError,
@@ -156,7 +156,7 @@ def with_class_names(row, names, said=None, **keys):
     raw = RawRow("rows.parquet", 1, row)
     say = (said if said is not None else []).append
     section = SourceSection(path="rows.parquet", **keys)
-    return choose_format(section, raw, key=KEY, say=say, class_names=lambda: names).read(raw)
+    return choose_format(section, raw, key=KEY, log=say, class_names=lambda: names).read(raw)
 
 
 def test_numbers_that_the_dataset_has_names_for_become_these_names_and_it_is_said():
@@ -177,6 +177,6 @@ def test_minus_one_is_no_label():
 def test_class_names_are_part_of_what_a_row_is_read_as():
     section, raw = SourceSection(path="rows.parquet"), RawRow("rows.parquet", 1, {"text": "a", "label": 0})
     forms = [
-        choose_format(section, raw, key=KEY, say=print, class_names=lambda n=n: n) for n in ({}, {"label": ("x",)})
+        choose_format(section, raw, key=KEY, log=print, class_names=lambda n=n: n) for n in ({}, {"label": ("x",)})
     ]
     assert forms[0].identity() != forms[1].identity()

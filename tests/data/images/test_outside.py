@@ -10,9 +10,9 @@ from PIL import Image
 
 from finetune.config.sections.data import DataSection
 from finetune.data.classes import Classes
-from finetune.data.encoding.labelled_images import ImageEncoder
+from finetune.data.encoding.labelled_images import LabelledImageEncoder
 from finetune.data.images.decode import decode_image
-from finetune.data.images.read import MOST_BYTES
+from finetune.data.images.stored_image import MOST_BYTES
 from finetune.data.sources.source import open_sources
 from finetune.errors import DataError
 
@@ -38,10 +38,10 @@ def read(folder, image, **keys):
     """Return the image's bytes as a job reads them that has one row with this image."""
     (folder / "rows.jsonl").write_text(json.dumps({"image": str(image), "label": "a"}) + "\n")
     section = DataSection(train={"path": str(folder / "rows.jsonl"), **keys})
-    (source,) = open_sources(section, seed=1, say=lambda sentence: None).train
+    (source,) = open_sources(section, seed=1, log=lambda sentence: None).train
     (row,) = [source.format.read(raw) for raw in source.rows()]
     source.identity()
-    (outcome,) = ImageEncoder(Classes(("a",)), "RGB")([row])
+    (outcome,) = LabelledImageEncoder(Classes(("a",)), "RGB")([row])
     if isinstance(outcome, DataError):
         raise outcome
     return bytes(outcome.arrays["image"])

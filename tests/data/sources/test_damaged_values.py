@@ -10,13 +10,12 @@ import pyarrow.parquet as pq
 import pytest
 
 from finetune.config.sections.data import DataSection
-from finetune.data.encoding.answers import AnswersEncoder
-from finetune.data.encoding.labelled import LabelledEncoder
-from finetune.data.encoding.labels import Numbers
+from finetune.data.encoding.labelled_text import LabelledTextEncoder, NumericLabelEncoder
+from finetune.data.encoding.preference import PreferenceEncoder
 from finetune.data.encoding.text import TextEncoder
-from finetune.data.prepared.chunks import encode_chunk, make_recipe
 from finetune.data.sources import readers
 from finetune.data.sources.source import open_sources
+from finetune.data.token_cache.chunks import encode_chunk, make_encoding_plan
 from finetune.errors import DataError
 
 DEEP, DIGITS = "[" * 100_000 + "]" * 100_000, "9" * 5000
@@ -47,8 +46,8 @@ MESSAGES = {
 def encode(path, tokenizer, make=TextEncoder, **keys):
     """Encode the rows of the file as a preparing process does it."""
     section = DataSection(train={"path": str(path), **keys}, max_length=10**6)
-    (source,) = open_sources(section, seed=1, say=lambda sentence: None).train
-    return encode_chunk(make_recipe(source.format, make(tokenizer), section=section), list(source.rows()))
+    (source,) = open_sources(section, seed=1, log=lambda sentence: None).train
+    return encode_chunk(make_encoding_plan(source.format, make(tokenizer), section=section), list(source.rows()))
 
 
 @pytest.mark.parametrize("kind", LINES)
@@ -78,14 +77,16 @@ def test_a_turn_is_named(tmp_path, tokenizer, kind):
 def test_a_label_that_is_no_number_of_float32_is_named(tmp_path, tokenizer, label):
     (tmp_path / "rows.jsonl").write_text(f'{{"text": "a", "label": 1}}\n{{"text": "a", "label": {label}}}\n')
     with pytest.raises(DataError, match=r"row 2: the label must be a number"):
-        encode(tmp_path / "rows.jsonl", tokenizer, lambda words: LabelledEncoder(words, Numbers(1)))
+        encode(tmp_path / "rows.jsonl", tokenizer, lambda words: LabelledTextEncoder(words, NumericLabelEncoder(1)))
 
 
 def test_a_margin_of_many_digits_is_named(tmp_path, tokenizer):
     row = '{"prompt": "a", "chosen": "b", "rejected": "c", "margin": %s}\n' % ("9" * 401)
     (tmp_path / "rows.jsonl").write_text(row)
     with pytest.raises(DataError, match=r"row 1: column `margin` must be a number, but is a number\."):
-        encode(tmp_path / "rows.jsonl", tokenizer, lambda words: AnswersEncoder(lambda rows: [], "task", margin=True))
+        encode(
+            tmp_path / "rows.jsonl", tokenizer, lambda words: PreferenceEncoder(lambda rows: [], "task", margin=True)
+        )
 
 
 def test_a_row_that_cannot_be_encoded_among_others_is_named(tmp_path, tokenizer):

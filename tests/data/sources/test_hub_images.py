@@ -39,7 +39,7 @@ def test_images_of_the_hub_come_as_bytes(folder, monkeypatch, stream):
 def test_a_parquet_file_of_images_is_read_with_the_names_of_its_classes(folder):
     train = {"path": str(folder / "train.parquet"), "columns": {"image": "img"}}
     said = []
-    (source,) = open_sources(DataSection(train=train), seed=1, say=said.append).train
+    (source,) = open_sources(DataSection(train=train), seed=1, log=said.append).train
     rows = [source.format.read(raw) for raw in source.rows()]
     assert [row["label"] for row in rows] == ["one", "zero", "one"]
     assert [row["image"].read() for row in rows] == [png(n) for n in range(3)]

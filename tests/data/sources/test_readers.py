@@ -10,7 +10,7 @@ import pyarrow.parquet
 import pytest
 
 from finetune.data.sources.files import DataFile
-from finetune.data.sources.local import LocalPlace
+from finetune.data.sources.local import LocalFile
 from finetune.errors import DataError
 
 ROWS = [{"prompt": f"question {n}", "completion": f"answer, {n}"} for n in range(1, 6)]
@@ -54,7 +54,7 @@ CONTENTS = {
 
 def opened(tmp_path, name, content):
     (tmp_path / name).write_bytes(content)
-    return DataFile(LocalPlace(tmp_path / name))
+    return DataFile(LocalFile(tmp_path / name))
 
 
 @pytest.mark.parametrize("name", CONTENTS)

@@ -23,7 +23,7 @@ LINES = [json.dumps(row).encode() + b"\n" for row in ROWS]
 
 def opened(url, said=None, **keys):
     say = (said if said is not None else []).append
-    return open_source(SourceSection(path=url, **keys), key="data.train", say=say)
+    return open_source(SourceSection(path=url, **keys), key="data.train", log=say)
 
 
 def texts(source):

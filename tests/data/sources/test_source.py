@@ -19,8 +19,8 @@ ROWS = [{"prompt": f"question {n}", "completion": f"answer {n}"} for n in range(
 KEY = "data.train"
 
 
-def opened(section, say=lambda _: None):
-    return open_source(section, key=KEY, say=say)
+def opened(section, log=lambda _: None):
+    return open_source(section, key=KEY, log=say)
 
 
 def read(section, said=None):
@@ -89,7 +89,7 @@ def told(source):
 
 def open_job(train, said=None, *, seed=7, **validation):
     section = DataSection(train=train, validation=ValidationSourceSection(**validation), max_length=8)
-    return open_sources(section, seed=seed, say=(said if said is not None else []).append)
+    return open_sources(section, seed=seed, log=(said if said is not None else []).append)
 
 
 @pytest.fixture
@@ -104,7 +104,7 @@ def mixed(write_rows):
 
 def test_a_mix_is_a_source_for_every_part(mixed):
     said = []
-    job = open_sources(DataSection(train=mixed, max_length=8), seed=1, say=said.append)
+    job = open_sources(DataSection(train=mixed, max_length=8), seed=1, log=said.append)
     assert [source.key for source in job.train] == ["data.train.mix.0", "data.train.mix.1"]
     assert [len(list(source.rows())) for source in job.train] == [100, 40]
     assert job.train[1].section.weight == 2.0

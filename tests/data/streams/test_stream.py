@@ -1,27 +1,101 @@
-"""A stream is prepared window after window by a process of its own: always the same, on a disk that stays small."""
+"""The order of a stream follows from the samples of each window alone, wherever it begins."""
 
 import os
 import re
 import shutil
 import signal
-import sys
-from pathlib import Path
 
 import fsspec
 import numpy as np
 import pytest
 
-from finetune.config.sections.data import StreamSection, TrainingSourceSection
-from finetune.data.order.sample_ids import in_window, of_window
+from finetune.config.sections.data import BatchingSection, StreamSection, TrainingSourceSection
+from finetune.data.delivery import digest_of_step_ids
+from finetune.data.order.dataset_view import split_stream_index, window_offset
+from finetune.data.order.grouping import set_order
+from finetune.data.order.order import SetOrder
 from finetune.data.sources.source import open_source
-from finetune.data.streams import maker as stream_maker
-from finetune.data.streams.maker import NUM_BEHIND, make_window, serve
-from finetune.data.streams.stream import stream_pool
-from finetune.data.verified.marks import mark_of
+from finetune.data.streams import producer as stream_maker
+from finetune.data.streams.producer import NUM_KEPT_WINDOWS, make_window, serve
+from finetune.data.streams.stream import StreamOrder, stream_view
+from finetune.data.token_cache.integrity import sample_checksum
 from finetune.errors import DataError
+from tests.data.byte_encoding import encode_bytes
 
-sys.path.append(str(Path(__file__).parents[1]))  # handed on to the process that prepares
-from byte_encoding import encode_bytes
+SIZES = [5, 0, 3, 7, 2]
+
+
+class Arranged:
+    """Windows of so many samples, over and over; remembers which were asked for."""
+
+    def __init__(self, sizes=SIZES):
+        self.sizes = sizes
+        self.asked = []
+
+    def __call__(self, window):
+        self.asked.append(window)
+        size = self.sizes[window % len(self.sizes)]
+        return SetOrder(seed=window, num_samples=size) if size else None
+
+
+def places(ids):
+    return [split_stream_index(each) for each in ids.tolist()]
+
+
+def test_window_follows_window_and_each_sample_comes_once():
+    ids = StreamOrder(Arranged()).samples(0, 17)
+    windows = [window for window, _ in places(ids)]
+    assert windows == [0] * 5 + [2] * 3 + [3] * 7 + [4] * 2
+    for window, size in enumerate(SIZES):
+        assert sorted(index for each, index in places(ids) if each == window) == list(range(size))
+
+
+def test_it_can_be_taken_up_anywhere():
+    whole = StreamOrder(Arranged()).samples(0, 60)
+    for start in range(0, 60, 7):
+        assert StreamOrder(Arranged()).samples(start, 60).tolist() == whole[start:].tolist()
+    order = StreamOrder(Arranged())
+    pieces = [order.samples(start, min(start + 4, 60)) for start in range(0, 60, 4)]
+    assert np.concatenate(pieces).tolist() == whole.tolist()
+    assert [piece.tolist() for piece in order.cut(3, 20, 8)] == [
+        whole[3:11].tolist(),
+        whole[11:19].tolist(),
+        [whole[19]],
+    ]
+
+
+def test_no_window_is_asked_for_before_its_turn():
+    arranged = Arranged()
+    order = StreamOrder(arranged)
+    order.samples(0, 5)
+    assert arranged.asked == [0]
+    order.samples(5, 6)
+    assert arranged.asked == [0, 1, 2]
+    assert order.num_positions is None
+
+
+def test_what_was_consumed_can_be_worked_out_again():
+    digest = digest_of_step_ids(StreamOrder(Arranged()), 6, global_batch_size=4)
+    assert digest == digest_of_step_ids(StreamOrder(Arranged()), 6, global_batch_size=4)
+    assert digest != digest_of_step_ids(StreamOrder(Arranged([5, 0, 3, 6, 2])), 6, global_batch_size=4)
+
+
+def test_packs_stay_within_their_window():
+    lengths = [np.array([5, 9, 3, 1, 7]), np.array([2, 2, 2, 8])]
+
+    def arrange(window):
+        batching = BatchingSection(by="packs", tokens=10)
+        return set_order(lengths[window % 2], seed=window, shuffle=True, batching=batching, max_length=10)
+
+    order = StreamOrder(arrange)
+    packs = [places(pack) for pack in order.cut(0, 10, 1)]
+    assert len(packs) == 10
+    for pack in packs:
+        assert len({window for window, _ in pack}) == 1
+        assert sum(lengths[window % 2][index] for window, index in pack) <= 10
+    ids = [place for pack in packs for place in pack]
+    assert sorted(ids[:9]) == [(0, i) for i in range(5)] + [(1, i) for i in range(4)]
+
 
 IDENTITY = {"tokenizer": "t1"}
 
@@ -49,8 +123,8 @@ class Streams:
         stream = StreamSection(window_rows=window_rows, num_ahead=num_ahead)
         source = TrainingSourceSection(path=path or str(self.folder / "part-*.jsonl"), stream=stream)
         section = self.make_section(source, cache_folder=str(self.folder / cache), **keys)
-        opened = open_source(source, key="data.train", say=self.said.append)
-        pool, _ = stream_pool(opened, encode_bytes, section=section, identity=IDENTITY, seed=5, say=self.said.append)
+        opened = open_source(source, key="data.train", log=self.said.append)
+        pool, _ = stream_view(opened, encode_bytes, section=section, identity=IDENTITY, seed=5, log=self.said.append)
         self.opened.append(pool)
         return pool
 
@@ -67,7 +141,7 @@ def streams(write_rows, make_section, tmp_path):
 @pytest.fixture
 def no_process(monkeypatch):
     """Have nothing prepared but what the test prepares itself."""
-    monkeypatch.setattr("finetune.data.streams.windows.Maker", lambda job, *, lock: Nobody())
+    monkeypatch.setattr("finetune.data.streams.windows.ProducerProcess", lambda job, *, lock: Nobody())
 
 
 def texts_of(pool, start, stop):
@@ -95,7 +169,7 @@ def test_every_pass_has_every_row_and_the_disk_holds_a_few_windows(streams):
     passes = [texts[first : first + 13] for first in (0, 13, 26, 39)]
     assert all(sorted(each) == rows for each in passes)
     assert len({tuple(each) for each in passes}) == 4
-    assert most <= NUM_BEHIND + 1 + 1  # behind, in use, ahead
+    assert most <= NUM_KEPT_WINDOWS + 1 + 1  # behind, in use, ahead
     assert len(pool.samples.windows._own()._started) == 2
     said = "\n".join(streams.said)
     assert "in windows of 3 rows, shuffled within a window only; windows prepared ahead: 1" in said
@@ -147,10 +221,10 @@ def test_lengths_outlive_the_tokens(streams, no_process):
     streams.write(["a>", "b>22", "c>333"])
     pool = prepared(streams.open(shuffle=False), 0, 1)
     job_of(pool).folder.delete_window(0)
-    ids = np.array([of_window(0) + 2, of_window(1), of_window(0)])
+    ids = np.array([window_offset(0) + 2, window_offset(1), window_offset(0)])
     assert pool.samples.lengths_of(ids).tolist() == [5, 3, 2]
     assert pool.samples.windows.at_hand(0) is None
-    first, second = pool.samples.place(of_window(0) + 2), pool.samples.place(of_window(1))
+    first, second = pool.samples.place(window_offset(0) + 2), pool.samples.place(window_offset(1))
     assert first == f"sample 2 of window 0 (from {streams.folder}/part-0.jsonl after 0 of its rows on)"
     assert second == f"{streams.folder}/part-1.jsonl, row 1"
 
@@ -170,7 +244,7 @@ def test_a_window_of_which_nothing_is_left_is_passed_over(streams, no_process):
         (streams.folder / name).unlink()
     pool = prepared(streams.open(no_target="drop"), 0, 1, 2)
     assert sorted(texts_of(pool, 0, 3)) + texts_of(pool, 3, 4) == ["a>1", "b>2", "c>3", "d>4"]
-    assert in_window(int(pool.order.samples(3, 4)[0])) == (2, 0)
+    assert split_stream_index(int(pool.order.samples(3, 4)[0])) == (2, 0)
     (total,) = [line for line in streams.said if "2 windows so far: 6 rows -> 3 samples" in line]
     assert "dropped without a target: 3 rows" in total
 
@@ -221,7 +295,7 @@ def test_storage_that_does_not_answer_is_asked_again(streams, no_process, monkey
         yield
 
     job = job_of(streams.open())
-    monkeypatch.setattr("finetune.data.sources.portions.Shard.rows", away)
+    monkeypatch.setattr("finetune.data.sources.slices.SliceShard.rows", away)
     assert stream_maker._made(job, 0) == "part-0.jsonl: cannot be read"
     assert waited == pauses
 
@@ -263,13 +337,13 @@ def test_a_window_that_is_damaged_is_set_aside_and_prepared_again(streams):
 def test_a_record_that_is_damaged_is_made_again_with_its_window(streams):
     first = streams.open(shuffle=False)
     texts, ids = texts_of(first, 0, 7), first.order.samples(0, 7)
-    marks = first.samples.marks_of(ids)
+    marks = first.samples.checksums_of(ids)
     folder = job_of(first).folder
     first.samples.windows.close()
     flip(folder.path / "records" / "000001.marks.npy")
     again = streams.open(shuffle=False)
     assert texts_of(again, 0, 7) == texts
-    assert again.samples.marks_of(ids).tolist() == marks.tolist()
+    assert again.samples.checksums_of(ids).tolist() == marks.tolist()
     assert any("Its window is prepared again" in line for line in streams.said)
     assert folder.has_record(1)
 
@@ -279,9 +353,9 @@ def test_a_window_damaged_while_it_is_read_is_found_in_what_is_delivered(streams
     ids = pool.order.samples(0, 3)
     sample = pool.samples[int(ids[0])]
     folder = job_of(pool).folder
-    assert mark_of(sample.arrays) == int(pool.samples.marks_of(ids)[0])
+    assert sample_checksum(sample.arrays) == int(pool.samples.checksums_of(ids)[0])
     flip(folder.window(0) / "input_ids.values.npy")
-    assert mark_of(pool.samples[int(ids[2])].arrays) != int(pool.samples.marks_of(ids)[2])
+    assert sample_checksum(pool.samples[int(ids[2])].arrays) != int(pool.samples.checksums_of(ids)[2])
     what, then = pool.samples.refuse(ids[2:])
     assert re.search(r"sample 2 of window 0 \(from .*part-0\.jsonl .*: not what was prepared", what)
     assert "windows 0 are set aside. The same command prepares them again" in then

@@ -8,8 +8,7 @@ from peft import PeftModel
 from transformers import PreTrainedModel
 
 from finetune.model.adapters.build import add_adapter
-from finetune.model.adapters.ground import Ground
-from finetune.model.adapters.wish import Wish
+from finetune.model.adapters.context import AdapterConfig, AdapterContext
 
 VOCABULARY_SIZE = 300
 
@@ -28,8 +27,8 @@ class Letters:
 def adapted() -> Callable[..., PeftModel]:
     """Return a function that gives a model adapters; with `noise`, as they are after training."""
 
-    def make(model: PreTrainedModel, wish: Wish, *, noise: float = 0.0, seed: int = 1) -> PeftModel:
-        made = add_adapter(model, wish, Ground(seed=seed, tokenizer=Letters()))
+    def make(model: PreTrainedModel, wish: AdapterConfig, *, noise: float = 0.0, seed: int = 1) -> PeftModel:
+        made = add_adapter(model, wish, AdapterContext(seed=seed, tokenizer=Letters()))
         generator = torch.Generator().manual_seed(0)
         with torch.no_grad():
             for parameter in made.parameters():

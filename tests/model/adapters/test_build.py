@@ -1,5 +1,6 @@
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from finetune.config.sections.model import (
     Ia3Section,
@@ -9,9 +10,58 @@ from finetune.config.sections.model import (
     PromptTuningSection,
 )
 from finetune.errors import ModelError
+from finetune.model.adapters import build as building
 from finetune.model.adapters.build import add_adapter
-from finetune.model.adapters.ground import Ground
-from finetune.model.size import describe
+from finetune.model.adapters.context import AdapterContext
+from finetune.model.size import measure_model
+from finetune.runtime.parameters import InitContext
+
+
+class Widened(TorchDispatchMode):
+    """Counts casts of 16-bit activations to float32."""
+
+    num = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default and args[0].dtype == torch.bfloat16 and args[0].dim() == 3:
+            self.num += out.dtype == torch.float32
+        return out
+
+
+def learnt(model):
+    """Return what one batch teaches in bf16 arithmetic, and how many activations were widened on the way."""
+    ids = torch.arange(24).view(2, 12)
+    with Widened() as widened, torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
+    return loss.detach(), [p.grad for p in model.parameters() if p.grad is not None], widened.num
+
+
+@pytest.mark.parametrize(("lora", "is_left"), [({}, True), ({"dropout": 0.1}, False), ({"dora": True}, False)])
+def test_an_input_is_not_widened_for_autocast_to_round_it_back(build, from_config, monkeypatch, lora, is_left):
+    found = []
+    for is_ours in (True, False):
+        if not is_ours:
+            monkeypatch.setattr(building, "skip_redundant_casts", lambda model: None)
+        ground = AdapterContext(seed=7, head="causal_lm", revision=None, init_context=InitContext())
+        model = add_adapter(build(from_config(dtype="bfloat16")), LoraSection(rank=4, **lora), ground)
+        torch.manual_seed(0)
+        for weight in (p for p in model.parameters() if p.requires_grad):
+            torch.nn.init.normal_(weight, std=0.1)
+        found.append(learnt(model))
+    (loss, gradients, num), (expected, others, num_before) = found
+    assert torch.equal(loss, expected)
+    assert len(gradients) == len(others) >= 2 * 14
+    assert all(torch.equal(one, other) for one, other in zip(gradients, others, strict=True))
+    assert (num_before - num >= 14) if is_left else (num_before == num)
+
+
+def test_without_autocast_an_adapter_gets_its_own_type(build, from_config):
+    ground = AdapterContext(seed=7, head="causal_lm", revision=None, init_context=InitContext())
+    model = add_adapter(build(from_config(dtype="bfloat16")), LoraSection(rank=4), ground)
+    assert model(input_ids=torch.arange(6)[None]).logits.isfinite().all()
+
 
 BATCH = torch.arange(24).reshape(2, 12)
 MASK = torch.ones_like(BATCH)
@@ -48,7 +98,7 @@ def test_new_adapters_change_nothing_and_every_one_learns(from_config, build, ad
     learning = trained(made)
     assert learning
     assert all(each.grad is not None and each.dtype == torch.float32 for each in learning.values())
-    assert describe(made).num_adapted_modules > 0
+    assert measure_model(made).num_adapted_modules > 0
 
 
 @pytest.mark.parametrize("kind", BEFORE_THE_TEXT)
@@ -108,13 +158,13 @@ def test_what_this_model_cannot_have_is_refused(from_config, build, adapted, nam
 @pytest.mark.parametrize("wish", BEFORE_THE_TEXT.values(), ids=list(BEFORE_THE_TEXT))
 def test_a_head_that_picks_a_position_has_nothing_before_its_text(from_config, build, wish):
     with pytest.raises(ModelError, match="with the head `token_classification`"):
-        add_adapter(build(from_config()), wish, Ground(seed=1, head="token_classification", tokenizer=[]))
+        add_adapter(build(from_config()), wish, AdapterContext(seed=1, head="token_classification", tokenizer=[]))
 
 
 def test_layers_and_patterns_choose_modules_and_ranks(from_config, build, adapted):
     wish = LoraSection(rank=4, layers=(1,), rank_pattern={"q_proj": 2}, alpha_pattern={"v_proj": 1.0})
     made = adapted(build(from_config()), wish)
-    assert describe(made).num_adapted_modules == 7
+    assert measure_model(made).num_adapted_modules == 7
     assert all(".layers.1." in name for name in trained(made))
     attention = made.get_submodule("base_model.model.model.layers.1.self_attn")
     assert (attention.q_proj.r["default"], attention.k_proj.r["default"]) == (2, 4)

@@ -5,8 +5,8 @@ import inspect
 import torch
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
-from finetune.model.attention.per_sample import register
-from finetune.runtime.end_to_end import SAMPLE_LENGTHS, SampleLengths
+from finetune.model.attention.implementation import register_per_sample
+from finetune.runtime.packed_rows import SAMPLE_LENGTHS, SampleLengths
 
 WINDOW, LENGTHS = 6, (11, 3, 17, 2, 1, 8)
 """Two of the samples are longer than the window."""
@@ -29,7 +29,7 @@ def tiny_config(kind, **others):
 
 
 def tiny_model(kind, attention="per_sample", **others):
-    register()
+    register_per_sample()
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(tiny_config(kind, **others), attn_implementation=attention).eval()
     assert model.config._attn_implementation == attention

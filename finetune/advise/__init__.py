@@ -1,1 +1,0 @@
-"""Answers about a run: is it the same under every strategy?"""

@@ -1,0 +1,224 @@
+"""The manifest: the last file of a checkpoint to be written; it holds size and digest of every other one. No torch."""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path, PurePosixPath
+from typing import Annotated, Any
+
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_config
+from typing_extensions import TypedDict
+
+from finetune import __version__
+from finetune.checkpoint.format.layout import MANIFEST, step_of
+from finetune.errors import CheckpointError
+from finetune.runtime.files import atomic
+from finetune.runtime.files.read import first_problem as json_problem
+from finetune.runtime.files.read import parse_json, read_regular
+from finetune.runtime.progress import MAX_STEPS
+
+
+@dataclass(frozen=True)
+class RunFingerprint:
+    """What a checkpoint remembers of the run that wrote it, in words fit for a message."""
+
+    identity: Mapping[str, str]  # what changes the maths: a run that continues it must have the same
+    settings: Mapping[str, str]  # the rest of the config: may differ, and is listed when it does
+    origin: Mapping[str, str]  # `strategy` and `processes`: where it comes from, of no consequence
+
+
+FORMAT_VERSION = 2
+
+MANIFEST_DIGEST_KEY = "sha256"
+"""The manifest's key for its own digest; manifests from before there was one lack it."""
+
+BLOCK_BYTES = 1 << 20  # stays in a core's cache between reading and digesting
+
+
+_MAX_BYTES = 64 << 20
+_MAX_CREATED = 1e11  # unix seconds, the year 5138: what comes later is no date
+
+STRICT = ConfigDict(strict=True, extra="forbid")
+Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+_StringMap = dict[str, str]
+
+
+class OtherFormatError(CheckpointError):
+    """A checkpoint is of another format; it is not damaged, and nobody may set it aside."""
+
+
+@dataclass(frozen=True)
+class FileChecksum:
+    """Size and SHA-256 of one file, as `sha256sum` prints it."""
+
+    size_bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint is of, and every other file in it."""
+
+    step: int
+    run: RunFingerprint
+    metrics: Mapping[str, float]  # of an evaluation at this very step; empty without one
+    state_sha256: str  # of parameters, optimizer state, step and samples, however they are laid out in files
+    created: float  # unix seconds
+    versions: Mapping[str, str]
+    files: Mapping[str, FileChecksum]  # by relative path, with forward slashes
+    format_version: int = FORMAT_VERSION
+
+    @property
+    def size_bytes(self) -> int:
+        """Return the size of all files, the manifest itself left out."""
+        return sum(facts.size_bytes for facts in self.files.values())
+
+
+@with_config(STRICT)
+class _StoredFile(TypedDict):
+    size_bytes: Annotated[int, Field(ge=0, lt=2**63)]
+    sha256: Digest
+
+
+@with_config(STRICT)
+class _StoredRun(TypedDict):
+    identity: _StringMap
+    settings: _StringMap
+    origin: _StringMap
+
+
+@with_config(STRICT)
+class _StoredManifest(TypedDict):
+    step: Annotated[int, Field(ge=0, le=MAX_STEPS)]
+    run: _StoredRun
+    metrics: dict[str, float]
+    state_sha256: Annotated[str, Field(pattern="^[0-9a-f]{0,64}$")]
+    created: Annotated[float, Field(ge=0, le=_MAX_CREATED, allow_inf_nan=False)]
+    versions: _StringMap
+    files: dict[str, _StoredFile]
+    format_version: int
+
+
+_SCHEMA = TypeAdapter(_StoredManifest)
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Write the manifest, whole or not at all, with a digest of its own."""
+    value = asdict(manifest)
+    atomic.write_json(folder / MANIFEST, value | {MANIFEST_DIGEST_KEY: manifest_digest(value)}, exact=True)
+
+
+def manifest_digest(value: Mapping[str, Any]) -> str:
+    """Return the SHA-256 of the manifest's JSON without its own digest: keys sorted, nothing between the tokens.
+
+    It is the same in every format, so that damage is told from a format that is not known.
+    """
+    rest = {name: each for name, each in value.items() if name != MANIFEST_DIGEST_KEY}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Return the checkpoint's manifest; raises CheckpointError saying what is wrong with it.
+
+    OtherFormatError, one of these, says that it is whole and of another format: not damaged, and not to be touched.
+    """
+    path = folder / MANIFEST
+    try:
+        if not folder.is_dir():
+            raise CheckpointError(f"{folder}: there is no such folder")
+        if not path.is_file():
+            raise CheckpointError(f"{folder}: there is no {MANIFEST}, so the checkpoint was never finished")
+        return parse_manifest(read_regular(path, max_bytes=_MAX_BYTES), path=path)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
+
+
+def read_manifest_of_step(path: Path) -> Manifest:
+    """Return the manifest; raises CheckpointError also where the folder is called after another step than its own."""
+    manifest, named = read_manifest(path), step_of(path)
+    if named not in (None, manifest.step):
+        raise CheckpointError(f"{path}: the folder is called step {named} and its manifest says step {manifest.step}")
+    return manifest
+
+
+def parse_manifest(content: bytes, *, path: Path) -> Manifest:
+    """Return the manifest that these bytes of the file are; raises CheckpointError, OtherFormatError likewise."""
+    try:
+        value = parse_json(content)
+        if not isinstance(value, dict):
+            raise ValueError("it is no JSON object")
+        if MANIFEST_DIGEST_KEY in value and value[MANIFEST_DIGEST_KEY] != manifest_digest(value):
+            raise CheckpointError(f"{path}: does not have the digest it was written with")
+        _refuse_other_format(path, value)
+        stored = _SCHEMA.validate_python({name: each for name, each in value.items() if name != MANIFEST_DIGEST_KEY})
+    except ValidationError as error:
+        raise CheckpointError(f"{path}: cannot be read: {json_problem(error)}") from None
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: cannot be read: {error}") from error
+    for name in stored["files"]:
+        _refuse_unsafe_name(path, name)
+    return _manifest(stored)
+
+
+def file_checksum(path: Path) -> FileChecksum:
+    """Return size and digest of the file, read from the disk in blocks."""
+    digest = hashlib.sha256()
+    size, block = 0, memoryview(bytearray(BLOCK_BYTES))
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(block):
+            digest.update(block[:count])
+            size += count
+    return FileChecksum(size, digest.hexdigest())
+
+
+def files_to_verify(manifest: Manifest, *, rank: int, world: int) -> list[str]:
+    """Return the files that a rank verifies."""
+    return sorted(manifest.files)[rank::world]
+
+
+def first_file_problem(
+    folder: Path,
+    expected: Mapping[str, FileChecksum],
+    names: Iterable[str],
+    *,
+    facts: Callable[[Path], FileChecksum] = file_checksum,
+) -> str | None:
+    """Return what is wrong with the first bad one of the named files, or None when all are as the manifest says."""
+    for name in names:
+        path = folder / name
+        if path.is_symlink() or not path.is_file():
+            return f"{name} is missing"
+        size = path.stat().st_size
+        if size != expected[name].size_bytes:
+            return f"{name} has {size} bytes instead of {expected[name].size_bytes}"
+        if facts(path) != expected[name]:
+            return f"{name} does not have the digest it was written with"
+    return None
+
+
+def _refuse_other_format(path: Path, value: Mapping[str, Any]) -> None:
+    number = value.get("format_version")
+    if not isinstance(number, int) or isinstance(number, bool):
+        raise ValueError("format_version: there is no such number")
+    if number != FORMAT_VERSION:
+        versions = value.get("versions")
+        wrote = str(versions.get("finetune", "")) if isinstance(versions, dict) else ""
+        raise OtherFormatError(
+            f"{path.parent}: is a checkpoint of format {number}, written by finetune {wrote or 'of another version'}; "
+            f"this finetune {__version__} reads format {FORMAT_VERSION}. Nothing was changed. Install finetune "
+            f"{wrote or 'as it was'} or a version that reads both, or name an older checkpoint in checkpoint.resume."
+        )
+
+
+def _manifest(stored: Mapping[str, Any]) -> Manifest:
+    run, members = stored["run"], stored["files"]
+    given = {"run": RunFingerprint(**run), "files": {name: FileChecksum(**facts) for name, facts in members.items()}}
+    return Manifest(**{**stored, **given})
+
+
+def _refuse_unsafe_name(path: Path, name: str) -> None:
+    """Refuse a member outside the folder: a manifest may come from a stranger."""
+    parts = PurePosixPath(name).parts
+    if not parts or name.startswith("/") or "\\" in name or ".." in parts or name == MANIFEST:
+        raise CheckpointError(f"{path}: names the file {name!r}, which is not a plain relative name. Do not trust it.")

@@ -1,0 +1,1 @@
+"""Reading checkpoints: list and inspect them, find and verify the one to resume from, load it."""

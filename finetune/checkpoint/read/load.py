@@ -1,0 +1,198 @@
+"""Loads a verified checkpoint: single tensors of it without a process group, or the whole training state.
+
+No pickle. A rank that loads training state reads only the rows of its own shard.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from finetune.checkpoint.format.tensor_file import MODEL_KEYS, PARAMETER, TensorRecord, parse_safetensors, read_range
+from finetune.checkpoint.read.find import VerifiedCheckpoint, verify_checkpoint
+from finetune.checkpoint.sharding.gather import agree_on_records
+from finetune.checkpoint.sharding.state_access import StateAccess
+from finetune.errors import CheckpointError
+from finetune.runtime.resources import usable_cores
+from finetune.runtime.run_on_ranks import run_on_all_ranks
+from finetune.runtime.supervision.heartbeat import fault_point
+
+
+@dataclass(frozen=True)
+class OpenCheckpoint:
+    """A verified checkpoint whose tensors are read from the disk when they are asked for."""
+
+    found: VerifiedCheckpoint
+    records: Mapping[str, TensorRecord]  # by the name that the tensor is stored under
+    progress: Mapping[str, Any]
+    scalars: Mapping[str, Any]
+    _files: Mapping[str, Path]
+
+    def read(self, stored_name: str) -> Tensor:
+        """Return the whole tensor, as it was saved."""
+        with safe_open(self._files[stored_name], framework="pt", device="cpu") as file:
+            tensor: Tensor = file.get_tensor(stored_name)
+        record = self.records[stored_name]
+        assert tensor.shape == record.shape, f"{stored_name} has the shape {list(tensor.shape)}, not {record.shape}"
+        return tensor
+
+    def model_records(self) -> list[TensorRecord]:
+        """Return the trained parameters and the buffers, without the optimizer's state."""
+        return [record for record in self.records.values() if record.key in MODEL_KEYS]
+
+
+def open_checkpoint(path: Path) -> OpenCheckpoint:
+    """Return the checkpoint in the folder, every file of it verified; raises CheckpointError for a bad one.
+
+    Collective where a process group exists: ranks share out the files that are verified.
+    """
+    found = verify_checkpoint(path)
+    saved = tensor_locations(found)
+    return OpenCheckpoint(
+        found,
+        records={name: record for name, (_, record) in saved.items()},
+        progress=found.metadata.progress,
+        scalars=found.metadata.scalars,
+        _files={name: file for name, (file, _) in saved.items()},
+    )
+
+
+def tensor_locations(found: VerifiedCheckpoint) -> dict[str, tuple[Path, TensorRecord]]:
+    """Return the file and the record of each tensor in the index, by the name that it is stored under."""
+    return {name: (found.path / entry["file"], _record(entry)) for name, entry in found.metadata.index.items()}
+
+
+def _record(entry: Mapping[str, Any]) -> TensorRecord:
+    return TensorRecord(name=entry["name"], key=entry["key"], shape=tuple(entry["shape"]), dtype=entry["dtype"])
+
+
+_MAX_LISTED = 8
+_MOST_THREADS = 4
+
+
+CachedBytes = Callable[[Path], np.ndarray | None]
+"""Returns all bytes of a file that is in memory already."""
+
+
+def no_cached_bytes(path: Path) -> np.ndarray | None:
+    """Return None."""
+    return None
+
+
+def load_checkpoint(
+    found: VerifiedCheckpoint, *, access: StateAccess, cached_bytes: CachedBytes = no_cached_bytes
+) -> dict[str, Any]:
+    """Load the verified checkpoint and return its progress; raises CheckpointError listing what differs. Collective."""
+    path = found.path
+    fault_point("load.begin", step=found.step)
+    saved, scalars = tensor_locations(found), found.metadata.scalars
+    run_on_all_ranks(access.begin_writing)  # local: the optimizer makes its state
+    wanted = agree_on_records(access)
+    fresh = _parameters_without_state([record for _, record in saved.values()])
+    _refuse_differences(
+        path, saved, [record for record in wanted if record.key in MODEL_KEYS or record.name not in fresh]
+    )
+    # Nobody starts to hand values on (which is collective) before all have read theirs without an error.
+    run_on_all_ranks(
+        lambda: _load_tensors(saved, scalars, step=found.step, fresh=fresh, access=access, cached_bytes=cached_bytes)
+    )
+    access.finish_writing()
+    fault_point("load.done", step=found.step)
+    return dict(found.metadata.progress)
+
+
+def _parameters_without_state(records: Sequence[TensorRecord]) -> set[str]:
+    """Return the parameters that had not been updated when the checkpoint was taken."""
+    updated = {record.name for record in records if record.part == "optimizer"}
+    return {record.name for record in records if record.key == PARAMETER} - updated
+
+
+def _refuse_differences(
+    path: Path, saved: Mapping[str, tuple[Path, TensorRecord]], wanted: Sequence[TensorRecord]
+) -> None:
+    expected = {record.stored_name: record for record in wanted}
+    missing = [name for name in expected if name not in saved]
+    extra = [name for name in saved if name not in expected]
+    reshaped = [
+        f"{name} ({list(saved[name][1].shape)} there, {list(record.shape)} here)"
+        for name, record in expected.items()
+        if name in saved and saved[name][1].shape != record.shape
+    ]
+    lines = [
+        f"  {word}: {_first_names(names)}"
+        for word, names in (
+            ("not in the checkpoint", missing),
+            ("only in the checkpoint", extra),
+            ("of another shape", reshaped),
+        )
+        if names
+    ]
+    if lines:
+        raise CheckpointError(
+            f"{path} does not hold the state that this run trains\n" + "\n".join(lines) + "\n"
+            "Restore model, lora, freeze and optimizer as they were, or write another run.folder to start anew."
+        )
+
+
+def _first_names(names: Sequence[str]) -> str:
+    rest = len(names) - _MAX_LISTED
+    return ", ".join(names[:_MAX_LISTED]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def _load_tensors(
+    saved: Mapping[str, tuple[Path, TensorRecord]],
+    scalars: Mapping[str, Any],
+    *,
+    step: int,
+    fresh: set[str],
+    access: StateAccess,
+    cached_bytes: CachedBytes,
+) -> None:
+    access.forget(fresh)
+    paths = {path for path, _ in saved.values()}
+    held = {
+        path: parse_safetensors(torch.from_numpy(whole)) for path in paths if (whole := cached_bytes(path)) is not None
+    }
+    with _open_files() as open_file:
+
+        def write(place: tuple[Path, TensorRecord]) -> None:
+            path, record = place
+            fault_point("load.read", step=step, path=path)
+            start, stop = access.local_range(record)
+            whole = held.get(path, {}).get(record.stored_name)
+            if whole is not None and access.adopt(record, whole):
+                return
+            access.write(record, read_range(open_file(path), record, start=start, stop=stop))
+
+        for path in paths:
+            open_file(path)
+        with ThreadPoolExecutor(_num_threads(access)) as threads:
+            deque(threads.map(write, saved.values()), maxlen=0)
+    access.write_scalars(scalars["optimizer"])
+    access.loss_scale.write(scalars["loss_scale"])
+
+
+def _num_threads(access: StateAccess) -> int:
+    """Return how many threads read: while they copy, the kernel makes memory for the state, page by page."""
+    return min(_MOST_THREADS, usable_cores()) if access.device.type == "cpu" else 1
+
+
+@contextmanager
+def _open_files() -> Iterator[Any]:
+    with ExitStack() as stack:
+        opened: dict[Path, Any] = {}
+
+        def open_file(path: Path) -> Any:
+            if path not in opened:
+                opened[path] = stack.enter_context(safe_open(path, framework="pt", device="cpu"))
+            return opened[path]
+
+        yield open_file

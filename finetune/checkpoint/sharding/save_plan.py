@@ -1,0 +1,86 @@
+"""Which rank writes which tensor into which file: a pure function of the records, so every rank has the same plan."""
+
+import heapq
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import count
+
+from finetune.checkpoint.format.tensor_file import BUFFER, DTYPES, TensorRecord
+
+MAX_FILE_BYTES = 4 << 30
+
+ROUND_BYTES = 32 << 20
+"""Small tensors up to this size are gathered together, as each message takes its time."""
+
+
+@dataclass(frozen=True)
+class PlannedFile:
+    """A file, the rank that writes it, and the tensors in it in their order."""
+
+    name: str  # relative to the checkpoint, with forward slashes
+    owner: int
+    records: tuple[TensorRecord, ...]
+
+
+def plan_files(
+    records: Sequence[TensorRecord], *, world: int, max_file_bytes: int = MAX_FILE_BYTES
+) -> list[PlannedFile]:
+    """Return the files of a checkpoint; every rank's share is within one tensor of the others'.
+
+    File names count upwards and mean nothing: which tensor is where stands in the index.
+    """
+    shares = assign_tensors(records, world=world)
+    planned: list[PlannedFile] = []
+    for part in ("model", "optimizer"):
+        numbers = count()
+        for owner, share in enumerate(shares):
+            for pack in _split_into_files([record for record in share if record.part == part], max_file_bytes):
+                planned.append(PlannedFile(f"{part}/{next(numbers):05d}.safetensors", owner, pack))
+    return planned
+
+
+def assign_tensors(records: Sequence[TensorRecord], *, world: int) -> list[list[TensorRecord]]:
+    """Return each rank's tensors: the largest first, each to the rank that has least so far. Buffers are rank 0's."""
+    shares: list[list[TensorRecord]] = [[] for _ in range(world)]
+    shares[0].extend(record for record in records if record.key == BUFFER)
+    loads = [(sum(record.size_bytes for record in share), owner) for owner, share in enumerate(shares)]
+    heapq.heapify(loads)
+    rest = [record for record in records if record.key != BUFFER]
+    for record in sorted(rest, key=lambda record: (-record.size_bytes, record.stored_name)):
+        load, owner = heapq.heappop(loads)
+        shares[owner].append(record)
+        heapq.heappush(loads, (load + record.size_bytes, owner))
+    return shares
+
+
+def gather_rounds(planned: Sequence[PlannedFile]) -> Iterator[list[tuple[PlannedFile, TensorRecord]]]:
+    """Yield the tensors that are gathered at one time: of every owner the next few, or one large one.
+
+    So owners receive and write in parallel, and none has to have room for more than the larger of both.
+    """
+    queues: dict[int, deque[tuple[PlannedFile, TensorRecord]]] = {}
+    for file in planned:
+        queues.setdefault(file.owner, deque()).extend((file, record) for record in file.records)
+    while any(queues.values()):
+        yield [item for queue in queues.values() for item in _take_round(queue)]
+
+
+def _take_round(queue: deque[tuple[PlannedFile, TensorRecord]]) -> Iterator[tuple[PlannedFile, TensorRecord]]:
+    size = 0
+    while queue and (size == 0 or size + queue[0][1].size_bytes <= ROUND_BYTES):
+        size += max(queue[0][1].size_bytes, 1)
+        yield queue.popleft()
+
+
+def _split_into_files(records: Sequence[TensorRecord], max_file_bytes: int) -> list[tuple[TensorRecord, ...]]:
+    """Return the records cut into files; wide types first, so that every value lies on a multiple of its width."""
+    packs: list[list[TensorRecord]] = []
+    size = 0
+    for record in sorted(records, key=lambda record: (-DTYPES[record.dtype].itemsize, record.stored_name)):
+        if not packs or size + record.size_bytes > max_file_bytes:
+            packs.append([])
+            size = 0
+        packs[-1].append(record)
+        size += record.size_bytes
+    return [tuple(pack) for pack in packs]

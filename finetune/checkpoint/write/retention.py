@@ -1,0 +1,89 @@
+"""Which old checkpoints may be deleted, and deleting them. No torch."""
+
+import shutil
+from collections.abc import Iterable, Mapping
+from math import isfinite
+from pathlib import Path
+
+from finetune.checkpoint.format import layout
+from finetune.checkpoint.format.manifest import read_manifest
+from finetune.config.sections.checkpoint import CheckpointSection, KeepBestSection
+from finetune.errors import CheckpointError
+from finetune.runtime.supervision.heartbeat import fault_point
+
+NO_METRICS: Mapping[int, Mapping[str, float]] = {}
+
+
+def removable_steps(
+    steps: Iterable[int],
+    *,
+    keep_last: int,
+    newest_valid: int,
+    keep_every_steps: int | None = None,
+    keep_best: KeepBestSection | None = None,
+    metrics: Mapping[int, Mapping[str, float]] = NO_METRICS,
+) -> list[int]:
+    """Return the steps whose checkpoints may be deleted, oldest first; the newest valid one is never among them.
+
+    The `keep_last` newest up to the newest valid one stay, and so do multiples of `keep_every_steps` and the best.
+    Later ones are not judged: they are not this run's past.
+    """
+    past = sorted(step for step in steps if step <= newest_valid)
+    staying = {newest_valid, *past[-keep_last:]}
+    if keep_every_steps is not None:
+        staying.update(step for step in past if step % keep_every_steps == 0)
+    if keep_best is not None:
+        staying.update(best_steps({step: metrics.get(step, {}) for step in past}, keep_best))
+    return [step for step in past if step not in staying]
+
+
+def best_steps(metrics: Mapping[int, Mapping[str, float]], wanted: KeepBestSection) -> list[int]:
+    """Return the best steps by their metrics, the best first; of equals the later one.
+
+    A checkpoint that was not evaluated at its very step, or whose metric is not finite, is no candidate.
+    """
+    sign = 1 if wanted.goal == "minimize" else -1
+    values = {step: sign * found[wanted.metric] for step, found in metrics.items() if wanted.metric in found}
+    candidates = [step for step, value in values.items() if isfinite(value)]
+    return sorted(candidates, key=lambda step: (values[step], -step))[: wanted.count]
+
+
+def prune(folder: Path, *, section: CheckpointSection, newest: int) -> list[str]:
+    """Delete what need not be kept; `newest` has just been verified. Return what could not be deleted, as sentences."""
+    kept = layout.steps(folder)
+    going = removable_steps(
+        kept,
+        keep_last=section.keep_last,
+        newest_valid=newest,
+        keep_every_steps=section.keep_every_steps,
+        keep_best=section.keep_best,
+        metrics={step: metrics_of(path) for step, path in kept.items()} if section.keep_best else {},
+    )
+    return delete_checkpoints(folder, going)
+
+
+def delete_checkpoints(folder: Path, steps: Iterable[int]) -> list[str]:
+    """Delete these checkpoints and what earlier deletions have left; return what could not be deleted, as sentences."""
+    kept, trouble = layout.steps(folder), []
+    try:
+        for step in steps:
+            fault_point("prune.rename", step=step, path=kept[step] / layout.MANIFEST)
+            # Renamed first: a folder that is half deleted must not look like a checkpoint.
+            layout.rename_aside(kept[step], "deleted")
+    except OSError as error:
+        trouble.append(f"could not let go of old checkpoints: {error}")
+    for path, step in layout.deleted_checkpoints(folder).items():
+        fault_point("prune.delete", step=step, path=path / layout.MANIFEST)
+        try:
+            path.unlink() if path.is_symlink() else shutil.rmtree(path)  # of a link, the link alone
+        except OSError as error:
+            trouble.append(f"could not delete {path}: {error}")
+    return trouble
+
+
+def metrics_of(path: Path) -> Mapping[str, float]:
+    """Return the metrics in the checkpoint's manifest; none where that cannot be believed."""
+    try:
+        return read_manifest(path).metrics
+    except CheckpointError:
+        return {}

@@ -1,0 +1,233 @@
+"""Writes one checkpoint: staged, verified, given its manifest and renamed, so a reader sees all of it or none."""
+
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from importlib.metadata import version
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from finetune import __version__
+from finetune.checkpoint.format import layout
+from finetune.checkpoint.format.manifest import (
+    FileChecksum,
+    Manifest,
+    RunFingerprint,
+    file_checksum,
+    first_file_problem,
+    write_manifest,
+)
+from finetune.checkpoint.format.metadata import state_digest
+from finetune.checkpoint.format.tensor_file import BUFFER, TensorFile, TensorRecord
+from finetune.checkpoint.sharding.save_plan import PlannedFile
+from finetune.checkpoint.sharding.state_access import StateAccess
+from finetune.checkpoint.write.disk_space import explain_disk_errors, require_disk_space
+from finetune.checkpoint.write.snapshot import Contents, StreamingSource
+from finetune.errors import CheckpointError, NonFiniteError
+from finetune.runtime import distributed
+from finetune.runtime.distributed import Group
+from finetune.runtime.files import atomic
+from finetune.runtime.run_on_ranks import run_on_all_ranks, run_on_rank_0
+from finetune.runtime.supervision.heartbeat import fault_point
+
+_BLOCK_ELEMENTS = 1 << 20
+
+
+@dataclass
+class Written:
+    """What has been written, by one rank or by all."""
+
+    files: dict[str, FileChecksum] = field(default_factory=dict)  # by path in the checkpoint
+    tensors: dict[str, str] = field(default_factory=dict)  # SHA-256 by stored name
+    bad: list[str] = field(default_factory=list)  # stored names of what is not finite
+
+    @classmethod
+    def merge(cls, shares: Sequence["Written"]) -> "Written":
+        """Return what all ranks have written together."""
+        total = cls()
+        for share in shares:
+            total.files.update(share.files)
+            total.tensors.update(share.tensors)
+            total.bad.extend(share.bad)
+        return total
+
+
+class RankWriter:
+    """The files of one rank in the making; a failure is kept until the end, as other ranks still wait for this one."""
+
+    def __init__(self, staging: Path, *, step: int) -> None:
+        self._staging = staging
+        self._step = step
+        self._open: dict[str, TensorFile] = {}
+        self._written = Written()
+        self._failure: Exception | None = None
+
+    def add(self, file: PlannedFile, record: TensorRecord, tensor: Tensor) -> None:
+        """Write the next tensor of the file, where nothing has failed so far."""
+        if self._failure is not None:
+            return
+        try:
+            with explain_disk_errors(self._staging):
+                self._add(file, record, tensor)
+        except Exception as error:  # raised by `close`, on every rank
+            self._failure = error
+
+    def close(self) -> Written:
+        """Bring the files to the disk, read them back and return what they are; raises what has failed."""
+        if self._failure is not None:
+            for file in self._open.values():
+                file.abandon()
+            raise self._failure
+        with explain_disk_errors(self._staging):
+            for name, file in self._open.items():
+                self._written.files[name] = file.close()
+            self._verify(self._written.files)
+        return self._written
+
+    def _add(self, file: PlannedFile, record: TensorRecord, tensor: Tensor) -> None:
+        path = self._staging / file.name
+        if file.name not in self._open:
+            path.parent.mkdir(exist_ok=True)
+            self._open[file.name] = TensorFile(path, file.records)
+        fault_point("save.write", step=self._step, path=path)
+        self._written.tensors[record.stored_name] = self._open[file.name].add(tensor)
+        if record.key != BUFFER and not is_finite(tensor):
+            self._written.bad.append(record.stored_name)
+
+    def _verify(self, files: Mapping[str, FileChecksum]) -> None:
+        for name in files:
+            problem = first_file_problem(self._staging, files, [name])
+            if problem is not None:
+                raise CheckpointError(f"{self._staging}: {problem}, right after writing it. Suspect the disk.")
+            fault_point("save.written", step=self._step, path=self._staging / name)
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Tell whether every number is finite; a block at a time, and a sum tells most of what there is to know.
+
+    >>> import torch
+    >>> is_finite(torch.tensor([1.0, float("inf")])), is_finite(torch.tensor([3e38, 3e38]))
+    (False, True)
+    """
+    if not tensor.is_floating_point():
+        return True
+    blocks = torch.split(tensor.reshape(-1), _BLOCK_ELEMENTS)
+    return all(isfinite(float(block.sum())) or bool(block.isfinite().all()) for block in blocks)
+
+
+def write_checkpoint(
+    folder: Path, step: int, *, access: StateAccess, run: RunFingerprint, progress: Mapping[str, Any]
+) -> Manifest:
+    """Write the checkpoint of a step into `folder` and return its manifest; on failure nothing is left. Collective."""
+    return write_contents(folder, StreamingSource(access).take(step, progress=progress), run=run)
+
+
+def write_contents(folder: Path, contents: Contents, *, run: RunFingerprint, group: Group = Group.MAIN) -> Manifest:
+    """Write the contents as a checkpoint in `folder` and return its manifest; on failure nothing is left of it.
+
+    Raises CheckpointError where it cannot be written, NonFiniteError where nobody would want it. Collective.
+    """
+    staging = layout.staging_folder(folder, contents.step)
+    # Nobody writes before the folder is there and what an earlier save has left in it is gone.
+    run_on_rank_0(partial(_stage, staging, num_bytes=contents.size_bytes), group=group)
+    try:
+        writing = RankWriter(staging, step=contents.step)
+        for file, record, tensor in contents.tensors():
+            writing.add(file, record, tensor)
+            del tensor  # so that it is gone when the next ones are gathered
+        written = Written.merge(run_on_all_ranks(writing.close, group=group))
+        if written.bad:
+            newest = run_on_rank_0(partial(_newest, folder), group=group)
+            raise NonFiniteError(_refusal(contents.step, bad=written.bad, newest=newest))
+        # Only when every rank has reported its files does rank 0 vouch for them; nobody goes on before the rename.
+        manifest = run_on_rank_0(partial(_commit, staging, contents, run=run, written=written), group=group)
+    except (CheckpointError, NonFiniteError):
+        # Every rank is past its last write (the error came from a gathering of outcomes), so nothing reappears.
+        if distributed.is_main():
+            shutil.rmtree(staging, ignore_errors=True)
+        raise
+    run_on_all_ranks(partial(_mark_done, layout.step_folder(folder, contents.step), contents), group=group)
+    return manifest
+
+
+def _mark_done(final: Path, contents: Contents) -> None:
+    own = next((final / file.name for file in contents.planned if file.owner == distributed.rank()), None)
+    fault_point("save.done", step=contents.step, path=own)
+
+
+def _stage(staging: Path, *, num_bytes: int) -> None:
+    with explain_disk_errors(staging.parent):
+        staging.parent.mkdir(parents=True, exist_ok=True)
+        layout.remove_staging(staging.parent)
+        require_disk_space(staging.parent, num_bytes)
+        staging.mkdir()
+
+
+def _commit(staging: Path, contents: Contents, *, run: RunFingerprint, written: Written) -> Manifest:
+    """Write what is not tensors, the manifest last, and give the folder its name."""
+    index = _index(contents.planned, written.tensors)
+    texts = {layout.INDEX: index, layout.SCALARS: contents.scalars, layout.PROGRESS: contents.progress}
+    final = layout.step_folder(staging.parent, contents.step)
+    with explain_disk_errors(staging):
+        for name, value in texts.items():
+            atomic.write_json(staging / name, value, exact=True)
+        small = {name: file_checksum(staging / name) for name in texts}
+        manifest = _manifest(contents, run=run, files={**small, **written.files}, index=index)
+        for folder in {(staging / name).parent for name in manifest.files}:
+            atomic.fsync(folder)
+        fault_point("save.manifest", step=contents.step)
+        write_manifest(staging, manifest)
+        fault_point("save.rename", step=contents.step)
+        staging.rename(final)
+        atomic.fsync(final.parent)
+    return manifest
+
+
+def _manifest(
+    contents: Contents, *, run: RunFingerprint, files: Mapping[str, FileChecksum], index: Mapping[str, Any]
+) -> Manifest:
+    step, progress = contents.step, contents.progress
+    samples = str(progress.get("samples_sha256", ""))
+    return Manifest(
+        step=step,
+        run=run,
+        metrics=dict(progress["last_metrics"]) if progress.get("metrics_step") == step else {},
+        state_sha256=state_digest(index, scalars=contents.scalars, step=step, samples=samples),
+        created=time.time(),
+        versions=_versions(),
+        files=files,
+    )
+
+
+def _index(planned: Sequence[PlannedFile], digests: Mapping[str, str]) -> dict[str, Any]:
+    return {
+        record.stored_name: {
+            **{"file": file.name, "name": record.name, "key": record.key, "shape": record.shape},
+            **{"dtype": record.dtype, "sha256": digests[record.stored_name]},
+        }
+        for file in planned
+        for record in file.records
+    }
+
+
+def _refusal(step: int, *, bad: Sequence[str], newest: str | None) -> str:
+    more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
+    return (
+        f"step {step}: {bad[0]}{more} is not finite, so no checkpoint was taken. "
+        + (f"The last good one is {newest}." if newest else "There is none from before.")
+        + " Lower train.learning_rate or set train.max_gradient_norm, and start again: it continues from there."
+    )
+
+
+def _newest(folder: Path) -> str | None:
+    return next((str(path) for path in reversed(layout.steps(folder).values())), None)
+
+
+def _versions() -> dict[str, str]:
+    return {"finetune": __version__, **{name: version(name) for name in ("torch", "accelerate", "transformers")}}

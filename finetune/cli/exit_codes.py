@@ -1,0 +1,95 @@
+"""How a command ends: its exit code, and one message for an error that the user can fix."""
+
+import functools
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, ParamSpec
+
+import typer
+
+from finetune.errors import FinetuneError, UserError, disk_text
+from finetune.runtime.text.redact import redacted_command
+from finetune.runtime.text.terminal import guarded_output, print_traceback, printable
+
+P = ParamSpec("P")
+
+_FIRST_RANK_SECONDS = 10.0
+
+
+def handle_errors(command: Callable[P, Any]) -> Callable[P, None]:
+    """Return the command with the house's endings: 0, its own code, 1, 2 or 130.
+
+    UserError, and what a disk refuses: one message, exit code 2. TrainingError: one message, exit code 1. Ctrl-C: one
+    line, exit code 130.
+    Anything else is a fault of ours and keeps its traceback.
+    """
+
+    @functools.wraps(command)
+    def run(*args: P.args, **kwargs: P.kwargs) -> None:
+        with guarded_output():
+            try:
+                code = command(*args, **kwargs)
+            except FinetuneError as error:
+                _print_error(error)
+                code = error.exit_code
+            except OSError as error:
+                text = disk_text(error)
+                if text is None:
+                    raise
+                _print_error(UserError(text))
+                code = UserError.exit_code
+            except EOFError as error:
+                raise RuntimeError("a file ended too early") from error  # typer would say "Aborted!" and no more
+            except KeyboardInterrupt:
+                if _rank() == 0:
+                    print("interrupted", file=sys.stderr)
+                code = 130
+        raise typer.Exit(code or 0)
+
+    return run
+
+
+@contextmanager
+def guarded_command_line() -> Iterator[None]:
+    """Meanwhile, whatever is printed is readable, and so is the traceback of a fault of ours; it ends with exit code 1.
+
+    Who looks for the words that were typed (a tracker does) finds them without secrets.
+    """
+    with guarded_output():
+        sys.argv[1:] = redacted_command(sys.argv[1:])
+        try:
+            yield
+        except SystemExit as ended:
+            raise SystemExit(
+                ended.code if isinstance(ended.code, int | None) else _print_exit_message(str(ended.code))
+            ) from None
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # a panic in Rust, for one, is no Exception
+            print_traceback(error)
+            raise SystemExit(1) from None
+
+
+def format_error(error: FinetuneError, *, rank: int) -> str:
+    """Return what this rank prints."""
+    return printable(f"error: {error}" if rank == 0 else f"[rank {rank}] error: {error}")
+
+
+def _print_error(error: FinetuneError) -> None:
+    if error.is_on_all_ranks and _rank() > 0:
+        # It is wrong for all alike, and the launcher ends everybody with the first that goes: rank 0 is to speak.
+        time.sleep(_FIRST_RANK_SECONDS)
+    print(format_error(error, rank=_rank()), file=sys.stderr, flush=True)
+
+
+def _print_exit_message(text: str) -> int:
+    """Print what somebody has ended the process with, and return the exit code that Python gives it."""
+    print(text, file=sys.stderr, flush=True)
+    return 1
+
+
+def _rank() -> int:
+    return int(os.environ.get("RANK", "0"))

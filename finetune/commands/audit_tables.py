@@ -1,0 +1,183 @@
+"""The audit of the training data as a table: a row for each source, and the lines below it."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from rich.table import Table
+
+from finetune.commands.printing import print_facts, print_table, width
+from finetune.data.audit.audit import Audit, Histogram, SourceAudit
+from finetune.data.audit.padding import Padding
+
+HEAD = (
+    *("source", "rows", "samples", "tokens", "learnt", "masked", "cut", "too long", "no target", "duplicates"),
+    "longest",
+)
+HIDDEN_WHEN_ZERO = ("cut", "too long", "no target", "duplicates")
+"""Columns that are left out where every source has 0."""
+
+TOKEN_COLUMNS = ("tokens", "learnt", "masked", "longest")
+"""Columns that are left out where samples have no tokens."""
+
+_GAP, _MOST_NAMED = 2, 10
+_STEPS = "▁▂▃▄▅▆▇█"
+
+
+def print_audit(audit: Audit) -> None:
+    """Print the audit as a table, or as lines where the terminal is too narrow for it, and what else is to be said."""
+    head, *rows = audit_rows(audit)
+    if sum(max(map(len, column)) + _GAP for column in zip(head, *rows, strict=True)) <= width() + _GAP:
+        print_table(_table(head, rows))
+    else:
+        facts = ((row[0], ", ".join(map(" ".join, zip(head[1:], row[1:], strict=True)))) for row in rows)
+        print_facts(facts, indent=max(len(row[0]) for row in rows) + _GAP)
+    for line in (*audit_lines(audit), *(audit.template.lines() if audit.template else ())):
+        print(line)
+
+
+def audit_rows(audit: Audit) -> list[tuple[str, ...]]:
+    """Return a row for each source, the total of several, and the validation rows, as text below a row of names.
+
+    What happened nowhere has no column.
+    """
+    rows = [HEAD, *(_row(each) for each in _shown(audit))]
+    absent = () if audit.total.counts.has_tokens else TOKEN_COLUMNS
+    told = [
+        place
+        for place, name in enumerate(HEAD)
+        if name not in absent and (name not in HIDDEN_WHEN_ZERO or any(row[place] != "0" for row in rows[1:]))
+    ]
+    return [tuple(row[place] for place in told) for row in rows]
+
+
+def audit_lines(audit: Audit, *, draws: bool = True) -> tuple[str, ...]:
+    """Return what the table does not say; what did not happen has no line. `draws`: with bars of text."""
+    return (
+        *(line for each in _shown(audit) if each.key != "total" for line in _source_lines(each)),
+        *class_lines(audit.classes),
+        *(_spread_lines(audit.total) if draws and audit.total.counts.has_tokens else ()),
+        *(() if audit.padding is None else padding_lines(audit.padding)),
+        *(f"LIMIT {each}" for each in audit.exceeded),
+    )
+
+
+def headline_numbers(audit: Audit) -> Iterator[tuple[str, str, str]]:
+    """Yield the numbers to see first: name, value and a word on it."""
+    counts, padding = audit.total.counts, audit.padding
+    share = counts.targets / counts.tokens if counts.tokens else 0.0
+    yield "samples", f"{counts.samples:,}", f"from {counts.rows:,} rows"
+    if counts.has_tokens:
+        yield "tokens", f"{counts.tokens:,}", f"{counts.tokens / max(1, counts.samples):,.0f} per sample"
+        yield "learnt", f"{share:.1%}", f"{counts.targets:,} tokens count in the loss"
+        yield "longest row", f"{counts.longest:,}", "tokens, before any cut"
+    if padding is not None:
+        yield "padding", f"{padding.share:.1%}", f"of what is computed; plain batches {padding.plain_share:.1%}"
+        if padding.filled is not None:
+            yield "filled", f"{padding.filled:.1%}", f"of {padding.budget:,} tokens, in the mean"
+    if audit.total.duplicates is not None:
+        yield "duplicates", f"{audit.total.duplicates:,}", "samples equal to an earlier one"
+
+
+def padding_lines(padding: Padding) -> Iterator[str]:
+    """Yield how much of what is computed is padding, and how full packs are."""
+    looked = f"first {padding.num_batches:,} microbatches, {padding.num_samples:,} samples"
+    plain = f"plain batches: {padding.plain_share:.1%}"
+    saved = f", {padding.saved:.1%} of the work saved" if padding.saved > 0 else ""
+    yield f"padding: {padding.share:.1%} of what is computed ({plain}{saved}; {looked})"
+    if padding.filled is not None:
+        yield f"filled: {padding.filled:.1%} of {padding.budget:,} tokens at a position, in the mean"
+
+
+def class_lines(classes: Mapping[str, int]) -> Iterator[str]:
+    """Yield how many classes there are, which has most and which fewest samples, and which has none."""
+    if not classes:
+        return
+    most, fewest = max(classes, key=lambda name: classes[name]), min(classes, key=lambda name: classes[name])
+    yield f"classes: {len(classes):,}, from {classes[fewest]:,} (`{fewest}`) to {classes[most]:,} (`{most}`) samples"
+    absent = [f"`{name}`" for name, count in classes.items() if count == 0]
+    if absent:
+        more = ", ..." if len(absent) > _MOST_NAMED else ""
+        yield f"classes without a sample: {', '.join(absent[:_MOST_NAMED])}{more}"
+
+
+def sparkline(found: Histogram) -> str:
+    """Return the bars in one line of text; a bar that is not empty is seen.
+
+    >>> sparkline(Histogram((0.0, 1.0, 2.0, 3.0), (0, 1, 8)))
+    ' ▁█'
+    """
+    highest = max(found.bars, default=0) or 1
+    return "".join(" " if bar == 0 else _STEPS[-(-bar * len(_STEPS) // highest) - 1] for bar in found.bars)
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, _GAP, 0, 0))
+    for number, name in enumerate(head):
+        table.add_column(name, justify="right" if number else "left", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def _shown(audit: Audit) -> Iterator[SourceAudit]:
+    yield from audit.sources
+    if len(audit.sources) > 1:
+        yield audit.total
+    if audit.validation is not None:
+        yield audit.validation
+
+
+def _row(audit: SourceAudit) -> tuple[str, ...]:
+    counts = audit.counts
+    return (
+        f"{audit.key} (so far)" if audit.is_streamed else audit.key,
+        f"{counts.rows:,}",
+        f"{counts.samples:,}",
+        f"{counts.tokens:,}",
+        _with_share(counts.targets, counts.tokens),
+        _with_share(audit.masked_tokens, counts.tokens),
+        _with_share(counts.truncated_rows + counts.split_rows, counts.rows),
+        _with_share(counts.long_rows, counts.rows),
+        _with_share(counts.rows_without_target, counts.rows),
+        "-" if audit.duplicates is None else _with_share(audit.duplicates, counts.samples),
+        f"{counts.longest:,}",
+    )
+
+
+def _source_lines(audit: SourceAudit) -> Iterator[str]:
+    counts = audit.counts
+    if counts.has_tokens:
+        yield f"{audit.key}: longest row {counts.longest:,} tokens: {counts.longest_place}"
+    if counts.truncated_rows:
+        lost = f"{counts.truncated_tokens:,} tokens cut off, {counts.truncated_targets:,} of them to be learnt"
+        yield f"{audit.key}: truncated {counts.truncated_rows:,} rows: {lost}"
+    if counts.split_rows:
+        left_out = f"; {counts.dropped_tokens:,} tokens were in windows without a target" * bool(counts.dropped_tokens)
+        yield f"{audit.key}: split {counts.split_rows:,} rows into windows{left_out}"
+    if counts.long_rows:
+        lost = f"{counts.dropped_tokens:,} tokens, {counts.dropped_targets:,} of them to be learnt"
+        yield f"{audit.key}: dropped {counts.long_rows:,} rows as too long: {lost}"
+    if counts.rows_without_target:
+        empty = f", {counts.empty_rows:,} of them empty" if counts.empty_rows else ""
+        yield (
+            f"{audit.key}: {counts.rows_without_target:,} rows have nothing to learn{empty}; "
+            f"the first: {counts.first_without_target}"
+        )
+    if counts.excluded_rows:
+        yield f"{audit.key}: left out {counts.excluded_rows:,} rows because data.validation has them, too"
+    if counts.unknown_tokens:
+        yield f"{audit.key}: {counts.unknown_tokens:,} tokens stand for text that the tokenizer does not know"
+    if audit.in_validation:
+        yield f"{audit.key}: {audit.in_validation:,} samples are among the validation samples, too"
+
+
+def _spread_lines(audit: SourceAudit) -> Iterator[str]:
+    if audit.lengths is not None and audit.length_quantiles:
+        told = ", ".join(f"{name} {value:,}" for name, value in audit.length_quantiles.items())
+        yield f"lengths: {told}"
+        yield f"         0 |{sparkline(audit.lengths)}| {audit.lengths.edges[-1]:,.0f} tokens"
+    if audit.target_shares is not None:
+        yield f"learnt:  0 |{sparkline(audit.target_shares)}| 100% of a sample's tokens"
+
+
+def _with_share(number: int, whole: int) -> str:
+    return f"{number:,} ({number / whole:.1%})" if number and whole else f"{number:,}"

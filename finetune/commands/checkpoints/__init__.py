@@ -1,0 +1,1 @@
+"""`finetune checkpoint ls`, `show`, `verify` and `prune`."""

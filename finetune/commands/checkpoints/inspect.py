@@ -1,0 +1,148 @@
+"""`finetune checkpoint ls`, `show` and `verify`.
+
+The checkpoints of a run, as tables or JSON, and whether they are good.
+"""
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from finetune.checkpoint.read.inventory import (
+    CheckpointEntry,
+    RunLocation,
+    count_tensors,
+    find_leftovers,
+    find_problems,
+    locate_run,
+    read_entries,
+    read_entry,
+    select_checkpoint,
+)
+from finetune.commands.checkpoints.tables import (
+    CheckedCheckpoint,
+    checkpoint_facts,
+    checkpoints_notes,
+    checkpoints_table,
+)
+from finetune.commands.printing import print_facts, print_table, width
+from finetune.runtime.resources import format_size
+from finetune.runtime.text.terminal import format_json
+
+_LISTED = 4
+
+
+def list_checkpoints(run: Path, *, verifies: bool, as_json: bool) -> None:
+    """Print all checkpoints of the run, oldest first, and what else lies beside them.
+
+    Each is looked at quickly (every file there with its size, those that are no tensors read) or, to verify, all of it.
+    """
+    place = locate_run(run)
+    found = [_checked(entry, reads=verifies) for entry in read_entries(place.checkpoints)]
+    beside = find_leftovers(place.checkpoints)
+    if as_json:
+        rest = [{"path": str(left.path), "size_bytes": left.size_bytes, "meaning": left.meaning} for left in beside]
+        _print_json(
+            {
+                "folder": str(place.checkpoints),
+                "checked": "digests" if verifies else "sizes",
+                "checkpoints": [_facts(each) for each in found],
+                "leftovers": rest,
+            }
+        )
+        return
+    if not found:
+        print(f"{place.checkpoints}: there is no checkpoint in it.")
+    else:
+        print_table(checkpoints_table(found, now=time.time(), width=width()))
+    for line in checkpoints_notes(found, beside, verifies=verifies):
+        print(line)
+
+
+def show_checkpoint(run: Path, *, step: int | None, as_json: bool) -> None:
+    """Print everything about one checkpoint: the step's, the newest, or the very folder that was named."""
+    found = _checked(read_entry(select_checkpoint(locate_run(run), step=step)), reads=False)
+    if as_json:
+        _print_json(_facts(found) | _inside(found.entry))
+        return
+    print_facts(checkpoint_facts(found, counts=count_tensors(found.entry), now=time.time()))
+
+
+def verify_checkpoints(run: Path, *, step: int | None) -> bool:
+    """Read and digest one checkpoint or all of them, say of each whether it is good, and return whether all are.
+
+    A bad file is named, and so are the tensors in it.
+    """
+    place = locate_run(run)
+    are_good = [_verify(path) for path in _selected(place, step=step)]
+    return all(are_good)
+
+
+def _selected(place: RunLocation, *, step: int | None) -> Sequence[Path]:
+    """Return the one that was named by step or folder, else all; raises CheckpointError where there is none."""
+    newest = select_checkpoint(place, step=step)
+    if place.chosen is not None or step is not None:
+        return [newest]
+    return [entry.path for entry in read_entries(place.checkpoints)]
+
+
+def _verify(path: Path) -> bool:
+    found = _checked(read_entry(path), reads=True)
+    manifest = found.entry.manifest
+    if found.is_good and manifest is not None:
+        print(f"{path.name}: good, {len(manifest.files)} files, {format_size(manifest.size_bytes)} read", flush=True)
+        return True
+    print(f"{path.name}: BAD", flush=True)
+    damaged = {file.problem: file.tensors for file in found.bad_files}
+    for problem in found.problems:
+        print(f"  {problem}")
+        if tensors := damaged.get(problem):
+            print(f"    damaged: {_listed(tensors)}")
+    return False
+
+
+def _checked(entry: CheckpointEntry, *, reads: bool) -> CheckedCheckpoint:
+    return CheckedCheckpoint(entry, *find_problems(entry, reads=reads))
+
+
+def _facts(found: CheckedCheckpoint) -> dict[str, Any]:
+    manifest = found.entry.manifest
+    known = {"step": found.entry.step, "path": str(found.entry.path)}
+    if manifest is not None:
+        known |= {
+            "size_bytes": manifest.size_bytes,
+            "created": manifest.created,
+            "metrics": dict(manifest.metrics),
+            "origin": dict(manifest.run.origin),
+            "state_sha256": manifest.state_sha256,
+        }
+    return known | {"is_good": found.is_good, "problems": list(found.problems)}
+
+
+def _inside(entry: CheckpointEntry) -> dict[str, Any]:
+    manifest = entry.manifest
+    if manifest is None:
+        return {}
+    files = {name: {"size_bytes": each.size_bytes, "sha256": each.sha256} for name, each in manifest.files.items()}
+    counts = [
+        {"kind": each.kind, "tensors": each.num_tensors, "numbers": each.num_elements, "dtypes": list(each.dtypes)}
+        for each in count_tensors(entry)
+    ]
+    return {
+        "progress": dict(entry.progress),
+        "identity": dict(manifest.run.identity),
+        "settings": dict(manifest.run.settings),
+        "versions": dict(manifest.versions),
+        "format_version": manifest.format_version,
+        "tensors": counts,
+        "files": files,
+    }
+
+
+def _listed(names: Sequence[str]) -> str:
+    rest = len(names) - _LISTED
+    return ", ".join(names[:_LISTED]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def _print_json(value: object) -> None:
+    print(format_json(value, indent=2))

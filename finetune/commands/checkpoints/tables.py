@@ -1,0 +1,153 @@
+"""Tables of checkpoints that fit into a narrow terminal."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from finetune.checkpoint.format.manifest import Manifest
+from finetune.checkpoint.read.inventory import BadFile, CheckpointEntry, Leftover, TensorCount
+from finetune.runtime.resources import format_size
+from finetune.runtime.text.terminal import printable
+
+ABSENT = "-"
+UNUSED_VALUES = ("null", "written")
+"""Values of keys that were not used, and of sections whose keys follow."""
+
+
+@dataclass(frozen=True)
+class CheckedCheckpoint:
+    """A checkpoint and what was found wrong with it."""
+
+    entry: CheckpointEntry
+    problems: tuple[str, ...]
+    bad_files: tuple[BadFile, ...]
+
+    @property
+    def is_good(self) -> bool:
+        """Tell whether nothing was found wrong."""
+        return not self.problems
+
+
+def checkpoints_table(found: Sequence[CheckedCheckpoint], *, now: float, width: int) -> Table:
+    """Return a row for each checkpoint, with as many metrics as a terminal of this width has room for."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in ("step", "size", "age"):
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("metrics", overflow="fold")
+    for column in ("written by", "state"):
+        table.add_column(column, no_wrap=True)
+    for each in found:
+        state = Text("good", "green") if each.is_good else Text("BAD", "bold red")
+        table.add_row(*_row(each.entry, now=now, width=width), Text(printable(_origin(each.entry.manifest))), state)
+    return table
+
+
+def checkpoints_notes(
+    found: Sequence[CheckedCheckpoint], beside: Sequence[Leftover], *, verifies: bool
+) -> Iterator[str]:
+    """Yield the lines under the overview: what is wrong with the bad ones, what lies beside, what was not looked at."""
+    for each in found:
+        for problem in each.problems:
+            yield f"{each.entry.path.name}: {problem}"
+    if found and not verifies:
+        yield "Sizes were compared, contents were not: `--verify` reads every file."
+    if beside:
+        yield "Beside them, no run continues from these:"
+    for left in beside:
+        yield f"  {left.path.name} ({format_size(left.size_bytes)}) {left.meaning}"
+
+
+def prune_table(verdicts: Sequence[tuple[CheckpointEntry, Sequence[str]]], *, now: float, width: int) -> Table:
+    """Return a row for each checkpoint with why it stays; without a reason it goes."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in ("step", "size", "age"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for column in ("metrics", "verdict"):
+        table.add_column(column, overflow="fold")
+    for entry, reasons in verdicts:
+        verdict = Text(f"stays: {', '.join(reasons)}") if reasons else Text("goes", "red")
+        table.add_row(*_row(entry, now=now, width=width), verdict)
+    return table
+
+
+def checkpoint_facts(
+    found: CheckedCheckpoint, *, counts: Sequence[TensorCount], now: float
+) -> Iterator[tuple[str, str]]:
+    """Yield everything that is worth reading about one checkpoint, as names and texts."""
+    entry, manifest = found.entry, found.entry.manifest
+    yield "step", str(entry.step)
+    yield "folder", str(entry.path)
+    yield "state", "good (sizes compared, contents not read)" if found.is_good else "BAD"
+    yield from (("", problem) for problem in found.problems)
+    if manifest is None:
+        return
+    progress = entry.progress
+    yield "state digest", manifest.state_sha256 or ABSENT
+    yield "samples digest", str(progress.get("samples_sha256") or ABSENT)
+    yield "written", f"{_date(manifest.created)}, {age_text(now - manifest.created)} ago, by {_origin(manifest)}"
+    yield "metrics", _metrics(manifest.metrics)
+    yield "progress", _progress(progress)
+    for each in counts:
+        tensors = f"{each.num_tensors} tensor{'' if each.num_tensors == 1 else 's'}"
+        yield each.kind, f"{tensors}, {each.num_elements:,} numbers, {', '.join(each.dtypes)}"
+    yield "versions", ", ".join(f"{name} {number}" for name, number in manifest.versions.items())
+    sizes = {name: f"{format_size(facts.size_bytes)}, sha256 {facts.sha256}" for name, facts in manifest.files.items()}
+    yield from _mapping(f"{len(sizes)} files", sizes)
+    yield from _mapping(
+        "identity", {name: value for name, value in manifest.run.identity.items() if value not in UNUSED_VALUES}
+    )
+    if manifest.run.settings:
+        yield "settings", f"{len(manifest.run.settings)} more that a resume may change: see --json"
+
+
+def age_text(seconds: float) -> str:
+    """Return how long ago something was, in its largest unit.
+
+    >>> age_text(5), age_text(150), age_text(7200), age_text(300_000)
+    ('5 s', '2 min', '2 h', '3 days')
+    """
+    for unit, length, below in (("s", 1, 60), ("min", 60, 3600), ("h", 3600, 172_800)):
+        if seconds < below:
+            return f"{max(0, int(seconds // length))} {unit}"
+    return f"{int(seconds // 86_400)} days"
+
+
+def _row(entry: CheckpointEntry, *, now: float, width: int) -> tuple[str | Text, ...]:
+    manifest = entry.manifest
+    if manifest is None:
+        return (str(entry.step), ABSENT, ABSENT, ABSENT)
+    shown = 1 if width < 70 else 2 if width < 90 else 3
+    metrics = dict(list(manifest.metrics.items())[:shown])
+    size, age = format_size(manifest.size_bytes), age_text(now - manifest.created)
+    return (str(entry.step), size, age, Text(_metrics(metrics)))
+
+
+def _mapping(title: str, values: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    for number, (name, value) in enumerate(values.items()):
+        yield title if number == 0 else "", f"{name}: {value}"
+
+
+def _metrics(metrics: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {value:.4g}" for name, value in metrics.items()) or ABSENT
+
+
+def _origin(manifest: Manifest | None) -> str:
+    origin = manifest.run.origin if manifest else {}
+    return f"{origin['strategy']}:{origin['processes']}" if {"strategy", "processes"} <= origin.keys() else ABSENT
+
+
+def _progress(progress: Mapping[str, object]) -> str:
+    shown = {name: value for name, value in progress.items() if isinstance(value, int | float) and name != "version"}
+    return ", ".join(f"{name.removeprefix('num_')} {_number(value)}" for name, value in shown.items()) or ABSENT
+
+
+def _number(value: float) -> str:
+    return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
+
+
+def _date(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).astimezone().strftime("%Y-%m-%d %H:%M")

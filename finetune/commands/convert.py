@@ -1,0 +1,274 @@
+"""`finetune checkpoint convert`.
+
+To and from the folder that Accelerate's `save_state` writes under the launched strategy.
+
+Under DeepSpeed that is DeepSpeed's own folder. A run's checkpoint is portable; such a folder is for tools that know
+only Accelerate or DeepSpeed: it belongs to one strategy and one number of processes, and is read back by the same.
+"""
+
+import json
+import shutil
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from finetune.checkpoint.format import layout
+from finetune.checkpoint.format.manifest import RunFingerprint
+from finetune.checkpoint.read.find import verify_checkpoint
+from finetune.checkpoint.read.inventory import locate_run, select_checkpoint
+from finetune.checkpoint.read.load import load_checkpoint
+from finetune.checkpoint.sharding.access import build_access
+from finetune.checkpoint.sharding.state_access import StateAccess
+from finetune.checkpoint.write.writer import write_checkpoint
+from finetune.commands.source import with_trust
+from finetune.config.load import LoadedConfig, load_resolved
+from finetune.data.delivery import digest_of_steps
+from finetune.errors import CheckpointError, UserError
+from finetune.report.run_log import RunLog
+from finetune.run.build.data import TrainingData, make_run_plan, make_training_data
+from finetune.run.build.prepared_model import PreparedModel, make_accelerator, prepare_model
+from finetune.run.samples import matches_data_order
+from finetune.run.state.fingerprint import run_facts
+from finetune.run.train import launched_strategy
+from finetune.runtime import distributed
+from finetune.runtime.files.read import read_regular
+from finetune.runtime.progress import Progress, parse_progress
+from finetune.runtime.run_on_ranks import run_on_rank_0
+from finetune.runtime.supervision.writer_lock import lock_run_folder
+from finetune.runtime.text.library_output import quiet_libraries
+from finetune.strategy.protocol import Strategy
+
+_MODEL = "pytorch_model"
+
+
+def require_accelerate_folder(folder: Path, *, strategy: Strategy, world: int) -> None:
+    """Raise CheckpointError unless the folder holds what this strategy's `load_state` reads, of as many processes.
+
+    DeepSpeed itself goes on with a warning where its files are missing.
+    """
+    if not folder.is_dir():
+        raise CheckpointError(f"--from {folder}: there is no such folder.")
+    expected = strategy.expected()
+    if expected.zero_stage is not None:
+        missing = _missing_zero(folder, world=world)
+    elif expected.fsdp_version is not None:
+        missing = _missing_fsdp(folder)
+    else:
+        missing = _missing_plain(folder)
+    if missing is not None:
+        there = ", ".join(sorted(path.name for path in folder.iterdir())[:8]) or "nothing"
+        raise CheckpointError(
+            f"--from {folder}: {missing}, so it was not written under {strategy.name} with {world} "
+            f"process{'' if world == 1 else 'es'}. It holds: {there}. Launch the strategy that wrote it."
+        )
+
+
+def _missing_plain(folder: Path) -> str | None:
+    if not (folder / "optimizer.bin").is_file():
+        return "has no optimizer.bin"
+    has_model = any((folder / name).is_file() for name in ("model.safetensors", f"{_MODEL}.bin"))
+    return None if has_model else "has no model.safetensors"
+
+
+def _missing_fsdp(folder: Path) -> str | None:
+    is_sharded = (folder / f"{_MODEL}_fsdp_0").is_dir() and (folder / "optimizer_0").is_dir()
+    is_full = (folder / f"{_MODEL}_fsdp.bin").is_file() and (folder / "optimizer.bin").is_file()
+    return None if is_sharded or is_full else f"has neither {_MODEL}_fsdp_0/ and optimizer_0/ nor their .bin files"
+
+
+def _missing_zero(folder: Path, *, world: int) -> str | None:
+    count = len(list((folder / _MODEL).glob("*zero_pp_rank_*_optim_states.pt")))
+    return None if count == world else f"has the optimizer state of {count} ZeRO processes"
+
+
+NOT_IN_FOLDER = (
+    "such a folder does not hold the data position, the samples' digest, the last evaluation or the run's identity"
+)
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """One job built under one strategy, and where its checkpoints lie."""
+
+    loaded: LoadedConfig
+    checkpoints: Path
+    strategy: Strategy
+    training_data: TrainingData
+    machine: PreparedModel
+    say: RunLog
+
+    def access(self) -> StateAccess:
+        """Return access to the state as it lies now; DeepSpeed puts other tensors in place when it loads."""
+        return build_access(self.machine.accelerator, self.machine.model, self.machine.optimizer)
+
+
+def convert(
+    run: Path, *, to: Path | None, source: Path | None, step: int | None, trust_remote_code: bool = False
+) -> int:
+    """Write a checkpoint as Accelerate's own folder, or read `source`, which is one; return the exit code. Collective.
+
+    Exactly one of `to` and `source` is given, and with `source` the step.
+    """
+    quiet_libraries(is_main=distributed.is_main())
+    if to is not None:
+        convert_to(run, to, step=step, trust_remote_code=trust_remote_code)
+    else:
+        assert source is not None and step is not None, "the command line has asked for both"
+        convert_from(run, source, step=step, trust_remote_code=trust_remote_code)
+    return distributed.shut_down(0)
+
+
+def convert_to(run: Path, folder: Path, *, step: int | None, trust_remote_code: bool = False) -> None:
+    """Write a checkpoint of the run as Accelerate's own folder. Collective over all launched processes.
+
+    Raises UserError where the folder is there already.
+    """
+    place, folder = locate_run(run), folder.expanduser().absolute()
+    chosen = select_checkpoint(place, step=step)
+    if folder.exists():
+        raise UserError(f"--to {folder}: is there already. Name a folder that is not.")
+    loaded, strategy = _launched(place.run, trusts=trust_remote_code)
+    conversion = _build(loaded, strategy, checkpoints=place.checkpoints)
+    progress = load_checkpoint(verify_checkpoint(chosen), access=conversion.access())
+    _write_folder(folder, conversion, progress=progress)
+    conversion.say(f"wrote {chosen.name} as {_folder_kind(conversion)} folder {folder}")
+    conversion.say(f"{NOT_IN_FOLDER}; {layout.PROGRESS} was added for the way back")
+    conversion.say(f"it can be read only under {_origin_text(conversion)}")
+
+
+def convert_from(run: Path, folder: Path, *, step: int, trust_remote_code: bool = False) -> None:
+    """Write Accelerate's own folder, taken after `step` steps of this run, as a checkpoint of it.
+
+    The folder must have been written under the launched strategy and number of processes. Reading it unpickles:
+    Accelerate's own files without running code, DeepSpeed's and torch.distributed's not, so they must be trusted, which
+    is said with `trust_remote_code`. Raises UserError or CheckpointError where it cannot be. Collective over all
+    launched processes.
+    """
+    place, folder = locate_run(run), folder.expanduser().absolute()
+    if step in layout.steps(place.checkpoints):
+        raise UserError(f"--step {step}: {layout.step_folder(place.checkpoints, step)} is there already.")
+    loaded, strategy = _launched(place.run, trusts=trust_remote_code)
+    _require_trust(folder, strategy, trusts=trust_remote_code)
+    require_accelerate_folder(folder, strategy=strategy, world=distributed.world())
+    with lock_run_folder(place.run, log=print) if distributed.is_main() else nullcontext():
+        _read_folder(folder, _build(loaded, strategy, checkpoints=place.checkpoints), step=step)
+
+
+def _read_folder(folder: Path, conversion: Conversion, *, step: int) -> None:
+    """Load the folder into the machine and write what is there then as a checkpoint. Collective."""
+    if conversion.strategy.expected().fsdp_version == 1:
+        conversion.access().begin_writing()  # torch reads FSDP1's optimizer state only over some that is there
+    conversion.machine.accelerator.load_state(str(folder))
+    distributed.barrier()  # nobody asks others for tensors while they are still loading
+    access = conversion.access()
+    counts_updates = conversion.loaded.config.train.optimizer.name != "sgd"
+    _refuse_other_step(access, counts_updates=counts_updates, step=step, folder=folder)
+    progress = _progress(folder, conversion, step=step)
+    manifest = write_checkpoint(
+        conversion.checkpoints, step, access=access, run=_facts(conversion), progress=progress.state_dict()
+    )
+    conversion.say(f"wrote {layout.step_folder(conversion.checkpoints, manifest.step)}")
+
+
+def _require_trust(folder: Path, strategy: Strategy, *, trusts: bool) -> None:
+    """Raise UserError where reading the folder could run code, and nobody has said that it may."""
+    expected = strategy.expected()
+    if not trusts and (expected.zero_stage is not None or expected.fsdp_version is not None):
+        raise UserError(
+            f"--from {folder}: under {strategy.name} such a folder is unpickled, which can run code of whoever wrote "
+            "it. If you trust it, write --trust-remote-code too."
+        )
+
+
+def _launched(run: Path, *, trusts: bool) -> tuple[LoadedConfig, Strategy]:
+    """Return the run's job and the strategy that was launched."""
+    loaded = with_trust(load_resolved(run), trust_remote_code=trusts)
+    return loaded, launched_strategy(_with_smallest_microbatch(loaded))
+
+
+def _build(loaded: LoadedConfig, strategy: Strategy, *, checkpoints: Path) -> Conversion:
+    small, say = _with_smallest_microbatch(loaded), RunLog(is_main=distributed.is_main())
+    lessons = make_training_data(small.config, say)
+    machine = prepare_model(
+        small.config,
+        strategy,
+        accelerator=make_accelerator(small.config, strategy),
+        training_data=lessons,
+        learning_rate=make_run_plan(small.config, lessons).schedule.peak,
+        log=say,
+    )
+    return Conversion(loaded, checkpoints, strategy, lessons, machine, say)
+
+
+def _with_smallest_microbatch(loaded: LoadedConfig) -> LoadedConfig:
+    """Return the job in its smallest microbatches: nothing is trained, so more processes can share its batch."""
+    train = loaded.config.train.model_copy(update={"microbatch_size": 1})
+    return replace(loaded, config=loaded.config.model_copy(update={"train": train}))
+
+
+def _write_folder(folder: Path, conversion: Conversion, *, progress: Any) -> None:
+    """Stage, write and rename: whoever looks sees all of the folder or none. Collective."""
+    staging = folder.with_name(f".{folder.name}.staging")
+    run_on_rank_0(lambda: _stage(staging))
+    if hasattr(conversion.machine.model, "global_steps"):  # DeepSpeed's own count, which a new engine begins at 0
+        conversion.machine.model.global_steps = int(progress["step"])
+    conversion.machine.accelerator.save_state(str(staging))
+    distributed.barrier()  # `save_state` ends without one: nothing is renamed while others still write
+    run_on_rank_0(lambda: _finish(staging, folder, progress=progress))
+
+
+def _stage(staging: Path) -> None:
+    shutil.rmtree(staging, ignore_errors=True)
+    staging.mkdir(parents=True)
+
+
+def _finish(staging: Path, folder: Path, *, progress: Any) -> None:
+    (staging / layout.PROGRESS).write_text(json.dumps(progress), encoding="utf-8")
+    staging.rename(folder)
+
+
+def _refuse_other_step(access: StateAccess, *, counts_updates: bool, step: int, folder: Path) -> None:
+    """Refuse a state without updates or with more than there were steps: nothing, or something else, was loaded."""
+    held = distributed.gather_objects(access.read_scalars())
+    most = max((numbers.get("step", 0.0) for each in held for numbers in each.values()), default=0.0)
+    if most > step or (most == 0 and counts_updates):
+        raise CheckpointError(f"{folder}: its optimizer has made {most:.0f} updates, so it is not after step {step}.")
+
+
+def _progress(folder: Path, conversion: Conversion, *, step: int) -> Progress:
+    """Return the progress that lies in the folder, where it is this step's and data's; else what can be worked out."""
+    config, lessons = conversion.loaded.config, conversion.training_data
+    batch_size = config.train.global_batch_size
+    found = run_on_rank_0(lambda: _read_progress(folder))
+    is_step = found is not None and found.step == step
+    if found and is_step and matches_data_order(found, pool=lessons.training, global_batch_size=batch_size):
+        return found
+    conversion.say(
+        f"{NOT_IN_FOLDER}. Position and digest are worked out from --step {step} and the data's order; counts of tokens, "
+        "targets, skips and seconds begin at 0 and early stopping begins anew"
+    )
+    return Progress(step=step, samples_sha256=digest_of_steps(lessons.training, step, global_batch_size=batch_size))
+
+
+def _read_progress(folder: Path) -> Progress | None:
+    """Return the progress in the folder; None where there is none, or none that can be believed."""
+    try:
+        return parse_progress(read_regular(folder / layout.PROGRESS))
+    except (OSError, ValueError):
+        return None
+
+
+def _facts(conversion: Conversion) -> RunFingerprint:
+    model, strategy = conversion.machine.unwrapped_model, conversion.strategy.name
+    return run_facts(
+        conversion.loaded.config, conversion.training_data, model=model, strategy=strategy, log=conversion.say
+    )
+
+
+def _folder_kind(conversion: Conversion) -> str:
+    return "DeepSpeed's own" if hasattr(conversion.machine.model, "zero_optimization_stage") else "Accelerate's own"
+
+
+def _origin_text(conversion: Conversion) -> str:
+    return f"{conversion.strategy.name} with {distributed.world()} process{'' if distributed.world() == 1 else 'es'}"

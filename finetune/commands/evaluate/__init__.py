@@ -1,0 +1,1 @@
+"""`finetune evaluate`: metrics of a checkpoint, a `final/` or any model folder."""

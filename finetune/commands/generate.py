@@ -1,0 +1,274 @@
+"""`finetune generate`: answer every row of a file once, in the file's order, on all launched processes.
+
+Each process holds the whole model, whatever strategy was launched. Answers are kept in a hidden folder beside the
+output, a file for each rank, until all of them are there; a command that was killed resumes from it.
+"""
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from finetune.commands.export import processing_in
+from finetune.config.sections.data import SourceSection
+from finetune.data.encoding.prompts import ChatPrompt, prompt_ids, read_prompt
+from finetune.data.rows import RawRow, Row
+from finetune.data.sources.files import Origin
+from finetune.data.sources.local import find_local
+from finetune.data.templates.chat_template import stop_ids
+from finetune.errors import DataError, UserError
+from finetune.model.generation import SamplingParams, generate_batch
+from finetune.model.loading.saved import (
+    SavedModel,
+    attach_adapters,
+    inspect_model_folder,
+    load_saved_base,
+    load_saved_model,
+)
+from finetune.runtime import distributed
+from finetune.runtime.files import atomic
+from finetune.runtime.files.read import read_json
+from finetune.runtime.seeds import derive_seed
+from finetune.runtime.text.library_output import quiet_libraries
+from finetune.runtime.text.redact import redacted_config
+from finetune.runtime.text.terminal import format_json
+from finetune.task.causal_lm import pad_id
+
+ANSWER = "answer"
+
+
+@dataclass(frozen=True)
+class PartialAnswers:
+    """Answers that are there already, in a hidden folder beside the output, a file for each rank."""
+
+    output: Path
+    folder: Path
+
+    @classmethod
+    def open(cls, output: Path, about: Any) -> "PartialAnswers":
+        """Return the parts of this very question; raises UserError where others lie there. Collective."""
+        parts = cls(output, output.with_name(f".{output.name}.parts"))
+        note = parts.folder / "about.json"
+        if distributed.is_main() and not note.is_file():
+            atomic.write_json(note, about)
+        distributed.barrier()
+        if _about(note) != redacted_config(about):
+            raise UserError(
+                f"{parts.folder} holds answers of an earlier start with another model, input or other settings. Delete "
+                "it to begin anew, or name another --output."
+            )
+        return parts
+
+    def answered(self) -> set[int]:
+        """Return the numbers of the rows that have an answer. Collective."""
+        found = {number for number, _ in self._all()}
+        distributed.barrier()  # nobody writes before all have looked: the shares must be cut alike
+        return found
+
+    def keep(self, number: int, text: str) -> None:
+        """Write one answer down; it begins a line of its own, also behind one that a killed process has torn."""
+        with (self.folder / f"rank-{distributed.rank():05d}.jsonl").open("a", encoding="utf-8") as file:
+            file.write("\n" + json.dumps({"row": number, ANSWER: text}) + "\n")
+
+    def join(self, rows: Sequence[Row]) -> None:
+        """Write the output whole, and remove the parts. On one process."""
+        answers = dict(self._all())
+        lines = (format_json({**row, ANSWER: answers[n]}, default=str) for n, row in enumerate(rows))
+        atomic.write_text(self.output, "".join(f"{line}\n" for line in lines))
+        shutil.rmtree(self.folder)
+
+    def _all(self) -> Iterator[tuple[int, str]]:
+        for path in sorted(self.folder.glob("rank-*.jsonl")):
+            for line in atomic.read_json_lines(path):
+                if isinstance(line, dict) and isinstance(line.get("row"), int) and isinstance(line.get(ANSWER), str):
+                    yield line["row"], line[ANSWER]
+
+
+def _about(note: Path) -> Any:
+    try:
+        return read_json(note)
+    except (OSError, ValueError):
+        return None
+
+
+_SECONDS_BETWEEN_LOG_LINES = 20.0
+_BATCHES_SORTED_TOGETHER = 32
+
+
+@dataclass(frozen=True)
+class TokenizedPrompt:
+    """A row that is to be answered."""
+
+    number: int  # in the file, from 0
+    tokens: Sequence[int]
+
+
+def generate_file(
+    source: Path,
+    *,
+    rows: Path,
+    output: Path,
+    adapter: Path | None,
+    max_new_tokens: int,
+    batch_size: int,
+    temperature: float,
+    top_p: float,
+    seed: int,
+    system: str | None,
+    trust_remote_code: bool,
+) -> int:
+    """Write each row with its `answer` to the output, which appears whole; return the exit code.
+
+    What has been answered before a process was killed is kept beside the output, and the same command goes on from it.
+    Raises UserError or DataError for a model that writes no text, rows that ask nothing, an output that is there
+    already. Collective over all launched processes.
+    """
+    quiet_libraries(is_main=distributed.is_main())
+    saved = inspect_model_folder(source, key="generate", trust_remote_code=trust_remote_code)
+    _check(saved, output=output, adapter=adapter)
+    origin = find_local(SourceSection(path=str(rows)), key="--input", log=_no_log)
+    manner = SamplingParams(max_new_tokens, temperature, top_p)
+    about = {"rows": origin.digest(), "manner": asdict(manner), "seed": seed, "system": system}
+    distributed.init_cpu_process_group()
+    parts = PartialAnswers.open(
+        output, about | {"model": _weight_files(saved.folder), "adapter": _weight_files(adapter)}
+    )
+    tokenizer = _tokenizer(saved, trust_remote_code=trust_remote_code)
+    model = _load(saved, adapter, trust_remote_code=trust_remote_code)
+    speaker = _Generator(model, tokenizer, manner=manner, batch_size=batch_size, seed=seed)
+    raw = list(_raw_rows(origin))
+    speaker.answer([read_prompt(each, system=system) for each in raw], raw, parts=parts)
+    distributed.barrier()  # all answers are on the disk
+    if distributed.is_main():
+        parts.join([each.parse() for each in raw])
+        print(f"{len(raw):,} answers in {output}")
+    return distributed.shut_down(0)
+
+
+def _weight_files(folder: Path | None) -> Any:
+    """Return the files of weights with size and time of the last change: what tells one model from another."""
+    if folder is None:
+        return None
+    states = [(path, path.stat()) for path in sorted(folder.absolute().glob("*.safetensors"))]
+    return [[str(path), state.st_size, state.st_mtime_ns] for path, state in states]
+
+
+def _no_log(sentence: str) -> None:
+    """Say nothing."""
+
+
+def _check(saved: SavedModel, *, output: Path, adapter: Path | None) -> None:
+    if not saved.can_generate:
+        raise UserError(f"{saved.folder} holds a model of `{saved.head}`, which writes no text. Name one that does.")
+    if adapter is not None and saved.adapter is not None:
+        raise UserError(f"--adapter: {saved.folder} is an adapter itself. Name a whole model, or leave --adapter out.")
+    if output.exists():
+        raise UserError(f"--output {output}: is there already. Name another file, or delete it.")
+
+
+def _tokenizer(saved: SavedModel, *, trust_remote_code: bool) -> Any:
+    tokenizer = processing_in(saved, trust_remote_code=trust_remote_code).tokenizer
+    if tokenizer is None:
+        raise UserError(f"{saved.folder}: holds no tokenizer, nor does its base. Copy its files there.")
+    return tokenizer
+
+
+def _load(saved: SavedModel, adapter: Path | None, *, trust_remote_code: bool) -> Any:
+    if adapter is None:
+        model = load_saved_model(saved, key="generate", trust_remote_code=trust_remote_code)
+    else:
+        base = load_saved_base(saved, key="generate", trust_remote_code=trust_remote_code)
+        model = attach_adapters(base, {"default": adapter}, key="--adapter")
+    return model.to(local_device())
+
+
+def local_device() -> torch.device:
+    """Return this process's accelerator, one of its machine's; the CPU where there is none."""
+    if not torch.accelerator.is_available():
+        return torch.device("cpu")
+    index = int(os.environ.get("LOCAL_RANK", "0")) % torch.accelerator.device_count()
+    torch.accelerator.set_device_index(index)
+    kind = torch.accelerator.current_accelerator()
+    assert kind is not None, "there is one"
+    return torch.device(kind.type, index)
+
+
+def _raw_rows(origin: Origin) -> Iterator[RawRow]:
+    for shard in origin.shards():
+        yield from shard.rows()
+
+
+@dataclass(frozen=True)
+class _Generator:
+    model: Any
+    tokenizer: Any
+    manner: SamplingParams
+    batch_size: int
+    seed: int
+
+    def answer(self, questions: Sequence[ChatPrompt], raw: Sequence[RawRow], *, parts: PartialAnswers) -> None:
+        """Answer this process's share of what has no answer yet, and keep each batch's as soon as they are there."""
+        for each in raw:
+            if ANSWER in each.parse():
+                raise DataError(f"{each.place}: has a column `{ANSWER}` already. Rename it.")
+        answered = parts.answered()
+        open_ones = [number for number in range(len(questions)) if number not in answered]
+        own = [TokenizedPrompt(number, self._tokens(questions[number], raw[number])) for number in open_ones[_share()]]
+        told_at, num_done = time.monotonic(), 0
+        for batch in self._batches(own):
+            for asked, text in zip(batch, self._answers(batch), strict=True):
+                parts.keep(asked.number, text)
+            num_done += len(batch)
+            if distributed.is_main() and time.monotonic() - told_at > _SECONDS_BETWEEN_LOG_LINES:
+                told_at = time.monotonic()
+                print(f"answered {num_done:,} of {len(own):,} in this process", flush=True)
+
+    def _tokens(self, question: ChatPrompt, raw: RawRow) -> list[int]:
+        tokens = prompt_ids(self.tokenizer, question)
+        limit = self._limit()
+        if limit is not None and len(tokens) >= limit:
+            raise DataError(f"{raw.place}: its prompt has {len(tokens):,} tokens, and the model reads {limit:,}.")
+        return tokens
+
+    def _limit(self) -> int | None:
+        if getattr(self.model.config, "is_encoder_decoder", False):
+            return None
+        limit = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        return int(limit) if limit else None
+
+    def _batches(self, asked: Sequence[TokenizedPrompt]) -> Iterator[Sequence[TokenizedPrompt]]:
+        """Yield batches of prompts of like lengths; a prompt that leaves too little room for an answer is alone."""
+        window = self.batch_size * _BATCHES_SORTED_TOGETHER
+        for start in range(0, len(asked), window):
+            like = sorted(asked[start : start + window], key=lambda each: len(each.tokens), reverse=True)
+            roomy = [each for each in like if self._room(each) == self.manner.max_new_tokens]
+            yield from ([each] for each in like if self._room(each) < self.manner.max_new_tokens)
+            for first in range(0, len(roomy), self.batch_size):
+                yield roomy[first : first + self.batch_size]
+
+    def _room(self, asked: TokenizedPrompt) -> int:
+        limit = self._limit()
+        most = self.manner.max_new_tokens
+        return most if limit is None else min(most, limit - len(asked.tokens))
+
+    def _answers(self, batch: Sequence[TokenizedPrompt]) -> list[str]:
+        manner = SamplingParams(self._room(batch[0]), self.manner.temperature, self.manner.top_p)
+        made = generate_batch(
+            self.model,
+            [each.tokens for each in batch],
+            [derive_seed(self.seed, "generate", each.number) for each in batch],
+            manner=manner,
+            pad_id=pad_id(self.tokenizer),
+            stop_ids=stop_ids(self.tokenizer),
+        )
+        return [str(self.tokenizer.decode(tokens, skip_special_tokens=True)).strip() for tokens in made]
+
+
+def _share() -> slice:
+    return slice(distributed.rank(), None, distributed.world())

@@ -1,0 +1,124 @@
+"""`finetune prepare`: tokenise all data before training, on the CPU, without a model or a process group."""
+
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from rich.progress import BarColumn, Progress, TaskID
+
+from finetune.commands.audit_tables import print_audit
+from finetune.commands.preview.preview import without_audit_limits
+from finetune.config.load import load_config
+from finetune.data.audit.audit import Streamed
+from finetune.data.token_cache.counts import REMEDY
+from finetune.errors import DataError
+from finetune.report.run_log import RunLog, print_line
+from finetune.run.build.data import make_training_data, verify_sets
+from finetune.run.build.data_audit import audit_training_data
+from finetune.runtime.text import rich_console
+from finetune.runtime.text.library_output import quiet_libraries
+
+SECONDS_BETWEEN_LINES = 10.0
+
+Clock = Callable[[], float]
+Log = Callable[[str], None]
+OnProgress = Callable[[str, int, int | None], None]
+
+
+@contextmanager
+def show_progress() -> Iterator[tuple[Log, OnProgress]]:
+    """Yield who says sentences, and who is told how many rows of a source are behind and how many there are."""
+    if not sys.stdout.isatty():
+        yield print_line, ProgressLines(log=print_line)
+        return
+    console, text = rich_console.SafeConsole(), rich_console.SafeTextColumn
+    columns = (text("{task.description}"), BarColumn(), text("{task.fields[told]}"))
+    with rich_console.SafeProgress(*columns, console=console, transient=True) as progress:
+        yield lambda line: console.print(line, markup=False, soft_wrap=True), ProgressBars(progress)
+
+
+class ProgressLines:
+    """Says every few seconds how far it is."""
+
+    def __init__(self, *, log: Log, clock: Clock = time.monotonic) -> None:
+        self._log = log
+        self._clock = clock
+        self._paces: dict[str, Pace] = {}
+        self._said: dict[str, float] = {}
+
+    def __call__(self, key: str, rows: int, num_rows: int | None) -> None:
+        """Say it if it is time."""
+        now = self._clock()
+        pace = self._paces.setdefault(key, Pace(rows, now))
+        if now - self._said.setdefault(key, now) >= SECONDS_BETWEEN_LINES:
+            self._said[key] = now
+            self._log(f"{key}: {pace.told(rows, num_rows, now=now)}")
+
+
+class ProgressBars:
+    """A bar for each source."""
+
+    def __init__(self, progress: Progress, *, clock: Clock = time.monotonic) -> None:
+        self._progress = progress
+        self._clock = clock
+        self._bars: dict[str, tuple[TaskID, Pace]] = {}
+
+    def __call__(self, key: str, rows: int, num_rows: int | None) -> None:
+        """Move the bar of the source."""
+        now = self._clock()
+        if key not in self._bars:
+            self._bars[key] = self._progress.add_task(key, total=num_rows, told=""), Pace(rows, now)
+        bar, pace = self._bars[key]
+        self._progress.update(bar, completed=rows, told=pace.told(rows, num_rows, now=now))
+
+
+class Pace:
+    """How fast it goes since somebody looks: rows that were behind before do not count."""
+
+    def __init__(self, rows: int, now: float) -> None:
+        self._first_rows = rows
+        self._first_seconds = now
+
+    def told(self, rows: int, num_rows: int | None, *, now: float) -> str:
+        """Return how far it is in words; how long it takes where the end is known.
+
+        >>> Pace(0, 10.0).told(2_000, 10_000, now=14.0)
+        '2,000 of 10,000 rows (20%), 500 rows/s, 16 s left'
+        """
+        seconds = now - self._first_seconds
+        per_second = (rows - self._first_rows) / seconds if seconds > 0 else 0.0
+        if not num_rows:
+            return f"{rows:,} rows, {per_second:,.0f} rows/s"
+        left = f", {(num_rows - rows) / per_second:,.0f} s left" if per_second else ""
+        return f"{rows:,} of {num_rows:,} rows ({rows / num_rows:.0%}), {per_second:,.0f} rows/s{left}"
+
+
+def prepare(path: Path, overrides: Sequence[str]) -> None:
+    """Tokenise what the job learns from and is evaluated on, print the audit, and say what training will find.
+
+    What is cut off by a kill or Ctrl-C goes on at the next start. Raises ConfigError and DataError as training does,
+    for shares above the limits of `data.audit` once the audit is printed.
+    """
+    quiet_libraries(is_main=True)
+    config = load_config(path, overrides).config
+    try:
+        with show_progress() as (say, watch):
+            lessons = make_training_data(
+                without_audit_limits(config), RunLog(is_main=True, write=say), on_progress=watch
+            )
+            verify_sets(lessons)
+    except KeyboardInterrupt:
+        print("what is tokenised is kept: the same command goes on where it stopped", file=sys.stderr)
+        raise
+    audit = audit_training_data(config, lessons)
+    print()
+    print_audit(audit)
+    if audit.exceeded:
+        raise DataError(f"training with this job stops here: {'; '.join(map(str, audit.exceeded))} {REMEDY}")
+    streams = [key for key, source in lessons.sources.items() if isinstance(source, Streamed)]
+    for key in streams:
+        print(f"{key} is a stream: it is tokenised while the model trains")
+    if len(streams) < len(lessons.sources) or lessons.validation_set is not None:
+        print("training with this job finds what is tokenised and does not do it again")

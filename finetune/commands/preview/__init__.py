@@ -1,0 +1,1 @@
+"""`finetune preview`: the samples as the model sees them."""

@@ -1,0 +1,1 @@
+"""`finetune verify`: run the user's own job in several ways and compare the results."""

@@ -1,0 +1,76 @@
+"""Formats values and choices for messages, the same in every message."""
+
+import difflib
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from finetune.runtime.text.redact import redacted_config
+from finetune.runtime.text.terminal import format_json
+
+MAX_SHOWN_CHARACTERS = 60
+"""Characters of a value that a message shows."""
+
+_MAX_NAME_CHARACTERS = 200
+"""Characters of a name that may be a slip of the pen."""
+
+
+def format_value(value: Any) -> str:
+    """Return the value as it would be written in YAML, cut where it is long.
+
+    >>> shown("4"), shown(True), shown(2e-5)
+    ('`"4"`', '`true`', '`2e-05`')
+    """
+    return f"`{truncate(format_json(redacted_config(value), default=str))}`"
+
+
+def truncate(text: str) -> str:
+    """Return the text, cut where it is long."""
+    return text if len(text) <= MAX_SHOWN_CHARACTERS else f"{text[: MAX_SHOWN_CHARACTERS - 3]}..."
+
+
+def type_name(value: Any) -> str:
+    """Return what sort of value it is, in the words of the reference page."""
+    names: Sequence[tuple[type, str]] = (
+        (bool, "a truth value"),
+        (int, "a whole number"),
+        (float, "a number"),
+        (str, "text"),
+        (list, "a list"),
+        (dict, "a section"),
+    )
+    return next((name for each, name in names if isinstance(value, each)), "null")
+
+
+def format_list(names: Iterable[str], *, last: str = "and") -> str:
+    """Return the names in backticks, as a sentence lists them.
+
+    >>> listed(["a", "b", "c"], last="or")
+    '`a`, `b` or `c`'
+    """
+    quoted = [f"`{name}`" for name in names]
+    return quoted[0] if len(quoted) == 1 else f"{', '.join(quoted[:-1])} {last} {quoted[-1]}" if quoted else "nothing"
+
+
+def did_you_mean(written: str, known: Iterable[str]) -> str:
+    """Return `Did you mean ...?` for the nearest known name, or an empty text when none is near."""
+    near = closest(written, known)
+    return f"Did you mean `{near}`?" if near else ""
+
+
+def closest(written: str, known: Iterable[str]) -> str | None:
+    """Return the known name that looks most like what was written, if any does; case does not matter."""
+    if len(written) > _MAX_NAME_CHARACTERS:
+        return None
+    by_lower = {name.lower(): name for name in known}
+    found = difflib.get_close_matches(written.lower(), by_lower, n=1, cutoff=0.65)
+    return by_lower[found[0]] if found else None
+
+
+def closest_multiples(number: int, divisor: int) -> str:
+    """Return the multiples of the divisor just below and above the number.
+
+    >>> nearest_multiples(30, 16), nearest_multiples(3, 16)
+    ('16, 32', '16')
+    """
+    below = number // divisor * divisor
+    return ", ".join(str(each) for each in (below, below + divisor) if each > 0)

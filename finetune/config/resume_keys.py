@@ -1,0 +1,147 @@
+"""What it means that a key differs between a checkpoint and the run that resumes from it.
+
+Every key is in one table. A key that is in none, such as a new one, must match.
+
+- MUST_MATCH: it changes what is trained, or when; refused unless `checkpoint.allow_changes` names it.
+- COMPARED_BY_CONTENT: what it points to is compared by digest (the training data, the tokenizer), so the key itself may
+  differ: moved rows are still the same rows.
+- MAY_DIFFER: it changes no step, at most the last digits of its sums; listed when it differs.
+- NOT_RECORDED: says where and how this very start writes and resumes.
+"""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from finetune.config.run_config import RunConfig
+from finetune.config.section import Section, join_key
+from finetune.runtime.text.redact import comparable_config, redacted_text
+
+MUST_MATCH = (
+    "run.seed",
+    *("model.name", "model.revision", "model.trust_remote_code", "model.dtype", "model.freeze"),
+    "model.batch_norm",
+    "model.train_only",
+    "model.attention",  # the same function, but attention dropout draws otherwise
+    *("model.from_config", "model.from_config.model_type", "model.from_config.values"),
+    *("model.lora", "model.lora.rank", "model.lora.alpha", "model.lora.dropout", "model.lora.target_modules"),
+    *("model.lora.modules_to_save", "model.lora.rslora", "model.lora.dora"),
+    *("model.lora.init", "model.lora.layers", "model.lora.rank_pattern", "model.lora.alpha_pattern"),
+    *("model.ia3", "model.ia3.target_modules", "model.ia3.feedforward_modules"),
+    *("model.oft", "model.oft.block_size", "model.oft.dropout", "model.oft.target_modules"),
+    *("model.prompt_tuning", "model.prompt_tuning.num_tokens", "model.prompt_tuning.init_text"),
+    *("model.prefix_tuning", "model.prefix_tuning.num_tokens", "model.adapter"),
+    *("model.quantization", "model.quantization.method", "model.quantization.bits", "model.quantization.kind"),
+    *("model.quantization.double", "model.quantization.compute_dtype"),
+    *("model.new_tokens", "model.new_tokens.tokens", "model.new_tokens.special", "model.new_tokens.init"),
+    *("model.image_processor", "model.image_processor.name", "model.image_processor.size"),
+    *("model.image_processor.mean", "model.image_processor.std"),
+    *("data.shuffle", "data.images.size", "data.images.crop_scale", "data.images.crop_padding"),
+    *("data.images.flip", "data.images.mixup", "data.images.cutmix"),
+    *("task.name", "task.label_smoothing", "task.z_loss"),
+    *("task.classification.kind", "task.classification.labels", "task.classification.class_weights"),
+    *("task.preference.loss", "task.preference.beta", "task.preference.label_smoothing"),
+    *("task.preference.target_margin", "task.preference.sft_weight", "task.preference.desirable_weight"),
+    *("task.preference.undesirable_weight", "task.reward.use_margin", "task.reward.centering"),
+    *("task.distillation", "task.distillation.teacher", "task.distillation.teacher_dtype"),
+    *("task.distillation.divergence", "task.distillation.jsd_beta", "task.distillation.temperature"),
+    *("task.distillation.cross_entropy_weight", "task.distillation.top_k"),
+    *("task.masked_lm.fraction", "task.masked_lm.random_fraction", "task.masked_lm.kept_fraction"),
+    "task.masked_lm.whole_words",
+    *("train.global_batch_size", "train.precision", "train.max_gradient_norm"),
+    *("train.steps", "train.epochs", "train.tokens"),  # the budget stretches the schedule
+    *("train.learning_rate", "train.learning_rate_scaling"),
+    *("train.learning_rate_scaling.rule", "train.learning_rate_scaling.base_global_batch_size"),
+    *("train.optimizer.name", "train.optimizer.weight_decay", "train.optimizer.betas", "train.optimizer.eps"),
+    *("train.optimizer.momentum", "train.optimizer.lora_plus_ratio", "train.optimizer.layer_decay"),
+    *("train.optimizer.state_dtype", "train.optimizer.stochastic_rounding"),
+    *("train.optimizer.rates", "train.unfreeze", "train.embedding_noise"),
+    *("train.average", "train.average.decay", "train.average.after_steps"),
+    *("train.schedule.name", "train.schedule.warmup_steps", "train.schedule.warmup_fraction"),
+    *("train.schedule.decay_fraction", "train.schedule.final_fraction"),
+)
+
+COMPARED_BY_CONTENT = (
+    *("data.train.path", "data.train.name", "data.train.config", "data.train.revision", "data.train.split"),
+    *("data.train.format", "data.train.columns", "data.train.template", "data.train.skip", "data.train.take"),
+    *("data.train.mix", "data.train.until", "data.train.stream", "data.train.stream.window_rows"),
+    *("data.validation.fraction", "data.validation.hash_fraction", "data.validation.exclude_from_train"),
+    *("data.truncate_side", "data.train_on"),
+    *("data.batching.by", "data.batching.tokens", "data.batching.length_window_steps"),
+    *("data.max_length", "data.over_length", "data.no_target", "data.chat_template", "data.system_prompt"),
+    *("data.allow_special_tokens", "data.train.image_root"),
+    *("task.seq2seq.max_target_length", "task.seq2seq.source_prefix"),
+    *("model.tokenizer", "model.tokenizer.name", "model.tokenizer.train", "model.tokenizer.train.vocabulary_size"),
+)
+
+MAY_DIFFER = (
+    "run.deterministic",  # other kernels for the same sums
+    *("run.hang_after_seconds", "run.spot_notice", "run.strategy"),
+    "model.gradient_checkpointing",  # computes the same values twice
+    "model.activation_offload",  # the same values, kept elsewhere
+    "model.compile",  # the same sums, fused otherwise; random numbers are drawn as without
+    "model.cache_folder",
+    *("data.cache_folder", "data.prepare_workers", "data.num_workers", "data.pin_memory"),
+    *("data.persistent_workers", "data.prefetch_factor", "data.train.stream.num_ahead"),
+    *("data.train.follow_links", "data.validation.follow_links", "data.validation.template"),
+    "data.validation.image_root",
+    "data.batching.padding_free",  # the same samples, laid out otherwise
+    *("data.audit.max_truncated_rows", "data.audit.max_dropped_rows", "data.audit.max_lost_targets"),
+    *("data.audit.max_duplicate_samples", "data.audit.max_unknown_tokens"),
+    "train.microbatch_size",  # cuts the same batch into other pieces
+    "train.optimizer.fused",  # one kernel for the same update
+    "train.optimizer.in_backward",  # the same update, sooner
+    "train.loss_kernel",  # the same sums, taken in another order
+    *("train.nonfinite.action", "train.nonfinite.max_skips"),  # about steps from which nothing can be learnt
+    # They decide when a run ends, not what a step learns.
+    *("train.time_limit_minutes", "train.stop_after_steps", "train.early_stopping", "train.early_stopping.metric"),
+    *("train.early_stopping.goal", "train.early_stopping.patience", "train.early_stopping.min_delta"),
+    # Evaluation draws from seeds of its own and leaves the model as it was.
+    *("evaluate", "evaluate.every_steps", "evaluate.at_start", "evaluate.microbatch_size", "evaluate.generate"),
+    *("evaluate.generate.num_samples", "evaluate.generate.max_new_tokens", "evaluate.generate.show"),
+    *("evaluate.generate.metrics", "evaluate.generate.batch_size"),
+    *("data.validation", "data.validation.path", "data.validation.name", "data.validation.config"),
+    *("data.validation.revision", "data.validation.split", "data.validation.format", "data.validation.columns"),
+    *("data.validation.skip", "data.validation.take"),
+    *("checkpoint.every_steps", "checkpoint.keep_last", "checkpoint.keep_every_steps", "checkpoint.keep_best"),
+    *("checkpoint.keep_best.metric", "checkpoint.keep_best.goal", "checkpoint.keep_best.count"),
+    *("checkpoint.asynchronous", "checkpoint.on_failure", "checkpoint.rehearse"),
+    *("report.log_every_steps", "report.console", "report.trackers", "report.sample_ids", "report.project"),
+    "task.distillation.cache",  # the same answers, asked for once
+    *("export.dtype", "export.max_shard_size", "export.merge", "export.push_to_hub", "export.private"),
+)
+
+NOT_RECORDED = ("run.folder", "run.local_folder", "checkpoint.resume", "checkpoint.allow_changes")
+
+
+def keys_that_must_match(config: RunConfig) -> dict[str, str]:
+    """Return the keys whose change alters what is learnt, dotted, with their values as JSON."""
+    others = {*COMPARED_BY_CONTENT, *MAY_DIFFER, *NOT_RECORDED}
+    return {key: text for key, text in _flat(config) if key not in others}
+
+
+def keys_that_may_differ(config: RunConfig) -> dict[str, str]:
+    """Return the keys that may differ from start to start, likewise."""
+    told = {*COMPARED_BY_CONTENT, *MAY_DIFFER}
+    return {key: redacted_text(text) for key, text in _flat(config) if key in told}
+
+
+def _flat(section: Section, *, prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Yield every key with its value; a section that may be left out is `null` or `written`, then what is in it.
+
+    Secrets are left out, and so is all that signs a URL: one that is signed anew is the same.
+    """
+    for name, field in type(section).model_fields.items():
+        key, value = join_key(prefix, name), getattr(section, name)
+        if not isinstance(value, Section):
+            plain = json.loads(json.dumps(value, default=_plain))
+            yield key, json.dumps(comparable_config(plain, name=name), sort_keys=True, ensure_ascii=False)
+            continue
+        if field.annotation is not type(value):
+            yield key, "written"
+        yield from _flat(value, prefix=key)
+
+
+def _plain(section: Section) -> dict[str, Any]:
+    """Return a section of a list as what JSON can hold."""
+    return section.model_dump()

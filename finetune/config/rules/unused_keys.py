@@ -1,0 +1,185 @@
+"""Keys that have no effect in this combination: writing one of them is an error."""
+
+from collections.abc import Iterator
+from functools import partial
+
+from finetune.config.formatting import format_list
+from finetune.config.paths import is_path, is_url
+from finetune.config.rules.model import MERGEABLE, adapter_of, trained_dtypes
+from finetune.config.rules.unused_task_keys import ConditionalKey, conditional_source_keys, conditional_task_keys
+from finetune.config.run_config import RunConfig
+from finetune.config.section import has_key, is_written
+from finetune.errors import Problem
+
+
+def no_unused_keys(config: RunConfig) -> Iterator[Problem]:
+    """A key that was written does something."""
+    for effect in _conditional_keys(config):
+        try:
+            is_idle = is_written(config, effect.key) and not effect.has_effect(config)
+        except AttributeError:  # a draft: one of the keys that decide is broken
+            continue
+        if is_idle:
+            yield Problem(effect.key, f"it has no effect here: {effect.needs}. Remove it.")
+
+
+def unused_keys(config: RunConfig) -> frozenset[str]:
+    """Return the keys that do nothing in this config, whether they were written or not."""
+    return frozenset(
+        effect.key
+        for effect in _conditional_keys(config)
+        if has_key(config, effect.key) and not effect.has_effect(config)
+    )
+
+
+def _conditional_keys(config: RunConfig) -> Iterator[ConditionalKey]:
+    yield from CONDITIONAL_KEYS
+    yield from conditional_task_keys()
+    yield from conditional_source_keys(config)
+
+
+def _optimizer(config: RunConfig, *, names: tuple[str, ...]) -> bool:
+    return config.train.optimizer.name in names
+
+
+def _updates_in_one_kernel(config: RunConfig) -> bool:
+    section = config.train.optimizer
+    is_plain = {section.state_dtype or dtype for dtype in trained_dtypes(config)} == trained_dtypes(config)
+    is_plain = is_plain and not section.stochastic_rounding
+    return section.name == "muon" or (section.name == "adamw" and is_plain)
+
+
+def _learns_in_bfloat16(config: RunConfig) -> bool:
+    return trained_dtypes(config) == {"bfloat16"} and config.train.optimizer.name == "adamw"
+
+
+def _schedule_is_not(config: RunConfig, *, name: str) -> bool:
+    return config.train.schedule.name != name
+
+
+def _decays_late(config: RunConfig) -> bool:
+    return config.train.schedule.name == "warmup_stable_decay"
+
+
+def _skips(config: RunConfig) -> bool:
+    return config.train.nonfinite.action == "skip"
+
+
+def _has_workers(config: RunConfig) -> bool:
+    return config.data.num_workers != 0
+
+
+def _is_from_hub(config: RunConfig) -> bool:
+    return config.model.name is not None and not is_path(config.model.name)
+
+
+def _runs_model_code(config: RunConfig) -> bool:
+    return config.model.from_config is None
+
+
+def _downloads(config: RunConfig) -> bool:
+    tokenizer = config.model.tokenizer
+    has_hub_tokenizer = tokenizer is not None and tokenizer.name is not None and not is_path(tokenizer.name)
+    return _is_from_hub(config) or has_hub_tokenizer
+
+
+def _trains_own_weights(config: RunConfig) -> bool:
+    return adapter_of(config) is None
+
+
+def _has_lora(config: RunConfig) -> bool:
+    return config.model.lora is not None
+
+
+def _can_merge(config: RunConfig) -> bool:
+    return adapter_of(config) in MERGEABLE
+
+
+def _is_pushed(config: RunConfig) -> bool:
+    return config.export.push_to_hub is not None
+
+
+def _is_4_bit(config: RunConfig) -> bool:
+    section = config.model.quantization
+    return section is not None and (section.method, section.bits) == ("bitsandbytes", 4)
+
+
+def _has_trackers(config: RunConfig) -> bool:
+    return bool(config.report.trackers)
+
+
+def _is_remote(config: RunConfig) -> bool:
+    return is_url(config.run.folder)
+
+
+def _continues(config: RunConfig) -> bool:
+    return config.checkpoint.resume != "never"
+
+
+def _batches_by(config: RunConfig, *, names: tuple[str, ...]) -> bool:
+    return config.data.batching.by in names
+
+
+def _truncates(config: RunConfig) -> bool:
+    return config.data.over_length == "truncate"
+
+
+def _is_weighted(config: RunConfig) -> bool:
+    return any(source.weight is not None for source in config.data.train.mix)
+
+
+_ADAM = ("adamw", "adamw_8bit", "muon", "schedule_free_adamw")
+
+CONDITIONAL_KEYS: tuple[ConditionalKey, ...] = (
+    ConditionalKey(
+        "train.optimizer.momentum", partial(_optimizer, names=("sgd", "muon")), "only `sgd` and `muon` have momentum"
+    ),
+    ConditionalKey("train.optimizer.betas", partial(_optimizer, names=_ADAM), f"only {format_list(_ADAM)} have betas"),
+    ConditionalKey("train.optimizer.eps", partial(_optimizer, names=_ADAM), f"only {format_list(_ADAM)} have eps"),
+    ConditionalKey(
+        "train.optimizer.fused", _updates_in_one_kernel, "only AdamW has a fused kernel, which does not round"
+    ),
+    ConditionalKey("train.optimizer.state_dtype", partial(_optimizer, names=("adamw",)), "only `adamw` has a choice"),
+    ConditionalKey(
+        "train.optimizer.stochastic_rounding",
+        _learns_in_bfloat16,
+        "it is for `adamw` on weights that learn in bfloat16 (`model.dtype`)",
+    ),
+    ConditionalKey("train.schedule.decay_fraction", _decays_late, "only `name: warmup_stable_decay` decays late"),
+    ConditionalKey(
+        "train.schedule.final_fraction", partial(_schedule_is_not, name="constant"), "a constant rate never falls"
+    ),
+    ConditionalKey("train.nonfinite.max_skips", _skips, "only `action: skip` skips steps"),
+    ConditionalKey("data.truncate_side", _truncates, "only `over_length: truncate` cuts"),
+    ConditionalKey("data.persistent_workers", _has_workers, "it needs `data.num_workers` above 0, or `auto`"),
+    ConditionalKey("data.prefetch_factor", _has_workers, "it needs `data.num_workers` above 0, or `auto`"),
+    ConditionalKey(
+        "data.batching.tokens",
+        partial(_batches_by, names=("packs", "tokens")),
+        "only `by: packs` and `by: tokens` have a budget",
+    ),
+    ConditionalKey(
+        "data.batching.padding_free",
+        partial(_batches_by, names=("samples", "tokens")),
+        "packs are never padded",
+    ),
+    ConditionalKey(
+        "data.batching.length_window_steps",
+        partial(_batches_by, names=("samples",)),
+        "only `by: samples` leaves lengths to be sorted",
+    ),
+    ConditionalKey("data.train.until", _is_weighted, "only `data.train.mix` with weights has no length of its own"),
+    ConditionalKey("model.revision", _is_from_hub, "only a model from the hub has revisions"),
+    ConditionalKey("model.trust_remote_code", _runs_model_code, "a model made from its config runs no code of others"),
+    ConditionalKey("model.cache_folder", _downloads, "nothing is downloaded from the model hub"),
+    ConditionalKey("model.train_only", _trains_own_weights, "under adapters all of the model's own weights are frozen"),
+    ConditionalKey("model.freeze", _trains_own_weights, "under adapters all of the model's own weights are frozen"),
+    ConditionalKey("train.optimizer.lora_plus_ratio", _has_lora, "only `model.lora` has A and B"),
+    ConditionalKey("model.quantization.kind", _is_4_bit, "only bitsandbytes with 4 bits has kinds"),
+    ConditionalKey("model.quantization.double", _is_4_bit, "only bitsandbytes with 4 bits quantises its scales"),
+    ConditionalKey("export.merge", _can_merge, "there are no adapters that can be folded into the base"),
+    ConditionalKey("export.private", _is_pushed, "it needs `export.push_to_hub`"),
+    ConditionalKey("run.local_folder", _is_remote, "only a run at a URL is staged, and `run.folder` is a path"),
+    ConditionalKey("checkpoint.allow_changes", _continues, "with `resume: never` nothing is continued"),
+    ConditionalKey("report.project", _has_trackers, "it needs `report.trackers`"),
+)

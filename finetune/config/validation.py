@@ -1,0 +1,295 @@
+"""Turns pydantic's validation errors into problems: the dotted key, what was written and what to write instead.
+
+The valid part of such a config is kept as a draft, so that the rules can still check it.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any, TypeVar, cast, get_args
+
+from pydantic import ValidationError
+
+from finetune.config.formatting import MAX_SHOWN_CHARACTERS, closest, did_you_mean, format_list, format_value, type_name
+from finetune.config.limits import MAX_LISTED
+from finetune.config.schema import (
+    Node,
+    all_keys,
+    branches,
+    describe_values,
+    description_of,
+    exceeds_ceiling,
+    keys_of,
+    node_at,
+)
+from finetune.config.section import Section, join_key, parent_keys
+from finetune.errors import Problem
+
+KEYS_OF_OTHER_TOOLS: Mapping[str, str] = {
+    "base_model": "model.name",
+    "batch_size": "train.global_batch_size",
+    "cutoff_len": "data.max_length",
+    "dataset": "data.train",
+    "datasets": "data.train",
+    "device_batch_size": "train.microbatch_size",
+    "eval_steps": "evaluate.every_steps",
+    "grad_clip": "train.max_gradient_norm",
+    "gradient_clipping": "train.max_gradient_norm",
+    "learning_rate_scheduler": "train.schedule",
+    "logging_steps": "report.log_every_steps",
+    "lora_alpha": "model.lora.alpha",
+    "lora_dropout": "model.lora.dropout",
+    "lora_r": "model.lora.rank",
+    "lora_target_modules": "model.lora.target_modules",
+    "lr": "train.learning_rate",
+    "lr_scheduler_type": "train.schedule.name",
+    "max_grad_norm": "train.max_gradient_norm",
+    "max_seq_length": "data.max_length",
+    "max_steps": "train.steps",
+    "micro_batch_size": "train.microbatch_size",
+    "mixed_precision": "train.precision",
+    "model_name_or_path": "model.name",
+    "num_epochs": "train.epochs",
+    "num_train_epochs": "train.epochs",
+    "optim": "train.optimizer.name",
+    "output_dir": "run.folder",
+    "per_device_eval_batch_size": "evaluate.microbatch_size",
+    "per_device_train_batch_size": "train.microbatch_size",
+    "r": "model.lora.rank",
+    "report_to": "report.trackers",
+    "resume_from_checkpoint": "checkpoint.resume",
+    "save_steps": "checkpoint.every_steps",
+    "save_total_limit": "checkpoint.keep_last",
+    "sequence_len": "data.max_length",
+    "torch_dtype": "model.dtype",
+    "use_dora": "model.lora.dora",
+    "use_rslora": "model.lora.rslora",
+    "warmup_ratio": "train.schedule.warmup_fraction",
+}
+"""From the last part of a key elsewhere to the key here."""
+
+UNSUPPORTED_KEYS: Mapping[str, str] = {
+    "accumulate_grad_batches": "accumulation is derived: set `train.global_batch_size` and `train.microbatch_size`",
+    "bf16": "write `train.precision: bf16`",
+    "deepspeed": "the strategy is chosen by the accelerate config with which the run is launched",
+    "fp16": "write `train.precision: fp16`",
+    "fsdp": "the strategy is chosen by the accelerate config with which the run is launched",
+    "gradient_accumulation_steps": "accumulation is derived: set `train.global_batch_size` and `train.microbatch_size`",
+    "hf_token": "secrets do not belong in a job file: log in with `hf auth login` or set HF_TOKEN in the environment",
+    "token": "secrets do not belong in a job file: log in with `hf auth login` or set HF_TOKEN in the environment",
+    "wandb_api_key": "secrets do not belong in a job file: set WANDB_API_KEY in the environment",
+}
+"""Keys that have no counterpart, and what to do instead."""
+
+
+@dataclass(frozen=True)
+class InvalidKey:
+    """One key that does not fit the schema; `meant` is the key that an unknown one probably stands for."""
+
+    key: str
+    type: str
+    value: Any
+    meant: str | None = None
+
+    def problem(self) -> Problem:
+        """Return the fault as a sentence for the user."""
+        match self.type:
+            case "missing":
+                return Problem(self.key, _missing_key(self.key))
+            case "extra_forbidden":
+                return Problem(self.key, _unknown_key(self.key))
+        return Problem(self.key, _invalid_value(self.value, node_at(self.key) or {}))
+
+
+def read_validation_errors(error: ValidationError, values: Any) -> list[InvalidKey]:
+    """Return one fault for every key that is wrong, however many complaints pydantic has about it.
+
+    Where a list and one of its items are complained about, the item is named.
+    """
+    errors = error.errors(include_url=False, include_context=False)
+    located = [(_dotted_key(each["loc"], values, is_missing=each["type"] == "missing"), each) for each in errors]
+    located.sort(key=lambda pair: pair[0])
+    faults, num_meant = [], 0
+    for key, complaints in groupby(located, key=lambda pair: pair[0]):
+        first = next(complaints)[1]
+        is_unknown = first["type"] == "extra_forbidden"
+        num_meant += is_unknown
+        meant = _suggested_key(key) if is_unknown and num_meant <= MAX_LISTED else None
+        faults.append(InvalidKey(key, first["type"], first["input"], meant))
+    meant_keys = {fault.meant for fault in faults}
+    outer = {each for fault in faults for each in parent_keys(fault.key)}
+    return [
+        fault
+        for fault in faults
+        if fault.key not in outer and not (fault.type == "missing" and fault.key in meant_keys)
+    ]
+
+
+def _dotted_key(location: Sequence[int | str], values: Any, *, is_missing: bool) -> str:
+    """Return the dotted key of pydantic's location: the tags of unions, which stand for no key, are dropped."""
+    parts: list[int | str] = []
+    for index, part in enumerate(location):
+        is_last = index == len(location) - 1
+        if isinstance(values, dict) and (part in values or (is_missing and is_last)):
+            parts.append(part)
+            values = values.get(part)
+        elif isinstance(values, list) and isinstance(part, int):
+            parts.append(part)
+            values = values[part]
+    return join_key(*parts)
+
+
+def _missing_key(key: str) -> str:
+    node = node_at(key) or {}
+    what = description_of(node).rstrip(".")
+    required = [f"{key}.{name}" for each in branches(node) for name in each.get("required", ())]
+    if keys_of(node):
+        keys = f" It needs {format_list(required)}." if required else ""
+        return f"the section is missing: {_decapitalised(what)}.{keys}"
+    return f"the key is missing: {_decapitalised(what)}. Write {describe_values(node)}."
+
+
+def _unknown_key(key: str) -> str:
+    here, _, name = key.rpartition(".")
+    meant = _suggested_sibling(key)
+    if meant is not None and name not in UNSUPPORTED_KEYS:
+        return f"there is no such key. Did you mean `{meant.rpartition('.')[2]}`?"
+    if name in UNSUPPORTED_KEYS:
+        return f"there is no such key; {UNSUPPORTED_KEYS[name]}."
+    elsewhere = list(_keys_elsewhere(name))
+    if elsewhere:
+        return f"there is no such key. There is {format_list(elsewhere, last='and')}."
+    where = f"`{here}`" if here else "the file"
+    return f"there is no such key. {where} has {format_list(keys_of(node_at(here) or {}))}."
+
+
+def _suggested_key(key: str) -> str | None:
+    """Return the key that an unknown one probably stands for: one of this section, or another tool's word."""
+    return _suggested_sibling(key) or KEYS_OF_OTHER_TOOLS.get(key.rpartition(".")[2])
+
+
+def _suggested_sibling(key: str) -> str | None:
+    """Return the key of the same section that looks most like this one, if any does."""
+    here, _, name = key.rpartition(".")
+    if name in KEYS_OF_OTHER_TOOLS and KEYS_OF_OTHER_TOOLS[name].rpartition(".")[0] != here:
+        return None
+    near = closest(name, keys_of(node_at(here) or {}))
+    return join_key(here, near) if near else None
+
+
+def _keys_elsewhere(name: str) -> Iterator[str]:
+    if name in KEYS_OF_OTHER_TOOLS:
+        yield KEYS_OF_OTHER_TOOLS[name]
+        return
+    by_name: dict[str, list[str]] = {}
+    for key, _ in all_keys():
+        by_name.setdefault(key.rpartition(".")[2], []).append(key)
+    near = name if name in by_name else closest(name, by_name)
+    yield from by_name.get(near or "", [])[:3]
+
+
+def _invalid_value(value: Any, node: Node) -> str:
+    """Return what was written, what may be written, and the hint that most likely mends it."""
+    fits = f"Write {describe_values(node, in_full=exceeds_ceiling(value, node))}."
+    hint = _hint(value, node)
+    is_right_kind = any(type_name(value) in _TYPE_NAMES.get(str(each.get("type")), ()) for each in branches(node))
+    said = f"{format_value(value)} is not allowed" if is_right_kind else f"{format_value(value)} is {type_name(value)}"
+    return " ".join(part for part in (f"{said}.", hint, fits) if part)
+
+
+_TYPE_NAMES: Mapping[str, tuple[str, ...]] = {
+    "integer": ("a whole number",),
+    "number": ("a number", "a whole number"),
+    "string": ("text",),
+    "array": ("a list",),
+    "object": ("a section",),
+    "boolean": ("a truth value",),
+}
+"""From JSON schema's types to the sorts of value that are written for them."""
+
+
+def _hint(value: Any, node: Node) -> str:
+    kinds = branches(node)
+    types = {each.get("type") for each in kinds}
+    choices = [choice for each in kinds for choice in each.get("enum", [each["const"]] if "const" in each else [])]
+    if isinstance(value, str):
+        if choices:
+            return did_you_mean(value, [each for each in choices if isinstance(each, str)])
+        if "boolean" in types and value.lower() in {"yes", "no", "on", "off"}:
+            return "YAML 1.2 reads it so."
+        if types & {"integer", "number"} and _is_number(value):
+            return "Remove the quotes."
+        if "array" in types and len(value) <= MAX_SHOWN_CHARACTERS:
+            return f"Put it in brackets: `[{value}]`."
+    elif keys_of(node) and not isinstance(value, dict):
+        return f"Its keys are {format_list(keys_of(node))}."
+    elif "array" in types and isinstance(value, int | float):
+        return f"Put it in brackets: `[{value}]`."
+    elif isinstance(value, float) and abs(value) < _EXACT and value.is_integer() and "integer" in types:
+        return f"Write it as `{int(value)}`."
+    elif "string" in types and isinstance(value, int | float) and not choices:
+        return f"Put it in quotes: `'{value}'`."
+    return ""
+
+
+_EXACT = 2.0**53
+"""Up to here a decimal number says which whole number is meant."""
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _decapitalised(sentence: str) -> str:
+    return sentence[:1].lower() + sentence[1:] if sentence[1:2].islower() else sentence
+
+
+S = TypeVar("S", bound=Section)
+
+
+def draft_section(kind: type[S], values: Mapping[str, Any], *, broken: Set[str]) -> S:
+    """Return a section without its broken keys: reading one of them raises AttributeError.
+
+    `broken` are dotted keys as they stand in the file; keys that are not written have their defaults.
+    """
+    outer = broken | {each for key in broken for each in parent_keys(key)}
+    return _draft_at(kind, values, broken=broken, outer=outer, prefix="")
+
+
+def _draft_at(kind: type[S], values: Mapping[str, Any], *, broken: Set[str], outer: Set[str], prefix: str) -> S:
+    """Return the section at the prefix; `outer` are the broken keys, and those of the sections around them."""
+    made: dict[str, Any] = {}
+    for name, field in kind.model_fields.items():
+        key = join_key(prefix, name)
+        if key in broken or (name not in values and field.is_required()):
+            continue
+        if name not in values:
+            made[name] = field.get_default(call_default_factory=True)
+            continue
+        value = values[name]
+        inner = next(_section_types(field.annotation), None)
+        if isinstance(value, dict) and inner is not None:
+            made[name] = _draft_at(inner, value, broken=broken, outer=outer, prefix=key)
+        elif isinstance(value, list) and inner is not None and all(isinstance(each, dict) for each in value):
+            places = [join_key(key, number) for number in range(len(value))]
+            made[name] = tuple(
+                _draft_at(inner, each, broken=broken, outer=outer, prefix=place)
+                for each, place in zip(value, places, strict=True)
+            )
+        elif key not in outer:
+            made[name] = tuple(value) if isinstance(value, list) else value
+    section = cast(S, kind.model_construct(_fields_set=set(values) & set(made), **made))
+    for name in kind.model_fields.keys() - made.keys():
+        section.__dict__.pop(name, None)
+    return section
+
+
+def _section_types(annotation: Any) -> Iterator[type[Section]]:
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        yield annotation
+    for part in get_args(annotation):
+        yield from _section_types(part)

@@ -1,0 +1,305 @@
+"""Conversations with images: each image stands in the text as so many tokens as the model reads of it."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from io import BytesIO
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from finetune.data.encoding.conversation import ConversationEncoder
+from finetune.data.encoding.dropped_content import DroppedContentCheck
+from finetune.data.encoding.target_spans import RenderedChat, Span, TrainOn
+from finetune.data.encoding.tokenizer import EncodedText
+from finetune.data.features import Features
+from finetune.data.images.decode import decode_image
+from finetune.data.images.stored_image import StoredImage
+from finetune.data.rows import Row
+from finetune.data.templates.chat_template import is_special
+from finetune.data.templates.rendering import render
+from finetune.data.turns import Turn
+from finetune.errors import DataError
+from finetune.runtime.recorded import recorded_as
+
+_OFFSETS = "text_replacement_offsets"
+_PLAIN = frozenset({"input_ids", "attention_mask", _OFFSETS})
+_CROSS_ATTENTION = "cross_attention_mask"
+_BLANK_PIXELS = 64
+
+
+@dataclass(frozen=True)
+class ExpandedText:
+    """A text as the processor writes it out, and where its image marks went."""
+
+    text: str
+    ids: tuple[int, ...]  # what the model would be given, a beginning-of-sequence included
+    gains: tuple[tuple[int, int], ...]  # behind which character of the text as it was, how many were added
+    per_token: Mapping[str, np.ndarray]  # what else the model is given of each token
+    written: tuple[str, ...]  # in place of each mark
+
+    def moved(self, place: int) -> int:
+        """Return where a character of the text as it was stands now."""
+        return place + sum(added for end, added in self.gains if end <= place)
+
+
+class ImageTextProcessor:
+    """A processor of images and text, asked for one row at a time."""
+
+    def __init__(self, processor: Any) -> None:
+        self.processor = processor
+        self.mark = str(getattr(processor, "image_token", None) or "")
+        if not self.mark:
+            raise DataError(f"{type(processor).__name__} has no image token: it cannot place images in a conversation.")
+
+    def expand(self, text: str, images: Sequence[bytes]) -> ExpandedText:
+        """Return the text with each image's mark written out; raises DataError for an image that is none."""
+        begins = self.processor.tokenizer.bos_token
+        outputs = self._asked(text, images, add_special_tokens=not (begins and text.startswith(begins)))
+        changes = outputs[_OFFSETS][0] if images else []
+        ids = tuple(map(int, outputs["input_ids"][0]))
+        return ExpandedText(
+            text=_replaced(text, changes),
+            ids=ids,
+            gains=tuple((each["span"][1], len(each["replacement"]) - len(each["text"])) for each in changes),
+            per_token={name: np.asarray(outputs[name][0], np.uint8) for name in self.per_token if name in outputs},
+            written=tuple(str(each["replacement"]) for each in changes),
+        )
+
+    @cached_property
+    def blank(self) -> bytes:
+        """Return an encoded image of nothing."""
+        file = BytesIO()
+        Image.new("RGB", (_BLANK_PIXELS, _BLANK_PIXELS), "white").save(file, "png")
+        return file.getvalue()
+
+    @cached_property
+    def per_token(self) -> tuple[str, ...]:
+        """Return the names of what else the model is given of each token, such as `mm_token_type_ids`."""
+        outputs = self._asked(self.mark, [self.blank])
+        if _OFFSETS not in outputs or _CROSS_ATTENTION in outputs:
+            raise DataError(
+                f"{type(self.processor).__name__} does not write images as tokens of the text, or does not tell where. "
+                "Models that do: LLaVA, Qwen-VL, SmolVLM and Idefics3, Gemma 3, InternVL, Mistral 3 and others."
+            )
+        length = len(outputs["input_ids"][0])
+        return tuple(name for name in outputs if name not in _PLAIN and _is_per_token(outputs[name], length))
+
+    @cached_property
+    def token_id(self) -> int:
+        """Return the token at whose places the model puts what it has read of an image."""
+        ids = map(int, self._asked(self.mark, [self.blank])["input_ids"][0])
+        special = Counter(token for token in ids if is_special(self.processor.tokenizer, token))
+        return special.most_common(1)[0][0]
+
+    def _asked(self, text: str, images: Sequence[bytes], **settings: Any) -> Mapping[str, Any]:
+        shown = [decode_row_image(image, number) for number, image in enumerate(images, start=1)]
+        wish = {"return_text_replacement_offsets": True} if images else {}
+        try:
+            return dict(self.processor(text=[text], images=[shown] if images else None, **wish, **settings))
+        except (ValueError, TypeError, IndexError) as error:
+            raise DataError(f"{type(self.processor).__name__} refuses the row: {error}") from error
+
+
+def decode_row_image(image: bytes, number: int) -> Image.Image:
+    """Return the image of a row; raises DataError with its number for one that is broken."""
+    try:
+        return decode_image(image)
+    except DataError as error:
+        raise DataError(f"image {number}: {error}") from error
+
+
+def _is_per_token(value: Any, length: int) -> bool:
+    """Tell whether the processor's output holds one number for each token of the only row."""
+    try:
+        return np.asarray(value[0]).shape == (length,) and len(value) == 1
+    except (TypeError, ValueError, IndexError, KeyError):
+        return False
+
+
+def _replaced(text: str, changes: Sequence[Mapping[str, Any]]) -> str:
+    pieces, last = [], 0
+    for each in changes:
+        start, end = each["span"]
+        pieces += [text[last:start], str(each["replacement"])]
+        last = end
+    return "".join([*pieces, text[last:]])
+
+
+IMAGES, SIZES = "images", "image_sizes"
+"""The arrays of a sample's images: their encoded bytes end to end (uint8), and how many bytes each has (int64)."""
+
+
+@dataclass(frozen=True)
+class RenderedImageChat(RenderedChat):
+    """A lesson whose text has its images written out."""
+
+    expansion: ExpandedText
+    images: tuple[bytes, ...]
+
+
+@recorded_as("data.encoding.pictures.PicturedEncoder")
+class ImageConversationEncoder(ConversationEncoder):
+    """Encodes conversations with images; the tokens of an image are never targets.
+
+    Features hold `input_ids`, `is_target`, what else the processor says of each token, and the encoded images.
+    """
+
+    def __init__(
+        self,
+        processor: Any,
+        *,
+        train_on: TrainOn = "assistant",
+        system_prompt: str | None = None,
+        template: str | None = None,
+        allow_special_tokens: bool = False,
+    ) -> None:
+        tokenizer = processor.tokenizer
+        super().__init__(
+            tokenizer,
+            train_on=train_on,
+            system_prompt=system_prompt,
+            template=template,
+            allow_special_tokens=allow_special_tokens,
+        )
+        self.pictures = ImageTextProcessor(processor)
+        self._as_parts = _wants_parts(tokenizer)
+
+    def blank(self) -> Features:
+        """Return a sample of an image of nothing, without a target."""
+        expansion = self.pictures.expand(self.pictures.mark, [self.pictures.blank])
+        ids = np.array(expansion.ids, np.uint32)
+        arrays = {"input_ids": ids, "is_target": np.zeros(len(ids), dtype=bool)}
+        return Features({**arrays, **expansion.per_token, **_image_arrays([self.pictures.blank])})
+
+    def _turns(self, row: Row) -> Sequence[Turn]:
+        turns = super()._turns(row)
+        if self._finder.train_on == "last_assistant":
+            last = max((place for place, turn in enumerate(turns) if turn["role"] == "assistant"), default=-1)
+            turns = turns[: last + 1] or turns
+        return [_in_parts(turn) for turn in turns] if self._as_parts else turns
+
+    def _rendered_chat(self, row: Row, drops: DroppedContentCheck) -> RenderedChat | None:
+        lesson = super()._rendered_chat(row, drops)
+        if lesson is None:
+            return None
+        num_images = sum(_num_images(turn) for turn in self._turns(row))
+        self._check_marks(lesson.text, num_images)
+        images = tuple(_read(image) for image in list(row.get("images", ()))[:num_images])
+        expansion = self.pictures.expand(lesson.text, images)
+        stretches = [Span(expansion.moved(s.start), expansion.moved(s.end), s.what) for s in lesson.spans]
+        return RenderedImageChat(
+            expansion.text,
+            tuple(stretches),
+            lesson.may_be_open,
+            expansion,
+            images,
+            has_control_names=lesson.has_control_names,
+            has_turn_marks=lesson.has_turn_marks,
+        )
+
+    def _check_marks(self, text: str, num_images: int) -> None:
+        mark = self.pictures.mark
+        if (num_marks := text.count(mark)) != num_images:
+            raise DataError(
+                f"shows {num_images} images, and the rendered conversation has {num_marks} times `{mark}`, the "
+                "processor's mark of an image. The chat template must write one for each part of type `image`, and "
+                "no text may hold it."
+            )
+
+    def _features(self, chat: RenderedChat, encoded: EncodedText) -> Features:
+        assert isinstance(chat, RenderedImageChat)
+        features = super()._features(chat, encoded)
+        shown = chat.text if chat.has_control_names else None  # what the processor was given
+        ours = encoded.ids if shown is None else np.asarray(self._tokens.ids(shown), np.uint32)
+        prefix = _prefix(chat.expansion.ids, ours, tokenizer=self._tokenizer)
+        ids = np.concatenate([np.array(prefix, np.uint32), features.arrays["input_ids"]])
+        is_target = np.concatenate([np.zeros(len(prefix), dtype=bool), features.arrays["is_target"]])
+        is_target &= ~np.isin(ids, self._tokens_of(chat.expansion))
+        per_token = chat.expansion.per_token
+        if chat.has_control_names:
+            per_token = {name: _by_token(values, chat.expansion.ids, ids) for name, values in per_token.items()}
+        told = {name: _fitted(per_token.get(name), len(ids)) for name in self.pictures.per_token}
+        return Features({"input_ids": ids, "is_target": is_target, **told, **_image_arrays(chat.images)})
+
+    def _tokens_of(self, expansion: ExpandedText) -> list[int]:
+        """Return the special tokens that images are written with."""
+        tokens = {token for text in set(expansion.written) for token in self._tokens.remembered(text)}
+        return [token for token in tokens if is_special(self._tokenizer, token)]
+
+
+def images_of(features: Features) -> list[Image.Image]:
+    """Return the sample's images decoded; none where it shows none. Raises DataError for one that is broken."""
+    ends = np.cumsum(features.arrays[SIZES])
+    content = features.arrays[IMAGES]
+    starts = ends - features.arrays[SIZES]
+    return [
+        decode_row_image(content[start:end].tobytes(), number)
+        for number, (start, end) in enumerate(zip(starts, ends, strict=True), start=1)
+    ]
+
+
+def _read(image: StoredImage) -> bytes:
+    return image.read()
+
+
+def _image_arrays(images: Sequence[bytes]) -> dict[str, np.ndarray]:
+    content = np.frombuffer(b"".join(images), np.uint8)
+    return {IMAGES: content, SIZES: np.array([len(image) for image in images], np.int64)}
+
+
+def _fitted(values: np.ndarray | None, length: int) -> np.ndarray:
+    """Return the values of the tokens, 0 for one that was added at the end."""
+    fitted = np.zeros(length, np.uint8)
+    if values is not None:
+        fitted[: min(len(values), length)] = values[:length]
+    return fitted
+
+
+def _by_token(values: np.ndarray, theirs: Sequence[int], ours: np.ndarray) -> np.ndarray:
+    """Return for each of our tokens what is said of the same token in theirs: of an image's tokens 1, of others 0."""
+    said = dict(zip(theirs, values.tolist(), strict=False))
+    if [said[token] for token in theirs] != values.tolist():
+        raise DataError(
+            "holds names of control tokens, and the processor tells more of a token than which it is. Remove the names."
+        )
+    return np.array([said.get(int(token), 0) for token in ours], values.dtype)
+
+
+def _prefix(theirs: Sequence[int], ours: np.ndarray, *, tokenizer: Any) -> tuple[int, ...]:
+    """Return the beginning-of-sequence that the processor writes before the conversation.
+
+    Raises DataError where it gives other tokens than the text has: the model would be asked with others than learnt.
+    """
+    num_more = len(theirs) - len(ours)
+    if num_more == 0 and list(theirs) == ours.tolist():
+        return ()
+    if num_more == 1 and theirs[0] == tokenizer.bos_token_id and list(theirs[1:]) == ours.tolist():
+        return (int(theirs[0]),)
+    raise DataError(
+        "the processor gives the conversation other tokens than its tokenizer: what is learnt cannot be told apart. "
+        "It may add tokens at the end: see `add_eos_token` in tokenizer_config.json."
+    )
+
+
+def _wants_parts(tokenizer: Any) -> bool:
+    """Tell whether the chat template is to be given every content as a list of parts, as most with images want it."""
+    texts = ("Xyzzy", "Plugh")
+    turns = [{"role": role, "content": text} for role, text in zip(("user", "assistant"), texts, strict=True)]
+    try:
+        rendered = render(tokenizer, [_in_parts(turn) for turn in turns]).text
+    except DataError:
+        return False
+    return all(text in rendered for text in texts) and "'type'" not in rendered
+
+
+def _in_parts(turn: Turn) -> Turn:
+    content = turn.get("content")
+    return {**turn, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else turn
+
+
+def _num_images(turn: Turn) -> int:
+    content = turn.get("content")
+    return sum(part.get("type") == "image" for part in content) if isinstance(content, list) else 0

@@ -1,0 +1,239 @@
+"""Texts, or pairs of them, with labels: the tokens as the tokenizer frames them, and the label as numbers."""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, Self
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from finetune.data.classes import Classes
+from finetune.data.encoding.text import TextRowsEncoder
+from finetune.data.features import Features, Outcome, result_or_error
+from finetune.data.rows import Row, describe, parse_json, require_valid_unicode, shortened
+from finetune.errors import DataError
+from finetune.runtime.recorded import recorded_as
+
+_LARGEST = 1e38
+"""Of numbers that are learnt: they become float32."""
+
+
+class LabelEncoder(Protocol):
+    """From a row's label to an array. Sent to other processes."""
+
+    def __call__(self, label: Any) -> np.ndarray:
+        """Return the label as numbers, 1-D; raises DataError for one that is not of this kind."""
+
+
+@dataclass(frozen=True)
+class ClassLabelEncoder:
+    """A label is the name of exactly one class."""
+
+    classes: Classes
+
+    def __call__(self, label: Any) -> np.ndarray:
+        """Return the index of the class, int64 [1]."""
+        if isinstance(label, list):
+            raise DataError(
+                "the label is a list. Write one class, or `task.classification.kind: multi_label` (for numbers: "
+                "`regression`)."
+            )
+        return np.array([self.classes.index(label)], np.int64)
+
+
+@dataclass(frozen=True)
+class MultiLabelEncoder:
+    """A label is a list of the names of classes, none or all of them."""
+
+    classes: Classes
+
+    def __call__(self, label: Any) -> np.ndarray:
+        """Return for each class whether it applies, float32 [classes]."""
+        applies = np.zeros(len(self.classes), np.float32)
+        applies[[self.classes.index(each) for each in read_label_list(label)]] = 1.0
+        return applies
+
+
+@dataclass(frozen=True)
+class NumericLabelEncoder:
+    """A label is a number, or a list of so many."""
+
+    num_numbers: int
+
+    def __call__(self, label: Any) -> np.ndarray:
+        """Return the numbers, float64 [numbers]."""
+        values = read_label_numbers(label)
+        if len(values) != self.num_numbers:
+            raise DataError(
+                f"the label has {len(values)} number{'s' * (len(values) != 1)}, and {self.num_numbers} "
+                f"{'is' if self.num_numbers == 1 else 'are'} learnt, as in the first row or in "
+                "`task.classification.labels`. Each row needs the same."
+            )
+        return np.array(values, np.float64)
+
+
+def read_label_list(label: Any) -> Sequence[Any]:
+    """Return the names in a label of several classes; a text is read as the JSON list that it must be."""
+    value = label
+    if isinstance(label, str):
+        try:
+            value = parse_json(label)
+        except (ValueError, DataError):
+            value = label
+    if not isinstance(value, list):
+        raise DataError(
+            f"the label must be a list of classes ([] where there are none), but is {describe(label)}. Write "
+            '["a", "b"], or `task.classification.kind: single_label`.'
+        )
+    return value
+
+
+def read_label_numbers(label: Any) -> Sequence[float]:
+    """Return the numbers of a label that is a number, a list of them, or a text that is one, as in a CSV file."""
+    found = [_number(each) for each in (label if isinstance(label, list) else [label])]
+    if not found:
+        raise DataError("the label is an empty list. Write a number.")
+    return found
+
+
+def labels_in(label: Any, *, is_multi: bool) -> Iterable[Any]:
+    """Return the classes that a label names; raises DataError as the encoders do."""
+    if is_multi:
+        return read_label_list(label)
+    if isinstance(label, list):
+        ClassLabelEncoder(Classes(()))(label)  # tells what to write instead
+    return [label]
+
+
+def _number(value: Any) -> float:
+    try:
+        number = float(value) if isinstance(value, int | float | str) and not isinstance(value, bool) else math.nan
+    except (ValueError, OverflowError):
+        number = math.nan
+    if not abs(number) <= _LARGEST:
+        limit = f" of at most {_LARGEST:g}" if type(value) is int or math.isfinite(number) else ""
+        said = f"`{shortened(value)}`" if isinstance(value, str) else describe(value)
+        raise DataError(f"the label must be a number{limit}, but is {said}. Mend it, or write another `kind`.")
+    return number
+
+
+LABELS = "labels"
+"""The array that holds the label."""
+
+_TYPES: Mapping[str, type[np.generic]] = {"input_ids": np.uint32, "token_type_ids": np.uint8}
+"""What a model is given of what a tokenizer makes, beside the attention mask."""
+
+
+@dataclass(frozen=True)
+class Truncation:
+    """How texts are made shorter: of two the longer one first, special tokens never."""
+
+    max_length: int  # in tokens
+    side: Literal["end", "start"]
+
+
+@recorded_as("data.encoding.labelled.LabelledEncoder")
+class LabelledTextEncoder(TextRowsEncoder):
+    """Encodes texts with the tokenizer's special tokens, and reads their labels.
+
+    Samples hold `input_ids` (uint32), `token_type_ids` (uint8) where the tokenizer makes them, and `labels`. With a
+    `cut`, what is too long is cut here: it keeps its special tokens, and says how many tokens it has lost. Raises
+    DataError where the cut leaves no room between the special tokens.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        labels: LabelEncoder,
+        *,
+        cut: Truncation | None = None,
+        allow_special_tokens: bool = False,
+    ) -> None:
+        super().__init__(tokenizer, allow_special_tokens=allow_special_tokens)
+        self._labels = labels
+        self._cut = cut
+        if cut is not None and tokenizer.num_special_tokens_to_add(pair=True) >= cut.max_length:
+            raise DataError(f"data.max_length: {cut.max_length} leaves no room between the special tokens. Raise it.")
+
+    def _with(self, tokenizer: PreTrainedTokenizerBase) -> Self:
+        return type(self)(tokenizer, self._labels, cut=self._cut)
+
+    def _encoded(self, rows: Sequence[Row]) -> list[Outcome]:
+        """Return the features of each row; None for one without any text, or what is wrong with it."""
+        labels = [result_or_error(self._label, row) for row in rows]
+        outcomes: list[Outcome] = [label if isinstance(label, DataError) else None for label in labels]
+        for is_pair in (False, True):
+            places = [place for place, row in enumerate(rows) if ("text_pair" in row) is is_pair]
+            good = [(place, label) for place in places if isinstance(label := labels[place], np.ndarray)]
+            for (place, label), (arrays, lost) in zip(good, self._framed([rows[p] for p, _ in good]), strict=True):
+                outcomes[place] = Features({**arrays, LABELS: label}, cut_tokens=lost)
+        return outcomes
+
+    def _label(self, row: Row) -> np.ndarray | None:
+        """Return the row's label; None where there is no text that it could be about."""
+        label = self._labels(label_of(row))
+        texts = [require_valid_unicode(row[name]) for name in ("text", "text_pair") if name in row]
+        return label if any(text.strip() for text in texts) else None
+
+    def _framed(self, rows: Sequence[Row]) -> Iterator[tuple[Mapping[str, np.ndarray], int]]:
+        """Yield the arrays of each text, and how many tokens were cut off."""
+        for row, whole in zip(rows, arrays_of(self._tokenizer, *_texts(rows)), strict=True):
+            length = len(whole["input_ids"])
+            if self._cut is None or length <= self._cut.max_length:
+                yield whole, 0
+            else:
+                shorter = self._shorter(row, self._cut)
+                yield shorter, length - len(shorter["input_ids"])
+
+    def _shorter(self, row: Row, cut: Truncation) -> Mapping[str, np.ndarray]:
+        with _truncating(self._tokenizer, cut.side):
+            (arrays,) = arrays_of(
+                self._tokenizer, *_texts([row]), truncation="longest_first", max_length=cut.max_length
+            )
+        return arrays
+
+
+def label_of(row: Row) -> Any:
+    """Return the label of a row; raises DataError for a row of another format."""
+    if "label" not in row or "text" not in row:
+        raise DataError("this task learns from labelled texts. Use `format: labelled`: columns `text` and `label`.")
+    return row["label"]
+
+
+def arrays_of(tokenizer: PreTrainedTokenizerBase, *texts: Any, **how: Any) -> list[dict[str, np.ndarray]]:
+    """Return for each text what the model is given; `texts` and `how` as the tokenizer takes them."""
+    if not texts[0]:
+        return []
+    return arrays_in(tokenizer(*texts, verbose=False, **how))
+
+
+def arrays_in(encoded: Mapping[str, Any]) -> list[dict[str, np.ndarray]]:
+    """Return for each text of the tokenizer's answer what the model is given of it."""
+    names = [name for name in _TYPES if name in encoded]
+    columns = (encoded[name] for name in names)
+    return [
+        {name: np.asarray(values, _TYPES[name]) for name, values in zip(names, each, strict=True)}
+        for each in zip(*columns, strict=True)
+    ]
+
+
+def _texts(rows: Sequence[Row]) -> tuple[list[str], ...]:
+    """Return the texts of the rows, and the second ones where there are any."""
+    names = ("text", "text_pair") if rows and "text_pair" in rows[0] else ("text",)
+    return tuple([row[name] for row in rows] for name in names)
+
+
+@contextmanager
+def _truncating(tokenizer: PreTrainedTokenizerBase, side: Literal["end", "start"]) -> Iterator[None]:
+    """Let the tokenizer cut off this side; afterwards it is as it was: what it is set to is saved with it."""
+    before = tokenizer.truncation_side
+    tokenizer.truncation_side = "right" if side == "end" else "left"
+    try:
+        yield
+    finally:
+        tokenizer.truncation_side = before
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        if backend is not None:
+            backend.no_truncation()

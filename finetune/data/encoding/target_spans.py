@@ -1,0 +1,208 @@
+"""Which characters of a rendered conversation are trained on, exactly: what is ambiguous is refused."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Literal
+
+from transformers import PreTrainedTokenizerBase
+
+from finetune.data.templates.chat_template import EndOfTurn, after_content
+from finetune.data.templates.rendering import Rendering, Tools, render
+from finetune.data.turns import Turn
+from finetune.errors import DataError
+
+TrainOn = Literal["assistant", "last_assistant", "all", "per_message"]
+
+
+@dataclass(frozen=True)
+class Span:
+    """Characters from-to that are learnt, and of which part of the conversation they are."""
+
+    start: int
+    end: int
+    what: str
+
+
+@dataclass(frozen=True)
+class RenderedChat:
+    """A rendered conversation and what is learnt of it."""
+
+    text: str
+    spans: tuple[Span, ...]
+    may_be_open: bool  # the last stretch is to be ended with end-of-sequence where no special token ends it
+    has_control_names: bool = field(default=False, kw_only=True)  # stand-ins are in the text: see control_tokens
+    has_turn_marks: bool = field(default=False, kw_only=True)
+
+
+@dataclass(frozen=True)
+class TargetFinder:
+    """How what is learnt is found; the same for all conversations of a run."""
+
+    tokenizer: PreTrainedTokenizerBase
+    end_of_turn: EndOfTurn
+    train_on: TrainOn = "assistant"
+    template: str = "the tokenizer's own"
+
+    def rendered_chat(
+        self, turns: Sequence[Turn], tools: Tools | None = None, *, num_context_turns: int = 0
+    ) -> RenderedChat | None:
+        """Return the conversation as text with the stretches that are learnt; None where nothing is.
+
+        What the assistant says in the first `num_context_turns` is a part of the prompt and is not learnt. Raises
+        DataError where the template refuses the turns, and where the template's rendering of the beginning of a
+        conversation is not the beginning of its rendering of the whole.
+        """
+        learnt = target_turns(turns, self.train_on, num_context_turns=num_context_turns)
+        if not learnt:
+            return None
+        if self.train_on == "all":
+            text = render(self.tokenizer, turns, tools=tools).text
+            return RenderedChat(text, (Span(0, len(text.rstrip()), "the conversation"),), may_be_open=True)
+        if self.train_on == "last_assistant":
+            turns = turns[: learnt[-1] + 1]  # what follows teaches nothing and may change how the answer is rendered
+        return _Conversation(self, turns, tools).rendered_chat(learnt)
+
+
+def target_turns(turns: Sequence[Turn], train_on: TrainOn, *, num_context_turns: int = 0) -> list[int]:
+    """Return the places of the turns that are learnt, counted from 0.
+
+    Raises DataError for a `weight` that would be ignored or is neither 0 nor 1, and for an answer to nothing.
+    """
+    for number, turn in enumerate(turns, start=1):
+        _check_weight(turn, number=number, train_on=train_on)
+    if train_on == "all":
+        return list(range(len(turns)))
+    if train_on == "per_message":
+        learnt = [place for place, turn in enumerate(turns) if _weight(turn)]
+    else:
+        answers = (place for place, turn in enumerate(turns) if turn["role"] == "assistant")
+        learnt = [place for place in answers if place >= num_context_turns]
+        learnt = learnt[-1:] if train_on == "last_assistant" else learnt
+    if learnt and learnt[0] == 0 and turns[0]["role"] == "assistant":
+        raise DataError("the conversation begins with the assistant: there is nothing that it answers.")
+    return learnt
+
+
+def _check_weight(turn: Turn, *, number: int, train_on: TrainOn) -> None:
+    weight = turn.get("weight")
+    if weight is None:
+        return
+    if train_on != "per_message":
+        raise DataError(
+            f"turn {number} has a `weight`, which `data.train_on: {train_on}` does not read. "
+            "Set data.train_on: per_message, or leave the weights out."
+        )
+    if not isinstance(weight, int | float) or weight not in (0, 1):
+        raise DataError(
+            f"turn {number} has weight {weight!r}: a turn is learnt (1) or not (0), there is no in-between."
+        )
+
+
+def _weight(turn: Turn) -> bool:
+    weight = turn.get("weight")
+    return bool(turn["role"] == "assistant" if weight is None else weight)
+
+
+@dataclass(frozen=True)
+class _Conversation:
+    """One conversation, of which beginnings are rendered and compared with the whole."""
+
+    finder: TargetFinder
+    turns: Sequence[Turn]
+    tools: Tools | None
+
+    def rendered_chat(self, learnt: Sequence[int]) -> RenderedChat:
+        """Return what the template marks of these turns; the turns as they are rendered where it marks none."""
+        marked = self._marked(learnt)
+        stretches = [self._answer(place) for place in learnt] if marked is None else marked
+        return RenderedChat(self.whole.text, tuple(stretches), may_be_open=learnt[-1] == len(self.turns) - 1)
+
+    @cached_property
+    def whole(self) -> Rendering:
+        return self._render(len(self.turns))
+
+    def _marked(self, learnt: Sequence[int]) -> list[Span] | None:
+        """Return the marked stretches that belong to the turns, each through its end-of-turn; None where unclear."""
+        final = self.finder.end_of_turn.final  # a model that has ended its turn is not asked for it
+        marked = [(start, end) for start, end in self.whole.marked if not final or self.whole.text[start:end] != final]
+        answers = [place for place, turn in enumerate(self.turns) if turn["role"] == "assistant"]
+        if len(marked) == len(answers):
+            chosen = dict(zip(answers, marked, strict=True))
+            return [self._through_end(*chosen[place]) if place in chosen else self._answer(place) for place in learnt]
+        if marked and answers == list(learnt):
+            return [self._through_end(start, end) for start, end in marked]
+        return None
+
+    def _through_end(self, start: int, end: int) -> Span:
+        end = self.finder.end_of_turn.end_in(self.whole.text, start=start, end=end)
+        return Span(start, end, "what the template marks with {% generation %}")
+
+    def _answer(self, place: int) -> Span:
+        """Return where the turn begins, the cue to answer left out, and where it ends, through its end-of-turn."""
+        turn, number = self.turns[place], place + 1
+        if turn["role"] == "assistant":
+            start = self._end_of_beginning(place, generation_prompt=True, what=f"the prompt of turn {number}")
+        else:
+            start = self._end_of_beginning(place, generation_prompt=False, what=f"turn {place}") if place else 0
+        what = f"turn {number}"
+        end = self._end_of_beginning(number, generation_prompt=False, what=what)
+        is_ended = after_content(self.whole.text[start:end], content=text_of(turn)) != ""
+        if is_ended:
+            end = self.finder.end_of_turn.without_rest(self.whole.text, start=start, end=end)
+        return Span(start, max(start, end), what)
+
+    def _end_of_beginning(self, num_turns: int, *, generation_prompt: bool, what: str) -> int:
+        """Return how many characters the turns make; raises DataError when they are not the beginning of the whole."""
+        if num_turns == len(self.turns) and not generation_prompt:
+            return len(self.whole.text)
+        beginning = self._render(num_turns, generation_prompt=generation_prompt).text
+        if self.whole.text.startswith(beginning):
+            return len(beginning)
+        without_end = self.finder.end_of_turn.without_final(beginning)
+        if not generation_prompt and without_end is not None and self.whole.text.startswith(without_end):
+            return len(without_end)
+        alone, within = first_difference(beginning, self.whole.text)
+        raise DataError(
+            f"the chat template ({self.finder.template}) renders {what} in one way when the conversation stops there "
+            f"({alone}) and in another when it goes on ({within}), so what is learnt cannot be told apart. "
+            + (REMEDY_OF_GENERATION_PROMPT if generation_prompt and num_turns == len(self.turns) - 1 else REMEDY)
+        )
+
+    def _render(self, num_turns: int, *, generation_prompt: bool = False) -> Rendering:
+        return render(
+            self.finder.tokenizer, self.turns[:num_turns], tools=self.tools, add_generation_prompt=generation_prompt
+        )
+
+
+REMEDY = (
+    "Set data.train_on: last_assistant, which learns the last answer alone; or data.chat_template to `chatml` or to a "
+    "Jinja file that marks the answers with {% generation %} (the `_training` variants that TRL ships do)."
+)
+REMEDY_OF_GENERATION_PROMPT = (
+    "The model would be asked in another way than it is trained. Give the turn what the prompt begins (such as its "
+    "reasoning_content); or set data.chat_template to `chatml` or to a Jinja file that marks the answers with "
+    "{% generation %} (the `_training` variants that TRL ships do)."
+)
+
+
+def first_difference(one: str, other: str) -> tuple[str, str]:
+    """Return short excerpts of both texts around the first character in which they differ."""
+    same = next((place for place, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), None)
+    place = min(len(one), len(other)) if same is None else same
+    start = max(0, place - 16)
+    lead = "..." if start else ""
+
+    def excerpt(text: str) -> str:
+        return repr(lead + text[start : place + 32] + ("..." if place + 32 < len(text) else ""))
+
+    return excerpt(one), excerpt(other)
+
+
+def text_of(turn: Mapping[str, Any]) -> str:
+    """Return what the turn says as one text: its content, or the last part of it."""
+    content = turn.get("content")
+    if isinstance(content, str):
+        return content
+    parts = [part["text"] for part in content or () if isinstance(part, Mapping) and "text" in part]
+    return str(parts[-1]) if parts else ""

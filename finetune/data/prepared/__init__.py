@@ -1,1 +1,0 @@
-"""Samples on disk: made once, found by content, read as they are asked for."""

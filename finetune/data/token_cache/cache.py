@@ -1,0 +1,281 @@
+"""Rows are tokenised once and found again by content: one process builds the set, others wait on a lock file.
+
+A set is verified when it is opened; a damaged one is quarantined and built again.
+"""
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+from finetune.config.sections.data import DataSection
+from finetune.data.sources.source import Source
+from finetune.data.token_cache.build import OnProgress, build_set, refuse_counts, refuse_shares
+from finetune.data.token_cache.chunks import Encode, EncodingPlan, make_encoding_plan
+from finetune.data.token_cache.encoder_pool import EncoderPool, WorkersLost
+from finetune.data.token_cache.integrity import DamagedSet, quarantine_set, quarantined_copies
+from finetune.data.token_cache.journal import num_journaled_rows
+from finetune.data.token_cache.lengths import LengthLimit
+from finetune.data.token_cache.store import FORMAT_VERSION, Identity, PreparedSet
+from finetune.data.workers import num_prepare_workers
+from finetune.errors import DataError
+from finetune.runtime.files.atomic import build_once
+from finetune.runtime.recorded import recorded_name
+from finetune.runtime.supervision.heartbeat import fault_point
+
+VERIFIED_AT_ONCE_BYTES = 256 << 20
+"""A set up to this size is verified before it is used, in hundredths of a second; a larger one in the background."""
+
+_MAX_ATTEMPTS = 3
+
+Log = Callable[[str], None]
+
+
+def open_verified(
+    folder: Path, make: Callable[[], bool], *, made_of: Identity, key: str, log: Log
+) -> tuple[PreparedSet, bool]:
+    """Return the set, and whether `make` has made it just now; raises DataError where it is damaged again and again.
+
+    `make` makes the folder unless it is there. A large set is verified in the background from now on.
+    """
+    for _ in range(_MAX_ATTEMPTS):
+        is_new = make()
+        try:
+            prepared = _opened(folder, made_of)
+        except DamagedSet as damage:
+            found: DamagedSet = damage
+            _quarantine(damage, partial(_is_damaged, folder, made_of), key=key, log=log)
+            continue
+        if copies := quarantined_copies(folder):
+            log(
+                f"warning: {key}: its prepared set was damaged and has been made again; what was damaged is kept as "
+                f"{', '.join(map(str, copies))}. Look at the disk and the memory of this machine, then delete it."
+            )
+        if not _is_small(prepared):
+            prepared.verification.start()
+        prepared.remake = partial(_remade, make=make, made_of=made_of, key=key, log=log)
+        return prepared, is_new
+    raise DataError(
+        f"{key}: {found}, and so were those that were made in its place. Look at the disk and the memory of this "
+        "machine, or set data.cache_folder to another disk."
+    )
+
+
+def repair(prepared: PreparedSet, *, seconds: float | None) -> None:
+    """Wait for the verification, at most so long; what is found to be damaged is made again and read from then on."""
+    prepared.verification.wait(seconds)
+    if prepared.verification.problem and prepared.remake is not None:
+        prepared.reopen(prepared.remake(prepared))
+
+
+def _opened(folder: Path, made_of: Identity) -> PreparedSet:
+    prepared = PreparedSet(folder, shards=made_of.shards)
+    if prepared.fingerprint != made_of.fingerprint:
+        raise DamagedSet(folder, "it was made of something else")
+    if _is_small(prepared):
+        prepared.verify()
+    return prepared
+
+
+def _is_small(prepared: PreparedSet) -> bool:
+    return prepared.verification.size_bytes <= VERIFIED_AT_ONCE_BYTES
+
+
+def _is_damaged(folder: Path, made_of: Identity) -> bool:
+    try:
+        _opened(folder, made_of).verification.close()
+    except DamagedSet:
+        return True
+    return False
+
+
+def _remade(prepared: PreparedSet, *, make: Callable[[], bool], made_of: Identity, key: str, log: Log) -> PreparedSet:
+    damage = DamagedSet(prepared.folder, prepared.verification.problem or "")
+    _quarantine(damage, prepared.is_still_damaged, key=key, log=log)
+    return open_verified(prepared.folder, make, made_of=made_of, key=key, log=log)[0]
+
+
+def _quarantine(damage: DamagedSet, is_damaged: Callable[[], bool], *, key: str, log: Log) -> None:
+    aside = quarantine_set(damage.folder, is_damaged, log=log)
+    if aside is not None:
+        log(f"warning: {key}: {damage}. It is set aside as {aside.name} and made again.")
+
+
+DEFAULT_FOLDER = "~/.cache/finetune"
+
+CODE_VERSION = 3
+"""Raised whenever the same rows would be encoded otherwise than before: no older set is used then."""
+
+_FIRST_FORMAT = 2
+"""Stays: a fingerprint is that of the content, by which checkpoints know their data; the files' form may change."""
+
+WITHOUT_EFFECT = frozenset(
+    {"train", "validation", "chat_template", "images", "shuffle", "batching", "audit", "cache_folder"}
+    | {"prepare_workers", "num_workers", "pin_memory", "persistent_workers", "prefetch_factor"}
+)
+"""Keys of `data` that no sample depends on, or that count by their content: the sources, the template."""
+
+_ROWS_BETWEEN_WORDS = 100_000
+
+OnSourceProgress = Callable[[str, int, int | None], None]
+"""Told a source's key, how many of its rows are behind, and how many there are where that is known."""
+
+
+def prepare_set(
+    source: Source,
+    encode: Encode,
+    *,
+    section: DataSection,
+    identity: Mapping[str, str],
+    log: Log,
+    unknown_ids: Iterable[int] = (),
+    length: LengthLimit | None = None,
+    on_progress: OnSourceProgress | None = None,
+) -> PreparedSet:
+    """Return the source's samples, tokenised now or found in the cache of earlier runs.
+
+    `identity` names all that `encode` and `length` depend on (digests of tokenizer and template, the task). Call it
+    outside any collective: ranks that come while one of them tokenises wait on a lock file, and should it die, another
+    goes on where it stopped. What is cut or left out is counted in the set's `counts`; what the section refuses raises
+    DataError with the counts, after all rows have been seen.
+    """
+    made_of = identify(source, encode, section=section, identity=identity)
+    folder = set_folder(section, made_of)
+    recipe = make_encoding_plan(source.format, encode, section=section, unknown_ids=unknown_ids, length=length)
+    shown = _ReportedProgress(source, on_progress) if on_progress else _LoggedProgress(source.key, log)
+    build = partial(_build, source=source, recipe=recipe, made_of=made_of, section=section, advance=shown, log=log)
+    make = partial(_make, folder, build, log=log, while_waiting=lambda made: shown(num_journaled_rows(made)))
+    prepared, is_new = open_verified(folder, make, made_of=made_of, key=source.key, log=log)
+    for line in prepared.counts.lines():
+        log(f"{source.key}: {line}")
+    log(f"{source.key}: {'prepared in' if is_new else 'found prepared in'} {folder}")
+    refuse_shares(prepared, section.audit, key=source.key)
+    return prepared
+
+
+def set_folder(section: DataSection, made_of: Identity) -> Path:
+    """Return where the set of that identity lies, or will lie."""
+    return cache_folder(section) / "prepared" / folder_name(made_of)
+
+
+def folder_name(made_of: Identity) -> str:
+    """Return the name of a folder for what is made of this: another one whenever the form of the files changes."""
+    return f"{made_of.fingerprint}-{FORMAT_VERSION}"
+
+
+def cache_folder(section: DataSection) -> Path:
+    """Return where tokenised rows are kept."""
+    return Path(section.cache_folder or DEFAULT_FOLDER).expanduser()
+
+
+def identify(
+    source: Source,
+    encode: Encode,
+    *,
+    section: DataSection,
+    identity: Mapping[str, str],
+    stream: Mapping[str, Any] | None = None,
+) -> Identity:
+    """Return what the source's set is made of; reads the source's files once for their digest.
+
+    `stream` is what decides the windows of a stream, whose files are not read for it.
+    """
+    parts: dict[str, Any] = {
+        "code_version": [CODE_VERSION, _FIRST_FORMAT],
+        "source": source.identity() if stream is None else stream,
+        "options": section.model_dump(mode="json", exclude=set(WITHOUT_EFFECT), exclude_defaults=True),
+        "encode": _name_of(encode),
+        "identity": dict(identity),
+    }
+    written = json.dumps(parts, sort_keys=True).encode()
+    shards = tuple(shard.name for shard in source.shards())
+    return Identity(hashlib.blake2b(written, digest_size=16).hexdigest(), parts, shards)
+
+
+def _name_of(encode: Encode) -> str:
+    """Return the name under which prepared sets know the encoder: of one from outside the package, where it stands."""
+    recorded = recorded_name(encode)
+    if recorded is not None:
+        return f"finetune.{recorded}"
+    return f"{encode.__module__}.{getattr(encode, '__qualname__', type(encode).__qualname__)}"
+
+
+def _build(
+    staging: Path,
+    *,
+    source: Source,
+    recipe: EncodingPlan,
+    made_of: Identity,
+    section: DataSection,
+    advance: OnProgress,
+    log: Log,
+) -> None:
+    """Make the set; what cannot become one is removed, what was only cut off is kept to go on from."""
+    done = num_journaled_rows(staging)
+    if done:
+        log(f"{source.key}: {done:,} rows are tokenised already; it goes on from there")
+    try:
+        with EncoderPool(recipe, num_workers=num_prepare_workers(section)) as encoders:
+            rows, left_out = source.rows(), lambda: source.num_left_out
+            told = partial(_log_damaged_progress, source.key, log)
+            counts = build_set(staging, rows, encoders, made_of, advance=advance, num_left_out=left_out, lost=told)
+        refuse_counts(counts, section, key=source.key, length=recipe.length)
+    except WorkersLost:
+        raise
+    except DataError:
+        shutil.rmtree(staging, ignore_errors=True)
+        raise
+    fault_point("prepare.done", step=counts.rows)
+
+
+def _make(folder: Path, build: Callable[[Path], None], *, log: Log, while_waiting: Callable[[Path], None]) -> bool:
+    with _cache_errors(folder):
+        return build_once(folder, build, log=log, goes_on=True, while_waiting=while_waiting)
+
+
+@contextmanager
+def _cache_errors(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise DataError(
+            f"data.cache_folder: {folder.parent} cannot be written: {error}. Make room or set another one; "
+            "what is done is kept there, and the next start goes on from it."
+        ) from error
+
+
+def _log_damaged_progress(key: str, log: Log, reason: str) -> None:
+    log(f"warning: {key}: what was tokenised before is damaged ({reason}); it is made again from the first row")
+
+
+class _LoggedProgress:
+    """Says now and then how many rows are behind."""
+
+    def __init__(self, key: str, log: Log) -> None:
+        self._key = key
+        self._log = log
+        self._said = 0
+
+    def __call__(self, rows: int) -> None:
+        if rows - self._said >= _ROWS_BETWEEN_WORDS:
+            self._said = rows
+            self._log(f"{self._key}: {rows:,} rows tokenised")
+
+
+class _ReportedProgress:
+    """Tells the watch how many rows are behind, and of how many."""
+
+    def __init__(self, source: Source, watch: OnSourceProgress) -> None:
+        self._source = source
+        self._watch = watch
+
+    @cached_property
+    def _num_rows(self) -> int | None:
+        return self._source.num_rows()
+
+    def __call__(self, rows: int) -> None:
+        self._watch(self._source.key, rows, self._num_rows)

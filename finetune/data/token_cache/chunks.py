@@ -1,0 +1,187 @@
+"""Rows encoded a chunk at a time: the samples end to end in flat arrays, and what became of every row."""
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+import numpy as np
+
+from finetune.config.sections.data import DataSection
+from finetune.data.features import Features, Outcome
+from finetune.data.formats.row_format import RowFormat
+from finetune.data.rows import FAULTS_OF_VALUES, RawRow, Row
+from finetune.data.token_cache.counts import Counts
+from finetune.data.token_cache.integrity import sample_checksums
+from finetune.data.token_cache.lengths import LengthLimit, SampleLengthLimit
+from finetune.errors import DataError
+
+_IMAGES = ("image", "images")
+"""Arrays of encoded images: samples with equal tokens and other images are not equal."""
+
+Encode = Callable[[Sequence[Row]], Sequence[Outcome]]
+"""From rows to what becomes of each, in their order."""
+
+
+@dataclass(frozen=True)
+class EncodingPlan:
+    """How raw rows become samples."""
+
+    format: RowFormat
+    encode: Encode
+    length: LengthLimit
+    unknown_ids: frozenset[int] = frozenset()  # tokens that stand for text unknown to the tokenizer
+
+
+def make_encoding_plan(
+    form: RowFormat,
+    encode: Encode,
+    *,
+    section: DataSection,
+    unknown_ids: Iterable[int] = (),
+    length: LengthLimit | None = None,
+) -> EncodingPlan:
+    """Return the recipe of rows of this format; `length` takes the place of the section's policy for long ones."""
+    policy = length or SampleLengthLimit(section.longest, section.over_length, section.truncate_side)
+    return EncodingPlan(form, encode, policy, frozenset(unknown_ids))
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """The samples of consecutive rows, end to end; a row that is split makes several."""
+
+    values: Mapping[str, np.ndarray]  # by the names of the features
+    lengths: Mapping[str, np.ndarray]  # of the same names: int64 [samples]
+    num_targets: np.ndarray  # int32 [samples]
+    digests: np.ndarray  # uint64 [samples], of the tokens: equal ones are duplicates
+    checksums: np.ndarray  # uint64 [samples], of all arrays (`data/token_cache/integrity.py`)
+    row_numbers: np.ndarray  # int64 [samples], within the origin
+    origins: tuple[tuple[int, str], ...]  # from which sample on the rows come from which origin
+    counts: Counts
+
+
+def encode_chunk(plan: EncodingPlan, raws: Sequence[RawRow]) -> Chunk:
+    """Return the samples of the rows; raises DataError naming the row that cannot be encoded."""
+    rows = [plan.format.read(raw) for raw in raws]
+    encoded = list(_encoded(raws, _outcomes(plan.encode, rows)))
+    cut, is_long, lost = _shortened(encoded, plan.length)
+    kept = [(place, sample) for place, sample in cut if sample.num_targets > 0]
+    with_sample = {place for place, _ in kept}
+    without = [place for place in range(len(raws)) if place not in with_sample and place not in is_long]
+    longest = max(encoded, key=lambda each: _whole_length(each[1]), default=None)
+    seen = Counts(
+        rows=len(raws),
+        rows_without_target=len(without),
+        first_without_target=raws[without[0]].place if without else "",
+        empty_rows=sum(_is_empty(rows[place]) for place in without),
+        control_rows=sum(sample.has_control_names for _, sample in encoded),
+        turn_mark_rows=sum(sample.has_turn_marks for _, sample in encoded),
+        longest=_whole_length(longest[1]) if longest else 0,
+        longest_place=raws[longest[0]].place if longest else "",
+    )
+    return _assembled(plan, [(raws[place], sample) for place, sample in kept], seen.plus(lost))
+
+
+def _outcomes(encode: Encode, rows: Sequence[Row]) -> Sequence[Outcome]:
+    """Return what becomes of the rows; where that cannot even be tried of all at once, of one after the other."""
+    try:
+        return encode(rows)
+    except FAULTS_OF_VALUES:
+        return [_outcome(encode, row) for row in rows]
+
+
+def _outcome(encode: Encode, row: Row) -> Outcome:
+    try:
+        (outcome,) = encode([row])
+    except FAULTS_OF_VALUES as error:
+        return DataError(f"cannot be encoded: {error}.")
+    return outcome
+
+
+def _encoded(raws: Sequence[RawRow], outcomes: Sequence[Outcome]) -> Iterator[tuple[int, Features]]:
+    """Yield the samples with the places of their rows."""
+    for place, (raw, outcome) in enumerate(zip(raws, outcomes, strict=True)):
+        if isinstance(outcome, DataError):
+            raise DataError(f"{raw.place}: {outcome}") from outcome
+        if outcome is not None:
+            yield place, outcome
+
+
+def _shortened(
+    encoded: Sequence[tuple[int, Features]], policy: LengthLimit
+) -> tuple[list[tuple[int, Features]], set[int], Counts]:
+    """Return the samples within the length, the places of rows left out for theirs, and what is lost."""
+    within, left_out, lost = [], set(), Counts()
+    for place, sample in encoded:
+        if sample.cut_tokens:
+            cut = Counts(truncated_rows=1, truncated_tokens=sample.cut_tokens, truncated_targets=sample.cut_targets)
+            lost = lost.plus(cut)
+        if policy.fits(sample):
+            within.append((place, sample))
+            continue
+        parts, counts = policy.shorten(sample)
+        within += [(place, part) for part in parts]
+        lost = lost.plus(counts)
+        if counts.long_rows:
+            left_out.add(place)
+    return within, left_out, lost
+
+
+def _whole_length(sample: Features) -> int:
+    """Return the tokens of the sample, or of its longest sequence, before anything was cut off."""
+    return sample.longest + sample.cut_tokens
+
+
+def _assembled(plan: EncodingPlan, kept: Sequence[tuple[RawRow, Features]], seen: Counts) -> Chunk:
+    samples = [sample for _, sample in kept]
+    names = list(samples[0].arrays) if samples else []
+    values = {name: np.concatenate([sample.arrays[name] for sample in samples]) for name in names}
+    lengths = {name: np.array([len(sample.arrays[name]) for sample in samples], np.int64) for name in names}
+    num_targets = np.array([sample.num_targets for sample in samples], np.int32)
+    tokens = values[names[0]] if names else np.zeros(0, np.uint32)
+    made = Counts(
+        samples=len(samples),
+        tokens=len(tokens),
+        targets=int(num_targets.sum()),
+        unknown_tokens=sum(int(np.count_nonzero(tokens == token)) for token in plan.unknown_ids),
+    )
+    return Chunk(
+        values=values,
+        lengths=lengths,
+        num_targets=num_targets,
+        digests=_digests(values, lengths),
+        checksums=sample_checksums(values, lengths, num_samples=len(samples)),
+        row_numbers=np.array([raw.number for raw, _ in kept], np.int64),
+        origins=tuple(_beginnings([raw.origin for raw, _ in kept])),
+        counts=seen.plus(made),
+    )
+
+
+def _digests(values: Mapping[str, np.ndarray], lengths: Mapping[str, np.ndarray]) -> np.ndarray:
+    """Return for each sample 64 bits of the BLAKE2b digest of its tokens (its first array) and of its images."""
+    told = [name for number, name in enumerate(values) if number == 0 or name in _IMAGES]
+    parts = [_slices(values[name], lengths[name].tolist()) for name in told]
+    digests = (hashlib.blake2b(b"".join(each), digest_size=8).digest() for each in zip(*parts, strict=True))
+    return np.frombuffer(b"".join(digests), dtype=np.uint64)
+
+
+def _slices(array: np.ndarray, lengths: Sequence[int]) -> Iterator[memoryview]:
+    """Yield the bytes of each sample."""
+    content, size = memoryview(array.tobytes()), array.itemsize
+    return (content[a * size : b * size] for a, b in pairwise(accumulate(lengths, initial=0)))
+
+
+def _beginnings(origins: Sequence[str]) -> Iterator[tuple[int, str]]:
+    """Yield each origin with the first place that it has."""
+    before = None
+    for place, origin in enumerate(origins):
+        if origin != before:
+            yield place, origin
+        before = origin
+
+
+def _is_empty(row: Row) -> bool:
+    """Tell whether no text is in the row."""
+    turns = row.get("messages")
+    said = [turn.get("content") for turn in turns] if isinstance(turns, Sequence) else list(row.values())
+    return not any(said)

@@ -1,0 +1,152 @@
+"""What became of the rows: every row that is truncated or dropped is counted; `data.audit` limits shares of them."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import numpy as np
+
+from finetune.config.sections.data import AuditSection
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Rows, samples and tokens of a prepared set."""
+
+    rows: int = 0
+    samples: int = 0
+    tokens: int = 0
+    targets: int = 0
+    truncated_rows: int = 0
+    truncated_tokens: int = 0  # cut off
+    truncated_targets: int = 0  # of those
+    long_rows: int = 0  # longer than max_length, neither kept nor cut
+    rows_without_target: int = 0
+    dropped_tokens: int = 0  # of long rows, or of their windows without a target
+    dropped_targets: int = 0  # of those
+    split_rows: int = 0  # made into several windows
+    excluded_rows: int = 0  # left out because they are evaluated on, and not among `rows`
+    empty_rows: int = 0  # among those without a target: no token at all
+    unknown_tokens: int = 0  # that stand for text unknown to the tokenizer
+    control_rows: int = 0  # whose texts hold names of control tokens, encoded as plain text
+    turn_mark_rows: int = 0  # whose texts hold what the chat template writes around turns in plain text
+    longest: int = 0  # tokens of the longest row, before any cut
+    longest_place: str = ""
+    first_without_target: str = ""
+
+    def plus(self, other: "Counts") -> "Counts":
+        """Return the counts of both; of two equally long rows the first is named."""
+        names = [field.name for field in fields(self) if field.type is int]
+        sums: dict[str, Any] = {name: getattr(self, name) + getattr(other, name) for name in names}
+        longer = other if other.longest > self.longest else self
+        return Counts(
+            **sums
+            | {
+                "longest": longer.longest,
+                "longest_place": longer.longest_place,
+                "first_without_target": self.first_without_target or other.first_without_target,
+            }
+        )
+
+    @property
+    def has_tokens(self) -> bool:
+        """Tell whether samples have lengths: where each is one target and nothing else, as an image is, none has."""
+        return self.longest > 1
+
+    def lines(self) -> tuple[str, ...]:
+        """Return the counts as lines for the user; what did not happen has no line."""
+        share = self.targets / self.tokens if self.tokens else 0.0
+        dropped = f"{self.dropped_tokens:,} tokens left out"
+        said = {
+            f"{self.rows:,} rows -> {self.samples:,} samples": True,
+            f"{self.tokens:,} tokens, of which {self.targets:,} targets ({share:.1%})": self.has_tokens,
+            f"longest row: {self.longest:,} tokens ({self.longest_place})": self.has_tokens,
+            f"truncated: {self.truncated_rows:,} rows, {self.truncated_tokens:,} tokens cut off, "
+            f"{self.truncated_targets:,} of them targets": self.truncated_rows,
+            f"split into windows: {self.split_rows:,} rows, {dropped} in windows without a target": self.split_rows,
+            f"dropped as too long: {self.long_rows:,} rows, {dropped}, {self.dropped_targets:,} of them targets": (
+                self.long_rows
+            ),
+            f"dropped without a target: {self.rows_without_target:,} rows": self.rows_without_target,
+            f"left out because data.validation has them, too: {self.excluded_rows:,} rows": self.excluded_rows,
+            f"empty: {self.empty_rows:,} of these": self.empty_rows,
+            f"unknown to the tokenizer: the text of {self.unknown_tokens:,} tokens": self.unknown_tokens,
+            f"names of control tokens in the texts of {self.control_rows:,} rows: encoded as plain text "
+            "(data.allow_special_tokens: true gives them their meaning)": self.control_rows,
+            f"turn marks of the chat template, which are plain text, in the texts of {self.turn_mark_rows:,} rows: "
+            "the model cannot tell these from the turns of a conversation": self.turn_mark_rows,
+        }
+        return tuple(line for line, happened in said.items() if happened)
+
+
+def total_counts(counts: Iterable[Counts]) -> Counts:
+    """Return the sum of the counts."""
+    result = Counts()
+    for each in counts:
+        result = result.plus(each)
+    return result
+
+
+UNKNOWN = "stand for text that the tokenizer does not know"
+REMEDY = "Mend the rows (`finetune preview` shows them), choose otherwise under `data`, or raise the limit."
+
+
+@dataclass(frozen=True)
+class Share:
+    """Some among many, and what `data.audit` allows of them, if it says so."""
+
+    name: str  # the key of `data.audit` is `max_NAME`
+    what: str
+    num: int
+    among: int
+    limit: float | None = None
+
+    @property
+    def value(self) -> float:
+        """Return the share; that of nothing is 0."""
+        return self.num / self.among if self.among else 0.0
+
+    def __str__(self) -> str:
+        allowed = "" if self.limit is None else f": data.audit.max_{self.name} allows {self.limit:.2%}."
+        return f"{self.num:,} of {self.among:,} {self.what} ({self.value:.2%}){allowed}"
+
+
+def shares(counts: Counts, duplicates: int) -> tuple[Share, ...]:
+    """Return the shares that `data.audit` may limit."""
+    lost = counts.truncated_targets + counts.dropped_targets
+    cut, left_out = counts.truncated_rows + counts.split_rows, counts.long_rows + counts.rows_without_target
+    return (
+        Share("truncated_rows", "rows were cut or split", cut, counts.rows),
+        Share("dropped_rows", "rows were left out", left_out, counts.rows),
+        Share("lost_targets", "targets were cut off or left out", lost, counts.targets + lost),
+        Share("duplicate_samples", "samples equal an earlier one", duplicates, counts.samples),
+        Share("unknown_tokens", f"tokens {UNKNOWN}", counts.unknown_tokens, counts.tokens),
+    )
+
+
+def exceeded_shares(counts: Counts, duplicates: int, section: AuditSection) -> Iterator[Share]:
+    """Yield the shares that are above what the section allows, with that limit."""
+    limits = {
+        "truncated_rows": section.max_truncated_rows,
+        "dropped_rows": section.max_dropped_rows,
+        "lost_targets": section.max_lost_targets,
+        "duplicate_samples": section.max_duplicate_samples,
+        "unknown_tokens": section.max_unknown_tokens,
+    }
+    for share in shares(counts, duplicates):
+        limit = limits[share.name]
+        if limit is not None and share.value > limit:
+            yield replace(share, limit=limit)
+
+
+def num_duplicates(digests: Sequence[np.ndarray]) -> list[int]:
+    """Return for each array how many of its values stand earlier, in it or in an array before it."""
+    if not digests:
+        return []
+    if len(digests) == 1:
+        ordered = np.sort(digests[0])  # 19 times faster than to learn where each value stands first
+        return [int(np.count_nonzero(ordered[1:] == ordered[:-1]))]
+    _, first = np.unique(np.concatenate(digests), return_index=True)
+    starts = np.cumsum([0, *map(len, digests)])
+    num_new = np.bincount(np.searchsorted(starts, first, side="right") - 1, minlength=len(digests))
+    return [len(each) - int(new) for each, new in zip(digests, num_new, strict=True)]

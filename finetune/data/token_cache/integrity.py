@@ -1,0 +1,143 @@
+"""Digests of blocks and checksums of samples: is data on disk what was written? Damaged sets are quarantined."""
+
+from collections.abc import Callable, Iterable, Mapping
+from functools import lru_cache
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from finetune.errors import DataError
+from finetune.runtime.files.atomic import quarantine
+
+BLOCK_BYTES = 4 << 20
+DIGEST_BYTES = 16
+
+
+class BlockDigests:
+    """The digests of bytes that come piece by piece, one for every block of them."""
+
+    def __init__(self) -> None:
+        self._done = bytearray()
+        self._block = xxhash.xxh3_128()
+        self._room = BLOCK_BYTES
+
+    def update(self, content: memoryview) -> None:
+        """Take in the next bytes."""
+        while len(content):
+            piece, content = content[: self._room], content[self._room :]
+            self._block.update(piece)
+            self._room -= len(piece)
+            if self._room == 0:
+                self._done += self._block.digest()
+                self._block, self._room = xxhash.xxh3_128(), BLOCK_BYTES
+
+    @property
+    def digests(self) -> bytes:
+        """Return the digests so far, end to end; that of the last block is of what there is of it."""
+        begun = self._block.digest() if self._room < BLOCK_BYTES else b""
+        return bytes(self._done) + begun
+
+    @property
+    def rolled(self) -> str:
+        """Return one digest of all bytes so far."""
+        return xxhash.xxh3_128_hexdigest(self.digests)
+
+
+def num_blocks(size_bytes: int) -> int:
+    """Return into how many blocks so many bytes are cut."""
+    return -(-size_bytes // BLOCK_BYTES)
+
+
+_BITS = (1 << 64) - 1
+
+
+def sample_checksum(arrays: Mapping[str, np.ndarray]) -> int:
+    """Return the mark of a sample's arrays: of their names, types and values.
+
+    >>> both = mark_of({"a": np.arange(3), "b": np.arange(2)})
+    >>> both == (mark_of({"a": np.arange(3)}) + mark_of({"b": np.arange(2)})) % 2**64
+    True
+    """
+    return sum(_array_checksum(name, array) for name, array in arrays.items()) & _BITS
+
+
+def sample_checksums(
+    values: Mapping[str, np.ndarray], lengths: Mapping[str, np.ndarray], *, num_samples: int
+) -> np.ndarray:
+    """Return the marks (uint64) of samples that stand end to end in the arrays."""
+    total = np.zeros(num_samples, np.uint64)
+    for name, array in values.items():
+        ends = accumulate(lengths[name].tolist(), initial=0)
+        total += np.array([_array_checksum(name, array[start:stop]) for start, stop in pairwise(ends)], np.uint64)
+    return total
+
+
+def _array_checksum(name: str, array: Any) -> int:
+    return xxhash.xxh3_64_intdigest(array, _seed(name, array.dtype))
+
+
+@lru_cache(maxsize=256)
+def _seed(name: str, dtype: np.dtype[Any]) -> int:
+    return xxhash.xxh3_64_intdigest(f"{name} {dtype.str}".encode())
+
+
+class DamagedSet(DataError):
+    """What was prepared and kept on disk is no longer what was written."""
+
+    def __init__(self, folder: Path, reason: str, *, title: str = "the prepared set") -> None:
+        self.folder = folder
+        self.reason = reason
+        super().__init__(f"{title} {folder} is damaged: {reason}")
+
+
+def quarantine_set(folder: Path, is_damaged: Callable[[], bool], *, log: Callable[[str], None]) -> Path | None:
+    """Rename the folder where it still is damaged and return its new name; None where another process has seen to it.
+
+    Raises DataError where it cannot be renamed, as in a cache that is only read here.
+    """
+    try:
+        return quarantine(folder, is_damaged, log=log)
+    except OSError as error:
+        raise DataError(
+            f"{folder} is damaged and cannot be set aside: {error.strerror or error}. Set data.cache_folder to a "
+            "folder that can be written, or have whoever owns this one delete the damaged set; it is made again."
+        ) from error
+
+
+def quarantined_copies(folder: Path) -> list[Path]:
+    """Return what has been set aside of this folder and not been deleted since."""
+    prefix = f".damaged-{folder.name}-"
+    return sorted(path for path in folder.parent.iterdir() if path.name.startswith(prefix))
+
+
+def format_damage(what: str, stores: Iterable[tuple[Path, Callable[[], bool]]]) -> tuple[str, ...]:
+    """Return what is to be said of something damaged that was delivered from these folders.
+
+    Each comes with what tells whether it still is damaged on the disk; where it is, it is set aside.
+    """
+    told = [seen for folder, is_damaged in stores if (seen := _seen_to(folder, is_damaged))]
+    if told:
+        return what, *told
+    return (
+        f"{what}, and on the disk it is intact: it was damaged in the memory of a process. The same command continues "
+        "from the last checkpoint; if this happens again, test the memory of this machine.",
+    )
+
+
+def _seen_to(folder: Path, is_damaged: Callable[[], bool]) -> str | None:
+    """Return what has become of a folder that is damaged, None of one that is not."""
+    again = "The same command makes it again and continues from the last checkpoint."
+    try:
+        aside = quarantine_set(folder, is_damaged, log=_log_nothing)
+    except DataError as error:
+        return str(error)
+    if aside is not None:
+        return f"{folder} is set aside as {aside.name}. {again}"
+    return None if folder.exists() else f"{folder} has been set aside by another process. {again}"
+
+
+def _log_nothing(message: str) -> None:
+    """Say nothing: the message of the refusal says all."""

@@ -1,0 +1,196 @@
+"""Turns of a conversation as rows write them: `role` and `content`, or ShareGPT's `from` and `value`, with tools.
+
+Content is text or a list of parts, texts and images, as OpenAI and Hugging Face write them.
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeGuard
+
+from finetune.data.rows import describe, parse_json, shortened
+from finetune.errors import DataError
+
+Part = Mapping[str, Any]
+"""`{type: text, text: ...}` or `{type: image}`, the latter with `image` (the picture) or `index` where it is told."""
+
+_IMAGE_TYPES = ("image", "image_url")
+_SOURCES = ("image", "path", "url", "bytes", "base64", "image_url")
+"""The keys under which an image part may hold its picture."""
+
+
+def has_images(content: Any) -> TypeGuard[Sequence[Any]]:
+    """Tell whether the content is a list of parts of which one is an image."""
+    return isinstance(content, list) and any(is_image(part) for part in content)
+
+
+def is_image(part: Any) -> bool:
+    """Tell whether the part is an image."""
+    return isinstance(part, Mapping) and part.get("type") in _IMAGE_TYPES
+
+
+def read_parts(content: Sequence[Any], *, number: int) -> list[Part]:
+    """Return the parts of turn `number` with one name for each thing; raises DataError for one that is neither."""
+    return [_read_part(part, number=number) for part in content]
+
+
+def _read_part(part: Any, *, number: int) -> Part:
+    if isinstance(part, str):
+        return {"type": "text", "text": part}
+    if is_image(part):
+        return _read_image(part)
+    if isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str):
+        return {"type": "text", "text": part["text"]}
+    kind = f"type {part.get('type')!r}" if isinstance(part, Mapping) else describe(part)
+    raise DataError(f"turn {number} has a part of {kind}. Parts are `text` and `image`; others are not read.")
+
+
+def _read_image(part: Part) -> Part:
+    for name in _SOURCES:
+        if part.get(name) is not None:
+            source = part[name]
+            nested = source.get("url") if name == "image_url" and isinstance(source, Mapping) else source
+            return {"type": "image", "image": nested}
+    index = part.get("index")
+    return {"type": "image"} if index is None else {"type": "image", "index": index}
+
+
+Turn = Mapping[str, Any]
+"""One turn: `role`, `content` (null only beside a tool call), and whatever else the chat template reads."""
+
+_PLAIN = {"role", "content"}
+_CALLS = ("tool_calls", "function_call")
+_OTHER_WEIGHTS = ("loss", "train", "training", "train_detail", "mask", "masked", "loss_weight")
+"""What other tools call a turn's `weight`: passed on, they would change nothing."""
+
+_WORDS = ("user", "assistant", "system", "tool", "developer")
+_WORD = re.compile(r"\w[\w.-]{0,63}")
+"""What a role looks like: a template writes it beside its control tokens."""
+
+_ROLES: Mapping[str, str] = {
+    **{role: role for role in ("system", "developer", "user", "assistant", "tool")},
+    "human": "user",
+    **dict.fromkeys(("gpt", "chatgpt", "model", "bot", "function_call"), "assistant"),
+    **dict.fromkeys(("function", "function_response", "observation", "ipython"), "tool"),
+}
+"""From the words of ShareGPT's rows to those of chat templates."""
+
+
+def read_turns(value: Any, *, title: str, with_images: bool = False) -> list[Turn]:
+    """Return the turns; parts that only a chat template can read are passed on as they are.
+
+    Nulls are left out, tool calls' arguments that are JSON texts are read, since templates expect objects. A content of
+    several parts is read where some of them are images and these are asked for. Raises DataError naming the turn.
+    """
+    turns = enumerate(_listed(value, title=title), start=1)
+    return [_read_turn(number, turn, with_images=with_images) for number, turn in turns]
+
+
+def read_sharegpt_turns(value: Any, *, title: str, with_images: bool = False) -> list[Turn]:
+    """Return the turns of a `conversations` column, whose speakers have other names; `role`/`content` is read, too."""
+    turns = enumerate(_listed(value, title=title), start=1)
+    return [_read_sharegpt_turn(number, turn, with_images=with_images) for number, turn in turns]
+
+
+def read_tools(value: Any, *, title: str) -> list[Mapping[str, Any]]:
+    """Return the tools' JSON schemas; raises DataError unless it is a list of objects."""
+    if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
+        raise DataError(f"{title} must be a list of tools as JSON schemas, or that list as JSON text.")
+    return value
+
+
+def _listed(value: Any, *, title: str) -> Sequence[Any]:
+    if not isinstance(value, list) or not value:
+        said = "an empty list" if value == [] else describe(value)
+        raise DataError(f"{title} must be a list of turns with `role` and `content`, but is {said}.")
+    return value
+
+
+def _read_turn(number: int, turn: Any, *, with_images: bool) -> Turn:
+    if not isinstance(turn, dict):
+        raise DataError(f"turn {number} must be an object with `role` and `content`, but is {describe(turn)}.")
+    role = turn.get("role")
+    if turn.keys() == _PLAIN and role in _WORDS and isinstance(turn["content"], str):
+        return turn
+    if not isinstance(role, str):
+        raise DataError(f"`role` of turn {number} must be text, but {_said(turn, 'role')}.")
+    if not _WORD.fullmatch(role):
+        raise DataError(f"`role` of turn {number} must be a plain word such as `user`, but is {role[:64]!r}.")
+    for name in _OTHER_WEIGHTS:
+        if turn.get(name) is not None:
+            raise DataError(
+                f"turn {number} has `{name}`, which nothing reads. Which turns are learnt is `data.train_on`; "
+                "for single turns write `weight: 0` or `weight: 1` and `data.train_on: per_message`."
+            )
+    kept = {name: value for name, value in turn.items() if value is not None}
+    if kept.get("tool_calls") is not None:
+        kept["tool_calls"] = [_read_call(number, call) for call in _calls(number, kept["tool_calls"])]
+    return {**kept, "content": _content(number, turn, with_images=with_images)}
+
+
+def _content(number: int, turn: Mapping[str, Any], *, with_images: bool) -> str | list[Part] | None:
+    content = turn.get("content")
+    if isinstance(content, str):
+        return content
+    if with_images and has_images(content):
+        return read_parts(content, number=number)
+    if content is None and any(turn.get(name) for name in _CALLS):
+        return None
+    if isinstance(content, list) and len(content) == 1 and isinstance(content[0], dict):
+        part = content[0]
+        if part.get("type") == "text" and isinstance(part.get("text"), str):
+            return str(part["text"])
+    hint = " Several parts, and parts that are no text, are not read." if isinstance(content, list) else ""
+    raise DataError(f"`content` of turn {number} must be text, but {_said(turn, 'content')}.{hint}")
+
+
+def _said(turn: Mapping[str, Any], name: str) -> str:
+    return f"is {describe(turn[name])}" if name in turn else "is missing"
+
+
+def _calls(number: int, calls: Any) -> list[Any]:
+    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+        raise DataError(f"`tool_calls` of turn {number} must be a list of objects, but is {describe(calls)}.")
+    return calls
+
+
+def _read_call(number: int, call: Mapping[str, Any]) -> Mapping[str, Any]:
+    if isinstance(call.get("function"), dict):
+        return {**call, "function": _with_read_arguments(number, call["function"])}
+    return _with_read_arguments(number, call)
+
+
+def _with_read_arguments(number: int, function: Mapping[str, Any]) -> Mapping[str, Any]:
+    if not isinstance(function.get("arguments"), str):
+        return function
+    try:
+        return {**function, "arguments": parse_json(function["arguments"] or "{}")}
+    except json.JSONDecodeError as error:
+        raise DataError(f"the arguments of a tool call in turn {number} are not JSON: {error.msg}.") from error
+
+
+def _read_sharegpt_turn(number: int, turn: Any, *, with_images: bool) -> Turn:
+    if not isinstance(turn, dict):
+        raise DataError(f"turn {number} must be an object with `from` and `value`, but is {describe(turn)}.")
+    speaker = turn.get("from", turn.get("role"))
+    if not isinstance(speaker, str) or speaker not in _ROLES:
+        known = ", ".join(f"`{role}`" for role in _ROLES)
+        said = repr(shortened(speaker)) if isinstance(speaker, str) else str(speaker and describe(speaker))
+        raise DataError(f"turn {number} is from {said}. Known are {known}.")
+    renamed = {name: value for name, value in turn.items() if name not in ("from", "value")}
+    renamed |= {"role": _ROLES[speaker], "content": turn.get("value", turn.get("content"))}
+    if speaker == "function_call":
+        renamed |= {"content": None, "tool_calls": _calls_in(number, renamed["content"])}
+    return _read_turn(number, renamed, with_images=with_images)
+
+
+def _calls_in(number: int, value: Any) -> list[Mapping[str, Any]]:
+    """Return the calls that a `function_call` turn writes as JSON, in the form that chat templates expect."""
+    try:
+        calls = parse_json(value) if isinstance(value, str) else value
+    except json.JSONDecodeError as error:
+        raise DataError(f"turn {number} is a function call that is not JSON: {error.msg}.") from error
+    calls = calls if isinstance(calls, list) else [calls]
+    if not all(isinstance(call, dict) and "name" in call for call in calls):
+        raise DataError(f"turn {number} is a function call, which must be JSON with `name` and `arguments`.")
+    return [{"type": "function", "function": call} for call in calls]

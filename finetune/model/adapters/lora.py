@@ -1,0 +1,217 @@
+"""LoRA adapters (Hu et al., 2021, arXiv:2106.09685), their variants and their initial values.
+
+PiSSA and OLoRA take the initial factors out of the base's weights: the factors are recorded, so that the export fits
+the original base. LoftQ (Li et al., 2023, arXiv:2310.08659) starts from the best low-rank approximation of the
+quantization error.
+"""
+
+import copy
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, PeftModel
+from peft.tuners.lora import LoraLayer
+from peft.utils.integrations import dequantize_module_weight
+from safetensors import safe_open
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from finetune.config.sections.model import LoraSection
+from finetune.errors import ModelError
+from finetune.model.adapters.context import (
+    ADAPTER_NAME,
+    TASK_TYPES,
+    AdapterContext,
+    check_module_names,
+    is_conv1d,
+    module_name,
+)
+from finetune.model.freeze import peft_exclude_pattern
+from finetune.model.loading.architecture import new_head_modules
+from finetune.model.loading.hub import loading_errors
+
+INITS_FROM_BASE = ("pissa", "olora")
+"""First values that are taken out of the base's weights, which is then another base."""
+
+_PEFT_INITS = {"default": True, "gaussian": "gaussian", "pissa": "pissa", "olora": "olora", "loftq": True}
+
+
+def lora_config(model: PreTrainedModel, lora: LoraSection, context: AdapterContext) -> LoraConfig:
+    """Return peft's config; raises ModelError for a target or module that the model does not have."""
+    if not isinstance(lora.target_modules, str):
+        check_module_names(model, lora.target_modules, key="model.lora.target_modules")
+    check_module_names(model, lora.modules_to_save, key="model.lora.modules_to_save")
+    if lora.init == "olora" and any(map(is_conv1d, model.modules())):
+        raise ModelError(
+            "model.lora.init: peft's `olora` does not know layers that hold their weight the other way round, as this "
+            "model's do. Write `pissa` or `default`."
+        )
+    return LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        lora_dropout=lora.dropout,
+        target_modules=_targets(model, lora, head=context.head),
+        exclude_modules=peft_exclude_pattern(model),
+        modules_to_save=[*lora.modules_to_save, *new_head_modules(model, head=context.head)] or None,
+        use_rslora=lora.rslora,
+        use_dora=lora.dora,
+        init_lora_weights=_peft_init(lora, context),
+        layers_to_transform=list(lora.layers) or None,
+        rank_pattern=dict(lora.rank_pattern),
+        alpha_pattern=dict(lora.alpha_pattern),
+        trainable_token_indices=_new_token_rows(model, lora, context) or None,
+        bias="none",
+        fan_in_fan_out=any(map(is_conv1d, model.modules())),
+        task_type=TASK_TYPES.get(context.head),
+    )
+
+
+def check_lora(model: PeftModel, lora: LoraSection) -> None:
+    """Refuse layers and patterns that have met no adapter, which peft says nothing of; raises ModelError."""
+    names = [name for name, module in model.named_modules() if isinstance(module, LoraLayer)]
+    found = {int(number) for name in names for number in re.findall(r"\.(\d+)\.", name)}
+    absent = [number for number in lora.layers if number not in found]
+    if absent:
+        raise ModelError(
+            f"model.lora.layers: no adapter is on layer {', '.join(map(str, absent))}. "
+            "Layers are counted from 0, and what they hold has to be in `model.lora.target_modules`."
+        )
+    for key in ("rank_pattern", "alpha_pattern"):
+        for pattern in getattr(lora, key):
+            if not any(re.match(rf"(.*\.)?({pattern})$", name) for name in names):
+                ends = sorted({name.rpartition(".")[2] for name in names})
+                raise ModelError(
+                    f"model.lora.{key}: no module with an adapter has a name that ends with `{pattern}`. "
+                    f"Names end with {', '.join(ends)}."
+                )
+
+
+def _targets(model: PreTrainedModel, lora: LoraSection, *, head: str) -> str | list[str]:
+    """Return peft's words for the targets; it takes no layers beside `all-linear`, so these are spelled out."""
+    if not isinstance(lora.target_modules, str):
+        return list(lora.target_modules)
+    if not lora.layers:
+        return lora.target_modules
+    heads = (module_name(model.get_output_embeddings(), model), *new_head_modules(model, head=head))
+    return sorted(
+        {
+            name.rpartition(".")[2]
+            for name, module in model.named_modules()
+            if (isinstance(module, nn.Linear) or is_conv1d(module)) and name not in heads
+        }
+    )
+
+
+def _peft_init(lora: LoraSection, context: AdapterContext) -> Any:
+    """Return peft's word; a rank that is sent its weights later takes nothing out of places without values."""
+    return True if context.init_context.on_meta_device and lora.init in INITS_FROM_BASE else _PEFT_INITS[lora.init]
+
+
+def _new_token_rows(model: PreTrainedModel, lora: LoraSection, context: AdapterContext) -> dict[str, list[int]]:
+    """Return the rows of embeddings and head that learn because their tokens are new; none where all of them do."""
+    if not context.new_ids:
+        return {}
+    inputs, outputs = model.get_input_embeddings(), model.get_output_embeddings()
+    is_tied = outputs is not None and inputs.weight is outputs.weight
+    names = [module_name(module, model) for module in ((inputs,) if is_tied else (inputs, outputs))]
+    saved = (*lora.modules_to_save, *new_head_modules(model, head=context.head))
+    return {
+        name: list(context.new_ids)
+        for name in names
+        if name is not None and not any(name == each or name.endswith(f".{each}") for each in saved)
+    }
+
+
+_INITIAL_FACTORS = "_first_factors"
+
+
+def record_initial_factors(model: PeftModel, init: str) -> None:
+    """Remember the factors that were taken out of the base: `W = residual + scale * B0 A0`."""
+    if init in INITS_FROM_BASE:
+        factors = {
+            name: parameter.detach().to("cpu", copy=True)
+            for name, parameter in model.named_parameters()
+            if ".lora_A." in name or ".lora_B." in name
+        }
+        setattr(model, _INITIAL_FACTORS, factors)
+
+
+def initial_factors(model: PeftModel) -> Mapping[str, Tensor]:
+    """Return them by parameter name; none where the base is as it was."""
+    factors: Mapping[str, Tensor] = getattr(model, _INITIAL_FACTORS, {})
+    return factors
+
+
+def as_plain_lora(
+    weights: Mapping[str, Tensor], config: LoraConfig, first: Mapping[str, Tensor]
+) -> tuple[dict[str, Tensor], LoraConfig]:
+    """Return factors of twice the rank, and their config, that mean on the original base what these mean on the rest.
+
+    `residual + s B A = W + s (B A - B0 A0) = W + s [B, -B0] [A; A0]` (Meng et al., 2024, arXiv:2404.02948, appendix).
+    """
+    doubled = dict(weights)
+    for name, original in first.items():
+        is_a = ".lora_A." in name
+        other = original if is_a else -original
+        doubled[name] = torch.cat([weights[name], other.to(weights[name])], dim=0 if is_a else 1)
+    ratio = 2**0.5 if config.use_rslora else 2.0  # the scale is alpha / rank, or alpha / sqrt(rank)
+    return doubled, _double_rank(copy.deepcopy(config), ratio)
+
+
+def _double_rank(config: LoraConfig, ratio: float) -> LoraConfig:
+    config.init_lora_weights = True
+    config.rank_pattern = {name: 2 * rank for name, rank in config.rank_pattern.items()}
+    config.alpha_pattern = {name: ratio * alpha for name, alpha in config.alpha_pattern.items()}
+    config.lora_alpha = ratio * config.lora_alpha
+    config.r = 2 * config.r
+    return config
+
+
+_PEFT_PREFIX = "base_model.model."
+
+
+def init_loftq(model: PeftModel, context: AdapterContext) -> None:
+    """Give each adapter the largest singular parts of `original - dequantised`, one round of the paper's algorithm.
+
+    The originals are read from the base's safetensors one at a time; raises ModelError where one is not there.
+    """
+    with loading_errors(context.base or "", key="model.lora.init"):
+        places = _weight_files(Path(context.base or ""))
+    with torch.no_grad():
+        for name, module in model.named_modules():
+            if isinstance(module, LoraLayer):
+                original = _original_weight(name.removeprefix(_PEFT_PREFIX) + ".weight", places)
+                lost = original.float() - dequantized_weight(module.get_base_layer())
+                left, values, right = torch.linalg.svd(lost, full_matrices=False)
+                rank = module.r[ADAPTER_NAME]
+                root = (values[:rank] / module.scaling[ADAPTER_NAME]).sqrt()
+                module.lora_A[ADAPTER_NAME].weight.copy_(root[:, None] * right[:rank])
+                module.lora_B[ADAPTER_NAME].weight.copy_(left[:, :rank] * root)
+
+
+def _weight_files(folder: Path) -> dict[str, Path]:
+    places: dict[str, Path] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            places.update(dict.fromkeys(file.keys(), path))
+    return places
+
+
+def _original_weight(name: str, places: dict[str, Path]) -> Tensor:
+    if name not in places:
+        raise ModelError(
+            f"model.lora.init: `loftq` compares with the weights as they were, and `{name}` is in no safetensors file "
+            "of the base. Write `init: default`."
+        )
+    with safe_open(places[name], framework="pt") as file:
+        tensor: Tensor = file.get_tensor(name)
+    return tensor
+
+
+def dequantized_weight(layer: nn.Module) -> Tensor:
+    """Return the layer's weight with all its bits, [outputs, inputs], float32 on the CPU; a plain one as it is."""
+    weight: Tensor = dequantize_module_weight(layer)
+    return weight.detach().float().cpu()

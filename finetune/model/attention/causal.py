@@ -1,0 +1,103 @@
+"""Causal attention of one sample: scaling, sliding window, dropout and soft cap as its model applies them."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import dropout, scaled_dot_product_attention, softmax
+
+MAX_QUERY_BLOCK = 512
+"""Queries that look through a window together: a mask of so many rows is made."""
+
+
+class QueryKeyValue(NamedTuple):
+    """What a layer attends with."""
+
+    query: Tensor  # [batch, heads, length, width]
+    key: Tensor  # [batch, key heads, length, width]
+    value: Tensor
+
+    @property
+    def repeated(self) -> "QueryKeyValue":
+        """Return the same with a key head and a value head for each of the query's."""
+        times = self.query.shape[1] // self.key.shape[1]
+        if times == 1:
+            return self
+        return QueryKeyValue(
+            self.query, self.key.repeat_interleave(times, dim=1), self.value.repeat_interleave(times, dim=1)
+        )
+
+
+@dataclass(frozen=True)
+class AttentionSettings:
+    """What a layer does to its scores."""
+
+    scaling: float | None = None  # None: 1 / sqrt(width)
+    dropout: float = 0.0
+    softcap: float | None = None  # c tanh(score / c): Gemma 2
+    window: int | None = None  # keys that a query sees, itself included; None: all before it
+
+
+def causal_attention(heads: QueryKeyValue, scores: AttentionSettings) -> Tensor:
+    """Return causal attention within each row of a batch, [batch, length, heads, width]."""
+    query, length = heads.query, heads.query.shape[2]
+    if scores.softcap is not None:
+        is_seen = _band_mask(length, length, back=scores.window or length, device=query.device)
+        added = torch.zeros_like(is_seen, dtype=query.dtype).masked_fill(~is_seen, torch.finfo(query.dtype).min)
+        return softcapped_attention(heads, added, scores)
+    if scores.window is None or length <= scores.window:
+        return _sdpa(heads, None, scores)
+    return _sliding_window_attention(heads, scores, window=scores.window)
+
+
+def softcapped_attention(heads: QueryKeyValue, mask: Tensor | None, scores: AttentionSettings) -> Tensor:
+    """Return attention with capped scores, as transformers' eager attention computes it; `mask` is added to them."""
+    query, key, value = heads.repeated
+    scaling = query.shape[-1] ** -0.5 if scores.scaling is None else scores.scaling
+    weights = torch.matmul(query, key.transpose(2, 3)) * scaling
+    if scores.softcap is not None:
+        weights = torch.tanh(weights / scores.softcap) * scores.softcap
+    if mask is not None:
+        weights = weights + mask
+    weights = softmax(weights, dim=-1, dtype=torch.float32).to(query.dtype)
+    weights = dropout(weights, p=scores.dropout, training=scores.dropout > 0)
+    return torch.matmul(weights, value).transpose(1, 2).contiguous()
+
+
+def _sliding_window_attention(heads: QueryKeyValue, scores: AttentionSettings, *, window: int) -> Tensor:
+    """Return attention through a window, a block of queries at a time: cost and memory grow with length x window."""
+    length, rows = heads.query.shape[2], min(window, MAX_QUERY_BLOCK)
+    sizes = [window, *[rows] * ((length - window) // rows)]
+    sizes += [length - sum(sizes)] if length > sum(sizes) else []
+    outputs, end = [], 0
+    for query in torch.split(heads.query, sizes, dim=2):
+        start, end = end, end + query.shape[2]
+        first = max(0, start - window + 1)
+        seen = QueryKeyValue(query, *(each.narrow(2, first, end - first) for each in heads[1:]))
+        band = None if start == 0 else _band_mask(end - start, end - first, back=window, device=query.device)
+        outputs.append(_sdpa(seen, band, scores))
+    return torch.cat(outputs, dim=1)
+
+
+def _band_mask(num_queries: int, num_keys: int, *, back: int, device: torch.device) -> Tensor:
+    """Return which keys each query sees, itself and those before it, `back` in all; the last query is the last key."""
+    is_seen = torch.ones(num_queries, num_keys, dtype=torch.bool, device=device)
+    own = num_keys - num_queries
+    return is_seen.tril(own).triu(own - back + 1)
+
+
+def _sdpa(heads: QueryKeyValue, mask: Tensor | None, scores: AttentionSettings) -> Tensor:
+    """Return attention under the mask, without one causal attention, [batch, length, heads, width]."""
+    query = heads.query
+    if query.device.type != "cpu" and (mask is not None or query.dtype == torch.float32):
+        heads = heads.repeated  # no fast kernel groups these
+    output: Tensor = scaled_dot_product_attention(
+        *heads,
+        attn_mask=mask,
+        dropout_p=scores.dropout,
+        is_causal=mask is None,
+        scale=scores.scaling,
+        enable_gqa=query.shape[1] != heads.key.shape[1],
+    )
+    return output.transpose(1, 2)

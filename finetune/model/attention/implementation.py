@@ -1,0 +1,135 @@
+"""Which attention implementation a model gets, and ours, `per_sample`: attention within each sample of a packed row.
+
+transformers separates packed samples with a mask of the row's length squared and computes what the mask throws away.
+Where a row's sample lengths are given, `per_sample` computes each sample alone, without a mask over the row. Where
+none are given (padded batches, a cache), it calls transformers' own functions and returns what they return. It is
+used for the model types for which the tests prove it.
+"""
+
+import importlib.util
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import eager_mask, sdpa_mask
+
+from finetune.errors import ModelError
+from finetune.model.attention.causal import AttentionSettings, QueryKeyValue, causal_attention, softcapped_attention
+from finetune.model.attention.varlen_kernels import detect_kernels, varlen_kernel
+from finetune.runtime.packed_rows import PER_SAMPLE_ATTENTION, SAMPLE_LENGTHS, SampleLengths
+
+PACKING_MODEL_TYPES = frozenset(
+    {
+        *("arcee", "cohere", "cohere2", "ernie4_5", "exaone4", "gemma", "gemma2", "gemma3_text", "glm", "glm4", "gpt2"),
+        *("gpt_bigcode", "gpt_neox", "granite", "granitemoe", "helium", "llama", "ministral", "mistral", "mixtral"),
+        *("olmo", "olmo2", "olmo3", "olmoe", "phi", "phi3", "qwen2", "qwen3", "qwen3_moe", "seed_oss", "smollm3"),
+        "starcoder2",
+    }
+)
+"""Values of `model_type`. Left out is what hands its attention no lengths or no window, or mixes tokens otherwise."""
+
+SUPPORTED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
+
+
+def supports_packed_samples(config: Any) -> bool:
+    """Tell whether a model of that config is one of them: its code transformers' own, its layers attention alone."""
+    return (
+        config.model_type in PACKING_MODEL_TYPES
+        and type(config).__module__.startswith("transformers.models.")
+        and SUPPORTED_LAYER_TYPES.issuperset(getattr(config, "layer_types", None) or ())
+        and not getattr(config, "add_cross_attention", False)
+        and not getattr(config, "output_router_logits", False)  # their loss reads a mask of the padding
+        and getattr(config, "is_causal", True) is not False
+    )
+
+
+def register_per_sample() -> None:
+    """Let transformers know our attention as `per_sample`."""
+    detect_kernels()
+    AttentionInterface.register(PER_SAMPLE_ATTENTION, per_sample_attention)
+    AttentionMaskInterface.register(PER_SAMPLE_ATTENTION, padding_mask)
+
+
+def padding_mask(**arguments: Any) -> Tensor | None:
+    """Return the mask that transformers makes where no sample lengths are given."""
+    is_capped = getattr(arguments.get("config"), "attn_logit_softcapping", None) is not None
+    mask: Tensor | None = (eager_mask if is_capped else sdpa_mask)(**arguments)
+    return mask
+
+
+def per_sample_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    sliding_window: int | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Return the attention's output, [batch, length, heads, width]; the interface is transformers'."""
+    heads, scores = QueryKeyValue(query, key, value), AttentionSettings(scaling, dropout, softcap, sliding_window)
+    lengths = others.pop(SAMPLE_LENGTHS, None)
+    if lengths is not None:
+        kernel = varlen_kernel(heads, scores)
+        if kernel is not None:
+            return kernel(heads, others["cu_seq_lens_q"], others["max_length_q"], scores), None
+        return attend_sample_by_sample(heads, lengths, scores), None
+    if attention_mask is not None and attention_mask.numel() == 1 and query.shape[2] > 1:
+        raise ModelError(
+            f"model.attention: {type(module).__name__} hands no lengths of samples on to its attention. "
+            "Write `attention: sdpa`."
+        )
+    if softcap is not None:
+        return softcapped_attention(heads, attention_mask, scores), None
+    output: Tensor
+    output, _ = sdpa_attention_forward(module, *heads, attention_mask, dropout=dropout, scaling=scaling, **others)
+    return output, None
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # its loop would be compiled anew for every row
+def attend_sample_by_sample(heads: QueryKeyValue, lengths: SampleLengths, scores: AttentionSettings) -> Tensor:
+    """Return the output sample by sample, [1, tokens, heads, width]; samples of one length in one call."""
+    sizes = lengths.values
+    if len(sizes) == 1:
+        return causal_attention(heads, scores)
+    if len(set(sizes)) == 1:
+        batch = QueryKeyValue(*(_row_as_batch(each, num=len(sizes)) for each in heads))
+        return causal_attention(batch, scores).flatten(0, 1)[None]
+    # `split` has one backward pass for all parts; a slice's would fill the whole row for each of them
+    parts = zip(*(torch.split(each, sizes, dim=2) for each in heads), strict=True)
+    return torch.cat([causal_attention(QueryKeyValue(*part), scores) for part in parts], dim=1)
+
+
+def _row_as_batch(row: Tensor, *, num: int) -> Tensor:
+    """Return samples of one length as a batch: from [1, heads, num * length, width] to [num, heads, length, width]."""
+    _, heads, tokens, width = row.shape
+    return row[0].transpose(0, 1).reshape(num, tokens // num, heads, width).transpose(1, 2)
+
+
+FLASH_ATTENTION_PACKAGES = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
+
+
+def requested_attention(name: str) -> str | None:
+    """Return what the config asks for, None for `auto`; raises ModelError where it could not run here."""
+    package = FLASH_ATTENTION_PACKAGES.get(name)
+    if package is not None and not torch.cuda.is_available():
+        raise ModelError(f"model.attention: `{name}` needs a CUDA GPU and there is none. Write `sdpa` or `auto`.")
+    if package is not None and importlib.util.find_spec(package) is None:
+        raise ModelError(
+            f"model.attention: `{name}` needs the package `{package}`, which is not installed. "
+            "Install it for your CUDA version, or write `sdpa` or `auto`."
+        )
+    return None if name == "auto" else name
+
+
+def default_attention(config: Any) -> str | None:
+    """Return our attention, by name, for models that are known to work with it; None is transformers' own choice."""
+    if not supports_packed_samples(config):
+        return None
+    register_per_sample()
+    return PER_SAMPLE_ATTENTION

@@ -1,0 +1,224 @@
+"""Frozen weights that training builds on or compares with: the base of adapters, the reference model and the teacher.
+
+Each has a digest, so that a resume and a cache of its outputs notice other weights.
+"""
+
+import hashlib
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import try_to_load_from_cache
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from finetune.config.sections.model import ModelSection
+from finetune.config.sections.task import DistillationSection
+from finetune.errors import ModelError
+from finetune.model.adapters.context import adapter_config, has_adapter
+from finetune.model.loading.hub import is_local_path, loading_errors, resolve_name
+from finetune.model.loading.pretrained import check_no_missing_weights, load_auto_class, load_weights
+from finetune.runtime.files.digests import sha256_digest
+from finetune.runtime.hub import is_offline, without_hub_retries
+from finetune.runtime.resources import format_size
+
+WEIGHT_FILES = ("*.safetensors", "*.bin")
+"""The files of weights, the kind that is preferred first; the other kind is not read when both are there."""
+
+_NUM_THREADS = 8
+_LOG_AFTER_SECONDS = 2.0
+
+
+def base_digest(
+    section: ModelSection, *, model: Any, is_reference: bool = False, log: Callable[[str], None]
+) -> str | None:
+    """Return what identifies the frozen weights, or None where nothing is frozen or they are drawn from the seed.
+
+    Weights that are the reference of a loss count as frozen. As `weights_digest`: call it on one rank.
+    """
+    is_frozen = adapter_config(section) is not None or section.freeze or section.train_only or is_reference
+    if section.name is None or not is_frozen:
+        return None
+    return weights_digest(section, model=model, log=log)
+
+
+def weights_digest(section: ModelSection, *, model: Any, log: Callable[[str], None]) -> str:
+    """Return what identifies the weights of `model.name`.
+
+    For a folder that is a SHA-256 over its weights and config.json, wherever it lies; for a hub model the commit that
+    was loaded, found without a network. May read every byte of a folder's weights: call it on one rank.
+    """
+    if is_local_path(str(section.name)):
+        return folder_digest(Path(resolve_name(str(section.name), key="model.name")), log=log)
+    commit = getattr(getattr(model, "config", None), "_commit_hash", None) or _cached_commit(section)
+    if commit is None:
+        log(f"model.name: the commit of `{section.name}` is not known, so a change of it would not be seen on a resume")
+    return f"commit {commit or 'unknown'}"
+
+
+def folder_digest(folder: Path, *, log: Callable[[str], None]) -> str:
+    """Return a digest over the digests of the files of weights and configs by name; raises ModelError.
+
+    They are listed as `sha256sum` would. Reads every byte of what was written since the last time: call it on one rank.
+    """
+    started = time.monotonic()
+    files = sorted(_files(folder))
+    try:
+        with ThreadPoolExecutor(_NUM_THREADS) as threads:  # hashing releases the lock
+            digests = list(threads.map(sha256_digest, files))
+        size = sum(path.stat().st_size for path in files)
+    except OSError as error:
+        raise ModelError(f"model.name: {error.filename or folder} cannot be read: {error.strerror}.") from error
+    listed = "".join(f"{digest}  {path.name}\n" for path, digest in zip(files, digests, strict=True))
+    whole = hashlib.sha256(listed.encode()).hexdigest()
+    seconds = time.monotonic() - started
+    if seconds > _LOG_AFTER_SECONDS:
+        log(f"base weights {whole[:12]}: read {format_size(size)} of {folder} in {seconds:.0f} s to tell them by")
+    return f"sha256 {whole}"
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    yield from folder.glob("config.json")
+    yield from folder.glob("adapter_config.json")
+    for pattern in WEIGHT_FILES:
+        weights = list(folder.glob(pattern))
+        if weights:
+            yield from weights
+            yield from folder.glob(f"{pattern}.index.json")
+            return
+
+
+def _cached_commit(section: ModelSection) -> str | None:
+    """Return the commit whose config.json lies in the local cache; its folder is named after it."""
+    path = try_to_load_from_cache(
+        str(section.name), "config.json", cache_dir=section.cache_folder, revision=section.revision
+    )
+    return Path(path).parent.name if isinstance(path, str) else None
+
+
+_INITS_FROM_BASE = ("pissa", "olora", "loftq")
+"""Initialisations that move a part of the base into the adapters: without these, the base is not itself."""
+
+_ADAPTER_KEYS = frozenset({"lora", "ia3", "oft", "prompt_tuning", "prefix_tuning", "adapter"})
+_KEYS_WITHOUT_EFFECT = frozenset(
+    {"gradient_checkpointing", "activation_offload", "cache_folder", "freeze", "train_only"}
+    | {"name", "revision", "tokenizer"}
+)
+
+
+def reference_is_base(section: ModelSection) -> bool:
+    """Tell whether the reference is the model without its adapters.
+
+    It is not where an adapter is continued, and where the initialisation takes a part out of the base.
+    """
+    if section.adapter is not None:
+        return False
+    return section.lora is None or not section.lora.init.startswith(_INITS_FROM_BASE)
+
+
+@contextmanager
+def reference_mode(model: Any, section: ModelSection) -> Iterator[None]:
+    """Have the model answer as the reference meanwhile: adapters off where they start from nothing.
+
+    Which parameters learn is left alone, as peft's own switch does not. `model` is as the model wing built it.
+    """
+    if not has_adapter(model) or not reference_is_base(section):
+        yield
+        return
+    if model.peft_config[model.active_adapter].is_prompt_learning:
+        with model.disable_adapter():  # of these, it only passes the prompt by
+            yield
+        return
+    switches = [module for module in model.modules() if hasattr(module, "_disable_adapters")]
+    for module in switches:
+        module._disable_adapters = True
+    try:
+        yield
+    finally:
+        for module in switches:
+            module._disable_adapters = False
+
+
+def reference_identity(
+    section: ModelSection, *, seed: int, model: Any, log: Callable[[str], None]
+) -> Mapping[str, Any]:
+    """Return, as JSON, what the reference's answers depend on; may read every byte of the weights: on one rank.
+
+    Fresh adapters that are off are no part of it, so other ranks of LoRA find the same answers.
+    """
+    left_out = _KEYS_WITHOUT_EFFECT | (_ADAPTER_KEYS if reference_is_base(section) else frozenset())
+    known: dict[str, Any] = section.model_dump(mode="json", exclude=set(left_out), exclude_defaults=True)
+    if section.name is not None:
+        known["weights"] = weights_digest(section, model=model, log=log)
+    if section.name is None or "lora" in known or section.new_tokens is not None:
+        known["seed"] = seed
+    if section.adapter is not None:
+        known["adapter"] = folder_digest(Path(resolve_name(str(section.adapter), key="model.adapter")), log=log)
+    return known
+
+
+TEACHER_KEY = "task.distillation.teacher"
+
+
+def load_teacher(
+    section: DistillationSection, *, model: ModelSection, vocabulary_size: int, device: torch.device
+) -> PreTrainedModel:
+    """Return the teacher on the device, frozen and in evaluation mode, in the type asked for; raises ModelError."""
+    with loading_errors(section.teacher, key=TEACHER_KEY), without_hub_retries(is_local=is_local_path(section.teacher)):
+        origin = _teacher_arguments(section, model)
+        config = load_auto_class(AutoConfig, **origin)
+        dtype = getattr(torch, section.teacher_dtype)
+        teacher: PreTrainedModel
+        teacher, loading = load_weights(
+            AutoModelForCausalLM, **origin, config=config, dtype=dtype, output_loading_info=True
+        )
+        check_no_missing_weights(loading, section.teacher, key=TEACHER_KEY)
+    size = teacher.config.get_text_config().vocab_size
+    if size < vocabulary_size:
+        raise ModelError(
+            f"{TEACHER_KEY}: `{section.teacher}` knows {size} tokens and the student's tokenizer has {vocabulary_size}. A "
+            "teacher and its student share one tokenizer: name another teacher, or train on its tokenizer."
+        )
+    return teacher.requires_grad_(False).eval().to(device)
+
+
+def check_teacher_tokenizer(section: DistillationSection, *, model: ModelSection, tokenizer: Any) -> None:
+    """Raise ModelError unless the teacher's tokenizer gives every token the number that the student's gives it."""
+    with loading_errors(section.teacher, key=TEACHER_KEY), without_hub_retries(is_local=is_local_path(section.teacher)):
+        theirs = load_auto_class(AutoTokenizer, **_teacher_arguments(section, model)).get_vocab()
+    ours = tokenizer.get_vocab()
+    different = sorted(token for token in ours.keys() | theirs.keys() if ours.get(token) != theirs.get(token))
+    if different:
+        raise ModelError(
+            f"{TEACHER_KEY}: the tokenizer of `{section.teacher}` is not the student's: {len(different)} tokens differ, such "
+            f"as {different[0]!r}. Their probabilities cannot be compared; name a teacher of the same family, or write "
+            f"`model.tokenizer: {{name: {section.teacher}}}` for a student that is trained from random weights."
+        )
+
+
+def teacher_digest(section: DistillationSection, *, model: ModelSection, log: Callable[[str], None]) -> str:
+    """Return what identifies the teacher's weights: a digest of a folder's, the commit of a hub model's in the cache.
+
+    Reads every byte of a folder's weights: call it on one rank.
+    """
+    if is_local_path(section.teacher):
+        return folder_digest(Path(resolve_name(section.teacher, key=TEACHER_KEY)), log=log)
+    path = try_to_load_from_cache(section.teacher, "config.json", cache_dir=model.cache_folder)
+    if not isinstance(path, str):
+        log(
+            f"{TEACHER_KEY}: the commit of `{section.teacher}` is not known, so a change of it would not be seen on a resume"
+        )
+        return "commit unknown"
+    return f"commit {Path(path).parent.name}"
+
+
+def _teacher_arguments(section: DistillationSection, model: ModelSection) -> dict[str, Any]:
+    return {
+        "place": resolve_name(section.teacher, key=TEACHER_KEY),
+        "cache_dir": model.cache_folder,
+        "trust_remote_code": model.trust_remote_code,
+        "local_files_only": is_local_path(section.teacher) or is_offline(),
+    }

@@ -1,0 +1,109 @@
+"""Text generation with a model that is whole in this process: greedy, or sampled with a seed per row."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    TemperatureLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from finetune.errors import ModelError
+from finetune.model.loading.hub import error_summary
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How answers are made; a temperature of 0 takes the likeliest token."""
+
+    max_new_tokens: int
+    temperature: float = 0.0
+    top_p: float = 1.0
+
+
+@torch.no_grad()
+def generate_batch(
+    model: Any,
+    prompts: Sequence[Sequence[int]],
+    seeds: Sequence[int],
+    *,
+    manner: SamplingParams,
+    pad_id: int,
+    stop_ids: frozenset[int],
+    streamer: Any = None,
+) -> list[list[int]]:
+    """Return the tokens of each answer, the stop token included, padding not.
+
+    A prompt's tokens are drawn with a generator of its own seed, so neither batches nor processes alter them.
+    """
+    is_encoder = bool(getattr(model.config, "is_encoder_decoder", False))
+    longest = max(map(len, prompts))
+    rows, mask = [], []
+    for prompt in prompts:
+        fill, ones = [0] * (longest - len(prompt)), [1] * len(prompt)
+        pads = [pad_id] * len(fill)
+        rows.append([*prompt, *pads] if is_encoder else [*pads, *prompt])  # an answer begins right behind its prompt
+        mask.append([*ones, *fill] if is_encoder else [*fill, *ones])
+    settings = GenerationConfig(
+        do_sample=False,  # what is drawn is drawn by the processors below
+        max_new_tokens=manner.max_new_tokens,
+        eos_token_id=sorted(stop_ids) or None,
+        pad_token_id=pad_id,
+    )
+    with _generation_errors():
+        made = model.generate(
+            input_ids=torch.tensor(rows, device=model.device),
+            attention_mask=torch.tensor(mask, device=model.device),
+            generation_config=settings,
+            logits_processor=_logits_processors(manner, seeds),
+            streamer=streamer,
+        )
+    start = 1 if is_encoder else longest  # a decoder begins with its start token
+    return [_cut_at_stop(row[start:].tolist(), stop_ids, pad_id) for row in made]
+
+
+@contextmanager
+def _generation_errors() -> Iterator[None]:
+    """Turn what transformers refuses of the model's own settings, which count beside ours, into a ModelError."""
+    try:
+        yield
+    except (ValueError, TypeError, AttributeError, LookupError) as error:
+        raise ModelError(
+            f"The model cannot answer: {error_summary(error)} Look at its generation_config.json and config.json."
+        ) from error
+
+
+def _logits_processors(manner: SamplingParams, seeds: Sequence[int]) -> LogitsProcessorList:
+    if manner.temperature == 0.0:
+        return LogitsProcessorList()
+    warpers: list[Any] = [TemperatureLogitsWarper(manner.temperature)]
+    if 0.0 < manner.top_p < 1.0:
+        warpers.append(TopPLogitsWarper(manner.top_p))
+    return LogitsProcessorList([*warpers, _GumbelSampling(seeds)])
+
+
+class _GumbelSampling(LogitsProcessor):  # type: ignore[misc]
+    """Adds Gumbel noise, row by row: the largest sum is then a token drawn with its probability (Gumbel, 1954)."""
+
+    def __init__(self, seeds: Sequence[int]) -> None:
+        self._generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        noise = torch.stack([torch.empty(scores.shape[-1]).exponential_(generator=each) for each in self._generators])
+        return scores - noise.log().to(scores)
+
+
+def _cut_at_stop(tokens: list[int], stop_ids: frozenset[int], pad_id: int) -> list[int]:
+    end = next((place for place, token in enumerate(tokens) if token in stop_ids), None)
+    if end is not None:
+        return tokens[: end + 1]
+    while tokens and tokens[-1] == pad_id:
+        tokens.pop()
+    return tokens

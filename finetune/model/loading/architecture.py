@@ -1,0 +1,254 @@
+"""The architecture of a model: its transformers config, from the hub or `model.from_config`, and its head.
+
+Every value of `model.from_config` is checked by name.
+"""
+
+import inspect
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub.errors import StrictDataclassError
+from torch import nn
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageClassification,
+    AutoModelForImageTextToText,
+    AutoModelForMaskedLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+
+from finetune.config.sections.model import FromConfigSection, ModelSection
+from finetune.errors import FinetuneError, ModelError
+from finetune.model.loading.hub import error_summary, is_local_path, loading_errors, resolve_name
+from finetune.model.loading.pretrained import ADAPTER_CONFIG, load_auto_class
+from finetune.runtime.hub import is_offline, without_hub_retries
+
+HEADS: Mapping[str, Any] = {
+    "causal_lm": AutoModelForCausalLM,
+    "seq2seq_lm": AutoModelForSeq2SeqLM,
+    "masked_lm": AutoModelForMaskedLM,
+    "sequence_classification": AutoModelForSequenceClassification,
+    "token_classification": AutoModelForTokenClassification,
+    "image_classification": AutoModelForImageClassification,
+    "image_text_to_text": AutoModelForImageTextToText,
+}
+
+NEW_HEADS = frozenset({"sequence_classification", "token_classification", "image_classification"})
+"""Heads that pre-trained weights need not bring along: they are drawn from the seed, and learnt."""
+
+_TEXT_CONFIG_VALUES = ("pad_token_id",)
+"""Values that a model of images and text looks for in the config of its text."""
+
+_HEAD_PARAMETERS_IN_BODY = ("pooler.",)
+"""Parameters of the body that only such a head uses, and that weights without one lack."""
+
+
+def set_config_values(config: PreTrainedConfig, values: Mapping[str, Any]) -> None:
+    """Give the config these values; those of text are given to the part that is about text, too."""
+    text = config.get_text_config()
+    for name, value in values.items():
+        setattr(config, name, value)
+        if name in _TEXT_CONFIG_VALUES:
+            setattr(text, name, value)
+
+
+def is_head_parameter(name: str, model: PreTrainedModel) -> bool:
+    """Tell whether the parameter of that name belongs to the head."""
+    prefix = f"{model.base_model_prefix}."
+    return not name.startswith(prefix) or name.removeprefix(prefix).startswith(_HEAD_PARAMETERS_IN_BODY)
+
+
+def new_head_modules(model: PreTrainedModel, *, head: str) -> tuple[str, ...]:
+    """Return the names of the modules of a new head, which learn in full whatever is frozen; none of others."""
+    if head not in NEW_HEADS:
+        return ()
+    return tuple(
+        name for name, child in model.named_children() if name != model.base_model_prefix and _has_parameters(child)
+    )
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return any(True for _ in module.parameters())
+
+
+FROM_CONFIG_KEY = "model.from_config"
+DEDICATED_KEYS = {
+    "dtype": "model.dtype",
+    "torch_dtype": "model.dtype",
+    "attn_implementation": "model.attention",
+    "gradient_checkpointing": "model.gradient_checkpointing",
+}
+ROPE_VALUES = frozenset({"rope_theta", "rope_scaling", "partial_rotary_factor"})
+"""Values that transformers folds into `rope_parameters`."""
+TEXT_CONFIG = "text_config"
+DECODER_START_TOKEN = "decoder_start_token_id"
+"""The token that a decoder begins with; not every config of an encoder-decoder declares it."""
+
+
+@dataclass(frozen=True)
+class SpecialTokenIds:
+    """The tokenizer's special tokens as numbers; None where it has none."""
+
+    bos: int | None = None
+    eos: int | None = None
+    pad: int | None = None
+
+
+def build_model_config(
+    section: FromConfigSection, *, vocabulary_size: int | None, special_ids: SpecialTokenIds
+) -> PreTrainedConfig:
+    """Return the config of the model type with the values written; raises ModelError on any that it does not know.
+
+    `vocab_size` is the tokenizer's unless written, and never smaller; special token ids are the tokenizer's. Where the
+    config has a part about text (`text_config`), these stand there.
+    """
+    if section.model_type not in CONFIG_MAPPING:
+        near = _suggestion(section.model_type, list(CONFIG_MAPPING.keys()))
+        raise ModelError(f"{FROM_CONFIG_KEY}.model_type: transformers knows no `{section.model_type}`.{near}")
+    config_class = CONFIG_MAPPING[section.model_type]
+    _check_values(config_class, section.values, kind=section.model_type, key=f"{FROM_CONFIG_KEY}.values")
+    values = dict(section.values)
+    if vocabulary_size is not None and TEXT_CONFIG in _sub_configs(config_class):
+        text = values.get(TEXT_CONFIG) or {}
+        key = f"{FROM_CONFIG_KEY}.values.{TEXT_CONFIG}"
+        values[TEXT_CONFIG] = _with_vocabulary(text, vocabulary_size=vocabulary_size, special_ids=special_ids, key=key)
+    elif vocabulary_size is not None:
+        key = f"{FROM_CONFIG_KEY}.values"
+        values = _with_vocabulary(values, vocabulary_size=vocabulary_size, special_ids=special_ids, key=key)
+    with config_value_errors(section.model_type, key=f"{FROM_CONFIG_KEY}.values"):
+        config = AutoConfig.for_model(section.model_type, **values)
+        if vocabulary_size is not None and config.is_encoder_decoder and DECODER_START_TOKEN not in values:
+            setattr(config, DECODER_START_TOKEN, _decoder_start(config, special_ids))
+        return config
+
+
+def model_build_errors(section: ModelSection, *, kind: str) -> AbstractContextManager[None]:
+    """Turn what is raised while a model of this section is built from its config into one ModelError."""
+    return config_value_errors(kind, key="model.name" if section.from_config is None else f"{FROM_CONFIG_KEY}.values")
+
+
+@contextmanager
+def config_value_errors(kind: str, *, key: str) -> Iterator[None]:
+    """Turn whatever transformers raises over the values of a config into one ModelError: no network is at fault."""
+    try:
+        yield
+    except FinetuneError:
+        raise
+    except Exception as error:
+        is_told = isinstance(error, ValueError | StrictDataclassError)
+        what = error_summary(error) if is_told else f"{type(error).__name__}: {error_summary(error)}"
+        advice = "Change or leave out the value." if key.startswith(FROM_CONFIG_KEY) else "Check its config.json."
+        raise ModelError(f"{key}: no `{kind}` can be built with these values: {what} {advice}") from error
+
+
+def _with_vocabulary(
+    values: Mapping[str, Any], *, vocabulary_size: int, special_ids: SpecialTokenIds, key: str
+) -> dict[str, Any]:
+    """Return the values with the tokenizer's where none are written; raises ModelError for too small a vocabulary."""
+    values = {"vocab_size": vocabulary_size, **_token_values(special_ids), **values}
+    size = values["vocab_size"]
+    if isinstance(size, int) and size < vocabulary_size:
+        raise ModelError(
+            f"{key}.vocab_size: {size} is smaller than the tokenizer's {vocabulary_size} tokens. "
+            "Leave it out, or write at least that many."
+        )
+    return values
+
+
+def _check_values(config_class: Any, values: Mapping[str, Any], *, kind: str, key: str) -> None:
+    known, parts = _known_names(config_class), _sub_configs(config_class)
+    for name, value in values.items():
+        if name in DEDICATED_KEYS:
+            raise ModelError(f"{key}.{name}: write `{DEDICATED_KEYS[name]}` instead.")
+        if name not in known:
+            near = _suggestion(name, sorted(known))
+            raise ModelError(f"{key}.{name}: the config of `{kind}` has no such value.{near}")
+        if name in parts and isinstance(value, Mapping):
+            part = _sub_config_class(config_class, name, value)
+            others = {own: each for own, each in value.items() if own != "model_type"}
+            if part is not None:
+                _check_values(part, others, kind=part.model_type, key=f"{key}.{name}")
+
+
+def _sub_configs(config_class: Any) -> Mapping[str, Any]:
+    """Return the configs within the config by name, such as `text_config` and `vision_config`."""
+    return getattr(config_class, "sub_configs", None) or {}
+
+
+def _sub_config_class(config_class: Any, name: str, written: Mapping[str, Any]) -> Any:
+    """Return the class of a config within the config; None where transformers alone knows it."""
+    if _sub_configs(config_class)[name] is not AutoConfig:
+        return _sub_configs(config_class)[name]
+    defaults = getattr(config_class, "sub_configs_defaults", {})
+    kind = written.get("model_type") or getattr(defaults.get(name), "model_type", None)
+    return CONFIG_MAPPING[kind] if kind in CONFIG_MAPPING else None  # noqa: SIM401  # its `get` loads nothing
+
+
+def _known_names(config_class: type[Any]) -> frozenset[str]:
+    names: set[str] = set(getattr(config_class, "attribute_map", {}))
+    for owner in (config_class, PreTrainedConfig):
+        parameters: Mapping[str, inspect.Parameter] = inspect.signature(owner.__init__).parameters
+        names.update(name for name, parameter in parameters.items() if parameter.kind != parameter.VAR_KEYWORD)
+    names |= ROPE_VALUES if "rope_parameters" in names else frozenset()
+    names |= {DECODER_START_TOKEN} if getattr(config_class, "is_encoder_decoder", False) is True else frozenset()
+    return frozenset(names - {"self"})
+
+
+def _decoder_start(config: PreTrainedConfig, special_ids: SpecialTokenIds) -> int | None:
+    """Return the token that a decoder begins with: the kind of token that it is in this architecture, else padding."""
+    usual = type(config)()
+    start = getattr(usual, DECODER_START_TOKEN, None)
+    kinds = {"eos_token_id": special_ids.eos, "bos_token_id": special_ids.bos}
+    same = [own for kind, own in kinds.items() if start is not None and start == getattr(usual, kind, None)]
+    return next((own for own in same if own is not None), special_ids.pad)
+
+
+def _token_values(special_ids: SpecialTokenIds) -> dict[str, int | None]:
+    return {"bos_token_id": special_ids.bos, "eos_token_id": special_ids.eos, "pad_token_id": special_ids.pad}
+
+
+def _suggestion(name: str, known: list[str]) -> str:
+    near = get_close_matches(name, known, n=1)
+    return f" Did you mean `{near[0]}`?" if near else ""
+
+
+def load_model_config(section: ModelSection) -> PreTrainedConfig:
+    """Return the config of the model that the section means, its vocabulary aside; raises ModelError."""
+    if section.from_config is None:
+        return load_pretrained_config(section)
+    return build_model_config(section.from_config, vocabulary_size=None, special_ids=SpecialTokenIds())
+
+
+def pretrained_arguments(section: ModelSection) -> dict[str, Any]:
+    """Return where the model is, as `model.pretrained` takes it; raises ModelError for a folder that holds none."""
+    name = section.name or ""
+    place = resolve_name(name, key="model.name")
+    if is_local_path(name) and (Path(place) / ADAPTER_CONFIG).exists():
+        raise ModelError(
+            f"model.name: {place} holds an adapter, not a model. Name the base it was trained on "
+            "(`base_model_name_or_path` in its adapter_config.json)."
+        )
+    return {
+        "place": place,
+        "revision": section.revision,
+        "cache_dir": section.cache_folder,
+        "trust_remote_code": section.trust_remote_code,
+        "local_files_only": is_local_path(name) or is_offline(),
+    }
+
+
+def load_pretrained_config(section: ModelSection) -> PreTrainedConfig:
+    """Return the config of the model that is named; raises ModelError."""
+    name, origin = str(section.name), pretrained_arguments(section)
+    with loading_errors(name, key="model.name"), without_hub_retries(is_local=is_local_path(name)):
+        return load_auto_class(AutoConfig, **origin)

@@ -1,0 +1,200 @@
+"""A dry run of the model: built on the meta device and called once, so that bad config values are found at once."""
+
+import logging
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_module_registration_hook
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from finetune.config.sections.model import FromConfigSection, ModelSection
+from finetune.errors import ModelError
+from finetune.model.loading.architecture import (
+    FROM_CONFIG_KEY,
+    HEADS,
+    TEXT_CONFIG,
+    SpecialTokenIds,
+    build_model_config,
+    load_pretrained_config,
+    model_build_errors,
+)
+from finetune.model.loading.pretrained import build_from_config
+
+_MAX_MODULES = 300_000
+_MAX_PARAMETERS = 10**13
+_TIMEOUT_SECONDS = 60.0
+_ALARM_INTERVAL_SECONDS = 0.5  # alarms, once the time is over
+_MAX_VOCABULARY = 1 << 22
+_MAX_REAL_PARAMETERS = 10**8
+"""Parameters of a model that is built for real within a second or two."""
+
+_LENGTH = 8  # of the text that it is asked about
+
+
+def dry_run_model(section: ModelSection, *, head: str) -> None:
+    """Raise ModelError where the values written give no model, or one that cannot be asked anything.
+
+    It is built on the meta device, which takes neither memory nor time. A tokenizer's vocabulary and special tokens are
+    not known yet: they are taken to fit.
+    """
+    trial = _DryRun(section, head)
+    with model_build_errors(section, kind=trial.kind), _build_limits(section), torch.random.fork_rng(devices=()):
+        config = trial.config()
+        with torch.device("meta"):
+            model = trial.model(config)
+        _check_parameters(model, key=trial.key)
+        fault = _forward_error(model)
+        if fault is not None and (confirmed := _confirmed_error(fault, trial, config, model)):
+            raise confirmed
+
+
+@dataclass(frozen=True)
+class _DryRun:
+    """What is tried."""
+
+    section: ModelSection
+    head: str
+
+    @property
+    def kind(self) -> str:
+        """Return what the model is called in messages."""
+        section = self.section
+        return section.from_config.model_type if section.from_config is not None else str(section.name)
+
+    @property
+    def key(self) -> str:
+        """Return the key that is to blame."""
+        return f"{FROM_CONFIG_KEY}.values" if self.section.from_config is not None else "model.name"
+
+    def config(self) -> PreTrainedConfig:
+        """Return the model's config."""
+        written = self.section.from_config
+        if written is None:
+            return load_pretrained_config(self.section)
+        size = _vocabulary_size(self.section, written)
+        config = build_model_config(written, vocabulary_size=size, special_ids=SpecialTokenIds(bos=0, eos=0, pad=0))
+        _check_special_token_ids(config)
+        return config
+
+    def model(self, config: PreTrainedConfig) -> PreTrainedModel:
+        """Return the model on the default device."""
+        trusts = self.section.trust_remote_code
+        head = HEADS[self.head]
+        model: PreTrainedModel = build_from_config(head, config, dtype=torch.float32, trust_remote_code=trusts)
+        return model.eval()  # dropout looks at values, which the meta device has not
+
+
+def _vocabulary_size(section: ModelSection, written: FromConfigSection) -> int | None:
+    """Return the size that the tokenizer will have at most; 1 where the values say one, which is then what counts."""
+    if section.tokenizer is None:
+        return None
+    text = written.values.get(TEXT_CONFIG)
+    if "vocab_size" in (text if isinstance(text, dict) else written.values):
+        return 1
+    return section.tokenizer.train.vocabulary_size if section.tokenizer.train is not None else _MAX_VOCABULARY
+
+
+def _check_special_token_ids(config: PreTrainedConfig) -> None:
+    """Refuse a special token outside of the vocabulary."""
+    text = config.get_text_config()
+    size = getattr(text, "vocab_size", None)
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id"):
+        value = getattr(text, name, None)
+        if isinstance(size, int) and isinstance(value, int) and value >= max(size, 1):
+            raise ModelError(
+                f"{FROM_CONFIG_KEY}.values.{name}: {value} is not in the vocabulary of {size:,}. Leave it out: the tokenizer says."
+            )
+
+
+def _check_parameters(model: PreTrainedModel, *, key: str) -> None:
+    """Refuse parameters without a single number, and more of them than anybody has memory for."""
+    empty = [f"{name} {list(each.shape)}" for name, each in model.named_parameters() if each.numel() == 0]
+    if empty:
+        raise ModelError(f"{key}: the model would have parameters without a single number: {', '.join(empty[:3])}.")
+    total = sum(each.numel() for each in model.parameters())
+    if total == 0 or total > _MAX_PARAMETERS:
+        raise ModelError(f"{key}: the model would have {total:,} parameters. Write other values.")
+
+
+def _forward_error(model: PreTrainedModel) -> Exception | None:
+    """Return what the model raises when it is asked something."""
+    usual = logging.root.manager.disable
+    logging.disable(logging.WARNING)  # about what it is asked, which is nothing
+    try:
+        with torch.no_grad():
+            model(**_inputs(model))
+    except Exception as error:
+        return error
+    finally:
+        logging.disable(usual)
+    return None
+
+
+def _inputs(model: PreTrainedModel) -> dict[str, Tensor]:
+    config: Any = model.config
+    device = next(model.parameters()).device
+    if model.main_input_name == "pixel_values":
+        side = getattr(config, "image_size", None) or 224
+        height, width = (side, side) if isinstance(side, int) else tuple(side)[:2]
+        return {"pixel_values": torch.zeros(1, getattr(config, "num_channels", 3), height, width, device=device)}
+    ids = torch.zeros(1, _LENGTH, dtype=torch.long, device=device)
+    return {"input_ids": ids, **({"decoder_input_ids": ids} if config.is_encoder_decoder else {})}
+
+
+def _confirmed_error(
+    fault: Exception, trial: _DryRun, config: PreTrainedConfig, model: PreTrainedModel
+) -> Exception | None:
+    """Return the fault if the values are to blame, and not the meta device, which some code cannot run on.
+
+    A small model is asked for real; of a large one, its type with the usual values is asked on the meta device.
+    """
+    if sum(each.numel() for each in model.parameters()) <= _MAX_REAL_PARAMETERS:
+        return _forward_error(trial.model(config))
+    with torch.device("meta"):
+        usual = trial.model(type(config)())
+    return fault if _forward_error(usual) is None else None
+
+
+@contextmanager
+def _build_limits(section: ModelSection) -> Iterator[None]:
+    """Raise ModelError where the model has too many modules, or takes too long to be built."""
+    key = f"{FROM_CONFIG_KEY}.values" if section.from_config is not None else "model.name"
+    num_modules, deadline = 0, time.monotonic() + _TIMEOUT_SECONDS
+
+    def count(module: nn.Module, name: str, inner: nn.Module | None) -> None:
+        nonlocal num_modules
+        num_modules += 1
+        if num_modules > _MAX_MODULES:
+            raise ModelError(f"{key}: the model would have more than {_MAX_MODULES:,} modules. Write fewer layers.")
+        if time.monotonic() > deadline:
+            late()
+
+    def late(*_: Any) -> None:
+        raise ModelError(f"{key}: building the model takes more than {_TIMEOUT_SECONDS:.0f} s. Write smaller values.")
+
+    handle: Any = register_module_module_registration_hook(count)
+    try:
+        with _alarm(late) if threading.current_thread() is threading.main_thread() else nullcontext():
+            yield
+    finally:
+        handle.remove()
+
+
+@contextmanager
+def _alarm(late: Callable[..., None]) -> Iterator[None]:
+    """Call `late` when the time is over, again and again: Python ignores what is raised in an object's deletion."""
+    usual = signal.signal(signal.SIGALRM, late)
+    before = signal.setitimer(signal.ITIMER_REAL, _TIMEOUT_SECONDS, _ALARM_INTERVAL_SECONDS)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, usual)
+        signal.setitimer(signal.ITIMER_REAL, *before)  # somebody else's, if there is one

@@ -1,0 +1,189 @@
+"""The model: by hub name, from a folder, or from its config with random weights; with its values, or without them.
+
+A rank that is sent its weights later builds the modules on the meta device and materializes them without values.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from finetune.config.sections.model import ModelSection
+from finetune.errors import ModelError
+from finetune.model.activations import enable_gradient_checkpointing
+from finetune.model.attention.implementation import default_attention, requested_attention
+from finetune.model.freeze import freeze_unused
+from finetune.model.loading.architecture import (
+    HEADS,
+    NEW_HEADS,
+    SpecialTokenIds,
+    build_model_config,
+    is_head_parameter,
+    load_pretrained_config,
+    model_build_errors,
+    pretrained_arguments,
+    set_config_values,
+)
+from finetune.model.loading.hub import is_local_path, loading_errors
+from finetune.model.loading.initialize import initialize_weights, skip_weight_init
+from finetune.model.loading.pretrained import build_from_config, load_weights
+from finetune.model.quantize import disable_cpu_repacking, quantization_config
+from finetune.model.upstream import allow_missing_embeddings, keep_own_no_split_modules, unify_tied_embeddings
+from finetune.runtime.hub import without_hub_retries
+from finetune.runtime.parameters import InitContext
+
+
+def materialize(model: PreTrainedModel) -> None:
+    """Replace parameters on the meta device by unfilled ones on the CPU; ties hold, buffers keep their values.
+
+    Nothing is written to the new memory, so it costs nothing before the weights arrive.
+    """
+    places: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter.is_meta:
+                if parameter not in places:
+                    places[parameter] = _empty_parameter(parameter)
+                module._parameters[name] = places[parameter]
+    hollow = [name for name, buffer in model.named_buffers() if buffer.is_meta]
+    assert not hollow, f"buffers must be built with their values, but {hollow} are on the meta device"
+    model.tie_weights()  # a context that moves parameters to the meta device one by one parts the tied ones
+
+
+def _empty_parameter(parameter: nn.Parameter) -> nn.Parameter:
+    return nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype), requires_grad=parameter.requires_grad)
+
+
+def load_model(
+    section: ModelSection,
+    *,
+    head: str,
+    init_context: InitContext,
+    seed: int,
+    vocabulary_size: int | None,
+    special_ids: SpecialTokenIds | None = None,
+    head_values: Mapping[str, Any] | None = None,
+) -> PreTrainedModel:
+    """Return the model in training mode with the head, dtype and attention asked for; raises ModelError.
+
+    `head_values` are values of its config that the task decides, `vocabulary_size` is None where there is no tokenizer.
+    Random weights depend on `seed` and module names alone. A hollow rank gets places without values and downloads no
+    weights. Collective under ZeRO-3.
+    """
+    values = dict(head_values or {})
+    attention = requested_attention(section.attention)
+    if section.from_config is not None:
+        config = build_model_config(
+            section.from_config, vocabulary_size=vocabulary_size, special_ids=special_ids or SpecialTokenIds()
+        )
+        set_config_values(config, values)
+        model = _build_model(config, section=section, head=head, construction=init_context, attention=attention)
+        if not init_context.on_meta_device:
+            initialize_weights(model, seed=seed, gather=init_context.gather)
+    elif init_context.on_meta_device:
+        config = load_pretrained_config(section)
+        set_config_values(config, values)
+        model = _build_model(config, section=section, head=head, construction=init_context, attention=attention)
+    else:
+        loaded = _load_pretrained(section, head=head, values=values, construction=init_context, attention=attention)
+        model = loaded.model
+        if loaded.new:
+            initialize_weights(model, seed=seed, gather=init_context.gather, only=loaded.new)
+    if vocabulary_size is not None:
+        _check_vocabulary(model, vocabulary_size=vocabulary_size)
+    return _prepare_for_training(model, section=section)
+
+
+def _build_model(
+    config: PreTrainedConfig, *, section: ModelSection, head: str, construction: InitContext, attention: str | None
+) -> PreTrainedModel:
+    kind = config.model_type
+    with (
+        model_build_errors(section, kind=kind),
+        torch.random.fork_rng(devices=()),
+        construction.context(),
+        skip_weight_init(),
+    ):
+        model = build_from_config(
+            HEADS[head],
+            config,
+            dtype=getattr(torch, section.dtype),
+            attn_implementation=attention or default_attention(config),
+            trust_remote_code=section.trust_remote_code,
+        )
+    if construction.on_meta_device:
+        materialize(model)
+    return model
+
+
+@dataclass(frozen=True)
+class _LoadedModel:
+    model: PreTrainedModel
+    new: frozenset[str]  # parameters of a head that the weights on disk do not have
+
+
+def _load_pretrained(
+    section: ModelSection,
+    *,
+    head: str,
+    values: Mapping[str, Any],
+    construction: InitContext,
+    attention: str | None,
+) -> _LoadedModel:
+    name, origin = str(section.name), pretrained_arguments(section)
+    may_be_new = head in NEW_HEADS
+    quantization = quantization_config(section)
+    config = load_pretrained_config(section)
+    set_config_values(config, values)
+    with (
+        loading_errors(name, key="model.name"),
+        without_hub_retries(is_local=is_local_path(name)),
+        construction.context(),
+    ):
+        model, loading = load_weights(
+            HEADS[head],
+            **origin,
+            config=config,
+            dtype=getattr(torch, section.dtype),
+            attn_implementation=attention or default_attention(config),
+            ignore_mismatched_sizes=may_be_new,
+            output_loading_info=True,
+            **({} if quantization is None else {"quantization_config": quantization}),
+        )
+    if quantization is not None:
+        disable_cpu_repacking(model)
+    absent = {*loading["missing_keys"], *(each[0] for each in loading.get("mismatched_keys", ()))}
+    new = frozenset(name for name in absent if may_be_new and is_head_parameter(name, model))
+    missing = sorted(absent - new)
+    if missing:
+        raise ModelError(
+            f"model.name: the weights of `{section.name}` lack {len(missing)} of the model's parameters "
+            f"({', '.join(missing[:3])}, ...), which would be random. Name a model that was saved with this head."
+        )
+    return _LoadedModel(model, new)
+
+
+def _check_vocabulary(model: PreTrainedModel, *, vocabulary_size: int) -> None:
+    size = model.config.get_text_config().vocab_size
+    if size < vocabulary_size:
+        raise ModelError(
+            f"model.tokenizer: the tokenizer has {vocabulary_size} tokens and the model only {size} embeddings. "
+            "Use the model's own tokenizer."
+        )
+
+
+def _prepare_for_training(model: PreTrainedModel, *, section: ModelSection) -> PreTrainedModel:
+    allow_missing_embeddings(model)
+    inputs, outputs = model.get_input_embeddings(), model.get_output_embeddings()
+    if inputs is not None and outputs is not None:
+        model.config.tie_word_embeddings = inputs.weight is outputs.weight
+    freeze_unused(model)
+    unify_tied_embeddings(model)
+    keep_own_no_split_modules(model)
+    model.config.use_cache = False  # generation asks for its cache through generation_config
+    if section.gradient_checkpointing:
+        enable_gradient_checkpointing(model, section.gradient_checkpointing)
+    return model.train()

@@ -1,0 +1,233 @@
+"""Checks of the files in a model's folder: before anything parses them, and to name the damaged one after a failure."""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path, PurePath
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from tokenizers import Tokenizer
+
+from finetune.errors import ModelError
+
+CONFIG = "config.json"
+SETTINGS = (
+    *(CONFIG, "generation_config.json", "adapter_config.json", "tokenizer_config.json"),
+    *("special_tokens_map.json", "added_tokens.json", "chat_template.json"),
+    *("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"),
+)
+"""Files that hold one JSON object of settings."""
+
+VOCABULARIES = ("tokenizer.json", "vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model")
+TEMPLATES = ("chat_template.jinja", "additional_chat_templates/*.jinja")
+INDEX, WEIGHTS = "model.safetensors.index.json", "model.safetensors"
+PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+
+MAX_SETTINGS_BYTES = 16 << 20
+MAX_VOCABULARY_BYTES = 128 << 20
+"""More than four times the largest in use (33 MB, 262,144 tokens)."""
+MAX_NESTING = 64
+MAX_LAYERS = 1000
+"""More than this are believed only of weights with as many tensors: building a billion layers never ends."""
+
+REMOTE_CODE_ADVICE = (
+    "it brings Python code of its own. Read that code; if you trust it, write `model.trust_remote_code: true` in the "
+    "job, or `--trust-remote-code` behind a command that reads no job of yours."
+)
+
+PICKLE_ADVICE = (
+    "its weights are pickled (.bin), a format that can run code when it is read; only safetensors are read. Convert "
+    'them once in their folder: python -c "import torch; from safetensors.torch import save_file; save_file({name: '
+    "each.clone() for name, each in torch.load('pytorch_model.bin', weights_only=True).items()}, 'model.safetensors', "
+    "{'format': 'pt'})\" (an adapter: adapter_model.bin, adapter_model.safetensors). A whole model that you trust as "
+    "you would trust its code is read as it is with `model.trust_remote_code: true` or `--trust-remote-code`."
+)
+
+
+def check_files(folder: Path) -> None:
+    """Raise ModelError, which names the file, for settings that are no JSON object, and for absurd sizes and depths."""
+    for path, most in _size_limits(folder):
+        size = path.stat().st_size
+        if size > most:
+            raise ModelError(
+                f"{path}: has {size:,} bytes; at most {most:,} are read of such a file. Is it the right one?"
+            )
+    for name in SETTINGS:
+        if (folder / name).is_file():
+            settings = read_json_settings(folder / name)
+            if name == CONFIG:
+                _check_depth(folder, settings)
+
+
+def read_json_settings(path: Path) -> dict[str, Any]:
+    """Return the JSON object in the file; raises ModelError, which names it, where it holds something else."""
+    try:
+        if path.stat().st_size > MAX_SETTINGS_BYTES:
+            raise ValueError(f"it has more than {MAX_SETTINGS_BYTES:,} bytes")
+        found = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(found, dict):
+            raise ValueError(f"it holds {_json_type_name(found)} where a JSON object (`{{...}}`) belongs")
+        if _is_nested_deeper(found, MAX_NESTING):
+            raise ValueError(f"it is nested more than {MAX_NESTING} deep")
+        _require_valid_unicode(found)
+    except UnicodeError as error:
+        raise ModelError(f"{path}: is damaged: it is no text in UTF-8, or holds half a surrogate pair.") from error
+    except RecursionError as error:
+        raise ModelError(f"{path}: is damaged: it is nested more than {MAX_NESTING} deep.") from error
+    except OSError as error:
+        raise ModelError(f"{path}: cannot be read: {error.strerror}.") from error
+    except ValueError as error:
+        raise ModelError(f"{path}: is damaged: {error}. Copy it anew from where the model is from.") from error
+    return found
+
+
+def check_weights(folder: Path, *, trust_remote_code: bool) -> None:
+    """Raise ModelError where the folder's weights are pickles, for which nobody has vouched, or its index is bad."""
+    if (folder / WEIGHTS).is_file():
+        return
+    if (folder / INDEX).is_file():
+        check_index(folder / INDEX)
+        return
+    pickles = [name for name in PICKLES if (folder / name).is_file()]
+    if pickles and not trust_remote_code:
+        raise ModelError(f"{folder / pickles[0]}: {PICKLE_ADVICE}")
+
+
+def check_matrix_sizes(folder: Path, config: Any) -> None:
+    """Raise ModelError where the config speaks of matrices far beyond all that the folder's weights hold.
+
+    For loading that takes weights of other sizes: what does not fit would be made anew, however large.
+    """
+    text = config.get_text_config()
+    named = ((name, getattr(text, name, None)) for name in ("hidden_size", "intermediate_size", "vocab_size"))
+    sizes: dict[str, int] = {name: size for name, size in named if isinstance(size, int)}
+    if max(sizes.values(), default=0) * sizes.get("hidden_size", 0) > _max_elements(folder):
+        what = ", ".join(f"`{name}` {size:,}" for name, size in sizes.items())
+        raise ModelError(
+            f"{folder / CONFIG}: {what} cannot be those of the weights beside it. One of the two is another model's."
+        )
+
+
+def _max_elements(folder: Path) -> int:
+    return 16 * sum(path.stat().st_size for path in folder.glob("*.safetensors")) + (1 << 28)
+
+
+def check_index(index: str | PurePath) -> None:
+    """Raise ModelError unless the index maps names of tensors to safetensors files beside it, all of them there."""
+    path = Path(index)
+    if path.stat().st_size > MAX_VOCABULARY_BYTES:
+        raise ModelError(f"{path}: has {path.stat().st_size:,} bytes, which no index of weights has.")
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(found["metadata"], dict):
+            raise TypeError("`metadata` is no object")
+        shards = set(found["weight_map"].values())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ModelError(f"{path}: is damaged: it holds no `weight_map` of names and `metadata`.") from error
+    for shard in shards or {None}:
+        if not isinstance(shard, str) or PurePath(shard).name != shard or not shard.endswith(".safetensors"):
+            raise ModelError(f"{path}: names {shard!r}, which is no safetensors file beside it.")
+
+
+def damaged_file(folder: Path) -> str | None:
+    """Return a sentence that names the first file of weights or tokens that cannot be read; None where all can be.
+
+    For when loading has failed: reads the headers of all weights, and the whole tokenizer.
+    """
+    for path in _shards(folder):
+        try:
+            with safe_open(path, framework="pt") as file:
+                file.keys()
+        except (SafetensorError, OSError) as error:
+            return f"{path} is damaged or missing ({_first_line(error)}): copy it anew."
+    path = folder / "tokenizer.json"
+    try:
+        if path.is_file():
+            Tokenizer.from_file(str(path))
+    except BaseException as error:
+        if not is_panic(error) and not isinstance(error, Exception):
+            raise
+        return f"{path} is damaged ({_first_line(error)}): copy it anew."
+    return None
+
+
+def is_panic(error: BaseException) -> bool:
+    """Tell whether Rust has panicked in safetensors or tokenizers: no Exception, so that nobody catches it."""
+    return type(error).__name__ == "PanicException"
+
+
+def _check_depth(folder: Path, config: Mapping[str, Any]) -> None:
+    """Raise ModelError where the config, or a part of it, has more layers or experts than the weights can hold."""
+    counts = {key: value for part in (config, *_children(config)) for key, value in _counts(part)}
+    most = max(counts.values(), default=0)
+    if most > MAX_LAYERS and most > (num_tensors := sum(map(_num_tensors, folder.glob("*.safetensors")))):
+        key = next(key for key, value in counts.items() if value == most)
+        raise ModelError(
+            f"{folder / CONFIG}: `{key}` is {most:,}, and the weights beside it hold {num_tensors:,} tensors. It is "
+            "damaged: copy it anew from where the model is from."
+        )
+
+
+def _counts(part: Any) -> Iterator[tuple[str, int]]:
+    for key, value in part.items() if isinstance(part, dict) else ():
+        if isinstance(value, int) and ("layer" in key or "expert" in key):
+            yield key, value
+
+
+def _num_tensors(path: Path) -> int:
+    try:
+        with safe_open(path, framework="pt") as file:
+            return len(file.keys())
+    except (SafetensorError, OSError):
+        return 0
+
+
+def _size_limits(folder: Path) -> Iterator[tuple[Path, int]]:
+    for names, most in ((SETTINGS, MAX_SETTINGS_BYTES), (VOCABULARIES, MAX_VOCABULARY_BYTES)):
+        yield from ((folder / name, most) for name in names if (folder / name).is_file())
+    for pattern in TEMPLATES:
+        yield from ((path, MAX_SETTINGS_BYTES) for path in folder.glob(pattern) if path.is_file())
+
+
+def _shards(folder: Path) -> Iterator[Path]:
+    yield from sorted(folder.glob("*.safetensors"))
+    try:
+        names: Mapping[str, str] = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
+        yield from (folder / name for name in sorted(set(names.values())) if not (folder / name).exists())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return
+
+
+def _require_valid_unicode(value: Any) -> None:
+    """Raise UnicodeError where a text in the value holds half of a surrogate pair."""
+    names = value if isinstance(value, dict) else ()
+    for text in (value, *names):
+        if isinstance(text, str):
+            text.encode("utf-8")
+    for inner in _children(value):
+        _require_valid_unicode(inner)
+
+
+def _is_nested_deeper(value: Any, most: int) -> bool:
+    level = [value]
+    for _ in range(most):
+        level = [inner for each in level for inner in _children(each)]
+        if not level:
+            return False
+    return True
+
+
+def _children(value: Any) -> Iterator[Any]:
+    if isinstance(value, dict):
+        yield from value.values()
+    elif isinstance(value, list):
+        yield from value
+
+
+def _json_type_name(value: Any) -> str:
+    return {list: "a list", str: "a text", type(None): "`null`", bool: "a truth value"}.get(type(value), "a number")
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0][:200] if lines else type(error).__name__

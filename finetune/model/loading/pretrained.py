@@ -1,0 +1,197 @@
+"""The one place where configs, tokenizers, processors, models and adapters are loaded from files.
+
+Remote code runs only where the job says so, nobody is asked on standard input, and weights are safetensors. A test
+walks the package: `from_pretrained`, `from_config` and `torch.load` are called nowhere else. peft is imported only
+when an adapter is loaded; its config and digest are read without it.
+"""
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedConfig, PreTrainedTokenizerFast
+
+from finetune.errors import ModelError
+from finetune.model.loading.hub import is_local_path
+from finetune.model.loading.model_files import (
+    PICKLE_ADVICE,
+    check_files,
+    check_matrix_sizes,
+    check_weights,
+    read_json_settings,
+)
+from finetune.model.upstream import data_only_loading
+from finetune.runtime.optional import lazily
+
+with lazily():
+    from peft import config as peft_config
+    from peft import peft_model
+
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+ADAPTER_PICKLE = "adapter_model.bin"
+
+_SETTINGS_THAT_LOAD_OTHERS = ("megatron_config", "shadow_model", "adapters", "prompt_tuning_init_state_dict_path")
+"""Settings of peft 0.18 to 0.21 that import a module, or load another model, adapter or file that they name."""
+
+_INITS_FROM_FILES = ("corda", "lora_ga")
+"""First values of LoRA that peft reads from pickles which the adapter's config names."""
+
+
+def load_auto_class(kind: Any, place: str | Path, *, trust_remote_code: bool, **how: Any) -> Any:
+    """Return what the Auto class makes of the folder or hub name: a config, a tokenizer, a processor.
+
+    Raises ModelError for code that is not trusted and files that are damaged, and what transformers raises.
+    """
+    if Path(place).is_dir():
+        check_files(Path(place))
+    with data_only_loading(trust_remote_code=trust_remote_code):
+        found = kind.from_pretrained(str(place), trust_remote_code=trust_remote_code, **how)
+    limit = getattr(found, "model_max_length", 0)
+    if not isinstance(limit, int | float):
+        raise ModelError(
+            f"{place}: `model_max_length` in its tokenizer_config.json is {limit!r:.80}, which is no number."
+        )
+    return found
+
+
+def load_trained_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
+    """Return a tokenizer that this package has written: no class that its files name is looked for."""
+    check_files(folder)
+    with data_only_loading(trust_remote_code=False):
+        return PreTrainedTokenizerFast.from_pretrained(str(folder), local_files_only=True)
+
+
+def load_weights(head: Any, place: str, *, config: PreTrainedConfig, trust_remote_code: bool, **how: Any) -> Any:
+    """Return the model of that head with its weights; raises as `load_auto_class`, and for pickles that are not trusted.
+
+    Trusted pickles are read by torch's unpickler of tensors alone (`weights_only`), and only where no safetensors are.
+    """
+    check_loadable(Path(place), trust_remote_code=trust_remote_code)
+    if how.get("ignore_mismatched_sizes") and Path(place).is_dir():
+        check_matrix_sizes(Path(place), config)
+    file = getattr(config, "transformers_weights", None)
+    if file is not None and not str(file).endswith((".safetensors", ".safetensors.index.json")):
+        raise ModelError(
+            f"{place}: its config names {file!r} as weights (`transformers_weights`): no safetensors file."
+        )
+    with data_only_loading(trust_remote_code=trust_remote_code):
+        return head.from_pretrained(
+            place,
+            config=config,
+            trust_remote_code=trust_remote_code,
+            use_safetensors=None if trust_remote_code else True,
+            weights_only=True,
+            **how,
+        )
+
+
+def check_no_missing_weights(loading: Mapping[str, Any], name: str, *, key: str) -> None:
+    """Raise ModelError where the weights lack parameters of the model: they would be random."""
+    missing = sorted({*loading["missing_keys"], *(each[0] for each in loading.get("mismatched_keys", ()))})
+    if missing:
+        raise ModelError(
+            f"{key}: the weights of `{name}` lack {len(missing)} of the model's parameters ({', '.join(missing[:3])}, "
+            "...), which would be random. Name a model that was saved whole, with this head."
+        )
+
+
+def check_loadable(place: Path, *, trust_remote_code: bool) -> None:
+    """Raise ModelError, which names the file, where a folder's files are damaged or pickles that are not trusted."""
+    if place.is_dir():
+        check_files(place)
+        check_weights(place, trust_remote_code=trust_remote_code)
+
+
+def build_from_config(head: Any, config: PreTrainedConfig, *, trust_remote_code: bool, **how: Any) -> Any:
+    """Return the model of that head without values that mean anything; raises as `load_auto_class`."""
+    with data_only_loading(trust_remote_code=trust_remote_code):
+        return head.from_config(config, trust_remote_code=trust_remote_code, **how)
+
+
+def load_adapter_config(folder: Path) -> Any:
+    """Return peft's config of the adapter in the folder; raises ModelError where it asks for more than its own file."""
+    check_files(folder)
+    read_adapter_config(folder)
+    with data_only_loading(trust_remote_code=False):
+        return peft_config.PeftConfig.from_pretrained(str(folder))
+
+
+def load_adapter(model: Any, folder: Path, *, name: str) -> Any:
+    """Return the model with the adapter of the folder under that name; raises ModelError as `load_adapter_config`."""
+    if not (folder / ADAPTER_WEIGHTS).is_file():
+        why = PICKLE_ADVICE if (folder / ADAPTER_PICKLE).is_file() else "copy it anew from where the adapter is from."
+        raise ModelError(f"{folder}: holds no {ADAPTER_WEIGHTS}: {why}")
+    check_files(folder)
+    read_adapter_config(folder)
+    with data_only_loading(trust_remote_code=False):
+        if isinstance(model, peft_model.PeftModel):
+            model.load_adapter(str(folder), adapter_name=name)
+            return model
+        return peft_model.PeftModel.from_pretrained(model, str(folder), adapter_name=name)
+
+
+def read_adapter_config(folder: Path) -> dict[str, Any]:
+    """Return what the folder's adapter_config.json says.
+
+    Raises ModelError where it is damaged, or has peft load something else than the adapter's own weights.
+    """
+    path = folder / ADAPTER_CONFIG
+    settings = read_json_settings(path)
+    for key, kind in (("peft_type", str | None), ("base_model_name_or_path", str | None), ("task_type", str | None)):
+        if not isinstance(settings.get(key), kind):
+            raise ModelError(f"{path}: is damaged: `{key}` is {settings.get(key)!r:.80}.")
+    for key in _SETTINGS_THAT_LOAD_OTHERS:
+        if settings.get(key):
+            raise ModelError(
+                f"{path}: `{key}` has peft load something else than this adapter. That is not done here: take the key "
+                "out of a copy, or merge the adapter where you trust it."
+            )
+    init = settings.get("init_lora_weights")
+    if isinstance(init, str) and init.lower().startswith(_INITS_FROM_FILES):
+        raise ModelError(
+            f"{path}: `init_lora_weights: {init}` has peft read first values from files. Save the adapter with "
+            "`path_initial_model_for_weight_conversion`, which makes a plain LoRA of it."
+        )
+    return settings
+
+
+ADAPTER_KEY = "model.adapter"
+WEIGHTS_FILE = "adapter_model.safetensors"
+CONFIG_FILE = "adapter_config.json"
+
+
+def adapter_digest(folder: str | None) -> str | None:
+    """Return what tells the adapter apart that training begins from; None where there is none. Reads all of it."""
+    if folder is None:
+        return None
+    try:
+        with (Path(folder) / WEIGHTS_FILE).open("rb") as file:
+            return f"sha256 {hashlib.file_digest(file, 'sha256').hexdigest()}"
+    except OSError as error:
+        raise ModelError(f"{ADAPTER_KEY}: {folder}/{WEIGHTS_FILE} cannot be read: {error.strerror}.") from error
+
+
+def base_mismatch_warning(folder: str, *, name: str | None) -> str | None:
+    """Return a sentence where the adapter names another base than the model's; None where it is the same.
+
+    Raises ModelError where both are names on the hub: then they are two models for certain.
+    """
+    base = read_saved_adapter_config(Path(folder)).get("base_model_name_or_path")
+    if not base or name is None or base == name or (is_local_path(name) and Path(base) == Path(name).expanduser()):
+        return None
+    if not is_local_path(name) and not Path(base).is_absolute():
+        raise ModelError(
+            f"{ADAPTER_KEY}: {folder} was trained on `{base}`, and model.name is `{name}`. Name the same base."
+        )
+    return f"warning: {ADAPTER_KEY}: {folder} was trained on `{base}`, and model.name is `{name}`. Are they the same weights?"
+
+
+def read_saved_adapter_config(folder: Path) -> dict[str, Any]:
+    """Return what the folder's adapter_config.json says; raises ModelError where there is none, or a bad one."""
+    if not (folder / CONFIG_FILE).is_file():
+        raise ModelError(
+            f"{ADAPTER_KEY}: {folder} holds no adapter: {CONFIG_FILE} cannot be read. Name a folder that was exported by a "
+            "run with adapters, such as `runs/NAME/final`."
+        )
+    return read_adapter_config(folder)

@@ -1,0 +1,207 @@
+"""Model folders as runs and other tools write them: a whole model, or an adapter with its base inside or elsewhere."""
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from transformers import AutoConfig, PreTrainedConfig
+from transformers.utils import logging
+
+from finetune.errors import ModelError
+from finetune.model.attention.implementation import default_attention
+from finetune.model.loading.architecture import HEADS, NEW_HEADS
+from finetune.model.loading.hub import is_local_path, loading_errors
+from finetune.model.loading.pretrained import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    check_no_missing_weights,
+    load_adapter,
+    load_auto_class,
+    load_weights,
+    read_adapter_config,
+)
+from finetune.runtime.hub import is_offline, without_hub_retries
+
+BASE_FOLDER = "base"
+CONFIG_FOLDER = "config"
+"""Folder in an adapter's with the whole model's config, where the base does not know the classes of its head.
+
+Beside adapter_config.json a config.json would make transformers look for a whole model there.
+"""
+
+_HEADS_BY_TASK_TYPE = {"SEQ_CLS": "sequence_classification", "TOKEN_CLS": "token_classification"}
+_HEADS_BY_PRIORITY = (
+    "sequence_classification",
+    "token_classification",
+    "image_classification",
+    "image_text_to_text",
+    "seq2seq_lm",
+    "masked_lm",
+    "causal_lm",
+)
+_EMBEDDING_NAME = re.compile(r"\.(embed_tokens|wte|word_embeddings|embed_in|shared|lm_head)\.(base_layer\.)?weight$")
+_CLASSIFIER_NAME = re.compile(r"\.(score|classifier|classification_head)(\.\w+)*\.weight$")
+
+
+@dataclass(frozen=True)
+class SavedModel:
+    """A model folder, looked at and not loaded."""
+
+    folder: Path
+    adapter: Mapping[str, Any] | None  # what its adapter_config.json says
+    base: str  # folder or hub name of the whole model: itself, where there is no adapter
+    config: PreTrainedConfig  # of the whole model, with the labels that it was trained with
+    head: str
+
+    @property
+    def can_generate(self) -> bool:
+        """Tell whether the model writes text."""
+        return self.head in ("causal_lm", "seq2seq_lm", "image_text_to_text")
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """Return the names of its classes in their order."""
+        return tuple(str(name) for _, name in sorted(self.config.id2label.items()))
+
+
+def find_model_folder(folder: Path) -> Path | None:
+    """Return the folder, or the `final/` in it, whichever holds a model; None where neither does."""
+    for place in (folder, folder / "final"):
+        if (place / "config.json").is_file() or (place / ADAPTER_CONFIG).is_file():
+            return place.absolute()
+    return None
+
+
+def inspect_model_folder(folder: Path, *, key: str, trust_remote_code: bool = False) -> SavedModel:
+    """Return what the folder (or the `final/` in it) holds; raises ModelError, which names `key`, where it is none."""
+    place = find_model_folder(folder)
+    if place is None:
+        what = "holds no model (neither config.json nor adapter_config.json)" if folder.is_dir() else "does not exist"
+        raise ModelError(f"The folder {folder} {what}. Name the `final/` folder that a finished run has written.")
+    with loading_errors(str(place), key=key):
+        adapter = read_adapter_config(place) if (place / ADAPTER_CONFIG).is_file() else None
+        base = str(place) if adapter is None else _base_of(place, adapter)
+        own = (
+            place / CONFIG_FOLDER if adapter is not None and (place / CONFIG_FOLDER / "config.json").is_file() else base
+        )
+        with without_hub_retries(is_local=is_local_path(str(own))):
+            config = load_auto_class(
+                AutoConfig, own, trust_remote_code=trust_remote_code, **_local_files_only(str(own))
+            )
+        head = _infer_head(config, adapter)
+        if adapter is not None and head in NEW_HEADS and own == base and (number := _num_classes(place)):
+            config.num_labels = number  # under names such as LABEL_0: nothing in such a folder has others
+        saved = SavedModel(place, adapter, base, config, head)
+        if not all(isinstance(label, str) for label in config.id2label.values()):
+            raise ValueError("`id2label` in its config.json holds something else than names")
+    return saved
+
+
+def load_saved_model(saved: SavedModel, *, key: str, dtype: str = "auto", trust_remote_code: bool = False) -> Any:
+    """Return the model in evaluation mode on the CPU; one with an adapter is a PeftModel. Raises ModelError."""
+    model = load_saved_base(saved, key=key, dtype=dtype, trust_remote_code=trust_remote_code)
+    if saved.adapter is None:
+        return model
+    return attach_adapters(model, {"default": saved.folder}, key=key)
+
+
+def load_saved_base(saved: SavedModel, *, key: str, dtype: str = "auto", trust_remote_code: bool = False) -> Any:
+    """Return the whole model without an adapter, its vocabulary as large as the folder's adapter wants it."""
+    kind = dtype if dtype == "auto" else getattr(torch, dtype)
+    brings_head = saved.adapter is not None and saved.head in NEW_HEADS  # else all of it has to be in the base
+    silence = _without_warnings() if brings_head else nullcontext()
+    with loading_errors(saved.base, key=key), without_hub_retries(is_local=is_local_path(saved.base)), silence:
+        model, loading = load_weights(
+            HEADS[saved.head],
+            saved.base,
+            config=saved.config,
+            dtype=kind,
+            attn_implementation=default_attention(saved.config),
+            trust_remote_code=trust_remote_code,
+            ignore_mismatched_sizes=brings_head,
+            output_loading_info=True,
+            **_local_files_only(saved.base),
+        )
+        if not brings_head:
+            check_no_missing_weights(loading, saved.base, key=key)
+    with loading_errors(str(saved.folder), key=key):
+        size = 0 if saved.adapter is None else _num_embeddings(saved.folder, saved.adapter)
+        if size and size > model.get_input_embeddings().num_embeddings:
+            model.resize_token_embeddings(size, mean_resizing=False)  # the adapter brings the new rows
+    return model.eval()
+
+
+def attach_adapters(model: Any, folders: Mapping[str, Path], *, key: str) -> Any:
+    """Return the model with the adapters of these folders by name, the first one switched on; raises ModelError."""
+    adapted = model
+    for name, folder in folders.items():
+        with loading_errors(str(folder), key=key):
+            if not (folder / ADAPTER_CONFIG).is_file():
+                raise ValueError("there is no adapter_config.json in it.")
+            adapted = load_adapter(adapted, folder, name=name)
+    return adapted.eval()
+
+
+@contextmanager
+def _without_warnings() -> Iterator[None]:
+    """Meanwhile let transformers tell errors only."""
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
+
+
+def _base_of(folder: Path, adapter: Mapping[str, Any]) -> str:
+    """Return where the adapter's base is: beside it, for a run that made its own, else where the adapter says."""
+    if (folder / BASE_FOLDER / "config.json").is_file():
+        return str(folder / BASE_FOLDER)
+    name = adapter.get("base_model_name_or_path")
+    if not name:
+        raise ValueError("its adapter_config.json names no base model (`base_model_name_or_path`).")
+    return str(name)
+
+
+def _local_files_only(name: str) -> dict[str, Any]:
+    return {"local_files_only": is_local_path(name) or is_offline()}
+
+
+def _infer_head(config: PreTrainedConfig, adapter: Mapping[str, Any] | None) -> str:
+    """Return the head by what the adapter was trained for, else by the class that was saved."""
+    if adapter is not None and adapter.get("task_type") in _HEADS_BY_TASK_TYPE:
+        return _HEADS_BY_TASK_TYPE[adapter["task_type"]]
+    classes = list(getattr(config, "architectures", None) or ())
+    if adapter is not None and isinstance(adapter.get("auto_mapping"), dict):
+        classes.insert(0, adapter["auto_mapping"].get("base_model_class"))
+    for head in _HEADS_BY_PRIORITY:
+        known = HEADS[head]._model_mapping._model_mapping.get(config.model_type, ())
+        if set(classes) & set((known,) if isinstance(known, str) else known):
+            return head
+    return "causal_lm"
+
+
+def _num_classes(folder: Path) -> int | None:
+    """Return how many classes the head in the adapter's file has; None where there is none in it."""
+    if not (folder / ADAPTER_WEIGHTS).is_file():
+        return None
+    with safe_open(folder / ADAPTER_WEIGHTS, framework="pt") as file:
+        shapes = [file.get_slice(name).get_shape() for name in sorted(file.keys()) if _CLASSIFIER_NAME.search(name)]
+    return next((int(shape[0]) for shape in reversed(shapes) if len(shape) == 2), None)
+
+
+def _num_embeddings(folder: Path, adapter: Mapping[str, Any]) -> int:
+    """Return how many embeddings the adapter's own rows ask for; 0 where it holds none."""
+    sizes = [0]
+    if (folder / ADAPTER_WEIGHTS).is_file():
+        with safe_open(folder / ADAPTER_WEIGHTS, framework="pt") as file:
+            names = [name for name in file.keys() if _EMBEDDING_NAME.search(name)]  # noqa: SIM118  # not a dict
+            sizes += [int(file.get_slice(name).get_shape()[0]) for name in names]
+    indices = adapter.get("trainable_token_indices") or adapter.get("token_indices") or ()
+    lists = indices.values() if isinstance(indices, dict) else (indices,)
+    return int(max([*sizes, *(max(each) + 1 for each in lists if each)]))

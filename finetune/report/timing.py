@@ -1,0 +1,100 @@
+"""How long things take: the phases of startup, throughput, and the time that is left."""
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import median
+
+import psutil
+
+from finetune.report.events import StepTaken
+
+_has_timed_process = False  # a second run in one process does not begin with the process
+
+
+@dataclass(frozen=True)
+class StartupPhase:
+    """Something that was done at start, and what it took; `memory_bytes` is the resident memory after it."""
+
+    name: str
+    seconds: float
+    cpu_seconds: float
+    memory_bytes: int
+
+
+class StartUp:
+    """A stopwatch; `began_at` says when the run was called (monotonic), after the imports."""
+
+    def __init__(
+        self,
+        *,
+        seconds_before: float = 0.0,
+        cpu_before: float = 0.0,
+        clock: Callable[[], float] = time.monotonic,
+        cpu_clock: Callable[[], float] = time.process_time,
+    ) -> None:
+        self._clock, self._cpu_clock = clock, cpu_clock
+        self.started_at = clock()
+        self.phases: list[StartupPhase] = []
+        self._last = self.started_at - seconds_before, cpu_before
+        self.end("imports")
+
+    @classmethod
+    def of_process(cls) -> "StartUp":
+        """Return one that counts from the start of this process, the imports included; of a later run, from now."""
+        global _has_timed_process
+        if _has_timed_process:
+            return cls(cpu_before=time.process_time())
+        _has_timed_process = True
+        return cls(seconds_before=max(0.0, time.time() - psutil.Process().create_time()))
+
+    def end(self, name: str) -> None:
+        """Note the end of a phase, which is the beginning of the next one."""
+        now, cpu_now = self._clock(), self._cpu_clock()
+        then, cpu_then = self._last
+        self.phases.append(StartupPhase(name, now - then, cpu_now - cpu_then, psutil.Process().memory_info().rss))
+        self._last = now, cpu_now
+
+
+class ThroughputMeter:
+    """Tokens per second and time left over a window of recent steps.
+
+    Medians, so that one step held up by a checkpoint, an evaluation or a compilation does not sway them.
+    """
+
+    def __init__(self, num_steps: int, *, window: int = 50, unit: str = "tokens") -> None:
+        """`unit` is what a sample is counted in."""
+        self.unit = unit
+        self._num_steps = num_steps
+        self._recent: deque[StepTaken] = deque(maxlen=window)
+        self._waited = self._seconds = 0.0  # since the last log point
+
+    def add(self, event: StepTaken) -> None:
+        """Take note of a step."""
+        self._recent.append(event)
+        self._waited += event.data_seconds
+        self._seconds += event.seconds
+
+    @property
+    def data_share(self) -> float:
+        """Return the share of the time since the last log point that was spent waiting for batches."""
+        return self._waited / self._seconds if self._seconds > 0 else 0.0
+
+    def reset_data_share(self) -> None:
+        """Begin to add up the waiting anew: the share has been logged."""
+        self._waited = self._seconds = 0.0
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Return the median over the window; 0 before the first step."""
+        rates = [event.num_tokens / event.seconds for event in self._recent if event.seconds > 0]
+        return median(rates) if rates else 0.0
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Return the time that the remaining steps need at the median pace; None before the first step."""
+        if not self._recent:
+            return None
+        steps_left = max(self._num_steps - self._recent[-1].step, 0)
+        return steps_left * median(event.seconds for event in self._recent)

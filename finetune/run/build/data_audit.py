@@ -1,0 +1,90 @@
+"""The audit of the training data, and its file in the run folder."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from finetune.config.rules.task import TASKS_WITHOUT_TOKENS
+from finetune.config.run_config import RunConfig
+from finetune.data.audit.audit import Audit, audit_sources
+from finetune.data.audit.padding import Padding, measure_padding
+from finetune.data.audit.template_check import TemplateCheck, check_template
+from finetune.data.encoding.labelled_images import LABEL
+from finetune.data.order.grouping import tokens_per_position
+from finetune.data.token_cache.store import PreparedSet
+from finetune.report.run_log import RunLog
+from finetune.run.build.data import TrainingData
+from finetune.runtime.files import atomic
+
+AUDIT_FILE = "audit.json"
+
+CHAT_TASKS = ("sft", "distillation")
+"""Tasks that train on conversations as the chat template renders them."""
+
+
+def audit_training_data(config: RunConfig, training_data: TrainingData) -> Audit:
+    """Return the audit of what the job is trained on; of a stream, of what is prepared by now."""
+    return audit_sources(
+        training_data.sources,
+        validation=training_data.validation_set,
+        limits=config.data.audit,
+        padding=_padding(config, training_data),
+        template=check_template(training_data.tokenizer, config.data) if config.task.name in CHAT_TASKS else None,
+        classes=_classes(training_data) if config.task.name == "image_classification" else None,
+    )
+
+
+def write_audit(folder: Path, config: RunConfig, training_data: TrainingData, *, log: RunLog) -> None:
+    """Write the audit into the run folder and say what no count of a single source tells."""
+    audit = audit_training_data(config, training_data)
+    atomic.write_json(folder / AUDIT_FILE, audit.as_json())
+    for line in _notices(audit):
+        log(line)
+
+
+def _padding(config: RunConfig, training_data: TrainingData) -> Padding | None:
+    if training_data.training.order.num_positions is None:
+        return None  # a stream: its samples are not there yet
+    if config.task.name in TASKS_WITHOUT_TOKENS:
+        return None
+    batching, train = config.data.batching, config.train
+    budget = tokens_per_position(batching, max_length=config.data.longest)
+    return measure_padding(
+        training_data.training,
+        training_data.task.collate,
+        global_batch_size=train.global_batch_size,
+        microbatch_size=train.microbatch_size,
+        budget=None if batching.by == "samples" else budget,
+    )
+
+
+def _classes(training_data: TrainingData) -> dict[str, int]:
+    """Return the training images of each class; those of streams are not there yet."""
+    names = list(training_data.task.facts["labels"])
+    prepared = [each for each in training_data.sources.values() if isinstance(each, PreparedSet)]
+    counts = sum((np.bincount(each.values(LABEL), minlength=len(names)) for each in prepared), np.zeros(len(names)))
+    return {name: int(count) for name, count in zip(names, counts, strict=True)}
+
+
+def _notices(audit: Audit) -> Iterator[str]:
+    if audit.total.duplicates:
+        yield f"{audit.total.duplicates:,} of {audit.total.counts.samples:,} training samples equal an earlier one"
+    for source in audit.sources:
+        if source.in_validation:
+            yield (
+                f"warning: {source.key}: {source.in_validation:,} samples are among the validation samples, too. "
+                "`data.validation.exclude_from_train: true` leaves such rows out."
+            )
+    if audit.template is not None:
+        yield from _template_notices(audit.template)
+
+
+def _template_notices(check: TemplateCheck) -> Iterator[str]:
+    if check.learnt and not check.is_end_learnt:
+        yield "warning: chat template: what ends an answer is not learnt, so the model will not learn to stop"
+    for each in check.differences[:1]:  # the others differ likewise
+        yield (
+            f"warning: chat template: {each.case}: the model will be asked with {each.prompt} and is trained on "
+            f"{each.trained}"
+        )

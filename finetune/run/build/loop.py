@@ -1,0 +1,206 @@
+"""What the training loop is handed: batches, update, evaluation, sources of stop requests, times of the start."""
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import islice
+from pathlib import Path
+
+from torch import nn
+
+from finetune.config.run_config import RunConfig
+from finetune.data.batch import Batch
+from finetune.data.delivery import DeliveryCheck
+from finetune.data.device_prefetch import prefetch_to_device
+from finetune.data.loader import groups, train_loader
+from finetune.model.batch_norm import GhostBatchNorm, sync_batch_norm, update_running_statistics
+from finetune.report.events import StartedUp
+from finetune.report.reporter import Reporter
+from finetune.report.run_log import RunLog
+from finetune.report.timing import StartUp
+from finetune.run.build.data import TrainingData
+from finetune.run.build.evaluator import make_evaluator
+from finetune.run.build.prepared_model import PreparedModel, make_weights
+from finetune.run.samples import record_samples
+from finetune.runtime import distributed
+from finetune.runtime.progress import Cadence, NeverDue
+from finetune.runtime.supervision.signals import ReceivedSignals
+from finetune.runtime.supervision.spot import SpotNotice
+from finetune.train.early_stopping import EarlyStopping, NeverStop
+from finetune.train.evaluate import EvaluationWithWeights, NoEvaluation
+from finetune.train.meters import Meters
+from finetune.train.parts import CheckpointSaving, Evaluation, Parts
+from finetune.train.plan import Plan
+from finetune.train.stopping import FAILED_SAVE, SPOT_NOTICE, STOP_FILE, TIME_LIMIT, StopFile, StopSources, TimeLimit
+from finetune.train.update import Update, UpdateInBackward
+
+
+@dataclass(frozen=True)
+class SyncedBatchNormEvaluation:
+    """An evaluation before which the norms of all ranks hold the same running statistics."""
+
+    model: nn.Module
+    inner: Evaluation
+
+    def __call__(self, step: int) -> dict[str, float]:
+        """Return the metrics, equal on every rank. Collective."""
+        sync_batch_norm(self.model)
+        return self.inner(step)
+
+
+def end_batch_norm_steps(groups: Iterator[tuple[Batch, ...]], model: nn.Module) -> Iterator[tuple[Batch, ...]]:
+    """Yield the groups; when the next one is asked for, the step of the one before is over."""
+    if not any(isinstance(module, GhostBatchNorm) for module in model.modules()):
+        yield from groups
+        return
+    for group in groups:
+        yield group
+        update_running_statistics(model)
+
+
+def make_parts(
+    config: RunConfig,
+    training_data: TrainingData,
+    *,
+    prepared: PreparedModel,
+    plan: Plan,
+    reporter: Reporter,
+    save: CheckpointSaving,
+    stop_sources: StopSources,
+) -> Parts:
+    """Return the record that the loop works with."""
+    stopping = config.train.early_stopping
+    return Parts(
+        accelerator=prepared.accelerator,
+        model=prepared.model,
+        optimizer=prepared.optimizer,
+        task=training_data.task,
+        groups=partial(_groups, config, training_data, prepared=prepared, plan=plan),
+        plan=plan,
+        deliveries=DeliveryCheck(training_data.training, plan.global_batch_size),
+        place=training_data.training.samples.place,
+        seed=config.run.seed,
+        update=make_update(config, prepared),
+        nonfinite=config.train.nonfinite,
+        scales_loss=config.train.precision == "fp16",
+        meters=Meters(training_data.task.step_metrics),
+        reporter=reporter,
+        evaluate=_evaluation(config, training_data, prepared=prepared, reporter=reporter),
+        save=save,
+        log_due=Cadence(config.report.log_every_steps, plan.num_steps),
+        evaluate_due=Cadence(config.evaluate.every_steps, plan.num_steps) if config.evaluate else NeverDue(),
+        save_due=Cadence(config.checkpoint.every_steps, plan.num_steps),
+        stop_sources=stop_sources,
+        stop_after_steps=config.train.stop_after_steps,
+        early_stopping=EarlyStopping(stopping) if stopping else NeverStop(),
+        before_batch=prepared.before_batch,
+    )
+
+
+def make_update(config: RunConfig, prepared: PreparedModel) -> Update:
+    """Return what takes gradients to weights."""
+    if config.train.optimizer.in_backward:
+        return UpdateInBackward(prepared.accelerator, prepared.model, prepared.optimizer)
+    limit = config.train.max_gradient_norm
+    return Update(prepared.accelerator, prepared.model, prepared.optimizer, max_gradient_norm=limit)
+
+
+def _groups(
+    config: RunConfig, training_data: TrainingData, *, prepared: PreparedModel, plan: Plan, first_step: int
+) -> Iterator[tuple[Batch, ...]]:
+    loader = train_loader(
+        training_data.training,
+        training_data.task.collate,
+        global_batch_size=plan.global_batch_size,
+        microbatch_size=plan.microbatch_size,
+        first_step=first_step,
+        num_steps=plan.num_steps,
+        section=config.data,
+        seed=config.run.seed,
+        cost=training_data.task.loading_cost,
+        has_partners=training_data.task.has_partners,
+    )
+    own = prepared.accelerator.prepare_data_loader(loader, device_placement=False)  # this rank's microbatches
+    placed = prefetch_to_device(groups(own, plan.num_batches), prepared.accelerator.device)
+    handed = end_batch_norm_steps(placed, prepared.model)
+    if not config.report.sample_ids:
+        return handed
+    return record_samples(handed, run_folder=Path(config.run.folder), first_step=first_step)
+
+
+def _evaluation(
+    config: RunConfig, training_data: TrainingData, *, prepared: PreparedModel, reporter: Reporter
+) -> Evaluation:
+    if config.evaluate is None or training_data.validation_set is None:
+        return NoEvaluation()
+    evaluator = make_evaluator(
+        config,
+        training_data.task,
+        rows=training_data.validation_set,
+        model=prepared.model,
+        accelerator=prepared.accelerator,
+        tokenizer=training_data.tokenizer,
+        answer_metrics=training_data.answer_metrics,
+        reporter=reporter,
+    )
+    return SyncedBatchNormEvaluation(prepared.model, EvaluationWithWeights(make_weights(config, prepared), evaluator))
+
+
+def make_stop_sources(
+    config: RunConfig, *, note: ReceivedSignals, save: CheckpointSaving, started: float, log: RunLog
+) -> StopSources:
+    """Return everything that can ask this rank to stop.
+
+    Only rank 0 looks for the file `STOP` in the run's folder, and one process of a machine for its cloud's notice.
+    """
+    asked: dict[str, Callable[[], bool]] = {FAILED_SAVE: lambda: save.has_failed}
+    if config.train.time_limit_minutes:
+        asked[TIME_LIMIT] = TimeLimit(config.train.time_limit_minutes * 60, started)
+    if distributed.is_main():
+        asked[STOP_FILE] = StopFile(stop_file(Path(config.run.folder)))
+    if config.run.spot_notice and os.environ.get("LOCAL_RANK", "0") == "0":
+        asked[SPOT_NOTICE] = SpotNotice(config.run.spot_notice, log=log).start()
+    return StopSources(note, asked)
+
+
+def remove_stop_file(folder: Path, *, log: Callable[[str], None]) -> None:
+    """Remove what asked the run to stop, so that the same command continues; say where that cannot be done."""
+    path = stop_file(folder)
+    try:
+        path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)
+    except OSError as error:
+        log(f"{path} cannot be removed ({error.strerror}): remove it, the next start would stop at once.")
+
+
+def stop_file(folder: Path) -> Path:
+    """Return where a user puts a file that asks the run to stop."""
+    return folder / "STOP"
+
+
+Groups = Callable[..., Iterator[tuple[Batch, ...]]]
+
+
+def report_startup(parts: Parts, startup: StartUp) -> Parts:
+    """Return the parts with groups that note when the first is asked for, and when the step after it is over.
+
+    It is over when the second one is asked for: a run of one step does not tell.
+    """
+    return replace(parts, groups=partial(_timed_groups, parts.groups, startup=startup, tell=parts.reporter))
+
+
+def _timed_groups(groups: Groups, *, startup: StartUp, tell: Reporter, first_step: int) -> Iterator[tuple[Batch, ...]]:
+    startup.end("run folder")
+    coming = groups(first_step=first_step)
+    for group in islice(coming, 1):
+        yield group
+        startup.end("first step")
+        tell(
+            StartedUp(
+                step=first_step + 1,
+                seconds={phase.name: phase.seconds for phase in startup.phases},
+                cpu_seconds={phase.name: phase.cpu_seconds for phase in startup.phases},
+                memory_bytes={phase.name: phase.memory_bytes for phase in startup.phases},
+            )
+        )
+    yield from coming

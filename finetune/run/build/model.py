@@ -1,0 +1,89 @@
+"""The model that a job names: weights, adapters, and which of its parameters are trained."""
+
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from finetune.config.run_config import RunConfig
+from finetune.model.activations import offload_activations
+from finetune.model.adapters.context import AdapterContext, adapter_config
+from finetune.model.batch_norm import set_batch_norm
+from finetune.model.freeze import freeze, train_only
+from finetune.model.loading.architecture import SpecialTokenIds
+from finetune.model.loading.dry_run import dry_run_model
+from finetune.model.loading.load import load_model
+from finetune.model.new_tokens import add_embedding_rows, new_token_ids
+from finetune.model.quantize import unquantized_weights_folder
+from finetune.runtime import distributed
+from finetune.runtime.optional import lazily
+from finetune.runtime.parameters import InitContext
+from finetune.task.protocol import Task
+from finetune.task.registry import model_head
+
+with lazily():
+    from finetune.model.adapters import build
+
+
+def build_model(
+    config: RunConfig, *, task: Task, tokenizer: PreTrainedTokenizerBase | None, construction: InitContext
+) -> Any:
+    """Return the model as it is before its first step. Collective under ZeRO-3."""
+    model = _build_trainable(config, task=task, tokenizer=tokenizer, construction=construction)
+    if config.model.activation_offload:
+        offload_activations(model)
+    return model
+
+
+def _build_trainable(
+    config: RunConfig, *, task: Task, tokenizer: PreTrainedTokenizerBase | None, construction: InitContext
+) -> Any:
+    section, seed = config.model, config.run.seed
+    if section.quantization is not None:
+        construction = replace(
+            construction, context=nullcontext, on_meta_device=False
+        )  # Accelerate sends no packed weights
+    ids = () if section.new_tokens is None or tokenizer is None else new_token_ids(tokenizer, section.new_tokens)
+    model: Any = load_model(
+        section,
+        head=task.head,
+        init_context=construction,
+        seed=seed,
+        vocabulary_size=None if tokenizer is None else len(tokenizer) - len(ids),
+        special_ids=None if tokenizer is None else _special_ids(tokenizer),
+        head_values=task.head_values,
+    )
+    set_batch_norm(model, section.batch_norm, is_new=section.from_config is not None)
+    if section.new_tokens is not None and tokenizer is not None:
+        add_embedding_rows(model, tokenizer, section.new_tokens, seed=seed, construction=construction)
+    wish = adapter_config(section)
+    if wish is not None:
+        ground = AdapterContext(
+            seed=seed,
+            head=task.head,
+            revision=section.revision,
+            init_context=construction,
+            tokenizer=tokenizer,
+            new_ids=ids,
+            base=unquantized_weights_folder(section),
+        )
+        return build.add_adapter(model, wish, ground)
+    freeze(model, section.freeze)
+    train_only(model, section.train_only)
+    return model
+
+
+def _special_ids(tokenizer: PreTrainedTokenizerBase) -> SpecialTokenIds:
+    return SpecialTokenIds(bos=tokenizer.bos_token_id, eos=tokenizer.eos_token_id, pad=tokenizer.pad_token_id)
+
+
+def require_buildable(config: RunConfig) -> None:
+    """Raise ModelError where the job's model cannot be built, or not be asked anything. Takes no memory for weights."""
+    dry_run_model(config.model, head=model_head(config.task.name))
+
+
+def require_from_config_buildable(config: RunConfig) -> None:
+    """Do so before a run where the config's values are the job's own; on the main rank, with which all others end."""
+    if config.model.from_config is not None and distributed.is_main():
+        require_buildable(config)

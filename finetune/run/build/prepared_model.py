@@ -1,0 +1,219 @@
+"""The Accelerator, and the model and optimizer that it prepared."""
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from finetune.checkpoint.sharding.access import build_access
+from finetune.config.rules.model import adapter_of
+from finetune.config.run_config import RunConfig
+from finetune.data.batch import Batch
+from finetune.data.features import Features
+from finetune.model.attention.isolation import check_isolation, require_position_ids
+from finetune.model.attention.varlen_kernels import missing_kernel_warning
+from finetune.model.compilation import compile_model
+from finetune.model.loading.pretrained import base_mismatch_warning
+from finetune.model.processing import check_image_shape
+from finetune.model.size import (
+    AVERAGE_BYTES,
+    MemoryEstimate,
+    ModelSize,
+    estimate_memory,
+    measure_model,
+    optimizer_state_bytes,
+    precision_warnings,
+)
+from finetune.model.upstream import expose_hidden_size, head_as_one_unit
+from finetune.report.run_log import RunLog
+from finetune.run.build.data import TrainingData
+from finetune.run.build.model import build_model
+from finetune.run.build.padding_free import resolve_padding_free
+from finetune.run.build.strategy import require_tied_weights_supported
+from finetune.runtime import seeds
+from finetune.strategy.protocol import Sharded, Strategy
+from finetune.strategy.upstream import (
+    broadcast_rank_0_buffers,
+    drop_not_yet_unfrozen_from_zero_norm,
+    keep_bf16_parameters,
+    prefetch_fsdp2_layers,
+    set_zero_bucket_sizes,
+)
+from finetune.task.model_inputs import forward_logits, is_padding_free, unwrap_model
+from finetune.task.protocol import Task
+from finetune.train.accelerator import build_accelerator, check_prepared
+from finetune.train.evaluate import AveragedWeights, EvaluationWeights, TrainedWeights, average_formula
+from finetune.train.neftune import EmbeddingNoise
+from finetune.train.optim.optimizers import build_optimizer
+from finetune.train.optim.parameter_groups import NamedParameter, describe_groups, list_parameters
+from finetune.train.parts import no_op
+
+
+@dataclass(frozen=True)
+class PreparedModel:
+    """What learns. `plain_model` is as the model wing built it; its parameters may be split by now."""
+
+    accelerator: Accelerator
+    unwrapped_model: Any
+    model: Any
+    optimizer: Any
+    before_batch: Callable[[Batch], None] = no_op  # to be told of each batch before the model learns from it
+
+
+def make_accelerator(config: RunConfig, strategy: Strategy) -> Accelerator:
+    """Return the Accelerator of the strategy that was launched; from here on the ranks can speak. Collective."""
+    if config.run.deterministic:
+        seeds.use_deterministic_kernels()
+    return build_accelerator(strategy, precision=config.train.precision)
+
+
+def prepare_model(
+    config: RunConfig,
+    strategy: Strategy,
+    *,
+    accelerator: Accelerator,
+    training_data: TrainingData,
+    learning_rate: float,
+    log: RunLog,
+) -> PreparedModel:
+    """Return the prepared model and optimizer, checked to be what was launched. Collective."""
+    plain = build_model(
+        config, task=training_data.task, tokenizer=training_data.tokenizer, construction=strategy.init_context()
+    )
+    check_image_shape(plain.config, training_data.processing.processor)
+    require_tied_weights_supported(plain, strategy.name)
+    size = measure_model(plain)
+    for line in (*size.lines, *_memory(config, strategy, size=size).lines[-1:]):
+        log(line)
+    _warn(config, log)
+    optimizer = _optimizer(config, list_parameters(plain), learning_rate=learning_rate, log=log)
+    noise = config.train.embedding_noise
+    before_batch = EmbeddingNoise(plain, alpha=noise).tell if noise else no_op
+    _compile(config, strategy, unwrap_model(plain), log=log)
+    held = keep_bf16_parameters(accelerator, is_wanted=config.train.optimizer.stochastic_rounding)
+    with (
+        expose_hidden_size(plain.config),
+        head_as_one_unit(unwrap_model(plain)),
+        broadcast_rank_0_buffers(accelerator, plain),
+        held,
+    ):
+        set_zero_bucket_sizes(accelerator, plain)
+        model, prepared = accelerator.prepare(plain, optimizer)
+    check_prepared(model, strategy.expected(), strategy=strategy.name)
+    prefetch_fsdp2_layers(accelerator, model)
+    if config.train.unfreeze:
+        drop_not_yet_unfrozen_from_zero_norm(model)
+    return PreparedModel(accelerator, plain, model, prepared, before_batch)
+
+
+def _compile(config: RunConfig, strategy: Strategy, model: Any, *, log: RunLog) -> None:
+    """Compile what the job says, before a strategy wraps or splits it; under ZeRO-3 tell that nothing is."""
+    if config.model.compile == "off":
+        return
+    if strategy.name == "zero3":
+        log(
+            f"warning: model.compile: {config.model.compile} was asked for, and nothing is compiled: ZeRO-3 gathers "
+            "parameters in hooks of every module, at each of which a compiled graph would end. Launch with fsdp2.yaml."
+        )
+        return
+    compile_model(model, config.model.compile, log=log)
+
+
+def _optimizer(
+    config: RunConfig, named: list[NamedParameter], *, learning_rate: float, log: RunLog
+) -> torch.optim.Optimizer:
+    train = config.train
+    optimizer = build_optimizer(
+        named,
+        train.optimizer,
+        learning_rate=learning_rate,
+        unfreeze=train.unfreeze,
+        average=train.average,
+        seed=config.run.seed,
+    )
+    for line in describe_groups(optimizer.param_groups, named):
+        log(line)
+    return optimizer
+
+
+def _memory(config: RunConfig, strategy: Strategy, *, size: ModelSize) -> MemoryEstimate:
+    sharded, train, distillation = strategy.sharded(), config.train, config.task.distillation
+    trained = sum(size.trained_bytes_by_dtype.values())
+    is_master = strategy.name.startswith("zero")  # its optimizer holds float32 copies
+    state = optimizer_state_bytes(
+        train.optimizer.name,
+        train.optimizer.state_dtype,
+        num_trained=size.num_trained,
+        trained_bytes=max(trained, 4 * size.num_trained) if is_master else trained,
+    )
+    return estimate_memory(
+        weights_bytes=sum(size.bytes_by_dtype.values()),
+        gradients_bytes=size.largest_trained_bytes if train.optimizer.in_backward else trained,
+        optimizer_bytes=state + (AVERAGE_BYTES * size.num_trained if train.average else 0),
+        is_beside_teacher=distillation is not None and not distillation.cache,
+        shards=strategy.expected().num_shards,
+        shards_weights=Sharded.PARAMETERS in sharded,
+        shards_gradients=Sharded.GRADIENTS in sharded,
+        shards_optimizer=Sharded.OPTIMIZER in sharded,
+    )
+
+
+def _warn(config: RunConfig, log: RunLog) -> None:
+    lora = config.model.lora
+    for warning in precision_warnings(
+        dtype=config.model.dtype,
+        is_lora=adapter_of(config) is not None,
+        modules_to_save=lora.modules_to_save if lora else (),
+        uses_stochastic_rounding=config.train.optimizer.stochastic_rounding,
+        state_dtype=config.train.optimizer.state_dtype,
+    ):
+        log(f"warning: {warning}")
+    is_half = config.train.precision != "fp32" or config.model.dtype != "float32"
+    missing = (
+        missing_kernel_warning(is_half=is_half) if is_padding_free(resolve_padding_free(config).batching) else None
+    )
+    if missing and config.model.attention == "auto":
+        log(f"warning: {missing}")
+    note = base_mismatch_warning(config.model.adapter, name=config.model.name) if config.model.adapter else None
+    if note:
+        log(note)
+
+
+def make_weights(config: RunConfig, prepared: PreparedModel) -> EvaluationWeights:
+    """Return the weights that count in this run: the average where the optimizer keeps one, else those that learn."""
+    found = average_formula(config.train)
+    if found is None:
+        return TrainedWeights()
+    key, formula = found
+    return AveragedWeights(build_access(prepared.accelerator, prepared.model, prepared.optimizer), key, formula)
+
+
+def require_sample_isolation(config: RunConfig, training_data: TrainingData, prepared: PreparedModel) -> None:
+    """Raise ModelError where samples would share rows and the model does not keep them apart. Collective."""
+    if not is_padding_free(config.data.batching):
+        return
+    model = prepared.model
+    inner = unwrap_model(prepared.unwrapped_model)
+    require_position_ids(frozenset(inspect.signature(inner.forward).parameters), config=inner.config)
+    was_training = model.training
+    model.eval()
+    check_isolation(
+        partial(_logits, model, training_data.task, prepared),
+        config=inner.config,
+        vocabulary_size=len(training_data.tokenizer),
+        is_half=config.train.precision != "fp32" or config.model.dtype != "float32",
+    )
+    model.train(was_training)
+
+
+def _logits(model: nn.Module, task: Task, prepared: PreparedModel, row: Sequence[Sequence[int]]) -> Tensor:
+    """Return the logits of the samples as the task lays them out, [tokens, vocabulary]."""
+    samples = [Features({"input_ids": np.array(ids, np.uint32), "is_target": np.ones(len(ids), bool)}) for ids in row]
+    batch = task.collate(samples).to(prepared.accelerator.device)
+    return forward_logits(model, batch)[0]

@@ -1,0 +1,197 @@
+"""`final/`: the model that a finished run exports, the record of the step it is from, and its upload to the hub.
+
+A failed upload is a warning: it fails no training.
+"""
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import psutil
+from torch import Tensor
+from transformers.integrations import is_deepspeed_zero3_enabled
+
+from finetune.checkpoint.sharding.gather import gather_weights
+from finetune.config.explain import resolved_yaml
+from finetune.config.load import LoadedConfig
+from finetune.config.rules.model import ADAPTERS, adapter_of
+from finetune.config.run_config import RunConfig
+from finetune.config.sections.export import ExportSection
+from finetune.data.templates.chat_template import stop_ids
+from finetune.errors import DiskError, HubError, ModelError
+from finetune.export.card import CardFacts
+from finetune.export.push import push_folder
+from finetune.export.save import ExportReport, Preprocessors, TextPreprocessor, export_model
+from finetune.model.processing import Processing
+from finetune.report.events import Noted
+from finetune.report.reporter import Reporter
+from finetune.run.build.data import TrainingData
+from finetune.run.build.model import build_model
+from finetune.run.build.prepared_model import PreparedModel, make_weights
+from finetune.run.state.finished import FINAL_FOLDER, FINAL_RECORD, input_stamps, is_exported, read_record
+from finetune.runtime import distributed
+from finetune.runtime.environment import package_versions
+from finetune.runtime.files import atomic
+from finetune.runtime.parameters import InitContext
+from finetune.runtime.progress import Progress
+from finetune.runtime.resources import format_size, free_bytes
+from finetune.runtime.supervision.heartbeat import fault_point
+from finetune.runtime.text.redact import redacted_text
+from finetune.task.protocol import Task
+
+
+def is_merged(config: RunConfig) -> bool:
+    """Tell whether the export is a whole model that an adapter is merged into."""
+    return config.export.merge and adapter_of(config) is not None
+
+
+def exports_trained_only(config: RunConfig) -> bool:
+    """Tell whether the export needs no weights but those that were trained: the base is elsewhere, or loaded anew."""
+    is_elsewhere = adapter_of(config) is not None and config.model.name is not None
+    return is_elsewhere and (not is_merged(config) or config.model.quantization is not None)
+
+
+def load_unquantized_base(
+    config: RunConfig, task: Task, *, tokenizer: Any, log: Callable[[str], None]
+) -> dict[str, Tensor]:
+    """Return the base as it was before it was quantised, in float32 on the CPU, where a merge needs it; else nothing.
+
+    Raises ModelError where the adapter does not belong on it. No collective: for the main process.
+    """
+    if not is_merged(config) or config.model.quantization is None:
+        return {}
+    log(
+        "the adapter was trained on a base in few bits and is merged into the original one, loaded in full precision: "
+        "the result is not exactly the model that was measured, so measure it with `finetune evaluate`"
+    )
+    without: dict[str, Any] = {**dict.fromkeys(ADAPTERS), "quantization": None, "dtype": "float32"}
+    section = config.model.model_copy(update=without)
+    bare = config.model_copy(update={"model": section})
+    model = build_model(bare, task=task, tokenizer=tokenizer, construction=InitContext())
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def require_mergeable(config: RunConfig) -> None:
+    """Raise ModelError, before any step is taken, where a merge at the end would be wrong or could not be had."""
+    section = config.model
+    if not is_merged(config) or section.quantization is None:
+        return
+    if section.lora is not None and section.lora.init == "loftq":
+        raise ModelError(
+            "export.merge: adapters of `init: loftq` make up for what quantisation lost, so they do not belong on the "
+            "original base. Leave `merge` out, or write another `model.lora.init`."
+        )
+    if is_deepspeed_zero3_enabled():
+        raise ModelError(
+            "export.merge: under ZeRO-3 the original of a quantised base cannot be loaded on one process. Leave "
+            "`merge` out, and run `finetune export RUN --merge` afterwards."
+        )
+
+
+def resolve_export_section(config: RunConfig) -> ExportSection:
+    """Return what the export is told; a merge into a base loaded anew has the type that the job held it in."""
+    if is_merged(config) and config.model.quantization is not None and config.export.dtype is None:
+        return config.export.model_copy(update={"dtype": config.model.dtype})
+    return config.export
+
+
+_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+def export_final(
+    loaded: LoadedConfig,
+    reporter: Reporter,
+    *,
+    progress: Progress,
+    training_data: TrainingData,
+    prepared: PreparedModel,
+    reason: str,
+) -> None:
+    """Gather the weights and write them on the main rank, unless they are there already. Collective.
+
+    An adapter's base is written only where it exists nowhere else, or where the adapter is merged into it.
+    """
+    run_folder = Path(loaded.config.run.folder)
+    is_there = distributed.is_main() and is_exported(run_folder, step=progress.step, section=loaded.config.export)
+    if distributed.broadcast_object(is_there):
+        reporter(Noted(progress.step, f"{run_folder / FINAL_FOLDER} is there already, from this very step"))
+        return
+    fault_point("export.begin", step=progress.step)
+    with make_weights(loaded.config, prepared).swapped_in():
+        weights = gather_weights(prepared.accelerator, prepared.model, trained_only=exports_trained_only(loaded.config))
+    fault_point("export.write", step=progress.step)
+    if distributed.is_main():
+        _require_disk_space(run_folder, weights.values(), dtype=loaded.config.export.dtype)
+        (run_folder / FINAL_RECORD).unlink(missing_ok=True)
+        report = export_model(
+            run_folder / FINAL_FOLDER,
+            model=prepared.unwrapped_model,
+            weights=weights
+            | load_unquantized_base(loaded.config, training_data.task, tokenizer=training_data.tokenizer, log=print),
+            preprocessors=export_inputs(training_data.processing),
+            section=resolve_export_section(loaded.config),
+            facts=_card(loaded, progress, head=training_data.task.head),
+        )
+        _record(loaded, report, step=progress.step, reason=reason)
+        tensors = f"{report.num_tensors} tensors, {format_size(report.size_bytes)}"
+        reporter(Noted(progress.step, f"exported {tensors}, to {run_folder / FINAL_FOLDER}"))
+    fault_point("export.done", step=progress.step)
+    distributed.barrier()  # nobody leaves while the main rank is still writing
+
+
+def _require_disk_space(run_folder: Path, weights: Iterable[Tensor], *, dtype: str | None) -> None:
+    """Raise DiskError where there is no room for the weights in this type, beside a `final/` that is there already."""
+    free = free_bytes(run_folder)
+    num_bytes = sum(weight.numel() * (_ITEM_BYTES[dtype] if dtype else weight.itemsize) for weight in weights)
+    if free < num_bytes:
+        raise DiskError(
+            f"{run_folder / FINAL_FOLDER}: the model needs {format_size(num_bytes)} and {format_size(free)} are free. Make room; "
+            "the same command continues from the newest checkpoint and writes it."
+        )
+
+
+def export_inputs(processing: Processing) -> Preprocessors:
+    """Return what is exported beside the weights."""
+    tokenizer = processing.tokenizer
+    language = None if tokenizer is None else TextPreprocessor(tokenizer, stop_ids(tokenizer))
+    return Preprocessors(language, processing.processor)
+
+
+def _card(loaded: LoadedConfig, progress: Progress, *, head: str) -> CardFacts:
+    return CardFacts(
+        title=Path(loaded.config.run.folder).name,
+        task=loaded.config.task.name,
+        num_steps=progress.step,
+        metrics=progress.last_metrics,
+        config_text=resolved_yaml(loaded),
+        software=package_versions(),
+        head=head,
+    )
+
+
+def _record(loaded: LoadedConfig, report: ExportReport, *, step: int, reason: str) -> None:
+    sizes = {name: (report.folder / name).stat().st_size for name in report.files}
+    facts = {"step": step, "reason": reason, "export": loaded.config.export.model_dump(), "files": sizes}
+    facts |= {"inputs": input_stamps(loaded.config, before=psutil.Process().create_time())}
+    atomic.write_json(Path(loaded.config.run.folder) / FINAL_RECORD, facts)
+
+
+def push_final(loaded: LoadedConfig, *, log: Callable[[str], None] = print) -> None:
+    """Upload `final/` once, from the main process; say where it is, or warn why it is not. No collective.
+
+    The record beside `final/` keeps the answer, and the same command tries again what has failed.
+    """
+    section, run = loaded.config.export, Path(loaded.config.run.folder)
+    if section.push_to_hub is None or not distributed.is_main() or (record := read_record(run)) is None:
+        return
+    if record.get("pushed_to") == redacted_text(section.push_to_hub):
+        return
+    try:
+        address = push_folder(run / FINAL_FOLDER, section.push_to_hub, private=section.private)
+    except HubError as error:
+        log(f"warning: export.push_to_hub: {error}")
+        record |= {"pushed_to": None, "push_problem": str(error)}
+    else:
+        log(f"uploaded to {address}")
+        record |= {"pushed_to": section.push_to_hub, "push_problem": None}
+    atomic.write_json(run / FINAL_RECORD, record)

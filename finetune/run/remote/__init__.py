@@ -1,0 +1,1 @@
+"""A run at a URL: downloaded when it starts, uploaded while it trains."""

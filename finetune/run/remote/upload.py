@@ -1,0 +1,200 @@
+"""One-way synchronisation: files that the run folder has are uploaded, files that it has deleted are deleted.
+
+A checkpoint's files go first and its manifest last: the manifest is the marker, and a folder without it is no
+checkpoint. Whatever is deleted loses its marker first, and only once the newest checkpoint's is up.
+"""
+
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+from finetune.checkpoint.format import layout
+from finetune.checkpoint.format.manifest import parse_manifest, read_manifest
+from finetune.checkpoint.write.retention import metrics_of, removable_steps
+from finetune.config.sections.checkpoint import CheckpointSection
+from finetune.errors import CheckpointError
+from finetune.run.remote.download import FINAL_FOLDER, marked_steps, step_of
+from finetune.runtime.files.remote import RemoteFolder
+from finetune.runtime.supervision.heartbeat import fault_point
+
+T = TypeVar("T")
+
+RETRY_PAUSES_SECONDS = (1.0, 5.0, 20.0)
+"""Between the attempts to upload one file."""
+
+_LINKS = ".uploading"
+_NOT_UPLOADED = (layout.CHECKPOINTS, "STOP")  # of the folder's first level; a request to stop is for this start alone
+
+
+class FolderSync:
+    """Brings a run's URL up to its folder, one call after the other; all of it is in one thread's hands."""
+
+    def __init__(
+        self, folder: Path, remote: RemoteFolder, *, section: CheckpointSection, wait: Callable[[float], object]
+    ) -> None:
+        self.remote = remote
+        self._folder = folder
+        self._section = section
+        self._wait = wait
+        self._up: dict[int, bytes] = {}  # the markers that are known to be up
+        self._known: set[int] = set()  # steps whose checkpoints have been in the folder
+        self._sent: dict[str, tuple[int, int]] = {}  # size and time of change of what was uploaded
+        self.repeated: list[str] = []
+        shutil.rmtree(folder / _LINKS, ignore_errors=True)
+
+    def sync(self, *, is_last: bool) -> list[str]:
+        """Upload and delete what is due and return what could not be, in words; `final/` goes with the last call."""
+        self.repeated = []
+        failures: list[str] = []
+        try:
+            sizes = self._with_retries(self.remote.sizes)
+        except Exception as error:  # each storage has exceptions of its own
+            return [f"{self.remote.url} cannot be listed: {error}"]
+        for name, act in self._tasks(sizes, is_last=is_last):
+            try:
+                act()
+            except Exception as error:  # one file that cannot be uploaded keeps no other from it
+                failures.append(f"{name}: {type(error).__name__}: {error}")
+        return failures
+
+    def _tasks(self, sizes: dict[str, int], *, is_last: bool) -> Iterator[tuple[str, Callable[[], None]]]:
+        """Yield what there is to do by name, the newest checkpoint first: an older one may be let go of meanwhile."""
+        local = _complete_checkpoints(self._folder / layout.CHECKPOINTS)
+        self._known |= local.keys()
+        for step in sorted(local, reverse=True):
+            yield f"{layout.CHECKPOINTS}/{local[step].name}", partial(self._checkpoint, step, local[step], sizes)
+        if not local or max(local) in self._up:
+            yield "what is gone here", partial(self._delete_gone, local, sizes)
+        for name in sorted(_other_files(self._folder, is_last=is_last)):
+            yield name, partial(self._file, name)
+        if is_last and (self._folder / FINAL_FOLDER).is_dir():
+            yield f"old files of {FINAL_FOLDER}", partial(self._delete_old_export, sizes)
+
+    def _checkpoint(self, step: int, path: Path, sizes: dict[str, int]) -> None:
+        place = f"{layout.CHECKPOINTS}/{path.name}"
+        marker = f"{place}/{layout.MANIFEST}"
+        with self._held(path) as held:
+            if held is None:
+                return
+            text = (held / layout.MANIFEST).read_bytes()
+            if marker in sizes and text in (self._up.get(step), self._with_retries(lambda: self.remote.read(marker))):
+                self._up[step] = text
+                return
+            self._delete([marker] if marker in sizes else [])
+            names = set(read_manifest(held).files)
+            for name in sorted(names):
+                self._upload(held / name, f"{place}/{name}", point="upload.file", step=step)
+            self._upload(held / layout.MANIFEST, marker, point="upload.marker", step=step)
+            self._up[step] = text
+            ours = {marker, *(f"{place}/{name}" for name in names)}
+            self._delete(name for name in sizes if step_of(name) == step and name not in ours)
+
+    @contextmanager
+    def _held(self, path: Path) -> Iterator[Path | None]:
+        """Hand out the checkpoint's files under names that stay while it is uploaded; None where it is gone already.
+
+        Retention goes on meanwhile. Where the file system has no links, the files themselves are handed out.
+        """
+        links = self._folder / _LINKS / path.name
+        shutil.rmtree(links, ignore_errors=True)
+        try:
+            shutil.copytree(path, links, copy_function=os.link)
+            held: Path | None = links
+        except (OSError, shutil.Error):
+            held = path if (path / layout.MANIFEST).exists() else None
+        try:
+            yield held
+        finally:
+            shutil.rmtree(self._folder / _LINKS, ignore_errors=True)
+
+    def _delete_gone(self, local: dict[int, Path], sizes: dict[str, int]) -> None:
+        """Delete checkpoints that the folder has let go of, that were never finished, or that are of an abandoned end.
+
+        Those of an earlier machine that were never fetched are judged as the folder's own are.
+        """
+        there = {step for name in sizes if (step := step_of(name)) is not None} - local.keys()
+        marked = set(marked_steps(sizes))
+        newest = max(local, default=-1)
+        strangers = {step for step in there & marked if step not in self._known and step < newest}
+        staying = strangers - set(self._removable(local, strangers)) if strangers else set()
+        for step in sorted(there - staying):
+            if local or step not in marked:
+                names = [name for name in sizes if step_of(name) == step]
+                self._delete(sorted(names, key=lambda name: not name.endswith(f"/{layout.MANIFEST}")))
+                self._up.pop(step, None)
+
+    def _removable(self, local: dict[int, Path], strangers: set[int]) -> list[int]:
+        metrics: dict[int, Mapping[str, float]] = {step: metrics_of(path) for step, path in local.items()}
+        for step in strangers:
+            name = f"{layout.CHECKPOINTS}/{layout.step_folder(Path(), step).name}/{layout.MANIFEST}"
+            metrics[step] = _metrics_in(self._with_retries(partial(self.remote.read, name)), name=name)
+        return removable_steps(
+            metrics,
+            keep_last=self._section.keep_last,
+            newest_valid=max(local),
+            keep_every_steps=self._section.keep_every_steps,
+            keep_best=self._section.keep_best,
+            metrics=metrics,
+        )
+
+    def _delete_old_export(self, sizes: dict[str, int]) -> None:
+        self._delete(
+            name for name in sizes if name.startswith(f"{FINAL_FOLDER}/") and not (self._folder / name).exists()
+        )
+
+    def _file(self, name: str) -> None:
+        path = self._folder / name
+        try:
+            facts = path.stat()
+        except FileNotFoundError:
+            return
+        seen = (facts.st_size, facts.st_mtime_ns)
+        if self._sent.get(name) != seen:
+            self._upload(path, name, point="upload.file", step=0)
+            self._sent[name] = seen
+
+    def _upload(self, path: Path, name: str, *, point: str, step: int) -> None:
+        def attempt() -> None:
+            fault_point(point, step=step, path=path)
+            self.remote.upload(path, name)
+
+        self._with_retries(attempt)
+
+    def _delete(self, names: Iterable[str]) -> None:
+        for name in names:
+            self._with_retries(partial(self.remote.delete, [name]))
+
+    def _with_retries(self, act: Callable[[], T]) -> T:
+        """Call `act` until it succeeds, a few times at most, and return its value; raises what the last one raised."""
+        for pause in RETRY_PAUSES_SECONDS:
+            try:
+                return act()
+            except Exception as error:  # each storage has exceptions of its own
+                self.repeated.append(f"{type(error).__name__}: {error}")
+                self._wait(pause)
+        return act()
+
+
+def _complete_checkpoints(folder: Path) -> dict[int, Path]:
+    return {step: path for step, path in layout.steps(folder).items() if (path / layout.MANIFEST).is_file()}
+
+
+def _metrics_in(marker: bytes | None, *, name: str) -> Mapping[str, float]:
+    """Return the metrics in a manifest's bytes; none where it is not there or cannot be believed."""
+    try:
+        return parse_manifest(marker or b"", path=Path(name)).metrics
+    except CheckpointError:
+        return {}
+
+
+def _other_files(folder: Path, *, is_last: bool) -> Iterator[str]:
+    """Yield every file that is not hidden, by its name in the folder; checkpoints are not among them."""
+    left_out = _NOT_UPLOADED if is_last else (*_NOT_UPLOADED, FINAL_FOLDER)
+    for path in folder.rglob("*"):
+        name = path.relative_to(folder)
+        if name.parts[0] not in left_out and not any(part.startswith(".") for part in name.parts) and path.is_file():
+            yield name.as_posix()

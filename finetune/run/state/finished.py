@@ -1,0 +1,199 @@
+"""Whether a run is finished, read from its folder as JSON alone, without torch.
+
+The record beside `final/` names the step, the files with their sizes, and size and times of the input files.
+"""
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NotRequired
+
+from pydantic import ConfigDict, TypeAdapter, with_config
+from typing_extensions import TypedDict
+
+from finetune.checkpoint.format import layout
+from finetune.checkpoint.format.manifest import (
+    Manifest,
+    OtherFormatError,
+    RunFingerprint,
+    first_file_problem,
+    read_manifest_of_step,
+)
+from finetune.checkpoint.format.metadata import read_metadata
+from finetune.checkpoint.read.changes import check_changes
+from finetune.config.paths import is_path, is_url
+from finetune.config.rules.sources import row_sources
+from finetune.config.run_config import RunConfig
+from finetune.config.sections.export import ExportSection
+from finetune.errors import CheckpointError
+from finetune.runtime.files.read import parse_as, read_regular
+from finetune.runtime.progress import Progress
+from finetune.runtime.text.redact import redacted_config
+from finetune.train.early_stopping import EARLY_STOPPING, FINISHED, EarlyStopping
+
+Stamps = dict[str, list[int]]
+"""Of each file, by its path: inode, size, and the times in nanoseconds when it was written and changed."""
+
+_MOST_FILES = 1_000
+_WITH_IMAGES = ("image_classification", "vision_language_sft")
+"""Tasks whose rows name other files."""
+
+
+def input_stamps(config: RunConfig, *, before: float) -> Stamps | None:
+    """Return the stamps of all files that decide rows and tokens; None where not all of them are known.
+
+    That is so where something comes from a hub or a bucket, where rows name other files, where there are very many, and
+    where one was changed after `before` (unix seconds): what was read then may have been another.
+    """
+    if config.task.name in _WITH_IMAGES or None in (places := list(_input_paths(config))):
+        return None
+    stamps: Stamps = {}
+    try:
+        for path in (each for place in places if place is not None for each in _files(place)):
+            found = path.stat()
+            if max(found.st_mtime, found.st_ctime) >= before or len(stamps) >= _MOST_FILES:
+                return None
+            stamps[str(path)] = [found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns]
+    except OSError:
+        return None
+    return stamps
+
+
+def are_inputs_unchanged(config: RunConfig, *, since: float) -> bool:
+    """Tell whether no file on this machine that the run learns from, or on top of, was changed since (unix seconds).
+
+    What lies in a hub or a bucket is taken to be as it was.
+    """
+    places = [place for place in _input_paths(config) if place is not None]
+    distillation = config.task.distillation
+    others = (config.model.name, config.model.adapter, None if distillation is None else distillation.teacher)
+    places += [Path(name) for name in others if name is not None and is_path(name)]
+    try:
+        found = [each.stat() for place in places for each in _files(place)]
+    except OSError:
+        return False
+    return all(max(each.st_mtime, each.st_ctime) < since for each in found)
+
+
+def _input_paths(config: RunConfig) -> Iterator[Path | None]:
+    """Yield files and folders that decide rows and tokens; None for what lies elsewhere."""
+    for _, source in row_sources(config):
+        is_here = source.path is not None and not is_url(source.path) and Path(source.path).exists()
+        yield Path(str(source.path)) if is_here else None  # a pattern is not followed
+    template, tokenizer = config.data.chat_template, config.model.tokenizer
+    if template is not None and is_path(template):
+        yield Path(template)
+    name = tokenizer.name if tokenizer is not None else config.model.name
+    if name is not None:
+        yield Path(name) if is_path(name) else None
+
+
+def _files(place: Path) -> Iterator[Path]:
+    if not place.is_dir():
+        yield place
+        return
+    for folder, _, names in os.walk(place):
+        yield from (Path(folder) / name for name in names)
+
+
+FINAL_FOLDER = "final"
+FINAL_RECORD = "final.json"
+"""Which step `final/` is from, why the run was over then, what `export:` said, the sizes of its files, its inputs."""
+
+
+@with_config(ConfigDict(strict=True, extra="forbid"))
+class _Record(TypedDict):
+    step: int
+    reason: str
+    export: dict[str, Any]
+    files: dict[str, int]
+    inputs: NotRequired[dict[str, list[int]] | None]
+    pushed_to: NotRequired[str | None]
+    push_problem: NotRequired[str | None]
+
+
+_RECORD: TypeAdapter[Any] = TypeAdapter(_Record)
+
+BEST_METRIC_KEYS = ("train.early_stopping", "train.early_stopping.metric", "train.early_stopping.goal")
+"""What early stopping remembers means nothing once one of these has changed."""
+
+
+@dataclass(frozen=True)
+class FinishedRun:
+    """A run that needs nothing more."""
+
+    checkpoint: Path
+    progress: Progress
+    reason: str
+
+
+def read_finished_run(config: RunConfig, *, num_steps: int) -> tuple[FinishedRun, Manifest] | None:
+    """Return the run if its last checkpoint is whole by size, the last of the run, and `final/` is from it."""
+    if config.checkpoint.resume != "auto":
+        return None
+    folder = Path(config.run.folder)
+    path = layout.newest_checkpoint(folder / layout.CHECKPOINTS)
+    try:
+        if path is None or not is_complete(path, manifest := read_manifest_of_step(path)):
+            return None
+        progress = Progress.from_state_dict(read_metadata(path, manifest).progress)
+    except OtherFormatError:  # said before a model is built
+        raise
+    except (CheckpointError, OSError):  # whatever it is, `continue_run` meets it too, and sets aside or refuses
+        return None
+    reason = _finish_reason(config, progress, num_steps=num_steps)
+    if reason is None or not is_exported(folder, step=progress.step, section=config.export):
+        return None
+    return FinishedRun(path, progress, reason), manifest
+
+
+def format_finished(
+    config: RunConfig, finished: FinishedRun, saved: RunFingerprint, *, wanted: RunFingerprint
+) -> list[str] | None:
+    """Return what there is to say of a run that is over; None where it is not: its best is of another metric.
+
+    Raises CheckpointError where the config is no longer the one it was trained with.
+    """
+    if finished.reason == EARLY_STOPPING and any(
+        wanted.settings.get(key) != saved.settings.get(key) for key in BEST_METRIC_KEYS
+    ):
+        return None
+    sentences = check_changes(finished.checkpoint, saved, wanted=wanted, allowed=config.checkpoint.allow_changes)
+    final = Path(config.run.folder) / FINAL_FOLDER
+    step = finished.progress.step
+    return [*sentences, f"nothing to do: {finished.reason} at step {step}, and the model is in {final}"]
+
+
+def is_exported(run_folder: Path, *, step: int, section: ExportSection) -> bool:
+    """Tell whether `final/` was exported so after this step, and each of its files still has the size it had then."""
+    record = read_record(run_folder)
+    if record is None or record["step"] != step or record["export"] != redacted_config(section.model_dump()):
+        return False
+    try:
+        sizes = {name: (run_folder / FINAL_FOLDER / name).stat().st_size for name in record["files"]}
+        return bool(sizes == record["files"])
+    except OSError:
+        return False
+
+
+def read_record(run_folder: Path) -> dict[str, Any] | None:
+    """Return the record beside `final/`; None where there is none, or none that can be believed: it is made again."""
+    try:
+        return dict(parse_as(_RECORD, read_regular(run_folder / FINAL_RECORD)))
+    except (OSError, ValueError):
+        return None
+
+
+def is_complete(path: Path, manifest: Manifest) -> bool:
+    """Tell whether all files are there with their sizes; those that are no tensors also with their digests."""
+    if any((path / name).stat().st_size != facts.size_bytes for name, facts in manifest.files.items()):
+        return False
+    return first_file_problem(path, manifest.files, manifest.files.keys() & layout.METADATA_FILES) is None
+
+
+def _finish_reason(config: RunConfig, progress: Progress, *, num_steps: int) -> str | None:
+    section = config.train.early_stopping
+    if section is not None and EarlyStopping(section).is_over(progress):
+        return EARLY_STOPPING
+    return FINISHED if progress.step >= num_steps else None

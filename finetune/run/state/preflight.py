@@ -1,0 +1,140 @@
+"""What a start does before torch is imported: answer from the run folder alone, and start to compute checksums.
+
+The answer is that the run is finished, or that it cannot be resumed. Whatever is not clear from the folder is left to
+the start itself: what is damaged, at a URL, or depends on the data.
+"""
+
+import os
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from finetune.checkpoint.format import layout
+from finetune.checkpoint.format.layout import CHECKPOINTS
+from finetune.checkpoint.format.manifest import Manifest, RunFingerprint, read_manifest_of_step
+from finetune.checkpoint.read.changes import check_changes, differences, refuse_existing_checkpoint
+from finetune.checkpoint.read.checksum_prefetch import ChecksumPrefetch, start_checksum_prefetch
+from finetune.config.load import LoadedConfig
+from finetune.config.paths import is_url
+from finetune.config.resume_keys import COMPARED_BY_CONTENT, keys_that_may_differ, keys_that_must_match
+from finetune.config.run_config import RunConfig
+from finetune.errors import CheckpointError
+from finetune.report.run_log import RunLog
+from finetune.run.state.finished import (
+    are_inputs_unchanged,
+    format_finished,
+    input_stamps,
+    is_complete,
+    read_finished_run,
+    read_record,
+)
+from finetune.runtime.supervision.status import exit_from_error, open_status_file, record_finished
+from finetune.runtime.supervision.writer_lock import lock_run_folder
+
+
+def preflight(loaded: LoadedConfig) -> int | None:
+    """Return the exit code of a run that is over; None where the start has to say.
+
+    Raises CheckpointError, on every rank alike, where the start would refuse to continue. Not collective.
+    """
+    config, rank = loaded.config, int(os.environ.get("RANK", "0"))
+    folder = Path(config.run.folder)
+    if (
+        is_url(config.run.folder)
+        or not folder.is_dir()
+        or layout.newest_checkpoint(folder / layout.CHECKPOINTS) is None
+    ):
+        return None
+    if rank > 0:
+        return _check_folder(config, rank=rank)
+    with lock_run_folder(folder, log=print):
+        return _check_folder(config, rank=rank)
+
+
+def _check_folder(config: RunConfig, *, rank: int) -> int | None:
+    try:
+        _refuse_changes(config)
+        return _finished(config, rank=rank)
+    except CheckpointError as error:
+        error.is_on_all_ranks = True
+        if rank == 0:
+            status = open_status_file(Path(config.run.folder), rank=rank)
+            status.start()
+            status.claim_exit(exit_from_error(error, rank=rank))
+        raise
+
+
+def _refuse_changes(config: RunConfig) -> None:
+    """Raise CheckpointError where the checkpoint is of a run with other maths, or none may be continued."""
+    newest = layout.newest_checkpoint(Path(config.run.folder) / layout.CHECKPOINTS)
+    resume = config.checkpoint.resume
+    if resume == "never":
+        refuse_existing_checkpoint(newest)
+    path = newest if resume == "auto" else Path(resume)
+    if path is None or is_url(resume) or (manifest := _manifest(path)) is None:
+        return
+    wanted = _facts_from_config(config, manifest.run)
+    if wanted is not None and are_inputs_unchanged(config, since=manifest.created):  # else there may be more to tell
+        check_changes(path, manifest.run, wanted=wanted, allowed=config.checkpoint.allow_changes)
+
+
+def _manifest(path: Path) -> Manifest | None:
+    """Return the manifest of a checkpoint whose files have their sizes; None for any other."""
+    try:
+        manifest = read_manifest_of_step(path)
+        return manifest if is_complete(path, manifest) else None
+    except (CheckpointError, OSError):
+        return None
+
+
+def _facts_from_config(config: RunConfig, saved: RunFingerprint) -> RunFingerprint | None:
+    """Return what the run is if data, tokenizer and frozen weights are as they were; None where their keys differ."""
+    maths, settings = keys_that_must_match(config), keys_that_may_differ(config)
+    if any(name in COMPARED_BY_CONTENT for name in differences(saved.settings, settings)):
+        return None
+    contents = {name: digest for name, digest in saved.identity.items() if "." not in name and name not in maths}
+    return RunFingerprint({**maths, **contents}, settings, saved.origin)
+
+
+def _finished(config: RunConfig, *, rank: int) -> int | None:
+    """Return 0 for a run that is over and whose inputs nobody has touched, and say so; None otherwise."""
+    num_steps = config.train.steps
+    if num_steps is None or config.export.push_to_hub is not None or not _is_one_machine():
+        return None
+    found = read_finished_run(config, num_steps=num_steps)
+    wanted = None if found is None else _facts_from_config(config, found[1].run)
+    if found is None or wanted is None or not _is_unchanged(config, found[1]):
+        return None
+    finished, manifest = found
+    sentences = format_finished(config, finished, manifest.run, wanted=wanted)
+    if sentences is None:
+        return None
+    say = RunLog(is_main=rank == 0)
+    for sentence in sentences:
+        say(sentence)
+    status = open_status_file(Path(config.run.folder), rank=rank)
+    status.start()
+    return record_finished(status, finished.progress, str(finished.checkpoint), finished.reason, num_steps=num_steps)
+
+
+def _is_one_machine() -> bool:
+    """Tell whether all processes see the same files: they must not disagree on whether the run is over."""
+    return os.environ.get("WORLD_SIZE", "1") == os.environ.get("LOCAL_WORLD_SIZE", "1")
+
+
+def _is_unchanged(config: RunConfig, manifest: Manifest) -> bool:
+    """Tell whether packages and input files are those of the run that has finished."""
+    try:
+        record = read_record(Path(config.run.folder)) or {}
+        stamps = input_stamps(config, before=float("inf"))
+        packages = {name: version(name) for name in manifest.versions}
+    except (OSError, ValueError, PackageNotFoundError):
+        return False
+    return stamps is not None and record.get("inputs") == stamps and packages == dict(manifest.versions)
+
+
+def prefetch_checksums(loaded: LoadedConfig) -> ChecksumPrefetch | None:
+    """Begin to digest what the run will verify; None where its folder is a bucket, which must be fetched first."""
+    config = loaded.config
+    if is_url(config.run.folder):
+        return None
+    return start_checksum_prefetch(Path(config.run.folder) / CHECKPOINTS, resume=config.checkpoint.resume)

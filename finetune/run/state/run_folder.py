@@ -1,0 +1,158 @@
+"""The run folder: leftovers of killed starts are removed, and what the run is is written before its first step.
+
+Tokenizer, processor and task facts are kept in `inputs/`, so that a checkpoint can be exported without the data.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from finetune.config.explain import resolved_yaml
+from finetune.config.load import LoadedConfig
+from finetune.config.run_config import RunConfig
+from finetune.config.sections.data import DataSection
+from finetune.data.token_cache.cache import cache_folder
+from finetune.data.workers import format_loader_settings, loader_settings, machine_resources
+from finetune.errors import UserError
+from finetune.model.processing import Processing, load_saved_processing
+from finetune.report.build import build_reporter
+from finetune.report.reporter import Reporter
+from finetune.report.run_log import RunLog
+from finetune.run.build.data import TrainingData
+from finetune.run.build.data_audit import write_audit
+from finetune.run.build.padding_free import resolve_padding_free
+from finetune.run.build.prepared_model import PreparedModel
+from finetune.run.state.finished import read_record
+from finetune.runtime import distributed
+from finetune.runtime.environment import environment_facts
+from finetune.runtime.files import atomic, digests
+from finetune.runtime.files.atomic import STALE_SECONDS_LOCKED, STALE_SECONDS_SHARED, remove_stale, temporary_path
+from finetune.runtime.files.digests import DIGESTS_FILE, find_folder_damage, write_folder_digests
+from finetune.runtime.files.read import parse_as, read_regular
+from finetune.runtime.files.replace_folder import replace_folder
+from finetune.runtime.text.redact import redacted_yaml
+from finetune.runtime.text.terminal import format_json
+from finetune.task.lm_loss.target_loss import resolve_kernel
+from finetune.task.protocol import Task, TaskContext
+from finetune.task.registry import build_task, input_kind
+
+_PROBE_BYTES = 256 << 10
+"""About what a run writes before its first step."""
+
+
+def remove_leftovers(config: RunConfig, *, log: RunLog) -> None:
+    """Remove them from the run's folder, which this process holds, and where provably abandoned from the cache.
+
+    Raises OSError where the folder takes nothing: a full disk is told before data is prepared and a model built.
+    """
+    run = Path(config.run.folder)
+    cleared = remove_stale(run, seconds=STALE_SECONDS_LOCKED, below=True)
+    for folder in {cache_folder(config.data), Path(digests.CACHE_FOLDER).expanduser()}:
+        cleared += remove_stale(folder, seconds=STALE_SECONDS_SHARED, below=True)
+    if cleared:
+        more = f" and {len(cleared) - 1} more" if len(cleared) > 1 else ""
+        log(f"removed {cleared[0]}{more}: left by a process that was killed while it wrote")
+    if read_record(run) is None:  # of a finished run there may be nothing left to write
+        _try_to_write(run)
+
+
+def _try_to_write(run: Path) -> None:
+    probe = temporary_path(run / "probe")
+    try:
+        atomic.write_bytes(probe, bytes(_PROBE_BYTES))
+    finally:
+        probe.unlink(missing_ok=True)
+
+
+INPUTS_FOLDER = "inputs"
+TASK_FACTS_FILE = "task_facts.json"
+
+_FACTS: TypeAdapter[Mapping[str, Any]] = TypeAdapter(dict[str, Any])
+
+
+@dataclass(frozen=True)
+class RunInputs:
+    """What was kept: enough to build the task again."""
+
+    processing: Processing
+    facts: Mapping[str, Any]
+
+    def task(self, config: RunConfig, *, data: DataSection | None = None) -> Task:
+        """Return the run's task, without any of its rows; `data` is the job's, settled for another model."""
+        tokenizer, processor = self.processing.tokenizer, self.processing.processor
+        kernel, _ = resolve_kernel(config.train.loss_kernel)
+        data = data or resolve_padding_free(config)
+        return build_task(TaskContext(config.task, data, tokenizer, processor, facts=self.facts, loss_kernel=kernel))
+
+
+def save_run_inputs(run: Path, processing: Processing, facts: Mapping[str, Any]) -> None:
+    """Write tokenizer (its chat template included), processor and facts into the run's folder. On one process."""
+    with replace_folder(run / INPUTS_FOLDER) as staging:
+        processing.save(staging)
+        (staging / TASK_FACTS_FILE).write_text(format_json(facts, indent=1), encoding="utf-8")
+        write_folder_digests(staging)
+
+
+def load_run_inputs(run: Path, config: RunConfig) -> RunInputs:
+    """Return what the run has kept; raises UserError where there is nothing, or nothing that can be read.
+
+    Code of a tokenizer runs where `model.trust_remote_code` says so.
+    """
+    folder = run / INPUTS_FOLDER
+    if not folder.is_dir():
+        raise UserError(
+            f"{folder}: is not there. A run writes its tokenizer down when it starts; start the job once more (with "
+            "`checkpoint.resume: auto` it goes on from where it is), or copy the tokenizer's files there."
+        )
+    _refuse_damage(folder)
+    trusts, path = config.model.trust_remote_code, folder / TASK_FACTS_FILE
+    processing = load_saved_processing(folder, reads=input_kind(config.task.name), key="run", trust_remote_code=trusts)
+    try:
+        return RunInputs(processing, parse_as(_FACTS, read_regular(path)) if path.is_file() else {})
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: is damaged: {error}") from error
+
+
+def _refuse_damage(folder: Path) -> None:
+    """Raise UserError where a file is not as it was written; folders from before there was a seal are believed."""
+    damage = find_folder_damage(folder) if (folder / DIGESTS_FILE).is_file() else None
+    if damage is not None:
+        raise UserError(
+            f"{folder}: {damage}: damaged or changed since the run wrote it. Start the job once more, which writes it "
+            f"anew, or delete {DIGESTS_FILE} to use the files as they are."
+        )
+
+
+SECRETS_REMOVED = "# As it was written, but for what looks like a secret: that reads '[redacted]' here.\n"
+
+
+def open_run_folder(
+    loaded: LoadedConfig, prepared: PreparedModel, *, training_data: TrainingData, log: RunLog
+) -> Reporter:
+    """Write down what the run is, once everything has been checked, and return whoever is told about it."""
+    folder, room = Path(loaded.config.run.folder), machine_resources()
+    loading = loader_settings(loaded.config.data, resources=room, cost=training_data.task.loading_cost)
+    if sentence := format_loader_settings(loaded.config.data, loading, room=room):
+        log(sentence)
+    if distributed.is_main():
+        atomic.write_text(folder / "config.yaml", config_copy(loaded.text))
+        atomic.write_text(folder / "resolved.yaml", resolved_yaml(loaded))
+        atomic.write_json(folder / "environment.json", environment_facts() | {"loading": asdict(loading)})
+        save_run_inputs(folder, training_data.processing, training_data.task.facts)
+        write_audit(folder, loaded.config, training_data, log=log)
+    return build_reporter(
+        loaded.config.report,
+        run_folder=folder,
+        accelerator=prepared.accelerator,
+        is_main=distributed.is_main(),
+        notes=log.said,
+    )
+
+
+def config_copy(text: str) -> str:
+    """Return the job file as it was written; where that holds secrets, without them, which a last line says."""
+    cleaned = redacted_yaml(text)
+    return text if cleaned == text else cleaned.rstrip("\n") + "\n" + SECRETS_REMOVED

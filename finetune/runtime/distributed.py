@@ -1,0 +1,140 @@
+"""Rank, world and the collectives of a run, over torch.distributed; everything works in a single process too."""
+
+import os
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from enum import Enum
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from finetune.runtime.processes import exit_process
+
+T = TypeVar("T")
+
+
+class Group(Enum):
+    """A line on which all ranks speak: what is said on one never waits for, or mixes with, what is said on another."""
+
+    MAIN = "main"  # the one that torch was set up with, on which training speaks
+    BACKGROUND = "behind"  # of what goes on behind the training: gloo, with a time limit of its own
+
+
+_BACKGROUND_TIMEOUT = timedelta(hours=1)
+"""How long a rank waits for another one's writing: the slowest disk's share of the state, and not that of a GPU."""
+
+_CPU_GROUP_TIMEOUT = timedelta(days=2)
+"""How long those who are done wait for the slowest."""
+
+
+def rank() -> int:
+    """Return this process's number among all, from 0; read from the launcher's environment before torch is set up."""
+    return dist.get_rank() if is_distributed() else int(os.environ.get("RANK", "0"))
+
+
+def world() -> int:
+    """Return the number of processes."""
+    return dist.get_world_size() if is_distributed() else int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def is_main() -> bool:
+    """Tell whether this is the process that writes files and speaks to the user."""
+    return rank() == 0
+
+
+def is_distributed() -> bool:
+    """Tell whether a process group exists."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def init_cpu_process_group() -> None:
+    """Have the launched processes meet on the CPU, for work that needs neither a strategy nor a device. Collective."""
+    if world() > 1 and not is_distributed():
+        dist.init_process_group("gloo", timeout=_CPU_GROUP_TIMEOUT)
+
+
+def barrier(group: Group = Group.MAIN) -> None:
+    """Wait until every rank is here. Collective."""
+    if is_distributed():
+        dist.barrier(group=_groups.get(group))
+
+
+def sum_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the sum over all ranks, leaving the argument as it is. Collective."""
+    total = tensor.clone()
+    if is_distributed():
+        dist.all_reduce(total, op=dist.ReduceOp.SUM)
+    return total
+
+
+def gather_objects(value: T, *, group: Group = Group.MAIN) -> list[T]:
+    """Return every rank's value, in rank order, on every rank. Collective."""
+    if not is_distributed():
+        return [value]
+    values: list[T | None] = [None] * world()
+    dist.all_gather_object(values, value, group=_groups.get(group))
+    return values  # type: ignore[return-value]  # every place has been filled
+
+
+def broadcast_object(value: T, *, group: Group = Group.MAIN) -> T:
+    """Return rank 0's value on every rank. Collective."""
+    if not is_distributed():
+        return value
+    box = [value]
+    dist.broadcast_object_list(box, src=0, group=_groups.get(group))
+    return box[0]
+
+
+def open_background_group() -> None:
+    """Open the line behind, where it is not open. Collective."""
+    if is_distributed() and Group.BACKGROUND not in _groups:
+        _groups[Group.BACKGROUND] = dist.new_group(backend="gloo", timeout=_BACKGROUND_TIMEOUT)
+
+
+def close_background_group() -> None:
+    """Hang up, so that whoever waits on the line is told at once; it can be opened again when all have hung up.
+
+    Connections close with the last reference to the group, hence only this module has one.
+    """
+    handle = _groups.pop(Group.BACKGROUND, None)
+    if handle is not None:
+        dist.destroy_process_group(handle)
+
+
+def open_control_group() -> None:
+    """Prepare the group on which `sum_counts` speaks: gloo, so that nobody waits for a GPU to count. Collective."""
+    global _control_group
+    if is_distributed() and dist.get_backend() != "gloo":
+        _control_group = dist.new_group(backend="gloo")
+
+
+def shut_down(code: int, *, afterwards: Callable[[int], int] = int) -> int:
+    """Take leave of the others in order and return `code`; one process of several ends right here. Collective.
+
+    `afterwards` is what this rank still does when nobody waits for it any more, however long it takes; it is given the
+    code and returns it or another.
+
+    A rank that ends while another still speaks to it takes it down, hence the barrier. Then the interpreter's teardown
+    is left out: now and then it aborts in a library's thread ("terminate called without an active exception", seen with
+    DeepSpeed 0.19 under gloo), which would make a failure of a run that has succeeded. What was registered with
+    `atexit` is done.
+    """
+    if not is_distributed() or world() == 1:
+        return afterwards(code)
+    dist.barrier()
+    dist.destroy_process_group()
+    return exit_process(afterwards(code))
+
+
+def sum_counts(counts: Sequence[int]) -> list[int]:
+    """Return the element-wise sum of every rank's counts, exactly, without touching a device. Collective."""
+    if not is_distributed():
+        return list(counts)
+    totals = torch.tensor(list(counts), dtype=torch.int64)
+    dist.all_reduce(totals, op=dist.ReduceOp.SUM, group=_control_group)
+    return totals.tolist()
+
+
+_control_group: dist.ProcessGroup | None = None  # None: the default group
+_groups: dict[Group, dist.ProcessGroup] = {}  # of the main line there is none: it is torch's default

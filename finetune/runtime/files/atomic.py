@@ -1,0 +1,245 @@
+"""Files that appear whole or not at all, and folders that one process builds while the others wait.
+
+Everything is first written under a temporary name:
+
+.status.json.3fa2b1c0-12345-9f3c01ab.finetune-tmp
+
+It holds the host (a digest of its name), the process and a random part, so that a later process can tell whether the
+writer is still alive. Nothing under any other name is ever removed.
+"""
+
+import hashlib
+import os
+import platform
+import re
+import secrets
+import shutil
+import stat
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import psutil
+from filelock import FileLock, Timeout
+
+from finetune.runtime.files.read import parse_json, read_regular
+from finetune.runtime.text.redact import redacted_config
+from finetune.runtime.text.terminal import format_json
+
+SUFFIX = ".finetune-tmp"
+REPLACED_SUFFIX = ".older"
+"""What a folder that is being replaced is called meanwhile, behind the temporary name of the one that replaces it."""
+
+STALE_SECONDS_LOCKED, STALE_SECONDS_SHARED = 3600.0, 86_400.0
+"""After so long without a change, what another host has left is abandoned: in a folder that we hold, and in others."""
+
+_LONGEST_BYTES = 150  # of 255 that a name may have
+_TICK_SECONDS = 2.0  # by which a file may seem older than the process that made it
+_MOST_FOLDERS = 1000
+_NAME = re.compile(
+    rf"\.(?P<name>.+)\.(?P<host>[0-9a-f]{{8}})-(?P<pid>[0-9]{{1,10}})-[0-9a-f]{{8}}{re.escape(SUFFIX)}"
+    rf"(?P<older>{re.escape(REPLACED_SUFFIX)})?"
+)
+
+
+def temporary_path(path: Path) -> Path:
+    """Return a name beside `path` under which a process writes what is to become it; never the same twice."""
+    name = path.name if len(os.fsencode(path.name)) <= _LONGEST_BYTES else "long"
+    return path.with_name(f".{name}.{_host()}-{os.getpid()}-{secrets.token_hex(4)}{SUFFIX}")
+
+
+def remove_stale(folder: Path, *, seconds: float, below: bool = False) -> list[Path]:
+    """Remove what writers that live no more have left in the folder and return it; `below`: in its folders, too.
+
+    Of another host's writers nothing is known: what has not changed for so many seconds is taken for abandoned. Where a
+    folder was being replaced and its writer was killed between the two renames, it gets its older content back.
+    """
+    cleared = []
+    for each in (folder, *(_folders(folder) if below else ())):
+        with suppress(OSError):
+            found = [(path, match) for path in sorted(each.iterdir()) if (match := _NAME.fullmatch(path.name))]
+            cleared += [
+                path for path, match in found if _is_stale(path, match, seconds) and _remove_stale_path(path, match)
+            ]
+    return cleared
+
+
+def _folders(folder: Path) -> Iterator[Path]:
+    with suppress(OSError):
+        inner = sorted(path for path in folder.iterdir() if path.is_dir() and not path.is_symlink())
+        yield from (path for path in inner[:_MOST_FOLDERS] if not path.name.endswith((SUFFIX, REPLACED_SUFFIX)))
+
+
+def _is_stale(path: Path, match: re.Match[str], seconds: float) -> bool:
+    try:
+        written = path.lstat().st_mtime
+    except OSError:
+        return False
+    if match["host"] != _host():
+        return time.time() - written > seconds
+    try:
+        return bool(psutil.Process(int(match["pid"])).create_time() > written + _TICK_SECONDS)
+    except psutil.NoSuchProcess:
+        return True
+    except psutil.Error:
+        return False
+
+
+def _remove_stale_path(path: Path, match: re.Match[str]) -> bool:
+    try:
+        target = path.with_name(match["name"])
+        if match["older"] and not os.path.lexists(target):
+            path.rename(target)
+        elif path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+    except OSError:
+        return False
+    return True
+
+
+def _host() -> str:
+    return hashlib.blake2b(platform.node().encode(), digest_size=4).hexdigest()
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write the file so that a reader sees all of it or what was there before; survives a power cut."""
+    write_bytes(path, text.encode("utf-8"))
+
+
+def write_bytes(path: Path, content: bytes, *, survives_power_cut: bool = True) -> None:
+    """Write the file likewise; what can be made again need not survive a power cut, which is much faster."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    staging = temporary_path(path)
+    descriptor = os.open(staging, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+            if survives_power_cut:
+                file.flush()
+                os.fsync(file.fileno())
+        staging.chmod(0o644)
+        staging.replace(path)
+    except BaseException:
+        staging.unlink(missing_ok=True)
+        raise
+    if survives_power_cut:
+        fsync(path.parent)
+
+
+def write_json(path: Path, value: Any, *, exact: bool = False) -> None:
+    """Write `value` as indented JSON, whole or not at all, and without secrets.
+
+    `exact` is for what is read back and compared or counted on: nothing is looked for in it, so nobody may have written
+    a secret there.
+    """
+    write_text(path, format_json(value if exact else redacted_config(value), indent=2) + "\n")
+
+
+def read_json_lines(path: Path) -> Iterator[Any]:
+    """Yield the value of each line; one that was torn by a killed process, or is damaged, is left out."""
+    for line in read_regular(path).decode("utf-8", errors="replace").splitlines():
+        with suppress(ValueError):
+            yield parse_json(line)
+
+
+def fsync(path: Path) -> None:
+    """Make a file's content, or the names in a folder, survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def do_nothing(staging: Path) -> None:
+    """Say nothing."""
+
+
+def build_once(
+    folder: Path,
+    build: Callable[[Path], None],
+    *,
+    log: Callable[[str], None],
+    goes_on: bool = False,
+    while_waiting: Callable[[Path], None] = do_nothing,
+) -> bool:
+    """Make `folder` by calling `build(staging)` in exactly one process; return whether this one built it.
+
+    Others on the same file system wait on a lock file and say so; `while_waiting(staging)` is called every second. When
+    the builder dies, one of them takes over. What an unfinished build leaves in its staging folder is removed, unless
+    the build `goes_on` from it. No collective: safe before process groups exist.
+    """
+    if folder.exists():
+        return False
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    staging = folder.with_name(f".{folder.name}.making")
+    with _locked(folder.with_name(f".{folder.name}.lock"), log=log, what=folder, wait=lambda: while_waiting(staging)):
+        if folder.exists():
+            return False
+        if os.path.lexists(folder):
+            _rename_aside(folder)  # a link that leads nowhere
+        try:
+            if not goes_on or not _is_folder(staging):
+                _remove_files(staging)
+            staging.mkdir(exist_ok=True)
+            build(staging)
+            staging.replace(folder)
+        finally:
+            if not goes_on:
+                shutil.rmtree(staging, ignore_errors=True)
+        fsync(folder.parent)
+        return True
+
+
+def quarantine(folder: Path, is_damaged: Callable[[], bool], *, log: Callable[[str], None]) -> Path | None:
+    """Rename a damaged folder that `build_once` has made, and return what it is called now.
+
+    It is looked at again while no other process makes or renames it; None where it is not damaged then, or not there.
+    Raises OSError where it cannot be renamed.
+    """
+    with _locked(folder.with_name(f".{folder.name}.lock"), log=log, what=folder, wait=lambda: None):
+        if not os.path.lexists(folder) or not is_damaged():
+            return None
+        return _rename_aside(folder)
+
+
+def _rename_aside(path: Path) -> Path:
+    numbered = (path.with_name(f".damaged-{path.name}-{number}") for number in count(1))
+    aside = next(each for each in numbered if not os.path.lexists(each))
+    path.rename(aside)
+    return aside
+
+
+def _is_folder(path: Path) -> bool:
+    return os.path.lexists(path) and stat.S_ISDIR(path.lstat().st_mode)
+
+
+def _remove_files(path: Path) -> None:
+    """Remove what is there, be it a folder, a file or a link."""
+    if _is_folder(path):
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+@contextmanager
+def _locked(path: Path, *, log: Callable[[str], None], what: Path, wait: Callable[[], None]) -> Iterator[None]:
+    """Hold the lock, which the kernel takes from a process that dies; call `wait` every second until it is free."""
+    lock = FileLock(path)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        log(f"waiting for another process that makes {what}")
+        while not lock.is_locked:
+            wait()
+            with suppress(Timeout):
+                lock.acquire(timeout=1.0)
+    try:
+        yield
+    finally:
+        lock.release()

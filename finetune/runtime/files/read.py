@@ -1,0 +1,92 @@
+"""Files and JSON read from disk without surprises: regular files only, of a bounded size, validated by a schema.
+
+A device or a FIFO under a file's name may block forever or never end.
+"""
+
+import errno
+import json
+import os
+import stat
+from pathlib import Path
+from typing import Any, BinaryIO, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
+
+_KINDS = {
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFDIR: "a folder",
+}
+
+
+class NotAFile(OSError):
+    """What is opened is there, and is no regular file; its text says what it is."""
+
+
+def require_regular(path: Path) -> os.stat_result:
+    """Return the state of the file that the path leads to; raises NotAFile for anything else, OSError for nothing."""
+    return _regular(path.stat(), path)
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open a regular file for reading and wait for nothing; raises NotAFile for anything else."""
+    require_regular(path)
+    number = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        _regular(os.fstat(number), path)  # it may have become another one
+        return os.fdopen(number, "rb")
+    except BaseException:
+        os.close(number)
+        raise
+
+
+def _regular(state: os.stat_result, path: Path) -> os.stat_result:
+    if not stat.S_ISREG(state.st_mode):
+        kind = _KINDS.get(stat.S_IFMT(state.st_mode), "no file")
+        raise NotAFile(0, f"it is {kind}, not a regular file", str(path))
+    return state
+
+
+T = TypeVar("T")
+
+MAX_BYTES = 512 << 20
+"""Of a file that is read whole: the index of a checkpoint of a million tensors has half of it."""
+
+
+def read_regular(path: Path, *, max_bytes: int = MAX_BYTES) -> bytes:
+    """Return the file's content; raises OSError for what is no regular file, or has more bytes."""
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > max_bytes:
+            raise OSError(errno.EINVAL, f"has {size} bytes, at most {max_bytes} are read", str(path))
+        return file.read(max_bytes)
+
+
+def parse_json(content: bytes | str) -> Any:
+    """Return the value; raises ValueError for whatever is no JSON, nesting too deep to be read included."""
+    try:
+        return json.loads(content)
+    except RecursionError:
+        raise ValueError("it is nested too deep") from None
+
+
+def read_json(path: Path, *, max_bytes: int = MAX_BYTES) -> Any:
+    """Return the file's value; raises OSError or ValueError, and nothing else."""
+    return parse_json(read_regular(path, max_bytes=max_bytes))
+
+
+def parse_as(schema: TypeAdapter[T], content: bytes) -> T:
+    """Return the JSON as the schema says; raises ValueError that names the first place where it is something else."""
+    try:
+        return schema.validate_json(content)
+    except ValidationError as error:
+        raise ValueError(first_problem(error)) from None
+
+
+def first_problem(error: ValidationError) -> str:
+    """Return the first thing that is wrong, in one line, without the value itself."""
+    first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+    place = ".".join(str(part)[:80] for part in first["loc"])
+    return f"{place}: {first['msg']}" if place else str(first["msg"])

@@ -1,0 +1,21 @@
+"""What tasks and models agree on when several samples are packed into one row."""
+
+from collections.abc import Sequence
+
+PER_SAMPLE_ATTENTION = "per_sample"
+"""The name by which transformers knows our attention."""
+
+SAMPLE_LENGTHS = "sample_lengths"
+"""The argument of a model's forward that holds them."""
+
+
+class SampleLengths:
+    """The tokens of each sample of the row: whole numbers on the host, which nobody waits for a device to learn.
+
+    An object of its own, since a compiler would look into a tuple and compile anew for every number of samples.
+    """
+
+    __slots__ = ("values",)
+
+    def __init__(self, values: Sequence[int]) -> None:
+        self.values = list(values)

@@ -1,0 +1,154 @@
+"""Cores, memory and disk space that this process may use, within the limits of its container. Imports no torch.
+
+Errors of a full or read-only disk become one error, which says how much space is left.
+"""
+
+import os
+import re
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+
+from finetune.errors import FULL, FinetuneError, disk_text
+
+
+def format_size(num_bytes: int) -> str:
+    """Return a size in decimal units.
+
+    >>> size_text(1_200_000_000), size_text(363_900)
+    ('1.2 GB', '363.9 kB')
+    """
+    amount = float(num_bytes)
+    for unit in ("B", "kB", "MB", "GB"):
+        if amount < 1000:
+            return f"{amount:.0f} B" if unit == "B" else f"{amount:.1f} {unit}"
+        amount /= 1000
+    return f"{amount:.1f} TB"
+
+
+CGROUPS = Path("/sys/fs/cgroup")
+
+
+def usable_cores() -> int:
+    """Return how many cores this process may use at once: at least 1."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota = quota_cores(CGROUPS, within=_own_group(Path("/proc/self/cgroup")))
+    return max(1, allowed if quota is None else min(allowed, int(quota)))
+
+
+def quota_cores(groups: Path, *, within: str = "/") -> float | None:
+    """Return the cores whose time the container is granted, by cgroup v2 or v1; None where nothing limits it.
+
+    A group is limited by those that it is in, too: the smallest counts.
+    """
+    own = groups / within.strip("/")
+    folders = [own, *own.parents[: len(own.parts) - len(groups.parts)]]
+    found = [cores for folder in folders if (cores := _quota(folder)) is not None]
+    found += [cores for name in ("cpu", "cpu,cpuacct") if (cores := _cgroup_v1_quota(groups / name)) is not None]
+    return min(found, default=None)
+
+
+def _quota(folder: Path) -> float | None:
+    """Read `cpu.max`: `QUOTA PERIOD` in microseconds, or `max PERIOD`."""
+    words = _words(folder / "cpu.max")
+    return _cores(words[0], words[1]) if len(words) == 2 else None
+
+
+def _cgroup_v1_quota(folder: Path) -> float | None:
+    """Read the two files of cgroup v1; a quota of -1 is none."""
+    quota, period = _words(folder / "cpu.cfs_quota_us"), _words(folder / "cpu.cfs_period_us")
+    return _cores(quota[0], period[0]) if quota and period else None
+
+
+def _cores(quota: str, period: str) -> float | None:
+    return int(quota) / int(period) if quota.isdigit() and period.isdigit() and int(period) > 0 else None
+
+
+def _own_group(file: Path) -> str:
+    """Return the path of this process's group in cgroup v2."""
+    try:
+        lines = file.read_text().splitlines()
+    except OSError:
+        return "/"
+    return next((line.removeprefix("0::") for line in lines if line.startswith("0::")), "/")
+
+
+def _words(file: Path) -> list[str]:
+    try:
+        return file.read_text().split()
+    except OSError:
+        return []
+
+
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+def available_bytes(cgroup: Path = _CGROUP) -> int:
+    """Return the bytes that this machine can still give, or the container where that allows less."""
+    available = int(psutil.virtual_memory().available)
+    try:
+        limit, used = ((cgroup / name).read_text().strip() for name in ("memory.max", "memory.current"))
+        return min(available, int(limit) - int(used)) if limit != "max" else available
+    except (OSError, ValueError):  # no container, or one that does not tell
+        return available
+
+
+_RUST = re.compile(r"Os \{ code: (\d+)|\(os error (\d+)\)")
+"""How libraries in Rust (safetensors, tokenizers) tell the number of an error of the system."""
+
+
+@contextmanager
+def disk_errors(folders: Sequence[Path], kind: type[FinetuneError]) -> Iterator[None]:
+    """Turn what a disk has refused to take into one error of this kind; `folders` are where things are written.
+
+    Of a full disk the folders' free room is told; of anything else only what concerns these folders counts.
+    """
+    try:
+        yield
+    except FinetuneError:
+        raise
+    except Exception as error:
+        refused = _of_system(error)
+        text = None if refused is None else _text(refused, folders)
+        if text is None:
+            raise
+        raise kind(text) from error
+
+
+def format_free_space(folders: Sequence[Path]) -> str:
+    """Return how much is free where the folders are."""
+    return ", ".join(f"{folder} has {format_size(free_bytes(folder))} free" for folder in dict.fromkeys(folders))
+
+
+def free_bytes(folder: Path) -> int:
+    """Return what is free on the disk of a folder, which need not exist yet."""
+    place = folder.absolute()
+    return shutil.disk_usage(next(each for each in (place, *place.parents) if each.is_dir())).free
+
+
+def _of_system(error: BaseException) -> OSError | None:
+    """Return the system's error that this is, or that a library has made another one of."""
+    if isinstance(error, OSError):
+        return error
+    found = _RUST.search(str(error))
+    if found is None:
+        return None
+    number = int(found[1] or found[2])
+    return OSError(number, os.strerror(number))
+
+
+def _text(error: OSError, folders: Sequence[Path]) -> str | None:
+    text = disk_text(error)
+    if text is None:
+        return None
+    if error.errno in FULL:
+        return f"{text} {format_free_space(folders)}. The same command continues once there is room."
+    place = Path(str(error.filename)).absolute()
+    is_ours = any(place.is_relative_to(folder.absolute()) for folder in folders)
+    return f"{text} {_ADVICE}" if is_ours else None
+
+
+_ADVICE = "Let this user write there, or name another folder (run.folder, data.cache_folder)."

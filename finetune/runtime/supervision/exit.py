@@ -1,0 +1,139 @@
+"""How the processes of a run exit when one of them fails or disappears: the first error is shown, once."""
+
+import multiprocessing
+import os
+import platform
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+import psutil
+import torch.distributed as dist
+
+from finetune.errors import FinetuneError, LostContact
+from finetune.runtime import distributed
+from finetune.runtime.processes import exit_process
+from finetune.runtime.supervision.status import STOPPED, Peer, RankExit, StatusFile, exit_from_error
+from finetune.runtime.text.terminal import format_traceback, printable
+
+
+def gather_peers() -> list[Peer]:
+    """Return all processes of the run. Collective."""
+    return distributed.gather_objects(Peer(distributed.rank(), platform.node(), os.getpid()))
+
+
+def find_dead_peers(peers: Sequence[Peer]) -> list[Peer]:
+    """Return those that ran on this host and live no more; of other hosts nothing is known."""
+    return [peer for peer in peers if peer.host == platform.node() and not _is_alive(peer.pid)]
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+_BROKEN = ("gloo/", "Connection closed by peer", "Connection reset by peer", "Broken pipe", "NCCL", "ncclRemoteError")
+"""What torch says when a collective breaks because another process is gone."""
+
+_PATIENCE_SECONDS = 3.0
+
+
+class ProcessExit:
+    """The one end of this process: whether its main thread or its watchdog comes first, the reason is told once."""
+
+    def __init__(self, status: StatusFile, *, rank: int, leave: Callable[[int], None] | None = None) -> None:
+        self._status = status
+        self._rank = rank
+        self._leave = leave or exit_now
+        self._is_ending = threading.Lock()
+        self.peers: Sequence[Peer] = ()
+
+    def exit_after_error(self, error: BaseException) -> None:
+        """Tell the error, or the one of another rank that came first, and leave."""
+        if is_broken_collective(error):
+            error = self._lost_contact(error)
+        own = exit_from_error(error, rank=self._rank)
+        first = self._status.claim_exit(own)
+        if first == own and own.state != STOPPED:
+            self._go(own, said=format_first_error(error, rank=self._rank))
+        self._go(first, said=None)
+
+    def after(self, ended: RankExit) -> None:
+        """End the run on this rank's own account, unless another has done so; tell which, and leave."""
+        self._go(self._status.claim_exit(ended), said=None)
+
+    def _go(self, first: RankExit, *, said: str | None) -> None:
+        if not self._is_ending.acquire(blocking=False):
+            time.sleep(60)  # the other thread is about to end the process
+        text = said or format_exit(first, rank=self._rank)
+        if text:
+            print(printable(text), file=sys.stderr, flush=True)
+        self._leave(first.exit_code if first.rank == self._rank or first.state == STOPPED else 1)
+
+    def _lost_contact(self, error: BaseException) -> BaseException:
+        """Return what is to be said of a broken collective; whoever broke it is given a moment to say so first."""
+        deadline = time.monotonic() + _PATIENCE_SECONDS
+        while time.monotonic() < deadline and self._status.first() is None:
+            if lost := find_dead_peers(self.peers):
+                return LostContact(format_lost_peers(lost))
+            time.sleep(0.1)
+        return LostContact(f"lost contact with another rank: {str(error).splitlines()[0]}")
+
+
+def is_broken_collective(error: BaseException) -> bool:
+    """Tell whether the error, or what caused it, is that another process no longer answers."""
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen, dist.DistError):
+            return True
+        if isinstance(seen, RuntimeError) and any(words in str(seen) for words in _BROKEN):
+            return True
+        seen = seen.__cause__ or seen.__context__
+    return False
+
+
+def format_lost_peers(lost: Sequence[Peer]) -> str:
+    """Return the message for processes that are gone without a word."""
+    names = " and ".join(map(str, lost))
+    return (
+        f"lost contact with {names}: killed, or out of memory (the kernel's log may say so). "
+        "The same command continues from the newest checkpoint."
+    )
+
+
+def format_exit(first: RankExit, *, rank: int) -> str:
+    """Return the one line that a rank prints which ends because of a rank, itself or another."""
+    if first.rank != rank:
+        return f"rank {rank} ends because {first}"
+    return f"{first}; it ends now." if first.state == STOPPED else f"{_rank_prefix(rank)}error: {first.message}"
+
+
+def format_first_error(error: BaseException, *, rank: int) -> str:
+    """Return what is printed of the first error: a message, or a traceback where the fault is ours."""
+    if isinstance(error, FinetuneError):
+        return f"{_rank_prefix(rank)}error: {printable(str(error))}"
+    return _rank_prefix(rank) + format_traceback(error)
+
+
+def kill_children() -> None:
+    """Kill the processes that load data: they leave every signal to this one, and would outlive it by seconds."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises where a data loader's process dies
+    for child in multiprocessing.active_children():
+        child.kill()
+
+
+def exit_now(code: int) -> None:
+    """End this process and what it has started, without waiting for anybody."""
+    try:
+        kill_children()
+    finally:
+        exit_process(code)
+
+
+def _rank_prefix(rank: int) -> str:
+    return f"[rank {rank}] " if rank else ""

@@ -1,0 +1,119 @@
+"""Fault injection: an environment variable names a point of the run at which something goes wrong.
+
+FINETUNE_FAULTS="save.rename step=3 rank=1 do=kill; forward step=5 do=nan"
+
+Each fault has a point (one of POINTS) and `do=` one of ACTIONS; `step=`, `rank=` and `part=` narrow it down, and it
+is injected once. The tests show with it what a run survives; without the variable nothing happens.
+"""
+
+import errno
+import os
+import signal
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from finetune.errors import UserError
+
+VARIABLE = "FINETUNE_FAULTS"
+
+POINTS = (
+    *("prepare.write", "prepare.noted", "prepare.finish", "prepare.done"),
+    *("data", "forward", "backward", "update.before", "update.after", "evaluate"),
+    *("save.begin", "save.copied", "save.write", "save.written", "save.manifest", "save.rename", "save.done"),
+    *(
+        "prune.rename",
+        "prune.delete",
+        "load.verify",
+        "load.begin",
+        "load.read",
+        "load.done",
+        "upload.file",
+        "upload.marker",
+    ),
+    *("export.begin", "export.write", "export.done"),
+)
+"""Where a fault can strike, in the order in which preparing, a step, a save, a load and an export pass them."""
+
+ACTIONS = ("kill", "terminate", "interrupt", "raise", "no_space", "sleep", "nan", "flip", "truncate")
+"""What can go wrong; `sleep` takes `seconds=`, `flip` (of a byte) and `truncate` need a point that hands on a file."""
+
+_INJECTORS: Mapping[str, Callable[["Fault", Path | None], None]] = {
+    "kill": lambda fault, path: os.kill(os.getpid(), signal.SIGKILL),
+    "terminate": lambda fault, path: os.kill(os.getpid(), signal.SIGTERM),
+    "interrupt": lambda fault, path: os.kill(os.getpid(), signal.SIGINT),
+    "raise": lambda fault, path: _raise(RuntimeError(f"a fault was asked for at {fault.point}")),
+    "no_space": lambda fault, path: _raise(OSError(errno.ENOSPC, "No space left on device")),
+    "sleep": lambda fault, path: time.sleep(fault.seconds),
+    "nan": lambda fault, path: None,
+    "flip": lambda fault, path: _flip(path),
+    "truncate": lambda fault, path: os.truncate(_required(path), _required(path).stat().st_size // 2),
+}
+
+
+@dataclass
+class Fault:
+    """One thing that goes wrong, once."""
+
+    point: str
+    action: str
+    step: int | None = None  # None: any
+    rank: int | None = None
+    part: str | None = None  # in the file's name
+    seconds: float = 3600.0
+    has_struck: bool = field(default=False, compare=False)
+
+    def is_due(self, point: str, *, step: int, rank: int, path: Path | None) -> bool:
+        """Tell whether it is due here."""
+        is_here = point == self.point and self.step in (None, step) and self.rank in (None, rank)
+        return is_here and not self.has_struck and (self.part is None or (path is not None and self.part in path.name))
+
+    def inject(self, path: Path | None) -> bool:
+        """Do it, and tell whether the caller's numbers are to become NaN."""
+        self.has_struck = True
+        _INJECTORS[self.action](self, path)
+        return self.action == "nan"
+
+
+def read_faults(written: str) -> list[Fault]:
+    """Return the faults that the variable asks for; raises UserError for one that does not exist.
+
+    >>> read_faults("save.rename step=3 do=kill")
+    [Fault(point='save.rename', action='kill', step=3, rank=None, part=None, seconds=3600.0, has_struck=False)]
+    """
+    return [_read_fault(part.split()) for part in written.split(";") if part.strip()]
+
+
+def _read_fault(words: list[str]) -> Fault:
+    point, *rest = words
+    values = dict(word.partition("=")[::2] for word in rest)
+    action = values.pop("do", "")
+    try:
+        if point not in POINTS or action not in ACTIONS or set(values) - {"step", "rank", "part", "seconds"}:
+            raise ValueError
+        step, rank = (int(values[name]) if name in values else None for name in ("step", "rank"))
+        return Fault(point, action, step, rank, values.get("part"), seconds=float(values.get("seconds", 3600)))
+    except ValueError:
+        raise UserError(
+            f"{VARIABLE}: `{' '.join(words)}` is no fault. Write POINT do=ACTION [step=N] [rank=N] [part=TEXT] "
+            f"[seconds=N], points: {', '.join(POINTS)}; actions: {', '.join(ACTIONS)}."
+        ) from None
+
+
+def _raise(error: Exception) -> None:
+    raise error
+
+
+def _flip(path: Path | None) -> None:
+    with _required(path).open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        last = file.read(1)[0]
+        file.seek(-1, os.SEEK_END)
+        file.write(bytes([last ^ 1]))
+
+
+def _required(path: Path | None) -> Path:
+    if path is None:
+        raise UserError(f"{VARIABLE}: this point hands on no file that could be damaged.")
+    return path

@@ -1,0 +1,65 @@
+"""Named points that a run passes: the watchdog reads the last one, and a fault can be injected there."""
+
+import os
+import threading
+import time
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+from finetune.runtime import distributed
+from finetune.runtime.supervision.faults import POINTS, VARIABLE, Fault, read_faults
+
+
+@dataclass(frozen=True)
+class Heartbeat:
+    """A point that was passed, and when (monotonic seconds)."""
+
+    point: str
+    step: int
+    at: float
+
+
+def fault_point(point: str, *, step: int, path: Path | None = None) -> bool:
+    """Pass the point; tell whether a fault wants this point's numbers to become NaN. Costs next to nothing.
+
+    `path` is a file that a fault may damage here. Faults strike in any thread, and a point passed in any thread is a
+    sign of life: the main one may be waiting for what is written behind.
+    """
+    global _last_heartbeat, _last_heartbeat_at
+    assert point in POINTS, f"{point} is not in faults.POINTS"
+    _last_heartbeat_at = now = time.monotonic()
+    if threading.current_thread() is threading.main_thread():
+        _last_heartbeat = Heartbeat(point, step, now)
+    if VARIABLE not in os.environ:
+        _faults.cache_clear()  # what is asked for later strikes anew
+        return False
+    faults = _faults(os.environ[VARIABLE])
+    due = [fault for fault in faults if fault.is_due(point, step=step, rank=distributed.rank(), path=path)]
+    wants_nan = [fault.inject(path) for fault in due]  # all of them strike
+    return any(wants_nan)
+
+
+def keep_alive() -> None:
+    """Note that this process lives, though it passes no point: it waits for work that goes on in another one."""
+    global _last_heartbeat_at
+    _last_heartbeat_at = time.monotonic()
+
+
+def last_heartbeat() -> Heartbeat:
+    """Return the point that the main thread passed last."""
+    return _last_heartbeat
+
+
+def last_heartbeat_at() -> float:
+    """Return when any thread passed a point last (monotonic seconds)."""
+    return _last_heartbeat_at
+
+
+@lru_cache(maxsize=1)
+def _faults(written: str) -> list[Fault]:
+    return read_faults(written)
+
+
+_last_heartbeat = Heartbeat("start", 0, time.monotonic())
+_last_heartbeat_at = _last_heartbeat.at

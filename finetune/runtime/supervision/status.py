@@ -1,0 +1,253 @@
+"""status.json: the state of a run, for monitoring; launchers flatten exit codes, so they are in here too.
+
+state       starting, running, finished, stopped or failed
+step        steps taken, of `num_steps`
+checkpoint  the newest that is complete on disk
+reason      why it stopped: `signal SIGTERM`, `time limit`, `STOP file`, `spot notice`, `interrupted`, ...
+error       the first error: its rank, type and message; null unless it failed
+ended_by    the rank that ended the run on its own; null where all agreed
+exit_code   0 finished or stopped by a limit, 129, 130 and 143 by a signal, 143 by a spot notice, 1 an error,
+            2 something that the user can fix
+"""
+
+import errno
+import os
+import platform
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import psutil
+from filelock import FileLock, Timeout
+from pydantic import TypeAdapter
+
+from finetune.errors import FinetuneError
+from finetune.runtime.files import atomic
+from finetune.runtime.files.read import read_json
+from finetune.runtime.processes import launch_id
+from finetune.runtime.progress import Progress
+from finetune.runtime.text.redact import redacted_config, redacted_text
+from finetune.runtime.text.terminal import format_json
+
+
+@dataclass(frozen=True)
+class Peer:
+    """One process of the run."""
+
+    rank: int
+    host: str
+    pid: int
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} (process {self.pid} on {self.host})"
+
+
+STATUS_FILE = "status.json"
+STARTING, RUNNING, FINISHED, STOPPED, FAILED = "starting", "running", "finished", "stopped", "failed"
+INTERRUPTED = "interrupted"
+
+_RANK_EXIT = TypeAdapter(tuple[str, int, str, str, int])
+
+_LOCK = ".status.lock"
+_REFRESH_SECONDS = 3.0
+_BLOCK_BYTES, _SPARE_BYTES, _MAX_MESSAGE_CHARACTERS = 4096, 2048, 500
+
+
+@dataclass(frozen=True)
+class RankExit:
+    """How one rank ended the run on its own, while the others knew nothing of it."""
+
+    state: str  # STOPPED or FAILED
+    rank: int
+    type: str
+    message: str
+    exit_code: int
+
+    def __str__(self) -> str:
+        if self.state == STOPPED:
+            return f"rank {self.rank} was stopped: {self.message}"
+        return f"rank {self.rank} failed first: {self.message.splitlines()[0] if self.message else self.type}"
+
+
+def exit_from_error(error: BaseException, *, rank: int) -> RankExit:
+    """Return how a rank ends that raised this."""
+    if isinstance(error, KeyboardInterrupt):
+        return RankExit(STOPPED, rank, type(error).__name__, INTERRUPTED, 130)
+    code = error.exit_code if isinstance(error, FinetuneError) else 1
+    message = str(error) if isinstance(error, FinetuneError) else f"{type(error).__name__}: {error}"
+    return RankExit(
+        FAILED, rank, type(error).__name__, redacted_text(message), code
+    )  # as it will be read from the file
+
+
+class StatusFile:
+    """The status file of one launch. Rank 0 keeps it; any rank may end the run, and the first that does stays in it.
+
+    Watching must not stop a run: a status that cannot be written is let go of. On a full disk it is written into the
+    room that the file has already, so that it never says `running` of a run that has ended.
+    """
+
+    def __init__(
+        self, folder: Path, *, rank: int, me: Peer, launch: str, since: float, clock: Callable[[], float] = time.time
+    ) -> None:
+        self._folder = folder
+        self._rank = rank
+        self._launch = launch
+        self._since = since  # what was written before is an earlier launch's
+        self._clock = clock
+        self._progress: Progress | None = None
+        self._refreshed = 0.0
+        self._facts: dict[str, Any] = {
+            **{"state": STARTING, "step": 0, "num_steps": None, "checkpoint": None, "reason": None, "error": None},
+            **{"ended_by": None, "exit_code": None, "host": me.host, "pid": me.pid, "ranks": [asdict(me)]},
+        }
+
+    def start(self) -> None:
+        """Begin the file anew; what the last launch left is gone."""
+        if self._rank == 0:
+            with suppress(OSError), self._alone():
+                self._write(self._facts)
+
+    def met(self, peers: Sequence[Peer]) -> None:
+        """Name all processes of the run."""
+        self._facts["ranks"] = [asdict(peer) for peer in peers]
+
+    def run(self, progress: Progress, *, num_steps: int) -> None:
+        """Say that training begins; from now on the step is read from `progress`."""
+        self._progress = progress
+        self._facts |= {"state": RUNNING, "num_steps": num_steps}
+        self._keep()
+
+    def checkpoint(self, path: str) -> None:
+        """Remember the newest checkpoint that is whole on disk."""
+        self._facts["checkpoint"] = path
+        self._keep()
+
+    def refresh(self) -> None:
+        """Write down how far the run is, every few seconds at most."""
+        if self._clock() - self._refreshed >= _REFRESH_SECONDS:
+            self._keep()
+
+    def end(self, state: str, *, reason: str, exit_code: int) -> None:
+        """Write down how the run ended as all ranks agreed."""
+        self._facts |= {"state": state, "reason": reason, "exit_code": exit_code}
+        self._keep()
+
+    def claim_exit(self, ended: RankExit) -> RankExit:
+        """Write down that this rank ends the run, unless another has done so before; return the first that did."""
+        try:
+            with self._alone():
+                first = self.first()
+                facts = self._read()
+                if first is None and facts.get("launch") == self._launch:  # else it is not ours to write
+                    self._write(facts | (self._facts if self._rank == 0 else {}) | self._step() | _fields(ended))
+                return first or ended
+        except OSError:
+            return ended
+
+    def first(self) -> RankExit | None:
+        """Return how the run was ended by one rank alone, if it was."""
+        facts = self._read()
+        try:
+            if facts.get("launch") != self._launch or facts.get("ended_by") is None or facts["time"] < self._since:
+                return None
+            error = facts["error"] or {"type": "Stopped", "message": facts["reason"]}
+            ended = (facts["state"], facts["ended_by"], error["type"], error["message"], facts["exit_code"])
+            return RankExit(*_RANK_EXIT.validate_python(ended))
+        except (KeyError, TypeError, ValueError):  # damaged, or somebody else's: it says nothing
+            return None
+
+    def _keep(self) -> None:
+        if self._rank != 0:
+            return
+        self._refreshed = self._clock()
+        with suppress(OSError), self._alone():
+            if self.first() is None:
+                self._write(self._facts | self._step())
+
+    def _step(self) -> dict[str, int]:
+        return {"step": self._progress.step} if self._progress is not None else {}
+
+    def _read(self) -> dict[str, Any]:
+        try:
+            facts = read_json(self._folder / STATUS_FILE)
+        except (OSError, ValueError):
+            return {}
+        return facts if isinstance(facts, dict) else {}
+
+    def _write(self, facts: dict[str, Any]) -> None:
+        now = self._clock()
+        updated = datetime.fromtimestamp(now, UTC).isoformat(timespec="seconds")
+        facts = redacted_config({**facts, "launch": self._launch, "updated": updated, "time": now})
+        try:
+            atomic.write_bytes(self._folder / STATUS_FILE, _padded(facts))
+        except OSError:
+            _overwrite(self._folder / STATUS_FILE, facts)
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        lock = FileLock(self._folder / _LOCK, timeout=5)
+        try:
+            lock.acquire()
+        except (
+            Timeout,
+            NotImplementedError,
+            OSError,
+        ):  # no locks: two ranks that fail at once may overwrite each other
+            yield
+            return
+        try:
+            yield
+        finally:
+            lock.release()
+
+
+def _padded(facts: Mapping[str, Any]) -> bytes:
+    """Return the facts as indented JSON with blanks behind it: room for how the run ends, also on a full disk."""
+    content = format_json(facts, indent=2).encode(errors="backslashreplace")
+    size = -(-(len(content) + _SPARE_BYTES) // _BLOCK_BYTES) * _BLOCK_BYTES
+    return content + b" " * (size - len(content) - 1) + b"\n"
+
+
+def _overwrite(path: Path, facts: Mapping[str, Any]) -> None:
+    """Write the facts into the room that the file has already; raises OSError where they do not fit."""
+    with path.open("r+b") as file:
+        room = os.fstat(file.fileno()).st_size - 1
+        error = facts["error"] and {**facts["error"], "message": facts["error"]["message"][:_MAX_MESSAGE_CHARACTERS]}
+        shorter = {**facts, "error": error, "reason": facts["reason"] and facts["reason"][:_MAX_MESSAGE_CHARACTERS]}
+        for each in (facts, shorter, {**shorter, "ranks": []}):
+            content = format_json(each).encode(errors="backslashreplace")
+            if len(content) <= room:
+                file.write(content + b" " * (room - len(content)) + b"\n")
+                return
+    raise OSError(errno.ENOSPC, "has no room for how the run ended", str(path))
+
+
+def open_status_file(folder: Path, *, rank: int) -> StatusFile:
+    """Return the status of the launch that this process belongs to."""
+    me = Peer(rank, platform.node(), os.getpid())
+    launch = launch_id(os.environ, host=me.host, pid=me.pid, parent=os.getppid())
+    return StatusFile(folder, rank=rank, me=me, launch=launch, since=psutil.Process().create_time() - 2)
+
+
+def record_finished(status: StatusFile, progress: Progress, checkpoint: str, reason: str, *, num_steps: int) -> int:
+    """Write down that there was nothing left to do, and return the exit code of a success."""
+    status.checkpoint(checkpoint)
+    status.run(progress, num_steps=num_steps)
+    status.end(FINISHED, reason=reason, exit_code=0)
+    return 0
+
+
+def _fields(ended: RankExit) -> dict[str, Any]:
+    error = {"rank": ended.rank, "type": ended.type, "message": ended.message}
+    return {
+        "state": ended.state,
+        "reason": ended.message if ended.state == STOPPED else None,
+        "error": error if ended.state == FAILED else None,
+        "ended_by": ended.rank,
+        "exit_code": ended.exit_code,
+    }

@@ -1,0 +1,155 @@
+"""The watchdog thread ends this process when another rank has ended, when the run hangs, or when it must stop.
+
+It looks every second. The main thread may be blocked in a collective forever; this one still ends the process.
+"""
+
+import faulthandler
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from finetune.errors import Hang, LostContact
+from finetune.runtime.supervision import hang, heartbeat
+from finetune.runtime.supervision.exit import ProcessExit, find_dead_peers, format_lost_peers
+from finetune.runtime.supervision.signals import EXIT_CODES, ReceivedSignals
+from finetune.runtime.supervision.status import STOPPED, RankExit, StatusFile, exit_from_error
+
+_TICK_SECONDS = 1.0
+_QUIET_SECONDS = 3.0  # without a point passed for so long, the others are looked after
+_LAST_WORDS_SECONDS = 8.0  # for the main thread to end by itself after an error
+_REPORT_SECONDS = 6.0  # for the other ranks to write down where they stand
+_PAUSE_SECONDS = 30.0  # between two looks
+_MOST_FAILURES = 60  # looks in a row that failed, after which nobody can say that the run is watched
+_BACKSTOP_SECONDS = 120.0  # after the limit, where not even this thread can run
+
+
+class Watchdog:
+    """Watches one process of a run."""
+
+    def __init__(
+        self, folder: Path, *, status: StatusFile, ending: ProcessExit, note: ReceivedSignals, rank: int, world: int
+    ) -> None:
+        self._folder = folder
+        self._status = status
+        self._ending = ending
+        self._note = note
+        self._rank = rank
+        self._world = world
+        self._ended_at: float | None = None
+        self._limit: float | None = None
+        self._watched_since = 0.0
+        self._armed_at = float("-inf")
+        self._looked_at = time.monotonic()
+        self._is_training = False
+        self._is_over = threading.Event()
+
+    def detect_hangs(self, limit_seconds: float | None) -> None:
+        """Begin to end the run when nothing has moved for so long; None never does."""
+        self._watched_since = time.monotonic()
+        self._limit = limit_seconds
+
+    def begin_training(self) -> None:
+        """Leave it to the loop from now on to stop when a signal asks for it; before, there is nothing to save."""
+        self._is_training = True
+
+    def stop_before_training(self) -> RankExit | None:
+        """Return the end that a signal asks for before training has begun."""
+        if self._note.received is None or self._is_training:
+            return None
+        reason = f"signal {self._note.received.name}"
+        return RankExit(STOPPED, self._rank, "Stopped", reason, EXIT_CODES[reason])
+
+    def run(self) -> None:
+        """Look, until the run is over."""
+        num_failures = 0
+        while not self._is_over.wait(_TICK_SECONDS):
+            try:
+                self.look()
+                num_failures = 0
+            except Exception as error:  # whatever it is, the run must not go on unwatched
+                num_failures += 1
+                self._tell_failure(error, num_failures=num_failures)
+
+    def _tell_failure(self, error: Exception, *, num_failures: int) -> None:
+        """Tell the first of several failures to look; end the run after so many in a row."""
+        if num_failures == 1:
+            text = f"{type(error).__name__}: {error}"
+            print(f"warning: the watchdog of rank {self._rank} cannot look: {text}; it tries again", file=sys.stderr)
+        if num_failures >= _MOST_FAILURES:
+            self._ending.after(exit_from_error(error, rank=self._rank))
+
+    def stop(self) -> None:
+        """Look no more."""
+        self._is_over.set()
+        faulthandler.cancel_dump_traceback_later()
+
+    def look(self) -> None:
+        """Look once."""
+        now = time.monotonic()
+        if now - self._looked_at > _PAUSE_SECONDS:  # this process itself was suspended: that is no hang
+            self._watched_since = now
+        self._looked_at = now
+        self._note.hear()
+        self._status.refresh()
+        silent = now - max(heartbeat.last_heartbeat_at(), self._watched_since)
+        if silent > _QUIET_SECONDS or self._note.received:
+            self._look_after_others()
+        if self._limit is not None:
+            self._arm(self._limit)
+            if silent > self._limit or (silent > _QUIET_SECONDS and (self._folder / hang.FOLDER).exists()):
+                self._end_hang(silent)
+
+    def _look_after_others(self) -> None:
+        """End this process where another has ended the run, is gone, or where a stop is asked for before the start.
+
+        The main thread is given a few seconds to end by itself: it may tell more.
+        """
+        first, patience = self._status.first(), _QUIET_SECONDS
+        if first is not None and first.rank == self._rank:
+            patience = _LAST_WORDS_SECONDS
+        elif first is None and (lost := find_dead_peers(self._ending.peers)):
+            first = exit_from_error(LostContact(format_lost_peers(lost)), rank=self._rank)
+        if stop := self.stop_before_training():
+            first, patience = first or stop, 0.0
+        if self._note.wants_immediate_exit:
+            first = first or exit_from_error(KeyboardInterrupt(), rank=self._rank)
+        if first is None:
+            self._ended_at = None
+            return
+        self._ended_at = self._ended_at or time.monotonic()
+        if time.monotonic() - self._ended_at >= patience:
+            self._ending.after(first)
+
+    def _end_hang(self, silent: float) -> None:
+        last = heartbeat.last_heartbeat()
+        hang.write_report(self._folder, rank=self._rank, point=last.point, step=last.step, silent_seconds=silent)
+        deadline = time.monotonic() + _REPORT_SECONDS
+        while len(reports := hang.read_reports(self._folder)) < self._world and time.monotonic() < deadline:
+            time.sleep(_TICK_SECONDS)
+        error = Hang(
+            f"nothing has moved for {silent:.0f} s (run.hang_after_seconds). "
+            f"{hang.format_blocking_ranks(reports, world=self._world)} Every rank's stacks: {self._folder / hang.FOLDER}"
+        )
+        self._ending.after(exit_from_error(error, rank=self._rank))
+
+    def _arm(self, limit: float) -> None:
+        """Have the interpreter end the process where not even a thread can run, because something keeps its lock."""
+        if time.monotonic() - self._armed_at > min(limit, _BACKSTOP_SECONDS) / 2:
+            self._armed_at = time.monotonic()
+            with suppress(ValueError, OSError, OverflowError):  # standard error may be no file
+                faulthandler.dump_traceback_later(limit + _BACKSTOP_SECONDS, exit=True)
+
+
+@contextmanager
+def running_watchdog(watchdog: Watchdog) -> Iterator[Watchdog]:
+    """Have the watchdog look while the context lasts."""
+    thread = threading.Thread(target=watchdog.run, name="watchdog", daemon=True)
+    thread.start()
+    try:
+        yield watchdog
+    finally:
+        watchdog.stop()
+        thread.join(timeout=5)

@@ -1,0 +1,115 @@
+"""The lock of a run folder: one writer at a time.
+
+Before, it is checked that nothing else has the names of its files.
+"""
+
+import fcntl
+import json
+import os
+import platform
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from finetune.errors import UserError
+from finetune.runtime.files.read import parse_json
+
+FILES = (
+    *(".writer.lock", ".status.lock", "STOP", "status.json", "events.jsonl", "config.yaml", "resolved.yaml"),
+    *("environment.json", "audit.json", "final.json"),
+)
+FOLDERS = ("checkpoints", "samples", "inputs", "final", "hang")
+
+_KINDS = {
+    stat.S_IFDIR: "a folder",
+    stat.S_IFREG: "a file",
+    stat.S_IFIFO: "a named pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+
+
+def require_free_names(folder: Path) -> None:
+    """Raise UserError where one of a run's own names is taken by something else than the run puts there."""
+    problems = [
+        problem
+        for names, wanted in ((FILES, stat.S_IFREG), (FOLDERS, stat.S_IFDIR))
+        for name in names
+        if (problem := _problem(folder / name, wanted)) is not None
+    ]
+    if problems:
+        raise UserError(f"run.folder: {'; '.join(problems)}. Move or delete it, or write another run.folder.")
+
+
+def _problem(path: Path, wanted: int) -> str | None:
+    try:
+        found = stat.S_IFMT(path.stat().st_mode)
+    except FileNotFoundError:
+        return f"{path} is a link to nothing" if os.path.lexists(path) else None
+    except OSError as error:
+        return f"{path} cannot be looked at ({error.strerror})"
+    return None if found == wanted else f"{path} is {_KINDS.get(found, 'something else')} and not {_KINDS[wanted]}"
+
+
+LOCK = ".writer.lock"
+
+
+@contextmanager
+def lock_run_folder(folder: Path, *, log: Callable[[str], None]) -> Iterator[None]:
+    """Hold the folder, which is made, while the context lasts; raises UserError that names who holds it.
+
+    Also raises UserError where it cannot be made or written, or where something else has the name of one of its files.
+
+    The lock is the kernel's: it goes with the process that holds it, however that ends, and is not inherited by the
+    processes it starts (hence `lockf`; `flock` is). Where the file system has no locks, that is said.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        require_free_names(folder)
+        descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o644)
+    except OSError as error:
+        raise UserError(
+            f"run.folder: {_format_os_error(folder, error)} Write another run.folder, or mend this one."
+        ) from error
+    try:
+        _lock(descriptor, folder, log=log)
+        yield
+    finally:
+        os.close(descriptor)  # lets go of the lock
+
+
+def _lock(descriptor: int, folder: Path, *, log: Callable[[str], None]) -> None:
+    try:
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        raise UserError(_format_held_lock(descriptor, folder)) from None
+    except OSError as error:
+        log(f"warning: {folder} cannot be locked against a second run ({error}); make sure that there is none.")
+        return
+    me = {"host": platform.node(), "pid": os.getpid(), "since": datetime.now(UTC).isoformat(timespec="seconds")}
+    with suppress(OSError):  # on a full disk the name of the holder is missing, and the lock holds all the same
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, json.dumps(me).encode(), 0)
+
+
+def _format_os_error(folder: Path, error: OSError) -> str:
+    blocking = next((each for each in (folder, *folder.parents) if each.exists() and not each.is_dir()), None)
+    if blocking is not None:
+        return f"{folder} cannot be made: {blocking} is no folder."
+    return f"{folder} cannot be written: {error.strerror or error}."
+
+
+def _format_held_lock(descriptor: int, folder: Path) -> str:
+    try:
+        holder: dict[str, Any] = parse_json(os.pread(descriptor, 1000, 0))
+        who = f"process {holder['pid']} on {holder['host']}, since {holder['since']}"
+    except (ValueError, KeyError, TypeError):  # it has not written its name yet
+        who = "another process"
+    return (
+        f"run.folder: {folder} is being written by {who}. Wait until that run ends, end it with `touch {folder}/STOP`, "
+        "or write another run.folder."
+    )

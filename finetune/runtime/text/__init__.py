@@ -1,0 +1,1 @@
+"""Text that is printed or written down: without secrets, and without characters that act on a terminal."""

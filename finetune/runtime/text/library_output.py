@@ -1,0 +1,61 @@
+"""Logging, warnings and progress bars of libraries: shown once per run instead of once per process."""
+
+import logging
+import os
+import sys
+import warnings
+
+QUIETED_LIBRARIES = (
+    "accelerate",
+    "datasets",
+    "deepspeed",
+    "DeepSpeed",
+    "huggingface_hub",
+    "peft",
+    "torch",
+    "transformers",
+)
+
+HARMLESS_WARNINGS = ("Setting accelerator to CPU",)
+"""Beginnings of warnings that tell a user nothing: every run without a GPU would show them."""
+
+DEPRECATION_WARNINGS = (
+    r"`is_gradient_checkpointing` is deprecated",  # peft 0.21 of transformers 5.23
+    r"`torch\.distributed\.\w+` is deprecated",  # DeepSpeed 0.19 of torch 2.13, in every step
+)
+"""Patterns of warnings that libraries cause with one another; a user can do nothing about them."""
+
+
+def quiet_libraries(*, is_main: bool) -> None:
+    """Keep the libraries' warnings on the main rank and only errors on the others; progress bars only at a terminal.
+
+    Serves libraries that are imported already and those that will be. Nothing is hidden that this package says itself.
+    """
+    level = logging.WARNING if is_main else logging.ERROR
+    for library in QUIETED_LIBRARIES:
+        logging.getLogger(library).setLevel(level)
+    for message in DEPRECATION_WARNINGS:
+        warnings.filterwarnings("ignore", message=message, category=FutureWarning)
+    # DeepSpeed sets its level anew when it is imported; a filter stays
+    logging.getLogger("DeepSpeed").addFilter(
+        lambda record: record.levelno >= level and not record.getMessage().startswith(HARMLESS_WARNINGS)
+    )
+    if not is_main:
+        warnings.simplefilter("ignore")
+        for name in ("TRANSFORMERS_VERBOSITY", "DATASETS_VERBOSITY"):  # read when they are imported
+            os.environ.setdefault(name, "error")
+    if not is_main or not sys.stderr.isatty():
+        for name in ("HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS"):
+            os.environ.setdefault(name, "1")
+        _stop_progress_bars()
+
+
+def _stop_progress_bars() -> None:
+    switches = {
+        "transformers.utils.logging": "disable_progress_bar",
+        "datasets.utils.tqdm": "disable_progress_bars",
+        "huggingface_hub.utils.tqdm": "disable_progress_bars",
+    }
+    for module, switch in switches.items():
+        if module in sys.modules:
+            getattr(sys.modules[module], switch)()

@@ -1,0 +1,178 @@
+"""Untrusted text on its way to a terminal, a pipe or a log: printable, and without effect on the terminal.
+
+Whatever moves the cursor, colours, hides or reorders text is shown as the escape that Python writes for it. While a
+command runs, standard output and error are guarded: everything printed there, by libraries too, goes through
+`printable`. Imports no torch.
+"""
+
+import io
+import json
+import re
+import sys
+import threading
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any, TextIO
+
+from finetune.runtime.text.redact import collect_environment_secrets, redacted_text
+
+_CONTROL_CHARACTERS = (
+    "\x00-\x08\x0b-\x1f\x7f-\x9f"  # C0 but for tab and line end, DEL, C1
+    "\u00ad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180e\u200b\u200e\u200f"  # nothing to see, or marks of direction
+    "\u2028-\u202e\u2060-\u206f\u3164\ufeff\uffa0\ufff9-\ufffb"  # line ends, overrides and isolates of direction
+    "\ud800-\udfff\U0001bca0-\U0001bca3\U0001d173-\U0001d17a\U000e0000-\U000e0fff"  # half characters, tags
+)
+_CONTROLS = re.compile(f"[{_CONTROL_CHARACTERS}]|(?<![\u0300-\U0010ffff])[\u200c\u200d]")
+"""Joiners belong to scripts and emoji; behind any other character they only hide."""
+
+_ASCII_CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f]")
+
+_BAR = re.compile(r"\r|(?:\x1b\[A)+")
+"""What libraries' progress bars write on a terminal's standard error to go back, alone or before their text."""
+
+
+def escape_controls(text: str) -> str:
+    r"""Return the text with every character that acts instead of being read as its escape; tab and line end stay.
+
+    >>> neutral("a\x1b[31mred\r\n\u202e")
+    'a\\x1b[31mred\n\\u202e'
+    """
+    text = text.replace("\r\n", "\n") if "\r" in text else text
+    return (_ASCII_CONTROLS if text.isascii() else _CONTROLS).sub(_escape, text)
+
+
+def printable(text: str) -> str:
+    """Return the text as it may be printed: without secrets, and neutral."""
+    return escape_controls(redacted_text(text))
+
+
+def format_json(value: Any, *, indent: int | None = None, **settings: Any) -> str:
+    """Return the value as JSON in which people can read every script, and nothing acts on a terminal."""
+    text = json.dumps(value, indent=indent, ensure_ascii=False, **settings)
+    return text if text.isascii() and "\x7f" not in text else _CONTROLS.sub(_json_escape, text)
+
+
+class GuardedStream:
+    """A text stream that writes what is readable, whatever its encoding; all else is as the stream's own.
+
+    It has no `buffer`: nothing goes round it. With `has_bars`, what libraries draw bars with on a terminal passes.
+    `keeps_escapes` leaves escapes alone, for whoever has made the text readable before he coloured it.
+    """
+
+    def __init__(self, stream: TextIO, *, keeps_escapes: bool = False, has_bars: bool = False) -> None:
+        self.stream = stream
+        self._keeps_escapes = keeps_escapes
+        self._has_bars = has_bars and not getattr(stream, "closed", False) and stream.isatty()
+        if isinstance(stream, io.TextIOWrapper) and stream.errors != "backslashreplace":
+            with suppress(io.UnsupportedOperation):
+                stream.reconfigure(errors="backslashreplace")
+
+    def write(self, text: str) -> int:
+        """Write the text, readable."""
+        self._write(self._readable(text))
+        return len(text)
+
+    def writelines(self, lines: Sequence[str]) -> None:
+        """Write the lines."""
+        for line in lines:
+            self.write(line)
+
+    def flush(self) -> None:
+        """Write out what is waiting."""
+        self.stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("buffer", "stream"):  # `stream` is asked for here only before there is one
+            raise AttributeError(f"there is no `{name}` here: only text is written, and nothing goes round it")
+        return getattr(self.stream, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "write":  # wandb listens so: it, too, hears only what is readable
+            super().__setattr__(name, lambda text: value(self._readable(text)))
+        else:
+            super().__setattr__(name, value)
+
+    def _readable(self, text: str) -> str:
+        if not isinstance(text, str):
+            raise TypeError(f"a text is written here, not {type(text).__name__}")
+        if self._keeps_escapes:
+            return redacted_text(text)
+        bar = _BAR.match(text) if self._has_bars else None
+        if bar is None:
+            return printable(text)
+        return bar[0] + printable(text[bar.end() :])
+
+    def _write(self, text: str) -> None:
+        try:
+            self.stream.write(text)
+        except UnicodeEncodeError:
+            encoding = self.stream.encoding or "ascii"
+            self.stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
+
+
+@contextmanager
+def guarded_output() -> Iterator[None]:
+    """Meanwhile, guard standard output and error and what is told of errors in threads; once is enough."""
+    if isinstance(sys.stdout, GuardedStream):
+        yield
+        return
+    before = sys.stdout, sys.stderr, threading.excepthook, sys.unraisablehook
+    guard_process()
+    try:
+        yield
+    finally:
+        sys.stdout, sys.stderr, threading.excepthook, sys.unraisablehook = before
+
+
+def guard_process() -> None:
+    """Guard standard output and error of this process to its end, and what is told of errors in threads."""
+    collect_environment_secrets()
+    guard_streams()
+    threading.excepthook = _print_thread_error
+    sys.unraisablehook = _print_unraisable
+
+
+def guard_streams() -> None:
+    """Guard what standard output and error are now, where it is not guarded: a progress bar has put itself there."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is not None and not isinstance(stream, GuardedStream):
+            setattr(sys, name, GuardedStream(stream, has_bars=name == "stderr"))
+
+
+def print_traceback(error: BaseException) -> None:
+    """Print the traceback of an error nobody expected, its causes too, readable."""
+    _print_error(format_traceback(error))
+
+
+def format_traceback(error: BaseException) -> str:
+    """Return the traceback of an error nobody expected, its causes too, readable."""
+    return printable("".join(traceback.format_exception(error)).rstrip())
+
+
+def _print_thread_error(told: threading.ExceptHookArgs) -> None:
+    if told.exc_value is not None and not isinstance(told.exc_value, SystemExit):
+        name = told.thread.name if told.thread is not None else "?"
+        _print_error(f"Exception in thread {printable(name)}:\n{format_traceback(told.exc_value)}")
+
+
+def _print_unraisable(told: "sys.UnraisableHookArgs") -> None:
+    if told.exc_value is not None:
+        message = told.err_msg or f"Exception ignored in {told.object!r}"
+        _print_error(f"{printable(message)}:\n{format_traceback(told.exc_value)}")
+
+
+def _print_error(text: str) -> None:
+    if sys.stderr is not None:
+        with suppress(OSError, ValueError):
+            print(text, file=sys.stderr, flush=True)
+
+
+def _escape(match: re.Match[str]) -> str:
+    code = ord(match[0])
+    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
+
+
+def _json_escape(match: re.Match[str]) -> str:
+    return match[0] if match[0].isspace() and match[0] in "\r\n\t" else json.dumps(match[0])[1:-1]

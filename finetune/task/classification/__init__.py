@@ -1,0 +1,1 @@
+"""Classification of texts, words and images, and regression."""

@@ -1,0 +1,215 @@
+"""What all classification tasks share: the classes and their weights, the losses as sums, padded texts."""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import PreTrainedTokenizerBase
+
+from finetune.data.batch import IGNORED, Batch
+from finetune.data.classes import Classes, balanced_weights, label_name, positive_weights, sort_names
+from finetune.data.features import Features
+from finetune.data.rows import Row
+from finetune.errors import DataError
+from finetune.task.causal_lm import pad_id
+from finetune.task.protocol import TaskContext
+
+LabelsOf = Callable[[Row], Iterable[Any]]
+"""From a row to the labels in it."""
+
+_MAX_CLASSES, _MAX_LISTED_CLASSES = 10_000, 20
+
+
+@dataclass(frozen=True)
+class WeightedClasses:
+    """The classes, and the weight of each in the loss; without weights, each weighs 1.
+
+    'balanced' weights of rows with one class each average 1 over the training rows. The step divides the sum of the
+    weighted losses by the number of targets, never by the sum of their weights: how the batch is cut into microbatches
+    and ranks changes nothing.
+    """
+
+    classes: Classes
+    weights: tuple[float, ...] | None = None
+    counts: tuple[int, ...] = field(default=(), compare=False)  # of each class in the training rows, where counted
+
+    @property
+    def facts(self) -> Mapping[str, Any]:
+        """Return it as JSON: what `find_classes` reads where there are no rows."""
+        return {"labels": list(self.classes.names), "class_weights": self.weights and list(self.weights)}
+
+    @property
+    def head_values(self) -> Mapping[str, Any]:
+        """Return what the model's config says of the classes; `num_labels` first, as setting it forgets the names."""
+        names = self.classes.names
+        return {
+            "num_labels": len(names),
+            "id2label": dict(enumerate(names)),
+            "label2id": {name: index for index, name in enumerate(names)},
+        }
+
+    @property
+    def found(self) -> tuple[str, ...]:
+        """Return a line on how often each class occurs and what it weighs; nothing where nothing was counted."""
+        if not self.counts:
+            return ()
+        shown = islice(zip(self.classes.names, self.counts, strict=True), _MAX_LISTED_CLASSES)
+        each = [f"`{name}` {count:,}" for name, count in shown]
+        if self.weights:
+            each = [f"{said} (weight {weight:.3g})" for said, weight in zip(each, self.weights, strict=False)]
+        more = len(self.counts) - len(each)
+        return (f"data.train: {len(self.counts)} classes: {', '.join(each)}{f' and {more} more' if more else ''}",)
+
+    def weight_tensor(self, device: torch.device) -> Tensor | None:
+        """Return the weights, [classes], on the device."""
+        return None if self.weights is None else torch.tensor(self.weights, dtype=torch.float32, device=device)
+
+
+def find_classes(context: TaskContext, labels_of: LabelsOf) -> WeightedClasses:
+    """Return the classes and weights that the job names, those of an earlier start, or those found in the rows.
+
+    The rows are read once, and only where something of them is needed. Raises DataError where the rows name fewer than
+    two classes: one, where a row may have several or none.
+    """
+    section, facts = context.section.classification, context.facts
+    if facts and "labels" in facts:
+        kept = facts.get("class_weights")
+        return WeightedClasses(Classes(tuple(facts["labels"])), tuple(kept) if kept else None)
+    is_balanced = section.class_weights == "balanced"
+    weights = None if isinstance(section.class_weights, str) else section.class_weights
+    if section.labels and not is_balanced:
+        return WeightedClasses(Classes(section.labels), weights)
+    num_rows, counts = _count_classes(context.rows(), labels_of)
+    is_multi = section.kind == "multi_label"
+    names = section.labels or _class_names(counts, least=1 if is_multi else 2)
+    each = [counts.get(name, 0) for name in names]
+    if is_balanced:
+        weights = positive_weights(each, num_rows) if is_multi else balanced_weights(each)
+    return WeightedClasses(Classes(names), weights, tuple(each))
+
+
+def class_loss_sum(
+    logits: Tensor, labels: Tensor, *, weights: Tensor | None = None, label_smoothing: float = 0.0
+) -> Tensor:
+    """Return the cross-entropy in nats of one class of many, summed over the targets, a float32 scalar.
+
+    `labels` are indices, [...] or IGNORED, or the probabilities of all classes, [..., classes], each row one target.
+    A target's loss is multiplied by the weight of its class; smoothing is torch's (Szegedy et al., 2015,
+    arXiv:1512.00567). Nothing is divided by the sum of the weights.
+    """
+    # logits  # [..., classes]
+    flat = logits.reshape(-1, logits.shape[-1]).to(torch.float32)
+    wanted = labels.reshape(-1, flat.shape[-1]).to(torch.float32) if labels.is_floating_point() else labels.reshape(-1)
+    return functional.cross_entropy(
+        flat, wanted, weight=weights, ignore_index=IGNORED, reduction="sum", label_smoothing=label_smoothing
+    )
+
+
+def multi_label_loss_sum(logits: Tensor, labels: Tensor, *, weights: Tensor | None = None) -> Tensor:
+    """Return the binary cross-entropy in nats, averaged over the classes, summed over the rows, a float32 scalar.
+
+    `labels` are 0 or 1, [rows, classes]; a row of NaN does not count. `weights` multiply the loss of a class where it
+    applies, not where it does not (torch's `pos_weight`).
+    """
+    # logits  # [rows, classes]
+    counts, wanted = _mask_nan_rows(labels)
+    each = functional.binary_cross_entropy_with_logits(
+        logits.to(torch.float32), wanted, pos_weight=weights, reduction="none"
+    )
+    return (each.mean(dim=-1) * counts).sum()
+
+
+def regression_loss_sum(predictions: Tensor, labels: Tensor) -> Tensor:
+    """Return the squared error, averaged over a row's numbers, summed over the rows, a float32 scalar.
+
+    Both are [rows, numbers]; a row of NaN does not count.
+    """
+    counts, wanted = _mask_nan_rows(labels)
+    return ((predictions.to(torch.float32) - wanted).square().mean(dim=-1) * counts).sum()
+
+
+def _mask_nan_rows(labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Return which rows count, [rows], and the labels without NaN, both float32."""
+    return (~labels.isnan().any(dim=-1)).to(torch.float32), labels.nan_to_num().to(torch.float32)
+
+
+def _count_classes(rows: Iterable[Row], labels_of: LabelsOf) -> tuple[int, Counter[str]]:
+    """Return the number of rows and of each class; a wrong label is passed over: who encodes its row tells where."""
+    counts: Counter[str] = Counter()
+    num_rows, first = 0, None
+    for row in rows:
+        num_rows += 1
+        try:
+            counts.update(map(label_name, labels_of(row)))
+        except DataError as error:
+            first = first or error
+    if not counts and first is not None:
+        raise DataError(f"data.train: no row has a label that can be read; the first: {first}") from first
+    return num_rows, counts
+
+
+def _class_names(counts: Mapping[str, int], *, least: int) -> tuple[str, ...]:
+    if len(counts) < least:
+        raise DataError(
+            f"the training rows name {len(counts)} class{'es' if not counts else ''}"
+            f"{f' (`{next(iter(counts))}`)' if counts else ''}: there is nothing to tell apart. "
+            "Write `task.classification.labels` if there are others."
+        )
+    if len(counts) > _MAX_CLASSES:
+        some = ", ".join(f"`{name}`" for name in islice(counts, 3))
+        raise DataError(
+            f"the training rows name {len(counts):,} classes ({some}, ...): is the column a class? "
+            "Map another one with `columns: {label: ...}`, or write `task.classification.labels`."
+        )
+    return tuple(sort_names(counts))
+
+
+class TextPadding:
+    """The token that fills up short texts: the tokenizer's, else its end-of-sequence, which becomes its padding.
+
+    A decoder reads its answer off the last token that is not padding, which it knows by this id alone: the model's
+    config and the tokenizer must name the same. A text that ends with the padding token itself (where that is
+    end-of-sequence) has its answer read off the token before, alone as in any batch.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.token_id = pad_id(tokenizer)
+        if tokenizer.pad_token_id is None:
+            tokenizer.pad_token = tokenizer.eos_token
+
+    @property
+    def head_values(self) -> Mapping[str, Any]:
+        """Return what the model's config says of it."""
+        return {"pad_token_id": self.token_id}
+
+    def inputs(self, features: Sequence[Features]) -> dict[str, Tensor]:
+        """Return what the model is given, [batch, length] each, padded on the right."""
+        fillers = {"input_ids": self.token_id, "token_type_ids": 0}
+        inputs = {
+            name: pad_rows([each.arrays[name] for each in features], filler)
+            for name, filler in fillers.items()
+            if name in features[0].arrays
+        }
+        lengths = torch.tensor([each.length for each in features])
+        longest = inputs["input_ids"].shape[1]
+        return {**inputs, "attention_mask": (torch.arange(longest)[None] < lengths[:, None]).long()}
+
+
+def pad_rows(arrays: Sequence[np.ndarray], filler: int) -> Tensor:
+    """Return the arrays as rows of whole numbers, int64 [rows, longest], filled up on the right."""
+    rows = np.full((len(arrays), max(map(len, arrays))), filler, np.int64)
+    for row, array in zip(rows, arrays, strict=True):
+        row[: len(array)] = array
+    return torch.from_numpy(rows)
+
+
+def classifier_logits(model: nn.Module, batch: Batch) -> Tensor:
+    """Return the model's logits in float32: [batch, outputs], or [batch, length, outputs] of words."""
+    logits: Tensor = model(**batch.inputs).logits
+    return logits.to(torch.float32)

@@ -1,0 +1,140 @@
+"""Image classification: one class for each image. It is decoded where batches are made, in the loader's workers."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from random import Random
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from finetune.config.sections.data import ImagesSection
+from finetune.data.batch import IGNORED, Batch
+from finetune.data.encoding.labelled_images import IMAGE, LABEL, LabelledImageEncoder
+from finetune.data.features import Features
+from finetune.data.images.decode import decode_image
+from finetune.data.images.transforms import ImageTransform, mix_images
+from finetune.data.rows import Row
+from finetune.data.workers import LoadingCost
+from finetune.runtime.seeds import derive_seed
+from finetune.task.base import BaseTask
+from finetune.task.classification.classes import class_loss_sum, find_classes
+from finetune.task.metrics import image_metrics
+from finetune.task.model_inputs import unwrap_model
+from finetune.task.protocol import EvaluationOutput, ModelHead, TaskContext
+
+
+class ImageClassificationTask(BaseTask):
+    """Name the class of an image.
+
+    Rows become `label` (the number of the class) and `image` (encoded bytes).
+    """
+
+    head: ModelHead = "image_classification"
+    loading_cost: LoadingCost = "heavy"
+
+    def __init__(self, context: TaskContext) -> None:
+        self.section: ImagesSection = context.data.images
+        self.label_smoothing = context.section.label_smoothing
+        self.views = ImageTransform(context.processor, self.section)
+        self.classification = find_classes(context, _labels_of)
+        self._encoder = LabelledImageEncoder(self.classification.classes, self.views.mode)
+        _ = self.views.size  # raises here, where nobody has prepared anything yet
+
+    @property
+    def head_values(self) -> Mapping[str, Any]:
+        """Return number and names of the classes."""
+        return self.classification.head_values
+
+    @property
+    def facts(self) -> Mapping[str, Any]:
+        """Return the classes and their weights."""
+        return self.classification.facts
+
+    @property
+    def found(self) -> tuple[str, ...]:
+        """Return how often each class occurs."""
+        return self.classification.found
+
+    @property
+    def encoding(self) -> Mapping[str, Any]:
+        """Return the classes in their order, and the channels that images are decoded to."""
+        return {"labels": list(self.classification.classes.names), "mode": self.views.mode}
+
+    @property
+    def has_partners(self) -> bool:
+        """Tell whether each sample is learnt together with another one."""
+        return self.section.mixup > 0 or self.section.cutmix > 0
+
+    def collate(self, features: Sequence[Features]) -> Batch:
+        """Return the images as pixels; where they are learnt from, views drawn from step and sample alone."""
+        pairs = [self._pixels_and_label(each) for each in features]
+        labels = torch.stack([label for _, label in pairs])
+        return Batch(
+            inputs={"pixel_values": torch.stack([pixels for pixels, _ in pairs])},
+            labels=labels,
+            num_targets=len(features),
+            num_tokens=len(features),
+            sample_ids=tuple(each.sample_id for each in features),
+        )
+
+    def loss_sum(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Return the cross-entropy in nats summed over the images, with class weights and label smoothing."""
+        weights = self.classification.weight_tensor(batch.labels.device)
+        return class_loss_sum(
+            image_logits(model, batch), batch.labels, weights=weights, label_smoothing=self.label_smoothing
+        )
+
+    def metric_sums(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
+        """Return `loss_sum`, without weights and smoothing, and `num_targets`."""
+        return self.evaluate_batch(model, batch).sums
+
+    def evaluate_batch(self, model: nn.Module, batch: Batch) -> EvaluationOutput:
+        """Return the sums, and of each image its id, class, likeliest class, and how many classes are likelier."""
+        logits, labels = image_logits(model, batch).float(), batch.labels
+        sums = {"loss_sum": class_loss_sum(logits, labels), "num_targets": (labels != IGNORED).sum()}
+        if not batch.sample_ids:
+            return EvaluationOutput(sums)
+        own = logits.gather(1, labels[:, None])  # [batch, 1]
+        likelier = (logits > own).sum(dim=1)
+        ids = torch.tensor(batch.sample_ids, dtype=torch.float64)
+        columns = [each.to("cpu", torch.float64) for each in (labels, logits.argmax(dim=1), likelier)]
+        return EvaluationOutput(sums, torch.stack([ids, *columns], dim=1))
+
+    def metrics(self, sums: Mapping[str, float], records: Tensor | None = None) -> Mapping[str, float]:
+        """Return `loss`, `accuracy`, `macro_f1` and, from 6 classes on, `top5_accuracy`."""
+        loss = sums["loss_sum"] / sums["num_targets"]
+        if records is None:
+            return {"loss": loss}
+        return {"loss": loss, **image_metrics(records, num_classes=len(self.classification.classes))}
+
+    def _pixels_and_label(self, features: Features) -> tuple[Tensor, Tensor]:
+        """Return the pixels and the class: its number, or with a partner the probabilities of all classes."""
+        own, label = self._view(features, "own"), int(features.arrays[LABEL][0])
+        if features.seed == 0 or not self.has_partners:
+            return own, torch.tensor(label)
+        partner = features.partner or features
+        other, other_label = self._view(partner, "partner"), int(partner.arrays[LABEL][0])
+        chance = Random(derive_seed(features.seed, features.sample_id, "mix"))
+        mixed = mix_images(own, other, mixup=self.section.mixup, cutmix=self.section.cutmix, chance=chance)
+        probabilities = torch.zeros(len(self.classification.classes))
+        probabilities[label] += mixed.share
+        probabilities[other_label] += 1 - mixed.share
+        return mixed.pixels, probabilities
+
+    def _view(self, features: Features, role: str) -> Tensor:
+        image = decode_image(features.arrays[IMAGE].tobytes(), mode=self.views.mode)
+        if features.seed == 0:
+            return self.views.plain(image)
+        return self.views.drawn(image, Random(derive_seed(features.seed, features.sample_id, "view", role)))
+
+
+def image_logits(model: nn.Module, batch: Batch) -> Tensor:
+    """Return the logits, [batch, classes]; pixels are cast to the type of the model's weights, as some do not."""
+    pixels = batch.inputs["pixel_values"]
+    dtype = getattr(unwrap_model(model), "dtype", None)
+    logits: Tensor = model(pixel_values=pixels if dtype is None else pixels.to(dtype)).logits
+    return logits
+
+
+def _labels_of(row: Row) -> Iterable[Any]:
+    return (row["label"],)

@@ -1,0 +1,128 @@
+"""Token classification: the class of every word, such as the entity that it belongs to."""
+
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from finetune.data.batch import IGNORED, Batch
+from finetune.data.encoding.labelled_text import LABELS
+from finetune.data.encoding.tagged_words import TaggedWordsEncoder, tags_of
+from finetune.data.encoding.tokenizer import num_special_tokens_around
+from finetune.data.features import Features
+from finetune.data.token_cache.lengths import LengthLimit, SampleLengthLimit
+from finetune.task.base import BaseTask
+from finetune.task.classification.classes import TextPadding, class_loss_sum, classifier_logits, find_classes, pad_rows
+from finetune.task.metrics import are_entity_tags, class_metrics, entity_scores
+from finetune.task.protocol import EvaluationOutput, ModelHead, TaskContext
+
+
+class TokenClassificationTask(BaseTask):
+    """Find out the class of every word; raises DataError for a tokenizer that cannot tell words.
+
+    Rows become `input_ids`, `token_type_ids` where the tokenizer makes them, `is_target` and `labels`. The first token
+    of each word is a target.
+    """
+
+    head: ModelHead = "token_classification"
+
+    def __init__(self, context: TaskContext) -> None:
+        data = context.data
+        self.classification = find_classes(context, tags_of)
+        self.label_smoothing = context.section.label_smoothing
+        self.padding = TextPadding(context.tokenizer)
+        self._encoder = TaggedWordsEncoder(
+            context.tokenizer, self.classification.classes, allow_special_tokens=data.allow_special_tokens
+        )
+        frame = num_special_tokens_around(context.tokenizer)
+        self._lengths = SampleLengthLimit(data.longest, data.over_length, data.truncate_side, frame)
+
+    @property
+    def head_values(self) -> Mapping[str, Any]:
+        """Return number and names of the classes, and the padding token."""
+        return {**self.classification.head_values, **self.padding.head_values}
+
+    @property
+    def facts(self) -> Mapping[str, Any]:
+        """Return the classes and their weights."""
+        return self.classification.facts
+
+    @property
+    def found(self) -> tuple[str, ...]:
+        """Return how often each tag occurs."""
+        return self.classification.found
+
+    @property
+    def encoding(self) -> Mapping[str, Any]:
+        """Return the classes in their order."""
+        return {"labels": list(self.classification.classes.names)}
+
+    @property
+    def lengths(self) -> LengthLimit:
+        """Return the policy for long sentences: what is cut or split keeps the special tokens around it."""
+        return self._lengths
+
+    def collate(self, features: Sequence[Features]) -> Batch:
+        """Return the sentences padded on the right; labels[b, t] is the class of the word that token t begins."""
+        labels = pad_rows([_labels(each) for each in features], IGNORED)
+        return Batch(
+            inputs=self.padding.inputs(features),
+            labels=labels,
+            num_targets=int((labels != IGNORED).sum()),
+            num_tokens=sum(each.length for each in features),
+            sample_ids=tuple(each.sample_id for each in features),
+        )
+
+    def answer(self, features: Features) -> str:
+        """Return the words' tags in their order."""
+        names = self.classification.classes.names
+        return " ".join(names[label] for label in features.arrays[LABELS][features.arrays["is_target"]])
+
+    def loss_sum(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Return the cross-entropy in nats summed over the words, with class weights and label smoothing."""
+        weights = self.classification.weight_tensor(batch.labels.device)
+        return class_loss_sum(
+            classifier_logits(model, batch), batch.labels, weights=weights, label_smoothing=self.label_smoothing
+        )
+
+    def metric_sums(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
+        """Return `loss_sum`, without weights and smoothing, and `num_targets`."""
+        return self.evaluate_batch(model, batch).sums
+
+    def evaluate_batch(self, model: nn.Module, batch: Batch) -> EvaluationOutput:
+        """Return the sums, and of each word its sample's id, its class and the likeliest class."""
+        logits, labels = classifier_logits(model, batch), batch.labels
+        is_target = labels != IGNORED  # [batch, length]
+        sums = {"loss_sum": class_loss_sum(logits, labels), "num_targets": is_target.sum()}
+        if not batch.sample_ids:
+            return EvaluationOutput(sums)
+        ids = torch.tensor(batch.sample_ids, device=labels.device)[:, None].expand_as(labels)
+        columns = [each[is_target].to("cpu", torch.float64) for each in (ids, labels, logits.argmax(dim=-1))]
+        return EvaluationOutput(sums, torch.stack(columns, dim=1))
+
+    def metrics(self, sums: Mapping[str, float], records: Tensor | None = None) -> Mapping[str, float]:
+        """Return `loss`, `accuracy`, `macro_f1`, and precision, recall and F1 of entities where the tags are such."""
+        num_targets = sums["num_targets"]
+        loss = {"loss": sums["loss_sum"] / num_targets if num_targets else float("nan")}
+        if records is None:
+            return loss
+        names = self.classification.classes.names
+        measured = class_metrics(records[:, 1], records[:, 2], num_classes=len(names))
+        wanted = {name: measured[name] for name in ("accuracy", "macro_f1")}
+        return loss | wanted | (entity_metrics(records, names) if are_entity_tags(names) else {})
+
+
+def entity_metrics(records: Tensor, names: Sequence[str]) -> dict[str, float]:
+    """Return what `entity_scores` gives; records are [words, 3]: sample, class and predicted class, in their order."""
+    sentences = groupby(records.long().tolist(), key=lambda record: record[0])
+    pairs = ([(label, predicted) for _, label, predicted in words] for _, words in sentences)
+    scores = entity_scores(([names[label] for label, _ in each], [names[found] for _, found in each]) for each in pairs)
+    return {"entity_f1": scores.f1, "entity_precision": scores.precision, "entity_recall": scores.recall}
+
+
+def _labels(features: Features) -> np.ndarray:
+    """Return the class at each target, IGNORED everywhere else."""
+    return np.where(features.arrays["is_target"], features.arrays[LABELS].astype(np.int64), IGNORED)

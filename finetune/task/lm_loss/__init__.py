@@ -1,0 +1,1 @@
+"""The loss of a language model: computed at target positions alone, in chunks, under any wrapper."""

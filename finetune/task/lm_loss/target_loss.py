@@ -1,0 +1,174 @@
+"""The loss of predicted tokens, computed at target positions alone, by our chunked loss or by a fused kernel.
+
+The kernels of other packages compute the summed cross-entropy of a linear head on CUDA without the logits of all
+targets. Read in liger-kernel 0.8.5 and cut-cross-entropy 25.1.1. Both synchronise host and device once per call to
+count targets, which our chunked loss does not: that is why none of them is ever chosen by default.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from finetune.config.sections.train import LossKernel
+from finetune.data.batch import Batch
+from finetune.runtime.optional import require
+from finetune.task.lm_loss import chunked_loss
+from finetune.task.lm_loss.at_targets import compute_at_targets, logits_everywhere
+from finetune.task.lm_loss.chunked_loss import LossSpec, rows_per_chunk
+from finetune.task.lm_loss.head import LmHead, find_lm_head, map_chunks
+from finetune.task.lm_loss.logit_transform import LogitTransform
+from finetune.task.lm_loss.token_loss import TokenLoss
+from finetune.task.metrics import token_sums
+
+KERNEL_MODULES = {"liger": "liger_kernel.transformers.functional", "cce": "cut_cross_entropy"}
+
+FusedKernel = Callable[[Tensor, Tensor, Tensor | None, Tensor, LogitTransform], Tensor]
+"""From hidden states [targets, hidden], weight, bias and labels to the summed cross-entropy, a scalar."""
+
+
+def resolve_kernel(kernel: LossKernel) -> tuple[LossKernel, tuple[str, ...]]:
+    """Return the kernel that serves here and, where that is not the one asked for, a line that tells why.
+
+    Raises MissingPackage where there is a GPU for it, but not the package.
+    """
+    if kernel not in KERNEL_MODULES:
+        return kernel, ()
+    if not torch.cuda.is_available():
+        return "chunked", (f"warning: train.loss_kernel: `{kernel}` needs a CUDA GPU; `chunked` is used.",)
+    require(KERNEL_MODULES[kernel], extra="kernels", purpose=f"`train.loss_kernel: {kernel}`")
+    return kernel, ()
+
+
+def fused_kernel_for(kernel: LossKernel, rows: Tensor, bias: Tensor | None) -> FusedKernel | None:
+    """Return the kernel asked for where it knows such a head; None where our own loss serves instead."""
+    if kernel not in KERNEL_MODULES or not rows.is_cuda or not len(rows) or (kernel == "cce" and bias is not None):
+        return None
+    return _liger if kernel == "liger" else _cce
+
+
+def _liger(rows: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, finish: LogitTransform) -> Tensor:
+    function: Any = require(KERNEL_MODULES["liger"], extra="kernels", purpose="`train.loss_kernel: liger`")
+    settings = {"reduction": "sum", "softcap": finish.soft_cap, "accum_dtype": torch.float32}
+    bias = None if bias is None else _scaled(bias, finish)
+    return _sum(function.liger_fused_linear_cross_entropy(_scaled(rows, finish), weight, labels, bias, **settings))
+
+
+def _cce(rows: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, finish: LogitTransform) -> Tensor:
+    """Return the sum; gradients of unlikely tokens are not left out (`filter_eps`)."""
+    package: Any = require(KERNEL_MODULES["cce"], extra="kernels", purpose="`train.loss_kernel: cce`")
+    settings = {"reduction": "sum", "softcap": finish.soft_cap, "filter_eps": None}
+    return _sum(package.linear_cross_entropy(_scaled(rows, finish), weight, labels, **settings))
+
+
+def _scaled(values: Tensor, finish: LogitTransform) -> Tensor:
+    return values if finish.scale == 1.0 else values * finish.scale
+
+
+def _sum(loss: Any) -> Tensor:
+    summed: Tensor = loss.to(torch.float32)
+    return summed
+
+
+MAX_FULL_LOGITS = 1 << 18
+"""Elements of all logits up to which `auto` has all of them made: asking at targets takes half a millisecond more."""
+
+
+@dataclass(frozen=True)
+class TargetLoss:
+    """The loss of a batch's targets by a model, in as little memory as the kernel needs."""
+
+    loss: TokenLoss
+    kernel: LossKernel = "auto"
+
+    def sums(self, model: nn.Module, batch: Batch, inputs: Mapping[str, Any] | None = None) -> dict[str, Tensor]:
+        """Return `loss_sum` and, unless it is that, the detached sum of the plain `cross_entropy`."""
+        labels = _labels(batch)
+        if self._takes_all(model, batch):
+            return self.loss.sums(logits_everywhere(model, batch, inputs=inputs), batch.labels)
+        both = compute_at_targets(
+            model, batch, partial(_training_loss, labels=labels, loss=self.loss, kernel=self.kernel), inputs=inputs
+        )
+        loss_sum, plain = both.unbind()
+        return {"loss_sum": loss_sum} if self.loss.is_plain else {"loss_sum": loss_sum, "cross_entropy": plain.detach()}
+
+    def evaluation_sums(
+        self, model: nn.Module, batch: Batch, inputs: Mapping[str, Any] | None = None
+    ) -> dict[str, Tensor]:
+        """Return the summed cross-entropy, the number of targets and how many of them have the highest logit."""
+        labels = _labels(batch)
+        if self._takes_all(model, batch):
+            return token_sums(logits_everywhere(model, batch, inputs=inputs), batch.labels)
+        both = compute_at_targets(model, batch, partial(_evaluation_sums, labels=labels), inputs=inputs)
+        loss_sum, num_correct = both.unbind()
+        num_targets = torch.full((), len(labels), device=loss_sum.device)
+        return {"loss_sum": loss_sum, "num_targets": num_targets, "num_correct": num_correct}
+
+    def _takes_all(self, model: nn.Module, batch: Batch) -> bool:
+        """Tell whether the logits of all labels are made; `auto` does where that costs less than asking at some."""
+        if self.kernel != "auto":
+            return self.kernel == "plain"
+        head = find_lm_head(model)
+        return head is not None and batch.labels.numel() * head.vocabulary <= MAX_FULL_LOGITS
+
+
+def log_probabilities_at_targets(model: nn.Module, batch: Batch) -> Tensor:
+    """Return the log-probability in nats of each of the batch's targets, [targets], in float32."""
+    return -compute_at_targets(model, batch, partial(_loss_of_each, labels=_labels(batch)))
+
+
+def _labels(batch: Batch) -> Tensor:
+    assert batch.targets is not None, "a batch of tokens knows its targets"
+    return batch.targets.labels
+
+
+def _training_loss(rows: Tensor, head: LmHead, *, labels: Tensor, loss: TokenLoss, kernel: LossKernel) -> Tensor:
+    """Return the loss and the cross-entropy, summed: [2]."""
+    linear = head.linear_weights(rows)
+    if linear is not None:
+        ask, theirs = _loss_spec(rows, head, linear[0], loss), fused_kernel_for(kernel, rows, linear[1])
+        if theirs is None:
+            return chunked_loss.loss_sums(rows, *linear, labels, ask)
+        weight, bias = (None if each is None else each.to(ask.dtype) for each in linear)
+        assert weight is not None
+        return theirs(rows.to(ask.dtype), weight, bias, labels, ask.finish).expand(2)
+    return torch.stack(map_chunks(partial(_logits_loss_sums, loss, head), head, rows, labels)).sum(dim=0)
+
+
+def _loss_of_each(rows: Tensor, head: LmHead, *, labels: Tensor) -> Tensor:
+    """Return the cross-entropy of each target, [targets]."""
+    linear = head.linear_weights(rows)
+    if linear is not None:
+        return chunked_loss.row_losses(rows, *linear, labels, _loss_spec(rows, head, linear[0], TokenLoss()))[0]
+    return torch.cat(map_chunks(partial(_logits_losses, head), head, rows, labels))
+
+
+def _evaluation_sums(rows: Tensor, head: LmHead, *, labels: Tensor) -> Tensor:
+    """Return the summed cross-entropy and how many targets have the highest logit: [2]."""
+    linear = head.linear_weights(rows)
+    if linear is not None:
+        return chunked_loss.loss_and_num_correct(rows, *linear, labels, _loss_spec(rows, head, linear[0], TokenLoss()))
+    return torch.stack(map_chunks(partial(_logits_evaluation_sums, head), head, rows, labels)).sum(dim=0)
+
+
+def _logits_loss_sums(loss: TokenLoss, head: LmHead, rows: Tensor, labels: Tensor) -> Tensor:
+    sums = loss.sums(head.logits(rows), labels)
+    return torch.stack([sums["loss_sum"], sums.get("cross_entropy", sums["loss_sum"])])
+
+
+def _logits_losses(head: LmHead, rows: Tensor, labels: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(head.logits(rows), labels, reduction="none")
+
+
+def _logits_evaluation_sums(head: LmHead, rows: Tensor, labels: Tensor) -> Tensor:
+    logits = head.logits(rows)
+    loss_sum = nn.functional.cross_entropy(logits, labels, reduction="sum")
+    return torch.stack([loss_sum, (logits.argmax(dim=-1) == labels).sum()])
+
+
+def _loss_spec(rows: Tensor, head: LmHead, weight: Tensor, loss: TokenLoss) -> LossSpec:
+    assert head.finish is not None
+    return LossSpec(loss, head.finish, head.compute_dtype(rows), rows_per_chunk(len(weight), rows.device))

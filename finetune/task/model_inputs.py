@@ -1,0 +1,121 @@
+"""From samples to a language model's inputs: collated with padding or padding-free, and given to the wrapped model."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from finetune.config.sections.data import BatchingSection
+from finetune.data.batch import IGNORED, Batch, Targets
+from finetune.data.features import Features
+from finetune.runtime.packed_rows import PER_SAMPLE_ATTENTION, SAMPLE_LENGTHS, SampleLengths
+
+
+def is_padding_free(batching: BatchingSection) -> bool:
+    """Tell whether the samples of a forward pass stand in one row; `auto` has been settled before, or is no."""
+    return batching.padding_free is True or batching.by == "packs"
+
+
+def collate_padded(features: Sequence[Features], *, pad_id: int) -> Batch:
+    """Return the samples padded on the right; labels[b, t] is the token at t + 1 where that one is a target."""
+    longest = max(each.length for each in features)
+    input_ids = np.full((len(features), longest), pad_id, dtype=np.int64)
+    attention_mask = np.zeros((len(features), longest), dtype=np.int64)
+    labels = np.full((len(features), longest), IGNORED, dtype=np.int64)
+    for place, each in enumerate(features):
+        input_ids[place, : each.length] = each.arrays["input_ids"]
+        attention_mask[place, : each.length] = 1
+        labels[place, : each.length] = _labels(each)
+    targets = Targets.of(labels)
+    inputs = {"input_ids": torch.from_numpy(input_ids), "attention_mask": torch.from_numpy(attention_mask)}
+    return Batch(
+        inputs=inputs,
+        labels=torch.from_numpy(labels),
+        num_targets=len(targets.labels),
+        num_tokens=int(attention_mask.sum()),
+        sample_ids=tuple(each.sample_id for each in features),
+        targets=targets,
+    )
+
+
+def collate_padding_free(features: Sequence[Features]) -> Batch:
+    """Return the samples in one row without padding and without an attention mask.
+
+    Positions begin at 0 in every sample: by that a model knows them apart. No label is a token of the next sample.
+    """
+    lengths = [each.length for each in features]
+    ends = np.cumsum([0, *lengths])
+    input_ids = np.concatenate([each.arrays["input_ids"] for each in features], dtype=np.int64)
+    position_ids = np.arange(ends[-1]) - np.repeat(ends[:-1], lengths)
+    is_target = np.concatenate([each.arrays["is_target"] for each in features])
+    labels = np.full((1, ends[-1]), IGNORED, dtype=np.int64)
+    np.copyto(labels[0, :-1], input_ids[1:], where=is_target[1:])
+    labels[0, ends[1:] - 1] = IGNORED  # behind the last token of a sample there is none
+    targets = Targets.of(labels)
+    return Batch(
+        inputs={"input_ids": torch.from_numpy(input_ids)[None], "position_ids": torch.from_numpy(position_ids)[None]},
+        labels=torch.from_numpy(labels),
+        num_targets=len(targets.labels),
+        num_tokens=len(input_ids),
+        sample_ids=tuple(each.sample_id for each in features),
+        cumulative_lengths=torch.from_numpy(ends.astype(np.int32)),
+        longest=max(lengths),
+        lengths=tuple(lengths),
+        targets=targets,
+    )
+
+
+def _labels(features: Features) -> np.ndarray:
+    """Return the token after each position where it is a target; behind the last there is none."""
+    ids, is_target = features.arrays["input_ids"], features.arrays["is_target"]
+    return np.append(np.where(is_target[1:], ids[1:].astype(np.int64), IGNORED), IGNORED)
+
+
+ATTENTION_WITH_BOUNDARIES = ("flash_attention_2", "flash_attention_3", PER_SAMPLE_ATTENTION)
+"""Attention that is told where samples begin; others work it out from the positions."""
+
+
+def forward_logits(model: nn.Module, batch: Batch) -> Tensor:
+    """Return the logits as the model gives them, e.g. [batch, length, vocabulary]."""
+    logits: Tensor = model(**forward_inputs(model, batch)).logits
+    return logits
+
+
+def forward_inputs(model: nn.Module, batch: Batch) -> dict[str, Any]:
+    """Return what the model is given."""
+    return {**batch.inputs, **_boundaries(model, batch), "use_cache": False}
+
+
+def unwrap_model(model: nn.Module) -> nn.Module:
+    """Return the model inside all wrappers: DDP, an engine, a compiled module, peft."""
+    while True:
+        inner: Any = getattr(model, "module", None) or getattr(model, "_orig_mod", None)
+        unwrap = getattr(model, "get_base_model", None)
+        if inner is None and callable(unwrap):
+            inner = unwrap()
+        if not isinstance(inner, nn.Module):
+            return model
+        model = inner
+
+
+def _boundaries(model: nn.Module, batch: Batch) -> dict[str, Any]:
+    """Return where the samples of the row begin, in transformers' words; nothing for attention that needs no telling.
+
+    Without them flash attention works them out in every layer, and waits for the device each time. Ours is told of
+    every length, too, and transformers that the mask is made already: it uses none.
+    """
+    ends, attention = batch.cumulative_lengths, _attention(model)
+    if ends is None or attention not in ATTENTION_WITH_BOUNDARIES:
+        return {}
+    longest = batch.longest
+    edges = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
+    if attention != PER_SAMPLE_ATTENTION:
+        return edges
+    no_mask = torch.ones((1, 1, 1, 1), dtype=torch.bool, device=ends.device)
+    return {**edges, SAMPLE_LENGTHS: SampleLengths(batch.lengths), "attention_mask": no_mask}
+
+
+def _attention(model: nn.Module) -> str | None:
+    return getattr(getattr(unwrap_model(model), "config", None), "_attn_implementation", None)

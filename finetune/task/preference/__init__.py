@@ -1,0 +1,1 @@
+"""Training on preferences: DPO and its relatives, KTO, and reward models."""

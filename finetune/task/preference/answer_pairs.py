@@ -1,0 +1,157 @@
+"""What the preference tasks share: samples of several sequences, their log-probabilities, and sums over pairs."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from finetune.data.batch import IGNORED, Batch
+from finetune.data.encoding.conversation import ConversationEncoder
+from finetune.data.encoding.preference import PreferenceEncoder
+from finetune.data.features import Features
+from finetune.data.templates.chat_template import require_chat_template
+from finetune.data.token_cache.lengths import SequencesLengthLimit, sequence_bounds
+from finetune.task.base import BaseTask
+from finetune.task.causal_lm import pad_id
+from finetune.task.lm_loss.target_loss import log_probabilities_at_targets
+from finetune.task.model_inputs import collate_padded
+from finetune.task.protocol import TaskContext
+
+PAIR_WEIGHTS = "counts"
+NUM_PAIRS = "num_firsts"
+
+
+def collate_pairs(features: Sequence[Features], *, pad_id: int) -> Batch:
+    """Return the first half of each sample's sequences and below these the second half of each, padded on the right.
+
+    `labels[b, t]` is the token at t + 1 where that is a target. There are as many targets of the batch as sequences in
+    the upper half. Extras: how many sequences of each sample stand in the upper half (`num_firsts`), and of each of
+    these whether it counts (`counts`, 0 in a filler).
+    """
+    sequences = [_sequences(each) for each in features]
+    num_firsts = [len(each) // 2 for each in sequences]
+    upper = [one for each, num in zip(sequences, num_firsts, strict=True) for one in each[:num]]
+    lower = [one for each, num in zip(sequences, num_firsts, strict=True) for one in each[num:]]
+    batch = collate_padded([*upper, *lower], pad_id=pad_id)
+    extras = {
+        NUM_PAIRS: torch.tensor(num_firsts),
+        PAIR_WEIGHTS: torch.ones(len(upper)),
+    }
+    ids = tuple(each.sample_id for each in features)
+    return replace(batch, num_targets=len(upper), sample_ids=ids, extras=extras)
+
+
+def join_halves(arrays: Sequence[np.ndarray]) -> Tensor:
+    """Return one value of each sequence of each sample in the order of `halves`, [sequences]."""
+    upper = [each[: len(each) // 2] for each in arrays]
+    lower = [each[len(each) // 2 :] for each in arrays]
+    return torch.from_numpy(np.concatenate([*upper, *lower]))
+
+
+def split_by_sample(values: Tensor, batch: Batch) -> list[np.ndarray]:
+    """Return one value of each sequence of the batch, [sequences], by sample: the inverse of `join_halves`."""
+    num_firsts = batch.extras[NUM_PAIRS].tolist()
+    upper, lower = values.detach().chunk(2)
+    pairs = zip(torch.split(upper, num_firsts), torch.split(lower, num_firsts), strict=True)
+    return [torch.cat(pair).cpu().numpy() for pair in pairs]
+
+
+def upper_half(batch: Batch) -> Batch:
+    """Return the batch without its lower half."""
+    return _select_rows(batch, slice(0, len(batch.labels) // 2))
+
+
+def lower_half(batch: Batch) -> Batch:
+    """Return the batch without its upper half."""
+    return _select_rows(batch, slice(len(batch.labels) // 2, None))
+
+
+def sequence_log_probabilities(model: nn.Module, batch: Batch) -> Tensor:
+    """Return the log-probability in nats of each sequence's targets, summed, in float32: [sequences]."""
+    assert batch.targets is not None  # `halves` has told them
+    each = log_probabilities_at_targets(model, batch)  # [targets]
+    everywhere = each.new_zeros(batch.labels.numel()).index_copy(0, batch.targets.positions, each)
+    return everywhere.view(batch.labels.shape).sum(dim=1)
+
+
+def num_target_tokens(batch: Batch) -> Tensor:
+    """Return the number of targets of each sequence, at least 1: [sequences]."""
+    return (batch.labels != IGNORED).sum(dim=1).clamp(min=1)
+
+
+def _sequences(features: Features) -> list[Features]:
+    ids, is_target = features.arrays["input_ids"], features.arrays["is_target"]
+    return [Features({"input_ids": ids[a:b], "is_target": is_target[a:b]}) for a, b in sequence_bounds(features)]
+
+
+def _select_rows(batch: Batch, rows: slice) -> Batch:
+    start, stop, _ = rows.indices(len(batch.labels))
+    inputs = {name: tensor[rows] for name, tensor in batch.inputs.items()}
+    targets = None if batch.targets is None else batch.targets.rows(start, stop, length=batch.labels.shape[1])
+    return replace(batch, inputs=inputs, labels=batch.labels[rows], targets=targets)
+
+
+class AnswerPairsTask(BaseTask):
+    """Learns from answers of which one is preferred; raises DataError for a tokenizer without chat template.
+
+    Rows become several sequences, each the prompt and one answer; a target of a batch is a pair.
+    """
+
+    def __init__(self, context: TaskContext, *, judged: bool = False, margin: bool = False) -> None:
+        require_chat_template(context.tokenizer)
+        data = context.data
+        self.pad_id = pad_id(context.tokenizer)
+        self._data = data
+        encode = ConversationEncoder(
+            context.tokenizer,
+            system_prompt=data.system_prompt,
+            template=data.chat_template,
+            allow_special_tokens=data.allow_special_tokens,
+        )
+        name = f"`task.name: {context.section.name}`"
+        self._answers = self._encoder = PreferenceEncoder(encode, name, judged=judged, margin=margin)
+
+    @property
+    def encoding(self) -> Mapping[str, Any]:
+        """Return what samples hold beside the answers."""
+        held = {"judged": self._answers.judged, "margin": self._answers.margin}
+        return {name: True for name, is_held in held.items() if is_held}
+
+    @property
+    def lengths(self) -> SequencesLengthLimit:
+        """Return that `data.max_length` holds for the prompt with each answer."""
+        return SequencesLengthLimit(self._data.longest, self._data.over_length, self._data.truncate_side)
+
+    def collate(self, features: Sequence[Features]) -> Batch:
+        """Return chosen answers and below them rejected ones: they share one forward pass."""
+        return collate_pairs(features, pad_id=self.pad_id)
+
+    def dummy_batch(self, features: Features) -> Batch:
+        """Return the sample as a batch in which nothing counts."""
+        batch = super().dummy_batch(features)
+        return replace(batch, extras={**batch.extras, PAIR_WEIGHTS: torch.zeros_like(batch.extras[PAIR_WEIGHTS])})
+
+
+def pair_sums(losses: Tensor, chosen: Tensor, rejected: Tensor, *, counts: Tensor) -> dict[str, Tensor]:
+    """Return the sums of the losses and, detached, of both rewards and of how often the chosen one is higher.
+
+    All are [pairs]; `counts` is 0 for a pair that does not count, else 1.
+    """
+    chosen, rejected = chosen.detach(), rejected.detach()
+    return {
+        "loss_sum": (losses * counts).sum(),
+        "reward_chosen": (chosen * counts).sum(),
+        "reward_rejected": (rejected * counts).sum(),
+        "reward_margin": ((chosen - rejected) * counts).sum(),
+        "preference_accuracy": ((chosen > rejected) * counts).sum(),
+    }
+
+
+def pair_metrics(sums: Mapping[str, float]) -> dict[str, float]:
+    """Return the means over `num_pairs` of all other sums, the loss among them; NaN without pairs."""
+    num_pairs = sums["num_pairs"] or float("nan")
+    names = {name: "loss" if name == "loss_sum" else name for name in sums if name != "num_pairs"}
+    return {title: sums[name] / num_pairs for name, title in names.items()}

@@ -1,0 +1,150 @@
+"""Preference tuning on pairs of answers: DPO and its relatives with a reference model; ORPO, SimPO, CPO without."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from torch import Tensor, nn
+
+from finetune.config.sections.task import PreferenceSection
+from finetune.data.batch import Batch
+from finetune.data.features import Features
+from finetune.task.preference import losses
+from finetune.task.preference.answer_pairs import (
+    PAIR_WEIGHTS,
+    AnswerPairsTask,
+    join_halves,
+    num_target_tokens,
+    pair_metrics,
+    pair_sums,
+    sequence_log_probabilities,
+    split_by_sample,
+)
+from finetune.task.protocol import ModelHead, Precomputed, TaskContext
+
+REFERENCE = "reference"
+"""The array of a sample that holds the reference's log-probability of each of its sequences."""
+
+LOSSES_WITH_REFERENCE = ("sigmoid", "hinge", "ipo", "robust", "kto")
+LOSSES_WITH_CROSS_ENTROPY = ("orpo", "cpo")
+"""Losses of which the chosen answer's own cross-entropy is a part."""
+
+
+class PreferenceTask(AnswerPairsTask):
+    """Prefer the chosen answer to the rejected one. One pair is one target."""
+
+    head: ModelHead = "causal_lm"
+
+    def __init__(self, context: TaskContext) -> None:
+        super().__init__(context)
+        self.section = context.section.preference
+
+    @property
+    def precomputed(self) -> Precomputed | None:
+        """Return the reference's log-probabilities, where the loss has a reference."""
+        return precomputed_reference() if self.section.loss in LOSSES_WITH_REFERENCE else None
+
+    def collate(self, features: Sequence[Features]) -> Batch:
+        """Return chosen answers and below them rejected ones, with what the reference says of each."""
+        return attach_reference(super().collate(features), features)
+
+    def loss_sum(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Return the loss summed over the pairs, a float32 scalar."""
+        return self.loss_sums(model, batch)["loss_sum"]
+
+    def loss_sums(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
+        """Return the sums over the pairs of loss, rewards, margins, correct preferences and log-probabilities."""
+        pairs = PairLogProbabilities.of(sequence_log_probabilities(model, batch), batch)
+        rewards = pairs.rewards(self.section)
+        counts = batch.extras[PAIR_WEIGHTS]
+        return {
+            **pair_sums(pairs.losses(self.section), *rewards, counts=counts),
+            "log_probability_chosen": (pairs.chosen.detach() * counts).sum(),
+            "log_probability_rejected": (pairs.rejected.detach() * counts).sum(),
+        }
+
+    def metric_sums(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
+        """Return the same sums and the number of pairs."""
+        return {**self.loss_sums(model, batch), "num_pairs": batch.extras[PAIR_WEIGHTS].sum()}
+
+    def metrics(self, sums: Mapping[str, float], records: Tensor | None = None) -> Mapping[str, float]:
+        """Return the means over the pairs: `loss`, `preference_accuracy`, rewards and log-probabilities."""
+        return pair_metrics(sums)
+
+
+@dataclass(frozen=True)
+class PairLogProbabilities:
+    """Log-probabilities of a batch's answers and how many tokens each has, all [pairs]."""
+
+    chosen: Tensor
+    rejected: Tensor
+    chosen_tokens: Tensor
+    rejected_tokens: Tensor
+    chosen_reference: Tensor | None = None
+    rejected_reference: Tensor | None = None
+
+    @classmethod
+    def of(cls, log_probability: Tensor, batch: Batch) -> "PairLogProbabilities":
+        """Return the pairs of a batch whose sequences have these log-probabilities, [sequences]."""
+        reference = batch.extras.get(REFERENCE)
+        chosen, rejected = log_probability.chunk(2)
+        of_chosen, of_rejected = (None, None) if reference is None else reference.chunk(2)
+        chosen_tokens, rejected_tokens = num_target_tokens(batch).chunk(2)
+        return cls(chosen, rejected, chosen_tokens, rejected_tokens, of_chosen, of_rejected)
+
+    def losses(self, section: PreferenceSection) -> Tensor:
+        """Return the loss of each pair."""
+        weight = section.sft_weight
+        if weight is None:
+            weight = 1.0 if section.loss in LOSSES_WITH_CROSS_ENTROPY else 0.0
+        preferred = self._preferring(section)
+        return preferred if weight == 0 else preferred - weight * self.chosen / self.chosen_tokens
+
+    def rewards(self, section: PreferenceSection) -> tuple[Tensor, Tensor]:
+        """Return the implicit reward of the chosen and of the rejected answers: beta times what the loss compares."""
+        if section.loss in ("orpo", "simpo"):
+            return section.beta * self.chosen / self.chosen_tokens, section.beta * self.rejected / self.rejected_tokens
+        if section.loss == "cpo":
+            return section.beta * self.chosen, section.beta * self.rejected
+        chosen, rejected = self._ratios()
+        return section.beta * chosen, section.beta * rejected
+
+    def _preferring(self, section: PreferenceSection) -> Tensor:
+        """Return the part of the loss that prefers."""
+        beta, smoothing = section.beta, section.label_smoothing
+        chosen_mean, rejected_mean = self.chosen / self.chosen_tokens, self.rejected / self.rejected_tokens
+        if section.loss == "orpo":
+            return beta * losses.odds_ratio(chosen_mean, rejected_mean)
+        if section.loss == "simpo":
+            return losses.simpo(chosen_mean, rejected_mean, beta=beta, target_margin=section.target_margin)
+        if section.loss == "cpo":
+            return losses.cpo(self.chosen, self.rejected, beta=beta, label_smoothing=smoothing)
+        chosen, rejected = self._ratios()
+        if section.loss == "ipo":
+            return losses.ipo(chosen / self.chosen_tokens - rejected / self.rejected_tokens, tau=beta)
+        if section.loss == "hinge":
+            return losses.hinge(chosen - rejected, beta=beta)
+        of_ratios = losses.robust_dpo if section.loss == "robust" else losses.dpo
+        return of_ratios(chosen - rejected, beta=beta, label_smoothing=smoothing)
+
+    def _ratios(self) -> tuple[Tensor, Tensor]:
+        assert self.chosen_reference is not None and self.rejected_reference is not None, "with_priors comes first"
+        return self.chosen - self.chosen_reference, self.rejected - self.rejected_reference
+
+
+def precomputed_reference() -> Precomputed:
+    """Return how the reference's log-probabilities of a sample's sequences are worked out."""
+    return Precomputed("reference log-probabilities", "reference", {}, reference_log_probabilities)
+
+
+def reference_log_probabilities(model: nn.Module, batch: Batch) -> Sequence[Mapping[str, np.ndarray]]:
+    """Return the model's log-probability of each sequence, by sample."""
+    return [{REFERENCE: each} for each in split_by_sample(sequence_log_probabilities(model, batch), batch)]
+
+
+def attach_reference(batch: Batch, features: Sequence[Features]) -> Batch:
+    """Return the batch with what the reference says of each sequence, where that is known already."""
+    if REFERENCE not in features[0].arrays:
+        return batch
+    reference = join_halves([each.arrays[REFERENCE] for each in features])
+    return replace(batch, extras={**batch.extras, REFERENCE: reference})

@@ -1,0 +1,75 @@
+"""NEFTune (Jain et al., 2023, arXiv:2310.05914): uniform noise on the embeddings while training.
+
+The noise of a sample is a function of the step's seed and the sample's id: it depends neither on the number of
+processes nor on how the global batch is cut, and a continued run draws it again.
+"""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from finetune.data.batch import Batch
+from finetune.errors import ModelError
+from finetune.runtime.seeds import derive_seed
+
+
+class EmbeddingNoise:
+    """Adds noise to the next output of the model's input embeddings once it has been told of a batch."""
+
+    def __init__(self, model: nn.Module, *, alpha: float) -> None:
+        """Raises ModelError for a model without input embeddings; `model` may be wrapped afterwards."""
+        embeddings = _input_embeddings(model)
+        if embeddings is None:
+            raise ModelError(f"train.embedding_noise: {type(model).__name__} has no input embeddings. Remove it.")
+        self._alpha = alpha
+        self._batch: Batch | None = None
+        embeddings.register_forward_hook(self._add)
+
+    def tell(self, batch: Batch) -> None:
+        """Say which batch is learnt from next; without a word of it, as in evaluations, there is no noise.
+
+        Raises ModelError where the model has not asked its input embeddings for the batch before.
+        """
+        if self._batch is not None:
+            raise ModelError("train.embedding_noise: this model reads its embeddings in a way of its own. Remove it.")
+        self._batch = batch
+
+    def _add(self, module: nn.Module, arguments: Any, output: Tensor) -> Tensor:
+        batch, self._batch = self._batch, None  # a decoder that shares the module with its encoder gets none
+        return output if batch is None else output + sample_noise(batch, output, alpha=self._alpha)
+
+
+@torch.no_grad()
+def sample_noise(batch: Batch, embedded: Tensor, *, alpha: float) -> Tensor:
+    """Return the noise of the samples, [batch, length, width] like what is embedded; padding has none.
+
+    Sample i with L tokens of width d gets uniform numbers in alpha / sqrt(L * d) * [-1, 1).
+    """
+    noise = torch.zeros_like(embedded)
+    width = embedded.shape[-1]
+    for place, sample_id, length in _places(batch, noise):
+        generator = torch.Generator(noise.device).manual_seed(derive_seed(batch.seed, "embedding noise", sample_id))
+        drawn = torch.rand((length, width), generator=generator, device=noise.device, dtype=torch.float32)
+        place[:length] = ((2.0 * drawn - 1.0) * (alpha / math.sqrt(length * width))).to(noise.dtype)
+    return noise
+
+
+def _places(batch: Batch, noise: Tensor) -> Iterator[tuple[Tensor, int, int]]:
+    """Yield for each sample where its tokens begin, its id and its number of tokens."""
+    is_row = batch.cumulative_lengths is not None
+    start = 0
+    for row, (sample_id, length) in enumerate(zip(batch.sample_ids, batch.lengths, strict=True)):
+        yield (noise[0, start:] if is_row else noise[row]), sample_id, length
+        start += length
+
+
+def _input_embeddings(model: Any) -> nn.Module | None:
+    try:
+        is_pair = getattr(model.config, "is_encoder_decoder", False)
+        found = (model.get_encoder() if is_pair else model).get_input_embeddings()
+    except (AttributeError, NotImplementedError):
+        return None
+    return found if isinstance(found, nn.Module) else None

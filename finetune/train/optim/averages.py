@@ -1,0 +1,129 @@
+"""Averages of the weights: an exponential moving average kept as optimizer state, and schedule-free AdamW's average.
+
+The moving average lies beside the optimizer's moments, so every strategy that shards its state (ZeRO's fp32
+partitions, FSDP2's rows) shards the average alike. An optimizer's own hooks keep it, so its class stays what it is.
+
+In schedule-free AdamW (Defazio et al., 2024, arXiv:2405.15682) the trained weights, y, lie between a fast sequence z
+and its average x, which is evaluated and needs no schedule. The rule is the authors' own (package `schedulefree`);
+here its counts are kept by parameter instead of by group, as plain numbers of the optimizer's state, so that they are
+saved by name and hold where a strategy steps a part of the groups at a time (ZeRO).
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from finetune.config.sections.train import AverageSection
+from finetune.runtime.optional import require
+from finetune.runtime.parameters import AVERAGE, AVERAGE_DECAY
+
+INITIAL_COUNTS = {"step": 0, "weight_sum": 0.0, "lr_max": -1.0}
+"""The counts before the first update: updates, sum of the average's weights, highest learning rate."""
+
+FAST_SEQUENCE = "z"
+"""The key of the fast sequence among a parameter's optimizer state."""
+
+
+class ScheduleFreeAdamW(torch.optim.Optimizer):
+    """The package's rule; its `train` and `eval` are not used: `average_from_fast` is asked for instead."""
+
+    def __init__(
+        self,
+        groups: Sequence[dict[str, Any]],
+        *,
+        learning_rate: float,
+        betas: tuple[float, float],
+        eps: float,
+    ) -> None:
+        package = require("schedulefree", extra="optimizers", purpose="train.optimizer.name: schedule_free_adamw")
+        self._rule = package.AdamWScheduleFree([torch.zeros(())], lr=learning_rate, betas=betas, eps=eps)
+        super().__init__(groups, {**self._rule.defaults, "train_mode": True})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Update all parameters that have a gradient."""
+        self._rule.state = self.state
+        for group in self.param_groups:
+            for counts, parameters in _by_counts(self.state, group["params"]):
+                is_plain = not any(isinstance(each, DTensor) for each in parameters)
+                one = {**group, "params": parameters, "foreach": is_plain, "k": counts["step"], **counts}
+                self._rule.param_groups = [one]
+                self._rule.step()
+                for parameter in parameters:
+                    self.state[parameter].update(step=one["k"], weight_sum=one["weight_sum"], lr_max=one["lr_max"])
+
+
+def average_from_fast(weights: Tensor, fast: Tensor, *, beta: float) -> Tensor:
+    """Return x where y = `weights` lies between it and z = `fast`: y = beta * x + (1 - beta) * z."""
+    return weights.lerp(fast, 1.0 - 1.0 / beta)
+
+
+def _by_counts(state: Any, parameters: Sequence[Tensor]) -> Iterator[tuple[dict[str, Any], list[Tensor]]]:
+    """Yield the parameters that have a gradient, those with equal counts together."""
+    found: dict[tuple[Any, ...], list[Tensor]] = {}
+    for parameter in parameters:
+        if parameter.grad is not None:
+            own = state[parameter]
+            found.setdefault(tuple(own.get(name, first) for name, first in INITIAL_COUNTS.items()), []).append(
+                parameter
+            )
+    for counts, alike in found.items():
+        yield dict(zip(INITIAL_COUNTS, counts, strict=True)), alike
+
+
+AVERAGE_AFTER, AVERAGE_DECAY = "average_after", "average_kept"
+
+
+def keep_average(optimizer: torch.optim.Optimizer, section: AverageSection) -> None:
+    """Have the optimizer keep average = decay * average + (1 - decay) * weights after each of its updates.
+
+    It is the weights themselves until `after_steps` steps are done; `set_average_decay` says how many are.
+    """
+    first: dict[Tensor, Tensor] = {}
+
+    def remember(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for parameter in _with_gradient(optimizer):
+            if AVERAGE not in optimizer.state.get(parameter, {}):
+                first[parameter] = parameter.detach().to(torch.float32, copy=True)
+
+    @torch.no_grad()
+    def follow(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    state = optimizer.state[parameter]
+                    if parameter in first:
+                        state[AVERAGE] = first.pop(parameter)
+                    share = _weight_share(optimizer, kept=group[AVERAGE_DECAY], like=parameter)
+                    _local(state[AVERAGE]).lerp_(_local(parameter).to(torch.float32), share)
+
+    for group in optimizer.param_groups:
+        group.update({AVERAGE_DECAY: 0.0, AVERAGE_AFTER: section.after_steps, AVERAGE_DECAY: section.decay})
+    optimizer.register_step_pre_hook(remember)
+    optimizer.register_step_post_hook(follow)
+
+
+def set_average_decay(group: dict[str, Any], *, step: int) -> None:
+    """Tell a group that keeps an average that the update which follows `step` steps is next."""
+    if AVERAGE_DECAY in group:
+        group[AVERAGE_DECAY] = group[AVERAGE_DECAY] if step >= group[AVERAGE_AFTER] else 0.0
+
+
+def _weight_share(optimizer: Any, *, kept: float, like: Tensor) -> float | Tensor:
+    """Return the share of the weights in the new average: none after an update that fp16's overflow has prevented.
+
+    A fused optimizer is stepped all the same and looks at the same flag, on the device (`torch.amp.GradScaler`).
+    """
+    overflow: Tensor | None = getattr(optimizer, "found_inf", None)
+    return 1.0 - kept if overflow is None else (1.0 - kept) * (1.0 - overflow.to(like.device))
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def _with_gradient(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [each for group in optimizer.param_groups for each in group["params"] if each.grad is not None]

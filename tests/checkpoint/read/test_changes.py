@@ -1,0 +1,95 @@
+import doctest
+from pathlib import Path
+
+import pytest
+
+from finetune.checkpoint.format.manifest import RunFingerprint
+from finetune.checkpoint.read import changes
+from finetune.checkpoint.read.changes import check_changes
+from finetune.errors import CheckpointError
+from tests.checkpoint.small_run import Run
+
+PATH = Path("/runs/first/checkpoints/step-000004")
+MATHS = {"train.learning_rate": "0.01", "train.steps": "8", "training data": "abc", "model.lora": "null"}
+SETTINGS = {"report.log_every_steps": "10", "data.max_length": "64"}
+
+
+def facts(*, settings=(), **maths):
+    return RunFingerprint(
+        {**MATHS, **{name: str(value) for name, value in maths.items()}}, {**SETTINGS, **dict(settings)}, {}
+    )
+
+
+def tell(here, allowed=()):
+    return check_changes(PATH, facts(), wanted=here, allowed=allowed)
+
+
+def refusal(here, allowed=()):
+    with pytest.raises(CheckpointError) as caught:
+        tell(here, allowed)
+    return str(caught.value)
+
+
+def test_the_same_run_has_nothing_to_tell():
+    assert tell(facts()) == []
+
+
+def test_a_setting_may_change_and_is_told():
+    assert tell(facts(settings={"report.log_every_steps": "5"})) == [
+        "changed since the checkpoint: report.log_every_steps 10 -> 5"
+    ]
+
+
+def test_a_change_of_the_maths_is_refused_with_what_to_write_to_allow_it():
+    assert refusal(facts(**{"train.learning_rate": 0.02})).splitlines() == [
+        f"{PATH} was written by a run that learns otherwise",
+        "  train.learning_rate: 0.01 there, 0.02 here",
+        "To go back, restore what is there. To go on with the change, write",
+        "  checkpoint.allow_changes: [train.learning_rate]",
+    ]
+
+
+def test_what_is_to_be_written_keeps_what_is_written_already():
+    said = refusal(facts(**{"train.learning_rate": 0.02, "train.steps": 9}), allowed=["train.steps"])
+    assert "train.steps: " not in said
+    assert said.endswith("checkpoint.allow_changes: [train.steps, train.learning_rate]")
+
+
+def test_an_allowed_change_is_told_and_so_is_one_that_was_none():
+    assert tell(facts(**{"train.learning_rate": 0.02}), allowed=["train.learning_rate", "train.steps"]) == [
+        "changed since the checkpoint, as checkpoint.allow_changes says: train.learning_rate 0.01 -> 0.02",
+        "checkpoint.allow_changes: nothing to allow, as in the checkpoint: train.steps",
+    ]
+
+
+def test_other_rows_are_refused_whatever_is_allowed_with_the_setting_that_explains_them():
+    said = refusal(facts(settings={"data.max_length": "128"}, **{"training data": "xyz"}), allowed=["training data"])
+    assert "  training data: abc there, xyz here\n    data.max_length: 64 there, 128 here\n" in said
+    assert "training data cannot be changed: " in said
+    assert "allow_changes" not in said
+    assert said.endswith("Restore what is there, or write another run.folder to start anew.")
+
+
+def test_a_section_that_came_is_one_line():
+    said = refusal(facts(**{"model.lora": "written", "model.lora.rank": 8}))
+    assert "model.lora: null there, written here" in said
+    assert "model.lora.rank" not in said
+
+
+def test_a_checkpointer_refuses_before_it_loads_and_says_what_it_let_through(folder):
+    Run(folder, identity={"train.steps": "8"}).train(range(1))
+    with pytest.raises(CheckpointError, match=r"allow_changes: \[train.steps\]"):
+        Run(folder, identity={"train.steps": "9"}).resume()
+    run = Run(folder, identity={"train.steps": "9"}, allow_changes=("train.steps",))
+    assert run.resume()["step"] == 1
+    assert run.said == ["changed since the checkpoint, as checkpoint.allow_changes says: train.steps 8 -> 9"]
+
+
+def test_the_examples_in_the_docstrings_hold():
+    assert doctest.testmod(changes).attempted > 0
+
+
+def test_an_address_that_an_older_version_remembered_with_its_signature_is_no_change():
+    signed = facts(settings={"data.train.path": '"https://h/x.jsonl?sig=c0ffee"'})
+    here = facts(settings={"data.train.path": '"https://h/x.jsonl"'})
+    assert check_changes(PATH, signed, wanted=here, allowed=()) == []

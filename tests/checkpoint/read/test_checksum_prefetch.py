@@ -1,0 +1,134 @@
+import hashlib
+
+import pytest
+import torch
+
+from finetune.checkpoint.format.manifest import FileChecksum, file_checksum
+from finetune.checkpoint.read import checksum_prefetch as ahead_module
+from finetune.checkpoint.read.checksum_prefetch import ChecksumPrefetch, start_checksum_prefetch
+from finetune.checkpoint.sharding.optimizer_state import create_empty_state, create_state_by_step
+from tests.checkpoint.small_run import Run
+
+
+def written(path, content=b"a" * 3_000_000):
+    path.write_bytes(content)
+    return path
+
+
+def test_a_digest_is_that_of_sha256sum_whoever_makes_it(tmp_path):
+    path = written(tmp_path / "file")
+    expected = FileChecksum(3_000_000, hashlib.sha256(path.read_bytes()).hexdigest())
+    assert ChecksumPrefetch([path]).facts(path) == file_checksum(path) == ChecksumPrefetch().facts(path) == expected
+
+
+def test_what_was_digested_ahead_is_not_read_again(tmp_path, monkeypatch):
+    paths = [written(tmp_path / str(number)) for number in range(5)]
+    ahead = ChecksumPrefetch(paths, num_threads=3)
+    for begun in ahead._begun.values():
+        begun.result()
+    monkeypatch.setattr(ahead_module, "file_facts", lambda path: pytest.fail(f"{path} is read again"))
+    assert len({ahead.facts(path).sha256 for path in paths}) == 1
+
+
+def test_a_file_that_has_changed_since_is_read_again(tmp_path):
+    path = written(tmp_path / "file")
+    ahead = ChecksumPrefetch([path])
+    ahead._begun[path].result()
+    written(path, b"other")
+    assert ahead.facts(path) == file_checksum(path)
+
+
+def test_a_digest_is_handed_out_once(tmp_path):
+    path = written(tmp_path / "file")
+    ahead = ChecksumPrefetch([path])
+    ahead.facts(path)
+    written(path, b"b" * 3_000_000)
+    assert ahead.facts(path) == file_checksum(path)
+
+
+def test_a_file_that_is_gone_is_met_by_whoever_asks(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        ChecksumPrefetch([tmp_path / "gone"]).facts(tmp_path / "gone")
+
+
+def test_the_newest_checkpoint_is_digested_ahead(folder):
+    Run(folder).train(range(2))
+    begun = start_checksum_prefetch(folder, resume="auto")._begun
+    assert {path.parent.name for path in begun} >= {"model", "optimizer"}
+    assert all("step-000002" in path.parts for path in begun)
+
+
+def test_nothing_is_digested_where_nothing_is_continued(folder):
+    assert not start_checksum_prefetch(folder, resume="auto")._begun
+    Run(folder).train(range(1))
+    assert not start_checksum_prefetch(folder, resume="never")._begun
+    (folder / "step-000001" / "manifest.json").write_text("{")
+    assert not start_checksum_prefetch(folder, resume="auto")._begun
+
+
+@pytest.mark.parametrize("settings", [{}, {"fused": True}, {"amsgrad": True}, {"capturable": False, "foreach": True}])
+@pytest.mark.parametrize("rule", [torch.optim.AdamW, torch.optim.Adam])
+def test_empty_state_is_laid_out_as_the_optimizer_lays_it_out(rule, settings):
+    laid_out = []
+    for make in (create_state_by_step, create_empty_state):
+        model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2, dtype=torch.bfloat16))
+        model[0].weight.data = model[0].weight.data.t().contiguous().t()  # another order of memory
+        groups = [{"params": [each], "weight_decay": 0.1, "more": "of ours"} for each in model.parameters()]
+        optimizer = rule(groups, lr=0.1, **settings)
+        make(optimizer)
+        laid_out.append(
+            [
+                {key: (value.shape, value.dtype, value.stride(), value.device) for key, value in state.items()}
+                for state in (optimizer.state[each] for each in model.parameters())
+            ]
+        )
+    assert laid_out[0] == laid_out[1]
+    assert all(laid_out[0])
+
+
+def test_an_optimizer_with_hooks_makes_its_state_itself():
+    parameter = torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.AdamW([parameter])
+    optimizer.register_step_post_hook(lambda optimizer, *_: optimizer.state[parameter].update(average=parameter + 0))
+    create_empty_state(optimizer)
+    assert "average" in optimizer.state[parameter]
+
+
+def test_what_was_read_ahead_becomes_the_optimizers_state_itself(folder):
+    straight = Run(folder, width=300).train(range(2)).train(range(2, 4), save=False)
+    resumed = Run(folder, width=300)
+    resumed.checkpointer._ahead = ahead = start_checksum_prefetch(folder, resume="auto")
+    resumed.resume()
+    moments = [state["exp_avg"] for state in resumed.optimizer.state.values()]
+    assert len({moment.untyped_storage().data_ptr() for moment in moments}) == 1  # the file's bytes
+    assert not ahead._kept
+    resumed.train(range(2, 4), save=False)
+    for name, value in straight.everything().items():
+        assert torch.equal(resumed.everything()[name], value), name
+
+
+def test_state_that_is_laid_out_otherwise_is_copied(folder):
+    def transposed(run):
+        weight = run.model[0].weight
+        weight.data = weight.data.t().contiguous().t()
+        return run
+
+    straight = transposed(Run(folder)).train(range(2))
+    resumed = transposed(Run(folder))
+    resumed.checkpointer._ahead = start_checksum_prefetch(folder, resume="auto")
+    resumed.resume()
+    moment = resumed.optimizer.state[resumed.model[0].weight]["exp_avg"]
+    assert moment.stride() == resumed.model[0].weight.stride()
+    for name, value in straight.everything().items():
+        assert torch.equal(resumed.everything()[name], value), name
+
+
+def test_a_bad_file_that_is_kept_is_passed_over(folder):
+    Run(folder).train(range(2))
+    file = folder / "step-000002" / "optimizer" / "00000.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    run = Run(folder)
+    run.checkpointer._ahead = start_checksum_prefetch(folder, resume="auto")
+    assert run.resume()["step"] == 1

@@ -1,0 +1,146 @@
+import json
+import threading
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from finetune.checkpoint.format.manifest import read_manifest
+from finetune.checkpoint.read.find import verify_checkpoint
+from finetune.errors import CheckpointError, NonFiniteError
+from finetune.runtime.progress import Progress
+from tests.checkpoint.small_run import Run
+
+BOTH_WAYS = pytest.mark.parametrize("asynchronous", [True, False])
+FULL = "save.write step=2 do=no_space"
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_written_behind_or_at_once_a_checkpoint_is_the_same_to_the_byte(tmp_path):
+    manifests = []
+    for asynchronous in (True, False):
+        folder = tmp_path / str(asynchronous)
+        Run(folder, asynchronous=asynchronous).train(range(2))
+        manifests.append(read_manifest(folder / "step-000002"))
+    assert len(manifests[0].files) == 5
+    assert manifests[0].files == manifests[1].files
+    assert manifests[0].state_sha256 == manifests[1].state_sha256 != ""
+
+
+def test_training_goes_on_while_the_checkpoint_holds_what_was_there_when_it_was_taken(folder):
+    straight = Run(folder.with_name("straight")).train(range(2))
+    may_write = threading.Event()
+    with patch(
+        "finetune.checkpoint.write.writer._stage", side_effect=lambda staging, **_: wait_and_make(may_write, staging)
+    ):
+        run = Run(folder).train(range(2), save=False)
+        run.checkpointer.saver.begin(2, progress=Progress(2, num_tokens=10).state_dict())
+        assert run.checkpointer.saver.outcome() is None
+        run.train(range(2, 4), save=False)
+        may_write.set()
+        saved = run.checkpointer.saver.settle()
+    assert saved.stall_seconds <= saved.seconds
+    assert read_manifest(folder / "step-000002").state_sha256 == digest_of(straight, 2)
+
+
+def wait_and_make(may_write, staging):
+    assert may_write.wait(60)
+    staging.mkdir(parents=True)
+
+
+def digest_of(run, step):
+    return read_manifest(run.folder / f"step-{step:06d}").state_sha256
+
+
+def test_the_state_of_a_resumed_run_has_the_digest_of_one_that_never_stopped(tmp_path):
+    straight, resumed = Run(tmp_path / "straight").train(range(4)), Run(tmp_path / "resumed").train(range(2))
+    resumed = Run(tmp_path / "resumed")
+    resumed.resume()
+    resumed.train(range(2, 4))
+    assert digest_of(straight, 4) == digest_of(resumed, 4)
+    assert len({digest_of(straight, 3), digest_of(straight, 4)}) == 2
+
+
+def test_memory_for_the_copy_is_taken_once(folder):
+    run = Run(folder)
+    run.checkpointer.rehearse(num_saves=5)
+    places = {name: shelf.data_ptr() for name, shelf in run.checkpointer.saver.contents._shelves.items()}
+    run.train(range(3))
+    after = {name: shelf.data_ptr() for name, shelf in run.checkpointer.saver.contents._shelves.items()}
+    assert len(places) == 6 * 3 + 3  # as many as there are once the optimizer has made its state
+    assert after == places
+
+
+@BOTH_WAYS
+def test_a_write_that_fails_is_tried_again_and_told(folder, fail, asynchronous):
+    fail(FULL)
+    run = Run(folder, asynchronous=asynchronous).train(range(2))
+    assert len(run.said) == 1
+    assert "step 2 could not be written and is tried again" in run.said[0]
+    assert "No space left on device. Free are" in run.said[0]
+    assert verify_checkpoint(folder / "step-000002").step == 2
+    assert names(folder) == ["step-000001", "step-000002"]
+
+
+@BOTH_WAYS
+def test_after_three_tries_it_is_an_error_that_leaves_the_old_ones_and_nothing_else(folder, fail, asynchronous):
+    fail(FULL, FULL, FULL)
+    with pytest.raises(CheckpointError, match=r"step 2 could not be written, 3 times: .*No space left.*Make room"):
+        Run(folder, asynchronous=asynchronous).train(range(2))
+    assert names(folder) == ["step-000001"]
+
+
+@pytest.mark.parametrize("point", ["save.manifest", "save.rename", "save.done", "prune.rename", "prune.delete"])
+def test_whatever_moment_fails_the_next_try_ends_well(folder, fail, point):
+    fail(f"{point} do=raise")
+    run = Run(folder).train(range(4))
+    assert "RuntimeError: a fault was asked for" in run.said[0]
+    assert names(folder) == ["step-000003", "step-000004"]
+
+
+def test_what_a_killed_pruning_left_is_cleared_away_later(folder):
+    (folder / ".deleted-step-000001" / "model").mkdir(parents=True)
+    Run(folder).train(range(1))
+    assert names(folder) == ["step-000001"]
+
+
+def test_what_cannot_be_deleted_is_told_and_the_checkpoint_is_good(folder):
+    run = Run(folder)
+    with patch("finetune.checkpoint.write.retention.shutil.rmtree", side_effect=PermissionError("not yours")):
+        run.train(range(3))
+    assert names(folder) == [".deleted-step-000001", "step-000002", "step-000003"]
+    assert "could not delete" in run.said[0] and "not yours" in run.said[0]
+
+
+@BOTH_WAYS
+@pytest.mark.parametrize("key", ["parameter", "exp_avg_sq"])
+def test_a_state_that_is_not_finite_is_not_saved(folder, asynchronous, key):
+    run = Run(folder, asynchronous=asynchronous).train(range(2))
+    weight = run.model[2].weight
+    bad = weight if key == "parameter" else run.optimizer.state[weight][key]
+    with torch.no_grad():
+        bad[0, 1] = float("inf")
+    name = "2.weight" if key == "parameter" else "2.weight/exp_avg_sq"
+    with pytest.raises(NonFiniteError, match=rf"step 3: {name} is not finite.*last good one is .*step-000002"):
+        run.checkpointer.save(3, progress=Progress(3).state_dict())
+    assert names(folder) == ["step-000001", "step-000002"]
+
+
+def test_the_best_and_the_milestones_are_kept_beside_the_newest(folder):
+    run = Run(folder, keep_every_steps=3, keep_best={"metric": "loss"})
+    for step, loss in enumerate([0.5, 0.1, 0.4, 0.3, 0.2, 0.6, 0.7, 0.8], start=1):
+        run.checkpointer.save(
+            step, progress=Progress(step, last_metrics={"loss": loss}, metrics_step=step).state_dict()
+        )
+    assert names(folder) == [f"step-{step:06d}" for step in (2, 3, 6, 7, 8)]
+    assert read_manifest(folder / "step-000002").metrics == {"loss": 0.1}
+
+
+def test_each_tensor_has_its_own_digest(folder):
+    Run(folder).train(range(1))
+    index = json.loads((folder / "step-000001" / "index.json").read_text())
+    assert len(index) == 6 * 3 + 3
+    assert all(len(entry["sha256"]) == 64 for entry in index.values())

@@ -1,0 +1,69 @@
+import time
+
+import pytest
+import typer
+
+from finetune.cli.exit_codes import handle_errors
+from finetune.errors import CheckpointError, ConfigError, NonFiniteError, Problem
+
+
+def ended(error: BaseException | None = None, *, code: int | None = None) -> int:
+    """Return the exit code of a command that raises or returns."""
+
+    @handle_errors
+    def command() -> int | None:
+        if error is not None:
+            raise error
+        return code
+
+    with pytest.raises(typer.Exit) as exit_:
+        command()
+    return int(exit_.value.exit_code)
+
+
+@pytest.mark.parametrize(("code", "exit_code"), [(None, 0), (0, 0), (1, 1), (143, 143)])
+def test_a_command_ends_with_its_own_code(code, exit_code):
+    assert ended(code=code) == exit_code
+
+
+def test_what_the_user_can_mend_is_exit_code_2_and_one_message(capsys):
+    assert ended(CheckpointError("no checkpoint in runs/first")) == 2
+    assert capsys.readouterr().err == "error: no checkpoint in runs/first\n"
+
+
+def test_a_run_that_went_wrong_is_exit_code_1(capsys):
+    assert ended(NonFiniteError("step 4: the loss is NaN")) == 1
+    assert capsys.readouterr().err == "error: step 4: the loss is NaN\n"
+
+
+def test_ctrl_c_is_exit_code_130_and_one_line(capsys):
+    assert ended(KeyboardInterrupt()) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+
+
+def test_a_fault_of_ours_keeps_its_traceback():
+    @handle_errors
+    def command() -> None:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        command()
+
+
+def test_a_bad_config_is_told_by_the_first_rank_while_the_others_wait_for_it(monkeypatch, capsys):
+    waited: list[float] = []
+    monkeypatch.setattr(time, "sleep", waited.append)
+    error = ConfigError([Problem("train.steps", "is wrong.", line=3)], "job.yaml")
+    assert ended(error) == 2
+    assert waited == []
+    monkeypatch.setenv("RANK", "3")
+    assert ended(error) == 2
+    assert len(waited) == 1
+    told = "error: job.yaml has 1 problem\n  line 3, train.steps: is wrong.\n"
+    assert capsys.readouterr().err == f"{told}[rank 3] {told}"
+
+
+def test_any_other_error_is_told_by_every_rank_that_meets_it(monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "3")
+    assert ended(CheckpointError("a shard is missing")) == 2
+    assert capsys.readouterr().err == "[rank 3] error: a shard is missing\n"

@@ -1,0 +1,187 @@
+"""`finetune checkpoint ls | show | verify`: what a user reads, and what a program does."""
+
+import json
+import shutil
+from dataclasses import asdict
+
+import pytest
+
+from finetune.checkpoint.format.manifest import MANIFEST_DIGEST_KEY, file_checksum, manifest_digest
+from finetune.commands.checkpoints.inspect import list_checkpoints, show_checkpoint, verify_checkpoints
+from finetune.commands.checkpoints.tables import age_text
+from finetune.errors import CheckpointError, UserError
+
+
+def forge(checkpoint, name, change):
+    """Change a file of the checkpoint as somebody does who knows of the digests, and puts them right again."""
+    path, manifest = checkpoint / name, checkpoint / "manifest.json"
+    path.write_text(json.dumps(change(json.loads(path.read_text()))))
+    value = json.loads(manifest.read_text())
+    if name != "manifest.json":
+        value["files"][name] = asdict(file_checksum(path))
+    manifest.write_text(json.dumps(value | {MANIFEST_DIGEST_KEY: manifest_digest(value)}))
+
+
+def flip_last_byte(path):
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(bytes(data))
+
+
+@pytest.fixture
+def listed(run, capsys):
+    """Return what `ls --json` says of the run."""
+
+    def ask(*, verifies=False):
+        list_checkpoints(run, verifies=verifies, as_json=True)
+        return json.loads(capsys.readouterr().out)
+
+    return ask
+
+
+def test_every_checkpoint_has_a_row(run, write, capsys):
+    write(4, metrics={"loss": 1.25, "exact_match": 0.5})
+    write(8)
+    list_checkpoints(run, verifies=False, as_json=False)
+    lines = [line.split() for line in capsys.readouterr().out.splitlines() if line.strip()]
+    assert lines[0] == ["step", "size", "age", "metrics", "written", "by", "state"]
+    assert lines[2][0] == "4"
+    assert lines[2][-8:] == ["1", "min", "loss", "1.25,", "exact_match", "0.5", "zero3:4", "good"]
+    assert lines[3][0] == "8"
+    assert lines[3][-3:] == ["-", "zero3:4", "good"]
+
+
+@pytest.mark.parametrize("width", ["40", "60", "200"])
+def test_step_and_state_are_read_at_any_width(run, write, capsys, monkeypatch, width):
+    write(4, metrics={"loss": 1.25, "exact_match": 0.5, "token_accuracy": 0.75})
+    monkeypatch.setenv("COLUMNS", width)
+    list_checkpoints(run, verifies=False, as_json=False)
+    table = [line for line in capsys.readouterr().out.splitlines() if not line.startswith("Sizes")]
+    assert max(len(line) for line in table) <= int(width)
+    assert any(" 4 " in line and "good" in line for line in table)
+
+
+def test_the_quick_look_finds_what_is_missing_or_short(write, listed):
+    (write(4) / "scalars.json").unlink()
+    (write(8) / "manifest.json").unlink()
+    with (write(12) / "model" / "00000.safetensors").open("r+b") as file:
+        file.truncate(50)
+    write(16)
+    found = {each["step"]: each["problems"] for each in listed()["checkpoints"]}
+    assert found[4] == ["scalars.json is missing"]
+    assert found[8] == ["there is no manifest.json, so the checkpoint was never finished"]
+    assert found[12][0].startswith("model/00000.safetensors has 50 bytes instead of ")
+    assert found[16] == []
+
+
+def test_a_flipped_byte_is_found_by_reading_alone(write, listed):
+    flip_last_byte(write(4) / "model" / "00000.safetensors")
+    assert listed()["checkpoints"][0]["is_good"]
+    (bad,) = listed(verifies=True)["checkpoints"]
+    assert bad["problems"] == ["model/00000.safetensors does not have the digest it was written with"]
+
+
+def test_a_folder_under_another_steps_name_is_bad(run, write, listed):
+    write(4).rename(run / "checkpoints" / "step-000006")
+    assert listed()["checkpoints"][0]["problems"] == ["the folder is called step 6 and its manifest says step 4"]
+
+
+def test_the_quick_look_reads_what_is_no_tensor(write, listed, capsys):
+    progress = write(4) / "progress.json"
+    content = bytearray(progress.read_bytes())
+    content[10] ^= 1
+    progress.write_bytes(content)
+    forge(write(8), "progress.json", lambda value: value | {"step": 10**18})
+    forge(write(12), "index.json", lambda value: [])
+    forge(write(16), "manifest.json", lambda value: value | {"format_version": 3, "versions": {"finetune": "9.1.0"}})
+    found = {each["step"]: each["problems"][0] for each in listed()["checkpoints"]}
+    assert found[4] == "progress.json does not have the digest it was written with"
+    assert found[8].startswith("progress.json is not what a checkpoint has there: step:")
+    assert found[12].startswith("index.json is not what a checkpoint has there:")
+    assert "format 3, written by finetune 9.1.0" in found[16]
+    assert not verify_checkpoints(write(20).parent, step=None)
+    assert "step-000008: BAD\n  progress.json is not what" in capsys.readouterr().out
+
+
+def test_a_folder_that_is_nearly_called_a_checkpoint_is_named_as_none(run, write, listed):
+    shutil.copytree(write(4), run / "checkpoints" / "step-000004 (copy)")
+    (beside,) = listed()["leftovers"]
+    assert beside["path"].endswith("step-000004 (copy)") and beside["meaning"].startswith("is no checkpoint's folder")
+    assert [each["step"] for each in listed()["checkpoints"]] == [4]
+
+
+def test_what_lies_beside_is_named_with_what_it_is(run, write, listed, capsys):
+    write(4)
+    write(8).rename(run / "checkpoints" / ".bad-step-000008")
+    (run / "checkpoints" / ".staging-step-000012").mkdir()
+    beside = {each["path"].rpartition("/")[2]: each["meaning"] for each in listed()["leftovers"]}
+    assert beside == {
+        ".bad-step-000008": "did not verify and was put aside",
+        ".staging-step-000012": "is being written, or its writer was killed",
+    }
+    list_checkpoints(run, verifies=False, as_json=False)
+    assert "  .bad-step-000008 (" in capsys.readouterr().out
+
+
+def test_a_run_without_checkpoints_is_an_empty_list(run, listed, capsys):
+    assert listed()["checkpoints"] == []
+    list_checkpoints(run, verifies=False, as_json=False)
+    assert "there is no checkpoint in it" in capsys.readouterr().out
+
+
+def test_show_tells_digests_origin_and_tensors_by_kind(run, write, capsys):
+    write(4)
+    write(8)
+    show_checkpoint(run, step=None, as_json=True)
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["step"] == 8
+    assert shown["state_sha256"] == "57a7e"
+    assert shown["progress"]["samples_sha256"] == "5a3e"
+    assert shown["origin"] == {"strategy": "zero3", "processes": "4"}
+    assert shown["tensors"] == [
+        {"kind": "parameter", "tensors": 1, "numbers": 12, "dtypes": ["F32"]},
+        {"kind": "exp_avg", "tensors": 1, "numbers": 12, "dtypes": ["F32"]},
+    ]
+    assert shown["files"].keys() == {
+        *("index.json", "progress.json", "scalars.json"),
+        *("model/00000.safetensors", "optimizer/00000.safetensors"),
+    }
+
+
+def test_show_is_for_people_too(run, write, capsys):
+    show_checkpoint(write(4), step=None, as_json=False)
+    said = capsys.readouterr().out
+    for line in ("state digest 57a7e", "samples digest 5a3e", "parameter 1 tensor, 12 numbers, F32"):
+        assert line in " ".join(said.split())
+
+
+def test_verify_names_the_file_and_the_tensors_in_it(run, write, capsys):
+    flip_last_byte(write(4) / "optimizer" / "00000.safetensors")
+    write(8)
+    assert not verify_checkpoints(run, step=None)
+    said = capsys.readouterr().out
+    assert "step-000004: BAD" in said
+    assert "optimizer/00000.safetensors does not have the digest" in said
+    assert "head.weight/exp_avg" in said
+    assert "step-000008: good, 5 files" in said
+    assert verify_checkpoints(run, step=8)
+
+
+def test_a_stranger_without_checkpoints_is_told_what_to_name(tmp_path):
+    with pytest.raises(UserError, match="no run that has saved itself"):
+        list_checkpoints(tmp_path, verifies=False, as_json=False)
+    with pytest.raises(UserError, match="there is no such folder"):
+        list_checkpoints(tmp_path / "nowhere", verifies=False, as_json=False)
+
+
+def test_a_step_that_is_not_there_is_answered_with_those_that_are(run, write):
+    write(4)
+    write(8)
+    with pytest.raises(CheckpointError, match=r"no checkpoint of step 5\. There are: 4, 8"):
+        show_checkpoint(run, step=5, as_json=True)
+    with pytest.raises(UserError, match="is one checkpoint already"):
+        show_checkpoint(run / "checkpoints" / "step-000004", step=8, as_json=True)
+
+
+def test_ages_are_told_in_the_unit_that_fits():
+    assert [age_text(seconds) for seconds in (-3, 59, 60, 3600, 172_800)] == ["0 s", "59 s", "1 min", "1 h", "2 days"]

@@ -1,0 +1,230 @@
+import io
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    BertForTokenClassification,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
+
+from finetune.commands.chat import chat, load_chat_model
+from finetune.data.templates.chat_template import set_chat_template, stop_ids, tokenize
+from finetune.data.templates.rendering import render
+from finetune.errors import UserError
+from finetune.model.tokenizer import train_or_load_tokenizer
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    texts = ["say moon", "say star", "moon and star"] * 20
+    folder = tmp_path_factory.mktemp("cache")
+    tokenizer = train_or_load_tokenizer(lambda: texts, vocabulary_size=300, cache_folder=folder, log=lambda _: None)
+    set_chat_template(tokenizer, "chatml")
+    return tokenizer
+
+
+def small_llama(tokenizer, *, max_position_embeddings=96):
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        max_position_embeddings=max_position_embeddings,
+    )
+    return LlamaForCausalLM(config)
+
+
+@pytest.fixture(scope="module")
+def final(tmp_path_factory, tokenizer):
+    """Return a run's `final/` whose model has learnt to answer `moon` to `say moon`, and `star` to `say star`."""
+    model = small_llama(tokenizer)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(60):
+        for word in ("moon", "star"):
+            turns = [{"role": "user", "content": f"say {word}"}, {"role": "assistant", "content": word}]
+            prompt = tokenize(tokenizer, render(tokenizer, turns[:1], add_generation_prompt=True).text)
+            tokens = torch.tensor([tokenize(tokenizer, render(tokenizer, turns).text)])
+            labels = tokens.clone()
+            labels[:, : len(prompt)] = -100
+            model(input_ids=tokens, labels=labels).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    folder = tmp_path_factory.mktemp("run") / "final"
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def test_piped_lines_are_answered_each_on_its_own(final, monkeypatch, capsys):
+    monkeypatch.setattr("sys.stdin", io.StringIO("say moon\n\nsay star\nsay moon\n"))
+    chat(final)
+    assert capsys.readouterr().out.split() == ["moon", "star", "moon"]
+
+
+def test_exit_ends(final, monkeypatch, capsys):
+    monkeypatch.setattr("sys.stdin", io.StringIO("say star\nexit\nsay moon\n"))
+    chat(final)
+    assert capsys.readouterr().out.split() == ["star"]
+
+
+def test_the_run_folder_serves_as_well(final):
+    assert load_chat_model(final.parent).answer([{"role": "user", "content": "say star"}]) == "star"
+
+
+def test_an_answer_ends_with_the_templates_end_of_turn(final, tokenizer):
+    speaker = load_chat_model(final)
+    assert tokenizer.convert_tokens_to_ids("<|im_end|>") in stop_ids(speaker.tokenizer)
+    assert speaker.answer([{"role": "user", "content": "say moon"}]) == "moon"
+
+
+def test_a_conversation_longer_than_the_model_forgets_its_oldest_turns(final, capsys):
+    old = [{"role": "user", "content": "say moon"}, {"role": "assistant", "content": "moon"}] * 20
+    assert load_chat_model(final).answer([*old, {"role": "user", "content": "say star"}])
+
+
+def adapter(final, folder, *, is_contrary):
+    """Save an adapter on the model; it does nothing, or makes the unlikeliest token the likeliest."""
+    base = LlamaForCausalLM.from_pretrained(final)
+    base.name_or_path = str(final)
+    config = LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM", modules_to_save=["lm_head"])
+    adapted = get_peft_model(base, config)
+    if is_contrary:
+        with torch.no_grad():
+            adapted.get_base_model().lm_head.modules_to_save["default"].weight.neg_()
+    adapted.save_pretrained(folder)
+
+
+def test_an_adapter_is_loaded_on_its_base(final, tmp_path, tokenizer):
+    adapter(final, tmp_path, is_contrary=False)
+    tokenizer.save_pretrained(tmp_path)
+    assert not (tmp_path / "config.json").exists()
+    speaker = load_chat_model(tmp_path)  # a new adapter changes nothing
+    assert any("lora" in name for name, _ in speaker.model.named_parameters())
+    assert speaker.answer([{"role": "user", "content": "say star"}]) == "star"
+
+
+def test_a_folder_without_a_model_is_named(tmp_path):
+    with pytest.raises(UserError, match="holds no model"):
+        chat(tmp_path)
+    with pytest.raises(UserError, match="does not exist"):
+        chat(tmp_path / "nothing")
+
+
+def test_a_broken_model_is_one_message(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(UserError, match="cannot be loaded"):
+        chat(tmp_path)
+
+
+def test_at_a_terminal_the_conversation_goes_on_until_it_is_cleared(final, monkeypatch, capsys):
+    terminal = io.StringIO("say moon\nsay star\n/clear\nsay star\n")
+    terminal.isatty = lambda: True
+    monkeypatch.setattr("sys.stdin", terminal)
+    asked = []
+    monkeypatch.setattr(
+        "finetune.commands.chat.ChatModel.answer", lambda _, turns: asked.append(list(turns)) or "an answer"
+    )
+    chat(final)
+    assert [len(turns) for turns in asked] == [1, 3, 1]
+    assert asked[1][1] == {"role": "assistant", "content": "an answer"}
+    assert "`exit` ends, `/clear` begins a new conversation, `/help` lists the rest." in capsys.readouterr().out
+
+
+@pytest.fixture
+def said(final, tmp_path, monkeypatch, capsys):
+    """Return a function that talks to the model with adapters `still`, which does nothing, and `loud`."""
+    adapter(final, tmp_path / "still", is_contrary=False)
+    adapter(final, tmp_path / "loud", is_contrary=True)
+    folders = [f"{name}={tmp_path / name}" for name in ("still", "loud")]
+
+    def talk(*lines, is_terminal=True, **keys):
+        typed = io.StringIO("".join(f"{line}\n" for line in lines))
+        typed.isatty = lambda: is_terminal
+        monkeypatch.setattr("sys.stdin", typed)
+        chat(final, adapters=folders, max_new_tokens=4, **keys)
+        return capsys.readouterr().out.removeprefix("`exit` ends").replace("> ", "").splitlines()[int(is_terminal) :]
+
+    return talk
+
+
+def test_adapters_are_switched_while_the_base_stays(said):
+    first, listed, loud, none, again = said(
+        "say moon",
+        "/adapter",
+        "/adapter loud",
+        "/clear",
+        "say moon",
+        "/base",
+        "/clear",
+        "say moon",
+        "/adapter still",
+        "/clear",
+        "say star",
+    )
+    assert (first, none, again) == ("moon", "moon", "star")
+    assert listed == "adapters: still, loud; in use: still"
+    assert loud != "moon"
+
+
+def test_a_command_that_cannot_be_obeyed_is_told_and_the_talk_goes_on(said):
+    unknown, missing, helped, *_, last = said("/adaptor loud", "/adapter shy", "/help", "say star")
+    assert unknown == "/adaptor: there is no such command. `/help` lists them."
+    assert missing == "/adapter shy: there is no such adapter. Loaded: still, loud."
+    assert helped.startswith("exit ")
+    assert last == "star"
+
+
+def test_piped_lines_that_are_no_commands_are_questions(said, monkeypatch):
+    asked = []
+    monkeypatch.setattr("finetune.commands.chat.ChatModel.answer", lambda _, turns: asked.append(list(turns)) or "")
+    said("/usr/bin is what?", "/base", "say star", is_terminal=False, system="Be brief.")
+    assert [[turn["content"] for turn in turns] for turns in asked] == [
+        ["Be brief.", "/usr/bin is what?"],
+        ["Be brief.", "say star"],
+    ]
+    with pytest.raises(UserError, match="no such adapter"):
+        said("/adapter shy", is_terminal=False)
+
+
+def test_a_system_message_is_taken_and_begins_anew(said, monkeypatch):
+    asked = []
+    monkeypatch.setattr("finetune.commands.chat.ChatModel.answer", lambda _, turns: asked.append(list(turns)) or "yes")
+    said("one", "/system Be brief.", "two", "three", "/system", "four")
+    assert [[turn["role"] for turn in turns] for turns in asked] == [
+        ["user"],
+        ["system", "user"],
+        ["system", "user", "assistant", "user"],
+        ["user"],
+    ]
+
+
+def test_what_is_drawn_differs_from_what_is_likeliest_and_is_drawn_again_alike(said):
+    hot = [said("say moon", "say star", temperature=50.0) for _ in range(2)]
+    assert hot[0] == hot[1] != ["moon", "star"]
+
+
+@pytest.mark.parametrize("written", ["loud", "=here", "loud=", "v1.0=here"])
+def test_an_adapter_without_name_or_folder_is_refused(final, written):
+    with pytest.raises(UserError, match="write NAME=FOLDER"):
+        chat(final, adapters=[written])
+
+
+def test_a_model_that_writes_no_text_is_told_from_one_that_classifies_it(tmp_path, tokenizer, monkeypatch, capsys):
+    sizes = {"vocab_size": len(tokenizer), "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = BertConfig(**sizes, intermediate_size=16, id2label={0: "bad", 1: "good"}, label2id={"bad": 0, "good": 1})
+    for folder, kind in (("texts", BertForSequenceClassification), ("words", BertForTokenClassification)):
+        kind(config).save_pretrained(tmp_path / folder)
+        tokenizer.save_pretrained(tmp_path / folder)
+    monkeypatch.setattr("sys.stdin", io.StringIO("say moon\n"))
+    chat(tmp_path / "texts")
+    first, second = capsys.readouterr().out.strip().split(", ")
+    assert {first.split()[0], second.split()[0]} == {"bad", "good"}
+    assert float(first.split()[1]) + float(second.split()[1]) == pytest.approx(1.0, abs=2e-4)
+    with pytest.raises(UserError, match="holds a model of `token_classification`, which writes no text"):
+        chat(tmp_path / "words")

@@ -1,0 +1,143 @@
+"""`finetune prepare` in this process: made once, found again, stopped and gone on with."""
+
+import json
+import signal
+
+import pytest
+
+from finetune.commands.prepare import SECONDS_BETWEEN_LINES, Pace, ProgressBars, ProgressLines, prepare
+from finetune.data.token_cache import build, encoder_pool
+from finetune.errors import DataError
+from finetune.runtime.supervision.faults import VARIABLE
+
+JOB = """
+run: {folder: run, seed: 3}
+model:
+  from_config: {model_type: llama, values: {hidden_size: 8, num_hidden_layers: 1, num_attention_heads: 1}}
+  tokenizer: {train: {vocabulary_size: 330}}
+data:
+  train: {path: rows.jsonl, format: prompt_completion}
+  validation: {fraction: 0.2}
+  max_length: 64
+  over_length: split
+  chat_template: chatml
+  cache_folder: cache
+task: {name: sft}
+train: {global_batch_size: 4, microbatch_size: 2, steps: 2, learning_rate: 1e-3}
+evaluate: {every_steps: 2}
+"""
+
+
+@pytest.fixture
+def job(tmp_path):
+    rows = [{"prompt": f"Say {n}", "completion": "one more word " * n} for n in range(1, 21)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "job.yaml").write_text(JOB)
+    return tmp_path / "job.yaml"
+
+
+@pytest.fixture
+def prepared(job, capsys):
+    """Return a function that prepares the job with overrides and returns what was said."""
+
+    def run(*overrides):
+        prepare(job, overrides)
+        return capsys.readouterr().out.splitlines()
+
+    return run
+
+
+def test_both_sets_are_made_and_then_found(prepared, tmp_path):
+    said = prepared()
+    assert any(line.startswith("data.train: prepared in") for line in said)
+    assert any(line.startswith("data.validation: prepared in") for line in said)
+    assert any(line.startswith("data.train: split into windows: ") for line in said)
+    assert any(line.startswith("data.train ") for line in said), "the audit's table"
+    assert said[-1] == "training with this job finds what is tokenised and does not do it again"
+    assert not (tmp_path / "run").exists()
+    said = prepared()
+    assert sum("found prepared in" in line for line in said) == 2
+    assert not any(": prepared in" in line for line in said)
+
+
+def test_a_changed_template_makes_another_set(prepared, tmp_path):
+    prepared()
+    template = tmp_path / "mine.jinja"
+    template.write_text("{% for m in messages %}<|im_start|>{{ m.role }}: {{ m.content }}<|im_end|>{% endfor %}")
+    assert any(": prepared in" in line for line in prepared("data.chat_template=./mine.jinja"))
+    assert not any(": prepared in" in line for line in prepared("data.chat_template=./mine.jinja"))
+
+
+def test_a_limit_stops_it_after_the_audit(job, capsys):
+    with pytest.raises(DataError, match=r"training with this job stops here: data\.train: .*max_truncated_rows"):
+        prepare(job, ["data.audit.max_truncated_rows=0.1"])
+    assert "source " in capsys.readouterr().out
+
+
+@pytest.fixture
+def interruptible():
+    """Let Ctrl-C interrupt, also where the tests were started in the background, which ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
+def test_ctrl_c_says_that_it_goes_on(job, capsys, monkeypatch):
+    monkeypatch.setattr(encoder_pool, "ROWS_PER_CHUNK", 2)
+    monkeypatch.setattr(build, "CHUNKS_BETWEEN_NOTES", 2)
+    monkeypatch.setenv(VARIABLE, "prepare.write step=4 do=interrupt")
+    with pytest.raises(KeyboardInterrupt):
+        prepare(job, [])
+    assert "the same command goes on where it stopped" in capsys.readouterr().err
+    monkeypatch.delenv(VARIABLE)
+    prepare(job, [])
+    assert "data.train: 4 rows are tokenised already; it goes on from there" in capsys.readouterr().out
+
+
+class Clock:
+    """Tells the seconds that it was set to."""
+
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+def test_without_a_terminal_a_line_comes_every_few_seconds():
+    clock, said = Clock(), []
+    lines = ProgressLines(log=said.append, clock=clock)
+    for second in range(0, 25):
+        clock.now = float(second)
+        lines("data.train", 100 * second, 4000)
+    assert SECONDS_BETWEEN_LINES == 10.0
+    assert said == [
+        "data.train: 1,000 of 4,000 rows (25%), 100 rows/s, 30 s left",
+        "data.train: 2,000 of 4,000 rows (50%), 100 rows/s, 20 s left",
+    ]
+
+
+def test_rows_that_were_there_before_do_not_count_as_fast():
+    pace = Pace(1000, 5.0)
+    assert pace.told(1000, None, now=5.0) == "1,000 rows, 0 rows/s"
+    assert pace.told(1100, None, now=7.0) == "1,100 rows, 50 rows/s"
+
+
+def test_on_a_terminal_each_source_has_a_bar():
+    class Seen:
+        made, moved = [], []
+
+        def add_task(self, key, **facts):
+            self.made.append((key, facts["total"]))
+            return len(self.made) - 1
+
+        def update(self, bar, **facts):
+            self.moved.append((bar, facts["completed"]))
+
+    seen = Seen()
+    bars = ProgressBars(seen, clock=Clock())
+    bars("data.train", 0, 10)
+    bars("data.validation", 0, None)
+    bars("data.train", 5, 10)
+    assert seen.made == [("data.train", 10), ("data.validation", None)]
+    assert seen.moved == [(0, 0), (1, 0), (0, 5)]

@@ -1,0 +1,208 @@
+"""What each task needs, and keys that only some tasks read."""
+
+import pytest
+
+from finetune.config.rules.unused_task_keys import conditional_task_keys
+
+EVALUATION = ("data.validation={path: rows.jsonl}",)
+IMAGES = ("task.name=image_classification", "data.max_length=null", "model.tokenizer=null")
+
+IDLE = [
+    (["task.classification.kind=multi_label"], "task.classification.kind", "`task.name: text_classification`"),
+    (
+        ["task.name=token_classification", "task.classification.kind=regression"],
+        "task.classification.kind",
+        "one class",
+    ),
+    (["task.classification.labels=[a, b]"], "task.classification.labels", "`task.name: image_classification` read it"),
+    (["task.classification.class_weights=balanced"], "task.classification.class_weights", "read it"),
+    (["task.preference.loss=ipo"], "task.preference.loss", "only `task.name: preference` reads it"),
+    (["task.preference.beta=0.2"], "task.preference.beta", "only `task.name: preference` reads it"),
+    (["task.preference.sft_weight=0.2"], "task.preference.sft_weight", "only `task.name: preference` reads it"),
+    (["task.name=preference", "task.preference.target_margin=1.0"], "task.preference.target_margin", "`loss: simpo`"),
+    (["task.name=preference", "task.preference.desirable_weight=2.0"], "task.preference.desirable_weight", "kto"),
+    (["task.name=preference", "task.preference.undesirable_weight=2.0"], "task.preference.undesirable_weight", "kto"),
+    (
+        ["task.name=preference", "task.preference={loss: ipo, label_smoothing: 0.1}"],
+        "task.preference.label_smoothing",
+        "only `loss: sigmoid` and `loss: robust` and `loss: cpo` read it",
+    ),
+    (["task.reward.use_margin=true"], "task.reward.use_margin", "only `task.name: reward` reads it"),
+    (["task.reward.centering=0.1"], "task.reward.centering", "only `task.name: reward` reads it"),
+    (["task.distillation={teacher: ./teacher}"], "task.distillation", "only `task.name: distillation` reads it"),
+    (
+        ["task.name=distillation", "task.distillation={teacher: ./teacher, jsd_beta: 0.3}"],
+        "task.distillation.jsd_beta",
+        "only `divergence: jsd` mixes both",
+    ),
+    (["task.seq2seq.source_prefix=x"], "task.seq2seq.source_prefix", "only `task.name: seq2seq` reads it"),
+    (["task.seq2seq.max_target_length=9"], "task.seq2seq.max_target_length", "only `task.name: seq2seq` reads it"),
+    (["task.masked_lm.fraction=0.3"], "task.masked_lm.fraction", "only `task.name: masked_lm` reads it"),
+    (["task.masked_lm.random_fraction=0.3"], "task.masked_lm.random_fraction", "only `task.name: masked_lm` reads it"),
+    (["task.masked_lm.kept_fraction=0.3"], "task.masked_lm.kept_fraction", "only `task.name: masked_lm` reads it"),
+    (["task.masked_lm.whole_words=true"], "task.masked_lm.whole_words", "only `task.name: masked_lm` reads it"),
+    (["task.name=reward", "task.label_smoothing=0.1"], "task.label_smoothing", "only a cross-entropy"),
+    (["task.name=reward", "task.z_loss=0.1"], "task.z_loss", "only a cross-entropy over tokens"),
+    (["task.name=reward", "train.loss_kernel=plain"], "train.loss_kernel", "only a cross-entropy over tokens"),
+    (["data.images.size=32"], "data.images.size", "only `task.name: image_classification` reads it"),
+    (["data.images.crop_scale=[0.1, 1.0]"], "data.images.crop_scale", "reads it"),
+    (["data.images.crop_padding=4"], "data.images.crop_padding", "reads it"),
+    (["data.images.flip=true"], "data.images.flip", "reads it"),
+    (["data.images.mixup=0.2"], "data.images.mixup", "reads it"),
+    (["data.images.cutmix=0.2"], "data.images.cutmix", "reads it"),
+    (["model.image_processor={size: 8}"], "model.image_processor", "only `task.name: image_classification` reads it"),
+    ([*IMAGES, "data.max_length=4"], "data.max_length", "images alone have no tokens"),
+    ([*IMAGES, "data.over_length=drop"], "data.over_length", "images alone have no tokens"),
+    ([*IMAGES, "data.no_target=drop"], "data.no_target", "every image is one target"),
+    ([*IMAGES, "data.batching={length_window_steps: 1}"], "data.batching.length_window_steps", "every image"),
+    ([*IMAGES, "data.audit.max_truncated_rows=0.1"], "data.audit.max_truncated_rows", "every image"),
+    ([*IMAGES, "data.audit.max_dropped_rows=0.1"], "data.audit.max_dropped_rows", "every image"),
+    ([*IMAGES, "data.audit.max_lost_targets=0.1"], "data.audit.max_lost_targets", "every image"),
+    ([*IMAGES, "data.audit.max_unknown_tokens=0.1"], "data.audit.max_unknown_tokens", "every image"),
+    ([*IMAGES, "model.tokenizer={name: x}"], "model.tokenizer", "images alone have no tokens"),
+    ([*IMAGES, "model.new_tokens={tokens: [x]}"], "model.new_tokens", "images alone have no tokens"),
+    ([*IMAGES, "train.embedding_noise=5.0"], "train.embedding_noise", "only `task.name: sft` and"),
+    ([*IMAGES, "data.allow_special_tokens=true"], "data.allow_special_tokens", "images alone have no tokens"),
+    (["task.name=pretrain", "data.chat_template=chatml"], "data.chat_template", "reads text without turns"),
+    (["task.name=pretrain", "data.system_prompt=Hi."], "data.system_prompt", "reads text without turns"),
+    (["task.name=pretrain", "data.train_on=all"], "data.train_on", "decided by the task"),
+    (["task.name=pretrain", *EVALUATION, "evaluate.generate={}"], "evaluate.generate", "have no prompts to answer"),
+    (["data.train_on=all", *EVALUATION, "evaluate.generate={}"], "evaluate.generate", "have no prompts to answer"),
+    (
+        ["task.name=vision_language_sft", *EVALUATION, "evaluate.generate={batch_size: 4}"],
+        "evaluate.generate.batch_size",
+        "answered one by one",
+    ),
+]
+
+
+@pytest.mark.parametrize(("written", "key", "message"), IDLE, ids=[" ".join(row[0]) for row in IDLE])
+def test_a_key_that_this_task_does_not_read_is_refused(problems, written, key, message):
+    assert any(problem.key == key and message in problem.message for problem in problems(*written))
+
+
+def test_every_key_that_can_be_idle_has_a_row_in_the_table():
+    by_length = {"data.truncate_side"}  # its row is in test_rules.py
+    assert {effect.key for effect in conditional_task_keys()} - by_length == {key for _, key, _ in IDLE}
+
+
+WRONG = [
+    (["task.z_loss=0.1", "train.loss_kernel=liger"], "train.loss_kernel", "`liger` knows no `task.z_loss`"),
+    (["data.max_length=null"], "data.max_length", "it is missing. Longest sample in tokens"),
+    (["task.name=distillation"], "task.distillation", "there is no teacher"),
+    (
+        ["task.name=distillation", "task.distillation={teacher: ./teacher, cache: true}"],
+        "task.distillation.cache",
+        "Write `task.distillation.top_k: 64`",
+    ),
+    (
+        [
+            "task.name=distillation",
+            "task.distillation={teacher: ./teacher, top_k: 8, cache: true}",
+            "data.train.stream={}",
+        ],
+        "data.train.stream",
+        "worked out before the first step",
+    ),
+    (["task.name=seq2seq", "data.over_length=split"], "data.over_length", "learns from whole rows"),
+    (
+        ["task.name=seq2seq", "data.max_length=64", "data.batching={by: tokens, tokens: 100}"],
+        "data.batching.tokens",
+        "the longest source and the longest target are",
+    ),
+    (
+        ["task.name=masked_lm", "task.masked_lm={random_fraction: 0.6, kept_fraction: 0.6}"],
+        "task.masked_lm.random_fraction",
+        "with `kept_fraction` it is more than 1",
+    ),
+    (["task.name=text_classification", "task.classification.labels=[a, a]"], "task.classification.labels", "twice"),
+    (
+        ["task.name=text_classification", "task.classification={labels: [a, b], class_weights: [1.0]}"],
+        "task.classification.class_weights",
+        "there are 1 weights for 2 labels",
+    ),
+    (
+        ["task.name=text_classification", "task.classification={class_weights: [1.0]}"],
+        "task.classification.class_weights",
+        "Write `task.classification.labels`",
+    ),
+    (
+        ["task.name=text_classification", "task.classification.labels=[a]"],
+        "task.classification.labels",
+        "one class alone is nothing to find out",
+    ),
+    (
+        ["task.name=text_classification", "data.over_length=split"],
+        "data.over_length",
+        "learns from whole rows. Write `truncate` or `drop`",
+    ),
+    (
+        ["task.name=preference", "data.batching={by: packs}"],
+        "data.batching.by",
+        "pads its samples. Write `by: samples`",
+    ),
+    (["task.name=reward", "data.batching={padding_free: true}"], "data.batching.padding_free", "pads its samples"),
+    (
+        [*IMAGES, "data.images={crop_scale: [0.1, 1.0], crop_padding: 4}"],
+        "data.images.crop_padding",
+        "cut by `data.images.crop_scale` already",
+    ),
+    ([*IMAGES, "data.images.crop_scale=[1.0, 0.1]"], "data.images.crop_scale", "Write `[0.1, 1.0]`"),
+    (
+        [*IMAGES, "data.images.size=32", "model.image_processor={size: 64}"],
+        "data.images.size",
+        "is in `model.image_processor.size` already",
+    ),
+    ([*IMAGES, "data.images.cutmix=1.0", "data.train.stream={}"], "data.images.cutmix", "`data.train` is a stream"),
+    (
+        [*IMAGES, "model.batch_norm=3", "train.microbatch_size=4", "train.global_batch_size=8"],
+        "model.batch_norm",
+        "a microbatch of 4 holds no whole groups of 3. Write a number that divides 4",
+    ),
+    ([*IMAGES, "model.batch_norm=4", "model.lora={}"], "model.batch_norm", "Write `frozen`"),
+    (["task.name=vision_language_sft", "data.over_length=truncate"], "data.over_length", "go through an image"),
+    (["task.name=vision_language_sft", "data.over_length=split"], "data.over_length", "Write `drop`"),
+    (
+        ["task.name=vision_language_sft", "model.tokenizer={train: {}}"],
+        "model.tokenizer.train",
+        "a tokenizer alone reads no images",
+    ),
+    (["model.lora={}", "model.ia3={}"], "model.ia3", "there are adapters in `model.lora` already"),
+    (["model.quantization={}"], "model.quantization", "weights in few bits cannot learn"),
+    (["model.compile=full", "train.embedding_noise=5.0"], "model.compile", "Write `regional`"),
+    ([*IMAGES, "model.compile=regional", "model.batch_norm=4"], "model.compile", "keep sums from batch to batch"),
+]
+
+
+@pytest.mark.parametrize(("written", "key", "message"), WRONG, ids=[" ".join(row[0]) for row in WRONG])
+def test_what_a_task_or_adapter_needs_is_asked_for(problems, written, key, message):
+    assert any(problem.key == key and message in problem.message for problem in problems(*written))
+
+
+PAIRS = "data.train={path: rows.jsonl, format: preference}"
+JUDGED = "data.train={path: rows.jsonl, format: judged}"
+STREAM = "data.train={path: rows.jsonl, format: preference, stream: {}}"
+ROBUST = "task.preference={loss: robust, label_smoothing: 0.1}"
+
+WRONG_preference_rules = [
+    ([PAIRS, "task.preference.loss=robust"], "task.preference.label_smoothing", "without it `robust` is `sigmoid`"),
+    ([JUDGED], "data.train.format", "only `task.preference.loss: kto` learns from single answers"),
+    ([STREAM], "data.train.stream", "the reference's log-probabilities are worked out before the first step"),
+    ([PAIRS, "data.over_length=split"], "data.over_length", "learns from whole rows"),
+    ([PAIRS, "data.batching={by: packs}"], "data.batching.by", "pads its samples"),
+]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "place", "said"), WRONG_preference_rules, ids=[place for _, place, _ in WRONG_preference_rules]
+)
+def test_what_a_loss_cannot_do_without_is_told(problems, overrides, place, said):
+    found = problems("task.name=preference", *overrides)
+    assert [problem.message for problem in found if problem.key == place and said in problem.message]
+
+
+@pytest.mark.parametrize(
+    "overrides", [[PAIRS], [PAIRS, ROBUST], [JUDGED, "task.preference.loss=kto"], [STREAM, "task.preference.loss=orpo"]]
+)
+def test_what_fits_is_not_told_off(problems, overrides):
+    assert problems("task.name=preference", *overrides) == []

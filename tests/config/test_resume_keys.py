@@ -1,0 +1,92 @@
+import pytest
+
+from finetune.config.resume_keys import (
+    COMPARED_BY_CONTENT,
+    MAY_DIFFER,
+    MUST_MATCH,
+    NOT_RECORDED,
+    keys_that_may_differ,
+    keys_that_must_match,
+)
+from finetune.config.schema import all_keys, branches, keys_of
+from finetune.config.sections.checkpoint import NEVER_ALLOWED
+
+TABLES = {
+    "MATHS": MUST_MATCH,
+    "COMPARED_BY_CONTENT": COMPARED_BY_CONTENT,
+    "FREE": MAY_DIFFER,
+    "OF_THIS_START": NOT_RECORDED,
+}
+
+
+def keys_that_hold_a_value():
+    """Every key but the sections that are always there."""
+    for key, node in all_keys():
+        is_optional = any(branch.get("type") == "null" for branch in branches(node))
+        if not keys_of(node) or is_optional:
+            yield key
+
+
+def test_every_key_is_classified_on_purpose_and_once():
+    keys = list(keys_that_hold_a_value())
+    assert len(keys) > 110
+    classified = [key for table in TABLES.values() for key in table]
+    assert sorted(set(keys) - set(classified)) == [], "put each of these into a table of config/resume_keys.py"
+    assert sorted(set(classified) - set(keys)) == [], "there are no such keys any more"
+    assert len(classified) == len(set(classified))
+
+
+def test_what_is_never_allowed_is_maths_or_a_digest():
+    assert {name for name in NEVER_ALLOWED if "." in name} <= set(MUST_MATCH)
+    digests = {name for name in NEVER_ALLOWED if "." not in name}
+    assert digests == {"training data", "tokenizer", "base weights", "first adapter"}
+
+
+@pytest.fixture
+def remembered(load):
+    def of(*overrides):
+        config = load(*overrides).config
+        return keys_that_must_match(config), keys_that_may_differ(config)
+
+    return of
+
+
+def test_a_value_is_remembered_as_json_under_its_key(remembered):
+    maths, settings = remembered("train.optimizer.betas=[0.9, 0.95]")
+    assert maths["train.learning_rate"] == "0.0001"
+    assert maths["train.optimizer.betas"] == "[0.9, 0.95]"
+    assert settings["report.log_every_steps"] == "1"
+    assert settings["data.train.path"].endswith('rows.jsonl"')
+    assert not maths.keys() & settings.keys()
+
+
+def test_a_section_that_may_be_left_out_is_there_either_way(remembered):
+    assert remembered()[0]["model.lora"] == "null"
+    maths, _ = remembered("model.lora.rank=4")
+    assert (maths["model.lora"], maths["model.lora.rank"]) == ("written", "4")
+
+
+def test_where_a_run_is_and_how_it_was_started_is_not_remembered(remembered):
+    one = remembered("run.folder=runs/a", "checkpoint.allow_changes=[train.steps]")
+    assert one == remembered("run.folder=s3://bucket/runs/b", "run.local_folder=stage")
+
+
+def test_the_same_value_written_or_by_default_is_the_same(remembered):
+    assert remembered() == remembered("train.max_gradient_norm=1.0", "data.shuffle=true", "checkpoint={}")
+
+
+def test_an_address_that_is_signed_anew_is_no_change(remembered):
+    first, again = (
+        remembered(f'data.train.path="https://h/rows.jsonl?X-Amz-Date={n}&X-Amz-Signature=c0ffee{n}"') for n in (1, 2)
+    )
+    assert first == again
+    assert first[1]["data.train.path"] == '"https://h/rows.jsonl"'
+
+
+def test_no_secret_is_remembered(remembered):
+    name = "me/hf_c0ffeeAbcdefghijklmn"
+    maths, settings = remembered(f"model.name={name}", f"export.push_to_hub={name}")
+    assert maths["model.name"] == settings["export.push_to_hub"] == '"me/[redacted]"'
+    values = "{model_type: llama, values: {vocab_size: 9, api_key: c0ffee}}"
+    maths, _ = remembered("model.name=null", f"model.from_config={values}", "model.tokenizer.name=gpt2")
+    assert maths["model.from_config.values"] == '{"api_key": "[redacted]", "vocab_size": 9}'

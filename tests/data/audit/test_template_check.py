@@ -1,0 +1,92 @@
+"""What is found for a tokenizer and its chat template before anything is prepared."""
+
+import json
+from dataclasses import asdict
+
+import pytest
+
+from finetune.config.sections.data import DataSection, TrainingSourceSection
+from finetune.data.audit.template_check import CASES, check_template
+from finetune.data.templates.chat_template import BUILT_IN
+from tests.data.template_tokenizers import tokenizer_for
+
+TEMPLATES = {name: path.read_text(encoding="utf-8") for name, path in BUILT_IN.items()}
+
+
+def checked(template, **keys):
+    """Return the check and its lines as one text."""
+    section = DataSection(train=TrainingSourceSection(path="/nowhere.jsonl"), max_length=64, **keys)
+    check = check_template(tokenizer_for(TEMPLATES.get(template, template)), section)
+    assert json.loads(json.dumps(asdict(check)))["notes"] == list(check.notes)
+    return check, "\n".join(check.lines())
+
+
+@pytest.mark.parametrize("name", sorted(BUILT_IN))
+def test_a_built_in_template_is_asked_as_it_was_trained(name):
+    check, lines = checked(name)
+    assert check.differences == ()
+    assert check.is_end_learnt
+    assert len(check.end_of_turn_tokens) == 1
+    assert {"one answer", "several answers", "system message"} <= set(check.learnt)
+    assert set(check.learnt) | set(check.refused) == set(CASES)
+    assert ("tools" in check.learnt) == (name == "qwen")
+    assert "prompts at inference are the beginnings of what is trained on" in lines
+
+
+def test_what_it_cannot_do_is_told_with_the_reason():
+    check, lines = checked("chatml")
+    assert check.targets_by == "renderings"
+    assert "chat template of the tokenizer: targets are found by rendering beginnings" in lines
+    assert "  cannot be learnt: tools: the chat template (the tokenizer's own) drops the `tools` of the row" in lines
+    assert "  end of turn: '<|im_end|>', one token, learnt" in lines
+    assert checked("chatml", chat_template="chatml")[0].template == "`chatml`"
+
+
+def test_a_prompt_that_differs_from_training_is_shown_as_text_and_tokens():
+    check, lines = checked(
+        "{% for m in messages %}{% if m.role == 'user' %}<|user|>{{ m.content }}{% else %}<|bot|>"
+        "{% generation %}{{ m.content }}</s>{% endgeneration %}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<|bot|><think>{% endif %}"
+    )
+    assert [each.case for each in check.differences][:2] == ["one answer", "several answers"]
+    assert check.differences[0].prompt_tokens[-2:] == ("<|bot|>", "<think>")
+    assert check.differences[0].trained_tokens[1:4] == ("<|bot|>", "F", "o")
+    assert "?<|bot|><think>' and was trained on '" in lines
+
+
+def test_markers_that_begin_before_the_end_of_the_prompt_or_behind_it_are_told():
+    form = "{% for m in messages %}{% if m.role == 'user' %}<|user|>{{ m.content }}{% else %}BODY</s>{% endif %}"
+    form += "{% endfor %}{% if add_generation_prompt %}<|bot|>{% endif %}"
+    early = form.replace("BODY", "{% generation %}<|bot|>{{ m.content }}{% endgeneration %}")
+    assert "'<|bot|>', the end of the prompt, is learnt, too" in checked(early)[1]
+    late = form.replace("BODY", "<|bot|>final:{% generation %}{{ m.content }}{% endgeneration %}")
+    check, lines = checked(late)
+    assert "'final:', which a model has to write after the prompt, is not learnt" in lines
+    assert "the markers end before the end of turn, which is learnt all the same" in lines
+    assert check.is_end_learnt
+
+
+def test_a_template_that_wants_parts_gets_parts():
+    check, lines = checked("{% for m in messages %}<|{{ m.role }}|>{{ m.content[0].text }}</s>{% endfor %}")
+    assert 'content has to be a list of parts: [{"type": "text", "text": "..."}]' in lines
+    assert check.is_end_learnt
+
+
+def test_a_template_that_reads_the_clock_is_told():
+    assert "the template writes the date" in checked("{{ strftime_now('%Y') }}" + TEMPLATES["chatml"])[1]
+
+
+def test_a_template_without_end_of_turn_ends_with_end_of_sequence():
+    form = "{% for m in messages %}{{ m.role }}: {{ m.content + '\n' }}{% endfor %}"
+    check, lines = checked(form + "{% if add_generation_prompt %}assistant:{% endif %}")
+    assert "end of turn: none of its own, so end-of-sequence behind the last answer, learnt" in lines
+    assert check.learnt[:2] == ("one answer", "several answers")
+
+
+def test_nothing_that_can_be_learnt_is_told():
+    check, lines = checked("{{ raise_exception('not today') }}")
+    assert check.learnt == ()
+    assert "can be learnt: nothing" in lines
+    assert (
+        "cannot be learnt: one answer: the chat template refuses the conversation (user, assistant): not today" in lines
+    )

@@ -1,0 +1,240 @@
+"""What is learnt from a conversation or a text, token by token."""
+
+import gzip
+import json
+import re
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from finetune.data.encoding.conversation import ConversationEncoder, with_system_prompt
+from finetune.data.encoding.text import TextEncoder, encode_text
+from finetune.data.encoding.tokenizer import TextTokenizer, drops_unknown_text, tokenizer_identity, unknown_ids
+from finetune.data.templates.chat_template import BUILT_IN, NEEDED, set_chat_template, stop_ids, tokenize
+from finetune.errors import DataError
+from tests.data.template_tokenizers import targets
+
+DATA = Path(__file__).parents[4] / "shared" / "data"
+
+
+def turn(role, content, **more):
+    return {"role": role, "content": content, **more}
+
+
+def encode_turns(turns, tokenizer, tools=None, **keys):
+    """Return what is made of one conversation, or raise what is wrong with it."""
+    (outcome,) = ConversationEncoder(tokenizer, **keys)([{"messages": turns, "tools": tools}])
+    if isinstance(outcome, DataError):
+        raise outcome
+    return outcome
+
+
+ASKED = turn("user", "What is two and two?")
+ANSWERED = turn("assistant", "Two and two is four.")
+
+
+def test_only_the_answer_and_its_end_of_turn_are_learnt(tokenizer):
+    features = encode_turns([ASKED, ANSWERED], tokenizer)
+    assert targets(features, tokenizer) == ["Two and two is four.<|im_end|>"]
+    assert features.arrays["input_ids"].dtype == np.uint32
+    assert features.arrays["is_target"].dtype == bool
+
+
+def test_the_tokens_are_those_of_the_rendered_conversation(tokenizer):
+    features = encode_turns([turn("system", "Be brief."), ASKED, ANSWERED], tokenizer)
+    assert tokenizer.decode(features.arrays["input_ids"].tolist()) == (
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nWhat is two and two?<|im_end|>\n"
+        "<|im_start|>assistant\nTwo and two is four.<|im_end|>\n"
+    )
+    assert targets(features, tokenizer) == ["Two and two is four.<|im_end|>"]
+
+
+def test_every_turn_of_the_assistant_is_learnt(tokenizer):
+    turns = [ASKED, ANSWERED, turn("user", "Hello there!"), turn("assistant", "I am fine,\n\nthank you.\n")]
+    assert targets(encode_turns(turns, tokenizer), tokenizer) == [
+        "Two and two is four.<|im_end|>",
+        "I am fine,\n\nthank you.\n<|im_end|>",
+    ]
+
+
+def test_what_the_assistant_says_in_a_prompt_is_context(tokenizer):
+    row = {"messages": [ASKED, ANSWERED, ASKED, turn("assistant", "Four.")], "num_context_turns": 3}
+    for system_prompt in (None, "Be brief."):
+        (features,) = ConversationEncoder(tokenizer, system_prompt=system_prompt)([row])
+        assert targets(features, tokenizer) == ["Four.<|im_end|>"]
+
+
+def test_a_last_user_turn_is_seen_and_not_learnt(tokenizer):
+    features = encode_turns([ASKED, ANSWERED, turn("user", "Hello")], tokenizer)
+    assert targets(features, tokenizer) == ["Two and two is four.<|im_end|>"]
+    assert tokenizer.decode(features.arrays["input_ids"].tolist()).endswith("<|im_start|>user\nHello<|im_end|>\n")
+
+
+def test_an_empty_answer_is_an_end_of_turn(tokenizer):
+    assert targets(encode_turns([ASKED, turn("assistant", "")], tokenizer), tokenizer) == ["<|im_end|>"]
+
+
+def test_without_an_assistant_there_is_nothing_to_learn(tokenizer):
+    assert encode_turns([ASKED], tokenizer) is None
+
+
+def test_a_template_without_end_of_turn_gets_end_of_sequence_as_a_target(tokenizer):
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.role }}: {{ m.content + '\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}assistant:{% endif %}"
+    )
+    features = encode_turns([ASKED, ANSWERED], tokenizer)
+    assert targets(features, tokenizer) == [" Two and two is four.\n<|endoftext|>"]
+
+
+def test_an_end_of_turn_of_several_tokens_is_followed_by_end_of_sequence(make_tokenizer):
+    tokenizer = make_tokenizer(special=["<|endoftext|>"])
+    set_chat_template(tokenizer, "chatml")
+    features = encode_turns([ASKED, ANSWERED], tokenizer)
+    assert targets(features, tokenizer) == ["Two and two is four.<|im_end|><|endoftext|>"]
+    assert stop_ids(tokenizer) == {tokenizer.eos_token_id}
+
+
+def test_a_template_that_ends_a_turn_with_end_of_sequence_gets_no_second_one(tokenizer):
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.role == 'user' %}[{{ m.content }}]"
+        "{% else %}{{ m.content + eos_token }}{% endif %}{% endfor %}"
+    )
+    features = encode_turns([ASKED, ANSWERED], tokenizer)
+    assert targets(features, tokenizer) == ["Two and two is four.<|endoftext|>"]
+
+
+def test_the_template_writes_the_only_beginning_of_sequence(make_tokenizer):
+    tokenizer = make_tokenizer(special=["<|endoftext|>", "<s>", "<|end|>"], bos_token="<s>")
+    tokenizer.chat_template = "{{ bos_token }}{% for m in messages %}{{ m.content }}<|end|>{% endfor %}"
+    ids = encode_turns([ASKED, ANSWERED], tokenizer).arrays["input_ids"].tolist()
+    assert ids.count(tokenizer.bos_token_id) == 1
+    assert ids[0] == tokenizer.bos_token_id
+
+
+def test_a_template_that_changes_what_it_has_said_is_refused(tokenizer):
+    tokenizer.chat_template = "{% for m in messages %}{{ loop.length }}{{ m.content }}<|im_end|>{% endfor %}"
+    with pytest.raises(DataError, match=r"prompt of turn 2 in one way .*\('1What.* in another .*\('2What.*`chatml`"):
+        encode_turns([ASKED, ANSWERED], tokenizer)
+
+
+def test_a_token_across_the_edge_of_the_prompt_is_refused(tokenizer):
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.content }}<|im_end|>{% if m.role == 'user' %}T{% endif %}{% endfor %}"
+    )
+    assert len(tokenize(tokenizer, "Two")) < len(tokenize(tokenizer, "T")) + len(tokenize(tokenizer, "wo"))
+    with pytest.raises(DataError, match=r"a token reaches across an edge of turn 2 .*'wo and two i'"):
+        encode_turns([ASKED, turn("assistant", "wo and two is four.")], tokenizer)
+
+
+def test_a_template_that_refuses_says_why(tokenizer):
+    tokenizer.chat_template = "{{ raise_exception('System role not supported') }}"
+    with pytest.raises(DataError, match=r"refuses the conversation \(user, assistant\): System role not supported"):
+        encode_turns([ASKED, ANSWERED], tokenizer)
+
+
+def test_a_conversation_cannot_begin_with_its_answer(tokenizer):
+    with pytest.raises(DataError, match="begins with the assistant"):
+        encode_turns([ANSWERED], tokenizer)
+
+
+def real_conversations(num):
+    """Return gsm8k's first rows and hh-rlhf's, as turns."""
+    with (DATA / "gsm8k" / "train.jsonl").open() as lines:
+        rows = [json.loads(line) for line in islice(lines, num)]
+    solved = [[turn("user", row["question"]), turn("assistant", row["answer"])] for row in rows]
+    with gzip.open(DATA / "hh-rlhf" / "harmless-base-test.jsonl.gz", "rt") as lines:
+        talks = [re.split(r"\n\n(Human|Assistant): ?", json.loads(line)["chosen"])[1:] for line in islice(lines, num)]
+    roles = {"Human": "user", "Assistant": "assistant"}
+    return solved + [[turn(roles[who], said) for who, said in zip(t[::2], t[1::2], strict=True)] for t in talks]
+
+
+@pytest.mark.skipif(not DATA.is_dir(), reason=f"{DATA} is not here")
+@pytest.mark.parametrize("template", sorted(BUILT_IN))
+def test_real_rows_are_encoded_the_same_whether_tails_are_remembered_or_not(template, make_tokenizer, monkeypatch):
+    tokenizer = make_tokenizer(special=["<|endoftext|>", "<s>", *NEEDED[template]], bos_token="<s>")
+    set_chat_template(tokenizer, template)
+    rows = [{"messages": turns} for turns in real_conversations(25)]
+    monkeypatch.setattr(TextTokenizer, "cuts_at_seams", False)
+    slow = ConversationEncoder(tokenizer)(rows)
+    monkeypatch.setattr(TextTokenizer, "cuts_at_seams", True)
+    fast = ConversationEncoder(tokenizer)(rows)
+    assert len(fast) == 50
+    for one, other in zip(fast, slow, strict=True):
+        assert {name: array.tolist() for name, array in one.arrays.items()} == {
+            name: array.tolist() for name, array in other.arrays.items()
+        }
+
+
+def test_the_system_prompt_is_for_those_that_have_none():
+    assert with_system_prompt([ASKED], "Be brief.") == [turn("system", "Be brief."), ASKED]
+    own = [turn("system", "Be long."), ASKED]
+    assert with_system_prompt(own, "Be brief.") == own
+    assert with_system_prompt([ASKED], None) == [ASKED]
+
+
+def test_every_token_of_a_text_but_the_first_is_learnt(tokenizer):
+    features = encode_text("Two and two is four.", tokenizer)
+    assert tokenizer.decode(features.arrays["input_ids"].tolist()) == "Two and two is four.<|endoftext|>"
+    assert features.arrays["is_target"].tolist() == [False] + [True] * (features.length - 1)
+    assert encode_text("", tokenizer) is None
+
+
+def test_a_text_that_ends_with_end_of_sequence_gets_no_second_one(tokenizer):
+    ids = encode_text("Two<|endoftext|>", tokenizer).arrays["input_ids"].tolist()
+    assert ids.count(tokenizer.eos_token_id) == 1
+
+
+def test_half_a_character_is_named_and_spoils_no_other_row(tokenizer):
+    half = json.loads('"Two \\ud800 and"')
+    wrong, well = TextEncoder(tokenizer)([{"text": half}, {"text": "Two"}])
+    assert str(wrong) == "holds half a character (\\ud800) behind 'Two ': this is no text. Remove it."
+    assert well.num_targets == well.length - 1
+    with pytest.raises(DataError, match="holds half a character"):
+        encode_turns([ASKED, turn("assistant", half)], tokenizer)
+
+
+def test_a_byte_level_tokenizer_knows_every_text(tokenizer, make_tokenizer):
+    assert unknown_ids(tokenizer) == frozenset()
+    assert unknown_ids(make_tokenizer(unk_token="<|endoftext|>")) == frozenset()
+    other = make_tokenizer(special=["<|endoftext|>", "<unk>"], unk_token="<unk>")
+    assert unknown_ids(other) == {other.convert_tokens_to_ids("<unk>")}
+
+
+def test_without_end_of_sequence_a_text_cannot_be_learnt(make_tokenizer):
+    with pytest.raises(DataError, match="no end-of-sequence token"):
+        encode_text("Two", make_tokenizer(eos_token=None))
+
+
+def test_an_answer_may_be_stopped_by_either_end(tokenizer):
+    assert stop_ids(tokenizer) == {tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<|im_end|>")}
+
+
+def test_the_identity_changes_with_template_and_vocabulary_and_not_with_use(tokenizer, make_tokenizer):
+    before = tokenizer_identity(tokenizer)
+    tokenizer(["Two", "Two and two is four."], padding=False, truncation=True, max_length=2)
+    assert tokenizer_identity(tokenizer) == before
+    other = make_tokenizer(special=["<|endoftext|>"])
+    set_chat_template(other, "chatml")
+    assert tokenizer_identity(other)["tokenizer"] != before["tokenizer"]
+    assert tokenizer_identity(other)["chat_template"] == before["chat_template"]
+    tokenizer.chat_template += " "
+    assert tokenizer_identity(tokenizer)["chat_template"] != before["chat_template"]
+
+
+def test_a_tokenizer_that_forgets_what_it_does_not_know_is_noticed(make_tokenizer):
+    def words(**keys):
+        backend = Tokenizer(models.BPE(**keys))
+        backend.pre_tokenizer = pre_tokenizers.Whitespace()
+        trainer = trainers.BpeTrainer(special_tokens=["<end>", "<unk>"], show_progress=False)
+        backend.train_from_iterator(["a b c"], trainer)
+        return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>", **keys)
+
+    assert words()("a ☃")["input_ids"] == words()("a")["input_ids"]
+    assert drops_unknown_text(words())
+    assert not drops_unknown_text(words(unk_token="<unk>"))
+    assert not drops_unknown_text(make_tokenizer())

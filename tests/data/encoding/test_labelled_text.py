@@ -1,0 +1,118 @@
+"""Labelled texts become framed tokens and labels; what is too long keeps its special tokens."""
+
+import pickle
+
+import pytest
+
+from finetune.data.classes import Classes
+from finetune.data.encoding.labelled_text import (
+    ClassLabelEncoder,
+    LabelledTextEncoder,
+    MultiLabelEncoder,
+    NumericLabelEncoder,
+    Truncation,
+)
+from finetune.errors import DataError
+from tests.data.encoding.word_pieces import WORDS, bert_tokenizer
+
+CLASSES = Classes(("bad", "good"))
+
+
+@pytest.fixture
+def bert():
+    return bert_tokenizer()
+
+
+def tokens(features):
+    return " ".join(WORDS[token] for token in features.arrays["input_ids"])
+
+
+def test_a_text_is_framed_as_the_tokenizer_does_it(bert):
+    encoder = pickle.loads(pickle.dumps(LabelledTextEncoder(bert, ClassLabelEncoder(CLASSES))))
+    one, two = encoder([{"text": "A playing b", "label": "good"}, {"text": "c", "label": "bad"}])
+    assert tokens(one) == "[CLS] a play ##ing b [SEP]"
+    assert list(one.arrays) == ["input_ids", "token_type_ids", "labels"]  # the first array is the sample's length
+    assert (one.arrays["labels"].tolist(), two.arrays["labels"].tolist()) == ([1], [0])
+    assert (one.num_targets, one.length, one.cut_tokens) == (1, 6, 0)
+
+
+def test_two_texts_have_types_and_may_stand_among_single_ones(bert):
+    rows = [{"text": "a", "text_pair": "b c", "label": "good"}, {"text": "d", "label": "bad"}]
+    pair, single = LabelledTextEncoder(bert, ClassLabelEncoder(CLASSES))(rows)
+    assert tokens(pair) == "[CLS] a [SEP] b c [SEP]"
+    assert pair.arrays["token_type_ids"].tolist() == [0, 0, 0, 1, 1, 1]
+    assert tokens(single) == "[CLS] d [SEP]"
+
+
+@pytest.mark.parametrize(("side", "left"), [("end", "[CLS] a b [SEP]"), ("start", "[CLS] c d [SEP]")])
+def test_what_is_cut_keeps_its_special_tokens_and_says_how_much_it_has_lost(bert, side, left):
+    (cut,) = LabelledTextEncoder(bert, ClassLabelEncoder(CLASSES), cut=Truncation(4, side))(
+        [{"text": "a b c d", "label": "bad"}]
+    )
+    assert tokens(cut) == left
+    assert cut.cut_tokens == 2
+    assert bert.truncation_side == "right"
+    assert bert.backend_tokenizer.truncation is None  # it is saved as it was loaded
+
+
+def test_of_two_texts_the_longer_is_cut(bert):
+    row = {"text": "a b c d", "text_pair": "b", "label": "bad"}
+    (cut,) = LabelledTextEncoder(bert, ClassLabelEncoder(CLASSES), cut=Truncation(6, "end"))([row])
+    assert tokens(cut) == "[CLS] a b [SEP] b [SEP]"
+
+
+def test_a_length_without_room_is_refused(bert):
+    with pytest.raises(DataError, match=r"data\.max_length: 3 leaves no room between the special tokens"):
+        LabelledTextEncoder(bert, ClassLabelEncoder(CLASSES), cut=Truncation(3, "end"))
+
+
+def test_a_row_without_text_has_nothing_to_learn(bert):
+    assert LabelledTextEncoder(bert, ClassLabelEncoder(CLASSES))([{"text": "  ", "label": "bad"}]) == [None]
+
+
+LABELS = [
+    (ClassLabelEncoder(CLASSES), "good", [1]),
+    (MultiLabelEncoder(CLASSES), ["good"], [0, 1]),
+    (MultiLabelEncoder(CLASSES), [], [0, 0]),
+    (MultiLabelEncoder(CLASSES), '["good", "bad"]', [1, 1]),
+    (NumericLabelEncoder(1), 0.5, [0.5]),
+    (NumericLabelEncoder(1), "-2.5", [-2.5]),
+    (NumericLabelEncoder(2), [1, 2.5], [1, 2.5]),
+]
+
+
+@pytest.mark.parametrize(("labels", "label", "numbers"), LABELS)
+def test_labels_become_numbers(labels, label, numbers):
+    assert labels(label).tolist() == numbers
+
+
+WRONG = [
+    (
+        ClassLabelEncoder(CLASSES),
+        ["good"],
+        "the label is a list. Write one class, or `task.classification.kind: multi_label`",
+    ),
+    (ClassLabelEncoder(CLASSES), "fine", "no class `fine`"),
+    (
+        MultiLabelEncoder(CLASSES),
+        "good",
+        r"the label must be a list of classes .*, but is a text. Write \[\"a\", \"b\"\]",
+    ),
+    (MultiLabelEncoder(CLASSES), ["fine"], "no class `fine`"),
+    (NumericLabelEncoder(1), "three", "the label must be a number, but is `three`"),
+    (NumericLabelEncoder(1), True, r"the label must be a number, but is a truth value \(true\)"),
+    (NumericLabelEncoder(1), float("nan"), "the label must be a number, but is a number"),
+    (NumericLabelEncoder(1), [1, 2], "the label has 2 numbers, and 1 is learnt"),
+]
+
+
+@pytest.mark.parametrize(("labels", "label", "message"), WRONG)
+def test_a_label_of_another_kind_is_told_with_what_to_write(bert, labels, label, message):
+    (outcome,) = LabelledTextEncoder(bert, labels)([{"text": "a", "label": label}])
+    with pytest.raises(DataError, match=message):
+        raise outcome
+
+
+def test_rows_of_another_format_are_told(bert):
+    (outcome,) = LabelledTextEncoder(bert, ClassLabelEncoder(CLASSES))([{"messages": []}])
+    assert "Use `format: labelled`" in str(outcome)

@@ -1,0 +1,90 @@
+import numpy as np
+import pytest
+
+from finetune.data.encoding.conversation import ConversationEncoder
+from finetune.data.encoding.preference import IS_GOOD, MARGIN, PreferenceEncoder
+from finetune.data.features import LENGTHS_OF_SEQUENCES
+from finetune.data.templates.chat_template import set_chat_template
+from finetune.errors import DataError
+
+
+def turn(role: str, content: str) -> dict:
+    return {"role": role, "content": content}
+
+
+def row(prompt: str, chosen: str, rejected: str, **more) -> dict:
+    sides = {"chosen": [turn("assistant", chosen)], "rejected": [turn("assistant", rejected)]}
+    return {"prompt": [turn("user", prompt)], **sides, **more}
+
+
+def judged(prompt: str, answer: str, is_good: bool) -> dict:
+    return {"prompt": [turn("user", prompt)], "completion": [turn("assistant", answer)], "is_good": is_good}
+
+
+@pytest.fixture
+def encoder(tokenizer):
+    set_chat_template(tokenizer, "chatml")
+    return ConversationEncoder(tokenizer)
+
+
+def texts(features, tokenizer) -> list[tuple[str, str]]:
+    """Return each sequence as text, and the part of it that is learnt."""
+    ends = np.cumsum(features.arrays[LENGTHS_OF_SEQUENCES])[:-1]
+    parts = zip(np.split(features.arrays["input_ids"], ends), np.split(features.arrays["is_target"], ends), strict=True)
+    return [(tokenizer.decode(ids), tokenizer.decode(ids[is_target])) for ids, is_target in parts]
+
+
+def whole(prompt: str, answer: str) -> str:
+    return f"<|im_start|>user\n{prompt}<|im_end|>\n<|im_start|>assistant\n{answer}<|im_end|>\n"
+
+
+def test_a_pair_is_two_conversations_of_which_the_answers_are_learnt(encoder, tokenizer):
+    (features,) = PreferenceEncoder(encoder, "`t`")([row("a?", "yes", "no")])
+    found = texts(features, tokenizer)
+    assert [text.startswith(whole("a?", answer)[:-1]) for (text, _), answer in zip(found, ("yes", "no"), strict=True)]
+    assert [learnt.removesuffix("\n") for _, learnt in found] == ["yes<|im_end|>", "no<|im_end|>"]
+
+
+def test_what_the_assistant_says_in_the_prompt_is_not_learnt(encoder, tokenizer):
+    asked = {"prompt": [turn("user", "a?"), turn("assistant", "hm"), turn("user", "b?")]}
+    (features,) = PreferenceEncoder(encoder, "`t`")([row("", "yes", "no") | asked])
+    assert [learnt for _, learnt in texts(features, tokenizer)] == ["yes<|im_end|>", "no<|im_end|>"]
+
+
+def test_equal_answers_teach_nothing(encoder):
+    assert PreferenceEncoder(encoder, "`t`")([row("a?", "yes", "yes")]) == [None]
+
+
+def test_judged_answers_come_with_the_next_rows_answer(encoder, tokenizer):
+    rows = [judged("a?", "one", True), judged("b?", "two", False), row("c?", "three", "four")]
+    first, second, third = PreferenceEncoder(encoder, "`t`", judged=True)(rows)
+    assert [learnt for _, learnt in texts(first, tokenizer)] == ["one<|im_end|>", "two<|im_end|>"]
+    assert texts(first, tokenizer)[1][0].startswith(whole("a?", "two")[:-1])
+    assert [learnt for _, learnt in texts(second, tokenizer)] == ["two<|im_end|>", "three<|im_end|>"]
+    assert [learnt.removesuffix("<|im_end|>") for _, learnt in texts(third, tokenizer)] == [
+        *("three", "four"),
+        *("one", "one"),
+    ]
+    assert [each.arrays[IS_GOOD].tolist() for each in (first, second, third)] == [[True], [False], [True, False]]
+
+
+def test_margins_are_kept_where_they_are_used(encoder):
+    (features,) = PreferenceEncoder(encoder, "`t`", margin=True)([row("a?", "yes", "no", margin=0.5)])
+    assert features.arrays[MARGIN].tolist() == [0.5]
+    (wrong,) = PreferenceEncoder(encoder, "`t`", margin=True)([row("a?", "yes", "no")])
+    assert isinstance(wrong, DataError)
+    assert "use_margin: false" in str(wrong)
+
+
+def test_rows_without_answers_to_choose_from_are_told_what_to_write(encoder):
+    (wrong,) = PreferenceEncoder(encoder, "`task.name: reward`")([{"messages": [turn("user", "a?")]}])
+    assert isinstance(wrong, DataError)
+    assert str(wrong).startswith("`task.name: reward` learns from pairs of answers")
+    assert "`format: preference`" in str(wrong)
+
+
+def test_a_row_that_the_template_cannot_render_is_wrong_alone(encoder):
+    broken = row("a?", "yes", "no") | {"chosen": [{"role": "assistant", "content": "x", "weight": 3}]}
+    outcomes = PreferenceEncoder(encoder, "`t`")([broken, row("b?", "yes", "no")])
+    assert isinstance(outcomes[0], DataError)
+    assert not isinstance(outcomes[1], DataError)

@@ -1,0 +1,196 @@
+"""Which turns are learnt, where each begins and ends, and what is refused rather than learnt wrongly."""
+
+import pytest
+
+from finetune.data.encoding.conversation import ConversationEncoder
+from finetune.data.templates.chat_template import BUILT_IN
+from finetune.errors import DataError
+from tests.data.template_tokenizers import shipped_templates, targets, tokenizer_for
+
+CHATML = BUILT_IN["chatml"].read_text(encoding="utf-8")
+QWEN = BUILT_IN["qwen"].read_text(encoding="utf-8")
+END = "<|im_end|>"
+
+
+def turn(role, content, **more):
+    return {"role": role, "content": content, **more}
+
+
+ASKED, ANSWERED = turn("user", "Two and two?"), turn("assistant", "Four.")
+AGAIN, AGAIN_ANSWERED = turn("user", "And three?"), turn("assistant", "Six.")
+TALK = [ASKED, ANSWERED, AGAIN, AGAIN_ANSWERED]
+MARKED = (
+    "{% for m in messages %}{% if m.role == 'user' %}<|user|>{{ m.content }}{% else %}<|bot|>"
+    "{% generation %}{{ m.content }}{% endgeneration %}<|end|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|bot|>{% endif %}"
+)
+"""Its markers leave the end of turn out."""
+
+
+def outcome(turns, template=CHATML, *, tools=None, tokenizer=None, **keys):
+    return ConversationEncoder(tokenizer or tokenizer_for(template), **keys)([{"messages": turns, "tools": tools}])[0]
+
+
+def learnt(turns, template=CHATML, **keys):
+    """Return the learnt stretches as text, one character being one token."""
+    tokenizer = tokenizer_for(template)
+    found = outcome(turns, tokenizer=tokenizer, **keys)
+    assert not isinstance(found, DataError), found
+    return targets(found, tokenizer)
+
+
+def refused(turns, template=CHATML, **keys):
+    found = outcome(turns, template, **keys)
+    assert isinstance(found, DataError), found
+    return str(found)
+
+
+@pytest.mark.parametrize("template", [CHATML, QWEN])
+def test_the_assistant_its_last_turn_or_everything_is_learnt(template):
+    assert learnt(TALK, template) == [f"Four.{END}", f"Six.{END}"]
+    assert learnt(TALK, template, train_on="last_assistant") == [f"Six.{END}"]
+    (everything,) = learnt(TALK, template, train_on="all")
+    assert everything == f"user\nTwo and two?{END}\n<|im_start|>assistant\nFour.{END}\n" + (
+        f"<|im_start|>user\nAnd three?{END}\n<|im_start|>assistant\nSix.{END}"
+    )
+
+
+@pytest.mark.parametrize("template", [CHATML, QWEN])
+def test_a_weight_says_turn_by_turn_what_is_learnt(template):
+    talk = [turn("user", "Two?", weight=1), turn("assistant", "Four.", weight=0), AGAIN, AGAIN_ANSWERED]
+    said = learnt(talk, template, train_on="per_message")
+    assert said == [f"user\nTwo?{END}", f"Six.{END}"]  # the first token is not predicted
+    talk = [ASKED, ANSWERED, turn("user", "And three?", weight=1.0), turn("assistant", "Six.", weight=1)]
+    assert learnt(talk, template, train_on="per_message") == [
+        f"Four.{END}",
+        f"<|im_start|>user\nAnd three?{END}",
+        f"Six.{END}",
+    ]
+    nothing = [ASKED, turn("assistant", "Four.", weight=0)]
+    assert outcome(nothing, template, train_on="per_message") is None
+
+
+def test_a_weight_that_would_be_ignored_is_refused():
+    weighted = [ASKED, turn("assistant", "Four.", weight=1)]
+    for train_on in ("assistant", "last_assistant", "all"):
+        assert f"turn 2 has a `weight`, which `data.train_on: {train_on}` does not read" in refused(
+            weighted, train_on=train_on
+        )
+    half = [ASKED, turn("assistant", "Four.", weight=0.5)]
+    assert "turn 2 has weight 0.5: a turn is learnt (1) or not (0)" in refused(half, train_on="per_message")
+
+
+def test_what_follows_the_last_answer_is_not_rendered_when_that_alone_is_learnt():
+    found = outcome([*TALK, turn("user", "Bye.")], train_on="last_assistant")
+    tokenizer = tokenizer_for(CHATML)
+    assert tokenizer.decode(found.arrays["input_ids"].tolist()).endswith(f"Six.{END}\n")
+
+
+@pytest.mark.skipif(not shipped_templates(), reason="trl, whose chat templates are the test data, is not installed")
+def test_the_last_answer_is_learnt_with_a_template_that_rewrites_earlier_turns():
+    said = refused(TALK, shipped_templates()["qwen3"])
+    assert "(the tokenizer's own) renders turn 2 in one way when the conversation stops there ('...tart|>assist" in said
+    assert "and in another when it goes on ('...tart|>assistant\\nFour.<|im_end|>" in said
+    assert "Set data.train_on: last_assistant" in said
+    assert "`_training` variants" in said
+    assert learnt(TALK, shipped_templates()["qwen3"], train_on="last_assistant") == [
+        f"<think>\n\n</think>\n\nSix.{END}"
+    ]
+
+
+@pytest.mark.skipif(not shipped_templates(), reason="trl, whose chat templates are the test data, is not installed")
+def test_a_prompt_that_training_does_not_begin_with_has_another_remedy():
+    said = refused(TALK[:2], shipped_templates()["nemotron_3_nano"])
+    assert "The model would be asked in another way than it is trained" in said
+    assert "Set data.train_on" not in said
+    thinking = [ASKED, turn("assistant", "Four.", reasoning_content="Two twos.")]
+    said = learnt(thinking, shipped_templates()["nemotron_3_nano"])
+    assert said == ["Two twos.\n</think>\nFour.<|im_end|>"]
+
+
+def test_an_end_of_turn_behind_the_marker_is_learnt_and_whitespace_behind_it_is_not():
+    assert learnt(TALK, MARKED) == ["Four.<|end|>", "Six.<|end|>"]
+    inside = MARKED.replace("{% endgeneration %}<|end|>\n", "<|end|>\n{% endgeneration %}")
+    assert learnt(TALK, inside) == ["Four.<|end|>", "Six.<|end|>"]
+    spaced = MARKED.replace("{% endgeneration %}<|end|>", "{% endgeneration %}{{ '\n' }}<|end|>")
+    assert learnt(TALK, spaced) == ["Four.\n<|end|>", "Six.\n<|end|>"]
+
+
+def test_a_marker_without_any_end_of_turn_is_ended_with_end_of_sequence():
+    open_ended = MARKED.replace("<|end|>\n", "")
+    assert learnt([ASKED, ANSWERED], open_ended) == ["Four.</s>"]
+
+
+def test_markers_that_are_more_than_the_answers_are_all_learnt_and_one_answer_is_found_without_them():
+    twice = MARKED.replace("{{ m.content }}{% endgen", "{{ m.content }}{% endgeneration %}{% generation %}!{% endgen")
+    assert learnt(TALK, twice) == ["Four.!<|end|>", "Six.!<|end|>"]
+    assert learnt(TALK, twice, train_on="last_assistant") == ["Six.!<|end|>"]
+
+
+def test_a_token_across_the_beginning_of_a_marker_is_refused(make_tokenizer):
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ 'T' if m.role == 'assistant' }}"
+        "{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}{% endfor %}"
+    )
+    said = refused([ASKED, turn("assistant", "wo and two is four.")], tokenizer=tokenizer)
+    assert "a token reaches across an edge of what the template marks with {% generation %}" in said
+
+
+def test_two_beginnings_of_sequence_are_refused():
+    said = refused([ASKED, ANSWERED], "{{ bos_token }}{{ bos_token }}" + CHATML)
+    assert "the chat template writes <s> twice at the beginning" in said
+
+
+def test_an_end_of_sequence_behind_the_whole_is_not_learnt():
+    ends = CHATML.replace("{%- if add", "{%- if not add_generation_prompt -%}{{ eos_token }}{%- endif -%}{%- if add")
+    assert learnt(TALK, ends) == [f"Four.{END}", f"Six.{END}"]
+
+
+def test_the_tools_and_calls_of_a_row_reach_the_template():
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
+    tools = [{"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {}}}]
+    talk = [ASKED, turn("assistant", None, tool_calls=[call]), turn("tool", "4"), ANSWERED]
+    called = '<tool_call>\n{"name": "add", "arguments": {"a": 2}}\n</tool_call>'
+    assert learnt(talk, QWEN, tools=tools) == [f"{called}{END}", f"Four.{END}"]
+    thinking = [ASKED, turn("assistant", "Four.", reasoning_content="Twice two.")]
+    assert learnt(thinking, QWEN) == [f"<think>\nTwice two.\n</think>\n\nFour.{END}"]
+
+
+def test_what_a_template_drops_is_named():
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+    assert "drops the `tools` of the row: the model would not see them" in refused(TALK, tools=tools)
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
+    calls = [ASKED, turn("assistant", "Let me see.", tool_calls=[call])]
+    assert "drops `tool_calls` of assistant turns with content" in refused(calls)
+    thinking = [ASKED, turn("assistant", "Four.", reasoning_content="Twice two.")]
+    assert "drops the reasoning of the last turn" in refused(thinking)
+    no_system = "{% for m in messages if m.role != 'system' %}<|{{ m.role }}|>{{ m.content }}</s>{% endfor %}"
+    assert "drops the content of `system` turns" in refused([turn("system", "Be brief."), *TALK], no_system)
+    assert learnt(TALK, no_system)[0].endswith("Four.</s>")
+
+
+def test_a_content_that_the_template_cannot_write_is_named():
+    parts = [turn("user", [{"type": "text", "text": "Two?"}]), ANSWERED]
+    assert "refuses the conversation (user, assistant): can only concatenate str" in refused(parts)
+    as_code = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}</s>{% endfor %}"
+    assert "writes the content of turn 1, a list of parts, as Python code" in refused(parts, as_code)
+    wants_parts = "{% for m in messages %}<|{{ m.role }}|>{{ m.content[0].text }}</s>{% endfor %}"
+    assert "It may want a list of parts" in refused(TALK, wants_parts)
+
+
+def test_arguments_that_would_be_quoted_twice_are_named():
+    call = {"type": "function", "function": {"name": "add", "arguments": '{"a": 2}'}}
+    quoting = QWEN.replace("function['arguments'] if function['arguments'] is string else ", "")
+    talk = [ASKED, turn("assistant", "", tool_calls=[call])]
+    assert "writes the arguments of the tool call in turn 2, which are text, in quotes" in refused(talk, quoting)
+    assert learnt(talk, QWEN) == [f'<tool_call>\n{{"name": "add", "arguments": {{"a": 2}}}}\n</tool_call>{END}']
+
+
+def test_one_bad_row_does_not_spoil_the_others():
+    rows = [{"messages": TALK}, {"messages": [ANSWERED]}, {"messages": [ASKED]}, {"messages": TALK}]
+    encoder = ConversationEncoder(tokenizer_for(CHATML))
+    first, wrong, nothing, last = encoder(rows)
+    assert "begins with the assistant" in str(wrong)
+    assert nothing is None
+    assert first.arrays["input_ids"].tolist() == last.arrays["input_ids"].tolist()

@@ -1,0 +1,148 @@
+"""Rows that show images: parts, placeholders, a column; as many places as images."""
+
+from pathlib import Path
+
+import pytest
+
+from finetune.config.sections.data import SourceSection
+from finetune.data.formats.row_format import choose_format
+from finetune.data.rows import RawRow
+from finetune.data.sources.source import texts
+from finetune.errors import DataError
+
+IMAGE, ANSWER = {"type": "image"}, {"role": "assistant", "content": "A cat."}
+
+
+def said(text):
+    return {"type": "text", "text": text}
+
+
+def asked(content):
+    return {"role": "user", "content": content}
+
+
+def read(row, **keys):
+    raw = RawRow("/rows/rows.jsonl", 1, row)
+    section = SourceSection(path="/rows/rows.jsonl", **keys)
+    return choose_format(section, raw, key="data.train", log=lambda _: None).read(raw)
+
+
+ROWS = {
+    "parts and a column": (
+        {"messages": [asked([IMAGE, said("What?")]), ANSWER], "images": ["a.png"]},
+        [IMAGE, said("What?")],
+        ["a.png"],
+    ),
+    "parts with their images": (
+        {"messages": [asked([{"type": "image", "path": "a.png"}, said("What?")]), ANSWER]},
+        [IMAGE, said("What?")],
+        ["a.png"],
+    ),
+    "OpenAI's parts": (
+        {"messages": [asked([said("What?"), {"type": "image_url", "image_url": {"url": "a.png"}}]), ANSWER]},
+        [said("What?"), IMAGE],
+        ["a.png"],
+    ),
+    "parts that name a place in the column": (
+        {
+            "messages": [asked([{"type": "image", "index": 1}, {"type": "image", "index": 0}]), ANSWER],
+            "images": ["a.png", "b.png"],
+        },
+        [IMAGE, IMAGE],
+        ["b.png", "a.png"],
+    ),
+    "placeholders": (
+        {"messages": [asked("Is <image> like\n<image>\nor not?"), ANSWER], "images": ["a.png", "b.png"]},
+        [said("Is"), IMAGE, said("like"), IMAGE, said("or not?")],
+        ["a.png", "b.png"],
+    ),
+    "LLaVA's rows": (
+        {"conversations": [{"from": "human", "value": "<image>\nWhat?"}, {"from": "gpt", "value": "A cat."}]}
+        | {"image": "a.png"},
+        [IMAGE, said("What?")],
+        ["a.png"],
+    ),
+    "no place": (
+        {"messages": [asked("What?"), ANSWER], "images": ["a.png", "b.png"]},
+        [IMAGE, IMAGE, said("What?")],
+        ["a.png", "b.png"],
+    ),
+    "a prompt": ({"prompt": "What?", "completion": "A cat.", "images": "a.png"}, [IMAGE, said("What?")], ["a.png"]),
+    "an instruction": (
+        {"instruction": "What?", "output": "A cat.", "images": ["a.png", None]},
+        [IMAGE, said("What?")],
+        ["a.png"],
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", ROWS)
+def test_images_stand_where_the_row_shows_them(kind):
+    row, content, names = ROWS[kind]
+    keys = {"columns": {"images": "image"}} if "image" in row else {}
+    found = read(row, **keys)
+    assert found["messages"][0]["content"] == content
+    assert found["messages"][1]["content"] == "A cat."
+    assert [image.path for image in found["images"]] == [Path("/rows") / name for name in names]
+
+
+def test_a_row_without_images_stays_as_it_is():
+    assert read({"messages": [asked("What is <image>?"), ANSWER], "images": []}) == {
+        "messages": [asked("What is <image>?"), ANSWER]
+    }
+
+
+def test_bytes_are_images():
+    assert read({"messages": [asked("What?"), ANSWER], "images": [b"\x89PNG"]})["images"][0].content == b"\x89PNG"
+
+
+WRONG = {
+    "too few places": (
+        {"messages": [asked("<image>?"), ANSWER], "images": ["a.png", "b.png"]},
+        r"rows.jsonl, row 1: has 2 images in its column and 1 places .* `<image>`",
+    ),
+    "too few images": (
+        {"messages": [asked([IMAGE, IMAGE]), ANSWER], "images": ["a.png"]},
+        "has 1 image in its column and 2 places",
+    ),
+    "an index twice": (
+        {"messages": [asked([{**IMAGE, "index": 0}, {**IMAGE, "index": 0}]), ANSWER], "images": ["a.png", "b.png"]},
+        r"`index` \[0, 0\]",
+    ),
+    "an answer that is drawn": (
+        {"messages": [asked("Draw."), {"role": "assistant", "content": [IMAGE]}], "images": ["a.png"]},
+        "turn 2 is an answer with an image",
+    ),
+    "nobody who asks": ({"messages": [ANSWER], "images": ["a.png"]}, "no turn of the user"),
+    "a film": (
+        {"messages": [asked([IMAGE, {"type": "video"}]), ANSWER], "images": ["a.png"]},
+        "turn 1 has a part of type 'video'",
+    ),
+    "a page in the web": (
+        {"messages": [asked("What?"), ANSWER], "images": ["https://example.org/a.png"]},
+        "image 1 is a URL",
+    ),
+    "several texts": ({"messages": [asked([said("a"), said("b")]), ANSWER]}, "Several parts"),
+}
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_what_cannot_be_shown_is_named(kind):
+    row, message = WRONG[kind]
+    with pytest.raises(DataError, match=message):
+        read(row)
+
+
+def test_a_tokenizer_is_trained_on_the_texts_between_the_images():
+    class Source:
+        format = choose_format(
+            SourceSection(path="/rows/rows.jsonl"),
+            first := RawRow("/rows/rows.jsonl", 1, ROWS["placeholders"][0]),
+            key="data.train",
+            log=lambda _: None,
+        )
+
+        def excerpt(self):
+            return iter([self.first])
+
+    assert list(texts([Source()])) == ["Is", "like", "or not?", "A cat."]

@@ -1,0 +1,68 @@
+"""What a row may hold as its image."""
+
+import base64
+
+import pytest
+
+from finetune.data.images.stored_image import folder_of, stored_image
+from finetune.errors import DataError
+
+CONTENT = bytes(range(256))
+
+
+def test_a_relative_path_counts_from_the_folder(tmp_path):
+    (tmp_path / "one.png").write_bytes(CONTENT)
+    image = stored_image("one.png", folder=tmp_path)
+    assert image.read() == CONTENT
+    assert image.name == str(tmp_path / "one.png")
+    assert stored_image(str(tmp_path / "one.png"), folder=None).read() == CONTENT
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        CONTENT,
+        bytearray(CONTENT),
+        {"bytes": CONTENT, "path": "cat.png"},
+        base64.b64encode(CONTENT).decode(),
+        "data:image/png;base64," + base64.b64encode(CONTENT).decode(),
+    ],
+)
+def test_bytes_come_as_they_are(value):
+    assert stored_image(value, folder=None).read() == CONTENT
+
+
+def test_equal_bytes_have_equal_digests_wherever_they_are(tmp_path):
+    (tmp_path / "one.png").write_bytes(CONTENT)
+    held = stored_image({"bytes": CONTENT, "path": "two.png"}, folder=None)
+    assert held.name == "two.png"
+    assert stored_image({"path": "one.png"}, folder=tmp_path).digest() == held.digest()
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        ("https://example.org/cat.png", "nothing is fetched"),
+        ("cat.png", "in no folder of this machine"),
+        ({"path": None}, "neither bytes nor a path"),
+        (7, "is a number"),
+        ([1, 2], "is a list"),
+        ("", "is empty"),
+        ("x?" * 40, "nor base64"),
+    ],
+)
+def test_what_can_be_no_image_is_told(value, reason):
+    with pytest.raises(DataError, match=f"column `image`.*{reason}"):
+        stored_image(value, folder=None, title="column `image`")
+
+
+def test_a_missing_file_is_told_when_it_is_read(tmp_path):
+    image = stored_image("gone.png", folder=tmp_path)
+    with pytest.raises(DataError, match=r"there is no file .*gone\.png"):
+        image.read()
+
+
+def test_rows_of_a_folder_count_from_it_and_rows_elsewhere_from_nowhere(tmp_path):
+    assert folder_of(str(tmp_path)) == tmp_path
+    assert folder_of(str(tmp_path / "rows.jsonl")) == tmp_path
+    assert folder_of("`uoft-cs/cifar10`, split train") is None

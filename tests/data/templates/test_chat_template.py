@@ -1,0 +1,68 @@
+"""Setting a chat template."""
+
+import pytest
+
+from finetune.config.rules.data import TEMPLATES
+from finetune.data.templates.chat_template import (
+    BUILT_IN,
+    NEEDED,
+    end_of_turn,
+    require_chat_template,
+    set_chat_template,
+    stop_ids,
+)
+from finetune.errors import DataError
+
+
+def test_without_a_template_the_remedy_is_named(make_tokenizer):
+    with pytest.raises(DataError, match=r"has no chat template.*data\.chat_template: chatml"):
+        require_chat_template(make_tokenizer())
+
+
+def test_the_tokenizer_keeps_its_own_template_when_none_is_set(tokenizer):
+    own = tokenizer.chat_template
+    set_chat_template(tokenizer, None)
+    assert tokenizer.chat_template == own
+    require_chat_template(tokenizer)
+
+
+def test_a_file_is_taken_as_it_is(tokenizer, tmp_path):
+    file = tmp_path / "own.jinja"
+    file.write_text("{{ messages[0].content }}", encoding="utf-8")
+    set_chat_template(tokenizer, str(file))
+    assert tokenizer.chat_template == "{{ messages[0].content }}"
+
+
+def test_a_file_that_is_not_there_is_named(tokenizer):
+    with pytest.raises(DataError, match=r"/nowhere/own\.jinja cannot be read.*chatml"):
+        set_chat_template(tokenizer, "/nowhere/own.jinja")
+
+
+def test_a_file_that_is_not_jinja_is_named_with_its_line(tokenizer, tmp_path):
+    file = tmp_path / "own.jinja"
+    file.write_text("\n{% for %}", encoding="utf-8")
+    with pytest.raises(DataError, match=r"own\.jinja, line 2: not valid Jinja"):
+        set_chat_template(tokenizer, str(file))
+
+
+def test_every_name_of_the_config_is_a_template_and_each_says_what_it_needs():
+    assert sorted(BUILT_IN) == sorted(TEMPLATES) == sorted(NEEDED)
+
+
+def test_a_named_template_whose_tokens_the_tokenizer_does_not_know_is_refused_with_the_list(make_tokenizer):
+    tokenizer = make_tokenizer(special=["<|endoftext|>", "<|eot_id|>"])
+    said = r"llama3 needs <\|start_header_id\|>, <\|end_header_id\|> to be one token each.*`chatml`"
+    with pytest.raises(DataError, match=said):
+        set_chat_template(tokenizer, "llama3")
+    assert tokenizer.chat_template is None
+    for name in ("chatml", "zephyr"):  # plain text will do
+        set_chat_template(tokenizer, name)
+
+
+def test_what_ends_a_turn_is_found_by_rendering_one(tokenizer):
+    assert end_of_turn(tokenizer).text == "<|im_end|>"
+    tokenizer.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}"
+    assert (end_of_turn(tokenizer).text, end_of_turn(tokenizer).tokens) == ("", ())
+    assert stop_ids(tokenizer) == {tokenizer.eos_token_id}
+    tokenizer.chat_template = "{{ raise_exception('never') }}"
+    assert stop_ids(tokenizer) == {tokenizer.eos_token_id}

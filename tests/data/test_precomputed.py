@@ -1,0 +1,84 @@
+import pickle
+
+import numpy as np
+import pytest
+
+from finetune.data.features import Features
+from finetune.data.precomputed import PrecomputedArrays, PrecomputedWriter, with_precomputed
+from finetune.data.token_cache.build import PreparedSetWriter
+from finetune.data.token_cache.chunks import Chunk
+from finetune.data.token_cache.counts import Counts
+from finetune.data.token_cache.store import Identity, PreparedSet
+from finetune.errors import DataError
+
+VALUES = [np.array([1.0, 2.0], np.float32), np.array([], np.float32), np.array([3.0], np.float32)]
+
+
+@pytest.fixture
+def prepared_of(tmp_path):
+    """Return a function that makes a prepared set of so many samples of one token."""
+
+    def make(num_samples: int) -> PreparedSet:
+        place = tmp_path / f"set-{num_samples}"
+        place.mkdir()
+        ones = np.ones(num_samples, np.int64)
+        writer = PreparedSetWriter(place, Identity("f", {}))
+        writer.append(
+            Chunk(
+                values={"input_ids": ones.astype(np.uint32)},
+                lengths={"input_ids": ones},
+                num_targets=ones.astype(np.int32),
+                digests=ones.astype(np.uint64),
+                checksums=ones.astype(np.uint64),
+                row_numbers=ones,
+                origins=((0, "a.jsonl"),),
+                counts=Counts(rows=num_samples, samples=num_samples),
+            )
+        )
+        writer.finish()
+        writer.close()
+        return PreparedSet(place)
+
+    return make
+
+
+@pytest.fixture
+def folder(tmp_path):
+    place = tmp_path / "known"
+    place.mkdir()
+    writer = PrecomputedWriter(place)
+    writer.append([{"a": value, "b": np.array([number])} for number, value in enumerate(VALUES[:2])])
+    writer.append([])
+    writer.append([{"a": VALUES[2], "b": np.array([2])}])
+    writer.finish({"set": "x"})
+    writer.close()
+    return place
+
+
+def test_what_is_written_is_read_by_sample(folder):
+    known = PrecomputedArrays(folder)
+    assert len(known) == 3
+    assert [known[index]["a"].tolist() for index in range(3)] == [[1, 2], [], [3]]
+    assert [known[index]["b"].tolist() for index in range(3)] == [[0], [1], [2]]
+
+
+def test_a_damaged_folder_is_told(folder):
+    (folder / "known.json").write_text("{")
+    with pytest.raises(DataError, match=r"is damaged: known\.json cannot be trusted"):
+        PrecomputedArrays(folder)
+
+
+def test_samples_deliver_what_is_known_behind_their_own_arrays(folder, prepared_of):
+    prepared = prepared_of(3)
+    made = with_precomputed(prepared, folder)
+    assert isinstance(made[0], Features)
+    assert list(made[2].arrays) == [*prepared[2].arrays, "a", "b"]
+    assert made[2].arrays["a"].tolist() == [3]
+    assert made[2].length == prepared[2].length
+    sent = pickle.loads(pickle.dumps(made))
+    assert sent[0].arrays["a"].tolist() == [1, 2]
+
+
+def test_another_number_of_samples_is_told(folder, prepared_of):
+    with pytest.raises(DataError, match="knows of 3 samples"):
+        with_precomputed(prepared_of(2), folder)

@@ -1,0 +1,597 @@
+"""A set that is damaged on the disk is never used: it is set aside, made again and told of."""
+
+import json
+import multiprocessing
+import os
+import pickle
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from finetune.config.sections.data import DataSection, ValidationSourceSection
+from finetune.data.sources.source import open_source, open_sources
+from finetune.data.token_cache import build, cache, encoder_pool, integrity
+from finetune.data.token_cache.cache import prepare_set, repair
+from finetune.data.token_cache.encoder_pool import EncoderPool
+from finetune.data.token_cache.integrity import DamagedSet
+from finetune.data.token_cache.journal import NAME as JOURNAL
+from finetune.errors import DataError
+from finetune.runtime.supervision.faults import VARIABLE
+from tests.data.byte_encoding import encode_bytes
+
+TEXTS = [f"{'question ' * (number % 5 + 1)}{number}>answer {number}" for number in range(40)]
+
+
+class Prepare:
+    """Prepares the same texts again and again, as ranks and later runs do."""
+
+    def __init__(self, write_rows, make_section):
+        source = write_rows([{"text": text} for text in TEXTS])
+        self.source, self.section = source, make_section(source)
+        self.said, self.encoded = [], 0
+
+    def __call__(self):
+        self.said.clear()
+        self.encoded = 0
+        opened = open_source(self.source, key="data.train", log=self.said.append)
+        return prepare_set(opened, self.encode, section=self.section, identity={}, log=self.said.append)
+
+    def encode(self, rows):
+        self.encoded += len(rows)
+        return encode_bytes(rows)
+
+    @property
+    def warnings(self):
+        return [line for line in self.said if line.startswith("warning")]
+
+
+@pytest.fixture
+def prepare(write_rows, make_section):
+    return Prepare(write_rows, make_section)
+
+
+@pytest.fixture
+def beside(monkeypatch):
+    """No set is small: all are verified in the background."""
+    monkeypatch.setattr(cache, "VERIFIED_AT_ONCE_BYTES", -1)
+
+
+def texts_of(prepared):
+    return [bytes(sample.arrays["input_ids"].astype(np.uint8)).decode() for sample in prepared]
+
+
+def flip(path, *, every=40, start=128):
+    content = bytearray(path.read_bytes())
+    for place in range(start, len(content), every):
+        content[place] ^= 1
+    with path.open("r+b") as file:
+        file.write(content)
+
+
+def aside(prepared):
+    return sorted(path for path in prepared.folder.parent.iterdir() if path.name.startswith(".damaged-"))
+
+
+def as_folder(path):
+    path.unlink()
+    path.mkdir()
+
+
+def as_link(path):
+    path.unlink()
+    path.symlink_to("/dev/zero")
+
+
+def as_pipe(path):
+    path.unlink()
+    os.mkfifo(path)
+
+
+def as_other_manifest(path):
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"fingerprint": "other"}))
+
+
+DAMAGE = {
+    "bits of the tokens": ("input_ids.values.npy", flip),
+    "bits of the targets": ("is_target.values.npy", flip),
+    "offsets": ("input_ids.offsets.npy", flip),
+    "lengths": ("lengths.npy", flip),
+    "counts of targets": ("num_targets.npy", flip),
+    "digests": ("digests.npy", flip),
+    "marks": ("marks.npy", flip),
+    "row numbers": ("row_numbers.npy", flip),
+    "a header": ("lengths.npy", lambda path: flip(path, every=9, start=0)),
+    "the manifest": ("counts.json", lambda path: flip(path, start=30)),
+    "another manifest": ("counts.json", as_other_manifest),
+    "nesting": ("counts.json", lambda path: path.write_text("[" * 100_000)),
+    "cut off": ("input_ids.values.npy", lambda path: os.truncate(path, path.stat().st_size - 9)),
+    "longer": ("input_ids.values.npy", lambda path: os.truncate(path, path.stat().st_size + 8)),
+    "empty": ("is_target.values.npy", lambda path: os.truncate(path, 0)),
+    "missing": ("is_target.offsets.npy", Path.unlink),
+    "no manifest": ("counts.json", Path.unlink),
+    "a folder for a file": ("input_ids.values.npy", as_folder),
+    "a link to a device": ("input_ids.values.npy", as_link),
+    "a pipe": ("counts.json", as_pipe),
+}
+
+
+@pytest.mark.parametrize("what", DAMAGE)
+def test_damage_is_found_before_the_set_is_used_and_the_set_is_made_again(prepare, what):
+    before = prepare()
+    name, damage = DAMAGE[what]
+    damage(before.folder / name)
+    after = prepare()
+    assert texts_of(after) == TEXTS
+    assert prepare.encoded == len(TEXTS)
+    assert after.folder == before.folder
+    assert len(aside(after)) == 1
+    assert any("is damaged: " in line and "made again" in line for line in prepare.warnings)
+    prepare()
+    assert prepare.encoded == 0
+    assert [str(aside(after)[0]) in line for line in prepare.warnings] == [True], "it is told of until it is deleted"
+
+
+@pytest.mark.parametrize("place", ["a file", "a link to nowhere", "a link to another set"])
+def test_something_else_in_the_place_of_the_set_is_set_aside(prepare, tmp_path, place):
+    folder = prepare().folder
+    shutil.rmtree(folder)
+    if place == "a file":
+        folder.write_text("")
+    else:
+        folder.symlink_to(tmp_path if place == "a link to another set" else tmp_path / "nowhere")
+    made = prepare()
+    assert texts_of(made) == TEXTS
+    assert made.folder.is_dir()
+    assert not made.folder.is_symlink()
+    assert len(aside(made)) == 1
+
+
+def test_what_cannot_be_set_aside_is_one_message(prepare, monkeypatch):
+    flip(prepare().folder / "lengths.npy")
+
+    def refuse(path, target):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "rename", refuse)
+    with pytest.raises(
+        DataError, match=r"is damaged and cannot be set aside: Permission denied\. Set data\.cache_folder"
+    ):
+        prepare()
+
+
+def test_a_disk_that_damages_every_copy_is_told_of(prepare, monkeypatch):
+    prepare()
+    monkeypatch.setattr(cache, "_opened", lambda folder, made_of: (_ for _ in ()).throw(DamagedSet(folder, "rot")))
+    with pytest.raises(DataError, match="and so were those that were made in its place"):
+        prepare()
+
+
+def test_damage_that_is_found_in_the_background_is_mended_in_the_set_at_hand(prepare, beside):
+    flip(prepare().folder / "input_ids.values.npy")
+    prepared = prepare()
+    repair(prepared, seconds=None)
+    assert texts_of(prepared) == TEXTS
+    assert len(aside(prepared)) == 1
+    repair(prepared, seconds=None)
+    assert texts_of(prepared) == TEXTS
+
+
+def test_a_rank_with_the_old_files_open_takes_over_what_another_has_made(prepare, beside):
+    flip(prepare().folder / "input_ids.values.npy")
+    ranks = [prepare() for _ in range(3)]
+    encoded = []
+    for rank in ranks:
+        prepare.encoded = 0
+        repair(rank, seconds=None)
+        encoded.append(prepare.encoded)
+        assert texts_of(rank) == TEXTS
+    assert encoded == [len(TEXTS), 0, 0], "one makes it again"
+    assert len(aside(ranks[0])) == 1
+
+
+def test_a_sample_that_is_read_alone_is_compared_with_its_mark(prepare):
+    prepared = prepare()
+    assert bytes(prepared.intact(3).arrays["input_ids"].astype(np.uint8)).decode() == TEXTS[3]
+    flip(prepared.folder / "input_ids.values.npy", every=4)  # the pages are shared: it is damaged in the map, too
+    with pytest.raises(DamagedSet, match=r"rows\.jsonl, row 4 is not what was prepared"):
+        prepared.intact(3)
+
+
+def test_a_copy_in_another_process_reads_the_files_and_not_their_digests(prepare, monkeypatch):
+    sent = pickle.dumps(prepare())
+    monkeypatch.setattr(integrity.xxhash, "xxh3_128", None)  # would be needed to verify
+    copy = pickle.loads(sent)
+    assert texts_of(copy) == TEXTS
+
+
+@pytest.mark.parametrize("damage", ["values", "offsets", "journal", "journal twice"])
+def test_damage_before_a_killed_build_goes_on_is_not_sealed(prepare, monkeypatch, damage):
+    monkeypatch.setattr(encoder_pool, "ROWS_PER_CHUNK", 5)
+    monkeypatch.setattr(build, "CHUNKS_BETWEEN_NOTES", 2)
+    monkeypatch.setenv(VARIABLE, "prepare.noted step=2 do=raise")
+    with pytest.raises(RuntimeError):
+        prepare()
+    monkeypatch.delenv(VARIABLE)
+    (staging,) = Path(prepare.section.cache_folder).glob("prepared/.*.making")
+    if damage == "journal twice":
+        (staging / JOURNAL).write_bytes(2 * (staging / JOURNAL).read_bytes())
+    else:
+        name = JOURNAL if damage == "journal" else f"input_ids.{damage}.npy"
+        flip(staging / name, every=10**9, start=140)  # one bit; in the journal, of its first line
+    made = prepare()
+    assert texts_of(made) == TEXTS
+    assert prepare.encoded == (len(TEXTS) - 20 if damage == "journal twice" else len(TEXTS))
+    assert any("made again from the first row" in line for line in prepare.warnings) == ("journal" not in damage)
+    made.verify()
+
+
+@pytest.mark.parametrize("name", ["lengths.npy", JOURNAL])
+def test_a_link_in_a_build_that_was_begun_is_not_written_through(prepare, monkeypatch, tmp_path, name):
+    monkeypatch.setattr(encoder_pool, "ROWS_PER_CHUNK", 5)
+    monkeypatch.setattr(build, "CHUNKS_BETWEEN_NOTES", 2)
+    monkeypatch.setenv(VARIABLE, "prepare.noted step=2 do=raise")
+    with pytest.raises(RuntimeError):
+        prepare()
+    monkeypatch.delenv(VARIABLE)
+    (staging,) = Path(prepare.section.cache_folder).glob("prepared/.*.making")
+    precious = tmp_path / "precious"
+    precious.write_text("mine")
+    (staging / name).unlink()
+    (staging / name).symlink_to(precious)
+    assert texts_of(prepare()) == TEXTS
+    assert precious.read_text() == "mine"
+    assert "is no file of its own" in prepare.warnings[0]
+
+
+IDENTITY = {"tokenizer": "t1", "chat_template": "c1"}
+
+
+def opened(section, log=lambda _: None, *, key="data.train"):
+    return open_source(section, key=key, log=say)
+
+
+class PrepareCached:
+    """Prepare texts and remember what was said."""
+
+    def __init__(self, write_rows, make_section):
+        self.write_rows, self.make_section = write_rows, make_section
+        self.said = []
+        self.encoded = 0
+
+    def __call__(self, texts, *, identity=IDENTITY, source=None, **keys):
+        self.said.clear()
+        self.encoded = 0
+        written = self.write_rows([{"text": text} for text in texts], **(source or {}))
+        section = self.make_section(written, **keys)
+        source = opened(written, self.said.append)
+        return prepare_set(source, self.encode, section=section, identity=identity, log=self.said.append)
+
+    def encode(self, rows):
+        self.encoded += len(rows)
+        return encode_bytes(rows)
+
+
+@pytest.fixture
+def prepare_cache(write_rows, make_section):
+    return PrepareCached(write_rows, make_section)
+
+
+def texts_of_cache(prepared):
+    return [bytes(sample.arrays["input_ids"].astype(np.uint8)).decode() for sample in prepared]
+
+
+def test_samples_come_back_as_they_were_encoded(prepare):
+    prepared = prepare(["a>b", "cc>dd"])
+    assert texts_of_cache(prepared) == ["a>b", "cc>dd"]
+    second = prepared[1]
+    assert second.sample_id == 1
+    assert second.arrays["input_ids"].dtype == np.uint32
+    assert second.arrays["is_target"].tolist() == [False, False, True, True, True]
+    assert prepared.lengths.tolist() == [3, 5]
+    assert prepared.num_targets_each.tolist() == [2, 3]
+    with pytest.raises(IndexError):
+        prepared[2]
+
+
+def test_the_same_rows_are_tokenised_once(prepare):
+    first = prepare(["a>b", "c>d"])
+    assert prepare.encoded == 2
+    again = prepare(["a>b", "c>d"])
+    assert prepare.encoded == 0
+    assert again.fingerprint == first.fingerprint
+    assert again.counts == first.counts
+    assert "data.train: 2 rows -> 2 samples" in prepare.said
+
+
+CHANGES = {
+    "template": {"identity": IDENTITY | {"chat_template": "c2"}},
+    "max_length": {"max_length": 65},
+    "over_length": {"over_length": "drop"},
+    "no_target": {"no_target": "drop"},
+    "system_prompt": {"system_prompt": "Be brief."},
+    "train_on": {"train_on": "all"},
+    "truncate_side": {"truncate_side": "start"},
+    "skip": {"source": {"skip": 1}},
+    "take": {"source": {"take": 1}},
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_whatever_changes_the_samples_makes_a_new_set(prepare, change):
+    first = prepare(["a>b", "c>d"])
+    other = prepare(["a>b", "c>d"], **CHANGES[change])
+    assert prepare.encoded > 0
+    assert other.fingerprint != first.fingerprint
+
+
+def test_changed_rows_make_a_new_set(prepare):
+    first = prepare(["a>b"])
+    assert prepare(["a>c"]).fingerprint != first.fingerprint
+
+
+def test_what_does_not_change_the_samples_hits(prepare):
+    first = prepare(["a>b"])
+    assert (
+        prepare(["a>b"], source={"name": "elsewhere.jsonl"}, num_workers=1, shuffle=False).fingerprint
+        == first.fingerprint
+    )
+    assert prepare.encoded == 0
+
+
+def test_long_rows_are_refused_with_the_numbers(prepare, tmp_path):
+    with pytest.raises(DataError) as caught:
+        prepare(["a>b", "a>bcdefg", "a>bcde", "ab"], max_length=5)
+    first, second = str(caught.value).splitlines()
+    assert first == (
+        "data.train: 2 of 4 rows are longer than data.max_length: 5 (the longest has 8 tokens: "
+        f"{tmp_path}/rows.jsonl, row 2). Set data.over_length: truncate or drop, or data.max_length: 8."
+    )
+    assert second.startswith("data.train: 1 of 4 rows have no target to learn from")
+    assert "rows.jsonl, row 4" in second
+    assert list((tmp_path / "cache" / "prepared").glob("[!.]*")) == []
+
+
+def test_long_rows_are_cut_and_what_is_lost_is_counted(prepare):
+    prepared = prepare(["a>b", "ab>cdef", "abcdefg>h"], max_length=5, over_length="truncate", no_target="drop")
+    assert texts_of_cache(prepared) == ["a>b", "ab>cd"]
+    counts = prepared.counts
+    assert (counts.rows, counts.samples, counts.tokens, counts.targets) == (3, 2, 8, 5)
+    assert (counts.truncated_rows, counts.truncated_tokens, counts.truncated_targets) == (2, 6, 4)
+    assert (counts.rows_without_target, counts.longest) == (1, 9)
+    assert "data.train: truncated: 2 rows, 6 tokens cut off, 4 of them targets" in prepare.said
+    assert "data.train: dropped without a target: 1 rows" in prepare.said
+    assert "data.train: 8 tokens, of which 5 targets (62.5%)" in prepare.said
+
+
+def test_long_rows_are_dropped_and_counted(prepare):
+    prepared = prepare(["a>b", "ab>cdef"], max_length=5, over_length="drop")
+    assert texts_of_cache(prepared) == ["a>b"]
+    assert "data.train: dropped as too long: 1 rows, 7 tokens left out, 5 of them targets" in prepare.said
+    assert prepared.counts.longest == 7
+
+
+def test_a_row_that_encodes_to_nothing_has_no_target(prepare):
+    with pytest.raises(DataError, match=r"1 of 2 rows have no target.*row 2.*set data.no_target: drop"):
+        prepare(["a>b", ""])
+    assert texts_of_cache(prepare(["a>b", ""], no_target="drop")) == ["a>b"]
+
+
+def test_when_nothing_is_left_it_is_said(prepare):
+    with pytest.raises(DataError, match=r"no sample is left: .*dropped without a target: 2 rows"):
+        prepare(["a", ""], no_target="drop")
+
+
+def test_a_row_that_cannot_be_encoded_is_named(prepare):
+    with pytest.raises(DataError, match=r"rows\.jsonl, row 2: cannot be encoded"):
+        prepare(["a>b", "poison"])
+
+
+def test_the_validation_source_is_named_as_such(write_rows, make_section):
+    train, validation = write_rows([{"text": "a>b"}]), write_rows([], name="none.jsonl")
+    section = make_section(train, validation=ValidationSourceSection(path=validation.path))
+    validation = section.validation
+    with pytest.raises(DataError, match=r"data\.validation: .*none\.jsonl has no rows"):
+        opened(validation, key="data.validation")
+
+
+@pytest.fixture
+def only_workers(monkeypatch):
+    """Have nothing encoded in the main process, neither first nor while workers start."""
+    monkeypatch.setattr(encoder_pool, "CHUNKS_BEFORE_WORKERS", 0)
+    monkeypatch.setattr(EncoderPool, "_is_ready", lambda encoders: True)
+
+
+def test_several_processes_write_the_same_bytes(write_rows, make_section, tmp_path, monkeypatch, only_workers):
+    monkeypatch.setattr(encoder_pool, "ROWS_PER_CHUNK", 7)
+    source = write_rows([{"text": "x" * (n % 13) + ">" + str(n)} for n in range(100)])
+    sets = []
+    for workers in (0, 2):
+        section = make_section(source, prepare_workers=workers, cache_folder=str(tmp_path / f"cache{workers}"))
+        sets.append(prepare_set(opened(source), encode_bytes, section=section, identity=IDENTITY, log=lambda _: None))
+    files = [sorted(path.name for path in each.folder.iterdir()) for each in sets]
+    assert files[0] == files[1]
+    assert len(files[0]) == 10
+    for name in files[0]:
+        assert (sets[0].folder / name).read_bytes() == (sets[1].folder / name).read_bytes()
+
+
+def test_a_row_that_a_worker_cannot_encode_is_named(write_rows, make_section, only_workers):
+    source = write_rows([{"text": "a>b"}, {"text": "poison"}])
+    section = make_section(source, prepare_workers=1)
+    with pytest.raises(DataError, match=r"rows\.jsonl, row 2: cannot be encoded"):
+        prepare_set(opened(source), encode_bytes, section=section, identity=IDENTITY, log=lambda _: None)
+
+
+def test_a_prepared_set_travels_to_another_process_by_its_path(prepare):
+    prepared = prepare(["a>b" * 20])
+    sent = pickle.dumps(prepared)
+    assert len(sent) < 600
+    assert texts_of_cache(pickle.loads(sent)) == ["a>b" * 20]
+
+
+def test_a_chunk_in_which_nothing_is_kept_does_no_harm(prepare, monkeypatch):
+    monkeypatch.setattr(encoder_pool, "ROWS_PER_CHUNK", 1)
+    assert texts_of_cache(prepare(["", "a>b", "", "c>d", ""], no_target="drop")) == ["a>b", "c>d"]
+
+
+def test_a_folder_that_cannot_be_written_is_named(prepare, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DataError, match=r"data\.cache_folder: .*cannot be written"):
+        prepare(["a>b"], cache_folder=str(tmp_path / "file"))
+
+
+def test_a_full_disk_is_one_message_and_the_next_start_goes_on(prepare, monkeypatch, tmp_path):
+    monkeypatch.setattr(encoder_pool, "ROWS_PER_CHUNK", 1)
+    monkeypatch.setattr(build, "CHUNKS_BETWEEN_NOTES", 2)
+    monkeypatch.setenv(VARIABLE, "prepare.write step=4 do=no_space")
+    texts = ["a>b", "c>d", "e>f", "g>h"]
+    with pytest.raises(DataError, match=r"cannot be written: .*No space left.* the next start goes on from it"):
+        prepare(texts)
+    monkeypatch.delenv(VARIABLE)
+    assert texts_of_cache(prepare(texts)) == texts
+    assert prepare.encoded == 2
+    assert "data.train: 2 rows are tokenised already; it goes on from there" in prepare.said
+
+
+def test_what_is_refused_leaves_nothing_behind(prepare, tmp_path):
+    with pytest.raises(DataError):
+        prepare(["a>b", "abcdefgh>i"], max_length=5)
+    with pytest.raises(DataError):
+        prepare(["a>b", "poison"])
+    assert [path for path in (tmp_path / "cache" / "prepared").iterdir() if path.is_dir()] == []
+
+
+def test_it_is_said_whether_a_set_was_made_or_found(prepare):
+    folder = prepare(["a>b"]).folder
+    assert prepare.said[-1] == f"data.train: prepared in {folder}"
+    prepare(["a>b"])
+    assert prepare.said[-1] == f"data.train: found prepared in {folder}"
+
+
+def test_other_code_makes_a_new_set_and_leaves_the_old_one_in_peace(prepare, monkeypatch):
+    first = prepare(["a>b"])
+    monkeypatch.setattr(cache, "CODE_VERSION", cache.CODE_VERSION + 1)
+    assert prepare(["a>b"]).fingerprint != first.fingerprint
+    assert texts_of_cache(first) == ["a>b"]
+
+
+def test_places_name_the_file_as_it_is_now(prepare, tmp_path):
+    assert prepare(["a>b", "c>dd"]).place(1) == f"{tmp_path}/rows.jsonl, row 2"
+    moved = prepare(["a>b", "c>dd"], source={"name": "moved.jsonl"})
+    assert prepare.encoded == 0
+    assert moved.place(1) == f"{tmp_path}/moved.jsonl, row 2"
+    assert f"data.train: longest row: 4 tokens ({tmp_path}/moved.jsonl, row 2)" in prepare.said
+
+
+def test_the_keys_that_make_no_new_set_exist():
+    assert set(DataSection.model_fields) >= cache.WITHOUT_EFFECT
+
+
+def test_a_share_above_its_limit_stops_before_training_and_keeps_the_set(prepare):
+    texts = ["a>b", "a>bcdefgh", "c>d", "e>f"]
+    keys = {"max_length": 5, "over_length": "truncate"}
+    with pytest.raises(DataError, match=r"data\.train: 1 of 4 rows were cut or split .*max_truncated_rows allows 20"):
+        prepare(texts, audit={"max_truncated_rows": 0.2}, **keys)
+    prepare(texts, audit={"max_truncated_rows": 0.25}, **keys)
+    assert prepare.encoded == 0
+
+
+def test_whoever_watches_is_told_of_how_many(prepare, write_rows, make_section, monkeypatch):
+    monkeypatch.setattr(encoder_pool, "ROWS_PER_CHUNK", 2)
+    source = write_rows([{"text": "a>b"}] * 5, format="text")
+    told = []
+    prepare_set(
+        opened(source),
+        encode_bytes,
+        section=make_section(source),
+        identity=IDENTITY,
+        log=lambda _: None,
+        on_progress=lambda *seen: told.append(seen),
+    )
+    assert told == [("data.train", rows, 5) for rows in (0, 2, 4, 5)]
+
+
+class Processes:
+    """Forked processes that prepare the same 50 rows in chunks of 5."""
+
+    def __init__(self, source, tmp_path):
+        self.source, self.tmp_path = source, tmp_path
+        self.fork = multiprocessing.get_context("fork")
+        self.barrier, self.done = self.fork.Barrier(2), self.fork.Queue()
+
+    def start(self, name, *, fault="", begins=None, waits=None):
+        process = self.fork.Process(target=self._prepare, args=(name, fault, begins, waits))
+        process.start()
+        return process
+
+    def encoded(self):
+        return (self.tmp_path / "log").read_text().split()
+
+    def _prepare(self, name, fault, begins, waits):
+        os.environ[VARIABLE] = fault
+
+        def encode(rows):
+            if begins is not None:
+                begins.set()
+            with (self.tmp_path / "log").open("a") as file:
+                file.write(f"{name}\n" * len(rows))
+            return encode_bytes(rows)
+
+        def say(line):
+            if waits is not None and line.startswith("waiting"):
+                waits.set()
+
+        section = DataSection(train=self.source, max_length=64, cache_folder=str(self.tmp_path / "cache"))
+        prepared = prepare_set(opened(self.source), encode, section=section, identity=IDENTITY, log=say)
+        self.done.put((name, prepared.fingerprint, texts_of_cache(prepared)))
+
+
+@pytest.fixture
+def processes(write_rows, tmp_path, monkeypatch):
+    monkeypatch.setattr(encoder_pool, "ROWS_PER_CHUNK", 5)
+    monkeypatch.setattr(build, "CHUNKS_BETWEEN_NOTES", 2)
+    return Processes(write_rows([{"text": f"{n}>x"} for n in range(50)], format="text"), tmp_path)
+
+
+def test_two_processes_at_once_do_it_once(processes):
+    started = [processes.start(name) for name in ("one", "other")]
+    results = [processes.done.get(timeout=30) for _ in started]
+    for process in started:
+        process.join(timeout=30)
+    assert results[0][1:] == results[1][1:]
+    assert results[0][2] == [f"{n}>x" for n in range(50)]
+    assert len(processes.encoded()) == 50
+    assert len(set(processes.encoded())) == 1
+
+
+def test_when_the_one_that_makes_the_set_is_killed_the_one_that_waits_takes_over(processes):
+    """The maker stands still at its seventh chunk until the other waits, and dies there: 30 rows are noted by then."""
+    begins, waits = processes.fork.Event(), processes.fork.Event()
+    maker = processes.start("maker", fault="prepare.write step=7 do=sleep", begins=begins)
+    assert begins.wait(timeout=30)
+    heir = processes.start("heir", waits=waits)
+    assert waits.wait(timeout=30)
+    while processes.encoded().count("maker") < 35:
+        assert maker.is_alive()
+    maker.kill()
+    name, _, texts = processes.done.get(timeout=30)
+    maker.join(timeout=30)
+    heir.join(timeout=30)
+    assert name == "heir"
+    assert texts == [f"{n}>x" for n in range(50)]
+    assert processes.encoded() == ["maker"] * 35 + ["heir"] * 20
+
+
+def test_rows_left_out_for_being_evaluated_on_are_counted_in_the_set(write_rows, make_section):
+    dev = write_rows([{"text": "a>b"}], name="dev.jsonl")
+    train = write_rows([{"text": text} for text in ("a>b", "c>d", "a>b")])
+    section = make_section(train, validation=ValidationSourceSection(path=dev.path, exclude_from_train=True))
+    for is_new in (True, False):
+        said = []
+        source = open_sources(section, seed=1, log=said.append).train[0]
+        prepared = prepare_set(source, encode_bytes, section=section, identity=IDENTITY, log=said.append)
+        assert (prepared.counts.rows, prepared.counts.excluded_rows) == (1, 2)
+        assert "data.train: left out because data.validation has them, too: 2 rows" in said
+        assert any("found prepared" in line for line in said) is not is_new

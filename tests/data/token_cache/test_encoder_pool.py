@@ -1,0 +1,94 @@
+"""Chunks come in the order of their rows, whoever encodes them; no worker is left behind."""
+
+import multiprocessing
+import os
+import select
+from multiprocessing import active_children
+
+import pytest
+
+from finetune.data.rows import RawRow
+from finetune.data.token_cache import encoder_pool
+from finetune.data.token_cache.chunks import EncodingPlan
+from finetune.data.token_cache.encoder_pool import EncoderPool, WorkersLost, cut_into_chunks
+from finetune.data.token_cache.lengths import SampleLengthLimit
+from tests.data.byte_encoding import AsWritten, EncodeForever, encode_bytes, encode_in_the_main_process_only
+
+
+def rows(number, *, text="a>b"):
+    return (RawRow("f", n, b'{"text": "%s"}' % text.encode()) for n in range(1, number + 1))
+
+
+def recipe(encode):
+    return EncodingPlan(AsWritten(), encode, SampleLengthLimit(100, "refuse"))
+
+
+def chunks_of(rows, encode, *, num_workers):
+    with EncoderPool(recipe(encode), num_workers=num_workers) as encoders:
+        return list(encoders.encode(rows))
+
+
+@pytest.fixture
+def only_workers(monkeypatch):
+    """Have nothing encoded in the main process, neither first nor while workers start."""
+    monkeypatch.setattr(encoder_pool, "CHUNKS_BEFORE_WORKERS", 0)
+    monkeypatch.setattr(EncoderPool, "_is_ready", lambda encoders: True)
+
+
+def test_a_chunk_is_full_by_rows_or_by_bytes(monkeypatch):
+    monkeypatch.setattr(encoder_pool, "ROWS_PER_CHUNK", 4)
+    assert [len(chunk) for chunk in cut_into_chunks(rows(10))] == [4, 4, 2]
+    monkeypatch.setattr(encoder_pool, "BYTES_PER_CHUNK", 300)
+    assert [len(chunk) for chunk in cut_into_chunks(rows(5, text="x" * 140))] == [2, 2, 1]
+    assert list(cut_into_chunks(rows(0))) == []
+
+
+def test_a_small_set_starts_no_process(monkeypatch):
+    monkeypatch.setattr(encoder_pool, "ProcessPoolExecutor", None)  # calling it would raise
+    chunks = chunks_of(rows(500), encode_bytes, num_workers=4)
+    assert sum(chunk.counts.samples for chunk in chunks) == 500
+
+
+def test_the_main_process_encodes_until_a_worker_is_ready(monkeypatch):
+    monkeypatch.setattr(encoder_pool, "ROWS_PER_CHUNK", 1)
+    monkeypatch.setattr(encoder_pool, "CHUNKS_BEFORE_WORKERS", 1)
+    chunks = chunks_of(rows(5), encode_in_the_main_process_only, num_workers=1)
+    assert [chunk.row_numbers.tolist() for chunk in chunks] == [[1], [2], [3], [4], [5]]
+    assert active_children() == []
+
+
+def test_workers_are_kept_from_call_to_call(only_workers):
+    with EncoderPool(recipe(encode_bytes), num_workers=1) as encoders:
+        list(encoders.encode(rows(5)))
+        workers = active_children()
+        assert sum(chunk.counts.samples for chunk in encoders.encode(rows(7))) == 7
+        assert active_children() == workers
+        assert len(workers) == 1
+    assert active_children() == []
+
+
+def test_a_worker_that_ends_abruptly_is_told_with_the_remedy(only_workers):
+    with pytest.raises(WorkersLost, match=r"ended abruptly.* Set fewer data\.prepare_workers"):
+        chunks_of(rows(5), encode_in_the_main_process_only, num_workers=1)
+
+
+def test_a_worker_ends_when_its_parent_is_killed(only_workers, tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reading = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    encode = EncodeForever(str(pipe))
+    fork = multiprocessing.get_context("fork")
+    parent = fork.Process(target=lambda: chunks_of(rows(5), encode, num_workers=1))
+    parent.start()
+    assert read_when_ready(reading) == b"begun\n"
+    parent.kill()
+    assert read_when_ready(reading) == b""  # nobody has it open for writing any longer
+    parent.join()
+    os.close(reading)
+
+
+def read_when_ready(descriptor):
+    waiting = select.poll()  # `select` takes no descriptor above 1,023
+    waiting.register(descriptor, select.POLLIN)
+    assert waiting.poll(30_000), "nothing came"
+    return os.read(descriptor, 100)

@@ -1,0 +1,169 @@
+import pytest
+import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from finetune.config.sections.model import LoraSection
+from finetune.config.sections.train import OptimizerSection
+from finetune.errors import ModelError
+from finetune.model.adapters.build import add_adapter
+from finetune.model.adapters.context import AdapterContext
+from finetune.model.freeze import freeze
+from finetune.model.size import measure_model
+from finetune.train.optim.optimizers import build_optimizer
+from finetune.train.optim.parameter_groups import list_parameters
+
+BATCH = torch.arange(24).reshape(2, 12)
+
+
+def trained_names(model) -> set[str]:
+    return {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+@pytest.mark.parametrize("keys", [{}, {"rslora": True}, {"dora": True}, {"modules_to_save": ("lm_head",)}])
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
+def test_new_adapters_change_nothing_and_every_one_learns(architecture_name, from_config, build, keys):
+    model = build(from_config(architecture_name)).eval()
+    with torch.no_grad():
+        expected = model(input_ids=BATCH).logits
+    adapted = add_adapter(model, LoraSection(rank=2, **keys), AdapterContext(seed=1))
+    output = adapted(input_ids=BATCH, labels=BATCH)
+    assert torch.allclose(output.logits, expected, atol=1e-5)
+    output.loss.backward()
+    assert all(p.grad is not None for p in adapted.parameters() if p.requires_grad)
+    others = {name for name in trained_names(adapted) if ".lora_" not in name}
+    assert others == (
+        {"base_model.model.lm_head.modules_to_save.default.weight"} if "modules_to_save" in keys else set()
+    )
+
+
+def test_all_linear_is_every_linear_layer_but_the_head(from_config, build):
+    adapted = add_adapter(build(from_config()), LoraSection(rank=2), AdapterContext(seed=1))
+    modules = {name.split(".")[-4] for name in trained_names(adapted)}
+    assert modules == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+    size = measure_model(adapted)
+    assert size.num_adapted_modules == 14
+    assert size.num_trained == sum(p.numel() for p in adapted.parameters() if p.requires_grad)
+
+
+def test_adapters_depend_on_the_seed_and_their_name_alone(from_config, build):
+    torch.manual_seed(1)
+    all_modules = add_adapter(build(from_config()), LoraSection(rank=2), AdapterContext(seed=1))
+    torch.manual_seed(2)
+    few = add_adapter(build(from_config()), LoraSection(rank=2, target_modules=("v_proj",)), AdapterContext(seed=1))
+    other = add_adapter(build(from_config()), LoraSection(rank=2), AdapterContext(seed=2))
+    names = [name for name in trained_names(few) if "lora_A" in name]
+    assert len(names) == 2
+    for name in names:
+        assert torch.equal(few.get_parameter(name), all_modules.get_parameter(name))
+        assert not torch.equal(few.get_parameter(name), other.get_parameter(name))
+
+
+def test_adapters_on_a_bfloat16_base_are_float32_with_the_same_values(from_config, build):
+    exact = add_adapter(build(from_config()), LoraSection(rank=2), AdapterContext(seed=1))
+    mixed = add_adapter(build(from_config(dtype="bfloat16")), LoraSection(rank=2), AdapterContext(seed=1))
+    for name in trained_names(mixed):
+        assert mixed.get_parameter(name).dtype == torch.float32
+        assert torch.equal(mixed.get_parameter(name), exact.get_parameter(name))
+    assert mixed.get_input_embeddings().weight.dtype == torch.bfloat16
+
+
+def test_the_gradient_reaches_the_first_adapter_through_recomputed_layers(from_config, build):
+    adapted = add_adapter(build(from_config(gradient_checkpointing=True)), LoraSection(rank=2), AdapterContext(seed=1))
+    adapted(input_ids=BATCH, labels=BATCH).loss.backward()
+    assert adapted.get_parameter("base_model.model.model.layers.0.self_attn.q_proj.lora_B.default.weight").grad.any()
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        (
+            {"target_modules": ("q_proj", "v_prj")},
+            r"target_modules: no module is called `v_prj`\. Did you mean `v_proj`",
+        ),
+        ({"modules_to_save": ("head",)}, r"modules_to_save: no module is called `head`"),
+        ({"target_modules": ("mlp",)}, r"Modules that can be named: down_proj, embed_tokens, gate_proj"),
+    ],
+)
+def test_a_name_that_the_model_does_not_have_is_refused_even_beside_one_that_it_has(from_config, build, keys, message):
+    with pytest.raises(ModelError, match=message):
+        add_adapter(build(from_config()), LoraSection(**keys), AdapterContext(seed=1))
+
+
+def test_freeze_takes_patterns_and_counts_a_tied_weight_once(from_config, build):
+    model = build(from_config("llama tied"))
+    frozen = freeze(model, ["model.layers.0.*", "lm_head.*"])
+    assert "model.layers.0.mlp.up_proj.weight" in frozen
+    assert not model.model.embed_tokens.weight.requires_grad
+    size = measure_model(model)
+    assert size.num_parameters == model.num_parameters()
+    assert 0 < size.num_trained < size.num_parameters
+    assert size.lines[0].startswith(f"trained: {size.num_trained:,} of {size.num_parameters:,} parameters (")
+
+
+def test_freeze_refuses_a_pattern_without_a_match_and_a_model_without_a_learner(from_config, build):
+    with pytest.raises(ModelError, match=r"no parameter is called `model\.layer\.0\.\*`\..* `model\.layers\.0"):
+        freeze(build(from_config()), ["model.layer.0.*"])
+    with pytest.raises(ModelError, match="freeze every parameter"):
+        freeze(build(from_config()), ["*"])
+
+
+class Casts(TorchDispatchMode):
+    """Remembers which parameters are copied into another type."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.names = {each.untyped_storage().data_ptr(): name for name, each in model.named_parameters()}
+        self.seen = set()
+
+    def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
+        if function is torch.ops.aten._to_copy.default:
+            self.seen.add(self.names.get(arguments[0].untyped_storage().data_ptr(), ""))
+        return function(*arguments, **(keywords or {}))
+
+
+def test_a_frozen_base_has_no_gradients_no_optimizer_state_and_in_bfloat16_no_copies(from_config, build):
+    model = add_adapter(build(from_config(dtype="bfloat16")), LoraSection(rank=2), AdapterContext(seed=1))
+    optimizer = build_optimizer(list_parameters(model), OptimizerSection(), learning_rate=0.1)
+    ids = torch.arange(24).reshape(2, 12)
+    with Casts(model) as casts:
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+    optimizer.step()
+    trained = {name for name, each in model.named_parameters() if each.requires_grad}
+    assert trained
+    assert {name for name, each in model.named_parameters() if each.grad is not None} == trained
+    assert len(optimizer.state) == len(trained)
+    assert {model.get_parameter(name).dtype for name in trained} == {torch.float32}
+    assert casts.seen - {""} <= trained
+
+
+@pytest.fixture
+def alone(tmp_path):
+    """A process group of one."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("alone")
+def test_ddp_reduces_the_adapters_alone(from_config, build):
+    model = add_adapter(build(from_config()), LoraSection(rank=2), AdapterContext(seed=1))
+    reduced = DistributedDataParallel(model)._get_ddp_logging_data()["total_parameter_size_bytes"]
+    assert reduced == sum(4 * each.numel() for each in model.parameters() if each.requires_grad)
+
+
+@pytest.mark.usefixtures("alone")
+def test_fsdp2_keeps_a_frozen_base_in_the_type_that_it_has(from_config, build):
+    model = add_adapter(build(from_config(dtype="bfloat16")), LoraSection(rank=2), AdapterContext(seed=1))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    mesh = torch.distributed.init_device_mesh("cpu", (1,))
+    for layer in model.base_model.model.model.layers:
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    model(input_ids=BATCH, labels=BATCH).loss.backward()
+    for name, each in model.named_parameters():
+        assert each.dtype == (torch.float32 if each.requires_grad else torch.bfloat16), name
+        assert (each.grad is not None) == each.requires_grad, name

@@ -1,0 +1,125 @@
+import os
+import socket
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate import init_empty_weights
+from transformers import AutoModel
+
+from finetune.config.sections.model import ModelSection
+from finetune.errors import ModelError
+from finetune.model.attention.implementation import requested_attention
+from finetune.model.loading.hub import is_local_path, resolve_name
+from finetune.runtime import hub
+from finetune.runtime.parameters import InitContext
+
+HOLLOW = InitContext(context=lambda: init_empty_weights(include_buffers=False), on_meta_device=True)
+
+
+def is_tied(model) -> bool:
+    return model.get_input_embeddings().weight is model.get_output_embeddings().weight
+
+
+def test_tied_embeddings_are_one_parameter_and_the_config_says_so(architecture_name, from_config, build):
+    model = build(from_config(architecture_name))
+    assert is_tied(model) == architecture_name.endswith(" tied") == model.config.tie_word_embeddings
+
+
+def test_a_hollow_rank_has_the_same_places_ties_and_buffers(architecture_name, from_config, build):
+    full, hollow = build(from_config(architecture_name)), build(from_config(architecture_name), construction=HOLLOW)
+    described = {name: (p.shape, p.dtype, p.device) for name, p in full.named_parameters()}
+    assert {name: (p.shape, p.dtype, p.device) for name, p in hollow.named_parameters()} == described
+    assert is_tied(hollow) == is_tied(full)
+    buffers = dict(hollow.named_buffers())
+    for name, buffer in full.named_buffers():
+        assert torch.equal(buffer, buffers[name])
+    assert bool(buffers) != architecture_name.startswith("gpt2")  # rotary frequencies were really looked at
+
+
+def test_a_hollow_rank_reads_a_folder_s_config_and_none_of_its_weights(tmp_path, from_config, build):
+    build(from_config()).save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    hollow = build(ModelSection(name=str(tmp_path)), construction=HOLLOW)
+    assert hollow.num_parameters() > 0
+    with pytest.raises(ModelError, match=r"model\.name: .*cannot be loaded"):
+        build(ModelSection(name=str(tmp_path)))
+
+
+def test_a_saved_model_comes_back_in_the_type_asked_for(tmp_path, from_config, build):
+    saved = build(from_config())
+    saved.save_pretrained(tmp_path)
+    loaded = build(ModelSection(name=str(tmp_path), dtype="bfloat16"))
+    assert loaded.dtype == torch.bfloat16
+    assert loaded.training
+    assert torch.equal(loaded.lm_head.weight, saved.lm_head.weight.to(torch.bfloat16))
+
+
+def test_weights_without_the_head_are_refused_instead_of_drawn_at_random(tmp_path, from_config, build):
+    build(from_config()).model.save_pretrained(tmp_path)
+    assert AutoModel.from_pretrained(tmp_path) is not None
+    with pytest.raises(ModelError, match=r"lack 1 of the model's parameters \(lm_head.weight"):
+        build(ModelSection(name=str(tmp_path)))
+
+
+def test_a_tokenizer_larger_than_the_model_is_refused(tmp_path, from_config, build):
+    section = from_config()
+    small = build(section)
+    small.resize_token_embeddings(200)
+    small.save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="300 tokens and the model only 200"):
+        build(ModelSection(name=str(tmp_path)))
+
+
+def test_training_keeps_no_cache_and_generation_still_does(from_config, build):
+    model = build(from_config())
+    assert model(input_ids=torch.tensor([[5, 6]])).past_key_values is None
+    assert model.generation_config.use_cache is not False
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_flash_attention_without_a_gpu_is_refused_before_anything_is_loaded():
+    with pytest.raises(ModelError, match="needs a CUDA GPU"):
+        requested_attention("flash_attention_2")
+    assert requested_attention("auto") is None
+
+
+def test_a_folder_that_is_not_there_is_named(build):
+    with pytest.raises(ModelError, match="there is no folder /nowhere"):
+        build(ModelSection(name="/nowhere"))
+
+
+def test_an_adapter_is_not_a_model(tmp_path, build):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ModelError, match="holds an adapter, not a model"):
+        build(ModelSection(name=str(tmp_path)))
+
+
+def test_an_unknown_hub_name_without_a_network_says_what_to_do(build, monkeypatch, tmp_path):
+    monkeypatch.setitem(os.environ, "HF_HUB_OFFLINE", "1")
+    hub.is_offline.cache_clear()
+    with pytest.raises(ModelError, match="out of reach from here and the name is not in the local cache"):
+        build(ModelSection(name="nobody/nothing", cache_folder=str(tmp_path)))
+    hub.is_offline.cache_clear()
+
+
+def test_a_hub_that_does_not_answer_counts_as_offline(monkeypatch, unused_tcp_port_of_this_machine):
+    for name in (*hub.PROXIES, "HF_HUB_OFFLINE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{unused_tcp_port_of_this_machine}")
+    hub.is_offline.cache_clear()
+    assert hub.is_offline()
+    hub.is_offline.cache_clear()
+
+
+def test_names_and_folders_are_told_apart():
+    assert [is_local_path(name) for name in ("org/name", "./here", "/there", "~/home")] == [False, True, True, True]
+    assert resolve_name("org/name", key="model.name") == "org/name"
+    assert Path(resolve_name("/", key="model.name")) == Path("/")
+
+
+@pytest.fixture
+def unused_tcp_port_of_this_machine() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,119 @@
+"""Models are loaded in one place, behind doors that are shut; nobody else reads what could run code."""
+
+import ast
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, dynamic_module_utils
+
+from finetune.errors import ModelError
+from finetune.model.loading.hub import loading_errors
+from finetune.model.loading.model_files import check_matrix_sizes, read_json_settings
+from finetune.model.loading.pretrained import load_auto_class
+from finetune.model.upstream import data_only_loading, loading_patches
+
+PACKAGE = Path(__file__).parents[3] / "finetune"
+ONE_PLACE = "model/loading/pretrained.py"
+OWN_PICKLES = {
+    "data/streams/producer.py": "its standard input, an unnamed file that its own parent has written",
+    "data/templates/sandbox_worker.py": "its standard input, a pipe from its own parent; it answers in JSON",
+}
+"""Files that read a pickle, and whose: only what this very program has just written, never what lies on a disk."""
+
+UNPICKLE = ("pickle.load", "pickle.loads", "pickle.Unpickler", "torch.load", "joblib.load", "dill.load")
+
+
+def loads(path):
+    """Yield line and text of every expression in the file that loads a model, or what could be a pickle."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        text = ast.unparse(node) if isinstance(node, ast.Attribute) else ""
+        if text.endswith(".from_pretrained") or text in UNPICKLE:
+            yield node.lineno, text
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            allows = [ast.unparse(each.value) for each in node.keywords if each.arg == "allow_pickle"]
+            if node.func.attr == "from_config" or (ast.unparse(node.func) == "np.load" and allows != ["False"]):
+                yield node.lineno, ast.unparse(node.func)
+
+
+def test_nobody_else_loads_models_or_reads_pickles():
+    files = {path.relative_to(PACKAGE).as_posix(): path for path in PACKAGE.rglob("*.py")}
+    assert len(files) > 400
+    found = {name: list(loads(path)) for name, path in files.items()}
+    assert len(found.pop(ONE_PLACE)) >= 5
+    for name in OWN_PICKLES:
+        assert {each for _, each in found.pop(name)} <= {"pickle.load", "pickle.loads"}
+    lines = [f"finetune/{name}:{line}: {text}" for name, each in found.items() for line, text in each]
+    assert not lines, f"load it through finetune/{ONE_PLACE}, or as arrays without pickles:\n" + "\n".join(lines)
+
+
+def test_every_door_is_there_in_this_version_of_transformers():
+    doors = [(owner, name) for owner, name, _ in loading_patches(trust_remote_code=False)]
+    assert len(doors) == 8 and all(hasattr(owner, name) for owner, name in doors)
+    assert len(list(loading_patches(trust_remote_code=True))) == 5
+
+
+def test_transformers_asks_nobody(monkeypatch):
+    monkeypatch.setattr("builtins.input", lambda question: pytest.fail(question))
+    with pytest.raises(ValueError, match="trust_remote_code"):
+        dynamic_module_utils.resolve_trust_remote_code(None, "evil", has_local_code=False, has_remote_code=True)
+
+
+def test_the_doors_are_shut_meanwhile_alone(tmp_path):
+    (tmp_path / "evil.py").write_text("")
+    torch.save({"a": torch.ones(1)}, tmp_path / "a.bin")
+    with data_only_loading(trust_remote_code=False):
+        with pytest.raises(ModelError, match=r"model\.trust_remote_code: true"):
+            dynamic_module_utils.get_class_from_dynamic_module("evil.A", str(tmp_path), local_files_only=True)
+        with pytest.raises(ModelError, match="pickled"):
+            torch.load(tmp_path / "a.bin")
+        with pytest.raises(ModelError, match="pickled"):
+            torch.load(tmp_path / "a.bin", weights_only=False)
+    with data_only_loading(trust_remote_code=True):
+        assert torch.load(tmp_path / "a.bin")["a"] == 1
+    assert torch.load(tmp_path / "a.bin")["a"] == 1
+
+
+def test_an_adapter_beside_a_whole_model_is_refused_also_where_all_is_trusted(tmp_path):
+    config = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    LlamaForCausalLM(LlamaConfig(num_attention_heads=1, **config)).save_pretrained(tmp_path)
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "other"}))
+    for trusts in (False, True):
+        with data_only_loading(trust_remote_code=trusts), pytest.raises(ModelError, match="holds an adapter"):
+            LlamaForCausalLM.from_pretrained(tmp_path)
+
+
+def test_a_tokenizer_is_no_other_class_of_transformers(tmp_path):
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "RagRetriever"}')
+    with pytest.raises(ModelError, match=r"'RagRetriever', which is no PreTrainedTokenizerBase"):
+        load_auto_class(AutoTokenizer, tmp_path, trust_remote_code=False)
+
+
+def test_a_panic_of_rust_becomes_an_error_and_ctrl_c_stays():
+    panic = type("PanicException", (BaseException,), {})
+    with (
+        pytest.raises(ModelError, match=r"k: `\./folder` cannot be loaded: index out of bounds\."),
+        loading_errors("./folder", key="k"),
+    ):
+        raise panic("index out of bounds")
+    with pytest.raises(KeyboardInterrupt), loading_errors("./folder", key="k"):
+        raise KeyboardInterrupt
+
+
+def test_settings_are_one_object_of_moderate_depth(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text('{"a": {"b": [1, "ü", {"c": null}]}}')
+    assert read_json_settings(path) == {"a": {"b": [1, "ü", {"c": None}]}}
+    path.write_text('{"a": ' + "[" * 63 + "]" * 63 + "}")
+    assert len(read_json_settings(path)) == 1
+    path.write_text('{"a": ' + "[" * 64 + "]" * 64 + "}")
+    with pytest.raises(ModelError, match=r"config\.json: is damaged: it is nested more than 64 deep"):
+        read_json_settings(path)
+
+
+def test_matrices_beyond_the_weights_are_not_built_for_a_new_head(tmp_path):
+    (tmp_path / "model.safetensors").write_bytes(bytes(1000))
+    check_matrix_sizes(tmp_path, LlamaConfig(hidden_size=4096, intermediate_size=16_384, vocab_size=65_000))
+    with pytest.raises(ModelError, match=r"config\.json: `hidden_size` 8,000,000, .* cannot be those of the weights"):
+        check_matrix_sizes(tmp_path, LlamaConfig(hidden_size=8_000_000, vocab_size=257))

@@ -1,0 +1,151 @@
+"""A teacher is frozen, in its own type, of the student's vocabulary, and known by its weights."""
+
+import hashlib
+from types import SimpleNamespace
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from finetune.config.sections.model import LoraSection, ModelSection
+from finetune.config.sections.task import DistillationSection
+from finetune.errors import ModelError
+from finetune.model import frozen_models
+from finetune.model.frozen_models import base_digest, check_teacher_tokenizer, load_teacher, teacher_digest
+
+
+@pytest.fixture
+def folder(tmp_path):
+    place = tmp_path / "tiny"
+    place.mkdir()
+    for name in ("model-1.safetensors", "model-2.safetensors", "model.safetensors.index.json", "config.json"):
+        (place / name).write_bytes(name.encode() * 1000)
+    (place / "README.md").write_text("of no consequence")
+    return place
+
+
+def digest(folder, *, log=lambda _: None, model=None, **section):
+    return base_digest(ModelSection(name=str(folder), **{"lora": LoraSection(), **section}), model=model, log=say)
+
+
+def test_it_is_what_sha256sum_would_print_of_what_sha256sum_prints(folder):
+    files = ["config.json", "model-1.safetensors", "model-2.safetensors", "model.safetensors.index.json"]
+    listed = "".join(f"{hashlib.sha256((folder / name).read_bytes()).hexdigest()}  {name}\n" for name in files)
+    assert digest(folder) == f"sha256 {hashlib.sha256(listed.encode()).hexdigest()}"
+
+
+@pytest.mark.parametrize("name", ["model-2.safetensors", "config.json", "model.safetensors.index.json"])
+def test_one_byte_makes_another_base(folder, name):
+    before = digest(folder)
+    content = bytearray((folder / name).read_bytes())
+    content[500] ^= 1
+    (folder / name).write_bytes(content)
+    assert digest(folder) != before
+
+
+def test_a_folder_that_has_moved_is_the_same_base(folder, tmp_path):
+    before = digest(folder)
+    assert digest(folder.rename(tmp_path / "elsewhere")) == before
+
+
+def test_files_that_are_not_loaded_do_not_count(folder):
+    before = digest(folder)
+    (folder / "README.md").write_text("rewritten")
+    (folder / "pytorch_model.bin").write_bytes(b"the same weights in the older format")
+    assert digest(folder) == before
+
+
+def test_older_weights_count_where_there_are_no_others(folder):
+    for path in folder.glob("*.safetensors*"):
+        path.unlink()
+    without = digest(folder)
+    (folder / "pytorch_model.bin").write_bytes(b"weights")
+    assert digest(folder) != without
+
+
+def test_only_frozen_weights_have_a_digest(folder):
+    assert digest(folder, lora=None) is None
+    assert digest(folder, lora=None, freeze=("wte.*",)) is not None
+    assert base_digest(ModelSection(lora=LoraSection()), model=None, log=print) is None
+
+
+def test_a_hub_model_is_told_by_its_commit():
+    model = SimpleNamespace(config=SimpleNamespace(_commit_hash="c0ffee"))
+    assert digest("org/model", model=model) == "commit c0ffee"
+
+
+def test_a_hub_model_that_hides_its_commit_is_looked_up_in_the_cache(tmp_path):
+    snapshot = tmp_path / "models--org--model" / "snapshots" / ("ab" * 20)
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text("{}")
+    (tmp_path / "models--org--model" / "refs").mkdir()
+    (tmp_path / "models--org--model" / "refs" / "main").write_text("ab" * 20)
+    assert digest("org/model", cache_folder=str(tmp_path)) == f"commit {'ab' * 20}"
+
+
+def test_a_commit_that_cannot_be_found_is_said(tmp_path):
+    said = []
+    assert digest("org/model", cache_folder=str(tmp_path), log=said.append) == "commit unknown"
+    assert "a change of it would not be seen on a resume" in said[0]
+
+
+def test_weights_that_take_long_are_worth_a_line(folder, monkeypatch):
+    said = []
+    monkeypatch.setattr(frozen_models, "_LOG_AFTER_SECONDS", -1.0)
+    digest(folder, log=said.append)
+    assert said[0].endswith(f"of {folder} in 0 s to tell them by")
+
+
+def test_a_file_that_cannot_be_read_is_named(folder):
+    (folder / "model-1.safetensors").unlink()
+    (folder / "model-1.safetensors").symlink_to(folder / "nowhere")
+    with pytest.raises(ModelError, match=r"model-1.safetensors cannot be read: No such file"):
+        digest(folder)
+
+
+MODEL = ModelSection(name="./student")
+
+
+def tokenizer(*words):
+    vocabulary = {word: number for number, word in enumerate(("<eos>", *words))}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<eos>"))
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>")
+
+
+@pytest.fixture
+def folder_teacher(tmp_path):
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    LlamaForCausalLM(LlamaConfig(vocab_size=3, **sizes)).save_pretrained(tmp_path)
+    tokenizer("red", "green").save_pretrained(tmp_path)
+    return tmp_path
+
+
+def test_a_teacher_neither_learns_nor_drops_out(folder):
+    section = DistillationSection(teacher=str(folder), teacher_dtype="bfloat16")
+    teacher = load_teacher(section, model=MODEL, vocabulary_size=3, device=torch.device("cpu"))
+    assert not teacher.training
+    assert {(each.dtype, each.requires_grad) for each in teacher.parameters()} == {(torch.bfloat16, False)}
+
+
+def test_another_vocabulary_is_one_sentence(folder):
+    section = DistillationSection(teacher=str(folder))
+    check_teacher_tokenizer(section, model=MODEL, tokenizer=tokenizer("red", "green"))
+    with pytest.raises(ModelError, match="is not the student's: 2 tokens differ, such as 'green'"):
+        check_teacher_tokenizer(section, model=MODEL, tokenizer=tokenizer("green", "red"))
+    with pytest.raises(ModelError, match="knows 3 tokens and the student's tokenizer has 4"):
+        load_teacher(section, model=MODEL, vocabulary_size=4, device=torch.device("cpu"))
+    with pytest.raises(ModelError, match=r"task\.distillation\.teacher: there is no folder"):
+        check_teacher_tokenizer(DistillationSection(teacher="./none"), model=MODEL, tokenizer=tokenizer("red"))
+
+
+def test_other_weights_are_another_teacher(folder):
+    section = DistillationSection(teacher=str(folder))
+    before = teacher_digest(section, model=MODEL, log=print)
+    assert before == teacher_digest(section, model=MODEL, log=print)
+    model = LlamaForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        model.lm_head.weight.add_(1)
+    model.save_pretrained(folder)
+    assert teacher_digest(section, model=MODEL, log=print) != before

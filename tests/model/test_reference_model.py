@@ -1,0 +1,89 @@
+"""The reference is the model before anything was learnt, whatever adapters have learnt since."""
+
+import pytest
+import torch
+from peft import LoraConfig, PromptTuningConfig, get_peft_model
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from finetune.config.sections.model import ModelSection
+from finetune.model.frozen_models import reference_identity, reference_is_base, reference_mode
+
+CONFIG = LlamaConfig(
+    vocab_size=32,
+    hidden_size=16,
+    intermediate_size=32,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    num_key_value_heads=2,
+    initializer_range=0.3,
+)
+IDS = torch.tensor([[3, 4, 5, 6]])
+
+
+def section(**keys) -> ModelSection:
+    return ModelSection.model_validate({"name": "org/model", **keys})
+
+
+def logits(model) -> torch.Tensor:
+    with torch.no_grad():
+        return model(input_ids=IDS).logits[:, -IDS.shape[1] :]
+
+
+@pytest.fixture
+def base():
+    torch.manual_seed(0)
+    return LlamaForCausalLM(CONFIG).eval()
+
+
+def test_adapters_that_have_learnt_are_off_meanwhile(base):
+    before = logits(base)
+    lora = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], modules_to_save=["lm_head"], init_lora_weights=False)
+    model = get_peft_model(base, lora).eval()
+    with torch.no_grad():
+        model.base_model.model.lm_head.modules_to_save["default"].weight.mul_(2)
+    learns = {name: each.requires_grad for name, each in model.named_parameters()}
+    after = logits(model)
+    with reference_mode(model, section(lora={})):
+        torch.testing.assert_close(logits(model), before)
+        assert {name: each.requires_grad for name, each in model.named_parameters()} == learns
+    torch.testing.assert_close(logits(model), after)
+    assert not torch.allclose(after, before)
+
+
+def test_a_learnt_prompt_is_passed_by(base):
+    before = logits(base)
+    model = get_peft_model(base, PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)).eval()
+    after = logits(model)
+    with reference_mode(model, section(prompt_tuning={"num_tokens": 3})):
+        torch.testing.assert_close(logits(model), before)
+    torch.testing.assert_close(logits(model), after)
+    assert not torch.allclose(after, before)
+
+
+@pytest.mark.parametrize("init", ["pissa", "olora", "loftq"])
+def test_an_adapter_that_holds_a_part_of_the_base_stays_on(base, init):
+    assert not reference_is_base(section(lora={"init": init}))
+    model = get_peft_model(base, LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)).eval()
+    after = logits(model)
+    with reference_mode(model, section(lora={"init": init})):
+        torch.testing.assert_close(logits(model), after)
+
+
+def test_a_model_without_adapters_is_as_it_is(base):
+    with reference_mode(base, section()):
+        assert logits(base).shape == (1, 4, 32)
+
+
+def identity(tmp_path, *, weights=b"weights", **keys):
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(weights)
+    return reference_identity(section(name=str(tmp_path), **keys), seed=1, model=None, log=print)
+
+
+def test_fresh_adapters_are_no_part_of_what_the_reference_is_known_by(tmp_path):
+    plain = identity(tmp_path)
+    assert identity(tmp_path, lora={"rank": 4}) == plain
+    assert identity(tmp_path, freeze=["*.bias"], gradient_checkpointing=True) == plain
+    assert identity(tmp_path, lora={"init": "pissa"}) != plain
+    assert identity(tmp_path, dtype="bfloat16") != plain
+    assert identity(tmp_path, weights=b"others") != plain

@@ -1,0 +1,54 @@
+import pytest
+
+from finetune.report.timing import StartUp, ThroughputMeter
+
+
+def test_each_phase_has_its_own_time_and_what_came_before_is_the_imports():
+    clock, cpu_clock = iter([100.0, 100.0, 103.0]).__next__, iter([6.0, 7.5]).__next__
+    startup = StartUp(seconds_before=5.0, cpu_before=1.0, clock=clock, cpu_clock=cpu_clock)
+    startup.end("data")
+    imports, data = startup.phases
+    assert (imports.name, imports.seconds, imports.cpu_seconds) == ("imports", 5.0, 5.0)
+    assert (data.name, data.seconds, data.cpu_seconds) == ("data", 3.0, 1.5)
+    assert data.memory_bytes > 1_000_000
+    assert startup.started_at == 100.0
+
+
+def test_a_second_run_of_a_process_does_not_begin_with_the_process():
+    StartUp.of_process()
+    (imports,) = StartUp.of_process().phases
+    assert imports.seconds == pytest.approx(0.0, abs=0.5)
+
+
+def test_nothing_is_known_before_the_first_step():
+    meter = ThroughputMeter(100)
+    assert meter.tokens_per_second == 0.0
+    assert meter.seconds_left is None
+
+
+def test_one_slow_step_does_not_sway_the_pace(take_step):
+    meter = ThroughputMeter(100)
+    for step in range(1, 10):
+        meter.add(take_step(step, num_tokens=1000, seconds=2.0))
+    meter.add(take_step(10, num_tokens=1000, seconds=300.0))
+    assert meter.tokens_per_second == pytest.approx(500.0)
+    assert meter.seconds_left == pytest.approx(90 * 2.0)
+
+
+def test_only_the_window_counts(take_step):
+    meter = ThroughputMeter(100, window=3)
+    for step, seconds in enumerate([9.0, 9.0, 9.0, 1.0, 1.0, 1.0], start=1):
+        meter.add(take_step(step, num_tokens=10, seconds=seconds))
+    assert meter.tokens_per_second == pytest.approx(10.0)
+
+
+def test_a_resumed_run_counts_only_the_steps_that_are_left(take_step):
+    meter = ThroughputMeter(100)
+    meter.add(take_step(91, seconds=2.0))
+    assert meter.seconds_left == pytest.approx(9 * 2.0)
+
+
+def test_a_finished_run_has_no_time_left(take_step):
+    meter = ThroughputMeter(20)
+    meter.add(take_step(20))
+    assert meter.seconds_left == 0.0

@@ -1,0 +1,78 @@
+"""Whether samples share rows is decided by the job and the model's config, before there is a model."""
+
+import json
+
+import pytest
+
+from finetune.config.load import load_config
+from finetune.run.build.padding_free import format_padding_free, resolve_padding_free
+
+JOB = """
+run: {folder: runs/job}
+model:
+  from_config: {model_type: llama, values: {hidden_size: 32, num_hidden_layers: 2, num_attention_heads: 4}}
+  tokenizer: {name: someones/tokenizer}
+data:
+  train: {path: train.jsonl}
+  max_length: 64
+task: {name: sft}
+train: {global_batch_size: 8, microbatch_size: 4, steps: 8, learning_rate: 1e-3}
+"""
+LINEAR = "{model_type: qwen3_next, values: {layer_types: [linear_attention, full_attention], num_hidden_layers: 2}}"
+
+
+@pytest.fixture
+def job(tmp_path):
+    (tmp_path / "train.jsonl").write_text("{}\n")
+    (tmp_path / "job.yaml").write_text(JOB)
+
+    def settle(*overrides):
+        config = load_config(tmp_path / "job.yaml", list(overrides)).config
+        return config, resolve_padding_free(config)
+
+    return settle
+
+
+@pytest.mark.parametrize(
+    ("overrides", "is_free"),
+    [
+        ((), True),
+        (("data.batching={by: tokens, tokens: 128}", "train.microbatch_size=1"), True),
+        (("task.name=pretrain",), True),
+        (("model.lora={rank: 4, alpha: 8}",), True),
+        (("data.batching.padding_free=false",), False),
+        (("data.batching.padding_free=true", "model.attention=sdpa"), True),
+        (("model.attention=sdpa",), False),
+        (("model.attention=eager",), False),
+        (("model.prompt_tuning={num_tokens: 4}",), False),
+        ((f"model.from_config={LINEAR}",), False),
+        (("task.name=preference",), False),
+    ],
+)
+def test_samples_share_rows_where_the_model_is_known_to_keep_them_apart(job, overrides, is_free):
+    config, data = job(*overrides)
+    assert data.batching.padding_free is is_free
+    assert data.model_copy(update={"batching": config.data.batching}) == config.data
+
+
+@pytest.mark.parametrize(("kind", "is_free"), [("LORA", True), ("PROMPT_TUNING", False)])
+def test_what_an_adapter_on_disk_is_decides(job, tmp_path, kind, is_free):
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps({"peft_type": kind}))
+    assert job("model.adapter=./adapter")[1].batching.padding_free is is_free
+
+
+def test_a_start_says_what_auto_has_come_to(job):
+    assert format_padding_free(*job()) == ("samples stand end to end, without padding: the model keeps them apart",)
+    (line,) = format_padding_free(*job("model.attention=sdpa"))
+    assert line.startswith("samples are padded: ")
+    assert format_padding_free(*job("data.batching.padding_free=true")) == ()
+    assert format_padding_free(*job("data.batching={by: packs, tokens: 64}", "train.microbatch_size=1")) == ()
+    assert format_padding_free(*job("task.name=preference")) == ()
+
+
+def test_a_folder_without_a_model_is_told_of_where_it_is_loaded(job, tmp_path):
+    (tmp_path / "empty").mkdir()
+    config, data = job("model={from_config: null, name: ./empty, tokenizer: {name: someones/tokenizer}}")
+    assert config.model.name.endswith("empty")
+    assert data.batching.padding_free is False

@@ -1,0 +1,98 @@
+import pytest
+
+from finetune.config.load import load_config
+from finetune.config.sections.checkpoint import CheckpointSection
+from finetune.report.events import CheckpointSaved, Noted, Warned
+from finetune.run.remote import background as mirrors
+from finetune.run.remote import upload
+from finetune.run.remote.background import BackgroundUploader, NullUploader, make_uploader
+from finetune.run.remote.download import with_local_folder
+from tests.run.staging import NotedRemote, checkpoint
+
+SAVED = CheckpointSaved(4, "path", size_bytes=1, seconds=0.0, stall_seconds=0.0)
+
+
+class Told(list):
+    """A reporter that remembers."""
+
+    def __call__(self, event):
+        self.append(event)
+
+    def close(self):
+        self.append("closed")
+
+
+@pytest.fixture
+def remote(request):
+    return NotedRemote(f"memory://mirror/{request.node.name}")
+
+
+@pytest.fixture
+def mirror(tmp_path, remote, monkeypatch):
+    monkeypatch.setattr(upload, "RETRY_PAUSES_SECONDS", (0.0, 0.0))
+    return BackgroundUploader(tmp_path, remote, section=CheckpointSection())
+
+
+def test_what_is_saved_while_it_is_entered_is_there_at_the_end(mirror, remote, tmp_path, capsys):
+    told = Told()
+    reporter = mirror.watch_reporter(told)
+    with mirror:
+        checkpoint(tmp_path, 4)
+        reporter(SAVED)
+        reporter.close()
+    assert told == [SAVED, "closed"]
+    assert mirror.finish(143) == 143
+    assert remote.checkpoints() == {"step-000004": ["manifest.json", "model/0", "progress.json"]}
+    assert capsys.readouterr().out == f"everything is at {remote.url}\n"
+
+
+def test_what_is_not_there_at_the_end_is_an_error_that_says_what_and_where_it_is(mirror, remote, tmp_path, capsys):
+    checkpoint(tmp_path, 4)
+    remote.failing["model/0"] = 1000
+    with mirror:
+        pass
+    assert mirror.finish(0) == 1
+    said = capsys.readouterr().err
+    assert said.splitlines() == [
+        f"error: {remote.url} lacks 1 of this run's files or folders",
+        "  checkpoints/step-000004: ConnectionError: the line went dead",
+        f"They are in {tmp_path}. Run the same command again: it uploads what is missing.",
+    ]
+
+
+def test_a_run_that_was_over_already_uploads_what_an_earlier_start_could_not(mirror, remote, tmp_path):
+    checkpoint(tmp_path, 4)
+    assert mirror.finish(0) == 0
+    assert "step-000004" in remote.checkpoints()
+
+
+def test_a_failure_is_told_with_the_next_event_and_what_succeeds_later_is_no_error(mirror, remote, tmp_path):
+    told = Told()
+    checkpoint(tmp_path, 4)
+    remote.failing["model/0"] = 3
+    mirror._failures = mirror._uploads.sync(is_last=False)
+    mirror._tell()
+    mirror.watch_reporter(told)(Noted(5, "goes on"))
+    assert told[0] == Noted(5, "goes on")
+    assert isinstance(told[1], Warned) and "not uploaded, tried again at the next checkpoint" in told[1].message
+    assert mirror.finish(0) == 0
+
+
+def test_an_error_waits_for_the_uploads_a_short_time_and_passes(mirror, remote, tmp_path):
+    checkpoint(tmp_path, 4)
+    with pytest.raises(ZeroDivisionError), mirror:
+        raise ZeroDivisionError
+    assert "step-000004" in remote.checkpoints()
+
+
+def test_only_rank_0_of_a_run_at_a_url_uploads(job, monkeypatch):
+    here = with_local_folder(load_config(job))
+    there = with_local_folder(load_config(job, ["run.folder=memory://runs/first"]))
+    assert isinstance(make_uploader(here), NullUploader)
+    assert isinstance(make_uploader(there), BackgroundUploader)
+    monkeypatch.setattr(mirrors.ranks, "is_main", lambda: False)
+    assert isinstance(make_uploader(there), NullUploader)
+    reporter = Told()
+    with NullUploader() as nobody:
+        assert nobody.watch_reporter(reporter) is reporter
+    assert nobody.finish(3) == 3

@@ -1,0 +1,58 @@
+from types import SimpleNamespace
+
+import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
+
+from finetune.config.load import load_config
+from finetune.model.processing import Processing
+from finetune.run.state.fingerprint import run_facts
+from finetune.task.preference.dpo import precomputed_reference
+
+
+def lessons(*, words=("a", "b"), rows="f1", prior=None):
+    inner = Tokenizer(WordLevel({word: index for index, word in enumerate(words)}, unk_token=words[0]))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner)
+    return SimpleNamespace(
+        processing=Processing(tokenizer),
+        task=SimpleNamespace(precomputed=prior, encoding={}),
+        training=SimpleNamespace(fingerprint=rows),
+    )
+
+
+@pytest.fixture
+def facts(tmp_path):
+    def of(*overrides, **changed):
+        (tmp_path / "rows.jsonl").write_text('{"prompt": "2 + 2", "completion": "4"}\n')
+        (tmp_path / "job.yaml").write_text(
+            "run: {folder: runs/a}\nmodel: {name: org/model}\ndata: {train: {path: rows.jsonl}, max_length: 8}\n"
+            "task: {name: sft}\ntrain: {global_batch_size: 2, microbatch_size: 2, steps: 4, learning_rate: 1e-3}\n"
+        )
+        config = load_config(tmp_path / "job.yaml", overrides).config
+        model = SimpleNamespace(config=SimpleNamespace(_commit_hash="c0ffee"))
+        return run_facts(config, lessons(**changed), model=model, strategy="ddp", log=print)
+
+    return of
+
+
+def test_a_run_is_its_maths_and_the_digests_of_its_rows_and_tokenizer(facts):
+    identity = facts().identity
+    assert identity["train.learning_rate"] == "0.001"
+    assert identity["training data"] == "f1"
+    assert "base weights" not in identity  # all of them are trained, so they are in the checkpoint
+    assert facts(rows="f2").identity["training data"] == "f2"
+    assert facts(words=("a", "c")).identity["tokenizer"] != identity["tokenizer"]
+
+
+def test_where_it_comes_from_is_remembered_apart(facts):
+    assert facts().origin == {"strategy": "ddp", "processes": "1"}
+    assert facts().settings["report.log_every_steps"] == "1"
+
+
+def test_frozen_weights_of_the_hub_are_told_by_their_commit(facts):
+    assert facts("model.lora={}").identity["base weights"] == "commit c0ffee"
+
+
+def test_weights_that_are_the_reference_of_a_loss_are_told_by_their_commit(facts):
+    assert facts(prior=precomputed_reference()).identity["base weights"] == "commit c0ffee"

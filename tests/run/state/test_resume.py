@@ -1,0 +1,88 @@
+import pytest
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from finetune.checkpoint.format.manifest import RunFingerprint
+from finetune.run.state.resume import format_restored, format_strategy_change, reset_incomparable_best
+from finetune.runtime.progress import Progress
+
+
+def facts(strategy="ddp", processes="2", **settings):
+    return RunFingerprint({}, settings, {"strategy": strategy, "processes": processes})
+
+
+def test_what_is_back_and_what_is_derived_is_said():
+    assert list(format_restored(1200, scales=(False, True))) == [
+        "restored: parameters, optimizer state and step",
+        "derived: random numbers from seed, step and rank; learning rate from the step; "
+        "data position 1,200 from step x global batch",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("scaled_then", "said"),
+    [(True, "optimizer state, step and loss scale"), (False, "and step; the loss scale begins anew: there was none")],
+)
+def test_a_loss_scale_is_among_it_where_there_was_one(scaled_then, said):
+    assert next(format_restored(0, scales=(True, scaled_then))).endswith(said)
+
+
+def test_another_number_of_processes_means_other_dropout_masks_and_other_rounding():
+    (said,) = format_strategy_change(facts(), current=facts("fsdp2", "4"))
+    assert said == (
+        "written under ddp on 2 processes, continued under fsdp2 on 4 processes: dropout masks are those of "
+        "4 processes, sums are rounded in another order: same losses within rounding, not to the bit"
+    )
+
+
+def test_another_strategy_means_other_rounding_only_and_the_same_one_is_not_worth_a_line():
+    (said,) = format_strategy_change(facts(), current=facts("zero2"))
+    assert "dropout" not in said and "not to the bit" in said
+    assert list(format_strategy_change(facts(), current=facts())) == []
+
+
+def test_the_best_of_another_metric_is_forgotten_and_of_the_same_is_kept():
+    progress = Progress(best_metric=0.5, evaluations_since_best=2)
+    of_loss, of_accuracy = (facts(**{"train.early_stopping.metric": name}) for name in ("loss", "accuracy"))
+    reset_incomparable_best(progress, of_loss, current=of_loss)
+    assert (progress.best_metric, progress.evaluations_since_best) == (0.5, 2)
+    reset_incomparable_best(progress, of_loss, current=of_accuracy)
+    assert (progress.best_metric, progress.evaluations_since_best) == (None, 0)
+
+
+@pytest.fixture
+def base(tmp_path):
+    """The folder of a model as others would have saved it."""
+    config = LlamaConfig(
+        vocab_size=320, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2
+    )
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "base")
+    return tmp_path / "base"
+
+
+@pytest.mark.distributed
+def test_an_adapter_goes_on_only_on_the_weights_that_it_was_trained_on(launch, base, tmp_path):
+    def start(place, *overrides):
+        model = f"{{name: {place}, lora: {{rank: 2, dropout: 0.1}}, tokenizer: {{train: {{vocabulary_size: 320}}}}}}"
+        return launch(None, name="on-a-base", overrides=[f"model={model}", *overrides])
+
+    begun = start(base, "train.stop_after_steps=2")
+    assert begun.code == 0, begun.output
+
+    weights = base / "model.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    refused = start(base, "train.learning_rate=2e-2")
+    assert refused.code == 2
+    assert "train.learning_rate: 0.01 there, 0.02 here" in refused.output
+    assert "base weights cannot be changed: what was learnt so far was learnt on top of the others." in refused.output
+
+    weights.write_bytes(whole)
+    moved = base.rename(tmp_path / "moved")
+    allowed = "checkpoint.allow_changes=[model.name, train.learning_rate, train.steps]"
+    went_on = start(moved, "train.learning_rate=2e-2", "report.log_every_steps=2", allowed)
+    assert went_on.code == 0, went_on.output
+    assert f'allow_changes says: model.name "{base}" -> "{moved}", train.learning_rate 0.01 -> 0.02' in went_on.output
+    assert "report.log_every_steps 1 -> 2" in went_on.output
+    assert "nothing to allow, as in the checkpoint: train.steps" in went_on.output
+    assert "restored: parameters, optimizer state and step" in went_on.output
+    assert [event["step"] for event in went_on.events("StepTaken")] == list(range(1, 9))

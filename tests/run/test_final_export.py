@@ -1,0 +1,168 @@
+"""Where the weights of a merge come from: what was trained, and the base as it lies in memory or as it was before."""
+
+import json
+import shutil
+from contextlib import nullcontext
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from finetune.config.load import load_config
+from finetune.config.sections.export import ExportSection
+from finetune.errors import HubError, ModelError, StrategyError
+from finetune.run import final_export
+from finetune.run.build.model import build_model
+from finetune.run.build.strategy import require_tied_weights_supported
+from finetune.run.final_export import (
+    exports_trained_only,
+    load_unquantized_base,
+    push_final,
+    require_mergeable,
+    resolve_export_section,
+)
+from finetune.run.state.finished import is_exported, read_record
+from finetune.run.state.run_folder import load_run_inputs
+from finetune.runtime.parameters import InitContext
+
+FEW_BITS = "model.quantization={bits: 4}"
+LORA = "model.lora={rank: 4}"
+
+
+@pytest.fixture
+def config(trained, job):
+    """Return a function that loads a job on the model that the full run has left, with the overrides."""
+    base = ["model.from_config=null", "model.tokenizer=null", f"model.name={trained('full')}/final"]
+    return lambda *overrides: load_config(job, [*base, *overrides]).config
+
+
+def test_the_base_is_gathered_to_be_merged_and_left_where_it_is_otherwise(config):
+    assert exports_trained_only(config(LORA))
+    assert not exports_trained_only(config(LORA, "export.merge=true"))
+    assert not exports_trained_only(config())
+    assert exports_trained_only(config(LORA, FEW_BITS, "export.merge=true"))  # it comes from where it was loaded
+
+
+def test_a_base_in_few_bits_is_loaded_again_in_full(config, trained):
+    run, said = trained("full"), []
+    asked = config(LORA, FEW_BITS, "export.merge=true", "model.dtype=bfloat16")
+    kept = load_run_inputs(run, asked)
+    found = load_unquantized_base(asked, kept.task(asked), tokenizer=kept.processing.tokenizer, log=said.append)
+    wanted = load_file(run / "final" / "model.safetensors")
+    assert {name: found[name] for name in wanted}.keys() == wanted.keys()
+    assert all(torch.equal(found[name], wanted[name]) and found[name].dtype == torch.float32 for name in wanted)
+    assert "is merged into the original one, loaded in full precision" in said[0]
+    assert resolve_export_section(asked).dtype == "bfloat16"
+    assert resolve_export_section(config(LORA, FEW_BITS, "export={merge: true, dtype: float16}")).dtype == "float16"
+
+
+def test_nothing_is_loaded_again_where_nothing_is_in_few_bits(config, trained):
+    asked = config(LORA, "export.merge=true")
+    assert load_unquantized_base(asked, None, tokenizer=None, log=print) == {}
+    assert resolve_export_section(asked).dtype is None
+
+
+def test_adapters_that_make_up_for_few_bits_are_not_put_on_the_original(config):
+    loftq = "model.lora={rank: 4, init: loftq}"
+    with pytest.raises(ModelError, match="adapters of `init: loftq` make up for what quantisation lost"):
+        require_mergeable(config(loftq, FEW_BITS, "export.merge=true"))
+    require_mergeable(config(loftq, FEW_BITS))
+    require_mergeable(config(LORA, FEW_BITS, "export.merge=true"))
+
+
+def test_the_merged_config_tells_of_no_few_bits(trained):
+    config = json.loads((trained("merged") / "final" / "config.json").read_text())
+    assert "quantization_config" not in config
+
+
+def test_an_adapter_on_a_tied_weight_is_refused_where_accelerate_ties_anew(config, trained):
+    run = trained("full")
+    for module, is_refused in (("lm_head", True), ("q_proj", False)):
+        asked = config(f"model.lora={{rank: 4, target_modules: [{module}]}}")
+        kept = load_run_inputs(run, asked)
+        tokenizer = kept.processing.tokenizer
+        model = build_model(asked, task=kept.task(asked), tokenizer=tokenizer, construction=InitContext())
+        require_tied_weights_supported(model, "zero3")
+        with pytest.raises(StrategyError, match="on the tied weight `lm_head`") if is_refused else nullcontext():
+            require_tied_weights_supported(model, "fsdp2")
+
+
+SECTION = ExportSection()
+RECORD = {"step": 8, "reason": "finished", "export": SECTION.model_dump(), "files": {"config.json": 2}}
+
+
+@pytest.fixture
+def run(tmp_path):
+    (tmp_path / "final").mkdir()
+    (tmp_path / "final" / "config.json").write_text("{}")
+    (tmp_path / "final.json").write_text(json.dumps(RECORD))
+    return tmp_path
+
+
+def test_what_was_exported_so_after_this_step_is_there(run):
+    assert is_exported(run, step=8, section=SECTION)
+    assert not is_exported(run, step=9, section=SECTION)
+    (run / "final" / "config.json").write_text("{} ")
+    assert not is_exported(run, step=8, section=SECTION)
+
+
+DAMAGED = {
+    "a list": b"[]",
+    "no JSON": b"{",
+    "nested too deep": b"[" * 200_000,
+    "files that are none": json.dumps(RECORD | {"files": []}).encode(),
+    "a step that is text": json.dumps(RECORD | {"step": "8"}).encode(),
+    "more than there is": json.dumps(RECORD | {"more": 1}).encode(),
+}
+
+
+@pytest.mark.parametrize("what", DAMAGED)
+def test_a_damaged_record_is_none_and_the_export_is_made_again(run, what):
+    (run / "final.json").write_bytes(DAMAGED[what])
+    assert read_record(run) is None
+    assert not is_exported(run, step=8, section=SECTION)
+
+
+@pytest.fixture
+def over(trained, job, tmp_path):
+    """Return a function that publishes a finished run whose job asks for it; and what was said, and the record."""
+    folder = shutil.copytree(trained("full"), tmp_path / "run")
+
+    def ask(*overrides):
+        loaded = load_config(job, [f"run.folder={folder}", *overrides])
+        said = []
+        push_final(loaded, log=said.append)
+        return said, json.loads((folder / "final.json").read_text())
+
+    return ask
+
+
+def test_final_is_uploaded_once(over, monkeypatch):
+    pushed = []
+    monkeypatch.setattr(
+        final_export, "push_folder", lambda *given, **keys: pushed.append((given, keys)) or "https://hub/x"
+    )
+    wish = ["export.push_to_hub=me/model", "export.private=false"]
+    said, record = over(*wish)
+    assert said == ["uploaded to https://hub/x"]
+    assert record["pushed_to"] == "me/model"
+    assert over(*wish)[0] == []
+    (((folder, name), keys),) = pushed
+    assert (folder.name, name, keys) == ("final", "me/model", {"private": False})
+
+
+def test_a_failure_is_a_warning_and_is_tried_again(over, monkeypatch):
+    def fail(*_, **__):
+        raise HubError("`me/model` was not uploaded: no network.")
+
+    monkeypatch.setattr(final_export, "push_folder", fail)
+    for _ in range(2):
+        said, record = over("export.push_to_hub=me/model")
+        assert said == ["warning: export.push_to_hub: `me/model` was not uploaded: no network."]
+        assert (record["pushed_to"], record["push_problem"]) == (None, "`me/model` was not uploaded: no network.")
+
+
+def test_nothing_is_pushed_that_was_not_asked_for(over, monkeypatch):
+    monkeypatch.setattr(final_export, "push_folder", None)
+    said, record = over()
+    assert said == [] and "pushed_to" not in record

@@ -1,0 +1,52 @@
+"""Faults on purpose strike where, when and on whom they are told to, once."""
+
+import errno
+
+import pytest
+
+from finetune.errors import UserError
+from finetune.runtime.supervision.faults import VARIABLE, Fault, read_faults
+from finetune.runtime.supervision.heartbeat import fault_point, last_heartbeat
+
+
+def test_the_variable_names_points_steps_ranks_and_actions():
+    faults = read_faults("save.rename step=3 rank=1 do=kill; forward do=nan ;")
+    assert faults == [Fault("save.rename", "kill", step=3, rank=1), Fault("forward", "nan")]
+
+
+@pytest.mark.parametrize("written", ["save.renam do=kill", "forward", "forward do=explode", "data do=nan step=x"])
+def test_what_is_no_fault_is_refused_with_the_words_that_exist(written):
+    with pytest.raises(UserError, match=r"is no fault.*save\.rename.*truncate"):
+        read_faults(written)
+
+
+def test_without_the_variable_nothing_happens_but_the_point_is_remembered(monkeypatch):
+    monkeypatch.delenv(VARIABLE, raising=False)
+    assert fault_point("forward", step=4) is False
+    assert (last_heartbeat().point, last_heartbeat().step) == ("forward", 4)
+
+
+def test_a_fault_strikes_once_at_its_step(monkeypatch):
+    monkeypatch.setenv(VARIABLE, "forward step=5 do=nan")
+    assert [fault_point("forward", step=step) for step in (4, 5, 5)] == [False, True, False]
+
+
+def test_another_rank_is_left_alone(monkeypatch):
+    monkeypatch.setenv(VARIABLE, "update.before rank=1 do=raise")
+    fault_point("update.before", step=1)
+
+
+def test_errors_and_damage_are_what_they_say(monkeypatch, tmp_path):
+    path = tmp_path / "00000.safetensors"
+    path.write_bytes(b"12345678")
+    monkeypatch.setenv(VARIABLE, "save.write do=no_space; save.written part=safetensors do=flip")
+    with pytest.raises(OSError) as caught:
+        fault_point("save.write", step=1, path=path)
+    assert caught.value.errno == errno.ENOSPC
+    fault_point("save.written", step=1, path=tmp_path / "index.json")
+    assert path.read_bytes() == b"12345678"
+    fault_point("save.written", step=1, path=path)
+    assert path.read_bytes() == b"12345679"
+    monkeypatch.setenv(VARIABLE, "save.done do=truncate")
+    fault_point("save.done", step=1, path=path)
+    assert path.read_bytes() == b"1234"

@@ -1,0 +1,54 @@
+"""When nothing moves, every rank writes down where it stands, and the one that the others wait for is named."""
+
+from finetune.runtime.supervision.hang import (
+    HangReport,
+    format_blocking_ranks,
+    keep_previous_reports,
+    read_reports,
+    write_report,
+)
+
+COLLECTIVE = "/site-packages/torch/distributed/distributed_c10d.py:3000 all_reduce"
+
+
+def report(rank: int, point: str, step: int, where: str = COLLECTIVE) -> HangReport:
+    return HangReport(rank, "here", 10 + rank, point, step, 60.0, where)
+
+
+def test_a_report_holds_the_stacks_and_the_last_point(tmp_path):
+    write_report(tmp_path, rank=3, point="forward", step=7, silent_seconds=61.0)
+    assert "test_a_report_holds_the_stacks" in (tmp_path / "hang" / "rank-00003.txt").read_text()
+    (found,) = read_reports(tmp_path)
+    assert (found.rank, found.point, found.step) == (3, "forward", 7)
+    assert "hang.py" in found.where
+    keep_previous_reports(tmp_path)
+    keep_previous_reports(tmp_path)
+    assert read_reports(tmp_path) == []
+    assert (tmp_path / "hang-before" / "rank-00003.json").exists()
+
+
+def test_a_rank_without_a_report_is_named_first():
+    named = format_blocking_ranks([report(0, "data", 4), report(2, "data", 4)], world=3)
+    assert named == "No report came from rank 1."
+
+
+def test_the_rank_that_is_behind_is_named():
+    assert "wait for rank 1 (" in format_blocking_ranks([report(0, "forward", 4), report(1, "data", 4)], world=2)
+    assert "wait for rank 0 (" in format_blocking_ranks([report(0, "evaluate", 4), report(1, "data", 4)], world=2)
+    assert "wait for rank 0 (" in format_blocking_ranks(
+        [report(0, "update.after", 3), report(1, "save.begin", 4)], world=2
+    )
+
+
+def test_among_ranks_at_the_same_point_the_one_that_is_in_no_collective_is_named():
+    at_work = report(1, "data", 4, where="/home/me/dataset.py:10 read")
+    assert "wait for rank 1 (process 11 on here), 60 s after it passed `data` at step 4, in /home/me/dataset.py" in (
+        format_blocking_ranks([report(0, "data", 4), at_work], world=2)
+    )
+
+
+def test_what_cannot_be_told_is_not_guessed():
+    where = "/finetune/train/meters.py:10 numbers"
+    same = [report(rank, "data", 4, where=where) for rank in range(2)]
+    assert format_blocking_ranks(same, world=2) == "Which rank the others wait for cannot be told."
+    assert format_blocking_ranks(same[:1], world=1).startswith("Last seen: rank 0 (")

@@ -1,0 +1,61 @@
+"""Signals are noted, and handled as before once the run is over."""
+
+import signal
+
+import pytest
+
+from finetune.runtime.supervision.signals import record_signals
+
+
+@pytest.fixture(autouse=True)
+def in_the_foreground():
+    """Hear every signal, also where the tests themselves were started in the background or under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL), signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGHUP, before[0])
+    signal.signal(signal.SIGINT, before[1])
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_leaves_a_note_and_the_handler_comes_back(number):
+    before = signal.getsignal(number)
+    with record_signals() as note:
+        signal.raise_signal(number)
+        assert note.received is number
+    assert signal.getsignal(number) is before
+
+
+def test_the_first_signal_is_the_one_remembered_and_the_second_ctrl_c_means_now(capfd):
+    with record_signals() as note:
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGINT)
+        assert note.received is signal.SIGTERM
+        assert "Once more: it ends now." in capfd.readouterr().err
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+
+
+def test_sigusr1_asks_for_a_checkpoint_and_for_no_stop():
+    with record_signals() as note:
+        signal.raise_signal(signal.SIGUSR1)
+    assert note.wants_save
+    assert note.received is None
+
+
+def test_under_nohup_the_end_of_the_shell_is_not_heard():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with record_signals() as note:
+            signal.raise_signal(signal.SIGHUP)
+        assert note.received is None
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_signal_is_heard_even_if_the_main_thread_cannot_handle_it():
+    with record_signals() as note:
+        signal.raise_signal(signal.SIGTERM)
+        note.received = None  # as if the handler had not run yet
+        note.hear()
+        assert note.received is signal.SIGTERM
+        note.hear()  # nothing new

@@ -1,0 +1,109 @@
+"""The watchdog ends a process whose main thread cannot: after another rank, at a hang, at a signal before the start."""
+
+import json
+import os
+import platform
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+from finetune.runtime.supervision import heartbeat
+from finetune.runtime.supervision.exit import ProcessExit
+from finetune.runtime.supervision.signals import ReceivedSignals
+from finetune.runtime.supervision.status import Peer, StatusFile, exit_from_error
+from finetune.runtime.supervision.watchdog import Watchdog
+
+
+class Left(Exception):
+    """In the place of the end of the process."""
+
+
+def leave(code: int) -> None:
+    raise Left(code)
+
+
+class Watched:
+    """Rank 0 of two ranks."""
+
+    def __init__(self, folder, *, world=2) -> None:
+        self.note = ReceivedSignals()
+        self.others = StatusFile(folder, rank=1, me=Peer(1, "here", 11), launch="now", since=0.0)
+        status = StatusFile(folder, rank=0, me=Peer(0, "here", 10), launch="now", since=0.0)
+        status.start()
+        self.ending = ProcessExit(status, rank=0, leave=leave)
+        self.dog = Watchdog(folder, status=status, ending=self.ending, note=self.note, rank=0, world=world)
+
+    def code(self) -> int:
+        with pytest.raises(Left) as left:
+            self.dog.look()
+        return left.value.args[0]
+
+
+@pytest.fixture
+def watched(tmp_path, monkeypatch) -> Iterator[Watched]:
+    monkeypatch.setattr("finetune.runtime.supervision.watchdog._QUIET_SECONDS", 0.0)
+    monkeypatch.setattr("finetune.runtime.supervision.watchdog._REPORT_SECONDS", 0.0)
+    each = Watched(tmp_path)
+    yield each
+    each.dog.stop()
+
+
+def test_while_all_is_well_nothing_happens(watched):
+    watched.dog.detect_hangs(1000.0)
+    watched.dog.look()
+    watched.dog.begin_training()
+    watched.note.note(signal.SIGTERM, None)  # for the loop, from now on
+    watched.dog.look()
+
+
+def test_a_signal_before_training_ends_the_run_with_its_exit_code(watched, tmp_path):
+    watched.note.note(signal.SIGTERM, None)
+    assert watched.code() == 143
+    status = json.loads((tmp_path / "status.json").read_text())
+    assert (status["state"], status["reason"], status["exit_code"]) == ("stopped", "signal SIGTERM", 143)
+
+
+def test_where_another_rank_has_failed_the_signal_is_only_the_launchers_answer(watched, capsys):
+    watched.others.claim_exit(exit_from_error(ValueError("broken"), rank=1))
+    watched.note.note(signal.SIGTERM, None)
+    assert watched.code() == 1
+    assert capsys.readouterr().err == "rank 0 ends because rank 1 failed first: ValueError: broken\n"
+
+
+def test_a_process_that_has_vanished_is_lost_contact(watched, capsys):
+    watched.dog.begin_training()
+    watched.ending.peers = [Peer(0, platform.node(), os.getpid()), Peer(1, platform.node(), 2**22 + 1)]
+    assert watched.code() == 1
+    assert "lost contact with rank 1 (process 4194305 on " in capsys.readouterr().err
+
+
+def test_nothing_moving_for_too_long_is_a_hang_with_stacks(watched, tmp_path, capsys):
+    heartbeat.fault_point("forward", step=4)
+    watched.dog.detect_hangs(1e-9)
+    assert watched.code() == 1
+    assert "nothing has moved for 0 s (run.hang_after_seconds). No report came from rank 1." in capsys.readouterr().err
+    assert json.loads((tmp_path / "hang" / "rank-00000.json").read_text())["step"] == 4
+    assert json.loads((tmp_path / "status.json").read_text())["error"]["type"] == "Hang"
+
+
+def test_a_watchdog_that_cannot_look_says_so_once_and_ends_the_run_where_that_lasts(tmp_path, capsys):
+    watched = Watched(tmp_path)
+    looks = []
+
+    def look() -> None:
+        looks.append(1)
+        raise OverflowError("timestamp too large")
+
+    class NoWait:
+        def wait(self, seconds: float) -> bool:
+            return False
+
+    watched.dog.look = look
+    watched.dog._is_over = NoWait()
+    with pytest.raises(Left) as left:
+        watched.dog.run()
+    assert left.value.args == (1,)
+    said = capsys.readouterr().err
+    assert said.count("the watchdog of rank 0 cannot look: OverflowError: timestamp too large; it tries again") == 1
+    assert 10 < len(looks) < 100

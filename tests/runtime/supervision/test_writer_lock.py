@@ -1,0 +1,93 @@
+"""Something else under the name of one of a run's files is told before the run begins."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from finetune.errors import UserError
+from finetune.runtime.supervision import hang, status, writer_lock
+from finetune.runtime.supervision.writer_lock import FILES, FOLDERS, lock_run_folder, require_free_names
+
+MAKE = {
+    "is a folder and not a file": lambda path: path.mkdir(),
+    "is a named pipe and not a file": os.mkfifo,
+    "is a link to nothing": lambda path: path.symlink_to("nowhere"),
+    "cannot be looked at": lambda path: path.symlink_to(path),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("what", MAKE)
+def test_a_file_of_the_run_that_is_none_is_refused_by_name(tmp_path, name, what):
+    MAKE[what](tmp_path / name)
+    with pytest.raises(UserError, match=rf"run\.folder: {tmp_path / name} {what}.*Move or delete it"):
+        require_free_names(tmp_path)
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_a_folder_of_the_run_that_is_a_file_is_refused_by_name(tmp_path, name):
+    (tmp_path / name).write_text("")
+    with pytest.raises(UserError, match=f"{tmp_path / name} is a file and not a folder"):
+        require_free_names(tmp_path)
+
+
+def test_what_a_run_has_written_and_links_to_it_are_as_they_should_be(tmp_path):
+    for name in FILES:
+        (tmp_path / f"{name}-elsewhere").write_text("")
+        (tmp_path / name).symlink_to(tmp_path / f"{name}-elsewhere")
+    for name in FOLDERS:
+        (tmp_path / name).mkdir()
+    require_free_names(tmp_path)
+
+
+def test_all_names_are_those_that_are_written():
+    assert {writer_lock.LOCK, status.STATUS_FILE, status._LOCK, "STOP"} <= {*writer_lock.FILES}
+    assert hang.FOLDER in writer_lock.FOLDERS
+
+
+def test_a_run_folder_below_a_file_is_told_with_the_file(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=f"cannot be made: {tmp_path / 'file'} is no folder"):
+        lock_run_folder(tmp_path / "file" / "run", log=print).__enter__()
+
+
+def test_a_folder_that_cannot_be_written_is_told(tmp_path, monkeypatch):
+    def refuse(*_, **__):
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(writer_lock.os, "open", refuse)
+    with pytest.raises(UserError, match="cannot be written: Read-only file system"):
+        lock_run_folder(tmp_path, log=print).__enter__()
+
+
+HOLDER = """
+import os, sys
+from pathlib import Path
+from finetune.runtime.supervision.writer_lock import claimed
+with claimed(Path(sys.argv[1]), log=print):
+    child = os.fork()  # as a data loader's process: it outlives its parent and must not keep the folder
+    if child == 0:
+        os.close(1)
+        sys.stdin.read()
+        os._exit(0)
+    print("holds", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_a_second_process_is_refused_with_who_holds_the_folder_until_that_one_dies(tmp_path):
+    command = [sys.executable, "-c", HOLDER, str(tmp_path / "run")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "holds\n"
+        with (
+            pytest.raises(UserError, match=rf"is being written by process {holder.pid} on .*, since 20"),
+            lock_run_folder(tmp_path / "run", log=print),
+        ):
+            pass
+        holder.kill()
+        holder.wait()
+        with lock_run_folder(tmp_path / "run", log=print):
+            assert str(os.getpid()) in (tmp_path / "run" / ".writer.lock").read_text()

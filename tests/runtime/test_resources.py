@@ -1,0 +1,110 @@
+"""What a container grants is read from the files of its cgroup."""
+
+import errno
+import os
+import resource
+from contextlib import contextmanager
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from finetune.errors import CheckpointError, DiskError, UserError
+from finetune.runtime.files import atomic
+from finetune.runtime.resources import disk_errors, quota_cores, usable_cores
+
+
+@pytest.fixture
+def groups(tmp_path):
+    """Return a function that writes a file below a folder of control groups, and the folder."""
+
+    def write(name, text):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        return tmp_path
+
+    return write
+
+
+def test_without_a_limit_there_is_none(groups):
+    assert quota_cores(groups("cpu.max", "max 100000\n")) is None
+
+
+def test_a_quota_is_so_many_cores(groups):
+    assert quota_cores(groups("cpu.max", "250000 100000\n")) == 2.5
+
+
+def test_the_smallest_of_the_groups_around_it_counts(groups):
+    groups("kubepods/pod/cpu.max", "max 100000\n")
+    assert quota_cores(groups("kubepods/cpu.max", "400000 100000\n"), within="/kubepods/pod") == 4.0
+
+
+def test_the_older_files_are_read_too(groups):
+    groups("cpu/cpu.cfs_period_us", "100000\n")
+    assert quota_cores(groups("cpu/cpu.cfs_quota_us", "300000\n")) == 3.0
+    assert quota_cores(groups("cpu/cpu.cfs_quota_us", "-1\n")) is None
+
+
+def test_there_is_at_least_one_core():
+    assert usable_cores() >= 1
+
+
+@contextmanager
+def no_file_larger_than(num_bytes):
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_write_that_is_refused_names_why_and_the_room(tmp_path):
+    with (
+        no_file_larger_than(100),
+        pytest.raises(DiskError, match=r"may not grow further.*See `ulimit -f`.*has .* free"),
+        disk_errors([tmp_path], DiskError),
+    ):
+        atomic.write_text(tmp_path / "file", "x" * 1000)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_library_in_rust_that_meets_a_full_disk_is_understood(tmp_path):
+    weights = {"weight": torch.zeros(1000)}
+    with (
+        no_file_larger_than(100),
+        pytest.raises(DiskError, match="may not grow further"),
+        disk_errors([tmp_path], DiskError),
+    ):
+        save_file(weights, tmp_path / "model.safetensors")
+
+
+REFUSALS = {
+    errno.ENOSPC: "the disk is full",
+    errno.EDQUOT: "the quota is used up",
+    errno.EROFS: "cannot be written or read: Read-only file system",
+    errno.EACCES: "cannot be written or read: Permission denied",
+}
+
+
+@pytest.mark.parametrize("number", REFUSALS)
+def test_each_refusal_has_its_word(tmp_path, number):
+    with pytest.raises(UserError, match=REFUSALS[number]), disk_errors([tmp_path], UserError):
+        raise OSError(number, os.strerror(number), str(tmp_path / "file"))
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        PermissionError(errno.EACCES, "Permission denied", "/somewhere/else"),
+        FileNotFoundError(errno.ENOENT, "No such file", "x"),
+        ConnectionResetError(errno.ECONNRESET, "reset"),
+        CheckpointError("cannot write"),
+        KeyError("x"),
+    ],
+)
+def test_what_is_no_refusal_of_these_folders_passes_as_it_is(tmp_path, error):
+    with pytest.raises(type(error)) as raised, disk_errors([tmp_path], DiskError):
+        raise error
+    assert raised.value is error

@@ -1,0 +1,245 @@
+import json
+import time
+from urllib.parse import quote
+
+import pytest
+
+from finetune.runtime.text.redact import (
+    REDACTED,
+    KnownSecrets,
+    collect_environment_secrets,
+    comparable_config,
+    redacted_command,
+    redacted_config,
+    redacted_text,
+    redacted_variables,
+    redacted_yaml,
+    register_secrets,
+)
+
+CANARY = "c0ffee Ab/+\"'x"
+
+
+@pytest.fixture
+def known(monkeypatch):
+    """Return a function that makes one that knows the environment, with these variables set."""
+
+    def make(**variables: str) -> KnownSecrets:
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        secrets = KnownSecrets()
+        secrets.look()
+        return secrets
+
+    return make
+
+
+@pytest.mark.parametrize("form", [str, quote, lambda text: quote(text, safe=""), json.dumps, repr])
+def test_a_secret_is_found_in_every_form(known, form):
+    assert known(MY_TOKEN=CANARY).redact(f"a{form(CANARY)}b").strip("\"'") in (
+        "a[redacted]b",
+        "a'[redacted]'b",
+        'a"[redacted]"b',
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("PWD", "/work"),
+        ("MY_KEY", "short"),
+        ("SORT_KEY", "input_ids"),
+        ("MY_KEY", "20260101"),
+        ("HF_TOKEN_PATH", "/home/me/.token-0Ab"),
+        ("TOKEN_TYPE", "Bearer-like1"),
+        ("HOME_DIRECTORY", "c0ffee-no-secret"),
+    ],
+)
+def test_ordinary_words_and_places_are_left_alone(known, name, value):
+    assert known(**{name: value}).redact(f"the {value} of it") == f"the {value} of it"
+
+
+def test_a_folder_that_exists_is_no_secret_but_a_key_that_begins_with_a_slash_is(known, tmp_path):
+    secrets = known(A_KEY=str(tmp_path), B_KEY="/c0ffee+Ab/9")
+    assert secrets.redact(f"{tmp_path} /c0ffee+Ab/9") == f"{tmp_path} [redacted]"
+
+
+def test_a_longer_secret_is_taken_out_whole(known):
+    secrets = known(A_KEY="c0ffee-12", B_KEY="c0ffee-12-and-more")
+    assert secrets.redact("c0ffee-12-and-more c0ffee-12") == "[redacted] [redacted]"
+
+
+def test_what_is_added_stays_known_when_the_environment_is_looked_at_again(known):
+    secrets = known()
+    secrets.add(["c0ffee-of-a-job-1"])
+    secrets.look()
+    assert secrets.redact("c0ffee-of-a-job-1") == "[redacted]"
+
+
+CANARY_redact = "canary-3f9c"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "HF_TOKEN",
+        "WANDB_API_KEY",
+        "ACCELERATE_SECRET",
+        "MY_PASSWORD",
+        "SLURM_JWT_TOKEN",
+        "hf_token",
+        "NCCL_AUTH",
+        "AWS_CREDENTIALS",
+    ],
+)
+def test_variables_with_secret_names_lose_their_values(name):
+    assert redacted_variables({name: CANARY_redact}) == {name: REDACTED}
+
+
+@pytest.mark.parametrize("name", ["TOKENIZERS_PARALLELISM", "ACCELERATE_MIXED_PRECISION", "WORLD_SIZE", "HF_HOME"])
+def test_other_variables_keep_theirs(name):
+    assert redacted_variables({name: CANARY_redact}) == {name: CANARY_redact}
+
+
+@pytest.mark.parametrize(
+    "secret",
+    [
+        "hf_abcdefghijklmnopqrstuvwx",
+        "sk-abcdefghijklmnopqrstuv",
+        "ghp_abcdefghijklmnopqrstuvwxyz0123456789",
+        "AKIAIOSFODNN7EXAMPLE",
+    ],
+)
+def test_tokens_of_known_shape_are_left_out_anywhere(secret):
+    assert redacted_text(f"clone with {secret} please") == f"clone with {REDACTED} please"
+
+
+def test_a_password_in_a_url_is_left_out():
+    assert redacted_text(f"https://me:{CANARY_redact}@host/repo.git") == f"https://{REDACTED}@host/repo.git"
+    assert redacted_text("https://host:8080/repo") == "https://host:8080/repo"
+
+
+def test_config_keys_that_only_sound_secret_stay():
+    config = {
+        "train": {"tokens": 1000, "max_new_tokens": 8},
+        "model": {
+            "tokenizer": {"name": "x"},
+            "values": {"num_key_value_heads": 2, "pad_token": "<pad>", "eos_token_id": 1},
+        },
+    }
+    assert redacted_config(config) == config
+
+
+@pytest.mark.parametrize(
+    "name", ["hub_token", "api_key", "password", "token", "db_password", "secret_key", "auth_token"]
+)
+def test_config_keys_that_hold_secrets_do_not(name):
+    assert redacted_config({"outer": [{name: CANARY_redact}]}) == {"outer": [{name: REDACTED}]}
+
+
+@pytest.mark.parametrize(
+    ("words", "cleaned"),
+    [
+        (
+            ["train", "--hub-token", CANARY_redact, "--config", "a.yaml"],
+            ["train", "--hub-token", REDACTED, "--config", "a.yaml"],
+        ),
+        ([f"--password={CANARY_redact}"], [f"--password={REDACTED}"]),
+        (["--set", f"model.api_key={CANARY_redact}"], ["--set", f"model.api_key={REDACTED}"]),
+        (["--set", "train.tokens=100"], ["--set", "train.tokens=100"]),
+    ],
+)
+def test_a_command_line_keeps_its_options_and_loses_its_secrets(words, cleaned):
+    assert redacted_command(words) == cleaned
+
+
+@pytest.mark.parametrize(
+    "name", ["SLURM_JWT", "AZURE_STORAGE_SAS", "X_SIGNATURE", "AWS_ACCESS_KEY_ID", "SESSION_COOKIE"]
+)
+def test_more_variables_with_secret_names_lose_their_values(name):
+    assert redacted_variables({name: CANARY_redact}) == {name: REDACTED}
+
+
+@pytest.mark.parametrize(
+    ("value", "cleaned"),
+    [
+        ("--launch --hub-token abc --x 1", "--launch --hub-token [redacted] --x 1"),
+        ("a=1;api_key=abc;b=2", "a=1;api_key=[redacted];b=2"),
+        ("plugin:Zm9vYmFyMDEyMzQ1Njc4OWFiY2Q=", "plugin:[redacted]"),
+        ("https://me:abc@h/x?sig=abc", "https://[redacted]@h/x?sig=[redacted]"),
+        ("/opt/Model2/checkpoint-0123456789-ABCdef", "/opt/Model2/checkpoint-0123456789-ABCdef"),
+        ("123e4567-e89b-12d3-a456-426614174000", "123e4567-e89b-12d3-a456-426614174000"),
+    ],
+)
+def test_secrets_within_a_variable_are_left_out(value, cleaned):
+    assert redacted_variables({"ACCELERATE_X": value}) == {"ACCELERATE_X": cleaned}
+
+
+@pytest.mark.parametrize(
+    ("text", "cleaned"),
+    [
+        ("--set x.hf_token=abc, hf_token: secrets do not", "--set x.hf_token=[redacted], hf_token: secrets do not"),
+        ("call(token='abc', n=1)", "call(token='[redacted]', n=1)"),
+        ('{"api_key": "abc", "n": 1}', '{"api_key": "[redacted]", "n": 1}'),
+        ("{'password': 'abc'}", "{'password': '[redacted]'}"),
+        ("Authorization: Bearer abcdefghijklmno1", "Authorization: Bearer [redacted]"),
+        ("x%26hf_token%3Dabc", "x%26hf_token%3D[redacted]"),
+        ("-----BEGIN RSA PRIVATE KEY-----\nabc\n-----END RSA PRIVATE KEY----- x", "[redacted] x"),
+        ("sig eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0In0.abc-def x", "sig [redacted] x"),
+    ],
+)
+def test_secrets_under_a_name_in_a_sentence_are_left_out(text, cleaned):
+    assert redacted_text(text) == cleaned
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "token=None, use_auth_token=True, pad_token=<pad>, token=''",
+        "train.tokens=100 num_tokens=3 max_new_tokens: 8 key=3",
+        "token='<|im_end|>', Basic understanding of Bearer authentication",
+        "Set HF_TOKEN to a token that may write there.",
+        "`hf_token`: there is no such key. Write `KEY=VALUE`.",
+        "hf_internal_testing/tiny-random-LlamaForCausalLM sk-learn-pipeline",
+        "2 of 3 rows have the column `password`: it is not read",
+        f"samples {'0123456789abcdef' * 4}",
+    ],
+)
+def test_sentences_that_only_speak_of_secrets_stay(text):
+    assert redacted_text(text) == text
+
+
+def test_what_a_job_has_under_a_secret_name_is_found_in_every_text():
+    register_secrets({"outer": [{"api_key": "c0ffee-in-a-job-7"}], "path": "s3://KEYc0ffee7:SECRETc0ffee7@b/x"})
+    assert redacted_text("the value c0ffee-in-a-job-7 is wrong") == "the value [redacted] is wrong"
+    assert redacted_text("SECRETc0ffee7 of KEYc0ffee7") == "[redacted] of [redacted]"
+
+
+def test_a_yaml_file_keeps_its_lines():
+    text = "a: 1\nhub_token: abc  # mine\nvalues: {api_key: abc, n: 1}\n- password: 'a b'\npad_token: x\ntoken:\n"
+    assert redacted_yaml(text) == (
+        "a: 1\nhub_token: '[redacted]'  # mine\nvalues: {api_key: '[redacted]', n: 1}\n- password: '[redacted]'\n"
+        "pad_token: x\ntoken:\n"
+    )
+
+
+def test_what_is_compared_with_an_earlier_start_does_not_depend_on_the_environment(monkeypatch):
+    monkeypatch.setenv("MY_KEY", "c0ffee-Model-8")
+    collect_environment_secrets()
+    signed = {"path": "https://h/x?X-Amz-Date=1&X-Amz-Signature=2", "name": "c0ffee-Model-8"}
+    assert comparable_config(signed) == {"path": "https://h/x", "name": "c0ffee-Model-8"}
+    assert redacted_config(signed)["name"] == REDACTED
+    monkeypatch.undo()
+    collect_environment_secrets()
+
+
+@pytest.mark.parametrize(
+    "piece", ["a_", "eyJ-", "token", "http://a:", "%3Da", "&a=", "{a:", "aA1-", "'a':", "%3A%2F%2F"]
+)
+def test_no_text_takes_long(piece):
+    text = piece * (50_000 // len(piece)) + "=://?x=%3"
+    began = time.process_time()
+    redacted_text(text)
+    redacted_yaml(text)
+    redacted_variables({"ACCELERATE_X": f"{text} -"})
+    assert time.process_time() - began < 2

@@ -1,0 +1,63 @@
+import contextlib
+import io
+
+import pytest
+from rich.progress import BarColumn
+from rich.table import Table
+from rich.text import Text
+
+from finetune.runtime.text.rich_console import SafeConsole, SafeProgress, SafeTextColumn
+from finetune.runtime.text.terminal import guarded_output
+
+EVIL = "\x1b]8;;http://evil\x9c[link=http://evil]x[/link]\u202e token='c0ffee'"
+SHOWN = "\\x1b]8;;http://evil\\x9c[link=http://evil]x[/link]\\u202e token='[redacted]'"
+
+
+class Terminal(io.StringIO):
+    """A stream that says it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def screen(monkeypatch):
+    """A colour terminal."""
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    return Terminal()
+
+
+def drawn(screen: Terminal) -> str:
+    table = Table()
+    table.add_column(EVIL)
+    table.add_row(EVIL)
+    with contextlib.redirect_stdout(screen), guarded_output():
+        console = SafeConsole(width=120)
+        for each in (EVIL, Text(EVIL, style="bold red"), table):
+            console.print(each)
+    return screen.getvalue()
+
+
+def test_foreign_text_is_neither_markup_nor_obeyed_in_lines_texts_and_tables(screen):
+    said = drawn(screen)
+    assert said.count(SHOWN) == 4
+    assert "\x1b]8" not in said
+    assert "c0ffee" not in said
+
+
+def test_colours_of_ours_are_drawn(screen):
+    assert f"\x1b[1;31m{SHOWN}\x1b[0m" in drawn(screen)
+
+
+def test_what_is_printed_above_a_bar_is_not_obeyed_either(screen):
+    columns = SafeTextColumn("{task.description}"), BarColumn()
+    with contextlib.redirect_stdout(screen), guarded_output():
+        with SafeProgress(*columns, console=SafeConsole(width=200)) as bars:
+            bars.add_task(EVIL, total=1)
+            print(EVIL)
+        print(EVIL)
+    said = screen.getvalue()
+    assert said.count(SHOWN) >= 3
+    assert "\x1b]8" not in said
+    assert "c0ffee" not in said

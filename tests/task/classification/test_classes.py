@@ -1,0 +1,118 @@
+"""Which classes there are, what each weighs, and the losses as sums that no cut of the batch changes."""
+
+import pytest
+import torch
+
+from finetune.config.sections.task import ClassificationSection, TaskSection
+from finetune.data.batch import IGNORED
+from finetune.errors import DataError
+from finetune.task.classification.classes import class_loss_sum, find_classes, multi_label_loss_sum, regression_loss_sum
+from finetune.task.protocol import TaskContext
+
+RESULTS = torch.tensor([[2.0, 0.0, -1.0], [0.5, 1.5, 0.0], [0.0, 0.0, 3.0]], dtype=torch.float64)
+
+
+def materials(found, data, facts=None, **section):
+    rows = [{"text": "a", "label": label} for label in found]
+    task = TaskSection(name="text_classification", classification=ClassificationSection(**section))
+    return TaskContext(task, data, rows=lambda: rows, facts=facts)
+
+
+def of_row(row):
+    return [row["label"]]
+
+
+def test_classes_are_those_of_the_rows_sorted(data):
+    found = find_classes(materials(["b", "a", "b"], data), of_row)
+    assert (found.classes.names, found.weights) == (("a", "b"), None)
+    assert found.head_values == {"num_labels": 2, "id2label": {0: "a", 1: "b"}, "label2id": {"a": 0, "b": 1}}
+
+
+def test_written_classes_keep_their_order_and_no_row_is_read(data):
+    def rows():
+        raise AssertionError
+
+    task = TaskSection(
+        name="text_classification", classification=ClassificationSection(labels=["b", "a"], class_weights=[2.0, 0.5])
+    )
+    found = find_classes(TaskContext(task, data, rows=rows), of_row)
+    assert (found.classes.names, found.weights) == (("b", "a"), (2.0, 0.5))
+
+
+def test_balanced_weights_come_from_the_rows_in_the_order_of_the_classes(data):
+    section = {"labels": ["b", "a"], "class_weights": "balanced"}
+    assert find_classes(materials(["b", "a", "b", "b"], data, **section), of_row).weights == (4 / 6, 4 / 2)
+
+
+def test_how_often_each_class_occurs_is_said(data):
+    section = {"class_weights": "balanced"}
+    assert find_classes(materials(["b", "a", "b", "b"], data, **section), of_row).found == (
+        "data.train: 2 classes: `a` 1 (weight 2), `b` 3 (weight 0.667)",
+    )
+
+
+def test_what_was_found_builds_it_again_without_rows(data):
+    first = find_classes(materials(["b", "a", "a"], data, class_weights="balanced"), of_row)
+    again = find_classes(materials([], data, facts=first.facts, class_weights="balanced"), of_row)
+    assert again == first
+
+
+@pytest.mark.parametrize(
+    ("labels", "message"),
+    [
+        (["a", "a"], r"the training rows name 1 class \(`a`\): there is nothing to tell apart"),
+        ([0.5, 0.25], "data.train: no row has a label that can be read; the first: a label must be a text or a whole"),
+        (range(10_001), r"the training rows name 10,001 classes \(.*\): is the column a class"),
+    ],
+)
+def test_rows_that_cannot_be_told_apart_are_refused(data, labels, message):
+    with pytest.raises(DataError, match=message):
+        find_classes(materials(labels, data), of_row)
+
+
+def test_a_wrong_label_is_left_to_whoever_knows_its_row(data):
+    assert find_classes(materials(["a", None, "b"], data), of_row).classes.names == ("a", "b")
+
+
+def test_the_cross_entropy_is_the_formula_with_weights_and_smoothing():
+    labels, weights, share = torch.tensor([0, IGNORED, 2]), torch.tensor([0.5, 2.0, 3.0]), 0.3
+    logs = RESULTS.log_softmax(dim=-1)
+    expected = sum(
+        -((1 - share) * weights[label] * logs[row, label] + share / 3 * (weights * logs[row]).sum())
+        for row, label in ((0, 0), (2, 2))
+    )
+    assert class_loss_sum(RESULTS, labels, weights=weights, label_smoothing=share) == pytest.approx(float(expected))
+
+
+def test_labels_may_be_probabilities():
+    shares = torch.tensor([[0.75, 0.25, 0.0]], dtype=torch.float64)
+    expected = 0.75 * class_loss_sum(RESULTS[:1], torch.tensor([0])) + 0.25 * class_loss_sum(
+        RESULTS[:1], torch.tensor([1])
+    )
+    assert class_loss_sum(RESULTS[:1], shares) == pytest.approx(float(expected))
+
+
+def test_the_loss_of_several_classes_is_the_formula():
+    labels, weights = torch.tensor([[1.0, 0.0, 1.0], [0.0, 0.0, 0.0]]), torch.tensor([2.0, 5.0, 0.5])
+    p = RESULTS[:2].sigmoid()
+    each = -(weights * labels * p.log() + (1 - labels) * (1 - p).log())
+    assert multi_label_loss_sum(RESULTS[:2], labels, weights=weights) == pytest.approx(float(each.mean(-1).sum()))
+
+
+def test_the_loss_of_numbers_is_the_squared_error():
+    assert regression_loss_sum(torch.tensor([[1.0, 2.0], [0.0, 0.0]]), torch.tensor([[0.0, 4.0], [3.0, 0.0]])) == 7.0
+
+
+@pytest.mark.parametrize("loss_sum", [multi_label_loss_sum, regression_loss_sum])
+def test_rows_of_nan_do_not_count_and_give_no_gradient(loss_sum):
+    outputs = torch.zeros(2, 2, requires_grad=True)
+    loss_sum(outputs, torch.tensor([[1.0, 0.0], [torch.nan, torch.nan]])).backward()
+    assert outputs.grad[1].tolist() == [0.0, 0.0]
+    assert outputs.grad[0, 0] != 0.0
+
+
+def test_the_sum_is_the_same_however_the_rows_are_cut():
+    labels, weights = torch.tensor([0, 1, 2]), torch.tensor([0.2, 1.0, 4.0])
+    whole = class_loss_sum(RESULTS, labels, weights=weights)
+    parts = [class_loss_sum(RESULTS[n : n + 1], labels[n : n + 1], weights=weights) for n in range(3)]
+    assert sum(parts) == pytest.approx(float(whole))

@@ -1,0 +1,224 @@
+"""Text classification: batches, labels, what is measured on however many ranks, and decoders as classifiers."""
+
+import copy
+
+import pytest
+import torch
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    GPT2Config,
+    GPT2ForSequenceClassification,
+    LlamaConfig,
+    LlamaForSequenceClassification,
+)
+
+from finetune.config.sections.data import DataSection, TrainingSourceSection
+from finetune.config.sections.task import ClassificationSection, TaskSection
+from finetune.data.batch import IGNORED
+from finetune.data.features import Features
+from finetune.data.sources.source import open_source
+from finetune.data.token_cache.cache import prepare_set
+from finetune.errors import DataError
+from finetune.task.protocol import TaskContext
+from finetune.task.registry import build_task
+from tests.data.encoding.word_pieces import bert_tokenizer
+
+LABELS = {"single_label": ["x", "y", "x", "z", "y"], "multi_label": [["x"], [], ["x", "y"], ["z"], ["y"]]}
+LABELS["regression"] = [0.5, -100.0, 2.0, 1.0, 0.0]
+TEXTS = ["a", "b c d", "playing", "a b", "new york !"]
+
+
+def task_of(kind, tokenizer, data, *, found=None, **section):
+    rows = [{"text": text, "label": label} for text, label in zip(TEXTS, found or LABELS[kind], strict=True)]
+    settings = TaskSection(name="text_classification", classification=ClassificationSection(kind=kind, **section))
+    task = build_task(TaskContext(settings, data, tokenizer, rows=lambda: rows))
+    samples = [Features(each.arrays, sample_id=number) for number, each in enumerate(task.encode(rows))]
+    return task, samples
+
+
+def bert(num_labels):
+    torch.manual_seed(0)
+    return BertForSequenceClassification(
+        BertConfig(
+            vocab_size=14,
+            hidden_size=16,
+            intermediate_size=16,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            num_labels=num_labels,
+            initializer_range=0.5,
+        )
+    ).eval()
+
+
+def test_texts_are_padded_with_their_types_and_labels(data):
+    task, samples = task_of("single_label", bert_tokenizer(), data)
+    batch = task.collate(samples[:2])
+    assert batch.inputs["input_ids"].tolist() == [[2, 4, 3, 0, 0], [2, 5, 6, 7, 3]]
+    assert batch.inputs["attention_mask"].tolist() == [[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]]
+    assert batch.inputs["token_type_ids"].shape == (2, 5)
+    assert batch.labels.tolist() == [0, 1]
+    assert (batch.num_targets, batch.num_tokens, batch.sample_ids) == (2, 8, (0, 1))
+
+
+def test_the_config_of_the_model_knows_the_classes_and_the_padding(data):
+    values = task_of("single_label", bert_tokenizer(), data)[0].head_values
+    config = BertConfig()
+    for name, value in values.items():
+        setattr(config, name, value)
+    assert (config.num_labels, config.id2label, config.label2id["z"]) == (3, {0: "x", 1: "y", 2: "z"}, 2)
+    assert (config.problem_type, config.pad_token_id) == ("single_label_classification", 0)
+
+
+MEASURED = {
+    "single_label": ["loss", "accuracy", "macro_f1", "micro_f1", "mcc"],
+    "multi_label": ["loss", "subset_accuracy", "macro_f1", "micro_f1"],
+    "regression": ["loss", "mse", "pearson", "spearman"],
+}
+
+
+@pytest.mark.parametrize("kind", MEASURED)
+def test_uneven_ranks_measure_what_one_measures(data, kind):
+    task, samples = task_of(kind, bert_tokenizer(), data)
+    model = bert(task.head_values["num_labels"])
+    with torch.no_grad():
+        whole = task.evaluate_batch(model, task.collate(samples))
+        shares = [samples[:3], samples[3:4], samples[4:]]  # three ranks; two of them have a filler, too
+        batches = [*map(task.collate, shares), task.dummy_batch(samples[0]), task.dummy_batch(samples[3])]
+        parts = [task.evaluate_batch(model, batch) for batch in batches]
+    sums = {name: sum(float(part.sums[name]) for part in parts) for name in whole.sums}
+    records = torch.cat([part.records for part in parts if part.records is not None])
+    apart = task.metrics(sums, records)
+    assert list(apart) == MEASURED[kind]
+    assert apart == pytest.approx(
+        task.metrics({name: float(value) for name, value in whole.sums.items()}, whole.records), rel=1e-5, nan_ok=True
+    )
+    assert records[:, 0].tolist() == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("kind", MEASURED)
+def test_the_loss_is_that_of_transformers(data, kind):
+    task, samples = task_of(kind, bert_tokenizer(), data)
+    values = task.head_values
+    model = bert(values["num_labels"])
+    model.config.problem_type = values["problem_type"]
+    batch = task.collate(samples)
+    labels = batch.labels[:, 0] if kind == "regression" else batch.labels
+    theirs = model(**batch.inputs, labels=labels).loss
+    assert task.loss_sum(model, batch).item() / 5 == pytest.approx(theirs.item(), rel=1e-5)
+
+
+def test_a_number_that_looks_ignored_counts(data):
+    task, samples = task_of("regression", bert_tokenizer(), data)
+    assert task.collate(samples[1:2]).labels.tolist() == [[IGNORED]]
+    assert task.loss_sum(bert(1), task.collate(samples[1:2])) > 9000
+    assert task.loss_sum(bert(1), task.dummy_batch(samples[1])) == 0.0
+
+
+def test_an_evaluation_has_neither_weights_nor_smoothing(data):
+    weighted, samples = task_of("single_label", bert_tokenizer(), data, class_weights="balanced")
+    plain, _ = task_of("single_label", bert_tokenizer(), data)
+    model, batch = bert(3), weighted.collate(samples)
+    with torch.no_grad():
+        assert float(weighted.loss_sum(model, batch)) != pytest.approx(float(plain.loss_sum(model, batch)))
+    assert weighted.evaluate_batch(model, batch).sums == plain.evaluate_batch(model, batch).sums
+
+
+DECODERS = {
+    "llama": (
+        LlamaForSequenceClassification,
+        LlamaConfig(
+            vocab_size=320,
+            hidden_size=16,
+            intermediate_size=16,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            initializer_range=0.5,
+        ),
+    ),
+    "gpt2": (
+        GPT2ForSequenceClassification,
+        GPT2Config(vocab_size=320, n_embd=16, n_layer=1, n_head=2, n_positions=64, initializer_range=0.5),
+    ),
+}
+
+
+@pytest.fixture
+def tokenizer(tokenizer):
+    return copy.deepcopy(tokenizer)  # the task gives it a padding token
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_a_decoder_answers_from_the_last_token_of_each_text_alone_as_in_a_batch(tokenizer, data, name):
+    """The tokenizer has no padding token but end-of-sequence, and one text ends with that very token."""
+    kind, config = DECODERS[name]
+    torch.manual_seed(1)
+    task, samples = task_of("single_label", tokenizer, data)
+    for key, value in task.head_values.items():
+        setattr(config, key, value)
+    model = kind(config).eval()
+    batch = task.collate(samples)
+    with torch.no_grad():
+        hidden = model.base_model(**batch.inputs).last_hidden_state
+        last = [each.length - 1 for each in samples]
+        formula = model.score(hidden[torch.arange(5), last])
+        together = model(**batch.inputs).logits
+        alone = torch.cat([model(**task.collate([each]).inputs).logits for each in samples])
+    assert len(set(last)) > 1  # texts of several lengths
+    torch.testing.assert_close(together, formula)
+    torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-5)
+    assert tokenizer.pad_token_id == config.pad_token_id == tokenizer.eos_token_id  # what is exported pads alike
+
+
+def test_a_text_that_ends_with_the_padding_token_is_answered_alike_in_a_batch(tokenizer, data):
+    kind, config = DECODERS["llama"]
+    torch.manual_seed(1)
+    data = data.model_copy(update={"allow_special_tokens": True})
+    task, _ = task_of("single_label", tokenizer, data)
+    config.pad_token_id, config.num_labels = task.head_values["pad_token_id"], 3
+    model = kind(config).eval()
+    rows = [{"text": "What<|endoftext|>", "label": "x"}, {"text": "What is two and two?", "label": "y"}]
+    first, second = task.encode(rows)
+    with torch.no_grad():
+        together = model(**task.collate([first, second]).inputs).logits[0]
+        alone = model(**task.collate([first]).inputs).logits[0]
+    assert first.arrays["input_ids"][-1] == config.pad_token_id
+    torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-5)
+
+
+def test_what_is_cut_is_counted_and_keeps_its_frame(tmp_path):
+    source = tmp_path / "rows.jsonl"
+    source.write_text('{"text": "a b c d", "label": 1}\n{"text": "a", "label": 0}\n')
+    section = DataSection(
+        train=TrainingSourceSection(path=str(source)),
+        max_length=4,
+        over_length="truncate",
+        cache_folder=str(tmp_path / "cache"),
+    )
+    rows = [{"text": "a", "label": 1}, {"text": "a", "label": 0}]
+    task = build_task(
+        TaskContext(TaskSection(name="text_classification"), section, bert_tokenizer(), rows=lambda: rows)
+    )
+    opened = open_source(section.train, key="data.train", log=lambda _: None)
+    prepared = prepare_set(opened, task.encoder, section=section, identity={}, log=lambda _: None)
+    counts = prepared.counts
+    assert prepared[0].arrays["input_ids"].tolist() == [2, 4, 5, 3]
+    assert (counts.truncated_rows, counts.truncated_tokens, counts.truncated_targets, counts.longest) == (1, 2, 0, 6)
+    assert (counts.samples, counts.tokens, counts.targets) == (2, 7, 2)
+
+
+def test_facts_build_the_task_without_rows(data):
+    task, _ = task_of("regression", bert_tokenizer(), data, found=[[1, 2]] * 5)
+    settings = TaskSection(name="text_classification", classification=ClassificationSection(kind="regression"))
+    again = build_task(TaskContext(settings, data, bert_tokenizer(), facts=task.facts))
+    assert again.head_values == task.head_values
+    assert again.encoding == task.encoding
+
+
+def test_rows_without_a_number_are_told(data):
+    with pytest.raises(
+        DataError, match=r"no row has a number to learn; the first: the label must be a number, but is `x`"
+    ):
+        task_of("regression", bert_tokenizer(), data, found=list("xyxzy"))

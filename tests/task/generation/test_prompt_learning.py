@@ -1,0 +1,59 @@
+"""What is learnt before the text: its positions are in no loss, and answers are those of one prompt at a time."""
+
+import pytest
+import torch
+from peft import PrefixTuningConfig, PromptTuningConfig, get_peft_model
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from finetune.data.batch import Batch
+from finetune.task.generation.decoding import generate, has_prompt_learning
+from finetune.task.lm_loss.at_targets import logits_everywhere
+
+PROMPTS = [(5, 17, 20, 31), (7,), (9, 10, 11, 12, 13, 14)]
+CONFIGS = {
+    "prompt": PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
+    "prefix": PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
+}
+
+
+@pytest.fixture(params=sorted(CONFIGS))
+def model(request):
+    torch.manual_seed(3)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    base = LlamaForCausalLM(LlamaConfig(vocab_size=40, initializer_range=0.3, num_key_value_heads=2, **sizes))
+    return get_peft_model(base, CONFIGS[request.param]).eval()
+
+
+def test_logits_stand_where_the_tokens_stand(model):
+    short, long = torch.tensor([[5, 6, 7]]), torch.tensor([[5, 6, 7, 0, 0]])
+    mask = torch.tensor([[1, 1, 1, 0, 0]])
+    alone = Batch({"input_ids": short, "attention_mask": torch.ones_like(short)}, short, 3, 3, (0,))
+    padded = Batch({"input_ids": long, "attention_mask": mask}, long, 3, 3, (0,))
+    assert logits_everywhere(model, alone).shape == (1, 3, 40)
+    assert torch.allclose(logits_everywhere(model, padded)[:, :3], logits_everywhere(model, alone), atol=1e-5)
+
+
+def test_answers_of_a_batch_are_those_of_each_prompt_alone_and_of_peft(model):
+    def answer(prompts):
+        given = {"pad_id": 0, "stop_ids": frozenset(), "max_new_tokens": 6, "device": torch.device("cpu")}
+        return generate(model, prompts, **given, all_finished=bool)
+
+    together = answer(PROMPTS)
+    assert together == [answer([prompt])[0] for prompt in PROMPTS]
+    assert len({token for row in together for token in row}) > 3
+    for prompt, row in zip(PROMPTS, together, strict=True):
+        ids = torch.tensor([prompt])
+        given = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "max_new_tokens": 6, "do_sample": False}
+        assert model.generate(**given, eos_token_id=None, pad_token_id=0)[0, len(prompt) :].tolist() == row
+
+
+def test_it_is_found_inside_a_wrapper_and_not_where_there_is_none(model):
+    class Wrapper(nn.Module):
+        def __init__(self, module):
+            super().__init__()
+            self.module = module
+
+    assert has_prompt_learning(Wrapper(model))
+    assert not has_prompt_learning(model.get_base_model())
+    assert not has_prompt_learning(Wrapper(nn.Linear(2, 2)))

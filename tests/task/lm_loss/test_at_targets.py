@@ -1,0 +1,317 @@
+"""The head at target positions alone: the same losses and gradients as from all logits, and none of these."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+import transformers as hf
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from finetune.data.batch import IGNORED, Targets
+from finetune.data.features import Features
+from finetune.task.lm_loss import chunked_loss, target_loss
+from finetune.task.lm_loss.at_targets import logits_at_targets
+from finetune.task.lm_loss.head import LmHead, find_lm_head
+from finetune.task.lm_loss.logit_transform import HeadOutput, LogitTransform, find_logit_transform
+from finetune.task.lm_loss.target_loss import TargetLoss, log_probabilities_at_targets
+from finetune.task.lm_loss.token_loss import TokenLoss
+from finetune.task.model_inputs import collate_padded, collate_padding_free, forward_logits
+
+VOCABULARY = 151
+PLAIN, SMOOTHED = TokenLoss(), TokenLoss(label_smoothing=0.1, z_loss=0.01)
+SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": VOCABULARY}
+DECODER = {**SIZES, "intermediate_size": 48, "num_key_value_heads": 2, "head_dim": 8, "pad_token_id": 0}
+ENCODER = {**SIZES, "intermediate_size": 48, "pad_token_id": 0}
+GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": VOCABULARY, "bos_token_id": 1, "eos_token_id": 1}
+T5 = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 1, "num_heads": 4, "vocab_size": VOCABULARY}
+BART = {
+    **{"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "vocab_size": VOCABULARY},
+    **{"encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48},
+}
+OPT = {**SIZES, "ffn_dim": 48, "word_embed_proj_dim": 32, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 1}
+
+CAUSAL = {
+    "llama": (hf.LlamaForCausalLM, hf.LlamaConfig(**DECODER)),
+    "llama-tied": (hf.LlamaForCausalLM, hf.LlamaConfig(**DECODER, tie_word_embeddings=True)),
+    "qwen3": (hf.Qwen3ForCausalLM, hf.Qwen3Config(**DECODER)),
+    "mistral": (hf.MistralForCausalLM, hf.MistralConfig(**DECODER)),
+    "gemma2": (hf.Gemma2ForCausalLM, hf.Gemma2Config(**DECODER, final_logit_softcapping=3.0)),
+    "gemma3": (hf.Gemma3ForCausalLM, hf.Gemma3TextConfig(**DECODER)),
+    "cohere": (hf.CohereForCausalLM, hf.CohereConfig(**DECODER, logit_scale=0.3)),
+    "granite": (hf.GraniteForCausalLM, hf.GraniteConfig(**DECODER, logits_scaling=6.0)),
+    "gpt2": (hf.GPT2LMHeadModel, hf.GPT2Config(**GPT2)),
+    "opt": (hf.OPTForCausalLM, hf.OPTConfig(**OPT)),
+    "falcon": (hf.FalconForCausalLM, hf.FalconConfig(**SIZES, bos_token_id=1, eos_token_id=1)),
+}
+"""Soft-capping, scales and tied heads among them."""
+
+OTHERS = {
+    "bert": (hf.BertForMaskedLM, hf.BertConfig(**ENCODER)),
+    "t5": (hf.T5ForConditionalGeneration, hf.T5Config(**T5, decoder_start_token_id=0)),
+    "bart": (hf.BartForConditionalGeneration, hf.BartConfig(**BART)),
+}
+
+
+@pytest.fixture(autouse=True)
+def small_slabs(monkeypatch):
+    """Let twenty-odd targets be several slabs."""
+    monkeypatch.setattr(target_loss, "MAX_FULL_LOGITS", 0)
+    monkeypatch.setattr(chunked_loss, "MIN_CHUNK_ROWS", 8)
+    monkeypatch.setitem(chunked_loss.CHUNK_BYTES, "cpu", 0)
+
+
+def made(name):
+    torch.manual_seed(0)
+    kind, config = {**CAUSAL, **OTHERS}[name]
+    config = copy.deepcopy(config)
+    config.attn_implementation = "eager"
+    model = kind(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))  # biases and buffers of zeros would prove nothing
+    return model
+
+
+def samples(*lengths, share=0.6):
+    draw = np.random.default_rng(3)
+    return [
+        Features({"input_ids": draw.integers(2, VOCABULARY, n).astype(np.uint32), "is_target": draw.random(n) < share})
+        for n in lengths
+    ]
+
+
+def learnt(loss, model, batch, inputs=None):
+    """Return the sums and the gradients of all parameters that learn."""
+    model.zero_grad()
+    sums = loss.sums(model, batch, inputs)
+    (sums["loss_sum"] * 0.37).backward()
+    return sums, {name: each.grad for name, each in model.named_parameters() if each.requires_grad}
+
+
+def assert_same(one, other):
+    (sums, gradients), (wanted_sums, wanted) = one, other
+    assert sums.keys() == wanted_sums.keys()
+    for name, value in wanted_sums.items():
+        torch.testing.assert_close(sums[name], value, rtol=1e-6, atol=1e-6)
+    assert gradients.keys() == wanted.keys()
+    steepest = max(float(each.abs().max()) for each in wanted.values() if each is not None)
+    for name, gradient in wanted.items():
+        assert (gradient is None) == (gradients[name] is None), name
+        if gradient is not None:
+            largest = max(float(gradient.abs().max()), 0.01 * steepest)  # a bias of keys has none but rounding
+            assert float((gradients[name] - gradient).abs().max()) <= 2e-6 * largest, name
+
+
+@pytest.mark.parametrize("loss", [PLAIN, SMOOTHED], ids=["plain", "smoothed"])
+@pytest.mark.parametrize("name", CAUSAL)
+def test_losses_and_gradients_are_those_of_all_logits(name, loss):
+    model = made(name)
+    assert find_lm_head(model).finish is not None
+    for batch in (collate_padded(samples(9, 4, 21), pad_id=0), collate_padded(samples(5, share=1.0), pad_id=0)):
+        assert_same(learnt(TargetLoss(loss), model, batch), learnt(TargetLoss(loss, "plain"), model, batch))
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2"])
+def test_they_are_so_in_a_row_without_padding(name):
+    model, batch = made(name), collate_padding_free(samples(9, 4, 21))
+    assert_same(learnt(TargetLoss(PLAIN), model, batch), learnt(TargetLoss(PLAIN, "plain"), model, batch))
+
+
+@pytest.mark.parametrize("loss", [PLAIN, SMOOTHED], ids=["plain", "smoothed"])
+@pytest.mark.parametrize("name", OTHERS)
+def test_they_are_so_in_other_models_too(name, loss):
+    model, batch = made(name), collate_padded(samples(9, 4, 21), pad_id=0)
+    inputs = {**batch.inputs, "use_cache": False} if name != "bert" else dict(batch.inputs)
+    if name != "bert":
+        inputs["decoder_input_ids"] = batch.inputs["input_ids"]
+    assert_same(learnt(TargetLoss(loss), model, batch, inputs), learnt(TargetLoss(loss, "plain"), model, batch, inputs))
+    assert (find_lm_head(model).finish is None) == (name == "bart")  # to whose logits a bias is added: they are picked
+
+
+@pytest.mark.parametrize("modules", [["q_proj"], ["q_proj", "lm_head"]])
+def test_they_are_so_with_adapters(modules):
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    model = peft.get_peft_model(made("llama"), peft.LoraConfig(target_modules=modules, init_lora_weights=False))
+    batch = collate_padded(samples(9, 4, 21), pad_id=0)
+    assert_same(learnt(TargetLoss(PLAIN), model, batch), learnt(TargetLoss(PLAIN, "plain"), model, batch))
+    saved = peft.get_peft_model(made("gemma2"), peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"]))
+    assert_same(learnt(TargetLoss(PLAIN), saved, batch), learnt(TargetLoss(PLAIN, "plain"), saved, batch))
+
+
+def test_learnt_tokens_before_the_text_are_no_targets():
+    peft = pytest.importorskip("peft")
+    kind = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    model, batch = peft.get_peft_model(made("llama"), kind), collate_padded(samples(9, 4, 21), pad_id=0)
+    assert_same(learnt(TargetLoss(PLAIN), model, batch), learnt(TargetLoss(PLAIN, "plain"), model, batch))
+
+
+def test_a_frozen_head_gets_no_gradient():
+    model, batch = made("llama"), collate_padded(samples(9, 4, 21), pad_id=0)
+    model.lm_head.requires_grad_(False)
+    assert_same(learnt(TargetLoss(PLAIN), model, batch), learnt(TargetLoss(PLAIN, "plain"), model, batch))
+    assert model.lm_head.weight.grad is None
+
+
+def test_a_batch_without_targets_has_a_gradient_of_zeros_everywhere():
+    model, batch = made("llama"), collate_padded(samples(9, 4), pad_id=0)
+    empty = copy.copy(batch)
+    object.__setattr__(empty, "targets", batch.targets.none)
+    sums, gradients = learnt(TargetLoss(PLAIN), model, empty)
+    assert sums["loss_sum"].item() == 0.0
+    assert all(gradient is not None and not gradient.any() for gradient in gradients.values())
+
+
+def test_logits_at_targets_are_those_of_the_targets():
+    for name in ("llama", "cohere", "bart"):
+        model, batch = made(name), collate_padded(samples(9, 4, 21), pad_id=0)
+        wanted = forward_logits(model, batch)[batch.labels != IGNORED]
+        torch.testing.assert_close(logits_at_targets(model, batch), wanted, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("least", [8, 512])
+def test_log_probabilities_may_weigh_on_a_loss_one_by_one(least, monkeypatch):
+    monkeypatch.setattr(chunked_loss, "MIN_CHUNK_ROWS", least)  # slabs that are worked out again, and one that is kept
+    model, batch = made("gemma2"), collate_padded(samples(9, 4, 21), pad_id=0)
+    weights = torch.randn(len(batch.targets.labels), generator=torch.Generator().manual_seed(1))
+    found = []
+    for each in (log_probabilities_at_targets(model, batch), _by_all_logits(model, batch)):
+        model.zero_grad()
+        (each * weights).sum().backward()
+        found.append((each.detach(), {name: p.grad for name, p in model.named_parameters()}))
+    torch.testing.assert_close(found[0][0], found[1][0], rtol=1e-5, atol=1e-5)
+    for name, wanted in found[1][1].items():
+        assert float((found[0][1][name] - wanted).abs().max()) <= 2e-6 * max(1.0, float(wanted.abs().max())), name
+
+
+def test_what_is_measured_is_what_all_logits_say():
+    model, batch = made("gemma2"), collate_padded(samples(9, 4, 21), pad_id=0)
+    logits, is_target = forward_logits(model, batch), batch.labels != IGNORED
+    with torch.no_grad():
+        sums = TargetLoss(SMOOTHED).evaluation_sums(model, batch)
+    assert int(sums["num_correct"]) == int(((logits.argmax(-1) == batch.labels) & is_target).sum())
+    assert int(sums["num_targets"]) == int(is_target.sum())
+    plain = TargetLoss(PLAIN, "plain").sums(model, batch)["loss_sum"]
+    torch.testing.assert_close(sums["loss_sum"], plain.detach(), rtol=1e-6, atol=1e-6)
+
+
+def test_outputs_cut_to_half_floats_cut_no_loss():
+    """FSDP2 under bf16 hands out half floats; the loss and its gradient go round them."""
+    model, batch = made("llama"), collate_padded(samples(9, 4, 21), pad_id=0)
+    wanted = learnt(TargetLoss(PLAIN, "plain"), model, batch)
+
+    def halved(module, given, outputs):
+        outputs.logits = outputs.logits.bfloat16()
+        return outputs
+
+    with model.register_forward_hook(halved):
+        assert_same(learnt(TargetLoss(PLAIN), model, batch), wanted)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_in_half_floats_the_loss_is_as_near_to_that_of_full_ones_as_from_all_logits(name):
+    model, batch = made(name), collate_padded(samples(9, 4, 21), pad_id=0)
+    sums, exact = learnt(TargetLoss(PLAIN, "plain"), model, batch)
+    with torch.autocast("cpu", torch.bfloat16):
+        theirs = learnt(TargetLoss(PLAIN, "plain"), model, batch)
+        ours = learnt(TargetLoss(PLAIN), model, batch)
+    assert ours[0]["loss_sum"].dtype == torch.float32
+    assert ours[0]["loss_sum"].item() == pytest.approx(sums["loss_sum"].item(), rel=3e-3)
+
+    def error(gradients):
+        return sum(float((gradients[name] - exact[name]).square().sum()) for name in exact) ** 0.5
+
+    assert all(gradient.dtype == torch.float32 for gradient in ours[1].values())
+    assert error(ours[1]) < 1.2 * error(theirs[1])
+
+
+@pytest.mark.parametrize("loss", [PLAIN, SMOOTHED], ids=["plain", "smoothed"])
+def test_no_tensor_of_all_logits_is_ever_made(loss):
+    model, batch = made("llama"), collate_padded(samples(40, 64, 50), pad_id=0)
+    whole = batch.labels.numel() * VOCABULARY
+    with _Largest() as plain:
+        learnt(TargetLoss(loss, "plain"), model, batch)
+    with _Largest() as ours:
+        learnt(TargetLoss(loss), model, batch)
+    assert plain.num_elements >= whole  # the counter counts
+    assert ours.num_elements < whole / 2  # of attention
+    assert ours.num_elements < len(batch.targets.labels) * VOCABULARY  # nor of all targets'
+
+
+def test_where_logits_are_few_all_of_them_are_made(monkeypatch):
+    model, batch = made("llama"), collate_padded(samples(9, 4, 21), pad_id=0)
+    whole = batch.labels.numel() * VOCABULARY
+    monkeypatch.setattr(target_loss, "MAX_FULL_LOGITS", whole)
+    with _Largest() as largest:
+        few = learnt(TargetLoss(PLAIN), model, batch)
+    assert largest.num_elements >= whole
+    assert_same(few, learnt(TargetLoss(PLAIN, "chunked"), model, batch))
+
+
+def test_what_becomes_of_a_heads_output_is_found_out_on_the_model_in_hand():
+    found = {
+        name: find_logit_transform(model := made(name), model.get_output_embeddings()) for name in (*CAUSAL, *OTHERS)
+    }
+    assert found["gemma2"].finish == LogitTransform(soft_cap=pytest.approx(3.0))
+    assert found["granite"].finish == LogitTransform(scale=pytest.approx(1 / 6))
+    assert found["cohere"].finish == LogitTransform(scale=pytest.approx(0.3))
+    assert found["bart"] == HeadOutput(None, keeps_rows=True)  # a bias is added to each row
+    others = set(found) - {"gemma2", "granite", "cohere", "bart"}
+    assert {found[name].finish for name in others} == {LogitTransform()}
+
+
+def test_a_model_that_does_something_else_with_its_logits_is_asked_for_all_of_them():
+    class Odd(hf.LlamaForCausalLM):
+        def forward(self, *values, **named):
+            outputs = super().forward(*values, **named)
+            outputs.logits = outputs.logits - outputs.logits.mean(dim=1, keepdim=True)  # over positions
+            return outputs
+
+    torch.manual_seed(0)
+    model, batch = Odd(hf.LlamaConfig(**DECODER)), collate_padded(samples(9, 4, 21), pad_id=0)
+    assert find_lm_head(model).finish is None and not find_lm_head(model).keeps_rows
+    assert_same(learnt(TargetLoss(PLAIN), model, batch), learnt(TargetLoss(PLAIN, "plain"), model, batch))
+
+
+def test_a_head_is_itself_again_after_a_pass_that_failed():
+    model, batch = made("llama"), collate_padded(samples(9), pad_id=0)
+
+    def fail(*_):
+        raise RuntimeError("out of memory")
+
+    with pytest.raises(RuntimeError), model.model.register_forward_hook(fail):
+        TargetLoss(PLAIN).sums(model, batch)
+    assert "forward" not in model.lm_head.__dict__
+    assert forward_logits(model, batch).shape == (1, 9, VOCABULARY)
+
+
+def test_a_model_without_a_head_over_a_vocabulary_has_none():
+    assert find_lm_head(torch.nn.Linear(2, 2)) is None
+    assert LmHead.of_logits().logits(torch.ones(2, 3)).shape == (2, 3)
+
+
+def test_targets_of_some_rows_are_placed_anew():
+    targets = Targets.of(np.array([[5, IGNORED, 6], [IGNORED, 7, IGNORED], [8, IGNORED, IGNORED]]))
+    assert targets.positions.tolist() == [0, 2, 4, 6]
+    below = targets.rows(1, 3, length=3)
+    assert (below.positions.tolist(), below.labels.tolist(), below.per_row) == ([1, 3], [7, 8], (1, 1))
+    assert (targets.none.positions.tolist(), targets.none.per_row) == ([], (0, 0, 0))
+
+
+class _Largest(TorchDispatchMode):
+    """Remembers how many elements the largest tensor has that comes out of an operation."""
+
+    num_elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        outputs = func(*args, **(kwargs or {}))
+        for each in outputs if isinstance(outputs, tuple | list) else [outputs]:
+            if isinstance(each, torch.Tensor):
+                self.num_elements = max(self.num_elements, each.numel())
+        return outputs
+
+
+def _by_all_logits(model, batch):
+    logits = forward_logits(model, batch)[batch.labels != IGNORED]
+    return logits.log_softmax(-1).gather(1, batch.targets.labels[:, None]).squeeze(1)

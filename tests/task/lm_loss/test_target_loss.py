@@ -1,0 +1,74 @@
+"""Others' kernels: told when they cannot serve, and called as they are written (0.8.5 and 25.1.1)."""
+
+import sys
+from types import ModuleType
+
+import pytest
+import torch
+from torch.nn import functional
+
+from finetune.errors import MissingPackage
+from finetune.task.lm_loss import target_loss
+from finetune.task.lm_loss.logit_transform import LogitTransform
+from finetune.task.lm_loss.target_loss import KERNEL_MODULES, fused_kernel_for, resolve_kernel
+
+ROWS, WEIGHT, BIAS = torch.randn(5, 8), torch.randn(11, 8), torch.randn(11)
+LABELS = torch.tensor([0, 3, 10, 2, 2])
+
+
+def liger_fused_linear_cross_entropy(
+    input, weight, target, bias=None, ce_weight=None, ignore_index=-100, lse_square_scale=0.0, label_smoothing=0.0,
+    reduction="mean", softcap=None, return_z_loss=False, accum_dtype=None, use_token_scaling=False,
+    return_token_accuracy=False, return_predicted_tokens=False, chunk_mem_const=1,
+):  # fmt: skip
+    assert accum_dtype == torch.float32
+    return functional.cross_entropy(
+        LogitTransform(soft_cap=softcap).of(functional.linear(input, weight, bias)), target, reduction=reduction
+    )
+
+
+def linear_cross_entropy(
+    e, c, targets, ignore_index=-100, softcap=None, reduction="mean", shift=False, filter_eps="high", impl="cce"
+):  # fmt: skip
+    assert filter_eps is None  # gradients are exact
+    return functional.cross_entropy(LogitTransform(soft_cap=softcap).of(e @ c.t()), targets, reduction=reduction)
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    for name, function in (("liger", liger_fused_linear_cross_entropy), ("cce", linear_cross_entropy)):
+        module = ModuleType(KERNEL_MODULES[name])
+        setattr(module, function.__name__, function)
+        for depth in range(1, len(KERNEL_MODULES[name].split("."))):
+            parent = ".".join(KERNEL_MODULES[name].split(".")[:depth])
+            monkeypatch.setitem(sys.modules, parent, ModuleType(parent))
+        monkeypatch.setitem(sys.modules, KERNEL_MODULES[name], module)
+
+
+@pytest.mark.parametrize("finish", [LogitTransform(), LogitTransform(scale=0.5, soft_cap=2.0)])
+@pytest.mark.parametrize(
+    ("kernel", "bias"), [(target_loss._liger, BIAS), (target_loss._liger, None), (target_loss._cce, None)]
+)
+def test_a_kernel_is_given_what_makes_the_models_logits(installed, kernel, bias, finish):
+    wanted = functional.cross_entropy(finish.of(functional.linear(ROWS, WEIGHT, bias)), LABELS, reduction="sum")
+    torch.testing.assert_close(kernel(ROWS, WEIGHT, bias, LABELS, finish), wanted)
+
+
+def test_without_a_gpu_our_own_loss_serves_and_says_so(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    kernel, (line,) = resolve_kernel("liger")
+    assert kernel == "chunked"
+    assert "`liger` needs a CUDA GPU; `chunked` is used" in line
+    assert resolve_kernel("auto") == ("auto", ())
+
+
+def test_with_a_gpu_a_package_that_lacks_is_named(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setitem(sys.modules, "cut_cross_entropy", None)
+    with pytest.raises(MissingPackage, match=r"finetune\[kernels\]"):
+        resolve_kernel("cce")
+
+
+def test_rows_elsewhere_than_on_a_gpu_have_no_kernel():
+    assert fused_kernel_for("liger", ROWS, None) is None
+    assert fused_kernel_for("chunked", ROWS, None) is None

@@ -1,0 +1,91 @@
+import copy
+import math
+
+import pytest
+import torch
+
+from finetune.errors import DataError
+from finetune.task.preference.dpo import REFERENCE
+from tests.task.pairs_of_words import PAIRS, encoded, judged, nudged, pair, task_of
+
+
+@pytest.fixture
+def moved(model):
+    return nudged(copy.deepcopy(model), by=0.02)
+
+
+@pytest.mark.parametrize("loss", ["sigmoid", "hinge", "ipo", "robust", "orpo", "simpo", "cpo"])
+def test_a_batch_may_be_cut_anywhere(tokenizer, data, model, moved, loss):
+    task = task_of(tokenizer, data, "preference", loss=loss, beta=0.5)
+    samples = encoded(task, PAIRS, model)
+    with torch.no_grad():
+        whole = task.loss_sums(moved, task.collate(samples))
+        parts = [task.loss_sums(moved, task.collate(cut)) for cut in (samples[:1], samples[1:3], samples[3:])]
+    for name, value in whole.items():
+        assert sum(part[name].item() for part in parts) == pytest.approx(value.item(), rel=1e-4, abs=1e-4)
+
+
+def test_a_model_that_is_its_own_reference_loses_the_logarithm_of_two(tokenizer, data, model):
+    task = task_of(tokenizer, data, "preference")
+    samples = encoded(task, PAIRS, model)
+    batch = task.collate(samples)
+    assert batch.num_targets == task.count_targets(batch) == 4
+    with torch.no_grad():
+        sums = {name: value.item() for name, value in task.metric_sums(model, batch).items()}
+    metrics = task.metrics(sums)
+    assert metrics["loss"] == pytest.approx(math.log(2), abs=1e-5)
+    assert metrics["reward_margin"] == pytest.approx(0, abs=1e-4)
+    assert set(metrics) == {
+        *("loss", "preference_accuracy", "reward_margin", "reward_chosen", "reward_rejected"),
+        *("log_probability_chosen", "log_probability_rejected"),
+    }
+    steps = task.step_metrics({name: value for name, value in sums.items() if name != "num_pairs"}, num_targets=4)
+    assert steps == {name: value for name, value in metrics.items() if name != "loss"}
+
+
+def test_the_answers_own_cross_entropy_is_a_part_of_orpo_and_cpo_unless_it_is_weighed(tokenizer, data, model):
+    def loss(**section) -> float:
+        task = task_of(tokenizer, data, "preference", **section)
+        with torch.no_grad():
+            return task.loss_sum(model, task.collate(encoded(task, PAIRS, model))).item()
+
+    for name in ("orpo", "cpo"):
+        assert loss(loss=name) == pytest.approx(loss(loss=name, sft_weight=1.0))
+        assert loss(loss=name) > loss(loss=name, sft_weight=0.0)
+    assert loss(loss="simpo") == pytest.approx(loss(loss="simpo", sft_weight=0.0))
+
+
+def test_a_filler_counts_for_nothing(tokenizer, data, model):
+    task = task_of(tokenizer, data, "preference")
+    filler = task.dummy_batch(encoded(task, PAIRS[:1], model)[0])
+    assert (filler.num_targets, filler.sample_ids) == (0, ())
+    with torch.no_grad():
+        sums = task.metric_sums(model, filler)
+    assert {name: value.item() for name, value in sums.items()} == dict.fromkeys(sums, 0)
+    assert math.isnan(task.metrics({name: value.item() for name, value in sums.items()})["loss"])
+
+
+def test_only_losses_with_a_reference_ask_for_one(tokenizer, data):
+    asks = {
+        loss: task_of(tokenizer, data, "preference", loss=loss).precomputed is not None
+        for loss in ("sigmoid", "hinge", "ipo", "robust", "kto", "orpo", "simpo", "cpo")
+    }
+    assert [loss for loss, does in asks.items() if does] == ["sigmoid", "hinge", "ipo", "robust", "kto"]
+
+
+def test_what_the_reference_says_belongs_to_each_sample(tokenizer, data, model):
+    task = task_of(tokenizer, data, "preference")
+    together = encoded(task, PAIRS, model)
+    alone = [encoded(task, [row], model)[0] for row in PAIRS]
+    for one, other in zip(together, alone, strict=True):
+        assert one.arrays[REFERENCE].tolist() == pytest.approx(other.arrays[REFERENCE].tolist(), abs=1e-3)
+
+
+def test_single_answers_are_told_where_to_go(tokenizer, data):
+    (wrong,) = task_of(tokenizer, data, "preference").encode([judged("four", is_good=True)])
+    assert isinstance(wrong, DataError)
+    assert "learns from pairs of answers" in str(wrong)
+
+
+def test_equal_answers_are_no_pair(tokenizer, data):
+    assert task_of(tokenizer, data, "preference").encode([pair("four", "four")]) == [None]

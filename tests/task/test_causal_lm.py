@@ -1,0 +1,165 @@
+"""Collation and the tasks on top of it."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from finetune.config.sections.data import DataSection, TrainingSourceSection
+from finetune.config.sections.task import TaskSection
+from finetune.data.batch import IGNORED
+from finetune.data.encoding.tokenizer import tokenizer_identity
+from finetune.data.features import Features
+from finetune.data.sources.source import open_source
+from finetune.data.token_cache.cache import prepare_set
+from finetune.errors import DataError
+from finetune.task.causal_lm import PretrainTask, SftTask, pad_id
+from finetune.task.protocol import TaskContext
+from finetune.task.registry import build_task
+
+GSM8K = Path(__file__).parents[3] / "shared" / "data" / "gsm8k" / "train.jsonl"
+
+
+def features(ids, targets, sample_id=0):
+    is_target = np.array([place in targets for place in range(len(ids))])
+    return Features({"input_ids": np.array(ids, np.uint32), "is_target": is_target}, sample_id)
+
+
+def conversation(*contents):
+    roles = ["user", "assistant"] * len(contents)
+    return {"messages": [{"role": role, "content": text} for role, text in zip(roles, contents, strict=False)]}
+
+
+@pytest.fixture
+def sft(tokenizer, data):
+    return build_task(TaskContext(TaskSection(name="sft"), data, tokenizer))
+
+
+@pytest.fixture
+def pretrain(tokenizer, data):
+    return build_task(TaskContext(TaskSection(name="pretrain"), data, tokenizer))
+
+
+def test_samples_are_padded_on_the_right_and_labels_stand_one_place_earlier(sft):
+    batch = sft.collate([features([5, 6, 7, 8], {2, 3}, 4), features([9, 10], {1}, 2)])
+    pad = sft.pad_id
+    assert batch.inputs["input_ids"].tolist() == [[5, 6, 7, 8], [9, 10, pad, pad]]
+    assert batch.inputs["attention_mask"].tolist() == [[1, 1, 1, 1], [1, 1, 0, 0]]
+    assert batch.labels.tolist() == [[IGNORED, 7, 8, IGNORED], [10, IGNORED, IGNORED, IGNORED]]
+    assert (batch.num_targets, batch.num_tokens, batch.sample_ids) == (3, 6, (4, 2))
+    assert batch.inputs["input_ids"].dtype == torch.int64
+    assert sft.count_targets(batch) == 3
+
+
+def test_a_filler_has_the_shape_of_a_sample_and_nothing_that_counts(sft):
+    batch = sft.dummy_batch(features([5, 6, 7], {1, 2}))
+    assert batch.inputs["input_ids"].tolist() == [[5, 6, 7]]
+    assert (batch.num_targets, batch.num_tokens, batch.sample_ids) == (0, 0, ())
+    assert batch.labels.tolist() == [[IGNORED] * 3]
+
+
+def test_padding_does_not_change_the_loss(sft, model):
+    samples = [features(range(10, 10 + n), set(range(2, n))) for n in (3, 9, 5, 7)]
+    together = sft.loss_sum(model, sft.collate(samples))
+    alone = sum(sft.loss_sum(model, sft.collate([each])) for each in samples)
+    assert together.item() == pytest.approx(alone.item(), rel=1e-5)
+
+
+def test_the_loss_is_that_of_transformers(sft, model):
+    ids = list(range(20, 40))
+    batch = sft.collate([features(ids, set(range(8, 20)))])
+    labels = torch.tensor([[IGNORED] * 8 + ids[8:]])
+    theirs = model(input_ids=torch.tensor([ids]), labels=labels).loss
+    assert sft.loss_sum(model, batch).item() / 12 == pytest.approx(theirs.item(), rel=1e-5)
+
+
+def test_metric_sums_add_up_to_the_metrics_of_the_whole(sft, model):
+    samples = [features(range(10, 10 + n), set(range(1, n))) for n in (3, 9, 5)]
+    whole = sft.metric_sums(model, sft.collate(samples))
+    parts = [sft.metric_sums(model, sft.collate([each])) for each in samples]
+    added = {name: sum(part[name].item() for part in parts) for name in whole}
+    assert added["num_targets"] == 14
+    assert sft.metrics(added) == pytest.approx(sft.metrics({k: v.item() for k, v in whole.items()}), rel=1e-5)
+
+
+def test_a_prompt_is_everything_before_the_last_answer(sft, tokenizer):
+    encoded = sft.encode_row(conversation("What is two?", "Two.", "And four?", "Two and two is four."))
+    prompt = sft.prompt(encoded)
+    asked = tokenizer.decode(prompt.input_ids)
+    assert asked.endswith("Two.<|im_end|>\n<|im_start|>user\nAnd four?<|im_end|>\n<|im_start|>assistant\n")
+    assert tokenizer.decode(prompt.reference_ids) == "Two and two is four.<|im_end|>"
+
+
+def test_the_system_prompt_leads_the_conversation(tokenizer, data):
+    section = data.model_copy(update={"system_prompt": "Be brief."})
+    task = SftTask(TaskContext(TaskSection(name="sft"), section, tokenizer))
+    ids = task.encode_row(conversation("What?", "Two."))
+    assert tokenizer.decode(ids.arrays["input_ids"].tolist()).startswith("<|im_start|>system\nBe brief.<|im_end|>")
+
+
+def test_a_text_is_learnt_and_asks_nothing(pretrain):
+    encoded = pretrain.encode_row({"text": "Two and two is four."})
+    assert encoded.num_targets == encoded.length - 1
+    assert pretrain.prompt(encoded) is None
+
+
+def test_each_task_refuses_the_others_rows_with_a_remedy(sft, pretrain):
+    with pytest.raises(DataError, match="Use task `pretrain`"):
+        sft.encode_row({"text": "Two"})
+    with pytest.raises(DataError, match="Use task `sft`"):
+        pretrain.encode_row(conversation("What?", "Two."))
+
+
+def test_sft_without_a_chat_template_is_refused_at_once(tokenizer, data, monkeypatch):
+    monkeypatch.setattr(tokenizer, "chat_template", None)
+    with pytest.raises(DataError, match="has no chat template"):
+        build_task(TaskContext(TaskSection(name="sft"), data, tokenizer))
+    assert isinstance(build_task(TaskContext(TaskSection(name="pretrain"), data, tokenizer)), PretrainTask)
+
+
+def test_padding_falls_back_to_end_of_sequence(tokenizer):
+    assert tokenizer.pad_token_id is None
+    assert pad_id(tokenizer) == tokenizer.eos_token_id
+
+
+UNFIT = [
+    (SftTask, {"text": "a"}, "the row is plain text. Use task `pretrain`"),
+    (SftTask, {"text": "a", "label": 1}, "a labelled text. To learn to write the label, set `format: prompt_co"),
+    (SftTask, {"prompt": [], "chosen": [], "rejected": []}, "a preference pair. To learn from the answer that was cho"),
+    (PretrainTask, {"messages": []}, "the row has turns. Use task `sft`, or format `text`"),
+    (PretrainTask, {"text": "a", "label": 1}, "the row has a label. Use task `sft`, or format `text`"),
+]
+
+
+@pytest.mark.parametrize(("task", "row", "message"), UNFIT)
+def test_a_row_that_does_not_fit_the_task_says_what_to_write(tokenizer, task, row, message):
+    section = DataSection(train=TrainingSourceSection(path="rows.jsonl"), max_length=64)
+    (outcome,) = task(TaskContext(TaskSection(name="sft"), section, tokenizer)).encode([row])
+    assert isinstance(outcome, DataError)
+    assert message in str(outcome)
+
+
+def test_gsm8k_is_learnt_from_its_answers(tokenizer, tmp_path):
+    if not GSM8K.is_file():
+        pytest.skip(f"{GSM8K} is not here")
+    source = TrainingSourceSection(path=str(GSM8K), columns={"prompt": "question", "completion": "answer"}, take=40)
+    section = DataSection(train=source, max_length=2048, cache_folder=str(tmp_path))
+    task = SftTask(TaskContext(TaskSection(name="sft"), section, tokenizer))
+    said = []
+    identity = tokenizer_identity(tokenizer)
+    opened = open_source(source, key="data.train", log=said.append)
+    prepared = prepare_set(opened, task.encode, section=section, identity=identity, log=said.append)
+    rows = [json.loads(line) for line in GSM8K.read_text().splitlines()[:40]]
+    assert len(prepared) == 40
+    for row, sample in zip(rows, prepared, strict=True):
+        prompt = task.prompt(sample)
+        assert tokenizer.decode(prompt.reference_ids) == row["answer"] + "<|im_end|>"
+        assert (
+            tokenizer.decode(prompt.input_ids)
+            == f"<|im_start|>user\n{row['question']}<|im_end|>\n<|im_start|>assistant\n"
+        )
+        assert sample.num_targets == len(prompt.reference_ids)
+    assert prepared.counts.targets == prepared.num_targets_each.sum() > 0
+    assert "data.train: 40 rows -> 40 samples" in said

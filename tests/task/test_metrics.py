@@ -1,0 +1,103 @@
+"""Metrics of classes and numbers, against scikit-learn, and whatever the ranks that measured them."""
+
+import math
+
+import pytest
+import torch
+from scipy.stats import pearsonr, spearmanr
+from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
+
+from finetune.task.metrics import (
+    are_entity_tags,
+    class_metrics,
+    entity_scores,
+    find_entities,
+    multi_label_metrics,
+    regression_metrics,
+)
+
+
+def drawn(*shape, high=4):
+    return torch.randint(0, high, shape, generator=torch.Generator().manual_seed(5))
+
+
+def test_one_class_of_several_is_measured_as_by_scikit_learn():
+    labels, predicted = drawn(57), drawn(57).roll(1)
+    metrics = class_metrics(labels.double(), predicted.double(), num_classes=5)  # nothing is of the fifth class
+    assert metrics["accuracy"] == pytest.approx(accuracy_score(labels, predicted))
+    assert metrics["macro_f1"] == pytest.approx(f1_score(labels, predicted, average="macro"))
+    assert metrics["micro_f1"] == pytest.approx(f1_score(labels, predicted, average="micro"))
+    assert metrics["mcc"] == pytest.approx(matthews_corrcoef(labels, predicted))
+
+
+def test_several_classes_are_measured_as_by_scikit_learn():
+    labels, predicted = drawn(40, 3, high=2), drawn(40, 3, high=2).roll(1, dims=0)
+    metrics = multi_label_metrics(labels.double(), predicted.double())
+    assert metrics["subset_accuracy"] == pytest.approx(accuracy_score(labels, predicted))
+    assert metrics["macro_f1"] == pytest.approx(f1_score(labels, predicted, average="macro"))
+    assert metrics["micro_f1"] == pytest.approx(f1_score(labels, predicted, average="micro"))
+
+
+def test_one_class_that_applies_or_not():
+    labels, predicted = torch.tensor([[1], [1], [0], [0]]), torch.tensor([[1], [0], [1], [0]])
+    assert multi_label_metrics(labels, predicted) == {"subset_accuracy": 0.5, "macro_f1": 0.5, "micro_f1": 0.5}
+
+
+def test_numbers_are_correlated_as_by_scipy_ties_included():
+    labels = torch.tensor([[0.0], [1.0], [1.0], [3.0], [4.5], [2.0]], dtype=torch.float64)
+    predicted = torch.tensor([[0.5], [0.5], [2.0], [2.5], [4.0], [3.0]], dtype=torch.float64)
+    metrics = regression_metrics(labels, predicted)
+    pair = (labels[:, 0].numpy(), predicted[:, 0].numpy())
+    assert metrics["pearson"] == pytest.approx(pearsonr(*pair).statistic)
+    assert metrics["spearman"] == pytest.approx(spearmanr(*pair).statistic)
+    assert metrics["mse"] == pytest.approx(3.0 / 6)
+
+
+def test_of_several_numbers_it_is_the_mean_over_them():
+    labels = torch.tensor([[0.0, 5.0], [1.0, 3.0], [2.0, 1.0]], dtype=torch.float64)
+    predicted = torch.tensor([[0.0, 1.0], [1.0, 3.0], [2.0, 5.0]], dtype=torch.float64)  # 1 and -1
+    assert regression_metrics(labels, predicted)["pearson"] == pytest.approx(0.0)
+
+
+def test_nothing_correlates_with_what_never_changes():
+    same, other = torch.ones(4, 1, dtype=torch.float64), torch.arange(4.0, dtype=torch.float64)[:, None]
+    metrics = regression_metrics(other, same)
+    assert math.isnan(metrics["pearson"]) and math.isnan(metrics["spearman"])
+
+
+FOUND = {
+    "B-PER I-PER O B-LOC": [(0, 1, "PER"), (3, 3, "LOC")],  # seqeval's own example of get_entities
+    "O I-PER I-PER": [(1, 2, "PER")],  # an entity may begin inside
+    "B-PER B-PER": [(0, 0, "PER"), (1, 1, "PER")],
+    "B-PER I-LOC": [(0, 0, "PER"), (1, 1, "LOC")],  # another type is another entity
+    "B-PER I-PER E-PER S-LOC": [(0, 2, "PER"), (3, 3, "LOC")],
+    "I-A I-A B-A": [(0, 1, "A"), (2, 2, "A")],
+    "E-A I-A": [(0, 0, "A"), (1, 1, "A")],
+    "O O": [],
+    "B-a-b I-a-b": [(0, 1, "a-b")],
+}
+
+
+@pytest.mark.parametrize("tags", FOUND)
+def test_entities_are_found(tags):
+    assert list(find_entities(tags.split())) == FOUND[tags]
+
+
+def test_the_scores_of_seqevals_example():
+    """The README of seqeval gives F1 0.50 for these: of 2 entities, of which 2 are predicted, 1 is right."""
+    true = [["O", "O", "O", "B-MISC", "I-MISC", "I-MISC", "O"], ["B-PER", "I-PER", "O"]]
+    predicted = [["O", "O", "B-MISC", "I-MISC", "I-MISC", "I-MISC", "O"], ["B-PER", "I-PER", "O"]]
+    scores = entity_scores(zip(true, predicted, strict=True))
+    assert (scores.precision, scores.recall, scores.f1) == (0.5, 0.5, 0.5)
+
+
+def test_where_nothing_is_found_all_is_zero():
+    scores = entity_scores([(["B-A", "O"], ["O", "O"])])
+    assert (scores.precision, scores.recall, scores.f1) == (0.0, 0.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("names", "are"), [(["O", "B-A", "I-A"], True), (["O", "I-A"], False), (["NOUN", "VERB"], False), (["O"], False)]
+)
+def test_tags_of_entities_are_known(names, are):
+    assert are_entity_tags(names) is are

@@ -1,0 +1,89 @@
+"""Samples padded to a rectangle, or laid end to end: the same targets and the same loss."""
+
+import numpy as np
+import pytest
+import torch
+
+from finetune.config.sections.data import BatchingSection, DataSection, TrainingSourceSection
+from finetune.config.sections.task import TaskSection
+from finetune.data.batch import IGNORED
+from finetune.data.features import Features
+from finetune.task.model_inputs import collate_padded, collate_padding_free, forward_logits
+from finetune.task.protocol import TaskContext
+from finetune.task.registry import build_task
+
+
+def features(ids, targets, sample_id=0):
+    is_target = np.array([place in targets for place in range(len(ids))])
+    return Features({"input_ids": np.array(ids, np.uint32), "is_target": is_target}, sample_id)
+
+
+SAMPLES = [features([5, 6, 7, 8], {2, 3}, 4), features([9, 10], {0, 1}, 2), features([11], {0}, 3)]
+
+
+def test_laid_end_to_end_positions_begin_anew_and_no_label_belongs_to_the_next_sample():
+    batch = collate_padding_free(SAMPLES)
+    assert batch.inputs["input_ids"].tolist() == [[5, 6, 7, 8, 9, 10, 11]]
+    assert batch.inputs["position_ids"].tolist() == [[0, 1, 2, 3, 0, 1, 0]]
+    assert batch.labels.tolist() == [[IGNORED, 7, 8, IGNORED, 10, IGNORED, IGNORED]]
+    assert set(batch.inputs) == {"input_ids", "position_ids"}
+    assert batch.cumulative_lengths.tolist() == [0, 4, 6, 7]
+    assert (batch.num_targets, batch.num_tokens, batch.sample_ids, batch.longest) == (3, 7, (4, 2, 3), 4)
+
+
+def test_both_ways_hold_the_same():
+    one, other = collate_padding_free(SAMPLES), collate_padded(SAMPLES, pad_id=0)
+    assert (one.num_targets, one.num_tokens, one.sample_ids) == (other.num_targets, other.num_tokens, other.sample_ids)
+    assert one.labels[one.labels != IGNORED].tolist() == other.labels[other.labels != IGNORED].tolist()
+
+
+@pytest.mark.parametrize(
+    ("batching", "rows"), [({}, 3), ({"padding_free": True}, 1), ({"by": "packs"}, 1), ({"by": "tokens"}, 3)]
+)
+def test_the_section_says_how_samples_are_laid_out_and_the_loss_is_the_same(tokenizer, model, batching, rows):
+    section = DataSection(
+        train=TrainingSourceSection(path="/nowhere"), max_length=64, batching=BatchingSection(**batching)
+    )
+    task = build_task(TaskContext(TaskSection(name="pretrain"), section, tokenizer))
+    batch = task.collate(SAMPLES)
+    assert len(batch.labels) == rows
+    alone = sum(task.loss_sum(model, collate_padded([each], pad_id=0)).item() for each in SAMPLES[:2])
+    assert task.loss_sum(model, batch).item() == pytest.approx(alone, rel=1e-5)
+    assert task.metric_sums(model, batch)["loss_sum"].item() == pytest.approx(alone, rel=1e-5)
+
+
+class Recording(torch.nn.Module):
+    """A model that keeps what it is given."""
+
+    def __init__(self, attention):
+        super().__init__()
+        self.config = type("Config", (), {"_attn_implementation": attention})()
+
+    def forward(self, **given):
+        self.given = given
+        return type("Output", (), {"logits": torch.zeros(1, 1, 1)})()
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "flash_attention_2", "flash_attention_3"])
+def test_flash_attention_is_told_where_samples_begin_and_others_are_not(attention):
+    model = Recording(attention)
+    forward_logits(torch.nn.DataParallel(model), collate_padding_free(SAMPLES))
+    told = {name: value for name, value in model.given.items() if name not in ("input_ids", "position_ids")}
+    if attention == "sdpa":
+        assert told == {"use_cache": False}
+    else:
+        assert told["cu_seq_lens_q"].tolist() == told["cu_seq_lens_k"].tolist() == [0, 4, 6, 7]
+        assert told["cu_seq_lens_q"].dtype == torch.int32
+        assert told["max_length_q"] == told["max_length_k"] == 4
+
+
+def test_a_padded_batch_tells_flash_attention_nothing():
+    model = Recording("flash_attention_2")
+    forward_logits(model, collate_padded(SAMPLES, pad_id=0))
+    assert set(model.given) == {"input_ids", "attention_mask", "use_cache"}
+
+
+def test_a_batch_takes_its_boundaries_along():
+    moved = collate_padding_free(SAMPLES).to(torch.device("meta"))
+    assert moved.cumulative_lengths.device.type == moved.labels.device.type == "meta"
+    assert moved.inputs["position_ids"].device.type == "meta"

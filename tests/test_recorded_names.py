@@ -1,0 +1,189 @@
+"""What files of earlier runs call things, written out: prepared sets, checkpoints, events.jsonl, status and audit.
+
+Where a test fails here, a class, a field or a message was renamed that stands in such files: keep the recorded name.
+"""
+
+from dataclasses import fields
+from types import SimpleNamespace
+
+import pytest
+
+from finetune import errors
+from finetune.checkpoint.format.manifest import FileChecksum, Manifest, RunFingerprint
+from finetune.config.sections.data import DataSection, TrainingSourceSection
+from finetune.data.audit.audit import Audit, Exceeded, Histogram, SourceAudit
+from finetune.data.audit.padding import Padding
+from finetune.data.audit.template_check import PromptMismatch, TemplateCheck
+from finetune.data.encoding.conversation import ConversationEncoder
+from finetune.data.encoding.image_conversation import ImageConversationEncoder
+from finetune.data.encoding.labelled_images import LabelledImageEncoder
+from finetune.data.encoding.labelled_text import LabelledTextEncoder
+from finetune.data.encoding.preference import PreferenceEncoder
+from finetune.data.encoding.tagged_words import TaggedWordsEncoder
+from finetune.data.encoding.text import MaskedTextEncoder, SourceTargetEncoder, TextEncoder, TextRowsEncoder
+from finetune.data.precomputed import PrecomputedManifest as KnownManifest
+from finetune.data.sources.source import open_source
+from finetune.data.token_cache.arrays import ArrayFacts
+from finetune.data.token_cache.cache import identify
+from finetune.data.token_cache.counts import Counts, Share
+from finetune.data.token_cache.store import PreparedManifest
+from finetune.data.workers import LoaderSettings
+from finetune.model.generation import SamplingParams
+from finetune.report import events
+from finetune.runtime.progress import Progress
+from finetune.runtime.recorded import recorded_name
+from finetune.runtime.supervision.hang import HangReport
+from finetune.runtime.supervision.status import Peer
+from finetune.task.base import BaseTask
+from finetune.task.classification.problem_types import MultiLabel, Regression, SingleLabel
+from finetune.task.distillation import DistillationTask
+from finetune.task.preference.dpo import precomputed_reference
+from finetune.task.row_formats import RequireImageMessages, RequireMessages, RequireText
+
+
+def instance_of(kind):
+    """Return an instance that nothing was done to: its class is all that is looked at."""
+    concrete = type("Concrete", (kind,), dict.fromkeys(getattr(kind, "__abstractmethods__", ())))
+    return object.__new__(concrete if concrete.__dict__.keys() & getattr(kind, "__abstractmethods__", ()) else kind)
+
+
+ENCODERS = {
+    # the encoder, its recorded name below the package, the fingerprint of a set of one row
+    RequireMessages: ("task.expecting.OnlyTurns", "22150548e07aaa1a474602dafa7af3ed"),
+    RequireImageMessages: ("task.expecting.PicturedTurns", "7f6b635ac55fe2dabddfb91e91c09c4c"),
+    RequireText: ("task.expecting.OnlyText", "5dcf6bc7d2f6483b859a3f0af5c8cb64"),
+    SourceTargetEncoder: ("data.encoding.source_target.SourceTargetEncoder", "ef8e5ac8ef562afd7e5b53653a10df57"),
+    TaggedWordsEncoder: ("data.encoding.tagged.TaggedEncoder", "15430e438b8910ae0f00b6ef0e06b6ba"),
+    PreferenceEncoder: ("data.encoding.answers.AnswersEncoder", "610cbdd250631e5b29cb10f3c87118a1"),
+    LabelledTextEncoder: ("data.encoding.labelled.LabelledEncoder", "bec330bf7798a7f07f394225767bacb0"),
+    LabelledImageEncoder: ("data.encoding.labelled_images.ImageEncoder", "19edf5ef5580fdf3c925ca6897d2c6a2"),
+    MaskedTextEncoder: ("data.encoding.masked_text.MaskedTextEncoder", "b7d61d60f0777b9bf21bfce517d6a3a5"),
+    TextEncoder: ("data.encoding.text.TextEncoder", "79d58aa44808d66ed1d46a0fd00efc07"),
+    ImageConversationEncoder: ("data.encoding.pictures.PicturedEncoder", "8408b530f5a2bdd321a57b4b764421c5"),
+    ConversationEncoder: ("data.encoding.encode.ConversationEncoder", "0d9d829e44910683ba55c6a4e290161b"),
+    BaseTask: ("task.base.BaseTask.encode", "74c59ad65d40384f0dd95ddf3d6f4400"),
+}
+
+
+def identity_of(encode, folder):
+    rows = folder / "rows.jsonl"
+    rows.write_text('{"text": "a"}\n')
+    train = TrainingSourceSection(path=str(rows))
+    source = open_source(train, key="data.train", log=lambda _: None)
+    return identify(source, encode, section=DataSection(train=train, max_length=64), identity={})
+
+
+@pytest.mark.parametrize("kind", ENCODERS, ids=[name for name, _ in ENCODERS.values()])
+def test_a_prepared_set_is_found_again_wherever_its_encoder_stands(kind, tmp_path):
+    encode = instance_of(kind)
+    identity = identity_of(encode.encode if kind is BaseTask else encode, tmp_path)
+    name, fingerprint = ENCODERS[kind]
+    assert identity.parts["encode"] == "finetune" + "." + name
+    assert identity.fingerprint == fingerprint
+
+
+def subclasses(kind):
+    return {
+        each
+        for own in kind.__subclasses__()
+        if own.__module__.startswith("finetune.")
+        for each in (own, *subclasses(own))
+    }
+
+
+def test_every_encoder_of_the_package_has_a_recorded_name():
+    found = subclasses(TextRowsEncoder) | subclasses(ConversationEncoder)
+    assert len(found) > 5
+    assert found <= ENCODERS.keys(), "give it the decorator `recorded_as`, and write it down above"
+
+
+def test_an_encoder_from_outside_the_package_is_known_by_where_it_stands(tmp_path):
+    class OwnEncoder(ConversationEncoder):
+        pass
+
+    name = identity_of(instance_of(OwnEncoder), tmp_path).parts["encode"]
+    assert name == f"{__name__}.{OwnEncoder.__qualname__}"
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [(SingleLabel, "OneOfMany"), (MultiLabel, "SomeOfMany"), (Regression, "Regression")]
+)
+def test_the_identity_of_a_classification_names_its_problem_as_ever(kind, name):
+    assert recorded_name(instance_of(kind)) == name
+
+
+EVENTS = {
+    "RunStarted": "num_steps strategy arithmetic config",
+    "StartedUp": "seconds cpu_seconds memory_bytes",
+    "StepTaken": "loss gradient_norm learning_rate num_targets num_tokens samples_sha256 epoch seconds data_seconds "
+    "data_share memory_bytes metrics",
+    "StepSkipped": "reason sample_ids rows",
+    "Evaluated": "metrics num_rows seconds",
+    "Answered": "prompt answer reference",
+    "CheckpointSaved": "path size_bytes seconds stall_seconds",
+    "Noted": "message",
+    "Warned": "message",
+    "RunEnded": "reason seconds metrics final_folder talks",
+}
+
+
+def test_events_have_their_names_and_fields_in_the_log():
+    kinds = [each for each in vars(events).values() if isinstance(each, type) and issubclass(each, events.Event)]
+    found = {
+        each.__name__: " ".join(field.name for field in fields(each)) for each in kinds if each is not events.Event
+    }
+    assert found == {name: f"step {those}" for name, those in EVENTS.items()}
+
+
+WRITTEN = [
+    (Progress, "step num_tokens num_targets num_scale_skips num_nonfinite_skips seconds best_metric "
+     "evaluations_since_best last_metrics metrics_step samples_sha256 knows_contents"),
+    (Manifest, "step run metrics state_sha256 created versions files format_version"),
+    (RunFingerprint, "identity settings origin"),
+    (FileChecksum, "size_bytes sha256"),
+    (Counts, "rows samples tokens targets truncated_rows truncated_tokens truncated_targets long_rows "
+     "rows_without_target dropped_tokens dropped_targets split_rows excluded_rows empty_rows unknown_tokens "
+     "control_rows turn_mark_rows longest longest_place first_without_target"),
+    (Audit, "sources total validation padding template exceeded classes"),
+    (SourceAudit, "key counts is_streamed duplicates in_validation length_quantiles lengths target_shares"),
+    (Exceeded, "key share"),
+    (Share, "name what num among limit"),
+    (PromptMismatch, "case prompt trained prompt_tokens trained_tokens"),
+    (Histogram, "edges bars"),
+    (Padding, "num_batches num_samples tokens computed plain_computed num_positions budget"),
+    (TemplateCheck, "template targets_by end_of_turn end_of_turn_tokens is_end_learnt begins_with learnt refused "
+     "differences notes"),
+    (HangReport, "rank host pid point step silent_seconds where"),
+    (Peer, "rank host pid"),
+    (LoaderSettings, "num_workers pin_memory persistent_workers prefetch_factor"),
+    (SamplingParams, "max_new_tokens temperature top_p"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "names"), WRITTEN, ids=lambda value: getattr(value, "__name__", ""))
+def test_what_is_written_field_by_field_has_the_same_keys(kind, names):
+    assert " ".join(field.name for field in fields(kind)) == names
+
+
+MODELS = [
+    (PreparedManifest, "version fingerprint names counts origins shards made_of arrays"),
+    (KnownManifest, "version names samples made_of arrays"),
+    (ArrayFacts, "dtype length digests"),
+]
+
+
+@pytest.mark.parametrize(("kind", "names"), MODELS, ids=lambda value: getattr(value, "__module__", ""))
+def test_the_manifests_of_prepared_sets_have_the_same_keys(kind, names):
+    assert " ".join(kind.model_fields) == names
+
+
+def test_answers_worked_out_beforehand_are_found_again_by_their_title():
+    task = SimpleNamespace(section=SimpleNamespace(cache=True, top_k=2, temperature=1.0), _num_tokens=8, _answers=None)
+    found = [precomputed_reference(), DistillationTask.precomputed.fget(task)]
+    assert [each.title for each in found] == ["reference log-probabilities", "teacher's log-probabilities"]
+
+
+def test_the_status_of_a_failed_run_names_its_error_as_ever():
+    names = {each.__name__ for each in vars(errors).values() if isinstance(each, type) and issubclass(each, Exception)}
+    expected = "FinetuneError UserError ConfigError DataError ModelError StrategyError CheckpointError MissingPackage "
+    assert names == set((expected + "HubError TrainingError DiskError NonFiniteError LostContact Hang").split())

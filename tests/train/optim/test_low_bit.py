@@ -1,0 +1,207 @@
+"""Rounding by chance: right on average, the same for the same place, whatever is around it."""
+
+import pytest
+import torch
+from torch import nn
+
+from finetune.config.sections.train import AverageSection, OptimizerSection
+from finetune.train.optim import low_bit
+from finetune.train.optim.low_bit import (
+    SIGNED_8BIT,
+    UNSIGNED_8BIT,
+    LowBitAdamW,
+    high_half,
+    low_half,
+    random_bits,
+    to_bfloat16,
+)
+from finetune.train.optim.optimizers import begin_step, build_optimizer, uses_low_bit_adamw
+from finetune.train.optim.parameter_groups import list_parameters
+
+CPU = torch.device("cpu")
+
+
+def drawn(key, count=4096):
+    return random_bits(0, count, key=key, device=CPU)
+
+
+def test_the_chance_of_a_place_does_not_depend_on_what_is_drawn_with_it():
+    assert torch.equal(random_bits(100, 200, key=7, device=CPU), drawn(7)[100:200])
+    assert not torch.equal(drawn(7), drawn(8))
+    assert random_bits(2**32 + 5, 2**32 + 6, key=7, device=CPU).dtype == torch.int32
+
+
+def test_chances_are_spread_evenly_and_do_not_follow_each_other():
+    share = (drawn(7, 1 << 16).to(torch.int64) & 0xFFFFFFFF).double() / 2**32
+    assert share.mean().item() == pytest.approx(0.5, abs=0.005)
+    assert share.var().item() == pytest.approx(1 / 12, rel=0.02)
+    assert abs(torch.corrcoef(torch.stack([share[:-1], share[1:]]))[0, 1].item()) < 0.02
+
+
+@pytest.mark.parametrize("half", [low_half, high_half])
+def test_a_value_between_two_of_bfloat16_becomes_either_in_proportion(half):
+    values = torch.full((4096,), 1.0 + 2**-7 / 4)  # a quarter of the way from 1 to the next number
+    rounded = to_bfloat16(values, half(drawn(3)))
+    assert set(rounded.tolist()) == {1.0, 1.0 + 2**-7}
+    assert (rounded > 1).double().mean().item() == pytest.approx(0.25, abs=0.03)
+
+
+def test_what_bfloat16_can_hold_stays_what_it_is():
+    values = torch.tensor([0.0, 1.0, -2.5, 2.0**-100]).repeat(1024)
+    assert torch.equal(to_bfloat16(values, low_half(drawn(3))).float(), values)
+
+
+@pytest.mark.parametrize(("coding", "values"), [(SIGNED_8BIT, torch.randn), (UNSIGNED_8BIT, torch.rand)])
+def test_8_bits_are_near_and_right_on_average(coding, values):
+    torch.manual_seed(0)
+    wanted = values(16, 256)
+    scales = wanted.abs().amax(dim=1, keepdim=True)
+    found = [
+        coding.decode(coding.encode(wanted, scales, low_half(drawn(key)).view(16, 256) * 2.0**-16), scales)
+        for key in range(200)
+    ]
+    assert ((found[0] - wanted).abs() / scales).max() < 0.04
+    mean = torch.stack(found).mean(dim=0)
+    assert ((mean - wanted).abs() / scales).mean() < 0.002
+    assert ((mean - wanted) / scales).mean().abs() < 0.0005
+
+
+def test_a_small_value_beside_a_large_one_is_kept():
+    wanted = torch.tensor([[1.0, 1e-6]])
+    codes = UNSIGNED_8BIT.encode(wanted, torch.ones(1, 1), torch.full((1, 2), 0.5))
+    assert UNSIGNED_8BIT.decode(codes, torch.ones(1, 1))[0, 1].item() == pytest.approx(1e-6, rel=0.2)
+    assert codes.dtype == torch.uint8
+
+
+def test_a_block_of_zeros_is_zeros():
+    zeros = torch.zeros(1, 256)
+    assert not SIGNED_8BIT.decode(SIGNED_8BIT.encode(zeros, zeros[:, :1], torch.rand(1, 256)), zeros[:, :1]).any()
+
+
+ROWS = torch.randn(64, 48, generator=torch.Generator().manual_seed(1))
+WANTED = torch.randn(64, 8, generator=torch.Generator().manual_seed(2))
+
+
+def net(dtype=torch.float32):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(48, 64), nn.Tanh(), nn.Linear(64, 8)).to(dtype)
+
+
+def optimizer_of(model, *, seed=1, **section):
+    section = OptimizerSection(weight_decay=0.1, **section)
+    return build_optimizer(list_parameters(model), section, learning_rate=0.1, seed=seed)
+
+
+def trained(model, optimizer, *, steps=60, first=0):
+    losses = []
+    for step in range(first, steps):
+        begin_step(optimizer, step=step, learning_rate=1e-2)
+        loss = (model(ROWS.to(model[0].weight.dtype)).float() - WANTED).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def low_bit_of(model, *, state_dtype, **section):
+    """Return ours also where the plain one would do."""
+    built = optimizer_of(model, state_dtype="int8", **section)
+    built._state_dtype = state_dtype
+    return built
+
+
+def test_in_float32_it_is_adamw():
+    plain, ours = net(), net()
+    expected = trained(plain, optimizer_of(plain), steps=10)
+    found = trained(ours, low_bit_of(ours, state_dtype=torch.float32), steps=10)
+    assert found == pytest.approx(expected, rel=1e-6)
+    for a, b in zip(ours.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("state_dtype", ["bfloat16", "int8"])
+def test_moments_in_few_bits_learn_as_well(state_dtype):
+    plain, ours = net(), net()
+    expected = trained(plain, optimizer_of(plain))
+    built = optimizer_of(ours, state_dtype=state_dtype)
+    found = trained(ours, built)
+    assert isinstance(built, LowBitAdamW)
+    assert expected[-1] < 0.1 * expected[0]
+    assert found[-1] == pytest.approx(expected[-1], rel=0.1)
+    assert found == pytest.approx(expected, rel=0.1)
+
+
+def test_8_bit_moments_take_a_byte_and_vectors_stay_exact():
+    model = net()
+    built = optimizer_of(model, state_dtype="int8")
+    trained(model, built, steps=1)
+    matrix, vector = built.state[model[0].weight], built.state[model[0].bias]
+    assert (matrix["exp_avg"].dtype, matrix["exp_avg_sq"].dtype) == (torch.int8, torch.uint8)
+    assert matrix["exp_avg_scale"].shape == (64, 1)  # 48 values in a row share a scale
+    assert (vector["exp_avg"].dtype, vector["exp_avg"].shape) == (torch.float32, (64,))
+
+
+def test_a_second_moment_in_few_bits_falls_when_gradients_do():
+    """Rounded to the nearest, 0.999 of it would be itself."""
+    model = nn.Linear(256, 4, bias=False)
+    for state_dtype in ("bfloat16", "int8"):
+        built = optimizer_of(model, state_dtype=state_dtype)
+        for step in range(300):
+            model.weight.grad = torch.ones_like(model.weight) if step == 0 else torch.full_like(model.weight, 1e-3)
+            built.step()
+        first, second = low_bit._moments(built.state[model.weight])
+        assert second.mean().item() == pytest.approx(1e-3 * 0.999**299, rel=0.02), state_dtype
+        assert first.mean().item() == pytest.approx(1e-3, rel=0.02), state_dtype
+
+
+def test_bfloat16_weights_take_in_updates_smaller_than_their_last_place():
+    def moved(**section):
+        model = nn.Linear(256, 16, bias=False).to(torch.bfloat16)
+        torch.nn.init.ones_(model.weight)
+        built = optimizer_of(model, **section)
+        for step in range(100):
+            begin_step(built, step=step, learning_rate=1e-4)  # a fortieth of the last place
+            built.param_groups[0]["weight_decay"] = 0.0
+            model.weight.grad = torch.ones_like(model.weight)
+            built.step()
+        return 1.0 - model.weight.float().mean().item()
+
+    assert moved() == 0.0
+    assert moved(stochastic_rounding=True) == pytest.approx(100 * 1e-4, rel=0.05)
+    assert moved(stochastic_rounding=True, state_dtype="int8") == pytest.approx(100 * 1e-4, rel=0.05)
+
+
+def test_rounding_depends_on_seed_and_not_on_chunks(monkeypatch):
+    def weights(seed):
+        model = net(torch.bfloat16)
+        trained(model, optimizer_of(model, stochastic_rounding=True, state_dtype="int8", seed=seed), steps=3)
+        return torch.cat([each.detach().flatten() for each in model.parameters()])
+
+    once = weights(1)
+    monkeypatch.setitem(low_bit._CHUNK, "cpu", 100)
+    assert torch.equal(weights(1), once)
+    assert not torch.equal(weights(2), once)
+
+
+def test_an_average_is_kept_beside_it():
+    model = net()
+    section = OptimizerSection(state_dtype="int8")
+    built = build_optimizer(list_parameters(model), section, learning_rate=0.1, average=AverageSection(decay=0.5))
+    trained(model, built, steps=3)
+    assert built.state[model[0].weight]["average"].dtype == torch.float32
+
+
+def test_weights_whose_memory_is_in_another_order_learn_alike():
+    plain, ours = net(), net()
+    ours[0].weight.data = ours[0].weight.data.t().contiguous().t()
+    expected = trained(plain, optimizer_of(plain, state_dtype="int8"), steps=3)
+    assert not ours[0].weight.is_contiguous()
+    assert trained(ours, optimizer_of(ours, state_dtype="int8"), steps=3) == pytest.approx(expected, rel=1e-6)
+
+
+def test_ours_is_taken_only_where_something_is_rounded():
+    assert not uses_low_bit_adamw(OptimizerSection(), dtype="bfloat16")
+    assert not uses_low_bit_adamw(OptimizerSection(state_dtype="float32"), dtype="float32")
+    assert uses_low_bit_adamw(OptimizerSection(state_dtype="float32"), dtype="bfloat16")
+    assert isinstance(optimizer_of(net(), state_dtype="float32"), torch.optim.AdamW)

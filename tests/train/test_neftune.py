@@ -1,0 +1,98 @@
+"""Noise on the embeddings is a function of step and sample, and of nothing else."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from transformers import PretrainedConfig, T5Config, T5ForConditionalGeneration
+
+from finetune.data.batch import Batch
+from finetune.errors import ModelError
+from finetune.train.neftune import EmbeddingNoise, sample_noise
+
+WIDTH, ALPHA = 6, 5.0
+LENGTHS = {1: 3, 2: 5, 3: 2}
+
+
+class Embedder(nn.Module):
+    """Embeddings alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(10, WIDTH)
+        self.config = PretrainedConfig()
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.embed
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.embed(ids)
+
+
+def padded(*samples: int, seed: int = 7) -> Batch:
+    lengths = tuple(LENGTHS[each] for each in samples)
+    ids = torch.ones((len(samples), max(lengths)), dtype=torch.int64)
+    return Batch({"input_ids": ids}, ids, 1, sum(lengths), samples, seed=seed, lengths=lengths)
+
+
+def end_to_end(*samples: int) -> Batch:
+    lengths = tuple(LENGTHS[each] for each in samples)
+    ids = torch.ones((1, sum(lengths)), dtype=torch.int64)
+    ends = torch.tensor([0, *lengths]).cumsum(0)
+    return Batch({"input_ids": ids}, ids, 1, sum(lengths), samples, ends, max(lengths), seed=7, lengths=lengths)
+
+
+def noise(batch: Batch) -> torch.Tensor:
+    return sample_noise(batch, torch.zeros((*batch.inputs["input_ids"].shape, WIDTH)), alpha=ALPHA)
+
+
+def test_it_is_uniform_within_the_papers_bounds_and_padding_has_none():
+    drawn = noise(padded(1, 2))
+    assert not drawn[0, 3:].any()
+    for row, length in ((0, 3), (1, 5)):
+        bound = ALPHA / math.sqrt(length * WIDTH)
+        assert 0.7 * bound < drawn[row, :length].abs().max() <= bound
+    many = sample_noise(padded(2), torch.zeros((1, 5, 20_000)), alpha=ALPHA) * math.sqrt(5 * 20_000) / ALPHA
+    assert many.mean().abs() < 0.01 and many.square().mean().item() == pytest.approx(1 / 3, rel=0.02)
+
+
+def test_a_sample_has_the_same_noise_in_any_batch():
+    alone = noise(padded(2))[0]
+    assert torch.equal(noise(padded(1, 2, 3))[1], alone)
+    assert torch.equal(noise(end_to_end(3, 2, 1))[0, 2:7], alone)
+    assert not torch.equal(noise(padded(2, seed=8))[0], alone)
+
+
+def test_only_what_is_learnt_from_is_noisy():
+    model, batch = Embedder(), padded(1, 2)
+    quiet = model(batch.inputs["input_ids"])
+    tell = EmbeddingNoise(model, alpha=ALPHA).tell
+    assert torch.equal(model(batch.inputs["input_ids"]), quiet)
+    tell(batch)
+    torch.testing.assert_close(model(batch.inputs["input_ids"]), quiet + noise(batch))
+    assert torch.equal(model(batch.inputs["input_ids"]), quiet)  # a decoder that shares them
+
+
+def test_an_encoders_embeddings_are_noisy_and_its_decoders_are_not():
+    config = T5Config(vocab_size=10, d_model=WIDTH, d_kv=2, d_ff=4, num_layers=1, num_heads=2, decoder_start_token_id=0)
+    model, batch = T5ForConditionalGeneration(config).eval(), padded(2)
+    tell, heard = EmbeddingNoise(model, alpha=ALPHA).tell, []
+    for stack in (model.encoder, model.decoder):
+        stack.embed_tokens.register_forward_hook(lambda module, ids, output: heard.append(output))
+    ids = batch.inputs["input_ids"]
+    tell(batch)
+    model(input_ids=ids, decoder_input_ids=ids)
+    torch.testing.assert_close(heard[0], heard[1] + noise(batch))
+
+
+def test_a_model_that_does_not_ask_its_embeddings_is_refused():
+    tell = EmbeddingNoise(Embedder(), alpha=ALPHA).tell
+    tell(padded(1))
+    with pytest.raises(ModelError, match="in a way of its own"):
+        tell(padded(1))
+
+
+def test_a_model_without_embeddings_is_refused():
+    with pytest.raises(ModelError, match="Linear has no input embeddings"):
+        EmbeddingNoise(nn.Linear(2, 2), alpha=ALPHA)

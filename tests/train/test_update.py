@@ -1,0 +1,115 @@
+"""Parameters that learn within the backward pass learn the same, and their gradients are gone by its end."""
+
+import pytest
+import torch
+from accelerate import Accelerator
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from finetune.config.sections.train import AverageSection, OptimizerSection, UnfreezeSection
+from finetune.train.optim.optimizers import begin_step, build_optimizer
+from finetune.train.optim.parameter_groups import describe_groups, list_parameters
+from finetune.train.update import Update, UpdateInBackward
+
+IDS = torch.randint(0, 40, (8, 5), generator=torch.Generator().manual_seed(1))
+
+
+class Tied(nn.Module):
+    """An embedding that is the head, too, and a numbered layer that is recomputed."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(40, 32)
+        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 32))])
+
+    def forward(self, ids):
+        inside = self.embedding(ids)
+        inside = inside + checkpoint(self.layers[0], inside, use_reentrant=False)
+        return inside @ self.embedding.weight.t()
+
+
+def made(*, in_backward, unfreeze=(), average=None, **section):
+    torch.manual_seed(0)
+    model = Tied()
+    section = OptimizerSection(in_backward=in_backward, **{"weight_decay": 0.1, **section})
+    built = build_optimizer(list_parameters(model), section, learning_rate=0.1, unfreeze=unfreeze, average=average)
+    accelerator = Accelerator(cpu=True)
+    model, optimizer = accelerator.prepare(model, built)
+    if in_backward:
+        return model, built, UpdateInBackward(accelerator, model, optimizer)
+    return model, built, Update(accelerator, model, optimizer, max_gradient_norm=None)
+
+
+def step(model, optimizer, update, number, *, factor=1.0):
+    begin_step(optimizer, step=number, learning_rate=1e-2 / (number + 1))
+    loss = factor * nn.functional.cross_entropy(model(IDS).flatten(0, 1), IDS.roll(1, 1).flatten())
+    update.backward(loss)
+    norm = update.clip()
+    return loss.item(), norm.item(), update(norm, num_allowed=0)
+
+
+SETTINGS = {
+    "adamw": {},
+    "groups": {
+        "layer_decay": 0.5,
+        "rates": {"*bias*": 3.0},
+        "unfreeze": [UnfreezeSection(patterns=("layers.0.2.*",), after_steps=2)],
+        "average": AverageSection(decay=0.5, after_steps=1),
+    },
+    "sgd": {"name": "sgd", "momentum": 0.9},
+    "adafactor": {"name": "adafactor"},
+    "muon": {"name": "muon"},
+    "int8": {"state_dtype": "int8"},
+}
+
+
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+def test_it_learns_the_same_to_the_bit(settings):
+    usual, soon = made(in_backward=False, **settings), made(in_backward=True, **settings)
+    for number in range(4):
+        assert step(*soon, number) == step(*usual, number)
+    for (name, one), other in zip(soon[0].named_parameters(), usual[0].parameters(), strict=True):
+        assert torch.equal(one, other), name
+        assert one.grad is None
+        state, expected = soon[1].state[one], usual[1].state[other]
+        assert state.keys() == expected.keys()
+        for key, value in expected.items():
+            assert torch.equal(state[key], value) if isinstance(value, torch.Tensor) else state[key] == value, key
+
+
+def test_no_more_than_one_gradient_is_there_at_a_time():
+    model, optimizer, update = made(in_backward=True)
+    seen = []
+    optimizer.register_step_post_hook(lambda *_: seen.append(sum(each.grad is not None for each in model.parameters())))
+    step(model, optimizer, update, 0)
+    assert seen == [1] * 5
+
+
+def test_a_loss_that_is_not_finite_changes_nothing():
+    model, optimizer, update = made(in_backward=True)
+    before = [each.detach().clone() for each in model.parameters()]
+    _, norm, is_taken = step(model, optimizer, update, 0, factor=float("nan"))
+    assert norm != norm
+    assert is_taken is False
+    assert all(map(torch.equal, model.parameters(), before))
+
+
+def test_a_gradient_that_is_not_finite_stops_those_that_come_after_it():
+    model, optimizer, update = made(in_backward=True)
+    before = {name: each.detach().clone() for name, each in model.named_parameters()}
+    model.layers[0][2].register_full_backward_hook(lambda module, inputs, outputs: (inputs[0] * float("inf"),))
+    assert step(model, optimizer, update, 0)[2] is False
+    changed = {name for name, each in model.named_parameters() if not torch.equal(each, before[name])}
+    assert changed == {"layers.0.2.weight", "layers.0.2.bias"}
+    assert "have not been changed" in update.nonfinite_effect
+    assert "those whose gradients came first have been" in update.nonfinite_effect
+
+
+def test_groups_of_one_are_told_of_together():
+    model, optimizer, _ = made(in_backward=True, layer_decay=0.5)
+    assert len(optimizer.param_groups) == 5
+    assert [line for line in describe_groups(optimizer.param_groups, list_parameters(model)) if "rate x" in line] == [
+        "  rate x 0.25     decay 0.1: 1,280 parameters in 1 tensor, such as embedding.weight",
+        "  rate x 0.5      decay 0.1: 2,048 parameters in 2 tensors, such as layers.0.0.weight",
+        "  rate x 0.5      decay 0: 64 parameters in 2 tensors, such as layers.0.0.bias",
+    ]
