@@ -446,7 +446,7 @@ def test_what_the_command_line_calls_by_its_place_is_there():
 def test_what_is_printed_goes_through_the_guarded_streams():
     """Past them, secrets and terminal escapes would be printed."""
     none_of(ways_round, unreported_commands, raw_json)
-    commands = [each for module in MODULES.values() for each in module.functions if "reported" in decorators(each)]
+    commands = [each for module in MODULES.values() for each in module.functions if "handle_errors" in decorators(each)]
     assert len(commands) > 15
 
 
@@ -472,8 +472,8 @@ def is_use(node: ast.AST) -> bool:
 def unreported_commands(module: Module) -> Iterator[str]:
     for function in module.functions if module.folder == "cli" else []:
         found = decorators(function)
-        if any(each.endswith(".command()") for each in found) and found[-1] != "reported":
-            yield f"{module.at(function)} {function.name}: decorate it with `reported`, innermost"
+        if any(each.endswith(".command()") for each in found) and found[-1] != "handle_errors":
+            yield f"{module.at(function)} {function.name}: decorate it with `handle_errors`, innermost"
 
 
 def decorators(function: ast.FunctionDef | ast.AsyncFunctionDef) -> list[str]:

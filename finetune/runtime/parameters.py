@@ -1,6 +1,6 @@
 """How parameters are initialized, and facts about them that hold under every strategy: full shape, local rows, name.
 
-Also the keys of optimizer state and parameter groups on which training, strategies and checkpoints agree.
+Also the keys of optimizer states and parameter groups that more than one package reads.
 """
 
 import math
@@ -17,11 +17,11 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 @dataclass(frozen=True)
 class InitContext:
-    """How the model is brought into memory with as few copies on a machine as possible.
+    """How the model is brought into memory so that no machine holds it more often than it must.
 
-    `context` is entered while the modules are built. `on_meta_device`: this rank builds the modules with parameters
-    on the meta device, which get rank 0's values when the model is prepared. `gather` is entered with parameters that
-    will be written (ZeRO-3 partitions them when they are created); rank 0's values are the ones kept.
+    `context` is entered while the modules are built. `is_hollow`: this rank builds the modules with empty parameters,
+    which are filled from rank 0 when the model is prepared. `gather` is entered with parameters whose values are to be
+    written (ZeRO-3 partitions them at birth); rank 0's values are the ones kept.
     """
 
     context: Callable[[], AbstractContextManager[Any]] = nullcontext
@@ -36,7 +36,8 @@ AVERAGE_DECAY = "average_decay"
 """The key in a parameter group of the share of the average that the next update keeps; absent where none is kept."""
 
 NOT_YET_UNFROZEN = "waits"
-"""The key in a parameter group that is true until the group is unfrozen."""
+"""The key of a parameter group that tells whether it is still to be unfrozen: it is then left out of norm and update."""
+
 
 _WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:module|_fsdp_wrapped_module|_orig_mod|_checkpoint_wrapped_module)\.")
 
