@@ -176,7 +176,7 @@ def _wrong_start(attempt: Attempt, report: Report, *, before: dict[Path, bool]) 
     if (continued and Path(continued[1])) != newest:
         yield f"{attempt.log}: went on from {continued and continued[1]}; the newest whole checkpoint was {newest}"
     for path in passed_over:
-        if f"passed over {path.name}" not in said:
+        if f"skipped {path.name}" not in said:
             yield f"{attempt.log}: did not name {path.name}, which is damaged"
 
 

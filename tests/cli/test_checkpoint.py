@@ -100,7 +100,7 @@ def test_wrong_words_are_exit_code_2_and_call_nothing(typed, calls, words, compl
 def test_a_folder_that_is_not_there_is_one_message(typed, tmp_path, command):
     code, said, complaint = typed("checkpoint", command, tmp_path / "nowhere")
     assert (code, said) == (2, "")
-    assert complaint.startswith(f"error: {tmp_path}/nowhere: there is no such folder.")
+    assert complaint.startswith(f"error: {tmp_path}/nowhere: no such folder.")
 
 
 def test_listing_needs_no_torch(python, tmp_path):
