@@ -56,7 +56,7 @@ def test_step_and_state_are_read_at_any_width(run, write, capsys, monkeypatch, w
     write(4, metrics={"loss": 1.25, "exact_match": 0.5, "token_accuracy": 0.75})
     monkeypatch.setenv("COLUMNS", width)
     list_checkpoints(run, verifies=False, as_json=False)
-    table = [line for line in capsys.readouterr().out.splitlines() if not line.startswith("Sizes")]
+    table = [line for line in capsys.readouterr().out.splitlines() if not line.startswith("Only sizes")]
     assert max(len(line) for line in table) <= int(width)
     assert any(" 4 " in line and "good" in line for line in table)
 
@@ -100,7 +100,7 @@ def test_the_quick_look_reads_what_is_no_tensor(write, listed, capsys):
     assert found[12].startswith("index.json is invalid:")
     assert "format 3, written by finetune 9.1.0" in found[16]
     assert not verify_checkpoints(write(20).parent, step=None)
-    assert "step-000008: BAD\n  progress.json is not what" in capsys.readouterr().out
+    assert "step-000008: BAD\n  progress.json is invalid" in capsys.readouterr().out
 
 
 def test_a_folder_that_is_nearly_called_a_checkpoint_is_named_as_none(run, write, listed):
@@ -126,7 +126,7 @@ def test_what_lies_beside_is_named_with_what_it_is(run, write, listed, capsys):
 def test_a_run_without_checkpoints_is_an_empty_list(run, listed, capsys):
     assert listed()["checkpoints"] == []
     list_checkpoints(run, verifies=False, as_json=False)
-    assert "the checkpoint in it" in capsys.readouterr().out
+    assert "has no checkpoints" in capsys.readouterr().out
 
 
 def test_show_tells_digests_origin_and_tensors_by_kind(run, write, capsys):
@@ -151,7 +151,7 @@ def test_show_tells_digests_origin_and_tensors_by_kind(run, write, capsys):
 def test_show_is_for_people_too(run, write, capsys):
     show_checkpoint(write(4), step=None, as_json=False)
     said = capsys.readouterr().out
-    for line in ("state digest 57a7e", "samples digest 5a3e", "parameter 1 tensor, 12 numbers, F32"):
+    for line in ("state digest 57a7e", "samples digest 5a3e", "parameter 1 tensor, 12 elements, F32"):
         assert line in " ".join(said.split())
 
 
