@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from finetune.checkpoint.checkpointer import Checkpointer
-from finetune.checkpoint.format.layout import CHECKPOINTS
 from finetune.checkpoint.format.manifest import RunFingerprint
 from finetune.checkpoint.read.checksum_prefetch import ChecksumPrefetch
 from finetune.checkpoint.sharding.access import build_access
@@ -23,8 +22,9 @@ from finetune.run.build.prepared_model import PreparedModel
 from finetune.run.samples import require_same_samples
 from finetune.run.state.fingerprint import facts_with, run_facts
 from finetune.run.state.finished import BEST_METRIC_KEYS, FinishedRun, format_finished, read_finished_run
+from finetune.runtime.distributed import run_on_rank_0
 from finetune.runtime.progress import Progress
-from finetune.runtime.run_on_ranks import run_on_rank_0
+from finetune.runtime.run_folder import CHECKPOINTS_FOLDER
 
 
 def warm_up_ddp_buckets(accelerator: Accelerator, model: nn.Module, *, loss: Callable[[], Tensor]) -> None:
@@ -134,7 +134,7 @@ def format_strategy_change(saved: RunFingerprint, *, current: RunFingerprint) ->
 
 
 def _folder(config: RunConfig) -> Path:
-    return Path(config.run.folder) / CHECKPOINTS
+    return Path(config.run.folder) / CHECKPOINTS_FOLDER
 
 
 def _processes(facts: RunFingerprint) -> str:

@@ -123,7 +123,7 @@ def test_a_disk_that_is_full_for_real_ends_in_a_clear_error_with_the_old_checkpo
     fail()  # no faults: the disk itself; tries follow one another at once
     folder = small_disk / "checkpoints"
     with (
-        patch("finetune.checkpoint.write.disk_space.SLACK_BYTES", 0),
+        patch("finetune.checkpoint.write.writer.SLACK_BYTES", 0),
         patch("finetune.checkpoint.write.rehearsal.SLACK_BYTES", 0),
     ):
         run = Run(folder, width=16384).train(range(1))  # 1.5 MB, so the next does not fit beside it

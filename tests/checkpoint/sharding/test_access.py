@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from finetune.checkpoint.format.tensor_file import TensorRecord
-from finetune.checkpoint.sharding.named_state import NamedState
+from finetune.checkpoint.sharding.access import NamedState
 from finetune.checkpoint.sharding.state_access import LossScale
 from finetune.checkpoint.sharding.state_layout import ShardView, StateLayout
 from finetune.errors import CheckpointError
