@@ -112,7 +112,7 @@ def good(tmp_path_factory):
 def outcome_of(folder, everything):
     """Return what has become of the newest checkpoint: `used`, `aside` or `refused`; all else fails."""
     newest = folder / "step-000003"
-    is_good = not find_problems(read_entry(newest), reads=True)[0]
+    is_good = not find_problems(read_entry(newest), read_all=True)[0]
     run, started = Run(folder), time.monotonic()
     try:
         step = run.resume()["step"]
@@ -121,7 +121,7 @@ def outcome_of(folder, everything):
         return "refused"
     except CheckpointError as error:  # whole, and of another model
         assert everything is None and is_good
-        assert "does not hold the state that this run trains" in str(error) or "learns otherwise" in str(error)
+        assert "does not match the state that this run trains" in str(error) or "other training settings" in str(error)
         return "refused"
     finally:
         assert time.monotonic() - started < SECONDS

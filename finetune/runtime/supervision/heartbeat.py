@@ -7,8 +7,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from finetune.runtime import distributed
+from finetune.runtime.optional import lazily
 from finetune.runtime.supervision.faults import POINTS, VARIABLE, Fault, read_faults
+
+with lazily():  # it imports torch, which commands that pass points (deleting checkpoints) need not wait for
+    from finetune.runtime import distributed
 
 
 @dataclass(frozen=True)
