@@ -27,7 +27,7 @@ from finetune.train.optim.parameter_groups import (
 )
 
 with lazily():
-    from transformers import optimization
+    import transformers.optimization as optimization
 
 IS_MUON = "is_muon"
 """The key of a group that says which rule it learns by."""
