@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from finetune.report.jsonl import read_events
-from finetune.runtime.processes import free_port, run_group
+from finetune.runtime.processes import free_port, run_process_group
 from tests.task_cases.case import Case
 
 ROOT = Path(__file__).parents[2]
@@ -76,7 +76,7 @@ def launch(
         command += ["--config_file", str(ROOT / "accelerate_configs" / f"{strategy}.yaml")]
     command += [str(Path(__file__).with_name("worker.py")), str(path)]
     environment = {"OMP_NUM_THREADS": "1"}
-    code = run_group(command, log=log, timeout_seconds=TIMEOUT_SECONDS, environment=environment, folder=ROOT)
+    code = run_process_group(command, log=log, timeout_seconds=TIMEOUT_SECONDS, environment=environment, folder=ROOT)
     if code != 0:
         raise RuntimeError(f"{name} ended with {code}:\n{log.read_text(errors='replace')[-6000:]}")
     return left
