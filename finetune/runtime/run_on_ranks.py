@@ -10,12 +10,12 @@ from finetune.runtime.distributed import Group
 T = TypeVar("T")
 
 
-def run_on_all_ranks(act: Callable[[], T], *, group: Group = Group.MAIN) -> list[T]:
-    """Call `act` on every rank and return all ranks' values; when one fails, raise its error on all. Collective.
+def run_on_all_ranks(function: Callable[[], T], *, group: Group = Group.MAIN) -> list[T]:
+    """Call `function` on every rank and return all values; if it fails on one, raise its error on all. Collective.
 
-    `act` must not talk to other ranks: they would wait for a rank that has failed. Nobody leaves before all are done.
+    `function` must not be collective: ranks would wait for one that has failed. No rank returns before all are done.
     """
-    value, failure = _attempt(act)
+    value, failure = _attempt(function)
     outcomes = distributed.gather_objects((value, error_text(failure) if failure is not None else None), group=group)
     for rank, (_, error) in enumerate(outcomes):
         if error is not None:
@@ -24,12 +24,12 @@ def run_on_all_ranks(act: Callable[[], T], *, group: Group = Group.MAIN) -> list
     return [value for value, _ in outcomes]  # type: ignore[misc]  # no failure, so there is a value
 
 
-def run_on_rank_0(act: Callable[[], T], *, group: Group = Group.MAIN) -> T:
-    """Call `act` on rank 0 alone and return its value everywhere; when it fails, raise its error on all. Collective.
+def run_on_rank_0(function: Callable[[], T], *, group: Group = Group.MAIN) -> T:
+    """Call `function` on rank 0 and return its value on all ranks; if it fails, raise its error on all. Collective.
 
-    Nobody leaves before rank 0 is done.
+    No rank returns before rank 0 is done.
     """
-    value, failure = _attempt(act) if distributed.is_main() else (None, None)
+    value, failure = _attempt(function) if distributed.is_main() else (None, None)
     value, error = distributed.broadcast_object(
         (value, error_text(failure) if failure is not None else None), group=group
     )
@@ -39,12 +39,12 @@ def run_on_rank_0(act: Callable[[], T], *, group: Group = Group.MAIN) -> T:
 
 
 def error_text(error: BaseException) -> str:
-    """Return what an error says; its type too where it is none of this package's."""
+    """Return the message of an error, with its type unless it is one of this package's."""
     return str(error) if isinstance(error, FinetuneError | OSError) else f"{type(error).__name__}: {error}"
 
 
 def _attempt(function: Callable[[], T]) -> tuple[T | None, Exception | None]:
     try:
         return function(), None
-    except Exception as error:  # whatever it is, the other ranks must hear of it
+    except Exception as error:  # of any type: the other ranks must learn of it
         return None, error

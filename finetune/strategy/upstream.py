@@ -28,7 +28,7 @@ from torch.distributed.fsdp import FSDPModule
 from transformers.integrations import unset_hf_deepspeed_config
 
 from finetune.errors import StrategyError
-from finetune.runtime.parameters import full_numel
+from finetune.runtime.parameters import NOT_YET_UNFROZEN, full_numel
 from finetune.strategy.gradient_sync import fsdp2_plugin
 
 
@@ -162,10 +162,6 @@ def zero_bucket_sizes(*, num_trained: int, width: int, stage: int) -> Mapping[st
     if stage == 3 and width:
         sizes |= {"stage3_prefetch_bucket_size": int(0.9 * bucket), "stage3_param_persistence_threshold": 10 * width}
     return sizes
-
-
-NOT_YET_UNFROZEN = "waits"
-"""The key of a group that has not begun to learn."""
 
 
 def drop_not_yet_unfrozen_from_zero_norm(model: Any) -> None:

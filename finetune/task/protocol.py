@@ -50,7 +50,7 @@ ModelHead = Literal[
 ]
 """Which head the model gets; the model wing maps it to an Auto class of transformers."""
 
-__all__ = ["Measured", "ModelHead", "Prior", "Prompt", "Row", "Task"]
+__all__ = ["EvaluationOutput", "GenerationPrompt", "ModelHead", "Precomputed", "Row", "Task", "TaskContext"]
 
 
 @dataclass(frozen=True)

@@ -178,7 +178,9 @@ def _describe_rows(sample_ids: tuple[int, ...], place: Callable[[int], str]) -> 
 
 
 def _stop_unless_skipping(parts: Parts, progress: Progress, *, number: int, rows: str) -> None:
-    where = f"the loss or gradient of step {number} is not finite. Training rows concerned: {rows}. {parts.update.nonfinite_effect}"
+    where = (
+        f"the loss or gradient of step {number} is not finite. Training rows: {rows}. {parts.update.nonfinite_effect}"
+    )
     if parts.nonfinite.action == "stop":
         raise NonFiniteError(
             f"{where} Look at these rows, lower train.learning_rate, or set train.nonfinite.action: skip."

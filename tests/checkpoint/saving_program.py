@@ -79,7 +79,7 @@ def while_training_speaks(folder: Path) -> object:
     went_on = keeper.saver.outcome() is None
     sums = [float(distributed.sum_tensor(torch.tensor(1.0))) for _ in range(50)]
     still = keeper.saver.outcome() is None
-    saved = keeper.saver.settle()
+    saved = keeper.saver.finish()
     return [went_on, still, sums == [float(distributed.world())] * 50, saved.stall_seconds < 1.5 < saved.seconds]
 
 
@@ -87,7 +87,7 @@ def tried_again_on_one_rank(folder: Path) -> object:
     faults("save.write step=1 rank=1 do=no_space")
     keeper = checkpointer(folder)
     keeper.saver.begin(1, progress=Progress(1).state_dict())
-    saved = keeper.saver.settle()
+    saved = keeper.saver.finish()
     return [saved.path.name, [note for _, note in keeper.saver.notes()]]
 
 

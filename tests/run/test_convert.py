@@ -2,7 +2,6 @@
 
 import shutil
 import sys
-from pathlib import Path
 
 import pytest
 from torch import equal
@@ -10,10 +9,9 @@ from torch import equal
 from finetune.checkpoint.read.load import open_checkpoint
 from finetune.commands.convert import convert_from, convert_to, require_accelerate_folder
 from finetune.errors import CheckpointError, UserError
-from finetune.runtime.processes import free_port, run_process_group
 from finetune.strategy.protocol import Expected
+from tests import launching
 
-ROOT = Path(__file__).parents[2]
 PROGRAM = "tests.run.convert_program"
 QUICK = ["evaluate=null", "data.validation=null", "train.steps=4", "checkpoint.every_steps=4"]
 KINDS = {"full": QUICK, "lora": [*QUICK, "model.lora={rank: 4, alpha: 8}"]}
@@ -42,8 +40,7 @@ def emptied(run, folder):
 
 
 def started(command, log):
-    code = run_process_group(command, log=log, timeout_seconds=540, environment={"OMP_NUM_THREADS": "1"}, folder=ROOT)
-    return code, log.read_text(errors="replace")
+    return launching.run(command, log=log, timeout_seconds=540), log.read_text(errors="replace")
 
 
 def converted(log, *words):
@@ -70,10 +67,9 @@ def assert_same_state(run, other):
 @pytest.mark.parametrize(("strategy", "processes", "own_file"), LAUNCHES)
 def test_there_and_back_is_the_same_state(runs, tmp_path, strategy, processes, own_file):
     words = [(run, tmp_path / kind, emptied(run, tmp_path / f"{kind}-back")) for kind, run in runs.items()]
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", str(processes)]
-    command += ["--main_process_port", str(free_port())]
-    command += ["--config_file", str(ROOT / "accelerate_configs" / f"{strategy}.yaml"), "-m", PROGRAM]
-    code, output = started([*command, *(str(word) for triple in words for word in triple)], tmp_path / "log")
+    paths = [str(word) for triple in words for word in triple]
+    command = launching.accelerate_command(strategy, "-m", PROGRAM, *paths, processes=processes)
+    code, output = started(command, tmp_path / "log")
     assert code == 0, output
     for run, folder, back in words:
         assert (folder / own_file).is_file()

@@ -161,6 +161,6 @@ def test_every_step_before_a_nan_is_in_the_event_log(launch):
     run = launch(None, name="nan", overrides=["train.learning_rate=1e6", "report.log_every_steps=50", *NO_EVALUATION])
     assert run.code == 1
     assert "is not finite" in run.output
-    assert "Training rows concerned: " in run.output and "train.jsonl, row " in run.output
+    assert "Training rows: " in run.output and "train.jsonl, row " in run.output
     assert "Traceback" not in run.output
     assert len(run.losses()) >= 1

@@ -16,56 +16,56 @@ from finetune.errors import CheckpointError
 
 
 class NamedState:
-    """The state of a model and its torch optimizer, laid out as the placement says."""
+    """The state of a model and its torch optimizer, with the given layout."""
 
     def __init__(
-        self, placement: StateLayout, optimizer: torch.optim.Optimizer, *, device: torch.device, loss_scale: LossScale
+        self, layout: StateLayout, optimizer: torch.optim.Optimizer, *, device: torch.device, loss_scale: LossScale
     ) -> None:
-        self._placement = placement
+        self._layout = layout
         self._optimizer = optimizer
-        self._held = {name: held for name, held in placement.held.items() if held.is_trained}
-        self._sharers: dict[int, list[str]] = {}  # parameters by the owner of their state
-        for name, held in self._held.items():
-            self._sharers.setdefault(id(held.owner), []).append(name)
+        self._shards = {name: shard for name, shard in layout.shards.items() if shard.is_trained}
+        self._names_by_tensor: dict[int, list[str]] = {}  # parameters by the id of the tensor that keys their state
+        for name, shard in self._shards.items():
+            self._names_by_tensor.setdefault(id(shard.tensor), []).append(name)
         self.device = device
         self.loss_scale = loss_scale
-        self.contributes = placement.contributes
+        self.contributes = layout.contributes
 
     def records(self) -> list[TensorRecord]:
         """Return parameters, their optimizer state and buffers, in the model's order."""
         found: list[TensorRecord] = []
-        for name, held in self._held.items():
-            found.append(_record(name, PARAMETER, held.shape, held.owner))
-            for key, tensor in sorted(self._tensors(held).items()):
-                found.append(_record(name, key, _whole_shape(name, key, tensor=tensor, held=held), tensor))
-        found.extend(_record(name, BUFFER, tuple(each.shape), each) for name, each in self._placement.buffers.items())
+        for name, shard in self._shards.items():
+            found.append(_record(name, PARAMETER, shard.shape, shard.tensor))
+            for key, tensor in sorted(self._tensors(shard).items()):
+                found.append(_record(name, key, _full_shape(name, key, tensor=tensor, shard=shard), tensor))
+        found.extend(_record(name, BUFFER, tuple(each.shape), each) for name, each in self._layout.buffers.items())
         return found
 
-    def expected_state(self) -> tuple[str, ...]:
-        """Return the words of what the optimizer will keep for each number of a parameter; none where it keeps less."""
+    def expected_state_keys(self) -> tuple[str, ...]:
+        """Return the keys of the state that the optimizer will keep per element of a parameter; empty if unknown."""
         return expected_state_keys(self._optimizer)
 
-    def is_whole(self, record: TensorRecord) -> bool:
-        """Tell whether every rank holds all of the tensor."""
-        return record.key == BUFFER or self._held[record.name].is_whole
+    def is_replicated(self, record: TensorRecord) -> bool:
+        """Return whether every rank holds all of the tensor."""
+        return record.key == BUFFER or self._shards[record.name].is_replicated
 
     def local_range(self, record: TensorRecord) -> tuple[int, int]:
-        """Return [start, stop)."""
-        if self.is_whole(record):
+        """Return this rank's elements as [start, stop)."""
+        if self.is_replicated(record):
             return 0, record.num_elements
-        held = self._held[record.name]
-        among = max(1, math.prod(held.shape))  # a state may have fewer numbers in each row than the parameter has
-        return held.start * record.num_elements // among, held.stop * record.num_elements // among
+        shard = self._shards[record.name]
+        size = max(1, math.prod(shard.shape))  # a state may have fewer elements per row than the parameter
+        return shard.start * record.num_elements // size, shard.stop * record.num_elements // size
 
     def read(self, record: TensorRecord) -> Tensor:
-        """Return this rank's elements, flat; none where this rank has no such state."""
+        """Return this rank's elements, flat; empty if this rank has no such state."""
         start, stop = self.local_range(record)
         if start == stop:
             return torch.empty(0)
         if record.key == BUFFER:
-            return self._placement.buffers[record.name].detach().reshape(-1)
-        held = self._held[record.name]
-        return held.part(self._tensor(record))
+            return self._layout.buffers[record.name].detach().reshape(-1)
+        shard = self._shards[record.name]
+        return shard.local_view(self._tensor(record))
 
     @torch.no_grad()
     def write(self, record: TensorRecord, values: Tensor) -> None:
@@ -73,40 +73,40 @@ class NamedState:
         if not values.numel():
             return
         if record.key == BUFFER:
-            buffer = self._placement.buffers[record.name]
+            buffer = self._layout.buffers[record.name]
             buffer.copy_(values.view(buffer.shape))
             return
         target = self._tensor(record)
-        if self.is_whole(record):
-            target.copy_(values.view(target.shape))  # also where the tensor's memory is not in order
+        if self.is_replicated(record):
+            target.copy_(values.view(target.shape))  # also if the tensor is not contiguous
         else:
-            self._held[record.name].part(target).copy_(values)
+            self._shards[record.name].local_view(target).copy_(values)
 
     def adopt(self, record: TensorRecord, values: Tensor) -> bool:
-        """Make the values the optimizer's state where they are laid out as what it keeps there."""
-        if record.part != "optimizer" or not self.is_whole(record):
+        """Use the values as the optimizer's state if dtype, device and layout are those of its own."""
+        if record.part != "optimizer" or not self.is_replicated(record):
             return False
         target = self._tensor(record)
-        is_alike = (values.dtype, values.device) == (target.dtype, target.device) and target.is_contiguous()
-        if is_alike and type(target) is Tensor:
-            self._state(self._held[record.name])[record.key] = values.view(target.shape)
+        has_same_layout = (values.dtype, values.device) == (target.dtype, target.device) and target.is_contiguous()
+        if has_same_layout and type(target) is Tensor:
+            self._state(self._shards[record.name])[record.key] = values.view(target.shape)
             return True
         return False
 
     def read_scalars(self) -> Scalars:
-        """Return the numbers among the optimizer's state."""
+        """Return the numbers in the optimizer's state."""
         return {
             name: numbers
-            for name, held in self._held.items()
-            if (numbers := {key: _number(value) for key, value in self._numbers(held).items()})
+            for name, shard in self._shards.items()
+            if (numbers := {key: _number(value) for key, value in self._numbers(shard).items()})
         }
 
     @torch.no_grad()
     def write_scalars(self, scalars: Scalars) -> None:
-        """Write the optimizer's numbers, in the form in which the optimizer keeps them."""
-        self._refuse_parted(scalars)
+        """Write the optimizer's numbers, each with the type that the optimizer uses."""
+        self._refuse_different_counts(scalars)
         for name, numbers in scalars.items():
-            state = self._state(self._held[name])
+            state = self._state(self._shards[name])
             for key, number in numbers.items():
                 if isinstance(state.get(key), Tensor):
                     state[key].fill_(number)
@@ -114,64 +114,68 @@ class NamedState:
                     state[key] = type(state.get(key, number))(number)
 
     @torch.no_grad()
-    def forget(self, names: Iterable[str]) -> None:
-        """Take the state away; where others share it that were updated, set these parameters' part of it to zero."""
-        forgotten = set(names)
-        for sharers in self._sharers.values():
-            held = self._held[sharers[0]]
-            if forgotten.issuperset(sharers):
-                self._optimizer.state.pop(held.owner, None)
+    def discard_state(self, names: Iterable[str]) -> None:
+        """Remove the state; if it is shared with parameters that were updated, set the part of these to zero."""
+        discarded = set(names)
+        for sharing in self._names_by_tensor.values():
+            shard = self._shards[sharing[0]]
+            if discarded.issuperset(sharing):
+                self._optimizer.state.pop(shard.tensor, None)
                 continue
-            for name in forgotten.intersection(sharers):
-                for tensor in self._tensors(held).values():
-                    self._held[name].part(tensor).zero_()
+            for name in discarded.intersection(sharing):
+                for tensor in self._tensors(shard).values():
+                    self._shards[name].local_view(tensor).zero_()
 
     def begin_reading(self) -> None:
-        """Put everything where it can be read."""
-        self._placement.settle()
+        """Make the state readable."""
+        self._layout.reshard()
 
     def begin_writing(self) -> None:
-        """Make optimizer state to be written into."""
-        self._placement.settle()
-        if self._placement.create_optimizer_state is not None:
-            self._placement.create_optimizer_state()
-        elif all(held.is_whole for held in self._held.values()):  # else there may be padding, which nobody writes
+        """Create optimizer state to write into."""
+        self._layout.reshard()
+        if self._layout.create_optimizer_state is not None:
+            self._layout.create_optimizer_state()
+        elif all(
+            shard.is_replicated for shard in self._shards.values()
+        ):  # else there may be padding, which is not loaded
             create_empty_state(self._optimizer)
         else:
             create_state_by_step(self._optimizer)
 
     def finish_writing(self) -> None:
-        """Hand what was written on to the copies that training uses. Collective."""
-        self._placement.publish()
+        """Copy what was written to where training reads it. Collective."""
+        self._layout.update_model_copies()
 
-    def _state(self, held: ShardView) -> dict[str, Any]:
-        state: dict[str, Any] = self._optimizer.state.get(held.owner, {})
+    def _state(self, shard: ShardView) -> dict[str, Any]:
+        state: dict[str, Any] = self._optimizer.state.get(shard.tensor, {})
         return state
 
     def _tensor(self, record: TensorRecord) -> Tensor:
-        held = self._held[record.name]
-        tensor: Tensor = held.owner if record.key == PARAMETER else self._state(held)[record.key]
+        shard = self._shards[record.name]
+        tensor: Tensor = shard.tensor if record.key == PARAMETER else self._state(shard)[record.key]
         return tensor
 
-    def _tensors(self, held: ShardView) -> dict[str, Tensor]:
-        state = self._state(held)
+    def _tensors(self, shard: ShardView) -> dict[str, Tensor]:
+        state = self._state(shard)
         return {
-            key: value for key, value in state.items() if isinstance(value, Tensor) and not _is_number(key, value, held)
+            key: value
+            for key, value in state.items()
+            if isinstance(value, Tensor) and not _is_number(key, value, shard)
         }
 
-    def _numbers(self, held: ShardView) -> dict[str, Any]:
-        state = self._state(held)
-        return {key: value for key, value in state.items() if _is_number(key, value, held)}
+    def _numbers(self, shard: ShardView) -> dict[str, Any]:
+        state = self._state(shard)
+        return {key: value for key, value in state.items() if _is_number(key, value, shard)}
 
-    def _refuse_parted(self, scalars: Mapping[str, Mapping[str, float]]) -> None:
-        """Refuse different numbers for parameters that share one place for them: ZeRO counts for a whole group."""
+    def _refuse_different_counts(self, scalars: Mapping[str, Mapping[str, float]]) -> None:
+        """Refuse different numbers for parameters that share one: ZeRO has a single step count per parameter group."""
         seen: dict[int, tuple[str, Mapping[str, float]]] = {}
         for name, numbers in scalars.items():
-            other, same = seen.setdefault(id(self._held[name].owner), (name, numbers))
-            if same != numbers:
+            other, others = seen.setdefault(id(self._shards[name].tensor), (name, numbers))
+            if others != numbers:
                 raise CheckpointError(
-                    f"{other} and {name} have been updated differently often ({dict(same)} and {dict(numbers)}), and "
-                    "ZeRO keeps one count for both. Resume under ddp or fsdp2."
+                    f"{other} and {name} have different update counts ({dict(others)} and {dict(numbers)}), but ZeRO "
+                    "keeps one count for both. Resume under ddp or fsdp2."
                 )
 
 
@@ -179,29 +183,31 @@ def _record(name: str, key: str, shape: tuple[int, ...], tensor: Tensor) -> Tens
     return TensorRecord(name=name, key=key, shape=shape, dtype=dtype_code(tensor.dtype))
 
 
-def _whole_shape(name: str, key: str, *, tensor: Tensor, held: ShardView) -> tuple[int, ...]:
-    if held.is_whole:
+def _full_shape(name: str, key: str, *, tensor: Tensor, shard: ShardView) -> tuple[int, ...]:
+    if shard.is_replicated:
         return tuple(tensor.shape)
-    if _is_by_rows(tensor, held):
+    if _has_same_rows(tensor, shard):
         return tuple(tensor.shape)
-    if tensor.shape != held.owner.shape:
-        raise CheckpointError(f"{name}: optimizer state `{key}` is not laid out like the parameter and cannot be saved")
-    return held.shape
+    if tensor.shape != shard.tensor.shape:
+        raise CheckpointError(
+            f"{name}: optimizer state `{key}` does not have the layout of the parameter and cannot be saved"
+        )
+    return shard.shape
 
 
-def _is_by_rows(tensor: Tensor, held: ShardView) -> bool:
-    """Tell whether it is split by rows as the parameter is, whatever it has in a row (scales of blocks)."""
+def _has_same_rows(tensor: Tensor, shard: ShardView) -> bool:
+    """Return whether it is sharded by the rows of the parameter, however many elements a row has (scales of blocks)."""
     return (
         isinstance(tensor, DTensor)
-        and isinstance(held.owner, DTensor)
-        and tensor.shape[:1] == held.owner.shape[:1]
-        and tensor.placements == held.owner.placements
+        and isinstance(shard.tensor, DTensor)
+        and tensor.shape[:1] == shard.tensor.shape[:1]
+        and tensor.placements == shard.tensor.placements
     )
 
 
-def _is_number(key: str, value: object, held: ShardView) -> bool:
+def _is_number(key: str, value: object, shard: ShardView) -> bool:
     if isinstance(value, Tensor):
-        return value.dim() == 0 and (key == "step" or held.owner.dim() > 0)
+        return value.dim() == 0 and (key == "step" or shard.tensor.dim() > 0)
     return isinstance(value, int | float)
 
 

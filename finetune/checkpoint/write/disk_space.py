@@ -10,33 +10,33 @@ from finetune.errors import CheckpointError
 from finetune.runtime.resources import format_size
 
 SLACK_BYTES = 16 << 20
-"""What a checkpoint has besides its tensors, with room to spare."""
+"""An upper bound for the files of a checkpoint besides its tensors."""
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def require_disk_space(folder: Path, num_bytes: int) -> None:
-    """Raise CheckpointError where the folder's disk has no room for a checkpoint of this size besides those there."""
+    """Raise CheckpointError if the folder's disk has no space for one more checkpoint of this size."""
     free, needed = shutil.disk_usage(folder).free, num_bytes + SLACK_BYTES
     if free < needed:
         raise CheckpointError(
-            f"{folder}: a checkpoint needs {format_size(needed)}, free are {format_size(free)} (an old one is deleted only "
-            "after the new one has been verified). Make room, lower checkpoint.keep_last, or let run.folder be on "
-            "another disk."
+            f"{folder}: a checkpoint needs {format_size(needed)}, but {format_size(free)} are free (an old one is "
+            "deleted only after the new one was verified). Free disk space, lower checkpoint.keep_last, or set "
+            "run.folder to another disk."
         )
 
 
 @contextmanager
 def explain_disk_errors(folder: Path) -> Iterator[None]:
-    """Turn what the system says of a write that failed into a CheckpointError that says what to do."""
+    """Raise a CheckpointError that says what to do in place of an OSError from writing."""
     try:
         yield
     except OSError as error:
         advice = ""
         if error.errno in _FULL:
             advice = (
-                f" Free are {format_size(_free_bytes(folder))}; the checkpoints before this one are as they were. Make room, "
-                "lower checkpoint.keep_last, or let run.folder be on another disk."
+                f" {format_size(_free_bytes(folder))} are free; earlier checkpoints are intact. Free disk space, lower "
+                "checkpoint.keep_last, or set run.folder to another disk."
             )
         raise CheckpointError(f"cannot write {folder}: {error}.{advice}") from error
 

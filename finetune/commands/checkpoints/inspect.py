@@ -38,7 +38,7 @@ def list_checkpoints(run: Path, *, verifies: bool, as_json: bool) -> None:
     Each is looked at quickly (every file there with its size, those that are no tensors read) or, to verify, all of it.
     """
     place = locate_run(run)
-    found = [_checked(entry, reads=verifies) for entry in read_entries(place.checkpoints)]
+    found = [_checked(entry, read_all=verifies) for entry in read_entries(place.checkpoints)]
     beside = find_leftovers(place.checkpoints)
     if as_json:
         rest = [{"path": str(left.path), "size_bytes": left.size_bytes, "meaning": left.meaning} for left in beside]
@@ -61,7 +61,7 @@ def list_checkpoints(run: Path, *, verifies: bool, as_json: bool) -> None:
 
 def show_checkpoint(run: Path, *, step: int | None, as_json: bool) -> None:
     """Print everything about one checkpoint: the step's, the newest, or the very folder that was named."""
-    found = _checked(read_entry(select_checkpoint(locate_run(run), step=step)), reads=False)
+    found = _checked(read_entry(select_checkpoint(locate_run(run), step=step)), read_all=False)
     if as_json:
         _print_json(_facts(found) | _inside(found.entry))
         return
@@ -87,7 +87,7 @@ def _selected(place: RunLocation, *, step: int | None) -> Sequence[Path]:
 
 
 def _verify(path: Path) -> bool:
-    found = _checked(read_entry(path), reads=True)
+    found = _checked(read_entry(path), read_all=True)
     manifest = found.entry.manifest
     if found.is_good and manifest is not None:
         print(f"{path.name}: good, {len(manifest.files)} files, {format_size(manifest.size_bytes)} read", flush=True)
@@ -101,8 +101,8 @@ def _verify(path: Path) -> bool:
     return False
 
 
-def _checked(entry: CheckpointEntry, *, reads: bool) -> CheckedCheckpoint:
-    return CheckedCheckpoint(entry, *find_problems(entry, reads=reads))
+def _checked(entry: CheckpointEntry, *, read_all: bool) -> CheckedCheckpoint:
+    return CheckedCheckpoint(entry, *find_problems(entry, read_all=read_all))
 
 
 def _facts(found: CheckedCheckpoint) -> dict[str, Any]:

@@ -103,7 +103,7 @@ def decide(entries: Sequence[CheckpointEntry], section: CheckpointSection) -> li
 
     The newest and the best are read and digested: one that turns out bad gives its place to the next.
     """
-    bad = {entry.step for entry in entries if _is_bad(entry, reads=False)}
+    bad = {entry.step for entry in entries if _is_bad(entry, read_all=False)}
     by_step = {entry.step: entry for entry in entries}
     read: set[int] = set()
     while True:
@@ -116,7 +116,7 @@ def decide(entries: Sequence[CheckpointEntry], section: CheckpointSection) -> li
         if not matter:
             break
         read |= matter
-        bad |= {step for step in matter if _is_bad(by_step[step], reads=True)}
+        bad |= {step for step in matter if _is_bad(by_step[step], read_all=True)}
     going = removable_steps(
         good,
         keep_last=section.keep_last,
@@ -145,5 +145,5 @@ def _reasons(step: int, section: CheckpointSection, *, good: Sequence[int], best
         yield f"best {section.keep_best.metric}"
 
 
-def _is_bad(entry: CheckpointEntry, *, reads: bool) -> bool:
-    return bool(find_problems(entry, reads=reads)[0])
+def _is_bad(entry: CheckpointEntry, *, read_all: bool) -> bool:
+    return bool(find_problems(entry, read_all=read_all)[0])

@@ -255,10 +255,14 @@ class DataSection(Section):
         "Processes that tokenize; 0: the main process, `auto`: by the number of cores.", 0
     )
     num_workers: Workers | Auto = key(
-        "Processes per rank that load batches; 0: the training process, `auto`: by the machine.", 0
+        "Processes per rank that load batches; 0 loads in the training process. `auto` starts some where images are "
+        "decoded, and for tokens beside a GPU, as far as there are cores.",
+        "auto",
     )
     pin_memory: bool | Auto = key(
-        "Page-locked host memory, for faster copies to a GPU; `auto`: where there is a GPU. `true` needs one.", False
+        "Page-locked host memory: faster copies to a GPU; `auto` uses it where there is one. `true` without one is "
+        "an error.",
+        "auto",
     )
     persistent_workers: bool | Auto = key("Keep worker processes between passes. Needs `num_workers`.", False)
     prefetch_factor: Prefetch | Auto | None = key("Batches each worker keeps ready. Needs `num_workers`.", None)

@@ -78,7 +78,7 @@ def make_training_data(config: RunConfig, log: RunLog, *, on_progress: OnSourceP
         "identity": input_identity(processing, task),
         "unknown_ids": unknown_ids(processing.tokenizer) if processing.tokenizer is not None else frozenset(),
         "length": task.lengths,
-        "say": log,
+        "log": log,
     }
     prepare: Callable[[Source], PreparedSet] = partial(prepare_set, **how, on_progress=on_progress)
     stream: Callable[..., tuple[DatasetView, Streamed]] = partial(stream_view, **how)

@@ -76,7 +76,7 @@ def resume_run(
     facts = run_facts(config, training_data, model=prepared.unwrapped_model, strategy=strategy, log=log)
     access = build_access(prepared.accelerator, prepared.model, prepared.optimizer)
     checkpointer = Checkpointer(
-        _folder(config), section=config.checkpoint, access=access, run=facts, log=log, ahead=checksums
+        _folder(config), section=config.checkpoint, access=access, run=facts, log=log, checksums=checksums
     )
     found = checkpointer.find()
     if found is None:

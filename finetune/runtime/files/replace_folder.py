@@ -10,7 +10,7 @@ from finetune.runtime.files.atomic import REPLACED_SUFFIX, STALE_SECONDS_SHARED,
 
 @contextmanager
 def replace_folder(folder: Path) -> Iterator[Path]:
-    """Yield a hidden folder that takes the place of `folder` at the end; an error leaves the older one as it was."""
+    """Yield a hidden folder that replaces `folder` at the end; after an error the old one is unchanged."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     remove_stale(folder.parent, seconds=STALE_SECONDS_SHARED)
     staging = temporary_path(folder)

@@ -22,22 +22,20 @@ def optimizer(flat):
 
 @pytest.fixture
 def state(flat, optimizer):
-    def held(offset, shape):
+    def shard(offset, shape):
         count = shape[0] * shape[1]
         return ShardView(
-            owner=flat,
-            part=lambda tensor: tensor.detach().narrow(0, offset, count),
+            tensor=flat,
+            local_view=lambda tensor: tensor.detach().narrow(0, offset, count),
             shape=shape,
             start=0,
             stop=count,
             is_trained=True,
-            is_whole=False,
+            is_replicated=False,
         )
 
-    placement = StateLayout(held={"a": held(0, (2, 2)), "b": held(4, (1, 2))})
-    return NamedState(
-        placement, optimizer, device=torch.device("cpu"), loss_scale=LossScale(scaler=None, deepspeed=None)
-    )
+    layout = StateLayout(shards={"a": shard(0, (2, 2)), "b": shard(4, (1, 2))})
+    return NamedState(layout, optimizer, device=torch.device("cpu"), loss_scale=LossScale(scaler=None, deepspeed=None))
 
 
 def test_each_parameter_has_its_own_shape_and_its_part_of_the_state(flat, optimizer, state):
@@ -59,9 +57,9 @@ def test_each_parameter_has_its_own_shape_and_its_part_of_the_state(flat, optimi
 def test_a_parameter_that_was_never_updated_has_zeros_beside_one_that_was(optimizer, flat, state):
     flat.grad = torch.ones(6)
     optimizer.step()
-    state.forget({"b"})
+    state.discard_state({"b"})
     assert optimizer.state[flat]["exp_avg"].tolist() == pytest.approx([0.1] * 4 + [0.0] * 2)
-    state.forget({"a", "b"})
+    state.discard_state({"a", "b"})
     assert not optimizer.state
 
 

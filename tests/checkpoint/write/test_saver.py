@@ -41,7 +41,7 @@ def test_training_goes_on_while_the_checkpoint_holds_what_was_there_when_it_was_
         assert run.checkpointer.saver.outcome() is None
         run.train(range(2, 4), save=False)
         may_write.set()
-        saved = run.checkpointer.saver.settle()
+        saved = run.checkpointer.saver.finish()
     assert saved.stall_seconds <= saved.seconds
     assert read_manifest(folder / "step-000002").state_sha256 == digest_of(straight, 2)
 
@@ -67,9 +67,9 @@ def test_the_state_of_a_resumed_run_has_the_digest_of_one_that_never_stopped(tmp
 def test_memory_for_the_copy_is_taken_once(folder):
     run = Run(folder)
     run.checkpointer.rehearse(num_saves=5)
-    places = {name: shelf.data_ptr() for name, shelf in run.checkpointer.saver.contents._shelves.items()}
+    places = {name: shelf.data_ptr() for name, shelf in run.checkpointer.saver.contents._buffers.items()}
     run.train(range(3))
-    after = {name: shelf.data_ptr() for name, shelf in run.checkpointer.saver.contents._shelves.items()}
+    after = {name: shelf.data_ptr() for name, shelf in run.checkpointer.saver.contents._buffers.items()}
     assert len(places) == 6 * 3 + 3  # as many as there are once the optimizer has made its state
     assert after == places
 

@@ -8,8 +8,8 @@ import pytest
 from finetune.commands.checkpoints.prune import parse_keep_best, prune
 from finetune.errors import CheckpointError, UserError
 
-HOLD = "import sys; from pathlib import Path; from finetune.runtime.supervision.writer_lock import claimed\n"
-HOLD += "with claimed(Path(sys.argv[1]), log=print): print('held', flush=True); sys.stdin.read()"
+HOLD = "import sys; from pathlib import Path; from finetune.runtime.supervision.writer_lock import lock_run_folder\n"
+HOLD += "with lock_run_folder(Path(sys.argv[1]), log=print): print('held', flush=True); sys.stdin.read()"
 
 
 def steps(run):

@@ -65,8 +65,8 @@ def test_a_folder_that_cannot_be_written_is_told(tmp_path, monkeypatch):
 HOLDER = """
 import os, sys
 from pathlib import Path
-from finetune.runtime.supervision.writer_lock import claimed
-with claimed(Path(sys.argv[1]), log=print):
+from finetune.runtime.supervision.writer_lock import lock_run_folder
+with lock_run_folder(Path(sys.argv[1]), log=print):
     child = os.fork()  # as a data loader's process: it outlives its parent and must not keep the folder
     if child == 0:
         os.close(1)
