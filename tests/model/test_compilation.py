@@ -166,7 +166,7 @@ def test_without_a_compiler_nothing_is_compiled_and_that_is_told(model, monkeypa
     monkeypatch.setattr(compilation, "why_not_compilable", lambda: "there is no compiler")
     quick, said = model(), []
     compile_model(quick, "regional", log=said.append)
-    assert said == ["warning: model.compile: regional was asked for, and nothing is compiled: there is no compiler."]
+    assert said == ["warning: model.compile: regional was requested, but nothing is compiled: there is no compiler."]
     assert all("forward" not in vars(module) for module in quick.modules())
 
 
