@@ -136,6 +136,7 @@ def outcome_of(folder, everything):
     return "aside"
 
 
+@pytest.mark.full
 def test_a_damaged_file_is_never_used_never_a_traceback_and_never_waited_for(good, tmp_path):
     folder, everything = good
     outcomes = Counter()
@@ -151,6 +152,7 @@ def test_a_damaged_file_is_never_used_never_a_traceback_and_never_waited_for(goo
     assert outcomes["aside"] > 0.9 * NUM_CASES
 
 
+@pytest.mark.full
 def test_what_a_stranger_wrote_with_the_right_digests_is_used_as_it_should_be_or_not_at_all(good, tmp_path):
     folder, _ = good
     outcomes = Counter()

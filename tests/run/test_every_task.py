@@ -16,7 +16,7 @@ sys.path.append(str(ROOT / "benchmarks"))  # for the cases, which the table ther
 from task_cases import CASES  # noqa: E402
 from task_runs import launch, prepare  # noqa: E402
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.distributed, pytest.mark.full, pytest.mark.timeout(1800)]
 
 VARIANT = {"ddp": "full", "fsdp2": "lora", "zero2": "lora", "zero3": "full"}
 

@@ -188,6 +188,7 @@ def test_the_answers_and_what_ends_them_are_learnt_and_nothing_else(name):
         assert ids == whole or ids[:-1] == whole[: len(ids) - 1]  # ended with end-of-sequence
 
 
+@pytest.mark.full
 def test_remembered_tails_and_whole_beginnings_give_the_same(monkeypatch):
     def encoded(is_fast):
         monkeypatch.setattr(TextTokenizer, "cuts_at_seams", is_fast)
