@@ -19,16 +19,16 @@ from finetune.errors import ModelError
 from finetune.runtime import distributed
 
 SUPPORTED_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-"""Modules that do nothing but normalise; what others do besides is not known."""
+"""Modules that only normalise; subclasses may do more."""
 
 _BatchNorm = nn.modules.batchnorm._BatchNorm
 
 
 def set_batch_norm(model: nn.Module, mode: Literal["frozen"] | int | None, *, is_new: bool) -> None:
-    """Have the model's batch norms work as `how` says: frozen, or by groups of so many samples.
+    """Freeze the model's batch norms, or have them normalise over groups of `mode` samples.
 
-    Unset, those of pre-trained weights are frozen; a new model (`is_new`) has no statistics to keep. Raises ModelError
-    where the key is missing or means nothing.
+    By default those of pre-trained weights are frozen; a new model (`is_new`) has no statistics to keep. Raises
+    ModelError where the key is missing or has no effect.
     """
     found: list[tuple[str, Any]] = [
         (name, module) for name, module in model.named_modules() if isinstance(module, _BatchNorm)
@@ -39,16 +39,15 @@ def set_batch_norm(model: nn.Module, mode: Literal["frozen"] | int | None, *, is
         return
     if mode is None and is_new:
         raise ModelError(
-            "model.batch_norm: the model has batch norms, and a new one has no statistics to keep. Write over how many "
-            "samples they normalise: a number that divides `train.microbatch_size`, such as 16."
+            "model.batch_norm: a new model has no statistics for its batch norms. Write the number of samples "
+            "over which "
+            "they normalise: a divisor of `train.microbatch_size`, such as 16."
         )
     for name, module in found:
         if mode is None or mode == "frozen":
             module.__class__ = _subclass(FrozenBatchNorm, module.__class__)
         elif type(module) not in SUPPORTED_NORMS or module.running_mean is None:
-            raise ModelError(
-                f"model.batch_norm: {name} is a {type(module).__name__}, of which only `frozen` is known to be right."
-            )
+            raise ModelError(f"model.batch_norm: {name} is a {type(module).__name__}, which supports only `frozen`.")
         else:
             module.__class__ = _subclass(GhostBatchNorm, module.__class__)
             vars(module)["groups"] = _GroupStatistics(mode)
@@ -56,34 +55,34 @@ def set_batch_norm(model: nn.Module, mode: Literal["frozen"] | int | None, *, is
 
 
 class FrozenBatchNorm(_BatchNorm):
-    """A batch norm that always normalises by its running statistics, and never changes them."""
+    """A batch norm that always uses its running statistics and never updates them."""
 
     def train(self, mode: bool = True) -> Any:
-        """Stay in evaluation."""
+        """Stay in evaluation mode."""
         return super().train(False)
 
 
 @dataclass
 class _GroupStatistics:
-    """What a norm has seen since its running statistics were last written."""
+    """Statistics of a norm since its running statistics were last written."""
 
-    size: int  # samples of a group
-    sums: Tensor | None = None  # [2, channels]: means and variances of this step's groups so far
-    count: int = 0  # groups of this step so far
-    running: Tensor | None = None  # [2, channels]: of this rank, of the steps behind
+    size: int  # samples per group
+    sums: Tensor | None = None  # [2, channels]: means and variances, summed over this step's groups
+    count: int = 0  # number of groups in this step
+    running: Tensor | None = None  # [2, channels]: of this rank, over past steps
 
 
 class GhostBatchNorm(_BatchNorm):
-    """A batch norm over groups of consecutive samples while it learns.
+    """A batch norm over groups of consecutive samples in training.
 
-    Its running statistics move once a step, by the mean over all of the step's groups; they are written when
-    `sync_batch_norm` is called, until then each rank has its own share apart from the buffers.
+    Its running statistics are updated once per step, by the mean over all of the step's groups. They are written to the
+    buffers by `sync_batch_norm`; until then each rank keeps its own.
     """
 
     groups: _GroupStatistics
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return the normalised input, [samples, channels, ...]; a batch of no whole groups by running statistics."""
+        """Return the normalised input, [samples, channels, ...]; an incomplete group uses the running statistics."""
         num_samples, size = input.shape[0], self.groups.size
         if not self.training or num_samples % size:
             return functional.batch_norm(
@@ -101,9 +100,9 @@ class GhostBatchNorm(_BatchNorm):
 
 
 def update_running_statistics(model: nn.Module) -> None:
-    """Move each norm's running statistics of this rank by what the step's groups have shown, if any.
+    """Update each norm's running statistics on this rank by those of the step's groups, if there are any.
 
-    What is not finite moves nothing: the step is left out, too.
+    Non-finite statistics are ignored: such a step is skipped, too.
     """
     for norm in _ghost_norms(model):
         state = norm.groups
@@ -119,10 +118,9 @@ def update_running_statistics(model: nn.Module) -> None:
 
 
 def sync_batch_norm(model: nn.Module) -> None:
-    """Write the running statistics, the mean of all ranks', into the buffers of each. Collective.
+    """Write the running statistics, averaged over ranks, to the buffers of each. Collective.
 
-    A running mean is linear in what it has seen, and all ranks see equally many groups: so this is what one process
-    would have.
+    A running mean is linear in its inputs, and all ranks have the same number of groups: so this equals one process.
     """
     update_running_statistics(model)
     moved = [(norm, norm.groups.running) for norm in _ghost_norms(model) if norm.groups.running is not None]
@@ -144,7 +142,7 @@ def _ghost_norms(model: nn.Module) -> Iterator[GhostBatchNorm]:
 
 
 def _running_statistics(norm: GhostBatchNorm) -> Tensor:
-    """Return running mean and variance, [2, channels], as they are written."""
+    """Return running mean and variance, [2, channels], as in the buffers."""
     assert norm.running_mean is not None
     assert norm.running_var is not None
     return torch.stack([norm.running_mean, norm.running_var])

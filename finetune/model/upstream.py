@@ -21,13 +21,13 @@ from finetune.model.loading.model_files import PICKLE_ADVICE, REMOTE_CODE_ADVICE
 
 
 def allow_missing_embeddings(model: PreTrainedModel) -> None:
-    """Have a model without embeddings say so: transformers raises, and Accelerate's FSDP2 (1.15) asks any model."""
+    """Make a model without embeddings return None: transformers raises, and Accelerate's FSDP2 (1.15) always asks."""
     if input_embeddings(model) is None:
         model.get_input_embeddings = _no_embeddings
 
 
 def input_embeddings(model: PreTrainedModel) -> nn.Module | None:
-    """Return what embeds the model's inputs; None where transformers knows of no such module, as in a ResNet."""
+    """Return the input embeddings; None where transformers knows of none, as in a ResNet."""
     try:
         found: nn.Module | None = model.get_input_embeddings()
     except NotImplementedError:
@@ -36,7 +36,7 @@ def input_embeddings(model: PreTrainedModel) -> nn.Module | None:
 
 
 def output_embeddings(model: PreTrainedModel) -> Any:
-    """Return what makes logits over a vocabulary; None where nothing does, or nobody knows."""
+    """Return the output embeddings; None where transformers knows of none."""
     try:
         return model.get_output_embeddings()
     except NotImplementedError:

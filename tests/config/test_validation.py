@@ -7,7 +7,7 @@ WRONG = [
     ("train.steps=1e3", "`1000.0` is a number. Write it as `1000`. Write a whole number of at least 1, or `null`."),
     ("train.steps=-1", "`-1` is not allowed. Write a whole number of at least 1, or `null`."),
     ("train.steps=true", "`true` is a truth value. Write a whole number of at least 1, or `null`."),
-    ("data.shuffle=yes", '`"yes"` is text. YAML 1.2 reads it so. Write `true` or `false`.'),
+    ("data.shuffle=yes", '`"yes"` is text. In YAML 1.2 this is text. Write `true` or `false`.'),
     ("task.name=pretraining", "Did you mean `pretrain`? Write `sft`, `pretrain`"),
     ("run.strategy=fsdp", "Did you mean `fsdp2`? Write `single`, `ddp`, `fsdp1`, `fsdp2`"),
     ("model.dtype=BFLOAT16", "Did you mean `bfloat16`?"),
@@ -22,7 +22,7 @@ WRONG = [
     ("checkpoint.keep_last=1", "Write a whole number of at least 2."),
     ("checkpoint.resume=3", "Write `auto` or `never` or a path."),
     ("export.max_shard_size=5 GB", "Write text such as `5GB`."),
-    ("data.max_length=null", "it is missing. Longest sample in tokens"),
+    ("data.max_length=null", "the maximum length of a sample in tokens"),
     ("data.train.columns={prompt: 3}", "Put it in quotes: `'3'`. Write text."),
     ("evaluate=true", "`true` is a truth value. Its keys are `every_steps`"),
 ]

@@ -26,7 +26,7 @@ def folder(tmp_path):
 
 
 def digest(folder, *, log=lambda _: None, model=None, **section):
-    return base_digest(ModelSection(name=str(folder), **{"lora": LoraSection(), **section}), model=model, log=say)
+    return base_digest(ModelSection(name=str(folder), **{"lora": LoraSection(), **section}), model=model, log=log)
 
 
 def test_it_is_what_sha256sum_would_print_of_what_sha256sum_prints(folder):

@@ -38,7 +38,7 @@ def initialize_weights(
 
 @contextmanager
 def skip_weight_init() -> Iterator[None]:
-    """Build models without drawing the values that `initialize_weights` draws anyway: three quarters of the time it takes.
+    """Build models without initial values, which `initialize_weights` draws anyway: saves three quarters of the time.
 
     Tables and matrices are marked instead, so that one for which the model has no rule is drawn as torch would.
     """

@@ -63,7 +63,7 @@ def load_trained_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
 
 
 def load_weights(head: Any, place: str, *, config: PreTrainedConfig, trust_remote_code: bool, **how: Any) -> Any:
-    """Return the model of that head with its weights; raises as `load_auto_class`, and for pickles that are not trusted.
+    """Return the model of that head with its weights; raises as `load_auto_class`, and for untrusted pickles.
 
     Trusted pickles are read by torch's unpickler of tensors alone (`weights_only`), and only where no safetensors are.
     """
@@ -184,14 +184,18 @@ def base_mismatch_warning(folder: str, *, name: str | None) -> str | None:
         raise ModelError(
             f"{ADAPTER_KEY}: {folder} was trained on `{base}`, and model.name is `{name}`. Name the same base."
         )
-    return f"warning: {ADAPTER_KEY}: {folder} was trained on `{base}`, and model.name is `{name}`. Are they the same weights?"
+    return (
+        f"warning: {ADAPTER_KEY}: {folder} was trained on `{base}`, and model.name is `{name}`. Are they the "
+        "same weights?"
+    )
 
 
 def read_saved_adapter_config(folder: Path) -> dict[str, Any]:
     """Return what the folder's adapter_config.json says; raises ModelError where there is none, or a bad one."""
     if not (folder / CONFIG_FILE).is_file():
         raise ModelError(
-            f"{ADAPTER_KEY}: {folder} holds no adapter: {CONFIG_FILE} cannot be read. Name a folder that was exported by a "
+            f"{ADAPTER_KEY}: {folder} holds no adapter: {CONFIG_FILE} cannot be read. Name a folder that was "
+            "exported by a "
             "run with adapters, such as `runs/NAME/final`."
         )
     return read_adapter_config(folder)

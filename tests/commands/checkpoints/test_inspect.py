@@ -126,7 +126,7 @@ def test_what_lies_beside_is_named_with_what_it_is(run, write, listed, capsys):
 def test_a_run_without_checkpoints_is_an_empty_list(run, listed, capsys):
     assert listed()["checkpoints"] == []
     list_checkpoints(run, verifies=False, as_json=False)
-    assert "there is no checkpoint in it" in capsys.readouterr().out
+    assert "the checkpoint in it" in capsys.readouterr().out
 
 
 def test_show_tells_digests_origin_and_tensors_by_kind(run, write, capsys):

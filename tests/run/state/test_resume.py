@@ -75,7 +75,7 @@ def test_an_adapter_goes_on_only_on_the_weights_that_it_was_trained_on(launch, b
     refused = start(base, "train.learning_rate=2e-2")
     assert refused.code == 2
     assert "train.learning_rate: 0.01 there, 0.02 here" in refused.output
-    assert "base weights cannot be changed: what was learnt so far was learnt on top of the others." in refused.output
+    assert "base weights cannot be changed: the training so far was on top of the others." in refused.output
 
     weights.write_bytes(whole)
     moved = base.rename(tmp_path / "moved")
