@@ -4,7 +4,6 @@ A spec is a list of runs. Each says strategy, variant, the checkpoints' folder, 
 train before and after the save (or the checkpoint to continue from). Runs share processes, as starting them costs most.
 """
 
-import gc
 import hashlib
 import json
 import os
@@ -15,7 +14,6 @@ from unittest.mock import patch
 
 import torch
 from accelerate import Accelerator, ParallelismConfig
-from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DeepSpeedPlugin, FullyShardedDataParallelPlugin
 from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -38,6 +36,7 @@ from finetune.strategy.upstream import drop_not_yet_unfrozen_from_zero_norm, glo
 from finetune.train.evaluate import AveragedWeights
 from finetune.train.optim.optimizers import begin_step, build_optimizer
 from finetune.train.optim.parameter_groups import list_parameters
+from tests.run.trained import forget
 
 ROWS, LENGTH, VOCABULARY = 8, 12, 67  # 67: rows that no number of ranks divides
 LOW_BIT = {
@@ -70,7 +69,7 @@ def run(spec: dict) -> None:
         model.destroy()
     del model, optimizer
     accelerator.free_memory()
-    forget_accelerator()
+    forget()
 
 
 def train(accelerator, model, optimizer, spec: dict) -> dict:
@@ -235,13 +234,6 @@ def digest(weights: dict[str, torch.Tensor]) -> str:
     for name, weight in weights.items():
         total.update(name.encode() + weight.float().numpy().tobytes())
     return total.hexdigest()
-
-
-def forget_accelerator() -> None:
-    GradientState._reset_state()
-    AcceleratorState._reset_state(reset_partial_state=False)
-    PartialState._reset_state()
-    gc.collect()
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Tiny runs in the test's own process, each trained once per session."""
 
 import functools
+import gc
 from pathlib import Path
 from unittest.mock import patch
 
@@ -19,7 +20,7 @@ OVERRIDES = {
 
 
 def stay(code, **_):
-    """Take the place of `ranks.leave`: what it would do afterwards is done, and the process goes on."""
+    """Take the place of `distributed.shut_down`: what it would do afterwards is done, and the process goes on."""
     return code
 
 
@@ -28,6 +29,7 @@ def forget():
     GradientState._reset_state()
     AcceleratorState._reset_state(reset_partial_state=False)
     PartialState._reset_state()
+    gc.collect()
 
 
 @functools.cache

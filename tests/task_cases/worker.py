@@ -5,7 +5,6 @@ share them. Each leaves its run folder; one that fails leaves `error.txt` there 
 error of ours on one rank alone, which ends the launch as it would end a run.
 """
 
-import gc
 import json
 import sys
 import traceback
@@ -13,12 +12,12 @@ from pathlib import Path
 from unittest.mock import patch
 
 import torch
-from accelerate.state import AcceleratorState, GradientState, PartialState
 
 from finetune.config.load import load_config
 from finetune.errors import FinetuneError
 from finetune.run.train import train_from_config
 from finetune.runtime import distributed
+from tests.run.trained import forget
 
 
 def main(spec: str) -> None:
@@ -35,18 +34,10 @@ def main(spec: str) -> None:
 
 
 def stay(code: int, **_: object) -> int:
-    """Take the place of `ranks.leave`: the others are waited for, and the group goes on."""
+    """Take the place of `distributed.shut_down`: the others are waited for, and the group goes on."""
     if distributed.is_distributed():
         torch.distributed.barrier()
     return code
-
-
-def forget() -> None:
-    """Forget the Accelerator, so that the next job builds its own on the same process group."""
-    GradientState._reset_state()
-    AcceleratorState._reset_state(reset_partial_state=False)
-    PartialState._reset_state()
-    gc.collect()
 
 
 if __name__ == "__main__":
