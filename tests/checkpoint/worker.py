@@ -4,6 +4,7 @@ A spec is a list of runs. Each says strategy, variant, the checkpoints' folder, 
 train before and after the save (or the checkpoint to continue from). Runs share processes, as starting them costs most.
 """
 
+import gc
 import hashlib
 import json
 import os
@@ -70,6 +71,7 @@ def run(spec: dict) -> None:
     del model, optimizer
     accelerator.free_memory()
     forget()
+    gc.collect()
 
 
 def train(accelerator, model, optimizer, spec: dict) -> dict:

@@ -1,5 +1,6 @@
 """Converts checkpoints to Accelerate's folder and back, several in one launch: RUN FOLDER BACK, as often as given."""
 
+import gc
 import sys
 from pathlib import Path
 
@@ -17,8 +18,10 @@ def main(words: list[str]) -> None:
     for run, folder, back in zip(paths[::3], paths[1::3], paths[2::3], strict=True):
         convert_to(run, folder, step=None)
         forget()
+        gc.collect()
         convert_from(back, folder, step=4, trust_remote_code=True)
         forget()
+        gc.collect()
     distributed.shut_down(0)
 
 

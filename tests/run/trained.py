@@ -1,7 +1,6 @@
 """Tiny runs in the test's own process, each trained once per session."""
 
 import functools
-import gc
 from pathlib import Path
 from unittest.mock import patch
 
@@ -29,7 +28,6 @@ def forget():
     GradientState._reset_state()
     AcceleratorState._reset_state(reset_partial_state=False)
     PartialState._reset_state()
-    gc.collect()
 
 
 @functools.cache

@@ -5,6 +5,7 @@ share them. Each leaves its run folder; one that fails leaves `error.txt` there 
 error of ours on one rank alone, which ends the launch as it would end a run.
 """
 
+import gc
 import json
 import sys
 import traceback
@@ -30,6 +31,7 @@ def main(spec: str) -> None:
             Path(loaded.config.run.folder).mkdir(parents=True, exist_ok=True)
             (Path(loaded.config.run.folder) / "error.txt").write_text(f"{error}\n{traceback.format_exc()}")
         forget()
+        gc.collect()
     distributed.shut_down(0)
 
 
