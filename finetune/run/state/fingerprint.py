@@ -11,7 +11,7 @@ from finetune.run.build.data import TrainingData, input_identity
 from finetune.run.build.teacher import teacher_identity
 from finetune.run.context import RunContext
 from finetune.runtime import distributed
-from finetune.runtime.run_on_ranks import run_on_rank_0
+from finetune.runtime.distributed import run_on_rank_0
 
 
 def make_fingerprint(context: RunContext, training_data: TrainingData, *, model: Any) -> RunFingerprint:

@@ -3,13 +3,9 @@
 The same command on a finished run is a success that does nothing.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-
-from accelerate import Accelerator
-from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from finetune.checkpoint.checkpointer import Checkpointer
 from finetune.checkpoint.format.manifest import RunFingerprint
@@ -21,22 +17,9 @@ from finetune.run.context import RunContext
 from finetune.run.samples import require_same_samples
 from finetune.run.state.fingerprint import fingerprint_with, make_fingerprint
 from finetune.run.state.finished import BEST_METRIC_KEYS, FinishedRun, format_finished, read_finished_run
+from finetune.runtime.distributed import run_on_rank_0
 from finetune.runtime.progress import Progress
-from finetune.runtime.run_on_ranks import run_on_rank_0
-
-
-def warm_up_ddp_buckets(accelerator: Accelerator, model: nn.Module, *, loss: Callable[[], Tensor]) -> None:
-    """Have DDP regroup now, by two backward passes whose gradients are thrown away; any other model is left alone.
-
-    Call it before the state is loaded, which brings back what a forward pass changes (the statistics of norms), and
-    only where at least one step has been taken: the first step of all has the first buckets. Collective.
-    """
-    if not isinstance(model, DistributedDataParallel):
-        return
-    for _ in range(2):  # the second forward pass regroups
-        accelerator.backward(loss())
-    for parameter in model.parameters():
-        parameter.grad = None
+from finetune.strategy.upstream import warm_up_ddp_buckets
 
 
 @dataclass(frozen=True)
@@ -75,7 +58,12 @@ def restore(context: RunContext, built: BuiltRun, checksums: ChecksumPrefetch | 
     fingerprint = make_fingerprint(context, training_data, model=prepared.unwrapped_model)
     access = build_access(prepared.accelerator, prepared.model, prepared.optimizer)
     checkpointer = Checkpointer(
-        context.paths.checkpoints, section=config.checkpoint, access=access, run=fingerprint, log=log, ahead=checksums
+        context.paths.checkpoints,
+        section=config.checkpoint,
+        access=access,
+        run=fingerprint,
+        log=log,
+        checksums=checksums,
     )
     found = checkpointer.find()
     if found is None:
@@ -130,10 +118,11 @@ def format_strategy_change(saved: RunFingerprint, *, current: RunFingerprint) ->
     masks = ""
     if there["processes"] != current.origin["processes"]:
         masks = f"dropout masks are those of {_processes(current)}, and "
+    here = current.origin["strategy"]
     yield (
-        f"the checkpoint was written under {there['strategy']} on {_processes(saved)}, and this run is "
-        f"under {current.origin['strategy']} on {_processes(current)}: {masks}sums are rounded in another order, so losses "
-        "are equal within rounding, not bitwise"
+        f"the checkpoint was written under {there['strategy']} on {_processes(saved)}, and this run is under {here} on "
+        f"{_processes(current)}: {masks}sums are rounded in another order, so losses are equal within rounding, not "
+        "bitwise"
     )
 
 

@@ -30,10 +30,15 @@ from finetune.run.state.preflight import prefetch_checksums
 from finetune.runtime import distributed
 from finetune.runtime.environment import environment_facts
 from finetune.runtime.files import atomic, digests
-from finetune.runtime.files.atomic import STALE_SECONDS_LOCKED, STALE_SECONDS_SHARED, remove_stale, temporary_path
+from finetune.runtime.files.atomic import (
+    STALE_SECONDS_LOCKED,
+    STALE_SECONDS_SHARED,
+    remove_stale,
+    replace_folder,
+    temporary_path,
+)
 from finetune.runtime.files.digests import DIGESTS_FILE, find_folder_damage, write_folder_digests
 from finetune.runtime.files.read import parse_as, read_regular
-from finetune.runtime.files.replace_folder import replace_folder
 from finetune.runtime.text.redact import redacted_yaml
 from finetune.runtime.text.terminal import format_json
 from finetune.task.lm_loss.target_loss import resolve_kernel
@@ -141,9 +146,9 @@ SECRETS_REMOVED = "# As written, except for values that look like secrets: they 
 def open_run_folder(context: RunContext, built: BuiltRun) -> Reporter:
     """Write config, environment, inputs and audit of the run to its folder, and return its reporter."""
     loaded, log, folder, training_data = context.loaded, context.log, context.paths.folder, built.training_data
-    room = machine_resources()
-    loading = loader_settings(loaded.config.data, resources=room, cost=training_data.task.loading_cost)
-    if sentence := format_loader_settings(loaded.config.data, loading, room=room):
+    resources = machine_resources()
+    loading = loader_settings(loaded.config.data, resources=resources, cost=training_data.task.loading_cost)
+    if sentence := format_loader_settings(loaded.config.data, loading, resources=resources):
         log(sentence)
     if distributed.is_main():
         atomic.write_text(folder / "config.yaml", config_copy(loaded.text))
