@@ -20,9 +20,9 @@ from finetune.checkpoint.write.snapshot import SnapshotSource, StreamingSource
 from finetune.config.sections.checkpoint import CheckpointSection
 from finetune.errors import CheckpointError
 from finetune.runtime import distributed
+from finetune.runtime.distributed import run_on_all_ranks, run_on_rank_0
 from finetune.runtime.files import atomic
 from finetune.runtime.resources import available_bytes, format_size
-from finetune.runtime.run_on_ranks import run_on_all_ranks, run_on_rank_0
 
 _VISIBILITY_CHECKS = 10
 """One second apart: a network file system may show the files of other machines with a delay."""

@@ -31,9 +31,8 @@ from finetune.checkpoint.write.disk_space import explain_disk_errors, require_di
 from finetune.checkpoint.write.snapshot import Contents, StreamingSource
 from finetune.errors import CheckpointError, NonFiniteError
 from finetune.runtime import distributed
-from finetune.runtime.distributed import Group
+from finetune.runtime.distributed import Group, run_on_all_ranks, run_on_rank_0
 from finetune.runtime.files import atomic
-from finetune.runtime.run_on_ranks import run_on_all_ranks, run_on_rank_0
 from finetune.runtime.supervision.heartbeat import fault_point
 
 _BLOCK_ELEMENTS = 1 << 20

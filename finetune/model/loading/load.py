@@ -32,8 +32,8 @@ from finetune.model.loading.initialize import initialize_weights, skip_weight_in
 from finetune.model.loading.pretrained import build_from_config, load_weights
 from finetune.model.quantize import disable_cpu_repacking, quantization_config
 from finetune.model.upstream import allow_missing_embeddings, keep_own_no_split_modules, unify_tied_embeddings
-from finetune.runtime.hub import without_hub_retries
 from finetune.runtime.parameters import InitContext
+from finetune.runtime.upstream import without_hub_retries
 
 
 def materialize(model: PreTrainedModel) -> None:

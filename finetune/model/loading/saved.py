@@ -25,7 +25,8 @@ from finetune.model.loading.pretrained import (
     load_weights,
     read_adapter_config,
 )
-from finetune.runtime.hub import is_offline, without_hub_retries
+from finetune.runtime.hub import is_offline
+from finetune.runtime.upstream import without_hub_retries
 
 BASE_FOLDER = "base"
 CONFIG_FOLDER = "config"

@@ -19,8 +19,8 @@ from finetune.run.build.prepared_model import PreparedModel
 from finetune.run.samples import require_same_samples
 from finetune.run.state.fingerprint import facts_with, run_facts
 from finetune.run.state.finished import BEST_METRIC_KEYS, FinishedRun, format_finished, read_finished_run
+from finetune.runtime.distributed import run_on_rank_0
 from finetune.runtime.progress import Progress
-from finetune.runtime.run_on_ranks import run_on_rank_0
 from finetune.strategy.upstream import warm_up_ddp_buckets
 
 

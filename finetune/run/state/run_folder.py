@@ -29,10 +29,15 @@ from finetune.run.state.finished import read_record
 from finetune.runtime import distributed
 from finetune.runtime.environment import environment_facts
 from finetune.runtime.files import atomic, digests
-from finetune.runtime.files.atomic import STALE_SECONDS_LOCKED, STALE_SECONDS_SHARED, remove_stale, temporary_path
+from finetune.runtime.files.atomic import (
+    STALE_SECONDS_LOCKED,
+    STALE_SECONDS_SHARED,
+    remove_stale,
+    replace_folder,
+    temporary_path,
+)
 from finetune.runtime.files.digests import DIGESTS_FILE, find_folder_damage, write_folder_digests
 from finetune.runtime.files.read import parse_as, read_regular
-from finetune.runtime.files.replace_folder import replace_folder
 from finetune.runtime.text.redact import redacted_yaml
 from finetune.runtime.text.terminal import format_json
 from finetune.task.lm_loss.target_loss import resolve_kernel
