@@ -15,7 +15,6 @@ from unittest.mock import patch
 
 import torch
 from accelerate import Accelerator, ParallelismConfig
-from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DeepSpeedPlugin, FullyShardedDataParallelPlugin
 from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -42,6 +41,7 @@ from finetune.strategy.upstream import (
 from finetune.train.evaluate import AveragedWeights
 from finetune.train.optim.optimizers import begin_step, build_optimizer
 from finetune.train.optim.parameter_groups import list_parameters
+from tests.run.trained import forget
 
 ROWS, LENGTH, VOCABULARY = 8, 12, 67  # 67: rows that no number of ranks divides
 LOW_BIT = {
@@ -74,7 +74,8 @@ def run(spec: dict) -> None:
         model.destroy()
     del model, optimizer
     accelerator.free_memory()
-    forget_accelerator()
+    forget()
+    gc.collect()
 
 
 def train(accelerator, model, optimizer, spec: dict) -> dict:
@@ -239,13 +240,6 @@ def digest(weights: dict[str, torch.Tensor]) -> str:
     for name, weight in weights.items():
         total.update(name.encode() + weight.float().numpy().tobytes())
     return total.hexdigest()
-
-
-def forget_accelerator() -> None:
-    GradientState._reset_state()
-    AcceleratorState._reset_state(reset_partial_state=False)
-    PartialState._reset_state()
-    gc.collect()
 
 
 if __name__ == "__main__":

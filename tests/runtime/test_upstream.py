@@ -156,7 +156,7 @@ def test_the_hub_is_not_asked_for_what_is_local():
     with pytest.raises(OSError), without_hub_retries(is_local=True):
         assert constants.HF_HUB_OFFLINE
         raise OSError
-    assert constants.HF_HUB_OFFLINE == before
+    assert before == constants.HF_HUB_OFFLINE
 
 
 def test_huggingface_hub_still_fetches_a_list_of_agents_unless_it_is_offline():

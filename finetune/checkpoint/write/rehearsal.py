@@ -15,8 +15,8 @@ from finetune.checkpoint.format.tensor_file import PARAMETER, TensorRecord
 from finetune.checkpoint.sharding.gather import agree_on_records
 from finetune.checkpoint.sharding.save_plan import PlannedFile, plan_files
 from finetune.checkpoint.sharding.state_access import StateAccess
-from finetune.checkpoint.write.disk_space import SLACK_BYTES, explain_disk_errors
 from finetune.checkpoint.write.snapshot import SnapshotSource, StreamingSource
+from finetune.checkpoint.write.writer import SLACK_BYTES, explain_disk_errors
 from finetune.config.sections.checkpoint import CheckpointSection
 from finetune.errors import CheckpointError
 from finetune.runtime import distributed

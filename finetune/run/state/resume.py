@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 
 from finetune.checkpoint.checkpointer import Checkpointer
-from finetune.checkpoint.format.layout import CHECKPOINTS
 from finetune.checkpoint.format.manifest import RunFingerprint
 from finetune.checkpoint.read.checksum_prefetch import ChecksumPrefetch
 from finetune.checkpoint.sharding.access import build_access
@@ -21,6 +20,7 @@ from finetune.run.state.fingerprint import facts_with, run_facts
 from finetune.run.state.finished import BEST_METRIC_KEYS, FinishedRun, format_finished, read_finished_run
 from finetune.runtime.distributed import run_on_rank_0
 from finetune.runtime.progress import Progress
+from finetune.runtime.run_folder import CHECKPOINTS_FOLDER
 from finetune.strategy.upstream import warm_up_ddp_buckets
 
 
@@ -117,7 +117,7 @@ def format_strategy_change(saved: RunFingerprint, *, current: RunFingerprint) ->
 
 
 def _folder(config: RunConfig) -> Path:
-    return Path(config.run.folder) / CHECKPOINTS
+    return Path(config.run.folder) / CHECKPOINTS_FOLDER
 
 
 def _processes(facts: RunFingerprint) -> str:

@@ -138,9 +138,9 @@ def open_run_folder(
     loaded: LoadedConfig, prepared: PreparedModel, *, training_data: TrainingData, log: RunLog
 ) -> Reporter:
     """Write down what the run is, once everything has been checked, and return whoever is told about it."""
-    folder, room = Path(loaded.config.run.folder), machine_resources()
-    loading = loader_settings(loaded.config.data, resources=room, cost=training_data.task.loading_cost)
-    if sentence := format_loader_settings(loaded.config.data, loading, resources=room):
+    folder, resources = Path(loaded.config.run.folder), machine_resources()
+    loading = loader_settings(loaded.config.data, resources=resources, cost=training_data.task.loading_cost)
+    if sentence := format_loader_settings(loaded.config.data, loading, resources=resources):
         log(sentence)
     if distributed.is_main():
         atomic.write_text(folder / "config.yaml", config_copy(loaded.text))
