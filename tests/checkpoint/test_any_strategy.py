@@ -5,7 +5,7 @@ import torch
 
 from tests.checkpoint.launching import start
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.distributed, pytest.mark.full, pytest.mark.timeout(900)]
 
 STRATEGIES = ("ddp", "fsdp1", "fsdp2", "zero1", "zero2", "zero3", "zero2_offload")
 ENGINES = {"ddp": "DistributedDataParallel", "fsdp1": "FullyShardedDataParallel", "fsdp2": "FSDPModule"}

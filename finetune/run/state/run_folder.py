@@ -38,7 +38,6 @@ from finetune.runtime.files.atomic import (
 )
 from finetune.runtime.files.digests import DIGESTS_FILE, find_folder_damage, write_folder_digests
 from finetune.runtime.files.read import parse_as, read_regular
-from finetune.runtime.run_folder import INPUTS_FOLDER
 from finetune.runtime.text.redact import redacted_yaml
 from finetune.runtime.text.terminal import format_json
 from finetune.task.lm_loss.target_loss import resolve_kernel
@@ -73,6 +72,7 @@ def _try_to_write(run: Path) -> None:
         probe.unlink(missing_ok=True)
 
 
+INPUTS_FOLDER = "inputs"
 TASK_FACTS_FILE = "task_facts.json"
 
 _FACTS: TypeAdapter[Mapping[str, Any]] = TypeAdapter(dict[str, Any])
@@ -138,9 +138,9 @@ def open_run_folder(
     loaded: LoadedConfig, prepared: PreparedModel, *, training_data: TrainingData, log: RunLog
 ) -> Reporter:
     """Write down what the run is, once everything has been checked, and return whoever is told about it."""
-    folder, room = Path(loaded.config.run.folder), machine_resources()
-    loading = loader_settings(loaded.config.data, resources=room, cost=training_data.task.loading_cost)
-    if sentence := format_loader_settings(loaded.config.data, loading, resources=room):
+    folder, resources = Path(loaded.config.run.folder), machine_resources()
+    loading = loader_settings(loaded.config.data, resources=resources, cost=training_data.task.loading_cost)
+    if sentence := format_loader_settings(loaded.config.data, loading, resources=resources):
         log(sentence)
     if distributed.is_main():
         atomic.write_text(folder / "config.yaml", config_copy(loaded.text))

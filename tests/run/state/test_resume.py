@@ -59,6 +59,7 @@ def base(tmp_path):
     return tmp_path / "base"
 
 
+@pytest.mark.full
 @pytest.mark.distributed
 def test_an_adapter_goes_on_only_on_the_weights_that_it_was_trained_on(launch, base, tmp_path):
     def start(place, *overrides):
