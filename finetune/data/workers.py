@@ -77,7 +77,9 @@ def num_prepare_workers(section: DataSection, *, resources: MachineResources | N
     return num_cores - 1 if num_cores > 2 else 0
 
 
-def format_loader_settings(section: DataSection, settings: LoaderSettings, *, resources: MachineResources) -> str | None:
+def format_loader_settings(
+    section: DataSection, settings: LoaderSettings, *, resources: MachineResources
+) -> str | None:
     """Return in a sentence what every `auto` of the loader has resolved to; None where there is nothing to say.
 
     An `auto` that is the default is mentioned only where it turns something on, or where it disables what was written.

@@ -41,10 +41,6 @@ class CausalTask(BaseTask):
         is_row = is_padding_free(self.data.batching)
         return collate_padding_free(features) if is_row else collate_padded(features, pad_id=self.pad_id)
 
-    def loss_sum(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Return the loss that is trained, in nats, summed over the targets: a float32 scalar."""
-        return self.loss_sums(model, batch)["loss_sum"]
-
     def loss_sums(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
         """Return `loss_sum` and, where that is smoothed or has a z-loss, the plain `cross_entropy` beside it."""
         return self.loss.sums(model, batch)

@@ -4,8 +4,7 @@ Which tokens are masked is drawn for each sample alone, so it depends neither on
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -23,7 +22,7 @@ from finetune.runtime.seeds import derive_seed
 from finetune.task.base import BaseTask
 from finetune.task.causal_lm import make_target_loss, pad_id
 from finetune.task.metrics import token_metrics
-from finetune.task.protocol import ModelHead, TaskContext
+from finetune.task.protocol import ModelHead, SampleSpec, TaskContext
 from finetune.task.row_formats import RequireText
 
 
@@ -100,15 +99,11 @@ class MaskedLmTask(BaseTask):
         self._encoder = RequireText(encode, task="masked_lm")
 
     @property
-    def encoding(self) -> Mapping[str, Any]:
-        """Return whether words are told apart; what is hidden of them is drawn later."""
-        return {"words": self._section.whole_words}
-
-    @property
-    def lengths(self) -> SampleLengthLimit:
-        """Return `data.max_length`; every part of a text keeps the special tokens around it."""
+    def samples(self) -> SampleSpec:
+        """Return samples of at most `data.max_length` tokens; every part of a text keeps the special tokens."""
         data = self.data
-        return SampleLengthLimit(data.longest, data.over_length, data.truncate_side, self._frame)
+        limit = SampleLengthLimit(data.longest, data.over_length, data.truncate_side, self._frame)
+        return replace(super().samples, length_limit=limit, identity={"words": self._section.whole_words})
 
     def collate(self, features: Sequence[Features]) -> Batch:
         """Return the samples padded on the right, tokens hidden; labels[b, t] is the token that is hidden at t."""
@@ -128,10 +123,6 @@ class MaskedLmTask(BaseTask):
             sample_ids=tuple(each.sample_id for each in features),
             targets=targets,
         )
-
-    def loss_sum(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Return the loss that is trained, in nats, summed over the hidden tokens: a float32 scalar."""
-        return self.loss_sums(model, batch)["loss_sum"]
 
     def loss_sums(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
         """Return `loss_sum` and, where that is smoothed or has a z-loss, the plain `cross_entropy` beside it."""

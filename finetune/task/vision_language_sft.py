@@ -12,10 +12,9 @@ from finetune.data.batch import Batch
 from finetune.data.encoding.image_conversation import ImageConversationEncoder, ImageTextProcessor, images_of
 from finetune.data.features import Features
 from finetune.data.token_cache.chunks import Encode
-from finetune.data.workers import LoadingCost
 from finetune.task.causal_lm import SftTask
 from finetune.task.model_inputs import collate_padded
-from finetune.task.protocol import GenerationPrompt, ModelHead, TaskContext
+from finetune.task.protocol import GenerationPrompt, ModelHead, SampleSpec, TaskContext
 from finetune.task.row_formats import RequireImageMessages
 
 
@@ -27,7 +26,6 @@ class VisionLanguageSftTask(SftTask):
     """
 
     head: ModelHead = "image_text_to_text"
-    loading_cost: LoadingCost = "heavy"
 
     def __init__(self, context: TaskContext) -> None:
         self._processor = context.processor
@@ -40,6 +38,11 @@ class VisionLanguageSftTask(SftTask):
     def head_values(self) -> Mapping[str, Any]:
         """Return the token that stands for a piece of an image, as the processor writes it."""
         return {"image_token_id": self._pictures.token_id}
+
+    @property
+    def samples(self) -> SampleSpec:
+        """Return samples whose images make them slow to load."""
+        return replace(super().samples, loading_cost="heavy")
 
     def collate(self, features: Sequence[Features]) -> Batch:
         """Return the samples padded on the right, with what the processor makes of their images."""

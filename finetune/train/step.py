@@ -88,7 +88,7 @@ def sum_step_counts(parts: Parts, group: tuple[Batch, ...], *, step: int) -> Ste
     delivery = parts.deliveries.received(group)
     num_targets, num_tokens, low, high, num_damaged, num_news, *wishes = distributed.sum_counts(
         [
-            sum(parts.task.count_targets(batch) for batch in group),
+            sum(batch.num_targets for batch in group),
             sum(batch.num_tokens for batch in group),
             *split_uint64(delivery.mark),
             len(delivery.damaged) + int(delivery.problem is not None),

@@ -1,6 +1,7 @@
 """One step: its result does not depend on how the batch is cut, and a NaN changes no weight."""
 
 import signal
+from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
@@ -56,8 +57,8 @@ class RegressionTask(BaseTask):
     def __init__(self, poisoned: int | None = None) -> None:
         self.poisoned = poisoned
 
-    def count_targets(self, batch: Batch) -> int:
-        return batch.num_targets
+    def loss_sums(self, model: nn.Module, batch: Batch) -> Mapping[str, torch.Tensor]:
+        return {"loss_sum": self.loss_sum(model, batch)}
 
     def loss_sum(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         errors = (model(batch.inputs["x"]).squeeze(-1) - batch.inputs["y"]) ** 2  # [batch, length]

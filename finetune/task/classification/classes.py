@@ -18,7 +18,7 @@ from finetune.data.features import Features
 from finetune.data.rows import Row
 from finetune.errors import DataError
 from finetune.task.causal_lm import pad_id
-from finetune.task.protocol import TaskContext
+from finetune.task.protocol import DataFacts, TaskContext
 
 LabelsOf = Callable[[Row], Iterable[Any]]
 """From a row to the labels in it."""
@@ -40,9 +40,10 @@ class WeightedClasses:
     counts: tuple[int, ...] = field(default=(), compare=False)  # of each class in the training rows, where counted
 
     @property
-    def facts(self) -> Mapping[str, Any]:
-        """Return it as JSON: what `find_classes` reads where there are no rows."""
-        return {"labels": list(self.classes.names), "class_weights": self.weights and list(self.weights)}
+    def data_facts(self) -> DataFacts:
+        """Return what `find_classes` reads where there are no rows, and how often each class occurs."""
+        values = {"labels": list(self.classes.names), "class_weights": self.weights and list(self.weights)}
+        return DataFacts(values, self._lines())
 
     @property
     def head_values(self) -> Mapping[str, Any]:
@@ -54,15 +55,14 @@ class WeightedClasses:
             "label2id": {name: index for index, name in enumerate(names)},
         }
 
-    @property
-    def found(self) -> tuple[str, ...]:
-        """Return a line on how often each class occurs and what it weighs; nothing where nothing was counted."""
+    def _lines(self) -> tuple[str, ...]:
+        """Return a line on how often each class occurs and its weight; nothing where nothing was counted."""
         if not self.counts:
             return ()
         shown = islice(zip(self.classes.names, self.counts, strict=True), _MAX_LISTED_CLASSES)
         each = [f"`{name}` {count:,}" for name, count in shown]
         if self.weights:
-            each = [f"{said} (weight {weight:.3g})" for said, weight in zip(each, self.weights, strict=False)]
+            each = [f"{text} (weight {weight:.3g})" for text, weight in zip(each, self.weights, strict=False)]
         more = len(self.counts) - len(each)
         return (f"data.train: {len(self.counts)} classes: {', '.join(each)}{f' and {more} more' if more else ''}",)
 

@@ -48,10 +48,6 @@ class PreferenceTask(AnswerPairsTask):
         """Return chosen answers and below them rejected ones, with what the reference says of each."""
         return attach_reference(super().collate(features), features)
 
-    def loss_sum(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Return the loss summed over the pairs, a float32 scalar."""
-        return self.loss_sums(model, batch)["loss_sum"]
-
     def loss_sums(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
         """Return the sums over the pairs of loss, rewards, margins, correct preferences and log-probabilities."""
         pairs = PairLogProbabilities.of(sequence_log_probabilities(model, batch), batch)

@@ -63,10 +63,6 @@ class KtoTask(AnswerPairsTask):
         point = reference_point(ratio_sum, num_answers)
         return [replace(batch, extras={**batch.extras, REFERENCE_POINT: point}) for batch in batches]
 
-    def loss_sum(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Return the loss summed over the answers, a float32 scalar."""
-        return self.loss_sums(model, batch)["loss_sum"]
-
     def loss_sums(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
         """Return the sums over the answers of loss and reference point; of good and bad ones, rewards and number.
 
@@ -100,10 +96,6 @@ class KtoTask(AnswerPairsTask):
         of_kind |= {name: value / bad for name, value in sums.items() if name.endswith("_rejected")}
         margin = of_kind["reward_chosen"] - of_kind["reward_rejected"]
         return {"reference_point": sums["reference_point"] / num_targets, **of_kind, "reward_margin": margin}
-
-    def metric_sums(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
-        """Return nothing: the reference point is known only when all rows have been seen."""
-        return {}
 
     def evaluate_batch(self, model: nn.Module, batch: Batch) -> EvaluationOutput:
         """Return of each answer: its sample, whether it is good, its ratio, and that of the one of another prompt."""
