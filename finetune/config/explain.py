@@ -91,15 +91,15 @@ def _format_destination(config: RunConfig) -> str:
 def _format_rows(config: RunConfig) -> str:
     train, validation = config.data.train, config.data.validation
     mix = ", ".join(f"{_format_dataset(each)} ({_format_mix_share(each)})" for each in train.mix)
-    learnt = f"a mix of {mix}" if mix else _format_dataset(train)
+    trained_on = f"a mix of {mix}" if mix else _format_dataset(train)
     if validation is None:
-        return learnt
+        return trained_on
     excluded = ", whose rows are excluded from training" if validation.exclude_from_train else ""
     if validation.fraction is not None:
-        return f"{learnt}, evaluated on {validation.fraction:.3g} of its rows{excluded}"
+        return f"{trained_on}, evaluated on {validation.fraction:.3g} of its rows{excluded}"
     if validation.hash_fraction is not None:
-        return f"{learnt}, evaluated on {validation.hash_fraction:.3g} of its rows, split by content"
-    return f"{learnt}, evaluated on {_format_dataset(validation)}{excluded}"
+        return f"{trained_on}, evaluated on {validation.hash_fraction:.3g} of its rows, split by content"
+    return f"{trained_on}, evaluated on {_format_dataset(validation)}{excluded}"
 
 
 def _format_dataset(source: SourceSection) -> str:
@@ -116,11 +116,11 @@ def _format_model(config: RunConfig) -> str:
     section = config.model
     source = section.name or f"a new {section.from_config.model_type if section.from_config else 'model'}"
     if section.lora is not None:
-        how = f"LoRA of rank {section.lora.rank} on {section.dtype} weights"
+        trained = f"LoRA of rank {section.lora.rank} on {section.dtype} weights"
     else:
-        how = f"all weights but {len(section.freeze)} frozen patterns" if section.freeze else "all weights"
-        how += f" in {section.dtype}"
-    return f"{source}: {how}, computed in {config.train.precision}"
+        trained = f"all weights but {len(section.freeze)} frozen patterns" if section.freeze else "all weights"
+        trained += f" in {section.dtype}"
+    return f"{source}: {trained}, computed in {config.train.precision}"
 
 
 def _format_batch(config: RunConfig, num_processes: int | None) -> str:

@@ -6,7 +6,7 @@ Every key is in one table. A key that is in none, such as a new one, must match.
 - COMPARED_BY_CONTENT: what it points to is compared by digest (the training data, the tokenizer), so the key itself may
   differ: moved rows are still the same rows.
 - MAY_DIFFER: it changes no step, at most the last digits of its sums; listed when it differs.
-- NOT_RECORDED: says where and how this very start writes and resumes.
+- NOT_RECORDED: where and how this start writes and resumes.
 """
 
 import json
@@ -122,8 +122,8 @@ def keys_that_must_match(config: RunConfig) -> dict[str, str]:
 
 def keys_that_may_differ(config: RunConfig) -> dict[str, str]:
     """Return the dotted keys that may differ between starts, with their values as JSON."""
-    told = {*COMPARED_BY_CONTENT, *MAY_DIFFER}
-    return {key: redacted_text(text) for key, text in _flat(config) if key in told}
+    recorded = {*COMPARED_BY_CONTENT, *MAY_DIFFER}
+    return {key: redacted_text(text) for key, text in _flat(config) if key in recorded}
 
 
 def _flat(section: Section, *, prefix: str = "") -> Iterator[tuple[str, str]]:

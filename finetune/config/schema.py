@@ -54,7 +54,12 @@ def keys_of(node: Node) -> dict[str, Node]:
 
 def items_of(node: Node) -> dict[str, Node]:
     """Return the keys of the sections in a list, by name; empty if it holds none."""
-    return {name: inner for each in branches(node) if "items" in each for name, inner in keys_of(each["items"]).items()}
+    return keys_of(_items_node(node))
+
+
+def _items_node(node: Node) -> Node:
+    """Return the schema of a list's items; an empty one if there is no list."""
+    return next((each["items"] for each in branches(node) if "items" in each), {})
 
 
 def all_keys(node: Node | None = None, *, prefix: str = "") -> Iterator[tuple[str, Node]]:
@@ -153,9 +158,11 @@ def _describe_list(node: Node) -> str:
     items: Node = next(iter(branches(node["items"]))) if "items" in node else {}
     if "properties" in items:
         return "a list of sections"
-    plural = {"string": "texts", "number": "numbers", "integer": "whole numbers"}.get(items.get("type", ""), "values")
-    count = f"{node['minItems']} " if "minItems" in node else ""
-    return f"a list of {count}{plural}{_describe_bounds(items)}"
+    name = {"string": "text", "number": "number", "integer": "whole number"}.get(items.get("type", ""), "value")
+    low, high = node.get("minItems"), node.get("maxItems")
+    plural = f"{name}s" if (high or low) != 1 else name
+    count = f"{low} " if low == high else f"{low} to {high} " if high is not None else f"at least {low} "
+    return f"a list of {count if low is not None else ''}{plural}{_describe_bounds(items)}"
 
 
 def _describe_text(node: Node) -> str:
@@ -216,12 +223,12 @@ def json_schema() -> str:
 def _sections(nodes: Mapping[str, Node], *, prefix: str = "") -> Iterator[str]:
     """Yield a table for each section among the keys, followed by the tables of the sections inside it."""
     for name, node in nodes.items():
-        keys, title = keys_of(node), prefix + name
+        section, keys, title = node, keys_of(node), prefix + name
         if not keys:
-            keys, title = items_of(node), f"{title}.N"
+            section, keys, title = _items_node(node), items_of(node), f"{title}.N"
         if not keys:
             continue
-        required = {name for branch in branches(node) for name in branch.get("required", ())}
+        required = {name for branch in branches(section) for name in branch.get("required", ())}
         yield f"{'#' * (title.removesuffix('.N').count('.') + 2)} `{title}`\n\n{description_of(node)}\n"
         yield "| key | value | default | meaning |\n|---|---|---|---|"
         for inner_name, inner in keys.items():

@@ -107,21 +107,19 @@ def read_validation_errors(error: ValidationError, values: Any) -> list[InvalidK
     Where both a list and one of its items are invalid, only the item is reported.
     """
     errors = error.errors(include_url=False, include_context=False)
-    located = [(_dotted_key(each["loc"], values, is_missing=each["type"] == "missing"), each) for each in errors]
-    located.sort(key=lambda pair: pair[0])
-    faults, num_meant = [], 0
-    for key, complaints in groupby(located, key=lambda pair: pair[0]):
-        first = next(complaints)[1]
+    keyed = [(_dotted_key(each["loc"], values, is_missing=each["type"] == "missing"), each) for each in errors]
+    keyed.sort(key=lambda pair: pair[0])
+    invalid, num_meant = [], 0
+    for key, found in groupby(keyed, key=lambda pair: pair[0]):
+        first = next(found)[1]
         is_unknown = first["type"] == "extra_forbidden"
         num_meant += is_unknown
         meant = _suggested_key(key) if is_unknown and num_meant <= MAX_LISTED else None
-        faults.append(InvalidKey(key, first["type"], first["input"], meant))
-    meant_keys = {fault.meant for fault in faults}
-    outer = {each for fault in faults for each in parent_keys(fault.key)}
+        invalid.append(InvalidKey(key, first["type"], first["input"], meant))
+    meant_keys = {each.meant for each in invalid}
+    outer = {parent for each in invalid for parent in parent_keys(each.key)}
     return [
-        fault
-        for fault in faults
-        if fault.key not in outer and not (fault.type == "missing" and fault.key in meant_keys)
+        each for each in invalid if each.key not in outer and not (each.type == "missing" and each.key in meant_keys)
     ]
 
 
@@ -171,8 +169,9 @@ def _suggested_key(key: str) -> str | None:
 def _suggested_sibling(key: str) -> str | None:
     """Return the key of the same section that is closest to this one, if any is close."""
     here, _, name = key.rpartition(".")
-    if name in KEYS_OF_OTHER_TOOLS and KEYS_OF_OTHER_TOOLS[name].rpartition(".")[0] != here:
-        return None
+    if name in KEYS_OF_OTHER_TOOLS:
+        meant = KEYS_OF_OTHER_TOOLS[name]
+        return meant if meant.rpartition(".")[0] == here else None
     near = closest(name, keys_of(node_at(here) or {}))
     return join_key(here, near) if near else None
 

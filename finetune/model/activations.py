@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from finetune.errors import ModelError
+from finetune.model.upstream import checkpoint_activations
 
 CheckpointingMode = bool | int | Literal["selective"]
 """True: every layer. A number n: every n-th layer. `selective`: the cheap operators of every layer."""
@@ -35,7 +36,7 @@ _ATTENTION_OPERATORS = (
 )
 
 
-def enable_gradient_checkpointing(model: PreTrainedModel, wish: CheckpointingMode) -> None:
+def enable_gradient_checkpointing(model: PreTrainedModel, mode: CheckpointingMode) -> None:
     """Enable gradient checkpointing; raises ModelError for a model that does not support it.
 
     Non-reentrant, the only variant that works with both FSDP2 and frozen bases.
@@ -45,14 +46,11 @@ def enable_gradient_checkpointing(model: PreTrainedModel, wish: CheckpointingMod
             f"model.gradient_checkpointing: `{model.config.model_type}` does not support it. Write `false`."
         )
     settings: dict[str, Any] = {"use_reentrant": False}
-    if wish == "selective":
+    if mode == "selective":
         settings["context_fn"] = partial(create_selective_checkpoint_contexts, saved_operators())
-    if hasattr(model, "activation_checkpointing_enable"):
-        model.activation_checkpointing_enable(activation_checkpointing_kwargs=settings)
-    else:  # transformers before 5.20 or so; may go when pyproject.toml asks for a newer one
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=settings)
-    if wish is not True and isinstance(wish, int):
-        _checkpoint_every(model, wish)
+    checkpoint_activations(model, settings)
+    if mode is not True and isinstance(mode, int):
+        _checkpoint_every(model, mode)
 
 
 def saved_operators() -> list[torch._ops.OpOverload]:
@@ -66,9 +64,8 @@ def _checkpoint_every(model: PreTrainedModel, number: int) -> None:
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     if len(layers) < number:
         raise ModelError(
-            f"model.gradient_checkpointing: every {number}th layer of `{model.config.model_type}` is none: it has "
-            f"{len(layers)} "
-            f"layers. Write `true` or `selective`."
+            f"model.gradient_checkpointing: one of every {number} layers is too many for "
+            f"`{model.config.model_type}`, which has {len(layers)} layers. Write `true` or `selective`."
         )
     for index, layer in enumerate(layers):
         layer.gradient_checkpointing = index % number == 0

@@ -8,7 +8,7 @@ same however the step is cut, as long as each microbatch holds whole groups.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
+from types import MethodType
 from typing import Any, Literal
 
 import torch
@@ -39,27 +39,31 @@ def set_batch_norm(model: nn.Module, mode: Literal["frozen"] | int | None, *, is
         return
     if mode is None and is_new:
         raise ModelError(
-            "model.batch_norm: a new model has no statistics for its batch norms. Write the number of samples "
-            "over which "
-            "they normalise: a divisor of `train.microbatch_size`, such as 16."
+            "model.batch_norm: a new model has no statistics for its batch norms. Write over how "
+            "many samples they normalise: a divisor of `train.microbatch_size`, such as 16."
         )
     for name, module in found:
         if mode is None or mode == "frozen":
-            module.__class__ = _subclass(FrozenBatchNorm, module.__class__)
+            module.train = MethodType(_stay_in_evaluation, module)
         elif type(module) not in SUPPORTED_NORMS or module.running_mean is None:
-            raise ModelError(f"model.batch_norm: {name} is a {type(module).__name__}, which supports only `frozen`.")
+            raise ModelError(
+                f"model.batch_norm: {name} is a {type(module).__name__}, which supports only `frozen`. Write that."
+            )
         else:
-            module.__class__ = _subclass(GhostBatchNorm, module.__class__)
-            vars(module)["groups"] = _GroupStatistics(mode)
+            _replace(model, module, by=GhostBatchNorm(module, group_size=mode))
     model.train(model.training)
 
 
-class FrozenBatchNorm(_BatchNorm):
-    """A batch norm that always uses its running statistics and never updates them."""
+def _stay_in_evaluation(module: nn.Module, mode: bool = True) -> nn.Module:
+    """Use the running statistics and never update them, in training too."""
+    return type(module).train(module, False)
 
-    def train(self, mode: bool = True) -> Any:
-        """Stay in evaluation mode."""
-        return super().train(False)
+
+def _replace(model: nn.Module, module: nn.Module, *, by: nn.Module) -> None:
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if child is module:
+                setattr(parent, name, by)
 
 
 @dataclass
@@ -79,7 +83,13 @@ class GhostBatchNorm(_BatchNorm):
     buffers by `sync_batch_norm`; until then each rank keeps its own.
     """
 
-    groups: _GroupStatistics
+    def __init__(self, norm: Any, *, group_size: int) -> None:
+        super().__init__(norm.num_features, norm.eps, norm.momentum, norm.affine, device="meta")
+        self.weight, self.bias = norm.weight, norm.bias
+        for name, buffer in norm.named_buffers():
+            setattr(self, name, buffer)
+        self.groups = _GroupStatistics(group_size)
+        self.train(norm.training)
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the normalised input, [samples, channels, ...]; an incomplete group uses the running statistics."""
@@ -146,8 +156,3 @@ def _running_statistics(norm: GhostBatchNorm) -> Tensor:
     assert norm.running_mean is not None
     assert norm.running_var is not None
     return torch.stack([norm.running_mean, norm.running_var])
-
-
-@cache
-def _subclass(ours: Any, theirs: Any) -> type[nn.Module]:
-    return type(f"{ours.__name__}{theirs.__name__}", (ours, theirs), {})

@@ -137,11 +137,11 @@ def _missing_triton_toolchain() -> str | None:
     return None
 
 
-def _log_lines(parts: list[nn.Module], how: str) -> Iterator[str]:
+def _log_lines(parts: list[nn.Module], mode: str) -> Iterator[str]:
     kinds = sorted({type(part).__name__ for part in parts})
     folder = _torch_module("_inductor.runtime.cache_dir_utils").cache_dir()
     yield (
-        f"compile: {how}, {len(parts)} x {', '.join(kinds)}, in the first steps; cached for later starts in {folder} "
+        f"compile: {mode}, {len(parts)} x {', '.join(kinds)}, in the first steps; cached for later starts in {folder} "
         f"(set {CACHE_VARIABLE} to change it)"
     )
     if not torch.accelerator.is_available():

@@ -21,6 +21,7 @@ from finetune.errors import ModelError
 from finetune.model.adapters.context import adapter_config, has_adapter
 from finetune.model.loading.hub import is_local_path, loading_errors, resolve_name
 from finetune.model.loading.pretrained import check_no_missing_weights, load_auto_class, load_weights
+from finetune.model.upstream import adapters_disabled
 from finetune.runtime.files.digests import sha256_digest
 from finetune.runtime.hub import is_offline, without_hub_retries
 from finetune.runtime.resources import format_size
@@ -132,14 +133,8 @@ def reference_mode(model: Any, section: ModelSection) -> Iterator[None]:
         with model.disable_adapter():  # for these, it only skips the prompt
             yield
         return
-    switches = [module for module in model.modules() if hasattr(module, "_disable_adapters")]
-    for module in switches:
-        module._disable_adapters = True
-    try:
+    with adapters_disabled(model):
         yield
-    finally:
-        for module in switches:
-            module._disable_adapters = False
 
 
 def reference_identity(

@@ -46,7 +46,7 @@ def add_embedding_rows(
     section: NewTokensSection,
     *,
     seed: int,
-    construction: InitContext,
+    init_context: InitContext,
 ) -> None:
     """Resize embeddings and head to the tokenizer, and initialize the rows of the new tokens.
 
@@ -57,12 +57,12 @@ def add_embedding_rows(
     if model.config.get_text_config().vocab_size < len(tokenizer):
         with torch.random.fork_rng(devices=()):
             model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
-    if construction.on_meta_device:
+    if init_context.on_meta_device:
         return
     texts = (*section.tokens, *section.special)
     num_existing = min(ids)
     for weight in _embedding_weights(model):
-        with torch.no_grad(), construction.gather([weight]):
+        with torch.no_grad(), init_context.gather([weight]):
             existing = weight[:num_existing].float()  # [tokens, width]
             rows = [
                 _INITIALIZERS[section.init](

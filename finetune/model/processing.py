@@ -14,7 +14,7 @@ from transformers import AutoImageProcessor, AutoProcessor, AutoTokenizer, PreTr
 from finetune.config.sections.model import ImageProcessorSection, ModelSection
 from finetune.errors import ModelError
 from finetune.model.loading.hub import is_local_path, loading_errors, resolve_name
-from finetune.model.loading.pretrained import load_auto_class
+from finetune.model.loading.pretrained import load_auto_class, without_warnings
 from finetune.model.new_tokens import add_tokens
 from finetune.model.tokenizer import TOKENIZER_FILES, ensure_padding, load_tokenizer
 from finetune.runtime.hub import is_offline, without_hub_retries
@@ -27,7 +27,9 @@ def build_image_processor(section: ImageProcessorSection) -> Any:
             f"model.image_processor: `mean` has {len(section.mean)} numbers and `std` {len(section.std)}. "
             "Both need one number per channel."
         )
-    return _vit_image_processor_class()(
+    with without_warnings():  # that torchvision is missing, which is not needed
+        processor_class: Any = transformers.ViTImageProcessor
+    return processor_class(
         do_resize=True,
         size={"height": section.size, "width": section.size},
         do_normalize=True,
@@ -75,16 +77,6 @@ def processed_image_size(processor: Any, *, num_channels: int) -> tuple[int, int
     blank = Image.new("L" if num_channels == 1 else "RGB", (64, 64))
     height, width = processor(blank, return_tensors="pt")["pixel_values"].shape[-2:]
     return int(height), int(width)
-
-
-def _vit_image_processor_class() -> Any:
-    """Return ViTImageProcessor, without the irrelevant warning that torchvision is missing."""
-    verbosity = transformers.logging.get_verbosity()
-    transformers.logging.set_verbosity_error()
-    try:
-        return transformers.ViTImageProcessor
-    finally:
-        transformers.logging.set_verbosity(verbosity)
 
 
 def _set_keys(size: Any) -> frozenset[str]:

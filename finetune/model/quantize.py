@@ -5,15 +5,12 @@ from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
-from torch import nn
 from transformers import BitsAndBytesConfig, TorchAoConfig
 
 from finetune.config.sections.model import ModelSection, QuantizationSection
 from finetune.model.loading.hub import is_local_path, loading_errors, resolve_name
 from finetune.runtime.hub import is_offline
 from finetune.runtime.optional import require
-
-_CPU_REPACKING_FLAG = "support_avx512bf16_for_cpu"
 
 _EXTRAS = {"bitsandbytes": "quantization", "torchao": "torchao"}
 
@@ -33,17 +30,6 @@ def quantization_config(section: ModelSection) -> Any:
         purpose=f"model.quantization.method: {quantization.method}",
     )
     return _torchao() if quantization.method == "torchao" else _bitsandbytes(quantization, dtype=section.dtype)
-
-
-def disable_cpu_repacking(model: nn.Module) -> None:
-    """Have 4-bit layers of bitsandbytes leave their weights as they are stored.
-
-    On a CPU with bfloat16 instructions they repack them in place when they first evaluate. FSDP gathers such weights
-    for a moment only, so its shards stay as they were and the evaluation is wrong (bitsandbytes 0.50).
-    """
-    for module in model.modules():
-        if hasattr(module, _CPU_REPACKING_FLAG):
-            setattr(module, _CPU_REPACKING_FLAG, False)
 
 
 def is_installed(package: str) -> bool:

@@ -63,7 +63,7 @@ def test_an_unknown_key_that_means_a_missing_one_is_one_problem(job, complaints)
     text = job.read_text().replace("learning_rate:", "lr:").replace("max_length:", "max_lenght:")
     assert complaints(text=text) == [
         "line 8, data.max_lenght: there is no such key. Did you mean `max_length`?",
-        "line 15, train.lr: there is no such key. There is `train.learning_rate`.",
+        "line 15, train.lr: there is no such key. Did you mean `learning_rate`?",
     ]
 
 

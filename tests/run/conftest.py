@@ -42,7 +42,7 @@ train:
   schedule: {name: cosine, warmup_steps: 2}
 checkpoint: {every_steps: 4}
 evaluate: {every_steps: 4}
-report: {console: plain}
+report: {console: plain, log_every_steps: 1}
 """
 
 

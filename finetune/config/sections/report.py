@@ -8,7 +8,7 @@ from finetune.config.section import Positive, Section, Strings, key
 class ReportSection(Section):
     """Where the run is logged."""
 
-    log_every_steps: Positive = key("Log every N steps; `events.jsonl` has every step regardless.", 1)
+    log_every_steps: Positive = key("Log every N steps; `events.jsonl` has every step regardless.", 10)
     console: Literal["auto", "rich", "plain"] = key(
         "Progress bar or plain lines; `auto`: a progress bar if there is a terminal.", "auto"
     )

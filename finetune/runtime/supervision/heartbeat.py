@@ -8,8 +8,11 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from finetune.runtime import distributed
+from finetune.runtime.optional import lazily
 from finetune.runtime.supervision.faults import POINTS, VARIABLE, Fault, read_faults
+
+with lazily():  # it imports torch, which commands that pass points (deleting checkpoints) need not wait for
+    from finetune.runtime import distributed
 
 
 @dataclass(frozen=True)
