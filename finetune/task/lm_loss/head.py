@@ -123,6 +123,18 @@ def find_lm_head(model: nn.Module) -> LmHead | None:
     return known
 
 
+def fallback_warning(model: nn.Module) -> str | None:
+    """Return a warning where the loss cannot be computed in chunks; None where it can, or there is no such head."""
+    head = find_lm_head(model)
+    if head is None or head.transform is not None:
+        return None
+    positions = "target positions" if head.is_rowwise else "positions"
+    return (
+        f"warning: {type(unwrap_model(model)).__name__} changes the output of its head in a way that its config does not "
+        f"name: the loss holds the logits of all {positions} of a microbatch at once, which takes more memory"
+    )
+
+
 def _output_embeddings(model: Any) -> nn.Module | None:
     """Return the module that makes logits over a vocabulary; None where the model has none or does not tell."""
     try:
