@@ -1,4 +1,4 @@
-"""Sequence to sequence: an encoder reads the source, a decoder learns to write the target."""
+"""Sequence to sequence: an encoder reads the source, a decoder is trained to write the target."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -23,7 +23,7 @@ from finetune.task.protocol import GenerationPrompt, ModelHead, SampleSpec, Task
 class Seq2SeqTask(BaseTask):
     """Predict each token of the target from the source and the tokens before it, end-of-sequence included.
 
-    Rows become `input_ids`, the source and behind it the target, and `is_target`, which marks the target.
+    Rows become `input_ids`, the source followed by the target, and `is_target`, which marks the target.
     """
 
     head: ModelHead = "seq2seq_lm"
@@ -74,7 +74,7 @@ class Seq2SeqTask(BaseTask):
         )
 
     def loss_sums(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
-        """Return `loss_sum` and, where that is smoothed or has a z-loss, the plain `cross_entropy` beside it."""
+        """Return `loss_sum` and, where that is smoothed or has a z-loss, the plain `cross_entropy`."""
         return self.loss.sums(model, batch, _seq2seq_inputs(model, batch))
 
     def metric_sums(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
@@ -86,15 +86,15 @@ class Seq2SeqTask(BaseTask):
         return token_metrics(sums)
 
     def prompt(self, features: Features) -> GenerationPrompt | None:
-        """Return the source, and the target as learnt: with the end of sequence."""
+        """Return the source, and the target with its end-of-sequence token."""
         source, target = _source_and_target(features)
         return GenerationPrompt(input_ids=tuple(source.tolist()), reference_ids=tuple(target.tolist()))
 
 
 def _seq2seq_inputs(model: nn.Module, batch: Batch) -> dict[str, Any]:
-    """Return what the model is given: its decoder then predicts the labels.
+    """Return the inputs with which the decoder predicts the labels.
 
-    It is given the targets shifted by one, as the model itself shifts labels, and no labels: their mean is not wanted.
+    These are the targets shifted by one, as the model itself shifts labels; with labels it would compute a mean loss.
     """
     inner: Any = unwrap_model(model)
     before = inner.prepare_decoder_input_ids_from_labels(labels=batch.labels)

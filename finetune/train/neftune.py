@@ -35,7 +35,7 @@ class EmbeddingNoise:
         """
         if self._batch is not None:
             raise ModelError(
-                "train.embedding_noise: this model does not call its input embeddings as a module, so it gets no noise. Remove it."
+                "train.embedding_noise: this model does not call its input embeddings, so it gets no noise. Remove it."
             )
         self._batch = batch
 

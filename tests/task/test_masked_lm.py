@@ -111,7 +111,7 @@ def test_a_text_without_anything_to_hide_is_left_out(pieces):
     task = made(pieces)
     assert task.encode([{"text": ""}, {"text": "zebra"}]) == [None, None]
     (outcome,) = task.encode([{"messages": []}])
-    assert "`masked_lm` learns from plain text" in str(outcome)
+    assert "`masked_lm` trains on plain text" in str(outcome)
 
 
 def test_a_tokenizer_without_a_mask_is_refused_until_one_is_added(tokenizer, data):

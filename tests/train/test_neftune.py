@@ -77,7 +77,7 @@ def test_only_what_is_learnt_from_is_noisy():
 def test_an_encoders_embeddings_are_noisy_and_its_decoders_are_not():
     config = T5Config(vocab_size=10, d_model=WIDTH, d_kv=2, d_ff=4, num_layers=1, num_heads=2, decoder_start_token_id=0)
     model, batch = T5ForConditionalGeneration(config).eval(), padded(2)
-    tell, heard = EmbeddingNoise(model, alpha=ALPHA).tell, []
+    tell, heard = EmbeddingNoise(model, alpha=ALPHA).set_batch, []
     for stack in (model.encoder, model.decoder):
         stack.embed_tokens.register_forward_hook(lambda module, ids, output: heard.append(output))
     ids = batch.inputs["input_ids"]

@@ -24,7 +24,7 @@ from finetune.task.protocol import DataFacts, EvaluationOutput, ModelHead, Sampl
 
 
 class ImageClassificationTask(BaseTask):
-    """Name the class of an image.
+    """Predict the class of an image.
 
     Rows become `label` (the number of the class) and `image` (encoded bytes).
     """
@@ -37,7 +37,7 @@ class ImageClassificationTask(BaseTask):
         self.views = ImageTransform(context.processor, self.section)
         self.classification = find_classes(context, _labels_of)
         self._encoder = LabelledImageEncoder(self.classification.classes, self.views.mode)
-        _ = self.views.size  # raises here, where nobody has prepared anything yet
+        _ = self.views.size  # raises here, before any data is prepared
 
     @property
     def head_values(self) -> Mapping[str, Any]:
@@ -60,7 +60,7 @@ class ImageClassificationTask(BaseTask):
         )
 
     def collate(self, features: Sequence[Features]) -> Batch:
-        """Return the images as pixels; where they are learnt from, views drawn from step and sample alone."""
+        """Return the images as pixels; in training, augmented views drawn from step and sample alone."""
         pairs = [self._pixels_and_label(each) for each in features]
         labels = torch.stack([label for _, label in pairs])
         return Batch(

@@ -21,11 +21,11 @@ from finetune.task.protocol import DataFacts
 
 
 class ProblemType(Protocol):
-    """What is asked, how wrong an answer is, and what is measured of the answers."""
+    """The labels, the loss, and the metrics of a classifier of texts."""
 
     @property
     def labels(self) -> LabelEncoder:
-        """Return what makes numbers of a row's label."""
+        """Return the encoder of a row's label."""
 
     @property
     def head_values(self) -> Mapping[str, Any]:
@@ -39,19 +39,19 @@ class ProblemType(Protocol):
         """Return the labels of a batch, [rows, numbers of a label], as the loss takes them."""
 
     def label_text(self, label: np.ndarray) -> str:
-        """Return what a label says, in words."""
+        """Return the label as text."""
 
     def loss_sum(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Return what is learnt from, summed over the rows."""
+        """Return the trained loss, summed over the rows."""
 
     def unweighted_loss_sum(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Return the same without weights and smoothing: what an evaluation shows."""
 
     def predictions(self, logits: Tensor) -> Tensor:
-        """Return the answers, one row each."""
+        """Return the predictions, one row each."""
 
     def metrics(self, labels: Tensor, predicted: Tensor) -> Mapping[str, float]:
-        """Return what is measured, of float64 [rows, columns]."""
+        """Return the metrics, from float64 [rows, columns]."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ class MultiLabel(_WithClasses):
 
     @property
     def labels(self) -> LabelEncoder:
-        """Return what tells for each class whether it applies."""
+        """Return an encoder of labels to 0 or 1 for each class."""
         return MultiLabelEncoder(self.classification.classes)
 
     @property

@@ -28,7 +28,7 @@ from finetune.task.protocol import DataFacts, EvaluationOutput, ModelHead, Row, 
 
 
 class TextClassificationTask(BaseTask):
-    """Find out the class, the classes or the numbers of a text; raises DataError where the rows name none.
+    """Predict the class, the classes or the numbers of a text; raises DataError where the rows name none.
 
     Rows become `input_ids`, `token_type_ids` where the tokenizer makes them, and `labels`. A row is one target.
     """
@@ -109,7 +109,7 @@ class TextClassificationTask(BaseTask):
 
 
 def _problem_type_of(context: TaskContext) -> ProblemType:
-    """Return what is asked; reads the rows where the job does not tell all of it."""
+    """Return the problem type; reads the rows where the config does not determine it."""
     section, facts = context.section.classification, context.facts or {}
     if section.kind == "regression":
         num_numbers = facts.get("num_numbers") or len(section.labels) or _num_numbers(context)
@@ -133,4 +133,4 @@ def _num_numbers(context: TaskContext) -> int:
             return len(read_label_numbers(label_of(row)))
         except DataError as error:
             wrong = wrong or error
-    raise DataError(f"data.train: no row has a number to learn; the first: {wrong}")
+    raise DataError(f"data.train: no row has a number as its label; the first error: {wrong}")

@@ -22,7 +22,7 @@ from finetune.task.protocol import DataFacts, EvaluationOutput, ModelHead, Sampl
 
 
 class TokenClassificationTask(BaseTask):
-    """Find out the class of every word; raises DataError for a tokenizer that cannot tell words.
+    """Predict the class of every word; raises DataError for a tokenizer that does not know words.
 
     Rows become `input_ids`, `token_type_ids` where the tokenizer makes them, `is_target` and `labels`. The first token
     of each word is a target.

@@ -70,7 +70,7 @@ def lower_half(batch: Batch) -> Batch:
 
 def sequence_log_probabilities(model: nn.Module, batch: Batch) -> Tensor:
     """Return the log-probability in nats of each sequence's targets, summed, in float32: [sequences]."""
-    assert batch.targets is not None  # `halves` has told them
+    assert batch.targets is not None  # `collate_pairs` sets them
     each = log_probabilities_at_targets(model, batch)  # [targets]
     everywhere = each.new_zeros(batch.labels.numel()).index_copy(0, batch.targets.positions, each)
     return everywhere.view(batch.labels.shape).sum(dim=1)

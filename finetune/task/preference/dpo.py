@@ -129,7 +129,7 @@ class PairLogProbabilities:
 
 
 def precomputed_reference() -> Precomputed:
-    """Return how the reference's log-probabilities of a sample's sequences are worked out."""
+    """Return how the reference model's log-probabilities of a sample's sequences are computed."""
     return Precomputed("reference log-probabilities", "reference", {}, reference_log_probabilities)
 
 

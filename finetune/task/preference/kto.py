@@ -66,7 +66,7 @@ class KtoTask(AnswerPairsTask):
     def loss_sums(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
         """Return the sums over the answers of loss and reference point; of good and bad ones, rewards and number.
 
-        A batch that nobody has looked ahead for is taken for the whole step. Collective then.
+        A batch without `prepare_step` is taken for the whole step; this is collective then.
         """
         if REFERENCE_POINT not in batch.extras:
             (batch,) = self.prepare_step(model, [batch])
@@ -88,7 +88,7 @@ class KtoTask(AnswerPairsTask):
         }
 
     def step_metrics(self, sums: Mapping[str, float], *, num_targets: int) -> Mapping[str, float]:
-        """Return the means over the good answers, over the bad ones, and how far these are apart."""
+        """Return the means over the good answers, over the bad ones, and their difference."""
         if not num_targets:
             return {}
         good, bad = sums["num_good"] or float("nan"), sums["num_bad"] or float("nan")

@@ -134,7 +134,7 @@ class LowBitAdamW(torch.optim.Optimizer):
         state_dtype: torch.dtype | None,
         rounds_weights: bool,
     ) -> None:
-        """Store moments in `state_dtype`, None: that of the weights; `rounds_weights`: round bf16 weights stochastically."""
+        """Store moments in `state_dtype`, None: that of the weights; `rounds_weights`: bf16 weights, stochastically."""
         super().__init__(groups, {"lr": learning_rate, "betas": betas, "eps": eps, "weight_decay": 0.0})
         self._state_dtype = state_dtype
         self._rounds_weights = rounds_weights

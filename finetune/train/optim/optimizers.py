@@ -107,8 +107,8 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """Return the optimizer over the trained parameters; raises ModelError when nothing is trained.
 
-    Parameters that are not yet unfrozen are skipped, and an average of the weights is kept if configured. `seed` is where
-    the random bits of stochastic rounding come from.
+    Parameters that are not yet unfrozen are skipped, and an average of the weights is kept if configured. `seed` is
+    that of stochastic rounding.
     """
     groups = parameter_groups(named, section, unfreeze)
     if not groups:

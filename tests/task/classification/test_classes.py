@@ -60,7 +60,7 @@ def test_what_was_found_builds_it_again_without_rows(data):
 @pytest.mark.parametrize(
     ("labels", "message"),
     [
-        (["a", "a"], r"the training rows name 1 class \(`a`\): there is nothing to tell apart"),
+        (["a", "a"], r"the training rows name 1 class \(`a`\): there is nothing to classify"),
         ([0.5, 0.25], "data.train: no row has a label that can be read; the first: a label must be a text or a whole"),
         (range(10_001), r"the training rows name 10,001 classes \(.*\): is the column a class"),
     ],

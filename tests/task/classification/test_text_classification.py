@@ -221,6 +221,6 @@ def test_facts_build_the_task_without_rows(data):
 
 def test_rows_without_a_number_are_told(data):
     with pytest.raises(
-        DataError, match=r"no row has a number to learn; the first: the label must be a number, but is `x`"
+        DataError, match=r"no row has a number as its label; the first error: the label must be a number, but is `x`"
     ):
         task_of("regression", bert_tokenizer(), data, found=list("xyxzy"))
