@@ -126,7 +126,7 @@ def load_hub_dataset(source: SourceSection) -> Origin:
             datasets.config.HF_HUB_OFFLINE = is_offline()  # its own copy, taken when it was imported
             return (_streamed if is_streamed else _downloaded)(datasets, source)
     except Exception as error:  # `datasets` raises many kinds: none is a fault of ours, all are about this name
-        raise DataError(f"hub dataset {_title(source)} cannot be had: {_reason(error)}") from error
+        raise DataError(f"hub dataset {_title(source)} cannot be loaded: {_reason(error)}") from error
 
 
 def _downloaded(datasets: Any, source: SourceSection) -> HubDataset:
