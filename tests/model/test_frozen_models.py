@@ -87,14 +87,14 @@ def test_a_hub_model_that_hides_its_commit_is_looked_up_in_the_cache(tmp_path):
 def test_a_commit_that_cannot_be_found_is_said(tmp_path):
     said = []
     assert digest("org/model", cache_folder=str(tmp_path), log=said.append) == "commit unknown"
-    assert "a change of it would not be seen on a resume" in said[0]
+    assert "a resume would not notice a change" in said[0]
 
 
 def test_weights_that_take_long_are_worth_a_line(folder, monkeypatch):
     said = []
     monkeypatch.setattr(frozen_models, "_LOG_AFTER_SECONDS", -1.0)
     digest(folder, log=said.append)
-    assert said[0].endswith(f"of {folder} in 0 s")
+    assert said[0].endswith(f"in {folder} in 0 s")
 
 
 def test_a_file_that_cannot_be_read_is_named(folder):
