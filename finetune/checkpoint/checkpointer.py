@@ -13,7 +13,7 @@ from finetune.checkpoint.sharding.state_access import StateAccess
 from finetune.checkpoint.write.rehearsal import rehearse
 from finetune.checkpoint.write.saver import SavedCheckpoint, Saver
 from finetune.config.sections.checkpoint import CheckpointSection
-from finetune.runtime.run_on_ranks import run_on_rank_0
+from finetune.runtime.distributed import run_on_rank_0
 
 
 class Checkpointer:

@@ -77,7 +77,9 @@ def num_prepare_workers(section: DataSection, *, resources: MachineResources | N
     return num_cores - 1 if num_cores > 2 else 0
 
 
-def format_loader_settings(section: DataSection, settings: LoaderSettings, *, resources: MachineResources) -> str | None:
+def format_loader_settings(
+    section: DataSection, settings: LoaderSettings, *, resources: MachineResources
+) -> str | None:
     """Return in a sentence what every `auto` of the loader has resolved to; None where there is nothing to say.
 
     An `auto` that is the default is mentioned only where it turns something on, or where it disables what was written.
@@ -112,15 +114,15 @@ def _prefetched(cost: LoadingCost) -> int:
 
 
 def _without_effect(section: DataSection, settings: LoaderSettings) -> str:
-    """Return what the user wrote that does nothing because `num_workers: auto` came to 0."""
-    wished = {
+    """Return which written keys have no effect because `num_workers: auto` resolved to 0."""
+    asked = {
         "persistent_workers": section.persistent_workers is True,
         "prefetch_factor": isinstance(section.prefetch_factor, int),
     }
-    idle = [f"`{name}`" for name, is_wished in wished.items() if is_wished]
+    idle = [f"`{name}`" for name, is_asked in asked.items() if is_asked]
     if settings.num_workers or not idle:
         return ""
-    return f"; without workers {' and '.join(idle)} will do nothing"
+    return f"; {' and '.join(idle)} {'has' if len(idle) == 1 else 'have'} no effect without workers"
 
 
 def _count(number: int, what: str) -> str:

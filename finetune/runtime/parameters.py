@@ -36,7 +36,7 @@ AVERAGE_DECAY = "average_decay"
 """The key in a parameter group of the share of the average that the next update keeps; absent where none is kept."""
 
 NOT_YET_UNFROZEN = "waits"
-"""The key of a parameter group that tells whether it is still to be unfrozen: it is then left out of norm and update."""
+"""The key of a parameter group that tells whether it is still frozen: left out of gradient norm and update."""
 
 
 _WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:module|_fsdp_wrapped_module|_orig_mod|_checkpoint_wrapped_module)\.")

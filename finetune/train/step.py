@@ -132,8 +132,7 @@ def _backward(
             parts.before_batch(batch)
             sums = dict(parts.task.loss_sums(parts.model, batch))
             loss_sum = sums.pop("loss_sum")
-            if fault_point("forward", step=step):
-                loss_sum = loss_sum * torch.nan
+            fault_point("forward", step=step, tensor=loss_sum)
             parts.update.backward(loss_sum * scale)
             fault_point("backward", step=step)
         losses.append(loss_sum.detach())

@@ -2,7 +2,7 @@
 
 import torch
 
-from finetune.checkpoint.sharding.named_state import NamedState
+from finetune.checkpoint.sharding.access import NamedState
 from finetune.checkpoint.sharding.state_access import LossScale
 from finetune.checkpoint.sharding.state_layout import ShardView, StateLayout
 from finetune.runtime import distributed

@@ -104,14 +104,14 @@ def not_finite_on_one_rank(folder: Path) -> object:
     keeper = checkpointer(folder, parted)
     if distributed.rank() == 1:
         with torch.no_grad():
-            parted.held["table"].owner[7] = float("nan")
+            parted.held["table"].tensor[7] = float("nan")
     return [error_of(keeper, 1), names(folder)]
 
 
 def unforeseen_on_one_rank(folder: Path) -> object:
     """A thread dies on one rank where no care has been taken: others hear of it at once, and saving still works."""
     keeper, started = checkpointer(folder), time.monotonic()
-    with patch.object(Written, "of_all", side_effect=KeyError("a bug")) if distributed.rank() == 1 else nullcontext():
+    with patch.object(Written, "merge", side_effect=KeyError("a bug")) if distributed.rank() == 1 else nullcontext():
         error = error_of(keeper, 1)
     is_quick = time.monotonic() - started < 60
     return [error, is_quick, keeper.save(2, progress=Progress(2).state_dict()).path.name, names(folder)]

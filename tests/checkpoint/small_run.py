@@ -8,7 +8,7 @@ from torch import nn
 
 from finetune.checkpoint.checkpointer import Checkpointer
 from finetune.checkpoint.format.manifest import MANIFEST_DIGEST_KEY, RunFingerprint, file_checksum, manifest_digest
-from finetune.checkpoint.sharding.named_state import NamedState
+from finetune.checkpoint.sharding.access import NamedState
 from finetune.checkpoint.sharding.state_access import LossScale
 from finetune.checkpoint.sharding.state_layout import StateLayout, named_buffers, named_parameters, replicated_view
 from finetune.config.sections.checkpoint import CheckpointSection

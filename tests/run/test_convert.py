@@ -19,9 +19,9 @@ LAUNCHES = [
     ("fsdp2", 2, "optimizer_0/.metadata"),
     ("zero2", 2, "pytorch_model/zero_pp_rank_1_mp_rank_00_optim_states.pt"),
     ("zero3", 2, "pytorch_model/zero_pp_rank_1_mp_rank_00_model_states.pt"),
-    pytest.param("ddp", 2, "optimizer.bin", marks=pytest.mark.slow),
-    pytest.param("fsdp1", 2, "optimizer_0/.metadata", marks=pytest.mark.slow),
-    pytest.param("hsdp", 4, "optimizer_0/.metadata", marks=pytest.mark.slow),
+    pytest.param("ddp", 2, "optimizer.bin", marks=pytest.mark.full),
+    pytest.param("fsdp1", 2, "optimizer_0/.metadata", marks=pytest.mark.full),
+    pytest.param("hsdp", 4, "optimizer_0/.metadata", marks=pytest.mark.full),
 ]
 
 
@@ -63,6 +63,7 @@ def assert_same_state(run, other):
     return there.progress, here.progress
 
 
+@pytest.mark.full
 @pytest.mark.distributed
 @pytest.mark.parametrize(("strategy", "processes", "own_file"), LAUNCHES)
 def test_there_and_back_is_the_same_state(runs, tmp_path, strategy, processes, own_file):
@@ -79,6 +80,7 @@ def test_there_and_back_is_the_same_state(runs, tmp_path, strategy, processes, o
         assert origin == {"strategy": strategy, "processes": str(processes)}
 
 
+@pytest.mark.full
 @pytest.mark.distributed
 def test_a_strange_folder_gets_its_position_from_the_step_that_is_told(runs, tmp_path):
     folder, back = tmp_path / "folder", emptied(runs["full"], tmp_path / "back")
@@ -97,6 +99,7 @@ def test_a_strange_folder_gets_its_position_from_the_step_that_is_told(runs, tmp
     assert before["num_tokens"] > after["num_tokens"] == 0
 
 
+@pytest.mark.full
 @pytest.mark.distributed
 def test_nothing_that_is_there_is_written_over(runs, tmp_path):
     with pytest.raises(UserError, match="is there already"):

@@ -15,9 +15,6 @@ from pathlib import Path
 
 from finetune.runtime.files import atomic
 
-CHECKPOINTS = "checkpoints"
-"""The folder of a run's folder that holds its checkpoints."""
-
 MANIFEST = "manifest.json"
 INDEX = "index.json"
 PROGRESS = "progress.json"

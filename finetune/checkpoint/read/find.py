@@ -20,8 +20,7 @@ from finetune.checkpoint.read.changes import refuse_existing_checkpoint
 from finetune.checkpoint.read.checksum_prefetch import ChecksumOf
 from finetune.errors import CheckpointError
 from finetune.runtime import distributed
-from finetune.runtime.distributed import Group
-from finetune.runtime.run_on_ranks import run_on_all_ranks, run_on_rank_0
+from finetune.runtime.distributed import Group, run_on_all_ranks, run_on_rank_0
 from finetune.runtime.supervision.heartbeat import fault_point
 
 T = TypeVar("T")

@@ -14,6 +14,7 @@ from finetune.checkpoint.format.metadata import header_problem, read_index, read
 from finetune.errors import CheckpointError, UserError
 from finetune.runtime.files.read import open_regular, parse_json, read_regular
 from finetune.runtime.progress import parse_progress
+from finetune.runtime.run_folder import CHECKPOINTS_FOLDER
 
 _BLOCK_BYTES = 8 << 20
 _MAX_HEADER_BYTES = 100_000_000  # of the safetensors format
@@ -173,9 +174,9 @@ def locate_run(given: Path) -> RunLocation:
         raise UserError(f"{given}: no such folder. Give a run's folder, such as runs/first.")
     if (path / layout.MANIFEST).is_file() or layout.step_of(path) is not None:
         return RunLocation(path.parent.parent, path.parent, path)
-    if (path / layout.CHECKPOINTS).is_dir():
-        return RunLocation(path, path / layout.CHECKPOINTS, None)
-    if path.name == layout.CHECKPOINTS or layout.steps(path):
+    if (path / CHECKPOINTS_FOLDER).is_dir():
+        return RunLocation(path, path / CHECKPOINTS_FOLDER, None)
+    if path.name == CHECKPOINTS_FOLDER or layout.steps(path):
         return RunLocation(path.parent, path, None)
     raise UserError(
         f"{given}: not a run with checkpoints: it holds neither `checkpoints/` nor step folders. "

@@ -21,8 +21,8 @@ from finetune.checkpoint.read.find import VerifiedCheckpoint, verify_checkpoint
 from finetune.checkpoint.sharding.gather import agree_on_records
 from finetune.checkpoint.sharding.state_access import StateAccess
 from finetune.errors import CheckpointError
+from finetune.runtime.distributed import run_on_all_ranks
 from finetune.runtime.resources import usable_cores
-from finetune.runtime.run_on_ranks import run_on_all_ranks
 from finetune.runtime.supervision.heartbeat import fault_point
 
 _MAX_LISTED = 8

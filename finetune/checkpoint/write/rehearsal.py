@@ -15,14 +15,14 @@ from finetune.checkpoint.format.tensor_file import PARAMETER, TensorRecord
 from finetune.checkpoint.sharding.gather import agree_on_records
 from finetune.checkpoint.sharding.save_plan import PlannedFile, plan_files
 from finetune.checkpoint.sharding.state_access import StateAccess
-from finetune.checkpoint.write.disk_space import SLACK_BYTES, explain_disk_errors
 from finetune.checkpoint.write.snapshot import SnapshotSource, StreamingSource
+from finetune.checkpoint.write.writer import SLACK_BYTES, explain_disk_errors
 from finetune.config.sections.checkpoint import CheckpointSection
 from finetune.errors import CheckpointError
 from finetune.runtime import distributed
+from finetune.runtime.distributed import run_on_all_ranks, run_on_rank_0
 from finetune.runtime.files import atomic
 from finetune.runtime.resources import available_bytes, format_size
-from finetune.runtime.run_on_ranks import run_on_all_ranks, run_on_rank_0
 
 _VISIBILITY_CHECKS = 10
 """One second apart: a network file system may show the files of other machines with a delay."""

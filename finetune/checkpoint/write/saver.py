@@ -23,8 +23,7 @@ from finetune.config.sections.checkpoint import CheckpointSection
 from finetune.errors import CheckpointError, NonFiniteError
 from finetune.runtime import distributed
 from finetune.runtime.background import run_in_background, run_now
-from finetune.runtime.distributed import Group
-from finetune.runtime.run_on_ranks import error_text, run_on_rank_0
+from finetune.runtime.distributed import Group, error_text, run_on_rank_0
 from finetune.runtime.supervision.exit import is_broken_collective
 from finetune.runtime.supervision.heartbeat import fault_point
 

@@ -14,7 +14,7 @@ from finetune.checkpoint.sharding.gather import Gathered, Gatherer, agree_on_rec
 from finetune.checkpoint.sharding.save_plan import PlannedFile, plan_files
 from finetune.checkpoint.sharding.state_access import StateAccess
 from finetune.runtime import distributed
-from finetune.runtime.run_on_ranks import run_on_all_ranks
+from finetune.runtime.distributed import run_on_all_ranks
 
 
 @dataclass(frozen=True)

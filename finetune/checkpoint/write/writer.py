@@ -1,8 +1,10 @@
 """Writes one checkpoint: staged, verified, given its manifest and renamed, so a reader sees all of it or none."""
 
+import errno
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import version
@@ -27,15 +29,18 @@ from finetune.checkpoint.format.metadata import state_digest
 from finetune.checkpoint.format.tensor_file import BUFFER, TensorFile, TensorRecord
 from finetune.checkpoint.sharding.save_plan import PlannedFile
 from finetune.checkpoint.sharding.state_access import StateAccess
-from finetune.checkpoint.write.disk_space import explain_disk_errors, require_disk_space
 from finetune.checkpoint.write.snapshot import Contents, StreamingSource
 from finetune.errors import CheckpointError, NonFiniteError
 from finetune.runtime import distributed
-from finetune.runtime.distributed import Group
+from finetune.runtime.distributed import Group, run_on_all_ranks, run_on_rank_0
 from finetune.runtime.files import atomic
-from finetune.runtime.run_on_ranks import run_on_all_ranks, run_on_rank_0
+from finetune.runtime.resources import format_size
 from finetune.runtime.supervision.heartbeat import fault_point
 
+SLACK_BYTES = 16 << 20
+"""An upper bound for the files of a checkpoint besides its tensors."""
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _BLOCK_ELEMENTS = 1 << 20
 
 
@@ -227,3 +232,35 @@ def _not_finite(step: int, *, names: Sequence[str], newest: Path | None) -> str:
 
 def _versions() -> dict[str, str]:
     return {"finetune": __version__, **{name: version(name) for name in ("torch", "accelerate", "transformers")}}
+
+
+def require_disk_space(folder: Path, num_bytes: int) -> None:
+    """Raise CheckpointError if the folder's disk has no space for one more checkpoint of this size."""
+    free, needed = shutil.disk_usage(folder).free, num_bytes + SLACK_BYTES
+    if free < needed:
+        raise CheckpointError(
+            f"{folder}: a checkpoint needs {format_size(needed)}, but {format_size(free)} are free (an old one is "
+            "deleted only after the new one was verified). Free disk space, lower checkpoint.keep_last, or set "
+            "run.folder to another disk."
+        )
+
+
+@contextmanager
+def explain_disk_errors(folder: Path) -> Iterator[None]:
+    """Raise a CheckpointError that says what to do in place of an OSError from writing."""
+    try:
+        yield
+    except OSError as error:
+        advice = ""
+        if error.errno in _FULL:
+            advice = (
+                f" {format_size(_free_bytes(folder))} are free; earlier checkpoints are intact. Free disk space, lower "
+                "checkpoint.keep_last, or set run.folder to another disk."
+            )
+        raise CheckpointError(f"cannot write {folder}: {error}.{advice}") from error
+
+
+def _free_bytes(folder: Path) -> int:
+    while not folder.exists():
+        folder = folder.parent
+    return shutil.disk_usage(folder).free

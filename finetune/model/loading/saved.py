@@ -26,6 +26,7 @@ from finetune.model.loading.pretrained import (
     without_warnings,
 )
 from finetune.runtime.hub import is_offline, without_hub_retries
+from finetune.runtime.run_folder import FINAL_FOLDER
 
 BASE_FOLDER = "base"
 CONFIG_FOLDER = "config"
@@ -71,7 +72,7 @@ class SavedModel:
 
 def find_model_folder(folder: Path) -> Path | None:
     """Return the folder, or the `final/` in it, whichever holds a model; None where neither does."""
-    for place in (folder, folder / "final"):
+    for place in (folder, folder / FINAL_FOLDER):
         if (place / "config.json").is_file() or (place / ADAPTER_CONFIG).is_file():
             return place.absolute()
     return None

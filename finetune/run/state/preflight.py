@@ -26,6 +26,7 @@ from finetune.run.state.finished import (
     read_record,
 )
 from finetune.runtime.optional import lazily
+from finetune.runtime.run_folder import CHECKPOINTS_FOLDER
 from finetune.runtime.supervision.status import exit_from_error, open_status_file, record_finished
 from finetune.runtime.supervision.writer_lock import lock_run_folder
 
@@ -43,7 +44,7 @@ def preflight(loaded: LoadedConfig) -> int | None:
     if (
         is_url(config.run.folder)
         or not folder.is_dir()
-        or layout.newest_checkpoint(folder / layout.CHECKPOINTS) is None
+        or layout.newest_checkpoint(folder / CHECKPOINTS_FOLDER) is None
     ):
         return None
     if rank > 0:
@@ -67,7 +68,7 @@ def _check_folder(config: RunConfig, *, rank: int) -> int | None:
 
 def _refuse_changes(config: RunConfig) -> None:
     """Raise CheckpointError where the checkpoint is of a run with other maths, or none may be continued."""
-    newest = layout.newest_checkpoint(Path(config.run.folder) / layout.CHECKPOINTS)
+    newest = layout.newest_checkpoint(Path(config.run.folder) / CHECKPOINTS_FOLDER)
     resume = config.checkpoint.resume
     if resume == "never":
         refuse_existing_checkpoint(newest)
@@ -139,5 +140,5 @@ def prefetch_checksums(loaded: LoadedConfig) -> "checksum_prefetch.ChecksumPrefe
     config = loaded.config
     if is_url(config.run.folder):
         return None
-    folder = Path(config.run.folder) / layout.CHECKPOINTS
+    folder = Path(config.run.folder) / CHECKPOINTS_FOLDER
     return checksum_prefetch.start_checksum_prefetch(folder, resume=config.checkpoint.resume)

@@ -12,6 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from finetune.errors import Hang, LostContact
+from finetune.runtime.run_folder import HANG_FOLDER
 from finetune.runtime.supervision import hang, heartbeat
 from finetune.runtime.supervision.exit import ProcessExit, find_dead_peers, format_lost_peers
 from finetune.runtime.supervision.signals import EXIT_CODES, ReceivedSignals
@@ -99,7 +100,7 @@ class Watchdog:
             self._look_after_others()
         if self._limit is not None:
             self._arm(self._limit)
-            if silent > self._limit or (silent > _QUIET_SECONDS and (self._folder / hang.FOLDER).exists()):
+            if silent > self._limit or (silent > _QUIET_SECONDS and (self._folder / HANG_FOLDER).exists()):
                 self._end_hang(silent)
 
     def _look_after_others(self) -> None:
@@ -132,7 +133,7 @@ class Watchdog:
         error = Hang(
             f"no progress for {silent:.0f} s (run.hang_after_seconds). "
             f"{hang.format_blocking_ranks(reports, world=self._world)} "
-            f"The stacks of every rank are in {self._folder / hang.FOLDER}."
+            f"The stacks of every rank are in {self._folder / HANG_FOLDER}."
         )
         self._ending.after(exit_from_error(error, rank=self._rank))
 

@@ -221,8 +221,12 @@ IDLE = [
         "a constant rate never decays",
     ),
     (["train.nonfinite.max_skips=3"], "train.nonfinite.max_skips", "only `action: skip` skips steps"),
-    (["data.persistent_workers=true"], "data.persistent_workers", "it needs `data.num_workers` above 0"),
-    (["data.prefetch_factor=2"], "data.prefetch_factor", "it needs `data.num_workers` above 0"),
+    (
+        ["data.num_workers=0", "data.persistent_workers=true"],
+        "data.persistent_workers",
+        "it needs `data.num_workers` above 0",
+    ),
+    (["data.num_workers=0", "data.prefetch_factor=2"], "data.prefetch_factor", "it needs `data.num_workers` above 0"),
     (["train.optimizer.lora_plus_ratio=4.0"], "train.optimizer.lora_plus_ratio", "only `model.lora` has A and B"),
     (["model.lora={}", *EIGHT_BIT, "model.quantization.kind=nf4"], "model.quantization.kind", "with 4 bits has kinds"),
     (
