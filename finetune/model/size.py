@@ -107,7 +107,7 @@ def estimate_memory(
     )
     held = [-(-size // among) for _, size, among in parts]
     lines = [
-        _memory_line(name, size=size, among=among, held=part)
+        _memory_line(name, size=size, among=among, size_per_rank=part)
         for (name, size, among), part in zip(parts, held, strict=True)
     ]
     sizes = [(name, part) for (name, _, _), part in zip(parts, held, strict=True)]
@@ -118,10 +118,10 @@ def estimate_memory(
     return MemoryEstimate(held[0], held[1], held[2], (*lines, total))
 
 
-def _memory_line(name: str, *, size: int, among: int, held: int) -> str:
+def _memory_line(name: str, *, size: int, among: int, size_per_rank: int) -> str:
     if among == 1:
-        return f"{name}: {format_size(held)} on every rank"
-    return f"{name}: {format_size(held)} per rank = {format_size(size)} / {among} ranks"
+        return f"{name}: {format_size(size_per_rank)} on every rank"
+    return f"{name}: {format_size(size_per_rank)} per rank = {format_size(size)} / {among} ranks"
 
 
 _ADAPTED_MODULE = re.compile(r"(.+?)\.(?:lora_|ia3_l|oft_R)")

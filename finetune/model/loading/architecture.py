@@ -217,8 +217,8 @@ def _token_values(special_ids: SpecialTokenIds) -> dict[str, int | None]:
     return {"bos_token_id": special_ids.bos, "eos_token_id": special_ids.eos, "pad_token_id": special_ids.pad}
 
 
-def _suggestion(name: str, known: list[str]) -> str:
-    near = get_close_matches(name, known, n=1)
+def _suggestion(name: str, names: list[str]) -> str:
+    near = get_close_matches(name, names, n=1)
     return f" Did you mean `{near[0]}`?" if near else ""
 
 
