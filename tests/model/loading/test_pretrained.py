@@ -108,7 +108,7 @@ def test_settings_are_one_object_of_moderate_depth(tmp_path):
     path.write_text('{"a": ' + "[" * 63 + "]" * 63 + "}")
     assert len(read_json_settings(path)) == 1
     path.write_text('{"a": ' + "[" * 64 + "]" * 64 + "}")
-    with pytest.raises(ModelError, match=r"config\.json: is damaged: it is nested more than 64 deep"):
+    with pytest.raises(ModelError, match=r"config\.json: the file is damaged: it is nested more than 64 deep"):
         read_json_settings(path)
 
 
