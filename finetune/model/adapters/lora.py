@@ -176,7 +176,6 @@ _PEFT_PREFIX = "base_model.model."
 def init_loftq(model: PeftModel, context: AdapterContext) -> None:
     """Initialize each adapter with the largest singular components of `original - dequantised`, in one round.
 
-
     The original weights are read from the base's safetensors one at a time; raises ModelError if one is missing.
     """
     with loading_errors(context.base or "", key="model.lora.init"):
