@@ -77,15 +77,23 @@ def num_prepare_workers(section: DataSection, *, resources: MachineResources | N
     return num_cores - 1 if num_cores > 2 else 0
 
 
-def format_loader_settings(section: DataSection, settings: LoaderSettings, *, room: MachineResources) -> str | None:
-    """Return in a sentence what every `auto` of the loader has come to; None where nothing is `auto`."""
-    written = [name for name in _NAMES if getattr(section, name) == "auto"]
+def format_loader_settings(
+    section: DataSection, settings: LoaderSettings, *, resources: MachineResources
+) -> str | None:
+    """Return in a sentence what every `auto` of the loader has resolved to; None where there is nothing to say.
+
+    An `auto` that is the default is mentioned only where it turns something on, or where it disables what was written.
+    """
+    autos = [name for name in _NAMES if getattr(section, name) == "auto"]
+    written = [name for name in autos if name in section.model_fields_set or getattr(settings, name)]
+    if not written and _without_effect(section, settings):
+        written = ["num_workers"]
     if not written:
         return None
-    device = "a GPU" if room.has_device else "no GPU"
-    here = f"{_count(room.num_cores, 'core')} for {_count(room.local_world, 'rank')}, {device}"
+    device = "a GPU" if resources.has_device else "no GPU"
+    here = f"{_count(resources.num_cores, 'core')} for {_count(resources.local_world, 'rank')}, {device}"
     values = ", ".join(f"{name}: {json.dumps(getattr(settings, name))}" for name in written)
-    return f"loading: {values} ({here}){_idle(section, settings)}"
+    return f"loading: {values} ({here}){_without_effect(section, settings)}"
 
 
 _NAMES = ("num_workers", "pin_memory", "persistent_workers", "prefetch_factor")
@@ -105,16 +113,16 @@ def _prefetched(cost: LoadingCost) -> int:
     return 4 if cost == "heavy" else 2
 
 
-def _idle(section: DataSection, settings: LoaderSettings) -> str:
-    """Return what the user wrote that does nothing because `num_workers: auto` came to 0."""
-    wished = {
+def _without_effect(section: DataSection, settings: LoaderSettings) -> str:
+    """Return which written keys have no effect because `num_workers: auto` resolved to 0."""
+    asked = {
         "persistent_workers": section.persistent_workers is True,
         "prefetch_factor": isinstance(section.prefetch_factor, int),
     }
-    idle = [f"`{name}`" for name, is_wished in wished.items() if is_wished]
+    idle = [f"`{name}`" for name, is_asked in asked.items() if is_asked]
     if settings.num_workers or not idle:
         return ""
-    return f"; without workers {' and '.join(idle)} will do nothing"
+    return f"; {' and '.join(idle)} {'has' if len(idle) == 1 else 'have'} no effect without workers"
 
 
 def _count(number: int, what: str) -> str:

@@ -17,7 +17,7 @@ from finetune.export.weights import ADAPTER_NAME, build_meta_model, check_files,
 from finetune.model.adapters.context import has_adapter
 from finetune.model.loading.architecture import NEW_HEADS
 from finetune.model.loading.saved import CONFIG_FOLDER
-from finetune.runtime.files.replace_folder import replace_folder
+from finetune.runtime.files.atomic import replace_folder
 from finetune.runtime.optional import lazily
 from finetune.runtime.text.terminal import printable
 

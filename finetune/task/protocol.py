@@ -50,7 +50,7 @@ ModelHead = Literal[
 ]
 """Which head the model gets; the model wing maps it to an Auto class of transformers."""
 
-__all__ = ["Measured", "ModelHead", "Prior", "Prompt", "Row", "Task"]
+__all__ = ["EvaluationOutput", "GenerationPrompt", "ModelHead", "Precomputed", "Row", "Task", "TaskContext"]
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class GenerationPrompt:
     input_ids: tuple[int, ...]
     reference_ids: tuple[int, ...]
     inputs: Mapping[str, Tensor] = field(default_factory=dict)  # what else the model is given, such as pixels
-    beside: tuple[int, ...] = ()  # a row that the model reads with it and does not answer: it shows the images
+    companion_ids: tuple[int, ...] = ()  # a row that the model reads with it and does not answer: it shows the images
     per_token: Mapping[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)  # of its row, and of the other
 
 

@@ -66,7 +66,7 @@ class VisionLanguageSftTask(SftTask):
         rows = [asked] if len(features.arrays["image_sizes"]) else [asked, self._blank]
         beside = () if len(rows) == 1 else tuple(self._blank.arrays["input_ids"].tolist())
         per_token = {name: tuple(tuple(row.arrays[name].tolist()) for row in rows) for name in self._pictures.per_token}
-        return replace(prompt, inputs=self._pixels(rows), beside=beside, per_token=per_token)
+        return replace(prompt, inputs=self._pixels(rows), companion_ids=beside, per_token=per_token)
 
     def _make_encoder(self) -> Encode:
         data = self.data

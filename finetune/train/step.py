@@ -132,8 +132,7 @@ def _backward(
             parts.before_batch(batch)
             sums = dict(parts.task.loss_sums(parts.model, batch))
             loss_sum = sums.pop("loss_sum")
-            if fault_point("forward", step=step):
-                loss_sum = loss_sum * torch.nan
+            fault_point("forward", step=step, tensor=loss_sum)
             parts.update.backward(loss_sum * scale)
             fault_point("backward", step=step)
         losses.append(loss_sum.detach())
@@ -178,7 +177,9 @@ def _describe_rows(sample_ids: tuple[int, ...], place: Callable[[int], str]) -> 
 
 
 def _stop_unless_skipping(parts: Parts, progress: Progress, *, number: int, rows: str) -> None:
-    where = f"the loss or gradient of step {number} is not finite. Training rows concerned: {rows}. {parts.update.nonfinite_effect}"
+    where = (
+        f"the loss or gradient of step {number} is not finite. Training rows: {rows}. {parts.update.nonfinite_effect}"
+    )
     if parts.nonfinite.action == "stop":
         raise NonFiniteError(
             f"{where} Look at these rows, lower train.learning_rate, or set train.nonfinite.action: skip."

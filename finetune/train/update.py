@@ -18,8 +18,8 @@ from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 
+from finetune.runtime.parameters import NOT_YET_UNFROZEN
 from finetune.train.optim.optimizers import drop_not_yet_unfrozen
-from finetune.train.optim.parameter_groups import NOT_YET_UNFROZEN
 
 
 class DeferredFiniteCheck:

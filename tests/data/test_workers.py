@@ -21,8 +21,22 @@ def section(**keys):
     return DataSection(train=TrainingSourceSection(path="rows.jsonl"), max_length=64, **keys)
 
 
-def test_by_default_batches_are_loaded_in_the_training_process():
-    assert loader_settings(section(), resources=SERVER) == LoaderSettings(0, False, False, None)
+def test_by_default_tokens_are_loaded_in_the_training_process_on_a_cpu_and_in_two_others_beside_a_gpu():
+    assert loader_settings(section(), resources=LAPTOP) == LoaderSettings(0, False, False, None)
+    assert loader_settings(section(), resources=SERVER) == LoaderSettings(2, True, False, None)
+    assert loader_settings(section(), resources=SERVER, cost="heavy").num_workers == 7
+
+
+def test_a_default_is_mentioned_only_where_it_turns_something_on_or_disables_what_was_written():
+    default = section()
+    assert format_loader_settings(default, loader_settings(default, resources=LAPTOP), resources=LAPTOP) is None
+    on = format_loader_settings(default, loader_settings(default, resources=SERVER), resources=SERVER)
+    assert on == "loading: num_workers: 2, pin_memory: true (64 cores for 8 ranks, a GPU)"
+    asked = section(prefetch_factor=4)
+    off = format_loader_settings(asked, loader_settings(asked, resources=LAPTOP), resources=LAPTOP)
+    assert (
+        off == "loading: num_workers: 0 (2 cores for 1 rank, no GPU); `prefetch_factor` has no effect without workers"
+    )
 
 
 @pytest.mark.parametrize(
@@ -53,25 +67,21 @@ def test_what_was_wished_for_workers_is_said_to_do_nothing_where_auto_starts_non
     wished = section(num_workers="auto", prefetch_factor=4, persistent_workers=True)
     settings = loader_settings(wished, resources=LAPTOP)
     assert settings == LoaderSettings(0, False, False, None)
-    assert format_loader_settings(wished, settings, room=LAPTOP) == (
+    assert format_loader_settings(wished, settings, resources=LAPTOP) == (
         "loading: num_workers: 0 (2 cores for 1 rank, no GPU); "
-        "without workers `persistent_workers` and `prefetch_factor` will do nothing"
+        "`persistent_workers` and `prefetch_factor` have no effect without workers"
     )
 
 
 def test_every_auto_is_told_with_what_decided_it():
     autos = section(**AUTO)
-    sentence = format_loader_settings(autos, loader_settings(autos, resources=SERVER), room=SERVER)
+    sentence = format_loader_settings(autos, loader_settings(autos, resources=SERVER), resources=SERVER)
     assert sentence == (
         "loading: num_workers: 2, pin_memory: true, persistent_workers: true, prefetch_factor: 2 "
         "(64 cores for 8 ranks, a GPU)"
     )
-    assert (
-        format_loader_settings(
-            section(num_workers=2), loader_settings(section(num_workers=2), resources=SERVER), room=SERVER
-        )
-        is None
-    )
+    written = section(num_workers=2, pin_memory=False)
+    assert format_loader_settings(written, loader_settings(written, resources=SERVER), resources=SERVER) is None
 
 
 def test_one_process_tokenises_for_all_so_it_may_take_the_machine():

@@ -36,7 +36,7 @@ task: {name: sft}
 train: {global_batch_size: 4, microbatch_size: 2, steps: 6, learning_rate: 1e-2}
 evaluate: {every_steps: 3}
 checkpoint: {every_steps: 2}
-report: {console: plain}
+report: {console: plain, log_every_steps: 1}
 """
 
 

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from tests.task_cases import CASES
 from tests.task_cases.runs import launch, prepare
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.distributed, pytest.mark.full, pytest.mark.timeout(1800)]
 
 VARIANT = {"ddp": "full", "fsdp2": "lora", "zero2": "lora", "zero3": "full"}
 

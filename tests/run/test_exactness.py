@@ -25,7 +25,7 @@ HARD = [*EPOCHS, "train.microbatch_size=2", "checkpoint.every_steps=2"]
 """22 rows in batches of 8: the first epoch ends within step 3. Microbatches of 2 on 2 ranks: two are accumulated."""
 
 KILL_IN_STEP_6 = "update.after step=5 rank=1 do=kill"
-slow = pytest.mark.slow
+full, slow = pytest.mark.full, pytest.mark.slow
 
 
 def state_of(run):
@@ -47,13 +47,10 @@ def facts_by_step(run):
 @pytest.mark.parametrize(
     ("strategy", "kind"),
     [
-        ("ddp", "lora"),
         ("fsdp2", "lora"),
-        ("zero1", "full"),
-        ("zero2", "lora"),
         ("zero3", "full"),
-        *(pytest.param(strategy, "full", marks=slow) for strategy in ("ddp", "fsdp2", "zero2")),
-        *(pytest.param(strategy, "lora", marks=slow) for strategy in ("zero1", "zero3")),
+        *(pytest.param(strategy, "full", marks=full) for strategy in ("ddp", "fsdp2", "zero1", "zero2")),
+        *(pytest.param(strategy, "lora", marks=full) for strategy in ("ddp", "zero1", "zero2", "zero3")),
     ],
 )
 def test_a_killed_run_goes_on_to_the_very_same_bits(launch, strategy, kind):
@@ -74,6 +71,7 @@ def test_a_killed_run_goes_on_to_the_very_same_bits(launch, strategy, kind):
     assert state_of(resumed) == state_of(whole)
 
 
+@full
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("source", "target", "verdict"),
@@ -93,6 +91,7 @@ def test_verify_resume_proves_it_on_the_users_job(job, source, target, verdict):
     assert ("dropout off" in ended.stdout) == (source != target)
 
 
+@full
 @pytest.mark.distributed
 def test_three_epochs_with_two_stops_on_1_2_and_4_processes_consume_what_the_straight_run_does(launch):
     rows = [*NOTHING_ELSE, "data.train.take=28", "train.global_batch_size=12", "train.microbatch_size=3"]

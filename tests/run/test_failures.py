@@ -38,6 +38,7 @@ def test_a_rank_that_is_killed_is_named_and_the_next_launch_continues(launch):
     assert (again.status()["state"], again.status()["step"], again.status()["error"]) == ("finished", 20, None)
 
 
+@pytest.mark.full
 @pytest.mark.distributed
 def test_a_rank_that_hangs_is_named_with_everybodys_stacks(launch):
     faults = "data step=3 rank=1 do=sleep"
@@ -53,6 +54,7 @@ def test_a_rank_that_hangs_is_named_with_everybodys_stacks(launch):
     assert run.output.count(" ends because rank ") == 1
 
 
+@pytest.mark.full
 @pytest.mark.distributed
 def test_a_second_launch_is_refused_while_the_first_goes_on(begin, launch):
     first = begin("ddp", name="claimed", overrides=QUIET, faults="data step=2 do=sleep")

@@ -96,20 +96,12 @@ def test_the_summed_loss_is_the_models_own_mean_times_the_targets(tokenizer, dat
 
 def test_answers_are_those_of_transformers_generate(tokenizer, data, pair):
     task = made(tokenizer, data)
-    prompts = [task.prompt(each).input_ids for each in samples(task, ("What is two and two?", "x"), ("two", "y"))]
+    prompts = [task.prompt(each) for each in samples(task, ("What is two and two?", "x"), ("two", "y"))]
     eos = tokenizer.eos_token_id
-    found = generate(
-        pair,
-        prompts,
-        pad_id=eos,
-        stop_ids=frozenset({eos}),
-        max_new_tokens=6,
-        device=torch.device("cpu"),
-        all_finished=lambda done: done,
-    )
-    for prompt, answer in zip(prompts, found, strict=True):
+    settings = {"pad_id": eos, "stop_ids": frozenset({eos}), "max_new_tokens": 6, "device": torch.device("cpu")}
+    for prompt, answer in zip(prompts, generate(pair, prompts, **settings), strict=True):
         theirs = pair.generate(
-            input_ids=torch.tensor([prompt]),
+            input_ids=torch.tensor([prompt.input_ids]),
             max_new_tokens=6,
             do_sample=False,
             num_beams=1,
@@ -117,8 +109,6 @@ def test_answers_are_those_of_transformers_generate(tokenizer, data, pair):
             forced_eos_token_id=None,
         )
         assert theirs[0, 1:].tolist()[: len(answer)] == answer
-    nobody = {"pad_id": eos, "stop_ids": frozenset({eos}), "max_new_tokens": 2, "device": torch.device("cpu")}
-    assert generate(pair, [], **nobody, all_finished=lambda done: False) == []
 
 
 def test_source_and_target_have_lengths_of_their_own(tokenizer, data):

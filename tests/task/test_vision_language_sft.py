@@ -10,7 +10,7 @@ from finetune.data.batch import IGNORED
 from finetune.data.encoding.image_conversation import images_of
 from finetune.data.images.stored_image import StoredImage
 from finetune.errors import DataError
-from finetune.task.generation.decoding import generate, image_decode_state
+from finetune.task.generation.decoding import generate
 from finetune.task.protocol import TaskContext
 from finetune.task.registry import build_task
 from tests.data.picture_processors import llava, picture, qwen, smolvlm
@@ -172,9 +172,10 @@ def test_the_answer_depends_on_the_image(task, model):
 def test_an_answer_is_what_transformers_generates(task, model, shown):
     (features,) = encoded(task, shown)
     prompt = task.prompt(features)
-    state = image_decode_state(model, prompt, pad_id=task.pad_id, device=torch.device("cpu"))
-    wish = {"max_new_tokens": 6, "device": torch.device("cpu"), "all_finished": lambda done: done}
-    (answer,) = generate(model, [prompt.input_ids], pad_id=task.pad_id, stop_ids=frozenset(), state=state, **wish)
+    settings = {"pad_id": task.pad_id, "max_new_tokens": 6, "device": torch.device("cpu")}
+    (answer,) = generate(model, [prompt], stop_ids=frozenset(), **settings)
+    (stopped,) = generate(model, [prompt], stop_ids=frozenset({answer[2]}), **settings)
+    assert stopped == answer[: answer.index(answer[2]) + 1]
     text = task._processor.apply_chat_template(_in_parts(shown)[:1], add_generation_prompt=True)
     inputs = task._processor(
         text=[text], images=[images_of(features)] if shown["images"] else None, return_tensors="pt"
@@ -188,8 +189,8 @@ def test_a_prompt_ends_before_the_last_answer_and_knows_it(task):
     words = task.tokenizer
     assert words.decode(list(prompt.input_ids)).endswith("<|im_start|>assistant\n")
     assert words.decode(list(prompt.reference_ids)) == "a cat<|im_end|>"
-    assert not prompt.beside
-    assert task.prompt(encoded(task, NONE)[0]).beside
+    assert not prompt.companion_ids
+    assert task.prompt(encoded(task, NONE)[0]).companion_ids
 
 
 def test_a_row_without_turns_is_refused(task):

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from finetune.report.jsonl import read_events
-from finetune.runtime.processes import free_port, run_group
+from tests.launching import accelerate_command, run
 from tests.task_cases.case import Case
 
-ROOT = Path(__file__).parents[2]
 TIMEOUT_SECONDS = 900  # the first DeepSpeed run on a machine compiles for minutes
 
 
@@ -69,14 +68,10 @@ def launch(
     ]
     path, log = folder / f"{name}.json", folder / f"{name}.log"
     path.write_text(json.dumps(spec))
-    command = [sys.executable]
-    if strategy is not None:
-        command += ["-m", "accelerate.commands.launch", "--num_processes", str(processes)]
-        command += ["--main_process_port", str(free_port())]
-        command += ["--config_file", str(ROOT / "accelerate_configs" / f"{strategy}.yaml")]
-    command += [str(Path(__file__).with_name("worker.py")), str(path)]
-    environment = {"OMP_NUM_THREADS": "1"}
-    code = run_group(command, log=log, timeout_seconds=TIMEOUT_SECONDS, environment=environment, folder=ROOT)
+    words = ["-m", "tests.task_cases.worker", str(path)]
+    alone = [sys.executable, *words]
+    command = alone if strategy is None else accelerate_command(strategy, *words, processes=processes)
+    code = run(command, log=log, timeout_seconds=TIMEOUT_SECONDS)
     if code != 0:
         raise RuntimeError(f"{name} ended with {code}:\n{log.read_text(errors='replace')[-6000:]}")
     return left

@@ -13,12 +13,12 @@ from pathlib import Path
 from unittest.mock import patch
 
 import torch
-from accelerate.state import AcceleratorState, GradientState, PartialState
 
 from finetune.config.load import load_config
 from finetune.errors import FinetuneError
 from finetune.run.train import train_from_config
 from finetune.runtime import distributed
+from tests.run.trained import forget
 
 
 def main(spec: str) -> None:
@@ -31,22 +31,15 @@ def main(spec: str) -> None:
             Path(loaded.config.run.folder).mkdir(parents=True, exist_ok=True)
             (Path(loaded.config.run.folder) / "error.txt").write_text(f"{error}\n{traceback.format_exc()}")
         forget()
+        gc.collect()
     distributed.shut_down(0)
 
 
 def stay(code: int, **_: object) -> int:
-    """Take the place of `ranks.leave`: the others are waited for, and the group goes on."""
+    """Take the place of `distributed.shut_down`: the others are waited for, and the group goes on."""
     if distributed.is_distributed():
         torch.distributed.barrier()
     return code
-
-
-def forget() -> None:
-    """Forget the Accelerator, so that the next job builds its own on the same process group."""
-    GradientState._reset_state()
-    AcceleratorState._reset_state(reset_partial_state=False)
-    PartialState._reset_state()
-    gc.collect()
 
 
 if __name__ == "__main__":

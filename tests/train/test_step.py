@@ -164,7 +164,7 @@ def test_the_loss_is_the_mean_over_all_targets_of_the_step():
 def test_a_nan_stops_the_run_names_its_samples_and_changes_no_weight():
     parts = parts_of(2, task=RegressionTask(poisoned=5))
     before = parts.model.weight.detach().clone()
-    with pytest.raises(NonFiniteError, match=r"step 1 is not finite.*concerned: rows.jsonl, row 5; .* 6\."):
+    with pytest.raises(NonFiniteError, match=r"step 1 is not finite.*Training rows: rows.jsonl, row 5; .* 6\."):
         train(parts, Progress())
     assert torch.equal(parts.model.weight.detach(), before)
 

@@ -161,8 +161,8 @@ def _detect(section: SourceSection, first: RawRow, *, key: str) -> Format:
             return name
     choices = "; ".join(f"{name}: {quoted_list(required)}" for name, required in REQUIRED_COLUMNS.items())
     raise DataError(
-        f"{first.place}: cannot tell the format from its columns {quoted_list(available)}. Set {key}.format and map its "
-        f"columns with {key}.columns (for example {{prompt: question, completion: answer}}), or write a "
+        f"{first.place}: cannot tell the format from its columns {quoted_list(available)}. Set {key}.format and map "
+        f"its columns with {key}.columns (for example {{prompt: question, completion: answer}}), or write a "
         f"{key}.template. Formats are {choices}."
     )
 

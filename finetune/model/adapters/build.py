@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from peft import PeftConfig, PeftModel, get_peft_model
 from peft.tuners.lora import LoraLayer
-from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from finetune.config.sections.model import (
@@ -33,28 +32,8 @@ from finetune.model.adapters.other_methods import (
 from finetune.model.adapters.saved import load_saved_weights, saved_adapter_config
 from finetune.model.loading.hub import error_summary
 from finetune.model.loading.initialize import as_cpu_float32
+from finetune.model.upstream import skip_redundant_casts
 from finetune.runtime.seeds import derive_seed
-
-
-def skip_redundant_casts(model: nn.Module) -> None:
-    """Have LoRA's layers hand a 16-bit input to their matrices as it is where autocast would round it back anyway.
-
-    peft widens every input to the adapter's float32, which autocast undoes right away: the same bits, for two passes
-    over the activations in every adapted layer (peft 0.21). Dropout and DoRA, which go by the type, keep it.
-    """
-    for layer in model.modules():
-        if isinstance(layer, LoraLayer) and _has_plain_lora(layer):
-            layer._cast_input_dtype = _cast_unless_autocast
-
-
-def _has_plain_lora(layer: Any) -> bool:
-    drops = any(not isinstance(each, nn.Identity) for each in layer.lora_dropout.values())
-    return not drops and not getattr(layer, "lora_variant", {})
-
-
-def _cast_unless_autocast(x: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    is_left = x is None or x.dtype == dtype or (x.element_size() == 2 and torch.is_autocast_enabled(x.device.type))
-    return x if is_left or x is None else x.to(dtype)
 
 
 def add_adapter(model: PreTrainedModel, adapter: AdapterConfig, context: AdapterContext) -> PeftModel:

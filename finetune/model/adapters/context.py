@@ -38,7 +38,7 @@ def adapter_config(section: ModelSection) -> AdapterConfig | None:
         section.prompt_tuning,
         section.prefix_tuning,
     )
-    return next((wish for wish in kinds if wish is not None), None)
+    return next((each for each in kinds if each is not None), None)
 
 
 def has_adapter(model: nn.Module) -> bool:

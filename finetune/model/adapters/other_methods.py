@@ -78,20 +78,20 @@ def prefix_config(model: PreTrainedModel, prefix: PrefixTuningSection, context: 
 
 def init_prompt(model: PeftModel, prompt: PromptTuningSection, context: AdapterContext) -> None:
     """Begin with embeddings of the text's tokens, repeated as often as needed, or of tokens drawn from the seed."""
-    learnt = model.prompt_encoder[ADAPTER_NAME].embedding.weight  # [tokens, width]
+    learned = model.prompt_encoder[ADAPTER_NAME].embedding.weight  # [tokens, width]
     embeddings = model.get_base_model().get_input_embeddings()
     ids = _init_token_ids(prompt, context)
     with torch.no_grad(), context.init_context.gather([embeddings.weight]):
         if not context.init_context.on_meta_device:
-            learnt.copy_(embeddings.weight[ids].to(learnt))
+            learned.copy_(embeddings.weight[ids].to(learned))
 
 
 def init_prefix(model: PeftModel, context: AdapterContext) -> None:
     """Draw keys and values from the seed, as peft does: normal ones."""
-    learnt = model.prompt_encoder[ADAPTER_NAME].embedding.weight  # [tokens, 2 x layers x width]
+    learned = model.prompt_encoder[ADAPTER_NAME].embedding.weight  # [tokens, 2 x layers x width]
     generator = torch.Generator().manual_seed(derive_seed(context.seed, "adapters", "prefix"))
     with torch.no_grad():
-        learnt.copy_(torch.randn(learnt.shape, generator=generator))
+        learned.copy_(torch.randn(learned.shape, generator=generator))
 
 
 def _init_token_ids(prompt: PromptTuningSection, context: AdapterContext) -> Tensor:

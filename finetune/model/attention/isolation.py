@@ -45,7 +45,7 @@ def check_isolation(
 def require_position_ids(arguments: frozenset[str], *, config: Any) -> None:
     """Raise ModelError for a model that cannot be told where samples begin; `arguments` are its forward's."""
     if "position_ids" not in arguments:
-        raise _isolation_error(config, "it takes no `position_ids`, by which samples are told apart")
+        raise _isolation_error(config, "it has no `position_ids` argument, which separates the samples")
 
 
 def _tokens(length: int, vocabulary_size: int, salt: int) -> list[int]:

@@ -109,7 +109,8 @@ def _check_special_token_ids(config: PreTrainedConfig) -> None:
         value = getattr(text, name, None)
         if isinstance(size, int) and isinstance(value, int) and value >= max(size, 1):
             raise ModelError(
-                f"{FROM_CONFIG_KEY}.values.{name}: {value} is not in the vocabulary of {size:,}. Leave it out: the tokenizer says."
+                f"{FROM_CONFIG_KEY}.values.{name}: {value} is not in the vocabulary of {size:,}. Leave it out: the "
+                "tokenizer says."
             )
 
 

@@ -3,12 +3,12 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from finetune.model.upstream import initialize_marked
 from finetune.runtime.seeds import derive_seed
 
 Gather = Callable[[Sequence[nn.Parameter]], AbstractContextManager[Any]]
@@ -33,36 +33,7 @@ def initialize_weights(
                 torch.default_generator.manual_seed(derive_seed(seed, "weights", name))
                 with _protected_from_init([*_tied_parameters(module, name=name, tied=tied), *kept]):
                     owner._init_weights(module)
-                _initialize_marked(module)
-
-
-@contextmanager
-def skip_weight_init() -> Iterator[None]:
-    """Build models without drawing the values that `initialize_weights` draws anyway: three quarters of the time it takes.
-
-    Tables and matrices are marked instead, so that one for which the model has no rule is drawn as torch would.
-    """
-    with (
-        patch.object(PreTrainedModel, "initialize_weights", lambda self: None),
-        patch.object(nn.Linear, "reset_parameters", _mark_uninitialized),
-        patch.object(nn.Embedding, "reset_parameters", _mark_uninitialized),
-    ):
-        yield
-
-
-@torch.no_grad()
-def _mark_uninitialized(module: Any) -> None:
-    module.weight.view(-1)[:1].fill_(torch.nan)
-    if getattr(module, "bias", None) is not None:
-        bound = module.in_features**-0.5
-        nn.init.uniform_(module.bias, -bound, bound)
-
-
-def _initialize_marked(module: nn.Module) -> None:
-    if not isinstance(module, (nn.Linear, nn.Embedding)) or module.weight.numel() == 0 or module.weight.is_meta:
-        return
-    if module.weight.view(-1)[0].isnan():
-        module.reset_parameters()
+                initialize_marked(module)
 
 
 @contextmanager

@@ -28,10 +28,16 @@ from finetune.model.loading.architecture import (
     set_config_values,
 )
 from finetune.model.loading.hub import is_local_path, loading_errors
-from finetune.model.loading.initialize import initialize_weights, skip_weight_init
+from finetune.model.loading.initialize import initialize_weights
 from finetune.model.loading.pretrained import build_from_config, load_weights
-from finetune.model.quantize import disable_cpu_repacking, quantization_config
-from finetune.model.upstream import allow_missing_embeddings, keep_own_no_split_modules, unify_tied_embeddings
+from finetune.model.quantize import quantization_config
+from finetune.model.upstream import (
+    allow_missing_embeddings,
+    disable_cpu_repacking,
+    keep_own_no_split_modules,
+    skip_weight_init,
+    unify_tied_embeddings,
+)
 from finetune.runtime.hub import without_hub_retries
 from finetune.runtime.parameters import InitContext
 
@@ -80,15 +86,15 @@ def load_model(
             section.from_config, vocabulary_size=vocabulary_size, special_ids=special_ids or SpecialTokenIds()
         )
         set_config_values(config, values)
-        model = _build_model(config, section=section, head=head, construction=init_context, attention=attention)
+        model = _build_model(config, section=section, head=head, init_context=init_context, attention=attention)
         if not init_context.on_meta_device:
             initialize_weights(model, seed=seed, gather=init_context.gather)
     elif init_context.on_meta_device:
         config = load_pretrained_config(section)
         set_config_values(config, values)
-        model = _build_model(config, section=section, head=head, construction=init_context, attention=attention)
+        model = _build_model(config, section=section, head=head, init_context=init_context, attention=attention)
     else:
-        loaded = _load_pretrained(section, head=head, values=values, construction=init_context, attention=attention)
+        loaded = _load_pretrained(section, head=head, values=values, init_context=init_context, attention=attention)
         model = loaded.model
         if loaded.new:
             initialize_weights(model, seed=seed, gather=init_context.gather, only=loaded.new)
@@ -98,13 +104,13 @@ def load_model(
 
 
 def _build_model(
-    config: PreTrainedConfig, *, section: ModelSection, head: str, construction: InitContext, attention: str | None
+    config: PreTrainedConfig, *, section: ModelSection, head: str, init_context: InitContext, attention: str | None
 ) -> PreTrainedModel:
     kind = config.model_type
     with (
         model_build_errors(section, kind=kind),
         torch.random.fork_rng(devices=()),
-        construction.context(),
+        init_context.context(),
         skip_weight_init(),
     ):
         model = build_from_config(
@@ -114,7 +120,7 @@ def _build_model(
             attn_implementation=attention or default_attention(config),
             trust_remote_code=section.trust_remote_code,
         )
-    if construction.on_meta_device:
+    if init_context.on_meta_device:
         materialize(model)
     return model
 
@@ -130,7 +136,7 @@ def _load_pretrained(
     *,
     head: str,
     values: Mapping[str, Any],
-    construction: InitContext,
+    init_context: InitContext,
     attention: str | None,
 ) -> _LoadedModel:
     name, origin = str(section.name), pretrained_arguments(section)
@@ -141,7 +147,7 @@ def _load_pretrained(
     with (
         loading_errors(name, key="model.name"),
         without_hub_retries(is_local=is_local_path(name)),
-        construction.context(),
+        init_context.context(),
     ):
         model, loading = load_weights(
             HEADS[head],

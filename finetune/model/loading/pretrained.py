@@ -6,11 +6,13 @@ when an adapter is loaded; its config and digest are read without it.
 """
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedTokenizerFast
+from transformers.utils import logging as transformers_logging
 
 from finetune.errors import ModelError
 from finetune.model.loading.hub import is_local_path
@@ -38,7 +40,18 @@ _INITS_FROM_FILES = ("corda", "lora_ga")
 """First values of LoRA that peft reads from pickles which the adapter's config names."""
 
 
-def load_auto_class(kind: Any, place: str | Path, *, trust_remote_code: bool, **how: Any) -> Any:
+@contextmanager
+def without_warnings() -> Iterator[None]:
+    """Let transformers log errors only in this context."""
+    before = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(before)
+
+
+def load_auto_class(kind: Any, place: str | Path, *, trust_remote_code: bool, **options: Any) -> Any:
     """Return what the Auto class makes of the folder or hub name: a config, a tokenizer, a processor.
 
     Raises ModelError for code that is not trusted and files that are damaged, and what transformers raises.
@@ -46,7 +59,7 @@ def load_auto_class(kind: Any, place: str | Path, *, trust_remote_code: bool, **
     if Path(place).is_dir():
         check_files(Path(place))
     with data_only_loading(trust_remote_code=trust_remote_code):
-        found = kind.from_pretrained(str(place), trust_remote_code=trust_remote_code, **how)
+        found = kind.from_pretrained(str(place), trust_remote_code=trust_remote_code, **options)
     limit = getattr(found, "model_max_length", 0)
     if not isinstance(limit, int | float):
         raise ModelError(
@@ -62,13 +75,13 @@ def load_trained_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
         return PreTrainedTokenizerFast.from_pretrained(str(folder), local_files_only=True)
 
 
-def load_weights(head: Any, place: str, *, config: PreTrainedConfig, trust_remote_code: bool, **how: Any) -> Any:
-    """Return the model of that head with its weights; raises as `load_auto_class`, and for pickles that are not trusted.
+def load_weights(head: Any, place: str, *, config: PreTrainedConfig, trust_remote_code: bool, **options: Any) -> Any:
+    """Return the model of that head with its weights; raises as `load_auto_class`, and for untrusted pickles.
 
     Trusted pickles are read by torch's unpickler of tensors alone (`weights_only`), and only where no safetensors are.
     """
     check_loadable(Path(place), trust_remote_code=trust_remote_code)
-    if how.get("ignore_mismatched_sizes") and Path(place).is_dir():
+    if options.get("ignore_mismatched_sizes") and Path(place).is_dir():
         check_matrix_sizes(Path(place), config)
     file = getattr(config, "transformers_weights", None)
     if file is not None and not str(file).endswith((".safetensors", ".safetensors.index.json")):
@@ -82,7 +95,7 @@ def load_weights(head: Any, place: str, *, config: PreTrainedConfig, trust_remot
             trust_remote_code=trust_remote_code,
             use_safetensors=None if trust_remote_code else True,
             weights_only=True,
-            **how,
+            **options,
         )
 
 
@@ -103,10 +116,10 @@ def check_loadable(place: Path, *, trust_remote_code: bool) -> None:
         check_weights(place, trust_remote_code=trust_remote_code)
 
 
-def build_from_config(head: Any, config: PreTrainedConfig, *, trust_remote_code: bool, **how: Any) -> Any:
+def build_from_config(head: Any, config: PreTrainedConfig, *, trust_remote_code: bool, **options: Any) -> Any:
     """Return the model of that head without values that mean anything; raises as `load_auto_class`."""
     with data_only_loading(trust_remote_code=trust_remote_code):
-        return head.from_config(config, trust_remote_code=trust_remote_code, **how)
+        return head.from_config(config, trust_remote_code=trust_remote_code, **options)
 
 
 def load_adapter_config(folder: Path) -> Any:
@@ -184,14 +197,18 @@ def base_mismatch_warning(folder: str, *, name: str | None) -> str | None:
         raise ModelError(
             f"{ADAPTER_KEY}: {folder} was trained on `{base}`, and model.name is `{name}`. Name the same base."
         )
-    return f"warning: {ADAPTER_KEY}: {folder} was trained on `{base}`, and model.name is `{name}`. Are they the same weights?"
+    return (
+        f"warning: {ADAPTER_KEY}: {folder} was trained on `{base}`, and model.name is `{name}`. Are they the "
+        "same weights?"
+    )
 
 
 def read_saved_adapter_config(folder: Path) -> dict[str, Any]:
     """Return what the folder's adapter_config.json says; raises ModelError where there is none, or a bad one."""
     if not (folder / CONFIG_FILE).is_file():
         raise ModelError(
-            f"{ADAPTER_KEY}: {folder} holds no adapter: {CONFIG_FILE} cannot be read. Name a folder that was exported by a "
+            f"{ADAPTER_KEY}: {folder} holds no adapter: {CONFIG_FILE} cannot be read. Name a folder that was "
+            "exported by a "
             "run with adapters, such as `runs/NAME/final`."
         )
     return read_adapter_config(folder)

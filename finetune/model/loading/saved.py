@@ -1,8 +1,8 @@
 """Model folders as runs and other tools write them: a whole model, or an adapter with its base inside or elsewhere."""
 
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from transformers import AutoConfig, PreTrainedConfig
-from transformers.utils import logging
 
 from finetune.errors import ModelError
 from finetune.model.attention.implementation import default_attention
@@ -24,8 +23,10 @@ from finetune.model.loading.pretrained import (
     load_auto_class,
     load_weights,
     read_adapter_config,
+    without_warnings,
 )
 from finetune.runtime.hub import is_offline, without_hub_retries
+from finetune.runtime.run_folder import FINAL_FOLDER
 
 BASE_FOLDER = "base"
 CONFIG_FOLDER = "config"
@@ -71,7 +72,7 @@ class SavedModel:
 
 def find_model_folder(folder: Path) -> Path | None:
     """Return the folder, or the `final/` in it, whichever holds a model; None where neither does."""
-    for place in (folder, folder / "final"):
+    for place in (folder, folder / FINAL_FOLDER):
         if (place / "config.json").is_file() or (place / ADAPTER_CONFIG).is_file():
             return place.absolute()
     return None
@@ -114,7 +115,7 @@ def load_saved_base(saved: SavedModel, *, key: str, dtype: str = "auto", trust_r
     """Return the whole model without an adapter, its vocabulary as large as the folder's adapter wants it."""
     kind = dtype if dtype == "auto" else getattr(torch, dtype)
     brings_head = saved.adapter is not None and saved.head in NEW_HEADS  # else all of it has to be in the base
-    silence = _without_warnings() if brings_head else nullcontext()
+    silence = without_warnings() if brings_head else nullcontext()
     with loading_errors(saved.base, key=key), without_hub_retries(is_local=is_local_path(saved.base)), silence:
         model, loading = load_weights(
             HEADS[saved.head],
@@ -145,17 +146,6 @@ def attach_adapters(model: Any, folders: Mapping[str, Path], *, key: str) -> Any
                 raise ValueError("there is no adapter_config.json in it.")
             adapted = load_adapter(adapted, folder, name=name)
     return adapted.eval()
-
-
-@contextmanager
-def _without_warnings() -> Iterator[None]:
-    """Meanwhile let transformers tell errors only."""
-    before = logging.get_verbosity()
-    logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(before)
 
 
 def _base_of(folder: Path, adapter: Mapping[str, Any]) -> str:

@@ -83,7 +83,7 @@ class ReportingSaver:
         self._saver.wait()
         self.tell()
         try:
-            self._saver.settle()
+            self._saver.finish()
         except CheckpointError as error:
             if self._stops:
                 raise

@@ -74,7 +74,8 @@ def _by_counts(state: Any, parameters: Sequence[Tensor]) -> Iterator[tuple[dict[
         yield dict(zip(INITIAL_COUNTS, counts, strict=True)), alike
 
 
-AVERAGE_AFTER, AVERAGE_DECAY = "average_after", "average_kept"
+_STARTS_AFTER, _CONFIGURED_DECAY = "average_after", "average_kept"
+"""Keys of a group: the steps before the average starts, and its decay from then on."""
 
 
 def keep_average(optimizer: torch.optim.Optimizer, section: AverageSection) -> None:
@@ -101,7 +102,7 @@ def keep_average(optimizer: torch.optim.Optimizer, section: AverageSection) -> N
                     _local(state[AVERAGE]).lerp_(_local(parameter).to(torch.float32), share)
 
     for group in optimizer.param_groups:
-        group.update({AVERAGE_DECAY: 0.0, AVERAGE_AFTER: section.after_steps, AVERAGE_DECAY: section.decay})
+        group.update({AVERAGE_DECAY: 0.0, _STARTS_AFTER: section.after_steps, _CONFIGURED_DECAY: section.decay})
     optimizer.register_step_pre_hook(remember)
     optimizer.register_step_post_hook(follow)
 
@@ -109,7 +110,7 @@ def keep_average(optimizer: torch.optim.Optimizer, section: AverageSection) -> N
 def set_average_decay(group: dict[str, Any], *, step: int) -> None:
     """Tell a group that keeps an average that the update which follows `step` steps is next."""
     if AVERAGE_DECAY in group:
-        group[AVERAGE_DECAY] = group[AVERAGE_DECAY] if step >= group[AVERAGE_AFTER] else 0.0
+        group[AVERAGE_DECAY] = group[_CONFIGURED_DECAY] if step >= group[_STARTS_AFTER] else 0.0
 
 
 def _weight_share(optimizer: Any, *, kept: float, like: Tensor) -> float | Tensor:

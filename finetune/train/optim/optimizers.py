@@ -14,11 +14,10 @@ import torch
 from finetune.config.sections.train import AverageSection, OptimizerSection, UnfreezeSection
 from finetune.errors import ModelError
 from finetune.runtime.optional import lazily, require
-from finetune.runtime.parameters import full_shape
+from finetune.runtime.parameters import NOT_YET_UNFROZEN, full_shape
 from finetune.train.optim.averages import ScheduleFreeAdamW, keep_average, set_average_decay
 from finetune.train.optim.low_bit import LowBitAdamW, add_rounding_keys
 from finetune.train.optim.parameter_groups import (
-    NOT_YET_UNFROZEN,
     RATE_FACTOR,
     UNFREEZE_AFTER,
     NamedParameter,
@@ -28,7 +27,7 @@ from finetune.train.optim.parameter_groups import (
 )
 
 with lazily():
-    from transformers import optimization
+    import transformers.optimization as optimization
 
 IS_MUON = "is_muon"
 """The key of a group that says which rule it learns by."""

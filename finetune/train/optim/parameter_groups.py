@@ -68,7 +68,7 @@ def layer_depths(aliases: Mapping[str, Sequence[str]]) -> dict[str, int]:
     return found
 
 
-RATE_FACTOR, UNFREEZE_AFTER, NOT_YET_UNFROZEN = "rate_factor", "begins_after", "waits"
+RATE_FACTOR, UNFREEZE_AFTER = "rate_factor", "begins_after"
 """Keys of a group beside torch's own; Accelerate, FSDP and DeepSpeed hand them on as they are."""
 
 MAX_DESCRIBED_GROUPS = 12

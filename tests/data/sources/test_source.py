@@ -20,7 +20,7 @@ KEY = "data.train"
 
 
 def opened(section, log=lambda _: None):
-    return open_source(section, key=KEY, log=say)
+    return open_source(section, key=KEY, log=log)
 
 
 def read(section, said=None):

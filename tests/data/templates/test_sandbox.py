@@ -65,6 +65,7 @@ def turns(number):
     return {"messages": said}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", TOO_MUCH)
 def test_a_template_of_the_job_that_takes_too_much_is_named(tmp_path, kind):
     written, reason = TOO_MUCH[kind]
@@ -128,10 +129,10 @@ def test_a_file_that_is_no_template_is_not_read(tmp_path):
 
 def test_the_process_needs_no_torch_and_ends_with_the_one_that_started_it():
     code = (
-        "from finetune.data.templates.sandbox import limited, _workers\n"
+        "from finetune.data.templates.sandbox import run_sandboxed, _workers\n"
         "from finetune.data.templates.sandbox import render_chat\n"
         "arguments = {'conversations': [[]], 'chat_template': 'a' * 3}\n"
-        "assert limited(render_chat, arguments, name='a', template='a')[0] == 'aaa'\n"
+        "assert run_sandboxed(render_chat, arguments, name='a', template='a')[0] == 'aaa'\n"
         "(worker,) = _workers.values()\n"
         "maps = open(f'/proc/{worker._process.pid}/maps').read()\n"
         "assert 'torch' not in maps\n"

@@ -249,7 +249,7 @@ IDENTITY = {"tokenizer": "t1", "chat_template": "c1"}
 
 
 def opened(section, log=lambda _: None, *, key="data.train"):
-    return open_source(section, key=key, log=say)
+    return open_source(section, key=key, log=log)
 
 
 class PrepareCached:
@@ -282,8 +282,8 @@ def texts_of_cache(prepared):
     return [bytes(sample.arrays["input_ids"].astype(np.uint8)).decode() for sample in prepared]
 
 
-def test_samples_come_back_as_they_were_encoded(prepare):
-    prepared = prepare(["a>b", "cc>dd"])
+def test_samples_come_back_as_they_were_encoded(prepare_cache):
+    prepared = prepare_cache(["a>b", "cc>dd"])
     assert texts_of_cache(prepared) == ["a>b", "cc>dd"]
     second = prepared[1]
     assert second.sample_id == 1
@@ -295,14 +295,14 @@ def test_samples_come_back_as_they_were_encoded(prepare):
         prepared[2]
 
 
-def test_the_same_rows_are_tokenised_once(prepare):
-    first = prepare(["a>b", "c>d"])
-    assert prepare.encoded == 2
-    again = prepare(["a>b", "c>d"])
-    assert prepare.encoded == 0
+def test_the_same_rows_are_tokenised_once(prepare_cache):
+    first = prepare_cache(["a>b", "c>d"])
+    assert prepare_cache.encoded == 2
+    again = prepare_cache(["a>b", "c>d"])
+    assert prepare_cache.encoded == 0
     assert again.fingerprint == first.fingerprint
     assert again.counts == first.counts
-    assert "data.train: 2 rows -> 2 samples" in prepare.said
+    assert "data.train: 2 rows -> 2 samples" in prepare_cache.said
 
 
 CHANGES = {
@@ -319,30 +319,30 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_whatever_changes_the_samples_makes_a_new_set(prepare, change):
-    first = prepare(["a>b", "c>d"])
-    other = prepare(["a>b", "c>d"], **CHANGES[change])
-    assert prepare.encoded > 0
+def test_whatever_changes_the_samples_makes_a_new_set(prepare_cache, change):
+    first = prepare_cache(["a>b", "c>d"])
+    other = prepare_cache(["a>b", "c>d"], **CHANGES[change])
+    assert prepare_cache.encoded > 0
     assert other.fingerprint != first.fingerprint
 
 
-def test_changed_rows_make_a_new_set(prepare):
-    first = prepare(["a>b"])
-    assert prepare(["a>c"]).fingerprint != first.fingerprint
+def test_changed_rows_make_a_new_set(prepare_cache):
+    first = prepare_cache(["a>b"])
+    assert prepare_cache(["a>c"]).fingerprint != first.fingerprint
 
 
-def test_what_does_not_change_the_samples_hits(prepare):
-    first = prepare(["a>b"])
+def test_what_does_not_change_the_samples_hits(prepare_cache):
+    first = prepare_cache(["a>b"])
     assert (
-        prepare(["a>b"], source={"name": "elsewhere.jsonl"}, num_workers=1, shuffle=False).fingerprint
+        prepare_cache(["a>b"], source={"name": "elsewhere.jsonl"}, num_workers=1, shuffle=False).fingerprint
         == first.fingerprint
     )
-    assert prepare.encoded == 0
+    assert prepare_cache.encoded == 0
 
 
-def test_long_rows_are_refused_with_the_numbers(prepare, tmp_path):
+def test_long_rows_are_refused_with_the_numbers(prepare_cache, tmp_path):
     with pytest.raises(DataError) as caught:
-        prepare(["a>b", "a>bcdefg", "a>bcde", "ab"], max_length=5)
+        prepare_cache(["a>b", "a>bcdefg", "a>bcde", "ab"], max_length=5)
     first, second = str(caught.value).splitlines()
     assert first == (
         "data.train: 2 of 4 rows are longer than data.max_length: 5 (the longest has 8 tokens: "
@@ -353,39 +353,39 @@ def test_long_rows_are_refused_with_the_numbers(prepare, tmp_path):
     assert list((tmp_path / "cache" / "prepared").glob("[!.]*")) == []
 
 
-def test_long_rows_are_cut_and_what_is_lost_is_counted(prepare):
-    prepared = prepare(["a>b", "ab>cdef", "abcdefg>h"], max_length=5, over_length="truncate", no_target="drop")
+def test_long_rows_are_cut_and_what_is_lost_is_counted(prepare_cache):
+    prepared = prepare_cache(["a>b", "ab>cdef", "abcdefg>h"], max_length=5, over_length="truncate", no_target="drop")
     assert texts_of_cache(prepared) == ["a>b", "ab>cd"]
     counts = prepared.counts
     assert (counts.rows, counts.samples, counts.tokens, counts.targets) == (3, 2, 8, 5)
     assert (counts.truncated_rows, counts.truncated_tokens, counts.truncated_targets) == (2, 6, 4)
     assert (counts.rows_without_target, counts.longest) == (1, 9)
-    assert "data.train: truncated: 2 rows, 6 tokens cut off, 4 of them targets" in prepare.said
-    assert "data.train: dropped without a target: 1 rows" in prepare.said
-    assert "data.train: 8 tokens, of which 5 targets (62.5%)" in prepare.said
+    assert "data.train: truncated: 2 rows, 6 tokens cut off, 4 of them targets" in prepare_cache.said
+    assert "data.train: dropped without a target: 1 rows" in prepare_cache.said
+    assert "data.train: 8 tokens, of which 5 targets (62.5%)" in prepare_cache.said
 
 
-def test_long_rows_are_dropped_and_counted(prepare):
-    prepared = prepare(["a>b", "ab>cdef"], max_length=5, over_length="drop")
+def test_long_rows_are_dropped_and_counted(prepare_cache):
+    prepared = prepare_cache(["a>b", "ab>cdef"], max_length=5, over_length="drop")
     assert texts_of_cache(prepared) == ["a>b"]
-    assert "data.train: dropped as too long: 1 rows, 7 tokens left out, 5 of them targets" in prepare.said
+    assert "data.train: dropped as too long: 1 rows, 7 tokens left out, 5 of them targets" in prepare_cache.said
     assert prepared.counts.longest == 7
 
 
-def test_a_row_that_encodes_to_nothing_has_no_target(prepare):
+def test_a_row_that_encodes_to_nothing_has_no_target(prepare_cache):
     with pytest.raises(DataError, match=r"1 of 2 rows have no target.*row 2.*set data.no_target: drop"):
-        prepare(["a>b", ""])
-    assert texts_of_cache(prepare(["a>b", ""], no_target="drop")) == ["a>b"]
+        prepare_cache(["a>b", ""])
+    assert texts_of_cache(prepare_cache(["a>b", ""], no_target="drop")) == ["a>b"]
 
 
-def test_when_nothing_is_left_it_is_said(prepare):
+def test_when_nothing_is_left_it_is_said(prepare_cache):
     with pytest.raises(DataError, match=r"no sample is left: .*dropped without a target: 2 rows"):
-        prepare(["a", ""], no_target="drop")
+        prepare_cache(["a", ""], no_target="drop")
 
 
-def test_a_row_that_cannot_be_encoded_is_named(prepare):
+def test_a_row_that_cannot_be_encoded_is_named(prepare_cache):
     with pytest.raises(DataError, match=r"rows\.jsonl, row 2: cannot be encoded"):
-        prepare(["a>b", "poison"])
+        prepare_cache(["a>b", "poison"])
 
 
 def test_the_validation_source_is_named_as_such(write_rows, make_section):
@@ -424,81 +424,81 @@ def test_a_row_that_a_worker_cannot_encode_is_named(write_rows, make_section, on
         prepare_set(opened(source), encode_bytes, section=section, identity=IDENTITY, log=lambda _: None)
 
 
-def test_a_prepared_set_travels_to_another_process_by_its_path(prepare):
-    prepared = prepare(["a>b" * 20])
+def test_a_prepared_set_travels_to_another_process_by_its_path(prepare_cache):
+    prepared = prepare_cache(["a>b" * 20])
     sent = pickle.dumps(prepared)
     assert len(sent) < 600
     assert texts_of_cache(pickle.loads(sent)) == ["a>b" * 20]
 
 
-def test_a_chunk_in_which_nothing_is_kept_does_no_harm(prepare, monkeypatch):
+def test_a_chunk_in_which_nothing_is_kept_does_no_harm(prepare_cache, monkeypatch):
     monkeypatch.setattr(encoder_pool, "ROWS_PER_CHUNK", 1)
-    assert texts_of_cache(prepare(["", "a>b", "", "c>d", ""], no_target="drop")) == ["a>b", "c>d"]
+    assert texts_of_cache(prepare_cache(["", "a>b", "", "c>d", ""], no_target="drop")) == ["a>b", "c>d"]
 
 
-def test_a_folder_that_cannot_be_written_is_named(prepare, tmp_path):
+def test_a_folder_that_cannot_be_written_is_named(prepare_cache, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(DataError, match=r"data\.cache_folder: .*cannot be written"):
-        prepare(["a>b"], cache_folder=str(tmp_path / "file"))
+        prepare_cache(["a>b"], cache_folder=str(tmp_path / "file"))
 
 
-def test_a_full_disk_is_one_message_and_the_next_start_goes_on(prepare, monkeypatch, tmp_path):
+def test_a_full_disk_is_one_message_and_the_next_start_goes_on(prepare_cache, monkeypatch, tmp_path):
     monkeypatch.setattr(encoder_pool, "ROWS_PER_CHUNK", 1)
     monkeypatch.setattr(build, "CHUNKS_BETWEEN_NOTES", 2)
     monkeypatch.setenv(VARIABLE, "prepare.write step=4 do=no_space")
     texts = ["a>b", "c>d", "e>f", "g>h"]
     with pytest.raises(DataError, match=r"cannot be written: .*No space left.* the next start goes on from it"):
-        prepare(texts)
+        prepare_cache(texts)
     monkeypatch.delenv(VARIABLE)
-    assert texts_of_cache(prepare(texts)) == texts
-    assert prepare.encoded == 2
-    assert "data.train: 2 rows are tokenised already; it goes on from there" in prepare.said
+    assert texts_of_cache(prepare_cache(texts)) == texts
+    assert prepare_cache.encoded == 2
+    assert "data.train: 2 rows are tokenised already; it goes on from there" in prepare_cache.said
 
 
-def test_what_is_refused_leaves_nothing_behind(prepare, tmp_path):
+def test_what_is_refused_leaves_nothing_behind(prepare_cache, tmp_path):
     with pytest.raises(DataError):
-        prepare(["a>b", "abcdefgh>i"], max_length=5)
+        prepare_cache(["a>b", "abcdefgh>i"], max_length=5)
     with pytest.raises(DataError):
-        prepare(["a>b", "poison"])
+        prepare_cache(["a>b", "poison"])
     assert [path for path in (tmp_path / "cache" / "prepared").iterdir() if path.is_dir()] == []
 
 
-def test_it_is_said_whether_a_set_was_made_or_found(prepare):
-    folder = prepare(["a>b"]).folder
-    assert prepare.said[-1] == f"data.train: prepared in {folder}"
-    prepare(["a>b"])
-    assert prepare.said[-1] == f"data.train: found prepared in {folder}"
+def test_it_is_said_whether_a_set_was_made_or_found(prepare_cache):
+    folder = prepare_cache(["a>b"]).folder
+    assert prepare_cache.said[-1] == f"data.train: prepared in {folder}"
+    prepare_cache(["a>b"])
+    assert prepare_cache.said[-1] == f"data.train: found prepared in {folder}"
 
 
-def test_other_code_makes_a_new_set_and_leaves_the_old_one_in_peace(prepare, monkeypatch):
-    first = prepare(["a>b"])
+def test_other_code_makes_a_new_set_and_leaves_the_old_one_in_peace(prepare_cache, monkeypatch):
+    first = prepare_cache(["a>b"])
     monkeypatch.setattr(cache, "CODE_VERSION", cache.CODE_VERSION + 1)
-    assert prepare(["a>b"]).fingerprint != first.fingerprint
+    assert prepare_cache(["a>b"]).fingerprint != first.fingerprint
     assert texts_of_cache(first) == ["a>b"]
 
 
-def test_places_name_the_file_as_it_is_now(prepare, tmp_path):
-    assert prepare(["a>b", "c>dd"]).place(1) == f"{tmp_path}/rows.jsonl, row 2"
-    moved = prepare(["a>b", "c>dd"], source={"name": "moved.jsonl"})
-    assert prepare.encoded == 0
+def test_places_name_the_file_as_it_is_now(prepare_cache, tmp_path):
+    assert prepare_cache(["a>b", "c>dd"]).place(1) == f"{tmp_path}/rows.jsonl, row 2"
+    moved = prepare_cache(["a>b", "c>dd"], source={"name": "moved.jsonl"})
+    assert prepare_cache.encoded == 0
     assert moved.place(1) == f"{tmp_path}/moved.jsonl, row 2"
-    assert f"data.train: longest row: 4 tokens ({tmp_path}/moved.jsonl, row 2)" in prepare.said
+    assert f"data.train: longest row: 4 tokens ({tmp_path}/moved.jsonl, row 2)" in prepare_cache.said
 
 
 def test_the_keys_that_make_no_new_set_exist():
     assert set(DataSection.model_fields) >= cache.WITHOUT_EFFECT
 
 
-def test_a_share_above_its_limit_stops_before_training_and_keeps_the_set(prepare):
+def test_a_share_above_its_limit_stops_before_training_and_keeps_the_set(prepare_cache):
     texts = ["a>b", "a>bcdefgh", "c>d", "e>f"]
     keys = {"max_length": 5, "over_length": "truncate"}
     with pytest.raises(DataError, match=r"data\.train: 1 of 4 rows were cut or split .*max_truncated_rows allows 20"):
-        prepare(texts, audit={"max_truncated_rows": 0.2}, **keys)
-    prepare(texts, audit={"max_truncated_rows": 0.25}, **keys)
-    assert prepare.encoded == 0
+        prepare_cache(texts, audit={"max_truncated_rows": 0.2}, **keys)
+    prepare_cache(texts, audit={"max_truncated_rows": 0.25}, **keys)
+    assert prepare_cache.encoded == 0
 
 
-def test_whoever_watches_is_told_of_how_many(prepare, write_rows, make_section, monkeypatch):
+def test_whoever_watches_is_told_of_how_many(prepare_cache, write_rows, make_section, monkeypatch):
     monkeypatch.setattr(encoder_pool, "ROWS_PER_CHUNK", 2)
     source = write_rows([{"text": "a>b"}] * 5, format="text")
     told = []

@@ -103,7 +103,7 @@ def test_freeze_takes_patterns_and_counts_a_tied_weight_once(from_config, build)
 
 
 def test_freeze_refuses_a_pattern_without_a_match_and_a_model_without_a_learner(from_config, build):
-    with pytest.raises(ModelError, match=r"no parameter is called `model\.layer\.0\.\*`\..* `model\.layers\.0"):
+    with pytest.raises(ModelError, match=r"no parameter matches `model\.layer\.0\.\*`\..* `model\.layers\.0"):
         freeze(build(from_config()), ["model.layer.0.*"])
     with pytest.raises(ModelError, match="freeze every parameter"):
         freeze(build(from_config()), ["*"])

@@ -86,7 +86,7 @@ def test_a_failed_write_behind_is_noticed_at_the_next_step_and_ends_the_run(tmp_
     assert saved.waited().save.has_failed
     saved.save.tell()
     warnings = [event.message for event in saved.events if isinstance(event, Warned)]
-    assert len(warnings) == 2 and all("tried again" in message for message in warnings)
+    assert len(warnings) == 2 and all("retrying in" in message for message in warnings)
     with pytest.raises(CheckpointError, match=r"step 2 could not be written, 3 times"):
         saved.save.settle()
     assert steps(tmp_path / "c") == ["step-000001"]

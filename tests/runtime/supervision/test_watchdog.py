@@ -82,7 +82,7 @@ def test_nothing_moving_for_too_long_is_a_hang_with_stacks(watched, tmp_path, ca
     heartbeat.fault_point("forward", step=4)
     watched.dog.detect_hangs(1e-9)
     assert watched.code() == 1
-    assert "nothing has moved for 0 s (run.hang_after_seconds). No report came from rank 1." in capsys.readouterr().err
+    assert "no progress for 0 s (run.hang_after_seconds). No report came from rank 1." in capsys.readouterr().err
     assert json.loads((tmp_path / "hang" / "rank-00000.json").read_text())["step"] == 4
     assert json.loads((tmp_path / "status.json").read_text())["error"]["type"] == "Hang"
 

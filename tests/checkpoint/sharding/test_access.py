@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from finetune.checkpoint.format.tensor_file import TensorRecord
-from finetune.checkpoint.sharding.named_state import NamedState
+from finetune.checkpoint.sharding.access import NamedState
 from finetune.checkpoint.sharding.state_access import LossScale
 from finetune.checkpoint.sharding.state_layout import ShardView, StateLayout
 from finetune.errors import CheckpointError
@@ -22,22 +22,20 @@ def optimizer(flat):
 
 @pytest.fixture
 def state(flat, optimizer):
-    def held(offset, shape):
+    def shard(offset, shape):
         count = shape[0] * shape[1]
         return ShardView(
-            owner=flat,
-            part=lambda tensor: tensor.detach().narrow(0, offset, count),
+            tensor=flat,
+            local_view=lambda tensor: tensor.detach().narrow(0, offset, count),
             shape=shape,
             start=0,
             stop=count,
             is_trained=True,
-            is_whole=False,
+            is_replicated=False,
         )
 
-    placement = StateLayout(held={"a": held(0, (2, 2)), "b": held(4, (1, 2))})
-    return NamedState(
-        placement, optimizer, device=torch.device("cpu"), loss_scale=LossScale(scaler=None, deepspeed=None)
-    )
+    layout = StateLayout(shards={"a": shard(0, (2, 2)), "b": shard(4, (1, 2))})
+    return NamedState(layout, optimizer, device=torch.device("cpu"), loss_scale=LossScale(scaler=None, deepspeed=None))
 
 
 def test_each_parameter_has_its_own_shape_and_its_part_of_the_state(flat, optimizer, state):
@@ -59,14 +57,14 @@ def test_each_parameter_has_its_own_shape_and_its_part_of_the_state(flat, optimi
 def test_a_parameter_that_was_never_updated_has_zeros_beside_one_that_was(optimizer, flat, state):
     flat.grad = torch.ones(6)
     optimizer.step()
-    state.forget({"b"})
+    state.discard_state({"b"})
     assert optimizer.state[flat]["exp_avg"].tolist() == pytest.approx([0.1] * 4 + [0.0] * 2)
-    state.forget({"a", "b"})
+    state.discard_state({"a", "b"})
     assert not optimizer.state
 
 
 def test_two_counts_for_one_place_are_refused_by_name(state):
-    with pytest.raises(CheckpointError, match=r"a and b have been updated differently often.*Resume under ddp"):
+    with pytest.raises(CheckpointError, match=r"a and b have different update counts.*Resume under ddp"):
         state.write_scalars({"a": {"step": 3.0}, "b": {"step": 2.0}})
 
 
