@@ -37,6 +37,7 @@ from finetune.run.build.model import build_model
 from finetune.run.build.padding_free import resolve_padding_free
 from finetune.run.build.strategy import require_tied_weights_supported
 from finetune.runtime import seeds
+from finetune.runtime.resources import resident_bytes
 from finetune.strategy.protocol import Sharded, Strategy
 from finetune.strategy.upstream import (
     broadcast_rank_0_buffers,
@@ -84,13 +85,14 @@ def prepare_model(
     log: RunLog,
 ) -> PreparedModel:
     """Return the prepared model and optimizer, checked to be what was launched. Collective."""
+    process_bytes = 0 if torch.cuda.is_available() else resident_bytes()  # what `mem` of a step measures
     plain = build_model(
         config, task=training_data.task, tokenizer=training_data.tokenizer, construction=strategy.init_context()
     )
     check_image_shape(plain.config, training_data.processing.processor)
     require_tied_weights_supported(plain, strategy.name)
     size = measure_model(plain)
-    for line in (*size.lines, *_memory(config, strategy, size=size).lines[-1:]):
+    for line in (*size.lines, *_memory(config, strategy, size=size, process_bytes=process_bytes).lines[-1:]):
         log(line)
     _warn(config, log)
     optimizer = _optimizer(config, list_parameters(plain), learning_rate=learning_rate, log=log)
@@ -145,7 +147,7 @@ def _optimizer(
     return optimizer
 
 
-def _memory(config: RunConfig, strategy: Strategy, *, size: ModelSize) -> MemoryEstimate:
+def _memory(config: RunConfig, strategy: Strategy, *, size: ModelSize, process_bytes: int) -> MemoryEstimate:
     sharded, train, distillation = strategy.sharded(), config.train, config.task.distillation
     trained = sum(size.trained_bytes_by_dtype.values())
     is_master = strategy.name.startswith("zero")  # its optimizer holds float32 copies
@@ -159,7 +161,8 @@ def _memory(config: RunConfig, strategy: Strategy, *, size: ModelSize) -> Memory
         weights_bytes=sum(size.bytes_by_dtype.values()),
         gradients_bytes=size.largest_trained_bytes if train.optimizer.in_backward else trained,
         optimizer_bytes=state + (AVERAGE_BYTES * size.num_trained if train.average else 0),
-        is_beside_teacher=distillation is not None and not distillation.cache,
+        has_teacher=distillation is not None and not distillation.cache,
+        process_bytes=process_bytes,
         shards=strategy.expected().num_shards,
         shards_weights=Sharded.PARAMETERS in sharded,
         shards_gradients=Sharded.GRADIENTS in sharded,
