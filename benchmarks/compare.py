@@ -1,11 +1,11 @@
-"""How fast a job is against a bare loop, Accelerate, transformers' Trainer and TRL, gate by gate.
+"""How fast a job is against a bare loop, Accelerate, transformers' Trainer and TRL, and against the floor.
 
     python benchmarks/compare.py [--quick] [--check] [--only PART,PART] [--out FOLDER] [--data FOLDER] [--seed N]
 
-`--quick` takes about 8 minutes on two idle cores; `--check` exits with 1 where a gate is missed by more than the
+`--quick` takes about 8 minutes on two idle cores; `--check` exits with 1 where a threshold is missed by more than the
 measured spread, or could not be measured. A part is `steps`, one of its workloads (lognormal, gsm8k, fixed, tiny,
-vocabulary, lora; in the full run text, too), startup, strategies, saving, evaluation or flatness. Every gate, and how
-to read the table: benchmarks/README.md.
+vocabulary, lora; in the full run text, too), startup, strategies, saving, evaluation or growth. Every threshold,
+and how to read the table: benchmarks/README.md.
 """
 
 import argparse
@@ -22,10 +22,10 @@ from rich.console import Console
 
 from finetune.errors import FinetuneError
 
-from contest import evaluation, flatness, report, saving, startup, steps, strategies
-from contest.controller import ContestantDied
-from contest.measured import Measured, Part
-from contest.workloads import workloads
+from comparison import evaluation, growth, report, saving, startup, steps, strategies
+from comparison.controller import CompetitorFailed
+from comparison.results import Part, PartResults
+from comparison.workloads import workloads
 
 PLOT_NEEDS = "no plot: matplotlib is not installed. Install it with: pip install -e '.[benchmark]'"
 
@@ -34,20 +34,20 @@ def parts(options: argparse.Namespace) -> Mapping[str, Part]:
     """Return everything that is measured, in order."""
     chosen = [name for name in only(options) if name in names_of_workloads(options)]
     return {
-        "steps": partial(steps.evaluate_batch, data=options.data, seed=options.seed, only=chosen),
-        "startup": startup.evaluate_batch,
-        "strategies": strategies.evaluate_batch,
-        "saving": saving.evaluate_batch,
-        "evaluation": partial(evaluation.evaluate_batch, data=options.data),
-        "flatness": flatness.evaluate_batch,
+        "steps": partial(steps.measure, data=options.data, seed=options.seed, only=chosen),
+        "startup": startup.measure,
+        "strategies": strategies.measure,
+        "saving": saving.measure,
+        "evaluation": partial(evaluation.measure, data=options.data),
+        "growth": growth.measure,
     }
 
 
 def main() -> int:
-    """Measure, print the tables and the gates, and return 1 where `--check` fails."""
+    """Measure, print the tables, and return 1 where `--check` fails."""
     options, console, started = _options(), Console(width=170), time.monotonic()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as an exception, which leaves no process behind
-    measured: dict[str, Measured] = {}
+    measured: dict[str, PartResults] = {}
     for name, part in chosen_parts(options).items():
         began = time.monotonic()
         try:
@@ -57,8 +57,13 @@ def main() -> int:
         except steps.LossesDiffer as error:
             console.print(f"error: {error}", markup=False)
             return 1
-        except (ContestantDied, FinetuneError, OSError, subprocess.SubprocessError) as error:  # the others go on
-            measured[name] = Measured(missing=[f"{name}: {error}"])
+        except (
+            CompetitorFailed,
+            FinetuneError,
+            OSError,
+            subprocess.SubprocessError,
+        ) as error:  # the other parts continue
+            measured[name] = PartResults(missing=[f"{name}: {error}"])
         console.print(f"{name}: {time.monotonic() - began:.0f} s")
     _report(measured, options, console, seconds=time.monotonic() - started)
     failures = report.failures(measured)
@@ -68,7 +73,7 @@ def main() -> int:
 
 
 def chosen_parts(options: argparse.Namespace) -> Mapping[str, Part]:
-    """Return the parts that `--only` names; ends the program where it names none that there is."""
+    """Return the parts that `--only` names; ends the program where it names an unknown one."""
     there, wanted = parts(options), set(only(options))
     unknown = wanted - set(there) - names_of_workloads(options)
     if unknown:
@@ -90,18 +95,20 @@ def names_of_workloads(options: argparse.Namespace) -> set[str]:
     return {each.name for each in workloads(is_quick=options.quick)}
 
 
-def _report(measured: Mapping[str, Measured], options: argparse.Namespace, console: Console, *, seconds: float) -> None:
+def _report(
+    measured: Mapping[str, PartResults], options: argparse.Namespace, console: Console, *, seconds: float
+) -> None:
     heading = report.heading(report.machine())
     report.show(measured, console)
     settings = {name: str(value) for name, value in vars(options).items()}
     report.write(measured, options.out / "results.json", options=settings, seconds=seconds)
     console.print(f"{heading}\n{seconds:.0f} s; {options.out / 'results.json'}", markup=False, highlight=False)
-    found = report.findings(measured)
+    found = report.results(measured)
     if importlib.util.find_spec("matplotlib") is None:
         console.print(PLOT_NEEDS, markup=False)
     elif found:
-        plot = importlib.import_module("contest.plot")
-        plot.draw(found, options.out / "gates.png", title=heading)
+        plot = importlib.import_module("comparison.plot")
+        plot.draw(found, options.out / "thresholds.png", title=heading)
 
 
 def _options() -> argparse.Namespace:

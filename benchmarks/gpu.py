@@ -1,10 +1,10 @@
-"""How fast one GPU learns: our jobs, a bare loop, transformers' Trainer and TRL on models of 0.6 to 8 billion weights.
+"""How fast one GPU trains: our jobs, a bare loop, transformers' Trainer and TRL on models of 0.6 to 8 billion weights.
 
     python benchmarks/gpu.py [--budget-seconds 480] [--only PATTERN] [--out FOLDER] [--peak-tflops N] [--check]
-    python benchmarks/gpu.py --tiny --device cpu     # every path of the code, in small, without a GPU
+    python benchmarks/gpu.py --tiny --device cpu     # every path of the code, on tiny models, without a GPU
 
 No network, no weights on disk: models are built from their configs and drawn on the device. Each case has a process of
-its own; what it has measured is written at once, and a case that fails is recorded with its reason. The most telling
+its own; what it has measured is written at once, and a case that fails is recorded with its reason. The most important
 cases come first; those that do not fit into the budget are left out by name.
 """
 
@@ -12,26 +12,22 @@ import argparse
 import fnmatch
 import json
 import os
-import platform
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
-from rich.table import Table as Grid
 
-from contest.measured import Measured
-from contest.on_gpu.cases import UNFINISHED, Case, cases, one_of_each
-from contest.on_gpu.results import measured
-from contest.on_gpu.shapes import peak_flops
+from comparison import report
+from comparison.results import PartResults
+from gpu_comparison.cases import UNFINISHED, Case, cases, one_of_each
+from gpu_comparison.results import measured
+from gpu_comparison.shapes import peak_flops
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("torch", "transformers", "accelerate", "peft", "trl", "triton", "flash_attn", "liger_kernel", "deepspeed")
 RESERVE_SECONDS = 5.0
 
 
@@ -41,7 +37,7 @@ def main() -> int:
     ended = time.monotonic() + options.budget_seconds
     options.out.mkdir(parents=True, exist_ok=True)
     machine = _machine(options.device)
-    peak = options.peak_tflops * 1e12 if options.peak_tflops else peak_flops(machine["device"])
+    peak = options.peak_tflops * 1e12 if options.peak_tflops else peak_flops(machine["processor"])
     wanted = [case for case in cases() if fnmatch.fnmatch(case.name, options.only or "*")]
     if options.tiny and not options.only:
         wanted = one_of_each()
@@ -56,15 +52,15 @@ def main() -> int:
         following = next((each for each in wanted[number + 1 :]), None)
         upcoming = Worker(following, options) if following else None  # it imports while this one computes
         records[case.name] = worker.result(timeout_seconds=left)
-        told = records[case.name].get("error") or f"{_rate(records[case.name]):,.0f} tokens/s"
-        print(f"{case.name}: {told}  [{ended - time.monotonic():.0f} s left]", flush=True)
+        outcome = records[case.name].get("error") or f"{_rate(records[case.name]):,.0f} tokens/s"
+        print(f"{case.name}: {outcome}  [{ended - time.monotonic():.0f} s left]", flush=True)
         _write(options.out, machine, measured(wanted, records, peak=peak, is_tiny=options.tiny))
     if upcoming:
         upcoming.end()
     found = measured(wanted, records, peak=peak, is_tiny=options.tiny)
     _write(options.out, machine, found)
     _print(machine, found, is_tiny=options.tiny)
-    return int(options.check and (bool(found.missing) or any(each.is_missed for each in found.findings)))
+    return int(options.check and (bool(found.missing) or any(each.is_missed for each in found.results)))
 
 
 class Worker:
@@ -80,7 +76,7 @@ class Worker:
         )
         with self._log.open("w") as log:
             self._process = subprocess.Popen(
-                [sys.executable, str(ROOT / "benchmarks" / "gpu_worker.py"), str(spec)],
+                [sys.executable, "-m", "gpu_comparison.worker", str(spec)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -98,13 +94,13 @@ class Worker:
             return {"error": f"not done within {timeout_seconds:.0f} s"}
         lines = out.splitlines()
         if len(lines) < 2:
-            return {"error": f"ended with exit code {self._process.returncode}: {self._last_words()}"}
+            return {"error": f"ended with exit code {self._process.returncode}: {self._last_line()}"}
         record: dict[str, Any] = json.loads(lines[-1])
         if record.get("error") == UNFINISHED:
-            record["error"] += f" ({self._last_words()})"
+            record["error"] += f" ({self._last_line()})"
         return {**record, "case_seconds": time.monotonic() - started}
 
-    def _last_words(self) -> str:
+    def _last_line(self) -> str:
         return next(reversed(self._log.read_text(errors="replace").strip().splitlines()), "it says nothing")
 
     def end(self) -> None:
@@ -120,36 +116,28 @@ def _environment() -> dict[str, str]:
         "HF_DATASETS_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "TRANSFORMERS_VERBOSITY": "error",
-        "PYTHONPATH": os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(ROOT)))),
+        "PYTHONPATH": os.pathsep.join(
+            filter(None, (str(ROOT), str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH")))
+        ),
     }
 
 
-def _machine(device: str) -> dict[str, str]:
-    found = {}
-    for name in PACKAGES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = "not installed"
-    name = torch.cuda.get_device_name(0) if device == "cuda" else platform.processor() or platform.machine()
-    memory = f"{torch.cuda.get_device_properties(0).total_memory / 2**30:.0f} GiB" if device == "cuda" else "-"
-    return {
-        "device": name,
-        "memory": memory,
-        "cuda": str(torch.version.cuda),
-        "python": platform.python_version(),
-        **found,
-    }
+def _machine(device: str) -> dict[str, Any]:
+    facts = report.machine()
+    if device == "cuda":
+        memory = torch.cuda.get_device_properties(0).total_memory / 2**30
+        facts |= {"processor": f"{torch.cuda.get_device_name(0)}, {memory:.0f} GiB", "cuda": torch.version.cuda}
+    return facts
 
 
 def _rate(record: dict[str, Any]) -> float:
     return float(sum(record["step_tokens"]) / sum(record["step_seconds"]))
 
 
-def _write(folder: Path, machine: dict[str, str], found: Measured) -> None:
+def _write(folder: Path, machine: dict[str, Any], found: PartResults) -> None:
     whole = {
         "machine": machine,
-        "findings": [each.record() for each in found.findings],
+        "results": [each.record() for each in found.results],
         "missing": list(found.missing),
         "cases": found.record,
     }
@@ -158,24 +146,11 @@ def _write(folder: Path, machine: dict[str, str], found: Measured) -> None:
     partial.replace(folder / "gpu.json")
 
 
-def _print(machine: dict[str, str], found: Measured, *, is_tiny: bool) -> None:
-    console = Console(width=190)
-    console.print(", ".join(f"{name} {value}" for name, value in machine.items()))
-    for table in found.tables:
-        _grid(console, table.title, table.header, table.rows)
-        console.print(table.note)
-    title = "Gate 8, in small: these numbers mean nothing" if is_tiny else "Gate 8"
-    rows = [[each.what, str(each.spread), f"{each.limit:g} {each.unit}", each.verdict] for each in found.findings]
-    _grid(console, title, ("what", "median (quartiles)", "limit", ""), rows)
-    for line in found.missing:
-        console.print(f"not measured: {line}")
-
-
-def _grid(console: Console, title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    grid = Grid(*header, title=title)
-    for row in rows:
-        grid.add_row(*row)
-    console.print(grid)
+def _print(machine: dict[str, Any], found: PartResults, *, is_tiny: bool) -> None:
+    report.show({"gpu": found}, Console(width=190))
+    print(report.heading(machine))
+    if is_tiny:
+        print("These are tiny models: the numbers mean nothing.")
 
 
 def _options() -> argparse.Namespace:
@@ -186,7 +161,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--peak-tflops", type=float, help="dense bf16 peak, for a device that is not in our table")
     parser.add_argument("--tiny", action="store_true", help="the same code on models that a CPU can train")
-    parser.add_argument("--check", action="store_true", help="exit with 1 where the gate is missed or not measured")
+    parser.add_argument("--check", action="store_true", help="exit with 1 where a threshold is missed or not measured")
     options = parser.parse_args()
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("there is no CUDA device. `--tiny --device cpu` runs the code without one.")

@@ -25,8 +25,11 @@ from finetune.runtime.processes import free_port
 from tests.warm import fixed
 
 ROOT = Path(__file__).parents[1]
-SETTINGS = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-"""What every process of these tests has, as several share the cores."""
+SETTINGS = {
+    **{"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},  # several processes share the cores
+    **dict.fromkeys(("HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS"), "1"),  # a run sets them, too
+}
+"""What every process of these tests has in its environment."""
 
 ADDRESS = "FINETUNE_TESTS_WARM"
 """The variable that names the server's socket; empty: every program gets a fresh interpreter."""

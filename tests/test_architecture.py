@@ -68,8 +68,7 @@ WITHOUT_TORCH = ("config", "cli", "launch", "recipes", "errors", "__main__")
 HEAVY = {"torch", "transformers", "accelerate", "peft", "datasets", "numpy", "deepspeed"}
 
 IMPORTS_BY_NAME = {
-    "finetune/runtime/optional.py": "packages that may be missing",
-    "finetune/runtime/optional.py": "modules that a job may not need",
+    "finetune/runtime/optional.py": "packages that may be missing, modules that a job may not need",
     "finetune/cli/lazy.py": "commands that need torch",
     "finetune/task/generation/evaluation.py": "a metric that the user names as package.module:function",
 }
@@ -236,7 +235,12 @@ class Module:
     def lazy_imports(self) -> list[ast.stmt]:
         """The statements of its `with lazily():` blocks."""
         blocks = [each for each in self.nodes if isinstance(each, ast.With)]
-        return [each for block in blocks if _unparsed(block.items[0].context_expr) == "lazily()" for each in block.body]
+        return [
+            each
+            for block in blocks
+            if _unparsed(block.items[0].context_expr).startswith("lazily(")
+            for each in block.body
+        ]
 
     @cached_property
     def functions(self) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
@@ -380,10 +384,11 @@ def by_name(module: Module) -> Iterator[str]:
 
 def lazy_ones_are_modules(module: Module) -> Iterator[str]:
     for statement in module.lazy_imports:
-        if not isinstance(statement, ast.ImportFrom):
+        if not isinstance(statement, ast.Import | ast.ImportFrom):
             yield f"{module.at(statement)}: write `from package import module`"
             continue
-        for name in (f"{statement.module}.{alias.name}" for alias in statement.names):
+        start = f"{statement.module}." if isinstance(statement, ast.ImportFrom) else ""
+        for name in (f"{start}{alias.name}" for alias in statement.names):
             if name.startswith("finetune.") and name not in MODULES:
                 yield f"{module.at(statement)}: {name} is no module: it would have to be looked up at once"
 
@@ -441,7 +446,7 @@ def test_what_the_command_line_calls_by_its_place_is_there():
 def test_what_is_printed_goes_through_the_guarded_streams():
     """Past them, secrets and terminal escapes would be printed."""
     none_of(ways_round, unreported_commands, raw_json)
-    commands = [each for module in MODULES.values() for each in module.functions if "reported" in decorators(each)]
+    commands = [each for module in MODULES.values() for each in module.functions if "handle_errors" in decorators(each)]
     assert len(commands) > 15
 
 
@@ -467,8 +472,8 @@ def is_use(node: ast.AST) -> bool:
 def unreported_commands(module: Module) -> Iterator[str]:
     for function in module.functions if module.folder == "cli" else []:
         found = decorators(function)
-        if any(each.endswith(".command()") for each in found) and found[-1] != "reported":
-            yield f"{module.at(function)} {function.name}: decorate it with `reported`, innermost"
+        if any(each.endswith(".command()") for each in found) and found[-1] != "handle_errors":
+            yield f"{module.at(function)} {function.name}: decorate it with `handle_errors`, innermost"
 
 
 def decorators(function: ast.FunctionDef | ast.AsyncFunctionDef) -> list[str]:

@@ -48,7 +48,7 @@ MODULES = (
 )
 """What is imported before the first fork; what a machine lacks is left out."""
 
-FIXED = ("PYTHON", "HF_", "TRANSFORMERS_", "LC_", "LANG", "TORCH_", "TORCHDYNAMO_", "CUDA_", "OMP_", "DS_")
+FIXED = ("PYTHON", "HF_", "TRANSFORMERS_", "LC_", "LANG", "TORCH_", "TORCHDYNAMO_", "OMP_")
 """How the names of variables begin that are read when the interpreter starts or a library is imported."""
 
 _HEADER_BYTES = 1 << 20

@@ -32,9 +32,9 @@ from finetune.run.samples import matches_data_order
 from finetune.run.state.fingerprint import run_facts
 from finetune.run.train import launched_strategy
 from finetune.runtime import distributed
+from finetune.runtime.distributed import run_on_rank_0
 from finetune.runtime.files.read import read_regular
 from finetune.runtime.progress import Progress, parse_progress
-from finetune.runtime.run_on_ranks import run_on_rank_0
 from finetune.runtime.supervision.writer_lock import lock_run_folder
 from finetune.runtime.text.library_output import quiet_libraries
 from finetune.strategy.protocol import Strategy

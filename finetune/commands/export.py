@@ -41,6 +41,7 @@ from finetune.runtime.environment import package_versions
 from finetune.runtime.parameters import InitContext
 from finetune.runtime.progress import Progress
 from finetune.runtime.resources import format_size
+from finetune.runtime.run_folder import CHECKPOINTS_FOLDER
 from finetune.runtime.text.library_output import quiet_libraries
 from finetune.train.evaluate import average_formula
 
@@ -219,7 +220,7 @@ def is_run(folder: Path) -> bool:
     """Tell whether a run with checkpoints, or one of its checkpoints, is meant, and not a model folder."""
     place = folder.expanduser().absolute()
     names_checkpoint = (place / layout.MANIFEST).is_file() or layout.step_of(place) is not None
-    return names_checkpoint or bool(layout.steps(place) or layout.steps(place / layout.CHECKPOINTS))
+    return names_checkpoint or bool(layout.steps(place) or layout.steps(place / CHECKPOINTS_FOLDER))
 
 
 def _export_folder(

@@ -15,13 +15,13 @@ from finetune.runtime.text.redact import redacted_config
 from finetune.runtime.text.terminal import escape_controls
 
 SOURCE_COLUMN = 56
-"""Where the sources begin, if the value leaves room."""
+"""Column of the sources, if the value leaves room."""
 
 
 def resolved_yaml(loaded: LoadedConfig) -> str:
-    """Return the whole config as YAML, every value with its source behind it: file and line, override, or default.
+    """Return the whole config as YAML, every value followed by its source: file and line, override, or default.
 
-    Read as a job, it gives the same config: keys that do nothing in this combination stand in comments.
+    Read as a job, it gives the same config: keys without effect in this combination are comments.
     """
     head = f"# {escape_controls(loaded.path.name)} as it was run, with the source of every value. Paths are absolute."
     config = loaded.config if loaded.remote is None else with_run_folder(loaded.config, loaded.remote)
@@ -41,7 +41,10 @@ def _lines(section: Section, sources: KeyLocations, *, prefix: str, idle: frozen
         elif key in idle:
             yield f"{indent}# {name}: {_format_yaml_value(name, value)}  (no effect here)"
         else:
-            yield f"{f'{indent}{name}: {_format_yaml_value(name, value)}':<{SOURCE_COLUMN}}  # {_format_location(key, sources)}"
+            yield (
+                f"{f'{indent}{name}: {_format_yaml_value(name, value)}':<{SOURCE_COLUMN}}  # "
+                f"{_format_location(key, sources)}"
+            )
 
 
 def _format_location(key: str, sources: KeyLocations) -> str:
@@ -52,48 +55,51 @@ def _format_location(key: str, sources: KeyLocations) -> str:
 
 
 def _format_yaml_value(name: str, value: Any) -> str:
-    """Return the value as YAML 1.2 on one line, without secrets: JSON, but for escapes of what acts on a terminal."""
+    """Return the value as YAML 1.2 on one line, without secrets: JSON, with control characters of terminals escaped."""
     plain = json.loads(json.dumps(value, default=_set_keys))
     return escape_controls(json.dumps(redacted_config(plain, name=name), ensure_ascii=False))
 
 
 def _set_keys(section: Section) -> dict[str, Any]:
-    """Return the keys of a section in a list: its defaults are not told."""
+    """Return the keys of a section in a list that were set, without defaults."""
     return section.model_dump(exclude_unset=True)
 
 
 _MAX_LISTED_WORLD_SIZES = 50
-"""Numbers of processes that are listed."""
+"""How many numbers of processes are listed."""
 
 
 def format_summary(config: RunConfig, *, num_processes: int | None) -> tuple[str, ...]:
-    """Return the lines that `finetune check` prints; the batch must be one that the processes can share."""
+    """Return the lines that `finetune check` prints; the batch must be divisible among the processes."""
     return (
         f"task     {config.task.name}, from {_format_rows(config)}",
         f"model    {_format_model(config)}",
         f"batch    {_format_batch(config, num_processes)}",
-        f"budget   {_format_budget(config)}, learning rate {config.train.learning_rate:g}, {config.train.schedule.name}",
+        f"budget   {_format_budget(config)}, learning rate {config.train.learning_rate:g}, "
+        f"{config.train.schedule.name}",
         f"writes   {_format_destination(config)}",
     )
 
 
 def _format_destination(config: RunConfig) -> str:
     folder = config.run.folder
-    return f"{folder}, staged in {local_run_folder(folder, config.run.local_folder)}" if is_url(folder) else folder
+    return (
+        f"{folder}, written first to {local_run_folder(folder, config.run.local_folder)}" if is_url(folder) else folder
+    )
 
 
 def _format_rows(config: RunConfig) -> str:
     train, validation = config.data.train, config.data.validation
     mix = ", ".join(f"{_format_dataset(each)} ({_format_mix_share(each)})" for each in train.mix)
-    learnt = f"a mix of {mix}" if mix else _format_dataset(train)
+    trained_on = f"a mix of {mix}" if mix else _format_dataset(train)
     if validation is None:
-        return learnt
-    excluded = ", whose rows are left out of training" if validation.exclude_from_train else ""
+        return trained_on
+    excluded = ", whose rows are excluded from training" if validation.exclude_from_train else ""
     if validation.fraction is not None:
-        return f"{learnt}, evaluated on {validation.fraction:.3g} of its rows{excluded}"
+        return f"{trained_on}, evaluated on {validation.fraction:.3g} of its rows{excluded}"
     if validation.hash_fraction is not None:
-        return f"{learnt}, evaluated on {validation.hash_fraction:.3g} of its rows, drawn by content"
-    return f"{learnt}, evaluated on {_format_dataset(validation)}{excluded}"
+        return f"{trained_on}, evaluated on {validation.hash_fraction:.3g} of its rows, split by content"
+    return f"{trained_on}, evaluated on {_format_dataset(validation)}{excluded}"
 
 
 def _format_dataset(source: SourceSection) -> str:
@@ -110,11 +116,11 @@ def _format_model(config: RunConfig) -> str:
     section = config.model
     source = section.name or f"a new {section.from_config.model_type if section.from_config else 'model'}"
     if section.lora is not None:
-        how = f"LoRA of rank {section.lora.rank} on {section.dtype} weights"
+        trained = f"LoRA of rank {section.lora.rank} on {section.dtype} weights"
     else:
-        how = f"all weights but {len(section.freeze)} frozen patterns" if section.freeze else "all weights"
-        how += f" in {section.dtype}"
-    return f"{source}: {how}, computed in {config.train.precision}"
+        trained = f"all weights but {len(section.freeze)} frozen patterns" if section.freeze else "all weights"
+        trained += f" in {section.dtype}"
+    return f"{source}: {trained}, computed in {config.train.precision}"
 
 
 def _format_batch(config: RunConfig, num_processes: int | None) -> str:

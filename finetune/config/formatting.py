@@ -11,25 +11,25 @@ MAX_SHOWN_CHARACTERS = 60
 """Characters of a value that a message shows."""
 
 _MAX_NAME_CHARACTERS = 200
-"""Characters of a name that may be a slip of the pen."""
+"""Characters of a name that may be a typo."""
 
 
 def format_value(value: Any) -> str:
-    """Return the value as it would be written in YAML, cut where it is long.
+    """Return the value as it would be written in YAML, truncated if it is long.
 
-    >>> shown("4"), shown(True), shown(2e-5)
+    >>> format_value("4"), format_value(True), format_value(2e-5)
     ('`"4"`', '`true`', '`2e-05`')
     """
     return f"`{truncate(format_json(redacted_config(value), default=str))}`"
 
 
 def truncate(text: str) -> str:
-    """Return the text, cut where it is long."""
+    """Return the text, truncated if it is long."""
     return text if len(text) <= MAX_SHOWN_CHARACTERS else f"{text[: MAX_SHOWN_CHARACTERS - 3]}..."
 
 
 def type_name(value: Any) -> str:
-    """Return what sort of value it is, in the words of the reference page."""
+    """Return the type of the value, named as on the reference page."""
     names: Sequence[tuple[type, str]] = (
         (bool, "a truth value"),
         (int, "a whole number"),
@@ -42,26 +42,26 @@ def type_name(value: Any) -> str:
 
 
 def format_list(names: Iterable[str], *, last: str = "and") -> str:
-    """Return the names in backticks, as a sentence lists them.
+    """Return the names in backticks, as a list in a sentence.
 
-    >>> listed(["a", "b", "c"], last="or")
+    >>> format_list(["a", "b", "c"], last="or")
     '`a`, `b` or `c`'
     """
     quoted = [f"`{name}`" for name in names]
     return quoted[0] if len(quoted) == 1 else f"{', '.join(quoted[:-1])} {last} {quoted[-1]}" if quoted else "nothing"
 
 
-def did_you_mean(written: str, known: Iterable[str]) -> str:
-    """Return `Did you mean ...?` for the nearest known name, or an empty text when none is near."""
-    near = closest(written, known)
+def did_you_mean(written: str, choices: Iterable[str]) -> str:
+    """Return `Did you mean ...?` with the closest known name, or an empty text when none is close."""
+    near = closest(written, choices)
     return f"Did you mean `{near}`?" if near else ""
 
 
-def closest(written: str, known: Iterable[str]) -> str | None:
-    """Return the known name that looks most like what was written, if any does; case does not matter."""
+def closest(written: str, choices: Iterable[str]) -> str | None:
+    """Return the known name closest to what was written, ignoring case; None when none is close."""
     if len(written) > _MAX_NAME_CHARACTERS:
         return None
-    by_lower = {name.lower(): name for name in known}
+    by_lower = {name.lower(): name for name in choices}
     found = difflib.get_close_matches(written.lower(), by_lower, n=1, cutoff=0.65)
     return by_lower[found[0]] if found else None
 
@@ -69,7 +69,7 @@ def closest(written: str, known: Iterable[str]) -> str | None:
 def closest_multiples(number: int, divisor: int) -> str:
     """Return the multiples of the divisor just below and above the number.
 
-    >>> nearest_multiples(30, 16), nearest_multiples(3, 16)
+    >>> closest_multiples(30, 16), closest_multiples(3, 16)
     ('16, 32', '16')
     """
     below = number // divisor * divisor

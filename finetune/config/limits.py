@@ -1,21 +1,21 @@
-"""How much may stand in a job file: far more than any job needs, and little enough to be answered at once.
+"""Limits on the size of a job file: far more than any job needs, and little enough for an immediate answer.
 
-Reading YAML takes about 30 microseconds a value, and every check after it some more: at these limits a few seconds.
+Reading YAML takes about 30 microseconds per value, and the checks after it some more: a few seconds at these limits.
 """
 
 import re
 
 MAX_FILE_BYTES = 1 << 20
-"""Of a job file."""
+"""Size of a job file."""
 
 MAX_VALUES = 25_000
 """Values and keys of a file or an override, aliases expanded: 20,000 names of classes are fine."""
 
 MAX_RESOLVED_VALUES = 30_000
-"""Of a config that a run has written down: all defaults stand in it, too."""
+"""Values and keys of a `resolved.yaml`, which includes all defaults."""
 
 MAX_DEPTH = 32
-"""Lists and sections around a value."""
+"""Nesting depth of lists and sections."""
 
 MAX_TEXT_LENGTH = 4 << 20
 """Characters of all texts and numbers together, aliases expanded."""
@@ -27,15 +27,15 @@ MAX_DIGITS = 100
 """Characters of a number."""
 
 MAX_OVERRIDES = 1_000
-"""Of one command."""
+"""Number of `--set` options of one command."""
 
 MAX_OVERRIDES_LENGTH = 1 << 18
-"""Characters of all of them."""
+"""Characters of all overrides together."""
 
 MAX_LISTED = 50
-"""Problems that are listed; the others are counted."""
+"""Number of problems that are listed; the others are counted."""
 
-TOO_DEEP = f"lists and sections are nested deeper than {MAX_DEPTH} levels here. No key needs that: write them flat."
+TOO_DEEP = f"lists and sections are nested deeper than {MAX_DEPTH} levels here. No key needs that: flatten them."
 TOO_MANY_VALUES = f"there are more than {MAX_VALUES:,} keys and values up to here, aliases expanded. Shorten the lists."
 TOO_MUCH_TEXT = (
     f"there are more than {MAX_TEXT_LENGTH:,} characters of text up to here, aliases expanded. Shorten the texts."
@@ -44,13 +44,13 @@ TOO_LARGE_NUMBER = f"the number has more than {MAX_DIGITS} digits. Write a small
 
 
 def invalid_characters(text: str) -> str | None:
-    """Return what is wrong with a text that no file can be named after and UTF-8 cannot hold; None for others."""
+    """Return what is wrong with a text that holds a NUL or cannot be encoded as UTF-8; None if nothing is."""
     found = _UNWRITABLE.search(text)
     if found is None:
         return None
     if found[0] == "\0":
         return "there is a NUL character in this text. Remove it."
-    return "there is half of a surrogate pair in this text, which UTF-8 cannot hold. Remove it."
+    return "there is an unpaired surrogate in this text, which UTF-8 cannot encode. Remove it."
 
 
 _UNWRITABLE = re.compile("[\0\ud800-\udfff]")

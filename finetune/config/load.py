@@ -34,7 +34,7 @@ from finetune.runtime.text.redact import register_secrets
 def read_text(path: pathlib.Path, *, max_bytes: int = MAX_FILE_BYTES) -> str:
     """Return the file's text; raises OSError with the reason, or UnicodeDecodeError where it is not UTF-8.
 
-    Only a regular file is read: a pipe or a device may never end.
+    Only regular files are read: reading a pipe or a device may never end.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     with os.fdopen(descriptor, "rb") as file:
@@ -44,23 +44,23 @@ def read_text(path: pathlib.Path, *, max_bytes: int = MAX_FILE_BYTES) -> str:
         if not stat.S_ISREG(mode):
             raise OSError(errno.EINVAL, "it is a pipe or a device, not a regular file", str(path))
         content = file.read(max_bytes + 1)
-        if content is None:  # the kernel's log is regular by its mode, and has nothing to say
-            raise OSError(errno.EAGAIN, "nothing comes from it", str(path))
+        if content is None:  # the kernel's log has the mode of a regular file, and may be empty
+            raise OSError(errno.EAGAIN, "it returned no data", str(path))
     if len(content) > max_bytes:
         raise OSError(errno.EFBIG, f"it is larger than {max_bytes / (1 << 20):g} MiB", str(path))
     return content.decode("utf-8").replace("\r\n", "\n").replace("\r", "\n")
 
 
 _MAX_SUGGESTED_FILES = 100
-"""Files of a folder among which the one that was meant is looked for."""
+"""Number of files in a folder that are searched for the one that was meant."""
 
 
 @dataclass(frozen=True)
 class LoadedConfig:
-    """A config that keeps every rule, with the file's text as it was written and the source of every written key.
+    """A valid config, with the text of its file and the location of every key that was written.
 
-    All paths in `config` are absolute. Once a run at a URL is staged, `run.folder` in `config` is the stage, and
-    `remote` is the URL.
+    All paths in `config` are absolute. For a run at a URL, once it has a local folder, `run.folder` in `config` is
+    that folder and `remote` is the URL.
     """
 
     config: RunConfig
@@ -71,7 +71,7 @@ class LoadedConfig:
 
 
 def load_config(path: pathlib.Path, overrides: Sequence[str] = ()) -> LoadedConfig:
-    """Return the config in the file with the overrides (`train.steps=4`) laid over it.
+    """Return the config in the file with the overrides (`train.steps=4`) applied.
 
     Relative paths, those in overrides too, are resolved against the file's folder. Raises ConfigError with all
     problems at once.
@@ -96,7 +96,7 @@ def load_config(path: pathlib.Path, overrides: Sequence[str] = ()) -> LoadedConf
 
 
 def require_divisible_batch(loaded: LoadedConfig, *, num_processes: int) -> None:
-    """Raise ConfigError when so many processes cannot share the global batch."""
+    """Raise ConfigError when the global batch cannot be divided among the processes."""
     problems = world_size_problems(loaded.config, num_processes=num_processes, sources=loaded.sources)
     if problems:
         raise ConfigError(problems, loaded.path.name)
@@ -108,35 +108,37 @@ def _read(path: pathlib.Path) -> str:
     except FileNotFoundError:
         fault = f"there is no such file. {_suggest_file(path)}"
     except IsADirectoryError:
-        fault = "this is a folder. Name the job file in it."
+        fault = "this is a folder. Give the path of the job file in it."
     except UnicodeDecodeError as error:
         fault = f"this is not UTF-8 text (byte {error.start}). Save the file as UTF-8."
     except OSError as error:
-        fault = f"it cannot be read: {error.strerror}. Write the job into a text file and name that."
+        fault = f"it cannot be read: {error.strerror}. Write the job to a text file and give its path."
     raise ConfigError([Problem("", fault)], str(path))
 
 
 def _suggest_file(path: pathlib.Path) -> str:
     folder = path.absolute().parent
     if not folder.is_dir():
-        return f"There is no folder {folder} either."
+        return f"The folder {folder} does not exist either."
     there = sorted(each.name for each in islice(folder.glob("*.y*ml"), _MAX_SUGGESTED_FILES))
     near = closest(path.name, there)
     return f"Did you mean `{path.with_name(near)}`?" if near else f"YAML files in {folder}: {format_list(there)}."
 
 
 def _no_sections(document: Document) -> Problem:
-    what = "the file is empty" if document.values is None else "the file does not hold sections"
+    what = "the file is empty" if document.values is None else "the file has no sections"
     sections = format_list(name for name, field in RunConfig.model_fields.items() if field.is_required())
-    return Problem("", f"{what}. A job has the sections {sections}; `finetune init quickstart --into .` writes one.")
+    return Problem(
+        "", f"{what}. A job needs the sections {sections}; `finetune init quickstart --into .` writes an example."
+    )
 
 
 def _validate(
     values: dict[str, Any], *, folder: pathlib.Path, broken: set[str], sources: KeyLocations
 ) -> tuple[RunConfig, list[Problem], int]:
-    """Return the config, what is wrong with it, and how many further keys do not fit that are not put into words.
+    """Return the config, its problems, and the number of further invalid keys that are not described.
 
-    The keys that are broken already are passed over.
+    Keys that are known to be invalid are skipped.
     """
     faults: list[InvalidKey] = []
     try:
@@ -160,7 +162,7 @@ def _validate(
 
 
 def _line(fault: InvalidKey, sources: KeyLocations) -> float:
-    """Return where the fault stands in the file; what is missing comes last, overrides before it."""
+    """Return the line of the key for sorting: overrides come after all lines, missing keys last."""
     source = sources.get(fault.key)
     if source is None:
         return math.inf
@@ -173,7 +175,7 @@ def _file_locations(document: Document, replaced: Iterable[str], *, name: str) -
 
 
 def _not_overridden(problems: Iterable[Problem], replaced: Sequence[str]) -> list[Problem]:
-    """Return the problems of the file that no override has taken away with the value."""
+    """Return the problems of the file whose values no override has replaced."""
     gone = frozenset(replaced)
     return [each for each in problems if not _is_inside(each.key, gone)]
 
@@ -183,7 +185,7 @@ def _is_inside(key: str, outer: frozenset[str]) -> bool:
 
 
 def _sort_problems(problems: Iterable[Problem], sources: KeyLocations, *, overrides: Sequence[str]) -> list[Problem]:
-    """Return the problems with their places: by line, then by override, then what is missing; none twice."""
+    """Return the problems with their locations, sorted by line, then by override, then missing keys; none twice."""
     order = {override_label(text): number for number, text in reversed([*enumerate(overrides)])}
 
     def position(problem: Problem) -> tuple[int, int]:
@@ -195,15 +197,15 @@ def _sort_problems(problems: Iterable[Problem], sources: KeyLocations, *, overri
 
 
 RESOLVED_NAME = "resolved.yaml"
-_REWRITE_ADVICE = "Start the run once more, which writes the file anew."
+_REWRITE_ADVICE = "Start the run again, which rewrites the file."
 
 
 def load_resolved(run: pathlib.Path, overrides: Sequence[str] = ()) -> LoadedConfig:
-    """Return the config that the run in this folder was started with, its folder being this one.
+    """Return the config that the run in this folder was started with, with `run.folder` set to this folder.
 
-    Overrides are laid over it; their relative paths count from the current folder. Nothing that it names is looked for:
-    data and model may be gone. Raises UserError where there is no such file, or where another version of finetune wrote
-    it, ConfigError for overrides that are none.
+    Overrides are applied; their relative paths are resolved against the current folder. The files that the config names
+    are not checked: data and model may no longer exist. Raises UserError where the file is missing or was written by
+    another version of finetune, ConfigError for invalid overrides.
     """
     path = run / RESOLVED_NAME
     try:
@@ -211,14 +213,14 @@ def load_resolved(run: pathlib.Path, overrides: Sequence[str] = ()) -> LoadedCon
     except OSError as error:
         why = error.strerror or error
         raise UserError(
-            f"{path}: cannot be read ({why}). Name the folder of a run: what it was is written there."
+            f"{path}: cannot be read ({why}). Give the folder of a run; its config is in {RESOLVED_NAME}."
         ) from error
     except UnicodeDecodeError as error:
-        raise UserError(f"{path}: is damaged: it is not UTF-8 text. {_REWRITE_ADVICE}") from error
+        raise UserError(f"{path}: the file is damaged: it is not UTF-8 text. {_REWRITE_ADVICE}") from error
     document = read_yaml(text, max_values=MAX_RESOLVED_VALUES)
     if document.problems or not isinstance(document.values, dict):
-        fault = document.problems[0] if document.problems else "it does not hold sections."
-        raise UserError(f"{path}: is damaged: {fault} {_REWRITE_ADVICE}")
+        fault = document.problems[0] if document.problems else "it has no sections."
+        raise UserError(f"{path}: the file is damaged: {fault} {_REWRITE_ADVICE}")
     overridden = apply_overrides(document.values, overrides)
     if overridden.problems:
         raise ConfigError(overridden.problems, path.name)
@@ -231,7 +233,7 @@ def load_resolved(run: pathlib.Path, overrides: Sequence[str] = ()) -> LoadedCon
             raise UserError(f"--set: {place}: {first['msg']}.") from error
         raise UserError(
             f"{path}: was written by another version of finetune: {place}: {first['msg']}. Use that version "
-            "(environment.json names it), or start the run once more with this one, which writes the file anew."
+            "(see environment.json), or start the run again with this version, which rewrites the file."
         ) from error
     remote = config.run.folder if is_url(config.run.folder) else None
     return LoadedConfig(with_run_folder(config, str(run.absolute())), path, text, {}, remote)

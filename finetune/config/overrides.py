@@ -1,4 +1,4 @@
-"""`--set train.learning_rate=1e-4`: values from the command line, laid over the file's."""
+"""`--set train.learning_rate=1e-4`: values from the command line that override the file's."""
 
 import copy
 from collections.abc import Sequence
@@ -14,32 +14,32 @@ from finetune.runtime.text.redact import redacted_command
 
 @dataclass
 class OverrideResult:
-    """The values after all overrides, the source of every key that an override wrote, and what could not be done."""
+    """The values after all overrides, the location of every key that an override set, and the problems."""
 
     values: dict[str, Any]
     sources: dict[str, KeyLocation] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
-    replaced: list[str] = field(default_factory=list)  # keys whose old value, and all below it, is gone
+    replaced: list[str] = field(default_factory=list)  # keys whose old value, with everything inside it, was replaced
 
 
 _MAX_SHOWN_CHARACTERS = 200
 """Characters of an override that messages show."""
 
 _INDEX_DIGITS = 9
-"""A list that a job holds has fewer items than ten to the power of these."""
+"""Digits of a list index; no list in a job is longer."""
 
 
 def apply_overrides(values: dict[str, Any], overrides: Sequence[str]) -> OverrideResult:
-    """Return the values with each `key=value` written over them, in order; missing sections are made.
+    """Return the values with each `key=value` applied in order; missing sections are created.
 
-    The value is read as YAML 1.2, so `null`, `[1, 2]` and `{a: 1}` work. The argument is left as it is.
+    The value is read as YAML 1.2, so `null`, `[1, 2]` and `{a: 1}` work. The argument is not changed.
     """
     result = OverrideResult(copy.deepcopy(values))
     length = sum(map(len, overrides))
     if len(overrides) > MAX_OVERRIDES or length > MAX_OVERRIDES_LENGTH:
         too_many = (
-            f"there are {len(overrides):,} overrides of {length:,} characters. Write at most {MAX_OVERRIDES:,} of "
-            f"{MAX_OVERRIDES_LENGTH:,}, and the others into the file."
+            f"there are {len(overrides):,} overrides of {length:,} characters. At most {MAX_OVERRIDES:,} with "
+            f"{MAX_OVERRIDES_LENGTH:,} are allowed: put the others into the file."
         )
         result.problems.append(Problem("", too_many, source="--set"))
         return result
@@ -61,14 +61,14 @@ def apply_overrides(values: dict[str, Any], overrides: Sequence[str]) -> Overrid
 
 
 def override_label(override: str) -> str:
-    """Return how messages name the override: as it was typed, without secrets, cut where it is long."""
+    """Return how messages name the override: as it was typed, without secrets, truncated if it is long."""
     shown = redacted_command([override])[0]
     return f"--set {shown if len(shown) <= _MAX_SHOWN_CHARACTERS else f'{shown[: _MAX_SHOWN_CHARACTERS - 3]}...'}"
 
 
 def _syntax_error(key: str, *, equals: str, written: str) -> str | None:
     if not equals:
-        return "there is no `=`. Write it as `--set train.steps=100`."
+        return "`=` is missing. Write it as `--set train.steps=100`."
     if not all(part and part == part.strip() for part in key.split(".")):
         return "the key is not a dotted name. Write it as `--set train.steps=100`."
     if len(key) > MAX_KEY_LENGTH or key.count(".") >= MAX_DEPTH:
@@ -77,12 +77,12 @@ def _syntax_error(key: str, *, equals: str, written: str) -> str | None:
     if unusable is not None:
         return unusable
     if not written.strip():
-        return f"nothing is written after `=`. Write a value, or `{key}=null` for none."
+        return f"there is no value after `=`. Write a value, or `{key}=null` for none."
     return None
 
 
 def _assign(result: OverrideResult, key: str, *, value: Any, source: KeyLocation) -> None:
-    """Put the value at the dotted key, making the sections on the way."""
+    """Set the value at the dotted key, creating missing sections."""
     *sections, name = key.split(".")
     place: Any = result.values
     path: list[str] = []
@@ -120,7 +120,7 @@ def _child(place: Any, part: str) -> Any:
 
 
 def _record_location(sources: dict[str, KeyLocation], key: str, *, value: Any, source: KeyLocation) -> None:
-    """Note the source of the key and of every key in its value."""
+    """Record the location of the key and of every key in its value."""
     sources[key] = source
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for name, inner in items:

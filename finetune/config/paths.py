@@ -1,4 +1,4 @@
-"""Makes the paths of a config absolute, so that it means the same wherever the run is launched."""
+"""Makes the paths of a config absolute, so that they mean the same wherever the run is launched."""
 
 import hashlib
 import os
@@ -18,13 +18,13 @@ S = TypeVar("S", bound=Section)
 
 _MAX_NAME_BYTES = 255
 _MAX_PATH_BYTES = 4095
-_SHORT_NAME = 50  # characters of the last part of a URL, where all of it is no file name
+_SHORT_NAME = 50  # characters kept of the last part of a URL that is too long for a file name
 
 
 def with_absolute_paths(section: S, folder: pathlib.Path) -> S:
     """Return the section with every path in it, and in the sections inside it, resolved against the folder.
 
-    Which keys are marked as written stays the same. Works on a draft, too.
+    The set of keys marked as written is unchanged. Works on a draft, too.
     """
     changed: dict[str, Any] = {}
     for name, value in section.__dict__.items():
@@ -43,7 +43,7 @@ def with_absolute_paths(section: S, folder: pathlib.Path) -> S:
 
 
 def path_problems(section: Section, folder: pathlib.Path, *, prefix: str = "") -> list[Problem]:
-    """Return what is wrong with paths that cannot be resolved, or that no file system can hold; they may lead nowhere.
+    """Return the problems of paths that cannot be resolved or are too long for a file system; they need not exist.
 
     Works on a draft, too.
     """
@@ -61,19 +61,19 @@ def path_problems(section: Section, folder: pathlib.Path, *, prefix: str = "") -
 
 
 def is_path(name: str) -> bool:
-    """Tell whether a text that may be a name or a path is a path: it begins with `.`, `/` or `~`."""
+    """Tell whether a text that may be a name or a path is a path, i.e. begins with `.`, `/` or `~`."""
     return name.startswith((".", "/", "~"))
 
 
 def is_url(text: str) -> bool:
-    """Tell whether a text names a place in object storage, such as `s3://bucket/runs/first`, and so is no path."""
+    """Tell whether a text is a URL in object storage, such as `s3://bucket/runs/first`, and so not a path."""
     return re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", text) is not None
 
 
 def local_run_folder(folder: str, local_folder: str | None) -> pathlib.Path:
-    """Return where a run is written on this machine: its folder, or where it is staged when that is a URL.
+    """Return the folder of a run on this machine: `run.folder`, or the local folder of a run at a URL.
 
-    The default stage of a URL bears its last part and a digest of all of it, so the same job finds it again.
+    The default for a URL is named after its last part and a digest of all of it, so the same job finds it again.
     """
     if not is_url(folder):
         return pathlib.Path(folder)
@@ -88,7 +88,7 @@ def local_run_folder(folder: str, local_folder: str | None) -> pathlib.Path:
 
 
 def absolute_path(path: str, folder: pathlib.Path) -> str:
-    """Return the path resolved against the folder; `~` is the home folder, `..` is taken out."""
+    """Return the path resolved against the folder; `~` is the home folder, `..` is resolved."""
     return os.path.normpath(folder / pathlib.Path(path).expanduser())
 
 
@@ -106,16 +106,16 @@ def _path_error(value: Any, field: FieldInfo, *, folder: pathlib.Path) -> str | 
         return None
     if is_url(value):
         is_long = len(value.encode()) > _MAX_PATH_BYTES
-        return f"the address is longer than {_MAX_PATH_BYTES} bytes. Write a shorter one." if is_long else None
+        return f"the URL is longer than {_MAX_PATH_BYTES} bytes. Use a shorter one." if is_long else None
     try:
         path = os.fsencode(_resolved(value, field, folder=folder))
     except RuntimeError:
-        return f"there is no home folder for `{truncate(value.partition('/')[0])}`. Write the path in full."
+        return f"no home folder is known for `{truncate(value.partition('/')[0])}`. Write the path in full."
     longest = max(map(len, path.split(b"/")))
     if longest > _MAX_NAME_BYTES:
-        return f"a name in this path has {longest:,} bytes; a file system takes {_MAX_NAME_BYTES}. Write a shorter one."
+        return f"a name in this path has {longest:,} bytes; a file system allows {_MAX_NAME_BYTES}. Use a shorter one."
     if len(path) > _MAX_PATH_BYTES:
-        return f"the path has {len(path):,} bytes; a file system takes {_MAX_PATH_BYTES}. Write a shorter one."
+        return f"the path has {len(path):,} bytes; a file system allows {_MAX_PATH_BYTES}. Use a shorter one."
     return None
 
 
@@ -124,7 +124,7 @@ def _choices(field: FieldInfo) -> set[str]:
 
 
 def _path_marks(field: FieldInfo, kind: type[RelativeToConfig]) -> Iterator[RelativeToConfig]:
-    """Yield the marks of the field, and of the members of its union."""
+    """Yield the path markers of the field and of the members of its union."""
     pending: list[Any] = [*field.metadata, field.annotation]
     while pending:
         part = pending.pop()

@@ -6,7 +6,7 @@ Every key is in one table. A key that is in none, such as a new one, must match.
 - COMPARED_BY_CONTENT: what it points to is compared by digest (the training data, the tokenizer), so the key itself may
   differ: moved rows are still the same rows.
 - MAY_DIFFER: it changes no step, at most the last digits of its sums; listed when it differs.
-- NOT_RECORDED: says where and how this very start writes and resumes.
+- NOT_RECORDED: where and how this start writes and resumes.
 """
 
 import json
@@ -22,7 +22,7 @@ MUST_MATCH = (
     *("model.name", "model.revision", "model.trust_remote_code", "model.dtype", "model.freeze"),
     "model.batch_norm",
     "model.train_only",
-    "model.attention",  # the same function, but attention dropout draws otherwise
+    "model.attention",  # the same function, but attention dropout draws different numbers
     *("model.from_config", "model.from_config.model_type", "model.from_config.values"),
     *("model.lora", "model.lora.rank", "model.lora.alpha", "model.lora.dropout", "model.lora.target_modules"),
     *("model.lora.modules_to_save", "model.lora.rslora", "model.lora.dora"),
@@ -49,7 +49,7 @@ MUST_MATCH = (
     *("task.masked_lm.fraction", "task.masked_lm.random_fraction", "task.masked_lm.kept_fraction"),
     "task.masked_lm.whole_words",
     *("train.global_batch_size", "train.precision", "train.max_gradient_norm"),
-    *("train.steps", "train.epochs", "train.tokens"),  # the budget stretches the schedule
+    *("train.steps", "train.epochs", "train.tokens"),  # the budget determines the schedule
     *("train.learning_rate", "train.learning_rate_scaling"),
     *("train.learning_rate_scaling.rule", "train.learning_rate_scaling.base_global_batch_size"),
     *("train.optimizer.name", "train.optimizer.weight_decay", "train.optimizer.betas", "train.optimizer.eps"),
@@ -78,25 +78,25 @@ MAY_DIFFER = (
     "run.deterministic",  # other kernels for the same sums
     *("run.hang_after_seconds", "run.spot_notice", "run.strategy"),
     "model.gradient_checkpointing",  # computes the same values twice
-    "model.activation_offload",  # the same values, kept elsewhere
-    "model.compile",  # the same sums, fused otherwise; random numbers are drawn as without
+    "model.activation_offload",  # the same values, stored elsewhere
+    "model.compile",  # the same sums, fused differently; random numbers are the same as without
     "model.cache_folder",
     *("data.cache_folder", "data.prepare_workers", "data.num_workers", "data.pin_memory"),
     *("data.persistent_workers", "data.prefetch_factor", "data.train.stream.num_ahead"),
     *("data.train.follow_links", "data.validation.follow_links", "data.validation.template"),
     "data.validation.image_root",
-    "data.batching.padding_free",  # the same samples, laid out otherwise
+    "data.batching.padding_free",  # the same samples in another layout
     *("data.audit.max_truncated_rows", "data.audit.max_dropped_rows", "data.audit.max_lost_targets"),
     *("data.audit.max_duplicate_samples", "data.audit.max_unknown_tokens"),
     "train.microbatch_size",  # cuts the same batch into other pieces
     "train.optimizer.fused",  # one kernel for the same update
-    "train.optimizer.in_backward",  # the same update, sooner
+    "train.optimizer.in_backward",  # the same update, earlier
     "train.loss_kernel",  # the same sums, taken in another order
-    *("train.nonfinite.action", "train.nonfinite.max_skips"),  # about steps from which nothing can be learnt
-    # They decide when a run ends, not what a step learns.
+    *("train.nonfinite.action", "train.nonfinite.max_skips"),  # about steps that update nothing
+    # They decide when a run ends, not what a step does.
     *("train.time_limit_minutes", "train.stop_after_steps", "train.early_stopping", "train.early_stopping.metric"),
     *("train.early_stopping.goal", "train.early_stopping.patience", "train.early_stopping.min_delta"),
-    # Evaluation draws from seeds of its own and leaves the model as it was.
+    # Evaluation has its own seeds and does not change the model.
     *("evaluate", "evaluate.every_steps", "evaluate.at_start", "evaluate.microbatch_size", "evaluate.generate"),
     *("evaluate.generate.num_samples", "evaluate.generate.max_new_tokens", "evaluate.generate.show"),
     *("evaluate.generate.metrics", "evaluate.generate.batch_size"),
@@ -107,7 +107,7 @@ MAY_DIFFER = (
     *("checkpoint.keep_best.metric", "checkpoint.keep_best.goal", "checkpoint.keep_best.count"),
     *("checkpoint.asynchronous", "checkpoint.on_failure", "checkpoint.rehearse"),
     *("report.log_every_steps", "report.console", "report.trackers", "report.sample_ids", "report.project"),
-    "task.distillation.cache",  # the same answers, asked for once
+    "task.distillation.cache",  # the same probabilities, computed once
     *("export.dtype", "export.max_shard_size", "export.merge", "export.push_to_hub", "export.private"),
 )
 
@@ -115,21 +115,21 @@ NOT_RECORDED = ("run.folder", "run.local_folder", "checkpoint.resume", "checkpoi
 
 
 def keys_that_must_match(config: RunConfig) -> dict[str, str]:
-    """Return the keys whose change alters what is learnt, dotted, with their values as JSON."""
+    """Return the dotted keys that a resume must match, with their values as JSON."""
     others = {*COMPARED_BY_CONTENT, *MAY_DIFFER, *NOT_RECORDED}
     return {key: text for key, text in _flat(config) if key not in others}
 
 
 def keys_that_may_differ(config: RunConfig) -> dict[str, str]:
-    """Return the keys that may differ from start to start, likewise."""
-    told = {*COMPARED_BY_CONTENT, *MAY_DIFFER}
-    return {key: redacted_text(text) for key, text in _flat(config) if key in told}
+    """Return the dotted keys that may differ between starts, with their values as JSON."""
+    recorded = {*COMPARED_BY_CONTENT, *MAY_DIFFER}
+    return {key: redacted_text(text) for key, text in _flat(config) if key in recorded}
 
 
 def _flat(section: Section, *, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield every key with its value; a section that may be left out is `null` or `written`, then what is in it.
+    """Yield every key with its value; an optional section is `null` or `written`, followed by its keys.
 
-    Secrets are left out, and so is all that signs a URL: one that is signed anew is the same.
+    Secrets are left out, and so are signatures of URLs: a URL with a new signature is the same.
     """
     for name, field in type(section).model_fields.items():
         key, value = join_key(prefix, name), getattr(section, name)
@@ -143,5 +143,5 @@ def _flat(section: Section, *, prefix: str = "") -> Iterator[tuple[str, str]]:
 
 
 def _plain(section: Section) -> dict[str, Any]:
-    """Return a section of a list as what JSON can hold."""
+    """Return a section in a list as plain JSON types."""
     return section.model_dump()

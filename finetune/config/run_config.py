@@ -1,4 +1,4 @@
-"""RunConfig: the whole job YAML, and how its batch is shared by the processes that were launched."""
+"""RunConfig: the whole job YAML, and whether the launched processes can share its batch."""
 
 from finetune.config.formatting import closest_multiples
 from finetune.config.section import KeyLocations, Section, key, with_location
@@ -15,18 +15,22 @@ from finetune.errors import Problem
 
 
 class RunConfig(Section):
-    """A job: what is learnt, from what, how, and what is left behind."""
+    """A job: model, data, task, training, checkpoints, evaluation, reports and export."""
 
-    run: RunSection = key("What the run is called, where it writes, and what makes it repeatable.")
-    model: ModelSection = key("Which weights to start from, how they are held in memory, and which of them learn.")
-    data: DataSection = key("Which rows are learnt from, how they become tokens, and how they are loaded.")
-    task: TaskSection = key("What is learnt from a row.")
-    train: TrainSection = key("How the model learns: batch, budget, optimizer, schedule, precision and when to stop.")
+    run: RunSection = key("Output folder, seed and supervision of the run.")
+    model: ModelSection = key(
+        "Which weights to start from, their dtype and attention, adapters, and which parameters are trained."
+    )
+    data: DataSection = key("Which rows are used, how they become tokens, and how they are loaded.")
+    task: TaskSection = key("What the model is trained to do with a row.")
+    train: TrainSection = key(
+        "How the model is trained: batch, budget, optimizer, schedule, precision and when to stop."
+    )
     checkpoint: CheckpointSection = key(
-        "When the run saves itself, what it keeps, and where it continues.", CheckpointSection()
+        "When the run saves checkpoints, which it keeps, and where it resumes.", CheckpointSection()
     )
     evaluate: EvaluateSection | None = key("What is measured on the validation rows, and when.", None)
-    report: ReportSection = key("Who is told about the run.", ReportSection())
+    report: ReportSection = key("Where the run is logged.", ReportSection())
     export: ExportSection = key("The model that the run leaves in `final/`.", ExportSection())
 
 
@@ -36,7 +40,7 @@ def with_run_folder(config: RunConfig, folder: str) -> RunConfig:
 
 
 def world_size_problems(config: RunConfig, *, num_processes: int, sources: KeyLocations) -> list[Problem]:
-    """Return what keeps the config from being run by so many processes."""
+    """Return why this number of processes cannot run the config."""
     batch, microbatch = config.train.global_batch_size, config.train.microbatch_size
     share = num_processes * microbatch
     if batch % share == 0:

@@ -23,7 +23,7 @@ def run_schema() -> dict[str, Any]:
 
 
 def node_at(key: str) -> Node | None:
-    """Return the schema of a dotted key, None where there is no such key; the empty key is the whole file."""
+    """Return the schema of a dotted key, None if the key does not exist; the empty key is the whole file."""
     if not key:
         return run_schema()
     first, *further = key.split(".")
@@ -38,7 +38,7 @@ def node_at(key: str) -> Node | None:
 
 
 def branches(node: Node) -> list[Node]:
-    """Return the kinds of value that a key may hold, references followed."""
+    """Return the alternatives that a key may hold, with references resolved."""
     if "$ref" in node:
         name = node["$ref"].rsplit("/", 1)[1]
         return branches(_definitions[name] if name in _definitions else run_schema()["$defs"][name])
@@ -53,8 +53,13 @@ def keys_of(node: Node) -> dict[str, Node]:
 
 
 def items_of(node: Node) -> dict[str, Node]:
-    """Return the keys of the sections that a list holds, by name; empty where it holds none."""
-    return {name: inner for each in branches(node) if "items" in each for name, inner in keys_of(each["items"]).items()}
+    """Return the keys of the sections in a list, by name; empty if it holds none."""
+    return keys_of(_items_node(node))
+
+
+def _items_node(node: Node) -> Node:
+    """Return the schema of a list's items; an empty one if there is no list."""
+    return next((each["items"] for each in branches(node) if "items" in each), {})
 
 
 def all_keys(node: Node | None = None, *, prefix: str = "") -> Iterator[tuple[str, Node]]:
@@ -70,23 +75,23 @@ def description_of(node: Node) -> str:
 
 
 CEILING = 1_000
-"""An upper bound from here on is above any use: it is told to those alone who meet it."""
+"""Upper bounds from here on are above any use: only a value beyond one is told about it."""
 
 
 def describe_values(node: Node, *, in_full: bool = False) -> str:
-    """Return what may be written, as `a whole number of at least 1, or null`; in full, with its ceilings."""
+    """Return what the key may hold, such as `a whole number of at least 1, or null`; in full, with its ceilings."""
     kinds = [each if in_full else _without_ceiling(each) for each in branches(node)]
     texts = list(dict.fromkeys(_describe_one(each) for each in kinds if each.get("type") != "null"))
     optional = any(each.get("type") == "null" for each in kinds)
     return " or ".join(texts) + (", or `null`" if optional else "")
 
 
-_definitions: dict[str, Node] = {}  # of the keys at the top that have been asked for
+_definitions: dict[str, Node] = {}  # of the top-level keys looked up so far
 
 
 @cache
 def _schema_alone(name: str) -> Node | None:
-    """Return the schema of one key at the top: that of all of them takes a mistake's answer too long."""
+    """Return the schema of one top-level key: building all of them would delay the error message."""
     if name not in RunConfig.model_fields:
         return None
     field = RunConfig.model_fields[name]
@@ -109,7 +114,7 @@ def _inside(node: Node, part: str) -> Node | None:
 
 
 def exceeds_ceiling(value: Any, node: Node) -> bool:
-    """Tell whether a number is wrong because it is above a ceiling, or below its negative."""
+    """Tell whether a number is invalid because it is above a ceiling, or below its negative."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         return False
     bounds = [each.get(name) for each in branches(node) for name in ("maximum", "exclusiveMaximum")]
@@ -117,7 +122,7 @@ def exceeds_ceiling(value: Any, node: Node) -> bool:
 
 
 def _without_ceiling(node: Node) -> Node:
-    """Return the schema without bounds that are above any use, those of its items included."""
+    """Return the schema without bounds that are above any use, also in its items."""
     bounds = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
     plain = {name: each for name, each in node.items() if name not in bounds or abs(each) < CEILING}
     if "items" in plain:
@@ -153,9 +158,11 @@ def _describe_list(node: Node) -> str:
     items: Node = next(iter(branches(node["items"]))) if "items" in node else {}
     if "properties" in items:
         return "a list of sections"
-    plural = {"string": "texts", "number": "numbers", "integer": "whole numbers"}.get(items.get("type", ""), "values")
-    count = f"{node['minItems']} " if "minItems" in node else ""
-    return f"a list of {count}{plural}{_describe_bounds(items)}"
+    name = {"string": "text", "number": "number", "integer": "whole number"}.get(items.get("type", ""), "value")
+    low, high = node.get("minItems"), node.get("maxItems")
+    plural = f"{name}s" if (high or low) != 1 else name
+    count = f"{low} " if low == high else f"{low} to {high} " if high is not None else f"at least {low} "
+    return f"a list of {count if low is not None else ''}{plural}{_describe_bounds(items)}"
 
 
 def _describe_text(node: Node) -> str:
@@ -190,20 +197,20 @@ INTRODUCTION = f"""# Every key of a job file
 Made by `finetune reference` from the schema; do not edit.
 
 - YAML 1.2: `2e-5` is a number, `yes` is text, a key written twice is an error, environment variables are not expanded.
-- Unknown keys are errors, and so are keys that do nothing in the combination in which they are written.
+- Unknown keys are errors, and so are keys that have no effect in the combination in which they are written.
 - A relative path is resolved against the folder of the job file, in `--set` too; `~` is the home folder.
-- `--set train.learning_rate=1e-4` writes one key over the file; the value is read as YAML, `null` unsets.
-- `finetune check job.yaml` names every problem of a file at once; with `--model` the model is built from its config,
-  without memory for weights, and asked once.
+- `--set train.learning_rate=1e-4` overrides one key of the file; the value is read as YAML, `null` unsets.
+- `finetune check job.yaml` reports every problem of a file at once; with `--model` the model is built from its config
+  without memory for weights, and one forward pass is made.
 - A job file has at most 1 MiB, {MAX_VALUES:,} keys and values (aliases expanded) and {MAX_DEPTH} levels; every number
-  has an upper bound, far above any use, which the schema names.
+  has an upper bound, far above any use, which is in the schema.
 - For completion and checks in an editor, begin the file with
   `# yaml-language-server: $schema=PATH/TO/docs/finetune.schema.json` (`finetune schema` prints it).
 """
 
 
 def reference_markdown() -> str:
-    """Return the reference page: every key with what it may hold, its default and what it means."""
+    """Return the reference page: every key with its values, default and meaning."""
     return "\n".join([INTRODUCTION, *_sections(keys_of(run_schema()))])
 
 
@@ -214,14 +221,14 @@ def json_schema() -> str:
 
 
 def _sections(nodes: Mapping[str, Node], *, prefix: str = "") -> Iterator[str]:
-    """Yield a table for each section among the keys, then those of the sections in it."""
+    """Yield a table for each section among the keys, followed by the tables of the sections inside it."""
     for name, node in nodes.items():
-        keys, title = keys_of(node), prefix + name
+        section, keys, title = node, keys_of(node), prefix + name
         if not keys:
-            keys, title = items_of(node), f"{title}.N"
+            section, keys, title = _items_node(node), items_of(node), f"{title}.N"
         if not keys:
             continue
-        required = {name for branch in branches(node) for name in branch.get("required", ())}
+        required = {name for branch in branches(section) for name in branch.get("required", ())}
         yield f"{'#' * (title.removesuffix('.N').count('.') + 2)} `{title}`\n\n{description_of(node)}\n"
         yield "| key | value | default | meaning |\n|---|---|---|---|"
         for inner_name, inner in keys.items():

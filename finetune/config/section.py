@@ -31,7 +31,7 @@ class RelativeToConfig:
     only_marked: bool = False
 
     def __get_pydantic_json_schema__(self, core_schema: Any, handler: GetJsonSchemaHandler) -> dict[str, Any]:
-        """Say in the schema what the text is; editors ignore it, the reference page prints it."""
+        """Add the format to the schema; editors ignore it, the reference page prints it."""
         schema = handler(core_schema)
         schema["format"] = "name or path" if self.only_marked else "path"
         return schema
@@ -41,7 +41,7 @@ Path = Annotated[str, RelativeToConfig()]
 """A path; a relative one is resolved against the folder of the config file, `~` against the home folder."""
 
 NameOrPath = Annotated[str, RelativeToConfig(only_marked=True)]
-"""A name, or a path when it begins with `.`, `/` or `~`; a path is resolved as above."""
+"""A name, or a path if it begins with `.`, `/` or `~`; a path is resolved as above."""
 
 Strings = Annotated[tuple[str, ...], Field(strict=False)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
@@ -110,7 +110,7 @@ def with_location(problem: Problem, sources: KeyLocations) -> Problem:
 def parent_keys(key: str) -> Iterator[str]:
     """Yield the keys of the sections and lists around a dotted key, innermost first.
 
-    >>> list(ancestors("data.train.path"))
+    >>> list(parent_keys("data.train.path"))
     ['data.train', 'data']
     """
     while "." in key:
@@ -121,7 +121,7 @@ def parent_keys(key: str) -> Iterator[str]:
 def join_key(*parts: str | int) -> str:
     """Return the parts as one dotted key; empty parts are left out.
 
-    >>> joined("", "data", "train", 0)
+    >>> join_key("", "data", "train", 0)
     'data.train.0'
     """
     return ".".join(str(part) for part in parts if part != "")

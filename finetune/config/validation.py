@@ -66,7 +66,7 @@ KEYS_OF_OTHER_TOOLS: Mapping[str, str] = {
     "use_rslora": "model.lora.rslora",
     "warmup_ratio": "train.schedule.warmup_fraction",
 }
-"""From the last part of a key elsewhere to the key here."""
+"""From the last part of another tool's key to the key here."""
 
 UNSUPPORTED_KEYS: Mapping[str, str] = {
     "accumulate_grad_batches": "accumulation is derived: set `train.global_batch_size` and `train.microbatch_size`",
@@ -79,12 +79,12 @@ UNSUPPORTED_KEYS: Mapping[str, str] = {
     "token": "secrets do not belong in a job file: log in with `hf auth login` or set HF_TOKEN in the environment",
     "wandb_api_key": "secrets do not belong in a job file: set WANDB_API_KEY in the environment",
 }
-"""Keys that have no counterpart, and what to do instead."""
+"""Keys without a counterpart, and what to do instead."""
 
 
 @dataclass(frozen=True)
 class InvalidKey:
-    """One key that does not fit the schema; `meant` is the key that an unknown one probably stands for."""
+    """One key that does not match the schema; `meant` is the key that an unknown one probably means."""
 
     key: str
     type: str
@@ -92,7 +92,7 @@ class InvalidKey:
     meant: str | None = None
 
     def problem(self) -> Problem:
-        """Return the fault as a sentence for the user."""
+        """Return it as a message for the user."""
         match self.type:
             case "missing":
                 return Problem(self.key, _missing_key(self.key))
@@ -102,31 +102,29 @@ class InvalidKey:
 
 
 def read_validation_errors(error: ValidationError, values: Any) -> list[InvalidKey]:
-    """Return one fault for every key that is wrong, however many complaints pydantic has about it.
+    """Return one entry for every invalid key, however many errors pydantic reports for it.
 
-    Where a list and one of its items are complained about, the item is named.
+    Where both a list and one of its items are invalid, only the item is reported.
     """
     errors = error.errors(include_url=False, include_context=False)
-    located = [(_dotted_key(each["loc"], values, is_missing=each["type"] == "missing"), each) for each in errors]
-    located.sort(key=lambda pair: pair[0])
-    faults, num_meant = [], 0
-    for key, complaints in groupby(located, key=lambda pair: pair[0]):
-        first = next(complaints)[1]
+    keyed = [(_dotted_key(each["loc"], values, is_missing=each["type"] == "missing"), each) for each in errors]
+    keyed.sort(key=lambda pair: pair[0])
+    invalid, num_meant = [], 0
+    for key, found in groupby(keyed, key=lambda pair: pair[0]):
+        first = next(found)[1]
         is_unknown = first["type"] == "extra_forbidden"
         num_meant += is_unknown
         meant = _suggested_key(key) if is_unknown and num_meant <= MAX_LISTED else None
-        faults.append(InvalidKey(key, first["type"], first["input"], meant))
-    meant_keys = {fault.meant for fault in faults}
-    outer = {each for fault in faults for each in parent_keys(fault.key)}
+        invalid.append(InvalidKey(key, first["type"], first["input"], meant))
+    meant_keys = {each.meant for each in invalid}
+    outer = {parent for each in invalid for parent in parent_keys(each.key)}
     return [
-        fault
-        for fault in faults
-        if fault.key not in outer and not (fault.type == "missing" and fault.key in meant_keys)
+        each for each in invalid if each.key not in outer and not (each.type == "missing" and each.key in meant_keys)
     ]
 
 
 def _dotted_key(location: Sequence[int | str], values: Any, *, is_missing: bool) -> str:
-    """Return the dotted key of pydantic's location: the tags of unions, which stand for no key, are dropped."""
+    """Return the dotted key of pydantic's location, without the tags of unions, which are not keys."""
     parts: list[int | str] = []
     for index, part in enumerate(location):
         is_last = index == len(location) - 1
@@ -164,15 +162,16 @@ def _unknown_key(key: str) -> str:
 
 
 def _suggested_key(key: str) -> str | None:
-    """Return the key that an unknown one probably stands for: one of this section, or another tool's word."""
+    """Return the key that an unknown one probably means: one of this section, or the equivalent of another tool's."""
     return _suggested_sibling(key) or KEYS_OF_OTHER_TOOLS.get(key.rpartition(".")[2])
 
 
 def _suggested_sibling(key: str) -> str | None:
-    """Return the key of the same section that looks most like this one, if any does."""
+    """Return the key of the same section that is closest to this one, if any is close."""
     here, _, name = key.rpartition(".")
-    if name in KEYS_OF_OTHER_TOOLS and KEYS_OF_OTHER_TOOLS[name].rpartition(".")[0] != here:
-        return None
+    if name in KEYS_OF_OTHER_TOOLS:
+        meant = KEYS_OF_OTHER_TOOLS[name]
+        return meant if meant.rpartition(".")[0] == here else None
     near = closest(name, keys_of(node_at(here) or {}))
     return join_key(here, near) if near else None
 
@@ -189,7 +188,7 @@ def _keys_elsewhere(name: str) -> Iterator[str]:
 
 
 def _invalid_value(value: Any, node: Node) -> str:
-    """Return what was written, what may be written, and the hint that most likely mends it."""
+    """Return what was written, what is allowed, and the most likely fix."""
     fits = f"Write {describe_values(node, in_full=exceeds_ceiling(value, node))}."
     hint = _hint(value, node)
     is_right_kind = any(type_name(value) in _TYPE_NAMES.get(str(each.get("type")), ()) for each in branches(node))
@@ -205,7 +204,7 @@ _TYPE_NAMES: Mapping[str, tuple[str, ...]] = {
     "object": ("a section",),
     "boolean": ("a truth value",),
 }
-"""From JSON schema's types to the sorts of value that are written for them."""
+"""From JSON schema's types to the types of values that are written for them."""
 
 
 def _hint(value: Any, node: Node) -> str:
@@ -216,7 +215,7 @@ def _hint(value: Any, node: Node) -> str:
         if choices:
             return did_you_mean(value, [each for each in choices if isinstance(each, str)])
         if "boolean" in types and value.lower() in {"yes", "no", "on", "off"}:
-            return "YAML 1.2 reads it so."
+            return "In YAML 1.2 this is text."
         if types & {"integer", "number"} and _is_number(value):
             return "Remove the quotes."
         if "array" in types and len(value) <= MAX_SHOWN_CHARACTERS:
@@ -233,7 +232,7 @@ def _hint(value: Any, node: Node) -> str:
 
 
 _EXACT = 2.0**53
-"""Up to here a decimal number says which whole number is meant."""
+"""Up to here, floats represent whole numbers exactly."""
 
 
 def _is_number(text: str) -> bool:
@@ -252,16 +251,16 @@ S = TypeVar("S", bound=Section)
 
 
 def draft_section(kind: type[S], values: Mapping[str, Any], *, broken: Set[str]) -> S:
-    """Return a section without its broken keys: reading one of them raises AttributeError.
+    """Return a section without its invalid keys: reading one of them raises AttributeError.
 
-    `broken` are dotted keys as they stand in the file; keys that are not written have their defaults.
+    `broken` are dotted keys as in the file; keys that are not set have their defaults.
     """
     outer = broken | {each for key in broken for each in parent_keys(key)}
     return _draft_at(kind, values, broken=broken, outer=outer, prefix="")
 
 
 def _draft_at(kind: type[S], values: Mapping[str, Any], *, broken: Set[str], outer: Set[str], prefix: str) -> S:
-    """Return the section at the prefix; `outer` are the broken keys, and those of the sections around them."""
+    """Return the section at the prefix; `outer` are the invalid keys and their parent keys."""
     made: dict[str, Any] = {}
     for name, field in kind.model_fields.items():
         key = join_key(prefix, name)

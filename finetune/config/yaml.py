@@ -36,12 +36,12 @@ from finetune.errors import Problem
 TAG = "tag:yaml.org,2002:"
 TEXT_TAGS = frozenset(TAG + name for name in ("str", "timestamp", "merge", "value"))
 SCALARS = {"int": "a whole number", "float": "a number", "bool": "`true` or `false`", "null": "`null`"}
-"""Kinds of single values beside text, and how they are called."""
+"""Types of single values other than text, and their names."""
 
 
 @dataclass
 class Document:
-    """A YAML text as plain values, the line of every dotted key (lists by index) and its faults."""
+    """A YAML text as plain values, with the line of every dotted key (lists by index) and its problems."""
 
     values: Any = None
     lines: dict[str, int] = field(default_factory=dict)
@@ -49,7 +49,7 @@ class Document:
 
 
 class LimitError(Exception):
-    """The text is larger than any job; at its place it says what to do."""
+    """The text exceeds a limit; carries the problem with its line."""
 
     def __init__(self, message: str, *, line: int, key: str = "") -> None:
         super().__init__(message)
@@ -57,19 +57,19 @@ class LimitError(Exception):
 
 
 class NodeReader:
-    """Turns nodes into values, writing lines and problems into the document on the way."""
+    """Turns YAML nodes into values and records lines and problems in the document."""
 
     def __init__(self, reader: YAML, document: Document, *, max_values: int) -> None:
         self._max_values = max_values
         self._constructor = reader.constructor
         self._resolver = reader.resolver
         self._document = document
-        self._open: list[Node] = []  # the nodes around the present one: an alias to one of them never ends
+        self._open: list[Node] = []  # ancestors of the current node: an alias to one of them would be infinite
         self._num_values = 0  # aliases expanded
         self._text_length = 0
 
     def value(self, node: Node, *, key: str) -> Any:
-        """Return the node's value; raises LimitError where aliases make too much of the text."""
+        """Return the node's value; raises LimitError where expanded aliases exceed a limit."""
         self._count(node, key)
         if any(node is outer for outer in self._open):
             self._complain(node, key, "this alias contains itself. Write the values out.")
@@ -98,7 +98,7 @@ class NodeReader:
         if self._text_length > MAX_TEXT_LENGTH:
             raise LimitError(TOO_MUCH_TEXT, line=line)
         if len(key) > MAX_KEY_LENGTH:
-            message = f"the key has {len(key):,} characters, with the keys around it. Write at most {MAX_KEY_LENGTH:,}."
+            message = f"the dotted key has {len(key):,} characters. At most {MAX_KEY_LENGTH:,} are allowed."
             raise LimitError(message, line=line, key=f"{key[:57]}...")
 
     def _sequence(self, node: SequenceNode, key: str) -> list[Any]:
@@ -113,16 +113,18 @@ class NodeReader:
         values: dict[str, Any] = {}
         for name_node, item in node.value:
             if not isinstance(name_node, ScalarNode):
-                self._complain(name_node, key, "a key is text, not a list or a section.")
+                self._complain(name_node, key, "a key must be text, not a list or a section.")
                 continue
             name, line = str(name_node.value), name_node.start_mark.line + 1
             place = join_key(key, name)
-            fault = "a key is text. Put it in quotes." if name_node.tag not in TEXT_TAGS else invalid_characters(name)
+            fault = (
+                "a key must be text. Put it in quotes." if name_node.tag not in TEXT_TAGS else invalid_characters(name)
+            )
             if fault is not None:
                 self._complain(name_node, place, fault)
                 continue
             if name in values:
-                message = f"the key is on line {self._document.lines[place]} already. Remove one of them."
+                message = f"the key already exists on line {self._document.lines[place]}. Remove one of them."
                 self._document.problems.append(Problem(place, message, line=line))
                 continue
             self._document.lines[place] = line
@@ -143,19 +145,17 @@ class NodeReader:
             return self._plain(node, kind, key)
         except (ValueError, IndexError):
             text = truncate(node.value)
-            self._complain(
-                node, key, f"`{text}` is not {SCALARS[kind]}, as the tag `!!{kind}` says. Leave the tag out."
-            )
+            self._complain(node, key, f"`{text}` is not {SCALARS[kind]}, although tagged `!!{kind}`. Remove the tag.")
             return None
 
     def _plain(self, node: ScalarNode, kind: str, key: str) -> Any:
-        """Return what is neither text, list nor section; raises ValueError where the tag is written and is wrong."""
+        """Return a null, boolean or number; raises ValueError where an explicit tag does not match."""
         resolved = str(self._resolver.resolve(ScalarNode, node.value, (True, False))).removeprefix(TAG)
         if resolved != kind and (kind, resolved) != ("float", "int"):
             raise ValueError
         if kind == "null":
             if node.value == "" and key:
-                self._complain(node, key, "nothing is written after the colon. Write a value, or `null` for none.")
+                self._complain(node, key, "there is no value after the colon. Write a value, or `null` for none.")
             return None
         if kind == "bool":
             return node.value.lower() == "true"
@@ -185,11 +185,11 @@ NOT_EXPANDED = (
 )
 
 
-_MAX_COMPLAINT_CHARACTERS = 200  # characters: the parser quotes whole words of the text
+_MAX_COMPLAINT_CHARACTERS = 200  # characters: the parser quotes parts of the text
 
 
 class _Scanner(Scanner):
-    """Ends at a bracket too deep: looking ahead for its end takes time that grows with the square of the depth."""
+    """Stops at brackets nested too deeply: the scanner's time grows with the square of the depth."""
 
     def fetch_flow_collection_start(self, *arguments: Any, **named: Any) -> None:
         if len(self.flow_context) >= MAX_DEPTH:
@@ -198,7 +198,7 @@ class _Scanner(Scanner):
 
 
 class _Composer(Composer):
-    """Ends where values are nested too deep, or are too many, before the rest is read."""
+    """Stops where values are nested too deeply, or are too many, before the rest is read."""
 
     def __init__(self, loader: Any = None) -> None:
         super().__init__(loader)
@@ -218,7 +218,7 @@ class _Composer(Composer):
 
 
 def read_yaml(text: str, *, max_values: int = MAX_VALUES) -> Document:
-    """Return the text's values and lines; whatever is wrong with it is among its problems, never raised."""
+    """Return the text's values and lines; errors are returned as problems, never raised."""
     document = Document()
     directive = re.search(r"^%YAML\s+(?!1\.2\b)", text, re.MULTILINE)
     if directive is not None:
@@ -239,12 +239,12 @@ def read_yaml(text: str, *, max_values: int = MAX_VALUES) -> Document:
         line = text.count("\n", 0, error.position) + 1
         document.problems.append(Problem("", "there is a character that YAML does not allow. Remove it.", line=line))
     except UnicodeEncodeError:
-        document.problems.append(Problem("", invalid_characters(text) or "this is not text that UTF-8 can hold."))
+        document.problems.append(Problem("", invalid_characters(text) or "this text cannot be encoded as UTF-8."))
     return document
 
 
 def _syntax_problem(error: MarkedYAMLError) -> Problem:
-    """Return the parser's complaint in one sentence, with the advice that most often mends it."""
+    """Return the parser's error in one sentence, with the most likely fix."""
     mark = error.problem_mark or error.context_mark
     line = None if mark is None else mark.line + 1
     what = " ".join(part for part in (error.context, error.problem) if part)
@@ -252,7 +252,7 @@ def _syntax_problem(error: MarkedYAMLError) -> Problem:
     if "'\\t'" in what:
         advice = "Indent with spaces, not with tabs."
     elif "mapping values are not allowed" in what:
-        advice = "Put text that holds a colon in quotes."
+        advice = "Put text that contains a colon in quotes."
     elif "single document" in what:
         advice = "Write one document per file: remove the `---` line."
     else:

@@ -1,1 +1,1 @@
-"""The model: tokenizer, weights, adapters, what is frozen, how large it is."""
+"""The model: tokenizer, weights, adapters, attention, frozen parameters, size."""

@@ -21,9 +21,10 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from finetune.errors import ModelError
+from finetune.model.upstream import checkpoint_activations
 
 CheckpointingMode = bool | int | Literal["selective"]
-"""True: every layer. A number n: every n-th layer. `selective`: in every layer, what is cheap."""
+"""True: every layer. A number n: every n-th layer. `selective`: the cheap operators of every layer."""
 
 _MATMUL_OPERATORS = ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm")
 _ATTENTION_OPERATORS = (
@@ -35,102 +36,99 @@ _ATTENTION_OPERATORS = (
 )
 
 
-def enable_gradient_checkpointing(model: PreTrainedModel, wish: CheckpointingMode) -> None:
-    """Have the model recompute activations; raises ModelError for one that cannot.
+def enable_gradient_checkpointing(model: PreTrainedModel, mode: CheckpointingMode) -> None:
+    """Enable gradient checkpointing; raises ModelError for a model that does not support it.
 
-    Without reentrance, the only way that FSDP2 and frozen bases both allow.
+    Non-reentrant, the only variant that works with both FSDP2 and frozen bases.
     """
     if not model.supports_gradient_checkpointing:
         raise ModelError(
             f"model.gradient_checkpointing: `{model.config.model_type}` does not support it. Write `false`."
         )
     settings: dict[str, Any] = {"use_reentrant": False}
-    if wish == "selective":
+    if mode == "selective":
         settings["context_fn"] = partial(create_selective_checkpoint_contexts, saved_operators())
-    if hasattr(model, "activation_checkpointing_enable"):
-        model.activation_checkpointing_enable(activation_checkpointing_kwargs=settings)
-    else:  # transformers before 5.20 or so; may go when pyproject.toml asks for a newer one
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=settings)
-    if wish is not True and isinstance(wish, int):
-        _checkpoint_every(model, wish)
+    checkpoint_activations(model, settings)
+    if mode is not True and isinstance(mode, int):
+        _checkpoint_every(model, mode)
 
 
 def saved_operators() -> list[torch._ops.OpOverload]:
-    """Return the operators whose results are kept: matrix products and attention, as far as this torch has them."""
+    """Return the operators whose results are saved: matrix products and attention, as far as this torch has them."""
     packets = [getattr(torch.ops.aten, name, None) for name in (*_MATMUL_OPERATORS, *_ATTENTION_OPERATORS)]
     return [packet.default for packet in packets if packet is not None]
 
 
 def _checkpoint_every(model: PreTrainedModel, number: int) -> None:
-    """Recompute the first of so many layers, then the next one after them, and so on."""
+    """Checkpoint one of every `number` layers, starting with the first."""
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     if len(layers) < number:
         raise ModelError(
-            f"model.gradient_checkpointing: {number} means one of so many layers, and `{model.config.model_type}` has "
-            f"{len(layers)} that can recompute. Write `true` or `selective`."
+            f"model.gradient_checkpointing: one of every {number} layers is too many for "
+            f"`{model.config.model_type}`, which has {len(layers)} layers. Write `true` or `selective`."
         )
     for index, layer in enumerate(layers):
         layer.gradient_checkpointing = index % number == 0
 
 
 MIN_OFFLOAD_BYTES = 1 << 20
-"""Tensors below this stay: a copy of few bytes takes as long as one of many."""
+"""Smaller tensors stay on the device: copying a few bytes takes as long as copying many."""
 
 
 class OffloadedTensor:
-    """One saved tensor in the host's memory, and its neighbour: what was saved before it is wanted after it."""
+    """One saved tensor in host memory. The tensor saved before it is needed after it, so it is prefetched."""
 
-    def __init__(self, tensor: Tensor, lanes: "HostCopies", before: "OffloadedTensor | None") -> None:
-        self._device, self._lanes = tensor.device, lanes
+    def __init__(self, tensor: Tensor, copies: "HostCopies", before: "OffloadedTensor | None") -> None:
+        self._device, self._copies = tensor.device, copies
         self._before = None if before is None else ref(before)
-        self._host = lanes.out(tensor)
-        self._back: Tensor | None = None
-        self._was_taken = False
+        self._host = copies.to_host(tensor)
+        self._fetched: Tensor | None = None
+        self._is_used = False
 
-    def foresee(self) -> None:
-        """Begin to bring it back, unless it has been wanted before."""
-        if not self._was_taken:
-            self._fetch()
+    def prefetch(self) -> None:
+        """Start copying it back, unless it has been used already."""
+        if not self._is_used:
+            self._start_fetch()
 
-    def take(self) -> Tensor:
-        """Return the tensor on its device, and begin to bring back the one that is wanted next."""
-        back = self._fetch()
-        self._back, self._was_taken = None, True
-        self._lanes.join(back)
+    def fetch(self) -> Tensor:
+        """Return the tensor on its device, and start copying back the one that is needed next."""
+        tensor = self._start_fetch()
+        self._fetched, self._is_used = None, True
+        self._copies.wait(tensor)
         neighbour = self._before() if self._before is not None else None
         if neighbour is not None:
-            neighbour.foresee()
-        return back
+            neighbour.prefetch()
+        return tensor
 
-    def _fetch(self) -> Tensor:
-        if self._back is None:
-            self._back = self._lanes.back(self._host, self._device)
-        return self._back
+    def _start_fetch(self) -> Tensor:
+        if self._fetched is None:
+            self._fetched = self._copies.to_device(self._host, self._device)
+        return self._fetched
 
 
 class HostCopies:
-    """Copies within one memory: what they do is seen on a machine without a GPU."""
+    """Copies within host memory: for tests on a machine without a GPU."""
 
-    def out(self, tensor: Tensor) -> Tensor:
-        """Return the tensor's values in the host's memory."""
+    def to_host(self, tensor: Tensor) -> Tensor:
+        """Return a copy of the tensor in host memory."""
         return tensor.detach().clone()
 
-    def back(self, host: Tensor, device: torch.device) -> Tensor:
-        """Return them on the device, where they will be once the lane is joined."""
+    def to_device(self, host: Tensor, device: torch.device) -> Tensor:
+        """Return the tensor on the device, valid after `wait`."""
         return host.to(device, copy=True)
 
-    def join(self, tensor: Tensor) -> None:
-        """Have the device's work wait until the tensor is there."""
+    def wait(self, tensor: Tensor) -> None:
+        """Have the device's work wait until the copy is done."""
 
 
 class CudaStreamCopies(HostCopies):
-    """Copies through pinned memory on a stream beside the device's work; the host never waits."""
+    """Copies through pinned memory on a CUDA stream of their own; no host-device synchronisation."""
 
     def __init__(self) -> None:
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
-    def out(self, tensor: Tensor) -> Tensor:
-        """Return where the values will be; the device's memory is free for others once they are."""
+    def to_host(self, tensor: Tensor) -> Tensor:
+        """Return the pinned copy, which is filled asynchronously; the device memory is released after that."""
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
@@ -138,13 +136,13 @@ class CudaStreamCopies(HostCopies):
         tensor.record_stream(self._stream)
         return host
 
-    def back(self, host: Tensor, device: torch.device) -> Tensor:
-        """Return where the values will be; the copy comes after all copies before it, its own way out among them."""
+    def to_device(self, host: Tensor, device: torch.device) -> Tensor:
+        """Return the device tensor, which is filled asynchronously, in order after all copies before it."""
         with torch.cuda.stream(self._stream):
             return host.to(device, non_blocking=True)
 
-    def join(self, tensor: Tensor) -> None:
-        """Have the current stream wait for the copies that have been asked for by now."""
+    def wait(self, tensor: Tensor) -> None:
+        """Have the current stream wait for the copies issued so far."""
         torch.cuda.current_stream().wait_stream(self._stream)
         tensor.record_stream(torch.cuda.current_stream())
 
@@ -152,14 +150,14 @@ class CudaStreamCopies(HostCopies):
 def offload_activations(
     model: nn.Module, *, copies: Callable[[], HostCopies] = CudaStreamCopies, smallest_bytes: int = MIN_OFFLOAD_BYTES
 ) -> None:
-    """Have the model keep in the host's memory what each of its forward passes saves for the backward pass."""
+    """Offload the tensors that the model's forward passes save for the backward pass to host memory."""
     entered: list[saved_tensors_hooks] = []
-    made: list[HostCopies] = []
+    started: list[HostCopies] = []
 
     def enter(module: nn.Module, _: Any) -> None:
         if torch.is_grad_enabled() and module.training:
-            made[:] = made or [copies()]
-            entered.append(_hooks(made[0], smallest_bytes=smallest_bytes))
+            started[:] = started or [copies()]
+            entered.append(_hooks(started[0], smallest_bytes=smallest_bytes))
             entered[-1].__enter__()
 
     def leave(*_: Any) -> None:
@@ -179,7 +177,7 @@ def _hooks(copies: HostCopies, *, smallest_bytes: int) -> saved_tensors_hooks:
         last[:] = [OffloadedTensor(tensor, copies, last[0] if last else None)]
         return last[0]
 
-    return saved_tensors_hooks(pack, lambda kept: kept.take() if isinstance(kept, OffloadedTensor) else kept)
+    return saved_tensors_hooks(pack, lambda saved: saved.fetch() if isinstance(saved, OffloadedTensor) else saved)
 
 
 def _is_weight(tensor: Tensor) -> bool:

@@ -8,7 +8,7 @@ same however the step is cut, as long as each microbatch holds whole groups.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
+from types import MethodType
 from typing import Any, Literal
 
 import torch
@@ -19,16 +19,16 @@ from finetune.errors import ModelError
 from finetune.runtime import distributed
 
 SUPPORTED_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-"""Modules that do nothing but normalise; what others do besides is not known."""
+"""Modules that only normalise; subclasses may do more."""
 
 _BatchNorm = nn.modules.batchnorm._BatchNorm
 
 
 def set_batch_norm(model: nn.Module, mode: Literal["frozen"] | int | None, *, is_new: bool) -> None:
-    """Have the model's batch norms work as `how` says: frozen, or by groups of so many samples.
+    """Freeze the model's batch norms, or have them normalise over groups of `mode` samples.
 
-    Unset, those of pre-trained weights are frozen; a new model (`is_new`) has no statistics to keep. Raises ModelError
-    where the key is missing or means nothing.
+    By default those of pre-trained weights are frozen; a new model (`is_new`) has no statistics to keep. Raises
+    ModelError where the key is missing or has no effect.
     """
     found: list[tuple[str, Any]] = [
         (name, module) for name, module in model.named_modules() if isinstance(module, _BatchNorm)
@@ -39,51 +39,60 @@ def set_batch_norm(model: nn.Module, mode: Literal["frozen"] | int | None, *, is
         return
     if mode is None and is_new:
         raise ModelError(
-            "model.batch_norm: the model has batch norms, and a new one has no statistics to keep. Write over how many "
-            "samples they normalise: a number that divides `train.microbatch_size`, such as 16."
+            "model.batch_norm: a new model has no statistics for its batch norms. Write over how "
+            "many samples they normalise: a divisor of `train.microbatch_size`, such as 16."
         )
     for name, module in found:
         if mode is None or mode == "frozen":
-            module.__class__ = _subclass(FrozenBatchNorm, module.__class__)
+            module.train = MethodType(_stay_in_evaluation, module)
         elif type(module) not in SUPPORTED_NORMS or module.running_mean is None:
             raise ModelError(
-                f"model.batch_norm: {name} is a {type(module).__name__}, of which only `frozen` is known to be right."
+                f"model.batch_norm: {name} is a {type(module).__name__}, which supports only `frozen`. Write that."
             )
         else:
-            module.__class__ = _subclass(GhostBatchNorm, module.__class__)
-            vars(module)["groups"] = _GroupStatistics(mode)
+            _replace(model, module, by=GhostBatchNorm(module, group_size=mode))
     model.train(model.training)
 
 
-class FrozenBatchNorm(_BatchNorm):
-    """A batch norm that always normalises by its running statistics, and never changes them."""
+def _stay_in_evaluation(module: nn.Module, mode: bool = True) -> nn.Module:
+    """Use the running statistics and never update them, in training too."""
+    return type(module).train(module, False)
 
-    def train(self, mode: bool = True) -> Any:
-        """Stay in evaluation."""
-        return super().train(False)
+
+def _replace(model: nn.Module, module: nn.Module, *, by: nn.Module) -> None:
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if child is module:
+                setattr(parent, name, by)
 
 
 @dataclass
 class _GroupStatistics:
-    """What a norm has seen since its running statistics were last written."""
+    """Statistics of a norm since its running statistics were last written."""
 
-    size: int  # samples of a group
-    sums: Tensor | None = None  # [2, channels]: means and variances of this step's groups so far
-    count: int = 0  # groups of this step so far
-    running: Tensor | None = None  # [2, channels]: of this rank, of the steps behind
+    size: int  # samples per group
+    sums: Tensor | None = None  # [2, channels]: means and variances, summed over this step's groups
+    count: int = 0  # number of groups in this step
+    running: Tensor | None = None  # [2, channels]: of this rank, over past steps
 
 
 class GhostBatchNorm(_BatchNorm):
-    """A batch norm over groups of consecutive samples while it learns.
+    """A batch norm over groups of consecutive samples in training.
 
-    Its running statistics move once a step, by the mean over all of the step's groups; they are written when
-    `sync_batch_norm` is called, until then each rank has its own share apart from the buffers.
+    Its running statistics are updated once per step, by the mean over all of the step's groups. They are written to the
+    buffers by `sync_batch_norm`; until then each rank keeps its own.
     """
 
-    groups: _GroupStatistics
+    def __init__(self, norm: Any, *, group_size: int) -> None:
+        super().__init__(norm.num_features, norm.eps, norm.momentum, norm.affine, device="meta")
+        self.weight, self.bias = norm.weight, norm.bias
+        for name, buffer in norm.named_buffers():
+            setattr(self, name, buffer)
+        self.groups = _GroupStatistics(group_size)
+        self.train(norm.training)
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return the normalised input, [samples, channels, ...]; a batch of no whole groups by running statistics."""
+        """Return the normalised input, [samples, channels, ...]; an incomplete group uses the running statistics."""
         num_samples, size = input.shape[0], self.groups.size
         if not self.training or num_samples % size:
             return functional.batch_norm(
@@ -101,9 +110,9 @@ class GhostBatchNorm(_BatchNorm):
 
 
 def update_running_statistics(model: nn.Module) -> None:
-    """Move each norm's running statistics of this rank by what the step's groups have shown, if any.
+    """Update each norm's running statistics on this rank by those of the step's groups, if there are any.
 
-    What is not finite moves nothing: the step is left out, too.
+    Non-finite statistics are ignored: such a step is skipped, too.
     """
     for norm in _ghost_norms(model):
         state = norm.groups
@@ -119,10 +128,9 @@ def update_running_statistics(model: nn.Module) -> None:
 
 
 def sync_batch_norm(model: nn.Module) -> None:
-    """Write the running statistics, the mean of all ranks', into the buffers of each. Collective.
+    """Write the running statistics, averaged over ranks, to the buffers of each. Collective.
 
-    A running mean is linear in what it has seen, and all ranks see equally many groups: so this is what one process
-    would have.
+    A running mean is linear in its inputs, and all ranks have the same number of groups: so this equals one process.
     """
     update_running_statistics(model)
     moved = [(norm, norm.groups.running) for norm in _ghost_norms(model) if norm.groups.running is not None]
@@ -144,12 +152,7 @@ def _ghost_norms(model: nn.Module) -> Iterator[GhostBatchNorm]:
 
 
 def _running_statistics(norm: GhostBatchNorm) -> Tensor:
-    """Return running mean and variance, [2, channels], as they are written."""
+    """Return running mean and variance, [2, channels], as in the buffers."""
     assert norm.running_mean is not None
     assert norm.running_var is not None
     return torch.stack([norm.running_mean, norm.running_var])
-
-
-@cache
-def _subclass(ours: Any, theirs: Any) -> type[nn.Module]:
-    return type(f"{ours.__name__}{theirs.__name__}", (ours, theirs), {})

@@ -18,10 +18,10 @@ from transformers import PreTrainedModel
 from finetune.runtime.optional import require
 
 BACKEND = "inductor"
-"""torch's own compiler; `aot_eager` traces likewise and compiles nothing: for tests."""
+"""torch's default compiler; for tests there is `aot_eager`, which traces but does not compile."""
 
 RECOMPILE_LIMIT = 32
-"""Compiled variants of one kind of layer: shapes, layers that differ, gradients that are needed or not."""
+"""Compiled variants of one kind of layer: by shape, by differences between layers, by which gradients are needed."""
 
 CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 
@@ -29,58 +29,58 @@ Log = Callable[[str], None]
 
 
 class Compilation:
-    """What all compiled modules of a model share: one compiled function, so that equal layers are compiled once."""
+    """State that all compiled modules of a model share: one compiled function, so that equal layers compile once."""
 
     def __init__(self, log: Log) -> None:
         self.failure: Exception | None = None
         self._log = log
-        # Random numbers as without compiling: then compiling does not change what dropout draws.
+        # Random numbers as in eager mode: then compiling does not change dropout's.
         options: dict[str, Any] = {"options": {"fallback_random": True}} if BACKEND == "inductor" else {}
         self.forward = torch.compile(_forward, backend=BACKEND, **options)
 
-    def give_up(self, error: Exception) -> None:
-        """Have all modules run as they are written from now on, and tell why."""
+    def disable(self, error: Exception) -> None:
+        """Run all modules uncompiled from now on, and log why."""
         self.failure = error
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         self._log(
-            "warning: model.compile: the compiler has failed, so training goes on uncompiled "
-            f"({' '.join([type(error).__name__ + ':', *lines[:2]])}). Write `compile: off`, or mend that and resume."
+            "warning: model.compile: the compiler failed, so training continues uncompiled "
+            f"({' '.join([type(error).__name__ + ':', *lines[:2]])}). Write `compile: off`, or fix that and resume."
         )
 
 
 class CompiledForward:
-    """The forward of a module: compiled in training, as it is written in evaluations and after a failure."""
+    """The forward of a module: compiled in training, uncompiled in evaluation and after a failure."""
 
     def __init__(self, module: nn.Module, compilation: Compilation) -> None:
         self._module, self._compilation = module, compilation
         functools.update_wrapper(self, module.forward)
 
     def __call__(self, *values: Any, **named: Any) -> Any:
-        """Return what the module's own forward returns."""
+        """Return the result of the module's forward."""
         module, compilation = self._module, self._compilation
         if not (module.training and torch.is_grad_enabled()) or compilation.failure is not None:
             return _forward(module, *values, **named)
         try:
             return compilation.forward(module, *values, **named)
         except compiler_errors() as error:
-            compilation.give_up(error)
+            compilation.disable(error)
         return _forward(module, *values, **named)
 
 
 def compile_model(model: PreTrainedModel, mode: Literal["regional", "full"], *, log: Log) -> None:
     """Compile the model's repeated layers, or its body without the head, at their first forward pass in training.
 
-    `model` is the one inside all wrappers, which may come before or after. Says what is compiled, or why nothing is.
+    `model` is the one inside all wrappers, which may be applied before or after. Logs what is compiled, or why not.
     """
     reason = why_not_compilable()
     parts = [] if reason else [model_body(model)] if mode == "full" else list(repeated_layers(model))
     if not parts:
         reason = reason or f"`{model.config.model_type}` has no repeated layers"
-        log(f"warning: model.compile: {mode} was asked for, and nothing is compiled: {reason}.")
+        log(f"warning: model.compile: {mode} was requested, but nothing is compiled: {reason}.")
         return
     settings: Any = _torch_module("_dynamo.config")
     settings.recompile_limit = RECOMPILE_LIMIT
-    settings.fail_on_recompile_limit_hit = True  # told and given up, never half compiled in silence
+    settings.fail_on_recompile_limit_hit = True  # logged and disabled, never silently compiled in part
     compilation = Compilation(log)
     for part in parts:
         forward = CompiledForward(part, compilation)
@@ -96,7 +96,7 @@ def model_body(model: PreTrainedModel) -> nn.Module:
 
 
 def repeated_layers(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the outermost members of lists of modules of one kind: a model's layers, in their order."""
+    """Yield the members of the outermost module lists of one type: a model's layers, in order."""
     for child in module.children():
         if isinstance(child, nn.ModuleList) and len({type(each) for each in child}) == 1:
             yield from (each for each in child if any(True for _ in each.parameters()))
@@ -105,7 +105,7 @@ def repeated_layers(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def why_not_compilable() -> str | None:
-    """Return why nothing can be compiled on this machine; None where nothing speaks against it."""
+    """Return why nothing can be compiled on this machine; None if it can."""
     try:
         _torch_module("_dynamo.eval_frame").check_if_dynamo_supported()
         if BACKEND == "inductor" and not torch.accelerator.is_available():
@@ -119,35 +119,35 @@ def why_not_compilable() -> str | None:
 
 @functools.cache
 def compiler_errors() -> tuple[type[Exception], ...]:
-    """Return what torch's compiler raises when it fails, as against the model's own errors."""
+    """Return the exceptions of torch's compiler, as opposed to the model's own errors."""
     errors = _torch_module("_dynamo.exc")
     return (errors.TorchDynamoException, errors.FailOnRecompileLimitHit)
 
 
 def _forward(module: Any, *values: Any, **named: Any) -> Any:
-    """Return what the module's class does: FSDP2 changes the class later, and recomputing asks for that one."""
+    """Return the forward of the module's current class: FSDP2 changes it later, and recomputation uses the new one."""
     return type(module).forward(module, *values, **named)
 
 
 def _missing_triton_toolchain() -> str | None:
     if not _torch_module("utils._triton").has_triton():
-        return "triton is not installed, or does not know this GPU"
+        return "triton is not installed, or does not support this GPU"
     if not any(shutil.which(name) for name in (os.environ.get("CC") or "cc", "gcc", "clang")):
-        return "triton needs a C compiler (gcc or clang) and none was found"
+        return "triton needs a C compiler (gcc or clang), and none was found"
     return None
 
 
-def _log_lines(parts: list[nn.Module], how: str) -> Iterator[str]:
+def _log_lines(parts: list[nn.Module], mode: str) -> Iterator[str]:
     kinds = sorted({type(part).__name__ for part in parts})
-    place = _torch_module("_inductor.runtime.cache_dir_utils").cache_dir()
+    folder = _torch_module("_inductor.runtime.cache_dir_utils").cache_dir()
     yield (
-        f"compile: {how}, {len(parts)} x {', '.join(kinds)}, in the first steps; kept for later starts in {place} "
-        f"({CACHE_VARIABLE} says where)"
+        f"compile: {mode}, {len(parts)} x {', '.join(kinds)}, in the first steps; cached for later starts in {folder} "
+        f"(set {CACHE_VARIABLE} to change it)"
     )
     if not torch.accelerator.is_available():
         yield (
-            "note: model.compile gains little on a CPU (1.1 times, for most of a minute of compiling). "
-            "`compile: off` is the better choice for short runs."
+            "note: model.compile gains little on a CPU (1.1x, for almost a minute of compiling). "
+            "Prefer `compile: off` for short runs."
         )
 
 
@@ -156,5 +156,5 @@ def _first_line(error: Exception) -> str:
 
 
 def _torch_module(name: str) -> ModuleType:
-    """Return a part of torch that is slow to import; nobody waits for it who compiles nothing."""
+    """Return a module of torch that is slow to import, so that only runs that compile import it."""
     return require(f"torch.{name}", extra="", purpose="model.compile")

@@ -16,21 +16,21 @@ KEY, ONLY = "model.freeze", "model.train_only"
 
 
 def train_only(model: nn.Module, patterns: Sequence[str]) -> None:
-    """Let the matching parameters alone learn, all of them where there are no patterns; a tied one has both names.
+    """Train only the matching parameters, or all where there are no patterns; a tied one has both names.
 
     Raises ModelError for a pattern that matches nothing.
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
     chosen = {name for pattern in patterns for name in _matched(pattern, list(parameters), key=ONLY)}
-    learning = {parameters[name] for name in chosen}
+    trained = {parameters[name] for name in chosen}
     for parameter in parameters.values() if patterns else ():
-        parameter.requires_grad_(parameter in learning)
+        parameter.requires_grad_(parameter in trained)
 
 
 def freeze(model: nn.Module, patterns: Sequence[str]) -> tuple[str, ...]:
-    """Stop the matching parameters from learning and return their names; both names of a tied parameter can be used.
+    """Freeze the matching parameters and return their names; both names of a tied parameter can be used.
 
-    Raises ModelError for a pattern that matches nothing, and when nothing would be left to learn.
+    Raises ModelError for a pattern that matches nothing, and when no parameter would be trained.
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
     frozen: list[str] = []
@@ -40,7 +40,7 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> tuple[str, ...]:
         parameters[name].requires_grad_(False)
     if patterns and not any(parameter.requires_grad for parameter in model.parameters()):
         raise ModelError(
-            f"{KEY}: {', '.join(patterns)} freeze every parameter, so nothing would learn. Leave some out."
+            f"{KEY}: {', '.join(patterns)} freeze every parameter, so nothing would be trained. Remove some."
         )
     return tuple(dict.fromkeys(frozen))
 
@@ -48,39 +48,39 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> tuple[str, ...]:
 def _matched(pattern: str, names: list[str], *, key: str) -> list[str]:
     matched = [name for name in names if fnmatchcase(name, pattern)]
     if not matched:
-        raise ModelError(f"{key}: no parameter is called `{pattern}`. {_near(pattern, names)}")
+        raise ModelError(f"{key}: no parameter matches `{pattern}`. {_near(pattern, names)}")
     return matched
 
 
 def _near(pattern: str, names: list[str]) -> str:
     near = get_close_matches(pattern.replace("*", ""), names, n=3, cutoff=0.3) or names[:3]
-    return f"Parameters are called, for example, {', '.join(f'`{name}`' for name in near)}."
+    return f"Examples of parameter names: {', '.join(f'`{name}`' for name in near)}."
 
 
 FEATURE_LAYER_KEY = "vision_feature_layer"
-"""Where LLaVA and its kin say which layer's output is read of an image; those behind it are for nothing."""
+"""Config key of LLaVA and similar models for the image encoder's layer whose output is used; later ones are unused."""
 
 _VISION_TOWER = "vision_tower"
 _MODULES_AFTER_LAYERS = ("post_layernorm", "layernorm", "head")
 
 
 def unused_modules(model: nn.Module) -> tuple[str, ...]:
-    """Return the names of the modules behind the layer of the image encoder that the model reads; mostly none."""
+    """Return the names of modules after the last layer of the image encoder that the model uses; usually none."""
     read = getattr(getattr(model, "config", None), FEATURE_LAYER_KEY, None)
     if read is None:
         return ()
     towers = [(name, module) for name, module in model.named_modules() if name.rpartition(".")[2] == _VISION_TOWER]
-    return tuple(behind for name, tower in towers for behind in _unused_in_tower(tower, name=name, read=read))
+    return tuple(unused for name, tower in towers for unused in _unused_in_tower(tower, name=name, read=read))
 
 
 def peft_exclude_pattern(model: nn.Module) -> str | None:
-    """Return peft's pattern of the modules within those, which get no adapter; None where there are none."""
+    """Return peft's pattern for the modules inside those, which get no adapter; None where there are none."""
     names = unused_modules(model)
     return "|".join(rf"{re.escape(name)}(\..*)?" for name in names) or None
 
 
 def freeze_unused(model: nn.Module) -> None:
-    """Stop what nothing reads from learning."""
+    """Freeze the modules whose output nothing uses."""
     for name in unused_modules(model):
         model.get_submodule(name).requires_grad_(False)
 
@@ -90,8 +90,8 @@ def _unused_in_tower(tower: nn.Module, *, name: str, read: int | list[int]) -> I
     if not stacks:
         return
     own, layers = max(stacks, key=lambda stack: len(stack[1]))
-    places = [read] if isinstance(read, int) else list(read)
-    num_read = max(place if place >= 0 else len(layers) + 1 + place for place in places)
+    indices = [read] if isinstance(read, int) else list(read)
+    num_read = max(index if index >= 0 else len(layers) + 1 + index for index in indices)
     yield from (f"{name}.{own}.{number}" for number in range(num_read, len(layers)))
     yield from (
         f"{name}.{each}" for each, _ in tower.named_modules() if each.rpartition(".")[2] in _MODULES_AFTER_LAYERS

@@ -21,12 +21,14 @@ from finetune.errors import ModelError
 from finetune.model.adapters.context import adapter_config, has_adapter
 from finetune.model.loading.hub import is_local_path, loading_errors, resolve_name
 from finetune.model.loading.pretrained import check_no_missing_weights, load_auto_class, load_weights
+from finetune.model.upstream import adapters_disabled
 from finetune.runtime.files.digests import sha256_digest
-from finetune.runtime.hub import is_offline, without_hub_retries
+from finetune.runtime.hub import is_offline
 from finetune.runtime.resources import format_size
+from finetune.runtime.upstream import without_hub_retries
 
 WEIGHT_FILES = ("*.safetensors", "*.bin")
-"""The files of weights, the kind that is preferred first; the other kind is not read when both are there."""
+"""Patterns of weight files, the preferred format first; if both exist, the other one is not read."""
 
 _NUM_THREADS = 8
 _LOG_AFTER_SECONDS = 2.0
@@ -35,9 +37,9 @@ _LOG_AFTER_SECONDS = 2.0
 def base_digest(
     section: ModelSection, *, model: Any, is_reference: bool = False, log: Callable[[str], None]
 ) -> str | None:
-    """Return what identifies the frozen weights, or None where nothing is frozen or they are drawn from the seed.
+    """Return the identity of the frozen weights, or None where nothing is frozen or they are initialized from the seed.
 
-    Weights that are the reference of a loss count as frozen. As `weights_digest`: call it on one rank.
+    Weights that are the reference of a loss count as frozen. Like `weights_digest`, call it on one rank.
     """
     is_frozen = adapter_config(section) is not None or section.freeze or section.train_only or is_reference
     if section.name is None or not is_frozen:
@@ -46,28 +48,28 @@ def base_digest(
 
 
 def weights_digest(section: ModelSection, *, model: Any, log: Callable[[str], None]) -> str:
-    """Return what identifies the weights of `model.name`.
+    """Return the identity of the weights of `model.name`.
 
-    For a folder that is a SHA-256 over its weights and config.json, wherever it lies; for a hub model the commit that
-    was loaded, found without a network. May read every byte of a folder's weights: call it on one rank.
+    For a folder, a SHA-256 over its weights and config.json, independent of its path; for a hub model, the commit that
+    was loaded, found offline. May read every byte of a folder's weights: call it on one rank.
     """
     if is_local_path(str(section.name)):
         return folder_digest(Path(resolve_name(str(section.name), key="model.name")), log=log)
     commit = getattr(getattr(model, "config", None), "_commit_hash", None) or _cached_commit(section)
     if commit is None:
-        log(f"model.name: the commit of `{section.name}` is not known, so a change of it would not be seen on a resume")
+        log(f"model.name: the commit of `{section.name}` is unknown, so a resume would not notice a change")
     return f"commit {commit or 'unknown'}"
 
 
 def folder_digest(folder: Path, *, log: Callable[[str], None]) -> str:
     """Return a digest over the digests of the files of weights and configs by name; raises ModelError.
 
-    They are listed as `sha256sum` would. Reads every byte of what was written since the last time: call it on one rank.
+    They are listed as `sha256sum` would. Reads every file that is new since the last time: call it on one rank.
     """
     started = time.monotonic()
     files = sorted(_files(folder))
     try:
-        with ThreadPoolExecutor(_NUM_THREADS) as threads:  # hashing releases the lock
+        with ThreadPoolExecutor(_NUM_THREADS) as threads:  # hashing releases the GIL
             digests = list(threads.map(sha256_digest, files))
         size = sum(path.stat().st_size for path in files)
     except OSError as error:
@@ -76,7 +78,7 @@ def folder_digest(folder: Path, *, log: Callable[[str], None]) -> str:
     whole = hashlib.sha256(listed.encode()).hexdigest()
     seconds = time.monotonic() - started
     if seconds > _LOG_AFTER_SECONDS:
-        log(f"base weights {whole[:12]}: read {format_size(size)} of {folder} in {seconds:.0f} s to tell them by")
+        log(f"base weights {whole[:12]}: hashed {format_size(size)} in {folder} in {seconds:.0f} s")
     return f"sha256 {whole}"
 
 
@@ -92,7 +94,7 @@ def _files(folder: Path) -> Iterator[Path]:
 
 
 def _cached_commit(section: ModelSection) -> str | None:
-    """Return the commit whose config.json lies in the local cache; its folder is named after it."""
+    """Return the commit whose config.json is in the local cache; its folder is named after the commit."""
     path = try_to_load_from_cache(
         str(section.name), "config.json", cache_dir=section.cache_folder, revision=section.revision
     )
@@ -100,7 +102,7 @@ def _cached_commit(section: ModelSection) -> str | None:
 
 
 _INITS_FROM_BASE = ("pissa", "olora", "loftq")
-"""Initialisations that move a part of the base into the adapters: without these, the base is not itself."""
+"""Initializations that move a part of the base into the adapters: the base alone is not the original model."""
 
 _ADAPTER_KEYS = frozenset({"lora", "ia3", "oft", "prompt_tuning", "prefix_tuning", "adapter"})
 _KEYS_WITHOUT_EFFECT = frozenset(
@@ -112,7 +114,7 @@ _KEYS_WITHOUT_EFFECT = frozenset(
 def reference_is_base(section: ModelSection) -> bool:
     """Tell whether the reference is the model without its adapters.
 
-    It is not where an adapter is continued, and where the initialisation takes a part out of the base.
+    It is not if training continues a saved adapter, or if a part of the base moves into the adapters.
     """
     if section.adapter is not None:
         return False
@@ -121,43 +123,37 @@ def reference_is_base(section: ModelSection) -> bool:
 
 @contextmanager
 def reference_mode(model: Any, section: ModelSection) -> Iterator[None]:
-    """Have the model answer as the reference meanwhile: adapters off where they start from nothing.
+    """In this context, make the model compute the reference's outputs, with adapters off if they start as the identity.
 
-    Which parameters learn is left alone, as peft's own switch does not. `model` is as the model wing built it.
+    Unlike peft's own switch, this does not change `requires_grad`. `model` is not wrapped by a strategy.
     """
     if not has_adapter(model) or not reference_is_base(section):
         yield
         return
     if model.peft_config[model.active_adapter].is_prompt_learning:
-        with model.disable_adapter():  # of these, it only passes the prompt by
+        with model.disable_adapter():  # for these, it only skips the prompt
             yield
         return
-    switches = [module for module in model.modules() if hasattr(module, "_disable_adapters")]
-    for module in switches:
-        module._disable_adapters = True
-    try:
+    with adapters_disabled(model):
         yield
-    finally:
-        for module in switches:
-            module._disable_adapters = False
 
 
 def reference_identity(
     section: ModelSection, *, seed: int, model: Any, log: Callable[[str], None]
 ) -> Mapping[str, Any]:
-    """Return, as JSON, what the reference's answers depend on; may read every byte of the weights: on one rank.
+    """Return, as JSON, what the reference's outputs depend on; may read every byte of the weights: call it on one rank.
 
-    Fresh adapters that are off are no part of it, so other ranks of LoRA find the same answers.
+    New adapters that are off are not part of it, so that another LoRA rank finds the same cache.
     """
-    left_out = _KEYS_WITHOUT_EFFECT | (_ADAPTER_KEYS if reference_is_base(section) else frozenset())
-    known: dict[str, Any] = section.model_dump(mode="json", exclude=set(left_out), exclude_defaults=True)
+    excluded = _KEYS_WITHOUT_EFFECT | (_ADAPTER_KEYS if reference_is_base(section) else frozenset())
+    identity: dict[str, Any] = section.model_dump(mode="json", exclude=set(excluded), exclude_defaults=True)
     if section.name is not None:
-        known["weights"] = weights_digest(section, model=model, log=log)
-    if section.name is None or "lora" in known or section.new_tokens is not None:
-        known["seed"] = seed
+        identity["weights"] = weights_digest(section, model=model, log=log)
+    if section.name is None or "lora" in identity or section.new_tokens is not None:
+        identity["seed"] = seed
     if section.adapter is not None:
-        known["adapter"] = folder_digest(Path(resolve_name(str(section.adapter), key="model.adapter")), log=log)
-    return known
+        identity["adapter"] = folder_digest(Path(resolve_name(str(section.adapter), key="model.adapter")), log=log)
+    return identity
 
 
 TEACHER_KEY = "task.distillation.teacher"
@@ -166,8 +162,11 @@ TEACHER_KEY = "task.distillation.teacher"
 def load_teacher(
     section: DistillationSection, *, model: ModelSection, vocabulary_size: int, device: torch.device
 ) -> PreTrainedModel:
-    """Return the teacher on the device, frozen and in evaluation mode, in the type asked for; raises ModelError."""
-    with loading_errors(section.teacher, key=TEACHER_KEY), without_hub_retries(is_local=is_local_path(section.teacher)):
+    """Return the teacher on the device, frozen, in evaluation mode and in `teacher_dtype`; raises ModelError."""
+    with (
+        loading_errors(section.teacher, key=TEACHER_KEY),
+        without_hub_retries(is_local=is_local_path(section.teacher)),
+    ):
         origin = _teacher_arguments(section, model)
         config = load_auto_class(AutoConfig, **origin)
         dtype = getattr(torch, section.teacher_dtype)
@@ -179,28 +178,31 @@ def load_teacher(
     size = teacher.config.get_text_config().vocab_size
     if size < vocabulary_size:
         raise ModelError(
-            f"{TEACHER_KEY}: `{section.teacher}` knows {size} tokens and the student's tokenizer has {vocabulary_size}. A "
-            "teacher and its student share one tokenizer: name another teacher, or train on its tokenizer."
+            f"{TEACHER_KEY}: `{section.teacher}` has a vocabulary of {size} and the student's tokenizer of "
+            f"{vocabulary_size}. They must share one tokenizer: use another teacher, or its tokenizer for the student."
         )
     return teacher.requires_grad_(False).eval().to(device)
 
 
 def check_teacher_tokenizer(section: DistillationSection, *, model: ModelSection, tokenizer: Any) -> None:
-    """Raise ModelError unless the teacher's tokenizer gives every token the number that the student's gives it."""
-    with loading_errors(section.teacher, key=TEACHER_KEY), without_hub_retries(is_local=is_local_path(section.teacher)):
+    """Raise ModelError unless the tokenizers of teacher and student have the same vocabulary."""
+    with (
+        loading_errors(section.teacher, key=TEACHER_KEY),
+        without_hub_retries(is_local=is_local_path(section.teacher)),
+    ):
         theirs = load_auto_class(AutoTokenizer, **_teacher_arguments(section, model)).get_vocab()
     ours = tokenizer.get_vocab()
     different = sorted(token for token in ours.keys() | theirs.keys() if ours.get(token) != theirs.get(token))
     if different:
         raise ModelError(
-            f"{TEACHER_KEY}: the tokenizer of `{section.teacher}` is not the student's: {len(different)} tokens differ, such "
-            f"as {different[0]!r}. Their probabilities cannot be compared; name a teacher of the same family, or write "
+            f"{TEACHER_KEY}: the tokenizer of `{section.teacher}` differs from the student's in {len(different)} "
+            f"tokens, such as {different[0]!r}. Use a teacher of the same family, or write "
             f"`model.tokenizer: {{name: {section.teacher}}}` for a student that is trained from random weights."
         )
 
 
 def teacher_digest(section: DistillationSection, *, model: ModelSection, log: Callable[[str], None]) -> str:
-    """Return what identifies the teacher's weights: a digest of a folder's, the commit of a hub model's in the cache.
+    """Return the identity of the teacher's weights: the digest of a folder, or the cached commit of a hub model.
 
     Reads every byte of a folder's weights: call it on one rank.
     """
@@ -209,7 +211,8 @@ def teacher_digest(section: DistillationSection, *, model: ModelSection, log: Ca
     path = try_to_load_from_cache(section.teacher, "config.json", cache_dir=model.cache_folder)
     if not isinstance(path, str):
         log(
-            f"{TEACHER_KEY}: the commit of `{section.teacher}` is not known, so a change of it would not be seen on a resume"
+            f"{TEACHER_KEY}: the commit of `{section.teacher}` is not known, so a change of it would not be seen "
+            "on a resume"
         )
         return "commit unknown"
     return f"commit {Path(path).parent.name}"

@@ -21,7 +21,7 @@ from finetune.model.loading.hub import error_summary
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How answers are made; a temperature of 0 takes the likeliest token."""
+    """How tokens are sampled; a temperature of 0 is greedy."""
 
     max_new_tokens: int
     temperature: float = 0.0
@@ -34,14 +34,14 @@ def generate_batch(
     prompts: Sequence[Sequence[int]],
     seeds: Sequence[int],
     *,
-    manner: SamplingParams,
+    sampling: SamplingParams,
     pad_id: int,
     stop_ids: frozenset[int],
     streamer: Any = None,
 ) -> list[list[int]]:
-    """Return the tokens of each answer, the stop token included, padding not.
+    """Return the generated tokens of each prompt, with the stop token, without padding.
 
-    A prompt's tokens are drawn with a generator of its own seed, so neither batches nor processes alter them.
+    Each prompt samples with a generator of its own seed, so the result depends neither on batches nor on processes.
     """
     is_encoder = bool(getattr(model.config, "is_encoder_decoder", False))
     longest = max(map(len, prompts))
@@ -49,48 +49,48 @@ def generate_batch(
     for prompt in prompts:
         fill, ones = [0] * (longest - len(prompt)), [1] * len(prompt)
         pads = [pad_id] * len(fill)
-        rows.append([*prompt, *pads] if is_encoder else [*pads, *prompt])  # an answer begins right behind its prompt
+        rows.append([*prompt, *pads] if is_encoder else [*pads, *prompt])  # the answer follows its prompt directly
         mask.append([*ones, *fill] if is_encoder else [*fill, *ones])
     settings = GenerationConfig(
-        do_sample=False,  # what is drawn is drawn by the processors below
-        max_new_tokens=manner.max_new_tokens,
+        do_sample=False,  # sampling is done by the logits processors below
+        max_new_tokens=sampling.max_new_tokens,
         eos_token_id=sorted(stop_ids) or None,
         pad_token_id=pad_id,
     )
     with _generation_errors():
-        made = model.generate(
+        generated = model.generate(
             input_ids=torch.tensor(rows, device=model.device),
             attention_mask=torch.tensor(mask, device=model.device),
             generation_config=settings,
-            logits_processor=_logits_processors(manner, seeds),
+            logits_processor=_logits_processors(sampling, seeds),
             streamer=streamer,
         )
-    start = 1 if is_encoder else longest  # a decoder begins with its start token
-    return [_cut_at_stop(row[start:].tolist(), stop_ids, pad_id) for row in made]
+    start = 1 if is_encoder else longest  # a decoder starts with its start token
+    return [_cut_at_stop(row[start:].tolist(), stop_ids, pad_id) for row in generated]
 
 
 @contextmanager
 def _generation_errors() -> Iterator[None]:
-    """Turn what transformers refuses of the model's own settings, which count beside ours, into a ModelError."""
+    """Turn transformers' errors about the model's own generation settings, which also apply, into a ModelError."""
     try:
         yield
     except (ValueError, TypeError, AttributeError, LookupError) as error:
         raise ModelError(
-            f"The model cannot answer: {error_summary(error)} Look at its generation_config.json and config.json."
+            f"The model cannot generate: {error_summary(error)} Check its generation_config.json and config.json."
         ) from error
 
 
-def _logits_processors(manner: SamplingParams, seeds: Sequence[int]) -> LogitsProcessorList:
-    if manner.temperature == 0.0:
+def _logits_processors(sampling: SamplingParams, seeds: Sequence[int]) -> LogitsProcessorList:
+    if sampling.temperature == 0.0:
         return LogitsProcessorList()
-    warpers: list[Any] = [TemperatureLogitsWarper(manner.temperature)]
-    if 0.0 < manner.top_p < 1.0:
-        warpers.append(TopPLogitsWarper(manner.top_p))
+    warpers: list[Any] = [TemperatureLogitsWarper(sampling.temperature)]
+    if 0.0 < sampling.top_p < 1.0:
+        warpers.append(TopPLogitsWarper(sampling.top_p))
     return LogitsProcessorList([*warpers, _GumbelSampling(seeds)])
 
 
 class _GumbelSampling(LogitsProcessor):  # type: ignore[misc]
-    """Adds Gumbel noise, row by row: the largest sum is then a token drawn with its probability (Gumbel, 1954)."""
+    """Adds Gumbel noise per row: the argmax is then a sample from the distribution (Gumbel, 1954)."""
 
     def __init__(self, seeds: Sequence[int]) -> None:
         self._generators = [torch.Generator().manual_seed(seed) for seed in seeds]
@@ -101,7 +101,7 @@ class _GumbelSampling(LogitsProcessor):  # type: ignore[misc]
 
 
 def _cut_at_stop(tokens: list[int], stop_ids: frozenset[int], pad_id: int) -> list[int]:
-    end = next((place for place, token in enumerate(tokens) if token in stop_ids), None)
+    end = next((index for index, token in enumerate(tokens) if token in stop_ids), None)
     if end is not None:
         return tokens[: end + 1]
     while tokens and tokens[-1] == pad_id:

@@ -14,20 +14,23 @@ from transformers import AutoImageProcessor, AutoProcessor, AutoTokenizer, PreTr
 from finetune.config.sections.model import ImageProcessorSection, ModelSection
 from finetune.errors import ModelError
 from finetune.model.loading.hub import is_local_path, loading_errors, resolve_name
-from finetune.model.loading.pretrained import load_auto_class
+from finetune.model.loading.pretrained import load_auto_class, without_warnings
 from finetune.model.new_tokens import add_tokens
 from finetune.model.tokenizer import TOKENIZER_FILES, ensure_padding, load_tokenizer
-from finetune.runtime.hub import is_offline, without_hub_retries
+from finetune.runtime.hub import is_offline
+from finetune.runtime.upstream import without_hub_retries
 
 
 def build_image_processor(section: ImageProcessorSection) -> Any:
-    """Return one that scales images to the section's size and normalises each channel by its values."""
+    """Return an image processor that resizes to the section's size and normalises each channel by its values."""
     if len(section.mean) != len(section.std):
         raise ModelError(
             f"model.image_processor: `mean` has {len(section.mean)} numbers and `std` {len(section.std)}. "
-            "Write one for each channel in both."
+            "Both need one number per channel."
         )
-    return _vit_image_processor_class()(
+    with without_warnings():  # that torchvision is missing, which is not needed
+        processor_class: Any = transformers.ViTImageProcessor
+    return processor_class(
         do_resize=True,
         size={"height": section.size, "width": section.size},
         do_normalize=True,
@@ -37,7 +40,7 @@ def build_image_processor(section: ImageProcessorSection) -> Any:
 
 
 def with_image_size(processor: Any, size: int) -> Any:
-    """Return the processor giving squares of that size: scaled and cut as it did before."""
+    """Return the processor with that output size, resizing and cropping as before."""
     values = processor.to_dict()
     values["size"] = {"height": size, "width": size}
     if "shortest_edge" in _set_keys(processor.size):
@@ -48,43 +51,33 @@ def with_image_size(processor: Any, size: int) -> Any:
 
 
 def check_image_shape(config: PreTrainedConfig, processor: Any) -> None:
-    """Raise ModelError where the model wants images of another size, or with other channels, than they are given."""
+    """Raise ModelError if the model expects another image size or number of channels than the processor gives."""
     mean = getattr(processor, "image_mean", None)
     if not isinstance(mean, list | tuple):
         return
     num_channels, wanted = len(mean), getattr(config, "num_channels", None)
     if wanted not in (None, num_channels):
         raise ModelError(
-            f"the model reads {wanted} channels and its images have {num_channels}, as `mean` and `std` of the image "
-            f"processor say. Write `num_channels: {num_channels}` in `model.from_config.values`, or {wanted} numbers "
+            f"the model expects {wanted} channels, but `mean` and `std` of the image processor have {num_channels}. "
+            f"Write `num_channels: {num_channels}` in `model.from_config.values`, or {wanted} numbers "
             "in `model.image_processor.mean` and `std`."
         )
-    wish = getattr(config, "image_size", None)
-    if wish is None or not hasattr(config, "patch_size"):  # without patches a model takes any size
+    expected = getattr(config, "image_size", None)
+    if expected is None or not hasattr(config, "patch_size"):  # without patches a model accepts any size
         return
     height, width = processed_image_size(processor, num_channels=num_channels)
-    if (height, width) != (tuple(wish) if isinstance(wish, list | tuple) else (wish, wish)):
+    if (height, width) != (tuple(expected) if isinstance(expected, list | tuple) else (expected, expected)):
         raise ModelError(
-            f"the model reads images of {wish} pixels a side and is given {height} x {width}. Write "
-            f"`image_size: {height}` in `model.from_config.values`, or `data.images.size: {wish}`."
+            f"the model expects images of {expected} x {expected} pixels, but gets {height} x {width}. Write "
+            f"`image_size: {height}` in `model.from_config.values`, or `data.images.size: {expected}`."
         )
 
 
 def processed_image_size(processor: Any, *, num_channels: int) -> tuple[int, int]:
-    """Return height and width of what the processor makes of a square image."""
+    """Return height and width of the processor's output for a square image."""
     blank = Image.new("L" if num_channels == 1 else "RGB", (64, 64))
     height, width = processor(blank, return_tensors="pt")["pixel_values"].shape[-2:]
     return int(height), int(width)
-
-
-def _vit_image_processor_class() -> Any:
-    """Return ViTImageProcessor, looked up without the warning that torchvision is missing: nobody needs it."""
-    verbosity = transformers.logging.get_verbosity()
-    transformers.logging.set_verbosity_error()
-    try:
-        return transformers.ViTImageProcessor
-    finally:
-        transformers.logging.set_verbosity(verbosity)
 
 
 def _set_keys(size: Any) -> frozenset[str]:
@@ -98,20 +91,20 @@ PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 
 @dataclass(frozen=True)
 class Processing:
-    """What the model's inputs are made with; images alone have no tokenizer, text alone has no processor."""
+    """What makes the model's inputs; for images only there is no tokenizer, for text only no processor."""
 
     tokenizer: Any = None
     processor: Any = None
 
     def save(self, folder: Path) -> None:
-        """Write it into the folder, so that transformers loads it from there."""
+        """Write it into the folder in the format of transformers."""
         for part in (self.tokenizer, self.processor):
             if part is not None:
                 part.save_pretrained(folder)
 
     @property
     def identity(self) -> dict[str, str]:
-        """Return what decides how images become tensors; empty for text alone."""
+        """Return what determines how images become tensors; empty for text only."""
         if self.processor is None:
             return {}
         described = type(self.processor).__name__ + json.dumps(self.processor.to_dict(), sort_keys=True, default=str)
@@ -127,9 +120,9 @@ def load_processing(
     log: Callable[[str], None],
     image_size: int | None = None,
 ) -> Processing:
-    """Return what rows of this kind need, as the model wants it; raises ModelError.
+    """Return what rows of this kind need for this model; raises ModelError.
 
-    `image_size` takes the place of the image processor's own.
+    `image_size` overrides the image processor's own.
     """
     if reads == "text":
         return Processing(load_tokenizer(model, texts=texts, cache_folder=cache_folder, log=log))
@@ -138,8 +131,8 @@ def load_processing(
         return Processing(processor=processor if image_size is None else with_image_size(processor, image_size))
     processor = _load_pretrained(model, AutoProcessor, key="model.name")
     if getattr(processor, "tokenizer", None) is None:
-        raise ModelError("model.name: its processor has no tokenizer. Name a model of images and text.")
-    if processor.chat_template:  # older repositories keep it with the processor alone
+        raise ModelError("model.name: its processor has no tokenizer. Use a model for images and text.")
+    if processor.chat_template:  # older repositories have it only in the processor
         processor.tokenizer.chat_template = processor.chat_template
     ensure_padding(processor.tokenizer, log=log)
     if model.new_tokens is not None:
@@ -150,9 +143,9 @@ def load_processing(
 def load_saved_processing(
     place: str | Path, *, reads: Literal["text", "images", "both"], key: str, trust_remote_code: bool
 ) -> Processing:
-    """Return what `save` has written into the folder, or what lies in the local cache under a hub name.
+    """Return what `save` wrote into the folder, or what the local cache has for a hub name.
 
-    Raises ModelError, which names `key`, where it cannot be read.
+    Raises ModelError, which names `key`, if it cannot be read.
     """
     kind = {"text": AutoTokenizer, "images": AutoImageProcessor, "both": AutoProcessor}[reads]
     with loading_errors(str(place), key=key), without_hub_retries(is_local=True):
@@ -163,7 +156,7 @@ def load_saved_processing(
 
 
 def has_processing(folder: Path, *, reads: Literal["text", "images", "both"]) -> bool:
-    """Tell whether files of a tokenizer or processor lie in the folder, whatever is in them."""
+    """Tell whether the folder contains files of a tokenizer or processor, valid or not."""
     names = TOKENIZER_FILES if reads == "text" else PROCESSOR_FILES
     return any((folder / name).is_file() for name in names)
 
@@ -177,17 +170,17 @@ def _image_processor(model: ModelSection) -> Any:
         return _load_pretrained(named, AutoImageProcessor, key="model.image_processor.name")
     if model.name is None:
         raise ModelError(
-            "model.image_processor: a model built `from_config` brings no image processor. Write `size`, or `name`."
+            "model.image_processor: a model built `from_config` has no image processor. Write `size` or `name`."
         )
     return _load_pretrained(model, AutoImageProcessor, key="model.name")
 
 
 def _load_pretrained(model: ModelSection, kind: Any, *, key: str) -> Any:
-    """Return the processor of the model, or of what is named as its tokenizer."""
+    """Return the processor of the model, or of the model that is named as its tokenizer."""
     asked = model.tokenizer
     name = asked.name if asked is not None and asked.name is not None else model.name
     if name is None:
-        raise ModelError("model.tokenizer: a model built `from_config` brings no processor. Write `name`.")
+        raise ModelError("model.tokenizer: a model built `from_config` has no processor. Write `name`.")
     with loading_errors(name, key=key), without_hub_retries(is_local=is_local_path(name)):
         return load_auto_class(
             kind,

@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
-from torch import nn
 from transformers import BitsAndBytesConfig, TorchAoConfig
 
 from finetune.config.sections.model import ModelSection, QuantizationSection
@@ -13,42 +12,33 @@ from finetune.model.loading.hub import is_local_path, loading_errors, resolve_na
 from finetune.runtime.hub import is_offline
 from finetune.runtime.optional import require
 
-_CPU_REPACKING_FLAG = "support_avx512bf16_for_cpu"
-
 _EXTRAS = {"bitsandbytes": "quantization", "torchao": "torchao"}
 
 
 def quantization_config(section: ModelSection) -> Any:
-    """Return what transformers is told, None where weights keep their bits; raises MissingPackage.
+    """Return the config for transformers, None without quantization; raises MissingPackage.
 
-    4-bit weights of bitsandbytes are stored in words of `model.dtype`: FSDP splits nothing but floating-point numbers
+    4-bit weights of bitsandbytes are stored as `model.dtype`: FSDP shards only floating-point tensors
     (https://huggingface.co/docs/bitsandbytes/main/fsdp_qlora).
     """
-    asked = section.quantization
-    if asked is None:
+    quantization = section.quantization
+    if quantization is None:
         return None
-    require(asked.method, extra=_EXTRAS[asked.method], purpose=f"model.quantization.method: {asked.method}")
-    return _torchao() if asked.method == "torchao" else _bitsandbytes(asked, dtype=section.dtype)
-
-
-def disable_cpu_repacking(model: nn.Module) -> None:
-    """Have 4-bit layers of bitsandbytes leave their weights as they are stored.
-
-    On a CPU with bfloat16 instructions they repack them in place when they first evaluate. FSDP gathers such weights
-    for a moment only, so its shards stay as they were and the evaluation is wrong (bitsandbytes 0.50).
-    """
-    for module in model.modules():
-        if hasattr(module, _CPU_REPACKING_FLAG):
-            setattr(module, _CPU_REPACKING_FLAG, False)
+    require(
+        quantization.method,
+        extra=_EXTRAS[quantization.method],
+        purpose=f"model.quantization.method: {quantization.method}",
+    )
+    return _torchao() if quantization.method == "torchao" else _bitsandbytes(quantization, dtype=section.dtype)
 
 
 def is_installed(package: str) -> bool:
-    """Tell whether the package is there, without importing it."""
+    """Tell whether the package is installed, without importing it."""
     return find_spec(package) is not None
 
 
 def unquantized_weights_folder(section: ModelSection) -> str | None:
-    """Return where the weights lie as they were before; None where nothing asks for them."""
+    """Return the folder of the unquantized weights; None where they are not needed."""
     if section.name is None or section.lora is None or section.lora.init != "loftq":
         return None
     if is_local_path(section.name):
@@ -63,19 +53,19 @@ def unquantized_weights_folder(section: ModelSection) -> str | None:
         )
 
 
-def _bitsandbytes(asked: QuantizationSection, *, dtype: str) -> BitsAndBytesConfig:
-    if asked.bits == 8:
+def _bitsandbytes(section: QuantizationSection, *, dtype: str) -> BitsAndBytesConfig:
+    if section.bits == 8:
         return BitsAndBytesConfig(load_in_8bit=True)
     return BitsAndBytesConfig(
         load_in_4bit=True,
-        bnb_4bit_quant_type=asked.kind,
-        bnb_4bit_use_double_quant=asked.double,
-        bnb_4bit_compute_dtype=getattr(torch, asked.compute_dtype),
+        bnb_4bit_quant_type=section.kind,
+        bnb_4bit_use_double_quant=section.double,
+        bnb_4bit_compute_dtype=getattr(torch, section.compute_dtype),
         bnb_4bit_quant_storage=getattr(torch, dtype),
     )
 
 
 def _torchao() -> TorchAoConfig:
-    """Return 8-bit weights; a rule of the config leaves no others."""
+    """Return the config of 8-bit weights; a rule of the config allows no others."""
     kinds = require("torchao.quantization", extra=_EXTRAS["torchao"], purpose="model.quantization.method: torchao")
     return TorchAoConfig(kinds.Int8WeightOnlyConfig())

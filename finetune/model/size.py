@@ -21,25 +21,26 @@ def precision_warnings(
     uses_stochastic_rounding: bool = False,
     state_dtype: str | None = None,
 ) -> tuple[str, ...]:
-    """Return a sentence for each loss that the choice of `model.dtype` brings; none where nothing is lost.
+    """Return a warning for each loss of precision by `model.dtype`; none where nothing is lost.
 
-    A weight of b significant bits is unchanged by an update below half a unit in its last place: 2^-b of the weight, or
-    half of that just below a power of two. Most updates of AdamW are that small. Adapters are always float32. Rounded
-    by chance, small updates count on average.
+    A weight with b significant bits is unchanged by an update below half a unit in its last place: 2^-b of the weight,
+    or half of that just below a power of two. Most updates of AdamW are that small. Adapters are always float32. With
+    stochastic rounding, small updates count on average.
     """
     bits = SIGNIFICANT_BITS.get(dtype)
     if bits is None or uses_stochastic_rounding or (is_lora and not modules_to_save):
         return ()
-    learning = (
+    trained = (
         f"the modules in `model.lora.modules_to_save` ({', '.join(modules_to_save)})" if is_lora else "all weights"
     )
     moments = "" if state_dtype else f", and the optimizer's moments are {dtype} too"
-    chance = ", or `train.optimizer.stochastic_rounding: true` to round by chance" if dtype == "bfloat16" else ""
+    chance = ", or `train.optimizer.stochastic_rounding: true` for stochastic rounding" if dtype == "bfloat16" else ""
     return (
-        f"model.dtype is {dtype}, so {learning} learn in {dtype} without a float32 master copy: an update smaller than "
+        f"model.dtype is {dtype}, so {trained} are trained in {dtype} without float32 master weights: an update "
+        "smaller than "
         f"about 2^-{bits} (1/{2**bits}) of a weight is rounded away{moments}. "
-        f"Write `model.dtype: float32` to keep master weights{chance}; `train.precision` sets the type of the "
-        "arithmetic.",
+        f"Write `model.dtype: float32` to keep master weights{chance}; `train.precision` sets the dtype of the "
+        "computation.",
     )
 
 
@@ -54,28 +55,32 @@ class MemoryEstimate:
 
     @property
     def total_bytes(self) -> int:
-        """Return the sum of the three."""
+        """Return the sum of weights, gradients and optimizer state."""
         return self.weights_bytes + self.gradients_bytes + self.optimizer_bytes
 
 
 NUM_MOMENTS = {"adamw": 2, "muon": 2, "schedule_free_adamw": 2, "sgd": 1, "adafactor": 0}
-"""Numbers of optimizer state per trained one; Adafactor's, a row and a column per matrix, are next to none.
+"""Values of optimizer state per trained parameter; Adafactor's, a row and a column per matrix, are negligible.
 
 Muon keeps 1 for a hidden matrix and 2 for anything else.
 """
 
 AVERAGE_BYTES = 4
-"""Bytes of `train.average` per trained number."""
+"""Bytes of `train.average` per trained parameter."""
 
-_BYTES_PER_STATE = {"float32": 4.0, "bfloat16": 2.0, "int8": 1.0 + 4 / 256}  # the last with a float32 scale for 256
+_BYTES_PER_STATE = {
+    "float32": 4.0,
+    "bfloat16": 2.0,
+    "int8": 1.0 + 4 / 256,
+}  # the last with one float32 scale per 256 values
 
 
 def optimizer_state_bytes(optimizer: str, state_dtype: str | None, *, num_trained: int, trained_bytes: int) -> int:
-    """Return what the optimizer keeps: in `state_dtype`, or in the type of what learns."""
+    """Return the bytes of optimizer state: in `state_dtype`, or in the dtype of the trained parameters."""
     if optimizer == "adamw_8bit":
         return round(2 * _BYTES_PER_STATE["int8"] * num_trained)
-    of_one = _BYTES_PER_STATE[state_dtype] if state_dtype else trained_bytes / max(1, num_trained)
-    return round(NUM_MOMENTS[optimizer] * of_one * num_trained)
+    bytes_each = _BYTES_PER_STATE[state_dtype] if state_dtype else trained_bytes / max(1, num_trained)
+    return round(NUM_MOMENTS[optimizer] * bytes_each * num_trained)
 
 
 def estimate_memory(
@@ -87,11 +92,13 @@ def estimate_memory(
     shards_weights: bool,
     shards_gradients: bool,
     shards_optimizer: bool,
-    is_beside_teacher: bool = False,
+    has_teacher: bool = False,
+    process_bytes: int = 0,
 ) -> MemoryEstimate:
-    """Return what one of `shards` ranks holds, each part divided among them where the strategy shards it.
+    """Return the memory of one of `shards` ranks, each part divided among them where the strategy shards it.
 
-    Activations are not counted: they depend on batch and length. Neither is a teacher, which tells its own size.
+    `process_bytes` is what the process takes without a model: it counts where resident memory is measured, on a CPU.
+    Activations are not counted: they depend on batch and length. Neither is a teacher, which reports its own size.
     """
     parts = (
         ("weights", weights_bytes, shards if shards_weights else 1),
@@ -100,19 +107,21 @@ def estimate_memory(
     )
     held = [-(-size // among) for _, size, among in parts]
     lines = [
-        _memory_line(name, size=size, among=among, held=part)
+        _memory_line(name, size=size, among=among, size_per_rank=part)
         for (name, size, among), part in zip(parts, held, strict=True)
     ]
-    summands = " + ".join(f"{name} {format_size(part)}" for (name, _, _), part in zip(parts, held, strict=True))
-    beside = "the teacher and activations" if is_beside_teacher else "activations"
-    total = f"memory: {format_size(sum(held))} per rank = {summands}, before {beside}"
+    sizes = [(name, part) for (name, _, _), part in zip(parts, held, strict=True)]
+    sizes += [("process", process_bytes)] if process_bytes else []
+    summands = " + ".join(f"{name} {format_size(size)}" for name, size in sizes)
+    excluded = "the teacher and activations" if has_teacher else "activations"
+    total = f"memory: {format_size(sum(held) + process_bytes)} per rank = {summands}, without {excluded}"
     return MemoryEstimate(held[0], held[1], held[2], (*lines, total))
 
 
-def _memory_line(name: str, *, size: int, among: int, held: int) -> str:
+def _memory_line(name: str, *, size: int, among: int, size_per_rank: int) -> str:
     if among == 1:
-        return f"{name}: {format_size(held)} on every rank"
-    return f"{name}: {format_size(held)} per rank = {format_size(size)} / {among} ranks"
+        return f"{name}: {format_size(size_per_rank)} on every rank"
+    return f"{name}: {format_size(size_per_rank)} per rank = {format_size(size)} / {among} ranks"
 
 
 _ADAPTED_MODULE = re.compile(r"(.+?)\.(?:lora_|ia3_l|oft_R)")
@@ -120,7 +129,7 @@ _ADAPTED_MODULE = re.compile(r"(.+?)\.(?:lora_|ia3_l|oft_R)")
 
 @dataclass(frozen=True)
 class ModelSize:
-    """Counts over the whole model, whatever part of it this rank holds; a tied parameter counts once."""
+    """Counts over the whole model, whichever part this rank holds; a tied parameter counts once."""
 
     num_parameters: int
     num_trained: int
@@ -131,7 +140,7 @@ class ModelSize:
 
     @property
     def lines(self) -> tuple[str, ...]:
-        """Return the sentences for the reader."""
+        """Return the lines to print."""
         share = 100 * self.num_trained / max(self.num_parameters, 1)
         place = f", in adapters on {self.num_adapted_modules} modules" if self.num_adapted_modules else ""
         held = ", ".join(f"{format_size(size)} in {dtype}" for dtype, size in self.bytes_by_dtype.items())
@@ -161,5 +170,5 @@ def measure_model(model: nn.Module) -> ModelSize:
 
 
 def _num_adapted(model: nn.Module) -> int:
-    """Count the modules of the base that have an adapter, whatever its kind; what is trained in full is none."""
+    """Count the modules of the base that have an adapter of any kind; fully trained modules do not count."""
     return len({match[1] for name, _ in model.named_parameters() if (match := _ADAPTED_MODULE.match(name))})

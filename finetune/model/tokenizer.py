@@ -1,6 +1,6 @@
-"""The tokenizer: the model's own, another one by name, or a byte-level BPE (Radford et al., 2019) trained on the run's texts.
+"""The tokenizer: the model's own, another one by name, or one trained on the run's texts.
 
-A trained tokenizer is cached: the same texts and vocabulary size train it once.
+A trained one is a byte-level BPE (Radford et al., 2019), and cached: the same texts and vocabulary size train it once.
 """
 
 import hashlib
@@ -17,7 +17,8 @@ from finetune.model.loading.pretrained import load_auto_class, load_trained_toke
 from finetune.model.new_tokens import add_tokens
 from finetune.runtime.files.atomic import build_once, quarantine
 from finetune.runtime.files.digests import find_folder_damage, write_folder_digests
-from finetune.runtime.hub import is_offline, without_hub_retries
+from finetune.runtime.hub import is_offline
+from finetune.runtime.upstream import without_hub_retries
 
 END_OF_TEXT = "<|endoftext|>"
 TURN_START = "<|im_start|>"
@@ -25,18 +26,18 @@ TURN_END = "<|im_end|>"
 PADDING = "<|pad|>"
 SPECIAL_TOKENS = (END_OF_TEXT, TURN_START, TURN_END, PADDING)
 RECIPE_VERSION = "1"
-"""Part of the cache key: raise it whenever the same texts would give another tokenizer."""
+"""Part of the cache key: increase it when the same texts would give another tokenizer."""
 _FORMAT_VERSION = 2
-"""Of the folder: raise it whenever the same tokenizer is written otherwise."""
+"""Of the folder: increase it when the same tokenizer is written differently."""
 
 
 def train_or_load_tokenizer(
     texts: Callable[[], Iterable[str]], *, vocabulary_size: int, cache_folder: Path, log: Callable[[str], None]
 ) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of these texts, from the cache where it is there; it has ChatML's tokens and no template."""
+    """Return the tokenizer trained on these texts, or the cached one; it has ChatML's tokens but no chat template."""
     digest, num_texts = _digest(texts(), vocabulary_size=vocabulary_size)
     if num_texts == 0:
-        raise ModelError("model.tokenizer.train: there is not a single text to train the tokenizer on.")
+        raise ModelError("model.tokenizer.train: there are no texts to train the tokenizer on.")
     folder = cache_folder / "tokenizers" / f"{digest}-{_FORMAT_VERSION}"
     made = _train_once(folder, lambda staging: _train(texts(), staging, vocabulary_size=vocabulary_size), log=log)
     tokenizer = load_trained_tokenizer(folder)
@@ -46,7 +47,7 @@ def train_or_load_tokenizer(
 
 
 def _train_once(folder: Path, train: Callable[[Path], None], *, log: Callable[[str], None]) -> bool:
-    """Have the folder be as it was written; one that is damaged is set aside and made again. Raises ModelError."""
+    """Create the folder unless it exists; a damaged one is set aside and created again. Raises ModelError."""
     made = build_once(folder, train, log=log)
     damage = find_folder_damage(folder)
     if damage is None:
@@ -54,16 +55,16 @@ def _train_once(folder: Path, train: Callable[[Path], None], *, log: Callable[[s
     try:
         aside = quarantine(folder, lambda: find_folder_damage(folder) is not None, log=log)
         if aside is not None:
-            log(f"warning: the trained tokenizer {folder} is damaged: {damage}. It is set aside as {aside.name}.")
+            log(f"warning: the trained tokenizer {folder} is damaged: {damage}. It was renamed to {aside.name}.")
         made = build_once(folder, train, log=log)
         damage = find_folder_damage(folder)
     except OSError as error:
         raise ModelError(
-            f"the trained tokenizer {folder} is damaged ({damage}) and cannot be made again: {error}. Set "
-            "data.cache_folder to a folder that can be written."
+            f"the trained tokenizer {folder} is damaged ({damage}) and cannot be created again: {error}. "
+            "Set data.cache_folder to a writable folder."
         ) from error
     if damage is not None:
-        raise ModelError(f"{folder}: {damage}, and so is what was made in its place. Look at the disk of this machine.")
+        raise ModelError(f"{folder}: {damage}, and so is its replacement. Check the disk of this machine.")
     return made
 
 
@@ -118,8 +119,8 @@ def load_tokenizer(
 ) -> PreTrainedTokenizerBase:
     """Return the tokenizer with a padding token and the job's new tokens.
 
-    `texts` is called only when the tokenizer is to be trained; the result is kept under `cache_folder`, made once for
-    the same texts. Raises ModelError.
+    `texts` is called only when the tokenizer has to be trained; the result is cached under `cache_folder`. Raises
+    ModelError.
     """
     asked = model.tokenizer
     if asked is not None and asked.train is not None:
@@ -130,7 +131,7 @@ def load_tokenizer(
     elif model.name is not None:
         tokenizer = _load_pretrained(model.name, key="model.name", model=model, revision=model.revision)
     else:
-        raise ModelError("model.tokenizer: a model built `from_config` brings no tokenizer. Write `train` or `name`.")
+        raise ModelError("model.tokenizer: a model built `from_config` has no tokenizer. Write `train` or `name`.")
     ensure_padding(tokenizer, log=log)
     if model.new_tokens is not None:
         add_tokens(tokenizer, model.new_tokens)
@@ -138,23 +139,25 @@ def load_tokenizer(
 
 
 def ensure_padding(tokenizer: PreTrainedTokenizerBase, *, log: Callable[[str], None]) -> None:
-    """Have the tokenizer pad with end-of-sequence where it has no padding; raises ModelError where it has neither."""
+    """Use the end-of-sequence token for padding where there is no padding token; raises ModelError without either."""
     if tokenizer.pad_token is not None:
         return
     if tokenizer.eos_token is None:
         raise ModelError(
-            "model.tokenizer: the tokenizer has neither a padding nor an end-of-text token. Save one that has: "
+            "model.tokenizer: the tokenizer has neither a padding nor an end-of-text token. Add one: "
             "`tokenizer.add_special_tokens({'eos_token': ...})`, then `save_pretrained`, then name its folder."
         )
     tokenizer.pad_token = tokenizer.eos_token
-    log(f"the tokenizer has no padding token: {tokenizer.eos_token} pads too; padding never counts in the loss")
+    log(
+        f"the tokenizer has no padding token: {tokenizer.eos_token} is used for padding, which never counts in the loss"
+    )
 
 
 def _load_pretrained(name: str, *, key: str, model: ModelSection, revision: str | None) -> PreTrainedTokenizerBase:
     place = resolve_name(name, key=key)
     if is_local_path(name) and not any((Path(place) / file).exists() for file in TOKENIZER_FILES):
         raise ModelError(
-            f"{key}: the folder {place} holds no tokenizer (none of {', '.join(TOKENIZER_FILES)}). "
+            f"{key}: the folder {place} contains no tokenizer (none of {', '.join(TOKENIZER_FILES)}). "
             "Write `model.tokenizer.name` (a hub name or a folder with one) or `model.tokenizer.train`."
         )
     with loading_errors(name, key=key), without_hub_retries(is_local=is_local_path(name)):

@@ -1,76 +1,73 @@
-"""Every workaround for transformers, torch, Accelerate and peft that this wing needs, and nothing but workarounds.
+"""Every workaround for transformers, Accelerate, peft and bitsandbytes in this wing.
 
-Three groups: loading, where the files of a model could run code; models without input embeddings, or with names and
-ties that sharding strategies cannot work with; and units of FSDP2 that share a parameter.
+Each says which fault of which version it works around, and when it can be removed. `CHECKED` names the newest version
+for which all of them have been checked; a test per workaround fails as soon as it is no longer needed. Nothing else in
+this wing patches a library or mutates a class that is not ours.
 """
 
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
-from unittest.mock import patch
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, dynamic_module_utils, modeling_utils
 from transformers.integrations import peft as peft_integration
 from transformers.models.auto import auto_factory, processing_auto, tokenization_auto
 
 from finetune.errors import ModelError
 from finetune.model.loading.model_files import PICKLE_ADVICE, REMOTE_CODE_ADVICE, check_index
+from finetune.runtime.optional import lazily
+
+with lazily():
+    from peft.tuners import lora as peft_lora
+
+CHECKED = {"transformers": (5, 23), "accelerate": (1, 15), "peft": (0, 21), "bitsandbytes": (0, 50), "torch": (2, 13)}
+
+Patch = tuple[Any, str, Any]
+"""A module or class, the name of an attribute that it defines, and what replaces it."""
 
 
-def allow_missing_embeddings(model: PreTrainedModel) -> None:
-    """Have a model without embeddings say so: transformers raises, and Accelerate's FSDP2 (1.15) asks any model."""
-    if input_embeddings(model) is None:
-        model.get_input_embeddings = _no_embeddings
-
-
-def input_embeddings(model: PreTrainedModel) -> nn.Module | None:
-    """Return what embeds the model's inputs; None where transformers knows of no such module, as in a ResNet."""
+@contextmanager
+def patched(patches: Iterable[Patch]) -> Iterator[None]:
+    """Replace attributes in this context; raises KeyError for one that its owner does not define itself (any more)."""
+    originals: list[Patch] = []
     try:
-        found: nn.Module | None = model.get_input_embeddings()
-    except NotImplementedError:
-        return None
-    return found
+        for owner, name, replacement in patches:
+            originals.append((owner, name, vars(owner)[name]))
+            setattr(owner, name, replacement)
+        yield
+    finally:
+        for owner, name, original in reversed(originals):
+            setattr(owner, name, original)
 
 
-def output_embeddings(model: PreTrainedModel) -> Any:
-    """Return what makes logits over a vocabulary; None where nothing does, or nobody knows."""
-    try:
-        return model.get_output_embeddings()
-    except NotImplementedError:
-        return None
-
-
-def _no_embeddings() -> None:
-    return None
-
+# Loading: no code from a model's files may run.
 
 dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0
-"""transformers 5.23 asks on standard input whether it may run code (`resolve_trust_remote_code`) wherever nobody has
-said so: where AutoProcessor hands no word on to its parts, where peft loads the tokenizer of a prompt. With 0 seconds
-to answer it raises ValueError at once. Holds for the whole process."""
+"""transformers 5.23 asks on stdin whether to run remote code (`resolve_trust_remote_code`) if its caller does not
+say: AutoProcessor for its parts, peft for the tokenizer of a prompt. With a timeout of 0 it raises ValueError.
+Holds for the whole process; can go when nothing asks any more."""
 
 REMOTE_CODE_HOOKS = ("check_imports", "get_relative_import_files")
-"""What transformers 5.17 to 5.23 calls between finding a file of code and its first line, by its own name; who imports
-the functions around them by name, such as `generation`, passes through these all the same."""
+"""Functions of `dynamic_module_utils` that transformers 5.17 to 5.23 calls between finding and running a file of code,
+also for callers that import the functions around them by name, such as `generation`."""
 
 
 @contextmanager
 def data_only_loading(*, trust_remote_code: bool) -> Iterator[None]:
-    """Have files of a model be read as data alone meanwhile; raises ModelError where they would run code.
+    """Read a model's files as data only; raises ModelError where they would run code.
 
-    Whatever is trusted, refuses an adapter beside a whole model, and an index that names files elsewhere.
+    Even if they are trusted, refuses an adapter inside a whole model, and an index that names files in other folders.
+    Can go when transformers has an option that rules out remote code, pickles and adapters for everything it loads.
     """
-    with ExitStack() as stack:
-        for owner, name, replacement in loading_patches(trust_remote_code=trust_remote_code):
-            stack.enter_context(patch.object(owner, name, replacement))
+    with patched(loading_patches(trust_remote_code=trust_remote_code)):
         yield
 
 
-def loading_patches(*, trust_remote_code: bool) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
-    """Yield each door: the module, the name in it and what stands there meanwhile."""
+def loading_patches(*, trust_remote_code: bool) -> Iterator[Patch]:
+    """Yield the patches of transformers and torch through which files of a model cannot run code."""
     for user in (auto_factory, peft_integration):
         yield user, "find_adapter_config_file", _without_adapter(user.find_adapter_config_file)
     yield modeling_utils, "get_checkpoint_shard_files", _checked_index(modeling_utils.get_checkpoint_shard_files)
@@ -82,28 +79,27 @@ def loading_patches(*, trust_remote_code: bool) -> Iterator[tuple[Any, str, Call
     if trust_remote_code:
         return
     for name in REMOTE_CODE_HOOKS:
-        yield dynamic_module_utils, name, _refuse_code
-    yield torch, "load", _refuse_pickle
+        yield dynamic_module_utils, name, _refuse(REMOTE_CODE_ADVICE)
+    yield torch, "load", _refuse(PICKLE_ADVICE)
 
 
-def _refuse_code(*_: Any, **__: Any) -> Any:
-    raise ModelError(f"The model cannot be loaded: {REMOTE_CODE_ADVICE}")
+def _refuse(advice: str) -> Callable[..., None]:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise ModelError(f"The model cannot be loaded: {advice}")
 
-
-def _refuse_pickle(*_: Any, **__: Any) -> Any:
-    raise ModelError(f"The model cannot be loaded: {PICKLE_ADVICE}")
+    return refuse
 
 
 def _without_adapter(find: Callable[..., str | None]) -> Callable[..., None]:
-    """Return a search for an adapter beside a whole model that raises ModelError where it finds one.
+    """Return a search for an adapter in a model's folder that raises ModelError where it finds one.
 
-    transformers 5.23 would load it with the model, or instead of this model the one that the adapter names.
+    transformers 5.23 would load it with the model, or load the base that the adapter names instead of this model.
     """
 
-    def find_none(model_id: Any, **how: Any) -> None:
-        if find(model_id, **how) is not None:
+    def find_none(model_id: Any, **options: Any) -> None:
+        if find(model_id, **options) is not None:
             raise ModelError(
-                f"{model_id}: holds an adapter and is named as a whole model. Name the base it was trained on "
+                f"{model_id}: contains an adapter, but is used as a whole model. Use the base it was trained on "
                 "(`base_model_name_or_path` in its adapter_config.json), or a copy without adapter_config.json."
             )
 
@@ -111,40 +107,111 @@ def _without_adapter(find: Callable[..., str | None]) -> Callable[..., None]:
 
 
 def _checked_index(resolve: Callable[..., Any]) -> Callable[..., Any]:
-    """Return transformers' reader of an index with its names checked: they are joined to the folder as they are."""
+    """Return transformers' reader of a weights index with the file names checked: it joins any path to the folder."""
 
-    def resolve_checked(model: Any, index: str, *more: Any, **how: Any) -> Any:
+    def resolve_checked(model: Any, index: str, *more: Any, **options: Any) -> Any:
         check_index(index)
-        return resolve(model, index, *more, **how)
+        return resolve(model, index, *more, **options)
 
     return resolve_checked
 
 
 def _restricted_to(find: Callable[..., Any], base: type) -> Callable[..., Any]:
-    """Return a search for a class by name that finds nothing but classes of this base.
+    """Return a search for a class by name that finds only subclasses of `base`.
 
-    transformers 5.23 takes any name of its own: `tokenizer_class: AutoModel` would load a model.
+    transformers 5.23 accepts any of its names: `tokenizer_class: AutoModel` would load a model.
     """
 
-    def find_class(name: Any, *more: Any, **how: Any) -> Any:
-        found = find(name, *more, **how)
-        if found is None or type(found).__name__ == "DummyObject":  # one that says which package is missing
+    def find_class(name: Any, *more: Any, **options: Any) -> Any:
+        found = find(name, *more, **options)
+        if found is None or type(found).__name__ == "DummyObject":  # it says which package is missing
             return found
         if not (inspect.isclass(found) and issubclass(found, base)):
-            raise ModelError(f"The model cannot be loaded: its files name {name!r}, which is no {base.__name__}.")
+            raise ModelError(f"The model cannot be loaded: its files name {name!r}, which is not a {base.__name__}.")
         return found
 
     return find_class
 
 
+# Building.
+
+
+@contextmanager
+def skip_weight_init() -> Iterator[None]:
+    """Build models without initial values, which `initialize_weights` draws anyway: saves three quarters of the time.
+
+    Embeddings and matrices are marked with a NaN, see `initialize_marked`. transformers 5.23 has no public way to build
+    from a config without initialization; can go when it has one.
+    """
+    patches: tuple[Patch, ...] = (
+        (PreTrainedModel, "initialize_weights", lambda self: None),
+        (nn.Linear, "reset_parameters", _mark_uninitialized),
+        (nn.Embedding, "reset_parameters", _mark_uninitialized),
+    )
+    with patched(patches):
+        yield
+
+
+def initialize_marked(module: nn.Module) -> None:
+    """Initialize a module as torch does if `skip_weight_init` marked it and the model's own rules left it out."""
+    if not isinstance(module, (nn.Linear, nn.Embedding)) or module.weight.numel() == 0 or module.weight.is_meta:
+        return
+    if module.weight.view(-1)[0].isnan():
+        module.reset_parameters()
+
+
+@torch.no_grad()
+def _mark_uninitialized(module: Any) -> None:
+    module.weight.view(-1)[:1].fill_(torch.nan)
+    if getattr(module, "bias", None) is not None:
+        bound = module.in_features**-0.5
+        nn.init.uniform_(module.bias, -bound, bound)
+
+
+def checkpoint_activations(model: PreTrainedModel, settings: Mapping[str, Any]) -> None:
+    """Enable gradient checkpointing under either of its names.
+
+    transformers before 5.20 has `gradient_checkpointing_enable` only; can go when pyproject.toml requires a newer one.
+    """
+    if hasattr(model, "activation_checkpointing_enable"):
+        model.activation_checkpointing_enable(activation_checkpointing_kwargs=settings)
+    else:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=settings)
+
+
+# Sharding: units of FSDP2 must not share parameters, and Accelerate asks for names that not every model has.
+
+
+def allow_missing_embeddings(model: PreTrainedModel) -> None:
+    """Make a model without embeddings return None: transformers raises, and Accelerate's FSDP2 (1.15) always asks."""
+    if input_embeddings(model) is None:
+        model.get_input_embeddings = lambda: None
+
+
+def input_embeddings(model: PreTrainedModel) -> nn.Module | None:
+    """Return the input embeddings; None where transformers knows of none, as in a ResNet."""
+    try:
+        found: nn.Module | None = model.get_input_embeddings()
+    except NotImplementedError:
+        return None
+    return found
+
+
+def output_embeddings(model: PreTrainedModel) -> Any:
+    """Return the output embeddings; None where transformers knows of none."""
+    try:
+        return model.get_output_embeddings()
+    except NotImplementedError:
+        return None
+
+
 @contextmanager
 def head_as_one_unit(model: Any) -> Iterator[None]:
-    """Have the model name, meanwhile, all of its head as its output embeddings where these share more than the table.
+    """Return the whole head as output embeddings in this context, where both share more than the embedding matrix.
 
-    The bias of BERT's decoder is its head's, too. Accelerate shards the output embeddings as a unit of FSDP2, and torch
-    refuses a parameter that stands in two units ("is shared with a parameter already managed by another FSDP group",
-    accelerate 1.15, torch 2.13). May go when Accelerate groups all modules that share a parameter. `model` is the one
-    inside of adapters.
+    BERT's head shares the bias of its decoder. Accelerate 1.15 makes the output embeddings a unit of FSDP2, and torch
+    2.13 refuses a parameter in two units ("is shared with a parameter already managed by another FSDP group"). Can go
+    when Accelerate groups all modules that share a parameter. `model` is not wrapped by adapters.
     """
     decoder = output_embeddings(model)
     head = None if decoder is None else _module_sharing_parameters(model, decoder)
@@ -152,7 +219,7 @@ def head_as_one_unit(model: Any) -> Iterator[None]:
         yield
         return
     kind: Any = type(head)
-    kind.weight = property(lambda _: decoder.weight)  # which Accelerate compares with the table
+    kind.weight = property(lambda _: decoder.weight)  # Accelerate compares it with the input embeddings
     model.get_output_embeddings = lambda: head
     try:
         yield
@@ -161,28 +228,22 @@ def head_as_one_unit(model: Any) -> Iterator[None]:
 
 
 def _module_sharing_parameters(model: nn.Module, decoder: nn.Module) -> nn.Module | None:
-    """Return the module around the decoder that holds one of its parameters as its own; None where none does."""
+    """Return the module around the decoder that has one of its parameters as its own, too; None if there is none."""
     own = {id(parameter) for parameter in decoder.parameters()}
     for module in model.modules():
-        holds = any(id(parameter) in own for parameter in module.parameters(recurse=False))
-        if holds and module is not decoder and any(each is decoder for each in module.modules()):
+        shares = any(id(parameter) in own for parameter in module.parameters(recurse=False))
+        if shares and module is not decoder and any(each is decoder for each in module.modules()):
             return module
     return None
 
 
-_NO_SPLIT_MODULES = "_no_split_modules"
-_HIDDEN_SIZE_NAMES = ("hidden_size", "hidden_sizes")
-
-
 def keep_own_no_split_modules(model: PreTrainedModel) -> None:
-    """Leave the model with those names of whole layers that it has layers of, and that hold no input embeddings.
+    """Reduce `_no_split_modules` to layers that the model has and that do not contain the input embeddings.
 
-    Accelerate gives the embeddings to a unit of FSDP2 of their own, together with the head that they are tied to, and
-    fails where a layer's unit has them already, as BERT's embeddings layer would (accelerate 1.15).
-
-    A model with a CLIP image encoder names CLIP's text embeddings, too, and Accelerate's FSDP policy refuses a name
-    without a layer ("Could not find the transformer layer class", accelerate 1.15 with transformers 5.23). May go when
-    either of them leaves such names out.
+    Accelerate makes the embeddings, with the head that they are tied to, a unit of FSDP2 of their own, and fails if a
+    layer's unit contains them, as BERT's embeddings layer would. A model with a CLIP image encoder also names CLIP's
+    text embeddings, and Accelerate refuses a name without a layer ("Could not find the transformer layer class").
+    accelerate 1.15, transformers 5.23; can go when either leaves such names out.
     """
     embeddings = input_embeddings(model)
     kinds = {
@@ -190,29 +251,28 @@ def keep_own_no_split_modules(model: PreTrainedModel) -> None:
         for module in model.modules()
         if embeddings is None or all(each is not embeddings for each in module.modules())
     }
-    names = getattr(model, _NO_SPLIT_MODULES, None) or ()
+    names = getattr(model, "_no_split_modules", None) or ()
     own = [name for name in names if name in kinds]
     if own and len(own) < len(names):
-        setattr(model, _NO_SPLIT_MODULES, set(own) if isinstance(names, set) else own)
+        model._no_split_modules = set(own) if isinstance(names, set) else own
 
 
 def unify_tied_embeddings(model: PreTrainedModel) -> None:
-    """Let modules that are the same table as the input embeddings be that very module.
+    """Replace modules that equal the input embeddings, with the same weight, by the input embeddings.
 
-    Encoder and decoder of a T5 have one each, with one weight. FSDP2 refuses a weight that stands in several of its
-    units; a module it finds but once.
+    transformers 5.23 gives encoder and decoder of a T5 one module each with one weight, and FSDP2 refuses a weight in
+    two of its units. Can go when T5's decoder has the encoder's module.
     """
     embeddings = input_embeddings(model)
     if embeddings is None:
         return
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
-            if child is not embeddings and _is_same_table(child, embeddings):
+            if child is not embeddings and _is_same_embedding(child, embeddings):
                 setattr(parent, name, embeddings)
 
 
-def _is_same_table(one: nn.Module, other: nn.Module) -> bool:
-    """Tell whether two embeddings have one weight and make the same of it."""
+def _is_same_embedding(one: nn.Module, other: nn.Module) -> bool:
     if type(one) is not type(other) or not isinstance(one, nn.Embedding):
         return False
     settings = [
@@ -223,18 +283,67 @@ def _is_same_table(one: nn.Module, other: nn.Module) -> bool:
 
 @contextmanager
 def expose_hidden_size(config: Any) -> Iterator[None]:
-    """Have the config tell the width of its text part meanwhile, where it has none of its own.
+    """Give the config the `hidden_size` of its text part in this context, if it has none of its own.
 
-    Accelerate fills ZeRO-3's `auto` buckets by `config.hidden_size` and refuses a model of images and text, which has
-    it in `text_config` (accelerate 1.15). May go when it asks `get_text_config()`.
+    Accelerate 1.15 computes ZeRO-3's `auto` buckets from `config.hidden_size` and refuses models of images and text,
+    whose size is in `text_config`. Can go when it uses `get_text_config()`.
     """
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    width = getattr(text, _HIDDEN_SIZE_NAMES[0], None)
-    if width is None or any(hasattr(config, name) for name in _HIDDEN_SIZE_NAMES):
+    size = getattr(text, "hidden_size", None)
+    if size is None or any(hasattr(config, name) for name in ("hidden_size", "hidden_sizes")):
         yield
         return
-    setattr(config, _HIDDEN_SIZE_NAMES[0], width)
+    config.hidden_size = size
     try:
         yield
     finally:
-        delattr(config, _HIDDEN_SIZE_NAMES[0])
+        del config.hidden_size
+
+
+# Adapters and quantization.
+
+
+def skip_redundant_casts(model: nn.Module) -> None:
+    """Have LoRA layers pass a 16-bit input to their matrices unchanged where autocast would round it back anyway.
+
+    peft 0.21 widens every input to the adapter's float32, which autocast undoes at once: the same bits, for two passes
+    over the activations of every adapted layer. Layers with dropout or DoRA depend on the dtype and are left alone. Can
+    go when peft leaves casts to autocast.
+    """
+    for layer in model.modules():
+        if isinstance(layer, peft_lora.LoraLayer) and _has_plain_lora(layer):
+            layer._cast_input_dtype = _cast_unless_autocast
+
+
+def _has_plain_lora(layer: Any) -> bool:
+    has_dropout = any(not isinstance(each, nn.Identity) for each in layer.lora_dropout.values())
+    return not has_dropout and not getattr(layer, "lora_variant", {})
+
+
+def _cast_unless_autocast(x: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    is_left = x is None or x.dtype == dtype or (x.element_size() == 2 and torch.is_autocast_enabled(x.device.type))
+    return x if is_left or x is None else x.to(dtype)
+
+
+@contextmanager
+def adapters_disabled(model: Any) -> Iterator[None]:
+    """Compute without adapters in this context. peft 0.21's own switch also resets `requires_grad` of the adapters."""
+    switches = [module for module in model.modules() if hasattr(module, "_disable_adapters")]
+    for module in switches:
+        module._disable_adapters = True
+    try:
+        yield
+    finally:
+        for module in switches:
+            module._disable_adapters = False
+
+
+def disable_cpu_repacking(model: nn.Module) -> None:
+    """Have 4-bit layers of bitsandbytes keep their weights as stored.
+
+    On CPUs with bfloat16 instructions, bitsandbytes 0.50 repacks them in place at the first evaluation. FSDP gathers
+    weights only temporarily, so its shards stay unpacked and the evaluation is wrong. Can go when that is optional.
+    """
+    modules: Iterator[Any] = (each for each in model.modules() if hasattr(each, "support_avx512bf16_for_cpu"))
+    for module in modules:
+        module.support_avx512bf16_for_cpu = False

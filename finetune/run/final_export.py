@@ -28,13 +28,14 @@ from finetune.report.reporter import Reporter
 from finetune.run.build.data import TrainingData
 from finetune.run.build.model import build_model
 from finetune.run.build.prepared_model import PreparedModel, make_weights
-from finetune.run.state.finished import FINAL_FOLDER, FINAL_RECORD, input_stamps, is_exported, read_record
+from finetune.run.state.finished import FINAL_RECORD, input_stamps, is_exported, read_record
 from finetune.runtime import distributed
 from finetune.runtime.environment import package_versions
 from finetune.runtime.files import atomic
 from finetune.runtime.parameters import InitContext
 from finetune.runtime.progress import Progress
 from finetune.runtime.resources import format_size, free_bytes
+from finetune.runtime.run_folder import FINAL_FOLDER
 from finetune.runtime.supervision.heartbeat import fault_point
 from finetune.runtime.text.redact import redacted_text
 from finetune.task.protocol import Task

@@ -17,8 +17,8 @@ from finetune.errors import FULL, CheckpointError
 from finetune.runtime import distributed
 from finetune.runtime.files import atomic
 from finetune.runtime.progress import Progress
+from finetune.runtime.run_folder import SAMPLES_FOLDER
 
-SAMPLES_FOLDER = "samples"
 _MOST_WAITING_BYTES = 64 << 20
 
 

@@ -9,14 +9,14 @@ T = TypeVar("T")
 
 
 def run_in_background(work: Callable[[], T], *, name: str) -> "Future[T]":
-    """Begin the work and return what will hold its value or its error; a process that ends does not wait for it."""
+    """Start the work in a daemon thread and return its future; the end of the process does not wait for it."""
     future: Future[T] = Future()
     threading.Thread(target=_run_into, args=(work, future), name=name, daemon=True).start()
     return future
 
 
 def run_now(work: Callable[[], T]) -> "Future[T]":
-    """Return what holds the value or the error of the work, which has been done."""
+    """Do the work now and return its value or its error as a completed future."""
     future: Future[T] = Future()
     _run_into(work, future)
     return future
@@ -25,7 +25,7 @@ def run_now(work: Callable[[], T]) -> "Future[T]":
 def _run_into(work: Callable[[], T], future: "Future[T]") -> None:
     try:
         value = work()
-    except Exception as error:  # for whoever asks for the value
+    except Exception as error:  # raised where the result is asked for
         future.set_exception(error)
     else:
         future.set_result(value)

@@ -1,4 +1,7 @@
-"""Rank, world and the collectives of a run, over torch.distributed; everything works in a single process too."""
+"""Rank, world and the collectives of a run, over torch.distributed; everything works in a single process too.
+
+A function that is called on rank 0 or on all ranks raises its error on all of them when it fails on one.
+"""
 
 import os
 from collections.abc import Callable, Sequence
@@ -9,6 +12,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
+from finetune.errors import CheckpointError, FinetuneError
 from finetune.runtime.processes import exit_process
 
 T = TypeVar("T")
@@ -138,3 +142,41 @@ def sum_counts(counts: Sequence[int]) -> list[int]:
 
 _control_group: dist.ProcessGroup | None = None  # None: the default group
 _groups: dict[Group, dist.ProcessGroup] = {}  # of the main line there is none: it is torch's default
+
+
+def run_on_all_ranks(function: Callable[[], T], *, group: Group = Group.MAIN) -> list[T]:
+    """Call `function` on every rank and return all values; if it fails on one, raise its error on all. Collective.
+
+    `function` must not be collective: ranks would wait for one that has failed. No rank returns before all are done.
+    """
+    value, failure = _attempt(function)
+    outcomes = gather_objects((value, error_text(failure) if failure is not None else None), group=group)
+    for rank, (_, error) in enumerate(outcomes):
+        if error is not None:
+            where = f" (on rank {rank})" if world() > 1 else ""
+            raise CheckpointError(error + where) from failure
+    return [value for value, _ in outcomes]  # type: ignore[misc]  # no failure, so there is a value
+
+
+def run_on_rank_0(function: Callable[[], T], *, group: Group = Group.MAIN) -> T:
+    """Call `function` on rank 0 and return its value on all ranks; if it fails, raise its error on all. Collective.
+
+    No rank returns before rank 0 is done.
+    """
+    value, failure = _attempt(function) if is_main() else (None, None)
+    value, error = broadcast_object((value, error_text(failure) if failure is not None else None), group=group)
+    if error is not None:
+        raise CheckpointError(error) from failure
+    return value  # type: ignore[return-value]  # no failure, so there is a value
+
+
+def error_text(error: BaseException) -> str:
+    """Return the message of an error, with its type unless it is one of this package's."""
+    return str(error) if isinstance(error, FinetuneError | OSError) else f"{type(error).__name__}: {error}"
+
+
+def _attempt(function: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    try:
+        return function(), None
+    except Exception as error:  # of any type: the other ranks must learn of it
+        return None, error

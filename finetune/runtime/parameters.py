@@ -1,6 +1,6 @@
 """How parameters are initialized, and facts about them that hold under every strategy: full shape, local rows, name.
 
-Also the keys under which an optimizer keeps a moving average of the weights, for what trains and what saves.
+Also the keys of optimizer states and parameter groups that more than one package reads.
 """
 
 import math
@@ -34,6 +34,9 @@ AVERAGE = "average"
 
 AVERAGE_DECAY = "average_decay"
 """The key in a parameter group of the share of the average that the next update keeps; absent where none is kept."""
+
+NOT_YET_UNFROZEN = "waits"
+"""The key of a parameter group that tells whether it is still frozen: left out of gradient norm and update."""
 
 
 _WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:module|_fsdp_wrapped_module|_orig_mod|_checkpoint_wrapped_module)\.")

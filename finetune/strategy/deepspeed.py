@@ -12,11 +12,11 @@ from torch import nn
 from finetune.errors import StrategyError
 from finetune.runtime.optional import require
 from finetune.runtime.parameters import InitContext
-from finetune.runtime.supervision.build_locks import BuildLockWatcher, clear_build_locks
+from finetune.runtime.upstream import BuildLockWatcher, clear_build_locks
 from finetune.strategy.environment import LaunchEnvironment
 from finetune.strategy.protocol import Expected, PluginSettings, Sharded
 from finetune.strategy.reconcile import JobSettings, complete_deepspeed_config
-from finetune.strategy.upstream import gloo_bridge
+from finetune.strategy.upstream import gloo_bridge, use_cpu_devices
 
 _SPLIT = {
     1: {Sharded.OPTIMIZER},
@@ -35,14 +35,15 @@ class ZeroRedundancy:
         self.name = f"zero{self._stage}"
 
     def accelerator_context(self) -> AbstractContextManager[None]:
-        """Return the gloo bridge where there is no accelerator."""
+        """Return the gloo bridge where there is no accelerator; raises MissingPackage without DeepSpeed."""
+        _watch_builds()
+        if not self._environment.has_device:
+            use_cpu_devices()  # DeepSpeed chooses its device when it is first imported
+        require("deepspeed", extra="deepspeed", purpose="DeepSpeed ZeRO")
         return nullcontext() if self._environment.has_device else gloo_bridge()
 
     def plugin(self) -> PluginSettings:
         """Return Accelerate's plugin, its DeepSpeed config completed by what the job decides."""
-        _watch_builds()
-        with self.accelerator_context():  # DeepSpeed settles on its device when it is first imported
-            require("deepspeed", extra="deepspeed", purpose="DeepSpeed ZeRO")
         try:
             plugin = DeepSpeedPlugin()
         except ValueError as error:

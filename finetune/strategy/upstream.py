@@ -1,23 +1,15 @@
-"""Every workaround that a strategy needs for Accelerate, DeepSpeed and torch.
+"""Every workaround that a strategy needs for Accelerate, DeepSpeed, torch and transformers.
 
-Each has a test that fails when it is no longer needed.
-
-The gloo bridge lets FSDP and DeepSpeed run on a machine without an accelerator. With `cpu=True` Accelerate silently
-builds plain DDP for both, and without it no process group at all; every rank would then train a copy of its own. One
-private function of Accelerate decides, and only that one is replaced, while the Accelerator is built. Seen with
-Accelerate 1.15.0.
-
-Parameter groups that are not yet unfrozen have no part in the gradient norm that ZeRO computes. Elsewhere their
-gradients are dropped before the norm is taken; ZeRO takes the norm, clips and steps in one, from buffers of its own,
-which are set to zero first. Seen with DeepSpeed 0.19.
+Each names the issue or the source line upstream. `CHECKED_WITH` has the newest versions with which each was found
+necessary and right; a test fails with a newer version, and one for each workaround when it is no longer needed.
 """
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from importlib.metadata import version
 from itertools import pairwise
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from accelerate import Accelerator
@@ -25,60 +17,60 @@ from accelerate.state import PartialState
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
 from transformers.integrations import unset_hf_deepspeed_config
 
 from finetune.errors import StrategyError
-from finetune.runtime.parameters import full_numel
+from finetune.runtime.parameters import NOT_YET_UNFROZEN, full_numel
 from finetune.strategy.gradient_sync import fsdp2_plugin
+
+CHECKED_WITH: Mapping[str, str] = {
+    "accelerate": "1.15",
+    "deepspeed": "0.19",
+    "torch": "2.13",
+    "transformers": "5.23",
+}
+
+# --- Accelerate: FSDP and DeepSpeed on a machine without an accelerator
+
+
+def use_cpu_devices() -> None:
+    """Have Accelerate and DeepSpeed take the CPU for their device; call it before either looks for one."""
+    os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
+    os.environ["DS_ACCELERATOR"] = "cpu"
 
 
 @contextmanager
 def gloo_bridge() -> Iterator[None]:
-    """Make Accelerate set up gloo and the CPU for a strategy that it only knows on GPUs."""
-    os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
-    os.environ["DS_ACCELERATOR"] = "cpu"
-    with patch.object(PartialState, "_prepare_backend", _gloo):
-        yield
+    """Have the Accelerator that is built meanwhile run FSDP or DeepSpeed on CPUs, over gloo.
 
-
-def _gloo(*_: object, **__: object) -> tuple[str, DistributedType]:
-    return "gloo", DistributedType.MULTI_GPU
-
-
-_BROADCASTS = "FSDP_CPU_RAM_EFFICIENT_LOADING"
-
-
-@contextmanager
-def unsharded(accelerator: Accelerator) -> Iterator[None]:
-    """Have transformers load models meanwhile as if this process were alone.
-
-    Under ZeRO-3 `from_pretrained` would partition every parameter, under FSDP leave ranks without values.
+    With `cpu=True` Accelerate silently builds plain DDP for both, and without it no process group at all: every rank
+    would train a copy of its own (`PartialState._prepare_backend`, accelerate 1.15). So the state of the process is
+    made first, with gloo for its backend, and called distributed as on GPUs, which is what FSDP asks for.
     """
-    plugin = getattr(accelerator.state, "deepspeed_plugin", None)
-    broadcasts = os.environ.pop(_BROADCASTS, None)
-    if plugin is not None:
-        unset_hf_deepspeed_config()
-    try:
-        yield
-    finally:
-        if plugin is not None:
-            plugin.set_deepspeed_weakref()
-        if broadcasts is not None:
-            os.environ[_BROADCASTS] = broadcasts
+    use_cpu_devices()
+    state = PartialState(backend="gloo")
+    if state.distributed_type == DistributedType.NO:
+        state.distributed_type = DistributedType.MULTI_GPU
+    yield
+
+
+# --- Accelerate: FSDP2
 
 
 @contextmanager
 def broadcast_rank_0_buffers(accelerator: Accelerator, model: nn.Module) -> Iterator[None]:
     """Have Accelerate prepare a model with saved buffers under FSDP2; afterwards every rank has rank 0's. Collective.
 
-    With `fsdp_cpu_ram_efficient_loading` Accelerate takes every tensor of the state for a split one, and an unsplit
-    buffer has no `device_mesh` (accelerate 1.15); buffers that are not saved it leaves alone. May go when that is
-    mended.
+    With `fsdp_cpu_ram_efficient_loading` only rank 0 has loaded BART's biases or a batch norm's statistics. Accelerate
+    takes every tensor of the state for a DTensor, and a buffer has no `device_mesh` (accelerate#3898, open in 1.15);
+    buffers that are not saved it leaves alone.
     """
-    plugin = getattr(accelerator.state, "fsdp_plugin", None)
-    if plugin is None or plugin.fsdp_version != 2 or not plugin.cpu_ram_efficient_loading:
+    plugin = fsdp2_plugin(accelerator)
+    if plugin is None or not plugin.cpu_ram_efficient_loading:
         yield
         return
+    _require_internals(model, "_non_persistent_buffers_set", package="torch")
     saved = [
         (module, name)
         for module in model.modules()
@@ -100,29 +92,30 @@ def broadcast_rank_0_buffers(accelerator: Accelerator, model: nn.Module) -> Iter
 
 @contextmanager
 def keep_bf16_parameters(accelerator: Accelerator, *, is_wanted: bool) -> Iterator[None]:
-    """Have Accelerate prepare a model for FSDP2 without float32 copies of its weights.
+    """Have Accelerate prepare a model for FSDP2 without float32 copies of its trained parameters.
 
-    It makes them whenever it is told of mixed precision (`fsdp2_prepare_model`, accelerate 1.15), which is right unless
-    the optimizer rounds by chance. The plugin's own policy still says what is computed with.
+    It makes them whenever mixed precision is on (accelerate#2674, `fsdp2_prepare_model` in 1.15), which is right unless
+    the optimizer rounds stochastically. The plugin's own policy still says in which type is computed.
     """
-    plugin = getattr(accelerator.state, "fsdp_plugin", None)
-    if not is_wanted or plugin is None or plugin.fsdp_version != 2:
+    if not is_wanted or fsdp2_plugin(accelerator) is None:
         yield
         return
-    kind = type(accelerator)
-    accelerator.__class__ = type(kind.__name__, (kind,), {"mixed_precision": "no"})
+    state = accelerator.state
+    _require_internals(state, "_mixed_precision", package="accelerate")
+    precision, state._mixed_precision = state._mixed_precision, "no"
     try:
         yield
     finally:
-        accelerator.__class__ = kind
+        state._mixed_precision = precision
 
 
 def prefetch_fsdp2_layers(accelerator: Accelerator, model: nn.Module) -> None:
     """Have each layer under FSDP2 ask for the next one's parameters before it computes; the model is prepared.
 
-    Without it the host asks when it comes to a layer, which is early enough unless the host is the slower of the two.
-    It is done where `fsdp_forward_prefetch: true` says so, and holds one more layer whole. Only layers of one list ask
-    for one another: what was asked for and not used would still be there, as it was, after the weights have changed.
+    Accelerate refuses `forward_prefetch` for FSDP2 (`FullyShardedDataParallelPlugin.__post_init__`, 1.15), so the
+    launcher's `fsdp_forward_prefetch: true` is carried out here; one more layer is unsharded at a time. Without it the
+    host asks when it comes to a layer, which is early enough unless the host is the slower of the two. Only layers of
+    one list ask for one another: what was asked for and not used would outlive the next update.
     """
     plugin = fsdp2_plugin(accelerator)
     if plugin is None or not plugin.forward_prefetch:
@@ -133,12 +126,39 @@ def prefetch_fsdp2_layers(accelerator: Accelerator, model: nn.Module) -> None:
                 layer.set_modules_to_forward_prefetch([following])
 
 
+# --- torch: DDP
+
+
+def warm_up_ddp_buckets(accelerator: Accelerator, model: nn.Module, *, loss: Callable[[], Tensor]) -> None:
+    """Have DDP rebuild its buckets now, by two backward passes whose gradients are dropped; no other model changes.
+
+    DDP rebuilds them once, in the order in which the first backward pass made the gradients (pytorch#35137,
+    `Reducer::rebuild_buckets`). Above two ranks the sum over ranks is rounded by a number's place in its bucket, so
+    without this the first step after a resume would differ in the last bit from that of the uninterrupted run.
+
+    Call it before the state is loaded, which restores what a forward pass changes (the statistics of norms), and only
+    where at least one step has been taken: the first step of all has the first buckets. Collective.
+    """
+    if not isinstance(model, DistributedDataParallel):
+        return
+    for _ in range(2):  # the second forward pass rebuilds them
+        accelerator.backward(loss())
+    for parameter in model.parameters():
+        parameter.grad = None
+
+
+# --- DeepSpeed
+
 MIN_BUCKET_NUMEL = 25 * 2**20 // 4
 """Numbers of a bucket that is worth a message: DDP's 25 MiB in float32."""
 
 
 def set_zero_bucket_sizes(accelerator: Accelerator, model: nn.Module) -> None:
-    """Fill in the sizes that the DeepSpeed config leaves out or calls `auto`; call it before the model is prepared."""
+    """Fill in the bucket sizes that the DeepSpeed config leaves out or calls `auto`, before the model is prepared.
+
+    DeepSpeed's own default is half a billion numbers for any model (`runtime/zero/config.py`, 0.19), and `auto` is only
+    known to transformers' Trainer.
+    """
     plugin = getattr(accelerator.state, "deepspeed_plugin", None)
     if plugin is None:
         return
@@ -154,8 +174,8 @@ def set_zero_bucket_sizes(accelerator: Accelerator, model: nn.Module) -> None:
 def zero_bucket_sizes(*, num_trained: int, width: int, stage: int) -> Mapping[str, int]:
     """Return the sizes in numbers, by DeepSpeed's names.
 
-    A bucket is reduced while the backward pass goes on: it holds about a matrix of the model (Trainer's choice too), in
-    a small model as much as makes a message worth while, and never more than there is.
+    A bucket is reduced while the backward pass continues: it holds about one matrix of the model (as with Trainer), in
+    a small model enough to be worth a message, and never more than the model has.
     """
     bucket = max(1, min(max(width * width, MIN_BUCKET_NUMEL), num_trained))
     sizes = {"reduce_bucket_size": bucket}
@@ -164,33 +184,67 @@ def zero_bucket_sizes(*, num_trained: int, width: int, stage: int) -> Mapping[st
     return sizes
 
 
-NOT_YET_UNFROZEN = "waits"
-"""The key of a group that has not begun to learn."""
-
-
 def drop_not_yet_unfrozen_from_zero_norm(model: Any) -> None:
-    """Have the prepared model's gradient norm be of the groups that learn; does nothing unless ZeRO takes it.
+    """Have ZeRO's gradient norm leave out parameter groups that are not yet unfrozen; other models are left alone.
 
-    Raises StrategyError for a kind of ZeRO whose gradients lie somewhere else.
+    Elsewhere their gradients are dropped before the norm is taken. ZeRO computes the norm, clips and steps in one call,
+    from buffers of its own (`averaged_gradients`, DeepSpeed 0.19); these are set to zero first. Raises StrategyError
+    for a kind of ZeRO whose gradients are elsewhere.
     """
     zero = getattr(model, "optimizer", None) if hasattr(model, "zero_optimization_stage") else None
     if zero is None:
         return
     if not hasattr(zero, "averaged_gradients"):
-        raise StrategyError(f"train.unfreeze: not under DeepSpeed's {type(zero).__name__}. Launch ZeRO-2 or fsdp2.")
+        raise StrategyError(
+            f"train.unfreeze is not supported under DeepSpeed's {type(zero).__name__}. Launch ZeRO-2 or FSDP2."
+        )
     step = zero.step
 
-    def step_of_learning(*values: Any, **settings: Any) -> Any:
+    def step_without_frozen(*values: Any, **settings: Any) -> Any:
         for gradient in _not_yet_unfrozen_gradients(zero):
             gradient.zero_()
         return step(*values, **settings)
 
-    zero.step = step_of_learning
+    zero.step = step_without_frozen
 
 
 def _not_yet_unfrozen_gradients(zero: Any) -> Iterator[Tensor]:
-    group_of = getattr(zero, "sub_group_to_group_id", None)  # ZeRO-3 cuts groups into smaller ones
+    group_of = getattr(zero, "sub_group_to_group_id", None)  # ZeRO-3 splits groups into smaller ones
     for number, gradients in zero.averaged_gradients.items():
         group = zero.optimizer.param_groups[number if group_of is None else group_of[number]]
         if group.get(NOT_YET_UNFROZEN):
             yield from gradients or ()
+
+
+# --- transformers
+
+_BROADCASTS = "FSDP_CPU_RAM_EFFICIENT_LOADING"
+
+
+@contextmanager
+def unsharded(accelerator: Accelerator) -> Iterator[None]:
+    """Have transformers load models meanwhile as if this process were alone: whole on every rank.
+
+    Under ZeRO-3 `from_pretrained` would partition every parameter, and under FSDP leave ranks without values: both are
+    read from global state (`is_deepspeed_zero3_enabled`, `is_fsdp_enabled` in transformers 5.23).
+    """
+    plugin = getattr(accelerator.state, "deepspeed_plugin", None)
+    broadcasts = os.environ.pop(_BROADCASTS, None)
+    if plugin is not None:
+        unset_hf_deepspeed_config()
+    try:
+        yield
+    finally:
+        if plugin is not None:
+            plugin.set_deepspeed_weakref()
+        if broadcasts is not None:
+            os.environ[_BROADCASTS] = broadcasts
+
+
+def _require_internals(owner: object, name: str, *, package: str) -> None:
+    """Raise StrategyError where a package no longer has the attribute that a workaround changes."""
+    if not hasattr(owner, name):
+        raise StrategyError(
+            f"{package} {version(package)} is not supported yet: {type(owner).__name__}.{name} is missing. "
+            f"Install {package} {CHECKED_WITH[package]}."
+        )

@@ -1,14 +1,13 @@
 import os
-import random
 import sys
 from pathlib import Path
 
 import pytest
 
-from contest import controller
-from contest.controller import ContestantDied, Controller
+from comparison import controller
+from comparison.controller import CompetitorFailed, Controller
 
-FAKE = Path(__file__).with_name("fake_contestant.py")
+FAKE = Path(__file__).with_name("fake_competitor.py")
 COSTS = {"quick": "1", "slow": "3", "dies": "1"}
 
 
@@ -21,42 +20,41 @@ def fakes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_each_round_holds_what_a_step_of_everybody_cost(tmp_path: Path) -> None:
     with Controller(tmp_path, seed=0) as table:
-        table.seat(["quick", "slow"])
-        sheets = table.play(Path("6"), ["quick", "slow"], rounds=3, warm_up=2)
-    assert sheets["quick"].seconds == [3, 4, 5]  # the third to the fifth of six steps: the last has no end to be seen
-    assert sheets["slow"].seconds == [9, 12, 15]
-    assert sheets["slow"].token_seconds == [0.9, 1.2, 1.5]
-    assert sheets["quick"].targets == [4, 4, 4]
-    assert sheets["quick"].losses == [1 / step for step in range(1, 7)]
-    assert sheets["quick"].peak_bytes > 1e6
+        table.start(["quick", "slow"])
+        costs = table.measure(Path("6"), ["quick", "slow"], rounds=3, warm_up=2)
+    assert costs["quick"].seconds == [3, 4, 5]  # the third to the fifth of six steps: the last has no end to be seen
+    assert costs["slow"].seconds == [9, 12, 15]
+    assert costs["slow"].seconds_per_token == [0.9, 1.2, 1.5]
+    assert costs["quick"].targets == [4, 4, 4]
+    assert costs["quick"].losses == [1 / step for step in range(1, 7)]
+    assert costs["quick"].peak_bytes > 1e6
     assert "goes to the log" in (tmp_path / "quick.log").read_text()
 
 
 def test_whoever_is_alive_plays_the_next_workload_too(tmp_path: Path) -> None:
     with Controller(tmp_path, seed=0) as table:
-        table.seat(["quick"])
-        process = table._seated["quick"]._process.pid
-        table.play(Path("2"), ["quick"], rounds=1, warm_up=0)
-        table.seat(["quick"])
-        again = table.play(Path("3"), ["quick"], rounds=2, warm_up=0)
-        assert table._seated["quick"]._process.pid == process
+        table.start(["quick"])
+        process = table._alive["quick"][0]._process.pid
+        table.measure(Path("2"), ["quick"], rounds=1, warm_up=0)
+        table.start(["quick"])
+        again = table.measure(Path("3"), ["quick"], rounds=2, warm_up=0)
+        assert table._alive["quick"][0]._process.pid == process
     assert again["quick"].seconds == [1, 2]
     assert again["quick"].losses == [1, 1 / 2, 1 / 3]
 
 
 def test_the_order_is_drawn_anew_every_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     orders = []
-    answer = controller._all
+    take = Controller._take
 
-    def noting(players, message, expected):  # type: ignore[no-untyped-def]
-        orders.append([player.name for player in players])
-        return answer(players, message, expected)
+    def noting(self, names, message, expected):  # type: ignore[no-untyped-def]
+        orders.append(list(names))
+        return take(self, names, message, expected)
 
-    monkeypatch.setattr(controller, "_all", noting)
-    with Controller(tmp_path, seed=0) as table:
-        table.seat(["quick", "slow"])
-        table._chance = random.Random(1)
-        table.play(Path("21"), ["quick", "slow"], rounds=20, warm_up=0)
+    monkeypatch.setattr(Controller, "_take", noting)
+    with Controller(tmp_path, seed=1) as table:
+        table.start(["quick", "slow"])
+        table.measure(Path("21"), ["quick", "slow"], rounds=20, warm_up=0)
     turns = [name for order in orders for name in order if len(order) == 1]
     firsts = turns[::2]
     assert len(firsts) == 20
@@ -66,8 +64,8 @@ def test_the_order_is_drawn_anew_every_round(tmp_path: Path, monkeypatch: pytest
 
 def test_one_that_dies_is_named_with_the_end_of_its_log_and_nobody_is_left(tmp_path: Path) -> None:
     with Controller(tmp_path, seed=0) as table:
-        table.seat(["quick", "dies"])
-        processes = [each._process for each in table._seated.values()]
-        with pytest.raises(ContestantDied, match=r"(?s)dies ended with exit code 1.*no more of this"):
-            table.play(Path("6"), ["quick", "dies"], rounds=5, warm_up=0)
+        table.start(["quick", "dies"])
+        processes = [process._process for (process,) in table._alive.values()]
+        with pytest.raises(CompetitorFailed, match=r"(?s)dies ended with exit code 1.*no more of this"):
+            table.measure(Path("6"), ["quick", "dies"], rounds=5, warm_up=0)
     assert all(process.poll() is not None for process in processes)

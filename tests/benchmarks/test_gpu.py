@@ -9,10 +9,10 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from contest.on_gpu.cases import TIMED, Case, cases, one_of_each
-from contest.on_gpu.results import measured, rates, shares
-from contest.on_gpu.rows import documents, mean_length
-from contest.on_gpu.shapes import SHAPES, peak_flops, tiny, weight_flops
+from gpu_comparison.cases import TIMED, Case, cases, one_of_each
+from gpu_comparison.documents import documents, mean_length
+from gpu_comparison.results import measured, rates, shares
+from gpu_comparison.shapes import SHAPES, peak_flops, tiny, weight_flops
 
 ROOT = Path(__file__).parents[2]
 
@@ -56,7 +56,7 @@ def record(rate, **more):
     }
 
 
-def test_the_gate_is_read_off_the_records_and_what_is_not_there_is_named():
+def test_results_are_read_off_the_records_and_what_is_not_there_is_named():
     failed = {"error": "OutOfMemoryError: CUDA out of memory"}
     known = {
         "8B LoRA, ours": record(13_500),
@@ -65,7 +65,7 @@ def test_the_gate_is_read_off_the_records_and_what_is_not_there_is_named():
         "varying, Trainer": record(40),
     }
     found = measured(cases(), {**known, "1B full, ours": failed}, peak=989.4e12, is_tiny=False)
-    verdicts = {finding.what: finding.verdict for finding in found.findings}
+    verdicts = {result.what: result.verdict for result in found.results}
     assert verdicts["8B LoRA at 4k, eager"] == "met"
     assert verdicts["3B full: MFU"] == "met"
     assert verdicts["varying, ours / varying, Trainer: tokens/s"] == "met"

@@ -1,77 +1,84 @@
-from contest.controller import Sheet
-from contest.finding import Finding
-from contest.ratios import Played, differing, findings, memory_findings
-from contest.workloads import Sizes, Workload, equivalence, memory, workloads
+from comparison.controller import StepCosts
+from comparison.ratios import Measured, memory_results, results
+from comparison.results import Result
+from comparison.workloads import Sizes, Workload, equivalence, memory, workloads
 
 
-def sheet(seconds: float, *, tokens: int = 100, losses: tuple[float, ...] = (2.0, 1.0), peak: int = 1000) -> Sheet:
-    return Sheet([seconds] * 3, [tokens] * 3, [tokens] * 3, list(losses), peak)
+def steps(seconds: float, *, tokens: int = 100, losses: tuple[float, ...] = (2.0, 1.0), peak: int = 1000) -> StepCosts:
+    counts = [tokens] * 3
+    return StepCosts([seconds] * 3, counts, counts, losses=list(losses), peak_bytes=peak)
 
 
-def played(name: str, **sheets: Sheet) -> Played:
-    workload = Workload(name, "a title", tuple(sheets), 3)
-    return Played(workload, "its lengths", {each.replace("_", " "): told for each, told in sheets.items()})
+def measured(name: str, **costs: StepCosts) -> Measured:
+    workload = Workload(name, "a title", tuple(costs), 3)
+    return Measured(workload, "its lengths", {name.replace("_", " "): each for name, each in costs.items()})
 
 
 def test_samples_that_differ_are_compared_by_their_tokens() -> None:
-    told = played("lognormal", trainer=sheet(2.0, tokens=100), ours_tuned=sheet(1.0, tokens=150))
-    assert told.speed("ours tuned", "trainer").median == 3
+    data = measured("lognormal", trainer=steps(2.0, tokens=100), ours_tuned=steps(1.0, tokens=150))
+    assert data.speed("ours tuned", "trainer").median == 3
 
 
 def test_losses_that_differ_are_named_with_how_much() -> None:
-    told = played(
+    data = measured(
         "equivalence",
-        bare=sheet(1, losses=(2.0, 1.0)),
-        trainer=sheet(1, losses=(2.0, 1.000001)),
-        ours=sheet(1, losses=(2.0, 1.1)),
+        bare=steps(1, losses=(2.0, 1.0)),
+        trainer=steps(1, losses=(2.0, 1.000001)),
+        ours=steps(1, losses=(2.0, 1.1)),
     )
-    assert set(differing(told, among=("trainer", "ours"))) == {"ours"}
-    assert differing(told, among=("trainer",)) == {}
+    assert set(data.differing()) == {"ours"}
 
 
 def test_a_loss_that_is_no_number_differs() -> None:
-    told = played("equivalence", bare=sheet(1), ours=sheet(1, losses=(2.0, float("nan"))))
-    assert set(differing(told, among=("ours",))) == {"ours"}
+    data = measured("equivalence", bare=steps(1), ours=steps(1, losses=(2.0, float("nan"))))
+    assert set(data.differing()) == {"ours"}
 
 
-def test_gate_2_takes_each_ones_best() -> None:
-    told = played(
+def test_each_ones_best_is_compared() -> None:
+    data = measured(
         "lognormal",
-        bare=sheet(2),
-        trainer=sheet(2),
-        trainer_grouped=sheet(1.5),
-        trl_equal=sheet(3),
-        trl_packing=sheet(2),
-        trl_grouped=sheet(2.5),
-        ours=sheet(0.9),
-        ours_tuned=sheet(0.8),
+        bare=steps(2),
+        trainer=steps(2),
+        trainer_grouped=steps(1.5),
+        trl_equal=steps(3),
+        trl_packing=steps(2),
+        trl_grouped=steps(2.5),
+        ours=steps(0.9),
+        ours_tuned=steps(0.8),
     )
     ratios = {
-        each.what.partition("CPU-second, ")[2]: (round(each.spread.median, 2), each.limit) for each in findings(told)
+        each.what.partition("CPU-second, ")[2]: (round(each.spread.median, 2), each.threshold) for each in results(data)
     }
     assert ratios == {
         "ours / trainer": (2.22, 2.0),
-        "ours tuned / trainer grouped": (1.88, 1.6),
+        "ours tuned / trainer grouped": (1.88, 1.1),
         "ours / trl equal": (3.33, 2.8),
-        "ours tuned / trl packing": (2.5, 2.3),
+        "ours tuned / trl packing": (2.5, 1.35),
     }
-    assert all(each.note == "its lengths" for each in findings(told))
+    assert all(each.note == "its lengths" for each in results(data))
 
 
-def test_without_trl_the_other_gates_are_measured() -> None:
-    told = played("lognormal", bare=sheet(2), trainer=sheet(2), trainer_grouped=sheet(1), ours=sheet(1))
-    assert [each.limit for each in findings(told)] == [2.0, 1.6]
+def test_without_trl_the_other_thresholds_are_measured() -> None:
+    data = measured("lognormal", bare=steps(2), trainer=steps(2), trainer_grouped=steps(1), ours=steps(1))
+    assert [each.threshold for each in results(data)] == [2.0, 1.1]
+
+
+def test_the_floor_is_an_aim_for_the_time_of_our_step() -> None:
+    data = measured("lognormal", floor=steps(1.0), bare=steps(2), trainer=steps(2), ours=steps(1.25))
+    floor = results(data)[-1]
+    assert (floor.what, floor.spread.median) == ("lognormal: CPU-time of a 1000 ms step, ours / floor", 1.25)
+    assert (floor.threshold, floor.is_aim, floor.is_met) == (1.3, True, True)
 
 
 def test_overhead_is_milliseconds_beyond_bare() -> None:
-    padded, found = findings(played("tiny", bare=sheet(0.004), ours_equal=sheet(0.0042), ours=sheet(0.0045)))
-    assert (found.gate, round(found.spread.median, 3), found.unit, found.is_met) == (1, 0.5, "ms", True)
+    padded, found = results(measured("tiny", bare=steps(0.004), ours_equal=steps(0.0042), ours=steps(0.0045)))
+    assert (found.topic, round(found.spread.median, 3), found.unit, found.is_met) == (1, 0.5, "ms", True)
     assert (round(padded.spread.median, 3), padded.is_aim, found.is_aim) == (0.2, False, True)
 
 
 def test_memory_is_a_share_of_the_peers() -> None:
-    told = played("memory", trainer=sheet(1, peak=2000), trl_equal=sheet(1, peak=4000), ours=sheet(1, peak=1200))
-    shares: list[Finding] = memory_findings(told)
+    data = measured("memory", trainer=steps(1, peak=2000), trl_equal=steps(1, peak=4000), ours=steps(1, peak=1200))
+    shares: list[Result] = memory_results(data)
     assert [(each.spread.median, each.is_met) for each in shares] == [(0.6, False), (0.3, True)]
 
 
@@ -80,9 +87,9 @@ def test_every_workload_says_something_and_survives_json() -> None:
     assert {each.name for each in every} == {"lognormal", "gsm8k", "fixed", "tiny", "text", "vocabulary", "lora"}
     for workload in (*every, equivalence(), memory()):
         assert Workload.of(workload.record()) == workload
-        assert "ours" in workload.contestants and len(workload.contestants) > 1
+        assert "ours" in workload.competitors and len(workload.competitors) > 1
     for workload in every:
-        assert findings(Played(workload, "", {name: sheet(1) for name in workload.contestants}))
+        assert results(Measured(workload, "", {name: steps(1) for name in workload.competitors}))
     assert all(workload.rounds >= 25 for workload in workloads(is_quick=False))
 
 

@@ -4,49 +4,49 @@ from pathlib import Path
 
 import pytest
 
-from contest import controller, pairs
-from contest.launched import ROOT, launch_variables
-from contest.pairs import Pairs, PairSheet
-from contest.strategies import Played, contestants, findings, write_pair_job
-from contest.workloads import Workload
+from comparison import controller
+from comparison.competitors.launch import ROOT, launch_variables
+from comparison.controller import Controller, StepCosts
+from comparison.strategies import Measured, competitors, result, write_job_of_two
+from comparison.workloads import Workload
 
-FAKE = Path(__file__).with_name("fake_contestant.py")
-
-
-def played(strategy: str, **seconds: list[float]) -> Played:
-    return Played(strategy, {name: PairSheet(each, each, [1.0]) for name, each in seconds.items()})
+FAKE = Path(__file__).with_name("fake_competitor.py")
 
 
-def test_a_pairs_step_costs_what_both_ranks_cost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def measured(strategy: str, **seconds: list[float]) -> Measured:
+    return Measured(strategy, {name: StepCosts(each, losses=[1.0]) for name, each in seconds.items()})
+
+
+def test_a_step_costs_what_both_ranks_cost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     benchmarks = str(Path(__file__).parents[2] / "benchmarks")
     monkeypatch.setattr(controller, "environment", lambda: {**os.environ, "PYTHONPATH": benchmarks})
-    monkeypatch.setattr(pairs, "rank_command", lambda name: [sys.executable, str(FAKE), "1", name])
-    with Pairs(("quick", "trainer"), folder=tmp_path) as table:
-        sheets = table.play(Path("5"), "ddp", ("quick", "trainer"), rounds=2, warm_up=2)
-    assert sheets["quick"].seconds == [2 * 3, 2 * 4]  # the third and the fourth step
-    assert sheets["quick"].losses == [2.0, 1.0, 2 / 3, 0.5, 0.4]  # shares of a mean, added up
-    assert sheets["trainer"].losses[0] == 1.0  # whose ranks say it for all
+    monkeypatch.setattr(controller, "command", lambda name: [sys.executable, str(FAKE), "1", name])
+    with Controller(tmp_path, num_processes=2) as table:
+        table.start(["quick"])
+        costs = table.measure(Path("5"), ["quick"], rounds=2, warm_up=2, strategy="ddp")
+    assert costs["quick"].seconds == [2 * 3, 2 * 4]  # the third and the fourth step
+    assert costs["quick"].losses == [2.0, 1.0, 2 / 3, 0.5, 0.4]  # shares of a mean, added up
 
 
 def test_ddp_is_held_against_the_loop_by_hand_and_the_others_against_trainer() -> None:
-    (ddp,) = findings(played("ddp", bare=[1.0, 1.0], ours=[1.25, 1.0]), "")
-    assert (ddp.gate, ddp.limit, ddp.spread.median) == (5, 0.98, 0.9)
-    (zero,) = findings(played("zero3", trainer=[2.0, 2.0], ours=[1.0, 1.0]), "")
-    assert (zero.limit, zero.spread.median, zero.is_met) == (1.0, 2.0, True)
+    ddp = result(measured("ddp", bare=[1.0, 1.0], ours=[1.25, 1.0]), "")
+    assert (ddp.topic, ddp.threshold, ddp.spread.median) == (5, 0.98, 0.9)
+    zero = result(measured("zero3", trainer=[2.0, 2.0], ours=[1.0, 1.0]), "")
+    assert (zero.threshold, zero.spread.median, zero.is_met) == (1.0, 2.0, True)
 
 
 def test_only_the_full_run_has_trainers_ddp() -> None:
-    assert "trainer" not in contestants("ddp", is_quick=True)
-    assert "trainer" in contestants("ddp", is_quick=False)
+    assert "trainer" not in competitors("ddp", is_quick=True)
+    assert "trainer" in competitors("ddp", is_quick=False)
 
 
 def test_losses_that_differ_are_seen() -> None:
-    sheets = {"bare": PairSheet(losses=[2.0, 1.0]), "ours": PairSheet(losses=[2.0, 1.1])}
-    assert Played("ddp", sheets).apart == pytest.approx(0.1)
+    costs = {"bare": StepCosts(losses=[2.0, 1.0]), "ours": StepCosts(losses=[2.0, 1.1])}
+    assert Measured("ddp", costs).loss_difference == pytest.approx(0.1)
 
 
 def test_every_rank_takes_half_of_the_batch(tmp_path: Path) -> None:
-    job = write_pair_job(tmp_path, Workload("pairs", "", (), 3, "fixed", batch=8)).read_text()
+    job = write_job_of_two(tmp_path, Workload("pairs", "", (), 3, "fixed", batch=8)).read_text()
     assert "global_batch_size: 8\n  microbatch_size: 4\n" in job
 
 

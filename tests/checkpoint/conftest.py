@@ -1,13 +1,8 @@
-import sys
-from pathlib import Path
-
 import pytest
 
 from finetune.checkpoint.write import saver
 from finetune.runtime.supervision import heartbeat
 from finetune.runtime.supervision.faults import VARIABLE
-
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))  # for the pairs of resume_matrix
 
 
 @pytest.fixture

@@ -11,6 +11,6 @@ run = Run(folder).train(range(2))
 run.checkpointer.saver.begin(3, progress=Progress(3).state_dict())
 print("training goes on")
 if "--waits" in sys.argv:
-    run.checkpointer.saver.settle()
+    run.checkpointer.saver.finish()
 while not list(folder.glob(".staging-*")):
     pass  # the write has not begun

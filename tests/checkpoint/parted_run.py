@@ -2,7 +2,7 @@
 
 import torch
 
-from finetune.checkpoint.sharding.named_state import NamedState
+from finetune.checkpoint.sharding.access import NamedState
 from finetune.checkpoint.sharding.state_access import LossScale
 from finetune.checkpoint.sharding.state_layout import ShardView, StateLayout
 from finetune.runtime import distributed
@@ -24,23 +24,23 @@ class Parted:
             start, stop = _span(total.numel(), rank % num_parts, num_parts)
             owner = torch.nn.Parameter(total[start:stop].clone())
             self.held[name] = ShardView(
-                owner=owner,
-                part=lambda tensor: tensor.detach().reshape(-1),
+                tensor=owner,
+                local_view=lambda tensor: tensor.detach().reshape(-1),
                 shape=shape,
                 start=start,
                 stop=stop,
                 is_trained=True,
-                is_whole=False,
+                is_replicated=False,
             )
             self.whole[name] = total
             moments = {"exp_avg": total * 2, "exp_avg_sq": (total * total).to(torch.bfloat16)}
             self.whole |= {f"{name}/{key}": value for key, value in moments.items()}
             state[owner] = {key: value[start:stop].clone() for key, value in moments.items()}
             state[owner]["step"] = torch.tensor(float(step))
-        optimizer = torch.optim.AdamW([held.owner for held in self.held.values()])
+        optimizer = torch.optim.AdamW([held.tensor for held in self.held.values()])
         optimizer.state.update(state)
         self.access = NamedState(
-            StateLayout(held=self.held, contributes=rank < num_parts),
+            StateLayout(shards=self.held, contributes=rank < num_parts),
             optimizer,
             device=torch.device("cpu"),
             loss_scale=LossScale(scaler=None, deepspeed=None),

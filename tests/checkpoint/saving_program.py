@@ -79,7 +79,7 @@ def while_training_speaks(folder: Path) -> object:
     went_on = keeper.saver.outcome() is None
     sums = [float(distributed.sum_tensor(torch.tensor(1.0))) for _ in range(50)]
     still = keeper.saver.outcome() is None
-    saved = keeper.saver.settle()
+    saved = keeper.saver.finish()
     return [went_on, still, sums == [float(distributed.world())] * 50, saved.stall_seconds < 1.5 < saved.seconds]
 
 
@@ -87,7 +87,7 @@ def tried_again_on_one_rank(folder: Path) -> object:
     faults("save.write step=1 rank=1 do=no_space")
     keeper = checkpointer(folder)
     keeper.saver.begin(1, progress=Progress(1).state_dict())
-    saved = keeper.saver.settle()
+    saved = keeper.saver.finish()
     return [saved.path.name, [note for _, note in keeper.saver.notes()]]
 
 
@@ -104,14 +104,14 @@ def not_finite_on_one_rank(folder: Path) -> object:
     keeper = checkpointer(folder, parted)
     if distributed.rank() == 1:
         with torch.no_grad():
-            parted.held["table"].owner[7] = float("nan")
+            parted.held["table"].tensor[7] = float("nan")
     return [error_of(keeper, 1), names(folder)]
 
 
 def unforeseen_on_one_rank(folder: Path) -> object:
     """A thread dies on one rank where no care has been taken: others hear of it at once, and saving still works."""
     keeper, started = checkpointer(folder), time.monotonic()
-    with patch.object(Written, "of_all", side_effect=KeyError("a bug")) if distributed.rank() == 1 else nullcontext():
+    with patch.object(Written, "merge", side_effect=KeyError("a bug")) if distributed.rank() == 1 else nullcontext():
         error = error_of(keeper, 1)
     is_quick = time.monotonic() - started < 60
     return [error, is_quick, keeper.save(2, progress=Progress(2).state_dict()).path.name, names(folder)]

@@ -8,9 +8,9 @@ from torch import nn
 
 from finetune.checkpoint.checkpointer import Checkpointer
 from finetune.checkpoint.format.manifest import MANIFEST_DIGEST_KEY, RunFingerprint, file_checksum, manifest_digest
-from finetune.checkpoint.sharding.named_state import NamedState
+from finetune.checkpoint.sharding.access import NamedState
 from finetune.checkpoint.sharding.state_access import LossScale
-from finetune.checkpoint.sharding.state_layout import StateLayout, named_buffers, named_parameters, unsharded
+from finetune.checkpoint.sharding.state_layout import StateLayout, named_buffers, named_parameters, replicated_view
 from finetune.config.sections.checkpoint import CheckpointSection
 from finetune.runtime.progress import Progress
 
@@ -35,9 +35,9 @@ class Run:
         self.said = []
         self.model = nn.Sequential(nn.Linear(3, width), nn.BatchNorm1d(width), nn.Linear(width, 1))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
-        held = {name: unsharded(parameter) for name, parameter in named_parameters(self.model).items()}
+        held = {name: replicated_view(parameter) for name, parameter in named_parameters(self.model).items()}
         self.access = NamedState(
-            StateLayout(held=held, buffers=named_buffers(self.model)),
+            StateLayout(shards=held, buffers=named_buffers(self.model)),
             self.optimizer,
             device=torch.device("cpu"),
             loss_scale=LossScale(scaler=None, deepspeed=None),

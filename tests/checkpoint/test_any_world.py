@@ -1,13 +1,20 @@
-"""What one place has saved another continues: the pairs of the whole application's matrix, on tiny Llamas."""
+"""What one strategy and number of processes has saved, others continue: pairs of both, on tiny Llamas."""
 
 import pytest
 import torch
-from resume_matrix import PAIRS, PLACES
 
 from tests.checkpoint.launching import start
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(1800)]
 
+ALL_PAIRS_OF = ("ddp:1", "fsdp2:2", "zero2:2", "zero3:2", "fsdp2:4")
+RING = ("ddp:2", "zero1:2", "fsdp1:2", "zero3:4", "hsdp:4", "zero2_offload:2", "ddp:4")
+"""Each is continued by the next, the last by the first."""
+PLACES = (*ALL_PAIRS_OF, *RING)
+PAIRS = (
+    *((source, target) for source in ALL_PAIRS_OF for target in ALL_PAIRS_OF),
+    *zip(RING, (*RING[1:], RING[0]), strict=True),
+)
 WORLDS = (1, 2, 4)
 VARIANTS = ("full", "lora")
 

@@ -98,7 +98,7 @@ DAMAGES = {
     "00000.safetensors is missing": lambda checkpoint: a_tensor_file(checkpoint).unlink(),
     "was never finished": lambda checkpoint: (checkpoint / "manifest.json").unlink(),
     "cannot be read": lambda checkpoint: (checkpoint / "manifest.json").write_text('{"step": 3, '),
-    "there is no manifest.json": empty,
+    "has no manifest.json": empty,
 }
 
 
@@ -116,7 +116,7 @@ def test_with_only_bad_checkpoints_a_run_never_starts_anew_in_silence(folder):
     Run(folder).train(range(1))
     truncate(folder / "step-000001")
     for _ in range(2):  # also the second time, when a scheduler has started it again
-        with pytest.raises(CheckpointError, match=r"no good checkpoint.*\.bad-step-000001.*Delete them"):
+        with pytest.raises(CheckpointError, match=r"no valid checkpoint.*\.bad-step-000001.*Delete them"):
             Run(folder).checkpointer.find()
 
 
@@ -143,7 +143,7 @@ def test_a_save_that_fails_leaves_the_old_checkpoints_and_nothing_else(folder):
 
 
 def test_a_checkpoint_that_cannot_fit_is_refused_before_anything_is_written(folder):
-    with patch("shutil.disk_usage") as usage, pytest.raises(CheckpointError, match="Make room"):
+    with patch("shutil.disk_usage") as usage, pytest.raises(CheckpointError, match="Free disk space"):
         usage.return_value.free = 1000
         Run(folder).train(range(1))
     assert names(folder) == []
@@ -152,7 +152,7 @@ def test_a_checkpoint_that_cannot_fit_is_refused_before_anything_is_written(fold
 def test_never_refuses_a_folder_with_checkpoints(folder):
     assert Run(folder, resume="never").checkpointer.find() is None
     Run(folder).train(range(1))
-    with pytest.raises(CheckpointError, match="Write `auto` to continue"):
+    with pytest.raises(CheckpointError, match="Write `auto` to resume"):
         Run(folder, resume="never").checkpointer.find()
 
 
@@ -168,13 +168,13 @@ def test_a_path_of_another_run_is_refused_where_this_one_has_checkpoints(folder,
     path = str(tmp_path / "other" / "step-000001")
     assert Run(folder, resume=path).resume()["step"] == 1
     Run(folder).train(range(1))
-    with pytest.raises(CheckpointError, match="another run's"):
+    with pytest.raises(CheckpointError, match="belongs to another run"):
         Run(folder, resume=path).checkpointer.find()
 
 
 @pytest.mark.parametrize(
     ("path", "message"),
-    [("checkpoints", "write one of them: step-000001"), ("nowhere", "there is no such folder")],
+    [("checkpoints", "write one of them: step-000001"), ("nowhere", "no such folder")],
 )
 def test_a_path_that_is_no_checkpoint_is_an_error_that_says_so(folder, tmp_path, path, message):
     Run(folder).train(range(1))
@@ -192,13 +192,13 @@ def test_a_damaged_checkpoint_asked_for_by_path_is_an_error_and_stays_where_it_i
 
 def test_another_runs_identity_is_refused_by_name(folder):
     Run(folder).train(range(1))
-    with pytest.raises(CheckpointError, match=r"data: abc there, xyz here\n  extra: nothing there, 1 here"):
+    with pytest.raises(CheckpointError, match=r"data: abc in the checkpoint, xyz in this run\n  extra: nothing in"):
         Run(folder, identity={"model": "small", "data": "xyz", "extra": "1"}).resume()
 
 
 def test_another_shape_is_refused_by_name(folder):
     Run(folder).train(range(1))
-    with pytest.raises(CheckpointError, match=r"of another shape: 0.weight \(\[4, 3\] there, \[5, 3\] here\)"):
+    with pytest.raises(CheckpointError, match=r"shape: 0.weight \(\[4, 3\] in the checkpoint, \[5, 3\] in this run\)"):
         Run(folder, width=5).resume()
 
 
@@ -206,7 +206,7 @@ def test_another_optimizer_is_refused_by_what_is_missing(folder):
     Run(folder).train(range(1))
     run = Run(folder)
     run.access._optimizer = torch.optim.SGD(run.model.parameters(), lr=0.1, momentum=0.9)
-    with pytest.raises(CheckpointError, match=r"not in the checkpoint: 0.weight/momentum_buffer.*\n.*0.weight/exp_avg"):
+    with pytest.raises(CheckpointError, match=r"missing from .*: 0.weight/momentum_buffer.*\n.*0.weight/exp_avg"):
         run.resume()
 
 
@@ -227,7 +227,7 @@ def test_a_manifest_that_points_elsewhere_is_not_trusted(folder, name):
     Run(folder).train(range(1))
     stranger = {name: {"size_bytes": 1, "sha256": "0" * 64}}
     forge(folder / "step-000001", "manifest.json", lambda value: value | {"files": value["files"] | stranger})
-    with pytest.raises(CheckpointError, match="Do not trust it"):
+    with pytest.raises(CheckpointError, match="Do not trust this checkpoint"):
         read_manifest(folder / "step-000001")
 
 
@@ -236,7 +236,7 @@ def test_a_link_in_place_of_a_file_is_not_followed(folder, tmp_path):
     path = a_tensor_file(folder / "step-000001")
     path.rename(tmp_path / "elsewhere")
     path.symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(CheckpointError, match="no good checkpoint"):
+    with pytest.raises(CheckpointError, match="no valid checkpoint"):
         Run(folder).checkpointer.find()
 
 
@@ -306,7 +306,7 @@ def test_what_has_its_digest_and_makes_no_sense_is_set_aside_as_well(folder, wha
     run = Run(folder)
     assert run.resume()["step"] == 2
     assert names(folder) == [".bad-step-000003", "step-000001", "step-000002"]
-    assert "passed over step-000003" in run.said[0]
+    assert "skipped step-000003" in run.said[0]
 
 
 def test_a_progress_of_another_version_is_no_damage(folder):

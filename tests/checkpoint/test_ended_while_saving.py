@@ -1,24 +1,19 @@
 """A process that ends, or is killed, while it writes a checkpoint behind leaves the one before."""
 
-import os
 import signal
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from tests.checkpoint.small_run import Run
+from tests.launching import capture
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(120)]
 
-PROGRAM = Path(__file__).with_name("exiting_program.py")
-
 
 def end_with(folder, *arguments, fault):
-    command = [sys.executable, str(PROGRAM), str(folder), *arguments]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "FINETUNE_FAULTS": fault}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=90)
+    command = [sys.executable, "-m", "tests.checkpoint.exiting_program", str(folder), *arguments]
+    return capture(command, environment={"FINETUNE_FAULTS": fault}, timeout_seconds=90)
 
 
 def names(folder):

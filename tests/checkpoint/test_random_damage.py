@@ -112,7 +112,7 @@ def good(tmp_path_factory):
 def outcome_of(folder, everything):
     """Return what has become of the newest checkpoint: `used`, `aside` or `refused`; all else fails."""
     newest = folder / "step-000003"
-    is_good = not find_problems(read_entry(newest), reads=True)[0]
+    is_good = not find_problems(read_entry(newest), read_all=True)[0]
     run, started = Run(folder), time.monotonic()
     try:
         step = run.resume()["step"]
@@ -121,7 +121,7 @@ def outcome_of(folder, everything):
         return "refused"
     except CheckpointError as error:  # whole, and of another model
         assert everything is None and is_good
-        assert "does not hold the state that this run trains" in str(error) or "learns otherwise" in str(error)
+        assert "does not match the state that this run trains" in str(error) or "other training settings" in str(error)
         return "refused"
     finally:
         assert time.monotonic() - started < SECONDS
@@ -136,6 +136,7 @@ def outcome_of(folder, everything):
     return "aside"
 
 
+@pytest.mark.full
 def test_a_damaged_file_is_never_used_never_a_traceback_and_never_waited_for(good, tmp_path):
     folder, everything = good
     outcomes = Counter()
@@ -146,11 +147,11 @@ def test_a_damaged_file_is_never_used_never_a_traceback_and_never_waited_for(goo
         damage(copy / "step-000003" / name, dice)
         outcomes[outcome_of(copy, everything)] += 1
         shutil.rmtree(copy)
-    print(f"damaged: {dict(outcomes)}")
     assert sum(outcomes.values()) == NUM_CASES and outcomes["refused"] == 0
     assert outcomes["aside"] > 0.9 * NUM_CASES
 
 
+@pytest.mark.full
 def test_what_a_stranger_wrote_with_the_right_digests_is_used_as_it_should_be_or_not_at_all(good, tmp_path):
     folder, _ = good
     outcomes = Counter()
@@ -166,5 +167,4 @@ def test_what_a_stranger_wrote_with_the_right_digests_is_used_as_it_should_be_or
         except Exception as error:
             raise AssertionError(f"case {number}: {error!r}") from error
         shutil.rmtree(copy)
-    print(f"forged: {dict(outcomes)}")
     assert outcomes["aside"] > 0.5 * NUM_CASES and outcomes["refused"] > 0

@@ -1,16 +1,12 @@
 """Several ranks save one state; what goes wrong on one of them is everybody's, and nobody waits for ever."""
 
 import json
-import sys
-from pathlib import Path
 
 import pytest
 
-from finetune.runtime.processes import free_port, run_process_group
+from tests.launching import run, torchrun_command
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]
-
-PROGRAM = Path(__file__).with_name("saving_program.py")
 
 
 @pytest.fixture(scope="module")
@@ -22,9 +18,8 @@ def folder(tmp_path_factory):
 def told(folder):
     """What each of four ranks was told in each scene."""
     log = folder / "log"
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=4"]
-    command += [f"--master_port={free_port()}", str(PROGRAM), str(folder)]
-    code = run_process_group(command, log=log, timeout_seconds=240, environment={"OMP_NUM_THREADS": "1"})
+    command = torchrun_command("-m", "tests.checkpoint.saving_program", str(folder), processes=4)
+    code = run(command, log=log, timeout_seconds=240)
     assert code == 0, log.read_text(errors="replace")[-8000:]
     return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(4)]
 

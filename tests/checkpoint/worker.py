@@ -15,7 +15,6 @@ from unittest.mock import patch
 
 import torch
 from accelerate import Accelerator, ParallelismConfig
-from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DeepSpeedPlugin, FullyShardedDataParallelPlugin
 from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -30,14 +29,19 @@ from finetune.checkpoint.write import saver
 from finetune.config.sections.checkpoint import CheckpointSection
 from finetune.config.sections.train import AverageSection, OptimizerSection, UnfreezeSection
 from finetune.errors import CheckpointError
-from finetune.run.state.resume import warm_up_ddp_buckets
 from finetune.runtime import distributed
 from finetune.runtime.parameters import AVERAGE
 from finetune.runtime.progress import Progress
-from finetune.strategy.upstream import drop_not_yet_unfrozen_from_zero_norm, gloo_bridge, keep_bf16_parameters
+from finetune.strategy.upstream import (
+    drop_not_yet_unfrozen_from_zero_norm,
+    gloo_bridge,
+    keep_bf16_parameters,
+    warm_up_ddp_buckets,
+)
 from finetune.train.evaluate import AveragedWeights
 from finetune.train.optim.optimizers import begin_step, build_optimizer
 from finetune.train.optim.parameter_groups import list_parameters
+from tests.run.trained import forget
 
 ROWS, LENGTH, VOCABULARY = 8, 12, 67  # 67: rows that no number of ranks divides
 LOW_BIT = {
@@ -70,7 +74,8 @@ def run(spec: dict) -> None:
         model.destroy()
     del model, optimizer
     accelerator.free_memory()
-    forget_accelerator()
+    forget()
+    gc.collect()
 
 
 def train(accelerator, model, optimizer, spec: dict) -> dict:
@@ -235,13 +240,6 @@ def digest(weights: dict[str, torch.Tensor]) -> str:
     for name, weight in weights.items():
         total.update(name.encode() + weight.float().numpy().tobytes())
     return total.hexdigest()
-
-
-def forget_accelerator() -> None:
-    GradientState._reset_state()
-    AcceleratorState._reset_state(reset_partial_state=False)
-    PartialState._reset_state()
-    gc.collect()
 
 
 if __name__ == "__main__":

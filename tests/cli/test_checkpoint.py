@@ -41,22 +41,26 @@ def test_every_command_explains_itself(typed, command):
 @pytest.mark.parametrize(
     ("words", "place", "named"),
     [
-        (("ls",), "advise.checkpoints:list_checkpoints", {"verifies": False, "as_json": False}),
-        (("ls", "--verify", "--json"), "advise.checkpoints:list_checkpoints", {"verifies": True, "as_json": True}),
-        (("show", "--step", 4), "advise.checkpoints:show_checkpoint", {"step": 4, "as_json": False}),
+        (("ls",), "commands.checkpoints.inspect:list_checkpoints", {"verifies": False, "as_json": False}),
+        (
+            ("ls", "--verify", "--json"),
+            "commands.checkpoints.inspect:list_checkpoints",
+            {"verifies": True, "as_json": True},
+        ),
+        (("show", "--step", 4), "commands.checkpoints.inspect:show_checkpoint", {"step": 4, "as_json": False}),
         (
             ("export", "--dtype", "bfloat16", "--to", "out"),
-            "run.export_checkpoint:export_checkpoint",
+            "commands.export:export_checkpoint",
             {"step": None, "to": Path("out"), "dtype": "bfloat16", "trust_remote_code": False},
         ),
         (
             ("convert", "--to", "out"),
-            "run.convert:convert",
+            "commands.convert:convert",
             {"to": Path("out"), "source": None, "step": None, "trust_remote_code": False},
         ),
         (
             ("convert", "--from", "out", "--step", 4, "--trust-remote-code"),
-            "run.convert:convert",
+            "commands.convert:convert",
             {"to": None, "source": Path("out"), "step": 4, "trust_remote_code": True},
         ),
     ],
@@ -100,7 +104,7 @@ def test_wrong_words_are_exit_code_2_and_call_nothing(typed, calls, words, compl
 def test_a_folder_that_is_not_there_is_one_message(typed, tmp_path, command):
     code, said, complaint = typed("checkpoint", command, tmp_path / "nowhere")
     assert (code, said) == (2, "")
-    assert complaint.startswith(f"error: {tmp_path}/nowhere: there is no such folder.")
+    assert complaint.startswith(f"error: {tmp_path}/nowhere: no such folder.")
 
 
 def test_listing_needs_no_torch(python, tmp_path):
@@ -110,4 +114,4 @@ def test_listing_needs_no_torch(python, tmp_path):
     modules = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
     assert "finetune.commands.checkpoints.tables" in modules  # it looked at something
     assert [name for name in ("torch", "numpy", "transformers") if name in modules] == []
-    assert "there is no checkpoint in it" in done.stdout
+    assert "has no checkpoints" in done.stdout

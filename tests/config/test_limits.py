@@ -1,6 +1,7 @@
 """What a stranger may write into a job file: each is answered at once, by one message that says what to do."""
 
 import os
+import threading
 import time
 
 import pytest
@@ -31,9 +32,9 @@ def bomb(levels: int) -> str:
         (bomb(9), f"more than {MAX_VALUES:,} keys and values"),
         (f"x: [{','.join(['1'] * 100_000)}]\n", f"more than {MAX_VALUES:,} keys and values"),
         ("x: &x '" + "y" * 20_000 + "'\nz: [" + ",".join(["*x"] * 20_000) + "]\n", "characters of text"),
-        (f"{'a' * 600}:\n  {'b' * 600}: 1\n", "the key has 1,201 characters"),
+        (f"{'a' * 600}:\n  {'b' * 600}: 1\n", "the dotted key has 1,201 characters"),
         ("x: &x [*x]\n", "contains itself"),
-        ("x: !!int abc\n", "`abc` is not a whole number, as the tag `!!int` says"),
+        ("x: !!int abc\n", "`abc` is not a whole number, although tagged `!!int`"),
         ("x: !!int 1:30\n", "`1:30` is not a whole number"),
         ("x: !!float x\n", "`x` is not a number"),
         ("x: !!bool perhaps\n", "`perhaps` is not `true` or `false`"),
@@ -44,9 +45,9 @@ def bomb(levels: int) -> str:
         (f"x: 0x{'f' * 5_000}\n", "more than 100 digits"),
         ("x: 1e999\n", "too large for a number with 64 bits"),
         ('x: "a\\0b"\n', "NUL character"),
-        ('x: "a\\uD800b"\n', "half of a surrogate pair"),
-        ('"a\\uD800": 1\n', "half of a surrogate pair"),
-        ("? [a, b]\n: 1\n", "a key is text, not a list or a section"),
+        ('x: "a\\uD800b"\n', "there is an unpaired surrogate in this text, which UTF-8 cannot encode"),
+        ('"a\\uD800": 1\n', "there is an unpaired surrogate in this text, which UTF-8 cannot encode"),
+        ("? [a, b]\n: 1\n", "a key must be text, not a list or a section"),
     ],
     ids=range(24),
 )
@@ -72,9 +73,9 @@ def test_infinity_may_be_written_where_a_model_wants_it():
 @pytest.mark.parametrize(
     ("path", "said"),
     [
-        ("~nouser/x", "there is no home folder for `~nouser`. Write the path in full."),
-        (f"./{'x' * 300}", "a name in this path has 300 bytes; a file system takes 255."),
-        (f"./{'/'.join(['x' * 200] * 30)}", "a file system takes 4095."),
+        ("~nouser/x", "no home folder is known for `~nouser`. Write the path in full."),
+        (f"./{'x' * 300}", "a name in this path has 300 bytes; a file system allows 255."),
+        (f"./{'/'.join(['x' * 200] * 30)}", "a file system allows 4095."),
     ],
 )
 def test_a_path_that_no_system_has_is_a_problem_of_its_key(complaints, key, path, said):
@@ -93,17 +94,18 @@ def test_a_file_system_that_answers_with_an_error_is_told_of(monkeypatch, compla
 
     monkeypatch.setattr(os, "stat", refused)
     (said,) = complaints(f"{key}=/forbidden/x")
-    assert f"{key}: /forbidden/x cannot be looked at: Permission denied." in said
+    assert f"{key}: /forbidden/x cannot be accessed: Permission denied." in said
 
 
 def test_a_pattern_that_leads_through_everything_does_not_hold_the_answer_up(monkeypatch, complaints):
     monkeypatch.setattr("finetune.config.rules.files._TIMEOUT_SECONDS", 0.0)
-    assert complaints("data.train.path=/proc/*/task/*/*") == []  # it is left to the run to find them
+    monkeypatch.setattr("finetune.config.rules.files._GlobSearch.run", lambda search: threading.Event().wait(SECONDS))
+    assert complaints("data.train.path=/data/*/*") == []  # it is left to the run to find them
 
 
 def test_a_pattern_of_too_many_parts_is_a_problem(complaints):
     (said,) = complaints(f"data.train.path='{'*/' * 1_500}'")
-    assert "cannot be looked at" in said
+    assert "cannot be accessed" in said
 
 
 def test_of_many_problems_the_first_are_listed_and_the_others_counted(load, job):
@@ -127,7 +129,7 @@ def test_many_wrong_items_of_a_list_are_found_in_no_time(problems):
 
 
 def test_overrides_have_limits(complaints):
-    assert "Write at most 1,000 of" in complaints(*["train.steps=1"] * (MAX_OVERRIDES + 1))[0]
+    assert "At most 1,000 with 262,144 are allowed:" in complaints(*["train.steps=1"] * (MAX_OVERRIDES + 1))[0]
     assert "the key is too long" in complaints(".".join(["a"] * 5_000) + "=1")[0]
     assert "more than 100 digits" in complaints(f"train.steps={'9' * 5_000}")[0]
     assert f"nested deeper than {MAX_DEPTH}" in complaints(f"train.steps={'[' * DEEP}")[0]

@@ -63,7 +63,7 @@ def test_an_unknown_key_that_means_a_missing_one_is_one_problem(job, complaints)
     text = job.read_text().replace("learning_rate:", "lr:").replace("max_length:", "max_lenght:")
     assert complaints(text=text) == [
         "line 8, data.max_lenght: there is no such key. Did you mean `max_length`?",
-        "line 15, train.lr: there is no such key. There is `train.learning_rate`.",
+        "line 15, train.lr: there is no such key. Did you mean `learning_rate`?",
     ]
 
 
@@ -75,15 +75,15 @@ def test_an_override_takes_away_what_was_wrong_in_the_file(job, complaints):
 
 def test_a_key_written_twice_is_an_error_with_both_lines(job, complaints):
     text = job.read_text() + "  steps: 20\n"
-    assert complaints(text=text) == ["line 16, train.steps: the key is on line 14 already. Remove one of them."]
+    assert complaints(text=text) == ["line 16, train.steps: the key already exists on line 14. Remove one of them."]
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("", "the file is empty"),
-        ("- a\n", "the file does not hold sections"),
-        ("just text\n", "the file does not hold sections"),
+        ("- a\n", "the file has no sections"),
+        ("just text\n", "the file has no sections"),
     ],
 )
 def test_a_file_that_is_no_job_says_what_a_job_is(complaints, text, message):
@@ -137,7 +137,7 @@ def test_it_is_the_config_that_was_run_in_the_folder_where_it_lies(run, tmp_path
 
 
 def test_a_folder_without_it_is_no_run(tmp_path):
-    with pytest.raises(UserError, match=r"resolved\.yaml: cannot be read .*Name the folder of a run"):
+    with pytest.raises(UserError, match=r"resolved\.yaml: cannot be read .*Give the folder of a run"):
         load_resolved(tmp_path)
 
 

@@ -41,7 +41,7 @@ def test_an_item_of_a_list_can_be_replaced():
 @pytest.mark.parametrize(
     ("written", "message"),
     [
-        ("train.steps", "there is no `=`"),
+        ("train.steps", "`=` is missing"),
         ("=5", "not a dotted name"),
         ("train..steps=5", "not a dotted name"),
         ("train .steps=5", "not a dotted name"),

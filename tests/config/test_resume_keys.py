@@ -55,7 +55,7 @@ def test_a_value_is_remembered_as_json_under_its_key(remembered):
     maths, settings = remembered("train.optimizer.betas=[0.9, 0.95]")
     assert maths["train.learning_rate"] == "0.0001"
     assert maths["train.optimizer.betas"] == "[0.9, 0.95]"
-    assert settings["report.log_every_steps"] == "1"
+    assert settings["report.log_every_steps"] == "10"
     assert settings["data.train.path"].endswith('rows.jsonl"')
     assert not maths.keys() & settings.keys()
 

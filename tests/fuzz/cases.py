@@ -59,7 +59,7 @@ train:
   learning_rate: 1e-2
 checkpoint: {every_steps: 2}
 evaluate: {}
-report: {console: plain}
+report: {console: plain, log_every_steps: 1}
 """
 
 Change = str | bytes | None

@@ -6,6 +6,8 @@ import pytest
 
 from tests.fuzz.cases import Case, Ground
 
+pytestmark = pytest.mark.full
+
 FINDINGS = sorted((Path(__file__).parent / "findings").glob("*.json"))
 
 

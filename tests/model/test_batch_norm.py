@@ -118,9 +118,9 @@ def test_a_batch_of_no_whole_group_is_normalised_as_in_evaluation():
 @pytest.mark.parametrize(
     ("model", "how", "is_new", "message"),
     [
-        (small_model(), None, True, "Write over how many samples"),
+        (small_model(), None, True, "over how many samples"),
         (nn.Linear(2, 2), "frozen", False, "has no batch norm. Remove the key"),
-        (nn.SyncBatchNorm(2), 4, True, "only `frozen` is known to be right"),
+        (nn.SyncBatchNorm(2), 4, True, "supports only `frozen`"),
     ],
 )
 def test_what_cannot_be_is_refused(model, how, is_new, message):

@@ -96,6 +96,7 @@ def test_compiled_it_learns_the_same(model, how, wish):
     assert num_graphs() > before
 
 
+@pytest.mark.full
 def test_equal_layers_are_compiled_once_and_lengths_that_vary_a_few_times(model, monkeypatch):
     monkeypatch.setattr(compilation, "BACKEND", "eager")
     quick, counts = model("qwen3 tied"), []
@@ -109,6 +110,7 @@ def test_equal_layers_are_compiled_once_and_lengths_that_vary_a_few_times(model,
     assert counts == [1, 2, 2, 3, 4, 4, 4, 4]
 
 
+@pytest.mark.full
 def test_rows_of_samples_are_compiled_once_whatever_stands_in_them(model, monkeypatch):
     monkeypatch.setattr(compilation, "BACKEND", "eager")
     plain, quick, counts = model("qwen3 tied"), model("qwen3 tied"), []
@@ -166,7 +168,7 @@ def test_without_a_compiler_nothing_is_compiled_and_that_is_told(model, monkeypa
     monkeypatch.setattr(compilation, "why_not_compilable", lambda: "there is no compiler")
     quick, said = model(), []
     compile_model(quick, "regional", log=said.append)
-    assert said == ["warning: model.compile: regional was asked for, and nothing is compiled: there is no compiler."]
+    assert said == ["warning: model.compile: regional was requested, but nothing is compiled: there is no compiler."]
     assert all("forward" not in vars(module) for module in quick.modules())
 
 

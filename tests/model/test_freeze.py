@@ -50,7 +50,7 @@ def test_what_fits_is_frozen():
 
 @pytest.mark.parametrize(("change", "key"), [(freeze, "model.freeze"), (train_only, "model.train_only")])
 def test_a_pattern_that_fits_nothing_names_what_is_there(change, key):
-    with pytest.raises(ModelError, match=f"{key}: no parameter is called `layers.*`.*`layer.weight`"):
+    with pytest.raises(ModelError, match=f"{key}: no parameter matches `layers.*`.*`layer.weight`"):
         change(Tied(), ("layers.*",))
 
 

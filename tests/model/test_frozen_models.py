@@ -26,7 +26,7 @@ def folder(tmp_path):
 
 
 def digest(folder, *, log=lambda _: None, model=None, **section):
-    return base_digest(ModelSection(name=str(folder), **{"lora": LoraSection(), **section}), model=model, log=say)
+    return base_digest(ModelSection(name=str(folder), **{"lora": LoraSection(), **section}), model=model, log=log)
 
 
 def test_it_is_what_sha256sum_would_print_of_what_sha256sum_prints(folder):
@@ -87,14 +87,14 @@ def test_a_hub_model_that_hides_its_commit_is_looked_up_in_the_cache(tmp_path):
 def test_a_commit_that_cannot_be_found_is_said(tmp_path):
     said = []
     assert digest("org/model", cache_folder=str(tmp_path), log=said.append) == "commit unknown"
-    assert "a change of it would not be seen on a resume" in said[0]
+    assert "a resume would not notice a change" in said[0]
 
 
 def test_weights_that_take_long_are_worth_a_line(folder, monkeypatch):
     said = []
     monkeypatch.setattr(frozen_models, "_LOG_AFTER_SECONDS", -1.0)
     digest(folder, log=said.append)
-    assert said[0].endswith(f"of {folder} in 0 s to tell them by")
+    assert said[0].endswith(f"in {folder} in 0 s")
 
 
 def test_a_file_that_cannot_be_read_is_named(folder):
@@ -114,7 +114,7 @@ def tokenizer(*words):
 
 
 @pytest.fixture
-def folder_teacher(tmp_path):
+def teacher_folder(tmp_path):
     torch.manual_seed(0)
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     LlamaForCausalLM(LlamaConfig(vocab_size=3, **sizes)).save_pretrained(tmp_path)
@@ -122,30 +122,30 @@ def folder_teacher(tmp_path):
     return tmp_path
 
 
-def test_a_teacher_neither_learns_nor_drops_out(folder):
-    section = DistillationSection(teacher=str(folder), teacher_dtype="bfloat16")
+def test_a_teacher_is_frozen_and_has_no_dropout(teacher_folder):
+    section = DistillationSection(teacher=str(teacher_folder), teacher_dtype="bfloat16")
     teacher = load_teacher(section, model=MODEL, vocabulary_size=3, device=torch.device("cpu"))
     assert not teacher.training
     assert {(each.dtype, each.requires_grad) for each in teacher.parameters()} == {(torch.bfloat16, False)}
 
 
-def test_another_vocabulary_is_one_sentence(folder):
-    section = DistillationSection(teacher=str(folder))
+def test_another_vocabulary_is_one_sentence(teacher_folder):
+    section = DistillationSection(teacher=str(teacher_folder))
     check_teacher_tokenizer(section, model=MODEL, tokenizer=tokenizer("red", "green"))
-    with pytest.raises(ModelError, match="is not the student's: 2 tokens differ, such as 'green'"):
+    with pytest.raises(ModelError, match="differs from the student's in 2 tokens, such as 'green'"):
         check_teacher_tokenizer(section, model=MODEL, tokenizer=tokenizer("green", "red"))
-    with pytest.raises(ModelError, match="knows 3 tokens and the student's tokenizer has 4"):
+    with pytest.raises(ModelError, match="has a vocabulary of 3 and the student's tokenizer of 4"):
         load_teacher(section, model=MODEL, vocabulary_size=4, device=torch.device("cpu"))
-    with pytest.raises(ModelError, match=r"task\.distillation\.teacher: there is no folder"):
+    with pytest.raises(ModelError, match=r"task\.distillation\.teacher: the folder"):
         check_teacher_tokenizer(DistillationSection(teacher="./none"), model=MODEL, tokenizer=tokenizer("red"))
 
 
-def test_other_weights_are_another_teacher(folder):
-    section = DistillationSection(teacher=str(folder))
+def test_other_weights_are_another_teacher(teacher_folder):
+    section = DistillationSection(teacher=str(teacher_folder))
     before = teacher_digest(section, model=MODEL, log=print)
     assert before == teacher_digest(section, model=MODEL, log=print)
-    model = LlamaForCausalLM.from_pretrained(folder)
+    model = LlamaForCausalLM.from_pretrained(teacher_folder)
     with torch.no_grad():
         model.lm_head.weight.add_(1)
-    model.save_pretrained(folder)
+    model.save_pretrained(teacher_folder)
     assert teacher_digest(section, model=MODEL, log=print) != before

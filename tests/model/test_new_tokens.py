@@ -43,7 +43,7 @@ def tokenizer(plain_tokenizer):
 
 def grown(model, tokenizer, **keys):
     section = SECTION.model_copy(update=keys)
-    add_embedding_rows(model, tokenizer, section, seed=1, construction=InitContext())
+    add_embedding_rows(model, tokenizer, section, seed=1, init_context=InitContext())
     return model
 
 
@@ -52,17 +52,20 @@ def test_new_tokens_are_one_token_each_and_special_ones_are_special(plain_tokeni
     assert tokenizer("a quokka<|tool|>")["input_ids"][-2:] == [OLDER, OLDER + 1]
     assert tokenizer.decode([OLDER, OLDER + 1], skip_special_tokens=True) == "quokka"
     assert len(plain_tokenizer("quokka")["input_ids"]) > 1
-    with pytest.raises(ModelError, match="the tokenizer that the run has kept lacks `quokka`"):
+    with pytest.raises(ModelError, match="the tokenizer of the run lacks `quokka`"):
         new_token_ids(plain_tokenizer, SECTION)
 
 
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"tokens": ("tool",)}, r"model\.new_tokens\.tokens: `tool` is in the vocabulary already"),
-        ({"special": ("<|endoftext|>",)}, r"model\.new_tokens\.special: `<\|endoftext\|>` is in the vocabulary"),
-        ({"tokens": ("quokka", "quokka")}, "written twice"),
-        ({"tokens": ("  ",)}, "nothing but space"),
+        ({"tokens": ("tool",)}, r"model\.new_tokens\.tokens: `tool` is already in the vocabulary"),
+        (
+            {"special": ("<|endoftext|>",)},
+            r"model\.new_tokens\.special: `<\|endoftext\|>` is already in the vocabulary",
+        ),
+        ({"tokens": ("quokka", "quokka")}, "listed twice"),
+        ({"tokens": ("  ",)}, "whitespace only"),
     ],
 )
 def test_a_token_that_is_none_is_refused_by_name(plain_tokenizer, keys, message):

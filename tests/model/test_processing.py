@@ -39,7 +39,10 @@ def test_a_model_of_patches_wants_its_size_and_any_model_its_channels():
     check_image_shape(ViTConfig(image_size=32), processor)
     check_image_shape(ResNetConfig(), processor)
     check_image_shape(ViTConfig(), None)
-    with pytest.raises(ModelError, match=r"reads images of 224 .* given 32 x 32. Write `image_size: 32`"):
+    with pytest.raises(ModelError, match=r"expects images of 224 x 224 .* gets 32 x 32. Write `image_size: 32`"):
         check_image_shape(ViTConfig(), processor)
-    with pytest.raises(ModelError, match=r"reads 1 channels and its images have 3.*Write `num_channels: 3`"):
+    with pytest.raises(
+        ModelError,
+        match=r"expects 1 channels, but `mean` and `std` of the image processor have 3.*Write `num_channels: 3`",
+    ):
         check_image_shape(ResNetConfig(num_channels=1), processor)

@@ -98,7 +98,7 @@ def test_the_digest_sees_the_chat_template_and_the_special_tokens_and_not_paddin
 
 
 def test_there_must_be_a_text(trained):
-    with pytest.raises(ModelError, match="not a single text"):
+    with pytest.raises(ModelError, match="there are no texts"):
         trained([])
 
 
@@ -106,7 +106,7 @@ def test_the_model_s_folder_brings_its_tokenizer_and_the_end_of_text_pads(load, 
     word_tokenizer(eos_token="<end>", unk_token="a").save_pretrained(tmp_path / "model")
     tokenizer = load(name=str(tmp_path / "model"))
     assert tokenizer.pad_token_id == tokenizer.eos_token_id == 2
-    assert said == ["the tokenizer has no padding token: <end> pads too; padding never counts in the loss"]
+    assert said == ["the tokenizer has no padding token: <end> is used for padding, which never counts in the loss"]
 
 
 def test_another_folder_can_be_named(load, said, tmp_path):
@@ -123,10 +123,10 @@ def test_a_tokenizer_that_can_neither_pad_nor_end_is_refused(load, tmp_path):
 
 
 def test_a_folder_without_a_tokenizer_says_what_to_write(load, tmp_path):
-    with pytest.raises(ModelError, match=r"holds no tokenizer .* Write `model\.tokenizer\.name`"):
+    with pytest.raises(ModelError, match=r"contains no tokenizer .* Write `model\.tokenizer\.name`"):
         load(name=str(tmp_path))
 
 
 def test_a_model_from_its_config_needs_a_tokenizer(load):
-    with pytest.raises(ModelError, match="brings no tokenizer"):
+    with pytest.raises(ModelError, match="has no tokenizer"):
         load()

@@ -10,13 +10,11 @@ from pathlib import Path
 import pytest
 
 from finetune.report.jsonl import read_events
-from finetune.runtime.processes import free_port, run_process_group
 from finetune.runtime.supervision.faults import VARIABLE
+from tests import launching
 from tests.run.running import Running
 from tests.run.trained import forget, run_folder, stay
 
-ROOT = Path(__file__).parents[2]
-SETTINGS = {"OMP_NUM_THREADS": "1"}
 TIMEOUT_SECONDS = 540  # the first DeepSpeed run on a machine compiles for minutes
 WORDS = ["red", "green", "blue", "amber", "violet", "white", "black", "grey", "pink", "brown"]
 
@@ -44,7 +42,7 @@ train:
   schedule: {name: cosine, warmup_steps: 2}
 checkpoint: {every_steps: 4}
 evaluate: {every_steps: 4}
-report: {console: plain}
+report: {console: plain, log_every_steps: 1}
 """
 
 
@@ -103,15 +101,25 @@ def _row(chance: random.Random) -> dict:
 
 @pytest.fixture(scope="session")
 def launch(job: Path) -> Launch:
-    """Start the job under a strategy (None: one process without a launcher) and wait for its end."""
+    """Start the job under a strategy (None: one process without a launcher) and wait for its end.
+
+    Where it `is_cold`, launcher and ranks are fresh interpreters; else they are forked, see tests/launching.py.
+    """
 
     def start(
-        strategy: str | None, *, name: str, processes: int = 2, overrides: Sequence[str] = (), faults: str = ""
+        strategy: str | None,
+        *,
+        name: str,
+        processes: int = 2,
+        overrides: Sequence[str] = (),
+        faults: str = "",
+        is_cold: bool = False,
     ) -> Ended:
         folder, log = job.parent / "runs" / name, job.parent / "logs" / f"{name}.log"
         command = command_of(job, strategy, folder=folder, processes=processes, overrides=overrides)
-        settings = {**SETTINGS, VARIABLE: faults}
-        code = run_process_group(command, log=log, timeout_seconds=TIMEOUT_SECONDS, environment=settings, folder=ROOT)
+        code = launching.run(
+            command, log=log, timeout_seconds=TIMEOUT_SECONDS, environment={VARIABLE: faults}, is_cold=is_cold
+        )
         return Ended(code, log.read_text(errors="replace"), folder)
 
     return start
@@ -135,7 +143,7 @@ def begin(job: Path) -> Iterator[Begin]:
     ) -> Running:
         folder, log = job.parent / "runs" / name, job.parent / "logs" / f"{name}.log"
         command = command_of(job, strategy, folder=folder, processes=processes, overrides=overrides)
-        begun.append(Running(command, folder=folder, log=log, environment={**SETTINGS, VARIABLE: faults}, cwd=ROOT))
+        begun.append(Running(command, folder=folder, log=log, environment={VARIABLE: faults}))
         return begun[-1]
 
     yield start
@@ -144,12 +152,9 @@ def begin(job: Path) -> Iterator[Begin]:
 
 
 def command_of(job: Path, strategy: str | None, *, folder: Path, processes: int, overrides: Sequence[str]) -> list[str]:
-    command = [sys.executable]
-    if strategy is not None:
-        command += ["-m", "accelerate.commands.launch", "--num_processes", str(processes)]
-        command += ["--main_process_port", str(free_port())]
-        command += ["--config_file", str(ROOT / "accelerate_configs" / f"{strategy}.yaml")]
-    command += ["-m", "finetune", "--config", str(job)]
+    words = ["-m", "finetune", "--config", str(job)]
     for override in [f"run.folder={folder}", *overrides]:
-        command += ["--set", override]
-    return command
+        words += ["--set", override]
+    if strategy is None:
+        return [sys.executable, *words]
+    return launching.accelerate_command(strategy, *words, processes=processes)

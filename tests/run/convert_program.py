@@ -5,11 +5,11 @@ import sys
 from pathlib import Path
 
 import torch
-from accelerate.state import AcceleratorState, GradientState, PartialState
 
 from finetune.commands.convert import convert_from, convert_to
 from finetune.runtime import distributed
 from finetune.runtime.text.library_output import quiet_libraries
+from tests.run.trained import forget
 
 
 def main(words: list[str]) -> None:
@@ -17,17 +17,12 @@ def main(words: list[str]) -> None:
     paths = [Path(word) for word in words]
     for run, folder, back in zip(paths[::3], paths[1::3], paths[2::3], strict=True):
         convert_to(run, folder, step=None)
-        forget_accelerator()
+        forget()
+        gc.collect()
         convert_from(back, folder, step=4, trust_remote_code=True)
-        forget_accelerator()
+        forget()
+        gc.collect()
     distributed.shut_down(0)
-
-
-def forget_accelerator() -> None:
-    GradientState._reset_state()
-    AcceleratorState._reset_state(reset_partial_state=False)
-    PartialState._reset_state()
-    gc.collect()
 
 
 if __name__ == "__main__":

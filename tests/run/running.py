@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import signal
-import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -12,6 +11,7 @@ from pathlib import Path
 import psutil
 
 from finetune.report.jsonl import read_events
+from tests import launching
 
 WAIT_SECONDS = 120.0
 
@@ -19,21 +19,12 @@ WAIT_SECONDS = 120.0
 class Running:
     """A launch in a session of its own; what it has written can be read at any time."""
 
-    def __init__(
-        self, command: Sequence[str], *, folder: Path, log: Path, environment: Mapping[str, str], cwd: Path
-    ) -> None:
+    def __init__(self, command: Sequence[str], *, folder: Path, log: Path, environment: Mapping[str, str]) -> None:
         self.folder = folder
         self._log = log
         log.parent.mkdir(parents=True, exist_ok=True)
-        with log.open("w", encoding="utf-8") as file:
-            self.process = subprocess.Popen(
-                list(command),
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, **environment},
-                cwd=cwd,
-                start_new_session=True,
-            )
+        with log.open("wb") as file:
+            self.process = launching.begin(command, output=file, environment=environment)
 
     @property
     def output(self) -> str:
@@ -78,6 +69,7 @@ class Running:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self.process.wait()
+        self.process.end()
 
 
 def _lives(pid: int) -> bool:

@@ -27,6 +27,7 @@ def ids_of(run):
     }
 
 
+@pytest.mark.full
 @pytest.mark.distributed
 def test_a_packed_mix_of_three_takes_the_same_samples_on_1_2_and_4_processes_with_a_stop_between(launch):
     straight = launch(None, name="mix-straight", overrides=PACKED_MIX)
@@ -46,6 +47,7 @@ def test_a_packed_mix_of_three_takes_the_same_samples_on_1_2_and_4_processes_wit
     assert straight.output.count("packs of at most 160: ") == 3
 
 
+@pytest.mark.full
 @pytest.mark.distributed
 def test_packed_and_padded_steps_of_the_same_samples_have_the_same_losses(launch):
     few = ["data.train.take=8", "train.steps=4"]

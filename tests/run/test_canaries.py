@@ -66,7 +66,7 @@ task: {name: sft}
 train: {global_batch_size: 4, microbatch_size: 4, steps: 2, learning_rate: 1e-2}
 checkpoint: {every_steps: 1}
 evaluate: {every_steps: 1, generate: {num_samples: 2, max_new_tokens: 4, show: 2, metrics: [exact_match]}}
-report: {console: plain}  # token=PROJECT
+report: {console: plain, log_every_steps: 1}  # token=PROJECT
 export: {push_to_hub: "me/REPOSITORY"}
 """
 

@@ -2,7 +2,6 @@
 
 import shutil
 import sys
-from pathlib import Path
 
 import pytest
 from torch import equal
@@ -10,10 +9,9 @@ from torch import equal
 from finetune.checkpoint.read.load import open_checkpoint
 from finetune.commands.convert import convert_from, convert_to, require_accelerate_folder
 from finetune.errors import CheckpointError, UserError
-from finetune.runtime.processes import free_port, run_process_group
 from finetune.strategy.protocol import Expected
+from tests import launching
 
-ROOT = Path(__file__).parents[2]
 PROGRAM = "tests.run.convert_program"
 QUICK = ["evaluate=null", "data.validation=null", "train.steps=4", "checkpoint.every_steps=4"]
 KINDS = {"full": QUICK, "lora": [*QUICK, "model.lora={rank: 4, alpha: 8}"]}
@@ -21,9 +19,9 @@ LAUNCHES = [
     ("fsdp2", 2, "optimizer_0/.metadata"),
     ("zero2", 2, "pytorch_model/zero_pp_rank_1_mp_rank_00_optim_states.pt"),
     ("zero3", 2, "pytorch_model/zero_pp_rank_1_mp_rank_00_model_states.pt"),
-    pytest.param("ddp", 2, "optimizer.bin", marks=pytest.mark.slow),
-    pytest.param("fsdp1", 2, "optimizer_0/.metadata", marks=pytest.mark.slow),
-    pytest.param("hsdp", 4, "optimizer_0/.metadata", marks=pytest.mark.slow),
+    pytest.param("ddp", 2, "optimizer.bin", marks=pytest.mark.full),
+    pytest.param("fsdp1", 2, "optimizer_0/.metadata", marks=pytest.mark.full),
+    pytest.param("hsdp", 4, "optimizer_0/.metadata", marks=pytest.mark.full),
 ]
 
 
@@ -42,8 +40,7 @@ def emptied(run, folder):
 
 
 def started(command, log):
-    code = run_process_group(command, log=log, timeout_seconds=540, environment={"OMP_NUM_THREADS": "1"}, folder=ROOT)
-    return code, log.read_text(errors="replace")
+    return launching.run(command, log=log, timeout_seconds=540), log.read_text(errors="replace")
 
 
 def converted(log, *words):
@@ -66,14 +63,14 @@ def assert_same_state(run, other):
     return there.progress, here.progress
 
 
+@pytest.mark.full
 @pytest.mark.distributed
 @pytest.mark.parametrize(("strategy", "processes", "own_file"), LAUNCHES)
 def test_there_and_back_is_the_same_state(runs, tmp_path, strategy, processes, own_file):
     words = [(run, tmp_path / kind, emptied(run, tmp_path / f"{kind}-back")) for kind, run in runs.items()]
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", str(processes)]
-    command += ["--main_process_port", str(free_port())]
-    command += ["--config_file", str(ROOT / "accelerate_configs" / f"{strategy}.yaml"), "-m", PROGRAM]
-    code, output = started([*command, *(str(word) for triple in words for word in triple)], tmp_path / "log")
+    paths = [str(word) for triple in words for word in triple]
+    command = launching.accelerate_command(strategy, "-m", PROGRAM, *paths, processes=processes)
+    code, output = started(command, tmp_path / "log")
     assert code == 0, output
     for run, folder, back in words:
         assert (folder / own_file).is_file()
@@ -83,6 +80,7 @@ def test_there_and_back_is_the_same_state(runs, tmp_path, strategy, processes, o
         assert origin == {"strategy": strategy, "processes": str(processes)}
 
 
+@pytest.mark.full
 @pytest.mark.distributed
 def test_a_strange_folder_gets_its_position_from_the_step_that_is_told(runs, tmp_path):
     folder, back = tmp_path / "folder", emptied(runs["full"], tmp_path / "back")
@@ -101,6 +99,7 @@ def test_a_strange_folder_gets_its_position_from_the_step_that_is_told(runs, tmp
     assert before["num_tokens"] > after["num_tokens"] == 0
 
 
+@pytest.mark.full
 @pytest.mark.distributed
 def test_nothing_that_is_there_is_written_over(runs, tmp_path):
     with pytest.raises(UserError, match="is there already"):

@@ -36,7 +36,7 @@ task: {name: sft}
 train: {global_batch_size: 4, microbatch_size: 2, steps: 6, learning_rate: 1e-2}
 evaluate: {every_steps: 3}
 checkpoint: {every_steps: 2}
-report: {console: plain}
+report: {console: plain, log_every_steps: 1}
 """
 
 
@@ -125,7 +125,7 @@ def test_damage_while_a_run_trains_stops_it_before_the_step_and_the_same_command
 
     with monkeypatch.context() as patched:
         patched.setattr(loop, "advance", and_damage)
-        with pytest.raises(TrainingError, match=r"(?s)is not taken, for its data are damaged.*train\.jsonl, row \d+"):
+        with pytest.raises(TrainingError, match=r"(?s)is not taken because its data is damaged.*train\.jsonl, row \d+"):
             run("stopped", "evaluate={}")
     assert asides(job) == 1
     got, said = run("stopped", "evaluate={}")

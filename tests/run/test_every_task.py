@@ -1,22 +1,17 @@
 """Every task trains alike under every strategy, and what it exports gives the metric of its last evaluation again.
 
-The jobs of one strategy share a launch. Here each strategy takes one variant of each; `benchmarks/task_matrix.py` takes
-all of them.
+The jobs of one strategy share a launch. By default each strategy takes one variant of each job; the slow tier takes
+all the others.
 """
-
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-ROOT = Path(__file__).parents[2]
-sys.path.append(str(ROOT / "benchmarks"))  # for the cases, which the table there has in common with these tests
-from task_cases import CASES  # noqa: E402
-from task_runs import launch, prepare  # noqa: E402
+from tests.task_cases import CASES
+from tests.task_cases.runs import launch, prepare
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.distributed, pytest.mark.full, pytest.mark.timeout(1800)]
 
 VARIANT = {"ddp": "full", "fsdp2": "lora", "zero2": "lora", "zero3": "full"}
 
@@ -25,16 +20,26 @@ ALSO = {("sft", "zero3"): "lora"}
 
 
 def variant_of(case, strategy: str) -> str:
-    """Return the variant that the strategy takes of the case: its only one, where there are not both."""
+    """Return the variant that the strategy takes of the case by default: its only one, where there are not both."""
     chosen = ALSO.get((case.name, strategy), VARIANT[strategy])
     return chosen if chosen in case.variants else next(iter(case.variants))
 
 
+def is_slow(case, variant: str, strategy: str) -> bool:
+    """Tell whether the run is left to the slow tier."""
+    return case.is_extra or variant != variant_of(case, strategy)
+
+
 RUNS = [
-    (case, variant_of(case, strategy), strategy)
+    pytest.param(
+        *(case, variant, strategy),
+        id=f"{case.name}-{variant}-{strategy}",
+        marks=[pytest.mark.slow] if is_slow(case, variant, strategy) else [],
+    )
     for strategy in VARIANT
     for case in CASES
-    if not case.is_extra and (variant_of(case, strategy), strategy) not in case.exempt
+    for variant in case.variants
+    if (variant, strategy) not in case.exempt
 ]
 
 
@@ -47,22 +52,29 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def runs(folder):
-    """What the cases have left behind, by strategy (`single`: one process), case and variant; each launched once."""
+    """The runs of a strategy (`single`: one process) in a tier, by case and variant; each tier is launched once."""
     launched = {}
 
-    def of(strategy: str):
-        if strategy not in launched:
-            wanted = [(case, variant) for case, variant, name in RUNS if strategy in ("single", name)]
-            unique = list({(case.name, variant): (case, variant) for case, variant in wanted}.values())
-            launched[strategy] = launch(None if strategy == "single" else strategy, unique, folder)
-        return launched[strategy]
+    def of(strategy: str, *, slow: bool):
+        if (strategy, slow) not in launched:
+            if slow:
+                prepare([case for case in CASES if not (folder / case.name).exists()], folder)
+            tier = [run.values for run in RUNS if is_slow(*run.values) is slow]
+            wanted = {
+                (case.name, variant): (case, variant) for case, variant, name in tier if strategy in ("single", name)
+            }
+            name = f"{strategy}-slow" if slow else strategy
+            chosen = None if strategy == "single" else strategy
+            launched[strategy, slow] = launch(chosen, list(wanted.values()), folder, name=name)
+        return launched[strategy, slow]
 
     return of
 
 
-@pytest.mark.parametrize(("case", "variant", "strategy"), RUNS, ids=[f"{c.name}-{v}-{s}" for c, v, s in RUNS])
-def test_a_task_learns_alike_and_exports_what_it_has_measured(runs, folder, case, variant, strategy):
-    alone, spread = runs("single")[case.name, variant], runs(strategy)[case.name, variant]
+@pytest.mark.parametrize(("case", "variant", "strategy"), RUNS)
+def test_a_task_trains_alike_and_exports_what_it_has_measured(runs, folder, case, variant, strategy):
+    slow = is_slow(case, variant, strategy)
+    alone, spread = (runs(name, slow=slow)[case.name, variant] for name in ("single", strategy))
     assert spread.error is None
     assert len(alone.losses) >= 3
     assert spread.losses == pytest.approx(alone.losses, rel=1e-4)
@@ -75,7 +87,8 @@ def test_a_task_learns_alike_and_exports_what_it_has_measured(runs, folder, case
 def test_an_adapter_of_a_split_model_is_saved_as_that_of_one_process_is(runs, strategy):
     """The 40-byte adapter cannot happen (trl#4416, peft#2892)."""
     alone, spread = (
-        load_file(runs(name)["sft", "lora"].final / "adapter_model.safetensors") for name in ("single", strategy)
+        load_file(runs(name, slow=False)["sft", "lora"].final / "adapter_model.safetensors")
+        for name in ("single", strategy)
     )
     assert len(alone) == 2 * 14
     assert alone.keys() == spread.keys()

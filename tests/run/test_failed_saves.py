@@ -2,7 +2,7 @@
 
 import pytest
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.full]
 
 FULL = "; ".join(["save.write step=2 rank=1 do=no_space"] * 3)
 EVERY_SECOND = "checkpoint.every_steps=2"

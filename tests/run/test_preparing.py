@@ -3,6 +3,7 @@
 import pytest
 
 
+@pytest.mark.full
 @pytest.mark.distributed
 def test_training_waits_for_a_set_that_is_being_made_and_makes_it_when_its_maker_is_killed(begin, tmp_path):
     cache = tmp_path / "cache"

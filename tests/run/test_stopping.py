@@ -17,6 +17,7 @@ NO_EVALUATION = ["evaluate=null", "data.validation=null"]
 LONG = [*NO_EVALUATION, "train.steps=50000", "checkpoint.every_steps=40000", "report.log_every_steps=1000"]
 
 
+@pytest.mark.full
 @pytest.mark.distributed
 def test_sigterm_on_one_rank_saves_on_all_and_another_strategy_goes_on(launch):
     stopped = launch("ddp", name="signalled", overrides=SIGNAL_AT_STEP_2)
@@ -53,7 +54,7 @@ def test_sigterm_to_the_launcher_saves_on_all_ranks_and_the_same_command_continu
     assert run.checkpoints() == [*saved, f"step-{status['step']:06d}"]
     assert status["checkpoint"] == str(run.folder / "checkpoints" / run.checkpoints()[1])
     assert status["error"] is None
-    assert " ends because " not in run.output
+    assert " exits because " not in run.output
     (
         run.folder / "STOP"
     ).touch()  # found at once by the next launch: it ends before its first step, and obeys only once
@@ -76,6 +77,7 @@ def test_workers_whose_launcher_is_killed_save_and_end(begin):
     assert run.checkpoints() == [f"step-{status['step']:06d}"]
 
 
+@pytest.mark.full
 @pytest.mark.distributed
 def test_sigterm_during_a_save_lets_it_end_and_a_nan_on_one_rank_is_left_out_on_all(launch):
     overrides = [*NO_EVALUATION, "train.steps=20", "checkpoint.every_steps=4", "train.nonfinite.action=skip"]
@@ -90,6 +92,7 @@ def test_sigterm_during_a_save_lets_it_end_and_a_nan_on_one_rank_is_left_out_on_
     assert len(skipped["sample_ids"]) == 4  # those of the one rank
 
 
+@pytest.mark.full
 @pytest.mark.distributed
 def test_a_stop_that_is_asked_for_during_the_start_ends_the_run_at_once(begin):
     early = begin(None, name="early-stop", overrides=NO_EVALUATION)
@@ -141,6 +144,7 @@ def test_what_the_run_is_stands_in_its_folder(launch):
     assert facts["packages"]["torch"]
 
 
+@pytest.mark.full
 @pytest.mark.distributed
 def test_early_stopping_exports_and_does_not_start_again(launch):
     hopeless = [
@@ -161,6 +165,6 @@ def test_every_step_before_a_nan_is_in_the_event_log(launch):
     run = launch(None, name="nan", overrides=["train.learning_rate=1e6", "report.log_every_steps=50", *NO_EVALUATION])
     assert run.code == 1
     assert "is not finite" in run.output
-    assert "Training rows concerned: " in run.output and "train.jsonl, row " in run.output
+    assert "Training rows: " in run.output and "train.jsonl, row " in run.output
     assert "Traceback" not in run.output
     assert len(run.losses()) >= 1

@@ -8,7 +8,7 @@ import pytest
 from finetune.runtime.files.remote import RemoteFolder
 from tests.run.staging import NotedRemote
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.full]
 
 
 @pytest.fixture(scope="module")

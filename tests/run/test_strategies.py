@@ -15,16 +15,14 @@ from finetune.run.build.data import make_training_data
 
 ROOT = Path(__file__).parents[2]
 LORA = "model.lora={rank: 4, alpha: 8}"
+full = pytest.mark.full
 STRATEGIES = [
     ("ddp", 2),
-    ("fsdp1", 2),
     ("fsdp2", 2),
-    ("hsdp", 4),
-    ("zero1", 2),
     ("zero2", 2),
     ("zero3", 2),
-    ("zero2_offload", 2),
-    ("zero3_offload", 2),
+    *(pytest.param(name, 2, marks=full) for name in ("fsdp1", "zero1", "zero2_offload", "zero3_offload")),
+    pytest.param("hsdp", 4, marks=full),
 ]
 KINDS = {"full": [], "lora": [LORA]}
 
@@ -104,6 +102,19 @@ def test_losses_norms_and_export_equal_one_process(launch, straight, job, strate
 
 
 @pytest.mark.distributed
+@pytest.mark.parametrize("strategy", ["ddp", *(pytest.param(name, marks=full) for name in ("fsdp2", "zero2", "zero3"))])
+def test_fresh_interpreters_give_the_very_losses_of_forked_ranks(launch, strategy):
+    """What `accelerate launch` starts for a user, and what these tests start to save the imports."""
+    cold = launch(strategy, name=f"cold-{strategy}", is_cold=True)
+    warm = launch(strategy, name=f"warm-{strategy}")
+    assert cold.code == warm.code == 0, cold.output + warm.output
+    assert cold.losses() == warm.losses() and len(warm.losses()) == 8
+    assert cold.norms() == warm.norms()
+    assert cold.last_metrics() == warm.last_metrics()
+
+
+@full
+@pytest.mark.distributed
 @pytest.mark.parametrize("kind", KINDS)
 def test_layers_kept_whole_and_asked_for_early_change_no_number(launch, straight, tmp_path, kind):
     """Three of four microbatches of a rank are no step's last: layers stay whole through them."""
@@ -117,6 +128,7 @@ def test_layers_kept_whole_and_asked_for_early_change_no_number(launch, straight
     assert run.norms() == pytest.approx(straight[kind].norms(), rel=1e-4)
 
 
+@full
 @pytest.mark.distributed
 def test_fewer_rows_than_ranks_are_each_counted_once(launch):
     """One row for two ranks: one of them evaluates a filler without targets; the metrics are those of one process."""

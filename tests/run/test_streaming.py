@@ -40,6 +40,7 @@ def overrides(folder, **settings):
     return [*NOTHING_ELSE, mix, batching, f"train.steps={NUM_STEPS}", "train.microbatch_size=2", *named]
 
 
+@pytest.mark.full
 @pytest.mark.distributed
 def test_a_stream_within_a_mix_goes_on_anywhere_at_the_very_next_sample(launch, parts):
     """Packed, too; and neither of the later starts finds anything of the stream that the one before has prepared."""
@@ -64,6 +65,7 @@ def test_a_stream_within_a_mix_goes_on_anywhere_at_the_very_next_sample(launch, 
     assert 0 < len(list(windows.iterdir())) <= 6  # however many were prepared
 
 
+@pytest.mark.full
 @pytest.mark.distributed
 def test_a_refused_row_ends_all_ranks_with_one_message(launch, parts):
     settings = {"data__cache_folder": f"{parts}/cache-refused"}

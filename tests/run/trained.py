@@ -19,7 +19,7 @@ OVERRIDES = {
 
 
 def stay(code, **_):
-    """Take the place of `ranks.leave`: what it would do afterwards is done, and the process goes on."""
+    """Take the place of `distributed.shut_down`: what it would do afterwards is done, and the process goes on."""
     return code
 
 

@@ -1,4 +1,4 @@
-import builtins
+import gc
 import sys
 import threading
 
@@ -43,11 +43,53 @@ def test_a_module_that_is_missing_is_missed_when_it_is_used():
         part.answer()
 
 
-def test_imports_are_ordinary_again_afterwards():
-    before = builtins.__import__
+def test_a_module_of_a_package_that_imports_what_is_looked_up_in_it(package, tmp_path):
+    (tmp_path / "slow" / "__init__.py").write_text(
+        "import importlib\ndef __getattr__(name):\n"
+        "    if name.startswith('_'): raise AttributeError(name)\n"
+        "    return importlib.import_module(f'slow.{name}')\n"
+    )
+    import slow
+
+    with lazily():
+        import slow.part as part
+    assert "slow.part" not in sys.modules
+    assert part.answer() == 42
+    assert slow.part is sys.modules["slow.part"]
+
+
+def test_a_module_that_has_been_imported_is_itself(package):
+    from slow import part
+
+    with lazily():
+        from slow import part as again
+    assert again is part
+
+
+def test_imports_are_ordinary_again_afterwards(package):
+    before = list(sys.meta_path)
     with pytest.raises(ZeroDivisionError), lazily():
         raise ZeroDivisionError
-    assert builtins.__import__ is before
+    with lazily():
+        from slow import part as lazy
+    assert sys.meta_path == before
+    import slow.part
+
+    assert type(slow.part) is not type(lazy)
+    assert slow.part.answer() == lazy.answer() == 42
+
+
+def test_what_a_command_imports_is_never_looked_at_by_the_garbage_collector(package):
+    threshold, num_frozen = gc.get_threshold(), gc.get_freeze_count()
+    with lazily(freeze=True):
+        from slow import part
+    assert gc.get_freeze_count() == num_frozen
+    try:
+        assert part.answer() == 42
+        assert gc.get_freeze_count() > num_frozen
+        assert gc.get_threshold() == threshold
+    finally:
+        gc.unfreeze()
 
 
 def test_another_thread_imports_at_once():

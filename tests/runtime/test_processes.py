@@ -11,9 +11,9 @@ from finetune.runtime.processes import ELASTIC_VARIABLE, is_launcher, launch_id
 
 CHILD = """
 import signal, sys
-from finetune.runtime.processes import end_with_launcher
+from finetune.runtime.processes import stop_with_launcher
 signal.signal(signal.SIGTERM, lambda number, frame: (print("told", flush=True), sys.exit()))
-end_with_launcher()
+stop_with_launcher()
 print("ready", flush=True)
 while sys.stdin.readline():
     print("lives", flush=True)
@@ -72,7 +72,7 @@ def test_a_launch_has_one_name_for_all_its_processes_and_another_launch_has_anot
 
 PROGRAM = """
 import atexit, sys, threading, time
-from finetune.runtime.processes import leave_process
+from finetune.runtime.processes import exit_process
 
 def fail():
     raise RuntimeError("a handler fails")
@@ -97,18 +97,18 @@ def ended():
 
 
 def test_handlers_run_last_first_and_one_that_fails_keeps_no_other(ended):
-    code, said, complaint = ended("leave_process(3)")
+    code, said, complaint = ended("exit_process(3)")
     assert code == 3
     assert said == ["at work", "registered last", "registered first"]
     assert "a handler fails" in complaint
 
 
 def test_a_handler_that_never_ends_is_left_after_a_while(ended):
-    code, said, complaint = ended("atexit.register(time.sleep, 60); leave_process(3, seconds=0.2)")
+    code, said, complaint = ended("atexit.register(time.sleep, 60); exit_process(3, seconds=0.2)")
     assert (code, said) == (3, ["at work"])
     assert "what was registered with atexit took more than 0.2 s" in complaint
 
 
 def test_another_thread_ends_the_process_at_once(ended):
-    code, said, _ = ended("threading.Thread(target=leave_process, args=(3,)).start(); time.sleep(60)")
+    code, said, _ = ended("threading.Thread(target=exit_process, args=(3,)).start(); time.sleep(60)")
     assert (code, said) == (3, ["at work"])

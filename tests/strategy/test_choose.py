@@ -81,8 +81,8 @@ def test_an_offloaded_optimizer_must_be_adamw():
 @pytest.mark.parametrize(
     ("environment", "wish", "message"),
     [
-        ({"zero_stage": 2}, {"keeps_average": True}, "train.average needs our optimizer"),
-        ({"zero_stage": 3}, {"unfreezes": True}, "train.unfreeze needs our optimizer"),
+        ({"zero_stage": 2}, {"averages_weights": True}, "train.average needs our optimizer"),
+        ({"zero_stage": 3}, {"unfreezes_later": True}, "train.unfreeze needs our optimizer"),
         ({"zero_stage": 2}, {"optimizer": "muon"}, "ddp.yaml or fsdp2.yaml"),
         ({"fsdp_version": 1}, {"optimizer": "muon"}, "whole matrices"),
     ],

@@ -10,7 +10,7 @@ from finetune.data.batch import IGNORED
 from finetune.data.encoding.image_conversation import images_of
 from finetune.data.images.stored_image import StoredImage
 from finetune.errors import DataError
-from finetune.task.generation.decoding import generate, image_decode_state
+from finetune.task.generation.decoding import generate
 from finetune.task.protocol import TaskContext
 from finetune.task.registry import build_task
 from tests.data.picture_processors import llava, picture, qwen, smolvlm
@@ -147,7 +147,7 @@ def test_a_batch_without_images_shows_a_blank_one_that_does_not_count(task):
 def test_every_parameter_that_a_model_reads_has_a_gradient_without_any_image(task, model):
     batch = task.collate(encoded(task, NONE))
     model.zero_grad()
-    task.loss_sum(model, batch).backward()
+    task.loss_sums(model, batch)["loss_sum"].backward()
     of_images = {n: p.grad for n, p in model.named_parameters() if "vision" in n or "visual" in n}
     found = {n: grad for n, grad in of_images.items() if grad is not None}
     assert len(found) > len(of_images) / 2
@@ -157,24 +157,27 @@ def test_every_parameter_that_a_model_reads_has_a_gradient_without_any_image(tas
 def test_the_loss_of_rows_together_is_that_of_the_rows_alone(task, model):
     features = encoded(task, ONE, NONE, TWO)
     with torch.no_grad():
-        together = task.loss_sum(model, task.collate(features))
-        alone = sum(task.loss_sum(model, task.collate([each])) for each in features)
+        together = task.loss_sums(model, task.collate(features))["loss_sum"]
+        alone = sum(task.loss_sums(model, task.collate([each]))["loss_sum"] for each in features)
     assert together.item() == pytest.approx(alone.item(), rel=1e-5)
 
 
 def test_the_answer_depends_on_the_image(task, model):
     dark, bright = (task.collate(encoded(task, row(picture(40, 40, seed=seed)))) for seed in (3, 4))
     with torch.no_grad():
-        assert task.loss_sum(model, dark).item() != pytest.approx(task.loss_sum(model, bright).item(), rel=1e-6)
+        assert task.loss_sums(model, dark)["loss_sum"].item() != pytest.approx(
+            task.loss_sums(model, bright)["loss_sum"].item(), rel=1e-6
+        )
 
 
 @pytest.mark.parametrize("shown", [ONE, TWO, NONE], ids=["one", "two", "none"])
 def test_an_answer_is_what_transformers_generates(task, model, shown):
     (features,) = encoded(task, shown)
     prompt = task.prompt(features)
-    state = image_decode_state(model, prompt, pad_id=task.pad_id, device=torch.device("cpu"))
-    wish = {"max_new_tokens": 6, "device": torch.device("cpu"), "all_finished": lambda done: done}
-    (answer,) = generate(model, [prompt.input_ids], pad_id=task.pad_id, stop_ids=frozenset(), state=state, **wish)
+    settings = {"pad_id": task.pad_id, "max_new_tokens": 6, "device": torch.device("cpu")}
+    (answer,) = generate(model, [prompt], stop_ids=frozenset(), **settings)
+    (stopped,) = generate(model, [prompt], stop_ids=frozenset({answer[2]}), **settings)
+    assert stopped == answer[: answer.index(answer[2]) + 1]
     text = task._processor.apply_chat_template(_in_parts(shown)[:1], add_generation_prompt=True)
     inputs = task._processor(
         text=[text], images=[images_of(features)] if shown["images"] else None, return_tensors="pt"
@@ -188,8 +191,8 @@ def test_a_prompt_ends_before_the_last_answer_and_knows_it(task):
     words = task.tokenizer
     assert words.decode(list(prompt.input_ids)).endswith("<|im_start|>assistant\n")
     assert words.decode(list(prompt.reference_ids)) == "a cat<|im_end|>"
-    assert not prompt.beside
-    assert task.prompt(encoded(task, NONE)[0]).beside
+    assert not prompt.companion_ids
+    assert task.prompt(encoded(task, NONE)[0]).companion_ids
 
 
 def test_a_row_without_turns_is_refused(task):

@@ -21,23 +21,22 @@ from finetune.runtime.progress import MAX_STEPS
 
 @dataclass(frozen=True)
 class RunFingerprint:
-    """What a checkpoint remembers of the run that wrote it, in words fit for a message."""
+    """What a checkpoint records about the run that wrote it, as text that messages can show."""
 
-    identity: Mapping[str, str]  # what changes the maths: a run that continues it must have the same
-    settings: Mapping[str, str]  # the rest of the config: may differ, and is listed when it does
-    origin: Mapping[str, str]  # `strategy` and `processes`: where it comes from, of no consequence
+    identity: Mapping[str, str]  # what changes the training result: a resumed run must have the same
+    settings: Mapping[str, str]  # the rest of the config: may differ, and differences are listed
+    origin: Mapping[str, str]  # `strategy` and `processes` of the run: any other may resume
 
 
 FORMAT_VERSION = 2
 
 MANIFEST_DIGEST_KEY = "sha256"
-"""The manifest's key for its own digest; manifests from before there was one lack it."""
+"""The manifest's key for its own digest; the oldest manifests have none."""
 
 BLOCK_BYTES = 1 << 20  # stays in a core's cache between reading and digesting
 
-
 _MAX_BYTES = 64 << 20
-_MAX_CREATED = 1e11  # unix seconds, the year 5138: what comes later is no date
+_MAX_CREATED = 1e11  # unix seconds, the year 5138: anything later is not a date
 
 STRICT = ConfigDict(strict=True, extra="forbid")
 Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
@@ -45,7 +44,7 @@ _StringMap = dict[str, str]
 
 
 class OtherFormatError(CheckpointError):
-    """A checkpoint is of another format; it is not damaged, and nobody may set it aside."""
+    """The checkpoint has another format version; it is not damaged and must not be renamed or deleted."""
 
 
 @dataclass(frozen=True)
@@ -58,12 +57,12 @@ class FileChecksum:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint is of, and every other file in it."""
+    """What a checkpoint holds, with the checksum of every other file in it."""
 
     step: int
     run: RunFingerprint
-    metrics: Mapping[str, float]  # of an evaluation at this very step; empty without one
-    state_sha256: str  # of parameters, optimizer state, step and samples, however they are laid out in files
+    metrics: Mapping[str, float]  # of an evaluation at exactly this step; empty without one
+    state_sha256: str  # of parameters, optimizer state, step and samples, however they are split into files
     created: float  # unix seconds
     versions: Mapping[str, str]
     files: Mapping[str, FileChecksum]  # by relative path, with forward slashes
@@ -71,8 +70,8 @@ class Manifest:
 
     @property
     def size_bytes(self) -> int:
-        """Return the size of all files, the manifest itself left out."""
-        return sum(facts.size_bytes for facts in self.files.values())
+        """Return the size of all files except the manifest itself."""
+        return sum(checksum.size_bytes for checksum in self.files.values())
 
 
 @with_config(STRICT)
@@ -104,15 +103,15 @@ _SCHEMA = TypeAdapter(_StoredManifest)
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Write the manifest, whole or not at all, with a digest of its own."""
+    """Write the manifest atomically, with a digest of its own content."""
     value = asdict(manifest)
     atomic.write_json(folder / MANIFEST, value | {MANIFEST_DIGEST_KEY: manifest_digest(value)}, exact=True)
 
 
 def manifest_digest(value: Mapping[str, Any]) -> str:
-    """Return the SHA-256 of the manifest's JSON without its own digest: keys sorted, nothing between the tokens.
+    """Return the SHA-256 of the manifest's JSON without its own digest: keys sorted, no whitespace between tokens.
 
-    It is the same in every format, so that damage is told from a format that is not known.
+    It is computed alike in every format version, so that damage is distinguished from an unknown version.
     """
     rest = {name: each for name, each in value.items() if name != MANIFEST_DIGEST_KEY}
     return hashlib.sha256(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
@@ -121,33 +120,33 @@ def manifest_digest(value: Mapping[str, Any]) -> str:
 def read_manifest(folder: Path) -> Manifest:
     """Return the checkpoint's manifest; raises CheckpointError saying what is wrong with it.
 
-    OtherFormatError, one of these, says that it is whole and of another format: not damaged, and not to be touched.
+    Its subclass OtherFormatError means that the manifest is intact but of another format version: leave it alone.
     """
     path = folder / MANIFEST
     try:
         if not folder.is_dir():
-            raise CheckpointError(f"{folder}: there is no such folder")
+            raise CheckpointError(f"{folder}: no such folder")
         if not path.is_file():
-            raise CheckpointError(f"{folder}: there is no {MANIFEST}, so the checkpoint was never finished")
+            raise CheckpointError(f"{folder}: has no {MANIFEST}, so the checkpoint was never finished")
         return parse_manifest(read_regular(path, max_bytes=_MAX_BYTES), path=path)
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
 
 
 def read_manifest_of_step(path: Path) -> Manifest:
-    """Return the manifest; raises CheckpointError also where the folder is called after another step than its own."""
+    """Return the manifest; raises CheckpointError also if the folder is named after another step."""
     manifest, named = read_manifest(path), step_of(path)
     if named not in (None, manifest.step):
-        raise CheckpointError(f"{path}: the folder is called step {named} and its manifest says step {manifest.step}")
+        raise CheckpointError(f"{path}: the folder is named step {named}, but its manifest says step {manifest.step}")
     return manifest
 
 
 def parse_manifest(content: bytes, *, path: Path) -> Manifest:
-    """Return the manifest that these bytes of the file are; raises CheckpointError, OtherFormatError likewise."""
+    """Parse the content of a manifest file; raises as `read_manifest` does."""
     try:
         value = parse_json(content)
         if not isinstance(value, dict):
-            raise ValueError("it is no JSON object")
+            raise ValueError("it is not a JSON object")
         if MANIFEST_DIGEST_KEY in value and value[MANIFEST_DIGEST_KEY] != manifest_digest(value):
             raise CheckpointError(f"{path}: does not have the digest it was written with")
         _refuse_other_format(path, value)
@@ -162,7 +161,7 @@ def parse_manifest(content: bytes, *, path: Path) -> Manifest:
 
 
 def file_checksum(path: Path) -> FileChecksum:
-    """Return size and digest of the file, read from the disk in blocks."""
+    """Return size and SHA-256 of the file, read in blocks."""
     digest = hashlib.sha256()
     size, block = 0, memoryview(bytearray(BLOCK_BYTES))
     with path.open("rb", buffering=0) as file:
@@ -173,7 +172,7 @@ def file_checksum(path: Path) -> FileChecksum:
 
 
 def files_to_verify(manifest: Manifest, *, rank: int, world: int) -> list[str]:
-    """Return the files that a rank verifies."""
+    """Return the names of the files that this rank verifies."""
     return sorted(manifest.files)[rank::world]
 
 
@@ -182,9 +181,9 @@ def first_file_problem(
     expected: Mapping[str, FileChecksum],
     names: Iterable[str],
     *,
-    facts: Callable[[Path], FileChecksum] = file_checksum,
+    checksum_of: Callable[[Path], FileChecksum] = file_checksum,
 ) -> str | None:
-    """Return what is wrong with the first bad one of the named files, or None when all are as the manifest says."""
+    """Return what is wrong with the first bad one of the named files; None if all match the manifest."""
     for name in names:
         path = folder / name
         if path.is_symlink() or not path.is_file():
@@ -192,7 +191,7 @@ def first_file_problem(
         size = path.stat().st_size
         if size != expected[name].size_bytes:
             return f"{name} has {size} bytes instead of {expected[name].size_bytes}"
-        if facts(path) != expected[name]:
+        if checksum_of(path) != expected[name]:
             return f"{name} does not have the digest it was written with"
     return None
 
@@ -200,25 +199,28 @@ def first_file_problem(
 def _refuse_other_format(path: Path, value: Mapping[str, Any]) -> None:
     number = value.get("format_version")
     if not isinstance(number, int) or isinstance(number, bool):
-        raise ValueError("format_version: there is no such number")
+        raise ValueError("format_version: missing, or not a number")
     if number != FORMAT_VERSION:
         versions = value.get("versions")
         wrote = str(versions.get("finetune", "")) if isinstance(versions, dict) else ""
         raise OtherFormatError(
-            f"{path.parent}: is a checkpoint of format {number}, written by finetune {wrote or 'of another version'}; "
-            f"this finetune {__version__} reads format {FORMAT_VERSION}. Nothing was changed. Install finetune "
-            f"{wrote or 'as it was'} or a version that reads both, or name an older checkpoint in checkpoint.resume."
+            f"{path.parent}: a checkpoint of format {number}, written by finetune {wrote or 'of an unknown version'}; "
+            f"finetune {__version__} reads format {FORMAT_VERSION}. Nothing was changed. Install finetune "
+            f"{wrote or 'in the version that wrote it'}, or set checkpoint.resume to a checkpoint of format "
+            f"{FORMAT_VERSION}."
         )
 
 
 def _manifest(stored: Mapping[str, Any]) -> Manifest:
     run, members = stored["run"], stored["files"]
-    given = {"run": RunFingerprint(**run), "files": {name: FileChecksum(**facts) for name, facts in members.items()}}
-    return Manifest(**{**stored, **given})
+    parsed = {"run": RunFingerprint(**run), "files": {name: FileChecksum(**stored) for name, stored in members.items()}}
+    return Manifest(**{**stored, **parsed})
 
 
 def _refuse_unsafe_name(path: Path, name: str) -> None:
-    """Refuse a member outside the folder: a manifest may come from a stranger."""
+    """Refuse a file outside the folder: a manifest may come from an untrusted source."""
     parts = PurePosixPath(name).parts
     if not parts or name.startswith("/") or "\\" in name or ".." in parts or name == MANIFEST:
-        raise CheckpointError(f"{path}: names the file {name!r}, which is not a plain relative name. Do not trust it.")
+        raise CheckpointError(
+            f"{path}: lists the file {name!r}, which is not a plain relative path. Do not trust this checkpoint."
+        )

@@ -22,12 +22,12 @@ DTYPE_BYTES = {
     **{"F64": 8, "F32": 4, "F16": 2, "BF16": 2},
     **{"I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1},
 }
-"""Bytes of a number, by the safetensors format's name of its type."""
+"""Bytes of an element, by the safetensors name of its dtype."""
 
 _Count = Annotated[int, Field(ge=0, lt=2**63)]
 _Shape = Annotated[list[_Count], Field(max_length=64)]
 _Dtype = Literal["F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8", "U8", "BOOL"]
-_MAX_FLOAT32 = 3.4028234e38  # of float32, in which optimizers count
+_MAX_FLOAT32 = 3.4028234e38  # optimizers count in float32
 _Number = (
     Annotated[int, Field(ge=-(2**63), lt=2**63)]
     | Annotated[float, Field(ge=-_MAX_FLOAT32, le=_MAX_FLOAT32, allow_inf_nan=False)]
@@ -56,28 +56,28 @@ _SCALARS = TypeAdapter(_Scalars)
 
 @dataclass(frozen=True)
 class Metadata:
-    """What the small files of a checkpoint say."""
+    """The content of a checkpoint's JSON files other than the manifest."""
 
-    index: Mapping[str, Mapping[str, Any]]  # by the name that a tensor is stored under
+    index: Mapping[str, Mapping[str, Any]]  # by the stored name of a tensor
     scalars: Mapping[str, Any]
     progress: Mapping[str, Any]  # as `Progress.state_dict` gives it
 
 
 def read_metadata(path: Path, manifest: Manifest) -> Metadata:
-    """Return what index, scalars and progress say; their digests have been compared.
+    """Return index, scalars and progress, whose checksums the caller has compared.
 
-    Raises CheckpointError where they are not what a checkpoint of this manifest has, OtherFormatError where this
-    program does not know the progress's version.
+    Raises CheckpointError if they do not fit a checkpoint with this manifest, OtherFormatError if this program does not
+    know the version of the progress.
     """
     if missing := [name for name in layout.METADATA_FILES if name not in manifest.files]:
-        raise CheckpointError(f"{path}: {layout.MANIFEST} names no {missing[0]}, which every checkpoint has")
+        raise CheckpointError(f"{path}: {layout.MANIFEST} does not list {missing[0]}, which every checkpoint has")
     try:
         index = read_index(path, manifest)
         scalars = _parse(path, layout.SCALARS, _SCALARS)
         parameters = {entry["name"] for entry in index.values() if entry["key"] == "parameter"}
-        if strangers := scalars["optimizer"].keys() - parameters:
+        if unknown := scalars["optimizer"].keys() - parameters:
             raise CheckpointError(
-                f"{path}: {layout.SCALARS} has numbers of {min(strangers)[:80]!r}, which is no parameter"
+                f"{path}: {layout.SCALARS} has numbers of {min(unknown)[:80]!r}, which is not a parameter"
             )
         return Metadata(index, scalars, _progress(path, manifest))
     except OSError as error:
@@ -85,15 +85,15 @@ def read_metadata(path: Path, manifest: Manifest) -> Metadata:
 
 
 def read_index(path: Path, manifest: Manifest) -> Mapping[str, Mapping[str, Any]]:
-    """Return what the index says of each tensor; raises CheckpointError, or OSError where it cannot be read."""
+    """Return the index entry of each tensor; raises CheckpointError, or OSError if the file cannot be read."""
     index: Mapping[str, Mapping[str, Any]] = _parse(path, layout.INDEX, _INDEX)
     for stored, entry in index.items():
         if entry["file"] not in manifest.files or entry["file"] in layout.METADATA_FILES:
-            wrong = f"names the file {entry['file'][:80]!r}, which is not in the manifest"
+            wrong = f"lists the file {entry['file'][:80]!r}, which is not in the manifest"
         elif stored != _stored_name(entry):
-            wrong = f"calls a tensor of {entry['name'][:80]!r} {stored[:80]!r}"
+            wrong = f"stores a tensor of {entry['name'][:80]!r} under the name {stored[:80]!r}"
         elif _size_bytes(entry) > manifest.files[entry["file"]].size_bytes:
-            wrong = f"gives {stored[:80]!r} more numbers than {entry['file']} has room for"
+            wrong = f"gives {stored[:80]!r} more elements than fit into {entry['file']}"
         else:
             continue
         raise CheckpointError(f"{path}: {layout.INDEX} {wrong}")
@@ -101,21 +101,21 @@ def read_index(path: Path, manifest: Manifest) -> Mapping[str, Mapping[str, Any]
 
 
 def header_problem(path: Path, name: str, index: Mapping[str, Mapping[str, Any]]) -> str | None:
-    """Return what is wrong with the header of a tensor file, as a sentence, or None where it is as the index says."""
+    """Return what is wrong with the header of a tensor file, as a sentence; None if it matches the index."""
     wanted = {stored: entry for stored, entry in index.items() if entry["file"] == name}
     if not wanted:
         return None
     try:
         with safe_open(path / name, framework="np") as file:
-            slices = {stored: file.get_slice(stored) for stored in file.keys()}  # noqa: SIM118  # it is no mapping
+            slices = {stored: file.get_slice(stored) for stored in file.keys()}  # noqa: SIM118  # not a mapping
             found = {stored: (each.get_dtype(), each.get_shape()) for stored, each in slices.items()}
     except (OSError, SafetensorError) as error:
-        return f"{name} is no safetensors file: {error}"
+        return f"{name} is not a safetensors file: {error}"
     if found.keys() != wanted.keys():
-        return f"{name} holds other tensors than {layout.INDEX} says"
+        return f"{name} does not hold the tensors listed in {layout.INDEX}"
     for stored, entry in wanted.items():
         if found[stored] != (entry["dtype"], entry["shape"]):
-            return f"{name} holds {stored[:80]!r} in another shape or type than {layout.INDEX} says"
+            return f"{name} holds {stored[:80]!r} with another shape or dtype than {layout.INDEX} says"
     return None
 
 
@@ -123,26 +123,26 @@ def _parse(path: Path, name: str, schema: TypeAdapter[Any]) -> Any:
     try:
         return parse_as(schema, read_regular(path / name))
     except ValueError as error:
-        raise CheckpointError(f"{path}: {name} is not what a checkpoint has there: {error}") from None
+        raise CheckpointError(f"{path}: {name} is invalid: {error}") from None
 
 
 def _progress(path: Path, manifest: Manifest) -> Mapping[str, Any]:
     try:
         progress = parse_progress(read_regular(path / layout.PROGRESS))
         if progress.step != manifest.step:
-            raise ValueError(f"it is of step {progress.step}, the manifest of step {manifest.step}")
+            raise ValueError(f"it is for step {progress.step}, but the manifest for step {manifest.step}")
     except UnsupportedVersion as error:
-        wrote = manifest.versions.get("finetune", "of another version")
+        wrote = manifest.versions.get("finetune", "(unknown version)")
         raise OtherFormatError(
-            f"{path}: {error}. Nothing was changed. Install finetune {wrote}, which wrote it, to continue from it."
+            f"{path}: {error}. Nothing was changed. Install finetune {wrote}, which wrote it, to resume from it."
         ) from None
     except ValueError as error:
-        raise CheckpointError(f"{path}: {layout.PROGRESS} is not what a checkpoint has there: {error}") from None
+        raise CheckpointError(f"{path}: {layout.PROGRESS} is invalid: {error}") from None
     return progress.state_dict()
 
 
 def _stored_name(entry: Mapping[str, Any]) -> str:
-    """Return the name in the file, as `TensorRecord.stored_name` gives it."""
+    """Return the name in the file, equal to `TensorRecord.stored_name`."""
     return str(entry["name"]) if entry["key"] in ("parameter", "buffer") else f"{entry['name']}/{entry['key']}"
 
 
@@ -154,10 +154,11 @@ def _size_bytes(entry: Mapping[str, Any]) -> int:
 def state_digest(
     index: Mapping[str, Mapping[str, Any]], *, scalars: Mapping[str, Mapping[str, Any]], step: int, samples: str
 ) -> str:
-    """Return the SHA-256 over what a checkpoint is of; ranks, strategy, files and their order make no difference.
+    """Return the SHA-256 of a training state; ranks, strategy, files and their order make no difference.
 
-    `index` and `scalars` are what the files of these names hold, `samples` is the progress's `samples_sha256`. Lines:
-    `name dtype shape sha256` of each tensor, by name; then `step` and every number of optimizer and loss scale.
+    Equal for two checkpoints from which training continues identically. `index` and `scalars` are the content of the
+    files of these names, `samples` is the `samples_sha256` of the progress. Digested are the lines `name dtype shape
+    sha256` of each tensor, by name; then `step` and every number of optimizer and loss scale.
     """
     lines = [
         f"{name} {entry['dtype']} {list(entry['shape'])} {entry['sha256']}" for name, entry in sorted(index.items())
@@ -169,5 +170,5 @@ def state_digest(
 
 
 def _numbers(values: Mapping[str, float]) -> dict[str, float]:
-    """Return the numbers as floats: what counts in whole numbers here does so in floats under another strategy."""
+    """Return the numbers as floats: a counter may be an integer under one strategy and a float under another."""
     return {name: float(value) for name, value in values.items()}

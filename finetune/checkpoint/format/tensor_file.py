@@ -22,7 +22,7 @@ BUFFER = "buffer"
 """The key of a persistent buffer's value."""
 
 MODEL_KEYS = frozenset({PARAMETER, BUFFER})
-"""Keys of what a model consists of; everything else belongs to the optimizer."""
+"""Keys of the tensors of a model; all others belong to the optimizer."""
 
 DTYPES = {
     "F64": torch.float64,
@@ -36,65 +36,63 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-"""The safetensors format's names of types."""
+"""The dtypes by their safetensors names."""
 
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
+_ALIGNMENT = 8
 
 
 @dataclass(frozen=True)
 class TensorRecord:
-    """One tensor of the training state, free of how it is spread over ranks."""
+    """One tensor of the training state, independent of how it is sharded."""
 
     name: str  # canonical name of the parameter or buffer
-    key: str  # PARAMETER, BUFFER or the optimizer's word
+    key: str  # PARAMETER, BUFFER or the key in the optimizer's state
     shape: tuple[int, ...]
     dtype: str  # a key of DTYPES
 
     @property
     def stored_name(self) -> str:
-        """Return the name in the file: the parameter's own, or `<parameter>/<optimizer's word>`."""
+        """Return the name in the file: the parameter's own, or `<parameter>/<key of its optimizer state>`."""
         return self.name if self.key in MODEL_KEYS else f"{self.name}/{self.key}"
 
     @property
     def part(self) -> str:
-        """Return the folder it is kept in."""
+        """Return the folder of the checkpoint in which it is stored."""
         return "model" if self.key in MODEL_KEYS else "optimizer"
 
     @property
     def num_elements(self) -> int:
-        """Return the number of elements of the whole tensor."""
+        """Return the number of elements of the full tensor."""
         return math.prod(self.shape)
 
     @property
     def size_bytes(self) -> int:
-        """Return the size of the whole tensor."""
+        """Return the size of the full tensor."""
         return self.num_elements * DTYPES[self.dtype].itemsize
 
 
 def dtype_code(dtype: torch.dtype) -> str:
-    """Return the safetensors format's name of the type; raises KeyError for one that it does not have."""
+    """Return the safetensors name of the dtype; raises KeyError for a dtype without one."""
     return _CODES[dtype]
 
 
-_ALIGNMENT = 8
-
-
 class TensorFile:
-    """A safetensors file in the making: the records are known from the start, their values come in the same order.
+    """A safetensors file being written: the records are known from the start, and values arrive in their order.
 
-    Format: https://huggingface.co/docs/safetensors (8 bytes of header length, a JSON header, the values one by one).
+    Format: https://huggingface.co/docs/safetensors (8 bytes of header length, a JSON header, the values in sequence).
     """
 
     def __init__(self, path: Path, records: Sequence[TensorRecord]) -> None:
-        self._waiting = list(reversed(records))
+        self._missing = list(reversed(records))
         self._digest = hashlib.sha256()
         self._size_bytes = 0
         self._file = path.open("xb")
         self._write(_header(records))
 
     def add(self, tensor: Tensor) -> str:
-        """Write the next record's value and return its own SHA-256."""
-        record = self._waiting.pop()
+        """Write the value of the next record and return its SHA-256."""
+        record = self._missing.pop()
         flat = tensor.detach().cpu().to(DTYPES[record.dtype]).contiguous().reshape(-1)
         assert flat.numel() == record.num_elements, f"{record} got {flat.numel()} elements"
         values = flat.view(torch.uint8).numpy().data if flat.numel() else b""
@@ -102,15 +100,15 @@ class TensorFile:
         return hashlib.sha256(values).hexdigest()
 
     def close(self) -> FileChecksum:
-        """Bring the file to the disk and return its size and the digest of what was meant to be written."""
-        assert not self._waiting, f"{len(self._waiting)} tensors were not written"
+        """Fsync the file and return size and SHA-256 of what was passed to be written."""
+        assert not self._missing, f"{len(self._missing)} tensors were not written"
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
         return FileChecksum(self._size_bytes, self._digest.hexdigest())
 
     def abandon(self) -> None:
-        """Close the file as it is, also where there is no room for what is still to be flushed."""
+        """Close the file as it is, also if the disk is too full to flush it."""
         with suppress(OSError):
             self._file.close()
 
@@ -132,11 +130,11 @@ def read_range(file: Any, record: TensorRecord, *, start: int, stop: int) -> Ten
     return rows.reshape(-1)[start - first * row : stop - first * row]
 
 
-def parse_safetensors(whole: Tensor) -> dict[str, Tensor]:
-    """Return the tensors, flat, as they lie in all bytes of a file: no copies."""
-    size = int.from_bytes(bytes(whole[:8].tolist()), "little")
-    entries = json.loads(bytes(whole[8 : 8 + size].tolist()))
-    values = whole[8 + size :]
+def parse_safetensors(content: Tensor) -> dict[str, Tensor]:
+    """Return the tensors in the bytes of a safetensors file, flat and without copying."""
+    size = int.from_bytes(bytes(content[:8].tolist()), "little")
+    entries = json.loads(bytes(content[8 : 8 + size].tolist()))
+    values = content[8 + size :]
     return {
         name: values[slice(*entry["data_offsets"])].view(DTYPES[entry["dtype"]])
         for name, entry in entries.items()
@@ -148,8 +146,8 @@ def _header(records: Sequence[TensorRecord]) -> bytes:
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for record in records:
-        place = [offset, offset + record.size_bytes]
-        entries[record.stored_name] = {"dtype": record.dtype, "shape": list(record.shape), "data_offsets": place}
+        offsets = [offset, offset + record.size_bytes]
+        entries[record.stored_name] = {"dtype": record.dtype, "shape": list(record.shape), "data_offsets": offsets}
         offset += record.size_bytes
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNMENT)

@@ -19,49 +19,50 @@ CAUSES: Mapping[str, tuple[str, ...]] = {
     ),
     "tokenizer": ("model.tokenizer", "data.chat_template"),
 }
-"""Settings that may be why a digest differs, by the beginnings of their names."""
+"""Settings that may explain why a digest differs, by the prefixes of their names."""
 
 
 def check_changes(path: Path, saved: RunFingerprint, *, wanted: RunFingerprint, allowed: Sequence[str]) -> list[str]:
-    """Return sentences about what has changed since the checkpoint; raises CheckpointError for what must not have.
+    """Return messages about what changed since the checkpoint; raises CheckpointError for a change that is not allowed.
 
-    What alters the maths has to be in `allowed`; a name there that has not changed is told as well.
+    A change of `identity`, which alters the training result, must be in `allowed`. A name in `allowed` that did not
+    change is reported, too.
     """
     identity = differences(comparable_config(saved.identity), wanted.identity)
     settings = differences(comparable_config(saved.settings), wanted.settings)
     refused = {name: pair for name, pair in identity.items() if name not in allowed or name in NEVER_ALLOWED}
     if refused:
-        wished = [name for name in identity if name in allowed]
-        raise CheckpointError(_refusal(path, refused, settings=settings, already_allowed=wished))
-    sentences = []
+        already_allowed = [name for name in identity if name in allowed]
+        raise CheckpointError(_refusal(path, refused, settings=settings, already_allowed=already_allowed))
+    messages = []
     if identity:
-        sentences.append(f"changed since the checkpoint, as checkpoint.allow_changes says: {_arrows(identity)}")
+        messages.append(f"changed since the checkpoint, allowed by checkpoint.allow_changes: {_arrows(identity)}")
     if settings:
-        sentences.append(f"changed since the checkpoint: {_arrows(settings)}")
-    idle = [name for name in allowed if name not in identity]
-    if idle:
-        sentences.append(f"checkpoint.allow_changes: nothing to allow, as in the checkpoint: {', '.join(idle)}")
-    return sentences
+        messages.append(f"changed since the checkpoint: {_arrows(settings)}")
+    unused = [name for name in allowed if name not in identity]
+    if unused:
+        messages.append(f"checkpoint.allow_changes: has no effect, unchanged since the checkpoint: {', '.join(unused)}")
+    return messages
 
 
 def refuse_existing_checkpoint(newest: Path | None) -> None:
-    """Raise CheckpointError where there is a checkpoint although the run is never to continue."""
+    """Raise CheckpointError if there is a checkpoint although `checkpoint.resume` is `never`."""
     if newest is not None:
         raise CheckpointError(
-            f"checkpoint.resume: never, but there is {newest}. "
-            "Write `auto` to continue from it, or another run.folder to start anew."
+            f"checkpoint.resume is `never`, but {newest} exists. "
+            "Write `auto` to resume from it, or another run.folder to start from scratch."
         )
 
 
-def differences(there: Mapping[str, str], here: Mapping[str, str]) -> dict[str, tuple[str, str]]:
-    """Return what differs, with the value there and here; of a section that came or went only its own name.
+def differences(saved: Mapping[str, str], wanted: Mapping[str, str]) -> dict[str, tuple[str, str]]:
+    """Return what differs, with the saved and the wanted value; of a section added or removed, only its own name.
 
     >>> differences({"lora": "written", "lora.rank": "8"}, {"lora": "null"})
     {'lora': ('written', 'null')}
     """
-    names = [name for name in {**there, **here} if there.get(name) != here.get(name)]
+    names = [name for name in {**saved, **wanted} if saved.get(name) != wanted.get(name)]
     outermost = [name for name in names if not any(name.startswith(f"{other}.") for other in names)]
-    return {name: (there.get(name, ABSENT), here.get(name, ABSENT)) for name in outermost}
+    return {name: (saved.get(name, ABSENT), wanted.get(name, ABSENT)) for name in outermost}
 
 
 def _refusal(
@@ -71,23 +72,29 @@ def _refusal(
     settings: Mapping[str, tuple[str, str]],
     already_allowed: Sequence[str],
 ) -> str:
-    lines = [f"{path} was written by a run that learns otherwise"]
-    for name, (there, here) in refused.items():
-        lines.append(f"  {name}: {_shorten(there)} there, {_shorten(here)} here")
+    lines = [f"{path} was written by a run with other training settings"]
+    for name, values in refused.items():
+        lines.append(f"  {_difference(name, values)}")
         causes = [key for key in settings if name in CAUSES and key.startswith(CAUSES[name])]
-        lines += [f"    {key}: {_shorten(settings[key][0])} there, {_shorten(settings[key][1])} here" for key in causes]
+        lines += [f"    {_difference(key, settings[key])}" for key in causes]
     never = [name for name in refused if name in NEVER_ALLOWED]
     if never:
         lines += [f"{name} cannot be changed: {NEVER_ALLOWED[name]}." for name in never]
-        lines.append("Restore what is there, or write another run.folder to start anew.")
+        lines.append("Restore the values of the checkpoint, or write another run.folder to start from scratch.")
     else:
-        lines.append("To go back, restore what is there. To go on with the change, write")
+        lines.append("Restore the values of the checkpoint, or write another run.folder to start from scratch, or, to")
+        lines.append("resume with the new values, write")
         lines.append(f"  checkpoint.allow_changes: [{', '.join(dict.fromkeys([*already_allowed, *refused]))}]")
     return "\n".join(lines)
 
 
+def _difference(name: str, values: tuple[str, str]) -> str:
+    saved, wanted = values
+    return f"{name}: {_shorten(saved)} in the checkpoint, {_shorten(wanted)} in this run"
+
+
 def _arrows(changes: Mapping[str, tuple[str, str]]) -> str:
-    return ", ".join(f"{name} {_shorten(there)} -> {_shorten(here)}" for name, (there, here) in changes.items())
+    return ", ".join(f"{name} {_shorten(saved)} -> {_shorten(wanted)}" for name, (saved, wanted) in changes.items())
 
 
 def _shorten(text: str) -> str:

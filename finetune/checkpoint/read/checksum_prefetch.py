@@ -26,99 +26,99 @@ _DEVICE_FILES = ("nvidia[0-9]*", "kfd", "accel*", "davinci[0-9]*", "dri/render*"
 
 @dataclass(frozen=True)
 class _ReadFile:
-    """A file as it was read; `whole` is all of it where it is kept."""
+    """A file that was read; `content` is all of it if it is cached."""
 
-    state: object  # by which the file system tells whether it was written since
-    facts: FileChecksum
-    whole: np.ndarray | None = None
+    stamp: object  # by which the file system shows whether the file was written since
+    checksum: FileChecksum
+    content: np.ndarray | None = None
 
 
 class ChecksumPrefetch:
-    """Digests of files, begun before anybody asks. Each is handed out once, and only of a file that is as it was.
+    """Checksums of files, computed before they are needed; each is returned once, and only if the file did not change.
 
-    Files whose path `keeps` fits stay in memory until `forget`: they are read once, not twice.
+    Files for whose path `caches` is true stay in memory until `clear`, so that they are read once and not twice.
     """
 
     def __init__(
-        self, paths: Sequence[Path] = (), *, num_threads: int = 1, keeps: Callable[[Path], bool] = lambda _: False
+        self, paths: Sequence[Path] = (), *, num_threads: int = 1, caches: Callable[[Path], bool] = lambda _: False
     ) -> None:
-        self._keeps = keeps
-        self._begun: dict[Path, Future[_ReadFile]] = {path: Future() for path in paths}
-        self._waiting = deque(self._begun.items())
-        self._kept: dict[Path, np.ndarray] = {}
+        self._caches = caches
+        self._futures: dict[Path, Future[_ReadFile]] = {path: Future() for path in paths}
+        self._queue = deque(self._futures.items())
+        self._cached: dict[Path, np.ndarray] = {}
         for number in range(min(num_threads, len(paths))):
-            run_in_background(self._work, name=f"digests {number}")
+            run_in_background(self._work, name=f"checksums {number}")
 
-    def facts(self, path: Path) -> FileChecksum:
-        """Return what the file is; read now unless that was begun, and is still true. Raises OSError."""
-        begun = self._begun.pop(path, None)
-        if begun is not None:
-            read = begun.result()
-            if read.state == _file_stamp(path):
-                if read.whole is not None:
-                    self._kept[path] = read.whole
-                return read.facts
+    def checksum(self, path: Path) -> FileChecksum:
+        """Return the file's checksum; it is read now unless a prefetched one is still valid. Raises OSError."""
+        future = self._futures.pop(path, None)
+        if future is not None:
+            read = future.result()
+            if read.stamp == _file_stamp(path):
+                if read.content is not None:
+                    self._cached[path] = read.content
+                return read.checksum
         return file_checksum(path)
 
-    def kept(self, path: Path) -> np.ndarray | None:
-        """Return the bytes that were digested, of a file that is kept: uint8."""
-        return self._kept.get(path)
+    def cached_bytes(self, path: Path) -> np.ndarray | None:
+        """Return the bytes (uint8) of a cached file whose checksum was returned; None for any other."""
+        return self._cached.get(path)
 
-    def forget(self) -> None:
-        """Keep no file any longer, and begin no other."""
-        for each in (self._waiting, self._begun, self._kept):
+    def clear(self) -> None:
+        """Drop all cached files and start no further reads."""
+        for each in (self._queue, self._futures, self._cached):
             each.clear()
 
     def _work(self) -> None:
-        while self._waiting:
+        while self._queue:
             try:
-                path, begun = self._waiting.popleft()
+                path, future = self._queue.popleft()
             except IndexError:  # another thread was faster
                 return
             try:
-                state = _file_stamp(path)
-                read = _read_whole(path) if self._keeps(path) else (file_checksum(path), None)
-                begun.set_result(_ReadFile(state, *read))
-            except Exception:  # whoever asks reads the file himself, and meets the error
-                begun.set_result(_ReadFile(None, FileChecksum(0, "")))
+                stamp = _file_stamp(path)
+                read = _read_whole(path) if self._caches(path) else (file_checksum(path), None)
+                future.set_result(_ReadFile(stamp, *read))
+            except Exception:  # the caller reads the file again and meets the error
+                future.set_result(_ReadFile(None, FileChecksum(0, "")))
 
 
 def start_checksum_prefetch(folder: Path, *, resume: str | Path) -> ChecksumPrefetch:
-    """Return digests of this rank's share of the checkpoint that the run will probably continue from; perhaps none.
+    """Start digesting this rank's share of the checkpoint that the run will probably resume from, if there is one.
 
-    A process alone without a device keeps what it reads of the optimizer's state, which becomes the state itself.
-    The launcher's environment says which rank this is: it is too early for torch.
+    A single process without an accelerator caches the optimizer's files, whose bytes become the optimizer state itself.
+    The rank comes from the launcher's environment, since torch is not imported yet.
     """
-    newest = next(reversed(layout.steps(folder).values()), None) if resume == "auto" else Path(resume)
-    if resume == "never" or newest is None:
+    checkpoint = layout.newest_checkpoint(folder) if resume == "auto" else Path(resume)
+    if resume == "never" or checkpoint is None:
         return ChecksumPrefetch()
     world = int(os.environ.get("WORLD_SIZE", "1"))
     try:
-        names = files_to_verify(read_manifest(newest), rank=int(os.environ.get("RANK", "0")), world=world)
-    except CheckpointError:  # said when it is verified
+        names = files_to_verify(read_manifest(checkpoint), rank=int(os.environ.get("RANK", "0")), world=world)
+    except CheckpointError:  # reported when the checkpoint is verified
         return ChecksumPrefetch()
     is_alone = world == 1 and not _may_have_device()
     return ChecksumPrefetch(
-        [newest / name for name in names],
+        [checkpoint / name for name in names],
         num_threads=min(MAX_THREADS, usable_cores()),
-        keeps=lambda path: is_alone and path.parent.name == "optimizer",
+        caches=lambda path: is_alone and path.parent.name == "optimizer",
     )
 
 
 def _may_have_device() -> bool:
-    """Tell whether there may be an accelerator, as far as can be told without torch."""
+    """Return whether there may be an accelerator, as far as is known without torch."""
     return sys.platform != "linux" or any(any(Path("/dev").glob(name)) for name in _DEVICE_FILES)
 
 
 def _read_whole(path: Path) -> tuple[FileChecksum, np.ndarray]:
-    """Return the file's facts and its bytes, digested while they are in a core's cache."""
-    whole = np.empty(path.stat().st_size, dtype=np.uint8)
-    digest, size, room = hashlib.sha256(), 0, whole.data
+    """Return the file's checksum and its bytes, digested while they are in a core's cache."""
+    content = np.empty(path.stat().st_size, dtype=np.uint8)
+    digest, size, buffer = hashlib.sha256(), 0, content.data
     with path.open("rb", buffering=0) as file:
-        while count := file.readinto(room[size : size + BLOCK_BYTES]):
-            digest.update(room[size : size + count])
+        while count := file.readinto(buffer[size : size + BLOCK_BYTES]):
+            digest.update(buffer[size : size + count])
             size += count
-    return FileChecksum(size, digest.hexdigest()), whole
+    return FileChecksum(size, digest.hexdigest()), content
 
 
 def _file_stamp(path: Path) -> tuple[int, ...]:

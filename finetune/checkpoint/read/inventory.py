@@ -14,6 +14,7 @@ from finetune.checkpoint.format.metadata import header_problem, read_index, read
 from finetune.errors import CheckpointError, UserError
 from finetune.runtime.files.read import open_regular, parse_json, read_regular
 from finetune.runtime.progress import parse_progress
+from finetune.runtime.run_folder import CHECKPOINTS_FOLDER
 
 _BLOCK_BYTES = 8 << 20
 _MAX_HEADER_BYTES = 100_000_000  # of the safetensors format
@@ -22,22 +23,22 @@ _MAX_HEADER_BYTES = 100_000_000  # of the safetensors format
 def damaged_tensors(path: Path, entries: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """Return the names of the tensors whose values are not those that were saved.
 
-    `entries` is what the index says of the tensors in the file. All of them count as damaged where the file cannot be
-    read as safetensors, none where only the header's text differs.
+    `entries` are the index entries of the tensors in the file. All count as damaged if the file cannot be read as
+    safetensors, none if only the text of the header differs.
     """
     try:
         with open_regular(path) as file:
             header_bytes = int.from_bytes(file.read(8), "little")
-            places: dict[str, Any] = parse_json(file.read(min(header_bytes, _MAX_HEADER_BYTES)))
+            header: dict[str, Any] = parse_json(file.read(min(header_bytes, _MAX_HEADER_BYTES)))
             return [
-                name for name in entries if _digest(file, places[name], 8 + header_bytes) != entries[name]["sha256"]
+                name for name in entries if _digest(file, header[name], 8 + header_bytes) != entries[name]["sha256"]
             ]
     except (OSError, ValueError, KeyError, TypeError, OverflowError, MemoryError):
         return list(entries)
 
 
-def _digest(file: BinaryIO, place: Mapping[str, Any], start: int) -> str:
-    first, last = place["data_offsets"]
+def _digest(file: BinaryIO, entry: Mapping[str, Any], start: int) -> str:
+    first, last = entry["data_offsets"]
     digest = hashlib.sha256()
     file.seek(start + first)
     missing = last - first
@@ -48,20 +49,20 @@ def _digest(file: BinaryIO, place: Mapping[str, Any], start: int) -> str:
 
 
 LEFTOVERS = {
-    ".bad-": "did not verify and was put aside",
-    ".superseded-": "was newer than a checkpoint that a run went back to",
-    ".deleted-": "was being deleted when something got in between",
+    ".bad-": "failed verification and was renamed",
+    ".superseded-": "was newer than a checkpoint from which a run was resumed",
+    ".deleted-": "is being deleted, or its deletion was interrupted",
     ".staging-": "is being written, or its writer was killed",
-    ".fetched-": "is being fetched from the run's URL, or its reader was killed",
+    ".fetched-": "is being downloaded from the run's URL, or its download was killed",
 }
-"""What a hidden folder beside the checkpoints is, by how its name begins."""
+"""What a hidden folder beside the checkpoints is, by the prefix of its name."""
 
-NOT_A_CHECKPOINT_NAME = "is no checkpoint's folder: those are called step- and six digits or more, such as step-000400"
+NOT_A_CHECKPOINT_NAME = "is not a checkpoint: those are named step- and at least six digits, such as step-000400"
 
 
 @dataclass(frozen=True)
 class RunLocation:
-    """What a user means by naming a run: its folder, the folder of its checkpoints, and one of them where it is one."""
+    """The folders that a path given by a user belongs to: the run, its checkpoints, the checkpoint if it is one."""
 
     run: Path
     checkpoints: Path
@@ -70,7 +71,7 @@ class RunLocation:
 
 @dataclass(frozen=True)
 class BadFile:
-    """One file of a checkpoint that is not as its manifest says, and which tensors in it are not as they were saved."""
+    """A file of a checkpoint that does not match its manifest, and the tensors in it that are damaged."""
 
     name: str  # relative to the checkpoint
     problem: str  # a sentence that names the file
@@ -79,7 +80,7 @@ class BadFile:
 
 @dataclass(frozen=True)
 class CheckpointEntry:
-    """One checkpoint as it lies on the disk: what its manifest says, or why there is none to believe."""
+    """One checkpoint on disk, valid or not: its manifest, or why it has no valid one."""
 
     path: Path
     manifest: Manifest | None
@@ -87,13 +88,13 @@ class CheckpointEntry:
 
     @property
     def step(self) -> int:
-        """Return the step in the folder's name, else the manifest's; -1 where neither tells."""
+        """Return the step in the folder's name, else the manifest's; -1 if neither has one."""
         named = layout.step_of(self.path)
         return named if named is not None else self.manifest.step if self.manifest else -1
 
     @cached_property
     def index(self) -> Mapping[str, Mapping[str, Any]]:
-        """Return what the checkpoint says of each tensor in it; empty where that cannot be believed."""
+        """Return the index entry of each tensor; empty if the index is invalid."""
         try:
             return read_index(self.path, self.manifest) if self.manifest else {}
         except (CheckpointError, OSError):
@@ -101,44 +102,44 @@ class CheckpointEntry:
 
     @cached_property
     def progress(self) -> Mapping[str, Any]:
-        """Return how far the run had come; empty where that cannot be believed."""
+        """Return the run's progress; empty if the file is invalid."""
         try:
             return parse_progress(read_regular(self.path / layout.PROGRESS)).state_dict()
         except (OSError, ValueError):
             return {}
 
-    def bad_files(self, *, reads: bool) -> tuple[BadFile, ...]:
-        """Return the files that are missing or have another size, and, where all are to be read, another digest.
+    def bad_files(self, *, read_all: bool) -> tuple[BadFile, ...]:
+        """Return the files that are missing or have another size, and with `read_all` those with another digest.
 
-        Those that are no tensors are small and always read.
+        The JSON files are small and always read.
         """
         if self.manifest is None:
             return ()
-        found = {name: self._problem(name, reads=reads) for name in sorted(self.manifest.files)}
+        found = {name: self._problem(name, read_all=read_all) for name in sorted(self.manifest.files)}
         return tuple(BadFile(name, problem, self._damaged_in(name)) for name, problem in found.items() if problem)
 
-    def metadata_problem(self, *, reads: bool) -> str | None:
-        """Return what index, scalars, progress or a tensor file's header say that no checkpoint does.
+    def metadata_problem(self, *, read_all: bool) -> str | None:
+        """Return what is invalid in index, scalars, progress or, with `read_all`, in the header of a tensor file.
 
-        Asked of a checkpoint without bad files; the headers are read only where all files are to be.
+        For a checkpoint without bad files.
         """
         if self.manifest is None:
             return None
         try:
-            texts = read_metadata(self.path, self.manifest)
+            metadata = read_metadata(self.path, self.manifest)
         except CheckpointError as error:
             return str(error).removeprefix(f"{self.path}: ")
-        names = self.manifest.files if reads else ()
-        return next((problem for name in names if (problem := header_problem(self.path, name, texts.index))), None)
+        names = self.manifest.files if read_all else ()
+        return next((problem for name in names if (problem := header_problem(self.path, name, metadata.index))), None)
 
-    def _problem(self, name: str, *, reads: bool) -> str | None:
+    def _problem(self, name: str, *, read_all: bool) -> str | None:
         assert self.manifest is not None
-        facts = self.manifest.files
-        reads = reads or name in layout.METADATA_FILES
+        expected = self.manifest.files
+        reads = read_all or name in layout.METADATA_FILES
         path = self.path / name
         try:
-            is_as_long = path.is_file() and not path.is_symlink() and path.stat().st_size == facts[name].size_bytes
-            return first_file_problem(self.path, facts, [name]) if reads or not is_as_long else None
+            has_size = path.is_file() and not path.is_symlink() and path.stat().st_size == expected[name].size_bytes
+            return first_file_problem(self.path, expected, [name]) if reads or not has_size else None
         except OSError as error:
             return f"{name} cannot be read: {error.strerror}"
 
@@ -149,7 +150,7 @@ class CheckpointEntry:
 
 @dataclass(frozen=True)
 class Leftover:
-    """A hidden folder beside the checkpoints that no run continues from."""
+    """A hidden folder beside the checkpoints that no run resumes from."""
 
     path: Path
     size_bytes: int
@@ -158,49 +159,51 @@ class Leftover:
 
 @dataclass(frozen=True)
 class TensorCount:
-    """How many tensors of one kind a checkpoint holds, and how many numbers are in them."""
+    """The number of tensors of one kind in a checkpoint, and of their elements."""
 
-    kind: str  # `parameter`, `buffer` or the optimizer's word
+    kind: str  # `parameter`, `buffer` or the key in the optimizer's state
     num_tensors: int
     num_elements: int
     dtypes: tuple[str, ...]
 
 
-def locate_run(written: Path) -> RunLocation:
-    """Return what is meant by a run's folder, its `checkpoints/` or one checkpoint; else raises UserError."""
-    path = written.expanduser().absolute()
+def locate_run(given: Path) -> RunLocation:
+    """Return the run that a run's folder, its `checkpoints/` or one checkpoint belongs to; else raises UserError."""
+    path = given.expanduser().absolute()
     if not path.is_dir():
-        raise UserError(f"{written}: there is no such folder. Name a run's folder, such as runs/first.")
+        raise UserError(f"{given}: no such folder. Give a run's folder, such as runs/first.")
     if (path / layout.MANIFEST).is_file() or layout.step_of(path) is not None:
         return RunLocation(path.parent.parent, path.parent, path)
-    if (path / layout.CHECKPOINTS).is_dir():
-        return RunLocation(path, path / layout.CHECKPOINTS, None)
-    if path.name == layout.CHECKPOINTS or layout.steps(path):
+    if (path / CHECKPOINTS_FOLDER).is_dir():
+        return RunLocation(path, path / CHECKPOINTS_FOLDER, None)
+    if path.name == CHECKPOINTS_FOLDER or layout.steps(path):
         return RunLocation(path.parent, path, None)
     raise UserError(
-        f"{written}: this is no run that has saved itself: it holds neither `checkpoints/` nor step folders. "
-        "Name a run's folder (`run.folder` in its job)."
+        f"{given}: not a run with checkpoints: it holds neither `checkpoints/` nor step folders. "
+        "Give a run's folder (`run.folder` in its job file)."
     )
 
 
-def select_checkpoint(place: RunLocation, *, step: int | None) -> Path:
-    """Return the one checkpoint that is meant: the folder that was named, that of the step, or the newest."""
-    if place.chosen is not None:
-        if step is not None and layout.step_of(place.chosen) != step:
-            raise UserError(f"{place.chosen} is one checkpoint already; leave out --step {step}, or name the run.")
-        return place.chosen
-    found = layout.steps(place.checkpoints)
+def select_checkpoint(location: RunLocation, *, step: int | None) -> Path:
+    """Return one checkpoint: the folder that was given, that of the step, or the newest."""
+    if location.chosen is not None:
+        if step is not None and layout.step_of(location.chosen) != step:
+            raise UserError(
+                f"{location.chosen} is a single checkpoint: leave out --step {step}, or give the run's folder."
+            )
+        return location.chosen
+    found = layout.steps(location.checkpoints)
     if not found:
-        raise CheckpointError(f"{place.checkpoints}: there is no checkpoint in it.")
+        raise CheckpointError(f"{location.checkpoints}: has no checkpoints.")
     if step is not None and step not in found:
         raise CheckpointError(
-            f"{place.checkpoints}: there is no checkpoint of step {step}. There are: {', '.join(map(str, found))}."
+            f"{location.checkpoints}: has no checkpoint of step {step}. Available: {', '.join(map(str, found))}."
         )
     return found[step if step is not None else max(found)]
 
 
 def read_entry(path: Path) -> CheckpointEntry:
-    """Return the checkpoint in the folder, whatever state it is in."""
+    """Return the checkpoint in the folder, valid or not."""
     try:
         manifest = read_manifest(path)
     except CheckpointError as error:
@@ -208,30 +211,30 @@ def read_entry(path: Path) -> CheckpointEntry:
     named = layout.step_of(path)
     if named is not None and named != manifest.step:
         return CheckpointEntry(
-            path, manifest, f"the folder is called step {named} and its manifest says step {manifest.step}"
+            path, manifest, f"the folder is named step {named}, but its manifest says step {manifest.step}"
         )
     return CheckpointEntry(path, manifest, None)
 
 
-def find_problems(entry: CheckpointEntry, *, reads: bool) -> tuple[tuple[str, ...], tuple[BadFile, ...]]:
-    """Return everything that is wrong with a checkpoint, as sentences, and the bad files among it.
+def find_problems(entry: CheckpointEntry, *, read_all: bool) -> tuple[tuple[str, ...], tuple[BadFile, ...]]:
+    """Return all problems of a checkpoint, as sentences, and its bad files.
 
-    `reads`: every file, and not only those that are no tensors.
+    Reads every file with `read_all`, else only the JSON files.
     """
-    bad = entry.bad_files(reads=reads)
+    bad = entry.bad_files(read_all=read_all)
     found = [entry.problem, *(file.problem for file in bad)]
     if not any(found):
-        found.append(entry.metadata_problem(reads=reads))
+        found.append(entry.metadata_problem(read_all=read_all))
     return tuple(each for each in found if each), bad
 
 
 def read_entries(checkpoints: Path) -> list[CheckpointEntry]:
-    """Return all folders that bear a checkpoint's name, oldest first."""
+    """Return an entry for every folder with a checkpoint's name, oldest first."""
     return [read_entry(path) for path in layout.steps(checkpoints).values()]
 
 
 def find_leftovers(checkpoints: Path) -> list[Leftover]:
-    """Return the hidden folders that saving, resuming and pruning have left, by name."""
+    """Return the hidden folders that saving, resuming and pruning left behind, by name."""
     hidden = [
         Leftover(path, _size_bytes(path), meaning)
         for path in sorted(checkpoints.iterdir())
@@ -260,7 +263,7 @@ def count_tensors(entry: CheckpointEntry) -> list[TensorCount]:
 
 
 def _size_bytes(folder: Path) -> int:
-    """Return the size of all files; what vanishes meanwhile, because a save is going on, is not counted."""
+    """Return the size of all files; those that a running save removes meanwhile are not counted."""
     return sum(_file_bytes(folder))
 
 

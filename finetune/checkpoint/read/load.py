@@ -21,23 +21,29 @@ from finetune.checkpoint.read.find import VerifiedCheckpoint, verify_checkpoint
 from finetune.checkpoint.sharding.gather import agree_on_records
 from finetune.checkpoint.sharding.state_access import StateAccess
 from finetune.errors import CheckpointError
+from finetune.runtime.distributed import run_on_all_ranks
 from finetune.runtime.resources import usable_cores
-from finetune.runtime.run_on_ranks import run_on_all_ranks
 from finetune.runtime.supervision.heartbeat import fault_point
+
+_MAX_LISTED = 8
+_MAX_THREADS = 4
+
+CachedBytes = Callable[[Path], np.ndarray | None]
+"""Returns the content of a file that is in memory already; None for any other."""
 
 
 @dataclass(frozen=True)
 class OpenCheckpoint:
-    """A verified checkpoint whose tensors are read from the disk when they are asked for."""
+    """A verified checkpoint whose tensors are read from disk on demand."""
 
     found: VerifiedCheckpoint
-    records: Mapping[str, TensorRecord]  # by the name that the tensor is stored under
+    records: Mapping[str, TensorRecord]  # by stored name
     progress: Mapping[str, Any]
     scalars: Mapping[str, Any]
     _files: Mapping[str, Path]
 
     def read(self, stored_name: str) -> Tensor:
-        """Return the whole tensor, as it was saved."""
+        """Return the full tensor, as it was saved."""
         with safe_open(self._files[stored_name], framework="pt", device="cpu") as file:
             tensor: Tensor = file.get_tensor(stored_name)
         record = self.records[stored_name]
@@ -45,14 +51,14 @@ class OpenCheckpoint:
         return tensor
 
     def model_records(self) -> list[TensorRecord]:
-        """Return the trained parameters and the buffers, without the optimizer's state."""
+        """Return the records of the trained parameters and the buffers, without the optimizer's state."""
         return [record for record in self.records.values() if record.key in MODEL_KEYS]
 
 
 def open_checkpoint(path: Path) -> OpenCheckpoint:
-    """Return the checkpoint in the folder, every file of it verified; raises CheckpointError for a bad one.
+    """Return the checkpoint in the folder after verifying all its files; raises CheckpointError for a bad one.
 
-    Collective where a process group exists: ranks share out the files that are verified.
+    Collective if a process group exists: the files to verify are divided among the ranks.
     """
     found = verify_checkpoint(path)
     saved = tensor_locations(found)
@@ -66,7 +72,7 @@ def open_checkpoint(path: Path) -> OpenCheckpoint:
 
 
 def tensor_locations(found: VerifiedCheckpoint) -> dict[str, tuple[Path, TensorRecord]]:
-    """Return the file and the record of each tensor in the index, by the name that it is stored under."""
+    """Return file and record of each tensor in the index, by stored name."""
     return {name: (found.path / entry["file"], _record(entry)) for name, entry in found.metadata.index.items()}
 
 
@@ -74,16 +80,8 @@ def _record(entry: Mapping[str, Any]) -> TensorRecord:
     return TensorRecord(name=entry["name"], key=entry["key"], shape=tuple(entry["shape"]), dtype=entry["dtype"])
 
 
-_MAX_LISTED = 8
-_MOST_THREADS = 4
-
-
-CachedBytes = Callable[[Path], np.ndarray | None]
-"""Returns all bytes of a file that is in memory already."""
-
-
 def no_cached_bytes(path: Path) -> np.ndarray | None:
-    """Return None."""
+    """Return None: no file is in memory."""
     return None
 
 
@@ -94,15 +92,17 @@ def load_checkpoint(
     path = found.path
     fault_point("load.begin", step=found.step)
     saved, scalars = tensor_locations(found), found.metadata.scalars
-    run_on_all_ranks(access.begin_writing)  # local: the optimizer makes its state
+    run_on_all_ranks(access.begin_writing)  # not collective: the optimizer creates its state
     wanted = agree_on_records(access)
-    fresh = _parameters_without_state([record for _, record in saved.values()])
+    without_state = _parameters_without_state([record for _, record in saved.values()])
     _refuse_differences(
-        path, saved, [record for record in wanted if record.key in MODEL_KEYS or record.name not in fresh]
+        path, saved, [record for record in wanted if record.key in MODEL_KEYS or record.name not in without_state]
     )
-    # Nobody starts to hand values on (which is collective) before all have read theirs without an error.
+    # `finish_writing` is collective: no rank may enter it before all have read their shards without an error.
     run_on_all_ranks(
-        lambda: _load_tensors(saved, scalars, step=found.step, fresh=fresh, access=access, cached_bytes=cached_bytes)
+        lambda: _load_tensors(
+            saved, scalars, step=found.step, without_state=without_state, access=access, cached_bytes=cached_bytes
+        )
     )
     access.finish_writing()
     fault_point("load.done", step=found.step)
@@ -110,7 +110,7 @@ def load_checkpoint(
 
 
 def _parameters_without_state(records: Sequence[TensorRecord]) -> set[str]:
-    """Return the parameters that had not been updated when the checkpoint was taken."""
+    """Return the parameters that had not been updated when the checkpoint was saved."""
     updated = {record.name for record in records if record.part == "optimizer"}
     return {record.name for record in records if record.key == PARAMETER} - updated
 
@@ -122,23 +122,24 @@ def _refuse_differences(
     missing = [name for name in expected if name not in saved]
     extra = [name for name in saved if name not in expected]
     reshaped = [
-        f"{name} ({list(saved[name][1].shape)} there, {list(record.shape)} here)"
+        f"{name} ({list(saved[name][1].shape)} in the checkpoint, {list(record.shape)} in this run)"
         for name, record in expected.items()
         if name in saved and saved[name][1].shape != record.shape
     ]
     lines = [
-        f"  {word}: {_first_names(names)}"
-        for word, names in (
-            ("not in the checkpoint", missing),
+        f"  {what}: {_first_names(names)}"
+        for what, names in (
+            ("missing from the checkpoint", missing),
             ("only in the checkpoint", extra),
-            ("of another shape", reshaped),
+            ("different shape", reshaped),
         )
         if names
     ]
     if lines:
         raise CheckpointError(
-            f"{path} does not hold the state that this run trains\n" + "\n".join(lines) + "\n"
-            "Restore model, lora, freeze and optimizer as they were, or write another run.folder to start anew."
+            f"{path} does not match the state that this run trains\n" + "\n".join(lines) + "\n"
+            "Restore the settings of model, adapter, freezing and optimizer, or write another run.folder to start from "
+            "scratch."
         )
 
 
@@ -152,37 +153,39 @@ def _load_tensors(
     scalars: Mapping[str, Any],
     *,
     step: int,
-    fresh: set[str],
+    without_state: set[str],
     access: StateAccess,
     cached_bytes: CachedBytes,
 ) -> None:
-    access.forget(fresh)
+    access.discard_state(without_state)
     paths = {path for path, _ in saved.values()}
-    held = {
-        path: parse_safetensors(torch.from_numpy(whole)) for path in paths if (whole := cached_bytes(path)) is not None
+    cached = {
+        path: parse_safetensors(torch.from_numpy(content))
+        for path in paths
+        if (content := cached_bytes(path)) is not None
     }
     with _open_files() as open_file:
 
-        def write(place: tuple[Path, TensorRecord]) -> None:
-            path, record = place
+        def load(location: tuple[Path, TensorRecord]) -> None:
+            path, record = location
             fault_point("load.read", step=step, path=path)
             start, stop = access.local_range(record)
-            whole = held.get(path, {}).get(record.stored_name)
-            if whole is not None and access.adopt(record, whole):
+            values = cached.get(path, {}).get(record.stored_name)
+            if values is not None and access.adopt(record, values):
                 return
             access.write(record, read_range(open_file(path), record, start=start, stop=stop))
 
         for path in paths:
             open_file(path)
         with ThreadPoolExecutor(_num_threads(access)) as threads:
-            deque(threads.map(write, saved.values()), maxlen=0)
+            deque(threads.map(load, saved.values()), maxlen=0)
     access.write_scalars(scalars["optimizer"])
     access.loss_scale.write(scalars["loss_scale"])
 
 
 def _num_threads(access: StateAccess) -> int:
-    """Return how many threads read: while they copy, the kernel makes memory for the state, page by page."""
-    return min(_MOST_THREADS, usable_cores()) if access.device.type == "cpu" else 1
+    """Return the number of threads that read: their page faults, which allocate the state's memory, then overlap."""
+    return min(_MAX_THREADS, usable_cores()) if access.device.type == "cpu" else 1
 
 
 @contextmanager

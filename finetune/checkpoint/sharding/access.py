@@ -1,16 +1,26 @@
-"""Builds the state access for what `Accelerator.prepare` returned; the types of its objects decide on the layout."""
+"""Access to the training state that `Accelerator.prepare` returned; the types of its objects decide on the layout."""
 
+import math
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
 
+from finetune.checkpoint.format.tensor_file import BUFFER, PARAMETER, TensorRecord, dtype_code
 from finetune.checkpoint.sharding.fsdp import fsdp1_layout, fsdp2_layout
-from finetune.checkpoint.sharding.named_state import NamedState
-from finetune.checkpoint.sharding.state_access import LossScale, StateAccess
-from finetune.checkpoint.sharding.state_layout import StateLayout, named_buffers, named_parameters, unsharded
+from finetune.checkpoint.sharding.optimizer_state import create_empty_state, create_state_by_step, expected_state_keys
+from finetune.checkpoint.sharding.state_access import LossScale, Scalars, StateAccess
+from finetune.checkpoint.sharding.state_layout import (
+    ShardView,
+    StateLayout,
+    named_buffers,
+    named_parameters,
+    replicated_view,
+)
 from finetune.checkpoint.sharding.zero import zero3_layout, zero12_layout
 from finetune.errors import CheckpointError
 
@@ -18,29 +28,30 @@ _ELEMENTWISE_OPTIMIZERS = frozenset(
     {"Adam", "AdamW", "SGD", "Adagrad", "RMSprop", "NAdam", "RAdam", "Adadelta", "Lion"}
     | {"DeepSpeedCPUAdam", "DeepSpeedCPUAdagrad", "DeepSpeedCPULion", "FusedAdam", "FusedLion"}
     | {"ScheduleFreeAdamW", "MuonAndAdamW"}
-    | {"LowBitAdamW"}  # and a few for each row: it is refused where rows are cut
+    | {"LowBitAdamW"}  # plus a few per row: it is refused where rows are split
 )
-"""Optimizers whose state has a number for each number of the parameter: the only ones that may be cut anywhere."""
+"""Optimizers with one state element per parameter element: only their state may be split at any element."""
 
 
 def build_access(accelerator: Accelerator, model: nn.Module, optimizer: Any) -> StateAccess:
     """Return access to the state of the prepared model and optimizer.
 
-    Raises CheckpointError at once where this combination could not be saved: the start is the time to hear of it.
+    Raises CheckpointError if this combination cannot be saved, so that a run fails at its start, not at its first save.
     """
-    placement = state_layout(model)
+    layout = state_layout(model)
     zero = getattr(model, "optimizer", None) if _zero_stage(model) else None
     inner = zero.optimizer if zero is not None else getattr(optimizer, "optimizer", optimizer)
-    if not any(held.is_trained for held in placement.held.values()):
+    trained = [shard for shard in layout.shards.values() if shard.is_trained]
+    if not trained:
         raise CheckpointError("no parameter is trained, so there is nothing to save")
-    is_split = any(held.is_trained and not held.is_whole for held in placement.held.values())
-    if is_split and type(inner).__name__ not in _ELEMENTWISE_OPTIMIZERS:
+    is_sharded = not all(shard.is_replicated for shard in trained)
+    if is_sharded and type(inner).__name__ not in _ELEMENTWISE_OPTIMIZERS:
         raise CheckpointError(
-            f"train.optimizer.name: the state of {type(inner).__name__} cannot be saved free of the strategy while "
-            "parameters are split over ranks. Write `adamw` or `sgd`, or launch with accelerate_configs/ddp.yaml."
+            f"train.optimizer.name: the state of {type(inner).__name__} cannot be saved while parameters are sharded. "
+            "Write `adamw` or `sgd`, or launch with accelerate_configs/ddp.yaml."
         )
     return NamedState(
-        placement,
+        layout,
         inner,
         device=accelerator.device,
         loss_scale=LossScale(scaler=accelerator.scaler, deepspeed=getattr(zero, "loss_scaler", None)),
@@ -48,7 +59,7 @@ def build_access(accelerator: Accelerator, model: nn.Module, optimizer: Any) -> 
 
 
 def state_layout(model: nn.Module) -> StateLayout:
-    """Return where the prepared model's state lies."""
+    """Return the state layout of the prepared model on this rank."""
     stage = _zero_stage(model)
     if stage:
         return zero3_layout(model) if stage == 3 else zero12_layout(model)
@@ -57,8 +68,8 @@ def state_layout(model: nn.Module) -> StateLayout:
     if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
         return fsdp1_layout(model)
     _refuse_zero_stage_0(model)
-    held = {name: unsharded(parameter) for name, parameter in named_parameters(model).items()}
-    return StateLayout(held=held, buffers=named_buffers(model))
+    shards = {name: replicated_view(parameter) for name, parameter in named_parameters(model).items()}
+    return StateLayout(shards=shards, buffers=named_buffers(model))
 
 
 def _zero_stage(model: Any) -> int:
@@ -67,7 +78,207 @@ def _zero_stage(model: Any) -> int:
 
 
 def _refuse_zero_stage_0(model: Any) -> None:
-    """Refuse DeepSpeed without ZeRO in half precision: its fp32 masters are somewhere else again."""
+    """Refuse DeepSpeed stage 0 in half precision, which keeps its fp32 master weights in yet another layout."""
     wrapper = getattr(model, "optimizer", None)
     if wrapper is not None and not isinstance(wrapper, torch.optim.Optimizer):
         raise CheckpointError(f"DeepSpeed stage 0 with {type(wrapper).__name__} cannot be saved. Write stage 1.")
+
+
+class NamedState:
+    """The state of a model and its torch optimizer, with the given layout."""
+
+    def __init__(
+        self, layout: StateLayout, optimizer: torch.optim.Optimizer, *, device: torch.device, loss_scale: LossScale
+    ) -> None:
+        self._layout = layout
+        self._optimizer = optimizer
+        self._shards = {name: shard for name, shard in layout.shards.items() if shard.is_trained}
+        self._names_by_tensor: dict[int, list[str]] = {}  # parameters by the id of the tensor that keys their state
+        for name, shard in self._shards.items():
+            self._names_by_tensor.setdefault(id(shard.tensor), []).append(name)
+        self.device = device
+        self.loss_scale = loss_scale
+        self.contributes = layout.contributes
+
+    def records(self) -> list[TensorRecord]:
+        """Return parameters, their optimizer state and buffers, in the model's order."""
+        found: list[TensorRecord] = []
+        for name, shard in self._shards.items():
+            found.append(_record(name, PARAMETER, shard.shape, shard.tensor))
+            for key, tensor in sorted(self._tensors(shard).items()):
+                found.append(_record(name, key, _full_shape(name, key, tensor=tensor, shard=shard), tensor))
+        found.extend(_record(name, BUFFER, tuple(each.shape), each) for name, each in self._layout.buffers.items())
+        return found
+
+    def expected_state_keys(self) -> tuple[str, ...]:
+        """Return the keys of the state that the optimizer will keep per element of a parameter; empty if unknown."""
+        return expected_state_keys(self._optimizer)
+
+    def is_replicated(self, record: TensorRecord) -> bool:
+        """Return whether every rank holds all of the tensor."""
+        return record.key == BUFFER or self._shards[record.name].is_replicated
+
+    def local_range(self, record: TensorRecord) -> tuple[int, int]:
+        """Return this rank's elements as [start, stop)."""
+        if self.is_replicated(record):
+            return 0, record.num_elements
+        shard = self._shards[record.name]
+        size = max(1, math.prod(shard.shape))  # a state may have fewer elements per row than the parameter
+        return shard.start * record.num_elements // size, shard.stop * record.num_elements // size
+
+    def read(self, record: TensorRecord) -> Tensor:
+        """Return this rank's elements, flat; empty if this rank has no such state."""
+        start, stop = self.local_range(record)
+        if start == stop:
+            return torch.empty(0)
+        if record.key == BUFFER:
+            return self._layout.buffers[record.name].detach().reshape(-1)
+        shard = self._shards[record.name]
+        return shard.local_view(self._tensor(record))
+
+    @torch.no_grad()
+    def write(self, record: TensorRecord, values: Tensor) -> None:
+        """Write this rank's elements, given flat."""
+        if not values.numel():
+            return
+        if record.key == BUFFER:
+            buffer = self._layout.buffers[record.name]
+            buffer.copy_(values.view(buffer.shape))
+            return
+        target = self._tensor(record)
+        if self.is_replicated(record):
+            target.copy_(values.view(target.shape))  # also if the tensor is not contiguous
+        else:
+            self._shards[record.name].local_view(target).copy_(values)
+
+    def adopt(self, record: TensorRecord, values: Tensor) -> bool:
+        """Use the values as the optimizer's state if dtype, device and layout are those of its own."""
+        if record.part != "optimizer" or not self.is_replicated(record):
+            return False
+        target = self._tensor(record)
+        has_same_layout = (values.dtype, values.device) == (target.dtype, target.device) and target.is_contiguous()
+        if has_same_layout and type(target) is Tensor:
+            self._state(self._shards[record.name])[record.key] = values.view(target.shape)
+            return True
+        return False
+
+    def read_scalars(self) -> Scalars:
+        """Return the numbers in the optimizer's state."""
+        return {
+            name: numbers
+            for name, shard in self._shards.items()
+            if (numbers := {key: _number(value) for key, value in self._numbers(shard).items()})
+        }
+
+    @torch.no_grad()
+    def write_scalars(self, scalars: Scalars) -> None:
+        """Write the optimizer's numbers, each with the type that the optimizer uses."""
+        self._refuse_different_counts(scalars)
+        for name, numbers in scalars.items():
+            state = self._state(self._shards[name])
+            for key, number in numbers.items():
+                if isinstance(state.get(key), Tensor):
+                    state[key].fill_(number)
+                elif state:
+                    state[key] = type(state.get(key, number))(number)
+
+    @torch.no_grad()
+    def discard_state(self, names: Iterable[str]) -> None:
+        """Remove the state; if it is shared with parameters that were updated, set the part of these to zero."""
+        discarded = set(names)
+        for sharing in self._names_by_tensor.values():
+            shard = self._shards[sharing[0]]
+            if discarded.issuperset(sharing):
+                self._optimizer.state.pop(shard.tensor, None)
+                continue
+            for name in discarded.intersection(sharing):
+                for tensor in self._tensors(shard).values():
+                    self._shards[name].local_view(tensor).zero_()
+
+    def begin_reading(self) -> None:
+        """Make the state readable."""
+        self._layout.reshard()
+
+    def begin_writing(self) -> None:
+        """Create optimizer state to write into."""
+        self._layout.reshard()
+        if self._layout.create_optimizer_state is not None:
+            self._layout.create_optimizer_state()
+        elif all(
+            shard.is_replicated for shard in self._shards.values()
+        ):  # else there may be padding, which is not loaded
+            create_empty_state(self._optimizer)
+        else:
+            create_state_by_step(self._optimizer)
+
+    def finish_writing(self) -> None:
+        """Copy what was written to where training reads it. Collective."""
+        self._layout.update_model_copies()
+
+    def _state(self, shard: ShardView) -> dict[str, Any]:
+        state: dict[str, Any] = self._optimizer.state.get(shard.tensor, {})
+        return state
+
+    def _tensor(self, record: TensorRecord) -> Tensor:
+        shard = self._shards[record.name]
+        tensor: Tensor = shard.tensor if record.key == PARAMETER else self._state(shard)[record.key]
+        return tensor
+
+    def _tensors(self, shard: ShardView) -> dict[str, Tensor]:
+        state = self._state(shard)
+        return {
+            key: value
+            for key, value in state.items()
+            if isinstance(value, Tensor) and not _is_number(key, value, shard)
+        }
+
+    def _numbers(self, shard: ShardView) -> dict[str, Any]:
+        state = self._state(shard)
+        return {key: value for key, value in state.items() if _is_number(key, value, shard)}
+
+    def _refuse_different_counts(self, scalars: Mapping[str, Mapping[str, float]]) -> None:
+        """Refuse different numbers for parameters that share one: ZeRO has a single step count per parameter group."""
+        seen: dict[int, tuple[str, Mapping[str, float]]] = {}
+        for name, numbers in scalars.items():
+            other, others = seen.setdefault(id(self._shards[name].tensor), (name, numbers))
+            if others != numbers:
+                raise CheckpointError(
+                    f"{other} and {name} have different update counts ({dict(others)} and {dict(numbers)}), but ZeRO "
+                    "keeps one count for both. Resume under ddp or fsdp2."
+                )
+
+
+def _record(name: str, key: str, shape: tuple[int, ...], tensor: Tensor) -> TensorRecord:
+    return TensorRecord(name=name, key=key, shape=shape, dtype=dtype_code(tensor.dtype))
+
+
+def _full_shape(name: str, key: str, *, tensor: Tensor, shard: ShardView) -> tuple[int, ...]:
+    if shard.is_replicated:
+        return tuple(tensor.shape)
+    if _has_same_rows(tensor, shard):
+        return tuple(tensor.shape)
+    if tensor.shape != shard.tensor.shape:
+        raise CheckpointError(
+            f"{name}: optimizer state `{key}` does not have the layout of the parameter and cannot be saved"
+        )
+    return shard.shape
+
+
+def _has_same_rows(tensor: Tensor, shard: ShardView) -> bool:
+    """Return whether it is sharded by the rows of the parameter, however many elements a row has (scales of blocks)."""
+    return (
+        isinstance(tensor, DTensor)
+        and isinstance(shard.tensor, DTensor)
+        and tensor.shape[:1] == shard.tensor.shape[:1]
+        and tensor.placements == shard.tensor.placements
+    )
+
+
+def _is_number(key: str, value: object, shard: ShardView) -> bool:
+    if isinstance(value, Tensor):
+        return value.dim() == 0 and (key == "step" or shard.tensor.dim() > 0)
+    return isinstance(value, int | float)
+
+
+def _number(value: Tensor | float) -> float:
+    return value.item() if isinstance(value, Tensor) else value

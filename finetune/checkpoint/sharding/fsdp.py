@@ -7,69 +7,77 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-from torch.distributed.fsdp._runtime_utils import _reshard
 from torch.distributed.tensor import DTensor, Replicate
 
-from finetune.checkpoint.sharding.state_layout import ShardView, StateLayout, named_buffers, named_parameters, unsharded
+from finetune.checkpoint.sharding.state_layout import (
+    ShardView,
+    StateLayout,
+    named_buffers,
+    named_parameters,
+    replicated_view,
+)
+from finetune.checkpoint.upstream import fsdp1_handles, reshard_fsdp1
 from finetune.errors import CheckpointError
 from finetune.runtime.parameters import local_rows
 
 
 def fsdp2_layout(model: nn.Module) -> StateLayout:
-    """Return where FSDP2 keeps the model; raises CheckpointError for any layout but rows over ranks and copies."""
+    """Return FSDP2's layout; raises CheckpointError unless parameters are sharded by rows (FSDP or HSDP)."""
     _reshard_fsdp2(model)
     parameters = named_parameters(model)
-    copies = {_is_copy(parameter) for parameter in parameters.values() if isinstance(parameter, DTensor)}
+    are_replicas = {_is_replica(parameter) for parameter in parameters.values() if isinstance(parameter, DTensor)}
     return StateLayout(
-        held={name: _dtensor_view(name, parameter) for name, parameter in parameters.items()},
+        shards={name: _dtensor_view(name, parameter) for name, parameter in parameters.items()},
         buffers=named_buffers(model),
-        contributes=True not in copies,
-        settle=partial(_reshard_fsdp2, model),
+        contributes=True not in are_replicas,
+        reshard=partial(_reshard_fsdp2, model),
     )
 
 
 def fsdp1_layout(model: nn.Module) -> StateLayout:
-    """Return where FSDP1 keeps the model; raises CheckpointError without `fsdp_use_orig_params`."""
-    _reshard_fsdp1(model)
+    """Return FSDP1's layout; raises CheckpointError without `fsdp_use_orig_params`."""
+    reshard_fsdp1(model)
     shards = _fsdp1_shards(model)
     parameters = named_parameters(model)
     if any(type(parameter).__name__ == "FlatParameter" for parameter in parameters.values()):
         raise CheckpointError(
-            "FSDP1 without original parameters has no names to save by. "
+            "FSDP1 without `fsdp_use_orig_params` has no parameter names to save by. "
             "Write `fsdp_use_orig_params: true` in the accelerate config."
         )
     groups = [getattr(module, "_inter_node_pg", None) for module in FullyShardedDataParallel.fsdp_modules(model)]
     return StateLayout(
-        held={name: shards.get(id(parameter)) or unsharded(parameter) for name, parameter in parameters.items()},
+        shards={
+            name: shards.get(id(parameter)) or replicated_view(parameter) for name, parameter in parameters.items()
+        },
         buffers=named_buffers(model),
         contributes=all(group is None or group.rank() == 0 for group in groups),
-        settle=partial(_reshard_fsdp1, model),
+        reshard=partial(reshard_fsdp1, model),
     )
 
 
 def _dtensor_view(name: str, parameter: nn.Parameter) -> ShardView:
     if not isinstance(parameter, DTensor):
-        return unsharded(parameter)
+        return replicated_view(parameter)
     row = math.prod(parameter.shape[1:])
     first, num_rows = _rows(name, parameter)
     return ShardView(
-        owner=parameter,
-        part=_local,
+        tensor=parameter,
+        local_view=_local,
         shape=tuple(parameter.shape),
         start=first * row,
         stop=(first + num_rows) * row,
         is_trained=parameter.requires_grad,
-        is_whole=False,
+        is_replicated=False,
     )
 
 
 def _rows(name: str, parameter: DTensor) -> tuple[int, int]:
     """Return the first row and the number of rows that this rank holds."""
-    held = local_rows(parameter)
-    if held is None:
-        raise CheckpointError(f"{name}: is laid out as {parameter.placements}; only rows over ranks can be saved")
-    first, num_rows = held
-    assert num_rows == parameter.to_local().shape[0], f"{name}: {parameter.placements} is not cut as expected"
+    rows = local_rows(parameter)
+    if rows is None:
+        raise CheckpointError(f"{name}: has the placements {parameter.placements}; only sharding by rows can be saved")
+    first, num_rows = rows
+    assert num_rows == parameter.to_local().shape[0], f"{name}: {parameter.placements} is not sharded as expected"
     return first, num_rows
 
 
@@ -77,61 +85,51 @@ def _local(tensor: Tensor) -> Tensor:
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().view(-1)
 
 
-def _is_copy(parameter: DTensor) -> bool:
-    """Tell whether another rank has the same rows and comes first."""
+def _is_replica(parameter: DTensor) -> bool:
+    """Return whether a lower rank holds the same rows."""
     coordinate = parameter.device_mesh.get_coordinate()
     assert coordinate is not None
     return any(
-        place > 0 for place, kind in zip(coordinate, parameter.placements, strict=True) if isinstance(kind, Replicate)
+        index > 0
+        for index, placement in zip(coordinate, parameter.placements, strict=True)
+        if isinstance(placement, Replicate)
     )
 
 
 def _reshard_fsdp2(model: nn.Module) -> None:
-    """Leave no module with gathered parameters: after an evaluation the outermost one still has them."""
+    """Free gathered parameters: after an evaluation, the root module still has them."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
 def _fsdp1_shards(model: nn.Module) -> dict[int, ShardView]:
-    """Return what this rank holds of each original parameter, by the parameter's id."""
-    held: dict[int, ShardView] = {}
-    for handle in _fsdp1_handles(model).values():
+    """Return this rank's shard of each original parameter, by the parameter's id."""
+    shards: dict[int, ShardView] = {}
+    for handle in fsdp1_handles(model).values():
         if not handle.uses_sharded_strategy:
             continue
         flat = handle.flat_param
         for parameter, info, shape in zip(flat._params, flat._shard_param_infos, flat._shapes, strict=True):
             start = info.intra_param_start_idx if info.in_shard else 0
-            held[id(parameter)] = ShardView(
-                owner=parameter,
-                part=_fsdp1_part(parameter, handle, info),
+            shards[id(parameter)] = ShardView(
+                tensor=parameter,
+                local_view=_fsdp1_local_view(parameter, handle, info),
                 shape=tuple(shape),
                 start=start,
                 stop=info.intra_param_end_idx + 1 if info.in_shard else 0,
                 is_trained=parameter.requires_grad,
-                is_whole=False,
+                is_replicated=False,
             )
-    return held
+    return shards
 
 
-def _fsdp1_part(parameter: nn.Parameter, handle: Any, info: Any) -> Callable[[Tensor], Tensor]:
-    def part(tensor: Tensor) -> Tensor:
+def _fsdp1_local_view(parameter: nn.Parameter, handle: Any, info: Any) -> Callable[[Tensor], Tensor]:
+    def local_view(tensor: Tensor) -> Tensor:
         if tensor is not parameter:
             return tensor.detach().view(-1)
         shard = getattr(handle.flat_param, "_local_shard", handle.flat_param.data)  # the first forward pass sets it
         offset, count = (info.offset_in_shard, info.numel_in_shard) if info.in_shard else (0, 0)
         return shard.detach().view(-1)[offset : offset + count]  # type: ignore[no-any-return]
 
-    return part
-
-
-def _fsdp1_handles(model: nn.Module) -> dict[FullyShardedDataParallel, Any]:
-    modules = FullyShardedDataParallel.fsdp_modules(model)
-    return {module: module._handle for module in modules if module._handle is not None}
-
-
-def _reshard_fsdp1(model: nn.Module) -> None:
-    """Leave no module with gathered parameters; torch has no public word for it (seen with torch 2.11 to 2.13)."""
-    for module, handle in _fsdp1_handles(model).items():
-        if handle.uses_sharded_strategy and not handle.is_sharded(handle.flat_param):
-            _reshard(module, handle, True)
+    return local_view

@@ -11,57 +11,57 @@ from finetune.checkpoint.format.tensor_file import BUFFER, DTYPES, TensorRecord
 MAX_FILE_BYTES = 4 << 30
 
 ROUND_BYTES = 32 << 20
-"""Small tensors up to this size are gathered together, as each message takes its time."""
+"""Small tensors are gathered together up to this size, since every message has a latency."""
 
 
 @dataclass(frozen=True)
 class PlannedFile:
-    """A file, the rank that writes it, and the tensors in it in their order."""
+    """A tensor file, the rank that writes it, and its tensors in order."""
 
     name: str  # relative to the checkpoint, with forward slashes
-    owner: int
+    writer: int
     records: tuple[TensorRecord, ...]
 
 
 def plan_files(
     records: Sequence[TensorRecord], *, world: int, max_file_bytes: int = MAX_FILE_BYTES
 ) -> list[PlannedFile]:
-    """Return the files of a checkpoint; every rank's share is within one tensor of the others'.
+    """Return the files of a checkpoint; the ranks' shares differ by at most one tensor.
 
-    File names count upwards and mean nothing: which tensor is where stands in the index.
+    Files are numbered; the index says which tensor is in which.
     """
     shares = assign_tensors(records, world=world)
     planned: list[PlannedFile] = []
     for part in ("model", "optimizer"):
         numbers = count()
-        for owner, share in enumerate(shares):
+        for writer, share in enumerate(shares):
             for pack in _split_into_files([record for record in share if record.part == part], max_file_bytes):
-                planned.append(PlannedFile(f"{part}/{next(numbers):05d}.safetensors", owner, pack))
+                planned.append(PlannedFile(f"{part}/{next(numbers):05d}.safetensors", writer, pack))
     return planned
 
 
 def assign_tensors(records: Sequence[TensorRecord], *, world: int) -> list[list[TensorRecord]]:
-    """Return each rank's tensors: the largest first, each to the rank that has least so far. Buffers are rank 0's."""
+    """Return each rank's tensors: the largest first, each to the rank with the smallest share; buffers to rank 0."""
     shares: list[list[TensorRecord]] = [[] for _ in range(world)]
     shares[0].extend(record for record in records if record.key == BUFFER)
-    loads = [(sum(record.size_bytes for record in share), owner) for owner, share in enumerate(shares)]
+    loads = [(sum(record.size_bytes for record in share), writer) for writer, share in enumerate(shares)]
     heapq.heapify(loads)
     rest = [record for record in records if record.key != BUFFER]
     for record in sorted(rest, key=lambda record: (-record.size_bytes, record.stored_name)):
-        load, owner = heapq.heappop(loads)
-        shares[owner].append(record)
-        heapq.heappush(loads, (load + record.size_bytes, owner))
+        load, writer = heapq.heappop(loads)
+        shares[writer].append(record)
+        heapq.heappush(loads, (load + record.size_bytes, writer))
     return shares
 
 
 def gather_rounds(planned: Sequence[PlannedFile]) -> Iterator[list[tuple[PlannedFile, TensorRecord]]]:
-    """Yield the tensors that are gathered at one time: of every owner the next few, or one large one.
+    """Yield the tensors to gather at one time: for every writer its next few small ones, or one large one.
 
-    So owners receive and write in parallel, and none has to have room for more than the larger of both.
+    Thus writers receive and write in parallel, and none needs memory for more than ROUND_BYTES or one large tensor.
     """
     queues: dict[int, deque[tuple[PlannedFile, TensorRecord]]] = {}
     for file in planned:
-        queues.setdefault(file.owner, deque()).extend((file, record) for record in file.records)
+        queues.setdefault(file.writer, deque()).extend((file, record) for record in file.records)
     while any(queues.values()):
         yield [item for queue in queues.values() for item in _take_round(queue)]
 
@@ -74,7 +74,7 @@ def _take_round(queue: deque[tuple[PlannedFile, TensorRecord]]) -> Iterator[tupl
 
 
 def _split_into_files(records: Sequence[TensorRecord], max_file_bytes: int) -> list[tuple[TensorRecord, ...]]:
-    """Return the records cut into files; wide types first, so that every value lies on a multiple of its width."""
+    """Return the records split into files; wide dtypes first, so that every tensor is aligned to its element size."""
     packs: list[list[TensorRecord]] = []
     size = 0
     for record in sorted(records, key=lambda record: (-DTYPES[record.dtype].itemsize, record.stored_name)):

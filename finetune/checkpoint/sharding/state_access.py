@@ -12,14 +12,14 @@ _DEEPSPEED = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
 class LossScale:
-    """Reads and writes the loss scale and its counters as plain numbers; without one, it is empty and stays so."""
+    """Reads and writes the loss scale of fp16 and its counters as plain numbers; without one, they are empty."""
 
     def __init__(self, *, scaler: Any, deepspeed: Any) -> None:
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self._deepspeed = deepspeed if getattr(deepspeed, "dynamic", False) else None
 
     def read(self) -> dict[str, float]:
-        """Return `scale` and the counters of whoever keeps it; empty where losses are not scaled."""
+        """Return `scale` and the counters of GradScaler or DeepSpeed; empty if losses are not scaled."""
         if self._scaler is not None:
             return dict(self._scaler.state_dict())
         if self._deepspeed is not None:
@@ -28,7 +28,7 @@ class LossScale:
         return {}
 
     def write(self, values: Mapping[str, float]) -> None:
-        """Continue from these numbers; the scale alone passes from one kind of scaler to the other."""
+        """Restore these numbers; between the two kinds of scalers, only the scale itself is transferred."""
         if not values:
             return
         if self._scaler is not None:
@@ -41,61 +41,61 @@ class LossScale:
 
 
 Scalars = dict[str, dict[str, float]]
-"""Plain numbers of the optimizer (`step`) by parameter name and their own name."""
+"""Numbers in the optimizer's state (`step`), by parameter name and key."""
 
 
 class StateAccess(Protocol):
-    """Reads and writes what training changes. A rank holds elements [start, stop) of each flattened tensor."""
+    """Reads and writes the training state; each rank holds elements [start, stop) of every flattened tensor."""
 
     @property
     def contributes(self) -> bool:
-        """Tell whether what this rank holds counts when a tensor is put together from all ranks."""
+        """Return whether gathering uses this rank's elements; False if they are copies of another rank's."""
 
     @property
     def device(self) -> torch.device:
-        """Return where tensors can be sent to other ranks from."""
+        """Return the device from which tensors can be sent to other ranks."""
 
     def records(self) -> list[TensorRecord]:
-        """Return the tensors that this rank knows of, shapes whole; others may know more optimizer state."""
+        """Return the tensors known to this rank, with full shapes; other ranks may have more optimizer state."""
 
-    def expected_state(self) -> tuple[str, ...]:
-        """Return the words of what the optimizer will keep for each number of a parameter; none where it keeps less."""
+    def expected_state_keys(self) -> tuple[str, ...]:
+        """Return the keys of the state that the optimizer will keep per element of a parameter; empty if unknown."""
 
-    def is_whole(self, record: TensorRecord) -> bool:
-        """Tell whether every rank holds all of the tensor."""
+    def is_replicated(self, record: TensorRecord) -> bool:
+        """Return whether every rank holds all of the tensor."""
 
     def local_range(self, record: TensorRecord) -> tuple[int, int]:
-        """Return [start, stop)."""
+        """Return this rank's elements as [start, stop)."""
 
     def read(self, record: TensorRecord) -> Tensor:
-        """Return this rank's elements, flat, wherever they lie; not to be written to."""
+        """Return this rank's elements, flat, on any device; read-only."""
 
     def write(self, record: TensorRecord, values: Tensor) -> None:
         """Write this rank's elements, given flat."""
 
     def adopt(self, record: TensorRecord, values: Tensor) -> bool:
-        """Make these very elements, all of them and flat, the optimizer's state, if that can be; tell whether it was.
+        """Use the full tensor, given flat, as the optimizer's state without copying; return whether that was possible.
 
-        They are the optimizer's from then on.
+        If it was, the caller must not write to it any more.
         """
 
     def read_scalars(self) -> Scalars:
-        """Return the numbers that this rank knows of."""
+        """Return the numbers known to this rank."""
 
     def write_scalars(self, scalars: Scalars) -> None:
-        """Write the optimizer's numbers; raises CheckpointError where this strategy cannot tell parameters apart."""
+        """Write the optimizer's numbers; raises CheckpointError if parameters that share one need different ones."""
 
-    def forget(self, names: Iterable[str]) -> None:
-        """Take back the optimizer state of parameters that have not been updated yet."""
+    def discard_state(self, names: Iterable[str]) -> None:
+        """Remove the optimizer state of these parameters, which have not been updated yet."""
 
     def begin_reading(self) -> None:
-        """Put everything where it can be read."""
+        """Make the state readable."""
 
     def begin_writing(self) -> None:
-        """Make optimizer state to be written into; parameters may change and must all be written afterwards."""
+        """Create optimizer state to write into; parameters may change and must all be written afterwards."""
 
     def finish_writing(self) -> None:
-        """Hand what was written on to the copies that training uses. Collective."""
+        """Copy what was written to where training reads it. Collective."""
 
     @property
     def loss_scale(self) -> LossScale:

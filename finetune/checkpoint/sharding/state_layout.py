@@ -19,12 +19,12 @@ T = TypeVar("T")
 
 
 def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters by canonical name; tied ones appear once, under the first of their names."""
+    """Return the parameters by canonical name; tied ones once, under the first of their names."""
     return _unique(unwrap_model(model).named_parameters())
 
 
 def named_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Return the buffers that belong to the model's state (the persistent ones) by canonical name."""
+    """Return the persistent buffers by canonical name."""
     found: list[tuple[str, Tensor]] = []
     for prefix, module in unwrap_model(model).named_modules():
         for name, buffer in module._buffers.items():
@@ -34,7 +34,7 @@ def named_buffers(model: nn.Module) -> dict[str, Tensor]:
 
 
 def unwrap_model(model: nn.Module) -> nn.Module:
-    """Return the model without DDP or DeepSpeed's engine around it."""
+    """Return the model inside DDP or DeepSpeed's engine."""
     is_engine = any(kind.__name__ == "DeepSpeedEngine" for kind in type(model).__mro__)
     inner = model.module if isinstance(model, DistributedDataParallel) or is_engine else model
     assert isinstance(inner, nn.Module)
@@ -47,52 +47,50 @@ def _unique(found: Iterable[tuple[str, T]]) -> dict[str, T]:
         plain = canonical_name(name)
         if plain in named:
             raise CheckpointError(
-                f"two tensors of the model are both called {plain} once the wrappers' names are taken away. "
-                "A submodule that is named like a wrapper (`module`, `_orig_mod`) must be renamed."
+                f"two tensors of the model have the same name {plain} once wrapper prefixes are removed. "
+                "Rename the submodule that is named like a wrapper (`module`, `_orig_mod`)."
             )
         named[plain] = value
     return named
 
 
 def do_nothing() -> None:
-    """Do nothing: for strategies that need no such step."""
+    """Do nothing."""
 
 
 @dataclass(frozen=True)
 class ShardView:
-    """One parameter as this rank holds it: elements [start, stop) of the flattened whole."""
+    """The shard of a parameter on one rank: elements [start, stop) of the flattened parameter."""
 
-    owner: Tensor  # holds the value, and is the key of the optimizer's state; ZeRO's is shared by many parameters
-    part: Callable[[Tensor], Tensor]  # from a tensor laid out like the owner to a flat view of what is this parameter's
-    shape: tuple[int, ...]  # of the whole parameter
+    tensor: Tensor  # holds the value, and is the key of the optimizer's state; one for many parameters in ZeRO
+    local_view: Callable[[Tensor], Tensor]  # from a tensor laid out like `tensor` to a flat view of this shard
+    shape: tuple[int, ...]  # of the full parameter
     start: int
     stop: int
     is_trained: bool
-    is_whole: bool  # every rank holds all of it
+    is_replicated: bool  # every rank holds all of it
 
 
 @dataclass(frozen=True)
 class StateLayout:
-    """Where everything is, and what has to be done around reading and writing it."""
+    """The shards of this rank, and what must be called around reading and writing them."""
 
-    held: Mapping[str, ShardView]  # by canonical name, the model's order, the same on every rank; frozen ones too
+    shards: Mapping[str, ShardView]  # by canonical name, in the model's order on every rank; with frozen parameters
     buffers: Mapping[str, Tensor] = field(default_factory=dict)  # persistent ones
-    contributes: bool = True  # False on a rank that holds a copy of what another rank contributes (HSDP)
-    settle: Callable[[], None] = do_nothing  # puts the values to where `ShardView` says they are; local
-    create_optimizer_state: Callable[[], None] | None = (
-        None  # has the optimizer make its first state; None: the ordinary way
-    )
-    publish: Callable[[], None] = do_nothing  # hands written values on to the copies that training uses. Collective.
+    contributes: bool = True  # False on a rank whose shards are copies of another rank's (HSDP)
+    reshard: Callable[[], None] = do_nothing  # makes the shards valid by freeing gathered parameters; not collective
+    create_optimizer_state: Callable[[], None] | None = None  # None: as for any torch optimizer
+    update_model_copies: Callable[[], None] = do_nothing  # copies written values to where training reads. Collective.
 
 
-def unsharded(parameter: nn.Parameter) -> ShardView:
-    """Return the parameter as one that every rank holds completely."""
+def replicated_view(parameter: nn.Parameter) -> ShardView:
+    """Return the view of a parameter that every rank holds completely."""
     return ShardView(
-        owner=parameter,
-        part=lambda tensor: tensor.detach().reshape(-1),
+        tensor=parameter,
+        local_view=lambda tensor: tensor.detach().reshape(-1),
         shape=tuple(parameter.shape),
         start=0,
         stop=parameter.numel(),
         is_trained=parameter.requires_grad,
-        is_whole=True,
+        is_replicated=True,
     )

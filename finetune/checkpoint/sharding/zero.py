@@ -8,59 +8,65 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from finetune.checkpoint.sharding.optimizer_state import create_state_by_step, no_learning_rate, zero_gradients
-from finetune.checkpoint.sharding.state_layout import ShardView, StateLayout, named_buffers, named_parameters, unsharded
+from finetune.checkpoint.sharding.state_layout import (
+    ShardView,
+    StateLayout,
+    named_buffers,
+    named_parameters,
+    replicated_view,
+)
+from finetune.checkpoint.upstream import restore_cpu_adam_step, step_zero3_partitions, update_zero3_copies
 from finetune.errors import CheckpointError
 
 
 def zero12_layout(engine: Any) -> StateLayout:
-    """Return where ZeRO-1 and -2 keep the model: parameters whole on every rank, their fp32 masters in partitions."""
+    """Return the layout of ZeRO-1 and -2: parameters replicated, their fp32 master weights partitioned."""
     zero = engine.optimizer
     flats = [group["params"][0] for group in zero.optimizer.param_groups]
     groups = zero.bit16_groups if hasattr(zero, "bit16_groups") else zero.bf16_groups
     flat_of = {id(parameter): flat for group, flat in zip(groups, flats, strict=True) for parameter in group}
     return StateLayout(
-        held={name: _zero12_view(each, flat_of.get(id(each))) for name, each in named_parameters(engine).items()},
+        shards={name: _zero12_view(each, flat_of.get(id(each))) for name, each in named_parameters(engine).items()},
         buffers=named_buffers(engine),
         create_optimizer_state=partial(create_state_by_step, zero.optimizer),
-        publish=partial(_publish12, zero),
+        update_model_copies=partial(_update_copies12, zero),
     )
 
 
 def zero3_layout(engine: Any) -> StateLayout:
-    """Return where ZeRO-3 keeps the model; raises CheckpointError where parts of it are on NVMe."""
+    """Return the layout of ZeRO-3; raises CheckpointError if parts of it are on NVMe."""
     zero = engine.optimizer
     if getattr(zero, "swap_optimizer", False) or getattr(zero, "params_in_nvme_and_cpu", False):
         raise CheckpointError(
-            "ZeRO-3 with state on NVMe cannot be saved in the portable format yet. "
+            "ZeRO-3 with state on NVMe cannot be saved in the portable format. "
             "Offload to `cpu` instead of `nvme` in the DeepSpeed config."
         )
     return StateLayout(
-        held={name: _zero3_view(each, zero) for name, each in named_parameters(engine).items()},
+        shards={name: _zero3_view(each, zero) for name, each in named_parameters(engine).items()},
         buffers=named_buffers(engine),
         create_optimizer_state=partial(_create_state3, zero),
-        publish=partial(_publish3, zero),
+        update_model_copies=partial(_update_copies3, zero),
     )
 
 
 def _zero12_view(parameter: nn.Parameter, flat: Tensor | None) -> ShardView:
     if flat is None:
-        return unsharded(parameter)
-    mapping: Any = getattr(parameter, "_hp_mapping", None)  # None: this rank's partition has nothing of it
+        return replicated_view(parameter)
+    mapping: Any = getattr(parameter, "_hp_mapping", None)  # None: no element of it is in this rank's partition
     start = mapping.lp_fragment_address.start if mapping is not None else 0
     count = mapping.hp_fragment_address.numel if mapping is not None else 0
     offset = mapping.hp_fragment_address.start if mapping is not None else 0
     return ShardView(
-        owner=flat,
-        part=_narrow(offset, count),
+        tensor=flat,
+        local_view=_narrow(offset, count),
         shape=tuple(parameter.shape),
         start=start,
         stop=start + count,
         is_trained=True,
-        is_whole=False,
+        is_replicated=False,
     )
 
 
@@ -68,18 +74,18 @@ def _zero3_view(parameter: Any, zero: Any) -> ShardView:
     size = parameter.partition_numel()  # the last partition is padded
     start = min(size * zero._get_param_partition_rank(parameter), parameter.ds_numel)
     stop = min(start + size, parameter.ds_numel)
-    owner, offset = parameter.ds_tensor, 0
+    tensor, offset = parameter.ds_tensor, 0
     position = zero.grad_position.get(zero.get_param_id(parameter)) if parameter.requires_grad else None
     if position is not None:
-        owner, offset = zero.fp32_partitioned_groups_flat[position[0]], position[1]
+        tensor, offset = zero.fp32_partitioned_groups_flat[position[0]], position[1]
     return ShardView(
-        owner=owner,
-        part=_narrow(offset, stop - start),
+        tensor=tensor,
+        local_view=_narrow(offset, stop - start),
         shape=tuple(parameter.ds_shape),
         start=start,
         stop=stop,
         is_trained=position is not None,
-        is_whole=False,
+        is_replicated=False,
     )
 
 
@@ -88,38 +94,15 @@ def _narrow(offset: int, count: int) -> Callable[[Tensor], Tensor]:
 
 
 def _create_state3(zero: Any) -> None:
-    """Make the state a partition at a time: ZeRO-3's optimizer holds its parameters only during its step."""
     with zero_gradients(zero.fp32_partitioned_groups_flat), no_learning_rate(zero.optimizer):
-        for index in range(len(zero.fp32_partitioned_groups_flat)):
-            zero._optimizer_step(index)
+        step_zero3_partitions(zero)
 
 
-def _publish12(zero: Any) -> None:
+def _update_copies12(zero: Any) -> None:
     zero.update_lp_params()
-    _restore_cpu_adam_step(zero.optimizer)
+    restore_cpu_adam_step(zero.optimizer)
 
 
-@torch.no_grad()
-def _publish3(zero: Any) -> None:
-    """Bring the fp32 partitions into the partitions and gathered copies that the forward pass uses. Collective."""
-    zero.checkpoint_event_prologue()
-    for index in range(len(zero.fp32_partitioned_groups_flat)):
-        zero._reassign_or_swap_out_partitioned_parameters(index)
-    zero.checkpoint_event_epilogue()
-    _restore_cpu_adam_step(zero.optimizer)
-
-
-def _restore_cpu_adam_step(optimizer: Any) -> None:
-    """Let DeepSpeedCPUAdam's kernel count from 1 to the loaded step, on a single number.
-
-    It keeps powers of the betas, multiplied up step by step; jumping to a step takes `pow` instead, whose last bit
-    differs, and the resumed run would no longer be the same to the bit. 100,000 steps take about a second.
-    """
-    kernel = getattr(optimizer, "ds_opt_adam", None)
-    if kernel is None or not optimizer.state:
-        return
-    last = max(int(state["step"]) for state in optimizer.state.values())
-    group = optimizer.param_groups[0]
-    number = [torch.zeros(1) for _ in range(4)]
-    for step in range(1, last + 1):
-        kernel.adam_update(optimizer.opt_id, step, 0.0, *group["betas"], group["eps"], 0.0, True, *number)
+def _update_copies3(zero: Any) -> None:
+    update_zero3_copies(zero)
+    restore_cpu_adam_step(zero.optimizer)

@@ -15,17 +15,17 @@ from finetune.checkpoint.format.tensor_file import PARAMETER, TensorRecord
 from finetune.checkpoint.sharding.gather import agree_on_records
 from finetune.checkpoint.sharding.save_plan import PlannedFile, plan_files
 from finetune.checkpoint.sharding.state_access import StateAccess
-from finetune.checkpoint.write.disk_space import SLACK_BYTES, explain_disk_errors
 from finetune.checkpoint.write.snapshot import SnapshotSource, StreamingSource
+from finetune.checkpoint.write.writer import SLACK_BYTES, explain_disk_errors
 from finetune.config.sections.checkpoint import CheckpointSection
 from finetune.errors import CheckpointError
 from finetune.runtime import distributed
+from finetune.runtime.distributed import run_on_all_ranks, run_on_rank_0
 from finetune.runtime.files import atomic
 from finetune.runtime.resources import available_bytes, format_size
-from finetune.runtime.run_on_ranks import run_on_all_ranks, run_on_rank_0
 
 _VISIBILITY_CHECKS = 10
-"""A second apart, at the files of other machines: a network's file system may take a while to show them."""
+"""One second apart: a network file system may show the files of other machines with a delay."""
 
 
 def rehearse(
@@ -36,29 +36,29 @@ def rehearse(
     contents: SnapshotSource | StreamingSource,
     num_saves: int,
 ) -> None:
-    """Try permissions, sharing, space and memory at full size, and gather the parameters once. Collective.
+    """Check permissions, shared storage, disk space and memory at full size, and gather the state once. Collective.
 
-    Raises CheckpointError with the numbers and the remedies where a save of this run would fail.
+    Raises CheckpointError with the amounts and what to do if a save of this run would fail.
     """
     access.begin_reading()
-    here = agree_on_records(access)
-    planned = plan_files(expected_records(here, keys=access.expected_state()), world=distributed.world())
+    existing = agree_on_records(access)
+    planned = plan_files(expected_records(existing, keys=access.expected_state_keys()), world=distributed.world())
     _try_folder(folder)
     size = sum(record.size_bytes for file in planned for record in file.records)
     run_on_rank_0(partial(require_space_for_saves, folder, size_bytes=size, section=section, num_saves=num_saves))
     if section.asynchronous:
         _require_host_memory(planned)
-    contents.rehearse(planned, here=frozenset(here))
+    contents.rehearse(planned, existing=frozenset(existing))
 
 
 def expected_records(existing: Sequence[TensorRecord], *, keys: Sequence[str]) -> list[TensorRecord]:
-    """Return the records and those of the state that the optimizer will have made after its first update."""
+    """Return the records together with those of the state that the optimizer's first update will create."""
     updated = {record.name for record in existing if record.part == "optimizer"}
     return [
         each
         for record in existing
         for each in (
-            [record, *(replace(record, key=word) for word in keys)]
+            [record, *(replace(record, key=key) for key in keys)]
             if record.key == PARAMETER and record.name not in updated
             else [record]
         )
@@ -66,51 +66,51 @@ def expected_records(existing: Sequence[TensorRecord], *, keys: Sequence[str]) -
 
 
 def require_space_for_saves(folder: Path, *, size_bytes: int, section: CheckpointSection, num_saves: int) -> None:
-    """Raise CheckpointError where the disk will not hold all that is kept at one time of the saves to come."""
+    """Raise CheckpointError if the disk cannot hold all coming checkpoints that exist at the same time."""
     num_kept = section.keep_last + (section.keep_best.count if section.keep_best else 0)
     num_missing = min(max(num_kept + 1 - len(layout.steps(folder)), 1), num_saves)
     needed, free = num_missing * (size_bytes + SLACK_BYTES), shutil.disk_usage(folder).free
     if free < needed:
         s = "" if num_missing == 1 else "s"
         raise CheckpointError(
-            f"{folder}: {num_missing} more checkpoint{s} of {format_size(size_bytes)} need {format_size(needed)} (up to "
-            f"{num_kept} are kept, and one is written before one is deleted), free are {format_size(free)}. Make room, "
-            "lower checkpoint.keep_last, or let run.folder be on another disk. `checkpoint.rehearse: false` tries it "
-            "anyway."
+            f"{folder}: {num_missing} more checkpoint{s} of {format_size(size_bytes)} need {format_size(needed)} (up "
+            f"to {num_kept} are kept, and a new one is written before an old one is deleted), but {format_size(free)} "
+            "are free. Free disk space, lower checkpoint.keep_last, or set run.folder to another disk. "
+            "`checkpoint.rehearse: false` skips this check."
         )
 
 
 def require_host_memory(shares: Sequence[tuple[str, int, int]]) -> None:
-    """Raise CheckpointError where a machine has no room for its processes' (machine, share, available bytes) shares."""
+    """Raise CheckpointError if the copies, as (machine, bytes, available bytes) per process, do not fit into memory."""
     for host in dict.fromkeys(host for host, _, _ in shares):
         mine = [(share, available) for name, share, available in shares if name == host]
         needed, available = sum(share for share, _ in mine), min(available for _, available in mine)
         if needed > available:
             raise CheckpointError(
                 f"checkpoint.asynchronous: the copies of {len(mine)} process{'' if len(mine) == 1 else 'es'} on {host} "
-                f"need {format_size(needed)} of memory, available are {format_size(available)}. Write "
-                "`checkpoint.asynchronous: false`, and training waits while checkpoints are written, or use machines "
-                "with more memory, or more of them."
+                f"need {format_size(needed)} of memory, but {format_size(available)} are available. Write "
+                "`checkpoint.asynchronous: false`, so that training waits while checkpoints are written, or use "
+                "machines with more memory, or more machines."
             )
 
 
 def _require_host_memory(planned: Sequence[PlannedFile]) -> None:
-    own = sum(record.size_bytes for file in planned if file.owner == distributed.rank() for record in file.records)
-    # All have measured before one takes anything: what is available is gathered before any memory is touched.
+    own = sum(record.size_bytes for file in planned if file.writer == distributed.rank() for record in file.records)
+    # Gathered before any rank allocates, so that all have measured the same state.
     require_host_memory(distributed.gather_objects((platform.node(), own, available_bytes())))
 
 
 def _try_folder(folder: Path) -> None:
-    """Have every rank write and read a file, and rank 0 see all of them, rename and delete. Collective."""
+    """Have every rank write and read a file, and rank 0 find all of them, rename and delete them. Collective."""
     token = run_on_rank_0(lambda: uuid.uuid4().hex[:8])
     trial = layout.rehearsal_folder(folder, token)
     try:
         hosts = run_on_all_ranks(partial(_write_and_read, trial / f"rank-{distributed.rank()}"))
-        # Every rank has written (that is when `run_on_all_ranks` returns) before rank 0 looks.
+        # Every rank has written when `run_on_all_ranks` returns.
         run_on_rank_0(partial(_wait_for_files_of_all, trial, dict(enumerate(hosts))))
         run_on_rank_0(partial(_rename_and_delete, trial))
     finally:
-        shutil.rmtree(trial, ignore_errors=True)  # also what lies on a machine that does not share the folder
+        shutil.rmtree(trial, ignore_errors=True)  # on every rank, since the folder may not be shared
 
 
 def _write_and_read(path: Path) -> str:
@@ -121,20 +121,20 @@ def _write_and_read(path: Path) -> str:
             file.flush()
             os.fsync(file.fileno())
         if path.read_bytes() != path.name.encode():
-            raise CheckpointError(f"{path}: does not hold what was written to it. Suspect the disk.")
+            raise CheckpointError(f"{path}: does not hold what was written to it. Check the disk.")
     return platform.node()
 
 
 def _wait_for_files_of_all(trial: Path, hosts: Mapping[int, str]) -> None:
     for _ in range(_VISIBILITY_CHECKS):
-        there = {path.name for path in trial.iterdir()}
-        missing = [rank for rank in hosts if f"rank-{rank}" not in there]
+        visible = {path.name for path in trial.iterdir()}
+        missing = [rank for rank in hosts if f"rank-{rank}" not in visible]
         if not missing:
             return
         threading.Event().wait(1)
     raise CheckpointError(
-        f"{trial.parent}: what rank {missing[0]} writes there on {hosts[missing[0]]} cannot be seen on {hosts[0]}, so "
-        "the machines do not share this folder. Let run.folder be on storage that all of them have mounted."
+        f"{trial.parent}: a file written by rank {missing[0]} on {hosts[missing[0]]} is not visible on {hosts[0]}, so "
+        "the machines do not share this folder. Set run.folder to storage that is mounted on all machines."
     )
 
 

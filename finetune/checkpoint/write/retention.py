@@ -25,22 +25,22 @@ def removable_steps(
 ) -> list[int]:
     """Return the steps whose checkpoints may be deleted, oldest first; the newest valid one is never among them.
 
-    The `keep_last` newest up to the newest valid one stay, and so do multiples of `keep_every_steps` and the best.
-    Later ones are not judged: they are not this run's past.
+    Kept are the `keep_last` newest up to the newest valid one, the multiples of `keep_every_steps` and the best. Steps
+    after the newest valid one are never returned.
     """
     past = sorted(step for step in steps if step <= newest_valid)
-    staying = {newest_valid, *past[-keep_last:]}
+    kept = {newest_valid, *past[-keep_last:]}
     if keep_every_steps is not None:
-        staying.update(step for step in past if step % keep_every_steps == 0)
+        kept.update(step for step in past if step % keep_every_steps == 0)
     if keep_best is not None:
-        staying.update(best_steps({step: metrics.get(step, {}) for step in past}, keep_best))
-    return [step for step in past if step not in staying]
+        kept.update(best_steps({step: metrics.get(step, {}) for step in past}, keep_best))
+    return [step for step in past if step not in kept]
 
 
 def best_steps(metrics: Mapping[int, Mapping[str, float]], wanted: KeepBestSection) -> list[int]:
-    """Return the best steps by their metrics, the best first; of equals the later one.
+    """Return the best steps by their metrics, the best first; the later one first among equals.
 
-    A checkpoint that was not evaluated at its very step, or whose metric is not finite, is no candidate.
+    A checkpoint that was not evaluated at exactly its step, or whose metric is not finite, is not considered.
     """
     sign = 1 if wanted.goal == "minimize" else -1
     values = {step: sign * found[wanted.metric] for step, found in metrics.items() if wanted.metric in found}
@@ -49,40 +49,40 @@ def best_steps(metrics: Mapping[int, Mapping[str, float]], wanted: KeepBestSecti
 
 
 def prune(folder: Path, *, section: CheckpointSection, newest: int) -> list[str]:
-    """Delete what need not be kept; `newest` has just been verified. Return what could not be deleted, as sentences."""
-    kept = layout.steps(folder)
-    going = removable_steps(
-        kept,
+    """Delete what the section does not keep; `newest` has been verified. Return failures to delete, as sentences."""
+    saved = layout.steps(folder)
+    removable = removable_steps(
+        saved,
         keep_last=section.keep_last,
         newest_valid=newest,
         keep_every_steps=section.keep_every_steps,
         keep_best=section.keep_best,
-        metrics={step: metrics_of(path) for step, path in kept.items()} if section.keep_best else {},
+        metrics={step: metrics_of(path) for step, path in saved.items()} if section.keep_best else {},
     )
-    return delete_checkpoints(folder, going)
+    return delete_checkpoints(folder, removable)
 
 
 def delete_checkpoints(folder: Path, steps: Iterable[int]) -> list[str]:
-    """Delete these checkpoints and what earlier deletions have left; return what could not be deleted, as sentences."""
-    kept, trouble = layout.steps(folder), []
+    """Delete these checkpoints and what interrupted deletions left; return failures to delete, as sentences."""
+    saved, failures = layout.steps(folder), []
     try:
         for step in steps:
-            fault_point("prune.rename", step=step, path=kept[step] / layout.MANIFEST)
-            # Renamed first: a folder that is half deleted must not look like a checkpoint.
-            layout.rename_aside(kept[step], "deleted")
+            fault_point("prune.rename", step=step, path=saved[step] / layout.MANIFEST)
+            # Renamed first: a partly deleted folder must not look like a checkpoint.
+            layout.rename_aside(saved[step], "deleted")
     except OSError as error:
-        trouble.append(f"could not let go of old checkpoints: {error}")
+        failures.append(f"could not delete old checkpoints: {error}")
     for path, step in layout.deleted_checkpoints(folder).items():
         fault_point("prune.delete", step=step, path=path / layout.MANIFEST)
         try:
-            path.unlink() if path.is_symlink() else shutil.rmtree(path)  # of a link, the link alone
+            path.unlink() if path.is_symlink() else shutil.rmtree(path)  # of a link, only the link
         except OSError as error:
-            trouble.append(f"could not delete {path}: {error}")
-    return trouble
+            failures.append(f"could not delete {path}: {error}")
+    return failures
 
 
 def metrics_of(path: Path) -> Mapping[str, float]:
-    """Return the metrics in the checkpoint's manifest; none where that cannot be believed."""
+    """Return the metrics in the checkpoint's manifest; none if it is invalid."""
     try:
         return read_manifest(path).metrics
     except CheckpointError:

@@ -23,24 +23,23 @@ from finetune.config.sections.checkpoint import CheckpointSection
 from finetune.errors import CheckpointError, NonFiniteError
 from finetune.runtime import distributed
 from finetune.runtime.background import run_in_background, run_now
-from finetune.runtime.distributed import Group
-from finetune.runtime.run_on_ranks import error_text, run_on_rank_0
+from finetune.runtime.distributed import Group, error_text, run_on_rank_0
 from finetune.runtime.supervision.exit import is_broken_collective
 from finetune.runtime.supervision.heartbeat import fault_point
 
 RETRY_PAUSES_SECONDS = (1.0, 5.0)
-"""Between the tries to write one checkpoint."""
+"""Between the attempts to write one checkpoint."""
 
 
 @dataclass(frozen=True)
 class SavedCheckpoint:
-    """A checkpoint that is whole on disk."""
+    """A checkpoint that is complete on disk."""
 
     step: int
     path: Path
     size_bytes: int
-    seconds: float  # from the wish to the end
-    stall_seconds: float  # of them, what training waited
+    seconds: float  # from the request to the end
+    stall_seconds: float  # for which training waited
 
 
 class Saver:
@@ -59,19 +58,19 @@ class Saver:
         self._run = run
         self.contents = SnapshotSource(access) if section.asynchronous else StreamingSource(access)
         self._future: Future[SavedCheckpoint] | None = None
-        self._notes: deque[tuple[int, str]] = deque()  # written by one thread, read by another
+        self._notes: deque[tuple[int, str]] = deque()  # appended by the background thread, read by the main one
 
     def begin(self, step: int, *, progress: Mapping[str, Any]) -> None:
-        """Take a checkpoint of this step; the one before must have been settled. Collective.
+        """Start a checkpoint of this step, after `finish` of the previous one. Collective.
 
-        On return training may go on. Raises CheckpointError on all ranks where it could not even be taken.
+        Training may continue on return. Raises CheckpointError on all ranks if the state could not be captured.
         """
-        assert self._future is None, "one at a time"
+        assert self._future is None, "the previous save was not finished"
         started = time.monotonic()
         fault_point("save.begin", step=step)
-        contents = self.contents.take(step, progress=progress)
+        contents = self.contents.capture(step, progress=progress)
         fault_point("save.copied", step=step)
-        distributed.open_background_group()  # whose time limit is that of disks
+        distributed.open_background_group()  # its timeout allows for slow disks
         if self._section.asynchronous:
             work = partial(self._write, contents, started=started, stall=time.monotonic() - started)
             self._future = run_in_background(work, name=f"checkpoint of step {step}")
@@ -79,24 +78,24 @@ class Saver:
             self._future = run_now(partial(self._write, contents, started=started))
 
     def outcome(self) -> SavedCheckpoint | BaseException | None:
-        """Return how the save has ended on this rank; None while it goes on and where there is nothing to settle."""
+        """Return the save's result or error on this rank; None while it is running, and if there is none to finish."""
         if self._future is None or not self._future.done():
             return None
         return self._future.exception() or self._future.result()
 
     def notes(self) -> list[tuple[int, str]]:
-        """Return what has been noticed since the last time, each with the checkpoint's step."""
+        """Return the new warnings about saves, each with the checkpoint's step."""
         return [self._notes.popleft() for _ in range(len(self._notes))]
 
     def wait(self) -> None:
-        """Wait until this rank has ended what is being written."""
+        """Wait until the running save has ended on this rank."""
         if self._future is not None:
             wait([self._future])
 
-    def settle(self) -> SavedCheckpoint | None:
-        """Wait for what is being written and return it. Collective.
+    def finish(self) -> SavedCheckpoint | None:
+        """Wait for the running save and return its result. Collective.
 
-        Raises CheckpointError, or NonFiniteError, on all ranks where it failed on one.
+        Raises CheckpointError, or NonFiniteError, on all ranks if it failed on one.
         """
         if self._future is None:
             return None
@@ -107,13 +106,13 @@ class Saver:
         return outcome
 
     def _write(self, contents: Contents, *, started: float, stall: float | None = None) -> SavedCheckpoint:
-        """Write the contents, with several tries; what is to be agreed is said on the line behind. Collective."""
+        """Write the contents, with retries; ranks communicate in the background group. Collective."""
         try:
             manifest = self._try(contents)
         except (CheckpointError, NonFiniteError):
             raise
-        except Exception as error:  # unforeseen, and maybe on this rank alone: the others must not wait for it
-            traceback.clear_frames(error.__traceback__)  # they hold the group
+        except Exception as error:  # unexpected, perhaps only on this rank: the others must not wait for it
+            traceback.clear_frames(error.__traceback__)  # they keep the process group alive
             distributed.close_background_group()
             raise
         seconds = time.monotonic() - started
@@ -128,25 +127,23 @@ class Saver:
                 text = f"the checkpoint of step {contents.step} could not be written"
                 if pause is None:
                     raise CheckpointError(f"{text}, {len(RETRY_PAUSES_SECONDS) + 1} times: {error}") from error
-                self._notes.append((contents.step, f"{text} and is tried again in {pause:g} s: {error}"))
+                self._notes.append((contents.step, f"{text}; retrying in {pause:g} s: {error}"))
                 threading.Event().wait(pause)
-        raise AssertionError("the last try returns or raises")
+        raise AssertionError("the last attempt returns or raises")
 
     def _write_and_prune(self, contents: Contents) -> Manifest:
         manifest = self._already_saved(contents.step)
         if manifest is None:
             manifest = write_contents(self._folder, contents, run=self._run, group=Group.BACKGROUND)
-        # Everybody waits for what is deleted, so that ranks end at one time and none waits long for rank 0 later.
-        clear_up = partial(prune, self._folder, section=self._section, newest=contents.step)
-        trouble = run_on_rank_0(clear_up, group=Group.BACKGROUND)
-        self._notes.extend((contents.step, each) for each in trouble)
+        # All ranks wait for the deletion, so that they end together and none waits long for rank 0 later.
+        delete_old = partial(prune, self._folder, section=self._section, newest=contents.step)
+        failures = run_on_rank_0(delete_old, group=Group.BACKGROUND)
+        self._notes.extend((contents.step, each) for each in failures)
         return manifest
 
     def _already_saved(self, step: int) -> Manifest | None:
         path = layout.step_folder(self._folder, step)
-        if not run_on_rank_0(
-            lambda: os.path.lexists(path), group=Group.BACKGROUND
-        ):  # a link to nothing is in the way, too
+        if not run_on_rank_0(lambda: os.path.lexists(path), group=Group.BACKGROUND):  # also true for a broken link
             return None
         try:
             return verify_checkpoint(path, group=Group.BACKGROUND).manifest
@@ -154,16 +151,16 @@ class Saver:
             raise
         except CheckpointError as error:
             aside = run_on_rank_0(partial(layout.rename_aside, path, "bad"), group=Group.BACKGROUND)
-            self._notes.append((step, f"wrote {path.name} anew; the one before is now {aside.name}: {error}"))
+            self._notes.append((step, f"replaced {path.name}; the damaged one was renamed to {aside.name}: {error}"))
             return None
 
 
 def _raise_first_failure(outcome: object) -> None:
-    """Raise on all ranks what one of them has failed with. Collective."""
+    """Raise on all ranks the error with which one of them failed. Collective."""
     own = outcome if isinstance(outcome, Exception) else None
     failures = [failure for failure in distributed.gather_objects(_Failure.of(own)) if failure is not None]
     if any(not failure.is_agreed for failure in failures):
-        distributed.close_background_group()  # on all ranks, so that the next save opens it anew
+        distributed.close_background_group()  # on all ranks, so that the next save opens it again
     if failures:
         first = min(failures, key=lambda failure: failure.is_echo)
         raise (NonFiniteError if first.is_nonfinite else CheckpointError)(first.text) from own
@@ -171,11 +168,11 @@ def _raise_first_failure(outcome: object) -> None:
 
 @dataclass(frozen=True)
 class _Failure:
-    """How a save has failed on one rank."""
+    """The failure of a save on one rank."""
 
     text: str
-    is_agreed: bool  # all ranks have failed with it
-    is_echo: bool  # of another rank's, which hung up
+    is_agreed: bool  # all ranks failed with it
+    is_echo: bool  # caused by another rank, which closed the group
     is_nonfinite: bool
 
     @classmethod

@@ -14,16 +14,16 @@ from finetune.checkpoint.sharding.gather import Gathered, Gatherer, agree_on_rec
 from finetune.checkpoint.sharding.save_plan import PlannedFile, plan_files
 from finetune.checkpoint.sharding.state_access import StateAccess
 from finetune.runtime import distributed
-from finetune.runtime.run_on_ranks import run_on_all_ranks
+from finetune.runtime.distributed import run_on_all_ranks
 
 
 @dataclass(frozen=True)
 class Contents:
-    """Everything that a checkpoint is of."""
+    """Everything that is written to a checkpoint."""
 
     step: int
     planned: Sequence[PlannedFile]
-    tensors: Callable[[], Iterator[Gathered]]  # this rank's, in the order of its files; anew for each try
+    tensors: Callable[[], Iterator[Gathered]]  # those this rank writes, in file order; called for every attempt
     scalars: Mapping[str, Any]  # `optimizer` and `loss_scale`
     progress: Mapping[str, Any]
 
@@ -34,84 +34,84 @@ class Contents:
 
 
 class StreamingSource:
-    """Contents that are gathered while they are written: needs room for a tensor at a time, and training waits."""
+    """Contents that are gathered while they are written: needs memory for one tensor at a time, but training waits."""
 
     def __init__(self, access: StateAccess) -> None:
         self._access = access
         self._gatherer = Gatherer(access)
 
-    def take(self, step: int, *, progress: Mapping[str, Any]) -> Contents:
-        """Return the state as it is when its tensors are asked for, which is collective. Collective."""
+    def capture(self, step: int, *, progress: Mapping[str, Any]) -> Contents:
+        """Return the state as it is while its tensors are iterated over, which is collective. Collective."""
         planned = _plan(self._access)
         tensors = partial(self._gatherer.gather, planned, buffer_for=_new_buffer)
         return Contents(step, planned, tensors, _scalars(self._access), deepcopy(dict(progress)))
 
-    def rehearse(self, planned: Sequence[PlannedFile], *, here: frozenset[TensorRecord]) -> None:
-        """Gather what is here already of the planned tensors. Collective."""
-        for _ in self._gatherer.gather(_only_existing(planned, here), buffer_for=_new_buffer):
+    def rehearse(self, planned: Sequence[PlannedFile], *, existing: frozenset[TensorRecord]) -> None:
+        """Gather those planned tensors that exist already. Collective."""
+        for _ in self._gatherer.gather(_only_existing(planned, existing), buffer_for=_new_buffer):
             pass
 
 
 class SnapshotSource:
-    """Contents that are copied to the memory of the hosts: each rank has room for its share, used again and again."""
+    """Contents that are copied to host memory, into buffers that each rank allocates once and reuses."""
 
     def __init__(self, access: StateAccess) -> None:
         self._access = access
         self._gatherer = Gatherer(access)
         self._planned: Sequence[PlannedFile] = ()
-        self._shelves: dict[str, Tensor] = {}
+        self._buffers: dict[str, Tensor] = {}
 
-    def take(self, step: int, *, progress: Mapping[str, Any]) -> Contents:
-        """Return a copy of the state, which lasts until the next is taken. Collective.
+    def capture(self, step: int, *, progress: Mapping[str, Any]) -> Contents:
+        """Return a copy of the state, valid until the next one is captured. Collective.
 
-        Raises CheckpointError on all ranks where one has no room for its share.
+        Raises CheckpointError on all ranks if one is out of memory.
         """
         planned = _plan(self._access)
-        # Nobody begins to send before every owner has a place for what is sent to it.
-        run_on_all_ranks(partial(self._make_room, planned))
-        mine = list(self._gatherer.gather(planned, buffer_for=self._shelf))
+        # No rank sends before every receiver has allocated its buffers.
+        run_on_all_ranks(partial(self._allocate, planned))
+        mine = list(self._gatherer.gather(planned, buffer_for=self._buffer))
         return Contents(step, planned, lambda: iter(mine), _scalars(self._access), deepcopy(dict(progress)))
 
-    def rehearse(self, planned: Sequence[PlannedFile], *, here: frozenset[TensorRecord]) -> None:
-        """Have room for all that is planned, and copy what is here already. Collective."""
-        run_on_all_ranks(partial(self._make_room, planned))
-        for _ in self._gatherer.gather(_only_existing(planned, here), buffer_for=self._shelf):
+    def rehearse(self, planned: Sequence[PlannedFile], *, existing: frozenset[TensorRecord]) -> None:
+        """Allocate the buffers of all planned tensors, and copy those that exist already. Collective."""
+        run_on_all_ranks(partial(self._allocate, planned))
+        for _ in self._gatherer.gather(_only_existing(planned, existing), buffer_for=self._buffer):
             pass
 
-    def _make_room(self, planned: Sequence[PlannedFile]) -> None:
-        """Have a place for this rank's share; kept as long as the plan is the same, as most often it is."""
+    def _allocate(self, planned: Sequence[PlannedFile]) -> None:
+        """Allocate the buffers of this rank's share, unless the plan is that of the last save, as it usually is."""
         if planned == self._planned:
             return
-        self._planned, self._shelves = (), {}  # given back before new memory is taken
-        pins = self._access.device.type == "cuda"  # a GPU copies into pinned memory several times as fast
+        self._planned, self._buffers = (), {}  # freed before new memory is allocated
+        pins = self._access.device.type == "cuda"  # a GPU copies several times faster to pinned memory
         for file in planned:
-            if file.owner == distributed.rank():
-                self._shelves.update(_host_buffers(file, pins=pins))
+            if file.writer == distributed.rank():
+                self._buffers.update(_host_buffers(file, pins=pins))
         self._planned = planned
 
-    def _shelf(self, file: PlannedFile, record: TensorRecord) -> Tensor:
-        return self._shelves[record.stored_name]
+    def _buffer(self, file: PlannedFile, record: TensorRecord) -> Tensor:
+        return self._buffers[record.stored_name]
 
 
 def _plan(access: StateAccess) -> list[PlannedFile]:
-    """Return the files of a checkpoint of the state as it is now. Collective."""
+    """Return the files of a checkpoint of the current state. Collective."""
     access.begin_reading()
     return plan_files(agree_on_records(access), world=distributed.world())
 
 
-def _only_existing(planned: Sequence[PlannedFile], here: frozenset[TensorRecord]) -> list[PlannedFile]:
-    return [replace(file, records=tuple(record for record in file.records if record in here)) for file in planned]
+def _only_existing(planned: Sequence[PlannedFile], existing: frozenset[TensorRecord]) -> list[PlannedFile]:
+    return [replace(file, records=tuple(record for record in file.records if record in existing)) for file in planned]
 
 
 def _scalars(access: StateAccess) -> dict[str, Any]:
-    """Return a copy of the plain numbers of the state. Collective."""
+    """Return a copy of the numbers in the state. Collective."""
     return {"optimizer": agree_on_scalars(access), "loss_scale": access.loss_scale.read()}
 
 
 def _host_buffers(file: PlannedFile, *, pins: bool) -> Iterator[tuple[str, Tensor]]:
-    """Yield a place for each tensor of the file, in one piece of memory that has been touched and so is really there.
+    """Yield a buffer for each tensor of the file, in one allocation that is zeroed so that its pages are committed.
 
-    Wide types come first in a file, so every tensor begins at a multiple of its width.
+    Wide dtypes come first in a file, so every tensor is aligned to its element size.
     """
     size = sum(record.size_bytes for record in file.records)
     memory = torch.empty(size, dtype=torch.uint8, pin_memory=pins).zero_()

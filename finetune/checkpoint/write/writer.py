@@ -1,8 +1,10 @@
 """Writes one checkpoint: staged, verified, given its manifest and renamed, so a reader sees all of it or none."""
 
+import errno
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import version
@@ -27,49 +29,52 @@ from finetune.checkpoint.format.metadata import state_digest
 from finetune.checkpoint.format.tensor_file import BUFFER, TensorFile, TensorRecord
 from finetune.checkpoint.sharding.save_plan import PlannedFile
 from finetune.checkpoint.sharding.state_access import StateAccess
-from finetune.checkpoint.write.disk_space import explain_disk_errors, require_disk_space
 from finetune.checkpoint.write.snapshot import Contents, StreamingSource
 from finetune.errors import CheckpointError, NonFiniteError
 from finetune.runtime import distributed
-from finetune.runtime.distributed import Group
+from finetune.runtime.distributed import Group, run_on_all_ranks, run_on_rank_0
 from finetune.runtime.files import atomic
-from finetune.runtime.run_on_ranks import run_on_all_ranks, run_on_rank_0
+from finetune.runtime.resources import format_size
 from finetune.runtime.supervision.heartbeat import fault_point
 
+SLACK_BYTES = 16 << 20
+"""An upper bound for the files of a checkpoint besides its tensors."""
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _BLOCK_ELEMENTS = 1 << 20
 
 
 @dataclass
-class Written:
-    """What has been written, by one rank or by all."""
+class WrittenFiles:
+    """What was written, by one rank or by all."""
 
     files: dict[str, FileChecksum] = field(default_factory=dict)  # by path in the checkpoint
     tensors: dict[str, str] = field(default_factory=dict)  # SHA-256 by stored name
-    bad: list[str] = field(default_factory=list)  # stored names of what is not finite
+    not_finite: list[str] = field(default_factory=list)  # stored names of tensors that are not finite
 
     @classmethod
-    def merge(cls, shares: Sequence["Written"]) -> "Written":
-        """Return what all ranks have written together."""
+    def merge(cls, shares: Sequence["WrittenFiles"]) -> "WrittenFiles":
+        """Return what all ranks wrote together."""
         total = cls()
         for share in shares:
             total.files.update(share.files)
             total.tensors.update(share.tensors)
-            total.bad.extend(share.bad)
+            total.not_finite.extend(share.not_finite)
         return total
 
 
 class RankWriter:
-    """The files of one rank in the making; a failure is kept until the end, as other ranks still wait for this one."""
+    """Writes the files of one rank; a failure is kept until `close`, since other ranks still wait for this one."""
 
     def __init__(self, staging: Path, *, step: int) -> None:
         self._staging = staging
         self._step = step
         self._open: dict[str, TensorFile] = {}
-        self._written = Written()
+        self._written = WrittenFiles()
         self._failure: Exception | None = None
 
     def add(self, file: PlannedFile, record: TensorRecord, tensor: Tensor) -> None:
-        """Write the next tensor of the file, where nothing has failed so far."""
+        """Write the next tensor of the file, unless an earlier one failed."""
         if self._failure is not None:
             return
         try:
@@ -78,8 +83,8 @@ class RankWriter:
         except Exception as error:  # raised by `close`, on every rank
             self._failure = error
 
-    def close(self) -> Written:
-        """Bring the files to the disk, read them back and return what they are; raises what has failed."""
+    def close(self) -> WrittenFiles:
+        """Fsync the files, verify them by reading them back and return their checksums; raises the first failure."""
         if self._failure is not None:
             for file in self._open.values():
                 file.abandon()
@@ -98,18 +103,18 @@ class RankWriter:
         fault_point("save.write", step=self._step, path=path)
         self._written.tensors[record.stored_name] = self._open[file.name].add(tensor)
         if record.key != BUFFER and not is_finite(tensor):
-            self._written.bad.append(record.stored_name)
+            self._written.not_finite.append(record.stored_name)
 
     def _verify(self, files: Mapping[str, FileChecksum]) -> None:
         for name in files:
             problem = first_file_problem(self._staging, files, [name])
             if problem is not None:
-                raise CheckpointError(f"{self._staging}: {problem}, right after writing it. Suspect the disk.")
+                raise CheckpointError(f"{self._staging}: {problem}, right after it was written. Check the disk.")
             fault_point("save.written", step=self._step, path=self._staging / name)
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Tell whether every number is finite; a block at a time, and a sum tells most of what there is to know.
+    """Return whether every number is finite; by block, and a finite sum spares the elementwise check.
 
     >>> import torch
     >>> is_finite(torch.tensor([1.0, float("inf")])), is_finite(torch.tensor([3e38, 3e38]))
@@ -124,31 +129,31 @@ def is_finite(tensor: Tensor) -> bool:
 def write_checkpoint(
     folder: Path, step: int, *, access: StateAccess, run: RunFingerprint, progress: Mapping[str, Any]
 ) -> Manifest:
-    """Write the checkpoint of a step into `folder` and return its manifest; on failure nothing is left. Collective."""
-    return write_contents(folder, StreamingSource(access).take(step, progress=progress), run=run)
+    """Write the checkpoint of a step into `folder` and return its manifest; a failure leaves nothing. Collective."""
+    return write_contents(folder, StreamingSource(access).capture(step, progress=progress), run=run)
 
 
 def write_contents(folder: Path, contents: Contents, *, run: RunFingerprint, group: Group = Group.MAIN) -> Manifest:
-    """Write the contents as a checkpoint in `folder` and return its manifest; on failure nothing is left of it.
+    """Write the contents as a checkpoint in `folder` and return its manifest; a failure leaves nothing.
 
-    Raises CheckpointError where it cannot be written, NonFiniteError where nobody would want it. Collective.
+    Raises CheckpointError if it cannot be written, NonFiniteError if a tensor is not finite. Collective.
     """
     staging = layout.staging_folder(folder, contents.step)
-    # Nobody writes before the folder is there and what an earlier save has left in it is gone.
+    # No rank writes before the folder exists and leftovers of earlier saves are removed.
     run_on_rank_0(partial(_stage, staging, num_bytes=contents.size_bytes), group=group)
     try:
-        writing = RankWriter(staging, step=contents.step)
+        writer = RankWriter(staging, step=contents.step)
         for file, record, tensor in contents.tensors():
-            writing.add(file, record, tensor)
-            del tensor  # so that it is gone when the next ones are gathered
-        written = Written.merge(run_on_all_ranks(writing.close, group=group))
-        if written.bad:
-            newest = run_on_rank_0(partial(_newest, folder), group=group)
-            raise NonFiniteError(_refusal(contents.step, bad=written.bad, newest=newest))
-        # Only when every rank has reported its files does rank 0 vouch for them; nobody goes on before the rename.
+            writer.add(file, record, tensor)
+            del tensor  # freed before the next ones are gathered
+        written = WrittenFiles.merge(run_on_all_ranks(writer.close, group=group))
+        if written.not_finite:
+            newest = run_on_rank_0(partial(layout.newest_checkpoint, folder), group=group)
+            raise NonFiniteError(_not_finite(contents.step, names=written.not_finite, newest=newest))
+        # Rank 0 writes the manifest after every rank has reported its files; all ranks wait for the rename.
         manifest = run_on_rank_0(partial(_commit, staging, contents, run=run, written=written), group=group)
     except (CheckpointError, NonFiniteError):
-        # Every rank is past its last write (the error came from a gathering of outcomes), so nothing reappears.
+        # All ranks have written their last file (the error was gathered from all), so nothing reappears.
         if distributed.is_main():
             shutil.rmtree(staging, ignore_errors=True)
         raise
@@ -157,7 +162,7 @@ def write_contents(folder: Path, contents: Contents, *, run: RunFingerprint, gro
 
 
 def _mark_done(final: Path, contents: Contents) -> None:
-    own = next((final / file.name for file in contents.planned if file.owner == distributed.rank()), None)
+    own = next((final / file.name for file in contents.planned if file.writer == distributed.rank()), None)
     fault_point("save.done", step=contents.step, path=own)
 
 
@@ -169,16 +174,16 @@ def _stage(staging: Path, *, num_bytes: int) -> None:
         staging.mkdir()
 
 
-def _commit(staging: Path, contents: Contents, *, run: RunFingerprint, written: Written) -> Manifest:
-    """Write what is not tensors, the manifest last, and give the folder its name."""
+def _commit(staging: Path, contents: Contents, *, run: RunFingerprint, written: WrittenFiles) -> Manifest:
+    """Write the JSON files, the manifest last, and rename the folder to its final name."""
     index = _index(contents.planned, written.tensors)
-    texts = {layout.INDEX: index, layout.SCALARS: contents.scalars, layout.PROGRESS: contents.progress}
+    metadata = {layout.INDEX: index, layout.SCALARS: contents.scalars, layout.PROGRESS: contents.progress}
     final = layout.step_folder(staging.parent, contents.step)
     with explain_disk_errors(staging):
-        for name, value in texts.items():
+        for name, value in metadata.items():
             atomic.write_json(staging / name, value, exact=True)
-        small = {name: file_checksum(staging / name) for name in texts}
-        manifest = _manifest(contents, run=run, files={**small, **written.files}, index=index)
+        checksums = {name: file_checksum(staging / name) for name in metadata}
+        manifest = _manifest(contents, run=run, files={**checksums, **written.files}, index=index)
         for folder in {(staging / name).parent for name in manifest.files}:
             atomic.fsync(folder)
         fault_point("save.manifest", step=contents.step)
@@ -216,18 +221,46 @@ def _index(planned: Sequence[PlannedFile], digests: Mapping[str, str]) -> dict[s
     }
 
 
-def _refusal(step: int, *, bad: Sequence[str], newest: str | None) -> str:
-    more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
+def _not_finite(step: int, *, names: Sequence[str], newest: Path | None) -> str:
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
     return (
-        f"step {step}: {bad[0]}{more} is not finite, so no checkpoint was taken. "
-        + (f"The last good one is {newest}." if newest else "There is none from before.")
-        + " Lower train.learning_rate or set train.max_gradient_norm, and start again: it continues from there."
+        f"step {step}: {names[0]}{more} is not finite, so no checkpoint was saved. "
+        + (f"The last valid one is {newest}." if newest else "There is no earlier one.")
+        + " Lower train.learning_rate or set train.max_gradient_norm and start the run again: it resumes from there."
     )
-
-
-def _newest(folder: Path) -> str | None:
-    return next((str(path) for path in reversed(layout.steps(folder).values())), None)
 
 
 def _versions() -> dict[str, str]:
     return {"finetune": __version__, **{name: version(name) for name in ("torch", "accelerate", "transformers")}}
+
+
+def require_disk_space(folder: Path, num_bytes: int) -> None:
+    """Raise CheckpointError if the folder's disk has no space for one more checkpoint of this size."""
+    free, needed = shutil.disk_usage(folder).free, num_bytes + SLACK_BYTES
+    if free < needed:
+        raise CheckpointError(
+            f"{folder}: a checkpoint needs {format_size(needed)}, but {format_size(free)} are free (an old one is "
+            "deleted only after the new one was verified). Free disk space, lower checkpoint.keep_last, or set "
+            "run.folder to another disk."
+        )
+
+
+@contextmanager
+def explain_disk_errors(folder: Path) -> Iterator[None]:
+    """Raise a CheckpointError that says what to do in place of an OSError from writing."""
+    try:
+        yield
+    except OSError as error:
+        advice = ""
+        if error.errno in _FULL:
+            advice = (
+                f" {format_size(_free_bytes(folder))} are free; earlier checkpoints are intact. Free disk space, lower "
+                "checkpoint.keep_last, or set run.folder to another disk."
+            )
+        raise CheckpointError(f"cannot write {folder}: {error}.{advice}") from error
+
+
+def _free_bytes(folder: Path) -> int:
+    while not folder.exists():
+        folder = folder.parent
+    return shutil.disk_usage(folder).free

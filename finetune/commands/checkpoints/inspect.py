@@ -1,7 +1,4 @@
-"""`finetune checkpoint ls`, `show` and `verify`.
-
-The checkpoints of a run, as tables or JSON, and whether they are good.
-"""
+"""`finetune checkpoint ls`, `show` and `verify`: a run's checkpoints as tables or JSON, and whether they are good."""
 
 import time
 from collections.abc import Sequence
@@ -29,22 +26,22 @@ from finetune.commands.printing import print_facts, print_table, width
 from finetune.runtime.resources import format_size
 from finetune.runtime.text.terminal import format_json
 
-_LISTED = 4
+_MAX_LISTED = 4
 
 
 def list_checkpoints(run: Path, *, verifies: bool, as_json: bool) -> None:
-    """Print all checkpoints of the run, oldest first, and what else lies beside them.
+    """Print all checkpoints of the run, oldest first, and leftovers beside them.
 
-    Each is looked at quickly (every file there with its size, those that are no tensors read) or, to verify, all of it.
+    Of each, file sizes are compared and the JSON files are read; with `verifies`, every file is read and digested.
     """
-    place = locate_run(run)
-    found = [_checked(entry, reads=verifies) for entry in read_entries(place.checkpoints)]
-    beside = find_leftovers(place.checkpoints)
+    location = locate_run(run)
+    found = [_checked(entry, read_all=verifies) for entry in read_entries(location.checkpoints)]
+    leftovers = find_leftovers(location.checkpoints)
     if as_json:
-        rest = [{"path": str(left.path), "size_bytes": left.size_bytes, "meaning": left.meaning} for left in beside]
+        rest = [{"path": str(left.path), "size_bytes": left.size_bytes, "meaning": left.meaning} for left in leftovers]
         _print_json(
             {
-                "folder": str(place.checkpoints),
+                "folder": str(location.checkpoints),
                 "checked": "digests" if verifies else "sizes",
                 "checkpoints": [_facts(each) for each in found],
                 "leftovers": rest,
@@ -52,42 +49,42 @@ def list_checkpoints(run: Path, *, verifies: bool, as_json: bool) -> None:
         )
         return
     if not found:
-        print(f"{place.checkpoints}: there is no checkpoint in it.")
+        print(f"{location.checkpoints}: has no checkpoints.")
     else:
         print_table(checkpoints_table(found, now=time.time(), width=width()))
-    for line in checkpoints_notes(found, beside, verifies=verifies):
+    for line in checkpoints_notes(found, leftovers, verifies=verifies):
         print(line)
 
 
 def show_checkpoint(run: Path, *, step: int | None, as_json: bool) -> None:
-    """Print everything about one checkpoint: the step's, the newest, or the very folder that was named."""
-    found = _checked(read_entry(select_checkpoint(locate_run(run), step=step)), reads=False)
+    """Print everything about one checkpoint: that of the step, the newest, or the folder that was given."""
+    found = _checked(read_entry(select_checkpoint(locate_run(run), step=step)), read_all=False)
     if as_json:
-        _print_json(_facts(found) | _inside(found.entry))
+        _print_json(_facts(found) | _contents(found.entry))
         return
     print_facts(checkpoint_facts(found, counts=count_tensors(found.entry), now=time.time()))
 
 
 def verify_checkpoints(run: Path, *, step: int | None) -> bool:
-    """Read and digest one checkpoint or all of them, say of each whether it is good, and return whether all are.
+    """Read and digest one checkpoint or all, print whether each is good, and return whether all are.
 
-    A bad file is named, and so are the tensors in it.
+    For a bad one, prints each bad file and the damaged tensors in it.
     """
-    place = locate_run(run)
-    are_good = [_verify(path) for path in _selected(place, step=step)]
+    location = locate_run(run)
+    are_good = [_verify(path) for path in _selected(location, step=step)]
     return all(are_good)
 
 
-def _selected(place: RunLocation, *, step: int | None) -> Sequence[Path]:
-    """Return the one that was named by step or folder, else all; raises CheckpointError where there is none."""
-    newest = select_checkpoint(place, step=step)
-    if place.chosen is not None or step is not None:
+def _selected(location: RunLocation, *, step: int | None) -> Sequence[Path]:
+    """Return the one given by step or folder, else all; raises CheckpointError if there is none."""
+    newest = select_checkpoint(location, step=step)
+    if location.chosen is not None or step is not None:
         return [newest]
-    return [entry.path for entry in read_entries(place.checkpoints)]
+    return [entry.path for entry in read_entries(location.checkpoints)]
 
 
 def _verify(path: Path) -> bool:
-    found = _checked(read_entry(path), reads=True)
+    found = _checked(read_entry(path), read_all=True)
     manifest = found.entry.manifest
     if found.is_good and manifest is not None:
         print(f"{path.name}: good, {len(manifest.files)} files, {format_size(manifest.size_bytes)} read", flush=True)
@@ -101,8 +98,8 @@ def _verify(path: Path) -> bool:
     return False
 
 
-def _checked(entry: CheckpointEntry, *, reads: bool) -> CheckedCheckpoint:
-    return CheckedCheckpoint(entry, *find_problems(entry, reads=reads))
+def _checked(entry: CheckpointEntry, *, read_all: bool) -> CheckedCheckpoint:
+    return CheckedCheckpoint(entry, *find_problems(entry, read_all=read_all))
 
 
 def _facts(found: CheckedCheckpoint) -> dict[str, Any]:
@@ -119,7 +116,7 @@ def _facts(found: CheckedCheckpoint) -> dict[str, Any]:
     return known | {"is_good": found.is_good, "problems": list(found.problems)}
 
 
-def _inside(entry: CheckpointEntry) -> dict[str, Any]:
+def _contents(entry: CheckpointEntry) -> dict[str, Any]:
     manifest = entry.manifest
     if manifest is None:
         return {}
@@ -140,8 +137,8 @@ def _inside(entry: CheckpointEntry) -> dict[str, Any]:
 
 
 def _listed(names: Sequence[str]) -> str:
-    rest = len(names) - _LISTED
-    return ", ".join(names[:_LISTED]) + (f" and {rest} more" if rest > 0 else "")
+    rest = len(names) - _MAX_LISTED
+    return ", ".join(names[:_MAX_LISTED]) + (f" and {rest} more" if rest > 0 else "")
 
 
 def _print_json(value: object) -> None:

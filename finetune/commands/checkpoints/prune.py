@@ -21,58 +21,58 @@ GOALS = ("minimize", "maximize")
 
 @dataclass(frozen=True)
 class Verdict:
-    """What happens to one checkpoint, and why it stays where it does."""
+    """Whether a checkpoint is kept, and why."""
 
     entry: CheckpointEntry
-    reasons: tuple[str, ...]  # none: it goes
+    reasons: tuple[str, ...]  # to keep it; empty: it is deleted
 
     @property
     def is_deleted(self) -> bool:
-        """Tell whether it is to be deleted."""
+        """Return whether the checkpoint is to be deleted."""
         return not self.reasons
 
 
 def prune(
     run: Path, *, keep_last: int | None, keep_every: int | None, keep_best: str | None, does_delete: bool
 ) -> None:
-    """Print which checkpoints stay and why, and delete the others where that is wanted.
+    """Print which checkpoints are kept and why, and delete the others if `does_delete`.
 
-    What is not given is as the run's own settings say. The newest good checkpoint stays whatever they say, and bad ones
-    are not touched. Raises UserError while a run holds the folder, CheckpointError where no checkpoint is good or
-    one could not be deleted. What an earlier pruning has left half deleted goes, too.
+    Options default to the run's own settings. The newest good checkpoint is always kept, and bad ones are left alone.
+    Interrupted deletions are completed. Raises UserError while a run is writing to the folder, CheckpointError if no
+    checkpoint is good or one could not be deleted.
     """
-    place = locate_run(run)
-    if place.chosen is not None:
-        raise UserError(f"{run}: this is one checkpoint. Name the run whose checkpoints are to be thinned out.")
-    section = with_options(retention_of(place.run), keep_last=keep_last, keep_every=keep_every, keep_best=keep_best)
-    with lock_run_folder(place.run, log=print) if does_delete else nullcontext():
-        verdicts = decide(read_entries(place.checkpoints), section)
+    location = locate_run(run)
+    if location.chosen is not None:
+        raise UserError(f"{run}: this is a single checkpoint. Give the folder of the run to prune.")
+    section = with_options(retention_of(location.run), keep_last=keep_last, keep_every=keep_every, keep_best=keep_best)
+    with lock_run_folder(location.run, log=print) if does_delete else nullcontext():
+        verdicts = decide(read_entries(location.checkpoints), section)
         rows = [(each.entry, each.reasons) for each in verdicts]
         print_table(prune_table(rows, now=time.time(), width=width()))
-        going = [each.entry for each in verdicts if each.is_deleted]
-        size = format_size(sum(entry.manifest.size_bytes for entry in going if entry.manifest))
-        if does_delete and (trouble := delete_checkpoints(place.checkpoints, [entry.step for entry in going])):
-            raise CheckpointError("\n".join(trouble))
-    if not going:
-        print("Nothing has to go.")
+        deleted = [each.entry for each in verdicts if each.is_deleted]
+        size = format_size(sum(entry.manifest.size_bytes for entry in deleted if entry.manifest))
+        if does_delete and (failures := delete_checkpoints(location.checkpoints, [entry.step for entry in deleted])):
+            raise CheckpointError("\n".join(failures))
+    if not deleted:
+        print("nothing to delete")
     elif does_delete:
-        print(f"deleted {len(going)}, {size}")
+        print(f"deleted {len(deleted)}, {size}")
     else:
-        print(f"{len(going)} would go, {size}. Nothing was deleted: `--yes` does it.")
+        print(f"{len(deleted)} would be deleted, {size}. Nothing was deleted yet: add `--yes`.")
 
 
 def retention_of(run: Path) -> CheckpointSection:
-    """Return what the run keeps by its own settings, or the defaults where its folder does not tell."""
+    """Return the run's own checkpoint settings, or the defaults if its folder has none."""
     if (run / RESOLVED_NAME).is_file():
         return load_resolved(run).config.checkpoint
-    print(f"there is no {run / RESOLVED_NAME}, so what is not given is as by default")
+    print(f"no {run / RESOLVED_NAME}: options default to the checkpoint section's defaults")
     return CheckpointSection()
 
 
 def with_options(
     section: CheckpointSection, *, keep_last: int | None, keep_every: int | None, keep_best: str | None
 ) -> CheckpointSection:
-    """Return the section with what was given laid over it."""
+    """Return the section with the given options."""
     given = {
         "keep_last": keep_last,
         "keep_every_steps": keep_every,
@@ -81,43 +81,43 @@ def with_options(
     return section.model_copy(update={name: value for name, value in given.items() if value is not None})
 
 
-def parse_keep_best(written: str) -> KeepBestSection:
+def parse_keep_best(value: str) -> KeepBestSection:
     """Return what `METRIC[:minimize|maximize][:COUNT]` means; raises UserError for anything else.
 
-    >>> best_of("exact_match:maximize:3").count
+    >>> parse_keep_best("exact_match:maximize:3").count
     3
     """
-    metric, *rest = written.split(":")
+    metric, *rest = value.split(":")
     goal = rest.pop(0) if rest and rest[0] in GOALS else "minimize"
     count = rest.pop(0) if rest else "1"
     if not metric or rest or not count.isdigit() or int(count) == 0:
         raise UserError(
-            f"--keep-best {written}: write a metric, such as `loss`, `loss:2` for the two best, or "
+            f"--keep-best {value}: write a metric, such as `loss`, `loss:2` for the two best, or "
             "`exact_match:maximize`."
         )
     return KeepBestSection.model_validate({"metric": metric, "goal": goal, "count": int(count)})
 
 
 def decide(entries: Sequence[CheckpointEntry], section: CheckpointSection) -> list[Verdict]:
-    """Return for each checkpoint why it stays, or that it goes; raises CheckpointError where none is good.
+    """Return for each checkpoint whether it is kept and why; raises CheckpointError if none is good.
 
-    The newest and the best are read and digested: one that turns out bad gives its place to the next.
+    The newest and the best are read and digested; if one is bad, the next takes its place.
     """
-    bad = {entry.step for entry in entries if _is_bad(entry, reads=False)}
+    bad = {entry.step for entry in entries if _is_bad(entry, read_all=False)}
     by_step = {entry.step: entry for entry in entries}
     read: set[int] = set()
     while True:
         good = [step for step in by_step if step not in bad]
         if not good:
-            raise CheckpointError("no checkpoint is good, so none is deleted. `finetune checkpoint verify` says why.")
+            raise CheckpointError("no checkpoint is good, so none is deleted. `finetune checkpoint verify` shows why.")
         metrics = {step: manifest.metrics for step in good if (manifest := by_step[step].manifest)}
         best = best_steps(metrics, section.keep_best) if section.keep_best else []
-        matter = {max(good), *best} - read
-        if not matter:
+        required = {max(good), *best} - read
+        if not required:
             break
-        read |= matter
-        bad |= {step for step in matter if _is_bad(by_step[step], reads=True)}
-    going = removable_steps(
+        read |= required
+        bad |= {step for step in required if _is_bad(by_step[step], read_all=True)}
+    deleted = removable_steps(
         good,
         keep_last=section.keep_last,
         newest_valid=max(good),
@@ -126,7 +126,7 @@ def decide(entries: Sequence[CheckpointEntry], section: CheckpointSection) -> li
         metrics=metrics,
     )
     return [
-        Verdict(entry, () if step in going else tuple(_reasons(step, section, good=good, best=best)))
+        Verdict(entry, () if step in deleted else tuple(_reasons(step, section, good=good, best=best)))
         for step, entry in by_step.items()
     ]
 
@@ -145,5 +145,5 @@ def _reasons(step: int, section: CheckpointSection, *, good: Sequence[int], best
         yield f"best {section.keep_best.metric}"
 
 
-def _is_bad(entry: CheckpointEntry, *, reads: bool) -> bool:
-    return bool(find_problems(entry, reads=reads)[0])
+def _is_bad(entry: CheckpointEntry, *, read_all: bool) -> bool:
+    return bool(find_problems(entry, read_all=read_all)[0])

@@ -15,12 +15,12 @@ from finetune.runtime.text.terminal import printable
 
 ABSENT = "-"
 UNUSED_VALUES = ("null", "written")
-"""Values of keys that were not used, and of sections whose keys follow."""
+"""Values of unset keys, and of sections whose keys are listed, too."""
 
 
 @dataclass(frozen=True)
 class CheckedCheckpoint:
-    """A checkpoint and what was found wrong with it."""
+    """A checkpoint with its problems."""
 
     entry: CheckpointEntry
     problems: tuple[str, ...]
@@ -28,12 +28,12 @@ class CheckedCheckpoint:
 
     @property
     def is_good(self) -> bool:
-        """Tell whether nothing was found wrong."""
+        """Return whether no problem was found."""
         return not self.problems
 
 
 def checkpoints_table(found: Sequence[CheckedCheckpoint], *, now: float, width: int) -> Table:
-    """Return a row for each checkpoint, with as many metrics as a terminal of this width has room for."""
+    """Return a row for each checkpoint, with as many metrics as fit into this width."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for column in ("step", "size", "age"):
         table.add_column(column, justify="right", no_wrap=True)
@@ -47,29 +47,29 @@ def checkpoints_table(found: Sequence[CheckedCheckpoint], *, now: float, width: 
 
 
 def checkpoints_notes(
-    found: Sequence[CheckedCheckpoint], beside: Sequence[Leftover], *, verifies: bool
+    found: Sequence[CheckedCheckpoint], leftovers: Sequence[Leftover], *, verifies: bool
 ) -> Iterator[str]:
-    """Yield the lines under the overview: what is wrong with the bad ones, what lies beside, what was not looked at."""
+    """Yield the lines below the table: problems of bad checkpoints, leftovers, and what was not checked."""
     for each in found:
         for problem in each.problems:
             yield f"{each.entry.path.name}: {problem}"
     if found and not verifies:
-        yield "Sizes were compared, contents were not: `--verify` reads every file."
-    if beside:
-        yield "Beside them, no run continues from these:"
-    for left in beside:
+        yield "Only sizes were compared; `--verify` reads every file."
+    if leftovers:
+        yield "Leftovers, from which no run resumes:"
+    for left in leftovers:
         yield f"  {left.path.name} ({format_size(left.size_bytes)}) {left.meaning}"
 
 
 def prune_table(verdicts: Sequence[tuple[CheckpointEntry, Sequence[str]]], *, now: float, width: int) -> Table:
-    """Return a row for each checkpoint with why it stays; without a reason it goes."""
+    """Return a row for each checkpoint with why it is kept; without a reason it is deleted."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for column in ("step", "size", "age"):
         table.add_column(column, justify="right", no_wrap=True)
     for column in ("metrics", "verdict"):
         table.add_column(column, overflow="fold")
     for entry, reasons in verdicts:
-        verdict = Text(f"stays: {', '.join(reasons)}") if reasons else Text("goes", "red")
+        verdict = Text(f"kept: {', '.join(reasons)}") if reasons else Text("deleted", "red")
         table.add_row(*_row(entry, now=now, width=width), verdict)
     return table
 
@@ -77,11 +77,11 @@ def prune_table(verdicts: Sequence[tuple[CheckpointEntry, Sequence[str]]], *, no
 def checkpoint_facts(
     found: CheckedCheckpoint, *, counts: Sequence[TensorCount], now: float
 ) -> Iterator[tuple[str, str]]:
-    """Yield everything that is worth reading about one checkpoint, as names and texts."""
+    """Yield everything worth reading about one checkpoint, as names and texts."""
     entry, manifest = found.entry, found.entry.manifest
     yield "step", str(entry.step)
     yield "folder", str(entry.path)
-    yield "state", "good (sizes compared, contents not read)" if found.is_good else "BAD"
+    yield "state", "good (only sizes compared)" if found.is_good else "BAD"
     yield from (("", problem) for problem in found.problems)
     if manifest is None:
         return
@@ -93,19 +93,19 @@ def checkpoint_facts(
     yield "progress", _progress(progress)
     for each in counts:
         tensors = f"{each.num_tensors} tensor{'' if each.num_tensors == 1 else 's'}"
-        yield each.kind, f"{tensors}, {each.num_elements:,} numbers, {', '.join(each.dtypes)}"
+        yield each.kind, f"{tensors}, {each.num_elements:,} elements, {', '.join(each.dtypes)}"
     yield "versions", ", ".join(f"{name} {number}" for name, number in manifest.versions.items())
-    sizes = {name: f"{format_size(facts.size_bytes)}, sha256 {facts.sha256}" for name, facts in manifest.files.items()}
+    sizes = {name: f"{format_size(each.size_bytes)}, sha256 {each.sha256}" for name, each in manifest.files.items()}
     yield from _mapping(f"{len(sizes)} files", sizes)
     yield from _mapping(
         "identity", {name: value for name, value in manifest.run.identity.items() if value not in UNUSED_VALUES}
     )
     if manifest.run.settings:
-        yield "settings", f"{len(manifest.run.settings)} more that a resume may change: see --json"
+        yield "settings", f"{len(manifest.run.settings)} others, which may change on resuming: see --json"
 
 
 def age_text(seconds: float) -> str:
-    """Return how long ago something was, in its largest unit.
+    """Return a duration in its largest unit.
 
     >>> age_text(5), age_text(150), age_text(7200), age_text(300_000)
     ('5 s', '2 min', '2 h', '3 days')

@@ -23,6 +23,7 @@ from finetune.config.load import load_config
 from finetune.config.run_config import RunConfig
 from finetune.errors import UserError
 from finetune.report.jsonl import read_events
+from finetune.runtime.run_folder import CHECKPOINTS_FOLDER
 from finetune.runtime.text.rich_console import SafeConsole
 
 STEPS_AFTER_THE_STOP = 5
@@ -98,7 +99,7 @@ def read_run_history(folder: Path) -> RunHistory:
     """Return the course of the run in this folder."""
     taken = read_steps(folder)
     started = [event for event in read_events(folder / "events.jsonl") if event["event"] == "RunStarted"]
-    checkpoints = list(layout.steps(folder / layout.CHECKPOINTS).values())
+    checkpoints = list(layout.steps(folder / CHECKPOINTS_FOLDER).values())
     return RunHistory(
         tuple(Step(event["step"], event["samples_sha256"], float(event["loss"])) for event in taken),
         starts=tuple(event["step"] for event in started),

@@ -1,6 +1,6 @@
-"""Rules across keys and sections: each looks at a config that fits the schema and yields what is wrong with it.
+"""Rules across keys and sections: each checks a config that matches the schema and yields its problems.
 
-A rule may be given a draft (`config/validation.py`): where it reads a key that is broken, it has nothing to say.
+A rule may be given a draft (`config/validation.py`): where it reads an invalid key, it is skipped.
 """
 
 from collections.abc import Callable, Iterator
@@ -38,7 +38,7 @@ RULES: tuple[Rule, ...] = (
 
 
 def rule_problems(config: RunConfig, *, is_draft: bool) -> list[Problem]:
-    """Return what all rules find."""
+    """Return the problems that all rules find."""
     problems: list[Problem] = []
     for rule in RULES:
         try:

@@ -22,11 +22,13 @@ TEMPLATES = ("chatml", "gemma", "llama3", "mistral", "qwen", "zephyr")
 
 
 def template_is_known(config: RunConfig) -> Iterator[Problem]:
-    """A chat template is one of ours or a file."""
+    """A chat template is built in or a file."""
     template = config.data.chat_template
     if template is not None and template not in TEMPLATES and not is_path(template):
         hint = did_you_mean(template, TEMPLATES) or f"Write {format_list(TEMPLATES)}."
-        message = f"there is no template `{template}`. {hint} A file begins with `.`, `/` or `~`: `./{template}`."
+        message = (
+            f"the template `{template}` does not exist. {hint} For a file, begin with `.`, `/` or `~`: `./{template}`."
+        )
         yield Problem("data.chat_template", message)
 
 
@@ -36,20 +38,21 @@ DATA_RULES = (template_is_known,)
 COLUMNS: Mapping[Format, tuple[str, ...]] = {
     form: columns + OPTIONAL_COLUMNS.get(form, ()) for form, columns in REQUIRED_COLUMNS.items()
 }
-"""The columns that each format can be told the user's names of."""
+"""The columns of each format that can be renamed."""
 
 _CHAT_COLUMNS = ("messages", "conversations", "prompt", "completion", "chosen", "rejected")
-"""The columns of which a template may write turn for turn."""
+"""The columns whose template may be a list of turns."""
 
 _FORMAT_ADVICE: Mapping[Format, str] = {
-    "preference": "To learn from the answer that was chosen: `prompt_completion`, `columns: {completion: chosen}`",
-    "labelled": "To learn to write the label: `prompt_completion`, `template: {prompt: '{{ text }}', completion: "
+    "preference": "To train on the chosen answer: `prompt_completion`, `columns: {completion: chosen}`",
+    "labelled": "To train the model to write the label: `prompt_completion`, `template: {prompt: '{{ text }}', "
+    "completion: "
     "'{{ label }}'}`",
 }
 
 
 def format_fits_task(config: RunConfig) -> Iterator[Problem]:
-    """Each task reads the formats that it can learn from."""
+    """Each task reads the formats that fit it."""
     task = config.task.name
     fitting = FORMATS_OF_TASK[task]
     for key, source in row_sources(config):
@@ -64,7 +67,7 @@ def format_fits_task(config: RunConfig) -> Iterator[Problem]:
 
 
 def columns_are_known(config: RunConfig) -> Iterator[Problem]:
-    """`columns` and `template` lead from names that the format knows, or that some format knows where none is set."""
+    """`columns` and `template` map from columns of the format, or of any format where none is set."""
     for key, source in row_sources(config):
         known = [name for form, names in COLUMNS.items() if source.format in (None, form) for name in names]
         for where, columns in (("columns", source.columns), ("template", source.template)):
@@ -73,17 +76,19 @@ def columns_are_known(config: RunConfig) -> Iterator[Problem]:
                     who = f"format `{source.format}`" if source.format else "any format"
                     hint = did_you_mean(column, known) or f"It has {format_list(dict.fromkeys(known))}."
                     if where == "columns" and yours in known:
-                        hint = f"The format's name comes first: `{yours}: {column}`."
-                    yield Problem(f"{key}.{where}.{column}", f"there is no column `{column}` in {who}. {hint}")
+                        hint = f"The format's name goes first: `{yours}: {column}`."
+                    yield Problem(f"{key}.{where}.{column}", f"the column `{column}` does not exist in {who}. {hint}")
 
 
 def templates_can_be_read(config: RunConfig) -> Iterator[Problem]:
-    """A row template is Jinja for a text, or a list of turns of such texts; its column is not mapped besides."""
+    """A row template is a Jinja text or a list of turns of such texts; its column is not also in `columns`."""
     for key, source in row_sources(config):
         for column, written in source.template.items():
             place = f"{key}.template.{column}"
             if column in source.columns:
-                yield Problem(place, f"the column is in `{key}.columns.{column}` already. Write only one of them.")
+                yield Problem(
+                    place, f"the column is already mapped by `{key}.columns.{column}`. Keep only one of them."
+                )
             yield from _template_faults(written, place, column=column)
 
 
@@ -91,10 +96,11 @@ def _template_faults(written: Any, place: str, *, column: str) -> Iterator[Probl
     if isinstance(written, str):
         yield from _syntax_faults(written, place)
     elif column not in _CHAT_COLUMNS:
-        yield Problem(place, "a template of this column is one text.")
+        yield Problem(place, "the template of this column must be one text.")
     elif not isinstance(written, list) or not all(isinstance(turn, dict) for turn in written):
         yield Problem(
-            place, "a template of turns is a list of `{role: ..., content: ...}`, or one text that gives JSON."
+            place,
+            "a template of turns must be a list of `{role: ..., content: ...}`, or one text that renders to JSON.",
         )
     else:
         texts = ((number, name, text) for number, turn in enumerate(written) for name, text in turn.items())
@@ -114,45 +120,45 @@ FORMAT_RULES = (format_fits_task, columns_are_known, templates_can_be_read)
 
 
 def crop_is_written_once(config: RunConfig) -> Iterator[Problem]:
-    """An image is cut in one way, and a range goes upwards."""
+    """Images are cropped in one way, and the range is ascending."""
     images = config.data.images
     if images.crop_scale and images.crop_padding:
-        message = "the image is cut by `data.images.crop_scale` already. Write only one of them."
+        message = "the crop is already set by `data.images.crop_scale`. Keep only one of them."
         yield Problem("data.images.crop_padding", message)
     if images.crop_scale and images.crop_scale[0] > images.crop_scale[1]:
         low, high = sorted(images.crop_scale)
-        yield Problem("data.images.crop_scale", f"it goes from large to small. Write `[{low}, {high}]`.")
+        yield Problem("data.images.crop_scale", f"the range is descending. Write `[{low}, {high}]`.")
 
 
 def image_size_is_written_once(config: RunConfig) -> Iterator[Problem]:
-    """The size of images stands in one place."""
+    """The image size is set once."""
     if config.data.images.size is not None and is_written(config, "model.image_processor.size"):
-        message = "the size is in `model.image_processor.size` already. Write only one of them."
+        message = "the size is already set by `model.image_processor.size`. Keep only one of them."
         yield Problem("data.images.size", message)
 
 
 def mixup_needs_stored_images(config: RunConfig) -> Iterator[Problem]:
-    """Images are mixed with any other one, which a stream does not have at hand."""
+    """Mixup and CutMix need random access to other images, which a stream does not have."""
     images = config.data.images
     for key, source in source_sections(config):
         if isinstance(source, TrainedSourceSection) and source.stream is not None:
             for name in ("mixup", "cutmix"):
                 if getattr(images, name) > 0:
-                    message = f"an image is mixed with any other one, and `{key}` is a stream. Remove one of them."
+                    message = f"it needs random access to other images, and `{key}` is a stream. Remove one of them."
                     yield Problem(f"data.images.{name}", message)
 
 
 def microbatch_holds_whole_batch_norm_groups(config: RunConfig) -> Iterator[Problem]:
-    """Each microbatch holds whole groups of what batch norms normalise over; adapters leave norms as they are."""
+    """Each microbatch holds whole groups of batch norms; with adapters, batch norms are frozen."""
     size = config.model.batch_norm
     if not isinstance(size, int):
         return
     if adapter_of(config) is not None:
-        message = "adapters leave the base as it is, its running statistics too. Write `frozen`."
+        message = "with adapters the base is frozen, its running statistics too. Write `frozen`."
         yield Problem("model.batch_norm", message)
     elif config.train.microbatch_size % size:
         micro = config.train.microbatch_size
-        message = f"a microbatch of {micro} holds no whole groups of {size}. Write a number that divides {micro}."
+        message = f"a microbatch of {micro} is not a multiple of {size}. Write a number that divides {micro}."
         yield Problem("model.batch_norm", message)
 
 
@@ -165,14 +171,14 @@ IMAGE_RULES = (
 
 
 MAX_WINDOW = 100_000_000
-"""Samples whose lengths are sorted at once."""
+"""Number of samples that can be sorted by length at once."""
 
 MIX_MEASURES = ("weight", "rows", "epochs")
-"""How much of the mix a source is."""
+"""Ways to give the amount of a source in a mix."""
 
 
 def max_length_fits_the_batch(config: RunConfig) -> Iterator[Problem]:
-    """No sample is longer than a pack or a batch."""
+    """A pack or batch can hold the longest sample."""
     tokens, longest = config.data.batching.tokens, config.data.max_length
     if tokens is not None and longest is not None and tokens < longest:
         yield Problem(
@@ -182,7 +188,7 @@ def max_length_fits_the_batch(config: RunConfig) -> Iterator[Problem]:
 
 
 def batch_by_tokens_is_a_microbatch(config: RunConfig) -> Iterator[Problem]:
-    """Two batches by tokens in one forward pass would be padded to the longer of the two."""
+    """With batches by tokens, a microbatch is one batch: two would be padded to the longer one."""
     if config.data.batching.by != "tokens":
         return
     evaluated = config.evaluate.microbatch_size if config.evaluate else None
@@ -193,42 +199,46 @@ def batch_by_tokens_is_a_microbatch(config: RunConfig) -> Iterator[Problem]:
 
 
 def mix_is_the_source(config: RunConfig) -> Iterator[Problem]:
-    """A mix stands in place of a source."""
+    """A mix replaces a single source."""
     for name in ("path", "name"):
         if config.data.train.mix and getattr(config.data.train, name) is not None:
-            yield Problem(f"data.train.{name}", "the rows are in `data.train.mix` already. Write only one of them.")
+            yield Problem(
+                f"data.train.{name}", "the rows are already given by `data.train.mix`. Keep only one of them."
+            )
 
 
 def mix_has_one_measure(config: RunConfig) -> Iterator[Problem]:
-    """All sources of a mix say how much of it they are, in the same way."""
+    """All sources of a mix give their amount by the same key."""
     first = None
     for number, source in enumerate(config.data.train.mix):
         key = f"data.train.mix.{number}"
         written = [name for name in MIX_MEASURES if getattr(source, name) is not None]
         first = first or (written[0] if written else None)
         if not written:
-            yield Problem(key, f"how much of the mix is it? Write one of {format_list(MIX_MEASURES, last='or')}.")
+            yield Problem(
+                key, f"the amount in the mix is missing. Write one of {format_list(MIX_MEASURES, last='or')}."
+            )
         for name in written:
             if name != first:
-                message = f"`data.train.mix` is measured by `{first}` already. Write that in every source."
+                message = f"the other sources of `data.train.mix` use `{first}`. Use the same key in every source."
                 yield Problem(f"{key}.{name}", message)
 
 
 def mix_rows_need_samples(config: RunConfig) -> Iterator[Problem]:
-    """Where several rows stand at a position, rows cannot be counted out."""
+    """Rows of a mix are counted only where one position is one row."""
     by = config.data.batching.by
     for number, source in enumerate(config.data.train.mix):
         if source.rows is not None and by != "samples":
-            message = f"with `data.batching.by: {by}` several rows are drawn at once. Write `epochs` or `weight`."
+            message = f"with `data.batching.by: {by}` one position holds several rows. Use `epochs` or `weight`."
             yield Problem(f"data.train.mix.{number}.rows", message)
 
 
 def window_can_be_sorted(config: RunConfig) -> Iterator[Problem]:
-    """The lengths of a whole window are sorted at once, in memory."""
+    """The lengths of a window are sorted in memory."""
     steps, batch = config.data.batching.length_window_steps, config.train.global_batch_size
     if steps > 1 and steps * batch > MAX_WINDOW:
         most = max(1, MAX_WINDOW // batch)
-        message = f"{steps:,} steps of {batch:,} samples are too many to be sorted at once. Write at most {most:,}."
+        message = f"{steps:,} steps of {batch:,} samples are too many to sort at once. Write at most {most:,}."
         yield Problem("data.batching.length_window_steps", message)
 
 

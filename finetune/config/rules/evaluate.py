@@ -16,7 +16,7 @@ GOALS: Mapping[str, str] = {
     "masked_accuracy": "maximize",
     **dict.fromkeys(("preference_accuracy", "reward_margin"), "maximize"),
 }
-"""Which way is better for the metrics of the house."""
+"""The goal of each built-in metric."""
 
 TOKEN_METRICS = ("loss", "perplexity", "token_accuracy")
 
@@ -29,7 +29,7 @@ METRICS_OF_TASK: Mapping[str, tuple[str, ...]] = {
     "image_classification": ("loss", "accuracy", "macro_f1", "top5_accuracy"),
     "token_classification": ("loss", "accuracy", "macro_f1", "entity_f1", "entity_precision", "entity_recall"),
 }
-"""What an evaluation of the task measures beside the model's answers; of tasks that are not here, OF_TOKENS."""
+"""Metrics of each task, apart from those of generated answers; TOKEN_METRICS for tasks that are not listed."""
 
 METRICS_OF_CLASSIFICATION: Mapping[str, tuple[str, ...]] = {
     "single_label": ("loss", "accuracy", "macro_f1", "micro_f1", "mcc"),
@@ -40,7 +40,7 @@ METRICS_OF_CLASSIFICATION: Mapping[str, tuple[str, ...]] = {
 
 
 def metrics_of(config: RunConfig) -> tuple[str, ...]:
-    """Return the metrics of every evaluation of this job, beside those of the model's answers."""
+    """Return the metrics of every evaluation of this job, apart from those of generated answers."""
     if config.task.name == "text_classification":
         return METRICS_OF_CLASSIFICATION[config.task.classification.kind]
     if config.task.name == "preference":
@@ -51,26 +51,26 @@ def metrics_of(config: RunConfig) -> tuple[str, ...]:
 
 
 def evaluation_has_rows(config: RunConfig) -> Iterator[Problem]:
-    """Evaluation and validation rows come together."""
+    """`evaluate` and `data.validation` require each other."""
     validation = config.data.validation
     if config.evaluate is not None and validation is None:
-        yield Problem("evaluate", "there are no rows to evaluate on. Write `data.validation`, or remove `evaluate`.")
+        yield Problem("evaluate", "there are no validation rows. Add `data.validation`, or remove `evaluate`.")
     if config.evaluate is None and validation is not None:
-        message = "nothing evaluates these rows. Write `evaluate: {}` to measure at the end, or remove them."
+        message = "these rows are never evaluated. Add `evaluate: {}` to evaluate at the end, or remove them."
         yield Problem("data.validation", message)
 
 
 def generation_metrics_are_known(config: RunConfig) -> Iterator[Problem]:
-    """A metric of the answers is one of ours or a function."""
+    """A generation metric is built in or a function."""
     generate = config.evaluate.generate if config.evaluate else None
     for index, name in enumerate(generate.metrics if generate else ()):
         if name != "exact_match" and not re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", name):
             hint = did_you_mean(name, ["exact_match"]) or "Write `exact_match` or `package.module:function`."
-            yield Problem(f"evaluate.generate.metrics.{index}", f"there is no metric `{name}`. {hint}")
+            yield Problem(f"evaluate.generate.metrics.{index}", f"the metric `{name}` does not exist. {hint}")
 
 
 def early_stopping_has_its_metric(config: RunConfig) -> Iterator[Problem]:
-    """Early stopping has evaluations during training, its metric is among what they measure, its goal is the best."""
+    """Early stopping has evaluations during training that measure its metric, and the right goal."""
     stopping = config.train.early_stopping
     if stopping is not None:
         key = "train.early_stopping"
@@ -78,25 +78,25 @@ def early_stopping_has_its_metric(config: RunConfig) -> Iterator[Problem]:
 
 
 def metric_problems(config: RunConfig, metric: str, *, goal: str, key: str, does: str) -> Iterator[Problem]:
-    """Yield what keeps the section `key` from following this metric during training; `does` is what a wrong goal does.
+    """Yield why the section `key` cannot use this metric during training; `does` is what a wrong goal would do.
 
-    It needs evaluations during training that measure the metric, and the goal that is better for one of the house.
+    It needs evaluations during training that measure the metric, and the right goal for a built-in one.
     """
     if config.evaluate is None or config.evaluate.every_steps is None:
         name = key.rpartition(".")[2]
-        yield Problem(key, f"nothing is evaluated during training. Write `evaluate.every_steps`, or remove `{name}`.")
+        yield Problem(key, f"there are no evaluations during training. Set `evaluate.every_steps`, or remove `{name}`.")
         return
     generate = config.evaluate.generate
     answered = [name.rpartition(":")[2] for name in generate.metrics] if generate else []
     known = [*metrics_of(config), *answered]
     if metric not in known:
-        hint = did_you_mean(metric, known) or f"It measures {format_list(known)}."
+        hint = did_you_mean(metric, known) or f"It computes {format_list(known)}."
         if metric == "exact_match":
-            hint = "Write `evaluate.generate` so that the model answers."
-        yield Problem(f"{key}.metric", f"the evaluation does not measure `{metric}`. {hint}")
+            hint = "Add `evaluate.generate`, which generates answers."
+        yield Problem(f"{key}.metric", f"the evaluation does not compute `{metric}`. {hint}")
     better = GOALS.get(metric)
     if better is not None and goal != better:
-        message = f"`{goal}` {does} when `{metric}` gets better. Write `goal: {better}`."
+        message = f"`{goal}` {does} when `{metric}` improves. Write `goal: {better}`."
         yield Problem(f"{key}.goal", message)
 
 

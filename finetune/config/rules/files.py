@@ -22,9 +22,9 @@ _TIMEOUT_SECONDS = 2.0
 
 
 def first_matches(pattern: Path) -> list[Path] | None:
-    """Return the first files that match, sorted; None where that takes long and it is left to the run to find them.
+    """Return the first files that match, sorted; None if the search takes too long, then the run will find them.
 
-    Raises OSError where the pattern is none that can be followed.
+    Raises OSError where the pattern is invalid.
     """
     search = _GlobSearch(pattern)
     thread = threading.Thread(target=search.run, daemon=True)
@@ -36,7 +36,7 @@ def first_matches(pattern: Path) -> list[Path] | None:
 
 
 class _GlobSearch:
-    """Looks for matches in a thread of its own, which nobody has to wait for."""
+    """Searches in a daemon thread, so that no caller has to wait for it."""
 
     def __init__(self, pattern: Path) -> None:
         self._pattern = pattern
@@ -54,13 +54,13 @@ class _GlobSearch:
 
 
 FileCheck = tuple[str, Iterator[Problem]]
-"""A key, and what is found when the file that it names is looked at."""
+"""A key, and the problems of the file that it names."""
 
 
 def file_problems(config: RunConfig, *, folder: Path, is_draft: bool = False) -> list[Problem]:
-    """Return what is wrong with the files that the config names; `folder` is the config file's.
+    """Return the problems of the files that the config names; `folder` is the config file's.
 
-    The paths in the config are absolute. On a draft, broken keys are passed over.
+    The paths in the config are absolute. On a draft, invalid keys are skipped.
     """
     problems: list[Problem] = []
     checks: tuple[Callable[[], Iterator[FileCheck]], ...] = (
@@ -81,11 +81,11 @@ def file_problems(config: RunConfig, *, folder: Path, is_draft: bool = False) ->
 
 
 def _with_os_errors(key: str, found: Iterator[Problem]) -> Iterator[Problem]:
-    """Yield what is found; where the file system answers with an error, that."""
+    """Yield the problems found, or the file system's error."""
     try:
         yield from found
     except OSError as error:
-        yield Problem(key, f"{error.filename or 'it'} cannot be looked at: {error.strerror}.")
+        yield Problem(key, f"{error.filename or 'it'} cannot be accessed: {error.strerror}.")
 
 
 def _row_files(config: RunConfig) -> Iterator[FileCheck]:
@@ -105,7 +105,7 @@ def _row_file_problems(key: str, written: str) -> Iterator[Problem]:
         for each in found or ():
             yield from _permission_problems(key, each)
     else:
-        yield Problem(key, f"there is no file {path}. {_RELATIVE_PATH_HINT}")
+        yield Problem(key, f"the file {path} does not exist. {_RELATIVE_PATH_HINT}")
 
 
 def _model_folders(config: RunConfig, folder: Path) -> Iterator[FileCheck]:
@@ -117,11 +117,13 @@ def _model_folders(config: RunConfig, folder: Path) -> Iterator[FileCheck]:
 def _model_folder_problems(key: str, name: str, folder: Path) -> Iterator[Problem]:
     if not is_path(name):
         if (folder / name).is_dir():
-            yield Problem(key, f"`{name}` means the hub, but there is a folder of that name. Write `./{name}`.")
+            yield Problem(
+                key, f"`{name}` means a hub model, but a folder with that name exists. For the folder write `./{name}`."
+            )
     elif not Path(name).exists():
-        yield Problem(key, f"there is no folder {name}. {_RELATIVE_PATH_HINT}")
+        yield Problem(key, f"the folder {name} does not exist. {_RELATIVE_PATH_HINT}")
     elif not Path(name).is_dir():
-        yield Problem(key, f"{name} is a file. Write the folder that holds the model and its config.json.")
+        yield Problem(key, f"{name} is a file. Give the folder that contains the model and its config.json.")
     elif not os.access(name, os.R_OK | os.X_OK):
         yield Problem(key, f"{name} cannot be read. Check its permissions.")
 
@@ -134,7 +136,7 @@ def _template_file(config: RunConfig) -> Iterator[FileCheck]:
 
 def _file_problems(key: str, path: Path) -> Iterator[Problem]:
     if not path.is_file():
-        yield Problem(key, f"there is no file {path}. {_RELATIVE_PATH_HINT}")
+        yield Problem(key, f"the file {path} does not exist. {_RELATIVE_PATH_HINT}")
     else:
         yield from _permission_problems(key, path)
 
@@ -147,7 +149,10 @@ def _checkpoint_folder(config: RunConfig) -> Iterator[FileCheck]:
 
 def _resume_problems(folder: str) -> Iterator[Problem]:
     if not Path(folder).is_dir():
-        message = f"there is no checkpoint {folder}. Write `auto`, `never` or the folder of a checkpoint. {_RELATIVE_PATH_HINT}"
+        message = (
+            f"the checkpoint {folder} does not exist. Write `auto`, `never` or the folder of a checkpoint. "
+            f"{_RELATIVE_PATH_HINT}"
+        )
         yield Problem("checkpoint.resume", message)
 
 
@@ -158,18 +163,18 @@ def _written_folders(config: RunConfig) -> Iterator[FileCheck]:
 
 
 def _run_folder_problems(key: str, folder: Path) -> Iterator[Problem]:
-    """Yield what keeps the run from being written on this machine; what is at a URL is seen when it starts."""
+    """Yield why the run folder cannot be written on this machine; a URL is checked when the run starts."""
     place = next(each for each in (folder, *folder.parents) if each.exists() or each.is_symlink())
     if not place.exists():
-        yield Problem(key, f"{place} is a link to nothing. Remove it, or choose another folder.")
+        yield Problem(key, f"{place} is a broken link. Remove it, or choose another folder.")
     elif not place.is_dir():
         yield Problem(key, f"{place} is a file. Choose another folder.")
     elif not _is_writable(place):
-        yield Problem(key, f"{place} cannot be written to. Choose another folder, or change its permissions.")
+        yield Problem(key, f"{place} is not writable. Choose another folder, or change its permissions.")
 
 
 def _is_writable(folder: Path) -> bool:
-    """Tell by writing an unnamed file: to the superuser, permissions say nothing of /proc or a read-only disk."""
+    """Tell whether a file can be written there: root has permissions even in /proc and on a read-only disk."""
     if not os.access(folder, os.W_OK | os.X_OK):
         return False
     try:

@@ -15,24 +15,24 @@ TRACKERS = ("aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab", "tenso
 
 
 MAX_LAYERS = 2_000
-"""Building a layer takes a few milliseconds."""
+"""Building one takes a few milliseconds."""
 
 _MAX_INTEGER = 1 << 63
 
 ADAPTERS = ("lora", "ia3", "oft", "prompt_tuning", "prefix_tuning", "adapter")
-"""Keys of `model` that train something beside the model's own weights."""
+"""Keys of `model` that train adapters instead of the model's own weights."""
 
 MERGEABLE = ("lora", "ia3", "oft", "adapter")
-"""Of these, which can be folded into the weights."""
+"""Of these, the ones that can be merged into the weights."""
 
 
 def adapter_of(config: RunConfig) -> str | None:
-    """Return which kind of adapters is written; None where the model's own weights learn."""
+    """Return the kind of adapter that is configured; None where the model's own weights are trained."""
     return next((name for name in ADAPTERS if getattr(config.model, name) is not None), None)
 
 
 def trained_dtypes(config: RunConfig) -> frozenset[str]:
-    """Return the types of weights that learn; adapters are float32, modules that are saved beside them are not."""
+    """Return the dtypes of trained weights: float32 for adapters, `model.dtype` for `modules_to_save`."""
     if adapter_of(config) is None:
         return frozenset({config.model.dtype})
     lora = config.model.lora
@@ -40,76 +40,76 @@ def trained_dtypes(config: RunConfig) -> frozenset[str]:
 
 
 def adapters_are_one_kind(config: RunConfig) -> Iterator[Problem]:
-    """At most one kind of adapters is trained."""
+    """At most one kind of adapter is trained."""
     written = [name for name in ADAPTERS if getattr(config.model, name) is not None]
     for name in written[1:]:
-        yield Problem(f"model.{name}", f"there are adapters in `model.{written[0]}` already. Write only one of them.")
+        yield Problem(
+            f"model.{name}", f"adapters are already configured by `model.{written[0]}`. Keep only one of them."
+        )
 
 
 def quantized_weights_are_frozen(config: RunConfig) -> Iterator[Problem]:
-    """Weights in few bits cannot learn."""
+    """Quantized weights cannot be trained."""
     if config.model.quantization is not None and adapter_of(config) is None:
-        message = "weights in few bits cannot learn. Write `model.lora` too, or remove it."
+        message = "quantized weights cannot be trained. Add `model.lora`, or remove it."
         yield Problem("model.quantization", message)
 
 
 def compile_fits_the_model(config: RunConfig) -> Iterator[Problem]:
-    """What is compiled remembers nothing from one batch to the next."""
+    """A compiled forward pass keeps no state between batches and has no hooks."""
     if config.model.compile == "full" and config.train.embedding_noise:
-        message = "noise is added to the embeddings from outside, which `full` would compile, too. Write `regional`."
+        message = "embedding noise is added by a hook, which `full` would compile, too. Write `regional`."
         yield Problem("model.compile", message)
     if config.model.compile != "off" and isinstance(config.model.batch_norm, int):
-        message = "batch norms over groups of samples keep sums from batch to batch. Write `off`, or `frozen` ones."
+        message = "batch norms over groups of samples keep sums between batches. Write `off`, or `batch_norm: frozen`."
         yield Problem("model.compile", message)
 
 
 def model_is_one(config: RunConfig) -> Iterator[Problem]:
-    """The model comes from exactly one place."""
+    """The model has exactly one origin."""
     has_name, has_config = config.model.name is not None, config.model.from_config is not None
     if has_name and has_config:
-        yield Problem("model.from_config", "the model is in `model.name` already. Write only one of them.")
+        yield Problem("model.from_config", "the model is already given by `model.name`. Keep only one of them.")
     if not has_name and not has_config:
         yield Problem(
-            "model", "there is no model. Write `name` (hub name or folder) or `from_config` (random weights)."
+            "model", "no model is given. Write `name` (hub name or folder) or `from_config` (random weights)."
         )
 
 
 def tokenizer_is_one(config: RunConfig) -> Iterator[Problem]:
-    """A tokenizer comes from exactly one place, and a model made from a config brings none."""
+    """A tokenizer has exactly one origin, and a model built from a config has none."""
     tokenizer = config.model.tokenizer
     if tokenizer is None:
         if config.model.from_config is not None and config.task.name not in TASKS_WITHOUT_TOKENS:
-            message = (
-                "a model made from its config brings no tokenizer. Write `model.tokenizer` with `name` or `train`."
-            )
+            message = "a model built from its config has no tokenizer. Add `model.tokenizer` with `name` or `train`."
             yield Problem("model.from_config", message)
     elif tokenizer.name is not None and tokenizer.train is not None:
-        message = "the tokenizer is in `model.tokenizer.name` already. Write only one of them."
+        message = "the tokenizer is already given by `model.tokenizer.name`. Keep only one of them."
         yield Problem("model.tokenizer.train", message)
     elif tokenizer.name is None and tokenizer.train is None:
-        yield Problem("model.tokenizer", "there is no tokenizer. Write `name` or `train`.")
+        yield Problem("model.tokenizer", "no tokenizer is given. Write `name` or `train`.")
 
 
 def trackers_are_known(config: RunConfig) -> Iterator[Problem]:
-    """Trackers are among those that Accelerate knows."""
+    """Trackers are supported by Accelerate."""
     for index, name in enumerate(config.report.trackers):
         if name not in TRACKERS:
-            hint = did_you_mean(name, TRACKERS) or f"There are {format_list(TRACKERS)}."
-            yield Problem(f"report.trackers.{index}", f"there is no tracker `{name}`. {hint}")
+            hint = did_you_mean(name, TRACKERS) or f"Supported: {format_list(TRACKERS)}."
+            yield Problem(f"report.trackers.{index}", f"the tracker `{name}` is not supported. {hint}")
 
 
 def config_values_are_in_range(config: RunConfig) -> Iterator[Problem]:
-    """Numbers in the values of a model's config fit into 64 bits; layers can be counted, dropout is a share."""
+    """Numbers in a model's config fit into 64 bits; dropout is between 0 and 1, layers are limited in number."""
     written = config.model.from_config
     for key, number in _numbers(written.values if written else {}, key="model.from_config.values"):
         if isinstance(number, float) and math.isnan(number):
-            yield Problem(key, "this is not a number. Write one.")
+            yield Problem(key, "NaN is not allowed. Write a number.")
         elif isinstance(number, int) and abs(number) >= _MAX_INTEGER:
             yield Problem(key, f"{number} does not fit into 64 bits. Write a smaller number.")
         elif "dropout" in key.rpartition(".")[2] and not 0 <= number <= 1:
-            yield Problem(key, f"{number:g} is no share. Write a number from 0 to 1.")
+            yield Problem(key, f"{number:g} is not a probability. Write a number from 0 to 1.")
         elif isinstance(number, int) and "layer" in key.rpartition(".")[2] and number > MAX_LAYERS:
-            yield Problem(key, f"{number:,} layers are more than can be built. Write at most {MAX_LAYERS:,}.")
+            yield Problem(key, f"{number:,} layers are too many to build. Write at most {MAX_LAYERS:,}.")
 
 
 def _numbers(value: Any, *, key: str) -> Iterator[tuple[str, int | float]]:
@@ -132,88 +132,94 @@ MODEL_RULES = (
 
 
 PROMPT_ADAPTERS = ("prompt_tuning", "prefix_tuning")
-"""Adapters that stand before the text."""
+"""Adapters that prepend learned tokens or keys to the text."""
 
 PROMPT_TASKS: tuple[TaskName, ...] = ("sft", "pretrain", "preference", "seq2seq")
-"""Tasks whose models can have something before the text: heads that pick one position would pick a wrong one."""
+"""Tasks whose heads read every position: others pick one position, which would be a wrong one."""
 
 INITS_FROM_BASE = ("pissa", "olora")
 
 
 def prompt_adapters_fit(config: RunConfig) -> Iterator[Problem]:
-    """What is learnt before the text stands before each sample, in a model that predicts tokens."""
+    """Prompt adapters prepend to each sample, in a model that predicts tokens."""
     kind, batching = adapter_of(config), config.data.batching
     if kind not in PROMPT_ADAPTERS:
         return
     if config.task.name not in PROMPT_TASKS:
-        message = f"only {format_list(PROMPT_TASKS)} have a text to stand before. Write `model.lora`."
+        message = f"only {format_list(PROMPT_TASKS)} support it. Use `model.lora`."
         yield Problem(f"model.{kind}", message)
     if batching.by == "packs" or batching.padding_free is True:
         key = "by" if batching.by == "packs" else "padding_free"
-        message = "samples that share a row share what is learnt before it. Write `data.batching.by: samples`."
+        message = "packed samples would share one learned prompt. Write `data.batching.by: samples`."
         yield Problem(f"data.batching.{key}", message)
     if kind == "prefix_tuning" and config.model.gradient_checkpointing:
-        message = "learnt keys and values are a cache, which recomputed layers do not read. Write `false`."
+        message = "learned keys and values are a cache, which recomputed layers do not read. Write `false`."
         yield Problem("model.gradient_checkpointing", message)
     if config.task.name == "seq2seq" and config.evaluate is not None and config.evaluate.generate is not None:
-        message = f"an encoder is asked without `model.{kind}` when answers are written. Leave `generate` out."
+        message = f"generation with an encoder-decoder ignores `model.{kind}`. Remove `generate`."
         yield Problem("evaluate.generate", message)
 
 
 def lora_init_fits(config: RunConfig) -> Iterator[Problem]:
-    """First values out of the base's weights need weights that can be taken apart and put together exactly."""
+    """Initializations from the base's weights need weights that can be split and merged exactly."""
     lora, quantization = config.model.lora, config.model.quantization
     if lora is None:
         return
     if lora.init in INITS_FROM_BASE:
-        altered = f"`{lora.init}` alters the base's weights, which"
+        changed = f"`{lora.init}` changes the base's weights,"
         if quantization is not None:
-            yield Problem("model.lora.init", f"{altered} are in few bits. Write `loftq`, or `default`.")
+            yield Problem("model.lora.init", f"{changed} which are quantized. Write `loftq`, or `default`.")
         if config.model.dtype != "float32":
-            yield Problem("model.lora.init", f"{altered} `{config.model.dtype}` would round. Write `dtype: float32`.")
+            yield Problem(
+                "model.lora.init", f"{changed} which `{config.model.dtype}` would round. Write `dtype: float32`."
+            )
         if lora.dora:
-            yield Problem("model.lora.dora", f"{altered} DoRA's magnitudes are of. Write `init: default`.")
+            yield Problem(
+                "model.lora.dora", f"{changed} and DoRA's magnitudes would not match them. Write `init: default`."
+            )
     if lora.init == "loftq" and (quantization is None or quantization.method != "bitsandbytes"):
-        message = "there is nothing to make up for. Write `model.quantization` (bitsandbytes) too, or `init: default`."
+        message = "`loftq` needs a base quantized by bitsandbytes. Add `model.quantization`, or write `init: default`."
         yield Problem("model.lora.init", message)
     if lora.init == "loftq" and lora.dora:
-        yield Problem("model.lora.dora", "its magnitudes are of the adapters before `loftq`. Write `init: default`.")
+        yield Problem(
+            "model.lora.dora", "its magnitudes would not match the adapters after `loftq`. Write `init: default`."
+        )
 
 
 def quantization_is_supported(config: RunConfig) -> Iterator[Problem]:
-    """Only weights that exist are put into few bits; torchao has a few kinds of adapters, and 16-bit arithmetic."""
+    """Only pre-trained weights are quantized; torchao supports 8 bits and some kinds of adapters."""
     quantization, kind = config.model.quantization, adapter_of(config)
     if quantization is None:
         return
     if config.model.from_config is not None:
-        yield Problem("model.quantization", "random weights gain nothing from few bits. Write `model.name`.")
+        yield Problem("model.quantization", "random weights cannot be quantized. Use `model.name`.")
     if quantization.method == "torchao" and quantization.bits == 4:
         message = "torchao's 4-bit kernels do not run on every device. Write `bits: 8`, or `method: bitsandbytes`."
         yield Problem("model.quantization.bits", message)
     if quantization.method == "torchao" and kind is not None and kind not in ("lora", "adapter", *PROMPT_ADAPTERS):
-        yield Problem(f"model.{kind}", "peft has no such adapters on weights of torchao. Write `model.lora`.")
+        yield Problem(f"model.{kind}", "peft does not support it on torchao weights. Use `model.lora`.")
 
 
 def feedforward_modules_are_targets(config: RunConfig) -> Iterator[Problem]:
-    """IA3 scales the inputs of modules that it scales at all."""
+    """IA3's feed-forward modules are among its targets."""
     ia3 = config.model.ia3
     if ia3 is None:
         return
     for name in ia3.feedforward_modules:
         if name not in ia3.target_modules:
-            message = f"`{name}` is not in `model.ia3.target_modules`. Write it there, too."
+            message = f"`{name}` is not in `model.ia3.target_modules`. Add it there, too."
             yield Problem("model.ia3.feedforward_modules", message)
 
 
 def new_tokens_are_trained(config: RunConfig) -> Iterator[Problem]:
-    """New tokens have rows that learn: all weights do, or LoRA trains these rows beside its adapters."""
+    """The embeddings of new tokens are trained: with all weights, or by LoRA."""
     section, kind = config.model.new_tokens, adapter_of(config)
     if section is None:
         return
     if not section.tokens and not section.special:
-        yield Problem("model.new_tokens", "there are none. Write `tokens` or `special`, or remove it.")
+        yield Problem("model.new_tokens", "it is empty. Write `tokens` or `special`, or remove it.")
     if kind not in (None, "lora"):
-        message = f"their embeddings would never learn beside `model.{kind}`. Write `model.lora`, or train all weights."
+        message = f"their embeddings would not be trained with `model.{kind}`. Use `model.lora`, or train all weights."
         yield Problem("model.new_tokens", message)
 
 

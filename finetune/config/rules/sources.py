@@ -9,14 +9,14 @@ from finetune.config.sections.data import SourceSection, TrainedSourceSection, V
 from finetune.errors import Problem
 
 SPLIT_KEYS = ("fraction", "hash_fraction")
-"""Ways to evaluate on a part of the training rows."""
+"""Ways to split validation rows off the training rows."""
 
 SCHEMES = ("s3", "gs", "gcs", "abfs", "az", "hf", "https", "http", "file", "memory")
-"""Kinds of storage that rows are read from."""
+"""Storage that rows are read from."""
 
 
 def source_sections(config: RunConfig) -> Iterator[tuple[str, SourceSection]]:
-    """Yield each place in which rows can be written, with its dotted key."""
+    """Yield each section that describes rows, with its dotted key."""
     train, validation = config.data.train, config.data.validation
     yield from ((f"data.train.mix.{number}", source) for number, source in enumerate(train.mix))
     if not train.mix:
@@ -26,52 +26,54 @@ def source_sections(config: RunConfig) -> Iterator[tuple[str, SourceSection]]:
 
 
 def row_sources(config: RunConfig) -> Iterator[tuple[str, SourceSection]]:
-    """Yield each source that has rows of its own, with its dotted key."""
+    """Yield each section with rows of its own, with its dotted key."""
     for key, source in source_sections(config):
         if not is_split_of_training_rows(source):
             yield key, source
 
 
 def is_split_of_training_rows(source: SourceSection) -> bool:
-    """Tell whether the source is a share of the training rows."""
+    """Tell whether the source is a split of the training rows."""
     return isinstance(source, ValidationSourceSection) and any(getattr(source, name) is not None for name in SPLIT_KEYS)
 
 
 def source_is_written_once(config: RunConfig) -> Iterator[Problem]:
-    """Rows come from exactly one place."""
+    """Each source has exactly one origin."""
     more = {
         "data.train": ", or `mix` (several of these)",
-        "data.validation": ", or a share of the training rows (`fraction` or `hash_fraction`)",
+        "data.validation": ", or split the training rows (`fraction` or `hash_fraction`)",
     }
     for key, source in source_sections(config):
         names = ("path", "name", *(SPLIT_KEYS if isinstance(source, ValidationSourceSection) else ()))
         written = [name for name in names if getattr(source, name) is not None]
         if not written:
-            message = f"there are no rows. Write `path` (files) or `name` (a hub dataset){more.get(key, '')}."
+            message = f"no rows are given. Write `path` (files) or `name` (a hub dataset){more.get(key, '')}."
             yield Problem(key, message)
         for name in written[1:]:
-            yield Problem(f"{key}.{name}", f"the rows are in `{key}.{written[0]}` already. Write only one of them.")
+            yield Problem(
+                f"{key}.{name}", f"the rows are already given by `{key}.{written[0]}`. Keep only one of them."
+            )
 
 
 def dataset_name_is_no_path(config: RunConfig) -> Iterator[Problem]:
-    """A dataset of the hub has no path."""
+    """A hub dataset is not a path."""
     for key, source in row_sources(config):
         if source.name is not None and is_path(source.name):
-            yield Problem(f"{key}.name", f"`{source.name}` is a path, not a dataset of the hub. Write it as `path`.")
+            yield Problem(f"{key}.name", f"`{source.name}` is a path, not a hub dataset. Write it as `path`.")
 
 
 def source_url_is_supported(config: RunConfig) -> Iterator[Problem]:
-    """Rows at a URL are in a kind of storage that is known, and no secret is written with it."""
+    """Rows at a URL are in supported storage, and the URL contains no secret."""
     for key, source in row_sources(config):
         if source.path is None or not is_url(source.path):
             continue
         scheme, _, rest = source.path.partition("://")
         if scheme not in SCHEMES:
-            hint = did_you_mean(scheme, SCHEMES) or f"There are {format_list(SCHEMES[:-1])}."
-            yield Problem(f"{key}.path", f"there is no storage `{scheme}://`. {hint}")
+            hint = did_you_mean(scheme, SCHEMES) or f"Supported: {format_list(SCHEMES[:-1])}."
+            yield Problem(f"{key}.path", f"the storage `{scheme}://` is not supported. {hint}")
         elif "@" in rest.partition("/")[0]:
             yield Problem(
-                f"{key}.path", "secrets do not belong in a job file. Set the storage's environment variables."
+                f"{key}.path", "secrets do not belong in a job file. Use the storage's environment variables."
             )
 
 
@@ -92,46 +94,46 @@ def stream_sources(config: RunConfig) -> Iterator[tuple[str, TrainedSourceSectio
 
 
 def stream_budget_is_in_steps(config: RunConfig) -> Iterator[Problem]:
-    """Nobody knows how many epochs or tokens a stream has."""
+    """The length of a stream is unknown."""
     for key, _ in stream_sources(config):
         for name in ("epochs", "tokens"):
             if getattr(config.train, name) is not None:
-                message = f"nobody knows how long the stream `{key}` is. Write `train.steps`."
+                message = f"the length of the stream `{key}` is unknown. Use `train.steps`."
                 yield Problem(f"train.{name}", message)
 
 
 def stream_has_no_split(config: RunConfig) -> Iterator[Problem]:
-    """What is held out of the training rows is prepared before the first step, for which a stream is too large."""
+    """A validation split of the training rows is prepared before the first step, for which a stream is too large."""
     validation = config.data.validation
     for key, _ in stream_sources(config):
         for name in STREAM_SPLIT_KEYS:
             if validation is not None and getattr(validation, name) is not None:
                 yield Problem(
                     f"data.validation.{name}",
-                    f"to find its rows, all of the stream `{key}` would be read before the first step. Write a `path` "
-                    "of rows to evaluate on; `exclude_from_train: true` leaves them out of the stream.",
+                    f"to find its rows, the whole stream `{key}` would be read before the first step. Give a `path` "
+                    "of validation rows; `exclude_from_train: true` leaves them out of the stream.",
                 )
 
 
 def stream_window_holds_a_step(config: RunConfig) -> Iterator[Problem]:
-    """What is sorted or learnt from at once lies in a window and those beside it."""
+    """A window holds at least the rows that are sorted by length or trained on at once."""
     steps, batch = max(1, config.data.batching.length_window_steps), config.train.global_batch_size
     for key, source in stream_sources(config):
         assert source.stream is not None
         if source.stream.window_rows < steps * batch:
             what = f"{steps} steps of {batch}, sorted by length together," if steps > 1 else f"a step of {batch}"
             message = (
-                f"{source.stream.window_rows:,} rows are fewer than {what} take. Write at least {steps * batch:,}."
+                f"{source.stream.window_rows:,} rows are fewer than {what} needs. Write at least {steps * batch:,}."
             )
             yield Problem(f"{key}.stream.window_rows", message)
 
 
 def stream_has_no_slice(config: RunConfig) -> Iterator[Problem]:
-    """A slice counts rows, which a stream does not."""
+    """A stream cannot be sliced: its rows are not counted."""
     for key, source in stream_sources(config):
         if source.name is not None and "[" in source.split:
             whole = source.split.partition("[")[0]
-            message = f"a slice cannot be streamed. Write `{whole}`, with `skip` and `take` where rows are counted."
+            message = f"a slice cannot be streamed. Write `{whole}`, and use `skip` and `take` to select rows."
             yield Problem(f"{key}.split", message)
 
 

@@ -23,39 +23,43 @@ FORMATS_OF_TASK: Mapping[TaskName, tuple[Format, ...]] = {
     "image_classification": ("image_label",),
     "vision_language_sft": _CHAT_FORMATS,
 }
-"""The formats that each task learns from."""
+"""The formats that each task reads."""
 
 CHAT_TASKS: tuple[TaskName, ...] = ("sft", "preference", "reward", "distillation", "vision_language_sft")
 """Tasks whose rows are rendered by a chat template."""
 
 GENERATION_TASKS: tuple[TaskName, ...] = ("sft", "distillation", "vision_language_sft", "seq2seq")
-"""Tasks that can be asked for an answer."""
+"""Tasks that can generate answers."""
 
 CLASSIFICATION_TASKS: tuple[TaskName, ...] = ("text_classification", "token_classification", "image_classification")
 
 PADDED_TASKS: tuple[TaskName, ...] = tuple(name for name in FORMATS_OF_TASK if name not in ("sft", "pretrain"))
-"""Tasks whose samples do not share rows."""
+"""Tasks whose samples are padded and cannot be packed."""
 
 WHOLE_ROW_TASKS: tuple[TaskName, ...] = ("seq2seq", "text_classification", "preference", "reward")
-"""Tasks that learn from a row as a whole: windows of it would each have its label, or no answer to compare."""
+"""Tasks that need whole rows: windows of a row would each have its label, or no answer to compare."""
 
 TASKS_WITHOUT_TOKENS: tuple[TaskName, ...] = ("image_classification",)
 
 
 def max_length_is_written(config: RunConfig) -> Iterator[Problem]:
-    """What has tokens has a longest sample, on purpose."""
+    """`data.max_length` is an explicit choice for every task that reads tokens."""
     if config.data.max_length is None and config.task.name not in TASKS_WITHOUT_TOKENS:
-        message = "it is missing. Longest sample in tokens; what happens to longer rows is `data.over_length`."
+        message = (
+            "the key is missing: the maximum length of a sample in tokens; `data.over_length` handles longer rows."
+        )
         yield Problem("data.max_length", message)
 
 
 def distillation_has_a_teacher(config: RunConfig) -> Iterator[Problem]:
-    """Distillation has a teacher; what is kept of its answers is small."""
+    """Distillation has a teacher; only its top-k probabilities are cached."""
     section = config.task.distillation
     if config.task.name == "distillation" and section is None:
         yield Problem("task.distillation", "there is no teacher. Write `distillation: {teacher: NAME OR FOLDER}`.")
     if section is not None and section.cache and section.top_k is None:
-        message = "a whole vocabulary for every target fills any disk. Write `task.distillation.top_k: 64`."
+        message = (
+            "caching the whole vocabulary for every target would fill the disk. Set `task.distillation.top_k: 64`."
+        )
         yield Problem("task.distillation.cache", message)
 
 
@@ -63,23 +67,23 @@ def class_weights_fit_labels(config: RunConfig) -> Iterator[Problem]:
     """Each class has one name and one weight."""
     section = config.task.classification
     if len(set(section.labels)) < len(section.labels):
-        yield Problem("task.classification.labels", "a name stands there twice. Write each class once.")
+        yield Problem("task.classification.labels", "a class is listed twice. List each class once.")
     if len(section.labels) == 1 and section.kind == "single_label" and config.task.name in CLASSIFICATION_TASKS:
-        message = "one class alone is nothing to find out. Write two at least, or `kind: multi_label`."
+        message = "a single class cannot be classified. List at least two, or use `kind: multi_label`."
         yield Problem("task.classification.labels", message)
     weights = section.class_weights
     if weights is None or weights == "balanced":
         return
     if not section.labels:
-        message = "it is not known which weight is whose. Write `task.classification.labels` in the same order."
+        message = "the order of the weights is undefined. Write `task.classification.labels` in the same order."
         yield Problem("task.classification.class_weights", message)
     elif len(weights) != len(section.labels):
-        message = f"there are {len(weights)} weights for {len(section.labels)} labels. Write one for each."
+        message = f"there are {len(weights)} weights for {len(section.labels)} labels. Write one weight per label."
         yield Problem("task.classification.class_weights", message)
 
 
 def task_allows_packing(config: RunConfig) -> Iterator[Problem]:
-    """Only causal language models learn from samples that share a row."""
+    """Only causal language models can train on packed samples."""
     batching, task = config.data.batching, config.task.name
     if task not in PADDED_TASKS:
         return
@@ -91,43 +95,43 @@ def task_allows_packing(config: RunConfig) -> Iterator[Problem]:
 
 
 def task_allows_split_rows(config: RunConfig) -> Iterator[Problem]:
-    """What is about a row as a whole is not asked of parts of it."""
+    """Tasks that need whole rows do not split them."""
     if config.data.over_length == "split" and config.task.name in WHOLE_ROW_TASKS:
-        message = f"`task.name: {config.task.name}` learns from whole rows. Write `truncate` or `drop`."
+        message = f"`task.name: {config.task.name}` needs whole rows. Write `truncate` or `drop`."
         yield Problem("data.over_length", message)
 
 
 def task_allows_cut_rows(config: RunConfig) -> Iterator[Problem]:
-    """The tokens of an image are read together or not at all, so a row that shows images is not cut."""
+    """A row with images is not truncated: it could cut through the tokens of an image."""
     if config.task.name == "vision_language_sft" and config.data.over_length in ("truncate", "split"):
-        message = "a cut could go through an image. Write `drop`, or a larger `data.max_length`."
+        message = "truncation could cut through an image. Write `drop`, or a larger `data.max_length`."
         yield Problem("data.over_length", message)
 
 
 def source_and_target_fit_the_batch(config: RunConfig) -> Iterator[Problem]:
-    """A source and its target stand in one batch by tokens."""
+    """A batch by tokens can hold a source and its target."""
     tokens, source = config.data.batching.tokens, config.data.max_length
     if config.task.name != "seq2seq" or config.data.batching.by != "tokens" or source is None:
         return
     longest = source + (config.task.seq2seq.max_target_length or source)
     if (tokens or 0) < longest:
-        message = f"the longest source and the longest target are {longest} tokens together. Write at least that many."
+        message = f"the longest source and the longest target have {longest} tokens together. Write at least that many."
         yield Problem("data.batching.tokens", message)
 
 
 def masked_lm_masks_tokens(config: RunConfig) -> Iterator[Problem]:
-    """Of the tokens that are predicted, some stand behind the mask."""
+    """Of the predicted tokens, some are masked."""
     section = config.task.masked_lm
     if section.random_fraction + section.kept_fraction > 1:
-        message = "with `kept_fraction` it is more than 1: of the tokens that are predicted, which are to be hidden?"
-        yield Problem("task.masked_lm.random_fraction", f"{message} Write less of one of them.")
+        message = "together with `kept_fraction` it exceeds 1."
+        yield Problem("task.masked_lm.random_fraction", f"{message} Reduce one of them.")
 
 
 def vision_language_has_a_processor(config: RunConfig) -> Iterator[Problem]:
-    """What makes tokens of images and text comes with a model."""
+    """A processor of images and text comes with a model."""
     tokenizer = config.model.tokenizer
     if config.task.name == "vision_language_sft" and tokenizer is not None and tokenizer.train is not None:
-        message = "a tokenizer alone reads no images. Write `name`: a model, or a folder with its processor."
+        message = "a tokenizer alone cannot process images. Write `name`: a model, or a folder with its processor."
         yield Problem("model.tokenizer.train", message)
 
 
@@ -145,39 +149,39 @@ TASK_RULES = (
 
 
 REFERENCE_LOSSES = ("sigmoid", "hinge", "ipo", "robust", "kto")
-"""Losses that compare the model with what it was before."""
+"""Losses that need a reference model."""
 
 
 def robust_loss_has_label_smoothing(config: RunConfig) -> Iterator[Problem]:
-    """The robust loss knows how many pairs are the wrong way round."""
+    """The robust loss needs the fraction of wrong pairs."""
     section = config.task.preference
     if config.task.name == "preference" and section.loss == "robust" and section.label_smoothing == 0:
-        message = "without it `robust` is `sigmoid`. Write the share of wrong pairs, such as `label_smoothing: 0.1`."
+        message = "`robust` without it is `sigmoid`. Write the fraction of wrong pairs, such as `label_smoothing: 0.1`."
         yield Problem("task.preference.label_smoothing", message)
 
 
 def judged_format_needs_kto(config: RunConfig) -> Iterator[Problem]:
-    """Only KTO learns from answers that are judged one by one."""
+    """Only KTO trains on answers that are judged one by one."""
     if config.task.name != "preference" or config.task.preference.loss == "kto":
         return
     for key, source in row_sources(config):
         if source.format == "judged":
-            message = "only `task.preference.loss: kto` learns from single answers. Write it, or `format: preference`."
+            message = "only `task.preference.loss: kto` trains on single answers. Write that, or `format: preference`."
             yield Problem(f"{key}.format", message)
 
 
 def precomputed_needs_stored_rows(config: RunConfig) -> Iterator[Problem]:
-    """What is worked out for each sample before the first step needs samples that are there by then."""
+    """What is precomputed for every sample before the first step cannot use a stream."""
     distillation = config.task.distillation
     if config.task.name == "preference" and config.task.preference.loss in REFERENCE_LOSSES:
-        what = "the reference's log-probabilities are"
+        what = "the reference model's log-probabilities are"
     elif config.task.name == "distillation" and distillation is not None and distillation.cache:
-        what = "the teacher's answers (`task.distillation.cache`) are"
+        what = "the teacher's probabilities (`task.distillation.cache`) are"
     else:
         return
     for key, source in row_sources(config):
         if getattr(source, "stream", None) is not None:
-            yield Problem(f"{key}.stream", f"{what} worked out before the first step. Remove `stream`.")
+            yield Problem(f"{key}.stream", f"{what} computed before the first step. Remove `stream`.")
 
 
 PREFERENCE_RULES = (robust_loss_has_label_smoothing, judged_format_needs_kto, precomputed_needs_stored_rows)

@@ -13,18 +13,18 @@ from finetune.errors import Problem
 
 
 def no_unused_keys(config: RunConfig) -> Iterator[Problem]:
-    """A key that was written does something."""
+    """Every key that is set has an effect."""
     for effect in _conditional_keys(config):
         try:
             is_idle = is_written(config, effect.key) and not effect.has_effect(config)
-        except AttributeError:  # a draft: one of the keys that decide is broken
+        except AttributeError:  # a draft: one of the keys that decide is invalid
             continue
         if is_idle:
             yield Problem(effect.key, f"it has no effect here: {effect.needs}. Remove it.")
 
 
 def unused_keys(config: RunConfig) -> frozenset[str]:
-    """Return the keys that do nothing in this config, whether they were written or not."""
+    """Return the keys without effect in this config, whether they are set or not."""
     return frozenset(
         effect.key
         for effect in _conditional_keys(config)
@@ -49,7 +49,7 @@ def _updates_in_one_kernel(config: RunConfig) -> bool:
     return section.name == "muon" or (section.name == "adamw" and is_plain)
 
 
-def _learns_in_bfloat16(config: RunConfig) -> bool:
+def _trains_in_bfloat16(config: RunConfig) -> bool:
     return trained_dtypes(config) == {"bfloat16"} and config.train.optimizer.name == "adamw"
 
 
@@ -137,20 +137,24 @@ CONDITIONAL_KEYS: tuple[ConditionalKey, ...] = (
     ConditionalKey("train.optimizer.betas", partial(_optimizer, names=_ADAM), f"only {format_list(_ADAM)} have betas"),
     ConditionalKey("train.optimizer.eps", partial(_optimizer, names=_ADAM), f"only {format_list(_ADAM)} have eps"),
     ConditionalKey(
-        "train.optimizer.fused", _updates_in_one_kernel, "only AdamW has a fused kernel, which does not round"
+        "train.optimizer.fused", _updates_in_one_kernel, "only AdamW has a fused kernel, without stochastic rounding"
     ),
-    ConditionalKey("train.optimizer.state_dtype", partial(_optimizer, names=("adamw",)), "only `adamw` has a choice"),
+    ConditionalKey(
+        "train.optimizer.state_dtype", partial(_optimizer, names=("adamw",)), "only `adamw` has a choice of state dtype"
+    ),
     ConditionalKey(
         "train.optimizer.stochastic_rounding",
-        _learns_in_bfloat16,
-        "it is for `adamw` on weights that learn in bfloat16 (`model.dtype`)",
+        _trains_in_bfloat16,
+        "it applies to `adamw` on weights trained in bfloat16 (`model.dtype`)",
     ),
-    ConditionalKey("train.schedule.decay_fraction", _decays_late, "only `name: warmup_stable_decay` decays late"),
     ConditionalKey(
-        "train.schedule.final_fraction", partial(_schedule_is_not, name="constant"), "a constant rate never falls"
+        "train.schedule.decay_fraction", _decays_late, "only `name: warmup_stable_decay` has a separate decay phase"
+    ),
+    ConditionalKey(
+        "train.schedule.final_fraction", partial(_schedule_is_not, name="constant"), "a constant rate never decays"
     ),
     ConditionalKey("train.nonfinite.max_skips", _skips, "only `action: skip` skips steps"),
-    ConditionalKey("data.truncate_side", _truncates, "only `over_length: truncate` cuts"),
+    ConditionalKey("data.truncate_side", _truncates, "only `over_length: truncate` truncates"),
     ConditionalKey("data.persistent_workers", _has_workers, "it needs `data.num_workers` above 0, or `auto`"),
     ConditionalKey("data.prefetch_factor", _has_workers, "it needs `data.num_workers` above 0, or `auto`"),
     ConditionalKey(
@@ -166,20 +170,20 @@ CONDITIONAL_KEYS: tuple[ConditionalKey, ...] = (
     ConditionalKey(
         "data.batching.length_window_steps",
         partial(_batches_by, names=("samples",)),
-        "only `by: samples` leaves lengths to be sorted",
+        "only `by: samples` sorts by length",
     ),
-    ConditionalKey("data.train.until", _is_weighted, "only `data.train.mix` with weights has no length of its own"),
-    ConditionalKey("model.revision", _is_from_hub, "only a model from the hub has revisions"),
-    ConditionalKey("model.trust_remote_code", _runs_model_code, "a model made from its config runs no code of others"),
-    ConditionalKey("model.cache_folder", _downloads, "nothing is downloaded from the model hub"),
-    ConditionalKey("model.train_only", _trains_own_weights, "under adapters all of the model's own weights are frozen"),
-    ConditionalKey("model.freeze", _trains_own_weights, "under adapters all of the model's own weights are frozen"),
+    ConditionalKey("data.train.until", _is_weighted, "only `data.train.mix` with weights has no fixed length"),
+    ConditionalKey("model.revision", _is_from_hub, "only a hub model has revisions"),
+    ConditionalKey("model.trust_remote_code", _runs_model_code, "a model built from its config runs no remote code"),
+    ConditionalKey("model.cache_folder", _downloads, "nothing is downloaded from the hub"),
+    ConditionalKey("model.train_only", _trains_own_weights, "with adapters all of the model's own weights are frozen"),
+    ConditionalKey("model.freeze", _trains_own_weights, "with adapters all of the model's own weights are frozen"),
     ConditionalKey("train.optimizer.lora_plus_ratio", _has_lora, "only `model.lora` has A and B"),
     ConditionalKey("model.quantization.kind", _is_4_bit, "only bitsandbytes with 4 bits has kinds"),
-    ConditionalKey("model.quantization.double", _is_4_bit, "only bitsandbytes with 4 bits quantises its scales"),
-    ConditionalKey("export.merge", _can_merge, "there are no adapters that can be folded into the base"),
+    ConditionalKey("model.quantization.double", _is_4_bit, "only bitsandbytes with 4 bits quantizes its scales"),
+    ConditionalKey("export.merge", _can_merge, "there are no adapters that can be merged into the base"),
     ConditionalKey("export.private", _is_pushed, "it needs `export.push_to_hub`"),
-    ConditionalKey("run.local_folder", _is_remote, "only a run at a URL is staged, and `run.folder` is a path"),
-    ConditionalKey("checkpoint.allow_changes", _continues, "with `resume: never` nothing is continued"),
+    ConditionalKey("run.local_folder", _is_remote, "only a run at a URL has one, and `run.folder` is a path"),
+    ConditionalKey("checkpoint.allow_changes", _continues, "with `resume: never` the run does not resume"),
     ConditionalKey("report.project", _has_trackers, "it needs `report.trackers`"),
 )

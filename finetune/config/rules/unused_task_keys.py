@@ -28,7 +28,7 @@ _MIXED_KEYS = tuple(name for name in TrainedSourceSection.model_fields if name n
 
 @dataclass(frozen=True)
 class ConditionalKey:
-    """A key, when it does something, and what to write so that it does."""
+    """A key, when it has an effect, and what it needs to have one."""
 
     key: str
     has_effect: Callable[[RunConfig], bool]
@@ -36,7 +36,7 @@ class ConditionalKey:
 
 
 def conditional_source_keys(config: RunConfig) -> Iterator[ConditionalKey]:
-    """Yield the keys of sources that may do nothing."""
+    """Yield the keys of sources that may have no effect."""
     if config.data.train.mix:
         for name in _MIXED_KEYS:
             yield ConditionalKey(f"data.train.{name}", _never, "every source of `data.train.mix` has its own")
@@ -48,10 +48,10 @@ def conditional_source_keys(config: RunConfig) -> Iterator[ConditionalKey]:
         for name in _HUB_KEYS:
             needs = f"rows at a `path` have no {name}, only a hub dataset has one"
             yield ConditionalKey(f"{key}.{name}", partial(_is_hub_dataset, source=source), needs)
-        needs = "only a folder or a glob on this machine can lead elsewhere through a link"
+        needs = "only a local folder or glob can contain links to other places"
         yield ConditionalKey(f"{key}.follow_links", partial(_may_meet_links, source=source), needs)
         yield ConditionalKey(f"{key}.image_root", _reads_images, f"only {' and '.join(_IMAGE_TASKS)} read images")
-    needs = "equal rows are never on both sides of `hash_fraction`"
+    needs = "with `hash_fraction`, equal rows are never in both splits"
     yield ConditionalKey("data.validation.exclude_from_train", _can_share_rows, needs)
 
 
@@ -68,7 +68,7 @@ def _reads_images(config: RunConfig) -> bool:
 
 
 def _may_meet_links(config: RunConfig, *, source: SourceSection) -> bool:
-    """Tell whether a folder, a glob, or rows that name images can lead elsewhere through a link."""
+    """Tell whether a folder, a glob, or rows that name images may contain links to other places."""
     path = source.path
     if _reads_images(config):
         return True
@@ -101,7 +101,18 @@ _TOKEN_LOSS_TASKS = ("sft", "pretrain", "seq2seq", "masked_lm", "vision_language
 
 
 def conditional_task_keys() -> Iterator[ConditionalKey]:
-    """Yield the keys that some tasks do not read."""
+    """Yield the keys that only some tasks use."""
+    yield from _keys_of_task()
+    yield from _keys_of_loss()
+    yield from _keys_of_input()
+    yield _for_tasks("train.embedding_noise", _TASKS_WITH_EMBEDDINGS)
+    needs = "prompts with images are generated one by one"
+    yield ConditionalKey("evaluate.generate.batch_size", _generates_in_batches, needs)
+    needs = "there are no prompts to generate from with this task or `data.train_on: all`"
+    yield ConditionalKey("evaluate.generate", _generates, needs)
+
+
+def _keys_of_task() -> Iterator[ConditionalKey]:
     sections = (
         ("classification", ClassificationSection, CLASSIFICATION_TASKS),
         ("preference", PreferenceSection, ("preference",)),
@@ -110,67 +121,49 @@ def conditional_task_keys() -> Iterator[ConditionalKey]:
         ("masked_lm", MaskedLmSection, ("masked_lm",)),
     )
     for name, section, tasks in sections:
-        for key in section.model_fields:
-            yield ConditionalKey(f"task.{name}.{key}", partial(_task_is, names=tasks), _only_tasks(tasks))
-    yield ConditionalKey(
-        "task.distillation", partial(_task_is, names=("distillation",)), _only_tasks(("distillation",))
-    )
-    yield ConditionalKey("task.distillation.jsd_beta", _is_jsd, "only `divergence: jsd` mixes both")
-    yield ConditionalKey("task.classification.kind", _is_text_task, "words and images have exactly one class")
-    yield ConditionalKey("task.classification.class_weights", _has_classes, "a number is no class")
-    yield ConditionalKey(
-        "task.label_smoothing", _is_smoothed, "only a cross-entropy over classes or tokens is smoothed"
-    )
-    yield ConditionalKey(
-        "task.z_loss", partial(_task_is, names=_TOKEN_LOSS_TASKS), "only a cross-entropy over tokens has it"
-    )
-    yield ConditionalKey(
-        "train.loss_kernel", partial(_task_is, names=_TOKEN_LOSS_TASKS), "only a cross-entropy over tokens has a choice"
-    )
+        yield from (_for_tasks(f"task.{name}.{key}", tasks) for key in section.model_fields)
+    yield _for_tasks("task.distillation", ("distillation",))
+    yield ConditionalKey("task.distillation.jsd_beta", _is_jsd, "only `divergence: jsd` has a mixture")
+    yield ConditionalKey("task.classification.kind", _is_text_task, "for words and images there is exactly one class")
+    yield ConditionalKey("task.classification.class_weights", _has_classes, "a regression has no classes")
     for key, losses in _KEYS_OF_LOSSES.items():
         needs = f"only {' and '.join(f'`loss: {loss}`' for loss in losses)} read it"
         yield ConditionalKey(f"task.preference.{key}", partial(_preference_loss_is, losses=losses), needs)
-    for key in ImagesSection.model_fields:
-        yield ConditionalKey(
-            f"data.images.{key}", partial(_task_is, names=TASKS_WITHOUT_TOKENS), _only_tasks(TASKS_WITHOUT_TOKENS)
-        )
-    for key in _TOKEN_KEYS:
-        yield ConditionalKey(f"data.{key}", _has_tokens, "images alone have no tokens")
-    for key in (
-        "data.no_target",
-        "data.batching.length_window_steps",
-        *(f"data.audit.{each}" for each in _TOKEN_AUDIT_KEYS),
-    ):
-        yield ConditionalKey(key, _has_tokens, "every image is one target, whatever its size")
-    yield ConditionalKey("model.tokenizer", _has_tokens, "images alone have no tokens")
-    yield ConditionalKey("model.new_tokens", _has_tokens, "images alone have no tokens")
-    yield ConditionalKey(
-        "train.embedding_noise", partial(_task_is, names=_TASKS_WITH_EMBEDDINGS), _only_tasks(_TASKS_WITH_EMBEDDINGS)
-    )
-    yield ConditionalKey(
-        "model.image_processor", partial(_task_is, names=TASKS_WITHOUT_TOKENS), _only_tasks(TASKS_WITHOUT_TOKENS)
-    )
-    for key in ("chat_template", "system_prompt"):
-        yield ConditionalKey(f"data.{key}", _has_turns, "this task reads text without turns")
-    yield ConditionalKey("data.train_on", _chooses_turns, "which turns are learnt is decided by the task")
-    yield ConditionalKey(
-        "evaluate.generate.batch_size", _generates_in_batches, "prompts with images are answered one by one"
-    )
-    yield ConditionalKey(
-        "evaluate.generate", _generates, "this task, and `data.train_on: all`, have no prompts to answer"
-    )
 
 
+def _keys_of_loss() -> Iterator[ConditionalKey]:
+    needs = "it applies only to a cross-entropy over classes or tokens"
+    yield ConditionalKey("task.label_smoothing", _is_smoothed, needs)
+    has_token_loss = partial(_task_is, names=_TOKEN_LOSS_TASKS)
+    yield ConditionalKey("task.z_loss", has_token_loss, "it applies only to a cross-entropy over tokens")
+    needs = "only a cross-entropy over tokens has a choice of kernels"
+    yield ConditionalKey("train.loss_kernel", has_token_loss, needs)
+
+
+def _keys_of_input() -> Iterator[ConditionalKey]:
+    yield from (_for_tasks(f"data.images.{key}", TASKS_WITHOUT_TOKENS) for key in ImagesSection.model_fields)
+    yield _for_tasks("model.image_processor", TASKS_WITHOUT_TOKENS)
+    for key in (*(f"data.{each}" for each in _TOKEN_KEYS), "model.tokenizer", "model.new_tokens"):
+        yield ConditionalKey(key, _has_tokens, "images have no tokens")
+    for key in (*_KEYS_OF_LENGTHS, *(f"data.audit.{each}" for each in _TOKEN_AUDIT_KEYS)):
+        yield ConditionalKey(key, _has_tokens, "every image is one target")
+    for key in ("data.chat_template", "data.system_prompt"):
+        yield ConditionalKey(key, _has_turns, "this task reads text without turns")
+    yield ConditionalKey("data.train_on", _chooses_turns, "the task decides which turns are targets")
+
+
+def _for_tasks(key: str, tasks: tuple[str, ...]) -> ConditionalKey:
+    needs = f"only {' and '.join(f'`task.name: {name}`' for name in tasks)} read{'s' if len(tasks) == 1 else ''} it"
+    return ConditionalKey(key, partial(_task_is, names=tasks), needs)
+
+
+_KEYS_OF_LENGTHS = ("data.no_target", "data.batching.length_window_steps")
 _KEYS_OF_LOSSES = {
     "label_smoothing": _SMOOTHED_LOSSES,
     "target_margin": ("simpo",),
     "desirable_weight": ("kto",),
     "undesirable_weight": ("kto",),
 }
-
-
-def _only_tasks(tasks: tuple[str, ...]) -> str:
-    return f"only {' and '.join(f'`task.name: {name}`' for name in tasks)} read{'s' if len(tasks) == 1 else ''} it"
 
 
 def _task_is(config: RunConfig, *, names: tuple[str, ...]) -> bool:

@@ -1,4 +1,4 @@
-"""`data:` - which rows are learnt from, how they become tokens, and how they are loaded."""
+"""`data:` - which rows are used, how they become tokens, and how they are loaded."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
@@ -23,8 +23,8 @@ from finetune.config.section import (
     key,
 )
 
-OfTurns = Literal["messages", "conversations", "prompt_completion", "instruction", "preference", "judged"]
-Format = Literal[OfTurns, "labelled", "tagged", "image_label", "text"]
+ChatFormat = Literal["messages", "conversations", "prompt_completion", "instruction", "preference", "judged"]
+Format = Literal[ChatFormat, "labelled", "tagged", "image_label", "text"]
 
 REQUIRED_COLUMNS: Mapping[Format, tuple[str, ...]] = {
     "messages": ("messages",),
@@ -38,7 +38,7 @@ REQUIRED_COLUMNS: Mapping[Format, tuple[str, ...]] = {
     "tagged": ("tokens", "tags"),
     "text": ("text",),
 }
-"""The columns that a row of the format must have; where the format is unset, the first that fits is taken."""
+"""The columns that a row of the format must have; where the format is unset, the first matching one is used."""
 
 OPTIONAL_COLUMNS: Mapping[Format, tuple[str, ...]] = {
     "messages": ("tools", "images"),
@@ -60,8 +60,8 @@ class SourceSection(Section):
 
     path: Path | None = key(
         "Rows in a file, a folder (all files in it, of one kind), a glob or a URL (`s3://`, `gs://`, `hf://`): "
-        "`.jsonl`, `.json`, `.csv`, `.tsv`, `.parquet`, `.arrow` or `.txt` (each line that is not blank is a row with "
-        "the column `text`), all but `.parquet` and `.arrow` also with `.gz` or `.zst`. One of `path` and `name`.",
+        "`.jsonl`, `.json`, `.csv`, `.tsv`, `.parquet`, `.arrow` or `.txt` (each non-blank line is a row with the "
+        "column `text`); all but `.parquet` and `.arrow` also as `.gz` or `.zst`. One of `path` and `name`.",
         None,
     )
     name: str | None = key("Hub dataset name.", None)
@@ -79,70 +79,78 @@ class SourceSection(Section):
     columns: dict[str, str] = key("From the format's column name to yours: `{prompt: question, output: answer}`.", {})
     template: dict[str, Any] = key(
         "From the format's column name to a Jinja text over your columns: `{prompt: 'Q: {{ question }}'}`. "
-        "A column of turns takes a list of `{role, content}` of such texts, or one text that gives JSON. `row` holds "
-        "all columns; there are the filters `tojson` and `fromjson`.",
+        "A column of turns takes a list of `{role, content}` of such texts, or one text that renders to JSON. "
+        "`row` holds "
+        "all columns; the filters `tojson` and `fromjson` exist.",
         {},
     )
-    image_root: Path | None = key("Folder of the images that rows name; unset, that of the rows' file or glob.", None)
-    follow_links: bool = key("Also read files of a folder or glob that are links to somewhere outside of it.", False)
-    skip: NumRows = key("Leave out this many rows at the start, before a share of them is held out to evaluate on.", 0)
-    take: PositiveRows | None = key("Use at most this many rows after `skip`, what is held out of them included.", None)
+    image_root: Path | None = key(
+        "Folder of the images that rows name; unset, the folder of the file or glob with the rows.", None
+    )
+    follow_links: bool = key(
+        "Also read files of a folder or glob that are symbolic links to a place outside it.", False
+    )
+    skip: NumRows = key("Skip this many rows at the start, before a validation fraction is split off.", 0)
+    take: PositiveRows | None = key("Use at most this many rows after `skip`, the validation fraction included.", None)
 
 
 class StreamSection(Section):
-    """Rows are prepared window after window while the model trains, for data that the disk cannot hold."""
+    """Rows are prepared window by window during training, for data that does not fit on the disk."""
 
     window_rows: PositiveRows = key(
-        "Rows that are prepared, shuffled and packed together: the only shuffle beside that of the files' order.",
+        "Rows that are prepared, shuffled and packed together; beyond that only the order of files is shuffled.",
         10_000,
     )
-    num_ahead: Prefetch = key("Windows that are prepared ahead of the one in use.", 2)
+    num_ahead: Prefetch = key("Windows that are prepared in advance of the one in use.", 2)
 
 
 class TrainedSourceSection(SourceSection):
-    """A source of rows to learn from, prepared as a whole or as a stream."""
+    """A source of training rows, prepared as a whole or as a stream."""
 
-    stream: StreamSection | None = key("Prepare the rows window after window instead of all before training.", None)
+    stream: StreamSection | None = key("Prepare the rows window by window instead of all before training.", None)
 
 
 class MixedSourceSection(TrainedSourceSection):
     """One source of a mix. Exactly one of `weight`, `rows`, `epochs`, the same one in all sources of the mix."""
 
-    weight: Ratio | None = key("Share of this source in the mix, relative to the other weights.", None)
+    weight: Ratio | None = key("Weight of this source in the mix, relative to the other weights.", None)
     rows: MixRows | None = key("Samples of this source in each pass over the mix.", None)
     epochs: Ratio | None = key("Passes over this source in each pass over the mix.", None)
 
 
 class TrainingSourceSection(TrainedSourceSection):
-    """The rows to learn from: one source, or a mix of several."""
+    """The training rows: one source, or a mix of several."""
 
-    mix: MixedSources = key("Several sources in one order, in place of `path` and `name`.", ())
+    mix: MixedSources = key("Several sources that are mixed, in place of `path` and `name`.", ())
     until: Literal["first", "all"] = key(
-        "With weights, what a pass over the mix is: until the first source is used up, or until all are.", "first"
+        "With weights, the length of a pass over the mix: until the first source is exhausted, or until all are.",
+        "first",
     )
 
 
 class ValidationSourceSection(SourceSection):
-    """The rows to evaluate on: a source of their own, or a part of the training rows."""
+    """The validation rows: a source of their own, or a split of the training rows."""
 
     fraction: float | None = key(
-        "Take about this share of the training rows (of every source of a mix), drawn by `run.seed` and a row's place.",
+        "Split off about this fraction of the training rows (of every source of a mix), by `run.seed` and row index.",
         None,
         gt=0.0,
         lt=1.0,
     )
     hash_fraction: float | None = key(
-        "Take about this share of the training rows by a hash of what their format reads: equal rows are on one side, "
-        "and a row stays where it is whatever is added.",
+        "Split off about this fraction of the training rows by a hash of their content: equal rows are on the same "
+        "side, and adding rows moves none of the others.",
         None,
         gt=0.0,
         lt=1.0,
     )
-    exclude_from_train: bool = key("Leave out training rows that say what one of these says, and count them.", False)
+    exclude_from_train: bool = key(
+        "Leave out training rows with the same content as a validation row, and count them.", False
+    )
 
 
 class BatchingSection(Section):
-    """What stands at one position of the order, and how samples share a forward pass."""
+    """What one position of the data order holds, and how samples share a forward pass."""
 
     by: Literal["samples", "packs", "tokens"] = key(
         "`samples`: one sample is one position. `packs`: samples are packed to at most `tokens`, best fit first. "
@@ -152,12 +160,15 @@ class BatchingSection(Section):
     )
     tokens: Length | None = key("Budget of a pack or a batch by tokens; unset, `data.max_length`.", None)
     padding_free: bool | Auto = key(
-        "Lay the samples of a forward pass end to end instead of padding them; no sample sees another. `auto`: where "
-        "the task can and the model is known to keep them apart. Packs always are.",
+        "Concatenate the samples of a forward pass instead of padding them; no sample attends to another. "
+        "`auto`: where "
+        "the task and the model are known to support it. Packs are never padded.",
         "auto",
     )
     length_window_steps: Count = key(
-        "Sort by length within this many steps: less padding. 1 alters no step; more makes steps of similar lengths.", 0
+        "Sort by length within this many steps, for less padding. 1 changes no step; more gives steps of similar "
+        "lengths.",
+        0,
     )
 
     @property
@@ -167,13 +178,13 @@ class BatchingSection(Section):
 
 
 class AuditSection(Section):
-    """Shares above which a run stops before it trains."""
+    """Limits above which a run stops before training."""
 
-    max_truncated_rows: Fraction | None = key("Of the rows, those that were cut or split.", None)
-    max_dropped_rows: Fraction | None = key("Of the rows, those that were left out for whatever reason.", None)
-    max_lost_targets: Fraction | None = key("Of the targets, those that were cut off or left out.", None)
-    max_duplicate_samples: Fraction | None = key("Of the samples, those that equal an earlier one.", None)
-    max_unknown_tokens: Fraction | None = key("Of the tokens, those for text that the tokenizer does not know.", None)
+    max_truncated_rows: Fraction | None = key("Fraction of the rows that are truncated or split.", None)
+    max_dropped_rows: Fraction | None = key("Fraction of the rows that are left out, for whatever reason.", None)
+    max_lost_targets: Fraction | None = key("Fraction of the targets that are cut off or left out.", None)
+    max_duplicate_samples: Fraction | None = key("Fraction of the samples that equal an earlier one.", None)
+    max_unknown_tokens: Fraction | None = key("Fraction of the tokens that are unknown tokens.", None)
 
 
 Padding = Annotated[int, Field(ge=0, le=1_024)]
@@ -182,20 +193,20 @@ Scales = Annotated[tuple[Scale, ...], Field(strict=False)]
 
 
 class ImagesSection(Section):
-    """How images become tensors; what is random is drawn anew for every sample and step, the same on any machine."""
+    """How images become tensors; augmentation is redrawn for every sample and step, the same on any machine."""
 
     size: Pixels | None = key("Height and width in pixels; unset, those of the model's image processor.", None)
     crop_scale: Scales | None = key(
-        "Train on a random part of the image with this share of its area, from and to: `[0.08, 1.0]` (Szegedy et al., "
-        "2014, arXiv:1409.4842). Unset, the whole image is scaled and its centre taken.",
+        "Train on a random crop with this fraction of the image's area, from and to: `[0.08, 1.0]` (Szegedy et al., "
+        "2014, arXiv:1409.4842). Unset, the whole image is resized and center-cropped.",
         None,
         min_length=2,
         max_length=2,
     )
-    crop_padding: Padding = key("Pad by so many pixels and take a random part of the size, as is usual on CIFAR-10.", 0)
-    flip: bool = key("Mirror every second image, left to right.", False)
+    crop_padding: Padding = key("Pad by this many pixels and take a random crop, as is usual on CIFAR-10.", 0)
+    flip: bool = key("Flip images horizontally with probability 0.5.", False)
     mixup: Factor = key("Alpha of mixup (Zhang et al., 2017, arXiv:1710.09412): blend two images and labels.", 0.0)
-    cutmix: Factor = key("Alpha of CutMix (Yun et al., 2019, arXiv:1905.04899): paste a part of another.", 0.0)
+    cutmix: Factor = key("Alpha of CutMix (Yun et al., 2019, arXiv:1905.04899): paste a patch of another image.", 0.0)
 
 
 NO_LIMIT = 2**40
@@ -203,21 +214,22 @@ NO_LIMIT = 2**40
 
 
 class DataSection(Section):
-    """Which rows are learnt from, how they become tokens, and how they are loaded."""
+    """Which rows are used, how they become tokens, and how they are loaded."""
 
-    train: TrainingSourceSection = key("The rows to learn from.")
-    validation: ValidationSourceSection | None = key("The rows to evaluate on.", None)
+    train: TrainingSourceSection = key("The training rows.")
+    validation: ValidationSourceSection | None = key("The validation rows.", None)
     max_length: Length | None = key(
-        "Longest sample in tokens; what happens to longer rows is `over_length`. Only images alone have none.",
+        "Longest sample in tokens; what happens to longer rows is `over_length`. Required unless the task reads "
+        "images only.",
         None,
         ge=2,
     )
     over_length: Literal["refuse", "drop", "truncate", "split"] = key(
-        "What happens to a row longer than `max_length`: stop before training, leave it out, cut it, or split it into "
+        "What happens to a row longer than `max_length`: refuse the run, drop the row, truncate it, or split it into "
         "windows. Always counted and printed.",
         "refuse",
     )
-    truncate_side: Literal["end", "start"] = key("Where `over_length: truncate` cuts.", "end")
+    truncate_side: Literal["end", "start"] = key("The side that `over_length: truncate` cuts off.", "end")
     no_target: Literal["refuse", "drop"] = key("What happens to a row without a single target.", "refuse")
     train_on: Literal["assistant", "last_assistant", "all", "per_message"] = key(
         "Which turns are targets: the assistant's, only its last, every turn, or those whose `weight` in the row is 1.",
@@ -228,17 +240,20 @@ class DataSection(Section):
         "Unset, the tokenizer's own template.",
         None,
     )
-    system_prompt: str | None = key("System message for rows that have none.", None)
+    system_prompt: str | None = key("System message for rows without one.", None)
     allow_special_tokens: bool = key(
-        "Names of control tokens in rows (`<|im_end|>`) become these tokens. Unset, they are text, which is counted.",
+        "Encode special tokens that appear as text in rows (`<|im_end|>`) as special tokens. Off, they stay text, "
+        "and are counted.",
         False,
     )
-    shuffle: bool = key("Shuffle anew in every epoch, from `run.seed`.", True)
-    batching: BatchingSection = key("What a step is made of.", BatchingSection())
+    shuffle: bool = key("Shuffle differently in every epoch, from `run.seed`.", True)
+    batching: BatchingSection = key("How samples form steps: packing, batching by tokens, padding.", BatchingSection())
     images: ImagesSection = key("How images become tensors.", ImagesSection())
-    audit: AuditSection = key("Shares above which a run stops before it trains.", AuditSection())
-    cache_folder: Path | None = key("Where tokenised rows are kept; unset, `~/.cache/finetune`.", None)
-    prepare_workers: Workers | Auto = key("Processes that tokenise; 0: the main one does, `auto`: by the cores.", 0)
+    audit: AuditSection = key("Limits above which a run stops before training.", AuditSection())
+    cache_folder: Path | None = key("Cache of tokenized rows; unset, `~/.cache/finetune`.", None)
+    prepare_workers: Workers | Auto = key(
+        "Processes that tokenize; 0: the main process, `auto`: by the number of cores.", 0
+    )
     num_workers: Workers | Auto = key(
         "Processes per rank that load batches; 0 loads in the training process. `auto` starts some where images are "
         "decoded, and for tokens beside a GPU, as far as there are cores.",
@@ -249,10 +264,10 @@ class DataSection(Section):
         "an error.",
         "auto",
     )
-    persistent_workers: bool | Auto = key("Keep loader processes between passes. Needs `num_workers`.", False)
+    persistent_workers: bool | Auto = key("Keep worker processes between passes. Needs `num_workers`.", False)
     prefetch_factor: Prefetch | Auto | None = key("Batches each worker keeps ready. Needs `num_workers`.", None)
 
     @property
     def longest(self) -> int:
-        """Return the longest sample in tokens; where nothing is written, more than any sample has."""
+        """Return the longest sample in tokens; where none is set, more than any sample has."""
         return NO_LIMIT if self.max_length is None else self.max_length

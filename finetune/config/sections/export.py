@@ -9,11 +9,13 @@ class ExportSection(Section):
     """The model that the run leaves in `final/`, loadable with `from_pretrained` (or `PeftModel`)."""
 
     dtype: Literal["float32", "bfloat16", "float16"] | None = key(
-        "Type of the exported weights; unset, as they were trained.", None
+        "Dtype of the exported weights; unset, the dtype in training.", None
     )
-    max_shard_size: str = key("Largest file of weights.", "5GB", pattern=r"^[0-9]+(MB|GB)$", examples=["5GB"])
-    merge: bool = key("Fold adapters into the base and write one whole model.", False)
+    max_shard_size: str = key("Maximum size of a weight file.", "5GB", pattern=r"^[0-9]+(MB|GB)$", examples=["5GB"])
+    merge: bool = key("Merge adapters into the base and write one full model.", False)
     push_to_hub: str | None = key(
-        "Also upload the folder to this hub repository (`name` or `organisation/name`), as HF_TOKEN allows.", None
+        "Also upload the folder to this hub repository (`name` or `organisation/name`), with the credentials in "
+        "HF_TOKEN.",
+        None,
     )
-    private: bool = key("Make that repository private where it is new.", True)
+    private: bool = key("Make the repository private if it is new.", True)

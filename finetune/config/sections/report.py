@@ -1,4 +1,4 @@
-"""`report:` - who is told about the run."""
+"""`report:` - where the run is logged."""
 
 from typing import Literal
 
@@ -6,16 +6,16 @@ from finetune.config.section import Positive, Section, Strings, key
 
 
 class ReportSection(Section):
-    """Who is told about the run."""
+    """Where the run is logged."""
 
-    log_every_steps: Positive = key("Steps between two log lines; every step is in `events.jsonl` all the same.", 1)
+    log_every_steps: Positive = key("Log every N steps; `events.jsonl` has every step regardless.", 10)
     console: Literal["auto", "rich", "plain"] = key(
-        "Progress bar or plain lines; `auto` asks whether there is a terminal.", "auto"
+        "Progress bar or plain lines; `auto`: a progress bar if there is a terminal.", "auto"
     )
     trackers: Strings = key(
-        "Trackers that Accelerate knows: `tensorboard`, `wandb`, `mlflow`, `trackio`, ... (extra `tracking`).", ()
+        "Trackers that Accelerate supports: `tensorboard`, `wandb`, `mlflow`, `trackio`, ... (extra `tracking`).", ()
     )
     sample_ids: bool = key(
-        "Write the ids of the samples that each process was really handed into `samples/`, step by step.", False
+        "Write the ids of the samples that each process received into `samples/`, step by step.", False
     )
-    project: str | None = key("Project name at the trackers; unset, the name of the run folder's parent.", None)
+    project: str | None = key("Project name for the trackers; unset, the name of the run folder's parent.", None)

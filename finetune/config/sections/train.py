@@ -1,4 +1,4 @@
-"""`train:` - how the model learns: batch, budget, optimizer, schedule, precision and when to stop."""
+"""`train:` - how the model is trained: batch, budget, optimizer, schedule, precision and when to stop."""
 
 from typing import Annotated, Literal
 
@@ -17,7 +17,7 @@ class OptimizerSection(Section):
 
     name: Literal["adamw", "sgd", "adafactor", "adamw_8bit", "muon", "schedule_free_adamw"] = key(
         "`adamw` (Loshchilov & Hutter, 2017), `sgd`, `adafactor` (Shazeer & Stern, 2018), `adamw_8bit` "
-        "(bitsandbytes), `muon` (Jordan et al., 2024; AdamW for all that is no hidden matrix) or "
+        "(bitsandbytes), `muon` (Jordan et al., 2024; AdamW for everything but hidden matrices) or "
         "`schedule_free_adamw` (Defazio et al., 2024, arXiv:2405.15682; extra `optimizers`).",
         "adamw",
     )
@@ -29,36 +29,38 @@ class OptimizerSection(Section):
     momentum: float | None = key("Momentum; unset, none for `sgd` and 0.95 for `muon`.", None, ge=0.0, lt=1.0)
     fused: bool | None = key("One kernel for the whole AdamW update; unset, used wherever it exists.", None)
     state_dtype: Literal["float32", "bfloat16", "int8"] | None = key(
-        "`adamw`: type in which the moments are held; unset, that of the weights. In fewer bits than 32 they are "
-        "rounded by chance, right on average; `int8` has a scale for up to 256 of them (Dettmers et al., 2022, "
-        "arXiv:2110.02861).",
+        "`adamw`: dtype of the moments; unset, that of the weights. Below 32 bits they are rounded stochastically; "
+        "`int8` has one scale per block of at most 256 values (Dettmers et al., 2022, arXiv:2110.02861).",
         None,
     )
     stochastic_rounding: bool = key(
-        "`adamw` with `model.dtype: bfloat16`: weights are updated in float32 and rounded up or down by chance, so "
-        "that small updates count without a float32 copy.",
+        "`adamw` with `model.dtype: bfloat16`: weights are updated in float32 and rounded stochastically, so that "
+        "small updates are not lost although there is no float32 copy.",
         False,
     )
     in_backward: bool = key(
-        "Update each parameter as soon as its gradient is there and free that (Lv et al., 2023, arXiv:2306.09782). One "
+        "Update each parameter as soon as its gradient is computed, then free the gradient (Lv et al., 2023, "
+        "arXiv:2306.09782). One "
         "process, one microbatch per step, no clipping.",
         False,
     )
     lora_plus_ratio: float = key(
-        "LoRA+ (Hayou et al., 2024, arXiv:2402.12354): the adapters' B learns so many times as fast as A.",
+        "LoRA+ (Hayou et al., 2024, arXiv:2402.12354): learning rate of B divided by that of A.",
         1.0,
         gt=0.0,
         le=MAX_FACTOR,
     )
     layer_decay: float = key(
-        "Each layer learns at this share of the rate of the layer above it, the embeddings slowest (Howard & Ruder, "
+        "Learning rate of each layer as a fraction of the next layer's; the embeddings have the lowest (Howard "
+        "& Ruder, "
         "2018, arXiv:1801.06146).",
         1.0,
         gt=0.0,
         le=1.0,
     )
     rates: dict[str, Rate] = key(
-        "Factors on the learning rate of parameters by pattern (`fnmatch`): `{'*embed*': 0.1}`; the first that fits.",
+        "Factors on the learning rate of parameters by pattern (`fnmatch`): `{'*embed*': 0.1}`; the first "
+        "match counts.",
         {},
     )
 
@@ -67,10 +69,10 @@ class ScheduleSection(Section):
     """The learning rate as a function of the step."""
 
     name: Literal["constant", "linear", "cosine", "warmup_stable_decay"] = key("Shape after the warmup.", "cosine")
-    warmup_steps: Count | None = key("Steps over which the rate climbs from 0.", None)
+    warmup_steps: Count | None = key("Steps over which the rate rises linearly from 0.", None)
     warmup_fraction: Fraction | None = key("The same, as a fraction of all steps. At most one of the two.", None)
-    decay_fraction: Fraction = key("`warmup_stable_decay`: fraction of all steps in which the rate falls.", 0.2)
-    final_fraction: Fraction = key("Rate at the end, as a fraction of the peak.", 0.0)
+    decay_fraction: Fraction = key("`warmup_stable_decay`: fraction of all steps in which the rate decays.", 0.2)
+    final_fraction: Fraction = key("Rate at the end, as a fraction of the peak rate.", 0.0)
 
 
 class ScalingSection(Section):
@@ -81,59 +83,59 @@ class ScalingSection(Section):
 
 
 class EarlyStoppingSection(Section):
-    """Stop when an evaluation metric no longer gets better."""
+    """Stop when an evaluation metric no longer improves."""
 
     metric: str = key("Metric of the evaluation, such as `loss` or `exact_match`.", "loss")
-    goal: Literal["minimize", "maximize"] = key("Which way is better.", "minimize")
+    goal: Literal["minimize", "maximize"] = key("Whether a lower or a higher value is better.", "minimize")
     patience: Positive = key("Evaluations without improvement before the run stops.", 3)
     min_delta: float = key("Smallest change that counts as an improvement.", 0.0, ge=0.0, le=MAX_COUNT)
 
 
 class NonFiniteSection(Section):
-    """What to do with a step whose loss or gradient is NaN or infinite; no rank ever updates on one."""
+    """What to do with a step whose loss or gradient is NaN or infinite; such a step never updates the weights."""
 
-    action: Literal["stop", "skip"] = key("Stop the run, or leave the step out and go on.", "stop")
+    action: Literal["stop", "skip"] = key("Stop the run, or skip the step and continue.", "stop")
     max_skips: Positive = key("With `skip`: stop after this many skipped steps.", 3)
 
 
 class UnfreezeSection(Section):
-    """Parameters that begin to learn later."""
+    """Parameters that stay frozen until a later step."""
 
     patterns: Strings = key("Patterns (`fnmatch`) of their names.", min_length=1)
-    after_steps: Positive = key("Steps in which they stay as they are.")
+    after_steps: Positive = key("Number of steps for which they stay frozen.")
 
 
 class AverageSection(Section):
-    """A moving average of the weights beside them, which is what is evaluated and exported."""
+    """An exponential moving average of the weights, which is evaluated and exported in their place."""
 
-    decay: float = key("Share of the average that each step keeps.", 0.999, gt=0.0, lt=1.0)
-    after_steps: Count = key("Steps before the average begins.", 0)
+    decay: float = key("Decay per step: the fraction of the average that is kept.", 0.999, gt=0.0, lt=1.0)
+    after_steps: Count = key("Steps before averaging starts.", 0)
 
 
 Unfreezes = Annotated[tuple[UnfreezeSection, ...], Field(strict=False)]
 
 
 class TrainSection(Section):
-    """How the model learns: batch, budget, optimizer, schedule, precision and when to stop."""
+    """How the model is trained: batch, budget, optimizer, schedule, precision and when to stop."""
 
     global_batch_size: BatchSize = key(
-        "Samples per optimizer step over all processes; with `data.batching`, packs or batches by tokens. Accumulation "
-        "is derived from it."
+        "Samples per optimizer step over all processes; with `data.batching`, packs or batches by tokens. Gradient "
+        "accumulation is derived from it."
     )
-    microbatch_size: BatchSize = key("The same per forward pass and process.")
+    microbatch_size: BatchSize = key("Samples (packs, batches) per forward pass and process.")
     steps: Positive | None = key("Budget in optimizer steps. Exactly one of `steps`, `epochs`, `tokens`.", None)
     epochs: float | None = key(
         "Budget in passes over the training data, or over `data.train.mix`.", None, gt=0.0, le=MAX_FACTOR
     )
-    tokens: Annotated[int, Field(ge=1, le=10**15)] | None = key("Budget in tokens, padding not counted.", None)
+    tokens: Annotated[int, Field(ge=1, le=10**15)] | None = key("Budget in tokens, without padding.", None)
     learning_rate: float = key("Peak learning rate.", gt=0.0, le=MAX_FACTOR)
     learning_rate_scaling: ScalingSection | None = key("Scale the rate with the global batch.", None)
     optimizer: OptimizerSection = key("The update rule.", OptimizerSection())
     schedule: ScheduleSection = key("The learning rate as a function of the step.", ScheduleSection())
-    unfreeze: Unfreezes = key("Parameters that begin to learn later, such as a pre-trained body under a new head.", ())
+    unfreeze: Unfreezes = key("Parameters that stay frozen at first, such as a pre-trained body under a new head.", ())
     average: AverageSection | None = key("Evaluate and export a moving average of the weights.", None)
     embedding_noise: float = key(
-        "NEFTune's alpha (Jain et al., 2023, arXiv:2310.05914): uniform noise on the embeddings while training.",
+        "NEFTune's alpha (Jain et al., 2023, arXiv:2310.05914): uniform noise on the embeddings during training.",
         0.0,
         ge=0,
         le=MAX_FACTOR,
@@ -145,14 +147,18 @@ class TrainSection(Section):
         "Arithmetic of forward and backward passes. fp16 scales the loss and needs a GPU.", "fp32"
     )
     loss_kernel: LossKernel = key(
-        "How the loss of tokens is worked out. `chunked`: at targets alone, and never with the logits of all at once; "
-        "`liger`, `cce`: by `liger-kernel` or `cut-cross-entropy` (CUDA, extra `kernels`); `plain`: from the logits of "
-        "all positions. `auto` is `chunked`, and `plain` where a batch has next to no logits.",
+        "How the token loss is computed. `chunked`: at targets only, in chunks, so that the logits of all "
+        "targets never "
+        "exist at once; `liger`, `cce`: by `liger-kernel` or `cut-cross-entropy` (CUDA, extra `kernels`); "
+        "`plain`: from "
+        "the logits of all positions. `auto` is `chunked`, or `plain` where the logits of a batch are small.",
         "auto",
     )
     nonfinite: NonFiniteSection = key("What to do with a NaN or infinite loss or gradient.", NonFiniteSection())
-    early_stopping: EarlyStoppingSection | None = key("Stop when an evaluation metric no longer gets better.", None)
-    time_limit_minutes: float | None = key("Stop, with a checkpoint, after this long.", None, gt=0.0, le=MAX_COUNT)
+    early_stopping: EarlyStoppingSection | None = key("Stop when an evaluation metric no longer improves.", None)
+    time_limit_minutes: float | None = key(
+        "Stop, with a checkpoint, after this many minutes.", None, gt=0.0, le=MAX_COUNT
+    )
     stop_after_steps: Positive | None = key(
-        "Stop, with a checkpoint, once this many steps are done; budget and schedule stay as they are.", None
+        "Stop, with a checkpoint, once this many steps are done; budget and schedule are unchanged.", None
     )

@@ -12,8 +12,9 @@ from finetune.data.rows import RawRow
 from finetune.data.sources.files import Origin
 from finetune.data.sources.tables import ClassNames, class_names, without_fillers
 from finetune.errors import DataError
-from finetune.runtime.hub import is_offline, without_hub_retries
+from finetune.runtime.hub import is_offline
 from finetune.runtime.optional import require
+from finetune.runtime.upstream import without_hub_retries
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from peft import PeftConfig, PeftModel, get_peft_model
 from peft.tuners.lora import LoraLayer
-from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from finetune.config.sections.model import (
@@ -33,42 +32,22 @@ from finetune.model.adapters.other_methods import (
 from finetune.model.adapters.saved import load_saved_weights, saved_adapter_config
 from finetune.model.loading.hub import error_summary
 from finetune.model.loading.initialize import as_cpu_float32
+from finetune.model.upstream import skip_redundant_casts
 from finetune.runtime.seeds import derive_seed
-
-
-def skip_redundant_casts(model: nn.Module) -> None:
-    """Have LoRA's layers hand a 16-bit input to their matrices as it is where autocast would round it back anyway.
-
-    peft widens every input to the adapter's float32, which autocast undoes right away: the same bits, for two passes
-    over the activations in every adapted layer (peft 0.21). Dropout and DoRA, which go by the type, keep it.
-    """
-    for layer in model.modules():
-        if isinstance(layer, LoraLayer) and _has_plain_lora(layer):
-            layer._cast_input_dtype = _cast_unless_autocast
-
-
-def _has_plain_lora(layer: Any) -> bool:
-    drops = any(not isinstance(each, nn.Identity) for each in layer.lora_dropout.values())
-    return not drops and not getattr(layer, "lora_variant", {})
-
-
-def _cast_unless_autocast(x: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    is_left = x is None or x.dtype == dtype or (x.element_size() == 2 and torch.is_autocast_enabled(x.device.type))
-    return x if is_left or x is None else x.to(dtype)
 
 
 def add_adapter(model: PreTrainedModel, adapter: AdapterConfig, context: AdapterContext) -> PeftModel:
     """Return the model with a frozen base and float32 adapters.
 
-    Their values depend on the seed and module names alone, for `pissa`, `olora` and `loftq` on the base's weights too,
-    and for a path on what is saved there. At first they change nothing, except learnt prompts and a saved adapter.
-    Raises ModelError for what this model cannot have. Collective under ZeRO-3.
+    Their values depend only on the seed and module names, for `pissa`, `olora` and `loftq` also on the base's weights,
+    and for a path on what is saved there. Initially they change nothing, except learned prompts and a saved adapter.
+    Raises ModelError for what this model does not support. Collective under ZeRO-3.
     """
     kind = _METHODS[_method_of(adapter)]
     try:
         config = kind.config(model, adapter, context)
         adapted = get_peft_model(model, config, adapter_name=ADAPTER_NAME, revision=context.revision)
-    except (ValueError, TypeError) as error:  # peft's, for layers that this method has no adapter for
+    except (ValueError, TypeError) as error:  # from peft, for layers that this method does not support
         raise ModelError(f"model.{kind.key}: {error_summary(error)} {format_candidates(model)}") from error
     kind.fill(adapted, adapter, context)
     skip_redundant_casts(adapted)
@@ -79,7 +58,7 @@ def add_adapter(model: PreTrainedModel, adapter: AdapterConfig, context: Adapter
 class _Method:
     key: str  # in `model:`
     config: Callable[[PreTrainedModel, Any, AdapterContext], PeftConfig]
-    fill: Callable[[PeftModel, Any, AdapterContext], None]  # gives first values, and checks what has come out
+    fill: Callable[[PeftModel, Any, AdapterContext], None]  # initializes the adapter and checks it
 
 
 def _method_of(adapter: AdapterConfig) -> type:
@@ -97,7 +76,7 @@ def _init_lora(model: PeftModel, lora: LoraSection, context: AdapterContext) -> 
 
 
 def _init_factors(model: PeftModel, *, is_gaussian: bool, seed: int) -> None:
-    """Draw each adapter from its own seed, so that neither rank nor strategy nor the order of modules matters."""
+    """Initialize each adapter from its own seed, independent of rank, strategy and the order of modules."""
     with torch.no_grad(), torch.random.fork_rng(devices=()):
         for name, module in model.named_modules():
             if isinstance(module, LoraLayer):
@@ -110,7 +89,7 @@ def _init_factors(model: PeftModel, *, is_gaussian: bool, seed: int) -> None:
 
 
 def _keep_peft_init(model: PeftModel, adapter: AdapterConfig, context: AdapterContext) -> None:
-    """Leave peft's own first values: ones, which are no chance."""
+    """Keep peft's initialization with ones, which is not random."""
 
 
 def _check_oft_blocks(model: PeftModel, oft: OftSection, context: AdapterContext) -> None:

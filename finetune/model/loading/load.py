@@ -28,18 +28,24 @@ from finetune.model.loading.architecture import (
     set_config_values,
 )
 from finetune.model.loading.hub import is_local_path, loading_errors
-from finetune.model.loading.initialize import initialize_weights, skip_weight_init
+from finetune.model.loading.initialize import initialize_weights
 from finetune.model.loading.pretrained import build_from_config, load_weights
-from finetune.model.quantize import disable_cpu_repacking, quantization_config
-from finetune.model.upstream import allow_missing_embeddings, keep_own_no_split_modules, unify_tied_embeddings
-from finetune.runtime.hub import without_hub_retries
+from finetune.model.quantize import quantization_config
+from finetune.model.upstream import (
+    allow_missing_embeddings,
+    disable_cpu_repacking,
+    keep_own_no_split_modules,
+    skip_weight_init,
+    unify_tied_embeddings,
+)
 from finetune.runtime.parameters import InitContext
+from finetune.runtime.upstream import without_hub_retries
 
 
 def materialize(model: PreTrainedModel) -> None:
-    """Replace parameters on the meta device by unfilled ones on the CPU; ties hold, buffers keep their values.
+    """Replace parameters on the meta device by uninitialized ones on the CPU; ties and buffers are kept.
 
-    Nothing is written to the new memory, so it costs nothing before the weights arrive.
+    Nothing is written to the new memory, so it takes no physical memory before the weights arrive.
     """
     places: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
@@ -50,7 +56,7 @@ def materialize(model: PreTrainedModel) -> None:
                 module._parameters[name] = places[parameter]
     hollow = [name for name, buffer in model.named_buffers() if buffer.is_meta]
     assert not hollow, f"buffers must be built with their values, but {hollow} are on the meta device"
-    model.tie_weights()  # a context that moves parameters to the meta device one by one parts the tied ones
+    model.tie_weights()  # a context that moves parameters to the meta device one by one unties them
 
 
 def _empty_parameter(parameter: nn.Parameter) -> nn.Parameter:
@@ -67,11 +73,11 @@ def load_model(
     special_ids: SpecialTokenIds | None = None,
     head_values: Mapping[str, Any] | None = None,
 ) -> PreTrainedModel:
-    """Return the model in training mode with the head, dtype and attention asked for; raises ModelError.
+    """Return the model in training mode with the requested head, dtype and attention; raises ModelError.
 
-    `head_values` are values of its config that the task decides, `vocabulary_size` is None where there is no tokenizer.
-    Random weights depend on `seed` and module names alone. A hollow rank gets places without values and downloads no
-    weights. Collective under ZeRO-3.
+    `head_values` are config values that the task sets, `vocabulary_size` is None where there is no tokenizer. Random
+    weights depend only on `seed` and module names. A rank that builds on the meta device gets uninitialized parameters
+    and downloads no weights. Collective under ZeRO-3.
     """
     values = dict(head_values or {})
     attention = requested_attention(section.attention)
@@ -80,15 +86,15 @@ def load_model(
             section.from_config, vocabulary_size=vocabulary_size, special_ids=special_ids or SpecialTokenIds()
         )
         set_config_values(config, values)
-        model = _build_model(config, section=section, head=head, construction=init_context, attention=attention)
+        model = _build_model(config, section=section, head=head, init_context=init_context, attention=attention)
         if not init_context.on_meta_device:
             initialize_weights(model, seed=seed, gather=init_context.gather)
     elif init_context.on_meta_device:
         config = load_pretrained_config(section)
         set_config_values(config, values)
-        model = _build_model(config, section=section, head=head, construction=init_context, attention=attention)
+        model = _build_model(config, section=section, head=head, init_context=init_context, attention=attention)
     else:
-        loaded = _load_pretrained(section, head=head, values=values, construction=init_context, attention=attention)
+        loaded = _load_pretrained(section, head=head, values=values, init_context=init_context, attention=attention)
         model = loaded.model
         if loaded.new:
             initialize_weights(model, seed=seed, gather=init_context.gather, only=loaded.new)
@@ -98,13 +104,13 @@ def load_model(
 
 
 def _build_model(
-    config: PreTrainedConfig, *, section: ModelSection, head: str, construction: InitContext, attention: str | None
+    config: PreTrainedConfig, *, section: ModelSection, head: str, init_context: InitContext, attention: str | None
 ) -> PreTrainedModel:
     kind = config.model_type
     with (
         model_build_errors(section, kind=kind),
         torch.random.fork_rng(devices=()),
-        construction.context(),
+        init_context.context(),
         skip_weight_init(),
     ):
         model = build_from_config(
@@ -114,7 +120,7 @@ def _build_model(
             attn_implementation=attention or default_attention(config),
             trust_remote_code=section.trust_remote_code,
         )
-    if construction.on_meta_device:
+    if init_context.on_meta_device:
         materialize(model)
     return model
 
@@ -122,7 +128,7 @@ def _build_model(
 @dataclass(frozen=True)
 class _LoadedModel:
     model: PreTrainedModel
-    new: frozenset[str]  # parameters of a head that the weights on disk do not have
+    new: frozenset[str]  # parameters of a head that is not in the weights on disk
 
 
 def _load_pretrained(
@@ -130,7 +136,7 @@ def _load_pretrained(
     *,
     head: str,
     values: Mapping[str, Any],
-    construction: InitContext,
+    init_context: InitContext,
     attention: str | None,
 ) -> _LoadedModel:
     name, origin = str(section.name), pretrained_arguments(section)
@@ -141,7 +147,7 @@ def _load_pretrained(
     with (
         loading_errors(name, key="model.name"),
         without_hub_retries(is_local=is_local_path(name)),
-        construction.context(),
+        init_context.context(),
     ):
         model, loading = load_weights(
             HEADS[head],
@@ -161,7 +167,7 @@ def _load_pretrained(
     if missing:
         raise ModelError(
             f"model.name: the weights of `{section.name}` lack {len(missing)} of the model's parameters "
-            f"({', '.join(missing[:3])}, ...), which would be random. Name a model that was saved with this head."
+            f"({', '.join(missing[:3])}, ...), which would be random. Use a model that was saved with this head."
         )
     return _LoadedModel(model, new)
 
@@ -170,7 +176,7 @@ def _check_vocabulary(model: PreTrainedModel, *, vocabulary_size: int) -> None:
     size = model.config.get_text_config().vocab_size
     if size < vocabulary_size:
         raise ModelError(
-            f"model.tokenizer: the tokenizer has {vocabulary_size} tokens and the model only {size} embeddings. "
+            f"model.tokenizer: the tokenizer has {vocabulary_size} tokens, but the model only {size} embeddings. "
             "Use the model's own tokenizer."
         )
 
@@ -183,7 +189,7 @@ def _prepare_for_training(model: PreTrainedModel, *, section: ModelSection) -> P
     freeze_unused(model)
     unify_tied_embeddings(model)
     keep_own_no_split_modules(model)
-    model.config.use_cache = False  # generation asks for its cache through generation_config
+    model.config.use_cache = False  # generation enables its cache through generation_config
     if section.gradient_checkpointing:
         enable_gradient_checkpointing(model, section.gradient_checkpointing)
     return model.train()

@@ -56,7 +56,7 @@ def _build_trainable(
     )
     set_batch_norm(model, section.batch_norm, is_new=section.from_config is not None)
     if section.new_tokens is not None and tokenizer is not None:
-        add_embedding_rows(model, tokenizer, section.new_tokens, seed=seed, construction=construction)
+        add_embedding_rows(model, tokenizer, section.new_tokens, seed=seed, init_context=construction)
     wish = adapter_config(section)
     if wish is not None:
         ground = AdapterContext(

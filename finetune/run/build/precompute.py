@@ -39,8 +39,8 @@ from finetune.run.build.data import TrainingData
 from finetune.run.build.prepared_model import PreparedModel
 from finetune.run.build.teacher import load_unsharded_teacher, teacher_identity
 from finetune.runtime import distributed
+from finetune.runtime.distributed import run_on_rank_0
 from finetune.runtime.files.atomic import temporary_path
-from finetune.runtime.run_on_ranks import run_on_rank_0
 from finetune.runtime.supervision.heartbeat import keep_alive
 from finetune.task.protocol import Precomputed, Task
 

@@ -8,7 +8,7 @@ from finetune.model.frozen_models import check_teacher_tokenizer, load_teacher, 
 from finetune.model.size import measure_model
 from finetune.report.run_log import RunLog
 from finetune.runtime import distributed
-from finetune.runtime.run_on_ranks import run_on_rank_0
+from finetune.runtime.distributed import run_on_rank_0
 from finetune.strategy.upstream import unsharded
 from finetune.task.distillation import DistillationTask
 from finetune.task.protocol import Task

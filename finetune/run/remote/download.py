@@ -15,11 +15,10 @@ from finetune.config.run_config import with_run_folder
 from finetune.errors import CheckpointError, FinetuneError
 from finetune.runtime.files.remote import RemoteFolder
 from finetune.runtime.resources import format_size
+from finetune.runtime.run_folder import CHECKPOINTS_FOLDER, FINAL_FOLDER
 from finetune.runtime.supervision.status import STATUS_FILE as STATUS
 
-FINAL_FOLDER = "final"
-
-_NOT_DOWNLOADED = ("", layout.CHECKPOINTS, FINAL_FOLDER, STATUS, "STOP")
+_NOT_DOWNLOADED = ("", CHECKPOINTS_FOLDER, FINAL_FOLDER, STATUS, "STOP")
 """Beginnings of names that are not brought with the rest; hidden ones are not either: `..` and our locks are such."""
 
 _LOCK = ".fetch.lock"
@@ -72,7 +71,7 @@ def step_of(name: str) -> int | None:
     (4, None)
     """
     parts = name.split("/")
-    return layout.step_of(Path(parts[1])) if len(parts) > 2 and parts[0] == layout.CHECKPOINTS else None
+    return layout.step_of(Path(parts[1])) if len(parts) > 2 and parts[0] == CHECKPOINTS_FOLDER else None
 
 
 def _probe(remote: RemoteFolder, stage: Path) -> None:
@@ -88,7 +87,7 @@ def _probe(remote: RemoteFolder, stage: Path) -> None:
 
 def _download_newer(remote: RemoteFolder, stage: Path, *, log: Callable[[str], None]) -> None:
     sizes = remote.sizes()
-    newest_here = max(layout.steps(stage / layout.CHECKPOINTS), default=-1)
+    newest_here = max(layout.steps(stage / CHECKPOINTS_FOLDER), default=-1)
     newer = [step for step in marked_steps(sizes) if step > newest_here]
     if newer:
         for name in sizes:
@@ -97,19 +96,19 @@ def _download_newer(remote: RemoteFolder, stage: Path, *, log: Callable[[str], N
             ):
                 remote.download(name, stage / name)
     for step in reversed(newer):
-        path = layout.step_folder(stage / layout.CHECKPOINTS, step)
+        path = layout.step_folder(stage / CHECKPOINTS_FOLDER, step)
         problem = _download_checkpoint(remote, path)
         if problem is None:
             log(f"fetched {path.name}, {format_size(read_manifest(path).size_bytes)}, from {remote.url}")
             return
-        log(f"warning: passed over {remote.url}/{layout.CHECKPOINTS}/{path.name}: {problem}")
+        log(f"warning: passed over {remote.url}/{CHECKPOINTS_FOLDER}/{path.name}: {problem}")
 
 
 def _download_checkpoint(remote: RemoteFolder, path: Path) -> str | None:
     """Download a checkpoint, marker first, and rename it into place when it verifies; else return what is wrong."""
     staging = path.with_name(f".fetched-{path.name}")
     shutil.rmtree(staging, ignore_errors=True)
-    place = f"{layout.CHECKPOINTS}/{path.name}"
+    place = f"{CHECKPOINTS_FOLDER}/{path.name}"
     try:
         remote.download(f"{place}/{layout.MANIFEST}", staging / layout.MANIFEST)
         manifest = read_manifest(staging)

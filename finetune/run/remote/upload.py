@@ -17,8 +17,9 @@ from finetune.checkpoint.format.manifest import parse_manifest, read_manifest
 from finetune.checkpoint.write.retention import metrics_of, removable_steps
 from finetune.config.sections.checkpoint import CheckpointSection
 from finetune.errors import CheckpointError
-from finetune.run.remote.download import FINAL_FOLDER, marked_steps, step_of
+from finetune.run.remote.download import marked_steps, step_of
 from finetune.runtime.files.remote import RemoteFolder
+from finetune.runtime.run_folder import CHECKPOINTS_FOLDER, FINAL_FOLDER
 from finetune.runtime.supervision.heartbeat import fault_point
 
 T = TypeVar("T")
@@ -27,7 +28,7 @@ RETRY_PAUSES_SECONDS = (1.0, 5.0, 20.0)
 """Between the attempts to upload one file."""
 
 _LINKS = ".uploading"
-_NOT_UPLOADED = (layout.CHECKPOINTS, "STOP")  # of the folder's first level; a request to stop is for this start alone
+_NOT_UPLOADED = (CHECKPOINTS_FOLDER, "STOP")  # of the folder's first level; a request to stop is for this start alone
 
 
 class FolderSync:
@@ -63,10 +64,10 @@ class FolderSync:
 
     def _tasks(self, sizes: dict[str, int], *, is_last: bool) -> Iterator[tuple[str, Callable[[], None]]]:
         """Yield what there is to do by name, the newest checkpoint first: an older one may be let go of meanwhile."""
-        local = _complete_checkpoints(self._folder / layout.CHECKPOINTS)
+        local = _complete_checkpoints(self._folder / CHECKPOINTS_FOLDER)
         self._known |= local.keys()
         for step in sorted(local, reverse=True):
-            yield f"{layout.CHECKPOINTS}/{local[step].name}", partial(self._checkpoint, step, local[step], sizes)
+            yield f"{CHECKPOINTS_FOLDER}/{local[step].name}", partial(self._checkpoint, step, local[step], sizes)
         if not local or max(local) in self._up:
             yield "what is gone here", partial(self._delete_gone, local, sizes)
         for name in sorted(_other_files(self._folder, is_last=is_last)):
@@ -75,7 +76,7 @@ class FolderSync:
             yield f"old files of {FINAL_FOLDER}", partial(self._delete_old_export, sizes)
 
     def _checkpoint(self, step: int, path: Path, sizes: dict[str, int]) -> None:
-        place = f"{layout.CHECKPOINTS}/{path.name}"
+        place = f"{CHECKPOINTS_FOLDER}/{path.name}"
         marker = f"{place}/{layout.MANIFEST}"
         with self._held(path) as held:
             if held is None:
@@ -130,7 +131,7 @@ class FolderSync:
     def _removable(self, local: dict[int, Path], strangers: set[int]) -> list[int]:
         metrics: dict[int, Mapping[str, float]] = {step: metrics_of(path) for step, path in local.items()}
         for step in strangers:
-            name = f"{layout.CHECKPOINTS}/{layout.step_folder(Path(), step).name}/{layout.MANIFEST}"
+            name = f"{CHECKPOINTS_FOLDER}/{layout.step_folder(Path(), step).name}/{layout.MANIFEST}"
             metrics[step] = _metrics_in(self._with_retries(partial(self.remote.read, name)), name=name)
         return removable_steps(
             metrics,

@@ -12,7 +12,7 @@ from finetune.report.run_log import RunLog
 from finetune.run.build.data import TrainingData, input_identity
 from finetune.run.build.teacher import teacher_identity
 from finetune.runtime import distributed
-from finetune.runtime.run_on_ranks import run_on_rank_0
+from finetune.runtime.distributed import run_on_rank_0
 
 
 def run_facts(

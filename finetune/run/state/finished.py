@@ -29,6 +29,7 @@ from finetune.config.sections.export import ExportSection
 from finetune.errors import CheckpointError
 from finetune.runtime.files.read import parse_as, read_regular
 from finetune.runtime.progress import Progress
+from finetune.runtime.run_folder import CHECKPOINTS_FOLDER, FINAL_FOLDER
 from finetune.runtime.text.redact import redacted_config
 from finetune.train.early_stopping import EARLY_STOPPING, FINISHED, EarlyStopping
 
@@ -97,7 +98,6 @@ def _files(place: Path) -> Iterator[Path]:
         yield from (Path(folder) / name for name in names)
 
 
-FINAL_FOLDER = "final"
 FINAL_RECORD = "final.json"
 """Which step `final/` is from, why the run was over then, what `export:` said, the sizes of its files, its inputs."""
 
@@ -133,7 +133,7 @@ def read_finished_run(config: RunConfig, *, num_steps: int) -> tuple[FinishedRun
     if config.checkpoint.resume != "auto":
         return None
     folder = Path(config.run.folder)
-    path = layout.newest_checkpoint(folder / layout.CHECKPOINTS)
+    path = layout.newest_checkpoint(folder / CHECKPOINTS_FOLDER)
     try:
         if path is None or not is_complete(path, manifest := read_manifest_of_step(path)):
             return None

@@ -9,10 +9,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from finetune.checkpoint.format import layout
-from finetune.checkpoint.format.layout import CHECKPOINTS
 from finetune.checkpoint.format.manifest import Manifest, RunFingerprint, read_manifest_of_step
 from finetune.checkpoint.read.changes import check_changes, differences, refuse_existing_checkpoint
-from finetune.checkpoint.read.checksum_prefetch import ChecksumPrefetch, start_checksum_prefetch
 from finetune.config.load import LoadedConfig
 from finetune.config.paths import is_url
 from finetune.config.resume_keys import COMPARED_BY_CONTENT, keys_that_may_differ, keys_that_must_match
@@ -27,8 +25,13 @@ from finetune.run.state.finished import (
     read_finished_run,
     read_record,
 )
+from finetune.runtime.optional import lazily
+from finetune.runtime.run_folder import CHECKPOINTS_FOLDER
 from finetune.runtime.supervision.status import exit_from_error, open_status_file, record_finished
 from finetune.runtime.supervision.writer_lock import lock_run_folder
+
+with lazily():  # numpy
+    from finetune.checkpoint.read import checksum_prefetch
 
 
 def preflight(loaded: LoadedConfig) -> int | None:
@@ -41,7 +44,7 @@ def preflight(loaded: LoadedConfig) -> int | None:
     if (
         is_url(config.run.folder)
         or not folder.is_dir()
-        or layout.newest_checkpoint(folder / layout.CHECKPOINTS) is None
+        or layout.newest_checkpoint(folder / CHECKPOINTS_FOLDER) is None
     ):
         return None
     if rank > 0:
@@ -55,7 +58,6 @@ def _check_folder(config: RunConfig, *, rank: int) -> int | None:
         _refuse_changes(config)
         return _finished(config, rank=rank)
     except CheckpointError as error:
-        error.is_on_all_ranks = True
         if rank == 0:
             status = open_status_file(Path(config.run.folder), rank=rank)
             status.start()
@@ -65,7 +67,7 @@ def _check_folder(config: RunConfig, *, rank: int) -> int | None:
 
 def _refuse_changes(config: RunConfig) -> None:
     """Raise CheckpointError where the checkpoint is of a run with other maths, or none may be continued."""
-    newest = layout.newest_checkpoint(Path(config.run.folder) / layout.CHECKPOINTS)
+    newest = layout.newest_checkpoint(Path(config.run.folder) / CHECKPOINTS_FOLDER)
     resume = config.checkpoint.resume
     if resume == "never":
         refuse_existing_checkpoint(newest)
@@ -132,9 +134,10 @@ def _is_unchanged(config: RunConfig, manifest: Manifest) -> bool:
     return stamps is not None and record.get("inputs") == stamps and packages == dict(manifest.versions)
 
 
-def prefetch_checksums(loaded: LoadedConfig) -> ChecksumPrefetch | None:
-    """Begin to digest what the run will verify; None where its folder is a bucket, which must be fetched first."""
+def prefetch_checksums(loaded: LoadedConfig) -> "checksum_prefetch.ChecksumPrefetch | None":
+    """Start to compute the checksums that the run will verify; None for a run at a URL, which is downloaded first."""
     config = loaded.config
     if is_url(config.run.folder):
         return None
-    return start_checksum_prefetch(Path(config.run.folder) / CHECKPOINTS, resume=config.checkpoint.resume)
+    folder = Path(config.run.folder) / CHECKPOINTS_FOLDER
+    return checksum_prefetch.start_checksum_prefetch(folder, resume=config.checkpoint.resume)

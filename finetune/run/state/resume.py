@@ -3,16 +3,11 @@
 The same command on a finished run is a success that does nothing.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
-from accelerate import Accelerator
-from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
-
 from finetune.checkpoint.checkpointer import Checkpointer
-from finetune.checkpoint.format.layout import CHECKPOINTS
 from finetune.checkpoint.format.manifest import RunFingerprint
 from finetune.checkpoint.read.checksum_prefetch import ChecksumPrefetch
 from finetune.checkpoint.sharding.access import build_access
@@ -23,22 +18,10 @@ from finetune.run.build.prepared_model import PreparedModel
 from finetune.run.samples import require_same_samples
 from finetune.run.state.fingerprint import facts_with, run_facts
 from finetune.run.state.finished import BEST_METRIC_KEYS, FinishedRun, format_finished, read_finished_run
+from finetune.runtime.distributed import run_on_rank_0
 from finetune.runtime.progress import Progress
-from finetune.runtime.run_on_ranks import run_on_rank_0
-
-
-def warm_up_ddp_buckets(accelerator: Accelerator, model: nn.Module, *, loss: Callable[[], Tensor]) -> None:
-    """Have DDP regroup now, by two backward passes whose gradients are thrown away; any other model is left alone.
-
-    Call it before the state is loaded, which brings back what a forward pass changes (the statistics of norms), and
-    only where at least one step has been taken: the first step of all has the first buckets. Collective.
-    """
-    if not isinstance(model, DistributedDataParallel):
-        return
-    for _ in range(2):  # the second forward pass regroups
-        accelerator.backward(loss())
-    for parameter in model.parameters():
-        parameter.grad = None
+from finetune.runtime.run_folder import CHECKPOINTS_FOLDER
+from finetune.strategy.upstream import warm_up_ddp_buckets
 
 
 def find_finished(
@@ -76,7 +59,7 @@ def resume_run(
     facts = run_facts(config, training_data, model=prepared.unwrapped_model, strategy=strategy, log=log)
     access = build_access(prepared.accelerator, prepared.model, prepared.optimizer)
     checkpointer = Checkpointer(
-        _folder(config), section=config.checkpoint, access=access, run=facts, log=log, ahead=checksums
+        _folder(config), section=config.checkpoint, access=access, run=facts, log=log, checksums=checksums
     )
     found = checkpointer.find()
     if found is None:
@@ -86,8 +69,8 @@ def resume_run(
     if found.step > 0:
         sample = training_data.sample_at(found.step * config.train.global_batch_size)
         batch = training_data.task.collate([sample]).to(prepared.accelerator.device)
-        loss = partial(training_data.task.loss_sum, prepared.model, batch)
-        warm_up_ddp_buckets(prepared.accelerator, prepared.model, loss=loss)
+        loss_sums = partial(training_data.task.loss_sums, prepared.model, batch)
+        warm_up_ddp_buckets(prepared.accelerator, prepared.model, loss=lambda: loss_sums()["loss_sum"])
     progress = Progress.from_state_dict(checkpointer.load(found))
     batch_size = config.train.global_batch_size
     require_same_samples(found.path, progress, pool=training_data.training, global_batch_size=batch_size)
@@ -134,7 +117,7 @@ def format_strategy_change(saved: RunFingerprint, *, current: RunFingerprint) ->
 
 
 def _folder(config: RunConfig) -> Path:
-    return Path(config.run.folder) / CHECKPOINTS
+    return Path(config.run.folder) / CHECKPOINTS_FOLDER
 
 
 def _processes(facts: RunFingerprint) -> str:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from finetune.errors import UserError
 
@@ -46,7 +47,7 @@ _INJECTORS: Mapping[str, Callable[["Fault", Path | None], None]] = {
     "raise": lambda fault, path: _raise(RuntimeError(f"a fault was asked for at {fault.point}")),
     "no_space": lambda fault, path: _raise(OSError(errno.ENOSPC, "No space left on device")),
     "sleep": lambda fault, path: time.sleep(fault.seconds),
-    "nan": lambda fault, path: None,
+    "nan": lambda fault, path: None,  # of a tensor: see `inject`
     "flip": lambda fault, path: _flip(path),
     "truncate": lambda fault, path: os.truncate(_required(path), _required(path).stat().st_size // 2),
 }
@@ -69,11 +70,12 @@ class Fault:
         is_here = point == self.point and self.step in (None, step) and self.rank in (None, rank)
         return is_here and not self.has_struck and (self.part is None or (path is not None and self.part in path.name))
 
-    def inject(self, path: Path | None) -> bool:
-        """Do it, and tell whether the caller's numbers are to become NaN."""
+    def inject(self, path: Path | None, tensor: Any = None) -> None:
+        """Inject the fault into the process, the file at `path` or the tensor."""
         self.has_struck = True
         _INJECTORS[self.action](self, path)
-        return self.action == "nan"
+        if self.action == "nan" and tensor is not None:
+            _turn_into_nan(tensor)
 
 
 def read_faults(written: str) -> list[Fault]:
@@ -99,6 +101,13 @@ def _read_fault(words: list[str]) -> Fault:
             f"{VARIABLE}: `{' '.join(words)}` is no fault. Write POINT do=ACTION [step=N] [rank=N] [part=TEXT] "
             f"[seconds=N], points: {', '.join(POINTS)}; actions: {', '.join(ACTIONS)}."
         ) from None
+
+
+def _turn_into_nan(tensor: Any) -> None:
+    """Make the tensor's value NaN, and every gradient that goes back through it."""
+    tensor.data.fill_(float("nan"))
+    if tensor.requires_grad:
+        tensor.register_hook(lambda gradient: gradient * float("nan"))
 
 
 def _raise(error: Exception) -> None:

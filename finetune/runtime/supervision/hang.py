@@ -19,9 +19,9 @@ from pydantic import TypeAdapter
 
 from finetune.runtime.files import atomic
 from finetune.runtime.files.read import parse_as, read_regular
+from finetune.runtime.run_folder import HANG_FOLDER
 from finetune.runtime.supervision.faults import POINTS
 
-FOLDER = "hang"
 _IN_A_STEP = ("data", "forward", "backward", "update.before", "update.after")
 _WAITING = ("torch/distributed/", "torch/autograd/graph.py", "deepspeed/comm/", "torch/cuda/")
 """Code in which a rank stands that waits for the others."""
@@ -61,7 +61,7 @@ _REPORT = TypeAdapter(HangReport)
 
 def write_report(folder: Path, *, rank: int, point: str, step: int, silent_seconds: float) -> None:
     """Write down where this process stands; `folder` is the run's."""
-    path = folder / FOLDER / f"rank-{rank:05d}.txt"
+    path = folder / HANG_FOLDER / f"rank-{rank:05d}.txt"
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", encoding="utf-8") as file:
         faulthandler.dump_traceback(file, all_threads=True)
@@ -72,7 +72,7 @@ def write_report(folder: Path, *, rank: int, point: str, step: int, silent_secon
 def read_reports(folder: Path) -> list[HangReport]:
     """Return the reports that are there and can be read, by rank."""
     found = []
-    for path in sorted((folder / FOLDER).glob("rank-*.json")):
+    for path in sorted((folder / HANG_FOLDER).glob("rank-*.json")):
         with suppress(OSError, ValueError):
             found.append(parse_as(_REPORT, read_regular(path)))
     return found
@@ -80,10 +80,10 @@ def read_reports(folder: Path) -> list[HangReport]:
 
 def keep_previous_reports(folder: Path) -> None:
     """Rename the reports of an earlier launch to `hang-before`, in place of those of a still earlier one."""
-    older = folder / f"{FOLDER}-before"
-    if (folder / FOLDER).exists():
+    older = folder / f"{HANG_FOLDER}-before"
+    if (folder / HANG_FOLDER).exists():
         shutil.rmtree(older, ignore_errors=True)
-        (folder / FOLDER).rename(older)
+        (folder / HANG_FOLDER).rename(older)
 
 
 def format_blocking_ranks(reports: Sequence[HangReport], *, world: int) -> str:

@@ -6,9 +6,13 @@ import time
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
-from finetune.runtime import distributed
+from finetune.runtime.optional import lazily
 from finetune.runtime.supervision.faults import POINTS, VARIABLE, Fault, read_faults
+
+with lazily():  # it imports torch, which commands that pass points (deleting checkpoints) need not wait for
+    from finetune.runtime import distributed
 
 
 @dataclass(frozen=True)
@@ -20,11 +24,12 @@ class Heartbeat:
     at: float
 
 
-def fault_point(point: str, *, step: int, path: Path | None = None) -> bool:
-    """Pass the point; tell whether a fault wants this point's numbers to become NaN. Costs next to nothing.
+def fault_point(point: str, *, step: int, path: Path | None = None, tensor: Any = None) -> None:
+    """Pass the point, at which a fault can be injected; without one this costs next to nothing.
 
-    `path` is a file that a fault may damage here. Faults strike in any thread, and a point passed in any thread is a
-    sign of life: the main one may be waiting for what is written behind.
+    `path` is a file that a fault may damage here, `tensor` a scalar that it may turn into NaN. Faults are injected in
+    any thread, and a point passed in any thread is a sign of life: the main one may be waiting for what is written in
+    the background.
     """
     global _last_heartbeat, _last_heartbeat_at
     assert point in POINTS, f"{point} is not in faults.POINTS"
@@ -33,11 +38,11 @@ def fault_point(point: str, *, step: int, path: Path | None = None) -> bool:
         _last_heartbeat = Heartbeat(point, step, now)
     if VARIABLE not in os.environ:
         _faults.cache_clear()  # what is asked for later strikes anew
-        return False
+        return
     faults = _faults(os.environ[VARIABLE])
     due = [fault for fault in faults if fault.is_due(point, step=step, rank=distributed.rank(), path=path)]
-    wants_nan = [fault.inject(path) for fault in due]  # all of them strike
-    return any(wants_nan)
+    for fault in due:
+        fault.inject(path, tensor)
 
 
 def keep_alive() -> None:

@@ -12,6 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from finetune.errors import Hang, LostContact
+from finetune.runtime.run_folder import HANG_FOLDER
 from finetune.runtime.supervision import hang, heartbeat
 from finetune.runtime.supervision.exit import ProcessExit, find_dead_peers, format_lost_peers
 from finetune.runtime.supervision.signals import EXIT_CODES, ReceivedSignals
@@ -71,9 +72,9 @@ class Watchdog:
                 num_failures = 0
             except Exception as error:  # whatever it is, the run must not go on unwatched
                 num_failures += 1
-                self._tell_failure(error, num_failures=num_failures)
+                self._report_failure(error, num_failures=num_failures)
 
-    def _tell_failure(self, error: Exception, *, num_failures: int) -> None:
+    def _report_failure(self, error: Exception, *, num_failures: int) -> None:
         """Tell the first of several failures to look; end the run after so many in a row."""
         if num_failures == 1:
             text = f"{type(error).__name__}: {error}"
@@ -99,7 +100,7 @@ class Watchdog:
             self._look_after_others()
         if self._limit is not None:
             self._arm(self._limit)
-            if silent > self._limit or (silent > _QUIET_SECONDS and (self._folder / hang.FOLDER).exists()):
+            if silent > self._limit or (silent > _QUIET_SECONDS and (self._folder / HANG_FOLDER).exists()):
                 self._end_hang(silent)
 
     def _look_after_others(self) -> None:
@@ -130,8 +131,9 @@ class Watchdog:
         while len(reports := hang.read_reports(self._folder)) < self._world and time.monotonic() < deadline:
             time.sleep(_TICK_SECONDS)
         error = Hang(
-            f"nothing has moved for {silent:.0f} s (run.hang_after_seconds). "
-            f"{hang.format_blocking_ranks(reports, world=self._world)} Every rank's stacks: {self._folder / hang.FOLDER}"
+            f"no progress for {silent:.0f} s (run.hang_after_seconds). "
+            f"{hang.format_blocking_ranks(reports, world=self._world)} "
+            f"The stacks of every rank are in {self._folder / HANG_FOLDER}."
         )
         self._ending.after(exit_from_error(error, rank=self._rank))
 

@@ -16,12 +16,12 @@ from typing import Any
 
 from finetune.errors import UserError
 from finetune.runtime.files.read import parse_json
+from finetune.runtime.run_folder import FOLDERS
 
 FILES = (
     *(".writer.lock", ".status.lock", "STOP", "status.json", "events.jsonl", "config.yaml", "resolved.yaml"),
     *("environment.json", "audit.json", "final.json"),
 )
-FOLDERS = ("checkpoints", "samples", "inputs", "final", "hang")
 
 _KINDS = {
     stat.S_IFDIR: "a folder",

@@ -218,7 +218,7 @@ def redacted_config(value: Any, *, name: str = "") -> Any:
 
 
 def comparable_config(value: Any, *, name: str = "") -> Any:
-    """Return nested plain values likewise, but as `comparable_text` does: fit to be compared with an earlier start's."""
+    """Return nested plain values, redacted as by `comparable_text`, to be compared with those of an earlier start."""
     if isinstance(value, str):
         return REDACTED if name and value and is_secret_name(name) else comparable_text(value)
     if isinstance(value, Mapping):
@@ -243,8 +243,8 @@ def is_secret_name(name: str) -> bool:
 
 
 @functools.lru_cache(maxsize=1024)
-def _redacted_key(key: str, known: tuple[str, ...]) -> str:
-    """Return the name without secrets; asked for at every step, it is remembered for as long as `known` is the same."""
+def _redacted_key(key: str, forms: tuple[str, ...]) -> str:
+    """Return the name without secrets; asked for at every step, it is remembered for as long as `forms` is the same."""
     return redacted_text(key)
 
 

@@ -151,16 +151,16 @@ def format_traceback(error: BaseException) -> str:
     return printable("".join(traceback.format_exception(error)).rstrip())
 
 
-def _print_thread_error(told: threading.ExceptHookArgs) -> None:
-    if told.exc_value is not None and not isinstance(told.exc_value, SystemExit):
-        name = told.thread.name if told.thread is not None else "?"
-        _print_error(f"Exception in thread {printable(name)}:\n{format_traceback(told.exc_value)}")
+def _print_thread_error(error: threading.ExceptHookArgs) -> None:
+    if error.exc_value is not None and not isinstance(error.exc_value, SystemExit):
+        name = error.thread.name if error.thread is not None else "?"
+        _print_error(f"Exception in thread {printable(name)}:\n{format_traceback(error.exc_value)}")
 
 
-def _print_unraisable(told: "sys.UnraisableHookArgs") -> None:
-    if told.exc_value is not None:
-        message = told.err_msg or f"Exception ignored in {told.object!r}"
-        _print_error(f"{printable(message)}:\n{format_traceback(told.exc_value)}")
+def _print_unraisable(error: "sys.UnraisableHookArgs") -> None:
+    if error.exc_value is not None:
+        message = error.err_msg or f"Exception ignored in {error.object!r}"
+        _print_error(f"{printable(message)}:\n{format_traceback(error.exc_value)}")
 
 
 def _print_error(text: str) -> None:

@@ -16,7 +16,7 @@ from finetune.task.lm_loss.head import LmHead, find_lm_head
 from finetune.task.model_inputs import forward_inputs
 
 TargetFunction = Callable[[Tensor, LmHead], Tensor]
-"""From the targets' hidden states, [targets, hidden], to whatever is asked: a float32 tensor of any shape."""
+"""From the hidden states at the targets, [targets, hidden], and the head to a float32 tensor of any shape."""
 
 
 def logits_at_targets(model: nn.Module, batch: Batch, *, inputs: Mapping[str, Any] | None = None) -> Tensor:
@@ -25,7 +25,7 @@ def logits_at_targets(model: nn.Module, batch: Batch, *, inputs: Mapping[str, An
     `inputs` are what the model is given where that is not `forward_inputs(model, batch)`.
     """
     head = find_lm_head(model)
-    if head is None or not head.keeps_rows:
+    if head is None or not head.is_rowwise:
         return _select_targets(logits_everywhere(model, batch, inputs=inputs), batch)
     inputs = forward_inputs(model, batch) if inputs is None else inputs
     request = _Request(_targets(batch), tuple(batch.labels.shape))
@@ -41,25 +41,25 @@ def logits_everywhere(model: nn.Module, batch: Batch, *, inputs: Mapping[str, An
 
 
 def compute_at_targets(
-    model: nn.Module, batch: Batch, answer: TargetFunction, *, inputs: Mapping[str, Any] | None = None
+    model: nn.Module, batch: Batch, function: TargetFunction, *, inputs: Mapping[str, Any] | None = None
 ) -> Tensor:
-    """Return the answer about the batch's targets, given where the head is, else about their logits."""
+    """Return the function of the batch's targets, computed in the head's forward, or else from their logits."""
     head = find_lm_head(model)
-    if head is None or head.finish is None:
-        return answer(logits_at_targets(model, batch, inputs=inputs), LmHead.of_logits())
+    if head is None or head.transform is None:
+        return function(logits_at_targets(model, batch, inputs=inputs), LmHead.of_logits())
     inputs = forward_inputs(model, batch) if inputs is None else inputs
-    request = _Request(_targets(batch), tuple(batch.labels.shape), head, answer)
+    request = _Request(_targets(batch), tuple(batch.labels.shape), head, function)
     with head.intercept(request.compute_in_head):
-        told: Tensor = model(**inputs).logits
+        placeholder: Tensor = model(**inputs).logits
     if request.was_served:
-        arrived: Tensor = _FetchResult.apply(told, request.parcel)  # type: ignore[no-untyped-call]  # torch has no types for it
-        return arrived
-    return answer(_select_targets(told, batch), LmHead.of_logits())
+        result: Tensor = _FetchResult.apply(placeholder, request.slot)  # type: ignore[no-untyped-call]  # torch has no types for it
+        return result
+    return function(_select_targets(placeholder, batch), LmHead.of_logits())
 
 
 @dataclass
 class _ResultSlot:
-    """What goes round the model's outputs, which may be cut to half floats on their way, and comes back to the head."""
+    """Carries the result around the model's outputs, which may be cast to half precision, and its gradient back."""
 
     value: Tensor | None = None
     gradient: Tensor | None = None
@@ -67,33 +67,33 @@ class _ResultSlot:
 
 @dataclass
 class _Request:
-    """What one forward pass is asked."""
+    """What is computed in one forward pass."""
 
     targets: Targets
     shape: tuple[int, ...]  # of the labels
     head: LmHead | None = None
-    answer: TargetFunction | None = None
-    parcel: _ResultSlot = field(default_factory=_ResultSlot)
+    function: TargetFunction | None = None
+    slot: _ResultSlot = field(default_factory=_ResultSlot)
     was_served: bool = False
 
     def select(self, hidden: Tensor, forward: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return the head's output at the targets, [1, targets, vocabulary]; everywhere where they cannot be found."""
+        """Return the head's output at the targets, [1, targets, vocabulary]; at all positions for an unknown shape."""
         rows = self._rows(hidden)
         return forward(hidden) if rows is None else forward(rows[None])
 
     def compute_in_head(self, hidden: Tensor, forward: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return what stands for the answer, a zero as logits; the head's output where targets cannot be found."""
+        """Return a placeholder for the logits and keep the result; the head's output for an unknown shape."""
         rows = self._rows(hidden)
         if rows is None:
             return forward(hidden)
-        assert self.answer is not None and self.head is not None
-        left: Tensor = _StoreResult.apply(self.answer(rows, self.head), self.parcel)  # type: ignore[no-untyped-call]  # likewise
-        return left
+        assert self.function is not None and self.head is not None
+        result: Tensor = _StoreResult.apply(self.function(rows, self.head), self.slot)  # type: ignore[no-untyped-call]  # likewise
+        return result
 
     def _rows(self, hidden: Tensor) -> Tensor | None:
         num_rows, length = self.shape
         if hidden.dim() == 3 and hidden.shape[0] == num_rows and hidden.shape[1] >= length:
-            hidden = _last_positions(hidden, length)  # what is learnt before the text comes first
+            hidden = _last_positions(hidden, length)  # positions of prompt tuning come first
         elif hidden.dim() != 2 or hidden.shape[0] != num_rows * length:
             return None
         self.was_served = True
@@ -102,40 +102,40 @@ class _Request:
 
 
 class _StoreResult(torch.autograd.Function):
-    """Lays the answer into the parcel and lets a zero go through the model in its place."""
+    """Puts the result into the slot and sends a zero through the model in its place."""
 
     @staticmethod
-    def forward(ctx: Any, value: Tensor, parcel: _ResultSlot) -> Tensor:
-        parcel.value, ctx.parcel = value, parcel
+    def forward(ctx: Any, value: Tensor, slot: _ResultSlot) -> Tensor:
+        slot.value, ctx.slot = value, slot
         return value.new_zeros(1, 1, 1)
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, None]:
-        return ctx.parcel.gradient, None
+        return ctx.slot.gradient, None
 
 
 class _FetchResult(torch.autograd.Function):
-    """Takes the answer out of the parcel where the zero comes out of the model."""
+    """Takes the result out of the slot where the zero comes out of the model."""
 
     @staticmethod
-    def forward(ctx: Any, told: Tensor, parcel: _ResultSlot) -> Tensor:
-        assert parcel.value is not None
-        ctx.parcel, ctx.told = parcel, told.new_zeros(()).expand(told.shape)
-        return parcel.value.clone()
+    def forward(ctx: Any, placeholder: Tensor, slot: _ResultSlot) -> Tensor:
+        assert slot.value is not None
+        ctx.slot, ctx.placeholder = slot, placeholder.new_zeros(()).expand(placeholder.shape)
+        return slot.value.clone()
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, None]:
-        (ctx.parcel.gradient,) = upstream
-        return ctx.told, None
+        (ctx.slot.gradient,) = upstream
+        return ctx.placeholder, None
 
 
 def _last_positions(positions: Tensor, length: int) -> Tensor:
-    """Return the last so many; all as they are, for a slice has a gradient to copy."""
+    """Return the last `length` positions; without a slice where these are all, as its backward copies the gradient."""
     return positions if positions.shape[1] == length else positions[:, positions.shape[1] - length :]
 
 
 def _targets(batch: Batch) -> Targets:
-    assert batch.targets is not None, "a batch of tokens knows its targets"
+    assert batch.targets is not None, "a batch of tokens has targets"
     return batch.targets
 
 

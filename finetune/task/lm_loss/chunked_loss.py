@@ -16,74 +16,74 @@ from finetune.task.lm_loss.logit_transform import LogitTransform
 from finetune.task.lm_loss.token_loss import TokenLoss
 
 CHUNK_BYTES = {"cpu": 32 << 20, "cuda": 512 << 20}
-"""Bytes of one slab's logits in float32, at most."""
+"""Maximum bytes of the logits of one chunk in float32."""
 
 MAX_CHUNK_ROWS = {"cpu": 256, "cuda": 8192}
-"""Rows of a slab at most: more are no faster (`benchmarks/head.py`), and on a CPU they leave the cache."""
+"""Maximum rows of a chunk: more are no faster (`benchmarks/experiments/head.py`), and on a CPU they do not fit the cache."""
 
 MIN_CHUNK_ROWS = 64
-"""Rows of a slab at least, however large the vocabulary: fewer would read and write the weights for next to nothing."""
+"""Minimum rows of a chunk, however large the vocabulary: with fewer, reading the weights dominates the time."""
 
 
 @dataclass(frozen=True)
 class LossSpec:
-    """What is to be worked out of a head's rows."""
+    """What is computed from the rows of a head."""
 
     loss: TokenLoss
-    finish: LogitTransform
+    transform: LogitTransform
     dtype: torch.dtype  # of the matrix products; sums and probabilities are float32
-    rows: int  # of a slab
+    rows: int  # of a chunk
 
 
 def rows_per_chunk(vocabulary: int, device: torch.device) -> int:
-    """Return how many rows a slab has."""
+    """Return the number of rows of a chunk."""
     kind = device.type if device.type in CHUNK_BYTES else "cuda"
     return max(MIN_CHUNK_ROWS, min(MAX_CHUNK_ROWS[kind], CHUNK_BYTES[kind] // (4 * vocabulary)))
 
 
 @dataclass
 class Chunk:
-    """Some of the rows and the room in which their logits stand; the next slab has the same room."""
+    """Some of the rows, and the buffers for their logits, which all chunks share."""
 
-    rows: Tensor  # [slab, hidden], in the dtype of the products, as the weights
+    rows: Tensor  # [chunk, hidden], in the dtype of the products, as the weights
     weight: Tensor
     bias: Tensor | None
-    finish: LogitTransform
-    room: Tensor  # [at least slab, vocabulary], in that dtype
+    transform: LogitTransform
+    logits_buffer: Tensor  # [at least chunk, vocabulary], in that dtype
     fp32_buffer: Tensor  # the same in float32
 
     @classmethod
-    def without_buffers(cls, rows: Tensor, weight: Tensor, ask: LossSpec) -> "Chunk":
-        """Return all rows, whose logits are not asked for."""
-        return cls(rows.to(ask.dtype), weight.to(ask.dtype), None, ask.finish, rows, rows)
+    def without_buffers(cls, rows: Tensor, weight: Tensor, spec: LossSpec) -> "Chunk":
+        """Return a chunk of all rows whose logits are not computed."""
+        return cls(rows.to(spec.dtype), weight.to(spec.dtype), None, spec.transform, rows, rows)
 
     def logits(self) -> Tensor:
-        """Return the logits, [slab, vocabulary]; in float32 where the model does something with them."""
-        output = torch.mm(self.rows, self.weight.t(), out=self.room[: len(self.rows)])
+        """Return the logits, [chunk, vocabulary]; in float32 where the model transforms them."""
+        output = torch.mm(self.rows, self.weight.t(), out=self.logits_buffer[: len(self.rows)])
         if self.bias is not None:
             output.add_(self.bias)
-        return output if self.finish.is_identity else self.finish.apply_(output.float())
+        return output if self.transform.is_identity else self.transform.apply_(output.float())
 
     def softmax(self, logits: Tensor) -> Tensor:
-        """Return the probabilities in float32; these may be overwritten."""
+        """Return the probabilities in float32, in a buffer that may be overwritten."""
         return torch.softmax(logits, dim=1, dtype=torch.float32, out=self.fp32_buffer[: len(logits)])
 
 
-def iterate_chunks(rows: Tensor, weight: Tensor, bias: Tensor | None, ask: LossSpec) -> Iterator[tuple[slice, Chunk]]:
-    """Yield the slabs one after another, each with its place among the rows."""
-    size, vocabulary = min(ask.rows, len(rows)), len(weight)
-    room = rows.new_empty(size, vocabulary, dtype=ask.dtype)
-    wide = rows.new_empty(size, vocabulary, dtype=torch.float32)
-    cast_weight, cast_bias = weight.to(ask.dtype), None if bias is None else bias.to(ask.dtype)
+def iterate_chunks(rows: Tensor, weight: Tensor, bias: Tensor | None, spec: LossSpec) -> Iterator[tuple[slice, Chunk]]:
+    """Yield the chunks in order, each with its slice of the rows."""
+    size, vocabulary = min(spec.rows, len(rows)), len(weight)
+    logits_buffer = rows.new_empty(size, vocabulary, dtype=spec.dtype)
+    fp32_buffer = rows.new_empty(size, vocabulary, dtype=torch.float32)
+    cast_weight, cast_bias = weight.to(spec.dtype), None if bias is None else bias.to(spec.dtype)
     for start in range(0, len(rows), max(1, size)):
         part = slice(start, min(start + size, len(rows)))
-        yield part, Chunk(rows[part].to(ask.dtype), cast_weight, cast_bias, ask.finish, room, wide)
+        yield part, Chunk(rows[part].to(spec.dtype), cast_weight, cast_bias, spec.transform, logits_buffer, fp32_buffer)
 
 
 class LinearGradients:
-    """The gradients that are wanted, added up over the slabs; None for those that are not.
+    """Accumulates the required gradients over the chunks; None for those that are not required.
 
-    Of the weights' they are added up in float32, also where the weights are half floats.
+    Gradients of the weights are accumulated in float32, even for weights in half precision.
     """
 
     def __init__(self, ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None) -> None:
@@ -98,116 +98,116 @@ class LinearGradients:
         return any(each is not None for each in (self._rows, self._wanted, self._bias))
 
     @property
-    def made(self) -> tuple[Tensor | None, ...]:
+    def values(self) -> tuple[Tensor | None, ...]:
         """Return the gradients of rows, weights and bias, and two None."""
         if self._wanted is not None and self._weight is None:  # no rows
             self._weight = torch.zeros_like(self._wanted)
         weight, bias = (None if each is None else each.to(self._dtype) for each in (self._weight, self._bias))
         return self._rows, weight, bias, None, None
 
-    def add(self, gradient: Tensor, slab: Chunk, part: slice) -> None:
-        """Add what the slab's gradient at the head's output, float32, amounts to."""
-        cast = gradient.to(slab.rows.dtype)
+    def add(self, gradient: Tensor, chunk: Chunk, part: slice) -> None:
+        """Accumulate the gradients that follow from the chunk's gradient at the head's output, float32."""
+        cast = gradient.to(chunk.rows.dtype)
         if self._rows is not None:
-            self._rows[part] = torch.mm(cast, slab.weight)
+            self._rows[part] = torch.mm(cast, chunk.weight)
         if self._wanted is not None:
-            self._add_to_weight(cast, slab.rows, is_only=self._rows is not None and len(cast) == len(self._rows))
+            self._add_to_weight(cast, chunk.rows, is_only=self._rows is not None and len(cast) == len(self._rows))
         if self._bias is not None:
             self._bias.add_(gradient.sum(dim=0))
 
     def _add_to_weight(self, gradient: Tensor, rows: Tensor, *, is_only: bool) -> None:
-        is_wide = gradient.dtype == torch.float32
+        is_float32 = gradient.dtype == torch.float32
         if self._weight is None:
             product = torch.mm(gradient.t(), rows)
-            self._weight = product if is_wide or is_only else product.float()
-        elif is_wide:
+            self._weight = product if is_float32 or is_only else product.float()
+        elif is_float32:
             self._weight.addmm_(gradient.t(), rows)
-        elif gradient.is_cuda:  # products of half floats are added up in float32 by the product itself
+        elif gradient.is_cuda:  # the product itself accumulates half-precision products in float32
             torch.addmm(self._weight, gradient.t(), rows, out_dtype=torch.float32, out=self._weight)
         else:
             self._weight.add_(torch.mm(gradient.t(), rows))
 
 
-def loss_sums(rows: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, ask: LossSpec) -> Tensor:
-    """Return the loss summed over the rows and, not to be learnt from, their summed cross-entropy: [2], float32.
+def loss_sums(rows: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, spec: LossSpec) -> Tensor:
+    """Return the loss summed over the rows and, without gradient, their summed cross-entropy: [2], float32.
 
     `rows` are [targets, hidden], `weight` [vocabulary, hidden].
     """
-    if len(rows) <= ask.rows or ask.dtype == torch.float16:  # half floats lose gradients that are not scaled up
-        losses, plain = row_losses(rows, weight, bias, labels, ask)
+    if len(rows) <= spec.rows or spec.dtype == torch.float16:  # fp16 gradients that are not scaled underflow
+        losses, plain = row_losses(rows, weight, bias, labels, spec)
         return torch.stack([losses.sum(), plain.sum()])
-    loss, plain = _SummedLoss.apply(rows, weight, bias, labels, ask)  # type: ignore[no-untyped-call]  # torch has no types for it
+    loss, plain = _SummedLoss.apply(rows, weight, bias, labels, spec)  # type: ignore[no-untyped-call]  # torch has no types for it
     return torch.stack([loss, plain])
 
 
 def row_losses(
-    rows: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, ask: LossSpec
+    rows: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, spec: LossSpec
 ) -> tuple[Tensor, Tensor]:
-    """Return each row's loss and, not to be learnt from, its cross-entropy: both [targets], float32."""
-    losses, plain = _RowLosses.apply(rows, weight, bias, labels, ask)  # type: ignore[no-untyped-call]  # likewise
+    """Return the loss of each row and, without gradient, its cross-entropy: both [targets], float32."""
+    losses, plain = _RowLosses.apply(rows, weight, bias, labels, spec)  # type: ignore[no-untyped-call]  # likewise
     return losses, plain
 
 
 @torch.no_grad()
-def loss_and_num_correct(rows: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, ask: LossSpec) -> Tensor:
+def loss_and_num_correct(rows: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, spec: LossSpec) -> Tensor:
     """Return the summed cross-entropy and how many rows have the highest logit at their label: [2], float32."""
     sums = rows.new_zeros(2, dtype=torch.float32)
     with torch.autocast(rows.device.type, enabled=False):
-        for part, slab in iterate_chunks(rows, weight, bias, ask):
-            logits = slab.logits()
+        for part, chunk in iterate_chunks(rows, weight, bias, spec):
+            logits = chunk.logits()
             highest, likeliest = logits.max(dim=1)
-            softmax = slab.softmax(logits)
+            softmax = chunk.softmax(logits)
             _, plain, _ = _losses(logits, softmax, labels[part], TokenLoss(), highest=highest)
             sums += torch.stack([plain.sum(), (likeliest == labels[part]).sum()])
     return sums
 
 
 class _SummedLoss(torch.autograd.Function):
-    """The summed loss; gradients are made in the forward pass."""
+    """The summed loss; gradients are computed in the forward pass."""
 
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, ask: LossSpec
+        ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, spec: LossSpec
     ) -> tuple[Tensor, Tensor]:
-        wanted = LinearGradients(ctx, rows, weight, bias)
+        gradients = LinearGradients(ctx, rows, weight, bias)
         sums = rows.new_zeros(2, dtype=torch.float32)
         with torch.autocast(rows.device.type, enabled=False):
-            for part, slab in iterate_chunks(rows, weight, bias, ask):
-                logits = slab.logits()
-                softmax = slab.softmax(logits)
-                losses, plain, denominators = _losses(logits, softmax, labels[part], ask.loss)
+            for part, chunk in iterate_chunks(rows, weight, bias, spec):
+                logits = chunk.logits()
+                softmax = chunk.softmax(logits)
+                losses, plain, denominators = _losses(logits, softmax, labels[part], spec.loss)
                 sums += torch.stack([losses.sum(), plain.sum()])
-                if wanted:
-                    wanted.add(_gradient_(softmax, logits, labels[part], denominators, ask), slab, part)
-        ctx.save_for_backward(*wanted.made[:3])
+                if gradients:
+                    gradients.add(_gradient_(softmax, logits, labels[part], denominators, spec), chunk, part)
+        ctx.save_for_backward(*gradients.values[:3])
         loss, plain_sum = sums.unbind()
         ctx.mark_non_differentiable(plain_sum)
         return loss, plain_sum
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
-        made = ctx.saved_tensors
-        return (*(None if each is None else each.mul_(upstream[0]) for each in made), None, None)
+        values = ctx.saved_tensors
+        return (*(None if each is None else each.mul_(upstream[0]) for each in values), None, None)
 
 
 class _RowLosses(torch.autograd.Function):
-    """Each row's loss; a single slab's gradient at the logits is kept, several slabs are computed again."""
+    """The loss of each row; a single chunk keeps its gradient at the logits, several chunks are recomputed."""
 
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, ask: LossSpec
+        ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, spec: LossSpec
     ) -> tuple[Tensor, Tensor]:
         needs, kept = any(ctx.needs_input_grad), None
         parts: list[tuple[Tensor, Tensor]] = []
         with torch.autocast(rows.device.type, enabled=False):
-            for part, slab in iterate_chunks(rows, weight, bias, ask):
-                logits = slab.logits()
-                softmax = slab.softmax(logits)
-                losses, plain, denominators = _losses(logits, softmax, labels[part], ask.loss)
+            for part, chunk in iterate_chunks(rows, weight, bias, spec):
+                logits = chunk.logits()
+                softmax = chunk.softmax(logits)
+                losses, plain, denominators = _losses(logits, softmax, labels[part], spec.loss)
                 parts.append((losses, plain))
-                if needs and len(rows) <= ask.rows:
-                    kept = _gradient_(softmax, logits, labels[part], denominators, ask)
-        ctx.ask = ask
+                if needs and len(rows) <= spec.rows:
+                    kept = _gradient_(softmax, logits, labels[part], denominators, spec)
+        ctx.spec = spec
         ctx.save_for_backward(rows, weight, bias, labels, kept)
         empty = rows.new_zeros(0, dtype=torch.float32)
         losses, plain = (torch.cat(each) for each in zip(*parts, strict=True)) if parts else (empty, empty.clone())
@@ -217,25 +217,25 @@ class _RowLosses(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
         rows, weight, bias, labels, kept = ctx.saved_tensors
-        ask: LossSpec = ctx.ask
-        wanted, of_rows = LinearGradients(ctx, rows, weight, bias), upstream[0][:, None]
+        spec: LossSpec = ctx.spec
+        gradients, of_rows = LinearGradients(ctx, rows, weight, bias), upstream[0][:, None]
         with torch.autocast(rows.device.type, enabled=False):
             if kept is not None:
-                wanted.add(kept.mul_(of_rows), Chunk.without_buffers(rows, weight, ask), slice(None))
-                return wanted.made
-            for part, slab in iterate_chunks(rows, weight, bias, ask):
-                logits = slab.logits()
-                softmax = slab.softmax(logits)
-                denominators = _losses(logits, softmax, labels[part], ask.loss)[2]
-                gradient = _gradient_(softmax, logits, labels[part], denominators, ask)
-                wanted.add(gradient.mul_(of_rows[part]), slab, part)
-        return wanted.made
+                gradients.add(kept.mul_(of_rows), Chunk.without_buffers(rows, weight, spec), slice(None))
+                return gradients.values
+            for part, chunk in iterate_chunks(rows, weight, bias, spec):
+                logits = chunk.logits()
+                softmax = chunk.softmax(logits)
+                denominators = _losses(logits, softmax, labels[part], spec.loss)[2]
+                gradient = _gradient_(softmax, logits, labels[part], denominators, spec)
+                gradients.add(gradient.mul_(of_rows[part]), chunk, part)
+        return gradients.values
 
 
 def _losses(
     logits: Tensor, softmax: Tensor, labels: Tensor, loss: TokenLoss, *, highest: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return each row's loss, its cross-entropy and the logarithm of its softmax's denominator, [slab] each.
+    """Return each row's loss, its cross-entropy and the logarithm of its softmax's denominator, [chunk] each.
 
     That is the highest logit less the logarithm of its probability, which is never below 1 / vocabulary.
     """
@@ -251,12 +251,12 @@ def _losses(
     return losses, plain, denominators
 
 
-def _gradient_(softmax: Tensor, logits: Tensor, labels: Tensor, denominators: Tensor, ask: LossSpec) -> Tensor:
-    """Return the gradient of the rows' losses at the head's output; it takes the room of the softmax."""
-    loss, chosen = ask.loss, labels[:, None]
+def _gradient_(softmax: Tensor, logits: Tensor, labels: Tensor, denominators: Tensor, spec: LossSpec) -> Tensor:
+    """Return the gradient of the rows' losses at the head's output; it overwrites the softmax."""
+    loss, chosen = spec.loss, labels[:, None]
     if loss.z_loss:
         softmax.mul_(1 + 2 * loss.z_loss * denominators[:, None])
     softmax.scatter_(1, chosen, softmax.gather(1, chosen) - (1 - loss.label_smoothing))
     if loss.label_smoothing:
         softmax.sub_(loss.label_smoothing / logits.shape[1])
-    return ask.finish.backward_(softmax, logits)
+    return spec.transform.backward_(softmax, logits)

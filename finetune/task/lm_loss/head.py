@@ -11,38 +11,42 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from finetune.task.lm_loss.chunked_loss import rows_per_chunk
-from finetune.task.lm_loss.logit_transform import HeadOutput, LogitTransform, find_logit_transform
+from finetune.task.lm_loss.logit_transform import LogitTransform, find_logit_transform, is_rowwise
 from finetune.task.model_inputs import unwrap_model
 
 Forward = Callable[[Tensor], Tensor]
 Interceptor = Callable[[Tensor, Forward], Tensor]
-"""From what the head is given, and its own forward, to what it answers."""
+"""From the head's input and its own forward to its output."""
 
 
 class LmHead:
-    """What makes logits over a vocabulary, and what becomes of them on their way out of the model."""
+    """The module that makes logits over a vocabulary, and what the model does with its output."""
 
-    def __init__(self, module: nn.Module, output: HeadOutput) -> None:
+    def __init__(self, module: nn.Module, transform: LogitTransform | None, *, is_rowwise: bool) -> None:
+        """`transform` None: the model does something unknown with the output; `is_rowwise`: with each row by itself."""
         self.module = module
-        self.finish: LogitTransform | None = output.finish
-        self.keeps_rows = output.keeps_rows
+        self.transform = transform
+        self.is_rowwise = is_rowwise
         self.vocabulary = int(getattr(module, "out_features", sys.maxsize))
-        self._own: Forward = module.forward
-        self._hear: Interceptor | None = None
-        self._listen = _uncompiled(self._heard)
+        self._own_forward: Forward = module.forward
+        self._interceptor: Interceptor | None = None
+        self._forward = _uncompiled(self._intercepted)
 
     @classmethod
     def of_logits(cls) -> "LmHead":
-        """Return a head whose input are logits already."""
-        return cls(nn.Identity(), HeadOutput(LogitTransform(), keeps_rows=True))
+        """Return a head whose input is logits already."""
+        return cls(nn.Identity(), LogitTransform(), is_rowwise=True)
 
     def linear_weights(self, rows: Tensor) -> tuple[Tensor, Tensor | None] | None:
-        """Return weight and bias where the head is a plain linear map of such rows; None else.
+        """Return weight and bias where the head is a plain linear map of such rows; otherwise None.
 
-        It is none as a layer of LoRA, quantised, or with weights that a wrapper has cut to pieces.
+        A layer with LoRA, a quantized one or one with sharded weights is not plain.
         """
         weight: Any = getattr(self.module, "weight", None)
-        if getattr(self._own, "__func__", None) is not nn.Linear.forward or type(weight) not in (Tensor, nn.Parameter):
+        if getattr(self._own_forward, "__func__", None) is not nn.Linear.forward or type(weight) not in (
+            Tensor,
+            nn.Parameter,
+        ):
             return None
         if weight.dtype != rows.dtype and self.compute_dtype(rows) == rows.dtype:
             return None
@@ -50,53 +54,53 @@ class LmHead:
 
     @property
     def is_partitioned(self) -> bool:
-        """Tell whether the weights are whole only while a pass goes through the head (ZeRO-3), or there are none."""
+        """Tell whether the weights are whole only during the forward of the head (ZeRO-3), or there are none."""
         parameters = list(self.module.parameters())
         return not parameters or any(hasattr(each, "ds_id") for each in parameters)
 
     @staticmethod
     def compute_dtype(rows: Tensor) -> torch.dtype:
-        """Return the dtype in which a linear map of the rows would be worked out."""
+        """Return the dtype in which a linear map of the rows would be computed."""
         device = rows.device.type
         return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else rows.dtype
 
     def logits(self, rows: Tensor) -> Tensor:
-        """Return the logits of hidden states, [rows, vocabulary], in float32, as the module itself makes them."""
-        assert self.finish is not None
-        return self.finish.of(self._own(rows).to(torch.float32))
+        """Return the logits of hidden states, [rows, vocabulary], in float32, as the module itself computes them."""
+        assert self.transform is not None
+        return self.transform.apply(self._own_forward(rows).to(torch.float32))
 
     @contextmanager
-    def intercept(self, hear: Interceptor) -> Iterator[None]:
-        """Have `hear` answer for the module meanwhile."""
+    def intercept(self, interceptor: Interceptor) -> Iterator[None]:
+        """Replace the module's forward by the interceptor within the context."""
         attributes = self.module.__dict__
         before = attributes.get("forward")
-        self._own, self._hear = self.module.forward, hear
-        attributes["forward"] = self._listen
+        self._own_forward, self._interceptor = self.module.forward, interceptor
+        attributes["forward"] = self._forward
         try:
             yield
         finally:
-            self._hear = None
+            self._interceptor = None
             if before is None:
                 del attributes["forward"]
             else:
                 attributes["forward"] = before
 
-    def _heard(self, hidden: Tensor, *_: Any, **__: Any) -> Tensor:
-        assert self._hear is not None
-        return self._hear(hidden, self._own)
+    def _intercepted(self, hidden: Tensor, *_: Any, **__: Any) -> Tensor:
+        assert self._interceptor is not None
+        return self._interceptor(hidden, self._own_forward)
 
 
-def map_chunks(work: Callable[..., Tensor], head: LmHead, rows: Tensor, *others: Tensor) -> list[Tensor]:
-    """Return what `work` makes of rows and of what belongs to them, as many at a time as a slab has.
+def map_chunks(function: Callable[..., Tensor], head: LmHead, rows: Tensor, *others: Tensor) -> list[Tensor]:
+    """Return the results of `function` over chunks of the rows and of the tensors that belong to them.
 
-    Their logits are made again in the backward pass. It is for a head that is no plain linear map, such as one with
-    LoRA, and for losses of any kind. Weights that ZeRO-3 has cut to pieces are gathered once, for all rows.
+    The logits are recomputed in the backward pass. This is for a head that is not a plain linear map, such as one with
+    LoRA, and for losses of any kind. Weights that ZeRO-3 has partitioned are gathered once, for all rows.
     """
     size = len(rows) if head.is_partitioned else rows_per_chunk(head.vocabulary, rows.device)
     if len(rows) <= size:
-        return [work(rows, *others)]
+        return [function(rows, *others)]
     parts = zip(*(torch.split(each, size) for each in (rows, *others)), strict=True)
-    return [checkpoint(work, *part, use_reentrant=False) for part in parts]
+    return [checkpoint(function, *part, use_reentrant=False) for part in parts]
 
 
 _HEADS: "weakref.WeakKeyDictionary[nn.Module, LmHead]" = weakref.WeakKeyDictionary()
@@ -105,7 +109,7 @@ _HEADS: "weakref.WeakKeyDictionary[nn.Module, LmHead]" = weakref.WeakKeyDictiona
 def find_lm_head(model: nn.Module) -> LmHead | None:
     """Return the head of the model inside all wrappers; None where it has none over a vocabulary.
 
-    What becomes of its output is found out when it is first asked for.
+    The transform of its output is determined at the first call for a model.
     """
     inner: Any = unwrap_model(model)
     module = _output_embeddings(inner)
@@ -113,12 +117,26 @@ def find_lm_head(model: nn.Module) -> LmHead | None:
         return None
     known = _HEADS.get(inner)
     if known is None or known.module is not module:
-        known = _HEADS[inner] = LmHead(module, find_logit_transform(inner, module))
+        transform = find_logit_transform(inner, module)
+        known = LmHead(module, transform, is_rowwise=transform is not None or is_rowwise(inner, module))
+        _HEADS[inner] = known
     return known
 
 
+def fallback_warning(model: nn.Module) -> str | None:
+    """Return a warning where the loss cannot be computed in chunks; None where it can, or there is no such head."""
+    head = find_lm_head(model)
+    if head is None or head.transform is not None:
+        return None
+    name, positions = type(unwrap_model(model)).__name__, "target positions" if head.is_rowwise else "positions"
+    return (
+        f"warning: {name} changes the output of its head in a way that its config does not "
+        f"name: the loss holds the logits of all {positions} of a microbatch at once, which takes more memory"
+    )
+
+
 def _output_embeddings(model: Any) -> nn.Module | None:
-    """Return what makes logits over a vocabulary; None where nothing does, or the model knows of nothing."""
+    """Return the module that makes logits over a vocabulary; None where the model has none or does not tell."""
     try:
         found: nn.Module | None = model.get_output_embeddings()
     except (AttributeError, NotImplementedError):
@@ -127,7 +145,7 @@ def _output_embeddings(model: Any) -> nn.Module | None:
 
 
 def _uncompiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return the function as one that a compiler leaves alone, where one is loaded: it changes from pass to pass."""
+    """Exclude the function from compilation where torch.compile is loaded: it differs between forward passes."""
     if "torch._dynamo" not in sys.modules:
         return function
     uncompiled: Callable[..., Tensor] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]  # torch has no types for it

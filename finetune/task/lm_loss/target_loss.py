@@ -31,9 +31,9 @@ FusedKernel = Callable[[Tensor, Tensor, Tensor | None, Tensor, LogitTransform], 
 
 
 def resolve_kernel(kernel: LossKernel) -> tuple[LossKernel, tuple[str, ...]]:
-    """Return the kernel that serves here and, where that is not the one asked for, a line that tells why.
+    """Return the kernel to use and, where that is not the configured one, a warning.
 
-    Raises MissingPackage where there is a GPU for it, but not the package.
+    Raises MissingPackage where there is a GPU, but not the package.
     """
     if kernel not in KERNEL_MODULES:
         return kernel, ()
@@ -44,28 +44,28 @@ def resolve_kernel(kernel: LossKernel) -> tuple[LossKernel, tuple[str, ...]]:
 
 
 def fused_kernel_for(kernel: LossKernel, rows: Tensor, bias: Tensor | None) -> FusedKernel | None:
-    """Return the kernel asked for where it knows such a head; None where our own loss serves instead."""
+    """Return the configured kernel where it supports such a head; None where our own loss is used."""
     if kernel not in KERNEL_MODULES or not rows.is_cuda or not len(rows) or (kernel == "cce" and bias is not None):
         return None
     return _liger if kernel == "liger" else _cce
 
 
-def _liger(rows: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, finish: LogitTransform) -> Tensor:
+def _liger(rows: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, transform: LogitTransform) -> Tensor:
     function: Any = require(KERNEL_MODULES["liger"], extra="kernels", purpose="`train.loss_kernel: liger`")
-    settings = {"reduction": "sum", "softcap": finish.soft_cap, "accum_dtype": torch.float32}
-    bias = None if bias is None else _scaled(bias, finish)
-    return _sum(function.liger_fused_linear_cross_entropy(_scaled(rows, finish), weight, labels, bias, **settings))
+    settings = {"reduction": "sum", "softcap": transform.soft_cap, "accum_dtype": torch.float32}
+    bias = None if bias is None else _scaled(bias, transform)
+    return _sum(function.liger_fused_linear_cross_entropy(_scaled(rows, transform), weight, labels, bias, **settings))
 
 
-def _cce(rows: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, finish: LogitTransform) -> Tensor:
+def _cce(rows: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, transform: LogitTransform) -> Tensor:
     """Return the sum; gradients of unlikely tokens are not left out (`filter_eps`)."""
     package: Any = require(KERNEL_MODULES["cce"], extra="kernels", purpose="`train.loss_kernel: cce`")
-    settings = {"reduction": "sum", "softcap": finish.soft_cap, "filter_eps": None}
-    return _sum(package.linear_cross_entropy(_scaled(rows, finish), weight, labels, **settings))
+    settings = {"reduction": "sum", "softcap": transform.soft_cap, "filter_eps": None}
+    return _sum(package.linear_cross_entropy(_scaled(rows, transform), weight, labels, **settings))
 
 
-def _scaled(values: Tensor, finish: LogitTransform) -> Tensor:
-    return values if finish.scale == 1.0 else values * finish.scale
+def _scaled(values: Tensor, transform: LogitTransform) -> Tensor:
+    return values if transform.scale == 1.0 else values * transform.scale
 
 
 def _sum(loss: Any) -> Tensor:
@@ -74,7 +74,7 @@ def _sum(loss: Any) -> Tensor:
 
 
 MAX_FULL_LOGITS = 1 << 18
-"""Elements of all logits up to which `auto` has all of them made: asking at targets takes half a millisecond more."""
+"""Elements of all logits up to which `auto` computes all of them: selecting the targets takes half a millisecond."""
 
 
 @dataclass(frozen=True)
@@ -87,12 +87,12 @@ class TargetLoss:
     def sums(self, model: nn.Module, batch: Batch, inputs: Mapping[str, Any] | None = None) -> dict[str, Tensor]:
         """Return `loss_sum` and, unless it is that, the detached sum of the plain `cross_entropy`."""
         labels = _labels(batch)
-        if self._takes_all(model, batch):
+        if self._uses_all_logits(model, batch):
             return self.loss.sums(logits_everywhere(model, batch, inputs=inputs), batch.labels)
-        both = compute_at_targets(
+        sums = compute_at_targets(
             model, batch, partial(_training_loss, labels=labels, loss=self.loss, kernel=self.kernel), inputs=inputs
         )
-        loss_sum, plain = both.unbind()
+        loss_sum, plain = sums.unbind()
         return {"loss_sum": loss_sum} if self.loss.is_plain else {"loss_sum": loss_sum, "cross_entropy": plain.detach()}
 
     def evaluation_sums(
@@ -100,15 +100,15 @@ class TargetLoss:
     ) -> dict[str, Tensor]:
         """Return the summed cross-entropy, the number of targets and how many of them have the highest logit."""
         labels = _labels(batch)
-        if self._takes_all(model, batch):
+        if self._uses_all_logits(model, batch):
             return token_sums(logits_everywhere(model, batch, inputs=inputs), batch.labels)
-        both = compute_at_targets(model, batch, partial(_evaluation_sums, labels=labels), inputs=inputs)
-        loss_sum, num_correct = both.unbind()
+        sums = compute_at_targets(model, batch, partial(_evaluation_sums, labels=labels), inputs=inputs)
+        loss_sum, num_correct = sums.unbind()
         num_targets = torch.full((), len(labels), device=loss_sum.device)
         return {"loss_sum": loss_sum, "num_targets": num_targets, "num_correct": num_correct}
 
-    def _takes_all(self, model: nn.Module, batch: Batch) -> bool:
-        """Tell whether the logits of all labels are made; `auto` does where that costs less than asking at some."""
+    def _uses_all_logits(self, model: nn.Module, batch: Batch) -> bool:
+        """Tell whether the logits of all labels are computed; `auto` does so where that is faster."""
         if self.kernel != "auto":
             return self.kernel == "plain"
         head = find_lm_head(model)
@@ -121,7 +121,7 @@ def log_probabilities_at_targets(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def _labels(batch: Batch) -> Tensor:
-    assert batch.targets is not None, "a batch of tokens knows its targets"
+    assert batch.targets is not None, "a batch of tokens has targets"
     return batch.targets.labels
 
 
@@ -129,12 +129,12 @@ def _training_loss(rows: Tensor, head: LmHead, *, labels: Tensor, loss: TokenLos
     """Return the loss and the cross-entropy, summed: [2]."""
     linear = head.linear_weights(rows)
     if linear is not None:
-        ask, theirs = _loss_spec(rows, head, linear[0], loss), fused_kernel_for(kernel, rows, linear[1])
-        if theirs is None:
-            return chunked_loss.loss_sums(rows, *linear, labels, ask)
-        weight, bias = (None if each is None else each.to(ask.dtype) for each in linear)
+        spec, fused_kernel = _loss_spec(rows, head, linear[0], loss), fused_kernel_for(kernel, rows, linear[1])
+        if fused_kernel is None:
+            return chunked_loss.loss_sums(rows, *linear, labels, spec)
+        weight, bias = (None if each is None else each.to(spec.dtype) for each in linear)
         assert weight is not None
-        return theirs(rows.to(ask.dtype), weight, bias, labels, ask.finish).expand(2)
+        return fused_kernel(rows.to(spec.dtype), weight, bias, labels, spec.transform).expand(2)
     return torch.stack(map_chunks(partial(_logits_loss_sums, loss, head), head, rows, labels)).sum(dim=0)
 
 
@@ -170,5 +170,5 @@ def _logits_evaluation_sums(head: LmHead, rows: Tensor, labels: Tensor) -> Tenso
 
 
 def _loss_spec(rows: Tensor, head: LmHead, weight: Tensor, loss: TokenLoss) -> LossSpec:
-    assert head.finish is not None
-    return LossSpec(loss, head.finish, head.compute_dtype(rows), rows_per_chunk(len(weight), rows.device))
+    assert head.transform is not None
+    return LossSpec(loss, head.transform, head.compute_dtype(rows), rows_per_chunk(len(weight), rows.device))

@@ -42,9 +42,10 @@ def test_a_setting_may_change_and_is_told():
 
 def test_a_change_of_the_maths_is_refused_with_what_to_write_to_allow_it():
     assert refusal(facts(**{"train.learning_rate": 0.02})).splitlines() == [
-        f"{PATH} was written by a run that learns otherwise",
-        "  train.learning_rate: 0.01 there, 0.02 here",
-        "To go back, restore what is there. To go on with the change, write",
+        f"{PATH} was written by a run with other training settings",
+        "  train.learning_rate: 0.01 in the checkpoint, 0.02 in this run",
+        "Restore the values of the checkpoint, or write another run.folder to start from scratch, or, to",
+        "resume with the new values, write",
         "  checkpoint.allow_changes: [train.learning_rate]",
     ]
 
@@ -57,22 +58,23 @@ def test_what_is_to_be_written_keeps_what_is_written_already():
 
 def test_an_allowed_change_is_told_and_so_is_one_that_was_none():
     assert tell(facts(**{"train.learning_rate": 0.02}), allowed=["train.learning_rate", "train.steps"]) == [
-        "changed since the checkpoint, as checkpoint.allow_changes says: train.learning_rate 0.01 -> 0.02",
-        "checkpoint.allow_changes: nothing to allow, as in the checkpoint: train.steps",
+        "changed since the checkpoint, allowed by checkpoint.allow_changes: train.learning_rate 0.01 -> 0.02",
+        "checkpoint.allow_changes: has no effect, unchanged since the checkpoint: train.steps",
     ]
 
 
 def test_other_rows_are_refused_whatever_is_allowed_with_the_setting_that_explains_them():
     said = refusal(facts(settings={"data.max_length": "128"}, **{"training data": "xyz"}), allowed=["training data"])
-    assert "  training data: abc there, xyz here\n    data.max_length: 64 there, 128 here\n" in said
+    assert "  training data: abc in the checkpoint, xyz in this run\n" in said
+    assert "    data.max_length: 64 in the checkpoint, 128 in this run\n" in said
     assert "training data cannot be changed: " in said
     assert "allow_changes" not in said
-    assert said.endswith("Restore what is there, or write another run.folder to start anew.")
+    assert said.endswith("Restore the values of the checkpoint, or write another run.folder to start from scratch.")
 
 
 def test_a_section_that_came_is_one_line():
     said = refusal(facts(**{"model.lora": "written", "model.lora.rank": 8}))
-    assert "model.lora: null there, written here" in said
+    assert "model.lora: null in the checkpoint, written in this run" in said
     assert "model.lora.rank" not in said
 
 
@@ -82,7 +84,7 @@ def test_a_checkpointer_refuses_before_it_loads_and_says_what_it_let_through(fol
         Run(folder, identity={"train.steps": "9"}).resume()
     run = Run(folder, identity={"train.steps": "9"}, allow_changes=("train.steps",))
     assert run.resume()["step"] == 1
-    assert run.said == ["changed since the checkpoint, as checkpoint.allow_changes says: train.steps 8 -> 9"]
+    assert run.said == ["changed since the checkpoint, allowed by checkpoint.allow_changes: train.steps 8 -> 9"]
 
 
 def test_the_examples_in_the_docstrings_hold():

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from finetune.checkpoint.format.manifest import FileChecksum, file_checksum
-from finetune.checkpoint.read import checksum_prefetch as ahead_module
+from finetune.checkpoint.read import checksum_prefetch as checksum_prefetch
 from finetune.checkpoint.read.checksum_prefetch import ChecksumPrefetch, start_checksum_prefetch
 from finetune.checkpoint.sharding.optimizer_state import create_empty_state, create_state_by_step
 from tests.checkpoint.small_run import Run
@@ -18,52 +18,53 @@ def written(path, content=b"a" * 3_000_000):
 def test_a_digest_is_that_of_sha256sum_whoever_makes_it(tmp_path):
     path = written(tmp_path / "file")
     expected = FileChecksum(3_000_000, hashlib.sha256(path.read_bytes()).hexdigest())
-    assert ChecksumPrefetch([path]).facts(path) == file_checksum(path) == ChecksumPrefetch().facts(path) == expected
+    assert file_checksum(path) == expected
+    assert ChecksumPrefetch([path]).checksum(path) == ChecksumPrefetch().checksum(path) == expected
 
 
 def test_what_was_digested_ahead_is_not_read_again(tmp_path, monkeypatch):
     paths = [written(tmp_path / str(number)) for number in range(5)]
-    ahead = ChecksumPrefetch(paths, num_threads=3)
-    for begun in ahead._begun.values():
-        begun.result()
-    monkeypatch.setattr(ahead_module, "file_facts", lambda path: pytest.fail(f"{path} is read again"))
-    assert len({ahead.facts(path).sha256 for path in paths}) == 1
+    prefetch = ChecksumPrefetch(paths, num_threads=3)
+    for future in prefetch._futures.values():
+        future.result()
+    monkeypatch.setattr(checksum_prefetch, "file_checksum", lambda path: pytest.fail(f"{path} is read again"))
+    assert len({prefetch.checksum(path).sha256 for path in paths}) == 1
 
 
 def test_a_file_that_has_changed_since_is_read_again(tmp_path):
     path = written(tmp_path / "file")
-    ahead = ChecksumPrefetch([path])
-    ahead._begun[path].result()
+    prefetch = ChecksumPrefetch([path])
+    prefetch._futures[path].result()
     written(path, b"other")
-    assert ahead.facts(path) == file_checksum(path)
+    assert prefetch.checksum(path) == file_checksum(path)
 
 
 def test_a_digest_is_handed_out_once(tmp_path):
     path = written(tmp_path / "file")
-    ahead = ChecksumPrefetch([path])
-    ahead.facts(path)
+    prefetch = ChecksumPrefetch([path])
+    prefetch.checksum(path)
     written(path, b"b" * 3_000_000)
-    assert ahead.facts(path) == file_checksum(path)
+    assert prefetch.checksum(path) == file_checksum(path)
 
 
 def test_a_file_that_is_gone_is_met_by_whoever_asks(tmp_path):
     with pytest.raises(FileNotFoundError):
-        ChecksumPrefetch([tmp_path / "gone"]).facts(tmp_path / "gone")
+        ChecksumPrefetch([tmp_path / "gone"]).checksum(tmp_path / "gone")
 
 
 def test_the_newest_checkpoint_is_digested_ahead(folder):
     Run(folder).train(range(2))
-    begun = start_checksum_prefetch(folder, resume="auto")._begun
-    assert {path.parent.name for path in begun} >= {"model", "optimizer"}
-    assert all("step-000002" in path.parts for path in begun)
+    futures = start_checksum_prefetch(folder, resume="auto")._futures
+    assert {path.parent.name for path in futures} >= {"model", "optimizer"}
+    assert all("step-000002" in path.parts for path in futures)
 
 
 def test_nothing_is_digested_where_nothing_is_continued(folder):
-    assert not start_checksum_prefetch(folder, resume="auto")._begun
+    assert not start_checksum_prefetch(folder, resume="auto")._futures
     Run(folder).train(range(1))
-    assert not start_checksum_prefetch(folder, resume="never")._begun
+    assert not start_checksum_prefetch(folder, resume="never")._futures
     (folder / "step-000001" / "manifest.json").write_text("{")
-    assert not start_checksum_prefetch(folder, resume="auto")._begun
+    assert not start_checksum_prefetch(folder, resume="auto")._futures
 
 
 @pytest.mark.parametrize("settings", [{}, {"fused": True}, {"amsgrad": True}, {"capturable": False, "foreach": True}])
@@ -97,11 +98,11 @@ def test_an_optimizer_with_hooks_makes_its_state_itself():
 def test_what_was_read_ahead_becomes_the_optimizers_state_itself(folder):
     straight = Run(folder, width=300).train(range(2)).train(range(2, 4), save=False)
     resumed = Run(folder, width=300)
-    resumed.checkpointer._ahead = ahead = start_checksum_prefetch(folder, resume="auto")
+    resumed.checkpointer._checksums = prefetch = start_checksum_prefetch(folder, resume="auto")
     resumed.resume()
     moments = [state["exp_avg"] for state in resumed.optimizer.state.values()]
     assert len({moment.untyped_storage().data_ptr() for moment in moments}) == 1  # the file's bytes
-    assert not ahead._kept
+    assert not prefetch._cached
     resumed.train(range(2, 4), save=False)
     for name, value in straight.everything().items():
         assert torch.equal(resumed.everything()[name], value), name
@@ -115,7 +116,7 @@ def test_state_that_is_laid_out_otherwise_is_copied(folder):
 
     straight = transposed(Run(folder)).train(range(2))
     resumed = transposed(Run(folder))
-    resumed.checkpointer._ahead = start_checksum_prefetch(folder, resume="auto")
+    resumed.checkpointer._checksums = start_checksum_prefetch(folder, resume="auto")
     resumed.resume()
     moment = resumed.optimizer.state[resumed.model[0].weight]["exp_avg"]
     assert moment.stride() == resumed.model[0].weight.stride()
@@ -130,5 +131,5 @@ def test_a_bad_file_that_is_kept_is_passed_over(folder):
     content[-1] ^= 1
     file.write_bytes(content)
     run = Run(folder)
-    run.checkpointer._ahead = start_checksum_prefetch(folder, resume="auto")
+    run.checkpointer._checksums = start_checksum_prefetch(folder, resume="auto")
     assert run.resume()["step"] == 1

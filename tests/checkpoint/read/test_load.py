@@ -46,5 +46,5 @@ def test_a_damaged_checkpoint_is_not_opened(folder):
 def test_a_file_that_the_manifest_does_not_name_is_never_opened(folder):
     Run(folder).train(range(1))
     rewritten(folder / "step-000001", "index.json", lambda index: index["0.weight"].update(file="../../other"))
-    with pytest.raises(CheckpointError, match=r"names the file '\.\./\.\./other'"):
+    with pytest.raises(CheckpointError, match=r"lists the file '\.\./\.\./other'"):
         open_checkpoint(folder / "step-000001")

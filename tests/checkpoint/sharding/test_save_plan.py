@@ -5,7 +5,7 @@ LAYERS = [TensorRecord(f"layer{i}", key, (i + 1, 7), "F32") for i in range(20) f
 STATISTICS = TensorRecord("mean", BUFFER, (7,), "F64")
 
 
-def test_every_tensor_has_one_owner_and_shares_differ_by_less_than_the_largest():
+def test_every_tensor_has_one_writer_and_shares_differ_by_less_than_the_largest():
     for world in (1, 2, 3, 8):
         shares = assign_tensors(LAYERS, world=world)
         assert sorted(r.stored_name for share in shares for r in share) == sorted(r.stored_name for r in LAYERS)
@@ -27,13 +27,13 @@ def test_files_are_cut_at_their_largest_size_and_wide_types_come_first():
         assert widths == sorted(widths, reverse=True)
 
 
-def test_owners_receive_at_the_same_time_small_tensors_together_and_large_ones_alone():
+def test_writers_receive_at_the_same_time_small_tensors_together_and_large_ones_alone():
     large = [TensorRecord(f"large{i}", PARAMETER, (ROUND_BYTES // 4,), "F32") for i in range(4)]
     rounds = list(gather_rounds(plan_files([*large, *LAYERS], world=2)))
     assert sum(len(each) for each in rounds) == len(large) + len(LAYERS)
     for each in rounds:
-        assert {file.owner for file, _ in each} == {0, 1}
-        for owner in (0, 1):
-            sizes = [record.size_bytes for file, record in each if file.owner == owner]
+        assert {file.writer for file, _ in each} == {0, 1}
+        for writer in (0, 1):
+            sizes = [record.size_bytes for file, record in each if file.writer == writer]
             assert len(sizes) == 1 or sum(sizes) <= ROUND_BYTES
     assert len(rounds) < 6

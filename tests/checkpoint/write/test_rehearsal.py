@@ -41,7 +41,7 @@ def test_space_is_needed_for_all_that_are_kept_and_the_one_being_written(folder)
     with patch("finetune.checkpoint.write.rehearsal.shutil.disk_usage") as usage:
         usage.return_value.free = 3 * GB
         require_space_for_saves(folder, size_bytes=GB, section=CheckpointSection(keep_last=2), num_saves=9)
-        with pytest.raises(CheckpointError, match=r"3 more .* of 1.0 GB need 3.1 GB.*free are 3.0 GB.*keep_last"):
+        with pytest.raises(CheckpointError, match=r"3 more .* of 1.0 GB need 3.1 GB.*3.0 GB are free.*keep_last"):
             require_space_for_saves(folder, size_bytes=GB, section=CheckpointSection(keep_last=3), num_saves=9)
         require_space_for_saves(folder, size_bytes=GB, section=CheckpointSection(keep_last=50), num_saves=2)
         with pytest.raises(CheckpointError, match=r"3 more checkpoints"):
@@ -87,7 +87,7 @@ def test_what_an_optimizer_will_keep_is_known_before_it_does(optimizer):
 def test_memory_is_counted_machine_by_machine():
     shares = [("a", 3 * GB, 10 * GB), ("a", 4 * GB, 9 * GB), ("b", 3 * GB, 20 * GB)]
     require_host_memory(shares)
-    with pytest.raises(CheckpointError, match=r"2 processes on a need 11.0 GB .*are 9.0 GB.*asynchronous: false"):
+    with pytest.raises(CheckpointError, match=r"2 processes on a need 11.0 GB .*9.0 GB are.*asynchronous: false"):
         require_host_memory([*shares[:1], ("a", 8 * GB, 9 * GB), *shares[2:]])
 
 
@@ -123,15 +123,15 @@ def test_a_disk_that_is_full_for_real_ends_in_a_clear_error_with_the_old_checkpo
     fail()  # no faults: the disk itself; tries follow one another at once
     folder = small_disk / "checkpoints"
     with (
-        patch("finetune.checkpoint.write.disk_space.SLACK_BYTES", 0),
+        patch("finetune.checkpoint.write.writer.SLACK_BYTES", 0),
         patch("finetune.checkpoint.write.rehearsal.SLACK_BYTES", 0),
     ):
         run = Run(folder, width=16384).train(range(1))  # 1.5 MB, so the next does not fit beside it
-        with pytest.raises(CheckpointError, match=r"a checkpoint needs 1\.\d MB, free are \d+\.\d kB .*Make room"):
+        with pytest.raises(CheckpointError, match=r"needs 1\.\d MB, but \d+\.\d kB are free .*Free disk space"):
             run.train(range(1, 2))
         with (
-            patch("finetune.checkpoint.write.writer.require_room"),
-            pytest.raises(CheckpointError, match=r"No space left.*Make room"),
+            patch("finetune.checkpoint.write.writer.require_disk_space"),
+            pytest.raises(CheckpointError, match=r"No space left.*Free disk space"),
         ):
             run.train(range(1, 2))
         with pytest.raises(CheckpointError, match="2 more checkpoints"):

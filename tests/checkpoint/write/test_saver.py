@@ -41,7 +41,7 @@ def test_training_goes_on_while_the_checkpoint_holds_what_was_there_when_it_was_
         assert run.checkpointer.saver.outcome() is None
         run.train(range(2, 4), save=False)
         may_write.set()
-        saved = run.checkpointer.saver.settle()
+        saved = run.checkpointer.saver.finish()
     assert saved.stall_seconds <= saved.seconds
     assert read_manifest(folder / "step-000002").state_sha256 == digest_of(straight, 2)
 
@@ -67,9 +67,9 @@ def test_the_state_of_a_resumed_run_has_the_digest_of_one_that_never_stopped(tmp
 def test_memory_for_the_copy_is_taken_once(folder):
     run = Run(folder)
     run.checkpointer.rehearse(num_saves=5)
-    places = {name: shelf.data_ptr() for name, shelf in run.checkpointer.saver.contents._shelves.items()}
+    places = {name: buffer.data_ptr() for name, buffer in run.checkpointer.saver.contents._buffers.items()}
     run.train(range(3))
-    after = {name: shelf.data_ptr() for name, shelf in run.checkpointer.saver.contents._shelves.items()}
+    after = {name: buffer.data_ptr() for name, buffer in run.checkpointer.saver.contents._buffers.items()}
     assert len(places) == 6 * 3 + 3  # as many as there are once the optimizer has made its state
     assert after == places
 
@@ -79,8 +79,8 @@ def test_a_write_that_fails_is_tried_again_and_told(folder, fail, asynchronous):
     fail(FULL)
     run = Run(folder, asynchronous=asynchronous).train(range(2))
     assert len(run.said) == 1
-    assert "step 2 could not be written and is tried again" in run.said[0]
-    assert "No space left on device. Free are" in run.said[0]
+    assert "step 2 could not be written; retrying in" in run.said[0]
+    assert "No space left on device. " in run.said[0] and "are free" in run.said[0]
     assert verify_checkpoint(folder / "step-000002").step == 2
     assert names(folder) == ["step-000001", "step-000002"]
 
@@ -88,7 +88,7 @@ def test_a_write_that_fails_is_tried_again_and_told(folder, fail, asynchronous):
 @BOTH_WAYS
 def test_after_three_tries_it_is_an_error_that_leaves_the_old_ones_and_nothing_else(folder, fail, asynchronous):
     fail(FULL, FULL, FULL)
-    with pytest.raises(CheckpointError, match=r"step 2 could not be written, 3 times: .*No space left.*Make room"):
+    with pytest.raises(CheckpointError, match=r"step 2 could not be written, 3 times: .*No space.*Free disk space"):
         Run(folder, asynchronous=asynchronous).train(range(2))
     assert names(folder) == ["step-000001"]
 
@@ -124,7 +124,7 @@ def test_a_state_that_is_not_finite_is_not_saved(folder, asynchronous, key):
     with torch.no_grad():
         bad[0, 1] = float("inf")
     name = "2.weight" if key == "parameter" else "2.weight/exp_avg_sq"
-    with pytest.raises(NonFiniteError, match=rf"step 3: {name} is not finite.*last good one is .*step-000002"):
+    with pytest.raises(NonFiniteError, match=rf"step 3: {name} is not finite.*last valid one is .*step-000002"):
         run.checkpointer.save(3, progress=Progress(3).state_dict())
     assert names(folder) == ["step-000001", "step-000002"]
 

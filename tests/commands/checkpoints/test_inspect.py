@@ -56,7 +56,7 @@ def test_step_and_state_are_read_at_any_width(run, write, capsys, monkeypatch, w
     write(4, metrics={"loss": 1.25, "exact_match": 0.5, "token_accuracy": 0.75})
     monkeypatch.setenv("COLUMNS", width)
     list_checkpoints(run, verifies=False, as_json=False)
-    table = [line for line in capsys.readouterr().out.splitlines() if not line.startswith("Sizes")]
+    table = [line for line in capsys.readouterr().out.splitlines() if not line.startswith("Only sizes")]
     assert max(len(line) for line in table) <= int(width)
     assert any(" 4 " in line and "good" in line for line in table)
 
@@ -69,7 +69,7 @@ def test_the_quick_look_finds_what_is_missing_or_short(write, listed):
     write(16)
     found = {each["step"]: each["problems"] for each in listed()["checkpoints"]}
     assert found[4] == ["scalars.json is missing"]
-    assert found[8] == ["there is no manifest.json, so the checkpoint was never finished"]
+    assert found[8] == ["has no manifest.json, so the checkpoint was never finished"]
     assert found[12][0].startswith("model/00000.safetensors has 50 bytes instead of ")
     assert found[16] == []
 
@@ -83,7 +83,7 @@ def test_a_flipped_byte_is_found_by_reading_alone(write, listed):
 
 def test_a_folder_under_another_steps_name_is_bad(run, write, listed):
     write(4).rename(run / "checkpoints" / "step-000006")
-    assert listed()["checkpoints"][0]["problems"] == ["the folder is called step 6 and its manifest says step 4"]
+    assert listed()["checkpoints"][0]["problems"] == ["the folder is named step 6, but its manifest says step 4"]
 
 
 def test_the_quick_look_reads_what_is_no_tensor(write, listed, capsys):
@@ -96,17 +96,17 @@ def test_the_quick_look_reads_what_is_no_tensor(write, listed, capsys):
     forge(write(16), "manifest.json", lambda value: value | {"format_version": 3, "versions": {"finetune": "9.1.0"}})
     found = {each["step"]: each["problems"][0] for each in listed()["checkpoints"]}
     assert found[4] == "progress.json does not have the digest it was written with"
-    assert found[8].startswith("progress.json is not what a checkpoint has there: step:")
-    assert found[12].startswith("index.json is not what a checkpoint has there:")
+    assert found[8].startswith("progress.json is invalid: step:")
+    assert found[12].startswith("index.json is invalid:")
     assert "format 3, written by finetune 9.1.0" in found[16]
     assert not verify_checkpoints(write(20).parent, step=None)
-    assert "step-000008: BAD\n  progress.json is not what" in capsys.readouterr().out
+    assert "step-000008: BAD\n  progress.json is invalid" in capsys.readouterr().out
 
 
 def test_a_folder_that_is_nearly_called_a_checkpoint_is_named_as_none(run, write, listed):
     shutil.copytree(write(4), run / "checkpoints" / "step-000004 (copy)")
     (beside,) = listed()["leftovers"]
-    assert beside["path"].endswith("step-000004 (copy)") and beside["meaning"].startswith("is no checkpoint's folder")
+    assert beside["path"].endswith("step-000004 (copy)") and beside["meaning"].startswith("is not a checkpoint")
     assert [each["step"] for each in listed()["checkpoints"]] == [4]
 
 
@@ -116,7 +116,7 @@ def test_what_lies_beside_is_named_with_what_it_is(run, write, listed, capsys):
     (run / "checkpoints" / ".staging-step-000012").mkdir()
     beside = {each["path"].rpartition("/")[2]: each["meaning"] for each in listed()["leftovers"]}
     assert beside == {
-        ".bad-step-000008": "did not verify and was put aside",
+        ".bad-step-000008": "failed verification and was renamed",
         ".staging-step-000012": "is being written, or its writer was killed",
     }
     list_checkpoints(run, verifies=False, as_json=False)
@@ -126,7 +126,7 @@ def test_what_lies_beside_is_named_with_what_it_is(run, write, listed, capsys):
 def test_a_run_without_checkpoints_is_an_empty_list(run, listed, capsys):
     assert listed()["checkpoints"] == []
     list_checkpoints(run, verifies=False, as_json=False)
-    assert "there is no checkpoint in it" in capsys.readouterr().out
+    assert "has no checkpoints" in capsys.readouterr().out
 
 
 def test_show_tells_digests_origin_and_tensors_by_kind(run, write, capsys):
@@ -151,7 +151,7 @@ def test_show_tells_digests_origin_and_tensors_by_kind(run, write, capsys):
 def test_show_is_for_people_too(run, write, capsys):
     show_checkpoint(write(4), step=None, as_json=False)
     said = capsys.readouterr().out
-    for line in ("state digest 57a7e", "samples digest 5a3e", "parameter 1 tensor, 12 numbers, F32"):
+    for line in ("state digest 57a7e", "samples digest 5a3e", "parameter 1 tensor, 12 elements, F32"):
         assert line in " ".join(said.split())
 
 
@@ -168,18 +168,18 @@ def test_verify_names_the_file_and_the_tensors_in_it(run, write, capsys):
 
 
 def test_a_stranger_without_checkpoints_is_told_what_to_name(tmp_path):
-    with pytest.raises(UserError, match="no run that has saved itself"):
+    with pytest.raises(UserError, match="not a run with checkpoints"):
         list_checkpoints(tmp_path, verifies=False, as_json=False)
-    with pytest.raises(UserError, match="there is no such folder"):
+    with pytest.raises(UserError, match="no such folder"):
         list_checkpoints(tmp_path / "nowhere", verifies=False, as_json=False)
 
 
 def test_a_step_that_is_not_there_is_answered_with_those_that_are(run, write):
     write(4)
     write(8)
-    with pytest.raises(CheckpointError, match=r"no checkpoint of step 5\. There are: 4, 8"):
+    with pytest.raises(CheckpointError, match=r"no checkpoint of step 5\. Available: 4, 8"):
         show_checkpoint(run, step=5, as_json=True)
-    with pytest.raises(UserError, match="is one checkpoint already"):
+    with pytest.raises(UserError, match="is a single checkpoint"):
         show_checkpoint(run / "checkpoints" / "step-000004", step=8, as_json=True)
 
 

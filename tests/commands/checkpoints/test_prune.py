@@ -8,8 +8,8 @@ import pytest
 from finetune.commands.checkpoints.prune import parse_keep_best, prune
 from finetune.errors import CheckpointError, UserError
 
-HOLD = "import sys; from pathlib import Path; from finetune.runtime.supervision.writer_lock import claimed\n"
-HOLD += "with claimed(Path(sys.argv[1]), log=print): print('held', flush=True); sys.stdin.read()"
+HOLD = "import sys; from pathlib import Path; from finetune.runtime.supervision.writer_lock import lock_run_folder\n"
+HOLD += "with lock_run_folder(Path(sys.argv[1]), log=print): print('held', flush=True); sys.stdin.read()"
 
 
 def steps(run):
@@ -36,13 +36,13 @@ def five(run, write):
 
 def test_nothing_is_deleted_unless_told(five, capsys):
     assert pruned(five, keep_last=2, does_delete=False) == [2, 4, 6, 8, 10]
-    assert "3 would go, " in capsys.readouterr().out
+    assert "3 would be deleted, " in capsys.readouterr().out
 
 
 def test_the_newest_the_every_and_the_best_stay(five, capsys):
     assert pruned(five, keep_last=1, keep_every=8, keep_best="loss") == [4, 8, 10]
     said = " ".join(capsys.readouterr().out.split())
-    for reason in ("stays: best loss", "stays: every 8", "stays: newest good", "deleted 2, "):
+    for reason in ("kept: best loss", "kept: every 8", "kept: newest good", "deleted 2, "):
         assert reason in said
     assert list((five / "checkpoints").glob(".*")) == []
 
@@ -54,7 +54,7 @@ def test_the_best_by_the_larger_value(five):
 def test_a_best_one_that_does_not_verify_gives_its_place_to_the_next(five, capsys):
     damage(five / "checkpoints" / "step-000004")
     assert pruned(five, keep_last=1, keep_best="loss") == [4, 6, 10]
-    assert "stays: bad, left alone" in capsys.readouterr().out
+    assert "kept: bad, left alone" in capsys.readouterr().out
 
 
 def test_what_was_left_half_deleted_goes_with_the_rest(five):
@@ -71,12 +71,12 @@ def test_what_is_not_given_is_as_the_run_says(five, capsys):
     text += "train: {global_batch_size: 8, microbatch_size: 4, steps: 10, learning_rate: 0.1}\n"
     (five / "resolved.yaml").write_text(text)
     assert pruned(five) == [6, 8, 10]
-    assert "as by default" not in capsys.readouterr().out
+    assert "the checkpoint section's defaults" not in capsys.readouterr().out
 
 
 def test_defaults_are_named_where_the_run_does_not_tell(five, capsys):
     assert pruned(five) == [8, 10]
-    assert "as by default" in capsys.readouterr().out
+    assert "the checkpoint section's defaults" in capsys.readouterr().out
 
 
 def test_the_newest_good_one_stays_though_newer_bad_ones_count_as_last(five, capsys):
@@ -84,8 +84,8 @@ def test_the_newest_good_one_stays_though_newer_bad_ones_count_as_last(five, cap
     (five / "checkpoints" / "step-000008" / "manifest.json").unlink()
     assert pruned(five, keep_last=1) == [6, 8, 10]
     said = capsys.readouterr().out
-    assert said.count("stays: bad, left alone") == 2
-    assert "stays: newest good" in said
+    assert said.count("kept: bad, left alone") == 2
+    assert "kept: newest good" in said
 
 
 def test_without_a_good_one_nothing_goes(run, write):

@@ -1,8 +1,8 @@
 """The parity table compares traces step by step."""
 
-from finetune.commands.verify.parity import Contestant, Trace, compare
+from finetune.commands.verify.parity import LaunchSetup, Trace, compare
 
-DDP = Contestant("ddp", None, 2, 1)
+DDP = LaunchSetup("ddp", None, 2, 1)
 
 
 def test_equal_traces_are_equal():

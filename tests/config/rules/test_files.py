@@ -5,7 +5,7 @@ from finetune.config.rules.files import file_problems
 
 def test_a_file_that_is_not_there_is_named_in_full(complaints, tmp_path):
     assert complaints("data.train.path=data/rows.jsonl") == [
-        f"--set data.train.path=data/rows.jsonl, data.train.path: there is no file {tmp_path}/data/rows.jsonl. "
+        f"--set data.train.path=data/rows.jsonl, data.train.path: the file {tmp_path}/data/rows.jsonl does not exist. "
         "A relative path is resolved against the config file's folder."
     ]
 
@@ -25,13 +25,13 @@ def test_a_glob_must_match_something(complaints, tmp_path):
 
 def test_both_sources_are_looked_at(complaints):
     (said,) = complaints("data.validation.path=more.jsonl", "evaluate={}")
-    assert "data.validation.path: there is no file" in said
+    assert "/more.jsonl does not exist." in said
 
 
 @pytest.mark.parametrize("key", ["model.name", "model.tokenizer.name"])
 def test_a_model_folder_is_there_and_is_a_folder(complaints, tmp_path, key):
     (said,) = complaints(f"{key}=./tuned")
-    assert f"{key}: there is no folder {tmp_path}/tuned." in said
+    assert f"{key}: the folder {tmp_path}/tuned does not exist." in said
     (tmp_path / "tuned").touch()
     (said,) = complaints(f"{key}=./tuned")
     assert f"{key}: {tmp_path}/tuned is a file." in said
@@ -40,14 +40,17 @@ def test_a_model_folder_is_there_and_is_a_folder(complaints, tmp_path, key):
 def test_a_folder_that_has_the_name_of_a_hub_model_is_asked_about(complaints, tmp_path):
     (tmp_path / "gpt2").mkdir()
     (said,) = complaints()
-    assert "model.name: `gpt2` means the hub, but there is a folder of that name. Write `./gpt2`." in said
+    assert (
+        "model.name: `gpt2` means a hub model, but a folder with that name exists. For the folder write `./gpt2`."
+        in said
+    )
     assert complaints("model.name=./gpt2") == []
 
 
 def test_a_template_file_and_a_checkpoint_are_there(complaints):
     said = complaints("data.chat_template=./mine.jinja", "checkpoint.resume=runs/first/checkpoints/step-000004")
-    assert "data.chat_template: there is no file" in said[0]
-    assert "checkpoint.resume: there is no checkpoint" in said[1]
+    assert "/mine.jinja does not exist." in said[0]
+    assert "checkpoint.resume: the checkpoint" in said[1]
 
 
 @pytest.mark.parametrize("folder", ["rows.jsonl", "rows.jsonl/runs/first"])
@@ -58,7 +61,7 @@ def test_a_run_folder_cannot_lie_in_a_file(complaints, tmp_path, folder):
 
 def test_a_run_folder_that_nobody_can_write_is_named_even_to_the_superuser(complaints):
     (said,) = complaints("run.folder=/proc/runs/first")
-    assert "run.folder: /proc cannot be written to." in said
+    assert "run.folder: /proc is not writable." in said
 
 
 def test_what_cannot_be_read_is_named(complaints, monkeypatch):

@@ -4,24 +4,28 @@ PROMPT, PREFIX = "model.prompt_tuning={num_tokens: 4}", "model.prefix_tuning={}"
 BITS = "model.quantization={}"
 
 WRONG = [
-    ([PROMPT, "data.batching={by: packs, tokens: 64}"], "data.batching.by", "share what is learnt before it"),
+    (
+        [PROMPT, "data.batching={by: packs, tokens: 64}"],
+        "data.batching.by",
+        "packed samples would share one learned prompt",
+    ),
     ([PREFIX, "data.batching={padding_free: true}"], "data.batching.padding_free", "Write `data.batching.by: samples`"),
     ([PREFIX, "model.gradient_checkpointing=true"], "model.gradient_checkpointing", "a cache"),
     (["model.lora={init: pissa}", "model.dtype=bfloat16"], "model.lora.init", "which `bfloat16` would round"),
-    (["model.lora={init: olora}", BITS], "model.lora.init", "are in few bits. Write `loftq`"),
+    (["model.lora={init: olora}", BITS], "model.lora.init", "Write `loftq`, or `default`"),
     (["model.lora={init: pissa, dora: true}"], "model.lora.dora", "DoRA's magnitudes"),
-    (["model.lora={init: loftq}"], "model.lora.init", "nothing to make up for"),
-    (["model.lora={init: loftq, dora: true}", BITS], "model.lora.dora", "before `loftq`"),
-    ([BITS], "model.quantization", "cannot learn"),
+    (["model.lora={init: loftq}"], "model.lora.init", "`loftq` needs a base quantized by bitsandbytes"),
+    (["model.lora={init: loftq, dora: true}", BITS], "model.lora.dora", "Write `init:"),
+    ([BITS], "model.quantization", "quantized weights cannot be trained"),
     (
         ["model={from_config: {model_type: llama}, tokenizer: {train: {}}, lora: {}, quantization: {}}"],
         "model.quantization",
-        "random weights gain nothing",
+        "random weights cannot be quantized",
     ),
     (
         ["model.ia3={}", "model.quantization={method: torchao, bits: 8}"],
         "model.ia3",
-        "no such adapters on weights of torchao",
+        "peft does not support it on torchao weights",
     ),
     (["model.lora={}", "model.quantization={method: torchao}"], "model.quantization.bits", "Write `bits: 8`"),
     (
@@ -29,9 +33,13 @@ WRONG = [
         "model.ia3.feedforward_modules",
         "`down_proj` is not in `model.ia3.target_modules`",
     ),
-    (["model.new_tokens={}"], "model.new_tokens", "there are none"),
-    (["model.new_tokens={tokens: [a]}", "model.oft={}"], "model.new_tokens", "would never learn beside `model.oft`"),
-    (["model.lora={}", "model.oft={}"], "model.oft", "there are adapters in `model.lora` already"),
+    (["model.new_tokens={}"], "model.new_tokens", "Write `tokens` or `special`, or remove it"),
+    (
+        ["model.new_tokens={tokens: [a]}", "model.oft={}"],
+        "model.new_tokens",
+        "their embeddings would not be trained with `model.oft`",
+    ),
+    (["model.lora={}", "model.oft={}"], "model.oft", "adapters are already configured by `model.lora`"),
 ]
 
 RIGHT = [

@@ -10,14 +10,14 @@ EVALUATION = (VALIDATION, "evaluate.every_steps=5")
 BATCH = [
     (["train.global_batch_size=30"], "train.global_batch_size", "Nearest that are: 28, 32."),
     (["train.global_batch_size=3"], "train.global_batch_size", "Nearest that are: 4."),
-    (["train.steps=null"], "train", "Write one of `steps`, `epochs` or `tokens`."),
-    (["train.epochs=1.5"], "train.epochs", "the budget is in `train.steps` already"),
-    (["train.tokens=100"], "train.tokens", "the budget is in `train.steps` already"),
-    (["train.schedule={warmup_steps: 10}"], "train.schedule.warmup_steps", "10 steps of warmup leave nothing"),
+    (["train.steps=null"], "train", "Set one of `steps`, `epochs` or `tokens`"),
+    (["train.epochs=1.5"], "train.epochs", "the budget is already set by `train.steps`"),
+    (["train.tokens=100"], "train.tokens", "the budget is already set by `train.steps`"),
+    (["train.schedule={warmup_steps: 10}"], "train.schedule.warmup_steps", "Write a smaller number"),
     (
         ["train.schedule={warmup_steps: 2, warmup_fraction: 0.1}"],
         "train.schedule.warmup_fraction",
-        "the warmup is in `train.schedule.warmup_steps` already",
+        "the warmup is already set by `train.schedule.warmup_steps`",
     ),
     (["train.schedule.warmup_fraction=1.0"], "train.schedule.warmup_fraction", "Write a smaller fraction."),
     (
@@ -31,28 +31,40 @@ BATCH = [
 ]
 
 MODEL = [
-    (["model.name=null"], "model", "there is no model. Write `name`"),
-    (["model.from_config={model_type: llama}", "model.tokenizer.name=gpt2"], "model.from_config", "Write only one"),
-    (["model.name=null", "model.from_config={model_type: llama}"], "model.from_config", "brings no tokenizer"),
+    (["model.name=null"], "model", "no model is given"),
+    (
+        ["model.from_config={model_type: llama}", "model.tokenizer.name=gpt2"],
+        "model.from_config",
+        "Keep only one of them",
+    ),
+    (
+        ["model.name=null", "model.from_config={model_type: llama}"],
+        "model.from_config",
+        "a model built from its config has no tokenizer",
+    ),
     (["model.tokenizer={}"], "model.tokenizer", "Write `name` or `train`."),
-    (["model.tokenizer={name: gpt2, train: {}}"], "model.tokenizer.train", "Write only one"),
+    (["model.tokenizer={name: gpt2, train: {}}"], "model.tokenizer.train", "Keep only one of them"),
     (["report.trackers=[wandb, tensorbord]"], "report.trackers.1", "Did you mean `tensorboard`?"),
 ]
 
 STREAM = ["data.train={path: rows.jsonl, stream: {window_rows: 8}}"]
 HUB_STREAM = ["data.train={name: squad, split: 'train[:10%]', stream: {window_rows: 8}}"]
 STREAMS = [
-    ([*STREAM, "train.steps=null", "train.epochs=2"], "train.epochs", "Write `train.steps`."),
+    ([*STREAM, "train.steps=null", "train.epochs=2"], "train.epochs", "Use `train.steps`"),
     (
         [*STREAM, "data.validation={hash_fraction: 0.1}", "evaluate.every_steps=5"],
         "data.validation.hash_fraction",
-        "all of the stream `data.train` would be read before the first step",
+        "rows, the whole stream `data.train` would be read before the first step",
     ),
-    ([*STREAM, "train.global_batch_size=12"], "data.train.stream.window_rows", "a step of 12 take. Write at least 12."),
+    (
+        [*STREAM, "train.global_batch_size=12"],
+        "data.train.stream.window_rows",
+        "a step of 12 needs. Write at least 12.",
+    ),
     (
         [*STREAM, "data.batching.length_window_steps=2"],
         "data.train.stream.window_rows",
-        "2 steps of 8, sorted by length together, take. Write at least 16.",
+        "2 steps of 8, sorted by length together, needs. Write at least 16.",
     ),
     (HUB_STREAM, "data.train.split", "a slice cannot be streamed. Write `train`"),
 ]
@@ -66,45 +78,53 @@ BATCHING = [
         "evaluate.microbatch_size",
         "Write 1.",
     ),
-    (["data.train={path: rows.jsonl, mix: [{path: rows.jsonl, weight: 1}]}"], "data.train.path", "Write only one"),
+    (
+        ["data.train={path: rows.jsonl, mix: [{path: rows.jsonl, weight: 1}]}"],
+        "data.train.path",
+        "Keep only one of them",
+    ),
     (["data.train={mix: [{path: rows.jsonl}]}"], "data.train.mix.0", "Write one of `weight`, `rows` or `epochs`."),
     (
         ["data.train={mix: [{path: rows.jsonl, weight: 1}, {path: rows.jsonl, epochs: 2}]}"],
         "data.train.mix.1.epochs",
-        "measured by `weight` already",
+        "the other sources of `data.train.mix` use `weight`",
     ),
     (
         ["data.train={mix: [{path: rows.jsonl, rows: 8}]}", "data.batching.by=packs"],
         "data.train.mix.0.rows",
-        "Write `epochs` or `weight`.",
+        "Use `epochs` or `weight`",
     ),
 ]
 
 DATA = [
     (["data.chat_template=chatlm"], "data.chat_template", "Did you mean `chatml`?"),
-    (["data.chat_template=mine.jinja"], "data.chat_template", "A file begins with `.`, `/` or `~`: `./mine.jinja`."),
+    (["data.chat_template=mine.jinja"], "data.chat_template", "For a file, begin with `.`, `/` or `~`:"),
 ]
 
 EVALUATE = [
-    (["evaluate={}"], "evaluate", "there are no rows to evaluate on"),
-    ([VALIDATION], "data.validation", "nothing evaluates these rows"),
-    (["train.early_stopping={}"], "train.early_stopping", "nothing is evaluated during training"),
-    ([VALIDATION, "evaluate={}", "train.early_stopping={}"], "train.early_stopping", "Write `evaluate.every_steps`"),
+    (["evaluate={}"], "evaluate", "there are no validation rows"),
+    ([VALIDATION], "data.validation", "{}` to evaluate at the end, or remove them"),
+    (["train.early_stopping={}"], "train.early_stopping", "there are no evaluations during training"),
+    (
+        [VALIDATION, "evaluate={}", "train.early_stopping={}"],
+        "train.early_stopping",
+        "Set `evaluate.every_steps`, or remove `early_stopping`",
+    ),
     ([*EVALUATION, "train.early_stopping.metric=los"], "train.early_stopping.metric", "Did you mean `loss`?"),
     (
         [*EVALUATION, "train.early_stopping={metric: exact_match, goal: maximize}"],
         "train.early_stopping.metric",
-        "Write `evaluate.generate` so that the model answers.",
+        "Add `evaluate.generate`, which generates answers.",
     ),
     (
         [*EVALUATION, "evaluate.generate={}", "train.early_stopping.metric=exact_match"],
         "train.early_stopping.goal",
-        "`minimize` stops when `exact_match` gets better. Write `goal: maximize`.",
+        "`minimize` stops when `exact_match` improves. Write `goal: maximize`.",
     ),
     (
         [*EVALUATION, "evaluate.generate.metrics=[exact_match, bleu]"],
         "evaluate.generate.metrics.1",
-        "there is no metric `bleu`. Write `exact_match` or `package.module:function`.",
+        "Write `exact_match` or `package.module:function`",
     ),
 ]
 
@@ -112,13 +132,17 @@ SAVED = "checkpoint.every_steps=10"
 
 CHECKPOINT = [
     ([SAVED, "checkpoint.keep_every_steps=25"], "checkpoint.keep_every_steps", "Nearest that are: 20, 30."),
-    (["checkpoint.keep_every_steps=20"], "checkpoint.keep_every_steps", "Write `checkpoint.every_steps`"),
-    ([SAVED, "checkpoint.keep_best={}"], "checkpoint.keep_best", "Write `evaluate.every_steps`, or remove `keep_best`"),
-    ([*EVALUATION, "checkpoint.keep_best={}"], "checkpoint.keep_best", "Write `checkpoint.every_steps`"),
+    (["checkpoint.keep_every_steps=20"], "checkpoint.keep_every_steps", "Set `checkpoint.every_steps`, or remove this"),
+    ([SAVED, "checkpoint.keep_best={}"], "checkpoint.keep_best", "Set `evaluate.every_steps`, or remove `keep_best`"),
+    (
+        [*EVALUATION, "checkpoint.keep_best={}"],
+        "checkpoint.keep_best",
+        "Set `checkpoint.every_steps`, or remove `keep_best`",
+    ),
     (
         [*EVALUATION, "checkpoint={every_steps: 7, keep_best: {}}"],
         "checkpoint.keep_best",
-        "an evaluation every 5 steps judges few of the checkpoints of every 7 steps",
+        "evaluations every 5 steps cover few of the checkpoints every 7 steps",
     ),
     (
         [SAVED, *EVALUATION, "checkpoint.keep_best.metric=perplexty"],
@@ -128,32 +152,36 @@ CHECKPOINT = [
     (
         [SAVED, *EVALUATION, "checkpoint.keep_best={metric: token_accuracy}"],
         "checkpoint.keep_best.goal",
-        "`minimize` keeps the worst when `token_accuracy` gets better. Write `goal: maximize`.",
+        "`minimize` keeps the worst when `token_accuracy` improves. Write `goal: maximize`.",
     ),
     (
         ["checkpoint.allow_changes=[train.learning_rat]"],
         "checkpoint.allow_changes.0",
-        "there is no key `train.learning_rat`. Did you mean `train.learning_rate`?",
+        "Did you mean `train.learning_rate`?",
     ),
     (
         ["checkpoint.allow_changes=[train.steps, report.log_every_steps]"],
         "checkpoint.allow_changes.1",
-        "It may change anyway. Remove it.",
+        "It may differ anyway. Remove it.",
     ),
     (
         ["checkpoint.allow_changes=[train.schedule]"],
         "checkpoint.allow_changes.0",
-        "Name its keys one by one",
+        "List its keys one by one:",
     ),
     (
         ["checkpoint.allow_changes=[train.global_batch_size]"],
         "checkpoint.allow_changes.0",
-        "cannot be allowed: the position in the data would mean other rows",
+        "the position in the data would refer to other rows:",
     ),
-    (["checkpoint.allow_changes=[training data]"], "checkpoint.allow_changes.0", "would mean other rows"),
-    (["run.folder=s4://bucket/runs/a"], "run.folder", "there is no storage `s4://`. There are `s3`, `gs`"),
-    (["run.folder=file:///runs/a"], "run.folder", "written without `file://`: `/runs/a`"),
-    (["run.folder=s3://bucket"], "run.folder", "Write a folder in it: `s3://BUCKET/NAME`."),
+    (
+        ["checkpoint.allow_changes=[training data]"],
+        "checkpoint.allow_changes.0",
+        "the position in the data would refer to other rows:",
+    ),
+    (["run.folder=s4://bucket/runs/a"], "run.folder", "the storage `s4://` is not supported"),
+    (["run.folder=file:///runs/a"], "run.folder", "write a folder on this machine without `file://`:"),
+    (["run.folder=s3://bucket"], "run.folder", "`s3://BUCKET/NAME`"),
     (["run.folder=s3://me:secret@bucket/runs/a"], "run.folder", "secrets do not belong in a job file"),
     (["checkpoint.resume=s3://bucket/runs/a"], "checkpoint.resume", "Copy it to a folder"),
 ]
@@ -165,24 +193,32 @@ IDLE = [
     (["data.batching={by: packs, padding_free: true}"], "data.batching.padding_free", "packs are never padded"),
     (["data.batching={by: packs, length_window_steps: 2}"], "data.batching.length_window_steps", "only `by: samples`"),
     (["data.train.until=all"], "data.train.until", "only `data.train.mix` with weights"),
-    (["data.truncate_side=start"], "data.truncate_side", "only `over_length: truncate` cuts"),
-    (["run.local_folder=runs/stage"], "run.local_folder", "only a run at a URL is staged"),
+    (["data.truncate_side=start"], "data.truncate_side", "only `over_length: truncate` truncates"),
+    (["run.local_folder=runs/stage"], "run.local_folder", "only a run at a URL has one, and `run.folder` is a path"),
     (
         ["checkpoint={resume: never, allow_changes: [train.steps]}"],
         "checkpoint.allow_changes",
-        "with `resume: never` nothing is continued",
+        "with `resume: never` the run does not resume",
     ),
     (["train.optimizer.momentum=0.9"], "train.optimizer.momentum", "only `sgd` and `muon` have momentum"),
     (["train.optimizer={name: sgd, betas: [0.9, 0.999]}"], "train.optimizer.betas", "have betas"),
     (["train.optimizer={name: adafactor, eps: 1e-6}"], "train.optimizer.eps", "have eps"),
     (["train.optimizer={name: adamw_8bit, fused: true}"], "train.optimizer.fused", "only AdamW has a fused kernel"),
-    (["train.optimizer={name: sgd, state_dtype: int8}"], "train.optimizer.state_dtype", "only `adamw` has a choice"),
-    (["train.optimizer.stochastic_rounding=true"], "train.optimizer.stochastic_rounding", "learn in bfloat16"),
+    (
+        ["train.optimizer={name: sgd, state_dtype: int8}"],
+        "train.optimizer.state_dtype",
+        "only `adamw` has a choice of state dtype",
+    ),
+    (
+        ["train.optimizer.stochastic_rounding=true"],
+        "train.optimizer.stochastic_rounding",
+        "it applies to `adamw` on weights trained in bfloat16 (`model.dtype`)",
+    ),
     (["train.schedule.decay_fraction=0.2"], "train.schedule.decay_fraction", "only `name: warmup_stable_decay`"),
     (
         ["train.schedule={name: constant, final_fraction: 0.1}"],
         "train.schedule.final_fraction",
-        "a constant rate never falls",
+        "a constant rate never decays",
     ),
     (["train.nonfinite.max_skips=3"], "train.nonfinite.max_skips", "only `action: skip` skips steps"),
     (
@@ -196,19 +232,27 @@ IDLE = [
     (
         ["model.lora={}", *EIGHT_BIT, "model.quantization.double=true"],
         "model.quantization.double",
-        "quantises its scales",
+        "only bitsandbytes with 4 bits quantizes its scales",
     ),
-    (["export.merge=true"], "export.merge", "no adapters that can be folded"),
+    (["export.merge=true"], "export.merge", "there are no adapters that can be merged into the base"),
     (["export.private=true"], "export.private", "it needs `export.push_to_hub`"),
-    (["model.name=.", "model.revision=main"], "model.revision", "only a model from the hub has revisions"),
+    (["model.name=.", "model.revision=main"], "model.revision", "only a hub model has revisions"),
     (["model.name=.", "model.cache_folder=hub"], "model.cache_folder", "nothing is downloaded"),
     (
         ["model={from_config: {model_type: llama}, tokenizer: {train: {}}, trust_remote_code: true}"],
         "model.trust_remote_code",
-        "runs no code of others",
+        "a model built from its config runs no remote code",
     ),
-    (["model.lora={}", "model.freeze=[wte.*]"], "model.freeze", "under adapters"),
-    (["model.lora={}", "model.train_only=[wte.*]"], "model.train_only", "under adapters"),
+    (
+        ["model.lora={}", "model.freeze=[wte.*]"],
+        "model.freeze",
+        "with adapters all of the model's own weights are frozen",
+    ),
+    (
+        ["model.lora={}", "model.train_only=[wte.*]"],
+        "model.train_only",
+        "with adapters all of the model's own weights are frozen",
+    ),
     (["report.project=mine"], "report.project", "it needs `report.trackers`"),
 ]
 

@@ -18,32 +18,36 @@ def validated(keys):
 
 SOURCES = [
     (["data.train.path=null"], "data.train", "Write `path` (files) or `name` (a hub dataset), or `mix`"),
-    (["data.train.name=squad"], "data.train.name", "the rows are in `data.train.path` already"),
-    ([mixed(", name: squad")], "data.train.mix.1.name", "the rows are in `data.train.mix.1.path` already"),
+    (["data.train.name=squad"], "data.train.name", "the rows are already given by `data.train.path`"),
+    ([mixed(", name: squad")], "data.train.mix.1.name", "the rows are already given by `data.train.mix.1.path`"),
     (
         ["data.train={name: ./rows}"],
         "data.train.name",
-        "`./rows` is a path, not a dataset of the hub",
+        "`./rows` is a path, not a hub dataset",
     ),
-    (["data.train={mix: [{weight: 1.0}]}"], "data.train.mix.0", "there are no rows. Write `path` (files) or `name`"),
+    (["data.train={mix: [{weight: 1.0}]}"], "data.train.mix.0", "Write `path` (files) or `name` (a hub dataset)"),
     (
         validated("exclude_from_train: true"),
         "data.validation",
-        "or a share of the training rows (`fraction` or",
+        "hub dataset), or split the training rows (`fraction` or",
     ),
-    (validated("path: rows.jsonl, fraction: 0.1"), "data.validation.fraction", "are in `data.validation.path` already"),
+    (
+        validated("path: rows.jsonl, fraction: 0.1"),
+        "data.validation.fraction",
+        "the rows are already given by `data.validation.path`",
+    ),
     (
         validated("fraction: 0.1, hash_fraction: 0.1"),
         "data.validation.hash_fraction",
-        "validation.fraction` already",
+        "the rows are already given by `data.validation.fraction`",
     ),
     (
         ["data.train.path=s4://bucket/rows.jsonl"],
         "data.train.path",
-        "there is no storage `s4://`. There are `s3`",
+        "the storage `s4://` is not supported",
     ),
     (["data.train.path=s3://me:secret@bucket/a.jsonl"], "data.train.path", "secrets do not belong in a job file"),
-    ([mixed().replace("path: rows", "path: nowhere", 1)], "data.train.mix.0.path", "there is no file"),
+    ([mixed().replace("path: rows", "path: nowhere", 1)], "data.train.mix.0.path", "the file"),
 ]
 
 FORMATS = [
@@ -56,9 +60,9 @@ FORMATS = [
     (
         ["data.train.format=preference"],
         "data.train.format",
-        "To learn from the answer that was chosen: `prompt_",
+        "To train on the chosen answer: `prompt_",
     ),
-    (["data.train.format=labelled"], "data.train.format", "To learn to write the label: `prompt_completion`"),
+    (["data.train.format=labelled"], "data.train.format", "To train the model to write the label: `prompt_completion`"),
     (
         ["data.train.format=labelled", "task.name=pretrain"],
         "data.train.format",
@@ -68,15 +72,15 @@ FORMATS = [
     (
         ["data.train={path: rows.jsonl, format: messages, columns: {prompt: q}}"],
         "data.train.columns.prompt",
-        "there is no column `prompt` in format `messages`. It has `messages`, `tools` and `images`.",
+        "It has `messages`, `tools` and `images`",
     ),
-    (["data.train.columns={question: prompt}"], "data.train.columns.question", "name comes first: `prompt: question`."),
+    (["data.train.columns={question: prompt}"], "data.train.columns.question", "The format's name goes first:"),
     ([mixed(", columns: {promt: q}")], "data.train.mix.1.columns.promt", "Did you mean `prompt`?"),
     (["data.train.template={promt: q}"], "data.train.template.promt", "Did you mean `prompt`?"),
     (
         ["data.train={path: rows.jsonl, template: {prompt: q}, columns: {prompt: q}}"],
         "data.train.template.prompt",
-        "the column is in `data.train.columns.prompt` already",
+        "the column is already mapped by `data.train.columns.prompt`",
     ),
     (
         ["data.train.template={prompt: '{% if %}'}"],
@@ -91,12 +95,12 @@ FORMATS = [
     (
         ["data.train.template={instruction: [a]}"],
         "data.train.template.instruction",
-        "of this column is one text",
+        "the template of this column must be one text",
     ),
     (
         ["data.train.template={messages: [a]}"],
         "data.train.template.messages",
-        "is a list of `{role: ..., ",
+        "a template of turns must be a list of `{role:",
     ),
 ]
 
@@ -107,13 +111,17 @@ IDLE = [
     ([mixed(", split: dev")], "data.train.mix.1.split", "rows at a `path` have no split"),
     ([mixed(beside=", skip: 3")], "data.train.skip", "every source of `data.train.mix` has its own"),
     ([mixed(beside=", format: messages")], "data.train.format", "every source of `data.train.mix` has its own"),
-    (["data.train.follow_links=true"], "data.train.follow_links", "only a folder or a glob on this machine"),
+    (
+        ["data.train.follow_links=true"],
+        "data.train.follow_links",
+        "only a local folder or glob can contain links to other places",
+    ),
     (validated("fraction: 0.1, take: 5"), "data.validation.take", "the rows are those of `data.train`"),
     (validated("hash_fraction: 0.1, format: text"), "data.validation.format", "the rows are those of `data.train`"),
     (
         validated("hash_fraction: 0.1, exclude_from_train: true"),
         "data.validation.exclude_from_train",
-        "equal rows are never on both sides",
+        "with `hash_fraction`, equal rows are never in both splits",
     ),
 ]
 
@@ -157,7 +165,7 @@ def test_a_mistake_in_a_mix_has_its_line_and_its_hint(complaints, job):
     )
     said = complaints(text=text)
     assert said[0] == "line 9, data.train.mix.0.wieght: there is no such key. Did you mean `weight`?"
-    assert said[1].startswith("line 10, data.train.mix.1.path: there is no file")
+    assert said[1].startswith("line 10, data.train.mix.1.path: the file")
     assert said[2].startswith('line 11, data.train.mix.1.weight: `"heavy"` is text. Write a number above 0')
     assert said[3].startswith("line 12, data.train.mix.2.split: it has no effect here")
     assert len(said) == 4

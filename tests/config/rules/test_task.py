@@ -33,7 +33,7 @@ IDLE = [
     (
         ["task.name=distillation", "task.distillation={teacher: ./teacher, jsd_beta: 0.3}"],
         "task.distillation.jsd_beta",
-        "only `divergence: jsd` mixes both",
+        "only `divergence: jsd` has a mixture",
     ),
     (["task.seq2seq.source_prefix=x"], "task.seq2seq.source_prefix", "only `task.name: seq2seq` reads it"),
     (["task.seq2seq.max_target_length=9"], "task.seq2seq.max_target_length", "only `task.name: seq2seq` reads it"),
@@ -41,8 +41,8 @@ IDLE = [
     (["task.masked_lm.random_fraction=0.3"], "task.masked_lm.random_fraction", "only `task.name: masked_lm` reads it"),
     (["task.masked_lm.kept_fraction=0.3"], "task.masked_lm.kept_fraction", "only `task.name: masked_lm` reads it"),
     (["task.masked_lm.whole_words=true"], "task.masked_lm.whole_words", "only `task.name: masked_lm` reads it"),
-    (["task.name=reward", "task.label_smoothing=0.1"], "task.label_smoothing", "only a cross-entropy"),
-    (["task.name=reward", "task.z_loss=0.1"], "task.z_loss", "only a cross-entropy over tokens"),
+    (["task.name=reward", "task.label_smoothing=0.1"], "task.label_smoothing", "only to a cross-entropy"),
+    (["task.name=reward", "task.z_loss=0.1"], "task.z_loss", "only to a cross-entropy over tokens"),
     (["task.name=reward", "train.loss_kernel=plain"], "train.loss_kernel", "only a cross-entropy over tokens"),
     (["data.images.size=32"], "data.images.size", "only `task.name: image_classification` reads it"),
     (["data.images.crop_scale=[0.1, 1.0]"], "data.images.crop_scale", "reads it"),
@@ -51,27 +51,35 @@ IDLE = [
     (["data.images.mixup=0.2"], "data.images.mixup", "reads it"),
     (["data.images.cutmix=0.2"], "data.images.cutmix", "reads it"),
     (["model.image_processor={size: 8}"], "model.image_processor", "only `task.name: image_classification` reads it"),
-    ([*IMAGES, "data.max_length=4"], "data.max_length", "images alone have no tokens"),
-    ([*IMAGES, "data.over_length=drop"], "data.over_length", "images alone have no tokens"),
+    ([*IMAGES, "data.max_length=4"], "data.max_length", "images have no tokens"),
+    ([*IMAGES, "data.over_length=drop"], "data.over_length", "images have no tokens"),
     ([*IMAGES, "data.no_target=drop"], "data.no_target", "every image is one target"),
     ([*IMAGES, "data.batching={length_window_steps: 1}"], "data.batching.length_window_steps", "every image"),
     ([*IMAGES, "data.audit.max_truncated_rows=0.1"], "data.audit.max_truncated_rows", "every image"),
     ([*IMAGES, "data.audit.max_dropped_rows=0.1"], "data.audit.max_dropped_rows", "every image"),
     ([*IMAGES, "data.audit.max_lost_targets=0.1"], "data.audit.max_lost_targets", "every image"),
     ([*IMAGES, "data.audit.max_unknown_tokens=0.1"], "data.audit.max_unknown_tokens", "every image"),
-    ([*IMAGES, "model.tokenizer={name: x}"], "model.tokenizer", "images alone have no tokens"),
-    ([*IMAGES, "model.new_tokens={tokens: [x]}"], "model.new_tokens", "images alone have no tokens"),
+    ([*IMAGES, "model.tokenizer={name: x}"], "model.tokenizer", "images have no tokens"),
+    ([*IMAGES, "model.new_tokens={tokens: [x]}"], "model.new_tokens", "images have no tokens"),
     ([*IMAGES, "train.embedding_noise=5.0"], "train.embedding_noise", "only `task.name: sft` and"),
-    ([*IMAGES, "data.allow_special_tokens=true"], "data.allow_special_tokens", "images alone have no tokens"),
+    ([*IMAGES, "data.allow_special_tokens=true"], "data.allow_special_tokens", "images have no tokens"),
     (["task.name=pretrain", "data.chat_template=chatml"], "data.chat_template", "reads text without turns"),
     (["task.name=pretrain", "data.system_prompt=Hi."], "data.system_prompt", "reads text without turns"),
-    (["task.name=pretrain", "data.train_on=all"], "data.train_on", "decided by the task"),
-    (["task.name=pretrain", *EVALUATION, "evaluate.generate={}"], "evaluate.generate", "have no prompts to answer"),
-    (["data.train_on=all", *EVALUATION, "evaluate.generate={}"], "evaluate.generate", "have no prompts to answer"),
+    (["task.name=pretrain", "data.train_on=all"], "data.train_on", "the task decides"),
+    (
+        ["task.name=pretrain", *EVALUATION, "evaluate.generate={}"],
+        "evaluate.generate",
+        "there are no prompts to generate from",
+    ),
+    (
+        ["data.train_on=all", *EVALUATION, "evaluate.generate={}"],
+        "evaluate.generate",
+        "there are no prompts to generate from",
+    ),
     (
         ["task.name=vision_language_sft", *EVALUATION, "evaluate.generate={batch_size: 4}"],
         "evaluate.generate.batch_size",
-        "answered one by one",
+        "generated one by one",
     ),
 ]
 
@@ -87,13 +95,13 @@ def test_every_key_that_can_be_idle_has_a_row_in_the_table():
 
 
 WRONG = [
-    (["task.z_loss=0.1", "train.loss_kernel=liger"], "train.loss_kernel", "`liger` knows no `task.z_loss`"),
-    (["data.max_length=null"], "data.max_length", "it is missing. Longest sample in tokens"),
+    (["task.z_loss=0.1", "train.loss_kernel=liger"], "train.loss_kernel", "`liger` does not support `task.z_loss`"),
+    (["data.max_length=null"], "data.max_length", "the maximum length of a sample in tokens"),
     (["task.name=distillation"], "task.distillation", "there is no teacher"),
     (
         ["task.name=distillation", "task.distillation={teacher: ./teacher, cache: true}"],
         "task.distillation.cache",
-        "Write `task.distillation.top_k: 64`",
+        "Set `task.distillation.top_k: 64`",
     ),
     (
         [
@@ -102,18 +110,18 @@ WRONG = [
             "data.train.stream={}",
         ],
         "data.train.stream",
-        "worked out before the first step",
+        "computed before the first step",
     ),
-    (["task.name=seq2seq", "data.over_length=split"], "data.over_length", "learns from whole rows"),
+    (["task.name=seq2seq", "data.over_length=split"], "data.over_length", "needs whole rows"),
     (
         ["task.name=seq2seq", "data.max_length=64", "data.batching={by: tokens, tokens: 100}"],
         "data.batching.tokens",
-        "the longest source and the longest target are",
+        "the longest source and the longest target have",
     ),
     (
         ["task.name=masked_lm", "task.masked_lm={random_fraction: 0.6, kept_fraction: 0.6}"],
         "task.masked_lm.random_fraction",
-        "with `kept_fraction` it is more than 1",
+        "together with `kept_fraction` it exceeds 1",
     ),
     (["task.name=text_classification", "task.classification.labels=[a, a]"], "task.classification.labels", "twice"),
     (
@@ -129,12 +137,12 @@ WRONG = [
     (
         ["task.name=text_classification", "task.classification.labels=[a]"],
         "task.classification.labels",
-        "one class alone is nothing to find out",
+        "a single class cannot be classified",
     ),
     (
         ["task.name=text_classification", "data.over_length=split"],
         "data.over_length",
-        "learns from whole rows. Write `truncate` or `drop`",
+        "needs whole rows. Write `truncate` or `drop`",
     ),
     (
         ["task.name=preference", "data.batching={by: packs}"],
@@ -145,32 +153,32 @@ WRONG = [
     (
         [*IMAGES, "data.images={crop_scale: [0.1, 1.0], crop_padding: 4}"],
         "data.images.crop_padding",
-        "cut by `data.images.crop_scale` already",
+        "already set by `data.images.crop_scale`",
     ),
     ([*IMAGES, "data.images.crop_scale=[1.0, 0.1]"], "data.images.crop_scale", "Write `[0.1, 1.0]`"),
     (
         [*IMAGES, "data.images.size=32", "model.image_processor={size: 64}"],
         "data.images.size",
-        "is in `model.image_processor.size` already",
+        "already set by `model.image_processor.size`",
     ),
     ([*IMAGES, "data.images.cutmix=1.0", "data.train.stream={}"], "data.images.cutmix", "`data.train` is a stream"),
     (
         [*IMAGES, "model.batch_norm=3", "train.microbatch_size=4", "train.global_batch_size=8"],
         "model.batch_norm",
-        "a microbatch of 4 holds no whole groups of 3. Write a number that divides 4",
+        "a microbatch of 4 is not a multiple of 3. Write a number that divides 4",
     ),
     ([*IMAGES, "model.batch_norm=4", "model.lora={}"], "model.batch_norm", "Write `frozen`"),
-    (["task.name=vision_language_sft", "data.over_length=truncate"], "data.over_length", "go through an image"),
+    (["task.name=vision_language_sft", "data.over_length=truncate"], "data.over_length", "cut through an image"),
     (["task.name=vision_language_sft", "data.over_length=split"], "data.over_length", "Write `drop`"),
     (
         ["task.name=vision_language_sft", "model.tokenizer={train: {}}"],
         "model.tokenizer.train",
-        "a tokenizer alone reads no images",
+        "a tokenizer alone cannot process images",
     ),
-    (["model.lora={}", "model.ia3={}"], "model.ia3", "there are adapters in `model.lora` already"),
-    (["model.quantization={}"], "model.quantization", "weights in few bits cannot learn"),
+    (["model.lora={}", "model.ia3={}"], "model.ia3", "adapters are already configured by `model.lora`"),
+    (["model.quantization={}"], "model.quantization", "quantized weights cannot be trained"),
     (["model.compile=full", "train.embedding_noise=5.0"], "model.compile", "Write `regional`"),
-    ([*IMAGES, "model.compile=regional", "model.batch_norm=4"], "model.compile", "keep sums from batch to batch"),
+    ([*IMAGES, "model.compile=regional", "model.batch_norm=4"], "model.compile", "keep sums between batches"),
 ]
 
 
@@ -185,10 +193,10 @@ STREAM = "data.train={path: rows.jsonl, format: preference, stream: {}}"
 ROBUST = "task.preference={loss: robust, label_smoothing: 0.1}"
 
 WRONG_preference_rules = [
-    ([PAIRS, "task.preference.loss=robust"], "task.preference.label_smoothing", "without it `robust` is `sigmoid`"),
-    ([JUDGED], "data.train.format", "only `task.preference.loss: kto` learns from single answers"),
-    ([STREAM], "data.train.stream", "the reference's log-probabilities are worked out before the first step"),
-    ([PAIRS, "data.over_length=split"], "data.over_length", "learns from whole rows"),
+    ([PAIRS, "task.preference.loss=robust"], "task.preference.label_smoothing", "`robust` without it is `sigmoid`"),
+    ([JUDGED], "data.train.format", "only `task.preference.loss: kto` trains on single answers"),
+    ([STREAM], "data.train.stream", "the reference model's log-probabilities are computed before the first step"),
+    ([PAIRS, "data.over_length=split"], "data.over_length", "needs whole rows"),
     ([PAIRS, "data.batching={by: packs}"], "data.batching.by", "pads its samples"),
 ]
 

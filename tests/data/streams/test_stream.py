@@ -183,6 +183,7 @@ def test_every_pass_has_every_row_and_the_disk_holds_a_few_windows(streams):
     assert again.fingerprint == pool.fingerprint
 
 
+@pytest.mark.full
 def test_a_bucket_is_streamed(streams, bucket):
     storage = fsspec.filesystem("s3")
     for number in range(2):
@@ -338,6 +339,7 @@ def test_a_window_that_is_damaged_is_set_aside_and_prepared_again(streams):
     assert "data.train: 1 of its windows or records were damaged" in "\n".join(streams.said)
 
 
+@pytest.mark.full
 def test_a_record_that_is_damaged_is_made_again_with_its_window(streams):
     first = streams.open(shuffle=False)
     texts, ids = texts_of(first, 0, 7), first.order.samples(0, 7)

@@ -65,6 +65,7 @@ def turns(number):
     return {"messages": said}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", TOO_MUCH)
 def test_a_template_of_the_job_that_takes_too_much_is_named(tmp_path, kind):
     written, reason = TOO_MUCH[kind]

@@ -80,9 +80,9 @@ def test_the_gradient_reaches_the_first_adapter_through_recomputed_layers(from_c
     [
         (
             {"target_modules": ("q_proj", "v_prj")},
-            r"target_modules: no module is called `v_prj`\. Did you mean `v_proj`",
+            r"target_modules: no module is named `v_prj`\. Did you mean `v_proj`",
         ),
-        ({"modules_to_save": ("head",)}, r"modules_to_save: no module is called `head`"),
+        ({"modules_to_save": ("head",)}, r"modules_to_save: no module is named `head`"),
         ({"target_modules": ("mlp",)}, r"Modules that can be named: down_proj, embed_tokens, gate_proj"),
     ],
 )
@@ -103,7 +103,7 @@ def test_freeze_takes_patterns_and_counts_a_tied_weight_once(from_config, build)
 
 
 def test_freeze_refuses_a_pattern_without_a_match_and_a_model_without_a_learner(from_config, build):
-    with pytest.raises(ModelError, match=r"no parameter is called `model\.layer\.0\.\*`\..* `model\.layers\.0"):
+    with pytest.raises(ModelError, match=r"no parameter matches `model\.layer\.0\.\*`\..* `model\.layers\.0"):
         freeze(build(from_config()), ["model.layer.0.*"])
     with pytest.raises(ModelError, match="freeze every parameter"):
         freeze(build(from_config()), ["*"])

@@ -4,7 +4,8 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from finetune.model.loading.initialize import as_cpu_float32, initialize_weights, skip_weight_init
+from finetune.model.loading.initialize import as_cpu_float32, initialize_weights
+from finetune.model.upstream import skip_weight_init
 from finetune.runtime.parameters import InitContext
 
 

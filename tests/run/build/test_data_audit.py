@@ -59,6 +59,7 @@ def audited(folder, path, source, *, max_length, over_length, cache):
     return {**source["counts"], "duplicates": source["duplicates"]}, AutoTokenizer.from_pretrained(folder / "tokenizer")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("path", "source", "turns_of", "max_length", "over_length"),
     [

@@ -36,7 +36,7 @@ task: {name: preference, preference: {beta: 0.5}}
 train: {global_batch_size: 4, microbatch_size: 2, steps: 4, learning_rate: 1e-2}
 evaluate: {}
 checkpoint: {every_steps: 2}
-report: {console: plain}
+report: {console: plain, log_every_steps: 1}
 """
 
 

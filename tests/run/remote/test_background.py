@@ -90,7 +90,7 @@ def test_only_rank_0_of_a_run_at_a_url_uploads(job, monkeypatch):
     there = with_local_folder(load_config(job, ["run.folder=memory://runs/first"]))
     assert isinstance(make_uploader(here), NullUploader)
     assert isinstance(make_uploader(there), BackgroundUploader)
-    monkeypatch.setattr(mirrors.ranks, "is_main", lambda: False)
+    monkeypatch.setattr(mirrors.distributed, "is_main", lambda: False)
     assert isinstance(make_uploader(there), NullUploader)
     reporter = Told()
     with NullUploader() as nobody:

@@ -47,7 +47,7 @@ def test_a_run_is_its_maths_and_the_digests_of_its_rows_and_tokenizer(facts):
 
 def test_where_it_comes_from_is_remembered_apart(facts):
     assert facts().origin == {"strategy": "ddp", "processes": "1"}
-    assert facts().settings["report.log_every_steps"] == "1"
+    assert facts().settings["report.log_every_steps"] == "10"
 
 
 def test_frozen_weights_of_the_hub_are_told_by_their_commit(facts):

@@ -59,6 +59,7 @@ def base(tmp_path):
     return tmp_path / "base"
 
 
+@pytest.mark.full
 @pytest.mark.distributed
 def test_an_adapter_goes_on_only_on_the_weights_that_it_was_trained_on(launch, base, tmp_path):
     def start(place, *overrides):
@@ -73,8 +74,8 @@ def test_an_adapter_goes_on_only_on_the_weights_that_it_was_trained_on(launch, b
     weights.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
     refused = start(base, "train.learning_rate=2e-2")
     assert refused.code == 2
-    assert "train.learning_rate: 0.01 there, 0.02 here" in refused.output
-    assert "base weights cannot be changed: what was learnt so far was learnt on top of the others." in refused.output
+    assert "train.learning_rate: 0.01 in the checkpoint, 0.02 in this run" in refused.output
+    assert "base weights cannot be changed: the training so far was on top of the others." in refused.output
 
     weights.write_bytes(whole)
     moved = base.rename(tmp_path / "moved")
@@ -83,6 +84,6 @@ def test_an_adapter_goes_on_only_on_the_weights_that_it_was_trained_on(launch, b
     assert went_on.code == 0, went_on.output
     assert f'allow_changes says: model.name "{base}" -> "{moved}", train.learning_rate 0.01 -> 0.02' in went_on.output
     assert "report.log_every_steps 1 -> 2" in went_on.output
-    assert "nothing to allow, as in the checkpoint: train.steps" in went_on.output
+    assert "has no effect, unchanged since the checkpoint: train.steps" in went_on.output
     assert "restored: parameters, optimizer state and step" in went_on.output
     assert [event["step"] for event in went_on.events("StepTaken")] == list(range(1, 9))

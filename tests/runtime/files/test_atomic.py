@@ -15,9 +15,9 @@ from finetune.runtime.files.atomic import REPLACED_SUFFIX, SUFFIX, build_once, r
 KILLED_WHILE_IT_WRITES = """
 import os, signal, sys
 from pathlib import Path
-from finetune.runtime import files
+from finetune.runtime.files import atomic
 os.fsync = lambda descriptor: os.kill(os.getpid(), signal.SIGKILL)
-files.write_json(Path(sys.argv[1]) / "status.json", {"state": "running"})
+atomic.write_json(Path(sys.argv[1]) / "status.json", {"state": "running"})
 """
 
 

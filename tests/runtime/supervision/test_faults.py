@@ -3,6 +3,7 @@
 import errno
 
 import pytest
+import torch
 
 from finetune.errors import UserError
 from finetune.runtime.supervision.faults import VARIABLE, Fault, read_faults
@@ -22,13 +23,18 @@ def test_what_is_no_fault_is_refused_with_the_words_that_exist(written):
 
 def test_without_the_variable_nothing_happens_but_the_point_is_remembered(monkeypatch):
     monkeypatch.delenv(VARIABLE, raising=False)
-    assert fault_point("forward", step=4) is False
+    fault_point("forward", step=4)
     assert (last_heartbeat().point, last_heartbeat().step) == ("forward", 4)
 
 
 def test_a_fault_strikes_once_at_its_step(monkeypatch):
     monkeypatch.setenv(VARIABLE, "forward step=5 do=nan")
-    assert [fault_point("forward", step=step) for step in (4, 5, 5)] == [False, True, False]
+    weight = torch.ones((), requires_grad=True)
+    losses = [weight * 2.0 for _ in range(3)]
+    for step, loss in zip((4, 5, 5), losses, strict=True):
+        fault_point("forward", step=step, tensor=loss)
+    assert [loss.isnan().item() for loss in losses] == [False, True, False]
+    assert [torch.autograd.grad(loss, weight)[0].isnan().item() for loss in losses] == [False, True, False]
 
 
 def test_another_rank_is_left_alone(monkeypatch):

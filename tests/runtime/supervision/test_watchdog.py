@@ -68,7 +68,7 @@ def test_where_another_rank_has_failed_the_signal_is_only_the_launchers_answer(w
     watched.others.claim_exit(exit_from_error(ValueError("broken"), rank=1))
     watched.note.note(signal.SIGTERM, None)
     assert watched.code() == 1
-    assert capsys.readouterr().err == "rank 0 ends because rank 1 failed first: ValueError: broken\n"
+    assert capsys.readouterr().err == "rank 0 exits because rank 1 failed: ValueError: broken\n"
 
 
 def test_a_process_that_has_vanished_is_lost_contact(watched, capsys):
@@ -82,7 +82,7 @@ def test_nothing_moving_for_too_long_is_a_hang_with_stacks(watched, tmp_path, ca
     heartbeat.fault_point("forward", step=4)
     watched.dog.detect_hangs(1e-9)
     assert watched.code() == 1
-    assert "nothing has moved for 0 s (run.hang_after_seconds). No report came from rank 1." in capsys.readouterr().err
+    assert "no progress for 0 s (run.hang_after_seconds). No report came from rank 1." in capsys.readouterr().err
     assert json.loads((tmp_path / "hang" / "rank-00000.json").read_text())["step"] == 4
     assert json.loads((tmp_path / "status.json").read_text())["error"]["type"] == "Hang"
 

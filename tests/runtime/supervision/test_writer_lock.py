@@ -7,8 +7,9 @@ import sys
 import pytest
 
 from finetune.errors import UserError
-from finetune.runtime.supervision import hang, status, writer_lock
-from finetune.runtime.supervision.writer_lock import FILES, FOLDERS, lock_run_folder, require_free_names
+from finetune.runtime.run_folder import FOLDERS, HANG_FOLDER
+from finetune.runtime.supervision import status, writer_lock
+from finetune.runtime.supervision.writer_lock import FILES, lock_run_folder, require_free_names
 
 MAKE = {
     "is a folder and not a file": lambda path: path.mkdir(),
@@ -44,7 +45,7 @@ def test_what_a_run_has_written_and_links_to_it_are_as_they_should_be(tmp_path):
 
 def test_all_names_are_those_that_are_written():
     assert {writer_lock.LOCK, status.STATUS_FILE, status._LOCK, "STOP"} <= {*writer_lock.FILES}
-    assert hang.FOLDER in writer_lock.FOLDERS
+    assert HANG_FOLDER in FOLDERS
 
 
 def test_a_run_folder_below_a_file_is_told_with_the_file(tmp_path):
@@ -65,8 +66,8 @@ def test_a_folder_that_cannot_be_written_is_told(tmp_path, monkeypatch):
 HOLDER = """
 import os, sys
 from pathlib import Path
-from finetune.runtime.supervision.writer_lock import claimed
-with claimed(Path(sys.argv[1]), log=print):
+from finetune.runtime.supervision.writer_lock import lock_run_folder
+with lock_run_folder(Path(sys.argv[1]), log=print):
     child = os.fork()  # as a data loader's process: it outlives its parent and must not keep the folder
     if child == 0:
         os.close(1)

@@ -8,8 +8,8 @@ ROOT = Path(__file__).parents[3]
 STORY = """
 import logging, os, warnings
 import transformers
-from finetune.runtime.text.library_output import quieten
-quieten(is_main={is_main})
+from finetune.runtime.text.library_output import quiet_libraries
+quiet_libraries(is_main={is_main})
 logging.getLogger("transformers.models").warning("a warning of a library")
 warnings.warn("a warning of Python")
 logging.getLogger("transformers.models").error("an error of a library")
@@ -21,7 +21,7 @@ print("bars", transformers.utils.logging.is_progress_bar_enabled(), os.environ.g
 
 
 def said(*, is_main: bool) -> str:
-    """Return what a process says after quieten, in its own interpreter as logging is global."""
+    """Return what a process says after quiet_libraries, in its own interpreter as logging is global."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "TRANSFORMERS_"))}
     done = subprocess.run(
         [sys.executable, "-c", STORY.format(is_main=is_main)],

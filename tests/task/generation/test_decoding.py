@@ -1,88 +1,97 @@
-"""Greedy answers equal those of transformers, with and without a cache, and ranks keep in step."""
-
-from types import SimpleNamespace
+"""Answers are greedy, whatever wraps the model and whatever its own generation settings say."""
 
 import pytest
 import torch
 from torch import nn
+from transformers import GenerationConfig
 
+from finetune.errors import ModelError
 from finetune.task.generation.decoding import generate
+from finetune.task.protocol import GenerationPrompt
+from tests.task.lm_loss.test_at_targets import CAUSAL, OTHERS
+from tests.task.lm_loss.test_at_targets import made as small_model
 
-PROMPTS = [(5, 17, 200, 31), (7,), (90, 91, 92, 93, 94, 95, 96, 97)]
+PROMPTS = [(5, 17, 100, 31), (7,), (90, 91, 92, 93, 94, 95, 96, 97)]
 PAD = 0
 
 
-def answer(model, prompts=PROMPTS, *, stop_ids=frozenset(), max_new_tokens=12, all_finished=bool):
+def answer(model, prompts=PROMPTS, *, stop_ids=frozenset(), max_new_tokens=12):
     return generate(
         model,
-        prompts,
+        [GenerationPrompt(input_ids=prompt, reference_ids=()) for prompt in prompts],
         pad_id=PAD,
         stop_ids=frozenset(stop_ids),
         max_new_tokens=max_new_tokens,
         device=torch.device("cpu"),
-        all_finished=all_finished,
     )
 
 
-def theirs(model, prompt, *, max_new_tokens=12, eos=None):
-    ids = torch.tensor([prompt])
-    options = {"do_sample": False, "max_new_tokens": max_new_tokens, "eos_token_id": eos, "pad_token_id": PAD}
-    out = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
-    return out[0, len(prompt) :].tolist()
+@torch.no_grad()
+def likeliest_tokens(model, prompt, *, num_tokens=12):
+    """Return the tokens by reading everything again for each of them, one prompt alone and without a cache."""
+    is_pair, tokens = model.config.is_encoder_decoder, []
+    start = model.config.decoder_start_token_id if is_pair else None
+    for _ in range(num_tokens):
+        source = torch.tensor([prompt if is_pair else [*prompt, *tokens]])
+        target = {"decoder_input_ids": torch.tensor([[start, *tokens]])} if is_pair else {}
+        tokens.append(int(model(input_ids=source, use_cache=False, **target).logits[0, -1].argmax()))
+    return tokens
 
 
-def test_answers_are_those_of_transformers(model):
-    ours = answer(model)
-    assert ours == [theirs(model, prompt) for prompt in PROMPTS]
-    assert len({token for row in ours for token in row}) > 5
+@pytest.mark.parametrize("name", [*CAUSAL, "t5", "bart"])
+def test_answers_of_a_batch_are_the_likeliest_tokens_of_each_prompt(name):
+    model = small_model(name)
+    assert name in {**CAUSAL, **OTHERS}
+    assert answer(model) == [likeliest_tokens(model, prompt) for prompt in PROMPTS]
+    assert len({token for row in answer(model) for token in row}) > 1
 
 
 def test_an_answer_ends_with_its_stop_token(model):
     free = answer(model)
     stop = free[0][3]
-    assert answer(model, stop_ids={stop}) == [theirs(model, prompt, eos=stop) for prompt in PROMPTS]
-    assert answer(model, PROMPTS[:1], stop_ids={stop})[0] == free[0][: free[0].index(stop) + 1]
+    wanted = [row[: row.index(stop) + 1] if stop in row else row for row in free]
+    assert answer(model, stop_ids={stop}) == wanted
+    assert len(wanted[0]) < len(free[0])
 
 
 class Wrapper(nn.Module):
-    """Hides the cache, as a model without one would, inside a wrapper such as DDP has."""
+    """Counts the forward passes that go through it, as DDP, an engine or peft's model wrap another one."""
 
     def __init__(self, module):
         super().__init__()
         self.module = module
-        self.lengths = []
+        self.num_forwards = 0
 
     def forward(self, *args, **kwargs):
-        self.lengths.append(kwargs["input_ids"].shape[1])
-        return SimpleNamespace(logits=self.module(*args, **kwargs).logits)
+        self.num_forwards += 1
+        return self.module(*args, **kwargs)
 
 
-def test_without_a_cache_the_whole_text_is_read_again(model):
+@pytest.mark.parametrize(("name", "num_forwards"), [("llama", 12), ("t5", 13)])
+def test_every_forward_pass_goes_through_the_wrapper(name, num_forwards):
+    model = small_model(name)
     wrapped = Wrapper(model)
     assert answer(wrapped) == answer(model)
-    assert wrapped.lengths == list(range(8, 20))
+    assert wrapped.num_forwards == num_forwards  # an encoder is run once more by itself
+    assert "forward" not in vars(model)
 
 
-def test_every_rank_goes_on_until_all_have_finished(model):
-    stop = answer(model, PROMPTS[:1])[0][0]
-    local, forwards = [], Wrapper(model)
-
-    def others_take_five(is_finished):
-        local.append(is_finished)
-        return is_finished and len(local) >= 5
-
-    assert answer(forwards, PROMPTS[:1], stop_ids={stop}, all_finished=others_take_five) == [[stop]]
-    assert local == [True] * 5
-    assert len(forwards.lengths) == 5
-
-
-def test_a_rank_without_prompts_takes_part_and_answers_nothing(model):
-    forwards = Wrapper(model)
-    steps = iter([False, False, True])
-    assert answer(forwards, [], all_finished=lambda is_finished: is_finished and next(steps)) == []
-    assert len(forwards.lengths) == 3
+def test_the_models_own_generation_settings_do_not_count_and_are_kept(model):
+    wanted = answer(model)
+    own = GenerationConfig(repetition_penalty=5.0, do_sample=True, temperature=9.0, suppress_tokens=[wanted[0][0]])
+    before, model.generation_config = model.generation_config, own
+    try:
+        assert answer(model) == wanted
+        assert model.generation_config is own
+    finally:
+        model.generation_config = before
 
 
 @pytest.mark.parametrize("max_new_tokens", [0, 1])
 def test_the_limit_is_kept(model, max_new_tokens):
     assert [len(row) for row in answer(model, max_new_tokens=max_new_tokens)] == [max_new_tokens] * 3
+
+
+def test_a_model_that_cannot_generate_is_refused():
+    with pytest.raises(ModelError, match="Linear cannot generate text"):
+        answer(nn.Linear(2, 2))

@@ -13,7 +13,7 @@ from finetune.data.features import Features
 from finetune.task.lm_loss import chunked_loss, target_loss
 from finetune.task.lm_loss.at_targets import logits_at_targets
 from finetune.task.lm_loss.head import LmHead, find_lm_head
-from finetune.task.lm_loss.logit_transform import HeadOutput, LogitTransform, find_logit_transform
+from finetune.task.lm_loss.logit_transform import LogitTransform, find_logit_transform, is_rowwise
 from finetune.task.lm_loss.target_loss import TargetLoss, log_probabilities_at_targets
 from finetune.task.lm_loss.token_loss import TokenLoss
 from finetune.task.model_inputs import collate_padded, collate_padding_free, forward_logits
@@ -107,7 +107,7 @@ def assert_same(one, other):
 @pytest.mark.parametrize("name", CAUSAL)
 def test_losses_and_gradients_are_those_of_all_logits(name, loss):
     model = made(name)
-    assert find_lm_head(model).finish is not None
+    assert find_lm_head(model).transform is not None
     for batch in (collate_padded(samples(9, 4, 21), pad_id=0), collate_padded(samples(5, share=1.0), pad_id=0)):
         assert_same(learnt(TargetLoss(loss), model, batch), learnt(TargetLoss(loss, "plain"), model, batch))
 
@@ -126,7 +126,9 @@ def test_they_are_so_in_other_models_too(name, loss):
     if name != "bert":
         inputs["decoder_input_ids"] = batch.inputs["input_ids"]
     assert_same(learnt(TargetLoss(loss), model, batch, inputs), learnt(TargetLoss(loss, "plain"), model, batch, inputs))
-    assert (find_lm_head(model).finish is None) == (name == "bart")  # to whose logits a bias is added: they are picked
+    assert (find_lm_head(model).transform is None) == (
+        name == "bart"
+    )  # to whose logits a bias is added: they are picked
 
 
 @pytest.mark.parametrize("modules", [["q_proj"], ["q_proj", "lm_head"]])
@@ -249,16 +251,33 @@ def test_where_logits_are_few_all_of_them_are_made(monkeypatch):
     assert_same(few, learnt(TargetLoss(PLAIN, "chunked"), model, batch))
 
 
-def test_what_becomes_of_a_heads_output_is_found_out_on_the_model_in_hand():
-    found = {
-        name: find_logit_transform(model := made(name), model.get_output_embeddings()) for name in (*CAUSAL, *OTHERS)
-    }
-    assert found["gemma2"].finish == LogitTransform(soft_cap=pytest.approx(3.0))
-    assert found["granite"].finish == LogitTransform(scale=pytest.approx(1 / 6))
-    assert found["cohere"].finish == LogitTransform(scale=pytest.approx(0.3))
-    assert found["bart"] == HeadOutput(None, keeps_rows=True)  # a bias is added to each row
+def test_the_transform_of_a_heads_output_is_read_from_the_config_and_confirmed_by_the_forward():
+    models = {name: made(name) for name in (*CAUSAL, *OTHERS)}
+    found = {name: find_logit_transform(model, model.get_output_embeddings()) for name, model in models.items()}
+    assert found["gemma2"] == LogitTransform(soft_cap=3.0)
+    assert found["granite"] == LogitTransform(scale=1 / 6)
+    assert found["cohere"] == LogitTransform(scale=0.3)
+    assert found["bart"] is None  # a bias is added to each row
+    assert is_rowwise(models["bart"], models["bart"].get_output_embeddings())
     others = set(found) - {"gemma2", "granite", "cohere", "bart"}
-    assert {found[name].finish for name in others} == {LogitTransform()}
+    assert {found[name] for name in others} == {LogitTransform()}
+
+
+def test_a_transform_that_the_config_does_not_name_is_not_guessed():
+    named = made("cohere")
+    named.logit_scale = 0.7
+    assert find_logit_transform(named, named.lm_head) is None
+    assert find_lm_head(named).transform is None and find_lm_head(named).is_rowwise
+
+
+def test_the_class_that_fsdp2_makes_of_a_model_is_not_constructed_again():
+    class Sharded(hf.LlamaForCausalLM):
+        def __new__(cls, *values, **named):
+            raise AssertionError("constructed")
+
+    model = made("llama")
+    model.__class__ = Sharded
+    assert find_logit_transform(model, model.lm_head) == LogitTransform()
 
 
 def test_a_model_that_does_something_else_with_its_logits_is_asked_for_all_of_them():
@@ -270,7 +289,7 @@ def test_a_model_that_does_something_else_with_its_logits_is_asked_for_all_of_th
 
     torch.manual_seed(0)
     model, batch = Odd(hf.LlamaConfig(**DECODER)), collate_padded(samples(9, 4, 21), pad_id=0)
-    assert find_lm_head(model).finish is None and not find_lm_head(model).keeps_rows
+    assert find_lm_head(model).transform is None and not find_lm_head(model).is_rowwise
     assert_same(learnt(TargetLoss(PLAIN), model, batch), learnt(TargetLoss(PLAIN, "plain"), model, batch))
 
 

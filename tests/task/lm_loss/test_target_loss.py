@@ -23,7 +23,7 @@ def liger_fused_linear_cross_entropy(
 ):  # fmt: skip
     assert accum_dtype == torch.float32
     return functional.cross_entropy(
-        LogitTransform(soft_cap=softcap).of(functional.linear(input, weight, bias)), target, reduction=reduction
+        LogitTransform(soft_cap=softcap).apply(functional.linear(input, weight, bias)), target, reduction=reduction
     )
 
 
@@ -31,7 +31,7 @@ def linear_cross_entropy(
     e, c, targets, ignore_index=-100, softcap=None, reduction="mean", shift=False, filter_eps="high", impl="cce"
 ):  # fmt: skip
     assert filter_eps is None  # gradients are exact
-    return functional.cross_entropy(LogitTransform(soft_cap=softcap).of(e @ c.t()), targets, reduction=reduction)
+    return functional.cross_entropy(LogitTransform(soft_cap=softcap).apply(e @ c.t()), targets, reduction=reduction)
 
 
 @pytest.fixture
@@ -45,13 +45,13 @@ def installed(monkeypatch):
         monkeypatch.setitem(sys.modules, KERNEL_MODULES[name], module)
 
 
-@pytest.mark.parametrize("finish", [LogitTransform(), LogitTransform(scale=0.5, soft_cap=2.0)])
+@pytest.mark.parametrize("transform", [LogitTransform(), LogitTransform(scale=0.5, soft_cap=2.0)])
 @pytest.mark.parametrize(
     ("kernel", "bias"), [(target_loss._liger, BIAS), (target_loss._liger, None), (target_loss._cce, None)]
 )
-def test_a_kernel_is_given_what_makes_the_models_logits(installed, kernel, bias, finish):
-    wanted = functional.cross_entropy(finish.of(functional.linear(ROWS, WEIGHT, bias)), LABELS, reduction="sum")
-    torch.testing.assert_close(kernel(ROWS, WEIGHT, bias, LABELS, finish), wanted)
+def test_a_kernel_is_given_what_makes_the_models_logits(installed, kernel, bias, transform):
+    wanted = functional.cross_entropy(transform.apply(functional.linear(ROWS, WEIGHT, bias)), LABELS, reduction="sum")
+    torch.testing.assert_close(kernel(ROWS, WEIGHT, bias, LABELS, transform), wanted)
 
 
 def test_without_a_gpu_our_own_loss_serves_and_says_so(monkeypatch):

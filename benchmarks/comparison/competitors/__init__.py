@@ -1,0 +1,1 @@
+"""The competitors: each module has `train(name, folder, worker)`, which trains a workload step by step."""

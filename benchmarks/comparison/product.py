@@ -1,0 +1,188 @@
+"""finetune as the comparison runs it: the one module here that uses more of it than its commands."""
+
+import gc
+import json
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from accelerate.state import AcceleratorState, GradientState, PartialState
+
+from finetune.checkpoint.checkpointer import Checkpointer
+from finetune.checkpoint.format.manifest import RunFingerprint
+from finetune.checkpoint.read.checksum_prefetch import ChecksumPrefetch
+from finetune.checkpoint.sharding.access import build_access
+from finetune.config.load import LoadedConfig, load_config
+from finetune.config.sections.checkpoint import CheckpointSection
+from finetune.data.loader import train_loader
+from finetune.report.reporter import NullReporter
+from finetune.report.run_log import RunLog
+from finetune.run.build.data import TrainingData, make_training_data
+from finetune.run.build.evaluator import make_evaluator
+from finetune.run.build.prepared_model import PreparedModel, make_accelerator, prepare_model
+from finetune.run.train import launched_strategy, train_from_config
+from finetune.runtime import distributed
+from finetune.strategy.upstream import gloo_bridge
+from finetune.train import loop, step
+
+PHASES: Mapping[str, str] = {"forward": "forward", "backward": "backward", "update.after": "update"}
+"""Points of a step, and the phases that end there."""
+
+
+@contextmanager
+def observed(
+    *,
+    begin: Callable[[], object],
+    end: Callable[[Any], object] = lambda record: None,
+    phase: Callable[[str], object] = lambda name: None,
+) -> Iterator[None]:
+    """Have every step call `begin` when its data has come, `phase` when a phase ends, and `end` with its record."""
+    of_loop, of_step, take_step = loop.fault_point, step.fault_point, loop.take_step
+
+    def data_point(point: str, **where: Any) -> bool:
+        if point == "data":
+            begin()
+        return of_loop(point, **where)
+
+    def phase_point(point: str, **where: Any) -> bool:
+        if point in PHASES:
+            phase(PHASES[point])
+        return of_step(point, **where)
+
+    def taking(*parts: Any, **named: Any) -> Any:
+        record = take_step(*parts, **named)
+        end(record)
+        return record
+
+    with (
+        patch.object(loop, "fault_point", data_point),
+        patch.object(step, "fault_point", phase_point),
+        patch.object(loop, "take_step", taking),
+    ):
+        yield
+
+
+def train(job: Path, overrides: Sequence[str] = ()) -> None:
+    """Train the job from the start; the process and its group of ranks live on."""
+    loaded = load_config(job, overrides)
+    if distributed.is_main():
+        shutil.rmtree(loaded.config.run.folder, ignore_errors=True)
+    with patch.object(distributed, "shut_down", _stay):
+        code = train_from_config(loaded)
+    if code != 0:
+        raise RuntimeError(f"{job}: exit code {code}")
+    if not distributed.is_distributed():
+        for state in (GradientState, AcceleratorState, PartialState):  # the next job builds its own
+            state._reset_state()
+    gc.collect()
+
+
+def _stay(code: int, **_: object) -> int:
+    """Take the place of `shut_down`: the others are waited for, and the process group stays."""
+    if distributed.is_distributed():
+        torch.distributed.barrier()
+    return code
+
+
+def gloo_for(strategy: str) -> AbstractContextManager[None]:
+    """Return the context in which Accelerate builds FSDP and DeepSpeed on a machine without a GPU."""
+    assert strategy != "ddp", "DDP needs no bridge"
+    return gloo_bridge()
+
+
+@dataclass(frozen=True)
+class Built:
+    """A job whose data is prepared and whose model and optimizer are built, as a run builds them."""
+
+    loaded: LoadedConfig
+    training_data: TrainingData
+    prepared: PreparedModel
+
+    def evaluator(self) -> Callable[[], float]:
+        """Return what evaluates the model as a run does, and returns the mean loss."""
+        evaluator = make_evaluator(
+            self.loaded.config,
+            self.training_data.task,
+            rows=self.training_data.validation_set,
+            model=self.prepared.model,
+            accelerator=self.prepared.accelerator,
+            tokenizer=self.training_data.tokenizer,
+            answer_metrics={},
+            reporter=NullReporter(),
+        )
+        return lambda: evaluator(0)["loss"]
+
+    def checkpointer(
+        self, folder: Path, *, prefetched: ChecksumPrefetch | None = None, is_asynchronous: bool = True
+    ) -> Checkpointer:
+        """Return what saves and finds checkpoints in the folder."""
+        return Checkpointer(
+            folder,
+            section=CheckpointSection(asynchronous=is_asynchronous),
+            access=build_access(self.prepared.accelerator, self.prepared.model, self.prepared.optimizer),
+            run=RunFingerprint({}, {}, {}),
+            log=lambda _: None,
+            ahead=prefetched,
+        )
+
+    def take_step(self) -> None:
+        """Take a step on random tokens, so that there is optimizer state."""
+        prepared = self.prepared
+        tokens = torch.randint(0, 100, (1, 16), device=prepared.accelerator.device)
+        prepared.accelerator.backward(prepared.model(input_ids=tokens, labels=tokens).loss)
+        prepared.optimizer.step()
+        prepared.optimizer.zero_grad()
+
+    def checksum(self) -> float:
+        """Return a number that differs where parameters or optimizer state differ."""
+        inner = getattr(self.prepared.optimizer, "optimizer", self.prepared.optimizer)
+        total = 0.0
+        for parameter in self.prepared.model.parameters():
+            for tensor in (parameter.detach(), *inner.state[parameter].values()):
+                total += float(tensor.double().abs().sum())
+        return total
+
+
+def build(job: Path, overrides: Sequence[str] = ()) -> Built:
+    """Return the job, built. Collective."""
+    loaded, log = load_config(job, overrides), RunLog(is_main=False)
+    config, strategy = loaded.config, launched_strategy(loaded)
+    training_data = make_training_data(config, log)
+    accelerator = make_accelerator(config, strategy)
+    prepared = prepare_model(
+        config, strategy, accelerator=accelerator, training_data=training_data, learning_rate=1e-3, log=log
+    )
+    return Built(loaded, training_data, prepared)
+
+
+def samples_of(job: Path) -> Any:
+    """Return the job's training samples, tokenised and in the order of its file."""
+    return make_training_data(load_config(job).config, RunLog(is_main=True)).training.samples
+
+
+def loaders(job: Path, *, num_steps: int) -> Callable[[int], Any]:
+    """Return what gives the prepared loader of the job's batches from a step on."""
+    loaded = load_config(job, [f"train.steps={num_steps}", "data.shuffle=true"])
+    config, training_data = loaded.config, make_training_data(loaded.config, RunLog(is_main=False))
+    accelerator = make_accelerator(config, launched_strategy(loaded))
+    batches = partial(
+        train_loader,
+        training_data.training,
+        training_data.task.collate,
+        global_batch_size=config.train.global_batch_size,
+        microbatch_size=config.train.microbatch_size,
+        num_steps=num_steps,
+        section=config.data,
+    )
+    return lambda first_step: accelerator.prepare_data_loader(batches(first_step=first_step))
+
+
+def run_folder(folder: Path) -> str:
+    """Return the override that makes the folder the run's."""
+    return f"run.folder={json.dumps(str(folder))}"

@@ -1,0 +1,47 @@
+"""One resume in a process that starts for it: `python -m comparison.resume_worker ours|accelerate JOB FOLDER`.
+
+What is verified is begun as the product's command does it: when the job has been read, before torch is imported.
+"""
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from finetune.config.load import load_config
+from finetune.run.state.preflight import prefetch_checksums
+from finetune.runtime.optional import lazily
+
+with lazily():
+    from comparison import product
+
+
+def ours(job: Path, folder: Path) -> dict[str, Any]:
+    """Return how long it takes to find, verify and load the newest checkpoint, once the model is built."""
+    prefetched = prefetch_checksums(
+        load_config(job, [f"run.folder={json.dumps(str(folder))}"])
+    )  # before torch is imported
+    built = product.build(job)
+    checkpoints = built.checkpointer(folder / "checkpoints", prefetched=prefetched)
+    started, cpu = time.perf_counter(), time.process_time()
+    found = checkpoints.find()
+    assert found is not None, "it has been saved before"
+    checkpoints.load(found)
+    return {**_elapsed(started, cpu), "checksum": built.checksum()}
+
+
+def accelerate(job: Path, folder: Path) -> dict[str, Any]:
+    """Return how long `load_state` takes, which verifies nothing."""
+    built = product.build(job)
+    started, cpu = time.perf_counter(), time.process_time()
+    built.prepared.accelerator.load_state(str(folder / "accelerate"))
+    return {**_elapsed(started, cpu), "checksum": built.checksum()}
+
+
+def _elapsed(started: float, cpu: float) -> dict[str, float]:
+    return {"seconds": time.perf_counter() - started, "cpu_seconds": time.process_time() - cpu}
+
+
+if __name__ == "__main__":
+    print(json.dumps({"ours": ours, "accelerate": accelerate}[sys.argv[1]](Path(sys.argv[2]), Path(sys.argv[3]))))

@@ -1,0 +1,125 @@
+"""Topic 5: two processes, against a DDP loop written by hand and against Trainer driving the same strategy."""
+
+import importlib.util
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from comparison.controller import Controller, StepCosts
+from comparison.jobs import write_job
+from comparison.results import Log, PartResults, Result, Spread, Table
+from comparison.steps import make
+from comparison.workloads import Sizes, Workload
+
+STRATEGIES = ("ddp", "fsdp2", "zero2", "zero3")
+NUM_PROCESSES = 2
+TOLERANCE = 1e-4
+"""Of a step's mean loss, relative: every strategy adds up in another order."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A strategy that has been measured."""
+
+    strategy: str
+    costs: Mapping[str, StepCosts]
+
+    def speed(self, theirs: str) -> Spread:
+        """Return CPU-seconds a step, theirs / ours: how many times as fast ours is."""
+        return Spread.of_ratios(self.costs[theirs].seconds, self.costs["ours"].seconds)
+
+    @property
+    def loss_difference(self) -> float:
+        """Return by how much losses differ at most between the competitors, relative."""
+        columns = list(zip(*(costs.losses for costs in self.costs.values()), strict=True))
+        return float(max((max(losses) - min(losses)) / min(losses) for losses in columns))
+
+
+def measure(folder: Path, *, is_quick: bool, log: Log) -> PartResults:
+    """Return the speed under every strategy."""
+    folder = folder.resolve()
+    workload = Workload(
+        *("two-processes", "two processes, fixed length", (), 5 if is_quick else 30, "fixed"),
+        *(Sizes(4096, 256, 688, 4), 128, 128, 8, 2),
+    )
+    make(folder, [workload], data=folder, seed=0)
+    write_job_of_two(folder / workload.name, workload)
+    missing = [] if importlib.util.find_spec("deepspeed") else ["speed under ZeRO: deepspeed is not installed"]
+    measured = []
+    with Controller(folder, num_processes=NUM_PROCESSES) as controller:
+        controller.start(("bare", "trainer", "ours"))
+        for strategy in STRATEGIES[:2] if missing else STRATEGIES:
+            costs = controller.measure(
+                folder / workload.name,
+                competitors(strategy, is_quick=is_quick),
+                rounds=workload.rounds,
+                warm_up=workload.warm_up,
+                strategy=strategy,
+            )
+            measured.append(Measured(strategy, costs))
+            log(summary(measured[-1]))
+    lengths = (folder / workload.name / "lengths").read_text()
+    record = {each.strategy: {name: costs.record() for name, costs in each.costs.items()} for each in measured}
+    missing += [
+        f"{each.strategy}: losses differ by {each.loss_difference:.1e}, which is too much to compare speeds"
+        for each in measured
+        if each.loss_difference > TOLERANCE
+    ]
+    return PartResults([result(each, lengths) for each in measured], [table(measured, lengths)], record, missing)
+
+
+def competitors(strategy: str, *, is_quick: bool) -> tuple[str, ...]:
+    """Return who takes part: Trainer's DDP has no threshold and is left out of the quick run."""
+    if strategy != "ddp":
+        return ("trainer", "ours")
+    return ("bare", "ours") if is_quick else ("bare", "trainer", "ours")
+
+
+def write_job_of_two(folder: Path, workload: Workload) -> Path:
+    """Write the product's job for two processes and return its path; each takes one microbatch a step."""
+    text = write_job(folder, workload).read_text()
+    whole, share = f"microbatch_size: {workload.batch}", f"microbatch_size: {workload.batch // NUM_PROCESSES}"
+    assert whole in text, text
+    path = folder / "two-processes.yaml"
+    path.write_text(text.replace(whole, share))
+    return path
+
+
+def result(measured: Measured, lengths: str) -> Result:
+    """Return the strategy's speed beside its threshold."""
+    what, theirs, threshold = f"{measured.strategy}: speed, ours / Trainer driving it", "trainer", 1.0
+    if measured.strategy == "ddp":
+        what, theirs, threshold = "ddp: speed, ours / hand-written DDP", "bare", 0.98
+    note = f"CPU-seconds of both ranks; {lengths}"
+    return Result(5, what, measured.speed(theirs), threshold, "higher", note=note)
+
+
+def table(measured: Sequence[Measured], lengths: str) -> Table:
+    """Return what everybody's step costs."""
+    rows = [
+        (
+            *(each.strategy, name),
+            *(f"{1000 * Spread.of(values).median:.1f}" for values in (costs.seconds, costs.wall_seconds)),
+            "" if name == "ours" else str(each.speed(name)),
+            f"{each.loss_difference:.1e}",
+        )
+        for each in measured
+        for name, costs in each.costs.items()
+    ]
+    header = (
+        "strategy",
+        "competitor",
+        "CPU-ms a step, both ranks",
+        "wall ms",
+        "speed, ours / theirs",
+        "losses differ by",
+    )
+    load = f"load of the machine: {os.getloadavg()[0]:.1f}; wall counts only on an idle one"
+    return Table("Two processes (gloo, one thread each)", header, rows, f"{lengths}; {load}")
+
+
+def summary(measured: Measured) -> str:
+    """Return the strategy in one line."""
+    against = ", ".join(f"{measured.speed(name)} of {name}" for name in measured.costs if name != "ours")
+    return f"{measured.strategy}: speed {against}; losses differ by {measured.loss_difference:.1e}"

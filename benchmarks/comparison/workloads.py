@@ -1,0 +1,141 @@
+"""The workloads: a model, documents of certain lengths, and the competitors that train on them."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+OURS = ("ours equal", "ours", "ours tuned")
+EQUAL = ("bare", "accelerate", "trainer", "trl equal", "ours equal", "ours")
+"""Competitors that take the same samples in the same steps: their losses must agree."""
+
+BEST_OF_TRL = ("trl packing", "trl grouped", "trl padding-free")
+ALL = ("floor", *EQUAL, "trainer grouped", "trl default", *BEST_OF_TRL, "ours tuned")
+
+MIN_DOCUMENTS = 2000
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """A Llama's sizes."""
+
+    vocabulary: int = 8192
+    width: int = 256
+    inner: int = 688
+    layers: int = 6
+
+    def values(self) -> dict[str, Any]:
+        """Return them as transformers' LlamaConfig calls them."""
+        return {
+            "vocab_size": self.vocabulary,
+            "hidden_size": self.width,
+            "intermediate_size": self.inner,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.width // 32,
+            "num_key_value_heads": max(1, self.width // 64),
+            "max_position_embeddings": 2048,
+        }
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What everybody trains on: `length` is the median of a lognormal distribution, or the length of every document."""
+
+    name: str
+    title: str
+    competitors: tuple[str, ...]
+    rounds: int
+    kind: Literal["lognormal", "text", "fixed", "gsm8k"] = "lognormal"
+    sizes: Sizes = field(default_factory=Sizes)
+    length: int = 128
+    max_length: int = 1024
+    batch: int = 8
+    warm_up: int = 3
+    lora: bool = False
+    logs_every: int = 10  # steps; none of the competitors logs more often than another
+
+    @property
+    def is_sft(self) -> bool:
+        """Tell whether a document is a question and an answer, of which only the answer is trained on."""
+        return self.kind in ("lognormal", "gsm8k")
+
+    @property
+    def documents(self) -> int:
+        """Return how many documents there are: enough that sorting and packing find what they find in real data."""
+        return max(self.steps * self.batch, 1 if self.kind == "fixed" else MIN_DOCUMENTS)
+
+    @property
+    def steps(self) -> int:
+        """Return how many steps are taken; the cost of the last is not known, as nothing follows it."""
+        return self.warm_up + self.rounds + 1
+
+    def record(self) -> dict[str, Any]:
+        """Return it as JSON."""
+        return asdict(self)
+
+    @classmethod
+    def of(cls, record: Mapping[str, Any]) -> "Workload":
+        """Return the workload of a record."""
+        return cls(**{**record, "sizes": Sizes(**record["sizes"]), "competitors": tuple(record["competitors"])})
+
+
+SMALL = Sizes(width=128, inner=344, layers=4)
+TINY = Sizes(vocabulary=1024, width=64, inner=172, layers=2)
+
+
+def equivalence() -> Workload:
+    """Return the workload on which the losses are compared before anything is timed."""
+    sizes = Sizes(vocabulary=2048, width=64, inner=172, layers=3)
+    return Workload(
+        "equivalence", "20 steps, losses compared", EQUAL, 20, "gsm8k", sizes, batch=4, warm_up=0, logs_every=1
+    )
+
+
+def memory() -> Workload:
+    """Return the workload of a few steps whose peak memory is measured, in processes that have done nothing else."""
+    few = ("trainer", "trl equal", "ours")
+    return Workload("memory", "peak memory of three steps", few, 1, length=256, warm_up=1)
+
+
+def workloads(*, is_quick: bool) -> tuple[Workload, ...]:
+    """Return what is timed."""
+    return _quick() if is_quick else _full()
+
+
+def _full() -> tuple[Workload, ...]:
+    few = ("floor", "bare", "trainer", "trl equal", "ours", "ours tuned")
+    varying = tuple(name for name in ALL if name not in ("accelerate", "trl default", "ours equal"))
+    return (
+        Workload("lognormal", "lengths lognormal, answers are targets", varying, 25),
+        Workload("gsm8k", "GSM8K, answers are targets", (*varying, "trl default"), 25, "gsm8k", max_length=512),
+        _fixed(("floor", "bare", "accelerate", "trainer", "trl equal", *OURS), 30),
+        _tiny((*EQUAL, "trl default"), 400),
+        Workload("text", "lengths lognormal, all tokens are targets", (*few, "trainer grouped"), 25, "text", batch=4),
+        Workload(
+            "vocabulary", "65,536 words, all tokens are targets", few, 25, "text", Sizes(65536, 128, 344, 2), 64, 512
+        ),
+        Workload("lora", "GSM8K, LoRA of rank 8", few, 25, "gsm8k", max_length=512, batch=4, lora=True),
+    )
+
+
+def _quick() -> tuple[Workload, ...]:
+    """Return smaller models, and fewer workloads, rounds and competitors."""
+    few = ("floor", "bare", "trainer", "trl equal", "ours", "ours tuned")
+    main = (*few, "trainer grouped", "trl grouped", "trl packing")
+    return (
+        Workload(
+            *("lognormal", "lengths lognormal, answers are targets", main, 8, "lognormal", SMALL),
+            batch=6,
+            warm_up=1,
+        ),
+        Workload("gsm8k", "GSM8K, answers are targets", few, 4, "gsm8k", SMALL, max_length=512, warm_up=1),
+        _fixed(("floor", "bare", *OURS), 10),
+        _tiny((*EQUAL, "trl default"), 120),
+    )
+
+
+def _fixed(competitors: tuple[str, ...], rounds: int) -> Workload:
+    return Workload("fixed", "fixed full length", competitors, rounds, "fixed", Sizes(), 256, 256, 2)
+
+
+def _tiny(competitors: tuple[str, ...], rounds: int) -> Workload:
+    return Workload("tiny", "16 tokens a step", competitors, rounds, "fixed", TINY, 16, 16, 1, 30)

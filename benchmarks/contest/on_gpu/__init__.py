@@ -1,1 +1,0 @@
-"""The suite on one GPU: what `benchmarks/gpu.py` measures."""

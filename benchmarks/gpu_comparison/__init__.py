@@ -1,0 +1,1 @@
+"""The comparison on one GPU: what `benchmarks/gpu.py` measures."""

@@ -1,0 +1,114 @@
+"""transformers' Trainer and TRL's SFTTrainer on a GPU, in bf16 as their documentation sets it up."""
+
+from dataclasses import fields
+from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+from comparison.data import padded
+from gpu_comparison.by_hand import LEARNING_RATE, PAD
+from gpu_comparison.cases import LOG_EVERY, Case
+from gpu_comparison.shapes import Shape
+from gpu_comparison.step_timer import StepTimer
+from gpu_comparison.weights import build
+
+
+def train(case: Case, shape: Shape, rows: list[list[int]], timer: StepTimer, *, folder: Path) -> None:
+    """Train the case's steps."""
+    model = build(shape, dtype=case.dtype, device=timer.device, lora=case.lora)
+    make = _trl if case.competitor == "trl" else _trainer
+    trainer = make(case, model, rows, folder=folder, settings=_settings(case, timer.device))
+    trainer.add_callback(Steps(timer))
+    _count(trainer, timer)
+    trainer.train()
+
+
+class Steps(TrainerCallback):  # type: ignore[misc]
+    """Notes where steps begin."""
+
+    def __init__(self, timer: StepTimer) -> None:
+        self._timer = timer
+
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        """Note it."""
+        self._timer.step()
+
+
+class Documents(Dataset[dict[str, Any]]):
+    """Documents as their collators take them."""
+
+    def __init__(self, rows: list[list[int]]) -> None:
+        self._rows = rows
+        self.column_names = ["input_ids", "labels"]
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"input_ids": self._rows[index], "labels": self._rows[index]}
+
+
+def _settings(case: Case, device: torch.device) -> dict[str, Any]:
+    return {
+        "bf16": True,
+        "optim": "adamw_torch_fused",
+        "learning_rate": LEARNING_RATE,
+        "lr_scheduler_type": "constant",
+        "max_steps": case.steps,
+        "per_device_train_batch_size": case.rows,
+        "logging_steps": LOG_EVERY,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "use_cpu": device.type == "cpu",
+        **case.overrides,
+    }
+
+
+def _trainer(case: Case, model: Any, rows: list[list[int]], *, folder: Path, settings: dict[str, Any]) -> Any:
+    del case
+    known = {field.name for field in fields(TrainingArguments)}
+    if "train_sampling_strategy" not in known and settings.pop("train_sampling_strategy", None):
+        settings["group_by_length"] = True  # as transformers called it before
+    arguments = TrainingArguments(output_dir=str(folder / "trainer"), **settings)
+    return Trainer(model, arguments, train_dataset=Documents(rows), data_collator=partial(padded, pad_id=PAD))
+
+
+def _trl(case: Case, model: Any, rows: list[list[int]], *, folder: Path, settings: dict[str, Any]) -> Any:
+    trl, datasets, transformers = (import_module(name) for name in ("trl", "datasets", "transformers"))
+    tokenizer = next(folder.glob("tokenizer-*"))
+    if settings.get("packing"):
+        settings["per_device_train_batch_size"] = 1
+        model.set_attn_implementation(packing_attention())
+    configuration = trl.SFTConfig(
+        output_dir=str(folder / "trl"), max_length=case.length, gradient_checkpointing=False, **settings
+    )
+    return trl.SFTTrainer(
+        model,
+        configuration,
+        train_dataset=datasets.Dataset.from_dict({"input_ids": rows}),
+        processing_class=transformers.AutoTokenizer.from_pretrained(tokenizer, local_files_only=True),
+    )
+
+
+def packing_attention() -> str:
+    """Return the attention that keeps TRL's packs apart: flash where it is installed, else the one that is there."""
+    return "flash_attention_2" if find_spec("flash_attn") and torch.cuda.is_available() else "sdpa"
+
+
+def _count(trainer: Any, timer: StepTimer) -> None:
+    """Have the timer count what each step trains on."""
+    take = trainer.training_step
+
+    def training_step(model: Any, inputs: dict[str, Any], *rest: Any, **named: Any) -> Any:
+        mask = inputs.get("attention_mask")
+        timer.count(inputs["input_ids"].numel() if mask is None else int(mask.sum()))
+        return take(model, inputs, *rest, **named)
+
+    trainer.training_step = training_step

@@ -1,0 +1,115 @@
+"""What is measured of a case's steps: when each began on the device, its phases, memory, and waits for the device."""
+
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from gpu_comparison.cases import PROFILED, TIMED, WARM_UP
+
+WAITS = ("cudaDeviceSynchronize", "cudaStreamSynchronize", "cudaEventSynchronize", "hipDeviceSynchronize")
+"""Calls in which the host waits for the device."""
+BLOCKING = "cudaMemcpy"
+"""A copy that waits; `cudaMemcpyAsync` does not, and where it must, a synchronisation follows it."""
+
+
+@dataclass
+class StepTimer:
+    """Told where each step begins and where its phases end; calls `finish` when it knows enough."""
+
+    device: torch.device
+    finish: Callable[[dict[str, Any]], None]
+    tokens: Counter[int] = field(default_factory=Counter)  # by step
+    facts: dict[str, Any] = field(default_factory=dict)  # whatever else is to stand in the record
+    _marks: list[tuple[int, str, Any]] = field(default_factory=list)
+    _step: int = -1
+    _started: float = field(default_factory=time.perf_counter)
+    _record: dict[str, Any] = field(default_factory=dict)
+    _profile: Any = None
+    _range: Any = None
+
+    def step(self) -> None:
+        """Begin the next step: its data has come."""
+        self._step += 1
+        if self._step == 1:
+            self._record["first_step_seconds"] = self._now() - self._started
+        if self._step == WARM_UP:
+            self._record["warm_up_seconds"] = self._now() - self._started
+            self._reset_memory()
+            self._started = self._now()
+        self.mark("data")
+        if self._step == WARM_UP + TIMED:
+            self._record["seconds"] = self._now() - self._started
+            self._record["peak_bytes"] = self._peak()
+            self._begin_profile()
+        if self._step == WARM_UP + TIMED + PROFILED:
+            self._end_profile()
+            self.finish(self.record())
+
+    def mark(self, phase: str) -> None:
+        """Note that the phase of this step ends here, without waiting for the device."""
+        is_timed = WARM_UP <= self._step < WARM_UP + TIMED
+        if not is_timed and (self._step, phase) != (WARM_UP + TIMED, "data"):
+            return
+        mark: Any = time.perf_counter()
+        if self.device.type == "cuda":
+            mark = torch.cuda.Event(enable_timing=True)
+            mark.record()
+        self._marks.append((self._step, phase, mark))
+
+    def count(self, tokens: int) -> None:
+        """Count tokens of this step that are no padding."""
+        self.tokens[self._step] += tokens
+
+    def record(self) -> dict[str, Any]:
+        """Return what was found, as JSON."""
+        begins = [mark for _, phase, mark in self._marks if phase == "data"]
+        spans = [self._between(one, other) for one, other in pairwise(begins)]
+        timed = [self.tokens[step] for step in range(WARM_UP, WARM_UP + TIMED)]
+        return {**self.facts, **self._record, "step_seconds": spans, "step_tokens": timed, "phases": self._phases()}
+
+    def _phases(self) -> dict[str, float]:
+        """Return the mean seconds of each phase of a step; `data` is what lies between an update and the next batch."""
+        sums: Counter[str] = Counter()
+        for (_, _, one), (_, phase, other) in pairwise(self._marks):
+            sums[phase] += self._between(one, other)  # type: ignore[assignment]
+        return {phase: seconds / TIMED for phase, seconds in sums.items()}
+
+    def _between(self, one: Any, other: Any) -> float:
+        return one.elapsed_time(other) / 1000 if self.device.type == "cuda" else other - one
+
+    def _now(self) -> float:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    def _reset_memory(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+
+    def _peak(self) -> int:
+        return torch.cuda.max_memory_allocated() if self.device.type == "cuda" else 0
+
+    def _begin_profile(self) -> None:
+        kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.device.type == "cuda" else [])]
+        self._profile = profile(activities=kinds)
+        self._profile.start()
+        self._range = record_function("profiled steps")
+        self._range.__enter__()
+
+    def _end_profile(self) -> None:
+        self._range.__exit__(None, None, None)
+        self._profile.stop()
+        events = self._profile.events()
+        profiled = next(event.time_range for event in events if event.name == "profiled steps")
+        inside = [event.name for event in events if profiled.start <= event.time_range.start <= profiled.end]
+        waits = Counter(name for name in inside if name in WAITS or name == BLOCKING)
+        self._record["waits"] = dict(waits)
+        self._record["waits_per_step"] = sum(waits.values()) / PROFILED if self.device.type == "cuda" else None
+        by = "self_device_time_total" if self.device.type == "cuda" else "self_cpu_time_total"
+        self._record["profile"] = self._profile.key_averages().table(sort_by=by, row_limit=14, max_name_column_width=60)

@@ -1,0 +1,77 @@
+"""Models with random weights that are born on the device: drawn on a CPU, 8 billion of them take minutes."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from finetune.model.loading import load
+from finetune.runtime.parameters import InitContext
+from finetune.strategy.ddp import DataParallel
+
+from gpu_comparison.shapes import Shape
+
+SCALE = 0.02
+LORA_RANK, LORA_ALPHA = 16, 32
+
+
+def build(shape: Shape, *, dtype: str, device: torch.device, lora: bool) -> Any:
+    """Return the model for everybody but ours, in training mode; adapters are float32."""
+    config = AutoConfig.for_model(shape.model_type, **shape.values())
+    with born_on(device):
+        model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype), attn_implementation="sdpa")
+    draw(model)
+    model.config.use_cache = False
+    if lora:
+        model = _adapted(model)
+    return model.to(device).train()
+
+
+@contextmanager
+def product_on(device: torch.device) -> Iterator[None]:
+    """Have the product build its model on the device meanwhile, with weights drawn there."""
+    context = InitContext(context=lambda: born_on(device))
+    with (
+        patch.object(DataParallel, "init_context", lambda _: context),
+        patch.object(load, "initialize_weights", lambda model, **_: draw(model)),
+    ):
+        yield
+
+
+@contextmanager
+def born_on(device: torch.device) -> Iterator[None]:
+    """Build modules on the device, and do not draw their weights: `draw` does."""
+    skipped = [name for name in dir(nn.init) if name.endswith("_") and not name.startswith("_")]
+    with torch.device(device) if device.type != "cpu" else nullcontext():
+        originals = {name: getattr(nn.init, name) for name in skipped}
+        for name in skipped:
+            setattr(nn.init, name, _as_it_is)
+        try:
+            yield
+        finally:
+            for name, original in originals.items():
+                setattr(nn.init, name, original)
+
+
+@torch.no_grad()
+def draw(model: nn.Module) -> None:
+    """Fill the weights where they are: matrices at random, the scales of norms with ones, biases with zeros."""
+    for name, parameter in model.named_parameters():
+        if parameter.dim() > 1:
+            parameter.normal_(std=SCALE)
+        else:
+            parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+
+
+def _adapted(model: Any) -> Any:
+    settings = LoraConfig(r=LORA_RANK, lora_alpha=LORA_ALPHA, target_modules="all-linear", task_type="CAUSAL_LM")
+    return get_peft_model(model, settings)
+
+
+def _as_it_is(tensor: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+    return tensor

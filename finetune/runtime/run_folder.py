@@ -1,0 +1,14 @@
+"""The names of the folders in a run's folder."""
+
+CHECKPOINTS_FOLDER = "checkpoints"
+FINAL_FOLDER = "final"
+"""The exported model of a finished run."""
+
+HANG_FOLDER = "hang"
+"""The stacks of all ranks, written when a run hangs."""
+
+INPUTS_FOLDER = "inputs"
+"""Tokenizer, processor and label names, so that a checkpoint can be exported without the data."""
+
+SAMPLES_FOLDER = "samples"
+FOLDERS = (CHECKPOINTS_FOLDER, SAMPLES_FOLDER, INPUTS_FOLDER, FINAL_FOLDER, HANG_FOLDER)

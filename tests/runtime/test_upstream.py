@@ -1,0 +1,165 @@
+"""Locks of killed builds are named and removed, those of others are logged; the hub is not asked in vain."""
+
+import inspect
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+from huggingface_hub import constants
+from torch.utils.file_baton import FileBaton
+
+from finetune.runtime import upstream
+from finetune.runtime.upstream import (
+    ABANDONED,
+    BUILDING,
+    UNKNOWN,
+    BuildLockWatcher,
+    clear_build_locks,
+    inspect_lock,
+    remove_abandoned,
+    without_hub_retries,
+)
+
+OWNER = """
+import sys
+from torch.utils.file_baton import FileBaton
+assert FileBaton(sys.argv[1]).try_acquire()
+print("compiling", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def lock(tmp_path, monkeypatch):
+    """Where a build's lock would be, on a disk of this machine alone."""
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    monkeypatch.setattr(upstream, "_CONTAINER_MARKS", ())
+    (tmp_path / "cpu_adam").mkdir()
+    return tmp_path / "cpu_adam" / "lock"
+
+
+@pytest.fixture(scope="module")
+def owner_of():
+    """Start a process that holds the lock as torch does, and return it."""
+    started = []
+
+    def start(path):
+        program = [sys.executable, "-c", OWNER, str(path)]
+        process = subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        started.append(process)
+        assert process.stdout.readline() == "compiling\n"
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+def test_a_lock_is_held_while_its_owner_lives_and_removed_once_it_was_killed(lock, owner_of):
+    owner, said = owner_of(lock), []
+    assert inspect_lock(lock).state == BUILDING and f"process {owner.pid} (" in inspect_lock(lock).owner
+    clear_build_locks(log=said.append)
+    assert lock.exists() and said == [f"note: {inspect_lock(lock)}"]
+    assert not remove_abandoned(lock, pause=lambda seconds: None)
+    owner.kill()
+    owner.wait()
+    assert inspect_lock(lock).state == ABANDONED
+    clear_build_locks(log=said.append)
+    assert not lock.exists()
+    assert said[1] == f"removed {lock} was left by a build that was killed: every later run would wait for it."
+
+
+def test_a_compiler_that_outlives_its_parent_still_compiles(lock):
+    lock.touch()
+    compiler = subprocess.Popen(["/bin/sleep", "60"], cwd=lock.parent)
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(upstream, "_COMPILERS", ("sleep",))
+            assert inspect_lock(lock).state == BUILDING
+    finally:
+        compiler.kill()
+        compiler.wait()
+    assert inspect_lock(lock).state == ABANDONED
+
+
+@pytest.mark.parametrize("kind", ["nfs4", "fuse.juicefs", "lustre"])
+def test_where_another_machine_may_compile_a_lock_is_named_and_stays(lock, monkeypatch, kind):
+    lock.touch()
+    monkeypatch.setattr(upstream, "_mount", lambda path: (lock.parents[1], kind))
+    said = []
+    clear_build_locks(log=said.append)
+    assert inspect_lock(lock).state == UNKNOWN and lock.exists()
+    assert (
+        said[0].startswith(f"warning: the owner of {lock} is unknown: it is on a {kind} file system")
+        and "delete it" in said[0]
+    )
+
+
+def test_in_a_container_a_volume_may_be_shared(lock, monkeypatch):
+    lock.touch()
+    monkeypatch.setattr(upstream, "_CONTAINER_MARKS", (lock,))
+    monkeypatch.setattr(upstream, "_mount", lambda path: (lock.parents[1], "ext4"))
+    assert "which other containers may share" in inspect_lock(lock).owner
+
+
+def test_a_lock_that_is_taken_anew_between_two_looks_stays(lock):
+    lock.touch()
+
+    def taken_anew(seconds):
+        lock.rename(lock.with_name("old"))
+        lock.touch()
+
+    assert not remove_abandoned(lock, pause=taken_anew)
+    assert lock.exists()
+
+
+def test_a_thread_that_waits_for_a_dead_build_is_set_free_and_one_that_waits_for_a_living_one_is_told(lock, owner_of):
+    owner, said, now = owner_of(lock), [], [0.0]
+    waiting = threading.Thread(target=FileBaton(str(lock), wait_seconds=0.01).wait)
+    watch = BuildLockWatcher(log=said.append, clock=lambda: now[0])
+    watch.look()
+    assert said == []  # the main thread waits for nothing
+    waiting.start()
+    watch._main = waiting.ident
+    until(lambda: upstream.awaited_lock(upstream.innermost_frame(waiting.ident)) == lock)
+    for now[0] in (10.0, 20.0, 45.0):
+        watch.look()
+    assert said == [
+        f"waiting for an extension to be compiled, for {seconds} s so far: {inspect_lock(lock)}" for seconds in (0, 35)
+    ]
+    owner.kill()
+    owner.wait()
+    watch.look()
+    waiting.join(timeout=10)
+    assert not waiting.is_alive() and not lock.exists()
+    assert said[-1].startswith(f"removed {lock}")
+
+
+def until(is_so):
+    deadline = time.monotonic() + 10
+    while not is_so() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert is_so()
+
+
+def test_torch_still_waits_for_a_file_that_a_killed_build_leaves():
+    from torch.utils import cpp_extension
+
+    assert "FileBaton(os.path.join(build_directory, 'lock'))" in inspect.getsource(cpp_extension._jit_compile)
+
+
+def test_the_hub_is_not_asked_for_what_is_local():
+    before = constants.HF_HUB_OFFLINE
+    with pytest.raises(OSError), without_hub_retries(is_local=True):
+        assert constants.HF_HUB_OFFLINE
+        raise OSError
+    assert before == constants.HF_HUB_OFFLINE
+
+
+def test_huggingface_hub_still_fetches_a_list_of_agents_unless_it_is_offline():
+    from huggingface_hub.utils import _detect_agent
+
+    assert "constants.HF_HUB_OFFLINE" in inspect.getsource(_detect_agent)
