@@ -31,7 +31,8 @@ from finetune.config.sections.model import FromConfigSection, ModelSection
 from finetune.errors import FinetuneError, ModelError
 from finetune.model.loading.hub import error_summary, is_local_path, loading_errors, resolve_name
 from finetune.model.loading.pretrained import ADAPTER_CONFIG, load_auto_class
-from finetune.runtime.hub import is_offline, without_hub_retries
+from finetune.runtime.hub import is_offline
+from finetune.runtime.upstream import without_hub_retries
 
 HEADS: Mapping[str, Any] = {
     "causal_lm": AutoModelForCausalLM,

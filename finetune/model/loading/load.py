@@ -38,8 +38,8 @@ from finetune.model.upstream import (
     skip_weight_init,
     unify_tied_embeddings,
 )
-from finetune.runtime.hub import without_hub_retries
 from finetune.runtime.parameters import InitContext
+from finetune.runtime.upstream import without_hub_retries
 
 
 def materialize(model: PreTrainedModel) -> None:

@@ -25,8 +25,9 @@ from finetune.model.loading.pretrained import (
     read_adapter_config,
     without_warnings,
 )
-from finetune.runtime.hub import is_offline, without_hub_retries
+from finetune.runtime.hub import is_offline
 from finetune.runtime.run_folder import FINAL_FOLDER
+from finetune.runtime.upstream import without_hub_retries
 
 BASE_FOLDER = "base"
 CONFIG_FOLDER = "config"

@@ -46,6 +46,7 @@ from finetune.strategy.upstream import (
     prefetch_fsdp2_layers,
     set_zero_bucket_sizes,
 )
+from finetune.task.lm_loss.head import fallback_warning
 from finetune.task.model_inputs import forward_logits, is_padding_free, unwrap_model
 from finetune.task.protocol import Task
 from finetune.train.accelerator import build_accelerator, check_prepared
@@ -96,7 +97,7 @@ def prepare_model(
     _warn(config, log)
     optimizer = _optimizer(config, list_parameters(plain), learning_rate=learning_rate, log=log)
     noise = config.train.embedding_noise
-    before_batch = EmbeddingNoise(plain, alpha=noise).tell if noise else no_op
+    before_batch = EmbeddingNoise(plain, alpha=noise).set_batch if noise else no_op
     _compile(config, strategy, unwrap_model(plain), log=log)
     held = keep_bf16_parameters(accelerator, is_wanted=config.train.optimizer.stochastic_rounding)
     with (
@@ -109,6 +110,8 @@ def prepare_model(
         model, prepared = accelerator.prepare(plain, optimizer)
     check_prepared(model, strategy.expected(), strategy=strategy.name)
     prefetch_fsdp2_layers(accelerator, model)
+    if (warning := fallback_warning(model)) is not None:
+        log(warning)
     if config.train.unfreeze:
         drop_not_yet_unfrozen_from_zero_norm(model)
     return PreparedModel(accelerator, plain, model, prepared, before_batch)
