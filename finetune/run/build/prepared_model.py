@@ -15,7 +15,7 @@ from finetune.checkpoint.sharding.access import build_access
 from finetune.config.rules.model import adapter_of
 from finetune.data.batch import Batch
 from finetune.data.features import Features
-from finetune.model.attention.isolation import check_isolation, require_position_ids
+from finetune.model.attention.implementation import check_isolation, require_position_ids
 from finetune.model.attention.varlen_kernels import missing_kernel_warning
 from finetune.model.compilation import compile_model
 from finetune.model.loading.pretrained import base_mismatch_warning
