@@ -103,9 +103,9 @@ def chat(
     """
     quiet_libraries(is_main=True)
     saved = inspect_model_folder(folder, key="chat", trust_remote_code=trust_remote_code)
-    manner = SamplingParams(max_new_tokens, temperature)
+    sampling = SamplingParams(max_new_tokens, temperature)
     named = _parse_adapters(adapters)
-    speaker = _load_any(saved, manner, adapters=named, trust_remote_code=trust_remote_code)
+    speaker = _load_any(saved, sampling, adapters=named, trust_remote_code=trust_remote_code)
     is_terminal = sys.stdin.isatty()
     if is_terminal:
         print("`exit` ends, `/clear` begins a new conversation, `/help` lists the rest.")
@@ -162,7 +162,7 @@ class ChatModel:
 
     model: Any
     tokenizer: Any
-    manner: SamplingParams
+    sampling: SamplingParams
     adapters: tuple[str, ...] = ()
     adapter: str | None = None  # the one in use; None: the base answers alone
     number: list[int] = field(default_factory=lambda: [0])  # of answers drawn so far
@@ -182,7 +182,7 @@ class ChatModel:
         while limit is not None and len(tokens) + RESERVED_ANSWER_TOKENS > limit and _can_drop_oldest(turns):
             turns = _without_oldest(turns)
             tokens = self._prompt(turns)
-        most = self.manner.max_new_tokens
+        most = self.sampling.max_new_tokens
         room = most if limit is None else max(min(most, limit - len(tokens)), 1)
         self.number[0] += 1
         with self._adapted():
@@ -190,7 +190,7 @@ class ChatModel:
                 self.model,
                 [tokens],
                 [derive_seed("chat", self.number[0])],
-                manner=replace(self.manner, max_new_tokens=room),
+                sampling=replace(self.sampling, max_new_tokens=room),
                 pad_id=self._pad_id(),
                 stop_ids=stop_ids(self.tokenizer),
                 streamer=TextStreamer(self.tokenizer, skip_prompt=not self._is_encoder(), skip_special_tokens=True),
@@ -227,10 +227,10 @@ def load_chat_model(folder: Path, *, max_new_tokens: int = 256) -> ChatModel:
 
 
 def _load_any(
-    saved: SavedModel, manner: SamplingParams, *, adapters: Mapping[str, Path], trust_remote_code: bool
+    saved: SavedModel, sampling: SamplingParams, *, adapters: Mapping[str, Path], trust_remote_code: bool
 ) -> Any:
     if saved.can_generate:
-        return _load(saved, manner, adapters=adapters, trust_remote_code=trust_remote_code)
+        return _load(saved, sampling, adapters=adapters, trust_remote_code=trust_remote_code)
     if saved.head == "sequence_classification":
         if adapters:
             raise UserError("--adapter: a model that classifies has the one it was trained with. Leave it out.")
@@ -242,7 +242,7 @@ def _load_any(
 
 
 def _load(
-    saved: SavedModel, manner: SamplingParams, *, adapters: Mapping[str, Path], trust_remote_code: bool
+    saved: SavedModel, sampling: SamplingParams, *, adapters: Mapping[str, Path], trust_remote_code: bool
 ) -> ChatModel:
     own = {} if saved.adapter is None else {saved.folder.name: saved.folder}
     folders = {**own, **adapters}
@@ -253,7 +253,7 @@ def _load(
     tokenizer = load_saved_processing(place, reads="text", key="chat", trust_remote_code=trust_remote_code).tokenizer
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     first = next(iter(folders), None)
-    return ChatModel(model.to(device or "cpu").eval(), tokenizer, manner, tuple(folders), first)
+    return ChatModel(model.to(device or "cpu").eval(), tokenizer, sampling, tuple(folders), first)
 
 
 def _parse_adapters(adapters: Sequence[str]) -> dict[str, Path]:

@@ -215,5 +215,5 @@ def _run_loop(parts: Parts, progress: Progress, *, watch: Supervision) -> str:
     except NonFiniteError:  # raised on every rank alike, so they can still speak
         report_steps(parts, progress)
         with suppress(CheckpointError):  # what is being written was taken before
-            parts.save.settle()
+            parts.save.wait_for_writes()
         raise

@@ -23,12 +23,12 @@ from finetune.train.optim.optimizers import drop_not_yet_unfrozen
 
 
 class DeferredFiniteCheck:
-    """Flags every step whose gradient is not finite, and all steps after one more of them than is allowed."""
+    """Flags every step whose gradient is not finite, and all steps after more of them than allowed."""
 
     def __init__(self, device: torch.device) -> None:
-        self._num_unread = torch.zeros((), device=device)  # steps left out of which the host knows nothing yet
+        self._num_unread = torch.zeros((), device=device)  # skipped steps of which the host does not know yet
         self._is_on_cpu = device.type == "cpu"
-        self._copy: Tensor | None = None  # of that number, on its way to the host
+        self._copy: Tensor | None = None  # of that number, in flight to the host
         self._arrival: torch.Event | None = None
 
     def flag(self, norm: Tensor, *, num_allowed: int) -> Tensor:
@@ -44,19 +44,19 @@ class DeferredFiniteCheck:
 
     @property
     def has_news(self) -> bool:
-        """Tell whether it has come to the host that a step was left out; never waits, so ranks may differ."""
+        """Tell whether the host has read that a step was skipped; never waits, so ranks may differ."""
         if self._copy is None or (self._arrival is not None and not self._arrival.query()):
             return False
         found, self._copy = bool(self._copy.item()), None
         return found
 
-    def settle(self) -> None:
-        """Begin anew: the host knows of every step by now."""
+    def reset(self) -> None:
+        """Reset the count: the host has read every step by now."""
         self._num_unread.zero_()
         self._copy = None
 
     def _send(self) -> None:
-        """Send the number on its way, unless one is under way already."""
+        """Start a copy to the host, unless one is in flight."""
         if self._copy is not None:
             return
         if self._is_on_cpu:
@@ -68,11 +68,11 @@ class DeferredFiniteCheck:
 
 
 _REPLICATED_TYPES = ("NO", "MULTI_CPU", "MULTI_GPU", "MULTI_NPU", "MULTI_XPU")
-"""Distributed types under which every rank holds each whole gradient when it is clipped."""
+"""Distributed types under which every rank holds whole gradients when they are clipped."""
 
 
 def defers_check_on(device: torch.device) -> bool:
-    """Tell whether it is worth while to read verdicts later: on a CPU there is nothing to wait for."""
+    """Tell whether reading the check later saves a synchronisation: on a CPU there is none."""
     return device.type == "cuda"
 
 
@@ -84,8 +84,8 @@ def is_on_host(tensor: Tensor) -> bool:
 class Update:
     """Takes the gradients of one step from backward pass to weights."""
 
-    nonfinite_effect = "The weights have not been changed by this step."
-    """What is true of a step whose gradient is not finite."""
+    nonfinite_effect = "This step has not changed the weights."
+    """The effect of a step whose gradient is not finite, for the message."""
 
     def __init__(
         self, accelerator: Accelerator, model: nn.Module, optimizer: Any, *, max_gradient_norm: float | None
@@ -112,7 +112,7 @@ class Update:
     def clip(self) -> Tensor:
         """Clip to the global norm and return the norm before clipping, a scalar that is equal on every rank.
 
-        It is of the parameters that learn by now. Collective.
+        It is the norm over the parameters that are unfrozen by now. Collective.
         """
         drop_not_yet_unfrozen(self._optimizer)
         if self._has_whole_gradients:
@@ -125,10 +125,10 @@ class Update:
         return full.detach().float()
 
     def __call__(self, norm: Tensor, *, num_allowed: int) -> bool | None:
-        """Update the weights where the norm is finite, and forget the gradients; tell whether that was done.
+        """Update the weights where the norm is finite, drop the gradients, and tell whether the weights were updated.
 
-        None: it will be known when the norm is read. Until then, a norm that is not finite keeps its own update out
-        and, after `num_allowed` others of which nothing is known, every later one. The norm is of the whole gradient,
+        None: this is known when the norm is read. Until then, a norm that is not finite prevents its own update
+        and, after `num_allowed` unread others, every later one. The norm is of the whole gradient,
         so every rank does the same. DeepSpeed leaves the step out by itself.
         """
         if self.finite_check is not None:
@@ -145,13 +145,13 @@ class Update:
 
     @property
     def has_news(self) -> bool:
-        """Tell whether this rank has come to know of a step that was left out; never waits."""
+        """Tell whether this rank has read a skipped step; never waits."""
         return self.finite_check is not None and self.finite_check.has_news
 
-    def settle(self) -> None:
-        """Take note that every step's norm has been read."""
+    def mark_all_read(self) -> None:
+        """Note that the norm of every step has been read."""
         if self.finite_check is not None:
-            self.finite_check.settle()
+            self.finite_check.reset()
 
     def _clip_whole(self) -> Tensor:
         gradients = [each.grad for each in self._trained if each.grad is not None]
@@ -194,8 +194,8 @@ class UpdateInBackward(Update):
     """Steps the optimizer one parameter at a time; each has a group of its own (`one_group_per_parameter`)."""
 
     nonfinite_effect = (
-        "Where the loss itself is not finite, the weights have not been changed by this step. Otherwise those whose "
-        "gradients came first have been (train.optimizer.in_backward): go on from the last checkpoint."
+        "If the loss itself is not finite, this step has not changed the weights. Otherwise it has changed those whose "
+        "gradients came first (train.optimizer.in_backward): resume from the last checkpoint."
     )
 
     def __init__(self, accelerator: Accelerator, model: nn.Module, optimizer: Any) -> None:
@@ -209,12 +209,12 @@ class UpdateInBackward(Update):
             parameter.register_post_accumulate_grad_hook(self._gradient_hook(group))
 
     def backward(self, loss: Tensor) -> None:
-        """Let every parameter learn from this loss, the whole step's, unless it is not finite."""
+        """Update every parameter from this loss, which is that of the whole step, unless it is not finite."""
         self._note(loss.detach())
         super().backward(loss)
 
     def clip(self) -> Tensor:
-        """Return the norm of the gradient that has been learnt from, a scalar; nothing is clipped."""
+        """Return the norm of the gradient that was applied, a scalar; nothing is clipped."""
         norms = [self._norms[each] for each in self._trained if each in self._norms]
         self._norms.clear()
         found = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros_like(self._is_bad)
@@ -227,13 +227,13 @@ class UpdateInBackward(Update):
             return None
         return math.isfinite(norm.item())
 
-    def settle(self) -> None:
-        """Take note that every step's norm has been read."""
-        super().settle()
+    def mark_all_read(self) -> None:
+        """Note that the norm of every step has been read."""
+        super().mark_all_read()
         self._is_bad.zero_()
 
     def _gradient_hook(self, group: dict[str, Any]) -> Callable[[Tensor], None]:
-        def learn(parameter: Tensor) -> None:
+        def update(parameter: Tensor) -> None:
             if parameter.grad is not None and not group.get(NOT_YET_UNFROZEN):
                 norm = torch.linalg.vector_norm(parameter.grad)
                 self._norms[parameter] = norm
@@ -241,7 +241,7 @@ class UpdateInBackward(Update):
                 self._step(group)
             parameter.grad = None
 
-        return learn
+        return update
 
     def _note(self, number: Tensor) -> None:
         self._is_bad = torch.maximum(self._is_bad, (~torch.isfinite(number)).to(torch.float32))

@@ -110,7 +110,7 @@ def test_an_adapter_is_loaded_on_its_base(final, tmp_path, tokenizer):
 
 
 def test_a_folder_without_a_model_is_named(tmp_path):
-    with pytest.raises(UserError, match="holds no model"):
+    with pytest.raises(UserError, match="contains no model"):
         chat(tmp_path)
     with pytest.raises(UserError, match="does not exist"):
         chat(tmp_path / "nothing")

@@ -98,11 +98,11 @@ def _validation(subject: EvaluationTarget, task: Task, *, log: RunLog) -> Prepar
     tokenizer = processing.tokenizer
     return prepare_set(
         _source(config, log=log),
-        encode=task.encoder,
+        encode=task.samples.encode,
         section=config.data,
         identity=input_identity(processing, task),
         unknown_ids=unknown_ids(tokenizer) if tokenizer is not None else frozenset(),
-        length=task.lengths,
+        length=task.samples.length_limit,
         log=log,
     )
 

@@ -39,15 +39,15 @@ from finetune.runtime.seeds import derive_seed
 def add_adapter(model: PreTrainedModel, adapter: AdapterConfig, context: AdapterContext) -> PeftModel:
     """Return the model with a frozen base and float32 adapters.
 
-    Their values depend on the seed and module names alone, for `pissa`, `olora` and `loftq` on the base's weights too,
-    and for a path on what is saved there. At first they change nothing, except learnt prompts and a saved adapter.
-    Raises ModelError for what this model cannot have. Collective under ZeRO-3.
+    Their values depend only on the seed and module names, for `pissa`, `olora` and `loftq` also on the base's weights,
+    and for a path on what is saved there. Initially they change nothing, except learned prompts and a saved adapter.
+    Raises ModelError for what this model does not support. Collective under ZeRO-3.
     """
     kind = _METHODS[_method_of(adapter)]
     try:
         config = kind.config(model, adapter, context)
         adapted = get_peft_model(model, config, adapter_name=ADAPTER_NAME, revision=context.revision)
-    except (ValueError, TypeError) as error:  # peft's, for layers that this method has no adapter for
+    except (ValueError, TypeError) as error:  # from peft, for layers that this method does not support
         raise ModelError(f"model.{kind.key}: {error_summary(error)} {format_candidates(model)}") from error
     kind.fill(adapted, adapter, context)
     skip_redundant_casts(adapted)
@@ -58,7 +58,7 @@ def add_adapter(model: PreTrainedModel, adapter: AdapterConfig, context: Adapter
 class _Method:
     key: str  # in `model:`
     config: Callable[[PreTrainedModel, Any, AdapterContext], PeftConfig]
-    fill: Callable[[PeftModel, Any, AdapterContext], None]  # gives first values, and checks what has come out
+    fill: Callable[[PeftModel, Any, AdapterContext], None]  # initializes the adapter and checks it
 
 
 def _method_of(adapter: AdapterConfig) -> type:
@@ -76,7 +76,7 @@ def _init_lora(model: PeftModel, lora: LoraSection, context: AdapterContext) -> 
 
 
 def _init_factors(model: PeftModel, *, is_gaussian: bool, seed: int) -> None:
-    """Draw each adapter from its own seed, so that neither rank nor strategy nor the order of modules matters."""
+    """Initialize each adapter from its own seed, independent of rank, strategy and the order of modules."""
     with torch.no_grad(), torch.random.fork_rng(devices=()):
         for name, module in model.named_modules():
             if isinstance(module, LoraLayer):
@@ -89,7 +89,7 @@ def _init_factors(model: PeftModel, *, is_gaussian: bool, seed: int) -> None:
 
 
 def _keep_peft_init(model: PeftModel, adapter: AdapterConfig, context: AdapterContext) -> None:
-    """Leave peft's own first values: ones, which are no chance."""
+    """Keep peft's initialization with ones, which is not random."""
 
 
 def _check_oft_blocks(model: PeftModel, oft: OftSection, context: AdapterContext) -> None:

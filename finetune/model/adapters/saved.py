@@ -20,7 +20,7 @@ _PROMPT_KEY = "prompt_embeddings"
 
 
 def saved_adapter_config(model: PreTrainedModel, folder: Path, context: AdapterContext) -> PeftConfig:
-    """Return the config of the adapter in the folder, to be trained; raises ModelError where it does not fit."""
+    """Return the config of the folder's adapter for training; raises ModelError where it does not fit the task."""
     read_saved_adapter_config(folder)
     with loading_errors(str(folder), key=ADAPTER_KEY):
         config: PeftConfig = load_adapter_config(folder)
@@ -29,14 +29,14 @@ def saved_adapter_config(model: PreTrainedModel, folder: Path, context: AdapterC
         raise ModelError(f"{ADAPTER_KEY}: {folder} was trained for {config.task_type}, and this task needs {expected}.")
     config.inference_mode = False
     if hasattr(config, "init_lora_weights"):
-        config.init_lora_weights = True  # the base stays as it is, whatever the adapter began from
+        config.init_lora_weights = True  # the base must not change, however the adapter was initialized
     if hasattr(config, "prompt_tuning_init"):
-        config.prompt_tuning_init = PromptTuningInit.RANDOM  # another would load the tokenizer that the folder names
+        config.prompt_tuning_init = PromptTuningInit.RANDOM  # others would load the tokenizer that the config names
     return config
 
 
 def load_saved_weights(model: PeftModel, folder: Path, context: AdapterContext) -> None:
-    """Write the folder's values into the adapter; raises ModelError where it has others. Collective under ZeRO-3."""
+    """Load the folder's weights into the adapter; raises ModelError for a mismatch. Collective under ZeRO-3."""
     try:
         saved = load_file(folder / WEIGHTS_FILE)
     except (OSError, SafetensorError) as error:
@@ -50,21 +50,21 @@ def load_saved_weights(model: PeftModel, folder: Path, context: AdapterContext) 
             if values.shape != parameter.shape:
                 raise ModelError(
                     f"{ADAPTER_KEY}: `{names[name]}` has the shape {tuple(values.shape)} in {folder} and "
-                    f"{tuple(parameter.shape)} on this model. It was trained on another base."
+                    f"{tuple(parameter.shape)} in this model. It was trained on another base."
                 )
             parameter.copy_(values)
 
 
 def peft_state_dict_names(model: PeftModel, trained: Mapping[str, Any]) -> dict[str, str]:
-    """Return the name under which peft writes each trained parameter; it is not asked for their values."""
+    """Return the name under which peft saves each trained parameter, without saving values."""
     config = model.peft_config[ADAPTER_NAME]
-    marks: dict[str, Any] = {name: torch.tensor(place) for place, name in enumerate(trained)}
-    mode, config.inference_mode = config.inference_mode, True  # otherwise peft works learnt prompts out
-    written = get_peft_model_state_dict(model, state_dict=marks, save_embedding_layers=False)
+    indices: dict[str, Any] = {name: torch.tensor(index) for index, name in enumerate(trained)}
+    mode, config.inference_mode = config.inference_mode, True  # otherwise peft computes learned prompts
+    written = get_peft_model_state_dict(model, state_dict=indices, save_embedding_layers=False)
     config.inference_mode = mode
     prompts = {name: _PROMPT_KEY for name in trained if name.startswith("prompt_encoder.")}
-    places = list(trained)
-    return {**{places[int(mark)]: name for name, mark in written.items() if name != _PROMPT_KEY}, **prompts}
+    names = list(trained)
+    return {**{names[int(index)]: name for name, index in written.items() if name != _PROMPT_KEY}, **prompts}
 
 
 def _check_names(folder: Path, saved: Mapping[str, Tensor], names: Mapping[str, str]) -> None:
@@ -73,5 +73,5 @@ def _check_names(folder: Path, saved: Mapping[str, Tensor], names: Mapping[str, 
         if different:
             some = ", ".join(sorted(different)[:3])
             raise ModelError(
-                f"{ADAPTER_KEY}: {folder} {what} {len(different)} tensors ({some}): it is an adapter of another model."
+                f"{ADAPTER_KEY}: {folder} {what} {len(different)} tensors ({some}): it is the adapter of another model."
             )

@@ -28,32 +28,32 @@ PACKING_MODEL_TYPES = frozenset(
         "starcoder2",
     }
 )
-"""Values of `model_type`. Left out is what hands its attention no lengths or no window, or mixes tokens otherwise."""
+"""Values of `model_type`. Others give their attention no lengths or no window, or mix tokens in other ways."""
 
 SUPPORTED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 
 
 def supports_packed_samples(config: Any) -> bool:
-    """Tell whether a model of that config is one of them: its code transformers' own, its layers attention alone."""
+    """Tell whether the config is of such a model, with transformers' own code and attention layers only."""
     return (
         config.model_type in PACKING_MODEL_TYPES
         and type(config).__module__.startswith("transformers.models.")
         and SUPPORTED_LAYER_TYPES.issuperset(getattr(config, "layer_types", None) or ())
         and not getattr(config, "add_cross_attention", False)
-        and not getattr(config, "output_router_logits", False)  # their loss reads a mask of the padding
+        and not getattr(config, "output_router_logits", False)  # their loss reads the padding mask
         and getattr(config, "is_causal", True) is not False
     )
 
 
 def register_per_sample() -> None:
-    """Let transformers know our attention as `per_sample`."""
+    """Register our attention in transformers as `per_sample`."""
     detect_kernels()
     AttentionInterface.register(PER_SAMPLE_ATTENTION, per_sample_attention)
     AttentionMaskInterface.register(PER_SAMPLE_ATTENTION, padding_mask)
 
 
 def padding_mask(**arguments: Any) -> Tensor | None:
-    """Return the mask that transformers makes where no sample lengths are given."""
+    """Return transformers' mask, for batches without sample lengths."""
     is_capped = getattr(arguments.get("config"), "attn_logit_softcapping", None) is not None
     mask: Tensor | None = (eager_mask if is_capped else sdpa_mask)(**arguments)
     return mask
@@ -81,7 +81,7 @@ def per_sample_attention(
         return attend_sample_by_sample(heads, lengths, scores), None
     if attention_mask is not None and attention_mask.numel() == 1 and query.shape[2] > 1:
         raise ModelError(
-            f"model.attention: {type(module).__name__} hands no lengths of samples on to its attention. "
+            f"model.attention: {type(module).__name__} does not pass sample lengths to its attention. "
             "Write `attention: sdpa`."
         )
     if softcap is not None:
@@ -91,9 +91,9 @@ def per_sample_attention(
     return output, None
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # its loop would be compiled anew for every row
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # its loop would be recompiled for every row
 def attend_sample_by_sample(heads: QueryKeyValue, lengths: SampleLengths, scores: AttentionSettings) -> Tensor:
-    """Return the output sample by sample, [1, tokens, heads, width]; samples of one length in one call."""
+    """Return the attention of each sample, [1, tokens, heads, width]; samples of equal length in one call."""
     sizes = lengths.values
     if len(sizes) == 1:
         return causal_attention(heads, scores)
@@ -106,7 +106,7 @@ def attend_sample_by_sample(heads: QueryKeyValue, lengths: SampleLengths, scores
 
 
 def _row_as_batch(row: Tensor, *, num: int) -> Tensor:
-    """Return samples of one length as a batch: from [1, heads, num * length, width] to [num, heads, length, width]."""
+    """Return equally long samples as a batch: from [1, heads, num * length, width] to [num, heads, length, width]."""
     _, heads, tokens, width = row.shape
     return row[0].transpose(0, 1).reshape(num, tokens // num, heads, width).transpose(1, 2)
 
@@ -115,10 +115,10 @@ FLASH_ATTENTION_PACKAGES = {"flash_attention_2": "flash_attn", "flash_attention_
 
 
 def requested_attention(name: str) -> str | None:
-    """Return what the config asks for, None for `auto`; raises ModelError where it could not run here."""
+    """Return the requested implementation, None for `auto`; raises ModelError if it cannot run here."""
     package = FLASH_ATTENTION_PACKAGES.get(name)
     if package is not None and not torch.cuda.is_available():
-        raise ModelError(f"model.attention: `{name}` needs a CUDA GPU and there is none. Write `sdpa` or `auto`.")
+        raise ModelError(f"model.attention: `{name}` needs a CUDA GPU, and there is none. Write `sdpa` or `auto`.")
     if package is not None and importlib.util.find_spec(package) is None:
         raise ModelError(
             f"model.attention: `{name}` needs the package `{package}`, which is not installed. "
@@ -128,7 +128,7 @@ def requested_attention(name: str) -> str | None:
 
 
 def default_attention(config: Any) -> str | None:
-    """Return our attention, by name, for models that are known to work with it; None is transformers' own choice."""
+    """Return `per_sample` for models that are known to support it, else None: transformers' default."""
     if not supports_packed_samples(config):
         return None
     register_per_sample()

@@ -37,6 +37,7 @@ from finetune.run.build.model import build_model
 from finetune.run.build.padding_free import resolve_padding_free
 from finetune.run.build.strategy import require_tied_weights_supported
 from finetune.runtime import seeds
+from finetune.runtime.resources import resident_bytes
 from finetune.strategy.protocol import Sharded, Strategy
 from finetune.strategy.upstream import (
     broadcast_rank_0_buffers,
@@ -45,6 +46,7 @@ from finetune.strategy.upstream import (
     prefetch_fsdp2_layers,
     set_zero_bucket_sizes,
 )
+from finetune.task.lm_loss.head import fallback_warning
 from finetune.task.model_inputs import forward_logits, is_padding_free, unwrap_model
 from finetune.task.protocol import Task
 from finetune.train.accelerator import build_accelerator, check_prepared
@@ -83,18 +85,19 @@ def prepare_model(
     log: RunLog,
 ) -> PreparedModel:
     """Return the prepared model and optimizer, checked to be what was launched. Collective."""
+    process_bytes = 0 if torch.cuda.is_available() else resident_bytes()  # what `mem` of a step measures
     plain = build_model(
         config, task=training_data.task, tokenizer=training_data.tokenizer, construction=strategy.init_context()
     )
     check_image_shape(plain.config, training_data.processing.processor)
     require_tied_weights_supported(plain, strategy.name)
     size = measure_model(plain)
-    for line in (*size.lines, *_memory(config, strategy, size=size).lines[-1:]):
+    for line in (*size.lines, *_memory(config, strategy, size=size, process_bytes=process_bytes).lines[-1:]):
         log(line)
     _warn(config, log)
     optimizer = _optimizer(config, list_parameters(plain), learning_rate=learning_rate, log=log)
     noise = config.train.embedding_noise
-    before_batch = EmbeddingNoise(plain, alpha=noise).tell if noise else no_op
+    before_batch = EmbeddingNoise(plain, alpha=noise).set_batch if noise else no_op
     _compile(config, strategy, unwrap_model(plain), log=log)
     held = keep_bf16_parameters(accelerator, is_wanted=config.train.optimizer.stochastic_rounding)
     with (
@@ -107,6 +110,8 @@ def prepare_model(
         model, prepared = accelerator.prepare(plain, optimizer)
     check_prepared(model, strategy.expected(), strategy=strategy.name)
     prefetch_fsdp2_layers(accelerator, model)
+    if (warning := fallback_warning(model)) is not None:
+        log(warning)
     if config.train.unfreeze:
         drop_not_yet_unfrozen_from_zero_norm(model)
     return PreparedModel(accelerator, plain, model, prepared, before_batch)
@@ -142,7 +147,7 @@ def _optimizer(
     return optimizer
 
 
-def _memory(config: RunConfig, strategy: Strategy, *, size: ModelSize) -> MemoryEstimate:
+def _memory(config: RunConfig, strategy: Strategy, *, size: ModelSize, process_bytes: int) -> MemoryEstimate:
     sharded, train, distillation = strategy.sharded(), config.train, config.task.distillation
     trained = sum(size.trained_bytes_by_dtype.values())
     is_master = strategy.name.startswith("zero")  # its optimizer holds float32 copies
@@ -156,7 +161,8 @@ def _memory(config: RunConfig, strategy: Strategy, *, size: ModelSize) -> Memory
         weights_bytes=sum(size.bytes_by_dtype.values()),
         gradients_bytes=size.largest_trained_bytes if train.optimizer.in_backward else trained,
         optimizer_bytes=state + (AVERAGE_BYTES * size.num_trained if train.average else 0),
-        is_beside_teacher=distillation is not None and not distillation.cache,
+        has_teacher=distillation is not None and not distillation.cache,
+        process_bytes=process_bytes,
         shards=strategy.expected().num_shards,
         shards_weights=Sharded.PARAMETERS in sharded,
         shards_gradients=Sharded.GRADIENTS in sharded,

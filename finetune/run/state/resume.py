@@ -69,8 +69,8 @@ def resume_run(
     if found.step > 0:
         sample = training_data.sample_at(found.step * config.train.global_batch_size)
         batch = training_data.task.collate([sample]).to(prepared.accelerator.device)
-        loss = partial(training_data.task.loss_sum, prepared.model, batch)
-        warm_up_ddp_buckets(prepared.accelerator, prepared.model, loss=loss)
+        loss_sums = partial(training_data.task.loss_sums, prepared.model, batch)
+        warm_up_ddp_buckets(prepared.accelerator, prepared.model, loss=lambda: loss_sums()["loss_sum"])
     progress = Progress.from_state_dict(checkpointer.load(found))
     batch_size = config.train.global_batch_size
     require_same_samples(found.path, progress, pool=training_data.training, global_batch_size=batch_size)

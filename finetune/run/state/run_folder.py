@@ -139,14 +139,14 @@ def open_run_folder(
 ) -> Reporter:
     """Write down what the run is, once everything has been checked, and return whoever is told about it."""
     folder, resources = Path(loaded.config.run.folder), machine_resources()
-    loading = loader_settings(loaded.config.data, resources=resources, cost=training_data.task.loading_cost)
+    loading = loader_settings(loaded.config.data, resources=resources, cost=training_data.task.samples.loading_cost)
     if sentence := format_loader_settings(loaded.config.data, loading, resources=resources):
         log(sentence)
     if distributed.is_main():
         atomic.write_text(folder / "config.yaml", config_copy(loaded.text))
         atomic.write_text(folder / "resolved.yaml", resolved_yaml(loaded))
         atomic.write_json(folder / "environment.json", environment_facts() | {"loading": asdict(loading)})
-        save_run_inputs(folder, training_data.processing, training_data.task.facts)
+        save_run_inputs(folder, training_data.processing, training_data.task.data_facts.values)
         write_audit(folder, loaded.config, training_data, log=log)
     return build_reporter(
         loaded.config.report,

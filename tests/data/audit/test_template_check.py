@@ -51,7 +51,7 @@ def test_a_prompt_that_differs_from_training_is_shown_as_text_and_tokens():
     assert [each.case for each in check.differences][:2] == ["one answer", "several answers"]
     assert check.differences[0].prompt_tokens[-2:] == ("<|bot|>", "<think>")
     assert check.differences[0].trained_tokens[1:4] == ("<|bot|>", "F", "o")
-    assert "?<|bot|><think>' and was trained on '" in lines
+    assert "?<|bot|><think>' but the model was trained on '" in lines
 
 
 def test_markers_that_begin_before_the_end_of_the_prompt_or_behind_it_are_told():
@@ -62,7 +62,7 @@ def test_markers_that_begin_before_the_end_of_the_prompt_or_behind_it_are_told()
     late = form.replace("BODY", "<|bot|>final:{% generation %}{{ m.content }}{% endgeneration %}")
     check, lines = checked(late)
     assert "'final:', which a model has to write after the prompt, is not learnt" in lines
-    assert "the markers end before the end of turn, which is learnt all the same" in lines
+    assert "the markers end before the end of turn, which is a target all the same" in lines
     assert check.is_end_learnt
 
 
@@ -79,7 +79,7 @@ def test_a_template_that_reads_the_clock_is_told():
 def test_a_template_without_end_of_turn_ends_with_end_of_sequence():
     form = "{% for m in messages %}{{ m.role }}: {{ m.content + '\n' }}{% endfor %}"
     check, lines = checked(form + "{% if add_generation_prompt %}assistant:{% endif %}")
-    assert "end of turn: none of its own, so end-of-sequence behind the last answer, learnt" in lines
+    assert "end of turn: none of its own, so end-of-sequence follows the last answer, learnt" in lines
     assert check.learnt[:2] == ("one answer", "several answers")
 
 

@@ -127,7 +127,7 @@ def test_a_token_across_the_edge_of_the_prompt_is_refused(tokenizer):
         "{% for m in messages %}{{ m.content }}<|im_end|>{% if m.role == 'user' %}T{% endif %}{% endfor %}"
     )
     assert len(tokenize(tokenizer, "Two")) < len(tokenize(tokenizer, "T")) + len(tokenize(tokenizer, "wo"))
-    with pytest.raises(DataError, match=r"a token reaches across an edge of turn 2 .*'wo and two i'"):
+    with pytest.raises(DataError, match=r"a token crosses the boundary of turn 2 .*'wo and two i'"):
         encode_turns([ASKED, turn("assistant", "wo and two is four.")], tokenizer)
 
 
@@ -192,7 +192,7 @@ def test_a_text_that_ends_with_end_of_sequence_gets_no_second_one(tokenizer):
 def test_half_a_character_is_named_and_spoils_no_other_row(tokenizer):
     half = json.loads('"Two \\ud800 and"')
     wrong, well = TextEncoder(tokenizer)([{"text": half}, {"text": "Two"}])
-    assert str(wrong) == "holds half a character (\\ud800) behind 'Two ': this is no text. Remove it."
+    assert str(wrong) == "holds half of a surrogate pair (\\ud800) behind 'Two ': this is not valid Unicode. Remove it."
     assert well.num_targets == well.length - 1
     with pytest.raises(DataError, match="holds half a character"):
         encode_turns([ASKED, turn("assistant", half)], tokenizer)

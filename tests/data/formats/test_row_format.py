@@ -83,7 +83,7 @@ def test_the_users_columns_are_mapped_and_the_unread_are_named():
     said = []
     row = {"question": "Hi.", "answer": "Hello.", "id": 7}
     assert read(row, said, columns={"prompt": "question", "completion": "answer"}) == {"messages": [USER, ASSISTANT]}
-    assert said[1:] == [f"{KEY}: columns that are not read: `id`"]
+    assert said[1:] == [f"{KEY}: unused columns: `id`"]
 
 
 def test_the_first_format_that_fits_is_taken():

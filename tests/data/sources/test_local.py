@@ -152,7 +152,7 @@ def test_a_folder_holds_files_of_one_kind(folder):
 
 
 def test_a_folder_without_rows_says_what_it_has(tmp_path):
-    with pytest.raises(DataError, match=r"holds no rows: it has no files. For folders in it, write .*/\*\*/\*.jsonl"):
+    with pytest.raises(DataError, match=r"holds no rows: it has no files. For its subfolders, write .*/\*\*/\*.jsonl"):
         found(tmp_path)
     (tmp_path / "notes.md").touch()
     with pytest.raises(DataError, match=r"it has only .*notes\.md"):

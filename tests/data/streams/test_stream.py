@@ -253,7 +253,11 @@ def test_a_window_of_which_nothing_is_left_is_passed_over(streams, no_process):
 def test_a_pass_of_which_nothing_is_left_is_an_error(streams, no_process):
     streams.write(["a", "b"], ["c"], ["d"])
     pool = prepared(streams.open(no_target="drop"), 0, 1)
-    with pytest.raises(DataError, match=r"data\.train: no sample is left of a whole pass: 4 rows -> 0 samples"):
+    with pytest.raises(
+        DataError,
+        match=r"data\.train: a whole pass over the stream leaves no sample: 4 rows -> 0 "
+        r"samples",
+    ):
         pool.order.samples(0, 1)
 
 

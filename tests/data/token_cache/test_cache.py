@@ -368,7 +368,7 @@ def test_long_rows_are_cut_and_what_is_lost_is_counted(prepare_cache):
 def test_long_rows_are_dropped_and_counted(prepare_cache):
     prepared = prepare_cache(["a>b", "ab>cdef"], max_length=5, over_length="drop")
     assert texts_of_cache(prepared) == ["a>b"]
-    assert "data.train: dropped as too long: 1 rows, 7 tokens left out, 5 of them targets" in prepare_cache.said
+    assert "data.train: dropped as too long: 1 rows, 7 tokens dropped, 5 of them targets" in prepare_cache.said
     assert prepared.counts.longest == 7
 
 
@@ -452,7 +452,7 @@ def test_a_full_disk_is_one_message_and_the_next_start_goes_on(prepare_cache, mo
     monkeypatch.delenv(VARIABLE)
     assert texts_of_cache(prepare_cache(texts)) == texts
     assert prepare_cache.encoded == 2
-    assert "data.train: 2 rows are tokenised already; it goes on from there" in prepare_cache.said
+    assert "data.train: 2 rows are already tokenised; resuming from there" in prepare_cache.said
 
 
 def test_what_is_refused_leaves_nothing_behind(prepare_cache, tmp_path):
@@ -467,7 +467,7 @@ def test_it_is_said_whether_a_set_was_made_or_found(prepare_cache):
     folder = prepare_cache(["a>b"]).folder
     assert prepare_cache.said[-1] == f"data.train: prepared in {folder}"
     prepare_cache(["a>b"])
-    assert prepare_cache.said[-1] == f"data.train: found prepared in {folder}"
+    assert prepare_cache.said[-1] == f"data.train: already prepared in {folder}"
 
 
 def test_other_code_makes_a_new_set_and_leaves_the_old_one_in_peace(prepare_cache, monkeypatch):
@@ -593,5 +593,5 @@ def test_rows_left_out_for_being_evaluated_on_are_counted_in_the_set(write_rows,
         source = open_sources(section, seed=1, log=said.append).train[0]
         prepared = prepare_set(source, encode_bytes, section=section, identity=IDENTITY, log=said.append)
         assert (prepared.counts.rows, prepared.counts.excluded_rows) == (1, 2)
-        assert "data.train: left out because data.validation has them, too: 2 rows" in said
+        assert "data.train: excluded because data.validation has them, too: 2 rows" in said
         assert any("found prepared" in line for line in said) is not is_new

@@ -142,7 +142,7 @@ REFUSED = [
     ("gpt2 tied", OftSection(), r"model\.oft: Target module Conv1D"),
     ("gpt2 tied", LoraSection(init="olora"), r"model\.lora\.init: peft's `olora`"),
     ("llama untied", OftSection(block_size=24), r"blocks of 24 do not divide the 32 inputs of `model\.layers\.0"),
-    ("llama untied", Ia3Section(target_modules=("k_prj",)), r"no module is called `k_prj`\. Did you mean `k_proj`"),
+    ("llama untied", Ia3Section(target_modules=("k_prj",)), r"no module is named `k_prj`\. Did you mean `k_proj`"),
     ("llama untied", LoraSection(layers=(1, 2)), r"model\.lora\.layers: no adapter is on layer 2"),
     ("llama untied", LoraSection(rank_pattern={"q_prj": 2}), r"rank_pattern: no module .* ends with `q_prj`"),
     ("llama untied", PromptTuningSection(init_text=""), r"init_text: it has no tokens"),

@@ -64,7 +64,7 @@ def test_an_adapter_of_another_model_is_refused(from_config, build, adapted, sav
 
 
 def test_a_folder_without_an_adapter_is_told(from_config, build, adapted, tmp_path):
-    with pytest.raises(ModelError, match=r"holds no adapter: adapter_config\.json cannot be read"):
+    with pytest.raises(ModelError, match=r"contains no adapter: adapter_config\.json cannot be read"):
         adapted(build(from_config()), tmp_path)
     with pytest.raises(ModelError, match=r"adapter_model\.safetensors cannot be read"):
         adapter_digest(str(tmp_path))

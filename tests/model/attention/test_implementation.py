@@ -175,7 +175,7 @@ def test_no_saved_model_names_our_attention(tmp_path):
 
 
 def test_a_model_that_loses_the_lengths_is_an_error_and_no_wrong_number():
-    with pytest.raises(ModelError, match="StableLmAttention hands no lengths of samples on to its attention"):
+    with pytest.raises(ModelError, match="StableLmAttention does not pass sample lengths to its attention"):
         tiny_model("stablelm")(**row_of(samples()))
 
 

@@ -164,5 +164,5 @@ def test_positions_that_do_not_begin_anew_are_found_where_nothing_is_seen():
 
 
 def test_a_model_without_positions_is_refused_before_any_forward_pass():
-    with pytest.raises(ModelError, match="`gpt2` cannot keep samples in one row apart: it takes no `position_ids`"):
+    with pytest.raises(ModelError, match="`gpt2` does not support packed samples: it has no `position_ids` argument"):
         require_position_ids(frozenset({"input_ids", "attention_mask"}), config=build("gpt2", "sdpa").config)
