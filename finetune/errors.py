@@ -31,8 +31,6 @@ class FinetuneError(Exception):
     """The root: everything that this package raises on purpose."""
 
     exit_code = 1
-    is_on_all_ranks = False
-    """Whether every rank meets it alone, before they have met one another: rank 0 is to speak."""
 
 
 class UserError(FinetuneError):
@@ -67,8 +65,6 @@ class ConfigError(UserError):
     job.yaml has 1 problem
       line 3, task.nam: there is no such key.
     """
-
-    is_on_all_ranks = True
 
     def __init__(self, problems: Sequence[Problem], source: str, *, num_more: int = 0) -> None:
         self.problems = tuple(problems)

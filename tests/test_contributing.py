@@ -48,7 +48,7 @@ def test_the_task_that_is_added_learns_only_the_last_sentence(tmp_path, monkeypa
     features = task.encode_row({"text": "A star. The moon."})
     ids, is_target = (features.arrays[name] for name in ("input_ids", "is_target"))
     assert tokenizer.decode(ids[is_target].tolist(), skip_special_tokens=True).strip(" .") == "The moon"
-    assert task.count_targets(task.collate([features])) == is_target.sum()
+    assert task.collate([features]).num_targets == is_target.sum()
     assert task.encode_row({"text": ""}) is None
 
 

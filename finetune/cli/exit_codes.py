@@ -77,8 +77,8 @@ def format_error(error: FinetuneError, *, rank: int) -> str:
 
 
 def _print_error(error: FinetuneError) -> None:
-    if error.is_on_all_ranks and _rank() > 0:
-        # The launcher kills all processes once one has exited, so only rank 0 prints.
+    if isinstance(error, UserError) and _rank() > 0:
+        # Every rank meets most of them, and the launcher ends all ranks with the first that exits: rank 0 prints it.
         time.sleep(_FIRST_RANK_SECONDS)
     print(format_error(error, rank=_rank()), file=sys.stderr, flush=True)
 

@@ -202,7 +202,7 @@ class ChatModel:
                 self.model,
                 [tokens],
                 [derive_seed("chat", self.number[0])],
-                manner=replace(self.sampling, max_new_tokens=room),
+                sampling=replace(self.sampling, max_new_tokens=room),
                 pad_id=self._pad_id(),
                 stop_ids=stop_ids(self.tokenizer),
                 streamer=TextStreamer(self.tokenizer, skip_prompt=not self._is_encoder(), skip_special_tokens=True),

@@ -133,15 +133,15 @@ def generate_file(
     saved = inspect_model_folder(source, key="generate", trust_remote_code=trust_remote_code)
     _check(saved, output=output, adapter=adapter)
     origin = find_local(SourceSection(path=str(rows)), key="--input", log=_no_log)
-    manner = SamplingParams(max_new_tokens, temperature, top_p)
-    about = {"rows": origin.digest(), "manner": asdict(manner), "seed": seed, "system": system}
+    sampling = SamplingParams(max_new_tokens, temperature, top_p)
+    about = {"rows": origin.digest(), "sampling": asdict(sampling), "seed": seed, "system": system}
     distributed.init_cpu_process_group()
     parts = PartialAnswers.open(
         output, about | {"model": _weight_files(saved.folder), "adapter": _weight_files(adapter)}
     )
     tokenizer = _tokenizer(saved, trust_remote_code=trust_remote_code)
     model = _load(saved, adapter, trust_remote_code=trust_remote_code)
-    speaker = _Generator(model, tokenizer, manner=manner, batch_size=batch_size, seed=seed)
+    speaker = _Generator(model, tokenizer, sampling=sampling, batch_size=batch_size, seed=seed)
     raw = list(_raw_rows(origin))
     speaker.answer([read_prompt(each, system=system) for each in raw], raw, parts=parts)
     distributed.barrier()  # all answers are on the disk
@@ -208,7 +208,7 @@ def _raw_rows(origin: Origin) -> Iterator[RawRow]:
 class _Generator:
     model: Any
     tokenizer: Any
-    manner: SamplingParams
+    sampling: SamplingParams
     batch_size: int
     seed: int
 
@@ -247,23 +247,23 @@ class _Generator:
         window = self.batch_size * _BATCHES_SORTED_TOGETHER
         for start in range(0, len(asked), window):
             like = sorted(asked[start : start + window], key=lambda each: len(each.tokens), reverse=True)
-            roomy = [each for each in like if self._room(each) == self.manner.max_new_tokens]
-            yield from ([each] for each in like if self._room(each) < self.manner.max_new_tokens)
+            roomy = [each for each in like if self._room(each) == self.sampling.max_new_tokens]
+            yield from ([each] for each in like if self._room(each) < self.sampling.max_new_tokens)
             for first in range(0, len(roomy), self.batch_size):
                 yield roomy[first : first + self.batch_size]
 
     def _room(self, asked: TokenizedPrompt) -> int:
         limit = self._limit()
-        most = self.manner.max_new_tokens
+        most = self.sampling.max_new_tokens
         return most if limit is None else min(most, limit - len(asked.tokens))
 
     def _answers(self, batch: Sequence[TokenizedPrompt]) -> list[str]:
-        manner = SamplingParams(self._room(batch[0]), self.manner.temperature, self.manner.top_p)
+        sampling = SamplingParams(self._room(batch[0]), self.sampling.temperature, self.sampling.top_p)
         made = generate_batch(
             self.model,
             [each.tokens for each in batch],
             [derive_seed(self.seed, "generate", each.number) for each in batch],
-            manner=manner,
+            sampling=sampling,
             pad_id=pad_id(self.tokenizer),
             stop_ids=stop_ids(self.tokenizer),
         )

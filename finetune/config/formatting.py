@@ -51,17 +51,17 @@ def format_list(names: Iterable[str], *, last: str = "and") -> str:
     return quoted[0] if len(quoted) == 1 else f"{', '.join(quoted[:-1])} {last} {quoted[-1]}" if quoted else "nothing"
 
 
-def did_you_mean(written: str, known: Iterable[str]) -> str:
+def did_you_mean(written: str, choices: Iterable[str]) -> str:
     """Return `Did you mean ...?` with the closest known name, or an empty text when none is close."""
-    near = closest(written, known)
+    near = closest(written, choices)
     return f"Did you mean `{near}`?" if near else ""
 
 
-def closest(written: str, known: Iterable[str]) -> str | None:
+def closest(written: str, choices: Iterable[str]) -> str | None:
     """Return the known name closest to what was written, ignoring case; None when none is close."""
     if len(written) > _MAX_NAME_CHARACTERS:
         return None
-    by_lower = {name.lower(): name for name in known}
+    by_lower = {name.lower(): name for name in choices}
     found = difflib.get_close_matches(written.lower(), by_lower, n=1, cutoff=0.65)
     return by_lower[found[0]] if found else None
 

@@ -32,7 +32,7 @@ class Classes:
             near = get_close_matches(name, self.names, n=1)
             hint = f"Did you mean `{near[0]}`? " if near else ""
             raise DataError(
-                f"there is no class `{name}`; there are {known}. {hint}Mend the label, or add the class to "
+                f"there is no class `{name}`; there are {known}. {hint}Fix the label, or add the class to "
                 "`task.classification.labels`."
             )
         return index

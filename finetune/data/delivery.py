@@ -96,16 +96,16 @@ class Delivery:
 class DeliveryCheck:
     """What a run is to be handed, and what it is."""
 
-    pool: DatasetView
+    view: DatasetView
     global_batch_size: int
 
     def expected(self, step: int) -> int:
         """Return the mark of the samples of which the step must consist."""
-        return step_checksum(self.pool, step, global_batch_size=self.global_batch_size)
+        return step_checksum(self.view, step, global_batch_size=self.global_batch_size)
 
     def received(self, group: Sequence[Batch]) -> Delivery:
         """Return what the microbatches hold."""
-        samples = self.pool.samples
+        samples = self.view.samples
         ids = [sample_id for batch in group for sample_id in batch.sample_ids]
         partners = [sample_id for batch in group for sample_id in batch.partner_ids]
         marks = np.array([each for batch in group for each in batch.checksums], np.uint64)
@@ -116,7 +116,7 @@ class DeliveryCheck:
 
     def explain(self, damaged: Sequence[int]) -> tuple[str, ...]:
         """Return what is to be said of damage; what is damaged on disk, too, is set aside by then."""
-        return self.pool.samples.refuse(np.array(sorted(set(damaged)), np.int64))
+        return self.view.samples.refuse(np.array(sorted(set(damaged)), np.int64))
 
 
 Collate = Callable[[Sequence[Features]], Batch]

@@ -46,7 +46,7 @@ class PrecomputedArrays:
                 folder, manifest.arrays, verified=lambda name: not is_verified and not name.endswith(_VALUES)
             )
         except (Damaged, ValidationError) as error:
-            raise DamagedSet(folder, str(error), title="what is known of samples beforehand in") from error
+            raise DamagedSet(folder, str(error), title="the folder of precomputed arrays") from error
         self._num_samples = manifest.samples
         self._verification = Verification([arrays[f"{name}{_VALUES}"] for name in manifest.names])
         self._values = {name: arrays[f"{name}{_VALUES}"].values for name in manifest.names}
@@ -66,7 +66,7 @@ class PrecomputedArrays:
         """Read all values once; raises DamagedSet unless they are as they were written."""
         self._verification.run()
         if self._verification.problem:
-            raise DamagedSet(self.folder, self._verification.problem, title="what is known of samples beforehand in")
+            raise DamagedSet(self.folder, self._verification.problem, title="the folder of precomputed arrays")
 
 
 class PrecomputedSet(PreparedSet):
@@ -82,8 +82,8 @@ class PrecomputedSet(PreparedSet):
         self.known = known
         if len(known) != len(self):
             raise DataError(
-                f"{known.folder} knows of {len(known)} samples, the set {folder} has {len(self)}. Delete it; it is "
-                "made anew."
+                f"{known.folder} knows of {len(known)} samples, the set {folder} has {len(self)}. Delete it: it is "
+                f"then computed again."
             )
 
     def __getitem__(self, index: int) -> Features:

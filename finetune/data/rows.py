@@ -14,7 +14,7 @@ FAULTS_OF_VALUES = (RecursionError, OverflowError, UnicodeError, MemoryError)
 """What code raises that meets a value which no row should hold."""
 
 _MOST_SHOWN = 80
-_TOO_DEEP = f"holds lists or objects in one another more than {MAX_DEPTH} deep. Make it flatter, or leave it out."
+_TOO_DEEP = f"nests lists or objects more than {MAX_DEPTH} deep. Flatten it, or remove it."
 
 Row = Mapping[str, Any]
 """One row: column names and values."""
@@ -71,7 +71,7 @@ def parse_json(text: str | bytes) -> Any:
     except RecursionError as error:
         raise DataError(_TOO_DEEP) from error
     except ValueError as error:  # Python reads no whole number of more digits than it says
-        raise DataError("holds a number of thousands of digits. Write it as text, or leave it out.") from error
+        raise DataError("holds a number of thousands of digits. Write it as text, or remove it.") from error
     num_opened = text.count(b"[") + text.count(b"{") if isinstance(text, bytes) else text.count("[") + text.count("{")
     if num_opened > MAX_DEPTH:
         require_shallow(value)
@@ -98,7 +98,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(made) < len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
-        raise DataError(f"has `{shortened(twice)}` twice in one object, and only one of them could be read.")
+        raise DataError(f"has `{shortened(twice)}` twice in one object. Keep one of them.")
     return made
 
 
@@ -114,7 +114,9 @@ def require_valid_unicode(text: str) -> str:
     except UnicodeEncodeError as error:
         half = text[error.start : error.start + 1].encode("unicode_escape").decode()
         before = text[max(0, error.start - 12) : error.start]
-        raise DataError(f"holds half a character ({half}) behind {before!r}: this is no text. Remove it.") from error
+        raise DataError(
+            f"holds half of a surrogate pair ({half}) behind {before!r}: this is not valid Unicode. Remove it."
+        ) from error
     return text
 
 

@@ -119,7 +119,8 @@ def _read_turn(number: int, turn: Any, *, with_images: bool) -> Turn:
     for name in _OTHER_WEIGHTS:
         if turn.get(name) is not None:
             raise DataError(
-                f"turn {number} has `{name}`, which nothing reads. Which turns are learnt is `data.train_on`; "
+                f"turn {number} has `{name}`, which is not supported. Which turns are trained on is set by "
+                f"`data.train_on`; "
                 "for single turns write `weight: 0` or `weight: 1` and `data.train_on: per_message`."
             )
     kept = {name: value for name, value in turn.items() if value is not None}

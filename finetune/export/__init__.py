@@ -1,1 +1,1 @@
-"""The model that a run leaves behind, loadable without this package."""
+"""Export of the trained model: complete, checked, and loadable without this package."""

@@ -17,7 +17,7 @@ PIPELINES: Mapping[str, str] = {
     "image_classification": "image-classification",
     "image_text_to_text": "image-text-to-text",
 }
-"""What the hub calls that which a head is for."""
+"""The hub's pipeline tag of each head."""
 
 _INPUTS = {
     "image_classification": ("processor", "AutoImageProcessor"),
@@ -27,7 +27,7 @@ _INPUTS = {
 
 @dataclass(frozen=True)
 class CardFacts:
-    """What the run knows of itself; `config_text` is the resolved job YAML, empty where there was no run of ours."""
+    """What the card says about the run; `config_text` is the resolved job YAML, empty if there was no such run."""
 
     title: str
     task: str
@@ -40,24 +40,24 @@ class CardFacts:
 
 @dataclass(frozen=True)
 class CardBase:
-    """What the model was made from: a hub name or folder, or None where an adapter's base lies beside it in `base/`."""
+    """What the model was trained from: a hub name or folder, or None if the adapter's base is beside it in `base/`."""
 
     name: str | None
     relation: Literal["adapter", "finetune"] = "adapter"
     was_merged: bool = False
-    has_own_config: bool = False  # the adapter's folder holds one, with classes that the base does not know
-    num_embeddings: int | None = None  # where the vocabulary is not the base's
+    has_own_config: bool = False  # the adapter's folder has one, with other classes than the base's
+    num_embeddings: int | None = None  # if the vocabulary is not the base's
 
     @property
     def hub_name(self) -> str | None:
-        """Return the name where it is one of the hub's."""
+        """Return the name if it is one on the hub."""
         return None if self.name is None or self.name.startswith((".", "/", "~")) else self.name
 
 
 def write_card(facts: CardFacts, *, base: CardBase | None) -> str:
-    """Return the card as Markdown with the hub's metadata; `base` is None for a model that began with random weights.
+    """Return the card as Markdown with the hub's metadata; `base` is None for a model trained from random weights.
 
-    No license is stated: it depends on base and data, which the run does not know.
+    No license is stated: it depends on base and data.
     """
     sections = (
         f"---\n{_metadata(facts, base)}\n---",
@@ -90,9 +90,11 @@ def _summary(facts: CardFacts, base: CardBase | None) -> str:
     if base is None:
         return story
     if base.was_merged:
-        return f"{story} An adapter was merged into its base{_named(base)}: this is a whole model, and peft not needed."
+        return (
+            f"{story} An adapter was merged into its base{_named(base)}: this is a full model that does not need peft."
+        )
     if base.relation == "finetune":
-        return f"{story} It began as {_location(base)}."
+        return f"{story} It was trained from {_location(base)}."
     return f"{story} This folder holds an adapter; its base is {_location(base)}."
 
 

@@ -17,102 +17,103 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from finetune.errors import ModelError, TrainingError
-from finetune.export.weights import ADAPTER_NAME, build_meta_model, unwrap_adapter
+from finetune.export.weights import build_meta_model, unwrap_adapter
+from finetune.model.adapters.context import ADAPTER_NAME
 
 MERGEABLE = frozenset({"LORA", "ADALORA", "IA3", "OFT", "TRAINABLE_TOKENS", "LOHA", "LOKR"})
-"""The kinds of adapters, in peft's words, that are folded into weights exactly."""
+"""The adapter types, by peft's names, that can be merged exactly."""
 
 _BASE_PREFIX = "base_model.model."
 
 
 @dataclass(frozen=True)
 class Merged:
-    """The weights of the plain model by their names in it."""
+    """The weights of the merged model by name."""
 
     weights: Mapping[str, Tensor]
-    has_untied_weights: bool  # what was one weight at two places has become two: an adapter was at one of the places
+    has_untied_weights: bool  # tied weights that differ now: an adapter was on one of them
 
 
 def require_mergeable(model: PeftModel) -> None:
-    """Raise ModelError with the reason where the model's adapter cannot become a part of its weights."""
+    """Raise ModelError with the reason if the model's adapter cannot be merged."""
     kind = str(model.peft_config[ADAPTER_NAME].peft_type.value)
     if model.peft_config[ADAPTER_NAME].is_prompt_learning:
         raise ModelError(
-            f"export.merge: {kind.lower().replace('_', ' ')} learns tokens or keys before the text and alters no "
-            "weight, so there is nothing that could be folded in. Leave `merge` out and load it with peft."
+            f"export.merge: {kind.lower().replace('_', ' ')} trains virtual tokens or keys and changes no "
+            "weight, so there is nothing to merge. Remove `merge` and load the adapter with peft."
         )
     if kind not in MERGEABLE:
-        known = ", ".join(sorted(MERGEABLE))
-        raise ModelError(f"export.merge: adapters of the kind {kind} are not merged here; those that are: {known}.")
+        supported = ", ".join(sorted(MERGEABLE))
+        raise ModelError(f"export.merge: adapters of type {kind} cannot be merged. Supported are: {supported}.")
 
 
 def merge(model: PeftModel, weights: Mapping[str, Tensor], *, dtype: torch.dtype | None) -> Merged:
-    """Return the base's weights with the adapter in them, each of `dtype`, or of its own type in the base where None.
+    """Return the base's weights with the adapter merged in, as `dtype`, or as each one's own dtype in the base if None.
 
-    `model` tells classes and configs and is not asked for values. `weights` holds all values of adapter and base by
-    canonical name, the base's under peft's names or its own; integers keep their type. Raises ModelError for an adapter
-    that cannot be merged, TrainingError where a value is missing or not finite. No collective.
+    Only classes and configs are taken from `model`. `weights` has all values of adapter and base by canonical name, the
+    base's under peft's names or its own; integers keep their dtype. Raises ModelError for an adapter that cannot be
+    merged, TrainingError if a value is missing or not finite.
     """
     require_mergeable(model)
-    skeleton = _build_meta_peft_model(model)
+    meta_model = _build_meta_peft_model(model)
     with torch.no_grad():
-        merged = dict(_merged_tensors(skeleton.base_model.model, "", _Values(skeleton, weights, dtype=dtype)))
+        merged = dict(_merged_tensors(meta_model.base_model.model, "", _Values(meta_model, weights, dtype=dtype)))
     return Merged(merged, _has_untied_weights(build_meta_model(unwrap_adapter(model), dtype=torch.float32), merged))
 
 
 def _build_meta_peft_model(model: PeftModel) -> PeftModel:
-    """Return base and adapter without values; what peft works out from sizes alone is there."""
+    """Return base and adapter with the base on the meta device; what peft computes from sizes has values."""
     config = copy.deepcopy(model.peft_config[ADAPTER_NAME])
     config.base_model_name_or_path = None
     if hasattr(config, "init_lora_weights"):
-        config.init_lora_weights = True  # others would look at values, and there are none
+        config.init_lora_weights = True  # other initialisations read values, which the meta device lacks
     base = build_meta_model(unwrap_adapter(model), dtype=torch.float32)
     return get_peft_model(base, config, low_cpu_mem_usage=True).eval()
 
 
 class _Values:
-    """The values of the skeleton's parameters and buffers; tied ones are given under any one of their names."""
+    """The values of the meta model's parameters and buffers; tied ones may be given under any of their names."""
 
-    def __init__(self, skeleton: PeftModel, weights: Mapping[str, Tensor], *, dtype: torch.dtype | None) -> None:
+    def __init__(self, meta_model: PeftModel, weights: Mapping[str, Tensor], *, dtype: torch.dtype | None) -> None:
         self._weights = weights
         self._dtype = dtype
         self._names: dict[int, list[str]] = {}
-        for name, place in skeleton.named_parameters(remove_duplicate=False):
-            self._names.setdefault(id(place), []).append(name)
-        for name, buffer in skeleton.named_buffers(remove_duplicate=False):
+        for name, tensor in meta_model.named_parameters(remove_duplicate=False):
+            self._names.setdefault(id(tensor), []).append(name)
+        for name, buffer in meta_model.named_buffers(remove_duplicate=False):
             self._names.setdefault(id(buffer), []).append(name)
 
-    def of(self, place: Tensor) -> Tensor:
-        """Return the value that belongs at the place; raises TrainingError where none was given, or another shape."""
-        names = self._names[id(place)]
-        for name in (each for written in names for each in (written, base_parameter_name(written))):
+    def of(self, tensor: Tensor) -> Tensor:
+        """Return the value of a meta tensor; raises TrainingError if it was not given, or with another shape."""
+        names = self._names[id(tensor)]
+        for name in (each for peft_name in names for each in (peft_name, base_parameter_name(peft_name))):
             if name in self._weights:
                 value = self._weights[name]
-                if value.shape != place.shape:
+                if value.shape != tensor.shape:
                     raise TrainingError(
-                        f"export: `{name}` has the shape {tuple(value.shape)} instead of {tuple(place.shape)}. "
+                        f"export: `{name}` has the shape {tuple(value.shape)} instead of {tuple(tensor.shape)}. "
                         "Nothing was written."
                     )
                 return value
         raise TrainingError(f"export: `{names[0]}` is missing, so nothing can be merged. Nothing was written.")
 
-    def rounded(self, value: Tensor, place: Tensor) -> Tensor:
-        """Return the value in the type that is written, else in that of the base's own value at the place."""
+    def rounded(self, value: Tensor, tensor: Tensor) -> Tensor:
+        """Return the value in the dtype to be written, by default that of the base's own value."""
         if not value.is_floating_point():
             return value
-        return value.detach().to(self._dtype or self.of(place).dtype)
+        return value.detach().to(self._dtype or self.of(tensor).dtype)
 
-    def is_given(self, place: Tensor) -> bool:
-        """Tell whether a value was given; buffers that can be worked out anew need not be."""
+    def is_given(self, tensor: Tensor) -> bool:
+        """Return whether a value was given; buffers that can be recomputed need not be."""
         return any(
-            name in self._weights or base_parameter_name(name) in self._weights for name in self._names[id(place)]
+            name in self._weights or base_parameter_name(name) in self._weights for name in self._names[id(tensor)]
         )
 
 
 def base_parameter_name(name: str) -> str:
     """Return the name that a weight of the base had before peft wrapped its module.
 
-    >>> plain_name("base_model.model.lm_head.base_layer.weight")
+    >>> base_parameter_name("base_model.model.lm_head.base_layer.weight")
     'lm_head.weight'
     """
     inner = name.removeprefix(_BASE_PREFIX).replace(".token_adapter.", ".")
@@ -120,7 +121,7 @@ def base_parameter_name(name: str) -> str:
 
 
 def _merged_tensors(module: nn.Module, path: str, values: _Values) -> Iterator[tuple[str, Tensor]]:
-    """Yield every parameter and given buffer of the plain model with its name, the adapters' work in them."""
+    """Yield name and merged value of every parameter and given buffer of the plain model."""
     if isinstance(module, ModulesToSaveWrapper):
         yield from _modules_to_save(module, path, values)
     elif isinstance(module, TrainableTokensWrapper):
@@ -128,31 +129,31 @@ def _merged_tensors(module: nn.Module, path: str, values: _Values) -> Iterator[t
     elif isinstance(module, BaseTunerLayer):
         yield from _merged_layer(module, path, values)
     else:
-        for name, place in _named_tensors(module, recurse=False):
-            if isinstance(place, nn.Parameter) or values.is_given(place):
-                yield _joined(path, name), values.rounded(values.of(place), place)
+        for name, tensor in _named_tensors(module, recurse=False):
+            if isinstance(tensor, nn.Parameter) or values.is_given(tensor):
+                yield _joined(path, name), values.rounded(values.of(tensor), tensor)
         for name, child in module.named_children():
             yield from _merged_tensors(child, _joined(path, name), values)
 
 
 def _modules_to_save(module: ModulesToSaveWrapper, path: str, values: _Values) -> Iterator[tuple[str, Tensor]]:
-    """Yield what was trained in full in the place of the base's own module."""
+    """Yield the values of a module that was trained as a whole in place of the base's own."""
     own = dict(_named_tensors(module.original_module, recurse=True))
-    for name, place in _named_tensors(module.modules_to_save[ADAPTER_NAME], recurse=True):
-        if isinstance(place, nn.Parameter) or values.is_given(place):
-            yield _joined(path, name), values.rounded(values.of(place), own[name])
+    for name, tensor in _named_tensors(module.modules_to_save[ADAPTER_NAME], recurse=True):
+        if isinstance(tensor, nn.Parameter) or values.is_given(tensor):
+            yield _joined(path, name), values.rounded(values.of(tensor), own[name])
 
 
 def _merged_layer(layer: nn.Module, path: str, values: _Values) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights of the base's layer, merged."""
+    """Yield the merged weights of the base's layer."""
     working = _with_values(layer, values)
     peft_layer: Any = working
     peft_layer.merge(adapter_names=[ADAPTER_NAME])
     merged = dict(_base_layer(working).named_parameters())
-    for name, place in _base_layer(layer).named_parameters():
+    for name, tensor in _base_layer(layer).named_parameters():
         if not bool(torch.isfinite(merged[name]).all()):
-            raise TrainingError(f"export: `{_joined(path, name)}` is not finite once the adapter is merged into it.")
-        yield _joined(path, name), values.rounded(merged[name], place)
+            raise TrainingError(f"export: `{_joined(path, name)}` is not finite after merging the adapter into it.")
+        yield _joined(path, name), values.rounded(merged[name], tensor)
 
 
 def _named_tensors(module: nn.Module, *, recurse: bool) -> Iterator[tuple[str, Tensor]]:
@@ -161,30 +162,30 @@ def _named_tensors(module: nn.Module, *, recurse: bool) -> Iterator[tuple[str, T
 
 
 def _with_values(layer: nn.Module, values: _Values) -> nn.Module:
-    """Return a copy of the layer whose parameters hold their values in 64 bits; the skeleton stays as it is."""
+    """Return a copy of the layer whose parameters have their values in float64; the meta model is unchanged."""
     working = copy.deepcopy(layer)
     for name, module in layer.named_modules():
-        twin = working.get_submodule(name)
-        for own, place in module._parameters.items():
-            if place is not None:
-                value = values.of(place).to("cpu", torch.float64, copy=True)
-                twin._parameters[own] = nn.Parameter(value, requires_grad=False)
+        copied = working.get_submodule(name)
+        for own, tensor in module._parameters.items():
+            if tensor is not None:
+                value = values.of(tensor).to("cpu", torch.float64, copy=True)
+                copied._parameters[own] = nn.Parameter(value, requires_grad=False)
     return working
 
 
 def _base_layer(layer: nn.Module) -> nn.Module:
-    """Return the layer of the plain model in it."""
+    """Return the plain model's layer inside a peft layer."""
     peft_layer: Any = layer
     inner: nn.Module = peft_layer.get_base_layer()
     return inner
 
 
-def _has_untied_weights(skeleton: PreTrainedModel, merged: Mapping[str, Tensor]) -> bool:
-    """Tell whether weights that the plain model holds as one are two now."""
+def _has_untied_weights(meta_model: PreTrainedModel, merged: Mapping[str, Tensor]) -> bool:
+    """Return whether weights that are tied in the plain model have different values now."""
     groups: dict[int, list[Tensor]] = {}
-    for name, place in skeleton.state_dict(keep_vars=True).items():
+    for name, tensor in meta_model.state_dict(keep_vars=True).items():
         if name in merged:
-            groups.setdefault(id(place), []).append(merged[name])
+            groups.setdefault(id(tensor), []).append(merged[name])
     return any(
         other is not group[0] and not torch.equal(other, group[0]) for group in groups.values() for other in group[1:]
     )

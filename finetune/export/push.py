@@ -1,4 +1,4 @@
-"""An exported folder goes to the hub. The token is HF_TOKEN's or that of `hf auth login`; no config holds one."""
+"""Uploads an exported folder to the Hugging Face hub, with the token of HF_TOKEN or of `hf auth login`."""
 
 from pathlib import Path
 
@@ -19,18 +19,18 @@ _FORBIDDEN = (401, 403)
 
 
 def push_folder(folder: Path, repository: str, *, private: bool) -> str:
-    """Upload the folder as one commit and return the repository's address; it is made, private or not, where it is new.
+    """Upload the folder as one commit and return the repository's URL; a new repository is created, private if wanted.
 
-    Raises HubError with what to do next; the folder stays as it is.
+    Raises HubError with what to do next; the folder is not changed.
     """
     if is_offline():
-        raise HubError(_message(folder, repository, "the hub is out of reach from here."))
+        raise HubError(_message(folder, repository, "the hub cannot be reached."))
     hub = HfApi()
     try:
         address = hub.create_repo(repository, private=private, exist_ok=True)
         hub.upload_folder(repo_id=address.repo_id, folder_path=folder, commit_message="Upload model")
     except HFValidationError as error:
-        reason = f"that is no name of a repository ({_first_line(error)}). Write `name` or `organisation/name`."
+        reason = f"this is not a repository name ({_first_line(error)}). Write `name` or `organisation/name`."
         raise HubError(_message(folder, repository, reason)) from error
     except LocalTokenNotFoundError as error:
         raise HubError(_message(folder, repository, _log_in())) from error
@@ -44,12 +44,12 @@ def push_folder(folder: Path, repository: str, *, private: bool) -> str:
 
 
 def _message(folder: Path, repository: str, reason: str) -> str:
-    again = f"finetune export {folder} --push-to-hub {repository}"
-    return f"`{repository}` was not uploaded: {reason} The model is in {folder}; to try again: {again}"
+    command = f"finetune export {folder} --push-to-hub {repository}"
+    return f"`{repository}` was not uploaded: {reason} The model is in {folder}. To retry: {command}"
 
 
 def _log_in() -> str:
-    return "Set HF_TOKEN to a token that may write there, or log in with `hf auth login`."
+    return "Set HF_TOKEN to a token with write access, or log in with `hf auth login`."
 
 
 def _first_line(error: BaseException) -> str:

@@ -1,6 +1,5 @@
 """Writes the trained model: complete, checked, and loadable without this package."""
 
-import copy
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,8 +12,9 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from finetune.config.sections.export import ExportSection
 from finetune.export.card import CardBase, CardFacts, write_card
-from finetune.export.weights import ADAPTER_NAME, build_meta_model, check_files, complete_weights, unwrap_adapter
-from finetune.model.adapters.context import has_adapter
+from finetune.export.upstream import savable_generation_config
+from finetune.export.weights import build_meta_model, check_files, complete_weights, unwrap_adapter
+from finetune.model.adapters.context import ADAPTER_NAME, has_adapter
 from finetune.model.loading.architecture import NEW_HEADS
 from finetune.model.loading.saved import CONFIG_FOLDER
 from finetune.runtime.files.atomic import replace_folder
@@ -25,10 +25,13 @@ with lazily():
     from finetune.export import adapter as adapters
     from finetune.export import merge as merging
 
+ADAPTER_FILE = "adapter_model.safetensors"
+BASE_FOLDER = "base"
+
 
 @dataclass(frozen=True)
 class TextPreprocessor:
-    """How text becomes tokens, and the tokens that end an answer."""
+    """The tokenizer, and the tokens that end a generated answer."""
 
     tokenizer: PreTrainedTokenizerBase
     stop_ids: Collection[int]
@@ -36,37 +39,29 @@ class TextPreprocessor:
 
 @dataclass(frozen=True)
 class Preprocessors:
-    """What the model's inputs are made with; images alone have no language, text alone has no processor."""
+    """What the model's inputs are prepared with; without text if only images are used, without processor for text."""
 
-    language: TextPreprocessor | None
+    text: TextPreprocessor | None
     processor: Any = None
 
     def save(self, folder: Path) -> None:
         """Write tokenizer and processor into the folder, so that transformers loads them from there."""
-        for part in (self.language.tokenizer if self.language else None, self.processor):
+        for part in (self.text.tokenizer if self.text else None, self.processor):
             if part is not None:
                 part.save_pretrained(folder)
 
 
-def generation_config(original: GenerationConfig, language: TextPreprocessor) -> GenerationConfig:
-    """Return the model's own settings with the tokenizer's ids: every token that ends an answer ends the generation.
+def generation_config(original: GenerationConfig, text: TextPreprocessor) -> GenerationConfig:
+    """Return the model's generation settings with the tokenizer's ids; every token that ends an answer is an EOS token.
 
-    Settings that contradict one another, which transformers refuses to save, are left out.
+    Settings that contradict one another are dropped, since transformers refuses to save them.
     """
-    config = copy.deepcopy(original)
-    try:
-        config.validate(strict=True)
-    except ValueError:
-        config = GenerationConfig()
-    stops = sorted(language.stop_ids)
-    config.bos_token_id = language.tokenizer.bos_token_id
+    config = savable_generation_config(original)
+    stops = sorted(text.stop_ids)
+    config.bos_token_id = text.tokenizer.bos_token_id
     config.eos_token_id = stops[0] if len(stops) == 1 else stops or None
-    config.pad_token_id = language.tokenizer.pad_token_id
+    config.pad_token_id = text.tokenizer.pad_token_id
     return config
-
-
-ADAPTER_FILE = "adapter_model.safetensors"
-BASE_FOLDER = "base"
 
 
 @dataclass(frozen=True)
@@ -88,14 +83,13 @@ def export_model(
     section: ExportSection,
     facts: CardFacts,
 ) -> ExportReport:
-    """Write model or adapter, tokenizer, generation config and card into `folder`, which appears whole or not at all.
+    """Write model or adapter, tokenizer, generation config and card to `folder`, atomically.
 
-    `model` tells class and config and is not asked for values: those are `weights`, full CPU tensors by canonical name.
-    An adapter on a base that was built from its config brings the base along in `base/`; `adapter_config.json` then
-    holds that folder's absolute path, so after moving `folder` load the base from there first, as the card shows.
-    With `export.merge` the adapter becomes part of the base, for which `weights` must hold the base's, too; the result
-    is a whole model. Raises TrainingError when a weight is missing or empty, before or after writing. No collective:
-    call it on the main process alone.
+    Only class and config are taken from `model`; the values are `weights`, full CPU tensors by canonical name. If the
+    base of an adapter was initialised from a config, it is written to `base/`; `adapter_config.json` then has the
+    absolute path of that folder, so after moving `folder` load the base from there first, as the card shows. With
+    `export.merge` the adapter is merged into the base, whose weights must be in `weights`, too. Raises TrainingError if
+    a weight is missing or empty, before or after writing. Not collective: call it on rank 0 only.
     """
     with replace_folder(folder) as staging:
         if has_adapter(model) and section.merge:
@@ -105,10 +99,9 @@ def export_model(
             counts = _write_adapter(
                 staging, folder, model=model, weights=weights, preprocessors=preprocessors, section=section
             )
-            if (
-                facts.head in NEW_HEADS and unwrap_adapter(model).name_or_path
-            ):  # the base knows nothing of these classes
-                unwrap_adapter(model).config.save_pretrained(staging / CONFIG_FOLDER)
+            base_model = unwrap_adapter(model)
+            if facts.head in NEW_HEADS and base_model.name_or_path:  # the base's own config has other classes
+                base_model.config.save_pretrained(staging / CONFIG_FOLDER)
         else:
             weights = _cast(weights, section.dtype)
             counts = _write_model(staging, model=model, weights=weights, preprocessors=preprocessors, section=section)
@@ -120,7 +113,7 @@ def export_model(
 
 
 def card_base(model: PreTrainedModel, *, is_merged: bool, head: str) -> CardBase | None:
-    """Return what the card says of the model's origin; None where it began with random weights."""
+    """Return the model's origin for the card; None if it was initialised with random weights."""
     base = unwrap_adapter(model)
     name = base.name_or_path or None
     if has_adapter(model) and not is_merged:
@@ -132,7 +125,7 @@ def card_base(model: PreTrainedModel, *, is_merged: bool, head: str) -> CardBase
 
 
 def _brings_embeddings(model: Any) -> bool:
-    """Tell whether the adapter holds rows of the embeddings, which may be more than the base has."""
+    """Return whether the adapter has rows of the embeddings, of which the base may have fewer."""
     config = model.peft_config[ADAPTER_NAME]
     names = {name for name, module in unwrap_adapter(model).named_modules() if isinstance(module, nn.Embedding)}
     saved = getattr(config, "modules_to_save", None) or ()
@@ -150,11 +143,11 @@ def _write_model(
     section: ExportSection,
     untie: bool = False,
 ) -> tuple[int, int]:
-    skeleton = build_meta_model(model, dtype=_dtype(weights), is_untied=untie)
-    complete = complete_weights(skeleton, weights)
-    if _generates(model) and preprocessors.language is not None:
-        skeleton.generation_config = generation_config(model.generation_config, preprocessors.language)
-    skeleton.save_pretrained(folder, state_dict=dict(complete), max_shard_size=section.max_shard_size)
+    meta_model = build_meta_model(model, dtype=_dtype(weights), untie=untie)
+    complete = complete_weights(meta_model, weights)
+    if _generates(model) and preprocessors.text is not None:
+        meta_model.generation_config = generation_config(model.generation_config, preprocessors.text)
+    meta_model.save_pretrained(folder, state_dict=dict(complete), max_shard_size=section.max_shard_size)
     return check_files(folder, complete)
 
 
@@ -178,7 +171,7 @@ def _write_merged(
 
 
 def _generates(model: PreTrainedModel) -> bool:
-    """Tell whether the model answers: one with a head of classes has no generation config."""
+    """Return whether the model generates text: a classifier has no generation config."""
     return getattr(model, "generation_config", None) is not None and bool(model.can_generate())
 
 
@@ -196,16 +189,20 @@ def _write_adapter(
     config.base_model_name_or_path = base.name_or_path or str(folder.absolute() / BASE_FOLDER)
     save_file(adapter, staging / ADAPTER_FILE, metadata={"format": "pt"})
     config.save_pretrained(staging)
-    if _generates(base) and preprocessors.language is not None:
-        generation_config(base.generation_config, preprocessors.language).save_pretrained(staging)
+    if _generates(base) and preprocessors.text is not None:
+        generation_config(base.generation_config, preprocessors.text).save_pretrained(staging)
     num_tensors, size_bytes = check_files(staging, adapter)
     if base.name_or_path:
         return num_tensors, size_bytes
-    beneath = staging / BASE_FOLDER
+    base_folder = staging / BASE_FOLDER
     counts = _write_model(
-        beneath, model=base, weights=adapters.base_weights(model, weights), preprocessors=preprocessors, section=section
+        base_folder,
+        model=base,
+        weights=adapters.base_weights(model, weights),
+        preprocessors=preprocessors,
+        section=section,
     )
-    preprocessors.save(beneath)
+    preprocessors.save(base_folder)
     return num_tensors + counts[0], size_bytes + counts[1]
 
 
@@ -217,7 +214,7 @@ def _cast(weights: Mapping[str, Tensor], dtype: str | None) -> Mapping[str, Tens
 
 
 def _dtype(weights: Mapping[str, Tensor]) -> torch.dtype:
-    """Return the type of most weights, which is what `config.json` will say."""
+    """Return the dtype of most weights, which `config.json` will have."""
     sizes: dict[torch.dtype, int] = {}
     for tensor in weights.values():
         if tensor.is_floating_point():

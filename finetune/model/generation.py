@@ -34,7 +34,7 @@ def generate_batch(
     prompts: Sequence[Sequence[int]],
     seeds: Sequence[int],
     *,
-    manner: SamplingParams,
+    sampling: SamplingParams,
     pad_id: int,
     stop_ids: frozenset[int],
     streamer: Any = None,
@@ -53,7 +53,7 @@ def generate_batch(
         mask.append([*ones, *fill] if is_encoder else [*fill, *ones])
     settings = GenerationConfig(
         do_sample=False,  # sampling is done by the logits processors below
-        max_new_tokens=manner.max_new_tokens,
+        max_new_tokens=sampling.max_new_tokens,
         eos_token_id=sorted(stop_ids) or None,
         pad_token_id=pad_id,
     )
@@ -62,7 +62,7 @@ def generate_batch(
             input_ids=torch.tensor(rows, device=model.device),
             attention_mask=torch.tensor(mask, device=model.device),
             generation_config=settings,
-            logits_processor=_logits_processors(manner, seeds),
+            logits_processor=_logits_processors(sampling, seeds),
             streamer=streamer,
         )
     start = 1 if is_encoder else longest  # a decoder starts with its start token
@@ -80,12 +80,12 @@ def _generation_errors() -> Iterator[None]:
         ) from error
 
 
-def _logits_processors(manner: SamplingParams, seeds: Sequence[int]) -> LogitsProcessorList:
-    if manner.temperature == 0.0:
+def _logits_processors(sampling: SamplingParams, seeds: Sequence[int]) -> LogitsProcessorList:
+    if sampling.temperature == 0.0:
         return LogitsProcessorList()
-    warpers: list[Any] = [TemperatureLogitsWarper(manner.temperature)]
-    if 0.0 < manner.top_p < 1.0:
-        warpers.append(TopPLogitsWarper(manner.top_p))
+    warpers: list[Any] = [TemperatureLogitsWarper(sampling.temperature)]
+    if 0.0 < sampling.top_p < 1.0:
+        warpers.append(TopPLogitsWarper(sampling.top_p))
     return LogitsProcessorList([*warpers, _GumbelSampling(seeds)])
 
 

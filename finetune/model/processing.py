@@ -17,7 +17,8 @@ from finetune.model.loading.hub import is_local_path, loading_errors, resolve_na
 from finetune.model.loading.pretrained import load_auto_class, without_warnings
 from finetune.model.new_tokens import add_tokens
 from finetune.model.tokenizer import TOKENIZER_FILES, ensure_padding, load_tokenizer
-from finetune.runtime.hub import is_offline, without_hub_retries
+from finetune.runtime.hub import is_offline
+from finetune.runtime.upstream import without_hub_retries
 
 
 def build_image_processor(section: ImageProcessorSection) -> Any:

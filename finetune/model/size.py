@@ -92,10 +92,12 @@ def estimate_memory(
     shards_weights: bool,
     shards_gradients: bool,
     shards_optimizer: bool,
-    is_beside_teacher: bool = False,
+    has_teacher: bool = False,
+    process_bytes: int = 0,
 ) -> MemoryEstimate:
     """Return the memory of one of `shards` ranks, each part divided among them where the strategy shards it.
 
+    `process_bytes` is what the process takes without a model: it counts where resident memory is measured, on a CPU.
     Activations are not counted: they depend on batch and length. Neither is a teacher, which reports its own size.
     """
     parts = (
@@ -105,19 +107,21 @@ def estimate_memory(
     )
     held = [-(-size // among) for _, size, among in parts]
     lines = [
-        _memory_line(name, size=size, among=among, held=part)
+        _memory_line(name, size=size, among=among, size_per_rank=part)
         for (name, size, among), part in zip(parts, held, strict=True)
     ]
-    summands = " + ".join(f"{name} {format_size(part)}" for (name, _, _), part in zip(parts, held, strict=True))
-    beside = "the teacher and activations" if is_beside_teacher else "activations"
-    total = f"memory: {format_size(sum(held))} per rank = {summands}, before {beside}"
+    sizes = [(name, part) for (name, _, _), part in zip(parts, held, strict=True)]
+    sizes += [("process", process_bytes)] if process_bytes else []
+    summands = " + ".join(f"{name} {format_size(size)}" for name, size in sizes)
+    excluded = "the teacher and activations" if has_teacher else "activations"
+    total = f"memory: {format_size(sum(held) + process_bytes)} per rank = {summands}, without {excluded}"
     return MemoryEstimate(held[0], held[1], held[2], (*lines, total))
 
 
-def _memory_line(name: str, *, size: int, among: int, held: int) -> str:
+def _memory_line(name: str, *, size: int, among: int, size_per_rank: int) -> str:
     if among == 1:
-        return f"{name}: {format_size(held)} on every rank"
-    return f"{name}: {format_size(held)} per rank = {format_size(size)} / {among} ranks"
+        return f"{name}: {format_size(size_per_rank)} on every rank"
+    return f"{name}: {format_size(size_per_rank)} per rank = {format_size(size)} / {among} ranks"
 
 
 _ADAPTED_MODULE = re.compile(r"(.+?)\.(?:lora_|ia3_l|oft_R)")

@@ -17,7 +17,8 @@ from finetune.model.loading.pretrained import load_auto_class, load_trained_toke
 from finetune.model.new_tokens import add_tokens
 from finetune.runtime.files.atomic import build_once, quarantine
 from finetune.runtime.files.digests import find_folder_damage, write_folder_digests
-from finetune.runtime.hub import is_offline, without_hub_retries
+from finetune.runtime.hub import is_offline
+from finetune.runtime.upstream import without_hub_retries
 
 END_OF_TEXT = "<|endoftext|>"
 TURN_START = "<|im_start|>"

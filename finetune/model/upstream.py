@@ -46,8 +46,8 @@ def patched(patches: Iterable[Patch]) -> Iterator[None]:
 # Loading: no code from a model's files may run.
 
 dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0
-"""transformers 5.23 asks on standard input whether to run remote code (`resolve_trust_remote_code`) where its caller does
-not say: AutoProcessor for its parts, peft for the tokenizer of a prompt. With a timeout of 0 it raises ValueError.
+"""transformers 5.23 asks on stdin whether to run remote code (`resolve_trust_remote_code`) if its caller does not
+say: AutoProcessor for its parts, peft for the tokenizer of a prompt. With a timeout of 0 it raises ValueError.
 Holds for the whole process; can go when nothing asks any more."""
 
 REMOTE_CODE_HOOKS = ("check_imports", "get_relative_import_files")

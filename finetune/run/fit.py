@@ -87,5 +87,5 @@ def _run_loop(parts: Parts, progress: Progress, *, supervision: Supervision) -> 
     except NonFiniteError:  # raised on every rank alike, so they can still communicate
         report_steps(parts, progress)
         with suppress(CheckpointError):  # a save in progress was begun before the error
-            parts.save.settle()
+            parts.save.wait_for_writes()
         raise

@@ -1,7 +1,6 @@
 """All that can be refused before data or weights are touched: strategy, adapters, export, and a model from values."""
 
 from finetune.config.load import LoadedConfig
-from finetune.errors import FinetuneError
 from finetune.run.build.model import require_buildable
 from finetune.run.build.strategy import launched_strategy, require_supported_by_strategy
 from finetune.run.context import RunContext, make_context
@@ -15,13 +14,9 @@ def validate(loaded: LoadedConfig) -> RunContext:
     """Return the context of the run; raises ConfigError, StrategyError or ModelError, on every rank alike."""
     quiet_libraries(is_main=distributed.is_main())
     loaded = with_local_folder(loaded)
-    try:
-        context = make_context(loaded, launched_strategy(loaded))
-        require_supported_by_strategy(context.config, context.strategy.name)
-        require_mergeable(context.config, strategy=context.strategy.name)
-    except FinetuneError as error:
-        error.is_on_all_ranks = True  # so rank 0 alone prints it
-        raise
+    context = make_context(loaded, launched_strategy(loaded))
+    require_supported_by_strategy(context.config, context.strategy.name)
+    require_mergeable(context.config, strategy=context.strategy.name)
     return context
 
 

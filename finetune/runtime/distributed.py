@@ -1,4 +1,7 @@
-"""Which process this is, and how the processes of a run communicate. Works in a single process, too."""
+"""Rank, world and the collectives of a run, over torch.distributed; everything works in a single process too.
+
+A function that is called on rank 0 or on all ranks raises its error on all of them when it fails on one.
+"""
 
 import os
 from collections.abc import Callable, Sequence

@@ -3,11 +3,7 @@
 import functools
 import os
 import socket
-from collections.abc import Iterator
-from contextlib import contextmanager
 from urllib.parse import urlsplit
-
-from huggingface_hub import constants
 
 PROXIES = ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")
 
@@ -29,18 +25,3 @@ def is_offline() -> bool:
     except OSError:
         return True
     return False
-
-
-@contextmanager
-def without_hub_retries(*, is_local: bool) -> Iterator[None]:
-    """Meanwhile ask the hub nothing when what is wanted is local or the hub is out of reach.
-
-    `local_files_only` is not enough: transformers 5.23 does not hand it on when it looks for an adapter, and
-    huggingface_hub 2.4 fetches a list of agents before its first download. What HF_HUB_OFFLINE=1 sets stops both.
-    """
-    before = constants.HF_HUB_OFFLINE
-    constants.HF_HUB_OFFLINE = before or is_local or is_offline()
-    try:
-        yield
-    finally:
-        constants.HF_HUB_OFFLINE = before

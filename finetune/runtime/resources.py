@@ -18,7 +18,7 @@ from finetune.errors import FULL, FinetuneError, disk_text
 def format_size(num_bytes: int) -> str:
     """Return a size in decimal units.
 
-    >>> size_text(1_200_000_000), size_text(363_900)
+    >>> format_size(1_200_000_000), format_size(363_900)
     ('1.2 GB', '363.9 kB')
     """
     amount = float(num_bytes)
@@ -27,6 +27,11 @@ def format_size(num_bytes: int) -> str:
             return f"{amount:.0f} B" if unit == "B" else f"{amount:.1f} {unit}"
         amount /= 1000
     return f"{amount:.1f} TB"
+
+
+def resident_bytes() -> int:
+    """Return the resident memory of this process."""
+    return int(psutil.Process().memory_info().rss)
 
 
 CGROUPS = Path("/sys/fs/cgroup")

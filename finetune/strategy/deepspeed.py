@@ -12,7 +12,7 @@ from torch import nn
 from finetune.errors import StrategyError
 from finetune.runtime.optional import require
 from finetune.runtime.parameters import InitContext
-from finetune.runtime.supervision.build_locks import BuildLockWatcher, clear_build_locks
+from finetune.runtime.upstream import BuildLockWatcher, clear_build_locks
 from finetune.strategy.environment import LaunchEnvironment
 from finetune.strategy.protocol import Expected, PluginSettings, Sharded
 from finetune.strategy.reconcile import JobSettings, complete_deepspeed_config

@@ -1,1 +1,1 @@
-"""What is learnt: tasks, their losses and their metrics."""
+"""What is trained: tasks, their losses and their metrics."""

@@ -41,12 +41,8 @@ class CausalTask(BaseTask):
         is_row = is_padding_free(self.data.batching)
         return collate_padding_free(features) if is_row else collate_padded(features, pad_id=self.pad_id)
 
-    def loss_sum(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Return the loss that is trained, in nats, summed over the targets: a float32 scalar."""
-        return self.loss_sums(model, batch)["loss_sum"]
-
     def loss_sums(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
-        """Return `loss_sum` and, where that is smoothed or has a z-loss, the plain `cross_entropy` beside it."""
+        """Return `loss_sum` and, where that is smoothed or has a z-loss, the plain `cross_entropy`."""
         return self.loss.sums(model, batch)
 
     def metric_sums(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
@@ -59,7 +55,7 @@ class CausalTask(BaseTask):
 
 
 def make_target_loss(context: TaskContext) -> TargetLoss:
-    """Return the loss of predicted tokens that the job asks for."""
+    """Return the configured loss of predicted tokens."""
     section = context.section
     return TargetLoss(TokenLoss(section.label_smoothing, section.z_loss), context.loss_kernel)
 
@@ -100,7 +96,7 @@ class SftTask(CausalTask):
         return RequireMessages(encode)
 
     def prompt(self, features: Features) -> GenerationPrompt | None:
-        """Return all tokens before the last answer, and that answer as learnt: with its end-of-turn token."""
+        """Return all tokens before the last answer, and that answer with its end-of-turn token."""
         is_target = features.arrays["is_target"]
         end = int(np.flatnonzero(is_target)[-1]) + 1
         before = np.flatnonzero(~is_target[:end])

@@ -59,7 +59,7 @@ def divergence_of(section: DistillationSection) -> Divergence:
 
 
 def reduce_to_top_k(log_probabilities: Tensor, kept: Tensor) -> Tensor:
-    """Return the log-probabilities of the kept tokens and, behind them, of all others together.
+    """Return the log-probabilities of the kept tokens and, last, of all others together.
 
     With kept tokens i1 ... ik it is `log p[i1] ... log p[ik], log sum of p over the others`: a distribution over k + 1
     categories. `kept` is [targets, k], the result [targets, k + 1].
@@ -101,7 +101,7 @@ class DistillationTask(SftTask):
             )
 
     def attach_teacher(self, teacher: nn.Module) -> "DistillationTask":
-        """Return the task with a teacher to ask, which is whole on this rank; it is asked alone, not collectively."""
+        """Return the task with a teacher that is whole on this rank: its forward passes are not collective."""
         taught = copy.copy(self)
         taught._teacher = teacher
         return taught
@@ -142,7 +142,7 @@ class DistillationTask(SftTask):
 
     def metric_sums(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
         """Return the same, `num_targets` and `num_correct`."""
-        assert batch.targets is not None  # a batch of tokens knows them
+        assert batch.targets is not None  # a batch of tokens has them
         labels, taught = batch.targets.labels, self._teacher_targets(batch)
         summed = compute_at_targets(model, batch, partial(self._sums_of_targets, labels=labels, taught=taught))
         loss_sum, cross_entropy, divergence, num_correct = summed.unbind()

@@ -4,8 +4,7 @@ Which tokens are masked is drawn for each sample alone, so it depends neither on
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -23,7 +22,7 @@ from finetune.runtime.seeds import derive_seed
 from finetune.task.base import BaseTask
 from finetune.task.causal_lm import make_target_loss, pad_id
 from finetune.task.metrics import token_metrics
-from finetune.task.protocol import ModelHead, TaskContext
+from finetune.task.protocol import ModelHead, SampleSpec, TaskContext
 from finetune.task.row_formats import RequireText
 
 
@@ -38,32 +37,32 @@ class TokenMasker:
     def __call__(self, features: Features) -> tuple[np.ndarray, np.ndarray]:
         """Return the tokens that are read and the labels, both int64 [length], drawn from its seed and its id.
 
-        Of the n tokens that may be hidden, `fraction * n` are, rounded, and at least one. Of whole words there are
+        Of the n tokens that may be masked, `fraction * n` are, rounded, and at least one. Of whole words there are
         as many as fit in, the first one drawn in any case.
         """
         draw = np.random.default_rng(derive_seed(features.seed, "hiding", features.sample_id))
         ids = features.arrays["input_ids"].astype(np.int64)
-        hidden = self._masked_positions(features, draw)
+        masked = self._masked_positions(features, draw)
         labels = np.full(len(ids), IGNORED, np.int64)
-        labels[hidden] = ids[hidden]
-        lot = draw.random(len(hidden))
+        labels[masked] = ids[masked]
+        drawn = draw.random(len(masked))
         random, kept = self.section.random_fraction, self.section.kept_fraction
-        replaced = hidden[lot < random]
+        replaced = masked[drawn < random]
         ids[replaced] = draw.choice(self.ordinary_ids, len(replaced))
-        ids[hidden[lot >= random + kept]] = self.mask_id
+        ids[masked[drawn >= random + kept]] = self.mask_id
         return ids, labels
 
     def _masked_positions(self, features: Features, draw: np.random.Generator) -> np.ndarray:
         places = np.flatnonzero(features.arrays["is_target"])
-        wanted = max(1, round(self.section.fraction * len(places)))
+        num_masked = max(1, round(self.section.fraction * len(places)))
         if not self.section.whole_words:
-            return np.sort(draw.choice(places, wanted, replace=False))
+            return np.sort(draw.choice(places, num_masked, replace=False))
         words = np.cumsum(features.arrays["is_word_start"])[places]  # the number of each token's word
         numbers, sizes = np.unique(words, return_counts=True)
         turn = draw.permutation(len(numbers))
         chosen, num_chosen = [turn[0]], int(sizes[turn[0]])
         for each in turn[1:]:
-            if num_chosen + sizes[each] <= wanted:
+            if num_chosen + sizes[each] <= num_masked:
                 chosen.append(each)
                 num_chosen += int(sizes[each])
         return places[np.isin(words, numbers[chosen])]
@@ -74,9 +73,9 @@ MASK_TOKENS = ("<mask>", "[MASK]")
 
 
 class MaskedLmTask(BaseTask):
-    """Predict hidden tokens (Devlin et al., 2018, arXiv:1810.04805); raises DataError for a tokenizer without a mask.
+    """Predict masked tokens (Devlin et al., 2018, arXiv:1810.04805); raises DataError for a tokenizer without a mask.
 
-    Which are hidden is drawn anew in every step; in evaluations it is always the same ones.
+    Which tokens are masked is drawn again in every step; in evaluations it is always the same tokens.
     """
 
     head: ModelHead = "masked_lm"
@@ -93,25 +92,21 @@ class MaskedLmTask(BaseTask):
         self._mask = TokenMasker(self._section, mask_id, ordinary)
         self._frame = num_special_tokens_around(tokenizer)
         if self.data.longest <= sum(self._frame):
-            raise DataError(f"data.max_length: {self.data.longest} leaves no room beside the special tokens.")
+            raise DataError(f"data.max_length: {self.data.longest} leaves no room for text between the special tokens.")
         encode = MaskedTextEncoder(
             tokenizer, words=self._section.whole_words, allow_special_tokens=self.data.allow_special_tokens
         )
         self._encoder = RequireText(encode, task="masked_lm")
 
     @property
-    def encoding(self) -> Mapping[str, Any]:
-        """Return whether words are told apart; what is hidden of them is drawn later."""
-        return {"words": self._section.whole_words}
-
-    @property
-    def lengths(self) -> SampleLengthLimit:
-        """Return `data.max_length`; every part of a text keeps the special tokens around it."""
+    def samples(self) -> SampleSpec:
+        """Return samples of at most `data.max_length` tokens; every part of a text keeps the special tokens."""
         data = self.data
-        return SampleLengthLimit(data.longest, data.over_length, data.truncate_side, self._frame)
+        limit = SampleLengthLimit(data.longest, data.over_length, data.truncate_side, self._frame)
+        return replace(super().samples, length_limit=limit, identity={"words": self._section.whole_words})
 
     def collate(self, features: Sequence[Features]) -> Batch:
-        """Return the samples padded on the right, tokens hidden; labels[b, t] is the token that is hidden at t."""
+        """Return the samples padded on the right and masked; labels[b, t] is the masked token at t."""
         longest = max(each.length for each in features)
         input_ids = np.full((len(features), longest), self.pad_id, dtype=np.int64)
         attention_mask = np.zeros((len(features), longest), dtype=np.int64)
@@ -129,12 +124,8 @@ class MaskedLmTask(BaseTask):
             targets=targets,
         )
 
-    def loss_sum(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Return the loss that is trained, in nats, summed over the hidden tokens: a float32 scalar."""
-        return self.loss_sums(model, batch)["loss_sum"]
-
     def loss_sums(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
-        """Return `loss_sum` and, where that is smoothed or has a z-loss, the plain `cross_entropy` beside it."""
+        """Return `loss_sum` and, where that is smoothed or has a z-loss, the plain `cross_entropy`."""
         return self.loss.sums(model, batch)
 
     def metric_sums(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
@@ -142,7 +133,7 @@ class MaskedLmTask(BaseTask):
         return self.loss.evaluation_sums(model, batch)
 
     def metrics(self, sums: Mapping[str, float], records: Tensor | None = None) -> Mapping[str, float]:
-        """Return `loss`, `perplexity` and `masked_accuracy`, all of the hidden tokens."""
+        """Return `loss`, `perplexity` and `masked_accuracy`, over the masked tokens."""
         measured = token_metrics(sums)
         measured["masked_accuracy"] = measured.pop("token_accuracy")
         return measured

@@ -54,13 +54,13 @@ def class_metrics(labels: Tensor, predicted: Tensor, *, num_classes: int) -> dic
     Both are indices of classes, [samples]. A class that is neither there nor predicted does not count in `macro_f1`.
     """
     library = _library("classification")
-    wanted, found, several = labels.long(), predicted.long(), max(2, num_classes)
+    targets, found, num_labels = labels.long(), predicted.long(), max(2, num_classes)
     f1 = library.multiclass_f1_score
     return {
-        "accuracy": float((wanted == found).double().mean()),
-        "macro_f1": float(f1(found, wanted, num_classes=several, average="macro")),
-        "micro_f1": float(f1(found, wanted, num_classes=several, average="micro")),
-        "mcc": float(library.multiclass_matthews_corrcoef(found, wanted, num_classes=several)),
+        "accuracy": float((targets == found).double().mean()),
+        "macro_f1": float(f1(found, targets, num_classes=num_labels, average="macro")),
+        "micro_f1": float(f1(found, targets, num_classes=num_labels, average="micro")),
+        "mcc": float(library.multiclass_matthews_corrcoef(found, targets, num_classes=num_labels)),
     }
 
 
@@ -70,19 +70,21 @@ def multi_label_metrics(labels: Tensor, predicted: Tensor) -> dict[str, float]:
     Both are 0 or 1, [samples, classes].
     """
     library = _library("classification")
-    wanted, found = labels.long(), predicted.long()
-    subset_accuracy = float((wanted == found).all(dim=1).double().mean())
-    if wanted.shape[1] == 1:  # the library wants several: twice the same class has the same F1
-        wanted, found = wanted.expand(-1, 2), found.expand(-1, 2)
+    targets, found = labels.long(), predicted.long()
+    subset_accuracy = float((targets == found).all(dim=1).double().mean())
+    if targets.shape[1] == 1:  # the library wants several: twice the same class has the same F1
+        targets, found = targets.expand(-1, 2), found.expand(-1, 2)
     scores = {
-        f"{average}_f1": float(library.multilabel_f1_score(found, wanted, num_labels=wanted.shape[1], average=average))
+        f"{average}_f1": float(
+            library.multilabel_f1_score(found, targets, num_labels=targets.shape[1], average=average)
+        )
         for average in ("macro", "micro")
     }
     return {"subset_accuracy": subset_accuracy, **scores}
 
 
 def regression_metrics(labels: Tensor, predicted: Tensor) -> dict[str, float]:
-    """Return the mean squared error, Pearson's and Spearman's correlation; of several numbers, the mean over them.
+    """Return the mean squared error, Pearson's and Spearman's correlation; of num_labels numbers, the mean over them.
 
     Both are float64, [samples, numbers]. There is no correlation (NaN) with what is the same for every sample.
     """
@@ -98,7 +100,7 @@ def _correlation(correlation: Callable[[Tensor, Tensor], Tensor], labels: Tensor
     if len(labels) < 2 or any((each == each[0]).all(dim=0).any() for each in (labels, predicted)):
         return math.nan
     columns = zip(predicted.T.contiguous(), labels.T.contiguous(), strict=True)
-    return float(torch.stack([correlation(found, wanted) for found, wanted in columns]).mean())
+    return float(torch.stack([correlation(found, targets) for found, targets in columns]).mean())
 
 
 def _library(part: str) -> ModuleType:
@@ -139,7 +141,7 @@ def are_entity_tags(names: Iterable[str]) -> bool:
 def find_entities(tags: Sequence[str]) -> Iterator[Entity]:
     """Yield the entities of one sentence in their order.
 
-    An entity begins at `B` and `S`, and wherever another type or an entity behind `O`, `E` or `S` goes on.
+    An entity begins at `B` and `S`, at another type, and at an `I` or `E` that follows `O`, `E` or `S`.
     """
     start, before = 0, (OUTSIDE, "")
     for number, tag in enumerate([*tags, OUTSIDE]):

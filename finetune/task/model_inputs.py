@@ -14,7 +14,7 @@ from finetune.runtime.packed_rows import PER_SAMPLE_ATTENTION, SAMPLE_LENGTHS, S
 
 
 def is_padding_free(batching: BatchingSection) -> bool:
-    """Tell whether the samples of a forward pass stand in one row; `auto` has been settled before, or is no."""
+    """Tell whether the samples of a forward pass are packed into one row; `auto` has been resolved before."""
     return batching.padding_free is True or batching.by == "packs"
 
 
@@ -43,7 +43,7 @@ def collate_padded(features: Sequence[Features], *, pad_id: int) -> Batch:
 def collate_padding_free(features: Sequence[Features]) -> Batch:
     """Return the samples in one row without padding and without an attention mask.
 
-    Positions begin at 0 in every sample: by that a model knows them apart. No label is a token of the next sample.
+    Positions start at 0 in every sample and so mark the boundaries. No label is a token of the next sample.
     """
     lengths = [each.length for each in features]
     ends = np.cumsum([0, *lengths])
@@ -52,7 +52,7 @@ def collate_padding_free(features: Sequence[Features]) -> Batch:
     is_target = np.concatenate([each.arrays["is_target"] for each in features])
     labels = np.full((1, ends[-1]), IGNORED, dtype=np.int64)
     np.copyto(labels[0, :-1], input_ids[1:], where=is_target[1:])
-    labels[0, ends[1:] - 1] = IGNORED  # behind the last token of a sample there is none
+    labels[0, ends[1:] - 1] = IGNORED  # there is none after the last token of a sample
     targets = Targets.of(labels)
     return Batch(
         inputs={"input_ids": torch.from_numpy(input_ids)[None], "position_ids": torch.from_numpy(position_ids)[None]},
@@ -68,13 +68,13 @@ def collate_padding_free(features: Sequence[Features]) -> Batch:
 
 
 def _labels(features: Features) -> np.ndarray:
-    """Return the token after each position where it is a target; behind the last there is none."""
+    """Return the token after each position where it is a target; there is none after the last."""
     ids, is_target = features.arrays["input_ids"], features.arrays["is_target"]
     return np.append(np.where(is_target[1:], ids[1:].astype(np.int64), IGNORED), IGNORED)
 
 
 ATTENTION_WITH_BOUNDARIES = ("flash_attention_2", "flash_attention_3", PER_SAMPLE_ATTENTION)
-"""Attention that is told where samples begin; others work it out from the positions."""
+"""Attention implementations that are given the boundaries of samples; others find them in the positions."""
 
 
 def forward_logits(model: nn.Module, batch: Batch) -> Tensor:
@@ -101,9 +101,9 @@ def unwrap_model(model: nn.Module) -> nn.Module:
 
 
 def _boundaries(model: nn.Module, batch: Batch) -> dict[str, Any]:
-    """Return where the samples of the row begin, in transformers' words; nothing for attention that needs no telling.
+    """Return the boundaries of the samples in a row, named as in transformers; nothing for attention without need.
 
-    Without them flash attention works them out in every layer, and waits for the device each time. Ours is told of
+    Without them flash attention computes them in every layer, with a host-device synchronisation each. Ours is given
     every length, too, and transformers that the mask is made already: it uses none.
     """
     ends, attention = batch.cumulative_lengths, _attention(model)

@@ -40,7 +40,7 @@ TASKS: dict[str, Callable[[TaskContext], Task]] = {
 }
 
 INPUT_KINDS: Mapping[TaskName, InputKind] = {"image_classification": "images", "vision_language_sft": "both"}
-"""What a task's rows hold; text, where nothing is said."""
+"""What the rows of a task hold; text for all others."""
 
 
 def build_task(context: TaskContext) -> Task:

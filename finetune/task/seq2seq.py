@@ -1,6 +1,7 @@
-"""Sequence to sequence: an encoder reads the source, a decoder learns to write the target."""
+"""Sequence to sequence: an encoder reads the source, a decoder is trained to write the target."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,13 +17,13 @@ from finetune.task.base import BaseTask
 from finetune.task.causal_lm import make_target_loss, pad_id
 from finetune.task.metrics import token_metrics
 from finetune.task.model_inputs import unwrap_model
-from finetune.task.protocol import GenerationPrompt, ModelHead, TaskContext
+from finetune.task.protocol import GenerationPrompt, ModelHead, SampleSpec, TaskContext
 
 
 class Seq2SeqTask(BaseTask):
     """Predict each token of the target from the source and the tokens before it, end-of-sequence included.
 
-    Rows become `input_ids`, the source and behind it the target, and `is_target`, which marks the target.
+    Rows become `input_ids`, the source followed by the target, and `is_target`, which marks the target.
     """
 
     head: ModelHead = "seq2seq_lm"
@@ -40,17 +41,17 @@ class Seq2SeqTask(BaseTask):
         )
 
     @property
-    def encoding(self) -> Mapping[str, Any]:
-        """Return what stands before every source, and how long a target may be."""
-        return self._section.model_dump()
-
-    @property
-    def lengths(self) -> SourceTargetLengthLimit:
-        """Return `data.max_length` for the source, `task.seq2seq.max_target_length` for the target."""
-        data, longest = self.data, self._section.max_target_length
-        return SourceTargetLengthLimit(
-            data.longest, longest or data.longest, data.over_length, data.truncate_side, self._frame
+    def samples(self) -> SampleSpec:
+        """Return samples limited by `data.max_length` (source) and `task.seq2seq.max_target_length` (target)."""
+        data, section = self.data, self._section
+        limit = SourceTargetLengthLimit(
+            data.longest,
+            section.max_target_length or data.longest,
+            data.over_length,
+            data.truncate_side,
+            self._frame,
         )
+        return replace(super().samples, length_limit=limit, identity=section.model_dump())
 
     def collate(self, features: Sequence[Features]) -> Batch:
         """Return sources and targets padded on the right; labels[b, t] is the target's token t."""
@@ -72,12 +73,8 @@ class Seq2SeqTask(BaseTask):
             targets=Targets.of(labels),
         )
 
-    def loss_sum(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Return the loss that is trained, in nats, summed over the targets: a float32 scalar."""
-        return self.loss_sums(model, batch)["loss_sum"]
-
     def loss_sums(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
-        """Return `loss_sum` and, where that is smoothed or has a z-loss, the plain `cross_entropy` beside it."""
+        """Return `loss_sum` and, where that is smoothed or has a z-loss, the plain `cross_entropy`."""
         return self.loss.sums(model, batch, _seq2seq_inputs(model, batch))
 
     def metric_sums(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
@@ -89,15 +86,15 @@ class Seq2SeqTask(BaseTask):
         return token_metrics(sums)
 
     def prompt(self, features: Features) -> GenerationPrompt | None:
-        """Return the source, and the target as learnt: with the end of sequence."""
+        """Return the source, and the target with its end-of-sequence token."""
         source, target = _source_and_target(features)
         return GenerationPrompt(input_ids=tuple(source.tolist()), reference_ids=tuple(target.tolist()))
 
 
 def _seq2seq_inputs(model: nn.Module, batch: Batch) -> dict[str, Any]:
-    """Return what the model is given: its decoder then predicts the labels.
+    """Return the inputs with which the decoder predicts the labels.
 
-    It is given the targets shifted by one, as the model itself shifts labels, and no labels: their mean is not wanted.
+    These are the targets shifted by one, as the model itself shifts labels; with labels it would compute a mean loss.
     """
     inner: Any = unwrap_model(model)
     before = inner.prepare_decoder_input_ids_from_labels(labels=batch.labels)

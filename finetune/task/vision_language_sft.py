@@ -1,4 +1,4 @@
-"""Vision-language supervised fine-tuning: learn the answers of conversations that show images."""
+"""Vision-language supervised fine-tuning: train the answers of conversations with images."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -12,22 +12,20 @@ from finetune.data.batch import Batch
 from finetune.data.encoding.image_conversation import ImageConversationEncoder, ImageTextProcessor, images_of
 from finetune.data.features import Features
 from finetune.data.token_cache.chunks import Encode
-from finetune.data.workers import LoadingCost
 from finetune.task.causal_lm import SftTask
 from finetune.task.model_inputs import collate_padded
-from finetune.task.protocol import GenerationPrompt, ModelHead, TaskContext
+from finetune.task.protocol import GenerationPrompt, ModelHead, SampleSpec, TaskContext
 from finetune.task.row_formats import RequireImageMessages
 
 
 class VisionLanguageSftTask(SftTask):
-    """`sft` with images in the turns, through the model's own processor; an image's tokens are never targets.
+    """`sft` with images in the turns, by the model's own processor; the tokens of an image are never targets.
 
-    Every batch holds an image: one that has none gets a further row with a blank one and without targets. A model whose
-    part for images took part on some ranks alone would wait for the others for ever (DDP, FSDP, ZeRO-3).
+    Every batch holds an image: a batch without one gets a row with a blank image and without targets. If the image
+    encoder ran on some ranks only, these would wait for the others forever (DDP, FSDP, ZeRO-3).
     """
 
     head: ModelHead = "image_text_to_text"
-    loading_cost: LoadingCost = "heavy"
 
     def __init__(self, context: TaskContext) -> None:
         self._processor = context.processor
@@ -41,6 +39,11 @@ class VisionLanguageSftTask(SftTask):
         """Return the token that stands for a piece of an image, as the processor writes it."""
         return {"image_token_id": self._pictures.token_id}
 
+    @property
+    def samples(self) -> SampleSpec:
+        """Return samples whose images make them slow to load."""
+        return replace(super().samples, loading_cost="heavy")
+
     def collate(self, features: Sequence[Features]) -> Batch:
         """Return the samples padded on the right, with what the processor makes of their images."""
         has_images = any(len(each.arrays["image_sizes"]) for each in features)
@@ -53,20 +56,22 @@ class VisionLanguageSftTask(SftTask):
         )
 
     def prompt(self, features: Features) -> GenerationPrompt | None:
-        """Return all before the last answer, its images, and that answer as learnt.
+        """Return everything before the last answer, its images, and that answer with its end-of-turn token.
 
-        A prompt without an image has a blank one beside it. None where an image stands behind the prompt.
+        A prompt without an image has a companion row with a blank one. None where an image follows the prompt.
         """
         prompt = super().prompt(features)
         assert prompt is not None
         length, ids = len(prompt.input_ids), features.arrays["input_ids"]
         if self._pictures.token_id in ids[length:]:
             return None
-        asked = Features({**features.arrays, **{name: features.arrays[name][:length] for name in self._names}})
-        rows = [asked] if len(features.arrays["image_sizes"]) else [asked, self._blank]
-        beside = () if len(rows) == 1 else tuple(self._blank.arrays["input_ids"].tolist())
+        prompt_features = Features(
+            {**features.arrays, **{name: features.arrays[name][:length] for name in self._names}}
+        )
+        rows = [prompt_features] if len(features.arrays["image_sizes"]) else [prompt_features, self._blank]
+        companion = () if len(rows) == 1 else tuple(self._blank.arrays["input_ids"].tolist())
         per_token = {name: tuple(tuple(row.arrays[name].tolist()) for row in rows) for name in self._pictures.per_token}
-        return replace(prompt, inputs=self._pixels(rows), companion_ids=beside, per_token=per_token)
+        return replace(prompt, inputs=self._pixels(rows), companion_ids=companion, per_token=per_token)
 
     def _make_encoder(self) -> Encode:
         data = self.data
@@ -87,13 +92,13 @@ class VisionLanguageSftTask(SftTask):
     def _per_token(self, rows: Sequence[Features]) -> dict[str, Tensor]:
         """Return what else the model is given of each token, [batch, length], 0 where there is padding."""
         longest = max(each.length for each in rows)
-        told = {}
+        values_by_name = {}
         for name in self._pictures.per_token:
             values = np.zeros((len(rows), longest), dtype=np.int64)
             for place, each in enumerate(rows):
                 values[place, : each.length] = each.arrays[name]
-            told[name] = torch.from_numpy(values)
-        return told
+            values_by_name[name] = torch.from_numpy(values)
+        return values_by_name
 
     def _pixels(self, rows: Sequence[Features]) -> dict[str, Tensor]:
         """Return what the processor makes of the rows' images, as it batches them itself."""

@@ -14,7 +14,7 @@ from finetune.strategy.reconcile import ACCELERATE_PRECISION
 def build_accelerator(strategy: Strategy, *, precision: str) -> Accelerator:
     """Return an Accelerator as the strategy wants it; raises StrategyError when something else came out. Collective.
 
-    Accumulation stays at 1 in Accelerate: the step sets the boundary itself and knows the number of targets.
+    Accumulation stays at 1 in Accelerate: the step sets the boundary itself, from the number of targets.
     """
     with strategy.accelerator_context():
         accelerator = Accelerator(
@@ -32,7 +32,7 @@ def build_accelerator(strategy: Strategy, *, precision: str) -> Accelerator:
 
 
 def check_accelerator(accelerator: Accelerator, expected: Expected, *, precision: str, strategy: str) -> None:
-    """Raise StrategyError naming every point on which the Accelerator differs from what was asked for."""
+    """Raise StrategyError naming every difference between the Accelerator and what was requested."""
     state = accelerator.state
     found = [
         _difference("distributed type", expected.distributed_types, accelerator.distributed_type.name),
@@ -52,7 +52,7 @@ def check_prepared(model: nn.Module, expected: Expected, *, strategy: str) -> No
     names = {cls.__name__ for cls in type(model).__mro__}
     found: list[str | None] = []
     if expected.model_class is not None and expected.model_class not in names:
-        found.append(f"model: asked for {expected.model_class}, got {type(model).__name__}")
+        found.append(f"model: requested {expected.model_class}, got {type(model).__name__}")
     stage: Any = getattr(model, "zero_optimization_stage", None)
     if expected.zero_stage is not None and stage is not None:
         found.append(_difference("engine's ZeRO stage", (expected.zero_stage,), int(stage())))
@@ -60,7 +60,7 @@ def check_prepared(model: nn.Module, expected: Expected, *, strategy: str) -> No
 
 
 def _difference(name: str, wanted: tuple[Any, ...], got: object) -> str | None:
-    return None if got in wanted else f"{name}: asked for {wanted[0]}, got {got}"
+    return None if got in wanted else f"{name}: requested {wanted[0]}, got {got}"
 
 
 def _refuse(found: list[str | None], strategy: str) -> None:
@@ -68,6 +68,6 @@ def _refuse(found: list[str | None], strategy: str) -> None:
     if lines:
         listed = "\n".join(f"  {line}" for line in lines)
         raise StrategyError(
-            f"{strategy} was launched, but Accelerate built something else\n{listed}\n"
+            f"{strategy} was launched, but Accelerate built something else:\n{listed}\n"
             "Compare the accelerate config with the one of that name in accelerate_configs/."
         )

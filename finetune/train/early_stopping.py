@@ -1,4 +1,4 @@
-"""Early stopping, and how a run can be over; imports nothing that trains."""
+"""Early stopping, and the reasons for which a run is over; imports no torch."""
 
 import math
 
@@ -12,7 +12,7 @@ FINISHED, EARLY_STOPPING = "finished", "early stopping"
 class NeverStop:
     """No early stopping."""
 
-    def note(self, metrics: dict[str, float], progress: Progress) -> None:
+    def update(self, metrics: dict[str, float], progress: Progress) -> None:
         """Do nothing."""
 
     def is_over(self, progress: Progress) -> bool:
@@ -21,20 +21,20 @@ class NeverStop:
 
 
 class EarlyStopping:
-    """Stop when a metric has not got better for `patience` evaluations; what it remembers is in the progress."""
+    """Stop when a metric has not improved for `patience` evaluations; its state is in the progress."""
 
     def __init__(self, section: EarlyStoppingSection) -> None:
         self._section = section
 
-    def note(self, metrics: dict[str, float], progress: Progress) -> None:
-        """Take note of an evaluation in `progress`; raises UserError where it has not measured the metric.
+    def update(self, metrics: dict[str, float], progress: Progress) -> None:
+        """Record an evaluation in `progress`; raises UserError where it has not measured the metric.
 
         Which metrics there are can depend on the rows: only tags such as `B-PER` have entities.
         """
         if self._section.metric not in metrics:
             missing = self._section.metric
             raise UserError(
-                f"train.early_stopping.metric: these rows have no `{missing}`. Measured: {', '.join(metrics)}."
+                f"train.early_stopping.metric: the evaluation has no `{missing}`. It measures {', '.join(metrics)}."
             )
         value = metrics[self._section.metric]
         if self._is_better(value, progress.best_metric):
@@ -44,11 +44,11 @@ class EarlyStopping:
             progress.evaluations_since_best += 1
 
     def is_over(self, progress: Progress) -> bool:
-        """Tell whether patience is over; it still is when a stopped run is started again."""
+        """Tell whether patience is exhausted; it still is when a stopped run is started again."""
         return progress.evaluations_since_best >= self._section.patience
 
     def _is_better(self, value: float, best: float | None) -> bool:
-        if best is None or math.isnan(best):  # a correlation with what is the same everywhere is NaN
+        if best is None or math.isnan(best):  # a correlation with a constant is NaN
             return True
         gain = best - value if self._section.goal == "minimize" else value - best
         return gain > self._section.min_delta

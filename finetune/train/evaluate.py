@@ -38,11 +38,11 @@ class EvaluationWeights(Protocol):
     """The weights of a run."""
 
     def swapped_in(self) -> AbstractContextManager[None]:
-        """Have the model hold, within, the weights that are to be measured and exported. Collective."""
+        """Return a context in which the model holds the weights to evaluate and export. Collective."""
 
 
 class TrainedWeights:
-    """The weights that learn are those that count."""
+    """The trained weights themselves."""
 
     def swapped_in(self) -> AbstractContextManager[None]:
         """Change nothing."""
@@ -51,7 +51,7 @@ class TrainedWeights:
 
 @dataclass(frozen=True)
 class AveragedWeights:
-    """The average that the optimizer keeps takes the place of the weights, which come back bit for bit."""
+    """The average that the optimizer keeps replaces the weights, which are restored bitwise."""
 
     access: StateAccess
     key: str  # of the optimizer's state that the formula reads
@@ -59,7 +59,7 @@ class AveragedWeights:
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
-        """Have the model hold the average within, and needs room for one more copy of what this rank trains.
+        """Swap the average in; needs memory for one more copy of what this rank trains.
 
         Parameters without state, which have not been updated yet, are their own average. After an error nothing is put
         back, since that would wait for other ranks. Collective.
@@ -99,7 +99,7 @@ class EvaluationWithWeights:
 
 
 def average_formula(section: TrainSection) -> tuple[str, Formula] | None:
-    """Return what the average is read from and how; None where the weights that learn are those that count."""
+    """Return what the average is read from and how; None where the trained weights themselves count."""
     if section.optimizer.name == "schedule_free_adamw":
         beta = section.optimizer.betas[0]
         return FAST_SEQUENCE, lambda weights, fast: average_from_fast(weights, fast, beta=beta)
@@ -118,7 +118,7 @@ class NoEvaluation:
 
 @dataclass(frozen=True)
 class Evaluator:
-    """Measures the model on every validation row, and on its answers where they are asked for."""
+    """Measures the model on every validation row, and on generated answers where configured."""
 
     task: Task
     model: nn.Module  # as Accelerate prepared it

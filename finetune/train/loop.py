@@ -1,4 +1,4 @@
-"""The loop: agree on what is wished, take a step, advance the progress; then evaluate, save and stop, each when due."""
+"""The loop: agree on stop requests, take a step, advance the progress; then evaluate, save and stop, each when due."""
 
 import math
 import time
@@ -17,7 +17,7 @@ def train(parts: Parts, progress: Progress) -> str:
     if parts.early_stopping.is_over(progress):
         return EARLY_STOPPING
     reason = _take_steps(parts, progress)
-    parts.save.settle()
+    parts.save.wait_for_writes()
     return reason
 
 
@@ -39,7 +39,7 @@ def report_steps(parts: Parts, progress: Progress) -> None:
         if record.is_taken is None and not math.isfinite(event.gradient_norm):
             record_skipped_step(parts, progress, record)
         parts.reporter(event)
-    parts.update.settle()
+    parts.update.mark_all_read()
     if warning := parts.meters.warning():
         parts.reporter(Warned(progress.step, warning))
 
@@ -66,14 +66,14 @@ def _take_steps(parts: Parts, progress: Progress) -> str:
         reason = _after_step(parts, progress, record)
         if parts.save_due.due(progress.step) or reason:
             saved_step = _save(parts, progress)
-        parts.save.tell()
+        parts.save.report_written()
         if reason and progress.step < parts.plan.num_steps:
             return reason
     return FINISHED
 
 
 def _save(parts: Parts, progress: Progress) -> int:
-    """Save, and return the step of which that is; what is saved knows which steps were left out. Collective."""
+    """Save and return the step; the saved progress counts the skipped steps. Collective."""
     report_steps(parts, progress)
     parts.save(progress)
     return progress.step
@@ -88,6 +88,6 @@ def _after_step(parts: Parts, progress: Progress, record: StepRecord) -> str | N
         report_steps(parts, progress)
     if is_evaluated:
         progress.last_metrics, progress.metrics_step = parts.evaluate(progress.step), progress.step
-        parts.early_stopping.note(progress.last_metrics, progress)
+        parts.early_stopping.update(progress.last_metrics, progress)
         reason = reason or (EARLY_STOPPING if parts.early_stopping.is_over(progress) else None)
     return reason

@@ -16,14 +16,14 @@ from finetune.report.events import StepTaken
 from finetune.runtime import distributed
 
 MAX_WAIT_SHARE = 0.1
-"""Share of the time from which on a run is told that its loader holds it up."""
+"""Share of the time spent waiting for data from which a run is warned."""
 
 WINDOW_STEPS, WINDOW_SECONDS = 20, 10.0
-"""The share is taken over at least so many steps and so long, so that one slow batch warns nobody."""
+"""The share is measured over at least this many steps and seconds, so that one slow batch causes no warning."""
 
 
 class DataWaitMonitor:
-    """Adds up the waiting of one rank, window after window, and warns once."""
+    """Measures the waiting of one rank in consecutive windows, and warns once."""
 
     def __init__(self) -> None:
         self._is_first = True
@@ -31,7 +31,7 @@ class DataWaitMonitor:
         self._begin()
 
     def add(self, waited_seconds: float, *, of_seconds: float) -> None:
-        """Take in a step; the very first waits for the loader to start and does not count."""
+        """Add a step; the first one waits for the loader to start and does not count."""
         if self._is_first:
             self._is_first = False
             return
@@ -40,7 +40,7 @@ class DataWaitMonitor:
         self._seconds += of_seconds
 
     def warning(self) -> str | None:
-        """Return what to try where a window that is full was spent waiting; then a new window begins."""
+        """Return a warning where too much of a full window was spent waiting; then a new window starts."""
         if self._has_warned or self._num_steps < WINDOW_STEPS or self._seconds < WINDOW_SECONDS:
             return None
         share, num_steps = self._waited / self._seconds, self._num_steps
@@ -60,7 +60,7 @@ class DataWaitMonitor:
 
 @dataclass(frozen=True)
 class StepRecord:
-    """What one step leaves behind; tensors are on the device."""
+    """The record of one step; its tensors are on the device."""
 
     number: int  # of the step, from 1
     losses: Tensor  # [microbatches]: their summed losses on this rank
@@ -74,7 +74,7 @@ class StepRecord:
     epoch: float | None
     seconds: float
     data_seconds: float
-    sums: Mapping[str, Tensor] = field(default_factory=dict)  # of this rank, what the task sums beside the loss
+    sums: Mapping[str, Tensor] = field(default_factory=dict)  # of this rank, the other sums of the task
 
 
 StepMetrics = Callable[..., Mapping[str, float]]
@@ -95,12 +95,12 @@ class Meters:
         self._wait = DataWaitMonitor()
 
     def add(self, record: StepRecord) -> None:
-        """Take in a step, without waiting for the device."""
+        """Add a step, without waiting for the device."""
         self._records.append(record)
         self._wait.add(record.data_seconds, of_seconds=record.seconds)
 
     def read(self) -> list[tuple[StepRecord, StepTaken]]:
-        """Return the collected steps with what there is to report, losses added up over the ranks; forget them.
+        """Return the collected steps with their events, losses summed over the ranks, and drop them.
 
         The device is read once. Collective where there are any.
         """
@@ -124,7 +124,7 @@ class Meters:
         return self._wait.warning()
 
     def _metrics(self, record: StepRecord, sums: Sequence[float]) -> Mapping[str, float]:
-        """Return what the task shows of a step."""
+        """Return the metrics that the task logs of a step."""
         if not record.sums:
             return {}
         named = dict(zip(record.sums, sums, strict=True))
@@ -137,7 +137,7 @@ def is_finite(tensor: Tensor) -> bool:
 
 
 def sum_over_ranks(sums: dict[str, Tensor]) -> dict[str, float]:
-    """Return named scalars of one type added up over the ranks, in that type. Collective."""
+    """Return named scalars of one dtype summed over the ranks, in that dtype. Collective."""
     if not sums:
         return {}
     return dict(zip(sums, distributed.sum_tensor(torch.stack(list(sums.values()))).tolist(), strict=True))

@@ -17,7 +17,7 @@ from finetune.runtime.seeds import derive_seed
 
 
 class EmbeddingNoise:
-    """Adds noise to the next output of the model's input embeddings once it has been told of a batch."""
+    """Adds noise to the next output of the model's input embeddings once a batch has been set."""
 
     def __init__(self, model: nn.Module, *, alpha: float) -> None:
         """Raises ModelError for a model without input embeddings; `model` may be wrapped afterwards."""
@@ -28,13 +28,15 @@ class EmbeddingNoise:
         self._batch: Batch | None = None
         embeddings.register_forward_hook(self._add)
 
-    def tell(self, batch: Batch) -> None:
-        """Say which batch is learnt from next; without a word of it, as in evaluations, there is no noise.
+    def set_batch(self, batch: Batch) -> None:
+        """Set the batch that is trained next; without one, as in evaluations, there is no noise.
 
-        Raises ModelError where the model has not asked its input embeddings for the batch before.
+        Raises ModelError where the model has not called its input embeddings for the previous batch.
         """
         if self._batch is not None:
-            raise ModelError("train.embedding_noise: this model reads its embeddings in a way of its own. Remove it.")
+            raise ModelError(
+                "train.embedding_noise: this model does not call its input embeddings, so it gets no noise. Remove it."
+            )
         self._batch = batch
 
     def _add(self, module: nn.Module, arguments: Any, output: Tensor) -> Tensor:

@@ -37,15 +37,15 @@ class CheckpointSaving(Protocol):
 
     @property
     def has_failed(self) -> bool:
-        """Tell whether writing has been given up and the run is to stop because of it."""
+        """Tell whether writing has failed for good and the run must stop because of it."""
 
     def __call__(self, progress: Progress) -> None:
-        """Take a checkpoint of this progress, which may be written behind; waits for the one before. Collective."""
+        """Take a checkpoint, which may be written in the background; waits for the previous one. Collective."""
 
-    def tell(self) -> None:
-        """Report what has been written behind since the last time."""
+    def report_written(self) -> None:
+        """Report what has been written in the background since the last call."""
 
-    def settle(self) -> None:
+    def wait_for_writes(self) -> None:
         """Wait for what is being written; raises CheckpointError where it failed and the run stops then. Collective."""
 
 
@@ -75,4 +75,4 @@ class Parts:
     stop_sources: StopSources
     stop_after_steps: int | None
     early_stopping: EarlyStopping | NeverStop
-    before_batch: Callable[[Batch], None] = no_op  # told of each batch before the model learns from it
+    before_batch: Callable[[Batch], None] = no_op  # called with each batch before its forward pass

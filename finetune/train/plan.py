@@ -10,10 +10,10 @@ from finetune.train.optim.schedule import Schedule, build_schedule, scaled_learn
 
 @dataclass(frozen=True)
 class Plan:
-    """How many steps, and what each is made of."""
+    """The number of steps, and the batches of each."""
 
     num_steps: int
-    num_positions: int | None  # of one pass over the training data; None where nobody knows
+    num_positions: int | None  # of one pass over the training data; None where it is unknown
     global_batch_size: int
     microbatch_size: int
     world: int
@@ -26,11 +26,11 @@ class Plan:
         return self.global_batch_size // (self.microbatch_size * self.world)
 
     def epoch(self, step: int) -> float | None:
-        """Return how many passes over the training data `step` steps are; None where nobody knows."""
+        """Return how many passes over the training data `step` steps are; None where it is unknown."""
         return step * self.global_batch_size / self.num_positions if self.num_positions else None
 
     def num_due(self, every_steps: int | None, *, after: int) -> int:
-        """Return how often something is due after so many steps, when it is every so many and at the end."""
+        """Return how often something is due after `after` steps that is due every N steps and at the end."""
         if every_steps is None or after >= self.num_steps:
             return int(after < self.num_steps)
         return -(-self.num_steps // every_steps) - after // every_steps

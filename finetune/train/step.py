@@ -33,7 +33,7 @@ MAX_NAMED_ROWS = 16
 
 @dataclass(frozen=True)
 class StepCounts:
-    """What a step's group holds over all ranks, and what they agree on."""
+    """Counts of a step's group over all ranks, and what they agree on."""
 
     num_targets: int
     num_tokens: int
@@ -53,7 +53,7 @@ def take_step(
 ) -> StepRecord:
     """Take the step that follows `progress.step` steps, or leave it out. Collective.
 
-    `started` is when its batches were asked for, by `time.perf_counter`, and `data_seconds` how long they took.
+    `started` is when its batches were requested, by `time.perf_counter`, and `data_seconds` how long they took.
     """
     seeds.seed_everything(parts.seed, "step", progress.step, distributed.rank())
     learning_rate = parts.plan.schedule.learning_rate(progress.step)
@@ -81,14 +81,14 @@ def take_step(
 
 
 def sum_step_counts(parts: Parts, group: tuple[Batch, ...], *, step: int) -> StepCounts:
-    """Return what the group holds over all ranks, and what they wish, in one reduction.
+    """Return the counts of the group over all ranks and their stop requests, from one all-reduce.
 
     Raises TrainingError for samples that are not this step's, or not what was prepared. Collective.
     """
     delivery = parts.deliveries.received(group)
-    num_targets, num_tokens, low, high, num_damaged, num_news, *wishes = distributed.sum_counts(
+    num_targets, num_tokens, low, high, num_damaged, num_news, *stop_counts = distributed.sum_counts(
         [
-            sum(parts.task.count_targets(batch) for batch in group),
+            sum(batch.num_targets for batch in group),
             sum(batch.num_tokens for batch in group),
             *split_uint64(delivery.mark),
             len(delivery.damaged) + int(delivery.problem is not None),
@@ -101,26 +101,26 @@ def sum_step_counts(parts: Parts, group: tuple[Batch, ...], *, step: int) -> Ste
     samples = join_uint64(low, high)
     if samples != parts.deliveries.expected(step):
         raise TrainingError(
-            f"the samples of step {step + 1} are not those that the order gives it: a fault of ours or of a data "
-            "loader. Nothing was learnt from them. Please report it."
+            f"the samples of step {step + 1} are not those that the data order assigns to it: a bug of ours or of a "
+            "data loader. The step was not taken. Please report it."
         )
-    return StepCounts(num_targets, num_tokens, samples, stop_request_of(wishes), has_news=num_news > 0)
+    return StepCounts(num_targets, num_tokens, samples, stop_request_of(stop_counts), has_news=num_news > 0)
 
 
 def _raise_damaged(parts: Parts, delivery: Delivery, *, step: int) -> None:
     """Raise TrainingError that names what was delivered damaged to any rank; it is set aside. Collective."""
     concerned = delivery.damaged or delivery.problem
-    told = distributed.gather_objects(parts.deliveries.explain(delivery.damaged) if concerned else ())
-    lines = dict.fromkeys(line for of_rank in told for line in of_rank)
-    raise TrainingError(f"step {step + 1} is not taken, for its data are damaged:\n" + "\n".join(lines))
+    gathered = distributed.gather_objects(parts.deliveries.explain(delivery.damaged) if concerned else ())
+    lines = dict.fromkeys(line for of_rank in gathered for line in of_rank)
+    raise TrainingError(f"step {step + 1} is not taken because its data is damaged:\n" + "\n".join(lines))
 
 
 def _backward(
     parts: Parts, group: tuple[Batch, ...], *, num_targets: int, step: int
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Add up the gradient of the mean loss over the world's targets.
+    """Accumulate the gradient of the mean loss over the world's targets.
 
-    Returns each microbatch's summed loss, [microbatches], and what else the task has summed, added up over them.
+    Returns the summed loss of each microbatch, [microbatches], and the task's other sums over all of them.
     """
     accelerator, losses = parts.accelerator, []
     others: dict[str, Tensor] = {}
@@ -141,7 +141,7 @@ def _backward(
 
 
 def record_skipped_step(parts: Parts, progress: Progress, record: StepRecord) -> None:
-    """Count and report the step, which has changed nothing; raises NonFiniteError as configured. Collective."""
+    """Count and report the skipped step; raises NonFiniteError as configured. Collective."""
     is_loss_finite = distributed.sum_counts([int(not is_finite(record.losses))]) == [0]
     reason = LOSS_SCALE if parts.scales_loss and is_loss_finite else NON_FINITE
     sample_ids = _nonfinite_samples(record)
@@ -155,7 +155,7 @@ def record_skipped_step(parts: Parts, progress: Progress, record: StepRecord) ->
 
 
 def _num_allowed(parts: Parts, progress: Progress) -> int:
-    """Return how many more steps may be left out because they are not finite."""
+    """Return how many more steps may be skipped because they are not finite."""
     skips = parts.nonfinite.action == "skip"
     return parts.nonfinite.max_skips - progress.num_nonfinite_skips if skips else 0
 
@@ -170,10 +170,10 @@ def _nonfinite_samples(record: StepRecord) -> tuple[int, ...]:
 
 
 def _describe_rows(sample_ids: tuple[int, ...], place: Callable[[int], str]) -> str:
-    """Return where the first samples stand, and how many there are beside them."""
-    told = [place(sample_id) for sample_id in sample_ids[:MAX_NAMED_ROWS]]
-    more = len(sample_ids) - len(told)
-    return "; ".join([*told, f"and {more} more"] if more else told)
+    """Return the places of the first samples, and the number of the others."""
+    places = [place(sample_id) for sample_id in sample_ids[:MAX_NAMED_ROWS]]
+    more = len(sample_ids) - len(places)
+    return "; ".join([*places, f"and {more} more"] if more else places)
 
 
 def _stop_unless_skipping(parts: Parts, progress: Progress, *, number: int, rows: str) -> None:
@@ -185,4 +185,6 @@ def _stop_unless_skipping(parts: Parts, progress: Progress, *, number: int, rows
             f"{where} Look at these rows, lower train.learning_rate, or set train.nonfinite.action: skip."
         )
     if progress.num_nonfinite_skips >= parts.nonfinite.max_skips:
-        raise NonFiniteError(f"{where} {parts.nonfinite.max_skips} steps have been skipped before (max_skips).")
+        raise NonFiniteError(
+            f"{where} {parts.nonfinite.max_skips} steps have already been skipped (train.nonfinite.max_skips)."
+        )

@@ -15,20 +15,20 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 
 from finetune.runtime.parameters import NOT_YET_UNFROZEN
 from finetune.train.optim.optimizers import drop_not_yet_unfrozen
+from finetune.train.upstream import supports_found_inf, without_accelerate_wrapper
 
 
 class DeferredFiniteCheck:
-    """Flags every step whose gradient is not finite, and all steps after one more of them than is allowed."""
+    """Flags every step whose gradient is not finite, and all steps after more of them than allowed."""
 
     def __init__(self, device: torch.device) -> None:
-        self._num_unread = torch.zeros((), device=device)  # steps left out of which the host knows nothing yet
+        self._num_unread = torch.zeros((), device=device)  # skipped steps of which the host does not know yet
         self._is_on_cpu = device.type == "cpu"
-        self._copy: Tensor | None = None  # of that number, on its way to the host
+        self._copy: Tensor | None = None  # of that number, in flight to the host
         self._arrival: torch.Event | None = None
 
     def flag(self, norm: Tensor, *, num_allowed: int) -> Tensor:
@@ -44,19 +44,19 @@ class DeferredFiniteCheck:
 
     @property
     def has_news(self) -> bool:
-        """Tell whether it has come to the host that a step was left out; never waits, so ranks may differ."""
+        """Tell whether the host has read that a step was skipped; never waits, so ranks may differ."""
         if self._copy is None or (self._arrival is not None and not self._arrival.query()):
             return False
         found, self._copy = bool(self._copy.item()), None
         return found
 
-    def settle(self) -> None:
-        """Begin anew: the host knows of every step by now."""
+    def reset(self) -> None:
+        """Reset the count: the host has read every step by now."""
         self._num_unread.zero_()
         self._copy = None
 
     def _send(self) -> None:
-        """Send the number on its way, unless one is under way already."""
+        """Start a copy to the host, unless one is in flight."""
         if self._copy is not None:
             return
         if self._is_on_cpu:
@@ -68,11 +68,11 @@ class DeferredFiniteCheck:
 
 
 _REPLICATED_TYPES = ("NO", "MULTI_CPU", "MULTI_GPU", "MULTI_NPU", "MULTI_XPU")
-"""Distributed types under which every rank holds each whole gradient when it is clipped."""
+"""Distributed types under which every rank holds whole gradients when they are clipped."""
 
 
 def defers_check_on(device: torch.device) -> bool:
-    """Tell whether it is worth while to read verdicts later: on a CPU there is nothing to wait for."""
+    """Tell whether reading the check later saves a synchronisation: on a CPU there is none."""
     return device.type == "cuda"
 
 
@@ -84,8 +84,8 @@ def is_on_host(tensor: Tensor) -> bool:
 class Update:
     """Takes the gradients of one step from backward pass to weights."""
 
-    nonfinite_effect = "The weights have not been changed by this step."
-    """What is true of a step whose gradient is not finite."""
+    nonfinite_effect = "This step has not changed the weights."
+    """The effect of a step whose gradient is not finite, for the message."""
 
     def __init__(
         self, accelerator: Accelerator, model: nn.Module, optimizer: Any, *, max_gradient_norm: float | None
@@ -98,8 +98,8 @@ class Update:
             accelerator.distributed_type.name in _REPLICATED_TYPES and accelerator.scaler is None
         )
         self._trained = [each for each in model.parameters() if each.requires_grad] if self._has_whole_gradients else []
-        self._optimizer = _unwrapped(optimizer) if accelerator.scaler is None else optimizer
-        lags = defers_check_on(accelerator.device) and _supports_found_inf(self._optimizer, device=accelerator.device)
+        self._optimizer = without_accelerate_wrapper(optimizer) if accelerator.scaler is None else optimizer
+        lags = defers_check_on(accelerator.device) and supports_found_inf(self._optimizer, device=accelerator.device)
         self.finite_check = DeferredFiniteCheck(accelerator.device) if lags and accelerator.scaler is None else None
 
     def backward(self, loss: Tensor) -> None:
@@ -112,7 +112,7 @@ class Update:
     def clip(self) -> Tensor:
         """Clip to the global norm and return the norm before clipping, a scalar that is equal on every rank.
 
-        It is of the parameters that learn by now. Collective.
+        It is the norm over the parameters that are unfrozen by now. Collective.
         """
         drop_not_yet_unfrozen(self._optimizer)
         if self._has_whole_gradients:
@@ -125,10 +125,10 @@ class Update:
         return full.detach().float()
 
     def __call__(self, norm: Tensor, *, num_allowed: int) -> bool | None:
-        """Update the weights where the norm is finite, and forget the gradients; tell whether that was done.
+        """Update the weights where the norm is finite, drop the gradients, and tell whether the weights were updated.
 
-        None: it will be known when the norm is read. Until then, a norm that is not finite keeps its own update out
-        and, after `num_allowed` others of which nothing is known, every later one. The norm is of the whole gradient,
+        None: this is known when the norm is read. Until then, a norm that is not finite prevents its own update
+        and, after `num_allowed` unread others, every later one. The norm is of the whole gradient,
         so every rank does the same. DeepSpeed leaves the step out by itself.
         """
         if self.finite_check is not None:
@@ -145,13 +145,13 @@ class Update:
 
     @property
     def has_news(self) -> bool:
-        """Tell whether this rank has come to know of a step that was left out; never waits."""
+        """Tell whether this rank has read a skipped step; never waits."""
         return self.finite_check is not None and self.finite_check.has_news
 
-    def settle(self) -> None:
-        """Take note that every step's norm has been read."""
+    def mark_all_read(self) -> None:
+        """Note that the norm of every step has been read."""
         if self.finite_check is not None:
-            self.finite_check.settle()
+            self.finite_check.reset()
 
     def _clip_whole(self) -> Tensor:
         gradients = [each.grad for each in self._trained if each.grad is not None]
@@ -172,30 +172,12 @@ _EPSILON = 1e-6
 """What torch adds to the norm by which it divides."""
 
 
-def _unwrapped(optimizer: Any) -> Any:
-    """Return the optimizer inside Accelerate's own wrapper, which without a scaler adds nothing.
-
-    It looks for a package on the disk at every step (accelerate 1.15). DeepSpeed's wrapper, a subclass, is kept.
-    """
-    return optimizer.optimizer if type(optimizer) is AcceleratedOptimizer else optimizer
-
-
-def _supports_found_inf(optimizer: Any, *, device: torch.device) -> bool:
-    """Tell whether the optimizer changes nothing, its own state included, where `found_inf` on the device is 1.
-
-    Torch's fused SGD does not: it would take momentum that was never written for its own (torch 2.13).
-    """
-    heeds = getattr(optimizer, "_step_supports_amp_scaling", False) and not isinstance(optimizer, torch.optim.SGD)
-    parameters = (each for group in optimizer.param_groups for each in group["params"])
-    return heeds and all(each.device.type == device.type for each in parameters)
-
-
 class UpdateInBackward(Update):
     """Steps the optimizer one parameter at a time; each has a group of its own (`one_group_per_parameter`)."""
 
     nonfinite_effect = (
-        "Where the loss itself is not finite, the weights have not been changed by this step. Otherwise those whose "
-        "gradients came first have been (train.optimizer.in_backward): go on from the last checkpoint."
+        "If the loss itself is not finite, this step has not changed the weights. Otherwise it has changed those whose "
+        "gradients came first (train.optimizer.in_backward): resume from the last checkpoint."
     )
 
     def __init__(self, accelerator: Accelerator, model: nn.Module, optimizer: Any) -> None:
@@ -209,12 +191,12 @@ class UpdateInBackward(Update):
             parameter.register_post_accumulate_grad_hook(self._gradient_hook(group))
 
     def backward(self, loss: Tensor) -> None:
-        """Let every parameter learn from this loss, the whole step's, unless it is not finite."""
+        """Update every parameter from this loss, which is that of the whole step, unless it is not finite."""
         self._note(loss.detach())
         super().backward(loss)
 
     def clip(self) -> Tensor:
-        """Return the norm of the gradient that has been learnt from, a scalar; nothing is clipped."""
+        """Return the norm of the gradient that was applied, a scalar; nothing is clipped."""
         norms = [self._norms[each] for each in self._trained if each in self._norms]
         self._norms.clear()
         found = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros_like(self._is_bad)
@@ -227,13 +209,13 @@ class UpdateInBackward(Update):
             return None
         return math.isfinite(norm.item())
 
-    def settle(self) -> None:
-        """Take note that every step's norm has been read."""
-        super().settle()
+    def mark_all_read(self) -> None:
+        """Note that the norm of every step has been read."""
+        super().mark_all_read()
         self._is_bad.zero_()
 
     def _gradient_hook(self, group: dict[str, Any]) -> Callable[[Tensor], None]:
-        def learn(parameter: Tensor) -> None:
+        def update(parameter: Tensor) -> None:
             if parameter.grad is not None and not group.get(NOT_YET_UNFROZEN):
                 norm = torch.linalg.vector_norm(parameter.grad)
                 self._norms[parameter] = norm
@@ -241,7 +223,7 @@ class UpdateInBackward(Update):
                 self._step(group)
             parameter.grad = None
 
-        return learn
+        return update
 
     def _note(self, number: Tensor) -> None:
         self._is_bad = torch.maximum(self._is_bad, (~torch.isfinite(number)).to(torch.float32))

@@ -4,7 +4,7 @@ import pytest
 import typer
 
 from finetune.cli.exit_codes import handle_errors
-from finetune.errors import CheckpointError, ConfigError, NonFiniteError, Problem
+from finetune.errors import CheckpointError, ConfigError, NonFiniteError, Problem, TrainingError
 
 
 def ended(error: BaseException | None = None, *, code: int | None = None) -> int:
@@ -50,7 +50,7 @@ def test_a_fault_of_ours_keeps_its_traceback():
         command()
 
 
-def test_a_bad_config_is_told_by_the_first_rank_while_the_others_wait_for_it(monkeypatch, capsys):
+def test_a_refusal_is_printed_by_rank_0_and_by_other_ranks_only_if_they_are_still_running(monkeypatch, capsys):
     waited: list[float] = []
     monkeypatch.setattr(time, "sleep", waited.append)
     error = ConfigError([Problem("train.steps", "is wrong.", line=3)], "job.yaml")
@@ -59,11 +59,11 @@ def test_a_bad_config_is_told_by_the_first_rank_while_the_others_wait_for_it(mon
     monkeypatch.setenv("RANK", "3")
     assert ended(error) == 2
     assert len(waited) == 1
-    told = "error: job.yaml has 1 problem\n  line 3, train.steps: is wrong.\n"
-    assert capsys.readouterr().err == f"{told}[rank 3] {told}"
+    printed = "error: job.yaml has 1 problem\n  line 3, train.steps: is wrong.\n"
+    assert capsys.readouterr().err == f"{printed}[rank 3] {printed}"
 
 
-def test_any_other_error_is_told_by_every_rank_that_meets_it(monkeypatch, capsys):
+def test_a_failure_of_training_is_printed_at_once_by_every_rank(monkeypatch, capsys):
     monkeypatch.setenv("RANK", "3")
-    assert ended(CheckpointError("a shard is missing")) == 2
+    assert ended(TrainingError("a shard is missing")) == 1
     assert capsys.readouterr().err == "[rank 3] error: a shard is missing\n"

@@ -110,7 +110,7 @@ def test_an_adapter_is_loaded_on_its_base(final, tmp_path, tokenizer):
 
 
 def test_a_folder_without_a_model_is_named(tmp_path):
-    with pytest.raises(UserError, match="holds no model"):
+    with pytest.raises(UserError, match="contains no model"):
         chat(tmp_path)
     with pytest.raises(UserError, match="does not exist"):
         chat(tmp_path / "nothing")
@@ -175,7 +175,7 @@ def test_adapters_are_switched_while_the_base_stays(said):
 def test_a_command_that_cannot_be_obeyed_is_told_and_the_talk_goes_on(said):
     unknown, missing, helped, *_, last = said("/adaptor loud", "/adapter shy", "/help", "say star")
     assert unknown == "/adaptor: unknown command. `/help` lists all commands."
-    assert missing == "/adapter shy: there is no such adapter. Loaded: still, loud."
+    assert missing == "/adapter shy: no such adapter is loaded. Loaded: still, loud."
     assert helped.startswith("exit ")
     assert last == "star"
 

@@ -56,7 +56,7 @@ def test_both_sets_are_made_and_then_found(prepared, tmp_path):
     assert said[-1] == "training with this job finds what is tokenised and does not do it again"
     assert not (tmp_path / "run").exists()
     said = prepared()
-    assert sum("found prepared in" in line for line in said) == 2
+    assert sum("already prepared in" in line for line in said) == 2
     assert not any(": prepared in" in line for line in said)
 
 
@@ -92,7 +92,7 @@ def test_ctrl_c_says_that_it_goes_on(job, capsys, monkeypatch):
     assert "the same command goes on where it stopped" in capsys.readouterr().err
     monkeypatch.delenv(VARIABLE)
     prepare(job, [])
-    assert "data.train: 4 rows are tokenised already; it goes on from there" in capsys.readouterr().out
+    assert "data.train: 4 rows are already tokenised; resuming from there" in capsys.readouterr().out
 
 
 class Clock:

@@ -89,7 +89,7 @@ def test_a_token_that_may_not_is_one_message_that_does_not_show_it(hub, folder, 
     with pytest.raises(HubError) as told:
         push_folder(folder, "me/model", private=True)
     assert "`me/model` was not uploaded: " in str(told.value)
-    assert "Set HF_TOKEN to a token that may write there, or log in with `hf auth login`." in str(told.value)
+    assert "Set HF_TOKEN to a token with write access, or log in with `hf auth login`." in str(told.value)
     assert f"finetune export {folder} --push-to-hub me/model" in str(told.value)
     assert "hf_b" not in str(told.value) and "\n" not in str(told.value)
 
@@ -102,13 +102,13 @@ def test_no_token_at_all_is_told(hub, folder, monkeypatch, tmp_path):
 
 
 def test_a_name_that_is_none_is_told(hub, folder):
-    with pytest.raises(HubError, match="that is no name of a repository"):
+    with pytest.raises(HubError, match="this is not a repository name"):
         push_folder(folder, "me/my/model", private=True)
 
 
 def test_a_hub_out_of_reach_is_told_at_once(folder, monkeypatch):
     monkeypatch.setattr("finetune.export.push.is_offline", lambda: True)
-    with pytest.raises(HubError, match=r"the hub is out of reach from here\. The model is in"):
+    with pytest.raises(HubError, match=r"the hub cannot be reached\. The model is in"):
         push_folder(folder, "me/model", private=True)
 
 

@@ -31,7 +31,7 @@ def test_values_have_the_names_that_the_model_type_or_transformers_gives_them():
 @pytest.mark.parametrize(
     ("model_type", "values", "message"),
     [
-        ("lama", {}, r"model_type: transformers knows no `lama`\. Did you mean `llama`\?"),
+        ("lama", {}, r"model_type: transformers has no model type `lama`\. Did you mean `llama`\?"),
         ("llama", {"hiden_size": 64}, r"values\.hiden_size: .* no such value\. Did you mean `hidden_size`\?"),
         ("llama", {"dtype": "bfloat16"}, r"values\.dtype: write `model\.dtype` instead"),
         ("llama", {"hidden_size": "64"}, r"expected int, got str"),

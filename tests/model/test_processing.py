@@ -43,6 +43,6 @@ def test_a_model_of_patches_wants_its_size_and_any_model_its_channels():
         check_image_shape(ViTConfig(), processor)
     with pytest.raises(
         ModelError,
-        match=r"reads 1 channels, but `mean` and `std` of the image processor have 3.*Write `num_channels: 3`",
+        match=r"expects 1 channels, but `mean` and `std` of the image processor have 3.*Write `num_channels: 3`",
     ):
         check_image_shape(ResNetConfig(num_channels=1), processor)

@@ -48,8 +48,8 @@ def test_state_takes_what_its_type_does(optimizer, state_dtype, weight_bytes, ex
 
 def test_a_live_teacher_is_named_where_it_is_not_counted():
     shards = {"shards": 1, "shards_weights": False, "shards_gradients": False, "shards_optimizer": False}
-    told = estimate_memory(weights_bytes=4, gradients_bytes=4, optimizer_bytes=8, is_beside_teacher=True, **shards)
-    assert told.lines[-1].endswith("before the teacher and activations")
+    estimate = estimate_memory(weights_bytes=4, gradients_bytes=4, optimizer_bytes=8, has_teacher=True, **shards)
+    assert estimate.lines[-1].endswith("without the teacher and activations")
 
 
 def test_the_largest_parameter_that_learns_is_known():
@@ -63,8 +63,17 @@ def test_the_arithmetic_is_printed():
         "weights: 4.0 GB on every rank",
         "gradients: 4.0 GB on every rank",
         "optimizer state: 2.0 GB per rank = 8.0 GB / 4 ranks",
-        "memory: 10.0 GB per rank = weights 4.0 GB + gradients 4.0 GB + optimizer state 2.0 GB, before activations",
+        "memory: 10.0 GB per rank = weights 4.0 GB + gradients 4.0 GB + optimizer state 2.0 GB, without activations",
     )
+
+
+def test_on_a_cpu_the_process_counts_as_it_does_in_the_measured_peak():
+    shards = {"shards": 1, "shards_weights": False, "shards_gradients": False, "shards_optimizer": False}
+    parts = {"weights_bytes": 1_000_000, "gradients_bytes": 1_000_000, "optimizer_bytes": 2_000_000}
+    estimate = estimate_memory(**parts, **shards, process_bytes=400_000_000)
+    assert estimate.lines[-1].startswith("memory: 404.0 MB per rank = weights 1.0 MB + ")
+    assert estimate.lines[-1].endswith(" + process 400.0 MB, without activations")
+    assert estimate.total_bytes == 4_000_000
 
 
 def test_partitioned_parameters_count_in_full():

@@ -125,7 +125,7 @@ def test_damage_while_a_run_trains_stops_it_before_the_step_and_the_same_command
 
     with monkeypatch.context() as patched:
         patched.setattr(loop, "advance", and_damage)
-        with pytest.raises(TrainingError, match=r"(?s)is not taken, for its data are damaged.*train\.jsonl, row \d+"):
+        with pytest.raises(TrainingError, match=r"(?s)is not taken because its data is damaged.*train\.jsonl, row \d+"):
             run("stopped", "evaluate={}")
     assert asides(job) == 1
     got, said = run("stopped", "evaluate={}")

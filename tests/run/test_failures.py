@@ -19,7 +19,7 @@ def test_a_rank_that_raises_ends_all_and_its_error_is_the_one_that_is_shown(laun
     assert (status["step"], status["checkpoint"]) == (3, str(run.folder / "checkpoints" / "step-000002"))
     assert "[rank 1] Traceback" in run.output
     assert run.output.count("RuntimeError: a fault was asked for at forward") == 2  # its traceback, and:
-    assert "rank 0 ends because rank 1 failed first: RuntimeError: a fault was asked for at forward" in run.output
+    assert "rank 0 exits because rank 1 failed: RuntimeError: a fault was asked for at forward" in run.output
     assert "gloo" not in run.output
 
 
@@ -51,7 +51,7 @@ def test_a_rank_that_hangs_is_named_with_everybodys_stacks(launch):
     stacks = [(run.folder / "hang" / f"rank-{rank:05d}.txt").read_text() for rank in range(2)]
     assert "distributed_c10d.py" in stacks[0]  # waits
     assert "faults.py" in stacks[1]  # is waited for
-    assert run.output.count(" ends because rank ") == 1
+    assert run.output.count(" exits because rank ") == 1
 
 
 @pytest.mark.full

@@ -29,4 +29,4 @@ def alone(launch):
 def test_answers_are_those_of_one_process(launch, alone, strategy, kind):
     run = launch(strategy, name=f"answers-{strategy}-{kind}", overrides=[*KINDS[kind], *QUICK])
     assert answers(run) == alone[kind]
-    assert len(set(alone[kind])) > 1
+    assert len(set(alone[kind])) > 1 or kind == "prompt"  # of a random base, which stops at once

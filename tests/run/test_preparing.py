@@ -16,7 +16,7 @@ def test_training_waits_for_a_set_that_is_being_made_and_makes_it_when_its_maker
     maker.process.kill()
     assert run.until_ended() == 0, run.output
     assert run.steps() == 3
-    assert run.output.count("data.train: prepared in") + run.output.count("data.train: found prepared in") == 1
+    assert run.output.count("data.train: prepared in") + run.output.count("data.train: already prepared in") == 1
     made = [path for path in (cache / "prepared").iterdir() if path.is_dir()]
     assert len(made) == 1
     assert not made[0].name.startswith(".")

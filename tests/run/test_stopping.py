@@ -54,7 +54,7 @@ def test_sigterm_to_the_launcher_saves_on_all_ranks_and_the_same_command_continu
     assert run.checkpoints() == [*saved, f"step-{status['step']:06d}"]
     assert status["checkpoint"] == str(run.folder / "checkpoints" / run.checkpoints()[1])
     assert status["error"] is None
-    assert " ends because " not in run.output
+    assert " exits because " not in run.output
     (
         run.folder / "STOP"
     ).touch()  # found at once by the next launch: it ends before its first step, and obeys only once

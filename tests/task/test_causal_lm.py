@@ -50,7 +50,7 @@ def test_samples_are_padded_on_the_right_and_labels_stand_one_place_earlier(sft)
     assert batch.labels.tolist() == [[IGNORED, 7, 8, IGNORED], [10, IGNORED, IGNORED, IGNORED]]
     assert (batch.num_targets, batch.num_tokens, batch.sample_ids) == (3, 6, (4, 2))
     assert batch.inputs["input_ids"].dtype == torch.int64
-    assert sft.count_targets(batch) == 3
+    assert batch.num_targets == 3
 
 
 def test_a_filler_has_the_shape_of_a_sample_and_nothing_that_counts(sft):
@@ -62,8 +62,8 @@ def test_a_filler_has_the_shape_of_a_sample_and_nothing_that_counts(sft):
 
 def test_padding_does_not_change_the_loss(sft, model):
     samples = [features(range(10, 10 + n), set(range(2, n))) for n in (3, 9, 5, 7)]
-    together = sft.loss_sum(model, sft.collate(samples))
-    alone = sum(sft.loss_sum(model, sft.collate([each])) for each in samples)
+    together = sft.loss_sums(model, sft.collate(samples))["loss_sum"]
+    alone = sum(sft.loss_sums(model, sft.collate([each]))["loss_sum"] for each in samples)
     assert together.item() == pytest.approx(alone.item(), rel=1e-5)
 
 
@@ -72,7 +72,7 @@ def test_the_loss_is_that_of_transformers(sft, model):
     batch = sft.collate([features(ids, set(range(8, 20)))])
     labels = torch.tensor([[IGNORED] * 8 + ids[8:]])
     theirs = model(input_ids=torch.tensor([ids]), labels=labels).loss
-    assert sft.loss_sum(model, batch).item() / 12 == pytest.approx(theirs.item(), rel=1e-5)
+    assert sft.loss_sums(model, batch)["loss_sum"].item() / 12 == pytest.approx(theirs.item(), rel=1e-5)
 
 
 def test_metric_sums_add_up_to_the_metrics_of_the_whole(sft, model):

@@ -148,7 +148,7 @@ def test_the_loss_is_a_mixture_of_divergence_and_cross_entropy(tokenizer, data, 
     sums = {name: float(value) for name, value in task.metric_sums(student, batch).items()}
     assert sums["divergence"] == pytest.approx(divergence, rel=1e-5)
     assert sums["loss_sum"] == pytest.approx(0.75 * 4.0 * divergence + 0.25 * cross_entropy, rel=1e-5)
-    assert float(task.loss_sum(student, batch)) == pytest.approx(sums["loss_sum"], rel=1e-6)
+    assert float(task.loss_sums(student, batch)["loss_sum"]) == pytest.approx(sums["loss_sum"], rel=1e-6)
     metrics = task.metrics(sums)
     assert set(metrics) == {"loss", "cross_entropy", "divergence", "perplexity", "token_accuracy"}
     assert metrics["cross_entropy"] == pytest.approx(cross_entropy / batch.num_targets, rel=1e-5)
@@ -162,7 +162,7 @@ def test_kept_answers_give_the_loss_and_gradient_of_live_ones(tokenizer, data, s
     gradients, losses = [], []
     for task, features in ((live, samples(live)), (kept, known(kept, teacher, samples(kept)))):
         student.zero_grad()
-        loss = task.loss_sum(student, task.collate(features))
+        loss = task.loss_sums(student, task.collate(features))["loss_sum"]
         loss.backward()
         losses.append(float(loss))
         gradients.append(student.lm_head.weight.grad.clone())
@@ -175,7 +175,7 @@ def test_kept_answers_give_the_loss_and_gradient_of_live_ones(tokenizer, data, s
 def test_a_student_that_is_its_teacher_has_nothing_to_learn(tokenizer, data, student, divergence, top_k):
     task = made(tokenizer, data, divergence=divergence, top_k=top_k).attach_teacher(student)
     student.zero_grad()
-    loss = task.loss_sum(student, task.collate(samples(task)))
+    loss = task.loss_sums(student, task.collate(samples(task)))["loss_sum"]
     loss.backward()
     assert abs(float(loss)) < 1e-5
     assert max(float(each.grad.abs().max()) for each in student.parameters()) < 1e-5

@@ -98,12 +98,12 @@ def test_a_word_is_hidden_even_where_one_token_would_do(pieces):
 def test_each_window_of_a_long_text_keeps_its_frame_and_no_token_is_lost(pieces):
     task = made(pieces, max_length=12, over_length="split")
     features = sample(task)
-    windows, counts = task.lengths.shorten(features)
+    windows, counts = task.samples.length_limit.shorten(features)
     ids = [window.arrays["input_ids"].tolist() for window in windows]
     assert all(each[0] == 2 and each[-1] == 3 and len(each) <= 12 for each in ids)
     assert [token for each in ids for token in each[1:-1]] == features.arrays["input_ids"].tolist()[1:-1]
     assert counts.dropped_tokens == 0
-    (short,), _ = made(pieces, max_length=12, over_length="truncate").lengths.shorten(features)
+    (short,), _ = made(pieces, max_length=12, over_length="truncate").samples.length_limit.shorten(features)
     assert short.arrays["input_ids"].tolist() == [*features.arrays["input_ids"].tolist()[:11], 3]
 
 
@@ -111,7 +111,7 @@ def test_a_text_without_anything_to_hide_is_left_out(pieces):
     task = made(pieces)
     assert task.encode([{"text": ""}, {"text": "zebra"}]) == [None, None]
     (outcome,) = task.encode([{"messages": []}])
-    assert "`masked_lm` learns from plain text" in str(outcome)
+    assert "`masked_lm` trains on plain text" in str(outcome)
 
 
 def test_a_tokenizer_without_a_mask_is_refused_until_one_is_added(tokenizer, data):

@@ -47,8 +47,8 @@ def test_the_section_says_how_samples_are_laid_out_and_the_loss_is_the_same(toke
     task = build_task(TaskContext(TaskSection(name="pretrain"), section, tokenizer))
     batch = task.collate(SAMPLES)
     assert len(batch.labels) == rows
-    alone = sum(task.loss_sum(model, collate_padded([each], pad_id=0)).item() for each in SAMPLES[:2])
-    assert task.loss_sum(model, batch).item() == pytest.approx(alone, rel=1e-5)
+    alone = sum(task.loss_sums(model, collate_padded([each], pad_id=0))["loss_sum"].item() for each in SAMPLES[:2])
+    assert task.loss_sums(model, batch)["loss_sum"].item() == pytest.approx(alone, rel=1e-5)
     assert task.metric_sums(model, batch)["loss_sum"].item() == pytest.approx(alone, rel=1e-5)
 
 

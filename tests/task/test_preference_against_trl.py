@@ -93,7 +93,7 @@ def known(features: list[Features], task, reference) -> list[Features]:
 def ours(task, model, features: list[Features]) -> float:
     with torch.no_grad():
         batch = task.collate(features)
-        return (task.loss_sum(model, batch) / task.count_targets(batch)).item()
+        return (task.loss_sums(model, batch)["loss_sum"] / batch.num_targets).item()
 
 
 def trainer_of(kind, model, reference=None, **attributes):

@@ -88,10 +88,10 @@ def test_the_summed_loss_is_the_models_own_mean_times_the_targets(tokenizer, dat
     task = made(tokenizer, data)
     batch = task.collate(samples(task, ("What is two and two?", "four"), ("two", "Two and two is four")))
     theirs = pair(**batch.inputs, labels=batch.labels).loss * batch.num_targets
-    assert float(task.loss_sum(pair, batch)) == pytest.approx(float(theirs), rel=1e-5)
+    assert float(task.loss_sums(pair, batch)["loss_sum"]) == pytest.approx(float(theirs), rel=1e-5)
     filler = task.dummy_batch(samples(task, ("two", "four"))[0])
-    assert task.count_targets(filler) == 0
-    assert float(task.loss_sum(pair, filler)) == 0.0
+    assert filler.num_targets == 0
+    assert float(task.loss_sums(pair, filler)["loss_sum"]) == 0.0
 
 
 def test_answers_are_those_of_transformers_generate(tokenizer, data, pair):
@@ -115,16 +115,16 @@ def test_source_and_target_have_lengths_of_their_own(tokenizer, data):
     short = data.model_copy(update={"max_length": 5, "over_length": "truncate"})
     task = made(tokenizer, short, max_target_length=3)
     (fits, long) = samples(task, ("two", "a"), ("What is two and two?", "Two and two is four"))
-    assert task.lengths.fits(fits)
-    assert not task.lengths.fits(long)
-    (cut,), counts = task.lengths.shorten(long)
+    assert task.samples.length_limit.fits(fits)
+    assert not task.samples.length_limit.fits(long)
+    (cut,), counts = task.samples.length_limit.shorten(long)
     assert (cut.length - cut.num_targets, cut.num_targets) == (5, 3)
     assert np.array_equal(cut.arrays["input_ids"][:5], long.arrays["input_ids"][:5])
     assert counts.truncated_rows == 1
     assert counts.truncated_targets == long.num_targets - 3
     dropping = made(tokenizer, short.model_copy(update={"over_length": "drop"}), max_target_length=3)
-    assert dropping.lengths.shorten(long)[1].dropped_targets == long.num_targets
-    assert "task.seq2seq.max_target_length: 3" in dropping.lengths.limits
+    assert dropping.samples.length_limit.shorten(long)[1].dropped_targets == long.num_targets
+    assert "task.seq2seq.max_target_length: 3" in dropping.samples.length_limit.limits
 
 
 def test_rows_that_are_no_single_exchange_are_told_what_to_do(tokenizer, data):
@@ -140,5 +140,5 @@ def test_rows_that_are_no_single_exchange_are_told_what_to_do(tokenizer, data):
 
 
 def test_the_prefix_and_the_longest_target_are_part_of_what_was_encoded(tokenizer, data):
-    assert made(tokenizer, data, source_prefix="a").encoding != made(tokenizer, data).encoding
-    assert made(tokenizer, data, max_target_length=9).encoding != made(tokenizer, data).encoding
+    assert made(tokenizer, data, source_prefix="a").samples.identity != made(tokenizer, data).samples.identity
+    assert made(tokenizer, data, max_target_length=9).samples.identity != made(tokenizer, data).samples.identity

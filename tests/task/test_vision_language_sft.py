@@ -147,7 +147,7 @@ def test_a_batch_without_images_shows_a_blank_one_that_does_not_count(task):
 def test_every_parameter_that_a_model_reads_has_a_gradient_without_any_image(task, model):
     batch = task.collate(encoded(task, NONE))
     model.zero_grad()
-    task.loss_sum(model, batch).backward()
+    task.loss_sums(model, batch)["loss_sum"].backward()
     of_images = {n: p.grad for n, p in model.named_parameters() if "vision" in n or "visual" in n}
     found = {n: grad for n, grad in of_images.items() if grad is not None}
     assert len(found) > len(of_images) / 2
@@ -157,15 +157,17 @@ def test_every_parameter_that_a_model_reads_has_a_gradient_without_any_image(tas
 def test_the_loss_of_rows_together_is_that_of_the_rows_alone(task, model):
     features = encoded(task, ONE, NONE, TWO)
     with torch.no_grad():
-        together = task.loss_sum(model, task.collate(features))
-        alone = sum(task.loss_sum(model, task.collate([each])) for each in features)
+        together = task.loss_sums(model, task.collate(features))["loss_sum"]
+        alone = sum(task.loss_sums(model, task.collate([each]))["loss_sum"] for each in features)
     assert together.item() == pytest.approx(alone.item(), rel=1e-5)
 
 
 def test_the_answer_depends_on_the_image(task, model):
     dark, bright = (task.collate(encoded(task, row(picture(40, 40, seed=seed)))) for seed in (3, 4))
     with torch.no_grad():
-        assert task.loss_sum(model, dark).item() != pytest.approx(task.loss_sum(model, bright).item(), rel=1e-6)
+        assert task.loss_sums(model, dark)["loss_sum"].item() != pytest.approx(
+            task.loss_sums(model, bright)["loss_sum"].item(), rel=1e-6
+        )
 
 
 @pytest.mark.parametrize("shown", [ONE, TWO, NONE], ids=["one", "two", "none"])

@@ -67,7 +67,7 @@ def test_a_sample_has_the_same_noise_in_any_batch():
 def test_only_what_is_learnt_from_is_noisy():
     model, batch = Embedder(), padded(1, 2)
     quiet = model(batch.inputs["input_ids"])
-    tell = EmbeddingNoise(model, alpha=ALPHA).tell
+    tell = EmbeddingNoise(model, alpha=ALPHA).set_batch
     assert torch.equal(model(batch.inputs["input_ids"]), quiet)
     tell(batch)
     torch.testing.assert_close(model(batch.inputs["input_ids"]), quiet + noise(batch))
@@ -77,7 +77,7 @@ def test_only_what_is_learnt_from_is_noisy():
 def test_an_encoders_embeddings_are_noisy_and_its_decoders_are_not():
     config = T5Config(vocab_size=10, d_model=WIDTH, d_kv=2, d_ff=4, num_layers=1, num_heads=2, decoder_start_token_id=0)
     model, batch = T5ForConditionalGeneration(config).eval(), padded(2)
-    tell, heard = EmbeddingNoise(model, alpha=ALPHA).tell, []
+    tell, heard = EmbeddingNoise(model, alpha=ALPHA).set_batch, []
     for stack in (model.encoder, model.decoder):
         stack.embed_tokens.register_forward_hook(lambda module, ids, output: heard.append(output))
     ids = batch.inputs["input_ids"]
@@ -87,9 +87,9 @@ def test_an_encoders_embeddings_are_noisy_and_its_decoders_are_not():
 
 
 def test_a_model_that_does_not_ask_its_embeddings_is_refused():
-    tell = EmbeddingNoise(Embedder(), alpha=ALPHA).tell
+    tell = EmbeddingNoise(Embedder(), alpha=ALPHA).set_batch
     tell(padded(1))
-    with pytest.raises(ModelError, match="in a way of its own"):
+    with pytest.raises(ModelError, match="does not call its input embeddings"):
         tell(padded(1))
 
 

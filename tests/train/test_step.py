@@ -1,6 +1,7 @@
 """One step: its result does not depend on how the batch is cut, and a NaN changes no weight."""
 
 import signal
+from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
@@ -38,16 +39,16 @@ class Kept:
 
     def __init__(self) -> None:
         self.steps: list[int] = []
-        self.is_settled = False
+        self.has_waited = False
 
     def __call__(self, progress: Progress) -> None:
         self.steps.append(progress.step)
 
-    def tell(self) -> None:
+    def report_written(self) -> None:
         pass
 
-    def settle(self) -> None:
-        self.is_settled = True
+    def wait_for_writes(self) -> None:
+        self.has_waited = True
 
 
 class RegressionTask(BaseTask):
@@ -56,8 +57,8 @@ class RegressionTask(BaseTask):
     def __init__(self, poisoned: int | None = None) -> None:
         self.poisoned = poisoned
 
-    def count_targets(self, batch: Batch) -> int:
-        return batch.num_targets
+    def loss_sums(self, model: nn.Module, batch: Batch) -> Mapping[str, torch.Tensor]:
+        return {"loss_sum": self.loss_sum(model, batch)}
 
     def loss_sum(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         errors = (model(batch.inputs["x"]).squeeze(-1) - batch.inputs["y"]) ** 2  # [batch, length]
@@ -175,7 +176,7 @@ def test_skipping_leaves_the_step_out_and_counts_it():
         2, task=RegressionTask(poisoned=5), nonfinite=NonFiniteSection(action="skip", max_skips=2), events=events
     )
     progress = Progress()
-    with pytest.raises(NonFiniteError, match="2 steps have been skipped before"):
+    with pytest.raises(NonFiniteError, match="2 steps have already been skipped"):
         train(parts, progress)
     assert progress.num_nonfinite_skips == 2
     assert [(event.step, event.sample_ids) for event in events if isinstance(event, StepSkipped)] == [
@@ -213,7 +214,7 @@ def test_a_stop_that_was_asked_for_before_the_first_step_takes_none_and_saves_no
     parts.stop_sources.note.note(signal.SIGTERM, None)
     progress = Progress()
     assert train(parts, progress) == "signal SIGTERM"
-    assert (progress.step, parts.save.steps, parts.save.is_settled) == (0, [], True)
+    assert (progress.step, parts.save.steps, parts.save.has_waited) == (0, [], True)
 
 
 class SignallingTask(RegressionTask):
@@ -297,10 +298,10 @@ def test_a_run_that_stops_has_the_weights_from_before_the_step(reads_later):
     assert all(event.step < 3 for event in events if isinstance(event, StepTaken))
 
 
-def test_one_step_too_many_closes_the_latch(reads_later):
+def test_one_step_too_many_makes_the_check_skip_every_later_one(reads_later):
     parts, _ = run_of(1, 2, 3, max_skips=2)
     progress = Progress()
-    with pytest.raises(NonFiniteError, match=r"step 3 .* 2 steps have been skipped before"):
+    with pytest.raises(NonFiniteError, match=r"step 3 .* 2 steps have already been skipped"):
         train(parts, progress)
     assert progress.num_nonfinite_skips == 2
     assert torch.equal(parts.model.weight, parts_of(NUM_SAMPLES).model.weight)
@@ -343,7 +344,7 @@ def test_samples_that_are_not_what_was_prepared_stop_the_run_before_its_weights_
     handed = Handed(damaged=damaged, problem=problem)
     parts = parts_of(2, deliveries=handed)
     before = parts.model.weight.detach().clone()
-    with pytest.raises(TrainingError, match="step 1 is not taken, for its data are damaged") as caught:
+    with pytest.raises(TrainingError, match="step 1 is not taken because its data is damaged") as caught:
         train(parts, Progress())
     assert (problem or "rows (3, 5) are not what was prepared") in str(caught.value)
     assert handed.explained == [damaged]
@@ -353,5 +354,5 @@ def test_samples_that_are_not_what_was_prepared_stop_the_run_before_its_weights_
 def test_samples_that_are_another_steps_stop_the_run():
     handed = Handed()
     handed.expected = lambda step: samples_checksum([0], [0])
-    with pytest.raises(TrainingError, match="are not those that the order gives it"):
+    with pytest.raises(TrainingError, match="are not those that the data order assigns to it"):
         train(parts_of(2, deliveries=handed), Progress())

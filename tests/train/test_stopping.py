@@ -33,8 +33,8 @@ def test_a_signal_on_one_rank_is_everybodys_reason():
 def test_a_wish_to_save_and_go_on_counts_once():
     note = ReceivedSignals()
     note.note(signal.SIGUSR1, None)
-    wishes = StopSources(note)
-    assert [stop_request_of(wishes.counts()) for _ in range(2)] == [
+    sources = StopSources(note)
+    assert [stop_request_of(sources.counts()) for _ in range(2)] == [
         StopRequest(None, saves=True),
         StopRequest(None, saves=False),
     ]
@@ -48,10 +48,10 @@ def test_where_saving_has_failed_the_run_stops_without_another_try():
 
 def test_a_signal_comes_before_what_else_asks_to_stop():
     note = ReceivedSignals()
-    wishes = StopSources(note, dict.fromkeys((STOP_FILE, TIME_LIMIT), lambda: True))
-    assert stop_request_of(wishes.counts()).stop_reason == STOP_FILE
+    sources = StopSources(note, dict.fromkeys((STOP_FILE, TIME_LIMIT), lambda: True))
+    assert stop_request_of(sources.counts()).stop_reason == STOP_FILE
     note.note(signal.SIGHUP, None)
-    assert stop_request_of(wishes.counts()).stop_reason == "signal SIGHUP"
+    assert stop_request_of(sources.counts()).stop_reason == "signal SIGHUP"
 
 
 def test_the_time_limit_is_read_from_the_clock():
@@ -76,7 +76,7 @@ def test_the_stop_file_is_looked_for_once_a_second(tmp_path):
 def test_early_stopping_waits_for_its_patience():
     stopping, progress, over = EarlyStopping(EarlyStoppingSection(metric="loss", patience=2)), Progress(), []
     for loss in (1.0, 0.9, 0.95, 0.91):
-        stopping.note({"loss": loss}, progress)
+        stopping.update({"loss": loss}, progress)
         over.append(stopping.is_over(progress))
     assert over == [False, False, False, True]
     assert progress.best_metric == 0.9
@@ -86,23 +86,23 @@ def test_early_stopping_goes_on_counting_after_a_resume():
     section = EarlyStoppingSection(metric="exact_match", goal="maximize", patience=2)
     progress = Progress()
     for value in (0.5, 0.4):
-        EarlyStopping(section).note({"exact_match": value}, progress)
+        EarlyStopping(section).update({"exact_match": value}, progress)
     resumed = Progress.from_state_dict(progress.state_dict())
-    EarlyStopping(section).note({"exact_match": 0.45}, resumed)
+    EarlyStopping(section).update({"exact_match": 0.45}, resumed)
     assert EarlyStopping(section).is_over(resumed)
 
 
 def test_a_metric_that_these_rows_do_not_have_is_told():
     section = EarlyStoppingSection(metric="entity_f1", goal="maximize", patience=2)
-    with pytest.raises(UserError, match=r"these rows have no `entity_f1`\. Measured: loss, accuracy"):
-        EarlyStopping(section).note({"loss": 1.0, "accuracy": 0.5}, Progress())
+    with pytest.raises(UserError, match=r"the evaluation has no `entity_f1`\. It measures loss, accuracy"):
+        EarlyStopping(section).update({"loss": 1.0, "accuracy": 0.5}, Progress())
 
 
 def test_any_number_is_better_than_none_at_all():
     section = EarlyStoppingSection(metric="pearson", goal="maximize", patience=2)
     progress = Progress()
     for value in (math.nan, 0.2):
-        EarlyStopping(section).note({"pearson": value}, progress)
+        EarlyStopping(section).update({"pearson": value}, progress)
     assert (progress.best_metric, progress.evaluations_since_best) == (0.2, 0)
 
 

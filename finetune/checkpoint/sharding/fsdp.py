@@ -7,7 +7,6 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-from torch.distributed.fsdp._runtime_utils import _reshard
 from torch.distributed.tensor import DTensor, Replicate
 
 from finetune.checkpoint.sharding.state_layout import (
@@ -17,6 +16,7 @@ from finetune.checkpoint.sharding.state_layout import (
     named_parameters,
     replicated_view,
 )
+from finetune.checkpoint.upstream import fsdp1_handles, reshard_fsdp1
 from finetune.errors import CheckpointError
 from finetune.runtime.parameters import local_rows
 
@@ -36,7 +36,7 @@ def fsdp2_layout(model: nn.Module) -> StateLayout:
 
 def fsdp1_layout(model: nn.Module) -> StateLayout:
     """Return FSDP1's layout; raises CheckpointError without `fsdp_use_orig_params`."""
-    _reshard_fsdp1(model)
+    reshard_fsdp1(model)
     shards = _fsdp1_shards(model)
     parameters = named_parameters(model)
     if any(type(parameter).__name__ == "FlatParameter" for parameter in parameters.values()):
@@ -51,7 +51,7 @@ def fsdp1_layout(model: nn.Module) -> StateLayout:
         },
         buffers=named_buffers(model),
         contributes=all(group is None or group.rank() == 0 for group in groups),
-        reshard=partial(_reshard_fsdp1, model),
+        reshard=partial(reshard_fsdp1, model),
     )
 
 
@@ -106,7 +106,7 @@ def _reshard_fsdp2(model: nn.Module) -> None:
 def _fsdp1_shards(model: nn.Module) -> dict[int, ShardView]:
     """Return this rank's shard of each original parameter, by the parameter's id."""
     shards: dict[int, ShardView] = {}
-    for handle in _fsdp1_handles(model).values():
+    for handle in fsdp1_handles(model).values():
         if not handle.uses_sharded_strategy:
             continue
         flat = handle.flat_param
@@ -133,15 +133,3 @@ def _fsdp1_local_view(parameter: nn.Parameter, handle: Any, info: Any) -> Callab
         return shard.detach().view(-1)[offset : offset + count]  # type: ignore[no-any-return]
 
     return local_view
-
-
-def _fsdp1_handles(model: nn.Module) -> dict[FullyShardedDataParallel, Any]:
-    modules = FullyShardedDataParallel.fsdp_modules(model)
-    return {module: module._handle for module in modules if module._handle is not None}
-
-
-def _reshard_fsdp1(model: nn.Module) -> None:
-    """Free gathered parameters; torch has no public function for it (2.11 to 2.13)."""
-    for module, handle in _fsdp1_handles(model).items():
-        if handle.uses_sharded_strategy and not handle.is_sharded(handle.flat_param):
-            _reshard(module, handle, True)

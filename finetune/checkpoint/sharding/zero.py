@@ -8,7 +8,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from finetune.checkpoint.sharding.optimizer_state import create_state_by_step, no_learning_rate, zero_gradients
@@ -19,6 +18,7 @@ from finetune.checkpoint.sharding.state_layout import (
     named_parameters,
     replicated_view,
 )
+from finetune.checkpoint.upstream import restore_cpu_adam_step, step_zero3_partitions, update_zero3_copies
 from finetune.errors import CheckpointError
 
 
@@ -94,38 +94,15 @@ def _narrow(offset: int, count: int) -> Callable[[Tensor], Tensor]:
 
 
 def _create_state3(zero: Any) -> None:
-    """Create the state one partition at a time: ZeRO-3's optimizer has its parameters only during its step."""
     with zero_gradients(zero.fp32_partitioned_groups_flat), no_learning_rate(zero.optimizer):
-        for index in range(len(zero.fp32_partitioned_groups_flat)):
-            zero._optimizer_step(index)
+        step_zero3_partitions(zero)
 
 
 def _update_copies12(zero: Any) -> None:
     zero.update_lp_params()
-    _restore_cpu_adam_step(zero.optimizer)
+    restore_cpu_adam_step(zero.optimizer)
 
 
-@torch.no_grad()
 def _update_copies3(zero: Any) -> None:
-    """Copy the fp32 partitions to the partitions and gathered copies that the forward pass reads. Collective."""
-    zero.checkpoint_event_prologue()
-    for index in range(len(zero.fp32_partitioned_groups_flat)):
-        zero._reassign_or_swap_out_partitioned_parameters(index)
-    zero.checkpoint_event_epilogue()
-    _restore_cpu_adam_step(zero.optimizer)
-
-
-def _restore_cpu_adam_step(optimizer: Any) -> None:
-    """Advance the step counter of DeepSpeedCPUAdam's kernel from 1 to the loaded step, on a single number.
-
-    The kernel multiplies powers of the betas step by step; if the step jumps, it uses `pow` instead, whose last bit
-    differs, and the resumed run would not be bitwise identical. 100,000 steps take about a second.
-    """
-    kernel = getattr(optimizer, "ds_opt_adam", None)
-    if kernel is None or not optimizer.state:
-        return
-    last = max(int(state["step"]) for state in optimizer.state.values())
-    group = optimizer.param_groups[0]
-    number = [torch.zeros(1) for _ in range(4)]
-    for step in range(1, last + 1):
-        kernel.adam_update(optimizer.opt_id, step, 0.0, *group["betas"], group["eps"], 0.0, True, *number)
+    update_zero3_copies(zero)
+    restore_cpu_adam_step(zero.optimizer)

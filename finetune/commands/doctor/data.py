@@ -162,7 +162,7 @@ def _loader(
         num_steps=num_steps,
         section=config.data.model_copy(update=keys),
         seed=config.run.seed,
-        has_partners=training_data.task.has_partners,
+        has_partners=training_data.task.samples.has_partners,
     )
 
 

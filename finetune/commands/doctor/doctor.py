@@ -14,7 +14,7 @@ from finetune.config.load import load_config
 from finetune.data.token_cache.cache import DEFAULT_FOLDER, cache_folder
 from finetune.runtime.environment import environment_facts
 from finetune.runtime.resources import format_size, usable_cores
-from finetune.runtime.supervision.build_locks import ABANDONED, BUILDING, BuildLock, build_locks, extensions_folder
+from finetune.runtime.upstream import ABANDONED, BUILDING, BuildLock, build_locks, extensions_folder
 
 FULL_BYTES = 1_000_000_000
 """Free room below which a disk counts as full."""

@@ -99,11 +99,11 @@ def _validation(target: EvaluationTarget, task: Task, *, log: RunLog) -> Prepare
     tokenizer = processing.tokenizer
     return prepare_set(
         _source(config, log=log),
-        encode=task.encoder,
+        encode=task.samples.encode,
         section=config.data,
         identity=input_identity(processing, task),
         unknown_ids=unknown_ids(tokenizer) if tokenizer is not None else frozenset(),
-        length=task.lengths,
+        length=task.samples.length_limit,
         log=log,
     )
 

@@ -58,7 +58,7 @@ def image_line(features: Features, task: Task, *, place: str) -> str:
     """Return file, place, size and class of an image."""
     content = features.arrays[IMAGE].tobytes()
     facts = image_facts(content)
-    label = task.facts["labels"][int(features.arrays[LABEL][0])]
+    label = task.data_facts.values["labels"][int(features.arrays[LABEL][0])]
     size = f"{facts.width} x {facts.height} {facts.kind}, {format_size(len(content))}"
     return f"{image_name(features)}  {size}  class `{label}`  ({place})"
 

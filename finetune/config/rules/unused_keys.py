@@ -49,7 +49,7 @@ def _updates_in_one_kernel(config: RunConfig) -> bool:
     return section.name == "muon" or (section.name == "adamw" and is_plain)
 
 
-def _learns_in_bfloat16(config: RunConfig) -> bool:
+def _trains_in_bfloat16(config: RunConfig) -> bool:
     return trained_dtypes(config) == {"bfloat16"} and config.train.optimizer.name == "adamw"
 
 
@@ -144,7 +144,7 @@ CONDITIONAL_KEYS: tuple[ConditionalKey, ...] = (
     ),
     ConditionalKey(
         "train.optimizer.stochastic_rounding",
-        _learns_in_bfloat16,
+        _trains_in_bfloat16,
         "it applies to `adamw` on weights trained in bfloat16 (`model.dtype`)",
     ),
     ConditionalKey(

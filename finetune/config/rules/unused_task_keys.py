@@ -102,6 +102,17 @@ _TOKEN_LOSS_TASKS = ("sft", "pretrain", "seq2seq", "masked_lm", "vision_language
 
 def conditional_task_keys() -> Iterator[ConditionalKey]:
     """Yield the keys that only some tasks use."""
+    yield from _keys_of_task()
+    yield from _keys_of_loss()
+    yield from _keys_of_input()
+    yield _for_tasks("train.embedding_noise", _TASKS_WITH_EMBEDDINGS)
+    needs = "prompts with images are generated one by one"
+    yield ConditionalKey("evaluate.generate.batch_size", _generates_in_batches, needs)
+    needs = "there are no prompts to generate from with this task or `data.train_on: all`"
+    yield ConditionalKey("evaluate.generate", _generates, needs)
+
+
+def _keys_of_task() -> Iterator[ConditionalKey]:
     sections = (
         ("classification", ClassificationSection, CLASSIFICATION_TASKS),
         ("preference", PreferenceSection, ("preference",)),
@@ -110,69 +121,49 @@ def conditional_task_keys() -> Iterator[ConditionalKey]:
         ("masked_lm", MaskedLmSection, ("masked_lm",)),
     )
     for name, section, tasks in sections:
-        for key in section.model_fields:
-            yield ConditionalKey(f"task.{name}.{key}", partial(_task_is, names=tasks), _only_tasks(tasks))
-    yield ConditionalKey(
-        "task.distillation", partial(_task_is, names=("distillation",)), _only_tasks(("distillation",))
-    )
+        yield from (_for_tasks(f"task.{name}.{key}", tasks) for key in section.model_fields)
+    yield _for_tasks("task.distillation", ("distillation",))
     yield ConditionalKey("task.distillation.jsd_beta", _is_jsd, "only `divergence: jsd` has a mixture")
     yield ConditionalKey("task.classification.kind", _is_text_task, "for words and images there is exactly one class")
     yield ConditionalKey("task.classification.class_weights", _has_classes, "a regression has no classes")
-    yield ConditionalKey(
-        "task.label_smoothing", _is_smoothed, "it applies only to a cross-entropy over classes or tokens"
-    )
-    yield ConditionalKey(
-        "task.z_loss", partial(_task_is, names=_TOKEN_LOSS_TASKS), "it applies only to a cross-entropy over tokens"
-    )
-    yield ConditionalKey(
-        "train.loss_kernel",
-        partial(_task_is, names=_TOKEN_LOSS_TASKS),
-        "only a cross-entropy over tokens has a choice of kernels",
-    )
     for key, losses in _KEYS_OF_LOSSES.items():
         needs = f"only {' and '.join(f'`loss: {loss}`' for loss in losses)} read it"
         yield ConditionalKey(f"task.preference.{key}", partial(_preference_loss_is, losses=losses), needs)
-    for key in ImagesSection.model_fields:
-        yield ConditionalKey(
-            f"data.images.{key}", partial(_task_is, names=TASKS_WITHOUT_TOKENS), _only_tasks(TASKS_WITHOUT_TOKENS)
-        )
-    for key in _TOKEN_KEYS:
-        yield ConditionalKey(f"data.{key}", _has_tokens, "images have no tokens")
-    for key in (
-        "data.no_target",
-        "data.batching.length_window_steps",
-        *(f"data.audit.{each}" for each in _TOKEN_AUDIT_KEYS),
-    ):
+
+
+def _keys_of_loss() -> Iterator[ConditionalKey]:
+    needs = "it applies only to a cross-entropy over classes or tokens"
+    yield ConditionalKey("task.label_smoothing", _is_smoothed, needs)
+    has_token_loss = partial(_task_is, names=_TOKEN_LOSS_TASKS)
+    yield ConditionalKey("task.z_loss", has_token_loss, "it applies only to a cross-entropy over tokens")
+    needs = "only a cross-entropy over tokens has a choice of kernels"
+    yield ConditionalKey("train.loss_kernel", has_token_loss, needs)
+
+
+def _keys_of_input() -> Iterator[ConditionalKey]:
+    yield from (_for_tasks(f"data.images.{key}", TASKS_WITHOUT_TOKENS) for key in ImagesSection.model_fields)
+    yield _for_tasks("model.image_processor", TASKS_WITHOUT_TOKENS)
+    for key in (*(f"data.{each}" for each in _TOKEN_KEYS), "model.tokenizer", "model.new_tokens"):
+        yield ConditionalKey(key, _has_tokens, "images have no tokens")
+    for key in (*_KEYS_OF_LENGTHS, *(f"data.audit.{each}" for each in _TOKEN_AUDIT_KEYS)):
         yield ConditionalKey(key, _has_tokens, "every image is one target")
-    yield ConditionalKey("model.tokenizer", _has_tokens, "images have no tokens")
-    yield ConditionalKey("model.new_tokens", _has_tokens, "images have no tokens")
-    yield ConditionalKey(
-        "train.embedding_noise", partial(_task_is, names=_TASKS_WITH_EMBEDDINGS), _only_tasks(_TASKS_WITH_EMBEDDINGS)
-    )
-    yield ConditionalKey(
-        "model.image_processor", partial(_task_is, names=TASKS_WITHOUT_TOKENS), _only_tasks(TASKS_WITHOUT_TOKENS)
-    )
-    for key in ("chat_template", "system_prompt"):
-        yield ConditionalKey(f"data.{key}", _has_turns, "this task reads text without turns")
+    for key in ("data.chat_template", "data.system_prompt"):
+        yield ConditionalKey(key, _has_turns, "this task reads text without turns")
     yield ConditionalKey("data.train_on", _chooses_turns, "the task decides which turns are targets")
-    yield ConditionalKey(
-        "evaluate.generate.batch_size", _generates_in_batches, "prompts with images are generated one by one"
-    )
-    yield ConditionalKey(
-        "evaluate.generate", _generates, "there are no prompts to generate from with this task or `data.train_on: all`"
-    )
 
 
+def _for_tasks(key: str, tasks: tuple[str, ...]) -> ConditionalKey:
+    needs = f"only {' and '.join(f'`task.name: {name}`' for name in tasks)} read{'s' if len(tasks) == 1 else ''} it"
+    return ConditionalKey(key, partial(_task_is, names=tasks), needs)
+
+
+_KEYS_OF_LENGTHS = ("data.no_target", "data.batching.length_window_steps")
 _KEYS_OF_LOSSES = {
     "label_smoothing": _SMOOTHED_LOSSES,
     "target_margin": ("simpo",),
     "desirable_weight": ("kto",),
     "undesirable_weight": ("kto",),
 }
-
-
-def _only_tasks(tasks: tuple[str, ...]) -> str:
-    return f"only {' and '.join(f'`task.name: {name}`' for name in tasks)} read{'s' if len(tasks) == 1 else ''} it"
 
 
 def _task_is(config: RunConfig, *, names: tuple[str, ...]) -> bool:

@@ -68,13 +68,13 @@ class TemplateCheck:
         """Yield the findings as text for a terminal."""
         how = "its {% generation %} markers" if self.targets_by == "markers" else "rendering beginnings"
         yield f"chat template {self.template}: targets are found by {how}"
-        yield f"  can be learnt: {', '.join(self.learnt) or 'nothing'}"
-        yield from (f"  cannot be learnt: {case}: {reason}" for case, reason in self.refused.items())
+        yield f"  trainable: {', '.join(self.learnt) or 'nothing'}"
+        yield from (f"  not trainable: {case}: {reason}" for case, reason in self.refused.items())
         if self.learnt:
-            yield f"  end of turn: {self._end()}, {'learnt' if self.is_end_learnt else 'NOT learnt'}"
+            yield f"  end of turn: {self._end()}, {'a target' if self.is_end_learnt else 'NOT a target'}"
             yield f"  beginning of sequence: {self.begins_with or 'not written'}"
         for each in self.differences:
-            yield f"  {each.case}: a model is asked with {each.prompt} and was trained on {each.trained}"
+            yield f"  {each.case}: the prompt at inference is {each.prompt} but the model was trained on {each.trained}"
             yield f"    tokens {list(each.prompt_tokens)} against {list(each.trained_tokens)}"
         if self.learnt and not self.differences:
             yield "  prompts at inference are the beginnings of what is trained on"
@@ -82,7 +82,7 @@ class TemplateCheck:
 
     def _end(self) -> str:
         if not self.end_of_turn:
-            return "none of its own, so end-of-sequence behind the last answer"
+            return "none of its own, so end-of-sequence follows the last answer"
         num_tokens = len(self.end_of_turn_tokens)
         return f"{self.end_of_turn!r}, " + ("one token" if num_tokens == 1 else f"{num_tokens} tokens of plain text")
 
@@ -126,7 +126,9 @@ def _in_parts(row: Row) -> Row:
 
 def _reason(outcome: Outcome) -> str:
     """Return the reason without the advice, which is for rows."""
-    return "nothing is learnt" if outcome is None else str(outcome).partition(" Set ")[0].partition(" The model ")[0]
+    if outcome is None:
+        return "it has no target"
+    return str(outcome).partition(" Set ")[0].partition(" The prompt at inference ")[0]
 
 
 def _template(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -176,9 +178,9 @@ class _Sample:
         if self.ids[:end] != self.prompt or begin == 1:  # told as a difference; all is learnt
             return
         if begin < end:
-            yield f"{between}, the end of the prompt, is learnt, too: the markers begin before it"
+            yield f"{between}, the end of the prompt, is a target, too: the markers begin before it"
         if begin > end:
-            yield f"{between}, which a model has to write after the prompt, is not learnt: the markers begin behind it"
+            yield f"{between}, which a model has to write after the prompt, is not a target: the markers begin after it"
 
 
 def _notes(found: Sequence[_Sample], ending: EndOfTurn, tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
@@ -189,6 +191,6 @@ def _notes(found: Sequence[_Sample], ending: EndOfTurn, tokenizer: PreTrainedTok
             yield f"the template does not write {tokenizer.bos_token}, with which the tokenizer begins plain texts"
         rendering = render(tokenizer, first.row["messages"])
         if rendering.marked and not rendering.text[: rendering.marked[-1][1]].rstrip().endswith(ending.special):
-            yield "the markers end before the end of turn, which is learnt all the same"
+            yield "the markers end before the end of turn, which is a target all the same"
     if "strftime_now" in _template(tokenizer):
         yield "the template writes the date: a set prepared on another day has other prompts"

@@ -81,7 +81,7 @@ _STAND_INS, _NEW_NAMES = 0x100000, 0x108000
 """The first of the private-use characters that stand for those of names, and of those that new names are made of."""
 
 _PRIVATE = re.compile("[\U00100000-\U0010ffff]")
-_REMEDY = "Remove them from the row, or set data.allow_special_tokens: true, which gives them their meaning."
+_REMEDY = "Remove them from the row, or set data.allow_special_tokens: true, which encodes them as control tokens."
 
 
 class ControlTokens:

@@ -50,9 +50,9 @@ class ConversationEncoder:
         None where nothing is learnt; the DataError where the template refuses a row, would drop some of it in silence,
         or where its rendering of a beginning is not the beginning of its rendering of the whole, in text or in tokens.
         """
-        drops = DroppedContentCheck(self._finder)
-        lessons = [result_or_error(self._rendered_chat, row, drops) for row in rows]
-        found = [each for each in lessons if isinstance(each, RenderedChat)]
+        dropped = DroppedContentCheck(self._finder)
+        chats = [result_or_error(self._rendered_chat, row, dropped) for row in rows]
+        found = [each for each in chats if isinstance(each, RenderedChat)]
         ordinary = iter(self._tokens.encode([each.text for each in found if not each.has_control_names]))
         renamed = [self._control.renamed(each.text) for each in found if each.has_control_names]
         guarded = iter(self._control.tokens.encode(renamed) if renamed else ())
@@ -60,22 +60,22 @@ class ConversationEncoder:
             result_or_error(self._sample, each, next(guarded if each.has_control_names else ordinary))
             if isinstance(each, RenderedChat)
             else each
-            for each in lessons
+            for each in chats
         ]
 
-    def _rendered_chat(self, row: Row, drops: DroppedContentCheck) -> RenderedChat | None:
+    def _rendered_chat(self, row: Row, dropped: DroppedContentCheck) -> RenderedChat | None:
         """Return the row as text; its texts cannot be taken for control tokens."""
-        said = (row["messages"], row.get("tools") or ())
-        if not self._control.held_by(said):
-            lesson = self._plain_rendered_chat(row, drops)
+        texts = (row["messages"], row.get("tools") or ())
+        if not self._control.held_by(texts):
+            chat = self._plain_rendered_chat(row, dropped)
         else:
-            messages, tools = self._control.with_stand_ins(said)
-            lesson = self._plain_rendered_chat({**row, "messages": messages, "tools": tools}, drops)
-            lesson = lesson and replace(lesson, has_control_names=True)
+            messages, tools = self._control.with_stand_ins(texts)
+            chat = self._plain_rendered_chat({**row, "messages": messages, "tools": tools}, dropped)
+            chat = chat and replace(chat, has_control_names=True)
             self._check_same_rendering(row, {**row, "messages": messages, "tools": tools})
-        if lesson is None or self._turn_marks is None:
-            return lesson
-        return replace(lesson, has_turn_marks=any(map(self._turn_marks.search, texts_in(said))))
+        if chat is None or self._turn_marks is None:
+            return chat
+        return replace(chat, has_turn_marks=any(map(self._turn_marks.search, texts_in(texts))))
 
     def _check_same_rendering(self, row: Row, stood_in: Row) -> None:
         """Raise DataError where the template treats names of control tokens otherwise than other text."""
@@ -88,14 +88,14 @@ class ConversationEncoder:
                 "text. Remove them from the row, or set data.allow_special_tokens: true."
             )
 
-    def _plain_rendered_chat(self, row: Row, drops: DroppedContentCheck) -> RenderedChat | None:
+    def _plain_rendered_chat(self, row: Row, dropped: DroppedContentCheck) -> RenderedChat | None:
         turns, tools = self._turns(row), row.get("tools") or None
         context = row.get("num_context_turns", 0) + len(turns) - len(row["messages"])
-        lesson = self._finder.rendered_chat(turns, tools, num_context_turns=context)
-        if lesson is not None:
-            require_valid_unicode(lesson.text)
-            drops.check(turns, tools)
-        return lesson
+        chat = self._finder.rendered_chat(turns, tools, num_context_turns=context)
+        if chat is not None:
+            require_valid_unicode(chat.text)
+            dropped.check(turns, tools)
+        return chat
 
     def _turns(self, row: Row) -> Sequence[Turn]:
         """Return the turns as the chat template is given them."""
@@ -113,12 +113,13 @@ class ConversationEncoder:
         ids, end = encoded.ids, 0
         if has_double_bos(ids[:2].tolist(), self._tokenizer):
             raise DataError(
-                f"the chat template writes {self._tokenizer.bos_token} twice at the beginning: the model knows one. "
-                "Remove one from the template, or from the row where it stands there."
+                f"the chat template writes {self._tokenizer.bos_token} twice at the beginning: the model expects it "
+                f"once. "
+                "Remove one from the template, or from the row if it is written there."
             )
         is_target = np.zeros(len(ids), dtype=bool)
-        for stretch in chat.spans:
-            start, end = (_edge(encoded, place, what=stretch.what) for place in (stretch.start, stretch.end))
+        for span in chat.spans:
+            start, end = (_edge(encoded, place, what=span.what) for place in (span.start, span.end))
             is_target[start:end] = True
         is_target[:1] = False  # nothing stands before it that it could be predicted from
         is_ended = end > 0 and is_target[end - 1] and int(ids[end - 1]) in self._tokens.special
@@ -140,9 +141,9 @@ def _edge(encoded: EncodedText, place: int, *, what: str) -> int:
     if num_tokens is None:
         edge = f"{encoded.text[max(0, place - 12) : place]!r} before {encoded.text[place : place + 12]!r}"
         raise DataError(
-            f"a token reaches across an edge of {what} ({edge}): the model would be trained on other tokens than it is "
-            "asked with. Remove blanks at the beginning of the content, or set data.chat_template to one that writes a "
-            "mark of one token there."
+            f"a token crosses the boundary of {what} ({edge}): the model would be trained on other tokens than it "
+            f"sees at inference. Remove leading whitespace from the content, or set data.chat_template to one that "
+            f"writes a single-token marker there."
         )
     return num_tokens
 

@@ -81,7 +81,7 @@ class ImageTextProcessor:
         outputs = self._asked(self.mark, [self.blank])
         if _OFFSETS not in outputs or _CROSS_ATTENTION in outputs:
             raise DataError(
-                f"{type(self.processor).__name__} does not write images as tokens of the text, or does not tell where. "
+                f"{type(self.processor).__name__} does not expand images into text tokens, or does not report where. "
                 "Models that do: LLaVA, Qwen-VL, SmolVLM and Idefics3, Gemma 3, InternVL, Mistral 3 and others."
             )
         length = len(outputs["input_ids"][0])
@@ -96,9 +96,9 @@ class ImageTextProcessor:
 
     def _asked(self, text: str, images: Sequence[bytes], **settings: Any) -> Mapping[str, Any]:
         shown = [decode_row_image(image, number) for number, image in enumerate(images, start=1)]
-        wish = {"return_text_replacement_offsets": True} if images else {}
+        options = {"return_text_replacement_offsets": True} if images else {}
         try:
-            return dict(self.processor(text=[text], images=[shown] if images else None, **wish, **settings))
+            return dict(self.processor(text=[text], images=[shown] if images else None, **options, **settings))
         except (ValueError, TypeError, IndexError) as error:
             raise DataError(f"{type(self.processor).__name__} refuses the row: {error}") from error
 
@@ -182,22 +182,22 @@ class ImageConversationEncoder(ConversationEncoder):
         return [_in_parts(turn) for turn in turns] if self._as_parts else turns
 
     def _rendered_chat(self, row: Row, drops: DroppedContentCheck) -> RenderedChat | None:
-        lesson = super()._rendered_chat(row, drops)
-        if lesson is None:
+        chat = super()._rendered_chat(row, drops)
+        if chat is None:
             return None
         num_images = sum(_num_images(turn) for turn in self._turns(row))
-        self._check_marks(lesson.text, num_images)
+        self._check_marks(chat.text, num_images)
         images = tuple(_read(image) for image in list(row.get("images", ()))[:num_images])
-        expansion = self.pictures.expand(lesson.text, images)
-        stretches = [Span(expansion.moved(s.start), expansion.moved(s.end), s.what) for s in lesson.spans]
+        expansion = self.pictures.expand(chat.text, images)
+        spans = [Span(expansion.moved(s.start), expansion.moved(s.end), s.what) for s in chat.spans]
         return RenderedImageChat(
             expansion.text,
-            tuple(stretches),
-            lesson.may_be_open,
+            tuple(spans),
+            chat.may_be_open,
             expansion,
             images,
-            has_control_names=lesson.has_control_names,
-            has_turn_marks=lesson.has_turn_marks,
+            has_control_names=chat.has_control_names,
+            has_turn_marks=chat.has_turn_marks,
         )
 
     def _check_marks(self, text: str, num_images: int) -> None:
@@ -205,8 +205,8 @@ class ImageConversationEncoder(ConversationEncoder):
         if (num_marks := text.count(mark)) != num_images:
             raise DataError(
                 f"shows {num_images} images, and the rendered conversation has {num_marks} times `{mark}`, the "
-                "processor's mark of an image. The chat template must write one for each part of type `image`, and "
-                "no text may hold it."
+                f"processor's placeholder of an image. The chat template must write one for each part of type "
+                f"`image`, and no text may contain it."
             )
 
     def _features(self, chat: RenderedChat, encoded: EncodedText) -> Features:
@@ -263,7 +263,7 @@ def _by_token(values: np.ndarray, theirs: Sequence[int], ours: np.ndarray) -> np
     said = dict(zip(theirs, values.tolist(), strict=False))
     if [said[token] for token in theirs] != values.tolist():
         raise DataError(
-            "holds names of control tokens, and the processor tells more of a token than which it is. Remove the names."
+            "holds names of control tokens, which this processor cannot encode as plain text. Remove the names."
         )
     return np.array([said.get(int(token), 0) for token in ours], values.dtype)
 
@@ -279,7 +279,7 @@ def _prefix(theirs: Sequence[int], ours: np.ndarray, *, tokenizer: Any) -> tuple
     if num_more == 1 and theirs[0] == tokenizer.bos_token_id and list(theirs[1:]) == ours.tolist():
         return (int(theirs[0]),)
     raise DataError(
-        "the processor gives the conversation other tokens than its tokenizer: what is learnt cannot be told apart. "
+        "the processor gives the conversation other tokens than its tokenizer: the targets cannot be determined. "
         "It may add tokens at the end: see `add_eos_token` in tokenizer_config.json."
     )
 

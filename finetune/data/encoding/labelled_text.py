@@ -115,7 +115,7 @@ def _number(value: Any) -> float:
     if not abs(number) <= _LARGEST:
         limit = f" of at most {_LARGEST:g}" if type(value) is int or math.isfinite(number) else ""
         said = f"`{shortened(value)}`" if isinstance(value, str) else describe(value)
-        raise DataError(f"the label must be a number{limit}, but is {said}. Mend it, or write another `kind`.")
+        raise DataError(f"the label must be a number{limit}, but is {said}. Fix it, or write another `kind`.")
     return number
 
 
@@ -198,7 +198,7 @@ class LabelledTextEncoder(TextRowsEncoder):
 def label_of(row: Row) -> Any:
     """Return the label of a row; raises DataError for a row of another format."""
     if "label" not in row or "text" not in row:
-        raise DataError("this task learns from labelled texts. Use `format: labelled`: columns `text` and `label`.")
+        raise DataError("this task trains on labelled texts. Use `format: labelled`: columns `text` and `label`.")
     return row["label"]
 
 

@@ -73,7 +73,8 @@ class PreferenceEncoder:
         if "is_good" in row and self.judged:
             return [(row["completion"], row["is_good"])]
         raise DataError(
-            f"{self.task} learns from pairs of answers, but the row is none. Set `format: preference` with the columns "
+            f"{self.task} trains on pairs of answers, but the row is not a pair. Set `format: preference` with the "
+            f"columns "
             f"`chosen` and `rejected`{' (or `format: judged`)' if self.judged else ''}, or use another task."
         )
 

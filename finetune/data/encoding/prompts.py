@@ -40,7 +40,7 @@ def read_prompt(raw: RawRow, *, system: str | None = None) -> ChatPrompt:
         while turns and turns[-1]["role"] == "assistant":
             turns.pop()
         if not turns:
-            raise DataError("has nothing but answers: there is no question in it.")
+            raise DataError("has only answers: there is no prompt in it.")
         tools = read_tools(row["tools"], title="`tools`") if row.get("tools") else None
     except DataError as error:
         raise DataError(f"{raw.place}: {error}") from error
@@ -89,7 +89,7 @@ def _control_tokens(tokenizer: PreTrainedTokenizerBase, template: str) -> Contro
 
 def _turns(row: Row) -> Sequence[Turn]:
     if row.get("images"):
-        raise DataError("has `images`, and only text is asked here. Leave the column out.")
+        raise DataError("has `images`, but only text can be given here. Remove the column.")
     if row.get("messages") is not None:
         return read_turns(row["messages"], title="`messages`")
     if row.get("conversations") is not None:

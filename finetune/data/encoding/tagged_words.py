@@ -96,5 +96,5 @@ class TaggedWordsEncoder(TextRowsEncoder):
 def tags_of(row: Row) -> Sequence[Any]:
     """Return the tags of a row; raises DataError for a row of another format."""
     if "tags" not in row:
-        raise DataError("this task learns from tagged words. Use `format: tagged`: columns `tokens` and `tags`.")
+        raise DataError("this task trains on tagged words. Use `format: tagged`: columns `tokens` and `tags`.")
     return list(row["tags"])

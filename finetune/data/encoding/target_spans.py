@@ -53,15 +53,15 @@ class TargetFinder:
         DataError where the template refuses the turns, and where the template's rendering of the beginning of a
         conversation is not the beginning of its rendering of the whole.
         """
-        learnt = target_turns(turns, self.train_on, num_context_turns=num_context_turns)
-        if not learnt:
+        targets = target_turns(turns, self.train_on, num_context_turns=num_context_turns)
+        if not targets:
             return None
         if self.train_on == "all":
             text = render(self.tokenizer, turns, tools=tools).text
             return RenderedChat(text, (Span(0, len(text.rstrip()), "the conversation"),), may_be_open=True)
         if self.train_on == "last_assistant":
-            turns = turns[: learnt[-1] + 1]  # what follows teaches nothing and may change how the answer is rendered
-        return _Conversation(self, turns, tools).rendered_chat(learnt)
+            turns = turns[: targets[-1] + 1]  # what follows teaches nothing and may change how the answer is rendered
+        return _Conversation(self, turns, tools).rendered_chat(targets)
 
 
 def target_turns(turns: Sequence[Turn], train_on: TrainOn, *, num_context_turns: int = 0) -> list[int]:
@@ -74,14 +74,14 @@ def target_turns(turns: Sequence[Turn], train_on: TrainOn, *, num_context_turns:
     if train_on == "all":
         return list(range(len(turns)))
     if train_on == "per_message":
-        learnt = [place for place, turn in enumerate(turns) if _weight(turn)]
+        targets = [place for place, turn in enumerate(turns) if _weight(turn)]
     else:
         answers = (place for place, turn in enumerate(turns) if turn["role"] == "assistant")
-        learnt = [place for place in answers if place >= num_context_turns]
-        learnt = learnt[-1:] if train_on == "last_assistant" else learnt
-    if learnt and learnt[0] == 0 and turns[0]["role"] == "assistant":
-        raise DataError("the conversation begins with the assistant: there is nothing that it answers.")
-    return learnt
+        targets = [place for place in answers if place >= num_context_turns]
+        targets = targets[-1:] if train_on == "last_assistant" else targets
+    if targets and targets[0] == 0 and turns[0]["role"] == "assistant":
+        raise DataError("the conversation begins with the assistant: there is no prompt before the answer.")
+    return targets
 
 
 def _check_weight(turn: Turn, *, number: int, train_on: TrainOn) -> None:
@@ -94,9 +94,7 @@ def _check_weight(turn: Turn, *, number: int, train_on: TrainOn) -> None:
             "Set data.train_on: per_message, or leave the weights out."
         )
     if not isinstance(weight, int | float) or weight not in (0, 1):
-        raise DataError(
-            f"turn {number} has weight {weight!r}: a turn is learnt (1) or not (0), there is no in-between."
-        )
+        raise DataError(f"turn {number} has weight {weight!r}: it must be 1 (trained on) or 0 (not).")
 
 
 def _weight(turn: Turn) -> bool:
@@ -112,25 +110,25 @@ class _Conversation:
     turns: Sequence[Turn]
     tools: Tools | None
 
-    def rendered_chat(self, learnt: Sequence[int]) -> RenderedChat:
+    def rendered_chat(self, targets: Sequence[int]) -> RenderedChat:
         """Return what the template marks of these turns; the turns as they are rendered where it marks none."""
-        marked = self._marked(learnt)
-        stretches = [self._answer(place) for place in learnt] if marked is None else marked
-        return RenderedChat(self.whole.text, tuple(stretches), may_be_open=learnt[-1] == len(self.turns) - 1)
+        marked = self._marked(targets)
+        spans = [self._answer(place) for place in targets] if marked is None else marked
+        return RenderedChat(self.whole.text, tuple(spans), may_be_open=targets[-1] == len(self.turns) - 1)
 
     @cached_property
     def whole(self) -> Rendering:
         return self._render(len(self.turns))
 
-    def _marked(self, learnt: Sequence[int]) -> list[Span] | None:
+    def _marked(self, targets: Sequence[int]) -> list[Span] | None:
         """Return the marked stretches that belong to the turns, each through its end-of-turn; None where unclear."""
         final = self.finder.end_of_turn.final  # a model that has ended its turn is not asked for it
         marked = [(start, end) for start, end in self.whole.marked if not final or self.whole.text[start:end] != final]
         answers = [place for place, turn in enumerate(self.turns) if turn["role"] == "assistant"]
         if len(marked) == len(answers):
             chosen = dict(zip(answers, marked, strict=True))
-            return [self._through_end(*chosen[place]) if place in chosen else self._answer(place) for place in learnt]
-        if marked and answers == list(learnt):
+            return [self._through_end(*chosen[place]) if place in chosen else self._answer(place) for place in targets]
+        if marked and answers == list(targets):
             return [self._through_end(start, end) for start, end in marked]
         return None
 
@@ -164,8 +162,8 @@ class _Conversation:
             return len(without_end)
         alone, within = first_difference(beginning, self.whole.text)
         raise DataError(
-            f"the chat template ({self.finder.template}) renders {what} in one way when the conversation stops there "
-            f"({alone}) and in another when it goes on ({within}), so what is learnt cannot be told apart. "
+            f"the chat template ({self.finder.template}) renders {what} differently when the conversation stops there "
+            f"({alone}) and when it continues ({within}), so the targets cannot be determined. "
             + (REMEDY_OF_GENERATION_PROMPT if generation_prompt and num_turns == len(self.turns) - 1 else REMEDY)
         )
 
@@ -176,11 +174,12 @@ class _Conversation:
 
 
 REMEDY = (
-    "Set data.train_on: last_assistant, which learns the last answer alone; or data.chat_template to `chatml` or to a "
+    "Set data.train_on: last_assistant, which trains on the last answer alone; or data.chat_template to `chatml` or "
+    "to a "
     "Jinja file that marks the answers with {% generation %} (the `_training` variants that TRL ships do)."
 )
 REMEDY_OF_GENERATION_PROMPT = (
-    "The model would be asked in another way than it is trained. Give the turn what the prompt begins (such as its "
+    "The prompt at inference would differ from training. Give the turn what the generation prompt begins (such as its "
     "reasoning_content); or set data.chat_template to `chatml` or to a Jinja file that marks the answers with "
     "{% generation %} (the `_training` variants that TRL ships do)."
 )

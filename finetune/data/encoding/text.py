@@ -166,7 +166,10 @@ class SourceTargetEncoder(TextRowsEncoder):
         self, tokenizer: PreTrainedTokenizerBase, *, prefix: str = "", allow_special_tokens: bool = False
     ) -> None:
         if tokenizer.eos_token_id is None:
-            raise DataError("the tokenizer has no end-of-sequence token, so the model could not learn where to stop.")
+            raise DataError(
+                "the tokenizer has no end-of-sequence token, so the model cannot learn where to stop. "
+                "Set `eos_token` in its tokenizer_config.json, or use another one."
+            )
         super().__init__(tokenizer, allow_special_tokens=allow_special_tokens)
         self._tokens = TextTokenizer(tokenizer)
         self._prefix = prefix
@@ -190,18 +193,18 @@ class SourceTargetEncoder(TextRowsEncoder):
         turns = row.get("messages")
         if turns is None:
             raise DataError(
-                "task `seq2seq` learns from a prompt and its completion, but the row has neither. Set `format: "
+                "task `seq2seq` trains on a prompt and its completion, but the row has neither. Set `format: "
                 "prompt_completion` and map its columns, such as `columns: {prompt: article, completion: summary}`."
             )
         if row.get("tools") or [turn["role"] for turn in turns] != ["user", "assistant"]:
             what = "tools" if row.get("tools") else f"turns of {', '.join(turn['role'] for turn in turns)}"
             raise DataError(
-                f"task `seq2seq` learns from one prompt and one completion, but the row has {what}. Write them as "
+                f"task `seq2seq` trains on one prompt and one completion, but the row has {what}. Write them as "
                 "one text with a `template`, or use task `sft`."
             )
         asked, answered = (turn.get("content") for turn in turns)
         if not isinstance(asked, str) or not isinstance(answered, str):
-            raise DataError("task `seq2seq` learns from texts, but the content of a turn is none. Write it as text.")
+            raise DataError("task `seq2seq` trains on text, but the content of a turn is not text. Write it as text.")
         return require_valid_unicode(self._prefix + asked), require_valid_unicode(answered)
 
     def _targets(self, texts: Sequence[str]) -> list[list[int]]:

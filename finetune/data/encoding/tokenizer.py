@@ -35,7 +35,10 @@ def has_double_bos(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> bo
 def require_eos_id(tokenizer: PreTrainedTokenizerBase) -> int:
     """Return the end-of-sequence token; raises DataError for a tokenizer without one."""
     if tokenizer.eos_token_id is None:
-        raise DataError("the tokenizer has no end-of-sequence token, so the model could not learn where to stop.")
+        raise DataError(
+            "the tokenizer has no end-of-sequence token, so the model cannot learn where to stop. Set "
+            "`eos_token` in its tokenizer_config.json, or use another one."
+        )
     return int(tokenizer.eos_token_id)
 
 

@@ -86,8 +86,8 @@ class Columns:
         truth = known.get(str(value).strip().lower())
         if truth is None:
             raise DataError(
-                f"{self.title(column)} must be true or false, but is {describe(value)}. Other words become such by a "
-                "`template`: `label: '{{ label == \"good\" }}'`."
+                f"{self.title(column)} must be true or false, but is {describe(value)}. Convert other words with a "
+                f"`template`: `label: '{{ label == \"good\" }}'`."
             )
         return truth
 
@@ -113,7 +113,7 @@ class Columns:
             return label
         if not 0 <= label < len(names):
             unknown = "which stands for no label" if label == -1 else f"and there are {len(names)} classes"
-            raise DataError(f"{self.title(column)} is {label}, {unknown}. Leave the row out, or mend it.")
+            raise DataError(f"{self.title(column)} is {label}, {unknown}. Fix the row, or remove it.")
         return names[label]
 
     def json_value(self, column: str) -> Any:

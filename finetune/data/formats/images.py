@@ -61,7 +61,7 @@ def _placed(messages: Sequence[Turn], *, num_images: int) -> Sequence[Turn]:
         return [_with_parts(turn) if PLACEHOLDER in _text(turn) else turn for turn in messages]
     first = next((place for place, turn in enumerate(messages) if turn["role"] == "user"), None)
     if first is None:
-        raise DataError(f"has {_count(num_images)} and no turn of the user that could show them.")
+        raise DataError(f"has {_count(num_images)}, but no user turn to show it in.")
     parts = [{"type": "image"}] * num_images + _text_part(_text(messages[first]))
     return [{**turn, "content": parts} if place == first else turn for place, turn in enumerate(messages)]
 
@@ -82,7 +82,7 @@ def _text_part(text: str) -> list[Part]:
 def _refuse_drawn_answers(messages: Sequence[Turn]) -> None:
     for number, turn in enumerate(messages, start=1):
         if turn["role"] == "assistant" and has_images(turn.get("content")):
-            raise DataError(f"turn {number} is an answer with an image. Models that read images write text.")
+            raise DataError(f"turn {number} is an answer with an image, but the model can only write text.")
 
 
 def _sources(messages: Sequence[Turn], given: Sequence[Any]) -> list[Any]:
@@ -91,13 +91,15 @@ def _sources(messages: Sequence[Turn], given: Sequence[Any]) -> list[Any]:
     open_places = [part for part in parts if "image" not in part]
     if len(open_places) != len(given):
         raise DataError(
-            f"has {_count(len(given))} in its column and {len(open_places)} places for them in its turns. Write one "
-            f"place for each, `{PLACEHOLDER}` in a text or a part `{{type: image}}`; or none at all: then they stand "
-            "before the first question."
+            f"has {_count(len(given))} in its column and {len(open_places)} placeholders in its turns. Write one "
+            f"placeholder for each, `{PLACEHOLDER}` in a text or a part `{{type: image}}`; or none: then they are "
+            f"put before the first question."
         )
     indices = [part.get("index", place) for place, part in enumerate(open_places)]
     if sorted(indices) != list(range(len(given))):
-        raise DataError(f"has image parts with the `index` {indices}, which do not name each of its images once.")
+        raise DataError(
+            f"has image parts with the `index` {indices}, which do not refer to each of its images exactly once."
+        )
     ordered = iter([given[index] for index in indices])
     return [part["image"] if "image" in part else next(ordered) for part in parts]
 

@@ -132,7 +132,7 @@ def choose_format(
                 )
     unread = _unread(section, row, known)
     if unread:
-        log(f"{key}: columns that are not read: {quoted_list(unread)}")
+        log(f"{key}: unused columns: {quoted_list(unread)}")
     classes = _classes(section, name, class_names=class_names)
     for column, names in classes.items():
         yours = section.columns.get(column, column)
@@ -217,8 +217,8 @@ def _read_preference(columns: Columns) -> Row:
     else:
         if isinstance(columns.value("chosen"), str) or isinstance(columns.value("rejected"), str):
             raise DataError(
-                f"has no `prompt`, and {columns.title('chosen')} is text: it is not known what it answers. "
-                "Map the prompt with `columns`, or make turns of the transcript with a `template`."
+                f"has no `prompt`, and {columns.title('chosen')} is text without one. Map the prompt with `columns`, "
+                f"or convert the transcript to turns with a `template`."
             )
         pairs = zip(sides["chosen"][:-1], sides["rejected"][:-1], strict=False)
         prompt = [one for one, _ in takewhile(lambda pair: pair[0] == pair[1], pairs)]

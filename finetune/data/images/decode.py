@@ -89,7 +89,7 @@ def _opened(encoded: bytes) -> Iterator[Image.Image]:
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise DataError(f"it has more than {MOST_PIXELS:,} pixels. Scale it down") from error
     except UnidentifiedImageError as error:
-        raise DataError("it is no image of a known kind") from error
+        raise DataError("it is not an image of a known format") from error
     except _FAULTS as error:
         raise DataError(f"it cannot be decoded: {_QUOTED.sub('...', str(error))}") from error
 
@@ -105,7 +105,7 @@ def _flat(image: Image.Image, mode: Mode) -> Image.Image:
     if image.mode.startswith("I"):
         image = _of_8_bits(image)
     if image.mode == "F":
-        raise DataError("it has floats for pixels. Save it with 8 bits a channel")
+        raise DataError("its pixels are floats. Save it with 8 bits per channel")
     if image.has_transparency_data:
         coloured = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", coloured.size, _BACKGROUND), coloured)

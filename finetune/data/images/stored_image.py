@@ -32,13 +32,13 @@ class ImageRoot:
         written = Path(os.path.normpath(path))
         is_inside = any(written.is_relative_to(folder.absolute()) for folder in self.folders)
         if not is_inside and not self._leads_inside(path):  # the same folder may have two names
-            raise DataError(f"{title} is the path `{path}`, which leads out of {self._where()}. {self._remedy()}")
+            raise DataError(f"{title} is the path `{path}`, which is outside of {self._where()}. {self._remedy()}")
 
     def found(self, path: Path) -> Path:
         """Return where the path leads; raises DataError where a link leads out of all folders."""
         if not self.follow_links and not self._leads_inside(path):
-            links = f"If such images are meant, set {self.key}.follow_links: true."
-            raise DataError(f"{path} is a link that leads out of {self._where()}. {links}")
+            links = f"To read such images, set {self.key}.follow_links: true."
+            raise DataError(f"{path} is a link to a file outside of {self._where()}. {links}")
         return path.resolve()
 
     def _leads_inside(self, path: Path) -> bool:
@@ -46,10 +46,10 @@ class ImageRoot:
         return any(target.is_relative_to(folder.resolve()) for folder in self.folders)
 
     def _where(self) -> str:
-        return " and ".join(map(str, self.folders)) or "the rows, which are in no folder of this machine"
+        return " and ".join(map(str, self.folders)) or "the rows, which do not come from a local folder"
 
     def _remedy(self) -> str:
-        return f"Write {self.key}.image_root: FOLDER, the folder in which all images lie."
+        return f"Write {self.key}.image_root: FOLDER, the folder that holds all images."
 
 
 @dataclass(frozen=True)
@@ -79,11 +79,11 @@ class StoredImage:
             path = self.path if self.root is None else self.root.found(self.path)
             size = require_regular(path).st_size
         except (FileNotFoundError, NotADirectoryError) as error:
-            raise DataError(f"there is no file {self.path}") from error
+            raise DataError(f"{self.path} does not exist") from error
         except (OSError, RuntimeError) as error:  # a link that leads to itself is a RuntimeError of Python 3.11
             raise DataError(f"{self.path} cannot be read: {getattr(error, 'strerror', error)}") from error
         if size > MOST_BYTES:
-            raise DataError(f"{self.path} has {size:,} bytes, and images may have {MOST_BYTES:,}")
+            raise DataError(f"{self.path} has {size:,} bytes, but the limit is {MOST_BYTES:,}")
         return path
 
     def digest(self) -> str:
@@ -139,15 +139,15 @@ def _of_text(text: str, *, folder: Path | None, title: str, root: ImageRoot | No
         return StoredImage("base64", content=_decoded(body, title=title))
     if "://" in text:
         raise DataError(
-            f"{title} is a URL ({text[:80]}), and nothing is fetched while a model is trained. "
-            "Download the images and write their paths."
+            f"{title} is a URL ({text[:80]}), and nothing is downloaded during training. Download the images and "
+            f"write their paths."
         )
     if not text.strip():
         raise DataError(f"{title} is empty.")
     if len(text) >= _SHORTEST_BASE64 and "." not in text:
         return StoredImage("base64", content=_decoded(text, title=title))
     if "\0" in text:
-        raise DataError(f"{title} is a text with a NUL character, which no path has.")
+        raise DataError(f"{title} has a NUL character, which no path can contain.")
     return _of_path(Path(text), folder=folder, title=title, root=root)
 
 
@@ -156,8 +156,8 @@ def _of_path(path: Path, *, folder: Path | None, title: str, root: ImageRoot | N
     if not path.is_absolute():
         if folder is None:
             raise DataError(
-                f"{title} is the relative path `{path}`, and its rows are in no folder of this machine. "
-                "Download rows and images, or have the images' bytes in the rows."
+                f"{title} is the relative path `{path}`, but its rows do not come from a local folder. Download rows "
+                f"and images, or put the images' bytes into the rows."
             )
         path = folder / path
     if root is not None:

@@ -118,25 +118,25 @@ LARGEST_PASS = 200_000_000
 """Positions over which the counts of weighted sources are exact to one."""
 
 
-def mixed_view(pools: Sequence[DatasetView], section: TrainingSourceSection, *, seed: int, unit: str) -> DatasetView:
+def mixed_view(views: Sequence[DatasetView], section: TrainingSourceSection, *, seed: int, unit: str) -> DatasetView:
     """Return the pools of `section.mix`, in its order, as one; `unit` is what stands at a position.
 
     Raises DataError for a weight that is too small to appear, and for `epochs` of a source of unknown size.
     """
     is_weighted = section.mix[0].weight is not None
-    counts = _by_weight(section.mix) if is_weighted else _per_pass(section.mix, pools)
+    counts = _by_weight(section.mix) if is_weighted else _per_pass(section.mix, views)
     if sum(counts) > LARGEST_PASS:
         raise DataError(
             f"data.train.mix: a pass over the mix has {sum(counts):,} {unit}, of which at most {LARGEST_PASS:,} are "
             "drawn at once. Write smaller `rows` or `epochs`; their proportions are what counts."
         )
     until = section.until if is_weighted else None
-    order = MixedOrder([pool.order for pool in pools], counts, seed=seed, until=until)
+    order = MixedOrder([view.order for view in views], counts, seed=seed, until=until)
     return DatasetView(
-        samples=MixedSamples(tuple(pool.samples for pool in pools)),
+        samples=MixedSamples(tuple(view.samples for view in views)),
         order=order,
-        fingerprint=fingerprint_of("mix", [pool.fingerprint for pool in pools], counts, until),
-        lines=partial(_describe_mix, tuple(pools), section.mix, order, unit=unit),
+        fingerprint=fingerprint_of("mix", [view.fingerprint for view in views], counts, until),
+        lines=partial(_describe_mix, tuple(views), section.mix, order, unit=unit),
     )
 
 
@@ -216,20 +216,20 @@ def _largest_remainders(shares: Sequence[Fraction], size: int) -> list[int]:
 
 def _per_pass(sections: Sequence[MixedSourceSection], views: Sequence[DatasetView]) -> list[int]:
     return [
-        section.rows if section.rows is not None else _of_epochs(section, pool, key=f"data.train.mix.{number}.epochs")
-        for number, (section, pool) in enumerate(zip(sections, views, strict=True))
+        section.rows if section.rows is not None else _of_epochs(section, view, key=f"data.train.mix.{number}.epochs")
+        for number, (section, view) in enumerate(zip(sections, views, strict=True))
     ]
 
 
 def _of_epochs(section: MixedSourceSection, view: DatasetView, *, key: str) -> int:
     assert section.epochs is not None  # the config's rules: each source has a weight, rows or epochs
     if view.order.num_positions is None:
-        raise DataError(f"{key}: nobody knows how long a stream is. Write `weight` or `rows` in all sources.")
+        raise DataError(f"{key}: the length of a stream is unknown. Write `weight` or `rows` in all sources.")
     count = round(section.epochs * view.order.num_positions)
     if count == 0:
         raise DataError(
             f"{key}: {section.epochs:g} of the source's {view.order.num_positions:,} is less than one. "
-            "Write more, or leave the source out."
+            "Increase it, or remove the source."
         )
     return count
 
@@ -245,12 +245,12 @@ def _describe_mix(
     """Return what each source has of the run, and how often it is gone through."""
     lines: list[str] = []
     for number, count in enumerate(order.num_draws(num_positions)):
-        source, pool = sections[number], views[number]
-        size = pool.order.num_positions
+        source, view = sections[number], views[number]
+        size = view.order.num_positions
         passes = f"{count / size:.2f} passes over its {size:,}" if size else "of a stream"
         lines += [
             f"data.train.mix.{number} ({source.path or source.name}): {count:,} of {num_positions:,} {unit} in this "
             f"run ({count / num_positions:.1%}), {passes}",
-            *pool.lines(count),
+            *view.lines(count),
         ]
     return tuple(lines)

@@ -92,7 +92,7 @@ class WindowRows:
                 num_rows += 1
                 yield row
         if num_rows == 0:
-            raise DataError("a whole pass over the stream has not a single row.")
+            raise DataError("a whole pass over the stream has no rows.")
 
     def _of_pass(self) -> Iterator[RawRow]:
         """Yield the rows up to the end of the window or of the pass."""

@@ -166,8 +166,8 @@ def require_readable(name: str) -> None:
     """Raise DataError with the kinds that can be read unless the file has one of them."""
     if not is_readable(name):
         raise DataError(
-            f"{name}: cannot tell how to read it. Known endings: {', '.join((*TEXT_KINDS, *TABLE_KINDS))}, "
-            f"the texts also with {' or '.join(COMPRESSIONS)}."
+            f"{name}: unknown file type. Known extensions: {', '.join((*TEXT_KINDS, *TABLE_KINDS))}, "
+            f"text formats also with {' or '.join(COMPRESSIONS)}."
         )
 
 
@@ -184,7 +184,7 @@ def select_one_kind(names: Sequence[str], *, folder: str) -> tuple[list[str], li
         raise DataError(f"{folder} holds files of several kinds ({of_each}). Name one kind: {folder}/*{kinds[0]}.")
     if not held:
         found = f"only {', '.join(others[:5])}" if others else "no files"
-        raise DataError(f"{folder} holds no rows: it has {found}. For folders in it, write {folder}/**/*.jsonl.")
+        raise DataError(f"{folder} holds no data files: it has {found}. For its subfolders, write {folder}/**/*.jsonl.")
     return sorted(held), others
 
 

@@ -12,8 +12,9 @@ from finetune.data.rows import RawRow
 from finetune.data.sources.files import Origin
 from finetune.data.sources.tables import ClassNames, class_names, without_fillers
 from finetune.errors import DataError
-from finetune.runtime.hub import is_offline, without_hub_retries
+from finetune.runtime.hub import is_offline
 from finetune.runtime.optional import require
+from finetune.runtime.upstream import without_hub_retries
 
 
 @dataclass(frozen=True)
@@ -125,7 +126,7 @@ def load_hub_dataset(source: SourceSection) -> Origin:
             datasets.config.HF_HUB_OFFLINE = is_offline()  # its own copy, taken when it was imported
             return (_streamed if is_streamed else _downloaded)(datasets, source)
     except Exception as error:  # `datasets` raises many kinds: none is a fault of ours, all are about this name
-        raise DataError(f"hub dataset {_title(source)} cannot be had: {_reason(error)}") from error
+        raise DataError(f"hub dataset {_title(source)} cannot be loaded: {_reason(error)}") from error
 
 
 def _downloaded(datasets: Any, source: SourceSection) -> HubDataset:

@@ -200,6 +200,5 @@ def _refuse_links_out(files: list[Path], base: Path, *, key: str) -> None:
         target = file.resolve()
         if not target.is_relative_to(allowed):
             raise DataError(
-                f"{file} is a link to {target}, outside of {base}. If its rows are meant, too, "
-                f"set {key}.follow_links: true."
+                f"{file} is a link to {target}, outside of {base}. To read it, set {key}.follow_links: true."
             )

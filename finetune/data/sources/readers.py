@@ -60,7 +60,7 @@ def _lines(stream: io.BufferedReader, origin: str, *, keep_blanks_around: bool =
     """Yield the lines that are not blank, each with its number."""
     for number, line in enumerate(iter(partial(stream.readline, MOST_LINE_BYTES + 1), b""), start=1):
         if len(line) > MOST_LINE_BYTES:
-            raise DataError(f"{origin}, line {number}: has more than {MOST_LINE_BYTES >> 20} MB: this is no row.")
+            raise DataError(f"{origin}, line {number}: has more than {MOST_LINE_BYTES >> 20} MB: this is not a row.")
         content = line.removeprefix(_BYTE_ORDER_MARK) if number == 1 else line
         stripped = content.strip()
         if stripped:
@@ -127,12 +127,12 @@ def _csv(stream: io.BufferedReader, origin: str, *, delimiter: str = ",") -> Ite
                 width = len(reader.fieldnames or ())
                 separator = "comma" if delimiter == "," else "tab"
                 raise DataError(
-                    f"{origin}, row {number} (line {reader.line_num}): has not the {width} fields of the header. "
-                    f"A {separator} inside a text needs quotes around the text."
+                    f"{origin}, row {number} (line {reader.line_num}): does not have the {width} fields of the header. "
+                    f"A {separator} inside a text needs quotes around it."
                 )
             yield RawRow(origin, number, row)
     except UnicodeDecodeError as error:
-        raise DataError(f"{origin}, behind line {reader.line_num}: not UTF-8 text ({error.reason}).") from error
+        raise DataError(f"{origin}, after line {reader.line_num}: not UTF-8 text ({error.reason}).") from error
     except csv.Error as error:
         raise DataError(f"{origin}, line {reader.line_num}: not valid CSV: {error}.") from error
 
@@ -140,7 +140,7 @@ def _csv(stream: io.BufferedReader, origin: str, *, delimiter: str = ",") -> Ite
 def _refuse_equal_names(names: Sequence[str], origin: str) -> None:
     if len(set(names)) < len(names):
         twice = shortened(next(name for name, number in Counter(names).items() if number > 1))
-        raise DataError(f"{origin}: the header has the column `{twice}` twice, and only one of them could be read.")
+        raise DataError(f"{origin}: the header has the column `{twice}` twice. Keep one of them.")
 
 
 def _tsv(stream: io.BufferedReader, origin: str) -> Iterator[RawRow]:

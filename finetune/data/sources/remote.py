@@ -79,8 +79,8 @@ def find_remote(section: SourceSection, *, key: str, log: Callable[[str], None])
 def _refuse_redacted(url: str) -> None:
     if REDACTED in url:
         raise DataError(
-            f"{url}: the secret in this address was not written down with the job. Write the address anew: with --set, "
-            "or in a job file that --config names."
+            f"{url}: the secret in this URL was removed from the saved job. Give the URL again: with --set, or in "
+            f"the job file of --config."
         )
 
 
@@ -115,5 +115,5 @@ def _reachable(url: str) -> Iterator[None]:
     except Exception as error:  # each storage has exceptions of its own
         said = str(error).rstrip(".") or type(error).__name__
         raise DataError(
-            f"{url} cannot be had: {said}. Check the address, and the credentials in the environment."
+            f"{url} cannot be loaded: {said}. Check the URL, and the credentials in the environment."
         ) from error

@@ -51,7 +51,7 @@ class Source:
         self.key = key
         self.section = section
         self.format = form
-        self._portions = tuple(slices)
+        self._slices = tuple(slices)
         self._log = log
         self.num_left_out = 0  # rows, because they are evaluated on, in the last whole pass of `rows`
 
@@ -69,7 +69,7 @@ class Source:
 
     def shards(self) -> tuple[SliceShard, ...]:
         """Return the parts that can be read without the others, in the order in which `rows` goes through them."""
-        return tuple(chain.from_iterable(portion.shards for portion in self._portions))
+        return tuple(chain.from_iterable(each_slice.shards for each_slice in self._slices))
 
     def excerpt(self) -> Iterator[RawRow]:
         """Yield all rows, or of a stream a few, which is said: what a tokenizer is trained on."""
@@ -84,14 +84,14 @@ class Source:
 
     def identity(self) -> Mapping[str, Any]:
         """Return what decides the rows and how they are read, as JSON can hold it; reads all local files once."""
-        return _joined([portion.identity() for portion in self._portions])
+        return _joined([each_slice.identity() for each_slice in self._slices])
 
     def listing_identity(self) -> Mapping[str, Any]:
         """Return the same without reading any content: names, sizes and times or tags instead."""
-        return _joined([portion.listing_identity() for portion in self._portions])
+        return _joined([each_slice.listing_identity() for each_slice in self._slices])
 
     def _num_left_out(self) -> int:
-        return sum(each.exclusion.num_left_out for each in self._portions if each.exclusion is not None)
+        return sum(each.exclusion.num_left_out for each in self._slices if each.exclusion is not None)
 
 
 @dataclass(frozen=True)
@@ -109,25 +109,25 @@ def open_sources(section: DataSection, *, seed: int, log: Log) -> OpenedSources:
     """
     written: dict[str, SourceSection] = {f"data.train.mix.{n}": each for n, each in enumerate(section.train.mix)}
     written = written or {"data.train": section.train}
-    portions = {key: _open(each, key=key, log=log) for key, each in written.items()}
+    slices = {key: _open(each, key=key, log=log) for key, each in written.items()}
     validation = None
     if section.validation is not None:
         split = _split(section.validation, seed=seed)
-        portions = {key: replace(portion, split=split) for key, portion in portions.items()}
-        validation = _validation(section.validation, list(portions.values()), log=log)
+        slices = {key: replace(each_slice, split=split) for key, each_slice in slices.items()}
+        validation = _validation(section.validation, list(slices.values()), log=log)
         if section.validation.exclude_from_train:
             contents = ValidationContents(
                 partial(_contents, validation.shards(), validation.format), validation.identity()
             )
-            portions = {key: replace(portion, exclusion=Exclusion(contents)) for key, portion in portions.items()}
-    train = (Source(written[key], [each], key=key, form=each.format, log=log) for key, each in portions.items())
+            slices = {key: replace(each_slice, exclusion=Exclusion(contents)) for key, each_slice in slices.items()}
+    train = (Source(written[key], [each], key=key, form=each.format, log=log) for key, each in slices.items())
     return OpenedSources(tuple(train), validation)
 
 
 def open_source(section: SourceSection, *, key: str, log: Log) -> Source:
     """Return one source that shares no rows with another."""
-    portion = _open(section, key=key, log=log)
-    return Source(section, [portion], key=key, form=portion.format, log=log)
+    each_slice = _open(section, key=key, log=log)
+    return Source(section, [each_slice], key=key, form=each_slice.format, log=log)
 
 
 def stream_of(section: SourceSection) -> StreamSection | None:
@@ -167,7 +167,7 @@ def image_root(section: SourceSection, folders: Sequence[Path], *, key: str) -> 
         return ImageRoot(tuple(folders), key, section.follow_links)
     root = Path(section.image_root)
     if not root.is_dir():
-        raise DataError(f"{key}.image_root: {root} is no folder. Name the folder in which the images lie.")
+        raise DataError(f"{key}.image_root: {root} is not a folder. Name the folder that holds the images.")
     return ImageRoot((root,), key, section.follow_links, counts_from=root)
 
 
@@ -195,16 +195,16 @@ def _validation(section: ValidationSourceSection, train: Sequence[SourceSlice], 
     key = "data.validation"
     if train[0].split is None:
         return open_source(section, key=key, log=log)
-    held_out = [replace(portion, is_held_out=True) for portion in train]
+    held_out = [replace(each_slice, is_held_out=True) for each_slice in train]
     if not _has_rows(held_out):
-        raise DataError(f"{key}: none of the training rows falls into this share. Take a larger one.")
+        raise DataError(f"{key}: no training row falls into this share. Choose a larger one.")
     if not _has_rows(train):
-        raise DataError(f"{key}: all of the training rows fall into this share. Take a smaller one.")
+        raise DataError(f"{key}: all training rows fall into this share. Choose a smaller one.")
     return Source(section, held_out, key=key, form=ALREADY_READ, log=log)
 
 
 def _has_rows(slices: Sequence[SourceSlice]) -> bool:
-    return any(True for portion in slices for shard in portion.shards for _ in shard.rows())
+    return any(True for each_slice in slices for shard in each_slice.shards for _ in shard.rows())
 
 
 def _contents(shards: Sequence[SliceShard], form: RowFormat) -> Iterator[Row]:

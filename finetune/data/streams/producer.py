@@ -41,7 +41,7 @@ class StreamJob:
     folder: StreamFolder
     key: str  # place of the source in the job YAML
     plan: StreamPlan
-    recipe: EncodingPlan
+    encoding_plan: EncodingPlan
     section: DataSection
     num_ahead: int
     made_of: Identity
@@ -49,7 +49,7 @@ class StreamJob:
     @cached_property
     def encoders(self) -> EncoderPool:
         """Return what encodes the rows; its workers are kept from window to window."""
-        return EncoderPool(self.recipe, num_workers=num_prepare_workers(self.section))
+        return EncoderPool(self.encoding_plan, num_workers=num_prepare_workers(self.section))
 
 
 def main() -> None:
@@ -68,13 +68,13 @@ def serve(job: StreamJob) -> None:
     failed: dict[int, str] = {}
     job.folder.delete_leftovers()
     while wanted := list(window_requests(job.folder.readers)):
-        windows = [wish.window for wish in wanted if wish.window != NOTHING]
+        windows = [request.window for request in wanted if request.window != NOTHING]
         at_hand = job.folder.windows()
         for old in windows_to_delete(at_hand, windows, num_ahead=job.num_ahead):
             job.folder.delete_window(old)
-        for wish in wanted:
-            if failed and wish.window >= min(failed):
-                wish.answer(failed[min(failed)])
+        for request in wanted:
+            if failed and request.window >= min(failed):
+                request.answer(failed[min(failed)])
         window = next_window(windows, at_hand=at_hand, failed=failed, num_ahead=job.num_ahead)
         if window is None:
             time.sleep(_PAUSE_SECONDS)
@@ -122,10 +122,11 @@ def _made(job: StreamJob, window: int) -> str | None:
         except OSError as error:
             return (
                 f"data.cache_folder: window {window} of {job.key} cannot be written to {job.folder.path}: {error}. "
-                f"Make room, set another folder, or lower {job.key}.stream.window_rows."
+                f"Free disk space, set another folder, or lower {job.key}.stream.window_rows."
             )
         except Exception:
-            return f"{job.key}: window {window} could not be prepared, by a fault of ours:\n{traceback.format_exc()}"
+            failed = f"{job.key}: window {window} could not be prepared because of an internal error"
+            return f"{failed}:\n{traceback.format_exc()}"
         else:
             return None
 
@@ -141,7 +142,7 @@ def make_window(job: StreamJob, window: int) -> None:
             staging, _with_signs(rows, folder), job.encoders, made_of, num_left_out=lambda: rows.num_left_out
         )
         key = f"{job.key}: window {window}"
-        refuse_counts(counts, job.section, key=key, length=job.recipe.length, needs_samples=False)
+        refuse_counts(counts, job.section, key=key, length=job.encoding_plan.length, needs_samples=False)
         prepared = _as_written(staging, key=key)
         refuse_shares(prepared, job.section.audit, key=key)
         record = WindowRecord(window, start, rows.next, counts, prepared.lengths, prepared.checksums)
@@ -155,9 +156,7 @@ def _as_written(folder: Path, *, key: str) -> PreparedSet:
     try:
         return PreparedSet(folder)
     except DamagedSet as damage:
-        raise DataError(
-            f"{key}: {damage}, as soon as it was written. Look at the disk of data.cache_folder."
-        ) from damage
+        raise DataError(f"{key}: {damage}, as soon as it was written. Check the disk of data.cache_folder.") from damage
 
 
 def _keep(job: StreamJob, record: WindowRecord) -> None:

@@ -145,7 +145,9 @@ def stream_view(
         folder=StreamFolder(cache_folder(section) / "streams" / folder_name(made_of)),
         key=source.key,
         plan=plan,
-        recipe=make_encoding_plan(source.format, encode, section=section, unknown_ids=unknown_ids, length=length),
+        encoding_plan=make_encoding_plan(
+            source.format, encode, section=section, unknown_ids=unknown_ids, length=length
+        ),
         section=section,
         num_ahead=stream.num_ahead,
         made_of=made_of,
@@ -193,7 +195,9 @@ class WindowOrders:
         self._num_counted += 1
         job = self._windows.job
         if self.counts.samples == 0 and record.next.pass_number > 0:
-            raise DataError(f"{job.key}: no sample is left of a whole pass: {'; '.join(self.counts.lines())}.")
+            raise DataError(
+                f"{job.key}: a whole pass over the stream leaves no sample: {'; '.join(self.counts.lines())}."
+            )
         if record.window >= self._num_told:
             batching = job.section.batching
             grouped = () if order is None or batching.by == "samples" else (f"{order.num_positions:,} {batching.unit}",)
@@ -224,7 +228,7 @@ def _describe_stream(job: StreamJob, *, num_before: int) -> Iterator[str]:
     if damaged := job.folder.damaged():
         yield (
             f"warning: {job.key}: {len(damaged)} of its windows or records were damaged and prepared again; they are "
-            f"kept in {damaged[0].parent}. Look at the disk and the memory of this machine, then delete that folder."
+            f"kept in {damaged[0].parent}. Check the disk and the memory of this machine, then delete that folder."
         )
     if num_before:
-        yield f"{job.key}: {num_before:,} windows were prepared before; those that are needed again are prepared anew"
+        yield f"{job.key}: {num_before:,} windows were prepared before; those that are needed are prepared again"

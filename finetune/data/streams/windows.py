@@ -155,7 +155,7 @@ class _ReaderState:
         if self._num_in_vain >= _MAX_STARTS:
             raise DataError(
                 f"{self._job.key}: the process that prepares windows has ended {_MAX_STARTS} times, the last time "
-                f"with code {self._started[-1].code} (-9: killed, perhaps for want of memory). What it said is above."
+                f"with code {self._started[-1].code} (-9: killed, perhaps out of memory). Its output is above."
             )
 
 

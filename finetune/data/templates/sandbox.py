@@ -89,12 +89,12 @@ def _ask(request: bytes, name: str) -> dict[str, Any]:
         raise DataError(_too_much(name, f"longer than {MAX_SECONDS:.0f} s")) from error
     except (OSError, ValueError, TypeError) as error:
         worker.end()
-        raise DataError(_too_much(name, "more than its process could bear, which has ended")) from error
+        raise DataError(_too_much(name, "more than its process could take, which has exited")) from error
     return dict(answer)
 
 
 def _too_much(name: str, what: str) -> str:
-    return f"the template ({name}) took {what}. Look for loops and products in it that grow with what they are given."
+    return f"the template ({name}) took {what}. Look for loops and products in it that grow with their input."
 
 
 class _Worker:
@@ -144,6 +144,6 @@ class _Worker:
         except (OSError, TimeoutError) as error:
             self.end()
             raise DataError(
-                "the process that runs templates which are not ours cannot be started: see its words above. Set "
-                "data.chat_template to a built-in one, or leave it out."
+                "the process that runs untrusted templates cannot be started: see its output above. Set "
+                "data.chat_template to a built-in one, or remove it."
             ) from error

@@ -39,7 +39,7 @@ def refuse_counts(
         cut = ", some of them since they were cut" if counts.truncated_targets else ""
         problems.append(
             f"{counts.rows_without_target:,} of {counts.rows:,} rows have no target to learn from{cut} "
-            f"(the first: {counts.first_without_target}). Mend them, or set data.no_target: drop."
+            f"(the first: {counts.first_without_target}). Fix them, or set data.no_target: drop."
         )
     if needs_samples and not problems and counts.samples == 0:
         problems.append(f"no sample is left: {'; '.join(counts.lines())}.")
@@ -231,5 +231,7 @@ def _append_rows(
 def _after(rows: Iterator[RawRow], num_done: int) -> Iterator[RawRow]:
     """Return the rows behind those that are done."""
     if sum(1 for _ in islice(rows, num_done)) < num_done:
-        raise DataError(f"there are fewer rows than the {num_done:,} of which the set was begun. Start again.")
+        raise DataError(
+            f"the source has changed: it has fewer rows than the {num_done:,} that were already tokenised. Start again."
+        )
     return rows

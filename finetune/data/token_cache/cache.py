@@ -52,16 +52,16 @@ def open_verified(
             continue
         if copies := quarantined_copies(folder):
             log(
-                f"warning: {key}: its prepared set was damaged and has been made again; what was damaged is kept as "
-                f"{', '.join(map(str, copies))}. Look at the disk and the memory of this machine, then delete it."
+                f"warning: {key}: its prepared set was damaged and has been rebuilt; the damaged one is kept as "
+                f"{', '.join(map(str, copies))}. Check the disk and the memory of this machine, then delete it."
             )
         if not _is_small(prepared):
             prepared.verification.start()
         prepared.remake = partial(_remade, make=make, made_of=made_of, key=key, log=log)
         return prepared, is_new
     raise DataError(
-        f"{key}: {found}, and so were those that were made in its place. Look at the disk and the memory of this "
-        "machine, or set data.cache_folder to another disk."
+        f"{key}: {found}, and so were the sets built in its place. Check the disk and the memory of this machine, or "
+        f"set data.cache_folder to another disk."
     )
 
 
@@ -75,7 +75,7 @@ def repair(prepared: PreparedSet, *, seconds: float | None) -> None:
 def _opened(folder: Path, made_of: Identity) -> PreparedSet:
     prepared = PreparedSet(folder, shards=made_of.shards)
     if prepared.fingerprint != made_of.fingerprint:
-        raise DamagedSet(folder, "it was made of something else")
+        raise DamagedSet(folder, "it was made from other data or settings")
     if _is_small(prepared):
         prepared.verify()
     return prepared
@@ -102,7 +102,7 @@ def _remade(prepared: PreparedSet, *, make: Callable[[], bool], made_of: Identit
 def _quarantine(damage: DamagedSet, is_damaged: Callable[[], bool], *, key: str, log: Log) -> None:
     aside = quarantine_set(damage.folder, is_damaged, log=log)
     if aside is not None:
-        log(f"warning: {key}: {damage}. It is set aside as {aside.name} and made again.")
+        log(f"warning: {key}: {damage}. It is set aside as {aside.name} and rebuilt.")
 
 
 DEFAULT_FOLDER = "~/.cache/finetune"
@@ -145,14 +145,14 @@ def prepare_set(
     """
     made_of = identify(source, encode, section=section, identity=identity)
     folder = set_folder(section, made_of)
-    recipe = make_encoding_plan(source.format, encode, section=section, unknown_ids=unknown_ids, length=length)
+    plan = make_encoding_plan(source.format, encode, section=section, unknown_ids=unknown_ids, length=length)
     shown = _ReportedProgress(source, on_progress) if on_progress else _LoggedProgress(source.key, log)
-    build = partial(_build, source=source, recipe=recipe, made_of=made_of, section=section, advance=shown, log=log)
+    build = partial(_build, source=source, plan=plan, made_of=made_of, section=section, advance=shown, log=log)
     make = partial(_make, folder, build, log=log, while_waiting=lambda made: shown(num_journaled_rows(made)))
     prepared, is_new = open_verified(folder, make, made_of=made_of, key=source.key, log=log)
     for line in prepared.counts.lines():
         log(f"{source.key}: {line}")
-    log(f"{source.key}: {'prepared in' if is_new else 'found prepared in'} {folder}")
+    log(f"{source.key}: {'prepared in' if is_new else 'already prepared in'} {folder}")
     refuse_shares(prepared, section.audit, key=source.key)
     return prepared
 
@@ -208,7 +208,7 @@ def _build(
     staging: Path,
     *,
     source: Source,
-    recipe: EncodingPlan,
+    plan: EncodingPlan,
     made_of: Identity,
     section: DataSection,
     advance: OnProgress,
@@ -217,13 +217,13 @@ def _build(
     """Make the set; what cannot become one is removed, what was only cut off is kept to go on from."""
     done = num_journaled_rows(staging)
     if done:
-        log(f"{source.key}: {done:,} rows are tokenised already; it goes on from there")
+        log(f"{source.key}: {done:,} rows are already tokenised; resuming from there")
     try:
-        with EncoderPool(recipe, num_workers=num_prepare_workers(section)) as encoders:
+        with EncoderPool(plan, num_workers=num_prepare_workers(section)) as encoders:
             rows, left_out = source.rows(), lambda: source.num_left_out
             told = partial(_log_damaged_progress, source.key, log)
             counts = build_set(staging, rows, encoders, made_of, advance=advance, num_left_out=left_out, lost=told)
-        refuse_counts(counts, section, key=source.key, length=recipe.length)
+        refuse_counts(counts, section, key=source.key, length=plan.length)
     except WorkersLost:
         raise
     except DataError:
@@ -243,13 +243,13 @@ def _cache_errors(folder: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise DataError(
-            f"data.cache_folder: {folder.parent} cannot be written: {error}. Make room or set another one; "
-            "what is done is kept there, and the next start goes on from it."
+            f"data.cache_folder: {folder.parent} cannot be written: {error}. Free disk space or set another folder; "
+            f"what is done is kept, and the next start resumes from it."
         ) from error
 
 
 def _log_damaged_progress(key: str, log: Log, reason: str) -> None:
-    log(f"warning: {key}: what was tokenised before is damaged ({reason}); it is made again from the first row")
+    log(f"warning: {key}: what was tokenised so far is damaged ({reason}); it is rebuilt from the first row")
 
 
 class _LoggedProgress:

@@ -56,7 +56,7 @@ class Counts:
     def lines(self) -> tuple[str, ...]:
         """Return the counts as lines for the user; what did not happen has no line."""
         share = self.targets / self.tokens if self.tokens else 0.0
-        dropped = f"{self.dropped_tokens:,} tokens left out"
+        dropped = f"{self.dropped_tokens:,} tokens dropped"
         said = {
             f"{self.rows:,} rows -> {self.samples:,} samples": True,
             f"{self.tokens:,} tokens, of which {self.targets:,} targets ({share:.1%})": self.has_tokens,
@@ -68,13 +68,13 @@ class Counts:
                 self.long_rows
             ),
             f"dropped without a target: {self.rows_without_target:,} rows": self.rows_without_target,
-            f"left out because data.validation has them, too: {self.excluded_rows:,} rows": self.excluded_rows,
+            f"excluded because data.validation has them, too: {self.excluded_rows:,} rows": self.excluded_rows,
             f"empty: {self.empty_rows:,} of these": self.empty_rows,
             f"unknown to the tokenizer: the text of {self.unknown_tokens:,} tokens": self.unknown_tokens,
             f"names of control tokens in the texts of {self.control_rows:,} rows: encoded as plain text "
-            "(data.allow_special_tokens: true gives them their meaning)": self.control_rows,
+            "(data.allow_special_tokens: true encodes them as control tokens)": self.control_rows,
             f"turn marks of the chat template, which are plain text, in the texts of {self.turn_mark_rows:,} rows: "
-            "the model cannot tell these from the turns of a conversation": self.turn_mark_rows,
+            "the model cannot distinguish these from turns of the conversation": self.turn_mark_rows,
         }
         return tuple(line for line, happened in said.items() if happened)
 
@@ -88,7 +88,7 @@ def total_counts(counts: Iterable[Counts]) -> Counts:
 
 
 UNKNOWN = "stand for text that the tokenizer does not know"
-REMEDY = "Mend the rows (`finetune preview` shows them), choose otherwise under `data`, or raise the limit."
+REMEDY = "Fix the rows (`finetune preview` shows them), change the settings under `data`, or raise the limit."
 
 
 @dataclass(frozen=True)
@@ -117,8 +117,8 @@ def shares(counts: Counts, duplicates: int) -> tuple[Share, ...]:
     cut, left_out = counts.truncated_rows + counts.split_rows, counts.long_rows + counts.rows_without_target
     return (
         Share("truncated_rows", "rows were cut or split", cut, counts.rows),
-        Share("dropped_rows", "rows were left out", left_out, counts.rows),
-        Share("lost_targets", "targets were cut off or left out", lost, counts.targets + lost),
+        Share("dropped_rows", "rows were dropped", left_out, counts.rows),
+        Share("lost_targets", "targets were cut off or dropped", lost, counts.targets + lost),
         Share("duplicate_samples", "samples equal an earlier one", duplicates, counts.samples),
         Share("unknown_tokens", f"tokens {UNKNOWN}", counts.unknown_tokens, counts.tokens),
     )

@@ -63,7 +63,7 @@ class EncoderPool:
                 yield waiting.popleft().result()
         except BrokenProcessPool as error:
             raise WorkersLost(
-                "a process that tokenises ended abruptly, perhaps for want of memory. Set fewer data.prepare_workers."
+                "a tokenisation worker ended abruptly, perhaps out of memory. Lower data.prepare_workers."
             ) from error
 
     def close(self) -> None:
@@ -109,11 +109,11 @@ _plans: list[EncodingPlan] = []
 """The recipe of a worker process, sent once."""
 
 
-def _set_plan(recipe: EncodingPlan) -> None:
+def _set_plan(plan: EncodingPlan) -> None:
     guard_process()
     ignore_run_signals()
     exit_with_parent()
-    _plans[:] = [recipe]
+    _plans[:] = [plan]
 
 
 def _is_started() -> bool:

@@ -103,7 +103,7 @@ def quarantine_set(folder: Path, is_damaged: Callable[[], bool], *, log: Callabl
     except OSError as error:
         raise DataError(
             f"{folder} is damaged and cannot be set aside: {error.strerror or error}. Set data.cache_folder to a "
-            "folder that can be written, or have whoever owns this one delete the damaged set; it is made again."
+            "folder that can be written, or ask the owner of this one to delete the damaged set; it is then rebuilt."
         ) from error
 
 
@@ -122,14 +122,14 @@ def format_damage(what: str, stores: Iterable[tuple[Path, Callable[[], bool]]]) 
     if told:
         return what, *told
     return (
-        f"{what}, and on the disk it is intact: it was damaged in the memory of a process. The same command continues "
-        "from the last checkpoint; if this happens again, test the memory of this machine.",
+        f"{what}, but the copy on disk is intact: it was corrupted in the memory of a process. Run the same command "
+        f"again: it resumes from the last checkpoint. If this happens again, test the memory of this machine.",
     )
 
 
 def _seen_to(folder: Path, is_damaged: Callable[[], bool]) -> str | None:
     """Return what has become of a folder that is damaged, None of one that is not."""
-    again = "The same command makes it again and continues from the last checkpoint."
+    again = "Run the same command again: it rebuilds the set and resumes from the last checkpoint."
     try:
         aside = quarantine_set(folder, is_damaged, log=_log_nothing)
     except DataError as error:

@@ -144,7 +144,7 @@ class PreparedSet(Dataset[Features]):
     def reopen(self, other: "PreparedSet") -> None:
         """Read from another copy's files from now on; raises DataError where that one holds other samples."""
         if other.facts != self.facts:
-            raise DataError(f"the prepared set {self.folder} was made again and is another one. Start the run again.")
+            raise DataError(f"the prepared set {self.folder} was rebuilt with other content. Start the run again.")
         self.__dict__.update(vars(other))
 
     def place(self, index: int) -> str:
@@ -241,17 +241,17 @@ def _content(prepared: PreparedSet) -> str:
 
 
 def grouped_by_length(
-    pool: DatasetView, batching: BatchingSection, *, seed: int, global_batch_size: int
+    view: DatasetView, batching: BatchingSection, *, seed: int, global_batch_size: int
 ) -> DatasetView:
     """Return the pool with its samples sorted by length within as many steps as the section says, if any."""
     steps = batching.length_window_steps
     if steps == 0:
-        return pool
+        return view
     order = LengthGroupedOrder(
-        pool.order, pool.samples.lengths_of, seed=seed, global_batch_size=global_batch_size, window_steps=steps
+        view.order, view.samples.lengths_of, seed=seed, global_batch_size=global_batch_size, window_steps=steps
     )
-    fingerprint = pool.fingerprint if steps == 1 else fingerprint_of(pool.fingerprint, "by length", steps)
-    return DatasetView(pool.samples, order, fingerprint, pool.epoch_tokens, pool.lines)
+    fingerprint = view.fingerprint if steps == 1 else fingerprint_of(view.fingerprint, "by length", steps)
+    return DatasetView(view.samples, order, fingerprint, view.epoch_tokens, view.lines)
 
 
 def _describe_order(

@@ -34,7 +34,7 @@ from finetune.model.loading.architecture import new_head_modules
 from finetune.model.loading.hub import loading_errors
 
 INITS_FROM_BASE = ("pissa", "olora")
-"""First values that are taken out of the base's weights, which is then another base."""
+"""Initializations that move a part of the base's weights into the adapter, which changes the base."""
 
 _PEFT_INITS = {"default": True, "gaussian": "gaussian", "pissa": "pissa", "olora": "olora", "loftq": True}
 
@@ -46,8 +46,8 @@ def lora_config(model: PreTrainedModel, lora: LoraSection, context: AdapterConte
     check_module_names(model, lora.modules_to_save, key="model.lora.modules_to_save")
     if lora.init == "olora" and any(map(is_conv1d, model.modules())):
         raise ModelError(
-            "model.lora.init: peft's `olora` does not know layers that hold their weight the other way round, as this "
-            "model's do. Write `pissa` or `default`."
+            "model.lora.init: peft's `olora` does not support layers with a transposed weight, which this model has. "
+            "Write `pissa` or `default`."
         )
     return LoraConfig(
         r=lora.rank,
@@ -70,27 +70,27 @@ def lora_config(model: PreTrainedModel, lora: LoraSection, context: AdapterConte
 
 
 def check_lora(model: PeftModel, lora: LoraSection) -> None:
-    """Refuse layers and patterns that have met no adapter, which peft says nothing of; raises ModelError."""
+    """Raise ModelError for layers and patterns that match no adapter, which peft ignores."""
     names = [name for name, module in model.named_modules() if isinstance(module, LoraLayer)]
     found = {int(number) for name in names for number in re.findall(r"\.(\d+)\.", name)}
     absent = [number for number in lora.layers if number not in found]
     if absent:
         raise ModelError(
-            f"model.lora.layers: no adapter is on layer {', '.join(map(str, absent))}. "
-            "Layers are counted from 0, and what they hold has to be in `model.lora.target_modules`."
+            f"model.lora.layers: there is no adapter on layer {', '.join(map(str, absent))}. "
+            "Layers are counted from 0, and their modules must be in `model.lora.target_modules`."
         )
     for key in ("rank_pattern", "alpha_pattern"):
         for pattern in getattr(lora, key):
             if not any(re.match(rf"(.*\.)?({pattern})$", name) for name in names):
                 ends = sorted({name.rpartition(".")[2] for name in names})
                 raise ModelError(
-                    f"model.lora.{key}: no module with an adapter has a name that ends with `{pattern}`. "
-                    f"Names end with {', '.join(ends)}."
+                    f"model.lora.{key}: no name of a module with an adapter ends with `{pattern}`. "
+                    f"They end with {', '.join(ends)}."
                 )
 
 
 def _targets(model: PreTrainedModel, lora: LoraSection, *, head: str) -> str | list[str]:
-    """Return peft's words for the targets; it takes no layers beside `all-linear`, so these are spelled out."""
+    """Return the targets for peft; with `layers` it does not accept `all-linear`, so the modules are listed."""
     if not isinstance(lora.target_modules, str):
         return list(lora.target_modules)
     if not lora.layers:
@@ -106,12 +106,12 @@ def _targets(model: PreTrainedModel, lora: LoraSection, *, head: str) -> str | l
 
 
 def _peft_init(lora: LoraSection, context: AdapterContext) -> Any:
-    """Return peft's word; a rank that is sent its weights later takes nothing out of places without values."""
+    """Return peft's name of the initialization; on the meta device nothing is taken out of uninitialized weights."""
     return True if context.init_context.on_meta_device and lora.init in INITS_FROM_BASE else _PEFT_INITS[lora.init]
 
 
 def _new_token_rows(model: PreTrainedModel, lora: LoraSection, context: AdapterContext) -> dict[str, list[int]]:
-    """Return the rows of embeddings and head that learn because their tokens are new; none where all of them do."""
+    """Return the rows of embeddings and head to train because their tokens are new; none where all rows are trained."""
     if not context.new_ids:
         return {}
     inputs, outputs = model.get_input_embeddings(), model.get_output_embeddings()
@@ -129,7 +129,7 @@ _INITIAL_FACTORS = "_first_factors"
 
 
 def record_initial_factors(model: PeftModel, init: str) -> None:
-    """Remember the factors that were taken out of the base: `W = residual + scale * B0 A0`."""
+    """Record the factors that were taken out of the base: `W = residual + scale * B0 A0`."""
     if init in INITS_FROM_BASE:
         factors = {
             name: parameter.detach().to("cpu", copy=True)
@@ -140,7 +140,7 @@ def record_initial_factors(model: PeftModel, init: str) -> None:
 
 
 def initial_factors(model: PeftModel) -> Mapping[str, Tensor]:
-    """Return them by parameter name; none where the base is as it was."""
+    """Return the recorded factors by parameter name; none where the base is unchanged."""
     factors: Mapping[str, Tensor] = getattr(model, _INITIAL_FACTORS, {})
     return factors
 
@@ -148,7 +148,7 @@ def initial_factors(model: PeftModel) -> Mapping[str, Tensor]:
 def as_plain_lora(
     weights: Mapping[str, Tensor], config: LoraConfig, first: Mapping[str, Tensor]
 ) -> tuple[dict[str, Tensor], LoraConfig]:
-    """Return factors of twice the rank, and their config, that mean on the original base what these mean on the rest.
+    """Return factors of twice the rank, and their config, equivalent on the original base to these on the residual.
 
     `residual + s B A = W + s (B A - B0 A0) = W + s [B, -B0] [A; A0]` (Meng et al., 2024, arXiv:2404.02948, appendix).
     """
@@ -174,9 +174,9 @@ _PEFT_PREFIX = "base_model.model."
 
 
 def init_loftq(model: PeftModel, context: AdapterContext) -> None:
-    """Give each adapter the largest singular parts of `original - dequantised`, one round of the paper's algorithm.
+    """Initialize each adapter with the largest singular components of `original - dequantised`, in one round.
 
-    The originals are read from the base's safetensors one at a time; raises ModelError where one is not there.
+    The original weights are read from the base's safetensors one at a time; raises ModelError if one is missing.
     """
     with loading_errors(context.base or "", key="model.lora.init"):
         places = _weight_files(Path(context.base or ""))
@@ -184,8 +184,8 @@ def init_loftq(model: PeftModel, context: AdapterContext) -> None:
         for name, module in model.named_modules():
             if isinstance(module, LoraLayer):
                 original = _original_weight(name.removeprefix(_PEFT_PREFIX) + ".weight", places)
-                lost = original.float() - dequantized_weight(module.get_base_layer())
-                left, values, right = torch.linalg.svd(lost, full_matrices=False)
+                error = original.float() - dequantized_weight(module.get_base_layer())
+                left, values, right = torch.linalg.svd(error, full_matrices=False)
                 rank = module.r[ADAPTER_NAME]
                 root = (values[:rank] / module.scaling[ADAPTER_NAME]).sqrt()
                 module.lora_A[ADAPTER_NAME].weight.copy_(root[:, None] * right[:rank])
@@ -203,8 +203,8 @@ def _weight_files(folder: Path) -> dict[str, Path]:
 def _original_weight(name: str, places: dict[str, Path]) -> Tensor:
     if name not in places:
         raise ModelError(
-            f"model.lora.init: `loftq` compares with the weights as they were, and `{name}` is in no safetensors file "
-            "of the base. Write `init: default`."
+            f"model.lora.init: `loftq` needs the unquantized weights, and `{name}` is in no safetensors file of the "
+            "base. Write `init: default`."
         )
     with safe_open(places[name], framework="pt") as file:
         tensor: Tensor = file.get_tensor(name)
@@ -212,6 +212,6 @@ def _original_weight(name: str, places: dict[str, Path]) -> Tensor:
 
 
 def dequantized_weight(layer: nn.Module) -> Tensor:
-    """Return the layer's weight with all its bits, [outputs, inputs], float32 on the CPU; a plain one as it is."""
+    """Return the layer's dequantized weight, [outputs, inputs], float32 on the CPU; a plain weight unchanged."""
     weight: Tensor = dequantize_module_weight(layer)
     return weight.detach().float().cpu()

@@ -44,7 +44,7 @@ def oft_config(model: PreTrainedModel, oft: OftSection, context: AdapterContext)
 
 
 def check_oft(model: PeftModel, oft: OftSection) -> None:
-    """Refuse blocks that do not divide a layer's inputs, for which peft would take others; raises ModelError."""
+    """Raise ModelError for a block size that does not divide a layer's inputs: peft would use another one."""
     for name, module in model.named_modules():
         if isinstance(module, OFTLayer) and module.oft_block_size[ADAPTER_NAME] != oft.block_size:
             raise ModelError(
@@ -55,21 +55,21 @@ def check_oft(model: PeftModel, oft: OftSection) -> None:
 
 
 _PROMPT_HEADS = ("causal_lm", "seq2seq_lm")
-"""Heads that read every position: others pick the first or last one, and would find learnt tokens there."""
+"""Heads that read every position: others read the first or last one, which would be a learned token."""
 
 
 def prompt_config(model: PreTrainedModel, prompt: PromptTuningSection, context: AdapterContext) -> PromptTuningConfig:
-    """Return peft's config, without its own first values; raises ModelError for a head that has no text before it."""
+    """Return peft's config, without peft's initialization; raises ModelError for a head that does not support it."""
     return PromptTuningConfig(
         task_type=_task_type(context, key="model.prompt_tuning"),
         num_virtual_tokens=prompt.num_tokens,
-        num_transformer_submodules=1,  # an encoder's text alone has learnt tokens before it
+        num_transformer_submodules=1,  # only an encoder's input gets learned tokens
         prompt_tuning_init="RANDOM",
     )
 
 
 def prefix_config(model: PreTrainedModel, prefix: PrefixTuningSection, context: AdapterContext) -> PrefixTuningConfig:
-    """Return peft's config; raises ModelError for a head that has no text before it."""
+    """Return peft's config; raises ModelError for a head that does not support it."""
     return PrefixTuningConfig(
         task_type=_task_type(context, key="model.prefix_tuning"),
         num_virtual_tokens=prefix.num_tokens,
@@ -77,7 +77,7 @@ def prefix_config(model: PreTrainedModel, prefix: PrefixTuningSection, context: 
 
 
 def init_prompt(model: PeftModel, prompt: PromptTuningSection, context: AdapterContext) -> None:
-    """Begin with embeddings of the text's tokens, repeated as often as needed, or of tokens drawn from the seed."""
+    """Initialize from the embeddings of `init_text`, repeated as needed, or of tokens drawn from the seed."""
     learned = model.prompt_encoder[ADAPTER_NAME].embedding.weight  # [tokens, width]
     embeddings = model.get_base_model().get_input_embeddings()
     ids = _init_token_ids(prompt, context)
@@ -87,7 +87,7 @@ def init_prompt(model: PeftModel, prompt: PromptTuningSection, context: AdapterC
 
 
 def init_prefix(model: PeftModel, context: AdapterContext) -> None:
-    """Draw keys and values from the seed, as peft does: normal ones."""
+    """Initialize keys and values from the seed with a normal distribution, as peft does."""
     learned = model.prompt_encoder[ADAPTER_NAME].embedding.weight  # [tokens, 2 x layers x width]
     generator = torch.Generator().manual_seed(derive_seed(context.seed, "adapters", "prefix"))
     with torch.no_grad():
@@ -100,15 +100,12 @@ def _init_token_ids(prompt: PromptTuningSection, context: AdapterContext) -> Ten
         return torch.randint(len(context.tokenizer), (prompt.num_tokens,), generator=generator)
     ids = torch.tensor(context.tokenizer(prompt.init_text, add_special_tokens=False)["input_ids"], dtype=torch.long)
     if not len(ids):
-        raise ModelError("model.prompt_tuning.init_text: it has no tokens. Write some words, or remove it.")
+        raise ModelError("model.prompt_tuning.init_text: the text has no tokens. Write some words, or remove it.")
     return ids.repeat(-(-prompt.num_tokens // len(ids)))[: prompt.num_tokens]
 
 
 def _task_type(context: AdapterContext, *, key: str) -> str:
     kind = TASK_TYPES.get(context.head)
     if kind is None or context.head not in _PROMPT_HEADS or context.tokenizer is None:
-        raise ModelError(
-            f"{key}: nothing can stand before the inputs of a model with the head `{context.head}`. "
-            "Write `model.lora` instead."
-        )
+        raise ModelError(f"{key}: models with the head `{context.head}` do not support it. Write `model.lora` instead.")
     return kind

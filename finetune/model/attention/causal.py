@@ -8,11 +8,11 @@ from torch import Tensor
 from torch.nn.functional import dropout, scaled_dot_product_attention, softmax
 
 MAX_QUERY_BLOCK = 512
-"""Queries that look through a window together: a mask of so many rows is made."""
+"""Maximum number of queries per block of sliding-window attention."""
 
 
 class QueryKeyValue(NamedTuple):
-    """What a layer attends with."""
+    """Inputs of an attention layer."""
 
     query: Tensor  # [batch, heads, length, width]
     key: Tensor  # [batch, key heads, length, width]
@@ -20,7 +20,7 @@ class QueryKeyValue(NamedTuple):
 
     @property
     def repeated(self) -> "QueryKeyValue":
-        """Return the same with a key head and a value head for each of the query's."""
+        """Return the same with one key head and value head per query head."""
         times = self.query.shape[1] // self.key.shape[1]
         if times == 1:
             return self
@@ -31,12 +31,12 @@ class QueryKeyValue(NamedTuple):
 
 @dataclass(frozen=True)
 class AttentionSettings:
-    """What a layer does to its scores."""
+    """How a layer computes attention from its scores."""
 
     scaling: float | None = None  # None: 1 / sqrt(width)
     dropout: float = 0.0
     softcap: float | None = None  # c tanh(score / c): Gemma 2
-    window: int | None = None  # keys that a query sees, itself included; None: all before it
+    window: int | None = None  # keys that a query attends to, its own included; None: all before it
 
 
 def causal_attention(heads: QueryKeyValue, scores: AttentionSettings) -> Tensor:
@@ -52,7 +52,7 @@ def causal_attention(heads: QueryKeyValue, scores: AttentionSettings) -> Tensor:
 
 
 def softcapped_attention(heads: QueryKeyValue, mask: Tensor | None, scores: AttentionSettings) -> Tensor:
-    """Return attention with capped scores, as transformers' eager attention computes it; `mask` is added to them."""
+    """Return attention with soft-capped scores, as transformers' eager attention; `mask` is added to the scores."""
     query, key, value = heads.repeated
     scaling = query.shape[-1] ** -0.5 if scores.scaling is None else scores.scaling
     weights = torch.matmul(query, key.transpose(2, 3)) * scaling
@@ -66,7 +66,7 @@ def softcapped_attention(heads: QueryKeyValue, mask: Tensor | None, scores: Atte
 
 
 def _sliding_window_attention(heads: QueryKeyValue, scores: AttentionSettings, *, window: int) -> Tensor:
-    """Return attention through a window, a block of queries at a time: cost and memory grow with length x window."""
+    """Return sliding-window attention, a block of queries at a time: time and memory grow with length x window."""
     length, rows = heads.query.shape[2], min(window, MAX_QUERY_BLOCK)
     sizes = [window, *[rows] * ((length - window) // rows)]
     sizes += [length - sum(sizes)] if length > sum(sizes) else []
@@ -81,17 +81,17 @@ def _sliding_window_attention(heads: QueryKeyValue, scores: AttentionSettings, *
 
 
 def _band_mask(num_queries: int, num_keys: int, *, back: int, device: torch.device) -> Tensor:
-    """Return which keys each query sees, itself and those before it, `back` in all; the last query is the last key."""
+    """Return which keys each query attends to, `back` in all with its own; the last query is at the last key."""
     is_seen = torch.ones(num_queries, num_keys, dtype=torch.bool, device=device)
     own = num_keys - num_queries
     return is_seen.tril(own).triu(own - back + 1)
 
 
 def _sdpa(heads: QueryKeyValue, mask: Tensor | None, scores: AttentionSettings) -> Tensor:
-    """Return attention under the mask, without one causal attention, [batch, length, heads, width]."""
+    """Return attention with the mask, or causal attention without one, [batch, length, heads, width]."""
     query = heads.query
     if query.device.type != "cpu" and (mask is not None or query.dtype == torch.float32):
-        heads = heads.repeated  # no fast kernel groups these
+        heads = heads.repeated  # no fast kernel supports grouped heads here
     output: Tensor = scaled_dot_product_attention(
         *heads,
         attn_mask=mask,

@@ -1,12 +1,17 @@
-"""Which attention implementation a model gets, and ours, `per_sample`: attention within each sample of a packed row.
+"""Which attention implementation a model gets; ours for packed samples, `per_sample`.
+
+And the check that it isolates them.
 
 transformers separates packed samples with a mask of the row's length squared and computes what the mask throws away.
 Where a row's sample lengths are given, `per_sample` computes each sample alone, without a mask over the row. Where
 none are given (padded batches, a cache), it calls transformers' own functions and returns what they return. It is
-used for the model types for which the tests prove it.
+used for the model types for which the tests prove it; any model is checked with two tiny forward passes before it
+trains.
 """
 
 import importlib.util
+from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -28,32 +33,32 @@ PACKING_MODEL_TYPES = frozenset(
         "starcoder2",
     }
 )
-"""Values of `model_type`. Left out is what hands its attention no lengths or no window, or mixes tokens otherwise."""
+"""Values of `model_type`. Others give their attention no lengths or no window, or mix tokens in other ways."""
 
 SUPPORTED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 
 
 def supports_packed_samples(config: Any) -> bool:
-    """Tell whether a model of that config is one of them: its code transformers' own, its layers attention alone."""
+    """Tell whether the config is of such a model, with transformers' own code and attention layers only."""
     return (
         config.model_type in PACKING_MODEL_TYPES
         and type(config).__module__.startswith("transformers.models.")
         and SUPPORTED_LAYER_TYPES.issuperset(getattr(config, "layer_types", None) or ())
         and not getattr(config, "add_cross_attention", False)
-        and not getattr(config, "output_router_logits", False)  # their loss reads a mask of the padding
+        and not getattr(config, "output_router_logits", False)  # their loss reads the padding mask
         and getattr(config, "is_causal", True) is not False
     )
 
 
 def register_per_sample() -> None:
-    """Let transformers know our attention as `per_sample`."""
+    """Register our attention in transformers as `per_sample`."""
     detect_kernels()
     AttentionInterface.register(PER_SAMPLE_ATTENTION, per_sample_attention)
     AttentionMaskInterface.register(PER_SAMPLE_ATTENTION, padding_mask)
 
 
 def padding_mask(**arguments: Any) -> Tensor | None:
-    """Return the mask that transformers makes where no sample lengths are given."""
+    """Return transformers' mask, for batches without sample lengths."""
     is_capped = getattr(arguments.get("config"), "attn_logit_softcapping", None) is not None
     mask: Tensor | None = (eager_mask if is_capped else sdpa_mask)(**arguments)
     return mask
@@ -81,7 +86,7 @@ def per_sample_attention(
         return attend_sample_by_sample(heads, lengths, scores), None
     if attention_mask is not None and attention_mask.numel() == 1 and query.shape[2] > 1:
         raise ModelError(
-            f"model.attention: {type(module).__name__} hands no lengths of samples on to its attention. "
+            f"model.attention: {type(module).__name__} does not pass sample lengths to its attention. "
             "Write `attention: sdpa`."
         )
     if softcap is not None:
@@ -91,9 +96,9 @@ def per_sample_attention(
     return output, None
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # its loop would be compiled anew for every row
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # its loop would be recompiled for every row
 def attend_sample_by_sample(heads: QueryKeyValue, lengths: SampleLengths, scores: AttentionSettings) -> Tensor:
-    """Return the output sample by sample, [1, tokens, heads, width]; samples of one length in one call."""
+    """Return the attention of each sample, [1, tokens, heads, width]; samples of equal length in one call."""
     sizes = lengths.values
     if len(sizes) == 1:
         return causal_attention(heads, scores)
@@ -106,7 +111,7 @@ def attend_sample_by_sample(heads: QueryKeyValue, lengths: SampleLengths, scores
 
 
 def _row_as_batch(row: Tensor, *, num: int) -> Tensor:
-    """Return samples of one length as a batch: from [1, heads, num * length, width] to [num, heads, length, width]."""
+    """Return equally long samples as a batch: from [1, heads, num * length, width] to [num, heads, length, width]."""
     _, heads, tokens, width = row.shape
     return row[0].transpose(0, 1).reshape(num, tokens // num, heads, width).transpose(1, 2)
 
@@ -115,10 +120,10 @@ FLASH_ATTENTION_PACKAGES = {"flash_attention_2": "flash_attn", "flash_attention_
 
 
 def requested_attention(name: str) -> str | None:
-    """Return what the config asks for, None for `auto`; raises ModelError where it could not run here."""
+    """Return the requested implementation, None for `auto`; raises ModelError if it cannot run here."""
     package = FLASH_ATTENTION_PACKAGES.get(name)
     if package is not None and not torch.cuda.is_available():
-        raise ModelError(f"model.attention: `{name}` needs a CUDA GPU and there is none. Write `sdpa` or `auto`.")
+        raise ModelError(f"model.attention: `{name}` needs a CUDA GPU, and there is none. Write `sdpa` or `auto`.")
     if package is not None and importlib.util.find_spec(package) is None:
         raise ModelError(
             f"model.attention: `{name}` needs the package `{package}`, which is not installed. "
@@ -128,8 +133,70 @@ def requested_attention(name: str) -> str | None:
 
 
 def default_attention(config: Any) -> str | None:
-    """Return our attention, by name, for models that are known to work with it; None is transformers' own choice."""
+    """Return `per_sample` for models that are known to support it, else None: transformers' default."""
     if not supports_packed_samples(config):
         return None
     register_per_sample()
     return PER_SAMPLE_ATTENTION
+
+
+PackedRow = Sequence[Sequence[int]]
+"""The token ids of samples that are packed into one row."""
+
+_LENGTHS = (5, 7, 4)
+_TOLERANCE = {"full": (1e-5, 1e-4), "half": (1e-2, 0.1)}
+"""Tolerance if another sample changes, and of a sample in a row against the same sample alone; by precision."""
+
+
+@torch.no_grad()
+def check_isolation(
+    logits_of: Callable[[PackedRow], Tensor], *, config: Any, vocabulary_size: int, is_half: bool
+) -> None:
+    """Raise ModelError unless each sample of a packed row has the same logits as alone.
+
+    `logits_of` returns [tokens of the row, vocabulary] in evaluation mode. Two tiny forward passes: a sample is first
+    and third in a row, then all others in the row change. Collective if `logits_of` is.
+    """
+    behind, sample, last = (_tokens(length, vocabulary_size, salt) for salt, length in enumerate(_LENGTHS))
+    other_behind, other_last = (_tokens(length, vocabulary_size, salt=7) for length in (_LENGTHS[0], _LENGTHS[2]))
+    rows = [[sample, behind, sample, last], [sample, other_behind, sample, other_last]]
+    row, changed = (_split_by_sample(logits_of(each), each) for each in rows)
+    seen, misplaced = _TOLERANCE["half" if is_half else "full"]
+    if any(_difference(row[place], changed[place]) > seen for place in (0, 2)):
+        attention = getattr(config, "_attn_implementation", None)
+        raise _isolation_error(config, f"a sample depends on others in its row (model.attention is `{attention}`)")
+    if _difference(row[0], row[2]) > misplaced:
+        raise _isolation_error(
+            config, "a sample after another differs from the sample alone: its positions are not reset"
+        )
+
+
+def require_position_ids(arguments: frozenset[str], *, config: Any) -> None:
+    """Raise ModelError for a model without `position_ids`; `arguments` are those of its forward."""
+    if "position_ids" not in arguments:
+        raise _isolation_error(config, "it has no `position_ids` argument, which separates the samples")
+
+
+def _tokens(length: int, vocabulary_size: int, salt: int) -> list[int]:
+    return [(17 + 31 * salt + 13 * place * (salt + 1)) % vocabulary_size for place in range(length)]
+
+
+def _split_by_sample(logits: Tensor, samples: PackedRow) -> tuple[Tensor, ...]:
+    edges = accumulate((len(each) for each in samples), initial=0)
+    return tuple(logits[start:stop] for start, stop in pairwise(edges))
+
+
+def _difference(one: Tensor, other: Tensor) -> float:
+    """Return the largest difference relative to the largest logit; infinite if a number is not finite."""
+    difference = (one.float() - other.float()).abs().max() / one.float().abs().max().clamp(min=1e-6)
+    return float(torch.nan_to_num(difference, nan=torch.inf))
+
+
+def _isolation_error(config: Any, reason: str) -> ModelError:
+    kinds = sorted({str(kind) for kind in getattr(config, "layer_types", None) or ()})
+    layers = f" (layers: {', '.join(kinds)})" if kinds else ""
+    return ModelError(
+        f"data.batching: `{config.model_type}`{layers} does not support packed samples: {reason}. "
+        "Pad them instead: write `by: tokens`, or `by: samples` with `length_window_steps: 1`, "
+        "and no `padding_free`."
+    )

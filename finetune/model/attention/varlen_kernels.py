@@ -13,7 +13,7 @@ from finetune.model.attention.causal import AttentionSettings, QueryKeyValue
 from finetune.runtime.optional import require
 
 Kernel = Callable[[QueryKeyValue, Tensor, int, AttentionSettings], Tensor]
-"""From heads of one row, where its samples begin and the end, and the longest, to [1, tokens, heads, width]."""
+"""From queries, keys, values of a row, cumulative sample lengths and the longest one to [1, tokens, heads, width]."""
 
 HALF_DTYPES = (torch.float16, torch.bfloat16)
 MAX_HEAD_DIM = 256
@@ -22,9 +22,9 @@ MIN_CAPABILITY = (8, 0)
 
 @dataclass(frozen=True)
 class AvailableKernels:
-    """What this machine has."""
+    """The kernels that this machine has."""
 
-    is_capable: bool = False  # whether the GPU is new enough for them
+    is_capable: bool = False  # whether the GPU is new enough
     flash: ModuleType | None = None  # the package
     torchs: Callable[..., Tensor] | None = None  # torch's own
     groups_heads: bool = False  # whether that one groups heads by itself (torch 2.12)
@@ -34,7 +34,7 @@ _available = AvailableKernels()
 
 
 def varlen_kernel(heads: QueryKeyValue, scores: AttentionSettings) -> Kernel | None:
-    """Return what computes such a row on its device; None where each sample is computed by itself."""
+    """Return the kernel for such a row on its device; None where each sample is computed separately."""
     width = heads.query.shape[-1]
     if not _available.is_capable or not heads.query.is_cuda or _attention_dtype(heads) not in HALF_DTYPES:
         return None
@@ -47,16 +47,19 @@ def varlen_kernel(heads: QueryKeyValue, scores: AttentionSettings) -> Kernel | N
 
 
 def missing_kernel_warning(*, is_half: bool) -> str | None:
-    """Return a warning where a GPU computes rows sample by sample for want of a kernel; None where it does not."""
+    """Return a warning if a GPU computes rows sample by sample because a kernel is missing; else None."""
     if not torch.cuda.is_available() or not is_half:
-        return None  # no kernel for rows computes in float32
+        return None  # no such kernel supports float32
     detect_kernels()
     if not _available.is_capable:
-        return "attention: rows of samples are computed sample by sample: this GPU runs no kernel for whole rows."
+        return (
+            "attention: packed rows are computed sample by sample, which is slow: this GPU supports no varlen kernel."
+        )
     if _available.flash is None and _available.torchs is None:
         return (
-            "attention: rows of samples are computed sample by sample: flash attention is not installed, and this "
-            "torch has no kernel for whole rows. Install `flash-attn`, or torch 2.11 or newer."
+            "attention: packed rows are computed sample by sample, which is slow: flash attention is not "
+            "installed, and "
+            "this torch has no varlen kernel. Install `flash-attn`, or torch 2.11 or newer."
         )
     return None
 
@@ -95,23 +98,23 @@ def _torch_varlen(heads: QueryKeyValue, edges: Tensor, longest: int, scores: Att
 
 
 def _window_size(scores: AttentionSettings) -> tuple[int, int]:
-    """Return how many keys before and behind its own a query sees; -1 is all."""
+    """Return how many keys to the left and right a query attends to; -1 is all."""
     return (-1, -1) if scores.window is None else (scores.window - 1, 0)
 
 
 def _as_varlen_inputs(heads: QueryKeyValue) -> tuple[Tensor, ...]:
-    """Return each of them as [tokens, heads, width] in the arithmetic of the kernel."""
+    """Return queries, keys and values as [tokens, heads, width] in the kernel's dtype."""
     dtype = _attention_dtype(heads)
     return tuple(each[0].transpose(0, 1).to(dtype) for each in heads)
 
 
 def _attention_dtype(heads: QueryKeyValue) -> torch.dtype:
-    """Return the type in which attention is computed: norms may have left queries and keys wider than the values."""
+    """Return the dtype of the attention: norms may leave queries and keys in a wider dtype than the values."""
     return torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else heads.value.dtype
 
 
 def detect_kernels() -> None:
-    """Find out what is installed, and keep it: a compiler can neither look for packages nor read signatures."""
+    """Detect the kernels once: compiled code can neither look for packages nor read signatures."""
     global _available
     if not torch.cuda.is_available():
         return
@@ -126,7 +129,7 @@ def detect_kernels() -> None:
 
 
 def _import_if_installed(module: str) -> ModuleType | None:
-    """Return the module; None where it is not there, or was built for another torch."""
+    """Return the module; None if it is not installed, or was built for another torch."""
     try:
         return require(module, extra="flash", purpose="attention") if find_spec(module) else None
     except ImportError:

@@ -31,7 +31,8 @@ from finetune.config.sections.model import FromConfigSection, ModelSection
 from finetune.errors import FinetuneError, ModelError
 from finetune.model.loading.hub import error_summary, is_local_path, loading_errors, resolve_name
 from finetune.model.loading.pretrained import ADAPTER_CONFIG, load_auto_class
-from finetune.runtime.hub import is_offline, without_hub_retries
+from finetune.runtime.hub import is_offline
+from finetune.runtime.upstream import without_hub_retries
 
 HEADS: Mapping[str, Any] = {
     "causal_lm": AutoModelForCausalLM,
@@ -44,17 +45,17 @@ HEADS: Mapping[str, Any] = {
 }
 
 NEW_HEADS = frozenset({"sequence_classification", "token_classification", "image_classification"})
-"""Heads that pre-trained weights need not bring along: they are drawn from the seed, and learnt."""
+"""Heads that pre-trained weights may lack: they are initialized from the seed and trained."""
 
 _TEXT_CONFIG_VALUES = ("pad_token_id",)
-"""Values that a model of images and text looks for in the config of its text."""
+"""Values that a model of images and text reads from its text config."""
 
 _HEAD_PARAMETERS_IN_BODY = ("pooler.",)
-"""Parameters of the body that only such a head uses, and that weights without one lack."""
+"""Parameters of the body that only these heads use, and that weights without such a head lack."""
 
 
 def set_config_values(config: PreTrainedConfig, values: Mapping[str, Any]) -> None:
-    """Give the config these values; those of text are given to the part that is about text, too."""
+    """Set these values in the config; those about text are set in its text config, too."""
     text = config.get_text_config()
     for name, value in values.items():
         setattr(config, name, value)
@@ -69,7 +70,7 @@ def is_head_parameter(name: str, model: PreTrainedModel) -> bool:
 
 
 def new_head_modules(model: PreTrainedModel, *, head: str) -> tuple[str, ...]:
-    """Return the names of the modules of a new head, which learn in full whatever is frozen; none of others."""
+    """Return the names of the modules of a new head, which is always fully trained; none for other heads."""
     if head not in NEW_HEADS:
         return ()
     return tuple(
@@ -92,12 +93,12 @@ ROPE_VALUES = frozenset({"rope_theta", "rope_scaling", "partial_rotary_factor"})
 """Values that transformers folds into `rope_parameters`."""
 TEXT_CONFIG = "text_config"
 DECODER_START_TOKEN = "decoder_start_token_id"
-"""The token that a decoder begins with; not every config of an encoder-decoder declares it."""
+"""The first token of a decoder; not every config of an encoder-decoder declares it."""
 
 
 @dataclass(frozen=True)
 class SpecialTokenIds:
-    """The tokenizer's special tokens as numbers; None where it has none."""
+    """Ids of the tokenizer's special tokens; None where it has none."""
 
     bos: int | None = None
     eos: int | None = None
@@ -107,14 +108,14 @@ class SpecialTokenIds:
 def build_model_config(
     section: FromConfigSection, *, vocabulary_size: int | None, special_ids: SpecialTokenIds
 ) -> PreTrainedConfig:
-    """Return the config of the model type with the values written; raises ModelError on any that it does not know.
+    """Return the config of the model type with the given values; raises ModelError for an unknown one.
 
-    `vocab_size` is the tokenizer's unless written, and never smaller; special token ids are the tokenizer's. Where the
-    config has a part about text (`text_config`), these stand there.
+    `vocab_size` is the tokenizer's unless given, and never smaller; special token ids are the tokenizer's. If the
+    config has a text config (`text_config`), they are set there.
     """
     if section.model_type not in CONFIG_MAPPING:
         near = _suggestion(section.model_type, list(CONFIG_MAPPING.keys()))
-        raise ModelError(f"{FROM_CONFIG_KEY}.model_type: transformers knows no `{section.model_type}`.{near}")
+        raise ModelError(f"{FROM_CONFIG_KEY}.model_type: transformers has no model type `{section.model_type}`.{near}")
     config_class = CONFIG_MAPPING[section.model_type]
     _check_values(config_class, section.values, kind=section.model_type, key=f"{FROM_CONFIG_KEY}.values")
     values = dict(section.values)
@@ -133,34 +134,34 @@ def build_model_config(
 
 
 def model_build_errors(section: ModelSection, *, kind: str) -> AbstractContextManager[None]:
-    """Turn what is raised while a model of this section is built from its config into one ModelError."""
+    """Turn any error while the model of this section is built from its config into one ModelError."""
     return config_value_errors(kind, key="model.name" if section.from_config is None else f"{FROM_CONFIG_KEY}.values")
 
 
 @contextmanager
 def config_value_errors(kind: str, *, key: str) -> Iterator[None]:
-    """Turn whatever transformers raises over the values of a config into one ModelError: no network is at fault."""
+    """Turn any error of transformers about the values of a config into one ModelError."""
     try:
         yield
     except FinetuneError:
         raise
     except Exception as error:
-        is_told = isinstance(error, ValueError | StrictDataclassError)
-        what = error_summary(error) if is_told else f"{type(error).__name__}: {error_summary(error)}"
-        advice = "Change or leave out the value." if key.startswith(FROM_CONFIG_KEY) else "Check its config.json."
-        raise ModelError(f"{key}: no `{kind}` can be built with these values: {what} {advice}") from error
+        is_clear = isinstance(error, ValueError | StrictDataclassError)
+        what = error_summary(error) if is_clear else f"{type(error).__name__}: {error_summary(error)}"
+        advice = "Change or remove the value." if key.startswith(FROM_CONFIG_KEY) else "Check its config.json."
+        raise ModelError(f"{key}: `{kind}` cannot be built with these values: {what} {advice}") from error
 
 
 def _with_vocabulary(
     values: Mapping[str, Any], *, vocabulary_size: int, special_ids: SpecialTokenIds, key: str
 ) -> dict[str, Any]:
-    """Return the values with the tokenizer's where none are written; raises ModelError for too small a vocabulary."""
+    """Return the values with the tokenizer's as defaults; raises ModelError for too small a vocabulary."""
     values = {"vocab_size": vocabulary_size, **_token_values(special_ids), **values}
     size = values["vocab_size"]
     if isinstance(size, int) and size < vocabulary_size:
         raise ModelError(
             f"{key}.vocab_size: {size} is smaller than the tokenizer's {vocabulary_size} tokens. "
-            "Leave it out, or write at least that many."
+            "Remove it, or write at least that many."
         )
     return values
 
@@ -181,12 +182,12 @@ def _check_values(config_class: Any, values: Mapping[str, Any], *, kind: str, ke
 
 
 def _sub_configs(config_class: Any) -> Mapping[str, Any]:
-    """Return the configs within the config by name, such as `text_config` and `vision_config`."""
+    """Return the sub-configs by name, such as `text_config` and `vision_config`."""
     return getattr(config_class, "sub_configs", None) or {}
 
 
 def _sub_config_class(config_class: Any, name: str, written: Mapping[str, Any]) -> Any:
-    """Return the class of a config within the config; None where transformers alone knows it."""
+    """Return the class of a sub-config; None where only transformers knows it."""
     if _sub_configs(config_class)[name] is not AutoConfig:
         return _sub_configs(config_class)[name]
     defaults = getattr(config_class, "sub_configs_defaults", {})
@@ -205,7 +206,7 @@ def _known_names(config_class: type[Any]) -> frozenset[str]:
 
 
 def _decoder_start(config: PreTrainedConfig, special_ids: SpecialTokenIds) -> int | None:
-    """Return the token that a decoder begins with: the kind of token that it is in this architecture, else padding."""
+    """Return the first token of a decoder: the same kind of token as in the default config, else padding."""
     usual = type(config)()
     start = getattr(usual, DECODER_START_TOKEN, None)
     kinds = {"eos_token_id": special_ids.eos, "bos_token_id": special_ids.bos}
@@ -217,25 +218,25 @@ def _token_values(special_ids: SpecialTokenIds) -> dict[str, int | None]:
     return {"bos_token_id": special_ids.bos, "eos_token_id": special_ids.eos, "pad_token_id": special_ids.pad}
 
 
-def _suggestion(name: str, known: list[str]) -> str:
-    near = get_close_matches(name, known, n=1)
+def _suggestion(name: str, names: list[str]) -> str:
+    near = get_close_matches(name, names, n=1)
     return f" Did you mean `{near[0]}`?" if near else ""
 
 
 def load_model_config(section: ModelSection) -> PreTrainedConfig:
-    """Return the config of the model that the section means, its vocabulary aside; raises ModelError."""
+    """Return the config of the section's model, with the default vocabulary; raises ModelError."""
     if section.from_config is None:
         return load_pretrained_config(section)
     return build_model_config(section.from_config, vocabulary_size=None, special_ids=SpecialTokenIds())
 
 
 def pretrained_arguments(section: ModelSection) -> dict[str, Any]:
-    """Return where the model is, as `model.pretrained` takes it; raises ModelError for a folder that holds none."""
+    """Return the arguments of `load_auto_class` that locate the model; raises ModelError for an adapter's folder."""
     name = section.name or ""
     place = resolve_name(name, key="model.name")
     if is_local_path(name) and (Path(place) / ADAPTER_CONFIG).exists():
         raise ModelError(
-            f"model.name: {place} holds an adapter, not a model. Name the base it was trained on "
+            f"model.name: {place} contains an adapter, not a model. Use the base it was trained on "
             "(`base_model_name_or_path` in its adapter_config.json)."
         )
     return {
@@ -248,7 +249,7 @@ def pretrained_arguments(section: ModelSection) -> dict[str, Any]:
 
 
 def load_pretrained_config(section: ModelSection) -> PreTrainedConfig:
-    """Return the config of the model that is named; raises ModelError."""
+    """Return the config of `model.name`; raises ModelError."""
     name, origin = str(section.name), pretrained_arguments(section)
     with loading_errors(name, key="model.name"), without_hub_retries(is_local=is_local_path(name)):
         return load_auto_class(AutoConfig, **origin)

@@ -30,19 +30,19 @@ from finetune.model.loading.pretrained import build_from_config
 _MAX_MODULES = 300_000
 _MAX_PARAMETERS = 10**13
 _TIMEOUT_SECONDS = 60.0
-_ALARM_INTERVAL_SECONDS = 0.5  # alarms, once the time is over
+_ALARM_INTERVAL_SECONDS = 0.5  # between alarms after the timeout
 _MAX_VOCABULARY = 1 << 22
 _MAX_REAL_PARAMETERS = 10**8
-"""Parameters of a model that is built for real within a second or two."""
+"""Parameters of a model that can be built with values within a second or two."""
 
-_LENGTH = 8  # of the text that it is asked about
+_LENGTH = 8  # of the test input in tokens
 
 
 def dry_run_model(section: ModelSection, *, head: str) -> None:
-    """Raise ModelError where the values written give no model, or one that cannot be asked anything.
+    """Raise ModelError if no model can be built with the values in the config, or its forward pass fails.
 
-    It is built on the meta device, which takes neither memory nor time. A tokenizer's vocabulary and special tokens are
-    not known yet: they are taken to fit.
+    It is built on the meta device, which takes neither memory nor time. The tokenizer's vocabulary and special tokens
+    are not known yet, and assumed to fit.
     """
     trial = _DryRun(section, head)
     with model_build_errors(section, kind=trial.kind), _build_limits(section), torch.random.fork_rng(devices=()):
@@ -50,27 +50,27 @@ def dry_run_model(section: ModelSection, *, head: str) -> None:
         with torch.device("meta"):
             model = trial.model(config)
         _check_parameters(model, key=trial.key)
-        fault = _forward_error(model)
-        if fault is not None and (confirmed := _confirmed_error(fault, trial, config, model)):
+        error = _forward_error(model)
+        if error is not None and (confirmed := _confirmed_error(error, trial, config, model)):
             raise confirmed
 
 
 @dataclass(frozen=True)
 class _DryRun:
-    """What is tried."""
+    """The section and head to build."""
 
     section: ModelSection
     head: str
 
     @property
     def kind(self) -> str:
-        """Return what the model is called in messages."""
+        """Return the name of the model for messages."""
         section = self.section
         return section.from_config.model_type if section.from_config is not None else str(section.name)
 
     @property
     def key(self) -> str:
-        """Return the key that is to blame."""
+        """Return the key that messages refer to."""
         return f"{FROM_CONFIG_KEY}.values" if self.section.from_config is not None else "model.name"
 
     def config(self) -> PreTrainedConfig:
@@ -88,11 +88,11 @@ class _DryRun:
         trusts = self.section.trust_remote_code
         head = HEADS[self.head]
         model: PreTrainedModel = build_from_config(head, config, dtype=torch.float32, trust_remote_code=trusts)
-        return model.eval()  # dropout looks at values, which the meta device has not
+        return model.eval()  # dropout reads values, which the meta device does not have
 
 
 def _vocabulary_size(section: ModelSection, written: FromConfigSection) -> int | None:
-    """Return the size that the tokenizer will have at most; 1 where the values say one, which is then what counts."""
+    """Return the maximum size of the tokenizer; 1 if the values set a vocabulary size, which then takes precedence."""
     if section.tokenizer is None:
         return None
     text = written.values.get(TEXT_CONFIG)
@@ -102,32 +102,32 @@ def _vocabulary_size(section: ModelSection, written: FromConfigSection) -> int |
 
 
 def _check_special_token_ids(config: PreTrainedConfig) -> None:
-    """Refuse a special token outside of the vocabulary."""
+    """Raise ModelError for a special token outside the vocabulary."""
     text = config.get_text_config()
     size = getattr(text, "vocab_size", None)
     for name in ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id"):
         value = getattr(text, name, None)
         if isinstance(size, int) and isinstance(value, int) and value >= max(size, 1):
             raise ModelError(
-                f"{FROM_CONFIG_KEY}.values.{name}: {value} is not in the vocabulary of {size:,}. Leave it out: the "
-                "tokenizer says."
+                f"{FROM_CONFIG_KEY}.values.{name}: {value} is outside the vocabulary of {size:,}. Remove it: the "
+                "tokenizer sets it."
             )
 
 
 def _check_parameters(model: PreTrainedModel, *, key: str) -> None:
-    """Refuse parameters without a single number, and more of them than anybody has memory for."""
+    """Raise ModelError for empty parameters, and for more parameters than any memory can hold."""
     empty = [f"{name} {list(each.shape)}" for name, each in model.named_parameters() if each.numel() == 0]
     if empty:
-        raise ModelError(f"{key}: the model would have parameters without a single number: {', '.join(empty[:3])}.")
+        raise ModelError(f"{key}: the model would have empty parameters: {', '.join(empty[:3])}.")
     total = sum(each.numel() for each in model.parameters())
     if total == 0 or total > _MAX_PARAMETERS:
         raise ModelError(f"{key}: the model would have {total:,} parameters. Write other values.")
 
 
 def _forward_error(model: PreTrainedModel) -> Exception | None:
-    """Return what the model raises when it is asked something."""
+    """Return what a forward pass raises; None if it succeeds."""
     usual = logging.root.manager.disable
-    logging.disable(logging.WARNING)  # about what it is asked, which is nothing
+    logging.disable(logging.WARNING)  # about the dummy input
     try:
         with torch.no_grad():
             model(**_inputs(model))
@@ -150,22 +150,22 @@ def _inputs(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def _confirmed_error(
-    fault: Exception, trial: _DryRun, config: PreTrainedConfig, model: PreTrainedModel
+    error: Exception, trial: _DryRun, config: PreTrainedConfig, model: PreTrainedModel
 ) -> Exception | None:
-    """Return the fault if the values are to blame, and not the meta device, which some code cannot run on.
+    """Return the error if the values cause it, and not the meta device, which some code does not support.
 
-    A small model is asked for real; of a large one, its type with the usual values is asked on the meta device.
+    A small model is built with values; for a large one, its type with default values is tried on the meta device.
     """
     if sum(each.numel() for each in model.parameters()) <= _MAX_REAL_PARAMETERS:
         return _forward_error(trial.model(config))
     with torch.device("meta"):
         usual = trial.model(type(config)())
-    return fault if _forward_error(usual) is None else None
+    return error if _forward_error(usual) is None else None
 
 
 @contextmanager
 def _build_limits(section: ModelSection) -> Iterator[None]:
-    """Raise ModelError where the model has too many modules, or takes too long to be built."""
+    """Raise ModelError where the model has too many modules, or takes too long to build."""
     key = f"{FROM_CONFIG_KEY}.values" if section.from_config is not None else "model.name"
     num_modules, deadline = 0, time.monotonic() + _TIMEOUT_SECONDS
 
@@ -190,7 +190,7 @@ def _build_limits(section: ModelSection) -> Iterator[None]:
 
 @contextmanager
 def _alarm(late: Callable[..., None]) -> Iterator[None]:
-    """Call `late` when the time is over, again and again: Python ignores what is raised in an object's deletion."""
+    """Call `late` repeatedly after the timeout: Python ignores what is raised in an object's finalizer."""
     usual = signal.signal(signal.SIGALRM, late)
     before = signal.setitimer(signal.ITIMER_REAL, _TIMEOUT_SECONDS, _ALARM_INTERVAL_SECONDS)
     try:
@@ -198,4 +198,4 @@ def _alarm(late: Callable[..., None]) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0.0)
         signal.signal(signal.SIGALRM, usual)
-        signal.setitimer(signal.ITIMER_REAL, *before)  # somebody else's, if there is one
+        signal.setitimer(signal.ITIMER_REAL, *before)  # the previous timer, if there was one

@@ -10,27 +10,25 @@ from finetune.runtime.hub import is_offline
 
 
 def is_local_path(name: str) -> bool:
-    """Tell whether the config means a folder: hub names never begin with `.`, `/` or `~`."""
+    """Tell whether the name is a path: hub names never begin with `.`, `/` or `~`."""
     return name.startswith((".", "/", "~"))
 
 
 def resolve_name(name: str, *, key: str) -> str:
-    """Return the name as transformers wants it: a hub name as it is, a folder in full; raises ModelError if absent."""
+    """Return a hub name unchanged and a path expanded; raises ModelError if the folder does not exist."""
     if not is_local_path(name):
         return name
     folder = Path(name).expanduser()
     if not folder.is_dir():
-        raise ModelError(
-            f"{key}: there is no folder {folder}. A hub name is written without a leading `.`, `/` or `~`."
-        )
+        raise ModelError(f"{key}: the folder {folder} does not exist. A hub name has no leading `.`, `/` or `~`.")
     return str(folder)
 
 
 @contextmanager
 def loading_errors(name: str, *, key: str) -> Iterator[None]:
-    """Turn what is raised while libraries read `name` into one ModelError that says what to do next.
+    """Turn any error while libraries load `name` into one ModelError that says what to do.
 
-    Damaged files make them raise errors of every type, and Rust panics, which are no Exceptions.
+    Damaged files cause errors of any type, and Rust panics, which are not Exceptions.
     """
     try:
         yield
@@ -43,7 +41,7 @@ def loading_errors(name: str, *, key: str) -> Iterator[None]:
 
 
 def error_summary(error: BaseException) -> str:
-    """Return the first telling lines of an exception's text as one sentence."""
+    """Return the first two lines of an exception's text as one sentence."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     text = " ".join(lines[:2])[:400] or type(error).__name__
     return text if text.endswith((".", "!", "?")) else f"{text}."
@@ -54,11 +52,11 @@ def _failure_reason(name: str, error: BaseException) -> str:
     if "trust_remote_code" in text or "execute custom code" in text:
         return REMOTE_CODE_ADVICE
     if "use_safetensors=True" in text:
-        return f"there are no safetensors. Where it has weights at all, {PICKLE_ADVICE}"
+        return f"it has no safetensors. If it has weights at all, {PICKLE_ADVICE}"
     if "ignore_mismatched_sizes" in text:
         return (
-            "the sizes in its config.json are not those of its weights, which are listed above: one of the two is "
-            "another model's."
+            "the sizes in its config.json do not match its weights (see above): one of the two belongs to another "
+            "model."
         )
     kind = f"{type(error).__name__}: " if isinstance(error, LookupError | TypeError | AttributeError) else ""
     return f"{kind}{error_summary(error)} {_failure_advice(name, error)}"
@@ -67,15 +65,15 @@ def _failure_reason(name: str, error: BaseException) -> str:
 def _failure_advice(name: str, error: BaseException) -> str:
     if is_local_path(name):
         damage = damaged_file(Path(name).expanduser())
-        return damage or "Check that the folder holds what `save_pretrained` writes."
+        return damage or "Check that the folder contains what `save_pretrained` writes."
     if not isinstance(error, OSError):
         return (
-            "Check the values in its config.json. Where you have changed none, its files in the local cache may be "
-            "damaged: delete them (`hf cache rm`) and download them anew."
+            "Check the values in its config.json. If you have not changed them, its files in the local cache may be "
+            "damaged: delete them (`hf cache rm`) and download them again."
         )
     if is_offline():
         return (
-            "The hub is out of reach from here and the name is not in the local cache: download it where there is a "
-            "network (`hf download`), or write the path of a folder."
+            "The hub cannot be reached and the name is not in the local cache: download it on a machine with network "
+            "access (`hf download`), or give the path of a folder."
         )
     return "Check the spelling and `model.revision`; for a gated or private model log in with `hf auth login`."

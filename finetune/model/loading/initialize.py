@@ -17,10 +17,10 @@ Gather = Callable[[Sequence[nn.Parameter]], AbstractContextManager[Any]]
 def initialize_weights(
     model: PreTrainedModel, *, seed: int, gather: Gather, only: frozenset[str] | None = None
 ) -> None:
-    """Draw every weight anew by the model's own rules, each module from its own seed, in float32 on the CPU.
+    """Initialize all weights by the model's own rules, each module with its own seed, in float32 on the CPU.
 
-    With `only`, the weights of these names alone. Leaves torch's random state as it was. `gather` makes partitioned
-    parameters whole while they are written. Collective where `gather` is.
+    With `only`, just the weights with these names. Does not change torch's random state. `gather` gathers partitioned
+    parameters while they are written. Collective if `gather` is.
     """
     tied = frozenset(getattr(model, "all_tied_weights_keys", ()))
     with torch.no_grad(), torch.random.fork_rng(devices=()):
@@ -38,9 +38,9 @@ def initialize_weights(
 
 @contextmanager
 def as_cpu_float32(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-    """Hold the parameters as float32 on the CPU meanwhile; afterwards their own storage has the values.
+    """Move the parameters to float32 on the CPU in this context; afterwards their own storage has the values.
 
-    Random numbers then differ neither by device nor by type: a bfloat16 weight is the rounded float32 one.
+    Random numbers then depend neither on device nor on dtype: a bfloat16 weight is the rounded float32 one.
     """
     elsewhere = [p for p in parameters if p.dtype != torch.float32 or p.device.type != "cpu"]
     storages = [p.data for p in elsewhere]
@@ -55,7 +55,7 @@ def as_cpu_float32(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
 def _children_first(
     module: nn.Module, *, name: str, owner: PreTrainedModel
 ) -> Iterator[tuple[str, nn.Module, PreTrainedModel]]:
-    """Yield every module after its children, with the model whose rules hold for it (as transformers walks them)."""
+    """Yield every module after its children, with the model whose rules apply to it (in the order of transformers)."""
     for child_name, child in module.named_children():
         child_owner = child if isinstance(child, PreTrainedModel) else owner
         yield from _children_first(child, name=f"{name}.{child_name}" if name else child_name, owner=child_owner)
@@ -63,7 +63,7 @@ def _children_first(
 
 
 def _parameters_written_by(module: nn.Module) -> list[nn.Parameter]:
-    """Return what `_init_weights(module)` may write: its own parameters and, in some models, its children's."""
+    """Return the parameters that `_init_weights(module)` may write: its own and, in some models, its children's."""
     parameters = dict.fromkeys(module.parameters(recurse=False))
     for child in module.children():
         if not isinstance(child, PreTrainedModel):
@@ -72,13 +72,13 @@ def _parameters_written_by(module: nn.Module) -> list[nn.Parameter]:
 
 
 def _tied_parameters(module: nn.Module, *, name: str, tied: frozenset[str]) -> list[nn.Parameter]:
-    """Return the module's parameters that belong to another module, which has drawn them already."""
+    """Return the module's parameters that are tied to another module, which has initialized them already."""
     prefix = f"{name}." if name else ""
     return [parameter for own, parameter in module.named_parameters(recurse=False) if prefix + own in tied]
 
 
 def _excluded_parameters(module: nn.Module, *, name: str, only: frozenset[str] | None) -> list[nn.Parameter]:
-    """Return the module's own parameters that are not to be drawn."""
+    """Return the module's own parameters that must not be initialized."""
     if only is None:
         return []
     prefix = f"{name}." if name else ""
@@ -87,7 +87,7 @@ def _excluded_parameters(module: nn.Module, *, name: str, only: frozenset[str] |
 
 @contextmanager
 def _protected_from_init(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-    """Set the flag on which transformers' own initialisers leave a parameter alone."""
+    """Set the flag with which transformers' initializers skip a parameter."""
     for parameter in parameters:
         parameter._is_hf_initialized = True  # type: ignore[attr-defined]
     yield

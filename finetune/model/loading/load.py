@@ -38,14 +38,14 @@ from finetune.model.upstream import (
     skip_weight_init,
     unify_tied_embeddings,
 )
-from finetune.runtime.hub import without_hub_retries
 from finetune.runtime.parameters import InitContext
+from finetune.runtime.upstream import without_hub_retries
 
 
 def materialize(model: PreTrainedModel) -> None:
-    """Replace parameters on the meta device by unfilled ones on the CPU; ties hold, buffers keep their values.
+    """Replace parameters on the meta device by uninitialized ones on the CPU; ties and buffers are kept.
 
-    Nothing is written to the new memory, so it costs nothing before the weights arrive.
+    Nothing is written to the new memory, so it takes no physical memory before the weights arrive.
     """
     places: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
@@ -56,7 +56,7 @@ def materialize(model: PreTrainedModel) -> None:
                 module._parameters[name] = places[parameter]
     hollow = [name for name, buffer in model.named_buffers() if buffer.is_meta]
     assert not hollow, f"buffers must be built with their values, but {hollow} are on the meta device"
-    model.tie_weights()  # a context that moves parameters to the meta device one by one parts the tied ones
+    model.tie_weights()  # a context that moves parameters to the meta device one by one unties them
 
 
 def _empty_parameter(parameter: nn.Parameter) -> nn.Parameter:
@@ -73,11 +73,11 @@ def load_model(
     special_ids: SpecialTokenIds | None = None,
     head_values: Mapping[str, Any] | None = None,
 ) -> PreTrainedModel:
-    """Return the model in training mode with the head, dtype and attention asked for; raises ModelError.
+    """Return the model in training mode with the requested head, dtype and attention; raises ModelError.
 
-    `head_values` are values of its config that the task decides, `vocabulary_size` is None where there is no tokenizer.
-    Random weights depend on `seed` and module names alone. A hollow rank gets places without values and downloads no
-    weights. Collective under ZeRO-3.
+    `head_values` are config values that the task sets, `vocabulary_size` is None where there is no tokenizer. Random
+    weights depend only on `seed` and module names. A rank that builds on the meta device gets uninitialized parameters
+    and downloads no weights. Collective under ZeRO-3.
     """
     values = dict(head_values or {})
     attention = requested_attention(section.attention)
@@ -128,7 +128,7 @@ def _build_model(
 @dataclass(frozen=True)
 class _LoadedModel:
     model: PreTrainedModel
-    new: frozenset[str]  # parameters of a head that the weights on disk do not have
+    new: frozenset[str]  # parameters of a head that is not in the weights on disk
 
 
 def _load_pretrained(
@@ -167,7 +167,7 @@ def _load_pretrained(
     if missing:
         raise ModelError(
             f"model.name: the weights of `{section.name}` lack {len(missing)} of the model's parameters "
-            f"({', '.join(missing[:3])}, ...), which would be random. Name a model that was saved with this head."
+            f"({', '.join(missing[:3])}, ...), which would be random. Use a model that was saved with this head."
         )
     return _LoadedModel(model, new)
 
@@ -176,7 +176,7 @@ def _check_vocabulary(model: PreTrainedModel, *, vocabulary_size: int) -> None:
     size = model.config.get_text_config().vocab_size
     if size < vocabulary_size:
         raise ModelError(
-            f"model.tokenizer: the tokenizer has {vocabulary_size} tokens and the model only {size} embeddings. "
+            f"model.tokenizer: the tokenizer has {vocabulary_size} tokens, but the model only {size} embeddings. "
             "Use the model's own tokenizer."
         )
 
@@ -189,7 +189,7 @@ def _prepare_for_training(model: PreTrainedModel, *, section: ModelSection) -> P
     freeze_unused(model)
     unify_tied_embeddings(model)
     keep_own_no_split_modules(model)
-    model.config.use_cache = False  # generation asks for its cache through generation_config
+    model.config.use_cache = False  # generation enables its cache through generation_config
     if section.gradient_checkpointing:
         enable_gradient_checkpointing(model, section.gradient_checkpointing)
     return model.train()

@@ -25,32 +25,33 @@ PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 
 MAX_SETTINGS_BYTES = 16 << 20
 MAX_VOCABULARY_BYTES = 128 << 20
-"""More than four times the largest in use (33 MB, 262,144 tokens)."""
+"""More than four times the largest known vocabulary file (33 MB, 262,144 tokens)."""
 MAX_NESTING = 64
 MAX_LAYERS = 1000
-"""More than this are believed only of weights with as many tensors: building a billion layers never ends."""
+"""More layers are accepted only if the weights have as many tensors: building a billion layers would never end."""
 
 REMOTE_CODE_ADVICE = (
-    "it brings Python code of its own. Read that code; if you trust it, write `model.trust_remote_code: true` in the "
-    "job, or `--trust-remote-code` behind a command that reads no job of yours."
+    "it contains Python code. Review the code; if you trust it, set `model.trust_remote_code: true` in the job, "
+    "or pass "
+    "`--trust-remote-code` to a command without a job file."
 )
 
 PICKLE_ADVICE = (
-    "its weights are pickled (.bin), a format that can run code when it is read; only safetensors are read. Convert "
+    "its weights are pickles (.bin), which can run code when they are loaded; only safetensors are loaded. Convert "
     'them once in their folder: python -c "import torch; from safetensors.torch import save_file; save_file({name: '
     "each.clone() for name, each in torch.load('pytorch_model.bin', weights_only=True).items()}, 'model.safetensors', "
-    "{'format': 'pt'})\" (an adapter: adapter_model.bin, adapter_model.safetensors). A whole model that you trust as "
-    "you would trust its code is read as it is with `model.trust_remote_code: true` or `--trust-remote-code`."
+    "{'format': 'pt'})\" (an adapter: adapter_model.bin, adapter_model.safetensors). A whole model that you trust "
+    "like code is loaded as it is with `model.trust_remote_code: true` or `--trust-remote-code`."
 )
 
 
 def check_files(folder: Path) -> None:
-    """Raise ModelError, which names the file, for settings that are no JSON object, and for absurd sizes and depths."""
+    """Raise ModelError, which names the file, for settings that are no JSON object, and for absurd sizes or nesting."""
     for path, most in _size_limits(folder):
         size = path.stat().st_size
         if size > most:
             raise ModelError(
-                f"{path}: has {size:,} bytes; at most {most:,} are read of such a file. Is it the right one?"
+                f"{path}: the file has {size:,} bytes; at most {most:,} are allowed. Is it the right file?"
             )
     for name in SETTINGS:
         if (folder / name).is_file():
@@ -60,29 +61,32 @@ def check_files(folder: Path) -> None:
 
 
 def read_json_settings(path: Path) -> dict[str, Any]:
-    """Return the JSON object in the file; raises ModelError, which names it, where it holds something else."""
+    """Return the JSON object in the file; raises ModelError, which names the file, for any other content."""
     try:
         if path.stat().st_size > MAX_SETTINGS_BYTES:
             raise ValueError(f"it has more than {MAX_SETTINGS_BYTES:,} bytes")
         found = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(found, dict):
-            raise ValueError(f"it holds {_json_type_name(found)} where a JSON object (`{{...}}`) belongs")
+            raise ValueError(f"it contains {_json_type_name(found)} instead of a JSON object (`{{...}}`)")
         if _is_nested_deeper(found, MAX_NESTING):
             raise ValueError(f"it is nested more than {MAX_NESTING} deep")
         _require_valid_unicode(found)
     except UnicodeError as error:
-        raise ModelError(f"{path}: is damaged: it is no text in UTF-8, or holds half a surrogate pair.") from error
+        raise ModelError(
+            f"{path}: the file is damaged: it is not valid UTF-8, or has an unpaired surrogate. Copy it again from "
+            "its source."
+        ) from error
     except RecursionError as error:
-        raise ModelError(f"{path}: is damaged: it is nested more than {MAX_NESTING} deep.") from error
+        raise ModelError(f"{path}: the file is damaged: it is nested more than {MAX_NESTING} deep.") from error
     except OSError as error:
         raise ModelError(f"{path}: cannot be read: {error.strerror}.") from error
     except ValueError as error:
-        raise ModelError(f"{path}: is damaged: {error}. Copy it anew from where the model is from.") from error
+        raise ModelError(f"{path}: the file is damaged: {error}. Copy it again from its source.") from error
     return found
 
 
 def check_weights(folder: Path, *, trust_remote_code: bool) -> None:
-    """Raise ModelError where the folder's weights are pickles, for which nobody has vouched, or its index is bad."""
+    """Raise ModelError where the folder's weights are untrusted pickles, or its index is invalid."""
     if (folder / WEIGHTS).is_file():
         return
     if (folder / INDEX).is_file():
@@ -94,9 +98,9 @@ def check_weights(folder: Path, *, trust_remote_code: bool) -> None:
 
 
 def check_matrix_sizes(folder: Path, config: Any) -> None:
-    """Raise ModelError where the config speaks of matrices far beyond all that the folder's weights hold.
+    """Raise ModelError where the config has matrices far larger than all of the folder's weights.
 
-    For loading that takes weights of other sizes: what does not fit would be made anew, however large.
+    For loading with `ignore_mismatched_sizes`, which initializes mismatched weights, however large.
     """
     text = config.get_text_config()
     named = ((name, getattr(text, name, None)) for name in ("hidden_size", "intermediate_size", "vocab_size"))
@@ -104,7 +108,8 @@ def check_matrix_sizes(folder: Path, config: Any) -> None:
     if max(sizes.values(), default=0) * sizes.get("hidden_size", 0) > _max_elements(folder):
         what = ", ".join(f"`{name}` {size:,}" for name, size in sizes.items())
         raise ModelError(
-            f"{folder / CONFIG}: {what} cannot be those of the weights beside it. One of the two is another model's."
+            f"{folder / CONFIG}: {what} do not match the weights in the folder. One of the two belongs to "
+            "another model."
         )
 
 
@@ -113,33 +118,38 @@ def _max_elements(folder: Path) -> int:
 
 
 def check_index(index: str | PurePath) -> None:
-    """Raise ModelError unless the index maps names of tensors to safetensors files beside it, all of them there."""
+    """Raise ModelError unless the index maps names of tensors to safetensors files in the same folder."""
     path = Path(index)
     if path.stat().st_size > MAX_VOCABULARY_BYTES:
-        raise ModelError(f"{path}: has {path.stat().st_size:,} bytes, which no index of weights has.")
+        raise ModelError(
+            f"{path}: the file has {path.stat().st_size:,} bytes, which is too large for an index of weights."
+        )
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(found["metadata"], dict):
-            raise TypeError("`metadata` is no object")
+            raise TypeError("`metadata` is not an object")
         shards = set(found["weight_map"].values())
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ModelError(f"{path}: is damaged: it holds no `weight_map` of names and `metadata`.") from error
+        raise ModelError(
+            f"{path}: the file is damaged: it has no `weight_map` of names and no `metadata`. Copy it again from "
+            "its source."
+        ) from error
     for shard in shards or {None}:
         if not isinstance(shard, str) or PurePath(shard).name != shard or not shard.endswith(".safetensors"):
-            raise ModelError(f"{path}: names {shard!r}, which is no safetensors file beside it.")
+            raise ModelError(f"{path}: {shard!r} is not a safetensors file in the same folder.")
 
 
 def damaged_file(folder: Path) -> str | None:
-    """Return a sentence that names the first file of weights or tokens that cannot be read; None where all can be.
+    """Return a sentence that names the first damaged file of weights or tokenizer; None if there is none.
 
-    For when loading has failed: reads the headers of all weights, and the whole tokenizer.
+    For use after loading has failed: reads the headers of all weights, and the whole tokenizer.
     """
     for path in _shards(folder):
         try:
             with safe_open(path, framework="pt") as file:
                 file.keys()
         except (SafetensorError, OSError) as error:
-            return f"{path} is damaged or missing ({_first_line(error)}): copy it anew."
+            return f"{path} is damaged or missing ({_first_line(error)}): copy it again."
     path = folder / "tokenizer.json"
     try:
         if path.is_file():
@@ -147,24 +157,24 @@ def damaged_file(folder: Path) -> str | None:
     except BaseException as error:
         if not is_panic(error) and not isinstance(error, Exception):
             raise
-        return f"{path} is damaged ({_first_line(error)}): copy it anew."
+        return f"{path} is damaged ({_first_line(error)}): copy it again."
     return None
 
 
 def is_panic(error: BaseException) -> bool:
-    """Tell whether Rust has panicked in safetensors or tokenizers: no Exception, so that nobody catches it."""
+    """Tell whether this is a Rust panic in safetensors or tokenizers, which is not an Exception."""
     return type(error).__name__ == "PanicException"
 
 
 def _check_depth(folder: Path, config: Mapping[str, Any]) -> None:
-    """Raise ModelError where the config, or a part of it, has more layers or experts than the weights can hold."""
+    """Raise ModelError where the config, or a part of it, has more layers or experts than the weights have tensors."""
     counts = {key: value for part in (config, *_children(config)) for key, value in _counts(part)}
     most = max(counts.values(), default=0)
     if most > MAX_LAYERS and most > (num_tensors := sum(map(_num_tensors, folder.glob("*.safetensors")))):
         key = next(key for key, value in counts.items() if value == most)
         raise ModelError(
-            f"{folder / CONFIG}: `{key}` is {most:,}, and the weights beside it hold {num_tensors:,} tensors. It is "
-            "damaged: copy it anew from where the model is from."
+            f"{folder / CONFIG}: `{key}` is {most:,}, but the weights in the folder have {num_tensors:,} tensors. The "
+            "file is damaged: copy it again from its source."
         )
 
 
@@ -199,7 +209,7 @@ def _shards(folder: Path) -> Iterator[Path]:
 
 
 def _require_valid_unicode(value: Any) -> None:
-    """Raise UnicodeError where a text in the value holds half of a surrogate pair."""
+    """Raise UnicodeError where a text in the value has an unpaired surrogate."""
     names = value if isinstance(value, dict) else ()
     for text in (value, *names):
         if isinstance(text, str):
@@ -225,7 +235,7 @@ def _children(value: Any) -> Iterator[Any]:
 
 
 def _json_type_name(value: Any) -> str:
-    return {list: "a list", str: "a text", type(None): "`null`", bool: "a truth value"}.get(type(value), "a number")
+    return {list: "a list", str: "a string", type(None): "`null`", bool: "a boolean"}.get(type(value), "a number")
 
 
 def _first_line(error: BaseException) -> str:

@@ -34,10 +34,10 @@ ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetens
 ADAPTER_PICKLE = "adapter_model.bin"
 
 _SETTINGS_THAT_LOAD_OTHERS = ("megatron_config", "shadow_model", "adapters", "prompt_tuning_init_state_dict_path")
-"""Settings of peft 0.18 to 0.21 that import a module, or load another model, adapter or file that they name."""
+"""Settings of peft 0.18 to 0.21 that import a module, or load another model, adapter or file by name."""
 
 _INITS_FROM_FILES = ("corda", "lora_ga")
-"""First values of LoRA that peft reads from pickles which the adapter's config names."""
+"""LoRA initializations for which peft reads pickles that the adapter's config names."""
 
 
 @contextmanager
@@ -52,9 +52,9 @@ def without_warnings() -> Iterator[None]:
 
 
 def load_auto_class(kind: Any, place: str | Path, *, trust_remote_code: bool, **options: Any) -> Any:
-    """Return what the Auto class makes of the folder or hub name: a config, a tokenizer, a processor.
+    """Return the config, tokenizer or processor that the Auto class `kind` loads from a folder or hub name.
 
-    Raises ModelError for code that is not trusted and files that are damaged, and what transformers raises.
+    Raises ModelError for untrusted code and damaged files, and what transformers raises.
     """
     if Path(place).is_dir():
         check_files(Path(place))
@@ -63,13 +63,13 @@ def load_auto_class(kind: Any, place: str | Path, *, trust_remote_code: bool, **
     limit = getattr(found, "model_max_length", 0)
     if not isinstance(limit, int | float):
         raise ModelError(
-            f"{place}: `model_max_length` in its tokenizer_config.json is {limit!r:.80}, which is no number."
+            f"{place}: `model_max_length` in its tokenizer_config.json is {limit!r:.80}, which is not a number."
         )
     return found
 
 
 def load_trained_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
-    """Return a tokenizer that this package has written: no class that its files name is looked for."""
+    """Return a tokenizer that this package trained and saved; class names in its files are ignored."""
     check_files(folder)
     with data_only_loading(trust_remote_code=False):
         return PreTrainedTokenizerFast.from_pretrained(str(folder), local_files_only=True)
@@ -78,7 +78,7 @@ def load_trained_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
 def load_weights(head: Any, place: str, *, config: PreTrainedConfig, trust_remote_code: bool, **options: Any) -> Any:
     """Return the model of that head with its weights; raises as `load_auto_class`, and for untrusted pickles.
 
-    Trusted pickles are read by torch's unpickler of tensors alone (`weights_only`), and only where no safetensors are.
+    Trusted pickles are loaded with `weights_only`, and only where there are no safetensors.
     """
     check_loadable(Path(place), trust_remote_code=trust_remote_code)
     if options.get("ignore_mismatched_sizes") and Path(place).is_dir():
@@ -86,7 +86,7 @@ def load_weights(head: Any, place: str, *, config: PreTrainedConfig, trust_remot
     file = getattr(config, "transformers_weights", None)
     if file is not None and not str(file).endswith((".safetensors", ".safetensors.index.json")):
         raise ModelError(
-            f"{place}: its config names {file!r} as weights (`transformers_weights`): no safetensors file."
+            f"{place}: its config names {file!r} as weights (`transformers_weights`), which is not a safetensors file."
         )
     with data_only_loading(trust_remote_code=trust_remote_code):
         return head.from_pretrained(
@@ -100,30 +100,30 @@ def load_weights(head: Any, place: str, *, config: PreTrainedConfig, trust_remot
 
 
 def check_no_missing_weights(loading: Mapping[str, Any], name: str, *, key: str) -> None:
-    """Raise ModelError where the weights lack parameters of the model: they would be random."""
+    """Raise ModelError where the weights lack parameters of the model, which would be random."""
     missing = sorted({*loading["missing_keys"], *(each[0] for each in loading.get("mismatched_keys", ()))})
     if missing:
         raise ModelError(
             f"{key}: the weights of `{name}` lack {len(missing)} of the model's parameters ({', '.join(missing[:3])}, "
-            "...), which would be random. Name a model that was saved whole, with this head."
+            "...), which would be random. Use a model that was saved completely, with this head."
         )
 
 
 def check_loadable(place: Path, *, trust_remote_code: bool) -> None:
-    """Raise ModelError, which names the file, where a folder's files are damaged or pickles that are not trusted."""
+    """Raise ModelError, which names the file, where a folder's files are damaged or untrusted pickles."""
     if place.is_dir():
         check_files(place)
         check_weights(place, trust_remote_code=trust_remote_code)
 
 
 def build_from_config(head: Any, config: PreTrainedConfig, *, trust_remote_code: bool, **options: Any) -> Any:
-    """Return the model of that head without values that mean anything; raises as `load_auto_class`."""
+    """Return an uninitialized model with that head; raises as `load_auto_class`."""
     with data_only_loading(trust_remote_code=trust_remote_code):
         return head.from_config(config, trust_remote_code=trust_remote_code, **options)
 
 
 def load_adapter_config(folder: Path) -> Any:
-    """Return peft's config of the adapter in the folder; raises ModelError where it asks for more than its own file."""
+    """Return peft's config of the adapter in the folder; raises ModelError where it refers to other files."""
     check_files(folder)
     read_adapter_config(folder)
     with data_only_loading(trust_remote_code=False):
@@ -131,10 +131,10 @@ def load_adapter_config(folder: Path) -> Any:
 
 
 def load_adapter(model: Any, folder: Path, *, name: str) -> Any:
-    """Return the model with the adapter of the folder under that name; raises ModelError as `load_adapter_config`."""
+    """Return the model with the folder's adapter added under that name; raises ModelError as `load_adapter_config`."""
     if not (folder / ADAPTER_WEIGHTS).is_file():
-        why = PICKLE_ADVICE if (folder / ADAPTER_PICKLE).is_file() else "copy it anew from where the adapter is from."
-        raise ModelError(f"{folder}: holds no {ADAPTER_WEIGHTS}: {why}")
+        why = PICKLE_ADVICE if (folder / ADAPTER_PICKLE).is_file() else "copy it again from its source."
+        raise ModelError(f"{folder}: {ADAPTER_WEIGHTS} is missing: {why}")
     check_files(folder)
     read_adapter_config(folder)
     with data_only_loading(trust_remote_code=False):
@@ -145,26 +145,26 @@ def load_adapter(model: Any, folder: Path, *, name: str) -> Any:
 
 
 def read_adapter_config(folder: Path) -> dict[str, Any]:
-    """Return what the folder's adapter_config.json says.
+    """Return the content of the folder's adapter_config.json.
 
-    Raises ModelError where it is damaged, or has peft load something else than the adapter's own weights.
+    Raises ModelError where it is damaged, or would make peft load anything but the adapter's own weights.
     """
     path = folder / ADAPTER_CONFIG
     settings = read_json_settings(path)
     for key, kind in (("peft_type", str | None), ("base_model_name_or_path", str | None), ("task_type", str | None)):
         if not isinstance(settings.get(key), kind):
-            raise ModelError(f"{path}: is damaged: `{key}` is {settings.get(key)!r:.80}.")
+            raise ModelError(f"{path}: the file is damaged: `{key}` is {settings.get(key)!r:.80}.")
     for key in _SETTINGS_THAT_LOAD_OTHERS:
         if settings.get(key):
             raise ModelError(
-                f"{path}: `{key}` has peft load something else than this adapter. That is not done here: take the key "
-                "out of a copy, or merge the adapter where you trust it."
+                f"{path}: `{key}` would make peft load something other than this adapter, which is not supported. "
+                "Remove the key in a copy, or merge the adapter in an environment that you trust."
             )
     init = settings.get("init_lora_weights")
     if isinstance(init, str) and init.lower().startswith(_INITS_FROM_FILES):
         raise ModelError(
-            f"{path}: `init_lora_weights: {init}` has peft read first values from files. Save the adapter with "
-            "`path_initial_model_for_weight_conversion`, which makes a plain LoRA of it."
+            f"{path}: `init_lora_weights: {init}` makes peft read initial values from files. Save the adapter with "
+            "`path_initial_model_for_weight_conversion`, which converts it to a plain LoRA."
         )
     return settings
 
@@ -175,7 +175,7 @@ CONFIG_FILE = "adapter_config.json"
 
 
 def adapter_digest(folder: str | None) -> str | None:
-    """Return what tells the adapter apart that training begins from; None where there is none. Reads all of it."""
+    """Return the digest of the adapter that training starts from; None if there is none. Reads the whole file."""
     if folder is None:
         return None
     try:
@@ -186,16 +186,16 @@ def adapter_digest(folder: str | None) -> str | None:
 
 
 def base_mismatch_warning(folder: str, *, name: str | None) -> str | None:
-    """Return a sentence where the adapter names another base than the model's; None where it is the same.
+    """Return a warning if the adapter names a different base than `model.name`; None if it is the same.
 
-    Raises ModelError where both are names on the hub: then they are two models for certain.
+    Raises ModelError if both are hub names, which are certainly different models.
     """
     base = read_saved_adapter_config(Path(folder)).get("base_model_name_or_path")
     if not base or name is None or base == name or (is_local_path(name) and Path(base) == Path(name).expanduser()):
         return None
     if not is_local_path(name) and not Path(base).is_absolute():
         raise ModelError(
-            f"{ADAPTER_KEY}: {folder} was trained on `{base}`, and model.name is `{name}`. Name the same base."
+            f"{ADAPTER_KEY}: {folder} was trained on `{base}`, and model.name is `{name}`. Use the same base."
         )
     return (
         f"warning: {ADAPTER_KEY}: {folder} was trained on `{base}`, and model.name is `{name}`. Are they the "
@@ -204,11 +204,10 @@ def base_mismatch_warning(folder: str, *, name: str | None) -> str | None:
 
 
 def read_saved_adapter_config(folder: Path) -> dict[str, Any]:
-    """Return what the folder's adapter_config.json says; raises ModelError where there is none, or a bad one."""
+    """Return the content of the folder's adapter_config.json; raises ModelError where it is missing or invalid."""
     if not (folder / CONFIG_FILE).is_file():
         raise ModelError(
-            f"{ADAPTER_KEY}: {folder} holds no adapter: {CONFIG_FILE} cannot be read. Name a folder that was "
-            "exported by a "
-            "run with adapters, such as `runs/NAME/final`."
+            f"{ADAPTER_KEY}: {folder} contains no adapter: {CONFIG_FILE} is missing. Use a folder that was "
+            "exported by a run with adapters, such as `runs/NAME/final`."
         )
     return read_adapter_config(folder)

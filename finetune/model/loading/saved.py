@@ -25,14 +25,15 @@ from finetune.model.loading.pretrained import (
     read_adapter_config,
     without_warnings,
 )
-from finetune.runtime.hub import is_offline, without_hub_retries
+from finetune.runtime.hub import is_offline
 from finetune.runtime.run_folder import FINAL_FOLDER
+from finetune.runtime.upstream import without_hub_retries
 
 BASE_FOLDER = "base"
 CONFIG_FOLDER = "config"
-"""Folder in an adapter's with the whole model's config, where the base does not know the classes of its head.
+"""Folder inside an adapter's folder with the config of the whole model, for heads whose classes the base does not have.
 
-Beside adapter_config.json a config.json would make transformers look for a whole model there.
+A config.json next to adapter_config.json would make transformers look for a whole model there.
 """
 
 _HEADS_BY_TASK_TYPE = {"SEQ_CLS": "sequence_classification", "TOKEN_CLS": "token_classification"}
@@ -51,27 +52,27 @@ _CLASSIFIER_NAME = re.compile(r"\.(score|classifier|classification_head)(\.\w+)*
 
 @dataclass(frozen=True)
 class SavedModel:
-    """A model folder, looked at and not loaded."""
+    """A model folder that has been inspected, but not loaded."""
 
     folder: Path
-    adapter: Mapping[str, Any] | None  # what its adapter_config.json says
-    base: str  # folder or hub name of the whole model: itself, where there is no adapter
-    config: PreTrainedConfig  # of the whole model, with the labels that it was trained with
+    adapter: Mapping[str, Any] | None  # the content of its adapter_config.json
+    base: str  # folder or hub name of the whole model: the folder itself if there is no adapter
+    config: PreTrainedConfig  # of the whole model, with the labels from training
     head: str
 
     @property
     def can_generate(self) -> bool:
-        """Tell whether the model writes text."""
+        """Tell whether the model generates text."""
         return self.head in ("causal_lm", "seq2seq_lm", "image_text_to_text")
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """Return the names of its classes in their order."""
+        """Return the names of its classes in order."""
         return tuple(str(name) for _, name in sorted(self.config.id2label.items()))
 
 
 def find_model_folder(folder: Path) -> Path | None:
-    """Return the folder, or the `final/` in it, whichever holds a model; None where neither does."""
+    """Return the folder or its `final/`, whichever contains a model; None if neither does."""
     for place in (folder, folder / FINAL_FOLDER):
         if (place / "config.json").is_file() or (place / ADAPTER_CONFIG).is_file():
             return place.absolute()
@@ -79,11 +80,13 @@ def find_model_folder(folder: Path) -> Path | None:
 
 
 def inspect_model_folder(folder: Path, *, key: str, trust_remote_code: bool = False) -> SavedModel:
-    """Return what the folder (or the `final/` in it) holds; raises ModelError, which names `key`, where it is none."""
+    """Return what the folder (or its `final/`) contains; raises ModelError, which names `key`, if that is no model."""
     place = find_model_folder(folder)
     if place is None:
-        what = "holds no model (neither config.json nor adapter_config.json)" if folder.is_dir() else "does not exist"
-        raise ModelError(f"The folder {folder} {what}. Name the `final/` folder that a finished run has written.")
+        what = (
+            "contains no model (neither config.json nor adapter_config.json)" if folder.is_dir() else "does not exist"
+        )
+        raise ModelError(f"The folder {folder} {what}. Use the `final/` folder of a finished run.")
     with loading_errors(str(place), key=key):
         adapter = read_adapter_config(place) if (place / ADAPTER_CONFIG).is_file() else None
         base = str(place) if adapter is None else _base_of(place, adapter)
@@ -96,10 +99,10 @@ def inspect_model_folder(folder: Path, *, key: str, trust_remote_code: bool = Fa
             )
         head = _infer_head(config, adapter)
         if adapter is not None and head in NEW_HEADS and own == base and (number := _num_classes(place)):
-            config.num_labels = number  # under names such as LABEL_0: nothing in such a folder has others
+            config.num_labels = number  # named LABEL_0 etc.: such a folder has no other names
         saved = SavedModel(place, adapter, base, config, head)
         if not all(isinstance(label, str) for label in config.id2label.values()):
-            raise ValueError("`id2label` in its config.json holds something else than names")
+            raise ValueError("`id2label` in its config.json contains values that are not names")
     return saved
 
 
@@ -112,9 +115,9 @@ def load_saved_model(saved: SavedModel, *, key: str, dtype: str = "auto", trust_
 
 
 def load_saved_base(saved: SavedModel, *, key: str, dtype: str = "auto", trust_remote_code: bool = False) -> Any:
-    """Return the whole model without an adapter, its vocabulary as large as the folder's adapter wants it."""
+    """Return the whole model without the adapter, with its vocabulary resized for the adapter."""
     kind = dtype if dtype == "auto" else getattr(torch, dtype)
-    brings_head = saved.adapter is not None and saved.head in NEW_HEADS  # else all of it has to be in the base
+    brings_head = saved.adapter is not None and saved.head in NEW_HEADS  # otherwise the base must have all of it
     silence = without_warnings() if brings_head else nullcontext()
     with loading_errors(saved.base, key=key), without_hub_retries(is_local=is_local_path(saved.base)), silence:
         model, loading = load_weights(
@@ -133,23 +136,23 @@ def load_saved_base(saved: SavedModel, *, key: str, dtype: str = "auto", trust_r
     with loading_errors(str(saved.folder), key=key):
         size = 0 if saved.adapter is None else _num_embeddings(saved.folder, saved.adapter)
         if size and size > model.get_input_embeddings().num_embeddings:
-            model.resize_token_embeddings(size, mean_resizing=False)  # the adapter brings the new rows
+            model.resize_token_embeddings(size, mean_resizing=False)  # the adapter has the new rows
     return model.eval()
 
 
 def attach_adapters(model: Any, folders: Mapping[str, Path], *, key: str) -> Any:
-    """Return the model with the adapters of these folders by name, the first one switched on; raises ModelError."""
+    """Return the model with the adapters of these folders by name, the first one active; raises ModelError."""
     adapted = model
     for name, folder in folders.items():
         with loading_errors(str(folder), key=key):
             if not (folder / ADAPTER_CONFIG).is_file():
-                raise ValueError("there is no adapter_config.json in it.")
+                raise ValueError("it has no adapter_config.json.")
             adapted = load_adapter(adapted, folder, name=name)
     return adapted.eval()
 
 
 def _base_of(folder: Path, adapter: Mapping[str, Any]) -> str:
-    """Return where the adapter's base is: beside it, for a run that made its own, else where the adapter says."""
+    """Return the adapter's base: in its folder, for a run that built its own, else as named in its config."""
     if (folder / BASE_FOLDER / "config.json").is_file():
         return str(folder / BASE_FOLDER)
     name = adapter.get("base_model_name_or_path")
@@ -163,7 +166,7 @@ def _local_files_only(name: str) -> dict[str, Any]:
 
 
 def _infer_head(config: PreTrainedConfig, adapter: Mapping[str, Any] | None) -> str:
-    """Return the head by what the adapter was trained for, else by the class that was saved."""
+    """Return the head for which the adapter was trained, else the head of the saved class."""
     if adapter is not None and adapter.get("task_type") in _HEADS_BY_TASK_TYPE:
         return _HEADS_BY_TASK_TYPE[adapter["task_type"]]
     classes = list(getattr(config, "architectures", None) or ())
@@ -177,7 +180,7 @@ def _infer_head(config: PreTrainedConfig, adapter: Mapping[str, Any] | None) -> 
 
 
 def _num_classes(folder: Path) -> int | None:
-    """Return how many classes the head in the adapter's file has; None where there is none in it."""
+    """Return the number of classes of the head in the adapter's file; None if it has no head."""
     if not (folder / ADAPTER_WEIGHTS).is_file():
         return None
     with safe_open(folder / ADAPTER_WEIGHTS, framework="pt") as file:
@@ -186,7 +189,7 @@ def _num_classes(folder: Path) -> int | None:
 
 
 def _num_embeddings(folder: Path, adapter: Mapping[str, Any]) -> int:
-    """Return how many embeddings the adapter's own rows ask for; 0 where it holds none."""
+    """Return the number of embeddings that the adapter's own rows need; 0 if it has none."""
     sizes = [0]
     if (folder / ADAPTER_WEIGHTS).is_file():
         with safe_open(folder / ADAPTER_WEIGHTS, framework="pt") as file:

@@ -85,14 +85,14 @@ def make_training_data(config: RunConfig, log: RunLog, *, on_progress: OnSourceP
         config.task, layout, processing.tokenizer, processing.processor, rows=rows, loss_kernel=kernel
     )
     task = build_task(materials)
-    for line in (*warnings, *task.found, *format_padding_free(config, layout)):
+    for line in (*warnings, *task.data_facts.lines, *format_padding_free(config, layout)):
         log(line)
     how: dict[str, Any] = {
-        "encode": task.encoder,
+        "encode": task.samples.encode,
         "section": data,
         "identity": input_identity(processing, task),
         "unknown_ids": unknown_ids(processing.tokenizer) if processing.tokenizer is not None else frozenset(),
-        "length": task.lengths,
+        "length": task.samples.length_limit,
         "log": log,
     }
     prepare: Callable[[Source], PreparedSet] = partial(prepare_set, **how, on_progress=on_progress)
@@ -109,8 +109,8 @@ def input_identity(processing: Processing, task: Task) -> dict[str, str]:
     identity = dict(processing.identity)
     if processing.tokenizer is not None:
         identity |= tokenizer_identity(processing.tokenizer)
-    if task.encoding:
-        identity["task"] = fingerprint_of(json.dumps(task.encoding, sort_keys=True))
+    if task.samples.identity:
+        identity["task"] = fingerprint_of(json.dumps(task.samples.identity, sort_keys=True))
     return identity
 
 

@@ -61,7 +61,7 @@ def _padding(config: RunConfig, training_data: TrainingData) -> Padding | None:
 
 def _classes(training_data: TrainingData) -> dict[str, int]:
     """Return the training images of each class; those of streams are not there yet."""
-    names = list(training_data.task.facts["labels"])
+    names = list(training_data.task.data_facts.values["labels"])
     prepared = [each for each in training_data.sources.values() if isinstance(each, PreparedSet)]
     counts = sum((np.bincount(each.values(LABEL), minlength=len(names)) for each in prepared), np.zeros(len(names)))
     return {name: int(count) for name, count in zip(names, counts, strict=True)}

@@ -37,7 +37,7 @@ def make_evaluator(
         microbatch_size=section.microbatch_size or config.train.microbatch_size,
         world=distributed.world(),
         section=config.data,
-        cost=task.loading_cost,
+        cost=task.samples.loading_cost,
     )
     return Evaluator(
         task=task,

@@ -115,8 +115,8 @@ def _groups(context: RunContext, built: BuiltRun, *, first_step: int) -> Iterato
         num_steps=plan.num_steps,
         section=config.data,
         seed=config.run.seed,
-        cost=training_data.task.loading_cost,
-        has_partners=training_data.task.has_partners,
+        cost=training_data.task.samples.loading_cost,
+        has_partners=training_data.task.samples.has_partners,
     )
     own = prepared.accelerator.prepare_data_loader(loader, device_placement=False)  # this rank's microbatches
     placed = prefetch_to_device(groups(own, plan.num_batches), prepared.accelerator.device)

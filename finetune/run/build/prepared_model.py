@@ -15,7 +15,7 @@ from finetune.checkpoint.sharding.access import build_access
 from finetune.config.rules.model import adapter_of
 from finetune.data.batch import Batch
 from finetune.data.features import Features
-from finetune.model.attention.isolation import check_isolation, require_position_ids
+from finetune.model.attention.implementation import check_isolation, require_position_ids
 from finetune.model.attention.varlen_kernels import missing_kernel_warning
 from finetune.model.compilation import compile_model
 from finetune.model.loading.pretrained import base_mismatch_warning
@@ -36,6 +36,7 @@ from finetune.run.build.padding_free import resolve_padding_free
 from finetune.run.build.strategy import require_tied_weights_supported
 from finetune.run.context import RunContext
 from finetune.runtime import seeds
+from finetune.runtime.resources import resident_bytes
 from finetune.strategy.protocol import Sharded
 from finetune.strategy.upstream import (
     broadcast_rank_0_buffers,
@@ -44,6 +45,7 @@ from finetune.strategy.upstream import (
     prefetch_fsdp2_layers,
     set_zero_bucket_sizes,
 )
+from finetune.task.lm_loss.head import fallback_warning
 from finetune.task.model_inputs import forward_logits, is_padding_free, unwrap_model
 from finetune.task.protocol import Task
 from finetune.train.accelerator import build_accelerator, check_prepared
@@ -88,18 +90,19 @@ def prepare_model(
 ) -> PreparedModel:
     """Return the prepared model and optimizer, checked to be what was launched. Collective."""
     config, strategy, log = context.config, context.strategy, context.log
+    process_bytes = 0 if torch.cuda.is_available() else resident_bytes()  # what `mem` of a step measures
     plain = build_model(
         config, task=training_data.task, tokenizer=training_data.tokenizer, construction=strategy.init_context()
     )
     check_image_shape(plain.config, training_data.processing.processor)
     require_tied_weights_supported(plain, strategy.name)
     size = measure_model(plain)
-    for line in (*size.lines, *_memory(context, size).lines[-1:]):
+    for line in (*size.lines, *_memory(context, size, process_bytes=process_bytes).lines[-1:]):
         log(line)
     _warn(context)
     optimizer = _optimizer(context, list_parameters(plain), learning_rate=learning_rate)
     noise = config.train.embedding_noise
-    before_batch = EmbeddingNoise(plain, alpha=noise).tell if noise else no_op
+    before_batch = EmbeddingNoise(plain, alpha=noise).set_batch if noise else no_op
     _compile(context, unwrap_model(plain))
     held = keep_bf16_parameters(accelerator, is_wanted=config.train.optimizer.stochastic_rounding)
     with (
@@ -112,6 +115,8 @@ def prepare_model(
         model, prepared = accelerator.prepare(plain, optimizer)
     check_prepared(model, strategy.expected(), strategy=strategy.name)
     prefetch_fsdp2_layers(accelerator, model)
+    if (warning := fallback_warning(model)) is not None:
+        log(warning)
     if config.train.unfreeze:
         drop_not_yet_unfrozen_from_zero_norm(model)
     return PreparedModel(accelerator, plain, model, prepared, before_batch)
@@ -146,7 +151,7 @@ def _optimizer(context: RunContext, named: list[NamedParameter], *, learning_rat
     return optimizer
 
 
-def _memory(context: RunContext, size: ModelSize) -> MemoryEstimate:
+def _memory(context: RunContext, size: ModelSize, *, process_bytes: int) -> MemoryEstimate:
     config, strategy = context.config, context.strategy
     sharded, train, distillation = strategy.sharded(), config.train, config.task.distillation
     trained = sum(size.trained_bytes_by_dtype.values())
@@ -161,7 +166,8 @@ def _memory(context: RunContext, size: ModelSize) -> MemoryEstimate:
         weights_bytes=sum(size.bytes_by_dtype.values()),
         gradients_bytes=size.largest_trained_bytes if train.optimizer.in_backward else trained,
         optimizer_bytes=state + (AVERAGE_BYTES * size.num_trained if train.average else 0),
-        is_beside_teacher=distillation is not None and not distillation.cache,
+        has_teacher=distillation is not None and not distillation.cache,
+        process_bytes=process_bytes,
         shards=strategy.expected().num_shards,
         shards_weights=Sharded.PARAMETERS in sharded,
         shards_gradients=Sharded.GRADIENTS in sharded,

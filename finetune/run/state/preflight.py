@@ -58,7 +58,6 @@ def _check_folder(config: RunConfig, *, rank: int) -> int | None:
         _refuse_changes(config)
         return _finished(config, rank=rank)
     except CheckpointError as error:
-        error.is_on_all_ranks = True
         if rank == 0:
             status = open_status_file(Path(config.run.folder), rank=rank)
             status.start()

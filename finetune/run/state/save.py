@@ -43,7 +43,7 @@ class ReportingSaver:
         Raises CheckpointError where that or this has failed and the run is to stop then; NonFiniteError likewise,
         whatever is asked for.
         """
-        self.settle()
+        self.wait_for_writes()
         self._before()
         self._step = progress.step
         try:
@@ -53,7 +53,7 @@ class ReportingSaver:
                 raise
             self._warn(error)
         if self._saver.outcome() is not None:  # it has been written already, in the foreground
-            self.settle()
+            self.wait_for_writes()
 
     @property
     def has_failed(self) -> bool:
@@ -62,7 +62,7 @@ class ReportingSaver:
         goes_on = isinstance(outcome, CheckpointError) and not self._stops
         return isinstance(outcome, BaseException) and not goes_on
 
-    def tell(self) -> None:
+    def report_written(self) -> None:
         """Report what has been written behind since the last time."""
         for step, note in self._saver.notes():
             self._reporter(Warned(step, note))
@@ -78,10 +78,10 @@ class ReportingSaver:
         if isinstance(outcome, CheckpointError) and not self._stops:
             self._warn(outcome)
 
-    def settle(self) -> None:
+    def wait_for_writes(self) -> None:
         """Wait for what is being written; raises CheckpointError where it failed and the run stops then. Collective."""
         self._saver.wait()
-        self.tell()
+        self.report_written()
         try:
             self._saver.finish()
         except CheckpointError as error:

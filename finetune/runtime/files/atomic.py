@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all, and folders that one process builds while the others wait.
+"""Files and folders that appear whole or not at all, and folders that one process builds while the others wait.
 
 Everything is first written under a temporary name:
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import psutil
 import torch.distributed as dist
 
-from finetune.errors import FinetuneError, LostContact
+from finetune.errors import FinetuneError, LostContact, UserError
 from finetune.runtime import distributed
 from finetune.runtime.processes import exit_process
 from finetune.runtime.supervision.status import STOPPED, Peer, RankExit, StatusFile, exit_from_error
@@ -37,45 +37,45 @@ def _is_alive(pid: int) -> bool:
 
 
 _BROKEN = ("gloo/", "Connection closed by peer", "Connection reset by peer", "Broken pipe", "NCCL", "ncclRemoteError")
-"""What torch says when a collective breaks because another process is gone."""
+"""What torch reports when a collective breaks because another process is gone."""
 
 _PATIENCE_SECONDS = 3.0
 
 
 class ProcessExit:
-    """The one end of this process: whether its main thread or its watchdog comes first, the reason is told once."""
+    """The exit of this process: whether its main thread or its watchdog comes first, the reason is printed once."""
 
     def __init__(self, status: StatusFile, *, rank: int, leave: Callable[[int], None] | None = None) -> None:
         self._status = status
         self._rank = rank
         self._leave = leave or exit_now
-        self._is_ending = threading.Lock()
+        self._is_exiting = threading.Lock()
         self.peers: Sequence[Peer] = ()
 
     def exit_after_error(self, error: BaseException) -> None:
-        """Tell the error, or the one of another rank that came first, and leave."""
+        """Print the error, or the one of another rank that came first, and exit."""
         if is_broken_collective(error):
             error = self._lost_contact(error)
         own = exit_from_error(error, rank=self._rank)
         first = self._status.claim_exit(own)
         if first == own and own.state != STOPPED:
-            self._go(own, said=format_first_error(error, rank=self._rank))
-        self._go(first, said=None)
+            self._exit(own, message=format_first_error(error, rank=self._rank))
+        self._exit(first, message=None)
 
     def after(self, ended: RankExit) -> None:
-        """End the run on this rank's own account, unless another has done so; tell which, and leave."""
-        self._go(self._status.claim_exit(ended), said=None)
+        """Exit for this reason, unless another rank has exited before; print which."""
+        self._exit(self._status.claim_exit(ended), message=None)
 
-    def _go(self, first: RankExit, *, said: str | None) -> None:
-        if not self._is_ending.acquire(blocking=False):
-            time.sleep(60)  # the other thread is about to end the process
-        text = said or format_exit(first, rank=self._rank)
+    def _exit(self, first: RankExit, *, message: str | None) -> None:
+        if not self._is_exiting.acquire(blocking=False):
+            time.sleep(60)  # the other thread is about to exit
+        text = message or format_exit(first, rank=self._rank)
         if text:
             print(printable(text), file=sys.stderr, flush=True)
         self._leave(first.exit_code if first.rank == self._rank or first.state == STOPPED else 1)
 
     def _lost_contact(self, error: BaseException) -> BaseException:
-        """Return what is to be said of a broken collective; whoever broke it is given a moment to say so first."""
+        """Return the error for a broken collective; the rank that broke it has a moment to report its own."""
         deadline = time.monotonic() + _PATIENCE_SECONDS
         while time.monotonic() < deadline and self._status.first() is None:
             if lost := find_dead_peers(self.peers):
@@ -85,7 +85,7 @@ class ProcessExit:
 
 
 def is_broken_collective(error: BaseException) -> bool:
-    """Tell whether the error, or what caused it, is that another process no longer answers."""
+    """Tell whether the error, or what caused it, is that another process no longer responds."""
     seen: BaseException | None = error
     while seen is not None:
         if isinstance(seen, dist.DistError):
@@ -97,30 +97,30 @@ def is_broken_collective(error: BaseException) -> bool:
 
 
 def format_lost_peers(lost: Sequence[Peer]) -> str:
-    """Return the message for processes that are gone without a word."""
+    """Return the message for processes that disappeared without an error."""
     names = " and ".join(map(str, lost))
     return (
-        f"lost contact with {names}: killed, or out of memory (the kernel's log may say so). "
-        "The same command continues from the newest checkpoint."
+        f"lost contact with {names}: killed, or out of memory (see the kernel's log). "
+        "The same command resumes from the newest checkpoint."
     )
 
 
 def format_exit(first: RankExit, *, rank: int) -> str:
-    """Return the one line that a rank prints which ends because of a rank, itself or another."""
+    """Return the line that a rank prints when it exits; none for a user's mistake that another rank has printed."""
     if first.rank != rank:
-        return f"rank {rank} ends because {first}"
+        return "" if first.exit_code == UserError.exit_code else f"rank {rank} exits because {first}"
     return f"{first}; it ends now." if first.state == STOPPED else f"{_rank_prefix(rank)}error: {first.message}"
 
 
 def format_first_error(error: BaseException, *, rank: int) -> str:
-    """Return what is printed of the first error: a message, or a traceback where the fault is ours."""
+    """Return what is printed of the first error: a message, or a traceback for a bug of this package."""
     if isinstance(error, FinetuneError):
         return f"{_rank_prefix(rank)}error: {printable(str(error))}"
     return _rank_prefix(rank) + format_traceback(error)
 
 
 def kill_children() -> None:
-    """Kill the processes that load data: they leave every signal to this one, and would outlive it by seconds."""
+    """Kill the processes that load data: they ignore signals, and would outlive this process by seconds."""
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises where a data loader's process dies
     for child in multiprocessing.active_children():
@@ -128,7 +128,7 @@ def kill_children() -> None:
 
 
 def exit_now(code: int) -> None:
-    """End this process and what it has started, without waiting for anybody."""
+    """Exit and kill the child processes, without waiting for any other rank."""
     try:
         kill_children()
     finally:

@@ -70,7 +70,7 @@ class RankExit:
     def __str__(self) -> str:
         if self.state == STOPPED:
             return f"rank {self.rank} was stopped: {self.message}"
-        return f"rank {self.rank} failed first: {self.message.splitlines()[0] if self.message else self.type}"
+        return f"rank {self.rank} failed: {self.message.splitlines()[0] if self.message else self.type}"
 
 
 def exit_from_error(error: BaseException, *, rank: int) -> RankExit:

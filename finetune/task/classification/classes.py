@@ -18,7 +18,7 @@ from finetune.data.features import Features
 from finetune.data.rows import Row
 from finetune.errors import DataError
 from finetune.task.causal_lm import pad_id
-from finetune.task.protocol import TaskContext
+from finetune.task.protocol import DataFacts, TaskContext
 
 LabelsOf = Callable[[Row], Iterable[Any]]
 """From a row to the labels in it."""
@@ -40,9 +40,10 @@ class WeightedClasses:
     counts: tuple[int, ...] = field(default=(), compare=False)  # of each class in the training rows, where counted
 
     @property
-    def facts(self) -> Mapping[str, Any]:
-        """Return it as JSON: what `find_classes` reads where there are no rows."""
-        return {"labels": list(self.classes.names), "class_weights": self.weights and list(self.weights)}
+    def data_facts(self) -> DataFacts:
+        """Return what `find_classes` reads where there are no rows, and how often each class occurs."""
+        values = {"labels": list(self.classes.names), "class_weights": self.weights and list(self.weights)}
+        return DataFacts(values, self._lines())
 
     @property
     def head_values(self) -> Mapping[str, Any]:
@@ -54,15 +55,14 @@ class WeightedClasses:
             "label2id": {name: index for index, name in enumerate(names)},
         }
 
-    @property
-    def found(self) -> tuple[str, ...]:
-        """Return a line on how often each class occurs and what it weighs; nothing where nothing was counted."""
+    def _lines(self) -> tuple[str, ...]:
+        """Return a line on how often each class occurs and its weight; nothing where nothing was counted."""
         if not self.counts:
             return ()
         shown = islice(zip(self.classes.names, self.counts, strict=True), _MAX_LISTED_CLASSES)
         each = [f"`{name}` {count:,}" for name, count in shown]
         if self.weights:
-            each = [f"{said} (weight {weight:.3g})" for said, weight in zip(each, self.weights, strict=False)]
+            each = [f"{text} (weight {weight:.3g})" for text, weight in zip(each, self.weights, strict=False)]
         more = len(self.counts) - len(each)
         return (f"data.train: {len(self.counts)} classes: {', '.join(each)}{f' and {more} more' if more else ''}",)
 
@@ -101,13 +101,13 @@ def class_loss_sum(
 
     `labels` are indices, [...] or IGNORED, or the probabilities of all classes, [..., classes], each row one target.
     A target's loss is multiplied by the weight of its class; smoothing is torch's (Szegedy et al., 2015,
-    arXiv:1512.00567). Nothing is divided by the sum of the weights.
+    arXiv:1512.00567). The sum is not divided by the weights.
     """
     # logits  # [..., classes]
     flat = logits.reshape(-1, logits.shape[-1]).to(torch.float32)
-    wanted = labels.reshape(-1, flat.shape[-1]).to(torch.float32) if labels.is_floating_point() else labels.reshape(-1)
+    targets = labels.reshape(-1, flat.shape[-1]).to(torch.float32) if labels.is_floating_point() else labels.reshape(-1)
     return functional.cross_entropy(
-        flat, wanted, weight=weights, ignore_index=IGNORED, reduction="sum", label_smoothing=label_smoothing
+        flat, targets, weight=weights, ignore_index=IGNORED, reduction="sum", label_smoothing=label_smoothing
     )
 
 
@@ -118,9 +118,9 @@ def multi_label_loss_sum(logits: Tensor, labels: Tensor, *, weights: Tensor | No
     applies, not where it does not (torch's `pos_weight`).
     """
     # logits  # [rows, classes]
-    counts, wanted = _mask_nan_rows(labels)
+    counts, targets = _mask_nan_rows(labels)
     each = functional.binary_cross_entropy_with_logits(
-        logits.to(torch.float32), wanted, pos_weight=weights, reduction="none"
+        logits.to(torch.float32), targets, pos_weight=weights, reduction="none"
     )
     return (each.mean(dim=-1) * counts).sum()
 
@@ -130,8 +130,8 @@ def regression_loss_sum(predictions: Tensor, labels: Tensor) -> Tensor:
 
     Both are [rows, numbers]; a row of NaN does not count.
     """
-    counts, wanted = _mask_nan_rows(labels)
-    return ((predictions.to(torch.float32) - wanted).square().mean(dim=-1) * counts).sum()
+    counts, targets = _mask_nan_rows(labels)
+    return ((predictions.to(torch.float32) - targets).square().mean(dim=-1) * counts).sum()
 
 
 def _mask_nan_rows(labels: Tensor) -> tuple[Tensor, Tensor]:
@@ -140,7 +140,7 @@ def _mask_nan_rows(labels: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _count_classes(rows: Iterable[Row], labels_of: LabelsOf) -> tuple[int, Counter[str]]:
-    """Return the number of rows and of each class; a wrong label is passed over: who encodes its row tells where."""
+    """Return the number of rows and of each class; a wrong label is skipped: encoding its row reports it."""
     counts: Counter[str] = Counter()
     num_rows, first = 0, None
     for row in rows:
@@ -158,7 +158,7 @@ def _class_names(counts: Mapping[str, int], *, least: int) -> tuple[str, ...]:
     if len(counts) < least:
         raise DataError(
             f"the training rows name {len(counts)} class{'es' if not counts else ''}"
-            f"{f' (`{next(iter(counts))}`)' if counts else ''}: there is nothing to tell apart. "
+            f"{f' (`{next(iter(counts))}`)' if counts else ''}: there is nothing to classify. "
             "Write `task.classification.labels` if there are others."
         )
     if len(counts) > _MAX_CLASSES:
@@ -173,7 +173,7 @@ def _class_names(counts: Mapping[str, int], *, least: int) -> tuple[str, ...]:
 class TextPadding:
     """The token that fills up short texts: the tokenizer's, else its end-of-sequence, which becomes its padding.
 
-    A decoder reads its answer off the last token that is not padding, which it knows by this id alone: the model's
+    A decoder classifies at the last token that is not padding, which it finds by this id alone: the model's
     config and the tokenizer must name the same. A text that ends with the padding token itself (where that is
     end-of-sequence) has its answer read off the token before, alone as in any batch.
     """

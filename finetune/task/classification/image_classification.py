@@ -1,6 +1,7 @@
 """Image classification: one class for each image. It is decoded where batches are made, in the loader's workers."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -14,23 +15,21 @@ from finetune.data.features import Features
 from finetune.data.images.decode import decode_image
 from finetune.data.images.transforms import ImageTransform, mix_images
 from finetune.data.rows import Row
-from finetune.data.workers import LoadingCost
 from finetune.runtime.seeds import derive_seed
 from finetune.task.base import BaseTask
 from finetune.task.classification.classes import class_loss_sum, find_classes
 from finetune.task.metrics import image_metrics
 from finetune.task.model_inputs import unwrap_model
-from finetune.task.protocol import EvaluationOutput, ModelHead, TaskContext
+from finetune.task.protocol import DataFacts, EvaluationOutput, ModelHead, SampleSpec, TaskContext
 
 
 class ImageClassificationTask(BaseTask):
-    """Name the class of an image.
+    """Predict the class of an image.
 
     Rows become `label` (the number of the class) and `image` (encoded bytes).
     """
 
     head: ModelHead = "image_classification"
-    loading_cost: LoadingCost = "heavy"
 
     def __init__(self, context: TaskContext) -> None:
         self.section: ImagesSection = context.data.images
@@ -38,7 +37,7 @@ class ImageClassificationTask(BaseTask):
         self.views = ImageTransform(context.processor, self.section)
         self.classification = find_classes(context, _labels_of)
         self._encoder = LabelledImageEncoder(self.classification.classes, self.views.mode)
-        _ = self.views.size  # raises here, where nobody has prepared anything yet
+        _ = self.views.size  # raises here, before any data is prepared
 
     @property
     def head_values(self) -> Mapping[str, Any]:
@@ -46,27 +45,22 @@ class ImageClassificationTask(BaseTask):
         return self.classification.head_values
 
     @property
-    def facts(self) -> Mapping[str, Any]:
+    def data_facts(self) -> DataFacts:
         """Return the classes and their weights."""
-        return self.classification.facts
+        return self.classification.data_facts
 
     @property
-    def found(self) -> tuple[str, ...]:
-        """Return how often each class occurs."""
-        return self.classification.found
-
-    @property
-    def encoding(self) -> Mapping[str, Any]:
-        """Return the classes in their order, and the channels that images are decoded to."""
-        return {"labels": list(self.classification.classes.names), "mode": self.views.mode}
-
-    @property
-    def has_partners(self) -> bool:
-        """Tell whether each sample is learnt together with another one."""
-        return self.section.mixup > 0 or self.section.cutmix > 0
+    def samples(self) -> SampleSpec:
+        """Return samples that depend on the order of the classes and on the channels that images are decoded to."""
+        return replace(
+            super().samples,
+            loading_cost="heavy",
+            has_partners=self._mixes,
+            identity={"labels": list(self.classification.classes.names), "mode": self.views.mode},
+        )
 
     def collate(self, features: Sequence[Features]) -> Batch:
-        """Return the images as pixels; where they are learnt from, views drawn from step and sample alone."""
+        """Return the images as pixels; in training, augmented views drawn from step and sample alone."""
         pairs = [self._pixels_and_label(each) for each in features]
         labels = torch.stack([label for _, label in pairs])
         return Batch(
@@ -77,16 +71,12 @@ class ImageClassificationTask(BaseTask):
             sample_ids=tuple(each.sample_id for each in features),
         )
 
-    def loss_sum(self, model: nn.Module, batch: Batch) -> Tensor:
+    def loss_sums(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
         """Return the cross-entropy in nats summed over the images, with class weights and label smoothing."""
         weights = self.classification.weight_tensor(batch.labels.device)
-        return class_loss_sum(
-            image_logits(model, batch), batch.labels, weights=weights, label_smoothing=self.label_smoothing
-        )
-
-    def metric_sums(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
-        """Return `loss_sum`, without weights and smoothing, and `num_targets`."""
-        return self.evaluate_batch(model, batch).sums
+        logits, smoothing = image_logits(model, batch), self.label_smoothing
+        loss_sum = class_loss_sum(logits, batch.labels, weights=weights, label_smoothing=smoothing)
+        return {"loss_sum": loss_sum}
 
     def evaluate_batch(self, model: nn.Module, batch: Batch) -> EvaluationOutput:
         """Return the sums, and of each image its id, class, likeliest class, and how many classes are likelier."""
@@ -107,10 +97,15 @@ class ImageClassificationTask(BaseTask):
             return {"loss": loss}
         return {"loss": loss, **image_metrics(records, num_classes=len(self.classification.classes))}
 
+    @property
+    def _mixes(self) -> bool:
+        """Tell whether each image is mixed with another one."""
+        return self.section.mixup > 0 or self.section.cutmix > 0
+
     def _pixels_and_label(self, features: Features) -> tuple[Tensor, Tensor]:
         """Return the pixels and the class: its number, or with a partner the probabilities of all classes."""
         own, label = self._view(features, "own"), int(features.arrays[LABEL][0])
-        if features.seed == 0 or not self.has_partners:
+        if features.seed == 0 or not self._mixes:
             return own, torch.tensor(label)
         partner = features.partner or features
         other, other_label = self._view(partner, "partner"), int(partner.arrays[LABEL][0])

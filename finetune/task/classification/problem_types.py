@@ -17,44 +17,41 @@ from finetune.task.classification.classes import (
     regression_loss_sum,
 )
 from finetune.task.metrics import class_metrics, multi_label_metrics, regression_metrics
+from finetune.task.protocol import DataFacts
 
 
 class ProblemType(Protocol):
-    """What is asked, how wrong an answer is, and what is measured of the answers."""
+    """The labels, the loss, and the metrics of a classifier of texts."""
 
     @property
     def labels(self) -> LabelEncoder:
-        """Return what makes numbers of a row's label."""
+        """Return the encoder of a row's label."""
 
     @property
     def head_values(self) -> Mapping[str, Any]:
         """Return what the model's config says of its outputs."""
 
     @property
-    def facts(self) -> Mapping[str, Any]:
-        """Return what was read from the rows, as JSON."""
+    def data_facts(self) -> DataFacts:
+        """Return what was read from the rows."""
 
-    @property
-    def found(self) -> tuple[str, ...]:
-        """Return lines on the same for the user."""
-
-    def wanted(self, labels: Tensor) -> Tensor:
+    def batch_labels(self, labels: Tensor) -> Tensor:
         """Return the labels of a batch, [rows, numbers of a label], as the loss takes them."""
 
-    def said(self, label: np.ndarray) -> str:
-        """Return what a label says, in words."""
+    def label_text(self, label: np.ndarray) -> str:
+        """Return the label as text."""
 
     def loss_sum(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Return what is learnt from, summed over the rows."""
+        """Return the trained loss, summed over the rows."""
 
     def unweighted_loss_sum(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Return the same without weights and smoothing: what an evaluation shows."""
 
     def predictions(self, logits: Tensor) -> Tensor:
-        """Return the answers, one row each."""
+        """Return the predictions, one row each."""
 
     def metrics(self, labels: Tensor, predicted: Tensor) -> Mapping[str, float]:
-        """Return what is measured, of float64 [rows, columns]."""
+        """Return the metrics, from float64 [rows, columns]."""
 
 
 @dataclass(frozen=True)
@@ -64,14 +61,9 @@ class _WithClasses:
     classification: WeightedClasses
 
     @property
-    def facts(self) -> Mapping[str, Any]:
-        """Return the classes and their weights."""
-        return self.classification.facts
-
-    @property
-    def found(self) -> tuple[str, ...]:
-        """Return how often each class occurs."""
-        return self.classification.found
+    def data_facts(self) -> DataFacts:
+        """Return the classes, their weights and how often each occurs."""
+        return self.classification.data_facts
 
 
 @recorded_as("OneOfMany")
@@ -91,11 +83,11 @@ class SingleLabel(_WithClasses):
         """Return number and names of the classes."""
         return {**self.classification.head_values, "problem_type": "single_label_classification"}
 
-    def wanted(self, labels: Tensor) -> Tensor:
+    def batch_labels(self, labels: Tensor) -> Tensor:
         """Return the indices, int64 [rows]."""
         return labels[:, 0].long()
 
-    def said(self, label: np.ndarray) -> str:
+    def label_text(self, label: np.ndarray) -> str:
         """Return the name of the class."""
         return self.classification.classes.names[int(label[0])]
 
@@ -124,7 +116,7 @@ class MultiLabel(_WithClasses):
 
     @property
     def labels(self) -> LabelEncoder:
-        """Return what tells for each class whether it applies."""
+        """Return an encoder of labels to 0 or 1 for each class."""
         return MultiLabelEncoder(self.classification.classes)
 
     @property
@@ -132,11 +124,11 @@ class MultiLabel(_WithClasses):
         """Return number and names of the classes."""
         return {**self.classification.head_values, "problem_type": "multi_label_classification"}
 
-    def wanted(self, labels: Tensor) -> Tensor:
+    def batch_labels(self, labels: Tensor) -> Tensor:
         """Return 0 or 1 for each class, float32 [rows, classes]."""
         return labels.to(torch.float32)
 
-    def said(self, label: np.ndarray) -> str:
+    def label_text(self, label: np.ndarray) -> str:
         """Return the names of the classes, or that there is none."""
         names = self.classification.classes.names
         return ", ".join(names[place] for place in np.flatnonzero(label)) or "none"
@@ -183,20 +175,15 @@ class Regression:
         }
 
     @property
-    def facts(self) -> Mapping[str, Any]:
+    def data_facts(self) -> DataFacts:
         """Return how many numbers there are."""
-        return {"num_numbers": self.num_numbers, "labels": list(self.names)}
+        return DataFacts({"num_numbers": self.num_numbers, "labels": list(self.names)})
 
-    @property
-    def found(self) -> tuple[str, ...]:
-        """Return nothing: numbers have no classes."""
-        return ()
-
-    def wanted(self, labels: Tensor) -> Tensor:
+    def batch_labels(self, labels: Tensor) -> Tensor:
         """Return the numbers, float32 [rows, numbers]."""
         return labels.to(torch.float32)
 
-    def said(self, label: np.ndarray) -> str:
+    def label_text(self, label: np.ndarray) -> str:
         """Return the numbers."""
         return ", ".join(f"{number:g}" for number in label)
 

@@ -24,11 +24,11 @@ from finetune.runtime.recorded import recorded_name
 from finetune.task.base import BaseTask
 from finetune.task.classification.classes import TextPadding, classifier_logits, find_classes
 from finetune.task.classification.problem_types import MultiLabel, ProblemType, Regression, SingleLabel
-from finetune.task.protocol import EvaluationOutput, ModelHead, Row, TaskContext
+from finetune.task.protocol import DataFacts, EvaluationOutput, ModelHead, Row, SampleSpec, TaskContext
 
 
 class TextClassificationTask(BaseTask):
-    """Find out the class, the classes or the numbers of a text; raises DataError where the rows name none.
+    """Predict the class, the classes or the numbers of a text; raises DataError where the rows name none.
 
     Rows become `input_ids`, `token_type_ids` where the tokenizer makes them, and `labels`. A row is one target.
     """
@@ -37,48 +37,44 @@ class TextClassificationTask(BaseTask):
 
     def __init__(self, context: TaskContext) -> None:
         data = context.data
-        self.kind = _problem_type_of(context)
+        self.problem_type = _problem_type_of(context)
         self.padding = TextPadding(context.tokenizer)
         is_cut = data.over_length == "truncate"
         cut = Truncation(data.longest, data.truncate_side) if is_cut else None
         self._encoder = LabelledTextEncoder(
-            context.tokenizer, self.kind.labels, cut=cut, allow_special_tokens=data.allow_special_tokens
+            context.tokenizer, self.problem_type.labels, cut=cut, allow_special_tokens=data.allow_special_tokens
         )
 
     @property
     def head_values(self) -> Mapping[str, Any]:
         """Return number and names of the outputs, what they are, and the padding token."""
-        return {**self.kind.head_values, **self.padding.head_values}
+        return {**self.problem_type.head_values, **self.padding.head_values}
 
     @property
-    def facts(self) -> Mapping[str, Any]:
+    def data_facts(self) -> DataFacts:
         """Return the classes and their weights, or how many numbers there are."""
-        return self.kind.facts
+        return self.problem_type.data_facts
 
     @property
-    def found(self) -> tuple[str, ...]:
-        """Return how often each class occurs."""
-        return self.kind.found
-
-    @property
-    def encoding(self) -> Mapping[str, Any]:
-        """Return what labels become."""
-        return {"kind": recorded_name(self.kind), **{k: v for k, v in self.facts.items() if k != "class_weights"}}
+    def samples(self) -> SampleSpec:
+        """Return samples that depend on what the labels are encoded to."""
+        facts = {name: value for name, value in self.data_facts.values.items() if name != "class_weights"}
+        return replace(super().samples, identity={"kind": recorded_name(self.problem_type), **facts})
 
     def collate(self, features: Sequence[Features]) -> Batch:
         """Return the texts padded on the right; labels: int64 [batch] of one class, else float32 [batch, outputs]."""
         labels = np.stack([each.arrays[LABELS] for each in features])
         return Batch(
             inputs=self.padding.inputs(features),
-            labels=self.kind.wanted(torch.from_numpy(labels)),
+            labels=self.problem_type.batch_labels(torch.from_numpy(labels)),
             num_targets=len(features),
             num_tokens=sum(each.length for each in features),
             sample_ids=tuple(each.sample_id for each in features),
         )
 
-    def answer(self, features: Features) -> str:
+    def label_text(self, features: Features) -> str:
         """Return the class, the classes or the numbers."""
-        return self.kind.said(features.arrays[LABELS])
+        return self.problem_type.label_text(features.arrays[LABELS])
 
     def dummy_batch(self, features: Features) -> Batch:
         """Return the row as a batch in which nothing counts: numbers that do not are NaN."""
@@ -86,23 +82,19 @@ class TextClassificationTask(BaseTask):
         is_number = batch.labels.is_floating_point()
         return replace(batch, labels=torch.full_like(batch.labels, torch.nan)) if is_number else batch
 
-    def loss_sum(self, model: nn.Module, batch: Batch) -> Tensor:
+    def loss_sums(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
         """Return the loss summed over the rows, with class weights and label smoothing, a float32 scalar."""
-        return self.kind.loss_sum(classifier_logits(model, batch), batch.labels)
-
-    def metric_sums(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
-        """Return `loss_sum`, without weights and smoothing, and `num_targets`."""
-        return self.evaluate_batch(model, batch).sums
+        return {"loss_sum": self.problem_type.loss_sum(classifier_logits(model, batch), batch.labels)}
 
     def evaluate_batch(self, model: nn.Module, batch: Batch) -> EvaluationOutput:
         """Return the sums, and of each row its id, what is right and what is predicted."""
         logits = classifier_logits(model, batch)
         num_targets = torch.tensor(batch.num_targets, device=logits.device)
-        sums = {"loss_sum": self.kind.unweighted_loss_sum(logits, batch.labels), "num_targets": num_targets}
+        sums = {"loss_sum": self.problem_type.unweighted_loss_sum(logits, batch.labels), "num_targets": num_targets}
         if not batch.sample_ids:
             return EvaluationOutput(sums)
         ids = torch.tensor(batch.sample_ids, dtype=torch.float64)[:, None]
-        columns = (batch.labels, self.kind.predictions(logits))
+        columns = (batch.labels, self.problem_type.predictions(logits))
         both = [each.reshape(len(ids), -1).to("cpu", torch.float64) for each in columns]
         return EvaluationOutput(sums, torch.cat([ids, *both], dim=1))
 
@@ -113,11 +105,11 @@ class TextClassificationTask(BaseTask):
         if records is None:
             return loss
         labels, predicted = records[:, 1:].chunk(2, dim=1)
-        return {**loss, **self.kind.metrics(labels, predicted)}
+        return {**loss, **self.problem_type.metrics(labels, predicted)}
 
 
 def _problem_type_of(context: TaskContext) -> ProblemType:
-    """Return what is asked; reads the rows where the job does not tell all of it."""
+    """Return the problem type; reads the rows where the config does not determine it."""
     section, facts = context.section.classification, context.facts or {}
     if section.kind == "regression":
         num_numbers = facts.get("num_numbers") or len(section.labels) or _num_numbers(context)
@@ -141,4 +133,4 @@ def _num_numbers(context: TaskContext) -> int:
             return len(read_label_numbers(label_of(row)))
         except DataError as error:
             wrong = wrong or error
-    raise DataError(f"data.train: no row has a number to learn; the first: {wrong}")
+    raise DataError(f"data.train: no row has a number as its label; the first error: {wrong}")

@@ -1,6 +1,7 @@
 """Token classification: the class of every word, such as the entity that it belongs to."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
@@ -13,15 +14,15 @@ from finetune.data.encoding.labelled_text import LABELS
 from finetune.data.encoding.tagged_words import TaggedWordsEncoder, tags_of
 from finetune.data.encoding.tokenizer import num_special_tokens_around
 from finetune.data.features import Features
-from finetune.data.token_cache.lengths import LengthLimit, SampleLengthLimit
+from finetune.data.token_cache.lengths import SampleLengthLimit
 from finetune.task.base import BaseTask
 from finetune.task.classification.classes import TextPadding, class_loss_sum, classifier_logits, find_classes, pad_rows
 from finetune.task.metrics import are_entity_tags, class_metrics, entity_scores
-from finetune.task.protocol import EvaluationOutput, ModelHead, TaskContext
+from finetune.task.protocol import DataFacts, EvaluationOutput, ModelHead, SampleSpec, TaskContext
 
 
 class TokenClassificationTask(BaseTask):
-    """Find out the class of every word; raises DataError for a tokenizer that cannot tell words.
+    """Predict the class of every word; raises DataError for a tokenizer that does not know words.
 
     Rows become `input_ids`, `token_type_ids` where the tokenizer makes them, `is_target` and `labels`. The first token
     of each word is a target.
@@ -38,7 +39,7 @@ class TokenClassificationTask(BaseTask):
             context.tokenizer, self.classification.classes, allow_special_tokens=data.allow_special_tokens
         )
         frame = num_special_tokens_around(context.tokenizer)
-        self._lengths = SampleLengthLimit(data.longest, data.over_length, data.truncate_side, frame)
+        self._length_limit = SampleLengthLimit(data.longest, data.over_length, data.truncate_side, frame)
 
     @property
     def head_values(self) -> Mapping[str, Any]:
@@ -46,24 +47,15 @@ class TokenClassificationTask(BaseTask):
         return {**self.classification.head_values, **self.padding.head_values}
 
     @property
-    def facts(self) -> Mapping[str, Any]:
+    def data_facts(self) -> DataFacts:
         """Return the classes and their weights."""
-        return self.classification.facts
+        return self.classification.data_facts
 
     @property
-    def found(self) -> tuple[str, ...]:
-        """Return how often each tag occurs."""
-        return self.classification.found
-
-    @property
-    def encoding(self) -> Mapping[str, Any]:
-        """Return the classes in their order."""
-        return {"labels": list(self.classification.classes.names)}
-
-    @property
-    def lengths(self) -> LengthLimit:
-        """Return the policy for long sentences: what is cut or split keeps the special tokens around it."""
-        return self._lengths
+    def samples(self) -> SampleSpec:
+        """Return samples that depend on the order of the classes; parts of a sentence keep the special tokens."""
+        identity = {"labels": list(self.classification.classes.names)}
+        return replace(super().samples, length_limit=self._length_limit, identity=identity)
 
     def collate(self, features: Sequence[Features]) -> Batch:
         """Return the sentences padded on the right; labels[b, t] is the class of the word that token t begins."""
@@ -76,21 +68,17 @@ class TokenClassificationTask(BaseTask):
             sample_ids=tuple(each.sample_id for each in features),
         )
 
-    def answer(self, features: Features) -> str:
+    def label_text(self, features: Features) -> str:
         """Return the words' tags in their order."""
         names = self.classification.classes.names
         return " ".join(names[label] for label in features.arrays[LABELS][features.arrays["is_target"]])
 
-    def loss_sum(self, model: nn.Module, batch: Batch) -> Tensor:
+    def loss_sums(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
         """Return the cross-entropy in nats summed over the words, with class weights and label smoothing."""
         weights = self.classification.weight_tensor(batch.labels.device)
-        return class_loss_sum(
-            classifier_logits(model, batch), batch.labels, weights=weights, label_smoothing=self.label_smoothing
-        )
-
-    def metric_sums(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
-        """Return `loss_sum`, without weights and smoothing, and `num_targets`."""
-        return self.evaluate_batch(model, batch).sums
+        logits, smoothing = classifier_logits(model, batch), self.label_smoothing
+        loss_sum = class_loss_sum(logits, batch.labels, weights=weights, label_smoothing=smoothing)
+        return {"loss_sum": loss_sum}
 
     def evaluate_batch(self, model: nn.Module, batch: Batch) -> EvaluationOutput:
         """Return the sums, and of each word its sample's id, its class and the likeliest class."""

@@ -19,7 +19,7 @@ CHUNK_BYTES = {"cpu": 32 << 20, "cuda": 512 << 20}
 """Maximum bytes of the logits of one chunk in float32."""
 
 MAX_CHUNK_ROWS = {"cpu": 256, "cuda": 8192}
-"""Maximum rows of a chunk: more are no faster (`benchmarks/head.py`), and on a CPU they do not fit the cache."""
+"""Maximum rows of a chunk: more are no faster (`benchmarks/experiments/head.py`), and on a CPU they do not fit the cache."""
 
 MIN_CHUNK_ROWS = 64
 """Minimum rows of a chunk, however large the vocabulary: with fewer, reading the weights dominates the time."""
@@ -169,7 +169,7 @@ class _SummedLoss(torch.autograd.Function):
     def forward(
         ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, spec: LossSpec
     ) -> tuple[Tensor, Tensor]:
-        wanted = LinearGradients(ctx, rows, weight, bias)
+        gradients = LinearGradients(ctx, rows, weight, bias)
         sums = rows.new_zeros(2, dtype=torch.float32)
         with torch.autocast(rows.device.type, enabled=False):
             for part, chunk in iterate_chunks(rows, weight, bias, spec):
@@ -177,9 +177,9 @@ class _SummedLoss(torch.autograd.Function):
                 softmax = chunk.softmax(logits)
                 losses, plain, denominators = _losses(logits, softmax, labels[part], spec.loss)
                 sums += torch.stack([losses.sum(), plain.sum()])
-                if wanted:
-                    wanted.add(_gradient_(softmax, logits, labels[part], denominators, spec), chunk, part)
-        ctx.save_for_backward(*wanted.values[:3])
+                if gradients:
+                    gradients.add(_gradient_(softmax, logits, labels[part], denominators, spec), chunk, part)
+        ctx.save_for_backward(*gradients.values[:3])
         loss, plain_sum = sums.unbind()
         ctx.mark_non_differentiable(plain_sum)
         return loss, plain_sum
@@ -218,18 +218,18 @@ class _RowLosses(torch.autograd.Function):
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
         rows, weight, bias, labels, kept = ctx.saved_tensors
         spec: LossSpec = ctx.spec
-        wanted, of_rows = LinearGradients(ctx, rows, weight, bias), upstream[0][:, None]
+        gradients, of_rows = LinearGradients(ctx, rows, weight, bias), upstream[0][:, None]
         with torch.autocast(rows.device.type, enabled=False):
             if kept is not None:
-                wanted.add(kept.mul_(of_rows), Chunk.without_buffers(rows, weight, spec), slice(None))
-                return wanted.values
+                gradients.add(kept.mul_(of_rows), Chunk.without_buffers(rows, weight, spec), slice(None))
+                return gradients.values
             for part, chunk in iterate_chunks(rows, weight, bias, spec):
                 logits = chunk.logits()
                 softmax = chunk.softmax(logits)
                 denominators = _losses(logits, softmax, labels[part], spec.loss)[2]
                 gradient = _gradient_(softmax, logits, labels[part], denominators, spec)
-                wanted.add(gradient.mul_(of_rows[part]), chunk, part)
-        return wanted.values
+                gradients.add(gradient.mul_(of_rows[part]), chunk, part)
+        return gradients.values
 
 
 def _losses(

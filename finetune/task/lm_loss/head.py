@@ -65,7 +65,7 @@ class LmHead:
         return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else rows.dtype
 
     def logits(self, rows: Tensor) -> Tensor:
-        """Return the logits of hidden states, [rows, vocabulary], in float32, as the module itself makes them."""
+        """Return the logits of hidden states, [rows, vocabulary], in float32, as the module itself computes them."""
         assert self.transform is not None
         return self.transform.apply(self._own_forward(rows).to(torch.float32))
 
@@ -121,6 +121,18 @@ def find_lm_head(model: nn.Module) -> LmHead | None:
         known = LmHead(module, transform, is_rowwise=transform is not None or is_rowwise(inner, module))
         _HEADS[inner] = known
     return known
+
+
+def fallback_warning(model: nn.Module) -> str | None:
+    """Return a warning where the loss cannot be computed in chunks; None where it can, or there is no such head."""
+    head = find_lm_head(model)
+    if head is None or head.transform is not None:
+        return None
+    name, positions = type(unwrap_model(model)).__name__, "target positions" if head.is_rowwise else "positions"
+    return (
+        f"warning: {name} changes the output of its head in a way that its config does not "
+        f"name: the loss holds the logits of all {positions} of a microbatch at once, which takes more memory"
+    )
 
 
 def _output_embeddings(model: Any) -> nn.Module | None:

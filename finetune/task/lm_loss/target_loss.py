@@ -31,9 +31,9 @@ FusedKernel = Callable[[Tensor, Tensor, Tensor | None, Tensor, LogitTransform], 
 
 
 def resolve_kernel(kernel: LossKernel) -> tuple[LossKernel, tuple[str, ...]]:
-    """Return the kernel that serves here and, where that is not the one asked for, a line that tells why.
+    """Return the kernel to use and, where that is not the configured one, a warning.
 
-    Raises MissingPackage where there is a GPU for it, but not the package.
+    Raises MissingPackage where there is a GPU, but not the package.
     """
     if kernel not in KERNEL_MODULES:
         return kernel, ()
@@ -44,7 +44,7 @@ def resolve_kernel(kernel: LossKernel) -> tuple[LossKernel, tuple[str, ...]]:
 
 
 def fused_kernel_for(kernel: LossKernel, rows: Tensor, bias: Tensor | None) -> FusedKernel | None:
-    """Return the kernel asked for where it knows such a head; None where our own loss serves instead."""
+    """Return the configured kernel where it supports such a head; None where our own loss is used."""
     if kernel not in KERNEL_MODULES or not rows.is_cuda or not len(rows) or (kernel == "cce" and bias is not None):
         return None
     return _liger if kernel == "liger" else _cce
@@ -74,7 +74,7 @@ def _sum(loss: Any) -> Tensor:
 
 
 MAX_FULL_LOGITS = 1 << 18
-"""Elements of all logits up to which `auto` has all of them made: asking at targets takes half a millisecond more."""
+"""Elements of all logits up to which `auto` computes all of them: selecting the targets takes half a millisecond."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ class TargetLoss:
         return {"loss_sum": loss_sum, "num_targets": num_targets, "num_correct": num_correct}
 
     def _uses_all_logits(self, model: nn.Module, batch: Batch) -> bool:
-        """Tell whether the logits of all labels are made; `auto` does where that costs less than asking at some."""
+        """Tell whether the logits of all labels are computed; `auto` does so where that is faster."""
         if self.kernel != "auto":
             return self.kernel == "plain"
         head = find_lm_head(model)

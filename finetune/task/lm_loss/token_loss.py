@@ -21,7 +21,7 @@ def cross_entropy_sum(logits: Tensor, labels: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class TokenLoss:
-    """The loss of predicted tokens that is trained: cross-entropy, smoothed and with a z-loss where they are asked for.
+    """The loss of predicted tokens that is trained: cross-entropy, smoothed and with a z-loss where configured.
 
     At one target with logits z over V tokens, of which y is right, and log p = z - log sum exp z, it is
     `-(1 - label_smoothing) log p[y] - label_smoothing / V sum log p + z_loss (log sum exp z)^2`

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -18,7 +17,7 @@ from finetune.task.base import BaseTask
 from finetune.task.causal_lm import pad_id
 from finetune.task.lm_loss.target_loss import log_probabilities_at_targets
 from finetune.task.model_inputs import collate_padded
-from finetune.task.protocol import TaskContext
+from finetune.task.protocol import SampleSpec, TaskContext
 
 PAIR_WEIGHTS = "counts"
 NUM_PAIRS = "num_firsts"
@@ -71,7 +70,7 @@ def lower_half(batch: Batch) -> Batch:
 
 def sequence_log_probabilities(model: nn.Module, batch: Batch) -> Tensor:
     """Return the log-probability in nats of each sequence's targets, summed, in float32: [sequences]."""
-    assert batch.targets is not None  # `halves` has told them
+    assert batch.targets is not None  # `collate_pairs` sets them
     each = log_probabilities_at_targets(model, batch)  # [targets]
     everywhere = each.new_zeros(batch.labels.numel()).index_copy(0, batch.targets.positions, each)
     return everywhere.view(batch.labels.shape).sum(dim=1)
@@ -115,15 +114,13 @@ class AnswerPairsTask(BaseTask):
         self._answers = self._encoder = PreferenceEncoder(encode, name, judged=judged, margin=margin)
 
     @property
-    def encoding(self) -> Mapping[str, Any]:
-        """Return what samples hold beside the answers."""
-        held = {"judged": self._answers.judged, "margin": self._answers.margin}
-        return {name: True for name, is_held in held.items() if is_held}
-
-    @property
-    def lengths(self) -> SequencesLengthLimit:
-        """Return that `data.max_length` holds for the prompt with each answer."""
-        return SequencesLengthLimit(self._data.longest, self._data.over_length, self._data.truncate_side)
+    def samples(self) -> SampleSpec:
+        """Return samples whose prompt with each answer is limited by `data.max_length`."""
+        data = self._data
+        limit = SequencesLengthLimit(data.longest, data.over_length, data.truncate_side)
+        options = {"judged": self._answers.judged, "margin": self._answers.margin}
+        identity = {name: True for name, is_used in options.items() if is_used}
+        return replace(super().samples, length_limit=limit, identity=identity)
 
     def collate(self, features: Sequence[Features]) -> Batch:
         """Return chosen answers and below them rejected ones: they share one forward pass."""

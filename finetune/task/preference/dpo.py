@@ -48,10 +48,6 @@ class PreferenceTask(AnswerPairsTask):
         """Return chosen answers and below them rejected ones, with what the reference says of each."""
         return attach_reference(super().collate(features), features)
 
-    def loss_sum(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Return the loss summed over the pairs, a float32 scalar."""
-        return self.loss_sums(model, batch)["loss_sum"]
-
     def loss_sums(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
         """Return the sums over the pairs of loss, rewards, margins, correct preferences and log-probabilities."""
         pairs = PairLogProbabilities.of(sequence_log_probabilities(model, batch), batch)
@@ -133,7 +129,7 @@ class PairLogProbabilities:
 
 
 def precomputed_reference() -> Precomputed:
-    """Return how the reference's log-probabilities of a sample's sequences are worked out."""
+    """Return how the reference model's log-probabilities of a sample's sequences are computed."""
     return Precomputed("reference log-probabilities", "reference", {}, reference_log_probabilities)
 
 

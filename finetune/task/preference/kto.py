@@ -63,14 +63,10 @@ class KtoTask(AnswerPairsTask):
         point = reference_point(ratio_sum, num_answers)
         return [replace(batch, extras={**batch.extras, REFERENCE_POINT: point}) for batch in batches]
 
-    def loss_sum(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Return the loss summed over the answers, a float32 scalar."""
-        return self.loss_sums(model, batch)["loss_sum"]
-
     def loss_sums(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
         """Return the sums over the answers of loss and reference point; of good and bad ones, rewards and number.
 
-        A batch that nobody has looked ahead for is taken for the whole step. Collective then.
+        A batch without `prepare_step` is taken for the whole step; this is collective then.
         """
         if REFERENCE_POINT not in batch.extras:
             (batch,) = self.prepare_step(model, [batch])
@@ -92,7 +88,7 @@ class KtoTask(AnswerPairsTask):
         }
 
     def step_metrics(self, sums: Mapping[str, float], *, num_targets: int) -> Mapping[str, float]:
-        """Return the means over the good answers, over the bad ones, and how far these are apart."""
+        """Return the means over the good answers, over the bad ones, and their difference."""
         if not num_targets:
             return {}
         good, bad = sums["num_good"] or float("nan"), sums["num_bad"] or float("nan")
@@ -100,10 +96,6 @@ class KtoTask(AnswerPairsTask):
         of_kind |= {name: value / bad for name, value in sums.items() if name.endswith("_rejected")}
         margin = of_kind["reward_chosen"] - of_kind["reward_rejected"]
         return {"reference_point": sums["reference_point"] / num_targets, **of_kind, "reward_margin": margin}
-
-    def metric_sums(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
-        """Return nothing: the reference point is known only when all rows have been seen."""
-        return {}
 
     def evaluate_batch(self, model: nn.Module, batch: Batch) -> EvaluationOutput:
         """Return of each answer: its sample, whether it is good, its ratio, and that of the one of another prompt."""

@@ -1,7 +1,7 @@
 """Losses of preference tuning: pure functions of log-probabilities, in whatever float type these are.
 
 Written for chosen `y_w` and rejected `y_l` answers to a prompt `x`, `s` being the logistic function. The ratio of an
-answer is `log p(y|x) - log p_ref(y|x)`, summed over its tokens; `p` learns, `p_ref` does not. All tensors are [pairs].
+answer is `log p(y|x) - log p_ref(y|x)`, summed over its tokens; `p` is trained, `p_ref` frozen. Tensors are [pairs].
 """
 
 import math
@@ -40,7 +40,7 @@ def hinge(margin: Tensor, *, beta: float) -> Tensor:
 def ipo(margin: Tensor, *, tau: float) -> Tensor:
     """Return `(m - 1 / (2 tau))^2` of the difference `m` of both ratios, each divided by the tokens of its answer.
 
-    IPO: Azar et al., 2023, arXiv:2310.12036, equation 17. The paper does not tell of the division; its authors
+    IPO: Azar et al., 2023, arXiv:2310.12036, equation 17. The paper does not mention the division; its authors
     confirmed it to TRL, which divides likewise.
     """
     return (margin - 1 / (2 * tau)) ** 2
@@ -81,7 +81,7 @@ def kto(
 ) -> Tensor:
     """Return `w_D (1 - s(beta (ratio - z)))` of good answers and `w_U (1 - s(beta (z - ratio)))` of bad ones.
 
-    KTO: Ethayarajh et al., 2024, arXiv:2402.01306, equation 8. All are [answers]; z, a scalar that is not learnt from,
+    KTO: Ethayarajh et al., 2024, arXiv:2402.01306, equation 8. All are [answers]; z, a scalar without gradient,
     is how far the model is from its reference: see `reference_point`.
     """
     sign = torch.where(is_good, 1.0, -1.0).to(ratio.dtype)

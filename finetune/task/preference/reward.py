@@ -43,10 +43,6 @@ class RewardTask(AnswerPairsTask):
         margins = torch.from_numpy(np.concatenate([each.arrays[MARGIN] for each in features]))
         return replace(batch, extras={**batch.extras, MARGIN: margins})
 
-    def loss_sum(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Return the loss summed over the pairs, a float32 scalar."""
-        return self.loss_sums(model, batch)["loss_sum"]
-
     def loss_sums(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
         """Return the sums over the pairs of loss, scores, margins and correct preferences."""
         chosen, rejected = scores(model, batch).chunk(2)

@@ -1,6 +1,6 @@
 """Averages of the weights: an exponential moving average kept as optimizer state, and schedule-free AdamW's average.
 
-The moving average lies beside the optimizer's moments, so every strategy that shards its state (ZeRO's fp32
+The moving average is stored with the optimizer's moments, so every strategy that shards its state (ZeRO's fp32
 partitions, FSDP2's rows) shards the average alike. An optimizer's own hooks keep it, so its class stays what it is.
 
 In schedule-free AdamW (Defazio et al., 2024, arXiv:2405.15682) the trained weights, y, lie between a fast sequence z
@@ -28,7 +28,7 @@ FAST_SEQUENCE = "z"
 
 
 class ScheduleFreeAdamW(torch.optim.Optimizer):
-    """The package's rule; its `train` and `eval` are not used: `average_from_fast` is asked for instead."""
+    """The package's rule; its `train` and `eval` are not used; `average_from_fast` computes the average."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ _STARTS_AFTER, _CONFIGURED_DECAY = "average_after", "average_kept"
 def keep_average(optimizer: torch.optim.Optimizer, section: AverageSection) -> None:
     """Have the optimizer keep average = decay * average + (1 - decay) * weights after each of its updates.
 
-    It is the weights themselves until `after_steps` steps are done; `set_average_decay` says how many are.
+    The average equals the weights until `after_steps` steps are done; see `set_average_decay`.
     """
     first: dict[Tensor, Tensor] = {}
 
@@ -108,15 +108,15 @@ def keep_average(optimizer: torch.optim.Optimizer, section: AverageSection) -> N
 
 
 def set_average_decay(group: dict[str, Any], *, step: int) -> None:
-    """Tell a group that keeps an average that the update which follows `step` steps is next."""
+    """Set the decay of a group's average for the update that follows `step` steps."""
     if AVERAGE_DECAY in group:
         group[AVERAGE_DECAY] = group[_CONFIGURED_DECAY] if step >= group[_STARTS_AFTER] else 0.0
 
 
 def _weight_share(optimizer: Any, *, kept: float, like: Tensor) -> float | Tensor:
-    """Return the share of the weights in the new average: none after an update that fp16's overflow has prevented.
+    """Return the share of the weights in the new average: 0 after an update that an fp16 overflow has prevented.
 
-    A fused optimizer is stepped all the same and looks at the same flag, on the device (`torch.amp.GradScaler`).
+    A fused optimizer is stepped nevertheless and reads the same flag, on the device (`torch.amp.GradScaler`).
     """
     overflow: Tensor | None = getattr(optimizer, "found_inf", None)
     return 1.0 - kept if overflow is None else (1.0 - kept) * (1.0 - overflow.to(like.device))

@@ -4,7 +4,7 @@ Each update is computed in float32, some rows at a time, and rounded stochastica
 right on average. Rounded to nearest, moments would stand still: with beta 0.999 a second moment falls by a thousandth
 a step, less than half of bfloat16's last place. The random bits of an element are a hash of run.seed, its parameter's
 name, the count of updates and its place in the whole tensor: the same on every device, under every strategy, and
-after a resume. Blocks of 8-bit moments lie within a row, so FSDP2 cuts none of them.
+after a resume. Blocks of 8-bit moments lie within a row, so FSDP2 does not split them.
 """
 
 import math
@@ -35,22 +35,22 @@ def random_bits(start: int, stop: int, *, key: int, device: torch.device) -> Ten
     return bits.bitwise_xor_((bits >> 16).bitwise_and_(0xFFFF))
 
 
-def to_bfloat16(values: Tensor, chance: Tensor) -> Tensor:
+def to_bfloat16(values: Tensor, bits: Tensor) -> Tensor:
     """Return float32 values as bfloat16, each up with the probability of its distance from the value below.
 
-    `chance` holds an int32 of 16 random bits for each.
+    `bits` holds an int32 of 16 random bits for each.
     """
-    return (values.view(torch.int32) + chance).bitwise_and_(-65536).view(torch.float32).to(torch.bfloat16)
+    return (values.view(torch.int32) + bits).bitwise_and_(-65536).view(torch.float32).to(torch.bfloat16)
 
 
-def low_half(chance: Tensor) -> Tensor:
+def low_half(bits: Tensor) -> Tensor:
     """Return the lower 16 bits."""
-    return chance & 0xFFFF
+    return bits & 0xFFFF
 
 
-def high_half(chance: Tensor) -> Tensor:
+def high_half(bits: Tensor) -> Tensor:
     """Return the upper 16 bits."""
-    return (chance >> 16).bitwise_and_(0xFFFF)
+    return (bits >> 16).bitwise_and_(0xFFFF)
 
 
 @dataclass(frozen=True)
@@ -64,15 +64,15 @@ class BlockQuantizer:
     top: int
     roots: int
 
-    def encode(self, values: Tensor, scales: Tensor, chance: Tensor) -> Tensor:
-        """Return the codes of `values` [blocks, width] under their `scales` [blocks, 1]; `chance` in [0, 1) rounds."""
+    def encode(self, values: Tensor, scales: Tensor, bits: Tensor) -> Tensor:
+        """Return the codes of `values` [blocks, width] under their `scales` [blocks, 1]; `bits` in [0, 1) rounds."""
         share = values.abs().div_(scales.clamp(min=1e-38))
         lower = share.clone()
         for _ in range(self.roots):
             lower.sqrt_()
         lower.mul_(self.top).floor_().clamp_(max=self.top - 1)
         below, above = self._level(lower), self._level(lower + 1.0)
-        is_up = share.sub_(below) > above.sub_(below).mul_(chance)
+        is_up = share.sub_(below) > above.sub_(below).mul_(bits)
         codes = lower.add_(is_up)
         return (codes.mul_(values.sign()) if self.dtype.is_signed else codes).to(self.dtype)
 
@@ -102,7 +102,7 @@ def _signed(number: int) -> int:
 
 
 ROUNDING_KEYS = "rounding_keys"
-"""The key of a group that holds a number for each of its parameters, made of the seed and the name."""
+"""The key of a group that holds a number for each of its parameters, derived from the seed and the name."""
 
 FIRST, SECOND, SCALE = "exp_avg", "exp_avg_sq", "_scale"
 
@@ -122,7 +122,7 @@ class _RowChunk:
 
 
 class LowBitAdamW(torch.optim.Optimizer):
-    """AdamW in few bits."""
+    """AdamW with low-bit states or stochastically rounded weights."""
 
     def __init__(
         self,
@@ -134,7 +134,7 @@ class LowBitAdamW(torch.optim.Optimizer):
         state_dtype: torch.dtype | None,
         rounds_weights: bool,
     ) -> None:
-        """Hold moments in `state_dtype`, None being that of the weights; `rounds_weights` in bfloat16 by chance."""
+        """Store moments in `state_dtype`, None: that of the weights; `rounds_weights`: bf16 weights, stochastically."""
         super().__init__(groups, {"lr": learning_rate, "betas": betas, "eps": eps, "weight_decay": 0.0})
         self._state_dtype = state_dtype
         self._rounds_weights = rounds_weights
@@ -177,13 +177,13 @@ class LowBitAdamW(torch.optim.Optimizer):
         first.lerp_(gradient, 1.0 - group["betas"][0])
         second.mul_(group["betas"][1]).addcmul_(gradient, gradient, value=1.0 - group["betas"][1])
         if self._state_dtype != torch.float32:
-            chance = random_bits(rows.start, stop, key=key, device=gradient.device).view_as(gradient)
-            _store_moment(rows.state, FIRST, first, low_half(chance))
-            _store_moment(rows.state, SECOND, second, high_half(chance))
+            bits = random_bits(rows.start, stop, key=key, device=gradient.device).view_as(gradient)
+            _store_moment(rows.state, FIRST, first, low_half(bits))
+            _store_moment(rows.state, SECOND, second, high_half(bits))
         weights = _updated_weights(rows.weights, first, second, group=group, step=step)
         if self._rounds_weights and rows.weights.dtype == torch.bfloat16:
-            chance = random_bits(rows.start, stop, key=~key, device=gradient.device).view_as(gradient)
-            rows.weights.copy_(to_bfloat16(weights, low_half(chance)))
+            bits = random_bits(rows.start, stop, key=~key, device=gradient.device).view_as(gradient)
+            rows.weights.copy_(to_bfloat16(weights, low_half(bits)))
         elif rows.weights is not weights:
             rows.weights.copy_(weights)
 
@@ -191,7 +191,7 @@ class LowBitAdamW(torch.optim.Optimizer):
 def add_rounding_keys(
     groups: Sequence[dict[str, Any]], named: Sequence[NamedParameter], *, seed: int
 ) -> list[dict[str, Any]]:
-    """Return the groups with what the chance of each of their parameters is drawn from."""
+    """Return the groups with what the bits of each of their parameters is drawn from."""
     names = {id(each.parameter): each.name for each in named}
     return [
         {**group, ROUNDING_KEYS: [seeds.derive_seed(seed, "rounding", names[id(each)]) for each in group["params"]]}
@@ -218,17 +218,17 @@ def _moments(state: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
     return found[0], found[1]
 
 
-def _store_moment(state: Mapping[str, Tensor], name: str, values: Tensor, chance: Tensor) -> None:
+def _store_moment(state: Mapping[str, Tensor], name: str, values: Tensor, bits: Tensor) -> None:
     """Write a moment back, rounded by 16 random bits for each element."""
     if name + SCALE in state:
         blocks = values.view(_blocks(state, name).shape)
         scales = blocks.abs().amax(dim=1, keepdim=True)
         coding = SIGNED_8BIT if name == FIRST else UNSIGNED_8BIT
-        codes = coding.encode(blocks, scales, chance.view(blocks.shape).to(torch.float32).mul_(2.0**-16))
+        codes = coding.encode(blocks, scales, bits.view(blocks.shape).to(torch.float32).mul_(2.0**-16))
         state[name].copy_(codes.view_as(state[name]))
         state[name + SCALE].copy_(scales.view_as(state[name + SCALE]))
     elif state[name].dtype == torch.bfloat16:
-        state[name].copy_(to_bfloat16(values, chance))
+        state[name].copy_(to_bfloat16(values, bits))
 
 
 def _blocks(state: Mapping[str, Tensor], name: str) -> Tensor:
@@ -257,19 +257,19 @@ def _zeros(parameter: Tensor, dtype: torch.dtype, *, width: int | None = None) -
 
 def _chunks(parameter: Tensor, state: Mapping[str, Any]) -> Iterator[_RowChunk]:
     """Yield what this rank holds of the parameter some rows at a time; a vector's rows are of one number."""
-    held = local_rows(parameter)
-    assert held is not None and parameter.grad is not None, "refused at the start (strategy/reconcile.py)"
+    local = local_rows(parameter)
+    assert local is not None and parameter.grad is not None, "refused at the start (strategy/reconcile.py)"
     weights, gradient = _local(parameter), _local(parameter.grad)
     if not weights.numel():
         return
-    width = weights.numel() // held[1]
-    tensors = {name: _local(value).view(held[1], -1) for name, value in state.items() if isinstance(value, Tensor)}
-    flat = weights.view(held[1], width) if weights.is_contiguous() else weights.reshape(held[1], width)
+    width = weights.numel() // local[1]
+    tensors = {name: _local(value).view(local[1], -1) for name, value in state.items() if isinstance(value, Tensor)}
+    flat = weights.view(local[1], width) if weights.is_contiguous() else weights.reshape(local[1], width)
     num_rows = max(1, _CHUNK.get(weights.device.type, _CHUNK_ELSEWHERE) // width)
-    for row in range(0, held[1], num_rows):
+    for row in range(0, local[1], num_rows):
         some = slice(row, row + num_rows)
         parts = {name: value[some] for name, value in tensors.items()}
-        yield _RowChunk((held[0] + row) * width, flat[some], gradient.reshape(held[1], width)[some], parts)
+        yield _RowChunk((local[0] + row) * width, flat[some], gradient.reshape(local[1], width)[some], parts)
     if not weights.is_contiguous():
         weights.copy_(flat.view(weights.shape))
 

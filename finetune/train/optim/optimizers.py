@@ -30,7 +30,7 @@ with lazily():
     import transformers.optimization as optimization
 
 IS_MUON = "is_muon"
-"""The key of a group that says which rule it learns by."""
+"""The key of a group that tells whether Muon or AdamW updates it."""
 
 
 class MuonAndAdamW(torch.optim.Optimizer):
@@ -68,7 +68,7 @@ class MuonAndAdamW(torch.optim.Optimizer):
 
 
 def split_for_muon(groups: Sequence[dict[str, Any]], named: Sequence[NamedParameter]) -> list[dict[str, Any]]:
-    """Return the groups, each cut into hidden matrices and the rest; raises ModelError where no matrix is hidden.
+    """Return the groups, each split into hidden matrices and the rest; raises ModelError where no matrix is hidden.
 
     A matrix with two dimensions within a numbered layer is hidden; embeddings, heads, vectors, convolutions and experts
     stacked in one tensor are not.
@@ -82,7 +82,7 @@ def split_for_muon(groups: Sequence[dict[str, Any]], named: Sequence[NamedParame
     ]
     if not any(group[IS_MUON] for group in split):
         raise ModelError(
-            "train.optimizer.name: muon is for matrices of numbered layers (`layers.0.`), and none of them learns. "
+            "train.optimizer.name: muon is for matrices of numbered layers (`layers.0.`), and none of them is trained. "
             "Write adamw."
         )
     return split
@@ -107,12 +107,14 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """Return the optimizer over the trained parameters; raises ModelError when nothing is trained.
 
-    It leaves alone what is to begin later, and keeps an average of the weights where one is asked for. `seed` is where
-    the chance comes from by which some round.
+    Parameters that are not yet unfrozen are skipped, and an average of the weights is kept if configured. `seed` is
+    that of stochastic rounding.
     """
     groups = parameter_groups(named, section, unfreeze)
     if not groups:
-        raise ModelError("no parameter is trained: everything is frozen. Loosen model.freeze or set model.lora.")
+        raise ModelError(
+            "no parameter is trained: everything is frozen. Remove patterns from model.freeze, or set model.lora."
+        )
     if section.in_backward:
         groups = one_group_per_parameter(groups)
     if _is_low_bit(named, section):
@@ -129,7 +131,7 @@ def build_optimizer(
 def begin_step(optimizer: Any, *, step: int, learning_rate: float) -> None:
     """Set every group of the (prepared) optimizer for the update that follows `step` steps: all pure functions of it.
 
-    A group learns at its factor times the rate, or not at all before it begins.
+    The rate of a group is its factor times the rate, or 0 before it is unfrozen.
     """
     for group in optimizer.param_groups:
         group[NOT_YET_UNFROZEN] = step < group.get(UNFREEZE_AFTER, 0)
@@ -138,9 +140,9 @@ def begin_step(optimizer: Any, *, step: int, learning_rate: float) -> None:
 
 
 def drop_not_yet_unfrozen(optimizer: Any) -> None:
-    """Forget the gradients of groups that have not begun to learn: no norm and no moment knows of them.
+    """Drop the gradients of groups that are not yet unfrozen, so that no norm and no moment includes them.
 
-    ZeRO's lie elsewhere until its inner optimizer's step; there a hook calls this, and `strategy/upstream.py` sees to
+    ZeRO keeps its gradients elsewhere until the step of its inner optimizer; there a hook calls this, and
     the norm.
     """
     for group in optimizer.param_groups:
@@ -160,7 +162,7 @@ def one_group_per_parameter(groups: Groups) -> Groups:
 
 
 def _is_low_bit(named: Sequence[NamedParameter], section: OptimizerSection) -> bool:
-    """Tell whether the moments' type is not that of all weights that learn, or weights are rounded by chance."""
+    """Tell whether the moments' dtype is not that of all trained weights, or weights are rounded stochastically."""
     trained = {str(each.parameter.dtype).removeprefix("torch.") for each in named if each.parameter.requires_grad}
     return any(uses_low_bit_adamw(section, dtype=dtype) for dtype in trained)
 

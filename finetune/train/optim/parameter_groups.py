@@ -28,9 +28,9 @@ class LayerPosition:
 
 
 def layer_of(name: str) -> LayerPosition | None:
-    """Return the layer in which the parameter lies; None for embeddings, heads and what stands between.
+    """Return the layer in which the parameter lies; None for embeddings, heads and everything between.
 
-    The first of `layers.N.`, `layer.N.`, `h.N.`, `blocks.N.` and `block.N.` counts, behind `stages.N.` where the model
+    The first of `layers.N.`, `layer.N.`, `h.N.`, `blocks.N.` and `block.N.` counts, after `stages.N.` where the model
     has stages.
     """
     found = _LAYER.match(name)
@@ -45,7 +45,7 @@ def is_embedding(name: str) -> bool:
 def layer_depths(aliases: Mapping[str, Sequence[str]]) -> dict[str, int]:
     """Return by name how many layers a parameter lies below the head.
 
-    Heads and norms behind the last layer are at 0, the last layer of each stack (encoder and decoder alike) at 1, and
+    Heads and norms after the last layer are at 0, the last layer of each stack (encoder and decoder alike) at 1, and
     embeddings one below the first layer of the longest stack. `aliases` are all names of each parameter: one that is
     embedding and head at once is an embedding. Empty where no name has the number of a layer.
     """
@@ -69,10 +69,10 @@ def layer_depths(aliases: Mapping[str, Sequence[str]]) -> dict[str, int]:
 
 
 RATE_FACTOR, UNFREEZE_AFTER = "rate_factor", "begins_after"
-"""Keys of a group beside torch's own; Accelerate, FSDP and DeepSpeed hand them on as they are."""
+"""Keys of a group besides torch's own; Accelerate, FSDP and DeepSpeed keep them."""
 
 MAX_DESCRIBED_GROUPS = 12
-"""Groups that are told of: a deep model with layer decay has dozens."""
+"""Groups that are listed: a deep model with layer decay has dozens."""
 
 _LORA_B = re.compile(r"\.lora_(?:embedding_)?B\.")
 
@@ -86,8 +86,8 @@ class NamedParameter:
     parameter: nn.Parameter
     is_embedding: bool = False  # of an `nn.Embedding`
 
-    def fits(self, pattern: str) -> bool:
-        """Tell whether the pattern fits one of its names."""
+    def matches(self, pattern: str) -> bool:
+        """Tell whether the pattern matches one of its names."""
         return any(fnmatchcase(alias, pattern) for alias in self.aliases)
 
 
@@ -107,10 +107,10 @@ def list_parameters(model: nn.Module) -> list[NamedParameter]:
 def parameter_groups(
     named: Sequence[NamedParameter], section: OptimizerSection, unfreeze: Sequence[UnfreezeSection] = ()
 ) -> list[dict[str, Any]]:
-    """Return the trained parameters as groups for an optimizer, those that learn alike in one; none is empty.
+    """Return the trained parameters as groups for an optimizer, parameters with equal settings in one; none is empty.
 
-    Matrices decay, biases, norms and other vectors do not. Raises ModelError for a pattern that fits no trained
-    parameter, for layer decay without numbered layers, and where nothing would learn at first.
+    Matrices decay, biases, norms and other vectors do not. Raises ModelError for a pattern that matches no trained
+    parameter, for layer decay without numbered layers, and where nothing would be trained at first.
     """
     trained = [each for each in named if each.parameter.requires_grad]
     factors = rate_factors(named, section)
@@ -124,7 +124,9 @@ def parameter_groups(
         )
         group["params"].append(each.parameter)
     if trained and all(group[UNFREEZE_AFTER] for group in groups.values()):
-        raise ModelError("train.unfreeze: fits every parameter, so nothing would learn at first. Leave some out.")
+        raise ModelError(
+            "train.unfreeze: the patterns match every parameter, so nothing would be trained at first. Leave some out."
+        )
     return list(groups.values())
 
 
@@ -140,14 +142,14 @@ def rate_factors(named: Sequence[NamedParameter], section: OptimizerSection) -> 
         _require_match(pattern, trained, key="train.optimizer.rates")
     return {
         each.name: section.layer_decay ** below.get(each.name, 0)
-        * next((rate for pattern, rate in section.rates.items() if each.fits(pattern)), 1.0)
+        * next((rate for pattern, rate in section.rates.items() if each.matches(pattern)), 1.0)
         * (section.lora_plus_ratio if _LORA_B.search(each.name) else 1.0)
         for each in trained
     }
 
 
 def describe_groups(groups: Sequence[Mapping[str, Any]], named: Sequence[NamedParameter]) -> Iterator[str]:
-    """Yield a line for each of the first groups; nothing where all learn at one rate from the beginning."""
+    """Yield a line for each of the first groups; nothing where all are trained at one rate from the start."""
     if all(group[RATE_FACTOR] == 1.0 and not group[UNFREEZE_AFTER] for group in groups):
         return
     names = {id(each.parameter): each.name for each in named}
@@ -171,7 +173,7 @@ def describe_groups(groups: Sequence[Mapping[str, Any]], named: Sequence[NamedPa
 
 
 def _merge_alike(groups: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return the groups, those that learn alike as one: an optimizer may have more of them for reasons of its own."""
+    """Return the groups, those with equal settings merged: an optimizer may split groups for its own reasons."""
     found: dict[tuple[Any, ...], dict[str, Any]] = {}
     for group in groups:
         key = (group[RATE_FACTOR], group["weight_decay"], group[UNFREEZE_AFTER])
@@ -190,23 +192,23 @@ def _depths(named: Sequence[NamedParameter]) -> dict[str, int]:
 
 
 def _unfreeze_steps(trained: Sequence[NamedParameter], unfreeze: Sequence[UnfreezeSection]) -> dict[str, int]:
-    """Return by name the steps after which a parameter begins to learn; the first section that fits counts."""
+    """Return by name the steps after which a parameter is unfrozen; the first section that matches counts."""
     for section in unfreeze:
         for pattern in section.patterns:
             _require_match(pattern, trained, key="train.unfreeze")
     found: dict[str, int] = {}
     for section in unfreeze:
         for each in trained:
-            if any(map(each.fits, section.patterns)):
+            if any(map(each.matches, section.patterns)):
                 found.setdefault(each.name, section.after_steps)
     return found
 
 
 def _require_match(pattern: str, trained: Sequence[NamedParameter], *, key: str) -> None:
-    if not any(each.fits(pattern) for each in trained):
+    if not any(each.matches(pattern) for each in trained):
         names = [alias for each in trained for alias in each.aliases]
         near = get_close_matches(pattern.replace("*", ""), names, n=3, cutoff=0.3)
-        raise ModelError(f"{key}: no parameter that learns is called `{pattern}`. {_examples(near or names)}")
+        raise ModelError(f"{key}: no trained parameter matches `{pattern}`. {_examples(near or names)}")
 
 
 def _examples(names: Sequence[str]) -> str:

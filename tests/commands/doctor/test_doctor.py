@@ -17,7 +17,7 @@ from finetune.commands.doctor.doctor import examine, find_problems
 from finetune.commands.doctor.loader_speed import LoaderMeasurement, LoaderRun, settings_to_try
 from finetune.config.sections.data import DataSection, TrainingSourceSection
 from finetune.data.workers import LoaderSettings, MachineResources
-from finetune.runtime.supervision.build_locks import ABANDONED, BuildLock
+from finetune.runtime.upstream import ABANDONED, BuildLock
 
 NO_DEFAULT = {"accelerate_default_config": {"path": "/nowhere", "exists": False}}
 

@@ -118,7 +118,9 @@ def test_the_template_writes_the_only_beginning_of_sequence(make_tokenizer):
 
 def test_a_template_that_changes_what_it_has_said_is_refused(tokenizer):
     tokenizer.chat_template = "{% for m in messages %}{{ loop.length }}{{ m.content }}<|im_end|>{% endfor %}"
-    with pytest.raises(DataError, match=r"prompt of turn 2 in one way .*\('1What.* in another .*\('2What.*`chatml`"):
+    with pytest.raises(
+        DataError, match=r"prompt of turn 2 differently .*\('1What.* when it continues .*\('2What.*`chatml`"
+    ):
         encode_turns([ASKED, ANSWERED], tokenizer)
 
 
@@ -127,7 +129,7 @@ def test_a_token_across_the_edge_of_the_prompt_is_refused(tokenizer):
         "{% for m in messages %}{{ m.content }}<|im_end|>{% if m.role == 'user' %}T{% endif %}{% endfor %}"
     )
     assert len(tokenize(tokenizer, "Two")) < len(tokenize(tokenizer, "T")) + len(tokenize(tokenizer, "wo"))
-    with pytest.raises(DataError, match=r"a token reaches across an edge of turn 2 .*'wo and two i'"):
+    with pytest.raises(DataError, match=r"a token crosses the boundary of turn 2 .*'wo and two i'"):
         encode_turns([ASKED, turn("assistant", "wo and two is four.")], tokenizer)
 
 
@@ -192,9 +194,9 @@ def test_a_text_that_ends_with_end_of_sequence_gets_no_second_one(tokenizer):
 def test_half_a_character_is_named_and_spoils_no_other_row(tokenizer):
     half = json.loads('"Two \\ud800 and"')
     wrong, well = TextEncoder(tokenizer)([{"text": half}, {"text": "Two"}])
-    assert str(wrong) == "holds half a character (\\ud800) behind 'Two ': this is no text. Remove it."
+    assert str(wrong) == "holds half of a surrogate pair (\\ud800) behind 'Two ': this is not valid Unicode. Remove it."
     assert well.num_targets == well.length - 1
-    with pytest.raises(DataError, match="holds half a character"):
+    with pytest.raises(DataError, match="holds half of a surrogate pair"):
         encode_turns([ASKED, turn("assistant", half)], tokenizer)
 
 

@@ -132,7 +132,7 @@ def test_a_template_that_drops_images_is_refused():
 
 
 def test_an_image_that_is_broken_is_named_by_its_number():
-    with pytest.raises(DataError, match="image 2: it is no image of a known kind"):
+    with pytest.raises(DataError, match="image 2: it is not an image of a known format"):
         encoded(llava(), row([IMAGE, IMAGE], "one", images=[picture(), b"hello"]))
 
 

@@ -77,7 +77,7 @@ def test_a_weight_that_would_be_ignored_is_refused():
             weighted, train_on=train_on
         )
     half = [ASKED, turn("assistant", "Four.", weight=0.5)]
-    assert "turn 2 has weight 0.5: a turn is learnt (1) or not (0)" in refused(half, train_on="per_message")
+    assert "turn 2 has weight 0.5: it must be 1 (trained on) or 0 (not)" in refused(half, train_on="per_message")
 
 
 def test_what_follows_the_last_answer_is_not_rendered_when_that_alone_is_learnt():
@@ -89,8 +89,9 @@ def test_what_follows_the_last_answer_is_not_rendered_when_that_alone_is_learnt(
 @pytest.mark.skipif(not shipped_templates(), reason="trl, whose chat templates are the test data, is not installed")
 def test_the_last_answer_is_learnt_with_a_template_that_rewrites_earlier_turns():
     said = refused(TALK, shipped_templates()["qwen3"])
-    assert "(the tokenizer's own) renders turn 2 in one way when the conversation stops there ('...tart|>assist" in said
-    assert "and in another when it goes on ('...tart|>assistant\\nFour.<|im_end|>" in said
+    assert "(the tokenizer's own) renders turn 2 differently when the conversation stops there " in said
+    assert "stops there ('...tart|>assist" in said
+    assert "and when it continues ('...tart|>assistant\\nFour.<|im_end|>" in said
     assert "Set data.train_on: last_assistant" in said
     assert "`_training` variants" in said
     assert learnt(TALK, shipped_templates()["qwen3"], train_on="last_assistant") == [
@@ -101,7 +102,7 @@ def test_the_last_answer_is_learnt_with_a_template_that_rewrites_earlier_turns()
 @pytest.mark.skipif(not shipped_templates(), reason="trl, whose chat templates are the test data, is not installed")
 def test_a_prompt_that_training_does_not_begin_with_has_another_remedy():
     said = refused(TALK[:2], shipped_templates()["nemotron_3_nano"])
-    assert "The model would be asked in another way than it is trained" in said
+    assert "The prompt at inference would differ from training" in said
     assert "Set data.train_on" not in said
     thinking = [ASKED, turn("assistant", "Four.", reasoning_content="Two twos.")]
     said = learnt(thinking, shipped_templates()["nemotron_3_nano"])
@@ -134,7 +135,7 @@ def test_a_token_across_the_beginning_of_a_marker_is_refused(make_tokenizer):
         "{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}{% endfor %}"
     )
     said = refused([ASKED, turn("assistant", "wo and two is four.")], tokenizer=tokenizer)
-    assert "a token reaches across an edge of what the template marks with {% generation %}" in said
+    assert "a token crosses the boundary of what the template marks with {% generation %}" in said
 
 
 def test_two_beginnings_of_sequence_are_refused():

@@ -83,7 +83,7 @@ def test_the_users_columns_are_mapped_and_the_unread_are_named():
     said = []
     row = {"question": "Hi.", "answer": "Hello.", "id": 7}
     assert read(row, said, columns={"prompt": "question", "completion": "answer"}) == {"messages": [USER, ASSISTANT]}
-    assert said[1:] == [f"{KEY}: columns that are not read: `id`"]
+    assert said[1:] == [f"{KEY}: unused columns: `id`"]
 
 
 def test_the_first_format_that_fits_is_taken():
@@ -116,7 +116,7 @@ BAD_ROWS = [
     ({"messages": "hello"}, "column `messages` is text that is not JSON: .* at line 1 column 1 \\('hello'\\)"),
     ({"messages": []}, "column `messages` must be a list of turns .* but is an empty list"),
     ({"messages": [USER], "tools": [1]}, "column `tools` must be a list of tools as JSON schemas"),
-    ({"chosen": "a", "rejected": "b"}, "has no `prompt`, and column `chosen` is text: it is not known what it answers"),
+    ({"chosen": "a", "rejected": "b"}, "has no `prompt`, and column `chosen` is text without one"),
     ({"text": "a", "label": None}, "column `label` must be text, a number or a truth value, .* but is null"),
     ({"text": "a", "label": ["b", {}]}, "column `label` must be .* or a list of texts or of numbers, but is a list"),
     ({"tokens": "a b", "tags": ["O", "O"]}, "column `tokens` must be a list of texts, but is a text"),

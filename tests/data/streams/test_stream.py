@@ -178,7 +178,9 @@ def test_every_pass_has_every_row_and_the_disk_holds_a_few_windows(streams):
 
     pool.samples.windows.close()
     again = streams.open()  # prepares a window of the past once more
-    assert re.search(r"data\.train: 2[01] windows were prepared before; those that are needed again", streams.said[-1])
+    assert re.search(
+        r"data\.train: 2[01] windows were prepared before; those that are needed are prepared again", streams.said[-1]
+    )
     assert texts_of(again, 26, 30) == texts[26:30]
     assert again.fingerprint == pool.fingerprint
 
@@ -253,7 +255,11 @@ def test_a_window_of_which_nothing_is_left_is_passed_over(streams, no_process):
 def test_a_pass_of_which_nothing_is_left_is_an_error(streams, no_process):
     streams.write(["a", "b"], ["c"], ["d"])
     pool = prepared(streams.open(no_target="drop"), 0, 1)
-    with pytest.raises(DataError, match=r"data\.train: no sample is left of a whole pass: 4 rows -> 0 samples"):
+    with pytest.raises(
+        DataError,
+        match=r"data\.train: a whole pass over the stream leaves no sample: 4 rows -> 0 "
+        r"samples",
+    ):
         pool.order.samples(0, 1)
 
 

@@ -65,7 +65,7 @@ def test_what_is_not_read_is_said():
     said = []
     section = SourceSection(path="x", template={"text": "{{ question }}"})
     choose_format(section, RawRow("f", 1, ROW), key=KEY, log=said.append)
-    assert said[1] == f"{KEY}: columns that are not read: `answer`, `my column`, `tags`"
+    assert said[1] == f"{KEY}: unused columns: `answer`, `my column`, `tags`"
 
 
 BAD = [

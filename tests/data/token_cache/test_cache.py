@@ -127,7 +127,7 @@ def test_damage_is_found_before_the_set_is_used_and_the_set_is_made_again(prepar
     assert prepare.encoded == len(TEXTS)
     assert after.folder == before.folder
     assert len(aside(after)) == 1
-    assert any("is damaged: " in line and "made again" in line for line in prepare.warnings)
+    assert any("is damaged: " in line and "rebuilt" in line for line in prepare.warnings)
     prepare()
     assert prepare.encoded == 0
     assert [str(aside(after)[0]) in line for line in prepare.warnings] == [True], "it is told of until it is deleted"
@@ -164,7 +164,7 @@ def test_what_cannot_be_set_aside_is_one_message(prepare, monkeypatch):
 def test_a_disk_that_damages_every_copy_is_told_of(prepare, monkeypatch):
     prepare()
     monkeypatch.setattr(cache, "_opened", lambda folder, made_of: (_ for _ in ()).throw(DamagedSet(folder, "rot")))
-    with pytest.raises(DataError, match="and so were those that were made in its place"):
+    with pytest.raises(DataError, match="and so were the sets built in its place"):
         prepare()
 
 
@@ -223,7 +223,7 @@ def test_damage_before_a_killed_build_goes_on_is_not_sealed(prepare, monkeypatch
     made = prepare()
     assert texts_of(made) == TEXTS
     assert prepare.encoded == (len(TEXTS) - 20 if damage == "journal twice" else len(TEXTS))
-    assert any("made again from the first row" in line for line in prepare.warnings) == ("journal" not in damage)
+    assert any("rebuilt from the first row" in line for line in prepare.warnings) == ("journal" not in damage)
     made.verify()
 
 
@@ -368,7 +368,7 @@ def test_long_rows_are_cut_and_what_is_lost_is_counted(prepare_cache):
 def test_long_rows_are_dropped_and_counted(prepare_cache):
     prepared = prepare_cache(["a>b", "ab>cdef"], max_length=5, over_length="drop")
     assert texts_of_cache(prepared) == ["a>b"]
-    assert "data.train: dropped as too long: 1 rows, 7 tokens left out, 5 of them targets" in prepare_cache.said
+    assert "data.train: dropped as too long: 1 rows, 7 tokens dropped, 5 of them targets" in prepare_cache.said
     assert prepared.counts.longest == 7
 
 
@@ -447,12 +447,12 @@ def test_a_full_disk_is_one_message_and_the_next_start_goes_on(prepare_cache, mo
     monkeypatch.setattr(build, "CHUNKS_BETWEEN_NOTES", 2)
     monkeypatch.setenv(VARIABLE, "prepare.write step=4 do=no_space")
     texts = ["a>b", "c>d", "e>f", "g>h"]
-    with pytest.raises(DataError, match=r"cannot be written: .*No space left.* the next start goes on from it"):
+    with pytest.raises(DataError, match=r"cannot be written: .*No space left.* the next start resumes from it"):
         prepare_cache(texts)
     monkeypatch.delenv(VARIABLE)
     assert texts_of_cache(prepare_cache(texts)) == texts
     assert prepare_cache.encoded == 2
-    assert "data.train: 2 rows are tokenised already; it goes on from there" in prepare_cache.said
+    assert "data.train: 2 rows are already tokenised; resuming from there" in prepare_cache.said
 
 
 def test_what_is_refused_leaves_nothing_behind(prepare_cache, tmp_path):
@@ -467,7 +467,7 @@ def test_it_is_said_whether_a_set_was_made_or_found(prepare_cache):
     folder = prepare_cache(["a>b"]).folder
     assert prepare_cache.said[-1] == f"data.train: prepared in {folder}"
     prepare_cache(["a>b"])
-    assert prepare_cache.said[-1] == f"data.train: found prepared in {folder}"
+    assert prepare_cache.said[-1] == f"data.train: already prepared in {folder}"
 
 
 def test_other_code_makes_a_new_set_and_leaves_the_old_one_in_peace(prepare_cache, monkeypatch):
@@ -593,5 +593,5 @@ def test_rows_left_out_for_being_evaluated_on_are_counted_in_the_set(write_rows,
         source = open_sources(section, seed=1, log=said.append).train[0]
         prepared = prepare_set(source, encode_bytes, section=section, identity=IDENTITY, log=said.append)
         assert (prepared.counts.rows, prepared.counts.excluded_rows) == (1, 2)
-        assert "data.train: left out because data.validation has them, too: 2 rows" in said
-        assert any("found prepared" in line for line in said) is not is_new
+        assert "data.train: excluded because data.validation has them, too: 2 rows" in said
+        assert any("already prepared" in line for line in said) is not is_new

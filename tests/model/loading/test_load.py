@@ -67,7 +67,7 @@ def test_a_tokenizer_larger_than_the_model_is_refused(tmp_path, from_config, bui
     small = build(section)
     small.resize_token_embeddings(200)
     small.save_pretrained(tmp_path)
-    with pytest.raises(ModelError, match="300 tokens and the model only 200"):
+    with pytest.raises(ModelError, match="300 tokens, but the model only 200"):
         build(ModelSection(name=str(tmp_path)))
 
 
@@ -85,7 +85,7 @@ def test_flash_attention_without_a_gpu_is_refused_before_anything_is_loaded():
 
 
 def test_a_folder_that_is_not_there_is_named(build):
-    with pytest.raises(ModelError, match="there is no folder /nowhere"):
+    with pytest.raises(ModelError, match="the folder /nowhere"):
         build(ModelSection(name="/nowhere"))
 
 

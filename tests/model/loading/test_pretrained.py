@@ -39,7 +39,7 @@ def loads(path):
 
 def test_nobody_else_loads_models_or_reads_pickles():
     files = {path.relative_to(PACKAGE).as_posix(): path for path in PACKAGE.rglob("*.py")}
-    assert len(files) > 400
+    assert len(files) > 200
     found = {name: list(loads(path)) for name, path in files.items()}
     assert len(found.pop(ONE_PLACE)) >= 5
     for name in OWN_PICKLES:
@@ -80,13 +80,13 @@ def test_an_adapter_beside_a_whole_model_is_refused_also_where_all_is_trusted(tm
     LlamaForCausalLM(LlamaConfig(num_attention_heads=1, **config)).save_pretrained(tmp_path)
     (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "other"}))
     for trusts in (False, True):
-        with data_only_loading(trust_remote_code=trusts), pytest.raises(ModelError, match="holds an adapter"):
+        with data_only_loading(trust_remote_code=trusts), pytest.raises(ModelError, match="contains an adapter"):
             LlamaForCausalLM.from_pretrained(tmp_path)
 
 
 def test_a_tokenizer_is_no_other_class_of_transformers(tmp_path):
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "RagRetriever"}')
-    with pytest.raises(ModelError, match=r"'RagRetriever', which is no PreTrainedTokenizerBase"):
+    with pytest.raises(ModelError, match=r"'RagRetriever', which is not a PreTrainedTokenizerBase"):
         load_auto_class(AutoTokenizer, tmp_path, trust_remote_code=False)
 
 
@@ -108,7 +108,7 @@ def test_settings_are_one_object_of_moderate_depth(tmp_path):
     path.write_text('{"a": ' + "[" * 63 + "]" * 63 + "}")
     assert len(read_json_settings(path)) == 1
     path.write_text('{"a": ' + "[" * 64 + "]" * 64 + "}")
-    with pytest.raises(ModelError, match=r"config\.json: is damaged: it is nested more than 64 deep"):
+    with pytest.raises(ModelError, match=r"config\.json: the file is damaged: it is nested more than 64 deep"):
         read_json_settings(path)
 
 

@@ -119,9 +119,8 @@ def test_of_several_ranks_the_first_speaks(finished, monkeypatch, capsys):
     loaded = finished()
     assert preflight(loaded) == 0
     assert capsys.readouterr().out == ""
-    with pytest.raises(CheckpointError) as error:
+    with pytest.raises(CheckpointError):
         preflight(finished("train.learning_rate=0.5"))
-    assert error.value.is_on_all_ranks
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")  # on two machines they might see other files, and disagree
     assert preflight(loaded) is None
 

@@ -54,9 +54,9 @@ def test_each_checkpoint_is_reported_once_when_it_is_whole(tmp_path, asynchronou
     saved = Saved(tmp_path / "c", asynchronous=asynchronous, keep_last=3)
     for step in (1, 2, 3):
         saved.at(step)
-        saved.save.tell()
-    saved.save.settle()
-    saved.save.settle()  # there is nothing left to wait for
+        saved.save.report_written()
+    saved.save.wait_for_writes()
+    saved.save.wait_for_writes()  # there is nothing left to wait for
     told = [event for event in saved.events if isinstance(event, CheckpointSaved)]
     assert [event.step for event in told] == [1, 2, 3]
     assert saved.paths == [event.path for event in told] == [str(tmp_path / "c" / f"step-00000{i}") for i in (1, 2, 3)]
@@ -70,12 +70,12 @@ def test_the_next_save_waits_for_the_one_before(tmp_path):
         "finetune.checkpoint.write.saver.prune", side_effect=lambda *_, **__: [] if may_write.wait(60) else ["late"]
     ):
         saved.at(1)
-        saved.save.tell()
+        saved.save.report_written()
         assert saved.events == []
         threading.Timer(0.05, may_write.set).start()
         saved.at(2)
         assert [event.step for event in saved.events] == [1]
-        saved.save.settle()
+        saved.save.wait_for_writes()
     assert [event.step for event in saved.events] == [1, 2]
 
 
@@ -84,11 +84,11 @@ def test_a_failed_write_behind_is_noticed_at_the_next_step_and_ends_the_run(tmp_
     saved.at(1)
     saved.at(2)
     assert saved.waited().save.has_failed
-    saved.save.tell()
+    saved.save.report_written()
     warnings = [event.message for event in saved.events if isinstance(event, Warned)]
     assert len(warnings) == 2 and all("retrying in" in message for message in warnings)
     with pytest.raises(CheckpointError, match=r"step 2 could not be written, 3 times"):
-        saved.save.settle()
+        saved.save.wait_for_writes()
     assert steps(tmp_path / "c") == ["step-000001"]
 
 
@@ -106,8 +106,8 @@ def test_training_goes_on_with_a_warning_where_that_is_asked_for(tmp_path, full_
     for step in (1, 2, 3):
         saved.at(step)
         assert not saved.waited().save.has_failed
-        saved.save.tell()
-    saved.save.settle()
+        saved.save.report_written()
+    saved.save.wait_for_writes()
     assert [event.step for event in saved.events] == [1, 2, 2, 2, 3]
     kinds = [CheckpointSaved, Warned, Warned, Warned, CheckpointSaved]
     assert [type(event) for event in saved.events] == kinds
@@ -124,5 +124,5 @@ def test_a_state_that_is_not_finite_ends_the_run_whatever_is_asked_for(tmp_path,
     with pytest.raises(NonFiniteError, match=r"0\.bias is not finite.*step-000001"):
         saved.save(Progress(step=2))
         assert saved.waited().save.has_failed
-        saved.save.settle()
+        saved.save.wait_for_writes()
     assert steps(tmp_path / "c") == ["step-000001"]

@@ -48,7 +48,7 @@ def test_the_first_error_stays_whoever_comes_after_it(tmp_path):
     facts = read(tmp_path)
     assert facts["error"] == {"rank": 2, "type": "ValueError", "message": "ValueError: broken"}
     assert (facts["state"], facts["ended_by"], facts["exit_code"]) == ("failed", 2, 1)
-    assert str(ranks[0].first()) == "rank 2 failed first: ValueError: broken"
+    assert str(ranks[0].first()) == "rank 2 failed: ValueError: broken"
 
 
 def test_what_an_earlier_launch_left_is_nobodys_error(tmp_path):

@@ -68,7 +68,7 @@ def test_where_another_rank_has_failed_the_signal_is_only_the_launchers_answer(w
     watched.others.claim_exit(exit_from_error(ValueError("broken"), rank=1))
     watched.note.note(signal.SIGTERM, None)
     assert watched.code() == 1
-    assert capsys.readouterr().err == "rank 0 ends because rank 1 failed first: ValueError: broken\n"
+    assert capsys.readouterr().err == "rank 0 exits because rank 1 failed: ValueError: broken\n"
 
 
 def test_a_process_that_has_vanished_is_lost_contact(watched, capsys):

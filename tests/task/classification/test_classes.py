@@ -46,21 +46,21 @@ def test_balanced_weights_come_from_the_rows_in_the_order_of_the_classes(data):
 
 def test_how_often_each_class_occurs_is_said(data):
     section = {"class_weights": "balanced"}
-    assert find_classes(materials(["b", "a", "b", "b"], data, **section), of_row).found == (
+    assert find_classes(materials(["b", "a", "b", "b"], data, **section), of_row).data_facts.lines == (
         "data.train: 2 classes: `a` 1 (weight 2), `b` 3 (weight 0.667)",
     )
 
 
 def test_what_was_found_builds_it_again_without_rows(data):
     first = find_classes(materials(["b", "a", "a"], data, class_weights="balanced"), of_row)
-    again = find_classes(materials([], data, facts=first.facts, class_weights="balanced"), of_row)
+    again = find_classes(materials([], data, facts=first.data_facts.values, class_weights="balanced"), of_row)
     assert again == first
 
 
 @pytest.mark.parametrize(
     ("labels", "message"),
     [
-        (["a", "a"], r"the training rows name 1 class \(`a`\): there is nothing to tell apart"),
+        (["a", "a"], r"the training rows name 1 class \(`a`\): there is nothing to classify"),
         ([0.5, 0.25], "data.train: no row has a label that can be read; the first: a label must be a text or a whole"),
         (range(10_001), r"the training rows name 10,001 classes \(.*\): is the column a class"),
     ],

@@ -69,7 +69,7 @@ def test_a_sample_is_one_label_and_the_encoded_bytes():
     assert found.arrays["image"].tobytes() == png(7)
     assert image_name(found) == "photos/7.png"
     assert task.head_values["id2label"] == dict(enumerate(CLASSES))
-    json.dumps([task.facts, task.encoding])
+    json.dumps([task.data_facts.values, task.samples.identity])
 
 
 def test_what_cannot_be_decoded_is_told_with_its_name():
@@ -112,7 +112,9 @@ def test_mixed_images_have_mixed_labels_whatever_the_batch(images, model):
     assert shares.sum().item() == pytest.approx(1.0)
     assert set(shares.nonzero().flatten().tolist()) <= {1, 3}
     logits = model(**batch.inputs).logits.double().log_softmax(dim=-1)
-    assert task.loss_sum(model, batch).item() == pytest.approx(-(logits * batch.labels).sum().item(), rel=1e-5)
+    assert task.loss_sums(model, batch)["loss_sum"].item() == pytest.approx(
+        -(logits * batch.labels).sum().item(), rel=1e-5
+    )
 
 
 def test_the_loss_is_the_weighted_smoothed_cross_entropy(model):
@@ -122,7 +124,7 @@ def test_the_loss_is_the_weighted_smoothed_cross_entropy(model):
     wanted = cross_entropy(
         logits, batch.labels, weight=torch.tensor([1.0, 2, 3, 1, 1, 1]), label_smoothing=0.1, reduction="sum"
     )
-    assert task.loss_sum(model, batch).item() == pytest.approx(wanted.item())
+    assert task.loss_sums(model, batch)["loss_sum"].item() == pytest.approx(wanted.item())
     plain = cross_entropy(logits, batch.labels, reduction="sum")
     assert task.evaluate_batch(model, batch).sums["loss_sum"].item() == pytest.approx(plain.item(), rel=1e-5)
 
@@ -171,6 +173,6 @@ def test_a_filler_counts_nothing(model):
 def test_a_model_in_half_precision_is_given_its_own_type(model):
     task = make_task()
     half = ResNetForImageClassification(model.config).to(torch.bfloat16).eval()
-    loss = task.loss_sum(half, task.collate(features_of(task, 0, 1)))
+    loss = task.loss_sums(half, task.collate(features_of(task, 0, 1)))["loss_sum"]
     assert loss.dtype == torch.float32
     assert math.isfinite(loss.item())

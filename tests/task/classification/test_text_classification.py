@@ -106,14 +106,14 @@ def test_the_loss_is_that_of_transformers(data, kind):
     batch = task.collate(samples)
     labels = batch.labels[:, 0] if kind == "regression" else batch.labels
     theirs = model(**batch.inputs, labels=labels).loss
-    assert task.loss_sum(model, batch).item() / 5 == pytest.approx(theirs.item(), rel=1e-5)
+    assert task.loss_sums(model, batch)["loss_sum"].item() / 5 == pytest.approx(theirs.item(), rel=1e-5)
 
 
 def test_a_number_that_looks_ignored_counts(data):
     task, samples = task_of("regression", bert_tokenizer(), data)
     assert task.collate(samples[1:2]).labels.tolist() == [[IGNORED]]
-    assert task.loss_sum(bert(1), task.collate(samples[1:2])) > 9000
-    assert task.loss_sum(bert(1), task.dummy_batch(samples[1])) == 0.0
+    assert task.loss_sums(bert(1), task.collate(samples[1:2]))["loss_sum"] > 9000
+    assert task.loss_sums(bert(1), task.dummy_batch(samples[1]))["loss_sum"] == 0.0
 
 
 def test_an_evaluation_has_neither_weights_nor_smoothing(data):
@@ -121,7 +121,9 @@ def test_an_evaluation_has_neither_weights_nor_smoothing(data):
     plain, _ = task_of("single_label", bert_tokenizer(), data)
     model, batch = bert(3), weighted.collate(samples)
     with torch.no_grad():
-        assert float(weighted.loss_sum(model, batch)) != pytest.approx(float(plain.loss_sum(model, batch)))
+        assert float(weighted.loss_sums(model, batch)["loss_sum"]) != pytest.approx(
+            float(plain.loss_sums(model, batch)["loss_sum"])
+        )
     assert weighted.evaluate_batch(model, batch).sums == plain.evaluate_batch(model, batch).sums
 
 
@@ -202,7 +204,7 @@ def test_what_is_cut_is_counted_and_keeps_its_frame(tmp_path):
         TaskContext(TaskSection(name="text_classification"), section, bert_tokenizer(), rows=lambda: rows)
     )
     opened = open_source(section.train, key="data.train", log=lambda _: None)
-    prepared = prepare_set(opened, task.encoder, section=section, identity={}, log=lambda _: None)
+    prepared = prepare_set(opened, task.samples.encode, section=section, identity={}, log=lambda _: None)
     counts = prepared.counts
     assert prepared[0].arrays["input_ids"].tolist() == [2, 4, 5, 3]
     assert (counts.truncated_rows, counts.truncated_tokens, counts.truncated_targets, counts.longest) == (1, 2, 0, 6)
@@ -212,13 +214,13 @@ def test_what_is_cut_is_counted_and_keeps_its_frame(tmp_path):
 def test_facts_build_the_task_without_rows(data):
     task, _ = task_of("regression", bert_tokenizer(), data, found=[[1, 2]] * 5)
     settings = TaskSection(name="text_classification", classification=ClassificationSection(kind="regression"))
-    again = build_task(TaskContext(settings, data, bert_tokenizer(), facts=task.facts))
+    again = build_task(TaskContext(settings, data, bert_tokenizer(), facts=task.data_facts.values))
     assert again.head_values == task.head_values
-    assert again.encoding == task.encoding
+    assert again.samples.identity == task.samples.identity
 
 
 def test_rows_without_a_number_are_told(data):
     with pytest.raises(
-        DataError, match=r"no row has a number to learn; the first: the label must be a number, but is `x`"
+        DataError, match=r"no row has a number as its label; the first error: the label must be a number, but is `x`"
     ):
         task_of("regression", bert_tokenizer(), data, found=list("xyxzy"))

@@ -57,13 +57,13 @@ def test_first_tokens_carry_the_tags_and_all_else_is_ignored(task, samples):
     assert task.classification.classes.names == ("B-LOC", "I-LOC", "O")
     assert batch.labels.tolist() == [[IGNORED, 2, IGNORED, 0, 1, IGNORED], [IGNORED, 2, 2] + [IGNORED] * 3]
     assert (batch.num_targets, batch.num_tokens) == (5, 10)
-    assert task.count_targets(task.dummy_batch(samples[0])) == 0
+    assert task.dummy_batch(samples[0]).num_targets == 0
 
 
 def test_the_loss_is_that_of_transformers(task, samples, model):
     batch = task.collate(samples)
     theirs = model(**batch.inputs, labels=batch.labels).loss
-    assert task.loss_sum(model, batch).item() / batch.num_targets == pytest.approx(theirs.item(), rel=1e-5)
+    assert task.loss_sums(model, batch)["loss_sum"].item() / batch.num_targets == pytest.approx(theirs.item(), rel=1e-5)
 
 
 def test_uneven_ranks_measure_what_one_measures(task, samples, model):
@@ -112,6 +112,8 @@ def test_long_sentences_keep_the_tokens_around_them(tmp_path, over_length, left,
     )
     task = task_of(section)
     opened = open_source(section.train, key="data.train", log=lambda _: None)
-    prepared = prepare_set(opened, task.encoder, section=section, identity={}, length=task.lengths, log=lambda _: None)
+    prepared = prepare_set(
+        opened, task.samples.encode, section=section, identity={}, length=task.samples.length_limit, log=lambda _: None
+    )
     assert [" ".join(WORDS[i] for i in each.arrays["input_ids"]) for each in prepared] == left
     assert {name: getattr(prepared.counts, name) for name in lost} == lost

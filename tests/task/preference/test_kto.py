@@ -21,7 +21,7 @@ def step(task, model, cuts):
     """Return the summed loss of a step of these microbatches, and their reference points."""
     with torch.no_grad():
         batches = task.prepare_step(model, [task.collate(cut) for cut in cuts])
-        losses = [task.loss_sum(model, batch).item() for batch in batches]
+        losses = [task.loss_sums(model, batch)["loss_sum"].item() for batch in batches]
     return sum(losses), [batch.extras[REFERENCE_POINT].item() for batch in batches]
 
 
@@ -50,7 +50,7 @@ def test_an_evaluation_measures_what_one_batch_of_all_rows_would_lose(task, mode
     with torch.no_grad():
         parts = [task.evaluate_batch(moved, task.collate(cut)) for cut in (samples[:3], samples[3:])]
         filler = task.evaluate_batch(moved, task.dummy_batch(samples[0]))
-        whole = task.loss_sum(moved, task.collate(samples)).item()
+        whole = task.loss_sums(moved, task.collate(samples))["loss_sum"].item()
     assert filler.records.shape == (0, 4)
     metrics = task.metrics({}, torch.cat([part.records for part in (*parts, filler)]))
     assert metrics["loss"] == pytest.approx(whole / len(JUDGED), rel=1e-4)
@@ -59,7 +59,7 @@ def test_an_evaluation_measures_what_one_batch_of_all_rows_would_lose(task, mode
 
 def test_a_pair_is_two_judged_answers(task, model):
     batch = task.collate(encoded(task, PAIRS, model))
-    assert task.count_targets(batch) == 8
+    assert batch.num_targets == 8
     with torch.no_grad():
         sums = {name: value.item() for name, value in task.loss_sums(model, batch).items()}
     assert (sums["num_good"], sums["num_bad"]) == (4, 4)

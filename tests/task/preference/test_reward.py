@@ -44,10 +44,10 @@ def test_margins_of_the_rows_make_the_loss_larger(tokenizer, data, scorer):
     rows = [{**row, "margin": 2.0} for row in PAIRS]
     plain, wide = task_of(tokenizer, data, "reward"), task_of(tokenizer, data, "reward", use_margin=True)
     with torch.no_grad():
-        narrow = plain.loss_sum(scorer, plain.collate(encoded(plain, rows)))
-        assert wide.loss_sum(scorer, wide.collate(encoded(wide, rows))) > narrow
-    assert plain.encoding == {}
-    assert wide.encoding == {"margin": True}
+        narrow = plain.loss_sums(scorer, plain.collate(encoded(plain, rows)))["loss_sum"]
+        assert wide.loss_sums(scorer, wide.collate(encoded(wide, rows)))["loss_sum"] > narrow
+    assert plain.samples.identity == {}
+    assert wide.samples.identity == {"margin": True}
 
 
 def test_a_row_without_the_margin_is_told(tokenizer, data):

@@ -94,9 +94,9 @@ def test_a_partitioned_matrix_is_still_a_matrix():
 @pytest.mark.parametrize(
     ("section", "unfreeze", "text"),
     [
-        ({"rates": {"layer.*": 0.1}}, [], r"rates: no parameter that learns is called `layer\.\*`.*`layers\.0\.q"),
-        ({}, [("nothing", 2)], "unfreeze: no parameter that learns is called `nothing`"),
-        ({}, [("*", 2)], "nothing would learn at first"),
+        ({"rates": {"layer.*": 0.1}}, [], r"rates: no trained parameter matches `layer\.\*`.*`layers\.0\.q"),
+        ({}, [("nothing", 2)], "unfreeze: no trained parameter matches `nothing`"),
+        ({}, [("*", 2)], "nothing would be trained at first"),
     ],
 )
 def test_a_pattern_must_fit(section, unfreeze, text):

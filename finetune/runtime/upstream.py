@@ -1,9 +1,12 @@
-"""Locks of the extensions that DeepSpeed compiles: torch waits for one silently and forever, even if its owner is dead.
+"""Workarounds for torch and huggingface_hub that any part of a run needs. Imports no torch.
 
-torch (`torch/utils/file_baton.py`, 2.11 to 2.13) creates a file `lock` in the folder of a build, keeps it open while
-it compiles and removes it afterwards. So a process of this machine that has it open is the owner, and one that is
-open nowhere has none; only a file system or a container that other machines share may hide an owner. A thread reports
-what is waited for and removes the locks of dead builds.
+**Locks of extensions.** torch waits for the lock of an extension that DeepSpeed compiles silently and forever, even if
+its owner is dead (pytorch#189245; fixed after 2.13 by pytorch#190543). It (`torch/utils/file_baton.py`) creates a file
+`lock` in the folder of a build, keeps it open while it compiles and removes it afterwards. So a process of this machine
+that has it open is the owner, and one that is open nowhere has none; only a file system or a container that other
+machines share may hide an owner. A thread reports what is waited for and removes the locks of dead builds.
+
+**Retries of the hub.** huggingface_hub asks an unreachable hub again and again, for most of a minute.
 """
 
 import os
@@ -11,13 +14,16 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
 import psutil
 from filelock import FileLock
+from huggingface_hub import constants
+
+from finetune.runtime.hub import is_offline
 
 BUILDING, ABANDONED, UNKNOWN = "building", "abandoned", "unknown"
 
@@ -30,7 +36,7 @@ SHARED_FILE_SYSTEMS = (
 _COMPILERS = ("ninja", "nvcc", "cicc", "ptxas", "cc1plus", "c++", "g++", "clang", "hipcc", "icpx", "ld")
 _CONTAINER_MARKS = (Path("/.dockerenv"), Path("/run/.containerenv"), Path("/var/run/secrets/kubernetes.io"))
 _RECHECK_SECONDS = 1.0
-"""Between two looks: an owner closes the file a moment before it removes it."""
+"""Between two checks: an owner closes the file a moment before it removes it."""
 
 
 @dataclass(frozen=True)
@@ -39,21 +45,21 @@ class BuildLock:
 
     path: Path
     state: str  # BUILDING, ABANDONED or UNKNOWN
-    owner: str  # what is known of it
+    owner: str  # a process, or why it is unknown
 
     def __str__(self) -> str:
         if self.state == BUILDING:
-            return f"{self.path}: {self.owner} compiles there."
+            return f"{self.path} is held by {self.owner}, which compiles this extension."
         if self.state == ABANDONED:
-            return f"{self.path} was left by a build that was killed: every later run waits for it."
+            return f"{self.path} was left by a build that was killed: every later run would wait for it."
         return (
-            f"{self.path}: {self.owner}. A run that needs this build waits until the file is gone; if nobody compiles "
-            "there, delete it."
+            f"the owner of {self.path} is unknown: {self.owner}. A run that needs this extension waits until the file "
+            "is gone. If nothing is compiling there, delete it."
         )
 
 
 def extensions_folder() -> Path:
-    """Return where torch builds what DeepSpeed compiles."""
+    """Return the folder in which torch builds the extensions that DeepSpeed compiles."""
     return Path(os.environ.get("TORCH_EXTENSIONS_DIR", "~/.cache/torch_extensions")).expanduser()
 
 
@@ -63,7 +69,7 @@ def build_locks(folder: Path) -> list[BuildLock]:
 
 
 def inspect_lock(path: Path) -> BuildLock:
-    """Return the lock with what can be told of its owner."""
+    """Return the lock with what can be found out about its owner."""
     owner = next(_builders(path), None)
     if owner is not None:
         return BuildLock(path, BUILDING, owner)
@@ -73,7 +79,7 @@ def inspect_lock(path: Path) -> BuildLock:
 
 
 def remove_abandoned(path: Path, *, pause: Callable[[float], None] = time.sleep) -> bool:
-    """Remove the lock if nobody holds it, looked at twice; tell whether this process removed it."""
+    """Remove the lock if nobody holds it, checked twice; return whether this process removed it."""
     with suppress(OSError), FileLock(path.with_name(".finetune-build.lock"), timeout=10):
         seen = path.stat().st_ino
         if inspect_lock(path).state == ABANDONED:
@@ -85,7 +91,7 @@ def remove_abandoned(path: Path, *, pause: Callable[[float], None] = time.sleep)
 
 
 def awaited_lock(frame: FrameType | None) -> Path | None:
-    """Return the lock that a thread waits for, as its innermost frame tells; None where it waits for none."""
+    """Return the lock that a thread waits for, according to its innermost frame; None where it waits for none."""
     while frame is not None:
         code = frame.f_code
         if code.co_name == "wait" and code.co_filename.endswith("file_baton.py"):
@@ -108,7 +114,7 @@ def _builders(path: Path) -> Iterator[str]:
             name = str(process.info["name"])
             if is_owner or (name.startswith(_COMPILERS) and Path(process.cwd()) == folder):
                 yield f"process {process.pid} ({name})"
-        except (psutil.Error, OSError):  # it has ended, or is somebody else's
+        except (psutil.Error, OSError):  # it has ended, or belongs to another user
             continue
 
 
@@ -117,14 +123,14 @@ def _why_unknown(path: Path) -> str | None:
     try:
         uid = path.stat().st_uid
     except OSError:
-        return "it cannot be looked at"
+        return "the file cannot be read"
     if os.geteuid() not in (0, uid):
-        return "it is another user's, whose processes cannot be looked at"
+        return "it belongs to another user, whose processes cannot be inspected"
     mount, kind = _mount(path)
     if kind.startswith(SHARED_FILE_SYSTEMS):
-        return f"it lies on {kind}, where another machine may compile"
+        return f"it is on a {kind} file system, which another machine may write to"
     if mount != Path("/") and any(mark.exists() for mark in _CONTAINER_MARKS):
-        return f"it lies on {mount}, which other containers may share"
+        return f"it is on {mount}, which other containers may share"
     return None
 
 
@@ -135,14 +141,14 @@ def _mount(path: Path) -> tuple[Path, str]:
     return max(found, key=lambda each: len(each[0].parts), default=(Path("/"), ""))
 
 
-_LOOK_SECONDS = 5.0
+_CHECK_SECONDS = 5.0
 _LOG_SECONDS = 30.0
 
 Log = Callable[[str], None]
 
 
 def clear_build_locks(*, log: Log) -> None:
-    """Remove the locks that killed builds have left, and say so; name those whose owner cannot be known."""
+    """Remove the locks that killed builds have left, and log it; name those whose owner is unknown."""
     for lock in build_locks(extensions_folder()):
         if lock.state != ABANDONED:
             log(f"{'note' if lock.state == BUILDING else 'warning'}: {lock}")
@@ -151,21 +157,21 @@ def clear_build_locks(*, log: Log) -> None:
 
 
 class BuildLockWatcher:
-    """Looks after the main thread: where it waits for the lock of a build, it says so and for whom."""
+    """Watches the main thread: while it waits for the lock of a build, the owner of the lock is logged."""
 
     def __init__(self, *, log: Log, clock: Callable[[], float] = time.monotonic) -> None:
         self._log = log
         self._clock = clock
         self._main = threading.main_thread().ident or 0
         self._since: dict[Path, float] = {}
-        self._said: dict[Path, float] = {}
+        self._logged: dict[Path, float] = {}
 
     def start(self) -> None:
-        """Look every few seconds from now on, until the process ends."""
+        """Check every few seconds from now on, until the process ends."""
         threading.Thread(target=self._run, name="build locks", daemon=True).start()
 
     def look(self) -> None:
-        """Look once: an abandoned lock is removed, which ends the waiting; for any other it is said what is up."""
+        """Check once: an abandoned lock is removed, which ends the waiting; any other is logged."""
         path = awaited_lock(innermost_frame(self._main))
         if path is None:
             self._since.clear()
@@ -175,11 +181,27 @@ class BuildLockWatcher:
         lock = inspect_lock(path)
         if lock.state == ABANDONED and remove_abandoned(path):
             self._log(f"removed {lock}")
-        elif lock.state != ABANDONED and now - self._said.get(path, float("-inf")) >= _LOG_SECONDS:
-            self._said[path] = now
-            self._log(f"waiting for a build since {waited:.0f} s: {lock}")
+        elif lock.state != ABANDONED and now - self._logged.get(path, float("-inf")) >= _LOG_SECONDS:
+            self._logged[path] = now
+            self._log(f"waiting for an extension to be compiled, for {waited:.0f} s so far: {lock}")
 
     def _run(self) -> None:
         while True:
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(_CHECK_SECONDS)
             self.look()
+
+
+@contextmanager
+def without_hub_retries(*, is_local: bool) -> Iterator[None]:
+    """Meanwhile, send no request to the hub when the files are local or the hub is unreachable.
+
+    `local_files_only` is not enough: transformers 5.23 does not hand it on when it looks for an adapter, and
+    huggingface_hub 2.4 fetches a list of agents before its first download (`utils/_detect_agent.py`). What
+    HF_HUB_OFFLINE=1 sets stops both.
+    """
+    before = constants.HF_HUB_OFFLINE
+    constants.HF_HUB_OFFLINE = before or is_local or is_offline()
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE = before

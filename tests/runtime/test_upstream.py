@@ -1,15 +1,17 @@
-"""The lock of a build that was killed is named and removed; where somebody compiles, it is said who."""
+"""Locks of killed builds are named and removed, those of others are logged; the hub is not asked in vain."""
 
+import inspect
 import subprocess
 import sys
 import threading
 import time
 
 import pytest
+from huggingface_hub import constants
 from torch.utils.file_baton import FileBaton
 
-from finetune.runtime.supervision import build_locks
-from finetune.runtime.supervision.build_locks import (
+from finetune.runtime import upstream
+from finetune.runtime.upstream import (
     ABANDONED,
     BUILDING,
     UNKNOWN,
@@ -17,6 +19,7 @@ from finetune.runtime.supervision.build_locks import (
     clear_build_locks,
     inspect_lock,
     remove_abandoned,
+    without_hub_retries,
 )
 
 OWNER = """
@@ -32,7 +35,7 @@ sys.stdin.read()
 def lock(tmp_path, monkeypatch):
     """Where a build's lock would be, on a disk of this machine alone."""
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    monkeypatch.setattr(build_locks, "_CONTAINER_MARKS", ())
+    monkeypatch.setattr(upstream, "_CONTAINER_MARKS", ())
     (tmp_path / "cpu_adam").mkdir()
     return tmp_path / "cpu_adam" / "lock"
 
@@ -66,7 +69,7 @@ def test_a_lock_is_held_while_its_owner_lives_and_removed_once_it_was_killed(loc
     assert inspect_lock(lock).state == ABANDONED
     clear_build_locks(log=said.append)
     assert not lock.exists()
-    assert said[1] == f"removed {lock} was left by a build that was killed: every later run waits for it."
+    assert said[1] == f"removed {lock} was left by a build that was killed: every later run would wait for it."
 
 
 def test_a_compiler_that_outlives_its_parent_still_compiles(lock):
@@ -74,7 +77,7 @@ def test_a_compiler_that_outlives_its_parent_still_compiles(lock):
     compiler = subprocess.Popen(["/bin/sleep", "60"], cwd=lock.parent)
     try:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(build_locks, "_COMPILERS", ("sleep",))
+            patch.setattr(upstream, "_COMPILERS", ("sleep",))
             assert inspect_lock(lock).state == BUILDING
     finally:
         compiler.kill()
@@ -85,17 +88,20 @@ def test_a_compiler_that_outlives_its_parent_still_compiles(lock):
 @pytest.mark.parametrize("kind", ["nfs4", "fuse.juicefs", "lustre"])
 def test_where_another_machine_may_compile_a_lock_is_named_and_stays(lock, monkeypatch, kind):
     lock.touch()
-    monkeypatch.setattr(build_locks, "_mount", lambda path: (lock.parents[1], kind))
+    monkeypatch.setattr(upstream, "_mount", lambda path: (lock.parents[1], kind))
     said = []
     clear_build_locks(log=said.append)
     assert inspect_lock(lock).state == UNKNOWN and lock.exists()
-    assert said[0].startswith(f"warning: {lock}: it lies on {kind}") and "delete it" in said[0]
+    assert (
+        said[0].startswith(f"warning: the owner of {lock} is unknown: it is on a {kind} file system")
+        and "delete it" in said[0]
+    )
 
 
 def test_in_a_container_a_volume_may_be_shared(lock, monkeypatch):
     lock.touch()
-    monkeypatch.setattr(build_locks, "_CONTAINER_MARKS", (lock,))
-    monkeypatch.setattr(build_locks, "_mount", lambda path: (lock.parents[1], "ext4"))
+    monkeypatch.setattr(upstream, "_CONTAINER_MARKS", (lock,))
+    monkeypatch.setattr(upstream, "_mount", lambda path: (lock.parents[1], "ext4"))
     assert "which other containers may share" in inspect_lock(lock).owner
 
 
@@ -118,10 +124,12 @@ def test_a_thread_that_waits_for_a_dead_build_is_set_free_and_one_that_waits_for
     assert said == []  # the main thread waits for nothing
     waiting.start()
     watch._main = waiting.ident
-    until(lambda: build_locks.awaited_lock(build_locks.innermost_frame(waiting.ident)) == lock)
+    until(lambda: upstream.awaited_lock(upstream.innermost_frame(waiting.ident)) == lock)
     for now[0] in (10.0, 20.0, 45.0):
         watch.look()
-    assert said == [f"waiting for a build since {seconds} s: {inspect_lock(lock)}" for seconds in (0, 35)]
+    assert said == [
+        f"waiting for an extension to be compiled, for {seconds} s so far: {inspect_lock(lock)}" for seconds in (0, 35)
+    ]
     owner.kill()
     owner.wait()
     watch.look()
@@ -135,3 +143,23 @@ def until(is_so):
     while not is_so() and time.monotonic() < deadline:
         time.sleep(0.01)
     assert is_so()
+
+
+def test_torch_still_waits_for_a_file_that_a_killed_build_leaves():
+    from torch.utils import cpp_extension
+
+    assert "FileBaton(os.path.join(build_directory, 'lock'))" in inspect.getsource(cpp_extension._jit_compile)
+
+
+def test_the_hub_is_not_asked_for_what_is_local():
+    before = constants.HF_HUB_OFFLINE
+    with pytest.raises(OSError), without_hub_retries(is_local=True):
+        assert constants.HF_HUB_OFFLINE
+        raise OSError
+    assert before == constants.HF_HUB_OFFLINE
+
+
+def test_huggingface_hub_still_fetches_a_list_of_agents_unless_it_is_offline():
+    from huggingface_hub.utils import _detect_agent
+
+    assert "constants.HF_HUB_OFFLINE" in inspect.getsource(_detect_agent)
