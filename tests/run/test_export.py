@@ -57,7 +57,7 @@ def test_a_whole_model_is_written_in_another_type(trained, tmp_path):
         ("full", "", {"merge": True}, "this run has no adapter"),
         ("full", "final", {"merge": True}, "holds a full model and no adapter"),
         ("full", "final", {}, "is a model folder already"),
-        ("lora", "final", {"dtype": "bfloat16"}, "Write --merge too"),
+        ("lora", "final", {"dtype": "bfloat16"}, "add --merge"),
         ("full", "final", {"step": 2}, "has no checkpoints"),
         ("full", "config.yaml", {}, "does not exist"),
     ],
