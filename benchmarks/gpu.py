@@ -12,26 +12,22 @@ import argparse
 import fnmatch
 import json
 import os
-import platform
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
-from rich.table import Table as Grid
 
+from comparison import report
 from comparison.results import PartResults
 from gpu_comparison.cases import UNFINISHED, Case, cases, one_of_each
 from gpu_comparison.results import measured
 from gpu_comparison.shapes import peak_flops
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("torch", "transformers", "accelerate", "peft", "trl", "triton", "flash_attn", "liger_kernel", "deepspeed")
 RESERVE_SECONDS = 5.0
 
 
@@ -41,7 +37,7 @@ def main() -> int:
     ended = time.monotonic() + options.budget_seconds
     options.out.mkdir(parents=True, exist_ok=True)
     machine = _machine(options.device)
-    peak = options.peak_tflops * 1e12 if options.peak_tflops else peak_flops(machine["device"])
+    peak = options.peak_tflops * 1e12 if options.peak_tflops else peak_flops(machine["processor"])
     wanted = [case for case in cases() if fnmatch.fnmatch(case.name, options.only or "*")]
     if options.tiny and not options.only:
         wanted = one_of_each()
@@ -126,29 +122,19 @@ def _environment() -> dict[str, str]:
     }
 
 
-def _machine(device: str) -> dict[str, str]:
-    found = {}
-    for name in PACKAGES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = "not installed"
-    name = torch.cuda.get_device_name(0) if device == "cuda" else platform.processor() or platform.machine()
-    memory = f"{torch.cuda.get_device_properties(0).total_memory / 2**30:.0f} GiB" if device == "cuda" else "-"
-    return {
-        "device": name,
-        "memory": memory,
-        "cuda": str(torch.version.cuda),
-        "python": platform.python_version(),
-        **found,
-    }
+def _machine(device: str) -> dict[str, Any]:
+    facts = report.machine()
+    if device == "cuda":
+        memory = torch.cuda.get_device_properties(0).total_memory / 2**30
+        facts |= {"processor": f"{torch.cuda.get_device_name(0)}, {memory:.0f} GiB", "cuda": torch.version.cuda}
+    return facts
 
 
 def _rate(record: dict[str, Any]) -> float:
     return float(sum(record["step_tokens"]) / sum(record["step_seconds"]))
 
 
-def _write(folder: Path, machine: dict[str, str], found: PartResults) -> None:
+def _write(folder: Path, machine: dict[str, Any], found: PartResults) -> None:
     whole = {
         "machine": machine,
         "results": [each.record() for each in found.results],
@@ -160,24 +146,11 @@ def _write(folder: Path, machine: dict[str, str], found: PartResults) -> None:
     partial.replace(folder / "gpu.json")
 
 
-def _print(machine: dict[str, str], found: PartResults, *, is_tiny: bool) -> None:
-    console = Console(width=190)
-    console.print(", ".join(f"{name} {value}" for name, value in machine.items()))
-    for table in found.tables:
-        _grid(console, table.title, table.header, table.rows)
-        console.print(table.note)
-    title = "Thresholds (tiny models: these numbers mean nothing)" if is_tiny else "Thresholds"
-    rows = [[each.what, each.value_text, each.threshold_text, each.verdict] for each in found.results]
-    _grid(console, title, ("what", "median (quartiles)", "threshold", ""), rows)
-    for line in found.missing:
-        console.print(f"not measured: {line}")
-
-
-def _grid(console: Console, title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    grid = Grid(*header, title=title)
-    for row in rows:
-        grid.add_row(*row)
-    console.print(grid)
+def _print(machine: dict[str, Any], found: PartResults, *, is_tiny: bool) -> None:
+    report.show({"gpu": found}, Console(width=190))
+    print(report.heading(machine))
+    if is_tiny:
+        print("These are tiny models: the numbers mean nothing.")
 
 
 def _options() -> argparse.Namespace:

@@ -17,7 +17,10 @@ from comparison import results as shown
 from comparison.results import PartResults, Result
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("torch", "transformers", "accelerate", "trl", "peft", "deepspeed", "datasets", "numpy")
+PACKAGES = (
+    *("torch", "transformers", "accelerate", "trl", "peft", "deepspeed", "datasets", "numpy"),
+    *("triton", "flash_attn", "liger_kernel"),
+)
 COLOURS = {"met": "green", "within the spread": "yellow", "not reached": "cyan", "MISSED": "bold red"}
 
 
