@@ -102,7 +102,7 @@ def test_a_gradient_that_is_not_finite_stops_those_that_come_after_it():
     changed = {name for name, each in model.named_parameters() if not torch.equal(each, before[name])}
     assert changed == {"layers.0.2.weight", "layers.0.2.bias"}
     assert "has not changed the weights" in update.nonfinite_effect
-    assert "those whose gradients came first have been" in update.nonfinite_effect
+    assert "it has changed those whose gradients came first" in update.nonfinite_effect
 
 
 def test_groups_of_one_are_told_of_together():
