@@ -140,7 +140,7 @@ def prepare_set(
 
     `identity` names all that `encode` and `length` depend on (digests of tokenizer and template, the task). Call it
     outside any collective: ranks that come while one of them tokenises wait on a lock file, and if it dies, another
-    resumes from where it stopped. What is cut or dropped is counted in the set's `counts`; what the section refuses raises
+    resumes from where it stopped. What is cut or dropped is counted in `counts`; what the section refuses raises
     DataError with the counts, after all rows have been seen.
     """
     made_of = identify(source, encode, section=section, identity=identity)
