@@ -108,9 +108,7 @@ def generate(
     output: Annotated[
         Path, typer.Option("--output", metavar="ANSWERS.jsonl", help="File to write: the same rows, with an `answer`.")
     ],
-    adapter: Annotated[
-        Path | None, typer.Option("--adapter", metavar="FOLDER", help="PEFT adapter to load on top of the model.")
-    ] = None,
+    adapter: Annotated[Path | None, typer.Option(metavar="FOLDER", help="PEFT adapter to load on the model.")] = None,
     max_new_tokens: NewTokens = 256,
     batch_size: Annotated[int, typer.Option(min=1, metavar="N", help="Prompts per batch, in each process.")] = 8,
     temperature: Temperature = 0.0,
@@ -125,7 +123,7 @@ def generate(
 ) -> int:
     """Generate an answer to every row of a file, in its order; an interrupted command resumes where it stopped.
 
-    On several processes, each answers a share of the rows with a full copy of the model, under any strategy:
+    On several processes, each answers a share of the rows with a full copy of the model:
     accelerate launch --config_file ACCELERATE.yaml -m finetune generate FOLDER --input P.jsonl --output A.jsonl
     """
     return generate_command.generate_file(

@@ -139,7 +139,7 @@ def _export(
     request: _CheckpointExport, loaded: LoadedConfig, *, checkpoint: OpenCheckpoint, run_inputs: RunInputs
 ) -> ExportReport:
     config, tokenizer, task = loaded.config, run_inputs.processing.tokenizer, run_inputs.task(loaded.config)
-    model = build_model(config, task=task, tokenizer=tokenizer, construction=InitContext())
+    model = build_model(config, task=task, tokenizer=tokenizer, init_context=InitContext())
     weights = exported_weights(model, checkpoint, train=config.train, trained_only=exports_trained_only(config))
     return export_model(
         request.folder,

@@ -61,7 +61,7 @@ class PartialAnswers:
         if _about(note) != redacted_config(about):
             raise UserError(
                 f"{parts.folder} holds answers of an earlier start with another model, input or other settings. Delete "
-                "it to begin anew, or name another --output."
+                "it to start over, or name another --output."
             )
         return parts
 
@@ -165,17 +165,19 @@ def _no_log(sentence: str) -> None:
 
 def _check(saved: SavedModel, *, output: Path, adapter: Path | None) -> None:
     if not saved.can_generate:
-        raise UserError(f"{saved.folder} holds a model of `{saved.head}`, which writes no text. Name one that does.")
+        raise UserError(f"{saved.folder} a `{saved.head}` model does not generate text. Name one that does.")
     if adapter is not None and saved.adapter is not None:
-        raise UserError(f"--adapter: {saved.folder} is an adapter itself. Name a whole model, or leave --adapter out.")
+        raise UserError(f"--adapter: {saved.folder} is an adapter itself. Name a full model, or leave --adapter out.")
     if output.exists():
-        raise UserError(f"--output {output}: is there already. Name another file, or delete it.")
+        raise UserError(f"--output {output} already exists. Name another file, or delete it.")
 
 
 def _tokenizer(saved: SavedModel, *, trust_remote_code: bool) -> Any:
     tokenizer = processing_in(saved, trust_remote_code=trust_remote_code).tokenizer
     if tokenizer is None:
-        raise UserError(f"{saved.folder}: holds no tokenizer, nor does its base. Copy its files there.")
+        raise UserError(
+            f"{saved.folder}: has no tokenizer, and neither has its base. Copy the files of a tokenizer there."
+        )
     return tokenizer
 
 
@@ -216,7 +218,7 @@ class _Generator:
         """Answer this process's share of what has no answer yet, and keep each batch's as soon as they are there."""
         for each in raw:
             if ANSWER in each.parse():
-                raise DataError(f"{each.place}: has a column `{ANSWER}` already. Rename it.")
+                raise DataError(f"{each.place}: already has a column `{ANSWER}`. Rename it.")
         answered = parts.answered()
         open_ones = [number for number in range(len(questions)) if number not in answered]
         own = [TokenizedPrompt(number, self._tokens(questions[number], raw[number])) for number in open_ones[_share()]]

@@ -67,7 +67,7 @@ def load_unquantized_base(
     without: dict[str, Any] = {**dict.fromkeys(ADAPTERS), "quantization": None, "dtype": "float32"}
     section = config.model.model_copy(update=without)
     bare = config.model_copy(update={"model": section})
-    model = build_model(bare, task=task, tokenizer=tokenizer, construction=InitContext())
+    model = build_model(bare, task=task, tokenizer=tokenizer, init_context=InitContext())
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 

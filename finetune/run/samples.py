@@ -75,9 +75,9 @@ def require_same_samples(path: Path, progress: Progress, *, pool: DatasetView, g
     """Raise CheckpointError unless the samples behind the checkpoint are those that the order gives to its steps."""
     if not matches_data_order(progress, pool=pool, global_batch_size=global_batch_size):
         raise CheckpointError(
-            f"{path} has consumed other samples in its {progress.step} steps than this job's order gives to them, or "
-            "samples with other content, so the run would continue on other data. Restore data, tokenizer, run.seed, "
-            "data.shuffle and train.global_batch_size as they were, or write another run.folder to start anew."
+            f"{path} was trained for {progress.step} steps on other samples than this job's order gives, or on samples "
+            "with other content, so the run would resume on other data. Restore data, tokenizer, run.seed, "
+            "data.shuffle and train.global_batch_size as they were, or write another run.folder to start a new run."
         )
 
 

@@ -90,7 +90,7 @@ def test_a_strange_folder_gets_its_position_from_the_step_that_is_told(runs, tmp
     (folder / "progress.json").unlink()  # as Accelerate itself would have left it
     code, output = converted(tmp_path / "wrong.log", back, "--from", folder, "--step", 3)
     assert code == 2
-    assert "its optimizer has made 4 updates, so it is not after step 3" in output
+    assert "its optimizer has taken 4 steps, so this is not the state after step 3" in output
     assert "Traceback" not in output
     code, output = converted(tmp_path / "from.log", back, "--from", folder, "--step", 4)
     assert code == 0, output
@@ -102,9 +102,9 @@ def test_a_strange_folder_gets_its_position_from_the_step_that_is_told(runs, tmp
 @pytest.mark.full
 @pytest.mark.distributed
 def test_nothing_that_is_there_is_written_over(runs, tmp_path):
-    with pytest.raises(UserError, match="is there already"):
+    with pytest.raises(UserError, match="already exists"):
         convert_to(runs["full"], tmp_path, step=None)
-    with pytest.raises(UserError, match="step-000004 is there already"):
+    with pytest.raises(UserError, match="step-000004 already exists"):
         convert_from(runs["full"], tmp_path, step=4)
 
 

@@ -54,7 +54,7 @@ def test_final_is_measured_by_the_run_s_own_job(trained, measured, name):
 def test_a_folder_elsewhere_is_measured_by_the_job_that_is_named(trained, measured, job, tmp_path):
     run = trained("lora")
     export(run, step=None, to=tmp_path / "model", dtype=None, merge=True, push_to_hub=None)
-    with pytest.raises(UserError, match=r"so nothing says what to measure\. Write --config"):
+    with pytest.raises(UserError, match=r"so there is no job to evaluate with\. Add --config"):
         measured(tmp_path / "model")
     assert measured(tmp_path / "model", config=job)["metrics"] == pytest.approx(told(run)[4], rel=1e-5)
 
@@ -79,13 +79,13 @@ def test_the_answers_are_asked_for_where_the_job_says_so(trained, measured):
 
 def test_what_cannot_be_measured_is_told(trained, measured, job, tmp_path):
     run = trained("full")
-    with pytest.raises(UserError, match=r"the job has no `data\.validation`"):
+    with pytest.raises(UserError, match=r"the job has no validation data"):
         measured(run, overrides=["data.validation=null"])
     with pytest.raises(UserError, match=r"--set: train\.steps"):
         measured(run, overrides=["train.steps=ten"])
-    with pytest.raises(ConfigError, match="there is no `=`"):
+    with pytest.raises(ConfigError, match="`=` is missing"):
         measured(run, overrides=["steps"])
-    with pytest.raises(UserError, match="has the task `pretrain`, and the run learnt `sft`"):
+    with pytest.raises(UserError, match="has the task `pretrain`, and the run was trained on `sft`"):
         measured(run, config=job, overrides=["task.name=pretrain", "data.chat_template=null"])
     with pytest.raises(UserError, match="has no checkpoints"):
         measured(run / "final", step=2)

@@ -81,7 +81,7 @@ def test_an_adapter_on_a_tied_weight_is_refused_where_accelerate_ties_anew(confi
         asked = config(f"model.lora={{rank: 4, target_modules: [{module}]}}")
         kept = load_run_inputs(run, asked)
         tokenizer = kept.processing.tokenizer
-        model = build_model(asked, task=kept.task(asked), tokenizer=tokenizer, construction=InitContext())
+        model = build_model(asked, task=kept.task(asked), tokenizer=tokenizer, init_context=InitContext())
         require_tied_weights_supported(model, "zero3")
         with pytest.raises(StrategyError, match="on the tied weight `lm_head`") if is_refused else nullcontext():
             require_tied_weights_supported(model, "fsdp2")

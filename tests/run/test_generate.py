@@ -89,7 +89,7 @@ def test_a_share_of_the_ranks_is_the_whole(trained, answered, monkeypatch, tmp_p
 def test_a_killed_start_is_gone_on_from_and_what_was_answered_is_kept(trained, answered, monkeypatch, tmp_path):
     run = trained("full")
     alone = texts(answered(run, batch_size=1))
-    calls, real = [], generating.answer_batch
+    calls, real = [], generating.generate_batch
 
     def dying(*arguments, **keys):
         calls.append(arguments)
@@ -97,7 +97,7 @@ def test_a_killed_start_is_gone_on_from_and_what_was_answered_is_kept(trained, a
             raise KeyboardInterrupt
         return real(*arguments, **keys)
 
-    monkeypatch.setattr(generating, "answer_batch", dying)
+    monkeypatch.setattr(generating, "generate_batch", dying)
     with pytest.raises(KeyboardInterrupt):
         answered(run, batch_size=1)
     (part,) = (tmp_path / ".answers.jsonl.parts").glob("rank-*.jsonl")
@@ -128,8 +128,8 @@ def test_a_system_message_is_said_where_a_row_has_none(trained, answered):
     ("row", "message"),
     [
         ({"question": "a"}, r"row 1: has neither `messages`, .* its columns are `question`"),
-        ({"messages": [{"role": "assistant", "content": "a"}]}, "has nothing but answers"),
-        ({"prompt": "a", "answer": "b"}, "has a column `answer` already"),
+        ({"messages": [{"role": "assistant", "content": "a"}]}, "has only answers"),
+        ({"prompt": "a", "answer": "b"}, "already has a column `answer`"),
         ({"prompt": "a", "images": ["a.png"]}, "only text can be given here"),
         ({"prompt": "red " * 3000}, "and the model reads 2,048"),
     ],
@@ -141,11 +141,13 @@ def test_a_row_that_asks_nothing_is_named(trained, answered, row, message):
 
 def test_an_output_that_is_there_is_not_written_over(trained, tmp_path):
     (tmp_path / "answers.jsonl").write_text("mine")
-    with pytest.raises(UserError, match="is there already"):
-        generating._check(generating.look_at(trained("full"), key="k"), output=tmp_path / "answers.jsonl", adapter=None)
+    with pytest.raises(UserError, match="already exists"):
+        generating._check(
+            generating.inspect_model_folder(trained("full"), key="k"), output=tmp_path / "answers.jsonl", adapter=None
+        )
 
 
 def test_processes_meet_without_a_strategy():
     assert "WORLD_SIZE" not in os.environ
-    generating.ranks.meet()  # alone there is nobody to meet
-    assert not generating.ranks.is_distributed()
+    generating.distributed.init_cpu_process_group()  # alone there is nobody to meet
+    assert not generating.distributed.is_distributed()

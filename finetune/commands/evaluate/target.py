@@ -59,7 +59,7 @@ class EvaluationTarget:
             trusts = section.trust_remote_code
             return load_saved_model(self.saved, key="evaluate", dtype=section.dtype, trust_remote_code=trusts)
         tokenizer = self.run_inputs.processing.tokenizer
-        return build_model(self.origin, task=task, tokenizer=tokenizer, construction=InitContext())
+        return build_model(self.origin, task=task, tokenizer=tokenizer, init_context=InitContext())
 
     def load_weights(self, model: Any) -> None:
         """Give the model the weights of the checkpoint; those of a folder are in it already."""
@@ -101,7 +101,7 @@ def _of_checkpoint(
         require_trusted_metrics(own, loaded, trust_remote_code=trusts)
     if loaded.config.task.name != own.config.task.name:
         raise UserError(
-            f"--config: {loaded.path} has the task `{loaded.config.task.name}`, and the run learnt "
+            f"--config: {loaded.path} has the task `{loaded.config.task.name}`, and the run was trained on "
             f"`{own.config.task.name}`. Name a job of that task, or another run."
         )
     step_of = layout.step_of(chosen) or 0
@@ -117,7 +117,9 @@ def _of_folder(source: Path, *, job: LoadedConfig | None, overrides: Sequence[st
         loaded = load_resolved(run, overrides)
         require_trusted_metrics(load_resolved(run), loaded, trust_remote_code=trusts)
     else:
-        raise UserError(f"{saved.folder}: is no run's, so nothing says what to measure. Write --config JOB.yaml too.")
+        raise UserError(
+            f"{saved.folder}: does not belong to a run, so there is no job to evaluate with. Add --config JOB.yaml."
+        )
     loaded = with_trust(loaded, trust_remote_code=trusts)
     if run is not None and job is None:
         kept = load_run_inputs(run, loaded.config)

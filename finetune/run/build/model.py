@@ -26,28 +26,28 @@ with lazily():
 
 
 def build_model(
-    config: RunConfig, *, task: Task, tokenizer: PreTrainedTokenizerBase | None, construction: InitContext
+    config: RunConfig, *, task: Task, tokenizer: PreTrainedTokenizerBase | None, init_context: InitContext
 ) -> Any:
     """Return the model as it is before its first step. Collective under ZeRO-3."""
-    model = _build_trainable(config, task=task, tokenizer=tokenizer, construction=construction)
+    model = _build_trainable(config, task=task, tokenizer=tokenizer, init_context=init_context)
     if config.model.activation_offload:
         offload_activations(model)
     return model
 
 
 def _build_trainable(
-    config: RunConfig, *, task: Task, tokenizer: PreTrainedTokenizerBase | None, construction: InitContext
+    config: RunConfig, *, task: Task, tokenizer: PreTrainedTokenizerBase | None, init_context: InitContext
 ) -> Any:
     section, seed = config.model, config.run.seed
     if section.quantization is not None:
-        construction = replace(
-            construction, context=nullcontext, on_meta_device=False
+        init_context = replace(
+            init_context, context=nullcontext, on_meta_device=False
         )  # Accelerate sends no packed weights
     ids = () if section.new_tokens is None or tokenizer is None else new_token_ids(tokenizer, section.new_tokens)
     model: Any = load_model(
         section,
         head=task.head,
-        init_context=construction,
+        init_context=init_context,
         seed=seed,
         vocabulary_size=None if tokenizer is None else len(tokenizer) - len(ids),
         special_ids=None if tokenizer is None else _special_ids(tokenizer),
@@ -55,14 +55,14 @@ def _build_trainable(
     )
     set_batch_norm(model, section.batch_norm, is_new=section.from_config is not None)
     if section.new_tokens is not None and tokenizer is not None:
-        add_embedding_rows(model, tokenizer, section.new_tokens, seed=seed, init_context=construction)
+        add_embedding_rows(model, tokenizer, section.new_tokens, seed=seed, init_context=init_context)
     wish = adapter_config(section)
     if wish is not None:
         ground = AdapterContext(
             seed=seed,
             head=task.head,
             revision=section.revision,
-            init_context=construction,
+            init_context=init_context,
             tokenizer=tokenizer,
             new_ids=ids,
             base=unquantized_weights_folder(section),

@@ -38,8 +38,8 @@ def format_padding_free(config: RunConfig, data: DataSection) -> tuple[str, ...]
     if config.task.name in PADDED_TASKS or config.data.batching.padding_free != "auto" or data.batching.by == "packs":
         return ()
     if data.batching.padding_free is True:
-        return ("samples stand end to end, without padding: the model keeps them apart",)
-    return ("samples are padded: this model or its attention is not known to keep them apart in one row",)
+        return ("padding-free batches: the model keeps the samples of a row apart",)
+    return ("samples are padded: this model or its attention is not known to keep packed samples apart",)
 
 
 def can_share_rows(config: RunConfig, *, model: Any = None, adapter: AdapterConfig = None) -> bool:

@@ -92,7 +92,7 @@ def prepare_model(
     config, strategy, log = context.config, context.strategy, context.log
     process_bytes = 0 if torch.cuda.is_available() else resident_bytes()  # what `mem` of a step measures
     plain = build_model(
-        config, task=training_data.task, tokenizer=training_data.tokenizer, construction=strategy.init_context()
+        config, task=training_data.task, tokenizer=training_data.tokenizer, init_context=strategy.init_context()
     )
     check_image_shape(plain.config, training_data.processing.processor)
     require_tied_weights_supported(plain, strategy.name)

@@ -115,7 +115,7 @@ _LIMITS = (
         "accelerate_configs/zero2.yaml or fsdp2.yaml.",
     ),
     _Limit(
-        "model.quantization of any kind but 4 bits of bitsandbytes",
+        "model.quantization other than 4-bit bitsandbytes",
         _FSDP,
         _is_not_4bit_bitsandbytes,
         "FSDP splits nothing but floating-point numbers, and only 4-bit weights of bitsandbytes can be stored as such "

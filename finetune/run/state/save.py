@@ -15,7 +15,7 @@ def nothing() -> None:
 
 
 class ReportingSaver:
-    """Takes checkpoints and reports what has become of them."""
+    """Takes checkpoints and reports the outcome of each."""
 
     def __init__(
         self,
@@ -25,23 +25,23 @@ class ReportingSaver:
         *,
         before: Callable[[], None] = nothing,
     ) -> None:
-        """`on_saved` is told the path of what has been written: for the status file.
+        """`on_saved` is called with the path of each written checkpoint, for the status file.
 
-        `before` is called on every rank before the state is looked at, and may be collective.
+        `before` is called on every rank before the state is read, and may be collective.
         """
         self._before = before
         self._saver = checkpointer.saver
         self._stops = checkpointer.stops_on_failure
         self._reporter = reporter
         self._on_saved = on_saved
-        self._step = 0  # of the last that was begun
-        self._told: object = None
+        self._step = 0  # of the last one that was started
+        self._reported: object = None
 
     def __call__(self, progress: Progress) -> None:
-        """Take a checkpoint of this progress, which may be written behind; waits for the one before. Collective.
+        """Take a checkpoint of this progress, which may be written in the background; wait for the one before.
 
-        Raises CheckpointError where that or this has failed and the run is to stop then; NonFiniteError likewise,
-        whatever is asked for.
+        Raises CheckpointError where either has failed and the run stops on failures; NonFiniteError in any case.
+        Collective.
         """
         self.wait_for_writes()
         self._before()
@@ -52,24 +52,24 @@ class ReportingSaver:
             if self._stops:
                 raise
             self._warn(error)
-        if self._saver.outcome() is not None:  # it has been written already, in the foreground
+        if self._saver.outcome() is not None:  # it was written in the foreground
             self.wait_for_writes()
 
     @property
     def has_failed(self) -> bool:
-        """Tell whether writing has been given up and the run is to stop because of it."""
+        """Tell whether a save has failed and the run stops because of it."""
         outcome = self._saver.outcome()
         goes_on = isinstance(outcome, CheckpointError) and not self._stops
         return isinstance(outcome, BaseException) and not goes_on
 
     def report_written(self) -> None:
-        """Report what has been written behind since the last time."""
+        """Report what has been written in the background since the last call."""
         for step, note in self._saver.notes():
             self._reporter(Warned(step, note))
         outcome = self._saver.outcome()
-        if outcome is None or outcome is self._told:
+        if outcome is None or outcome is self._reported:
             return
-        self._told = outcome
+        self._reported = outcome
         if isinstance(outcome, SavedCheckpoint):
             path = str(outcome.path)
             times = {"seconds": outcome.seconds, "stall_seconds": outcome.stall_seconds}
@@ -79,7 +79,7 @@ class ReportingSaver:
             self._warn(outcome)
 
     def wait_for_writes(self) -> None:
-        """Wait for what is being written; raises CheckpointError where it failed and the run stops then. Collective."""
+        """Wait for the save in progress; raises CheckpointError where it failed and the run stops then. Collective."""
         self._saver.wait()
         self.report_written()
         try:
@@ -87,8 +87,8 @@ class ReportingSaver:
         except CheckpointError as error:
             if self._stops:
                 raise
-            if not isinstance(self._told, CheckpointError):  # it has failed on another rank alone
+            if not isinstance(self._reported, CheckpointError):  # it failed only on another rank
                 self._warn(error)
 
     def _warn(self, error: CheckpointError) -> None:
-        self._reporter(Warned(self._step, f"{error} Training goes on, and the next save that is due tries again."))
+        self._reporter(Warned(self._step, f"{error} Training continues, and the next save that is due tries again."))

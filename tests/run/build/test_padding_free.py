@@ -63,7 +63,7 @@ def test_what_an_adapter_on_disk_is_decides(job, tmp_path, kind, is_free):
 
 
 def test_a_start_says_what_auto_has_come_to(job):
-    assert format_padding_free(*job()) == ("samples stand end to end, without padding: the model keeps them apart",)
+    assert format_padding_free(*job()) == ("padding-free batches: the model keeps the samples of a row apart",)
     (line,) = format_padding_free(*job("model.attention=sdpa"))
     assert line.startswith("samples are padded: ")
     assert format_padding_free(*job("data.batching.padding_free=true")) == ()

@@ -17,7 +17,7 @@ def training_data(*, words=("a", "b"), rows="f1", precomputed=None):
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner)
     return SimpleNamespace(
         processing=Processing(tokenizer),
-        task=SimpleNamespace(precomputed=precomputed, encoding={}),
+        task=SimpleNamespace(precomputed=precomputed, samples=SimpleNamespace(identity={})),
         training=SimpleNamespace(fingerprint=rows),
     )
 

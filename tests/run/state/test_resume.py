@@ -86,7 +86,10 @@ def test_an_adapter_goes_on_only_on_the_weights_that_it_was_trained_on(launch, b
     allowed = "checkpoint.allow_changes=[model.name, train.learning_rate, train.steps]"
     went_on = start(moved, "train.learning_rate=2e-2", "report.log_every_steps=2", allowed)
     assert went_on.code == 0, went_on.output
-    assert f'allow_changes says: model.name "{base}" -> "{moved}", train.learning_rate 0.01 -> 0.02' in went_on.output
+    assert (
+        f'allowed by checkpoint.allow_changes: model.name "{base}" -> "{moved}", train.learning_rate 0.01 -> 0.02'
+        in went_on.output
+    )
     assert "report.log_every_steps 1 -> 2" in went_on.output
     assert "has no effect, unchanged since the checkpoint: train.steps" in went_on.output
     assert "restored: parameters, optimizer state and step" in went_on.output

@@ -111,7 +111,7 @@ def test_training_goes_on_with_a_warning_where_that_is_asked_for(tmp_path, full_
     assert [event.step for event in saved.events] == [1, 2, 2, 2, 3]
     kinds = [CheckpointSaved, Warned, Warned, Warned, CheckpointSaved]
     assert [type(event) for event in saved.events] == kinds
-    assert "Training goes on, and the next save that is due tries again." in saved.events[3].message
+    assert "Training continues, and the next save that is due tries again." in saved.events[3].message
     assert steps(tmp_path / "c") == ["step-000001", "step-000003"]
 
 
