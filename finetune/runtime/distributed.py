@@ -120,9 +120,9 @@ def shut_down(code: int, *, afterwards: Callable[[int], int] = int) -> int:
     code and returns it or another.
 
     A rank that exits while another still communicates with it takes it down, hence the barrier. Then the
-    interpreter's teardown is left out: now and then it aborts in a library's thread ("terminate called without an active exception", seen with
-    DeepSpeed 0.19 under gloo), which would make a failure of a run that has succeeded. What was registered with
-    `atexit` is done.
+    interpreter's teardown is left out: now and then it aborts in a library's thread ("terminate called without an
+    active exception", seen with DeepSpeed 0.19 under gloo), which would fail a run that has succeeded. Handlers
+    registered with `atexit` are run.
     """
     if not is_distributed() or world() == 1:
         return afterwards(code)

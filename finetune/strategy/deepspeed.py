@@ -61,7 +61,7 @@ class ZeroRedundancy:
         return Expected(("DEEPSPEED",), self._environment.world, "DeepSpeedEngine", zero_stage=self._stage)
 
     def init_context(self) -> InitContext:
-        """Return a context in which stage 3 partitions each parameter when it is created (by transformers' zero.Init)."""
+        """Return a context in which stage 3 partitions each parameter when it is created (zero.Init)."""
         return InitContext(gather=_gather) if self._stage == 3 else InitContext()
 
 

@@ -171,8 +171,8 @@ def build_once(
     """Make `folder` by calling `build(staging)` in exactly one process; return whether this one built it.
 
     Others on the same file system wait for a lock file and log it; `while_waiting(staging)` is called every second.
-    When the builder dies, one of them takes over. What an unfinished build leaves in its staging folder is removed, unless
-    the build `resumes` from it. No collective: safe before process groups exist.
+    When the builder dies, one of them takes over. What an unfinished build leaves in its staging folder is removed,
+    unless the build `resumes` from it. No collective: safe before process groups exist.
     """
     if folder.exists():
         return False
