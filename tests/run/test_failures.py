@@ -34,7 +34,7 @@ def test_a_rank_that_is_killed_is_named_and_the_next_launch_continues(launch):
     assert "[rank 0]: Traceback" not in run.output
     again = launch("ddp", name="killed", overrides=QUIET)
     assert again.code == 0, again.output
-    assert "continues from" in again.output
+    assert "resumes from" in again.output
     assert (again.status()["state"], again.status()["step"], again.status()["error"]) == ("finished", 20, None)
 
 
