@@ -61,7 +61,7 @@ class StepSkipped(Event):
 
     reason: str
     sample_ids: tuple[int, ...]
-    rows: str = ""  # where the first of them stand
+    rows: str = ""  # where the first of them are in the data
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,7 @@ def is_main() -> bool:
 
 
 def is_distributed() -> bool:
-    """Tell whether a process group exists."""
+    """Return whether a process group exists."""
     return dist.is_available() and dist.is_initialized()
 
 
@@ -141,7 +141,7 @@ def sum_counts(counts: Sequence[int]) -> list[int]:
 
 
 _control_group: dist.ProcessGroup | None = None  # None: the default group
-_groups: dict[Group, dist.ProcessGroup] = {}  # of the main line there is none: it is torch's default
+_groups: dict[Group, dist.ProcessGroup] = {}  # the main group is torch's default
 
 
 def run_on_all_ranks(function: Callable[[], T], *, group: Group = Group.MAIN) -> list[T]:

@@ -69,7 +69,7 @@ def stop_with_launcher() -> None:
 
 
 def is_launcher(command: Sequence[str]) -> bool:
-    """Tell whether this command line is that of a launcher.
+    """Return whether this command line is that of a launcher.
 
     >>> is_launcher(["/usr/bin/python", "/usr/bin/accelerate", "launch"]), is_launcher(["bash"])
     (True, False)
@@ -94,7 +94,7 @@ def _command(pid: int) -> list[str]:
 
 
 _EXIT_HANDLERS_SECONDS = 10.0
-"""For all that was registered: a handler that waits for another process would wait for ever."""
+"""For all handlers together: one that waits for another process could wait forever."""
 
 
 def exit_process(code: int, *, seconds: float = _EXIT_HANDLERS_SECONDS) -> NoReturn:

@@ -112,7 +112,7 @@ class Cadence:
     num_steps: int
 
     def due(self, step: int) -> bool:
-        """Tell whether it is due once `step` steps are done."""
+        """Return whether it is due once `step` steps are done."""
         return step == self.num_steps or (self.every_steps is not None and step % self.every_steps == 0)
 
 

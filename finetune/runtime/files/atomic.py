@@ -52,7 +52,7 @@ def temporary_path(path: Path) -> Path:
 
 
 def remove_stale(folder: Path, *, seconds: float, below: bool = False) -> list[Path]:
-    """Remove what writers that live no more have left in the folder and return it; `below`: in its folders, too.
+    """Remove what dead writers have left in the folder and return it; `below`: in its folders, too.
 
     Writers on other hosts cannot be inspected: what has not changed for so many seconds counts as abandoned. Where a
     folder was being replaced and its writer was killed between the two renames, it gets its older content back.
@@ -199,7 +199,7 @@ def build_once(
 def quarantine(folder: Path, is_damaged: Callable[[], bool], *, log: Callable[[str], None]) -> Path | None:
     """Rename a damaged folder that `build_once` has made, and return what it is called now.
 
-    It is looked at again while no other process makes or renames it; None where it is not damaged then, or not there.
+    It is checked again under the lock, while no other process builds or renames it; None if it is intact or missing.
     Raises OSError where it cannot be renamed.
     """
     with _locked(folder.with_name(f".{folder.name}.lock"), log=log, what=folder, wait=lambda: None):
@@ -220,7 +220,7 @@ def _is_folder(path: Path) -> bool:
 
 
 def _remove_files(path: Path) -> None:
-    """Remove what is there, be it a folder, a file or a link."""
+    """Remove the path, whether it is a folder, a file or a link."""
     if _is_folder(path):
         shutil.rmtree(path, ignore_errors=True)
     else:

@@ -66,7 +66,7 @@ class Fault:
     has_struck: bool = field(default=False, compare=False)
 
     def is_due(self, point: str, *, step: int, rank: int, path: Path | None) -> bool:
-        """Tell whether it is due here."""
+        """Return whether it is due here."""
         is_here = point == self.point and self.step in (None, step) and self.rank in (None, rank)
         return is_here and not self.has_struck and (self.part is None or (path is not None and self.part in path.name))
 

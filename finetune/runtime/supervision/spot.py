@@ -43,7 +43,7 @@ class SpotNotice:
         self._has_warned = False
 
     def __call__(self) -> bool:
-        """Tell whether notice has been given."""
+        """Return whether notice has been given."""
         return self._is_given
 
     def start(self) -> "SpotNotice":

@@ -19,9 +19,9 @@ from finetune.runtime.supervision.signals import EXIT_CODES, ReceivedSignals
 from finetune.runtime.supervision.status import STOPPED, RankExit, StatusFile, exit_from_error
 
 _TICK_SECONDS = 1.0
-_QUIET_SECONDS = 3.0  # without a point passed for so long, the others are looked after
+_QUIET_SECONDS = 3.0  # without progress for so long, the other ranks are checked
 _LAST_WORDS_SECONDS = 8.0  # for the main thread to end by itself after an error
-_REPORT_SECONDS = 6.0  # for the other ranks to write down where they stand
+_REPORT_SECONDS = 6.0  # for the other ranks to write their reports
 _PAUSE_SECONDS = 30.0  # between two looks
 _MOST_FAILURES = 60  # failed checks in a row, after which the run counts as unwatched
 _BACKSTOP_SECONDS = 120.0  # after the limit, where not even this thread can run

@@ -16,7 +16,7 @@ from urllib.parse import quote, quote_plus
 from finetune.runtime.text.secret_urls import REDACTED, redacted_urls, secrets_in_urls, unsigned_urls
 
 MIN_KNOWN_LENGTH = 8
-"""Characters from which on a known value is looked for in any text: shorter ones are found in ordinary words."""
+"""The length from which a known value is searched for in any text: shorter ones occur in ordinary words."""
 
 SECRET_VARIABLE = re.compile(
     r"(^|_)(API_?KEY|AUTH|AUTHORIZATION|BEARER|COOKIES?|CREDENTIALS?|JWT|KEYS?|PASS|PASSPHRASE|PASSWD|PASSWORD|PAT|PWD"
@@ -24,7 +24,7 @@ SECRET_VARIABLE = re.compile(
     re.IGNORECASE,
 )
 _NO_SECRET_VARIABLE = re.compile(r"^(OLD)?PWD$|_(PATH|FILE|DIR|FOLDER|SOCK|HOME|URL|ENDPOINT|NAME|TYPE|TTL)$", re.I)
-"""Names that speak of a secret and hold where one is kept; what they hold is not looked for elsewhere."""
+"""Names that mention a secret but hold its location; their values are not searched for elsewhere."""
 
 _ESCAPE = re.compile("%[0-9A-F]{2}")
 _ORDINARY = re.compile(r"\d{1,15}|(?=.{1,24}$)[a-z]+(?:[_ -][a-z]+)*")
@@ -76,7 +76,7 @@ def _secret_variables(variables: Mapping[str, str]) -> Iterator[str]:
 
 
 def _is_searched_for(value: str) -> bool:
-    """Tell whether a value is looked for in texts: no short one, no number or plain words, no place that exists."""
+    """Return whether texts are searched for a value: not if it is short, a number, plain words or an existing path."""
     if len(value) < MIN_KNOWN_LENGTH or _ORDINARY.fullmatch(value) or REDACTED in value:
         return False
     return not (value.startswith(("/", "~", ".")) and _path_exists(value))
@@ -238,7 +238,7 @@ def redacted_command(words: Sequence[str]) -> list[str]:
 
 @functools.lru_cache(maxsize=1024)
 def is_secret_name(name: str) -> bool:
-    """Tell whether a key or option of this name holds a secret; of a dotted key, the last part decides."""
+    """Return whether a key or option of this name holds a secret; of a dotted key, the last part decides."""
     return bool(_SECRET_NAME.search(name[-128:].lstrip("-").rpartition(".")[2].strip()))
 
 
