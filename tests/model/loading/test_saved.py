@@ -127,7 +127,7 @@ def test_several_adapters_share_one_base(tmp_path, llama):
 def test_what_is_no_model_is_told(tmp_path, llama):
     with pytest.raises(ModelError, match="does not exist"):
         inspect_model_folder(tmp_path / "nothing", key="chat")
-    with pytest.raises(ModelError, match="holds no model"):
+    with pytest.raises(ModelError, match="contains no model"):
         inspect_model_folder(tmp_path, key="chat")
     (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA"}))
     with pytest.raises(ModelError, match=r"chat: .* names no base model"):
