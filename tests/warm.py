@@ -29,6 +29,7 @@ import sys
 import threading
 import time
 import types
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -36,7 +37,7 @@ from typing import Any, NoReturn
 import psutil
 
 MODULES = (
-    *("finetune.cli.app", "finetune.cli.job", "finetune.run.train", "finetune.commands.convert"),
+    *("finetune.cli.app", "finetune.run.start", "finetune.run.train", "finetune.commands.convert"),
     *("accelerate.commands.launch", "torch.distributed.run", "torch.distributed.fsdp", "torch.distributed.tensor"),
     *("torch.distributed.checkpoint.state_dict", "torch._dynamo", "peft", "datasets", "pyarrow.parquet"),
     *(
@@ -77,7 +78,7 @@ def serve(address: Path, owner: int) -> None:
         address.with_suffix(".json").write_text(json.dumps(fixed(os.environ)))
         while owner_handle not in select.select([listening, owner_handle], [], [])[0]:
             client, _ = listening.accept()
-            if os.fork() == 0:
+            if _fork() == 0:
                 listening.close()
                 _attend(client)
             client.close()
@@ -90,7 +91,7 @@ def _attend(client: socket.socket) -> NoReturn:
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)  # whom a launcher leaves behind becomes our child
         header, streams, _, _ = socket.recv_fds(client, _HEADER_BYTES, 3)
         request = json.loads(header)
-        pid = os.fork()
+        pid = _fork()
         if pid == 0:
             os.setsid()
             become(request["command"], environment=request["environment"], folder=request["folder"], streams=streams)
@@ -108,6 +109,12 @@ def _attend(client: socket.socket) -> NoReturn:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         os._exit(0)
+
+
+def _fork() -> int:
+    with warnings.catch_warnings():  # of threads, which from Python 3.12 on are warned of: those of libraries wait here
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return os.fork()
 
 
 def become(
@@ -224,7 +231,7 @@ def _fork_ranks() -> None:
     def fork(_: Any, args: Sequence[str], env: Mapping[str, str]) -> _Rank:
         sys.stdout.flush()
         sys.stderr.flush()
-        pid = os.fork()
+        pid = _fork()
         if pid == 0:
             os.setsid()
             become(args, environment=env, folder=str(Path.cwd()))

@@ -17,7 +17,7 @@ from finetune.checkpoint.format.manifest import RunFingerprint
 from finetune.checkpoint.read.find import verify_checkpoint
 from finetune.checkpoint.sharding import gather, save_plan
 from finetune.checkpoint.write import rehearsal, saver
-from finetune.checkpoint.write.writer import Written
+from finetune.checkpoint.write.writer import WrittenFiles
 from finetune.config.sections.checkpoint import CheckpointSection
 from finetune.errors import CheckpointError, NonFiniteError
 from finetune.runtime import distributed
@@ -111,7 +111,8 @@ def not_finite_on_one_rank(folder: Path) -> object:
 def unforeseen_on_one_rank(folder: Path) -> object:
     """A thread dies on one rank where no care has been taken: others hear of it at once, and saving still works."""
     keeper, started = checkpointer(folder), time.monotonic()
-    with patch.object(Written, "merge", side_effect=KeyError("a bug")) if distributed.rank() == 1 else nullcontext():
+    fails = patch.object(WrittenFiles, "merge", side_effect=KeyError("a bug"))
+    with fails if distributed.rank() == 1 else nullcontext():
         error = error_of(keeper, 1)
     is_quick = time.monotonic() - started < 60
     return [error, is_quick, keeper.save(2, progress=Progress(2).state_dict()).path.name, names(folder)]

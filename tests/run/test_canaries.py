@@ -315,10 +315,7 @@ def test_the_copy_of_the_job_says_what_was_left_out(session):
 
 
 def test_a_job_that_was_written_down_without_its_secret_says_what_to_do(session):
-    assert (
-        "the secret in this address was not written down with the job. Write the address anew"
-        in session.said["evaluate"]
-    )
+    assert "the secret in this URL was removed from the saved job. Give the URL again" in session.said["evaluate"]
 
 
 def test_a_fault_of_ours_keeps_its_traceback(session):

@@ -17,7 +17,7 @@ from finetune.errors import DataError
 from finetune.runtime.recorded import recorded_as
 
 _LARGEST = 1e38
-"""Of numbers that are learnt: they become float32."""
+"""The largest number of a label: labels become float32."""
 
 
 class LabelEncoder(Protocol):
@@ -114,8 +114,8 @@ def _number(value: Any) -> float:
         number = math.nan
     if not abs(number) <= _LARGEST:
         limit = f" of at most {_LARGEST:g}" if type(value) is int or math.isfinite(number) else ""
-        said = f"`{shortened(value)}`" if isinstance(value, str) else describe(value)
-        raise DataError(f"the label must be a number{limit}, but is {said}. Fix it, or write another `kind`.")
+        found = f"`{shortened(value)}`" if isinstance(value, str) else describe(value)
+        raise DataError(f"the label must be a number{limit}, but is {found}. Fix it, or write another `kind`.")
     return number
 
 

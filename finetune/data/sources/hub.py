@@ -171,9 +171,9 @@ def _title(source: SourceSection) -> str:
 
 
 def _reason(error: Exception) -> str:
-    said = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     if isinstance(error, ConnectionError):
-        return f"the hub cannot be reached ({said}). Go online once, or give a local file with `path`."
-    if "scripts are no longer supported" in said:
+        return f"the hub cannot be reached ({reason}). Go online once, or give a local file with `path`."
+    if "scripts are no longer supported" in reason:
         return "it comes as Python code, which is never run. Convert it to Parquet and give that with `path`."
-    return f"{said.rstrip('.')}. Check `name`, `config`, `split` and `revision`; a private one needs `hf auth login`."
+    return f"{reason.rstrip('.')}. Check `name`, `config`, `split` and `revision`; a private one needs `hf auth login`."
