@@ -153,7 +153,7 @@ _HEADER = re.compile(
     r"\b(?P<scheme>Bearer|Basic)(?P<between>\s{1,4}|%20)(?=\S*(?:[\d=]|[a-z][A-Z]))(?P<value>[A-Za-z0-9._~+/=-]{12,})"
 )
 _OPAQUE = re.compile(r"(?<![\w/.+-])(?=[\w+-]*[a-z])(?=[\w+-]*[A-Z])(?=[\w+-]*\d)[\w+-]{24,}={0,2}(?![\w/.])")
-"""A word that nobody would write by hand; only environment variables are searched for it."""
+"""A word that is unlikely to be written by hand; only environment variables are searched for it."""
 
 
 _known = KnownSecrets()
@@ -188,7 +188,7 @@ def redacted_text(text: str) -> str:
 def comparable_text(text: str) -> str:
     """Return the text without tokens by their shape and without what signs URLs, whatever the environment holds.
 
-    It stays the same when an address is signed anew: fit to be compared with what an earlier start has written.
+    It stays the same when a URL is signed again, so that it can be compared with what an earlier start has written.
     """
     return _without_shapes(unsigned_urls(text) if "://" in text else text)
 

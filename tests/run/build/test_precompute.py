@@ -95,7 +95,7 @@ def test_a_resume_without_the_cache_works_it_out_from_the_model_as_it_started(jo
     run("resumed", "train.stop_after_steps=2")
     shutil.rmtree(job.parent / "cache" / "known")
     losses, said = run("resumed")
-    assert "continues from" in said
+    assert "resumes from" in said
     assert "worked out" in said
     assert losses == whole
 
