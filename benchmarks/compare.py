@@ -9,7 +9,6 @@ and how to read the table: benchmarks/README.md.
 """
 
 import argparse
-import importlib.util
 import signal
 import subprocess
 import sys
@@ -26,8 +25,6 @@ from comparison import evaluation, growth, report, saving, startup, steps, strat
 from comparison.controller import CompetitorFailed
 from comparison.results import Part, PartResults
 from comparison.workloads import workloads
-
-PLOT_NEEDS = "no plot: matplotlib is not installed. Install it with: pip install -e '.[benchmark]'"
 
 
 def parts(options: argparse.Namespace) -> Mapping[str, Part]:
@@ -103,12 +100,6 @@ def _report(
     settings = {name: str(value) for name, value in vars(options).items()}
     report.write(measured, options.out / "results.json", options=settings, seconds=seconds)
     console.print(f"{heading}\n{seconds:.0f} s; {options.out / 'results.json'}", markup=False, highlight=False)
-    found = report.results(measured)
-    if importlib.util.find_spec("matplotlib") is None:
-        console.print(PLOT_NEEDS, markup=False)
-    elif found:
-        plot = importlib.import_module("comparison.plot")
-        plot.draw(found, options.out / "thresholds.png", title=heading)
 
 
 def _options() -> argparse.Namespace:

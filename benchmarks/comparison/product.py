@@ -128,7 +128,7 @@ class Built:
             access=build_access(self.prepared.accelerator, self.prepared.model, self.prepared.optimizer),
             run=RunFingerprint({}, {}, {}),
             log=lambda _: None,
-            ahead=prefetched,
+            checksums=prefetched,
         )
 
     def take_step(self) -> None:

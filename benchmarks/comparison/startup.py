@@ -53,7 +53,7 @@ def measure(folder: Path, *, is_quick: bool, log: Log) -> PartResults:
     answers = {what: [_answer(words, folder) for _ in range(5)] for what, words in _questions(folder).items()}
     found = results(taken, answers)
     record = {"starts": taken, "first": first, "answers": answers}
-    return PartResults(found, [_table(taken, first), _phases(folder)], record)
+    return PartResults(found, [_table(taken, first)], record)
 
 
 def results(taken: Mapping[str, list[Start]], answers: Mapping[str, list[float]]) -> list[Result]:
@@ -61,11 +61,9 @@ def results(taken: Mapping[str, list[Start]], answers: Mapping[str, list[float]]
     cpu = {name: [each["cpu"] for each in starts] for name, starts in taken.items()}
     ours, more, bare, trainer = (cpu[name] for name in cpu)
     setting = f"8.4M parameters, {FEW} documents of {LENGTH} tokens, CPU-seconds, one thread"
-    memory = [Spread.of_ratios(_memory(taken, 0), _memory(taken, place)).median for place in (2, 3)]
-    peaks = f"peak memory of bare {memory[0]:.2f}, of Trainer {memory[1]:.2f}"
     found = [
         Result(4, "start to first step, ours / bare", Spread.of_ratios(ours, bare), 1.05, "lower", note=setting),
-        Result(4, "start to first step, ours / Trainer", Spread.of_ratios(ours, trainer), 0.8, "lower", note=peaks),
+        Result(4, "start to first step, ours / Trainer", Spread.of_ratios(ours, trainer), 0.8, "lower", note=setting),
         Result(
             *(4, f"start to first step, {MANY:,} documents / {FEW}", Spread.of_ratios(more, ours), 1.15, "lower"),
             note="prepared before",
@@ -162,28 +160,15 @@ def _environment() -> dict[str, str]:
     return {**inherited, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY), "TOKENIZERS_PARALLELISM": "false"}
 
 
-def _memory(taken: Mapping[str, list[Start]], place: int) -> list[float]:
-    return [each["memory"] for each in list(taken.values())[place]]
-
-
 def _table(taken: Mapping[str, list[Start]], first: Mapping[str, Start]) -> Table:
     both = {**taken, **{name: [start] for name, start in first.items()}}
     rows = [
-        (name, *(str(Spread.of([each[key] for each in starts])) for key in ("cpu", "seconds")), _megabytes(starts))
+        (
+            name,
+            *(str(Spread.of([each[key] for each in starts])) for key in ("cpu", "seconds")),
+            f"{Spread.of([each['memory'] / 1e6 for each in starts]).median:.0f}",
+        )
         for name, starts in both.items()
     ]
     header = ("who, documents", "CPU-s", "wall s", "peak MB")
     return Table("Start of the process to the end of the first step", header, rows)
-
-
-def _megabytes(starts: list[Start]) -> str:
-    return f"{Spread.of([each['memory'] / 1e6 for each in starts]).median:.0f}"
-
-
-def _phases(folder: Path) -> Table:
-    event = _started(folder / "runs" / str(FEW))
-    rows = [
-        (name, f"{event['cpu_seconds'][name]:.2f}", f"{event['memory_bytes'][name] / 1e6:.0f}")
-        for name in event["seconds"]
-    ]
-    return Table(f"Ours by phase, {FEW} documents, the last start", ("phase", "CPU-s", "resident MB after it"), rows)

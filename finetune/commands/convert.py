@@ -25,12 +25,12 @@ from finetune.commands.source import with_trust
 from finetune.config.load import LoadedConfig, load_resolved
 from finetune.data.delivery import digest_of_steps
 from finetune.errors import CheckpointError, UserError
-from finetune.report.run_log import RunLog
-from finetune.run.build.data import TrainingData, make_run_plan, make_training_data
+from finetune.run.build.data import TrainingData, prepare_data
 from finetune.run.build.prepared_model import PreparedModel, make_accelerator, prepare_model
+from finetune.run.build.strategy import launched_strategy
+from finetune.run.context import RunContext, make_context
 from finetune.run.samples import matches_data_order
-from finetune.run.state.fingerprint import run_facts
-from finetune.run.train import launched_strategy
+from finetune.run.state.fingerprint import make_fingerprint
 from finetune.runtime import distributed
 from finetune.runtime.distributed import run_on_rank_0
 from finetune.runtime.files.read import read_regular
@@ -45,10 +45,10 @@ _MODEL = "pytorch_model"
 def require_accelerate_folder(folder: Path, *, strategy: Strategy, world: int) -> None:
     """Raise CheckpointError unless the folder holds what this strategy's `load_state` reads, of as many processes.
 
-    DeepSpeed itself goes on with a warning where its files are missing.
+    DeepSpeed itself only warns where its files are missing.
     """
     if not folder.is_dir():
-        raise CheckpointError(f"--from {folder}: there is no such folder.")
+        raise CheckpointError(f"--from {folder}: this folder does not exist.")
     expected = strategy.expected()
     if expected.zero_stage is not None:
         missing = _missing_zero(folder, world=world)
@@ -60,7 +60,7 @@ def require_accelerate_folder(folder: Path, *, strategy: Strategy, world: int) -
         there = ", ".join(sorted(path.name for path in folder.iterdir())[:8]) or "nothing"
         raise CheckpointError(
             f"--from {folder}: {missing}, so it was not written under {strategy.name} with {world} "
-            f"process{'' if world == 1 else 'es'}. It holds: {there}. Launch the strategy that wrote it."
+            f"process{'' if world == 1 else 'es'}. It holds: {there}. Launch with the strategy that wrote it."
         )
 
 
@@ -83,30 +83,29 @@ def _missing_zero(folder: Path, *, world: int) -> str | None:
 
 
 NOT_IN_FOLDER = (
-    "such a folder does not hold the data position, the samples' digest, the last evaluation or the run's identity"
+    "such a folder does not hold the data position, the digest of the samples, the last evaluation or the identity of "
+    "the run"
 )
 
 
 @dataclass(frozen=True)
 class Conversion:
-    """One job built under one strategy, and where its checkpoints lie."""
+    """A run built under the launched strategy, and the folder of its checkpoints."""
 
-    loaded: LoadedConfig
+    context: RunContext
     checkpoints: Path
-    strategy: Strategy
     training_data: TrainingData
-    machine: PreparedModel
-    say: RunLog
+    prepared: PreparedModel
 
     def access(self) -> StateAccess:
-        """Return access to the state as it lies now; DeepSpeed puts other tensors in place when it loads."""
-        return build_access(self.machine.accelerator, self.machine.model, self.machine.optimizer)
+        """Return access to the current state; DeepSpeed replaces tensors when it loads."""
+        return build_access(self.prepared.accelerator, self.prepared.model, self.prepared.optimizer)
 
 
 def convert(
     run: Path, *, to: Path | None, source: Path | None, step: int | None, trust_remote_code: bool = False
 ) -> int:
-    """Write a checkpoint as Accelerate's own folder, or read `source`, which is one; return the exit code. Collective.
+    """Write a checkpoint as Accelerate's own folder, or read one from `source`; return the exit code. Collective.
 
     Exactly one of `to` and `source` is given, and with `source` the step.
     """
@@ -122,32 +121,31 @@ def convert(
 def convert_to(run: Path, folder: Path, *, step: int | None, trust_remote_code: bool = False) -> None:
     """Write a checkpoint of the run as Accelerate's own folder. Collective over all launched processes.
 
-    Raises UserError where the folder is there already.
+    Raises UserError where the folder already exists.
     """
     place, folder = locate_run(run), folder.expanduser().absolute()
     chosen = select_checkpoint(place, step=step)
     if folder.exists():
-        raise UserError(f"--to {folder}: is there already. Name a folder that is not.")
+        raise UserError(f"--to {folder}: this folder already exists. Name a new one.")
     loaded, strategy = _launched(place.run, trusts=trust_remote_code)
     conversion = _build(loaded, strategy, checkpoints=place.checkpoints)
     progress = load_checkpoint(verify_checkpoint(chosen), access=conversion.access())
     _write_folder(folder, conversion, progress=progress)
-    conversion.say(f"wrote {chosen.name} as {_folder_kind(conversion)} folder {folder}")
-    conversion.say(f"{NOT_IN_FOLDER}; {layout.PROGRESS} was added for the way back")
-    conversion.say(f"it can be read only under {_origin_text(conversion)}")
+    conversion.context.log(f"wrote {chosen.name} as {_folder_kind(conversion)} folder {folder}")
+    conversion.context.log(f"{NOT_IN_FOLDER}; {layout.PROGRESS} was added, so that --from can restore them")
+    conversion.context.log(f"it can only be read under {_origin_text(conversion)}")
 
 
 def convert_from(run: Path, folder: Path, *, step: int, trust_remote_code: bool = False) -> None:
     """Write Accelerate's own folder, taken after `step` steps of this run, as a checkpoint of it.
 
-    The folder must have been written under the launched strategy and number of processes. Reading it unpickles:
-    Accelerate's own files without running code, DeepSpeed's and torch.distributed's not, so they must be trusted, which
-    is said with `trust_remote_code`. Raises UserError or CheckpointError where it cannot be. Collective over all
-    launched processes.
+    The folder must have been written under the launched strategy and number of processes. Reading it unpickles: plain
+    files without running code, those of DeepSpeed and torch.distributed not, so these need `trust_remote_code`. Raises
+    UserError or CheckpointError where the folder cannot be read. Collective over all launched processes.
     """
     place, folder = locate_run(run), folder.expanduser().absolute()
     if step in layout.steps(place.checkpoints):
-        raise UserError(f"--step {step}: {layout.step_folder(place.checkpoints, step)} is there already.")
+        raise UserError(f"--step {step}: {layout.step_folder(place.checkpoints, step)} already exists.")
     loaded, strategy = _launched(place.run, trusts=trust_remote_code)
     _require_trust(folder, strategy, trusts=trust_remote_code)
     require_accelerate_folder(folder, strategy=strategy, world=distributed.world())
@@ -156,28 +154,28 @@ def convert_from(run: Path, folder: Path, *, step: int, trust_remote_code: bool 
 
 
 def _read_folder(folder: Path, conversion: Conversion, *, step: int) -> None:
-    """Load the folder into the machine and write what is there then as a checkpoint. Collective."""
-    if conversion.strategy.expected().fsdp_version == 1:
-        conversion.access().begin_writing()  # torch reads FSDP1's optimizer state only over some that is there
-    conversion.machine.accelerator.load_state(str(folder))
-    distributed.barrier()  # nobody asks others for tensors while they are still loading
+    """Load the folder into the prepared model and optimizer, and write their state as a checkpoint. Collective."""
+    if conversion.context.strategy.expected().fsdp_version == 1:
+        conversion.access().begin_writing()  # torch loads FSDP1's optimizer state only into an existing one
+    conversion.prepared.accelerator.load_state(str(folder))
+    distributed.barrier()  # no rank requests tensors of others while they are still loading
     access = conversion.access()
-    counts_updates = conversion.loaded.config.train.optimizer.name != "sgd"
-    _refuse_other_step(access, counts_updates=counts_updates, step=step, folder=folder)
+    counts_updates = conversion.context.config.train.optimizer.name != "sgd"
+    _require_step(access, counts_updates=counts_updates, step=step, folder=folder)
     progress = _progress(folder, conversion, step=step)
     manifest = write_checkpoint(
-        conversion.checkpoints, step, access=access, run=_facts(conversion), progress=progress.state_dict()
+        conversion.checkpoints, step, access=access, run=_fingerprint(conversion), progress=progress.state_dict()
     )
-    conversion.say(f"wrote {layout.step_folder(conversion.checkpoints, manifest.step)}")
+    conversion.context.log(f"wrote {layout.step_folder(conversion.checkpoints, manifest.step)}")
 
 
 def _require_trust(folder: Path, strategy: Strategy, *, trusts: bool) -> None:
-    """Raise UserError where reading the folder could run code, and nobody has said that it may."""
+    """Raise UserError where reading the folder could run code and that was not allowed."""
     expected = strategy.expected()
     if not trusts and (expected.zero_stage is not None or expected.fsdp_version is not None):
         raise UserError(
             f"--from {folder}: under {strategy.name} such a folder is unpickled, which can run code of whoever wrote "
-            "it. If you trust it, write --trust-remote-code too."
+            "it. If you trust it, add --trust-remote-code."
         )
 
 
@@ -188,33 +186,27 @@ def _launched(run: Path, *, trusts: bool) -> tuple[LoadedConfig, Strategy]:
 
 
 def _build(loaded: LoadedConfig, strategy: Strategy, *, checkpoints: Path) -> Conversion:
-    small, say = _with_smallest_microbatch(loaded), RunLog(is_main=distributed.is_main())
-    lessons = make_training_data(small.config, say)
-    machine = prepare_model(
-        small.config,
-        strategy,
-        accelerator=make_accelerator(small.config, strategy),
-        training_data=lessons,
-        learning_rate=make_run_plan(small.config, lessons).schedule.peak,
-        log=say,
-    )
-    return Conversion(loaded, checkpoints, strategy, lessons, machine, say)
+    small = make_context(_with_smallest_microbatch(loaded), strategy)
+    data = prepare_data(small)
+    rate = data.plan.schedule.peak
+    prepared = prepare_model(small, data.training_data, accelerator=make_accelerator(small), learning_rate=rate)
+    return Conversion(replace(small, loaded=loaded), checkpoints, data.training_data, prepared)
 
 
 def _with_smallest_microbatch(loaded: LoadedConfig) -> LoadedConfig:
-    """Return the job in its smallest microbatches: nothing is trained, so more processes can share its batch."""
+    """Return the job with microbatches of 1: nothing is trained, and more processes can divide its batch."""
     train = loaded.config.train.model_copy(update={"microbatch_size": 1})
     return replace(loaded, config=loaded.config.model_copy(update={"train": train}))
 
 
 def _write_folder(folder: Path, conversion: Conversion, *, progress: Any) -> None:
-    """Stage, write and rename: whoever looks sees all of the folder or none. Collective."""
+    """Stage, write and rename, so that the folder appears complete. Collective."""
     staging = folder.with_name(f".{folder.name}.staging")
     run_on_rank_0(lambda: _stage(staging))
-    if hasattr(conversion.machine.model, "global_steps"):  # DeepSpeed's own count, which a new engine begins at 0
-        conversion.machine.model.global_steps = int(progress["step"])
-    conversion.machine.accelerator.save_state(str(staging))
-    distributed.barrier()  # `save_state` ends without one: nothing is renamed while others still write
+    if hasattr(conversion.prepared.model, "global_steps"):  # DeepSpeed's own count, which starts at 0 in a new engine
+        conversion.prepared.model.global_steps = int(progress["step"])
+    conversion.prepared.accelerator.save_state(str(staging))
+    distributed.barrier()  # `save_state` returns without one: other ranks may still be writing
     run_on_rank_0(lambda: _finish(staging, folder, progress=progress))
 
 
@@ -228,47 +220,50 @@ def _finish(staging: Path, folder: Path, *, progress: Any) -> None:
     staging.rename(folder)
 
 
-def _refuse_other_step(access: StateAccess, *, counts_updates: bool, step: int, folder: Path) -> None:
-    """Refuse a state without updates or with more than there were steps: nothing, or something else, was loaded."""
+def _require_step(access: StateAccess, *, counts_updates: bool, step: int, folder: Path) -> None:
+    """Raise CheckpointError for a state without updates, or with more than there were steps: the load went wrong."""
     held = distributed.gather_objects(access.read_scalars())
     most = max((numbers.get("step", 0.0) for each in held for numbers in each.values()), default=0.0)
     if most > step or (most == 0 and counts_updates):
-        raise CheckpointError(f"{folder}: its optimizer has made {most:.0f} updates, so it is not after step {step}.")
+        raise CheckpointError(
+            f"{folder}: its optimizer has taken {most:.0f} steps, so this is not the state after step {step}."
+        )
 
 
 def _progress(folder: Path, conversion: Conversion, *, step: int) -> Progress:
-    """Return the progress that lies in the folder, where it is this step's and data's; else what can be worked out."""
-    config, lessons = conversion.loaded.config, conversion.training_data
-    batch_size = config.train.global_batch_size
+    """Return the progress in the folder if it is of this step and data, else what can be derived."""
+    training_data = conversion.training_data
+    batch_size = conversion.context.config.train.global_batch_size
     found = run_on_rank_0(lambda: _read_progress(folder))
     is_step = found is not None and found.step == step
-    if found and is_step and matches_data_order(found, pool=lessons.training, global_batch_size=batch_size):
+    if found and is_step and matches_data_order(found, pool=training_data.training, global_batch_size=batch_size):
         return found
-    conversion.say(
-        f"{NOT_IN_FOLDER}. Position and digest are worked out from --step {step} and the data's order; counts of tokens, "
-        "targets, skips and seconds begin at 0 and early stopping begins anew"
+    conversion.context.log(
+        f"{NOT_IN_FOLDER}. Position and digest are derived from --step {step} and the order of the data; the counts of "
+        "tokens, targets, skipped steps and seconds start at 0, and early stopping is reset"
     )
-    return Progress(step=step, samples_sha256=digest_of_steps(lessons.training, step, global_batch_size=batch_size))
+    return Progress(
+        step=step, samples_sha256=digest_of_steps(training_data.training, step, global_batch_size=batch_size)
+    )
 
 
 def _read_progress(folder: Path) -> Progress | None:
-    """Return the progress in the folder; None where there is none, or none that can be believed."""
+    """Return the progress in the folder; None where there is none that can be parsed."""
     try:
         return parse_progress(read_regular(folder / layout.PROGRESS))
     except (OSError, ValueError):
         return None
 
 
-def _facts(conversion: Conversion) -> RunFingerprint:
-    model, strategy = conversion.machine.unwrapped_model, conversion.strategy.name
-    return run_facts(
-        conversion.loaded.config, conversion.training_data, model=model, strategy=strategy, log=conversion.say
-    )
+def _fingerprint(conversion: Conversion) -> RunFingerprint:
+    model = conversion.prepared.unwrapped_model
+    return make_fingerprint(conversion.context, conversion.training_data, model=model)
 
 
 def _folder_kind(conversion: Conversion) -> str:
-    return "DeepSpeed's own" if hasattr(conversion.machine.model, "zero_optimization_stage") else "Accelerate's own"
+    return "DeepSpeed's own" if hasattr(conversion.prepared.model, "zero_optimization_stage") else "Accelerate's own"
 
 
 def _origin_text(conversion: Conversion) -> str:
-    return f"{conversion.strategy.name} with {distributed.world()} process{'' if distributed.world() == 1 else 'es'}"
+    world = distributed.world()
+    return f"{conversion.context.strategy.name} with {world} process{'' if world == 1 else 'es'}"

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from finetune.export.merge import base_parameter_name
 from finetune.export.weights import build_meta_model, check_shapes, unwrap_adapter
+from finetune.model.adapters.build import peft_state_dict_names
 from finetune.model.adapters.context import ADAPTER_NAME
 from finetune.model.adapters.lora import as_plain_lora, initial_factors
-from finetune.model.adapters.saved import peft_state_dict_names
 
 
 def adapter_for_export(

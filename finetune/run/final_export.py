@@ -9,7 +9,6 @@ from typing import Any
 
 import psutil
 from torch import Tensor
-from transformers.integrations import is_deepspeed_zero3_enabled
 
 from finetune.checkpoint.sharding.gather import gather_weights
 from finetune.config.explain import resolved_yaml
@@ -25,9 +24,9 @@ from finetune.export.save import ExportReport, Preprocessors, TextPreprocessor, 
 from finetune.model.processing import Processing
 from finetune.report.events import Noted
 from finetune.report.reporter import Reporter
-from finetune.run.build.data import TrainingData
 from finetune.run.build.model import build_model
-from finetune.run.build.prepared_model import PreparedModel, make_weights
+from finetune.run.build.prepared_model import BuiltRun, make_weights
+from finetune.run.context import RunContext
 from finetune.run.state.finished import FINAL_RECORD, input_stamps, is_exported, read_record
 from finetune.runtime import distributed
 from finetune.runtime.environment import package_versions
@@ -47,7 +46,7 @@ def is_merged(config: RunConfig) -> bool:
 
 
 def exports_trained_only(config: RunConfig) -> bool:
-    """Tell whether the export needs no weights but those that were trained: the base is elsewhere, or loaded anew."""
+    """Tell whether the export needs only the trained weights: the base exists elsewhere, or is loaded again."""
     is_elsewhere = adapter_of(config) is not None and config.model.name is not None
     return is_elsewhere and (not is_merged(config) or config.model.quantization is not None)
 
@@ -55,15 +54,15 @@ def exports_trained_only(config: RunConfig) -> bool:
 def load_unquantized_base(
     config: RunConfig, task: Task, *, tokenizer: Any, log: Callable[[str], None]
 ) -> dict[str, Tensor]:
-    """Return the base as it was before it was quantised, in float32 on the CPU, where a merge needs it; else nothing.
+    """Return the weights of the unquantized base in float32 on the CPU, where a merge needs them; else nothing.
 
-    Raises ModelError where the adapter does not belong on it. No collective: for the main process.
+    Not collective: for rank 0.
     """
     if not is_merged(config) or config.model.quantization is None:
         return {}
     log(
-        "the adapter was trained on a base in few bits and is merged into the original one, loaded in full precision: "
-        "the result is not exactly the model that was measured, so measure it with `finetune evaluate`"
+        "the adapter was trained on a quantized base and is merged into the unquantized one: the merged model is not "
+        "exactly the model that was evaluated. Measure it with `finetune evaluate`."
     )
     without: dict[str, Any] = {**dict.fromkeys(ADAPTERS), "quantization": None, "dtype": "float32"}
     section = config.model.model_copy(update=without)
@@ -72,25 +71,25 @@ def load_unquantized_base(
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
-def require_mergeable(config: RunConfig) -> None:
-    """Raise ModelError, before any step is taken, where a merge at the end would be wrong or could not be had."""
+def require_mergeable(config: RunConfig, *, strategy: str | None = None) -> None:
+    """Raise ModelError where a merge at the end would be wrong, or impossible under the launched strategy."""
     section = config.model
     if not is_merged(config) or section.quantization is None:
         return
     if section.lora is not None and section.lora.init == "loftq":
         raise ModelError(
-            "export.merge: adapters of `init: loftq` make up for what quantisation lost, so they do not belong on the "
-            "original base. Leave `merge` out, or write another `model.lora.init`."
+            "export.merge: an adapter of `init: loftq` corrects the quantization error of its base, so it must not be "
+            "merged into the unquantized base. Leave `merge` out, or write another `model.lora.init`."
         )
-    if is_deepspeed_zero3_enabled():
+    if strategy == "zero3":
         raise ModelError(
-            "export.merge: under ZeRO-3 the original of a quantised base cannot be loaded on one process. Leave "
-            "`merge` out, and run `finetune export RUN --merge` afterwards."
+            "export.merge: under ZeRO-3 the unquantized base cannot be loaded on one process. Leave `merge` out, and "
+            "run `finetune export RUN --merge` afterwards."
         )
 
 
 def resolve_export_section(config: RunConfig) -> ExportSection:
-    """Return what the export is told; a merge into a base loaded anew has the type that the job held it in."""
+    """Return the `export:` section; a merge into an unquantized base gets the type in which the job held it."""
     if is_merged(config) and config.model.quantization is not None and config.export.dtype is None:
         return config.export.model_copy(update={"dtype": config.model.dtype})
     return config.export
@@ -99,33 +98,26 @@ def resolve_export_section(config: RunConfig) -> ExportSection:
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
-def export_final(
-    loaded: LoadedConfig,
-    reporter: Reporter,
-    *,
-    progress: Progress,
-    training_data: TrainingData,
-    prepared: PreparedModel,
-    reason: str,
-) -> None:
-    """Gather the weights and write them on the main rank, unless they are there already. Collective.
+def export_final(context: RunContext, built: BuiltRun, reporter: Reporter, *, progress: Progress, reason: str) -> None:
+    """Gather the weights and write them on rank 0, unless they were written already. Collective.
 
     An adapter's base is written only where it exists nowhere else, or where the adapter is merged into it.
     """
-    run_folder = Path(loaded.config.run.folder)
+    loaded, run_folder = context.loaded, context.paths.folder
+    training_data, prepared = built.training_data, built.prepared
     is_there = distributed.is_main() and is_exported(run_folder, step=progress.step, section=loaded.config.export)
     if distributed.broadcast_object(is_there):
-        reporter(Noted(progress.step, f"{run_folder / FINAL_FOLDER} is there already, from this very step"))
+        reporter(Noted(progress.step, f"{context.paths.final} already holds the model of this step"))
         return
     fault_point("export.begin", step=progress.step)
-    with make_weights(loaded.config, prepared).swapped_in():
+    with make_weights(context, prepared).swapped_in():
         weights = gather_weights(prepared.accelerator, prepared.model, trained_only=exports_trained_only(loaded.config))
     fault_point("export.write", step=progress.step)
     if distributed.is_main():
         _require_disk_space(run_folder, weights.values(), dtype=loaded.config.export.dtype)
         (run_folder / FINAL_RECORD).unlink(missing_ok=True)
         report = export_model(
-            run_folder / FINAL_FOLDER,
+            context.paths.final,
             model=prepared.unwrapped_model,
             weights=weights
             | load_unquantized_base(loaded.config, training_data.task, tokenizer=training_data.tokenizer, log=print),
@@ -135,24 +127,25 @@ def export_final(
         )
         _record(loaded, report, step=progress.step, reason=reason)
         tensors = f"{report.num_tensors} tensors, {format_size(report.size_bytes)}"
-        reporter(Noted(progress.step, f"exported {tensors}, to {run_folder / FINAL_FOLDER}"))
+        reporter(Noted(progress.step, f"exported {tensors}, to {context.paths.final}"))
     fault_point("export.done", step=progress.step)
-    distributed.barrier()  # nobody leaves while the main rank is still writing
+    distributed.barrier()  # no rank exits while rank 0 is still writing
 
 
 def _require_disk_space(run_folder: Path, weights: Iterable[Tensor], *, dtype: str | None) -> None:
-    """Raise DiskError where there is no room for the weights in this type, beside a `final/` that is there already."""
+    """Raise DiskError where the disk has no space for the weights in this type, beside an existing `final/`."""
     free = free_bytes(run_folder)
     num_bytes = sum(weight.numel() * (_ITEM_BYTES[dtype] if dtype else weight.itemsize) for weight in weights)
     if free < num_bytes:
         raise DiskError(
-            f"{run_folder / FINAL_FOLDER}: the model needs {format_size(num_bytes)} and {format_size(free)} are free. Make room; "
-            "the same command continues from the newest checkpoint and writes it."
+            f"{run_folder / FINAL_FOLDER}: no space for the model: it needs {format_size(num_bytes)}, and "
+            f"{format_size(free)} are free. Free some space and run the same command again: it resumes from the newest "
+            "checkpoint and exports the model."
         )
 
 
 def export_inputs(processing: Processing) -> Preprocessors:
-    """Return what is exported beside the weights."""
+    """Return the tokenizer and processor that are exported beside the weights."""
     tokenizer = processing.tokenizer
     language = None if tokenizer is None else TextPreprocessor(tokenizer, stop_ids(tokenizer))
     return Preprocessors(language, processing.processor)
@@ -178,9 +171,9 @@ def _record(loaded: LoadedConfig, report: ExportReport, *, step: int, reason: st
 
 
 def push_final(loaded: LoadedConfig, *, log: Callable[[str], None] = print) -> None:
-    """Upload `final/` once, from the main process; say where it is, or warn why it is not. No collective.
+    """Upload `final/` once, from rank 0; log its address, or a warning why it failed. Not collective.
 
-    The record beside `final/` keeps the answer, and the same command tries again what has failed.
+    The record beside `final/` keeps the outcome, and the same command retries a failed upload.
     """
     section, run = loaded.config.export, Path(loaded.config.run.folder)
     if section.push_to_hub is None or not distributed.is_main() or (record := read_record(run)) is None:

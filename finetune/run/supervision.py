@@ -1,49 +1,73 @@
-"""Supervision of a run from its first moment: one writer, one status file, one first error, no process left over."""
+"""Supervision of a run from its start to its exit code: one writer, one status file, one first error, no orphans."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
+from finetune.data.token_cache.cache import cache_folder
 from finetune.errors import FinetuneError, UserError
-from finetune.report.run_log import RunLog
+from finetune.report.timing import StartUp
+from finetune.run.context import RunContext
+from finetune.run.state.finished import FinishedRun
 from finetune.runtime import distributed
 from finetune.runtime.processes import stop_with_launcher
 from finetune.runtime.resources import disk_errors
-from finetune.runtime.supervision import hang
+from finetune.runtime.supervision import hang, signals, status
 from finetune.runtime.supervision.exit import ProcessExit, gather_peers, is_broken_collective, kill_children
 from finetune.runtime.supervision.signals import ReceivedSignals, record_signals
-from finetune.runtime.supervision.status import StatusFile, exit_from_error, open_status_file
+from finetune.runtime.supervision.status import StatusFile, exit_from_error, open_status_file, record_finished
 from finetune.runtime.supervision.watchdog import Watchdog, running_watchdog
 from finetune.runtime.supervision.writer_lock import lock_run_folder
+from finetune.train.early_stopping import EARLY_STOPPING, FINISHED
+from finetune.train.stopping import FAILED_SAVE, SPOT_NOTICE
+
+FINAL_REASONS = (FINISHED, EARLY_STOPPING)
+"""Why a run may end so that its model is final; after a signal or a limit the run is to be resumed."""
+
+EXIT_CODES = {**signals.EXIT_CODES, SPOT_NOTICE: 143, FAILED_SAVE: 1}
+"""Every other end is a success; a machine that is reclaimed is to be replaced, as after SIGTERM."""
 
 
 @dataclass(frozen=True)
 class Supervision:
-    """What keeps an eye on one process of a run."""
+    """The signals, the status file, the exit, the watchdog and the stopwatch of one process of a run."""
 
-    note: ReceivedSignals
+    signals: ReceivedSignals
     status: StatusFile
-    ending: ProcessExit
+    process_exit: ProcessExit
     watchdog: Watchdog
-    places: Sequence[Path]  # where the run writes
+    startup: StartUp
+    folders: Sequence[Path]  # that the run writes to
 
-    def meet(self) -> None:
-        """Learn who belongs to the run, so that one that vanishes can be named. Collective."""
-        self.ending.peers = gather_peers()
-        self.status.met(self.ending.peers)
+    def gather_peers(self) -> None:
+        """Learn which processes belong to the run, so that one that vanishes can be named. Collective."""
+        self.process_exit.peers = gather_peers()
+        self.status.met(self.process_exit.peers)
+
+    def end(self, reason: str) -> int:
+        """Write the end of the run to the status file and return its exit code."""
+        code = EXIT_CODES.get(reason, 0)
+        state = status.FINISHED if reason in FINAL_REASONS else status.STOPPED
+        self.status.end(state, reason=reason, exit_code=code)
+        return code
+
+    def end_finished(self, finished: FinishedRun, *, num_steps: int) -> int:
+        """Report that there is nothing left to do, and return the exit code of a success."""
+        path, reason = str(finished.checkpoint), finished.reason
+        return record_finished(self.status, finished.progress, path, reason, num_steps=num_steps)
 
     @contextmanager
     def recording_first_error(self, refusal: type[FinetuneError] = UserError) -> Iterator[None]:
-        """Have an error that leaves the context in the status file before anything is cleared up.
+        """Write an error that leaves the context to the status file before anything is cleaned up.
 
-        What a disk refuses to take becomes the `refusal`.
+        An error of the disk becomes the `refusal`.
         """
         try:
-            with disk_errors(self.places, refusal):
+            with disk_errors(self.folders, refusal):
                 yield
         except BaseException as error:
-            if not is_broken_collective(error):  # that is for another rank to explain
+            if not is_broken_collective(error):  # another rank has the cause
                 self.status.claim_exit(
                     self.watchdog.stop_before_training() or exit_from_error(error, rank=distributed.rank())
                 )
@@ -51,31 +75,33 @@ class Supervision:
 
 
 @contextmanager
-def supervised_run(folder: Path, *, log: RunLog, also: Sequence[Path] = ()) -> Iterator[Supervision]:
-    """Watch this process while the context lasts; rank 0 claims the folder for the run.
+def supervised_run(context: RunContext, startup: StartUp) -> Iterator[Supervision]:
+    """Supervise this process; rank 0 locks the run folder.
 
-    One of several processes that meets an error ends here, with every other, and shows the first error of them all;
-    a process alone lets its error pass. Raises UserError where another run writes into the folder, or where the disk of
-    the folder, or of those that are written `also`, takes nothing.
+    One of several processes that meets an error exits here, with all others, and shows the first error of all; a
+    single process lets its error pass. Raises UserError where another run writes to the folder, or where the disk
+    of the folder or of the cache is full.
     """
-    rank = distributed.rank()
-    with record_signals() as note, lock_run_folder(folder, log=log) if rank == 0 else nullcontext():
+    rank, folder = distributed.rank(), context.paths.folder
+    with record_signals() as received, lock_run_folder(folder, log=context.log) if rank == 0 else nullcontext():
         stop_with_launcher()
         if rank == 0:
             hang.keep_previous_reports(folder)
-        status = open_status_file(folder, rank=rank)
-        status.start()
-        ending = ProcessExit(status, rank=rank)
-        watchdog = Watchdog(folder, status=status, ending=ending, note=note, rank=rank, world=distributed.world())
-        watch = Supervision(note, status, ending, watchdog, (folder, *also))
+        file = open_status_file(folder, rank=rank)
+        file.start()
+        leave = ProcessExit(file, rank=rank)
+        watchdog = Watchdog(folder, status=file, ending=leave, note=received, rank=rank, world=distributed.world())
+        supervision = Supervision(
+            received, file, leave, watchdog, startup, folders=(folder, cache_folder(context.config.data))
+        )
         try:
-            with running_watchdog(watchdog), watch.recording_first_error():
-                yield watch
+            with running_watchdog(watchdog), supervision.recording_first_error():
+                yield supervision
         except BaseException as error:
-            if stop := watchdog.stop_before_training():  # whatever a signal broke on its way
-                ending.after(stop)
+            if stop := watchdog.stop_before_training():  # whatever a signal interrupted
+                leave.after(stop)
             if distributed.world() > 1:
-                ending.exit_after_error(error)
+                leave.exit_after_error(error)
             raise
         finally:
             kill_children()

@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 
 from finetune.runtime.parameters import NOT_YET_UNFROZEN
 from finetune.train.optim.optimizers import drop_not_yet_unfrozen
+from finetune.train.upstream import supports_found_inf, without_accelerate_wrapper
 
 
 class DeferredFiniteCheck:
@@ -98,8 +98,8 @@ class Update:
             accelerator.distributed_type.name in _REPLICATED_TYPES and accelerator.scaler is None
         )
         self._trained = [each for each in model.parameters() if each.requires_grad] if self._has_whole_gradients else []
-        self._optimizer = _unwrapped(optimizer) if accelerator.scaler is None else optimizer
-        lags = defers_check_on(accelerator.device) and _supports_found_inf(self._optimizer, device=accelerator.device)
+        self._optimizer = without_accelerate_wrapper(optimizer) if accelerator.scaler is None else optimizer
+        lags = defers_check_on(accelerator.device) and supports_found_inf(self._optimizer, device=accelerator.device)
         self.finite_check = DeferredFiniteCheck(accelerator.device) if lags and accelerator.scaler is None else None
 
     def backward(self, loss: Tensor) -> None:
@@ -170,24 +170,6 @@ class Update:
 
 _EPSILON = 1e-6
 """What torch adds to the norm by which it divides."""
-
-
-def _unwrapped(optimizer: Any) -> Any:
-    """Return the optimizer inside Accelerate's own wrapper, which without a scaler adds nothing.
-
-    It looks for a package on the disk at every step (accelerate 1.15). DeepSpeed's wrapper, a subclass, is kept.
-    """
-    return optimizer.optimizer if type(optimizer) is AcceleratedOptimizer else optimizer
-
-
-def _supports_found_inf(optimizer: Any, *, device: torch.device) -> bool:
-    """Tell whether the optimizer changes nothing, its own state included, where `found_inf` on the device is 1.
-
-    Torch's fused SGD does not: it would take momentum that was never written for its own (torch 2.13).
-    """
-    heeds = getattr(optimizer, "_step_supports_amp_scaling", False) and not isinstance(optimizer, torch.optim.SGD)
-    parameters = (each for group in optimizer.param_groups for each in group["params"])
-    return heeds and all(each.device.type == device.type for each in parameters)
 
 
 class UpdateInBackward(Update):

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from comparison import plot, report
+from comparison import report
 from comparison.results import PartResults, Result, Spread, Table
 
 MET = Result(1, "tiny: ours - bare", Spread.of([0.4, 0.5, 0.6]), 1.0, "lower", unit="ms", note="16 tokens")
@@ -46,8 +46,3 @@ def test_results_hold_results_settings_and_the_machine(measured: dict[str, PartR
     assert written["settings"]["versions"]["torch"]
     assert written["settings"]["quick"] == "True"
     assert written["parts"]["late"] == {"raw": [1]}
-
-
-def test_the_plot_is_a_picture(tmp_path: Path) -> None:
-    plot.draw([MET, MISSED, AIM], tmp_path / "thresholds.png", title="a machine")
-    assert (tmp_path / "thresholds.png").read_bytes()[:4] == b"\x89PNG"

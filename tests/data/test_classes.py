@@ -32,7 +32,7 @@ def test_an_unknown_label_is_named_with_the_known_ones():
 
 
 def test_of_many_classes_the_first_are_listed():
-    with pytest.raises(DataError, match=r"`19` and 80 more\. Mend the label"):
+    with pytest.raises(DataError, match=r"`19` and 80 more\. Fix the label"):
         Classes(tuple(map(str, range(100)))).index("x")
 
 

@@ -188,7 +188,7 @@ def test_damage_on_the_disk_after_the_start_is_found_in_the_samples_and_set_asid
     assert delivery.mark != deliveries.expected(0)
     what, then = deliveries.explain(delivery.damaged)
     assert f"rows.jsonl, row {delivery.damaged[0] + 1}" in what
-    assert "The same command makes it again and continues from the last checkpoint" in then
+    assert "Run the same command again: it rebuilds the set and resumes from the last checkpoint" in then
     assert len(asides(prepared.folder)) == 1
     (told,) = deliveries.explain(delivery.damaged)[1:]  # another rank
     assert "has been set aside by another process" in told
@@ -209,7 +209,7 @@ def test_damage_in_the_memory_of_a_process_sets_nothing_aside(prepare, monkeypat
     with monkeypatch.context() as patch:
         patch.setattr(PreparedSet, "__getitem__", with_a_flipped_bit)
         (batch, *_) = batches(pool_of_delivery(prepared), section)
-    with pytest.raises(DataError, match="on the disk it is intact: it was damaged in the memory of a process"):
+    with pytest.raises(DataError, match="the copy on disk is intact: it was corrupted in the memory of a process"):
         require_intact(prepared, batch)
     assert asides(prepared.folder) == []
 

@@ -66,7 +66,7 @@ BAD = [
     ([{"role": "user", "content": [{"type": "image"}]}], "is a list. Several parts, and parts that are no text"),
     ([{**ASKED, "tool_calls": [1]}], "`tool_calls` of turn 1 must be a list of objects"),
     ([{**ASKED, "tool_calls": [{"name": "f", "arguments": "{"}]}], "arguments of a tool call in turn 1 are not JSON"),
-    ([{**ASKED, "train": False}], "turn 1 has `train`, which nothing reads.*`weight: 0`"),
+    ([{**ASKED, "train": False}], "turn 1 has `train`, which is not supported.*`weight: 0`"),
 ]
 
 

@@ -43,7 +43,7 @@ def test_the_base_is_gathered_to_be_merged_and_left_where_it_is_otherwise(config
     assert exports_trained_only(config(LORA, FEW_BITS, "export.merge=true"))  # it comes from where it was loaded
 
 
-def test_a_base_in_few_bits_is_loaded_again_in_full(config, trained):
+def test_a_quantized_base_is_loaded_again_unquantized(config, trained):
     run, said = trained("full"), []
     asked = config(LORA, FEW_BITS, "export.merge=true", "model.dtype=bfloat16")
     kept = load_run_inputs(run, asked)
@@ -51,26 +51,26 @@ def test_a_base_in_few_bits_is_loaded_again_in_full(config, trained):
     wanted = load_file(run / "final" / "model.safetensors")
     assert {name: found[name] for name in wanted}.keys() == wanted.keys()
     assert all(torch.equal(found[name], wanted[name]) and found[name].dtype == torch.float32 for name in wanted)
-    assert "is merged into the original one, loaded in full precision" in said[0]
+    assert "is merged into the unquantized one" in said[0]
     assert resolve_export_section(asked).dtype == "bfloat16"
     assert resolve_export_section(config(LORA, FEW_BITS, "export={merge: true, dtype: float16}")).dtype == "float16"
 
 
-def test_nothing_is_loaded_again_where_nothing_is_in_few_bits(config, trained):
+def test_nothing_is_loaded_again_where_nothing_is_quantized(config, trained):
     asked = config(LORA, "export.merge=true")
     assert load_unquantized_base(asked, None, tokenizer=None, log=print) == {}
     assert resolve_export_section(asked).dtype is None
 
 
-def test_adapters_that_make_up_for_few_bits_are_not_put_on_the_original(config):
+def test_adapters_that_correct_the_quantization_are_not_merged_into_the_unquantized_base(config):
     loftq = "model.lora={rank: 4, init: loftq}"
-    with pytest.raises(ModelError, match="adapters of `init: loftq` make up for what quantisation lost"):
+    with pytest.raises(ModelError, match="`init: loftq` corrects the quantization error"):
         require_mergeable(config(loftq, FEW_BITS, "export.merge=true"))
     require_mergeable(config(loftq, FEW_BITS))
     require_mergeable(config(LORA, FEW_BITS, "export.merge=true"))
 
 
-def test_the_merged_config_tells_of_no_few_bits(trained):
+def test_the_merged_config_has_no_quantization(trained):
     config = json.loads((trained("merged") / "final" / "config.json").read_text())
     assert "quantization_config" not in config
 

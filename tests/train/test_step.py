@@ -354,5 +354,5 @@ def test_samples_that_are_not_what_was_prepared_stop_the_run_before_its_weights_
 def test_samples_that_are_another_steps_stop_the_run():
     handed = Handed()
     handed.expected = lambda step: samples_checksum([0], [0])
-    with pytest.raises(TrainingError, match="are not those that the order gives it"):
+    with pytest.raises(TrainingError, match="are not those that the data order assigns to it"):
         train(parts_of(2, deliveries=handed), Progress())

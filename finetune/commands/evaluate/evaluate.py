@@ -19,8 +19,9 @@ from finetune.run.build.data import input_identity
 from finetune.run.build.evaluator import make_evaluator
 from finetune.run.build.precompute import precompute_set
 from finetune.run.build.prepared_model import PreparedModel, make_accelerator
+from finetune.run.build.strategy import launched_strategy
 from finetune.run.build.teacher import attach_teacher
-from finetune.run.train import launched_strategy
+from finetune.run.context import make_context
 from finetune.runtime import distributed
 from finetune.runtime.files import atomic
 from finetune.runtime.text.library_output import quiet_libraries
@@ -37,27 +38,27 @@ def evaluate(
     json: Path | None,
     trust_remote_code: bool = False,
 ) -> int:
-    """Measure, print the metrics and write them to the file, if one is named; return the exit code.
+    """Evaluate, print the metrics, write them to the JSON file if one is named, and return the exit code.
 
-    Collective over all launched processes, of which each holds the whole model.
+    Collective over all launched processes; each of them holds the whole model.
     """
     quiet_libraries(is_main=distributed.is_main())
     trusts = trust_remote_code
-    subject = find_evaluation_target(source, step=step, config=config, overrides=overrides, trust_remote_code=trusts)
-    measured = measure(subject)
+    target = find_evaluation_target(source, step=step, config=config, overrides=overrides, trust_remote_code=trusts)
+    measured = measure(target)
     if distributed.is_main():
-        told = {"source": str(measured.subject.source), "step": measured.subject.step, "rows": measured.num_rows}
         if json is not None:
-            atomic.write_json(json, {**told, "metrics": measured.metrics})
+            about = {"source": str(target.source), "step": target.step, "rows": measured.num_rows}
+            atomic.write_json(json, {**about, "metrics": measured.metrics})
         _print(measured)
     return distributed.shut_down(0)
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """What has come out, the same on every rank."""
+    """The metrics of an evaluation, the same on every rank."""
 
-    subject: EvaluationTarget
+    target: EvaluationTarget
     metrics: dict[str, float]
     num_rows: int
 
@@ -67,34 +68,34 @@ def measure(target: EvaluationTarget) -> Measurement:
 
     Raises UserError where the job has no validation rows.
     """
-    log = RunLog(is_main=distributed.is_main())
+    context = make_context(target.loaded, launched_strategy(_evaluation_job(target.loaded)))
     config, task = target.config, target.task()
-    rows = _validation(target, task, log=log)
+    rows = _validation(target, task, log=context.log)
     repair(rows, seconds=None)
-    model = target.start(task)  # whole in every process: before an Accelerator exists that would have it split
-    accelerator = make_accelerator(config, launched_strategy(_evaluation_job(target.loaded)))
+    model = target.initial_model(task)  # unsharded: no Accelerator exists yet that would shard it
+    accelerator = make_accelerator(context)
     model.to(accelerator.device)
-    machine = PreparedModel(accelerator, model, model, None)
-    known = precompute_set(config, task, rows, key="data.validation", prepared=machine, log=log)
-    task = attach_teacher(config, task, accelerator, log=log)
-    target.fill(model)
+    prepared = PreparedModel(accelerator, model, model, None)
+    precomputed = precompute_set(context, task, rows, key="data.validation", prepared=prepared)
+    task = attach_teacher(context, task, accelerator)
+    target.load_weights(model)
     generate = config.evaluate.generate if config.evaluate else None
     evaluator = make_evaluator(
         config,
         task,
-        rows=known,
+        rows=precomputed,
         model=accelerator.prepare_model(model, evaluation_mode=True),
         accelerator=accelerator,
-        tokenizer=target.kept.processing.tokenizer,
+        tokenizer=target.run_inputs.processing.tokenizer,
         answer_metrics=load_metrics(generate.metrics if generate else ()),
         reporter=NullReporter(),
     )
     return Measurement(target, evaluator(target.step), len(rows))
 
 
-def _validation(subject: EvaluationTarget, task: Task, *, log: RunLog) -> PreparedSet:
-    """Return the validation rows, prepared; training rows are read only where these are a part of them."""
-    config, processing = subject.config, subject.kept.processing
+def _validation(target: EvaluationTarget, task: Task, *, log: RunLog) -> PreparedSet:
+    """Return the validation set; training rows are read only where it is split off from them."""
+    config, processing = target.config, target.run_inputs.processing
     tokenizer = processing.tokenizer
     return prepare_set(
         _source(config, log=log),
@@ -111,18 +112,18 @@ def _source(config: RunConfig, *, log: RunLog) -> Source:
     section = config.data.validation
     if section is None:
         raise UserError(
-            "the job has no `data.validation`, so there is nothing to measure on. Write "
+            "data.validation: the job has no validation data to evaluate on. Add "
             "`--set 'data.validation={path: ROWS.jsonl}'`."
         )
     if section.path is not None or section.name is not None:
         return open_source(section, key="data.validation", log=log)
     found = open_sources(config.data, seed=config.run.seed, log=log).validation
-    assert found is not None, "a section without a place of its own is a part of the training rows"
+    assert found is not None, "a section without a source of its own is split off from the training rows"
     return found
 
 
 def _evaluation_job(loaded: LoadedConfig) -> LoadedConfig:
-    """Return the job without what only training is particular about: its strategy, its batch and its optimizer."""
+    """Return the job without the settings that matter to training alone: strategy, batch, unfreezing and average."""
     config = loaded.config
     bare = {"global_batch_size": config.train.microbatch_size * distributed.world(), "unfreeze": {}, "average": None}
     known = {name: value for name, value in bare.items() if name in TrainSection.model_fields}
@@ -132,7 +133,7 @@ def _evaluation_job(loaded: LoadedConfig) -> LoadedConfig:
 
 
 def _print(measured: Measurement) -> None:
-    print(f"{measured.subject.source}: {measured.num_rows:,} rows")
+    print(f"{measured.target.source}: {measured.num_rows:,} rows")
     width = max(map(len, measured.metrics), default=0)
     for name, value in measured.metrics.items():
         print(f"  {name:<{width}}  {value:.6g}")

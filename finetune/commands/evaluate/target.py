@@ -31,7 +31,7 @@ class EvaluationTarget:
     """A model that has been looked for and not loaded yet, and the job by which it is measured."""
 
     loaded: LoadedConfig
-    kept: RunInputs
+    run_inputs: RunInputs
     source: Path  # a checkpoint or a model folder
     saved: SavedModel | None  # None: a checkpoint
     origin: RunConfig  # of the run that the checkpoint is from; else as `loaded`
@@ -50,18 +50,18 @@ class EvaluationTarget:
             if saved is None
             else resolve_padding_free(self.config, model=saved.config, adapter=saved.adapter or {})
         )
-        return self.kept.task(self.config, data=data)
+        return self.run_inputs.task(self.config, data=data)
 
-    def start(self, task: Task) -> Any:
+    def initial_model(self, task: Task) -> Any:
         """Return the model as the run began with it, what priors of a task are worked out from; a folder's own."""
         if self.saved is not None:
             section = self.config.model
             trusts = section.trust_remote_code
             return load_saved_model(self.saved, key="evaluate", dtype=section.dtype, trust_remote_code=trusts)
-        tokenizer = self.kept.processing.tokenizer
+        tokenizer = self.run_inputs.processing.tokenizer
         return build_model(self.origin, task=task, tokenizer=tokenizer, construction=InitContext())
 
-    def fill(self, model: Any) -> None:
+    def load_weights(self, model: Any) -> None:
         """Give the model the weights of the checkpoint; those of a folder are in it already."""
         if self.saved is not None:
             return

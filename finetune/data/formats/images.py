@@ -61,7 +61,7 @@ def _placed(messages: Sequence[Turn], *, num_images: int) -> Sequence[Turn]:
         return [_with_parts(turn) if PLACEHOLDER in _text(turn) else turn for turn in messages]
     first = next((place for place, turn in enumerate(messages) if turn["role"] == "user"), None)
     if first is None:
-        raise DataError(f"has {_count(num_images)} but no user turn to place them in.")
+        raise DataError(f"has {_count(num_images)}, but no user turn to show it in.")
     parts = [{"type": "image"}] * num_images + _text_part(_text(messages[first]))
     return [{**turn, "content": parts} if place == first else turn for place, turn in enumerate(messages)]
 

@@ -79,7 +79,7 @@ class StoredImage:
             path = self.path if self.root is None else self.root.found(self.path)
             size = require_regular(path).st_size
         except (FileNotFoundError, NotADirectoryError) as error:
-            raise DataError(f"there is no file {self.path}") from error
+            raise DataError(f"{self.path} does not exist") from error
         except (OSError, RuntimeError) as error:  # a link that leads to itself is a RuntimeError of Python 3.11
             raise DataError(f"{self.path} cannot be read: {getattr(error, 'strerror', error)}") from error
         if size > MOST_BYTES:

@@ -21,6 +21,7 @@ from finetune.data.token_cache.store import PreparedSet, dataset_view, grouped_b
 from finetune.model.processing import Processing, load_processing
 from finetune.report.run_log import RunLog
 from finetune.run.build.padding_free import format_padding_free, resolve_padding_free
+from finetune.run.context import RunContext
 from finetune.runtime import distributed
 from finetune.runtime.seeds import derive_seed
 from finetune.task.generation.evaluation import Metric, load_metrics
@@ -54,6 +55,20 @@ class TrainingData:
     def sample_at(self, position: int) -> Features:
         """Return the first sample at the position: of a stream, one that is needed soon."""
         return self.training.samples[int(self.training.order.samples(position, position + 1)[0])]
+
+
+@dataclass(frozen=True)
+class PreparedData:
+    """What `prepare_data` returns: the training data, and the plan of the steps over it."""
+
+    training_data: TrainingData
+    plan: Plan
+
+
+def prepare_data(context: RunContext) -> PreparedData:
+    """Return the training data and the plan, made without any process group."""
+    training_data = make_training_data(context.config, context.log)
+    return PreparedData(training_data, make_run_plan(context.config, training_data))
 
 
 def make_training_data(config: RunConfig, log: RunLog, *, on_progress: OnSourceProgress | None = None) -> TrainingData:

@@ -1,8 +1,8 @@
-"""What the training loop is handed: batches, update, evaluation, sources of stop requests, times of the start."""
+"""The parts that the training loop is handed: batches, update, evaluation, stop sources, and times of the start."""
 
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -17,11 +17,10 @@ from finetune.data.loader import groups, train_loader
 from finetune.model.batch_norm import GhostBatchNorm, sync_batch_norm, update_running_statistics
 from finetune.report.events import StartedUp
 from finetune.report.reporter import Reporter
-from finetune.report.run_log import RunLog
 from finetune.report.timing import StartUp
-from finetune.run.build.data import TrainingData
 from finetune.run.build.evaluator import make_evaluator
-from finetune.run.build.prepared_model import PreparedModel, make_weights
+from finetune.run.build.prepared_model import BuiltRun, PreparedModel, make_weights
+from finetune.run.context import RunContext
 from finetune.run.samples import record_samples
 from finetune.runtime import distributed
 from finetune.runtime.progress import Cadence, NeverDue
@@ -31,14 +30,13 @@ from finetune.train.early_stopping import EarlyStopping, NeverStop
 from finetune.train.evaluate import EvaluationWithWeights, NoEvaluation
 from finetune.train.meters import Meters
 from finetune.train.parts import CheckpointSaving, Evaluation, Parts
-from finetune.train.plan import Plan
 from finetune.train.stopping import FAILED_SAVE, SPOT_NOTICE, STOP_FILE, TIME_LIMIT, StopFile, StopSources, TimeLimit
 from finetune.train.update import Update, UpdateInBackward
 
 
 @dataclass(frozen=True)
 class SyncedBatchNormEvaluation:
-    """An evaluation before which the norms of all ranks hold the same running statistics."""
+    """An evaluation before which batch norms are synchronised over all ranks."""
 
     model: nn.Module
     inner: Evaluation
@@ -50,7 +48,7 @@ class SyncedBatchNormEvaluation:
 
 
 def end_batch_norm_steps(groups: Iterator[tuple[Batch, ...]], model: nn.Module) -> Iterator[tuple[Batch, ...]]:
-    """Yield the groups; when the next one is asked for, the step of the one before is over."""
+    """Yield the groups; asking for the next one ends the step of the one before, for batch norms."""
     if not any(isinstance(module, GhostBatchNorm) for module in model.modules()):
         yield from groups
         return
@@ -60,23 +58,23 @@ def end_batch_norm_steps(groups: Iterator[tuple[Batch, ...]], model: nn.Module) 
 
 
 def make_parts(
-    config: RunConfig,
-    training_data: TrainingData,
+    context: RunContext,
+    built: BuiltRun,
     *,
-    prepared: PreparedModel,
-    plan: Plan,
     reporter: Reporter,
     save: CheckpointSaving,
-    stop_sources: StopSources,
+    signals: ReceivedSignals,
+    startup: StartUp,
 ) -> Parts:
-    """Return the record that the loop works with."""
+    """Return the record that the loop works with; its first step reports what the start took."""
+    config, training_data, prepared, plan = context.config, built.training_data, built.prepared, built.plan
     stopping = config.train.early_stopping
     return Parts(
         accelerator=prepared.accelerator,
         model=prepared.model,
         optimizer=prepared.optimizer,
         task=training_data.task,
-        groups=partial(_groups, config, training_data, prepared=prepared, plan=plan),
+        groups=partial(_timed_groups, partial(_groups, context, built), startup=startup, report=reporter),
         plan=plan,
         deliveries=DeliveryCheck(training_data.training, plan.global_batch_size),
         place=training_data.training.samples.place,
@@ -86,12 +84,12 @@ def make_parts(
         scales_loss=config.train.precision == "fp16",
         meters=Meters(training_data.task.step_metrics),
         reporter=reporter,
-        evaluate=_evaluation(config, training_data, prepared=prepared, reporter=reporter),
+        evaluate=_evaluation(context, built, reporter=reporter),
         save=save,
         log_due=Cadence(config.report.log_every_steps, plan.num_steps),
         evaluate_due=Cadence(config.evaluate.every_steps, plan.num_steps) if config.evaluate else NeverDue(),
         save_due=Cadence(config.checkpoint.every_steps, plan.num_steps),
-        stop_sources=stop_sources,
+        stop_sources=make_stop_sources(context, signals=signals, save=save, started=startup.started_at),
         stop_after_steps=config.train.stop_after_steps,
         early_stopping=EarlyStopping(stopping) if stopping else NeverStop(),
         before_batch=prepared.before_batch,
@@ -99,16 +97,15 @@ def make_parts(
 
 
 def make_update(config: RunConfig, prepared: PreparedModel) -> Update:
-    """Return what takes gradients to weights."""
+    """Return what clips the gradients and updates the weights."""
     if config.train.optimizer.in_backward:
         return UpdateInBackward(prepared.accelerator, prepared.model, prepared.optimizer)
     limit = config.train.max_gradient_norm
     return Update(prepared.accelerator, prepared.model, prepared.optimizer, max_gradient_norm=limit)
 
 
-def _groups(
-    config: RunConfig, training_data: TrainingData, *, prepared: PreparedModel, plan: Plan, first_step: int
-) -> Iterator[tuple[Batch, ...]]:
+def _groups(context: RunContext, built: BuiltRun, *, first_step: int) -> Iterator[tuple[Batch, ...]]:
+    config, training_data, prepared, plan = context.config, built.training_data, built.prepared, built.plan
     loader = train_loader(
         training_data.training,
         training_data.task.collate,
@@ -126,12 +123,11 @@ def _groups(
     handed = end_batch_norm_steps(placed, prepared.model)
     if not config.report.sample_ids:
         return handed
-    return record_samples(handed, run_folder=Path(config.run.folder), first_step=first_step)
+    return record_samples(handed, run_folder=context.paths.folder, first_step=first_step)
 
 
-def _evaluation(
-    config: RunConfig, training_data: TrainingData, *, prepared: PreparedModel, reporter: Reporter
-) -> Evaluation:
+def _evaluation(context: RunContext, built: BuiltRun, *, reporter: Reporter) -> Evaluation:
+    config, training_data, prepared = context.config, built.training_data, built.prepared
     if config.evaluate is None or training_data.validation_set is None:
         return NoEvaluation()
     evaluator = make_evaluator(
@@ -144,58 +140,45 @@ def _evaluation(
         answer_metrics=training_data.answer_metrics,
         reporter=reporter,
     )
-    return SyncedBatchNormEvaluation(prepared.model, EvaluationWithWeights(make_weights(config, prepared), evaluator))
+    return SyncedBatchNormEvaluation(prepared.model, EvaluationWithWeights(make_weights(context, prepared), evaluator))
 
 
 def make_stop_sources(
-    config: RunConfig, *, note: ReceivedSignals, save: CheckpointSaving, started: float, log: RunLog
+    context: RunContext, *, signals: ReceivedSignals, save: CheckpointSaving, started: float
 ) -> StopSources:
-    """Return everything that can ask this rank to stop.
+    """Return everything that can request a stop of this rank.
 
-    Only rank 0 looks for the file `STOP` in the run's folder, and one process of a machine for its cloud's notice.
+    Only rank 0 looks for the file `STOP` in the run folder, and one process of a machine for the spot notice.
     """
-    asked: dict[str, Callable[[], bool]] = {FAILED_SAVE: lambda: save.has_failed}
+    config = context.config
+    found: dict[str, Callable[[], bool]] = {FAILED_SAVE: lambda: save.has_failed}
     if config.train.time_limit_minutes:
-        asked[TIME_LIMIT] = TimeLimit(config.train.time_limit_minutes * 60, started)
+        found[TIME_LIMIT] = TimeLimit(config.train.time_limit_minutes * 60, started)
     if distributed.is_main():
-        asked[STOP_FILE] = StopFile(stop_file(Path(config.run.folder)))
+        found[STOP_FILE] = StopFile(context.paths.stop_file)
     if config.run.spot_notice and os.environ.get("LOCAL_RANK", "0") == "0":
-        asked[SPOT_NOTICE] = SpotNotice(config.run.spot_notice, log=log).start()
-    return StopSources(note, asked)
+        found[SPOT_NOTICE] = SpotNotice(config.run.spot_notice, log=context.log).start()
+    return StopSources(signals, found)
 
 
-def remove_stop_file(folder: Path, *, log: Callable[[str], None]) -> None:
-    """Remove what asked the run to stop, so that the same command continues; say where that cannot be done."""
-    path = stop_file(folder)
+def remove_stop_file(path: Path, *, log: Callable[[str], None]) -> None:
+    """Remove the stop file, so that the same command resumes; log where that fails."""
     try:
         path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)
     except OSError as error:
-        log(f"{path} cannot be removed ({error.strerror}): remove it, the next start would stop at once.")
+        log(f"{path} cannot be removed ({error.strerror}). Remove it, or the next start stops at once.")
 
 
-def stop_file(folder: Path) -> Path:
-    """Return where a user puts a file that asks the run to stop."""
-    return folder / "STOP"
-
-
-Groups = Callable[..., Iterator[tuple[Batch, ...]]]
-
-
-def report_startup(parts: Parts, startup: StartUp) -> Parts:
-    """Return the parts with groups that note when the first is asked for, and when the step after it is over.
-
-    It is over when the second one is asked for: a run of one step does not tell.
-    """
-    return replace(parts, groups=partial(_timed_groups, parts.groups, startup=startup, tell=parts.reporter))
-
-
-def _timed_groups(groups: Groups, *, startup: StartUp, tell: Reporter, first_step: int) -> Iterator[tuple[Batch, ...]]:
+def _timed_groups(
+    groups: Callable[..., Iterator[tuple[Batch, ...]]], *, startup: StartUp, report: Reporter, first_step: int
+) -> Iterator[tuple[Batch, ...]]:
+    """Yield the groups; note the first request, and report the start at the second one, when a step is over."""
     startup.end("run folder")
     coming = groups(first_step=first_step)
     for group in islice(coming, 1):
         yield group
         startup.end("first step")
-        tell(
+        report(
             StartedUp(
                 step=first_step + 1,
                 seconds={phase.name: phase.seconds for phase in startup.phases},

@@ -16,7 +16,6 @@ from finetune.model.loading.dry_run import dry_run_model
 from finetune.model.loading.load import load_model
 from finetune.model.new_tokens import add_embedding_rows, new_token_ids
 from finetune.model.quantize import unquantized_weights_folder
-from finetune.runtime import distributed
 from finetune.runtime.optional import lazily
 from finetune.runtime.parameters import InitContext
 from finetune.task.protocol import Task
@@ -81,9 +80,3 @@ def _special_ids(tokenizer: PreTrainedTokenizerBase) -> SpecialTokenIds:
 def require_buildable(config: RunConfig) -> None:
     """Raise ModelError where the job's model cannot be built, or not be asked anything. Takes no memory for weights."""
     dry_run_model(config.model, head=model_head(config.task.name))
-
-
-def require_from_config_buildable(config: RunConfig) -> None:
-    """Do so before a run where the config's values are the job's own; on the main rank, with which all others end."""
-    if config.model.from_config is not None and distributed.is_main():
-        require_buildable(config)

@@ -18,7 +18,6 @@ import numpy as np
 import torch
 from torch import nn
 
-from finetune.config.run_config import RunConfig
 from finetune.data.audit.audit import Prepared, Streamed
 from finetune.data.order.dataset_view import fingerprint_of
 from finetune.data.order.mixing import MixedSamples
@@ -34,10 +33,10 @@ from finetune.data.token_cache.integrity import DamagedSet, quarantine_set
 from finetune.data.token_cache.store import PreparedSet
 from finetune.errors import DataError
 from finetune.model.frozen_models import reference_identity, reference_mode
-from finetune.report.run_log import RunLog
 from finetune.run.build.data import TrainingData
 from finetune.run.build.prepared_model import PreparedModel
-from finetune.run.build.teacher import load_unsharded_teacher, teacher_identity
+from finetune.run.build.teacher import attach_teacher, load_unsharded_teacher, teacher_identity
+from finetune.run.context import RunContext
 from finetune.runtime import distributed
 from finetune.runtime.distributed import run_on_rank_0
 from finetune.runtime.files.atomic import temporary_path
@@ -52,52 +51,60 @@ SampleValues = Sequence[Mapping[str, np.ndarray]]
 
 @dataclass(frozen=True)
 class Scorer:
-    """A model that answers and does not learn."""
+    """A frozen model that scores samples."""
 
-    model: Callable[[], nn.Module]  # the prepared one, or a teacher, which is loaded when it is first asked
-    identity: Mapping[str, Any]  # JSON: what its answers depend on
-    scoring_context: Callable[[], AbstractContextManager[None]]  # entered while it answers
+    model: Callable[[], nn.Module]  # the prepared one, or a teacher, which is loaded on its first use
+    identity: Mapping[str, Any]  # JSON: what its scores depend on
+    scoring_context: Callable[[], AbstractContextManager[None]]  # entered while it scores
 
 
-def precompute(config: RunConfig, training_data: TrainingData, prepared: PreparedModel, *, log: RunLog) -> TrainingData:
-    """Return the lessons with what the task wants to know of each sample beforehand, training and validation.
+def add_frozen_models(context: RunContext, training_data: TrainingData, prepared: PreparedModel) -> TrainingData:
+    """Return the data with everything that its task precomputes, and its task with a live teacher where it has one.
 
-    Call it before a checkpoint is loaded. Raises DataError for streams, whose samples are not known beforehand, and
-    where the cache cannot be written. Collective.
+    Raises ModelError for the teacher, DataError as `precompute` does. Collective.
     """
-    prior = training_data.task.precomputed
-    if prior is None:
+    data = precompute(context, training_data, prepared)
+    return replace(data, task=attach_teacher(context, data.task, prepared.accelerator))
+
+
+def precompute(context: RunContext, training_data: TrainingData, prepared: PreparedModel) -> TrainingData:
+    """Return the data with what the task precomputes for each sample, of training and of validation.
+
+    The prepared model must have the weights that the run started from. Raises DataError for streams, whose samples are
+    not known yet, and where the cache cannot be written. Collective.
+    """
+    task = training_data.task
+    if task.precomputed is None:
         return training_data
-    work = _Precomputation(
-        config, prior, make_scorer(config, training_data.task, prepared, log=log), training_data.task, prepared, log
-    )
-    sets = [work.known(key, source) for key, source in training_data.sources.items()]
+    work = _Precomputation(context, task.precomputed, make_scorer(context, task, prepared), task, prepared)
+    sets = [work.load_or_compute(key, source) for key, source in training_data.sources.items()]
     is_mix = isinstance(training_data.training.samples, MixedSamples)
     training = replace(training_data.training, samples=MixedSamples(tuple(sets)) if is_mix else sets[0])
     validation = training_data.validation_set
     if validation is not None:
-        validation = work.known("data.validation", validation)
+        validation = work.load_or_compute("data.validation", validation)
     return replace(training_data, training=training, validation_set=validation)
 
 
 def precompute_set(
-    config: RunConfig, task: Task, rows: PreparedSet, *, key: str, prepared: PreparedModel, log: RunLog
+    context: RunContext, task: Task, rows: PreparedSet, *, key: str, prepared: PreparedModel
 ) -> PreparedSet | PrecomputedSet:
-    """Return one set with what the task wants to know of its samples, by the model as it starts. Collective."""
+    """Return one set with what the task precomputes for its samples, by the model as it starts. Collective."""
     if task.precomputed is None:
         return rows
-    knower = make_scorer(config, task, prepared, log=log)
-    return _Precomputation(config, task.precomputed, knower, task, prepared, log).known(key, rows)
+    scorer = make_scorer(context, task, prepared)
+    return _Precomputation(context, task.precomputed, scorer, task, prepared).load_or_compute(key, rows)
 
 
-def make_scorer(config: RunConfig, task: Task, prepared: PreparedModel, *, log: RunLog) -> Scorer:
-    """Return who answers for the task's prior, told by a digest. Collective."""
+def make_scorer(context: RunContext, task: Task, prepared: PreparedModel) -> Scorer:
+    """Return the model that scores the task's samples, identified by a digest. Collective."""
+    config, log = context.config, context.log
     section, distillation = config.model, config.task.distillation
     if task.precomputed is not None and task.precomputed.scorer == "teacher" and distillation is not None:
-        load = cache(partial(load_unsharded_teacher, config, task, prepared.accelerator, log=log))
-        told = {"teacher": teacher_identity(config, log=log), "dtype": distillation.teacher_dtype}
-        return Scorer(load, told, nullcontext)
-    distributed.open_background_group()  # its time limit allows for reading hundreds of gigabytes
+        load = cache(partial(load_unsharded_teacher, context, task, prepared.accelerator))
+        teacher = {"teacher": teacher_identity(context), "dtype": distillation.teacher_dtype}
+        return Scorer(load, teacher, nullcontext)
+    distributed.open_background_group()  # its timeout allows for reading hundreds of gigabytes
     describe = partial(reference_identity, section, seed=config.run.seed, model=prepared.unwrapped_model, log=log)
     identity = run_on_rank_0(describe, group=distributed.Group.BACKGROUND)
     return Scorer(lambda: prepared.model, identity, partial(reference_mode, prepared.unwrapped_model, section))
@@ -105,50 +112,48 @@ def make_scorer(config: RunConfig, task: Task, prepared: PreparedModel, *, log: 
 
 @dataclass(frozen=True)
 class _Precomputation:
-    """Works out, or finds, what is known of the samples of one set after the other."""
+    """Computes the values of one set after the other, or finds them in the cache."""
 
-    config: RunConfig
+    context: RunContext
     precomputed: Precomputed
     scorer: Scorer
     task: Task
-    machine: PreparedModel
-    say: RunLog
+    prepared: PreparedModel
 
-    def known(self, key: str, source: Prepared | Streamed) -> PrecomputedSet:
-        """Return the set of the source with what is known of its samples. Collective."""
+    def load_or_compute(self, key: str, source: Prepared | Streamed) -> PrecomputedSet:
+        """Return the set of the source with the precomputed values of its samples. Collective."""
+        config, log = self.context.config, self.context.log
         if not isinstance(source, PreparedSet):
-            raise DataError(
-                f"{key}: the {self.precomputed.title} of a stream cannot be worked out beforehand. Remove `stream`."
-            )
+            raise DataError(f"{key}: {self.precomputed.title} cannot be precomputed for a stream. Remove `stream`.")
         made_of = {
             "set": source.fingerprint,
             "model": dict(self.scorer.identity),
-            "precision": self.config.train.precision,
+            "precision": config.train.precision,
             "prior": {"title": self.precomputed.title, **self.precomputed.identity},
         }
-        folder = cache_folder(self.config.data) / "known" / fingerprint_of(FORMAT_VERSION, made_of)
-        if run_on_rank_0(lambda: self._is_whole(key, folder)):
-            self.say(f"{key}: {self.precomputed.title} found in {folder}")
+        folder = cache_folder(config.data) / "known" / fingerprint_of(FORMAT_VERSION, made_of)
+        if run_on_rank_0(lambda: self._is_cached(key, folder)):
+            log(f"{key}: {self.precomputed.title} found in {folder}")
         else:
             seconds = self._compute(key, source, folder, made_of=made_of)
-            self.say(f"{key}: {self.precomputed.title} worked out in {seconds:.1f} s, kept in {folder}")
+            log(f"{key}: {self.precomputed.title} computed in {seconds:.1f} s, cached in {folder}")
         _require_on_all_ranks(folder)
         return with_precomputed(source, folder)
 
-    def _is_whole(self, key: str, folder: Path) -> bool:
-        """Tell whether the folder is there and as it was written; one that is damaged is set aside."""
+    def _is_cached(self, key: str, folder: Path) -> bool:
+        """Tell whether the folder exists and is as it was written; a damaged one is moved aside."""
         if not os.path.lexists(folder):
             return False
         damage = _damage(folder)
         if damage is None:
             return True
-        aside = quarantine_set(folder, lambda: _damage(folder) is not None, log=self.say)
+        aside = quarantine_set(folder, lambda: _damage(folder) is not None, log=self.context.log)
         if aside is not None:
-            self.say(f"warning: {key}: {damage}. It is set aside as {aside.name} and worked out again.")
+            self.context.log(f"warning: {key}: {damage}. It was moved aside to {aside.name} and is computed again.")
         return folder.is_dir()
 
     def _compute(self, key: str, source: PreparedSet, folder: Path, *, made_of: Mapping[str, Any]) -> float:
-        """Make the folder, whole or not at all, and return how many seconds it took. Collective."""
+        """Write the folder, completely or not at all, and return how many seconds it took. Collective."""
         started = time.monotonic()
         writing = _StagedWriter(folder)
         model = self.scorer.model()
@@ -156,33 +161,33 @@ class _Precomputation:
         model.eval()
         try:
             with torch.no_grad(), self.scorer.scoring_context():
-                self._ask(key, source, writing=writing)
+                self._score_samples(key, source, writing=writing)
         finally:
             model.train(was_training)
         run_on_rank_0(partial(writing.finish, made_of))
         return time.monotonic() - started
 
-    def _ask(self, key: str, source: PreparedSet, *, writing: "_StagedWriter") -> None:
-        """Share the samples among the ranks, round by round, and have the main rank write what is known. Collective."""
-        size, told_at = self._microbatch_size(), time.monotonic()
+    def _score_samples(self, key: str, source: PreparedSet, *, writing: "_StagedWriter") -> None:
+        """Share the samples among the ranks, round by round, and have rank 0 write their values. Collective."""
+        size, logged_at = self._microbatch_size(), time.monotonic()
         for start in range(0, len(source), size * distributed.world()):
             first = start + distributed.rank() * size
             features = [source.intact(index) for index in range(first, min(first + size, len(source)))]
             batch = self.task.collate(features) if features else self.task.dummy_batch(source[0])
-            answers = self.precomputed.compute(self.scorer.model(), batch.to(self.machine.accelerator.device))
-            gathered = distributed.gather_objects(list(answers[: len(features)]))
+            values = self.precomputed.compute(self.scorer.model(), batch.to(self.prepared.accelerator.device))
+            gathered = distributed.gather_objects(list(values[: len(features)]))
             writing.append([each for of_rank in gathered for each in of_rank])
             keep_alive()
-            if time.monotonic() - told_at > _SECONDS_BETWEEN_LOG_LINES:
-                told_at = time.monotonic()
+            if time.monotonic() - logged_at > _SECONDS_BETWEEN_LOG_LINES:
+                logged_at = time.monotonic()
                 done = min(start + size * distributed.world(), len(source))
-                self.say(f"{key}: {self.precomputed.title}: {done:,} of {len(source):,} samples")
+                self.context.log(f"{key}: {self.precomputed.title}: {done:,} of {len(source):,} samples")
 
     def _microbatch_size(self) -> int:
-        """Return the samples of a forward pass: as an evaluation has them, at least two."""
-        evaluate = self.config.evaluate
-        asked = evaluate.microbatch_size if evaluate is not None else None
-        return max(2, asked or self.config.train.microbatch_size)
+        """Return the samples of a forward pass: as many as in an evaluation, at least two."""
+        evaluate = self.context.config.evaluate
+        written = evaluate.microbatch_size if evaluate is not None else None
+        return max(2, written or self.context.config.train.microbatch_size)
 
 
 def _damage(folder: Path) -> DamagedSet | None:
@@ -194,7 +199,7 @@ def _damage(folder: Path) -> DamagedSet | None:
 
 
 class _StagedWriter:
-    """What the main rank writes; what fails is told when all ranks are there to hear of it."""
+    """Writes on rank 0; a failure is raised in `finish`, where all ranks learn of it."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -205,12 +210,12 @@ class _StagedWriter:
             self._attempt(self._begin)
 
     def append(self, arrays: SampleValues) -> None:
-        """Write what is known of the next samples, on the main rank."""
+        """Write the values of the next samples, on rank 0."""
         if self._writer is not None and self._failure is None:
             self._attempt(partial(self._writer.append, arrays))
 
     def finish(self, made_of: Mapping[str, Any]) -> None:
-        """Let the folder appear; another job may have made the same meanwhile. Raises DataError. On the main rank."""
+        """Move the folder into place, unless another job has written the same one. Raises DataError. On rank 0."""
         if self._failure is None:
             self._attempt(partial(self._complete, made_of))
         if self._writer is not None:
@@ -219,8 +224,8 @@ class _StagedWriter:
             shutil.rmtree(self._staging, ignore_errors=True)
         if self._failure is not None:
             raise DataError(
-                f"data.cache_folder: {self._folder.parent} cannot be written: {self._failure}. Make room or set "
-                "another one."
+                f"data.cache_folder: {self._folder.parent} cannot be written: {self._failure}. Free some space, "
+                "or set another folder."
             )
 
     def _begin(self) -> None:
@@ -248,9 +253,9 @@ def _require_on_all_ranks(folder: Path) -> None:
     deadline = time.monotonic() + _SHARED_FOLDER_TIMEOUT_SECONDS
     while not (is_there := folder.is_dir()) and time.monotonic() < deadline:
         time.sleep(0.5)
-    blind = [rank for rank, sees in enumerate(distributed.gather_objects(is_there)) if not sees]
-    if blind:
+    missing = [rank for rank, sees in enumerate(distributed.gather_objects(is_there)) if not sees]
+    if missing:
         raise DataError(
-            f"data.cache_folder: {folder} is not there on ranks {', '.join(map(str, blind))}. Set it to a folder that "
-            "all machines share."
+            f"data.cache_folder: {folder} does not exist on ranks {', '.join(map(str, missing))}. Set it to a folder "
+            "that all machines share."
         )

@@ -13,10 +13,9 @@ from torch import Tensor, nn
 
 from finetune.checkpoint.sharding.access import build_access
 from finetune.config.rules.model import adapter_of
-from finetune.config.run_config import RunConfig
 from finetune.data.batch import Batch
 from finetune.data.features import Features
-from finetune.model.attention.isolation import check_isolation, require_position_ids
+from finetune.model.attention.implementation import check_isolation, require_position_ids
 from finetune.model.attention.varlen_kernels import missing_kernel_warning
 from finetune.model.compilation import compile_model
 from finetune.model.loading.pretrained import base_mismatch_warning
@@ -31,14 +30,14 @@ from finetune.model.size import (
     precision_warnings,
 )
 from finetune.model.upstream import expose_hidden_size, head_as_one_unit
-from finetune.report.run_log import RunLog
 from finetune.run.build.data import TrainingData
 from finetune.run.build.model import build_model
 from finetune.run.build.padding_free import resolve_padding_free
 from finetune.run.build.strategy import require_tied_weights_supported
+from finetune.run.context import RunContext
 from finetune.runtime import seeds
 from finetune.runtime.resources import resident_bytes
-from finetune.strategy.protocol import Sharded, Strategy
+from finetune.strategy.protocol import Sharded
 from finetune.strategy.upstream import (
     broadcast_rank_0_buffers,
     drop_not_yet_unfrozen_from_zero_norm,
@@ -55,36 +54,42 @@ from finetune.train.neftune import EmbeddingNoise
 from finetune.train.optim.optimizers import build_optimizer
 from finetune.train.optim.parameter_groups import NamedParameter, describe_groups, list_parameters
 from finetune.train.parts import no_op
+from finetune.train.plan import Plan
 
 
 @dataclass(frozen=True)
 class PreparedModel:
-    """What learns. `plain_model` is as the model wing built it; its parameters may be split by now."""
+    """What `Accelerator.prepare` gave back. `unwrapped_model` is as it was built, its parameters may be sharded."""
 
     accelerator: Accelerator
     unwrapped_model: Any
     model: Any
     optimizer: Any
-    before_batch: Callable[[Batch], None] = no_op  # to be told of each batch before the model learns from it
+    before_batch: Callable[[Batch], None] = no_op  # called with each batch before its forward pass
 
 
-def make_accelerator(config: RunConfig, strategy: Strategy) -> Accelerator:
-    """Return the Accelerator of the strategy that was launched; from here on the ranks can speak. Collective."""
+@dataclass(frozen=True)
+class BuiltRun:
+    """What `build` returns: the data with everything precomputed, the plan, and the model with its first weights."""
+
+    training_data: TrainingData
+    plan: Plan
+    prepared: PreparedModel
+
+
+def make_accelerator(context: RunContext) -> Accelerator:
+    """Return the Accelerator of the launched strategy; from here on ranks can communicate. Collective."""
+    config = context.config
     if config.run.deterministic:
         seeds.use_deterministic_kernels()
-    return build_accelerator(strategy, precision=config.train.precision)
+    return build_accelerator(context.strategy, precision=config.train.precision)
 
 
 def prepare_model(
-    config: RunConfig,
-    strategy: Strategy,
-    *,
-    accelerator: Accelerator,
-    training_data: TrainingData,
-    learning_rate: float,
-    log: RunLog,
+    context: RunContext, training_data: TrainingData, *, accelerator: Accelerator, learning_rate: float
 ) -> PreparedModel:
     """Return the prepared model and optimizer, checked to be what was launched. Collective."""
+    config, strategy, log = context.config, context.strategy, context.log
     process_bytes = 0 if torch.cuda.is_available() else resident_bytes()  # what `mem` of a step measures
     plain = build_model(
         config, task=training_data.task, tokenizer=training_data.tokenizer, construction=strategy.init_context()
@@ -92,13 +97,13 @@ def prepare_model(
     check_image_shape(plain.config, training_data.processing.processor)
     require_tied_weights_supported(plain, strategy.name)
     size = measure_model(plain)
-    for line in (*size.lines, *_memory(config, strategy, size=size, process_bytes=process_bytes).lines[-1:]):
+    for line in (*size.lines, *_memory(context, size, process_bytes=process_bytes).lines[-1:]):
         log(line)
-    _warn(config, log)
-    optimizer = _optimizer(config, list_parameters(plain), learning_rate=learning_rate, log=log)
+    _warn(context)
+    optimizer = _optimizer(context, list_parameters(plain), learning_rate=learning_rate)
     noise = config.train.embedding_noise
     before_batch = EmbeddingNoise(plain, alpha=noise).set_batch if noise else no_op
-    _compile(config, strategy, unwrap_model(plain), log=log)
+    _compile(context, unwrap_model(plain))
     held = keep_bf16_parameters(accelerator, is_wanted=config.train.optimizer.stochastic_rounding)
     with (
         expose_hidden_size(plain.config),
@@ -117,37 +122,37 @@ def prepare_model(
     return PreparedModel(accelerator, plain, model, prepared, before_batch)
 
 
-def _compile(config: RunConfig, strategy: Strategy, model: Any, *, log: RunLog) -> None:
-    """Compile what the job says, before a strategy wraps or splits it; under ZeRO-3 tell that nothing is."""
-    if config.model.compile == "off":
+def _compile(context: RunContext, model: Any) -> None:
+    """Compile what the job names, before a strategy wraps or shards it; under ZeRO-3 warn that nothing is compiled."""
+    wanted = context.config.model.compile
+    if wanted == "off":
         return
-    if strategy.name == "zero3":
-        log(
-            f"warning: model.compile: {config.model.compile} was asked for, and nothing is compiled: ZeRO-3 gathers "
-            "parameters in hooks of every module, at each of which a compiled graph would end. Launch with fsdp2.yaml."
+    if context.strategy.name == "zero3":
+        context.log(
+            f"warning: model.compile: {wanted} has no effect under ZeRO-3, which gathers parameters in hooks of every "
+            "module, and each of them breaks the compiled graph. To compile, launch with fsdp2.yaml."
         )
         return
-    compile_model(model, config.model.compile, log=log)
+    compile_model(model, wanted, log=context.log)
 
 
-def _optimizer(
-    config: RunConfig, named: list[NamedParameter], *, learning_rate: float, log: RunLog
-) -> torch.optim.Optimizer:
-    train = config.train
+def _optimizer(context: RunContext, named: list[NamedParameter], *, learning_rate: float) -> torch.optim.Optimizer:
+    train = context.config.train
     optimizer = build_optimizer(
         named,
         train.optimizer,
         learning_rate=learning_rate,
         unfreeze=train.unfreeze,
         average=train.average,
-        seed=config.run.seed,
+        seed=context.config.run.seed,
     )
     for line in describe_groups(optimizer.param_groups, named):
-        log(line)
+        context.log(line)
     return optimizer
 
 
-def _memory(config: RunConfig, strategy: Strategy, *, size: ModelSize, process_bytes: int) -> MemoryEstimate:
+def _memory(context: RunContext, size: ModelSize, *, process_bytes: int) -> MemoryEstimate:
+    config, strategy = context.config, context.strategy
     sharded, train, distillation = strategy.sharded(), config.train, config.task.distillation
     trained = sum(size.trained_bytes_by_dtype.values())
     is_master = strategy.name.startswith("zero")  # its optimizer holds float32 copies
@@ -170,7 +175,8 @@ def _memory(config: RunConfig, strategy: Strategy, *, size: ModelSize, process_b
     )
 
 
-def _warn(config: RunConfig, log: RunLog) -> None:
+def _warn(context: RunContext) -> None:
+    config, log = context.config, context.log
     lora = config.model.lora
     for warning in precision_warnings(
         dtype=config.model.dtype,
@@ -191,17 +197,18 @@ def _warn(config: RunConfig, log: RunLog) -> None:
         log(note)
 
 
-def make_weights(config: RunConfig, prepared: PreparedModel) -> EvaluationWeights:
-    """Return the weights that count in this run: the average where the optimizer keeps one, else those that learn."""
-    found = average_formula(config.train)
+def make_weights(context: RunContext, prepared: PreparedModel) -> EvaluationWeights:
+    """Return the weights to evaluate and export: the average where the optimizer keeps one, else the trained."""
+    found = average_formula(context.config.train)
     if found is None:
         return TrainedWeights()
     key, formula = found
     return AveragedWeights(build_access(prepared.accelerator, prepared.model, prepared.optimizer), key, formula)
 
 
-def require_sample_isolation(config: RunConfig, training_data: TrainingData, prepared: PreparedModel) -> None:
+def require_sample_isolation(context: RunContext, training_data: TrainingData, prepared: PreparedModel) -> None:
     """Raise ModelError where samples would share rows and the model does not keep them apart. Collective."""
+    config = context.config
     if not is_padding_free(config.data.batching):
         return
     model = prepared.model

@@ -1,11 +1,45 @@
-"""Adapters, quantization and new tokens that a strategy does not support: refused before anything is loaded."""
+"""The strategy that was launched, and what it does not support: refused before anything is loaded."""
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
+from finetune.config.load import LoadedConfig, require_divisible_batch
+from finetune.config.rules.model import adapter_of, trained_dtypes
 from finetune.config.run_config import RunConfig
 from finetune.errors import StrategyError
+from finetune.strategy.choose import choose_strategy
+from finetune.strategy.environment import read_environment
+from finetune.strategy.protocol import Strategy
+from finetune.strategy.reconcile import JobSettings
+from finetune.train.optim.optimizers import uses_low_bit_adamw
+
+
+def launched_strategy(loaded: LoadedConfig) -> Strategy:
+    """Return the strategy that was launched; raises ConfigError or StrategyError where it does not fit the job."""
+    config = loaded.config
+    environment = read_environment(os.environ, has_device=torch.accelerator.is_available())
+    require_divisible_batch(loaded, num_processes=environment.world)
+    job = JobSettings(
+        strategy=config.run.strategy,
+        precision=config.train.precision,
+        microbatch_size=config.train.microbatch_size,
+        max_gradient_norm=config.train.max_gradient_norm,
+        optimizer=config.train.optimizer.name,
+        averages_weights=config.train.average is not None,
+        unfreezes_later=bool(config.train.unfreeze),
+        pins_memory=config.data.pin_memory is True,
+        offloads_activations=config.model.activation_offload,
+        updates_in_backward=config.train.optimizer.in_backward,
+        rounds_by_position=any(
+            uses_low_bit_adamw(config.train.optimizer, dtype=dtype) for dtype in trained_dtypes(config)
+        ),
+        has_mixed_dtypes=adapter_of(config) is not None and config.model.dtype != "float32",
+    )
+    return choose_strategy(environment, job)
 
 
 def require_supported_by_strategy(config: RunConfig, strategy: str) -> None:

@@ -4,98 +4,107 @@ The same command on a finished run is a success that does nothing.
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 from finetune.checkpoint.checkpointer import Checkpointer
 from finetune.checkpoint.format.manifest import RunFingerprint
 from finetune.checkpoint.read.checksum_prefetch import ChecksumPrefetch
 from finetune.checkpoint.sharding.access import build_access
-from finetune.config.run_config import RunConfig
-from finetune.report.run_log import RunLog
-from finetune.run.build.data import TrainingData
-from finetune.run.build.prepared_model import PreparedModel
+from finetune.run.build.data import PreparedData
+from finetune.run.build.prepared_model import BuiltRun
+from finetune.run.context import RunContext
 from finetune.run.samples import require_same_samples
-from finetune.run.state.fingerprint import facts_with, run_facts
+from finetune.run.state.fingerprint import fingerprint_with, make_fingerprint
 from finetune.run.state.finished import BEST_METRIC_KEYS, FinishedRun, format_finished, read_finished_run
 from finetune.runtime.distributed import run_on_rank_0
 from finetune.runtime.progress import Progress
-from finetune.runtime.run_folder import CHECKPOINTS_FOLDER
 from finetune.strategy.upstream import warm_up_ddp_buckets
 
 
-def find_finished(
-    config: RunConfig, training_data: TrainingData, *, num_steps: int, strategy: str, log: RunLog
-) -> FinishedRun | None:
-    """Return the run if its last checkpoint is whole by size and `final/` is from it; else it is for `resume_run`.
+@dataclass(frozen=True)
+class RestoredRun:
+    """What `restore` returns: the run with the weights and states of its checkpoint, if it has one."""
 
-    What is used of the checkpoint here is compared with its digest, too.
+    built: BuiltRun
+    checkpointer: Checkpointer
+    progress: Progress
 
-    Needs no model. Raises CheckpointError where the config is no longer the one it was trained with. Collective.
+
+def find_finished(context: RunContext, data: PreparedData) -> FinishedRun | None:
+    """Return the run if its last checkpoint is complete and `final/` is from it; else it is left to `restore`.
+
+    Sizes of files are compared, and digests of those that are used here. Needs no model. Raises CheckpointError where
+    the config is no longer the one that the run was trained with. Collective.
     """
-    found = run_on_rank_0(lambda: read_finished_run(config, num_steps=num_steps))
+    config = context.config
+    found = run_on_rank_0(lambda: read_finished_run(config, num_steps=data.plan.num_steps))
     if found is None:
         return None
     finished, manifest = found
-    told = manifest.run.identity
-    base, adapter, teacher = told.get("base weights"), told.get("first adapter"), told.get("teacher")
-    wanted = facts_with(base, config, training_data, strategy=strategy, adapter=adapter, teacher=teacher)
-    sentences = format_finished(config, finished, manifest.run, wanted=wanted)
-    for sentence in sentences or ():
-        log(sentence)
-    return finished if sentences is not None else None
+    saved = manifest.run.identity
+    base, adapter, teacher = saved.get("base weights"), saved.get("first adapter"), saved.get("teacher")
+    wanted = fingerprint_with(context, data.training_data, base=base, adapter=adapter, teacher=teacher)
+    lines = format_finished(config, finished, manifest.run, wanted=wanted)
+    for line in lines or ():
+        context.log(line)
+    return finished if lines is not None else None
 
 
-def resume_run(
-    config: RunConfig,
-    prepared: PreparedModel,
-    *,
-    strategy: str,
-    training_data: TrainingData,
-    checksums: ChecksumPrefetch | None,
-    log: RunLog,
-) -> tuple[Checkpointer, Progress]:
-    """Return the checkpoints and how far the run has come, its state back in model and optimizer. Collective."""
-    facts = run_facts(config, training_data, model=prepared.unwrapped_model, strategy=strategy, log=log)
+def restore(context: RunContext, built: BuiltRun, checksums: ChecksumPrefetch | None) -> RestoredRun:
+    """Return the run resumed from its checkpoint, or as it was built where there is none. Collective."""
+    config, log = context.config, context.log
+    training_data, prepared = built.training_data, built.prepared
+    fingerprint = make_fingerprint(context, training_data, model=prepared.unwrapped_model)
     access = build_access(prepared.accelerator, prepared.model, prepared.optimizer)
     checkpointer = Checkpointer(
-        _folder(config), section=config.checkpoint, access=access, run=facts, log=log, checksums=checksums
+        context.paths.checkpoints,
+        section=config.checkpoint,
+        access=access,
+        run=fingerprint,
+        log=log,
+        checksums=checksums,
     )
     found = checkpointer.find()
     if found is None:
         if config.checkpoint.allow_changes:
-            log("checkpoint.allow_changes: nothing is continued, so there is nothing to allow")
-        return checkpointer, Progress()
+            log("checkpoint.allow_changes has no effect: there is no checkpoint to resume from")
+        return RestoredRun(built, checkpointer, Progress())
     if found.step > 0:
-        sample = training_data.sample_at(found.step * config.train.global_batch_size)
-        batch = training_data.task.collate([sample]).to(prepared.accelerator.device)
-        loss_sums = partial(training_data.task.loss_sums, prepared.model, batch)
-        warm_up_ddp_buckets(prepared.accelerator, prepared.model, loss=lambda: loss_sums()["loss_sum"])
+        _warm_up(built, first_position=found.step * config.train.global_batch_size)
     progress = Progress.from_state_dict(checkpointer.load(found))
     batch_size = config.train.global_batch_size
     require_same_samples(found.path, progress, pool=training_data.training, global_batch_size=batch_size)
     saved = found.manifest.run
-    reset_incomparable_best(progress, saved, current=facts)
-    log(f"continues from {found.path} after step {progress.step}")
+    reset_incomparable_best(progress, saved, current=fingerprint)
+    log(f"resumes from {found.path} after step {progress.step}")
     position = progress.step * batch_size
-    scales = bool(access.loss_scale.read()), saved.identity.get("train.precision") == facts.identity["train.precision"]
-    for sentence in (*format_restored(position, scales=scales), *format_strategy_change(saved, current=facts)):
-        log(sentence)
-    return checkpointer, progress
+    was_scaled = saved.identity.get("train.precision") == fingerprint.identity["train.precision"]
+    restored = format_restored(position, is_scaled=bool(access.loss_scale.read()), was_scaled=was_scaled)
+    for line in (*restored, *format_strategy_change(saved, current=fingerprint)):
+        log(line)
+    return RestoredRun(built, checkpointer, progress)
+
+
+def _warm_up(built: BuiltRun, *, first_position: int) -> None:
+    """Have DDP build its gradient buckets as the run that is resumed had them; other models are left alone."""
+    task, prepared = built.training_data.task, built.prepared
+    batch = task.collate([built.training_data.sample_at(first_position)]).to(prepared.accelerator.device)
+    loss_sums = partial(task.loss_sums, prepared.model, batch)
+    warm_up_ddp_buckets(prepared.accelerator, prepared.model, loss=lambda: loss_sums()["loss_sum"])
 
 
 def reset_incomparable_best(progress: Progress, saved: RunFingerprint, *, current: RunFingerprint) -> None:
-    """Have early stopping begin anew where the best so far is of another metric or goal."""
+    """Reset early stopping where the best so far is of another metric or goal."""
     if any(saved.settings.get(name) != current.settings.get(name) for name in BEST_METRIC_KEYS):
         progress.best_metric, progress.evaluations_since_best = None, 0
 
 
-def format_restored(position: int, *, scales: tuple[bool, bool]) -> Iterator[str]:
-    """Yield what came out of the checkpoint and what is worked out anew; `scales`: is the loss, and was it then?"""
-    scales_now, scaled_then = scales
-    also = ", step and loss scale" if scales_now and scaled_then else " and step"
-    begins = "; the loss scale begins anew: there was none" if scales_now and not scaled_then else ""
-    yield f"restored: parameters, optimizer state{also}{begins}"
+def format_restored(position: int, *, is_scaled: bool, was_scaled: bool) -> Iterator[str]:
+    """Yield what came out of the checkpoint and what is derived; of the loss scale, if the loss is scaled now."""
+    also = ", step and loss scale" if is_scaled and was_scaled else " and step"
+    reset = "; the loss scale is reset: the checkpoint has none" if is_scaled and not was_scaled else ""
+    yield f"restored: parameters, optimizer state{also}{reset}"
     yield (
         "derived: random numbers from seed, step and rank; learning rate from the step; "
         f"data position {position:,} from step x global batch"
@@ -103,21 +112,19 @@ def format_restored(position: int, *, scales: tuple[bool, bool]) -> Iterator[str
 
 
 def format_strategy_change(saved: RunFingerprint, *, current: RunFingerprint) -> Iterator[str]:
-    """Yield what another strategy or number of processes means for the numbers to come; nothing where both are same."""
+    """Yield what another strategy or number of processes changes in the results; nothing where both are the same."""
     there = saved.origin
     if there == current.origin or not there:
         return
     masks = ""
     if there["processes"] != current.origin["processes"]:
-        masks = f"dropout masks are those of {_processes(current)}, "
+        masks = f"dropout masks are those of {_processes(current)}, and "
+    here = current.origin["strategy"]
     yield (
-        f"written under {there['strategy']} on {_processes(saved)}, continued under {current.origin['strategy']} on "
-        f"{_processes(current)}: {masks}sums are rounded in another order: same losses within rounding, not to the bit"
+        f"the checkpoint was written under {there['strategy']} on {_processes(saved)}, and this run is under {here} on "
+        f"{_processes(current)}: {masks}sums are rounded in another order, so losses are equal within rounding, not "
+        "bitwise"
     )
-
-
-def _folder(config: RunConfig) -> Path:
-    return Path(config.run.folder) / CHECKPOINTS_FOLDER
 
 
 def _processes(facts: RunFingerprint) -> str:

@@ -1,4 +1,4 @@
-"""The run folder: leftovers of killed starts are removed, and what the run is is written before its first step.
+"""The run folder: leftovers of killed starts are removed, and config, environment and inputs written before step 1.
 
 Tokenizer, processor and task facts are kept in `inputs/`, so that a checkpoint can be exported without the data.
 """
@@ -10,8 +10,8 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
+from finetune.checkpoint.read.checksum_prefetch import ChecksumPrefetch
 from finetune.config.explain import resolved_yaml
-from finetune.config.load import LoadedConfig
 from finetune.config.run_config import RunConfig
 from finetune.config.sections.data import DataSection
 from finetune.data.token_cache.cache import cache_folder
@@ -20,12 +20,13 @@ from finetune.errors import UserError
 from finetune.model.processing import Processing, load_saved_processing
 from finetune.report.build import build_reporter
 from finetune.report.reporter import Reporter
-from finetune.report.run_log import RunLog
-from finetune.run.build.data import TrainingData
 from finetune.run.build.data_audit import write_audit
 from finetune.run.build.padding_free import resolve_padding_free
-from finetune.run.build.prepared_model import PreparedModel
+from finetune.run.build.prepared_model import BuiltRun
+from finetune.run.context import RunContext
+from finetune.run.remote.download import download_run
 from finetune.run.state.finished import read_record
+from finetune.run.state.preflight import prefetch_checksums
 from finetune.runtime import distributed
 from finetune.runtime.environment import environment_facts
 from finetune.runtime.files import atomic, digests
@@ -48,19 +49,27 @@ _PROBE_BYTES = 256 << 10
 """About what a run writes before its first step."""
 
 
-def remove_leftovers(config: RunConfig, *, log: RunLog) -> None:
-    """Remove them from the run's folder, which this process holds, and where provably abandoned from the cache.
+def fetch_run_folder(context: RunContext, checksums: ChecksumPrefetch | None) -> ChecksumPrefetch | None:
+    """Remove leftovers of killed starts, download what is newer at the run's URL, and return the started checksums."""
+    if distributed.is_main():
+        remove_leftovers(context)
+    download_run(context.loaded, log=print)
+    return checksums or prefetch_checksums(context.loaded)
 
-    Raises OSError where the folder takes nothing: a full disk is told before data is prepared and a model built.
+
+def remove_leftovers(context: RunContext) -> None:
+    """Remove them from the run folder, which this process has locked, and from the cache where they are abandoned.
+
+    Raises OSError where the folder cannot be written: a full disk is reported before any data is prepared.
     """
-    run = Path(config.run.folder)
+    config, log, run = context.config, context.log, context.paths.folder
     cleared = remove_stale(run, seconds=STALE_SECONDS_LOCKED, below=True)
     for folder in {cache_folder(config.data), Path(digests.CACHE_FOLDER).expanduser()}:
         cleared += remove_stale(folder, seconds=STALE_SECONDS_SHARED, below=True)
     if cleared:
         more = f" and {len(cleared) - 1} more" if len(cleared) > 1 else ""
-        log(f"removed {cleared[0]}{more}: left by a process that was killed while it wrote")
-    if read_record(run) is None:  # of a finished run there may be nothing left to write
+        log(f"removed {cleared[0]}{more}: left by a process that was killed")
+    if read_record(run) is None:  # a finished run may have nothing left to write
         _try_to_write(run)
 
 
@@ -80,13 +89,13 @@ _FACTS: TypeAdapter[Mapping[str, Any]] = TypeAdapter(dict[str, Any])
 
 @dataclass(frozen=True)
 class RunInputs:
-    """What was kept: enough to build the task again."""
+    """Tokenizer, processor and task facts of a run: enough to build its task again without its data."""
 
     processing: Processing
     facts: Mapping[str, Any]
 
     def task(self, config: RunConfig, *, data: DataSection | None = None) -> Task:
-        """Return the run's task, without any of its rows; `data` is the job's, settled for another model."""
+        """Return the run's task without its rows; `data` is the `data:` section, resolved for another model."""
         tokenizer, processor = self.processing.tokenizer, self.processing.processor
         kernel, _ = resolve_kernel(config.train.loss_kernel)
         data = data or resolve_padding_free(config)
@@ -102,17 +111,17 @@ def save_run_inputs(run: Path, processing: Processing, facts: Mapping[str, Any])
 
 
 def load_run_inputs(run: Path, config: RunConfig) -> RunInputs:
-    """Return what the run has kept; raises UserError where there is nothing, or nothing that can be read.
+    """Return the inputs that the run has saved; raises UserError where there are none, or none that can be read.
 
-    Code of a tokenizer runs where `model.trust_remote_code` says so.
+    Code of a tokenizer runs only where `model.trust_remote_code` is set.
     """
     folder = run / INPUTS_FOLDER
     if not folder.is_dir():
         raise UserError(
-            f"{folder}: is not there. A run writes its tokenizer down when it starts; start the job once more (with "
-            "`checkpoint.resume: auto` it goes on from where it is), or copy the tokenizer's files there."
+            f"{folder} does not exist. A run saves its tokenizer there when it starts: start the job again (with "
+            "`checkpoint.resume: auto` it resumes), or copy the files of the tokenizer there."
         )
-    _refuse_damage(folder)
+    _require_undamaged(folder)
     trusts, path = config.model.trust_remote_code, folder / TASK_FACTS_FILE
     processing = load_saved_processing(folder, reads=input_kind(config.task.name), key="run", trust_remote_code=trusts)
     try:
@@ -121,24 +130,23 @@ def load_run_inputs(run: Path, config: RunConfig) -> RunInputs:
         raise UserError(f"{path}: is damaged: {error}") from error
 
 
-def _refuse_damage(folder: Path) -> None:
-    """Raise UserError where a file is not as it was written; folders from before there was a seal are believed."""
+def _require_undamaged(folder: Path) -> None:
+    """Raise UserError where a file is not as it was written; folders without recorded digests are accepted."""
     damage = find_folder_damage(folder) if (folder / DIGESTS_FILE).is_file() else None
     if damage is not None:
         raise UserError(
-            f"{folder}: {damage}: damaged or changed since the run wrote it. Start the job once more, which writes it "
-            f"anew, or delete {DIGESTS_FILE} to use the files as they are."
+            f"{folder}: {damage}: damaged, or changed since the run wrote it. Start the job again, which writes it "
+            f"again, or delete {DIGESTS_FILE} to use the files as they are."
         )
 
 
-SECRETS_REMOVED = "# As it was written, but for what looks like a secret: that reads '[redacted]' here.\n"
+SECRETS_REMOVED = "# As written, except for values that look like secrets: they are replaced by '[redacted]'.\n"
 
 
-def open_run_folder(
-    loaded: LoadedConfig, prepared: PreparedModel, *, training_data: TrainingData, log: RunLog
-) -> Reporter:
-    """Write down what the run is, once everything has been checked, and return whoever is told about it."""
-    folder, resources = Path(loaded.config.run.folder), machine_resources()
+def open_run_folder(context: RunContext, built: BuiltRun) -> Reporter:
+    """Write config, environment, inputs and audit of the run to its folder, and return its reporter."""
+    loaded, log, folder, training_data = context.loaded, context.log, context.paths.folder, built.training_data
+    resources = machine_resources()
     loading = loader_settings(loaded.config.data, resources=resources, cost=training_data.task.samples.loading_cost)
     if sentence := format_loader_settings(loaded.config.data, loading, resources=resources):
         log(sentence)
@@ -151,13 +159,13 @@ def open_run_folder(
     return build_reporter(
         loaded.config.report,
         run_folder=folder,
-        accelerator=prepared.accelerator,
+        accelerator=built.prepared.accelerator,
         is_main=distributed.is_main(),
         notes=log.said,
     )
 
 
 def config_copy(text: str) -> str:
-    """Return the job file as it was written; where that holds secrets, without them, which a last line says."""
+    """Return the job file as it was written; where it holds secrets, without them and with a last line that says so."""
     cleaned = redacted_yaml(text)
     return text if cleaned == text else cleaned.rstrip("\n") + "\n" + SECRETS_REMOVED

@@ -1,8 +1,7 @@
 """Greedy decoding by transformers' own `generate`, from a model under any strategy."""
 
 import functools
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from finetune.errors import ModelError
 from finetune.runtime import distributed
 from finetune.task.model_inputs import unwrap_model
 from finetune.task.protocol import GenerationPrompt
+from finetune.task.upstream import through_wrappers
 
 
 @torch.no_grad()
@@ -38,14 +38,14 @@ def generate(
         raise ModelError(f"evaluate.generate: {type(inner).__name__} cannot generate text. Remove evaluate.generate.")
     if max_new_tokens == 0:
         return [[] for _ in prompts]
-    is_encoder_decoder = bool(inner.config.is_encoder_decoder)
+    is_encoder_decoder, is_prompt_learning = bool(inner.config.is_encoder_decoder), has_prompt_learning(model)
     inputs = _inputs(prompts, pad_id=pad_id, device=device, pads_right=is_encoder_decoder)
     own_config, inner.generation_config = inner.generation_config, GenerationConfig()
     try:
         start_id = _decoder_start_id(inner.config, own_config, pad_id=pad_id)
         if is_encoder_decoder:
             inputs["encoder_outputs"] = _encode(model, inputs, start_id=start_id)
-        with _through_wrappers(model, inner):
+        with through_wrappers(model, inner, dropped=("position_ids",) if is_prompt_learning else ()):
             sequences = inner.generate(
                 **inputs,
                 generation_config=GenerationConfig(
@@ -54,7 +54,7 @@ def generate(
                     eos_token_id=sorted(stop_ids) or None,
                     pad_token_id=pad_id,
                     decoder_start_token_id=start_id,
-                    use_cache=not has_prompt_learning(model),
+                    use_cache=not is_prompt_learning,
                 ),
                 stopping_criteria=StoppingCriteriaList([_CompanionsStop(stop_ids)] if prompts[0].companion_ids else []),
                 synced_gpus=distributed.world() > 1,
@@ -104,48 +104,11 @@ def _decoder_start_id(*configs: Any, pad_id: int) -> int:
 
 
 def _encode(model: nn.Module, inputs: dict[str, Any], *, start_id: int) -> BaseModelOutput:
-    """Return the hidden states of the encoder, run with all that wraps it: `generate` would call it directly."""
+    """Return the hidden states of the encoder, from a pass through the wrappers: `generate` calls it directly."""
     source = inputs["input_ids"]
     start = torch.full((len(source), 1), start_id, device=source.device)
     outputs = model(input_ids=source, attention_mask=inputs["attention_mask"], decoder_input_ids=start, use_cache=False)
     return BaseModelOutput(last_hidden_state=outputs.encoder_last_hidden_state)
-
-
-@contextmanager
-def _through_wrappers(model: nn.Module, inner: nn.Module) -> Iterator[None]:
-    """Have calls of the innermost model, as `generate` makes them, go through all that wraps it.
-
-    FSDP2 gathers the parameters of its root in the root's forward pass, which is peft's model where there is one, and
-    DeepSpeed and autocast prepare each pass in the wrapper's.
-    """
-    if model is inner:
-        yield
-        return
-    attributes, own_forward, is_inside = inner.__dict__, inner.forward, False
-    before = attributes.get("forward")
-    drops_positions = has_prompt_learning(model)
-
-    @functools.wraps(own_forward)
-    def forward(*values: Any, **named: Any) -> Any:
-        nonlocal is_inside
-        if is_inside:
-            return own_forward(*values, **named)
-        if drops_positions:  # peft makes its own and warns of others
-            named.pop("position_ids", None)
-        is_inside = True
-        try:
-            return model(*values, **named)
-        finally:
-            is_inside = False
-
-    attributes["forward"] = forward
-    try:
-        yield
-    finally:
-        if before is None:
-            del attributes["forward"]
-        else:
-            attributes["forward"] = before
 
 
 class _CompanionsStop(StoppingCriteria):  # type: ignore[misc]

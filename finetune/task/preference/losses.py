@@ -1,7 +1,7 @@
 """Losses of preference tuning: pure functions of log-probabilities, in whatever float type these are.
 
 Written for chosen `y_w` and rejected `y_l` answers to a prompt `x`, `s` being the logistic function. The ratio of an
-answer is `log p(y|x) - log p_ref(y|x)`, summed over its tokens; `p` is trained, `p_ref` frozen. All tensors are [pairs].
+answer is `log p(y|x) - log p_ref(y|x)`, summed over its tokens; `p` is trained, `p_ref` frozen. Tensors are [pairs].
 """
 
 import math

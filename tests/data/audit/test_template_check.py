@@ -37,8 +37,8 @@ def test_what_it_cannot_do_is_told_with_the_reason():
     check, lines = checked("chatml")
     assert check.targets_by == "renderings"
     assert "chat template of the tokenizer: targets are found by rendering beginnings" in lines
-    assert "  cannot be learnt: tools: the chat template (the tokenizer's own) drops the `tools` of the row" in lines
-    assert "  end of turn: '<|im_end|>', one token, learnt" in lines
+    assert "  not trainable: tools: the chat template (the tokenizer's own) drops the `tools` of the row" in lines
+    assert "  end of turn: '<|im_end|>', one token, a target" in lines
     assert checked("chatml", chat_template="chatml")[0].template == "`chatml`"
 
 
@@ -58,10 +58,10 @@ def test_markers_that_begin_before_the_end_of_the_prompt_or_behind_it_are_told()
     form = "{% for m in messages %}{% if m.role == 'user' %}<|user|>{{ m.content }}{% else %}BODY</s>{% endif %}"
     form += "{% endfor %}{% if add_generation_prompt %}<|bot|>{% endif %}"
     early = form.replace("BODY", "{% generation %}<|bot|>{{ m.content }}{% endgeneration %}")
-    assert "'<|bot|>', the end of the prompt, is learnt, too" in checked(early)[1]
+    assert "'<|bot|>', the end of the prompt, is a target, too" in checked(early)[1]
     late = form.replace("BODY", "<|bot|>final:{% generation %}{{ m.content }}{% endgeneration %}")
     check, lines = checked(late)
-    assert "'final:', which a model has to write after the prompt, is not learnt" in lines
+    assert "'final:', which a model has to write after the prompt, is not a target" in lines
     assert "the markers end before the end of turn, which is a target all the same" in lines
     assert check.is_end_learnt
 
@@ -79,14 +79,12 @@ def test_a_template_that_reads_the_clock_is_told():
 def test_a_template_without_end_of_turn_ends_with_end_of_sequence():
     form = "{% for m in messages %}{{ m.role }}: {{ m.content + '\n' }}{% endfor %}"
     check, lines = checked(form + "{% if add_generation_prompt %}assistant:{% endif %}")
-    assert "end of turn: none of its own, so end-of-sequence follows the last answer, learnt" in lines
+    assert "end of turn: none of its own, so end-of-sequence follows the last answer, a target" in lines
     assert check.learnt[:2] == ("one answer", "several answers")
 
 
 def test_nothing_that_can_be_learnt_is_told():
     check, lines = checked("{{ raise_exception('not today') }}")
     assert check.learnt == ()
-    assert "can be learnt: nothing" in lines
-    assert (
-        "cannot be learnt: one answer: the chat template refuses the conversation (user, assistant): not today" in lines
-    )
+    assert "trainable: nothing" in lines
+    assert "not trainable: one answer: the chat template refuses the conversation (user, assistant): not today" in lines

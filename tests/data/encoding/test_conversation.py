@@ -118,7 +118,9 @@ def test_the_template_writes_the_only_beginning_of_sequence(make_tokenizer):
 
 def test_a_template_that_changes_what_it_has_said_is_refused(tokenizer):
     tokenizer.chat_template = "{% for m in messages %}{{ loop.length }}{{ m.content }}<|im_end|>{% endfor %}"
-    with pytest.raises(DataError, match=r"prompt of turn 2 in one way .*\('1What.* in another .*\('2What.*`chatml`"):
+    with pytest.raises(
+        DataError, match=r"prompt of turn 2 differently .*\('1What.* when it continues .*\('2What.*`chatml`"
+    ):
         encode_turns([ASKED, ANSWERED], tokenizer)
 
 
@@ -194,7 +196,7 @@ def test_half_a_character_is_named_and_spoils_no_other_row(tokenizer):
     wrong, well = TextEncoder(tokenizer)([{"text": half}, {"text": "Two"}])
     assert str(wrong) == "holds half of a surrogate pair (\\ud800) behind 'Two ': this is not valid Unicode. Remove it."
     assert well.num_targets == well.length - 1
-    with pytest.raises(DataError, match="holds half a character"):
+    with pytest.raises(DataError, match="holds half of a surrogate pair"):
         encode_turns([ASKED, turn("assistant", half)], tokenizer)
 
 

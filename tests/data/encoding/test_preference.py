@@ -79,7 +79,7 @@ def test_margins_are_kept_where_they_are_used(encoder):
 def test_rows_without_answers_to_choose_from_are_told_what_to_write(encoder):
     (wrong,) = PreferenceEncoder(encoder, "`task.name: reward`")([{"messages": [turn("user", "a?")]}])
     assert isinstance(wrong, DataError)
-    assert str(wrong).startswith("`task.name: reward` learns from pairs of answers")
+    assert str(wrong).startswith("`task.name: reward` trains on pairs of answers")
     assert "`format: preference`" in str(wrong)
 
 

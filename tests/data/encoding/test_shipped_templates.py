@@ -29,7 +29,7 @@ NO_TOOLS = Refused("drops the `tools` of the row")
 NO_CALLS = Refused("drops `tool_calls` of assistant turns")
 ONLY_WORDS = Refused("(user, assistant, tool, assistant): str object has no element 0")
 OTHER_CUE = Refused("renders the prompt of turn")
-OTHER_TURN = Refused("renders turn 2 in one way")
+OTHER_TURN = Refused("renders turn 2 differently")
 
 QWEN_CALL = '<tool_call>\n{"name": "double", "arguments": {"a": 2}}\n</tool_call>'
 XML_CALL = "<tool_call>\n<function=double>\n<parameter=a>\n2\n</parameter>\n</function>\n</tool_call>"

@@ -77,7 +77,7 @@ def test_a_weight_that_would_be_ignored_is_refused():
             weighted, train_on=train_on
         )
     half = [ASKED, turn("assistant", "Four.", weight=0.5)]
-    assert "turn 2 has weight 0.5: a turn is learnt (1) or not (0)" in refused(half, train_on="per_message")
+    assert "turn 2 has weight 0.5: it must be 1 (trained on) or 0 (not)" in refused(half, train_on="per_message")
 
 
 def test_what_follows_the_last_answer_is_not_rendered_when_that_alone_is_learnt():
@@ -102,7 +102,7 @@ def test_the_last_answer_is_learnt_with_a_template_that_rewrites_earlier_turns()
 @pytest.mark.skipif(not shipped_templates(), reason="trl, whose chat templates are the test data, is not installed")
 def test_a_prompt_that_training_does_not_begin_with_has_another_remedy():
     said = refused(TALK[:2], shipped_templates()["nemotron_3_nano"])
-    assert "The model would be asked in another way than it is trained" in said
+    assert "The prompt at inference would differ from training" in said
     assert "Set data.train_on" not in said
     thinking = [ASKED, turn("assistant", "Four.", reasoning_content="Two twos.")]
     said = learnt(thinking, shipped_templates()["nemotron_3_nano"])

@@ -99,11 +99,11 @@ def test_bytes_are_images():
 WRONG = {
     "too few places": (
         {"messages": [asked("<image>?"), ANSWER], "images": ["a.png", "b.png"]},
-        r"rows.jsonl, row 1: has 2 images in its column and 1 places .* `<image>`",
+        r"rows.jsonl, row 1: has 2 images in its column and 1 placeholders .* `<image>`",
     ),
     "too few images": (
         {"messages": [asked([IMAGE, IMAGE]), ANSWER], "images": ["a.png"]},
-        "has 1 image in its column and 2 places",
+        "has 1 image in its column and 2 placeholders",
     ),
     "an index twice": (
         {"messages": [asked([{**IMAGE, "index": 0}, {**IMAGE, "index": 0}]), ANSWER], "images": ["a.png", "b.png"]},
@@ -113,7 +113,7 @@ WRONG = {
         {"messages": [asked("Draw."), {"role": "assistant", "content": [IMAGE]}], "images": ["a.png"]},
         "turn 2 is an answer with an image",
     ),
-    "nobody who asks": ({"messages": [ANSWER], "images": ["a.png"]}, "no turn of the user"),
+    "nobody who asks": ({"messages": [ANSWER], "images": ["a.png"]}, "no user turn"),
     "a film": (
         {"messages": [asked([IMAGE, {"type": "video"}]), ANSWER], "images": ["a.png"]},
         "turn 1 has a part of type 'video'",

@@ -116,7 +116,7 @@ BAD_ROWS = [
     ({"messages": "hello"}, "column `messages` is text that is not JSON: .* at line 1 column 1 \\('hello'\\)"),
     ({"messages": []}, "column `messages` must be a list of turns .* but is an empty list"),
     ({"messages": [USER], "tools": [1]}, "column `tools` must be a list of tools as JSON schemas"),
-    ({"chosen": "a", "rejected": "b"}, "has no `prompt`, and column `chosen` is text: it is not known what it answers"),
+    ({"chosen": "a", "rejected": "b"}, "has no `prompt`, and column `chosen` is text without one"),
     ({"text": "a", "label": None}, "column `label` must be text, a number or a truth value, .* but is null"),
     ({"text": "a", "label": ["b", {}]}, "column `label` must be .* or a list of texts or of numbers, but is a list"),
     ({"tokens": "a b", "tags": ["O", "O"]}, "column `tokens` must be a list of texts, but is a text"),

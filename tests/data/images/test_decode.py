@@ -58,7 +58,7 @@ def test_facts_need_no_decoding():
     ("content", "reason"),
     [
         (b"", "it is empty"),
-        (b"<html>not an image</html>", "no image of a known kind"),
+        (b"<html>not an image</html>", "not an image of a known format"),
         (encoded(Image.effect_noise((64, 64), 50))[:-2000], "cannot be decoded"),
     ],
 )

@@ -54,7 +54,7 @@ def test_images_inside_are_read_however_they_are_named(photos):
 
 @pytest.mark.parametrize("path", ["../out.png", "../secret", "/etc/passwd", "/dev/zero", "x/../../secret"])
 def test_a_path_that_leads_out_is_refused_unseen(photos, path):
-    with pytest.raises(DataError, match=r"rows.jsonl, row 1: .*leads out of .*data.train.image_root") as caught:
+    with pytest.raises(DataError, match=r"rows.jsonl, row 1: .*is outside of .*data.train.image_root") as caught:
         read(photos, path)
     assert "doom:x" not in str(caught.value)
 
@@ -64,15 +64,15 @@ def test_a_link_that_leads_out_is_refused_unless_links_are_followed(photos):
     with pytest.raises(DataError, match=r"row 1: .*link.png is a link .*data.train.follow_links: true"):
         read(photos, "link.png")
     assert read(photos, "link.png", follow_links=True) == png()
-    with pytest.raises(DataError, match="leads out"):
+    with pytest.raises(DataError, match="outside of"):
         read(photos, "../out.png", follow_links=True)
 
 
 def test_the_job_may_name_another_folder(photos):
     assert read(photos, "out.png", image_root=str(photos.parent)) == png()
-    with pytest.raises(DataError, match="leads out"):
+    with pytest.raises(DataError, match="outside of"):
         read(photos, "../secret", image_root=str(photos))
-    with pytest.raises(DataError, match=r"data.train.image_root: .*gone is no folder"):
+    with pytest.raises(DataError, match=r"data.train.image_root: .*gone is not a folder"):
         read(photos, "in.png", image_root=str(photos / "gone"))
 
 
@@ -89,7 +89,7 @@ def test_only_regular_files_are_read_and_none_is_waited_for(photos):
         ("s.png", "it is a socket", {}),
         ("zero.png", "it is a device", {"follow_links": True}),
         ("loop.png", "cannot be read|no file", {}),
-        ("in.png/x", "there is no file", {}),
+        ("in.png/x", "does not exist", {}),
         ("a\0b.png", "NUL", {}),
         ("x" * 300 + ".png", "cannot be read", {}),
     ):
@@ -100,7 +100,7 @@ def test_only_regular_files_are_read_and_none_is_waited_for(photos):
 def test_a_file_larger_than_images_are_is_not_read(photos):
     with (photos / "huge.png").open("wb") as file:
         file.truncate(MOST_BYTES + 1)
-    with pytest.raises(DataError, match="images may have"):
+    with pytest.raises(DataError, match="the limit is"):
         read(photos, "huge.png")
 
 
@@ -114,5 +114,5 @@ def test_messages_show_no_bytes_of_a_file(photos):
 
 
 def test_nothing_else_is_started_to_decode():
-    with pytest.raises(DataError, match="no image of a known kind"):
+    with pytest.raises(DataError, match="not an image of a known format"):
         decode_image(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n%%EndComments\nshowpage\n")

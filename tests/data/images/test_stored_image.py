@@ -42,8 +42,8 @@ def test_equal_bytes_have_equal_digests_wherever_they_are(tmp_path):
 @pytest.mark.parametrize(
     ("value", "reason"),
     [
-        ("https://example.org/cat.png", "nothing is fetched"),
-        ("cat.png", "in no folder of this machine"),
+        ("https://example.org/cat.png", "nothing is downloaded"),
+        ("cat.png", "do not come from a local folder"),
         ({"path": None}, "neither bytes nor a path"),
         (7, "is a number"),
         ([1, 2], "is a list"),
@@ -58,7 +58,7 @@ def test_what_can_be_no_image_is_told(value, reason):
 
 def test_a_missing_file_is_told_when_it_is_read(tmp_path):
     image = stored_image("gone.png", folder=tmp_path)
-    with pytest.raises(DataError, match=r"there is no file .*gone\.png"):
+    with pytest.raises(DataError, match=r"gone\.png does not exist"):
         image.read()
 
 

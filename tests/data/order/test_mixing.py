@@ -170,7 +170,7 @@ def test_rows_and_epochs_make_a_pass():
 
 
 def test_epochs_of_a_stream_and_less_than_a_sample_are_refused():
-    with pytest.raises(DataError, match=r"data.train.mix.1.epochs: nobody knows how long a stream is"):
+    with pytest.raises(DataError, match=r"data.train.mix.1.epochs: the length of a stream is unknown"):
         mix_of([5, 0], [{"epochs": 1}, {"epochs": 1}])
     with pytest.raises(DataError, match=r"data.train.mix.0.epochs: 0.01 of the source's 5 is less than one"):
         mix_of([5, 5], [{"epochs": 0.01}, {"epochs": 1}])

@@ -25,7 +25,7 @@ LINES = {
     "a number of many digits": (f'{{"text": "a", "x": {DIGITS}}}', "line 2: .*thousands of digits"),
     "a name twice": ('{"text": "a", "text": "b"}', "line 2: has `text` twice"),
     "a list": ("[1]", "line 2: a row must be a JSON object"),
-    "half a character": (r'{"text": "a\ud800"}', "row 2: holds half a character"),
+    "half a character": (r'{"text": "a\ud800"}', "row 2: holds half of a surrogate pair"),
 }
 MESSAGES = {
     "a role that is no word": (

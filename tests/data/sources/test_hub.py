@@ -54,7 +54,7 @@ def test_a_stream_has_a_shard_for_every_file(dataset):
 
 
 def test_a_split_that_is_not_there_is_named(dataset):
-    with pytest.raises(DataError, match=r"split dev cannot be had: .*train.*\. Check `name`"):
+    with pytest.raises(DataError, match=r"split dev cannot be loaded: .*train.*\. Check `name`"):
         load_hub_dataset(SourceSection(name=dataset, split="dev"))
 
 
@@ -77,5 +77,7 @@ HUB_ERRORS = [
 @pytest.mark.parametrize(("error", "message"), HUB_ERRORS)
 def test_a_hub_dataset_that_cannot_be_had_says_why(monkeypatch, error, message):
     monkeypatch.setattr(hub, "require", lambda *_, **__: FailingHub(error))
-    with pytest.raises(DataError, match=f"hub dataset `me/mine`, config main, split test cannot be had: .*{message}"):
+    with pytest.raises(
+        DataError, match=f"hub dataset `me/mine`, config main, split test cannot be loaded: .*{message}"
+    ):
         load_hub_dataset(SourceSection(name="me/mine", config="main", split="test"))

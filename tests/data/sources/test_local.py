@@ -115,7 +115,7 @@ def test_what_a_row_refers_to_is_part_of_its_source(photos):
     (photos / "dog" / "1.png").write_bytes(png(9))
     assert identity() != before
     (photos / "dog" / "1.png").unlink()
-    with pytest.raises(DataError, match=r"rows\.jsonl, row 2: there is no file .*dog/1\.png"):
+    with pytest.raises(DataError, match=r"rows\.jsonl, row 2: .*dog/1\.png does not exist"):
         identity()
 
 
@@ -152,7 +152,9 @@ def test_a_folder_holds_files_of_one_kind(folder):
 
 
 def test_a_folder_without_rows_says_what_it_has(tmp_path):
-    with pytest.raises(DataError, match=r"holds no rows: it has no files. For its subfolders, write .*/\*\*/\*.jsonl"):
+    with pytest.raises(
+        DataError, match=r"holds no data files: it has no files. For its subfolders, write .*/\*\*/\*.jsonl"
+    ):
         found(tmp_path)
     (tmp_path / "notes.md").touch()
     with pytest.raises(DataError, match=r"it has only .*notes\.md"):
@@ -177,10 +179,10 @@ def test_what_is_not_there_is_named(folder, name):
 
 def test_a_kind_that_cannot_be_read_is_named_with_those_that_can(folder):
     (folder / "rows.xlsx").touch()
-    with pytest.raises(DataError, match=r"rows.xlsx: cannot tell how to read it. Known endings: .jsonl, .json, .csv"):
+    with pytest.raises(DataError, match=r"rows.xlsx: unknown file type. Known extensions: .jsonl, .json, .csv"):
         found(folder / "rows.xlsx")
     (folder / "rows.parquet.gz").touch()
-    with pytest.raises(DataError, match=r"the texts also with \.gz or \.zst"):
+    with pytest.raises(DataError, match=r"text formats also with \.gz or \.zst"):
         found(folder / "rows.parquet.gz")
 
 

@@ -88,12 +88,12 @@ def test_a_storage_that_cannot_be_entered_says_so(monkeypatch):
         raise RuntimeError("Unable to locate credentials")
 
     monkeypatch.setattr(MemoryFileSystem, "info", refuse)
-    with pytest.raises(DataError, match=r"a.jsonl cannot be had: Unable to locate credentials. Check the address, and"):
+    with pytest.raises(DataError, match=r"a.jsonl cannot be loaded: Unable to locate credentials. Check the URL, and"):
         opened("memory://private/a.jsonl")
 
 
 def test_a_storage_that_nobody_knows_is_named():
-    with pytest.raises(DataError, match=r"s9://bucket/a.jsonl cannot be had: Protocol not known: s9"):
+    with pytest.raises(DataError, match=r"s9://bucket/a.jsonl cannot be loaded: Protocol not known: s9"):
         opened("s9://bucket/a.jsonl")
 
 
@@ -128,5 +128,5 @@ def test_an_address_may_be_signed_and_signed_anew_it_is_the_same(site):
 
 
 def test_an_address_that_was_written_down_without_its_secret_is_refused():
-    with pytest.raises(DataError, match=r"the secret in this address was not written down .* Write the address anew"):
+    with pytest.raises(DataError, match=r"the secret in this URL was removed .* Give the URL again"):
         opened("https://h/rows.jsonl?sig=[redacted]")

@@ -163,7 +163,7 @@ def test_what_was_begun_of_something_else_is_begun_anew(build_here, tmp_path, mo
 def test_rows_that_have_become_fewer_are_told(build_here, tmp_path, monkeypatch):
     cut_off_after(30, tmp_path / "set", build_here, monkeypatch)
     monkeypatch.setattr(build_here.source, "rows", lambda: iter(()))
-    with pytest.raises(DataError, match="fewer rows than the 30 of which the set was begun"):
+    with pytest.raises(DataError, match="fewer rows than the 30 that were already tokenised"):
         build_here(tmp_path / "set")
 
 

@@ -127,7 +127,7 @@ def test_damage_is_found_before_the_set_is_used_and_the_set_is_made_again(prepar
     assert prepare.encoded == len(TEXTS)
     assert after.folder == before.folder
     assert len(aside(after)) == 1
-    assert any("is damaged: " in line and "made again" in line for line in prepare.warnings)
+    assert any("is damaged: " in line and "rebuilt" in line for line in prepare.warnings)
     prepare()
     assert prepare.encoded == 0
     assert [str(aside(after)[0]) in line for line in prepare.warnings] == [True], "it is told of until it is deleted"
@@ -164,7 +164,7 @@ def test_what_cannot_be_set_aside_is_one_message(prepare, monkeypatch):
 def test_a_disk_that_damages_every_copy_is_told_of(prepare, monkeypatch):
     prepare()
     monkeypatch.setattr(cache, "_opened", lambda folder, made_of: (_ for _ in ()).throw(DamagedSet(folder, "rot")))
-    with pytest.raises(DataError, match="and so were those that were made in its place"):
+    with pytest.raises(DataError, match="and so were the sets built in its place"):
         prepare()
 
 
@@ -223,7 +223,7 @@ def test_damage_before_a_killed_build_goes_on_is_not_sealed(prepare, monkeypatch
     made = prepare()
     assert texts_of(made) == TEXTS
     assert prepare.encoded == (len(TEXTS) - 20 if damage == "journal twice" else len(TEXTS))
-    assert any("made again from the first row" in line for line in prepare.warnings) == ("journal" not in damage)
+    assert any("rebuilt from the first row" in line for line in prepare.warnings) == ("journal" not in damage)
     made.verify()
 
 
@@ -447,7 +447,7 @@ def test_a_full_disk_is_one_message_and_the_next_start_goes_on(prepare_cache, mo
     monkeypatch.setattr(build, "CHUNKS_BETWEEN_NOTES", 2)
     monkeypatch.setenv(VARIABLE, "prepare.write step=4 do=no_space")
     texts = ["a>b", "c>d", "e>f", "g>h"]
-    with pytest.raises(DataError, match=r"cannot be written: .*No space left.* the next start goes on from it"):
+    with pytest.raises(DataError, match=r"cannot be written: .*No space left.* the next start resumes from it"):
         prepare_cache(texts)
     monkeypatch.delenv(VARIABLE)
     assert texts_of_cache(prepare_cache(texts)) == texts
@@ -594,4 +594,4 @@ def test_rows_left_out_for_being_evaluated_on_are_counted_in_the_set(write_rows,
         prepared = prepare_set(source, encode_bytes, section=section, identity=IDENTITY, log=said.append)
         assert (prepared.counts.rows, prepared.counts.excluded_rows) == (1, 2)
         assert "data.train: excluded because data.validation has them, too: 2 rows" in said
-        assert any("found prepared" in line for line in said) is not is_new
+        assert any("already prepared" in line for line in said) is not is_new

@@ -68,7 +68,7 @@ def test_workers_are_kept_from_call_to_call(only_workers):
 
 
 def test_a_worker_that_ends_abruptly_is_told_with_the_remedy(only_workers):
-    with pytest.raises(WorkersLost, match=r"ended abruptly.* Set fewer data\.prepare_workers"):
+    with pytest.raises(WorkersLost, match=r"ended abruptly.* Lower data\.prepare_workers"):
         chunks_of(rows(5), encode_in_the_main_process_only, num_workers=1)
 
 

@@ -1,5 +1,8 @@
+import json
+
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from finetune.config.sections.model import (
@@ -13,8 +16,88 @@ from finetune.errors import ModelError
 from finetune.model.adapters import build as building
 from finetune.model.adapters.build import add_adapter
 from finetune.model.adapters.context import AdapterContext
+from finetune.model.loading.pretrained import adapter_digest, base_mismatch_warning
 from finetune.model.size import measure_model
 from finetune.runtime.parameters import InitContext
+
+BATCH = torch.arange(24).reshape(2, 12)
+KINDS = {
+    "lora": LoraSection(rank=2, rslora=True, modules_to_save=("lm_head",)),
+    "dora": LoraSection(rank=2, dora=True),
+    "ia3": Ia3Section(target_modules=("k_proj", "down_proj"), feedforward_modules=("down_proj",)),
+    "oft": OftSection(block_size=8),
+    "prompt": PromptTuningSection(num_tokens=3),
+}
+
+
+def logits_of(model):
+    with torch.no_grad():
+        return model(input_ids=BATCH, attention_mask=torch.ones_like(BATCH)).logits
+
+
+@pytest.fixture
+def saved(from_config, build, adapted, tmp_path):
+    """Return a function that trains, so to speak, and saves an adapter with plain peft; gives its logits."""
+
+    def save(kind: str):
+        made = adapted(build(from_config()), KINDS[kind], noise=0.1)
+        made.save_pretrained(tmp_path / "first")
+        return logits_of(made)
+
+    return save
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_adapter_goes_on_from_what_was_saved_and_learns(from_config, build, adapted, saved, tmp_path, kind):
+    expected = saved(kind)
+    made = adapted(build(from_config()), tmp_path / "first")
+    assert torch.allclose(logits_of(made), expected, atol=1e-6)
+    learning = [each for each in made.parameters() if each.requires_grad]
+    made(input_ids=BATCH, attention_mask=torch.ones_like(BATCH), labels=BATCH).loss.backward()
+    assert learning
+    assert all(each.grad is not None for each in learning)
+
+
+def test_an_adapter_of_another_model_is_refused(from_config, build, adapted, saved, tmp_path):
+    saved("dora")
+    folder = tmp_path / "first"
+    with pytest.raises(
+        ModelError, match=r"model\.adapter: Target modules .*model\.layers\.[01]\..* Available modules: c_attn"
+    ):
+        adapted(build(from_config("gpt2 tied")), folder)
+    tensors = load_file(folder / "adapter_model.safetensors")
+    name = next(name for name in tensors if "lora_A" in name)
+    save_file({**tensors, name: torch.zeros(2, 16)}, folder / "adapter_model.safetensors")
+    with pytest.raises(ModelError, match=r"has the shape \(2, 16\).* and \(2, 64\) in this model"):
+        adapted(build(from_config()), folder)
+    save_file({name: tensors[name]}, folder / "adapter_model.safetensors")
+    with pytest.raises(ModelError, match=r"lacks 41 tensors"):
+        adapted(build(from_config()), folder)
+
+
+def test_a_folder_without_an_adapter_is_told(from_config, build, adapted, tmp_path):
+    with pytest.raises(ModelError, match=r"contains no adapter: adapter_config\.json is missing"):
+        adapted(build(from_config()), tmp_path)
+    with pytest.raises(ModelError, match=r"adapter_model\.safetensors cannot be read"):
+        adapter_digest(str(tmp_path))
+
+
+def test_another_base_is_told_or_refused(tmp_path):
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "org/one"}))
+    assert base_mismatch_warning(str(tmp_path), name="org/one") is None
+    assert "Are they the same weights?" in base_mismatch_warning(str(tmp_path), name="./copy-of-one")
+    with pytest.raises(ModelError, match=r"was trained on `org/one`, and model.name is `org/other`"):
+        base_mismatch_warning(str(tmp_path), name="org/other")
+
+
+def test_the_first_adapter_is_known_by_its_content(saved, tmp_path):
+    assert adapter_digest(None) is None
+    saved("ia3")
+    digest = adapter_digest(str(tmp_path / "first"))
+    saved("ia3")
+    assert adapter_digest(str(tmp_path / "first")) == digest
+    saved("oft")
+    assert adapter_digest(str(tmp_path / "first")) != digest
 
 
 class Widened(TorchDispatchMode):
@@ -63,7 +146,6 @@ def test_without_autocast_an_adapter_gets_its_own_type(build, from_config):
     assert model(input_ids=torch.arange(6)[None]).logits.isfinite().all()
 
 
-BATCH = torch.arange(24).reshape(2, 12)
 MASK = torch.ones_like(BATCH)
 IA3 = Ia3Section(target_modules=("k_proj", "v_proj", "down_proj"), feedforward_modules=("down_proj",))
 IN_THE_MODEL = {
@@ -143,9 +225,9 @@ REFUSED = [
     ("gpt2 tied", LoraSection(init="olora"), r"model\.lora\.init: peft's `olora`"),
     ("llama untied", OftSection(block_size=24), r"blocks of 24 do not divide the 32 inputs of `model\.layers\.0"),
     ("llama untied", Ia3Section(target_modules=("k_prj",)), r"no module is named `k_prj`\. Did you mean `k_proj`"),
-    ("llama untied", LoraSection(layers=(1, 2)), r"model\.lora\.layers: no adapter is on layer 2"),
-    ("llama untied", LoraSection(rank_pattern={"q_prj": 2}), r"rank_pattern: no module .* ends with `q_prj`"),
-    ("llama untied", PromptTuningSection(init_text=""), r"init_text: it has no tokens"),
+    ("llama untied", LoraSection(layers=(1, 2)), r"model\.lora\.layers: there is no adapter on layer 2"),
+    ("llama untied", LoraSection(rank_pattern={"q_prj": 2}), r"rank_pattern: no name of a module .* ends with `q_prj`"),
+    ("llama untied", PromptTuningSection(init_text=""), r"init_text: the text has no tokens"),
 ]
 
 

@@ -83,7 +83,7 @@ def test_the_gradient_reaches_the_first_adapter_through_recomputed_layers(from_c
             r"target_modules: no module is named `v_prj`\. Did you mean `v_proj`",
         ),
         ({"modules_to_save": ("head",)}, r"modules_to_save: no module is named `head`"),
-        ({"target_modules": ("mlp",)}, r"Modules that can be named: down_proj, embed_tokens, gate_proj"),
+        ({"target_modules": ("mlp",)}, r"Available modules: down_proj, embed_tokens, gate_proj"),
     ],
 )
 def test_a_name_that_the_model_does_not_have_is_refused_even_beside_one_that_it_has(from_config, build, keys, message):

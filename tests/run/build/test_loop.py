@@ -1,4 +1,4 @@
-"""The file STOP is taken back once it has been obeyed, whatever it is."""
+"""The file STOP is removed once the run has stopped, whatever it is."""
 
 import pytest
 
@@ -15,14 +15,14 @@ MAKE = [
 @pytest.mark.parametrize("make", MAKE)
 def test_a_stop_that_was_obeyed_is_removed(tmp_path, make):
     make(tmp_path / "STOP")
-    said = []
-    remove_stop_file(tmp_path, log=said.append)
-    assert list(tmp_path.iterdir()) == [] and said == []
+    logged = []
+    remove_stop_file(tmp_path / "STOP", log=logged.append)
+    assert list(tmp_path.iterdir()) == [] and logged == []
 
 
-def test_a_folder_with_something_in_it_is_left_and_said(tmp_path):
+def test_a_folder_with_something_in_it_is_left_and_logged(tmp_path):
     (tmp_path / "STOP" / "mine").mkdir(parents=True)
-    said = []
-    remove_stop_file(tmp_path, log=said.append)
+    logged = []
+    remove_stop_file(tmp_path / "STOP", log=logged.append)
     assert (tmp_path / "STOP" / "mine").is_dir()
-    assert said[0].startswith(f"{tmp_path}/STOP cannot be removed") and "the next start would stop" in said[0]
+    assert logged[0].startswith(f"{tmp_path}/STOP cannot be removed") and "the next start stops" in logged[0]

@@ -7,16 +7,17 @@ from transformers import PreTrainedTokenizerFast
 
 from finetune.config.load import load_config
 from finetune.model.processing import Processing
-from finetune.run.state.fingerprint import run_facts
+from finetune.run.context import RunContext, RunPaths
+from finetune.run.state.fingerprint import make_fingerprint
 from finetune.task.preference.dpo import precomputed_reference
 
 
-def lessons(*, words=("a", "b"), rows="f1", prior=None):
+def training_data(*, words=("a", "b"), rows="f1", precomputed=None):
     inner = Tokenizer(WordLevel({word: index for index, word in enumerate(words)}, unk_token=words[0]))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner)
     return SimpleNamespace(
         processing=Processing(tokenizer),
-        task=SimpleNamespace(precomputed=prior, encoding={}),
+        task=SimpleNamespace(precomputed=precomputed, encoding={}),
         training=SimpleNamespace(fingerprint=rows),
     )
 
@@ -29,14 +30,15 @@ def facts(tmp_path):
             "run: {folder: runs/a}\nmodel: {name: org/model}\ndata: {train: {path: rows.jsonl}, max_length: 8}\n"
             "task: {name: sft}\ntrain: {global_batch_size: 2, microbatch_size: 2, steps: 4, learning_rate: 1e-3}\n"
         )
-        config = load_config(tmp_path / "job.yaml", overrides).config
+        loaded, strategy = load_config(tmp_path / "job.yaml", overrides), SimpleNamespace(name="ddp")
+        context = RunContext(loaded, strategy, print, RunPaths(tmp_path))
         model = SimpleNamespace(config=SimpleNamespace(_commit_hash="c0ffee"))
-        return run_facts(config, lessons(**changed), model=model, strategy="ddp", log=print)
+        return make_fingerprint(context, training_data(**changed), model=model)
 
     return of
 
 
-def test_a_run_is_its_maths_and_the_digests_of_its_rows_and_tokenizer(facts):
+def test_a_run_is_its_settings_and_the_digests_of_its_rows_and_tokenizer(facts):
     identity = facts().identity
     assert identity["train.learning_rate"] == "0.001"
     assert identity["training data"] == "f1"
@@ -45,14 +47,14 @@ def test_a_run_is_its_maths_and_the_digests_of_its_rows_and_tokenizer(facts):
     assert facts(words=("a", "c")).identity["tokenizer"] != identity["tokenizer"]
 
 
-def test_where_it_comes_from_is_remembered_apart(facts):
+def test_where_it_comes_from_is_recorded_separately(facts):
     assert facts().origin == {"strategy": "ddp", "processes": "1"}
     assert facts().settings["report.log_every_steps"] == "10"
 
 
-def test_frozen_weights_of_the_hub_are_told_by_their_commit(facts):
+def test_frozen_weights_of_the_hub_are_identified_by_their_commit(facts):
     assert facts("model.lora={}").identity["base weights"] == "commit c0ffee"
 
 
-def test_weights_that_are_the_reference_of_a_loss_are_told_by_their_commit(facts):
-    assert facts(prior=precomputed_reference()).identity["base weights"] == "commit c0ffee"
+def test_weights_that_are_the_reference_of_a_loss_are_identified_by_their_commit(facts):
+    assert facts(precomputed=precomputed_reference()).identity["base weights"] == "commit c0ffee"

@@ -10,8 +10,8 @@ def facts(strategy="ddp", processes="2", **settings):
     return RunFingerprint({}, settings, {"strategy": strategy, "processes": processes})
 
 
-def test_what_is_back_and_what_is_derived_is_said():
-    assert list(format_restored(1200, scales=(False, True))) == [
+def test_what_is_restored_and_what_is_derived_is_logged():
+    assert list(format_restored(1200, is_scaled=False, was_scaled=True)) == [
         "restored: parameters, optimizer state and step",
         "derived: random numbers from seed, step and rank; learning rate from the step; "
         "data position 1,200 from step x global batch",
@@ -19,28 +19,32 @@ def test_what_is_back_and_what_is_derived_is_said():
 
 
 @pytest.mark.parametrize(
-    ("scaled_then", "said"),
-    [(True, "optimizer state, step and loss scale"), (False, "and step; the loss scale begins anew: there was none")],
+    ("was_scaled", "said"),
+    [
+        (True, "optimizer state, step and loss scale"),
+        (False, "and step; the loss scale is reset: the checkpoint has none"),
+    ],
 )
-def test_a_loss_scale_is_among_it_where_there_was_one(scaled_then, said):
-    assert next(format_restored(0, scales=(True, scaled_then))).endswith(said)
+def test_a_loss_scale_is_among_it_where_there_was_one(was_scaled, said):
+    assert next(format_restored(0, is_scaled=True, was_scaled=was_scaled)).endswith(said)
 
 
 def test_another_number_of_processes_means_other_dropout_masks_and_other_rounding():
     (said,) = format_strategy_change(facts(), current=facts("fsdp2", "4"))
     assert said == (
-        "written under ddp on 2 processes, continued under fsdp2 on 4 processes: dropout masks are those of "
-        "4 processes, sums are rounded in another order: same losses within rounding, not to the bit"
+        "the checkpoint was written under ddp on 2 processes, and this run is under fsdp2 on 4 processes: dropout "
+        "masks are those of 4 processes, and sums are rounded in another order, so losses are equal within rounding, "
+        "not bitwise"
     )
 
 
 def test_another_strategy_means_other_rounding_only_and_the_same_one_is_not_worth_a_line():
     (said,) = format_strategy_change(facts(), current=facts("zero2"))
-    assert "dropout" not in said and "not to the bit" in said
+    assert "dropout" not in said and "not bitwise" in said
     assert list(format_strategy_change(facts(), current=facts())) == []
 
 
-def test_the_best_of_another_metric_is_forgotten_and_of_the_same_is_kept():
+def test_the_best_of_another_metric_is_reset_and_of_the_same_is_kept():
     progress = Progress(best_metric=0.5, evaluations_since_best=2)
     of_loss, of_accuracy = (facts(**{"train.early_stopping.metric": name}) for name in ("loss", "accuracy"))
     reset_incomparable_best(progress, of_loss, current=of_loss)

@@ -1,9 +1,9 @@
-"""The tokenizer that a run keeps is believed only as it was written."""
+"""The tokenizer that a run keeps is accepted only as it was written."""
 
 import pytest
 
 from finetune.errors import UserError
-from finetune.run.state.run_folder import _refuse_damage
+from finetune.run.state.run_folder import _require_undamaged
 from finetune.runtime.files.digests import DIGESTS_FILE, write_folder_digests
 
 
@@ -18,10 +18,10 @@ def inputs(tmp_path):
 
 
 def test_what_is_as_it_was_written_passes_and_so_does_a_folder_without_digests(inputs):
-    _refuse_damage(inputs)
+    _require_undamaged(inputs)
     (inputs / "tokenizer.json").write_text('{"model": "bqe"}')
     (inputs / DIGESTS_FILE).unlink()
-    _refuse_damage(inputs)
+    _require_undamaged(inputs)
 
 
 def test_a_file_that_is_not_as_it_was_written_is_named(inputs):
@@ -30,11 +30,11 @@ def test_a_file_that_is_not_as_it_was_written_is_named(inputs):
     (inputs / "additional_chat_templates" / "tools.jinja").write_text("{{ evil }}")
     names = r"additional_chat_templates/tools\.jinja, task_facts\.json, tokenizer\.json: not as written"
     with pytest.raises(UserError, match=rf"{names}.*seal\.json"):
-        _refuse_damage(inputs)
+        _require_undamaged(inputs)
 
 
 @pytest.mark.parametrize("content", ["[]", "{", '{"tokenizer.json": 3}', "[" * 100_000])
 def test_digests_that_are_damaged_are_named(inputs, content):
     (inputs / DIGESTS_FILE).write_text(content)
     with pytest.raises(UserError, match=r"seal\.json cannot be trusted"):
-        _refuse_damage(inputs)
+        _require_undamaged(inputs)

@@ -84,7 +84,7 @@ def test_what_the_reference_says_belongs_to_each_sample(tokenizer, data, model):
 def test_single_answers_are_told_where_to_go(tokenizer, data):
     (wrong,) = task_of(tokenizer, data, "preference").encode([judged("four", is_good=True)])
     assert isinstance(wrong, DataError)
-    assert "learns from pairs of answers" in str(wrong)
+    assert "trains on pairs of answers" in str(wrong)
 
 
 def test_equal_answers_are_no_pair(tokenizer, data):

@@ -1,0 +1,91 @@
+"""From the first step to what the run leaves behind: train, export, report the end."""
+
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+
+from finetune.errors import CheckpointError, NonFiniteError
+from finetune.model.batch_norm import sync_batch_norm
+from finetune.report.events import RunEnded, RunStarted, Warned
+from finetune.report.reporter import Reporter
+from finetune.run.build.loop import make_parts, remove_stop_file
+from finetune.run.context import RunContext
+from finetune.run.final_export import export_final
+from finetune.run.state.resume import RestoredRun
+from finetune.run.state.save import ReportingSaver
+from finetune.run.supervision import FINAL_REASONS, Supervision
+from finetune.runtime import distributed
+from finetune.runtime.progress import Progress
+from finetune.strategy.choose import describe_strategy
+from finetune.train.loop import report_steps, train
+from finetune.train.parts import Parts
+from finetune.train.stopping import STOP_FILE
+
+CHAT_HEADS = ("causal_lm", "image_text_to_text")
+"""Heads of models that `finetune chat` can talk to."""
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """Why training ended, and when it started (monotonic seconds)."""
+
+    reason: str
+    started: float
+
+
+def fit(context: RunContext, restored: RestoredRun, *, reporter: Reporter, supervision: Supervision) -> Fitted:
+    """Train to the end of the plan, or until a stop is requested. Collective."""
+    config, progress, plan = context.config, restored.progress, restored.built.plan
+    restored.checkpointer.rehearse(num_saves=plan.num_due(config.checkpoint.every_steps, after=progress.step))
+    sync = partial(sync_batch_norm, restored.built.prepared.model)
+    save = ReportingSaver(restored.checkpointer, reporter, supervision.status.checkpoint, before=sync)
+    parts = make_parts(
+        context,
+        restored.built,
+        reporter=reporter,
+        save=save,
+        signals=supervision.signals,
+        startup=supervision.startup,
+    )
+    strategy = describe_strategy(context.strategy)
+    reporter(RunStarted(progress.step, plan.num_steps, strategy, plan.arithmetic, config.model_dump()))
+    started = time.monotonic()
+    supervision.status.run(progress, num_steps=plan.num_steps)
+    if config.evaluate is not None and config.evaluate.at_start and progress.step == 0:
+        parts.evaluate(progress.step)
+    return Fitted(_run_loop(parts, progress, supervision=supervision), started)
+
+
+def finish(
+    context: RunContext, restored: RestoredRun, fitted: Fitted, *, reporter: Reporter, supervision: Supervision
+) -> int:
+    """Export the model where the run is finished, report its end and return the exit code. Collective."""
+    progress, built, is_final = restored.progress, restored.built, fitted.reason in FINAL_REASONS
+    if is_final:
+        export_final(context, built, reporter, progress=progress, reason=fitted.reason)
+    if fitted.reason == STOP_FILE and distributed.is_main():
+        remove_stop_file(context.paths.stop_file, log=lambda text: reporter(Warned(progress.step, text)))
+    code = supervision.end(fitted.reason)
+    reporter(
+        RunEnded(
+            step=progress.step,
+            reason=fitted.reason,
+            seconds=time.monotonic() - fitted.started,
+            metrics=progress.last_metrics,
+            final_folder=str(context.paths.final) if is_final else None,
+            talks=built.training_data.task.head in CHAT_HEADS,
+        )
+    )
+    return code
+
+
+def _run_loop(parts: Parts, progress: Progress, *, supervision: Supervision) -> str:
+    supervision.watchdog.begin_training()
+    try:
+        return train(parts, progress)
+    except NonFiniteError:  # raised on every rank alike, so they can still communicate
+        report_steps(parts, progress)
+        with suppress(CheckpointError):  # a save in progress was begun before the error
+            parts.save.wait_for_writes()
+        raise

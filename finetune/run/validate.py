@@ -1,0 +1,26 @@
+"""All that can be refused before data or weights are touched: strategy, adapters, export, and a model from values."""
+
+from finetune.config.load import LoadedConfig
+from finetune.run.build.model import require_buildable
+from finetune.run.build.strategy import launched_strategy, require_supported_by_strategy
+from finetune.run.context import RunContext, make_context
+from finetune.run.final_export import require_mergeable
+from finetune.run.remote.download import with_local_folder
+from finetune.runtime import distributed
+from finetune.runtime.text.library_output import quiet_libraries
+
+
+def validate(loaded: LoadedConfig) -> RunContext:
+    """Return the context of the run; raises ConfigError, StrategyError or ModelError, on every rank alike."""
+    quiet_libraries(is_main=distributed.is_main())
+    loaded = with_local_folder(loaded)
+    context = make_context(loaded, launched_strategy(loaded))
+    require_supported_by_strategy(context.config, context.strategy.name)
+    require_mergeable(context.config, strategy=context.strategy.name)
+    return context
+
+
+def validate_model(context: RunContext) -> None:
+    """Raise ModelError where the values of `model.from_config` give no model; on rank 0, with which all others exit."""
+    if context.config.model.from_config is not None and distributed.is_main():
+        require_buildable(context.config)
