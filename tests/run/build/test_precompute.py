@@ -109,7 +109,7 @@ def test_what_is_damaged_on_the_disk_is_worked_out_again(job, run):
         file.write_bytes(content)
     losses, said = run("damaged")
     assert said.count("has changed between its bytes") == 2
-    assert said.count("worked out again") == 2
+    assert said.count("is computed again") == 2
     assert losses == whole
 
 
@@ -134,7 +134,7 @@ def test_a_loss_without_a_reference_works_nothing_out(job, run):
 
 
 def test_streams_are_refused_before_anything_is_built(job):
-    with pytest.raises(ConfigError, match=r"data\.train\.stream.*worked out before the first step"):
+    with pytest.raises(ConfigError, match=r"data\.train\.stream.*computed before the first step"):
         load_config(job, ["data.train={path: train.jsonl, format: preference, stream: {}}"])
 
 
