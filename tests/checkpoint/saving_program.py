@@ -111,8 +111,9 @@ def not_finite_on_one_rank(folder: Path) -> object:
 def unforeseen_on_one_rank(folder: Path) -> object:
     """A thread dies on one rank where no care has been taken: others hear of it at once, and saving still works."""
     keeper, started = checkpointer(folder), time.monotonic()
-    fails = patch.object(WrittenFiles, "merge", side_effect=KeyError("a bug"))
-    with fails if distributed.rank() == 1 else nullcontext():
+    with (
+        patch.object(WrittenFiles, "merge", side_effect=KeyError("a bug")) if distributed.rank() == 1 else nullcontext()
+    ):
         error = error_of(keeper, 1)
     is_quick = time.monotonic() - started < 60
     return [error, is_quick, keeper.save(2, progress=Progress(2).state_dict()).path.name, names(folder)]

@@ -1,7 +1,7 @@
 import pytest
 
-from finetune.errors import UserError
 from finetune.commands.init import make_recipe, recipes
+from finetune.errors import UserError
 
 
 def test_the_quickstart_brings_its_data(tmp_path):

@@ -259,7 +259,7 @@ def test_the_commands_did_what_they_are_for(session):
 
 
 def test_a_run_whose_address_is_signed_anew_goes_on(session):
-    assert "continues from" in session.said["resume"]
+    assert "resumes from" in session.said["resume"]
     assert "changed since the checkpoint: train.stop_after_steps 1 -> null\n" in session.said["resume"]
 
 

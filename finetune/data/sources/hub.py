@@ -11,6 +11,7 @@ from finetune.config.sections.data import SourceSection, TrainedSourceSection
 from finetune.data.rows import RawRow
 from finetune.data.sources.files import Origin
 from finetune.data.sources.tables import ClassNames, class_names, without_fillers
+from finetune.data.upstream import set_datasets_offline
 from finetune.errors import DataError
 from finetune.runtime.hub import is_offline
 from finetune.runtime.optional import require
@@ -114,16 +115,16 @@ class HubShard:
 
 
 def load_hub_dataset(source: SourceSection) -> Origin:
-    """Return the split, downloading it where it is not at hand, or as a stream where the section has one.
+    """Return the split, downloading it unless it is cached, or as a stream where the section has one.
 
-    Raises DataError when it cannot be had.
+    Raises DataError when it cannot be loaded.
     """
     assert source.name is not None
     is_streamed = isinstance(source, TrainedSourceSection) and source.stream is not None
     try:
         with without_hub_retries(is_local=False):
             datasets = require("datasets", extra="dev", purpose="Reading a hub dataset")
-            datasets.config.HF_HUB_OFFLINE = is_offline()  # its own copy, taken when it was imported
+            set_datasets_offline(datasets, is_offline=is_offline())
             return (_streamed if is_streamed else _downloaded)(datasets, source)
     except Exception as error:  # `datasets` raises many kinds: none is a fault of ours, all are about this name
         raise DataError(f"hub dataset {_title(source)} cannot be loaded: {_reason(error)}") from error
