@@ -1,19 +1,19 @@
 """The exceptions that a user can meet, as one tree.
 
 FinetuneError
-├── UserError              the user can mend it: exit code 2, no traceback
+├── UserError              the user can fix it: exit code 2, no traceback
 │   ├── ConfigError        the job YAML, an override or the combination of keys; carries every problem at once
 │   ├── DataError          a row, a file or a whole dataset cannot be trained on
-│   ├── ModelError         the model, tokenizer or adapter asked for cannot be had
-│   ├── StrategyError      what Accelerate built is not what its YAML asked for
+│   ├── ModelError         the model, tokenizer or adapter asked for cannot be loaded
+│   ├── StrategyError      Accelerate did not build what its YAML asked for
 │   ├── CheckpointError    a checkpoint cannot be written, trusted or resumed
 │   └── MissingPackage     an optional package is needed; names the extra that brings it
-├── HubError               the hub did not take what was to be uploaded: exit code 1
+├── HubError               the hub rejected an upload: exit code 1
 └── TrainingError          the run itself went wrong: exit code 1
-    ├── DiskError          what the run writes was not taken: the disk is full, read-only or gone
+    ├── DiskError          what the run writes cannot be written: the disk is full, read-only or gone
     ├── NonFiniteError     a loss or gradient is NaN or infinite; names the step and the sample ids
     ├── LostContact        another process of the run is gone; names it where that can be known
-    └── Hang               nothing has moved for too long; names the process that the others wait for
+    └── Hang               no progress for too long; names the process that the others wait for
 """
 
 import errno
@@ -34,7 +34,7 @@ class FinetuneError(Exception):
 
 
 class UserError(FinetuneError):
-    """Something that the user can mend; shown as one message without a traceback."""
+    """Something that the user can fix; shown as one message without a traceback."""
 
     exit_code = 2
 

@@ -28,7 +28,7 @@ BELOW_RUN = {"train", "task", "export", *WINGS, "config", "runtime", "errors"}
 
 MAY_IMPORT: dict[str, set[str]] = {
     "__main__": {"cli"},
-    "cli": {"commands", "run", "launch", "recipes", "config", "errors", *PRINTING},
+    "cli": {"commands", "run", "launch", "config", "errors", "finetune.runtime.optional", *PRINTING},
     "commands": {"run", "launch", "recipes", *BELOW_RUN},
     "run": BELOW_RUN,
     "train": {"task", *WINGS, "config", "runtime", "errors"},
@@ -69,7 +69,6 @@ HEAVY = {"torch", "transformers", "accelerate", "peft", "datasets", "numpy", "de
 
 IMPORTS_BY_NAME = {
     "finetune/runtime/optional.py": "packages that may be missing, modules that a job may not need",
-    "finetune/cli/lazy.py": "commands that need torch",
     "finetune/task/generation/evaluation.py": "a metric that the user names as package.module:function",
 }
 """The only files that import by name while they run, and what."""
@@ -419,25 +418,6 @@ def reachable(roots: set[str]) -> set[str]:
         imported = {each for _, each in own(MODULES[name].imports_at_once)}
         pending |= (imported | ({name.rpartition(".")[0]} if "." in name else set())) - seen
     return seen
-
-
-def test_what_the_command_line_calls_by_its_place_is_there():
-    offences = []
-    calls = [
-        (module, node)
-        for module in MODULES.values()
-        for node in (module.nodes if module.folder == "cli" else [])
-        if isinstance(node, ast.Call) and _unparsed(node.func) == "lazy.call"
-    ]
-    for module, node in calls:
-        place = node.args[0]
-        assert isinstance(place, ast.Constant), f"{module.at(node)}: write the place as plain text"
-        name, _, function = str(place.value).partition(":")
-        if not is_within(name, MAY_IMPORT["cli"] | {"cli"}):
-            offences.append(f"{module.at(node)}: {place.value} is not for the command line to call")
-        elif name not in MODULES or function not in {each.name for each in MODULES[name].functions}:
-            offences.append(f"{module.at(node)}: there is no {place.value}")
-    report(offences)
 
 
 # --- what is printed

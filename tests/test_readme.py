@@ -8,8 +8,8 @@ import pytest
 from typer.main import get_command
 
 from finetune.cli.app import app
+from finetune.commands.init import make_recipe, recipes
 from finetune.config.load import load_config
-from finetune.recipes.make import make_recipe, recipes
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -6,9 +6,9 @@ import pytest
 from ruamel.yaml import YAML
 
 import finetune.recipes
+from finetune.commands.init import make_recipe, recipes
 from finetune.config.load import load_config
 from finetune.config.run_config import world_size_problems
-from finetune.recipes.make import make_recipe, recipes
 
 FOLDER = Path(finetune.recipes.__file__).parent
 NAMES = sorted(path.stem for path in FOLDER.glob("*.yaml"))

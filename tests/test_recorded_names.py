@@ -178,7 +178,9 @@ def test_the_manifests_of_prepared_sets_have_the_same_keys(kind, names):
 
 
 def test_answers_worked_out_beforehand_are_found_again_by_their_title():
-    task = SimpleNamespace(section=SimpleNamespace(cache=True, top_k=2, temperature=1.0), _num_tokens=8, _answers=None)
+    task = SimpleNamespace(
+        section=SimpleNamespace(cache=True, top_k=2, temperature=1.0), _num_tokens=8, _teacher_arrays=None
+    )
     found = [precomputed_reference(), DistillationTask.precomputed.fget(task)]
     assert [each.title for each in found] == ["reference log-probabilities", "teacher's log-probabilities"]
 

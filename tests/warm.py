@@ -37,7 +37,7 @@ from typing import Any, NoReturn
 import psutil
 
 MODULES = (
-    *("finetune.cli.app", "finetune.cli.job", "finetune.run.train", "finetune.commands.convert"),
+    *("finetune.cli.app", "finetune.run.start", "finetune.run.train", "finetune.commands.convert"),
     *("accelerate.commands.launch", "torch.distributed.run", "torch.distributed.fsdp", "torch.distributed.tensor"),
     *("torch.distributed.checkpoint.state_dict", "torch._dynamo", "peft", "datasets", "pyarrow.parquet"),
     *(

@@ -52,7 +52,7 @@ def make(folder: Path, workload: Workload, *, data: Path, seed: int) -> None:
 
 
 def _documents(workload: Workload, draw: random.Random) -> Iterator[dict[str, str]]:
-    """Yield documents of words, each of which is a token; a few tokens are of the turns, or end the text."""
+    """Yield documents of words, each of which is a token; a few tokens mark turns or the end."""
     words = [f"w{number}" for number in range(workload.sizes.vocabulary - len(_SPECIAL))]
 
     def text(length: int) -> str:

@@ -4,7 +4,7 @@ import gc
 import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,13 +22,13 @@ from finetune.config.load import LoadedConfig, load_config
 from finetune.config.sections.checkpoint import CheckpointSection
 from finetune.data.loader import train_loader
 from finetune.report.reporter import NullReporter
-from finetune.report.run_log import RunLog
-from finetune.run.build.data import TrainingData, make_training_data
+from finetune.run.build.data import TrainingData, prepare_data
 from finetune.run.build.evaluator import make_evaluator
 from finetune.run.build.prepared_model import PreparedModel, make_accelerator, prepare_model
-from finetune.run.train import launched_strategy, train_from_config
+from finetune.run.build.strategy import launched_strategy
+from finetune.run.context import RunContext, make_context
+from finetune.run.train import train_from_config
 from finetune.runtime import distributed
-from finetune.strategy.upstream import gloo_bridge
 from finetune.train import loop, step
 
 PHASES: Mapping[str, str] = {"forward": "forward", "backward": "backward", "update.after": "update"}
@@ -90,12 +90,6 @@ def _stay(code: int, **_: object) -> int:
     return code
 
 
-def gloo_for(strategy: str) -> AbstractContextManager[None]:
-    """Return the context in which Accelerate builds FSDP and DeepSpeed on a machine without a GPU."""
-    assert strategy != "ddp", "DDP needs no bridge"
-    return gloo_bridge()
-
-
 @dataclass(frozen=True)
 class Built:
     """A job whose data is prepared and whose model and optimizer are built, as a run builds them."""
@@ -151,26 +145,31 @@ class Built:
 
 def build(job: Path, overrides: Sequence[str] = ()) -> Built:
     """Return the job, built. Collective."""
-    loaded, log = load_config(job, overrides), RunLog(is_main=False)
-    config, strategy = loaded.config, launched_strategy(loaded)
-    training_data = make_training_data(config, log)
-    accelerator = make_accelerator(config, strategy)
+    context = make_context_of(job, overrides)
+    data = prepare_data(context)
+    accelerator = make_accelerator(context)
     prepared = prepare_model(
-        config, strategy, accelerator=accelerator, training_data=training_data, learning_rate=1e-3, log=log
+        context, data.training_data, accelerator=accelerator, learning_rate=data.plan.schedule.peak
     )
-    return Built(loaded, training_data, prepared)
+    return Built(context.loaded, data.training_data, prepared)
+
+
+def make_context_of(job: Path, overrides: Sequence[str] = ()) -> RunContext:
+    """Return the context of the job under the launched strategy."""
+    loaded = load_config(job, overrides)
+    return make_context(loaded, launched_strategy(loaded))
 
 
 def samples_of(job: Path) -> Any:
-    """Return the job's training samples, tokenised and in the order of its file."""
-    return make_training_data(load_config(job).config, RunLog(is_main=True)).training.samples
+    """Return the job's training samples, tokenized and in the order of its file."""
+    return prepare_data(make_context_of(job)).training_data.training.samples
 
 
 def loaders(job: Path, *, num_steps: int) -> Callable[[int], Any]:
     """Return what gives the prepared loader of the job's batches from a step on."""
-    loaded = load_config(job, [f"train.steps={num_steps}", "data.shuffle=true"])
-    config, training_data = loaded.config, make_training_data(loaded.config, RunLog(is_main=False))
-    accelerator = make_accelerator(config, launched_strategy(loaded))
+    context = make_context_of(job, [f"train.steps={num_steps}", "data.shuffle=true"])
+    config, training_data = context.config, prepare_data(context).training_data
+    accelerator = make_accelerator(context)
     batches = partial(
         train_loader,
         training_data.training,

@@ -60,12 +60,12 @@ class Workload:
 
     @property
     def documents(self) -> int:
-        """Return how many documents there are: enough that sorting and packing find what they find in real data."""
+        """Return how many documents there are: enough for sorting and packing to work as on real data."""
         return max(self.steps * self.batch, 1 if self.kind == "fixed" else MIN_DOCUMENTS)
 
     @property
     def steps(self) -> int:
-        """Return how many steps are taken; the cost of the last is not known, as nothing follows it."""
+        """Return how many steps are taken; the cost of the last is unknown, because nothing follows it."""
         return self.warm_up + self.rounds + 1
 
     def record(self) -> dict[str, Any]:

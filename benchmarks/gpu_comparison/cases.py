@@ -22,15 +22,15 @@ class Case:
     rows: int = 2
     varies: bool = False
     lora: bool = False
-    dtype: str = "float32"  # in which weights are held; the arithmetic is bf16
+    dtype: str = "float32"  # of the weights; the arithmetic is bf16
     seconds: float = 14.0  # that it is expected to take
     least_gib: float = 0.0  # of GPU memory
-    needs: str = ""  # a package without which there is nothing to measure
+    needs: str = ""  # a package that the case needs
     overrides: Mapping[str, Any] = field(default_factory=dict)  # ours: keys of the job; others: their settings
 
     @property
     def steps(self) -> int:
-        """Return how many are taken; the cost of the last is not known, as nothing follows it."""
+        """Return how many are taken; the cost of the last is unknown, because nothing follows it."""
         return WARM_UP + TIMED + PROFILED + 1
 
     @property
@@ -114,7 +114,7 @@ def _peers() -> list[Case]:
 
 
 def _switches() -> list[Case]:
-    """Return ours with one thing changed at a time."""
+    """Return ours with one setting changed at a time."""
     one = {"competitor": "ours", "shape": "llama-1b"}
     return [
         Case("varying, ours padded", "ours", **VARYING, overrides=PADDED),

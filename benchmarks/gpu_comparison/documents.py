@@ -1,4 +1,4 @@
-"""Random documents: as text of one word a token for ours, and as the same tokens for everybody else."""
+"""Random documents: as text with one word per token for ours, as tokens for the others."""
 
 import json
 import math

@@ -24,7 +24,9 @@ def measured(cases: Sequence[Case], records: Records, *, peak: float | None, is_
     """Return the table of all cases and the results."""
     rows = [row(case, records[case.name], peak=peak, is_tiny=is_tiny) for case in cases if case.name in records]
     results, missing = thresholds(cases, records, peak=peak, is_tiny=is_tiny)
-    table = Table("One GPU", HEADER, rows, FORMULA + " Waits of the host for the device per step, between log points.")
+    table = Table(
+        "One GPU", HEADER, rows, FORMULA + " Waits: host-device synchronisations per step between log points."
+    )
     return PartResults(results, [table], dict(records), missing)
 
 

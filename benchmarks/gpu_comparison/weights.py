@@ -1,4 +1,4 @@
-"""Models with random weights that are born on the device: drawn on a CPU, 8 billion of them take minutes."""
+"""Models with random weights that are created on the device: on a CPU, 8 billion of them take minutes."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -23,7 +23,7 @@ LORA_RANK, LORA_ALPHA = 16, 32
 def build(shape: Shape, *, dtype: str, device: torch.device, lora: bool) -> Any:
     """Return the model for everybody but ours, in training mode; adapters are float32."""
     config = AutoConfig.for_model(shape.model_type, **shape.values())
-    with born_on(device):
+    with created_on(device):
         model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype), attn_implementation="sdpa")
     draw(model)
     model.config.use_cache = False
@@ -34,8 +34,8 @@ def build(shape: Shape, *, dtype: str, device: torch.device, lora: bool) -> Any:
 
 @contextmanager
 def product_on(device: torch.device) -> Iterator[None]:
-    """Have the product build its model on the device meanwhile, with weights drawn there."""
-    context = InitContext(context=lambda: born_on(device))
+    """Have the product build its model on the device, with weights drawn there."""
+    context = InitContext(context=lambda: created_on(device))
     with (
         patch.object(DataParallel, "init_context", lambda _: context),
         patch.object(load, "initialize_weights", lambda model, **_: draw(model)),
@@ -44,13 +44,13 @@ def product_on(device: torch.device) -> Iterator[None]:
 
 
 @contextmanager
-def born_on(device: torch.device) -> Iterator[None]:
-    """Build modules on the device, and do not draw their weights: `draw` does."""
+def created_on(device: torch.device) -> Iterator[None]:
+    """Create modules on the device without drawing their weights, which `draw` does."""
     skipped = [name for name in dir(nn.init) if name.endswith("_") and not name.startswith("_")]
     with torch.device(device) if device.type != "cpu" else nullcontext():
         originals = {name: getattr(nn.init, name) for name in skipped}
         for name in skipped:
-            setattr(nn.init, name, _as_it_is)
+            setattr(nn.init, name, _unchanged)
         try:
             yield
         finally:
@@ -60,7 +60,7 @@ def born_on(device: torch.device) -> Iterator[None]:
 
 @torch.no_grad()
 def draw(model: nn.Module) -> None:
-    """Fill the weights where they are: matrices at random, the scales of norms with ones, biases with zeros."""
+    """Fill the weights on their device: matrices at random, the scales of norms with ones, biases with zeros."""
     for name, parameter in model.named_parameters():
         if parameter.dim() > 1:
             parameter.normal_(std=SCALE)
@@ -73,5 +73,5 @@ def _adapted(model: Any) -> Any:
     return get_peft_model(model, settings)
 
 
-def _as_it_is(tensor: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+def _unchanged(tensor: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
     return tensor

@@ -1,29 +1,25 @@
 """The commands for trained models: export, evaluate, generate, chat."""
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
-from finetune.cli import lazy
 from finetune.cli.exit_codes import handle_errors
-from finetune.cli.options import Overrides
+from finetune.cli.options import Dtype, NewTokens, Overrides, Source, Step, System, Temperature, Trust
 from finetune.errors import UserError
+from finetune.runtime.optional import lazily
 
-Source = Annotated[
-    Path, typer.Argument(metavar="RUN_OR_FOLDER", help="A run's folder, one of its checkpoints, or a model folder.")
-]
-Step = Annotated[int | None, typer.Option(min=0, metavar="N", help="The checkpoint of this step; unset, the newest.")]
-NewTokens = Annotated[int, typer.Option(min=1, metavar="N", help="Longest answer in tokens.")]
-Temperature = Annotated[
-    float, typer.Option(min=0.0, help="0: always the likeliest token; above, tokens are drawn, the wilder the higher.")
-]
-Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Run Python code that comes with the model.")]
-System = Annotated[str | None, typer.Option(metavar="TEXT", help="System message, where a row has none.")]
+with lazily(freeze=True):  # torch
+    from finetune.commands import chat as chat_command
+    from finetune.commands import export as export_command
+    from finetune.commands import generate as generate_command
+    from finetune.commands.evaluate import evaluate as evaluate_command
+    from finetune.commands.evaluate import lm_eval as lm_eval_command
 
 
 def add_to(app: typer.Typer) -> None:
-    """Give the commands to the app."""
+    """Add the commands to the app."""
     for command in (export, evaluate, generate, chat):
         app.command()(command)
 
@@ -33,25 +29,25 @@ def export(
     source: Source,
     step: Step = None,
     to: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Folder to write; unset, one beside or in the source.")
+        Path | None, typer.Option(metavar="FOLDER", help="Folder to write. Default: a new one in or beside the source.")
     ] = None,
-    merge: Annotated[bool, typer.Option("--merge", help="Merge the adapter into its base: one whole model.")] = False,
+    merge: Annotated[bool, typer.Option("--merge", help="Merge the adapter into its base model.")] = False,
     dtype: Annotated[
-        Literal["float32", "bfloat16", "float16"] | None, typer.Option(help="Type of the weights; unset, as they are.")
+        Dtype | None, typer.Option(help="Data type of the weights. Default: the type that they have.")
     ] = None,
     push_to_hub: Annotated[
-        str | None, typer.Option(metavar="REPOSITORY", help="Also upload it, with the token of HF_TOKEN or a login.")
+        str | None,
+        typer.Option(metavar="REPOSITORY", help="Also upload it to the Hugging Face Hub, with HF_TOKEN or your login."),
     ] = None,
-    public: Annotated[bool, typer.Option("--public", help="Make that repository public where it is new.")] = False,
+    public: Annotated[bool, typer.Option("--public", help="Create the repository as public, not private.")] = False,
     trust_remote_code: Trust = False,
 ) -> None:
-    """Write a checkpoint's model, or any adapter merged into its base, as a Hugging Face folder.
+    """Write a checkpoint, or an adapter merged into its base, as a Hugging Face model folder.
 
-    RUN_OR_FOLDER is a run (its newest checkpoint, or that of --step) or any folder with a model or a peft adapter.
-    Merging is exact: worked out in 64 bits and rounded once. On the CPU, in one process.
+    RUN_OR_FOLDER is a run (its newest checkpoint, or that of --step) or any folder with a model or a PEFT adapter.
+    Merging is computed in float64 and rounded once. Runs on the CPU, in one process.
     """
-    lazy.call(
-        "finetune.commands.export:export",
+    export_command.export(
         source,
         step=step,
         to=to,
@@ -69,36 +65,36 @@ def evaluate(
     step: Step = None,
     config: Annotated[
         Path | None,
-        typer.Option("--config", metavar="JOB.yaml", help="The job that says task and data; unset, the run's own."),
+        typer.Option("--config", metavar="JOB.yaml", help="Job with the task and the data. Default: the run's own."),
     ] = None,
     override: Overrides = None,
-    json: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write the metrics here.")] = None,
+    json: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Also write the metrics to this JSON file.")
+    ] = None,
     lm_eval: Annotated[
-        str | None, typer.Option("--lm-eval", metavar="TASKS", help="Measure these tasks of lm-eval instead.")
+        str | None, typer.Option("--lm-eval", metavar="TASKS", help="Run these tasks of lm-eval instead (a,b,c).")
     ] = None,
     trust_remote_code: Trust = False,
 ) -> int:
-    """Measure a checkpoint, a `final/` or any model folder on the job's validation rows.
+    """Evaluate a checkpoint, a `final/` or any model folder on the validation data of a job.
 
-    With several processes the rows are shared, each counted once; the model is whole in each:
+    On several processes, each evaluates a share of the samples with a full copy of the model:
     accelerate launch --config_file ACCELERATE.yaml -m finetune evaluate RUN
     """
     if lm_eval is not None and (config is not None or override):
-        raise UserError("--lm-eval: its tasks bring their own data. Leave --config and --set out.")
+        raise UserError("--lm-eval: its tasks come with their own data. Leave --config and --set out.")
     if lm_eval is not None:
-        named = {"step": step, "tasks": lm_eval, "json": json, "trust_remote_code": trust_remote_code}
-        lazy.call("finetune.commands.evaluate.lm_eval:evaluate_with_harness", source, **named)
-        return 0
-    return int(
-        lazy.call(
-            "finetune.commands.evaluate.evaluate:evaluate",
-            source,
-            step=step,
-            config=config,
-            overrides=override or [],
-            json=json,
-            trust_remote_code=trust_remote_code,
+        lm_eval_command.evaluate_with_harness(
+            source, step=step, tasks=lm_eval, json=json, trust_remote_code=trust_remote_code
         )
+        return 0
+    return evaluate_command.evaluate(
+        source,
+        step=step,
+        config=config,
+        overrides=override or [],
+        json=json,
+        trust_remote_code=trust_remote_code,
     )
 
 
@@ -106,61 +102,64 @@ def evaluate(
 def generate(
     source: Source,
     input: Annotated[
-        Path, typer.Option("--input", metavar="PROMPTS.jsonl", help="Rows with `messages` or `prompt` (text or turns).")
+        Path,
+        typer.Option("--input", metavar="PROMPTS.jsonl", help="Rows with `messages` or `prompt` (a text or messages)."),
     ],
     output: Annotated[
-        Path, typer.Option("--output", metavar="ANSWERS.jsonl", help="The same rows, each with its `answer`.")
+        Path, typer.Option("--output", metavar="ANSWERS.jsonl", help="File to write: the same rows, with an `answer`.")
     ],
     adapter: Annotated[
-        Path | None, typer.Option("--adapter", metavar="FOLDER", help="An adapter to put on the model.")
+        Path | None, typer.Option("--adapter", metavar="FOLDER", help="PEFT adapter to load on top of the model.")
     ] = None,
     max_new_tokens: NewTokens = 256,
-    batch_size: Annotated[int, typer.Option(min=1, metavar="N", help="Prompts at once in each process.")] = 8,
+    batch_size: Annotated[int, typer.Option(min=1, metavar="N", help="Prompts per batch, in each process.")] = 8,
     temperature: Temperature = 0.0,
-    top_p: Annotated[float, typer.Option(min=0.0, max=1.0, help="Draw from the likeliest tokens of this share.")] = 1.0,
-    seed: Annotated[int, typer.Option(min=0, help="Of what is drawn; each row has its own, whoever answers it.")] = 0,
+    top_p: Annotated[
+        float, typer.Option(min=0.0, max=1.0, help="Sample from the most likely tokens with this total probability.")
+    ] = 1.0,
+    seed: Annotated[
+        int, typer.Option(min=0, help="Seed of sampling. A row's answer does not depend on the number of processes.")
+    ] = 0,
     system: System = None,
     trust_remote_code: Trust = False,
 ) -> int:
-    """Answer every row of a file, in its order; stopped, it goes on where it was.
+    """Generate an answer to every row of a file, in its order; an interrupted command resumes where it stopped.
 
-    With several processes each answers its share, the model whole in each of them, whatever the strategy:
+    On several processes, each answers a share of the rows with a full copy of the model, under any strategy:
     accelerate launch --config_file ACCELERATE.yaml -m finetune generate FOLDER --input P.jsonl --output A.jsonl
     """
-    return int(
-        lazy.call(
-            "finetune.commands.generate:generate_file",
-            source,
-            rows=input,
-            output=output,
-            adapter=adapter,
-            max_new_tokens=max_new_tokens,
-            batch_size=batch_size,
-            temperature=temperature,
-            top_p=top_p,
-            seed=seed,
-            system=system,
-            trust_remote_code=trust_remote_code,
-        )
+    return generate_command.generate_file(
+        source,
+        rows=input,
+        output=output,
+        adapter=adapter,
+        max_new_tokens=max_new_tokens,
+        batch_size=batch_size,
+        temperature=temperature,
+        top_p=top_p,
+        seed=seed,
+        system=system,
+        trust_remote_code=trust_remote_code,
     )
 
 
 @handle_errors
 def chat(
-    folder: Annotated[Path, typer.Argument(help="A run's folder, its `final/`, or any model folder.")],
+    source: Source,
+    step: Step = None,
     adapter: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME=FOLDER", help="An adapter that `/adapter NAME` switches to. May be given again."),
+        typer.Option(metavar="NAME=FOLDER", help="Adapter that `/adapter NAME` switches to. Can be repeated."),
     ] = None,
     max_new_tokens: NewTokens = 256,
     temperature: Temperature = 0.0,
     system: System = None,
     trust_remote_code: Trust = False,
 ) -> None:
-    """Talk to a model that a run left behind."""
-    lazy.call(
-        "finetune.commands.chat:chat",
-        folder,
+    """Chat with a trained model: a run (finished or stopped), one of its checkpoints, or any model folder."""
+    chat_command.chat(
+        source,
+        step=step,
         adapters=adapter or [],
         max_new_tokens=max_new_tokens,
         temperature=temperature,

@@ -6,10 +6,21 @@ from typing import Annotated
 import typer
 
 from finetune import __version__
-from finetune.cli import after_training, checkpoint, lazy, verify
+from finetune.cli import after_training, checkpoint, verify
 from finetune.cli.exit_codes import handle_errors
 from finetune.cli.options import Config, Overrides
 from finetune.errors import UserError
+from finetune.runtime.optional import lazily
+
+with lazily(freeze=True):  # torch and pydantic: `--help` answers at once
+    from finetune.commands import check as check_command
+    from finetune.commands import init as init_command
+    from finetune.commands import prepare as prepare_command
+    from finetune.commands.doctor import data as doctor_data
+    from finetune.commands.doctor import doctor as doctor_command
+    from finetune.commands.preview import preview as preview_command
+    from finetune.config import schema as config_schema
+    from finetune.run import start as train_command
 
 app = typer.Typer(
     name="finetune",
@@ -17,7 +28,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,  # rich help costs start-up time and adds nothing
-    pretty_exceptions_enable=False,  # a fault of ours keeps Python's own traceback, with no locals in it
+    pretty_exceptions_enable=False,  # a bug keeps Python's own traceback, with no locals in it
 )
 app.add_typer(verify.app, name="verify")
 app.add_typer(checkpoint.app, name="checkpoint")
@@ -32,7 +43,7 @@ def _print_version(is_asked: bool) -> None:
 @app.callback()
 def root(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show it.")
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
     """Fine-tune transformer models on Hugging Face Accelerate: one job YAML, any strategy, the same loss."""
@@ -41,11 +52,11 @@ def root(
 @app.command()
 @handle_errors
 def train(config: Config, override: Overrides = None) -> int:
-    """Train as the job file says.
+    """Train as the job file says, or resume the run that it started.
 
-    Under several processes: accelerate launch --config_file ACCELERATE.yaml -m finetune --config JOB.yaml
+    On several processes: accelerate launch --config_file ACCELERATE.yaml -m finetune --config JOB.yaml
     """
-    return int(lazy.call("finetune.cli.job:train_job", config, override or []))
+    return train_command.start(config, override or [])
 
 
 @app.command()
@@ -54,27 +65,28 @@ def check(
     job: Annotated[Path, typer.Argument(metavar="JOB.yaml", help="The job file.")],
     override: Overrides = None,
     processes: Annotated[
-        int | None, typer.Option(min=1, max=1 << 24, help="Also check that so many can share the batch.")
+        int | None, typer.Option(min=1, max=1 << 24, help="Also check that N processes can divide the global batch.")
     ] = None,
     model: Annotated[
-        bool, typer.Option("--model", help="Also build the model from its config, without memory. Imports torch.")
+        bool,
+        typer.Option("--model", help="Also build the model from its config, without weights or memory. Imports torch."),
     ] = False,
 ) -> None:
-    """Name every problem of a job file at once.
+    """Report every problem of a job file at once, or print what the job will do.
 
-    Where there is none, say what the job will do. Loads no weights and no data.
+    Loads no weights and no data.
     """
-    lazy.call("finetune.cli.job:check_job", job, override or [], num_processes=processes, tries_model=model)
+    check_command.check(job, override or [], num_processes=processes, tries_model=model)
 
 
 @app.command()
 @handle_errors
 def prepare(config: Config, override: Overrides = None) -> None:
-    """Tokenise the data now, on the CPU, so that training finds it.
+    """Tokenize the data now, on the CPU, and print its audit; training then uses the cached result.
 
-    Needs no model weights and no launcher. Goes on where it was stopped, and ends with the audit.
+    Needs no model weights and no launcher. A command that was interrupted resumes where it stopped.
     """
-    lazy.call("finetune.commands.prepare:prepare", config, override or [])
+    prepare_command.prepare(config, override or [])
 
 
 @app.command()
@@ -82,60 +94,58 @@ def prepare(config: Config, override: Overrides = None) -> None:
 def preview(
     config: Config,
     override: Overrides = None,
-    rows: Annotated[int, typer.Option("--rows", min=1, metavar="N", help="Samples to show.")] = 8,
+    rows: Annotated[int, typer.Option("--rows", min=1, metavar="N", help="Number of samples to show.")] = 8,
     html: Annotated[
-        Path | None, typer.Option("--html", metavar="FILE", help="Write them and the audit as one HTML page, too.")
+        Path | None, typer.Option("--html", metavar="FILE", help="Also write samples and audit to one HTML page.")
     ] = None,
     start: Annotated[
-        int, typer.Option("--from", min=0, metavar="POSITION", help="Position of the order to begin at, from 0.")
+        int, typer.Option("--from", min=0, metavar="POSITION", help="Start at this position of the data order.")
     ] = 0,
 ) -> None:
-    """Show the rows as the model sees them: tokens, what is learnt, packs and microbatches.
+    """Show the samples as the model sees them: tokens, targets of the loss, packs and microbatches.
 
-    Prepares the data as training would, and ends with the audit. Needs no model weights and no launcher.
+    Tokenizes the data as training would, and prints its audit. Needs no model weights and no launcher.
     """
-    lazy.call(
-        "finetune.commands.preview.preview:preview", config, override or [], num_rows=rows, html=html, start=start
-    )
+    preview_command.preview(config, override or [], num_rows=rows, html=html, start=start)
 
 
 @app.command()
 @handle_errors
 def doctor(
     config: Annotated[
-        Path | None, typer.Option("--config", metavar="JOB.yaml", help="The job whose folders or data are meant.")
+        Path | None, typer.Option("--config", metavar="JOB.yaml", help="Check the folders or the data of this job.")
     ] = None,
     override: Overrides = None,
-    data: Annotated[bool, typer.Option("--data", help="Measure the job's loader and say what to set.")] = False,
-    rounds: Annotated[int, typer.Option(min=1, help="With --data: rounds, of which medians are taken.")] = 5,
-    seconds: Annotated[float, typer.Option(min=0.01, help="With --data: how long each measurement takes.")] = 0.5,
+    data: Annotated[
+        bool, typer.Option("--data", help="Measure the job's data loader and recommend its settings.")
+    ] = False,
+    rounds: Annotated[int, typer.Option(min=1, help="With --data: rounds of measurements; medians are shown.")] = 5,
+    seconds: Annotated[float, typer.Option(min=0.01, help="With --data: duration of each measurement.")] = 0.5,
 ) -> int:
-    """Say what this machine has and what must be mended; exit code 1 if anything must.
+    """Print what this machine has and what must be fixed before a run. Exit code 1 if anything must be fixed.
 
-    With --data: samples per second of the job's loader against the number of its workers.
+    With --data: throughput of the job's data loader by number of workers.
     """
     if not data:
-        return 0 if lazy.call("finetune.commands.doctor.doctor:examine", config, override or []) else 1
+        return 0 if doctor_command.examine(config, override or []) else 1
     if config is None:
-        raise UserError("--data: write --config JOB.yaml too: it is that job's loader that is measured.")
-    lazy.call(
-        "finetune.commands.doctor.data:examine_loader", config, override or [], num_rounds=rounds, seconds=seconds
-    )
+        raise UserError("--data: add --config JOB.yaml, the job whose data loader is measured.")
+    doctor_data.examine_loader(config, override or [], num_rounds=rounds, seconds=seconds)
     return 0
 
 
 @app.command()
 @handle_errors
 def reference() -> None:
-    """Print the page of all keys."""
-    print(lazy.call("finetune.config.schema:reference_markdown"), end="")
+    """Print the reference of all keys of a job file, as Markdown."""
+    print(config_schema.reference_markdown(), end="")
 
 
 @app.command()
 @handle_errors
 def schema() -> None:
     """Print the JSON schema of a job file, for editors."""
-    print(lazy.call("finetune.config.schema:json_schema"), end="")
+    print(config_schema.json_schema(), end="")
 
 
 @app.command()
@@ -143,22 +153,14 @@ def schema() -> None:
 def init(
     name: Annotated[str | None, typer.Argument(help="The recipe, such as `quickstart`.")] = None,
     into: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Folder to write into; unset, one of the recipe's name.")
+        Path | None, typer.Option(metavar="FOLDER", help="Folder to write to. Default: the name of the recipe.")
     ] = None,
 ) -> None:
-    """Write a commented job file into a folder.
+    """Write a recipe, a commented job file, to a folder. Without a name, list the recipes.
 
-    The quickstart and image-digits bring their data along. Without a name, the recipes are listed.
+    The recipes `quickstart` and `image-digits` come with their data.
     """
-    if name is None:
-        known = lazy.call("finetune.recipes.make:recipes")
-        widest = max(map(len, known)) + 2
-        for recipe, sentence in known.items():
-            print(f"{recipe:<{widest}}{sentence}")
-        return
-    paths = lazy.call("finetune.recipes.make:make_recipe", name, into or Path(name))
-    for each in lazy.call("finetune.recipes.make:format_written", paths):
-        print(f"wrote {each}")
+    init_command.init(name, into)
 
 
 after_training.add_to(app)

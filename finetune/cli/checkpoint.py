@@ -1,65 +1,67 @@
-"""`finetune checkpoint`: look at a run's checkpoints, check, thin out, convert and export them."""
+"""`finetune checkpoint`: list, verify, prune, convert and export the checkpoints of a run."""
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
-from finetune.cli import lazy
 from finetune.cli.exit_codes import handle_errors
+from finetune.cli.options import Dtype, Step, Trust
 from finetune.errors import UserError
+from finetune.runtime.optional import lazily
 
-HELP = "Look at a run's checkpoints; check, prune, convert and export them."
+with lazily(freeze=True):  # torch where the command needs it
+    from finetune.commands import convert as convert_command
+    from finetune.commands import export as export_command
+    from finetune.commands.checkpoints import inspect as inspect_command
+    from finetune.commands.checkpoints import prune as prune_command
+    from finetune.config import paths as config_paths
+
+HELP = "List, verify, prune, convert and export the checkpoints of a run."
 
 app = typer.Typer(help=HELP, no_args_is_help=True, rich_markup_mode=None)
 
 
 def _folder(written: str) -> Path:
-    """Return the folder that is meant; of a run at a URL, where it is staged on this machine by default."""
-    return (
-        Path(lazy.call("finetune.config.paths:local_run_folder", written, None)) if "://" in written else Path(written)
-    )
+    """Return the folder; for a run at a URL, its default local folder on this machine."""
+    return config_paths.local_run_folder(written, None) if "://" in written else Path(written)
 
 
 Run = Annotated[
     Path,
-    typer.Argument(
-        metavar="RUN", parser=_folder, help="A run's folder (or URL), its `checkpoints/`, or one checkpoint in it."
-    ),
+    typer.Argument(metavar="RUN", parser=_folder, help="A run folder (or URL), its `checkpoints/`, or one checkpoint."),
 ]
-Step = Annotated[int | None, typer.Option(min=0, metavar="N", help="The checkpoint of this step; unset, the newest.")]
-Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Run Python code that comes with the model.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 @app.callback()
 def checkpoint() -> None:
-    """Look at a run's checkpoints; check, prune, convert and export them."""
+    """List, verify, prune, convert and export the checkpoints of a run."""
 
 
 @app.command()
 @handle_errors
 def ls(
     run: Run,
-    verify: Annotated[bool, typer.Option("--verify", help="Read every file, and compare its digest.")] = False,
+    verify: Annotated[bool, typer.Option("--verify", help="Also verify the checksum of every file.")] = False,
     json: Json = False,
 ) -> None:
-    """List a run's checkpoints: step, size, age, metrics, who wrote them, whether they are whole.
+    """List the checkpoints of a run: step, size, age, metrics, strategy, and whether they are complete.
 
-    What saves, resumes and prunes have left beside them is named below.
+    Leftovers of interrupted saves, resumes and prunes are listed below the table.
     """
-    lazy.call("finetune.commands.checkpoints.inspect:list_checkpoints", run, verifies=verify, as_json=json)
+    inspect_command.list_checkpoints(run, verifies=verify, as_json=json)
 
 
 @app.command()
 @handle_errors
 def show(run: Run, step: Step = None, json: Json = False) -> None:
-    """Show everything about one checkpoint.
+    """Show the details of one checkpoint.
 
-    The state digest is equal for two checkpoints of the same training state, whoever wrote them: parameters, optimizer
-    state, step and samples.
+    The state digest covers parameters, optimizer state, step and samples. It is equal for equal training states,
+    whatever strategy wrote them.
     """
-    lazy.call("finetune.commands.checkpoints.inspect:show_checkpoint", run, step=step, as_json=json)
+    inspect_command.show_checkpoint(run, step=step, as_json=json)
 
 
 @app.command()
@@ -67,37 +69,34 @@ def show(run: Run, step: Step = None, json: Json = False) -> None:
 def verify(
     run: Run,
     step: Annotated[
-        int | None, typer.Option(min=0, metavar="N", help="The checkpoint of this step; unset, all of them.")
+        int | None, typer.Option(min=0, metavar="N", help="Step of the checkpoint. Default: all checkpoints.")
     ] = None,
 ) -> int:
-    """Read every file and compare its digest.
+    """Verify the checksum of every file.
 
-    Names each bad file and the tensors in it. Exit code 1 if any is bad.
+    Lists each damaged file and the tensors in it. Exit code 1 if any file is damaged.
     """
-    return 0 if lazy.call("finetune.commands.checkpoints.inspect:verify_checkpoints", run, step=step) else 1
+    return 0 if inspect_command.verify_checkpoints(run, step=step) else 1
 
 
 @app.command()
 @handle_errors
 def prune(
     run: Run,
-    keep_last: Annotated[int | None, typer.Option(min=1, metavar="N", help="Keep so many of the newest.")] = None,
-    keep_every: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Keep those of every so many steps.")
-    ] = None,
+    keep_last: Annotated[int | None, typer.Option(min=1, metavar="N", help="Keep the N newest.")] = None,
+    keep_every: Annotated[int | None, typer.Option(min=1, metavar="N", help="Keep those at every N steps.")] = None,
     keep_best: Annotated[
         str | None,
-        typer.Option(metavar="METRIC", help="Keep the best: `loss`, `loss:2` (two), `exact_match:maximize`."),
+        typer.Option(metavar="METRIC", help="Keep the best: `loss`, `loss:2` (two of them), `exact_match:maximize`."),
     ] = None,
-    yes: Annotated[bool, typer.Option("--yes", help="Delete; without it, only say what would be deleted.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Delete. Without it, only show what would be deleted.")] = False,
 ) -> None:
-    """Say which checkpoints would go, and with --yes delete them.
+    """Show which checkpoints would be deleted, and with --yes delete them.
 
-    What is not given is as the run's own settings say. The newest good checkpoint and the best ones stay in any case;
-    bad ones are left alone. Refused while a run is writing the folder.
+    Options that are not given default to the run's own settings. The newest good checkpoint and the best ones are
+    always kept; damaged ones are not touched. Refused while a run is writing to the folder.
     """
-    lazy.call(
-        "finetune.commands.checkpoints.prune:prune",
+    prune_command.prune(
         run,
         keep_last=keep_last,
         keep_every=keep_every,
@@ -112,21 +111,19 @@ def export(
     run: Run,
     step: Step = None,
     to: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Folder to write; unset, `exports/` in the run's.")
+        Path | None, typer.Option(metavar="FOLDER", help="Folder to write. Default: one in `exports/` of the run.")
     ] = None,
     dtype: Annotated[
-        Literal["float32", "bfloat16", "float16"] | None,
-        typer.Option(help="Type of the weights; unset, what the run's `export` section says."),
+        Dtype | None, typer.Option(help="Data type of the weights. Default: that of the run's `export` section.")
     ] = None,
     trust_remote_code: Trust = False,
 ) -> None:
-    """Write the model of a checkpoint as a Hugging Face folder, like the `final/` of a finished run.
+    """Write the model of a checkpoint as a Hugging Face model folder, like the `final/` of a finished run.
 
-    On the CPU, in one process, whichever launcher wrote the checkpoint. The run's data is not needed; its base model
-    is, where it has one.
+    Runs on the CPU in one process, whatever strategy wrote the checkpoint. Needs the base model where the run has one,
+    but not its data.
     """
-    lazy.call(
-        "finetune.commands.export:export_checkpoint",
+    export_command.export_checkpoint(
         run,
         step=step,
         to=to,
@@ -139,32 +136,32 @@ def export(
 @handle_errors
 def convert(
     run: Run,
-    to: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Write a checkpoint into this new folder.")] = None,
+    to: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Write a checkpoint to this new folder.")] = None,
     source: Annotated[
-        Path | None, typer.Option("--from", metavar="FOLDER", help="Read this folder into a checkpoint of the run.")
+        Path | None, typer.Option("--from", metavar="FOLDER", help="Write this folder as a checkpoint of the run.")
     ] = None,
     step: Annotated[
         int | None,
-        typer.Option(min=1, metavar="N", help="Which checkpoint; with --from, after how many steps it was taken."),
+        typer.Option(
+            min=1, metavar="N", help="Step of the checkpoint; with --from, the step after which the folder was saved."
+        ),
     ] = None,
     trust_remote_code: Annotated[
         bool,
-        typer.Option("--trust-remote-code", help="Run Python code that comes with the model, or in a pickled folder."),
+        typer.Option("--trust-remote-code", help="Allow code of the model, or in a pickled folder, to run."),
     ] = False,
 ) -> int:
-    """Convert to and from the folder of Accelerate's save_state: DeepSpeed's own folder under DeepSpeed.
+    """Convert to and from the folder that Accelerate's save_state writes (under DeepSpeed, DeepSpeed's own).
 
-    Such a folder belongs to the launched strategy and number of processes, and is read back by the same:
+    Such a folder can only be read under the strategy and number of processes that wrote it:
 
     accelerate launch --config_file ACCELERATE.yaml -m finetune checkpoint convert RUN --to FOLDER
 
-    It does not hold the data position. With --from, the position and the digest of the samples follow from --step and
-    the order of the run's data. Under DeepSpeed and FSDP reading such a folder unpickles it, which can run code: only
-    with --trust-remote-code.
+    It does not hold the data position: with --from, position and sample digest are derived from --step and the order of
+    the data. Under DeepSpeed and FSDP such a folder is unpickled, which can run code: that needs --trust-remote-code.
     """
     if (to is None) == (source is None):
-        raise UserError("convert: write exactly one of --to FOLDER and --from FOLDER.")
+        raise UserError("convert: give exactly one of --to FOLDER and --from FOLDER.")
     if source is not None and step is None:
-        raise UserError("--from: write --step N too: such a folder does not say after how many steps it was taken.")
-    named = {"to": to, "source": source, "step": step, "trust_remote_code": trust_remote_code}
-    return int(lazy.call("finetune.commands.convert:convert", run, **named))
+        raise UserError("--from: add --step N: such a folder does not record the step after which it was saved.")
+    return convert_command.convert(run, to=to, source=source, step=step, trust_remote_code=trust_remote_code)

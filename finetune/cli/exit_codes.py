@@ -20,11 +20,9 @@ _FIRST_RANK_SECONDS = 10.0
 
 
 def handle_errors(command: Callable[P, Any]) -> Callable[P, None]:
-    """Return the command with the house's endings: 0, its own code, 1, 2 or 130.
+    """Return the command with the exit codes 0 or its own, 2 for UserError and disk errors, 1 for TrainingError.
 
-    UserError, and what a disk refuses: one message, exit code 2. TrainingError: one message, exit code 1. Ctrl-C: one
-    line, exit code 130.
-    Anything else is a fault of ours and keeps its traceback.
+    An error is one message. Ctrl-C is one line and exit code 130. Anything else is a bug and keeps its traceback.
     """
 
     @functools.wraps(command)
@@ -54,9 +52,9 @@ def handle_errors(command: Callable[P, Any]) -> Callable[P, None]:
 
 @contextmanager
 def guarded_command_line() -> Iterator[None]:
-    """Meanwhile, whatever is printed is readable, and so is the traceback of a fault of ours; it ends with exit code 1.
+    """Keep everything that is printed readable, also the traceback of a bug, which ends with exit code 1.
 
-    Who looks for the words that were typed (a tracker does) finds them without secrets.
+    `sys.argv`, which trackers record, has its secrets redacted.
     """
     with guarded_output():
         sys.argv[1:] = redacted_command(sys.argv[1:])
@@ -68,7 +66,7 @@ def guarded_command_line() -> Iterator[None]:
             ) from None
         except KeyboardInterrupt:
             raise
-        except BaseException as error:  # a panic in Rust, for one, is no Exception
+        except BaseException as error:  # a panic in Rust, for example, is no Exception
             print_traceback(error)
             raise SystemExit(1) from None
 
@@ -86,7 +84,7 @@ def _print_error(error: FinetuneError) -> None:
 
 
 def _print_exit_message(text: str) -> int:
-    """Print what somebody has ended the process with, and return the exit code that Python gives it."""
+    """Print the message of a SystemExit, and return the exit code that Python gives it."""
     print(text, file=sys.stderr, flush=True)
     return 1
 

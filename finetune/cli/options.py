@@ -1,7 +1,7 @@
-"""Options that several commands share."""
+"""Arguments and options that several commands share."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -12,6 +12,21 @@ Overrides = Annotated[
     typer.Option(
         "--set",
         metavar="KEY=VALUE",
-        help="Write one key over the file, such as train.learning_rate=1e-4. May be given again.",
+        help="Override a key of the job file, such as train.learning_rate=1e-4. Can be repeated.",
     ),
 ]
+
+Source = Annotated[
+    Path, typer.Argument(metavar="RUN_OR_FOLDER", help="A run folder, one of its checkpoints, or a model folder.")
+]
+Step = Annotated[int | None, typer.Option(min=0, metavar="N", help="Step of the checkpoint. Default: the newest.")]
+Dtype = Literal["float32", "bfloat16", "float16"]
+Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Allow Python code that comes with the model to run.")]
+NewTokens = Annotated[int, typer.Option(min=1, metavar="N", help="Maximum number of tokens in an answer.")]
+Temperature = Annotated[
+    float, typer.Option(min=0.0, help="Sampling temperature. 0 is greedy decoding: always the most likely token.")
+]
+System = Annotated[
+    str | None, typer.Option(metavar="TEXT", help="System message for conversations that have none of their own.")
+]
+ConfigsFolder = Annotated[Path, typer.Option(metavar="FOLDER", help="Folder of the accelerate configs.")]

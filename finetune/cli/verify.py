@@ -1,21 +1,27 @@
-"""`finetune verify`: promises of the house, asked of the user's own job."""
+"""`finetune verify`: test the guarantees of this package on your own job."""
 
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from finetune.cli import lazy
 from finetune.cli.exit_codes import handle_errors
-from finetune.cli.options import Config, Overrides
+from finetune.cli.options import Config, ConfigsFolder, Overrides
 from finetune.errors import UserError
+from finetune.runtime.optional import lazily
 
-app = typer.Typer(help="Ask of your own job what the house promises.", no_args_is_help=True, rich_markup_mode=None)
+with lazily(freeze=True):
+    from finetune.commands.verify import parity as parity_command
+    from finetune.commands.verify import resume as resume_command
+
+HELP = "Test on your own job: the same losses under every strategy, and after a resume."
+
+app = typer.Typer(help=HELP, no_args_is_help=True, rich_markup_mode=None)
 
 
 @app.callback()
 def verify() -> None:
-    """Ask of your own job what the house promises."""
+    """Test on your own job: the same losses under every strategy, and after a resume."""
 
 
 @app.command()
@@ -23,26 +29,26 @@ def verify() -> None:
 def parity(
     config: Config,
     strategies: Annotated[
-        str, typer.Option(metavar="A,B:4", help="Names in accelerate_configs/, or paths; `:4` sets the processes.")
+        str,
+        typer.Option(
+            metavar="A,B:4", help="Accelerate configs: names in accelerate_configs/ or paths; `:4` sets the processes."
+        ),
     ] = "ddp,fsdp2,zero2,zero3",
-    processes: Annotated[int, typer.Option(min=1, help="Processes of each strategy.")] = 2,
-    steps: Annotated[int, typer.Option(min=1, help="Steps that are compared.")] = 20,
-    tolerance: Annotated[float, typer.Option(min=0.0, help="Largest relative difference allowed.")] = 1e-4,
+    processes: Annotated[int, typer.Option(min=1, help="Processes per strategy.")] = 2,
+    steps: Annotated[int, typer.Option(min=1, help="Number of steps to compare.")] = 20,
+    tolerance: Annotated[float, typer.Option(min=0.0, help="Maximum relative difference.")] = 1e-4,
     accumulations: Annotated[
-        str, typer.Option(metavar="N,M", help="Microbatches per step and process, each tried.")
+        str, typer.Option(metavar="N,M", help="Gradient accumulation steps to try with each strategy.")
     ] = "1",
-    configs_folder: Annotated[Path, typer.Option(metavar="FOLDER", help="Where the accelerate configs lie.")] = Path(
-        "accelerate_configs"
-    ),
+    configs_folder: ConfigsFolder = Path("accelerate_configs"),
     override: Overrides = None,
 ) -> int:
-    """Compare the losses of all strategies.
+    """Compare losses and gradient norms of the job under several strategies.
 
-    Runs the job's first steps on one process and under each strategy; exit code 1 unless all losses and gradient norms
-    agree within the tolerance.
+    Runs the first steps on one process and under each strategy. Exit code 1 unless every loss and gradient norm agrees
+    with those of one process within the tolerance.
     """
-    agree = lazy.call(
-        "finetune.commands.verify.parity:run_parity",
+    agree = parity_command.run_parity(
         config,
         overrides=override or [],
         strategies=_words(strategies),
@@ -59,30 +65,30 @@ def parity(
 @handle_errors
 def resume(
     config: Config,
-    stop_at: Annotated[int, typer.Option(min=1, metavar="K", help="The step after which the second run is stopped.")],
+    stop_at: Annotated[int, typer.Option(min=1, metavar="K", help="Stop the second run after this step.")],
     source: Annotated[
-        str, typer.Option("--from", metavar="A:N", help="Strategy that is stopped: a name or a path; `:4` processes.")
+        str,
+        typer.Option(
+            "--from", metavar="A:N", help="Strategy before the stop: a name or path; `:4` sets the processes."
+        ),
     ] = "ddp:2",
-    target: Annotated[str, typer.Option("--to", metavar="B:N", help="Strategy that goes on.")] = "ddp:2",
+    target: Annotated[str, typer.Option("--to", metavar="B:N", help="Strategy that resumes.")] = "ddp:2",
     steps: Annotated[
-        int | None, typer.Option(min=2, help="The last step that is compared; unset, five after the stop.")
+        int | None, typer.Option(min=2, help="Last step to compare. Default: five after the stop.")
     ] = None,
     tolerance: Annotated[
-        float, typer.Option(min=0.0, help="Largest relative difference allowed where --from and --to differ.")
+        float, typer.Option(min=0.0, help="Maximum relative difference where --from and --to differ.")
     ] = 1e-4,
-    configs_folder: Annotated[Path, typer.Option(metavar="FOLDER", help="Where the accelerate configs lie.")] = Path(
-        "accelerate_configs"
-    ),
+    configs_folder: ConfigsFolder = Path("accelerate_configs"),
     override: Overrides = None,
 ) -> int:
-    """Compare a run that is stopped and resumed with one that is not.
+    """Compare a run that is stopped and resumed with one that is not interrupted.
 
-    Runs the job straight, and again with a stop and another start, maybe under another strategy and on another number
-    of processes. Exit code 1 unless every step has the same samples and losses within the tolerance. Where --from and
-    --to are the same, losses and the final state must be equal bit by bit, dropout included; else dropout is off.
+    The resumed run can use another strategy and number of processes. Exit code 1 unless every step has the same samples
+    and the losses agree within the tolerance. Where --from and --to are the same, losses and final state must be
+    bitwise identical, dropout included; otherwise dropout is disabled.
     """
-    agree = lazy.call(
-        "finetune.commands.verify.resume:run_resume",
+    agree = resume_command.run_resume(
         config,
         overrides=override or [],
         stop_at=stop_at,
@@ -101,5 +107,5 @@ def _words(written: str) -> list[str]:
 
 def _number(word: str) -> int:
     if not word.isdigit() or int(word) == 0:
-        raise UserError(f"--accumulations {word}: write whole numbers from 1 on, separated by commas, such as 1,2,4.")
+        raise UserError(f"--accumulations {word}: write positive integers separated by commas, such as 1,2,4.")
     return int(word)

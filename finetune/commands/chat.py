@@ -10,6 +10,9 @@ from typing import Any
 import torch
 from transformers import TextStreamer
 
+from finetune.commands.evaluate.target import find_evaluation_target
+from finetune.commands.export import is_run
+from finetune.commands.generate import local_device
 from finetune.data.encoding.prompts import ChatPrompt, prompt_ids, text_inputs
 from finetune.data.templates.chat_template import stop_ids
 from finetune.errors import UserError
@@ -17,6 +20,7 @@ from finetune.model.generation import SamplingParams, generate_batch
 from finetune.model.loading.saved import (
     SavedModel,
     attach_adapters,
+    find_model_folder,
     inspect_model_folder,
     load_saved_base,
     load_saved_model,
@@ -58,7 +62,7 @@ class Classifier:
 
     def with_adapter(self, name: str | None) -> "Classifier":
         """Refuse: there is nothing to switch to."""
-        raise UserError("/adapter: a model that classifies has the one it was trained with.")
+        raise UserError("/adapter: a classifier has only the adapter that it was trained with.")
 
     def _said(self, logits: torch.Tensor) -> str:
         if len(logits) == 1:
@@ -71,89 +75,97 @@ class Classifier:
 
 
 RESERVED_ANSWER_TOKENS = 16
-"""Positions kept free for the answer before the oldest turns of a long conversation are forgotten."""
+"""Tokens reserved for the answer; the oldest turns of a longer conversation are dropped."""
 
 HELP = """\
-exit             ends
-/clear           begins a new conversation
-/system TEXT     gives a system message, and begins a new conversation; without a text, takes it away
-/adapter NAME    answers with this adapter; without a name, lists them
-/base            answers without any adapter
-/help            shows this"""
+exit             exit
+/clear           start a new conversation
+/system TEXT     set the system message and start a new conversation; without a text, remove it
+/adapter NAME    use this adapter; without a name, list the adapters
+/base            use the base model without an adapter
+/help            show this help"""
 
 COMMANDS = ("clear", "system", "adapter", "base", "help")
 
 Turn = dict[str, str]
 
+_GENERATING = ("causal_lm", "seq2seq_lm", "image_text_to_text")
+
 
 def chat(
-    folder: Path,
+    source: Path,
     *,
+    step: int | None = None,
     adapters: Sequence[str] = (),
     max_new_tokens: int = 256,
     temperature: float = 0.0,
     system: str | None = None,
     trust_remote_code: bool = False,
 ) -> None:
-    """Answer lines from standard input with the model in the folder (a run's, or its `final/`) until `exit` or the end.
+    """Answer lines from standard input until `exit` or the end of the input.
 
-    At a terminal the conversation goes on from line to line, and `/clear` begins a new one; piped lines are questions
-    of their own. The answer appears as it is made. Adapters are written `NAME=FOLDER`; they share one base. A model
-    that classifies text answers with its class. Raises UserError where there is no model to talk to.
+    The model is that of a model folder or of the `final/` of a run; of a stopped run, or with `step`, a checkpoint's.
+    At a terminal all lines are one conversation, until `/clear` starts a new one; each piped line is a conversation of
+    its own. Answers are streamed. Adapters are written `NAME=FOLDER` and share one base. A text classifier answers with
+    its classes. Raises UserError where there is no model to chat with.
     """
     quiet_libraries(is_main=True)
-    saved = inspect_model_folder(folder, key="chat", trust_remote_code=trust_remote_code)
-    sampling = SamplingParams(max_new_tokens, temperature)
-    named = _parse_adapters(adapters)
-    speaker = _load_any(saved, sampling, adapters=named, trust_remote_code=trust_remote_code)
+    sampling, named = SamplingParams(max_new_tokens, temperature), _parse_adapters(adapters)
+    if is_run(source) and (step is not None or find_model_folder(source) is None):
+        model = _load_checkpoint(source, sampling, step=step, adapters=named, trust_remote_code=trust_remote_code)
+    else:
+        if step is not None:
+            raise UserError(f"--step {step}: {source} has no checkpoints. Name a run folder, or leave --step out.")
+        saved = inspect_model_folder(source, key="chat", trust_remote_code=trust_remote_code)
+        model = _load_any(saved, sampling, adapters=named, trust_remote_code=trust_remote_code)
     is_terminal = sys.stdin.isatty()
     if is_terminal:
-        print("`exit` ends, `/clear` begins a new conversation, `/help` lists the rest.")
-    talk = _Conversation(speaker, system)
+        print("`exit` exits, `/clear` starts a new conversation, `/help` lists all commands.")
+    conversation = _Conversation(model, system)
     for line in _lines(is_terminal=is_terminal):
-        talk.hear(line, is_on_its_own=not is_terminal)
+        conversation.handle_line(line, is_single=not is_terminal)
 
 
 @dataclass
 class _Conversation:
-    """A conversation, and what has been said in it so far."""
+    """A model, and the conversation with it so far."""
 
-    speaker: Any
+    model: Any
     system: str | None
     turns: list[Turn] = field(default_factory=list)
 
-    def hear(self, line: str, *, is_on_its_own: bool) -> None:
-        """Obey a command, or answer; raises UserError where a command cannot be obeyed and nobody could mend it.
+    def handle_line(self, line: str, *, is_single: bool) -> None:
+        """Run a command, or answer; raises UserError for a command that fails in piped input.
 
-        A piped line that begins with a slash and is no command is a question.
+        A piped line that starts with a slash and is no command is a question.
         """
         command, _, rest = line.removeprefix("/").partition(" ")
-        if line == "clear" or (line.startswith("/") and (command in COMMANDS or not is_on_its_own)):
+        if line == "clear" or (line.startswith("/") and (command in COMMANDS or not is_single)):
             try:
                 self._run_command(command, rest.strip())
             except UserError as error:
-                if is_on_its_own:
+                if is_single:
                     raise
                 print(error)
             return
-        if is_on_its_own:
+        if is_single:
             self.turns = []
         self.turns.append({"role": "user", "content": line})
         head = [{"role": "system", "content": self.system}] if self.system else []
-        self.turns.append({"role": "assistant", "content": self.speaker.answer([*head, *self.turns])})
+        self.turns.append({"role": "assistant", "content": self.model.answer([*head, *self.turns])})
 
     def _run_command(self, command: str, rest: str) -> None:
         if command in ("clear", "system"):
             self.turns = []
             self.system = (rest or None) if command == "system" else self.system
         elif command == "base" or (command == "adapter" and rest):
-            self.speaker = self.speaker.with_adapter(rest if command == "adapter" else None)
+            self.model = self.model.with_adapter(rest if command == "adapter" else None)
         elif command == "adapter":
-            print(f"adapters: {', '.join(self.speaker.adapters) or 'none'}; in use: {self.speaker.adapter or 'none'}")
+            print(f"adapters: {', '.join(self.model.adapters) or 'none'}; in use: {self.model.adapter or 'none'}")
         elif command == "help":
             print(HELP)
         else:
-            raise UserError(f"/{command}: there is no such command. `/help` lists them.")
+            raise UserError(f"/{command}: unknown command. `/help` lists all commands.")
 
 
 @dataclass(frozen=True)
@@ -168,10 +180,10 @@ class ChatModel:
     number: list[int] = field(default_factory=lambda: [0])  # of answers drawn so far
 
     def with_adapter(self, name: str | None) -> "ChatModel":
-        """Return the speaker with this adapter in use, or with none; raises UserError for one that is not loaded."""
+        """Return the model with this adapter in use, or with none; raises UserError for one that is not loaded."""
         if name is not None and name not in self.adapters:
-            known = ", ".join(self.adapters) or "none; write --adapter NAME=FOLDER"
-            raise UserError(f"/adapter {name}: there is no such adapter. Loaded: {known}.")
+            known = ", ".join(self.adapters) or "none; load one with --adapter NAME=FOLDER"
+            raise UserError(f"/adapter {name}: no such adapter is loaded. Loaded: {known}.")
         if name is not None:
             self.model.set_adapter(name)
         return replace(self, adapter=name)
@@ -233,11 +245,13 @@ def _load_any(
         return _load(saved, sampling, adapters=adapters, trust_remote_code=trust_remote_code)
     if saved.head == "sequence_classification":
         if adapters:
-            raise UserError("--adapter: a model that classifies has the one it was trained with. Leave it out.")
+            raise UserError(
+                "--adapter: a classifier has only the adapter that it was trained with. Leave --adapter out."
+            )
         return Classifier.load(saved, trust_remote_code=trust_remote_code)
     raise UserError(
-        f"{saved.folder} holds a model of `{saved.head}`, which writes no text. `finetune evaluate` measures it, and "
-        "its README.md says how to load it."
+        f"{saved.folder}: a `{saved.head}` model does not generate text. Evaluate it with `finetune evaluate`; its "
+        "README.md shows how to load it."
     )
 
 
@@ -251,9 +265,24 @@ def _load(
         model = attach_adapters(model, folders, key="chat")
     place = saved.folder if has_processing(saved.folder, reads="text") else saved.base
     tokenizer = load_saved_processing(place, reads="text", key="chat", trust_remote_code=trust_remote_code).tokenizer
-    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     first = next(iter(folders), None)
-    return ChatModel(model.to(device or "cpu").eval(), tokenizer, sampling, tuple(folders), first)
+    return ChatModel(model.to(local_device()).eval(), tokenizer, sampling, tuple(folders), first)
+
+
+def _load_checkpoint(
+    run: Path, sampling: SamplingParams, *, step: int | None, adapters: Mapping[str, Path], trust_remote_code: bool
+) -> ChatModel:
+    """Return the model of a run's checkpoint, its adapter in use where it has one."""
+    if adapters:
+        raise UserError("--adapter: not available for a checkpoint. Export it first: `finetune export RUN`.")
+    target = find_evaluation_target(run, step=step, config=None, overrides=(), trust_remote_code=trust_remote_code)
+    task = target.task()
+    if task.head not in _GENERATING:
+        raise UserError(f"{target.source}: a `{task.head}` model does not generate text. Evaluate it instead.")
+    model = target.initial_model(task)
+    target.load_weights(model)
+    print(f"chatting with {target.source.name} of {target.source.parent.parent}")
+    return ChatModel(model.to(local_device()).eval(), target.run_inputs.processing.tokenizer, sampling)
 
 
 def _parse_adapters(adapters: Sequence[str]) -> dict[str, Path]:
@@ -261,9 +290,9 @@ def _parse_adapters(adapters: Sequence[str]) -> dict[str, Path]:
     for written in adapters:
         name, equals, folder = written.partition("=")
         if not (name and equals and folder) or "." in name:
-            raise UserError(f"--adapter {written}: write NAME=FOLDER, the name without dots.")
+            raise UserError(f"--adapter {written}: write NAME=FOLDER, with a name without dots.")
         if name in named:
-            raise UserError(f"--adapter {written}: there is an adapter `{name}` already. Write another name.")
+            raise UserError(f"--adapter {written}: an adapter `{name}` already exists. Choose another name.")
         named[name] = Path(folder).absolute()
     return named
 
@@ -286,7 +315,7 @@ def _lines(*, is_terminal: bool) -> Iterator[str]:
         except EOFError:
             return
         except UnicodeDecodeError as error:
-            raise UserError(f"standard input: is not {error.encoding} text. Send it in that encoding.") from error
+            raise UserError(f"standard input is not {error.encoding} text. Send it in that encoding.") from error
         if line in ("exit", "/exit"):
             return
         if line:

@@ -45,12 +45,13 @@ from finetune.runtime.run_folder import CHECKPOINTS_FOLDER
 from finetune.runtime.text.library_output import quiet_libraries
 from finetune.train.evaluate import average_formula
 
-_LISTED = 5
+_MAX_LISTED = 5
+_READS = {"image_classification": "images", "image_text_to_text": "both"}
 
 
 @dataclass(frozen=True)
 class _CheckpointExport:
-    """What is exported, and where to."""
+    """The checkpoint to export, its run, and the folder to write."""
 
     checkpoint: Path
     run: Path
@@ -66,21 +67,20 @@ def export_checkpoint(
     merge: bool = False,
     trust_remote_code: bool = False,
 ) -> Path:
-    """Write the model of one checkpoint into a folder as the end of a run writes `final/`, say where and return it.
+    """Write the model of one checkpoint to a folder, as the end of a run writes `final/`; print and return the folder.
 
-    With `merge` an adapter becomes part of its base, as it does where the run's `export.merge` says so. Needs the run's
-    folder and, for what is not trained, the base model that its job names; no data, no launcher. Raises UserError where
-    the folder is there already or nothing can be merged, CheckpointError where the checkpoint is bad or another
-    model's.
+    With `merge`, an adapter is merged into its base, as with the run's `export.merge`. Needs the run's folder and, for
+    frozen weights, the base model of its job; no data and no launcher. Raises UserError if the folder exists or nothing
+    can be merged, CheckpointError if the checkpoint is bad or does not match the model.
     """
     quiet_libraries(is_main=True)
-    wanted = _choose_checkpoint(run, step=step, to=to)
-    own = with_trust(load_resolved(wanted.run), trust_remote_code=trust_remote_code)
+    request = _choose_checkpoint(run, step=step, to=to)
+    own = with_trust(load_resolved(request.run), trust_remote_code=trust_remote_code)
     loaded = _with_export(own, dtype=dtype, merge=merge)
     require_mergeable(loaded.config)
-    checkpoint = open_checkpoint(wanted.checkpoint)
-    report = _export(wanted, loaded, checkpoint=checkpoint, run_inputs=load_run_inputs(wanted.run, loaded.config))
-    print(f"exported {wanted.checkpoint.name}: {report.num_tensors} tensors, {format_size(report.size_bytes)}")
+    checkpoint = open_checkpoint(request.checkpoint)
+    report = _export(request, loaded, checkpoint=checkpoint, run_inputs=load_run_inputs(request.run, loaded.config))
+    print(f"exported {request.checkpoint.name}: {report.num_tensors} tensors, {format_size(report.size_bytes)}")
     print(f"model in {report.folder}")
     return report.folder
 
@@ -88,10 +88,10 @@ def export_checkpoint(
 def exported_weights(
     model: object, checkpoint: OpenCheckpoint, *, train: TrainSection, trained_only: bool
 ) -> dict[str, Tensor]:
-    """Return the weights by canonical name: what is trained from the checkpoint, the rest as the model has it.
+    """Return the weights by canonical name: trained ones from the checkpoint, the others from the model.
 
-    Of a run that evaluates an average of its weights, it is the average that is exported.
-    Raises CheckpointError unless the checkpoint holds all of what this model trains, with its shapes, and nothing else.
+    If the run evaluates an average of its weights, the average is exported. Raises CheckpointError unless the
+    checkpoint has exactly the tensors that this model trains, with their shapes.
     """
     parameters, buffers = named_parameters(model), named_buffers(model)  # type: ignore[arg-type]
     trained = {name: each for name, each in parameters.items() if each.requires_grad}
@@ -117,44 +117,44 @@ def _evaluation_weights(checkpoint: OpenCheckpoint, name: str, *, train: TrainSe
 
 
 def _choose_checkpoint(run: Path, *, step: int | None, to: Path | None) -> _CheckpointExport:
-    place = locate_run(run)
-    checkpoint = select_checkpoint(place, step=step)
-    folder = (to or place.run / "exports" / checkpoint.name).absolute()
+    location = locate_run(run)
+    checkpoint = select_checkpoint(location, step=step)
+    folder = (to or location.run / "exports" / checkpoint.name).absolute()
     if folder.exists():
-        raise UserError(f"{folder}: is there already. Name another folder with --to, or delete this one.")
-    return _CheckpointExport(checkpoint, place.run, folder)
+        raise UserError(f"{folder}: already exists. Give another folder with --to, or delete this one.")
+    return _CheckpointExport(checkpoint, location.run, folder)
 
 
 def _with_export(loaded: LoadedConfig, *, dtype: str | None, merge: bool) -> LoadedConfig:
-    """Return the run's config with what the command says of the export."""
+    """Return the run's config with the command's options for the export."""
     if merge and adapter_of(loaded.config) is None:
-        raise UserError("--merge: this run has no adapter; its checkpoints are whole models. Leave --merge out.")
+        raise UserError("--merge: this run has no adapter; its checkpoints are full models. Remove --merge.")
     section = loaded.config.export
-    asked = {"dtype": section.dtype if dtype is None else dtype, "merge": section.merge or merge}
-    export = section.model_copy(update=asked)
+    options = {"dtype": section.dtype if dtype is None else dtype, "merge": section.merge or merge}
+    export = section.model_copy(update=options)
     return replace(loaded, config=loaded.config.model_copy(update={"export": export}))
 
 
 def _export(
-    wanted: _CheckpointExport, loaded: LoadedConfig, *, checkpoint: OpenCheckpoint, run_inputs: RunInputs
+    request: _CheckpointExport, loaded: LoadedConfig, *, checkpoint: OpenCheckpoint, run_inputs: RunInputs
 ) -> ExportReport:
     config, tokenizer, task = loaded.config, run_inputs.processing.tokenizer, run_inputs.task(loaded.config)
     model = build_model(config, task=task, tokenizer=tokenizer, construction=InitContext())
     weights = exported_weights(model, checkpoint, train=config.train, trained_only=exports_trained_only(config))
     return export_model(
-        wanted.folder,
+        request.folder,
         model=model,
         weights=weights | load_unquantized_base(config, task, tokenizer=tokenizer, log=print),
         preprocessors=export_inputs(run_inputs.processing),
         section=resolve_export_section(config),
-        facts=_card(wanted, loaded=loaded, checkpoint=checkpoint, head=task.head),
+        facts=_card(request, loaded=loaded, checkpoint=checkpoint, head=task.head),
     )
 
 
-def _card(wanted: _CheckpointExport, *, loaded: LoadedConfig, checkpoint: OpenCheckpoint, head: str) -> CardFacts:
+def _card(request: _CheckpointExport, *, loaded: LoadedConfig, checkpoint: OpenCheckpoint, head: str) -> CardFacts:
     progress = Progress.from_state_dict(checkpoint.progress)
     return CardFacts(
-        title=wanted.run.name,
+        title=request.run.name,
         task=loaded.config.task.name,
         num_steps=progress.step,
         metrics=progress.last_metrics,
@@ -165,23 +165,19 @@ def _card(wanted: _CheckpointExport, *, loaded: LoadedConfig, checkpoint: OpenCh
 
 
 def _require_same_tensors(checkpoint: OpenCheckpoint, wanted: Mapping[str, Tensor]) -> None:
-    held = {record.name: record.shape for record in checkpoint.model_records() if record.key in (PARAMETER, BUFFER)}
+    saved = {record.name: record.shape for record in checkpoint.model_records() if record.key in (PARAMETER, BUFFER)}
     lines = [
-        f"  {what}: {', '.join(names[:_LISTED])}{f' and {len(names) - _LISTED} more' if len(names) > _LISTED else ''}"
+        f"  {what}: {', '.join(names[:_MAX_LISTED])}"
+        + (f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else "")
         for what, names in (
-            ("not in the checkpoint", [name for name in wanted if name not in held]),
-            ("only in the checkpoint", [name for name in held if name not in wanted]),
-            ("of another shape", [name for name in wanted if name in held and wanted[name].shape != held[name]]),
+            ("missing from the checkpoint", [name for name in wanted if name not in saved]),
+            ("only in the checkpoint", [name for name in saved if name not in wanted]),
+            ("different shape", [name for name in wanted if name in saved and wanted[name].shape != saved[name]]),
         )
         if names
     ]
     if lines:
-        raise CheckpointError(
-            f"{checkpoint.found.path} does not hold what the model in resolved.yaml trains\n" + "\n".join(lines)
-        )
-
-
-_READS = {"image_classification": "images", "image_text_to_text": "both"}
+        raise CheckpointError(f"{checkpoint.found.path} does not match the model in resolved.yaml\n" + "\n".join(lines))
 
 
 def export(
@@ -195,10 +191,10 @@ def export(
     public: bool = False,
     trust_remote_code: bool = False,
 ) -> None:
-    """Export a checkpoint of a run, merge the adapter of any folder, or push a folder as it is; say what was done.
+    """Export a checkpoint of a run, merge the adapter of any folder, or upload a folder; print what was done.
 
-    Raises UserError where there is nothing to do or the target is there already, HubError where the upload failed: what
-    was exported stays.
+    Raises UserError if there is nothing to do or the target exists, HubError if the upload failed; the exported folder
+    is kept then.
     """
     quiet_libraries(is_main=True)
     if is_run(source):
@@ -207,53 +203,58 @@ def export(
         )
     else:
         if step is not None:
-            raise UserError(f"--step {step}: {source} has no checkpoints. Name a run's folder, or leave --step out.")
+            raise UserError(f"--step {step}: {source} has no checkpoints. Give a run's folder, or remove --step.")
         saved = inspect_model_folder(source, key="export", trust_remote_code=trust_remote_code)
         folder = _export_folder(
-            saved, to=to, dtype=dtype, merge=merge, is_pushed=push_to_hub is not None, trusts=trust_remote_code
+            saved,
+            to=to,
+            dtype=dtype,
+            merge=merge,
+            is_pushed=push_to_hub is not None,
+            trust_remote_code=trust_remote_code,
         )
     if push_to_hub is not None:
         print(f"uploaded to {push_folder(folder, push_to_hub, private=not public)}")
 
 
 def is_run(folder: Path) -> bool:
-    """Tell whether a run with checkpoints, or one of its checkpoints, is meant, and not a model folder."""
-    place = folder.expanduser().absolute()
-    names_checkpoint = (place / layout.MANIFEST).is_file() or layout.step_of(place) is not None
-    return names_checkpoint or bool(layout.steps(place) or layout.steps(place / CHECKPOINTS_FOLDER))
+    """Return whether the folder is a run with checkpoints, or one of its checkpoints, rather than a model folder."""
+    path = folder.expanduser().absolute()
+    is_checkpoint = (path / layout.MANIFEST).is_file() or layout.step_of(path) is not None
+    return is_checkpoint or bool(layout.steps(path) or layout.steps(path / CHECKPOINTS_FOLDER))
 
 
 def _export_folder(
-    saved: SavedModel, *, to: Path | None, dtype: str | None, merge: bool, is_pushed: bool, trusts: bool
+    saved: SavedModel, *, to: Path | None, dtype: str | None, merge: bool, is_pushed: bool, trust_remote_code: bool
 ) -> Path:
-    """Return the folder of the model that was asked for: a new one, or this one where only its upload was."""
+    """Return the folder of the requested model: a new one, or this one if it is only to be uploaded."""
     if merge and saved.adapter is None:
-        raise UserError(f"--merge: {saved.folder} holds a whole model and no adapter. Leave --merge out.")
+        raise UserError(f"--merge: {saved.folder} holds a full model and no adapter. Remove --merge.")
     if not merge and dtype is None and to is None:
         if is_pushed:
             return saved.folder
         raise UserError(
-            f"{saved.folder} is a model folder already. Write --merge to merge an adapter, --dtype for another type, "
-            "or --push-to-hub NAME to upload it."
+            f"{saved.folder} is a model folder already. Add --merge to merge an adapter, --dtype to convert the "
+            "weights, or --push-to-hub NAME to upload it."
         )
     if not merge and saved.adapter is not None:
-        raise UserError(f"{saved.folder} holds an adapter. Write --merge too; without it, there is nothing to convert.")
+        raise UserError(f"{saved.folder} holds an adapter, which is converted only when it is merged: add --merge.")
     folder = (to or saved.folder.with_name(f"{saved.folder.name}-{'merged' if merge else dtype}")).absolute()
     if folder.exists():
-        raise UserError(f"{folder}: is there already. Name another folder with --to, or delete this one.")
-    report = _write(saved, folder, section=ExportSection(dtype=dtype, merge=merge), trusts=trusts)  # type: ignore[arg-type]
+        raise UserError(f"{folder}: already exists. Give another folder with --to, or delete this one.")
+    report = _write(saved, folder, section=ExportSection(dtype=dtype, merge=merge), trust_remote_code=trust_remote_code)  # type: ignore[arg-type]
     print(f"exported {saved.folder.name}: {report.num_tensors} tensors, {format_size(report.size_bytes)}")
     print(f"model in {report.folder}")
     return report.folder
 
 
-def _write(saved: SavedModel, folder: Path, *, section: ExportSection, trusts: bool) -> ExportReport:
-    model = load_saved_model(saved, key="export", trust_remote_code=trusts)
+def _write(saved: SavedModel, folder: Path, *, section: ExportSection, trust_remote_code: bool) -> ExportReport:
+    model = load_saved_model(saved, key="export", trust_remote_code=trust_remote_code)
     return export_model(
         folder,
         model=model,
         weights=_weights(model),
-        preprocessors=inputs_in(saved, trust_remote_code=trusts),
+        preprocessors=inputs_in(saved, trust_remote_code=trust_remote_code),
         section=section,
         facts=CardFacts(
             title=folder.name,
@@ -272,7 +273,7 @@ def _weights(model: Any) -> dict[str, torch.Tensor]:
 
 
 def inputs_in(saved: SavedModel, *, trust_remote_code: bool) -> Preprocessors:
-    """Return the tokenizer and processor that lie in the folder; none where there are none."""
+    """Return the tokenizer and processor in the folder, as far as there are any."""
     processing = processing_in(saved, trust_remote_code=trust_remote_code)
     tokenizer = processing.tokenizer
     return Preprocessors(
@@ -281,16 +282,16 @@ def inputs_in(saved: SavedModel, *, trust_remote_code: bool) -> Preprocessors:
 
 
 def processing_in(saved: SavedModel, *, trust_remote_code: bool) -> Processing:
-    """Return what lies in the folder, or with the adapter's base; nothing where neither has it.
+    """Return tokenizer and processor of the folder, or of the adapter's base; none if neither has any.
 
-    Raises ModelError where it is there and cannot be read.
+    Raises ModelError if there are some that cannot be read.
     """
     reads: Any = _READS.get(saved.head, "text")
-    for place in dict.fromkeys((str(saved.folder), saved.base)):
-        if not Path(place).is_dir() or has_processing(Path(place), reads=reads):
+    for source in dict.fromkeys((str(saved.folder), saved.base)):
+        if not Path(source).is_dir() or has_processing(Path(source), reads=reads):
             try:
-                return load_saved_processing(place, reads=reads, key="tokenizer", trust_remote_code=trust_remote_code)
+                return load_saved_processing(source, reads=reads, key="tokenizer", trust_remote_code=trust_remote_code)
             except ModelError as error:
-                if not isinstance(error.__cause__, OSError):  # there is none in the local cache
+                if not isinstance(error.__cause__, OSError):  # none in the local cache
                     raise
     return Processing()

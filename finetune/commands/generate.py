@@ -247,18 +247,18 @@ class _Generator:
         window = self.batch_size * _BATCHES_SORTED_TOGETHER
         for start in range(0, len(asked), window):
             like = sorted(asked[start : start + window], key=lambda each: len(each.tokens), reverse=True)
-            roomy = [each for each in like if self._room(each) == self.sampling.max_new_tokens]
-            yield from ([each] for each in like if self._room(each) < self.sampling.max_new_tokens)
+            roomy = [each for each in like if self._answer_limit(each) == self.sampling.max_new_tokens]
+            yield from ([each] for each in like if self._answer_limit(each) < self.sampling.max_new_tokens)
             for first in range(0, len(roomy), self.batch_size):
                 yield roomy[first : first + self.batch_size]
 
-    def _room(self, asked: TokenizedPrompt) -> int:
+    def _answer_limit(self, asked: TokenizedPrompt) -> int:
         limit = self._limit()
         most = self.sampling.max_new_tokens
         return most if limit is None else min(most, limit - len(asked.tokens))
 
     def _answers(self, batch: Sequence[TokenizedPrompt]) -> list[str]:
-        sampling = SamplingParams(self._room(batch[0]), self.sampling.temperature, self.sampling.top_p)
+        sampling = SamplingParams(self._answer_limit(batch[0]), self.sampling.temperature, self.sampling.top_p)
         made = generate_batch(
             self.model,
             [each.tokens for each in batch],

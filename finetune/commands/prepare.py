@@ -34,7 +34,7 @@ def show_progress() -> Iterator[tuple[Log, OnProgress]]:
         yield print_line, ProgressLines(log=print_line)
         return
     console, text = rich_console.SafeConsole(), rich_console.SafeTextColumn
-    columns = (text("{task.description}"), BarColumn(), text("{task.fields[told]}"))
+    columns = (text("{task.description}"), BarColumn(), text("{task.fields[progress]}"))
     with rich_console.SafeProgress(*columns, console=console, transient=True) as progress:
         yield lambda line: console.print(line, markup=False, soft_wrap=True), ProgressBars(progress)
 
@@ -54,7 +54,7 @@ class ProgressLines:
         pace = self._paces.setdefault(key, Pace(rows, now))
         if now - self._said.setdefault(key, now) >= SECONDS_BETWEEN_LINES:
             self._said[key] = now
-            self._log(f"{key}: {pace.told(rows, num_rows, now=now)}")
+            self._log(f"{key}: {pace.format_progress(rows, num_rows, now=now)}")
 
 
 class ProgressBars:
@@ -69,9 +69,9 @@ class ProgressBars:
         """Move the bar of the source."""
         now = self._clock()
         if key not in self._bars:
-            self._bars[key] = self._progress.add_task(key, total=num_rows, told=""), Pace(rows, now)
+            self._bars[key] = self._progress.add_task(key, total=num_rows, progress=""), Pace(rows, now)
         bar, pace = self._bars[key]
-        self._progress.update(bar, completed=rows, told=pace.told(rows, num_rows, now=now))
+        self._progress.update(bar, completed=rows, progress=pace.format_progress(rows, num_rows, now=now))
 
 
 class Pace:
@@ -81,10 +81,10 @@ class Pace:
         self._first_rows = rows
         self._first_seconds = now
 
-    def told(self, rows: int, num_rows: int | None, *, now: float) -> str:
+    def format_progress(self, rows: int, num_rows: int | None, *, now: float) -> str:
         """Return how far it is in words; how long it takes where the end is known.
 
-        >>> Pace(0, 10.0).told(2_000, 10_000, now=14.0)
+        >>> Pace(0, 10.0).format_progress(2_000, 10_000, now=14.0)
         '2,000 of 10,000 rows (20%), 500 rows/s, 16 s left'
         """
         seconds = now - self._first_seconds

@@ -75,7 +75,7 @@ def description_of(node: Node) -> str:
 
 
 CEILING = 1_000
-"""Upper bounds from here on are above any use: only a value beyond one is told about it."""
+"""Upper bounds from here on are above any use: they are mentioned only for values beyond them."""
 
 
 def describe_values(node: Node, *, in_full: bool = False) -> str:

@@ -74,7 +74,7 @@ Width = Annotated[int, Field(ge=1, le=1 << 16)]  # of a layer
 Pixels = Annotated[int, Field(ge=1, le=16_384)]  # of one side of an image
 LayerNumber = Annotated[int, Field(ge=0, le=10_000)]
 Workers = Annotated[int, Field(ge=0, le=512)]
-Prefetch = Annotated[int, Field(ge=1, le=1_000)]  # what is kept ready
+Prefetch = Annotated[int, Field(ge=1, le=1_000)]  # number of prefetched items
 Seed = Annotated[int, Field(ge=0, le=(1 << 63) - 1)]
 Factor = Annotated[float, Field(ge=0.0, le=MAX_FACTOR)]
 PositiveFactor = Annotated[float, Field(gt=0.0, le=MAX_FACTOR)]

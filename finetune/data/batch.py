@@ -13,7 +13,7 @@ IGNORED = -100
 
 @dataclass(frozen=True)
 class Targets:
-    """Where a batch's labels are not IGNORED, found in collation: nobody waits for a device to learn it."""
+    """Where a batch's labels are not IGNORED, found in collation: no host-device synchronisation is needed."""
 
     positions: Tensor  # [targets], int64: places in the flattened labels, ascending
     labels: Tensor  # [targets], int64
@@ -41,21 +41,21 @@ class Targets:
 
 @dataclass(frozen=True)
 class Batch:
-    """One microbatch on one rank. Counts are plain integers, so that nobody waits for a device to learn them."""
+    """One microbatch on one rank. Counts are plain integers: no host-device synchronisation."""
 
     inputs: Mapping[str, Tensor]  # what the model's forward is given; input_ids: [batch, length]
     labels: Tensor  # [batch, length]: the token to be predicted at each position, or IGNORED
     num_targets: int  # positions that count in the loss
     num_tokens: int  # positions that are not padding
-    sample_ids: tuple[int, ...]  # of all samples in it; empty for a filler batch
+    sample_ids: tuple[int, ...]  # of all samples in it; empty for a dummy batch
     cumulative_lengths: Tensor | None = None  # int32, where each sample of a row without padding begins, and the end
     longest: int = 0  # tokens of the longest of those
     extras: Mapping[str, Tensor] = field(default_factory=dict)  # what only the task's loss reads
-    seed: int = 0  # of the step that it is learnt in; 0 where nothing is to be random
+    seed: int = 0  # of the step that it is used in; 0 where nothing is to be random
     lengths: tuple[int, ...] = ()  # tokens that the model reads of each sample; known in training
     targets: Targets | None = None  # where the labels count; None where a label is no token
     checksums: tuple[int, ...] = ()  # of the contents of those samples (`data/token_cache/integrity.py`)
-    partner_ids: tuple[int, ...] = ()  # of samples that others are learnt together with
+    partner_ids: tuple[int, ...] = ()  # of samples that others are mixed with
     partner_checksums: tuple[int, ...] = ()
 
     @property

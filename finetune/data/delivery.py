@@ -115,7 +115,7 @@ class DeliveryCheck:
         return Delivery(samples_checksum(ids, marks - beside), damaged, samples.problem())
 
     def explain(self, damaged: Sequence[int]) -> tuple[str, ...]:
-        """Return what is to be said of damage; what is damaged on disk, too, is set aside by then."""
+        """Return messages on damage; what is damaged on disk, too, is set aside."""
         return self.view.samples.refuse(np.array(sorted(set(damaged)), np.int64))
 
 

@@ -12,7 +12,7 @@ Group = tuple[Batch, ...]
 
 
 class CopyStream(Protocol):
-    """Where copies are made beside the computation."""
+    """Where copies run concurrently with the computation."""
 
     def beside(self) -> AbstractContextManager[Any]:
         """Return a context in which copies do not wait for what is being computed."""

@@ -22,8 +22,8 @@ class Features:
 
     arrays: Mapping[str, np.ndarray]
     sample_id: int = -1  # -1: not in a prepared set yet
-    seed: int = 0  # of the step that it is learnt in; 0 where nothing is to be random
-    partner: "Features | None" = None  # another sample to be learnt together with it, where the task has partners
+    seed: int = 0  # of the step that it is used in; 0 where nothing is to be random
+    partner: "Features | None" = None  # another sample to be mixed with it, where the task has partners
     cut_tokens: int = 0  # that the encoder has left out so that the sample is short enough and still whole
     cut_targets: int = 0  # of those
     has_control_names: bool = False  # the row's texts hold names of control tokens, which are encoded as plain text
@@ -48,7 +48,7 @@ class Features:
 
 
 Outcome = Features | DataError | None
-"""What becomes of a row: features, the reason why it cannot be encoded, or None where nothing is to be learnt."""
+"""What becomes of a row: features, the reason why it cannot be encoded, or None where it has no target."""
 
 
 Made = TypeVar("Made")

@@ -77,7 +77,7 @@ class SeededSampler(Sampler[list[tuple[int, int]]]):
 
 @dataclass(frozen=True)
 class SeededSamples:
-    """Samples that know the seed of the step in which they are learnt, and their partner where `partners` is given.
+    """Samples with the seed of the step that they are used in, and their partner where `partners` is given.
 
     A partner is any sample of an epoch of that order, drawn by step and sample: it depends on no microbatch.
     """
@@ -159,9 +159,9 @@ def evaluation_loader(
     section: DataSection,
     cost: LoadingCost = "light",
 ) -> DataLoader[Any]:
-    """Return a loader of every sample once; every rank gets equally many microbatches, by fillers without targets.
+    """Return a loader of every sample once; all ranks get equally many microbatches, by dummy batches without targets.
 
-    The samples are packed, or batched by tokens, as those that are learnt from; where they are padded, those that
+    The samples are packed, or batched by tokens, as the training samples are; where they are padded, those that
     share a forward pass are of similar length.
     """
     order = _evaluation_order(prepared, section)
@@ -184,7 +184,7 @@ def groups(loader: Iterable[Batch], num_batches: int) -> Iterator[tuple[Batch, .
 
 @dataclass(frozen=True)
 class _CollateSeeded:
-    """Collates samples that are learnt from: what is drawn while that is done is drawn from the batch's seed."""
+    """Collates training samples; random numbers drawn in collation come from the batch's seed."""
 
     collate: Collate
     samples: Samples

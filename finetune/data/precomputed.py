@@ -70,39 +70,42 @@ class PrecomputedArrays:
 
 
 class PrecomputedSet(PreparedSet):
-    """A prepared set whose samples deliver what is known of them beside their own arrays.
+    """A prepared set whose samples come with their precomputed arrays.
 
-    Raises DataError where what is known is of another number of samples.
+    Raises DataError where these are of another number of samples.
     """
 
     def __init__(
-        self, folder: Path, known: PrecomputedArrays, *, shards: Sequence[str] = (), is_verified: bool = False
+        self, folder: Path, precomputed: PrecomputedArrays, *, shards: Sequence[str] = (), is_verified: bool = False
     ) -> None:
         super().__init__(folder, shards=shards, is_verified=is_verified)
-        self.known = known
-        if len(known) != len(self):
+        self.precomputed = precomputed
+        if len(precomputed) != len(self):
             raise DataError(
-                f"{known.folder} knows of {len(known)} samples, the set {folder} has {len(self)}. Delete it: it is "
-                f"then computed again."
+                f"{precomputed.folder} holds {len(precomputed)} samples, but the set {folder} has {len(self)}. Delete "
+                f"{precomputed.folder}: it is then computed again."
             )
 
     def __getitem__(self, index: int) -> Features:
         features = super().__getitem__(index)
-        return replace(features, arrays={**features.arrays, **self.known[index]})
+        return replace(features, arrays={**features.arrays, **self.precomputed[index]})
 
     def precomputed_checksums_of(self, sample_ids: np.ndarray) -> np.ndarray:
-        """Return the mark of what is known of each sample."""
-        return np.asarray(self.known.checksums[sample_ids])
+        """Return the checksum of the precomputed arrays of each sample."""
+        return np.asarray(self.precomputed.checksums[sample_ids])
 
     def _stores(self, damaged: np.ndarray) -> list[tuple[Path, Callable[[], bool]]]:
-        return [*super()._stores(damaged), (self.known.folder, partial(_has_damaged, self.known.folder, damaged))]
+        return [
+            *super()._stores(damaged),
+            (self.precomputed.folder, partial(_has_damaged, self.precomputed.folder, damaged)),
+        ]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _opened, (self.folder, self.known.folder, self.shards)  # another process maps the files anew
+        return _opened, (self.folder, self.precomputed.folder, self.shards)  # another process maps the files anew
 
 
 def _has_damaged(folder: Path, sample_ids: np.ndarray) -> bool:
-    """Tell whether what is known of one of these samples is damaged in the files that stand there now."""
+    """Tell whether the precomputed arrays of one of these samples are damaged in the files as they are now."""
     try:
         now = PrecomputedArrays(folder)
     except DamagedSet:
@@ -117,7 +120,7 @@ def with_precomputed(prepared: PreparedSet, folder: Path) -> PrecomputedSet:
 
 
 class PrecomputedWriter:
-    """Writes what is known of sample after sample into an empty folder; raises OSError where it cannot."""
+    """Writes the precomputed arrays of sample after sample into an empty folder; raises OSError where it cannot."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -152,5 +155,5 @@ class PrecomputedWriter:
         self._arrays.close()
 
 
-def _opened(folder: Path, known: Path, shards: Sequence[str]) -> PrecomputedSet:
-    return PrecomputedSet(folder, PrecomputedArrays(known, is_verified=True), shards=shards, is_verified=True)
+def _opened(folder: Path, precomputed: Path, shards: Sequence[str]) -> PrecomputedSet:
+    return PrecomputedSet(folder, PrecomputedArrays(precomputed, is_verified=True), shards=shards, is_verified=True)

@@ -101,8 +101,8 @@ def read_tools(value: Any, *, title: str) -> list[Mapping[str, Any]]:
 
 def _listed(value: Any, *, title: str) -> Sequence[Any]:
     if not isinstance(value, list) or not value:
-        said = "an empty list" if value == [] else describe(value)
-        raise DataError(f"{title} must be a list of turns with `role` and `content`, but is {said}.")
+        found = "an empty list" if value == [] else describe(value)
+        raise DataError(f"{title} must be a list of turns with `role` and `content`, but is {found}.")
     return value
 
 
@@ -113,7 +113,7 @@ def _read_turn(number: int, turn: Any, *, with_images: bool) -> Turn:
     if turn.keys() == _PLAIN and role in _WORDS and isinstance(turn["content"], str):
         return turn
     if not isinstance(role, str):
-        raise DataError(f"`role` of turn {number} must be text, but {_said(turn, 'role')}.")
+        raise DataError(f"`role` of turn {number} must be text, but {_describe_value(turn, 'role')}.")
     if not _WORD.fullmatch(role):
         raise DataError(f"`role` of turn {number} must be a plain word such as `user`, but is {role[:64]!r}.")
     for name in _OTHER_WEIGHTS:
@@ -142,10 +142,10 @@ def _content(number: int, turn: Mapping[str, Any], *, with_images: bool) -> str 
         if part.get("type") == "text" and isinstance(part.get("text"), str):
             return str(part["text"])
     hint = " Several parts, and parts that are no text, are not read." if isinstance(content, list) else ""
-    raise DataError(f"`content` of turn {number} must be text, but {_said(turn, 'content')}.{hint}")
+    raise DataError(f"`content` of turn {number} must be text, but {_describe_value(turn, 'content')}.{hint}")
 
 
-def _said(turn: Mapping[str, Any], name: str) -> str:
+def _describe_value(turn: Mapping[str, Any], name: str) -> str:
     return f"is {describe(turn[name])}" if name in turn else "is missing"
 
 
@@ -176,8 +176,8 @@ def _read_sharegpt_turn(number: int, turn: Any, *, with_images: bool) -> Turn:
     speaker = turn.get("from", turn.get("role"))
     if not isinstance(speaker, str) or speaker not in _ROLES:
         known = ", ".join(f"`{role}`" for role in _ROLES)
-        said = repr(shortened(speaker)) if isinstance(speaker, str) else str(speaker and describe(speaker))
-        raise DataError(f"turn {number} is from {said}. Known are {known}.")
+        found = repr(shortened(speaker)) if isinstance(speaker, str) else str(speaker and describe(speaker))
+        raise DataError(f"turn {number} is from {found}. Known are {known}.")
     renamed = {name: value for name, value in turn.items() if name not in ("from", "value")}
     renamed |= {"role": _ROLES[speaker], "content": turn.get("value", turn.get("content"))}
     if speaker == "function_call":

@@ -177,8 +177,8 @@ def _image_processor(model: ModelSection) -> Any:
 
 def _load_pretrained(model: ModelSection, kind: Any, *, key: str) -> Any:
     """Return the processor of the model, or of the model that is named as its tokenizer."""
-    asked = model.tokenizer
-    name = asked.name if asked is not None and asked.name is not None else model.name
+    tokenizer = model.tokenizer
+    name = tokenizer.name if tokenizer is not None and tokenizer.name is not None else model.name
     if name is None:
         raise ModelError("model.tokenizer: a model built `from_config` has no processor. Write `name`.")
     with loading_errors(name, key=key), without_hub_retries(is_local=is_local_path(name)):

@@ -105,17 +105,17 @@ def estimate_memory(
         ("gradients", gradients_bytes, shards if shards_gradients else 1),
         ("optimizer state", optimizer_bytes, shards if shards_optimizer else 1),
     )
-    held = [-(-size // among) for _, size, among in parts]
+    per_rank = [-(-size // among) for _, size, among in parts]
     lines = [
         _memory_line(name, size=size, among=among, size_per_rank=part)
-        for (name, size, among), part in zip(parts, held, strict=True)
+        for (name, size, among), part in zip(parts, per_rank, strict=True)
     ]
-    sizes = [(name, part) for (name, _, _), part in zip(parts, held, strict=True)]
+    sizes = [(name, part) for (name, _, _), part in zip(parts, per_rank, strict=True)]
     sizes += [("process", process_bytes)] if process_bytes else []
     summands = " + ".join(f"{name} {format_size(size)}" for name, size in sizes)
     excluded = "the teacher and activations" if has_teacher else "activations"
-    total = f"memory: {format_size(sum(held) + process_bytes)} per rank = {summands}, without {excluded}"
-    return MemoryEstimate(held[0], held[1], held[2], (*lines, total))
+    total = f"memory: {format_size(sum(per_rank) + process_bytes)} per rank = {summands}, without {excluded}"
+    return MemoryEstimate(per_rank[0], per_rank[1], per_rank[2], (*lines, total))
 
 
 def _memory_line(name: str, *, size: int, among: int, size_per_rank: int) -> str:
@@ -143,10 +143,10 @@ class ModelSize:
         """Return the lines to print."""
         share = 100 * self.num_trained / max(self.num_parameters, 1)
         place = f", in adapters on {self.num_adapted_modules} modules" if self.num_adapted_modules else ""
-        held = ", ".join(f"{format_size(size)} in {dtype}" for dtype, size in self.bytes_by_dtype.items())
+        weights = ", ".join(f"{format_size(size)} in {dtype}" for dtype, size in self.bytes_by_dtype.items())
         return (
             f"trained: {self.num_trained:,} of {self.num_parameters:,} parameters ({share:.2f}%){place}",
-            f"weights: {held}",
+            f"weights: {weights}",
         )
 
 

@@ -122,12 +122,12 @@ def load_tokenizer(
     `texts` is called only when the tokenizer has to be trained; the result is cached under `cache_folder`. Raises
     ModelError.
     """
-    asked = model.tokenizer
-    if asked is not None and asked.train is not None:
-        vocabulary_size = asked.train.vocabulary_size
+    tokenizer_section = model.tokenizer
+    if tokenizer_section is not None and tokenizer_section.train is not None:
+        vocabulary_size = tokenizer_section.train.vocabulary_size
         tokenizer = train_or_load_tokenizer(texts, vocabulary_size=vocabulary_size, cache_folder=cache_folder, log=log)
-    elif asked is not None and asked.name is not None:
-        tokenizer = _load_pretrained(asked.name, key="model.tokenizer.name", model=model, revision=None)
+    elif tokenizer_section is not None and tokenizer_section.name is not None:
+        tokenizer = _load_pretrained(tokenizer_section.name, key="model.tokenizer.name", model=model, revision=None)
     elif model.name is not None:
         tokenizer = _load_pretrained(model.name, key="model.name", model=model, revision=model.revision)
     else:

@@ -1,1 +1,1 @@
-"""Who is told about the run: console, event log, trackers."""
+"""Where a run is reported: console, event log, trackers."""

@@ -23,8 +23,8 @@ def build_reporter(
 ) -> Reporter:
     """Return the run's reporter: events.jsonl, console and trackers on the main rank, nothing on the others.
 
-    `notes` were said on the screen already; they go to events.jsonl. Nothing is written before the first event.
-    Raises UserError or MissingPackage, on every rank alike, for a tracker that cannot be had.
+    `notes` were printed already; they go to events.jsonl. Nothing is written before the first event.
+    Raises UserError or MissingPackage, on every rank alike, for a tracker that is unknown or not installed.
     """
     check_trackers(section.trackers)
     if not is_main:

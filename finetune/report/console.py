@@ -35,7 +35,7 @@ SLOW_DATA = 0.1
 
 @singledispatch
 def format_event(event: Event) -> tuple[str, ...]:
-    """Return the lines that say what happened; none for events that the console does not tell."""
+    """Return the lines that say what happened; none for events that the console does not show."""
     return ()
 
 
@@ -85,16 +85,16 @@ def _(event: Warned) -> tuple[str, ...]:
 
 @format_event.register
 def _(event: RunEnded) -> tuple[str, ...]:
-    told = [f"{event.reason} at step {event.step} after {format_duration(event.seconds)}"]
+    lines = [f"{event.reason} at step {event.step} after {format_duration(event.seconds)}"]
     if event.final_folder is not None:
-        told.append(f"model in {event.final_folder}")
+        lines.append(f"model in {event.final_folder}")
         if event.talks:
-            told.append(f"talk to it: finetune chat {event.final_folder}")
-    return tuple(told)
+            lines.append(f"chat with it: finetune chat {event.final_folder}")
+    return tuple(lines)
 
 
 def throughput_unit(config: Mapping[str, Any]) -> str:
-    """Return what the samples of a job are counted in."""
+    """Return the unit of a job's throughput."""
     return "images" if config.get("task", {}).get("name") == "image_classification" else "tokens"
 
 
@@ -104,7 +104,7 @@ def format_step(event: StepTaken, *, num_steps: int, meter: ThroughputMeter) -> 
 
 
 def format_step_values(event: StepTaken, *, meter: ThroughputMeter) -> str:
-    """Return the numbers of a step; the share of waiting since the last log point where it is worth a look."""
+    """Return the numbers of a step; where it is large, the share of time spent waiting for data since the last log."""
     facts = [
         f"loss {event.loss:.4f}",
         *([format_metrics(event.metrics)] if event.metrics else []),
@@ -141,20 +141,20 @@ def format_duration(seconds: float | None) -> str:
 
 
 class Screen(Protocol):
-    """Where the console's words go."""
+    """Where the console writes."""
 
-    def say(self, line: str) -> None:
+    def print_line(self, line: str) -> None:
         """Show a line that stays."""
 
     def show_step(self, event: StepTaken, *, num_steps: int, meter: ThroughputMeter, is_logged: bool) -> None:
-        """Show how far the run is."""
+        """Show the progress of the run."""
 
     def close(self) -> None:
         """Leave the terminal as it was."""
 
 
 class ConsoleReporter:
-    """Tells a person at a screen what happens; at the end, how far the metrics have come since the first evaluation."""
+    """Shows events on a screen; at the end, how the metrics have changed since the first evaluation."""
 
     def __init__(self, screen: Screen, *, log_every_steps: int = 1) -> None:
         self._screen = screen
@@ -177,9 +177,9 @@ class ConsoleReporter:
                 self._screen.close()
                 if event.metrics:
                     before = self._evaluations[0] if len(self._evaluations) > 1 else {}
-                    self._screen.say(format_metric_changes(before, event.metrics))
+                    self._screen.print_line(format_metric_changes(before, event.metrics))
         for line in format_event(event):
-            self._screen.say(line)
+            self._screen.print_line(line)
 
     def close(self) -> None:
         """Leave the terminal as it was."""
@@ -199,14 +199,14 @@ class PlainScreen:
     def __init__(self, file: TextIO | None = None) -> None:
         self._file = file or sys.stdout
 
-    def say(self, line: str) -> None:
+    def print_line(self, line: str) -> None:
         """Write the line."""
         print(line, file=self._file, flush=True)
 
     def show_step(self, event: StepTaken, *, num_steps: int, meter: ThroughputMeter, is_logged: bool) -> None:
         """Write the step's line if it is to be logged."""
         if is_logged:
-            self.say(format_step(event, num_steps=num_steps, meter=meter))
+            self.print_line(format_step(event, num_steps=num_steps, meter=meter))
 
     def close(self) -> None:
         """Do nothing: every line has been flushed."""
@@ -220,8 +220,8 @@ class RichScreen:
         self._progress: Progress | None = None
         self._bar = TaskID(0)
 
-    def say(self, line: str) -> None:
-        """Print the line above the bar, as it is: what a model answers is no markup."""
+    def print_line(self, line: str) -> None:
+        """Print the line above the bar, without markup: it may be a model's output."""
         style = "yellow" if line.startswith("warning: ") else None
         self._console.print(line, style=style, markup=False, highlight=False, soft_wrap=True)
 

@@ -1,4 +1,4 @@
-"""What happens in a run, as frozen facts; reporters are told, nobody is asked."""
+"""What happens in a run, as frozen facts. The class names are the `event` of events.jsonl."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -61,7 +61,7 @@ class StepSkipped(Event):
 
     reason: str
     sample_ids: tuple[int, ...]
-    rows: str = ""  # where the first of them stand
+    rows: str = ""  # where the first of them are in the data
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class Answered(Event):
 
 @dataclass(frozen=True)
 class CheckpointSaved(Event):
-    """A checkpoint is whole on disk; `stall_seconds` of the time it took, training waited."""
+    """A checkpoint is complete on disk; `stall_seconds` of the time it took, training waited."""
 
     path: str
     size_bytes: int
@@ -94,14 +94,14 @@ class CheckpointSaved(Event):
 
 @dataclass(frozen=True)
 class Noted(Event):
-    """A sentence for the reader: a derived number, a choice that was made."""
+    """A message: a derived number, a choice that was made."""
 
     message: str
 
 
 @dataclass(frozen=True)
 class Warned(Event):
-    """Something that was asked for and done otherwise, or that will surprise."""
+    """Something that was not done as requested, or that may surprise."""
 
     message: str
 
@@ -114,4 +114,4 @@ class RunEnded(Event):
     seconds: float
     metrics: Mapping[str, float]  # of the last evaluation; empty without one
     final_folder: str | None  # where the exported model is
-    talks: bool = True  # whether that model writes text
+    talks: bool = True  # whether that model generates text

@@ -16,9 +16,9 @@ from finetune.runtime.text.terminal import format_json
 class JsonlReporter:
     """Writes every event as one line with its `event` name, unix `time` and all its fields.
 
-    The file is opened at the first event and appended to, so a resumed run goes on in it (a step that is taken again
-    then stands in it twice; the later line counts). Each line is flushed. NaN and infinities, which JSON lacks, are
-    written as the strings `nan`, `inf` and `-inf`. `notes` were said before there was a reporter; they are written
+    The file is opened at the first event and appended to, so a resumed run continues it (a step that is taken again
+    then appears twice; the later line counts). Each line is flushed. NaN and infinities, which JSON lacks, are
+    written as the strings `nan`, `inf` and `-inf`. `notes` were printed before there was a reporter; they are written
     before the first event.
     """
 

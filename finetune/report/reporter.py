@@ -9,17 +9,17 @@ from finetune.report.events import Event, Warned
 
 
 class Reporter(Protocol):
-    """Somebody who is told what happens."""
+    """Receives the events of a run."""
 
     def __call__(self, event: Event) -> None:
-        """Take note of the event."""
+        """Receive the event."""
 
     def close(self) -> None:
         """Finish: flush files, end a tracker's run."""
 
 
 class NullReporter:
-    """Tells nobody; every rank but the first has it."""
+    """Ignores all events; every rank but the first has it."""
 
     def __call__(self, event: Event) -> None:
         """Ignore the event."""
@@ -29,9 +29,9 @@ class NullReporter:
 
 
 class FanOut:
-    """Tells several reporters; one that fails is dropped with a warning to the others and the run goes on.
+    """Passes events to several reporters; one that fails is dropped with a warning, and the run continues.
 
-    They are closed last to first, so a reporter hears of the failures of those that come after it.
+    They are closed last to first, so a reporter receives warnings about those after it.
     """
 
     def __init__(self, reporters: Sequence[Reporter]) -> None:
@@ -39,7 +39,7 @@ class FanOut:
         self._step = 0
 
     def __call__(self, event: Event) -> None:
-        """Tell everyone, then tell those who are left about each one that failed."""
+        """Pass the event to all, then a warning to the rest for each one that failed."""
         self._step = event.step
         events = deque([event])
         while events:
@@ -62,9 +62,9 @@ class FanOut:
 
     def _drop(self, reporter: Reporter) -> None:
         self._reporters.remove(reporter)
-        with suppress(Exception):  # it has failed already; what it still holds is let go if it can be
+        with suppress(Exception):  # it has failed already
             reporter.close()
 
     def _warning(self, reporter: Reporter, error: Exception) -> Warned:
         name = type(reporter).__name__
-        return Warned(self._step, f"{name} failed and is told nothing more: {type(error).__name__}: {error}")
+        return Warned(self._step, f"{name} failed and is switched off: {type(error).__name__}: {error}")

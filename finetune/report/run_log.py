@@ -4,20 +4,20 @@ from collections.abc import Callable
 
 
 def print_line(line: str) -> None:
-    """Print the line at once."""
+    """Print the line and flush."""
     print(line, flush=True)
 
 
 class RunLog:
-    """Says sentences on the main rank and remembers them; silent elsewhere."""
+    """Prints messages on rank 0 and keeps them; silent on other ranks."""
 
     def __init__(self, *, is_main: bool, write: Callable[[str], None] = print_line) -> None:
         self._is_main = is_main
         self._write = write
-        self.said: list[str] = []
+        self.messages: list[str] = []
 
     def __call__(self, message: str) -> None:
-        """Print the sentence now; the same one is said once."""
-        if self._is_main and message not in self.said:
-            self.said.append(message)
+        """Print the message now; the same message is printed once."""
+        if self._is_main and message not in self.messages:
+            self.messages.append(message)
             self._write(message)

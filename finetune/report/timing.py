@@ -15,7 +15,7 @@ _has_timed_process = False  # a second run in one process does not begin with th
 
 @dataclass(frozen=True)
 class StartupPhase:
-    """Something that was done at start, and what it took; `memory_bytes` is the resident memory after it."""
+    """A phase of startup and its time; `memory_bytes` is the resident memory after it."""
 
     name: str
     seconds: float
@@ -23,8 +23,8 @@ class StartupPhase:
     memory_bytes: int
 
 
-class StartUp:
-    """A stopwatch; `began_at` says when the run was called (monotonic), after the imports."""
+class StartupTimer:
+    """A stopwatch; `started_at` is when the run was called (monotonic), after the imports."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class StartUp:
         self.end("imports")
 
     @classmethod
-    def of_process(cls) -> "StartUp":
+    def from_process_start(cls) -> "StartupTimer":
         """Return one that counts from the start of this process, the imports included; of a later run, from now."""
         global _has_timed_process
         if _has_timed_process:
@@ -50,7 +50,7 @@ class StartUp:
         return cls(seconds_before=max(0.0, time.time() - psutil.Process().create_time()))
 
     def end(self, name: str) -> None:
-        """Note the end of a phase, which is the beginning of the next one."""
+        """End a phase; the next one begins."""
         now, cpu_now = self._clock(), self._cpu_clock()
         then, cpu_then = self._last
         self.phases.append(StartupPhase(name, now - then, cpu_now - cpu_then, psutil.Process().memory_info().rss))
@@ -71,7 +71,7 @@ class ThroughputMeter:
         self._waited = self._seconds = 0.0  # since the last log point
 
     def add(self, event: StepTaken) -> None:
-        """Take note of a step."""
+        """Add a step."""
         self._recent.append(event)
         self._waited += event.data_seconds
         self._seconds += event.seconds
@@ -82,7 +82,7 @@ class ThroughputMeter:
         return self._waited / self._seconds if self._seconds > 0 else 0.0
 
     def reset_data_share(self) -> None:
-        """Begin to add up the waiting anew: the share has been logged."""
+        """Reset the share of waiting: it has been logged."""
         self._waited = self._seconds = 0.0
 
     @property

@@ -25,7 +25,7 @@ def check_trackers(names: Sequence[str]) -> None:
         if name not in LOGGER_TYPE_TO_CLASS:
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"Did you mean `{near[0]}`?" if near else f"Accelerate knows {', '.join(known)}."
-            raise UserError(f"report.trackers: there is no tracker `{name}`. {hint}")
+            raise UserError(f"report.trackers: unknown tracker `{name}`. {hint}")
         if name in builtin and name not in available:
             raise MissingPackage(
                 f"report.trackers: the package of `{name}` is not installed. Install it with: "
@@ -95,7 +95,7 @@ class TrackersReporter:
 
 
 def step_metrics(event: StepTaken, *, meter: ThroughputMeter) -> dict[str, float]:
-    """Return what a tracker draws for a step."""
+    """Return the metrics of a step."""
     return {
         "train/loss": event.loss,
         **({} if event.epoch is None else {"train/epoch": event.epoch}),

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from finetune.data.token_cache.cache import cache_folder
 from finetune.errors import FinetuneError, UserError
-from finetune.report.timing import StartUp
+from finetune.report.timing import StartupTimer
 from finetune.run.context import RunContext
 from finetune.run.state.finished import FinishedRun
 from finetune.runtime import distributed
@@ -37,7 +37,7 @@ class Supervision:
     status: StatusFile
     process_exit: ProcessExit
     watchdog: Watchdog
-    startup: StartUp
+    startup: StartupTimer
     folders: Sequence[Path]  # that the run writes to
 
     def gather_peers(self) -> None:
@@ -75,7 +75,7 @@ class Supervision:
 
 
 @contextmanager
-def supervised_run(context: RunContext, startup: StartUp) -> Iterator[Supervision]:
+def supervised_run(context: RunContext, startup: StartupTimer) -> Iterator[Supervision]:
     """Supervise this process; rank 0 locks the run folder.
 
     One of several processes that meets an error exits here, with all others, and shows the first error of all; a

@@ -12,7 +12,7 @@ from accelerate import Accelerator
 from finetune.checkpoint.read.checksum_prefetch import ChecksumPrefetch
 from finetune.config.load import LoadedConfig
 from finetune.errors import DiskError
-from finetune.report.timing import StartUp
+from finetune.report.timing import StartupTimer
 from finetune.run.build.data import PreparedData, prepare_data, verify_before_training
 from finetune.run.build.precompute import add_frozen_models
 from finetune.run.build.prepared_model import BuiltRun, make_accelerator, prepare_model, require_sample_isolation
@@ -32,7 +32,7 @@ def train_from_config(loaded: LoadedConfig, checksums: ChecksumPrefetch | None =
 
     `checksums` is what `prefetch_checksums` has started.
     """
-    startup = StartUp.of_process()
+    startup = StartupTimer.from_process_start()
     context = validate(loaded)
     uploader = make_uploader(context.loaded)
     with supervised_run(context, startup) as supervision:

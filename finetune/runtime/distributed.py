@@ -19,21 +19,21 @@ T = TypeVar("T")
 
 
 class Group(Enum):
-    """A line on which all ranks speak: what is said on one never waits for, or mixes with, what is said on another."""
+    """A process group of all ranks: the collectives of one never wait for, or mix with, those of another."""
 
-    MAIN = "main"  # the one that torch was set up with, on which training speaks
-    BACKGROUND = "behind"  # of what goes on behind the training: gloo, with a time limit of its own
+    MAIN = "main"  # torch's default group, which training uses
+    BACKGROUND = "behind"  # for work in the background: gloo, with a timeout of its own
 
 
 _BACKGROUND_TIMEOUT = timedelta(hours=1)
-"""How long a rank waits for another one's writing: the slowest disk's share of the state, and not that of a GPU."""
+"""How long a rank waits for another to write its part of the state on the slowest disk."""
 
 _CPU_GROUP_TIMEOUT = timedelta(days=2)
-"""How long those who are done wait for the slowest."""
+"""How long ranks that are done wait for the slowest."""
 
 
 def rank() -> int:
-    """Return this process's number among all, from 0; read from the launcher's environment before torch is set up."""
+    """Return this process's rank, from the environment before torch.distributed is initialized."""
     return dist.get_rank() if is_distributed() else int(os.environ.get("RANK", "0"))
 
 
@@ -43,17 +43,17 @@ def world() -> int:
 
 
 def is_main() -> bool:
-    """Tell whether this is the process that writes files and speaks to the user."""
+    """Return whether this is rank 0, which writes files and prints."""
     return rank() == 0
 
 
 def is_distributed() -> bool:
-    """Tell whether a process group exists."""
+    """Return whether a process group exists."""
     return dist.is_available() and dist.is_initialized()
 
 
 def init_cpu_process_group() -> None:
-    """Have the launched processes meet on the CPU, for work that needs neither a strategy nor a device. Collective."""
+    """Make a gloo process group of the launched processes, for work without a strategy or a device. Collective."""
     if world() > 1 and not is_distributed():
         dist.init_process_group("gloo", timeout=_CPU_GROUP_TIMEOUT)
 
@@ -91,13 +91,13 @@ def broadcast_object(value: T, *, group: Group = Group.MAIN) -> T:
 
 
 def open_background_group() -> None:
-    """Open the line behind, where it is not open. Collective."""
+    """Open the background group, unless it is open. Collective."""
     if is_distributed() and Group.BACKGROUND not in _groups:
         _groups[Group.BACKGROUND] = dist.new_group(backend="gloo", timeout=_BACKGROUND_TIMEOUT)
 
 
 def close_background_group() -> None:
-    """Hang up, so that whoever waits on the line is told at once; it can be opened again when all have hung up.
+    """Close the background group, so that ranks that wait in it fail at once; it can be opened again once all have.
 
     Connections close with the last reference to the group, hence only this module has one.
     """
@@ -107,22 +107,22 @@ def close_background_group() -> None:
 
 
 def open_control_group() -> None:
-    """Prepare the group on which `sum_counts` speaks: gloo, so that nobody waits for a GPU to count. Collective."""
+    """Prepare the group of `sum_counts`: gloo, so that counting needs no host-device synchronisation. Collective."""
     global _control_group
     if is_distributed() and dist.get_backend() != "gloo":
         _control_group = dist.new_group(backend="gloo")
 
 
 def shut_down(code: int, *, afterwards: Callable[[int], int] = int) -> int:
-    """Take leave of the others in order and return `code`; one process of several ends right here. Collective.
+    """Shut the process group down in order and return `code`; one process of several exits right here. Collective.
 
-    `afterwards` is what this rank still does when nobody waits for it any more, however long it takes; it is given the
+    `afterwards` is what this rank still does when no other rank waits for it, however long it takes; it is given the
     code and returns it or another.
 
-    A rank that ends while another still speaks to it takes it down, hence the barrier. Then the interpreter's teardown
-    is left out: now and then it aborts in a library's thread ("terminate called without an active exception", seen with
-    DeepSpeed 0.19 under gloo), which would make a failure of a run that has succeeded. What was registered with
-    `atexit` is done.
+    A rank that exits while another still communicates with it takes it down, hence the barrier. Then the
+    interpreter's teardown is left out: now and then it aborts in a library's thread ("terminate called without an
+    active exception", seen with DeepSpeed 0.19 under gloo), which would fail a run that has succeeded. Handlers
+    registered with `atexit` are run.
     """
     if not is_distributed() or world() == 1:
         return afterwards(code)
@@ -141,7 +141,7 @@ def sum_counts(counts: Sequence[int]) -> list[int]:
 
 
 _control_group: dist.ProcessGroup | None = None  # None: the default group
-_groups: dict[Group, dist.ProcessGroup] = {}  # of the main line there is none: it is torch's default
+_groups: dict[Group, dist.ProcessGroup] = {}  # the main group is torch's default
 
 
 def run_on_all_ranks(function: Callable[[], T], *, group: Group = Group.MAIN) -> list[T]:
@@ -178,5 +178,5 @@ def error_text(error: BaseException) -> str:
 def _attempt(function: Callable[[], T]) -> tuple[T | None, Exception | None]:
     try:
         return function(), None
-    except Exception as error:  # of any type: the other ranks must learn of it
+    except Exception as error:  # of any type: the other ranks must know of it
         return None, error

@@ -87,7 +87,7 @@ def launcher_variables(variables: Mapping[str, str]) -> dict[str, str]:
 
 
 def default_config(variables: Mapping[str, str]) -> dict[str, Any]:
-    """Tell where `accelerate launch` looks for settings when it gets no `--config_file`, and whether they exist.
+    """Return where `accelerate launch` looks for settings when it gets no `--config_file`, and whether they exist.
 
     Such a file steers a run without being named by it.
     """

@@ -10,7 +10,7 @@ PROXIES = ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")
 
 @functools.cache
 def is_offline() -> bool:
-    """Tell whether the hub is out of reach: asked to be (HF_HUB_OFFLINE), or no connection opens within 3 seconds.
+    """Return whether the hub is out of reach: asked to be (HF_HUB_OFFLINE), or no connection opens within 3 seconds.
 
     Asked once per process, because huggingface_hub retries for most of a minute before it gives up.
     """

@@ -10,9 +10,9 @@ SAMPLE_LENGTHS = "sample_lengths"
 
 
 class SampleLengths:
-    """The tokens of each sample of the row: whole numbers on the host, which nobody waits for a device to learn.
+    """The number of tokens of each sample of the row, as integers on the host: no host-device synchronisation.
 
-    An object of its own, since a compiler would look into a tuple and compile anew for every number of samples.
+    Not a tuple: a compiler would specialise on its length and recompile for every number of samples.
     """
 
     __slots__ = ("values",)

@@ -22,7 +22,7 @@ from typing import NoReturn
 import psutil
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-"""Signals after which a run saves itself and ends; SIGUSR1 saves and goes on."""
+"""Signals after which a run saves a checkpoint and stops; SIGUSR1 saves one and continues."""
 
 
 def ignore_run_signals(worker: int = 0) -> None:
@@ -37,7 +37,7 @@ def ignore_run_signals(worker: int = 0) -> None:
 def exit_with_parent() -> None:
     """Have this process end when its parent does, however that ends: it would else wait for work forever."""
     parent = parent_process()
-    assert parent is not None, "this is no process of multiprocessing"
+    assert parent is not None, "this process was not started by multiprocessing"
     threading.Thread(target=_exit_after, args=(parent.sentinel,), daemon=True).start()
 
 
@@ -64,12 +64,12 @@ def stop_with_launcher() -> None:
         return
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
     is_gone = parent == 1 and not is_launcher(_command(parent))  # died before we asked; in a container it may be 1
-    if is_gone or os.getppid() != parent:  # died meanwhile: the kernel tells nothing that happened before the call
+    if is_gone or os.getppid() != parent:  # died meanwhile: the kernel reports nothing that happened before the call
         os.kill(os.getpid(), signal.SIGTERM)
 
 
 def is_launcher(command: Sequence[str]) -> bool:
-    """Tell whether this command line is that of a launcher.
+    """Return whether this command line is that of a launcher.
 
     >>> is_launcher(["/usr/bin/python", "/usr/bin/accelerate", "launch"]), is_launcher(["bash"])
     (True, False)
@@ -94,11 +94,11 @@ def _command(pid: int) -> list[str]:
 
 
 _EXIT_HANDLERS_SECONDS = 10.0
-"""For all that was registered: a handler that waits for another process would wait for ever."""
+"""For all handlers together: one that waits for another process could wait forever."""
 
 
 def exit_process(code: int, *, seconds: float = _EXIT_HANDLERS_SECONDS) -> NoReturn:
-    """Do what was registered with `atexit`, flush, and end this process, after so many seconds at the latest.
+    """Run the handlers registered with `atexit`, flush, and exit this process, after so many seconds at the latest.
 
     On another thread than the main one nothing registered is done: the main one may be stuck, with locks held.
     """
@@ -122,7 +122,7 @@ def _run_exit_handlers(code: int, *, seconds: float) -> None:
 
 def _give_up(code: int, seconds: float) -> None:
     try:
-        print(f"warning: what was registered with atexit took more than {seconds:g} s; it is left", file=sys.stderr)
+        print(f"warning: the exit handlers took more than {seconds:g} s and were abandoned", file=sys.stderr)
         sys.stdout.flush()
         sys.stderr.flush()
     finally:
@@ -139,7 +139,7 @@ def run_process_group(
 ) -> int:
     """Run the command in `folder`, its output in `log`; return its exit code, or 124 when it took too long.
 
-    Whatever happens, no process of the group is left behind.
+    No process of the group survives this call.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w", encoding="utf-8") as output:
@@ -160,7 +160,7 @@ def run_process_group(
 
 
 def free_port() -> int:
-    """Return a TCP port on which nobody listens right now."""
+    """Return a TCP port that is free right now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

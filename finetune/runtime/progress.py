@@ -18,7 +18,7 @@ _VERSION_OF_IDS_ONLY = 2
 class Progress:
     """What a run has done so far, counted over all ranks. The data position is `step` times the global batch."""
 
-    step: int = 0  # optimizer steps behind us, skipped ones included
+    step: int = 0  # optimizer steps taken, skipped ones included
     num_tokens: int = 0  # padding not counted
     num_targets: int = 0
     num_scale_skips: int = 0  # fp16: steps left out because the loss scale was too high
@@ -50,7 +50,7 @@ MAX_COUNT = 2**53
 """No count of a run is larger: a thousand steps a second for 285,000 years."""
 
 MAX_STEPS = 10**9
-"""A run of more steps is none: the digest of its samples could not be worked out again."""
+"""No run has more steps: the digest of its samples could not be recomputed."""
 
 _MAX_TEXT_LENGTH = 1000
 _BOUNDED: Mapping[Any, Any] = {
@@ -59,7 +59,7 @@ _BOUNDED: Mapping[Any, Any] = {
     float | None: float | None,
     str: Annotated[str, Field(max_length=_MAX_TEXT_LENGTH)],
 }
-"""What the dataclass says of a field, and what is let through: all of its numbers are counts."""
+"""From the type of a field to the values that are accepted: all numbers are counts."""
 
 
 class UnsupportedVersion(ValueError):
@@ -70,10 +70,10 @@ def parse_progress(content: bytes | str) -> Progress:
     """Return the progress; raises OtherVersion for another version's, ValueError for anything that is none."""
     state = parse_json(content)
     if not isinstance(state, dict):
-        raise ValueError("it is no JSON object")
+        raise ValueError("it is not a JSON object")
     version = state.get("version")
     if isinstance(version, bool) or not isinstance(version, int):
-        raise ValueError("version: there is none")
+        raise ValueError("version: it is missing")
     try:
         progress = Progress.from_state_dict(state)
     except TypeError as error:
@@ -85,7 +85,7 @@ def parse_progress(content: bytes | str) -> Progress:
 
 
 def _validate(progress: Progress, *, state: Mapping[str, Any]) -> None:
-    names = {each.name for each in fields(Progress)} - {"knows_contents"}  # which the version says
+    names = {each.name for each in fields(Progress)} - {"knows_contents"}  # implied by the version
     if state["version"] == VERSION and (missing := sorted(names - state.keys())):
         raise ValueError(f"{missing[0]}: it is missing")
     try:
@@ -94,7 +94,7 @@ def _validate(progress: Progress, *, state: Mapping[str, Any]) -> None:
         raise ValueError(first_problem(error)) from None
     for name in ("step", "metrics_step"):
         if getattr(progress, name) > MAX_STEPS:
-            raise ValueError(f"{name}: {getattr(progress, name)} steps are no run's; at most {MAX_STEPS} are read")
+            raise ValueError(f"{name}: {getattr(progress, name)} steps are out of range; the maximum is {MAX_STEPS}")
 
 
 @cache
@@ -106,13 +106,13 @@ def _schema() -> type[BaseModel]:
 
 @dataclass(frozen=True)
 class Cadence:
-    """Every so many steps, and always at the last one; so nothing is special after the loop."""
+    """Every N steps, and always at the last one; so nothing is special after the loop."""
 
     every_steps: int | None  # None: only at the last step
     num_steps: int
 
     def due(self, step: int) -> bool:
-        """Tell whether it is due once `step` steps are done."""
+        """Return whether it is due once `step` steps are done."""
         return step == self.num_steps or (self.every_steps is not None and step % self.every_steps == 0)
 
 

@@ -97,19 +97,19 @@ def available_bytes(cgroup: Path = _CGROUP) -> int:
     try:
         limit, used = ((cgroup / name).read_text().strip() for name in ("memory.max", "memory.current"))
         return min(available, int(limit) - int(used)) if limit != "max" else available
-    except (OSError, ValueError):  # no container, or one that does not tell
+    except (OSError, ValueError):  # no container, or one that does not report it
         return available
 
 
 _RUST = re.compile(r"Os \{ code: (\d+)|\(os error (\d+)\)")
-"""How libraries in Rust (safetensors, tokenizers) tell the number of an error of the system."""
+"""How libraries in Rust (safetensors, tokenizers) write the number of an operating system's error."""
 
 
 @contextmanager
 def disk_errors(folders: Sequence[Path], kind: type[FinetuneError]) -> Iterator[None]:
     """Turn what a disk has refused to take into one error of this kind; `folders` are where things are written.
 
-    Of a full disk the folders' free room is told; of anything else only what concerns these folders counts.
+    For a full disk the message names the free space of the folders; any other error counts only for these folders.
     """
     try:
         yield

@@ -36,7 +36,7 @@ def use_deterministic_kernels() -> None:
 def _torch_seeders() -> tuple[Callable[[int], object], ...]:
     """Return what `torch.manual_seed` comes to on this machine.
 
-    It itself also writes down a stack for every kind of device that is not there, 0.3 ms a time (torch 2.13).
+    It would also record a stack trace for every kind of device that is missing, 0.3 ms each (torch 2.13).
     """
     if not torch.accelerator.is_available():
         return (torch.default_generator.manual_seed,)

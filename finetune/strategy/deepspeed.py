@@ -43,17 +43,17 @@ class ZeroRedundancy:
         return nullcontext() if self._environment.has_device else gloo_bridge()
 
     def plugin(self) -> PluginSettings:
-        """Return Accelerate's plugin, its DeepSpeed config completed by what the job decides."""
+        """Return Accelerate's plugin, its DeepSpeed config completed with what the job decides."""
         try:
             plugin = DeepSpeedPlugin()
         except ValueError as error:
-            raise StrategyError(f"Accelerate refuses the DeepSpeed part of the accelerate config: {error}") from error
+            raise StrategyError(f"Accelerate rejects the DeepSpeed part of the accelerate config: {error}") from error
         filled = complete_deepspeed_config(plugin.deepspeed_config, world=self._environment.world, job=self._job)
         plugin.deepspeed_config.update(filled)
         return PluginSettings({"deepspeed_plugin": plugin})
 
     def sharded(self) -> frozenset[Sharded]:
-        """Return what this stage splits."""
+        """Return what this stage shards."""
         return frozenset(_SPLIT[self._stage])
 
     def expected(self) -> Expected:
@@ -61,16 +61,16 @@ class ZeroRedundancy:
         return Expected(("DEEPSPEED",), self._environment.world, "DeepSpeedEngine", zero_stage=self._stage)
 
     def init_context(self) -> InitContext:
-        """Return construction in which stage 3 partitions each parameter at birth (transformers enters zero.Init)."""
+        """Return a context in which stage 3 partitions each parameter when it is created (zero.Init)."""
         return InitContext(gather=_gather) if self._stage == 3 else InitContext()
 
 
 def _watch_builds() -> None:
-    """Have locks of killed builds removed, and what is waited for told: by one process of each machine."""
+    """Remove locks of killed builds and log what is waited for, from one process of each machine."""
     local = int(os.environ.get("LOCAL_RANK", "0"))
     if local == 0:
         clear_build_locks(log=_log)
-    if local <= 1:  # where the first one compiles, the second one tells
+    if local <= 1:  # while rank 0 of the machine compiles, rank 1 logs it
         BuildLockWatcher(log=_log).start()
 
 

@@ -11,20 +11,20 @@ from finetune.errors import StrategyError
 
 @dataclass(frozen=True)
 class LaunchEnvironment:
-    """What `accelerate launch` (or torchrun, or nobody) set for this process."""
+    """What `accelerate launch` or torchrun, if any, set for this process."""
 
     world: int = 1
     rank: int = 0
     has_device: bool = False  # an accelerator that torch can use
     has_process_group: bool = False  # started as one of a group of processes, be it a group of one
-    fsdp_version: int | None = None  # None: FSDP was not asked for
-    zero_stage: int | None = None  # None: DeepSpeed was not asked for
+    fsdp_version: int | None = None  # None: no FSDP
+    zero_stage: int | None = None  # None: no DeepSpeed
     replicate_size: int = 1  # HSDP: copies of the sharded model
-    precision: str = "no"  # what the accelerate config says; `no` leaves it to the job
+    precision: str = "no"  # of the accelerate config; `no` leaves it to the job
     fsdp_activation_checkpointing: bool = False
     fsdp_forward_prefetch: bool = False
     cpu_ram_efficient_loading: bool = False
-    unsupported: tuple[str, ...] = ()  # parallelism asked for that this package does not have
+    unsupported: tuple[str, ...] = ()  # parallelism that is not supported
     deepspeed: Mapping[str, Any] = field(default_factory=dict)  # the DeepSpeed config file, as written
 
 
@@ -61,7 +61,7 @@ def _deepspeed_file(variables: Mapping[str, str]) -> Mapping[str, Any]:
     except (OSError, ValueError) as error:
         raise StrategyError(
             f"the DeepSpeed config {name} cannot be read ({error}). `deepspeed_config_file` in the accelerate config "
-            f"is relative to the folder in which you launch, here {Path.cwd()}."
+            f"is relative to the folder in which you launch: {Path.cwd()}."
         ) from error
     if not isinstance(content, dict):
         raise StrategyError(f"the DeepSpeed config {name} is not a JSON object.")

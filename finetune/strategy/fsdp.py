@@ -1,4 +1,4 @@
-"""FSDP1, FSDP2 and HSDP: parameters, gradients and optimizer state are split over the processes.
+"""FSDP1, FSDP2 and HSDP: parameters, gradients and optimizer state are sharded over the processes.
 
 FSDP2: Zhao et al., 2023 (arXiv:2304.11277) describe FSDP1; FSDP2 is torch's `fully_shard`.
 """
@@ -60,7 +60,7 @@ class FullySharded:
         )
 
     def init_context(self) -> InitContext:
-        """Return hollow modules on every rank but the first, where rank 0's weights will be broadcast."""
+        """Return the meta device on every rank but the first, if rank 0's weights will be broadcast."""
         is_broadcast = self._environment.fsdp_version == 2 and self._environment.cpu_ram_efficient_loading
         if not is_broadcast or self._environment.rank == 0:
             return InitContext()

@@ -14,10 +14,10 @@ def fsdp2_plugin(accelerator: Accelerator) -> Any:
 
 @contextmanager
 def no_gradient_sync(accelerator: Accelerator, model: Any) -> Iterator[None]:
-    """Have gradients stay where they are meanwhile, under each strategy that can (ZeRO-2 and -3 split them at once).
+    """Accumulate gradients locally meanwhile, under each strategy that can (ZeRO-2 and -3 shard them at once).
 
-    FSDP2 also keeps the parameters whole for the next microbatch where `fsdp_reshard_after_forward: false` says that
-    there is room for them, so that each layer is gathered once a step.
+    With `fsdp_reshard_after_forward: false`, FSDP2 also keeps the parameters unsharded for the next microbatch, so that
+    each layer is gathered once a step.
     """
     with accelerator.no_sync(model):
         if not _keeps_unsharded(accelerator):

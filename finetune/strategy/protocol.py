@@ -9,7 +9,7 @@ from finetune.runtime.parameters import InitContext
 
 
 class Sharded(Enum):
-    """What a strategy splits over the processes instead of copying it."""
+    """What a strategy shards over the processes instead of replicating it."""
 
     PARAMETERS = "parameters"
     GRADIENTS = "gradients"
@@ -52,7 +52,7 @@ class Strategy(Protocol):
         """Return what `Accelerator()` is given."""
 
     def sharded(self) -> frozenset[Sharded]:
-        """Return what is split over the processes."""
+        """Return what is sharded over the processes."""
 
     def expected(self) -> Expected:
         """Return what must be found after construction: Accelerate can silently build plain DDP instead."""

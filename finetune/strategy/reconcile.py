@@ -1,4 +1,4 @@
-"""Where the job and the accelerate config speak of the same thing: they agree, or the run is refused."""
+"""Where the job and the accelerate config speak of the same thing: contradictions are refused."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ ACCELERATE_PRECISION = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}
 
 @dataclass(frozen=True)
 class JobSettings:
-    """What the job says that a strategy must know."""
+    """The settings of the job that a strategy depends on."""
 
     strategy: str | None  # run.strategy: the only one that is accepted
     precision: str  # fp32, bf16, fp16
@@ -21,58 +21,61 @@ class JobSettings:
     max_gradient_norm: float | None
     optimizer: str = "adamw"
     averages_weights: bool = False  # of the weights, in the optimizer
-    unfreezes_later: bool = False  # some parameters begin to learn later
+    unfreezes_later: bool = False  # some parameters are trained only after a number of steps
     has_mixed_dtypes: bool = False  # frozen weights in 16 bits beside float32 adapters
     pins_memory: bool = False
     offloads_activations: bool = False
     updates_in_backward: bool = False
-    rounds_by_position: bool = False  # the optimizer: by chance drawn from where in the whole parameter a number is
+    rounds_by_position: bool = False  # stochastic rounding, seeded by the position in the whole parameter
 
 
 def find_conflicts(environment: LaunchEnvironment, job: JobSettings) -> list[str]:
-    """Return a sentence for each thing on which the accelerate config and the job cannot both be right."""
+    """Return a sentence for each contradiction between the accelerate config and the job."""
     found = []
     wanted = ACCELERATE_PRECISION[job.precision]
     if environment.precision not in ("no", wanted):
         found.append(
-            f"the accelerate config says mixed_precision: {environment.precision}, the job says train.precision: "
-            f"{job.precision}. Write `mixed_precision: 'no'` in the accelerate config: the job decides."
+            f"the accelerate config sets mixed_precision: {environment.precision}, but the job sets train.precision: "
+            f"{job.precision}. Set `mixed_precision: 'no'` in the accelerate config."
         )
     if job.precision == "fp16" and not environment.has_device:
-        found.append("train.precision: fp16 needs a GPU and none was found. Write fp32 or bf16.")
+        found.append("train.precision: fp16 needs a GPU, and none was found. Set fp32 or bf16.")
     if job.pins_memory and not environment.has_device:
-        found.append("data.pin_memory: true has no effect without a GPU and none was found. Remove it.")
+        found.append("data.pin_memory: true has no effect without a GPU, and none was found. Remove it.")
     if environment.fsdp_activation_checkpointing:
         found.append(
             "fsdp_activation_checkpointing: true gives wrong gradients with any dropout (seen with Accelerate 1.15). "
-            "Write false, and model.gradient_checkpointing: true in the job."
+            "Set it to false, and model.gradient_checkpointing: true in the job."
         )
     if environment.fsdp_version == 1 and job.has_mixed_dtypes:
         found.append(
-            "FSDP1 flattens frozen 16-bit weights and float32 adapters into one buffer, which cannot be. "
-            "Launch with accelerate_configs/fsdp2.yaml, or write model.dtype: float32."
+            "FSDP1 flattens all parameters into one buffer and cannot hold frozen 16-bit weights and float32 adapters. "
+            "Launch with accelerate_configs/fsdp2.yaml, or set model.dtype: float32."
         )
-    found += [f"{kind} is asked for in the accelerate config and is not supported." for kind in environment.unsupported]
+    found += [
+        f"{kind} is enabled in the accelerate config and is not supported. Disable it there."
+        for kind in environment.unsupported
+    ]
     return found + _optimizer_conflicts(environment, job) + _deepspeed_conflicts(environment, job)
 
 
 def _optimizer_conflicts(environment: LaunchEnvironment, job: JobSettings) -> list[str]:
     found = []
     if job.offloads_activations and not environment.has_device:
-        found.append("model.activation_offload: true has no effect without a GPU and none was found. Remove it.")
+        found.append("model.activation_offload: true has no effect without a GPU, and none was found. Remove it.")
     if job.updates_in_backward and _is_distributed(environment):
         found.append(
-            "train.optimizer.in_backward: true is for one process: over several, a gradient is whole only after it has "
-            "been reduced. Remove it, or start one process without FSDP and DeepSpeed."
+            "train.optimizer.in_backward: true works on one process only: on several, a gradient is complete only "
+            "after it has been reduced. Remove it, or start one process without FSDP and DeepSpeed."
         )
     if job.optimizer == "muon" and (environment.fsdp_version == 1 or environment.zero_stage is not None):
         found.append(
-            "train.optimizer.name: muon makes whole matrices orthogonal, and FSDP1 and ZeRO hand the optimizer parts "
-            "of them, flattened. Launch with accelerate_configs/ddp.yaml or fsdp2.yaml, or write adamw."
+            "train.optimizer.name: muon needs whole matrices, and FSDP1 and ZeRO give the optimizer flattened parts of "
+            "them. Launch with accelerate_configs/ddp.yaml or fsdp2.yaml, or set adamw."
         )
     if job.rounds_by_position and (environment.fsdp_version == 1 or environment.zero_stage is not None):
         found.append(
-            "train.optimizer.state_dtype and stochastic_rounding go by a parameter's rows, and FSDP1 and ZeRO hand the "
+            "train.optimizer.state_dtype and stochastic_rounding need a parameter's rows, and FSDP1 and ZeRO give the "
             "optimizer flattened parts. Launch with accelerate_configs/ddp.yaml or fsdp2.yaml, or remove them."
         )
     return found
@@ -87,31 +90,34 @@ def _deepspeed_conflicts(environment: LaunchEnvironment, job: JobSettings) -> li
         return []
     found = []
     if environment.zero_stage == 0:
-        found.append("ZeRO stage 0 shards nothing. Use ddp.yaml.")
+        found.append("ZeRO stage 0 shards nothing. Launch with accelerate_configs/ddp.yaml.")
     for key, value in _set_by_job(environment.world, job).items():
         written = environment.deepspeed.get(key, "auto")
         if written != "auto" and written != value:
-            found.append(f"the DeepSpeed config says {key}: {written}, the job makes it {value}. Write `auto` there.")
+            found.append(f"the DeepSpeed config sets {key}: {written}, but the job requires {value}. Set `auto` there.")
     found += [
-        f"the DeepSpeed config has a section `{section}`; it is the job that decides. Remove it there."
+        f"the DeepSpeed config has a section `{section}`, which only the job may set. Remove it there."
         for section in ("optimizer", "scheduler")
         if section in environment.deepspeed
     ]
     found += [
-        f"the DeepSpeed config says {kind}.enabled: true, the job says train.precision: {job.precision}. Write `auto`."
+        f"the DeepSpeed config sets {kind}.enabled: true, but the job sets train.precision: {job.precision}. "
+        "Set `auto` there."
         for kind in ("bf16", "fp16")
         if environment.deepspeed.get(kind, {}).get("enabled") is True and job.precision != kind
     ]
     if _offloads_optimizer(environment.deepspeed) and job.optimizer != "adamw":
-        found.append(f"an offloaded optimizer must be adamw (DeepSpeedCPUAdam); the job says {job.optimizer}.")
+        found.append(
+            f"an offloaded optimizer must be adamw (DeepSpeedCPUAdam), but the job sets {job.optimizer}. Set adamw."
+        )
     return found + _offload_conflicts(environment, job)
 
 
 def _offload_conflicts(environment: LaunchEnvironment, job: JobSettings) -> list[str]:
     asked = {"train.average": job.averages_weights, "train.unfreeze": job.unfreezes_later}
     return [
-        f"{key} needs our optimizer, and an offloaded one is DeepSpeed's own (DeepSpeedCPUAdam). Launch without "
-        f"offload_optimizer, or remove {key}."
+        f"{key} is not supported with an offloaded optimizer (DeepSpeedCPUAdam). Launch without offload_optimizer, "
+        f"or remove {key}."
         for key, is_asked in asked.items()
         if is_asked and _offloads_optimizer(environment.deepspeed)
     ]
@@ -134,18 +140,20 @@ def complete_deepspeed_config(config: Mapping[str, Any], *, world: int, job: Job
 
 
 def refuse_conflicts(strategy: str, environment: LaunchEnvironment, job: JobSettings) -> None:
-    """Raise StrategyError with every disagreement; do nothing when there is none."""
+    """Raise StrategyError with every conflict; do nothing when there is none."""
     found = find_conflicts(environment, job)
     if job.strategy not in (None, strategy):
         found.insert(
             0,
-            f"the job asks for run.strategy: {job.strategy}, but {strategy} was launched. "
+            f"the job sets run.strategy: {job.strategy}, but {strategy} was launched. "
             f"Launch with --config_file accelerate_configs/{job.strategy}.yaml, or change run.strategy.",
         )
     if found:
         count = len(found)
         lines = "\n".join(f"  {line}" for line in found)
-        raise StrategyError(f"the job and the accelerate config disagree on {count} point{'s' * (count > 1)}\n{lines}")
+        raise StrategyError(
+            f"the job and the accelerate config contradict each other in {count} point{'s' * (count > 1)}\n{lines}"
+        )
 
 
 def _set_by_job(world: int, job: JobSettings) -> dict[str, Any]:

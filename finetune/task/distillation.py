@@ -58,14 +58,14 @@ def divergence_of(section: DistillationSection) -> Divergence:
     return named[section.divergence]
 
 
-def reduce_to_top_k(log_probabilities: Tensor, kept: Tensor) -> Tensor:
-    """Return the log-probabilities of the kept tokens and, last, of all others together.
+def reduce_to_top_k(log_probabilities: Tensor, top_k_ids: Tensor) -> Tensor:
+    """Return the log-probabilities of the top-k tokens and, last, of all others together.
 
-    With kept tokens i1 ... ik it is `log p[i1] ... log p[ik], log sum of p over the others`: a distribution over k + 1
-    categories. `kept` is [targets, k], the result [targets, k + 1].
+    With top-k tokens i1 ... ik it is `log p[i1] ... log p[ik], log sum of p over the others`: a distribution over k + 1
+    categories. `top_k_ids` is [targets, k], the result [targets, k + 1].
     """
-    others = log_probabilities.scatter(1, kept, -torch.inf).logsumexp(dim=1, keepdim=True)
-    return torch.cat([log_probabilities.gather(1, kept), others], dim=1)
+    others = log_probabilities.scatter(1, top_k_ids, -torch.inf).logsumexp(dim=1, keepdim=True)
+    return torch.cat([log_probabilities.gather(1, top_k_ids), others], dim=1)
 
 
 def _relative_entropy(one: Tensor, other: Tensor) -> Tensor:
@@ -102,21 +102,21 @@ class DistillationTask(SftTask):
 
     def attach_teacher(self, teacher: nn.Module) -> "DistillationTask":
         """Return the task with a teacher that is whole on this rank: its forward passes are not collective."""
-        taught = copy.copy(self)
-        taught._teacher = teacher
-        return taught
+        teacher_targets = copy.copy(self)
+        teacher_targets._teacher = teacher
+        return teacher_targets
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_teacher": None}  # a loader's process needs none
 
     @property
     def precomputed(self) -> Precomputed | None:
-        """Return the teacher's answers where they are to be kept."""
+        """Return the teacher's log-probabilities where they are cached."""
         section = self.section
         if not section.cache:
             return None
         identity = {"top_k": section.top_k, "temperature": section.temperature, "tokens": self._num_tokens}
-        return Precomputed("teacher's log-probabilities", "teacher", identity, self._answers)
+        return Precomputed("teacher's log-probabilities", "teacher", identity, self._teacher_arrays)
 
     def collate(self, features: Sequence[Features]) -> Batch:
         """Return the samples padded, with what is known of the teacher's answers."""
@@ -143,8 +143,10 @@ class DistillationTask(SftTask):
     def metric_sums(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
         """Return the same, `num_targets` and `num_correct`."""
         assert batch.targets is not None  # a batch of tokens has them
-        labels, taught = batch.targets.labels, self._teacher_targets(batch)
-        summed = compute_at_targets(model, batch, partial(self._sums_of_targets, labels=labels, taught=taught))
+        labels, teacher_targets = batch.targets.labels, self._teacher_targets(batch)
+        summed = compute_at_targets(
+            model, batch, partial(self._sums_of_targets, labels=labels, teacher_targets=teacher_targets)
+        )
         loss_sum, cross_entropy, divergence, num_correct = summed.unbind()
         num_targets = torch.full((), len(labels), device=labels.device)
         sums = {"loss_sum": loss_sum, "cross_entropy": cross_entropy, "divergence": divergence}
@@ -163,18 +165,22 @@ class DistillationTask(SftTask):
         }
 
     def _sums_of_targets(
-        self, rows: Tensor, head: LmHead, *, labels: Tensor, taught: tuple[Tensor, Tensor | None]
+        self, rows: Tensor, head: LmHead, *, labels: Tensor, teacher_targets: tuple[Tensor, Tensor | None]
     ) -> Tensor:
         """Return the sums over hidden states: loss, cross-entropy, divergence and number correct, [4]."""
-        teacher, kept = taught
-        of_each = (labels, teacher) if kept is None else (labels, teacher, kept)
-        return torch.stack(map_chunks(partial(self._sums, head), head, rows, *of_each)).sum(dim=0)
+        teacher, top_k_ids = teacher_targets
+        of_targets = (labels, teacher) if top_k_ids is None else (labels, teacher, top_k_ids)
+        return torch.stack(map_chunks(partial(self._sums, head), head, rows, *of_targets)).sum(dim=0)
 
-    def _sums(self, head: LmHead, rows: Tensor, labels: Tensor, teacher: Tensor, kept: Tensor | None = None) -> Tensor:
+    def _sums(
+        self, head: LmHead, rows: Tensor, labels: Tensor, teacher: Tensor, top_k_ids: Tensor | None = None
+    ) -> Tensor:
         weight, temperature = self.section.cross_entropy_weight, self.section.temperature
         logits = head.logits(rows)
         student = self._log_probabilities(logits)
-        divergence = self._divergence(teacher, student if kept is None else reduce_to_top_k(student, kept)).sum()
+        divergence = self._divergence(
+            teacher, student if top_k_ids is None else reduce_to_top_k(student, top_k_ids)
+        ).sum()
         cross_entropy = functional.cross_entropy(logits, labels, reduction="sum")
         loss = (1 - weight) * temperature**2 * divergence + weight * cross_entropy
         return torch.stack([loss, cross_entropy, divergence, (logits.argmax(dim=-1) == labels).sum()])
@@ -183,25 +189,25 @@ class DistillationTask(SftTask):
         """Return the teacher's log-probabilities, and of which tokens they are; None: of all."""
         if self.section.cache:
             return batch.extras[TEACHER_LOG_PROBABILITIES], batch.extras[TEACHER_TOKENS]
-        assert self._teacher is not None, "the run has given no teacher"
-        return self._asked(self._teacher, batch)
+        assert self._teacher is not None, "attach_teacher comes first"
+        return self._score_targets(self._teacher, batch)
 
     @torch.no_grad()
-    def _asked(self, teacher: nn.Module, batch: Batch) -> tuple[Tensor, Tensor | None]:
-        """Return what `teacher` says at the targets: log-probabilities, and of which tokens; None: of all."""
+    def _score_targets(self, teacher: nn.Module, batch: Batch) -> tuple[Tensor, Tensor | None]:
+        """Return the teacher's log-probabilities at the targets, and of which tokens they are; None: of all."""
         answers = self._log_probabilities(logits_at_targets(teacher, batch))
         if self.section.top_k is None:
             return answers, None
-        kept = answers.topk(self.section.top_k, dim=1).indices
-        return reduce_to_top_k(answers, kept), kept
+        top_k_ids = answers.topk(self.section.top_k, dim=1).indices
+        return reduce_to_top_k(answers, top_k_ids), top_k_ids
 
-    def _answers(self, teacher: nn.Module, batch: Batch) -> list[dict[str, np.ndarray]]:
-        """Return the arrays of each sample that the teacher's answers are kept in."""
-        answers, kept = self._asked(teacher, batch)
-        assert kept is not None  # a rule of the config
+    def _teacher_arrays(self, teacher: nn.Module, batch: Batch) -> list[dict[str, np.ndarray]]:
+        """Return the arrays of each sample that hold the teacher's log-probabilities."""
+        answers, top_k_ids = self._score_targets(teacher, batch)
+        assert top_k_ids is not None  # a rule of the config
         assert batch.targets is not None
         counts = list(batch.targets.per_row)
-        values = zip(torch.split(kept.cpu(), counts), torch.split(answers.cpu(), counts), strict=True)
+        values = zip(torch.split(top_k_ids.cpu(), counts), torch.split(answers.cpu(), counts), strict=True)
         return [
             {
                 TEACHER_TOKENS: tokens.flatten().numpy().astype(np.uint32),

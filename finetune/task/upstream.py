@@ -1,7 +1,7 @@
 """Workarounds for libraries; `tests/task/test_upstream.py` fails where one is no longer needed."""
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -9,7 +9,7 @@ from torch import nn
 
 
 @contextmanager
-def through_wrappers(model: nn.Module, inner: nn.Module, *, dropped: Sequence[str] = ()) -> Iterator[None]:
+def through_wrappers(model: nn.Module, inner: nn.Module, *, dropped: Collection[str] = ()) -> Iterator[None]:
     """Send calls of the innermost model through everything that wraps it, without the `dropped` arguments.
 
     transformers' `generate` calls the model whose method it is (transformers 5.23, generation/utils.py, `_sample`) and

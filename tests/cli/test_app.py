@@ -5,7 +5,9 @@ from types import SimpleNamespace
 import pytest
 
 from finetune import __version__
-from finetune.cli import lazy
+from finetune.commands import check
+from finetune.config.load import load_config
+from finetune.run import start
 
 COMMANDS = (
     "train",
@@ -20,23 +22,6 @@ COMMANDS = (
     "verify",
     "checkpoint",
 )
-
-
-@pytest.fixture
-def calls(monkeypatch):
-    """Stand in for what needs torch: note what would have been called, and answer with what is in `answer`."""
-    stand_in, really = SimpleNamespace(made=[], answer=0), lazy.call
-
-    def call(place, *arguments, **named):
-        if place.startswith(
-            ("finetune.cli.", "finetune.config.", "finetune.recipes.", "finetune.run.state.preflight:")
-        ):
-            return really(place, *arguments, **named)
-        stand_in.made.append((place, arguments, named))
-        return stand_in.answer
-
-    monkeypatch.setattr(lazy, "call", call)
-    return stand_in
 
 
 def test_help_names_every_command(typed):
@@ -87,18 +72,19 @@ def test_overrides_are_laid_over_the_file(typed, job):
 @pytest.mark.parametrize("words", [("train", "--config"), ("--config",)])
 def test_options_alone_mean_train(typed, job, calls, words):
     code, _, _ = typed(*words, job, "--set", "train.steps=7")
-    (begun, _, _), (place, (loaded, _), _) = calls.made
+    ((place, arguments, _),) = calls.made
     assert code == 0
-    assert begun == "finetune.run.state.preflight:prefetch_checksums"
-    assert place == "finetune.run.train:train_from_config"
-    assert loaded.config.train.steps == 7
+    assert place == "finetune.run.start:start"
+    assert arguments == (job, ["train.steps=7"])
 
 
-def test_a_check_of_the_model_tries_it(typed, job, calls):
+def test_a_check_of_the_model_tries_it(typed, job, monkeypatch):
+    tried = []
+    monkeypatch.setattr(check, "model", SimpleNamespace(require_buildable=tried.append))
     assert typed("check", job, "--model")[0] == 0
-    assert [place for place, _, _ in calls.made] == ["finetune.run.build.model:require_buildable"]
+    assert [config.run.seed for config in tried] == [load_config(job).config.run.seed]
     assert typed("check", job)[0] == 0
-    assert len(calls.made) == 1
+    assert len(tried) == 1
 
 
 def test_the_exit_code_of_the_run_is_the_exit_code(typed, job, calls):
@@ -106,9 +92,18 @@ def test_the_exit_code_of_the_run_is_the_exit_code(typed, job, calls):
     assert typed("--config", job)[0] == 143
 
 
-def test_nothing_is_trained_with_a_bad_job(typed, job, calls):
+def test_nothing_is_trained_with_a_bad_job(typed, job, monkeypatch):
+    monkeypatch.setattr(start, "train", None)
     assert typed("--config", job, "--set", "train.steps=none")[0] == 2
-    assert calls.made == []
+
+
+def test_the_checksums_are_begun_before_what_trains_is_imported(job, monkeypatch):
+    trained = []
+    monkeypatch.setattr(start, "prefetch_checksums", lambda loaded: f"checksums of {loaded.path.name}")
+    monkeypatch.setattr(start, "train", SimpleNamespace(train_from_config=lambda *given: trained.append(given) or 3))
+    assert start.start(job, ["train.steps=7"]) == 3
+    ((loaded, checksums),) = trained
+    assert (loaded.config.train.steps, checksums) == (7, "checksums of job.yaml")
 
 
 @pytest.mark.parametrize(("agree", "code"), [(True, 0), (False, 1)])
@@ -155,7 +150,14 @@ def test_accumulations_are_whole_numbers(typed, job, calls):
 
 def test_chat_is_given_the_folder(typed, calls):
     assert typed("chat", "runs/first/final")[0] == 0
-    settings = {"adapters": [], "max_new_tokens": 256, "temperature": 0.0, "system": None, "trust_remote_code": False}
+    settings = {
+        "step": None,
+        "adapters": [],
+        "max_new_tokens": 256,
+        "temperature": 0.0,
+        "system": None,
+        "trust_remote_code": False,
+    }
     assert calls.made == [("finetune.commands.chat:chat", (Path("runs/first/final"),), settings)]
 
 

@@ -1,27 +1,11 @@
 """`finetune checkpoint`: words in, one call out; what is wrong with the words is said without torch."""
 
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
-from finetune.cli import lazy
-
 COMMANDS = ("ls", "show", "verify", "prune", "convert", "export")
 RUN = Path("runs/first")
-
-
-@pytest.fixture
-def calls(monkeypatch):
-    """Stand in for what is called: note it, and answer with what is in `answer`."""
-    stand_in = SimpleNamespace(made=[], answer=0)
-
-    def call(place, *arguments, **named):
-        stand_in.made.append((place, arguments, named))
-        return stand_in.answer
-
-    monkeypatch.setattr(lazy, "call", call)
-    return stand_in
 
 
 def test_help_names_every_command(typed):
@@ -87,7 +71,7 @@ def test_verify_exits_1_when_one_is_bad(typed, calls, are_good, code):
     [
         (("convert", RUN), "exactly one of --to FOLDER and --from FOLDER"),
         (("convert", RUN, "--to", "a", "--from", "b"), "exactly one of --to FOLDER and --from FOLDER"),
-        (("convert", RUN, "--from", "b"), "write --step N too"),
+        (("convert", RUN, "--from", "b"), "add --step N"),
         (("export", RUN, "--dtype", "float8"), "float8"),
         (("show", RUN, "--step", "last"), "--step"),
         (("ls",), "RUN"),

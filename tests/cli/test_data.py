@@ -4,48 +4,40 @@ from pathlib import Path
 
 import pytest
 
-from finetune.cli import lazy
-
-
-@pytest.fixture
-def calls(monkeypatch):
-    made = []
-    monkeypatch.setattr(lazy, "call", lambda place, *words, **named: made.append((place, words, named)) or True)
-    return made
-
 
 def test_a_preview_is_asked_for(typed, calls, job):
     assert typed("preview", "--config", job, "--rows", 3, "--from", 40, "--html", "page.html")[0] == 0
     named = {"num_rows": 3, "html": Path("page.html"), "start": 40}
-    assert calls == [("finetune.commands.preview.preview:preview", (job, []), named)]
+    assert calls.made == [("finetune.commands.preview.preview:preview", (job, []), named)]
 
 
 @pytest.mark.parametrize("words", [("--rows", 0), ("--from", -1)])
 def test_a_preview_of_nothing_is_refused(typed, calls, job, words):
     assert typed("preview", "--config", job, *words)[0] == 2
-    assert calls == []
+    assert calls.made == []
 
 
 def test_a_machine_is_examined_with_or_without_a_job(typed, calls, job):
+    calls.answer = True
     assert typed("doctor")[0] == 0
     assert typed("doctor", "--config", job)[0] == 0
     place = "finetune.commands.doctor.doctor:examine"
-    assert calls == [(place, (None, []), {}), (place, (job, []), {})]
+    assert calls.made == [(place, (None, []), {}), (place, (job, []), {})]
 
 
-def test_a_machine_to_mend_is_an_exit_code(typed, monkeypatch):
-    monkeypatch.setattr(lazy, "call", lambda *_: False)
+def test_a_machine_to_fix_is_an_exit_code(typed, calls):
+    calls.answer = False
     assert typed("doctor")[0] == 1
 
 
 def test_a_loader_is_measured_of_a_job(typed, calls, job):
     assert typed("doctor", "--data", "--config", job, "--rounds", 3)[0] == 0
-    assert calls == [
+    assert calls.made == [
         ("finetune.commands.doctor.data:examine_loader", (job, []), {"num_rounds": 3, "seconds": 0.5}),
     ]
 
 
 def test_a_loader_without_a_job_is_a_mistake(typed, calls):
     code, _, complaint = typed("doctor", "--data")
-    assert (code, calls) == (2, [])
-    assert complaint.startswith("error: --data: write --config JOB.yaml too")
+    assert (code, calls.made) == (2, [])
+    assert complaint.startswith("error: --data: add --config JOB.yaml")

@@ -1,7 +1,7 @@
 from typer.testing import CliRunner
 
 from finetune.cli.app import app
-from finetune.recipes.make import recipes
+from finetune.commands.init import recipes
 
 
 def test_without_a_name_the_recipes_are_listed():

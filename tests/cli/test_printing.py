@@ -34,7 +34,7 @@ def test_a_fault_of_ours_ends_with_its_traceback_and_exit_code_1(typed, job, mon
     def fail(*_, **__):
         raise ZeroDivisionError("\x1b[2J at https://h/?token=c0ffee")
 
-    monkeypatch.setattr("finetune.cli.lazy.call", fail)
+    monkeypatch.setattr("finetune.commands.check.check", fail)
     code, said, told = typed("check", job)
     assert (code, said) == (1, "")
     assert told.startswith("Traceback (most recent call last):\n")
@@ -46,7 +46,7 @@ def test_whatever_ends_the_process_is_told_readable(typed, job, monkeypatch, err
     def fail(*_, **__):
         raise error
 
-    monkeypatch.setattr("finetune.cli.lazy.call", fail)
+    monkeypatch.setattr("finetune.commands.check.check", fail)
     code, _, told = typed("check", job)
     assert code == 1
     assert told.endswith("\\x1b[2J token='[redacted]'\n")
@@ -62,7 +62,7 @@ def test_the_words_that_were_typed_are_known_without_their_secrets(typed, job):
 
 def test_json_on_the_screen_is_json(typed, monkeypatch):
     value = {"name": "a\x9b\u202e\x1b", "path": "ü"}
-    monkeypatch.setattr("finetune.cli.lazy.call", lambda *_, **__: print_json(value))
+    monkeypatch.setattr("finetune.commands.checkpoints.inspect.list_checkpoints", lambda *_, **__: print_json(value))
     code, said, _ = typed("checkpoint", "ls", "run", "--json")
     assert code == 0
     assert json.loads(said) == value

@@ -133,7 +133,7 @@ def test_at_a_terminal_the_conversation_goes_on_until_it_is_cleared(final, monke
     chat(final)
     assert [len(turns) for turns in asked] == [1, 3, 1]
     assert asked[1][1] == {"role": "assistant", "content": "an answer"}
-    assert "`exit` ends, `/clear` begins a new conversation, `/help` lists the rest." in capsys.readouterr().out
+    assert "`exit` exits, `/clear` starts a new conversation, `/help` lists all commands." in capsys.readouterr().out
 
 
 @pytest.fixture
@@ -174,8 +174,8 @@ def test_adapters_are_switched_while_the_base_stays(said):
 
 def test_a_command_that_cannot_be_obeyed_is_told_and_the_talk_goes_on(said):
     unknown, missing, helped, *_, last = said("/adaptor loud", "/adapter shy", "/help", "say star")
-    assert unknown == "/adaptor: there is no such command. `/help` lists them."
-    assert missing == "/adapter shy: there is no such adapter. Loaded: still, loud."
+    assert unknown == "/adaptor: unknown command. `/help` lists all commands."
+    assert missing == "/adapter shy: no such adapter is loaded. Loaded: still, loud."
     assert helped.startswith("exit ")
     assert last == "star"
 
@@ -226,5 +226,5 @@ def test_a_model_that_writes_no_text_is_told_from_one_that_classifies_it(tmp_pat
     first, second = capsys.readouterr().out.strip().split(", ")
     assert {first.split()[0], second.split()[0]} == {"bad", "good"}
     assert float(first.split()[1]) + float(second.split()[1]) == pytest.approx(1.0, abs=2e-4)
-    with pytest.raises(UserError, match="holds a model of `token_classification`, which writes no text"):
+    with pytest.raises(UserError, match="a `token_classification` model does not generate text"):
         chat(tmp_path / "words")

@@ -119,8 +119,8 @@ def test_without_a_terminal_a_line_comes_every_few_seconds():
 
 def test_rows_that_were_there_before_do_not_count_as_fast():
     pace = Pace(1000, 5.0)
-    assert pace.told(1000, None, now=5.0) == "1,000 rows, 0 rows/s"
-    assert pace.told(1100, None, now=7.0) == "1,100 rows, 50 rows/s"
+    assert pace.format_progress(1000, None, now=5.0) == "1,000 rows, 0 rows/s"
+    assert pace.format_progress(1100, None, now=7.0) == "1,100 rows, 50 rows/s"
 
 
 def test_on_a_terminal_each_source_has_a_bar():

@@ -3,7 +3,7 @@ import importlib
 
 import pytest
 
-NAMES = ("finetune.errors", "finetune.config.section", "finetune.config.formatting", "finetune.cli.lazy")
+NAMES = ("finetune.errors", "finetune.config.section", "finetune.config.formatting")
 
 
 @pytest.mark.parametrize("name", NAMES)

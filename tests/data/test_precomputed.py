@@ -80,5 +80,5 @@ def test_samples_deliver_what_is_known_behind_their_own_arrays(folder, prepared_
 
 
 def test_another_number_of_samples_is_told(folder, prepared_of):
-    with pytest.raises(DataError, match="knows of 3 samples"):
+    with pytest.raises(DataError, match="holds 3 samples"):
         with_precomputed(prepared_of(2), folder)

@@ -21,11 +21,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-PLAIN = ("finetune.cli.app", "finetune.cli.job", "finetune.config.schema")
+PLAIN = ("finetune.cli.app", "finetune.run.start", "finetune.config.schema")
 WITH_TORCH = (
     *(
         "finetune.cli.app",
-        "finetune.cli.job",
+        "finetune.run.start",
         "finetune.run.train",
         "finetune.commands.export",
         "finetune.commands.generate",

@@ -4,9 +4,9 @@ from io import BytesIO
 import pytest
 from PIL import Image
 
+from finetune.commands.init import format_written
 from finetune.errors import MissingPackage
 from finetune.recipes.digits import digit_files
-from finetune.recipes.make import format_written
 
 
 def test_every_digit_is_a_small_image_in_the_folder_of_its_class():

@@ -120,7 +120,7 @@ def test_the_end_shows_how_far_the_metrics_have_come():
         "exact_match 0.0000 -> 1.0000",
         "finished at step 80 after 1:02:05",
         "model in runs/a/final",
-        "talk to it: finetune chat runs/a/final",
+        "chat with it: finetune chat runs/a/final",
     ]
 
 

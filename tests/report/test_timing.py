@@ -1,11 +1,11 @@
 import pytest
 
-from finetune.report.timing import StartUp, ThroughputMeter
+from finetune.report.timing import StartupTimer, ThroughputMeter
 
 
 def test_each_phase_has_its_own_time_and_what_came_before_is_the_imports():
     clock, cpu_clock = iter([100.0, 100.0, 103.0]).__next__, iter([6.0, 7.5]).__next__
-    startup = StartUp(seconds_before=5.0, cpu_before=1.0, clock=clock, cpu_clock=cpu_clock)
+    startup = StartupTimer(seconds_before=5.0, cpu_before=1.0, clock=clock, cpu_clock=cpu_clock)
     startup.end("data")
     imports, data = startup.phases
     assert (imports.name, imports.seconds, imports.cpu_seconds) == ("imports", 5.0, 5.0)
@@ -15,8 +15,8 @@ def test_each_phase_has_its_own_time_and_what_came_before_is_the_imports():
 
 
 def test_a_second_run_of_a_process_does_not_begin_with_the_process():
-    StartUp.of_process()
-    (imports,) = StartUp.of_process().phases
+    StartupTimer.from_process_start()
+    (imports,) = StartupTimer.from_process_start().phases
     assert imports.seconds == pytest.approx(0.0, abs=0.5)
 
 

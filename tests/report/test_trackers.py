@@ -94,7 +94,7 @@ def test_a_tracker_that_breaks_does_not_end_the_run(
 
 
 def test_an_unknown_tracker_is_named_with_a_suggestion():
-    with pytest.raises(UserError, match=r"report\.trackers: there is no tracker `wandbb`\. Did you mean `wandb`\?"):
+    with pytest.raises(UserError, match=r"report\.trackers: unknown tracker `wandbb`\. Did you mean `wandb`\?"):
         check_trackers(["wandbb"])
 
 
@@ -130,7 +130,7 @@ def test_the_main_rank_writes_events_and_console(accelerator, tmp_path, capsys, 
 def test_other_ranks_tell_nobody_but_refuse_the_same_trackers(accelerator, tmp_path):
     reporter = build_reporter(ReportSection(), run_folder=tmp_path, accelerator=accelerator, is_main=False)
     assert isinstance(reporter, NullReporter)
-    with pytest.raises(UserError, match="no tracker"):
+    with pytest.raises(UserError, match="unknown tracker"):
         build_reporter(
             ReportSection(trackers=("papyrus",)), run_folder=tmp_path, accelerator=accelerator, is_main=False
         )

@@ -259,7 +259,7 @@ def test_the_commands_did_what_they_are_for(session):
 
 
 def test_a_run_whose_address_is_signed_anew_goes_on(session):
-    assert "continues from" in session.said["resume"]
+    assert "resumes from" in session.said["resume"]
     assert "changed since the checkpoint: train.stop_after_steps 1 -> null\n" in session.said["resume"]
 
 
@@ -315,10 +315,7 @@ def test_the_copy_of_the_job_says_what_was_left_out(session):
 
 
 def test_a_job_that_was_written_down_without_its_secret_says_what_to_do(session):
-    assert (
-        "the secret in this address was not written down with the job. Write the address anew"
-        in session.said["evaluate"]
-    )
+    assert "the secret in this URL was removed from the saved job. Give the URL again" in session.said["evaluate"]
 
 
 def test_a_fault_of_ours_keeps_its_traceback(session):

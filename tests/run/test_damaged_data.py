@@ -99,7 +99,7 @@ def test_damage_before_a_start_is_made_again_and_the_losses_are_those_of_the_und
     run("stopped", "train.stop_after_steps=2")
     flip(job)
     got, said = run("stopped")
-    assert "continues from" in said
+    assert "resumes from" in said
     assert got == wanted
     assert asides(job) == 6
 
@@ -130,7 +130,7 @@ def test_damage_while_a_run_trains_stops_it_before_the_step_and_the_same_command
     assert asides(job) == 1
     got, said = run("stopped", "evaluate={}")
     assert got == wanted
-    assert "continues from" in said
+    assert "resumes from" in said
 
 
 def test_validation_rows_that_are_damaged_are_not_measured(run, job, monkeypatch):

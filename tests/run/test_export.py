@@ -30,7 +30,7 @@ def test_run_checkpoint_and_folder_merge_to_the_same_bits(trained, tmp_path):
         assert all(torch.equal(got[name], wanted[name]) for name in wanted)
         assert AutoTokenizer.from_pretrained(folder).chat_template
         assert not (folder / "base").exists()
-    assert "peft not needed" in (tmp_path / "of-folder" / "README.md").read_text()
+    assert "does not need peft" in (tmp_path / "of-folder" / "README.md").read_text()
 
 
 def test_an_adapter_that_moved_finds_the_base_beside_it(trained, tmp_path):
@@ -55,9 +55,9 @@ def test_a_whole_model_is_written_in_another_type(trained, tmp_path):
     ("name", "inside", "keys", "message"),
     [
         ("full", "", {"merge": True}, "this run has no adapter"),
-        ("full", "final", {"merge": True}, "holds a whole model and no adapter"),
+        ("full", "final", {"merge": True}, "holds a full model and no adapter"),
         ("full", "final", {}, "is a model folder already"),
-        ("lora", "final", {"dtype": "bfloat16"}, "Write --merge too"),
+        ("lora", "final", {"dtype": "bfloat16"}, "add --merge"),
         ("full", "final", {"step": 2}, "has no checkpoints"),
         ("full", "config.yaml", {}, "does not exist"),
     ],
@@ -69,13 +69,13 @@ def test_what_makes_no_sense_is_told(trained, name, inside, keys, message):
 
 def test_what_is_there_is_not_written_over(trained, tmp_path):
     for source in (trained("lora"), trained("lora") / "final"):
-        with pytest.raises(UserError, match="is there already"):
+        with pytest.raises(UserError, match="already exists"):
             export(source, **{**PLAIN, "merge": True, "to": tmp_path})
 
 
 def test_a_push_that_fails_leaves_the_export(trained, tmp_path, monkeypatch):
     monkeypatch.setattr("finetune.export.push.is_offline", lambda: True)
-    with pytest.raises(HubError, match="out of reach"):
+    with pytest.raises(HubError, match="cannot be reached"):
         export(trained("lora"), **{**PLAIN, "merge": True, "to": tmp_path / "kept", "push_to_hub": "me/model"})
     assert (tmp_path / "kept" / "model.safetensors").is_file()
     assert HubError.exit_code == 1

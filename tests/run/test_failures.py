@@ -18,8 +18,8 @@ def test_a_rank_that_raises_ends_all_and_its_error_is_the_one_that_is_shown(laun
     assert (status["error"]["rank"], status["error"]["type"], status["exit_code"]) == (1, "RuntimeError", 1)
     assert (status["step"], status["checkpoint"]) == (3, str(run.folder / "checkpoints" / "step-000002"))
     assert "[rank 1] Traceback" in run.output
-    assert run.output.count("RuntimeError: a fault was asked for at forward") == 2  # its traceback, and:
-    assert "rank 0 exits because rank 1 failed: RuntimeError: a fault was asked for at forward" in run.output
+    assert run.output.count("RuntimeError: injected fault at forward") == 2  # its traceback, and:
+    assert "rank 0 exits because rank 1 failed: RuntimeError: injected fault at forward" in run.output
     assert "gloo" not in run.output
 
 
@@ -34,7 +34,7 @@ def test_a_rank_that_is_killed_is_named_and_the_next_launch_continues(launch):
     assert "[rank 0]: Traceback" not in run.output
     again = launch("ddp", name="killed", overrides=QUIET)
     assert again.code == 0, again.output
-    assert "continues from" in again.output
+    assert "resumes from" in again.output
     assert (again.status()["state"], again.status()["step"], again.status()["error"]) == ("finished", 20, None)
 
 

@@ -130,7 +130,7 @@ def test_a_system_message_is_said_where_a_row_has_none(trained, answered):
         ({"question": "a"}, r"row 1: has neither `messages`, .* its columns are `question`"),
         ({"messages": [{"role": "assistant", "content": "a"}]}, "has nothing but answers"),
         ({"prompt": "a", "answer": "b"}, "has a column `answer` already"),
-        ({"prompt": "a", "images": ["a.png"]}, "only text is asked here"),
+        ({"prompt": "a", "images": ["a.png"]}, "only text can be given here"),
         ({"prompt": "red " * 3000}, "and the model reads 2,048"),
     ],
 )

@@ -11,7 +11,7 @@ def test_training_waits_for_a_set_that_is_being_made_and_makes_it_when_its_maker
     maker = begin(None, name="maker", overrides=overrides, faults="prepare.write step=1 do=sleep")
     maker.until(lambda: list((cache / "prepared").glob(".*.making")))
     run = begin("ddp", name="heir", overrides=overrides)
-    run.until(lambda: "waiting for another process that makes" in run.output)
+    run.until(lambda: "waiting for another process that builds" in run.output)
     assert maker.process.poll() is None
     maker.process.kill()
     assert run.until_ended() == 0, run.output

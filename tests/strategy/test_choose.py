@@ -55,8 +55,11 @@ def test_fsdp_asked_and_ddp_launched_is_refused_with_the_command_that_mends_it()
         ({"fsdp_version": 2, "fsdp_activation_checkpointing": True}, "wrong gradients"),
         ({"unsupported": ("tensor parallelism",)}, "tensor parallelism"),
         ({"zero_stage": 0}, "shards nothing"),
-        ({"zero_stage": 2, "deepspeed": {"gradient_clipping": 0.5}}, "gradient_clipping: 0.5, the job makes it 1.0"),
-        ({"zero_stage": 2, "deepspeed": {"train_micro_batch_size_per_gpu": 8}}, "the job makes it 4"),
+        (
+            {"zero_stage": 2, "deepspeed": {"gradient_clipping": 0.5}},
+            "gradient_clipping: 0.5, but the job requires 1.0",
+        ),
+        ({"zero_stage": 2, "deepspeed": {"train_micro_batch_size_per_gpu": 8}}, "but the job requires 4"),
         ({"zero_stage": 2, "deepspeed": {"optimizer": {"type": "Adam"}}}, "section `optimizer`"),
         ({"zero_stage": 2, "deepspeed": {"bf16": {"enabled": True}}}, "bf16.enabled"),
     ],
@@ -67,7 +70,7 @@ def test_what_job_and_accelerate_config_disagree_on_is_named(changes, message):
 
 
 def test_all_disagreements_are_told_at_once():
-    with pytest.raises(StrategyError, match="disagree on 2 points"):
+    with pytest.raises(StrategyError, match="contradict each other in 2 points"):
         choose_strategy(launched(precision="bf16", fsdp_version=2, fsdp_activation_checkpointing=True), JOB)
 
 
@@ -81,8 +84,8 @@ def test_an_offloaded_optimizer_must_be_adamw():
 @pytest.mark.parametrize(
     ("environment", "wish", "message"),
     [
-        ({"zero_stage": 2}, {"averages_weights": True}, "train.average needs our optimizer"),
-        ({"zero_stage": 3}, {"unfreezes_later": True}, "train.unfreeze needs our optimizer"),
+        ({"zero_stage": 2}, {"averages_weights": True}, "train.average is not supported with an offloaded optimizer"),
+        ({"zero_stage": 3}, {"unfreezes_later": True}, "train.unfreeze is not supported with an offloaded optimizer"),
         ({"zero_stage": 2}, {"optimizer": "muon"}, "ddp.yaml or fsdp2.yaml"),
         ({"fsdp_version": 1}, {"optimizer": "muon"}, "whole matrices"),
     ],
@@ -128,7 +131,7 @@ def test_offloaded_activations_without_a_gpu_are_a_key_without_effect():
 @pytest.mark.parametrize("elsewhere", [{"world": 2}, {"fsdp_version": 2}, {"zero_stage": 1}])
 def test_an_update_within_the_backward_pass_is_for_one_process(elsewhere):
     job = JobSettings(**PLAIN, updates_in_backward=True)
-    with pytest.raises(StrategyError, match="in_backward: true is for one process"):
+    with pytest.raises(StrategyError, match="in_backward: true works on one process only"):
         choose_strategy(launched(**elsewhere), job)
     assert choose_strategy(launched(world=1), job).name == "single"
 

@@ -6,10 +6,12 @@ from argparse import Namespace
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.utils import DistributedType
 from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
 
 ROOT = Path(__file__).parents[3]
@@ -40,6 +42,17 @@ def launch_variables(config: Path, *, world: str) -> Mapping[str, str]:
     else:
         found = prepare_multi_gpu_env(arguments)
     return {name: value for name, value in found.items() if name not in RANK and os.environ.get(name) != value}
+
+
+@contextmanager
+def gloo_for(strategy: str | None) -> Iterator[None]:
+    """Have Trainer build FSDP and DeepSpeed on CPUs, over gloo: Accelerate itself would fall back to one process."""
+    if strategy in (None, "ddp"):
+        yield
+        return
+    os.environ |= {"ACCELERATE_TORCH_DEVICE": "cpu", "DS_ACCELERATOR": "cpu"}
+    with patch.object(PartialState, "_prepare_backend", lambda *_, **__: ("gloo", DistributedType.MULTI_GPU)):
+        yield
 
 
 def world_size() -> int:

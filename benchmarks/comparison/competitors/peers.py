@@ -2,7 +2,6 @@
 
 import random
 from collections.abc import Callable
-from contextlib import nullcontext
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -12,10 +11,9 @@ from datasets import Dataset
 from transformers import AutoTokenizer, DataCollatorForSeq2Seq, Trainer, TrainerCallback, TrainingArguments
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-from comparison.competitors.launch import world_size
+from comparison.competitors.launch import gloo_for, world_size
 from comparison.data import IGNORED, Documents, load_model, load_workload
 from comparison.jobs import LEARNING_RATE, packs_a_step
-from comparison.product import gloo_for
 from comparison.worker import Worker
 from comparison.workloads import Workload
 
@@ -47,7 +45,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 def train(name: str, folder: Path, worker: Worker, *, strategy: str | None) -> None:
     """Train the workload."""
     workload = load_workload(folder)
-    with gloo_for(strategy) if strategy not in (None, "ddp") else nullcontext():
+    with gloo_for(strategy):
         make: Callable[..., Any] = _trl if name.startswith("trl") else _trainer
         trainer = make(name, folder, workload, strategy=strategy)
     trainer.add_callback(Waiting(worker))

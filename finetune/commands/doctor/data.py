@@ -93,12 +93,12 @@ def examine_loader(path: Path, overrides: Sequence[str], *, num_rounds: int, sec
     """
     quiet_libraries(is_main=True)
     config = load_config(path, overrides).config
-    lessons, room = make_training_data(config, RunLog(is_main=True)), machine_resources()
+    lessons, resources = make_training_data(config, RunLog(is_main=True)), machine_resources()
     make_loader = partial(_loader, config, lessons)
-    tried = settings_to_try(room)
+    tried = settings_to_try(resources)
     found = measure(make_loader, tried, num_rounds=num_rounds, seconds=seconds, log=_log)
     consumed = tokens_per_second_of_a_rank(Path(config.run.folder))
-    print(_where(room))
+    print(_where(resources))
     print_table(loading_table(found, consumed))
     best = choose_settings(found, consumed)
     restart = _restarts(make_loader, best.settings)
@@ -187,9 +187,10 @@ def _reason(best: LoaderMeasurement, consumed: float | None, *, run_folder: str)
     )
 
 
-def _where(room: MachineResources) -> str:
-    device = "copied to the GPU" if room.has_device else "no GPU"
-    return f"one rank's loader alone, {room.num_cores} cores, {device}; medians, spread is (fastest - slowest) / median"
+def _where(resources: MachineResources) -> str:
+    device = "copied to the GPU" if resources.has_device else "no GPU"
+    spread = "medians, spread is (fastest - slowest) / median"
+    return f"one rank's loader alone, {resources.num_cores} cores, {device}; {spread}"
 
 
 def _log(line: str) -> None:

@@ -56,14 +56,14 @@ class LoaderMeasurement:
         return (max(rates) - min(rates)) / self.samples_per_second if self.samples_per_second else 0.0
 
 
-def settings_to_try(room: MachineResources) -> list[LoaderSettings]:
+def settings_to_try(resources: MachineResources) -> list[LoaderSettings]:
     """Return what is worth a try on this machine: no worker, 1, 2, 4, ... up to its cores per rank."""
-    numbers = [number for number in (1, 2, 4, 8, 16, 32) if number <= max(2, room.cores_per_rank)]
-    pins = (False, True) if room.has_device else (False,)
+    numbers = [number for number in (1, 2, 4, 8, 16, 32) if number <= max(2, resources.cores_per_rank)]
+    pins = (False, True) if resources.has_device else (False,)
     found = [LoaderSettings(0, pin, False, None) for pin in pins]
     for number in numbers:
         found += [LoaderSettings(number, pin, False, 2) for pin in pins]
-        found.append(LoaderSettings(number, room.has_device, False, 4))
+        found.append(LoaderSettings(number, resources.has_device, False, 4))
     return found
 
 

@@ -108,7 +108,7 @@ class SourceAudit:
 
     @property
     def masked_tokens(self) -> int:
-        """Return the tokens that are read and not learnt."""
+        """Return the tokens that are no targets."""
         return self.counts.tokens - self.counts.targets
 
 

@@ -57,9 +57,9 @@ class TemplateCheck:
     targets_by: str  # `markers` of the template, or `renderings` of beginnings
     end_of_turn: str  # empty: the template writes none
     end_of_turn_tokens: tuple[int, ...]
-    is_end_learnt: bool  # the last target of an answer is what ends it; False where nothing could be learnt
+    is_end_learnt: bool  # the last target of an answer is what ends it; False where there is no target
     begins_with: str  # the beginning-of-sequence that the template writes; empty: it writes none
-    learnt: tuple[str, ...]  # the cases that can be learnt from
+    learnt: tuple[str, ...]  # the cases that have targets
     refused: Mapping[str, str]  # from the others to the reason
     differences: tuple[PromptMismatch, ...]
     notes: tuple[str, ...]
@@ -88,7 +88,7 @@ class TemplateCheck:
 
 
 def check_template(tokenizer: PreTrainedTokenizerBase, section: DataSection) -> TemplateCheck:
-    """Return what the tokenizer's chat template does with small conversations, learnt as the section says."""
+    """Return what the tokenizer's chat template does with small conversations under the section's `train_on`."""
     encoder = ConversationEncoder(tokenizer, train_on=section.train_on, template=section.chat_template)
     rows = _rows_for(encoder)
     outcomes = {case: encoder([row])[0] for case, row in rows.items()}
@@ -100,7 +100,7 @@ def check_template(tokenizer: PreTrainedTokenizerBase, section: DataSection) -> 
         targets_by="markers" if has_markers(_template(tokenizer)) else "renderings",
         end_of_turn=ending.text,
         end_of_turn_tokens=ending.tokens,
-        is_end_learnt=bool(found) and all(each.ends_learnt(ending) for each in found),
+        is_end_learnt=bool(found) and all(each.trains_on_end(ending) for each in found),
         begins_with=str(tokenizer.bos_token) if found and found[0].begins_with(tokenizer.bos_token_id) else "",
         learnt=tuple(learnt),
         refused={case: _reason(each) for case, each in outcomes.items() if case not in learnt},
@@ -137,7 +137,7 @@ def _template(tokenizer: PreTrainedTokenizerBase) -> str:
 
 @dataclass(frozen=True)
 class _Sample:
-    """A small conversation as it is learnt."""
+    """A small conversation as it is trained on."""
 
     case: str
     row: Row
@@ -157,7 +157,7 @@ class _Sample:
     def begins_with(self, token: int | None) -> bool:
         return self.ids[0] == token
 
-    def ends_learnt(self, ending: EndOfTurn) -> bool:
+    def trains_on_end(self, ending: EndOfTurn) -> bool:
         """Tell whether the last target is a token that ends an answer."""
         last = self.ids[int(np.flatnonzero(self.features.arrays["is_target"])[-1])]
         return last in ending.tokens[-1:] or is_special(self.tokenizer, last)
@@ -172,10 +172,10 @@ class _Sample:
             yield PromptMismatch(self.case, *texts, *tokens)
 
     def notes(self) -> Iterator[str]:
-        """Yield what lies between the end of the prompt and the beginning of what is learnt."""
+        """Yield what lies between the end of the prompt and the first target."""
         begin, end = int(np.flatnonzero(self.features.arrays["is_target"])[0]), len(self.prompt)
         between = repr(self.tokenizer.decode(self.ids[min(begin, end) : max(begin, end)]))
-        if self.ids[:end] != self.prompt or begin == 1:  # told as a difference; all is learnt
+        if self.ids[:end] != self.prompt or begin == 1:  # reported as a difference; all tokens are targets
             return
         if begin < end:
             yield f"{between}, the end of the prompt, is a target, too: the markers begin before it"

@@ -23,7 +23,7 @@ from finetune.runtime.recorded import recorded_as
 class ConversationEncoder:
     """Encodes conversations as the chat template renders them; `train_on` says which turns are targets.
 
-    Each learnt turn is learnt with the token that ends it. A last turn that the template does not end with a special
+    The token that ends a target turn is a target, too. A last turn that the template does not end with a special
     token is ended with end-of-sequence, a target too.
     """
 
@@ -47,7 +47,7 @@ class ConversationEncoder:
     def __call__(self, rows: Sequence[Row]) -> list[Outcome]:
         """Return the features of each row's `messages` (with its `tools`, where it has some).
 
-        None where nothing is learnt; the DataError where the template refuses a row, would drop some of it in silence,
+        None where there is no target; the DataError where the template refuses a row, would drop some of it in silence,
         or where its rendering of a beginning is not the beginning of its rendering of the whole, in text or in tokens.
         """
         dropped = DroppedContentCheck(self._finder)

@@ -134,7 +134,7 @@ IMAGES, SIZES = "images", "image_sizes"
 
 @dataclass(frozen=True)
 class RenderedImageChat(RenderedChat):
-    """A lesson whose text has its images written out."""
+    """A rendered chat whose text has its images expanded."""
 
     expansion: ExpandedText
     images: tuple[bytes, ...]
@@ -221,8 +221,8 @@ class ImageConversationEncoder(ConversationEncoder):
         per_token = chat.expansion.per_token
         if chat.has_control_names:
             per_token = {name: _by_token(values, chat.expansion.ids, ids) for name, values in per_token.items()}
-        told = {name: _fitted(per_token.get(name), len(ids)) for name in self.pictures.per_token}
-        return Features({"input_ids": ids, "is_target": is_target, **told, **_image_arrays(chat.images)})
+        per_token_arrays = {name: _fitted(per_token.get(name), len(ids)) for name in self.pictures.per_token}
+        return Features({"input_ids": ids, "is_target": is_target, **per_token_arrays, **_image_arrays(chat.images)})
 
     def _tokens_of(self, expansion: ExpandedText) -> list[int]:
         """Return the special tokens that images are written with."""
@@ -260,18 +260,18 @@ def _fitted(values: np.ndarray | None, length: int) -> np.ndarray:
 
 def _by_token(values: np.ndarray, theirs: Sequence[int], ours: np.ndarray) -> np.ndarray:
     """Return for each of our tokens what is said of the same token in theirs: of an image's tokens 1, of others 0."""
-    said = dict(zip(theirs, values.tolist(), strict=False))
-    if [said[token] for token in theirs] != values.tolist():
+    values_of = dict(zip(theirs, values.tolist(), strict=False))
+    if [values_of[token] for token in theirs] != values.tolist():
         raise DataError(
             "holds names of control tokens, which this processor cannot encode as plain text. Remove the names."
         )
-    return np.array([said.get(int(token), 0) for token in ours], values.dtype)
+    return np.array([values_of.get(int(token), 0) for token in ours], values.dtype)
 
 
 def _prefix(theirs: Sequence[int], ours: np.ndarray, *, tokenizer: Any) -> tuple[int, ...]:
     """Return the beginning-of-sequence that the processor writes before the conversation.
 
-    Raises DataError where it gives other tokens than the text has: the model would be asked with others than learnt.
+    Raises DataError where it gives other tokens than the text has: the prompt would differ from what was trained on.
     """
     num_more = len(theirs) - len(ours)
     if num_more == 0 and list(theirs) == ours.tolist():

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, Self
 
@@ -13,11 +12,12 @@ from finetune.data.classes import Classes
 from finetune.data.encoding.text import TextRowsEncoder
 from finetune.data.features import Features, Outcome, result_or_error
 from finetune.data.rows import Row, describe, parse_json, require_valid_unicode, shortened
+from finetune.data.upstream import truncating
 from finetune.errors import DataError
 from finetune.runtime.recorded import recorded_as
 
 _LARGEST = 1e38
-"""Of numbers that are learnt: they become float32."""
+"""The largest number of a label: labels become float32."""
 
 
 class LabelEncoder(Protocol):
@@ -114,8 +114,8 @@ def _number(value: Any) -> float:
         number = math.nan
     if not abs(number) <= _LARGEST:
         limit = f" of at most {_LARGEST:g}" if type(value) is int or math.isfinite(number) else ""
-        said = f"`{shortened(value)}`" if isinstance(value, str) else describe(value)
-        raise DataError(f"the label must be a number{limit}, but is {said}. Fix it, or write another `kind`.")
+        found = f"`{shortened(value)}`" if isinstance(value, str) else describe(value)
+        raise DataError(f"the label must be a number{limit}, but is {found}. Fix it, or write another `kind`.")
     return number
 
 
@@ -188,7 +188,7 @@ class LabelledTextEncoder(TextRowsEncoder):
                 yield shorter, length - len(shorter["input_ids"])
 
     def _shorter(self, row: Row, cut: Truncation) -> Mapping[str, np.ndarray]:
-        with _truncating(self._tokenizer, cut.side):
+        with truncating(self._tokenizer, cut.side):
             (arrays,) = arrays_of(
                 self._tokenizer, *_texts([row]), truncation="longest_first", max_length=cut.max_length
             )
@@ -223,17 +223,3 @@ def _texts(rows: Sequence[Row]) -> tuple[list[str], ...]:
     """Return the texts of the rows, and the second ones where there are any."""
     names = ("text", "text_pair") if rows and "text_pair" in rows[0] else ("text",)
     return tuple([row[name] for row in rows] for name in names)
-
-
-@contextmanager
-def _truncating(tokenizer: PreTrainedTokenizerBase, side: Literal["end", "start"]) -> Iterator[None]:
-    """Let the tokenizer cut off this side; afterwards it is as it was: what it is set to is saved with it."""
-    before = tokenizer.truncation_side
-    tokenizer.truncation_side = "right" if side == "end" else "left"
-    try:
-        yield
-    finally:
-        tokenizer.truncation_side = before
-        backend = getattr(tokenizer, "backend_tokenizer", None)
-        if backend is not None:
-            backend.no_truncation()

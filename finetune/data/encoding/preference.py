@@ -53,18 +53,18 @@ class PreferenceEncoder:
 
     def _plan(self, row: Row, partner: Row | None) -> "_Plan":
         answers = self._answers(row)
-        told: dict[str, np.ndarray] = {}
+        extra_arrays: dict[str, np.ndarray] = {}
         if self.judged:
-            told[IS_GOOD] = np.array([is_good for _, is_good in answers])
+            extra_arrays[IS_GOOD] = np.array([is_good for _, is_good in answers])
         if self.margin:
-            told[MARGIN] = _margin(row)
+            extra_arrays[MARGIN] = _margin(row)
         sides = [side for side, _ in answers]
         if len(sides) > 1 and sides[0] == sides[1]:
-            return _Plan((), told)
+            return _Plan((), extra_arrays)
         if partner is not None:
             others = [side for side, _ in self._answers(partner)]
             sides += [others[number % len(others)] for number in range(len(sides))]
-        return _Plan(tuple(_conversation(row, side) for side in sides), told)
+        return _Plan(tuple(_conversation(row, side) for side in sides), extra_arrays)
 
     def _answers(self, row: Row) -> list[tuple[Sequence[Turn], bool]]:
         """Return the answers, and whether each is good; raises DataError for a row without any."""
@@ -81,10 +81,10 @@ class PreferenceEncoder:
 
 @dataclass(frozen=True)
 class _Plan:
-    """The conversations that a sample consists of, and what else it holds; without any there is nothing to learn."""
+    """The conversations that a sample consists of, and what else it holds; without any there is no target."""
 
     conversations: tuple[Row, ...]
-    told: Mapping[str, np.ndarray]
+    extra_arrays: Mapping[str, np.ndarray]
 
     def outcome(self, encoded: Sequence[Outcome]) -> Outcome:
         """Return the sample of these conversations, as encoded."""
@@ -97,7 +97,7 @@ class _Plan:
         arrays = {name: np.concatenate([each.arrays[name] for each in sequences]) for name in sequences[0].arrays}
         lengths = np.array([each.length for each in sequences], np.int32)
         return Features(
-            {**arrays, LENGTHS_OF_SEQUENCES: lengths, **self.told},
+            {**arrays, LENGTHS_OF_SEQUENCES: lengths, **self.extra_arrays},
             has_control_names=any(each.has_control_names for each in sequences),
             has_turn_marks=any(each.has_turn_marks for each in sequences),
         )

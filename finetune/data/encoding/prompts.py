@@ -94,7 +94,7 @@ def _turns(row: Row) -> Sequence[Turn]:
         return read_turns(row["messages"], title="`messages`")
     if row.get("conversations") is not None:
         return read_sharegpt_turns(row["conversations"], title="`conversations`")
-    before = _said("system", row)
+    before = _text_turn("system", row)
     prompt = row.get("prompt")
     if isinstance(prompt, list):
         return [*before, *read_turns(prompt, title="`prompt`")]
@@ -107,6 +107,6 @@ def _turns(row: Row) -> Sequence[Turn]:
     raise DataError(f"has neither `messages`, `conversations`, `prompt` nor `instruction`; its columns are {columns}.")
 
 
-def _said(role: str, row: Mapping[str, Any]) -> list[Turn]:
+def _text_turn(role: str, row: Mapping[str, Any]) -> list[Turn]:
     text = row.get(role)
     return [{"role": role, "content": text}] if isinstance(text, str) and text else []

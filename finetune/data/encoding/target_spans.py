@@ -17,7 +17,7 @@ TrainOn = Literal["assistant", "last_assistant", "all", "per_message"]
 
 @dataclass(frozen=True)
 class Span:
-    """Characters from-to that are learnt, and of which part of the conversation they are."""
+    """A range of characters that are targets, and the part of the conversation that it is."""
 
     start: int
     end: int
@@ -26,18 +26,18 @@ class Span:
 
 @dataclass(frozen=True)
 class RenderedChat:
-    """A rendered conversation and what is learnt of it."""
+    """A rendered conversation and the spans of it that are targets."""
 
     text: str
     spans: tuple[Span, ...]
-    may_be_open: bool  # the last stretch is to be ended with end-of-sequence where no special token ends it
+    may_be_open: bool  # the last span is to be ended with end-of-sequence where no special token ends it
     has_control_names: bool = field(default=False, kw_only=True)  # stand-ins are in the text: see control_tokens
     has_turn_marks: bool = field(default=False, kw_only=True)
 
 
 @dataclass(frozen=True)
 class TargetFinder:
-    """How what is learnt is found; the same for all conversations of a run."""
+    """Finds the targets of conversations; the same for all conversations of a run."""
 
     tokenizer: PreTrainedTokenizerBase
     end_of_turn: EndOfTurn
@@ -47,9 +47,9 @@ class TargetFinder:
     def rendered_chat(
         self, turns: Sequence[Turn], tools: Tools | None = None, *, num_context_turns: int = 0
     ) -> RenderedChat | None:
-        """Return the conversation as text with the stretches that are learnt; None where nothing is.
+        """Return the conversation as text with the spans that are targets; None where there are none.
 
-        What the assistant says in the first `num_context_turns` is a part of the prompt and is not learnt. Raises
+        What the assistant says in the first `num_context_turns` is a part of the prompt and no target. Raises
         DataError where the template refuses the turns, and where the template's rendering of the beginning of a
         conversation is not the beginning of its rendering of the whole.
         """
@@ -60,12 +60,12 @@ class TargetFinder:
             text = render(self.tokenizer, turns, tools=tools).text
             return RenderedChat(text, (Span(0, len(text.rstrip()), "the conversation"),), may_be_open=True)
         if self.train_on == "last_assistant":
-            turns = turns[: targets[-1] + 1]  # what follows teaches nothing and may change how the answer is rendered
+            turns = turns[: targets[-1] + 1]  # what follows has no targets and may change how the answer is rendered
         return _Conversation(self, turns, tools).rendered_chat(targets)
 
 
 def target_turns(turns: Sequence[Turn], train_on: TrainOn, *, num_context_turns: int = 0) -> list[int]:
-    """Return the places of the turns that are learnt, counted from 0.
+    """Return the indices of the turns that are targets.
 
     Raises DataError for a `weight` that would be ignored or is neither 0 nor 1, and for an answer to nothing.
     """
@@ -121,7 +121,7 @@ class _Conversation:
         return self._render(len(self.turns))
 
     def _marked(self, targets: Sequence[int]) -> list[Span] | None:
-        """Return the marked stretches that belong to the turns, each through its end-of-turn; None where unclear."""
+        """Return the marked spans that belong to the turns, each through its end-of-turn; None where unclear."""
         final = self.finder.end_of_turn.final  # a model that has ended its turn is not asked for it
         marked = [(start, end) for start, end in self.whole.marked if not final or self.whole.text[start:end] != final]
         answers = [place for place, turn in enumerate(self.turns) if turn["role"] == "assistant"]
@@ -137,7 +137,7 @@ class _Conversation:
         return Span(start, end, "what the template marks with {% generation %}")
 
     def _answer(self, place: int) -> Span:
-        """Return where the turn begins, the cue to answer left out, and where it ends, through its end-of-turn."""
+        """Return where the turn begins, without the generation prompt, and where it ends, through its end-of-turn."""
         turn, number = self.turns[place], place + 1
         if turn["role"] == "assistant":
             start = self._end_of_beginning(place, generation_prompt=True, what=f"the prompt of turn {number}")

@@ -29,7 +29,7 @@ class TextRowsEncoder:
         self._control = ControlTokens(tokenizer, allowed=allow_special_tokens)
 
     def __call__(self, rows: Sequence[Row]) -> list[Outcome]:
-        """Return the features of each row, None where there is nothing to learn, or what is wrong with it."""
+        """Return the features of each row, None where there is no target, or what is wrong with it."""
         texts = [list(self._texts_of(row)) for row in rows]
         held = [place for place, each in enumerate(texts) if self._control.held_by(each)]
         if not held:
@@ -158,7 +158,7 @@ class MaskedTextEncoder(TextRowsEncoder):
 class SourceTargetEncoder(TextRowsEncoder):
     """Encodes one exchange: the source as the tokenizer begins and ends a text, behind it the target.
 
-    The target is what the tokenizer makes of a text to be written, ended by end-of-sequence; all of it is learnt. A
+    The target is what the tokenizer makes of a text to be written, ended by end-of-sequence; all of it is a target. A
     chat template is not used. Raises DataError for a tokenizer without an end-of-sequence token.
     """
 

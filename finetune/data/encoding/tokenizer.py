@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from finetune.data.upstream import unrestricted_backend
 from finetune.errors import DataError
 
 _PROBE = "a b"
@@ -104,7 +105,7 @@ class TextTokenizer:
         """Return each text with its tokens, encoded in one call."""
         if not self.cuts_at_seams:
             return [EncodedText(text, np.asarray(self.ids(text), np.uint32), self) for text in texts]
-        encodings = _backend(self._tokenizer).encode_batch(list(texts), add_special_tokens=False)
+        encodings = unrestricted_backend(self._tokenizer).encode_batch(list(texts), add_special_tokens=False)
         return [
             EncodedText(text, np.array(each.ids, np.uint32), self, each)
             for text, each in zip(texts, encodings, strict=True)
@@ -114,7 +115,7 @@ class TextTokenizer:
         """Return the tokens of each text as the tokenizer begins and ends it of its own; none for an empty text."""
         if not self.is_backend_alone:
             return [list(self._tokenizer(text, verbose=False)["input_ids"]) if text else [] for text in texts]
-        encodings = _backend(self._tokenizer).encode_batch_fast(list(texts))
+        encodings = unrestricted_backend(self._tokenizer).encode_batch_fast(list(texts))
         return [each.ids if text else [] for text, each in zip(texts, encodings, strict=True)]
 
     def ids(self, text: str) -> list[int]:
@@ -145,7 +146,7 @@ class TextTokenizer:
     @cached_property
     def is_backend_alone(self) -> bool:
         """Whether the library `tokenizers` alone gives the tokens, nothing being added or changed in Python."""
-        backend = _backend(self._tokenizer)
+        backend = unrestricted_backend(self._tokenizer)
         if backend is None:
             return False
         theirs = [list(self._tokenizer(text, verbose=False)["input_ids"]) for text in _PROBES]
@@ -162,7 +163,7 @@ class TextTokenizer:
         seams = [*islice(self._seams.values(), 2), *islice(reversed(self._seams.values()), 2)]
         pairs = [(a, b) for shift in (1, 4) for a, b in zip(_PROBES, _PROBES[shift:] + _PROBES[:shift], strict=True)]
         texts = [f"{a}{seam}{b}{seams[0]}{a}" for seam in seams for a, b in pairs]
-        encodings = _backend(self._tokenizer).encode_batch(texts, add_special_tokens=False)
+        encodings = unrestricted_backend(self._tokenizer).encode_batch(texts, add_special_tokens=False)
         is_so = all(self._cuts(text, encoding) for text, encoding in zip(texts, encodings, strict=True))
         self._remembered.clear()
         return is_so
@@ -206,12 +207,3 @@ class EncodedText:
     @cached_property
     def _seams(self) -> tuple[list[int], list[int]]:
         return self.tokens.seams(self)
-
-
-def _backend(tokenizer: PreTrainedTokenizerBase) -> Any:
-    """Return the tokenizer's `tokenizers.Tokenizer`, told to cut and pad nothing; None for one written in Python."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is not None:
-        backend.no_truncation()
-        backend.no_padding()
-    return backend

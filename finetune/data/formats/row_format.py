@@ -122,15 +122,15 @@ def choose_format(
     name = section.format or _detect(section, first, key=key)
     if section.format is None:
         log(f"{key}.format is not set: the columns {quoted_list(_available(section, row))} are read as `{name}`")
-    known = REQUIRED_COLUMNS[name] + OPTIONAL_COLUMNS.get(name, ())
+    expected = REQUIRED_COLUMNS[name] + OPTIONAL_COLUMNS.get(name, ())
     for where, columns in (("columns", section.columns), ("template", section.template)):
         for column in columns:
-            if column not in known:
+            if column not in expected:
                 raise DataError(
-                    f"{key}.{where}: format `{name}` has no column `{column}`; it has {quoted_list(known)}. "
+                    f"{key}.{where}: format `{name}` has no column `{column}`; it has {quoted_list(expected)}. "
                     "Write the format's name first, then yours: {completion: answer}."
                 )
-    unread = _unread(section, row, known)
+    unread = _unread(section, row, expected)
     if unread:
         log(f"{key}: unused columns: {quoted_list(unread)}")
     classes = _classes(section, name, class_names=class_names)
@@ -155,9 +155,9 @@ def _classes(
 def _detect(section: SourceSection, first: RawRow, *, key: str) -> Format:
     available = _available(section, first.parse())
     for name, required in REQUIRED_COLUMNS.items():
-        known = required + OPTIONAL_COLUMNS.get(name, ())
+        expected = required + OPTIONAL_COLUMNS.get(name, ())
         is_there = all(section.columns.get(column, column) in available for column in required)
-        if is_there and all(column in known for column in (*section.columns, *section.template)):
+        if is_there and all(column in expected for column in (*section.columns, *section.template)):
             return name
     choices = "; ".join(f"{name}: {quoted_list(required)}" for name, required in REQUIRED_COLUMNS.items())
     raise DataError(
@@ -172,11 +172,11 @@ def _available(section: SourceSection, row: Row) -> tuple[str, ...]:
     return tuple(dict.fromkeys((*section.template, *row)))
 
 
-def _unread(section: SourceSection, row: Row, known: tuple[str, ...]) -> list[str]:
+def _unread(section: SourceSection, row: Row, expected: tuple[str, ...]) -> list[str]:
     by_template = {name for written in section.template.values() for name in columns_used(written)}
     if WHOLE_ROW in by_template:
         return []
-    by_name = {section.columns.get(column, column) for column in known if column not in section.template}
+    by_name = {section.columns.get(column, column) for column in expected if column not in section.template}
     return [name for name in row if name not in by_template | by_name]
 
 
@@ -186,15 +186,15 @@ def _read_messages(columns: Columns) -> Row:
 
 
 def _read_conversations(columns: Columns) -> Row:
-    said, title = columns.json_value("conversations"), columns.title("conversations")
-    turns = [*_system(columns), *read_sharegpt_turns(said, title=title, with_images=True)]
+    value, title = columns.json_value("conversations"), columns.title("conversations")
+    turns = [*_system(columns), *read_sharegpt_turns(value, title=title, with_images=True)]
     return _with_tools(attach_images({"messages": turns}, columns), columns)
 
 
 def _read_prompt_completion(columns: Columns) -> Row:
-    """Join both sides; what the assistant says in a prompt of several turns is context and not learnt."""
-    asked = _said(columns, "prompt", by="user", with_images=True)
-    answered = _said(columns, "completion", by="assistant", with_images=True)
+    """Join both sides; what the assistant says in a prompt of several turns is context and not a target."""
+    asked = _turns_of(columns, "prompt", by="user", with_images=True)
+    answered = _turns_of(columns, "completion", by="assistant", with_images=True)
     row: dict[str, Any] = {"messages": [*asked, *answered]}
     if any(turn["role"] == "assistant" for turn in asked):
         row["num_context_turns"] = len(asked)
@@ -204,16 +204,16 @@ def _read_prompt_completion(columns: Columns) -> Row:
 def _read_instruction(columns: Columns) -> Row:
     """Join the input to the instruction below an empty line, as Alpaca's rows mean it."""
     asked = "\n\n".join(part for part in (columns.text("instruction"), columns.optional_text("input")) if part)
-    said = [{"role": "user", "content": asked}, {"role": "assistant", "content": columns.text("output")}]
-    turns = [*_system(columns), *said]
+    value = [{"role": "user", "content": asked}, {"role": "assistant", "content": columns.text("output")}]
+    turns = [*_system(columns), *value]
     return attach_images({"messages": turns}, columns)
 
 
 def _read_preference(columns: Columns) -> Row:
     """Return prompt and both answers as turns; without a prompt it is what both conversations begin with."""
-    sides = {name: _said(columns, name, by="assistant") for name in ("chosen", "rejected")}
+    sides = {name: _turns_of(columns, name, by="assistant") for name in ("chosen", "rejected")}
     if columns.optional("prompt") is not None:
-        prompt = _said(columns, "prompt", by="user")
+        prompt = _turns_of(columns, "prompt", by="user")
     else:
         if isinstance(columns.value("chosen"), str) or isinstance(columns.value("rejected"), str):
             raise DataError(
@@ -231,7 +231,7 @@ def _read_preference(columns: Columns) -> Row:
 
 def _read_judged(columns: Columns) -> Row:
     """Return prompt and answer as turns, and whether the answer is good."""
-    asked, answered = _said(columns, "prompt", by="user"), _said(columns, "completion", by="assistant")
+    asked, answered = _turns_of(columns, "prompt", by="user"), _turns_of(columns, "completion", by="assistant")
     return _with_tools({"prompt": asked, "completion": answered, "is_good": columns.truth("label")}, columns)
 
 
@@ -239,7 +239,7 @@ def _read_text(columns: Columns) -> Row:
     return {"text": columns.text("text")}
 
 
-def _said(columns: Columns, column: str, *, by: str, with_images: bool = False) -> list[Turn]:
+def _turns_of(columns: Columns, column: str, *, by: str, with_images: bool = False) -> list[Turn]:
     """Return the turns of a column, which is the text of one turn or a list of turns."""
     value = columns.value(column)
     if isinstance(value, list):
@@ -248,8 +248,8 @@ def _said(columns: Columns, column: str, *, by: str, with_images: bool = False) 
 
 
 def _system(columns: Columns) -> list[Turn]:
-    said = columns.optional_text("system")
-    return [{"role": "system", "content": said}] if said else []
+    value = columns.optional_text("system")
+    return [{"role": "system", "content": value}] if value else []
 
 
 def _with_tools(row: Mapping[str, Any], columns: Columns) -> Row:

@@ -79,10 +79,10 @@ class Samples(Protocol):
         """Return the mark (uint64) of what is delivered with each sample beside its own arrays; 0 of nothing."""
 
     def problem(self) -> str | None:
-        """Return what has been found to be damaged by now."""
+        """Return what has been found to be damaged so far."""
 
     def refuse(self, damaged: np.ndarray) -> tuple[str, ...]:
-        """Return what is to be said of samples that were delivered damaged, or of a `problem`.
+        """Return messages on samples that were delivered damaged, or on a `problem`.
 
         What is damaged on disk, too, is set aside by then.
         """

@@ -60,12 +60,12 @@ def batches_by_tokens(lengths: np.ndarray, *, budget: int) -> SampleGroups:
 
 
 class _OpenPacks:
-    """The packs begun so far by the room that is left in them."""
+    """The open packs, by the tokens that still fit into them."""
 
     def __init__(self, budget: int) -> None:
         self._budget = budget
         self._packs: dict[int, list[np.ndarray]] = {}
-        self._rooms = 0  # bit r is set where packs with room for r tokens are
+        self._spaces = 0  # bit r is set where packs with room for r tokens are
         self.num_packs = 0
 
     def place(self, members: np.ndarray, *, length: int, packs: np.ndarray) -> np.ndarray:
@@ -73,31 +73,31 @@ class _OpenPacks:
 
         A pack that has taken one has even less room, so it fits best for the next: it takes as many as it can hold.
         """
-        room, open_packs = self._best_fit(length, num_samples=len(members))
-        each = room // length
+        space, open_packs = self._best_fit(length, num_samples=len(members))
+        each = space // length
         used, unused = np.split(open_packs, [-(-len(members) // each)])
         taken = min(len(members), len(used) * each)
         packs[members[:taken]] = np.repeat(used, each)[:taken]
         last = taken - (len(used) - 1) * each
-        self._keep(used[:-1], room=room - each * length)
-        self._keep(used[-1:], room=room - last * length)
-        self._keep(unused, room=room)
+        self._keep(used[:-1], space=space - each * length)
+        self._keep(used[-1:], space=space - last * length)
+        self._keep(unused, space=space)
         return members[taken:]
 
     def _best_fit(self, length: int, *, num_samples: int) -> tuple[int, np.ndarray]:
-        fitting = self._rooms >> length
+        fitting = self._spaces >> length
         if fitting == 0:
             first, num_new = self.num_packs, -(-num_samples // (self._budget // length))
             self.num_packs += num_new
             return self._budget, np.arange(first, first + num_new, dtype=np.int64)
-        room = length + (fitting & -fitting).bit_length() - 1
-        self._rooms ^= 1 << room
-        return room, np.concatenate(self._packs.pop(room))
+        space = length + (fitting & -fitting).bit_length() - 1
+        self._spaces ^= 1 << space
+        return space, np.concatenate(self._packs.pop(space))
 
-    def _keep(self, packs: np.ndarray, *, room: int) -> None:
-        if len(packs) and room:
-            self._packs.setdefault(room, []).append(packs)
-            self._rooms |= 1 << room
+    def _keep(self, packs: np.ndarray, *, space: int) -> None:
+        if len(packs) and space:
+            self._packs.setdefault(space, []).append(packs)
+            self._spaces |= 1 << space
 
 
 def _by_length(lengths: np.ndarray) -> list[tuple[int, np.ndarray]]:

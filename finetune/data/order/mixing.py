@@ -119,7 +119,7 @@ LARGEST_PASS = 200_000_000
 
 
 def mixed_view(views: Sequence[DatasetView], section: TrainingSourceSection, *, seed: int, unit: str) -> DatasetView:
-    """Return the pools of `section.mix`, in its order, as one; `unit` is what stands at a position.
+    """Return the dataset views of `section.mix`, in its order, as one; `unit` is what stands at a position.
 
     Raises DataError for a weight that is too small to appear, and for `epochs` of a source of unknown size.
     """
@@ -173,7 +173,7 @@ class MixedSamples:
         return next((found for found in (source.problem() for source in self.sources) if found), None)
 
     def refuse(self, damaged: np.ndarray) -> tuple[str, ...]:
-        """Return what is to be said of damage in each source; what is damaged on disk, too, is set aside by then."""
+        """Return messages on damage in each source; what is damaged on disk, too, is set aside."""
         each = [damaged[sources_of(damaged) == number] - source_offset(number) for number in range(len(self.sources))]
         concerned = zip(self.sources, each, strict=True)
         return tuple(line for source, ids in concerned if len(ids) or source.problem() for line in source.refuse(ids))

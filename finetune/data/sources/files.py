@@ -189,7 +189,7 @@ def select_one_kind(names: Sequence[str], *, folder: str) -> tuple[list[str], li
 
 
 def format_not_read(names: Sequence[str]) -> str:
-    """Return what is said of files that stand beside the rows: `also has README.md, which is not read`."""
+    """Return what is reported of files beside the rows: `also has README.md, which is not read`."""
     return f"also has {', '.join(names)}, which {'is' if len(names) == 1 else 'are'} not read"
 
 

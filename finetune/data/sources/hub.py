@@ -11,6 +11,7 @@ from finetune.config.sections.data import SourceSection, TrainedSourceSection
 from finetune.data.rows import RawRow
 from finetune.data.sources.files import Origin
 from finetune.data.sources.tables import ClassNames, class_names, without_fillers
+from finetune.data.upstream import set_datasets_offline
 from finetune.errors import DataError
 from finetune.runtime.hub import is_offline
 from finetune.runtime.optional import require
@@ -114,16 +115,16 @@ class HubShard:
 
 
 def load_hub_dataset(source: SourceSection) -> Origin:
-    """Return the split, downloading it where it is not at hand, or as a stream where the section has one.
+    """Return the split, downloading it unless it is cached, or as a stream where the section has one.
 
-    Raises DataError when it cannot be had.
+    Raises DataError when it cannot be loaded.
     """
     assert source.name is not None
     is_streamed = isinstance(source, TrainedSourceSection) and source.stream is not None
     try:
         with without_hub_retries(is_local=False):
             datasets = require("datasets", extra="dev", purpose="Reading a hub dataset")
-            datasets.config.HF_HUB_OFFLINE = is_offline()  # its own copy, taken when it was imported
+            set_datasets_offline(datasets, is_offline=is_offline())
             return (_streamed if is_streamed else _downloaded)(datasets, source)
     except Exception as error:  # `datasets` raises many kinds: none is a fault of ours, all are about this name
         raise DataError(f"hub dataset {_title(source)} cannot be loaded: {_reason(error)}") from error
@@ -171,9 +172,9 @@ def _title(source: SourceSection) -> str:
 
 
 def _reason(error: Exception) -> str:
-    said = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     if isinstance(error, ConnectionError):
-        return f"the hub cannot be reached ({said}). Go online once, or give a local file with `path`."
-    if "scripts are no longer supported" in said:
+        return f"the hub cannot be reached ({reason}). Go online once, or give a local file with `path`."
+    if "scripts are no longer supported" in reason:
         return "it comes as Python code, which is never run. Convert it to Parquet and give that with `path`."
-    return f"{said.rstrip('.')}. Check `name`, `config`, `split` and `revision`; a private one needs `hf auth login`."
+    return f"{reason.rstrip('.')}. Check `name`, `config`, `split` and `revision`; a private one needs `hf auth login`."

@@ -113,7 +113,7 @@ def _reachable(url: str) -> Iterator[None]:
     except FileNotFoundError as error:
         raise DataError(f"{url}: there is no such file, folder or bucket.") from error
     except Exception as error:  # each storage has exceptions of its own
-        said = str(error).rstrip(".") or type(error).__name__
+        reason = str(error).rstrip(".") or type(error).__name__
         raise DataError(
-            f"{url} cannot be loaded: {said}. Check the URL, and the credentials in the environment."
+            f"{url} cannot be loaded: {reason}. Check the URL, and the credentials in the environment."
         ) from error

@@ -55,7 +55,7 @@ class Split(Protocol):
     """A rule that holds a share of the rows out of training."""
 
     def holds_out(self, spot: RowPosition, content: RowContent) -> bool:
-        """Tell whether the row is evaluated on instead of learnt."""
+        """Tell whether the row is held out for evaluation."""
 
     def identity(self) -> Any:
         """Return, as JSON can hold it, what decides which rows these are."""
@@ -199,9 +199,9 @@ class SliceShard:
             first = self.first + start
             yield from islice(self.whole.rows(first), None if self.stop is None else max(0, self.stop - first))
         else:
-            yield from islice(self._kept(), start, None)
+            yield from islice(self._selected(), start, None)
 
-    def _kept(self) -> Iterator[RawRow]:
+    def _selected(self) -> Iterator[RawRow]:
         rows = islice(self.whole.rows(self.first), None if self.stop is None else self.stop - self.first)
         for place, raw in enumerate(rows, start=self.first):
             content = RowContent(raw, self.source_slice.format)

@@ -1,4 +1,4 @@
-"""The sources of a job: what is learnt from, what is evaluated on, and what is kept apart."""
+"""The sources of a job: training rows, validation rows, and how they are kept separate."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -221,5 +221,5 @@ def _texts(row: Row) -> Iterator[str]:
         yield " ".join(row["tokens"])
     turns = chain.from_iterable(row.get(part, ()) for part in ("messages", "prompt", "chosen", "rejected"))
     for turn in turns:
-        for said in (turn[name] for name in ("reasoning_content", "thinking", "content") if turn.get(name)):
-            yield from [said] if isinstance(said, str) else (part["text"] for part in said if "text" in part)
+        for content in (turn[name] for name in ("reasoning_content", "thinking", "content") if turn.get(name)):
+            yield from [content] if isinstance(content, str) else (part["text"] for part in content if "text" in part)

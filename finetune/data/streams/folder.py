@@ -37,7 +37,7 @@ _ERROR = ".error"
 
 
 class StreamReader:
-    """The place of this process among those that read, until it ends, however it ends."""
+    """The registration of this process as a reader, until it ends, however it ends."""
 
     def __init__(self, folder: Path) -> None:
         """Raises DataError where the file system has no locks."""
@@ -53,16 +53,16 @@ class StreamReader:
         hidden.rename(self._path)  # only now does anybody look whether it is locked
 
     def want(self, window: int) -> None:
-        """Ask for a window and those after it; what is asked for last counts."""
+        """Request a window and those after it; the last request counts."""
         os.pwrite(self._file, f"{window:{_DIGITS}d}".encode(), 0)
         os.fsync(self._file)  # so that another machine on the same file system sees it
 
     def close(self) -> None:
-        """Be no reader any more."""
+        """Stop being a reader."""
         os.close(self._file)
 
     def raise_error(self) -> None:
-        """Raise DataError when the window that is wanted cannot be had."""
+        """Raise DataError when the requested window cannot be prepared."""
         path = self._path.with_name(self._path.name + _ERROR)
         with suppress(FileNotFoundError):
             raise DataError(path.read_text(encoding="utf-8"))
@@ -70,20 +70,20 @@ class StreamReader:
 
 @dataclass(frozen=True)
 class WindowRequest:
-    """What a process that lives wants."""
+    """What a living process requests."""
 
     path: Path
     window: int
 
     def answer(self, error: str) -> None:
-        """Tell the process why it cannot have the window."""
+        """Answer the process with the reason why the window cannot be prepared."""
         path = self.path.with_name(self.path.name + _ERROR)
         if not path.exists():
             write_text(path, printable(error))
 
 
 def window_requests(folder: Path) -> Iterator[WindowRequest]:
-    """Yield what every reader that lives wants; the files of those that have ended are deleted.
+    """Yield the request of every living reader; the files of those that have ended are deleted.
 
     Not for a process that is a reader itself: its own lock would not outlast it.
     """

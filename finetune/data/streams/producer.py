@@ -97,7 +97,7 @@ def windows_to_delete(at_hand: Collection[int], wanted: Sequence[int], *, num_ah
 def next_window(
     wanted: Sequence[int], *, at_hand: Collection[int], failed: Collection[int], num_ahead: int
 ) -> int | None:
-    """Return the window to prepare next, those in use first; None where all are there, or cannot be had.
+    """Return the window to prepare next, those in use first; None where all are there, or cannot be prepared.
 
     >>> next_window([3, 7], at_hand=[3], failed=[], num_ahead=2)
     7
@@ -108,7 +108,7 @@ def next_window(
 
 
 def _made(job: StreamJob, window: int) -> str | None:
-    """Prepare the window, and return why that cannot be where it cannot; storage out of reach is tried again."""
+    """Prepare the window, and return the reason if that fails; storage out of reach is tried again."""
     pauses = list(_PAUSES_BEFORE_RETRIES)
     while True:
         try:
@@ -172,7 +172,7 @@ def _keep(job: StreamJob, record: WindowRecord) -> None:
 
 
 class UnreadableRows(DataError):
-    """Rows that could not be had: told again from a shard's own error, with its cause."""
+    """Rows that could not be read: raised from a shard's own error, with its cause."""
 
 
 def _with_signs(rows: WindowRows, folder: StreamFolder) -> Iterator[RawRow]:

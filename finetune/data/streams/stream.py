@@ -98,7 +98,7 @@ class StreamSamples:
         return None
 
     def refuse(self, damaged: np.ndarray) -> tuple[str, ...]:
-        """Return what is to be said of samples that were delivered damaged; their windows are prepared again."""
+        """Return messages on samples that were delivered damaged; their windows are prepared again."""
         places = "; ".join(self.place(sample_id) for sample_id in damaged[:MOST_NAMED].tolist())
         windows = sorted({split_stream_index(sample_id)[0] for sample_id in damaged.tolist()})
         gone = [
@@ -132,7 +132,7 @@ def stream_view(
     unknown_ids: Iterable[int] = (),
     length: LengthLimit | None = None,
 ) -> tuple[DatasetView, Streamed]:
-    """Return the source's rows as an endless pool, and what is known of them; a process begins to prepare its windows.
+    """Return the source's rows as an endless dataset view, and their counts; a process begins to prepare its windows.
 
     `identity` is as for `prepare_set`. Raises DataError where the cache folder cannot be written; rows that are refused
     raise it when their window is reached, in every process that waits for it.
@@ -156,7 +156,7 @@ def stream_view(
     num_before = windows.open()
     for line in _describe_stream(job, num_before=num_before):
         log(line)
-    order = StreamOrder(WindowOrders(windows, num_told=num_before, log=log))
+    order = StreamOrder(WindowOrders(windows, num_logged=num_before, log=log))
     budget = tokens_per_position(section.batching, max_length=section.longest)
     fingerprint = fingerprint_of(made_of.fingerprint, section.shuffle, section.batching.by, budget)
     return DatasetView(StreamSamples(windows), order, fingerprint), Streamed(partial(_count_so_far, windows))
@@ -165,9 +165,9 @@ def stream_view(
 class WindowOrders:
     """Gives every window the order of an ordinary set, and tells of each that is new what became of its rows."""
 
-    def __init__(self, windows: Windows, *, num_told: int, log: Log) -> None:
+    def __init__(self, windows: Windows, *, num_logged: int, log: Log) -> None:
         self._windows = windows
-        self._num_told = num_told
+        self._num_logged = num_logged
         self._log = log
         self._num_counted = 0
         self.counts = Counts()  # of all windows that have been arranged
@@ -198,7 +198,7 @@ class WindowOrders:
             raise DataError(
                 f"{job.key}: a whole pass over the stream leaves no sample: {'; '.join(self.counts.lines())}."
             )
-        if record.window >= self._num_told:
+        if record.window >= self._num_logged:
             batching = job.section.batching
             grouped = () if order is None or batching.by == "samples" else (f"{order.num_positions:,} {batching.unit}",)
             self._log(f"{job.key}: window {record.window}: {'; '.join((*record.counts.lines(), *grouped))}")

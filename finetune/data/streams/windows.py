@@ -48,7 +48,7 @@ class Windows:
         except OSError as error:
             raise DataError(f"data.cache_folder: {self.job.folder.path} cannot be written: {error}.") from error
         num_records = self.job.folder.num_records()
-        self._own().ask(NOTHING if num_records else 0)
+        self._own().request(NOTHING if num_records else 0)
         return num_records
 
     def record(self, window: int) -> WindowRecord:
@@ -80,7 +80,7 @@ class Windows:
 
 
 class _ReaderState:
-    """What one process has: its place among the readers, the windows it has opened, the makers it has started."""
+    """The state of one process: its registration as a reader, its open windows, the producers it has started."""
 
     def __init__(self, job: StreamJob, *, log: Callable[[str], None]) -> None:
         self.pid = os.getpid()
@@ -92,7 +92,7 @@ class _ReaderState:
         self._started: list[ProducerProcess] = []
         self._num_in_vain = 0  # starts since a window came
 
-    def ask(self, window: int) -> None:
+    def request(self, window: int) -> None:
         """Ask for a window and those after it without waiting."""
         self._reader.want(window)
         self._start_maker()
@@ -101,7 +101,7 @@ class _ReaderState:
         """Return what is found, as soon as it is; raises DataError where the window cannot be had."""
         found = find()
         if found is None:
-            self.ask(window)
+            self.request(window)
             found = self._wait(window, find)
         self._num_in_vain = 0
         return found
@@ -135,7 +135,7 @@ class _ReaderState:
                 self._log(f"warning: {self._job.key}: {damage}. Its window is prepared again.")
 
     def _open(self, window: int) -> PreparedSet:
-        self.ask(window)  # also where it is at hand: those after it are to be prepared
+        self.request(window)  # also where it is at hand: those after it are to be prepared
         return self.wait(window, lambda: _find(self._job, window, log=self._log))
 
     def _start_maker(self) -> None:
@@ -211,4 +211,4 @@ def _changed_at(path: Path) -> int:
 
 
 def _log_nothing(message: str) -> None:
-    """Say nothing: the rank that this process loads for has the word."""
+    """Log nothing: the rank that this process loads for does."""

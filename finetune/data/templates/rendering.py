@@ -43,7 +43,7 @@ def render(
     tools: Tools | None = None,
     add_generation_prompt: bool = False,
 ) -> Rendering:
-    """Return the turns as `tokenizer.apply_chat_template` renders them; with the cue, as a prompt to be answered.
+    """Return the turns as `tokenizer.apply_chat_template` renders them, with the generation prompt if asked to.
 
     Raises DataError with the template's own words when it refuses the turns.
     """
@@ -87,7 +87,7 @@ def has_markers(template: str) -> bool:
     return re.search(r"\{%-?\s*generation\s*-?%\}", template) is not None
 
 
-_SAID = ("Xyzzy one", "Plugh two", "Xyzzy three", "Plugh four", "Xyzzy five")
+_PROBES = ("Xyzzy one", "Plugh two", "Xyzzy three", "Plugh four", "Xyzzy five")
 _OF_CONTENT = re.compile("think|thought|reason|tool|function|call|image|video|audio", re.IGNORECASE)
 """Added tokens with such names mark parts of what a turn says, which rows may write themselves."""
 
@@ -123,7 +123,7 @@ def _renderings(tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
     for as_parts in (False, True):
         turns: list[Turn] = [
             {"role": role, "content": [{"type": "text", "text": text}] if as_parts else text}
-            for role, text in zip(("user", "assistant", "user", "assistant", "user"), _SAID, strict=True)
+            for role, text in zip(("user", "assistant", "user", "assistant", "user"), _PROBES, strict=True)
         ]
         try:
             yield render(tokenizer, turns, add_generation_prompt=True).text
@@ -134,7 +134,7 @@ def _renderings(tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
 
 def _around(rendered: str) -> Sequence[str]:
     """Return what stands between the contents, and behind the last."""
-    places = [(rendered.find(said), said) for said in _SAID]
-    found = [(place, place + len(said)) for place, said in places if place >= 0]
+    places = [(rendered.find(text_of_turn), text_of_turn) for text_of_turn in _PROBES]
+    found = [(place, place + len(text_of_turn)) for place, text_of_turn in places if place >= 0]
     between = [rendered[end:start] for (_, end), (start, _) in pairwise(found) if end <= start]
     return [*between, *(rendered[end:] for _, end in found[-1:])]

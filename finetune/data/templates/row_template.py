@@ -47,8 +47,8 @@ def check_row_template(written: Any, *, key: str) -> None:
             else:
                 run_sandboxed(compile_text, text, name=f"of {key}", template=text)
         except (TemplateSyntaxError, TemplateSyntax) as error:
-            said = error.message if isinstance(error, TemplateSyntaxError) else str(error)
-            raise DataError(f"{key}, line {error.lineno}: not valid Jinja: {said}") from error
+            reason = error.message if isinstance(error, TemplateSyntaxError) else str(error)
+            raise DataError(f"{key}, line {error.lineno}: not valid Jinja: {reason}") from error
         except (*_FAULTS, TemplateRefused) as error:
             raise DataError(f"{key}: cannot be compiled: {error}") from error
 

@@ -37,8 +37,8 @@ _START_SECONDS = 120.0
 class TemplateRefused(DataError):
     """What a template raised, in its own words."""
 
-    def __init__(self, said: str, *, line: int = 1) -> None:
-        super().__init__(said)
+    def __init__(self, reason: str, *, line: int = 1) -> None:
+        super().__init__(reason)
         self.lineno = line  # of the template, where it is known
 
 
@@ -56,7 +56,7 @@ def run_sandboxed(run: Callable[..., Any], *arguments: Any, name: str, template:
         if template in _exceeded:
             raise DataError(_exceeded[template])
         try:
-            answer = _ask(pickle.dumps((run, arguments)), name)
+            answer = _request(pickle.dumps((run, arguments)), name)
         except DataError as error:
             _exceeded[template] = str(error)
             raise
@@ -77,12 +77,12 @@ _workers: "dict[int, _Worker]" = {}
 """This process's own worker; a forked child does not use its parent's."""
 
 
-def _ask(request: bytes, name: str) -> dict[str, Any]:
+def _request(request: bytes, name: str) -> dict[str, Any]:
     worker = _workers.get(os.getpid())
     if worker is None or not worker.is_alive():
         worker = _workers[os.getpid()] = _Worker()
     try:
-        content = worker.ask(request, seconds=MAX_SECONDS)
+        content = worker.call(request, seconds=MAX_SECONDS)
         answer = json.loads(content)
     except TimeoutError as error:
         worker.end()
@@ -117,7 +117,7 @@ class _Worker:
     def is_alive(self) -> bool:
         return self._process.poll() is None
 
-    def ask(self, request: bytes, *, seconds: float) -> bytes:
+    def call(self, request: bytes, *, seconds: float) -> bytes:
         """Return the answer; raises TimeoutError, OSError where the process has ended."""
         assert self._process.stdin is not None and self._process.stdout is not None
         send(self._process.stdin, request)
@@ -140,7 +140,7 @@ class _Worker:
 
     def _warm_up(self) -> None:
         try:
-            self.ask(pickle.dumps((is_ready, ())), seconds=_START_SECONDS)
+            self.call(pickle.dumps((is_ready, ())), seconds=_START_SECONDS)
         except (OSError, TimeoutError) as error:
             self.end()
             raise DataError(

@@ -62,8 +62,11 @@ def _answer(run: Any, arguments: tuple[Any, ...]) -> bytes:
     except MemoryError:
         return json.dumps({"memory": True}).encode()
     except Exception as error:  # whatever a template raises is told to the other process
-        said, is_syntax = str(error)[:2000], any(kind.__name__ == "TemplateSyntaxError" for kind in type(error).__mro__)
-        return json.dumps({"raised": said, "line": getattr(error, "lineno", 0), "is_syntax": is_syntax}).encode()
+        reason, is_syntax = (
+            str(error)[:2000],
+            any(kind.__name__ == "TemplateSyntaxError" for kind in type(error).__mro__),
+        )
+        return json.dumps({"raised": reason, "line": getattr(error, "lineno", 0), "is_syntax": is_syntax}).encode()
 
 
 def _limit_memory() -> None:

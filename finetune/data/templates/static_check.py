@@ -35,7 +35,7 @@ _GROWING = (nodes.Mul, nodes.Pow, nodes.Include, nodes.Import, nodes.FromImport,
 def is_bounded(template: str, *, may_gather: bool = True) -> bool:
     """Tell whether nothing in the template makes much of little: no products, formats, ranges, recursion.
 
-    What cannot be told is not tame. With `may_gather`, a namespace may gather text over the turns of a conversation,
+    Undecidable templates are not. With `may_gather`, a namespace may gather text over the turns of a conversation,
     as most chat templates do; one that doubles it is not seen.
     """
     if len(template) > _LONGEST:

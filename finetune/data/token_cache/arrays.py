@@ -157,7 +157,7 @@ class Verification:
 
     @property
     def problem(self) -> str | None:
-        """Return what has been found to be damaged by now."""
+        """Return what has been found to be damaged so far."""
         return self._problem
 
     @property

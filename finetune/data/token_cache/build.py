@@ -27,7 +27,7 @@ from finetune.runtime.supervision.heartbeat import fault_point
 def refuse_counts(
     counts: Counts, section: DataSection, *, key: str, length: LengthLimit, needs_samples: bool = True
 ) -> None:
-    """Raise DataError with all that must be mended: rows that the section refuses, or no sample left."""
+    """Raise DataError with all that must be fixed: rows that the section refuses, or no sample left."""
     problems = []
     if counts.long_rows and section.over_length == "refuse":
         problems.append(
@@ -168,11 +168,11 @@ OnProgress = Callable[[int], None]
 
 
 def ignore_progress(rows: int) -> None:
-    """Tell nobody."""
+    """Ignore it."""
 
 
 def ignore_reason(reason: str) -> None:
-    """Tell nobody."""
+    """Ignore it."""
 
 
 def build_set(
@@ -189,7 +189,7 @@ def build_set(
 
     `num_left_out` tells after the last row how many the source has left out because they are evaluated on. Where a
     build of the same identity was cut off in this folder, it goes on after the rows that its journal names, and the
-    result is the same to the bit; `lost` is told why that cannot be, and all is made again. Raises DataError for a row
+    result is bitwise identical; `lost` is told why that cannot be, and all is made again. Raises DataError for a row
     that cannot be encoded, OSError for a full disk.
     """
     if (folder / MANIFEST).exists():

@@ -38,9 +38,9 @@ Log = Callable[[str], None]
 def open_verified(
     folder: Path, make: Callable[[], bool], *, made_of: Identity, key: str, log: Log
 ) -> tuple[PreparedSet, bool]:
-    """Return the set, and whether `make` has made it just now; raises DataError where it is damaged again and again.
+    """Return the set, and whether `make` has just built it; raises DataError where it is damaged again and again.
 
-    `make` makes the folder unless it is there. A large set is verified in the background from now on.
+    `make` builds the folder unless it exists. A large set is verified in the background from now on.
     """
     for _ in range(_MAX_ATTEMPTS):
         is_new = make()
@@ -108,7 +108,7 @@ def _quarantine(damage: DamagedSet, is_damaged: Callable[[], bool], *, key: str,
 DEFAULT_FOLDER = "~/.cache/finetune"
 
 CODE_VERSION = 3
-"""Raised whenever the same rows would be encoded otherwise than before: no older set is used then."""
+"""Increased whenever the same rows would be encoded differently than before: older sets are then not used."""
 
 _FIRST_FORMAT = 2
 """Stays: a fingerprint is that of the content, by which checkpoints know their data; the files' form may change."""
@@ -119,10 +119,10 @@ WITHOUT_EFFECT = frozenset(
 )
 """Keys of `data` that no sample depends on, or that count by their content: the sources, the template."""
 
-_ROWS_BETWEEN_WORDS = 100_000
+_ROWS_BETWEEN_LOGS = 100_000
 
 OnSourceProgress = Callable[[str, int, int | None], None]
-"""Told a source's key, how many of its rows are behind, and how many there are where that is known."""
+"""Called with a source's key, how many of its rows are done, and how many there are where that is known."""
 
 
 def prepare_set(
@@ -139,8 +139,8 @@ def prepare_set(
     """Return the source's samples, tokenised now or found in the cache of earlier runs.
 
     `identity` names all that `encode` and `length` depend on (digests of tokenizer and template, the task). Call it
-    outside any collective: ranks that come while one of them tokenises wait on a lock file, and should it die, another
-    goes on where it stopped. What is cut or left out is counted in the set's `counts`; what the section refuses raises
+    outside any collective: ranks that come while one of them tokenises wait on a lock file, and if it dies, another
+    resumes from where it stopped. What is cut or dropped is counted in `counts`; what the section refuses raises
     DataError with the counts, after all rows have been seen.
     """
     made_of = identify(source, encode, section=section, identity=identity)
@@ -214,15 +214,15 @@ def _build(
     advance: OnProgress,
     log: Log,
 ) -> None:
-    """Make the set; what cannot become one is removed, what was only cut off is kept to go on from."""
+    """Build the set; a refused one is removed, an interrupted one is kept to resume from."""
     done = num_journaled_rows(staging)
     if done:
         log(f"{source.key}: {done:,} rows are already tokenised; resuming from there")
     try:
         with EncoderPool(plan, num_workers=num_prepare_workers(section)) as encoders:
             rows, left_out = source.rows(), lambda: source.num_left_out
-            told = partial(_log_damaged_progress, source.key, log)
-            counts = build_set(staging, rows, encoders, made_of, advance=advance, num_left_out=left_out, lost=told)
+            on_lost = partial(_log_damaged_progress, source.key, log)
+            counts = build_set(staging, rows, encoders, made_of, advance=advance, num_left_out=left_out, lost=on_lost)
         refuse_counts(counts, section, key=source.key, length=plan.length)
     except WorkersLost:
         raise
@@ -253,29 +253,29 @@ def _log_damaged_progress(key: str, log: Log, reason: str) -> None:
 
 
 class _LoggedProgress:
-    """Says now and then how many rows are behind."""
+    """Logs now and then how many rows are done."""
 
     def __init__(self, key: str, log: Log) -> None:
         self._key = key
         self._log = log
-        self._said = 0
+        self._logged = 0
 
     def __call__(self, rows: int) -> None:
-        if rows - self._said >= _ROWS_BETWEEN_WORDS:
-            self._said = rows
+        if rows - self._logged >= _ROWS_BETWEEN_LOGS:
+            self._logged = rows
             self._log(f"{self._key}: {rows:,} rows tokenised")
 
 
 class _ReportedProgress:
-    """Tells the watch how many rows are behind, and of how many."""
+    """Reports how many rows are done, and of how many."""
 
-    def __init__(self, source: Source, watch: OnSourceProgress) -> None:
+    def __init__(self, source: Source, on_progress: OnSourceProgress) -> None:
         self._source = source
-        self._watch = watch
+        self._on_progress = on_progress
 
     @cached_property
     def _num_rows(self) -> int | None:
         return self._source.num_rows()
 
     def __call__(self, rows: int) -> None:
-        self._watch(self._source.key, rows, self._num_rows)
+        self._on_progress(self._source.key, rows, self._num_rows)

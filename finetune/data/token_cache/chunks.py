@@ -41,7 +41,7 @@ def make_encoding_plan(
     unknown_ids: Iterable[int] = (),
     length: LengthLimit | None = None,
 ) -> EncodingPlan:
-    """Return the recipe of rows of this format; `length` takes the place of the section's policy for long ones."""
+    """Return the encoding plan of rows of this format; `length` overrides the section's policy for long ones."""
     policy = length or SampleLengthLimit(section.longest, section.over_length, section.truncate_side)
     return EncodingPlan(form, encode, policy, frozenset(unknown_ids))
 
@@ -65,8 +65,8 @@ def encode_chunk(plan: EncodingPlan, raws: Sequence[RawRow]) -> Chunk:
     rows = [plan.format.read(raw) for raw in raws]
     encoded = list(_encoded(raws, _outcomes(plan.encode, rows)))
     cut, is_long, lost = _shortened(encoded, plan.length)
-    kept = [(place, sample) for place, sample in cut if sample.num_targets > 0]
-    with_sample = {place for place, _ in kept}
+    trainable = [(place, sample) for place, sample in cut if sample.num_targets > 0]
+    with_sample = {place for place, _ in trainable}
     without = [place for place in range(len(raws)) if place not in with_sample and place not in is_long]
     longest = max(encoded, key=lambda each: _whole_length(each[1]), default=None)
     seen = Counts(
@@ -79,7 +79,7 @@ def encode_chunk(plan: EncodingPlan, raws: Sequence[RawRow]) -> Chunk:
         longest=_whole_length(longest[1]) if longest else 0,
         longest_place=raws[longest[0]].place if longest else "",
     )
-    return _assembled(plan, [(raws[place], sample) for place, sample in kept], seen.plus(lost))
+    return _assembled(plan, [(raws[place], sample) for place, sample in trainable], seen.plus(lost))
 
 
 def _outcomes(encode: Encode, rows: Sequence[Row]) -> Sequence[Outcome]:
@@ -132,8 +132,8 @@ def _whole_length(sample: Features) -> int:
     return sample.longest + sample.cut_tokens
 
 
-def _assembled(plan: EncodingPlan, kept: Sequence[tuple[RawRow, Features]], seen: Counts) -> Chunk:
-    samples = [sample for _, sample in kept]
+def _assembled(plan: EncodingPlan, trainable: Sequence[tuple[RawRow, Features]], seen: Counts) -> Chunk:
+    samples = [sample for _, sample in trainable]
     names = list(samples[0].arrays) if samples else []
     values = {name: np.concatenate([sample.arrays[name] for sample in samples]) for name in names}
     lengths = {name: np.array([len(sample.arrays[name]) for sample in samples], np.int64) for name in names}
@@ -151,16 +151,16 @@ def _assembled(plan: EncodingPlan, kept: Sequence[tuple[RawRow, Features]], seen
         num_targets=num_targets,
         digests=_digests(values, lengths),
         checksums=sample_checksums(values, lengths, num_samples=len(samples)),
-        row_numbers=np.array([raw.number for raw, _ in kept], np.int64),
-        origins=tuple(_beginnings([raw.origin for raw, _ in kept])),
+        row_numbers=np.array([raw.number for raw, _ in trainable], np.int64),
+        origins=tuple(_beginnings([raw.origin for raw, _ in trainable])),
         counts=seen.plus(made),
     )
 
 
 def _digests(values: Mapping[str, np.ndarray], lengths: Mapping[str, np.ndarray]) -> np.ndarray:
     """Return for each sample 64 bits of the BLAKE2b digest of its tokens (its first array) and of its images."""
-    told = [name for number, name in enumerate(values) if number == 0 or name in _IMAGES]
-    parts = [_slices(values[name], lengths[name].tolist()) for name in told]
+    hashed = [name for number, name in enumerate(values) if number == 0 or name in _IMAGES]
+    parts = [_slices(values[name], lengths[name].tolist()) for name in hashed]
     digests = (hashlib.blake2b(b"".join(each), digest_size=8).digest() for each in zip(*parts, strict=True))
     return np.frombuffer(b"".join(digests), dtype=np.uint64)
 
@@ -183,5 +183,5 @@ def _beginnings(origins: Sequence[str]) -> Iterator[tuple[int, str]]:
 def _is_empty(row: Row) -> bool:
     """Tell whether no text is in the row."""
     turns = row.get("messages")
-    said = [turn.get("content") for turn in turns] if isinstance(turns, Sequence) else list(row.values())
-    return not any(said)
+    texts = [turn.get("content") for turn in turns] if isinstance(turns, Sequence) else list(row.values())
+    return not any(texts)

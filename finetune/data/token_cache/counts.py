@@ -57,7 +57,7 @@ class Counts:
         """Return the counts as lines for the user; what did not happen has no line."""
         share = self.targets / self.tokens if self.tokens else 0.0
         dropped = f"{self.dropped_tokens:,} tokens dropped"
-        said = {
+        lines = {
             f"{self.rows:,} rows -> {self.samples:,} samples": True,
             f"{self.tokens:,} tokens, of which {self.targets:,} targets ({share:.1%})": self.has_tokens,
             f"longest row: {self.longest:,} tokens ({self.longest_place})": self.has_tokens,
@@ -76,7 +76,7 @@ class Counts:
             f"turn marks of the chat template, which are plain text, in the texts of {self.turn_mark_rows:,} rows: "
             "the model cannot distinguish these from turns of the conversation": self.turn_mark_rows,
         }
-        return tuple(line for line, happened in said.items() if happened)
+        return tuple(line for line, happened in lines.items() if happened)
 
 
 def total_counts(counts: Iterable[Counts]) -> Counts:
@@ -144,7 +144,7 @@ def num_duplicates(digests: Sequence[np.ndarray]) -> list[int]:
     if not digests:
         return []
     if len(digests) == 1:
-        ordered = np.sort(digests[0])  # 19 times faster than to learn where each value stands first
+        ordered = np.sort(digests[0])  # 19 times faster than to find where each value stands first
         return [int(np.count_nonzero(ordered[1:] == ordered[:-1]))]
     _, first = np.unique(np.concatenate(digests), return_index=True)
     starts = np.cumsum([0, *map(len, digests)])

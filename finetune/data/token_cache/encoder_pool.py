@@ -26,7 +26,7 @@ class WorkersLost(DataError):
 
 
 class EncoderPool:
-    """Encode rows by one recipe, in this process or in workers that are kept from call to call, until `close`.
+    """Encode rows by one plan, in this process or in workers that are kept from call to call, until `close`.
 
     Workers take a moment to start: the first chunks are encoded here, and a small set needs no others.
     """
@@ -106,7 +106,7 @@ def cut_into_chunks(rows: Iterator[RawRow]) -> Iterator[list[RawRow]]:
 
 
 _plans: list[EncodingPlan] = []
-"""The recipe of a worker process, sent once."""
+"""The plan of a worker process, sent once."""
 
 
 def _set_plan(plan: EncodingPlan) -> None:

@@ -55,10 +55,10 @@ _BITS = (1 << 64) - 1
 
 
 def sample_checksum(arrays: Mapping[str, np.ndarray]) -> int:
-    """Return the mark of a sample's arrays: of their names, types and values.
+    """Return the checksum of a sample's arrays: of their names, types and values.
 
-    >>> both = mark_of({"a": np.arange(3), "b": np.arange(2)})
-    >>> both == (mark_of({"a": np.arange(3)}) + mark_of({"b": np.arange(2)})) % 2**64
+    >>> both = sample_checksum({"a": np.arange(3), "b": np.arange(2)})
+    >>> both == (sample_checksum({"a": np.arange(3)}) + sample_checksum({"b": np.arange(2)})) % 2**64
     True
     """
     return sum(_array_checksum(name, array) for name, array in arrays.items()) & _BITS
@@ -67,7 +67,7 @@ def sample_checksum(arrays: Mapping[str, np.ndarray]) -> int:
 def sample_checksums(
     values: Mapping[str, np.ndarray], lengths: Mapping[str, np.ndarray], *, num_samples: int
 ) -> np.ndarray:
-    """Return the marks (uint64) of samples that stand end to end in the arrays."""
+    """Return the checksums (uint64) of samples that lie end to end in the arrays."""
     total = np.zeros(num_samples, np.uint64)
     for name, array in values.items():
         ends = accumulate(lengths[name].tolist(), initial=0)
@@ -85,7 +85,7 @@ def _seed(name: str, dtype: np.dtype[Any]) -> int:
 
 
 class DamagedSet(DataError):
-    """What was prepared and kept on disk is no longer what was written."""
+    """A prepared set on disk is not what was written."""
 
     def __init__(self, folder: Path, reason: str, *, title: str = "the prepared set") -> None:
         self.folder = folder
@@ -114,20 +114,20 @@ def quarantined_copies(folder: Path) -> list[Path]:
 
 
 def format_damage(what: str, stores: Iterable[tuple[Path, Callable[[], bool]]]) -> tuple[str, ...]:
-    """Return what is to be said of something damaged that was delivered from these folders.
+    """Return messages on damaged data that was delivered from these folders.
 
     Each comes with what tells whether it still is damaged on the disk; where it is, it is set aside.
     """
-    told = [seen for folder, is_damaged in stores if (seen := _seen_to(folder, is_damaged))]
-    if told:
-        return what, *told
+    damaged = [seen for folder, is_damaged in stores if (seen := _describe_damaged(folder, is_damaged))]
+    if damaged:
+        return what, *damaged
     return (
         f"{what}, but the copy on disk is intact: it was corrupted in the memory of a process. Run the same command "
         f"again: it resumes from the last checkpoint. If this happens again, test the memory of this machine.",
     )
 
 
-def _seen_to(folder: Path, is_damaged: Callable[[], bool]) -> str | None:
+def _describe_damaged(folder: Path, is_damaged: Callable[[], bool]) -> str | None:
     """Return what has become of a folder that is damaged, None of one that is not."""
     again = "Run the same command again: it rebuilds the set and resumes from the last checkpoint."
     try:
@@ -140,4 +140,4 @@ def _seen_to(folder: Path, is_damaged: Callable[[], bool]) -> str | None:
 
 
 def _log_nothing(message: str) -> None:
-    """Say nothing: the message of the refusal says all."""
+    """Log nothing: the message of the refusal suffices."""

@@ -82,7 +82,7 @@ class SampleLengthLimit:
 
 @dataclass(frozen=True)
 class SourceTargetLengthLimit:
-    """The longest source and the longest target of samples that are a source and, all of it learnt, its target.
+    """The longest source and the longest target of samples that are a source and, all of it trained on, its target.
 
     Where such a sample is cut, both of them are; `frame` is what a source keeps at its ends. None is split.
     """
@@ -164,7 +164,7 @@ def dropped_counts(features: Features) -> Counts:
 
 
 def _joined(features: Features, places: Sequence[tuple[int, int]]) -> Features:
-    """Return the sample with these stretches of its positions; arrays that are not position-wise stay whole."""
+    """Return the sample with these ranges of its positions; arrays that are not position-wise stay whole."""
     length = features.length
     arrays = {
         name: np.concatenate([array[start:stop] for start, stop in places]) if len(array) == length else array

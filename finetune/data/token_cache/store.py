@@ -116,12 +116,12 @@ class PreparedSet(Dataset[Features]):
         return np.zeros(len(sample_ids), np.uint64)
 
     def problem(self) -> str | None:
-        """Return what has been found to be damaged by now."""
+        """Return what has been found to be damaged so far."""
         found = self.verification.problem
         return None if found is None else str(DamagedSet(self.folder, found))
 
     def refuse(self, damaged: np.ndarray) -> tuple[str, ...]:
-        """Return what is to be said of samples that were delivered damaged, or else of the `problem`.
+        """Return messages on samples that were delivered damaged, or else on the `problem`.
 
         What is damaged on disk, too, is set aside by then.
         """
@@ -243,7 +243,7 @@ def _content(prepared: PreparedSet) -> str:
 def grouped_by_length(
     view: DatasetView, batching: BatchingSection, *, seed: int, global_batch_size: int
 ) -> DatasetView:
-    """Return the pool with its samples sorted by length within as many steps as the section says, if any."""
+    """Return the view with its samples sorted by length within as many steps as the section says, if any."""
     steps = batching.length_window_steps
     if steps == 0:
         return view

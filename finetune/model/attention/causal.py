@@ -39,44 +39,44 @@ class AttentionSettings:
     window: int | None = None  # keys that a query attends to, its own included; None: all before it
 
 
-def causal_attention(heads: QueryKeyValue, scores: AttentionSettings) -> Tensor:
+def causal_attention(qkv: QueryKeyValue, settings: AttentionSettings) -> Tensor:
     """Return causal attention within each row of a batch, [batch, length, heads, width]."""
-    query, length = heads.query, heads.query.shape[2]
-    if scores.softcap is not None:
-        is_seen = _band_mask(length, length, back=scores.window or length, device=query.device)
+    query, length = qkv.query, qkv.query.shape[2]
+    if settings.softcap is not None:
+        is_seen = _band_mask(length, length, back=settings.window or length, device=query.device)
         added = torch.zeros_like(is_seen, dtype=query.dtype).masked_fill(~is_seen, torch.finfo(query.dtype).min)
-        return softcapped_attention(heads, added, scores)
-    if scores.window is None or length <= scores.window:
-        return _sdpa(heads, None, scores)
-    return _sliding_window_attention(heads, scores, window=scores.window)
+        return softcapped_attention(qkv, added, settings)
+    if settings.window is None or length <= settings.window:
+        return _sdpa(qkv, None, settings)
+    return _sliding_window_attention(qkv, settings, window=settings.window)
 
 
-def softcapped_attention(heads: QueryKeyValue, mask: Tensor | None, scores: AttentionSettings) -> Tensor:
+def softcapped_attention(qkv: QueryKeyValue, mask: Tensor | None, settings: AttentionSettings) -> Tensor:
     """Return attention with soft-capped scores, as transformers' eager attention; `mask` is added to the scores."""
-    query, key, value = heads.repeated
-    scaling = query.shape[-1] ** -0.5 if scores.scaling is None else scores.scaling
+    query, key, value = qkv.repeated
+    scaling = query.shape[-1] ** -0.5 if settings.scaling is None else settings.scaling
     weights = torch.matmul(query, key.transpose(2, 3)) * scaling
-    if scores.softcap is not None:
-        weights = torch.tanh(weights / scores.softcap) * scores.softcap
+    if settings.softcap is not None:
+        weights = torch.tanh(weights / settings.softcap) * settings.softcap
     if mask is not None:
         weights = weights + mask
     weights = softmax(weights, dim=-1, dtype=torch.float32).to(query.dtype)
-    weights = dropout(weights, p=scores.dropout, training=scores.dropout > 0)
+    weights = dropout(weights, p=settings.dropout, training=settings.dropout > 0)
     return torch.matmul(weights, value).transpose(1, 2).contiguous()
 
 
-def _sliding_window_attention(heads: QueryKeyValue, scores: AttentionSettings, *, window: int) -> Tensor:
+def _sliding_window_attention(qkv: QueryKeyValue, settings: AttentionSettings, *, window: int) -> Tensor:
     """Return sliding-window attention, a block of queries at a time: time and memory grow with length x window."""
-    length, rows = heads.query.shape[2], min(window, MAX_QUERY_BLOCK)
+    length, rows = qkv.query.shape[2], min(window, MAX_QUERY_BLOCK)
     sizes = [window, *[rows] * ((length - window) // rows)]
     sizes += [length - sum(sizes)] if length > sum(sizes) else []
     outputs, end = [], 0
-    for query in torch.split(heads.query, sizes, dim=2):
+    for query in torch.split(qkv.query, sizes, dim=2):
         start, end = end, end + query.shape[2]
         first = max(0, start - window + 1)
-        seen = QueryKeyValue(query, *(each.narrow(2, first, end - first) for each in heads[1:]))
+        seen = QueryKeyValue(query, *(each.narrow(2, first, end - first) for each in qkv[1:]))
         band = None if start == 0 else _band_mask(end - start, end - first, back=window, device=query.device)
-        outputs.append(_sdpa(seen, band, scores))
+        outputs.append(_sdpa(seen, band, settings))
     return torch.cat(outputs, dim=1)
 
 
@@ -87,17 +87,17 @@ def _band_mask(num_queries: int, num_keys: int, *, back: int, device: torch.devi
     return is_seen.tril(own).triu(own - back + 1)
 
 
-def _sdpa(heads: QueryKeyValue, mask: Tensor | None, scores: AttentionSettings) -> Tensor:
+def _sdpa(qkv: QueryKeyValue, mask: Tensor | None, settings: AttentionSettings) -> Tensor:
     """Return attention with the mask, or causal attention without one, [batch, length, heads, width]."""
-    query = heads.query
+    query = qkv.query
     if query.device.type != "cpu" and (mask is not None or query.dtype == torch.float32):
-        heads = heads.repeated  # no fast kernel supports grouped heads here
+        qkv = qkv.repeated  # no fast kernel supports grouped heads here
     output: Tensor = scaled_dot_product_attention(
-        *heads,
+        *qkv,
         attn_mask=mask,
-        dropout_p=scores.dropout,
+        dropout_p=settings.dropout,
         is_causal=mask is None,
-        scale=scores.scaling,
-        enable_gqa=query.shape[1] != heads.key.shape[1],
+        scale=settings.scaling,
+        enable_gqa=query.shape[1] != qkv.key.shape[1],
     )
     return output.transpose(1, 2)

@@ -77,37 +77,37 @@ def per_sample_attention(
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Return the attention's output, [batch, length, heads, width]; the interface is transformers'."""
-    heads, scores = QueryKeyValue(query, key, value), AttentionSettings(scaling, dropout, softcap, sliding_window)
+    qkv, settings = QueryKeyValue(query, key, value), AttentionSettings(scaling, dropout, softcap, sliding_window)
     lengths = others.pop(SAMPLE_LENGTHS, None)
     if lengths is not None:
-        kernel = varlen_kernel(heads, scores)
+        kernel = varlen_kernel(qkv, settings)
         if kernel is not None:
-            return kernel(heads, others["cu_seq_lens_q"], others["max_length_q"], scores), None
-        return attend_sample_by_sample(heads, lengths, scores), None
+            return kernel(qkv, others["cu_seq_lens_q"], others["max_length_q"], settings), None
+        return attend_sample_by_sample(qkv, lengths, settings), None
     if attention_mask is not None and attention_mask.numel() == 1 and query.shape[2] > 1:
         raise ModelError(
             f"model.attention: {type(module).__name__} does not pass sample lengths to its attention. "
             "Write `attention: sdpa`."
         )
     if softcap is not None:
-        return softcapped_attention(heads, attention_mask, scores), None
+        return softcapped_attention(qkv, attention_mask, settings), None
     output: Tensor
-    output, _ = sdpa_attention_forward(module, *heads, attention_mask, dropout=dropout, scaling=scaling, **others)
+    output, _ = sdpa_attention_forward(module, *qkv, attention_mask, dropout=dropout, scaling=scaling, **others)
     return output, None
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # its loop would be recompiled for every row
-def attend_sample_by_sample(heads: QueryKeyValue, lengths: SampleLengths, scores: AttentionSettings) -> Tensor:
+def attend_sample_by_sample(qkv: QueryKeyValue, lengths: SampleLengths, settings: AttentionSettings) -> Tensor:
     """Return the attention of each sample, [1, tokens, heads, width]; samples of equal length in one call."""
     sizes = lengths.values
     if len(sizes) == 1:
-        return causal_attention(heads, scores)
+        return causal_attention(qkv, settings)
     if len(set(sizes)) == 1:
-        batch = QueryKeyValue(*(_row_as_batch(each, num=len(sizes)) for each in heads))
-        return causal_attention(batch, scores).flatten(0, 1)[None]
+        batch = QueryKeyValue(*(_row_as_batch(each, num=len(sizes)) for each in qkv))
+        return causal_attention(batch, settings).flatten(0, 1)[None]
     # `split` has one backward pass for all parts; a slice's would fill the whole row for each of them
-    parts = zip(*(torch.split(each, sizes, dim=2) for each in heads), strict=True)
-    return torch.cat([causal_attention(QueryKeyValue(*part), scores) for part in parts], dim=1)
+    parts = zip(*(torch.split(each, sizes, dim=2) for each in qkv), strict=True)
+    return torch.cat([causal_attention(QueryKeyValue(*part), settings) for part in parts], dim=1)
 
 
 def _row_as_batch(row: Tensor, *, num: int) -> Tensor:
@@ -157,9 +157,9 @@ def check_isolation(
     `logits_of` returns [tokens of the row, vocabulary] in evaluation mode. Two tiny forward passes: a sample is first
     and third in a row, then all others in the row change. Collective if `logits_of` is.
     """
-    behind, sample, last = (_tokens(length, vocabulary_size, salt) for salt, length in enumerate(_LENGTHS))
-    other_behind, other_last = (_tokens(length, vocabulary_size, salt=7) for length in (_LENGTHS[0], _LENGTHS[2]))
-    rows = [[sample, behind, sample, last], [sample, other_behind, sample, other_last]]
+    middle, sample, last = (_tokens(length, vocabulary_size, salt) for salt, length in enumerate(_LENGTHS))
+    other_middle, other_last = (_tokens(length, vocabulary_size, salt=7) for length in (_LENGTHS[0], _LENGTHS[2]))
+    rows = [[sample, middle, sample, last], [sample, other_middle, sample, other_last]]
     row, changed = (_split_by_sample(logits_of(each), each) for each in rows)
     seen, misplaced = _TOLERANCE["half" if is_half else "full"]
     if any(_difference(row[place], changed[place]) > seen for place in (0, 2)):

@@ -26,24 +26,24 @@ class AvailableKernels:
 
     is_capable: bool = False  # whether the GPU is new enough
     flash: ModuleType | None = None  # the package
-    torchs: Callable[..., Tensor] | None = None  # torch's own
-    groups_heads: bool = False  # whether that one groups heads by itself (torch 2.12)
+    torch_varlen: Callable[..., Tensor] | None = None  # torch's own
+    supports_gqa: bool = False  # whether that one groups heads by itself (torch 2.12)
 
 
 _available = AvailableKernels()
 
 
-def varlen_kernel(heads: QueryKeyValue, scores: AttentionSettings) -> Kernel | None:
+def varlen_kernel(qkv: QueryKeyValue, settings: AttentionSettings) -> Kernel | None:
     """Return the kernel for such a row on its device; None where each sample is computed separately."""
-    width = heads.query.shape[-1]
-    if not _available.is_capable or not heads.query.is_cuda or _attention_dtype(heads) not in HALF_DTYPES:
+    width = qkv.query.shape[-1]
+    if not _available.is_capable or not qkv.query.is_cuda or _attention_dtype(qkv) not in HALF_DTYPES:
         return None
-    if width != heads.value.shape[-1] or width > MAX_HEAD_DIM:
+    if width != qkv.value.shape[-1] or width > MAX_HEAD_DIM:
         return None
     if _available.flash is not None:
         return _flash_varlen
-    is_plain = scores.dropout == 0 and scores.softcap is None and width % 8 == 0
-    return _torch_varlen if is_plain and _available.torchs is not None else None
+    is_plain = settings.dropout == 0 and settings.softcap is None and width % 8 == 0
+    return _torch_varlen if is_plain and _available.torch_varlen is not None else None
 
 
 def missing_kernel_warning(*, is_half: bool) -> str | None:
@@ -55,7 +55,7 @@ def missing_kernel_warning(*, is_half: bool) -> str | None:
         return (
             "attention: packed rows are computed sample by sample, which is slow: this GPU supports no varlen kernel."
         )
-    if _available.flash is None and _available.torchs is None:
+    if _available.flash is None and _available.torch_varlen is None:
         return (
             "attention: packed rows are computed sample by sample, which is slow: flash attention is not "
             "installed, and "
@@ -64,53 +64,53 @@ def missing_kernel_warning(*, is_half: bool) -> str | None:
     return None
 
 
-def _flash_varlen(heads: QueryKeyValue, edges: Tensor, longest: int, scores: AttentionSettings) -> Tensor:
-    assert _available.flash is not None  # asked for by varlen_kernel
+def _flash_varlen(qkv: QueryKeyValue, edges: Tensor, longest: int, settings: AttentionSettings) -> Tensor:
+    assert _available.flash is not None  # checked by varlen_kernel
     output: Tensor = _available.flash.flash_attn_varlen_func(
-        *_as_varlen_inputs(heads),
+        *_as_varlen_inputs(qkv),
         edges,
         edges,
         longest,
         longest,
-        dropout_p=scores.dropout,
-        softmax_scale=scores.scaling,
+        dropout_p=settings.dropout,
+        softmax_scale=settings.scaling,
         causal=True,
-        window_size=_window_size(scores),
-        softcap=scores.softcap or 0.0,
+        window_size=_window_size(settings),
+        softcap=settings.softcap or 0.0,
     )
     return output[None]
 
 
-def _torch_varlen(heads: QueryKeyValue, edges: Tensor, longest: int, scores: AttentionSettings) -> Tensor:
-    assert _available.torchs is not None  # asked for by varlen_kernel
-    groups = {"enable_gqa": heads.query.shape[1] != heads.key.shape[1]} if _available.groups_heads else {}
-    output: Tensor = _available.torchs(
-        *_as_varlen_inputs(heads if groups else heads.repeated),
+def _torch_varlen(qkv: QueryKeyValue, edges: Tensor, longest: int, settings: AttentionSettings) -> Tensor:
+    assert _available.torch_varlen is not None  # checked by varlen_kernel
+    groups = {"enable_gqa": qkv.query.shape[1] != qkv.key.shape[1]} if _available.supports_gqa else {}
+    output: Tensor = _available.torch_varlen(
+        *_as_varlen_inputs(qkv if groups else qkv.repeated),
         edges,
         edges,
         longest,
         longest,
-        scale=scores.scaling,
-        window_size=(_window_size(scores)[0], 0),
+        scale=settings.scaling,
+        window_size=(_window_size(settings)[0], 0),
         **groups,
     )
     return output[None]
 
 
-def _window_size(scores: AttentionSettings) -> tuple[int, int]:
+def _window_size(settings: AttentionSettings) -> tuple[int, int]:
     """Return how many keys to the left and right a query attends to; -1 is all."""
-    return (-1, -1) if scores.window is None else (scores.window - 1, 0)
+    return (-1, -1) if settings.window is None else (settings.window - 1, 0)
 
 
-def _as_varlen_inputs(heads: QueryKeyValue) -> tuple[Tensor, ...]:
+def _as_varlen_inputs(qkv: QueryKeyValue) -> tuple[Tensor, ...]:
     """Return queries, keys and values as [tokens, heads, width] in the kernel's dtype."""
-    dtype = _attention_dtype(heads)
-    return tuple(each[0].transpose(0, 1).to(dtype) for each in heads)
+    dtype = _attention_dtype(qkv)
+    return tuple(each[0].transpose(0, 1).to(dtype) for each in qkv)
 
 
-def _attention_dtype(heads: QueryKeyValue) -> torch.dtype:
+def _attention_dtype(qkv: QueryKeyValue) -> torch.dtype:
     """Return the dtype of the attention: norms may leave queries and keys in a wider dtype than the values."""
-    return torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else heads.value.dtype
+    return torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else qkv.value.dtype
 
 
 def detect_kernels() -> None:
@@ -124,7 +124,7 @@ def detect_kernels() -> None:
         torch.cuda.get_device_capability() >= MIN_CAPABILITY,
         _import_if_installed("flash_attn"),
         kernel if {"scale", "window_size"} <= known else None,  # torch 2.10 has neither
-        groups_heads="enable_gqa" in known,
+        supports_gqa="enable_gqa" in known,
     )
 
 

@@ -26,12 +26,12 @@ def initialize_weights(
     with torch.no_grad(), torch.random.fork_rng(devices=()):
         for name, module, owner in _children_first(model, name="", owner=model):
             parameters = _parameters_written_by(module)
-            kept = _excluded_parameters(module, name=name, only=only)
-            if only is not None and len(kept) == len(list(module.parameters(recurse=False))):
+            excluded = _excluded_parameters(module, name=name, only=only)
+            if only is not None and len(excluded) == len(list(module.parameters(recurse=False))):
                 continue
             with gather(parameters) if parameters else nullcontext(), as_cpu_float32(parameters):
                 torch.default_generator.manual_seed(derive_seed(seed, "weights", name))
-                with _protected_from_init([*_tied_parameters(module, name=name, tied=tied), *kept]):
+                with _protected_from_init([*_tied_parameters(module, name=name, tied=tied), *excluded]):
                     owner._init_weights(module)
                 initialize_marked(module)
 

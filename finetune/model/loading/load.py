@@ -54,8 +54,8 @@ def materialize(model: PreTrainedModel) -> None:
                 if parameter not in places:
                     places[parameter] = _empty_parameter(parameter)
                 module._parameters[name] = places[parameter]
-    hollow = [name for name, buffer in model.named_buffers() if buffer.is_meta]
-    assert not hollow, f"buffers must be built with their values, but {hollow} are on the meta device"
+    meta_buffers = [name for name, buffer in model.named_buffers() if buffer.is_meta]
+    assert not meta_buffers, f"buffers must be built with their values, but {meta_buffers} are on the meta device"
     model.tie_weights()  # a context that moves parameters to the meta device one by one unties them
 
 

@@ -97,11 +97,11 @@ def make_training_data(config: RunConfig, log: RunLog, *, on_progress: OnSourceP
     }
     prepare: Callable[[Source], PreparedSet] = partial(prepare_set, **how, on_progress=on_progress)
     stream: Callable[..., tuple[DatasetView, Streamed]] = partial(stream_view, **how)
-    known: dict[str, Prepared | Streamed] = {}
-    pools = [_open_dataset(source, config, prepare=prepare, stream=stream, known=known) for source in sources.train]
-    refuse_exceeded(known, data.audit)
+    audited: dict[str, Prepared | Streamed] = {}
+    pools = [_open_dataset(source, config, prepare=prepare, stream=stream, audited=audited) for source in sources.train]
+    refuse_exceeded(audited, data.audit)
     validation_set = prepare(sources.validation) if sources.validation else None
-    return TrainingData(processing, task, _mix(pools, config), known, validation_set, answer_metrics)
+    return TrainingData(processing, task, _mix(pools, config), audited, validation_set, answer_metrics)
 
 
 def input_identity(processing: Processing, task: Task) -> dict[str, str]:
@@ -137,14 +137,14 @@ def _open_dataset(
     *,
     prepare: Callable[[Source], PreparedSet],
     stream: Callable[..., tuple[DatasetView, Streamed]],
-    known: dict[str, Prepared | Streamed],
+    audited: dict[str, Prepared | Streamed],
 ) -> DatasetView:
-    """Return the source as a pool, and put into `known` what an audit can tell of it."""
+    """Return the source as a pool, and put into `audited` what an audit can tell of it."""
     seed = derive_seed(config.run.seed, source.key) if config.data.train.mix else config.run.seed
     if stream_of(source.section) is not None:
-        pool, known[source.key] = stream(source, seed=seed)
+        pool, audited[source.key] = stream(source, seed=seed)
         return pool
-    known[source.key] = prepared = prepare(source)
+    audited[source.key] = prepared = prepare(source)
     return dataset_view(prepared, config.data, seed=seed, key=source.key)
 
 

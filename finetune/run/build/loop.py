@@ -17,7 +17,7 @@ from finetune.data.loader import groups, train_loader
 from finetune.model.batch_norm import GhostBatchNorm, sync_batch_norm, update_running_statistics
 from finetune.report.events import StartedUp
 from finetune.report.reporter import Reporter
-from finetune.report.timing import StartUp
+from finetune.report.timing import StartupTimer
 from finetune.run.build.evaluator import make_evaluator
 from finetune.run.build.prepared_model import BuiltRun, PreparedModel, make_weights
 from finetune.run.context import RunContext
@@ -64,7 +64,7 @@ def make_parts(
     reporter: Reporter,
     save: CheckpointSaving,
     signals: ReceivedSignals,
-    startup: StartUp,
+    startup: StartupTimer,
 ) -> Parts:
     """Return the record that the loop works with; its first step reports what the start took."""
     config, training_data, prepared, plan = context.config, built.training_data, built.prepared, built.plan
@@ -170,7 +170,7 @@ def remove_stop_file(path: Path, *, log: Callable[[str], None]) -> None:
 
 
 def _timed_groups(
-    groups: Callable[..., Iterator[tuple[Batch, ...]]], *, startup: StartUp, report: Reporter, first_step: int
+    groups: Callable[..., Iterator[tuple[Batch, ...]]], *, startup: StartupTimer, report: Reporter, first_step: int
 ) -> Iterator[tuple[Batch, ...]]:
     """Yield the groups; note the first request, and report the start at the second one, when a step is over."""
     startup.end("run folder")

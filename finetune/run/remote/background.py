@@ -133,9 +133,9 @@ class BackgroundUploader:
             is_last = self._ending.is_set()
             self._failures = self._uploads.sync(is_last=is_last)
             if not (is_last and self._failures):  # `finish` tells those in full
-                self._tell()
+                self._queue_warnings()
 
-    def _tell(self) -> None:
+    def _queue_warnings(self) -> None:
         if self._failures:
             self._warnings.append(f"not uploaded, tried again at the next checkpoint: {'; '.join(self._failures)}")
         elif self._uploads.repeated:

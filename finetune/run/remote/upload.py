@@ -78,24 +78,24 @@ class FolderSync:
     def _checkpoint(self, step: int, path: Path, sizes: dict[str, int]) -> None:
         place = f"{CHECKPOINTS_FOLDER}/{path.name}"
         marker = f"{place}/{layout.MANIFEST}"
-        with self._held(path) as held:
-            if held is None:
+        with self._linked(path) as linked:
+            if linked is None:
                 return
-            text = (held / layout.MANIFEST).read_bytes()
+            text = (linked / layout.MANIFEST).read_bytes()
             if marker in sizes and text in (self._up.get(step), self._with_retries(lambda: self.remote.read(marker))):
                 self._up[step] = text
                 return
             self._delete([marker] if marker in sizes else [])
-            names = set(read_manifest(held).files)
+            names = set(read_manifest(linked).files)
             for name in sorted(names):
-                self._upload(held / name, f"{place}/{name}", point="upload.file", step=step)
-            self._upload(held / layout.MANIFEST, marker, point="upload.marker", step=step)
+                self._upload(linked / name, f"{place}/{name}", point="upload.file", step=step)
+            self._upload(linked / layout.MANIFEST, marker, point="upload.marker", step=step)
             self._up[step] = text
             ours = {marker, *(f"{place}/{name}" for name in names)}
             self._delete(name for name in sizes if step_of(name) == step and name not in ours)
 
     @contextmanager
-    def _held(self, path: Path) -> Iterator[Path | None]:
+    def _linked(self, path: Path) -> Iterator[Path | None]:
         """Hand out the checkpoint's files under names that stay while it is uploaded; None where it is gone already.
 
         Retention goes on meanwhile. Where the file system has no links, the files themselves are handed out.

@@ -161,7 +161,7 @@ def open_run_folder(context: RunContext, built: BuiltRun) -> Reporter:
         run_folder=folder,
         accelerator=built.prepared.accelerator,
         is_main=distributed.is_main(),
-        notes=log.said,
+        notes=log.messages,
     )
 
 

@@ -31,7 +31,7 @@ from finetune.runtime.text.terminal import format_json
 
 SUFFIX = ".finetune-tmp"
 REPLACED_SUFFIX = ".older"
-"""What a folder that is being replaced is called meanwhile, behind the temporary name of the one that replaces it."""
+"""The suffix of a folder while it is replaced, after the temporary name of the folder that replaces it."""
 
 STALE_SECONDS_LOCKED, STALE_SECONDS_SHARED = 3600.0, 86_400.0
 """After so long without a change, what another host has left is abandoned: in a folder that we hold, and in others."""
@@ -52,9 +52,9 @@ def temporary_path(path: Path) -> Path:
 
 
 def remove_stale(folder: Path, *, seconds: float, below: bool = False) -> list[Path]:
-    """Remove what writers that live no more have left in the folder and return it; `below`: in its folders, too.
+    """Remove what dead writers have left in the folder and return it; `below`: in its folders, too.
 
-    Of another host's writers nothing is known: what has not changed for so many seconds is taken for abandoned. Where a
+    Writers on other hosts cannot be inspected: what has not changed for so many seconds counts as abandoned. Where a
     folder was being replaced and its writer was killed between the two renames, it gets its older content back.
     """
     cleared = []
@@ -157,7 +157,7 @@ def fsync(path: Path) -> None:
 
 
 def do_nothing(staging: Path) -> None:
-    """Say nothing."""
+    """Do nothing."""
 
 
 def build_once(
@@ -170,9 +170,9 @@ def build_once(
 ) -> bool:
     """Make `folder` by calling `build(staging)` in exactly one process; return whether this one built it.
 
-    Others on the same file system wait on a lock file and say so; `while_waiting(staging)` is called every second. When
-    the builder dies, one of them takes over. What an unfinished build leaves in its staging folder is removed, unless
-    the build `goes_on` from it. No collective: safe before process groups exist.
+    Others on the same file system wait for a lock file and log it; `while_waiting(staging)` is called every second.
+    When the builder dies, one of them takes over. What an unfinished build leaves in its staging folder is removed,
+    unless the build `resumes` from it. No collective: safe before process groups exist.
     """
     if folder.exists():
         return False
@@ -199,7 +199,7 @@ def build_once(
 def quarantine(folder: Path, is_damaged: Callable[[], bool], *, log: Callable[[str], None]) -> Path | None:
     """Rename a damaged folder that `build_once` has made, and return what it is called now.
 
-    It is looked at again while no other process makes or renames it; None where it is not damaged then, or not there.
+    It is checked again under the lock, while no other process builds or renames it; None if it is intact or missing.
     Raises OSError where it cannot be renamed.
     """
     with _locked(folder.with_name(f".{folder.name}.lock"), log=log, what=folder, wait=lambda: None):
@@ -220,7 +220,7 @@ def _is_folder(path: Path) -> bool:
 
 
 def _remove_files(path: Path) -> None:
-    """Remove what is there, be it a folder, a file or a link."""
+    """Remove the path, whether it is a folder, a file or a link."""
     if _is_folder(path):
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -234,7 +234,7 @@ def _locked(path: Path, *, log: Callable[[str], None], what: Path, wait: Callabl
     try:
         lock.acquire(timeout=0)
     except Timeout:
-        log(f"waiting for another process that makes {what}")
+        log(f"waiting for another process that builds {what}")
         while not lock.is_locked:
             wait()
             with suppress(Timeout):

@@ -22,7 +22,7 @@ _KINDS = {
 
 
 class NotAFile(OSError):
-    """What is opened is there, and is no regular file; its text says what it is."""
+    """The path exists and is not a regular file; the message says what it is."""
 
 
 def require_regular(path: Path) -> os.stat_result:
@@ -60,7 +60,7 @@ def read_regular(path: Path, *, max_bytes: int = MAX_BYTES) -> bytes:
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size > max_bytes:
-            raise OSError(errno.EINVAL, f"has {size} bytes, at most {max_bytes} are read", str(path))
+            raise OSError(errno.EINVAL, f"has {size} bytes; the maximum is {max_bytes}", str(path))
         return file.read(max_bytes)
 
 
@@ -69,7 +69,7 @@ def parse_json(content: bytes | str) -> Any:
     try:
         return json.loads(content)
     except RecursionError:
-        raise ValueError("it is nested too deep") from None
+        raise ValueError("it is nested too deeply") from None
 
 
 def read_json(path: Path, *, max_bytes: int = MAX_BYTES) -> Any:
@@ -78,7 +78,7 @@ def read_json(path: Path, *, max_bytes: int = MAX_BYTES) -> Any:
 
 
 def parse_as(schema: TypeAdapter[T], content: bytes) -> T:
-    """Return the JSON as the schema says; raises ValueError that names the first place where it is something else."""
+    """Return the JSON as the schema says; raises ValueError that names the first place where it does not fit."""
     try:
         return schema.validate_json(content)
     except ValidationError as error:

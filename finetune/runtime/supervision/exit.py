@@ -25,7 +25,7 @@ def gather_peers() -> list[Peer]:
 
 
 def find_dead_peers(peers: Sequence[Peer]) -> list[Peer]:
-    """Return those that ran on this host and live no more; of other hosts nothing is known."""
+    """Return those of this host that are dead; processes of other hosts cannot be checked."""
     return [peer for peer in peers if peer.host == platform.node() and not _is_alive(peer.pid)]
 
 
@@ -85,7 +85,7 @@ class ProcessExit:
 
 
 def is_broken_collective(error: BaseException) -> bool:
-    """Tell whether the error, or what caused it, is that another process no longer responds."""
+    """Return whether the error, or what caused it, is that another process no longer responds."""
     seen: BaseException | None = error
     while seen is not None:
         if isinstance(seen, dist.DistError):

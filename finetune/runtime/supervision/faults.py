@@ -44,7 +44,7 @@ _INJECTORS: Mapping[str, Callable[["Fault", Path | None], None]] = {
     "kill": lambda fault, path: os.kill(os.getpid(), signal.SIGKILL),
     "terminate": lambda fault, path: os.kill(os.getpid(), signal.SIGTERM),
     "interrupt": lambda fault, path: os.kill(os.getpid(), signal.SIGINT),
-    "raise": lambda fault, path: _raise(RuntimeError(f"a fault was asked for at {fault.point}")),
+    "raise": lambda fault, path: _raise(RuntimeError(f"injected fault at {fault.point}")),
     "no_space": lambda fault, path: _raise(OSError(errno.ENOSPC, "No space left on device")),
     "sleep": lambda fault, path: time.sleep(fault.seconds),
     "nan": lambda fault, path: None,  # of a tensor: see `inject`
@@ -66,7 +66,7 @@ class Fault:
     has_struck: bool = field(default=False, compare=False)
 
     def is_due(self, point: str, *, step: int, rank: int, path: Path | None) -> bool:
-        """Tell whether it is due here."""
+        """Return whether it is due here."""
         is_here = point == self.point and self.step in (None, step) and self.rank in (None, rank)
         return is_here and not self.has_struck and (self.part is None or (path is not None and self.part in path.name))
 
@@ -98,8 +98,8 @@ def _read_fault(words: list[str]) -> Fault:
         return Fault(point, action, step, rank, values.get("part"), seconds=float(values.get("seconds", 3600)))
     except ValueError:
         raise UserError(
-            f"{VARIABLE}: `{' '.join(words)}` is no fault. Write POINT do=ACTION [step=N] [rank=N] [part=TEXT] "
-            f"[seconds=N], points: {', '.join(POINTS)}; actions: {', '.join(ACTIONS)}."
+            f"{VARIABLE}: `{' '.join(words)}` is not a valid fault. Write POINT do=ACTION [step=N] [rank=N] "
+            f"[part=TEXT] [seconds=N], points: {', '.join(POINTS)}; actions: {', '.join(ACTIONS)}."
         ) from None
 
 
@@ -124,5 +124,5 @@ def _flip(path: Path | None) -> None:
 
 def _required(path: Path | None) -> Path:
     if path is None:
-        raise UserError(f"{VARIABLE}: this point hands on no file that could be damaged.")
+        raise UserError(f"{VARIABLE}: no file is written at this point, so none can be damaged.")
     return path

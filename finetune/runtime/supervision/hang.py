@@ -24,12 +24,12 @@ from finetune.runtime.supervision.faults import POINTS
 
 _IN_A_STEP = ("data", "forward", "backward", "update.before", "update.after")
 _WAITING = ("torch/distributed/", "torch/autograd/graph.py", "deepspeed/comm/", "torch/cuda/")
-"""Code in which a rank stands that waits for the others."""
+"""Code in which a rank is while it waits for the others."""
 
 
 @dataclass(frozen=True)
 class HangReport:
-    """Where one rank stands."""
+    """Where one rank is."""
 
     rank: int
     host: str
@@ -41,7 +41,7 @@ class HangReport:
 
     @property
     def is_waiting(self) -> bool:
-        """Tell whether it stands in a collective, waiting for others."""
+        """Return whether it is in a collective, waiting for others."""
         return any(code in self.where for code in _WAITING)
 
     @property
@@ -60,7 +60,7 @@ _REPORT = TypeAdapter(HangReport)
 
 
 def write_report(folder: Path, *, rank: int, point: str, step: int, silent_seconds: float) -> None:
-    """Write down where this process stands; `folder` is the run's."""
+    """Write the report of this process; `folder` is the run's."""
     path = folder / HANG_FOLDER / f"rank-{rank:05d}.txt"
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", encoding="utf-8") as file:
@@ -70,7 +70,7 @@ def write_report(folder: Path, *, rank: int, point: str, step: int, silent_secon
 
 
 def read_reports(folder: Path) -> list[HangReport]:
-    """Return the reports that are there and can be read, by rank."""
+    """Return the reports that exist and can be read, by rank."""
     found = []
     for path in sorted((folder / HANG_FOLDER).glob("rank-*.json")):
         with suppress(OSError, ValueError):
@@ -87,13 +87,13 @@ def keep_previous_reports(folder: Path) -> None:
 
 
 def format_blocking_ranks(reports: Sequence[HangReport], *, world: int) -> str:
-    """Return a sentence that names the ranks which the others wait for, as well as that can be told.
+    """Return a sentence that names the ranks which the others wait for, as far as that can be determined.
 
-    Those without a report come first, then those that are behind, then those that stand in no collective.
+    Those without a report come first, then those that are at an earlier point, then those that are in no collective.
     """
     silent = sorted(set(range(world)) - {report.rank for report in reports})
     if silent:
-        return f"No report came from {', '.join(f'rank {rank}' for rank in silent)}."
+        return f"No report from {', '.join(f'rank {rank}' for rank in silent)}."
     if world == 1:
         return f"Last seen: {reports[0]}."
     furthest = max(report.place for report in reports)
@@ -101,7 +101,7 @@ def format_blocking_ranks(reports: Sequence[HangReport], *, world: int) -> str:
     idle = [report for report in reports if not report.is_waiting]
     if late or len(idle) < world:
         return f"The others wait for {'; and '.join(map(str, late or idle))}."
-    return "Which rank the others wait for cannot be told."
+    return "It cannot be determined which rank the others wait for."
 
 
 def _main_thread_place() -> str:

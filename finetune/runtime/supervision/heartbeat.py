@@ -37,7 +37,7 @@ def fault_point(point: str, *, step: int, path: Path | None = None, tensor: Any 
     if threading.current_thread() is threading.main_thread():
         _last_heartbeat = Heartbeat(point, step, now)
     if VARIABLE not in os.environ:
-        _faults.cache_clear()  # what is asked for later strikes anew
+        _faults.cache_clear()  # faults that are set later are injected again
         return
     faults = _faults(os.environ[VARIABLE])
     due = [fault for fault in faults if fault.is_due(point, step=step, rank=distributed.rank(), path=path)]
@@ -46,7 +46,7 @@ def fault_point(point: str, *, step: int, path: Path | None = None, tensor: Any 
 
 
 def keep_alive() -> None:
-    """Note that this process lives, though it passes no point: it waits for work that goes on in another one."""
+    """Record that this process is alive though it passes no point: it waits for work in another process."""
     global _last_heartbeat_at
     _last_heartbeat_at = time.monotonic()
 

@@ -13,7 +13,7 @@ from finetune.runtime.processes import STOP_SIGNALS
 EXIT_CODES = {"signal SIGTERM": 143, "signal SIGINT": 130, "signal SIGHUP": 129}
 """As a shell counts them."""
 
-_INTERRUPTED = b"\nCtrl-C: the step is finished and saved, then the run ends. Once more: it ends now.\n"
+_INTERRUPTED = b"\nCtrl-C: the run stops after this step and saves a checkpoint. Press Ctrl-C again to exit now.\n"
 
 
 class ReceivedSignals:
@@ -56,7 +56,7 @@ class ReceivedSignals:
 
     @property
     def wants_immediate_exit(self) -> bool:
-        """Tell whether a second SIGINT has been heard; where the main thread can, it has ended the run by then."""
+        """Return whether a second SIGINT has been heard; where the main thread can, it has ended the run by then."""
         return self._num_interrupts_heard > 1
 
 
@@ -64,7 +64,7 @@ class ReceivedSignals:
 def record_signals() -> Iterator[ReceivedSignals]:
     """Turn signals into notes while the context lasts; outside the main thread raises FinetuneError.
 
-    A SIGHUP that is ignored stays so: whoever started the run with `nohup` means it to live on.
+    A SIGHUP that is ignored stays ignored: a run started with `nohup` is meant to outlive its terminal.
     """
     note = ReceivedSignals()
     numbers = [*STOP_SIGNALS, signal.SIGUSR1]
@@ -73,7 +73,7 @@ def record_signals() -> Iterator[ReceivedSignals]:
     try:
         before = {number: signal.signal(number, note.note) for number in numbers}
     except ValueError as error:
-        raise FinetuneError("training must run in the main thread, where signals arrive") from error
+        raise FinetuneError("training must run in the main thread: only there can signals be handled") from error
     reading, writing = os.pipe()
     for end in (reading, writing):
         os.set_blocking(end, False)

@@ -43,7 +43,7 @@ class SpotNotice:
         self._has_warned = False
 
     def __call__(self) -> bool:
-        """Tell whether notice has been given."""
+        """Return whether notice has been given."""
         return self._is_given
 
     def start(self) -> "SpotNotice":
@@ -52,13 +52,13 @@ class SpotNotice:
         return self
 
     def look(self) -> bool:
-        """Ask once; a service that does not answer is said once, and asked again."""
+        """Ask once; a service that does not respond is logged once, and asked again."""
         try:
             self._is_given = self._ask(self._base)
         except (OSError, ValueError) as error:
             if not self._has_warned:
                 self._has_warned = True
-                self._log(f"warning: run.spot_notice: the metadata service of {self._cloud} does not answer: {error}")
+                self._log(f"warning: run.spot_notice: the metadata service of {self._cloud} does not respond: {error}")
         return self._is_given
 
     def _watch(self) -> None:

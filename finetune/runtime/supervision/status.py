@@ -87,8 +87,8 @@ def exit_from_error(error: BaseException, *, rank: int) -> RankExit:
 class StatusFile:
     """The status file of one launch. Rank 0 keeps it; any rank may end the run, and the first that does stays in it.
 
-    Watching must not stop a run: a status that cannot be written is let go of. On a full disk it is written into the
-    room that the file has already, so that it never says `running` of a run that has ended.
+    Watching must not stop a run: a status that cannot be written is dropped. On a full disk it is written into the
+    room that the file has already, so that it never shows `running` for a run that has ended.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class StatusFile:
         }
 
     def start(self) -> None:
-        """Begin the file anew; what the last launch left is gone."""
+        """Write a new file in place of that of the last launch."""
         if self._rank == 0:
             with suppress(OSError), self._alone():
                 self._write(self._facts)
@@ -158,7 +158,7 @@ class StatusFile:
             error = facts["error"] or {"type": "Stopped", "message": facts["reason"]}
             ended = (facts["state"], facts["ended_by"], error["type"], error["message"], facts["exit_code"])
             return RankExit(*_RANK_EXIT.validate_python(ended))
-        except (KeyError, TypeError, ValueError):  # damaged, or somebody else's: it says nothing
+        except (KeyError, TypeError, ValueError):  # damaged, or written by another program
             return None
 
     def _keep(self) -> None:
@@ -207,7 +207,7 @@ class StatusFile:
 
 
 def _padded(facts: Mapping[str, Any]) -> bytes:
-    """Return the facts as indented JSON with blanks behind it: room for how the run ends, also on a full disk."""
+    """Return the facts as indented JSON padded with blanks: room for the final state, also on a full disk."""
     content = format_json(facts, indent=2).encode(errors="backslashreplace")
     size = -(-(len(content) + _SPARE_BYTES) // _BLOCK_BYTES) * _BLOCK_BYTES
     return content + b" " * (size - len(content) - 1) + b"\n"
@@ -224,7 +224,7 @@ def _overwrite(path: Path, facts: Mapping[str, Any]) -> None:
             if len(content) <= room:
                 file.write(content + b" " * (room - len(content)) + b"\n")
                 return
-    raise OSError(errno.ENOSPC, "has no room for how the run ended", str(path))
+    raise OSError(errno.ENOSPC, "there is no room for the final state of the run", str(path))
 
 
 def open_status_file(folder: Path, *, rank: int) -> StatusFile:

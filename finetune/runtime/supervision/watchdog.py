@@ -19,11 +19,11 @@ from finetune.runtime.supervision.signals import EXIT_CODES, ReceivedSignals
 from finetune.runtime.supervision.status import STOPPED, RankExit, StatusFile, exit_from_error
 
 _TICK_SECONDS = 1.0
-_QUIET_SECONDS = 3.0  # without a point passed for so long, the others are looked after
+_QUIET_SECONDS = 3.0  # without progress for so long, the other ranks are checked
 _LAST_WORDS_SECONDS = 8.0  # for the main thread to end by itself after an error
-_REPORT_SECONDS = 6.0  # for the other ranks to write down where they stand
+_REPORT_SECONDS = 6.0  # for the other ranks to write their reports
 _PAUSE_SECONDS = 30.0  # between two looks
-_MOST_FAILURES = 60  # looks in a row that failed, after which nobody can say that the run is watched
+_MOST_FAILURES = 60  # failed checks in a row, after which the run counts as unwatched
 _BACKSTOP_SECONDS = 120.0  # after the limit, where not even this thread can run
 
 
@@ -48,7 +48,7 @@ class Watchdog:
         self._is_over = threading.Event()
 
     def detect_hangs(self, limit_seconds: float | None) -> None:
-        """Begin to end the run when nothing has moved for so long; None never does."""
+        """From now on, end the run after so many seconds without progress; None never does."""
         self._watched_since = time.monotonic()
         self._limit = limit_seconds
 
@@ -75,10 +75,13 @@ class Watchdog:
                 self._report_failure(error, num_failures=num_failures)
 
     def _report_failure(self, error: Exception, *, num_failures: int) -> None:
-        """Tell the first of several failures to look; end the run after so many in a row."""
+        """Print the first of several failed checks; end the run after too many in a row."""
         if num_failures == 1:
             text = f"{type(error).__name__}: {error}"
-            print(f"warning: the watchdog of rank {self._rank} cannot look: {text}; it tries again", file=sys.stderr)
+            print(
+                f"warning: the watchdog of rank {self._rank} failed to check the run and tries again: {text}",
+                file=sys.stderr,
+            )
         if num_failures >= _MOST_FAILURES:
             self._ending.after(exit_from_error(error, rank=self._rank))
 
@@ -106,7 +109,7 @@ class Watchdog:
     def _look_after_others(self) -> None:
         """End this process where another has ended the run, is gone, or where a stop is asked for before the start.
 
-        The main thread is given a few seconds to end by itself: it may tell more.
+        The main thread has a few seconds to exit by itself: its error says more.
         """
         first, patience = self._status.first(), _QUIET_SECONDS
         if first is not None and first.rank == self._rank:

@@ -42,16 +42,16 @@ def require_free_names(folder: Path) -> None:
         if (problem := _problem(folder / name, wanted)) is not None
     ]
     if problems:
-        raise UserError(f"run.folder: {'; '.join(problems)}. Move or delete it, or write another run.folder.")
+        raise UserError(f"run.folder: {'; '.join(problems)}. Move or delete it, or set another run.folder.")
 
 
 def _problem(path: Path, wanted: int) -> str | None:
     try:
         found = stat.S_IFMT(path.stat().st_mode)
     except FileNotFoundError:
-        return f"{path} is a link to nothing" if os.path.lexists(path) else None
+        return f"{path} is a broken link" if os.path.lexists(path) else None
     except OSError as error:
-        return f"{path} cannot be looked at ({error.strerror})"
+        return f"{path} cannot be read ({error.strerror})"
     return None if found == wanted else f"{path} is {_KINDS.get(found, 'something else')} and not {_KINDS[wanted]}"
 
 
@@ -65,7 +65,7 @@ def lock_run_folder(folder: Path, *, log: Callable[[str], None]) -> Iterator[Non
     Also raises UserError where it cannot be made or written, or where something else has the name of one of its files.
 
     The lock is the kernel's: it goes with the process that holds it, however that ends, and is not inherited by the
-    processes it starts (hence `lockf`; `flock` is). Where the file system has no locks, that is said.
+    processes it starts (hence `lockf`; `flock` is). A file system without locks is logged.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -73,7 +73,7 @@ def lock_run_folder(folder: Path, *, log: Callable[[str], None]) -> Iterator[Non
         descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o644)
     except OSError as error:
         raise UserError(
-            f"run.folder: {_format_os_error(folder, error)} Write another run.folder, or mend this one."
+            f"run.folder: {_format_os_error(folder, error)} Set another run.folder, or fix this one."
         ) from error
     try:
         _lock(descriptor, folder, log=log)
@@ -88,7 +88,10 @@ def _lock(descriptor: int, folder: Path, *, log: Callable[[str], None]) -> None:
     except (BlockingIOError, PermissionError):
         raise UserError(_format_held_lock(descriptor, folder)) from None
     except OSError as error:
-        log(f"warning: {folder} cannot be locked against a second run ({error}); make sure that there is none.")
+        log(
+            f"warning: {folder} cannot be locked against a second run ({error}). Make sure that no other run writes "
+            "to it."
+        )
         return
     me = {"host": platform.node(), "pid": os.getpid(), "since": datetime.now(UTC).isoformat(timespec="seconds")}
     with suppress(OSError):  # on a full disk the name of the holder is missing, and the lock holds all the same
@@ -99,7 +102,7 @@ def _lock(descriptor: int, folder: Path, *, log: Callable[[str], None]) -> None:
 def _format_os_error(folder: Path, error: OSError) -> str:
     blocking = next((each for each in (folder, *folder.parents) if each.exists() and not each.is_dir()), None)
     if blocking is not None:
-        return f"{folder} cannot be made: {blocking} is no folder."
+        return f"{folder} cannot be created: {blocking} is not a folder."
     return f"{folder} cannot be written: {error.strerror or error}."
 
 
@@ -111,5 +114,5 @@ def _format_held_lock(descriptor: int, folder: Path) -> str:
         who = "another process"
     return (
         f"run.folder: {folder} is being written by {who}. Wait until that run ends, end it with `touch {folder}/STOP`, "
-        "or write another run.folder."
+        "or set another run.folder."
     )

@@ -17,7 +17,7 @@ QUIETED_LIBRARIES = (
 )
 
 HARMLESS_WARNINGS = ("Setting accelerator to CPU",)
-"""Beginnings of warnings that tell a user nothing: every run without a GPU would show them."""
+"""Prefixes of warnings that are of no use: every run without a GPU would show them."""
 
 DEPRECATION_WARNINGS = (
     r"`is_gradient_checkpointing` is deprecated",  # peft 0.21 of transformers 5.23
@@ -29,14 +29,14 @@ DEPRECATION_WARNINGS = (
 def quiet_libraries(*, is_main: bool) -> None:
     """Keep the libraries' warnings on the main rank and only errors on the others; progress bars only at a terminal.
 
-    Serves libraries that are imported already and those that will be. Nothing is hidden that this package says itself.
+    Covers libraries that are imported already and those that will be. Nothing that this package prints is hidden.
     """
     level = logging.WARNING if is_main else logging.ERROR
     for library in QUIETED_LIBRARIES:
         logging.getLogger(library).setLevel(level)
     for message in DEPRECATION_WARNINGS:
         warnings.filterwarnings("ignore", message=message, category=FutureWarning)
-    # DeepSpeed sets its level anew when it is imported; a filter stays
+    # DeepSpeed resets its level when it is imported; a filter stays
     logging.getLogger("DeepSpeed").addFilter(
         lambda record: record.levelno >= level and not record.getMessage().startswith(HARMLESS_WARNINGS)
     )

@@ -16,7 +16,7 @@ from urllib.parse import quote, quote_plus
 from finetune.runtime.text.secret_urls import REDACTED, redacted_urls, secrets_in_urls, unsigned_urls
 
 MIN_KNOWN_LENGTH = 8
-"""Characters from which on a known value is looked for in any text: shorter ones are found in ordinary words."""
+"""The length from which a known value is searched for in any text: shorter ones occur in ordinary words."""
 
 SECRET_VARIABLE = re.compile(
     r"(^|_)(API_?KEY|AUTH|AUTHORIZATION|BEARER|COOKIES?|CREDENTIALS?|JWT|KEYS?|PASS|PASSPHRASE|PASSWD|PASSWORD|PAT|PWD"
@@ -24,7 +24,7 @@ SECRET_VARIABLE = re.compile(
     re.IGNORECASE,
 )
 _NO_SECRET_VARIABLE = re.compile(r"^(OLD)?PWD$|_(PATH|FILE|DIR|FOLDER|SOCK|HOME|URL|ENDPOINT|NAME|TYPE|TTL)$", re.I)
-"""Names that speak of a secret and hold where one is kept; what they hold is not looked for elsewhere."""
+"""Names that mention a secret but hold its location; their values are not searched for elsewhere."""
 
 _ESCAPE = re.compile("%[0-9A-F]{2}")
 _ORDINARY = re.compile(r"\d{1,15}|(?=.{1,24}$)[a-z]+(?:[_ -][a-z]+)*")
@@ -76,7 +76,7 @@ def _secret_variables(variables: Mapping[str, str]) -> Iterator[str]:
 
 
 def _is_searched_for(value: str) -> bool:
-    """Tell whether a value is looked for in texts: no short one, no number or plain words, no place that exists."""
+    """Return whether texts are searched for a value: not if it is short, a number, plain words or an existing path."""
     if len(value) < MIN_KNOWN_LENGTH or _ORDINARY.fullmatch(value) or REDACTED in value:
         return False
     return not (value.startswith(("/", "~", ".")) and _path_exists(value))
@@ -153,7 +153,7 @@ _HEADER = re.compile(
     r"\b(?P<scheme>Bearer|Basic)(?P<between>\s{1,4}|%20)(?=\S*(?:[\d=]|[a-z][A-Z]))(?P<value>[A-Za-z0-9._~+/=-]{12,})"
 )
 _OPAQUE = re.compile(r"(?<![\w/.+-])(?=[\w+-]*[a-z])(?=[\w+-]*[A-Z])(?=[\w+-]*\d)[\w+-]{24,}={0,2}(?![\w/.])")
-"""A word that nobody would write by hand; only environment variables are searched for it."""
+"""A word that is unlikely to be written by hand; only environment variables are searched for it."""
 
 
 _known = KnownSecrets()
@@ -188,7 +188,7 @@ def redacted_text(text: str) -> str:
 def comparable_text(text: str) -> str:
     """Return the text without tokens by their shape and without what signs URLs, whatever the environment holds.
 
-    It stays the same when an address is signed anew: fit to be compared with what an earlier start has written.
+    It stays the same when a URL is signed again, so that it can be compared with what an earlier start has written.
     """
     return _without_shapes(unsigned_urls(text) if "://" in text else text)
 
@@ -238,7 +238,7 @@ def redacted_command(words: Sequence[str]) -> list[str]:
 
 @functools.lru_cache(maxsize=1024)
 def is_secret_name(name: str) -> bool:
-    """Tell whether a key or option of this name holds a secret; of a dotted key, the last part decides."""
+    """Return whether a key or option of this name holds a secret; of a dotted key, the last part decides."""
     return bool(_SECRET_NAME.search(name[-128:].lstrip("-").rpartition(".")[2].strip()))
 
 

@@ -72,7 +72,7 @@ def secrets_in_urls(text: str) -> Iterator[str]:
 
 
 def is_secret_parameter(name: str) -> bool:
-    """Tell whether a URL's parameter of this name holds a secret."""
+    """Return whether a URL's parameter of this name holds a secret."""
     return bool(_SECRET_PARAMETER.search(name.strip("_")))
 
 
@@ -117,5 +117,5 @@ def _name(part: str) -> str:
 
 
 def _is_signing(name: str, parts: list[str]) -> bool:
-    """Tell whether the parameter belongs to a signature; without one in the URL, it means something else."""
+    """Return whether the parameter belongs to a signature; without one in the URL, it means something else."""
     return bool(_SIGNING_PARAMETER.search(name)) and any(is_secret_parameter(_name(part)) for part in parts)

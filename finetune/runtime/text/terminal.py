@@ -24,7 +24,7 @@ _CONTROL_CHARACTERS = (
     "\ud800-\udfff\U0001bca0-\U0001bca3\U0001d173-\U0001d17a\U000e0000-\U000e0fff"  # half characters, tags
 )
 _CONTROLS = re.compile(f"[{_CONTROL_CHARACTERS}]|(?<![\u0300-\U0010ffff])[\u200c\u200d]")
-"""Joiners belong to scripts and emoji; behind any other character they only hide."""
+"""Joiners belong to scripts and emoji; after any other character they are only hidden."""
 
 _ASCII_CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f]")
 
@@ -57,7 +57,7 @@ class GuardedStream:
     """A text stream that writes what is readable, whatever its encoding; all else is as the stream's own.
 
     It has no `buffer`: nothing goes round it. With `has_bars`, what libraries draw bars with on a terminal passes.
-    `keeps_escapes` leaves escapes alone, for whoever has made the text readable before he coloured it.
+    `keeps_escapes` leaves escapes alone, for text that was made printable before it was coloured.
     """
 
     def __init__(self, stream: TextIO, *, keeps_escapes: bool = False, has_bars: bool = False) -> None:
@@ -84,7 +84,7 @@ class GuardedStream:
 
     def __getattr__(self, name: str) -> Any:
         if name in ("buffer", "stream"):  # `stream` is asked for here only before there is one
-            raise AttributeError(f"there is no `{name}` here: only text is written, and nothing goes round it")
+            raise AttributeError(f"a guarded stream has no `{name}`: only text can be written")
         return getattr(self.stream, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -95,7 +95,7 @@ class GuardedStream:
 
     def _readable(self, text: str) -> str:
         if not isinstance(text, str):
-            raise TypeError(f"a text is written here, not {type(text).__name__}")
+            raise TypeError(f"only text can be written to a guarded stream, not {type(text).__name__}")
         if self._keeps_escapes:
             return redacted_text(text)
         bar = _BAR.match(text) if self._has_bars else None
@@ -113,7 +113,7 @@ class GuardedStream:
 
 @contextmanager
 def guarded_output() -> Iterator[None]:
-    """Meanwhile, guard standard output and error and what is told of errors in threads; once is enough."""
+    """Meanwhile, guard standard output and error, and the reports of errors in threads; nested calls change nothing."""
     if isinstance(sys.stdout, GuardedStream):
         yield
         return
@@ -126,7 +126,7 @@ def guarded_output() -> Iterator[None]:
 
 
 def guard_process() -> None:
-    """Guard standard output and error of this process to its end, and what is told of errors in threads."""
+    """Guard standard output and error of this process until it ends, and the reports of errors in threads."""
     collect_environment_secrets()
     guard_streams()
     threading.excepthook = _print_thread_error
@@ -142,12 +142,12 @@ def guard_streams() -> None:
 
 
 def print_traceback(error: BaseException) -> None:
-    """Print the traceback of an error nobody expected, its causes too, readable."""
+    """Print the traceback of an unexpected error and of its causes, printable."""
     _print_error(format_traceback(error))
 
 
 def format_traceback(error: BaseException) -> str:
-    """Return the traceback of an error nobody expected, its causes too, readable."""
+    """Return the traceback of an unexpected error and of its causes, printable."""
     return printable("".join(traceback.format_exception(error)).rstrip())
 
 

@@ -190,10 +190,10 @@ class TextPadding:
 
     def inputs(self, features: Sequence[Features]) -> dict[str, Tensor]:
         """Return what the model is given, [batch, length] each, padded on the right."""
-        fillers = {"input_ids": self.token_id, "token_type_ids": 0}
+        pad_values = {"input_ids": self.token_id, "token_type_ids": 0}
         inputs = {
-            name: pad_rows([each.arrays[name] for each in features], filler)
-            for name, filler in fillers.items()
+            name: pad_rows([each.arrays[name] for each in features], value)
+            for name, value in pad_values.items()
             if name in features[0].arrays
         }
         lengths = torch.tensor([each.length for each in features])
@@ -201,9 +201,9 @@ class TextPadding:
         return {**inputs, "attention_mask": (torch.arange(longest)[None] < lengths[:, None]).long()}
 
 
-def pad_rows(arrays: Sequence[np.ndarray], filler: int) -> Tensor:
-    """Return the arrays as rows of whole numbers, int64 [rows, longest], filled up on the right."""
-    rows = np.full((len(arrays), max(map(len, arrays))), filler, np.int64)
+def pad_rows(arrays: Sequence[np.ndarray], pad_value: int) -> Tensor:
+    """Return the arrays as rows of integers, int64 [rows, longest], padded on the right."""
+    rows = np.full((len(arrays), max(map(len, arrays))), pad_value, np.int64)
     for row, array in zip(rows, arrays, strict=True):
         row[: len(array)] = array
     return torch.from_numpy(rows)

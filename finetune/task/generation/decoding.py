@@ -1,7 +1,8 @@
 """Greedy decoding by transformers' own `generate`, from a model under any strategy."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -28,41 +29,34 @@ def generate(
 ) -> list[list[int]]:
     """Return the tokens with which the model continues each prompt greedily, up to and including the first stop token.
 
-    Prompts of text form one batch; a prompt with images, or a model with prompt learning, is given alone. Every forward
-    pass goes through the model as it is wrapped, and every rank runs as many as the longest answer of all ranks needs:
-    sharded parameters are gathered by all. The model's own generation settings (sampling, penalties, forced tokens) do
-    not count. The caller sets evaluation mode. Raises ModelError for a model that cannot generate. Collective.
+    Prompts of text form one batch; a prompt with images, or for a model with prompt learning, is given alone. Every
+    forward pass goes through the model's wrappers, and every rank runs as many as the longest answer of all needs. The
+    model's own generation settings (sampling, penalties, forced tokens) do not count. The caller sets evaluation mode.
+    Raises ModelError for a model that cannot generate. Collective.
     """
-    inner: Any = unwrap_model(model)
-    if not isinstance(inner, GenerationMixin):
-        raise ModelError(f"evaluate.generate: {type(inner).__name__} cannot generate text. Remove evaluate.generate.")
-    if max_new_tokens == 0:
-        return [[] for _ in prompts]
-    is_encoder_decoder, is_prompt_learning = bool(inner.config.is_encoder_decoder), has_prompt_learning(model)
+    inner = _require_generator(model)
+    is_encoder_decoder, is_prompt_learning = inner.config.is_encoder_decoder, has_prompt_learning(model)
     inputs = _inputs(prompts, pad_id=pad_id, device=device, pads_right=is_encoder_decoder)
-    own_config, inner.generation_config = inner.generation_config, GenerationConfig()
-    try:
-        start_id = _decoder_start_id(inner.config, own_config, pad_id=pad_id)
-        if is_encoder_decoder:
-            inputs["encoder_outputs"] = _encode(model, inputs, start_id=start_id)
-        with through_wrappers(model, inner, dropped=("position_ids",) if is_prompt_learning else ()):
-            sequences = inner.generate(
-                **inputs,
-                generation_config=GenerationConfig(
-                    do_sample=False,
-                    max_new_tokens=max_new_tokens,
-                    eos_token_id=sorted(stop_ids) or None,
-                    pad_token_id=pad_id,
-                    decoder_start_token_id=start_id,
-                    use_cache=not is_prompt_learning,
-                ),
-                stopping_criteria=StoppingCriteriaList([_CompanionsStop(stop_ids)] if prompts[0].companion_ids else []),
-                synced_gpus=distributed.world() > 1,
-            )
-    finally:
-        inner.generation_config = own_config
-    start = 1 if is_encoder_decoder else inputs["input_ids"].shape[1]
-    return [_until_stop(row, stop_ids) for row in sequences[: len(prompts), start:].tolist()]
+    settings = GenerationConfig(
+        do_sample=False,
+        max_new_tokens=max_new_tokens,
+        eos_token_id=sorted(stop_ids) or None,
+        pad_token_id=pad_id,
+        decoder_start_token_id=_decoder_start_id(inner.config, inner.generation_config, pad_id=pad_id),
+        use_cache=not is_prompt_learning,
+    )
+    if is_encoder_decoder:
+        inputs["encoder_outputs"] = _encode(model, inputs, start_id=settings.decoder_start_token_id)
+    dropped = {"position_ids"} if is_prompt_learning else set()  # peft computes its own and warns of others
+    with _without_own_settings(inner), through_wrappers(model, inner, dropped=dropped):
+        sequences = inner.generate(
+            **inputs,
+            generation_config=settings,
+            stopping_criteria=_stopping_criteria(prompts, stop_ids),
+            synced_gpus=distributed.world() > 1,
+        )
+    answers = sequences[: len(prompts), 1 if is_encoder_decoder else inputs["input_ids"].shape[1] :]
+    return [_until_stop(row, stop_ids) for row in answers.tolist()]
 
 
 def has_prompt_learning(model: nn.Module) -> bool:
@@ -71,6 +65,24 @@ def has_prompt_learning(model: nn.Module) -> bool:
     while inner is not None and not hasattr(inner, "peft_config"):
         inner = getattr(inner, "module", None) or getattr(inner, "_orig_mod", None)
     return inner is not None and any(each.is_prompt_learning for each in inner.peft_config.values())
+
+
+def _require_generator(model: nn.Module) -> Any:
+    """Return the innermost model; raises ModelError where it cannot generate."""
+    inner = unwrap_model(model)
+    if not isinstance(inner, GenerationMixin):
+        raise ModelError(f"evaluate.generate: {type(inner).__name__} cannot generate text. Remove evaluate.generate.")
+    return inner
+
+
+@contextmanager
+def _without_own_settings(model: Any) -> Iterator[None]:
+    """Set the model's own generation settings aside: `generate` merges them with those that it is given."""
+    own_settings, model.generation_config = model.generation_config, GenerationConfig()
+    try:
+        yield
+    finally:
+        model.generation_config = own_settings
 
 
 def _inputs(
@@ -109,6 +121,10 @@ def _encode(model: nn.Module, inputs: dict[str, Any], *, start_id: int) -> BaseM
     start = torch.full((len(source), 1), start_id, device=source.device)
     outputs = model(input_ids=source, attention_mask=inputs["attention_mask"], decoder_input_ids=start, use_cache=False)
     return BaseModelOutput(last_hidden_state=outputs.encoder_last_hidden_state)
+
+
+def _stopping_criteria(prompts: Sequence[GenerationPrompt], stop_ids: frozenset[int]) -> StoppingCriteriaList:
+    return StoppingCriteriaList([_CompanionsStop(stop_ids)] if prompts[0].companion_ids else [])
 
 
 class _CompanionsStop(StoppingCriteria):  # type: ignore[misc]

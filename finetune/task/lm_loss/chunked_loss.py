@@ -19,7 +19,7 @@ CHUNK_BYTES = {"cpu": 32 << 20, "cuda": 512 << 20}
 """Maximum bytes of the logits of one chunk in float32."""
 
 MAX_CHUNK_ROWS = {"cpu": 256, "cuda": 8192}
-"""Maximum rows of a chunk: more are no faster (`benchmarks/experiments/head.py`), and on a CPU they do not fit the cache."""
+"""Maximum rows: more are no faster (`benchmarks/experiments/head.py`), and on a CPU they do not fit the cache."""
 
 MIN_CHUNK_ROWS = 64
 """Minimum rows of a chunk, however large the vocabulary: with fewer, reading the weights dominates the time."""

@@ -98,7 +98,7 @@ def keep_average(optimizer: torch.optim.Optimizer, section: AverageSection) -> N
                     state = optimizer.state[parameter]
                     if parameter in first:
                         state[AVERAGE] = first.pop(parameter)
-                    share = _weight_share(optimizer, kept=group[AVERAGE_DECAY], like=parameter)
+                    share = _weight_share(optimizer, decay=group[AVERAGE_DECAY], like=parameter)
                     _local(state[AVERAGE]).lerp_(_local(parameter).to(torch.float32), share)
 
     for group in optimizer.param_groups:
@@ -113,13 +113,13 @@ def set_average_decay(group: dict[str, Any], *, step: int) -> None:
         group[AVERAGE_DECAY] = group[_CONFIGURED_DECAY] if step >= group[_STARTS_AFTER] else 0.0
 
 
-def _weight_share(optimizer: Any, *, kept: float, like: Tensor) -> float | Tensor:
+def _weight_share(optimizer: Any, *, decay: float, like: Tensor) -> float | Tensor:
     """Return the share of the weights in the new average: 0 after an update that an fp16 overflow has prevented.
 
     A fused optimizer is stepped nevertheless and reads the same flag, on the device (`torch.amp.GradScaler`).
     """
     overflow: Tensor | None = getattr(optimizer, "found_inf", None)
-    return 1.0 - kept if overflow is None else (1.0 - kept) * (1.0 - overflow.to(like.device))
+    return 1.0 - decay if overflow is None else (1.0 - decay) * (1.0 - overflow.to(like.device))
 
 
 def _local(tensor: Tensor) -> Tensor:

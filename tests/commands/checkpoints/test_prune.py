@@ -114,3 +114,12 @@ def test_a_folder_that_a_run_is_writing_is_left_alone(five):
 def test_what_the_best_is_must_be_said_plainly(written):
     with pytest.raises(UserError, match="--keep-best"):
         parse_keep_best(written)
+
+
+def test_pruning_needs_no_torch(five):
+    code = "import sys; from pathlib import Path; from finetune.commands.checkpoints.prune import prune\n"
+    code += "prune(Path(sys.argv[1]), keep_last=1, keep_every=None, keep_best=None, does_delete=True)\n"
+    code += "print([name for name in ('torch', 'transformers', 'accelerate') if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code, str(five)], capture_output=True, text=True, check=True)
+    assert steps(five) == [10]
+    assert done.stdout.splitlines()[-1] == "[]"

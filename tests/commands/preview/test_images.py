@@ -55,5 +55,5 @@ def test_the_audit_tells_of_classes_and_of_no_tokens(job, capsys):
 
 def test_a_broken_image_is_named_with_its_row(job):
     (job.parent / "photos" / "cat" / "0.png").write_bytes(b"no image at all")
-    with pytest.raises(UserError, match=r"photos, row 1: the image .*cat/0\.png cannot be used: it is no image"):
+    with pytest.raises(UserError, match=r"photos, row 1: the image .*cat/0\.png cannot be used: it is not an image"):
         prepare(job, [])

@@ -76,7 +76,7 @@ EXPECTED = {
         [f"{GEMMA_CALL}<|tool_response>", "Four.<turn|>"],
     ),
     "gemma4_v2": says("", "<turn|>", GEMMA_CALL),
-    # no end of turn: end-of-sequence behind the last answer; the training variant learns the mark that follows
+    # no end of turn: end-of-sequence after the last answer; the training variant trains on the mark that follows
     "glm4moe": (
         ["\n<think></think>\nFour.", f"\n<think></think>\nSix.{END}"],
         [f"\n<think></think>\nFour.{END}"],

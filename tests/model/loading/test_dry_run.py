@@ -37,7 +37,7 @@ def section(kind="llama", **values) -> ModelSection:
         ({"vocab_size": 10**12}, "parameters. Write other values."),
         ({"vocab_size": "many"}, "vocab_size"),
         ({"hidden_size": 10**12}, "overflowed"),
-        ({"intermediate_size": 0}, "parameters without a single number"),
+        ({"intermediate_size": 0}, "empty parameters"),
         ({"hidden_act": "nope"}, "'nope'"),
         ({"rms_norm_eps": "x"}, "rms_norm_eps"),
     ],
@@ -97,7 +97,7 @@ def test_what_takes_too_long_is_left(monkeypatch):
     ("error", "advice"),
     [
         (ValueError("hidden_size is no multiple"), "Check the values in its config.json."),
-        (LocalEntryNotFoundError("not in the cache"), "The hub is out of reach from here"),
+        (LocalEntryNotFoundError("not in the cache"), "The hub cannot be reached"),
     ],
 )
 def test_only_an_error_of_the_network_is_told_as_one(monkeypatch, error, advice):

@@ -91,14 +91,14 @@ def test_a_folder_that_is_not_there_is_named(build):
 
 def test_an_adapter_is_not_a_model(tmp_path, build):
     (tmp_path / "adapter_config.json").write_text("{}")
-    with pytest.raises(ModelError, match="holds an adapter, not a model"):
+    with pytest.raises(ModelError, match="contains an adapter, not a model"):
         build(ModelSection(name=str(tmp_path)))
 
 
 def test_an_unknown_hub_name_without_a_network_says_what_to_do(build, monkeypatch, tmp_path):
     monkeypatch.setitem(os.environ, "HF_HUB_OFFLINE", "1")
     hub.is_offline.cache_clear()
-    with pytest.raises(ModelError, match="out of reach from here and the name is not in the local cache"):
+    with pytest.raises(ModelError, match="cannot be reached and the name is not in the local cache"):
         build(ModelSection(name="nobody/nothing", cache_folder=str(tmp_path)))
     hub.is_offline.cache_clear()
 

@@ -127,10 +127,10 @@ def test_several_adapters_share_one_base(tmp_path, llama):
 def test_what_is_no_model_is_told(tmp_path, llama):
     with pytest.raises(ModelError, match="does not exist"):
         inspect_model_folder(tmp_path / "nothing", key="chat")
-    with pytest.raises(ModelError, match="holds no model"):
+    with pytest.raises(ModelError, match="contains no model"):
         inspect_model_folder(tmp_path, key="chat")
     (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA"}))
     with pytest.raises(ModelError, match=r"chat: .* names no base model"):
         inspect_model_folder(tmp_path, key="chat")
-    with pytest.raises(ModelError, match=r"--adapter: .* there is no adapter_config\.json in it"):
+    with pytest.raises(ModelError, match=r"--adapter: .* it has no adapter_config\.json"):
         attach_adapters(load_saved_base(inspect_model_folder(llama, key="k"), key="k"), {"one": llama}, key="--adapter")

@@ -71,7 +71,7 @@ def test_a_failure_is_told_with_the_next_event_and_what_succeeds_later_is_no_err
     checkpoint(tmp_path, 4)
     remote.failing["model/0"] = 3
     mirror._failures = mirror._uploads.sync(is_last=False)
-    mirror._tell()
+    mirror._queue_warnings()
     mirror.watch_reporter(told)(Noted(5, "goes on"))
     assert told[0] == Noted(5, "goes on")
     assert isinstance(told[1], Warned) and "not uploaded, tried again at the next checkpoint" in told[1].message

@@ -17,7 +17,7 @@ def test_the_variable_names_points_steps_ranks_and_actions():
 
 @pytest.mark.parametrize("written", ["save.renam do=kill", "forward", "forward do=explode", "data do=nan step=x"])
 def test_what_is_no_fault_is_refused_with_the_words_that_exist(written):
-    with pytest.raises(UserError, match=r"is no fault.*save\.rename.*truncate"):
+    with pytest.raises(UserError, match=r"is not a valid fault.*save\.rename.*truncate"):
         read_faults(written)
 
 

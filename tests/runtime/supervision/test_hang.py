@@ -29,7 +29,7 @@ def test_a_report_holds_the_stacks_and_the_last_point(tmp_path):
 
 def test_a_rank_without_a_report_is_named_first():
     named = format_blocking_ranks([report(0, "data", 4), report(2, "data", 4)], world=3)
-    assert named == "No report came from rank 1."
+    assert named == "No report from rank 1."
 
 
 def test_the_rank_that_is_behind_is_named():
@@ -50,5 +50,5 @@ def test_among_ranks_at_the_same_point_the_one_that_is_in_no_collective_is_named
 def test_what_cannot_be_told_is_not_guessed():
     where = "/finetune/train/meters.py:10 numbers"
     same = [report(rank, "data", 4, where=where) for rank in range(2)]
-    assert format_blocking_ranks(same, world=2) == "Which rank the others wait for cannot be told."
+    assert format_blocking_ranks(same, world=2) == "It cannot be determined which rank the others wait for."
     assert format_blocking_ranks(same[:1], world=1).startswith("Last seen: rank 0 (")

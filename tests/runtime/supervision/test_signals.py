@@ -30,7 +30,7 @@ def test_the_first_signal_is_the_one_remembered_and_the_second_ctrl_c_means_now(
         signal.raise_signal(signal.SIGTERM)
         signal.raise_signal(signal.SIGINT)
         assert note.received is signal.SIGTERM
-        assert "Once more: it ends now." in capfd.readouterr().err
+        assert "Press Ctrl-C again to exit now." in capfd.readouterr().err
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
 

@@ -85,4 +85,4 @@ def test_a_service_that_does_not_answer_is_one_warning(monkeypatch):
     notice = SpotNotice("gcp", log=said.append)
     assert [notice.look(), notice.look()] == [False, False]
     assert len(said) == 1
-    assert "the metadata service of gcp does not answer" in said[0]
+    assert "the metadata service of gcp does not respond" in said[0]

@@ -14,8 +14,8 @@ from finetune.runtime.supervision.writer_lock import FILES, lock_run_folder, req
 MAKE = {
     "is a folder and not a file": lambda path: path.mkdir(),
     "is a named pipe and not a file": os.mkfifo,
-    "is a link to nothing": lambda path: path.symlink_to("nowhere"),
-    "cannot be looked at": lambda path: path.symlink_to(path),
+    "is a broken link": lambda path: path.symlink_to("nowhere"),
+    "cannot be read": lambda path: path.symlink_to(path),
 }
 
 
@@ -50,7 +50,7 @@ def test_all_names_are_those_that_are_written():
 
 def test_a_run_folder_below_a_file_is_told_with_the_file(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match=f"cannot be made: {tmp_path / 'file'} is no folder"):
+    with pytest.raises(UserError, match=f"cannot be created: {tmp_path / 'file'} is not a folder"):
         lock_run_folder(tmp_path / "file" / "run", log=print).__enter__()
 
 

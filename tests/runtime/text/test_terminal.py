@@ -90,7 +90,7 @@ def test_a_stream_that_cannot_write_a_character_writes_its_escape():
 def test_nothing_goes_round_the_stream():
     stream = GuardedStream(ascii_pipe())
     assert not hasattr(stream, "buffer")
-    with pytest.raises(TypeError, match="a text is written here, not bytes"):
+    with pytest.raises(TypeError, match="only text can be written to a guarded stream, not bytes"):
         stream.write(b"raw")  # type: ignore[arg-type]
     assert stream.encoding == "ascii"
 

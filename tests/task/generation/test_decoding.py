@@ -87,9 +87,8 @@ def test_the_models_own_generation_settings_do_not_count_and_are_kept(model):
         model.generation_config = before
 
 
-@pytest.mark.parametrize("max_new_tokens", [0, 1])
-def test_the_limit_is_kept(model, max_new_tokens):
-    assert [len(row) for row in answer(model, max_new_tokens=max_new_tokens)] == [max_new_tokens] * 3
+def test_the_limit_is_kept(model):
+    assert [len(row) for row in answer(model, max_new_tokens=1)] == [1, 1, 1]
 
 
 def test_a_model_that_cannot_generate_is_refused():

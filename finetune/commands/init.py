@@ -1,9 +1,10 @@
-"""`finetune init`: a recipe becomes a folder with a job file and, for those that need no network, its data."""
+"""`finetune init`: write a recipe into a folder: its job file, and its data where the recipe needs no network."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from finetune.errors import UserError
+from finetune.recipes import FOLDER
 from finetune.recipes.digits import digit_files
 from finetune.recipes.quickstart import quickstart_files
 from finetune.runtime.files.atomic import write_bytes, write_text
@@ -15,13 +16,26 @@ Files = Mapping[str, str | bytes]
 
 _DATA: Mapping[str, Callable[[], Files]] = {"quickstart": quickstart_files, "image-digits": digit_files}
 
+
 _LISTED = 3
-"""Files of one folder that are named each."""
+"""Files of one folder that are named one by one."""
+
+
+def init(name: str | None, into: Path | None) -> None:
+    """Write the recipe into the folder and print what was written; without a name, list the recipes."""
+    if name is None:
+        known = recipes()
+        widest = max(map(len, known)) + 2
+        for recipe, sentence in known.items():
+            print(f"{recipe:<{widest}}{sentence}")
+        return
+    for written in format_written(make_recipe(name, into or Path(name))):
+        print(f"wrote {written}")
 
 
 def recipes() -> dict[str, str]:
     """Return each recipe's name and its first sentence, by name."""
-    return {path.stem: _first_sentence(path) for path in sorted(Path(__file__).parent.glob("*.yaml"))}
+    return {path.stem: _first_sentence(path) for path in sorted(FOLDER.glob("*.yaml"))}
 
 
 def make_recipe(name: str, folder: Path) -> list[Path]:
@@ -60,7 +74,7 @@ def _contents(name: str) -> Files:
     known = recipes()
     if name not in known:
         raise UserError(f"There is no recipe `{name}`. There are: {', '.join(known)}.")
-    job = Path(__file__).with_name(f"{name}.yaml").read_text(encoding="utf-8")
+    job = (FOLDER / f"{name}.yaml").read_text(encoding="utf-8")
     return {JOB_FILE: job, **_DATA.get(name, dict)()}
 
 

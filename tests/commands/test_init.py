@@ -1,7 +1,7 @@
 import pytest
 
+from finetune.commands.init import make_recipe, recipes
 from finetune.errors import UserError
-from finetune.recipes.make import make_recipe, recipes
 
 
 def test_the_quickstart_brings_its_data(tmp_path):

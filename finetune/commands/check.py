@@ -1,0 +1,23 @@
+"""`finetune check`: every problem of a job file at once, and what the job will do."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from finetune.config.explain import format_summary
+from finetune.config.load import load_config, require_divisible_batch
+from finetune.runtime.optional import lazily
+
+with lazily(freeze=True):  # torch
+    from finetune.run.build import model
+
+
+def check(path: Path, overrides: Sequence[str], *, num_processes: int | None, tries_model: bool = False) -> None:
+    """Print what the job will do; raises ConfigError with every problem, ModelError for the model that was tried."""
+    loaded = load_config(path, overrides)
+    if num_processes is not None:
+        require_divisible_batch(loaded, num_processes=num_processes)
+    if tries_model:
+        model.require_buildable(loaded.config)
+    print(f"{path.name} is ready.")
+    for line in format_summary(loaded.config, num_processes=num_processes):
+        print(f"  {line}")
