@@ -60,16 +60,12 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     return 0 if _names_files(config) else min(os.cpu_count() or 1, MOST_WORKERS)
 
 
-@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave the whole proof out unless it is asked for; keep a file's tests together, the longest files first."""
+    """Leave the whole proof out unless it is asked for; what starts processes comes first, as it takes longest."""
     if not config.getoption("--all") and not _names_files(config):
         left_out = [item for item in items if item.get_closest_marker("full")]
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if not item.get_closest_marker("full")]
-    for item in items:
-        if item.get_closest_marker("xdist_group") is None:
-            item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
     items.sort(key=lambda item: item.get_closest_marker("distributed") is None)
 
 

@@ -28,7 +28,7 @@ NAMES = (
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in NAMES])
+@pytest.mark.parametrize("name", NAMES)
 def test_every_case_ends_with_0_or_2_and_one_message(name: str, ground: Ground):
     share, strategy = kinds(ground)[name]
     num_run = 0

@@ -23,9 +23,15 @@ def alone(launch):
     }
 
 
+SHORT = [("fsdp2", "lora"), ("zero3", "full")]
+OTHERS = [(strategy, kind) for strategy in ("ddp", "fsdp1", "fsdp2", "zero3") for kind in KINDS]
+
+
 @pytest.mark.distributed
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp1", "fsdp2", "zero3"])
+@pytest.mark.parametrize(
+    ("strategy", "kind"),
+    [*SHORT, *(pytest.param(*each, marks=pytest.mark.full) for each in OTHERS if each not in SHORT)],
+)
 def test_answers_are_those_of_one_process(launch, alone, strategy, kind):
     run = launch(strategy, name=f"answers-{strategy}-{kind}", overrides=[*KINDS[kind], *QUICK])
     assert answers(run) == alone[kind]
