@@ -189,7 +189,8 @@ def _reason(best: LoaderMeasurement, consumed: float | None, *, run_folder: str)
 
 def _where(resources: MachineResources) -> str:
     device = "copied to the GPU" if resources.has_device else "no GPU"
-    return f"one rank's loader alone, {resources.num_cores} cores, {device}; medians, spread is (fastest - slowest) / median"
+    spread = "medians, spread is (fastest - slowest) / median"
+    return f"one rank's loader alone, {resources.num_cores} cores, {device}; {spread}"
 
 
 def _log(line: str) -> None:

@@ -82,7 +82,7 @@ def known(job: Path) -> set[str]:
 def test_it_is_worked_out_once_and_found_again_even_by_adapters(job, run):
     losses, said = run("first")
     assert losses[0] == pytest.approx(0.693147, abs=1e-5)  # the model is its own reference yet
-    assert said.count("reference log-probabilities worked out") == 2  # training and validation
+    assert said.count("reference log-probabilities computed in") == 2  # training and validation
     folders = known(job)
     assert len(folders) == 2
     _, said = run("second", "model.lora={rank: 2, alpha: 4.0, dropout: 0.2}", "train.learning_rate=1e-3")
@@ -96,7 +96,7 @@ def test_a_resume_without_the_cache_works_it_out_from_the_model_as_it_started(jo
     shutil.rmtree(job.parent / "cache" / "known")
     losses, said = run("resumed")
     assert "resumes from" in said
-    assert "worked out" in said
+    assert "computed in" in said
     assert losses == whole
 
 
@@ -109,7 +109,7 @@ def test_what_is_damaged_on_the_disk_is_worked_out_again(job, run):
         file.write_bytes(content)
     losses, said = run("damaged")
     assert said.count("has changed between its bytes") == 2
-    assert said.count("worked out again") == 2
+    assert said.count("is computed again") == 2
     assert losses == whole
 
 
@@ -125,7 +125,7 @@ def test_each_source_of_a_mix_has_its_own(job, run):
     counted = mix.replace("preference}", "preference, epochs: 1}")
     losses, said = run("mix", counted)
     assert losses[0] == pytest.approx(0.693147, abs=1e-5)
-    assert "data.train.mix.1: reference log-probabilities worked out" in said
+    assert "data.train.mix.1: reference log-probabilities computed in" in said
 
 
 def test_a_loss_without_a_reference_works_nothing_out(job, run):
@@ -134,7 +134,7 @@ def test_a_loss_without_a_reference_works_nothing_out(job, run):
 
 
 def test_streams_are_refused_before_anything_is_built(job):
-    with pytest.raises(ConfigError, match=r"data\.train\.stream.*worked out before the first step"):
+    with pytest.raises(ConfigError, match=r"data\.train\.stream.*computed before the first step"):
         load_config(job, ["data.train={path: train.jsonl, format: preference, stream: {}}"])
 
 
