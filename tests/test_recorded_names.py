@@ -30,8 +30,8 @@ from finetune.data.token_cache.store import PreparedManifest
 from finetune.data.workers import LoaderSettings
 from finetune.model.generation import SamplingParams
 from finetune.report import events
+from finetune.runtime.files.recorded_names import recorded_name
 from finetune.runtime.progress import Progress
-from finetune.runtime.recorded import recorded_name
 from finetune.runtime.supervision.hang import HangReport
 from finetune.runtime.supervision.status import Peer
 from finetune.task.base import BaseTask

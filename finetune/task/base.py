@@ -13,7 +13,7 @@ from finetune.data.features import Features, Outcome, result_or_error
 from finetune.data.rows import Row
 from finetune.data.token_cache.chunks import Encode
 from finetune.errors import DataError
-from finetune.runtime.recorded import recorded_as
+from finetune.runtime.files.recorded_names import recorded_as
 from finetune.task.protocol import DataFacts, EvaluationOutput, GenerationPrompt, ModelHead, Precomputed, SampleSpec
 
 

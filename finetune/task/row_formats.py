@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from finetune.data.features import Outcome
 from finetune.data.rows import Row
 from finetune.errors import DataError
-from finetune.runtime.recorded import recorded_as
+from finetune.runtime.files.recorded_names import recorded_as
 
 
 @recorded_as("task.expecting.OnlyTurns")

@@ -12,7 +12,7 @@ from finetune.data.encoding.text import TextRowsEncoder
 from finetune.data.features import Features, Outcome, result_or_error
 from finetune.data.rows import Row, require_valid_unicode
 from finetune.errors import DataError
-from finetune.runtime.recorded import recorded_as
+from finetune.runtime.files.recorded_names import recorded_as
 
 Encoded = tuple[np.ndarray, Mapping[str, np.ndarray]]
 """The number of the word that each token is of, -1 for special ones, and what the model is given."""

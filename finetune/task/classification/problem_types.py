@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from finetune.data.encoding.labelled_text import ClassLabelEncoder, LabelEncoder, MultiLabelEncoder, NumericLabelEncoder
-from finetune.runtime.recorded import recorded_as
+from finetune.runtime.files.recorded_names import recorded_as
 from finetune.task.classification.classes import (
     WeightedClasses,
     class_loss_sum,

@@ -20,7 +20,7 @@ from finetune.data.encoding.labelled_text import (
 )
 from finetune.data.features import Features
 from finetune.errors import DataError
-from finetune.runtime.recorded import recorded_name
+from finetune.runtime.files.recorded_names import recorded_name
 from finetune.task.base import BaseTask
 from finetune.task.classification.classes import TextPadding, classifier_logits, find_classes
 from finetune.task.classification.problem_types import MultiLabel, ProblemType, Regression, SingleLabel

@@ -1,6 +1,6 @@
 """A recorded name belongs to one class or function and stays with it."""
 
-from finetune.runtime.recorded import recorded_as, recorded_name
+from finetune.runtime.files.recorded_names import recorded_as, recorded_name
 
 
 @recorded_as("of.old.Encoder")
