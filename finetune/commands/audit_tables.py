@@ -9,13 +9,13 @@ from finetune.data.audit.audit import Audit, Histogram, SourceAudit
 from finetune.data.audit.padding import Padding
 
 HEAD = (
-    *("source", "rows", "samples", "tokens", "learnt", "masked", "cut", "too long", "no target", "duplicates"),
+    *("source", "rows", "samples", "tokens", "targets", "masked", "cut", "too long", "no target", "duplicates"),
     "longest",
 )
 HIDDEN_WHEN_ZERO = ("cut", "too long", "no target", "duplicates")
 """Columns that are left out where every source has 0."""
 
-TOKEN_COLUMNS = ("tokens", "learnt", "masked", "longest")
+TOKEN_COLUMNS = ("tokens", "targets", "masked", "longest")
 """Columns that are left out where samples have no tokens."""
 
 _GAP, _MOST_NAMED = 2, 10
@@ -67,7 +67,7 @@ def headline_numbers(audit: Audit) -> Iterator[tuple[str, str, str]]:
     yield "samples", f"{counts.samples:,}", f"from {counts.rows:,} rows"
     if counts.has_tokens:
         yield "tokens", f"{counts.tokens:,}", f"{counts.tokens / max(1, counts.samples):,.0f} per sample"
-        yield "learnt", f"{share:.1%}", f"{counts.targets:,} tokens count in the loss"
+        yield "targets", f"{share:.1%}", f"{counts.targets:,} tokens count in the loss"
         yield "longest row", f"{counts.longest:,}", "tokens, before any cut"
     if padding is not None:
         yield "padding", f"{padding.share:.1%}", f"of what is computed; plain batches {padding.plain_share:.1%}"
@@ -148,13 +148,13 @@ def _source_lines(audit: SourceAudit) -> Iterator[str]:
     if counts.has_tokens:
         yield f"{audit.key}: longest row {counts.longest:,} tokens: {counts.longest_place}"
     if counts.truncated_rows:
-        lost = f"{counts.truncated_tokens:,} tokens cut off, {counts.truncated_targets:,} of them to be learnt"
+        lost = f"{counts.truncated_tokens:,} tokens cut off, {counts.truncated_targets:,} of them targets"
         yield f"{audit.key}: truncated {counts.truncated_rows:,} rows: {lost}"
     if counts.split_rows:
         left_out = f"; {counts.dropped_tokens:,} tokens were in windows without a target" * bool(counts.dropped_tokens)
         yield f"{audit.key}: split {counts.split_rows:,} rows into windows{left_out}"
     if counts.long_rows:
-        lost = f"{counts.dropped_tokens:,} tokens, {counts.dropped_targets:,} of them to be learnt"
+        lost = f"{counts.dropped_tokens:,} tokens, {counts.dropped_targets:,} of them targets"
         yield f"{audit.key}: dropped {counts.long_rows:,} rows as too long: {lost}"
     if counts.rows_without_target:
         empty = f", {counts.empty_rows:,} of them empty" if counts.empty_rows else ""
@@ -176,7 +176,7 @@ def _spread_lines(audit: SourceAudit) -> Iterator[str]:
         yield f"lengths: {told}"
         yield f"         0 |{sparkline(audit.lengths)}| {audit.lengths.edges[-1]:,.0f} tokens"
     if audit.target_shares is not None:
-        yield f"learnt:  0 |{sparkline(audit.target_shares)}| 100% of a sample's tokens"
+        yield f"targets: 0 |{sparkline(audit.target_shares)}| 100% of a sample's tokens"
 
 
 def _with_share(number: int, whole: int) -> str:

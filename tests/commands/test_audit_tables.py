@@ -19,7 +19,7 @@ def test_what_happened_nowhere_has_no_column(audit):
     head, *rows = audit_rows(audit)
     assert "too long" not in head and "cut" in head
     assert [row[0] for row in rows] == ["data.train.mix.0 (so far)", "data.train.mix.1 (so far)", "total (so far)"]
-    assert rows[0][head.index("learnt")] == "741,293 (54.6%)"
+    assert rows[0][head.index("targets")] == "741,293 (54.6%)"
     assert rows[2][head.index("rows")] == "7,573"
 
 

@@ -49,9 +49,9 @@ def examine(path: Path | None, overrides: Sequence[str]) -> bool:
     findings = list(find_problems(facts, places, locks=build_locks(extensions_folder())))
     print()
     for finding in findings:
-        print(f"{'MEND' if finding.must_be_fixed else 'note'}: {finding.text}")
+        print(f"{'FIX' if finding.must_be_fixed else 'note'}: {finding.text}")
     if not findings:
-        print("nothing to mend")
+        print("nothing to fix")
     return not any(finding.must_be_fixed for finding in findings)
 
 

@@ -44,7 +44,7 @@ class Chart:
 
 @dataclass(frozen=True)
 class Segment:
-    """A piece of a lane: tokens that are read or learnt, `first` at the edge of a sample, padding, or hidden."""
+    """A piece of a lane: tokens that are context or targets, `first` at the edge of a sample, padding, or hidden."""
 
     kind: str
     percent: float
@@ -102,7 +102,7 @@ def _padded(sample: PreviewSample, width: int) -> ForwardRow:
 def _segments(sample: PreviewSample, *, of: int) -> Iterator[Segment]:
     for number, stretch in enumerate(spans(sample.pieces)):
         num_tokens = sum(len(piece.ids) for piece in stretch.pieces)
-        kind = "learnt" if stretch.is_target else "read"
+        kind = "target" if stretch.is_target else "context"
         yield Segment(kind if number else f"{kind} first", _percent(num_tokens, of))
 
 
@@ -114,8 +114,8 @@ def _charts(audit: Audit) -> Iterator[Chart]:
         mark = f"{total.lengths.edges[-1]:,.0f} tokens"
         yield Chart("Length of samples", f"half have up to {middle:,} tokens, 99% up to {high:,}", mark, bars)
     if total.target_shares is not None:
-        bars = tuple(_bars(total.target_shares, "{:.0%} to {:.0%} learnt"))
-        yield Chart("Share of a sample that is learnt", "number of samples", "100%", bars)
+        bars = tuple(_bars(total.target_shares, "{:.0%} to {:.0%} targets"))
+        yield Chart("Share of targets in a sample", "number of samples", "100%", bars)
 
 
 def _bars(found: Histogram, label: str, *, whole: bool = False) -> Iterator[Bar]:

@@ -37,7 +37,7 @@ def format_batch(batch: PreviewBatch) -> str:
     shown = f" ({batch.num_shown} shown)" if batch.num_shown < batch.num_samples else ""
     return (
         f"━━ step {batch.step}, microbatch {batch.number} of {batch.of}: {where} ━━ {batch.num_samples} samples"
-        f"{shown}, {batch.num_tokens:,} tokens, {batch.num_targets:,} learnt, padding {batch.padding_share:.1%}"
+        f"{shown}, {batch.num_tokens:,} tokens, {batch.num_targets:,} targets, padding {batch.padding_share:.1%}"
     )
 
 
@@ -49,16 +49,16 @@ def format_position(position: PreviewPosition, *, unit: str) -> str:
 
 
 def format_sample(sample: PreviewSample) -> str:
-    """Return which sample it is and how much of it is learnt."""
+    """Return which sample it is and how many of its tokens are targets."""
     share = sample.num_targets / sample.num_tokens if sample.num_tokens else 0.0
     return (
         f"sample {sample.sample_id}  {sample.place}  {sample.num_tokens:,} tokens, "
-        f"{sample.num_targets:,} learnt ({share:.0%}){f' → {sample.answer}' if sample.answer else ''}"
+        f"{sample.num_targets:,} targets ({share:.0%}){f' → {sample.answer}' if sample.answer else ''}"
     )
 
 
 def plain_text(sample: PreviewSample) -> str:
-    """Return the tokens without colours: what is learnt in brackets, a mark between one token and the next."""
+    """Return the tokens without colours: targets in brackets, a mark between one token and the next."""
     found = []
     for stretch in spans(sample.pieces):
         text = BETWEEN.join(piece.shown for piece in stretch.pieces).replace(f"\n{BETWEEN}", "\n")
@@ -95,8 +95,8 @@ def _style(piece: Piece, number: int) -> str:
 
 def _legend(has_colours: bool) -> Text:
     if not has_colours:
-        return Text(f"{OPEN}learnt{CLOSE}, the rest is only read; {BETWEEN} between tokens, · a blank, ↵ a line end")
+        return Text(f"{OPEN}target{CLOSE}, the rest is context; {BETWEEN} between tokens, · a blank, ↵ a line end")
     legend = Text().append(" read ", style=CONTEXT_STYLES[0])
-    legend.append(" learnt ", style=TARGET_STYLES[0])
+    legend.append(" target ", style=TARGET_STYLES[0])
     legend.append(" shades change from token to token; · is a blank, ↵ a line end, bold a special token", style="dim")
     return legend

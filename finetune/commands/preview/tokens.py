@@ -43,13 +43,13 @@ class Piece:
 
 @dataclass(frozen=True)
 class Span:
-    """Pieces that follow one another and are all learnt, or all not."""
+    """Pieces that follow one another and are all targets, or all context."""
 
     pieces: tuple[Piece, ...]
 
     @property
     def is_target(self) -> bool:
-        """Tell whether they are learnt."""
+        """Tell whether they are targets."""
         return self.pieces[0].is_target
 
 
@@ -63,7 +63,7 @@ def visible(text: str) -> str:
 
 
 def pieces_of(features: Features, tokenizer: Any) -> Iterator[Piece]:
-    """Yield the sample's tokens as text; a piece ends where a character does, or what is learnt begins or ends.
+    """Yield the sample's tokens as text; a piece ends where a character does, or targets begin or end.
 
     None of a sample without tokens; where the sample as a whole is the target, no token is.
     """
@@ -82,7 +82,7 @@ def pieces_of(features: Features, tokenizer: Any) -> Iterator[Piece]:
 
 
 def spans(pieces: Sequence[Piece]) -> list[Span]:
-    """Return the pieces in stretches that are learnt or not, in turn."""
+    """Return the pieces in stretches of targets and of context, in turn."""
     found: list[list[Piece]] = []
     for piece in pieces:
         if found and found[-1][0].is_target == piece.is_target:

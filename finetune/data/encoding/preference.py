@@ -120,5 +120,5 @@ def _margin(row: Row) -> np.ndarray:
             "write `use_margin: false`."
         )
     if abs(value) > _LARGEST_MARGIN:
-        raise DataError(f"has a `margin` of {value:g}; at most {_LARGEST_MARGIN:g} can be learnt.")
+        raise DataError(f"has a `margin` of {value:g}; it must be at most {_LARGEST_MARGIN:g}.")
     return np.array([value], np.float32)

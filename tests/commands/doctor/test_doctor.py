@@ -46,7 +46,7 @@ def test_a_machine_is_described(tmp_path, monkeypatch, capsys):
     assert examine(None, []) is False
     said = capsys.readouterr().out
     assert "torch 2." in said and "may be used of" in said
-    assert f"MEND: {tmp_path}/lock was left by a build that was killed" in said
+    assert f"FIX: {tmp_path}/lock was left by a build that was killed" in said
 
 
 def measured(num_workers, tokens_per_second, *, prefetch_factor=2, pin_memory=False):

@@ -24,8 +24,8 @@ ROWS = {
     "token_classification": [{"tokens": ["a", "b"], "tags": ["O", "B-X"]}] * 4,
 }
 SHOWN = {
-    "text_classification": ["2 classes: `cold` 1 (weight 2), `warm` 3 (weight 0.667)", " learnt (50%) → warm", "a┊·b"],
-    "token_classification": ["2 classes: `B-X` 4 (weight 1), `O` 4 (weight 1)", "2 learnt (100%) → O B-X", "⟦a┊·b⟧"],
+    "text_classification": ["2 classes: `cold` 1 (weight 2), `warm` 3 (weight 0.667)", " targets (50%) → warm", "a┊·b"],
+    "token_classification": ["2 classes: `B-X` 4 (weight 1), `O` 4 (weight 1)", "2 targets (100%) → O B-X", "⟦a┊·b⟧"],
 }
 
 

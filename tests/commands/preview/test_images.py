@@ -50,7 +50,7 @@ def test_the_audit_tells_of_classes_and_of_no_tokens(job, capsys):
     (row,) = [line for line in said.splitlines() if line.startswith("data.train  ")]
     assert row.split() == ["data.train", "6", "6", "2", "(33.3%)"]  # rows, samples, equal to an earlier one
     assert " tokens" not in said
-    assert "learnt" not in said
+    assert "target" not in said
 
 
 def test_a_broken_image_is_named_with_its_row(job):

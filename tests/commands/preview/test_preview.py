@@ -60,7 +60,7 @@ class Page(HTMLParser):
 
     def __init__(self, text):
         super().__init__()
-        self.tags, self.open, self.learnt, self.read = [], [], "", ""
+        self.tags, self.open, self.target, self.read = [], [], "", ""
         self.feed(text)
 
     def handle_starttag(self, tag, attrs):
@@ -71,9 +71,9 @@ class Page(HTMLParser):
         self.open.pop()
 
     def handle_data(self, data):
-        if "learnt" in self.open and "legend" not in self.open:
-            self.learnt += data
-        elif "read" in self.open and "legend" not in self.open:
+        if "target" in self.open and "legend" not in self.open:
+            self.target += data
+        elif "context" in self.open and "legend" not in self.open:
             self.read += data
 
 
@@ -84,9 +84,9 @@ def tokenizer(tmp_path_factory):
     return train_or_load_tokenizer(lambda: texts, vocabulary_size=300, cache_folder=folder, log=lambda _: None)
 
 
-def sample_of(text, tokenizer, *, learnt_from):
+def sample_of(text, tokenizer, *, target_from):
     ids = tokenizer(text)["input_ids"]
-    is_target = [place >= learnt_from for place in range(len(ids))]
+    is_target = [place >= target_from for place in range(len(ids))]
     features = Features({"input_ids": np.array(ids, np.uint32), "is_target": np.array(is_target)})
     pieces = tuple(pieces_of(features, tokenizer))
     return PreviewSample(0, "rows.jsonl, row 1", pieces, features.length, features.num_targets)
@@ -94,19 +94,19 @@ def sample_of(text, tokenizer, *, learnt_from):
 
 def test_the_pieces_together_are_the_text_and_the_tokens(tokenizer):
     text = "say  moon\tand ☕ «star»\n"
-    sample = sample_of(text, tokenizer, learnt_from=4)
+    sample = sample_of(text, tokenizer, target_from=4)
     assert "".join(piece.text for piece in sample.pieces) == text
     assert [i for piece in sample.pieces for i in piece.ids] == tokenizer(text)["input_ids"]
     assert sum(len(piece.ids) for piece in sample.pieces if piece.is_target) == sample.num_targets
 
 
 def test_bytes_that_only_together_are_a_character_are_one_piece(tokenizer):
-    (cup,) = [piece for piece in sample_of("☕", tokenizer, learnt_from=9).pieces if piece.text == "☕"]
+    (cup,) = [piece for piece in sample_of("☕", tokenizer, target_from=9).pieces if piece.text == "☕"]
     assert len(cup.ids) == 3
 
 
 def test_of_a_character_that_is_half_learnt_the_halves_are_told_apart(tokenizer):
-    first, *others = sample_of("☕", tokenizer, learnt_from=1).pieces
+    first, *others = sample_of("☕", tokenizer, target_from=1).pieces
     assert not first.is_target and len(first.ids) == 1
     assert all(piece.is_target for piece in others) and sum(len(piece.ids) for piece in others) == 2
 
@@ -116,7 +116,7 @@ def test_blanks_and_control_characters_are_seen():
     assert visible("\x1b[0m") == "⟨1B⟩[0m"
 
 
-def test_what_is_learnt_stands_in_brackets_without_colours():
+def test_targets_stand_in_brackets_without_colours():
     pieces = [Piece((1,), "Hi", False, False), Piece((2,), " you", True, False), Piece((3,), "\n", True, False)]
     sample = PreviewSample(0, "row 1", (*pieces, Piece((4,), "end", True, True)), 4, 3)
     assert plain_text(sample) == "Hi⟦·you┊↵\nend⟧"
@@ -161,7 +161,7 @@ def test_the_page_shows_the_same_and_runs_nothing(shown, tmp_path):
     assert not {"script", "link", "img", "iframe"} & set(page.tags)
     assert "<script" not in text and "&lt;script&gt;" not in page.read
     assert "<script>alert('x')</script>·&·⟨1B⟩[31mred" in page.read  # as text: a browser shows it
-    assert "moon<|im_end|>" in page.learnt and "tee·☕<|im_end|>" in page.learnt
+    assert "moon<|im_end|>" in page.target and "tee·☕<|im_end|>" in page.target
     assert "http" not in text.replace("http-equiv", "")
     assert "prefers-color-scheme: dark" in text
 
@@ -169,7 +169,7 @@ def test_the_page_shows_the_same_and_runs_nothing(shown, tmp_path):
 def test_a_page_has_charts_tiles_and_the_audit(shown, tmp_path):
     shown("data.batching.by=packs", "data.batching.tokens=256", html=tmp_path / "page.html")
     text = (tmp_path / "page.html").read_text()
-    for part in ("Length of samples", "Share of a sample that is learnt", "Pack at position 0", "filled", "duplicates"):
+    for part in ("Length of samples", "Share of targets in a sample", "Pack at position 0", "filled", "duplicates"):
         assert part in text
 
 
@@ -187,7 +187,9 @@ def test_lanes_are_in_proportion():
     numbers = {"step": 1, "number": 1, "of": 1, "first_position": 0, "last_position": 1, "positions": (position,)}
     padded = PreviewBatch(**numbers, num_samples=2, num_tokens=7, num_targets=1, num_lanes=2, num_computed=8)
     assert forward_rows(padded) == [
-        ForwardRow("row 1: 3 tokens", (Segment("read first", 50.0), Segment("learnt", 25.0), Segment("padding", 25.0)))
+        ForwardRow(
+            "row 1: 3 tokens", (Segment("context first", 50.0), Segment("target", 25.0), Segment("padding", 25.0))
+        )
     ]
     packed = PreviewBatch(**numbers, num_samples=2, num_tokens=7, num_targets=1, num_lanes=1, num_computed=7)
-    assert [part.kind for part in forward_rows(packed)[0].parts] == ["read first", "learnt", "hidden"]
+    assert [part.kind for part in forward_rows(packed)[0].parts] == ["context first", "target", "hidden"]
