@@ -20,6 +20,8 @@ from typing import Any
 import torch
 from accelerate import skip_first_batches
 
+from finetune.runtime.progress import Progress
+
 from comparison.product import Built, build, loaders
 
 STEP = 1000
@@ -80,7 +82,7 @@ def stalls(job: Path, folder: Path, rounds: int) -> Figures:
     ours.rehearse(num_saves=rounds)  # as at a run's start
     found: Figures = {"ours": [], "ours_total": [], "accelerate": []}
     for number in range(1, rounds + 1):
-        saved = ours.save(STEP + number, progress={"step": STEP + number})
+        saved = ours.save(STEP + number, progress=Progress(step=STEP + number).state_dict())
         found["ours"].append(saved.stall_seconds)
         found["ours_total"].append(saved.seconds)
         found["state_bytes"] = saved.size_bytes
