@@ -71,7 +71,7 @@ def test_a_changed_template_makes_another_set(prepared, tmp_path):
 def test_a_limit_stops_it_after_the_audit(job, capsys):
     with pytest.raises(DataError, match=r"training with this job stops here: data\.train: .*max_truncated_rows"):
         prepare(job, ["data.audit.max_truncated_rows=0.1"])
-    assert "source " in capsys.readouterr().out
+    assert "targets" in capsys.readouterr().out
 
 
 @pytest.fixture

@@ -147,7 +147,7 @@ def _serve_the_model(session: Session, patch: pytest.MonkeyPatch) -> None:
     answers = session.folder / "answers.jsonl"
     session.type("generate", "generate", exported, "--input", prompts, "--output", answers, "--max-new-tokens", 2)
     with patch.context() as evil:
-        evil.setattr("finetune.commands.chat.answer_batch", _answer_evil)
+        evil.setattr("finetune.commands.chat.generate_batch", _answer_evil)
         session.type("chat", "chat", exported, lines=f"hi\n/adapter {EVIL[:5]}\n")
     session.type("convert", "checkpoint", "convert", session.run, "--from", f"no{EVIL}", "--step", 9)
 
@@ -169,7 +169,7 @@ def _fail(session: Session, address: str, patch: pytest.MonkeyPatch) -> None:
     bad = f"{address}/bad.jsonl?sig={secret}"
     session.type("bad row", *train, *_set("data.train.path", bad))
     with patch.context() as fault:
-        fault.setattr("finetune.run.train.make_parts", partial(_fail_badly, gone))
+        fault.setattr("finetune.run.fit.make_parts", partial(_fail_badly, gone))
         session.type("fault of ours", *train)
 
 
@@ -309,7 +309,7 @@ def test_what_people_read_in_the_run_folder_does_not_act_either(session):
 
 def test_the_copy_of_the_job_says_what_was_left_out(session):
     text = (session.run / "config.yaml").read_text(encoding="utf-8")
-    assert text.splitlines()[-1].startswith("# As it was written, but for what looks like a secret")
+    assert text.splitlines()[-1].startswith("# As written, except for values that look like secrets")
     assert "X-Amz-Signature=[redacted]" in text
     assert text.splitlines()[:2] == JOB.splitlines()[:2]  # lines are where resolved.yaml says
 

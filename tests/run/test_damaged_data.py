@@ -157,5 +157,5 @@ def test_rows_that_become_other_tokens_than_before_are_no_data_to_continue_with(
         return assembled(recipe, kept, seen)
 
     monkeypatch.setattr(chunks, "_assembled", otherwise)
-    with pytest.raises(CheckpointError, match="would continue on other data"):
+    with pytest.raises(CheckpointError, match="would resume on other data"):
         run("first", f"data.cache_folder={job.parent}/other")
