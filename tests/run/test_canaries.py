@@ -147,7 +147,7 @@ def _serve_the_model(session: Session, patch: pytest.MonkeyPatch) -> None:
     answers = session.folder / "answers.jsonl"
     session.type("generate", "generate", exported, "--input", prompts, "--output", answers, "--max-new-tokens", 2)
     with patch.context() as evil:
-        evil.setattr("finetune.commands.chat.answer_batch", _answer_evil)
+        evil.setattr("finetune.commands.chat.generate_batch", _answer_evil)
         session.type("chat", "chat", exported, lines=f"hi\n/adapter {EVIL[:5]}\n")
     session.type("convert", "checkpoint", "convert", session.run, "--from", f"no{EVIL}", "--step", 9)
 

@@ -106,5 +106,5 @@ def test_a_bad_checkpoint_is_not_exported(moved, tmp_path):
 def test_a_run_without_its_tokenizer_is_told_how_to_get_it(moved, tmp_path):
     run = moved("full")
     shutil.rmtree(run / "inputs")
-    with pytest.raises(UserError, match="start the job once more"):
+    with pytest.raises(UserError, match="start the job again"):
         export_checkpoint(run, step=None, to=tmp_path / "out", dtype=None)
