@@ -169,7 +169,7 @@ def _fail(session: Session, address: str, patch: pytest.MonkeyPatch) -> None:
     bad = f"{address}/bad.jsonl?sig={secret}"
     session.type("bad row", *train, *_set("data.train.path", bad))
     with patch.context() as fault:
-        fault.setattr("finetune.run.train.make_parts", partial(_fail_badly, gone))
+        fault.setattr("finetune.run.train.build", partial(_fail_badly, gone))
         session.type("fault of ours", *train)
 
 
@@ -309,7 +309,7 @@ def test_what_people_read_in_the_run_folder_does_not_act_either(session):
 
 def test_the_copy_of_the_job_says_what_was_left_out(session):
     text = (session.run / "config.yaml").read_text(encoding="utf-8")
-    assert text.splitlines()[-1].startswith("# As it was written, but for what looks like a secret")
+    assert text.splitlines()[-1].startswith("# As written, except for values that look like secrets")
     assert "X-Amz-Signature=[redacted]" in text
     assert text.splitlines()[:2] == JOB.splitlines()[:2]  # lines are where resolved.yaml says
 
