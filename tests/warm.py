@@ -18,7 +18,6 @@ import ctypes
 import gc
 import importlib
 import json
-import logging
 import os
 import runpy
 import select
@@ -35,6 +34,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import psutil
+
+from tests.present_stream import log_to_present_stream
 
 MODULES = (
     *("finetune.cli.app", "finetune.run.start", "finetune.run.train", "finetune.commands.convert"),
@@ -140,7 +141,7 @@ def _run(words: list[str]) -> int:
     """Do what `python WORDS` does, to the end of the interpreter, and return the exit code."""
     is_unbuffered = words[0] == "-u"
     _open_streams(is_unbuffered=is_unbuffered)
-    _log_to_present_stream()
+    log_to_present_stream()
     code = 0
     try:
         _execute(words[1:] if is_unbuffered else words)
@@ -181,24 +182,6 @@ def _open_streams(*, is_unbuffered: bool) -> None:
     sys.stdout = sys.__stdout__ = os.fdopen(1, "w", closefd=False)  # type: ignore[misc]
     sys.stderr = sys.__stderr__ = os.fdopen(2, "w", 1, errors="backslashreplace", closefd=False)  # type: ignore[misc]
     sys.stdout.reconfigure(write_through=is_unbuffered)  # type: ignore[union-attr]
-
-
-class _PresentStream:
-    """Whatever `sys.stderr` is when something is written: a library that a program imports finds it so."""
-
-    def write(self, text: str) -> int:
-        return sys.stderr.write(text)
-
-    def flush(self) -> None:
-        sys.stderr.flush()
-
-
-def _log_to_present_stream() -> None:
-    """Have loggers of libraries, which know the server's stream, log where the program's do."""
-    known = [each for each in logging.root.manager.loggerDict.values() if isinstance(each, logging.Logger)]
-    for handler in (handler for logger in (logging.root, *known) for handler in logger.handlers):
-        if "stream" in vars(handler) and not isinstance(handler, logging.FileHandler):
-            handler.stream = _PresentStream()  # type: ignore[attr-defined]
 
 
 class _Rank:

@@ -8,7 +8,6 @@ import contextlib
 import ctypes
 import importlib
 import json
-import logging
 import os
 import resource
 import select
@@ -20,6 +19,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+from tests.present_stream import log_to_present_stream
 
 PLAIN = ("finetune.cli.app", "finetune.run.start", "finetune.config.schema")
 WITH_TORCH = (
@@ -192,7 +193,7 @@ def _child(words: Sequence[str], *, folder: str, trail: int) -> None:
     os.environ |= {"HOME": folder, "TMPDIR": f"{folder}/tmp", "HF_HOME": f"{folder}/cache/hf", "PWD": folder}
     sys.stdin, sys.stdout, sys.stderr = (os.fdopen(number, mode) for number, mode in ((0, "r"), (1, "w"), (2, "w")))
     sys.argv = ["finetune", *words]
-    _log_to_present_stream()
+    log_to_present_stream()
     _audit(trail)
     code: int | None = 1
     try:
@@ -204,23 +205,6 @@ def _child(words: Sequence[str], *, folder: str, trail: int) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code or 0)
-
-
-class _PresentStream:
-    """Whatever `sys.stderr` is when something is written: a library that is imported by a command finds it so."""
-
-    def write(self, text: str) -> int:
-        return sys.stderr.write(text)
-
-    def flush(self) -> None:
-        sys.stderr.flush()
-
-
-def _log_to_present_stream() -> None:
-    known = [each for each in logging.root.manager.loggerDict.values() if isinstance(each, logging.Logger)]
-    for handler in (handler for logger in (logging.root, *known) for handler in logger.handlers):
-        if "stream" in vars(handler) and not isinstance(handler, logging.FileHandler):
-            handler.stream = _PresentStream()  # type: ignore[attr-defined]
 
 
 _CHANGES = ("os.remove", "os.rename", "os.mkdir", "os.rmdir", "os.symlink", "os.link", "os.truncate", "os.chmod")

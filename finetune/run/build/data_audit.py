@@ -82,7 +82,7 @@ def _notices(audit: Audit) -> Iterator[str]:
 
 def _template_notices(check: TemplateCheck) -> Iterator[str]:
     if check.learnt and not check.is_end_learnt:
-        yield "warning: chat template: the token that ends an answer is not a target, so the model will not learn to stop"
+        yield "warning: chat template: the end-of-turn token is not a target, so the model will not learn to stop"
     for each in check.differences[:1]:  # the others differ likewise
         yield (
             f"warning: chat template: {each.case}: the model will be asked with {each.prompt} and is trained on "
