@@ -169,7 +169,7 @@ def _fail(session: Session, address: str, patch: pytest.MonkeyPatch) -> None:
     bad = f"{address}/bad.jsonl?sig={secret}"
     session.type("bad row", *train, *_set("data.train.path", bad))
     with patch.context() as fault:
-        fault.setattr("finetune.run.fit.make_parts", partial(_fail_badly, gone))
+        fault.setattr("finetune.run.train.build", partial(_fail_badly, gone))
         session.type("fault of ours", *train)
 
 

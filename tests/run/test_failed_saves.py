@@ -26,6 +26,6 @@ def test_or_goes_on_with_a_warning_and_writes_the_next(launch):
     )
     assert ended.code == 0, ended.output
     assert [event["step"] for event in ended.events("CheckpointSaved")] == [4, 6, 8]
-    assert "Training goes on" in ended.events("Warned")[-1]["message"]
+    assert "Training continues" in ended.events("Warned")[-1]["message"]
     assert ended.checkpoints() == ["step-000006", "step-000008"]
     assert ended.status()["checkpoint"].endswith("step-000008")

@@ -97,7 +97,7 @@ def test_after_three_tries_it_is_an_error_that_leaves_the_old_ones_and_nothing_e
 def test_whatever_moment_fails_the_next_try_ends_well(folder, fail, point):
     fail(f"{point} do=raise")
     run = Run(folder).train(range(4))
-    assert "RuntimeError: injected fault at" in run.said[0]
+    assert "RuntimeError: injected fault at " in run.said[0]
     assert names(folder) == ["step-000003", "step-000004"]
 
 
