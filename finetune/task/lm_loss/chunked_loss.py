@@ -15,8 +15,20 @@ from torch import Tensor
 from finetune.task.lm_loss.logit_transform import LogitTransform
 from finetune.task.lm_loss.token_loss import TokenLoss
 
-CHUNK_BYTES = {"cpu": 32 << 20, "cuda": 512 << 20}
-"""Maximum bytes of the logits of one chunk in float32."""
+CHUNK_BYTES = {"cpu": 64 << 20, "cuda": 512_000_000}
+"""Maximum bytes of all that exists at once of one chunk: logits, probabilities, gradients and their copies."""
+
+FLOAT32_LOGIT_BYTES = 8
+"""Bytes for each logit: itself, and its probability, which becomes the gradient."""
+
+HALF_LOGIT_BYTES = {"cpu": 10, "cuda": 6}
+"""The same in half precision, with 2 bytes for a logit, which its gradient overwrites. A CPU converts in a copy."""
+
+TRANSFORMED_HALF_LOGIT_BYTES = 10
+"""The same where the model transforms its logits in float32."""
+
+AUTOGRAD_LOGIT_BYTES, SMOOTHED_LOGIT_BYTES = 18, 30
+"""The same where autograd takes the backward pass of the cross-entropy; with smoothing or a z-loss."""
 
 MAX_CHUNK_ROWS = {"cpu": 256, "cuda": 8192}
 """Maximum rows: more are no faster (`benchmarks/experiments/head.py`), and on a CPU they do not fit the cache."""
@@ -35,10 +47,21 @@ class LossSpec:
     rows: int  # of a chunk
 
 
-def rows_per_chunk(vocabulary: int, device: torch.device) -> int:
-    """Return the number of rows of a chunk."""
-    kind = device.type if device.type in CHUNK_BYTES else "cuda"
-    return max(MIN_CHUNK_ROWS, min(MAX_CHUNK_ROWS[kind], CHUNK_BYTES[kind] // (4 * vocabulary)))
+def rows_per_chunk(vocabulary: int, device: torch.device, *, logit_bytes: int) -> int:
+    """Return the number of rows of a chunk in which each logit takes so many bytes."""
+    kind = _kind(device)
+    return max(MIN_CHUNK_ROWS, min(MAX_CHUNK_ROWS[kind], CHUNK_BYTES[kind] // (logit_bytes * vocabulary)))
+
+
+def bytes_per_logit(dtype: torch.dtype, transform: LogitTransform, device: torch.device) -> int:
+    """Return how many bytes of a chunk exist at once for each of its logits, with products in this dtype."""
+    if dtype == torch.float32:
+        return FLOAT32_LOGIT_BYTES
+    return HALF_LOGIT_BYTES[_kind(device)] if transform.is_identity else TRANSFORMED_HALF_LOGIT_BYTES
+
+
+def _kind(device: torch.device) -> str:
+    return device.type if device.type in CHUNK_BYTES else "cuda"
 
 
 @dataclass
@@ -49,24 +72,46 @@ class Chunk:
     weight: Tensor
     bias: Tensor | None
     transform: LogitTransform
-    logits_buffer: Tensor  # [at least chunk, vocabulary], in that dtype
-    fp32_buffer: Tensor  # the same in float32
+    logits_buffer: Tensor | None = None  # [at least chunk, vocabulary], in that dtype
+    fp32_buffer: Tensor | None = None  # the same in float32, for probabilities
+    transformed_buffer: Tensor | None = None  # the same for logits; None: these are transformed where they are
 
     @classmethod
     def without_buffers(cls, rows: Tensor, weight: Tensor, spec: LossSpec) -> "Chunk":
         """Return a chunk of all rows whose logits are not computed."""
-        return cls(rows.to(spec.dtype), weight.to(spec.dtype), None, spec.transform, rows, rows)
+        return cls(rows.to(spec.dtype), weight.to(spec.dtype), None, spec.transform)
 
     def logits(self) -> Tensor:
         """Return the logits, [chunk, vocabulary]; in float32 where the model transforms them."""
+        assert self.logits_buffer is not None
         output = torch.mm(self.rows, self.weight.t(), out=self.logits_buffer[: len(self.rows)])
         if self.bias is not None:
             output.add_(self.bias)
-        return output if self.transform.is_identity else self.transform.apply_(output.float())
+        if self.transform.is_identity:
+            return output
+        buffer = self.transformed_buffer
+        return self.transform.apply_(output if buffer is None else buffer[: len(output)].copy_(output))
 
-    def softmax(self, logits: Tensor) -> Tensor:
-        """Return the probabilities in float32, in a buffer that may be overwritten."""
-        return torch.softmax(logits, dim=1, dtype=torch.float32, out=self.fp32_buffer[: len(logits)])
+    def softmax(self, logits: Tensor, *, highest: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Return the probabilities in float32, and of each row the logarithm of their denominator, [chunk].
+
+        The probabilities are in a buffer that may be overwritten. `highest` is the highest logit of each row.
+        """
+        assert self.fp32_buffer is not None
+        top = (logits.amax(dim=1) if highest is None else highest).float()
+        buffer = self.fp32_buffer[: len(logits)]
+        if logits.dtype == torch.float32:
+            torch.softmax(logits, dim=1, out=buffer)
+            return buffer, top - buffer.amax(dim=1).log()  # the highest probability is never below 1 / vocabulary
+        torch.sub(logits, top[:, None], out=buffer).exp_()  # torch.softmax would convert bfloat16 in a copy
+        denominators = buffer.sum(dim=1)
+        return buffer.div_(denominators[:, None]), top + denominators.log()
+
+    def cast(self, gradient: Tensor) -> Tensor:
+        """Return the gradient in the dtype of the products, in place of the logits where these have a buffer."""
+        if gradient.dtype == self.rows.dtype or self.logits_buffer is None:
+            return gradient.to(self.rows.dtype)
+        return self.logits_buffer[: len(gradient)].copy_(gradient)
 
 
 def iterate_chunks(rows: Tensor, weight: Tensor, bias: Tensor | None, spec: LossSpec) -> Iterator[tuple[slice, Chunk]]:
@@ -74,10 +119,12 @@ def iterate_chunks(rows: Tensor, weight: Tensor, bias: Tensor | None, spec: Loss
     size, vocabulary = min(spec.rows, len(rows)), len(weight)
     logits_buffer = rows.new_empty(size, vocabulary, dtype=spec.dtype)
     fp32_buffer = rows.new_empty(size, vocabulary, dtype=torch.float32)
+    is_in_place = spec.dtype == torch.float32 or spec.transform.is_identity
+    buffers = logits_buffer, fp32_buffer, None if is_in_place else torch.empty_like(fp32_buffer)
     cast_weight, cast_bias = weight.to(spec.dtype), None if bias is None else bias.to(spec.dtype)
     for start in range(0, len(rows), max(1, size)):
         part = slice(start, min(start + size, len(rows)))
-        yield part, Chunk(rows[part].to(spec.dtype), cast_weight, cast_bias, spec.transform, logits_buffer, fp32_buffer)
+        yield part, Chunk(rows[part].to(spec.dtype), cast_weight, cast_bias, spec.transform, *buffers)
 
 
 class LinearGradients:
@@ -106,8 +153,11 @@ class LinearGradients:
         return self._rows, weight, bias, None, None
 
     def add(self, gradient: Tensor, chunk: Chunk, part: slice) -> None:
-        """Accumulate the gradients that follow from the chunk's gradient at the head's output, float32."""
-        cast = gradient.to(chunk.rows.dtype)
+        """Accumulate the gradients that follow from the chunk's gradient at the head's output, float32.
+
+        The logits are overwritten.
+        """
+        cast = chunk.cast(gradient)
         if self._rows is not None:
             self._rows[part] = torch.mm(cast, chunk.weight)
         if self._wanted is not None:
@@ -118,14 +168,18 @@ class LinearGradients:
     def _add_to_weight(self, gradient: Tensor, rows: Tensor, *, is_only: bool) -> None:
         is_float32 = gradient.dtype == torch.float32
         if self._weight is None:
-            product = torch.mm(gradient.t(), rows)
-            self._weight = product if is_float32 or is_only else product.float()
+            is_half = not (is_float32 or is_only)
+            self._weight = _fp32_product(gradient.t(), rows) if is_half else torch.mm(gradient.t(), rows)
         elif is_float32:
             self._weight.addmm_(gradient.t(), rows)
         elif gradient.is_cuda:  # the product itself accumulates half-precision products in float32
             torch.addmm(self._weight, gradient.t(), rows, out_dtype=torch.float32, out=self._weight)
         else:
             self._weight.add_(torch.mm(gradient.t(), rows))
+
+
+def _fp32_product(one: Tensor, other: Tensor) -> Tensor:
+    return torch.mm(one, other, out_dtype=torch.float32) if one.is_cuda else torch.mm(one, other).float()
 
 
 def loss_sums(rows: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, spec: LossSpec) -> Tensor:
@@ -156,8 +210,8 @@ def loss_and_num_correct(rows: Tensor, weight: Tensor, bias: Tensor | None, labe
         for part, chunk in iterate_chunks(rows, weight, bias, spec):
             logits = chunk.logits()
             highest, likeliest = logits.max(dim=1)
-            softmax = chunk.softmax(logits)
-            _, plain, _ = _losses(logits, softmax, labels[part], TokenLoss(), highest=highest)
+            _, denominators = chunk.softmax(logits, highest=highest)
+            _, plain = _losses(logits, denominators, labels[part], TokenLoss())
             sums += torch.stack([plain.sum(), (likeliest == labels[part]).sum()])
     return sums
 
@@ -170,24 +224,31 @@ class _SummedLoss(torch.autograd.Function):
         ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, spec: LossSpec
     ) -> tuple[Tensor, Tensor]:
         gradients = LinearGradients(ctx, rows, weight, bias)
-        sums = rows.new_zeros(2, dtype=torch.float32)
-        with torch.autocast(rows.device.type, enabled=False):
-            for part, chunk in iterate_chunks(rows, weight, bias, spec):
-                logits = chunk.logits()
-                softmax = chunk.softmax(logits)
-                losses, plain, denominators = _losses(logits, softmax, labels[part], spec.loss)
-                sums += torch.stack([losses.sum(), plain.sum()])
-                if gradients:
-                    gradients.add(_gradient_(softmax, logits, labels[part], denominators, spec), chunk, part)
-        ctx.save_for_backward(*gradients.values[:3])
-        loss, plain_sum = sums.unbind()
-        ctx.mark_non_differentiable(plain_sum)
-        return loss, plain_sum
+        loss, plain = _add_chunks(gradients, (rows, weight, bias), labels=labels, spec=spec).unbind()
+        ctx.save_for_backward(*gradients.values[:3])  # the chunks' buffers are free by now
+        ctx.mark_non_differentiable(plain)
+        return loss, plain
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
         values = ctx.saved_tensors
         return (*(None if each is None else each.mul_(upstream[0]) for each in values), None, None)
+
+
+def _add_chunks(
+    gradients: LinearGradients, inputs: tuple[Tensor, Tensor, Tensor | None], *, labels: Tensor, spec: LossSpec
+) -> Tensor:
+    """Return loss and cross-entropy, summed over the rows: [2]; accumulates the gradients that are required."""
+    sums = inputs[0].new_zeros(2, dtype=torch.float32)
+    with torch.autocast(sums.device.type, enabled=False):
+        for part, chunk in iterate_chunks(*inputs, spec):
+            logits = chunk.logits()
+            softmax, denominators = chunk.softmax(logits)
+            losses, plain = _losses(logits, denominators, labels[part], spec.loss)
+            sums += torch.stack([losses.sum(), plain.sum()])
+            if gradients:
+                gradients.add(_gradient_(softmax, logits, labels[part], denominators, spec), chunk, part)
+    return sums
 
 
 class _RowLosses(torch.autograd.Function):
@@ -202,8 +263,8 @@ class _RowLosses(torch.autograd.Function):
         with torch.autocast(rows.device.type, enabled=False):
             for part, chunk in iterate_chunks(rows, weight, bias, spec):
                 logits = chunk.logits()
-                softmax = chunk.softmax(logits)
-                losses, plain, denominators = _losses(logits, softmax, labels[part], spec.loss)
+                softmax, denominators = chunk.softmax(logits)
+                losses, plain = _losses(logits, denominators, labels[part], spec.loss)
                 parts.append((losses, plain))
                 if needs and len(rows) <= spec.rows:
                     kept = _gradient_(softmax, logits, labels[part], denominators, spec)
@@ -225,22 +286,14 @@ class _RowLosses(torch.autograd.Function):
                 return gradients.values
             for part, chunk in iterate_chunks(rows, weight, bias, spec):
                 logits = chunk.logits()
-                softmax = chunk.softmax(logits)
-                denominators = _losses(logits, softmax, labels[part], spec.loss)[2]
+                softmax, denominators = chunk.softmax(logits)
                 gradient = _gradient_(softmax, logits, labels[part], denominators, spec)
                 gradients.add(gradient.mul_(of_rows[part]), chunk, part)
         return gradients.values
 
 
-def _losses(
-    logits: Tensor, softmax: Tensor, labels: Tensor, loss: TokenLoss, *, highest: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return each row's loss, its cross-entropy and the logarithm of its softmax's denominator, [chunk] each.
-
-    That is the highest logit less the logarithm of its probability, which is never below 1 / vocabulary.
-    """
-    top = logits.amax(dim=1) if highest is None else highest
-    denominators = top.float() - softmax.amax(dim=1).log()
+def _losses(logits: Tensor, denominators: Tensor, labels: Tensor, loss: TokenLoss) -> tuple[Tensor, Tensor]:
+    """Return each row's loss and its cross-entropy, [chunk] each; `denominators` are logarithms."""
     plain = denominators - logits.gather(1, labels[:, None]).squeeze(1).float()
     losses = plain
     if loss.label_smoothing:
@@ -248,11 +301,11 @@ def _losses(
         losses = losses + loss.label_smoothing * (evenly - plain)
     if loss.z_loss:
         losses = losses + loss.z_loss * denominators.square()
-    return losses, plain, denominators
+    return losses, plain
 
 
 def _gradient_(softmax: Tensor, logits: Tensor, labels: Tensor, denominators: Tensor, spec: LossSpec) -> Tensor:
-    """Return the gradient of the rows' losses at the head's output; it overwrites the softmax."""
+    """Return the gradient of the rows' losses at the head's output; it overwrites the softmax, and may the logits."""
     loss, chosen = spec.loss, labels[:, None]
     if loss.z_loss:
         softmax.mul_(1 + 2 * loss.z_loss * denominators[:, None])

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from finetune.task.lm_loss.chunked_loss import rows_per_chunk
+from finetune.task.lm_loss.chunked_loss import AUTOGRAD_LOGIT_BYTES, rows_per_chunk
 from finetune.task.lm_loss.logit_transform import LogitTransform, find_logit_transform, is_rowwise
 from finetune.task.model_inputs import unwrap_model
 
@@ -58,6 +58,11 @@ class LmHead:
         parameters = list(self.module.parameters())
         return not parameters or any(hasattr(each, "ds_id") for each in parameters)
 
+    @property
+    def is_linear(self) -> bool:
+        """Tell whether the module is one linear layer; one with LoRA and a quantized one are not."""
+        return getattr(self.module.forward, "__func__", None) is nn.Linear.forward
+
     @staticmethod
     def compute_dtype(rows: Tensor) -> torch.dtype:
         """Return the dtype in which a linear map of the rows would be computed."""
@@ -90,13 +95,22 @@ class LmHead:
         return self._interceptor(hidden, self._own_forward)
 
 
-def map_chunks(function: Callable[..., Tensor], head: LmHead, rows: Tensor, *others: Tensor) -> list[Tensor]:
+def map_chunks(
+    function: Callable[..., Tensor],
+    head: LmHead,
+    rows: Tensor,
+    *others: Tensor,
+    logit_bytes: int = AUTOGRAD_LOGIT_BYTES,
+) -> list[Tensor]:
     """Return the results of `function` over chunks of the rows and of the tensors that belong to them.
 
     The logits are recomputed in the backward pass. This is for a head that is not a plain linear map, such as one with
-    LoRA, and for losses of any kind. Weights that ZeRO-3 has partitioned are gathered once, for all rows.
+    LoRA, and for losses of any kind; `logit_bytes` exist at once for each logit of a chunk. Weights that ZeRO-3 has
+    partitioned are gathered once, for all rows.
     """
-    size = len(rows) if head.is_partitioned else rows_per_chunk(head.vocabulary, rows.device)
+    size = len(rows)
+    if not head.is_partitioned:
+        size = rows_per_chunk(head.vocabulary, rows.device, logit_bytes=logit_bytes)
     if len(rows) <= size:
         return [function(rows, *others)]
     parts = zip(*(torch.split(each, size) for each in (rows, *others)), strict=True)
@@ -121,18 +135,6 @@ def find_lm_head(model: nn.Module) -> LmHead | None:
         known = LmHead(module, transform, is_rowwise=transform is not None or is_rowwise(inner, module))
         _HEADS[inner] = known
     return known
-
-
-def fallback_warning(model: nn.Module) -> str | None:
-    """Return a warning where the loss cannot be computed in chunks; None where it can, or there is no such head."""
-    head = find_lm_head(model)
-    if head is None or head.transform is not None:
-        return None
-    name, positions = type(unwrap_model(model)).__name__, "target positions" if head.is_rowwise else "positions"
-    return (
-        f"warning: {name} changes the output of its head in a way that its config does not "
-        f"name: the loss holds the logits of all {positions} of a microbatch at once, which takes more memory"
-    )
 
 
 def _output_embeddings(model: Any) -> nn.Module | None:

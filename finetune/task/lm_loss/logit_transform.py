@@ -43,9 +43,9 @@ class LogitTransform:
         return output if self.soft_cap is None else output.div_(self.soft_cap).tanh_().mul_(self.soft_cap)
 
     def backward_(self, gradient: Tensor, logits: Tensor) -> Tensor:
-        """Overwrite the gradient at the logits with the one at the head's output."""
+        """Overwrite the gradient at the logits with the one at the head's output, and a capped model's logits, too."""
         if self.soft_cap is not None:
-            gradient.mul_(1 - (logits / self.soft_cap).square_())
+            gradient.mul_(logits.div_(self.soft_cap).square_().neg_().add_(1))
         return gradient if self.scale == 1.0 else gradient.mul_(self.scale)
 
 

@@ -18,7 +18,13 @@ from finetune.data.batch import Batch
 from finetune.runtime.optional import require
 from finetune.task.lm_loss import chunked_loss
 from finetune.task.lm_loss.at_targets import compute_at_targets, logits_everywhere
-from finetune.task.lm_loss.chunked_loss import LossSpec, rows_per_chunk
+from finetune.task.lm_loss.chunked_loss import (
+    AUTOGRAD_LOGIT_BYTES,
+    SMOOTHED_LOGIT_BYTES,
+    LossSpec,
+    bytes_per_logit,
+    rows_per_chunk,
+)
 from finetune.task.lm_loss.head import LmHead, find_lm_head, map_chunks
 from finetune.task.lm_loss.logit_transform import LogitTransform
 from finetune.task.lm_loss.token_loss import TokenLoss
@@ -135,7 +141,9 @@ def _training_loss(rows: Tensor, head: LmHead, *, labels: Tensor, loss: TokenLos
         weight, bias = (None if each is None else each.to(spec.dtype) for each in linear)
         assert weight is not None
         return fused_kernel(rows.to(spec.dtype), weight, bias, labels, spec.transform).expand(2)
-    return torch.stack(map_chunks(partial(_logits_loss_sums, loss, head), head, rows, labels)).sum(dim=0)
+    logit_bytes = AUTOGRAD_LOGIT_BYTES if loss.is_plain else SMOOTHED_LOGIT_BYTES
+    sums = map_chunks(partial(_logits_loss_sums, loss, head), head, rows, labels, logit_bytes=logit_bytes)
+    return torch.stack(sums).sum(dim=0)
 
 
 def _loss_of_each(rows: Tensor, head: LmHead, *, labels: Tensor) -> Tensor:
@@ -171,4 +179,6 @@ def _logits_evaluation_sums(head: LmHead, rows: Tensor, labels: Tensor) -> Tenso
 
 def _loss_spec(rows: Tensor, head: LmHead, weight: Tensor, loss: TokenLoss) -> LossSpec:
     assert head.transform is not None
-    return LossSpec(loss, head.transform, head.compute_dtype(rows), rows_per_chunk(len(weight), rows.device))
+    dtype = head.compute_dtype(rows)
+    size = rows_per_chunk(len(weight), rows.device, logit_bytes=bytes_per_logit(dtype, head.transform, rows.device))
+    return LossSpec(loss, head.transform, dtype, size)
