@@ -3,10 +3,14 @@
 Each update is computed in float32, some rows at a time, and rounded stochastically: up or down, so that values are
 right on average. Rounded to nearest, moments would stand still: with beta 0.999 a second moment falls by a thousandth
 a step, less than half of bfloat16's last place. The random bits of an element are a hash of run.seed, its parameter's
-name, the count of updates and its place in the whole tensor: the same on every device, under every strategy, and
-after a resume. Blocks of 8-bit moments lie within a row, so FSDP2 does not split them.
+name, the step and its place in the whole tensor: the same on every device, under every strategy, and after a resume.
+Blocks of 8-bit moments lie within a row, so FSDP2 does not split them.
+
+On a GPU an update is one kernel per parameter (`low_bit_kernel`), without host-device synchronisation; elsewhere, and
+where triton is missing, plain operators do the same. Both heed `found_inf`, as torch's fused optimizers do.
 """
 
+import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,95 +20,33 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from finetune.model.compilation import missing_triton_toolchain
 from finetune.runtime import seeds
+from finetune.runtime.optional import lazily
 from finetune.runtime.parameters import local_rows
 from finetune.train.optim.parameter_groups import NamedParameter
+from finetune.train.optim.rounding import (
+    BLOCK_SIZE,
+    SIGNED_8BIT,
+    UNSIGNED_8BIT,
+    high_half,
+    low_half,
+    random_bits,
+    signed,
+    to_bfloat16,
+)
 
-BLOCK_SIZE = 256
-"""Values that share a scale (Dettmers et al., 2022, arXiv:2110.02861, take as many)."""
-
-_MIX, _FIRST, _SECOND = 0x9E3779B1 - 2**32, 0x85EBCA6B - 2**32, 0xC2B2AE35 - 2**32  # as int32
-
-
-def random_bits(start: int, stop: int, *, key: int, device: torch.device) -> Tensor:
-    """Return 32 random bits, as int32, for each of the elements [start, stop): murmur3's last mixing of its number."""
-    bits = torch.arange(start, stop, dtype=torch.int64, device=device).to(torch.int32)  # the lower half of a number
-    bits.mul_(_MIX).add_(_signed(key))
-    bits.bitwise_xor_((bits >> 16).bitwise_and_(0xFFFF)).mul_(_FIRST)
-    bits.bitwise_xor_((bits >> 13).bitwise_and_(0x7FFFF)).mul_(_SECOND)
-    return bits.bitwise_xor_((bits >> 16).bitwise_and_(0xFFFF))
-
-
-def to_bfloat16(values: Tensor, bits: Tensor) -> Tensor:
-    """Return float32 values as bfloat16, each up with the probability of its distance from the value below.
-
-    `bits` holds an int32 of 16 random bits for each.
-    """
-    return (values.view(torch.int32) + bits).bitwise_and_(-65536).view(torch.float32).to(torch.bfloat16)
-
-
-def low_half(bits: Tensor) -> Tensor:
-    """Return the lower 16 bits."""
-    return bits & 0xFFFF
-
-
-def high_half(bits: Tensor) -> Tensor:
-    """Return the upper 16 bits."""
-    return (bits >> 16).bitwise_and_(0xFFFF)
-
-
-@dataclass(frozen=True)
-class BlockQuantizer:
-    """How a block's values become 8-bit codes: value = scale * (code / top) ** 2^roots, of the code's sign.
-
-    Square roots crowd the codes near zero, so that small values beside a large one keep theirs.
-    """
-
-    dtype: torch.dtype
-    top: int
-    roots: int
-
-    def encode(self, values: Tensor, scales: Tensor, bits: Tensor) -> Tensor:
-        """Return the codes of `values` [blocks, width] under their `scales` [blocks, 1]; `bits` in [0, 1) rounds."""
-        share = values.abs().div_(scales.clamp(min=1e-38))
-        lower = share.clone()
-        for _ in range(self.roots):
-            lower.sqrt_()
-        lower.mul_(self.top).floor_().clamp_(max=self.top - 1)
-        below, above = self._level(lower), self._level(lower + 1.0)
-        is_up = share.sub_(below) > above.sub_(below).mul_(bits)
-        codes = lower.add_(is_up)
-        return (codes.mul_(values.sign()) if self.dtype.is_signed else codes).to(self.dtype)
-
-    def decode(self, codes: Tensor, scales: Tensor) -> Tensor:
-        """Return the values, float32."""
-        numbers = codes.to(torch.float32)
-        values = self._level(numbers).mul_(scales)
-        return values.mul_(numbers.sign_()) if self.dtype.is_signed else values
-
-    def _level(self, codes: Tensor) -> Tensor:
-        level = codes / self.top
-        for _ in range(self.roots):
-            level = level.square_()
-        return level
-
-
-SIGNED_8BIT = BlockQuantizer(torch.int8, top=127, roots=2)
-"""For a first moment: 1% apart at the largest value of a block, 16% apart at a ten-thousandth of it."""
-
-UNSIGNED_8BIT = BlockQuantizer(torch.uint8, top=255, roots=3)
-"""For a second moment, which spans more and must not become zero: 3% apart at the largest, 10% at a ten-thousandth."""
-
-
-def _signed(number: int) -> int:
-    """Return the lowest 32 bits as an int32 has them."""
-    return (number + 2**31) % 2**32 - 2**31
-
+with lazily():
+    from finetune.train.optim import low_bit_kernel as kernel
 
 ROUNDING_KEYS = "rounding_keys"
 """The key of a group that holds a number for each of its parameters, derived from the seed and the name."""
 
+ROUNDING_STEP = "rounding_step"
+"""The key of a group that holds the number of its next step, from which random bits are derived, from 1."""
+
 FIRST, SECOND, SCALE = "exp_avg", "exp_avg_sq", "_scale"
+_MOMENT_KEYS = (FIRST, SECOND, FIRST + SCALE, SECOND + SCALE)
 
 _NARROWEST = 32  # a block below this spends too much on its scale: such moments, and vectors' ones, stay in float32
 _CHUNK = {"cpu": 1 << 16}  # elements at a time: what fits a core's cache; on other devices a number of its own
@@ -120,9 +62,15 @@ class _RowChunk:
     gradient: Tensor
     state: Mapping[str, Tensor]
 
+    def tensors(self) -> list[Tensor]:
+        """Return what an update writes."""
+        return [self.weights, *self.state.values()]
+
 
 class LowBitAdamW(torch.optim.Optimizer):
     """AdamW with low-bit states or stochastically rounded weights."""
+
+    _step_supports_amp_scaling = True  # what torch's fused optimizers are recognised by: `found_inf` is heeded
 
     def __init__(
         self,
@@ -141,36 +89,98 @@ class LowBitAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Update all parameters that have a gradient."""
-        for group in self.param_groups:
-            for parameter, key in zip(group["params"], group[ROUNDING_KEYS], strict=True):
-                if parameter.grad is not None:
-                    self._update(parameter, group, key=key)
+        """Update all parameters that have a gradient, unless `found_inf` is 1: then neither weights nor state change.
 
-    def _update(self, parameter: Tensor, group: Mapping[str, Any], *, key: int) -> None:
+        `found_inf` and `grad_scale` are attributes that `torch.amp.GradScaler` and `train.update` set.
+        """
+        found_inf, grad_scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
+        updates = [
+            (parameter, group, key)
+            for group in self.param_groups
+            for parameter, key in zip(group["params"], group[ROUNDING_KEYS], strict=True)
+            if parameter.grad is not None
+        ]
+        for parameter, _, _ in updates:
+            if not self.state[parameter]:
+                self.state[parameter].update(self._first_state(parameter))
+            if grad_scale is not None:
+                _local(parameter.grad).div_(grad_scale)
+        skip = None if found_inf is None else found_inf.reshape(())
+        self._count([parameter for parameter, _, _ in updates], skip=skip)
+        for parameter, group, key in updates:
+            self._update(parameter, group, key=key, skip=skip)
+
+    def _count(self, parameters: Sequence[Tensor], *, skip: Tensor | None) -> None:
+        """Count an update of these parameters, where it is not skipped."""
+        by_device: dict[torch.device, list[Tensor]] = {}
+        for parameter in parameters:
+            state = self.state[parameter]
+            if not isinstance(state["step"], Tensor):  # as older checkpoints of `torch.save` have it
+                state["step"] = torch.tensor(float(state["step"]), device=parameter.device)
+            by_device.setdefault(state["step"].device, []).append(state["step"])
+        for device, counts in by_device.items():
+            if skip is None:
+                torch._foreach_add_(counts, 1.0)
+            else:
+                torch._foreach_add_(counts, [1.0 - skip.to(device, torch.float32)] * len(counts))
+
+    def _update(self, parameter: Tensor, group: Mapping[str, Any], *, key: int, skip: Tensor | None) -> None:
         state = self.state[parameter]
-        if not state:
-            state.update(self._first_state(parameter))
-        state["step"] += 1
-        key = seeds.derive_seed(key, state["step"])
+        step = group.get(ROUNDING_STEP)
+        if step is None:  # the loop sets it; without a loop, the device is asked
+            step = int(state["step"].item())
+        key = seeds.derive_seed(key, step)
+        if has_kernel(parameter.device):
+            self._launch(parameter, group, key=key, skip=skip)
+            return
+        factors = _host_factors if parameter.device.type == "cpu" and skip is None else _device_factors
+        rate, spread = factors(state["step"], group)
         for rows in _chunks(parameter, state):
-            self._update_rows(rows, group, step=state["step"], key=key)
+            before = [each.clone() for each in rows.tensors()] if skip is not None else []
+            self._update_rows(rows, group, key=key, rate=rate, spread=spread)
+            if skip is not None:
+                for tensor, old in zip(rows.tensors(), before, strict=True):
+                    tensor.copy_(torch.where(skip > 0, old, tensor))
+
+    def _launch(self, parameter: Tensor, group: Mapping[str, Any], *, key: int, skip: Tensor | None) -> None:
+        """Update the parameter by one kernel."""
+        update = kernel.KernelUpdate(
+            learning_rate=group["lr"],
+            betas=group["betas"],
+            eps=group["eps"],
+            weight_decay=group["weight_decay"],
+            moments_key=signed(key),
+            weights_key=signed(~key),
+            rounds_weights=self._rounds_weights,
+        )
+        for rows in _chunks(parameter, self.state[parameter], is_whole=True):  # none, where this rank has no row
+            kernel.launch_update(
+                rows.weights,
+                rows.gradient.contiguous(),
+                state={**rows.state, "step": self.state[parameter]["step"]},
+                start=rows.start,
+                skip=torch.zeros((), device=parameter.device) if skip is None else skip.to(parameter.device),
+                update=update,
+            )
 
     def _first_state(self, parameter: Tensor) -> dict[str, Any]:
         width = _block_width(parameter)
+        count = torch.zeros((), dtype=torch.float32, device=parameter.device)
         if self._state_dtype != torch.int8 or width is None:
             dtype = torch.float32 if self._state_dtype == torch.int8 else self._state_dtype or parameter.dtype
-            return {"step": 0, FIRST: _zeros(parameter, dtype), SECOND: _zeros(parameter, dtype)}
+            return {"step": count, FIRST: _zeros(parameter, dtype), SECOND: _zeros(parameter, dtype)}
         num_blocks = math.prod(parameter.shape[1:]) // width
         return {
-            "step": 0,
+            "step": count,
             FIRST: _zeros(parameter, SIGNED_8BIT.dtype),
             FIRST + SCALE: _zeros(parameter, torch.float32, width=num_blocks),
             SECOND: _zeros(parameter, UNSIGNED_8BIT.dtype),
             SECOND + SCALE: _zeros(parameter, torch.float32, width=num_blocks),
         }
 
-    def _update_rows(self, rows: _RowChunk, group: Mapping[str, Any], *, step: int, key: int) -> None:
+    def _update_rows(
+        self, rows: _RowChunk, group: Mapping[str, Any], *, key: int, rate: float | Tensor, spread: float | Tensor
+    ) -> None:
         stop = rows.start + rows.weights.numel()
         gradient = rows.gradient.to(torch.float32)
         first, second = _moments(rows.state)
@@ -180,12 +190,24 @@ class LowBitAdamW(torch.optim.Optimizer):
             bits = random_bits(rows.start, stop, key=key, device=gradient.device).view_as(gradient)
             _store_moment(rows.state, FIRST, first, low_half(bits))
             _store_moment(rows.state, SECOND, second, high_half(bits))
-        weights = _updated_weights(rows.weights, first, second, group=group, step=step)
+        weights = _updated_weights(rows.weights, first, second, group=group, rate=rate, spread=spread)
         if self._rounds_weights and rows.weights.dtype == torch.bfloat16:
             bits = random_bits(rows.start, stop, key=~key, device=gradient.device).view_as(gradient)
             rows.weights.copy_(to_bfloat16(weights, low_half(bits)))
         elif rows.weights is not weights:
             rows.weights.copy_(weights)
+
+
+@functools.cache
+def has_kernel(device: torch.device) -> bool:
+    """Return whether updates on this device are one kernel each: on a CUDA device, where triton works."""
+    return device.type == "cuda" and missing_triton_toolchain() is None
+
+
+def set_rounding_step(group: dict[str, Any], *, step: int) -> None:
+    """Set the number from which a group's random bits are derived, for the update that follows `step` steps."""
+    if ROUNDING_KEYS in group:
+        group[ROUNDING_STEP] = step + 1
 
 
 def add_rounding_keys(
@@ -199,12 +221,34 @@ def add_rounding_keys(
     ]
 
 
-def _updated_weights(weights: Tensor, first: Tensor, second: Tensor, *, group: Mapping[str, Any], step: int) -> Tensor:
+def _host_factors(count: Tensor, group: Mapping[str, Any]) -> tuple[float, float]:
+    """Return the corrected rate, negative, and the root of the second moment's correction after `count` updates."""
+    step, (beta1, beta2) = int(count.item()), group["betas"]
+    return -group["lr"] / (1.0 - beta1**step), math.sqrt(1.0 - beta2**step)
+
+
+def _device_factors(count: Tensor, group: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    """Return the same as float32 scalars on the device, where alone it is known how many steps were skipped."""
+    step, (beta1, beta2) = count.to(torch.float64), group["betas"]
+    rate = -group["lr"] / (1.0 - torch.pow(beta1, step))
+    return rate.to(torch.float32), (1.0 - torch.pow(beta2, step)).sqrt().to(torch.float32)
+
+
+def _updated_weights(
+    weights: Tensor,
+    first: Tensor,
+    second: Tensor,
+    *,
+    group: Mapping[str, Any],
+    rate: float | Tensor,
+    spread: float | Tensor,
+) -> Tensor:
     """Return the weights after AdamW's update, float32; the moments are used up. Float32 weights are moved in place."""
-    rate, (beta1, beta2) = group["lr"], group["betas"]
-    moved = weights.to(torch.float32).mul_(1.0 - rate * group["weight_decay"])
-    scale = math.sqrt(1.0 - beta2**step)
-    return moved.addcdiv_(first, second.sqrt().div_(scale).add_(group["eps"]), value=-rate / (1.0 - beta1**step))
+    moved = weights.to(torch.float32).mul_(1.0 - group["lr"] * group["weight_decay"])
+    divisor = second.sqrt().div_(spread).add_(group["eps"])
+    if isinstance(rate, Tensor):
+        return moved.add_(first.mul(rate).div_(divisor))
+    return moved.addcdiv_(first, divisor, value=rate)
 
 
 def _moments(state: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
@@ -229,6 +273,8 @@ def _store_moment(state: Mapping[str, Tensor], name: str, values: Tensor, bits: 
         state[name + SCALE].copy_(scales.view_as(state[name + SCALE]))
     elif state[name].dtype == torch.bfloat16:
         state[name].copy_(to_bfloat16(values, bits))
+    elif state[name] is not values:
+        state[name].copy_(values)
 
 
 def _blocks(state: Mapping[str, Tensor], name: str) -> Tensor:
@@ -255,17 +301,21 @@ def _zeros(parameter: Tensor, dtype: torch.dtype, *, width: int | None = None) -
     )
 
 
-def _chunks(parameter: Tensor, state: Mapping[str, Any]) -> Iterator[_RowChunk]:
-    """Yield what this rank holds of the parameter some rows at a time; a vector's rows are of one number."""
+def _chunks(parameter: Tensor, state: Mapping[str, Any], *, is_whole: bool = False) -> Iterator[_RowChunk]:
+    """Yield what this rank holds of the parameter, some rows at a time or at once; a vector has rows of one number."""
     local = local_rows(parameter)
     assert local is not None and parameter.grad is not None, "refused at the start (strategy/reconcile.py)"
     weights, gradient = _local(parameter), _local(parameter.grad)
     if not weights.numel():
         return
     width = weights.numel() // local[1]
-    tensors = {name: _local(value).view(local[1], -1) for name, value in state.items() if isinstance(value, Tensor)}
+    tensors = {
+        name: _local(value).view(local[1], -1)
+        for name, value in state.items()
+        if isinstance(value, Tensor) and name in _MOMENT_KEYS
+    }
     flat = weights.view(local[1], width) if weights.is_contiguous() else weights.reshape(local[1], width)
-    num_rows = max(1, _CHUNK.get(weights.device.type, _CHUNK_ELSEWHERE) // width)
+    num_rows = local[1] if is_whole else max(1, _CHUNK.get(weights.device.type, _CHUNK_ELSEWHERE) // width)
     for row in range(0, local[1], num_rows):
         some = slice(row, row + num_rows)
         parts = {name: value[some] for name, value in tensors.items()}

@@ -13,10 +13,11 @@ import torch
 
 from finetune.config.sections.train import AverageSection, OptimizerSection, UnfreezeSection
 from finetune.errors import ModelError
+from finetune.model.compilation import missing_triton_toolchain
 from finetune.runtime.optional import lazily, require
 from finetune.runtime.parameters import NOT_YET_UNFROZEN, full_shape
 from finetune.train.optim.averages import ScheduleFreeAdamW, keep_average, set_average_decay
-from finetune.train.optim.low_bit import LowBitAdamW, add_rounding_keys
+from finetune.train.optim.low_bit import LowBitAdamW, add_rounding_keys, set_rounding_step
 from finetune.train.optim.parameter_groups import (
     RATE_FACTOR,
     UNFREEZE_AFTER,
@@ -137,6 +138,7 @@ def begin_step(optimizer: Any, *, step: int, learning_rate: float) -> None:
         group[NOT_YET_UNFROZEN] = step < group.get(UNFREEZE_AFTER, 0)
         group["lr"] = 0.0 if group[NOT_YET_UNFROZEN] else learning_rate * group.get(RATE_FACTOR, 1.0)
         set_average_decay(group, step=step)
+        set_rounding_step(group, step=step)
 
 
 def drop_not_yet_unfrozen(optimizer: Any) -> None:
@@ -154,6 +156,19 @@ def drop_not_yet_unfrozen(optimizer: Any) -> None:
 def uses_low_bit_adamw(section: OptimizerSection, *, dtype: str) -> bool:
     """Tell whether AdamW is to be ours, which rounds, for weights of this type."""
     return section.stochastic_rounding or section.state_dtype not in (None, dtype)
+
+
+def slow_update_warning(optimizer: torch.optim.Optimizer) -> str | None:
+    """Return a warning where the optimizer has a kernel for this machine's GPU that cannot be compiled."""
+    if not isinstance(optimizer, LowBitAdamW) or not torch.cuda.is_available():
+        return None
+    missing = missing_triton_toolchain()
+    if missing is None:
+        return None
+    return (
+        "warning: train.optimizer: an update with rounded states or weights is one triton kernel per parameter, but "
+        f"{missing}. Plain operators do the same with about 60 kernels, several times slower."
+    )
 
 
 def one_group_per_parameter(groups: Groups) -> Groups:

@@ -6,17 +6,11 @@ from torch import nn
 
 from finetune.config.sections.train import AverageSection, OptimizerSection
 from finetune.train.optim import low_bit
-from finetune.train.optim.low_bit import (
-    SIGNED_8BIT,
-    UNSIGNED_8BIT,
-    LowBitAdamW,
-    high_half,
-    low_half,
-    random_bits,
-    to_bfloat16,
-)
+from finetune.train.optim.low_bit import LowBitAdamW
 from finetune.train.optim.optimizers import begin_step, build_optimizer, uses_low_bit_adamw
 from finetune.train.optim.parameter_groups import list_parameters
+from finetune.train.optim.rounding import SIGNED_8BIT, UNSIGNED_8BIT, high_half, low_half, random_bits, to_bfloat16
+from finetune.train.upstream import supports_found_inf
 
 CPU = torch.device("cpu")
 
@@ -205,3 +199,66 @@ def test_ours_is_taken_only_where_something_is_rounded():
     assert not uses_low_bit_adamw(OptimizerSection(state_dtype="float32"), dtype="float32")
     assert uses_low_bit_adamw(OptimizerSection(state_dtype="float32"), dtype="bfloat16")
     assert isinstance(optimizer_of(net(), state_dtype="float32"), torch.optim.AdamW)
+
+
+def tensors_of(model, built):
+    return [each.detach().clone() for each in model.parameters()] + [
+        value.clone() for each in model.parameters() for value in built.state[each].values()
+    ]
+
+
+FLAGGED = [
+    {"state_dtype": "int8"},
+    {"state_dtype": "bfloat16"},
+    {"stochastic_rounding": True, "state_dtype": "float32"},
+]
+
+
+@pytest.mark.parametrize("section", FLAGGED, ids=str)
+def test_the_device_computes_with_its_own_count_what_the_host_does_with_its(section):
+    """Where `found_inf` is set, the host does not know how many updates there were."""
+    plain, flagged = net(torch.bfloat16), net(torch.bfloat16)
+    one, other = optimizer_of(plain, **section), optimizer_of(flagged, **section)
+    other.found_inf = torch.zeros(())
+    assert trained(plain, one, steps=4) == trained(flagged, other, steps=4)
+    assert all(map(torch.equal, tensors_of(plain, one), tensors_of(flagged, other)))
+
+
+@pytest.mark.parametrize("section", FLAGGED, ids=str)
+def test_a_skipped_update_changes_nothing_and_is_not_counted(section):
+    model = net(torch.bfloat16)
+    built = optimizer_of(model, **section)
+    trained(model, built, steps=2)
+    before = tensors_of(model, built)
+    built.found_inf = torch.ones(())
+    trained(model, built, first=2, steps=3)
+    assert supports_found_inf(built, device=CPU)
+    assert all(map(torch.equal, tensors_of(model, built), before))
+    assert built.state[model[0].weight]["step"].item() == 2
+
+
+def test_a_gradient_that_a_scaler_has_not_divided_is_divided():
+    plain, scaled = net(), net()
+    one, other = optimizer_of(plain, state_dtype="int8"), optimizer_of(scaled, state_dtype="int8")
+    other.found_inf, other.grad_scale = torch.zeros(1), torch.tensor(4.0)
+    for model, optimizer, factor in ((plain, one, 1.0), (scaled, other, 4.0)):
+        (factor * model(ROWS).square().mean()).backward()
+        optimizer.step()
+    assert all(map(torch.equal, plain.parameters(), scaled.parameters()))
+
+
+def test_a_count_that_was_saved_as_a_plain_number_is_continued():
+    model, other = net(), net()
+    built, resumed = optimizer_of(model, state_dtype="int8"), optimizer_of(other, state_dtype="int8")
+    trained(model, built, steps=2)
+    other.load_state_dict(model.state_dict())
+    for one, two in zip(model.parameters(), other.parameters(), strict=True):
+        resumed.state[two] = {key: value.clone() for key, value in built.state[one].items()} | {"step": 2}
+    assert trained(model, built, first=2, steps=4) == trained(other, resumed, first=2, steps=4)
+
+
+def test_rounding_follows_the_step_of_the_run_so_a_skipped_one_makes_no_difference_between_devices():
+    model = net(torch.bfloat16)
+    built = optimizer_of(model, stochastic_rounding=True)
+    begin_step(built, step=6, learning_rate=0.1)
+    assert {group[low_bit.ROUNDING_STEP] for group in built.param_groups} == {7}

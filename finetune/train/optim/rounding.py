@@ -1,0 +1,86 @@
+"""Numbers in fewer bits: random bits that any device draws alike, stochastic rounding, and 8-bit codes of blocks."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+BLOCK_SIZE = 256
+"""Values that share a scale (Dettmers et al., 2022, arXiv:2110.02861, take as many)."""
+
+_MIX, _FIRST, _SECOND = 0x9E3779B1 - 2**32, 0x85EBCA6B - 2**32, 0xC2B2AE35 - 2**32  # as int32
+
+
+def random_bits(start: int, stop: int, *, key: int, device: torch.device) -> Tensor:
+    """Return 32 random bits, as int32, for each of the elements [start, stop): murmur3's last mixing of its number."""
+    bits = torch.arange(start, stop, dtype=torch.int64, device=device).to(torch.int32)  # the lower half of a number
+    bits.mul_(_MIX).add_(signed(key))
+    bits.bitwise_xor_((bits >> 16).bitwise_and_(0xFFFF)).mul_(_FIRST)
+    bits.bitwise_xor_((bits >> 13).bitwise_and_(0x7FFFF)).mul_(_SECOND)
+    return bits.bitwise_xor_((bits >> 16).bitwise_and_(0xFFFF))
+
+
+def to_bfloat16(values: Tensor, bits: Tensor) -> Tensor:
+    """Return float32 values as bfloat16, each up with the probability of its distance from the value below.
+
+    `bits` holds an int32 of 16 random bits for each.
+    """
+    return (values.view(torch.int32) + bits).bitwise_and_(-65536).view(torch.float32).to(torch.bfloat16)
+
+
+def low_half(bits: Tensor) -> Tensor:
+    """Return the lower 16 bits."""
+    return bits & 0xFFFF
+
+
+def high_half(bits: Tensor) -> Tensor:
+    """Return the upper 16 bits."""
+    return (bits >> 16).bitwise_and_(0xFFFF)
+
+
+@dataclass(frozen=True)
+class BlockQuantizer:
+    """How a block's values become 8-bit codes: value = scale * (code / top) ** 2^roots, of the code's sign.
+
+    Square roots crowd the codes near zero, so that small values beside a large one keep theirs.
+    """
+
+    dtype: torch.dtype
+    top: int
+    roots: int
+
+    def encode(self, values: Tensor, scales: Tensor, bits: Tensor) -> Tensor:
+        """Return the codes of `values` [blocks, width] under their `scales` [blocks, 1]; `bits` in [0, 1) rounds."""
+        share = values.abs().div_(scales.clamp(min=1e-38))
+        lower = share.clone()
+        for _ in range(self.roots):
+            lower.sqrt_()
+        lower.mul_(self.top).floor_().clamp_(max=self.top - 1)
+        below, above = self._level(lower), self._level(lower + 1.0)
+        is_up = share.sub_(below) > above.sub_(below).mul_(bits)
+        codes = lower.add_(is_up)
+        return (codes.mul_(values.sign()) if self.dtype.is_signed else codes).to(self.dtype)
+
+    def decode(self, codes: Tensor, scales: Tensor) -> Tensor:
+        """Return the values, float32."""
+        numbers = codes.to(torch.float32)
+        values = self._level(numbers).mul_(scales)
+        return values.mul_(numbers.sign_()) if self.dtype.is_signed else values
+
+    def _level(self, codes: Tensor) -> Tensor:
+        level = codes / self.top
+        for _ in range(self.roots):
+            level = level.square_()
+        return level
+
+
+SIGNED_8BIT = BlockQuantizer(torch.int8, top=127, roots=2)
+"""For a first moment: 1% apart at the largest value of a block, 16% apart at a ten-thousandth of it."""
+
+UNSIGNED_8BIT = BlockQuantizer(torch.uint8, top=255, roots=3)
+"""For a second moment, which spans more and must not become zero: 3% apart at the largest, 10% at a ten-thousandth."""
+
+
+def signed(number: int) -> int:
+    """Return the lowest 32 bits as an int32 has them."""
+    return (number + 2**31) % 2**32 - 2**31
