@@ -1,12 +1,19 @@
 """Recomputed activations change what is held and no number."""
 
+from contextlib import nullcontext
+from functools import partial
+
 import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from finetune.errors import ModelError
-from finetune.model.activations import HostCopies, enable_gradient_checkpointing, offload_activations, saved_operators
+from finetune.model import activations
+from finetune.model.activations import enable_gradient_checkpointing, is_saved
+from tests.model.attention.flash_on_cpu import flash_on_cpu
+from tests.model.attention.small_models import row_of, tiny_model, tokens
 
 IDS = torch.arange(24).reshape(2, 12)
 
@@ -64,36 +71,116 @@ def test_what_is_dear_is_not_computed_again(from_config, build):
         return mode.count
 
     assert products("selective") == products(False) < products(True)
-    assert {"aten::mm", "aten::addmm", "aten::bmm"} <= {each.name() for each in saved_operators()}
+
+
+IMPLEMENTATIONS = ["per_sample", "sdpa", "eager", "flash_on_cpu"]
+LIBRARIES = [
+    *("flash_attn::_flash_attn_forward", "flash_attn::_flash_attn_varlen_forward", "flash_attn_3::fwd"),
+    *("flash_attn_3::_flash_attn_forward", "_flash_attn2_9e27194::varlen_fwd", "_vllm_flash_attn3_1d39a44::fwd"),
+    *("_flash_attn3_48fe103::fwd", "torch_attn::_varlen_attn"),
+]
+
+
+class Attention(TorchDispatchMode):
+    """Counts the attention operators that are called, by name, and softmax, which is eager attention's alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
+        name = function.name().partition(".")[0]
+        is_forward = "attention" in name or "attn" in name or name == "aten::_softmax"
+        self.count += is_forward and "backward" not in name
+        return function(*arguments, **(keywords or {}))
+
+
+def packed_row():
+    lengths = (5, 9, 1)
+    edges = torch.tensor([0, *lengths]).cumsum(0).int()
+    row = row_of([tokens(length, salt) for salt, length in enumerate(lengths)])
+    return {**row, "cu_seq_lens_q": edges, "cu_seq_lens_k": edges, "max_length_q": 9, "max_length_k": 9}
+
+
+def attention_calls(implementation, mode, *, kind="llama"):
+    """Return how often a step computes attention, and its gradients."""
+    given = {"input_ids": tokens(12, 0)} if implementation in ("sdpa", "eager") else packed_row()
+    is_flash = implementation == "flash_on_cpu"
+    with flash_on_cpu() if is_flash else nullcontext():
+        model = tiny_model(kind, "per_sample" if is_flash else implementation).train()
+        if mode:
+            enable_gradient_checkpointing(model, mode)
+        with torch.autocast("cpu", torch.bfloat16, enabled=is_flash):
+            with Attention() as forward:
+                loss = model(**given).logits.float().square().mean()
+            with Attention() as backward:
+                loss.backward()
+    return forward.count, backward.count, [each.grad for each in model.parameters()]
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_selective_computes_attention_once_per_layer(implementation):
+    forward, again, found = attention_calls(implementation, "selective")
+    _, whole, wanted = attention_calls(implementation, True)
+    assert forward == whole > 0
+    assert again == (2 if implementation == "eager" else 0)  # its softmax is cheap; its products are saved
+    assert all(map(torch.equal, found, wanted))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("implementation", ["per_sample", "sdpa"])
+def test_selective_computes_attention_once_per_layer_on_a_gpu(implementation, figure):
+    sizes = {"hidden_size": 2048, "intermediate_size": 4096, "num_attention_heads": 16, "head_dim": 128}
+    model = tiny_model("llama", implementation, **sizes).cuda().train()
+    enable_gradient_checkpointing(model, "selective")
+    given = packed_row() if implementation == "per_sample" else {"input_ids": tokens(12, 0)}
+    given = {name: each.cuda() if isinstance(each, torch.Tensor) else each for name, each in given.items()}
+    with torch.autocast("cuda", torch.bfloat16), Attention() as forward:
+        loss = model(**given).logits.float().square().mean()
+    with Attention() as backward:
+        loss.backward()
+    assert forward.count == 2
+    figure(
+        f"attention forward passes per layer and step, selective, {implementation}", 1 + backward.count / 2, at_most=1
+    )
+
+
+@pytest.mark.parametrize("name", LIBRARIES)
+def test_the_results_of_every_attention_library_are_saved(name):
+    """The operators of packages that are not installed here, under their names; and nothing else of theirs."""
+    assert is_saved(name)
+    assert is_saved(f"{name}.default")
+    assert not is_saved(name.replace("fwd", "bwd").replace("forward", "backward").replace("attn", "attn_backward"))
+
+
+def test_an_operator_of_flash_attention_that_is_registered_later_is_called_once(monkeypatch):
+    """`flash_attn` is imported when the first layer runs, after checkpointing was enabled."""
+    calls = []
+    weight = torch.ones(4, 4, requires_grad=True)
+    context = partial(create_selective_checkpoint_contexts, activations._policy)
+    with torch.library._scoped_library("flash_attn", "FRAGMENT") as library:
+        library.define("_flash_attn_varlen_forward(Tensor q) -> Tensor")
+        library.impl("_flash_attn_varlen_forward", lambda q: calls.append(1) or q.clone(), "CompositeExplicitAutograd")
+
+        class Flash(torch.autograd.Function):
+            @staticmethod
+            def forward(context, q):
+                return torch.ops.flash_attn._flash_attn_varlen_forward(q)
+
+            @staticmethod
+            def backward(context, gradient):
+                return gradient
+
+        result = checkpoint(lambda q: Flash.apply(q * 2).sin(), weight, use_reentrant=False, context_fn=context)
+        result.sum().backward()
+    assert len(calls) == 1
+    assert weight.grad is not None
 
 
 def test_more_layers_than_there_are_cannot_be_left_out(from_config, build):
     with pytest.raises(ModelError, match="too many for `llama`, which has 2 layers"):
         enable_gradient_checkpointing(build(from_config()), 3)
-
-
-@pytest.mark.parametrize("mode", [False, True, "selective"])
-def test_activations_that_went_to_the_host_come_back_as_they_were(from_config, build, mode):
-    copies = Counting()
-    plain, offloading = build(from_config()), build(from_config(gradient_checkpointing=mode))
-    offload_activations(offloading, copies=lambda: copies, smallest_bytes=512)
-    loss, wanted = gradients(plain)
-    again, found = gradients(offloading)
-    assert torch.equal(again, loss)
-    assert all(map(torch.equal, found, wanted))
-    assert copies.num_to_host == copies.num_to_device > 2
-    weights = {tuple(each.shape) for each in plain.parameters()}
-    assert not weights.intersection(copies.shapes | {shape[::-1] for shape in copies.shapes})
-
-
-def test_an_evaluation_offloads_nothing(from_config, build):
-    copies = Counting()
-    model = build(from_config())
-    offload_activations(model, copies=lambda: copies, smallest_bytes=512)
-    model.eval()(input_ids=IDS, labels=IDS).loss.backward()
-    with torch.no_grad():
-        model.train()(input_ids=IDS)
-    assert copies.num_to_host == 0
 
 
 class Products(TorchDispatchMode):
@@ -104,40 +191,3 @@ class Products(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
         self.count += function is torch.ops.aten.mm.default
         return function(*arguments, **(keywords or {}))
-
-
-class Counting(HostCopies):
-    """Copies within the host's memory, counted."""
-
-    def __init__(self):
-        self.num_to_host = self.num_to_device = 0
-        self.shapes = set()
-
-    def to_host(self, tensor):
-        self.num_to_host += 1
-        self.shapes.add(tuple(tensor.shape))
-        return super().to_host(tensor)
-
-    def to_device(self, host, device):
-        self.num_to_device += 1
-        return super().to_device(host, device)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_gpu_holds_less_while_activations_are_in_the_host():
-    def peak(offloads):
-        torch.manual_seed(0)
-        layers = [layer for _ in range(8) for layer in (torch.nn.Linear(1024, 1024), torch.nn.GELU())]
-        model = torch.nn.Sequential(*layers).cuda()
-        if offloads:
-            offload_activations(model)
-        rows = torch.randn(8192, 1024, device="cuda")
-        torch.cuda.reset_peak_memory_stats()
-        model(rows).square().mean().backward()
-        torch.cuda.synchronize()
-        return torch.cuda.max_memory_allocated(), [each.grad.clone() for each in model.parameters()]
-
-    (plain, wanted), (offloading, found) = peak(False), peak(True)
-    assert offloading < 0.7 * plain
-    assert all(map(torch.equal, found, wanted))

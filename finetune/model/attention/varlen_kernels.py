@@ -28,6 +28,8 @@ class AvailableKernels:
     flash: ModuleType | None = None  # the package
     torch_varlen: Callable[..., Tensor] | None = None  # torch's own
     supports_gqa: bool = False  # whether that one groups heads by itself (torch 2.12)
+    device_type: str = "cuda"
+    is_flash_repeatable: bool = True  # whether the package can be asked for a deterministic backward pass (2.4.1)
 
 
 _available = AvailableKernels()
@@ -36,11 +38,12 @@ _available = AvailableKernels()
 def varlen_kernel(qkv: QueryKeyValue, settings: AttentionSettings) -> Kernel | None:
     """Return the kernel for such a row on its device; None where each sample is computed separately."""
     width = qkv.query.shape[-1]
-    if not _available.is_capable or not qkv.query.is_cuda or _attention_dtype(qkv) not in HALF_DTYPES:
+    is_there = _available.is_capable and qkv.query.device.type == _available.device_type
+    if not is_there or _attention_dtype(qkv) not in HALF_DTYPES:
         return None
     if width != qkv.value.shape[-1] or width > MAX_HEAD_DIM:
         return None
-    if _available.flash is not None:
+    if _available.flash is not None and (_available.is_flash_repeatable or not _wants_determinism()):
         return _flash_varlen
     is_plain = settings.dropout == 0 and settings.softcap is None and width % 8 == 0
     return _torch_varlen if is_plain and _available.torch_varlen is not None else None
@@ -77,8 +80,14 @@ def _flash_varlen(qkv: QueryKeyValue, edges: Tensor, longest: int, settings: Att
         causal=True,
         window_size=_window_size(settings),
         softcap=settings.softcap or 0.0,
+        **({"deterministic": True} if _wants_determinism() else {}),
     )
     return output[None]
+
+
+def _wants_determinism() -> bool:
+    """Tell whether the run is deterministic: torch's own kernel sees to that itself, flash attention's is told."""
+    return torch.are_deterministic_algorithms_enabled()
 
 
 def _torch_varlen(qkv: QueryKeyValue, edges: Tensor, longest: int, settings: AttentionSettings) -> Tensor:
@@ -110,7 +119,8 @@ def _as_varlen_inputs(qkv: QueryKeyValue) -> tuple[Tensor, ...]:
 
 def _attention_dtype(qkv: QueryKeyValue) -> torch.dtype:
     """Return the dtype of the attention: norms may leave queries and keys in a wider dtype than the values."""
-    return torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else qkv.value.dtype
+    device = qkv.query.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else qkv.value.dtype
 
 
 def detect_kernels() -> None:
@@ -119,13 +129,19 @@ def detect_kernels() -> None:
     if not torch.cuda.is_available():
         return
     kernel = getattr(_import_if_installed("torch.nn.attention.varlen"), "varlen_attn", None)
-    known = frozenset(inspect.signature(kernel).parameters) if kernel else frozenset()
+    known = _parameters(kernel)
+    flash = _import_if_installed("flash_attn")
     _available = AvailableKernels(
         torch.cuda.get_device_capability() >= MIN_CAPABILITY,
-        _import_if_installed("flash_attn"),
+        flash,
         kernel if {"scale", "window_size"} <= known else None,  # torch 2.10 has neither
         supports_gqa="enable_gqa" in known,
+        is_flash_repeatable="deterministic" in _parameters(getattr(flash, "flash_attn_varlen_func", None)),
     )
+
+
+def _parameters(function: Callable[..., Tensor] | None) -> frozenset[str]:
+    return frozenset(inspect.signature(function).parameters) if function else frozenset()
 
 
 def _import_if_installed(module: str) -> ModuleType | None:

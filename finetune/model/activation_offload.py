@@ -1,0 +1,300 @@
+"""Activations in host memory: what a forward pass saves is copied there, and fetched shortly before its use.
+
+Each saved storage is copied once, whoever saves it: the input of a layer's queries, keys and values is one. Copies run
+on a CUDA stream of their own, through pinned memory; only a few tensors at a time exist twice. Weights, autocast's
+casts of weights, and tensors too small to be worth a copy stay on the device.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+from weakref import WeakValueDictionary, ref
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+
+MIN_OFFLOAD_BYTES = 1 << 20
+"""Smaller tensors stay on the device: copying a few bytes takes as long as copying many."""
+
+MAX_LEAVING = 2
+"""Copies to the host that may be under way: the next one holds back the device's work until the first is done."""
+
+NUM_PREFETCHED = 2
+"""Tensors that are fetched ahead of their use in the backward pass."""
+
+
+class Arrival(NamedTuple):
+    """A tensor on the device, filled once its event has happened."""
+
+    tensor: Tensor
+    event: Any
+
+
+class HostCopies:
+    """Copies within host memory, done at once: for tests on a machine without a GPU."""
+
+    device_type = "cpu"
+
+    def to_host(self, tensor: Tensor) -> Tensor:
+        """Return a copy of the tensor in host memory."""
+        return tensor.clone()
+
+    def to_device(self, host: Tensor, device: torch.device) -> Arrival:
+        """Return the tensor on the device, valid after `wait`."""
+        return Arrival(host.to(device, copy=True), None)
+
+    def wait(self, arrival: Arrival) -> None:
+        """Have the device's work wait until the copy is done."""
+
+    def finish(self) -> None:
+        """Have the device's work wait for all copies, and forget them."""
+
+
+class CudaStreamCopies(HostCopies):
+    """Copies through pinned memory on a CUDA stream of their own; no host-device synchronisation.
+
+    All device memory belongs to the current stream, which waits for a copy's event before the memory is free:
+    `record_stream` would keep it until everything that the copies' stream has been given by then is done.
+    """
+
+    device_type = "cuda"
+
+    def __init__(self) -> None:
+        self._stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self._leaving: deque[Arrival] = deque()
+        self._arriving: dict[int, Arrival] = {}
+
+    def to_host(self, tensor: Tensor) -> Tensor:
+        """Return the pinned copy, which is filled asynchronously."""
+        host = self._pinned(tensor)
+        self._leaving.append(Arrival(tensor, self._copy(tensor, host)))
+        self._release(keep=MAX_LEAVING)
+        return host
+
+    def to_device(self, host: Tensor, device: torch.device) -> Arrival:
+        """Return the device tensor, which is filled asynchronously."""
+        self._release(keep=0)
+        tensor = torch.empty(host.shape, dtype=host.dtype, device=device)
+        arrival = Arrival(tensor, self._copy(host, tensor))
+        self._arriving[id(arrival)] = arrival
+        return arrival
+
+    def wait(self, arrival: Arrival) -> None:
+        """Have the current stream wait for this copy, not for those behind it."""
+        torch.cuda.current_stream().wait_event(arrival.event)
+        self._arriving.pop(id(arrival), None)
+
+    def finish(self) -> None:
+        """Have the current stream wait for all copies: a backward pass need not use what it has prefetched."""
+        self._release(keep=0)
+        for arrival in list(self._arriving.values()):
+            self.wait(arrival)
+
+    def _pinned(self, tensor: Tensor) -> Tensor:
+        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+
+    def _copy(self, source: Tensor, target: Tensor) -> Any:
+        """Start a copy after all work that the current stream has been given so far; return the event of its end."""
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            target.copy_(source, non_blocking=True)
+            return self._stream.record_event()
+
+    def _release(self, *, keep: int) -> None:
+        while len(self._leaving) > keep:
+            torch.cuda.current_stream().wait_event(self._leaving.popleft().event)
+
+
+class OffloadedStorage:
+    """One storage in host memory. What was saved before it is needed after it, so that is prefetched."""
+
+    def __init__(self, tensor: Tensor, copies: HostCopies, before: "OffloadedStorage | None", origin: Any) -> None:
+        self.num_uses = 0  # saved tensors that have not been asked for
+        self._device, self._copies = tensor.device, copies
+        self._before = None if before is None else ref(before)
+        self._host = copies.to_host(tensor)
+        self._origin = origin  # kept: its address is part of a key
+        self._arrival: Arrival | None = None
+
+    def prefetch(self, number: int) -> None:
+        """Start copying back this one and those saved before it, `number` in all, unless they have been used."""
+        if self.num_uses > 0:
+            self._start_fetch()
+        before = self._before() if self._before is not None else None
+        if before is not None and number > 1:
+            before.prefetch(number - 1)
+
+    def fetch(self) -> Tensor:
+        """Return the values on their device, and start copying back those that are needed next."""
+        arrival = self._start_fetch()
+        self._copies.wait(arrival)
+        self.num_uses -= 1
+        if self.num_uses <= 0:
+            self._arrival = None
+        self.prefetch(NUM_PREFETCHED + 1)
+        return arrival.tensor
+
+    def _start_fetch(self) -> Arrival:
+        if self._arrival is None:
+            self._arrival = self._copies.to_device(self._host, self._device)
+        return self._arrival
+
+
+@dataclass(frozen=True)
+class OffloadedTensor:
+    """A saved tensor: where it lies in its storage."""
+
+    storage: OffloadedStorage
+    shape: torch.Size
+    strides: tuple[int, ...]
+    offset: int
+
+    def fetch(self) -> Tensor:
+        """Return the tensor on its device."""
+        return self.storage.fetch().as_strided(self.shape, self.strides, self.offset)
+
+
+class Offloading:
+    """What autograd calls with each tensor that it saves, and before it uses it."""
+
+    def __init__(self, model: nn.Module, copies: HostCopies, *, smallest_bytes: int) -> None:
+        self.copies, self._smallest_bytes = copies, smallest_bytes
+        self._weights = WeightTest(model, smallest_bytes=smallest_bytes)
+        self._offloaded: WeakValueDictionary[tuple[Any, ...], OffloadedStorage] = WeakValueDictionary()
+        self._last: Callable[[], OffloadedStorage | None] = lambda: None
+
+    def pack(self, tensor: Tensor) -> Tensor | OffloadedTensor:
+        """Return what takes the tensor's place until it is used: the tensor itself where it stays on the device."""
+        if not self._is_large_and_plain(tensor) or self._weights.holds_for(tensor):
+            return tensor
+        is_whole = _fills_its_storage(tensor)
+        key, origin = _key(tensor, is_whole=is_whole)
+        storage = self._offloaded.get(key)
+        if storage is None:
+            values = tensor.detach()
+            values = values.as_strided((values.numel(),), (1,), 0) if is_whole else values
+            storage = self._offloaded[key] = OffloadedStorage(values, self.copies, self._last(), origin)
+            self._last = ref(storage)
+        storage.num_uses += 1
+        if is_whole:
+            return OffloadedTensor(storage, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+        return OffloadedTensor(storage, tensor.shape, _contiguous_strides(tensor.shape), 0)
+
+    def unpack(self, saved: Tensor | OffloadedTensor) -> Tensor:
+        """Return the tensor on its device."""
+        return saved.fetch() if isinstance(saved, OffloadedTensor) else saved
+
+    def _is_large_and_plain(self, tensor: Tensor) -> bool:
+        is_plain = type(tensor) is Tensor and tensor.layout is torch.strided
+        is_large = is_plain and tensor.numel() * tensor.element_size() >= self._smallest_bytes
+        return is_large and tensor.device.type == self.copies.device_type and not (tensor.is_conj() or tensor.is_neg())
+
+
+def offload_activations(
+    model: nn.Module, *, copies: Callable[[], HostCopies] = CudaStreamCopies, smallest_bytes: int = MIN_OFFLOAD_BYTES
+) -> None:
+    """Offload the tensors that the model's forward passes save for the backward pass to host memory."""
+    entered: list[saved_tensors_hooks] = []
+    started: list[Offloading] = []
+
+    def enter(module: nn.Module, _: Any) -> None:
+        if torch.is_grad_enabled() and module.training:
+            started[:] = started or [Offloading(model, copies(), smallest_bytes=smallest_bytes)]
+            started[0].copies.finish()
+            entered.append(saved_tensors_hooks(started[0].pack, started[0].unpack))
+            entered[-1].__enter__()
+
+    def leave(*_: Any) -> None:
+        if entered:
+            entered.pop().__exit__()
+
+    model.register_forward_pre_hook(enter)
+    model.register_forward_hook(leave, always_call=True)
+
+
+_CAST = "ToCopyBackward0"
+_VIEWS_AND_CASTS = frozenset(
+    {
+        *(_CAST, "TBackward0", "TransposeBackward0", "PermuteBackward0", "ViewBackward0", "UnsafeViewBackward0"),
+        *("ReshapeAliasBackward0", "SelectBackward0", "SliceBackward0", "SplitBackward0", "SplitWithSizesBackward0"),
+        *("UnbindBackward0", "UnsqueezeBackward0", "SqueezeBackward1", "AliasBackward0", "ExpandBackward0"),
+        *("AsStridedBackward0", "CloneBackward0"),
+    }
+)
+
+
+class WeightTest:
+    """Whether a saved tensor is a parameter or a buffer, a view of one, or a copy of one in autocast's dtype.
+
+    The cast of a trained parameter is known by its place in the graph. That of a frozen one has none, and none that
+    compiled code saves; they are known by their shape, which is a parameter's, and by their dtype, which is not.
+    """
+
+    def __init__(self, model: nn.Module, *, smallest_bytes: int) -> None:
+        self._model, self._smallest_bytes = model, smallest_bytes
+        self._dtypes: dict[torch.Size, set[torch.dtype]] = {}
+        for parameter in model.parameters():
+            if parameter.is_floating_point() and parameter.ndim > 1:
+                for shape in (parameter.shape, parameter.shape[::-1], parameter.shape[1:]):  # the last: of one expert
+                    self._dtypes.setdefault(shape, set()).add(parameter.dtype)
+
+    def holds_for(self, tensor: Tensor) -> bool:
+        """Tell whether the tensor is a weight."""
+        origin = tensor if tensor._base is None else tensor._base
+        if isinstance(origin, nn.Parameter) or (origin.is_leaf and origin.requires_grad):
+            return True
+        if origin.grad_fn is not None:
+            return _comes_from_leaf(origin.grad_fn)
+        dtypes = self._dtypes.get(origin.shape)
+        is_cast = dtypes is not None and origin.is_floating_point() and origin.dtype not in dtypes
+        return is_cast or self._is_buffer(tensor)
+
+    def _is_buffer(self, tensor: Tensor) -> bool:
+        storage = tensor.untyped_storage()
+        return any(
+            each.untyped_storage()._cdata == storage._cdata
+            for each in self._model.buffers()
+            if type(each) is Tensor and each.numel() * each.element_size() >= self._smallest_bytes
+        )
+
+
+def _comes_from_leaf(node: Any) -> bool:
+    """Tell whether views and casts alone lead from a leaf, such as a parameter, to the node."""
+    while node is not None and node.name() in _VIEWS_AND_CASTS:
+        node = node.next_functions[0][0]
+    return node is not None and hasattr(node, "variable")
+
+
+def _key(tensor: Tensor, *, is_whole: bool) -> tuple[tuple[Any, ...], Any]:
+    """Return what equal saved values have in common, and what must be kept as long as that is so.
+
+    A storage, its version, and the part of it; for a cast, what was cast to which dtype: autocast casts the input of
+    queries, keys and values three times.
+    """
+    origin = tensor if tensor._base is None else tensor._base
+    node = origin.grad_fn
+    if is_whole and node is not None and node.name() == _CAST and origin.is_contiguous():
+        source, number = node.next_functions[0]
+        if source is not None:
+            return (id(source), number, origin.dtype, origin.shape), source
+    storage = tensor.untyped_storage()
+    part = None if is_whole else (tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
+    return (storage._cdata, tensor._version, part), StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+
+
+def _fills_its_storage(tensor: Tensor) -> bool:
+    """Tell whether the tensor's elements are those of its storage, in any order, each once."""
+    ordered = sorted(zip(tensor.stride(), tensor.shape, strict=True))
+    count = 1
+    for stride, size in ordered:
+        if size != 1 and stride != count:
+            return False
+        count *= size
+    return count * tensor.element_size() == tensor.untyped_storage().nbytes()
+
+
+def _contiguous_strides(shape: torch.Size) -> tuple[int, ...]:
+    return torch.empty(shape, device="meta").stride()

@@ -1,0 +1,276 @@
+"""Offloaded activations come back as they were; each is moved once, and no weight is."""
+
+from collections import Counter
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from finetune.config.sections.model import LoraSection
+from finetune.model import activation_offload, compilation
+from finetune.model.activation_offload import (
+    MAX_LEAVING,
+    NUM_PREFETCHED,
+    CudaStreamCopies,
+    HostCopies,
+    offload_activations,
+)
+from finetune.model.adapters.build import add_adapter
+from finetune.model.adapters.context import AdapterContext
+from finetune.model.compilation import compile_model
+from finetune.task.model_inputs import unwrap_model
+from tests.devices import EVERY_DEVICE
+from tests.live_bytes import peak_memory
+from tests.model.test_activations import IDS, gradients
+
+SMALLEST = 512
+
+
+class Counting(HostCopies):
+    """Copies within the host's memory, counted."""
+
+    def __init__(self):
+        self.num_to_host = self.num_to_device = 0
+        self.moved = Counter()  # by content
+
+    def to_host(self, tensor):
+        self.num_to_host += 1
+        self.moved[content(tensor)] += 1
+        return super().to_host(tensor)
+
+    def to_device(self, host, device):
+        self.num_to_device += 1
+        return super().to_device(host, device)
+
+
+def content(tensor):
+    return bytes(tensor.detach().contiguous().flatten().view(torch.uint8).tolist())
+
+
+def offloaded(model):
+    copies = Counting()
+    offload_activations(model, copies=lambda: copies, smallest_bytes=SMALLEST)
+    return copies
+
+
+@pytest.mark.parametrize("mode", [False, True, "selective"])
+def test_activations_that_went_to_the_host_come_back_as_they_were(from_config, build, mode):
+    plain, offloading = build(from_config()), build(from_config(gradient_checkpointing=mode))
+    copies = offloaded(offloading)
+    loss, wanted = gradients(plain)
+    again, found = gradients(offloading)
+    assert torch.equal(again, loss)
+    assert all(map(torch.equal, found, wanted))
+    assert copies.num_to_host == copies.num_to_device > 2
+
+
+def test_an_evaluation_offloads_nothing(from_config, build):
+    model = build(from_config())
+    copies = offloaded(model)
+    model.eval()(input_ids=IDS, labels=IDS).loss.backward()
+    with torch.no_grad():
+        model.train()(input_ids=IDS)
+    assert copies.num_to_host == 0
+
+
+def forms(weight):
+    """Yield the weight as an operator may save it: as it is, transposed, in bfloat16."""
+    for each in (weight, weight.to(torch.bfloat16)):
+        yield from (content(each), content(each.t() if each.ndim == 2 else each))
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("name", ["llama untied", "gpt2 tied"])
+@pytest.mark.parametrize("casts", [False, True])
+def test_nothing_is_moved_twice_and_no_weight_nor_its_cast(
+    from_config, build, monkeypatch, casts, name, lora, is_compiled
+):
+    model = build(from_config(name)).train()
+    with torch.no_grad():
+        for each in model.parameters():
+            each.add_(torch.rand_like(each) / 10)  # a norm's factor of one would return what it is given
+    if lora:
+        model = add_adapter(model, LoraSection(rank=16), AdapterContext(seed=1))
+    if is_compiled:
+        monkeypatch.setattr(compilation, "BACKEND", "aot_eager")
+        torch._dynamo.reset()
+        compile_model(unwrap_model(model), "regional", log=lambda _: None)
+    copies = offloaded(model)
+    ids = torch.randint(0, 300, (2, 40), generator=torch.Generator().manual_seed(0))
+    with torch.autocast("cpu", torch.bfloat16) if casts else nullcontext():
+        loss = model(input_ids=ids, labels=ids.roll(1)).loss
+    loss.backward()
+    weights = {form for each in model.parameters() for form in forms(each)}
+    assert copies.num_to_host == copies.num_to_device > 10
+    assert not weights.intersection(copies.moved)
+    if not is_compiled:  # autocast's three casts of the first layer's input, if frozen, have no place in a graph
+        is_cast_thrice = casts and lora and name == "llama untied"
+        assert [number for number in copies.moved.values() if number > 1] == [3] * is_cast_thrice
+
+
+def saved_by_torch(model, ids):
+    """Return the bytes that torch's own `save_on_cpu` would move, which takes whatever is saved."""
+    found = []
+    with (
+        saved_tensors_hooks(lambda tensor: (found.append(tensor.nbytes), tensor)[1], lambda tensor: tensor),
+        torch.autocast("cpu", torch.bfloat16),
+    ):
+        model(input_ids=ids, labels=ids)
+    return sum(found)
+
+
+def test_far_less_is_moved_than_by_torchs_own_offloading(from_config, build):
+    model, ids = build(from_config()).train(), torch.arange(80).reshape(2, 40)
+    theirs = saved_by_torch(model, ids)
+    copies = offloaded(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        model(input_ids=ids, labels=ids)
+    ours = sum(len(each) * number for each, number in copies.moved.items())
+    assert 0 < ours < 0.6 * theirs
+
+
+@pytest.fixture
+def group_of_one():
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("group_of_one")
+def test_gathered_parameters_are_no_activations(from_config, build):
+    """FSDP2 frees them after a layer and gathers them again: a copy in the host would keep them for nothing."""
+    model = build(from_config()).train()
+    weights = {form for each in model.parameters() for form in forms(each)}
+    mesh = torch.distributed.init_device_mesh("cpu", (1,))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    copies = offloaded(model)
+    model(input_ids=IDS, labels=IDS).loss.backward()
+    assert copies.num_to_host == copies.num_to_device > 5
+    assert not weights.intersection(copies.moved)
+    assert all(each.grad is not None for each in model.parameters())
+
+
+class Streams:
+    """Two streams that only write down who waits for whom."""
+
+    def __init__(self):
+        self.log, self.num_events = [], 0
+
+    def stream(self, name):
+        def record_event():
+            self.num_events += 1
+            return self.num_events
+
+        return SimpleNamespace(
+            wait_stream=lambda other: self.log.append((name, "waits for", other.name)),
+            wait_event=lambda event: self.log.append((name, "waits for", event)),
+            record_event=record_event,
+            name=name,
+        )
+
+
+class OnNotedStreams(CudaStreamCopies):
+    device_type = "cpu"
+
+    def _pinned(self, tensor):
+        return torch.empty_like(tensor)
+
+
+@pytest.fixture
+def streams(monkeypatch):
+    made = Streams()
+    current = made.stream("current")
+    cuda = SimpleNamespace(
+        Stream=lambda: made.stream("copies"), current_stream=lambda: current, stream=lambda _: nullcontext()
+    )
+    noted = SimpleNamespace(**{**vars(torch), "cuda": cuda})
+    monkeypatch.setattr(activation_offload, "torch", noted)
+    return made
+
+
+def test_few_copies_are_under_way_and_none_is_used_or_freed_before_its_end(from_config, build, streams):
+    plain, offloading = build(from_config()), build(from_config())
+    copies, most_leaving, most_arriving = OnNotedStreams(), [0], [0]
+    used = []
+    to_host, wait = copies.to_host, copies.wait
+
+    def noted_to_host(tensor):
+        host = to_host(tensor)
+        most_leaving.append(len(copies._leaving))
+        return host
+
+    def noted_wait(arrival):
+        most_arriving.append(len(copies._arriving))
+        wait(arrival)
+        used.append(arrival.event)
+        assert streams.log[-1] == ("current", "waits for", arrival.event)
+
+    copies.to_host, copies.wait = noted_to_host, noted_wait
+    offload_activations(offloading, copies=lambda: copies, smallest_bytes=SMALLEST)
+    (loss, wanted), (again, found) = gradients(plain), gradients(offloading)
+    assert torch.equal(again, loss)
+    assert all(map(torch.equal, found, wanted))
+    assert max(most_leaving) == MAX_LEAVING
+    assert 1 <= max(most_arriving) <= 2 * NUM_PREFETCHED + 1
+    assert len(used) > 10
+    assert not copies._leaving
+    assert not copies._arriving
+    waited = [event for who, _, event in streams.log if who == "current"]
+    assert sorted(set(waited)) == list(range(1, streams.num_events + 1))  # of every copy, there and back
+
+
+def test_what_was_fetched_for_nothing_is_waited_for_before_the_next_pass(streams):
+    copies = OnNotedStreams()
+    arrival = copies.to_device(torch.ones(3), torch.device("cpu"))
+    copies.finish()
+    assert streams.log[-1] == ("current", "waits for", arrival.event)
+    assert not copies._arriving
+
+
+def llama(device):
+    sizes = {"hidden_size": 64, "intermediate_size": 176, "num_attention_heads": 4, "num_key_value_heads": 2}
+    if device == "cuda":
+        sizes = {"hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 16, "num_key_value_heads": 4}
+    config = LlamaConfig(vocab_size=1000, num_hidden_layers=12, max_position_embeddings=16384, **sizes)
+    torch.manual_seed(0)
+    return LlamaForCausalLM(config).to(device).train()
+
+
+class CopiesOutOfSight(HostCopies):
+    """Host memory that no one counts: what a GPU's allocator does not see."""
+
+    def to_host(self, tensor):
+        return torch.from_numpy(tensor.contiguous().view(torch.uint8).numpy().copy()).view(tensor.dtype)
+
+
+def steps(device, *, offloads):
+    """Return the peak of the third step and its loss."""
+    model = llama(device)
+    if offloads:
+        how = {"copies": CopiesOutOfSight, "smallest_bytes": 4096} if device == "cpu" else {}
+        offload_activations(model, **how)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ids = torch.randint(0, 1000, (1, 8192 if device == "cuda" else 512), device=device)
+    for _ in range(3):
+        with peak_memory(device) as memory:
+            with torch.autocast(device, torch.bfloat16):
+                loss = model(input_ids=ids, labels=ids).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return memory.peak, loss.item()
+
+
+@EVERY_DEVICE
+def test_the_third_step_takes_six_tenths_of_the_memory(device, figure):
+    (plain, wanted), (offloading, found) = (steps(device, offloads=each) for each in (False, True))
+    figure(f"peak of the third step, activations offloaded over not ({device})", offloading / plain, at_most=0.6)
+    assert found == pytest.approx(wanted, rel=1e-6)
