@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from finetune.model.activations import take_checkpointing
 from finetune.runtime.optional import require
 
 BACKEND = "inductor"
@@ -52,19 +53,20 @@ class CompiledForward:
     """The forward of a module: compiled in training, uncompiled in evaluation and after a failure."""
 
     def __init__(self, module: nn.Module, compilation: Compilation) -> None:
-        self._module, self._compilation = module, compilation
+        self._module, self._compilation, self._recompute = module, compilation, take_checkpointing(module)
         functools.update_wrapper(self, module.forward)
 
     def __call__(self, *values: Any, **named: Any) -> Any:
         """Return the result of the module's forward."""
         module, compilation = self._module, self._compilation
-        if not (module.training and torch.is_grad_enabled()) or compilation.failure is not None:
-            return _forward(module, *values, **named)
+        if not (module.training and torch.is_grad_enabled()):
+            return _forward(module, None, *values, **named)
         try:
-            return compilation.forward(module, *values, **named)
+            if compilation.failure is None:
+                return compilation.forward(module, self._recompute, *values, **named)
         except compiler_errors() as error:
             compilation.disable(error)
-        return _forward(module, *values, **named)
+        return _forward(module, self._recompute, *values, **named)
 
 
 def compile_model(model: PreTrainedModel, mode: Literal["regional", "full"], *, log: Log) -> None:
@@ -113,7 +115,7 @@ def why_not_compilable() -> str | None:
     except RuntimeError as error:
         return f"torch.compile does not work here ({_first_line(error)})"
     if BACKEND == "inductor" and torch.cuda.is_available():
-        return _missing_triton_toolchain()
+        return missing_triton_toolchain()
     return None
 
 
@@ -124,12 +126,16 @@ def compiler_errors() -> tuple[type[Exception], ...]:
     return (errors.TorchDynamoException, errors.FailOnRecompileLimitHit)
 
 
-def _forward(module: Any, *values: Any, **named: Any) -> Any:
+def _forward(module: Any, recompute: Callable[..., Any] | None, *values: Any, **named: Any) -> Any:
     """Return the forward of the module's current class: FSDP2 changes it later, and recomputation uses the new one."""
-    return type(module).forward(module, *values, **named)
+    forward = type(module).forward
+    if recompute is None:
+        return forward(module, *values, **named)
+    return recompute(functools.partial(forward, module, **named), *values)
 
 
-def _missing_triton_toolchain() -> str | None:
+def missing_triton_toolchain() -> str | None:
+    """Return what triton needs and this machine lacks; None if it works."""
     if not _torch_module("utils._triton").has_triton():
         return "triton is not installed, or does not support this GPU"
     if not any(shutil.which(name) for name in (os.environ.get("CC") or "cc", "gcc", "clang")):

@@ -20,7 +20,7 @@ from finetune.config.sections.task import DistillationSection
 from finetune.errors import ModelError
 from finetune.model.adapters.context import adapter_config, has_adapter
 from finetune.model.loading.hub import is_local_path, loading_errors, resolve_name
-from finetune.model.loading.pretrained import check_no_missing_weights, load_auto_class, load_weights
+from finetune.model.loading.pretrained import check_no_missing_weights, load_auto_class, load_weights, placed_on
 from finetune.model.upstream import adapters_disabled
 from finetune.runtime.files.digests import sha256_digest
 from finetune.runtime.hub import is_offline
@@ -172,7 +172,7 @@ def load_teacher(
         dtype = getattr(torch, section.teacher_dtype)
         teacher: PreTrainedModel
         teacher, loading = load_weights(
-            AutoModelForCausalLM, **origin, config=config, dtype=dtype, output_loading_info=True
+            AutoModelForCausalLM, **origin, config=config, dtype=dtype, output_loading_info=True, **placed_on(device)
         )
         check_no_missing_weights(loading, section.teacher, key=TEACHER_KEY)
     size = teacher.config.get_text_config().vocab_size

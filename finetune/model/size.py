@@ -46,17 +46,23 @@ def precision_warnings(
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes per rank before any activation."""
+    """Bytes per rank."""
 
     weights_bytes: int
     gradients_bytes: int
     optimizer_bytes: int
     lines: tuple[str, ...]
+    step_bytes: int = 0  # of activations and all else that a step takes
 
     @property
     def total_bytes(self) -> int:
         """Return the sum of weights, gradients and optimizer state."""
         return self.weights_bytes + self.gradients_bytes + self.optimizer_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        """Return the most that the rank is expected to take."""
+        return self.total_bytes + self.step_bytes
 
 
 NUM_MOMENTS = {"adamw": 2, "muon": 2, "schedule_free_adamw": 2, "sgd": 1, "adafactor": 0}
@@ -94,11 +100,15 @@ def estimate_memory(
     shards_optimizer: bool,
     has_teacher: bool = False,
     process_bytes: int = 0,
+    unsharded_gradient_bytes: int = 0,
+    step_parts: Mapping[str, int] | None = None,
 ) -> MemoryEstimate:
     """Return the memory of one of `shards` ranks, each part divided among them where the strategy shards it.
 
     `process_bytes` is what the process takes without a model: it counts where resident memory is measured, on a CPU.
-    Activations are not counted: they depend on batch and length. Neither is a teacher, which reports its own size.
+    `unsharded_gradient_bytes` is what each rank keeps between the microbatches of a step besides its share of the
+    gradient. `step_parts` are what else a step takes, by name; None, or without `activations`: they are not counted, as
+    is a teacher, which reports its own size.
     """
     parts = (
         ("weights", weights_bytes, shards if shards_weights else 1),
@@ -111,11 +121,19 @@ def estimate_memory(
         for (name, size, among), part in zip(parts, per_rank, strict=True)
     ]
     sizes = [(name, part) for (name, _, _), part in zip(parts, per_rank, strict=True)]
-    sizes += [("process", process_bytes)] if process_bytes else []
-    summands = " + ".join(f"{name} {format_size(size)}" for name, size in sizes)
-    excluded = "the teacher and activations" if has_teacher else "activations"
-    total = f"memory: {format_size(sum(per_rank) + process_bytes)} per rank = {summands}, without {excluded}"
-    return MemoryEstimate(per_rank[0], per_rank[1], per_rank[2], (*lines, total))
+    steps = {**(step_parts or {}), "process": process_bytes}
+    others = {"unsharded gradient": unsharded_gradient_bytes, **steps}
+    sizes += [(name, size) for name, size in others.items() if size]
+    excluded = (["the teacher"] if has_teacher else []) + ([] if "activations" in steps else ["activations"])
+    gradients_per_rank = per_rank[1] + unsharded_gradient_bytes
+    lines.append(_total_line(dict(sizes), excluded=excluded))
+    return MemoryEstimate(per_rank[0], gradients_per_rank, per_rank[2], tuple(lines), sum(steps.values()))
+
+
+def _total_line(sizes: Mapping[str, int], *, excluded: Sequence[str]) -> str:
+    summands = " + ".join(f"{name} {format_size(size)}" for name, size in sizes.items())
+    without = f", without {' and '.join(excluded)}" if excluded else ""
+    return f"memory: {format_size(sum(sizes.values()))} per rank = {summands}{without}"
 
 
 def _memory_line(name: str, *, size: int, among: int, size_per_rank: int) -> str:

@@ -1,18 +1,26 @@
 """Compiled layers give the numbers of the code as it is written, once per kind of layer, or step aside."""
 
+import gc
+from contextlib import nullcontext
+
 import numpy as np
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from finetune.data.features import Features
 from finetune.model import compilation
+from finetune.model.activations import enable_gradient_checkpointing
 from finetune.model.adapters.build import add_adapter
 from finetune.model.adapters.context import AdapterContext, adapter_config
 from finetune.model.compilation import compile_model, repeated_layers
 from finetune.runtime.parameters import InitContext
 from finetune.task.lm_loss.at_targets import logits_at_targets
 from finetune.task.model_inputs import collate_padding_free, unwrap_model
+from tests.devices import ON_GPU
+from tests.model.attention.flash_on_cpu import flash_on_cpu
+from tests.model.attention.small_models import row_of, tiny_model, tokens
 
 SHAPES = [(2, 16), (2, 24), (2, 40), (4, 9), (1, 9), (1, 30), (3, 17), (2, 16)]
 LORA = {"rank": 4, "dropout": 0.1}
@@ -27,6 +35,8 @@ def traces(monkeypatch):
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
+    gc.collect()
+    torch.cuda.empty_cache()
     settings.recompile_limit, settings.fail_on_recompile_limit_hit = before
 
 
@@ -182,6 +192,95 @@ def test_the_compiler_is_looked_for(monkeypatch):
 
 def test_a_model_without_repeated_layers_has_nothing_to_compile():
     assert list(repeated_layers(nn.Sequential(nn.Linear(2, 2), nn.ModuleList([nn.Linear(2, 2), nn.ReLU()])))) == []
+
+
+LENGTHS = [(5, 9, 1), (3, 3), (12,), (1, 2, 3, 4, 5)]
+"""Of the samples of successive batches."""
+
+
+def sized(device, lora, mode=False):
+    """Return a model of the device's size, with our attention, for training there."""
+    sizes = {"head_dim": 8}
+    if device == "cuda":
+        sizes = {"hidden_size": 2048, "intermediate_size": 5632, "num_attention_heads": 16, "head_dim": 128}
+        sizes |= {"num_hidden_layers": 4, "num_key_value_heads": 4, "max_position_embeddings": 8192}
+    model = tiny_model("llama", **sizes).train()
+    if mode:
+        enable_gradient_checkpointing(model, mode)
+    if lora:
+        torch.manual_seed(1)
+        how = LoraConfig(r=8, target_modules="all-linear", init_lora_weights=False)
+        model = get_peft_model(model, how, autocast_adapter_dtype=False)
+    return model.to(device)
+
+
+def batch_of(lengths, *, is_packed, device):
+    times = 256 if device == "cuda" else 1
+    lengths = [length * times for length in lengths]
+    if is_packed:
+        row = row_of([tokens(length, salt) for salt, length in enumerate(lengths)])
+        edges, longest = torch.tensor([0, *lengths]).cumsum(0).int(), max(lengths)
+        named = {"cu_seq_lens_q": edges, "cu_seq_lens_k": edges, "max_length_q": longest, "max_length_k": longest}
+        given = {**row, **named}
+    else:
+        given = {"input_ids": tokens(max(lengths), 0).repeat(len(lengths), 1), "use_cache": False}
+        given["attention_mask"] = (torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]).long()
+    return {name: each.to(device) if isinstance(each, torch.Tensor) else each for name, each in given.items()}
+
+
+def step(model, given, device):
+    model.zero_grad()
+    with torch.autocast(device, torch.bfloat16):
+        loss = model(**given).logits.float().logsumexp(-1).mean()
+    loss.backward()
+    return loss.item()
+
+
+GRAPHS = [
+    ("cpu", True, False, "selective"),
+    pytest.param("cpu", True, True, False, marks=pytest.mark.full),
+    pytest.param("cpu", False, True, False, marks=pytest.mark.full),
+    pytest.param("cuda", True, False, "selective", marks=ON_GPU),
+    pytest.param("cuda", True, True, False, marks=ON_GPU),
+    pytest.param("cuda", False, True, False, marks=ON_GPU),
+]
+
+
+@pytest.mark.parametrize(("device", "is_packed", "lora", "mode"), GRAPHS)
+def test_a_layer_is_one_graph_and_few_variants_serve_all_lengths(device, is_packed, lora, mode, monkeypatch, figure):
+    monkeypatch.setattr(compilation, "BACKEND", "inductor" if device == "cuda" else "eager")
+    torch._dynamo.utils.counters.clear()
+    plain, quick = (sized(device, lora, mode) for _ in range(2))
+    with flash_on_cpu() if device == "cpu" and is_packed else nullcontext():
+        compile_model(unwrap_model(quick), "regional", log=lambda _: None)
+        for lengths in LENGTHS:
+            given = batch_of(lengths, is_packed=is_packed, device=device)
+            assert step(quick, given, device) == pytest.approx(step(plain, given, device), rel=2e-3)
+    breaks = torch._dynamo.utils.counters["graph_break"]
+    kind = f"{'packed' if is_packed else 'padded'}, {'LoRA' if lora else 'full'}, checkpointing {mode} ({device})"
+    figure(f"graph breaks of compiled layers, {kind}", sum(breaks.values()), at_most=0)
+    figure(f"compiled variants of a layer, {kind}", num_graphs(), at_most=8, at_least=1)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_compiled_layers_are_faster_on_a_gpu(monkeypatch, figure):
+    monkeypatch.setattr(compilation, "BACKEND", "inductor")
+    plain, quick = (sized("cuda", lora=False) for _ in range(2))
+    compile_model(quick, "regional", log=lambda _: None)
+    given = batch_of((12, 12, 8), is_packed=True, device="cuda")  # 8,192 tokens
+    milliseconds = {"plain": [], "quick": []}
+    for number in range(12):
+        for name, each in (("plain", plain), ("quick", quick)):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            step(each, given, "cuda")
+            end.record()
+            end.synchronize()
+            if number >= 2:
+                milliseconds[name].append(start.elapsed_time(end))
+    ratio = np.median(np.divide(milliseconds["plain"], milliseconds["quick"]))
+    figure("regional compile over eager, speed of a step", float(ratio), at_least=1.1)
 
 
 @pytest.mark.slow  # a minute for the C++ compiler

@@ -76,6 +76,15 @@ def test_on_a_cpu_the_process_counts_as_it_does_in_the_measured_peak():
     assert estimate.total_bytes == 4_000_000
 
 
+def test_a_whole_gradient_between_microbatches_counts_on_every_rank():
+    shards = {"shards": 8, "shards_weights": True, "shards_gradients": True, "shards_optimizer": True}
+    parts = {"weights_bytes": 32 * BILLION, "gradients_bytes": 32 * BILLION, "optimizer_bytes": 64 * BILLION}
+    estimate = estimate_memory(**parts, **shards, unsharded_gradient_bytes=32 * BILLION)
+    assert estimate.total_bytes == (4 + 4 + 8 + 32) * BILLION
+    assert estimate.lines[-1].startswith("memory: 48.0 GB per rank = ")
+    assert " + unsharded gradient 32.0 GB, without activations" in estimate.lines[-1]
+
+
 def test_partitioned_parameters_count_in_full():
     model = nn.Linear(2, 3, bias=False)
     model.weight.data = model.weight.data.new_empty(0)

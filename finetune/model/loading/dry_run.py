@@ -81,6 +81,7 @@ class _DryRun:
         size = _vocabulary_size(self.section, written)
         config = build_model_config(written, vocabulary_size=size, special_ids=SpecialTokenIds(bos=0, eos=0, pad=0))
         _check_special_token_ids(config)
+        _check_num_layers(config)
         return config
 
     def model(self, config: PreTrainedConfig) -> PreTrainedModel:
@@ -112,6 +113,13 @@ def _check_special_token_ids(config: PreTrainedConfig) -> None:
                 f"{FROM_CONFIG_KEY}.values.{name}: {value} is outside the vocabulary of {size:,}. Remove it: the "
                 "tokenizer sets it."
             )
+
+
+def _check_num_layers(config: PreTrainedConfig) -> None:
+    """Raise ModelError for a negative number of layers, of which transformers 5.17 builds a model without any."""
+    number = getattr(config.get_text_config(), "num_hidden_layers", None)
+    if isinstance(number, int) and number < 0:
+        raise ModelError(f"{FROM_CONFIG_KEY}.values.num_hidden_layers: there is no model of {number} layers.")
 
 
 def _check_parameters(model: PreTrainedModel, *, key: str) -> None:

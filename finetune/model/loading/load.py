@@ -3,6 +3,7 @@
 A rank that is sent its weights later builds the modules on the meta device and materializes them without values.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ from finetune.config.sections.model import ModelSection
 from finetune.errors import ModelError
 from finetune.model.activations import enable_gradient_checkpointing
 from finetune.model.attention.implementation import default_attention, requested_attention
+from finetune.model.attention.positions import keep_positions_exact
 from finetune.model.freeze import freeze_unused
 from finetune.model.loading.architecture import (
     HEADS,
@@ -29,7 +31,7 @@ from finetune.model.loading.architecture import (
 )
 from finetune.model.loading.hub import is_local_path, loading_errors
 from finetune.model.loading.initialize import initialize_weights
-from finetune.model.loading.pretrained import build_from_config, load_weights
+from finetune.model.loading.pretrained import build_from_config, load_weights, placed_on
 from finetune.model.quantize import quantization_config
 from finetune.model.upstream import (
     allow_missing_embeddings,
@@ -93,6 +95,7 @@ def load_model(
         config = load_pretrained_config(section)
         set_config_values(config, values)
         model = _build_model(config, section=section, head=head, init_context=init_context, attention=attention)
+        _set_dtypes_as_loaded(model, getattr(torch, section.dtype))
     else:
         loaded = _load_pretrained(section, head=head, values=values, init_context=init_context, attention=attention)
         model = loaded.model
@@ -123,6 +126,22 @@ def _build_model(
     if init_context.on_meta_device:
         materialize(model)
     return model
+
+
+def _set_dtypes_as_loaded(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Give parameters and buffers without values the dtypes that loading gives them.
+
+    Some models keep a few in float32 whatever is asked, as T5 in float16 (`_get_dtype_plan`, transformers 5.23, which
+    building from a config does not heed). A rank that is sent its values must expect what rank 0 has: a tensor of
+    another size does not arrive.
+    """
+    plan: Mapping[str, torch.dtype] = getattr(model, "_get_dtype_plan", lambda _: {})(dtype)
+    for module_name, module in model.named_modules():
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            full_name = f"{module_name}.{name}" if module_name else name
+            kept = next((plan[each] for each in plan if re.search(each.replace("*", ".*"), full_name)), None)
+            if tensor is not None and kept is not None and name not in module._non_persistent_buffers_set:
+                tensor.data = tensor.data.to(kept)
 
 
 @dataclass(frozen=True)
@@ -157,7 +176,7 @@ def _load_pretrained(
             attn_implementation=attention or default_attention(config),
             ignore_mismatched_sizes=may_be_new,
             output_loading_info=True,
-            **({} if quantization is None else {"quantization_config": quantization}),
+            **_placement(init_context, quantization),
         )
     if quantization is not None:
         disable_cpu_repacking(model)
@@ -172,6 +191,13 @@ def _load_pretrained(
     return _LoadedModel(model, new)
 
 
+def _placement(init_context: InitContext, quantization: Any) -> dict[str, Any]:
+    """Return where transformers puts the weights: quantized ones on the current device, whatever is asked."""
+    if quantization is not None:
+        return {"quantization_config": quantization}
+    return placed_on(init_context.device)
+
+
 def _check_vocabulary(model: PreTrainedModel, *, vocabulary_size: int) -> None:
     size = model.config.get_text_config().vocab_size
     if size < vocabulary_size:
@@ -183,6 +209,8 @@ def _check_vocabulary(model: PreTrainedModel, *, vocabulary_size: int) -> None:
 
 def _prepare_for_training(model: PreTrainedModel, *, section: ModelSection) -> PreTrainedModel:
     allow_missing_embeddings(model)
+    if torch.cuda.is_available():
+        keep_positions_exact(model)
     inputs, outputs = model.get_input_embeddings(), model.get_output_embeddings()
     if inputs is not None and outputs is not None:
         model.config.tie_word_embeddings = inputs.weight is outputs.weight

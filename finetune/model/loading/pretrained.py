@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import PreTrainedConfig, PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
 
@@ -97,6 +98,11 @@ def load_weights(head: Any, place: str, *, config: PreTrainedConfig, trust_remot
             weights_only=True,
             **options,
         )
+
+
+def placed_on(device: torch.device | None) -> dict[str, Any]:
+    """Return the option of `load_weights` that places them straight on the device; None and a CPU need none."""
+    return {} if device is None or device.type == "cpu" else {"device_map": {"": device}}
 
 
 def check_no_missing_weights(loading: Mapping[str, Any], name: str, *, key: str) -> None:

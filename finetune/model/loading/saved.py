@@ -13,6 +13,7 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from finetune.errors import ModelError
 from finetune.model.attention.implementation import default_attention
+from finetune.model.attention.positions import keep_positions_exact
 from finetune.model.loading.architecture import HEADS, NEW_HEADS
 from finetune.model.loading.hub import is_local_path, loading_errors
 from finetune.model.loading.pretrained import (
@@ -137,6 +138,8 @@ def load_saved_base(saved: SavedModel, *, key: str, dtype: str = "auto", trust_r
         size = 0 if saved.adapter is None else _num_embeddings(saved.folder, saved.adapter)
         if size and size > model.get_input_embeddings().num_embeddings:
             model.resize_token_embeddings(size, mean_resizing=False)  # the adapter has the new rows
+    if torch.cuda.is_available():
+        keep_positions_exact(model)
     return model.eval()
 
 

@@ -5,12 +5,13 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate import init_empty_weights
-from transformers import AutoModel
+from transformers import AutoConfig, AutoModel, AutoModelForSeq2SeqLM
 
 from finetune.config.sections.model import ModelSection
 from finetune.errors import ModelError
 from finetune.model.attention.implementation import requested_attention
 from finetune.model.loading.hub import is_local_path, resolve_name
+from finetune.model.loading.load import load_model
 from finetune.runtime import hub
 from finetune.runtime.parameters import InitContext
 
@@ -44,6 +45,21 @@ def test_a_hollow_rank_reads_a_folder_s_config_and_none_of_its_weights(tmp_path,
     assert hollow.num_parameters() > 0
     with pytest.raises(ModelError, match=r"model\.name: .*cannot be loaded"):
         build(ModelSection(name=str(tmp_path)))
+
+
+def test_a_rank_without_values_keeps_in_float32_what_loading_keeps(tmp_path):
+    config = AutoConfig.for_model("t5", d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, vocab_size=100)
+    AutoModelForSeq2SeqLM.from_config(config).save_pretrained(tmp_path)
+    section = ModelSection(name=str(tmp_path), dtype="float16")
+    full, hollow = (
+        {name: tensor.dtype for name, tensor in model.state_dict().items()}
+        for model in (
+            load_model(section, head="seq2seq_lm", init_context=context, seed=1, vocabulary_size=None)
+            for context in (InitContext(), HOLLOW)
+        )
+    )
+    assert set(full.values()) == {torch.float16, torch.float32}  # T5 overflows in float16 without
+    assert hollow == full
 
 
 def test_a_saved_model_comes_back_in_the_type_asked_for(tmp_path, from_config, build):

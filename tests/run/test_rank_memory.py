@@ -1,0 +1,117 @@
+"""What each rank of a run keeps in memory and sends, measured from within."""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from finetune.report.jsonl import read_events
+from tests import launching
+from tests.devices import EVERY_DEVICE
+from tests.run.measured_program import ONLY_PREPARES
+
+MODEL = {
+    "cpu": "hidden_size: 128, intermediate_size: 512, num_hidden_layers: 4",  # a gradient of 4 MB
+    "cuda": "hidden_size: 1536, intermediate_size: 6144, num_hidden_layers: 12",  # a gradient of 1.7 GB
+    "large": "hidden_size: 768, intermediate_size: 3072, num_hidden_layers: 8",  # 280 MB in float32
+}
+HEADS = {
+    **dict.fromkeys(("cpu", "large"), "num_attention_heads: 4, num_key_value_heads: 2"),
+    "cuda": "num_attention_heads: 12, num_key_value_heads: 6",
+}
+LARGE_PARAMETERS = 8 * (768 * 768 * 3 + 3 * 768 * 3072)
+NUM_PROCESSES = {"cpu": 2, "cuda": 1}
+WITHOUT_EVALUATION = ("evaluate=null", "data.validation=null")
+
+
+@dataclass(frozen=True)
+class MeasuredRun:
+    """A run that is over."""
+
+    folder: Path
+
+    @property
+    def output(self) -> str:
+        return (self.folder / "log").read_text()
+
+    def of_rank(self, rank: int) -> dict[str, Any]:
+        return json.loads((self.folder / f"{rank}.json").read_text())
+
+    def losses(self) -> list[float]:
+        events = read_events(self.folder / "run" / "events.jsonl")
+        return [float(event["loss"]) for event in events if event["event"] == "StepTaken"]
+
+
+@pytest.fixture(scope="module")
+def measured(job, tmp_path_factory) -> Callable[..., MeasuredRun]:
+    """Return a function that runs the job under a strategy with a model of that size, measured."""
+
+    def start(strategy: str, size: str, *overrides: str, processes: int = 2, only_prepares: bool = False):
+        folder = tmp_path_factory.mktemp("measured")
+        values = f"{MODEL[size]}, {HEADS[size]}, tie_word_embeddings: true"
+        settings = [
+            f"run.folder={folder / 'run'}",
+            f"model.from_config={{model_type: llama, values: {{{values}}}}}",
+            *("train.precision=bf16", "train.steps=3", "checkpoint.every_steps=null", *WITHOUT_EVALUATION, *overrides),
+        ]
+        words = [word for setting in settings for word in ("--set", setting)]
+        program = ("-m", "tests.run.measured_program", str(folder), "--config", str(job), *words)
+        command = launching.accelerate_command(strategy, *program, processes=processes)
+        variables = {ONLY_PREPARES: "1"} if only_prepares else {}
+        code = launching.run(command, log=folder / "log", timeout_seconds=300, environment=variables)
+        found = MeasuredRun(folder)
+        assert code == 0, found.output
+        return found
+
+    return start
+
+
+@EVERY_DEVICE
+def test_accumulation_under_fsdp2_takes_no_more_than_a_shard(device, measured, figure):
+    num = NUM_PROCESSES[device]
+    sizes = (f"train.global_batch_size={4 * num}", "run.deterministic=true", "model.gradient_checkpointing=true")
+    alone = measured("fsdp2", device, *sizes, "train.microbatch_size=4", processes=num)
+    accumulated = measured("fsdp2", device, *sizes, "train.microbatch_size=1", processes=num)
+    assert "gradients are reduced after each of the 4 microbatches" in accumulated.output
+    assert accumulated.losses() == pytest.approx(alone.losses(), rel=2e-2)
+    more = accumulated.of_rank(0)["step_bytes"][-1] - alone.of_rank(0)["step_bytes"][-1]
+    limit = {"cpu": 0.5e6, "cuda": 1e9}[device]
+    figure("fsdp2: memory that accumulation 4 takes more than accumulation 1, bytes", more, at_most=limit)
+
+
+@pytest.mark.distributed
+def test_a_rank_that_is_sent_bf16_weights_takes_no_memory_for_them(measured, figure):
+    run = measured("fsdp2", "large", "model.dtype=bfloat16", only_prepares=True)
+    taken = run.of_rank(1)["bytes_without_values"] / (4 * LARGE_PARAMETERS)
+    figure("fsdp2, bf16 weights: memory of rank 1 before it has values, share of the float32 model", taken, at_most=0.2)
+
+
+@pytest.mark.distributed
+def test_ddp_sends_no_buffers_in_forward_passes(measured, figure):
+    run = measured("ddp", "cpu")
+    assert run.of_rank(1)["buffers"] > 0  # `inv_freq` is one
+    assert len(run.losses()) == 3
+    figure("ddp: times that buffers are sent in three steps", run.of_rank(1)["buffers_sent"], at_most=0)
+
+
+full = pytest.mark.full
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("strategy", "processes"), [("fsdp2", 2), pytest.param("fsdp1", 2, marks=full), pytest.param("hsdp", 4, marks=full)]
+)
+def test_a_sum_of_shards_trains_as_a_sum_of_whole_gradients(launch, strategy, processes):
+    overrides = ["train.microbatch_size=1", *WITHOUT_EVALUATION]
+    whole = launch(strategy, name=f"whole-{strategy}", processes=processes, overrides=overrides)
+    shards = launch(
+        strategy, name=f"shards-{strategy}", processes=processes, overrides=[*overrides, "run.deterministic=true"]
+    )
+    assert (whole.code, shards.code) == (0, 0), whole.output + shards.output
+    assert "gradients are reduced once a step; until then each rank keeps the whole gradient" in whole.output
+    assert "gradients are reduced after each of the" in shards.output
+    assert shards.losses() == pytest.approx(whole.losses(), rel=1e-6)
+    assert shards.norms() == pytest.approx(whole.norms(), rel=1e-5)
