@@ -1,12 +1,13 @@
-"""Merges adapters into the base weights: in float64, one layer at a time, on the CPU.
+"""Merges adapters into the base weights: in float64, on the CPU, as many layers at a time as there are cores.
 
 `W + BA * scale` (and what DoRA, AdaLoRA, IA3 and OFT compute instead) is computed by peft's own layers on float64
 values and rounded once, to the type that is written. The only copy of the model that is made is the one returned.
 """
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from finetune.errors import ModelError, TrainingError
+from finetune.export.threads import map_in_threads, num_threads_for
 from finetune.export.weights import build_meta_model, unwrap_adapter
 from finetune.model.adapters.context import ADAPTER_NAME
 
@@ -24,6 +26,12 @@ MERGEABLE = frozenset({"LORA", "ADALORA", "IA3", "OFT", "TRAINABLE_TOKENS", "LOH
 """The adapter types, by peft's names, that can be merged exactly."""
 
 _BASE_PREFIX = "base_model.model."
+
+_WORKING_COPIES = 3
+"""Of a layer's weight, in float64, while it is merged: its own, the adapter's share, and one of an operator."""
+
+_Named = list[tuple[str, Tensor]]
+"""Names and merged values."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +64,10 @@ def merge(model: PeftModel, weights: Mapping[str, Tensor], *, dtype: torch.dtype
     """
     require_mergeable(model)
     meta_model = _build_meta_peft_model(model)
-    with torch.no_grad():
-        merged = dict(_merged_tensors(meta_model.base_model.model, "", _Values(meta_model, weights, dtype=dtype)))
+    parts = list(_parts(meta_model.base_model.model, "", _Values(meta_model, weights, dtype=dtype)))
+    threads = num_threads_for(_WORKING_COPIES * 8 * max(each.numel() for each in meta_model.parameters()))
+    found = map_in_threads(lambda part: part(), parts, num_threads=threads)
+    merged = {name: value for named in found for name, value in named}
     return Merged(merged, _has_untied_weights(build_meta_model(unwrap_adapter(model), dtype=torch.float32), merged))
 
 
@@ -120,40 +130,49 @@ def base_parameter_name(name: str) -> str:
     return inner.replace(".base_layer.", ".").replace(".original_module.", ".")
 
 
-def _merged_tensors(module: nn.Module, path: str, values: _Values) -> Iterator[tuple[str, Tensor]]:
-    """Yield name and merged value of every parameter and given buffer of the plain model."""
+def _parts(module: nn.Module, path: str, values: _Values) -> Iterator[Callable[[], _Named]]:
+    """Yield what returns names and merged values of the plain model's parameters and given buffers, by module."""
     if isinstance(module, ModulesToSaveWrapper):
-        yield from _modules_to_save(module, path, values)
+        yield partial(_modules_to_save, module, path, values)
     elif isinstance(module, TrainableTokensWrapper):
-        yield from _merged_layer(module.token_adapter, path, values)
+        yield partial(_merged_layer, module.token_adapter, path, values)
     elif isinstance(module, BaseTunerLayer):
-        yield from _merged_layer(module, path, values)
+        yield partial(_merged_layer, module, path, values)
     else:
-        for name, tensor in _named_tensors(module, recurse=False):
-            if isinstance(tensor, nn.Parameter) or values.is_given(tensor):
-                yield _joined(path, name), values.rounded(values.of(tensor), tensor)
+        yield partial(_own_tensors, module, path, values)
         for name, child in module.named_children():
-            yield from _merged_tensors(child, _joined(path, name), values)
+            yield from _parts(child, _joined(path, name), values)
 
 
-def _modules_to_save(module: ModulesToSaveWrapper, path: str, values: _Values) -> Iterator[tuple[str, Tensor]]:
-    """Yield the values of a module that was trained as a whole in place of the base's own."""
+def _own_tensors(module: nn.Module, path: str, values: _Values) -> _Named:
+    return [
+        (_joined(path, name), values.rounded(values.of(tensor), tensor))
+        for name, tensor in _named_tensors(module, recurse=False)
+        if isinstance(tensor, nn.Parameter) or values.is_given(tensor)
+    ]
+
+
+def _modules_to_save(module: ModulesToSaveWrapper, path: str, values: _Values) -> _Named:
+    """Return the values of a module that was trained as a whole in place of the base's own."""
     own = dict(_named_tensors(module.original_module, recurse=True))
-    for name, tensor in _named_tensors(module.modules_to_save[ADAPTER_NAME], recurse=True):
-        if isinstance(tensor, nn.Parameter) or values.is_given(tensor):
-            yield _joined(path, name), values.rounded(values.of(tensor), own[name])
+    return [
+        (_joined(path, name), values.rounded(values.of(tensor), own[name]))
+        for name, tensor in _named_tensors(module.modules_to_save[ADAPTER_NAME], recurse=True)
+        if isinstance(tensor, nn.Parameter) or values.is_given(tensor)
+    ]
 
 
-def _merged_layer(layer: nn.Module, path: str, values: _Values) -> Iterator[tuple[str, Tensor]]:
-    """Yield the merged weights of the base's layer."""
+def _merged_layer(layer: nn.Module, path: str, values: _Values) -> _Named:
+    """Return the merged weights of the base's layer."""
     working = _with_values(layer, values)
     peft_layer: Any = working
     peft_layer.merge(adapter_names=[ADAPTER_NAME])
     merged = dict(_base_layer(working).named_parameters())
-    for name, tensor in _base_layer(layer).named_parameters():
+    for name in merged:
         if not bool(torch.isfinite(merged[name]).all()):
             raise TrainingError(f"export: `{_joined(path, name)}` is not finite after merging the adapter into it.")
-        yield _joined(path, name), values.rounded(merged[name], tensor)
+    named = _base_layer(layer).named_parameters()
+    return [(_joined(path, name), values.rounded(merged[name], tensor)) for name, tensor in named]
 
 
 def _named_tensors(module: nn.Module, *, recurse: bool) -> Iterator[tuple[str, Tensor]]:

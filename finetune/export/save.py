@@ -12,6 +12,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from finetune.config.sections.export import ExportSection
 from finetune.export.card import CardBase, CardFacts, write_card
+from finetune.export.threads import map_in_threads, num_threads_for
 from finetune.export.upstream import savable_generation_config
 from finetune.export.weights import build_meta_model, check_files, complete_weights, unwrap_adapter
 from finetune.model.adapters.context import ADAPTER_NAME, has_adapter
@@ -210,7 +211,11 @@ def _cast(weights: Mapping[str, Tensor], dtype: str | None) -> Mapping[str, Tens
     if dtype is None:
         return weights
     kind = getattr(torch, dtype)
-    return {name: tensor.to(kind) if tensor.is_floating_point() else tensor for name, tensor in weights.items()}
+
+    def converted(tensor: Tensor) -> Tensor:
+        return tensor.to(kind) if tensor.is_floating_point() else tensor
+
+    return dict(zip(weights, map_in_threads(converted, weights.values(), num_threads=num_threads_for()), strict=True))
 
 
 def _dtype(weights: Mapping[str, Tensor]) -> torch.dtype:

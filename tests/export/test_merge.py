@@ -205,3 +205,15 @@ def test_a_missing_ungathered_or_broken_value_is_an_error(build, export, tmp_pat
     with pytest.raises(TrainingError, match=r"lora_B\.default\.weight` is missing"):
         export(model, weights, merge=True)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("kind", ["LoRA", "DoRA", "new rows beside it"])
+def test_threads_merge_the_same_bits_in_the_same_order(build, kind, monkeypatch):
+    model = adapted(build("llama untied"), KINDS[kind])
+    weights = dict(model.named_parameters())
+    found = []
+    for number in (1, 4):
+        monkeypatch.setattr("finetune.export.merge.num_threads_for", lambda item_bytes, number=number: number)
+        found.append(merge(model, weights, dtype=torch.bfloat16).weights)
+    assert list(found[0]) == list(found[1])
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])

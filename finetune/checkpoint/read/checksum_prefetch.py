@@ -11,10 +11,10 @@ from pathlib import Path
 
 import numpy as np
 
+from finetune.checkpoint.background import run_in_background
 from finetune.checkpoint.format import layout
 from finetune.checkpoint.format.manifest import BLOCK_BYTES, FileChecksum, file_checksum, files_to_verify, read_manifest
 from finetune.errors import CheckpointError
-from finetune.runtime.background import run_in_background
 from finetune.runtime.resources import usable_cores
 
 ChecksumOf = Callable[[Path], FileChecksum]

@@ -96,7 +96,7 @@ def refuse_existing_checkpoints(folder: Path) -> None:
 
 
 def verify_checkpoint(
-    path: Path, *, group: Group = Group.MAIN, checksum_of: ChecksumOf = file_checksum
+    path: Path, *, group: Group = Group.HOST, checksum_of: ChecksumOf = file_checksum
 ) -> VerifiedCheckpoint:
     """Return the checkpoint if every file has the size and digest it was written with, and its metadata is consistent.
 

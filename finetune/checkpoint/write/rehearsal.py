@@ -15,7 +15,7 @@ from finetune.checkpoint.format.tensor_file import PARAMETER, TensorRecord
 from finetune.checkpoint.sharding.gather import agree_on_records
 from finetune.checkpoint.sharding.save_plan import PlannedFile, plan_files
 from finetune.checkpoint.sharding.state_access import StateAccess
-from finetune.checkpoint.write.snapshot import SnapshotSource, StreamingSource
+from finetune.checkpoint.write.snapshot import SnapshotSource, StreamingSource, host_memory_bytes
 from finetune.checkpoint.write.writer import SLACK_BYTES, explain_disk_errors
 from finetune.config.sections.checkpoint import CheckpointSection
 from finetune.errors import CheckpointError
@@ -95,9 +95,9 @@ def require_host_memory(shares: Sequence[tuple[str, int, int]]) -> None:
 
 
 def _require_host_memory(planned: Sequence[PlannedFile]) -> None:
-    own = sum(record.size_bytes for file in planned if file.writer == distributed.rank() for record in file.records)
     # Gathered before any rank allocates, so that all have measured the same state.
-    require_host_memory(distributed.gather_objects((platform.node(), own, available_bytes())))
+    shares = distributed.gather_objects((platform.node(), host_memory_bytes(planned), available_bytes()))
+    require_host_memory(shares)
 
 
 def _try_folder(folder: Path) -> None:

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from finetune.checkpoint.background import run_in_background, run_now
 from finetune.checkpoint.format import layout
 from finetune.checkpoint.format.manifest import Manifest, OtherFormatError, RunFingerprint
 from finetune.checkpoint.read.find import verify_checkpoint
@@ -22,7 +23,6 @@ from finetune.checkpoint.write.writer import write_contents
 from finetune.config.sections.checkpoint import CheckpointSection
 from finetune.errors import CheckpointError, NonFiniteError
 from finetune.runtime import distributed
-from finetune.runtime.background import run_in_background, run_now
 from finetune.runtime.distributed import Group, error_text, run_on_rank_0
 from finetune.runtime.supervision.exit import is_broken_collective
 from finetune.runtime.supervision.heartbeat import fault_point

@@ -13,6 +13,7 @@ from finetune.checkpoint.format.tensor_file import DTYPES, TensorRecord
 from finetune.checkpoint.sharding.gather import Gathered, Gatherer, agree_on_records, agree_on_scalars
 from finetune.checkpoint.sharding.save_plan import PlannedFile, plan_files
 from finetune.checkpoint.sharding.state_access import StateAccess
+from finetune.checkpoint.write.pinned_memory import PinnedMemory, pinned_size
 from finetune.runtime import distributed
 from finetune.runtime.distributed import run_on_all_ranks
 
@@ -60,6 +61,7 @@ class SnapshotSource:
         self._gatherer = Gatherer(access)
         self._planned: Sequence[PlannedFile] = ()
         self._buffers: dict[str, Tensor] = {}
+        self._pinned: list[PinnedMemory] = []
 
     def capture(self, step: int, *, progress: Mapping[str, Any]) -> Contents:
         """Return a copy of the state, valid until the next one is captured. Collective.
@@ -82,12 +84,19 @@ class SnapshotSource:
         """Allocate the buffers of this rank's share, unless the plan is that of the last save, as it usually is."""
         if planned == self._planned:
             return
-        self._planned, self._buffers = (), {}  # freed before new memory is allocated
+        self._planned, self._buffers, self._pinned = (), {}, []  # freed before new memory is allocated
         pins = self._access.device.type == "cuda"  # a GPU copies several times faster to pinned memory
         for file in planned:
             if file.writer == distributed.rank():
-                self._buffers.update(_host_buffers(file, pins=pins))
+                self._buffers.update(_cut(self._new_memory(_size(file), pins=pins), file))
         self._planned = planned
+
+    def _new_memory(self, size: int, *, pins: bool) -> Tensor:
+        """Return this many bytes of host memory, zeroed so that its pages are committed."""
+        if not pins:
+            return torch.empty(size, dtype=torch.uint8).zero_()
+        self._pinned.append(PinnedMemory(size))
+        return self._pinned[-1].bytes
 
     def _buffer(self, file: PlannedFile, record: TensorRecord) -> Tensor:
         return self._buffers[record.stored_name]
@@ -108,13 +117,20 @@ def _scalars(access: StateAccess) -> dict[str, Any]:
     return {"optimizer": agree_on_scalars(access), "loss_scale": access.loss_scale.read()}
 
 
-def _host_buffers(file: PlannedFile, *, pins: bool) -> Iterator[tuple[str, Tensor]]:
-    """Yield a buffer for each tensor of the file, in one allocation that is zeroed so that its pages are committed.
+def host_memory_bytes(planned: Sequence[PlannedFile]) -> int:
+    """Return what the copies of this rank's share take of its machine's memory."""
+    return sum(pinned_size(_size(file)) for file in planned if file.writer == distributed.rank())
+
+
+def _size(file: PlannedFile) -> int:
+    return sum(record.size_bytes for record in file.records)
+
+
+def _cut(memory: Tensor, file: PlannedFile) -> Iterator[tuple[str, Tensor]]:
+    """Yield a buffer for each tensor of the file, all cut from this memory.
 
     Wide dtypes come first in a file, so every tensor is aligned to its element size.
     """
-    size = sum(record.size_bytes for record in file.records)
-    memory = torch.empty(size, dtype=torch.uint8, pin_memory=pins).zero_()
     start = 0
     for record in file.records:
         yield record.stored_name, memory[start : start + record.size_bytes].view(DTYPES[record.dtype])

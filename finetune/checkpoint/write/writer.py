@@ -133,7 +133,7 @@ def write_checkpoint(
     return write_contents(folder, StreamingSource(access).capture(step, progress=progress), run=run)
 
 
-def write_contents(folder: Path, contents: Contents, *, run: RunFingerprint, group: Group = Group.MAIN) -> Manifest:
+def write_contents(folder: Path, contents: Contents, *, run: RunFingerprint, group: Group = Group.HOST) -> Manifest:
     """Write the contents as a checkpoint in `folder` and return its manifest; a failure leaves nothing.
 
     Raises CheckpointError if it cannot be written, NonFiniteError if a tensor is not finite. Collective.
