@@ -17,6 +17,7 @@ from finetune.run.state.save import ReportingSaver
 from finetune.run.supervision import FINAL_REASONS, Supervision
 from finetune.runtime import distributed
 from finetune.runtime.progress import Progress
+from finetune.runtime.upstream import keep_freed_memory
 from finetune.strategy.choose import describe_strategy
 from finetune.train.loop import report_steps, train
 from finetune.train.parts import Parts
@@ -81,6 +82,8 @@ def finish(
 
 
 def _run_loop(parts: Parts, progress: Progress, *, supervision: Supervision) -> str:
+    if parts.accelerator.device.type == "cpu":
+        keep_freed_memory()
     supervision.watchdog.begin_training()
     try:
         return train(parts, progress)

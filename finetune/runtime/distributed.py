@@ -4,7 +4,8 @@ A function that is called on rank 0 or on all ranks raises its error on all of t
 """
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from enum import Enum
 from typing import TypeVar
@@ -19,17 +20,39 @@ T = TypeVar("T")
 
 
 class Group(Enum):
-    """A process group of all ranks: the collectives of one never wait for, or mix with, those of another."""
+    """A process group of all ranks beside torch's default one, over which training sends tensors.
 
-    MAIN = "main"  # torch's default group, which training uses
+    The collectives of one never wait for, or mix with, those of another.
+    """
+
+    HOST = "host"  # gloo, for objects, counts and waiting: no host-device synchronisation, a timeout of its own
     BACKGROUND = "behind"  # for work in the background: gloo, with a timeout of its own
 
 
 _BACKGROUND_TIMEOUT = timedelta(hours=1)
 """How long a rank waits for another to write its part of the state on the slowest disk."""
 
-_CPU_GROUP_TIMEOUT = timedelta(days=2)
-"""How long ranks that are done wait for the slowest."""
+_MARGIN = _BACKGROUND_TIMEOUT + timedelta(minutes=5)
+"""From the hang limit to the timeout: a checkpoint being written is a sign of life, which delays the report."""
+
+_LONGEST_TIMEOUT = timedelta(days=24)
+"""torch's store hands milliseconds to `poll`, as an int of 32 bits."""
+
+_HOST_TIMEOUT = _LONGEST_TIMEOUT
+"""How long ranks that are done wait for the slowest, or for what rank 0 does alone; a watchdog ends what hangs."""
+
+_LAZY_CONNECTIONS = "TORCH_GLOO_LAZY_INIT"
+
+
+def group_timeout(hang_after_seconds: float | None) -> timedelta:
+    """Return the timeout of torch's default group: after the report by `run.hang_after_seconds`, days for None.
+
+    >>> group_timeout(1800.0) > timedelta(seconds=1800), group_timeout(None).days
+    (True, 24)
+    """
+    if hang_after_seconds is None:
+        return _LONGEST_TIMEOUT
+    return min(timedelta(seconds=hang_after_seconds) + _MARGIN, _LONGEST_TIMEOUT)
 
 
 def rank() -> int:
@@ -55,10 +78,10 @@ def is_distributed() -> bool:
 def init_cpu_process_group() -> None:
     """Make a gloo process group of the launched processes, for work without a strategy or a device. Collective."""
     if world() > 1 and not is_distributed():
-        dist.init_process_group("gloo", timeout=_CPU_GROUP_TIMEOUT)
+        dist.init_process_group("gloo", timeout=_HOST_TIMEOUT)
 
 
-def barrier(group: Group = Group.MAIN) -> None:
+def barrier(group: Group = Group.HOST) -> None:
     """Wait until every rank is here. Collective."""
     if is_distributed():
         dist.barrier(group=_groups.get(group))
@@ -72,7 +95,7 @@ def sum_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return total
 
 
-def gather_objects(value: T, *, group: Group = Group.MAIN) -> list[T]:
+def gather_objects(value: T, *, group: Group = Group.HOST) -> list[T]:
     """Return every rank's value, in rank order, on every rank. Collective."""
     if not is_distributed():
         return [value]
@@ -81,7 +104,7 @@ def gather_objects(value: T, *, group: Group = Group.MAIN) -> list[T]:
     return values  # type: ignore[return-value]  # every place has been filled
 
 
-def broadcast_object(value: T, *, group: Group = Group.MAIN) -> T:
+def broadcast_object(value: T, *, group: Group = Group.HOST) -> T:
     """Return rank 0's value on every rank. Collective."""
     if not is_distributed():
         return value
@@ -90,10 +113,14 @@ def broadcast_object(value: T, *, group: Group = Group.MAIN) -> T:
     return box[0]
 
 
+def open_host_group() -> None:
+    """Open the host group, unless it is open; without it, torch's default group serves in its place. Collective."""
+    _open(Group.HOST, timeout=_HOST_TIMEOUT)
+
+
 def open_background_group() -> None:
     """Open the background group, unless it is open. Collective."""
-    if is_distributed() and Group.BACKGROUND not in _groups:
-        _groups[Group.BACKGROUND] = dist.new_group(backend="gloo", timeout=_BACKGROUND_TIMEOUT)
+    _open(Group.BACKGROUND, timeout=_BACKGROUND_TIMEOUT)
 
 
 def close_background_group() -> None:
@@ -106,11 +133,33 @@ def close_background_group() -> None:
         dist.destroy_process_group(handle)
 
 
-def open_control_group() -> None:
-    """Prepare the group of `sum_counts`: gloo, so that counting needs no host-device synchronisation. Collective."""
-    global _control_group
-    if is_distributed() and dist.get_backend() != "gloo":
-        _control_group = dist.new_group(backend="gloo")
+def _open(group: Group, *, timeout: timedelta) -> None:
+    if not is_distributed() or group in _groups:
+        return
+    with _lazy_connections():
+        opened = dist.new_group(backend="gloo", timeout=timeout)
+    _groups[group] = opened
+    # Every kind of call once: ranks that connect later need the store, which ends with the launcher, and could wait
+    # forever for one that has died meanwhile.
+    dist.all_reduce(torch.zeros(1), group=opened)
+    gather_objects(0, group=group)
+    broadcast_object(0, group=group)
+    barrier(group)
+
+
+@contextmanager
+def _lazy_connections() -> Iterator[None]:
+    """Have gloo connect only ranks that talk to each other, unless the environment says otherwise.
+
+    A full mesh takes a socket for every rank; the rings and trees of our collectives take a few dozen in any world.
+    """
+    is_set = _LAZY_CONNECTIONS in os.environ
+    os.environ.setdefault(_LAZY_CONNECTIONS, "1")
+    try:
+        yield
+    finally:
+        if not is_set:
+            del os.environ[_LAZY_CONNECTIONS]
 
 
 def shut_down(code: int, *, afterwards: Callable[[int], int] = int) -> int:
@@ -126,25 +175,63 @@ def shut_down(code: int, *, afterwards: Callable[[int], int] = int) -> int:
     """
     if not is_distributed() or world() == 1:
         return afterwards(code)
-    dist.barrier()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()  # no rank takes its communicators down while a kernel of another still uses them
+    barrier()
+    _groups.clear()
     dist.destroy_process_group()
     return exit_process(afterwards(code))
 
 
 def sum_counts(counts: Sequence[int]) -> list[int]:
     """Return the element-wise sum of every rank's counts, exactly, without touching a device. Collective."""
+    return start_sum_counts(counts)()
+
+
+def start_sum_counts(counts: Sequence[int]) -> Callable[[], list[int]]:
+    """Start `sum_counts` and return what waits for its sums; meanwhile ranks may do other things. Collective."""
     if not is_distributed():
-        return list(counts)
+        return lambda: list(counts)
     totals = torch.tensor(list(counts), dtype=torch.int64)
-    dist.all_reduce(totals, op=dist.ReduceOp.SUM, group=_control_group)
-    return totals.tolist()
+    work = dist.all_reduce(totals, op=dist.ReduceOp.SUM, group=_groups.get(Group.HOST), async_op=True)
+
+    def wait() -> list[int]:
+        work.wait()
+        return totals.tolist()
+
+    return wait
 
 
-_control_group: dist.ProcessGroup | None = None  # None: the default group
-_groups: dict[Group, dist.ProcessGroup] = {}  # the main group is torch's default
+_groups: dict[Group, dist.ProcessGroup] = {}
 
 
-def run_on_all_ranks(function: Callable[[], T], *, group: Group = Group.MAIN) -> list[T]:
+@contextmanager
+def rank_0_works_alone() -> Iterator[None]:
+    """Have no rank leave the context before rank 0 does, however long it works; not after an error. Collective."""
+    with _watched_by_rank_0():
+        yield
+        barrier()
+
+
+def is_rank_0_alone() -> bool:
+    """Return whether the main thread of this process waits for rank 0, or is rank 0 and waited for."""
+    return _is_rank_0_alone
+
+
+@contextmanager
+def _watched_by_rank_0() -> Iterator[None]:
+    global _is_rank_0_alone
+    _is_rank_0_alone = True
+    try:
+        yield
+    finally:
+        _is_rank_0_alone = False
+
+
+_is_rank_0_alone = False
+
+
+def run_on_all_ranks(function: Callable[[], T], *, group: Group = Group.HOST) -> list[T]:
     """Call `function` on every rank and return all values; if it fails on one, raise its error on all. Collective.
 
     `function` must not be collective: ranks would wait for one that has failed. No rank returns before all are done.
@@ -158,13 +245,14 @@ def run_on_all_ranks(function: Callable[[], T], *, group: Group = Group.MAIN) ->
     return [value for value, _ in outcomes]  # type: ignore[misc]  # no failure, so there is a value
 
 
-def run_on_rank_0(function: Callable[[], T], *, group: Group = Group.MAIN) -> T:
+def run_on_rank_0(function: Callable[[], T], *, group: Group = Group.HOST) -> T:
     """Call `function` on rank 0 and return its value on all ranks; if it fails, raise its error on all. Collective.
 
     No rank returns before rank 0 is done.
     """
-    value, failure = _attempt(function) if is_main() else (None, None)
-    value, error = broadcast_object((value, error_text(failure) if failure is not None else None), group=group)
+    with _watched_by_rank_0() if group is Group.HOST else nullcontext():
+        value, failure = _attempt(function) if is_main() else (None, None)
+        value, error = broadcast_object((value, error_text(failure) if failure is not None else None), group=group)
     if error is not None:
         raise CheckpointError(error) from failure
     return value  # type: ignore[return-value]  # no failure, so there is a value

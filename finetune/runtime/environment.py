@@ -14,6 +14,7 @@ from typing import Any
 import psutil
 import torch
 
+from finetune import __version__
 from finetune.runtime.text.redact import redacted_command, redacted_text, redacted_variables
 
 PACKAGES = (
@@ -66,13 +67,14 @@ def environment_facts() -> dict[str, Any]:
         "git": git_state(Path.cwd()),
         "command": redacted_command(sys.argv),
         "launcher": launcher_variables(os.environ),
+        "process_group": _process_group(),
         "accelerate_default_config": default_config(os.environ),
     }
 
 
 def package_versions() -> dict[str, str]:
     """Return the versions of this package and of those that decide what a run computes; absent ones are left out."""
-    found = {name: _version(name) for name in PACKAGES}
+    found = {name: _version(name) for name in PACKAGES} | {"finetune": __version__}  # installed or not
     return {name: number for name, number in found.items() if number is not None}
 
 
@@ -135,6 +137,13 @@ def _cuda_driver() -> str | None:
         return None
     drivers = _command_output(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"])
     return drivers.splitlines()[0] if drivers else None
+
+
+def _process_group() -> dict[str, Any] | None:
+    """Return backend and size of the group in which ranks communicate; None for a process that was started alone."""
+    if not torch.distributed.is_initialized():
+        return None
+    return {"backend": torch.distributed.get_backend(), "num_processes": torch.distributed.get_world_size()}
 
 
 def _nccl() -> str | None:

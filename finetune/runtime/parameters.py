@@ -19,14 +19,16 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 class InitContext:
     """How the model is brought into memory so that no machine holds it more often than it must.
 
-    `context` is entered while the modules are built. `is_hollow`: this rank builds the modules with empty parameters,
-    which are filled from rank 0 when the model is prepared. `gather` is entered with parameters whose values are to be
-    written (ZeRO-3 partitions them at birth); rank 0's values are the ones kept.
+    `context` is entered while the modules are built. `on_meta_device`: this rank builds the modules with empty
+    parameters, which are filled from rank 0 when the model is prepared. `gather` is entered with parameters whose
+    values are to be written (ZeRO-3 partitions them at birth); rank 0's values are the ones kept. `device` is where
+    weights from files are placed; None: on the CPU, from which the strategy moves or shards them.
     """
 
     context: Callable[[], AbstractContextManager[Any]] = nullcontext
     on_meta_device: bool = False
     gather: Callable[[Sequence[nn.Parameter]], AbstractContextManager[Any]] = nullcontext
+    device: torch.device | None = None
 
 
 AVERAGE = "average"

@@ -1,7 +1,8 @@
 """How processes end: a worker with the process that it serves, a rank with its launcher, a command with its group.
 
-A process exits without the interpreter's teardown, in which libraries' threads now and then abort; what was
-registered with `atexit` still runs: trackers send what they hold, temporary folders are removed. Imports no torch.
+A process exits without the interpreter's teardown, in which libraries' threads now and then abort. What comes before
+that in a teardown still happens: threads that are no daemons end, and what was registered with `atexit` runs, so that
+profiles and coverage are written, trackers send what they hold, temporary folders are removed. Imports no torch.
 """
 
 import atexit
@@ -14,6 +15,7 @@ import socket
 import subprocess
 import sys
 import threading
+import traceback
 from collections.abc import Mapping, Sequence
 from multiprocessing import connection, parent_process
 from pathlib import Path
@@ -96,15 +98,16 @@ def _command(pid: int) -> list[str]:
 _EXIT_HANDLERS_SECONDS = 10.0
 """For all handlers together: one that waits for another process could wait forever."""
 
+_BESIDE_STUCK_SECONDS = 3.0
+"""The same where another thread ends the process: the main one may be stuck, with locks held that a handler needs."""
 
-def exit_process(code: int, *, seconds: float = _EXIT_HANDLERS_SECONDS) -> NoReturn:
-    """Run the handlers registered with `atexit`, flush, and exit this process, after so many seconds at the latest.
 
-    On another thread than the main one nothing registered is done: the main one may be stuck, with locks held.
-    """
+def exit_process(code: int, *, seconds: float | None = None) -> NoReturn:
+    """Run the handlers registered with `atexit`, flush, and exit this process, after so many seconds at the latest."""
+    is_main = threading.current_thread() is threading.main_thread()
+    limit = seconds if seconds is not None else _EXIT_HANDLERS_SECONDS if is_main else _BESIDE_STUCK_SECONDS
     try:
-        if threading.current_thread() is threading.main_thread():
-            _run_exit_handlers(code, seconds=seconds)
+        _run_exit_handlers(code, seconds=limit, joins_threads=is_main)
         logging.shutdown()
         sys.stdout.flush()
         sys.stderr.flush()
@@ -112,17 +115,28 @@ def exit_process(code: int, *, seconds: float = _EXIT_HANDLERS_SECONDS) -> NoRet
         os._exit(code)
 
 
-def _run_exit_handlers(code: int, *, seconds: float) -> None:
+def _run_exit_handlers(code: int, *, seconds: float, joins_threads: bool) -> None:
+    """Do what the interpreter does before its teardown, in its order."""
     guard = threading.Timer(seconds, _give_up, (code, seconds))
     guard.daemon = True
     guard.start()
+    if joins_threads:  # pools of `concurrent.futures` finish what was submitted; only the main thread may ask for it
+        _join_threads()
     atexit._run_exitfuncs()  # the last registered first; an error in one is printed and does not keep the others
     guard.cancel()
 
 
+def _join_threads() -> None:
+    try:
+        threading._shutdown()  # type: ignore[attr-defined]
+    except Exception as error:  # of something that was registered: it keeps no other
+        print("".join(traceback.format_exception(error)), file=sys.stderr)
+
+
 def _give_up(code: int, seconds: float) -> None:
     try:
-        print(f"warning: the exit handlers took more than {seconds:g} s and were abandoned", file=sys.stderr)
+        text = f"warning: threads and exit handlers took more than {seconds:g} s to end and were abandoned"
+        print(text, file=sys.stderr)
         sys.stdout.flush()
         sys.stderr.flush()
     finally:

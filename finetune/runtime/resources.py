@@ -1,13 +1,15 @@
-"""Cores, memory and disk space that this process may use, within the limits of its container. Imports no torch.
+"""Cores, memory, disk space and open files that this process may use, within its container. Imports no torch.
 
 Errors of a full or read-only disk become one error, which says how much space is left.
 """
 
 import os
 import re
+import resource
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -157,3 +159,53 @@ def _text(error: OSError, folders: Sequence[Path]) -> str | None:
 
 
 _ADVICE = "Let this user write there, or name another folder (run.folder, data.cache_folder)."
+
+
+_OWN_FILES = 512
+"""Libraries, weights, prepared data, logs, and the pipes of loader processes."""
+
+_FILES_PER_RANK = 3
+"""The store has a socket for each rank in the process that keeps it, as has each full mesh of gloo beside it."""
+
+
+@dataclass(frozen=True)
+class FileLimit:
+    """The soft limit, which counts, and the hard one, up to which a process may raise it."""
+
+    soft: int
+    hard: int
+
+
+def file_limit() -> FileLimit:
+    """Return the limit of this process; unlimited is a very large number."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = 1 << 30
+    return FileLimit(*(most if each == resource.RLIM_INFINITY else each for each in (soft, hard)))
+
+
+def files_needed(world: int) -> int:
+    """Return how many files and sockets a process may have open in a run of so many.
+
+    >>> files_needed(8), files_needed(1000)
+    (536, 3512)
+    """
+    return _OWN_FILES + _FILES_PER_RANK * world
+
+
+def raise_file_limit(world: int) -> str | None:
+    """Raise the soft limit to what such a run needs; return a warning where even the hard limit is below that."""
+    limit, needed = file_limit(), files_needed(world)
+    if limit.soft >= needed:
+        return None
+    reached = min(limit.hard, needed)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (reached, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    except (OSError, ValueError):
+        reached = limit.soft
+    if reached >= needed:
+        return None
+    return (
+        f"a process may have {reached:,} files and sockets open (`ulimit -n`), and a run of {world:,} processes may "
+        f"need {needed:,}: connections would then be refused. Raise the hard limit to {needed:,} (docker: --ulimit "
+        f"nofile={needed}; Slurm: PropagateResourceLimits; else /etc/security/limits.conf)."
+    )

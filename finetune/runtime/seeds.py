@@ -26,8 +26,12 @@ def seed_everything(*parts: int | str) -> None:
 
 
 def use_deterministic_kernels() -> None:
-    """Make torch refuse kernels that are not repeatable; call it before the first kernel runs."""
+    """Make torch refuse kernels that are not repeatable; call it before the first kernel runs.
+
+    torch's own attention follows its switch, flash attention's package does not: transformers reads a variable.
+    """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    os.environ["FLASH_ATTENTION_DETERMINISTIC"] = "1"
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False
 

@@ -1,22 +1,29 @@
 """Build the Accelerator that a strategy asks for, and check that it is what came out."""
 
+from datetime import timedelta
 from typing import Any
 
 from accelerate import Accelerator, DataLoaderConfiguration
+from accelerate.utils import InitProcessGroupKwargs
 from torch import nn
 
 from finetune.errors import StrategyError
 from finetune.runtime import distributed
 from finetune.strategy.protocol import Expected, Strategy
 from finetune.strategy.reconcile import ACCELERATE_PRECISION
+from finetune.strategy.upstream import set_default_group_timeout
 
 
-def build_accelerator(strategy: Strategy, *, precision: str) -> Accelerator:
+def build_accelerator(strategy: Strategy, *, precision: str, timeout: timedelta) -> Accelerator:
     """Return an Accelerator as the strategy wants it; raises StrategyError when something else came out. Collective.
 
-    Accumulation stays at 1 in Accelerate: the step sets the boundary itself, from the number of targets.
+    `timeout` is that of every process group over which tensors are sent, whoever makes it. Accumulation stays at 1 in
+    Accelerate: the step sets the boundary itself, from the number of targets.
     """
-    with strategy.accelerator_context():
+    set_default_group_timeout(timeout)
+    with strategy.accelerator_context(timeout=timeout):
+        plugin = dict(strategy.plugin().arguments)
+        handlers = [InitProcessGroupKwargs(timeout=timeout), *plugin.pop("kwargs_handlers", ())]
         accelerator = Accelerator(
             mixed_precision=ACCELERATE_PRECISION[precision],
             gradient_accumulation_steps=1,
@@ -24,9 +31,11 @@ def build_accelerator(strategy: Strategy, *, precision: str) -> Accelerator:
             dataloader_config=DataLoaderConfiguration(
                 even_batches=False, split_batches=False, dispatch_batches=False, non_blocking=True
             ),
-            **strategy.plugin().arguments,
+            kwargs_handlers=handlers,
+            **plugin,
         )
-    distributed.open_control_group()
+    distributed.open_host_group()
+    distributed.open_background_group()  # now: it needs the store, which ends with the launcher
     check_accelerator(accelerator, strategy.expected(), precision=precision, strategy=strategy.name)
     return accelerator
 

@@ -2,14 +2,15 @@
 
 import math
 import time
+from functools import partial
 
 from finetune.report.events import Warned
 from finetune.runtime.progress import Progress
-from finetune.runtime.supervision.heartbeat import fault_point
+from finetune.train.counted_groups import CountedGroups
 from finetune.train.early_stopping import EARLY_STOPPING, FINISHED
 from finetune.train.meters import StepRecord
 from finetune.train.parts import Parts
-from finetune.train.step import record_skipped_step, sum_step_counts, take_step
+from finetune.train.step import record_skipped_step, take_step
 
 
 def train(parts: Parts, progress: Progress) -> str:
@@ -46,20 +47,26 @@ def report_steps(parts: Parts, progress: Progress) -> None:
 
 def _take_steps(parts: Parts, progress: Progress) -> str:
     saved_step = progress.step
-    groups = parts.groups(first_step=progress.step)
+    groups = CountedGroups(parts, first_step=progress.step)
     while progress.step < parts.plan.num_steps:
         started = time.perf_counter()
-        group = next(groups)
-        data_seconds = time.perf_counter() - started
-        fault_point("data", step=progress.step)
-        counts = sum_step_counts(parts, group, step=progress.step)
+        group = groups.take(progress.step)
+        counts = group.counts
         if counts.has_news or counts.stop_request.stop_reason:
             report_steps(parts, progress)
         if counts.stop_request.saves and saved_step < progress.step:
             saved_step = _save(parts, progress)
         if counts.stop_request.stop_reason:
             return counts.stop_request.stop_reason
-        record = take_step(parts, group, counts, progress=progress, started=started, data_seconds=data_seconds)
+        record = take_step(
+            parts,
+            group.batches,
+            counts,
+            progress=progress,
+            started=started,
+            data_seconds=group.data_seconds,
+            before_last_backward=partial(groups.count_ahead, progress.step + 1, counts=counts),
+        )
         if record.is_taken is False:
             record_skipped_step(parts, progress, record)
         advance(progress, record)

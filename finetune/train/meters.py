@@ -109,9 +109,8 @@ class Meters:
             return []
         names = list(records[0].sums)
         of_ranks = [torch.stack([each.losses.sum(), *(each.sums[name] for name in names)]) for each in records]
-        norms = torch.stack([record.gradient_norm for record in records])
         added = distributed.sum_tensor(torch.stack(of_ranks))  # [steps, 1 + names]
-        rows = torch.cat([norms[:, None].to(added.dtype), added], dim=1).tolist()
+        rows = _rows(records, added).tolist()
         memory = peak_memory_bytes()
         events = [
             _event(record, loss_sum=loss, gradient_norm=norm, metrics=self._metrics(record, sums), memory=memory)
@@ -129,6 +128,15 @@ class Meters:
             return {}
         named = dict(zip(record.sums, sums, strict=True))
         return dict(self._step_metrics(named, num_targets=record.num_targets))
+
+
+def _rows(records: Sequence[StepRecord], added: Tensor) -> Tensor:
+    """Return the norm of each step beside its sums, [steps, 2 + names], on the device of the sums.
+
+    Where parameters are offloaded, as by `fsdp_offload_params`, the norm of their gradients is on the CPU.
+    """
+    norms = torch.stack([record.gradient_norm for record in records])
+    return torch.cat([norms[:, None].to(added), added], dim=1)
 
 
 def is_finite(tensor: Tensor) -> bool:

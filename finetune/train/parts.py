@@ -21,7 +21,7 @@ from finetune.train.stopping import StopSources
 from finetune.train.update import Update
 
 
-def no_op(batch: Batch) -> None:
+def no_op(*_: object) -> None:
     """Do nothing."""
 
 
@@ -76,3 +76,5 @@ class Parts:
     stop_after_steps: int | None
     early_stopping: EarlyStopping | NeverStop
     before_batch: Callable[[Batch], None] = no_op  # called with each batch before its forward pass
+    reduces_every_microbatch: bool = False  # over the ranks, where the strategy leaves the choice
+    counts_ahead: bool = True  # the next group may be requested before the backward passes of a step are done

@@ -6,9 +6,10 @@ the result does not depend on how the global batch is cut into ranks and microba
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -20,10 +21,10 @@ from finetune.report.events import StepSkipped
 from finetune.runtime import distributed, seeds
 from finetune.runtime.progress import Progress
 from finetune.runtime.supervision.heartbeat import fault_point
-from finetune.strategy.gradient_sync import no_gradient_sync
+from finetune.strategy.gradient_sync import accumulate_gradients
 from finetune.train.meters import StepRecord, is_finite
 from finetune.train.optim.optimizers import begin_step
-from finetune.train.parts import Parts
+from finetune.train.parts import Parts, no_op
 from finetune.train.stopping import StopRequest, stop_request_of
 
 LOSS_SCALE, NON_FINITE = "loss scale", "non-finite"
@@ -40,6 +41,7 @@ class StepCounts:
     samples: int  # the mark of the samples (`data/delivery.py`)
     stop_request: StopRequest
     has_news: bool  # of a step that was left out, on some rank
+    is_slow: bool = False  # on some rank, so a stop that is requested now must not be heard a step later
 
 
 def take_step(
@@ -50,15 +52,19 @@ def take_step(
     progress: Progress,
     started: float,
     data_seconds: float,
+    before_last_backward: Callable[[], None] = no_op,
 ) -> StepRecord:
     """Take the step that follows `progress.step` steps, or leave it out. Collective.
 
-    `started` is when its batches were requested, by `time.perf_counter`, and `data_seconds` how long they took.
+    `started` is when it began, by `time.perf_counter`, and `data_seconds` how long its batches took.
+    `before_last_backward` is called when the last forward pass is done, or queued on the device.
     """
     seeds.seed_everything(parts.seed, "step", progress.step, distributed.rank())
     learning_rate = parts.plan.schedule.learning_rate(progress.step)
     begin_step(parts.optimizer, step=progress.step, learning_rate=learning_rate)
-    losses, others = _backward(parts, group, num_targets=counts.num_targets, step=progress.step)
+    losses, others = _backward(
+        parts, group, num_targets=counts.num_targets, step=progress.step, before_last=before_last_backward
+    )
     gradient_norm = parts.update.clip()
     fault_point("update.before", step=progress.step)
     is_taken = parts.update(gradient_norm, num_allowed=_num_allowed(parts, progress))
@@ -80,22 +86,30 @@ def take_step(
     )
 
 
-def sum_step_counts(parts: Parts, group: tuple[Batch, ...], *, step: int) -> StepCounts:
-    """Return the counts of the group over all ranks and their stop requests, from one all-reduce.
+def start_step_counts(
+    parts: Parts, group: tuple[Batch, ...], *, step: int, is_slow: bool = False
+) -> Callable[[], StepCounts]:
+    """Start one all-reduce of the group's counts and of the stop requests, and return what waits for the sums.
 
-    Raises TrainingError for samples that are not this step's, or not what was prepared. Collective.
+    That raises TrainingError for samples that are not this step's, or not what was prepared. Collective, both.
     """
     delivery = parts.deliveries.received(group)
-    num_targets, num_tokens, low, high, num_damaged, num_news, *stop_counts = distributed.sum_counts(
+    wait = distributed.start_sum_counts(
         [
             sum(batch.num_targets for batch in group),
             sum(batch.num_tokens for batch in group),
             *split_uint64(delivery.mark),
             len(delivery.damaged) + int(delivery.problem is not None),
             int(parts.update.has_news),
+            int(is_slow),
             *parts.stop_sources.counts(),
         ]
     )
+    return lambda: _step_counts(parts, delivery, wait(), step=step)
+
+
+def _step_counts(parts: Parts, delivery: Delivery, sums: Sequence[int], *, step: int) -> StepCounts:
+    num_targets, num_tokens, low, high, num_damaged, num_news, num_slow, *stop_counts = sums
     if num_damaged:
         _raise_damaged(parts, delivery, step=step)
     samples = join_uint64(low, high)
@@ -104,7 +118,14 @@ def sum_step_counts(parts: Parts, group: tuple[Batch, ...], *, step: int) -> Ste
             f"the samples of step {step + 1} are not those that the data order assigns to it: a bug of ours or of a "
             "data loader. The step was not taken. Please report it."
         )
-    return StepCounts(num_targets, num_tokens, samples, stop_request_of(stop_counts), has_news=num_news > 0)
+    return StepCounts(
+        num_targets,
+        num_tokens,
+        samples,
+        stop_request_of(stop_counts),
+        has_news=num_news > 0,
+        is_slow=num_slow > 0,
+    )
 
 
 def _raise_damaged(parts: Parts, delivery: Delivery, *, step: int) -> None:
@@ -116,23 +137,26 @@ def _raise_damaged(parts: Parts, delivery: Delivery, *, step: int) -> None:
 
 
 def _backward(
-    parts: Parts, group: tuple[Batch, ...], *, num_targets: int, step: int
+    parts: Parts, group: tuple[Batch, ...], *, num_targets: int, step: int, before_last: Callable[[], None]
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Accumulate the gradient of the mean loss over the world's targets.
 
     Returns the summed loss of each microbatch, [microbatches], and the task's other sums over all of them.
     """
     accelerator, losses = parts.accelerator, []
+    accumulate = partial(accumulate_gradients, accelerator, parts.model, reduces=parts.reduces_every_microbatch)
     others: dict[str, Tensor] = {}
     scale = accelerator.num_processes / max(1, num_targets)  # every backend averages over ranks
     for number, batch in enumerate(parts.task.prepare_step(parts.model, group)):
         is_last = number == len(group) - 1
         accelerator.sync_gradients = is_last
-        with nullcontext() if is_last else no_gradient_sync(accelerator, parts.model):
+        with nullcontext() if is_last else accumulate():
             parts.before_batch(batch)
             sums = dict(parts.task.loss_sums(parts.model, batch))
             loss_sum = sums.pop("loss_sum")
             fault_point("forward", step=step, tensor=loss_sum)
+            if is_last:
+                before_last()
             parts.update.backward(loss_sum * scale)
             fault_point("backward", step=step)
         losses.append(loss_sum.detach())

@@ -4,7 +4,13 @@ import subprocess
 import torch
 
 from finetune import __version__
-from finetune.runtime.environment import default_config, environment_facts, git_state, launcher_variables
+from finetune.runtime.environment import (
+    default_config,
+    environment_facts,
+    git_state,
+    launcher_variables,
+    package_versions,
+)
 
 CANARY = "canary-3f9c"
 
@@ -20,6 +26,11 @@ def test_the_facts_are_plain_json_and_name_the_versions():
     assert facts["packages"]["finetune"] == __version__
     assert facts["num_cpus"] >= 1 and facts["memory_bytes"] > 10**8
     assert facts["devices"][0]["type"] in ("cpu", "cuda")
+
+
+def test_a_package_that_runs_from_its_source_is_named_among_the_versions(monkeypatch):
+    monkeypatch.setattr("finetune.runtime.environment._version", {"torch": "2.11.0"}.get)
+    assert package_versions() == {"finetune": __version__, "torch": "2.11.0"}
 
 
 def test_no_secret_of_the_environment_or_command_line_is_in_the_facts(monkeypatch):

@@ -16,7 +16,7 @@ def package(tmp_path, monkeypatch):
     (folder / "part.py").write_text("def answer():\n    return 42\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     yield
-    for name in ("slow", "slow.part"):
+    for name in ("slow", "slow.part", "slow.many"):
         sys.modules.pop(name, None)
 
 
@@ -89,6 +89,21 @@ def test_what_a_command_imports_is_never_looked_at_by_the_garbage_collector(pack
         assert gc.get_freeze_count() > num_frozen
         assert gc.get_threshold() == threshold
     finally:
+        gc.unfreeze()
+
+
+def test_no_garbage_is_collected_while_a_command_imports(package, tmp_path, figure):
+    (tmp_path / "slow" / "many.py").write_text("kept = [[] for _ in range(200_000)]")
+    collections = []
+    watch = lambda phase, info: collections.append(phase)  # noqa: E731
+    with lazily(freeze=True):
+        from slow import many
+    gc.callbacks.append(watch)
+    try:
+        assert len(many.kept) == 200_000
+        figure("garbage collections during an import of 200,000 objects", len(collections), at_most=0)
+    finally:
+        gc.callbacks.remove(watch)
         gc.unfreeze()
 
 

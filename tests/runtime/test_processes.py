@@ -106,9 +106,29 @@ def test_handlers_run_last_first_and_one_that_fails_keeps_no_other(ended):
 def test_a_handler_that_never_ends_is_left_after_a_while(ended):
     code, said, complaint = ended("atexit.register(time.sleep, 60); exit_process(3, seconds=0.2)")
     assert (code, said) == (3, ["at work"])
-    assert "the exit handlers took more than 0.2 s" in complaint
+    assert "threads and exit handlers took more than 0.2 s" in complaint
 
 
-def test_another_thread_ends_the_process_at_once(ended):
-    code, said, _ = ended("threading.Thread(target=exit_process, args=(3,)).start(); time.sleep(60)")
+def test_another_thread_has_the_handlers_run_beside_a_main_thread_that_is_stuck(ended):
+    code, said, complaint = ended("threading.Thread(target=exit_process, args=(3,)).start(); time.sleep(60)")
+    assert (code, said) == (3, ["at work", "registered last", "registered first"])
+    assert "a handler fails" in complaint
+
+
+def test_a_handler_that_needs_a_lock_of_the_stuck_thread_is_left_soon(ended):
+    stuck = "lock = threading.Lock(); lock.acquire(); atexit.register(lock.acquire)\n"
+    ending = f"{stuck}threading.Thread(target=exit_process, args=(3,)).start(); time.sleep(60)"
+    code, said, complaint = ended(ending)
     assert (code, said) == (3, ["at work"])
+    assert "took more than 3 s" in complaint
+
+
+def test_a_pool_finishes_what_it_was_given_and_threads_end_before_the_handlers_run(ended):
+    pool = (
+        "from concurrent.futures import ThreadPoolExecutor\n"
+        "ThreadPoolExecutor(1).submit(lambda: (time.sleep(0.3), print('profile written')))\n"
+        "threading.Thread(target=lambda: (time.sleep(0.4), print('thread ended'))).start()\n"
+    )
+    code, said, _ = ended(f"{pool}exit_process(3)")
+    assert code == 3
+    assert said == ["at work", "profile written", "thread ended", "registered last", "registered first"]

@@ -3,6 +3,8 @@
 import errno
 import os
 import resource
+import subprocess
+import sys
 from contextlib import contextmanager
 
 import pytest
@@ -108,3 +110,32 @@ def test_what_is_no_refusal_of_these_folders_passes_as_it_is(tmp_path, error):
     with pytest.raises(type(error)) as raised, disk_errors([tmp_path], DiskError):
         raise error
     assert raised.value is error
+
+
+LIMITED = """
+import resource
+import subprocess
+import sys
+resource.setrlimit(resource.RLIMIT_NOFILE, ({soft}, {hard}))
+from finetune.runtime.resources import raise_file_limit
+print(raise_file_limit({world}), resource.getrlimit(resource.RLIMIT_NOFILE), sep="|")
+"""
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "world", "warning", "limits"),
+    [
+        (1024, 4096, 8, "None", "(1024, 4096)"),
+        (1024, 4096, 1000, "None", "(3512, 4096)"),
+        (256, 1024, 1000, "may have 1,024 files and sockets open", "(1024, 1024)"),
+    ],
+)
+def test_the_soft_limit_of_open_files_is_raised_for_many_ranks(soft, hard, world, warning, limits):
+    program = LIMITED.format(soft=soft, hard=hard, world=world)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    said, _, found = done.stdout.strip().partition("|")
+    assert warning in said
+    assert found == limits
+    if said != "None":
+        assert "a run of 1,000 processes may need 3,512" in said
+        assert "Raise the hard limit to 3,512 (docker: --ulimit nofile=3512" in said

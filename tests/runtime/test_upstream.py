@@ -1,6 +1,7 @@
-"""Locks of killed builds are named and removed, those of others are logged; the hub is not asked in vain."""
+"""Locks of killed builds are named and removed; the hub is not asked in vain; freed memory is used again."""
 
 import inspect
+import platform
 import subprocess
 import sys
 import threading
@@ -21,6 +22,7 @@ from finetune.runtime.upstream import (
     remove_abandoned,
     without_hub_retries,
 )
+from tests.launching import capture
 
 OWNER = """
 import sys
@@ -163,3 +165,29 @@ def test_huggingface_hub_still_fetches_a_list_of_agents_unless_it_is_offline():
     from huggingface_hub.utils import _detect_agent
 
     assert "constants.HF_HUB_OFFLINE" in inspect.getsource(_detect_agent)
+
+
+FAULTS = """
+import resource, sys
+from finetune.runtime.upstream import keep_freed_memory
+
+def faults_of_a_step():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    tensors = [b"x" * num_bytes for num_bytes in (4 << 20, 24 << 20, 100 << 20)]
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+if sys.argv[1] == "kept":
+    assert keep_freed_memory()
+print([faults_of_a_step() for _ in range(5)][-1])
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other libraries have another malloc")
+def test_memory_that_a_step_frees_costs_no_page_fault_in_the_next(figure):
+    faults = {}
+    for name in ("kept", "as it was"):
+        done = capture([sys.executable, "-c", FAULTS, name], is_cold=True)
+        assert done.returncode == 0, done.stderr
+        faults[name] = int(done.stdout)
+    figure("page faults of a later step with 128 MiB of tensors", faults["kept"], at_most=50)
+    assert faults["as it was"] > 10_000, "glibc no longer gives freed blocks back: keep_freed_memory may go"

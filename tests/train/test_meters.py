@@ -1,8 +1,10 @@
 """A run whose loader holds it up is told so, once, and only when it is sure."""
 
+import pytest
 import torch
 
-from finetune.train.meters import DataWaitMonitor, sum_over_ranks
+from finetune.train.meters import DataWaitMonitor, Meters, StepRecord, sum_over_ranks
+from tests.devices import EVERY_DEVICE
 
 
 def warnings(steps):
@@ -50,3 +52,46 @@ def test_a_count_of_targets_that_float32_would_round_stays_exact():
 
 def test_nothing_adds_up_to_nothing():
     assert sum_over_ranks({}) == {}
+
+
+def step_record(*, device, norm_device):
+    return StepRecord(
+        number=1,
+        losses=torch.tensor([1.5, 2.5], device=device),
+        gradient_norm=torch.tensor(0.25, device=norm_device),
+        is_taken=True,
+        sample_ids=((0,), (1,)),
+        learning_rate=0.1,
+        num_targets=2,
+        num_tokens=4,
+        samples_sha256="",
+        epoch=None,
+        seconds=1.0,
+        data_seconds=0.0,
+        sums={"num_correct": torch.tensor(1.0, device=device)},
+    )
+
+
+class Joined(Exception):
+    """The numbers of the steps are together, and on their way to the host."""
+
+
+def test_a_norm_on_the_cpu_is_logged_beside_losses_on_a_device(monkeypatch):
+    def stop(tensor):
+        raise Joined(tuple(tensor.shape), tensor.device.type)
+
+    monkeypatch.setattr(torch.Tensor, "tolist", stop)
+    meters = Meters()
+    for _ in range(3):
+        meters.add(step_record(device="meta", norm_device="cpu"))  # which torch refuses to mix, as CUDA and the CPU
+    with pytest.raises(Joined) as found:
+        meters.read()
+    assert found.value.args == ((3, 3), "meta")
+
+
+@EVERY_DEVICE
+def test_the_numbers_of_a_step_arrive_unchanged(device):
+    meters = Meters()
+    meters.add(step_record(device=device, norm_device="cpu"))
+    ((_, event),) = meters.read()
+    assert (event.loss, event.gradient_norm) == (2.0, 0.25)

@@ -1,7 +1,14 @@
-"""Nobody waits for the device within a step: what would make a host wait is counted as torch dispatches it."""
+"""Nobody waits for the device within a step.
 
+On a GPU, CUDA itself raises where a host waits. On a CPU it is counted how often torch's profiler sees an operation, or
+a caller asks for one, for which a host would wait for a GPU.
+"""
+
+import os
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -9,20 +16,34 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from peft import LoraConfig, get_peft_model
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.distributed.fsdp import FSDPModule
+from torch.overrides import TorchFunctionMode
+from torch.profiler import ProfilerActivity, profile
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from finetune.config.sections.data import BatchingSection, DataSection, TrainingSourceSection
 from finetune.config.sections.task import TaskSection
-from finetune.config.sections.train import NonFiniteSection, OptimizerSection, ScheduleSection, TrainSection
+from finetune.config.sections.train import (
+    AverageSection,
+    NonFiniteSection,
+    OptimizerSection,
+    ScheduleSection,
+    TrainSection,
+)
 from finetune.data.batch import Batch
 from finetune.data.features import Features
 from finetune.model.attention.implementation import register_per_sample
+from finetune.runtime.processes import free_port
 from finetune.runtime.progress import Progress
 from finetune.runtime.supervision.signals import ReceivedSignals
+from finetune.strategy.choose import choose_strategy
+from finetune.strategy.environment import read_environment
+from finetune.strategy.reconcile import ACCELERATE_PRECISION, JobSettings
 from finetune.task.causal_lm import CausalTask
 from finetune.task.protocol import TaskContext
 from finetune.train import update
@@ -33,37 +54,37 @@ from finetune.train.parts import Parts
 from finetune.train.plan import make_plan
 from finetune.train.step import StepCounts, take_step
 from finetune.train.stopping import StopRequest, StopSources
+from tests.devices import EVERY_DEVICE
 
 WAITING = {
-    "aten::_local_scalar_dense",  # item, bool, int and float of a tensor
-    "aten::is_nonzero",
+    "aten::_local_scalar_dense",  # item, bool, int and float of a tensor, wherever in torch
     "aten::nonzero",  # indexing by a mask, too
     "aten::masked_select",
     "aten::equal",
     "aten::_unique2",
     "aten::unique_consecutive",
-    "aten::repeat_interleave.Tensor",
 }
+ASKING = {
+    *(torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.cpu),
+    *(torch.tensor, torch.as_tensor, torch.from_numpy),  # copied to a device, they come from pageable memory
+}
+ON_A_CPU_ALONE = ("aten::_fused_adamw_",)
+"""Operations whose kernel for a CPU reads what that for a GPU leaves on the device."""
+
 LENGTHS = (5, 3, 7, 4)
 
 
-class Waits(TorchDispatchMode):
-    """Counts the operations that a host would wait for, by name."""
+class Asked(TorchFunctionMode):
+    """Counts calls that the profiler does not show, by name."""
 
     def __init__(self) -> None:
         super().__init__()
         self.found: Counter[str] = Counter()
-        self.num_seen = 0
 
-    def __torch_dispatch__(self, operation: Any, types: Any, given: Any = (), named: Any = None) -> Any:
-        name = operation.name()
-        self.num_seen += 1
-        is_mask = name == "aten::index.Tensor" and any(
-            each is not None and each.dtype == torch.bool for each in given[1]
-        )
-        if name in WAITING or is_mask:
-            self.found[name] += 1
-        return operation(*given, **(named or {}))
+    def __torch_function__(self, function: Any, types: Any, given: Any = (), named: Any = None) -> Any:
+        if function in ASKING:
+            self.found[function.__name__] += 1
+        return function(*given, **(named or {}))
 
 
 def llama(attention: str) -> LlamaForCausalLM:
@@ -100,7 +121,8 @@ def second_step(
     lora: bool = False,
     num_batches: int = 1,
     limit: float | None = 1.0,
-    name: str = "adamw",
+    averages: bool = False,
+    **section: Any,
 ) -> Callable[[], object]:
     """Return what takes a step once the first, which makes the optimizer's state, has been taken."""
     batching = BatchingSection(padding_free=is_free)
@@ -110,27 +132,96 @@ def second_step(
     model: Any = llama("per_sample" if is_free else "sdpa")
     if lora:
         model = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "v_proj"], lora_dropout=0.1))
-    optimizer = build_optimizer(list_parameters(model), OptimizerSection(name=name), learning_rate=0.1)
+    settings = OptimizerSection(**section)
+    optimizer = build_optimizer(
+        list_parameters(model),
+        settings,
+        learning_rate=0.1,
+        average=AverageSection(decay=0.5) if averages else None,
+    )
     model, optimizer = accelerator.prepare(model, optimizer)
+    assert isinstance(model, FSDPModule) == accelerator.is_fsdp2
     group = tuple(batch.to(accelerator.device) for batch in group_of(task, num_batches=num_batches))
-    parts = parts_of(accelerator, model, optimizer, task=task, limit=limit, num_batches=num_batches)
+    updates = (
+        update.UpdateInBackward(accelerator, model, optimizer)
+        if settings.in_backward
+        else update.Update(accelerator, model, optimizer, max_gradient_norm=limit)
+    )
+    parts = parts_of(accelerator, model, optimizer, task=task, update=updates, num_batches=num_batches)
     counts = StepCounts(sum(each.num_targets for each in group), 19, 0, StopRequest(None, saves=False), has_news=False)
     take = partial(take_step, parts, group, counts, progress=Progress(), started=0.0, data_seconds=0.0)
     take()
     return take
 
 
-def waits_of_a_step(**how: Any) -> Counter[str]:
-    take = second_step(Accelerator(cpu=True), **how)
-    with Waits() as waits:
+def waits_of_a_step(kind: str = "single", *, scales_loss: bool = False, **how: Any) -> Counter[str]:
+    with accelerator_of("cpu", kind) as accelerator:
+        if scales_loss:
+            accelerator.scaler = torch.amp.GradScaler("cpu")  # Accelerate makes one for a GPU alone
+        take = second_step(accelerator, **how)
+        seen, found = waits_of(take)
+    assert sum(event.name == "aten::mm" for event in seen.events()) >= 20
+    return found
+
+
+def waits_of(take: Callable[[], object]) -> tuple[profile, Counter[str]]:
+    """Return the profile of a call and the operations of it that a host waits for, by name."""
+    with profile(activities=[ProfilerActivity.CPU]) as seen, Asked() as asked:
         take()
-    assert waits.num_seen > 100
-    return waits.found
+    waiting = [event for event in seen.events() if event.name in WAITING and not is_inside(event, ON_A_CPU_ALONE)]
+    return seen, asked.found + Counter(event.name for event in waiting)
 
 
-def parts_of(
-    accelerator: Any, model: Any, optimizer: Any, *, task: Any, limit: float | None, num_batches: int
-) -> Parts:
+def is_inside(event: Any, names: tuple[str, ...]) -> bool:
+    """Tell whether an operation of these names called it, however far up."""
+    while (event := event.cpu_parent) is not None:
+        if event.name in names:
+            return True
+    return False
+
+
+KINDS = {"single": 0, "fsdp2": 1, "fsdp2 on 2 ranks": 2}
+"""Ways to spread a model, with the ranks of their group; the second rank of two is not there, and sends nothing."""
+
+LAUNCHED = {
+    "ACCELERATE_USE_FSDP": "true",
+    "FSDP_VERSION": "2",
+    "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+    "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT",
+    "FSDP_RESHARD_AFTER_FORWARD": "true",
+    "FSDP_CPU_RAM_EFFICIENT_LOADING": "false",
+    **{"RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"},
+}
+"""What `accelerate launch` sets under accelerate_configs/fsdp2.yaml."""
+
+
+@contextmanager
+def accelerator_of(device: str, kind: str, *, precision: str = "fp32") -> Iterator[Accelerator]:
+    """Lend an Accelerator; its group and the settings of its launch end with the block."""
+    world, has_device = KINDS[kind], device == "cuda"
+    launched = {**LAUNCHED, "WORLD_SIZE": str(world), "MASTER_PORT": str(free_port())} if world else {}
+    if not has_device:
+        launched |= {"ACCELERATE_TORCH_DEVICE": "cpu", "DS_ACCELERATOR": "cpu"}
+    AcceleratorState._reset_state(reset_partial_state=True)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in launched.items():
+            patch.setenv(name, value)
+        if world > 1:
+            dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
+        strategy = choose_strategy(
+            read_environment(os.environ, has_device=has_device),
+            JobSettings(strategy=None, precision=precision, microbatch_size=1, max_gradient_norm=None),
+        )
+        try:
+            with strategy.accelerator_context(timeout=timedelta(minutes=1)):
+                yield Accelerator(mixed_precision=ACCELERATE_PRECISION[precision], **strategy.plugin().arguments)
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+            AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def parts_of(accelerator: Any, model: Any, optimizer: Any, *, task: Any, update: Any, num_batches: int) -> Parts:
     section = TrainSection(
         global_batch_size=len(LENGTHS),
         microbatch_size=len(LENGTHS) // num_batches,
@@ -149,7 +240,7 @@ def parts_of(
         deliveries=unused,
         place=str,
         seed=1,
-        update=update.Update(accelerator, model, optimizer, max_gradient_norm=limit),
+        update=update,
         nonfinite=NonFiniteSection(),
         scales_loss=False,
         meters=Meters(),
@@ -171,35 +262,97 @@ def as_on_a_gpu(monkeypatch):
     monkeypatch.setattr(update, "is_on_host", lambda tensor: False)
 
 
+def test_what_a_host_would_wait_for_is_seen():
+    numbers = torch.arange(4.0)
+    for wait, name in (
+        (lambda: bool(numbers.sum() > 1), "aten::_local_scalar_dense"),
+        (lambda: numbers[numbers > 1], "aten::nonzero"),
+        (lambda: torch.nn.functional.one_hot(torch.arange(3)), "aten::_local_scalar_dense"),
+        (numbers.tolist, "tolist"),
+        (lambda: torch.tensor([1.0]), "tensor"),
+    ):
+        assert waits_of(wait)[1][name] >= 1
+    assert waits_of(lambda: (numbers * 2).sum())[1] == {}
+
+
 @pytest.mark.parametrize("num_batches", [1, 2])
 @pytest.mark.parametrize("limit", [1.0, None])
 @pytest.mark.parametrize("lora", [False, True])
-def test_a_step_over_rows_without_padding_waits_for_nothing(as_on_a_gpu, lora, limit, num_batches):
-    assert waits_of_a_step(lora=lora, limit=limit, num_batches=num_batches) == {}
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_over_rows_without_padding_waits_for_nothing(as_on_a_gpu, kind, lora, limit, num_batches):
+    assert waits_of_a_step(kind, lora=lora, limit=limit, num_batches=num_batches) == {}
 
 
-def test_a_step_over_padded_rows_waits_only_where_transformers_looks_into_the_mask(as_on_a_gpu):
-    found = waits_of_a_step(is_free=False)
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_average_of_the_weights_waits_for_nothing(as_on_a_gpu, kind):
+    assert waits_of_a_step(kind, averages=True) == {}
+
+
+@pytest.mark.parametrize("averages", [False, True])
+def test_parameters_that_learn_in_the_backward_pass_wait_for_nothing(as_on_a_gpu, averages):
+    assert waits_of_a_step(in_backward=True, averages=averages) == {}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_over_padded_rows_waits_only_where_transformers_looks_into_the_mask(as_on_a_gpu, kind):
+    found = waits_of_a_step(kind, is_free=False)
     assert set(found) <= {"aten::_local_scalar_dense"}
     assert found.total() <= MASK_LOOKS
+
+
+@pytest.mark.parametrize("section", [{"state_dtype": "int8"}, {"state_dtype": "bfloat16", "stochastic_rounding": True}])
+def test_rounded_states_wait_for_nothing(as_on_a_gpu, section):
+    assert waits_of_a_step(**section) == {}
 
 
 def test_an_optimizer_that_heeds_no_flag_waits_for_its_norm_once(as_on_a_gpu):
     assert waits_of_a_step(name="sgd") == {"aten::_local_scalar_dense": 1}
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-@pytest.mark.parametrize("lora", [False, True])
-def test_cuda_itself_sees_nobody_wait(lora):
-    AcceleratorState._reset_state(reset_partial_state=True)
-    take = second_step(Accelerator(mixed_precision="bf16"), lora=lora, num_batches=2)
+def test_a_scaled_loss_waits_for_its_norm_once(as_on_a_gpu):
+    assert waits_of_a_step(scales_loss=True) == {"aten::_local_scalar_dense": 1}
+
+
+ON_DEVICE = {
+    "full": {},
+    "lora": {"lora": True},
+    "no limit": {"limit": None},
+    "average": {"averages": True},
+    "state in 8 bits": {"state_dtype": "int8"},
+    "in backward": {"in_backward": True, "num_batches": 1},
+}
+
+
+@EVERY_DEVICE
+@pytest.mark.parametrize("kind", ["single", "fsdp2"])
+@pytest.mark.parametrize("name", ON_DEVICE)
+def test_cuda_itself_sees_nobody_wait(device, kind, name, request):
+    """On a CPU nothing is seen, but every line is run."""
+    how = {"num_batches": 2, **ON_DEVICE[name]}
+    if kind != "single" and "in_backward" in how:
+        pytest.skip("parameters learn in the backward pass of one process only")
+    if device == "cpu":
+        request.getfixturevalue("as_on_a_gpu")
+    with accelerator_of(device, kind, precision="bf16") as accelerator:
+        assert accelerator.device.type == device
+        take = second_step(accelerator, **how)
+        take()  # a fused optimizer, and whatever is made once, has settled
+        with nobody_waits(device):
+            record = take()
+        assert torch.isfinite(record.losses).all()
+
+
+@contextmanager
+def nobody_waits(device: str) -> Iterator[None]:
+    if device == "cpu":
+        yield
+        return
+    torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        take()
+        yield
     finally:
         torch.cuda.set_sync_debug_mode("default")
-        AcceleratorState._reset_state(reset_partial_state=True)
 
 
 MASK_LOOKS = 2

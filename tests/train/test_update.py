@@ -3,13 +3,16 @@
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from finetune.config.sections.train import AverageSection, OptimizerSection, UnfreezeSection
+from finetune.train import update
 from finetune.train.optim.optimizers import begin_step, build_optimizer
 from finetune.train.optim.parameter_groups import describe_groups, list_parameters
 from finetune.train.update import Update, UpdateInBackward
+from tests.devices import EVERY_DEVICE
 
 IDS = torch.randint(0, 40, (8, 5), generator=torch.Generator().manual_seed(1))
 
@@ -28,24 +31,25 @@ class Tied(nn.Module):
         return inside @ self.embedding.weight.t()
 
 
-def made(*, in_backward, unfreeze=(), average=None, **section):
+def made(*, in_backward, unfreeze=(), average=None, device="cpu", dtype=torch.float32, **section):
     torch.manual_seed(0)
-    model = Tied()
+    model = Tied().to(device, dtype)
     section = OptimizerSection(in_backward=in_backward, **{"weight_decay": 0.1, **section})
     built = build_optimizer(list_parameters(model), section, learning_rate=0.1, unfreeze=unfreeze, average=average)
-    accelerator = Accelerator(cpu=True)
+    accelerator = Accelerator(cpu=device == "cpu")
     model, optimizer = accelerator.prepare(model, built)
     if in_backward:
         return model, built, UpdateInBackward(accelerator, model, optimizer)
     return model, built, Update(accelerator, model, optimizer, max_gradient_norm=None)
 
 
-def step(model, optimizer, update, number, *, factor=1.0):
+def step(model, optimizer, one, number, *, factor=1.0):
     begin_step(optimizer, step=number, learning_rate=1e-2 / (number + 1))
-    loss = factor * nn.functional.cross_entropy(model(IDS).flatten(0, 1), IDS.roll(1, 1).flatten())
-    update.backward(loss)
-    norm = update.clip()
-    return loss.item(), norm.item(), update(norm, num_allowed=0)
+    ids = IDS.to(model.embedding.weight.device)
+    loss = factor * nn.functional.cross_entropy(model(ids).flatten(0, 1).float(), ids.roll(1, 1).flatten())
+    one.backward(loss)
+    norm = one.clip()
+    return loss.item(), norm.item(), one(norm, num_allowed=1)
 
 
 SETTINGS = {
@@ -78,31 +82,78 @@ def test_it_learns_the_same_to_the_bit(settings):
 
 
 def test_no_more_than_one_gradient_is_there_at_a_time():
-    model, optimizer, update = made(in_backward=True)
+    model, optimizer, one = made(in_backward=True)
     seen = []
     optimizer.register_step_post_hook(lambda *_: seen.append(sum(each.grad is not None for each in model.parameters())))
-    step(model, optimizer, update, 0)
+    step(model, optimizer, one, 0)
     assert seen == [1] * 5
 
 
 def test_a_loss_that_is_not_finite_changes_nothing():
-    model, optimizer, update = made(in_backward=True)
+    model, optimizer, one = made(in_backward=True)
     before = [each.detach().clone() for each in model.parameters()]
-    _, norm, is_taken = step(model, optimizer, update, 0, factor=float("nan"))
+    _, norm, is_taken = step(model, optimizer, one, 0, factor=float("nan"))
     assert norm != norm
     assert is_taken is False
     assert all(map(torch.equal, model.parameters(), before))
 
 
+@pytest.fixture
+def fresh_accelerator():
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+ROUNDED = {
+    "bfloat16": {"state_dtype": "bfloat16"},
+    "rounded": {"stochastic_rounding": True, "dtype": torch.bfloat16},
+    "both": {"stochastic_rounding": True, "dtype": torch.bfloat16, "state_dtype": "int8"},
+}
+
+
+@pytest.mark.parametrize("is_deferred", [False, True])
+@pytest.mark.parametrize("in_backward", [False, True])
+@pytest.mark.parametrize("settings", (SETTINGS | ROUNDED).values(), ids=SETTINGS | ROUNDED)
+@EVERY_DEVICE
+def test_an_injected_nan_leaves_weights_and_state_bit_for_bit(
+    device, settings, in_backward, is_deferred, fresh_accelerator, monkeypatch
+):
+    if is_deferred:
+        monkeypatch.setattr(update, "defers_check_on", lambda device: True)
+    model, optimizer, one = made(in_backward=in_backward, device=device, **settings)
+    step(model, optimizer, one, 0)
+    before = copies_of(model, optimizer)
+    assert step(model, optimizer, one, 1, factor=float("nan"))[2] is not True
+    after = copies_of(model, optimizer)
+    assert after.keys() == before.keys()
+    assert len(before) > 9
+    assert [name for name in before if not torch.equal(before[name], after[name])] == []
+    one.mark_all_read()
+    step(model, optimizer, one, 2)
+    assert all(torch.isfinite(each).all() for each in model.parameters())
+    assert not torch.equal(model.embedding.weight, before["embedding.weight"])
+
+
+def copies_of(model, optimizer):
+    named = dict(model.named_parameters())
+    state = {
+        f"{name}/{key}": torch.as_tensor(value).clone()
+        for name, each in named.items()
+        for key, value in optimizer.state[each].items()
+    }
+    return {name: each.detach().clone() for name, each in named.items()} | state
+
+
 def test_a_gradient_that_is_not_finite_stops_those_that_come_after_it():
-    model, optimizer, update = made(in_backward=True)
+    model, optimizer, one = made(in_backward=True)
     before = {name: each.detach().clone() for name, each in model.named_parameters()}
     model.layers[0][2].register_full_backward_hook(lambda module, inputs, outputs: (inputs[0] * float("inf"),))
-    assert step(model, optimizer, update, 0)[2] is False
+    assert step(model, optimizer, one, 0)[2] is False
     changed = {name for name, each in model.named_parameters() if not torch.equal(each, before[name])}
     assert changed == {"layers.0.2.weight", "layers.0.2.bias"}
-    assert "has not changed the weights" in update.nonfinite_effect
-    assert "it has changed those whose gradients came first" in update.nonfinite_effect
+    assert "has not changed the weights" in one.nonfinite_effect
+    assert "it has changed those whose gradients came first" in one.nonfinite_effect
 
 
 def test_groups_of_one_are_told_of_together():

@@ -4,7 +4,9 @@ hang/rank-00000.txt   the stacks of all its threads
 hang/rank-00000.json  the point that it passed last, and for how long it has passed none
 """
 
+import ast
 import faulthandler
+import linecache
 import os
 import platform
 import shutil
@@ -13,7 +15,9 @@ import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
+from types import FrameType
 
 from pydantic import TypeAdapter
 
@@ -23,8 +27,16 @@ from finetune.runtime.run_folder import HANG_FOLDER
 from finetune.runtime.supervision.faults import POINTS
 
 _IN_A_STEP = ("data", "forward", "backward", "update.before", "update.after")
-_WAITING = ("torch/distributed/", "torch/autograd/graph.py", "deepspeed/comm/", "torch/cuda/")
+_WAITING = ("torch/distributed/", "torch/autograd/graph.py", "deepspeed/comm/")
 """Code in which a rank is while it waits for the others."""
+
+_WAIT = "wait"  # for a collective that was started before
+
+_AT_DEVICE = ("torch/cuda/", "torch/accelerator/")
+_READS_DEVICE = frozenset(
+    {"tolist", "item", "cpu", "to", "copy_", "numpy", "nonzero", "synchronize", "float", "int", "bool"}
+)
+"""What a rank has called while it waits for its device: a collective in the device's queue waits for the others."""
 
 
 @dataclass(frozen=True)
@@ -38,11 +50,22 @@ class HangReport:
     step: int
     silent_seconds: float
     where: str  # file, line and function of the main thread's innermost frame
+    called: str = ""  # what that frame has called, such as `tolist`, where it is code that no frame shows
 
     @property
     def is_waiting(self) -> bool:
-        """Return whether it is in a collective, waiting for others."""
-        return any(code in self.where for code in _WAITING)
+        """Return whether it is in a collective, waiting for others, or waits for its device, where one may be."""
+        return self.waits_for_device or self._is_in_collective
+
+    @property
+    def waits_for_device(self) -> bool:
+        """Return whether it waits for what its device has been given, which may be a collective or a slow kernel."""
+        is_torch_cuda = any(code in self.where for code in _AT_DEVICE)
+        return is_torch_cuda or (self.called in _READS_DEVICE and not self._is_in_collective)
+
+    @property
+    def _is_in_collective(self) -> bool:
+        return self.called == _WAIT or any(code in self.where for code in _WAITING)
 
     @property
     def place(self) -> tuple[int, int, int]:
@@ -52,7 +75,7 @@ class HangReport:
     def __str__(self) -> str:
         return (
             f"rank {self.rank} (process {self.pid} on {self.host}), {self.silent_seconds:.0f} s after it passed "
-            f"`{self.point}` at step {self.step}, in {self.where}"
+            f"`{self.point}` at step {self.step}, in {self.where}" + (f", calling {self.called}" if self.called else "")
         )
 
 
@@ -65,7 +88,8 @@ def write_report(folder: Path, *, rank: int, point: str, step: int, silent_secon
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", encoding="utf-8") as file:
         faulthandler.dump_traceback(file, all_threads=True)
-    report = HangReport(rank, platform.node(), os.getpid(), point, step, silent_seconds, _main_thread_place())
+    where, called = _main_thread_place()
+    report = HangReport(rank, platform.node(), os.getpid(), point, step, silent_seconds, where, called)
     atomic.write_json(path.with_suffix(".json"), asdict(report))
 
 
@@ -90,6 +114,7 @@ def format_blocking_ranks(reports: Sequence[HangReport], *, world: int) -> str:
     """Return a sentence that names the ranks which the others wait for, as far as that can be determined.
 
     Those without a report come first, then those that are at an earlier point, then those that are in no collective.
+    One that waits for its device is behind because others are: it is not named.
     """
     silent = sorted(set(range(world)) - {report.rank for report in reports})
     if silent:
@@ -97,15 +122,37 @@ def format_blocking_ranks(reports: Sequence[HangReport], *, world: int) -> str:
     if world == 1:
         return f"Last seen: {reports[0]}."
     furthest = max(report.place for report in reports)
-    late = [report for report in reports if report.place < furthest]
+    late = [report for report in reports if report.place < furthest and not report.waits_for_device]
     idle = [report for report in reports if not report.is_waiting]
-    if late or len(idle) < world:
-        return f"The others wait for {'; and '.join(map(str, late or idle))}."
+    if named := late or (idle if len(idle) < world else []):
+        return f"The others wait for {'; and '.join(map(str, named))}."
     return "It cannot be determined which rank the others wait for."
 
 
-def _main_thread_place() -> str:
+def _main_thread_place() -> tuple[str, str]:
+    """Return where the main thread is, and the name of what it has called there."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     if frame is None:
-        return "nowhere"
-    return f"{frame.f_code.co_filename}:{frame.f_lineno} {frame.f_code.co_name}"
+        return "nowhere", ""
+    return f"{frame.f_code.co_filename}:{frame.f_lineno} {frame.f_code.co_name}", _called(frame)
+
+
+def _called(frame: FrameType) -> str:
+    """Return the name of the function that a frame's current instruction calls; empty where it calls none.
+
+    Of `losses.sum().tolist()`, executed up to its second call, that is `tolist`.
+    """
+    position = next(islice(frame.f_code.co_positions(), frame.f_lasti // 2, None), None)
+    if position is None or None in position:
+        return ""
+    first, last, start, end = (int(each or 0) for each in position)
+    lines = [linecache.getline(frame.f_code.co_filename, number).encode() for number in range(first, last + 1)]
+    if not all(lines):
+        return ""
+    lines[-1] = lines[-1][:end]
+    lines[0] = lines[0][start:]
+    with suppress(SyntaxError, ValueError):
+        called = ast.parse(b"".join(lines).strip().decode(errors="replace"), mode="eval").body
+        if isinstance(called, ast.Call):
+            return getattr(called.func, "attr", getattr(called.func, "id", ""))
+    return ""

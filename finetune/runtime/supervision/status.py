@@ -161,6 +161,11 @@ class StatusFile:
         except (KeyError, TypeError, ValueError):  # damaged, or written by another program
             return None
 
+    def refreshed_at(self) -> float | None:
+        """Return when rank 0 wrote the file last, by its clock (unix seconds); None where that cannot be read."""
+        facts = self._read()
+        return facts["time"] if facts.get("launch") == self._launch and isinstance(facts.get("time"), float) else None
+
     def _keep(self) -> None:
         if self._rank != 0:
             return

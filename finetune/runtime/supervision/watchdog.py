@@ -12,8 +12,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from finetune.errors import Hang, LostContact
+from finetune.runtime import distributed
 from finetune.runtime.run_folder import HANG_FOLDER
 from finetune.runtime.supervision import hang, heartbeat
+from finetune.runtime.supervision.activity import Activity, OthersActivity, OwnActivity
 from finetune.runtime.supervision.exit import ProcessExit, find_dead_peers, format_lost_peers
 from finetune.runtime.supervision.signals import EXIT_CODES, ReceivedSignals
 from finetune.runtime.supervision.status import STOPPED, RankExit, StatusFile, exit_from_error
@@ -45,6 +47,7 @@ class Watchdog:
         self._armed_at = float("-inf")
         self._looked_at = time.monotonic()
         self._is_training = False
+        self._rank_0: Activity = OwnActivity() if rank == 0 else OthersActivity(status)
         self._is_over = threading.Event()
 
     def detect_hangs(self, limit_seconds: float | None) -> None:
@@ -98,6 +101,8 @@ class Watchdog:
         self._looked_at = now
         self._note.hear()
         self._status.refresh()
+        if distributed.is_rank_0_alone() and self._rank_0.has_moved():
+            heartbeat.keep_alive()
         silent = now - max(heartbeat.last_heartbeat_at(), self._watched_since)
         if silent > _QUIET_SECONDS or self._note.received:
             self._look_after_others()

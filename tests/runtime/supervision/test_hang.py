@@ -1,5 +1,10 @@
 """When nothing moves, every rank writes down where it stands, and the one that the others wait for is named."""
 
+import threading
+import time
+
+import pytest
+
 from finetune.runtime.supervision.hang import (
     HangReport,
     format_blocking_ranks,
@@ -11,8 +16,8 @@ from finetune.runtime.supervision.hang import (
 COLLECTIVE = "/site-packages/torch/distributed/distributed_c10d.py:3000 all_reduce"
 
 
-def report(rank: int, point: str, step: int, where: str = COLLECTIVE) -> HangReport:
-    return HangReport(rank, "here", 10 + rank, point, step, 60.0, where)
+def report(rank: int, point: str, step: int, where: str = COLLECTIVE, called: str = "") -> HangReport:
+    return HangReport(rank, "here", 10 + rank, point, step, 60.0, where, called)
 
 
 def test_a_report_holds_the_stacks_and_the_last_point(tmp_path):
@@ -52,3 +57,57 @@ def test_what_cannot_be_told_is_not_guessed():
     same = [report(rank, "data", 4, where=where) for rank in range(2)]
     assert format_blocking_ranks(same, world=2) == "It cannot be determined which rank the others wait for."
     assert format_blocking_ranks(same[:1], world=1).startswith("Last seen: rank 0 (")
+
+
+@pytest.mark.parametrize(
+    ("where", "called"),
+    [
+        ("/finetune/train/meters.py:120 read", "tolist"),
+        ("/finetune/train/meters.py:140 is_finite", "item"),
+        ("/finetune/checkpoint/sharding/gather.py:88 run", "copy_"),
+        ("/home/me/task.py:10 score", "cpu"),
+        ("/site-packages/torch/cuda/__init__.py:1100 synchronize", "_cuda_synchronize"),
+        ("/site-packages/torch/cuda/streams.py:90 synchronize", ""),
+    ],
+)
+def test_a_rank_that_waits_for_its_device_is_a_victim_and_not_named(where, called):
+    victim = report(0, "update.after", 3, where=where, called=called)
+    at_work = report(1, "data", 4, where="/home/me/dataset.py:10 read")
+    named = format_blocking_ranks([victim, at_work], world=2)
+    assert "wait for rank 1 (" in named, "though rank 0 is at an earlier point"
+    assert "rank 0 (" not in named
+
+
+def test_where_all_wait_for_their_devices_none_is_named():
+    waits = [report(rank, "forward", rank, where="/finetune/a.py:1 f", called="tolist") for rank in range(2)]
+    assert format_blocking_ranks(waits, world=2) == "It cannot be determined which rank the others wait for."
+
+
+def test_a_rank_that_waits_for_a_collective_that_was_started_before_is_not_named():
+    waits = report(0, "data", 4, where="/finetune/runtime/distributed.py:200 wait", called="wait")
+    at_work = report(1, "data", 4, where="/home/me/dataset.py:10 read", called="sleep")
+    named = format_blocking_ranks([waits, at_work], world=2)
+    assert "wait for rank 1 (" in named
+    assert named.endswith("in /home/me/dataset.py:10 read, calling sleep.")
+
+
+class Sums:
+    """In the place of a tensor on a device that is busy: its `tolist` shows no frame while it waits."""
+
+    tolist = staticmethod(time.sleep)
+
+    def sum(self) -> "Sums":
+        return self
+
+
+def test_a_report_tells_what_was_called_where_no_frame_shows_it(tmp_path):
+    sums = Sums()
+    place = {"rank": 0, "point": "update.after", "step": 3, "silent_seconds": 61.0}
+    writer = threading.Timer(0.2, write_report, (tmp_path,), place)
+    writer.start()
+    sums.sum().tolist(1.0)  # `sum()` has returned
+    writer.join()
+    (found,) = read_reports(tmp_path)
+    assert found.called == "tolist"
+    assert found.waits_for_device
+    assert "test_a_report_tells_what_was_called" in found.where
